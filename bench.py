@@ -1,0 +1,223 @@
+"""Measure SARATHI's claims on this machine.
+
+    python bench.py --chunk 256
+
+prints (1) SARATHI's Table 2: what a decode costs alone and riding with a prefill chunk, each time beside its limit;
+(2) the policies end to end at the balanced ratio of prefill to decode tokens, P:D = C / (B - 1); (3) what to
+conclude. `--json` writes all of it, `--plot` draws what each policy did when.
+
+Read first: experiments.py, which measures what is printed here.
+"""
+
+import argparse
+import json
+import platform
+import resource
+import time
+from dataclasses import replace
+
+import torch
+
+import measure
+from experiments import SPECS, advise, against_transformers, decode_maximal, describe_machine, end_to_end, workload
+from model import GPT, PRESETS, GPTConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def parse_args(argv=None):
+    """The options, checked. Exits with a message, like argparse, for one that makes no sense."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0],
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--chunk", type=int, default=256, help="C, the chunk size and token budget, in tokens")
+    add("--batch", type=int, default=6, help="B, the most requests at once")
+    add("--seq-len", type=int, default=1000, help="prompt and output tokens of a request, together")
+    add("--pd-ratio", type=float, default=None, help="prompt tokens per output token; none: the balanced C / (B - 1)")
+    add("--policies", default="request-level,orca-best,vllm,sarathi,sarathi-serve",
+        help=f"comma-separated, from {', '.join(SPECS)}; orca-best lets one prompt into a batch")
+    add("--requests", type=int, default=None, help="requests served end to end; none: 2 B")
+    add("--model", default=None, help=f"a geometry with random weights: {', '.join(PRESETS)}; none: llama-13b on a GPU "
+        "with 40 GB or more, else llama-160m")
+    add("--init-from", default=None, help="a checkpoint instead: a local directory or a Hugging Face Hub name")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run")
+    add("--dtype", default=None, choices=DTYPES, help="none: bfloat16 where the device is faster with it, else float32")
+    add("--attention", default="auto", choices=("auto", "sdpa", "xformers"), help="the attention backend")
+    add("--seed", type=int, default=0, help="of weights and prompts")
+    add("--compile", action="store_true", help="torch.compile the layers around attention")
+    add("--threads", type=int, default=None, help="CPU threads; none: torch's choice")
+    add("--transformers", action="store_true", help="also serve the requests with transformers' generate")
+    add("--json", default=None, metavar="FILE", help="write all that is printed, with these options")
+    add("--plot", default=None, metavar="FILE", help="draw the iterations of each policy")
+    args = parser.parse_args(argv)
+    args.policies = [name.strip() for name in args.policies.split(",") if name.strip()]
+    args.requests = 2 * args.batch if args.requests is None else args.requests
+    for name in args.policies:
+        if name not in SPECS:
+            parser.error(f"--policies: {name!r} is not one of {', '.join(SPECS)}")
+    for option, least in (("chunk", 1), ("batch", 2), ("seq_len", 2), ("requests", 1)):
+        if getattr(args, option) < least:
+            parser.error(f"--{option.replace('_', '-')} {getattr(args, option)}: must be at least {least}")
+    if args.chunk < args.batch:
+        parser.error(f"--chunk {args.chunk}: must be at least --batch {args.batch}, or decodes leave no room for a chunk")
+    if args.model and args.model not in PRESETS:
+        parser.error(f"--model {args.model!r}: must be one of {', '.join(PRESETS)}")
+    if args.model and args.init_from:
+        parser.error("--model and --init-from: give one of them")
+    if args.pd_ratio is None:
+        args.pd_ratio = args.chunk / (args.batch - 1)
+    if args.pd_ratio <= 0:
+        parser.error(f"--pd-ratio {args.pd_ratio}: must be positive")
+    return args
+
+
+def load_model(args):
+    """The model to measure, on its device. Sets args.model, args.dtype where they were left open."""
+    device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(f"--device {args.device}: torch {torch.__version__} sees no CUDA device, use --device cpu")
+    if args.dtype is None:
+        fast = torch.bfloat16 if device.type == "cuda" else measure.fastest_cpu_dtype()
+        args.dtype = str(fast).removeprefix("torch.")
+    if args.init_from:
+        model = GPT.from_pretrained(args.init_from, device, DTYPES[args.dtype])
+    else:
+        if args.model is None:
+            roomy = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory > 40e9
+            args.model = "llama-13b" if roomy else "llama-160m"
+        config = GPTConfig.preset(args.model)
+        if config.family == "llama":  # random weights know no positions, so they may be as many as asked for
+            config = replace(config, max_positions=max(config.max_positions, args.seq_len))
+        model = GPT(config, device, DTYPES[args.dtype], seed=args.seed)
+    if args.seq_len > model.config.max_positions:
+        raise SystemExit(f"--seq-len {args.seq_len}: this model is limited to {model.config.max_positions}")
+    if args.compile:
+        model.compile()
+    return model
+
+
+# -----------------------------------------------------------------------------------------------------
+# what is printed
+
+
+def print_machine(machine):
+    """The heading under which all else is printed."""
+    compiled = ", compiled" if machine["compiled"] else ""
+    print(f"{machine['device']}, {machine['threads']} threads, torch {machine['torch']}\n"
+          f"{machine['model']} ({machine['parameters'] / 1e6:,.0f} M parameters), {machine['dtype']}{compiled}\n"
+          f"measured limits: {machine['flops_per_s'] / 1e12:,.2f} TFLOP/s in matrix products of these shapes, "
+          f"{machine['bytes_per_s'] / 1e9:,.0f} GB/s of memory; ridge: {machine['ridge_tokens']:,.0f} tokens\n"
+          f"schedule() takes at most {machine['schedule_us']:.0f} us with 128 running requests\n")
+
+
+def print_decode_maximal(rows, args):
+    """Table 2, on this machine."""
+    print(f"1. What a decode costs (SARATHI, Table 2): chunk {args.chunk}, batch {args.batch}, "
+          f"context {args.seq_len}, times in ms\n")
+    table = [["batch", "prefill + decodes", "linear", "bare", "attention", "limit", "other", "total", "limit",
+              "spread", "per prefill token", "per decode token"]]
+    for name in ("prefill-only", "decode-only", "decode-maximal"):
+        row = rows[name]
+        table.append([name, f"{row['prefill_tokens']} + {row['decodes']}", *(f"{row[k]:.1f}" for k in (
+            "linear", "bare", "attention", "attention_limit", "other", "total", "limit")), f"{row['spread']:.0%}",
+            *("-" if row[k] is None else f"{row[k]:.3f}" for k in ("ms_per_prefill_token", "ms_per_decode_token"))])
+    print_table(table)
+    speedup = {part: "more than can be measured" if x is None else f"{x:.1f}x" for part, x in rows["speedup"].items()}
+    print(f"\ndecode speedup {speedup['total']}; linear layers {speedup['linear']} (bare products {speedup['bare']})\n"
+          "bare: the same matrix products alone; limit of attention: its flops over the product rate or its K and V over\n"
+          "the bandwidth, the larger; limit of the total: bare products + attention alone, both measured\n")
+
+
+def print_end_to_end(rows, args, requests):
+    """The table of policies."""
+    prompt, output = len(requests[0][0]), requests[-1][1]
+    print(f"2. End to end: {len(requests)} requests of {prompt} + {output} tokens (P:D {prompt / output:.0f}), "
+          f"batch {args.batch}, chunk {args.chunk}, all there at time 0\n")
+    table = [["policy", "tokens/s", "gain", "P50 TTFT s", "P99 TBT s", "longest stall s", "iterations",
+              "tokens/iteration"]]
+    for name, row in rows.items():
+        gain = f"{row['gain']:.2f}x" if row["gain"] else "-"
+        table.append([name, f"{row['tokens_per_s']:,.0f}", gain, f"{row['p50_ttft_s']:.2f}", f"{row['p99_tbt_s']:.3f}",
+                      f"{row['longest_stall_s']:.3f}", str(row["iterations"]), f"{row['tokens_per_iteration']:.0f}"])
+    print_table(table)
+    print("\nthroughput counts prompt and output tokens; gain is over request-level; the policies took turns\n")
+
+
+def conclude(rows, policy_rows, advice, args):
+    """One paragraph in plain words."""
+    decode, hybrid = rows["decode-only"]["ms_per_decode_token"], rows["decode-maximal"]["ms_per_decode_token"]
+    text = (f"3. A decode costs {decode:.2f} ms in a batch of its own and {hybrid:.2f} ms riding with a chunk, "
+            f"{decode / hybrid:.1f}x less.")
+    if "sarathi" in policy_rows and policy_rows["sarathi"]["gain"]:
+        text += f" Served by sarathi, this load runs at {policy_rows['sarathi']['gain']:.2f}x request-level's throughput."
+    text += ("\n   Matrix products alone, in ms per token: "
+             + ", ".join(f"{ms / c:.2f} at {c}" for c, ms in advice["product_ms"].items()) + " tokens.\n  ")
+    best, gains = advice["favoured_chunk"], advice["predicted_gain"]
+    if best != args.chunk:
+        text += (f" This machine's balance favours --chunk {best}: from its measured rates a gain of {gains[best]:.2f}x "
+                 f"is to be expected there, at its own P:D of {best / (args.batch - 1):.0f}, against "
+                 f"{gains[args.chunk]:.2f}x at {args.chunk}.")
+    else:
+        text += f" Chunk {best} is what this machine's balance favours."
+    return text
+
+
+def print_table(rows):
+    """Print rows of strings as a Markdown table, the first row as its head, numbers aligned to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for number, row in enumerate(rows):
+        print("| " + " | ".join(cell.ljust(w) if i == 0 else cell.rjust(w)
+                                for i, (cell, w) in enumerate(zip(row, widths))) + " |")
+        if number == 0:
+            print("|" + "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i, w in enumerate(widths)) + "|")
+
+
+def peak_memory_bytes(device):
+    """The most memory that was in use: of the GPU, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    scale = 1 if platform.system() == "Darwin" else 1024  # macOS counts bytes, Linux kilobytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+def main(argv=None):
+    """The command line."""
+    began = time.perf_counter()
+    args = parse_args(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    model = load_model(args)
+    machine = describe_machine(model, args)
+    print_machine(machine)
+
+    table = decode_maximal(model, machine, args)
+    print_decode_maximal(table, args)
+
+    policy_rows, timelines = end_to_end(model, args)
+    print_end_to_end(policy_rows, args, workload(args, model.config.vocab_size))
+
+    advice = advise(model, table, args)
+    conclusion = conclude(table, policy_rows, advice, args)
+    print(conclusion)
+    comparison = None
+    if args.transformers:
+        comparison = against_transformers(model, args)
+        theirs, ours = comparison["transformers_tokens_per_s"], comparison["sarathi_tokens_per_s"]
+        print(f"\ntransformers' generate, same weights and requests: {theirs:,.0f} tokens/s; sarathi: {ours:,.0f}, "
+              f"{ours / theirs:.2f}x ({comparison['equal_tokens']:.0%} of the tokens are equal)")
+    seconds, memory = time.perf_counter() - began, peak_memory_bytes(model.device)
+    print(f"\n{seconds:.0f} s, {memory / 1e9:.1f} GB at most")
+
+    if args.plot:
+        from plot import plot_timelines
+
+        plot_timelines(timelines, machine, args.plot)
+    if args.json:
+        report = {"options": vars(args), "machine": machine, "decode_maximal": table, "end_to_end": policy_rows,
+                  "advice": advice, "conclusion": conclusion, "transformers": comparison, "seconds": seconds, "peak_memory_bytes": memory}
+        with open(args.json, "w") as file:
+            json.dump(report, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()

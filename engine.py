@@ -1,0 +1,328 @@
+"""The loop: schedule, forward, sample, record.
+
+    engine = Engine(model, policy="sarathi-serve", chunk=256, max_batch=16, max_len=2048)
+    done = engine.generate(prompts, SamplingParams(max_new_tokens=64))      # offline: all prompts at once
+    rid = engine.add_request(prompt, params)                                # online: add, step, abort
+    for event in engine.step(): ...                                         # new tokens as they appear
+
+The engine does not know how a policy decides: it asks the scheduler for a batch, lets the model compute it, and
+moves each request's `num_computed` forward. A step is atomic. Until the sampled tokens have arrived nothing but
+the cache has changed, and there only positions that count as not computed; if anything raises before that (out of
+memory, Ctrl-C), the batch is kept and the next `step()` computes it again.
+
+Read first: scheduler.py and model.py. Read next: bench.py, which measures all this.
+"""
+
+import operator
+import os
+import time
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from attention import make_attention
+from kv_cache import KVCache, Slots, kv_bytes_per_token, max_slots
+from model import FlatBatch, Span
+from sampling import SamplingParams, sample
+from scheduler import Request, make_scheduler
+
+MAX_BATCH = 256  # the most requests at once when the caller names no number, however much memory there is
+
+
+@dataclass
+class Completion:
+    """What became of a request. Times are in seconds, on the engine's clock.
+
+    finish_reason    "stop" (a stop token came), "length" (max_new_tokens reached), "abort"; None while running
+    tokens           the output tokens, a stop token included
+    text             the output as text, without the stop token; None without a tokenizer
+    logprobs         the log-probability of each output token, or None if they were not asked for
+    scheduled        when it was first part of a batch
+    token_times      when each output token was known
+    """
+
+    request_id: int
+    prompt: list
+    arrival: float
+    tokens: list = field(default_factory=list)
+    text: str | None = None
+    logprobs: list | None = None
+    finish_reason: str | None = None
+    scheduled: float | None = None
+    token_times: list = field(default_factory=list)
+
+    @property
+    def ttft(self):
+        """Time to first token: from arrival to the first output token. None if there was none."""
+        return self.token_times[0] - self.arrival if self.token_times else None
+
+    @property
+    def tbt(self):
+        """Times between tokens: the gaps between consecutive output tokens, one fewer than there are tokens."""
+        return [later - earlier for earlier, later in zip(self.token_times, self.token_times[1:])]
+
+    @property
+    def scheduling_delay(self):
+        """From arrival to first being part of a batch. None if it never was."""
+        return None if self.scheduled is None else self.scheduled - self.arrival
+
+
+class Event(NamedTuple):
+    """One new token of one request; `completion` is set with the last one."""
+
+    request_id: int
+    token: int
+    logprob: float | None
+    finish_reason: str | None
+    completion: Completion | None
+
+
+class Iteration(NamedTuple):
+    """What one step computed, and when. `start` and `end` are in seconds, on the engine's clock."""
+
+    start: float
+    end: float
+    chunks: list  # (request_id, length, is_decode) for each chunk
+
+    @property
+    def prefill_tokens(self):
+        """How many tokens of prompts were computed."""
+        return sum(length for _, length, is_decode in self.chunks if not is_decode)
+
+    @property
+    def decode_tokens(self):
+        """How many decodes there were."""
+        return sum(length for _, length, is_decode in self.chunks if is_decode)
+
+
+class _Live(NamedTuple):
+    """A request that has not ended, with what the scheduler does not need to know of it."""
+
+    request: Request
+    params: SamplingParams
+    stop: frozenset
+    completion: Completion
+
+
+class _Computed(NamedTuple):
+    """A batch whose tokens have been fetched. `sampled` has (token, logprob), or None, for each chunk."""
+
+    lives: list
+    sampled: list
+    iteration: Iteration
+
+
+class Engine:
+    """Serves requests with one model under one policy.
+
+    model        a GPT, whose device and dtype the cache takes over
+    policy       a name in scheduler.POLICIES
+    chunk        C, the chunk size or token budget
+    max_batch    B, the most requests at once, for which the cache is allocated; None: as many as fit, §4.3.1
+    max_len      the longest request, prompt and output, in tokens
+    tile         the matrix product's tile in tokens; None: 128 on CUDA (SARATHI §4.4), else 1
+    tokenizer    for prompts given as text; its stop tokens end every request
+    attention    the backend, see attention.make_attention
+    clock        seconds, for the latency records
+    options      further options of the policy, such as prefills=1 of orca
+
+    Raises ValueError, before anything is allocated, for an argument that makes no sense.
+    """
+
+    def __init__(self, model, policy="sarathi-serve", chunk=256, max_batch=None, max_len=2048, *, tile=None,
+                 tokenizer=None, attention="auto", clock=time.perf_counter, **options):
+        if max_batch is None and max_len >= 1:
+            max_batch = self._slots_that_fit(model, max_len)
+        if tile is None:
+            tile = 128 if model.device.type == "cuda" else 1
+        slots = Slots(max_batch)
+        self.scheduler = make_scheduler(policy, slots, chunk=chunk, max_batch=max_batch, max_len=max_len,
+                                        tile=tile, **options)
+        self.cache = KVCache(model.config, max_batch, max_len, model.device, model.dtype)
+        self.attention = make_attention(model.config, self.cache, attention)
+        self.model, self.tokenizer, self.clock = model, tokenizer, clock
+        self.last_iteration = None  # an Iteration, once there was one
+        self._live = {}
+        self._next_id = 0
+        self._batch = None  # scheduled, not yet computed
+        self._computed = None  # computed, not yet recorded
+
+    @staticmethod
+    def _slots_that_fit(model, max_len):
+        weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        if model.device.type == "cuda":  # keep a tenth for activations
+            memory = int(0.9 * (torch.cuda.mem_get_info(model.device)[0] + weight_bytes))
+        else:  # leave half of the memory to everybody else
+            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        per_token = kv_bytes_per_token(model.config, model.dtype)
+        slots = max_slots(memory, weight_bytes, max_len, per_token)
+        if slots < 1:
+            raise ValueError(f"max_len={max_len}: one request takes {max_len * per_token / 1e9:.1f} GB of KV cache, "
+                             f"{max(0, memory - weight_bytes) / 1e9:.1f} GB are free")
+        return min(slots, MAX_BATCH)
+
+    # -- online use: add, step, abort ------------------------------------------------------------------
+
+    @property
+    def has_work(self):
+        """Whether any request has not ended."""
+        return bool(self._live)
+
+    def add_request(self, prompt, params=None, arrival=None):
+        """Queue a prompt (token ids, or text if there is a tokenizer) and return the request's id.
+
+        `arrival` is when it arrived, on the engine's clock; None is now. Raises ValueError, with nothing changed, if
+        the prompt is empty, holds a token the model does not know, or does not fit max_len with its output.
+        """
+        params = params or SamplingParams()
+        return self._add(self._encode(prompt, params), params, arrival)
+
+    def _encode(self, prompt, params):
+        """The prompt as a checked list of token ids."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError(f"prompt={prompt[:40]!r}: this engine has no tokenizer, give token ids")
+            prompt = self.tokenizer.encode(prompt)
+        try:
+            tokens = [operator.index(token) for token in prompt]
+        except TypeError:
+            raise ValueError(f"prompt={prompt!r:.60}: must be text or a list of token ids") from None
+        if not tokens:
+            raise ValueError("prompt: must hold at least 1 token")
+        vocab_size = self.model.config.vocab_size
+        for token in tokens:
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"prompt: token {token} is out of range, the vocabulary is 0 … {vocab_size - 1}")
+        self.scheduler.check_fits(len(tokens), params.max_new_tokens)
+        return tokens
+
+    def _add(self, tokens, params, arrival=None):
+        request = Request(self._next_id, tokens, len(tokens), params.max_new_tokens)
+        completion = Completion(request.id, tokens[:], self.clock() if arrival is None else arrival,
+                                logprobs=[] if params.logprobs else None)
+        stop = frozenset(params.stop_token_ids).union(self.tokenizer.stop_token_ids if self.tokenizer else ())
+        self._next_id += 1
+        self._live[request.id] = _Live(request, params, stop, completion)
+        self.scheduler.add(request)
+        return request.id
+
+    def abort(self, request_id):
+        """End a request at once and return its Completion. Raises ValueError if there is no such request."""
+        if request_id not in self._live:
+            raise ValueError(f"request_id={request_id}: no such request, or it has ended")
+        live = self._live[request_id]
+        if self._batch is not None:  # left by a step that failed
+            self._batch[:] = [chunk for chunk in self._batch if chunk.request is not live.request]
+        return self._finish(live, "abort")
+
+    def step(self):
+        """Run one iteration and return an Event for each new token. Returns [] if there is nothing to do.
+
+        Whatever the model raises passes through, and the next call computes the same batch again.
+        """
+        if self._computed is None:
+            if not self._batch:
+                self._batch = self.scheduler.schedule()
+            if not self._batch:
+                return []
+            self._computed = self._compute(self._batch)
+        events = self._record(*self._computed)
+        self._batch = self._computed = None
+        return events
+
+    def _compute(self, batch):
+        """Schedule's batch -> sampled tokens. Changes nothing but the cache."""
+        start = self.clock()
+        lives = [self._live[chunk.request.id] for chunk in batch]
+        spans, chunks = [], []
+        for request, first, length in batch:
+            tokens, end = request.tokens, first + length
+            spans.append(Span(request.slot, first, tokens[first:end], end == len(tokens)))
+            chunks.append((request.id, length, request.is_decoding))
+        flat = FlatBatch.build(spans, self.attention)
+        logits = self.model(flat, self.cache)
+        yields = [live for live, span in zip(lives, spans) if span.wants_logits]
+        drawn = iter(self._fetch(logits, yields))
+        sampled = [next(drawn) if span.wants_logits else None for span in spans]
+        return _Computed(lives, sampled, Iteration(start, self.clock(), chunks))
+
+    def _fetch(self, logits, lives):
+        """Sample on the device and read the result from it, once. Returns (token, logprob) for each row."""
+        if not lives:
+            return []
+        output_index = [len(live.request.tokens) - live.request.prompt_len for live in lives]
+        tokens, logprobs = sample(logits, [live.params for live in lives], output_index)
+        if logprobs is None:
+            return [(token, None) for token in tokens.tolist()]
+        tokens, logprobs = torch.stack([tokens.double(), logprobs.double()]).tolist()
+        return [(int(token), logprob) for token, logprob in zip(tokens, logprobs)]
+
+    def _record(self, lives, sampled, iteration):
+        """Move the requests forward. Doing it twice is the same as once, should a Ctrl-C come in between."""
+        events = []
+        for chunk, live, result in zip(self._batch, lives, sampled):
+            request, completion = live.request, live.completion
+            if completion.finish_reason == "abort":
+                continue  # aborted between two tries at recording
+            end = chunk.start + chunk.length
+            request.num_computed = end
+            if completion.scheduled is None:
+                completion.scheduled = iteration.start
+            if result is None:
+                continue
+            token, logprob = result
+            n = end - request.prompt_len  # this is output token n
+            request.tokens[end:] = [token]
+            completion.token_times[n:] = [iteration.end]
+            if live.params.logprobs:
+                completion.logprobs[n:] = [logprob]
+            reason = "stop" if token in live.stop else "length" if n + 1 == request.max_new_tokens else None
+            if reason:
+                self._finish(live, reason)
+            events.append(Event(request.id, token, logprob, reason, completion if reason else None))
+        self.last_iteration = iteration
+        return events
+
+    def _finish(self, live, reason):
+        request, completion = live.request, live.completion
+        completion.finish_reason = reason
+        completion.tokens = request.tokens[request.prompt_len :]
+        if self.tokenizer:
+            text_tokens = completion.tokens[:-1] if reason == "stop" else completion.tokens
+            completion.text = self.tokenizer.decode(text_tokens)
+        self.scheduler.remove(request)
+        self._live.pop(request.id, None)
+        return completion
+
+    # -- offline use: all prompts at once --------------------------------------------------------------
+
+    def generate(self, prompts, params=None, progress=True):
+        """Complete all prompts and return their Completions, in order.
+
+        `params` is one SamplingParams for all, or a list with one for each. All prompts are checked before the first is
+        queued. `progress` shows a bar on a terminal. If it is interrupted, its unfinished requests are aborted.
+        """
+        if isinstance(prompts, str):
+            raise ValueError("prompts: must be a list of prompts, not one text")
+        prompts = list(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"params: {len(params)} given for {len(prompts)} prompts")
+        encoded = [self._encode(prompt, p) for prompt, p in zip(prompts, params)]
+        ids = [self._add(tokens, p) for tokens, p in zip(encoded, params)]
+        done, unfinished = {}, set(ids)
+        try:
+            with tqdm(total=len(ids), desc="requests", disable=None if progress else True) as bar:
+                while unfinished:
+                    for event in self.step():
+                        if event.completion and event.request_id in unfinished:
+                            unfinished.remove(event.request_id)
+                            done[event.request_id] = event.completion
+                            bar.update()
+        finally:
+            for request_id in unfinished & self._live.keys():
+                self.abort(request_id)
+        return [done[request_id] for request_id in ids]

@@ -1,0 +1,350 @@
+"""The experiments of bench.py: each returns what it measured as plain numbers, and prints nothing.
+
+Read first: engine.py and measure.py. Read next: bench.py, which prints the tables.
+"""
+
+import platform
+import random
+import statistics
+import tempfile
+import time
+
+import numpy as np
+import torch
+
+import measure
+from attention import make_attention
+from engine import Engine
+from kv_cache import KVCache, Slots
+from measure import interleaved
+from model import GPT, FlatBatch, Span
+from sampling import SamplingParams
+from scheduler import POLICIES, Request, make_scheduler
+
+SPECS = {name: (name, {}) for name in POLICIES} | {"orca-best": ("orca", {"prefills": 1})}
+CANDIDATE_CHUNKS = (32, 64, 128, 256, 512, 1024)
+
+# -----------------------------------------------------------------------------------------------------
+# the machine
+
+
+def describe_machine(model, args):
+    """What the numbers depend on, and the limits that they are compared with."""
+    device = model.device
+    products = measure.bare_products(model, args.chunk, 0)
+    seconds = interleaved({"products": products}, device)["products"].ms / 1e3
+    rate = measure.product_flops(model, args.chunk, 0) / seconds
+    bandwidth = measure.memory_bandwidth(device)
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name(),
+        "dtype": args.dtype, "model": args.init_from or args.model,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "threads": torch.get_num_threads(), "torch": torch.__version__, "compiled": args.compile,
+        "flops_per_s": rate, "bytes_per_s": bandwidth,
+        "ridge_tokens": rate / bandwidth * model.dtype.itemsize / 2,
+        "schedule_us": schedule_us(),
+    }
+
+
+def processor_name():
+    """The CPU's name, as well as it can be found."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def schedule_us(running=128):
+    """Microseconds that one `schedule()` takes with that many running requests: the slowest policy's median."""
+    medians = []
+    for policy in POLICIES:
+        scheduler = make_scheduler(policy, Slots(running), chunk=512, max_batch=running, max_len=2048)
+        for i in range(running + 1):
+            scheduler.add(Request(i, [0] * 1000, 1000, 100))
+        while request := scheduler.admit():
+            request.tokens.append(0)
+            request.num_computed = 1000  # it decodes
+        times = []
+        for _ in range(200):
+            start = time.perf_counter()
+            scheduler.schedule()
+            times.append(time.perf_counter() - start)
+        medians.append(statistics.median(times) * 1e6)
+    return max(medians)
+
+
+# -----------------------------------------------------------------------------------------------------
+# what a decode costs: SARATHI, Table 2
+
+
+def decode_maximal(model, machine, args):
+    """Time a chunk alone, B decodes alone, and the chunk with B - 1 decodes, all at a context of seq_len.
+
+    Returns a dict of rows. Per-token times follow SARATHI §5.1.1: a decode of the hybrid batch costs what the
+    batch takes longer than the same chunk alone, divided by the number of decodes. Limits: for the linear layers
+    the same matrix products run bare; for attention the larger of its flops over the product rate and of its keys
+    and values over the bandwidth; for all of it the bare products and the attention alone, both measured.
+    """
+    B, context = args.batch, args.seq_len
+    cache = KVCache(model.config, B, context, model.device, model.dtype)
+    cache.data.normal_()
+    attention = make_attention(model.config, cache, args.attention)
+    length = min(args.chunk - (B - 1), context)
+    chunk = [Span(0, context - length, [1] * length)]
+    decodes = [Span(slot, context - 1, [1]) for slot in range(B)]
+    batches = {"prefill-only": chunk, "decode-only": decodes, "decode-maximal": chunk + decodes[1:]}
+
+    rows, variants = {}, {}
+    for name, spans in batches.items():
+        watched = {"linear": [], "attention": []}
+        variants |= {
+            (name, "total"): lambda spans=spans: iterate(model, spans, attention, cache),
+            (name, "watched"): lambda spans=spans, watched=watched: iterate_watched(
+                model, spans, attention, cache, watched),
+            (name, "bare"): measure.bare_products(model, sum(len(s.tokens) for s in spans), len(spans)),
+            (name, "attention_alone"): attention_alone(model, spans, attention, cache),
+        }
+        rows[name] = watched
+    timings = interleaved(variants, model.device)
+    for name, spans in batches.items():
+        row = {part: measure.summarize(values[measure.WARMUP:]) for part, values in rows[name].items()}
+        row |= {part: timings[name, part] for part in ("total", "bare", "attention_alone")}
+        extents = [(s.slot, s.start, len(s.tokens)) for s in spans]
+        flops, kv_bytes = measure.attention_cost(model.config, extents, model.dtype.itemsize)
+        rows[name] = {part: timing.ms for part, timing in row.items()} | {
+            "spread": row["total"].spread,
+            "prefill_tokens": length if name != "decode-only" else 0,
+            "decodes": sum(len(s.tokens) == 1 for s in spans),
+            "other": max(0.0, row["total"].ms - row["linear"].ms - row["attention"].ms),
+            "attention_limit": 1e3 * max(flops / machine["flops_per_s"], kv_bytes / machine["bytes_per_s"]),
+            "limit": row["bare"].ms + row["attention_alone"].ms,
+        }
+        if args.compile:  # what is fused into the linear layers cannot be told apart from them
+            rows[name] |= {"linear": rows[name]["linear"] + rows[name]["other"], "other": 0.0}
+    prefill, decode, hybrid = (rows[name] for name in batches)
+    for row in rows.values():
+        row["ms_per_prefill_token"] = prefill["total"] / length if row["prefill_tokens"] else None
+    decode["ms_per_decode_token"] = decode["total"] / B
+    hybrid["ms_per_decode_token"] = (hybrid["total"] - prefill["total"]) / (B - 1)
+    prefill["ms_per_decode_token"] = None
+    speedup = {}
+    for part in ("total", "linear", "bare"):
+        marginal = (hybrid[part] - prefill[part]) / (B - 1)
+        speedup[part] = decode[part] / B / marginal if marginal > 0 else None  # None: less than the noise
+    return rows | {"speedup": speedup}
+
+
+def iterate(model, spans, attention, cache):
+    """One greedy iteration, from spans to tokens."""
+    return model(FlatBatch.build(spans, attention), cache).argmax(dim=-1).tolist()
+
+
+def iterate_watched(model, spans, attention, cache, watched):
+    """The same, adding the milliseconds of linear layers and of attention to the lists in `watched`."""
+    attention_watch = measure.Stopwatch(model.device)
+    with measure.watch_linear(model) as linear_watch:
+        batch = measure.watch_attention(FlatBatch.build(spans, attention), attention_watch)
+        model(batch, cache).argmax(dim=-1).tolist()
+    measure.synchronize(model.device)
+    watched["linear"].append(linear_watch.read_ms())
+    watched["attention"].append(attention_watch.read_ms())
+
+
+def attention_alone(model, spans, attention, cache):
+    """A function that runs the attention of one iteration in all layers, and nothing else."""
+    batch = FlatBatch.build(spans, attention)
+    q = torch.randn(len(batch.tokens), model.config.n_head, model.config.head_dim,
+                    device=model.device, dtype=model.dtype)
+
+    @torch.inference_mode()
+    def run():
+        for layer in range(model.config.n_layer):
+            batch.attend(q, *cache.layer(layer))
+
+    return run
+
+
+# -----------------------------------------------------------------------------------------------------
+# the policies end to end
+
+
+class BusyClock:
+    """Seconds spent between `resume` and `pause`: the own time of an engine that takes turns with others."""
+
+    def __init__(self):
+        self.elapsed, self.resumed = 0.0, None
+
+    def resume(self):
+        """Let the time run."""
+        self.resumed = time.perf_counter()
+
+    def pause(self):
+        """Stop the time."""
+        self.elapsed += time.perf_counter() - self.resumed
+        self.resumed = None
+
+    def __call__(self):
+        """The time, in seconds."""
+        return self.elapsed + (time.perf_counter() - self.resumed if self.resumed else 0.0)
+
+
+def workload(args, vocab_size):
+    """[(prompt, max_new_tokens)] with prompt + output = seq_len tokens at the ratio pd_ratio, the same for every policy.
+
+    The load is steady: everybody waits at time 0, and the first B requests want 1/B, 2/B, … of the output, as if
+    the server had been running before; otherwise requests would begin and end in lockstep for ever.
+    """
+    output = max(1, round(args.seq_len / (1 + args.pd_ratio)))
+    rng = random.Random(args.seed)
+    requests = []
+    for i in range(args.requests):
+        prompt = [rng.randrange(vocab_size) for _ in range(args.seq_len - output)]
+        requests.append((prompt, max(1, output * min(i + 1, args.batch) // args.batch)))
+    return requests
+
+
+class PolicyRun:
+    """One engine that serves the workload in its own time, and what was seen of it."""
+
+    def __init__(self, model, name, requests, args):
+        policy, options = SPECS[name]
+        self.clock = BusyClock()
+        self.engine = Engine(model, policy, args.chunk, args.batch, args.seq_len, attention=args.attention,
+                             clock=self.clock, **options)
+        self.engine.generate([[0] * min(args.chunk, args.seq_len - 2)] * 2, SamplingParams(max_new_tokens=2), False)
+        self.iterations, self.completions, self.stalls = [], [], []
+        self._prefilled, self._last = 0, {}  # prefill tokens so far; those at each request's last token
+        for prompt, max_new_tokens in requests:
+            self.engine.add_request(prompt, SamplingParams(max_new_tokens=max_new_tokens), arrival=0.0)
+
+    def step(self):
+        """Run one iteration on the own clock."""
+        self.clock.resume()
+        events = self.engine.step()
+        measure.synchronize(self.engine.cache.data.device)
+        self.clock.pause()
+        self.iterations.append(self.engine.last_iteration)
+        self._prefilled += self.engine.last_iteration.prefill_tokens
+        now = self.engine.last_iteration.end
+        for event in events:
+            if event.request_id in self._last:
+                since, prefilled = self._last[event.request_id]
+                if self._prefilled > prefilled:  # others' prefill came between two tokens: a generation stall
+                    self.stalls.append(now - since)
+            self._last[event.request_id] = now, self._prefilled
+            if event.completion:
+                self.completions.append(event.completion)
+
+    def row(self):
+        """The line of the table."""
+        tokens = sum(len(c.prompt) + len(c.tokens) for c in self.completions)
+        tbt = [gap for c in self.completions for gap in c.tbt]
+        computed = sum(i.prefill_tokens + i.decode_tokens for i in self.iterations)
+        return {
+            "tokens_per_s": tokens / self.clock.elapsed,
+            "p50_ttft_s": float(np.median([c.ttft for c in self.completions])),
+            "p99_tbt_s": float(np.quantile(tbt, 0.99)) if tbt else 0.0,
+            "longest_stall_s": max(self.stalls, default=0.0),
+            "iterations": len(self.iterations),
+            "tokens_per_iteration": computed / len(self.iterations),
+        }
+
+
+def end_to_end(model, args):
+    """Serve the same requests under each policy. Returns (name -> row of the table, name -> list of Iteration).
+
+    The engines take turns, and the one that has used the least time is next: when the machine slows down for a
+    while, it slows down for all of them.
+    """
+    requests = workload(args, model.config.vocab_size)
+    runs = {name: PolicyRun(model, name, requests, args) for name in args.policies}
+    for run in runs.values():
+        run.clock.elapsed = 0.0  # the warm-up does not count
+    while active := [run for run in runs.values() if run.engine.has_work]:
+        min(active, key=lambda run: run.clock.elapsed).step()
+    rows = {name: run.row() for name, run in runs.items()}
+    baseline = rows.get("request-level")
+    for row in rows.values():
+        row["gain"] = row["tokens_per_s"] / baseline["tokens_per_s"] if baseline else None
+    return rows, {name: run.iterations for name, run in runs.items()}
+
+
+def against_transformers(model, args):
+    """Throughput of transformers' generate and of the sarathi policy: same weights, dtype, requests and batch.
+
+    Returns both in tokens per second, prompt and output, and the fraction of equal output tokens (in 16 bits, rounding
+    lets greedy texts part). Without a checkpoint, both load the same random one, which is LLaMA only.
+    """
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    c = model.config
+    if args.init_from:
+        theirs = AutoModelForCausalLM.from_pretrained(args.init_from, dtype=model.dtype).to(model.device).eval()
+    else:
+        config = LlamaConfig(
+            vocab_size=c.vocab_size, hidden_size=c.n_embd, intermediate_size=c.n_inner, num_hidden_layers=c.n_layer,
+            num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_dim,
+            max_position_embeddings=c.max_positions, tie_word_embeddings=c.tie_embeddings, rms_norm_eps=c.norm_eps)
+        theirs = LlamaForCausalLM(config).to(device=model.device, dtype=model.dtype).eval()
+        with tempfile.TemporaryDirectory() as directory:
+            theirs.save_pretrained(directory)
+            model = GPT.from_pretrained(directory, model.device, model.dtype)
+    requests = workload(args, c.vocab_size)
+    prompts, output = [prompt for prompt, _ in requests], requests[-1][1]
+    engine = Engine(model, "sarathi", args.chunk, args.batch, args.seq_len, attention=args.attention)
+
+    @torch.inference_mode()
+    def generate(prompts, new_tokens):
+        ids = torch.tensor(prompts, device=model.device)
+        out = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False,
+                              min_new_tokens=new_tokens, eos_token_id=None, pad_token_id=0)
+        return out[:, ids.shape[1]:].tolist()
+
+    def timed(function, *args):
+        measure.synchronize(model.device)
+        start = time.perf_counter()
+        result = function(*args)
+        measure.synchronize(model.device)
+        return result, time.perf_counter() - start
+
+    params = SamplingParams(max_new_tokens=output)
+    generate([p[:9] for p in prompts[: args.batch]], 2)  # warm up
+    engine.generate([p[:9] for p in prompts[: args.batch]], SamplingParams(max_new_tokens=2), False)
+    batches = [prompts[i : i + args.batch] for i in range(0, len(prompts), args.batch)]
+    half = len(batches) // 2
+    first = [timed(generate, batch, output) for batch in batches[:half]]
+    ours, our_seconds = timed(engine.generate, prompts, params, False)  # in the middle, should the machine drift
+    theirs_timed = first + [timed(generate, batch, output) for batch in batches[half:]]
+    their_tokens = [tokens for batch, _ in theirs_timed for tokens in batch]
+    equal = sum(a == b for row, c in zip(their_tokens, ours) for a, b in zip(row, c.tokens))
+    tokens = len(prompts) * (len(prompts[0]) + output)
+    return {"transformers_tokens_per_s": tokens / sum(seconds for _, seconds in theirs_timed),
+            "sarathi_tokens_per_s": tokens / our_seconds, "equal_tokens": equal / (len(prompts) * output)}
+
+
+# -----------------------------------------------------------------------------------------------------
+# which chunk size suits the machine
+
+
+def advise(model, rows, args):
+    """Which chunk size suits this machine: the one with the largest gain that its measured rates predict.
+
+    For each chunk size at its own balanced ratio P:D = C / (B - 1), one decode-maximal batch replaces C - (B - 1)
+    prefill tokens at the best rate and B - 1 decodes of a decode-only batch (SARATHI §4.4, §5.1.3). Matrix
+    products are timed bare at each size; attention costs each token what it did in Table 2.
+    """
+    B = args.batch
+    sizes = sorted({*(c for c in CANDIDATE_CHUNKS if B < c <= args.seq_len), args.chunk})
+    products = interleaved({c: measure.bare_products(model, c, 0) for c in (B, *sizes)}, model.device, repeats=5)
+    prefill_attention = rows["prefill-only"]["attention"] / rows["prefill-only"]["prefill_tokens"]
+    decode_attention = rows["decode-only"]["attention"] / B
+    best_rate = min(products[c].ms / c for c in sizes)
+    gains = {}
+    for chunk in sizes:
+        prefill, decodes = chunk - (B - 1), B - 1
+        attention = prefill * prefill_attention + decodes * decode_attention
+        apart = prefill * best_rate + decodes * products[B].ms / B + attention
+        gains[chunk] = apart / (products[chunk].ms + attention)
+    return {"product_ms": {c: products[c].ms for c in (B, *sizes)}, "predicted_gain": gains,
+            "favoured_chunk": max(gains, key=gains.get)}

@@ -1,0 +1,264 @@
+"""The policies: which tokens to compute next. Plain Python, no tensors.
+
+A request is a list of tokens and one counter, `num_computed`: how many of them have their keys and values in
+the cache. A chunk is (request, start, length). A batch is a list of chunks. Then
+
+    a whole prefill     is a chunk that covers the prompt
+    a chunked prefill   is several chunks
+    a decode            is a chunk of length 1
+
+and every scheduler of SARATHI and Sarathi-Serve is one function, `schedule()`, from what is waiting, what is
+running and how many slots are free to a batch. The rules that all policies share are in `Scheduler`: first
+come, first served; the head of the line blocks; a running decode is never dropped for want of budget.
+
+To add a policy, write a subclass with a `schedule` and add it to POLICIES.
+
+Read next: engine.py, which runs the batches.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """`tokens` holds the prompt and what was generated so far; `slot` is its place in the cache, if any."""
+
+    id: int
+    tokens: list
+    prompt_len: int
+    max_new_tokens: int
+    num_computed: int = 0
+    slot: int | None = None
+
+    @property
+    def num_remaining(self):
+        """Tokens that are known but not yet computed. 1 means that the next chunk yields a new token."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def is_decoding(self):
+        """Whether all it waits for is the last token that it generated itself."""
+        return len(self.tokens) - self.num_computed == 1 and len(self.tokens) > self.prompt_len
+
+
+class Chunk(NamedTuple):
+    """Compute request.tokens[start : start + length]."""
+
+    request: Request
+    start: int
+    length: int
+
+
+class Batch(list):
+    """The chunks of one iteration, at most one for each request."""
+
+    def add(self, request, budget=None):
+        """Add the next chunk of `request`, at most `budget` tokens long, and return its length. 0 adds nothing."""
+        length = len(request.tokens) - request.num_computed
+        if budget is not None:
+            length = max(0, min(length, budget))
+        if length:
+            self.append(Chunk(request, request.num_computed, length))
+        return length
+
+
+class Scheduler:
+    """What the policies share: the waiting line, the running requests, and admission.
+
+    slots        who owns which part of the cache (kv_cache.Slots, or anything with its four methods)
+    chunk        C, the chunk size or token budget, in tokens
+    max_batch    B, the most requests that run at once
+    max_len      the longest request, prompt and output, in tokens; a slot holds that much
+    tile         the matrix product's tile, in tokens (SARATHI §4.4); 1 where there is none
+    """
+
+    options = frozenset({"chunk", "max_batch", "max_len", "tile"})
+
+    def __init__(self, slots, chunk, max_batch, max_len, tile=1):
+        for name, value in (("chunk", chunk), ("max_batch", max_batch), ("max_len", max_len), ("tile", tile)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
+        self.slots, self.chunk, self.max_batch, self.max_len, self.tile = slots, chunk, max_batch, max_len, tile
+        self.waiting = deque()
+        self.running = []  # in the order of admission
+
+    def schedule(self):
+        """Return the next Batch, admitting waiting requests. It is empty only if there is nothing to do."""
+        raise NotImplementedError
+
+    def decoding(self):
+        """The running requests whose next chunk is a decode."""
+        return [request for request in self.running if request.is_decoding]
+
+    def prefilling(self):
+        """The running requests whose prompt is not yet computed to its end."""
+        return [request for request in self.running if not request.is_decoding]
+
+    def check_fits(self, prompt_len, max_new_tokens):
+        """Raise ValueError if such a request could never fit, so that it is not queued for ever."""
+        if prompt_len + max_new_tokens > self.max_len:
+            raise ValueError(f"prompt of {prompt_len} tokens + max_new_tokens={max_new_tokens}: "
+                             f"must not exceed max_len={self.max_len}")
+
+    def add(self, request):
+        """Put a request at the end of the line."""
+        self.waiting.append(request)
+
+    def admit(self):
+        """Give the head of the line a slot and return it, or None if it must wait or nobody waits."""
+        if not self.waiting or len(self.running) >= self.max_batch or not self.slots.num_free:
+            return None
+        request = self.waiting.popleft()
+        request.slot = self.slots.allocate()
+        self.running.append(request)
+        return request
+
+    def remove(self, request):
+        """Forget a request that has finished or is given up, and free its slot. Does nothing the second time."""
+        if request in self.running:
+            self.running.remove(request)
+            self.slots.free(request.slot)
+            request.slot = None
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+
+class RequestLevel(Scheduler):
+    """FasterTransformer, Sarathi-Serve's Algorithm 1: a batch of requests runs to its end before the next begins."""
+
+    def schedule(self):
+        batch = Batch()
+        if not self.running:
+            while self.admit():
+                pass
+        for request in self.running:
+            batch.add(request)  # the whole prompt the first time, then one token
+        return batch
+
+
+class Orca(Scheduler):
+    """Iteration-level scheduling with hybrid batches: whole prompts join the running decodes.
+
+    `prefills` limits the prompts in one batch. With 1 it is SARATHI's best case for Orca (§5.2), "overlaps the
+    full prefill of one new request with the ongoing decodes".
+    """
+
+    options = Scheduler.options | {"prefills"}
+
+    def __init__(self, *args, prefills=None, **options):
+        super().__init__(*args, **options)
+        if prefills is not None and prefills < 1:
+            raise ValueError(f"prefills={prefills}: must be at least 1, or None for no limit")
+        self.prefills = prefills
+
+    def schedule(self):
+        batch = Batch()
+        for request in self.running:
+            batch.add(request)
+        admitted = 0
+        while admitted != self.prefills and (request := self.admit()):
+            admitted += 1
+            batch.add(request)
+        return batch
+
+
+class VLLM(Scheduler):
+    """vLLM's first scheduler, Sarathi-Serve's Algorithm 2: prompts first and alone, so that decodes stall."""
+
+    def schedule(self):
+        batch = Batch()
+        while request := self.admit():
+            batch.add(request)
+        if not batch:
+            for request in self.running:
+                batch.add(request)
+        return batch
+
+
+class Sarathi(Scheduler):
+    """SARATHI §4.3, decode-maximal batching: one prefill chunk, and every decode rides along.
+
+    The chunk shrinks so that chunk and decodes together are `chunk` tokens, rounded down to whole tiles (§4.4).
+    """
+
+    def schedule(self):
+        batch = Batch()
+        for request in self.decoding():
+            batch.add(request)
+        tiles = self.chunk // self.tile * self.tile or self.chunk  # a chunk below one tile stays as it is
+        room = tiles - len(batch)
+        if room > 0:
+            request = next(iter(self.prefilling()), None) or self.admit()
+            if request:
+                batch.add(request, room)
+        return batch
+
+
+class SarathiServe(Scheduler):
+    """Sarathi-Serve §4.2, Algorithm 3, stall-free batching: decodes first, then prefills in the budget that is left."""
+
+    def token_budget(self):
+        """The most tokens in a batch, unless there are more decodes than that."""
+        return self.chunk
+
+    def schedule(self):
+        batch, budget = Batch(), self.token_budget()
+        for request in self.decoding():
+            budget -= batch.add(request)  # a running decode never waits
+        for request in self.prefilling():
+            budget -= batch.add(request, budget)  # finish what was started
+        while budget > 0 and (request := self.admit()):
+            budget -= batch.add(request, budget)  # then let new requests in
+        return batch
+
+
+class HybridOnly(SarathiServe):
+    """Ablation (Sarathi-Serve §5.4.2): hybrid batches without chunking, the budget is max_len."""
+
+    def token_budget(self):
+        return self.max_len
+
+
+class ChunkedOnly(Scheduler):
+    """Ablation (Sarathi-Serve §5.4.2): chunks without hybrid batches, prefill and decode batches alternate."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.prefilled_last = False
+
+    def schedule(self):
+        batch, decoding = Batch(), self.decoding()
+        if not (self.prefilled_last and decoding):
+            budget = self.chunk
+            for request in self.prefilling():
+                budget -= batch.add(request, budget)
+            while budget > 0 and (request := self.admit()):
+                budget -= batch.add(request, budget)
+        self.prefilled_last = bool(batch)
+        if not batch:
+            for request in decoding:
+                batch.add(request)
+        return batch
+
+
+POLICIES = {
+    "request-level": RequestLevel,
+    "orca": Orca,
+    "vllm": VLLM,
+    "sarathi": Sarathi,
+    "sarathi-serve": SarathiServe,
+    "chunked-only": ChunkedOnly,
+    "hybrid-only": HybridOnly,
+}
+
+
+def make_scheduler(policy, slots, **options):
+    """The scheduler of that name. Raises ValueError for an unknown policy or an option it does not have."""
+    if policy not in POLICIES:
+        raise ValueError(f"policy={policy!r}: must be one of {', '.join(POLICIES)}")
+    for option in options.keys() - POLICIES[policy].options:
+        raise ValueError(f"{option}={options[option]!r}: policy {policy!r} has no such option, "
+                         f"only {', '.join(sorted(POLICIES[policy].options))}")
+    return POLICIES[policy](slots, **options)

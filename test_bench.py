@@ -1,0 +1,173 @@
+"""The command lines run, say what they should, and refuse what makes no sense. No timing is asserted here."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import bench
+import experiments
+import measure
+import sample
+from attention import Extent, make_attention
+from conftest import poisoned_cache, run, tiny_model
+from model import GPT, FlatBatch, GPTConfig, Span
+
+TINY = ["--model", "llama-tiny", "--chunk", "32", "--batch", "3", "--seq-len", "80", "--dtype", "float32"]
+
+
+def test_bench_prints_and_writes_everything(tmp_path, capsys):
+    bench.main([*TINY, "--policies", ",".join(experiments.SPECS), "--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "t.png")])
+    text, report = capsys.readouterr().out, json.loads((tmp_path / "r.json").read_text())
+    assert report["options"]["chunk"] == 32 and report["options"]["pd_ratio"] == 16
+    machine = report["machine"]
+    assert machine["torch"] == torch.__version__ and machine["dtype"] == "float32" and machine["model"] == "llama-tiny"
+    for heading in (machine["device"], "TFLOP/s", "GB/s", "schedule()", "SARATHI, Table 2", "2. End to end", "3. A decode costs"):
+        assert heading in text
+    table = report["decode_maximal"]
+    assert [(table[r]["prefill_tokens"], table[r]["decodes"]) for r in ("prefill-only", "decode-only", "decode-maximal")] == [
+        (30, 0), (0, 3), (30, 2)]
+    assert table["decode-maximal"]["ms_per_decode_token"] == pytest.approx(
+        (table["decode-maximal"]["total"] - table["prefill-only"]["total"]) / 2)
+    rows = report["end_to_end"]
+    assert set(rows) == set(experiments.SPECS) and rows["request-level"]["gain"] == 1
+    for name, row in rows.items():
+        assert f"| {name} " in text and f"{row['tokens_per_s']:,.0f}" in text
+    # 6 requests of 75 + 5 tokens; the first two want 1 and 3 output tokens; the last token of each is not computed
+    computed = 6 * 75 + 5 * 4 + 1 + 3 - 6
+    for row in rows.values():
+        assert round(row["tokens_per_iteration"] * row["iterations"]) == computed
+    assert rows["request-level"]["longest_stall_s"] == 0 and rows["vllm"]["longest_stall_s"] > 0
+    assert set(report["advice"]["predicted_gain"]) == {"32", "64"}  # candidates between the batch and the context
+    assert (tmp_path / "t.png").stat().st_size > 10_000
+
+
+def test_bench_beside_transformers(capsys):
+    pytest.importorskip("transformers")
+    bench.main([*TINY, "--policies", "sarathi", "--transformers"])
+    assert "(100% of the tokens are equal)" in capsys.readouterr().out  # float32 leaves no doubt
+
+
+def test_bench_help_explains_every_option_with_its_default(capsys):
+    with pytest.raises(SystemExit) as done:
+        bench.parse_args(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert done.value.code == 0
+    for option in ("model", "init-from", "device", "dtype", "batch", "seq-len", "pd-ratio", "chunk", "policies", "requests",
+                   "seed", "compile", "threads", "json", "plot"):
+        assert f"--{option}" in text
+    assert text.count("default:") >= 15
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--chunk", "0"], "--chunk 0"), (["--batch", "1"], "--batch 1"), (["--chunk", "4", "--batch", "6"], "--chunk 4"),
+    (["--policies", "sarathi,fifo"], "'fifo'"), (["--model", "llama-9b"], "'llama-9b'"), (["--pd-ratio", "-1"], "--pd-ratio -1"),
+    (["--requests", "0"], "--requests 0"), (["--model", "gpt2", "--init-from", "x"], "give one of them"),
+])
+def test_bench_refuses_what_makes_no_sense(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        bench.parse_args(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_bench_refuses_a_length_the_model_does_not_have():
+    with pytest.raises(SystemExit, match="--seq-len 2000: this model is limited to 1024"):
+        bench.load_model(bench.parse_args(["--model", "gpt2", "--seq-len", "2000", "--dtype", "bfloat16", "--device", "cpu"]))
+
+
+def test_workload_is_balanced_and_the_same_for_all():
+    args = SimpleNamespace(seq_len=1000, pd_ratio=256 / 5, requests=9, batch=6, seed=4)
+    requests = experiments.workload(args, 256)
+    assert requests == experiments.workload(args, 256)
+    assert [len(prompt) for prompt, _ in requests] == [981] * 9
+    assert [output for _, output in requests] == [3, 6, 9, 12, 15, 19, 19, 19, 19]
+
+
+def test_attention_cost_counts_every_visible_key():
+    config = GPTConfig("llama", 16, 3, 8, 64, n_kv_head=2, head_dim=16)
+    extents = [Extent(0, 5, 4), Extent(1, 9, 1), Extent(2, 0, 3)]
+    visible = sum(start + i + 1 for _, start, length in extents for i in range(length))
+    keys = 9 + 10 + 3
+    flops = 3 * visible * 8 * (2 * 16 + 2 * 16)  # per layer and head: q k and p v, two operations for each of 16 dims
+    assert measure.attention_cost(config, extents, 2) == (flops, 3 * keys * 2 * (2 * 16 * 2))  # K and V, 2 heads of 16, 2 bytes
+
+
+def test_product_flops_count_every_weight():
+    model = tiny_model()
+    weights = sum(p.numel() for name, p in model.named_parameters() if "blocks" in name and p.ndim == 2)
+    assert measure.product_flops(model, 7, 2) == 2 * (7 * weights + 2 * 61 * 32)
+
+
+def test_watches_see_linear_layers_and_attention_only_while_they_are_asked_to():
+    model = tiny_model()
+    cache = poisoned_cache(model, 1, 8)
+    batch = FlatBatch.build([Span(0, 0, [1, 2, 3])], make_attention(model.config, cache))
+    attention_watch = measure.Stopwatch(model.device)
+    with measure.watch_linear(model) as linear_watch:
+        watched = model(measure.watch_attention(batch, attention_watch), cache)
+    assert len(linear_watch.marks) == 2 * (2 * 4 + 1) and len(attention_watch.marks) == 2 * 2
+    assert linear_watch.read_ms() > 0 and linear_watch.read_ms() == 0
+    assert torch.equal(model(batch, cache), watched)
+    assert not linear_watch.marks
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
+def test_compiled_model_gives_the_same_logits():
+    model = tiny_model(dtype=torch.float32)
+    compiled = GPT(model.config, dtype=torch.float32, seed=None)
+    compiled.load_state_dict(model.state_dict())
+    compiled.compile()
+    for tokens in ([1, 2, 3, 4, 5], [6]):
+        expected, got = (run(m, poisoned_cache(m, 1, 8), [Span(0, 0, tokens)]) for m in (model, compiled))
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+
+
+# -----------------------------------------------------------------------------------------------------
+# sample.py
+
+
+def test_sample_streams_one_prompt_and_shares_batches_among_several(tmp_path, capsys):
+    common = ["--preset", "llama-tiny", "--max-new-tokens", "12", "--temperature", "0", "--chunk", "4"]
+    alone = {}
+    for prompt in ("one", "two three", "ü!"):
+        sample.main([*common, "--prompt", prompt])
+        alone[prompt] = capsys.readouterr().out.removesuffix("\n")
+        assert alone[prompt].startswith(prompt) and len(alone[prompt]) > len(prompt)
+    (tmp_path / "prompts").write_text("two three\n\nü!\n", encoding="utf-8")
+    sample.main([*common, "--prompt", "one", "--prompt-file", str(tmp_path / "prompts")])
+    assert capsys.readouterr().out == "".join(f"--- {prompt}\n{text}\n" for prompt, text in alone.items())
+
+
+def test_sample_loads_a_checkpoint_with_its_tokenizer(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = {c: i for i, c in enumerate("abcdefgh")}
+    tokenizer = Tokenizer(models.BPE(letters, []))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = transformers.LlamaConfig(vocab_size=8, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+                                      num_attention_heads=2, bos_token_id=None, eos_token_id=None)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    sample.main(["--model", str(tmp_path), "--prompt", "abc", "--max-new-tokens", "9"])
+    text = capsys.readouterr().out.strip()
+    assert text.startswith("abc") and len(text) == 12 and set(text) <= set("abcdefgh")
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ([], "give at least one prompt"),
+    (["--prompt-file", "/no/such/file"], "/no/such/file"),
+    (["--preset", "llama-tiny", "--prompt", "x", "--temperature", "-1"], "temperature=-1"),
+    (["--preset", "llama-tiny", "--prompt", ""], "prompt"),
+    (["--model", "/no/such/directory", "--prompt", "x"], "config.json"),
+])
+def test_sample_says_what_is_wrong_without_a_traceback(arguments, message):
+    done = subprocess.run([sys.executable, "sample.py", *arguments], capture_output=True, text=True,
+                          cwd=Path(__file__).parent, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    assert done.returncode != 0 and message in done.stderr and "Traceback" not in done.stderr

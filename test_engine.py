@@ -1,0 +1,386 @@
+"""The engine: its answers, its records, its errors, and what a failing step leaves behind."""
+
+import pytest
+import torch
+
+from conftest import alone, poisoned_cache, run, tiny_model
+from engine import Engine
+from kv_cache import KVCache
+from model import GPT, GPTConfig, Span
+from sampling import SamplingParams, sample
+from scheduler import POLICIES
+
+PROMPTS = [[7, 8, 9], [1] * 20, [5], [3, 1, 4, 1, 5, 9, 2, 6] * 2, [60, 0, 60]]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(n_kv_head=2)
+
+
+def make_engine(model, policy="sarathi-serve", **options):
+    """A small engine whose cache holds NaN where nothing was written."""
+    engine = Engine(model, policy, **(dict(chunk=6, max_batch=3, max_len=40) | options))
+    engine.cache.data.fill_(float("nan"))
+    return engine
+
+
+class Ticks:
+    """A clock that moves by one second whenever it is read."""
+
+    def __init__(self):
+        self.now = 0
+
+    def __call__(self):
+        self.now += 1
+        return float(self.now)
+
+
+class CharTokenizer:
+    """Lower-case letters are 0 … 25; '.' is 26 and ends the text."""
+
+    stop_token_ids = (26,)
+
+    def encode(self, text):
+        return [26 if c == "." else ord(c) - ord("a") for c in text]
+
+    def decode(self, ids):
+        return "".join("." if i == 26 else chr(ord("a") + i % 26) for i in ids)
+
+
+# -----------------------------------------------------------------------------------------------------
+# sampling
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_seeded_sampling_is_the_same_under_every_policy(model, policy):
+    params = [SamplingParams(8, temperature=t, top_k=k, top_p=p, seed=s)
+              for t, k, p, s in [(1.0, 0, 1.0, 1), (0.7, 5, 1.0, 2), (1.5, 0, 0.8, 3), (1.0, 9, 0.5, 4), (0.0, 0, 1.0, 5)]]
+    done = make_engine(model, policy).generate(PROMPTS, params)
+    assert [c.tokens for c in done] == [alone(model, *request) for request in zip(PROMPTS, params)]
+
+
+def test_the_seed_makes_a_difference(model):
+    texts = {tuple(make_engine(model).generate([[1, 2, 3]], SamplingParams(8, temperature=2.0, seed=seed))[0].tokens)
+             for seed in range(8)}
+    assert len(texts) > 4
+
+
+def frequencies(logits, draws=4000, **options):
+    """How often each token is drawn."""
+    params = [SamplingParams(**{"temperature": 1.0, "seed": seed} | options) for seed in range(draws)]
+    tokens, _ = sample(torch.tensor([logits]).expand(draws, -1), params, [0] * draws)
+    return tokens.bincount(minlength=len(logits)) / draws
+
+
+def test_sampling_follows_the_distribution():
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, float("-inf")])
+    for temperature in (1.0, 0.5, 3.0):
+        expected = (logits / temperature).softmax(-1)
+        assert (frequencies(logits.tolist(), temperature=temperature) - expected).abs().max() < 0.03
+        assert frequencies(logits.tolist(), temperature=temperature)[4] == 0
+
+
+def test_top_k_and_top_p_keep_what_they_say():
+    probs = [0.05, 0.4, 0.3, 0.2, 0.05]
+    logits = torch.tensor(probs).log().tolist()
+    kept = lambda **options: (frequencies(logits, **options) > 0).nonzero().flatten().tolist()
+    assert kept() == [0, 1, 2, 3, 4]
+    assert kept(top_k=2) == [1, 2]
+    assert kept(top_k=1) == [1]
+    assert kept(top_k=50) == [0, 1, 2, 3, 4]
+    assert kept(top_p=0.6) == [1, 2]
+    assert kept(top_p=0.75) == [1, 2, 3]
+    assert kept(top_p=1e-9) == [1]
+    assert kept(top_k=2, top_p=0.5) == [1]  # of the two kept, the first holds 4/7
+    expected = torch.tensor([0, 0.4, 0.3, 0, 0]) / 0.7
+    assert (frequencies(logits, top_k=2) - expected).abs().max() < 0.03
+
+
+def test_a_tiny_temperature_is_greedy_and_finite():
+    assert frequencies([1.0, 3.0, 2.0], draws=20, temperature=1e-300)[1] == 1
+
+
+def test_logprobs_are_those_of_the_model(model):
+    params = SamplingParams(6, temperature=1.3, top_k=7, seed=3, logprobs=True)
+    mixed = [params, SamplingParams(6), params, params, params]
+    done = make_engine(model).generate(PROMPTS, mixed)
+    assert done[1].logprobs is None
+    for completion in (done[0], done[2], done[3], done[4]):
+        tokens = completion.prompt + completion.tokens
+        logits = run(model, poisoned_cache(model, 1, 40), [Span(0, 0, tokens)], all_rows=True)
+        rows = logits[len(completion.prompt) - 1 : -1].log_softmax(-1)
+        expected = rows.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(completion.logprobs, dtype=torch.float64), expected, atol=1e-10, rtol=0)
+
+
+# -----------------------------------------------------------------------------------------------------
+# how a request ends, and what is recorded of it
+
+
+def test_finish_reasons(model):
+    free = alone(model, PROMPTS[0], SamplingParams(10))
+    assert len(set(free[:3])) == 3
+    engine = make_engine(model)
+    stopped, ended = engine.generate([PROMPTS[0]] * 2, [SamplingParams(10, stop_token_ids=(free[2],)), SamplingParams(10)])
+    assert stopped.finish_reason == "stop" and stopped.tokens == free[:3]
+    assert ended.finish_reason == "length" and ended.tokens == free
+    # a stop token that is also the last one allowed counts as a stop
+    assert engine.generate([PROMPTS[0]], SamplingParams(3, stop_token_ids=(free[2],)))[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 5])
+def test_abort_frees_the_slot_and_keeps_what_was_generated(model, steps):
+    engine = make_engine(model, max_batch=1)
+    first = engine.add_request(PROMPTS[1], SamplingParams(10))
+    second = engine.add_request(PROMPTS[2], SamplingParams(3))
+    for _ in range(steps):
+        engine.step()
+    completion = engine.abort(first)
+    assert completion.finish_reason == "abort"
+    assert completion.tokens == alone(model, PROMPTS[1], SamplingParams(10))[: max(0, steps - 3)]  # 20 = 3 chunks of 6 + 2
+    events = []
+    while engine.has_work:
+        events += engine.step()
+    assert [e.token for e in events] == alone(model, PROMPTS[2], SamplingParams(3))
+    assert {e.request_id for e in events} == {second}
+    with pytest.raises(ValueError, match=f"request_id={first}"):
+        engine.abort(first)
+    assert engine.scheduler.slots.num_free == 1
+
+
+def test_events_are_the_tokens_in_order(model):
+    engine = make_engine(model)
+    ids = [engine.add_request(p, SamplingParams(4, logprobs=True)) for p in PROMPTS]
+    tokens, completions = {i: [] for i in ids}, {}
+    while engine.has_work:
+        for event in engine.step():
+            tokens[event.request_id].append(event.token)
+            assert (event.completion is not None) == (event.finish_reason is not None)
+            if event.completion:
+                completions[event.request_id] = event.completion
+                assert event.logprob == event.completion.logprobs[-1]
+    assert engine.step() == []
+    for i, prompt in zip(ids, PROMPTS):
+        assert tokens[i] == completions[i].tokens == alone(model, prompt, SamplingParams(4))
+        assert completions[i].prompt == prompt
+
+
+def test_latencies():
+    # one chunk of 6 per step, and the clock is read at the start and at the end of each: 1-2, 3-4, …
+    engine = make_engine(tiny_model(), "sarathi", max_batch=1, clock=Ticks())
+    first, second = engine.add_request([1] * 14, SamplingParams(3), arrival=0.0), engine.add_request([2], SamplingParams(1), 0.5)
+    done = {}
+    while engine.has_work:
+        done |= {e.request_id: e.completion for e in engine.step() if e.completion}
+    a, b = done[first], done[second]
+    assert (a.scheduling_delay, a.ttft, a.tbt) == (1.0, 6.0, [2.0, 2.0])  # 14 = 6 + 6 + 2
+    assert a.token_times == [6.0, 8.0, 10.0]
+    assert (b.scheduling_delay, b.ttft, b.tbt) == (10.5, 11.5, [])
+    assert engine.last_iteration.chunks == [(second, 1, False)]
+    assert (engine.last_iteration.prefill_tokens, engine.last_iteration.decode_tokens) == (1, 0)
+
+
+def test_text_in_text_out():
+    model = tiny_model()
+    model.head.weight.mul_(0.3)  # flatter, so that '.' comes up now and then
+    engine = make_engine(model, tokenizer=CharTokenizer())
+    prompts = ["abc", "zzz", "hello", "q"]
+    done = engine.generate(prompts, SamplingParams(15, temperature=3.0))
+    for prompt, completion in zip(prompts, done):
+        expected = alone(model, CharTokenizer().encode(prompt), SamplingParams(15, temperature=3.0), stop=(26,))
+        assert completion.tokens == expected
+        text = expected[:-1] if completion.finish_reason == "stop" else expected
+        assert completion.text == CharTokenizer().decode(text)
+    assert {c.finish_reason for c in done} == {"stop", "length"}  # or this test would not test both
+    assert make_engine(model).generate([[1]], SamplingParams(1))[0].text is None
+
+
+# -----------------------------------------------------------------------------------------------------
+# a step is atomic
+
+
+class Fault(Exception):
+    """What a broken forward raises."""
+
+
+@pytest.mark.parametrize("error", [Fault, KeyboardInterrupt, torch.OutOfMemoryError])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_failed_step_is_computed_again(model, policy, error, monkeypatch):
+    engine = make_engine(model, policy)
+    ids = [engine.add_request(p, SamplingParams(5)) for p in PROMPTS]
+    forward, calls, batches = GPT.forward, [], []
+
+    def flaky(self, batch, cache):
+        calls.append(1)
+        batches.append((batch.tokens.tolist(), batch.positions.tolist(), batch.slots.tolist()))
+        logits = forward(self, batch, cache)  # the cache is written before it fails
+        if len(calls) % 2:
+            raise error
+        return logits
+
+    monkeypatch.setattr(GPT, "forward", flaky)
+    tokens = {i: [] for i in ids}
+    while engine.has_work:
+        before = [(r.id, r.num_computed, len(r.tokens)) for r in (*engine.scheduler.running, *engine.scheduler.waiting)]
+        with pytest.raises(error):
+            engine.step()
+        after = [(r.id, r.num_computed, len(r.tokens)) for r in (*engine.scheduler.running, *engine.scheduler.waiting)]
+        assert sorted(after) == sorted(before)
+        for event in engine.step():
+            tokens[event.request_id].append(event.token)
+        assert batches[-1] == batches[-2]
+    monkeypatch.undo()
+    assert [tokens[i] for i in ids] == [alone(model, p, SamplingParams(5)) for p in PROMPTS]
+
+
+def test_an_interrupt_while_recording_loses_nothing(model, monkeypatch):
+    engine = make_engine(model)
+    ids = [engine.add_request(p, SamplingParams(3, logprobs=True)) for p in PROMPTS]
+    finish, calls, events = Engine._finish, [], []
+
+    def interrupted(self, live, reason):
+        calls.append(live.request.id)
+        if len(calls) in (1, 3, 6):
+            raise KeyboardInterrupt
+        return finish(self, live, reason)
+
+    monkeypatch.setattr(Engine, "_finish", interrupted)
+    while engine.has_work:
+        try:
+            events += engine.step()
+        except KeyboardInterrupt:
+            pass
+    for i, prompt in zip(ids, PROMPTS):
+        expected = alone(model, prompt, SamplingParams(3))
+        assert [e.token for e in events if e.request_id == i] == expected
+        completion = next(e.completion for e in events if e.request_id == i and e.completion)
+        assert completion.tokens == expected and len(completion.token_times) == len(completion.logprobs) == 3
+
+
+def test_abort_after_a_failed_step_takes_the_request_out_of_the_batch(model, monkeypatch):
+    engine = make_engine(model, "vllm")
+    ids = [engine.add_request(p, SamplingParams(3)) for p in PROMPTS[:3]]
+    with monkeypatch.context() as patch:
+        patch.setattr(GPT, "forward", lambda *_: (_ for _ in ()).throw(Fault))
+        with pytest.raises(Fault):
+            engine.step()
+    for i in (ids[1], ids[0], ids[2]):
+        engine.abort(i)
+    assert engine.step() == [] and not engine.has_work and engine.scheduler.slots.num_free == 3
+    assert engine.generate([PROMPTS[0]], SamplingParams(3))[0].tokens == alone(model, PROMPTS[0], SamplingParams(3))
+
+
+def test_an_interrupted_generate_leaves_nothing_behind(model, monkeypatch):
+    engine = make_engine(model)
+    kept = engine.add_request([9, 9], SamplingParams(4))
+    with monkeypatch.context() as patch:
+        patch.setattr(GPT, "forward", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(PROMPTS, SamplingParams(2))
+    tokens = []
+    while engine.has_work:
+        tokens += [(e.request_id, e.token) for e in engine.step()]
+    assert tokens == [(kept, token) for token in alone(model, [9, 9], SamplingParams(4))]
+
+
+# -----------------------------------------------------------------------------------------------------
+# errors
+
+
+@pytest.mark.parametrize("prompt, params, message", [
+    ([], SamplingParams(), "prompt: must hold at least 1 token"),
+    ([1, 61], SamplingParams(), r"token 61 is out of range, the vocabulary is 0 … 60"),
+    ([-1], SamplingParams(), "token -1 is out of range"),
+    ([1.5], SamplingParams(), "prompt="),
+    ("text", SamplingParams(), "no tokenizer"),
+    (7, SamplingParams(), "prompt=7"),
+    ([1] * 30, SamplingParams(11), r"prompt of 30 tokens \+ max_new_tokens=11: must not exceed max_len=40"),
+])
+def test_a_bad_request_is_refused_and_changes_nothing(model, prompt, params, message):
+    engine = make_engine(model)
+    with pytest.raises(ValueError, match=message):
+        engine.add_request(prompt, params)
+    with pytest.raises(ValueError, match=message):
+        engine.generate([[1], prompt], params if params.max_new_tokens == 11 else SamplingParams(2), progress=False)
+    assert not engine.has_work and not engine.scheduler.waiting
+    assert engine.add_request([1], SamplingParams(1)) == 0
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(policy="fifo"), "policy='fifo'.*request-level"),
+    (dict(chunk=0), "chunk=0"),
+    (dict(max_batch=0), "max_batch=0"),
+    (dict(max_len=0), "max_len=0"),
+    (dict(max_len=513), r"max_len=513: must be in 1 … 512"),
+    (dict(tile=0), "tile=0"),
+    (dict(prefills=2), "prefills=2.*sarathi-serve"),
+    (dict(budget=2), "budget=2"),
+    (dict(attention="flash"), "attention='flash'"),
+    (dict(attention="xformers"), "attention='xformers'"),
+])
+def test_a_bad_engine_is_refused(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_engine(model, **options)
+
+
+@pytest.mark.parametrize("options, name", [
+    (dict(temperature=-0.1), "temperature=-0.1"), (dict(temperature=float("nan")), "temperature=nan"),
+    (dict(top_k=-1), "top_k=-1"), (dict(top_p=0.0), "top_p=0.0"), (dict(top_p=1.1), "top_p=1.1"),
+    (dict(max_new_tokens=0), "max_new_tokens=0"),
+])
+def test_bad_sampling_params_are_refused(options, name):
+    with pytest.raises(ValueError, match=name):
+        SamplingParams(**options)
+    with pytest.raises(TypeError):
+        SamplingParams(temprature=1)
+
+
+def test_generate_checks_its_arguments(model):
+    engine = make_engine(model)
+    with pytest.raises(ValueError, match="prompts: must be a list"):
+        engine.generate("abc")
+    with pytest.raises(ValueError, match="params: 1 given for 2 prompts"):
+        engine.generate([[1], [2]], [SamplingParams()])
+    assert engine.generate([]) == []
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(family="bert"), "family='bert'"), (dict(n_kv_head=3), "n_kv_head=3"), (dict(n_layer=0), "n_layer=0"),
+    (dict(head_dim=7), "head_dim=7"),
+])
+def test_a_bad_geometry_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        GPTConfig.preset("llama-tiny", **changes)
+    with pytest.raises(ValueError, match="preset='llama-99b'.*llama-13b"):
+        GPTConfig.preset("llama-99b")
+
+
+# -----------------------------------------------------------------------------------------------------
+# memory
+
+
+def test_kv_bytes_are_known_before_they_are_allocated(model):
+    for slots, max_len, dtype in [(1, 7, torch.float64), (5, 40, torch.bfloat16)]:
+        cache = KVCache(model.config, slots, max_len, dtype=dtype)
+        assert KVCache.kv_bytes(model.config, slots, max_len, dtype) == cache.data.numel() * cache.data.element_size()
+    thirteen_b = GPTConfig.preset("llama-13b")
+    assert KVCache.kv_bytes(thirteen_b, 1, 1, torch.float16) == 819_200  # 40 layers * 2 * 5,120 * 2 bytes
+
+
+def test_without_a_batch_size_memory_decides(model, monkeypatch):
+    per_token, weights = 2 * 2 * 2 * 8 * 8, sum(p.numel() for p in model.parameters()) * 8
+    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": 2 * (weights + 7 * 40 * per_token + 99), "SC_PAGE_SIZE": 1}[name])
+    engine = Engine(model, max_len=40)
+    assert engine.scheduler.max_batch == engine.cache.slots == 7
+    with pytest.raises(ValueError, match="max_len=400: one request takes"):
+        Engine(model, max_len=400)
+
+
+def test_presets_have_their_published_size():
+    published = {"gpt2": 124e6, "gpt2-medium": 355e6, "gpt2-large": 774e6, "gpt2-xl": 1558e6, "llama-7b": 6.74e9,
+                 "llama-13b": 13.02e9, "llama-33b": 32.5e9, "llama-65b": 65.3e9, "llama2-70b": 69.0e9, "llama3-8b": 8.03e9,
+                 "mistral-7b": 7.24e9, "yi-34b": 34.4e9}
+    for name, parameters in published.items():
+        assert GPTConfig.preset(name).num_params() == pytest.approx(parameters, rel=0.01)
+    assert 160e6 <= GPTConfig.preset("llama-160m").num_params() <= 220e6
