@@ -95,6 +95,8 @@ def decode_maximal(model, machine, args):
     decodes = [Span(slot, context - 1, [1]) for slot in range(B)]
     batches = {"prefill-only": chunk, "decode-only": decodes, "decode-maximal": chunk + decodes[1:]}
 
+    iterate(model, [Span(0, 0, [1] * context)], attention, cache)  # the largest activations first: allocators learn
+
     rows, variants = {}, {}
     for name, spans in batches.items():
         watched = {"linear": [], "attention": []}
@@ -212,7 +214,7 @@ class PolicyRun:
         self.clock = BusyClock()
         self.engine = Engine(model, policy, args.chunk, args.batch, args.seq_len, attention=args.attention,
                              clock=self.clock, **options)
-        self.engine.generate([[0] * min(args.chunk, args.seq_len - 2)] * 2, SamplingParams(max_new_tokens=2), False)
+        self.engine.generate([[0] * (args.seq_len - 2)], SamplingParams(max_new_tokens=2), progress=False)  # warm up
         self.iterations, self.completions, self.stalls = [], [], []
         self._prefilled, self._last = 0, {}  # prefill tokens so far; those at each request's last token
         for prompt, max_new_tokens in requests:
@@ -259,8 +261,6 @@ def end_to_end(model, args):
     """
     requests = workload(args, model.config.vocab_size)
     runs = {name: PolicyRun(model, name, requests, args) for name in args.policies}
-    for run in runs.values():
-        run.clock.elapsed = 0.0  # the warm-up does not count
     while active := [run for run in runs.values() if run.engine.has_work]:
         min(active, key=lambda run: run.clock.elapsed).step()
     rows = {name: run.row() for name, run in runs.items()}
@@ -309,8 +309,8 @@ def against_transformers(model, args):
         return result, time.perf_counter() - start
 
     params = SamplingParams(max_new_tokens=output)
-    generate([p[:9] for p in prompts[: args.batch]], 2)  # warm up
-    engine.generate([p[:9] for p in prompts[: args.batch]], SamplingParams(max_new_tokens=2), False)
+    generate(prompts[:1], 2)  # warm up
+    engine.generate(prompts[:1], SamplingParams(max_new_tokens=1), False)
     batches = [prompts[i : i + args.batch] for i in range(0, len(prompts), args.batch)]
     half = len(batches) // 2
     first = [timed(generate, batch, output) for batch in batches[:half]]

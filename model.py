@@ -14,7 +14,6 @@ those of SARATHI's Table 1: preproj, attn, postproj, ffn_ln1, ffn_ln2.
 Read first: kv_cache.py and attention.py. Read next: scheduler.py, which decides what is in a batch.
 """
 
-import ctypes
 import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -215,7 +214,7 @@ class Block(nn.Module):
         self.ffn_ln1 = nn.Linear(config.n_embd, ffn_in, bias, **factory)
         self.ffn_ln2 = nn.Linear(config.n_inner, config.n_embd, bias, **factory)
 
-    def project(self, x, rope):
+    def project(self, x, rope=None):
         """x (num_tokens, n_embd) -> q (num_tokens, n_head, head_dim), k and v (num_tokens, n_kv_head, head_dim)."""
         n_head, n_kv_head = self.config.n_head, self.config.n_kv_head
         qkv = self.preproj(self.attn_norm(x)).view(len(x), -1, self.config.head_dim)
@@ -226,7 +225,7 @@ class Block(nn.Module):
         return q, k, v
 
     def finish(self, x, y):
-        """The rest of the layer. x (num_tokens, n_embd), y (num_tokens, n_head, head_dim) -> like x."""
+        """The rest of the layer. x (num_tokens, n_embd), y (num_tokens, n_head, head_dim) -> a tuple of one, like x."""
         x = x + self.postproj(y.flatten(1))
         h = self.ffn_ln1(self.ffn_norm(x))
         if self.config.family == "gpt2":
@@ -234,7 +233,7 @@ class Block(nn.Module):
         else:
             gate, up = h.chunk(2, dim=-1)
             h = F.silu(gate) * up
-        return x + self.ffn_ln2(h)
+        return (x + self.ffn_ln2(h),)
 
 
 def _norm(config, **factory):
@@ -242,19 +241,12 @@ def _norm(config, **factory):
     return cls(config.n_embd, eps=config.norm_eps, **factory)
 
 
-def keep_freed_memory():
-    """Tell glibc to keep freed memory for the process, as torch's allocator does on CUDA. No effect on other systems.
-
-    By default it returns large blocks to the system at once, and the activations of the next layer fault in every
-    page again: a prefill of 6,000 tokens takes a fifth longer.
-    """
-    try:
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-    except (OSError, AttributeError):
-        return  # not glibc
-    mallopt(-4, 0)  # M_MMAP_MAX: no block gets a mapping of its own
-    mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the heap never shrinks
-    mallopt(-2, 2**26)  # M_TOP_PAD: it grows by 64 MB at least
+def _by_rows(function, most, *tensors):
+    """function(*tensors), at most `most` rows at a time. It must treat rows independently and return a tuple."""
+    if len(tensors[0]) <= most:
+        return function(*tensors)
+    parts = [function(*rows) for rows in zip(*(tensor.split(most) for tensor in tensors))]
+    return tuple(torch.cat(columns) for columns in zip(*parts))
 
 
 class GPT(nn.Module):
@@ -263,8 +255,7 @@ class GPT(nn.Module):
     def __init__(self, config, device="cpu", dtype=torch.float32, seed=0):
         """A model with random weights, or with memory that is not filled if `seed` is None.
 
-        The weights are made in `dtype` on `device`: there is never a second copy of them. On a CPU this also calls
-        `keep_freed_memory`, which concerns the whole process.
+        The weights are made in `dtype` on `device`: there is never a second copy of them.
         """
         super().__init__()
         self.config = config
@@ -276,8 +267,6 @@ class GPT(nn.Module):
         self.final_norm = _norm(config, **factory)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False, **factory)
         self.to_empty(device=device)
-        if torch.device(device).type == "cpu":
-            keep_freed_memory()
         if config.tie_embeddings:
             self.head.weight = self.token_embedding.weight
         self.requires_grad_(False)
@@ -334,9 +323,12 @@ class GPT(nn.Module):
         x = self.token_embedding(batch.tokens)  # (num_tokens, n_embd)
         if self.config.family == "gpt2":
             x = x + self.position_embedding(batch.positions)
-        rope = None if self.rope is None else self.rope[batch.positions]
+        rope = () if self.rope is None else (self.rope[batch.positions],)
+        # A CPU's allocator returns blocks of over 32 MB to the system, and every use of new ones faults: the rows of a
+        # long prefill go through a layer in pieces, whose activations are small enough to be kept and used again.
+        most = 8192 if x.is_cuda else 1024
         for layer, block in enumerate(self.blocks):
-            q, k, v = block.project(x, rope)
+            q, k, v = _by_rows(block.project, most, x, *rope)
             cache.write(layer, k, v, batch.slots, batch.positions)
-            x = block.finish(x, batch.attend(q, *cache.layer(layer)))
+            (x,) = _by_rows(block.finish, most, x, batch.attend(q, *cache.layer(layer)))
         return self.head(self.final_norm(x[batch.logit_rows]))

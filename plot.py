@@ -8,8 +8,8 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.ticker import MaxNLocator
 
-PREFILL = "#4878a8"
-GAPS = LinearSegmentedColormap.from_list("gaps", ["#4f9d55", "#e8c547", "#c8302b"])
+PREFILL, DECODE = "#4878a8", "#4f9d55"
+GAPS = LinearSegmentedColormap.from_list("gaps", [DECODE, "#e8c547", "#c8302b"])
 
 
 def plot_timelines(timelines, machine, file):
@@ -31,17 +31,17 @@ def plot_timelines(timelines, machine, file):
         lanes.set_ylabel("request")
         lanes.invert_yaxis()
         lanes.yaxis.set_major_locator(MaxNLocator(integer=True))
-        for name, color, counts in (("prefill", PREFILL, [i.prefill_tokens for i in iterations]),
-                                    ("decode", "#4f9d55", [i.decode_tokens for i in iterations])):
+        for color, counts in ((PREFILL, [i.prefill_tokens for i in iterations]),
+                              (DECODE, [i.decode_tokens for i in iterations])):
             tokens.bar([i.start for i in iterations], counts, width=[i.end - i.start for i in iterations], align="edge",
-                       color=color, alpha=0.75, edgecolor="white", linewidth=0.2, label=name)
+                       color=color, alpha=0.75, edgecolor="white", linewidth=0.2)
         tokens.set_yscale("symlog", linthresh=1)
         tokens.set_ylabel("tokens")
-    axes[1, 0].legend(loc="upper right", ncols=2, fontsize=8, title="tokens per iteration", title_fontsize=8)
     axes[-1, 0].set_xlabel("time in s (each policy on its own clock)")
     bar = figure.colorbar(ScalarMappable(norm, GAPS), ax=axes[:, 0].tolist(), aspect=50, pad=0.01)
     bar.set_label("time between tokens in s")
-    figure.suptitle(f"Blue: prefill chunks. Green to red: from one token of a request to its next.\n"
+    figure.suptitle("Upper panels: prefill chunks (blue), and from one token of a request to its next (green to red). "
+                    "Lower panels: prefill (blue) and decode (green) tokens in each iteration.\n"
                     f"{machine['model']}, {machine['dtype']}, {machine['device']}, {machine['threads']} threads", fontsize=10)
     figure.savefig(file, dpi=120)
     plt.close(figure)

@@ -63,6 +63,12 @@ def test_chunks_longer_than_a_query_block_equal_full_prefill(model, chunk, monke
     close(prefill(model, tokens, chunk), full)
 
 
+def test_rows_go_through_a_layer_in_pieces_without_a_trace():
+    model = tiny_model(max_positions=2048)
+    tokens = tokens_of(model, 1500)  # more than one piece on a CPU
+    close(prefill(model, tokens, 1500), prefill(model, tokens, 700))
+
+
 def test_hybrid_batch_equals_its_parts(model):
     # four requests in slots of any order, with holes; three decode, one prefills its second chunk
     prompts = {5: tokens_of(model, 9, 1), 0: tokens_of(model, 17, 2), 3: tokens_of(model, 1, 3), 6: tokens_of(model, 30, 4)}
