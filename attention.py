@@ -17,6 +17,8 @@ Grouped-query attention: `group = n_head // n_kv_head` consecutive query heads s
 Read next: model.py, which calls the plan.
 """
 
+import importlib.util
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -36,11 +38,14 @@ class Extent(NamedTuple):
 def make_attention(config, cache, backend="auto"):
     """The backend for a cache: `sdpa`, `xformers`, or `auto` (xformers on CUDA, sdpa elsewhere).
 
-    Raises ValueError for an unknown name or for xformers without CUDA, ImportError if xformers is missing.
+    Raises ValueError for an unknown name or for xformers without CUDA, ImportError if it was asked for and is missing.
     """
     on_cuda = cache.data.is_cuda
     if backend == "auto":
         backend = "xformers" if on_cuda else "sdpa"
+        if on_cuda and not importlib.util.find_spec("xformers"):
+            warnings.warn("xformers is not installed: attention runs on torch alone, one call per chunk, which is slower")
+            backend = "sdpa"
     if backend == "sdpa":
         return SDPA(config, cache)
     if backend == "xformers":
@@ -88,7 +93,8 @@ class SDPA:
         """The additive mask of a block of queries, (length * group, start + length), a view. None for a decode."""
         if length == 1:
             return None  # the last query sees every key
-        return self.bias[: length * self.group, self.past - start : self.past + length]
+        window = self.bias[: length * self.group, self.past - start : self.past + length]
+        return window.contiguous() if window.is_cuda else window  # CUDA kernels want aligned rows
 
     def plan(self, extents):
         """See the top of this file. `extents` are in the order of the rows of q."""
@@ -178,7 +184,7 @@ class XFormers:
             q = q.view(1, n, -1, self.group, head_dim)
             keys = keys.unsqueeze(3).expand(-1, -1, -1, self.group, -1)
             values = values.unsqueeze(3).expand(-1, -1, -1, self.group, -1)
-        return self.fmha.memory_efficient_attention_forward(q, keys, values, attn_bias=mask, op=op).view(
+        return self.fmha.memory_efficient_attention_forward(q, keys, values, attn_bias=mask, op=op).reshape(
             n, n_head, head_dim)
 
 

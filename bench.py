@@ -11,8 +11,7 @@ Read first: experiments.py, which measures what is printed here.
 
 import argparse
 import json
-import platform
-import resource
+import sys
 import time
 from dataclasses import replace
 
@@ -37,8 +36,8 @@ def parse_args(argv=None):
     add("--policies", default="request-level,orca-best,vllm,sarathi,sarathi-serve",
         help=f"comma-separated, from {', '.join(SPECS)}; orca-best lets one prompt into a batch")
     add("--requests", type=int, default=None, help="requests served end to end; none: 2 B")
-    add("--model", default=None, help=f"a geometry with random weights: {', '.join(PRESETS)}; none: llama-13b on a GPU "
-        "with 40 GB or more, else llama-160m")
+    add("--model", default=None, help=f"a geometry with random weights: {', '.join(PRESETS)}; none: llama-13b on a "
+        "GPU with 40 GB or more, else llama-160m")
     add("--init-from", default=None, help="a checkpoint instead: a local directory or a Hugging Face Hub name")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run")
     add("--dtype", default=None, choices=DTYPES, help="none: bfloat16 where the device is faster with it, else float32")
@@ -52,6 +51,8 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     args.policies = [name.strip() for name in args.policies.split(",") if name.strip()]
     args.requests = 2 * args.batch if args.requests is None else args.requests
+    if not args.policies:
+        parser.error("--policies: give at least one")
     for name in args.policies:
         if name not in SPECS:
             parser.error(f"--policies: {name!r} is not one of {', '.join(SPECS)}")
@@ -59,7 +60,7 @@ def parse_args(argv=None):
         if getattr(args, option) < least:
             parser.error(f"--{option.replace('_', '-')} {getattr(args, option)}: must be at least {least}")
     if args.chunk < args.batch:
-        parser.error(f"--chunk {args.chunk}: must be at least --batch {args.batch}, or decodes leave no room for a chunk")
+        parser.error(f"--chunk {args.chunk}: must be at least --batch {args.batch}, or there is no room for a chunk")
     if args.model and args.model not in PRESETS:
         parser.error(f"--model {args.model!r}: must be one of {', '.join(PRESETS)}")
     if args.model and args.init_from:
@@ -124,8 +125,8 @@ def print_decode_maximal(rows, args):
     print_table(table)
     speedup = {part: "more than can be measured" if x is None else f"{x:.1f}x" for part, x in rows["speedup"].items()}
     print(f"\ndecode speedup {speedup['total']}; linear layers {speedup['linear']} (bare products {speedup['bare']})\n"
-          "bare: the same matrix products alone; limit of attention: its flops over the product rate or its K and V over\n"
-          "the bandwidth, the larger; limit of the total: bare products + attention alone, both measured\n")
+          "bare: the same matrix products alone; limit of attention: its flops over the product rate or its K and V\n"
+          "over the bandwidth, the larger; limit of the total: bare products + attention alone, both measured\n")
 
 
 def print_end_to_end(rows, args, requests):
@@ -146,10 +147,11 @@ def print_end_to_end(rows, args, requests):
 def conclude(rows, policy_rows, advice, args):
     """One paragraph in plain words."""
     decode, hybrid = rows["decode-only"]["ms_per_decode_token"], rows["decode-maximal"]["ms_per_decode_token"]
-    text = (f"3. A decode costs {decode:.2f} ms in a batch of its own and {hybrid:.2f} ms riding with a chunk, "
-            f"{decode / hybrid:.1f}x less.")
-    if "sarathi" in policy_rows and policy_rows["sarathi"]["gain"]:
-        text += f" Served by sarathi, this load runs at {policy_rows['sarathi']['gain']:.2f}x request-level's throughput."
+    riding = f"{hybrid:.2f} ms riding with a chunk, {decode / hybrid:.1f}x less" if hybrid > 0 else "next to nothing riding"
+    text = f"3. A decode costs {decode:.2f} ms in a batch of its own and {riding}."
+    gain = policy_rows.get("sarathi", {}).get("gain")
+    if gain:
+        text += f" Served by sarathi, this load runs at {gain:.2f}x request-level's throughput."
     text += ("\n   Matrix products alone, in ms per token: "
              + ", ".join(f"{ms / c:.2f} at {c}" for c, ms in advice["product_ms"].items()) + " tokens.\n  ")
     best, gains = advice["favoured_chunk"], advice["predicted_gain"]
@@ -169,14 +171,18 @@ def print_table(rows):
         print("| " + " | ".join(cell.ljust(w) if i == 0 else cell.rjust(w)
                                 for i, (cell, w) in enumerate(zip(row, widths))) + " |")
         if number == 0:
-            print("|" + "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i, w in enumerate(widths)) + "|")
+            print("|" + "|".join("-" * (w + 1) + ("-" if i == 0 else ":") for i, w in enumerate(widths)) + "|")
 
 
 def peak_memory_bytes(device):
-    """The most memory that was in use: of the GPU, or of this process."""
+    """The most memory that was in use: of the GPU, or of this process (0 on Windows, which does not tell)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    scale = 1 if platform.system() == "Darwin" else 1024  # macOS counts bytes, Linux kilobytes
+    try:
+        import resource
+    except ImportError:
+        return 0
+    scale = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kilobytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
 

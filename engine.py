@@ -121,7 +121,7 @@ class Engine:
     policy       a name in scheduler.POLICIES
     chunk        C, the chunk size or token budget
     max_batch    B, the most requests at once, for which the cache is allocated; None: as many as fit, §4.3.1
-    max_len      the longest request, prompt and output, in tokens
+    max_len      the longest request, prompt and output, in tokens; None: 2,048, or the model's limit if that is less
     tile         the matrix product's tile in tokens; None: 128 on CUDA (SARATHI §4.4), else 1
     tokenizer    for prompts given as text; its stop tokens end every request
     attention    the backend, see attention.make_attention
@@ -131,8 +131,10 @@ class Engine:
     Raises ValueError, before anything is allocated, for an argument that makes no sense.
     """
 
-    def __init__(self, model, policy="sarathi-serve", chunk=256, max_batch=None, max_len=2048, *, tile=None,
+    def __init__(self, model, policy="sarathi-serve", chunk=256, max_batch=None, max_len=None, *, tile=None,
                  tokenizer=None, attention="auto", clock=time.perf_counter, **options):
+        if max_len is None:
+            max_len = min(2048, model.config.max_positions)
         if max_batch is None and max_len >= 1:
             max_batch = self._slots_that_fit(model, max_len)
         if tile is None:

@@ -192,7 +192,7 @@ class BusyClock:
 
 
 def workload(args, vocab_size):
-    """[(prompt, max_new_tokens)] with prompt + output = seq_len tokens at the ratio pd_ratio, the same for every policy.
+    """[(prompt, max_new_tokens)] with prompt + output = seq_len tokens at the ratio pd_ratio, for every policy alike.
 
     The load is steady: everybody waits at time 0, and the first B requests want 1/B, 2/B, … of the output, as if
     the server had been running before; otherwise requests would begin and end in lockstep for ever.
@@ -224,11 +224,12 @@ class PolicyRun:
         """Run one iteration on the own clock."""
         self.clock.resume()
         events = self.engine.step()
-        measure.synchronize(self.engine.cache.data.device)
+        measure.synchronize(self.engine.cache.data.device)  # an iteration without new tokens does not wait for a GPU
+        iteration = self.engine.last_iteration._replace(end=self.clock())
         self.clock.pause()
-        self.iterations.append(self.engine.last_iteration)
-        self._prefilled += self.engine.last_iteration.prefill_tokens
-        now = self.engine.last_iteration.end
+        self.iterations.append(iteration)
+        self._prefilled += iteration.prefill_tokens
+        now = iteration.end
         for event in events:
             if event.request_id in self._last:
                 since, prefilled = self._last[event.request_id]

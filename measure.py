@@ -53,8 +53,9 @@ def summarize(values_ms):
     return Timing(median, (high - low) / median if median else 0.0)
 
 
-def memory_bandwidth(device, megabytes=512):
-    """Bytes per second at which a large array is read once, measured by summing it."""
+def memory_bandwidth(device):
+    """Bytes per second at which an array much larger than any cache is read once, measured by summing it."""
+    megabytes = 4096 if device.type == "cuda" else 512
     array = torch.ones(megabytes * 2**20 // 4, device=device)
     timing = interleaved({"sum": array.sum}, device, repeats=7)["sum"]
     return array.numel() * 4 / (timing.ms / 1e3)

@@ -40,9 +40,10 @@ def plot_timelines(timelines, machine, file):
     axes[-1, 0].set_xlabel("time in s (each policy on its own clock)")
     bar = figure.colorbar(ScalarMappable(norm, GAPS), ax=axes[:, 0].tolist(), aspect=50, pad=0.01)
     bar.set_label("time between tokens in s")
-    figure.suptitle("Upper panels: prefill chunks (blue), and from one token of a request to its next (green to red). "
-                    "Lower panels: prefill (blue) and decode (green) tokens in each iteration.\n"
-                    f"{machine['model']}, {machine['dtype']}, {machine['device']}, {machine['threads']} threads", fontsize=10)
+    figure.suptitle(
+        "Upper panels: prefill chunks (blue), and from one token of a request to its next (green to red). "
+        "Lower panels: prefill (blue) and decode (green) tokens in each iteration.\n"
+        f"{machine['model']}, {machine['dtype']}, {machine['device']}, {machine['threads']} threads", fontsize=10)
     figure.savefig(file, dpi=120)
     plt.close(figure)
 
