@@ -38,21 +38,24 @@ class Extent(NamedTuple):
 def make_attention(config, cache, backend="auto"):
     """The backend for a cache: `sdpa`, `xformers`, or `auto` (xformers on CUDA, sdpa elsewhere).
 
-    Raises ValueError for an unknown name or for xformers without CUDA, ImportError if it was asked for and is missing.
+    Raises what `check_backend` raises, and ImportError if xformers was asked for and is missing.
     """
+    check_backend(backend, cache.data.device)
     on_cuda = cache.data.is_cuda
     if backend == "auto":
         backend = "xformers" if on_cuda else "sdpa"
         if on_cuda and not importlib.util.find_spec("xformers"):
-            warnings.warn("xformers is not installed: attention runs on torch alone, one call per chunk, which is slower")
+            warnings.warn("xformers is not installed: attention makes one call of torch per chunk, which is slower")
             backend = "sdpa"
-    if backend == "sdpa":
-        return SDPA(config, cache)
-    if backend == "xformers":
-        if not on_cuda:
-            raise ValueError("attention='xformers': xformers has no CPU operator, use 'sdpa' or a CUDA device")
-        return XFormers(config, cache)
-    raise ValueError(f"attention={backend!r}: must be 'auto', 'sdpa' or 'xformers'")
+    return XFormers(config, cache) if backend == "xformers" else SDPA(config, cache)
+
+
+def check_backend(backend, device):
+    """Raise ValueError for an unknown name, or for xformers anywhere but on CUDA."""
+    if backend not in ("auto", "sdpa", "xformers"):
+        raise ValueError(f"attention={backend!r}: must be 'auto', 'sdpa' or 'xformers'")
+    if backend == "xformers" and device.type != "cuda":
+        raise ValueError("attention='xformers': xformers has no CPU operator, use 'sdpa' or a CUDA device")
 
 
 # -----------------------------------------------------------------------------------------------------
@@ -90,7 +93,7 @@ class SDPA:
                               cache.data.dtype, self.device)
 
     def mask(self, start, length):
-        """The additive mask of a block of queries, (length * group, start + length), a view. None for a decode."""
+        """The additive mask of a block of queries, (length * group, start + length). None for a decode."""
         if length == 1:
             return None  # the last query sees every key
         window = self.bias[: length * self.group, self.past - start : self.past + length]

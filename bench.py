@@ -9,45 +9,45 @@ conclude. `--json` writes all of it, `--plot` draws what each policy did when.
 Read first: experiments.py, which measures what is printed here.
 """
 
-import argparse
 import json
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
+import cli
 import measure
+from attention import check_backend
 from experiments import SPECS, advise, against_transformers, decode_maximal, describe_machine, end_to_end, workload
-from model import GPT, PRESETS, GPTConfig
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from model import DTYPES, GPT, PRESETS, GPTConfig
 
 
 def parse_args(argv=None):
     """The options, checked. Exits with a message, like argparse, for one that makes no sense."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0],
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    add = parser.add_argument
-    add("--chunk", type=int, default=256, help="C, the chunk size and token budget, in tokens")
-    add("--batch", type=int, default=6, help="B, the most requests at once")
-    add("--seq-len", type=int, default=1000, help="prompt and output tokens of a request, together")
-    add("--pd-ratio", type=float, default=None, help="prompt tokens per output token; none: the balanced C / (B - 1)")
-    add("--policies", default="request-level,orca-best,vllm,sarathi,sarathi-serve",
-        help=f"comma-separated, from {', '.join(SPECS)}; orca-best lets one prompt into a batch")
-    add("--requests", type=int, default=None, help="requests served end to end; none: 2 B")
-    add("--model", default=None, help=f"a geometry with random weights: {', '.join(PRESETS)}; none: llama-13b on a "
-        "GPU with 40 GB or more, else llama-160m")
-    add("--init-from", default=None, help="a checkpoint instead: a local directory or a Hugging Face Hub name")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run")
-    add("--dtype", default=None, choices=DTYPES, help="none: bfloat16 where the device is faster with it, else float32")
-    add("--attention", default="auto", choices=("auto", "sdpa", "xformers"), help="the attention backend")
-    add("--seed", type=int, default=0, help="of weights and prompts")
-    add("--compile", action="store_true", help="torch.compile the layers around attention")
-    add("--threads", type=int, default=None, help="CPU threads; none: torch's choice")
-    add("--transformers", action="store_true", help="also serve the requests with transformers' generate")
-    add("--json", default=None, metavar="FILE", help="write all that is printed, with these options")
-    add("--plot", default=None, metavar="FILE", help="draw the iterations of each policy")
+    parser = cli.OptionParser(description=__doc__.split("\n\n")[0])
+    add = parser.add
+    add("--chunk", "C, the chunk size and token budget, in tokens", 256, type=int)
+    add("--batch", "B, the most requests at once", 6, type=int)
+    add("--seq-len", "prompt and output tokens of a request, together", 1000, type=int)
+    add("--pd-ratio", "prompt tokens for each output token", shown="C / (B - 1), which is balanced", type=float)
+    add("--policies", f"comma-separated, from {', '.join(SPECS)}; orca-best lets one prompt into a batch",
+        "request-level,orca-best,vllm,sarathi,sarathi-serve")
+    add("--requests", "how many requests are served end to end", shown="2 B", type=int)
+    add("--model", f"a geometry with random weights: {', '.join(PRESETS)}",
+        shown="llama-13b on a GPU with 40 GB or more, else llama-160m")
+    add("--init-from", "a checkpoint instead: a local directory or a Hugging Face Hub name", shown="none")
+    add("--device", "where to run: cpu, cuda, cuda:1, ...", "cuda" if torch.cuda.is_available() else "cpu")
+    add("--dtype", "of weights and cache", choices=DTYPES, shown="bfloat16, or float32 on a CPU that is faster with it")
+    add("--attention", "the attention backend; auto is xformers on CUDA, else sdpa", "auto",
+        choices=("auto", "sdpa", "xformers"))
+    add("--seed", "of weights and prompts", 0, shown="0", type=int)
+    add("--compile", "torch.compile the layers around attention", False, "off", action="store_true")
+    add("--threads", "CPU threads", shown="torch's choice", type=int)
+    add("--transformers", "also serve the requests with transformers' generate", False, "off", action="store_true")
+    add("--json", "write all that is printed, with these options", shown="none", metavar="FILE")
+    add("--plot", "draw the iterations of each policy", shown="none", metavar="FILE")
     args = parser.parse_args(argv)
     args.policies = [name.strip() for name in args.policies.split(",") if name.strip()]
     args.requests = 2 * args.batch if args.requests is None else args.requests
@@ -56,27 +56,38 @@ def parse_args(argv=None):
     for name in args.policies:
         if name not in SPECS:
             parser.error(f"--policies: {name!r} is not one of {', '.join(SPECS)}")
-    for option, least in (("chunk", 1), ("batch", 2), ("seq_len", 2), ("requests", 1)):
+    for option, least in (("chunk", 1), ("batch", 2), ("seq_len", 3), ("requests", 1)):
         if getattr(args, option) < least:
             parser.error(f"--{option.replace('_', '-')} {getattr(args, option)}: must be at least {least}")
     if args.chunk < args.batch:
         parser.error(f"--chunk {args.chunk}: must be at least --batch {args.batch}, or there is no room for a chunk")
+    if args.chunk > args.seq_len:
+        parser.error(f"--chunk {args.chunk}: must be at most --seq-len {args.seq_len}")
     if args.model and args.model not in PRESETS:
-        parser.error(f"--model {args.model!r}: must be one of {', '.join(PRESETS)}")
+        parser.error(f"--model {args.model!r}: must be one of {', '.join(PRESETS)}; --init-from takes a checkpoint")
+    if args.transformers and not args.init_from and args.model in PRESETS and PRESETS[args.model].family != "llama":
+        parser.error("--transformers: with random weights only a LLaMA can be compared, use --init-from")
     if args.model and args.init_from:
         parser.error("--model and --init-from: give one of them")
     if args.pd_ratio is None:
         args.pd_ratio = args.chunk / (args.batch - 1)
-    if args.pd_ratio <= 0:
-        parser.error(f"--pd-ratio {args.pd_ratio}: must be positive")
+    if args.threads is not None and args.threads < 1:
+        parser.error(f"--threads {args.threads}: must be at least 1")
+    for option in ("json", "plot"):  # not after minutes of measuring
+        file = getattr(args, option)
+        if file and (Path(file).is_dir() or not Path(file).absolute().parent.is_dir()):
+            parser.error(f"--{option} {file}: must be a file in a directory that exists")
+    if args.plot and Path(args.plot).suffix not in (".png", ".pdf", ".svg"):
+        parser.error(f"--plot {args.plot}: must end in .png, .pdf or .svg")
+    if not 0 < args.pd_ratio < float("inf"):
+        parser.error(f"--pd-ratio {args.pd_ratio}: must be a positive number")
     return args
 
 
 def load_model(args):
     """The model to measure, on its device. Sets args.model, args.dtype where they were left open."""
-    device = torch.device(args.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise SystemExit(f"--device {args.device}: torch {torch.__version__} sees no CUDA device, use --device cpu")
+    device = cli.find_device(args.device)
+    check_backend(args.attention, device)
     if args.dtype is None:
         fast = torch.bfloat16 if device.type == "cuda" else measure.fastest_cpu_dtype()
         args.dtype = str(fast).removeprefix("torch.")
@@ -91,7 +102,7 @@ def load_model(args):
             config = replace(config, max_positions=max(config.max_positions, args.seq_len))
         model = GPT(config, device, DTYPES[args.dtype], seed=args.seed)
     if args.seq_len > model.config.max_positions:
-        raise SystemExit(f"--seq-len {args.seq_len}: this model is limited to {model.config.max_positions}")
+        raise ValueError(f"--seq-len {args.seq_len}: this model is limited to {model.config.max_positions}")
     if args.compile:
         model.compile()
     return model
@@ -104,26 +115,26 @@ def load_model(args):
 def print_machine(machine):
     """The heading under which all else is printed."""
     compiled = ", compiled" if machine["compiled"] else ""
-    print(f"{machine['device']}, {machine['threads']} threads, torch {machine['torch']}\n"
-          f"{machine['model']} ({machine['parameters'] / 1e6:,.0f} M parameters), {machine['dtype']}{compiled}\n"
+    threads = "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
+    print(f"{machine['device']}, {threads}, torch {machine['torch']}\n"
+          f"{machine['model']} ({machine['parameters'] / 1e6:,.1f} M parameters), {machine['dtype']}{compiled}\n"
           f"measured limits: {machine['flops_per_s'] / 1e12:,.2f} TFLOP/s in matrix products of these shapes, "
           f"{machine['bytes_per_s'] / 1e9:,.0f} GB/s of memory; ridge: {machine['ridge_tokens']:,.0f} tokens\n"
-          f"schedule() takes at most {machine['schedule_us']:.0f} us with 128 running requests\n")
+          f"schedule() takes {machine['schedule_us']:.0f} us with 128 running requests, the median of the slowest policy\n")
 
 
-def print_decode_maximal(rows, args):
-    """Table 2, on this machine."""
+def print_decode_maximal(rows, speedup, args):
+    """Table 2, on this machine: what `decode_maximal` returned."""
     print(f"1. What a decode costs (SARATHI, Table 2): chunk {args.chunk}, batch {args.batch}, "
           f"context {args.seq_len}, times in ms\n")
-    table = [["batch", "prefill + decodes", "linear", "bare", "attention", "limit", "other", "total", "limit",
+    table = [["batch", "prefill + decodes", "linear", "bare", "attention", "limit", "other", "total", "total limit",
               "spread", "per prefill token", "per decode token"]]
-    for name in ("prefill-only", "decode-only", "decode-maximal"):
-        row = rows[name]
-        table.append([name, f"{row['prefill_tokens']} + {row['decodes']}", *(f"{row[k]:.1f}" for k in (
+    for name, row in rows.items():
+        table.append([name, f"{row['prefill_tokens']} + {row['decodes']}", *(f"{row[k + '_ms']:.1f}" for k in (
             "linear", "bare", "attention", "attention_limit", "other", "total", "limit")), f"{row['spread']:.0%}",
-            *("-" if row[k] is None else f"{row[k]:.3f}" for k in ("ms_per_prefill_token", "ms_per_decode_token"))])
+            *("-" if row[k] is None else f"{row[k]:.3f}" for k in ("prefill_token_ms", "decode_token_ms"))])
     print_table(table)
-    speedup = {part: "more than can be measured" if x is None else f"{x:.1f}x" for part, x in rows["speedup"].items()}
+    speedup = {part: "more than can be measured" if x is None else f"{x:.1f}x" for part, x in speedup.items()}
     print(f"\ndecode speedup {speedup['total']}; linear layers {speedup['linear']} (bare products {speedup['bare']})\n"
           "bare: the same matrix products alone; limit of attention: its flops over the product rate or its K and V\n"
           "over the bandwidth, the larger; limit of the total: bare products + attention alone, both measured\n")
@@ -131,9 +142,11 @@ def print_decode_maximal(rows, args):
 
 def print_end_to_end(rows, args, requests):
     """The table of policies."""
-    prompt, output = len(requests[0][0]), requests[-1][1]
-    print(f"2. End to end: {len(requests)} requests of {prompt} + {output} tokens (P:D {prompt / output:.0f}), "
-          f"batch {args.batch}, chunk {args.chunk}, all there at time 0\n")
+    prompt = len(requests[0][0])
+    output = args.seq_len - prompt
+    print(f"2. End to end: {len(requests)} requests of {prompt} + {output} tokens (P:D {prompt / output:.0f}; the first "
+          f"{args.batch} want 1/{args.batch}, 2/{args.batch}, ... of the output),\n"
+          f"   batch {args.batch}, chunk {args.chunk}, all there at time 0\n")
     table = [["policy", "tokens/s", "gain", "P50 TTFT s", "P99 TBT s", "longest stall s", "iterations",
               "tokens/iteration"]]
     for name, row in rows.items():
@@ -141,12 +154,13 @@ def print_end_to_end(rows, args, requests):
         table.append([name, f"{row['tokens_per_s']:,.0f}", gain, f"{row['p50_ttft_s']:.2f}", f"{row['p99_tbt_s']:.3f}",
                       f"{row['longest_stall_s']:.3f}", str(row["iterations"]), f"{row['tokens_per_iteration']:.0f}"])
     print_table(table)
-    print("\nthroughput counts prompt and output tokens; gain is over request-level; the policies took turns\n")
+    print("\nthroughput counts prompt and output tokens; gain is over request-level; a stall is a gap between two tokens in\n"
+          "which prompt tokens were computed; the policies took turns, each on its own clock\n")
 
 
 def conclude(rows, policy_rows, advice, args):
     """One paragraph in plain words."""
-    decode, hybrid = rows["decode-only"]["ms_per_decode_token"], rows["decode-maximal"]["ms_per_decode_token"]
+    decode, hybrid = (rows[name]["decode_token_ms"] for name in ("decode-only", "decode-maximal"))
     riding = f"{hybrid:.2f} ms riding with a chunk, {decode / hybrid:.1f}x less" if hybrid > 0 else "next to nothing riding"
     text = f"3. A decode costs {decode:.2f} ms in a batch of its own and {riding}."
     gain = policy_rows.get("sarathi", {}).get("gain")
@@ -196,8 +210,8 @@ def main(argv=None):
     machine = describe_machine(model, args)
     print_machine(machine)
 
-    table = decode_maximal(model, machine, args)
-    print_decode_maximal(table, args)
+    table, speedup = decode_maximal(model, machine, args)
+    print_decode_maximal(table, speedup, args)
 
     policy_rows, timelines = end_to_end(model, args)
     print_end_to_end(policy_rows, args, workload(args, model.config.vocab_size))
@@ -212,18 +226,18 @@ def main(argv=None):
         print(f"\ntransformers' generate, same weights and requests: {theirs:,.0f} tokens/s; sarathi: {ours:,.0f}, "
               f"{ours / theirs:.2f}x ({comparison['equal_tokens']:.0%} of the tokens are equal)")
     seconds, memory = time.perf_counter() - began, peak_memory_bytes(model.device)
-    print(f"\n{seconds:.0f} s, {memory / 1e9:.1f} GB at most")
+    print(f"\ntook {seconds:.0f} s and at most {memory / 1e9:.1f} GB of memory")
 
     if args.plot:
         from plot import plot_timelines
 
         plot_timelines(timelines, machine, args.plot)
     if args.json:
-        report = {"options": vars(args), "machine": machine, "decode_maximal": table, "end_to_end": policy_rows,
+        report = {"options": vars(args), "machine": machine, "decode_maximal": table, "decode_speedup": speedup, "end_to_end": policy_rows,
                   "advice": advice, "conclusion": conclusion, "transformers": comparison, "seconds": seconds, "peak_memory_bytes": memory}
         with open(args.json, "w") as file:
             json.dump(report, file, indent=2)
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

@@ -42,19 +42,22 @@ def find(name):
         return Path(snapshot_download(str(name), allow_patterns=HUB_FILES))
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
-            f"name={str(name)!r}: not a directory here, and not to be had from the Hub ({type(error).__name__}). "
+            f"{str(name)!r}: not a directory here, and not to be had from the Hub ({type(error).__name__}). "
             "Put config.json, model.safetensors (or model.safetensors.index.json and its shards) and "
             "tokenizer.json into a directory and give its path, or try again with a network") from error
 
 
-def _read_json(path):
+def read_json(path):
     """The object in a JSON file. Raises FileNotFoundError or ValueError, naming the file."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: not there; a checkpoint is config.json and model.safetensors")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        stored = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: not JSON: {error}") from error
+    if not isinstance(stored, dict):
+        raise ValueError(f"{path}: must hold a JSON object, not {type(stored).__name__}")
+    return stored
 
 
 # -----------------------------------------------------------------------------------------------------
@@ -92,7 +95,7 @@ def read_config(directory):
     what is supported, for a model that is not computed here.
     """
     path = Path(directory) / "config.json"
-    stored = _read_json(path)
+    stored = read_json(path)
     model_type = stored.get("model_type")
     _require(path, {"model_type": model_type}, model_type=tuple(DEFAULTS))
     _require(path, stored, quantization_config=(None,), **SUPPORTED[model_type])
@@ -251,7 +254,7 @@ def _shards(directory):
         return {single: None}
     if index.is_file():
         shards = {}
-        for name, shard in _read_json(index).get("weight_map", {}).items():
+        for name, shard in read_json(index).get("weight_map", {}).items():
             shards.setdefault(directory / shard, set()).add(name)
         return shards
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern))

@@ -2,15 +2,15 @@
 
     engine = Engine(model, policy="sarathi-serve", chunk=256, max_batch=16, max_len=2048)
     done = engine.generate(prompts, SamplingParams(max_new_tokens=64))      # offline: all prompts at once
-    rid = engine.add_request(prompt, params)                                # online: add, step, abort
+    request_id = engine.add_request(prompt, params)                         # online: add, step, abort
     for event in engine.step(): ...                                         # new tokens as they appear
 
 The engine does not know how a policy decides: it asks the scheduler for a batch, lets the model compute it, and
-moves each request's `num_computed` forward. A step is atomic. Until the sampled tokens have arrived nothing but
-the cache has changed, and there only positions that count as not computed; if anything raises before that (out of
-memory, Ctrl-C), the batch is kept and the next `step()` computes it again.
+moves each request's `num_computed` forward. A step is atomic. Until the sampled tokens have arrived, requests may
+have been admitted but none has advanced, and the cache has changed only where it counts as not computed; if anything
+raises before that (out of memory, Ctrl-C), the batch is kept and the next `step()` computes it again.
 
-Read first: scheduler.py and model.py. Read next: bench.py, which measures all this.
+Read first: scheduler.py and model.py. Read next: measure.py.
 """
 
 import operator
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from attention import make_attention
+from attention import check_backend, make_attention
 from kv_cache import KVCache, Slots, kv_bytes_per_token, max_slots
 from model import FlatBatch, Span
 from sampling import SamplingParams, sample
@@ -35,6 +35,8 @@ MAX_BATCH = 256  # the most requests at once when the caller names no number, ho
 class Completion:
     """What became of a request. Times are in seconds, on the engine's clock.
 
+    prompt           its tokens
+    arrival          when it was added, or said to have arrived
     finish_reason    "stop" (a stop token came), "length" (max_new_tokens reached), "abort"; None while running
     tokens           the output tokens, a stop token included
     text             the output as text, without the stop token; None without a tokenizer
@@ -70,7 +72,7 @@ class Completion:
 
 
 class Event(NamedTuple):
-    """One new token of one request; `completion` is set with the last one."""
+    """One new token of one request; `finish_reason` and `completion` are set with the last one."""
 
     request_id: int
     token: int
@@ -120,28 +122,31 @@ class Engine:
     model        a GPT, whose device and dtype the cache takes over
     policy       a name in scheduler.POLICIES
     chunk        C, the chunk size or token budget
-    max_batch    B, the most requests at once, for which the cache is allocated; None: as many as fit, §4.3.1
+    max_batch    B, the most requests at once, for which the cache is allocated; None: as many as fit (SARATHI
+                 §4.3.1), but at most 256
     max_len      the longest request, prompt and output, in tokens; None: 2,048, or the model's limit if that is less
-    tile         the matrix product's tile in tokens; None: 128 on CUDA (SARATHI §4.4), else 1
     tokenizer    for prompts given as text; its stop tokens end every request
     attention    the backend, see attention.make_attention
     clock        seconds, for the latency records
-    options      further options of the policy, such as prefills=1 of orca
+    options      further options of the policy: prefills=1 of orca; tile of sarathi, which is 128 on CUDA if not given
 
     Raises ValueError, before anything is allocated, for an argument that makes no sense.
     """
 
-    def __init__(self, model, policy="sarathi-serve", chunk=256, max_batch=None, max_len=None, *, tile=None,
-                 tokenizer=None, attention="auto", clock=time.perf_counter, **options):
+    def __init__(self, model, policy="sarathi-serve", chunk=256, max_batch=None, max_len=None, *, tokenizer=None,
+                 attention="auto", clock=time.perf_counter, **options):
         if max_len is None:
             max_len = min(2048, model.config.max_positions)
-        if max_batch is None and max_len >= 1:
+        if not 1 <= max_len <= model.config.max_positions:
+            raise ValueError(f"max_len={max_len}: must be in 1 … {model.config.max_positions}, "
+                             f"this model's limit (max_positions, or its sliding window)")
+        check_backend(attention, model.device)
+        if max_batch is None:
             max_batch = self._slots_that_fit(model, max_len)
-        if tile is None:
-            tile = 128 if model.device.type == "cuda" else 1
-        slots = Slots(max_batch)
-        self.scheduler = make_scheduler(policy, slots, chunk=chunk, max_batch=max_batch, max_len=max_len,
-                                        tile=tile, **options)
+        if policy == "sarathi" and model.device.type == "cuda":
+            options = {"tile": 128} | options
+        self.scheduler = make_scheduler(policy, Slots(max_batch), chunk=chunk, max_batch=max_batch, max_len=max_len,
+                                        **options)
         self.cache = KVCache(model.config, max_batch, max_len, model.device, model.dtype)
         self.attention = make_attention(model.config, self.cache, attention)
         self.model, self.tokenizer, self.clock = model, tokenizer, clock
@@ -157,7 +162,10 @@ class Engine:
         if model.device.type == "cuda":  # keep a tenth for activations
             memory = int(0.9 * (torch.cuda.mem_get_info(model.device)[0] + weight_bytes))
         else:  # leave half of the memory to everybody else
-            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+            try:
+                memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+            except (AttributeError, ValueError, OSError):
+                raise ValueError("max_batch=None: this system does not tell its memory, give a number") from None
         per_token = kv_bytes_per_token(model.config, model.dtype)
         slots = max_slots(memory, weight_bytes, max_len, per_token)
         if slots < 1:
@@ -292,8 +300,10 @@ class Engine:
         completion.finish_reason = reason
         completion.tokens = request.tokens[request.prompt_len :]
         if self.tokenizer:
-            text_tokens = completion.tokens[:-1] if reason == "stop" else completion.tokens
-            completion.text = self.tokenizer.decode(text_tokens)
+            # decoded after the prompt, which decides on the first word's space in some tokenizers
+            end = len(request.tokens) - (reason == "stop")
+            before, whole = (self.tokenizer.decode(request.tokens[:n]) for n in (request.prompt_len, end))
+            completion.text = whole[len(before):]
         self.scheduler.remove(request)
         self._live.pop(request.id, None)
         return completion
@@ -304,8 +314,11 @@ class Engine:
         """Complete all prompts and return their Completions, in order.
 
         `params` is one SamplingParams for all, or a list with one for each. All prompts are checked before the first is
-        queued. `progress` shows a bar on a terminal. If it is interrupted, its unfinished requests are aborted.
+        queued. `progress` shows a bar on a terminal. If it is interrupted, its unfinished requests are aborted. Raises
+        ValueError while requests of `add_request` run: their events would be lost here.
         """
+        if self.has_work:
+            raise ValueError(f"generate: {len(self._live)} requests are running, step() or abort() them first")
         if isinstance(prompts, str):
             raise ValueError("prompts: must be a list of prompts, not one text")
         prompts = list(prompts)
@@ -320,7 +333,7 @@ class Engine:
             with tqdm(total=len(ids), desc="requests", disable=None if progress else True) as bar:
                 while unfinished:
                     for event in self.step():
-                        if event.completion and event.request_id in unfinished:
+                        if event.completion:
                             unfinished.remove(event.request_id)
                             done[event.request_id] = event.completion
                             bar.update()

@@ -8,6 +8,7 @@ import random
 import statistics
 import tempfile
 import time
+from functools import partial
 
 import numpy as np
 import torch
@@ -29,7 +30,11 @@ CANDIDATE_CHUNKS = (32, 64, 128, 256, 512, 1024)
 
 
 def describe_machine(model, args):
-    """What the numbers depend on, and the limits that they are compared with."""
+    """What the numbers depend on, and the limits that they are compared with.
+
+    Among others `flops_per_s` and `bytes_per_s`, measured, `ridge_tokens`, the rows in a batch for which computing
+    (two flops for each weight and row) takes as long as reading the weights, and `schedule_us`, microseconds.
+    """
     device = model.device
     products = measure.bare_products(model, args.chunk, 0)
     seconds = interleaved({"products": products}, device)["products"].ms / 1e3
@@ -81,60 +86,65 @@ def schedule_us(running=128):
 def decode_maximal(model, machine, args):
     """Time a chunk alone, B decodes alone, and the chunk with B - 1 decodes, all at a context of seq_len.
 
-    Returns a dict of rows. Per-token times follow SARATHI §5.1.1: a decode of the hybrid batch costs what the
-    batch takes longer than the same chunk alone, divided by the number of decodes. Limits: for the linear layers
-    the same matrix products run bare; for attention the larger of its flops over the product rate and of its keys
-    and values over the bandwidth; for all of it the bare products and the attention alone, both measured.
+    Returns (rows, speedup). `rows` maps the batch to its numbers, times in ms; `speedup` says how many times cheaper
+    a decode is in the hybrid batch than in the decode-only one: in all, in the linear layers, and in the bare
+    products; None where its cost in the hybrid batch is lost in the noise.
+
+    A decode of the hybrid batch costs what the batch takes longer than the same chunk alone, divided by the number of
+    decodes (SARATHI §5.1.1). Limits: for the linear layers the same matrix products run bare; for attention the
+    larger of its flops over the product rate and of its keys and values over the bandwidth; for the total the bare
+    products and the attention alone, both measured.
     """
     B, context = args.batch, args.seq_len
     cache = KVCache(model.config, B, context, model.device, model.dtype)
     cache.data.normal_()
     attention = make_attention(model.config, cache, args.attention)
-    length = min(args.chunk - (B - 1), context)
+    length = args.chunk - (B - 1)
     chunk = [Span(0, context - length, [1] * length)]
     decodes = [Span(slot, context - 1, [1]) for slot in range(B)]
-    batches = {"prefill-only": chunk, "decode-only": decodes, "decode-maximal": chunk + decodes[1:]}
+    batches = {"prefill-only": (chunk, length, 0), "decode-only": (decodes, 0, B),
+               "decode-maximal": (chunk + decodes[1:], length, B - 1)}
+    iterate(model, [Span(0, 0, [1] * context)], attention, cache)  # so that no timed run asks the system for memory
 
-    iterate(model, [Span(0, 0, [1] * context)], attention, cache)  # the largest activations first: allocators learn
-
-    rows, variants = {}, {}
-    for name, spans in batches.items():
-        watched = {"linear": [], "attention": []}
-        variants |= {
-            (name, "total"): lambda spans=spans: iterate(model, spans, attention, cache),
-            (name, "watched"): lambda spans=spans, watched=watched: iterate_watched(
-                model, spans, attention, cache, watched),
-            (name, "bare"): measure.bare_products(model, sum(len(s.tokens) for s in spans), len(spans)),
-            (name, "attention_alone"): attention_alone(model, spans, attention, cache),
-        }
-        rows[name] = watched
+    variants, watched = {}, {}
+    for name, (spans, prefill_tokens, num_decodes) in batches.items():
+        watched[name] = {"linear": [], "attention": []}
+        variants[name, "total"] = partial(iterate, model, spans, attention, cache)
+        variants[name, "watched"] = partial(iterate_watched, model, spans, attention, cache, watched[name])
+        variants[name, "bare"] = measure.bare_products(model, prefill_tokens + num_decodes, len(spans))
+        variants[name, "attention_alone"] = attention_alone(model, spans, attention, cache)
     timings = interleaved(variants, model.device)
-    for name, spans in batches.items():
-        row = {part: measure.summarize(values[measure.WARMUP:]) for part, values in rows[name].items()}
-        row |= {part: timings[name, part] for part in ("total", "bare", "attention_alone")}
-        extents = [(s.slot, s.start, len(s.tokens)) for s in spans]
-        flops, kv_bytes = measure.attention_cost(model.config, extents, model.dtype.itemsize)
-        rows[name] = {part: timing.ms for part, timing in row.items()} | {
-            "spread": row["total"].spread,
-            "prefill_tokens": length if name != "decode-only" else 0,
-            "decodes": sum(len(s.tokens) == 1 for s in spans),
-            "other": max(0.0, row["total"].ms - row["linear"].ms - row["attention"].ms),
-            "attention_limit": 1e3 * max(flops / machine["flops_per_s"], kv_bytes / machine["bytes_per_s"]),
-            "limit": row["bare"].ms + row["attention_alone"].ms,
-        }
+    for name, parts in watched.items():
+        for part, values in parts.items():
+            timings[name, part] = measure.summarize(values[measure.WARMUP :])
+
+    rows = {}
+    for name, (spans, prefill_tokens, num_decodes) in batches.items():
+        total, linear, attn = (timings[name, part].ms for part in ("total", "linear", "attention"))
+        other = max(0.0, total - linear - attn)
         if args.compile:  # what is fused into the linear layers cannot be told apart from them
-            rows[name] |= {"linear": rows[name]["linear"] + rows[name]["other"], "other": 0.0}
-    prefill, decode, hybrid = (rows[name] for name in batches)
-    for row in rows.values():
-        row["ms_per_prefill_token"] = prefill["total"] / length if row["prefill_tokens"] else None
-    decode["ms_per_decode_token"] = decode["total"] / B
-    hybrid["ms_per_decode_token"] = (hybrid["total"] - prefill["total"]) / (B - 1)
-    prefill["ms_per_decode_token"] = None
+            linear, other = linear + other, 0.0
+        extents = [(span.slot, span.start, len(span.tokens)) for span in spans]
+        flops, kv_bytes = measure.attention_cost(model.config, extents, model.dtype)
+        bare, alone = timings[name, "bare"].ms, timings[name, "attention_alone"].ms
+        rows[name] = {
+            "prefill_tokens": prefill_tokens, "decodes": num_decodes, "linear_ms": linear, "bare_ms": bare,
+            "attention_ms": attn, "attention_alone_ms": alone,
+            "attention_limit_ms": 1e3 * max(flops / machine["flops_per_s"], kv_bytes / machine["bytes_per_s"]),
+            "other_ms": other, "total_ms": total, "limit_ms": bare + alone, "spread": timings[name, "total"].spread,
+            "prefill_token_ms": None, "decode_token_ms": None,
+        }
+    prefill, decode, hybrid = rows.values()
+    prefill["prefill_token_ms"] = hybrid["prefill_token_ms"] = prefill["total_ms"] / length
+    decode["decode_token_ms"] = decode["total_ms"] / B
+    hybrid["decode_token_ms"] = (hybrid["total_ms"] - prefill["total_ms"]) / (B - 1)
+
     speedup = {}
     for part in ("total", "linear", "bare"):
-        marginal = (hybrid[part] - prefill[part]) / (B - 1)
-        speedup[part] = decode[part] / B / marginal if marginal > 0 else None  # None: less than the noise
-    return rows | {"speedup": speedup}
+        extra = timings["decode-maximal", part].ms - timings["prefill-only", part].ms
+        noise = timings["prefill-only", part].ms * timings["prefill-only", part].spread / 2
+        speedup[part] = timings["decode-only", part].ms / B / (extra / (B - 1)) if extra > noise else None
+    return rows, speedup
 
 
 def iterate(model, spans, attention, cache):
@@ -197,7 +207,7 @@ def workload(args, vocab_size):
     The load is steady: everybody waits at time 0, and the first B requests want 1/B, 2/B, … of the output, as if
     the server had been running before; otherwise requests would begin and end in lockstep for ever.
     """
-    output = max(1, round(args.seq_len / (1 + args.pd_ratio)))
+    output = min(max(1, round(args.seq_len / (1 + args.pd_ratio))), args.seq_len - 1)
     rng = random.Random(args.seed)
     requests = []
     for i in range(args.requests):
@@ -240,7 +250,7 @@ class PolicyRun:
                 self.completions.append(event.completion)
 
     def row(self):
-        """The line of the table."""
+        """The line of the table: tokens per second, seconds, and counts."""
         tokens = sum(len(c.prompt) + len(c.tokens) for c in self.completions)
         tbt = [gap for c in self.completions for gap in c.tbt]
         computed = sum(i.prefill_tokens + i.decode_tokens for i in self.iterations)
@@ -275,7 +285,7 @@ def against_transformers(model, args):
     """Throughput of transformers' generate and of the sarathi policy: same weights, dtype, requests and batch.
 
     Returns both in tokens per second, prompt and output, and the fraction of equal output tokens (in 16 bits, rounding
-    lets greedy texts part). Without a checkpoint, both load the same random one, which is LLaMA only.
+    lets greedy texts part). Without --init-from, both load the same random LLaMA.
     """
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -291,8 +301,11 @@ def against_transformers(model, args):
         with tempfile.TemporaryDirectory() as directory:
             theirs.save_pretrained(directory)
             model = GPT.from_pretrained(directory, model.device, model.dtype)
+        if args.compile:
+            model.compile()
     requests = workload(args, c.vocab_size)
-    prompts, output = [prompt for prompt, _ in requests], requests[-1][1]
+    prompts = [prompt for prompt, _ in requests]
+    output = args.seq_len - len(prompts[0])
     engine = Engine(model, "sarathi", args.chunk, args.batch, args.seq_len, attention=args.attention)
 
     @torch.inference_mode()
@@ -333,13 +346,14 @@ def advise(model, rows, args):
 
     For each chunk size at its own balanced ratio P:D = C / (B - 1), one decode-maximal batch replaces C - (B - 1)
     prefill tokens at the best rate and B - 1 decodes of a decode-only batch (SARATHI §4.4, §5.1.3). Matrix
-    products are timed bare at each size; attention costs each token what it did in Table 2.
+    products are timed bare at each size; attention costs each token what it did in Table 2. Returns `product_ms` and
+    `predicted_gain`, each by number of tokens, and `favoured_chunk`, the one with the largest gain.
     """
     B = args.batch
     sizes = sorted({*(c for c in CANDIDATE_CHUNKS if B < c <= args.seq_len), args.chunk})
     products = interleaved({c: measure.bare_products(model, c, 0) for c in (B, *sizes)}, model.device, repeats=5)
-    prefill_attention = rows["prefill-only"]["attention"] / rows["prefill-only"]["prefill_tokens"]
-    decode_attention = rows["decode-only"]["attention"] / B
+    prefill_attention = rows["prefill-only"]["attention_ms"] / rows["prefill-only"]["prefill_tokens"]
+    decode_attention = rows["decode-only"]["attention_ms"] / B
     best_rate = min(products[c].ms / c for c in sizes)
     gains = {}
     for chunk in sizes:

@@ -40,11 +40,9 @@ class KVCache:
 
     def __init__(self, config, slots, max_len, device="cpu", dtype=torch.float32):
         """Allocate `kv_bytes(...)` bytes. Raises ValueError if `slots` or `max_len` is below 1."""
-        if slots < 1:
-            raise ValueError(f"slots={slots}: the cache needs at least 1 slot")
-        if not 1 <= max_len <= config.max_positions:
-            raise ValueError(f"max_len={max_len}: must be in 1 … {config.max_positions}, "
-                             f"this model's limit (max_positions, or its sliding window)")
+        for name, value in (("slots", slots), ("max_len", max_len)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
         self.slots, self.max_len = slots, max_len
         position_major = torch.device(device).type == "cuda"
         inner = (max_len, config.n_kv_head) if position_major else (config.n_kv_head, max_len)
@@ -58,7 +56,7 @@ class KVCache:
         return slots * max_len * kv_bytes_per_token(config, dtype)
 
     def layer(self, layer):
-        """(keys, values) of one layer, two views of shape (slots, n_kv_head, max_len, head_dim)."""
+        """(keys, values) of layer number `layer`, two views of shape (slots, n_kv_head, max_len, head_dim)."""
         return self.data[layer, 0], self.data[layer, 1]
 
     def write(self, layer, k, v, slots, positions):

@@ -5,7 +5,7 @@ read over the measured memory bandwidth. The functions here measure both sides. 
 synchronised and interleaved (A B C A B C …), so that a machine whose speed drifts slows all variants alike; what
 is quoted is the median, and the spread is the distance between the quartiles relative to it.
 
-Read next: bench.py, which prints what is measured here.
+Read next: experiments.py, which measures SARATHI's claims.
 """
 
 import statistics
@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+from kv_cache import kv_bytes_per_token
 
 
 WARMUP = 2  # runs that are not counted
@@ -99,14 +101,14 @@ def product_flops(model, num_tokens, num_logits):
     return 2 * (num_tokens * sum(w.numel() for w in linear_weights(model)) + num_logits * model.head.weight.numel())
 
 
-def attention_cost(config, extents, itemsize):
+def attention_cost(config, extents, dtype):
     """(flops, bytes) of attention in all layers: two products per visible key, each key and value read once."""
     flops = keys = 0
     for _, start, length in extents:
         visible = length * start + length * (length + 1) // 2
         flops += 4 * visible * config.n_head * config.head_dim
         keys += start + length
-    return config.n_layer * flops, config.n_layer * keys * 2 * config.n_kv_head * config.head_dim * itemsize
+    return config.n_layer * flops, keys * kv_bytes_per_token(config, dtype)
 
 
 class Stopwatch:

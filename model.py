@@ -8,10 +8,10 @@ The model knows tokens, positions and slots. It does not know requests, policies
 `FlatBatch` lays prefill chunks and decodes side by side as the rows of one matrix. Every linear layer
 multiplies that one matrix: its weights are read once for the chunk and for all decodes that ride with
 it. This is SARATHI's fused linear path (§4.3.1, "we fuse all the linear operations, while letting the
-attention computations for the prefill and decodes happen separately"). The names of the linear layers are
-those of SARATHI's Table 1: preproj, attn, postproj, ffn_ln1, ffn_ln2.
+attention computations for the prefill and decodes happen separately"). The linear layers are called as in SARATHI's
+Table 1: preproj, postproj, ffn_ln1, ffn_ln2.
 
-Read first: kv_cache.py and attention.py. Read next: scheduler.py, which decides what is in a batch.
+Read first: kv_cache.py and attention.py. Read next: sampling.py and engine.py.
 """
 
 import math
@@ -78,7 +78,7 @@ class GPTConfig:
 
     @classmethod
     def preset(cls, name, **changes):
-        """A published geometry by name (see PRESETS), with some fields changed. Raises ValueError if unknown."""
+        """A geometry by name (see PRESETS), with some fields changed. Raises ValueError if unknown."""
         if name not in PRESETS:
             raise ValueError(f"preset={name!r}: must be one of {', '.join(PRESETS)}")
         return replace(PRESETS[name], **changes)
@@ -97,6 +97,7 @@ def _llama1(n_layer, n_head, n_embd, n_inner):
     return GPTConfig("llama", 32000, n_layer, n_head, n_embd, n_inner=n_inner, norm_eps=1e-6)
 
 
+# Published geometries, but for llama-tiny and llama-160m, which are this repository's own.
 PRESETS = {
     "llama-tiny": GPTConfig("llama", 256, 2, 4, 64, n_kv_head=2, n_inner=192, tie_embeddings=True),  # to try things out
     "gpt2": _gpt2(12, 12, 768),
@@ -119,6 +120,8 @@ PRESETS = {
     "yi-34b": GPTConfig("llama", 64000, 60, 56, 7168, n_kv_head=8, n_inner=20480, max_positions=4096,
                         rope_theta=5000000.0),
 }
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}  # for command lines
 
 # -----------------------------------------------------------------------------------------------------
 # the batch
@@ -150,6 +153,7 @@ class FlatBatch(NamedTuple):
         may appear in two spans.
         """
         tokens, positions, slots, extents, last_row = [], [], [], [], {}
+        # decodes first: xformers computes them in one call
         for i in sorted(range(len(spans)), key=lambda i: len(spans[i].tokens) > 1):
             slot, start, new, _ = spans[i]
             tokens += new
@@ -225,7 +229,7 @@ class Block(nn.Module):
         return q, k, v
 
     def finish(self, x, y):
-        """The rest of the layer. x (num_tokens, n_embd), y (num_tokens, n_head, head_dim) -> a tuple of one, like x."""
+        """The rest of the layer. x (num_tokens, n_embd), y (num_tokens, n_head, head_dim) -> like x."""
         x = x + self.postproj(y.flatten(1))
         h = self.ffn_ln1(self.ffn_norm(x))
         if self.config.family == "gpt2":
@@ -233,7 +237,7 @@ class Block(nn.Module):
         else:
             gate, up = h.chunk(2, dim=-1)
             h = F.silu(gate) * up
-        return (x + self.ffn_ln2(h),)
+        return x + self.ffn_ln2(h)
 
 
 def _norm(config, **factory):
@@ -241,12 +245,20 @@ def _norm(config, **factory):
     return cls(config.n_embd, eps=config.norm_eps, **factory)
 
 
-def _by_rows(function, most, *tensors):
-    """function(*tensors), at most `most` rows at a time. It must treat rows independently and return a tuple."""
+# The rows of a long prefill go through a layer in pieces. A CPU's allocator returns blocks of over 32 MB to the system,
+# and using new ones means page faults; smaller activations are kept and used again. On CUDA it only bounds their memory.
+ROWS_PER_PIECE = {"cpu": 1024, "cuda": 8192}
+
+
+def _by_rows(function, *tensors):
+    """function(*tensors), a tensor or a tuple, computed in pieces. It must treat rows independently."""
+    most = ROWS_PER_PIECE.get(tensors[0].device.type, 8192)
     if len(tensors[0]) <= most:
         return function(*tensors)
     parts = [function(*rows) for rows in zip(*(tensor.split(most) for tensor in tensors))]
-    return tuple(torch.cat(columns) for columns in zip(*parts))
+    if isinstance(parts[0], tuple):
+        return tuple(torch.cat(columns) for columns in zip(*parts))
+    return torch.cat(parts)
 
 
 class GPT(nn.Module):
@@ -288,8 +300,8 @@ class GPT(nn.Module):
     def from_pretrained(cls, name, device="cpu", dtype=torch.float32):
         """Load a checkpoint in the Hugging Face format: a local directory, or a name on the Hub.
 
-        Raises what checkpoint.py raises: ValueError for an architecture, an option or a tensor it does not
-        know or miss, FileNotFoundError where there is nothing to load.
+        `max_positions` may be the checkpoint's sliding window. Raises ValueError for an unknown architecture, an
+        unsupported option, or a tensor that is unknown or missing, FileNotFoundError where there is nothing to load.
         """
         import checkpoint
 
@@ -309,7 +321,7 @@ class GPT(nn.Module):
         return self.head.weight.dtype
 
     def compile(self):
-        """torch.compile everything but attention: the small operations around the matrix products are fused."""
+        """torch.compile each layer before and after attention: the operations between the products are fused."""
         for block in self.blocks:
             block.project = torch.compile(block.project, dynamic=True)
             block.finish = torch.compile(block.finish, dynamic=True)
@@ -324,11 +336,8 @@ class GPT(nn.Module):
         if self.config.family == "gpt2":
             x = x + self.position_embedding(batch.positions)
         rope = () if self.rope is None else (self.rope[batch.positions],)
-        # A CPU's allocator returns blocks of over 32 MB to the system, and every use of new ones faults: the rows of a
-        # long prefill go through a layer in pieces, whose activations are small enough to be kept and used again.
-        most = 8192 if x.is_cuda else 1024
         for layer, block in enumerate(self.blocks):
-            q, k, v = _by_rows(block.project, most, x, *rope)
+            q, k, v = _by_rows(block.project, x, *rope)
             cache.write(layer, k, v, batch.slots, batch.positions)
-            (x,) = _by_rows(block.finish, most, x, batch.attend(q, *cache.layer(layer)))
+            x = _by_rows(block.finish, x, batch.attend(q, *cache.layer(layer)))
         return self.head(self.final_norm(x[batch.logit_rows]))

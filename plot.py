@@ -29,7 +29,7 @@ def plot_timelines(timelines, machine, file):
             lanes.barh(lane, end - start, left=start, height=0.8, color=color, edgecolor="white", linewidth=0.2)
         lanes.set_title(policy, loc="left", fontsize=10, fontweight="bold")
         lanes.set_ylabel("request")
-        lanes.invert_yaxis()
+        lanes.set_ylim(max(lane for lane, *_ in _bars(iterations)) + 0.6, 0.4)
         lanes.yaxis.set_major_locator(MaxNLocator(integer=True))
         for color, counts in ((PREFILL, [i.prefill_tokens for i in iterations]),
                               (DECODE, [i.decode_tokens for i in iterations])):
@@ -37,9 +37,10 @@ def plot_timelines(timelines, machine, file):
                        color=color, alpha=0.75, edgecolor="white", linewidth=0.2)
         tokens.set_yscale("symlog", linthresh=1)
         tokens.set_ylabel("tokens")
+    axes[-1, 0].set_xlim(left=0)
     axes[-1, 0].set_xlabel("time in s (each policy on its own clock)")
     bar = figure.colorbar(ScalarMappable(norm, GAPS), ax=axes[:, 0].tolist(), aspect=50, pad=0.01)
-    bar.set_label("time between tokens in s")
+    bar.set_label("time between tokens in s (the colours span what is in this picture)")
     figure.suptitle(
         "Upper panels: prefill chunks (blue), and from one token of a request to its next (green to red). "
         "Lower panels: prefill (blue) and decode (green) tokens in each iteration.\n"

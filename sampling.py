@@ -1,8 +1,10 @@
 """From logits to tokens.
 
 Every request has its own stream of random numbers: the n-th output token of a request depends on its logits, its
-`seed` and n, and on nothing else. So a request's text does not depend on who shares its batch, on the policy,
-or on how often it was preempted or a step was repeated.
+`seed` and n, and on nothing else. So a request's text does not depend on who shares its batch, on the policy, or
+on how often a step was repeated, as far as rounding leaves its logits alone.
+
+Read next: engine.py.
 """
 
 import random
@@ -20,7 +22,7 @@ class SamplingParams:
     top_k            sample from the k likeliest tokens; 0 for all
     top_p            sample from the fewest likeliest tokens whose probabilities sum to top_p or more; 1 for all
     seed             the random stream
-    stop_token_ids   generation ends with any of these, which is the last of the tokens returned
+    stop_token_ids   generation ends with any of these, which is then the last of the tokens returned
     logprobs         whether to return the log-probability of each chosen token, under the model's own
                      distribution (before temperature, top_k and top_p)
     """
@@ -34,6 +36,10 @@ class SamplingParams:
     logprobs: bool = False
 
     def __post_init__(self):
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("max_new_tokens", "top_k"):
+            if not isinstance(getattr(self, name), int):
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be a whole number")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}: must be at least 1")
         if not 0 <= self.temperature < float("inf"):

@@ -13,7 +13,7 @@ come, first served; the head of the line blocks; a running decode is never dropp
 
 To add a policy, write a subclass with a `schedule` and add it to POLICIES.
 
-Read next: engine.py, which runs the batches.
+Read next: kv_cache.py.
 """
 
 from collections import deque
@@ -23,7 +23,10 @@ from typing import NamedTuple
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """`tokens` holds the prompt and what was generated so far; `slot` is its place in the cache, if any."""
+    """`tokens` holds the prompt (its first `prompt_len`) and up to `max_new_tokens` that were generated so far.
+
+    `num_computed` of them have their keys and values in the cache, in `slot`, which is None while it waits.
+    """
 
     id: int
     tokens: list
@@ -31,11 +34,6 @@ class Request:
     max_new_tokens: int
     num_computed: int = 0
     slot: int | None = None
-
-    @property
-    def num_remaining(self):
-        """Tokens that are known but not yet computed. 1 means that the next chunk yields a new token."""
-        return len(self.tokens) - self.num_computed
 
     @property
     def is_decoding(self):
@@ -67,20 +65,19 @@ class Batch(list):
 class Scheduler:
     """What the policies share: the waiting line, the running requests, and admission.
 
-    slots        who owns which part of the cache (kv_cache.Slots, or anything with its four methods)
+    slots        who owns which part of the cache (kv_cache.Slots, or anything with its num_free, allocate and free)
     chunk        C, the chunk size or token budget, in tokens
     max_batch    B, the most requests that run at once
     max_len      the longest request, prompt and output, in tokens; a slot holds that much
-    tile         the matrix product's tile, in tokens (SARATHI §4.4); 1 where there is none
     """
 
-    options = frozenset({"chunk", "max_batch", "max_len", "tile"})
+    options = frozenset()  # what the policy takes besides these
 
-    def __init__(self, slots, chunk, max_batch, max_len, tile=1):
-        for name, value in (("chunk", chunk), ("max_batch", max_batch), ("max_len", max_len), ("tile", tile)):
+    def __init__(self, slots, chunk, max_batch, max_len):
+        for name, value in (("chunk", chunk), ("max_batch", max_batch), ("max_len", max_len)):
             if value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")
-        self.slots, self.chunk, self.max_batch, self.max_len, self.tile = slots, chunk, max_batch, max_len, tile
+        self.slots, self.chunk, self.max_batch, self.max_len = slots, chunk, max_batch, max_len
         self.waiting = deque()
         self.running = []  # in the order of admission
 
@@ -110,9 +107,10 @@ class Scheduler:
         """Give the head of the line a slot and return it, or None if it must wait or nobody waits."""
         if not self.waiting or len(self.running) >= self.max_batch or not self.slots.num_free:
             return None
-        request = self.waiting.popleft()
+        request = self.waiting[0]
         request.slot = self.slots.allocate()
         self.running.append(request)
+        self.waiting.popleft()
         return request
 
     def remove(self, request):
@@ -145,7 +143,7 @@ class Orca(Scheduler):
     full prefill of one new request with the ongoing decodes".
     """
 
-    options = Scheduler.options | {"prefills"}
+    options = frozenset({"prefills"})
 
     def __init__(self, *args, prefills=None, **options):
         super().__init__(*args, **options)
@@ -181,14 +179,22 @@ class Sarathi(Scheduler):
     """SARATHI §4.3, decode-maximal batching: one prefill chunk, and every decode rides along.
 
     The chunk shrinks so that chunk and decodes together are `chunk` tokens, rounded down to whole tiles (§4.4).
+    `tile` is the matrix product's tile, in tokens; 1 where there is none.
     """
+
+    options = frozenset({"tile"})
+
+    def __init__(self, *args, tile=1, **options):
+        super().__init__(*args, **options)
+        if tile < 1:
+            raise ValueError(f"tile={tile}: must be at least 1")
+        self.budget = self.chunk // tile * tile or self.chunk  # a chunk below one tile stays as it is
 
     def schedule(self):
         batch = Batch()
         for request in self.decoding():
             batch.add(request)
-        tiles = self.chunk // self.tile * self.tile or self.chunk  # a chunk below one tile stays as it is
-        room = tiles - len(batch)
+        room = self.budget - len(batch)
         if room > 0:
             request = next(iter(self.prefilling()), None) or self.admit()
             if request:
@@ -197,7 +203,7 @@ class Sarathi(Scheduler):
 
 
 class SarathiServe(Scheduler):
-    """Sarathi-Serve §4.2, Algorithm 3, stall-free batching: decodes first, then prefills in the budget that is left."""
+    """Sarathi-Serve §4.2, Algorithm 3, stall-free batching: decodes first, then prefills in what is left."""
 
     def token_budget(self):
         """The most tokens in a batch, unless there are more decodes than that."""
@@ -215,7 +221,10 @@ class SarathiServe(Scheduler):
 
 
 class HybridOnly(SarathiServe):
-    """Ablation (Sarathi-Serve §5.4.2): hybrid batches without chunking, the budget is max_len."""
+    """Ablation (Sarathi-Serve §5.4.2): hybrid batches with a budget of max_len.
+
+    A prompt is cut only where several share a batch.
+    """
 
     def token_budget(self):
         return self.max_len
@@ -258,7 +267,7 @@ def make_scheduler(policy, slots, **options):
     """The scheduler of that name. Raises ValueError for an unknown policy or an option it does not have."""
     if policy not in POLICIES:
         raise ValueError(f"policy={policy!r}: must be one of {', '.join(POLICIES)}")
-    for option in options.keys() - POLICIES[policy].options:
-        raise ValueError(f"{option}={options[option]!r}: policy {policy!r} has no such option, "
-                         f"only {', '.join(sorted(POLICIES[policy].options))}")
+    known = {"chunk", "max_batch", "max_len", *POLICIES[policy].options}
+    for option in options.keys() - known:
+        raise ValueError(f"{option}={options[option]!r}: policy {policy!r} has no such option, only {sorted(known)}")
     return POLICIES[policy](slots, **options)

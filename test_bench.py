@@ -33,8 +33,8 @@ def test_bench_prints_and_writes_everything(tmp_path, capsys):
     table = report["decode_maximal"]
     assert [(table[r]["prefill_tokens"], table[r]["decodes"]) for r in ("prefill-only", "decode-only", "decode-maximal")] == [
         (30, 0), (0, 3), (30, 2)]
-    assert table["decode-maximal"]["ms_per_decode_token"] == pytest.approx(
-        (table["decode-maximal"]["total"] - table["prefill-only"]["total"]) / 2)
+    assert table["decode-maximal"]["decode_token_ms"] == pytest.approx(
+        (table["decode-maximal"]["total_ms"] - table["prefill-only"]["total_ms"]) / 2)
     rows = report["end_to_end"]
     assert set(rows) == set(experiments.SPECS) and rows["request-level"]["gain"] == 1
     for name, row in rows.items():
@@ -68,7 +68,9 @@ def test_bench_help_explains_every_option_with_its_default(capsys):
 @pytest.mark.parametrize("arguments, message", [
     (["--chunk", "0"], "--chunk 0"), (["--batch", "1"], "--batch 1"), (["--chunk", "4", "--batch", "6"], "--chunk 4"),
     (["--policies", "sarathi,fifo"], "'fifo'"), (["--model", "llama-9b"], "'llama-9b'"), (["--pd-ratio", "-1"], "--pd-ratio -1"),
-    (["--requests", "0"], "--requests 0"), (["--model", "gpt2", "--init-from", "x"], "give one of them"),
+    (["--requests", "0"], "--requests 0"), (["--model", "gpt2", "--init-from", "x"], "give one of them"), (["--chunk", "2000"], "--chunk 2000"), (["--policies", ""], "--policies"),
+    (["--pd-ratio", "nan"], "--pd-ratio nan"), (["--threads", "0"], "--threads 0"), (["--json", "/no/such/dir/f"], "--json"),
+    (["--plot", "plot.xyz"], "--plot plot.xyz"), (["--model", "gpt2", "--transformers"], "--transformers"),
 ])
 def test_bench_refuses_what_makes_no_sense(arguments, message, capsys):
     with pytest.raises(SystemExit):
@@ -77,8 +79,30 @@ def test_bench_refuses_what_makes_no_sense(arguments, message, capsys):
 
 
 def test_bench_refuses_a_length_the_model_does_not_have():
-    with pytest.raises(SystemExit, match="--seq-len 2000: this model is limited to 1024"):
+    with pytest.raises(ValueError, match="--seq-len 2000: this model is limited to 1024"):
         bench.load_model(bench.parse_args(["--model", "gpt2", "--seq-len", "2000", "--dtype", "bfloat16", "--device", "cpu"]))
+
+
+@pytest.mark.parametrize("arguments", [["--device", "foo"], ["--attention", "xformers", "--device", "cpu"], ["--init-from", "/no/such"]])
+def test_bench_ends_with_one_line_where_a_user_can_help(arguments):
+    done = subprocess.run([sys.executable, "bench.py", *arguments], capture_output=True, text=True,
+                          cwd=Path(__file__).parent, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and arguments[1] in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_cost_below_the_noise_is_not_a_speedup(monkeypatch):
+    """Only the hybrid batch's total is worth a number here: its linear layers take less than the chunk alone."""
+    ms = {("prefill-only", "total"): 100, ("decode-maximal", "total"): 110, ("prefill-only", "bare"): 80,
+          ("decode-maximal", "bare"): 81, ("decode-only", "total"): 30, ("decode-only", "bare"): 20}
+    monkeypatch.setattr(experiments, "interleaved", lambda variants, device: (
+        [function() for _ in range(measure.WARMUP + 3) for (_, part), function in variants.items() if part == "watched"],
+        {key: measure.Timing(ms.get(key, 1), 0.1) for key in variants})[1])
+    args = SimpleNamespace(batch=3, chunk=12, seq_len=20, attention="auto", compile=False)
+    rows, speedup = experiments.decode_maximal(tiny_model(), {"flops_per_s": 1e12, "bytes_per_s": 1e10}, args)
+    assert speedup["total"] == pytest.approx((30 / 3) / (10 / 2)) and speedup["bare"] is None
+    assert rows["decode-maximal"]["decode_token_ms"] == 5 and rows["decode-only"]["decode_token_ms"] == 10
+    assert [(row["prefill_tokens"], row["decodes"]) for row in rows.values()] == [(10, 0), (0, 3), (10, 2)]
 
 
 def test_workload_is_balanced_and_the_same_for_all():
@@ -95,7 +119,7 @@ def test_attention_cost_counts_every_visible_key():
     visible = sum(start + i + 1 for _, start, length in extents for i in range(length))
     keys = 9 + 10 + 3
     flops = 3 * visible * 8 * (2 * 16 + 2 * 16)  # per layer and head: q k and p v, two operations for each of 16 dims
-    assert measure.attention_cost(config, extents, 2) == (flops, 3 * keys * 2 * (2 * 16 * 2))  # K and V, 2 heads of 16, 2 bytes
+    assert measure.attention_cost(config, extents, torch.bfloat16) == (flops, 3 * keys * 2 * (2 * 16 * 2))  # K and V, 2 heads of 16, 2 bytes
 
 
 def test_product_flops_count_every_weight():
@@ -139,9 +163,10 @@ def test_sample_streams_one_prompt_and_shares_batches_among_several(tmp_path, ca
         sample.main([*common, "--prompt", prompt])
         alone[prompt] = capsys.readouterr().out.removesuffix("\n")
         assert alone[prompt].startswith(prompt) and len(alone[prompt]) > len(prompt)
-    (tmp_path / "prompts").write_text("two three\n\nü!\n", encoding="utf-8")
+    (tmp_path / "prompts").write_text("two three\r\n \nü!\n", encoding="utf-8-sig", newline="")
     sample.main([*common, "--prompt", "one", "--prompt-file", str(tmp_path / "prompts")])
-    assert capsys.readouterr().out == "".join(f"--- {prompt}\n{text}\n" for prompt, text in alone.items())
+    printed = capsys.readouterr().out.split("--- ")[1:]
+    assert sorted(printed) == sorted(text + "\n" for text in alone.values())
 
 
 def test_sample_loads_a_checkpoint_with_its_tokenizer(tmp_path, capsys):

@@ -48,6 +48,13 @@ class CharTokenizer:
         return "".join("." if i == 26 else chr(ord("a") + i % 26) for i in ids)
 
 
+class WordTokenizer(CharTokenizer):
+    """Every token is a word; the space before the first word is dropped, as sentencepiece does."""
+
+    def decode(self, ids):
+        return " ".join(f"w{i}" for i in ids)
+
+
 # -----------------------------------------------------------------------------------------------------
 # sampling
 
@@ -194,6 +201,8 @@ def test_text_in_text_out():
         assert completion.text == CharTokenizer().decode(text)
     assert {c.finish_reason for c in done} == {"stop", "length"}  # or this test would not test both
     assert make_engine(model).generate([[1]], SamplingParams(1))[0].text is None
+    completion = make_engine(model, tokenizer=WordTokenizer()).generate([[1, 2]], SamplingParams(2))[0]
+    assert completion.text == "".join(f" w{i}" for i in completion.tokens)  # the first space belongs to the text
 
 
 # -----------------------------------------------------------------------------------------------------
@@ -273,15 +282,12 @@ def test_abort_after_a_failed_step_takes_the_request_out_of_the_batch(model, mon
 
 def test_an_interrupted_generate_leaves_nothing_behind(model, monkeypatch):
     engine = make_engine(model)
-    kept = engine.add_request([9, 9], SamplingParams(4))
     with monkeypatch.context() as patch:
         patch.setattr(GPT, "forward", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             engine.generate(PROMPTS, SamplingParams(2))
-    tokens = []
-    while engine.has_work:
-        tokens += [(e.request_id, e.token) for e in engine.step()]
-    assert tokens == [(kept, token) for token in alone(model, [9, 9], SamplingParams(4))]
+    assert not engine.has_work and engine.step() == [] and engine.scheduler.slots.num_free == 3
+    assert engine.generate([[9, 9]], SamplingParams(4))[0].tokens == alone(model, [9, 9], SamplingParams(4))
 
 
 # -----------------------------------------------------------------------------------------------------
@@ -313,7 +319,8 @@ def test_a_bad_request_is_refused_and_changes_nothing(model, prompt, params, mes
     (dict(max_batch=0), "max_batch=0"),
     (dict(max_len=0), "max_len=0"),
     (dict(max_len=513), r"max_len=513: must be in 1 … 512"),
-    (dict(tile=0), "tile=0"),
+    (dict(policy="sarathi", tile=0), "tile=0"),
+    (dict(tile=2), "tile=2.*'sarathi-serve' has no such option"),
     (dict(prefills=2), "prefills=2.*sarathi-serve"),
     (dict(budget=2), "budget=2"),
     (dict(attention="flash"), "attention='flash'"),
@@ -327,7 +334,7 @@ def test_a_bad_engine_is_refused(model, options, message):
 @pytest.mark.parametrize("options, name", [
     (dict(temperature=-0.1), "temperature=-0.1"), (dict(temperature=float("nan")), "temperature=nan"),
     (dict(top_k=-1), "top_k=-1"), (dict(top_p=0.0), "top_p=0.0"), (dict(top_p=1.1), "top_p=1.1"),
-    (dict(max_new_tokens=0), "max_new_tokens=0"),
+    (dict(max_new_tokens=0), "max_new_tokens=0"), (dict(max_new_tokens=2.5), "max_new_tokens=2.5"), (dict(top_k=1.0), "top_k=1.0"),
 ])
 def test_bad_sampling_params_are_refused(options, name):
     with pytest.raises(ValueError, match=name):
@@ -343,6 +350,10 @@ def test_generate_checks_its_arguments(model):
     with pytest.raises(ValueError, match="params: 1 given for 2 prompts"):
         engine.generate([[1], [2]], [SamplingParams()])
     assert engine.generate([]) == []
+    kept = engine.add_request([9, 9], SamplingParams(1))
+    with pytest.raises(ValueError, match="1 requests are running"):
+        engine.generate([[1]])  # it would swallow the events of the other
+    assert [event.request_id for event in engine.step()] == [kept]
 
 
 @pytest.mark.parametrize("changes, message", [

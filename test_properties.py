@@ -48,7 +48,7 @@ actions = st.lists(st.one_of(requests, st.just("step"), st.just("step"), st.just
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(actions=actions, chunk=st.integers(1, 20), max_batch=st.integers(1, 4), tile=st.sampled_from([1, 4]))
 def test_every_request_ends_as_if_it_were_alone(policy, actions, chunk, max_batch, tile):
-    engine = Engine(MODEL, policy, chunk, max_batch, MAX_LEN, tile=tile)
+    engine = Engine(MODEL, policy, chunk, max_batch, MAX_LEN, **({"tile": tile} if policy == "sarathi" else {}))
     asked, got, ended, computed = {}, {}, {}, Counter()
 
     def step():

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import subprocess
 import textwrap
 from pathlib import Path
 

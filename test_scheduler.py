@@ -79,7 +79,7 @@ def test_chunked_only_alternates_and_never_mixes():
         {0: 5, 1: 3}, {0: "d"}, {1: 8}, {0: "d"}, {1: 1, 2: 3}, {1: "d"}]
 
 
-def test_hybrid_only_does_not_chunk():
+def test_hybrid_only_cuts_a_prompt_only_where_several_share_a_batch():
     assert simulate("hybrid-only", [(5, 3), (40, 2), (30, 1)], chunk=8, max_len=64) == [
         {0: 5, 1: 40, 2: 19}, {0: "d", 1: "d", 2: 11}, {0: "d"}]
 
@@ -147,5 +147,7 @@ def test_bad_options_are_refused():
         make_scheduler("sarati", Slots(2), **good)
     with pytest.raises(ValueError, match="prefills=1"):
         make_scheduler("vllm", Slots(2), prefills=1, **good)
+    with pytest.raises(ValueError, match="tile=128.*'sarathi-serve' has no such option"):
+        make_scheduler("sarathi-serve", Slots(2), tile=128, **good)
     with pytest.raises(ValueError, match="prefills=0"):
         make_scheduler("orca", Slots(2), prefills=0, **good)

@@ -14,12 +14,13 @@ Read next: sample.py, which prints what is streamed here.
 """
 
 import base64
-import json
 from itertools import groupby
 from pathlib import Path
 
 import tiktoken
 import tokenizers
+
+from checkpoint import read_json
 
 # How LLaMA 3 cuts text into words before merging bytes, and its 256 special tokens, as published with the model.
 LLAMA3_WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -35,7 +36,7 @@ class Tokenizer:
     """Text to token ids and back. `stop_token_ids` (a frozenset, maybe empty) end a text."""
 
     def __init__(self, encode, decode, known, stop_token_ids=()):
-        """`encode` maps a str to ids, `decode` ids to a str; it is called only with ids that are in `known`."""
+        """`encode` maps a str to ids, `decode` ids to a str; `decode` is called only with ids in `known`."""
         self.stop_token_ids = frozenset(stop_token_ids)
         self.known = known
         self._encode, self._decode = encode, decode
@@ -105,7 +106,8 @@ def load_tokenizer(directory):
     and ValueError for a file that is something else.
     """
     directory = Path(directory)
-    config = _read_json(directory / "config.json") | _read_json(directory / "generation_config.json")
+    files = [directory / "config.json", directory / "generation_config.json"]
+    config = {key: value for path in files if path.is_file() for key, value in read_json(path).items()}
     model_type = config.get("model_type")
     stop = config.get("eos_token_id", GPT2_END if model_type == "gpt2" else None)
     stop = [stop] if isinstance(stop, int) else stop or []
@@ -125,11 +127,6 @@ def load_tokenizer(directory):
                 f"{directory}: no tokenizer, and tiktoken's 'gpt2' cannot be downloaded ({type(error).__name__}). "
                 "Put tokenizer.json, or vocab.json and merges.txt, there, or set TIKTOKEN_CACHE_DIR") from error
     raise FileNotFoundError(f"{directory}: no tokenizer. Put the checkpoint's tokenizer.json there")
-
-
-def _read_json(path):
-    """The object in a JSON file, {} if there is no such file."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def _from_tokenizers(load, paths, stop):
