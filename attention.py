@@ -17,7 +17,6 @@ Grouped-query attention: `group = n_head // n_kv_head` consecutive query heads s
 Read next: model.py, which calls the plan.
 """
 
-import importlib.util
 import warnings
 from typing import NamedTuple
 
@@ -25,6 +24,10 @@ import torch
 import torch.nn.functional as F
 
 QUERY_BLOCK = 128  # queries per call on a CPU: a block skips the keys that lie after its last query
+
+
+BACKENDS = ("auto", "sdpa", "xformers", "xformers-split-k")
+SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
 class Extent(NamedTuple):
@@ -36,26 +39,26 @@ class Extent(NamedTuple):
 
 
 def make_attention(config, cache, backend="auto"):
-    """The backend for a cache: `sdpa`, `xformers`, or `auto` (xformers on CUDA, sdpa elsewhere).
+    """The backend for a cache: `sdpa`, `xformers`, `xformers-split-k`, or `auto`.
 
-    Raises what `check_backend` raises, and ImportError if xformers was asked for and is missing.
+    `auto` is xformers for 16 bits on CUDA and sdpa elsewhere; where xformers cannot run it says so, and takes sdpa.
+    Raises what `check_backend` and `XFormers` raise if another was asked for.
     """
     check_backend(backend, cache.data.device)
-    on_cuda = cache.data.is_cuda
-    if backend == "auto":
-        backend = "xformers" if on_cuda else "sdpa"
-        if on_cuda and not importlib.util.find_spec("xformers"):
-            warnings.warn("xformers is not installed: attention makes one call of torch per chunk, which is slower")
-            backend = "sdpa"
-    return XFormers(config, cache) if backend == "xformers" else SDPA(config, cache)
+    if backend == "auto" and cache.data.is_cuda and cache.data.dtype in SIXTEEN_BITS:
+        try:
+            return XFormers(config, cache)
+        except (ImportError, ValueError, RuntimeError) as error:
+            warnings.warn(f"attention runs on torch alone, one call per chunk, which is slower: {error}")
+    return XFormers(config, cache, "split-k" in backend) if "xformers" in backend else SDPA(config, cache)
 
 
 def check_backend(backend, device):
     """Raise ValueError for an unknown name, or for xformers anywhere but on CUDA."""
-    if backend not in ("auto", "sdpa", "xformers"):
-        raise ValueError(f"attention={backend!r}: must be 'auto', 'sdpa' or 'xformers'")
-    if backend == "xformers" and device.type != "cuda":
-        raise ValueError("attention='xformers': xformers has no CPU operator, use 'sdpa' or a CUDA device")
+    if backend not in BACKENDS:
+        raise ValueError(f"attention={backend!r}: must be one of {', '.join(BACKENDS)}")
+    if "xformers" in backend and device.type != "cuda":
+        raise ValueError(f"attention={backend!r}: xformers has no CPU operator, use 'sdpa' or a CUDA device")
 
 
 # -----------------------------------------------------------------------------------------------------
@@ -89,6 +92,8 @@ class SDPA:
     def __init__(self, config, cache):
         self.group = config.n_head // config.n_kv_head
         self.past, self.device = cache.max_len, cache.data.device
+        if self.device.type == "cuda":  # cuDNN builds a plan for each new number of keys, which is each decode
+            torch.backends.cuda.enable_cudnn_sdp(False)
         self.bias = staircase(min(QUERY_BLOCK, cache.max_len), self.past, self.group,
                               cache.data.dtype, self.device)
 
@@ -112,7 +117,7 @@ class SDPA:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             head_dim = q.shape[2]
             # torch's CPU kernel takes a slow path for a single query in 16 bits: computing it twice takes half the time
-            twice = q.dtype in (torch.bfloat16, torch.float16) and not q.is_cuda
+            twice = q.dtype in SIXTEEN_BITS and not q.is_cuda
             for slot, row, n, kv_len, mask in blocks:
                 folded = q[row : row + n].view(n, -1, self.group, head_dim).transpose(0, 1)
                 folded = folded.reshape(1, -1, n * self.group, head_dim)  # (1, n_kv_head, n * group, head_dim)
@@ -132,78 +137,77 @@ class SDPA:
 
 
 class XFormers:
-    """xformers' memory_efficient_attention: all decodes in one call, each longer chunk in one call.
+    """FlashAttention through xformers: all decodes in one call, all longer chunks in another.
 
     xformers sees the cache of a layer as one long sequence of slots * max_len keys. A block-diagonal mask
-    with *gappy keys* says where in it each decode's keys begin and how many there are, so slots may lie in
-    any order, with holes, and nothing is copied. Decodes go to Triton split-K, which cuts long keys
-    into pieces so that a few decodes fill the GPU; where it does not run (float32, GPUs older than
-    sm80), a decode is treated like any other chunk.
+    with *gappy keys* says where in it each request's keys begin and how many there are, so slots may lie in
+    any order, with holes, and nothing is copied. With `split_k` the decodes go to Triton split-K instead, which cuts
+    the keys into pieces so that a few decodes with long contexts fill the GPU.
     """
 
-    def __init__(self, config, cache):
+    def __init__(self, config, cache, split_k=False):
+        """Raises ImportError without xformers, ValueError where its operators do not run."""
+        self.device, self.max_len, self.slots = cache.data.device, cache.max_len, cache.slots
+        self.group = config.n_head // config.n_kv_head
+        if cache.data.dtype not in SIXTEEN_BITS or torch.cuda.get_device_capability(self.device) < (8, 0):
+            raise ValueError("attention='xformers': needs bfloat16 or float16 and a GPU of compute capability 8.0 or more")
+        sizes = (16, 32, 64, 128, 256) if split_k else range(8, 257, 8)
+        if config.head_dim not in sizes:
+            raise ValueError(f"attention='xformers': head_dim={config.head_dim} is not supported")
         from xformers.ops import fmha  # imported only where it is used: it has no CPU operator
 
-        self.fmha = fmha
-        self.group = config.n_head // config.n_kv_head
-        self.max_len, self.slots, self.device = cache.max_len, cache.slots, cache.data.device
-        self.split_k = (cache.data.dtype in (torch.float16, torch.bfloat16)
-                        and torch.cuda.get_device_capability(self.device) >= (8, 0))
+        if fmha.flash.FLASH_VERSION == "0.0.0":
+            raise ValueError("attention='xformers': this torch was built without FlashAttention")
+        # The operators are applied directly. xformers' own dispatch refuses them all when its C++ extension was
+        # built for another torch, though these two do not use it: one is torch's, the other is Triton.
+        self.inputs, self.chunk_operator = fmha.Inputs, fmha.flash.FwOp
+        self.decode_operator = fmha.triton_splitk.FwOp if split_k else fmha.flash.FwOp
+        probe = torch.zeros(1, config.n_head, config.head_dim, device=self.device, dtype=cache.data.dtype)
+        self.plan([Extent(0, 0, 1)])(probe, *cache.layer(0))  # fails here if at all
 
     def plan(self, extents):
-        """See the top of this file. Decodes must come first in `extents`."""
+        """See the top of this file. Decodes must come first in `extents`, or they count as chunks."""
         decodes = 0
-        if self.split_k:
-            while decodes < len(extents) and extents[decodes].length == 1:
-                decodes += 1
-        if decodes:
-            decode_mask = decode_bias(extents[:decodes], self.slots, self.max_len, self.device)
-        chunks, row = [], decodes
-        for slot, start, length in extents[decodes:]:
-            chunks.append((row, row + length, slot * self.max_len, start + length, chunk_bias(length)))
-            row += length
+        while decodes < len(extents) and extents[decodes].length == 1:
+            decodes += 1
+        calls, row = [], 0
+        for part, operator in ((extents[:decodes], self.decode_operator), (extents[decodes:], self.chunk_operator)):
+            if part:
+                end = row + sum(extent.length for extent in part)
+                calls.append((row, end, gappy_bias(part, self.slots, self.max_len, self.device), operator))
+                row = end
 
         def attend(q, keys, values):
-            out = torch.empty_like(q)
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             keys, values = self.merge(keys), self.merge(values)
-            if decodes:
-                out[:decodes] = self.call(q[:decodes], keys, values, decode_mask, self.fmha.triton_splitk.FwOp)
-            for row, end, first_key, kv_len, mask in chunks:
-                out[row:end] = self.call(q[row:end], keys[:, first_key : first_key + kv_len],
-                                         values[:, first_key : first_key + kv_len], mask)
+            for row, end, mask, operator in calls:
+                queries = q[None, row:end].unflatten(2, (-1, self.group))  # (1, n, n_kv_head, group, head_dim)
+                y, _ = operator.apply(self.inputs(queries, keys, values, attn_bias=mask), needs_gradient=False)
+                out[row:end] = y.reshape(end - row, *q.shape[1:])
             return out
 
         return attend
 
     def merge(self, x):
-        """(slots, n_kv_head, max_len, head_dim) -> (1, slots * max_len, n_kv_head, head_dim), a view."""
-        return x.transpose(1, 2).flatten(0, 1)[None]
+        """(slots, n_kv_head, max_len, head_dim) -> (1, slots * max_len, n_kv_head, group, head_dim), a view.
 
-    def call(self, q, keys, values, mask, op=None):
-        """One call: q (n, n_head, head_dim), keys and values (1, kv_len, n_kv_head, head_dim) -> like q."""
-        n, n_head, head_dim = q.shape
-        q = q[None]
-        if self.group > 1:  # (1, length, n_kv_head, group, head_dim); a stride of 0 marks the shared KV head
-            q = q.view(1, n, -1, self.group, head_dim)
-            keys = keys.unsqueeze(3).expand(-1, -1, -1, self.group, -1)
-            values = values.unsqueeze(3).expand(-1, -1, -1, self.group, -1)
-        return self.fmha.memory_efficient_attention_forward(q, keys, values, attn_bias=mask, op=op).reshape(
-            n, n_head, head_dim)
+        All heads of a group are the same memory: their stride is 0, which the operators recognise.
+        """
+        return x.transpose(1, 2).flatten(0, 1)[None, :, :, None].expand(-1, -1, -1, self.group, -1)
 
 
-def chunk_bias(length):
-    """xformers' mask of one chunk over its own keys: causal, aligned at the last key. None for a decode."""
-    from xformers.ops.fmha.attn_bias import LowerTriangularFromBottomRightMask
+def gappy_bias(extents, slots, max_len, device="cpu"):
+    """xformers' mask of some chunks over the keys of all slots, (sum of their lengths, slots * max_len).
 
-    return LowerTriangularFromBottomRightMask() if length > 1 else None
-
-
-def decode_bias(extents, slots, max_len, device="cpu"):
-    """xformers' mask of a batch of decodes over the keys of all slots, (len(extents), slots * max_len)."""
+    Each chunk sees the keys of its own slot up to its end, causally, aligned at its last query.
+    """
     from xformers.ops.fmha.attn_bias import BlockDiagonalCausalWithOffsetGappyKeysMask
 
-    return BlockDiagonalCausalWithOffsetGappyKeysMask.from_seqlens(
-        q_seqlen=[1] * len(extents),
+    mask = BlockDiagonalCausalWithOffsetGappyKeysMask.from_seqlens(
+        q_seqlen=[extent.length for extent in extents],
         kv_seqstarts=[extent.slot * max_len for extent in extents] + [slots * max_len],
-        kv_seqlen=[extent.start + 1 for extent in extents],
+        kv_seqlen=[extent.start + extent.length for extent in extents],
         device=torch.device(device))
+    # Only a bound, and Triton split-K compiles a kernel for each of its values: one, not one per decode.
+    mask.k_seqinfo.max_seqlen = max_len
+    return mask

@@ -19,7 +19,7 @@ import torch
 
 import cli
 import measure
-from attention import check_backend
+from attention import BACKENDS, check_backend
 from experiments import SPECS, advise, against_transformers, decode_maximal, describe_machine, end_to_end, workload
 from model import DTYPES, GPT, PRESETS, GPTConfig
 
@@ -40,8 +40,7 @@ def parse_args(argv=None):
     add("--init-from", "a checkpoint instead: a local directory or a Hugging Face Hub name", shown="none")
     add("--device", "where to run: cpu, cuda, cuda:1, ...", "cuda" if torch.cuda.is_available() else "cpu")
     add("--dtype", "of weights and cache", choices=DTYPES, shown="bfloat16, or float32 on a CPU that is faster with it")
-    add("--attention", "the attention backend; auto is xformers on CUDA, else sdpa", "auto",
-        choices=("auto", "sdpa", "xformers"))
+    add("--attention", "the attention backend; auto is xformers for 16 bits on CUDA, else sdpa", "auto", choices=BACKENDS)
     add("--seed", "of weights and prompts", 0, shown="0", type=int)
     add("--compile", "torch.compile the layers around attention", False, "off", action="store_true")
     add("--threads", "CPU threads", shown="torch's choice", type=int)
@@ -155,7 +154,7 @@ def print_end_to_end(rows, args, requests):
                       f"{row['longest_stall_s']:.3f}", str(row["iterations"]), f"{row['tokens_per_iteration']:.0f}"])
     print_table(table)
     print("\nthroughput counts prompt and output tokens; gain is over request-level; a stall is a gap between two tokens in\n"
-          "which prompt tokens were computed; the policies took turns, each on its own clock\n")
+          "which prompt tokens were computed; each policy ran on its own clock\n")
 
 
 def conclude(rows, policy_rows, advice, args):

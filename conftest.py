@@ -23,9 +23,9 @@ def tiny_model(family="llama", n_kv_head=4, dtype=torch.float64, vocab_size=61, 
     return model.to(dtype)
 
 
-def poisoned_cache(model, slots, max_len):
+def poisoned_cache(model, slots, max_len, position_major=None):
     """A cache in which every position holds NaN until it is written."""
-    cache = KVCache(model.config, slots, max_len, dtype=model.dtype)
+    cache = KVCache(model.config, slots, max_len, dtype=model.dtype, position_major=position_major)
     cache.data.fill_(float("nan"))
     return cache
 

@@ -26,7 +26,7 @@ from attention import check_backend, make_attention
 from kv_cache import KVCache, Slots, kv_bytes_per_token, max_slots
 from model import FlatBatch, Span
 from sampling import SamplingParams, sample
-from scheduler import Request, make_scheduler
+from scheduler import Request, check_whole, make_scheduler
 
 MAX_BATCH = 256  # the most requests at once when the caller names no number, however much memory there is
 
@@ -111,6 +111,7 @@ class _Live(NamedTuple):
 class _Computed(NamedTuple):
     """A batch whose tokens have been fetched. `sampled` has (token, logprob), or None, for each chunk."""
 
+    batch: list
     lives: list
     sampled: list
     iteration: Iteration
@@ -137,11 +138,14 @@ class Engine:
                  attention="auto", clock=time.perf_counter, **options):
         if max_len is None:
             max_len = min(2048, model.config.max_positions)
-        if not 1 <= max_len <= model.config.max_positions:
-            raise ValueError(f"max_len={max_len}: must be in 1 … {model.config.max_positions}, "
+        check_whole("max_len", max_len, least=1)
+        if max_len > model.config.max_positions:
+            raise ValueError(f"max_len={max_len}: must be at most {model.config.max_positions}, "
                              f"this model's limit (max_positions, or its sliding window)")
         check_backend(attention, model.device)
-        if max_batch is None:
+        if max_batch is not None:
+            check_whole("max_batch", max_batch, least=1)
+        else:
             max_batch = self._slots_that_fit(model, max_len)
         if policy == "sarathi" and model.device.type == "cuda":
             options = {"tile": 128} | options
@@ -186,11 +190,13 @@ class Engine:
         `arrival` is when it arrived, on the engine's clock; None is now. Raises ValueError, with nothing changed, if
         the prompt is empty, holds a token the model does not know, or does not fit max_len with its output.
         """
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
         return self._add(self._encode(prompt, params), params, arrival)
 
     def _encode(self, prompt, params):
         """The prompt as a checked list of token ids."""
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params={params!r:.60}: must be SamplingParams")
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError(f"prompt={prompt[:40]!r}: this engine has no tokenizer, give token ids")
@@ -239,7 +245,8 @@ class Engine:
                 return []
             self._computed = self._compute(self._batch)
         events = self._record(*self._computed)
-        self._batch = self._computed = None
+        self._computed = None
+        self._batch = None
         return events
 
     def _compute(self, batch):
@@ -256,7 +263,7 @@ class Engine:
         yields = [live for live, span in zip(lives, spans) if span.wants_logits]
         drawn = iter(self._fetch(logits, yields))
         sampled = [next(drawn) if span.wants_logits else None for span in spans]
-        return _Computed(lives, sampled, Iteration(start, self.clock(), chunks))
+        return _Computed(list(batch), lives, sampled, Iteration(start, self.clock(), chunks))
 
     def _fetch(self, logits, lives):
         """Sample on the device and read the result from it, once. Returns (token, logprob) for each row."""
@@ -269,10 +276,10 @@ class Engine:
         tokens, logprobs = torch.stack([tokens.double(), logprobs.double()]).tolist()
         return [(int(token), logprob) for token, logprob in zip(tokens, logprobs)]
 
-    def _record(self, lives, sampled, iteration):
+    def _record(self, batch, lives, sampled, iteration):
         """Move the requests forward. Doing it twice is the same as once, should a Ctrl-C come in between."""
         events = []
-        for chunk, live, result in zip(self._batch, lives, sampled):
+        for chunk, live, result in zip(batch, lives, sampled):
             request, completion = live.request, live.completion
             if completion.finish_reason == "abort":
                 continue  # aborted between two tries at recording
@@ -323,7 +330,7 @@ class Engine:
             raise ValueError("prompts: must be a list of prompts, not one text")
         prompts = list(prompts)
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
+            params = [SamplingParams() if params is None else params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"params: {len(params)} given for {len(prompts)} prompts")
         encoded = [self._encode(prompt, p) for prompt, p in zip(prompts, params)]

@@ -224,7 +224,10 @@ class PolicyRun:
         self.clock = BusyClock()
         self.engine = Engine(model, policy, args.chunk, args.batch, args.seq_len, attention=args.attention,
                              clock=self.clock, **options)
-        self.engine.generate([[0] * (args.seq_len - 2)], SamplingParams(max_new_tokens=2), progress=False)  # warm up
+        # warm up: one long prefill, and decode batches of every size, for kernels that are compiled for each
+        params = [SamplingParams(max_new_tokens=min(n, args.seq_len - 1)) for n in range(2, args.batch + 2)]
+        self.engine.generate([[0] * (args.seq_len - 2)], SamplingParams(max_new_tokens=2), progress=False)
+        self.engine.generate([[0]] * args.batch, params, progress=False)
         self.iterations, self.completions, self.stalls = [], [], []
         self._prefilled, self._last = 0, {}  # prefill tokens so far; those at each request's last token
         for prompt, max_new_tokens in requests:
@@ -267,18 +270,23 @@ class PolicyRun:
 def end_to_end(model, args):
     """Serve the same requests under each policy. Returns (name -> row of the table, name -> list of Iteration).
 
-    The engines take turns, and the one that has used the least time is next: when the machine slows down for a
-    while, it slows down for all of them.
+    On a CPU the engines take turns, and the one that has used the least time is next: when the machine slows down for
+    a while, it slows down for all of them. A GPU is steadier and short of memory: there one cache is held at a time.
     """
     requests = workload(args, model.config.vocab_size)
-    runs = {name: PolicyRun(model, name, requests, args) for name in args.policies}
-    while active := [run for run in runs.values() if run.engine.has_work]:
-        min(active, key=lambda run: run.clock.elapsed).step()
-    rows = {name: run.row() for name, run in runs.items()}
+    rows, timelines = {}, {}
+    groups = [[name] for name in args.policies] if model.device.type == "cuda" else [args.policies]
+    for names in groups:
+        runs = {name: PolicyRun(model, name, requests, args) for name in names}
+        while active := [run for run in runs.values() if run.engine.has_work]:
+            min(active, key=lambda run: run.clock.elapsed).step()
+        rows |= {name: run.row() for name, run in runs.items()}
+        timelines |= {name: run.iterations for name, run in runs.items()}
+        del runs, active
     baseline = rows.get("request-level")
     for row in rows.values():
         row["gain"] = row["tokens_per_s"] / baseline["tokens_per_s"] if baseline else None
-    return rows, {name: run.iterations for name, run in runs.items()}
+    return rows, timelines
 
 
 def against_transformers(model, args):

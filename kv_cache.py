@@ -38,13 +38,17 @@ class KVCache:
     Positions that were never written hold whatever the memory held. Nothing reads them.
     """
 
-    def __init__(self, config, slots, max_len, device="cpu", dtype=torch.float32):
-        """Allocate `kv_bytes(...)` bytes. Raises ValueError if `slots` or `max_len` is below 1."""
+    def __init__(self, config, slots, max_len, device="cpu", dtype=torch.float32, position_major=None):
+        """Allocate `kv_bytes(...)` bytes. Raises ValueError if `slots` or `max_len` is below 1.
+
+        `position_major` is the layout of CUDA; None: as the device likes it.
+        """
         for name, value in (("slots", slots), ("max_len", max_len)):
             if value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")
         self.slots, self.max_len = slots, max_len
-        position_major = torch.device(device).type == "cuda"
+        if position_major is None:
+            position_major = torch.device(device).type == "cuda"
         inner = (max_len, config.n_kv_head) if position_major else (config.n_kv_head, max_len)
         self.data = torch.empty(config.n_layer, 2, slots, *inner, config.head_dim, device=device, dtype=dtype)
         if position_major:

@@ -278,12 +278,13 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, **factory) for _ in range(config.n_layer))
         self.final_norm = _norm(config, **factory)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False, **factory)
+        if config.tie_embeddings:
+            self.head.weight = None  # it would be allocated only to be replaced
         self.to_empty(device=device)
         if config.tie_embeddings:
             self.head.weight = self.token_embedding.weight
         self.requires_grad_(False)
-        rope = rope_table(config, device, dtype) if config.family == "llama" else None
-        self.register_buffer("rope", rope, persistent=False)
+        self.rope = rope_table(config, device, dtype) if config.family == "llama" else None
         if seed is not None:
             self._init_weights(torch.Generator(device).manual_seed(seed))
 
@@ -309,6 +310,13 @@ class GPT(nn.Module):
         model = cls(checkpoint.read_config(directory), device, dtype, seed=None)
         checkpoint.load_weights(model, directory)
         return model
+
+    def _apply(self, function, recurse=True):
+        # model.to(...) and its like: the table follows to the device, but is never rounded to 16 bits
+        super()._apply(function, recurse)
+        if getattr(self, "rope", None) is not None:
+            self.rope = rope_table(self.config, self.device, self.dtype)
+        return self
 
     @property
     def device(self):

@@ -8,9 +8,13 @@ Read next: engine.py.
 """
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
+
+from scheduler import check_whole
 
 
 @dataclass(frozen=True)
@@ -36,18 +40,15 @@ class SamplingParams:
     logprobs: bool = False
 
     def __post_init__(self):
+        check_whole("max_new_tokens", self.max_new_tokens, least=1)
+        check_whole("top_k", self.top_k, least=0)
+        if not isinstance(self.temperature, Real) or not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature!r}: must be 0 (greedy) or a positive number")
+        if not isinstance(self.top_p, Real) or not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p!r}: must be in (0, 1]")
+        if not isinstance(self.stop_token_ids, Iterable):
+            raise ValueError(f"stop_token_ids={self.stop_token_ids!r}: must be a list of token ids")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        for name in ("max_new_tokens", "top_k"):
-            if not isinstance(getattr(self, name), int):
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be a whole number")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens}: must be at least 1")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature}: must be 0 (greedy) or a positive number")
-        if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k}: must be at least 1, or 0 for all tokens")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p}: must be in (0, 1]")
 
     @property
     def truncates(self):
@@ -72,7 +73,8 @@ def sample(logits, params, positions):
     for draw, rows in ((_draw, [row for row, p in enumerate(params) if p.temperature > 0 and not p.truncates]),
                        (_draw_sorted, [row for row, p in enumerate(params) if p.temperature > 0 and p.truncates])):
         if rows:
-            tokens[rows] = draw(logits[rows], [params[row] for row in rows], [positions[row] for row in rows])
+            index = torch.tensor(rows).to(logits.device, non_blocking=True)  # a list would make a GPU wait
+            tokens[index] = draw(logits[index], [params[row] for row in rows], [positions[row] for row in rows])
     if not any(p.logprobs for p in params):
         return tokens, None
     return tokens, logits.log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0]
@@ -104,7 +106,8 @@ def _pick(probs, params, positions):
     """Index of the first column at which the cumulated, normalised probability exceeds the row's number."""
     cumulated = probs.cumsum(dim=-1)
     uniform = _column([p.uniform(n) for p, n in zip(params, positions)], probs)
-    return torch.searchsorted(cumulated / cumulated[:, -1:], uniform, right=True)[:, 0]
+    column = torch.searchsorted(cumulated / cumulated[:, -1:], uniform, right=True)[:, 0]
+    return column.clamp_(max=probs.shape[1] - 1)  # beyond it only if the logits hold NaN
 
 
 def _column(values, like):

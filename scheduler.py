@@ -62,6 +62,12 @@ class Batch(list):
         return length
 
 
+def check_whole(name, value, least):
+    """Raise ValueError, naming the argument, unless `value` is a whole number of at least `least`."""
+    if not hasattr(value, "__index__") or value < least:
+        raise ValueError(f"{name}={value!r}: must be a whole number of at least {least}")
+
+
 class Scheduler:
     """What the policies share: the waiting line, the running requests, and admission.
 
@@ -75,8 +81,7 @@ class Scheduler:
 
     def __init__(self, slots, chunk, max_batch, max_len):
         for name, value in (("chunk", chunk), ("max_batch", max_batch), ("max_len", max_len)):
-            if value < 1:
-                raise ValueError(f"{name}={value}: must be at least 1")
+            check_whole(name, value, least=1)
         self.slots, self.chunk, self.max_batch, self.max_len = slots, chunk, max_batch, max_len
         self.waiting = deque()
         self.running = []  # in the order of admission
@@ -147,8 +152,8 @@ class Orca(Scheduler):
 
     def __init__(self, *args, prefills=None, **options):
         super().__init__(*args, **options)
-        if prefills is not None and prefills < 1:
-            raise ValueError(f"prefills={prefills}: must be at least 1, or None for no limit")
+        if prefills is not None:
+            check_whole("prefills", prefills, least=1)
         self.prefills = prefills
 
     def schedule(self):
@@ -186,8 +191,7 @@ class Sarathi(Scheduler):
 
     def __init__(self, *args, tile=1, **options):
         super().__init__(*args, **options)
-        if tile < 1:
-            raise ValueError(f"tile={tile}: must be at least 1")
+        check_whole("tile", tile, least=1)
         self.budget = self.chunk // tile * tile or self.chunk  # a chunk below one tile stays as it is
 
     def schedule(self):
@@ -265,7 +269,7 @@ POLICIES = {
 
 def make_scheduler(policy, slots, **options):
     """The scheduler of that name. Raises ValueError for an unknown policy or an option it does not have."""
-    if policy not in POLICIES:
+    if not isinstance(policy, str) or policy not in POLICIES:
         raise ValueError(f"policy={policy!r}: must be one of {', '.join(POLICIES)}")
     known = {"chunk", "max_batch", "max_len", *POLICIES[policy].options}
     for option in options.keys() - known:

@@ -17,9 +17,12 @@ import measure
 import sample
 from attention import Extent, make_attention
 from conftest import poisoned_cache, run, tiny_model
+from engine import Completion, Engine, Iteration
 from model import GPT, FlatBatch, GPTConfig, Span
+from plot import _bars
+from test_scheduler import simulate
 
-TINY = ["--model", "llama-tiny", "--chunk", "32", "--batch", "3", "--seq-len", "80", "--dtype", "float32"]
+TINY = ["--model", "llama-tiny", "--device", "cpu", "--chunk", "32", "--batch", "3", "--seq-len", "80", "--dtype", "float32"]
 
 
 def test_bench_prints_and_writes_everything(tmp_path, capsys):
@@ -105,6 +108,88 @@ def test_a_cost_below_the_noise_is_not_a_speedup(monkeypatch):
     assert [(row["prefill_tokens"], row["decodes"]) for row in rows.values()] == [(10, 0), (0, 3), (10, 2)]
 
 
+def test_rows_of_the_policies_are_what_was_seen():
+    requests = [([1] * 6, 1), ([2] * 6, 3)]
+    args = SimpleNamespace(chunk=8, batch=2, seq_len=9, attention="auto")
+    run = experiments.PolicyRun(tiny_model(), "vllm", requests, args)
+    run.clock.elapsed = 2.0
+    run.completions = [
+        Completion(0, [1] * 6, 0.0, tokens=[1], token_times=[1.0]),
+        Completion(1, [2] * 6, 0.5, tokens=[1, 2, 3], token_times=[1.5, 1.7, 2.7])]
+    run.iterations = [Iteration(0.0, 1.5, [(0, 6, False), (1, 6, False)]), Iteration(1.5, 1.7, [(1, 1, True)])]
+    run.stalls = [0.2, 0.7]
+    assert run.row() == {
+        "tokens_per_s": (6 + 1 + 6 + 3) / 2, "p50_ttft_s": 1.0, "p99_tbt_s": pytest.approx(0.2 + 0.99 * 0.8),
+        "longest_stall_s": 0.7, "iterations": 2, "tokens_per_iteration": 6.5}
+
+
+def test_orca_best_lets_one_prompt_into_a_batch():
+    policy, options = experiments.SPECS["orca-best"]
+    history = simulate(policy, [(5, 3)] * 4, **options)
+    assert [sum(length != "d" for length in batch.values()) for batch in history[:4]] == [1] * 4
+
+
+def test_a_busy_clock_stands_still_while_others_run(monkeypatch):
+    now = [10.0]
+    monkeypatch.setattr(experiments.time, "perf_counter", lambda: now[0])
+    clock = experiments.BusyClock()
+    clock.resume()
+    now[0] = 13.0
+    assert clock() == 3.0
+    clock.pause()
+    now[0] = 99.0
+    assert clock() == clock.elapsed == 3.0
+
+
+def test_the_advice_is_the_largest_predicted_gain(monkeypatch):
+    ms = {3: 9.0, 32: 16.0, 64: 24.0, 128: 40.0}  # 8 ms a pass and 0.25 a token: nothing rides for free
+    monkeypatch.setattr(measure, "bare_products", lambda model, tokens, logits: tokens)
+    monkeypatch.setattr(experiments, "interleaved", lambda variants, device, repeats: {
+        c: measure.Timing(ms[c], 0.0) for c in variants})
+    rows = {"prefill-only": {"attention_ms": 3.0, "prefill_tokens": 30}, "decode-only": {"attention_ms": 6.0}}
+    args = SimpleNamespace(batch=3, chunk=64, seq_len=128)
+    advice = experiments.advise(tiny_model(), rows, args)
+    expected = {}
+    for chunk in (32, 64, 128):
+        attention = (chunk - 2) * 0.1 + 2 * 2.0
+        expected[chunk] = ((chunk - 2) * 40 / 128 + 2 * 3.0 + attention) / (ms[chunk] + attention)
+    assert advice["predicted_gain"] == pytest.approx(expected)
+    assert advice["favoured_chunk"] == max(expected, key=expected.get) == 128
+
+
+def test_medians_and_quartiles():
+    assert measure.summarize([1, 2, 3, 4, 100]) == (3, (4 - 2) / 3)
+    calls = []
+    timings = measure.interleaved({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, torch.device("cpu"), 4)
+    assert calls == ["a", "b"] * (measure.WARMUP + 4) and timings.keys() == {"a", "b"}
+
+
+def test_bandwidth_and_ridge_are_bytes_and_rows(monkeypatch):
+    monkeypatch.setattr(measure, "interleaved", lambda *_, **__: {"sum": measure.Timing(10.0, 0.0)})
+    assert measure.memory_bandwidth(torch.device("cpu")) == pytest.approx(512 * 2**20 / 0.010)
+    monkeypatch.setattr(experiments, "interleaved", lambda *_, **__: {"products": measure.Timing(2.0, 0.0)})
+    model = tiny_model(dtype=torch.float32)
+    args = SimpleNamespace(chunk=16, dtype="float32", init_from=None, model="tiny", compile=False)
+    machine = experiments.describe_machine(model, args)
+    assert machine["flops_per_s"] == pytest.approx(measure.product_flops(model, 16, 0) / 0.002)
+    # at the ridge, 2 flops for each row of a weight take as long as reading its 4 bytes
+    assert 2 * machine["ridge_tokens"] / machine["flops_per_s"] == pytest.approx(4 / machine["bytes_per_s"])
+
+
+def test_bars_go_from_one_token_to_the_next():
+    iterations = [Iteration(0, 2, [(5, 8, False)]), Iteration(2, 3, [(5, 1, True)]), Iteration(3, 6, [(6, 8, False)]),
+                  Iteration(6, 7, [(5, 1, True), (6, 1, True)])]
+    assert _bars(iterations) == [(1, 0, 2, False), (1, 2, 3, True), (2, 3, 6, False), (1, 3, 7, True), (2, 6, 7, True)]
+
+
+def test_compile_takes_both_halves_of_every_layer(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: compiled.append(function) or function)
+    model = tiny_model()
+    model.compile()
+    assert [f.__name__ for f in compiled] == ["project", "finish"] * model.config.n_layer
+
+
 def test_workload_is_balanced_and_the_same_for_all():
     args = SimpleNamespace(seq_len=1000, pd_ratio=256 / 5, requests=9, batch=6, seed=4)
     requests = experiments.workload(args, 256)
@@ -157,7 +242,7 @@ def test_compiled_model_gives_the_same_logits():
 
 
 def test_sample_streams_one_prompt_and_shares_batches_among_several(tmp_path, capsys):
-    common = ["--preset", "llama-tiny", "--max-new-tokens", "12", "--temperature", "0", "--chunk", "4"]
+    common = ["--preset", "llama-tiny", "--device", "cpu", "--max-new-tokens", "12", "--temperature", "0", "--chunk", "4"]
     alone = {}
     for prompt in ("one", "two three", "ü!"):
         sample.main([*common, "--prompt", prompt])
@@ -180,9 +265,26 @@ def test_sample_loads_a_checkpoint_with_its_tokenizer(tmp_path, capsys):
     config = transformers.LlamaConfig(vocab_size=8, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
                                       num_attention_heads=2, bos_token_id=None, eos_token_id=None)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
-    sample.main(["--model", str(tmp_path), "--prompt", "abc", "--max-new-tokens", "9"])
+    sample.main(["--model", str(tmp_path), "--device", "cpu", "--prompt", "abc", "--max-new-tokens", "9"])
     text = capsys.readouterr().out.strip()
     assert text.startswith("abc") and len(text) == 12 and set(text) <= set("abcdefgh")
+
+
+def test_sample_passes_its_options_on(monkeypatch, capsys):
+    seen = {}
+
+    def spy(engine, prompt, params):
+        seen.setdefault("params", []).append(params)
+        seen["engine"] = (type(engine.scheduler).__name__, engine.scheduler.chunk, engine.scheduler.max_batch)
+        return add_request(engine, prompt, params)
+
+    add_request = Engine.add_request
+    monkeypatch.setattr(Engine, "add_request", spy)
+    sample.main(["--preset", "llama-tiny", "--device", "cpu", "--prompt", "a", "--prompt", "b", "--max-new-tokens", "3",
+                 "--temperature", "0.5", "--top-k", "4", "--top-p", "0.6", "--seed", "7", "--policy", "vllm", "--chunk", "9"])
+    assert [(p.max_new_tokens, p.temperature, p.top_k, p.top_p, p.seed) for p in seen["params"]] == [
+        (3, 0.5, 4, 0.6, 7), (3, 0.5, 4, 0.6, 8)]
+    assert seen["engine"] == ("VLLM", 9, 2)
 
 
 @pytest.mark.parametrize("arguments, message", [

@@ -73,6 +73,17 @@ def test_the_seed_makes_a_difference(model):
     assert len(texts) > 4
 
 
+def test_each_position_has_its_own_random_number():
+    params = [SamplingParams(temperature=1.0, seed=3)] * 50
+    assert len(set(sample(torch.zeros(50, 1000), params, list(range(50)))[0].tolist())) > 40
+    assert len(set(sample(torch.zeros(50, 1000), params, [7] * 50)[0].tolist())) == 1
+
+
+def test_broken_logits_do_not_yield_a_token_that_is_none():
+    logits = torch.tensor([[float("nan"), 1.0, 2.0]])
+    assert sample(logits, [SamplingParams(temperature=1.0)], [0])[0].item() in (0, 1, 2)
+
+
 def frequencies(logits, draws=4000, **options):
     """How often each token is drawn."""
     params = [SamplingParams(**{"temperature": 1.0, "seed": seed} | options) for seed in range(draws)]
@@ -100,6 +111,8 @@ def test_top_k_and_top_p_keep_what_they_say():
     assert kept(top_p=0.75) == [1, 2, 3]
     assert kept(top_p=1e-9) == [1]
     assert kept(top_k=2, top_p=0.5) == [1]  # of the two kept, the first holds 4/7
+    halves = torch.tensor([0.5, 0.25, 0.25]).log().tolist()
+    assert (frequencies(halves, top_p=0.5) > 0).tolist() == [True, False, False]  # reached, not passed
     expected = torch.tensor([0, 0.4, 0.3, 0, 0]) / 0.7
     assert (frequencies(logits, top_k=2) - expected).abs().max() < 0.03
 
@@ -267,6 +280,23 @@ def test_an_interrupt_while_recording_loses_nothing(model, monkeypatch):
         assert completion.tokens == expected and len(completion.token_times) == len(completion.logprobs) == 3
 
 
+@pytest.mark.parametrize("policy", ["orca", "sarathi-serve"])
+def test_abort_after_an_interrupted_recording_leaves_the_others_alone(model, policy, monkeypatch):
+    engine = make_engine(model, policy, chunk=30)
+    ids = [engine.add_request(p, SamplingParams(n)) for p, n in zip(PROMPTS, (1, 5, 5))]
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "_finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert engine.abort(ids[0]).finish_reason == "abort"
+    done = {}
+    while engine.has_work:
+        done |= {e.request_id: e.completion for e in engine.step() if e.completion}
+    assert done.keys() == set(ids[1:])
+    for i, prompt in zip(ids[1:], PROMPTS[1:]):
+        assert done[i].tokens == alone(model, prompt, SamplingParams(5))
+
+
 def test_abort_after_a_failed_step_takes_the_request_out_of_the_batch(model, monkeypatch):
     engine = make_engine(model, "vllm")
     ids = [engine.add_request(p, SamplingParams(3)) for p in PROMPTS[:3]]
@@ -300,7 +330,7 @@ def test_an_interrupted_generate_leaves_nothing_behind(model, monkeypatch):
     ([-1], SamplingParams(), "token -1 is out of range"),
     ([1.5], SamplingParams(), "prompt="),
     ("text", SamplingParams(), "no tokenizer"),
-    (7, SamplingParams(), "prompt=7"),
+    (7, SamplingParams(), "prompt=7"), ([1], {"max_new_tokens": 3}, "params="),
     ([1] * 30, SamplingParams(11), r"prompt of 30 tokens \+ max_new_tokens=11: must not exceed max_len=40"),
 ])
 def test_a_bad_request_is_refused_and_changes_nothing(model, prompt, params, message):
@@ -308,9 +338,9 @@ def test_a_bad_request_is_refused_and_changes_nothing(model, prompt, params, mes
     with pytest.raises(ValueError, match=message):
         engine.add_request(prompt, params)
     with pytest.raises(ValueError, match=message):
-        engine.generate([[1], prompt], params if params.max_new_tokens == 11 else SamplingParams(2), progress=False)
+        engine.generate([[1], prompt], [SamplingParams(2), params], progress=False)
     assert not engine.has_work and not engine.scheduler.waiting
-    assert engine.add_request([1], SamplingParams(1)) == 0
+    assert engine.add_request([1] * 30, SamplingParams(10)) == 0  # exactly max_len fits
 
 
 @pytest.mark.parametrize("options, message", [
@@ -318,7 +348,9 @@ def test_a_bad_request_is_refused_and_changes_nothing(model, prompt, params, mes
     (dict(chunk=0), "chunk=0"),
     (dict(max_batch=0), "max_batch=0"),
     (dict(max_len=0), "max_len=0"),
-    (dict(max_len=513), r"max_len=513: must be in 1 … 512"),
+    (dict(max_len=513), r"max_len=513: must be at most 512"),
+    (dict(chunk=2.5), "chunk=2.5"), (dict(chunk="8"), "chunk='8'"), (dict(max_batch=2.0), "max_batch=2.0"),
+    (dict(policy=["orca"]), r"policy=\['orca'\]"),
     (dict(policy="sarathi", tile=0), "tile=0"),
     (dict(tile=2), "tile=2.*'sarathi-serve' has no such option"),
     (dict(prefills=2), "prefills=2.*sarathi-serve"),
@@ -335,6 +367,7 @@ def test_a_bad_engine_is_refused(model, options, message):
     (dict(temperature=-0.1), "temperature=-0.1"), (dict(temperature=float("nan")), "temperature=nan"),
     (dict(top_k=-1), "top_k=-1"), (dict(top_p=0.0), "top_p=0.0"), (dict(top_p=1.1), "top_p=1.1"),
     (dict(max_new_tokens=0), "max_new_tokens=0"), (dict(max_new_tokens=2.5), "max_new_tokens=2.5"), (dict(top_k=1.0), "top_k=1.0"),
+    (dict(temperature="1"), "temperature='1'"), (dict(stop_token_ids=5), "stop_token_ids=5"),
 ])
 def test_bad_sampling_params_are_refused(options, name):
     with pytest.raises(ValueError, match=name):
@@ -386,6 +419,36 @@ def test_without_a_batch_size_memory_decides(model, monkeypatch):
     assert engine.scheduler.max_batch == engine.cache.slots == 7
     with pytest.raises(ValueError, match="max_len=400: one request takes"):
         Engine(model, max_len=400)
+    monkeypatch.setattr("os.sysconf", lambda name: 10**6)
+    assert Engine(model, max_len=4).scheduler.max_batch == 256  # however much there is
+
+
+def test_sarathi_is_aligned_to_the_tile_on_cuda_only(model, monkeypatch):
+    assert make_engine(model, "sarathi", chunk=300, max_len=400).scheduler.budget == 300
+    monkeypatch.setattr(GPT, "device", torch.device("cuda"))
+    for name in ("KVCache", "make_attention"):
+        monkeypatch.setattr(f"engine.{name}", lambda *_: None)
+    assert Engine(model, "sarathi", 300, 3, 400).scheduler.budget == 256
+    assert Engine(model, "sarathi", 300, 3, 400, tile=64).scheduler.budget == 256
+    assert Engine(model, "sarathi", 300, 3, 400, tile=100).scheduler.budget == 300
+
+
+def test_a_cache_needs_a_slot_and_a_position(model):
+    for slots, max_len, message in ((0, 8, "slots=0"), (2, 0, "max_len=0")):
+        with pytest.raises(ValueError, match=message):
+            KVCache(model.config, slots, max_len)
+
+
+def test_random_weights_follow_gpt2():
+    config = GPTConfig("gpt2", 512, 8, 4, 128)
+    named = dict(GPT(config).named_parameters())
+    assert all((p == ("norm.weight" in name)).all() for name, p in named.items() if p.ndim == 1)
+    std = {name: p.std().item() for name, p in named.items() if p.ndim == 2}
+    for name, value in std.items():
+        residual = name.endswith(("postproj.weight", "ffn_ln2.weight"))
+        assert value == pytest.approx(0.02 / 4 if residual else 0.02, rel=0.1)  # 4 = sqrt(2 * 8 layers)
+    assert torch.equal(GPT(config, seed=5).head.weight, GPT(config, seed=5).head.weight)
+    assert not torch.equal(GPT(config, seed=5).head.weight, GPT(config, seed=6).head.weight)
 
 
 def test_presets_have_their_published_size():

@@ -101,6 +101,21 @@ def test_more_decodes_than_budget_all_run_and_no_prefill_does(policy):
         assert len(decodes) == 5 and scheduler.waiting and slots.num_free == 1
 
 
+@pytest.mark.parametrize("policy", ["sarathi", "sarathi-serve", "chunked-only"])
+def test_nobody_is_admitted_without_room_for_a_token(policy):
+    slots = Slots(6)
+    scheduler = make_scheduler(policy, slots, chunk=5, max_batch=6, max_len=64)
+    for i in range(5):  # one for each token of the budget: decodes, or prefills that fill it
+        scheduler.add(Request(i, [0] * (2 if policy != "chunked-only" else 8), 2 if policy != "chunked-only" else 8, 9))
+    while request := scheduler.admit():
+        if policy != "chunked-only":
+            request.tokens.append(0)
+            request.num_computed = 2
+    scheduler.add(Request(5, [0] * 4, 4, 9))
+    assert sum(chunk.length for chunk in scheduler.schedule()) == 5
+    assert len(scheduler.waiting) == 1 and slots.num_free == 1
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_first_come_first_served(policy):
     history = simulate(policy, [(9, 4), (1, 1), (20, 3), (2, 2), (6, 6), (3, 1)], max_batch=2)
@@ -132,6 +147,9 @@ def test_slots_are_not_handed_out_twice():
     with pytest.raises(RuntimeError, match="slot 1"):
         slots.free(1)
     assert slots.num_free == 1 and slots.allocate() == 1
+    for slot in (2, 0, 1):
+        slots.free(slot)
+    assert [slots.allocate() for _ in range(3)] == [0, 1, 2]  # the lowest first
     slots._owned.add(9)
     with pytest.raises(RuntimeError, match="leaked"):
         slots.check_integrity()
