@@ -49,7 +49,7 @@ def make_attention(config, cache, backend="auto"):
         try:
             return XFormers(config, cache)
         except (ImportError, ValueError, RuntimeError) as error:
-            warnings.warn(f"attention runs on torch alone, one call per chunk, which is slower: {error}")
+            warnings.warn(f"attention runs on torch alone, one call per chunk, which is slower: {error}", stacklevel=2)
     return XFormers(config, cache, "split-k" in backend) if "xformers" in backend else SDPA(config, cache)
 
 
@@ -150,7 +150,7 @@ class XFormers:
         self.device, self.max_len, self.slots = cache.data.device, cache.max_len, cache.slots
         self.group = config.n_head // config.n_kv_head
         if cache.data.dtype not in SIXTEEN_BITS or torch.cuda.get_device_capability(self.device) < (8, 0):
-            raise ValueError("attention='xformers': needs bfloat16 or float16 and a GPU of compute capability 8.0 or more")
+            raise ValueError("attention='xformers': needs 16 bits and a GPU of compute capability 8.0 or more")
         sizes = (16, 32, 64, 128, 256) if split_k else range(8, 257, 8)
         if config.head_dim not in sizes:
             raise ValueError(f"attention='xformers': head_dim={config.head_dim} is not supported")

@@ -40,7 +40,7 @@ def parse_args(argv=None):
     add("--init-from", "a checkpoint instead: a local directory or a Hugging Face Hub name", shown="none")
     add("--device", "where to run: cpu, cuda, cuda:1, ...", "cuda" if torch.cuda.is_available() else "cpu")
     add("--dtype", "of weights and cache", choices=DTYPES, shown="bfloat16, or float32 on a CPU that is faster with it")
-    add("--attention", "the attention backend; auto is xformers for 16 bits on CUDA, else sdpa", "auto", choices=BACKENDS)
+    add("--attention", "the backend; auto is xformers for 16 bits on CUDA, else sdpa", "auto", choices=BACKENDS)
     add("--seed", "of weights and prompts", 0, shown="0", type=int)
     add("--compile", "torch.compile the layers around attention", False, "off", action="store_true")
     add("--threads", "CPU threads", shown="torch's choice", type=int)
@@ -119,7 +119,7 @@ def print_machine(machine):
           f"{machine['model']} ({machine['parameters'] / 1e6:,.1f} M parameters), {machine['dtype']}{compiled}\n"
           f"measured limits: {machine['flops_per_s'] / 1e12:,.2f} TFLOP/s in matrix products of these shapes, "
           f"{machine['bytes_per_s'] / 1e9:,.0f} GB/s of memory; ridge: {machine['ridge_tokens']:,.0f} tokens\n"
-          f"schedule() takes {machine['schedule_us']:.0f} us with 128 running requests, the median of the slowest policy\n")
+          f"schedule() takes {machine['schedule_us']:.0f} us with 128 running requests (median, slowest policy)\n")
 
 
 def print_decode_maximal(rows, speedup, args):
@@ -143,9 +143,9 @@ def print_end_to_end(rows, args, requests):
     """The table of policies."""
     prompt = len(requests[0][0])
     output = args.seq_len - prompt
-    print(f"2. End to end: {len(requests)} requests of {prompt} + {output} tokens (P:D {prompt / output:.0f}; the first "
-          f"{args.batch} want 1/{args.batch}, 2/{args.batch}, ... of the output),\n"
-          f"   batch {args.batch}, chunk {args.chunk}, all there at time 0\n")
+    print(f"2. End to end: {len(requests)} requests of {prompt} + {output} tokens (P:D {prompt / output:.0f}; the "
+          f"first {args.batch} want 1/{args.batch}, 2/{args.batch}, ...\n"
+          f"   of the output), batch {args.batch}, chunk {args.chunk}, all there at time 0\n")
     table = [["policy", "tokens/s", "gain", "P50 TTFT s", "P99 TBT s", "longest stall s", "iterations",
               "tokens/iteration"]]
     for name, row in rows.items():
@@ -153,14 +153,14 @@ def print_end_to_end(rows, args, requests):
         table.append([name, f"{row['tokens_per_s']:,.0f}", gain, f"{row['p50_ttft_s']:.2f}", f"{row['p99_tbt_s']:.3f}",
                       f"{row['longest_stall_s']:.3f}", str(row["iterations"]), f"{row['tokens_per_iteration']:.0f}"])
     print_table(table)
-    print("\nthroughput counts prompt and output tokens; gain is over request-level; a stall is a gap between two tokens in\n"
-          "which prompt tokens were computed; each policy ran on its own clock\n")
+    print("\nthroughput counts prompt and output tokens; gain is over request-level; a stall is a gap between two\n"
+          "tokens in which prompt tokens were computed; each policy ran on its own clock\n")
 
 
 def conclude(rows, policy_rows, advice, args):
     """One paragraph in plain words."""
     decode, hybrid = (rows[name]["decode_token_ms"] for name in ("decode-only", "decode-maximal"))
-    riding = f"{hybrid:.2f} ms riding with a chunk, {decode / hybrid:.1f}x less" if hybrid > 0 else "next to nothing riding"
+    riding = f"{hybrid:.2f} ms riding with a chunk, {decode / hybrid:.1f}x less" if hybrid > 0 else "nothing riding"
     text = f"3. A decode costs {decode:.2f} ms in a batch of its own and {riding}."
     gain = policy_rows.get("sarathi", {}).get("gain")
     if gain:
@@ -169,11 +169,11 @@ def conclude(rows, policy_rows, advice, args):
              + ", ".join(f"{ms / c:.2f} at {c}" for c, ms in advice["product_ms"].items()) + " tokens.\n  ")
     best, gains = advice["favoured_chunk"], advice["predicted_gain"]
     if best != args.chunk:
-        text += (f" This machine's balance favours --chunk {best}: from its measured rates a gain of {gains[best]:.2f}x "
-                 f"is to be expected there, at its own P:D of {best / (args.batch - 1):.0f}, against "
-                 f"{gains[args.chunk]:.2f}x at {args.chunk}.")
+        text += (f" This machine's balance favours --chunk {best}: from its measured rates a gain of\n"
+                 f"   {gains[best]:.2f}x is to be expected there, at its own P:D of {best / (args.batch - 1):.0f}, "
+                 f"against {gains[args.chunk]:.2f}x at {args.chunk}.")
     else:
-        text += f" Chunk {best} is what this machine's balance favours."
+        text += f" Chunk {best} is what this machine's balance favours: {gains[best]:.2f}x is to be expected."
     return text
 
 
@@ -232,8 +232,9 @@ def main(argv=None):
 
         plot_timelines(timelines, machine, args.plot)
     if args.json:
-        report = {"options": vars(args), "machine": machine, "decode_maximal": table, "decode_speedup": speedup, "end_to_end": policy_rows,
-                  "advice": advice, "conclusion": conclusion, "transformers": comparison, "seconds": seconds, "peak_memory_bytes": memory}
+        report = {"options": vars(args), "machine": machine, "decode_maximal": table, "decode_speedup": speedup,
+                  "end_to_end": policy_rows, "advice": advice, "conclusion": conclusion, "transformers": comparison,
+                  "seconds": seconds, "peak_memory_bytes": memory}
         with open(args.json, "w") as file:
             json.dump(report, file, indent=2)
 

@@ -11,8 +11,17 @@ from sampling import SamplingParams, sample
 
 def tiny_model(family="llama", n_kv_head=4, dtype=torch.float64, vocab_size=61, max_positions=512, **changes):
     """A small model whose logits are well apart and whose norms and biases are not the identity."""
-    config = GPTConfig(family, vocab_size, n_layer=2, n_head=4, n_embd=32, n_kv_head=n_kv_head, n_inner=48,
-                       max_positions=max_positions, **changes)
+    config = GPTConfig(
+        family,
+        vocab_size,
+        n_layer=2,
+        n_head=4,
+        n_embd=32,
+        n_kv_head=n_kv_head,
+        n_inner=48,
+        max_positions=max_positions,
+        **changes,
+    )
     model = GPT(config, dtype=torch.float64, seed=1)
     generator = torch.Generator().manual_seed(2)
     for p in model.parameters():
@@ -47,11 +56,14 @@ def alone(model, prompt, params=SamplingParams(), stop=()):
         tokens.append(int(sample(logits, [params], [n])[0]))
         if tokens[-1] in {*params.stop_token_ids, *stop}:
             break
-    return tokens[len(prompt):]
+    return tokens[len(prompt) :]
 
 
-@pytest.fixture(scope="session", params=[("gpt2", 4), ("llama", 4), ("llama", 2), ("llama", 1)],
-                ids=["gpt2", "llama", "llama-grouped", "llama-multi-query"])
+@pytest.fixture(
+    scope="session",
+    params=[("gpt2", 4), ("llama", 4), ("llama", 2), ("llama", 1)],
+    ids=["gpt2", "llama", "llama-grouped", "llama-multi-query"],
+)
 def model(request):
     """Both families, with plain, grouped and shared KV heads, in float64."""
     return tiny_model(*request.param)

@@ -246,7 +246,7 @@ def _norm(config, **factory):
 
 
 # The rows of a long prefill go through a layer in pieces. A CPU's allocator returns blocks of over 32 MB to the system,
-# and using new ones means page faults; smaller activations are kept and used again. On CUDA it only bounds their memory.
+# and new ones mean page faults; smaller activations are kept and used again. On CUDA it only bounds their memory.
 ROWS_PER_PIECE = {"cpu": 1024, "cuda": 8192}
 
 

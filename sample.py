@@ -25,7 +25,7 @@ def parse_args(argv=None):
     """The options, checked. Exits with a message, like argparse, for one that makes no sense."""
     parser = cli.OptionParser(description=__doc__.split("\n\n")[0])
     parser.add("--model", "a checkpoint: a local directory or a Hugging Face Hub name", shown="random weights")
-    parser.add("--preset", "instead of a checkpoint, a geometry with random weights", shown="llama-160m", choices=PRESETS)
+    parser.add("--preset", "without a checkpoint: a geometry with random weights", shown="llama-160m", choices=PRESETS)
     parser.add("--prompt", "text to continue; may be given several times", [], shown="none", action="append")
     parser.add("--prompt-file", "a file with one prompt in each line, in UTF-8", shown="none")
     parser.add("--max-new-tokens", "the most tokens to generate for each prompt", 100, type=int)

@@ -22,22 +22,55 @@ from model import GPT, FlatBatch, GPTConfig, Span
 from plot import _bars
 from test_scheduler import simulate
 
-TINY = ["--model", "llama-tiny", "--device", "cpu", "--chunk", "32", "--batch", "3", "--seq-len", "80", "--dtype", "float32"]
+TINY = [
+    "--model",
+    "llama-tiny",
+    "--device",
+    "cpu",
+    "--chunk",
+    "32",
+    "--batch",
+    "3",
+    "--seq-len",
+    "80",
+    "--dtype",
+    "float32",
+]
 
 
 def test_bench_prints_and_writes_everything(tmp_path, capsys):
-    bench.main([*TINY, "--policies", ",".join(experiments.SPECS), "--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "t.png")])
+    bench.main(
+        [
+            *TINY,
+            "--policies",
+            ",".join(experiments.SPECS),
+            "--json",
+            str(tmp_path / "r.json"),
+            "--plot",
+            str(tmp_path / "t.png"),
+        ]
+    )
     text, report = capsys.readouterr().out, json.loads((tmp_path / "r.json").read_text())
     assert report["options"]["chunk"] == 32 and report["options"]["pd_ratio"] == 16
     machine = report["machine"]
     assert machine["torch"] == torch.__version__ and machine["dtype"] == "float32" and machine["model"] == "llama-tiny"
-    for heading in (machine["device"], "TFLOP/s", "GB/s", "schedule()", "SARATHI, Table 2", "2. End to end", "3. A decode costs"):
+    for heading in (
+        machine["device"],
+        "TFLOP/s",
+        "GB/s",
+        "schedule()",
+        "SARATHI, Table 2",
+        "2. End to end",
+        "3. A decode costs",
+    ):
         assert heading in text
     table = report["decode_maximal"]
-    assert [(table[r]["prefill_tokens"], table[r]["decodes"]) for r in ("prefill-only", "decode-only", "decode-maximal")] == [
-        (30, 0), (0, 3), (30, 2)]
+    assert [
+        (table[r]["prefill_tokens"], table[r]["decodes"]) for r in ("prefill-only", "decode-only", "decode-maximal")
+    ] == [(30, 0), (0, 3), (30, 2)]
     assert table["decode-maximal"]["decode_token_ms"] == pytest.approx(
-        (table["decode-maximal"]["total_ms"] - table["prefill-only"]["total_ms"]) / 2)
+        (table["decode-maximal"]["total_ms"] - table["prefill-only"]["total_ms"]) / 2
+    )
     rows = report["end_to_end"]
     assert set(rows) == set(experiments.SPECS) and rows["request-level"]["gain"] == 1
     for name, row in rows.items():
@@ -62,19 +95,47 @@ def test_bench_help_explains_every_option_with_its_default(capsys):
         bench.parse_args(["--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert done.value.code == 0
-    for option in ("model", "init-from", "device", "dtype", "batch", "seq-len", "pd-ratio", "chunk", "policies", "requests",
-                   "seed", "compile", "threads", "json", "plot"):
+    for option in (
+        "model",
+        "init-from",
+        "device",
+        "dtype",
+        "batch",
+        "seq-len",
+        "pd-ratio",
+        "chunk",
+        "policies",
+        "requests",
+        "seed",
+        "compile",
+        "threads",
+        "json",
+        "plot",
+    ):
         assert f"--{option}" in text
     assert text.count("default:") >= 15
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (["--chunk", "0"], "--chunk 0"), (["--batch", "1"], "--batch 1"), (["--chunk", "4", "--batch", "6"], "--chunk 4"),
-    (["--policies", "sarathi,fifo"], "'fifo'"), (["--model", "llama-9b"], "'llama-9b'"), (["--pd-ratio", "-1"], "--pd-ratio -1"),
-    (["--requests", "0"], "--requests 0"), (["--model", "gpt2", "--init-from", "x"], "give one of them"), (["--chunk", "2000"], "--chunk 2000"), (["--policies", ""], "--policies"),
-    (["--pd-ratio", "nan"], "--pd-ratio nan"), (["--threads", "0"], "--threads 0"), (["--json", "/no/such/dir/f"], "--json"),
-    (["--plot", "plot.xyz"], "--plot plot.xyz"), (["--model", "gpt2", "--transformers"], "--transformers"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--chunk", "0"], "--chunk 0"),
+        (["--batch", "1"], "--batch 1"),
+        (["--chunk", "4", "--batch", "6"], "--chunk 4"),
+        (["--policies", "sarathi,fifo"], "'fifo'"),
+        (["--model", "llama-9b"], "'llama-9b'"),
+        (["--pd-ratio", "-1"], "--pd-ratio -1"),
+        (["--requests", "0"], "--requests 0"),
+        (["--model", "gpt2", "--init-from", "x"], "give one of them"),
+        (["--chunk", "2000"], "--chunk 2000"),
+        (["--policies", ""], "--policies"),
+        (["--pd-ratio", "nan"], "--pd-ratio nan"),
+        (["--threads", "0"], "--threads 0"),
+        (["--json", "/no/such/dir/f"], "--json"),
+        (["--plot", "plot.xyz"], "--plot plot.xyz"),
+        (["--model", "gpt2", "--transformers"], "--transformers"),
+    ],
+)
 def test_bench_refuses_what_makes_no_sense(arguments, message, capsys):
     with pytest.raises(SystemExit):
         bench.parse_args(arguments)
@@ -83,24 +144,49 @@ def test_bench_refuses_what_makes_no_sense(arguments, message, capsys):
 
 def test_bench_refuses_a_length_the_model_does_not_have():
     with pytest.raises(ValueError, match="--seq-len 2000: this model is limited to 1024"):
-        bench.load_model(bench.parse_args(["--model", "gpt2", "--seq-len", "2000", "--dtype", "bfloat16", "--device", "cpu"]))
+        bench.load_model(
+            bench.parse_args(["--model", "gpt2", "--seq-len", "2000", "--dtype", "bfloat16", "--device", "cpu"])
+        )
 
 
-@pytest.mark.parametrize("arguments", [["--device", "foo"], ["--attention", "xformers", "--device", "cpu"], ["--init-from", "/no/such"]])
+@pytest.mark.parametrize(
+    "arguments", [["--device", "foo"], ["--attention", "xformers", "--device", "cpu"], ["--init-from", "/no/such"]]
+)
 def test_bench_ends_with_one_line_where_a_user_can_help(arguments):
-    done = subprocess.run([sys.executable, "bench.py", *arguments], capture_output=True, text=True,
-                          cwd=Path(__file__).parent, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    done = subprocess.run(
+        [sys.executable, "bench.py", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )
     assert done.returncode == 1 and done.stderr.startswith("error: ") and arguments[1] in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_a_cost_below_the_noise_is_not_a_speedup(monkeypatch):
     """Only the hybrid batch's total is worth a number here: its linear layers take less than the chunk alone."""
-    ms = {("prefill-only", "total"): 100, ("decode-maximal", "total"): 110, ("prefill-only", "bare"): 80,
-          ("decode-maximal", "bare"): 81, ("decode-only", "total"): 30, ("decode-only", "bare"): 20}
-    monkeypatch.setattr(experiments, "interleaved", lambda variants, device: (
-        [function() for _ in range(measure.WARMUP + 3) for (_, part), function in variants.items() if part == "watched"],
-        {key: measure.Timing(ms.get(key, 1), 0.1) for key in variants})[1])
+    ms = {
+        ("prefill-only", "total"): 100,
+        ("decode-maximal", "total"): 110,
+        ("prefill-only", "bare"): 80,
+        ("decode-maximal", "bare"): 81,
+        ("decode-only", "total"): 30,
+        ("decode-only", "bare"): 20,
+    }
+    monkeypatch.setattr(
+        experiments,
+        "interleaved",
+        lambda variants, device: (
+            [
+                function()
+                for _ in range(measure.WARMUP + 3)
+                for (_, part), function in variants.items()
+                if part == "watched"
+            ],
+            {key: measure.Timing(ms.get(key, 1), 0.1) for key in variants},
+        )[1],
+    )
     args = SimpleNamespace(batch=3, chunk=12, seq_len=20, attention="auto", compile=False)
     rows, speedup = experiments.decode_maximal(tiny_model(), {"flops_per_s": 1e12, "bytes_per_s": 1e10}, args)
     assert speedup["total"] == pytest.approx((30 / 3) / (10 / 2)) and speedup["bare"] is None
@@ -115,12 +201,18 @@ def test_rows_of_the_policies_are_what_was_seen():
     run.clock.elapsed = 2.0
     run.completions = [
         Completion(0, [1] * 6, 0.0, tokens=[1], token_times=[1.0]),
-        Completion(1, [2] * 6, 0.5, tokens=[1, 2, 3], token_times=[1.5, 1.7, 2.7])]
+        Completion(1, [2] * 6, 0.5, tokens=[1, 2, 3], token_times=[1.5, 1.7, 2.7]),
+    ]
     run.iterations = [Iteration(0.0, 1.5, [(0, 6, False), (1, 6, False)]), Iteration(1.5, 1.7, [(1, 1, True)])]
     run.stalls = [0.2, 0.7]
     assert run.row() == {
-        "tokens_per_s": (6 + 1 + 6 + 3) / 2, "p50_ttft_s": 1.0, "p99_tbt_s": pytest.approx(0.2 + 0.99 * 0.8),
-        "longest_stall_s": 0.7, "iterations": 2, "tokens_per_iteration": 6.5}
+        "tokens_per_s": (6 + 1 + 6 + 3) / 2,
+        "p50_ttft_s": 1.0,
+        "p99_tbt_s": pytest.approx(0.2 + 0.99 * 0.8),
+        "longest_stall_s": 0.7,
+        "iterations": 2,
+        "tokens_per_iteration": 6.5,
+    }
 
 
 def test_orca_best_lets_one_prompt_into_a_batch():
@@ -144,8 +236,9 @@ def test_a_busy_clock_stands_still_while_others_run(monkeypatch):
 def test_the_advice_is_the_largest_predicted_gain(monkeypatch):
     ms = {3: 9.0, 32: 16.0, 64: 24.0, 128: 40.0}  # 8 ms a pass and 0.25 a token: nothing rides for free
     monkeypatch.setattr(measure, "bare_products", lambda model, tokens, logits: tokens)
-    monkeypatch.setattr(experiments, "interleaved", lambda variants, device, repeats: {
-        c: measure.Timing(ms[c], 0.0) for c in variants})
+    monkeypatch.setattr(
+        experiments, "interleaved", lambda variants, device, repeats: {c: measure.Timing(ms[c], 0.0) for c in variants}
+    )
     rows = {"prefill-only": {"attention_ms": 3.0, "prefill_tokens": 30}, "decode-only": {"attention_ms": 6.0}}
     args = SimpleNamespace(batch=3, chunk=64, seq_len=128)
     advice = experiments.advise(tiny_model(), rows, args)
@@ -160,7 +253,9 @@ def test_the_advice_is_the_largest_predicted_gain(monkeypatch):
 def test_medians_and_quartiles():
     assert measure.summarize([1, 2, 3, 4, 100]) == (3, (4 - 2) / 3)
     calls = []
-    timings = measure.interleaved({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, torch.device("cpu"), 4)
+    timings = measure.interleaved(
+        {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, torch.device("cpu"), 4
+    )
     assert calls == ["a", "b"] * (measure.WARMUP + 4) and timings.keys() == {"a", "b"}
 
 
@@ -177,8 +272,12 @@ def test_bandwidth_and_ridge_are_bytes_and_rows(monkeypatch):
 
 
 def test_bars_go_from_one_token_to_the_next():
-    iterations = [Iteration(0, 2, [(5, 8, False)]), Iteration(2, 3, [(5, 1, True)]), Iteration(3, 6, [(6, 8, False)]),
-                  Iteration(6, 7, [(5, 1, True), (6, 1, True)])]
+    iterations = [
+        Iteration(0, 2, [(5, 8, False)]),
+        Iteration(2, 3, [(5, 1, True)]),
+        Iteration(3, 6, [(6, 8, False)]),
+        Iteration(6, 7, [(5, 1, True), (6, 1, True)]),
+    ]
     assert _bars(iterations) == [(1, 0, 2, False), (1, 2, 3, True), (2, 3, 6, False), (1, 3, 7, True), (2, 6, 7, True)]
 
 
@@ -204,7 +303,10 @@ def test_attention_cost_counts_every_visible_key():
     visible = sum(start + i + 1 for _, start, length in extents for i in range(length))
     keys = 9 + 10 + 3
     flops = 3 * visible * 8 * (2 * 16 + 2 * 16)  # per layer and head: q k and p v, two operations for each of 16 dims
-    assert measure.attention_cost(config, extents, torch.bfloat16) == (flops, 3 * keys * 2 * (2 * 16 * 2))  # K and V, 2 heads of 16, 2 bytes
+    assert measure.attention_cost(config, extents, torch.bfloat16) == (
+        flops,
+        3 * keys * 2 * (2 * 16 * 2),
+    )  # K and V, 2 heads of 16, 2 bytes
 
 
 def test_product_flops_count_every_weight():
@@ -242,7 +344,18 @@ def test_compiled_model_gives_the_same_logits():
 
 
 def test_sample_streams_one_prompt_and_shares_batches_among_several(tmp_path, capsys):
-    common = ["--preset", "llama-tiny", "--device", "cpu", "--max-new-tokens", "12", "--temperature", "0", "--chunk", "4"]
+    common = [
+        "--preset",
+        "llama-tiny",
+        "--device",
+        "cpu",
+        "--max-new-tokens",
+        "12",
+        "--temperature",
+        "0",
+        "--chunk",
+        "4",
+    ]
     alone = {}
     for prompt in ("one", "two three", "ü!"):
         sample.main([*common, "--prompt", prompt])
@@ -256,14 +369,21 @@ def test_sample_streams_one_prompt_and_shares_batches_among_several(tmp_path, ca
 
 def test_sample_loads_a_checkpoint_with_its_tokenizer(tmp_path, capsys):
     transformers = pytest.importorskip("transformers")
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models
 
     letters = {c: i for i, c in enumerate("abcdefgh")}
     tokenizer = Tokenizer(models.BPE(letters, []))
     tokenizer.decoder = decoders.Fuse()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    config = transformers.LlamaConfig(vocab_size=8, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-                                      num_attention_heads=2, bos_token_id=None, eos_token_id=None)
+    config = transformers.LlamaConfig(
+        vocab_size=8,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     sample.main(["--model", str(tmp_path), "--device", "cpu", "--prompt", "abc", "--max-new-tokens", "9"])
     text = capsys.readouterr().out.strip()
@@ -280,21 +400,55 @@ def test_sample_passes_its_options_on(monkeypatch, capsys):
 
     add_request = Engine.add_request
     monkeypatch.setattr(Engine, "add_request", spy)
-    sample.main(["--preset", "llama-tiny", "--device", "cpu", "--prompt", "a", "--prompt", "b", "--max-new-tokens", "3",
-                 "--temperature", "0.5", "--top-k", "4", "--top-p", "0.6", "--seed", "7", "--policy", "vllm", "--chunk", "9"])
+    sample.main(
+        [
+            "--preset",
+            "llama-tiny",
+            "--device",
+            "cpu",
+            "--prompt",
+            "a",
+            "--prompt",
+            "b",
+            "--max-new-tokens",
+            "3",
+            "--temperature",
+            "0.5",
+            "--top-k",
+            "4",
+            "--top-p",
+            "0.6",
+            "--seed",
+            "7",
+            "--policy",
+            "vllm",
+            "--chunk",
+            "9",
+        ]
+    )
     assert [(p.max_new_tokens, p.temperature, p.top_k, p.top_p, p.seed) for p in seen["params"]] == [
-        (3, 0.5, 4, 0.6, 7), (3, 0.5, 4, 0.6, 8)]
+        (3, 0.5, 4, 0.6, 7),
+        (3, 0.5, 4, 0.6, 8),
+    ]
     assert seen["engine"] == ("VLLM", 9, 2)
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ([], "give at least one prompt"),
-    (["--prompt-file", "/no/such/file"], "/no/such/file"),
-    (["--preset", "llama-tiny", "--prompt", "x", "--temperature", "-1"], "temperature=-1"),
-    (["--preset", "llama-tiny", "--prompt", ""], "prompt"),
-    (["--model", "/no/such/directory", "--prompt", "x"], "config.json"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "give at least one prompt"),
+        (["--prompt-file", "/no/such/file"], "/no/such/file"),
+        (["--preset", "llama-tiny", "--prompt", "x", "--temperature", "-1"], "temperature=-1"),
+        (["--preset", "llama-tiny", "--prompt", ""], "prompt"),
+        (["--model", "/no/such/directory", "--prompt", "x"], "config.json"),
+    ],
+)
 def test_sample_says_what_is_wrong_without_a_traceback(arguments, message):
-    done = subprocess.run([sys.executable, "sample.py", *arguments], capture_output=True, text=True,
-                          cwd=Path(__file__).parent, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    done = subprocess.run(
+        [sys.executable, "sample.py", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )
     assert done.returncode != 0 and message in done.stderr and "Traceback" not in done.stderr

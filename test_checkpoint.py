@@ -22,24 +22,46 @@ from model import GPT, PRESETS, FlatBatch, GPTConfig, RopeScaling, Span
 
 VOCAB = 97
 SIZE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-LLAMA3_ROPE = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                   original_max_position_embeddings=16)
+LLAMA3_ROPE = dict(
+    rope_type="llama3",
+    rope_theta=5e5,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)
 KINDS = {
     "gpt2": transformers.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64),
-    "gpt2 untied": transformers.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64,
-                                           n_inner=40, layer_norm_epsilon=0.1, tie_word_embeddings=False),
+    "gpt2 untied": transformers.GPT2Config(
+        vocab_size=VOCAB,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        n_inner=40,
+        layer_norm_epsilon=0.1,
+        tie_word_embeddings=False,
+    ),
     "llama 1": transformers.LlamaConfig(**SIZE, max_position_embeddings=64),
-    "llama grouped": transformers.LlamaConfig(**SIZE, max_position_embeddings=64, num_key_value_heads=2,
-                                              rms_norm_eps=0.1),
-    "llama tied": transformers.LlamaConfig(**SIZE, max_position_embeddings=64, num_key_value_heads=1,
-                                           tie_word_embeddings=True),
-    "llama 3": transformers.LlamaConfig(**SIZE, max_position_embeddings=128, num_key_value_heads=2,
-                                        rope_parameters=LLAMA3_ROPE),
-    "mistral": transformers.MistralConfig(**SIZE, max_position_embeddings=64, num_key_value_heads=2, head_dim=16,
-                                          sliding_window=24),
-    "qwen2": transformers.Qwen2Config(**SIZE, max_position_embeddings=64, num_key_value_heads=2,
-                                      tie_word_embeddings=True, rope_parameters=dict(rope_type="default",
-                                                                                     rope_theta=1e4)),
+    "llama grouped": transformers.LlamaConfig(
+        **SIZE, max_position_embeddings=64, num_key_value_heads=2, rms_norm_eps=0.1
+    ),
+    "llama tied": transformers.LlamaConfig(
+        **SIZE, max_position_embeddings=64, num_key_value_heads=1, tie_word_embeddings=True
+    ),
+    "llama 3": transformers.LlamaConfig(
+        **SIZE, max_position_embeddings=128, num_key_value_heads=2, rope_parameters=LLAMA3_ROPE
+    ),
+    "mistral": transformers.MistralConfig(
+        **SIZE, max_position_embeddings=64, num_key_value_heads=2, head_dim=16, sliding_window=24
+    ),
+    "qwen2": transformers.Qwen2Config(
+        **SIZE,
+        max_position_embeddings=64,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4),
+    ),
 }
 for made in KINDS.values():
     made.bos_token_id = made.eos_token_id = None  # nothing stops early
@@ -186,16 +208,20 @@ def test_gpt2_names_without_prefix_and_with_old_buffers(save):
 
 def test_old_llama_frequencies_are_ignored(save):
     directory = save()
-    edit(directory / "model.safetensors",
-         lambda tensors: tensors.update({"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
+    edit(
+        directory / "model.safetensors",
+        lambda tensors: tensors.update({"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4)}),
+    )
     GPT.from_pretrained(directory)
 
 
 @pytest.mark.parametrize("stored, wanted", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
 def test_weights_are_converted_to_the_dtype_of_the_model(save, stored, wanted):
     directory = save()
-    edit(directory / "model.safetensors", lambda tensors: tensors.update(
-        {name: tensor.to(stored) for name, tensor in tensors.items()}))
+    edit(
+        directory / "model.safetensors",
+        lambda tensors: tensors.update({name: tensor.to(stored) for name, tensor in tensors.items()}),
+    )
     model = GPT.from_pretrained(directory, dtype=wanted)
     tensors = load_file(directory / "model.safetensors")
     q, k, v = (tensors[f"model.layers.1.self_attn.{x}_proj.weight"] for x in "qkv")
@@ -250,26 +276,92 @@ def test_every_number_of_every_parameter_is_filled(saved):
 # What the publishers' config.json say about what is computed, in the form of transformers 4.
 LLAMA = dict(model_type="llama", hidden_act="silu", tie_word_embeddings=False)
 PUBLISHED = {
-    "gpt2": dict(model_type="gpt2", activation_function="gelu_new", layer_norm_epsilon=1e-5, n_ctx=1024,
-                 n_embd=768, n_head=12, n_layer=12, n_positions=1024, vocab_size=50257),
-    "gpt2-xl": dict(model_type="gpt2", activation_function="gelu_new", layer_norm_epsilon=1e-5, n_ctx=1024,
-                    n_embd=1600, n_head=25, n_layer=48, n_positions=1024, vocab_size=50257),
-    "llama-7b": dict(LLAMA, hidden_size=4096, intermediate_size=11008, max_position_embeddings=2048,
-                     num_attention_heads=32, num_hidden_layers=32, rms_norm_eps=1e-6, vocab_size=32000),
-    "llama2-70b": dict(LLAMA, hidden_size=8192, intermediate_size=28672, max_position_embeddings=4096,
-                       num_attention_heads=64, num_hidden_layers=80, num_key_value_heads=8, pretraining_tp=1,
-                       rms_norm_eps=1e-5, rope_scaling=None, vocab_size=32000),
-    "llama3-8b": dict(LLAMA, attention_bias=False, hidden_size=4096, intermediate_size=14336,
-                      max_position_embeddings=8192, num_attention_heads=32, num_hidden_layers=32,
-                      num_key_value_heads=8, rms_norm_eps=1e-5, rope_scaling=None, rope_theta=500000.0,
-                      vocab_size=128256),
-    "mistral-7b": dict(model_type="mistral", hidden_act="silu", hidden_size=4096, intermediate_size=14336,
-                       max_position_embeddings=32768, num_attention_heads=32, num_hidden_layers=32,
-                       num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=10000.0, sliding_window=4096,
-                       tie_word_embeddings=False, vocab_size=32000),
-    "yi-34b": dict(LLAMA, hidden_size=7168, intermediate_size=20480, max_position_embeddings=4096,
-                   num_attention_heads=56, num_hidden_layers=60, num_key_value_heads=8, rms_norm_eps=1e-5,
-                   rope_theta=5000000.0, vocab_size=64000),
+    "gpt2": dict(
+        model_type="gpt2",
+        activation_function="gelu_new",
+        layer_norm_epsilon=1e-5,
+        n_ctx=1024,
+        n_embd=768,
+        n_head=12,
+        n_layer=12,
+        n_positions=1024,
+        vocab_size=50257,
+    ),
+    "gpt2-xl": dict(
+        model_type="gpt2",
+        activation_function="gelu_new",
+        layer_norm_epsilon=1e-5,
+        n_ctx=1024,
+        n_embd=1600,
+        n_head=25,
+        n_layer=48,
+        n_positions=1024,
+        vocab_size=50257,
+    ),
+    "llama-7b": dict(
+        LLAMA,
+        hidden_size=4096,
+        intermediate_size=11008,
+        max_position_embeddings=2048,
+        num_attention_heads=32,
+        num_hidden_layers=32,
+        rms_norm_eps=1e-6,
+        vocab_size=32000,
+    ),
+    "llama2-70b": dict(
+        LLAMA,
+        hidden_size=8192,
+        intermediate_size=28672,
+        max_position_embeddings=4096,
+        num_attention_heads=64,
+        num_hidden_layers=80,
+        num_key_value_heads=8,
+        pretraining_tp=1,
+        rms_norm_eps=1e-5,
+        rope_scaling=None,
+        vocab_size=32000,
+    ),
+    "llama3-8b": dict(
+        LLAMA,
+        attention_bias=False,
+        hidden_size=4096,
+        intermediate_size=14336,
+        max_position_embeddings=8192,
+        num_attention_heads=32,
+        num_hidden_layers=32,
+        num_key_value_heads=8,
+        rms_norm_eps=1e-5,
+        rope_scaling=None,
+        rope_theta=500000.0,
+        vocab_size=128256,
+    ),
+    "mistral-7b": dict(
+        model_type="mistral",
+        hidden_act="silu",
+        hidden_size=4096,
+        intermediate_size=14336,
+        max_position_embeddings=32768,
+        num_attention_heads=32,
+        num_hidden_layers=32,
+        num_key_value_heads=8,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        sliding_window=4096,
+        tie_word_embeddings=False,
+        vocab_size=32000,
+    ),
+    "yi-34b": dict(
+        LLAMA,
+        hidden_size=7168,
+        intermediate_size=20480,
+        max_position_embeddings=4096,
+        num_attention_heads=56,
+        num_hidden_layers=60,
+        num_key_value_heads=8,
+        rms_norm_eps=1e-5,
+        rope_theta=5000000.0,
+        vocab_size=64000,
+    ),
 }
 
 
@@ -283,9 +375,15 @@ def test_published_config_gives_the_preset(tmp_path, name):
     assert read(tmp_path, **PUBLISHED[name]) == PRESETS[name]
 
 
-@pytest.mark.parametrize("model_type, config", [
-    ("gpt2", transformers.GPT2Config), ("llama", transformers.LlamaConfig),
-    ("mistral", transformers.MistralConfig), ("qwen2", transformers.Qwen2Config)])
+@pytest.mark.parametrize(
+    "model_type, config",
+    [
+        ("gpt2", transformers.GPT2Config),
+        ("llama", transformers.LlamaConfig),
+        ("mistral", transformers.MistralConfig),
+        ("qwen2", transformers.Qwen2Config),
+    ],
+)
 def test_missing_fields_are_what_transformers_assumes(tmp_path, model_type, config):
     silent = read(tmp_path, model_type=model_type)
     config().save_pretrained(tmp_path)
@@ -311,56 +409,89 @@ def test_config_of_transformers_4_and_5_mean_the_same(tmp_path, kind, type_key):
 
 
 def test_config_in_full(tmp_path):
-    scaling = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192,
-                   rope_type="llama3")
+    scaling = dict(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192, rope_type="llama3"
+    )
     llama31 = read(tmp_path, **PUBLISHED["llama3-8b"] | dict(max_position_embeddings=131072, rope_scaling=scaling))
     assert llama31.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192) and llama31.rope_theta == 500000.0
-    qwen2 = read(tmp_path, model_type="qwen2", hidden_act="silu", hidden_size=896, intermediate_size=4864,
-                 max_position_embeddings=131072, max_window_layers=24, num_attention_heads=14,
-                 num_hidden_layers=24, num_key_value_heads=2, rms_norm_eps=1e-6, rope_theta=1000000.0, sliding_window=131072,
-                 tie_word_embeddings=True, use_sliding_window=False, vocab_size=151936)
-    assert qwen2 == GPTConfig("llama", 151936, 24, 14, 896, n_kv_head=2, n_inner=4864, max_positions=131072,
-                              norm_eps=1e-6, qkv_bias=True, tie_embeddings=True, rope_theta=1e6)
+    qwen2 = read(
+        tmp_path,
+        model_type="qwen2",
+        hidden_act="silu",
+        hidden_size=896,
+        intermediate_size=4864,
+        max_position_embeddings=131072,
+        max_window_layers=24,
+        num_attention_heads=14,
+        num_hidden_layers=24,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-6,
+        rope_theta=1000000.0,
+        sliding_window=131072,
+        tie_word_embeddings=True,
+        use_sliding_window=False,
+        vocab_size=151936,
+    )
+    assert qwen2 == GPTConfig(
+        "llama",
+        151936,
+        24,
+        14,
+        896,
+        n_kv_head=2,
+        n_inner=4864,
+        max_positions=131072,
+        norm_eps=1e-6,
+        qkv_bias=True,
+        tie_embeddings=True,
+        rope_theta=1e6,
+    )
 
 
-@pytest.mark.parametrize("options, max_positions", [
-    (dict(model_type="mistral", sliding_window=100), 100),
-    (dict(model_type="mistral", sliding_window=2000), 1000),
-    (dict(model_type="mistral", sliding_window=None), 1000),
-    (dict(model_type="qwen2", sliding_window=100), 1000),
-    (dict(model_type="qwen2", sliding_window=100, use_sliding_window=True), 100),
-    (dict(model_type="qwen2", sliding_window=100, layer_types=["full_attention", "sliding_attention"]), 100),
-    (dict(model_type="qwen2", sliding_window=100, layer_types=["full_attention"] * 2), 1000),
-    (dict(model_type="llama", sliding_window=100), 1000),
-])
+@pytest.mark.parametrize(
+    "options, max_positions",
+    [
+        (dict(model_type="mistral", sliding_window=100), 100),
+        (dict(model_type="mistral", sliding_window=2000), 1000),
+        (dict(model_type="mistral", sliding_window=None), 1000),
+        (dict(model_type="qwen2", sliding_window=100), 1000),
+        (dict(model_type="qwen2", sliding_window=100, use_sliding_window=True), 100),
+        (dict(model_type="qwen2", sliding_window=100, layer_types=["full_attention", "sliding_attention"]), 100),
+        (dict(model_type="qwen2", sliding_window=100, layer_types=["full_attention"] * 2), 1000),
+        (dict(model_type="llama", sliding_window=100), 1000),
+    ],
+)
 def test_positions_end_where_a_sliding_window_would_begin_to_matter(tmp_path, options, max_positions):
     assert read(tmp_path, max_position_embeddings=1000, **options).max_positions == max_positions
 
 
-@pytest.mark.parametrize("options, message", [
-    (dict(model_type="mixtral"), "model_type='mixtral'.*'gpt2' or 'llama' or 'mistral' or 'qwen2'"),
-    (dict(model_type="gemma2"), "model_type='gemma2'"),
-    (dict(), "model_type=None"),
-    (dict(model_type="llama", rope_scaling=dict(rope_type="yarn", factor=4.0)), "rope_type='yarn'.*'llama3'"),
-    (dict(model_type="llama", rope_scaling=dict(type="linear", factor=4.0)), "rope_type='linear'"),
-    (dict(model_type="qwen2", rope_parameters=dict(rope_type="dynamic", factor=4.0)), "rope_type='dynamic'"),
-    (dict(model_type="mistral", rope_parameters=dict(rope_type="longrope")), "rope_type='longrope'"),
-    (dict(model_type="llama", rope_scaling=dict(rope_type="llama3", factor=8.0)), "low_freq_factor"),
-    (dict(model_type="llama", rope_parameters=dict(full_attention=dict(rope_type="default"))), "full_attention"),
-    (dict(model_type="llama", rope_parameters=dict(partial_rotary_factor=0.5)), "partial_rotary_factor=0.5"),
-    (dict(model_type="llama", partial_rotary_factor=0.25), "partial_rotary_factor=0.25"),
-    (dict(model_type="llama", attention_bias=True), "attention_bias=True.*False"),
-    (dict(model_type="llama", mlp_bias=True), "mlp_bias=True"),
-    (dict(model_type="llama", hidden_act="gelu"), "hidden_act='gelu'.*'silu'"),
-    (dict(model_type="mistral", hidden_act="gelu"), "hidden_act='gelu'"),
-    (dict(model_type="qwen2", hidden_act="gelu"), "hidden_act='gelu'"),
-    (dict(model_type="llama", quantization_config=dict(quant_method="gptq")), "quantization_config=.*gptq"),
-    (dict(model_type="gpt2", activation_function="relu"), "activation_function='relu'.*'gelu_new'"),
-    (dict(model_type="gpt2", scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True"),
-    (dict(model_type="gpt2", scale_attn_weights=False), "scale_attn_weights=False.*True"),
-    (dict(model_type="gpt2", add_cross_attention=True), "add_cross_attention=True"),
-    (dict(model_type="gpt2", quantization_config=dict(bits=4)), "quantization_config"),
-])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(model_type="mixtral"), "model_type='mixtral'.*'gpt2' or 'llama' or 'mistral' or 'qwen2'"),
+        (dict(model_type="gemma2"), "model_type='gemma2'"),
+        (dict(), "model_type=None"),
+        (dict(model_type="llama", rope_scaling=dict(rope_type="yarn", factor=4.0)), "rope_type='yarn'.*'llama3'"),
+        (dict(model_type="llama", rope_scaling=dict(type="linear", factor=4.0)), "rope_type='linear'"),
+        (dict(model_type="qwen2", rope_parameters=dict(rope_type="dynamic", factor=4.0)), "rope_type='dynamic'"),
+        (dict(model_type="mistral", rope_parameters=dict(rope_type="longrope")), "rope_type='longrope'"),
+        (dict(model_type="llama", rope_scaling=dict(rope_type="llama3", factor=8.0)), "low_freq_factor"),
+        (dict(model_type="llama", rope_parameters=dict(full_attention=dict(rope_type="default"))), "full_attention"),
+        (dict(model_type="llama", rope_parameters=dict(partial_rotary_factor=0.5)), "partial_rotary_factor=0.5"),
+        (dict(model_type="llama", partial_rotary_factor=0.25), "partial_rotary_factor=0.25"),
+        (dict(model_type="llama", attention_bias=True), "attention_bias=True.*False"),
+        (dict(model_type="llama", mlp_bias=True), "mlp_bias=True"),
+        (dict(model_type="llama", hidden_act="gelu"), "hidden_act='gelu'.*'silu'"),
+        (dict(model_type="mistral", hidden_act="gelu"), "hidden_act='gelu'"),
+        (dict(model_type="qwen2", hidden_act="gelu"), "hidden_act='gelu'"),
+        (dict(model_type="llama", quantization_config=dict(quant_method="gptq")), "quantization_config=.*gptq"),
+        (dict(model_type="gpt2", activation_function="relu"), "activation_function='relu'.*'gelu_new'"),
+        (dict(model_type="gpt2", scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True"),
+        (dict(model_type="gpt2", scale_attn_weights=False), "scale_attn_weights=False.*True"),
+        (dict(model_type="gpt2", add_cross_attention=True), "add_cross_attention=True"),
+        (dict(model_type="gpt2", quantization_config=dict(bits=4)), "quantization_config"),
+    ],
+)
 def test_what_the_model_does_not_compute_is_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         read(tmp_path, **options)
@@ -383,22 +514,32 @@ def test_config_that_is_missing_or_broken_is_named(tmp_path):
 # tensors that do not fit
 
 
-@pytest.mark.parametrize("change, message", [
-    (lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}),
-     "1 unknown tensors: layers.0.self_attn.q_proj.bias"),
-    (lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.ones(48, 32)}), "unknown.*layers.2.mlp.up"),
-    (lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"),
-     "1 missing tensors: layers.1.self_attn.k_proj.weight"),
-    (lambda t: t.pop("lm_head.weight"), "missing.*lm_head.weight"),
-    (lambda t: [t.pop(name) for name in list(t) if "layers.1" in name],
-     "9 missing tensors: (layers.1[^,]+, ){5}…"),
-    (lambda t: t.update({"norm.weight": torch.ones(32)}), "twice: norm.weight"),
-    (lambda t: t.update({"model.layers.0.self_attn.v_proj.weight": torch.ones(32, 32)}),
-     r"layers.0.self_attn.v_proj.weight \[32, 32\].*expected \[16, 32\]"),
-    (lambda t: t.update({"model.layers.0.mlp.down_proj.weight": torch.ones(48, 32)}),
-     r"down_proj.weight \[48, 32\].*expected \[32, 48\]"),
-    (lambda t: t.update({"lm_head.weight": torch.ones(VOCAB, 32, dtype=torch.int8)}), "lm_head.weight.*I8"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}),
+            "1 unknown tensors: layers.0.self_attn.q_proj.bias",
+        ),
+        (lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.ones(48, 32)}), "unknown.*layers.2.mlp.up"),
+        (
+            lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"),
+            "1 missing tensors: layers.1.self_attn.k_proj.weight",
+        ),
+        (lambda t: t.pop("lm_head.weight"), "missing.*lm_head.weight"),
+        (lambda t: [t.pop(name) for name in list(t) if "layers.1" in name], "9 missing tensors: (layers.1[^,]+, ){5}…"),
+        (lambda t: t.update({"norm.weight": torch.ones(32)}), "twice: norm.weight"),
+        (
+            lambda t: t.update({"model.layers.0.self_attn.v_proj.weight": torch.ones(32, 32)}),
+            r"layers.0.self_attn.v_proj.weight \[32, 32\].*expected \[16, 32\]",
+        ),
+        (
+            lambda t: t.update({"model.layers.0.mlp.down_proj.weight": torch.ones(48, 32)}),
+            r"down_proj.weight \[48, 32\].*expected \[32, 48\]",
+        ),
+        (lambda t: t.update({"lm_head.weight": torch.ones(VOCAB, 32, dtype=torch.int8)}), "lm_head.weight.*I8"),
+    ],
+)
 def test_tensors_that_are_unknown_missing_double_or_misshapen_are_named(save, change, message):
     directory = save()
     model = GPT(checkpoint.read_config(directory))
@@ -411,14 +552,17 @@ def test_tensors_that_are_unknown_missing_double_or_misshapen_are_named(save, ch
 
 def test_gpt2_matrix_that_is_not_transposed_is_refused(save):
     directory = save("gpt2")
-    edit(directory / "model.safetensors", lambda tensors: tensors.update(
-        {"transformer.h.0.mlp.c_fc.weight": torch.ones(128, 32)}))
+    edit(
+        directory / "model.safetensors",
+        lambda tensors: tensors.update({"transformer.h.0.mlp.c_fc.weight": torch.ones(128, 32)}),
+    )
     with pytest.raises(ValueError, match=r"h.0.mlp.c_fc.weight \[128, 32\].*expected \[32, 128\]"):
         GPT.from_pretrained(directory)
 
 
-@pytest.mark.parametrize("kind, embedding", [("gpt2", "transformer.wte.weight"),
-                                             ("llama tied", "model.embed_tokens.weight")])
+@pytest.mark.parametrize(
+    "kind, embedding", [("gpt2", "transformer.wte.weight"), ("llama tied", "model.embed_tokens.weight")]
+)
 def test_head_stored_next_to_a_tied_embedding_must_equal_it(save, kind, embedding):
     directory = save(kind)
     file = directory / "model.safetensors"
@@ -485,11 +629,26 @@ def test_a_directory_is_found_without_the_hub(tmp_path, monkeypatch):
 
 
 def test_only_what_is_read_is_downloaded(tmp_path, monkeypatch):
-    wanted = ["config.json", "generation_config.json", "model-00001-of-00002.safetensors", "model.safetensors",
-              "model.safetensors.index.json", "original/tokenizer.model", "tokenizer.json", "tokenizer.model",
-              "vocab.json", "merges.txt"]
-    others = ["pytorch_model.bin", "consolidated.safetensors", "original/consolidated.00.pth", "onnx/model.onnx",
-              "README.md", "tf_model.h5"]
+    wanted = [
+        "config.json",
+        "generation_config.json",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "original/tokenizer.model",
+        "tokenizer.json",
+        "tokenizer.model",
+        "vocab.json",
+        "merges.txt",
+    ]
+    others = [
+        "pytorch_model.bin",
+        "consolidated.safetensors",
+        "original/consolidated.00.pth",
+        "onnx/model.onnx",
+        "README.md",
+        "tf_model.h5",
+    ]
 
     def snapshot_download(name, allow_patterns):
         assert name == "owner/model"

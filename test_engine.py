@@ -61,15 +61,19 @@ class WordTokenizer(CharTokenizer):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_seeded_sampling_is_the_same_under_every_policy(model, policy):
-    params = [SamplingParams(8, temperature=t, top_k=k, top_p=p, seed=s)
-              for t, k, p, s in [(1.0, 0, 1.0, 1), (0.7, 5, 1.0, 2), (1.5, 0, 0.8, 3), (1.0, 9, 0.5, 4), (0.0, 0, 1.0, 5)]]
+    params = [
+        SamplingParams(8, temperature=t, top_k=k, top_p=p, seed=s)
+        for t, k, p, s in [(1.0, 0, 1.0, 1), (0.7, 5, 1.0, 2), (1.5, 0, 0.8, 3), (1.0, 9, 0.5, 4), (0.0, 0, 1.0, 5)]
+    ]
     done = make_engine(model, policy).generate(PROMPTS, params)
     assert [c.tokens for c in done] == [alone(model, *request) for request in zip(PROMPTS, params)]
 
 
 def test_the_seed_makes_a_difference(model):
-    texts = {tuple(make_engine(model).generate([[1, 2, 3]], SamplingParams(8, temperature=2.0, seed=seed))[0].tokens)
-             for seed in range(8)}
+    texts = {
+        tuple(make_engine(model).generate([[1, 2, 3]], SamplingParams(8, temperature=2.0, seed=seed))[0].tokens)
+        for seed in range(8)
+    }
     assert len(texts) > 4
 
 
@@ -142,7 +146,9 @@ def test_finish_reasons(model):
     free = alone(model, PROMPTS[0], SamplingParams(10))
     assert len(set(free[:3])) == 3
     engine = make_engine(model)
-    stopped, ended = engine.generate([PROMPTS[0]] * 2, [SamplingParams(10, stop_token_ids=(free[2],)), SamplingParams(10)])
+    stopped, ended = engine.generate(
+        [PROMPTS[0]] * 2, [SamplingParams(10, stop_token_ids=(free[2],)), SamplingParams(10)]
+    )
     assert stopped.finish_reason == "stop" and stopped.tokens == free[:3]
     assert ended.finish_reason == "length" and ended.tokens == free
     # a stop token that is also the last one allowed counts as a stop
@@ -158,7 +164,9 @@ def test_abort_frees_the_slot_and_keeps_what_was_generated(model, steps):
         engine.step()
     completion = engine.abort(first)
     assert completion.finish_reason == "abort"
-    assert completion.tokens == alone(model, PROMPTS[1], SamplingParams(10))[: max(0, steps - 3)]  # 20 = 3 chunks of 6 + 2
+    assert (
+        completion.tokens == alone(model, PROMPTS[1], SamplingParams(10))[: max(0, steps - 3)]
+    )  # 20 = 3 chunks of 6 + 2
     events = []
     while engine.has_work:
         events += engine.step()
@@ -189,7 +197,10 @@ def test_events_are_the_tokens_in_order(model):
 def test_latencies():
     # one chunk of 6 per step, and the clock is read at the start and at the end of each: 1-2, 3-4, …
     engine = make_engine(tiny_model(), "sarathi", max_batch=1, clock=Ticks())
-    first, second = engine.add_request([1] * 14, SamplingParams(3), arrival=0.0), engine.add_request([2], SamplingParams(1), 0.5)
+    first, second = (
+        engine.add_request([1] * 14, SamplingParams(3), arrival=0.0),
+        engine.add_request([2], SamplingParams(1), 0.5),
+    )
     done = {}
     while engine.has_work:
         done |= {e.request_id: e.completion for e in engine.step() if e.completion}
@@ -324,15 +335,19 @@ def test_an_interrupted_generate_leaves_nothing_behind(model, monkeypatch):
 # errors
 
 
-@pytest.mark.parametrize("prompt, params, message", [
-    ([], SamplingParams(), "prompt: must hold at least 1 token"),
-    ([1, 61], SamplingParams(), r"token 61 is out of range, the vocabulary is 0 … 60"),
-    ([-1], SamplingParams(), "token -1 is out of range"),
-    ([1.5], SamplingParams(), "prompt="),
-    ("text", SamplingParams(), "no tokenizer"),
-    (7, SamplingParams(), "prompt=7"), ([1], {"max_new_tokens": 3}, "params="),
-    ([1] * 30, SamplingParams(11), r"prompt of 30 tokens \+ max_new_tokens=11: must not exceed max_len=40"),
-])
+@pytest.mark.parametrize(
+    "prompt, params, message",
+    [
+        ([], SamplingParams(), "prompt: must hold at least 1 token"),
+        ([1, 61], SamplingParams(), r"token 61 is out of range, the vocabulary is 0 … 60"),
+        ([-1], SamplingParams(), "token -1 is out of range"),
+        ([1.5], SamplingParams(), "prompt="),
+        ("text", SamplingParams(), "no tokenizer"),
+        (7, SamplingParams(), "prompt=7"),
+        ([1], {"max_new_tokens": 3}, "params="),
+        ([1] * 30, SamplingParams(11), r"prompt of 30 tokens \+ max_new_tokens=11: must not exceed max_len=40"),
+    ],
+)
 def test_a_bad_request_is_refused_and_changes_nothing(model, prompt, params, message):
     engine = make_engine(model)
     with pytest.raises(ValueError, match=message):
@@ -343,32 +358,46 @@ def test_a_bad_request_is_refused_and_changes_nothing(model, prompt, params, mes
     assert engine.add_request([1] * 30, SamplingParams(10)) == 0  # exactly max_len fits
 
 
-@pytest.mark.parametrize("options, message", [
-    (dict(policy="fifo"), "policy='fifo'.*request-level"),
-    (dict(chunk=0), "chunk=0"),
-    (dict(max_batch=0), "max_batch=0"),
-    (dict(max_len=0), "max_len=0"),
-    (dict(max_len=513), r"max_len=513: must be at most 512"),
-    (dict(chunk=2.5), "chunk=2.5"), (dict(chunk="8"), "chunk='8'"), (dict(max_batch=2.0), "max_batch=2.0"),
-    (dict(policy=["orca"]), r"policy=\['orca'\]"),
-    (dict(policy="sarathi", tile=0), "tile=0"),
-    (dict(tile=2), "tile=2.*'sarathi-serve' has no such option"),
-    (dict(prefills=2), "prefills=2.*sarathi-serve"),
-    (dict(budget=2), "budget=2"),
-    (dict(attention="flash"), "attention='flash'"),
-    (dict(attention="xformers"), "attention='xformers'"),
-])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(policy="fifo"), "policy='fifo'.*request-level"),
+        (dict(chunk=0), "chunk=0"),
+        (dict(max_batch=0), "max_batch=0"),
+        (dict(max_len=0), "max_len=0"),
+        (dict(max_len=513), r"max_len=513: must be at most 512"),
+        (dict(chunk=2.5), "chunk=2.5"),
+        (dict(chunk="8"), "chunk='8'"),
+        (dict(max_batch=2.0), "max_batch=2.0"),
+        (dict(policy=["orca"]), r"policy=\['orca'\]"),
+        (dict(policy="sarathi", tile=0), "tile=0"),
+        (dict(tile=2), "tile=2.*'sarathi-serve' has no such option"),
+        (dict(prefills=2), "prefills=2.*sarathi-serve"),
+        (dict(budget=2), "budget=2"),
+        (dict(attention="flash"), "attention='flash'"),
+        (dict(attention="xformers"), "attention='xformers'"),
+    ],
+)
 def test_a_bad_engine_is_refused(model, options, message):
     with pytest.raises(ValueError, match=message):
         make_engine(model, **options)
 
 
-@pytest.mark.parametrize("options, name", [
-    (dict(temperature=-0.1), "temperature=-0.1"), (dict(temperature=float("nan")), "temperature=nan"),
-    (dict(top_k=-1), "top_k=-1"), (dict(top_p=0.0), "top_p=0.0"), (dict(top_p=1.1), "top_p=1.1"),
-    (dict(max_new_tokens=0), "max_new_tokens=0"), (dict(max_new_tokens=2.5), "max_new_tokens=2.5"), (dict(top_k=1.0), "top_k=1.0"),
-    (dict(temperature="1"), "temperature='1'"), (dict(stop_token_ids=5), "stop_token_ids=5"),
-])
+@pytest.mark.parametrize(
+    "options, name",
+    [
+        (dict(temperature=-0.1), "temperature=-0.1"),
+        (dict(temperature=float("nan")), "temperature=nan"),
+        (dict(top_k=-1), "top_k=-1"),
+        (dict(top_p=0.0), "top_p=0.0"),
+        (dict(top_p=1.1), "top_p=1.1"),
+        (dict(max_new_tokens=0), "max_new_tokens=0"),
+        (dict(max_new_tokens=2.5), "max_new_tokens=2.5"),
+        (dict(top_k=1.0), "top_k=1.0"),
+        (dict(temperature="1"), "temperature='1'"),
+        (dict(stop_token_ids=5), "stop_token_ids=5"),
+    ],
+)
 def test_bad_sampling_params_are_refused(options, name):
     with pytest.raises(ValueError, match=name):
         SamplingParams(**options)
@@ -389,10 +418,15 @@ def test_generate_checks_its_arguments(model):
     assert [event.request_id for event in engine.step()] == [kept]
 
 
-@pytest.mark.parametrize("changes, message", [
-    (dict(family="bert"), "family='bert'"), (dict(n_kv_head=3), "n_kv_head=3"), (dict(n_layer=0), "n_layer=0"),
-    (dict(head_dim=7), "head_dim=7"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(family="bert"), "family='bert'"),
+        (dict(n_kv_head=3), "n_kv_head=3"),
+        (dict(n_layer=0), "n_layer=0"),
+        (dict(head_dim=7), "head_dim=7"),
+    ],
+)
 def test_a_bad_geometry_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         GPTConfig.preset("llama-tiny", **changes)
@@ -414,7 +448,9 @@ def test_kv_bytes_are_known_before_they_are_allocated(model):
 
 def test_without_a_batch_size_memory_decides(model, monkeypatch):
     per_token, weights = 2 * 2 * 2 * 8 * 8, sum(p.numel() for p in model.parameters()) * 8
-    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": 2 * (weights + 7 * 40 * per_token + 99), "SC_PAGE_SIZE": 1}[name])
+    monkeypatch.setattr(
+        "os.sysconf", lambda name: {"SC_PHYS_PAGES": 2 * (weights + 7 * 40 * per_token + 99), "SC_PAGE_SIZE": 1}[name]
+    )
     engine = Engine(model, max_len=40)
     assert engine.scheduler.max_batch == engine.cache.slots == 7
     with pytest.raises(ValueError, match="max_len=400: one request takes"):
@@ -452,9 +488,20 @@ def test_random_weights_follow_gpt2():
 
 
 def test_presets_have_their_published_size():
-    published = {"gpt2": 124e6, "gpt2-medium": 355e6, "gpt2-large": 774e6, "gpt2-xl": 1558e6, "llama-7b": 6.74e9,
-                 "llama-13b": 13.02e9, "llama-33b": 32.5e9, "llama-65b": 65.3e9, "llama2-70b": 69.0e9, "llama3-8b": 8.03e9,
-                 "mistral-7b": 7.24e9, "yi-34b": 34.4e9}
+    published = {
+        "gpt2": 124e6,
+        "gpt2-medium": 355e6,
+        "gpt2-large": 774e6,
+        "gpt2-xl": 1558e6,
+        "llama-7b": 6.74e9,
+        "llama-13b": 13.02e9,
+        "llama-33b": 32.5e9,
+        "llama-65b": 65.3e9,
+        "llama2-70b": 69.0e9,
+        "llama3-8b": 8.03e9,
+        "mistral-7b": 7.24e9,
+        "yi-34b": 34.4e9,
+    }
     for name, parameters in published.items():
         assert GPTConfig.preset(name).num_params() == pytest.approx(parameters, rel=0.01)
     assert 160e6 <= GPTConfig.preset("llama-160m").num_params() <= 220e6

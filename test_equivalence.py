@@ -33,8 +33,12 @@ def close(actual, expected, dtype=torch.float64):
 def prefill(model, tokens, chunk, slot=0):
     """Logits of every prompt token, (len(tokens), vocab_size), computed `chunk` tokens at a time."""
     cache = poisoned_cache(model, slot + 1, len(tokens))
-    return torch.cat([run(model, cache, [Span(slot, start, tokens[start : start + chunk])], all_rows=True)
-                      for start in range(0, len(tokens), chunk)])
+    return torch.cat(
+        [
+            run(model, cache, [Span(slot, start, tokens[start : start + chunk])], all_rows=True)
+            for start in range(0, len(tokens), chunk)
+        ]
+    )
 
 
 def in_dtype(model, dtype):
@@ -71,7 +75,12 @@ def test_rows_go_through_a_layer_in_pieces_without_a_trace():
 
 def test_hybrid_batch_equals_its_parts(model):
     # four requests in slots of any order, with holes; three decode, one prefills its second chunk
-    prompts = {5: tokens_of(model, 9, 1), 0: tokens_of(model, 17, 2), 3: tokens_of(model, 1, 3), 6: tokens_of(model, 30, 4)}
+    prompts = {
+        5: tokens_of(model, 9, 1),
+        0: tokens_of(model, 17, 2),
+        3: tokens_of(model, 1, 3),
+        6: tokens_of(model, 30, 4),
+    }
     done = {5: 8, 0: 16, 3: 0, 6: 11}  # tokens of each prompt that are computed before the hybrid batch
 
     def prepared():
@@ -81,7 +90,7 @@ def test_hybrid_batch_equals_its_parts(model):
                 run(model, cache, [Span(slot, 0, prompts[slot][:n])])
         return cache
 
-    spans = [Span(slot, done[slot], prompts[slot][done[slot]:]) for slot in (6, 5, 0, 3)]
+    spans = [Span(slot, done[slot], prompts[slot][done[slot] :]) for slot in (6, 5, 0, 3)]
     hybrid_cache, parts_cache = prepared(), prepared()
     together = run(model, hybrid_cache, spans)
     apart = torch.cat([run(model, parts_cache, [span]) for span in spans])
@@ -90,7 +99,11 @@ def test_hybrid_batch_equals_its_parts(model):
 
 
 def test_logits_come_only_for_the_spans_that_want_them(model):
-    spans = [Span(0, 0, tokens_of(model, 5, 1)), Span(2, 0, tokens_of(model, 1, 2), False), Span(1, 0, tokens_of(model, 3, 3))]
+    spans = [
+        Span(0, 0, tokens_of(model, 5, 1)),
+        Span(2, 0, tokens_of(model, 1, 2), False),
+        Span(1, 0, tokens_of(model, 3, 3)),
+    ]
     wanted = run(model, poisoned_cache(model, 3, 8), spans)
     everything = run(model, poisoned_cache(model, 3, 8), [span._replace(wants_logits=True) for span in spans])
     close(wanted, everything[[0, 2]])
@@ -154,9 +167,16 @@ def test_the_mask_that_sdpa_uses_is_figure_6():
             assert torch.equal(backend.mask(start, length) == 0, figure_6(start, length).repeat_interleave(2, dim=0))
 
 
-@pytest.mark.parametrize("extents", [
-    [Extent(0, 0, 4)], [Extent(0, 4, 4)], [Extent(0, 8, 4)], [Extent(3, 6, 1), Extent(0, 0, 1), Extent(2, 9, 1)],
-    [Extent(4, 5, 2), Extent(1, 0, 12), Extent(2, 3, 9)]])
+@pytest.mark.parametrize(
+    "extents",
+    [
+        [Extent(0, 0, 4)],
+        [Extent(0, 4, 4)],
+        [Extent(0, 8, 4)],
+        [Extent(3, 6, 1), Extent(0, 0, 1), Extent(2, 9, 1)],
+        [Extent(4, 5, 2), Extent(1, 0, 12), Extent(2, 3, 9)],
+    ],
+)
 def test_xformers_mask_is_figure_6_in_every_slot(extents):
     pytest.importorskip("xformers")
     expected, row = torch.zeros(sum(e.length for e in extents), 60, dtype=torch.bool), 0
@@ -195,7 +215,9 @@ def test_xformers_plan_equals_sdpa(model, split_k, monkeypatch):
     layer, extents = 0, [Extent(4, 20, 1), Extent(0, 0, 1), Extent(2, 7, 1), Extent(1, 5, 9), Extent(3, 0, 6)]
     for slot, start, length in extents:
         for data in cache.layer(layer):
-            data[slot, :, : start + length] = torch.rand(model.config.n_kv_head, start + length, 16, dtype=torch.float64)
+            data[slot, :, : start + length] = torch.rand(
+                model.config.n_kv_head, start + length, 16, dtype=torch.float64
+            )
     backend = XFormers(model.config, cache, split_k)
     q = torch.randn(3 + 9 + 6, model.config.n_head, model.config.head_dim, dtype=torch.float64)
     expected = SDPA(model.config, cache).plan(extents)(q, *cache.layer(layer))
@@ -228,9 +250,17 @@ def test_sixteen_bits_lose_no_more_than_rounding(model, dtype, chunk):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("backend, dtype, tolerance", [
-    ("sdpa", torch.float32, 1e-3), ("sdpa", torch.bfloat16, 0.1), ("xformers", torch.bfloat16, 0.1),
-    ("xformers", torch.float16, 0.02), ("xformers-split-k", torch.bfloat16, 0.1)], ids=str)
+@pytest.mark.parametrize(
+    "backend, dtype, tolerance",
+    [
+        ("sdpa", torch.float32, 1e-3),
+        ("sdpa", torch.bfloat16, 0.1),
+        ("xformers", torch.bfloat16, 0.1),
+        ("xformers", torch.float16, 0.02),
+        ("xformers-split-k", torch.bfloat16, 0.1),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("n_kv_head", [4, 2])
 def test_cuda_equals_cpu(n_kv_head, backend, dtype, tolerance):
     if backend != "sdpa":

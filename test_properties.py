@@ -4,7 +4,6 @@ import functools
 from collections import Counter
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -31,17 +30,32 @@ def poison(engine):
     """Put NaN wherever no running request has something computed: free slots, and what lies beyond num_computed."""
     computed = {request.slot: request.num_computed for request in engine.scheduler.running}
     for slot in range(engine.cache.slots):
-        engine.cache.data[:, :, slot, :, computed.get(slot, 0):] = float("nan")
+        engine.cache.data[:, :, slot, :, computed.get(slot, 0) :] = float("nan")
 
 
 requests = st.tuples(
     st.lists(st.integers(0, 16), min_size=1, max_size=16).map(tuple),
-    st.builds(SamplingParams, max_new_tokens=st.integers(1, 8), temperature=st.sampled_from([0.0, 1.0]),
-              top_k=st.sampled_from([0, 3]), top_p=st.sampled_from([1.0, 0.7]), seed=st.integers(0, 3),
-              stop_token_ids=st.sampled_from([(), (3, 4, 5)])),
+    st.builds(
+        SamplingParams,
+        max_new_tokens=st.integers(1, 8),
+        temperature=st.sampled_from([0.0, 1.0]),
+        top_k=st.sampled_from([0, 3]),
+        top_p=st.sampled_from([1.0, 0.7]),
+        seed=st.integers(0, 3),
+        stop_token_ids=st.sampled_from([(), (3, 4, 5)]),
+    ),
 )
-actions = st.lists(st.one_of(requests, st.just("step"), st.just("step"), st.just("fault before"), st.just("fault after"),
-                             st.tuples(st.just("abort"), st.integers(0, 20))), max_size=40)
+actions = st.lists(
+    st.one_of(
+        requests,
+        st.just("step"),
+        st.just("step"),
+        st.just("fault before"),
+        st.just("fault after"),
+        st.tuples(st.just("abort"), st.integers(0, 20)),
+    ),
+    max_size=40,
+)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -94,7 +108,8 @@ def test_every_request_ends_as_if_it_were_alone(policy, actions, chunk, max_batc
         finally:
             del engine.model.forward
         assert sorted(state) == sorted(
-            (r.id, r.num_computed, len(r.tokens)) for r in (*engine.scheduler.running, *engine.scheduler.waiting))
+            (r.id, r.num_computed, len(r.tokens)) for r in (*engine.scheduler.running, *engine.scheduler.waiting)
+        )
         check()
 
     for action in actions:

@@ -34,31 +34,53 @@ def simulate(policy, requests, chunk=8, max_batch=4, max_len=64, **options):
 
 def test_request_level_runs_a_batch_to_its_end():
     assert simulate("request-level", [(5, 2), (3, 3), (4, 2)], max_batch=2) == [
-        {0: 5, 1: 3}, {0: "d", 1: "d"}, {1: "d"}, {2: 4}, {2: "d"}]
+        {0: 5, 1: 3},
+        {0: "d", 1: "d"},
+        {1: "d"},
+        {2: 4},
+        {2: "d"},
+    ]
 
 
 def test_orca_lets_whole_prompts_join_the_decodes():
     assert simulate("orca", [(5, 2), (3, 4), (20, 2), (4, 1)], max_batch=2) == [
-        {0: 5, 1: 3}, {0: "d", 1: "d"}, {1: "d", 2: 20}, {1: "d", 2: "d"}, {3: 4}]
+        {0: 5, 1: 3},
+        {0: "d", 1: "d"},
+        {1: "d", 2: 20},
+        {1: "d", 2: "d"},
+        {3: 4},
+    ]
 
 
 def test_orca_best_case_takes_one_prompt_at_a_time():
-    assert simulate("orca", [(5, 3), (3, 2), (4, 1)], prefills=1) == [
-        {0: 5}, {0: "d", 1: 3}, {0: "d", 1: "d", 2: 4}]
+    assert simulate("orca", [(5, 3), (3, 2), (4, 1)], prefills=1) == [{0: 5}, {0: "d", 1: 3}, {0: "d", 1: "d", 2: 4}]
 
 
 def test_vllm_stalls_decodes_for_prompts():
     assert simulate("vllm", [(5, 2), (3, 4), (20, 2), (4, 1)], max_batch=2) == [
-        {0: 5, 1: 3}, {0: "d", 1: "d"}, {2: 20}, {1: "d", 2: "d"}, {3: 4}, {1: "d"}]
+        {0: 5, 1: 3},
+        {0: "d", 1: "d"},
+        {2: 20},
+        {1: "d", 2: "d"},
+        {3: 4},
+        {1: "d"},
+    ]
 
 
 def test_sarathi_fills_the_chunk_up_with_decodes():
     assert simulate("sarathi", [(12, 5), (10, 3)], chunk=8) == [
-        {0: 8}, {0: 4},  # one prefill chunk in a batch, though the second prompt would have fitted
-        {0: "d", 1: 7}, {0: "d", 1: 3}, {0: "d", 1: "d"}, {0: "d", 1: "d"}]
+        {0: 8},
+        {0: 4},  # one prefill chunk in a batch, though the second prompt would have fitted
+        {0: "d", 1: 7},
+        {0: "d", 1: 3},
+        {0: "d", 1: "d"},
+        {0: "d", 1: "d"},
+    ]
 
 
-@pytest.mark.parametrize("chunk, tile, total", [(256, 128, 256), (300, 128, 256), (128, 128, 128), (100, 128, 100), (100, 1, 100)])
+@pytest.mark.parametrize(
+    "chunk, tile, total", [(256, 128, 256), (300, 128, 256), (128, 128, 128), (100, 128, 100), (100, 1, 100)]
+)
 def test_sarathi_aligns_chunk_and_decodes_to_the_tile(chunk, tile, total):
     decodes = 5
     history = simulate("sarathi", [(1, 60)] * decodes + [(700, 1)], chunk, 6, 1000, tile=tile)
@@ -71,17 +93,30 @@ def test_sarathi_aligns_chunk_and_decodes_to_the_tile(chunk, tile, total):
 def test_sarathi_serve_is_algorithm_3():
     # decodes first, then what was started, then new requests, while the budget of 8 lasts
     assert simulate("sarathi-serve", [(5, 4), (12, 2), (3, 2), (2, 1)], chunk=8) == [
-        {0: 5, 1: 3}, {0: "d", 1: 7}, {0: "d", 1: 2, 2: 3, 3: 2}, {0: "d", 1: "d", 2: "d"}]
+        {0: 5, 1: 3},
+        {0: "d", 1: 7},
+        {0: "d", 1: 2, 2: 3, 3: 2},
+        {0: "d", 1: "d", 2: "d"},
+    ]
 
 
 def test_chunked_only_alternates_and_never_mixes():
     assert simulate("chunked-only", [(5, 3), (12, 2), (3, 1)], chunk=8) == [
-        {0: 5, 1: 3}, {0: "d"}, {1: 8}, {0: "d"}, {1: 1, 2: 3}, {1: "d"}]
+        {0: 5, 1: 3},
+        {0: "d"},
+        {1: 8},
+        {0: "d"},
+        {1: 1, 2: 3},
+        {1: "d"},
+    ]
 
 
 def test_hybrid_only_cuts_a_prompt_only_where_several_share_a_batch():
     assert simulate("hybrid-only", [(5, 3), (40, 2), (30, 1)], chunk=8, max_len=64) == [
-        {0: 5, 1: 40, 2: 19}, {0: "d", 1: "d", 2: 11}, {0: "d"}]
+        {0: 5, 1: 40, 2: 19},
+        {0: "d", 1: "d", 2: 11},
+        {0: "d"},
+    ]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -13,8 +13,16 @@ from tiktoken_ext.openai_public import r50k_pat_str
 
 from tokenizer import byte_tokenizer, load_tokenizer
 
-TEXTS = ["", "hello hello", "  two  spaces ", "naïve café", "日本語", "👩‍👩‍👧 ok 👍🏽", "tab\tnew\nline\r\n",
-         "1234 it's IT'S"]
+TEXTS = [
+    "",
+    "hello hello",
+    "  two  spaces ",
+    "naïve café",
+    "日本語",
+    "👩‍👩‍👧 ok 👍🏽",
+    "tab\tnew\nline\r\n",
+    "1234 it's IT'S",
+]
 
 
 def streamed(tokenizer, ids):
@@ -68,13 +76,30 @@ def llama3_directory(path, name="tokenizer.model"):
 
 def sentencepiece_directory(path):
     """tokenizer.json with the rules of LLaMA 2: spaces are ▁, one in front of a text, rare characters are bytes."""
-    vocab = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)),
-                                                 "▁", *"helo", "he", "ll", "hell", "hello", "▁hello"])}
+    vocab = {
+        token: i
+        for i, token in enumerate(
+            [
+                "<unk>",
+                "<s>",
+                "</s>",
+                *(f"<0x{b:02X}>" for b in range(256)),
+                "▁",
+                *"helo",
+                "he",
+                "ll",
+                "hell",
+                "hello",
+                "▁hello",
+            ]
+        )
+    }
     merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("▁", "hello")]
     inner = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
-                                       decoders.Strip(" ", 1, 0)])
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     inner.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
     inner.add_special_tokens(["<unk>", "<s>", "</s>"])
     inner.enable_truncation(4)
@@ -89,14 +114,22 @@ def byte_level_directory(path):
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    inner.train_from_iterator(TEXTS * 3, tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False))
+    inner.train_from_iterator(
+        TEXTS * 3,
+        tokenizers.trainers.BpeTrainer(
+            vocab_size=300, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
+        ),
+    )
     inner.save(str(path / "tokenizer.json"))
     return path
 
 
-MAKERS = {"gpt2 files": gpt2_directory, "llama 3": llama3_directory, "sentencepiece": sentencepiece_directory,
-          "byte level": byte_level_directory}
+MAKERS = {
+    "gpt2 files": gpt2_directory,
+    "llama 3": llama3_directory,
+    "sentencepiece": sentencepiece_directory,
+    "byte level": byte_level_directory,
+}
 
 
 @pytest.fixture(scope="module")
@@ -199,8 +232,9 @@ def test_llama3_stop_tokens_of_generation_config_win(tmp_path):
 
 def test_gpt2_files_encode_as_tiktoken_does(every):
     ranks = GPT2_IDS | {a + b: 256 + i for i, (a, b) in enumerate(GPT2_MERGES)}
-    reference = tiktoken.Encoding("reference", pat_str=r50k_pat_str, mergeable_ranks=ranks,
-                                  special_tokens={"<|endoftext|>": 261})
+    reference = tiktoken.Encoding(
+        "reference", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 261}
+    )
     assert every["gpt2 files"].encode("<|endoftext|> hello") == [261, 259, GPT2_IDS[b"o"]]
 
     @given(st.text() | st.text("hel o134'\n") | st.sampled_from(TEXTS))
