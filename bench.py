@@ -10,6 +10,8 @@ Read first: experiments.py, which measures what is printed here.
 """
 
 import json
+import os
+import shutil
 import sys
 import time
 from dataclasses import replace
@@ -103,6 +105,8 @@ def load_model(args):
     if args.seq_len > model.config.max_positions:
         raise ValueError(f"--seq-len {args.seq_len}: this model is limited to {model.config.max_positions}")
     if args.compile:
+        if device.type == "cpu" and not shutil.which(os.environ.get("CXX", "g++")):
+            raise ValueError("--compile: needs a C++ compiler on a CPU, g++ or what CXX names")
         model.compile()
     return model
 

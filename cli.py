@@ -1,6 +1,7 @@
 """What bench.py and sample.py share: options that show their defaults, and errors that are one line long."""
 
 import argparse
+import errno
 import os
 import sys
 
@@ -16,26 +17,31 @@ class OptionParser(argparse.ArgumentParser):
 
 
 def find_device(name):
-    """The torch.device of that name. Raises ValueError if it makes no sense or is not there."""
+    """The torch.device of that name, a CPU or a CUDA device. Raises ValueError if it makes no sense or is not there."""
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"--device {name}: must be cpu, cuda, cuda:1, ...") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {name}: torch {torch.__version__} sees no CUDA device, use --device cpu")
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {name}: must be cpu, cuda, cuda:1, ...")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device {name}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices")
     return device
 
 
 def run(main):
     """Call main(). What a user can cause ends with a line and an exit status, not with a traceback."""
+    sys.stdout.reconfigure(line_buffering=True)  # a pipe sees each line when it is printed
     try:
-        main()
+        try:
+            main()
+        finally:
+            sys.stdout.flush()
     except (ValueError, ImportError, torch.OutOfMemoryError) as error:
         raise SystemExit(f"error: {error}") from error
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except BrokenPipeError:  # the reader, `head` say, has gone; do not fail again when Python flushes at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(141) from None
     except OSError as error:
-        raise SystemExit(f"error: {error}") from error
+        if isinstance(error, BrokenPipeError) or error.errno == errno.ENOSPC:  # do not fail again when Python exits
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141 if isinstance(error, BrokenPipeError) else f"error: {error}") from error

@@ -310,7 +310,7 @@ class Engine:
             # decoded after the prompt, which decides on the first word's space in some tokenizers
             end = len(request.tokens) - (reason == "stop")
             before, whole = (self.tokenizer.decode(request.tokens[:n]) for n in (request.prompt_len, end))
-            completion.text = whole[len(before):]
+            completion.text = whole[len(before.rstrip("\ufffd")) :]  # a prompt may end within a character
         self.scheduler.remove(request)
         self._live.pop(request.id, None)
         return completion
@@ -340,7 +340,7 @@ class Engine:
             with tqdm(total=len(ids), desc="requests", disable=None if progress else True) as bar:
                 while unfinished:
                     for event in self.step():
-                        if event.completion:
+                        if event.completion and event.request_id in unfinished:  # not of an interrupted run
                             unfinished.remove(event.request_id)
                             done[event.request_id] = event.completion
                             bar.update()

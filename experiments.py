@@ -131,7 +131,8 @@ def decode_maximal(model, machine, args):
             "prefill_tokens": prefill_tokens, "decodes": num_decodes, "linear_ms": linear, "bare_ms": bare,
             "attention_ms": attn, "attention_alone_ms": alone,
             "attention_limit_ms": 1e3 * max(flops / machine["flops_per_s"], kv_bytes / machine["bytes_per_s"]),
-            "other_ms": max(0.0, total - linear - attn), "total_ms": total, "limit_ms": bare + alone, "spread": timings[name, "total"].spread,
+            "other_ms": max(0.0, total - linear - attn),
+            "total_ms": total, "limit_ms": bare + alone, "spread": timings[name, "total"].spread,
             "prefill_token_ms": None, "decode_token_ms": None,
         }
     prefill, decode, hybrid = rows.values()

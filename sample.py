@@ -9,6 +9,7 @@ is noise: bytes in, bytes out.
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -42,8 +43,11 @@ def parse_args(argv=None):
     if args.model and args.preset:
         parser.error("--model and --preset: give one of them")
     if args.prompt_file:
-        with open(args.prompt_file, encoding="utf-8-sig") as file:  # some editors write a byte order mark
-            args.prompt += [line for line in file.read().split("\n") if line.strip()]
+        try:
+            text = Path(args.prompt_file).read_text(encoding="utf-8-sig")  # some editors write a byte order mark
+        except (OSError, UnicodeDecodeError) as error:
+            parser.error(f"--prompt-file {args.prompt_file}: {error}")
+        args.prompt += [line for line in text.split("\n") if line.strip()]
     if not args.prompt:
         parser.error("--prompt or --prompt-file: give at least one prompt")
     return args

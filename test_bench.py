@@ -150,7 +150,13 @@ def test_bench_refuses_a_length_the_model_does_not_have():
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--device", "foo"], ["--attention", "xformers", "--device", "cpu"], ["--init-from", "/no/such"]]
+    "arguments",
+    [
+        ["--device", "foo"],
+        ["--device", "mps"],
+        ["--attention", "xformers", "--device", "cpu"],
+        ["--init-from", "/no/such"],
+    ],
 )
 def test_bench_ends_with_one_line_where_a_user_can_help(arguments):
     done = subprocess.run(
@@ -287,6 +293,16 @@ def test_compile_takes_both_halves_of_every_layer(monkeypatch):
     model = tiny_model()
     model.compile()
     assert [f.__name__ for f in compiled] == ["project", "finish"] * model.config.n_layer
+
+
+@pytest.mark.parametrize("command", ["sample.py --help", "bench.py --help"])
+def test_a_reader_that_goes_away_is_no_error(command):
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    process = subprocess.Popen(
+        [sys.executable, *command.split()], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=Path(__file__).parent, env=env)  # fmt: skip
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait() == 141
 
 
 def test_workload_is_balanced_and_the_same_for_all():

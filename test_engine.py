@@ -9,6 +9,7 @@ from kv_cache import KVCache
 from model import GPT, GPTConfig, Span
 from sampling import SamplingParams, sample
 from scheduler import POLICIES
+from tokenizer import byte_tokenizer
 
 PROMPTS = [[7, 8, 9], [1] * 20, [5], [3, 1, 4, 1, 5, 9, 2, 6] * 2, [60, 0, 60]]
 
@@ -306,6 +307,29 @@ def test_abort_after_an_interrupted_recording_leaves_the_others_alone(model, pol
     assert done.keys() == set(ids[1:])
     for i, prompt in zip(ids[1:], PROMPTS[1:]):
         assert done[i].tokens == alone(model, prompt, SamplingParams(5))
+
+
+def test_generate_after_an_interrupted_recording(model, monkeypatch):
+    engine, finish, calls = make_engine(model, "vllm", chunk=30), Engine._finish, []
+
+    def interrupted(self, live, reason):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return finish(self, live, reason)
+
+    monkeypatch.setattr(Engine, "_finish", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS[:2], SamplingParams(1), progress=False)
+    done = engine.generate(PROMPTS, SamplingParams(4), progress=False)
+    assert [c.tokens for c in done] == [alone(model, prompt, SamplingParams(4)) for prompt in PROMPTS]
+
+
+def test_text_of_a_prompt_that_ends_within_a_character(model, monkeypatch):
+    engine = make_engine(tiny_model(vocab_size=256), tokenizer=byte_tokenizer())
+    monkeypatch.setattr("engine.sample", lambda logits, params, positions: (torch.tensor([0xA9]), None))
+    assert engine.generate([[0xC3]], SamplingParams(1))[0].text == "é"
+    assert engine.generate([[0x61]], SamplingParams(1))[0].text == "\ufffd"
 
 
 def test_abort_after_a_failed_step_takes_the_request_out_of_the_batch(model, monkeypatch):
