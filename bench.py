@@ -22,7 +22,7 @@ import torch
 import cli
 import measure
 from attention import BACKENDS, check_backend
-from experiments import SPECS, advise, against_transformers, decode_maximal, describe_machine, end_to_end, workload
+from experiments import SPECS, advise, against_transformers, decode_maximal, describe_machine, end_to_end, output_tokens
 from model import DTYPES, GPT, PRESETS, GPTConfig
 
 
@@ -143,11 +143,11 @@ def print_decode_maximal(rows, speedup, args):
           "over the bandwidth, the larger; limit of the total: bare products + attention alone, both measured\n")
 
 
-def print_end_to_end(rows, args, requests):
+def print_end_to_end(rows, args):
     """The table of policies."""
-    prompt = len(requests[0][0])
-    output = args.seq_len - prompt
-    print(f"2. End to end: {len(requests)} requests of {prompt} + {output} tokens (P:D {prompt / output:.0f}; the "
+    output = output_tokens(args)
+    prompt = args.seq_len - output
+    print(f"2. End to end: {args.requests} requests of {prompt} + {output} tokens (P:D {prompt / output:.0f}; the "
           f"first {args.batch} want 1/{args.batch}, 2/{args.batch}, ...\n"
           f"   of the output), batch {args.batch}, chunk {args.chunk}, all there at time 0\n")
     table = [["policy", "tokens/s", "gain", "P50 TTFT s", "P99 TBT s", "longest stall s", "iterations",
@@ -217,7 +217,7 @@ def main(argv=None):
     print_decode_maximal(table, speedup, args)
 
     policy_rows, timelines = end_to_end(model, args)
-    print_end_to_end(policy_rows, args, workload(args, model.config.vocab_size))
+    print_end_to_end(policy_rows, args)
 
     advice = advise(model, table, args)
     conclusion = conclude(table, policy_rows, advice, args)

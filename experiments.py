@@ -202,13 +202,18 @@ class BusyClock:
         return self.elapsed + (time.perf_counter() - self.resumed if self.resumed else 0.0)
 
 
+def output_tokens(args):
+    """Output tokens of a request of seq_len tokens in all, at the ratio pd_ratio: at least 1, and so of the prompt."""
+    return min(max(1, round(args.seq_len / (1 + args.pd_ratio))), args.seq_len - 1)
+
+
 def workload(args, vocab_size):
     """[(prompt, max_new_tokens)] with prompt + output = seq_len tokens at the ratio pd_ratio, for every policy alike.
 
     The load is steady: everybody waits at time 0, and the first B requests want 1/B, 2/B, … of the output, as if
     the server had been running before; otherwise requests would begin and end in lockstep for ever.
     """
-    output = min(max(1, round(args.seq_len / (1 + args.pd_ratio))), args.seq_len - 1)
+    output = output_tokens(args)
     rng = random.Random(args.seed)
     requests = []
     for i in range(args.requests):
@@ -283,7 +288,7 @@ def end_to_end(model, args):
             min(active, key=lambda run: run.clock.elapsed).step()
         rows |= {name: run.row() for name, run in runs.items()}
         timelines |= {name: run.iterations for name, run in runs.items()}
-        del runs, active
+        del runs  # and the caches, before others are made
     baseline = rows.get("request-level")
     for row in rows.values():
         row["gain"] = row["tokens_per_s"] / baseline["tokens_per_s"] if baseline else None
@@ -312,9 +317,7 @@ def against_transformers(model, args):
             model = GPT.from_pretrained(directory, model.device, model.dtype)
         if args.compile:
             model.compile()
-    requests = workload(args, c.vocab_size)
-    prompts = [prompt for prompt, _ in requests]
-    output = args.seq_len - len(prompts[0])
+    prompts, output = [prompt for prompt, _ in workload(args, c.vocab_size)], output_tokens(args)
     engine = Engine(model, "sarathi", args.chunk, args.batch, args.seq_len, attention=args.attention)
 
     @torch.inference_mode()
@@ -341,7 +344,7 @@ def against_transformers(model, args):
     theirs_timed = first + [timed(generate, batch, output) for batch in batches[half:]]
     their_tokens = [tokens for batch, _ in theirs_timed for tokens in batch]
     equal = sum(a == b for row, c in zip(their_tokens, ours) for a, b in zip(row, c.tokens))
-    tokens = len(prompts) * (len(prompts[0]) + output)
+    tokens = len(prompts) * args.seq_len
     return {"transformers_tokens_per_s": tokens / sum(seconds for _, seconds in theirs_timed),
             "sarathi_tokens_per_s": tokens / our_seconds, "equal_tokens": equal / (len(prompts) * output)}
 

@@ -19,17 +19,18 @@ def plot_timelines(timelines, machine, file):
     panel: a lane per request, with its prefill chunks and, from token to token, the time between tokens coloured
     by its length, so that a generation stall is a long red bar. Lower panel: tokens in each iteration.
     """
-    gaps = [end - start for iterations in timelines.values() for _, start, end, is_gap in _bars(iterations) if is_gap]
+    bars = {policy: _bars(iterations) for policy, iterations in timelines.items()}
+    gaps = [end - start for policy in bars for _, start, end, is_gap in bars[policy] if is_gap]
     norm = LogNorm(min(gaps, default=1e-3), max(gaps, default=1.0) * 1.001)
     figure, axes = plt.subplots(2 * len(timelines), 1, sharex=True, figsize=(12, 2.4 * len(timelines) + 1),
                                 layout="constrained", height_ratios=[2, 1] * len(timelines), squeeze=False)
     for (policy, iterations), lanes, tokens in zip(timelines.items(), axes[::2, 0], axes[1::2, 0]):
-        for lane, start, end, is_gap in _bars(iterations):
+        for lane, start, end, is_gap in bars[policy]:
             color = GAPS(norm(end - start)) if is_gap else PREFILL
             lanes.barh(lane, end - start, left=start, height=0.8, color=color, edgecolor="white", linewidth=0.2)
         lanes.set_title(policy, loc="left", fontsize=10, fontweight="bold")
         lanes.set_ylabel("request")
-        lanes.set_ylim(max(lane for lane, *_ in _bars(iterations)) + 0.6, 0.4)
+        lanes.set_ylim(max(lane for lane, *_ in bars[policy]) + 0.6, 0.4)
         lanes.yaxis.set_major_locator(MaxNLocator(integer=True))
         for color, counts in ((PREFILL, [i.prefill_tokens for i in iterations]),
                               (DECODE, [i.decode_tokens for i in iterations])):

@@ -38,6 +38,13 @@ TINY = [
 ]
 
 
+def run_offline(*command):
+    """A script of this folder in a process of its own, which has no network. Returns its CompletedProcess."""
+    env = os.environ | {"HF_HUB_OFFLINE": "1"}
+    folder = Path(__file__).parent
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=folder, env=env)
+
+
 def test_bench_prints_and_writes_everything(tmp_path, capsys):
     bench.main(
         [
@@ -159,13 +166,7 @@ def test_bench_refuses_a_length_the_model_does_not_have():
     ],
 )
 def test_bench_ends_with_one_line_where_a_user_can_help(arguments):
-    done = subprocess.run(
-        [sys.executable, "bench.py", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-    )
+    done = run_offline("bench.py", *arguments)
     assert done.returncode == 1 and done.stderr.startswith("error: ") and arguments[1] in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -460,11 +461,5 @@ def test_sample_passes_its_options_on(monkeypatch, capsys):
     ],
 )
 def test_sample_says_what_is_wrong_without_a_traceback(arguments, message):
-    done = subprocess.run(
-        [sys.executable, "sample.py", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-    )
+    done = run_offline("sample.py", *arguments)
     assert done.returncode != 0 and message in done.stderr and "Traceback" not in done.stderr
