@@ -32,9 +32,10 @@ def tiny_model(family="llama", n_kv_head=4, dtype=torch.float64, vocab_size=61, 
     return model.to(dtype)
 
 
-def poisoned_cache(model, slots, max_len, position_major=None):
-    """A cache in which every position holds NaN until it is written."""
-    cache = KVCache(model.config, slots, max_len, dtype=model.dtype, position_major=position_major)
+def poisoned_cache(model, pages, page_size, max_len=None, position_major=None):
+    """A cache in which every cell holds NaN until it is written. `max_len` is that of one page unless it is given."""
+    max_len = max_len or page_size
+    cache = KVCache(model.config, pages, page_size, dtype=model.dtype, max_len=max_len, position_major=position_major)
     cache.data.fill_(float("nan"))
     return cache
 
@@ -52,7 +53,7 @@ def alone(model, prompt, params=SamplingParams(), stop=()):
     tokens = list(prompt)
     for n in range(params.max_new_tokens):
         cache = poisoned_cache(model, 1, len(tokens))
-        logits = run(model, cache, [Span(0, 0, tokens)])
+        logits = run(model, cache, [Span([0], 0, tokens)])
         tokens.append(int(sample(logits, [params], [n])[0]))
         if tokens[-1] in {*params.stop_token_ids, *stop}:
             break

@@ -23,12 +23,16 @@ import torch
 from tqdm import tqdm
 
 from attention import check_backend, make_attention
-from kv_cache import KVCache, Slots, kv_bytes_per_token, max_slots
+from kv_cache import KVCache, Pages, kv_bytes_per_token, max_slots
 from model import FlatBatch, Span
 from sampling import SamplingParams, sample
-from scheduler import Request, check_whole, make_scheduler
+from scheduler import PRIORITIES, Request, check_seconds, check_whole, make_scheduler
 
 MAX_BATCH = 256  # the most requests at once when the caller names no number, however much memory there is
+
+
+class QueueFull(ValueError):
+    """A request was refused because max_waiting others wait."""
 
 
 @dataclass
@@ -37,23 +41,28 @@ class Completion:
 
     prompt           its tokens
     arrival          when it was added, or said to have arrived
+    priority         0 realtime, 1 high, 2 normal, 3 low
     finish_reason    "stop" (a stop token came), "length" (max_new_tokens reached), "abort"; None while running
     tokens           the output tokens, a stop token included
     text             the output as text, without the stop token; None without a tokenizer
     logprobs         the log-probability of each output token, or None if they were not asked for
     scheduled        when it was first part of a batch
     token_times      when each output token was known
+    preemptions      how often its pages were taken; `recomputed_tokens` says how many tokens these held in all
     """
 
     request_id: int
     prompt: list
     arrival: float
+    priority: int = 2
     tokens: list = field(default_factory=list)
     text: str | None = None
     logprobs: list | None = None
     finish_reason: str | None = None
     scheduled: float | None = None
     token_times: list = field(default_factory=list)
+    preemptions: int = 0
+    recomputed_tokens: int = 0
 
     @property
     def ttft(self):
@@ -70,6 +79,11 @@ class Completion:
         """From arrival to first being part of a batch. None if it never was."""
         return None if self.scheduled is None else self.scheduled - self.arrival
 
+    @property
+    def latency(self):
+        """From arrival to the last output token so far, end to end. None if there was none."""
+        return self.token_times[-1] - self.arrival if self.token_times else None
+
 
 class Event(NamedTuple):
     """One new token of one request; `finish_reason` and `completion` are set with the last one."""
@@ -82,11 +96,24 @@ class Event(NamedTuple):
 
 
 class Iteration(NamedTuple):
-    """What one step computed, and when. `start` and `end` are in seconds, on the engine's clock."""
+    """What one step computed, and when. Times are in seconds, on the engine's clock.
+
+    start, end           when the step began, and when its tokens had arrived; `launch` is when forward was called
+    chunks               (request_id, length, is_decode) for each chunk
+    waiting, running     how many requests there were when the batch had been made; `free_pages` likewise
+    budget               the token budget of the batch, None under a policy that has none
+    preempted            the ids of the requests that lost their pages to this batch
+    """
 
     start: float
     end: float
-    chunks: list  # (request_id, length, is_decode) for each chunk
+    chunks: list
+    launch: float | None = None
+    waiting: int = 0
+    running: int = 0
+    free_pages: int = 0
+    budget: int | None = None
+    preempted: list = ()
 
     @property
     def prefill_tokens(self):
@@ -123,9 +150,11 @@ class Engine:
     model        a GPT, whose device and dtype the cache takes over
     policy       a name in scheduler.POLICIES
     chunk        C, the chunk size or token budget
-    max_batch    B, the most requests at once, for which the cache is allocated; None: as many as fit (SARATHI
-                 §4.3.1), but at most 256
+    max_batch    B, the most requests at once; None: as many as fit (SARATHI §4.3.1), but at most 256
     max_len      the longest request, prompt and output, in tokens; None: 2,048, or the model's limit if that is less
+    page_size    tokens in a page of the cache; None: max_len, one slot for each request
+    pages        pages in the cache; None: enough for max_batch requests of max_len tokens
+    max_waiting  the most requests that may wait; None: no limit
     tokenizer    for prompts given as text; its stop tokens end every request
     attention    the backend, see attention.make_attention
     clock        seconds, for the latency records
@@ -134,8 +163,8 @@ class Engine:
     Raises ValueError, before anything is allocated, for an argument that makes no sense.
     """
 
-    def __init__(self, model, policy="sarathi-serve", chunk=256, max_batch=None, max_len=None, *, tokenizer=None,
-                 attention="auto", clock=time.perf_counter, **options):
+    def __init__(self, model, policy="sarathi-serve", chunk=256, max_batch=None, max_len=None, *, page_size=None,
+                 pages=None, max_waiting=None, tokenizer=None, attention="auto", clock=time.perf_counter, **options):
         if max_len is None:
             max_len = min(2048, model.config.max_positions)
         check_whole("max_len", max_len, least=1)
@@ -143,25 +172,34 @@ class Engine:
             raise ValueError(f"max_len={max_len}: must be at most {model.config.max_positions}, "
                              f"this model's limit (max_positions, or its sliding window)")
         check_backend(attention, model.device)
-        if max_batch is not None:
-            check_whole("max_batch", max_batch, least=1)
-        else:
-            max_batch = self._slots_that_fit(model, max_len)
+        page_size = max_len if page_size is None else page_size
+        for name, value in (("page_size", page_size), ("max_batch", max_batch), ("pages", pages),
+                            ("max_waiting", max_waiting)):
+            if value is not None:
+                check_whole(name, value, least=1)
+        if page_size > max_len:
+            raise ValueError(f"page_size={page_size}: must be at most max_len={max_len}")
+        if pages is None:
+            pages = (max_batch or MAX_BATCH) * -(-max_len // page_size)
+            pages = pages if max_batch else min(pages, self._pages_that_fit(model, max_len, page_size))
+        if max_batch is None:
+            max_batch = min(pages, MAX_BATCH)
         if policy == "sarathi" and model.device.type == "cuda":
             options = {"tile": 128} | options
-        self.scheduler = make_scheduler(policy, Slots(max_batch), chunk=chunk, max_batch=max_batch, max_len=max_len,
-                                        **options)
-        self.cache = KVCache(model.config, max_batch, max_len, model.device, model.dtype)
+        self.scheduler = make_scheduler(policy, Pages(pages, page_size), chunk=chunk, max_batch=max_batch,
+                                        max_len=max_len, clock=clock, **options)
+        self.cache = KVCache(model.config, pages, page_size, model.device, model.dtype, max_len)
         self.attention = make_attention(model.config, self.cache, attention)
-        self.model, self.tokenizer, self.clock = model, tokenizer, clock
+        self.model, self.tokenizer, self.clock, self.max_waiting = model, tokenizer, clock, max_waiting
         self.last_iteration = None  # an Iteration, once there was one
         self._live = {}
         self._next_id = 0
         self._batch = None  # scheduled, not yet computed
+        self._preempted = []  # ids of the requests that lost their pages to it
         self._computed = None  # computed, not yet recorded
 
     @staticmethod
-    def _slots_that_fit(model, max_len):
+    def _pages_that_fit(model, max_len, page_size):
         weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         if model.device.type == "cuda":  # keep a tenth for activations
             memory = int(0.9 * (torch.cuda.mem_get_info(model.device)[0] + weight_bytes))
@@ -171,11 +209,11 @@ class Engine:
             except (AttributeError, ValueError, OSError):
                 raise ValueError("max_batch=None: this system does not tell its memory, give a number") from None
         per_token = kv_bytes_per_token(model.config, model.dtype)
-        slots = max_slots(memory, weight_bytes, max_len, per_token)
-        if slots < 1:
+        pages = max_slots(memory, weight_bytes, page_size, per_token)
+        if pages * page_size < max_len:
             raise ValueError(f"max_len={max_len}: one request takes {max_len * per_token / 1e9:.1f} GB of KV cache, "
                              f"{max(0, memory - weight_bytes) / 1e9:.1f} GB are free")
-        return min(slots, MAX_BATCH)
+        return pages
 
     # -- online use: add, step, abort ------------------------------------------------------------------
 
@@ -184,14 +222,28 @@ class Engine:
         """Whether any request has not ended."""
         return bool(self._live)
 
-    def add_request(self, prompt, params=None, arrival=None):
+    def add_request(self, prompt, params=None, arrival=None, *, priority="normal", ttft_slo=None, tbt_slo=None):
         """Queue a prompt (token ids, or text if there is a tokenizer) and return the request's id.
 
-        `arrival` is when it arrived, on the engine's clock; None is now. Raises ValueError, with nothing changed, if
-        the prompt is empty, holds a token the model does not know, or does not fit max_len with its output.
+        `arrival` is when it arrived, on the engine's clock; None is now. `priority` is "realtime", "high", "normal" or
+        "low"; `ttft_slo` and `tbt_slo` are its targets in seconds, or None. Raises ValueError, with nothing changed, if
+        one of these makes no sense, or the prompt is empty, holds a token the model does not know, or does not fit
+        max_len with its output; QueueFull if max_waiting requests wait.
         """
         params = SamplingParams() if params is None else params
-        return self._add(self._encode(prompt, params), params, arrival)
+        tokens = self._encode(prompt, params)
+        if priority not in PRIORITIES:
+            raise ValueError(f"priority={priority!r}: must be one of {', '.join(PRIORITIES)}")
+        for name, value in (("ttft_slo", ttft_slo), ("tbt_slo", tbt_slo)):
+            if value is not None:
+                check_seconds(name, value)
+        self._check_queue(1)
+        return self._add(tokens, params, arrival, PRIORITIES.index(priority), ttft_slo, tbt_slo)
+
+    def _check_queue(self, more):
+        waiting = len(self.scheduler.waiting)
+        if self.max_waiting is not None and waiting + more > self.max_waiting:
+            raise QueueFull(f"max_waiting={self.max_waiting}: {waiting} requests wait, no room for {more} more")
 
     def _encode(self, prompt, params):
         """The prompt as a checked list of token ids."""
@@ -214,10 +266,11 @@ class Engine:
         self.scheduler.check_fits(len(tokens), params.max_new_tokens)
         return tokens
 
-    def _add(self, tokens, params, arrival=None):
-        request = Request(self._next_id, tokens, len(tokens), params.max_new_tokens)
-        completion = Completion(request.id, tokens[:], self.clock() if arrival is None else arrival,
-                                logprobs=[] if params.logprobs else None)
+    def _add(self, tokens, params, arrival=None, priority=2, ttft_slo=None, tbt_slo=None):
+        arrival = self.clock() if arrival is None else arrival
+        request = Request(self._next_id, tokens, len(tokens), params.max_new_tokens, priority=priority,
+                          arrival=arrival, ttft_slo=ttft_slo, tbt_slo=tbt_slo)
+        completion = Completion(request.id, tokens[:], arrival, priority, logprobs=[] if params.logprobs else None)
         stop = frozenset(params.stop_token_ids).union(self.tokenizer.stop_token_ids if self.tokenizer else ())
         self._next_id += 1
         self._live[request.id] = _Live(request, params, stop, completion)
@@ -239,35 +292,44 @@ class Engine:
         Whatever the model raises passes through, and the next call computes the same batch again.
         """
         if self._computed is None:
+            start = self.clock()
             if not self._batch:
+                before = [(request, request.preemptions) for request in self.scheduler.running]
                 self._batch = self.scheduler.schedule()
+                self._preempted = [request.id for request, count in before if request.preemptions > count]
             if not self._batch:
                 return []
-            self._computed = self._compute(self._batch)
+            self._computed = self._compute(self._batch, start)
+            self.scheduler.observe(self._batch, self._computed.iteration.end - start)
         events = self._record(*self._computed)
         self._computed = None
         self._batch = None
         return events
 
-    def _compute(self, batch):
+    def _compute(self, batch, start):
         """Schedule's batch -> sampled tokens. Changes nothing but the cache."""
-        start = self.clock()
+        scheduler = self.scheduler
+        state = (len(scheduler.waiting), len(scheduler.running), scheduler.pages.num_free, scheduler.budget,
+                 self._preempted)
         lives = [self._live[chunk.request.id] for chunk in batch]
         spans, chunks = [], []
         for request, first, length in batch:
             tokens, end = request.tokens, first + length
-            spans.append(Span(request.slot, first, tokens[first:end], end == len(tokens)))
+            spans.append(Span(request.pages, first, tokens[first:end], end == len(tokens)))
             chunks.append((request.id, length, request.is_decoding))
         flat = FlatBatch.build(spans, self.attention)
+        launch = self.clock()
         logits = self.model(flat, self.cache)
         yields = [live for live, span in zip(lives, spans) if span.wants_logits]
         drawn = iter(self._fetch(logits, yields))
         sampled = [next(drawn) if span.wants_logits else None for span in spans]
-        return _Computed(list(batch), lives, sampled, Iteration(start, self.clock(), chunks))
+        return _Computed(list(batch), lives, sampled, Iteration(start, self.clock(), chunks, launch, *state))
 
     def _fetch(self, logits, lives):
         """Sample on the device and read the result from it, once. Returns (token, logprob) for each row."""
         if not lives:
+            if logits.is_cuda:  # or the iteration would seem to end before it does
+                torch.cuda.synchronize(logits.device)
             return []
         output_index = [len(live.request.tokens) - live.request.prompt_len for live in lives]
         tokens, logprobs = sample(logits, [live.params for live in lives], output_index)
@@ -305,6 +367,7 @@ class Engine:
     def _finish(self, live, reason):
         request, completion = live.request, live.completion
         completion.finish_reason = reason
+        completion.preemptions, completion.recomputed_tokens = request.preemptions, request.recomputed
         completion.tokens = request.tokens[request.prompt_len :]
         if self.tokenizer:
             # decoded after the prompt, which decides on the first word's space in some tokenizers
@@ -334,6 +397,7 @@ class Engine:
         if len(params) != len(prompts):
             raise ValueError(f"params: {len(params)} given for {len(prompts)} prompts")
         encoded = [self._encode(prompt, p) for prompt, p in zip(prompts, params)]
+        self._check_queue(len(prompts))
         ids = [self._add(tokens, p) for tokens, p in zip(encoded, params)]
         done, unfinished = {}, set(ids)
         try:

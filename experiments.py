@@ -16,7 +16,7 @@ import torch
 import measure
 from attention import make_attention
 from engine import Engine
-from kv_cache import KVCache, Slots
+from kv_cache import KVCache, Pages
 from measure import interleaved
 from model import GPT, FlatBatch, Span
 from sampling import SamplingParams
@@ -60,12 +60,12 @@ def processor_name():
         return platform.processor() or platform.machine()
 
 
-def schedule_us(running=128):
-    """Microseconds that one `schedule()` takes with that many running requests: the slowest policy's median."""
+def schedule_us(running=128, waiting=1000):
+    """Microseconds that one `schedule()` takes with so many running and waiting: the slowest policy's median."""
     medians = []
     for policy in POLICIES:
-        scheduler = make_scheduler(policy, Slots(running), chunk=512, max_batch=running, max_len=2048)
-        for i in range(running + 1):
+        scheduler = make_scheduler(policy, Pages(running, 2048), chunk=512, max_batch=running, max_len=2048)
+        for i in range(running + waiting):
             scheduler.add(Request(i, [0] * 1000, 1000, 100))
         while request := scheduler.admit():
             request.tokens.append(0)
@@ -100,11 +100,11 @@ def decode_maximal(model, machine, args):
     cache.data.normal_()
     attention = make_attention(model.config, cache, args.attention)
     length = args.chunk - (B - 1)
-    chunk = [Span(0, context - length, [1] * length)]
-    decodes = [Span(slot, context - 1, [1]) for slot in range(B)]
+    chunk = [Span([0], context - length, [1] * length)]
+    decodes = [Span([slot], context - 1, [1]) for slot in range(B)]
     batches = {"prefill-only": (chunk, length, 0), "decode-only": (decodes, 0, B),
                "decode-maximal": (chunk + decodes[1:], length, B - 1)}
-    iterate(model, [Span(0, 0, [1] * context)], attention, cache)  # so that no timed run asks the system for memory
+    iterate(model, [Span([0], 0, [1] * context)], attention, cache)  # so that no timed run asks the system for memory
 
     variants, watched = {}, {}
     for name, (spans, prefill_tokens, num_decodes) in batches.items():
@@ -124,7 +124,7 @@ def decode_maximal(model, machine, args):
     rows = {}
     for name, (spans, prefill_tokens, num_decodes) in batches.items():
         total, linear, attn = (timings[name, part].ms for part in ("total", "linear", "attention"))
-        extents = [(span.slot, span.start, len(span.tokens)) for span in spans]
+        extents = [(span.pages, span.start, len(span.tokens)) for span in spans]
         flops, kv_bytes = measure.attention_cost(model.config, extents, model.dtype)
         bare, alone = timings[name, "bare"].ms, timings[name, "attention_alone"].ms
         rows[name] = {

@@ -1,8 +1,8 @@
 """GPT-2 and LLaMA in one file, over a hybrid batch and a preallocated KV cache.
 
-The model knows tokens, positions and slots. It does not know requests, policies or time.
+The model knows tokens, positions and pages. It does not know requests, policies or time.
 
-    batch = FlatBatch.build([Span(slot=0, start=0, tokens=[...]), ...], attention)
+    batch = FlatBatch.build([Span(pages=[0], start=0, tokens=[...]), ...], attention)
     logits = model(batch, cache)
 
 `FlatBatch` lays prefill chunks and decodes side by side as the rows of one matrix. Every linear layer
@@ -23,6 +23,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from attention import Extent
+from kv_cache import cells
 
 # -----------------------------------------------------------------------------------------------------
 # configuration
@@ -128,9 +129,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class Span(NamedTuple):
-    """A chunk as the model sees it: `tokens` go to positions start, start + 1, … of the request in `slot`."""
+    """A chunk as the model sees it: `tokens` are the request's tokens start, start + 1, …, `pages` its block table."""
 
-    slot: int
+    pages: list
     start: int
     tokens: list
     wants_logits: bool = True  # whether the logits after its last token are needed
@@ -141,7 +142,7 @@ class FlatBatch(NamedTuple):
 
     tokens: torch.Tensor  # (num_tokens,)
     positions: torch.Tensor  # (num_tokens,)
-    slots: torch.Tensor  # (num_tokens,)
+    cells: torch.Tensor  # (num_tokens,), where keys and values go, see kv_cache.py
     logit_rows: torch.Tensor  # (num_logits,), in the order in which the spans were given
     attend: object  # the attention plan, see attention.py
 
@@ -149,20 +150,20 @@ class FlatBatch(NamedTuple):
     def build(cls, spans, attention):
         """Flatten `spans`, decodes first, and copy the result to the device at once.
 
-        `attention` is a backend of attention.py, made for the cache that the batch will be run on. No slot
+        `attention` is a backend of attention.py, made for the cache that the batch will be run on. No page
         may appear in two spans.
         """
-        tokens, positions, slots, extents, last_row = [], [], [], [], {}
+        tokens, positions, written, extents, last_row = [], [], [], [], {}
         # decodes first: xformers computes them in one call
         for i in sorted(range(len(spans)), key=lambda i: len(spans[i].tokens) > 1):
-            slot, start, new, _ = spans[i]
+            pages, start, new, _ = spans[i]
             tokens += new
             positions += range(start, start + len(new))
-            slots += [slot] * len(new)
-            extents.append(Extent(slot, start, len(new)))
+            written += cells(pages, attention.page_size, start, start + len(new))
+            extents.append(Extent(pages, start, len(new)))
             last_row[i] = len(tokens) - 1
         logit_rows = [last_row[i] for i, span in enumerate(spans) if span.wants_logits]
-        flat = torch.tensor(tokens + positions + slots + logit_rows).to(attention.device, non_blocking=True)
+        flat = torch.tensor(tokens + positions + written + logit_rows).to(attention.device, non_blocking=True)
         return cls(*flat.split([len(tokens)] * 3 + [len(logit_rows)]), attention.plan(extents))
 
 
@@ -346,6 +347,6 @@ class GPT(nn.Module):
         rope = () if self.rope is None else (self.rope[batch.positions],)
         for layer, block in enumerate(self.blocks):
             q, k, v = _by_rows(block.project, x, *rope)
-            cache.write(layer, k, v, batch.slots, batch.positions)
+            cache.write(layer, k, v, batch.cells)
             x = _by_rows(block.finish, x, batch.attend(q, *cache.layer(layer)))
         return self.head(self.final_norm(x[batch.logit_rows]))

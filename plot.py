@@ -53,8 +53,9 @@ def plot_timelines(timelines, machine, file):
 def _bars(iterations):
     """(request id, start, end, is_gap) for each prefill chunk and each gap between two tokens of a request."""
     bars, last = [], {}
-    for start, end, chunks in iterations:
-        for request_id, _, is_decode in chunks:
+    for iteration in iterations:
+        start, end = iteration.start, iteration.end
+        for request_id, _, is_decode in iteration.chunks:
             if is_decode:
                 bars.append((request_id, last[request_id], end, True))
             else:

@@ -8,7 +8,7 @@ the cache. A chunk is (request, start, length). A batch is a list of chunks. The
     a decode            is a chunk of length 1
 
 and every scheduler of SARATHI and Sarathi-Serve is one function, `schedule()`, from what is waiting, what is
-running and how many slots are free to a batch. The rules that all policies share are in `Scheduler`: first
+running and how many pages are free to a batch. The rules that all policies share are in `Scheduler`: first
 come, first served; the head of the line blocks; a running decode is never dropped for want of budget.
 
 To add a policy, write a subclass with a `schedule` and add it to POLICIES.
@@ -16,16 +16,25 @@ To add a policy, write a subclass with a `schedule` and add it to POLICIES.
 Read next: kv_cache.py.
 """
 
+import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from numbers import Real
 from typing import NamedTuple
+
+PRIORITIES = ("realtime", "high", "normal", "low")  # a request's priority is the index, so less is more urgent
 
 
 @dataclass(eq=False, slots=True)
 class Request:
     """`tokens` holds the prompt (its first `prompt_len`) and up to `max_new_tokens` that were generated so far.
 
-    `num_computed` of them have their keys and values in the cache, in `slot`, which is None while it waits.
+    `num_computed` of them have their keys and values in the cache, in `pages`, its block table, empty while it waits.
+
+    priority      its class, an index of PRIORITIES
+    arrival       when it arrived, in seconds on the scheduler's clock
+    ttft_slo      the time to its first token that its user was promised, in seconds, or None; tbt_slo likewise
+    preemptions   how often it lost its pages; `recomputed` counts the tokens in them, which are computed again
     """
 
     id: int
@@ -33,7 +42,13 @@ class Request:
     prompt_len: int
     max_new_tokens: int
     num_computed: int = 0
-    slot: int | None = None
+    pages: list = field(default_factory=list)
+    priority: int = 2
+    arrival: float = 0.0
+    ttft_slo: float | None = None
+    tbt_slo: float | None = None
+    preemptions: int = 0
+    recomputed: int = 0
 
     @property
     def is_decoding(self):
@@ -68,21 +83,36 @@ def check_whole(name, value, least):
         raise ValueError(f"{name}={value!r}: must be a whole number of at least {least}")
 
 
-class Scheduler:
-    """What the policies share: the waiting line, the running requests, and admission.
+def check_seconds(name, value):
+    """Raise ValueError, naming the argument, unless `value` is a finite number above 0."""
+    if not isinstance(value, Real) or not 0 < value < float("inf"):
+        raise ValueError(f"{name}={value!r}: must be a positive number of seconds")
 
-    slots        who owns which part of the cache (kv_cache.Slots, or anything with its num_free, allocate and free)
+
+class Scheduler:
+    """What the policies share: the waiting line, the running requests, admission, memory and preemption.
+
+    pages        who owns which part of the cache (kv_cache.Pages)
     chunk        C, the chunk size or token budget, in tokens
     max_batch    B, the most requests that run at once
-    max_len      the longest request, prompt and output, in tokens; a slot holds that much
+    max_len      the longest request, prompt and output, in tokens
+    clock        seconds, for policies that look at it
+
+    Raises ValueError, naming the argument, if one makes no sense or a request of max_len does not fit in memory.
     """
 
     options = frozenset()  # what the policy takes besides these
+    budget = None  # the most tokens in a batch, if the policy limits them
+    reserves_max_len = True  # at admission; otherwise the tokens there are, and then page by page
 
-    def __init__(self, slots, chunk, max_batch, max_len):
+    def __init__(self, pages, chunk, max_batch, max_len, clock=time.monotonic):
         for name, value in (("chunk", chunk), ("max_batch", max_batch), ("max_len", max_len)):
             check_whole(name, value, least=1)
-        self.slots, self.chunk, self.max_batch, self.max_len = slots, chunk, max_batch, max_len
+        if pages.total < pages.needed(max_len):
+            raise ValueError(f"pages={pages.total}: a request of max_len={max_len} takes {pages.needed(max_len)} pages "
+                             f"of page_size={pages.page_size}")
+        self.pages, self.chunk, self.max_batch, self.max_len, self.clock = pages, chunk, max_batch, max_len, clock
+        self.watermark = 0 if self.reserves_max_len else pages.total // 100  # pages that admission leaves to growth
         self.waiting = deque()
         self.running = []  # in the order of admission
 
@@ -91,8 +121,19 @@ class Scheduler:
         raise NotImplementedError
 
     def decoding(self):
-        """The running requests whose next chunk is a decode."""
-        return [request for request in self.running if request.is_decoding]
+        """The running requests whose next chunk is a decode, each with a page for its token.
+
+        Where no page is free, the newest request of the lowest priority is preempted, which may be the decode itself.
+        """
+        requests = [request for request in self.running if request.is_decoding]
+        page_size = self.pages.page_size
+        for request in requests:
+            while request.pages and request.num_computed == len(request.pages) * page_size:
+                if page := self.pages.allocate(1, after=request.pages[-1]):
+                    request.pages += page
+                else:
+                    self.preempt(max(self.running, key=lambda r: (r.priority, r.arrival, r.id)))
+        return [request for request in requests if request.pages]
 
     def prefilling(self):
         """The running requests whose prompt is not yet computed to its end."""
@@ -109,23 +150,40 @@ class Scheduler:
         self.waiting.append(request)
 
     def admit(self):
-        """Give the head of the line a slot and return it, or None if it must wait or nobody waits."""
-        if not self.waiting or len(self.running) >= self.max_batch or not self.slots.num_free:
+        """Give the head of the line its pages and return it, or None if it must wait or nobody waits."""
+        if not self.waiting or len(self.running) >= self.max_batch:
             return None
         request = self.waiting[0]
-        request.slot = self.slots.allocate()
+        needed = self.pages.needed(self.max_len if self.reserves_max_len else len(request.tokens))
+        if needed + (self.watermark if self.running else 0) > self.pages.num_free:
+            return None
+        request.pages = self.pages.allocate(needed)
         self.running.append(request)
         self.waiting.popleft()
         return request
 
+    def preempt(self, request):
+        """Take a running request's pages: it waits at the front, and all its tokens, output too, are computed again."""
+        request.preemptions += 1
+        request.recomputed += request.num_computed
+        request.num_computed = 0
+        self._stop(request)
+        self.waiting.appendleft(request)
+
+    def observe(self, batch, seconds):
+        """Be told how long a batch took, before its requests move on. Most policies do not care."""
+
     def remove(self, request):
-        """Forget a request that has finished or is given up, and free its slot. Does nothing the second time."""
+        """Forget a request that has finished or is given up, and free its pages. Does nothing the second time."""
         if request in self.running:
-            self.running.remove(request)
-            self.slots.free(request.slot)
-            request.slot = None
+            self._stop(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+
+    def _stop(self, request):
+        self.running.remove(request)
+        self.pages.free(request.pages)
+        request.pages = []
 
 
 class RequestLevel(Scheduler):
@@ -170,12 +228,14 @@ class Orca(Scheduler):
 class VLLM(Scheduler):
     """vLLM's first scheduler, Sarathi-Serve's Algorithm 2: prompts first and alone, so that decodes stall."""
 
+    reserves_max_len = False
+
     def schedule(self):
         batch = Batch()
         while request := self.admit():
             batch.add(request)
         if not batch:
-            for request in self.running:
+            for request in self.decoding() + self.prefilling():  # none prefills, but after an interrupt
                 batch.add(request)
         return batch
 
@@ -209,6 +269,8 @@ class Sarathi(Scheduler):
 class SarathiServe(Scheduler):
     """Sarathi-Serve §4.2, Algorithm 3, stall-free batching: decodes first, then prefills in what is left."""
 
+    reserves_max_len = False
+
     def token_budget(self):
         """The most tokens in a batch, unless there are more decodes than that."""
         return self.chunk
@@ -236,6 +298,8 @@ class HybridOnly(SarathiServe):
 
 class ChunkedOnly(Scheduler):
     """Ablation (Sarathi-Serve §5.4.2): chunks without hybrid batches, prefill and decode batches alternate."""
+
+    reserves_max_len = False
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -267,11 +331,11 @@ POLICIES = {
 }
 
 
-def make_scheduler(policy, slots, **options):
+def make_scheduler(policy, pages, **options):
     """The scheduler of that name. Raises ValueError for an unknown policy or an option it does not have."""
     if not isinstance(policy, str) or policy not in POLICIES:
         raise ValueError(f"policy={policy!r}: must be one of {', '.join(POLICIES)}")
-    known = {"chunk", "max_batch", "max_len", *POLICIES[policy].options}
+    known = {"chunk", "max_batch", "max_len", "clock", *POLICIES[policy].options}
     for option in options.keys() - known:
         raise ValueError(f"{option}={options[option]!r}: policy {policy!r} has no such option, only {sorted(known)}")
-    return POLICIES[policy](slots, **options)
+    return POLICIES[policy](pages, **options)

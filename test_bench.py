@@ -316,7 +316,7 @@ def test_workload_is_balanced_and_the_same_for_all():
 
 def test_attention_cost_counts_every_visible_key():
     config = GPTConfig("llama", 16, 3, 8, 64, n_kv_head=2, head_dim=16)
-    extents = [Extent(0, 5, 4), Extent(1, 9, 1), Extent(2, 0, 3)]
+    extents = [Extent([0], 5, 4), Extent([1], 9, 1), Extent([2], 0, 3)]
     visible = sum(start + i + 1 for _, start, length in extents for i in range(length))
     keys = 9 + 10 + 3
     flops = 3 * visible * 8 * (2 * 16 + 2 * 16)  # per layer and head: q k and p v, two operations for each of 16 dims
@@ -335,7 +335,7 @@ def test_product_flops_count_every_weight():
 def test_watches_see_linear_layers_and_attention_only_while_they_are_asked_to():
     model = tiny_model()
     cache = poisoned_cache(model, 1, 8)
-    batch = FlatBatch.build([Span(0, 0, [1, 2, 3])], make_attention(model.config, cache))
+    batch = FlatBatch.build([Span([0], 0, [1, 2, 3])], make_attention(model.config, cache))
     attention_watch = measure.Stopwatch(model.device)
     with measure.watch_linear(model) as linear_watch:
         watched = model(measure.watch_attention(batch, attention_watch), cache)
@@ -352,7 +352,7 @@ def test_compiled_model_gives_the_same_logits():
     compiled.load_state_dict(model.state_dict())
     compiled.compile()
     for tokens in ([1, 2, 3, 4, 5], [6]):
-        expected, got = (run(m, poisoned_cache(m, 1, 8), [Span(0, 0, tokens)]) for m in (model, compiled))
+        expected, got = (run(m, poisoned_cache(m, 1, 8), [Span([0], 0, tokens)]) for m in (model, compiled))
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
 
 

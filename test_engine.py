@@ -133,7 +133,7 @@ def test_logprobs_are_those_of_the_model(model):
     assert done[1].logprobs is None
     for completion in (done[0], done[2], done[3], done[4]):
         tokens = completion.prompt + completion.tokens
-        logits = run(model, poisoned_cache(model, 1, 40), [Span(0, 0, tokens)], all_rows=True)
+        logits = run(model, poisoned_cache(model, 1, 40), [Span([0], 0, tokens)], all_rows=True)
         rows = logits[len(completion.prompt) - 1 : -1].log_softmax(-1)
         expected = rows.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(completion.logprobs, dtype=torch.float64), expected, atol=1e-10, rtol=0)
@@ -175,7 +175,7 @@ def test_abort_frees_the_slot_and_keeps_what_was_generated(model, steps):
     assert {e.request_id for e in events} == {second}
     with pytest.raises(ValueError, match=f"request_id={first}"):
         engine.abort(first)
-    assert engine.scheduler.slots.num_free == 1
+    assert engine.scheduler.pages.num_free == 1
 
 
 def test_events_are_the_tokens_in_order(model):
@@ -196,7 +196,7 @@ def test_events_are_the_tokens_in_order(model):
 
 
 def test_latencies():
-    # one chunk of 6 per step, and the clock is read at the start and at the end of each: 1-2, 3-4, …
+    # one chunk of 6 per step, and the clock is read at its start, before forward, and at its end: 1 to 3, 4 to 6, …
     engine = make_engine(tiny_model(), "sarathi", max_batch=1, clock=Ticks())
     first, second = (
         engine.add_request([1] * 14, SamplingParams(3), arrival=0.0),
@@ -206,9 +206,9 @@ def test_latencies():
     while engine.has_work:
         done |= {e.request_id: e.completion for e in engine.step() if e.completion}
     a, b = done[first], done[second]
-    assert (a.scheduling_delay, a.ttft, a.tbt) == (1.0, 6.0, [2.0, 2.0])  # 14 = 6 + 6 + 2
-    assert a.token_times == [6.0, 8.0, 10.0]
-    assert (b.scheduling_delay, b.ttft, b.tbt) == (10.5, 11.5, [])
+    assert (a.scheduling_delay, a.ttft, a.tbt) == (1.0, 9.0, [3.0, 3.0])  # 14 = 6 + 6 + 2
+    assert a.token_times == [9.0, 12.0, 15.0] and a.latency == 15.0
+    assert (b.scheduling_delay, b.ttft, b.tbt) == (15.5, 17.5, [])
     assert engine.last_iteration.chunks == [(second, 1, False)]
     assert (engine.last_iteration.prefill_tokens, engine.last_iteration.decode_tokens) == (1, 0)
 
@@ -247,7 +247,7 @@ def test_a_failed_step_is_computed_again(model, policy, error, monkeypatch):
 
     def flaky(self, batch, cache):
         calls.append(1)
-        batches.append((batch.tokens.tolist(), batch.positions.tolist(), batch.slots.tolist()))
+        batches.append((batch.tokens.tolist(), batch.positions.tolist(), batch.cells.tolist()))
         logits = forward(self, batch, cache)  # the cache is written before it fails
         if len(calls) % 2:
             raise error
@@ -341,7 +341,7 @@ def test_abort_after_a_failed_step_takes_the_request_out_of_the_batch(model, mon
             engine.step()
     for i in (ids[1], ids[0], ids[2]):
         engine.abort(i)
-    assert engine.step() == [] and not engine.has_work and engine.scheduler.slots.num_free == 3
+    assert engine.step() == [] and not engine.has_work and engine.scheduler.pages.num_free == 3
     assert engine.generate([PROMPTS[0]], SamplingParams(3))[0].tokens == alone(model, PROMPTS[0], SamplingParams(3))
 
 
@@ -351,7 +351,7 @@ def test_an_interrupted_generate_leaves_nothing_behind(model, monkeypatch):
         patch.setattr(GPT, "forward", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             engine.generate(PROMPTS, SamplingParams(2))
-    assert not engine.has_work and engine.step() == [] and engine.scheduler.slots.num_free == 3
+    assert not engine.has_work and engine.step() == [] and engine.scheduler.pages.num_free == 3
     assert engine.generate([[9, 9]], SamplingParams(4))[0].tokens == alone(model, [9, 9], SamplingParams(4))
 
 
@@ -476,7 +476,7 @@ def test_without_a_batch_size_memory_decides(model, monkeypatch):
         "os.sysconf", lambda name: {"SC_PHYS_PAGES": 2 * (weights + 7 * 40 * per_token + 99), "SC_PAGE_SIZE": 1}[name]
     )
     engine = Engine(model, max_len=40)
-    assert engine.scheduler.max_batch == engine.cache.slots == 7
+    assert engine.scheduler.max_batch == engine.cache.pages == 7
     with pytest.raises(ValueError, match="max_len=400: one request takes"):
         Engine(model, max_len=400)
     monkeypatch.setattr("os.sysconf", lambda name: 10**6)
@@ -493,10 +493,10 @@ def test_sarathi_is_aligned_to_the_tile_on_cuda_only(model, monkeypatch):
     assert Engine(model, "sarathi", 300, 3, 400, tile=100).scheduler.budget == 300
 
 
-def test_a_cache_needs_a_slot_and_a_position(model):
-    for slots, max_len, message in ((0, 8, "slots=0"), (2, 0, "max_len=0")):
+def test_a_cache_needs_a_page_and_a_page_a_token(model):
+    for pages, page_size, message in ((0, 8, "pages=0"), (2, 0, "page_size=0")):
         with pytest.raises(ValueError, match=message):
-            KVCache(model.config, slots, max_len)
+            KVCache(model.config, pages, page_size)
 
 
 def test_random_weights_follow_gpt2():

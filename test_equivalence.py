@@ -35,7 +35,7 @@ def prefill(model, tokens, chunk, slot=0):
     cache = poisoned_cache(model, slot + 1, len(tokens))
     return torch.cat(
         [
-            run(model, cache, [Span(slot, start, tokens[start : start + chunk])], all_rows=True)
+            run(model, cache, [Span([slot], start, tokens[start : start + chunk])], all_rows=True)
             for start in range(0, len(tokens), chunk)
         ]
     )
@@ -87,10 +87,10 @@ def test_hybrid_batch_equals_its_parts(model):
         cache = poisoned_cache(model, 8, 40)
         for slot, n in done.items():
             if n:
-                run(model, cache, [Span(slot, 0, prompts[slot][:n])])
+                run(model, cache, [Span([slot], 0, prompts[slot][:n])])
         return cache
 
-    spans = [Span(slot, done[slot], prompts[slot][done[slot] :]) for slot in (6, 5, 0, 3)]
+    spans = [Span([slot], done[slot], prompts[slot][done[slot] :]) for slot in (6, 5, 0, 3)]
     hybrid_cache, parts_cache = prepared(), prepared()
     together = run(model, hybrid_cache, spans)
     apart = torch.cat([run(model, parts_cache, [span]) for span in spans])
@@ -100,9 +100,9 @@ def test_hybrid_batch_equals_its_parts(model):
 
 def test_logits_come_only_for_the_spans_that_want_them(model):
     spans = [
-        Span(0, 0, tokens_of(model, 5, 1)),
-        Span(2, 0, tokens_of(model, 1, 2), False),
-        Span(1, 0, tokens_of(model, 3, 3)),
+        Span([0], 0, tokens_of(model, 5, 1)),
+        Span([2], 0, tokens_of(model, 1, 2), False),
+        Span([1], 0, tokens_of(model, 3, 3)),
     ]
     wanted = run(model, poisoned_cache(model, 3, 8), spans)
     everything = run(model, poisoned_cache(model, 3, 8), [span._replace(wants_logits=True) for span in spans])
@@ -112,21 +112,21 @@ def test_logits_come_only_for_the_spans_that_want_them(model):
 
 
 def test_decodes_come_first_in_a_flat_batch():
-    backend = SimpleNamespace(device=torch.device("cpu"), plan=lambda extents: extents)
-    spans = [Span(3, 4, [7, 8]), Span(1, 9, [5]), Span(0, 0, [1, 2, 3], False), Span(2, 6, [4])]
+    backend = SimpleNamespace(device=torch.device("cpu"), page_size=16, plan=lambda extents: extents)
+    spans = [Span([3], 4, [7, 8]), Span([1], 9, [5]), Span([0], 0, [1, 2, 3], False), Span([2], 6, [4])]
     batch = FlatBatch.build(spans, backend)
-    assert batch.attend == [Extent(1, 9, 1), Extent(2, 6, 1), Extent(3, 4, 2), Extent(0, 0, 3)]
+    assert batch.attend == [Extent([1], 9, 1), Extent([2], 6, 1), Extent([3], 4, 2), Extent([0], 0, 3)]
     assert batch.tokens.tolist() == [5, 4, 7, 8, 1, 2, 3]
     assert batch.positions.tolist() == [9, 6, 4, 5, 0, 1, 2]
-    assert batch.slots.tolist() == [1, 2, 3, 3, 0, 0, 0]
+    assert batch.cells.tolist() == [25, 38, 52, 53, 0, 1, 2]
     assert batch.logit_rows.tolist() == [3, 0, 1]  # in the order of the spans that want logits
 
 
 def test_a_slot_can_be_used_again(model):
     cache = poisoned_cache(model, 2, 40)
-    run(model, cache, [Span(1, 0, tokens_of(model, 40, 1))])  # a longer request was here before
+    run(model, cache, [Span([1], 0, tokens_of(model, 40, 1))])  # a longer request was here before
     tokens = tokens_of(model, 12, 2)
-    reused = [run(model, cache, [Span(1, start, tokens[start : start + 5])]) for start in (0, 5, 10)]
+    reused = [run(model, cache, [Span([1], start, tokens[start : start + 5])]) for start in (0, 5, 10)]
     close(reused[-1], prefill(model, tokens, 12)[-1:])
 
 
@@ -170,20 +170,20 @@ def test_the_mask_that_sdpa_uses_is_figure_6():
 @pytest.mark.parametrize(
     "extents",
     [
-        [Extent(0, 0, 4)],
-        [Extent(0, 4, 4)],
-        [Extent(0, 8, 4)],
-        [Extent(3, 6, 1), Extent(0, 0, 1), Extent(2, 9, 1)],
-        [Extent(4, 5, 2), Extent(1, 0, 12), Extent(2, 3, 9)],
+        [Extent([0], 0, 4)],
+        [Extent([0], 4, 4)],
+        [Extent([0], 8, 4)],
+        [Extent([3], 6, 1), Extent([0], 0, 1), Extent([2], 9, 1)],
+        [Extent([4], 5, 2), Extent([1], 0, 12), Extent([2], 3, 9)],
     ],
 )
 def test_xformers_mask_is_figure_6_in_every_slot(extents):
     pytest.importorskip("xformers")
     expected, row = torch.zeros(sum(e.length for e in extents), 60, dtype=torch.bool), 0
-    for slot, start, length in extents:  # slots of 12 positions
+    for (slot,), start, length in extents:  # pages of 12 tokens
         expected[row : row + length, slot * 12 : slot * 12 + start + length] = figure_6(start, length)
         row += length
-    mask = attention.gappy_bias(extents, slots=5, max_len=12)
+    mask = attention.gappy_bias(extents, [e.pages[0] for e in extents], pages=5, page_size=12)
     assert torch.equal(mask.materialize(expected.shape) == 0, expected)
     assert mask.k_seqinfo.max_seqlen == 12  # the same in every iteration, or Triton would compile a kernel in each
 
@@ -212,10 +212,10 @@ def test_xformers_plan_equals_sdpa(model, split_k, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(attention, "SIXTEEN_BITS", (torch.float64,))
     cache = poisoned_cache(model, 5, 24, position_major=True)
-    layer, extents = 0, [Extent(4, 20, 1), Extent(0, 0, 1), Extent(2, 7, 1), Extent(1, 5, 9), Extent(3, 0, 6)]
-    for slot, start, length in extents:
+    layer, extents = 0, [Extent([4], 20, 1), Extent([0], 0, 1), Extent([2], 7, 1), Extent([1], 5, 9), Extent([3], 0, 6)]
+    for (slot,), start, length in extents:
         for data in cache.layer(layer):
-            data[slot, :, : start + length] = torch.rand(
+            data[:, 24 * slot :][:, : start + length] = torch.rand(
                 model.config.n_kv_head, start + length, 16, dtype=torch.float64
             )
     backend = XFormers(model.config, cache, split_k)
@@ -227,7 +227,7 @@ def test_xformers_plan_equals_sdpa(model, split_k, monkeypatch):
 
 
 def test_both_layouts_of_the_cache_hold_the_same(model):
-    spans = [Span(2, 0, tokens_of(model, 9, 1)), Span(0, 0, tokens_of(model, 1, 2))]
+    spans = [Span([2], 0, tokens_of(model, 9, 1)), Span([0], 0, tokens_of(model, 1, 2))]
     caches = [poisoned_cache(model, 3, 12, position_major=major) for major in (False, True)]
     close(run(model, caches[0], spans), run(model, caches[1], spans))
     torch.testing.assert_close(caches[0].data, caches[1].data, rtol=0, atol=0, equal_nan=True)

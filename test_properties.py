@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from conftest import alone, tiny_model
 from engine import Engine
+from kv_cache import cells
 from sampling import SamplingParams
 from scheduler import POLICIES
 
@@ -27,10 +28,11 @@ class Fault(Exception):
 
 
 def poison(engine):
-    """Put NaN wherever no running request has something computed: free slots, and what lies beyond num_computed."""
-    computed = {request.slot: request.num_computed for request in engine.scheduler.running}
-    for slot in range(engine.cache.slots):
-        engine.cache.data[:, :, slot, :, computed.get(slot, 0) :] = float("nan")
+    """Put NaN wherever no running request has something computed: free pages, and what lies beyond num_computed."""
+    size = engine.cache.page_size
+    used = [i for r in engine.scheduler.running for i in cells(r.pages, size, 0, r.num_computed)]
+    unused = sorted(set(range(engine.cache.data.shape[3])) - set(used))
+    engine.cache.data[:, :, :, unused] = float("nan")
 
 
 requests = st.tuples(
@@ -82,9 +84,8 @@ def test_every_request_ends_as_if_it_were_alone(policy, actions, chunk, max_batc
 
     def check():
         scheduler = engine.scheduler
-        scheduler.slots.check_integrity()
-        slots = [request.slot for request in scheduler.running]
-        assert len(set(slots)) == len(slots) and scheduler.slots.num_free == max_batch - len(slots)
+        scheduler.pages.check_integrity([request.pages for request in scheduler.running])
+        assert not any(request.pages for request in scheduler.waiting)
         live = {request.id for request in (*scheduler.running, *scheduler.waiting)}
         assert live == set(asked) - set(ended)
         for request in scheduler.running:
@@ -142,5 +143,5 @@ def test_every_request_ends_as_if_it_were_alone(policy, actions, chunk, max_batc
             assert computed[request_id] == len(prompt) + len(alone_tokens) - 1  # each token once, but the last
         assert len(completion.token_times) == len(completion.tokens)
         assert completion.token_times == sorted(completion.token_times)
-    engine.scheduler.slots.check_integrity()
-    assert engine.scheduler.slots.num_free == max_batch
+    engine.scheduler.pages.check_integrity()
+    assert engine.scheduler.pages.num_free == engine.cache.pages

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kv_cache import Slots, max_slots
+from kv_cache import Pages, max_slots
 from scheduler import POLICIES, Request, make_scheduler
 
 
@@ -11,7 +11,7 @@ def simulate(policy, requests, chunk=8, max_batch=4, max_len=64, **options):
 
     Returns one dict for each iteration: request id -> length of its chunk, 'd' for a decode.
     """
-    slots = Slots(max_batch)
+    slots = Pages(max_batch, max_len)
     scheduler = make_scheduler(policy, slots, chunk=chunk, max_batch=max_batch, max_len=max_len, **options)
     for i, (prompt_len, max_new_tokens) in enumerate(requests):
         scheduler.add(Request(i, [0] * prompt_len, prompt_len, max_new_tokens))
@@ -121,7 +121,7 @@ def test_hybrid_only_cuts_a_prompt_only_where_several_share_a_batch():
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_more_decodes_than_budget_all_run_and_no_prefill_does(policy):
-    slots = Slots(6)
+    slots = Pages(6, 64)
     scheduler = make_scheduler(policy, slots, chunk=3, max_batch=6, max_len=64)
     for i in range(5):
         scheduler.add(Request(i, [0, 0], 2, 9))
@@ -138,7 +138,7 @@ def test_more_decodes_than_budget_all_run_and_no_prefill_does(policy):
 
 @pytest.mark.parametrize("policy", ["sarathi", "sarathi-serve", "chunked-only"])
 def test_nobody_is_admitted_without_room_for_a_token(policy):
-    slots = Slots(6)
+    slots = Pages(6, 64)
     scheduler = make_scheduler(policy, slots, chunk=5, max_batch=6, max_len=64)
     for i in range(5):  # one for each token of the budget: decodes, or prefills that fill it
         scheduler.add(Request(i, [0] * (2 if policy != "chunked-only" else 8), 2 if policy != "chunked-only" else 8, 9))
@@ -175,19 +175,21 @@ def test_max_slots_is_the_formula():
     assert max_slots(10, 20, 1024, m_kv) == 0
 
 
-def test_slots_are_not_handed_out_twice():
-    slots = Slots(3)
-    assert [slots.allocate() for _ in range(4)] == [0, 1, 2, None]
-    slots.free(1)
-    with pytest.raises(RuntimeError, match="slot 1"):
-        slots.free(1)
-    assert slots.num_free == 1 and slots.allocate() == 1
-    for slot in (2, 0, 1):
-        slots.free(slot)
-    assert [slots.allocate() for _ in range(3)] == [0, 1, 2]  # the lowest first
-    slots._owned.add(9)
+def test_pages_are_not_handed_out_twice():
+    pages = Pages(3, 16)
+    assert pages.allocate(2) == [0, 1] and pages.allocate(2) is None and pages.allocate(1) == [2]
+    pages.free([1])
+    with pytest.raises(RuntimeError, match="page 1"):
+        pages.free([1])
+    assert pages.num_free == 1 and pages.allocate(1) == [1]
+    pages.check_integrity([[0], [1, 2]])
+    with pytest.raises(RuntimeError, match="block tables"):
+        pages.check_integrity([[0], [1]])
+    pages.free([2, 0, 1])
+    pages.check_integrity([])
+    pages._owned.add(9)
     with pytest.raises(RuntimeError, match="leaked"):
-        slots.check_integrity()
+        pages.check_integrity()
 
 
 def test_bad_options_are_refused():
@@ -195,12 +197,12 @@ def test_bad_options_are_refused():
     for bad in (dict(chunk=0), dict(max_batch=0), dict(max_len=0), dict(tile=0)):
         name, value = next(iter(bad.items()))
         with pytest.raises(ValueError, match=f"{name}={value}"):
-            make_scheduler("sarathi", Slots(2), **(good | bad))
+            make_scheduler("sarathi", Pages(2, 16), **(good | bad))
     with pytest.raises(ValueError, match="policy='sarati'.*sarathi-serve"):
-        make_scheduler("sarati", Slots(2), **good)
+        make_scheduler("sarati", Pages(2, 16), **good)
     with pytest.raises(ValueError, match="prefills=1"):
-        make_scheduler("vllm", Slots(2), prefills=1, **good)
+        make_scheduler("vllm", Pages(2, 16), prefills=1, **good)
     with pytest.raises(ValueError, match="tile=128.*'sarathi-serve' has no such option"):
-        make_scheduler("sarathi-serve", Slots(2), tile=128, **good)
+        make_scheduler("sarathi-serve", Pages(2, 16), tile=128, **good)
     with pytest.raises(ValueError, match="prefills=0"):
-        make_scheduler("orca", Slots(2), prefills=0, **good)
+        make_scheduler("orca", Pages(2, 16), prefills=0, **good)
