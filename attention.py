@@ -83,7 +83,8 @@ def page_rows(pages, cache):
 def gather(x, rows, page_size):
     """Copy pages of a layer's keys or values side by side, as whole rows of a matrix, which is the fastest way.
 
-    x (n_kv_head, cells, head_dim), in either layout of KVCache; rows of n pages -> (n_kv_head, n * page_size, head_dim).
+    x (n_kv_head, cells, head_dim), in either layout of KVCache; `rows` are n pages' -> (n_kv_head, n * page_size,
+    head_dim).
     """
     heads, _, head_dim = x.shape
     if x.is_contiguous():
@@ -151,7 +152,7 @@ class SDPA:
                 chunks.append((0, slice(len(scattered), len(scattered) + len(pages)), blocks))
                 scattered += pages
         rows = page_rows(scattered, self.cache) if scattered else None
-        chunks = [(first, None if part is None else rows[..., part].flatten(), blocks) for first, part, blocks in chunks]
+        chunks = [(first, part and rows[..., part].flatten(), blocks) for first, part, blocks in chunks]
 
         def attend(q, keys, values):
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

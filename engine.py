@@ -26,7 +26,7 @@ from attention import check_backend, make_attention
 from kv_cache import KVCache, Pages, kv_bytes_per_token, max_slots
 from model import FlatBatch, Span
 from sampling import SamplingParams, sample
-from scheduler import PRIORITIES, Request, check_seconds, check_whole, make_scheduler
+from scheduler import PRIORITIES, Request, check_positive, check_whole, make_scheduler
 
 MAX_BATCH = 256  # the most requests at once when the caller names no number, however much memory there is
 
@@ -236,7 +236,7 @@ class Engine:
             raise ValueError(f"priority={priority!r}: must be one of {', '.join(PRIORITIES)}")
         for name, value in (("ttft_slo", ttft_slo), ("tbt_slo", tbt_slo)):
             if value is not None:
-                check_seconds(name, value)
+                check_positive(name, value)
         self._check_queue(1)
         return self._add(tokens, params, arrival, PRIORITIES.index(priority), ttft_slo, tbt_slo)
 

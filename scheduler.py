@@ -16,6 +16,7 @@ To add a policy, write a subclass with a `schedule` and add it to POLICIES.
 Read next: kv_cache.py.
 """
 
+import math
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -83,10 +84,11 @@ def check_whole(name, value, least):
         raise ValueError(f"{name}={value!r}: must be a whole number of at least {least}")
 
 
-def check_seconds(name, value):
-    """Raise ValueError, naming the argument, unless `value` is a finite number above 0."""
-    if not isinstance(value, Real) or not 0 < value < float("inf"):
-        raise ValueError(f"{name}={value!r}: must be a positive number of seconds")
+def check_positive(name, value, most=math.inf):
+    """Raise ValueError, naming the argument, unless `value` is a finite number above 0 and at most `most`."""
+    if not isinstance(value, Real) or not 0 < value <= most or value == math.inf:
+        limit = "" if most == math.inf else f" and at most {most}"
+        raise ValueError(f"{name}={value!r}: must be a finite number above 0{limit}")
 
 
 class Scheduler:

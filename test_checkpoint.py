@@ -122,7 +122,7 @@ def all_logits(model, tokens):
     """Logits after every token, (len(tokens), vocab_size): one slot per prefix, all in one batch."""
     n, dtype = len(tokens), model.token_embedding.weight.dtype
     cache = KVCache(model.config, n, n, dtype=dtype)
-    spans = [Span(i, 0, tokens[: i + 1]) for i in range(n)]
+    spans = [Span([i], 0, tokens[: i + 1]) for i in range(n)]
     return model(FlatBatch.build(spans, make_attention(model.config, cache)), cache)
 
 
@@ -186,7 +186,7 @@ def test_greedy_tokens_equal_transformers_generate(save):
     attention = make_attention(model.config, cache)
     start = 0
     while len(tokens) < 50:
-        logits = model(FlatBatch.build([Span(0, start, tokens[start:])], attention), cache)
+        logits = model(FlatBatch.build([Span([0], start, tokens[start:])], attention), cache)
         start = len(tokens)
         tokens = [*tokens, logits.argmax().item()]
     assert tokens == expected and len(set(tokens[20:])) > 5

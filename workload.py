@@ -16,14 +16,13 @@ import csv
 import io
 import math
 import reprlib
-from numbers import Real
 from pathlib import Path
 from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
 
-from scheduler import check_whole
+from scheduler import check_positive, check_whole
 
 
 class Arrival(NamedTuple):
@@ -62,13 +61,6 @@ def make_rng(stream, seed):
     """A random generator for one purpose, so that lengths, gaps and prompts of one seed are independent."""
     check_whole("seed", seed, least=0)
     return np.random.default_rng([stream, seed])
-
-
-def check_positive(name, value, most=math.inf):
-    """Raise ValueError, naming the argument, unless `value` is a finite number above 0 and at most `most`."""
-    if not isinstance(value, Real) or not 0 < value <= most or value == math.inf:
-        limit = "" if most == math.inf else f" and at most {most}"
-        raise ValueError(f"{name}={value!r}: must be a finite number above 0{limit}")
 
 
 # -----------------------------------------------------------------------------------------------------
