@@ -1,0 +1,173 @@
+"""How long will an iteration take? The model behind the dynamic token budget. Plain Python, no tensors.
+
+A token budget is what meets the TBT SLO: the larger it is, the longer the decodes wait for the prefill beside them.
+Sarathi-Serve §4.3 finds it once, from a profile: `largest_budget`. But the prefill that fits changes from one
+iteration to the next, with the decodes, their contexts, how much of the prompt is already cached, and the machine.
+So `IterationTime` predicts the time of a batch from what is in it, and learns from each iteration that ran.
+
+A moving average of the time per token will not do: an iteration of six decodes takes nearly as long as a pass over
+the weights must, so that its time per token is several times that of a chunk, and says nothing about a chunk.
+
+Read next: scheduler.py.
+"""
+
+import math
+from bisect import bisect_right
+from typing import NamedTuple
+
+KEEP = 0.98  # of what an iteration taught, after one more of its kind: the fit remembers about 50 of each
+PACE = 0.15  # of the last error that goes into the scale: it follows the machine within about 7 iterations
+SWEEPS = 2  # of the fit over its coefficients after each iteration; the next one goes on from there
+FORGOTTEN = 1e-9  # squared weight below which a coefficient has no evidence left and keeps its value
+FIRST_SPREAD = 0.1  # the relative error that is assumed before any was seen
+SPREAD_PACE = 0.05  # the spread is taken over about 20 iterations
+OUTLIER = 3  # errors count as at most so many spreads
+P99 = 2.33  # standard deviations above the mean that 1 % of a normal distribution exceeds
+LARGEST_MARGIN = 0.3  # of the predicted time
+NANOSECOND = 1e-9
+FIRST_PREFILL = 16  # tokens that may be tried before any were timed; one tile, if that is more
+
+
+class BatchShape(NamedTuple):
+    """What the time of a batch depends on.
+
+    prefill_tokens   in all chunks that are not decodes
+    decodes          how many
+    context_tokens   keys that the decodes read, all together, their own included
+    prefill_pairs    (query, key) pairs of the chunks: each token with all before it and itself
+    """
+
+    prefill_tokens: int = 0
+    decodes: int = 0
+    context_tokens: int = 0
+    prefill_pairs: int = 0
+
+    @classmethod
+    def of(cls, batch):
+        """The shape of a scheduler's Batch, or of any (request, start, length) of which no request has yet moved."""
+        shape = cls()
+        for request, start, length in batch:
+            shape = shape.with_decode(start + 1) if request.is_decoding else shape.with_chunk(start, length)
+        return shape
+
+    def with_decode(self, context):
+        """This and one more decode, which reads `context` keys, its own included."""
+        return self._replace(decodes=self.decodes + 1, context_tokens=self.context_tokens + context)
+
+    def with_chunk(self, past, length):
+        """This and one more chunk of `length` tokens, after `past` tokens of its request."""
+        return self._replace(prefill_tokens=self.prefill_tokens + length,
+                             prefill_pairs=self.prefill_pairs + length * past + length * (length + 1) // 2)
+
+
+class IterationTime:
+    """Predicts the seconds of an iteration, and learns from each one that is observed:
+
+        seconds = scale * (base + a * prefill_tokens + b * decodes + c * context_tokens + d * prefill_pairs)
+
+    with coefficients of at least 0. They are the least squares fit to the iterations so far, each weighed by
+    1 / seconds, so that relative errors count: 10 % of a decode-only iteration as much as 10 % of a long chunk. Older
+    ones weigh less, but each kind, with and without prefill, is made older only by its own: a thousand decode-only
+    iterations leave in place what the last chunks taught. The sums that the normal equations need are all that is kept;
+    coordinate descent solves them, a few steps per iteration, and holds each coefficient at 0 or above.
+
+    The fit is slow and gives the proportions. `scale` is quick: it follows a machine that is slowed down or throttled,
+    and goes back to 1 as the fit catches up. A single outlier moves neither by much: a row that took three times as
+    long weighs a ninth in the fit, and its error is clipped before it goes into the scale.
+
+    `profile` is a list of (BatchShape, seconds) to begin with; it should reach past the SLO. Without one, learning
+    starts at nothing, and `prefill_that_fits` goes up in steps. `spread` is the relative standard deviation of the
+    errors, as a running estimate; `largest_prefill` the most prefill tokens in an iteration so far. Raises ValueError
+    for a profile with a time that is not positive and finite.
+    """
+
+    def __init__(self, profile=()):
+        self.scale, self.spread, self.largest_prefill = 1.0, FIRST_SPREAD, 0
+        self._coefficients = [0.0] * 5
+        self._products = [[[0.0] * 5 for _ in range(5)] for _ in range(2)]  # of the features, for each kind
+        self._targets = [[0.0] * 5 for _ in range(2)]
+        for shape, seconds in profile:
+            if not NANOSECOND <= seconds < math.inf:
+                raise ValueError(f"profile: {shape} took {seconds!r} seconds: must be positive and finite")
+            self._remember(shape, seconds, keep=1.0)  # a profile has no order: all of it counts alike
+        self._fit(sweeps=500 if profile else 0)
+
+    def predict(self, shape):
+        """Seconds that a batch of this shape is expected to take, at least 0; 0 before anything was observed."""
+        base, prefill, decode, context, pair = self._coefficients
+        seconds = (base + prefill * shape.prefill_tokens + decode * shape.decodes
+                   + context * shape.context_tokens + pair * shape.prefill_pairs)
+        return max(0.0, self.scale * seconds)
+
+    def observe(self, shape, seconds):
+        """Learn that a batch of this shape took so long.
+
+        What no clock can have measured (below a nanosecond, not finite) teaches nothing and is ignored, so that an
+        engine may run on a clock that stands still.
+        """
+        if not NANOSECOND <= seconds < math.inf:
+            return
+        predicted = self.predict(shape)
+        if predicted > 0:
+            most = OUTLIER * self.spread
+            error = max(-most, min(most, math.log(seconds / predicted)))
+            self.scale *= math.exp(PACE * error)
+            self.spread += SPREAD_PACE * (1.25 * abs(error) - self.spread)  # 1.25: standard over mean deviation
+            self.spread = max(self.spread, 0.01)
+        self._remember(shape, seconds, KEEP)
+        self._fit(SWEEPS)
+
+    def prefill_that_fits(self, seconds, shape, past, limit, tile=1):
+        """How many tokens the next chunk may have, for the iteration to meet a TBT SLO of `seconds`.
+
+        shape    of the batch so far: its decodes, and chunks that were added before
+        past     tokens of the chunk's request that are cached
+        limit    the most tokens, such as what is left of the prompt
+        tile     of the matrix products, in tokens (§4.3): the chunk is whole tiles, or all of `limit` if that fits
+
+        It is the most for which the predicted time meets the SLO with a margin: the 99th percentile of the errors seen,
+        at most 30 %. 0 if even one tile does not. And it takes the batch at most half as far again, or one tile, beyond
+        the most prefill ever timed (16 tokens at first), so that a model that knows little finds out in steps: a device
+        that reads its weights while it computes takes the same time up to some hundred tokens, then ever more.
+        """
+        def time_at_p99(length):
+            return margin * self.predict(shape.with_chunk(past, length))
+
+        margin = 1 + min(LARGEST_MARGIN, P99 * self.spread)
+        reach = max(3 * self.largest_prefill // 2, self.largest_prefill + tile, FIRST_PREFILL) - shape.prefill_tokens
+        limit = max(0, limit)
+        if limit <= reach and time_at_p99(limit) <= seconds:
+            return limit
+        sizes = range(tile, min(limit, reach) + 1, tile)  # the time grows with the size: search by halves
+        return tile * bisect_right(sizes, seconds, key=time_at_p99)
+
+    def _remember(self, shape, seconds, keep):
+        """Add a row to the normal equations of its kind, and let the rows that are there fade to `keep`."""
+        kind = shape.prefill_tokens > 0
+        self.largest_prefill = max(self.largest_prefill, shape.prefill_tokens)
+        row = [feature / seconds for feature in (1, *shape)]  # the target, seconds / seconds, is 1
+        targets = self._targets[kind]
+        for i, (x, products) in enumerate(zip(row, self._products[kind])):
+            targets[i] = keep * targets[i] + x
+            products[:] = [keep * product + x * y for product, y in zip(products, row)]
+
+    def _fit(self, sweeps):
+        """Coordinate descent: put each coefficient in turn where it is best beside the others, but not below 0."""
+        w = self._coefficients
+        products = [[a + b for a, b in zip(*rows)] for rows in zip(*self._products)]
+        targets = [a + b for a, b in zip(*self._targets)]
+        for _ in range(sweeps):
+            for i, row in enumerate(products):
+                if row[i] > FORGOTTEN:
+                    rest = sum(a * b for a, b in zip(row, w)) - row[i] * w[i]
+                    w[i] = max(0.0, (targets[i] - rest) / row[i])
+
+
+def largest_budget(rows, tbt_slo, tile=1):
+    """Sarathi-Serve §4.3: the largest token budget, of whole tiles, that never took longer than `tbt_slo` seconds.
+
+    `rows` are the measured iterations of a one-time profile, as (budget, context, decodes, seconds). A budget is judged
+    by its slowest iteration. Returns None if none meets the SLO.
+    """
+    too_slow = {budget for budget, _, _, seconds in rows if seconds > tbt_slo}
+    return max((budget for budget, *_ in rows if budget % tile == 0 and budget not in too_slow), default=None)
