@@ -17,6 +17,7 @@ import operator
 import os
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,8 +26,9 @@ from tqdm import tqdm
 from attention import check_backend, make_attention
 from kv_cache import KVCache, Pages, kv_bytes_per_token, max_slots
 from model import FlatBatch, Span
+from profiling import STRICT, base_decode_iteration, choose_budget
 from sampling import SamplingParams, sample
-from scheduler import PRIORITIES, Request, check_positive, check_whole, make_scheduler
+from scheduler import POLICIES, PRIORITIES, Request, check_positive, check_whole, make_scheduler
 
 MAX_BATCH = 256  # the most requests at once when the caller names no number, however much memory there is
 
@@ -149,7 +151,8 @@ class Engine:
 
     model        a GPT, whose device and dtype the cache takes over
     policy       a name in scheduler.POLICIES
-    chunk        C, the chunk size or token budget
+    chunk        C, the chunk size or token budget; "auto" takes a few seconds to find the largest that meets `tbt_slo`,
+                 or if that is not given the strict SLO (profiling.py), in batches of min(32, max_batch) at max_len / 2
     max_batch    B, the most requests at once; None: as many as fit (SARATHI §4.3.1), but at most 256
     max_len      the longest request, prompt and output, in tokens; None: 2,048, or the model's limit if that is less
     page_size    tokens in a page of the cache; None: max_len, one slot for each request
@@ -158,7 +161,8 @@ class Engine:
     tokenizer    for prompts given as text; its stop tokens end every request
     attention    the backend, see attention.make_attention
     clock        seconds, for the latency records
-    options      further options of the policy: prefills=1 of orca; tile of sarathi, which is 128 on CUDA if not given
+    options      further options of the policy: prefills of orca; tbt_slo, seconds, of sarathi-serve and priority, which
+                 makes the token budget dynamic; ttft_slo and ageing of priority; tile, which is 128 on CUDA
 
     Raises ValueError, before anything is allocated, for an argument that makes no sense.
     """
@@ -184,12 +188,17 @@ class Engine:
             pages = pages if max_batch else min(pages, self._pages_that_fit(model, max_len, page_size))
         if max_batch is None:
             max_batch = min(pages, MAX_BATCH)
-        if policy == "sarathi" and model.device.type == "cuda":
+        if model.device.type == "cuda" and policy in POLICIES and "tile" in POLICIES[policy].options:
             options = {"tile": 128} | options
-        self.scheduler = make_scheduler(policy, Pages(pages, page_size), chunk=chunk, max_batch=max_batch,
-                                        max_len=max_len, clock=clock, **options)
+        scheduler = partial(make_scheduler, policy, Pages(pages, page_size), max_batch=max_batch, max_len=max_len,
+                            clock=clock, **options)
+        self.scheduler = scheduler(chunk=1 if chunk == "auto" else chunk)
         self.cache = KVCache(model.config, pages, page_size, model.device, model.dtype, max_len)
         self.attention = make_attention(model.config, self.cache, attention)
+        if chunk == "auto":
+            chunk, profile = self._profile(model, options.get("tbt_slo"), options.get("tile", 32))
+            keeps = "profile" in POLICIES[policy].options
+            self.scheduler = scheduler(chunk=chunk, **({"profile": profile} if keeps else {}))
         self.model, self.tokenizer, self.clock, self.max_waiting = model, tokenizer, clock, max_waiting
         self.last_iteration = None  # an Iteration, once there was one
         self._live = {}
@@ -214,6 +223,15 @@ class Engine:
             raise ValueError(f"max_len={max_len}: one request takes {max_len * per_token / 1e9:.1f} GB of KV cache, "
                              f"{max(0, memory - weight_bytes) / 1e9:.1f} GB are free")
         return pages
+
+    def _profile(self, model, tbt_slo, tile):
+        """The largest token budget that meets the SLO, the strict one if it is None, and what was timed to find it."""
+        scheduler, on = self.scheduler, (model, self.cache, self.attention)
+        if tbt_slo is None:
+            tbt_slo = STRICT * base_decode_iteration(*on, scheduler.max_batch, scheduler.max_len).seconds
+        decodes, contexts = min(32, scheduler.max_batch), [max(1, scheduler.max_len // 2)]
+        budget, rows = choose_budget(*on, tbt_slo, decodes, contexts, tile, scheduler.max_len)
+        return budget, [(row.shape, row.seconds) for row in rows]
 
     # -- online use: add, step, abort ------------------------------------------------------------------
 

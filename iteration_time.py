@@ -45,10 +45,16 @@ class BatchShape(NamedTuple):
     @classmethod
     def of(cls, batch):
         """The shape of a scheduler's Batch, or of any (request, start, length) of which no request has yet moved."""
-        shape = cls()
+        shape = cls.of_decodes([request for request, _, _ in batch if request.is_decoding])
         for request, start, length in batch:
-            shape = shape.with_decode(start + 1) if request.is_decoding else shape.with_chunk(start, length)
+            if not request.is_decoding:
+                shape = shape.with_chunk(start, length)
         return shape
+
+    @classmethod
+    def of_decodes(cls, requests):
+        """The shape of a batch in which each of these requests decodes."""
+        return cls(decodes=len(requests), context_tokens=sum([len(request.tokens) for request in requests]))
 
     def with_decode(self, context):
         """This and one more decode, which reads `context` keys, its own included."""

@@ -23,7 +23,11 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import NamedTuple
 
+from iteration_time import BatchShape, IterationTime
+from waiting import ClassLine, aged_class
+
 PRIORITIES = ("realtime", "high", "normal", "low")  # a request's priority is the index, so less is more urgent
+HIGH = 1
 
 
 @dataclass(eq=False, slots=True)
@@ -127,15 +131,18 @@ class Scheduler:
 
         Where no page is free, the newest request of the lowest priority is preempted, which may be the decode itself.
         """
-        requests = [request for request in self.running if request.is_decoding]
-        page_size = self.pages.page_size
-        for request in requests:
-            while request.pages and request.num_computed == len(request.pages) * page_size:
-                if page := self.pages.allocate(1, after=request.pages[-1]):
-                    request.pages += page
-                else:
-                    self.preempt(max(self.running, key=lambda r: (r.priority, r.arrival, r.id)))
-        return [request for request in requests if request.pages]
+        decodes, page_size = [request for request in self.running if request.is_decoding], self.pages.page_size
+        full = [request for request in decodes if request.num_computed == len(request.pages) * page_size]
+        for request in full:
+            while request.pages and not (page := self.pages.allocate(1, after=request.pages[-1])):
+                self.preempt(max(self.running, key=self.rank))
+            if request.pages:
+                request.pages += page
+        return [request for request in decodes if request.pages] if full else decodes
+
+    def rank(self, request):
+        """Requests of a higher rank are preempted first: those of the lowest priority, and of these the newest."""
+        return request.priority, request.arrival, request.id
 
     def prefilling(self):
         """The running requests whose prompt is not yet computed to its end."""
@@ -151,17 +158,22 @@ class Scheduler:
         """Put a request at the end of the line."""
         self.waiting.append(request)
 
+    def pages_at_admission(self, request):
+        """How many pages it is given when it is admitted."""
+        return self.pages.needed(self.max_len if self.reserves_max_len else len(request.tokens))
+
+    def has_room(self, request):
+        """Whether there is a place and memory to admit it."""
+        free = self.pages.num_free - (self.watermark if self.running else 0)
+        return len(self.running) < self.max_batch and self.pages_at_admission(request) <= free
+
     def admit(self):
         """Give the head of the line its pages and return it, or None if it must wait or nobody waits."""
-        if not self.waiting or len(self.running) >= self.max_batch:
+        if not self.waiting or not self.has_room(request := self.waiting[0]):
             return None
-        request = self.waiting[0]
-        needed = self.pages.needed(self.max_len if self.reserves_max_len else len(request.tokens))
-        if needed + (self.watermark if self.running else 0) > self.pages.num_free:
-            return None
-        request.pages = self.pages.allocate(needed)
+        request.pages = self.pages.allocate(self.pages_at_admission(request))
         self.running.append(request)
-        self.waiting.popleft()
+        self.waiting.remove(request)
         return request
 
     def preempt(self, request):
@@ -269,17 +281,42 @@ class Sarathi(Scheduler):
 
 
 class SarathiServe(Scheduler):
-    """Sarathi-Serve §4.2, Algorithm 3, stall-free batching: decodes first, then prefills in what is left."""
+    """Sarathi-Serve §4.2, Algorithm 3, stall-free batching: decodes first, then prefills in what is left.
 
+    The token budget is `chunk`, or dynamic with `tbt_slo`, seconds: in each iteration as much prefill as is predicted
+    to meet it. `profile` is what the prediction begins with, see iteration_time.py; `tile` that of a matrix product.
+    """
+
+    options = frozenset({"tbt_slo", "profile", "tile"})
     reserves_max_len = False
 
-    def token_budget(self):
-        """The most tokens in a batch, unless there are more decodes than that."""
-        return self.chunk
+    def __init__(self, *args, tbt_slo=None, profile=(), tile=1, **options):
+        super().__init__(*args, **options)
+        if tbt_slo is not None:
+            check_positive("tbt_slo", tbt_slo)
+        check_whole("tile", tile, least=1)
+        self.tbt_slo, self.tile, self.budget = tbt_slo, tile, self.chunk
+        self.iteration_time = IterationTime(profile)
+
+    def observe(self, batch, seconds):
+        self.iteration_time.observe(BatchShape.of(batch), seconds)
+
+    def token_budget(self, decodes):
+        """The most tokens in a batch with these decodes, unless there are more decodes than that."""
+        return self.chunk if self.tbt_slo is None else self.dynamic_budget(decodes, self.tbt_slo)
+
+    def dynamic_budget(self, decodes, tbt_slo):
+        """The decodes and the prefill that fits beside them. With no decode to stall there is no need to chunk."""
+        if not decodes:
+            return self.max_len
+        past = next((request.num_computed for request in self.prefilling()), 0)
+        shape = BatchShape.of_decodes(decodes)
+        return len(decodes) + self.iteration_time.prefill_that_fits(tbt_slo, shape, past, self.max_len, self.tile)
 
     def schedule(self):
-        batch, budget = Batch(), self.token_budget()
-        for request in self.decoding():
+        batch, decodes = Batch(), self.decoding()
+        self.budget = budget = self.token_budget(decodes)
+        for request in decodes:
             budget -= batch.add(request)  # a running decode never waits
         for request in self.prefilling():
             budget -= batch.add(request, budget)  # finish what was started
@@ -294,8 +331,98 @@ class HybridOnly(SarathiServe):
     A prompt is cut only where several share a batch.
     """
 
-    def token_budget(self):
+    options = frozenset()
+
+    def token_budget(self, decodes):
         return self.max_len
+
+
+class Priority(SarathiServe):
+    """Stall-free batching for requests that are not equal: classes, and targets for TTFT and TBT.
+
+    Prefills are ordered by class, then by slack, the time left to the deadline. That is the request's arrival, its TTFT
+    target (`ttft_slo` for requests without one) and the time its own prefill takes: of two requests with the same
+    target the short prompt goes first, even if the long one has begun, and waits for it only if it came that much
+    later. `ageing` seconds lift a request by one class, see waiting.py. The token budget is dynamic where a decode has
+    a TBT target, and meets the tightest. When a realtime or high request is at risk, lower classes are preempted.
+    """
+
+    options = SarathiServe.options | {"ttft_slo", "ageing"}
+
+    def __init__(self, *args, ttft_slo=2.0, ageing=10.0, **options):
+        super().__init__(*args, **options)
+        check_positive("ttft_slo", ttft_slo)
+        check_positive("ageing", ageing)
+        self.ttft_slo, self.ageing = ttft_slo, ageing
+        self.waiting = ClassLine(self.deadline, ageing, self.clock, len(PRIORITIES))
+
+    def aged_class(self, request):
+        """The request's class after the time it has been there."""
+        return aged_class(request, self.clock(), self.ageing)
+
+    def rank(self, request):
+        return self.aged_class(request), request.arrival, request.id
+
+    def deadline(self, request):
+        """When its first token is due."""
+        past = request.num_computed
+        prefill = BatchShape().with_chunk(past, len(request.tokens) - past)
+        return request.arrival + (request.ttft_slo or self.ttft_slo) + self.iteration_time.predict(prefill)
+
+    def urgency(self, request):
+        """What prefills are ordered by, the smallest first."""
+        return self.aged_class(request), self.deadline(request)
+
+    def tightest_target(self, decodes, least_class=len(PRIORITIES)):
+        """The smallest TBT target of decodes of this class or a more urgent one, infinity if there is none."""
+        return min((r.tbt_slo for r in decodes if r.tbt_slo and r.priority <= least_class), default=math.inf)
+
+    def too_slow(self, decodes):
+        """Whether these decodes miss the TBT target of a realtime or high one even without any prefill."""
+        target = self.tightest_target(decodes, HIGH)
+        return target < math.inf and self.iteration_time.predict(BatchShape.of_decodes(decodes)) > target
+
+    def head_is_late(self):
+        """Whether a realtime or high request heads the line, has no room, and has waited for half its TTFT target."""
+        if not self.waiting or (head := self.waiting[0]).priority > HIGH or self.has_room(head):
+            return False
+        return self.clock() - head.arrival >= (head.ttft_slo or self.ttft_slo) / 2
+
+    def decoding(self):
+        """As in Scheduler, after lower classes were preempted for realtime and high requests at risk."""
+        decodes = super().decoding()
+        if self.too_slow(decodes) or self.head_is_late():
+            lower = sorted((r for r in self.running if self.aged_class(r) > HIGH), key=self.rank)
+            while lower and (self.too_slow(decodes) or self.head_is_late()):
+                self.preempt(lower.pop())
+                decodes = super().decoding()
+        return decodes
+
+    def admit(self):
+        if self.waiting and self.aged_class(head := self.waiting[0]) > HIGH:
+            if self.too_slow([*(r for r in self.running if r.is_decoding), head]):
+                return None  # it would be preempted once it decodes
+        return super().admit()
+
+    def token_budget(self, decodes):
+        target = min(self.tightest_target(decodes), self.tbt_slo or math.inf)
+        return self.chunk if target == math.inf else self.dynamic_budget(decodes, target)
+
+    def schedule(self):
+        batch, decodes = Batch(), self.decoding()
+        self.budget = budget = self.token_budget(decodes)
+        for request in decodes:
+            budget -= batch.add(request)
+        started = sorted(self.prefilling(), key=self.urgency, reverse=True)
+        while budget > 0:
+            head = self.waiting[0] if self.waiting else None
+            if head and (not started or self.urgency(head) < self.urgency(started[-1])) and self.admit():
+                budget -= batch.add(head, budget)
+            elif started:
+                budget -= batch.add(started.pop(), budget)
+            else:
+                break
+        return batch
 
 
 class ChunkedOnly(Scheduler):
@@ -330,6 +457,7 @@ POLICIES = {
     "sarathi-serve": SarathiServe,
     "chunked-only": ChunkedOnly,
     "hybrid-only": HybridOnly,
+    "priority": Priority,
 }
 
 

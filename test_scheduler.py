@@ -202,7 +202,7 @@ def test_bad_options_are_refused():
         make_scheduler("sarati", Pages(2, 16), **good)
     with pytest.raises(ValueError, match="prefills=1"):
         make_scheduler("vllm", Pages(2, 16), prefills=1, **good)
-    with pytest.raises(ValueError, match="tile=128.*'sarathi-serve' has no such option"):
-        make_scheduler("sarathi-serve", Pages(2, 16), tile=128, **good)
+    with pytest.raises(ValueError, match="tile=128.*'orca' has no such option"):
+        make_scheduler("orca", Pages(2, 16), tile=128, **good)
     with pytest.raises(ValueError, match="prefills=0"):
         make_scheduler("orca", Pages(2, 16), prefills=0, **good)

@@ -1,0 +1,107 @@
+"""The one-time profile that a token budget is chosen from (Sarathi-Serve §4.3).
+
+    budget, profile = choose_budget(model, cache, attention, tbt_slo=0.3, decodes=16, contexts=(256, 1024), ...)
+
+times hybrid batches over token budgets and contexts, and takes the largest budget that meets the SLO. The profile is
+also what a dynamic budget begins with (IterationTime). The engine does this at start-up for chunk="auto"; `python
+bench.py budget` draws the curve.
+
+Read first: iteration_time.py and model.py. Read next: engine.py.
+"""
+
+import statistics
+import time
+from typing import NamedTuple
+
+import torch
+
+from iteration_time import BatchShape, largest_budget
+from model import FlatBatch, Span
+
+STRICT, RELAXED = 5, 25  # Sarathi-Serve §5.1: the TBT SLO as a multiple of the time of a decode iteration
+
+
+class Profiled(NamedTuple):
+    """The median time of hybrid batches of `budget` tokens: `decodes` at `context`, and a chunk that ends there."""
+
+    budget: int
+    context: int
+    decodes: int
+    seconds: float
+
+    @property
+    def shape(self):
+        """What IterationTime wants to know of it."""
+        shape = BatchShape(0, self.decodes, self.decodes * self.context)
+        chunk = self.budget - self.decodes
+        return shape.with_chunk(max(0, self.context - chunk), chunk)
+
+
+def hybrid_spans(cache, budget, context, decodes):
+    """Spans of `decodes` requests that decode at `context`, and of a chunk that ends there and fills the budget up.
+
+    A chunk that is longer than `context` starts its request. Only time matters here: the requests take the cache's
+    pages in turn, and share them where there are too few.
+    """
+    def table(first, tokens):
+        return [(first + i) % cache.pages for i in range(-(-tokens // cache.page_size))]
+
+    apart, chunk = -(-context // cache.page_size), budget - decodes
+    spans = [Span(table(i * apart, context), context - 1, [0]) for i in range(decodes)]
+    if chunk > 0:
+        start = max(0, context - chunk)
+        spans.append(Span(table(decodes * apart, start + chunk), start, [0] * chunk))
+    return spans
+
+
+def time_iterations(model, cache, attention, cases, repeats=2):
+    """Time hybrid batches. `cases` are (budget, context, decodes); returns a Profiled for each, in order.
+
+    Each is run `repeats` times after a first that does not count, the cases in turn. What the cache holds is lost.
+    """
+    samples = [[] for _ in cases]
+    cache.data.zero_()  # numbers that never were written may be slow to compute with
+    for repeat in range(repeats + 1):
+        for case, seconds in zip(cases, samples):
+            start = time.perf_counter()
+            batch = FlatBatch.build(hybrid_spans(cache, *case), attention)
+            model(batch, cache).argmax(dim=-1).tolist()  # waits for a GPU
+            if repeat:
+                seconds.append(time.perf_counter() - start)
+    return [Profiled(*case, statistics.median(seconds)) for case, seconds in zip(cases, samples)]
+
+
+def base_decode_iteration(model, cache, attention, max_batch, max_len):
+    """The decode iteration that SLOs are multiples of: 32 decodes at a context of 4,096 tokens, no prefill (§5.1).
+
+    Both are less where the engine's limits are: `max_batch`, and half of `max_len`. Returns a Profiled.
+    """
+    decodes = min(32, max_batch)
+    return time_iterations(model, cache, attention, [(decodes, min(4096, max(1, max_len // 2)), decodes)])[0]
+
+
+def choose_budget(model, cache, attention, tbt_slo, decodes, contexts, tile, most):
+    """The static token budget for an SLO: (budget, profile), the profile as a list of Profiled.
+
+    Budgets of whole tiles are timed with `decodes` at each context, doubling up to `most` tokens or until the SLO is
+    missed, then by halves between the last that met it and the first that did not. Raises ValueError if none meets it.
+    """
+    profile = time_iterations(model, cache, attention, [(decodes, context, decodes) for context in contexts])
+    base = max(row.seconds for row in profile)
+
+    def meets(budget):
+        rows = time_iterations(model, cache, attention, [(budget, context, decodes) for context in contexts])
+        profile.extend(rows)
+        return all(row.seconds <= tbt_slo for row in rows)
+
+    good, budget = 0, (decodes // tile + 1) * tile  # the first with room for a chunk
+    while budget <= most and meets(budget):
+        good, budget = budget, 2 * budget
+    bad = min(budget, most // tile * tile + tile)
+    while good and bad - good > tile:
+        middle = (good + bad) // 2 // tile * tile
+        good, bad = (middle, bad) if meets(middle) else (good, middle)
+    if not good:
+        raise ValueError(f"tbt_slo={tbt_slo:.4g}: no token budget meets it, {decodes} decodes alone take {base:.4g} s "
+                         f"at a context of {max(contexts)}")
+    return largest_budget([row for row in profile if row.budget > decodes], tbt_slo, tile), profile
