@@ -212,8 +212,9 @@ class XFormers:
         # built for another torch, though these two do not use it: one is torch's, the other is Triton.
         self.inputs, self.chunk_operator = fmha.Inputs, fmha.flash.FwOp
         self.decode_operator = fmha.triton_splitk.FwOp if split_k else fmha.flash.FwOp
-        probe = torch.zeros(1, config.n_head, config.head_dim, device=self.device, dtype=cache.data.dtype)
-        self.plan([Extent([0], 0, 1)])(probe, *cache.layer(0))  # fails here if at all
+        probe = torch.zeros(3, config.n_head, config.head_dim, device=self.device, dtype=cache.data.dtype)
+        last = cache.pages - 1
+        self.plan([Extent([0], 0, 1), Extent([last], 0, 2)])(probe, *cache.layer(0))  # fails here if at all
 
     def plan(self, extents):
         """See the top of this file. Decodes must come first in `extents`, or they count as chunks."""

@@ -4,31 +4,37 @@
 
 prints (1) SARATHI's Table 2: what a decode costs alone and riding with a prefill chunk, each time beside its limit;
 (2) the policies end to end at the balanced ratio of prefill to decode tokens, P:D = C / (B - 1); (3) what to
-conclude. `--json` writes all of it, `--plot` draws what each policy did when.
+conclude. `--json` writes all of it, `--plot` draws what each policy did when. Requests that arrive while others run,
+Sarathi-Serve's half, have command lines of their own:
 
-Read first: experiments.py, which measures what is printed here.
+    python bench.py serve           every policy on the same arrivals
+    python bench.py capacity        the highest rate at which each meets the SLO
+    python bench.py budget          the token budget for an SLO
+
+Read first: experiments.py, which measures what is printed here. Read next: bench_serve.py.
 """
 
+import argparse
 import json
-import os
-import shutil
 import sys
 import time
-from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 import cli
-import measure
-from attention import BACKENDS, check_backend
 from experiments import SPECS, advise, against_transformers, decode_maximal, describe_machine, end_to_end, output_tokens
-from model import DTYPES, GPT, PRESETS, GPTConfig
+from model import PRESETS
+
+COMMANDS = """other experiments, each with its own --help:
+  bench.py serve      requests arrive while others run: latencies of every policy on the same arrivals
+  bench.py capacity   the highest rate of arrivals at which each policy meets an SLO
+  bench.py budget     the largest token budget that meets an SLO, from a profile of this machine"""
 
 
 def parse_args(argv=None):
     """The options, checked. Exits with a message, like argparse, for one that makes no sense."""
-    parser = cli.OptionParser(description=__doc__.split("\n\n")[0])
+    parser = cli.OptionParser(description=__doc__.split("\n\n")[0], epilog=COMMANDS,
+                              formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add
     add("--chunk", "C, the chunk size and token budget, in tokens", 256, type=int)
     add("--batch", "B, the most requests at once", 6, type=int)
@@ -37,19 +43,12 @@ def parse_args(argv=None):
     add("--policies", f"comma-separated, from {', '.join(SPECS)}; orca-best lets one prompt into a batch",
         "request-level,orca-best,vllm,sarathi,sarathi-serve")
     add("--requests", "how many requests are served end to end", shown="2 B", type=int)
-    add("--model", f"a geometry with random weights: {', '.join(PRESETS)}",
-        shown="llama-13b on a GPU with 40 GB or more, else llama-160m")
-    add("--init-from", "a checkpoint instead: a local directory or a Hugging Face Hub name", shown="none")
-    add("--device", "where to run: cpu, cuda, cuda:1, ...", "cuda" if torch.cuda.is_available() else "cpu")
-    add("--dtype", "of weights and cache", choices=DTYPES, shown="bfloat16, or float32 on a CPU that is faster with it")
-    add("--attention", "the backend; auto is xformers for 16 bits on CUDA, else sdpa", "auto", choices=BACKENDS)
-    add("--seed", "of weights and prompts", 0, shown="0", type=int)
-    add("--compile", "torch.compile the layers around attention", False, "off", action="store_true")
-    add("--threads", "CPU threads", shown="torch's choice", type=int)
+    parser.add_model_options("llama-13b on a GPU with 40 GB or more, else llama-160m")
     add("--transformers", "also serve the requests with transformers' generate", False, "off", action="store_true")
     add("--json", "write all that is printed, with these options", shown="none", metavar="FILE")
     add("--plot", "draw the iterations of each policy", shown="none", metavar="FILE")
     args = parser.parse_args(argv)
+    parser.check_model_options(args)
     args.policies = [name.strip() for name in args.policies.split(",") if name.strip()]
     args.requests = 2 * args.batch if args.requests is None else args.requests
     if not args.policies:
@@ -64,51 +63,14 @@ def parse_args(argv=None):
         parser.error(f"--chunk {args.chunk}: must be at least --batch {args.batch}, or there is no room for a chunk")
     if args.chunk > args.seq_len:
         parser.error(f"--chunk {args.chunk}: must be at most --seq-len {args.seq_len}")
-    if args.model and args.model not in PRESETS:
-        parser.error(f"--model {args.model!r}: must be one of {', '.join(PRESETS)}; --init-from takes a checkpoint")
     if args.transformers and not args.init_from and args.model in PRESETS and PRESETS[args.model].family != "llama":
         parser.error("--transformers: with random weights only a LLaMA can be compared, use --init-from")
-    if args.model and args.init_from:
-        parser.error("--model and --init-from: give one of them")
     if args.pd_ratio is None:
         args.pd_ratio = args.chunk / (args.batch - 1)
-    if args.threads is not None and args.threads < 1:
-        parser.error(f"--threads {args.threads}: must be at least 1")
-    for option in ("json", "plot"):  # not after minutes of measuring
-        file = getattr(args, option)
-        if file and (Path(file).is_dir() or not Path(file).absolute().parent.is_dir()):
-            parser.error(f"--{option} {file}: must be a file in a directory that exists")
-    if args.plot and Path(args.plot).suffix not in (".png", ".pdf", ".svg"):
-        parser.error(f"--plot {args.plot}: must end in .png, .pdf or .svg")
+    parser.check_files(args, "json", "plot")
     if not 0 < args.pd_ratio < float("inf"):
         parser.error(f"--pd-ratio {args.pd_ratio}: must be a positive number")
     return args
-
-
-def load_model(args):
-    """The model to measure, on its device. Sets args.model, args.dtype where they were left open."""
-    device = cli.find_device(args.device)
-    check_backend(args.attention, device)
-    if args.dtype is None:
-        fast = torch.bfloat16 if device.type == "cuda" else measure.fastest_cpu_dtype()
-        args.dtype = str(fast).removeprefix("torch.")
-    if args.init_from:
-        model = GPT.from_pretrained(args.init_from, device, DTYPES[args.dtype])
-    else:
-        if args.model is None:
-            roomy = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory > 40e9
-            args.model = "llama-13b" if roomy else "llama-160m"
-        config = GPTConfig.preset(args.model)
-        if config.family == "llama":  # random weights know no positions, so they may be as many as asked for
-            config = replace(config, max_positions=max(config.max_positions, args.seq_len))
-        model = GPT(config, device, DTYPES[args.dtype], seed=args.seed)
-    if args.seq_len > model.config.max_positions:
-        raise ValueError(f"--seq-len {args.seq_len}: this model is limited to {model.config.max_positions}")
-    if args.compile:
-        if device.type == "cpu" and not shutil.which(os.environ.get("CXX", "g++")):
-            raise ValueError("--compile: needs a C++ compiler on a CPU, g++ or what CXX names")
-        model.compile()
-    return model
 
 
 # -----------------------------------------------------------------------------------------------------
@@ -117,10 +79,7 @@ def load_model(args):
 
 def print_machine(machine):
     """The heading under which all else is printed."""
-    compiled = ", compiled" if machine["compiled"] else ""
-    threads = "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
-    print(f"{machine['device']}, {threads}, torch {machine['torch']}\n"
-          f"{machine['model']} ({machine['parameters'] / 1e6:,.1f} M parameters), {machine['dtype']}{compiled}\n"
+    print(f"{cli.machine_lines(machine)}"
           f"measured limits: {machine['flops_per_s'] / 1e12:,.2f} TFLOP/s in matrix products of these shapes, "
           f"{machine['bytes_per_s'] / 1e9:,.0f} GB/s of memory; ridge: {machine['ridge_tokens']:,.0f} tokens\n"
           f"schedule() takes {machine['schedule_us']:.0f} us with 128 running requests (median, slowest policy)\n")
@@ -136,7 +95,7 @@ def print_decode_maximal(rows, speedup, args):
         table.append([name, f"{row['prefill_tokens']} + {row['decodes']}", *(f"{row[k + '_ms']:.1f}" for k in (
             "linear", "bare", "attention", "attention_limit", "other", "total", "limit")), f"{row['spread']:.0%}",
             *("-" if row[k] is None else f"{row[k]:.3f}" for k in ("prefill_token_ms", "decode_token_ms"))])
-    print_table(table)
+    cli.print_table(table)
     speedup = {part: "more than can be measured" if x is None else f"{x:.1f}x" for part, x in speedup.items()}
     print(f"\ndecode speedup {speedup['total']}; linear layers {speedup['linear']} (bare products {speedup['bare']})\n"
           "bare: the same matrix products alone; limit of attention: its flops over the product rate or its K and V\n"
@@ -156,7 +115,7 @@ def print_end_to_end(rows, args):
         gain = f"{row['gain']:.2f}x" if row["gain"] else "-"
         table.append([name, f"{row['tokens_per_s']:,.0f}", gain, f"{row['p50_ttft_s']:.2f}", f"{row['p99_tbt_s']:.3f}",
                       f"{row['longest_stall_s']:.3f}", str(row["iterations"]), f"{row['tokens_per_iteration']:.0f}"])
-    print_table(table)
+    cli.print_table(table)
     print("\nthroughput counts prompt and output tokens; gain is over request-level; a stall is a gap between two\n"
           "tokens in which prompt tokens were computed; each policy ran on its own clock\n")
 
@@ -181,16 +140,6 @@ def conclude(rows, policy_rows, advice, args):
     return text
 
 
-def print_table(rows):
-    """Print rows of strings as a Markdown table, the first row as its head, numbers aligned to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for number, row in enumerate(rows):
-        print("| " + " | ".join(cell.ljust(w) if i == 0 else cell.rjust(w)
-                                for i, (cell, w) in enumerate(zip(row, widths))) + " |")
-        if number == 0:
-            print("|" + "|".join("-" * (w + 1) + ("-" if i == 0 else ":") for i, w in enumerate(widths)) + "|")
-
-
 def peak_memory_bytes(device):
     """The most memory that was in use: of the GPU, or of this process (0 on Windows, which does not tell)."""
     if device.type == "cuda":
@@ -205,11 +154,20 @@ def peak_memory_bytes(device):
 
 def main(argv=None):
     """The command line."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in ("serve", "capacity"):
+        import bench_serve
+
+        return bench_serve.main(argv)
+    if argv and argv[0] == "budget":
+        import bench_budget
+
+        return bench_budget.main(argv[1:])
     began = time.perf_counter()
     args = parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
-    model = load_model(args)
+    model = cli.load_model(args, "seq_len")
     machine = describe_machine(model, args)
     print_machine(machine)
 

@@ -13,11 +13,13 @@ raises before that (out of memory, Ctrl-C), the batch is kept and the next `step
 Read first: scheduler.py and model.py. Read next: measure.py.
 """
 
+import math
 import operator
 import os
 import time
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -204,6 +206,7 @@ class Engine:
         self._live = {}
         self._next_id = 0
         self._batch = None  # scheduled, not yet computed
+        self._torn = False  # whether schedule() was interrupted, and left anything half done
         self._preempted = []  # ids of the requests that lost their pages to it
         self._computed = None  # computed, not yet recorded
 
@@ -230,6 +233,7 @@ class Engine:
         if tbt_slo is None:
             tbt_slo = STRICT * base_decode_iteration(*on, scheduler.max_batch, scheduler.max_len).seconds
         decodes, contexts = min(32, scheduler.max_batch), [max(1, scheduler.max_len // 2)]
+        tile = min(tile, scheduler.max_len)  # of a short request, the chunk is all of it
         budget, rows = choose_budget(*on, tbt_slo, decodes, contexts, tile, scheduler.max_len)
         return budget, [(row.shape, row.seconds) for row in rows]
 
@@ -255,6 +259,8 @@ class Engine:
         for name, value in (("ttft_slo", ttft_slo), ("tbt_slo", tbt_slo)):
             if value is not None:
                 check_positive(name, value)
+        if arrival is not None and not (isinstance(arrival, Real) and math.isfinite(arrival)):
+            raise ValueError(f"arrival={arrival!r}: must be a finite number of seconds")
         self._check_queue(1)
         return self._add(tokens, params, arrival, PRIORITIES.index(priority), ttft_slo, tbt_slo)
 
@@ -300,6 +306,7 @@ class Engine:
         if request_id not in self._live:
             raise ValueError(f"request_id={request_id}: no such request, or it has ended")
         live = self._live[request_id]
+        self._mend()
         if self._batch is not None:  # left by a step that failed
             self._batch[:] = [chunk for chunk in self._batch if chunk.request is not live.request]
         return self._finish(live, "abort")
@@ -312,9 +319,12 @@ class Engine:
         if self._computed is None:
             start = self.clock()
             if not self._batch:
+                self._mend()
                 before = [(request, request.preemptions) for request in self.scheduler.running]
+                self._torn = True
                 self._batch = self.scheduler.schedule()
-                self._preempted = [request.id for request, count in before if request.preemptions > count]
+                self._torn = False
+                self._preempted += [request.id for request, count in before if request.preemptions > count]
             if not self._batch:
                 return []
             self._computed = self._compute(self._batch, start)
@@ -322,7 +332,15 @@ class Engine:
         events = self._record(*self._computed)
         self._computed = None
         self._batch = None
+        self._preempted = []
         return events
+
+    def _mend(self):
+        """After a Ctrl-C in the middle of schedule(), let all requests wait; what was computed of them is so again."""
+        if self._torn and self._computed is None:
+            self._batch = None
+            self.scheduler.restart([live.request for live in self._live.values()])
+            self._torn = False
 
     def _compute(self, batch, start):
         """Schedule's batch -> sampled tokens. Changes nothing but the cache."""

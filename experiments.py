@@ -178,6 +178,25 @@ def attention_alone(model, spans, attention, cache):
     return run
 
 
+def paged_attention(model, page_size, decodes, context, backend="auto"):
+    """What pages cost: the time of the attention of a decode-only batch, all layers, under three layouts.
+
+    Returns {"slots", "consecutive", "scattered"} -> Timing: one slot for each request, and pages of `page_size` that
+    follow each other, or lie anywhere.
+    """
+    variants = {}
+    for name, size in (("slots", context), ("consecutive", page_size), ("scattered", page_size)):
+        pages = -(-context // size)
+        cache = KVCache(model.config, decodes * pages, size, model.device, model.dtype, context)
+        cache.data.normal_()
+        order = list(range(cache.pages))
+        if name == "scattered":
+            random.Random(0).shuffle(order)
+        spans = [Span(order[i * pages : (i + 1) * pages], context - 1, [1]) for i in range(decodes)]
+        variants[name] = attention_alone(model, spans, make_attention(model.config, cache, backend), cache)
+    return interleaved(variants, model.device)
+
+
 # -----------------------------------------------------------------------------------------------------
 # the policies end to end
 

@@ -62,8 +62,8 @@ class BatchShape(NamedTuple):
 
     def with_chunk(self, past, length):
         """This and one more chunk of `length` tokens, after `past` tokens of its request."""
-        return self._replace(prefill_tokens=self.prefill_tokens + length,
-                             prefill_pairs=self.prefill_pairs + length * past + length * (length + 1) // 2)
+        return BatchShape(self.prefill_tokens + length, self.decodes, self.context_tokens,
+                          self.prefill_pairs + length * past + length * (length + 1) // 2)
 
 
 class IterationTime:
@@ -83,8 +83,8 @@ class IterationTime:
 
     `profile` is a list of (BatchShape, seconds) to begin with; it should reach past the SLO. Without one, learning
     starts at nothing, and `prefill_that_fits` goes up in steps. `spread` is the relative standard deviation of the
-    errors, as a running estimate; `largest_prefill` the most prefill tokens in an iteration so far. Raises ValueError
-    for a profile with a time that is not positive and finite.
+    errors for hybrid batches, as a running estimate; `largest_prefill` the most prefill tokens in an iteration so far.
+    Raises ValueError for a profile with a time that is not positive and finite.
     """
 
     def __init__(self, profile=()):
@@ -97,6 +97,11 @@ class IterationTime:
                 raise ValueError(f"profile: {shape} took {seconds!r} seconds: must be positive and finite")
             self._remember(shape, seconds, keep=1.0)  # a profile has no order: all of it counts alike
         self._fit(sweeps=500 if profile else 0)
+
+    @property
+    def law(self):
+        """Seconds: the base, and those of a prefill token, a decode, a key of a decode, and a pair of a chunk."""
+        return [self.scale * coefficient for coefficient in self._coefficients]
 
     def predict(self, shape):
         """Seconds that a batch of this shape is expected to take, at least 0; 0 before anything was observed."""
@@ -118,8 +123,9 @@ class IterationTime:
             most = OUTLIER * self.spread
             error = max(-most, min(most, math.log(seconds / predicted)))
             self.scale *= math.exp(PACE * error)
-            self.spread += SPREAD_PACE * (1.25 * abs(error) - self.spread)  # 1.25: standard over mean deviation
-            self.spread = max(self.spread, 0.01)
+            if shape.prefill_tokens and shape.decodes:  # what the margin is for; other batches are easier to predict
+                self.spread += SPREAD_PACE * (1.25 * abs(error) - self.spread)  # 1.25: standard over mean deviation
+                self.spread = max(self.spread, 0.01)
         self._remember(shape, seconds, KEEP)
         self._fit(SWEEPS)
 

@@ -86,8 +86,8 @@ class KVCache:
 class Pages:
     """Which pages are free and which are owned.
 
-    A request is given pages that follow each other wherever that is possible, with room behind them to grow: on a CPU
-    attention then reads its keys and values in place, and copies nothing.
+    A request is given pages that follow each other wherever that is possible: on a CPU attention then reads its keys
+    and values in place, and copies nothing.
     """
 
     def __init__(self, pages, page_size):

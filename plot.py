@@ -1,4 +1,7 @@
-"""Draw what each policy did when, in the manner of Sarathi-Serve's Figures 1 and 7."""
+"""Draw what each policy did when, in the manner of Sarathi-Serve's Figures 1 and 7.
+
+Also here: what all plots share, such as one colour for each policy. Read next: plot_serving.py and plot_search.py.
+"""
 
 import matplotlib
 
@@ -6,10 +9,20 @@ matplotlib.use("Agg")  # files only, no screen needed
 import matplotlib.pyplot as plt
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LinearSegmentedColormap, LogNorm
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 PREFILL, DECODE = "#4878a8", "#4f9d55"
 GAPS = LinearSegmentedColormap.from_list("gaps", [DECODE, "#e8c547", "#c8302b"])
+SLO = "#444444"
+PLAIN = "{x:g}"  # ticks: 0.01 and 10 on a log scale, instead of powers
+
+# Okabe and Ito's colours, which the colour-blind can tell apart, a grey and a brown
+POLICY_COLORS = {
+    "request-level": "#7a7a7a", "orca": "#e69f00", "orca-best": "#8c5109", "vllm": "#d55e00", "sarathi": "#56b4e9",
+    "sarathi-serve": "#0072b2", "chunked-only": "#cc79a7", "hybrid-only": "#009e73", "priority": "#5e3c99",
+    "dynamic": "#000000",
+}
+OTHER_COLORS = ("#b5a800", "#a6611a", "#44aa99", "#882255")
 
 
 def plot_timelines(timelines, machine, file):
@@ -44,10 +57,46 @@ def plot_timelines(timelines, machine, file):
     bar.set_label("time between tokens in s (the colours span what is in this picture)")
     figure.suptitle(
         "Upper panels: prefill chunks (blue), and from one token of a request to its next (green to red). "
-        "Lower panels: prefill (blue) and decode (green) tokens in each iteration.\n"
-        f"{machine['model']}, {machine['dtype']}, {machine['device']}, {machine['threads']} threads", fontsize=10)
+        f"Lower panels: prefill (blue) and decode (green) tokens in each iteration.\n{machine_line(machine)}",
+        fontsize=10)
     figure.savefig(file, dpi=120)
     plt.close(figure)
+
+
+def machine_line(machine):
+    """What the numbers of a plot depend on, in one line."""
+    threads = "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
+    return f"{machine['model']}, {machine['dtype']}, {machine['device']}, {threads}"
+
+
+def policy_colors(names):
+    """A colour for each name: that of POLICY_COLORS, or one of OTHER_COLORS, in the order of the names."""
+    others = [name for name in names if name not in POLICY_COLORS]
+    return {name: POLICY_COLORS.get(name) or OTHER_COLORS[others.index(name) % len(OTHER_COLORS)] for name in names}
+
+
+def log_scale(axes, which, values):
+    """Make axis `which` ("x" or "y") logarithmic, if any value is above 0.
+
+    It shows five decades at most: a delay of microseconds is as good as none. Ticks are plain numbers.
+    """
+    values = [value for value in values if value is not None and value > 0]
+    if not values:
+        return
+    low, high = max(min(values), max(values) / 1e5) / 1.25, max(values) * 1.25
+    axes.set(**{f"{which}scale": "log", f"{which}lim": (low, high)})
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 300 else (1,), numticks=20))
+    axis.set_major_formatter(PLAIN)
+    axis.set_minor_formatter(NullFormatter())
+
+
+def mark_limit(axes, limit, text):
+    """A dashed horizontal line at `limit` seconds, if there is one, and what it is."""
+    if limit is not None:
+        axes.axhline(limit, color=SLO, ls="--", lw=1.2)
+        axes.text(1.0, limit, f"{text} {limit:.3g} s ", transform=axes.get_yaxis_transform(), va="bottom", ha="right",
+                  fontsize=9, color=SLO)
 
 
 def _bars(iterations):

@@ -13,11 +13,10 @@ import statistics
 import time
 from typing import NamedTuple
 
-import torch
-
 from iteration_time import BatchShape, largest_budget
 from model import FlatBatch, Span
 
+BASE_BATCH = 32
 STRICT, RELAXED = 5, 25  # Sarathi-Serve §5.1: the TBT SLO as a multiple of the time of a decode iteration
 
 
@@ -71,20 +70,26 @@ def time_iterations(model, cache, attention, cases, repeats=2):
     return [Profiled(*case, statistics.median(seconds)) for case, seconds in zip(cases, samples)]
 
 
-def base_decode_iteration(model, cache, attention, max_batch, max_len):
-    """The decode iteration that SLOs are multiples of: 32 decodes at a context of 4,096 tokens, no prefill (§5.1).
+def base_context(max_len):
+    """Context of the base decode iteration: 4,096 tokens, or as much less as max_len is less than 8,192."""
+    return max(1, min(4096, max_len // 2))
 
-    Both are less where the engine's limits are: `max_batch`, and half of `max_len`. Returns a Profiled.
+
+def base_decode_iteration(model, cache, attention, max_batch, max_len):
+    """The decode iteration that SLOs are multiples of: 32 decodes, or `max_batch`, at the base context; no prefill.
+
+    Sarathi-Serve §5.1. Returns a Profiled.
     """
-    decodes = min(32, max_batch)
-    return time_iterations(model, cache, attention, [(decodes, min(4096, max(1, max_len // 2)), decodes)])[0]
+    decodes = min(BASE_BATCH, max_batch)
+    return time_iterations(model, cache, attention, [(decodes, base_context(max_len), decodes)])[0]
 
 
 def choose_budget(model, cache, attention, tbt_slo, decodes, contexts, tile, most):
     """The static token budget for an SLO: (budget, profile), the profile as a list of Profiled.
 
-    Budgets of whole tiles are timed with `decodes` at each context, doubling up to `most` tokens or until the SLO is
-    missed, then by halves between the last that met it and the first that did not. Raises ValueError if none meets it.
+    Budgets of whole tiles are timed with `decodes` at each context: the first with room for a chunk, then doubling up
+    to `most` tokens or until the SLO is missed, then by halves between the last that met it and the first that did not.
+    Raises ValueError if none meets it.
     """
     profile = time_iterations(model, cache, attention, [(decodes, context, decodes) for context in contexts])
     base = max(row.seconds for row in profile)
@@ -95,6 +100,7 @@ def choose_budget(model, cache, attention, tbt_slo, decodes, contexts, tile, mos
         return all(row.seconds <= tbt_slo for row in rows)
 
     good, budget = 0, (decodes // tile + 1) * tile  # the first with room for a chunk
+    most = max(most, budget)
     while budget <= most and meets(budget):
         good, budget = budget, 2 * budget
     bad = min(budget, most // tile * tile + tile)

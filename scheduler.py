@@ -81,6 +81,11 @@ class Batch(list):
             self.append(Chunk(request, request.num_computed, length))
         return length
 
+    def add_decodes(self, requests):
+        """Add a decode of each of these requests, and return how many that is."""
+        self += [Chunk(request, request.num_computed, 1) for request in requests]
+        return len(requests)
+
 
 def check_whole(name, value, least):
     """Raise ValueError, naming the argument, unless `value` is a whole number of at least `least`."""
@@ -183,6 +188,17 @@ class Scheduler:
         request.num_computed = 0
         self._stop(request)
         self.waiting.appendleft(request)
+
+    def restart(self, requests):
+        """Let these requests, and nobody else, wait and be computed again: schedule() was interrupted half-way."""
+        self.pages = type(self.pages)(self.pages.total, self.pages.page_size)
+        self.running.clear()
+        self.waiting.clear()
+        for request in requests:
+            request.preemptions += request.num_computed > 0
+            request.recomputed += request.num_computed
+            request.num_computed, request.pages = 0, []
+            self.add(request)
 
     def observe(self, batch, seconds):
         """Be told how long a batch took, before its requests move on. Most policies do not care."""
@@ -296,29 +312,33 @@ class SarathiServe(Scheduler):
             check_positive("tbt_slo", tbt_slo)
         check_whole("tile", tile, least=1)
         self.tbt_slo, self.tile, self.budget = tbt_slo, tile, self.chunk
+        self.learns = tbt_slo is not None  # whether predictions are needed
         self.iteration_time = IterationTime(profile)
 
     def observe(self, batch, seconds):
-        self.iteration_time.observe(BatchShape.of(batch), seconds)
+        if self.learns:
+            self.iteration_time.observe(BatchShape.of(batch), seconds)
 
-    def token_budget(self, decodes):
-        """The most tokens in a batch with these decodes, unless there are more decodes than that."""
-        return self.chunk if self.tbt_slo is None else self.dynamic_budget(decodes, self.tbt_slo)
+    def token_budget(self, decodes, prefills):
+        """The most tokens in a batch with these decodes, unless there are more decodes than that.
 
-    def dynamic_budget(self, decodes, tbt_slo):
+        `prefills` are the requests whose prefill has begun.
+        """
+        return self.chunk if self.tbt_slo is None else self.dynamic_budget(decodes, prefills, self.tbt_slo)
+
+    def dynamic_budget(self, decodes, prefills, tbt_slo):
         """The decodes and the prefill that fits beside them. With no decode to stall there is no need to chunk."""
         if not decodes:
             return self.max_len
-        past = next((request.num_computed for request in self.prefilling()), 0)
+        past = max([request.num_computed for request in prefills], default=0)  # the slowest, whoever gets the budget
         shape = BatchShape.of_decodes(decodes)
         return len(decodes) + self.iteration_time.prefill_that_fits(tbt_slo, shape, past, self.max_len, self.tile)
 
     def schedule(self):
-        batch, decodes = Batch(), self.decoding()
-        self.budget = budget = self.token_budget(decodes)
-        for request in decodes:
-            budget -= batch.add(request)  # a running decode never waits
-        for request in self.prefilling():
+        batch, decodes, prefills = Batch(), self.decoding(), self.prefilling()
+        self.budget = budget = self.token_budget(decodes, prefills)
+        budget -= batch.add_decodes(decodes)  # a running decode never waits
+        for request in prefills:
             budget -= batch.add(request, budget)  # finish what was started
         while budget > 0 and (request := self.admit()):
             budget -= batch.add(request, budget)  # then let new requests in
@@ -333,7 +353,7 @@ class HybridOnly(SarathiServe):
 
     options = frozenset()
 
-    def token_budget(self, decodes):
+    def token_budget(self, decodes, prefills):
         return self.max_len
 
 
@@ -344,16 +364,17 @@ class Priority(SarathiServe):
     target (`ttft_slo` for requests without one) and the time its own prefill takes: of two requests with the same
     target the short prompt goes first, even if the long one has begun, and waits for it only if it came that much
     later. `ageing` seconds lift a request by one class, see waiting.py. The token budget is dynamic where a decode has
-    a TBT target, and meets the tightest. When a realtime or high request is at risk, lower classes are preempted.
+    a TBT target, and meets the tightest; without a decode it is `chunk`, for whoever comes next not to be stuck. When a
+    realtime or high request is at risk, lower classes are preempted.
     """
 
     options = SarathiServe.options | {"ttft_slo", "ageing"}
 
-    def __init__(self, *args, ttft_slo=2.0, ageing=10.0, **options):
+    def __init__(self, *args, ttft_slo=2.0, ageing=30.0, **options):
         super().__init__(*args, **options)
         check_positive("ttft_slo", ttft_slo)
         check_positive("ageing", ageing)
-        self.ttft_slo, self.ageing = ttft_slo, ageing
+        self.ttft_slo, self.ageing, self.learns = ttft_slo, ageing, True
         self.waiting = ClassLine(self.deadline, ageing, self.clock, len(PRIORITIES))
 
     def aged_class(self, request):
@@ -365,55 +386,65 @@ class Priority(SarathiServe):
 
     def deadline(self, request):
         """When its first token is due."""
-        past = request.num_computed
-        prefill = BatchShape().with_chunk(past, len(request.tokens) - past)
+        prefill = BatchShape().with_chunk(0, len(request.tokens))  # all of it, or the long would overtake half-way
         return request.arrival + (request.ttft_slo or self.ttft_slo) + self.iteration_time.predict(prefill)
 
     def urgency(self, request):
         """What prefills are ordered by, the smallest first."""
-        return self.aged_class(request), self.deadline(request)
+        return self.aged_class(request), self.deadline(request), request.id
 
     def tightest_target(self, decodes, least_class=len(PRIORITIES)):
         """The smallest TBT target of decodes of this class or a more urgent one, infinity if there is none."""
-        return min((r.tbt_slo for r in decodes if r.tbt_slo and r.priority <= least_class), default=math.inf)
+        return min([r.tbt_slo for r in decodes if r.tbt_slo and r.priority <= least_class], default=math.inf)
 
     def too_slow(self, decodes):
         """Whether these decodes miss the TBT target of a realtime or high one even without any prefill."""
         target = self.tightest_target(decodes, HIGH)
         return target < math.inf and self.iteration_time.predict(BatchShape.of_decodes(decodes)) > target
 
-    def head_is_late(self):
-        """Whether a realtime or high request heads the line, has no room, and has waited for half its TTFT target."""
-        if not self.waiting or (head := self.waiting[0]).priority > HIGH or self.has_room(head):
-            return False
-        return self.clock() - head.arrival >= (head.ttft_slo or self.ttft_slo) / 2
+    def is_late(self, request):
+        """Whether a realtime or high request has waited for half its TTFT target."""
+        ttft_slo = request.ttft_slo or self.ttft_slo
+        return request.priority <= HIGH and self.clock() - request.arrival >= ttft_slo / 2
+
+    def in_the_way(self, decodes):
+        """The lower classes that put a realtime or high request at risk, with their decodes or with their memory.
+
+        It is at risk if these decodes take too long for its TBT target, or if half its TTFT target has gone and there
+        is no token budget left for it beside them, or no room.
+        """
+        prefills = self.prefilling() if len(decodes) < len(self.running) else []
+        head = self.waiting[0] if self.waiting and self.is_late(self.waiting[0]) else None
+        late = head or any(self.is_late(request) for request in prefills)
+        if self.too_slow(decodes) or late and self.token_budget(decodes, prefills) <= len(decodes):
+            suspects = decodes
+        else:
+            suspects = self.running if head and not self.has_room(head) else []
+        return [request for request in suspects if self.aged_class(request) > HIGH]
 
     def decoding(self):
         """As in Scheduler, after lower classes were preempted for realtime and high requests at risk."""
         decodes = super().decoding()
-        if self.too_slow(decodes) or self.head_is_late():
-            lower = sorted((r for r in self.running if self.aged_class(r) > HIGH), key=self.rank)
-            while lower and (self.too_slow(decodes) or self.head_is_late()):
-                self.preempt(lower.pop())
-                decodes = super().decoding()
+        while lower := self.in_the_way(decodes):
+            self.preempt(max(lower, key=self.rank))
+            decodes = [request for request in decodes if request.pages]
         return decodes
 
     def admit(self):
         if self.waiting and self.aged_class(head := self.waiting[0]) > HIGH:
-            if self.too_slow([*(r for r in self.running if r.is_decoding), head]):
-                return None  # it would be preempted once it decodes
+            if self.too_slow([*self.running, head]):
+                return None  # it would be preempted once it and those that prefill now decode
         return super().admit()
 
-    def token_budget(self, decodes):
+    def token_budget(self, decodes, prefills):
         target = min(self.tightest_target(decodes), self.tbt_slo or math.inf)
-        return self.chunk if target == math.inf else self.dynamic_budget(decodes, target)
+        return self.dynamic_budget(decodes, prefills, target) if decodes and target < math.inf else self.chunk
 
     def schedule(self):
-        batch, decodes = Batch(), self.decoding()
-        self.budget = budget = self.token_budget(decodes)
-        for request in decodes:
-            budget -= batch.add(request)
-        started = sorted(self.prefilling(), key=self.urgency, reverse=True)
+        batch, decodes, prefills = Batch(), self.decoding(), self.prefilling()
+        self.budget = budget = self.token_budget(decodes, prefills)
+        budget -= batch.add_decodes(decodes)
+        started = sorted(prefills, key=self.urgency, reverse=True)
         while budget > 0:
             head = self.waiting[0] if self.waiting else None
             if head and (not started or self.urgency(head) < self.urgency(started[-1])) and self.admit():

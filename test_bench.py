@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import bench
+import cli
 import experiments
 import measure
 import sample
@@ -151,8 +152,9 @@ def test_bench_refuses_what_makes_no_sense(arguments, message, capsys):
 
 def test_bench_refuses_a_length_the_model_does_not_have():
     with pytest.raises(ValueError, match="--seq-len 2000: this model is limited to 1024"):
-        bench.load_model(
-            bench.parse_args(["--model", "gpt2", "--seq-len", "2000", "--dtype", "bfloat16", "--device", "cpu"])
+        cli.load_model(
+            bench.parse_args(["--model", "gpt2", "--seq-len", "2000", "--dtype", "bfloat16", "--device", "cpu"]),
+            "seq_len",
         )
 
 

@@ -8,13 +8,12 @@ Read next: scheduler.py, class Priority.
 """
 
 import math
-from heapq import heappop, heappush
-from itertools import count
+from bisect import bisect_left, insort
 
 
 def aged_class(request, now, ageing):
     """The class of a request that has been there for a while: one less, more urgent, for each `ageing` seconds."""
-    return max(0, request.priority - int((now - request.arrival) / ageing))
+    return min(request.priority, max(0, request.priority - int((now - request.arrival) / ageing)))
 
 
 class ClassLine:
@@ -27,54 +26,50 @@ class ClassLine:
 
     def __init__(self, deadline, ageing, clock, classes):
         self.deadline, self.ageing, self.clock = deadline, ageing, clock
-        self._heaps = [[] for _ in range(classes)]  # for each class (deadline, serial, request)
-        self._lifts = []  # (when it is lifted by a class, serial, request), a heap too
-        self._places = {}  # request -> (serial, class, deadline); entries with another serial are void
-        self._serials = count()
+        self._classes = [[] for _ in range(classes)]  # for each class (deadline, arrival, id, request), sorted
+        self._lifts = []  # (when it is lifted by a class, id, request), sorted
+        self._entries = {}  # request -> (its class, its entry there, its entry in _lifts)
 
     def __len__(self):
-        return len(self._places)
+        return len(self._entries)
 
     def __iter__(self):
-        return iter(self._places)
+        return iter(self._entries)
 
     def __contains__(self, request):
-        return request in self._places
+        return request in self._entries
 
     def append(self, request):
         """Let a request join its class."""
         self._join(request, aged_class(request, self.clock(), self.ageing), self.deadline(request))
 
     def appendleft(self, request):
-        """Let a request join its class at the front."""
+        """Let a request join its class at the front, behind those of it that did so and arrived earlier."""
         self._join(request, aged_class(request, self.clock(), self.ageing), -math.inf)
 
     def remove(self, request):
         """Take a request out, wherever it stands. Raises KeyError if it does not wait."""
-        del self._places[request]
+        its_class, entry, lift = self._entries.pop(request)
+        for line, place in ((self._classes[its_class], entry), (self._lifts, lift)):
+            del line[bisect_left(line, place)]
+
+    def clear(self):
+        """Take all of them out."""
+        self.__init__(self.deadline, self.ageing, self.clock, len(self._classes))
 
     def __getitem__(self, index):
         """line[0] is the head, and all that can be asked for. Raises IndexError if nobody waits."""
         now = self.clock()
-        while self._lifts and (self._void(self._lifts[0]) or self._lifts[0][0] <= now):
-            entry = heappop(self._lifts)
-            if not self._void(entry):
-                request = entry[2]
-                _, its_class, deadline = self._places[request]
-                self._join(request, its_class - 1, deadline)
-        for heap in self._heaps:
-            while heap and self._void(heap[0]):
-                heappop(heap)
-        return [heap[0] for heap in self._heaps if heap][index][2]
+        while self._lifts and self._lifts[0][0] <= now:
+            request = self._lifts[0][-1]
+            its_class, entry, _ = self._entries[request]
+            self.remove(request)
+            self._join(request, its_class - 1, entry[0])
+        return [line[0] for line in self._classes if line][index][-1]
 
     def _join(self, request, its_class, deadline):
-        serial = next(self._serials)
-        self._places[request] = serial, its_class, deadline
-        heappush(self._heaps[its_class], (deadline, serial, request))
-        if its_class > 0:
-            lift = request.arrival + self.ageing * (request.priority - its_class + 1)
-            heappush(self._lifts, (lift, serial, request))
-
-    def _void(self, entry):
-        _, serial, request = entry
-        return self._places.get(request, (None,))[0] != serial
+        lifted_at = request.arrival + self.ageing * (request.priority - its_class + 1) if its_class else math.inf
+        entry, lift = (deadline, request.arrival, request.id, request), (lifted_at, request.id, request)
+        self._entries[request] = its_class, entry, lift
+        insort(self._classes[its_class], entry)
+        insort(self._lifts, lift)
