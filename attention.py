@@ -152,7 +152,7 @@ class SDPA:
                 chunks.append((0, slice(len(scattered), len(scattered) + len(pages)), blocks))
                 scattered += pages
         rows = page_rows(scattered, self.cache) if scattered else None
-        chunks = [(first, part and rows[..., part].flatten(), blocks) for first, part, blocks in chunks]
+        chunks = [(first, rows[..., part].flatten() if part else None, blocks) for first, part, blocks in chunks]
 
         def attend(q, keys, values):
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

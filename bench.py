@@ -82,7 +82,8 @@ def print_machine(machine):
     print(f"{cli.machine_lines(machine)}"
           f"measured limits: {machine['flops_per_s'] / 1e12:,.2f} TFLOP/s in matrix products of these shapes, "
           f"{machine['bytes_per_s'] / 1e9:,.0f} GB/s of memory; ridge: {machine['ridge_tokens']:,.0f} tokens\n"
-          f"schedule() takes {machine['schedule_us']:.0f} us with 128 running requests (median, slowest policy)\n")
+          f"schedule() takes {machine['schedule_us']:.0f} us with 128 requests running and 1,000 waiting (median, "
+          "slowest policy)\n")
 
 
 def print_decode_maximal(rows, speedup, args):
@@ -168,7 +169,7 @@ def main(argv=None):
     if args.threads:
         torch.set_num_threads(args.threads)
     model = cli.load_model(args, "seq_len")
-    machine = describe_machine(model, args)
+    machine = describe_machine(model, args, args.chunk)
     print_machine(machine)
 
     table, speedup = decode_maximal(model, machine, args)

@@ -17,7 +17,7 @@ from attention import make_attention
 from experiments import describe_machine
 from iteration_time import IterationTime
 from kv_cache import KVCache
-from profiling import RELAXED, STRICT, base_decode_iteration, choose_budget
+from profiling import RELAXED, STRICT, base_context, base_decode_iteration, choose_budget
 
 
 def parse_args(argv):
@@ -43,6 +43,7 @@ def parse_args(argv):
             setattr(args, option, default[on_gpu])
         if getattr(args, option) < 1:
             parser.error(f"--{option.replace('_', '-')} {getattr(args, option)}: must be at least 1")
+    args.tile = min(args.tile, args.max_len)
     if not 0 < args.slo_tbt < float("inf"):
         parser.error(f"--slo-tbt {args.slo_tbt:g}: must be a positive number of seconds")
     contexts = args.contexts or f"{max(1, args.max_len // 8)},{max(1, args.max_len // 2)}"
@@ -92,14 +93,14 @@ def main(argv):
     if args.threads:
         torch.set_num_threads(args.threads)
     model = cli.load_model(args, "max_len", gpu_model="llama3-8b", gpu_bytes=75e9)
-    args.chunk = args.max_len  # for describe_machine, which measures the products of a chunk
-    machine = describe_machine(model, args)
+    machine = describe_machine(model, args, args.tile)
     print(cli.machine_lines(machine))
     page_size = min(64, args.max_len)
-    pages = -(-args.max_len // page_size) * (args.decodes + 1)
+    deepest = max(*args.contexts, base_context(args.max_len))
+    pages = -(-deepest // page_size) * args.decodes + -(-args.max_len // page_size)
     cache = KVCache(model.config, pages, page_size, model.device, model.dtype, args.max_len)
     attention = make_attention(model.config, cache, args.attention)
-    base = base_decode_iteration(model, cache, attention, args.decodes, args.max_len)
+    base = base_decode_iteration(model, cache, attention, args.max_len)
     budget, profile = choose_budget(model, cache, attention, args.slo_tbt, args.decodes, args.contexts, args.tile,
                                     args.max_len)
     print_profile(profile, args)

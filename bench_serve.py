@@ -33,7 +33,7 @@ from workload import LENGTHS, fixed_lengths, poisson, prompts, read_trace, resca
 
 DEFAULTS = {  # option -> (on a CPU, on a GPU)
     "chunk": (128, 512), "batch": (32, 128), "max_len": (1024, 8192),
-    "serve": (48, 500), "capacity": (32, 400),  # --requests
+    "serve": (48, 500), "capacity": (80, 400),  # --requests
 }
 
 
@@ -56,7 +56,7 @@ def parse_args(argv):
         shown="none", metavar="FILE.csv")
     add("--trace-scale", "multiplies the lengths in the trace", 1.0, type=float)
     add("--policies", f"comma-separated, from {', '.join(specs())}; sarathi-serve:64 has a chunk of its own",
-        "vllm,orca,sarathi-serve")
+        "vllm,orca,sarathi-serve,dynamic")
     add("--chunk", "C, the chunk size and token budget, in tokens", shown="128 on a CPU, 512 on a GPU", type=int)
     add("--batch", "B, the most requests at once", shown="32 on a CPU, 128 on a GPU", type=int)
     add("--max-len", "the longest request, prompt and output", shown="1024 on a CPU, 8192 on a GPU", type=int)
@@ -81,8 +81,9 @@ def parse_args(argv):
     for option in ("chunk", "batch", "max_len"):
         if getattr(args, option) is None:
             setattr(args, option, DEFAULTS[option][on_gpu])
+    if args.chunk > max(args.max_len, DEFAULTS["chunk"][on_gpu]):
+        parser.error(f"--chunk {args.chunk}: must be at most --max-len {args.max_len}")
     args.requests = DEFAULTS[command][on_gpu] if args.requests is None else args.requests
-    args.kv_tokens = max(1, args.batch // 3) * args.max_len if args.kv_tokens is None else args.kv_tokens
     for option, least in (("requests", 1), ("chunk", 1), ("batch", 1), ("max_len", 3), ("kv_tokens", 1),
                           ("max_waiting", 1), ("seed", 0)):
         value = getattr(args, option)
@@ -99,6 +100,12 @@ def parse_args(argv):
             parser.error(f"--slo {args.slo:g}: must be a finite number of seconds above 0")
     args.page_size = parse_page_sizes(parser, args)
     args.classes = parse_classes(parser, args.classes) if serving else {}
+    if serving and args.long_prompt is not None and not 1 <= args.long_prompt < args.max_len:
+        parser.error(f"--long-prompt {args.long_prompt}: must be 1 … {args.max_len - 1}, below --max-len")
+    if args.trace and (args.lengths != "sharegpt4" or serving and args.long_prompt):
+        parser.error("--trace: has lengths of its own, give no --lengths and no --long-prompt")
+    if args.trace_scale != 1 and not args.trace:
+        parser.error("--trace-scale: goes with --trace")
     args.policies = list(dict.fromkeys(name.strip() for name in args.policies.split(",") if name.strip()))
     if not args.policies:
         parser.error("--policies: give at least one")
@@ -110,17 +117,22 @@ def parse_args(argv):
 
 
 def parse_page_sizes(parser, args):
-    """--page-size as a list of numbers. Exits with a message if one is not allowed or the cache too small for it."""
+    """--page-size as a list of numbers; sets --kv-tokens if it was not given.
+
+    Exits with a message if a size is not allowed, or the cache too small for one request.
+    """
     sizes = []
     for text in (args.page_size or str(min(64, args.max_len))).split(","):
         size = args.max_len if text.strip() == "max" else int(text) if text.strip().isdecimal() else 0
         if not 1 <= size <= args.max_len:
             parser.error(f"--page-size {text.strip()}: must be 1 … {args.max_len} (--max-len) or max")
-        needed = -(-args.max_len // size) * size
-        if args.kv_tokens < needed:
-            parser.error(f"--kv-tokens {args.kv_tokens}: must be at least {needed}, what a request of "
-                         f"--max-len {args.max_len} takes in pages of {size}")
         sizes.append(size)
+    needed = max(-(-args.max_len // size) * size for size in sizes)  # of one request, in whole pages
+    if args.kv_tokens is None:
+        args.kv_tokens = max(1, args.batch // 3) * needed
+    if args.kv_tokens < needed:
+        parser.error(f"--kv-tokens {args.kv_tokens}: must be at least {needed}, what a request of --max-len "
+                     f"{args.max_len} takes in whole pages")
     return list(dict.fromkeys(sizes))
 
 
@@ -133,11 +145,12 @@ def parse_classes(parser, text):
             shares[name] = float(share)
         except ValueError:
             shares[name] = math.nan
-        if name not in PRIORITIES or not 0 <= shares[name] <= 1:
+        if name not in PRIORITIES or text.count(name) > 1 or not 0 <= shares[name] <= 1:
             parser.error(f"--classes {part}: must be one of {', '.join(PRIORITIES)}, =, and a share of 0 … 1")
-    if sum(shares.values()) > 1:
+    if sum(shares.values()) > 1 + 1e-9:
         parser.error(f"--classes {text}: the shares must not add up to more than 1")
-    return shares | {"normal": shares.get("normal", 0.0) + 1 - sum(shares.values())} if shares else {}
+    rest = max(0.0, 1 - sum(shares.values()))
+    return shares | {"normal": shares.get("normal", 0.0) + rest} if shares else {}
 
 
 def make_lengths(args):
@@ -150,6 +163,8 @@ def make_lengths(args):
         if not all(len(pair) == 2 and all(part.strip().isdecimal() for part in pair) for pair in pairs):
             raise ValueError(f"--lengths {args.lengths!r}: must be {', '.join(LENGTHS)} or PROMPT+OUTPUT, as in "
                              "500+50, or several of these with commas")
+        if len(pairs) > args.requests:
+            raise ValueError(f"--requests {args.requests}: must be at least the number of --lengths, {len(pairs)}")
         lengths = []
         for number, pair in enumerate(pairs, start=1):
             count = args.requests * number // len(pairs) - len(lengths)
@@ -186,9 +201,10 @@ def print_heading(machine, args, arrivals, name, qps, base, tbt_slo_s, paged):
     """What all the numbers depend on."""
     prompt, output = (statistics.median(lengths) for lengths in list(zip(*arrivals))[1:])
     pages = ", ".join(str(size) for size in args.page_size)
+    span = f"; the last comes after {arrivals[-1].time:,.0f} s" if qps else ""
     multiple = f"{args.slo}, {SLOS[args.slo]} of these" if args.slo in SLOS else "as asked for"
     print(f"{cli.machine_lines(machine)}"
-          f"load: {name}{qps}; median prompt {prompt:g}, output {output:g} tokens\n"
+          f"load: {name}{qps}; median prompt {prompt:g}, output {output:g} tokens{span}\n"
           f"memory: {args.kv_tokens:,} tokens of KV cache, {args.kv_tokens // args.max_len} requests if each reserves "
           f"{args.max_len:,}; pages of {pages} tokens\n"
           f"at most {args.batch} requests at once; chunk {args.chunk}\n"
@@ -312,7 +328,7 @@ def main(argv):
     base = measure_base(model, settings)
     tbt_slo_s = slo_seconds(args.slo, base)
     runs = plan(args.policies, args.page_size, settings, tbt_slo_s)
-    machine = describe_machine(model, args)
+    machine = describe_machine(model, args, args.chunk)
     paged, machine["paged_attention"] = describe_pages(model, args)
     tokens = prompts(arrivals, model.config.vocab_size, args.seed)
     start = float(f"{estimated_qps(base, arrivals) / 2:.2g}")

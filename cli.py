@@ -50,6 +50,8 @@ class OptionParser(argparse.ArgumentParser):
             file = getattr(args, option.replace("-", "_"))
             if file and (Path(file).is_dir() or not Path(file).absolute().parent.is_dir()):
                 self.error(f"--{option} {file}: must be a file in a directory that exists")
+            if file and not os.access(file if Path(file).exists() else Path(file).absolute().parent, os.W_OK):
+                self.error(f"--{option} {file}: cannot be written there")
             if file and option == "plot" and Path(file).suffix not in (".png", ".pdf", ".svg"):
                 self.error(f"--plot {file}: must end in .png, .pdf or .svg")
 

@@ -17,7 +17,6 @@ import math
 import operator
 import os
 import time
-from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
 from typing import NamedTuple
@@ -28,7 +27,8 @@ from tqdm import tqdm
 from attention import check_backend, make_attention
 from kv_cache import KVCache, Pages, kv_bytes_per_token, max_slots
 from model import FlatBatch, Span
-from profiling import STRICT, base_decode_iteration, choose_budget
+from profiling import BASE_BATCH, STRICT, base_decode_iteration, choose_budget
+from records import Completion, Event, Iteration
 from sampling import SamplingParams, sample
 from scheduler import POLICIES, PRIORITIES, Request, check_positive, check_whole, make_scheduler
 
@@ -37,97 +37,6 @@ MAX_BATCH = 256  # the most requests at once when the caller names no number, ho
 
 class QueueFull(ValueError):
     """A request was refused because max_waiting others wait."""
-
-
-@dataclass
-class Completion:
-    """What became of a request. Times are in seconds, on the engine's clock.
-
-    prompt           its tokens
-    arrival          when it was added, or said to have arrived
-    priority         0 realtime, 1 high, 2 normal, 3 low
-    finish_reason    "stop" (a stop token came), "length" (max_new_tokens reached), "abort"; None while running
-    tokens           the output tokens, a stop token included
-    text             the output as text, without the stop token; None without a tokenizer
-    logprobs         the log-probability of each output token, or None if they were not asked for
-    scheduled        when it was first part of a batch
-    token_times      when each output token was known
-    preemptions      how often its pages were taken; `recomputed_tokens` says how many tokens these held in all
-    """
-
-    request_id: int
-    prompt: list
-    arrival: float
-    priority: int = 2
-    tokens: list = field(default_factory=list)
-    text: str | None = None
-    logprobs: list | None = None
-    finish_reason: str | None = None
-    scheduled: float | None = None
-    token_times: list = field(default_factory=list)
-    preemptions: int = 0
-    recomputed_tokens: int = 0
-
-    @property
-    def ttft(self):
-        """Time to first token: from arrival to the first output token. None if there was none."""
-        return self.token_times[0] - self.arrival if self.token_times else None
-
-    @property
-    def tbt(self):
-        """Times between tokens: the gaps between consecutive output tokens, one fewer than there are tokens."""
-        return [later - earlier for earlier, later in zip(self.token_times, self.token_times[1:])]
-
-    @property
-    def scheduling_delay(self):
-        """From arrival to first being part of a batch. None if it never was."""
-        return None if self.scheduled is None else self.scheduled - self.arrival
-
-    @property
-    def latency(self):
-        """From arrival to the last output token so far, end to end. None if there was none."""
-        return self.token_times[-1] - self.arrival if self.token_times else None
-
-
-class Event(NamedTuple):
-    """One new token of one request; `finish_reason` and `completion` are set with the last one."""
-
-    request_id: int
-    token: int
-    logprob: float | None
-    finish_reason: str | None
-    completion: Completion | None
-
-
-class Iteration(NamedTuple):
-    """What one step computed, and when. Times are in seconds, on the engine's clock.
-
-    start, end           when the step began, and when its tokens had arrived; `launch` is when forward was called
-    chunks               (request_id, length, is_decode) for each chunk
-    waiting, running     how many requests there were when the batch had been made; `free_pages` likewise
-    budget               the token budget of the batch, None under a policy that has none
-    preempted            the ids of the requests that lost their pages to this batch
-    """
-
-    start: float
-    end: float
-    chunks: list
-    launch: float | None = None
-    waiting: int = 0
-    running: int = 0
-    free_pages: int = 0
-    budget: int | None = None
-    preempted: list = ()
-
-    @property
-    def prefill_tokens(self):
-        """How many tokens of prompts were computed."""
-        return sum(length for _, length, is_decode in self.chunks if not is_decode)
-
-    @property
-    def decode_tokens(self):
-        """How many decodes there were."""
-        return sum(length for _, length, is_decode in self.chunks if is_decode)
 
 
 class _Live(NamedTuple):
@@ -162,11 +71,12 @@ class Engine:
     max_waiting  the most requests that may wait; None: no limit
     tokenizer    for prompts given as text; its stop tokens end every request
     attention    the backend, see attention.make_attention
-    clock        seconds, for the latency records
+    clock        seconds, for the latency records, and for policies that look at it
     options      further options of the policy: prefills of orca; tbt_slo, seconds, of sarathi-serve and priority, which
                  makes the token budget dynamic; ttft_slo and ageing of priority; tile, which is 128 on CUDA
 
-    Raises ValueError, before anything is allocated, for an argument that makes no sense.
+    Raises ValueError for an argument that makes no sense: before anything is allocated, but for what only the attention
+    backend (a page size) or the profile of chunk="auto" (an SLO that nothing meets) can tell.
     """
 
     def __init__(self, model, policy="sarathi-serve", chunk=256, max_batch=None, max_len=None, *, page_size=None,
@@ -195,6 +105,8 @@ class Engine:
         scheduler = partial(make_scheduler, policy, Pages(pages, page_size), max_batch=max_batch, max_len=max_len,
                             clock=clock, **options)
         self.scheduler = scheduler(chunk=1 if chunk == "auto" else chunk)
+        if chunk == "auto" and not self.scheduler.cuts_prompts:
+            raise ValueError(f"chunk='auto': policy {policy!r} does not cut prompts, give a number")
         self.cache = KVCache(model.config, pages, page_size, model.device, model.dtype, max_len)
         self.attention = make_attention(model.config, self.cache, attention)
         if chunk == "auto":
@@ -231,9 +143,8 @@ class Engine:
         """The largest token budget that meets the SLO, the strict one if it is None, and what was timed to find it."""
         scheduler, on = self.scheduler, (model, self.cache, self.attention)
         if tbt_slo is None:
-            tbt_slo = STRICT * base_decode_iteration(*on, scheduler.max_batch, scheduler.max_len).seconds
-        decodes, contexts = min(32, scheduler.max_batch), [max(1, scheduler.max_len // 2)]
-        tile = min(tile, scheduler.max_len)  # of a short request, the chunk is all of it
+            tbt_slo = STRICT * base_decode_iteration(*on, scheduler.max_len).seconds
+        decodes, contexts = min(BASE_BATCH, scheduler.max_batch), [max(1, scheduler.max_len // 2)]
         budget, rows = choose_budget(*on, tbt_slo, decodes, contexts, tile, scheduler.max_len)
         return budget, [(row.shape, row.seconds) for row in rows]
 

@@ -29,16 +29,17 @@ CANDIDATE_CHUNKS = (32, 64, 128, 256, 512, 1024)
 # the machine
 
 
-def describe_machine(model, args):
+def describe_machine(model, args, rows):
     """What the numbers depend on, and the limits that they are compared with.
 
     Among others `flops_per_s` and `bytes_per_s`, measured, `ridge_tokens`, the rows in a batch for which computing
-    (two flops for each weight and row) takes as long as reading the weights, and `schedule_us`, microseconds.
+    (two flops for each weight and row) takes as long as reading the weights, and `schedule_us`, microseconds. `rows` is
+    how many rows the products are measured with.
     """
     device = model.device
-    products = measure.bare_products(model, args.chunk, 0)
+    products = measure.bare_products(model, rows, 0)
     seconds = interleaved({"products": products}, device)["products"].ms / 1e3
-    rate = measure.product_flops(model, args.chunk, 0) / seconds
+    rate = measure.product_flops(model, rows, 0) / seconds
     bandwidth = measure.memory_bandwidth(device)
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name(),

@@ -1,7 +1,7 @@
 """How long will an iteration take? The model behind the dynamic token budget. Plain Python, no tensors.
 
 A token budget is what meets the TBT SLO: the larger it is, the longer the decodes wait for the prefill beside them.
-Sarathi-Serve §4.3 finds it once, from a profile: `largest_budget`. But the prefill that fits changes from one
+Sarathi-Serve §4.3 finds it once, from a profile (profiling.py). But the prefill that fits changes from one
 iteration to the next, with the decodes, their contexts, how much of the prompt is already cached, and the machine.
 So `IterationTime` predicts the time of a batch from what is in it, and learns from each iteration that ran.
 
@@ -23,6 +23,7 @@ FIRST_SPREAD = 0.1  # the relative error that is assumed before any was seen
 SPREAD_PACE = 0.05  # the spread is taken over about 20 iterations
 OUTLIER = 3  # errors count as at most so many spreads
 P99 = 2.33  # standard deviations above the mean that 1 % of a normal distribution exceeds
+TAIL_PACE = 0.02  # by which the tail rises when an error exceeds it
 LARGEST_MARGIN = 0.3  # of the predicted time
 NANOSECOND = 1e-9
 FIRST_PREFILL = 16  # tokens that may be tried before any were timed; one tile, if that is more
@@ -83,12 +84,14 @@ class IterationTime:
 
     `profile` is a list of (BatchShape, seconds) to begin with; it should reach past the SLO. Without one, learning
     starts at nothing, and `prefill_that_fits` goes up in steps. `spread` is the relative standard deviation of the
-    errors for hybrid batches, as a running estimate; `largest_prefill` the most prefill tokens in an iteration so far.
+    errors for hybrid batches, as a running estimate, and `tail` the error that 1 % of them exceed, found by going up
+    when one does and slowly down when none does: a busy machine has more large errors than a normal distribution.
+    `largest_prefill` is the most prefill tokens in an iteration so far.
     Raises ValueError for a profile with a time that is not positive and finite.
     """
 
     def __init__(self, profile=()):
-        self.scale, self.spread, self.largest_prefill = 1.0, FIRST_SPREAD, 0
+        self.scale, self.spread, self.tail, self.largest_prefill = 1.0, FIRST_SPREAD, 0.0, 0
         self._coefficients = [0.0] * 5
         self._products = [[[0.0] * 5 for _ in range(5)] for _ in range(2)]  # of the features, for each kind
         self._targets = [[0.0] * 5 for _ in range(2)]
@@ -124,6 +127,7 @@ class IterationTime:
             error = max(-most, min(most, math.log(seconds / predicted)))
             self.scale *= math.exp(PACE * error)
             if shape.prefill_tokens and shape.decodes:  # what the margin is for; other batches are easier to predict
+                self.tail = max(0.0, self.tail + TAIL_PACE * ((seconds / predicted - 1 > self.tail) - 0.01))
                 self.spread += SPREAD_PACE * (1.25 * abs(error) - self.spread)  # 1.25: standard over mean deviation
                 self.spread = max(self.spread, 0.01)
         self._remember(shape, seconds, KEEP)
@@ -137,15 +141,16 @@ class IterationTime:
         limit    the most tokens, such as what is left of the prompt
         tile     of the matrix products, in tokens (§4.3): the chunk is whole tiles, or all of `limit` if that fits
 
-        It is the most for which the predicted time meets the SLO with a margin: the 99th percentile of the errors seen,
-        at most 30 %. 0 if even one tile does not. And it takes the batch at most half as far again, or one tile, beyond
-        the most prefill ever timed (16 tokens at first), so that a model that knows little finds out in steps: a device
-        that reads its weights while it computes takes the same time up to some hundred tokens, then ever more.
+        It is the most for which the predicted time meets the SLO with a margin for 99 % of the errors, the larger of
+        2.33 times the spread and of the tail, at most 30 %. 0 if even one tile does not. And it takes the batch at most
+        half as far again, or one tile, beyond the most prefill ever timed (16 tokens at first), so that a model that
+        knows little finds out in steps: a device that reads its weights while it computes takes the same time up to
+        some hundred tokens, then ever more.
         """
         def time_at_p99(length):
             return margin * self.predict(shape.with_chunk(past, length))
 
-        margin = 1 + min(LARGEST_MARGIN, P99 * self.spread)
+        margin = 1 + min(LARGEST_MARGIN, max(P99 * self.spread, self.tail))
         reach = max(3 * self.largest_prefill // 2, self.largest_prefill + tile, FIRST_PREFILL) - shape.prefill_tokens
         limit = max(0, limit)
         if limit <= reach and time_at_p99(limit) <= seconds:
@@ -173,13 +178,3 @@ class IterationTime:
                 if row[i] > FORGOTTEN:
                     rest = sum(a * b for a, b in zip(row, w)) - row[i] * w[i]
                     w[i] = max(0.0, (targets[i] - rest) / row[i])
-
-
-def largest_budget(rows, tbt_slo, tile=1):
-    """Sarathi-Serve §4.3: the largest token budget, of whole tiles, that never took longer than `tbt_slo` seconds.
-
-    `rows` are the measured iterations of a one-time profile, as (budget, context, decodes, seconds). A budget is judged
-    by its slowest iteration. Returns None if none meets the SLO.
-    """
-    too_slow = {budget for budget, _, _, seconds in rows if seconds > tbt_slo}
-    return max((budget for budget, *_ in rows if budget % tile == 0 and budget not in too_slow), default=None)

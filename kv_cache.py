@@ -109,12 +109,13 @@ class Pages:
         """
         if count > self.num_free:
             return None
-        pages = []
+        pages, longest = [], None
         while len(pages) < count:
-            if after is None:
-                start = max(self._runs, key=lambda start: self._runs[start] - start)
-            else:
+            if after is not None:
                 start = after + 1 if after + 1 in self._runs else next(iter(self._runs))
+            else:
+                longest = longest or sorted(self._runs, key=lambda start: self._runs[start] - start)
+                start = longest.pop()
             end = self._runs.pop(start)
             taken = min(count - len(pages), end - start)
             pages += range(start, start + taken)

@@ -63,7 +63,8 @@ def plot_capacity(results, machine, file, slo_s=None, max_delay_s=2.0):
 
 def curve_points(points, key):
     """(rates, values of `key`, cut short or not), three lists in the order of the rates; a None is left out."""
-    rows = sorted((point["qps"], point[key], point["cut_short"]) for point in points if point.get(key) is not None)
+    seen = [point for point in points if point.get(key) is not None]
+    rows = sorted((point["qps"], point[key], bool(point["cut_short"])) for point in seen)
     return tuple(map(list, zip(*rows))) or ([], [], [])
 
 

@@ -13,7 +13,7 @@ import statistics
 import time
 from typing import NamedTuple
 
-from iteration_time import BatchShape, largest_budget
+from iteration_time import BatchShape
 from model import FlatBatch, Span
 
 BASE_BATCH = 32
@@ -58,12 +58,13 @@ def time_iterations(model, cache, attention, cases, repeats=2):
 
     Each is run `repeats` times after a first that does not count, the cases in turn. What the cache holds is lost.
     """
-    samples = [[] for _ in cases]
-    cache.data.zero_()  # numbers that never were written may be slow to compute with
+    samples, batches = [[] for _ in cases], [hybrid_spans(cache, *case) for case in cases]
+    used = 1 + max(page for spans in batches for span in spans for page in span.pages)
+    cache.data[:, :, :, : used * cache.page_size].zero_()  # what never was written may be slow to compute with
     for repeat in range(repeats + 1):
-        for case, seconds in zip(cases, samples):
+        for spans, seconds in zip(batches, samples):
             start = time.perf_counter()
-            batch = FlatBatch.build(hybrid_spans(cache, *case), attention)
+            batch = FlatBatch.build(spans, attention)
             model(batch, cache).argmax(dim=-1).tolist()  # waits for a GPU
             if repeat:
                 seconds.append(time.perf_counter() - start)
@@ -75,13 +76,12 @@ def base_context(max_len):
     return max(1, min(4096, max_len // 2))
 
 
-def base_decode_iteration(model, cache, attention, max_batch, max_len):
-    """The decode iteration that SLOs are multiples of: 32 decodes, or `max_batch`, at the base context; no prefill.
+def base_decode_iteration(model, cache, attention, max_len):
+    """The decode iteration that SLOs are multiples of: 32 decodes at the base context, no prefill; a Profiled.
 
-    Sarathi-Serve §5.1. Returns a Profiled.
+    Sarathi-Serve §5.1.
     """
-    decodes = min(BASE_BATCH, max_batch)
-    return time_iterations(model, cache, attention, [(decodes, base_context(max_len), decodes)])[0]
+    return time_iterations(model, cache, attention, [(BASE_BATCH, base_context(max_len), BASE_BATCH)], repeats=5)[0]
 
 
 def choose_budget(model, cache, attention, tbt_slo, decodes, contexts, tile, most):
@@ -91,6 +91,7 @@ def choose_budget(model, cache, attention, tbt_slo, decodes, contexts, tile, mos
     to `most` tokens or until the SLO is missed, then by halves between the last that met it and the first that did not.
     Raises ValueError if none meets it.
     """
+    tile = min(tile, most)
     profile = time_iterations(model, cache, attention, [(decodes, context, decodes) for context in contexts])
     base = max(row.seconds for row in profile)
 
@@ -110,4 +111,4 @@ def choose_budget(model, cache, attention, tbt_slo, decodes, contexts, tile, mos
     if not good:
         raise ValueError(f"tbt_slo={tbt_slo:.4g}: no token budget meets it, {decodes} decodes alone take {base:.4g} s "
                          f"at a context of {max(contexts)}")
-    return largest_budget([row for row in profile if row.budget > decodes], tbt_slo, tile), profile
+    return good, profile

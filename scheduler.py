@@ -114,6 +114,7 @@ class Scheduler:
 
     options = frozenset()  # what the policy takes besides these
     budget = None  # the most tokens in a batch, if the policy limits them
+    cuts_prompts = False  # into chunks of at most `chunk` tokens
     reserves_max_len = True  # at admission; otherwise the tokens there are, and then page by page
 
     def __init__(self, pages, chunk, max_batch, max_len, clock=time.monotonic):
@@ -265,8 +266,7 @@ class VLLM(Scheduler):
         while request := self.admit():
             batch.add(request)
         if not batch:
-            for request in self.decoding() + self.prefilling():  # none prefills, but after an interrupt
-                batch.add(request)
+            batch.add_decodes(self.decoding())
         return batch
 
 
@@ -278,6 +278,7 @@ class Sarathi(Scheduler):
     """
 
     options = frozenset({"tile"})
+    cuts_prompts = True
 
     def __init__(self, *args, tile=1, **options):
         super().__init__(*args, **options)
@@ -304,6 +305,7 @@ class SarathiServe(Scheduler):
     """
 
     options = frozenset({"tbt_slo", "profile", "tile"})
+    cuts_prompts = True
     reserves_max_len = False
 
     def __init__(self, *args, tbt_slo=None, profile=(), tile=1, **options):
@@ -352,6 +354,7 @@ class HybridOnly(SarathiServe):
     """
 
     options = frozenset()
+    cuts_prompts = False
 
     def token_budget(self, decodes, prefills):
         return self.max_len
@@ -414,13 +417,14 @@ class Priority(SarathiServe):
         is no token budget left for it beside them, or no room.
         """
         prefills = self.prefilling() if len(decodes) < len(self.running) else []
-        head = self.waiting[0] if self.waiting and self.is_late(self.waiting[0]) else None
+        head = self.waiting[0] if self.waiting else None
+        head = head if head and self.is_late(head) else None
         late = head or any(self.is_late(request) for request in prefills)
-        if self.too_slow(decodes) or late and self.token_budget(decodes, prefills) <= len(decodes):
-            suspects = decodes
-        else:
-            suspects = self.running if head and not self.has_room(head) else []
-        return [request for request in suspects if self.aged_class(request) > HIGH]
+        slow = self.too_slow(decodes) or late and self.token_budget(decodes, prefills) <= len(decodes)
+        lower = [request for request in decodes if self.aged_class(request) > HIGH] if slow else []
+        if not lower and head and not self.has_room(head):
+            lower = [request for request in self.running if self.aged_class(request) > HIGH]
+        return lower
 
     def decoding(self):
         """As in Scheduler, after lower classes were preempted for realtime and high requests at risk."""
@@ -447,18 +451,18 @@ class Priority(SarathiServe):
         started = sorted(prefills, key=self.urgency, reverse=True)
         while budget > 0:
             head = self.waiting[0] if self.waiting else None
-            if head and (not started or self.urgency(head) < self.urgency(started[-1])) and self.admit():
-                budget -= batch.add(head, budget)
-            elif started:
-                budget -= batch.add(started.pop(), budget)
-            else:
+            first = head and (not started or self.urgency(head) < self.urgency(started[-1]))
+            request = first and self.admit() or (started.pop() if started else None)
+            if request is None:
                 break
+            budget -= batch.add(request, budget)
         return batch
 
 
 class ChunkedOnly(Scheduler):
     """Ablation (Sarathi-Serve §5.4.2): chunks without hybrid batches, prefill and decode batches alternate."""
 
+    cuts_prompts = True
     reserves_max_len = False
 
     def __init__(self, *args, **options):

@@ -18,12 +18,14 @@ from functools import partial
 from typing import NamedTuple
 
 from attention import make_attention
-from engine import Completion, Engine, QueueFull
+from engine import Engine, QueueFull
 from experiments import SPECS
 from kv_cache import KVCache
 from metrics import meets_slo, summarize_run
-from profiling import BASE_BATCH, RELAXED, STRICT, base_context, time_iterations
+from profiling import BASE_BATCH, RELAXED, STRICT, base_context, base_decode_iteration, time_iterations
+from records import Completion
 from sampling import SamplingParams
+from scheduler import POLICIES, PRIORITIES
 
 SLOS = {"strict": STRICT, "relaxed": RELAXED}
 MAX_DELAY_S = 2.0  # of the median scheduling delay
@@ -60,13 +62,17 @@ def specs(tbt_slo_s=None):
 def plan(names, page_sizes, settings, tbt_slo_s=None):
     """What is to be run: label -> (spec, settings), for each name with each page size.
 
-    A name is one of `specs`, or has a chunk size of its own, "sarathi-serve:128". Raises ValueError if it is neither.
+    A name is one of `specs`, or has a chunk size of its own, "sarathi-serve:128". Raises ValueError if it is neither,
+    or the policy does not go by a chunk size.
     """
     known, runs = specs(tbt_slo_s), {}
     for label in names:
         name, colon, chunk = label.partition(":")
         if name not in known:
             raise ValueError(f"{name!r} is not one of {', '.join(known)}")
+        policy, options = known[name]
+        if colon and (not POLICIES[policy].cuts_prompts or "tbt_slo" in options):
+            raise ValueError(f"{label!r}: {name} does not go by a chunk size")
         if colon and (not chunk.isdecimal() or int(chunk) < 1):
             raise ValueError(f"{label!r}: after the colon must be a chunk size of at least 1")
         for size in page_sizes:
@@ -95,10 +101,11 @@ def measure_base(model, settings):
     lengths of the workload shrink alike. Also times a chunk alone, to estimate which rates are worth a try.
     """
     context, chunk = base_context(settings.max_len), min(settings.chunk, settings.max_len)
-    cache = KVCache(model.config, BASE_BATCH + 1, max(context, chunk), model.device, model.dtype)
+    longest = max(context, chunk)
+    cache = KVCache(model.config, BASE_BATCH, longest, model.device, model.dtype, max_len=longest)
     attention = make_attention(model.config, cache, settings.attention)
-    cases = [(BASE_BATCH, context, BASE_BATCH), (chunk, chunk, 0)]
-    decode, prefill = time_iterations(model, cache, attention, cases, repeats=9)
+    decode = base_decode_iteration(model, cache, attention, settings.max_len)
+    prefill = time_iterations(model, cache, attention, [(chunk, chunk, 0)])[0]
     return Base(decode.seconds, prefill.seconds / chunk, decode.decodes, context)
 
 
@@ -219,8 +226,8 @@ def serve(model, spec, arrivals, prompts, settings, *, classes=None, hopeless=No
     A request is added at its arrival, or after the iteration in which that falls, and its latencies count from its
     arrival. Outputs have the lengths of the workload: no stop tokens. What Python holds when the clock starts is left
     out of garbage collection until the end, so that no pause grows with it. `classes` holds the priority of each
-    request, None: all are normal. `hopeless` is a Hopeless that may cut the
-    run short; `progress` is called after each request that finished; `now` and `sleep` are the time it runs in.
+    request, None: all are normal. `hopeless` is a Hopeless that may cut the run short; `progress` is called after each
+    request that finished; `now` and `sleep` are the time it runs in.
     """
     policy, options = spec
     gc.collect()  # the cache of the engine before
@@ -237,16 +244,17 @@ def serve(model, spec, arrivals, prompts, settings, *, classes=None, hopeless=No
         clock.restart()
         while not cut_short:
             while position < len(arrivals) and arrivals[position].time <= clock():
-                arrival = arrivals[position]
+                arrival, its_class = arrivals[position], classes[position] if classes else "normal"
                 try:
                     request_id = engine.add_request(prompts[position], SamplingParams(arrival.output_len), arrival.time,
-                                                    priority=classes[position] if classes else "normal")
+                                                    priority=its_class)
                     number[request_id] = position
                     if hopeless:
                         hopeless.arrived(request_id, arrival.time)
                 except QueueFull:
                     refused += 1
-                    done[position] = Completion(position, prompts[position], arrival.time, finish_reason="abort")
+                    done[position] = Completion(position, prompts[position], arrival.time,
+                                                PRIORITIES.index(its_class), finish_reason="abort")
                 position += 1
             if engine.has_work:
                 began = clock()
@@ -300,14 +308,14 @@ def capacity(run_at_rate, start, ratio=1.05, most=16):
     """The highest rate that meets the SLO, within a factor of `ratio`. Returns (qps, points).
 
     `run_at_rate(qps)` runs the workload at that rate and returns a dict with `met`; `points` are these dicts in the
-    order of the runs. From `start` the rate doubles or halves until one was met and one was not; what is between them
-    is halved on a logarithmic scale. One run is no proof on a machine that others use: the lowest rate that failed is
-    run a second time, and if it is met then, the first failure was noise and the search goes on above it.
+    order of the runs. From `start` the rate goes up or down by half until one was met and one was not; what is between
+    them is halved on a logarithmic scale. One run is no proof on a machine that others use: the lowest rate that failed
+    is run a second time, and if it is met then, the first failure was noise and the search goes on above it.
 
-    The result is 0 if no rate down to start / most was met, and the highest rate run if none up to start * most failed.
+    The result is 0 if no rate down to start / most was met, and start * most if all up to there were.
     """
     low, failures, rate, points = 0.0, {}, start, []  # the highest rate met; failed rate above it -> how often
-    while start / most <= rate <= start * most:
+    while True:
         points.append(run_at_rate(rate))
         if points[-1]["met"]:
             low = max(low, rate)
@@ -315,10 +323,12 @@ def capacity(run_at_rate, start, ratio=1.05, most=16):
         else:
             failures[rate] = failures.get(rate, 0) + 1
         high = min(failures, default=None)
+        if low == start * most or high == start / most:
+            break
         if high is None:
-            rate = 2 * low
+            rate = min(1.5 * low, start * most)
         elif not low:
-            rate = high / 2
+            rate = max(high / 1.5, start / most)
         elif high > ratio * low:
             rate = math.sqrt(low * high)
         elif failures[high] < 2:

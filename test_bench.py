@@ -273,8 +273,8 @@ def test_bandwidth_and_ridge_are_bytes_and_rows(monkeypatch):
     assert measure.memory_bandwidth(torch.device("cpu")) == pytest.approx(512 * 2**20 / 0.010)
     monkeypatch.setattr(experiments, "interleaved", lambda *_, **__: {"products": measure.Timing(2.0, 0.0)})
     model = tiny_model(dtype=torch.float32)
-    args = SimpleNamespace(chunk=16, dtype="float32", init_from=None, model="tiny", compile=False)
-    machine = experiments.describe_machine(model, args)
+    args = SimpleNamespace(dtype="float32", init_from=None, model="tiny", compile=False)
+    machine = experiments.describe_machine(model, args, 16)
     assert machine["flops_per_s"] == pytest.approx(measure.product_flops(model, 16, 0) / 0.002)
     # at the ridge, 2 flops for each row of a weight take as long as reading its 4 bytes
     assert 2 * machine["ridge_tokens"] / machine["flops_per_s"] == pytest.approx(4 / machine["bytes_per_s"])

@@ -6,7 +6,7 @@ from bisect import bisect_left
 
 import pytest
 
-from iteration_time import BatchShape, IterationTime, largest_budget
+from iteration_time import BatchShape, IterationTime
 from scheduler import Batch, Request
 
 
@@ -304,18 +304,3 @@ def test_a_profile_is_known_from_the_start():
     for shape in (DECODES, HYBRID, batch(700, 3, 2500, past=0)):
         assert model.predict(shape) == pytest.approx(cpu(shape), rel=0.03)
     assert model.prefill_that_fits(9.0, DECODES, 0, 9999) == 1024 * 3 // 2
-
-
-def test_the_static_budget_is_the_largest_whole_tile_whose_slowest_iteration_meets_the_slo():
-    rows = [
-        (128, 500, 6, 0.10),
-        (256, 500, 6, 0.18),
-        (256, 2000, 6, 0.21),  # its slowest
-        (300, 500, 6, 0.15),  # no whole tile
-        (512, 500, 6, 0.40),
-    ]
-    assert largest_budget(rows, 0.2, 128) == 128
-    assert largest_budget(rows, 0.21, 128) == 256
-    assert largest_budget(rows, 0.2) == 300
-    assert largest_budget(rows, 9.0, 128) == 512
-    assert largest_budget(rows, 0.05, 128) is None and largest_budget([], 1.0) is None

@@ -289,7 +289,7 @@ def point(qps, p99_tbt_s, p50_delay_s=0.1, cut_short=False):
         "p50_delay_s": p50_delay_s,
         "tokens_per_s": 100.0,
         "met": not cut_short,
-        "cut_short": cut_short,
+        "cut_short": "17 TBTs over 0.3 s" if cut_short else None,
     }
 
 
@@ -297,6 +297,8 @@ def test_curve_points_are_sorted_by_rate_and_leave_none_out():
     tried = [point(4, 0.9, None, cut_short=True), point(1, 0.1), point(3, None, 5.0), point(2, 0.2)]
     assert curve_points(tried, "p99_tbt_s") == ([1, 2, 4], [0.1, 0.2, 0.9], [False, False, True])
     assert curve_points(tried, "p50_delay_s") == ([1, 2, 3], [0.1, 0.1, 5.0], [False, False, False])
+    twice = [point(1, 0.1, cut_short=True), point(1, 0.1)]  # the lowest rate that failed is run again
+    assert curve_points(twice, "p99_tbt_s") == ([1, 1], [0.1, 0.1], [False, True])
     assert curve_points([point(1, None)], "p99_tbt_s") == curve_points([], "qps") == ([], [], [])
     assert curve_points([{"qps": 1, "cut_short": True}], "p99_tbt_s") == ([], [], [])  # a run without numbers
 

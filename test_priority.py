@@ -1,5 +1,6 @@
 """The policy `priority` and its line: who goes first, who is preempted, and that nobody starves. On a virtual clock."""
 
+import itertools
 import random
 
 import pytest
@@ -8,7 +9,8 @@ from hypothesis import strategies as st
 
 from conftest import Simulation, percentile
 from iteration_time import BatchShape
-from scheduler import PRIORITIES, Request
+from kv_cache import Pages
+from scheduler import PRIORITIES, Request, make_scheduler
 from waiting import ClassLine, aged_class
 
 REALTIME, HIGH, NORMAL, LOW = range(4)
@@ -135,6 +137,33 @@ def test_a_class_is_one_of_those_there_are_whatever_the_clock_says():
     sim = simulation()
     sim.add(request(0, LOW, arrival=1e9))
     assert ids(sim.step()) == [0]
+
+
+def test_a_class_that_is_lifted_in_the_middle_of_schedule_does_no_harm():
+    ticks = itertools.count()  # the clock moves whenever it is read, and some class is lifted each time
+    scheduler = make_scheduler(
+        "priority",
+        Pages(12, 4),
+        chunk=8,
+        max_batch=4,
+        max_len=32,
+        clock=lambda: next(ticks) * 1e-3,
+        ageing=1e-2,
+        profile=PROFILE,
+    )
+    for i in range(200):
+        scheduler.add(request(i, priority=i % 4, prompt_len=1 + i % 13, output=2, arrival=i * 1e-3))
+    ended = 0
+    while batch := scheduler.schedule():
+        for r, start, length in batch:
+            assert r in scheduler.running and r not in scheduler.waiting and start + length <= 4 * len(r.pages)
+            r.num_computed += length
+            if r.num_computed == len(r.tokens):
+                r.tokens.append(0)
+                if len(r.tokens) == r.prompt_len + r.max_new_tokens:
+                    scheduler.remove(r)
+                    ended += 1
+    assert ended == 200
 
 
 # -----------------------------------------------------------------------------------------------------
@@ -389,7 +418,7 @@ def test_who_was_preempted_for_a_target_is_not_let_in_to_be_preempted_again(seed
     while 0 in {r.id for r in sim.scheduler.running} or not sim.token_times[0]:
         sim.step()
     ended = sum(len(sim.token_times[r.id]) == 60 for r in low)
-    assert ended > 40
+    assert ended > 1500 / 60  # more than one at a time
     assert sum(r.preemptions for r in low) <= 0.1 * ended
 
 

@@ -1,7 +1,10 @@
 """The one-time profile: what it times, what it chooses, and what chunk="auto" makes of it. No clock is believed."""
 
+import json
+
 import pytest
 
+import bench
 import profiling
 from conftest import alone, poisoned_cache, tiny_model
 from engine import Engine
@@ -77,12 +80,10 @@ def test_each_case_is_run_and_gets_the_median_of_its_own_times(monkeypatch):
     assert sizes == [3, 8] * 4  # in turn
 
 
-@pytest.mark.parametrize(
-    "max_batch, max_len, case", [(64, 16384, (32, 4096, 32)), (8, 2048, (8, 1024, 8)), (1, 1, (1, 1, 1))]
-)
-def test_slos_are_multiples_of_a_decode_iteration_as_in_the_paper(law, max_batch, max_len, case):
+@pytest.mark.parametrize("max_len, case", [(16384, (32, 4096, 32)), (2048, (32, 1024, 32)), (1, (32, 1, 32))])
+def test_slos_are_multiples_of_a_decode_iteration_as_in_the_paper(law, max_len, case):
     asked = law(linear)
-    assert base_decode_iteration(None, None, None, max_batch, max_len) == Profiled(*case, linear(*case))
+    assert base_decode_iteration(None, None, None, max_len) == Profiled(*case, linear(*case))
     assert asked == [case]
 
 
@@ -90,12 +91,18 @@ def test_slos_are_multiples_of_a_decode_iteration_as_in_the_paper(law, max_batch
 # what is chosen
 
 
+@pytest.mark.parametrize("policy", ["request-level", "orca", "vllm", "hybrid-only"])
+def test_auto_is_refused_where_prompts_are_not_cut(policy):
+    with pytest.raises(ValueError, match=f"chunk='auto': policy '{policy}' does not cut prompts"):
+        Engine(tiny_model(), policy, "auto", max_batch=2, max_len=32)
+
+
 @pytest.mark.parametrize("tile", [1, 8, 32, 128])
 @pytest.mark.parametrize("decodes", [1, 6, 32])
 @pytest.mark.parametrize("most", [100, 257, 1024])
 def test_the_budget_is_the_largest_of_whole_tiles_that_meets_the_slo(law, tile, decodes, most):
     asked = law(linear)
-    contexts = (50, 900)
+    contexts, tile = (50, 900), min(tile, most)  # a tile is at most all there may be
     first = (decodes // tile + 1) * tile
     slos = [0.0101, 0.02, 0.045, 0.08, 0.15, 0.31, 2.0]
     for slo in slos:
@@ -151,7 +158,7 @@ def test_auto_keeps_its_profile_for_the_dynamic_budget(law, policy):
 
 def test_without_an_slo_auto_takes_the_strict_one(law):
     law(linear)
-    base = linear(8, 128, 8)
+    base = linear(32, 128, 32)
     for policy in ("sarathi-serve", "sarathi"):
         engine = Engine(tiny_model(), policy, "auto", max_batch=8, max_len=256, tile=1)
         assert engine.scheduler.chunk == max(b for b in range(9, 257) if linear(b, 128, 8) <= 5 * base)
@@ -167,7 +174,7 @@ def test_an_slo_below_one_decode_iteration_is_refused(law):
 
 
 @pytest.mark.parametrize("max_len, max_batch", [(1, 1), (2, 3), (20, 40), (33, 40), (64, 40)])
-@pytest.mark.parametrize("policy", ["sarathi-serve", "sarathi", "priority", "orca"])
+@pytest.mark.parametrize("policy", ["sarathi-serve", "sarathi", "priority", "chunked-only"])
 def test_auto_works_however_short_the_requests_are(law, policy, max_len, max_batch):
     law(lambda budget, context, decodes: 1.0)
     engine = Engine(tiny_model(), policy, "auto", max_batch=max_batch, max_len=max_len)
@@ -186,3 +193,39 @@ def test_a_request_must_arrive_at_a_time(arrival):
                 engine.add_request([1, 2], SamplingParams(2), arrival=when, priority=priority)
         while engine.has_work:
             engine.step()
+
+
+@pytest.mark.parametrize("decodes, max_len", [(3, 64), (1, 16), (40, 16)])
+def test_the_budget_command_prints_why_and_writes_everything(decodes, max_len, tmp_path, capsys, monkeypatch):
+    machine = {"device": "-", "threads": 1, "torch": "-", "model": "-", "parameters": 1, "dtype": "-", "compiled": 0}
+    monkeypatch.setattr("bench_budget.describe_machine", lambda *_: machine)
+    options = ["--decodes", str(decodes), "--max-len", str(max_len), "--model", "llama-tiny", "--device", "cpu"]
+    files = ["--json", str(tmp_path / "b.json"), "--plot", str(tmp_path / "b.png")]
+    bench.main(["budget", "--slo-tbt", "100", "--dtype", "float32", *options, *files])
+    text, report = capsys.readouterr().out, json.loads((tmp_path / "b.json").read_text())
+    tile = min(32, max_len)
+    assert report["budget"] == max(max_len, (decodes // tile + 1) * tile) // tile * tile  # an SLO that all meet
+    assert f"Token budget {report['budget']}: the largest of whole tiles" in text and "the strict SLO is" in text
+    assert {row["context"] for row in report["profile"]} == {max(1, max_len // 8), max_len // 2}
+    assert (tmp_path / "b.png").stat().st_size > 10_000
+    with pytest.raises(ValueError, match="tbt_slo=1e-09: no token budget meets it"):
+        bench.main(["budget", "--slo-tbt", "1e-9", "--dtype", "float32", *options])
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("", "--slo-tbt"),
+        ("--slo-tbt 0", "--slo-tbt 0"),
+        ("--slo-tbt nan", "--slo-tbt nan"),
+        ("--slo-tbt 1 --contexts 5,0", "--contexts 5,0"),
+        ("--slo-tbt 1 --contexts 5000", "--contexts 5000"),
+        ("--slo-tbt 1 --decodes 0", "--decodes 0"),
+        ("--slo-tbt 1 --tile 0", "--tile 0"),
+        ("--slo-tbt 1 --plot /no/such/dir/a.png", "--plot /no/such/dir/a.png"),
+    ],
+)
+def test_the_budget_command_refuses_what_makes_no_sense(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["budget", "--device", "cpu", *arguments.split()])
+    assert message in capsys.readouterr().err

@@ -2,6 +2,8 @@
 
 import random
 
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -453,3 +455,26 @@ def test_bad_options_are_refused():
         make_scheduler("orca", Pages(2, 16), tile=128, **good)
     with pytest.raises(ValueError, match="prefills=0"):
         make_scheduler("orca", Pages(2, 16), prefills=0, **good)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_work_of_schedule_does_not_grow_with_the_line(policy):
+    def calls_in_schedule(waiting):
+        scheduler = make_scheduler(policy, Pages(40, 16), chunk=16, max_batch=8, max_len=64, clock=lambda: 0.0)
+        for i in range(8 + waiting):
+            scheduler.add(Request(i, [0] * 8, 8, 9, priority=i % 4))
+        for _ in range(3):  # all that run decode
+            for request, _, length in scheduler.schedule():
+                request.num_computed += length
+                if request.num_computed == len(request.tokens):
+                    request.tokens.append(0)
+        scheduler.remove(scheduler.running[0])  # there is room for one
+        calls = []
+        sys.setprofile(lambda frame, event, arg: calls.append(event))
+        try:
+            scheduler.schedule()
+        finally:
+            sys.setprofile(None)
+        return len(calls)
+
+    assert calls_in_schedule(10) == calls_in_schedule(1000)

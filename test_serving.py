@@ -18,13 +18,14 @@ import bench
 import bench_serve
 import plot_search
 import plot_serving
+import profiling
 import serving
 from conftest import alone, tiny_model
 from engine import Iteration
 from metrics import meets_slo
+from profiling import Profiled, hybrid_spans
 from sampling import SamplingParams
 from scheduler import POLICIES
-from profiling import Profiled, hybrid_spans
 from serving import Base, Hopeless, Settings, capacity, plan, serve, specs, summarize
 from test_scheduler import simulate
 from workload import Arrival, poisson, prompts, sample_lengths
@@ -222,10 +223,10 @@ def test_the_slo_is_a_multiple_of_a_decode_iteration():
 
 @pytest.mark.parametrize("max_len, context", [(512, 256), (64, 32), (9000, 4096)])
 def test_the_base_is_a_decode_of_32_requests_at_half_the_longest_context(max_len, context, monkeypatch):
-    monkeypatch.setattr(serving, "KVCache", lambda *_: None)
+    monkeypatch.setattr(serving, "KVCache", lambda *_, **__: None)
     monkeypatch.setattr(serving, "make_attention", lambda *_: None)
-    timed = lambda model, cache, attention, cases, repeats: [Profiled(*case, 0.064) for case in cases]
-    monkeypatch.setattr(serving, "time_iterations", timed)
+    for module in (serving, profiling):
+        monkeypatch.setattr(module, "time_iterations", lambda *args, **_: [Profiled(*case, 0.064) for case in args[3]])
     base = serving.measure_base(MODEL, Settings(chunk=128, max_len=max_len))
     assert base == (0.064, 0.064 / min(128, max_len), 32, context)
     # both cases are what they say: decodes only, and a chunk only
@@ -264,9 +265,9 @@ def test_one_failure_by_bad_luck_does_not_decide():
 
 def test_capacity_where_nothing_or_everything_is_met():
     qps, points = capacity(lambda rate: {"qps": rate, "met": False}, start=1.0)
-    assert qps == 0 and min(p["qps"] for p in points) == 1 / 16 and len(points) == 5
+    assert qps == 0 and min(p["qps"] for p in points) == 1 / 16 and len(points) == 8  # 1.5 ** 7 is above 16
     qps, points = capacity(lambda rate: {"qps": rate, "met": True}, start=1.0)
-    assert qps == 16.0 and len(points) == 5
+    assert qps == 16.0 and len(points) == 8
 
 
 def test_capacity_ends_where_every_answer_is_chance():
@@ -289,6 +290,9 @@ def test_policies_share_the_memory_and_may_have_a_chunk_of_their_own():
     assert [s.pages for _, s in runs.values()] == [46, 3] * 3
     assert list(plan(POLICIES, [64], settings)) == list(POLICIES)
     assert Settings(max_batch=4, max_len=100, page_size=64).pages == 8
+    for label in ("vllm:64", "orca:64", "request-level:64", "hybrid-only:64", "dynamic:64"):
+        with pytest.raises(ValueError, match=f"'{label}': .* does not go by a chunk size"):
+            plan([label], [64], settings)
 
 
 # -----------------------------------------------------------------------------------------------------
