@@ -57,10 +57,6 @@ class BatchShape(NamedTuple):
         """The shape of a batch in which each of these requests decodes."""
         return cls(decodes=len(requests), context_tokens=sum([len(request.tokens) for request in requests]))
 
-    def with_decode(self, context):
-        """This and one more decode, which reads `context` keys, its own included."""
-        return self._replace(decodes=self.decodes + 1, context_tokens=self.context_tokens + context)
-
     def with_chunk(self, past, length):
         """This and one more chunk of `length` tokens, after `past` tokens of its request."""
         return BatchShape(self.prefill_tokens + length, self.decodes, self.context_tokens,

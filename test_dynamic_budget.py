@@ -8,21 +8,10 @@ from conftest import Simulation, percentile
 from iteration_time import BatchShape
 from kv_cache import Pages
 from scheduler import Request, make_scheduler
+from test_iteration_time import cpu, gpu
 
 SLO = 0.2
 SEEDS = pytest.mark.parametrize("seed", range(2))
-
-
-def cpu(shape):
-    """Seconds on two cores with a 160M model: a pass over the weights, then each token, key and pair for itself."""
-    p, n, context, pairs = shape
-    return 14e-3 + 0.95e-3 * p + 0.7e-3 * n + 0.8e-6 * context + 0.2e-6 * pairs
-
-
-def gpu(shape):
-    """Seconds on a device that reads its weights in 10 ms, in which it could compute 400 tokens."""
-    p, n, context, pairs = shape
-    return max(10e-3, (p + n) * 25e-6) + 0.3e-6 * context + 1e-9 * pairs
 
 
 COUNT = {cpu: 50, gpu: 150}  # requests: a gpu prefills most of a prompt in an iteration

@@ -5,65 +5,21 @@ import io
 import json
 import random
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import pytest
 
 from chrome_trace import write_chrome_trace
 from metrics import find_stalls, meets_slo, percentiles, request_rows, summarize_run
+from records import Completion, Iteration
 
 
-class Iteration(NamedTuple):
-    """Stands in for engine.Iteration."""
-
-    start: float
-    end: float
-    chunks: list
-    waiting: int = 0
-    running: int = 0
-    free_pages: int = 0
-    budget: int | None = None
-    preempted: tuple = ()
-
-    @property
-    def prefill_tokens(self):
-        return sum(length for _, length, is_decode in self.chunks if not is_decode)
-
-    @property
-    def decode_tokens(self):
-        return sum(length for _, length, is_decode in self.chunks if is_decode)
+def an_iteration(start, end, chunks, waiting=0, running=0, free_pages=0, **more):
+    return Iteration(start, end, chunks, waiting=waiting, running=running, free_pages=free_pages, **more)
 
 
-@dataclass
-class Completion:
-    """Stands in for engine.Completion."""
-
-    request_id: int
-    prompt: list
-    arrival: float
-    finish_reason: str | None = None
-    scheduled: float | None = None
-    token_times: list = field(default_factory=list)
-    priority: int = 2
-    preemptions: int = 0
-    recomputed_tokens: int = 0
-
-    @property
-    def ttft(self):
-        return self.token_times[0] - self.arrival if self.token_times else None
-
-    @property
-    def tbt(self):
-        return [later - earlier for earlier, later in zip(self.token_times, self.token_times[1:])]
-
-    @property
-    def scheduling_delay(self):
-        return None if self.scheduled is None else self.scheduled - self.arrival
-
-    @property
-    def latency(self):
-        return self.token_times[-1] - self.arrival if self.token_times else None
+def a_completion(request_id, prompt, arrival, finish_reason=None, scheduled=None, token_times=(), **more):
+    times = dict(scheduled=scheduled, token_times=list(token_times))
+    return Completion(request_id, prompt, arrival, finish_reason=finish_reason, **times, **more)
 
 
 def prefill(request_id, length):
@@ -77,21 +33,23 @@ def decode(request_id):
 def three_requests():
     """Request 1 makes 0 wait, 2 rides in hybrid batches, 1 is preempted and computed again, 2 is aborted; 3 waits."""
     iterations = [
-        Iteration(0.0, 1.0, [prefill(0, 4)], 0, 1, 9),
-        Iteration(1.0, 1.25, [decode(0)], 0, 1, 9),
-        Iteration(1.25, 3.25, [prefill(1, 8)], 0, 2, 7),  # as vllm does: 0 waits for all of 1
-        Iteration(3.25, 3.5, [decode(0), decode(1)], 1, 2, 7),
-        Iteration(3.5, 4.0, [decode(0), decode(1), prefill(2, 2)], 0, 3, 6, budget=4),
-        Iteration(4.0, 4.75, [decode(0), decode(1), prefill(2, 3)], 0, 3, 5, budget=5),
-        Iteration(4.75, 5.0, [decode(0), decode(2)], 1, 2, 8, preempted=(1,)),
-        Iteration(5.0, 6.0, [prefill(1, 12)], 0, 2, 6),  # prompt and 4 tokens again, while 2 waits
-        Iteration(6.0, 6.25, [decode(1), decode(2)], 1, 2, 6),
+        an_iteration(0.0, 1.0, [prefill(0, 4)], 0, 1, 9),
+        an_iteration(1.0, 1.25, [decode(0)], 0, 1, 9),
+        an_iteration(1.25, 3.25, [prefill(1, 8)], 0, 2, 7),  # as vllm does: 0 waits for all of 1
+        an_iteration(3.25, 3.5, [decode(0), decode(1)], 1, 2, 7),
+        an_iteration(3.5, 4.0, [decode(0), decode(1), prefill(2, 2)], 0, 3, 6, budget=4),
+        an_iteration(4.0, 4.75, [decode(0), decode(1), prefill(2, 3)], 0, 3, 5, budget=5),
+        an_iteration(4.75, 5.0, [decode(0), decode(2)], 1, 2, 8, preempted=(1,)),
+        an_iteration(5.0, 6.0, [prefill(1, 12)], 0, 2, 6),  # prompt and 4 tokens again, while 2 waits
+        an_iteration(6.0, 6.25, [decode(1), decode(2)], 1, 2, 6),
     ]
     completions = [
-        Completion(0, [7] * 4, 0.0, "length", 0.0, [1.0, 1.25, 3.5, 4.0, 4.75, 5.0], priority=1),
-        Completion(1, [7] * 8, 1.0, "stop", 1.25, [3.25, 3.5, 4.0, 4.75, 6.0, 6.25], 2, 1, 11),
-        Completion(2, [7] * 5, 2.0, "abort", 3.5, [4.75, 5.0, 6.25]),
-        Completion(3, [7] * 6, 5.5),
+        a_completion(0, [7] * 4, 0.0, "length", 0.0, [1.0, 1.25, 3.5, 4.0, 4.75, 5.0], priority=1),
+        a_completion(
+            1, [7] * 8, 1.0, "stop", 1.25, [3.25, 3.5, 4.0, 4.75, 6.0, 6.25], preemptions=1, recomputed_tokens=11
+        ),
+        a_completion(2, [7] * 5, 2.0, "abort", 3.5, [4.75, 5.0, 6.25]),
+        a_completion(3, [7] * 6, 5.5),
     ]
     return completions, iterations
 
@@ -132,8 +90,8 @@ def test_only_stalls_longer_than_the_threshold_are_listed():
 
 def test_a_stall_is_blamed_on_the_request_with_most_prefill_in_the_gap():
     def blamed(*chunks):
-        iterations = [Iteration(i, i + 1.0, [chunk]) for i, chunk in enumerate(chunks)]
-        stalls = find_stalls([Completion(0, [7], 0.0, token_times=[0.0, float(len(chunks))])], iterations)
+        iterations = [an_iteration(i, i + 1.0, [chunk]) for i, chunk in enumerate(chunks)]
+        stalls = find_stalls([a_completion(0, [7], 0.0, token_times=[0.0, float(len(chunks))])], iterations)
         return [(s.caused_by, s.prefill_tokens) for s in stalls]
 
     assert blamed(prefill(1, 4), prefill(2, 3), prefill(2, 3), decode(0)) == [(2, 10)]
@@ -144,8 +102,8 @@ def test_a_stall_is_blamed_on_the_request_with_most_prefill_in_the_gap():
 
 
 def test_the_wait_for_the_first_token_is_no_stall():
-    iterations = [Iteration(0.0, 1.0, [prefill(1, 9)]), Iteration(1.0, 2.0, [prefill(0, 3)])]
-    assert find_stalls([Completion(0, [7] * 3, 0.0, "length", 1.0, [2.0])], iterations) == []
+    iterations = [an_iteration(0.0, 1.0, [prefill(1, 9)]), an_iteration(1.0, 2.0, [prefill(0, 3)])]
+    assert find_stalls([a_completion(0, [7] * 3, 0.0, "length", 1.0, [2.0])], iterations) == []
 
 
 def test_an_iteration_belongs_to_the_gap_it_began_in_even_if_its_end_was_measured_late():
@@ -167,9 +125,9 @@ def random_history(seed):
             chunks.append((request_id, 1 if is_decode else rng.randint(1, 3), is_decode))
             if is_decode or rng.random() < 0.5:
                 times[request_id].append(end)
-        iterations.append(Iteration(now, end, chunks))
+        iterations.append(an_iteration(now, end, chunks))
         now = end
-    return [Completion(request_id, [7], 0.0, token_times=times[request_id]) for request_id in range(6)], iterations
+    return [a_completion(request_id, [7], 0.0, token_times=times[request_id]) for request_id in range(6)], iterations
 
 
 def stalls_by_definition(completions, iterations):
@@ -287,7 +245,7 @@ def finished_run(delays, gaps):
     completions = []
     for request_id, delay in enumerate(delays):
         times = [delay + 0.25 + sum(gaps[:n]) for n in range(len(gaps) + 1)]
-        completions.append(Completion(request_id, [7], 0.0, "length", delay, times))
+        completions.append(a_completion(request_id, [7], 0.0, "length", delay, times))
     return completions
 
 
@@ -311,7 +269,7 @@ def test_the_slo_is_met_by_p99_tbt_and_median_scheduling_delay(delays, gaps, mee
 def test_a_run_that_was_cut_short_does_not_show_that_the_slo_is_met(reason, scheduled):
     completions = finished_run([0.0, 0.0, 0.0], [0.5])
     assert meets_slo(summarize_run(completions, [], 10.0), 0.5)
-    completions.append(Completion(3, [7], 0.0, reason, scheduled))
+    completions.append(a_completion(3, [7], 0.0, reason, scheduled))
     assert not meets_slo(summarize_run(completions, [], 10.0), 0.5)
 
 
@@ -372,8 +330,8 @@ def test_preemptions_and_ends_are_instants_on_the_requests_lane(tmp_path):
 
 @pytest.mark.parametrize("reason, waits", [(None, [("waiting", 2.0, 3.0)]), ("abort", [])])
 def test_a_preempted_request_waits_until_the_end_of_the_run_unless_it_was_aborted(tmp_path, reason, waits):
-    iterations = [Iteration(0.0, 1.0, [prefill(0, 4)]), Iteration(2.0, 3.0, [prefill(1, 4)], preempted=(0,))]
-    events = trace(tmp_path, {"vllm": ([Completion(0, [7] * 4, 0.0, reason, 0.0, [1.0])], iterations)})
+    iterations = [an_iteration(0.0, 1.0, [prefill(0, 4)]), an_iteration(2.0, 3.0, [prefill(1, 4)], preempted=(0,))]
+    events = trace(tmp_path, {"vllm": ([a_completion(0, [7] * 4, 0.0, reason, 0.0, [1.0])], iterations)})
     slices = slices_by_lane(events)["vllm: requests", "request 0"]
     assert slices == [("prefill chunk of 4", 0.0, 1.0), *waits]
     instants = [(e["name"], e["ts"] / 1e6) for e in events if e["ph"] == "i"]
@@ -416,8 +374,8 @@ def test_slices_of_a_lane_never_overlap(tmp_path):
 def test_runs_share_a_file_as_processes_of_their_own_that_all_begin_at_0(tmp_path):
     completions, iterations = three_requests()
     late = (
-        [Completion(7, [7] * 3, 100.0, "length", 100.5, [101.0])],
-        [Iteration(100.5, 101.0, [prefill(7, 3)])],
+        [a_completion(7, [7] * 3, 100.0, "length", 100.5, [101.0])],
+        [an_iteration(100.5, 101.0, [prefill(7, 3)])],
     )
     slices = slices_by_lane(trace(tmp_path, {"vllm": (completions, iterations), "orca": late}))
     assert slices["orca: engine", "iterations"] == [("prefill", 0.5, 1.0)]
@@ -429,10 +387,10 @@ def test_runs_share_a_file_as_processes_of_their_own_that_all_begin_at_0(tmp_pat
 def test_a_trace_of_little_or_nothing_is_still_a_trace(tmp_path):
     assert trace(tmp_path, {}) == []
     assert slices_by_lane(trace(tmp_path, {"idle": ([], [])})) == {("idle: engine", "iterations"): []}
-    waiting = [Completion(0, [7], 3.0), Completion(1, [7], 3.0, "abort")]
+    waiting = [a_completion(0, [7], 3.0), a_completion(1, [7], 3.0, "abort")]
     slices = slices_by_lane(trace(tmp_path, {"idle": (waiting, [])}))
     assert slices["idle: requests", "request 0"] == slices["idle: requests", "request 1"] == []
-    too_late = ([Completion(0, [7], 9.0)], [Iteration(1.0, 2.0, [decode(5)])])
+    too_late = ([a_completion(0, [7], 9.0)], [an_iteration(1.0, 2.0, [decode(5)])])
     assert slices_by_lane(trace(tmp_path, {"idle": too_late}))["idle: requests", "request 0"] == []
-    unknown = slices_by_lane(trace(tmp_path, {"running": ([], [Iteration(1.0, 2.0, [decode(5)])])}))
+    unknown = slices_by_lane(trace(tmp_path, {"running": ([], [an_iteration(1.0, 2.0, [decode(5)])])}))
     assert unknown["running: requests", "request 5"] == [("decode", 0.0, 1.0)]  # it has no Completion yet
