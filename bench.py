@@ -10,6 +10,7 @@ Sarathi-Serve's half, have command lines of their own:
     python bench.py serve           every policy on the same arrivals
     python bench.py capacity        the highest rate at which each meets the SLO
     python bench.py budget          the token budget for an SLO
+    python bench.py simulate        the papers' big machines, from a cost model
 
 Read first: experiments.py, which measures what is printed here. Read next: bench_serve.py.
 """
@@ -28,7 +29,8 @@ from model import PRESETS
 COMMANDS = """other experiments, each with its own --help:
   bench.py serve      requests arrive while others run: latencies of every policy on the same arrivals
   bench.py capacity   the highest rate of arrivals at which each policy meets an SLO
-  bench.py budget     the largest token budget that meets an SLO, from a profile of this machine"""
+  bench.py budget     the largest token budget that meets an SLO, from a profile of this machine
+  bench.py simulate   the papers' experiments on many GPUs, from a cost model"""
 
 
 def parse_args(argv=None):
@@ -164,6 +166,10 @@ def main(argv=None):
         import bench_budget
 
         return bench_budget.main(argv[1:])
+    if argv and argv[0] == "simulate":
+        import bench_simulate
+
+        return bench_simulate.main(argv[1:])
     began = time.perf_counter()
     args = parse_args(argv)
     if args.threads:

@@ -23,6 +23,7 @@ import torch
 from tqdm import tqdm
 
 import cli
+from bench_simulate import SimulatedServer, add_simulation_options, simulated_cost
 from chrome_trace import write_chrome_trace
 from experiments import describe_machine, paged_attention
 from metrics import find_stalls, percentiles, request_rows
@@ -67,6 +68,7 @@ def parse_args(argv):
     add("--max-waiting", "refuse a request that finds so many in the queue", shown="no limit", type=int)
     add("--slo", "of P99 TBT: strict or relaxed, 5 or 25 decode iterations, or seconds", "strict")
     parser.add_model_options("llama3-8b on a GPU with 75 GB or more, else llama-160m")
+    add_simulation_options(parser)
     files = ["json", "plot"] + ["csv", "chrome-trace"] * serving
     add("--json", "write all that is printed, with these options", shown="none", metavar="FILE")
     add("--plot", "draw latencies and timelines" if serving else "draw capacities, and latency against rate",
@@ -75,9 +77,10 @@ def parse_args(argv):
         add("--csv", "write a row for each request and policy", shown="none", metavar="FILE")
         add("--chrome-trace", "write what happened when, for https://ui.perfetto.dev", shown="none", metavar="FILE")
     args = parser.parse_args(argv[1:])
-    parser.check_model_options(args)
+    if args.simulate is None:
+        parser.check_model_options(args)
     parser.check_files(args, *files)
-    on_gpu = args.device.startswith("cuda")
+    on_gpu = args.simulate is not None or args.device.startswith("cuda")
     for option in ("chunk", "batch", "max_len"):
         if getattr(args, option) is None:
             setattr(args, option, DEFAULTS[option][on_gpu])
@@ -85,7 +88,7 @@ def parse_args(argv):
         parser.error(f"--chunk {args.chunk}: must be at most --max-len {args.max_len}")
     args.requests = DEFAULTS[command][on_gpu] if args.requests is None else args.requests
     for option, least in (("requests", 1), ("chunk", 1), ("batch", 1), ("max_len", 3), ("kv_tokens", 1),
-                          ("max_waiting", 1), ("seed", 0)):
+                          ("max_waiting", 1), ("seed", 0), ("replicas", 1)):
         value = getattr(args, option)
         if value is not None and value < least:
             parser.error(f"--{option.replace('_', '-')} {value}: must be at least {least}")
@@ -128,6 +131,11 @@ def parse_page_sizes(parser, args):
             parser.error(f"--page-size {text.strip()}: must be 1 … {args.max_len} (--max-len) or max")
         sizes.append(size)
     needed = max(-(-args.max_len // size) * size for size in sizes)  # of one request, in whole pages
+    if args.kv_tokens is None and args.simulate:
+        try:
+            args.kv_tokens = simulated_cost(args).kv_tokens()
+        except ValueError as error:
+            parser.error(str(error))
     if args.kv_tokens is None:
         args.kv_tokens = max(1, args.batch // 3) * needed
     if args.kv_tokens < needed:
@@ -214,19 +222,6 @@ def print_heading(machine, args, arrivals, name, qps, base, tbt_slo_s, paged):
           f"SLO: P99 TBT at most {tbt_slo_s:.3f} s ({multiple}), median scheduling delay at most {MAX_DELAY_S:g} s\n")
 
 
-def describe_pages(model, args):
-    """What pages cost attention, a line for each size of page below max_len. Returns (lines, size -> their cost)."""
-    lines, costs = "", {}
-    for size in args.page_size:
-        if size < args.max_len:
-            times = paged_attention(model, size, min(8, args.batch), args.max_len - args.max_len // 8, args.attention)
-            costs[str(size)] = {name: times[name].ms / times["slots"].ms for name in ("consecutive", "scattered")}
-            together, apart = costs[str(size)].values()
-            lines += (f"attention of decodes in pages of {size}: {together:.2f}x the time in slots if they follow each "
-                      f"other, {apart:.2f}x if they are scattered\n")
-    return lines, costs
-
-
 def show(value, digits=2):
     """A number for a table, or a dash."""
     return "-" if value is None else f"{value:,.{digits}f}"
@@ -304,14 +299,40 @@ def describe_point(name, point):
             f"{show(point['p50_delay_s'])} s, {verdict}")
 
 
-def serve_with_bar(model, name, spec, arrivals, tokens, settings, **more):
-    """serving.serve with a progress bar, on a terminal."""
-    with tqdm(total=len(arrivals), desc=name, disable=None, leave=False) as bar:
-        return serve(model, spec, arrivals, tokens, settings, progress=bar.update, **more)
-
-
 # -----------------------------------------------------------------------------------------------------
 # the two commands
+
+
+class Server:
+    """This machine and a model on it: how fast it is, what the heading says of it, and a way to serve."""
+
+    def __init__(self, args, settings):
+        if args.threads:
+            torch.set_num_threads(args.threads)
+        self.model, self.seed = cli.load_model(args, "max_len", gpu_model="llama3-8b", gpu_bytes=75e9), args.seed
+        self.base = measure_base(self.model, settings)
+        self.machine = describe_machine(self.model, args, args.chunk)
+        self.lines, costs = "", {}
+        for size in args.page_size:
+            if size < args.max_len:
+                times = paged_attention(self.model, size, min(8, args.batch), args.max_len - args.max_len // 8,
+                                        args.attention)
+                costs[str(size)] = {name: times[name].ms / times["slots"].ms for name in ("consecutive", "scattered")}
+                together, apart = costs[str(size)].values()
+                self.lines += (f"attention of decodes in pages of {size}: {together:.2f}x the time in slots if they "
+                               f"follow each other, {apart:.2f}x if they are scattered\n")
+        self.machine["paged_attention"] = costs
+
+    def serve(self, spec, arrivals, settings, **more):
+        """serving.serve with random prompts."""
+        return serve(self.model, spec, arrivals, prompts(arrivals, self.model.config.vocab_size, self.seed), settings,
+                     **more)
+
+
+def serve_with_bar(server, name, spec, arrivals, settings, **more):
+    """Serve with a progress bar, on a terminal."""
+    with tqdm(total=len(arrivals), desc=name, disable=None, leave=False) as bar:
+        return server.serve(spec, arrivals, settings, progress=bar.update, **more)
 
 
 def main(argv):
@@ -320,29 +341,24 @@ def main(argv):
     serving = argv[0] == "serve"
     arrivals_at, name = make_workload(args)  # a malformed trace ends here, before a model is loaded
     arrivals = arrivals_at(args.qps if serving and (args.qps or args.trace) else 1.0)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    model = cli.load_model(args, "max_len", gpu_model="llama3-8b", gpu_bytes=75e9)
     settings = Settings(args.chunk, args.batch, args.max_len, args.page_size[0], args.kv_tokens, args.max_waiting,
                         args.attention)
-    base = measure_base(model, settings)
+    server = SimulatedServer(args) if args.simulate else Server(args, settings)
+    base, machine = server.base, server.machine
     tbt_slo_s = slo_seconds(args.slo, base)
     runs = plan(args.policies, args.page_size, settings, tbt_slo_s)
-    machine = describe_machine(model, args, args.chunk)
-    paged, machine["paged_attention"] = describe_pages(model, args)
-    tokens = prompts(arrivals, model.config.vocab_size, args.seed)
     start = float(f"{estimated_qps(base, arrivals) / 2:.2g}")
     if serving and args.qps is None and not args.trace:
         args.qps = start
         arrivals = arrivals_at(start)
     qps = (f" at {args.qps:g} a second" if args.qps else " at its own rate") if serving else ""
-    print_heading(machine, args, arrivals, name, qps, base, tbt_slo_s, paged)
+    print_heading(machine, args, arrivals, name, qps, base, tbt_slo_s, server.lines)
     report = {"command": argv[0], "options": vars(args), "machine": machine, "load": name, "base": base._asdict(),
               "slo_s": tbt_slo_s}
     if serving:
-        report["runs"] = serve_all(model, runs, arrivals, tokens, args, machine, tbt_slo_s)
+        report["runs"] = serve_all(server, runs, arrivals, args, tbt_slo_s)
     else:
-        report["results"] = search_all(model, runs, arrivals_at, tokens, start, tbt_slo_s)
+        report["results"] = search_all(server, runs, arrivals_at, start, tbt_slo_s)
         print_capacities(report["results"])
         if args.plot:
             from plot_search import plot_capacity
@@ -353,12 +369,12 @@ def main(argv):
             json.dump(report, file, indent=2)
 
 
-def serve_all(model, runs, arrivals, tokens, args, machine, tbt_slo_s):
+def serve_all(server, runs, arrivals, args, tbt_slo_s):
     """Run what `plan` returned, print the tables, write the files. Returns name -> the numbers of its run."""
     records, rows, requests = {}, {}, []
     classes = draw_classes(args, len(arrivals))
     for name, (spec, settings) in runs.items():
-        run = serve_with_bar(model, name, spec, arrivals, tokens, settings, classes=classes)
+        run = serve_with_bar(server, name, spec, arrivals, settings, classes=classes)
         if not sys.stderr.isatty():
             print(f"{name}: {len(run.completions)} requests in {run.seconds:.0f} s", file=sys.stderr)
         records[name], rows[name] = (run.completions, run.iterations), summarize(run, tbt_slo_s)
@@ -376,15 +392,15 @@ def serve_all(model, runs, arrivals, tokens, args, machine, tbt_slo_s):
     if args.plot:
         from plot_serving import plot_serving
 
-        plot_serving(records, machine, args.plot, slo_s=tbt_slo_s)
+        plot_serving(records, server.machine, args.plot, slo_s=tbt_slo_s)
     return rows
 
 
-def search_all(model, runs, arrivals_at, tokens, start, tbt_slo_s):
+def search_all(server, runs, arrivals_at, start, tbt_slo_s):
     """Search the capacity of each of what `plan` returned. Returns name -> {"capacity_qps", "points"}."""
     def run_at_rate(name, spec, settings, qps):
         arrivals = arrivals_at(qps)
-        run = serve_with_bar(model, name, spec, arrivals, tokens, settings, hopeless=Hopeless(arrivals, tbt_slo_s))
+        run = serve_with_bar(server, name, spec, arrivals, settings, hopeless=Hopeless(arrivals, tbt_slo_s))
         point = rate_point(qps, summarize(run, tbt_slo_s))
         print(describe_point(name, point))
         return point

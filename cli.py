@@ -103,7 +103,9 @@ def load_model(args, length, gpu_model="llama-13b", gpu_bytes=40e9):
 
 
 def machine_lines(machine):
-    """What every heading begins with: the machine and the model, from experiments.describe_machine."""
+    """What every heading begins with: the machine and the model, from experiments.describe_machine or simulated."""
+    if "threads" not in machine:
+        return f"{machine['device']}\n{machine['model']}, {machine['dtype']}\n"
     compiled = ", compiled" if machine["compiled"] else ""
     threads = "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
     return (f"{machine['device']}, {threads}, torch {machine['torch']}\n"

@@ -82,6 +82,30 @@ def find_stalls(completions, iterations, longer_than=0.0):
     return stalls
 
 
+def summarize_latencies(completions, seconds):
+    """The part of `summarize_run` that needs no iterations: requests … never_scheduled, latencies, throughput, sums."""
+    if not seconds >= 0:
+        raise ValueError(f"seconds={seconds}: must be at least 0")
+    finished = [c for c in completions if c.finish_reason in FINISHED]
+    aborted = sum(c.finish_reason == "abort" for c in completions)
+    output = sum(len(c.token_times) for c in completions)
+    prompts = sum(len(c.prompt) for c in completions if c.token_times)
+    return {
+        "requests": len(completions), "finished": len(finished), "aborted": aborted,
+        "unfinished": len(completions) - len(finished) - aborted,
+        "never_scheduled": sum(c.scheduled is None for c in completions),
+        "ttft_s": percentiles(c.ttft for c in completions),
+        "tbt_s": percentiles(gap for c in completions for gap in c.tbt),
+        "scheduling_delay_s": percentiles(c.scheduling_delay for c in completions),
+        "latency_s": percentiles(c.latency for c in finished),
+        "tokens_per_s": _ratio(prompts + output, seconds),
+        "output_tokens_per_s": _ratio(output, seconds),
+        "requests_per_s": _ratio(len(finished), seconds),
+        "preemptions": sum(c.preemptions for c in completions),
+        "recomputed_tokens": sum(c.recomputed_tokens for c in completions),
+    }
+
+
 def summarize_run(completions, iterations, seconds, tbt_slo_s=None):
     """What the table prints and the JSON holds of one run of `seconds` seconds, as a dict.
 
@@ -100,30 +124,12 @@ def summarize_run(completions, iterations, seconds, tbt_slo_s=None):
 
     Raises ValueError if `seconds` is negative.
     """
-    if not seconds >= 0:
-        raise ValueError(f"seconds={seconds}: must be at least 0")
-    finished = [c for c in completions if c.finish_reason in FINISHED]
-    aborted = sum(c.finish_reason == "abort" for c in completions)
-    output = sum(len(c.token_times) for c in completions)
-    prompts = sum(len(c.prompt) for c in completions if c.token_times)
     prefill = [iteration.prefill_tokens for iteration in iterations]
     decode = [iteration.decode_tokens for iteration in iterations]
     kinds = Counter((p > 0, d > 0) for p, d in zip(prefill, decode))
     times = [iteration.end - iteration.start for iteration in iterations]
     running = [iteration.running for iteration in iterations]
-    return {
-        "requests": len(completions), "finished": len(finished), "aborted": aborted,
-        "unfinished": len(completions) - len(finished) - aborted,
-        "never_scheduled": sum(c.scheduled is None for c in completions),
-        "ttft_s": percentiles(c.ttft for c in completions),
-        "tbt_s": percentiles(gap for c in completions for gap in c.tbt),
-        "scheduling_delay_s": percentiles(c.scheduling_delay for c in completions),
-        "latency_s": percentiles(c.latency for c in finished),
-        "tokens_per_s": _ratio(prompts + output, seconds),
-        "output_tokens_per_s": _ratio(output, seconds),
-        "requests_per_s": _ratio(len(finished), seconds),
-        "preemptions": sum(c.preemptions for c in completions),
-        "recomputed_tokens": sum(c.recomputed_tokens for c in completions),
+    return summarize_latencies(completions, seconds) | {
         "stalls": _summarize_stalls(find_stalls(completions, iterations), tbt_slo_s),
         "iterations": len(iterations),
         "prefill_only": _ratio(kinds[True, False], len(iterations)),

@@ -58,7 +58,7 @@ class Request:
     @property
     def is_decoding(self):
         """Whether all it waits for is the last token that it generated itself."""
-        return len(self.tokens) - self.num_computed == 1 and len(self.tokens) > self.prompt_len
+        return self.num_computed + 1 == len(self.tokens) > self.prompt_len
 
 
 class Chunk(NamedTuple):
@@ -287,9 +287,7 @@ class Sarathi(Scheduler):
 
     def schedule(self):
         batch = Batch()
-        for request in self.decoding():
-            batch.add(request)
-        room = self.budget - len(batch)
+        room = self.budget - batch.add_decodes(self.decoding())
         if room > 0:
             request = next(iter(self.prefilling()), None) or self.admit()
             if request:
@@ -479,8 +477,7 @@ class ChunkedOnly(Scheduler):
                 budget -= batch.add(request, budget)
         self.prefilled_last = bool(batch)
         if not batch:
-            for request in decoding:
-                batch.add(request)
+            batch.add_decodes(decoding)
         return batch
 
 

@@ -3,7 +3,7 @@
 Sarathi-Serve (§5, "Workloads") takes the lengths of two datasets, described in its Table 2, and lets requests arrive
 at random, as a Poisson process. A workload is a list of `Arrival`, sorted by time, and is made in two steps,
 
-    lengths     sample_lengths (Table 2) or fixed_lengths: a list of (prompt_len, output_len)
+    lengths     sample_lengths (Table 2), fixed_lengths or zipf_lengths: a list of (prompt_len, output_len)
     arrivals    poisson(lengths, qps, seed)
 
 or in one by read_trace, from the log of a real server. `prompts` fills the prompts with random tokens. The same
@@ -103,6 +103,23 @@ def fixed_lengths(prompt_len, output_len, count, max_len):
     if prompt_len + output_len > max_len:
         raise ValueError(f"prompt_len={prompt_len} + output_len={output_len}: must not exceed max_len={max_len}")
     return [(prompt_len, output_len)] * count
+
+
+def zipf_lengths(shortest, longest, theta, pd_ratio, count, seed):
+    """`count` random pairs (prompt_len, output_len): SARATHI §5.3, "sampled from a Zipf distribution".
+
+    Totals of `shortest` to `longest` tokens, the n-th of them with a probability that falls as 1 / n**theta; theta = 0
+    makes all alike. Of each total, 1 / (pd_ratio + 1) is output.
+    """
+    check_whole("shortest", shortest, least=2)
+    check_whole("longest", longest, least=shortest)
+    check_whole("count", count, least=1)
+    check_positive("pd_ratio", pd_ratio)
+    places = np.arange(1, longest - shortest + 2)
+    odds = places ** -float(theta)
+    totals = make_rng(4, seed).choice(places + shortest - 1, size=count, p=odds / odds.sum())
+    output = np.rint(totals / (pd_ratio + 1)).clip(1, totals - 1).astype(int)
+    return list(zip((totals - output).tolist(), output.tolist()))
 
 
 # -----------------------------------------------------------------------------------------------------
