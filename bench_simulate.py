@@ -6,7 +6,7 @@
     python bench.py simulate fit times.csv        the constants of a device, from measured times of matrix products
     python bench.py serve --simulate a100-80gb --model yi-34b --tp 2      a load of one's own; also bench.py capacity
 
-Read first: cost_model.py, simulator.py and paper_figures.py, which hold all that is printed here.
+Read first: cost_model.py, simulator.py, figures_sarathi.py and figures_serving.py: what is printed here is from them.
 """
 
 import json
@@ -24,7 +24,8 @@ from tqdm import tqdm
 import cli
 from cost_model import (DEVICES, GEOMETRIES, LINKS, PARALLEL_BLOCKS, CostModel, find, fit_products, product_errors,
                         read_products)
-from paper_figures import EXPERIMENTS
+from figures_sarathi import bubble_example, sarathi_end_to_end, sarathi_iterations, sarathi_pipeline
+from figures_serving import ablation, across_nodes, capacity_against_slo, post, serving_capacity
 from profiling import BASE_BATCH, base_context
 from serving import Base
 from simulator import simulate
@@ -74,6 +75,12 @@ class SimulatedServer:
 
 # -----------------------------------------------------------------------------------------------------
 # the report
+
+EXPERIMENTS = {
+    "sarathi": sarathi_iterations, "throughput": sarathi_end_to_end, "bubbles": bubble_example,
+    "pipeline": sarathi_pipeline, "capacity": serving_capacity, "slo": capacity_against_slo, "nodes": across_nodes,
+    "ablation": ablation, "post": post,
+}
 
 
 def parse_args(argv):

@@ -1,0 +1,250 @@
+"""SARATHI's experiments on the machines of the paper, simulated, each beside what the paper says.
+
+Every experiment, here and in figures_serving.py, is a function from (run, requests, cpu_s) to a list of `Table`.
+`run(function, jobs)` calls the function with each tuple of arguments, maybe in parallel; `requests` is how many each
+run of a serving experiment has, `cpu_s` what an iteration costs on the CPU in the experiments of Sarathi-Serve.
+
+Read first: simulator.py. Read next: figures_serving.py, and bench_simulate.py, which prints the tables.
+"""
+
+import statistics
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from cost_model import DEVICES, GEOMETRIES, LINKS, PARALLEL_BLOCKS, CostModel
+from serving import Settings
+from simulator import bubble_kinds, simulate
+from workload import Arrival, zipf_lengths
+
+NANOGPT_CPU_S = 4e-3  # what S-F7's three times leave on average over the operations, for SARATHI's code on an A6000
+TILE = {"tile": 128}
+
+
+class System(NamedTuple):
+    """A model on some GPUs."""
+
+    model: str
+    device: str = "a100-80gb"
+    tp: int = 1
+    pp: int = 1
+    tp_link: str | None = None
+    pp_link: str | None = None
+
+    def cost(self, cpu_s=0.0):
+        """Its CostModel."""
+        return CostModel(GEOMETRIES[self.model], DEVICES[self.device], self.tp, self.pp, LINKS.get(self.tp_link),
+                         LINKS.get(self.pp_link), cpu_s, self.model in PARALLEL_BLOCKS)
+
+
+@dataclass
+class Table:
+    """What is printed of a claim: rows of strings under a heading; what was assumed; `data` for plots."""
+
+    claim: str
+    title: str
+    rows: list
+    note: str = ""
+    data: dict = field(default_factory=dict)
+
+
+def beside(paper, simulated, digits=2):
+    """Three cells: the paper's number, ours, and by how much ours differs."""
+    return [f"{paper:.{digits}f}", f"{simulated:.{digits}f}", f"{simulated / paper - 1:+.0%}"]
+
+
+# -----------------------------------------------------------------------------------------------------
+# SARATHI on one GPU
+
+
+A6000_13B = System("llama-13b", "a6000")
+A100_33B = System("llama-33b")
+BEST_ORCA = ("orca", {"prefills": 1})
+
+
+def throughput(system, spec, batch, length, pd_ratio, chunk, requests=40):
+    """Tokens per second, prompts and outputs, of 40 B requests of one length that are all there at time 0."""
+    output = max(1, round(length / (pd_ratio + 1)))
+    settings = Settings(chunk, batch, length, length, batch * length)
+    arrivals = [Arrival(0.0, length - output, output)] * (requests * batch)
+    simulated = simulate(system.cost(NANOGPT_CPU_S), spec, arrivals, settings, record=False)
+    return len(arrivals) * length / simulated.run.seconds
+
+
+def decode_speedup(cost, length, batch, chunk=256):
+    """How many times cheaper a decode is beside a chunk than in a batch of its own, S-§5.1.1."""
+    prefill, decode = (0, length - chunk, chunk - (batch - 1)), (0, length - 1, 1)
+    beside = (cost.seconds([prefill] + [decode] * (batch - 1)) - cost.seconds([prefill])) / (batch - 1)
+    return cost.seconds([decode] * batch) / batch / beside
+
+
+def sarathi_iterations(run, requests, cpu_s):
+    """S-T2, S-F7, S-F3 and S-F8: single iterations of LLaMA-13B on an A6000."""
+    cost = A6000_13B.cost(NANOGPT_CPU_S)
+    prefill, decode = cost.parts([(0, 0, 1024)]), cost.parts([(0, 1023, 1)] * 4)
+    hybrid = cost.parts([(0, 0, 1021)] + [(0, 1023, 1)] * 3)
+    rows = [["ms", "paper", "simulated", "error"]]
+    for name, parts, linear, attention in (("prefill 1,024", prefill, 224.8, 10), ("4 decodes", decode, 44.28, 5.68),
+                                           ("1,021 + 3", hybrid, 223.2, 15.2)):
+        rows.append([f"{name}: linear", *beside(linear, 1e3 * parts["linear"])])
+        rows.append([f"{name}: attention", *beside(attention, 1e3 * parts["attention"])])
+    tables = [Table("S-T2", "time of operations, LLaMA-13B on an A6000", rows,
+                    "The first two batches are what the constants of the A6000 were set by.")]
+    rows = [["ms", "paper", "simulated", "error"]]
+    for tokens, paper in ((128, 55), (256, 69.8), (257, 92.33)):
+        rows.append([f"prompt of {tokens}", *beside(paper, 1e3 * cost.seconds([(0, 0, tokens)]))])
+    tables.append(Table("S-F7", "tile quantization: one iteration", rows,
+                        f"With {1e3 * NANOGPT_CPU_S:g} ms for what is not in S-T2's operations."))
+    rows = [["decode token / prefill token", "paper", "simulated", "error"]]
+    for batch, paper in ((1, 200), (2, 100), (18, 16.7)):
+        prefill = cost.seconds([(0, 0, 1024)] * batch) / (1024 * batch)
+        rows.append([f"batch {batch}", *beside(paper, cost.seconds([(0, 1023, 1)] * batch) / batch / prefill, 1)])
+    tables.append(Table("S-F3", "what a decode costs in prefill tokens, at 1,024 tokens", rows))
+    rows = [["decode speedup", *(f"B = {batch}" for batch in (2, 4, 6, 10, 18))]]
+    for length, most in ((1024, 18), (2048, 10), (3072, 6)):
+        speedups = [f"{decode_speedup(cost, length, b):.1f}x" if b <= most else "-" for b in (2, 4, 6, 10, 18)]
+        rows.append([f"context {length:,}", *speedups])
+    tables.append(Table("S-F8", "decodes beside a chunk of 256 (paper: 2.8x to 10x, falling both ways)", rows,
+                        "B = 2 is one decode beside the chunk; the paper's smallest batch is not said."))
+    return tables
+
+
+def sarathi_end_to_end(run, requests, cpu_s):
+    """S-T4, S-F9 and S-F11: throughput of SARATHI and Orca over the baseline on one GPU."""
+    table_4 = [(A6000_13B, 1024, 6, 50, 5.45, 1.33), (A6000_13B, 2048, 6, 50, 3.26, 1.26),
+               (A6000_13B, 3072, 6, 50, 2.51, 1.22), (A100_33B, 1024, 10, 28, 3.83, 1.25),
+               (A100_33B, 2048, 5, 63, 4.25, 1.22), (A100_33B, 3072, 3, 127, 3.51, 1.14)]
+    figure_9 = [(chunk, pd) for chunk in (128, 256, 512) for pd in (4, 7, 14, 28, 56, 112)]
+    figure_11 = [(1024, 18, 1.27, 1.11), (2048, 10, 1.25, None), (3072, 6, 1.23, None)]
+    baseline, sarathi = ("request-level", {}), ("sarathi", TILE)
+    ratios = (7, 14, 28, 56, 112)
+    jobs = [(system, spec, batch, length, pd, 256) for system, length, batch, pd, *_ in table_4
+            for spec in (baseline, sarathi)]
+    jobs += [(A6000_13B, spec, 18, 1024, pd, chunk) for chunk, pd in figure_9 for spec in (baseline, sarathi)]
+    jobs += [(A6000_13B, spec, batch, length, 256 / (batch - 1), 256) for length, batch, *_ in figure_11
+             for spec in (baseline, sarathi, BEST_ORCA)]
+    jobs += [(A6000_13B, spec, 18, 1024, pd, 256) for pd in ratios for spec in (baseline, BEST_ORCA)]
+    results = iter(run(throughput, jobs))
+    rows = [["", "decode speedup", "simulated", "error", "throughput gain", "simulated", "error"]]
+    for system, length, batch, pd, speedup, gain in table_4:
+        base, ours = next(results), next(results)
+        name = f"{system.model}, {length // 1024}K, B {batch}, P:D {pd}"
+        rows.append([name, *beside(speedup, decode_speedup(system.cost(NANOGPT_CPU_S), length, batch)),
+                     *beside(gain, ours / base)])
+    tables = [Table("S-T4", "peak gains with chunks of 256 (A6000: 13B; A100: 33B)", rows)]
+    gains = {key: 1 / next(results) * next(results) for key in figure_9}
+    rows = [["gain at 1K, B = 18", *(f"P:D {pd}" for pd in sorted({pd for _, pd in figure_9}))]]
+    rows += [[f"chunk {chunk}", *(f"{gain:.2f}x" for key, gain in gains.items() if key[0] == chunk)]
+             for chunk in (128, 256, 512)]
+    tables.append(Table("S-F9", "gain over P:D (paper: 1.27x at P:D 14 with 256, 1.23x at 28 with 512, lower with 128)",
+                        rows, "The peak is at P:D = C / (B - 1): 7.5, 15 and 30."))
+    rows = [["gain at P:D = 256 / (B - 1)", "paper", "simulated", "error", "Orca best case", "simulated", "error"]]
+    for length, batch, ours, best in figure_11:
+        base, sarathi, orca = next(results), next(results), next(results)
+        rows.append([f"{length // 1024}K, B {batch}", *beside(ours, sarathi / base),
+                     *(beside(best, orca / base) if best else ["near 1", f"{orca / base:.2f}", ""])])
+    over = {pd: 1 / next(results) * next(results) for pd in ratios}
+    best = max(over, key=over.get)
+    rows.append([f"1K, Orca's best P:D, {best}", "", "", "", *beside(1.11, over[best])])
+    tables.append(Table("S-F11", "SARATHI and Orca's best case over the baseline", rows,
+                        "Orca's worst case is the baseline. A prompt of 960 rounds up to a tile alone, but not with 17 "
+                        "others; so\nwhole prompts one by one lose what the baseline's batch of prompts does not."))
+    return tables
+
+
+# -----------------------------------------------------------------------------------------------------
+# SARATHI's pipeline
+
+
+PIPELINE = System("gpt3-175b", tp=8, pp=8)
+TP_ONLY = System("gpt3-175b", tp=8)
+LONGEST = 4096
+
+
+def offline(system, spec, lengths, replicas=1, chunk=256, link=None):
+    """Requests of these lengths, all at time 0, in as much memory as there is: (makespan, bubbles, ends, utilisation).
+
+    Seconds; bubbles and ends of each request.
+    """
+    cost = replace_link(system, link).cost()
+    batch = cost.max_batch(LONGEST)
+    settings = Settings(chunk, batch, LONGEST, LONGEST, batch * cost.pp * LONGEST)
+    simulated = simulate(cost, spec, [Arrival(0.0, *pair) for pair in lengths], settings, replicas=replicas,
+                         record=False)
+    ends = [completion.token_times[-1] for completion in simulated.run.completions]
+    return simulated.run.seconds, simulated.bubbles, ends, simulated.utilisation
+
+
+def replace_link(system, link):
+    """The system with another link between its stages."""
+    return system._replace(pp_link=link) if link else system
+
+
+def sarathi_pipeline(run, requests, cpu_s, count=10_000):
+    """S-F12: GPT-3 on 64 A100, a pipeline under Orca and under SARATHI, and eight replicas without a pipeline."""
+    mixed = zipf_lengths(1024, LONGEST, 0.4, 10, count, 0)
+    sarathi = ("sarathi", TILE)
+    names = {"orca-best, TP 8 x PP 8": (PIPELINE, BEST_ORCA, 1), "TP 8, 8 replicas": (TP_ONLY, BEST_ORCA, 8),
+             "sarathi, TP 8 x PP 8": (PIPELINE, sarathi, 1)}
+    few = mixed[: count // 10]
+    mean = sum(map(sum, few)) // len(few)
+    same = [(mean - mean // 11, mean // 11)] * len(few)
+    variants = {  # name -> (lengths, chunk, link, spec of Orca, spec of the replicas)
+        "as above": (few, 256, None, BEST_ORCA, BEST_ORCA),
+        "all of one length": (same, 256, None, BEST_ORCA, BEST_ORCA),
+        "Orca takes every prompt that fits": (few, 256, None, ("orca", {}), BEST_ORCA),
+        "replicas under request-level": (few, 256, None, BEST_ORCA, ("request-level", {})),
+        "replicas under SARATHI": (few, 256, None, BEST_ORCA, sarathi),
+        "chunk 512": (few, 512, None, BEST_ORCA, BEST_ORCA),
+        "Ethernet between stages": (few, 256, "ethernet", BEST_ORCA, BEST_ORCA),
+    }
+    jobs = [(system, spec, mixed, replicas) for system, spec, replicas in names.values()]
+    for lengths, chunk, link, orca, replicas in variants.values():
+        jobs += [(PIPELINE, orca, lengths, 1, chunk, link), (TP_ONLY, replicas, lengths, 8, chunk),
+                 (PIPELINE, sarathi, lengths, 1, chunk, link)]
+    results = run(offline, jobs)
+    whole = dict(zip(names, results))
+    orca, tp_only, ours = whole.values()
+    rows = [["", "batch", "makespan s", "stages busy", "median bubble of a request s"]]
+    for (system, _, _), (name, (makespan, bubbles, _, busy)) in zip(names.values(), whole.items()):
+        rows.append([name, str(system.cost().max_batch(LONGEST)), f"{makespan:,.0f}", f"{busy:.0%}",
+                     f"{statistics.median(bubbles):.2f}"])
+    data = {name: {"bubbles": bubbles, "ends": ends} for name, (_, bubbles, ends, _) in whole.items()}
+    lengths = f"{count:,} requests of 1K to 4K tokens (Zipf 0.4), P:D 10, all there at time 0"
+    tables = [Table("S-F12", f"GPT-3 on 64 A100, {lengths}", rows,
+                    "Paper: batches of 27 (each of 8 micro-batches in flight) and 11; ours come from the memory "
+                    "formula.", data)]
+
+    def gains(orca, tp_only, ours):
+        reduction = statistics.median(orca[1]) / max(statistics.median(ours[1]), 1e-9)
+        return [f"{tp_only[0] / ours[0]:.2f}x", f"{orca[0] / ours[0]:.2f}x", f"{orca[0] / tp_only[0]:.2f}x",
+                f"{reduction:.1f}x"]
+
+    rows = [["makespan", "SARATHI over replicas", "SARATHI over Orca", "replicas over Orca", "bubbles Orca / SARATHI"],
+            ["paper", "1.48x", "1.91x", "1.28x", "6.29x"], ["simulated", *gains(orca, tp_only, ours)]]
+    for number, name in enumerate(variants, start=1):
+        rows.append([f"{len(few):,} requests: {name}", *gains(*results[3 * number : 3 * number + 3])])
+    tables.append(Table("S-F12", "gains, and how they move with what the paper does not say", rows,
+                        "With one length most of the gain over Orca goes: it is lost to batches that differ."))
+    return tables
+
+
+EXAMPLE = System("gpt3-175b", tp=8, pp=2)
+EXAMPLE_LENGTHS = ((2048, 20), (1024, 20), (2040, 20), (1020, 20))
+
+
+def bubble_example(run, requests, cpu_s):
+    """S-F1, S-F5 and SS-F8: four requests in two stages, and the bubbles PB1, PB2 and PB3."""
+    settings = Settings(256, 2, 8192, 8192, 4 * 8192)
+    arrivals = [Arrival(0.0, *pair) for pair in EXAMPLE_LENGTHS]
+    rows, data = [["ms", "PB1", "PB2", "PB3", "all bubbles", "makespan"]], {}
+    for name, spec in (("orca", BEST_ORCA), ("sarathi-serve", ("sarathi-serve", {}))):
+        simulated = simulate(EXAMPLE.cost(), spec, arrivals, settings, timeline=True)
+        sums = dict.fromkeys(("PB1", "PB2", "PB3"), 0.0)
+        for stage_run, kind in bubble_kinds(simulated.stage_runs):
+            sums[kind] += stage_run.bubble
+        rows.append([name, *(f"{1e3 * s:,.1f}" for s in (*sums.values(), sum(sums.values()), simulated.run.seconds))])
+        data[name] = simulated.stage_runs
+    lengths = ", ".join(f"{name} {p:,} + {d}" for name, (p, d) in zip("ABCD", EXAMPLE_LENGTHS))
+    return [Table("SS-F8", f"bubbles in two stages: GPT-3, TP 8 x PP 2; requests {lengths} tokens", rows,
+                  "PB1: prefills of different length; PB2: prefill against decodes; PB3: decodes at different "
+                  "contexts.\nChunk 256.", data)]
