@@ -8,6 +8,7 @@ Read first: simulator.py. Read next: figures_serving.py, and bench_simulate.py, 
 """
 
 import statistics
+import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -160,23 +161,26 @@ TP_ONLY = System("gpt3-175b", tp=8)
 LONGEST = 4096
 
 
-def offline(system, spec, lengths, replicas=1, chunk=256, link=None):
-    """Requests of these lengths, all at time 0, in as much memory as there is: (makespan, bubbles, ends, utilisation).
+class Offline(NamedTuple):
+    """A run of requests that are all there at time 0; seconds. `took` is how long it took to simulate."""
 
-    Seconds; bubbles and ends of each request.
-    """
-    cost = replace_link(system, link).cost()
+    makespan: float
+    bubbles: list
+    ends: list
+    utilisation: float
+    took: float
+
+
+def offline(system, spec, lengths, replicas=1, chunk=256):
+    """Simulate requests of these lengths in as much memory as there is. Returns an Offline."""
+    began = time.perf_counter()
+    cost = system.cost()
     batch = cost.max_batch(LONGEST)
     settings = Settings(chunk, batch, LONGEST, LONGEST, batch * cost.pp * LONGEST)
     simulated = simulate(cost, spec, [Arrival(0.0, *pair) for pair in lengths], settings, replicas=replicas,
                          record=False)
     ends = [completion.token_times[-1] for completion in simulated.run.completions]
-    return simulated.run.seconds, simulated.bubbles, ends, simulated.utilisation
-
-
-def replace_link(system, link):
-    """The system with another link between its stages."""
-    return system._replace(pp_link=link) if link else system
+    return Offline(simulated.run.seconds, simulated.bubbles, ends, simulated.utilisation, time.perf_counter() - began)
 
 
 def sarathi_pipeline(run, requests, cpu_s, count=10_000):
@@ -188,36 +192,37 @@ def sarathi_pipeline(run, requests, cpu_s, count=10_000):
     few = mixed[: count // 10]
     mean = sum(map(sum, few)) // len(few)
     same = [(mean - mean // 11, mean // 11)] * len(few)
-    variants = {  # name -> (lengths, chunk, link, spec of Orca, spec of the replicas)
-        "as above": (few, 256, None, BEST_ORCA, BEST_ORCA),
-        "all of one length": (same, 256, None, BEST_ORCA, BEST_ORCA),
-        "Orca takes every prompt that fits": (few, 256, None, ("orca", {}), BEST_ORCA),
-        "replicas under request-level": (few, 256, None, BEST_ORCA, ("request-level", {})),
-        "replicas under SARATHI": (few, 256, None, BEST_ORCA, sarathi),
-        "chunk 512": (few, 512, None, BEST_ORCA, BEST_ORCA),
-        "Ethernet between stages": (few, 256, "ethernet", BEST_ORCA, BEST_ORCA),
+    slow = PIPELINE._replace(pp_link="ethernet")
+    variants = {  # name -> (lengths, chunk, pipeline, spec of Orca, spec of the replicas)
+        "as above": (few, 256, PIPELINE, BEST_ORCA, BEST_ORCA),
+        "all of one length": (same, 256, PIPELINE, BEST_ORCA, BEST_ORCA),
+        "Orca takes every prompt that fits": (few, 256, PIPELINE, ("orca", {}), BEST_ORCA),
+        "replicas under request-level": (few, 256, PIPELINE, BEST_ORCA, ("request-level", {})),
+        "replicas under SARATHI": (few, 256, PIPELINE, BEST_ORCA, sarathi),
+        "chunk 512": (few, 512, PIPELINE, BEST_ORCA, BEST_ORCA),
+        "Ethernet between stages": (few, 256, slow, BEST_ORCA, BEST_ORCA),
     }
     jobs = [(system, spec, mixed, replicas) for system, spec, replicas in names.values()]
-    for lengths, chunk, link, orca, replicas in variants.values():
-        jobs += [(PIPELINE, orca, lengths, 1, chunk, link), (TP_ONLY, replicas, lengths, 8, chunk),
-                 (PIPELINE, sarathi, lengths, 1, chunk, link)]
+    for lengths, chunk, pipeline, orca, replicas in variants.values():
+        jobs += [(pipeline, orca, lengths, 1, chunk), (TP_ONLY, replicas, lengths, 8, chunk),
+                 (pipeline, sarathi, lengths, 1, chunk)]
     results = run(offline, jobs)
     whole = dict(zip(names, results))
     orca, tp_only, ours = whole.values()
-    rows = [["", "batch", "makespan s", "stages busy", "median bubble of a request s"]]
-    for (system, _, _), (name, (makespan, bubbles, _, busy)) in zip(names.values(), whole.items()):
-        rows.append([name, str(system.cost().max_batch(LONGEST)), f"{makespan:,.0f}", f"{busy:.0%}",
-                     f"{statistics.median(bubbles):.2f}"])
-    data = {name: {"bubbles": bubbles, "ends": ends} for name, (_, bubbles, ends, _) in whole.items()}
+    rows = [["", "batch", "makespan s", "stages busy", "median bubble of a request s", "took s"]]
+    for (system, _, _), (name, its) in zip(names.values(), whole.items()):
+        rows.append([name, str(system.cost().max_batch(LONGEST)), f"{its.makespan:,.0f}", f"{its.utilisation:.0%}",
+                     f"{statistics.median(its.bubbles):.2f}", f"{its.took:.1f}"])
+    data = {name: {"bubbles": its.bubbles, "ends": its.ends} for name, its in whole.items()}
     lengths = f"{count:,} requests of 1K to 4K tokens (Zipf 0.4), P:D 10, all there at time 0"
     tables = [Table("S-F12", f"GPT-3 on 64 A100, {lengths}", rows,
                     "Paper: batches of 27 (each of 8 micro-batches in flight) and 11; ours come from the memory "
-                    "formula.", data)]
+                    "formula.\ntook: how long the simulation took here.", data)]
 
     def gains(orca, tp_only, ours):
-        reduction = statistics.median(orca[1]) / max(statistics.median(ours[1]), 1e-9)
-        return [f"{tp_only[0] / ours[0]:.2f}x", f"{orca[0] / ours[0]:.2f}x", f"{orca[0] / tp_only[0]:.2f}x",
-                f"{reduction:.1f}x"]
+        bubbles = statistics.median(orca.bubbles) / max(statistics.median(ours.bubbles), 1e-9)
+        return [f"{a.makespan / b.makespan:.2f}x" for a, b in ((tp_only, ours), (orca, ours), (orca, tp_only))] + \
+            [f"{bubbles:.1f}x"]
 
     rows = [["makespan", "SARATHI over replicas", "SARATHI over Orca", "replicas over Orca", "bubbles Orca / SARATHI"],
             ["paper", "1.48x", "1.91x", "1.28x", "6.29x"], ["simulated", *gains(orca, tp_only, ours)]]

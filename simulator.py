@@ -3,10 +3,10 @@
     result = simulate(cost, ("sarathi-serve", {}), arrivals, settings)
 
 It follows engine.py: requests are added when they arrive, a policy makes a batch, the batch takes its time, its
-requests move on. But the batch goes through the S stages of a pipeline (SARATHI §5.3), and while it does, others follow.
-There are S *micro-batches*, each with a scheduler, running requests and a share of the memory of its own; all take from
-one line. The next iteration of a micro-batch begins when its last one has left the last stage. Stages are first come,
-first served, so no batch overtakes another, and all times of a batch are known when it enters.
+requests move on. But the batch goes through the S stages of a pipeline (SARATHI §5.3), and others follow it. There are
+S *micro-batches*, each with a scheduler, running requests and a share of the memory of its own; all take from one line.
+The next iteration of a micro-batch begins when its last one has left the last stage. Stages are first come, first
+served, so no batch overtakes another, and all times of a batch are known when it enters.
 
 A *bubble* is the time that a stage has been idle when a batch reaches it, and is charged to every request in that batch
 (SARATHI §5.3: "the sum of bubble time for all the micro-batches across all iterations for a given request"). It is not
