@@ -23,13 +23,13 @@ import torch
 from tqdm import tqdm
 
 import cli
-from bench_simulate import SimulatedServer, add_simulation_options, simulated_cost
 from chrome_trace import write_chrome_trace
 from experiments import describe_machine, paged_attention
 from metrics import find_stalls, percentiles, request_rows
 from scheduler import PRIORITIES
 from serving import (MAX_DELAY_S, SLOS, Hopeless, Settings, capacity, estimated_qps, measure_base, plan,
                      rate_point, serve, slo_seconds, specs, summarize)
+from simulated_server import SimulatedServer, add_simulation_options, check_simulation_options
 from workload import LENGTHS, fixed_lengths, poisson, prompts, read_trace, rescale, sample_lengths
 
 DEFAULTS = {  # option -> (on a CPU, on a GPU)
@@ -101,6 +101,7 @@ def parse_args(argv):
             parser.error(f"--slo {args.slo!r}: must be {', '.join(SLOS)} or a number of seconds")
         if not 0 < args.slo < math.inf:
             parser.error(f"--slo {args.slo:g}: must be a finite number of seconds above 0")
+    check_simulation_options(parser, args)
     args.page_size = parse_page_sizes(parser, args)
     args.classes = parse_classes(parser, args.classes) if serving else {}
     if serving and args.long_prompt is not None and not 1 <= args.long_prompt < args.max_len:
@@ -131,11 +132,6 @@ def parse_page_sizes(parser, args):
             parser.error(f"--page-size {text.strip()}: must be 1 … {args.max_len} (--max-len) or max")
         sizes.append(size)
     needed = max(-(-args.max_len // size) * size for size in sizes)  # of one request, in whole pages
-    if args.kv_tokens is None and args.simulate:
-        try:
-            args.kv_tokens = simulated_cost(args).kv_tokens()
-        except ValueError as error:
-            parser.error(str(error))
     if args.kv_tokens is None:
         args.kv_tokens = max(1, args.batch // 3) * needed
     if args.kv_tokens < needed:
@@ -205,8 +201,8 @@ def draw_classes(args, count):
 # what is printed
 
 
-def print_heading(machine, args, arrivals, name, qps, base, tbt_slo_s, paged):
-    """What all the numbers depend on."""
+def print_heading(machine, args, arrivals, name, qps, base, tbt_slo_s, more):
+    """What all the numbers depend on; `more` are lines of the server."""
     prompt, output = (statistics.median(lengths) for lengths in list(zip(*arrivals))[1:])
     pages = ", ".join(str(size) for size in args.page_size)
     span = f"; the last comes after {arrivals[-1].time:,.0f} s" if qps else ""
@@ -216,7 +212,7 @@ def print_heading(machine, args, arrivals, name, qps, base, tbt_slo_s, paged):
           f"memory: {args.kv_tokens:,} tokens of KV cache, {args.kv_tokens // args.max_len} requests if each reserves "
           f"{args.max_len:,}; pages of {pages} tokens\n"
           f"at most {args.batch} requests at once; chunk {args.chunk}\n"
-          f"{paged}"
+          f"{more}"
           f"a decode iteration takes {base.seconds:.4f} s (batch {base.decodes}, context {base.context:,}, no prefill)"
           f"\n"
           f"SLO: P99 TBT at most {tbt_slo_s:.3f} s ({multiple}), median scheduling delay at most {MAX_DELAY_S:g} s\n")

@@ -4,7 +4,8 @@
     python bench.py simulate --only pipeline      one of them
     python bench.py simulate --validate           the cost model against the engine on this machine
     python bench.py simulate fit times.csv        the constants of a device, from measured times of matrix products
-    python bench.py serve --simulate a100-80gb --model yi-34b --tp 2      a load of one's own; also bench.py capacity
+
+A load of one's own: bench.py serve --simulate and bench.py capacity --simulate.
 
 Read first: cost_model.py, simulator.py, figures_sarathi.py and figures_serving.py: what is printed here is from them.
 """
@@ -14,7 +15,7 @@ import math
 import os
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,56 +23,9 @@ import numpy as np
 from tqdm import tqdm
 
 import cli
-from cost_model import (DEVICES, GEOMETRIES, LINKS, PARALLEL_BLOCKS, CostModel, find, fit_products, product_errors,
-                        read_products)
+from cost_model import DEVICES, GEOMETRIES, find, fit_products, product_errors, read_products
 from figures_sarathi import bubble_example, sarathi_end_to_end, sarathi_iterations, sarathi_pipeline
 from figures_serving import ablation, across_nodes, capacity_against_slo, post, serving_capacity
-from profiling import BASE_BATCH, base_context
-from serving import Base
-from simulator import simulate
-
-# -----------------------------------------------------------------------------------------------------
-# a simulated machine for bench.py serve and bench.py capacity
-
-
-def add_simulation_options(parser):
-    """The options of `bench.py serve` and `capacity` that put a simulated machine in the place of this one."""
-    add = parser.add
-    add("--simulate", f"no model, but the times of a device: {', '.join(DEVICES)}", shown="none", metavar="DEVICE")
-    add("--tp", "simulated GPUs that share each layer", 1, type=int)
-    add("--pp", "simulated stages of a pipeline", 1, type=int)
-    add("--replicas", "simulated copies of all that, which take from one line", 1, type=int)
-    add("--tp-link", f"what joins the GPUs of a stage: {', '.join(LINKS)}", shown="the device's own")
-    add("--pp-link", "what joins the stages", "infiniband")
-    add("--cpu-ms", "simulated milliseconds that an iteration costs on the CPU", 0.0, type=float)
-
-
-def simulated_cost(args):
-    """The CostModel of these options. Raises ValueError if one of them makes no sense."""
-    links = [None if name is None else find(LINKS, "link", name) for name in (args.tp_link, args.pp_link)]
-    return CostModel(find(GEOMETRIES, "model", args.model), find(DEVICES, "simulate", args.simulate), args.tp, args.pp,
-                     *links, args.cpu_ms / 1e3, args.model in PARALLEL_BLOCKS)
-
-
-class SimulatedServer:
-    """What bench_serve.Server is for this machine: its SLO's base, its description, and a way to serve."""
-
-    def __init__(self, args):
-        self.cost, self.replicas = simulated_cost(args), args.replicas
-        context = base_context(args.max_len)
-        chunk = min(args.chunk, args.max_len)
-        self.base = Base(self.cost.seconds([(0, context - 1, 1)] * BASE_BATCH),
-                         self.cost.seconds([(0, 0, chunk)]) / chunk / self.cost.pp / self.replicas, BASE_BATCH, context)
-        device, gpus = self.cost.device, args.tp * args.pp * args.replicas
-        layout = f"TP {args.tp} x PP {args.pp}" + (f", {args.replicas} replicas" if args.replicas > 1 else "")
-        self.machine = {"device": f"simulated: {gpus} x {device.name}, {layout}, {args.cpu_ms:g} ms of CPU per "
-                                  f"iteration", "constants": asdict(device), "model": args.model, "dtype": "16 bits"}
-        self.lines = f"constants: {device.source}\n"
-
-    def serve(self, spec, arrivals, settings, hopeless=None, **more):
-        """A simulated serving.Run; it takes no time worth cutting short, so `hopeless` is not asked."""
-        return simulate(self.cost, spec, arrivals, settings, replicas=self.replicas, **more).run
-
 
 # -----------------------------------------------------------------------------------------------------
 # the report
@@ -81,6 +35,7 @@ EXPERIMENTS = {
     "pipeline": sarathi_pipeline, "capacity": serving_capacity, "slo": capacity_against_slo, "nodes": across_nodes,
     "ablation": ablation, "post": post,
 }
+DRAWN = ("bubbles", "pipeline", "capacity", "slo")
 
 
 def parse_args(argv):
@@ -89,7 +44,8 @@ def parse_args(argv):
     add = parser.add
     add("--only", f"comma-separated, from {', '.join(EXPERIMENTS)}", shown="all")
     add("--requests", "requests in each run of the serving experiments", 512, type=int)
-    add("--cpu-ms", "what an iteration costs on the CPU in the experiments of Sarathi-Serve, in ms", 10.0, type=float)
+    add("--cpu-ms", "what an iteration costs each stage on the CPU in the experiments of Sarathi-Serve, in ms", 10.0,
+        type=float)
     add("--processes", "simulate so many at once", shown="the number of cores", type=int)
     add("--validate", "instead: compare the cost model with the engine on this machine", False, "off",
         action="store_true")
@@ -99,12 +55,21 @@ def parse_args(argv):
         metavar="FILE")
     add("--chrome-trace", "write the two-stage pipeline, for https://ui.perfetto.dev", shown="none", metavar="FILE")
     args = parser.parse_args(argv)
+    given = dict(vars(args))
     parser.check_model_options(args)
     parser.check_files(args, "json", "plot", "chrome-trace")
     args.only = list(EXPERIMENTS) if args.only is None else [name.strip() for name in args.only.split(",")]
     for name in args.only:
         if name not in EXPERIMENTS:
             parser.error(f"--only {name}: must be from {', '.join(EXPERIMENTS)}")
+    if args.validate:
+        for option in ("only", "requests", "cpu_ms", "processes", "plot", "chrome_trace"):
+            if given[option] != parser.get_default(option):
+                parser.error(f"--{option.replace('_', '-')}: goes not with --validate")
+    if args.chrome_trace and "bubbles" not in args.only:
+        parser.error("--chrome-trace: is of the experiment `bubbles`, which --only leaves out")
+    if args.plot and not set(DRAWN) & set(args.only):
+        parser.error(f"--plot: --only leaves out all that is drawn: {', '.join(DRAWN)}")
     args.processes = os.cpu_count() or 1 if args.processes is None else args.processes
     for option, least in (("requests", 8), ("processes", 1)):
         if getattr(args, option) < least:

@@ -86,7 +86,9 @@ def _names(name, engine, requests, completions, iterations):
     ids = {c.request_id for c in completions}
     ids |= {request_id for iteration in iterations for request_id, _, _ in iteration.chunks}
     ids |= {request_id for iteration in iterations for request_id in iteration.preempted}
-    lanes = [(engine, 1, "iterations")] + [(requests, _lane(i), f"request {i}") for i in sorted(ids)]
+    micro_batches = sorted({iteration.micro_batch for iteration in iterations}) or [0]
+    lanes = [(engine, n + 1, f"micro-batch {n}" if len(micro_batches) > 1 else "iterations") for n in micro_batches]
+    lanes += [(requests, _lane(i), f"request {i}") for i in sorted(ids)]
     return _labels([(engine, f"{name}: engine"), (requests, f"{name}: requests")], lanes)
 
 
@@ -108,8 +110,8 @@ def _engine_events(pid, iterations, origin):
     """A slice per iteration, named after its kind of batch, and the curves: they step at each iteration's start."""
     for iteration in iterations:
         prefill, decode = iteration.prefill_tokens, iteration.decode_tokens
-        yield _slice(_kind(prefill, decode), pid, 1, iteration.start, iteration.end, origin, prefill_tokens=prefill,
-                     decodes=decode, chunks=len(iteration.chunks))
+        yield _slice(_kind(prefill, decode), pid, iteration.micro_batch + 1, iteration.start, iteration.end, origin,
+                     prefill_tokens=prefill, decodes=decode, chunks=len(iteration.chunks))
         curves = {"tokens": {"prefill": prefill, "decode": decode}, "free pages": {"pages": iteration.free_pages},
                   "requests": {"running": iteration.running, "waiting": iteration.waiting}}
         if iteration.budget is not None:
@@ -120,12 +122,12 @@ def _engine_events(pid, iterations, origin):
 
 def _stage_events(pid, stage_runs):
     """A slice for each batch of a replica, named after its kind, and for each bubble, on the lane of its stage."""
-    last = {}  # stage -> when its last batch ended, which is when the next bubble begins
+    last = {}  # stage -> when its last batch ended: a bubble does not begin earlier, not even by rounding
     for run in stage_runs:
         lane, decodes = run.stage + 1, sum(is_decode for _, _, is_decode in run.chunks)
         prefill = sum(length for _, length, is_decode in run.chunks if not is_decode)
         if run.bubble:
-            yield _slice("bubble", pid, lane, last.get(lane, run.start - run.bubble), run.start, 0.0)
+            yield _slice("bubble", pid, lane, max(last.get(lane, 0.0), run.start - run.bubble), run.start, 0.0)
         yield _slice(_kind(prefill, decodes), pid, lane, run.start, run.end, 0.0, prefill_tokens=prefill,
                      decodes=decodes, micro_batch=run.micro_batch)
         last[lane] = run.end

@@ -25,16 +25,20 @@ from model import PRESETS, GPTConfig
 from scheduler import check_whole
 
 BYTES = 2  # of a number: all weights, keys and values are of 16 bits
-USABLE = 0.9  # of a device's memory for weights, keys and values; the rest is for activations, as in engine.py
+USABLE = 0.9  # of a device's memory for weights, keys and values; SARATHI's batches of 27 and 11 (§5.3) ask for it
 
 
 @dataclass(frozen=True)
 class Link:
-    """What joins GPUs: bytes per second that a ring all-reduce moves through it, and seconds of each of its steps."""
+    """What joins GPUs: bytes per second through it, and seconds that each step of a transfer takes besides.
+
+    `per_gpu`: whether each GPU of a node has one of its own to other nodes; otherwise they share it.
+    """
 
     bytes_per_s: float
     step_s: float
     source: str = ""
+    per_gpu: bool = True
 
 
 LINKS = {
@@ -42,7 +46,7 @@ LINKS = {
     "nvlink4": Link(345e9, 2.5e-6, "that of nvlink3, times 900 / 600 GB/s"),
     "pcie4": Link(16e9, 5e-6, "half of the 32 GB/s of 16 lanes: data passes through the host's memory"),
     "infiniband": Link(20e9, 5e-6, "HDR, 200 Gb/s for each GPU of a DGX A100, at 80 %"),
-    "ethernet": Link(10e9, 50e-6, "100 Gb/s for a whole node, at 80 %, through TCP"),
+    "ethernet": Link(10e9, 50e-6, "100 Gb/s for a whole node, at 80 %, through TCP", per_gpu=False),
 }
 
 
@@ -52,7 +56,7 @@ class Device:
 
     flops_per_s, bytes_per_s       of matrix products in 16 bits, and of the memory
     attention_flops_per_s, attention_bytes_per_s       of attention over chunks, and over the cache of decodes
-    memory_bytes       all there is
+    memory_bytes       all there is, as the data sheet says it
     tile               rows of a matrix product are rounded up to a multiple of it
     op_s               seconds to start and drain one kernel
     link               what joins it to others in its node, a name in LINKS
@@ -70,9 +74,9 @@ class Device:
     source: str = ""
 
 
-# What `fit_products` finds in measured times of a LLaMA-2-7B layer on one A100-80GB (Vidur's profile); the data sheet
-# says 312 TFLOP/s and 2.04 TB/s. Chunks reach what FlashAttention-2 (Dao 2023, Figure 5) does with causal masks of
-# about 1K keys; the cache of decodes is read as fast as weights.
+# What `fit_products` finds, rounded, in measured times of a LLaMA-2-7B layer on one A100-80GB (Vidur's profile); the
+# data sheet says 312 TFLOP/s and 2.04 TB/s. Chunks reach what FlashAttention-2 (Dao 2023, Figure 5) does with causal
+# masks of about 1K keys; the cache of decodes is read as fast as weights.
 A100 = Device("A100-80GB", 227e12, 1.66e12, 120e12, 1.66e12, 80e9, source="fit to measured products; FlashAttention-2")
 
 
@@ -113,6 +117,13 @@ def find(table, what, name):
     return table[name]
 
 
+def cost_of(model, device="a100-80gb", tp=1, pp=1, tp_link=None, pp_link=None, cpu_s=0.0):
+    """The CostModel of a model, a device and links by name. Raises ValueError, naming what it should be, for others."""
+    links = [None if name is None else find(LINKS, "link", name) for name in (tp_link, pp_link)]
+    return CostModel(find(GEOMETRIES, "model", model), find(DEVICES, "device", device), tp, pp, *links, cpu_s,
+                     model in PARALLEL_BLOCKS)
+
+
 def matrices(config, tp=1):
     """The four matrix products of a layer on one of `tp` GPUs: name -> (rows of the weight, columns).
 
@@ -151,7 +162,7 @@ class CostModel:
     device       a Device
     tp, pp       GPUs that share a layer, and stages of a pipeline; tp * pp GPUs in all
     tp_link, pp_link       Links within and between stages; None: the device's own, and InfiniBand
-    cpu_s        seconds that every stage spends on an iteration before its GPU has work (scheduling, launching)
+    cpu_s        seconds that each stage spends on an iteration before its GPU has work (scheduling, launching)
     parallel_block       whether attention and MLP share one all-reduce
 
     Raises ValueError if tp does not divide heads and inner dimension, or pp the layers.
@@ -163,7 +174,7 @@ class CostModel:
             raise ValueError(f"pp={pp}: must divide n_layer={config.n_layer}")
         if not isinstance(cpu_s, Real) or not 0 <= cpu_s < math.inf:
             raise ValueError(f"cpu_s={cpu_s!r}: must be a finite number of seconds, at least 0")
-        self.config, self.device, self.tp, self.pp, self.cpu_s = config, device, tp, pp, cpu_s
+        self.config, self.device, self.tp, self.pp, self.cpu_s, self.tile = config, device, tp, pp, cpu_s, device.tile
         self.tp_link, self.pp_link = tp_link or LINKS[device.link], pp_link or LINKS["infiniband"]
         self.layers = config.n_layer // pp
         self.all_reduces = 1 if parallel_block else 2
@@ -202,7 +213,7 @@ class CostModel:
         qkv, inner = self.matrices["preproj"][1], self.matrices["ffn_ln1"][1]
         traffic = BYTES * tokens * (8 * config.n_embd + 2 * qkv + 2 * inner)  # norms and sums; rotation; activation
         return {"linear": sum(product_seconds(device, tokens, *shape) for shape in self.matrices.values()),
-                "others": 5 * device.op_s + traffic / device.bytes_per_s,
+                "others": 5 * device.op_s + traffic / device.bytes_per_s,  # two norms, rotation, activation, sum
                 "all_reduce": self.all_reduces * self.all_reduce_seconds(tokens)}
 
     def all_reduce_seconds(self, tokens):
@@ -225,7 +236,8 @@ class CostModel:
 
     def hop_seconds(self, tokens):
         """Seconds for a batch to get from one stage to the next; each of the tp GPUs sends its part."""
-        return self.pp_link.step_s + BYTES * tokens * self.config.n_embd / self.tp / self.pp_link.bytes_per_s
+        bandwidth = self.pp_link.bytes_per_s * (self.tp if self.pp_link.per_gpu else 1)
+        return self.pp_link.step_s + BYTES * tokens * self.config.n_embd / bandwidth
 
     def stages(self, batch):
         """Seconds that each stage works on a batch of (request, start, length), a list; and seconds of a hop."""
@@ -256,7 +268,7 @@ class CostModel:
         return sum(stages) + (self.pp - 1) * hop
 
     def parts(self, batch):
-        """The seconds of an iteration by kind: linear, attention, others, all_reduce, head, cpu."""
+        """The seconds of an iteration by kind, without hops: linear, attention, others, all_reduce, head, cpu."""
         tokens = sum(length for _, _, length in batch)
         layer = {kind: self.config.n_layer * s for kind, s in self.layer_seconds(tokens).items()}
         head, cpu = self.head_seconds(len(batch)), self.pp * self.cpu_s
@@ -353,7 +365,7 @@ class FittedCost:
     `profile` is a list of (BatchShape, seconds), see profiling.py. One device, no pipeline.
     """
 
-    pp, cpu_s = 1, 0.0
+    pp, cpu_s, tile = 1, 0.0, 1
 
     def __init__(self, profile):
         self.law = IterationTime(profile)

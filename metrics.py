@@ -51,29 +51,37 @@ def find_stalls(completions, iterations, longer_than=0.0):
     it, too: under stall-free scheduling stalls are many and short, and it takes a threshold, such as the SLO of TBT,
     to see that they do no harm.
     """
-    prefills, before = [], [0]  # (request id, tokens) of each prefill chunk; how many came before iteration i
-    for iteration in iterations:
-        prefills += [(request_id, length) for request_id, length, is_decode in iteration.chunks if not is_decode]
+    groups, group_of = {}, {}  # micro-batch -> its (start of each iteration, prefill chunks, how many before each)
+    for iteration in iterations:  # request -> micro-batch, of which there are several only in a simulation
+        starts, prefills, before = groups.setdefault(iteration.micro_batch, ([], [], [0]))
+        starts.append(iteration.start)
+        its = [(request_id, length) for request_id, length, is_decode in iteration.chunks if not is_decode]
+        group_of |= {request_id: iteration.micro_batch for request_id, _ in its}
+        prefills += its
         before.append(len(prefills))
-    before = np.array(before)
-    starts = np.array([iteration.start for iteration in iterations])
+    groups = {number: (np.array(starts), prefills, np.array(before))
+              for number, (starts, prefills, before) in groups.items()}
 
     @cache  # requests that decode together share their gaps, so each is summed once and not for each of them
-    def prefilled(first, last):
+    def prefilled(group, first, last):
         """Prefill tokens of each request in prefills[first:last], their sum, and who had the most."""
         tokens = {}
-        for request_id, length in prefills[first:last]:
+        for request_id, length in groups[group][1][first:last]:
             tokens[request_id] = tokens.get(request_id, 0) + length
         return tokens, sum(tokens.values()), max(tokens, key=tokens.get)
 
     stalls = []
     for completion in completions:
         own, times = completion.request_id, completion.token_times
+        group = group_of.get(own, next(iter(groups), None))
+        if group is None:
+            break
+        starts, _, before = groups[group]
         seen = before[np.searchsorted(starts, times)].tolist()  # prefill chunks up to each token
         for start, end, first, last in zip(times, times[1:], seen, seen[1:]):
             if first == last or end - start <= longer_than:
                 continue
-            tokens, total, cause = prefilled(first, last)
+            tokens, total, cause = prefilled(group, first, last)
             if own in tokens:  # it was preempted and prefilled again
                 others = {request_id: n for request_id, n in tokens.items() if request_id != own}
                 total, cause = sum(others.values()), max(others, key=others.get, default=None)

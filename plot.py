@@ -65,8 +65,10 @@ def plot_timelines(timelines, machine, file):
 
 def machine_line(machine):
     """What the numbers of a plot depend on, in one line."""
-    threads = {None: "", 1: ", 1 thread"}.get(machine.get("threads"), f", {machine.get('threads')} threads")
-    return f"{machine['model']}, {machine['dtype']}, {machine['device']}{threads}"
+    line = f"{machine['model']}, {machine['dtype']}, {machine['device']}"
+    if "threads" in machine:  # a simulated one has none
+        line += ", 1 thread" if machine["threads"] == 1 else f", {machine['threads']} threads"
+    return line
 
 
 def policy_colors(names):

@@ -78,6 +78,7 @@ class Iteration(NamedTuple):
     waiting, running     how many requests there were when the batch had been made; `free_pages` likewise
     budget               the token budget of the batch, None under a policy that has none
     preempted            the ids of the requests that lost their pages to this batch
+    micro_batch          which one it was of, in a simulated pipeline or one with replicas (simulator.py)
     """
 
     start: float
@@ -89,6 +90,7 @@ class Iteration(NamedTuple):
     free_pages: int = 0
     budget: int | None = None
     preempted: list = ()
+    micro_batch: int = 0
 
     @property
     def prefill_tokens(self):

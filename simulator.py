@@ -9,8 +9,9 @@ The next iteration of a micro-batch begins when its last one has left the last s
 served, so no batch overtakes another, and all times of a batch are known when it enters.
 
 A *bubble* is the time that a stage has been idle when a batch reaches it, and is charged to every request in that batch
-(SARATHI §5.3: "the sum of bubble time for all the micro-batches across all iterations for a given request"). It is not
-a bubble if there is a micro-batch without requests, so that there is too little to do to keep all stages busy.
+(SARATHI §5.3: "the sum of bubble time for all the micro-batches across all iterations for a given request"). It is no
+bubble where there is too little to do to keep all stages busy: while a micro-batch has no requests, and until a stage
+has had its first batch after that.
 
 Tokens are counted, not kept: `tokens` of a request is a range.
 
@@ -25,7 +26,7 @@ from typing import NamedTuple
 
 from kv_cache import Pages
 from records import Completion, Iteration
-from scheduler import PRIORITIES, Request, check_whole, make_scheduler
+from scheduler import POLICIES, PRIORITIES, Request, check_whole, make_scheduler
 from serving import Run
 
 
@@ -68,30 +69,28 @@ class Simulated:
 class Pipeline:
     """One replica: when each of its stages has finished all that has entered, and how long each has worked.
 
-    `working` counts the micro-batches that have requests, and `since` is when the last of them got some: what a stage
-    was idle before that is no bubble.
+    `idle` are the micro-batches that have no requests, and `since` is when the last one that had none got some.
     """
 
     def __init__(self, number, stages):
-        self.number = number
-        self.free, self.busy, self.working, self.since = [0.0] * stages, [0.0] * stages, stages, 0.0
+        self.number, self.free, self.busy, self.idle, self.since = number, [0.0] * stages, [0.0] * stages, set(), 0.0
 
     def enter(self, now, seconds, hop):
         """Send a batch through that takes seconds[s] on stage s. Returns [(start, end, bubble)] of the stages."""
-        spans, free, time, full = [], self.free, now, self.working == len(self.free)
+        spans, free, time = [], self.free, now
         for stage, duration in enumerate(seconds):
-            idle = time - max(free[stage], self.since)
-            time = max(time, free[stage])  # it may still be at work
-            bubble = idle if full and idle > 0.0 and self.busy[stage] else 0.0  # none before its first batch
+            idle = time - free[stage]
+            bubble = idle if idle > 0.0 and free[stage] > self.since and not self.idle else 0.0
+            time = max(time, free[stage])  # the stage may still be at work
             free[stage] = end = time + duration
+            self.busy[stage] += duration
             spans.append((time, end, bubble))
             time = end + hop
-        self.busy = [busy + duration for busy, duration in zip(self.busy, seconds)]
         return spans
 
 
 class MicroBatch(NamedTuple):
-    """A scheduler with its share of the memory, and the pipeline that it runs on."""
+    """A scheduler with its share of the memory, and the pipeline that it runs on; numbered over all pipelines."""
 
     number: int
     scheduler: object
@@ -106,9 +105,9 @@ def simulate(cost, spec, arrivals, settings, **more):
 class Simulation:
     """One run.
 
-    cost        a CostModel, or anything with its `pp` and `stages`
+    cost        a CostModel, or anything with its `stages`, `pp`, `cpu_s` and `tile`
     arrivals    workload.Arrival, sorted by time
-    settings    serving.Settings: max_batch is that of each micro-batch, the memory is what all of them share
+    settings    serving.Settings: max_batch is that of each micro-batch, the memory is what those of a pipeline share
     replicas    independent pipelines that take from the same line
     classes, progress     as in serving.serve
     record      whether to keep an Iteration for each batch, for metrics.py; `timeline`, whether to keep StageRuns
@@ -121,11 +120,14 @@ class Simulation:
                  timeline=False):
         check_whole("replicas", replicas, least=1)
         policy, options = spec
+        if policy in POLICIES and "tile" in POLICIES[policy].options:  # as in engine.py
+            options = {"tile": cost.tile} | options
         self.cost, self.arrivals, self.settings, self.progress = cost, arrivals, settings, progress
         self.recording, self.keeps_timeline = record, timeline
         self.now, self.seconds, self.line = 0.0, 0.0, None
-        self.ready, self.idle = [], deque()  # a heap of (time, turn, micro-batch) that may go on; those without work
+        self.ready, self.idle = [], deque()  # a heap of (time, place in the line, micro-batch); those without work
         self.turn = 0
+        self.schedulers = []
         self.pipelines = [Pipeline(number, cost.pp) for number in range(replicas)]
         for pipeline in self.pipelines:
             for number in range(cost.pp):
@@ -134,7 +136,8 @@ class Simulation:
                                            max_len=settings.max_len, clock=lambda: self.now, **options)
                 self.line = scheduler.waiting if self.line is None else self.line
                 scheduler.waiting = self.line
-                self._push(0.0, MicroBatch(number, scheduler, pipeline))
+                self.schedulers.append(scheduler)
+                self._push(0.0, MicroBatch(pipeline.number * cost.pp + number, scheduler, pipeline))
         for arrival in arrivals:
             scheduler.check_fits(arrival.prompt_len, arrival.output_len)
         classes = classes or ["normal"] * len(arrivals)
@@ -145,7 +148,8 @@ class Simulation:
         self.position = self.refused = self.batches = self.tokens = 0
 
     def _push(self, time, micro_batch):
-        heapq.heappush(self.ready, (time, self.turn, micro_batch))
+        """Let it go on at that time, after all that may go on earlier, or were told so before."""
+        heapq.heappush(self.ready, (time, time, self.turn, micro_batch))
         self.turn += 1
 
     def run(self):
@@ -153,32 +157,30 @@ class Simulation:
         arrivals, ready, idle = self.arrivals, self.ready, self.idle
         while True:
             coming = arrivals[self.position].time if self.position < len(arrivals) else math.inf
-            if idle and coming < math.inf and (not ready or coming <= ready[0][0]):
+            if coming < math.inf and (not ready or coming <= ready[0][0]):
                 self._wake(coming)
             if not ready:
                 break
-            self.now, turn, micro_batch = heapq.heappop(ready)
+            self.now, *place, micro_batch = heapq.heappop(ready)
             free = micro_batch.pipeline.free[0]
-            if free > self.now:  # another one has just entered
-                heapq.heappush(ready, (free, turn, micro_batch))
+            if free > self.now:  # another one has just entered; keep the place in the line
+                heapq.heappush(ready, (free, *place, micro_batch))
                 continue
             self._arrive()
             if self.line or micro_batch.scheduler.running:
                 self._iterate(micro_batch)
             else:
                 idle.append(micro_batch)
-                micro_batch.pipeline.working -= 1
+                micro_batch.pipeline.idle.add(micro_batch.number)
         busy = {(p.number, stage): seconds for p in self.pipelines for stage, seconds in enumerate(p.busy)}
         own = self.batches * self.cost.pp * self.cost.cpu_s / (sum(busy.values()) or 1.0)
         run = Run(self.completions, self.iterations, self.seconds, own, self.refused)
         return Simulated(run, self.bubbles, busy, self.stage_runs, self.batches, self.tokens)
 
     def _wake(self, time):
-        """Let the micro-batch that has been idle longest look for work at that time."""
-        micro_batch = self.idle.popleft()
-        micro_batch.pipeline.working += 1
-        micro_batch.pipeline.since = time
-        self._push(time, micro_batch)
+        """Let all micro-batches that are idle look for work at that time, the one that has been idle longest first."""
+        while self.idle:
+            self._push(time, self.idle.popleft())
 
     def _arrive(self):
         """Put all that have arrived by now in the line."""
@@ -199,9 +201,13 @@ class Simulation:
         scheduler, pipeline = micro_batch.scheduler, micro_batch.pipeline
         before = [(request, request.preemptions) for request in scheduler.running] if self.recording else ()
         batch = scheduler.schedule()
+        if not batch:
+            raise RuntimeError(f"{type(scheduler).__name__}.schedule() returned nothing, though there is work")
         if self.line:
-            while self.idle:  # what it left, or preempted, is for the others
-                self._wake(self.now)
+            self._wake(self.now)  # what it left, or preempted, is for the others
+        if micro_batch.number in pipeline.idle:
+            pipeline.idle.remove(micro_batch.number)
+            pipeline.since = self.now
         seconds, hop = self.cost.stages(batch)
         spans = pipeline.enter(self.now, seconds, hop)
         end = spans[-1][1]
@@ -214,9 +220,10 @@ class Simulation:
                                 for stage, span in enumerate(spans)]
         if self.recording:
             preempted = [request.id for request, count in before if request.preemptions > count]
-            self.iterations.append(Iteration(self.now, end, chunks, self.now + self.cost.cpu_s, len(self.line),
-                                             len(scheduler.running), scheduler.pages.num_free, scheduler.budget,
-                                             preempted))
+            running = sum([len(other.running) for other in self.schedulers])
+            free_pages = sum([other.pages.num_free for other in self.schedulers])
+            self.iterations.append(Iteration(self.now, end, chunks, self.now + self.cost.cpu_s, len(self.line), running,
+                                             free_pages, scheduler.budget, preempted, micro_batch.number))
         self._advance(scheduler, batch, end, sum([bubble for _, _, bubble in spans]))
 
     def _advance(self, scheduler, batch, end, bubble):
@@ -224,7 +231,7 @@ class Simulation:
         completions, token_times, ended = self.completions, self.token_times, []
         for request, start, length in batch:
             request.num_computed = done = start + length
-            if not start and completions[request.id].scheduled is None:
+            if not start and completions[request.id].scheduled is None:  # looking at start is quicker
                 completions[request.id].scheduled = self.now
             if done == len(request.tokens):
                 request.tokens = range(done + 1)
@@ -255,7 +262,7 @@ def bubble_kinds(stage_runs):
     """
     done, last, kinds = {}, {}, []  # whether there was prefill: in a stage's last batch, in a micro-batch's last one
     for run in stage_runs:
-        stage, micro_batch = (run.replica, run.stage), (run.replica, run.micro_batch)
+        stage, micro_batch = (run.replica, run.stage), run.micro_batch
         prefill = any(not is_decode for _, _, is_decode in run.chunks)
         if run.bubble:  # the first stage waits for this micro-batch to leave the last one, others for this batch
             awaited = prefill if run.stage else last[micro_batch]

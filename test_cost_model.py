@@ -433,7 +433,7 @@ def test_read_products(tmp_path):
         (HEADER + "\n1,1,1,1,1\n2,1,fast,1,1\n", "line 3: attn_post_proj='fast': must be a positive number"),
         (HEADER + "\n1,1,1,1,\n", "line 2: mlp_down_proj='': must be a positive number"),
         (HEADER + "\n1,1,1\n", "line 2: mlp_up_proj=None: must be a positive number"),
-        (HEADER + "\n0,1,1,1,1\n", "line 2: num_tokens='0': must be a positive number"),
+        (HEADER + "\n0,1,1,1,1\n", "line 2: num_tokens='0': must be a positive whole number"),
         (HEADER + "\n1,-1,1,1,1\n", "line 2: attn_pre_proj='-1': must be a positive number"),
         (HEADER + "\n1,1,1,nan,1\n", "line 2: mlp_up_proj='nan': must be a positive number"),
         (HEADER + "\n1,1,1,1,inf\n", "line 2: mlp_down_proj='inf': must be a positive number"),

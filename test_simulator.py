@@ -30,7 +30,7 @@ SHAPES = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)]  # stages of a pipelin
 class Law:
     """The cost of a batch: `seconds` of it on every stage, and on odd stages half as much again if `uneven`."""
 
-    cpu_s = 0.0
+    cpu_s, tile = 0.0, 1
 
     def __init__(self, pp=1, hop=0.0, seconds=None, uneven=False):
         self.pp, self.hop, self.seconds, self.uneven = pp, hop, seconds or by_tokens, uneven
@@ -191,7 +191,7 @@ def gaps(policy, pp, replicas, seed, mean_gap):
     free, left, found, charged = {}, Counter(), [], Counter()
     for iteration, runs, mine, _, _, running in replay(result, arrivals, law):
         replica, number = runs[0].replica, runs[0].micro_batch
-        others = [(replica, other) for other in range(pp) if other != number]
+        others = [(replica, other) for other in range(replica * pp, (replica + 1) * pp) if other != number]
         all_had = mine and all(running[other] for other in others)
         for run in runs:
             charged.update({i: run.bubble for i, _, _ in iteration.chunks})

@@ -1,0 +1,83 @@
+"""A simulated machine for bench.py serve and bench.py capacity: the same loads and tables, no model.
+
+    python bench.py serve --simulate a100-80gb --model yi-34b --tp 2 --cpu-ms 5
+
+Read first: simulator.py and cost_model.py. Read next: bench_serve.py.
+"""
+
+from dataclasses import asdict
+
+from cost_model import DEVICES, GEOMETRIES, LINKS, cost_of
+from profiling import BASE_BATCH, base_context
+from serving import Base
+from simulator import simulate
+
+SIMULATED = ("tp", "pp", "replicas", "tp_link", "pp_link", "cpu_ms")  # options that only a simulated machine has
+REAL = ("init_from", "device", "dtype", "attention", "compile", "threads")  # and those that it has not
+
+
+def add_simulation_options(parser):
+    """The options that put a simulated machine in the place of this one."""
+    add = parser.add
+    add("--simulate", f"no model, but the times of a device: {', '.join(DEVICES)}", shown="none", metavar="DEVICE")
+    add("--tp", "simulated GPUs that share each layer", 1, type=int)
+    add("--pp", "simulated stages of a pipeline", 1, type=int)
+    add("--replicas", "simulated copies of all that, which take from one line", 1, type=int)
+    add("--tp-link", f"what joins the GPUs of a stage: {', '.join(LINKS)}", shown="the device's own")
+    add("--pp-link", "what joins the stages", shown="infiniband")
+    add("--cpu-ms", "simulated milliseconds that an iteration costs each stage on the CPU", 0.0, type=float)
+
+
+def check_simulation_options(parser, args):
+    """Exit with a message if one of these makes no sense, or goes only without or with --simulate. Sets kv_tokens."""
+    for option in SIMULATED if args.simulate is None else REAL:
+        if getattr(args, option) != parser.get_default(option):
+            goes = "only" if args.simulate is None else "not"
+            parser.error(f"--{option.replace('_', '-')}: goes {goes} with --simulate")
+    if args.simulate is None:
+        return
+    if args.model not in GEOMETRIES:
+        parser.error(f"--model {args.model}: with --simulate must be one of {', '.join(GEOMETRIES)}")
+    if not 0 <= args.cpu_ms < float("inf"):
+        parser.error(f"--cpu-ms {args.cpu_ms:g}: must be at least 0")
+    config = GEOMETRIES[args.model]
+    if config.family != "llama" and args.max_len > config.max_positions:
+        parser.error(f"--max-len {args.max_len}: this model is limited to {config.max_positions}")
+    try:
+        most = simulated_cost(args).kv_tokens()
+    except ValueError as error:
+        parser.error(str(error))
+    if most // args.pp < args.max_len:
+        parser.error(f"--max-len {args.max_len}: each of {args.pp} micro-batches has memory for {most // args.pp}")
+    args.kv_tokens = most if args.kv_tokens is None else args.kv_tokens
+    if args.kv_tokens > most:
+        parser.error(f"--kv-tokens {args.kv_tokens}: must be at most {most}, what fits beside the weights")
+
+
+def simulated_cost(args):
+    """The CostModel of these options. Raises ValueError if one of them makes no sense."""
+    return cost_of(args.model, args.simulate, args.tp, args.pp, args.tp_link, args.pp_link, args.cpu_ms / 1e3)
+
+
+class SimulatedServer:
+    """What bench_serve.Server is for this machine: the base of its SLO, its description, and a way to serve."""
+
+    def __init__(self, args):
+        self.cost, self.replicas = simulated_cost(args), args.replicas
+        context, chunk = base_context(args.max_len), min(args.chunk, args.max_len)
+        decode_s, chunk_s = self.cost.seconds([(0, context - 1, 1)] * BASE_BATCH), self.cost.seconds([(0, 0, chunk)])
+        self.base = Base(decode_s, chunk_s / chunk / args.pp / args.replicas, BASE_BATCH, context)
+        device, gpus = self.cost.device, args.tp * args.pp * args.replicas
+        replicas = f", {args.replicas} replicas" if args.replicas > 1 else ""
+        self.machine = {"device": f"simulated: {gpus} x {device.name}, TP {args.tp} x PP {args.pp}{replicas}, "
+                                  f"{args.cpu_ms:g} ms of CPU per iteration and stage",
+                        "constants": asdict(device), "model": args.model, "dtype": "16 bits"}
+        micro_batches = args.pp * args.replicas
+        self.lines = f"constants: {device.source}\n"
+        if micro_batches > 1:
+            self.lines += (f"the batch is that of each of {micro_batches} micro-batches, the memory that of each of "
+                           f"{args.replicas} replicas\n")
+
+    def serve(self, spec, arrivals, settings, hopeless=None, **more):
+        """A simulated serving.Run; it takes no time worth cutting short, so `hopeless` is not asked."""
+        return simulate(self.cost, spec, arrivals, settings, replicas=self.replicas, **more).run
