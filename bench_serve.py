@@ -302,6 +302,8 @@ def describe_point(name, point):
 class Server:
     """This machine and a model on it: how fast it is, what the heading says of it, and a way to serve."""
 
+    micro_batches = 1  # that it works on at once
+
     def __init__(self, args, settings):
         if args.threads:
             torch.set_num_threads(args.threads)
@@ -343,7 +345,7 @@ def main(argv):
     base, machine = server.base, server.machine
     tbt_slo_s = slo_seconds(args.slo, base)
     runs = plan(args.policies, args.page_size, settings, tbt_slo_s)
-    start = float(f"{estimated_qps(base, arrivals) / 2:.2g}")
+    start = float(f"{server.micro_batches * estimated_qps(base, arrivals) / 2:.2g}")
     if serving and args.qps is None and not args.trace:
         args.qps = start
         arrivals = arrivals_at(start)

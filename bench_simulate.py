@@ -26,6 +26,7 @@ import cli
 from cost_model import DEVICES, GEOMETRIES, find, fit_products, product_errors, read_products
 from figures_sarathi import bubble_example, sarathi_end_to_end, sarathi_iterations, sarathi_pipeline
 from figures_serving import ablation, across_nodes, capacity_against_slo, post, serving_capacity
+from simulated_server import REAL
 
 # -----------------------------------------------------------------------------------------------------
 # the report
@@ -66,6 +67,10 @@ def parse_args(argv):
         for option in ("only", "requests", "cpu_ms", "processes", "plot", "chrome_trace"):
             if given[option] != parser.get_default(option):
                 parser.error(f"--{option.replace('_', '-')}: goes not with --validate")
+    else:
+        for option in ("model", *REAL):
+            if given[option] != parser.get_default(option):
+                parser.error(f"--{option.replace('_', '-')}: goes only with --validate")
     if args.chrome_trace and "bubbles" not in args.only:
         parser.error("--chrome-trace: is of the experiment `bubbles`, which --only leaves out")
     if args.plot and not set(DRAWN) & set(args.only):

@@ -63,6 +63,11 @@ def find_capacities(system, spec, trace, chunk, batch, slos_s, requests, cpu_s, 
     return [capacity(partial(at_rate, slo_s), start, ratio)[0] for slo_s in slos_s]
 
 
+def over(ours, other):
+    """How many times the other capacity ours is."""
+    return f"{ours / other:.2f}x" if other else "-"
+
+
 PAPER_GAINS = {  # over (orca, vllm), where the text of §5.1 gives them
     ("Yi-34B", "sharegpt4", "strict"): (4.0, 3.7), ("LLaMA2-70B", "sharegpt4", "strict"): (6.3, 4.3),
 }
@@ -91,9 +96,9 @@ def capacities(claim, names, run, requests, cpu_s, ratio=1.05):
         orca, vllm, ours = (found[name, trace, slo, policy] for policy in ("orca", "vllm", "sarathi-serve"))
         seconds = (STRICT if slo == "strict" else RELAXED) * base_seconds(SYSTEMS[name].cost(cpu_s))
         paper = [f"{gain:.1f}x" for gain in PAPER_GAINS.get((name, trace, slo), ())] or ["", ""]
-        over = [f"{ours / other:.2f}x" if other else "-" for other in (orca, vllm)]
         rows.append([f"{name}, {trace}, {slo}", f"{seconds:.3f}", f"{PAPER_SLOS[name][slo == 'relaxed']:g}",
-                     *(f"{qps:.3f}" for qps in (orca, vllm, ours)), over[0], paper[0], over[1], paper[1]])
+                     *(f"{qps:.3f}" for qps in (orca, vllm, ours)), over(ours, orca), paper[0], over(ours, vllm),
+                     paper[1]])
     up_to = {"SS-F10": "2.6x over vllm for Mistral-7B, 3.7x for Yi-34B", "SS-F11":
              "6.3x over Orca and 4.3x over vllm for LLaMA2-70B, 5.6x for Falcon-180B"}[claim]
     groups = [{"group": ", ".join(key[:3]), "system": key[3], "qps": qps,
@@ -123,7 +128,7 @@ def headline(run, requests, cpu_s):
         for cpu in cpus:
             (vllm,), (small,), (large,) = next(results), next(results), next(results)
             rows.append([name, f"{1e3 * cpu:g}", f"{STRICT * base_seconds(SYSTEMS[name].cost(cpu)):.3f}",
-                         f"{vllm:.2f}", f"{small:.2f}", f"{small / vllm:.2f}x", f"{large:.2f}", f"{large / vllm:.2f}x"])
+                         f"{vllm:.2f}", f"{small:.2f}", over(small, vllm), f"{large:.2f}", over(large, vllm)])
     return Table("SS-F10", f"what the CPU's time per iteration changes, {requests:,} requests (paper: 3.7x, 2.6x)",
                  rows)
 
@@ -145,13 +150,12 @@ def capacity_against_slo(run, requests, cpu_s):
     results = iter(run(find_capacities, jobs))
     tables = []
     for name, values in slos.items():
-        rows, curves = [[f"{name}: requests/s at", *(f"{slo:g} s" for slo in values)]], {}
-        for label in configurations:
-            rates = next(results)
-            curves[label] = list(zip(values, rates))
-            rows.append([label, *(f"{qps:.2f}" for qps in rates)])
-        best = [max(float(row[i]) for row in rows[4:]) / max(float(rows[3][i]), 1e-9) for i in range(1, len(rows[0]))]
-        rows.append(["best budget over vllm, batch 128", *(f"{gain:.2f}x" for gain in best)])
+        found = {label: next(results) for label in configurations}
+        curves = {label: list(zip(values, rates)) for label, rates in found.items()}
+        rows = [[f"{name}: requests/s at", *(f"{slo:g} s" for slo in values)]]
+        rows += [[label, *(f"{qps:.2f}" for qps in rates)] for label, rates in found.items()]
+        best = [max(rates) for rates in zip(*(rates for label, rates in found.items() if "budget" in label))]
+        rows.append(["best budget over vllm, batch 128", *map(over, best, found["vllm, batch 128"])])
         tables.append(Table("SS-F12", f"capacity against the SLO of P99 TBT, sharegpt4, {1e3 * cpu_s:g} ms of CPU, "
                             f"{requests:,} requests (paper: 3.5x for Mistral at 0.1 s, 1.65x for Yi at 1 s)", rows,
                             data={name: curves}))
@@ -179,10 +183,8 @@ def across_nodes(run, requests, cpu_s):
     rows = [["requests/s", f"strict, {slos[0]:.2f} s", f"relaxed, {slos[1]:.2f} s"]]
     rates = {"vllm, TP 8": tensor_qps, "vllm, TP 4 x PP 2": vllm_qps, "sarathi-serve, TP 4 x PP 2": (strict, relaxed)}
     rows += [[name, *(f"{qps:.3f}" for qps in its)] for name, its in rates.items()]
-    gains = [["-" if not qps else f"{ours / qps:.2f}x" for ours, qps in zip((strict, relaxed), its)]
-             for its in (tensor_qps, vllm_qps)]
-    rows += [["sarathi-serve over TP 8 (paper: 4.3x strict)", *gains[0]],
-             ["over vllm, TP 4 x PP 2 (paper: 3.6x, 1.48x)", *gains[1]]]
+    rows += [["sarathi-serve over TP 8 (paper: 4.3x strict)", *map(over, (strict, relaxed), tensor_qps)],
+             ["over vllm, TP 4 x PP 2 (paper: 3.6x, 1.48x)", *map(over, (strict, relaxed), vllm_qps)]]
     tables.append(Table("SS-F13", f"capacity of Falcon-180B on two nodes, sharegpt4, {1e3 * cpu_s:g} ms of CPU per "
                         f"stage, {requests:,} requests", rows))
     return tables

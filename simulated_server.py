@@ -47,11 +47,10 @@ def check_simulation_options(parser, args):
         most = simulated_cost(args).kv_tokens()
     except ValueError as error:
         parser.error(str(error))
-    if most // args.pp < args.max_len:
-        parser.error(f"--max-len {args.max_len}: each of {args.pp} micro-batches has memory for {most // args.pp}")
     args.kv_tokens = most if args.kv_tokens is None else args.kv_tokens
-    if args.kv_tokens > most:
-        parser.error(f"--kv-tokens {args.kv_tokens}: must be at most {most}, what fits beside the weights")
+    if not args.pp * args.max_len <= args.kv_tokens <= most:
+        parser.error(f"--kv-tokens {args.kv_tokens}: must be at least {args.pp * args.max_len}, one request of --max-len "
+                     f"per micro-batch, and at most {most}, what fits beside the weights")
 
 
 def simulated_cost(args):
@@ -66,17 +65,17 @@ class SimulatedServer:
         self.cost, self.replicas = simulated_cost(args), args.replicas
         context, chunk = base_context(args.max_len), min(args.chunk, args.max_len)
         decode_s, chunk_s = self.cost.seconds([(0, context - 1, 1)] * BASE_BATCH), self.cost.seconds([(0, 0, chunk)])
-        self.base = Base(decode_s, chunk_s / chunk / args.pp / args.replicas, BASE_BATCH, context)
+        self.base = Base(decode_s, chunk_s / chunk, BASE_BATCH, context)
         device, gpus = self.cost.device, args.tp * args.pp * args.replicas
         replicas = f", {args.replicas} replicas" if args.replicas > 1 else ""
         self.machine = {"device": f"simulated: {gpus} x {device.name}, TP {args.tp} x PP {args.pp}{replicas}, "
                                   f"{args.cpu_ms:g} ms of CPU per iteration and stage",
                         "constants": asdict(device), "model": args.model, "dtype": "16 bits"}
-        micro_batches = args.pp * args.replicas
+        self.micro_batches = args.pp * args.replicas
         self.lines = f"constants: {device.source}\n"
-        if micro_batches > 1:
-            self.lines += (f"the batch is that of each of {micro_batches} micro-batches, the memory that of each of "
-                           f"{args.replicas} replicas\n")
+        if self.micro_batches > 1:
+            self.lines += (f"the batch is that of each of {self.micro_batches} micro-batches, the memory that of each "
+                           f"of {args.replicas} replicas\n")
 
     def serve(self, spec, arrivals, settings, hopeless=None, **more):
         """A simulated serving.Run; it takes no time worth cutting short, so `hopeless` is not asked."""

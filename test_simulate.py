@@ -269,7 +269,7 @@ def test_a_capacity_is_searched_on_a_simulated_machine(tmp_path, capsys):
         ("--simulate a100-80gb --cpu-ms -1", "--cpu-ms -1: must be at least 0"),
         ("--simulate a100-80gb --cpu-ms nan", "--cpu-ms nan: must be at least 0"),
         ("--simulate a100-80gb --kv-tokens 8191", "--kv-tokens 8191: must be at least 8192"),
-        ("--simulate a100-80gb --kv-tokens 400000", "--kv-tokens 400000: must be at most"),
+        ("--simulate a100-80gb --kv-tokens 400000", "--kv-tokens 400000: must be at least 8192"),
         ("--simulate a100-80gb --compile", "--compile: goes not with --simulate"),
         ("--simulate a100-80gb --dtype float32", "--dtype: goes not with --simulate"),
         ("--simulate a100-80gb --init-from gpt2", "--init-from: goes not with --simulate"),

@@ -16,6 +16,7 @@ import csv
 import io
 import math
 import reprlib
+from numbers import Real
 from pathlib import Path
 from statistics import NormalDist
 from typing import NamedTuple
@@ -115,8 +116,10 @@ def zipf_lengths(shortest, longest, theta, pd_ratio, count, seed):
     check_whole("longest", longest, least=shortest)
     check_whole("count", count, least=1)
     check_positive("pd_ratio", pd_ratio)
+    if not isinstance(theta, Real) or not 0 <= theta < math.inf:
+        raise ValueError(f"theta={theta!r}: must be a finite number of at least 0")
     places = np.arange(1, longest - shortest + 2)
-    odds = places ** -float(theta)
+    odds = places ** -theta
     totals = make_rng(4, seed).choice(places + shortest - 1, size=count, p=odds / odds.sum())
     output = np.rint(totals / (pd_ratio + 1)).clip(1, totals - 1).astype(int)
     return list(zip((totals - output).tolist(), output.tolist()))
