@@ -29,7 +29,7 @@ from metrics import find_stalls, percentiles, request_rows
 from scheduler import PRIORITIES
 from serving import (MAX_DELAY_S, SLOS, Hopeless, Settings, capacity, estimated_qps, measure_base, plan,
                      rate_point, serve, slo_seconds, specs, summarize)
-from simulated_server import SimulatedServer, add_simulation_options, check_simulation_options
+from simulated_server import THIS, FittedServer, SimulatedServer, add_simulation_options, check_simulation_options
 from workload import LENGTHS, fixed_lengths, poisson, prompts, read_trace, rescale, sample_lengths
 
 DEFAULTS = {  # option -> (on a CPU, on a GPU)
@@ -77,10 +77,10 @@ def parse_args(argv):
         add("--csv", "write a row for each request and policy", shown="none", metavar="FILE")
         add("--chrome-trace", "write what happened when, for https://ui.perfetto.dev", shown="none", metavar="FILE")
     args = parser.parse_args(argv[1:])
-    if args.simulate is None:
+    if args.simulate in (None, THIS):
         parser.check_model_options(args)
     parser.check_files(args, *files)
-    on_gpu = args.simulate is not None or args.device.startswith("cuda")
+    on_gpu = args.simulate not in (None, THIS) or args.device.startswith("cuda")
     for option in ("chunk", "batch", "max_len"):
         if getattr(args, option) is None:
             setattr(args, option, DEFAULTS[option][on_gpu])
@@ -341,7 +341,9 @@ def main(argv):
     arrivals = arrivals_at(args.qps if serving and (args.qps or args.trace) else 1.0)
     settings = Settings(args.chunk, args.batch, args.max_len, args.page_size[0], args.kv_tokens, args.max_waiting,
                         args.attention)
-    server = SimulatedServer(args) if args.simulate else Server(args, settings)
+    server = Server(args, settings) if args.simulate in (None, THIS) else SimulatedServer(args)
+    if args.simulate == THIS:
+        server = FittedServer(server, args)
     base, machine = server.base, server.machine
     tbt_slo_s = slo_seconds(args.slo, base)
     runs = plan(args.policies, args.page_size, settings, tbt_slo_s)

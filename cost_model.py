@@ -386,5 +386,5 @@ class FittedCost:
     def describe(self):
         """The law, in words."""
         base, token, decode, key, pair = (1e3 * coefficient for coefficient in self.law.law)
-        return (f"{base:.1f} ms, {token:.3f} per prefill token, {decode:.2f} per decode, {1e3 * key:.2f} per 1,000 "
-                f"keys of a decode,\n{1e3 * pair:.3f} per 1,000 pairs of a chunk")
+        return (f"{base:.1f} ms, {token:.3f} per prefill token,\n{decode:.2f} per decode, {1e3 * key:.2f} per 1,000 "
+                f"keys of a decode, {1e3 * pair:.3f} per 1,000 pairs of a chunk")

@@ -95,7 +95,7 @@ def sarathi_iterations(run, requests, cpu_s):
     for tokens, paper in ((128, 55), (256, 69.8), (257, 92.33)):
         rows.append([f"prompt of {tokens}", *beside(paper, 1e3 * cost.seconds([(0, 0, tokens)]))])
     tables.append(Table("S-F7", "tile quantization: one iteration", rows,
-                        f"{CPU} were set by what these three times leave on average; the steps are predicted."))
+                        f"{CPU} are what these three times leave on average;\nthe steps are predicted."))
     rows = [["decode token / prefill token", "paper", "simulated", "error"]]
     for batch, paper in ((1, 200), (2, 100), (18, 16.7)):
         prefill = cost.seconds([(0, 0, 1024)] * batch) / (1024 * batch)
@@ -106,7 +106,7 @@ def sarathi_iterations(run, requests, cpu_s):
         speedups = [f"{decode_speedup(cost, length, b):.1f}x" if b <= most else "-" for b in (2, 4, 6, 10, 18)]
         rows.append([f"context {length:,}", *speedups])
     tables.append(Table("S-F8", "decodes beside a chunk of 256 (paper: 2.8x to 10x, falling both ways)", rows,
-                        f"With {CPU}. B = 2 is one decode beside the chunk; the paper does not say its smallest."))
+                        f"With {CPU}. B = 2 is one decode beside the chunk;\nthe paper does not say its smallest."))
     rows = [["requests that fit", "paper", "simulated"]]
     for system, length, paper in ((A6000_13B, 1024, 18), (A6000_13B, 2048, 10), (A6000_13B, 3072, 6),
                                   (A100_33B, 1024, 10), (A100_33B, 2048, 5), (A100_33B, 3072, 3),

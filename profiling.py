@@ -13,7 +13,9 @@ import statistics
 import time
 from typing import NamedTuple
 
+from attention import make_attention
 from iteration_time import BatchShape
+from kv_cache import KVCache
 from model import FlatBatch, Span
 
 BASE_BATCH = 32
@@ -69,6 +71,27 @@ def time_iterations(model, cache, attention, cases, repeats=2):
             if repeat:
                 seconds.append(time.perf_counter() - start)
     return [Profiled(*case, statistics.median(seconds)) for case, seconds in zip(cases, samples)]
+
+
+def time_batches(model, cases, max_len, attention, repeats=2):
+    """A Profiled for each batch of `cases`, (prefill tokens, context, decodes), in a cache of its own.
+
+    Its pages of 64 tokens lie side by side. No chunk, context or their sum is longer than `max_len`.
+    """
+    page_size = min(64, max_len)
+    needed = [-(-context // page_size) * decodes + -(-max(prefill, context) // page_size)
+              for prefill, context, decodes in cases]
+    cache = KVCache(model.config, max(needed), page_size, model.device, model.dtype, max_len)
+    cases = [(prefill + decodes, context, decodes) for prefill, context, decodes in cases]
+    return time_iterations(model, cache, make_attention(model.config, cache, attention), cases, repeats)
+
+
+def cost_cases(max_len):
+    """The batches that cost_model.FittedCost is fitted to, as `time_batches` wants them."""
+    contexts = max(1, max_len // 8), max(1, 3 * max_len // 4)
+    cases = [(min(prefill, max_len), context, decodes)
+             for prefill in (0, 32, 256) for context in contexts for decodes in (0, 4, 16)]
+    return [case for case in cases if case[0] or case[2]] + [(min(512, max_len), max_len, 0)]
 
 
 def base_context(max_len):

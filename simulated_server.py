@@ -1,17 +1,19 @@
-"""A simulated machine for bench.py serve and bench.py capacity: the same loads and tables, no model.
+"""A simulated machine for bench.py serve and bench.py capacity: the same loads and tables, on a clock that only counts.
 
     python bench.py serve --simulate a100-80gb --model yi-34b --tp 2 --cpu-ms 5
+    python bench.py capacity --simulate this        seconds instead of the half hour that this machine would need
 
 Read first: simulator.py and cost_model.py. Read next: bench_serve.py.
 """
 
 from dataclasses import asdict
 
-from cost_model import DEVICES, GEOMETRIES, LINKS, cost_of
-from profiling import BASE_BATCH, base_context
+from cost_model import DEVICES, GEOMETRIES, LINKS, FittedCost, cost_of
+from profiling import BASE_BATCH, base_context, cost_cases, time_batches
 from serving import Base
 from simulator import simulate
 
+THIS = "this"  # the name of the machine that is here
 SIMULATED = ("tp", "pp", "replicas", "tp_link", "pp_link", "cpu_ms")  # options that only a simulated machine has
 REAL = ("init_from", "device", "dtype", "attention", "compile", "threads")  # and those that it has not
 
@@ -19,7 +21,8 @@ REAL = ("init_from", "device", "dtype", "attention", "compile", "threads")  # an
 def add_simulation_options(parser):
     """The options that put a simulated machine in the place of this one."""
     add = parser.add
-    add("--simulate", f"no model, but the times of a device: {', '.join(DEVICES)}", shown="none", metavar="DEVICE")
+    add("--simulate", f"count time as a device would take it: {', '.join(DEVICES)}, or {THIS}, which is fitted to a "
+        "profile of this machine", shown="none", metavar="DEVICE")
     add("--tp", "simulated GPUs that share each layer", 1, type=int)
     add("--pp", "simulated stages of a pipeline", 1, type=int)
     add("--replicas", "simulated copies of all that, which take from one line", 1, type=int)
@@ -30,11 +33,11 @@ def add_simulation_options(parser):
 
 def check_simulation_options(parser, args):
     """Exit with a message if one of these makes no sense, or goes only without or with --simulate. Sets kv_tokens."""
-    for option in SIMULATED if args.simulate is None else REAL:
+    here = args.simulate in (None, THIS)
+    for option in SIMULATED if here else REAL:
         if getattr(args, option) != parser.get_default(option):
-            goes = "only" if args.simulate is None else "not"
-            parser.error(f"--{option.replace('_', '-')}: goes {goes} with --simulate")
-    if args.simulate is None:
+            parser.error(f"--{option.replace('_', '-')}: goes {'only' if here else 'not'} with --simulate DEVICE")
+    if here:
         return
     if args.model not in GEOMETRIES:
         parser.error(f"--model {args.model}: with --simulate must be one of {', '.join(GEOMETRIES)}")
@@ -49,13 +52,29 @@ def check_simulation_options(parser, args):
         parser.error(str(error))
     args.kv_tokens = most if args.kv_tokens is None else args.kv_tokens
     if not args.pp * args.max_len <= args.kv_tokens <= most:
-        parser.error(f"--kv-tokens {args.kv_tokens}: must be at least {args.pp * args.max_len}, one request of --max-len "
+        parser.error(f"--kv-tokens {args.kv_tokens}: must be at least {args.pp * args.max_len}, a request of --max-len "
                      f"per micro-batch, and at most {most}, what fits beside the weights")
 
 
 def simulated_cost(args):
     """The CostModel of these options. Raises ValueError if one of them makes no sense."""
     return cost_of(args.model, args.simulate, args.tp, args.pp, args.tp_link, args.pp_link, args.cpu_ms / 1e3)
+
+
+class FittedServer:
+    """What a bench_serve.Server is, simulated with what a profile tells of it."""
+
+    micro_batches = 1
+
+    def __init__(self, server, args):
+        rows = time_batches(server.model, cost_cases(args.max_len), args.max_len, args.attention)
+        self.cost, self.base = FittedCost([(row.shape, row.seconds) for row in rows]), server.base
+        self.machine = server.machine | {"device": f"simulated: {server.machine['device']}", "law": self.cost.law.law}
+        self.lines = f"{server.lines}fitted to {len(rows)} batches: {self.cost.describe()}\n"
+
+    def serve(self, spec, arrivals, settings, hopeless=None, **more):
+        """A simulated serving.Run."""
+        return simulate(self.cost, spec, arrivals, settings, **more).run
 
 
 class SimulatedServer:

@@ -88,6 +88,14 @@ def test_only_stalls_longer_than_the_threshold_are_listed():
     assert [(s.request_id, s.seconds) for s in stalls] == [(0, 2.25), (2, 1.25)]
 
 
+def test_prefill_in_another_micro_batch_stalls_nobody():
+    mine = [an_iteration(i, i + 1.0, [chunk]) for i, chunk in enumerate([prefill(0, 3), decode(0), decode(0)])]
+    waiting = a_completion(0, [7], 0.0, token_times=[1.0, 2.0, 3.0])
+    for number, stalls in ((0, 1), (1, 0)):
+        other = an_iteration(1.25, 1.75, [prefill(1, 50)], micro_batch=number)
+        assert len(find_stalls([waiting], sorted([*mine, other], key=lambda i: i.start))) == stalls
+
+
 def test_a_stall_is_blamed_on_the_request_with_most_prefill_in_the_gap():
     def blamed(*chunks):
         iterations = [an_iteration(i, i + 1.0, [chunk]) for i, chunk in enumerate(chunks)]

@@ -15,6 +15,7 @@ import pytest
 
 import bench
 import bench_serve
+import simulated_server
 import validation
 from cost_model import A100, COLUMNS, GEOMETRIES, LINKS, PRESETS, CostModel, FittedCost, linear_seconds
 from figures_sarathi import A6000_13B, BEST_ORCA, PIPELINE, TP_ONLY, offline, throughput
@@ -22,6 +23,7 @@ from figures_serving import MAX_BATCH, STRICT, SYSTEMS, base_seconds, capacity_a
 from figures_serving import latencies_of, serving_capacity
 from iteration_time import BatchShape, IterationTime
 from metrics import summarize_latencies, summarize_run
+from profiling import Profiled
 from serving import Settings, serve
 from simulator import simulate
 from workload import poisson, sample_lengths, zipf_lengths
@@ -429,3 +431,40 @@ def test_validate_compares_batches_and_runs_with_this_machine(tmp_path, capsys, 
         assert measured == summarize_latencies(run.completions, run.seconds) and simulated["finished"] == 3
         row = next(row for row in runs if row[0] == f"{name}: tokens/s")
         assert row[1:3] == [f"{summary['tokens_per_s']:,.0f}" for summary in (measured, simulated)]
+
+
+# -----------------------------------------------------------------------------------------------------
+# this machine, and several at once
+
+
+def test_this_machine_is_simulated_with_the_law_of_its_profile(tmp_path, capsys, monkeypatch):
+    shapes = [BatchShape(n, d, d * 9, n * n) for n in (0, 8, 32) for d in (0, 2, 4) if n or d]
+    seconds = lambda shape: 0.5 + 0.25 * shape.prefill_tokens + 0.125 * shape.decodes
+    rows = [Profiled(0, 0, 0, seconds(shape)) for shape in shapes]
+    monkeypatch.setattr(Profiled, "shape", property(lambda row: shapes[rows.index(row)]))
+    monkeypatch.setattr(simulated_server, "time_batches", lambda *_: rows)
+    file = tmp_path / "this.json"
+    load = ["--lengths", "10+3", "--requests", "1", "--policies", "sarathi-serve", "--qps", "1", "--json", str(file)]
+    bench.main(["serve", *TINY, *load, "--simulate", "this"])
+    text, report = capsys.readouterr().out, json.loads(file.read_text())
+    assert text.startswith("simulated: ") and f"fitted to {len(rows)} batches" in text
+    row = report["runs"]["sarathi-serve"]
+    assert row["ttft_s"]["p50"] == pytest.approx(3.0, rel=1e-3) and row["tbt_s"]["max"] == pytest.approx(
+        0.625, rel=1e-3
+    )
+
+
+def test_all_micro_batches_are_counted_and_have_lanes_of_their_own(tmp_path, capsys):
+    report, trace = tmp_path / "two.json", tmp_path / "two.trace"
+    options = ["--pp", "2", "--replicas", "2", "--requests", "40", "--lengths", "900+30", "--qps", "50"]
+    files = ["--json", str(report), "--chrome-trace", str(trace), "--policies", "orca"]
+    bench.main(["serve", *YI, *options, *files])
+    assert "the batch is that of each of 4 micro-batches" in capsys.readouterr().out
+    assert json.loads(report.read_text())["runs"]["orca"]["running_peak"] == 40  # they come quicker than they end
+    lanes = {}
+    for event in json.loads(trace.read_text())["traceEvents"]:
+        if event["ph"] == "X" and event["pid"] == 1:
+            lanes.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
+    assert len(lanes) == 4
+    for slices in lanes.values():
+        assert all(end <= start for (_, end), (start, _) in zip(sorted(slices), sorted(slices)[1:]))

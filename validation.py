@@ -14,45 +14,33 @@ import statistics
 import torch
 
 import cli
-from attention import make_attention
 from cost_model import FittedCost
 from experiments import describe_machine
-from kv_cache import KVCache
 from metrics import summarize_latencies
-from profiling import BASE_BATCH, base_context, time_iterations
+from profiling import BASE_BATCH, base_context, cost_cases, time_batches
 from serving import Base, Settings, estimated_qps, serve
 from simulator import simulate
 from workload import poisson, prompts, sample_lengths
 
-CONTEXT, CHUNK, DECODES = 2048, 512, 16
-# (prefill tokens, context, decodes): the profile, and the grid between its points
-PROFILE = [(prefill, context, decodes) for prefill in (0, 32, 256) for context in (256, 1500)
-           for decodes in (0, 4, 16) if prefill or decodes] + [(512, 2048, 0)]
+MAX_LEN = 2048
+# (prefill tokens, context, decodes): what is predicted, and not in the profile
 GRID = [(prefill, context, decodes) for prefill in (0, 48, 96, 300, 512) for context in (64, 1000, 2000)
         for decodes in (0, 2, 6, 12, 16) if prefill or decodes]
 MOOD = [(0, 256, 4), (0, 256, 16), (128, 256, 4)]  # batches like those of a run, timed again around each
 POLICIES = ("sarathi-serve", "vllm")
 
 
-def time_batches(model, cases, attention, repeats=2):
-    """Seconds of each batch of `cases`, in pages of 64 tokens that lie side by side, and what was in it."""
-    page_size = 64
-    pages = -(-CONTEXT // page_size) * DECODES + -(-(CONTEXT + CHUNK) // page_size)
-    cache = KVCache(model.config, pages, page_size, model.device, model.dtype, CONTEXT + CHUNK)
-    cases = [(prefill + decodes, context, decodes) for prefill, context, decodes in cases]
-    return time_iterations(model, cache, make_attention(model.config, cache, attention), cases, repeats)
-
-
 def validate(args):
     """Print both comparisons, and return their numbers."""
     if args.threads:
         torch.set_num_threads(args.threads)
-    args.max_len = CONTEXT + CHUNK
+    args.max_len = MAX_LEN
     model = cli.load_model(args, "max_len")
-    machine = describe_machine(model, args, CHUNK)
+    machine = describe_machine(model, args, 512)
     print(cli.machine_lines(machine))
-    rows = time_batches(model, PROFILE + GRID, args.attention)  # in turn, so that both see the machine in the same mood
-    profile, grid = rows[: len(PROFILE)], rows[len(PROFILE) :]
+    cases = cost_cases(MAX_LEN)
+    rows = time_batches(model, cases + GRID, MAX_LEN, args.attention)  # in turn: both see the machine in the same mood
+    profile, grid = rows[: len(cases)], rows[len(cases) :]
     cost = FittedCost([(row.shape, row.seconds) for row in profile])
     seconds = sum(row.seconds for row in profile)
     print(f"this machine, fitted to {len(profile)} batches that take {seconds:.1f} s: {cost.describe()}\n")
@@ -92,9 +80,9 @@ def compare_runs(model, cost, args, count=32, rounds=3):
     tokens = prompts(arrivals, model.config.vocab_size, args.seed)
     found, scales = {policy: [] for policy in POLICIES}, []
     for policy in rounds * POLICIES:
-        rows = time_batches(model, MOOD, args.attention)
+        rows = time_batches(model, MOOD, MAX_LEN, args.attention)
         real = serve(model, (policy, {}), arrivals, tokens, settings)
-        rows += time_batches(model, MOOD, args.attention)
+        rows += time_batches(model, MOOD, MAX_LEN, args.attention)
         cost.law.scale = 1.0
         cost.law.scale = statistics.geometric_mean(row.seconds / cost.law.predict(row.shape) for row in rows)
         scales.append(cost.law.scale)
