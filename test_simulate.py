@@ -388,7 +388,8 @@ def test_a_fitted_cost_predicts_what_its_law_does():
     for batch, shape in zip(batches, shapes):
         assert cost.seconds(batch) == ours.predict(BatchShape(*shape)) == pytest.approx(law @ [1, *shape], rel=0.02)
         assert cost.stages(batch) == ([cost.seconds(batch)], 0.0)
-    assert cost.describe().startswith("3.0 ms, 0.100 per prefill token, 0.50 per decode, 1.00 per 1,000 keys")
+    words = " ".join(cost.describe().split())
+    assert words.startswith("3.0 ms, 0.100 per prefill token, 0.50 per decode, 1.00 per 1,000 keys")
 
 
 def test_a_summary_of_latencies_is_part_of_that_of_a_run():
