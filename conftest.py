@@ -98,7 +98,7 @@ def model(request):
     return tiny_model(*request.param)
 
 
-class Simulation:
+class VirtualRun:
     """A scheduler on a virtual clock: each batch takes `law(BatchShape)` seconds, times seeded noise and `slowdown`.
 
     After `run`, `token_times` holds the times of each request's tokens, `scheduled` those of all its chunks, and `log`

@@ -113,6 +113,8 @@ PRESETS = {
     "llama-13b": _llama1(40, 40, 5120, 13824),
     "llama-33b": _llama1(60, 52, 6656, 17920),
     "llama-65b": _llama1(80, 64, 8192, 22016),
+    "codellama-34b": GPTConfig("llama", 32000, 48, 64, 8192, n_kv_head=8, n_inner=22016, max_positions=16384,
+                               rope_theta=1000000.0),
     "llama2-70b": GPTConfig("llama", 32000, 80, 64, 8192, n_kv_head=8, n_inner=28672, max_positions=4096),
     "llama3-8b": GPTConfig("llama", 128256, 32, 32, 4096, n_kv_head=8, n_inner=14336, max_positions=8192,
                            rope_theta=500000.0),

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from conftest import Simulation, percentile
+from conftest import VirtualRun, percentile
 from iteration_time import BatchShape
 from kv_cache import Pages
 from scheduler import Request, make_scheduler
@@ -25,9 +25,9 @@ def work(seed, count=50, prompts=(100, 1500), outputs=(40, 120), arrival=0.0):
 
 
 def serve(seed, law=cpu, **options):
-    """(tokens per second, P99 TBT, Simulation) of requests that all are there from the start."""
+    """(tokens per second, P99 TBT, VirtualRun) of requests that all are there from the start."""
     requests = work(seed, COUNT[law])
-    simulation = Simulation("sarathi-serve", law, 0.03, seed, **options).run(requests)
+    simulation = VirtualRun("sarathi-serve", law, 0.03, seed, **options).run(requests)
     total = sum(request.prompt_len + request.max_new_tokens for request in requests)
     return total / simulation.now, percentile(simulation.tbt(), 99), simulation
 
@@ -54,7 +54,7 @@ def test_it_is_as_fast_as_the_best_static_budget_that_meets_the_same_slo(law, sl
 @LAWS
 def test_the_slo_is_kept_when_contexts_double_in_mid_run(law, slo, seed):
     first, second = work(seed, COUNT[law], (100, 700)), work(seed + 9, COUNT[law], (700, 1400))
-    simulation = Simulation("sarathi-serve", law, 0.03, seed, tbt_slo=slo, tile=16)
+    simulation = VirtualRun("sarathi-serve", law, 0.03, seed, tbt_slo=slo, tile=16)
     for request in second:
         request.id += len(first)
     simulation.run(first + second)
@@ -73,7 +73,7 @@ def test_the_slo_is_kept_when_contexts_double_in_mid_run(law, slo, seed):
 def test_a_machine_that_changes_speed_is_followed(law, slo, slowdown, seed):
     _, _, before = serve(seed, law, tbt_slo=slo, tile=16)
     change, requests = before.now / 2, work(seed, COUNT[law])
-    simulation = Simulation("sarathi-serve", law, 0.03, seed, tbt_slo=slo, tile=16)
+    simulation = VirtualRun("sarathi-serve", law, 0.03, seed, tbt_slo=slo, tile=16)
     simulation.run(requests, slowdown=lambda now: slowdown if now > change else 1.0)
     hybrid = [
         (at, seconds, shape) for at, seconds, shape, _ in simulation.log if shape.decodes and shape.prefill_tokens
@@ -91,7 +91,7 @@ def test_a_machine_that_changes_speed_is_followed(law, slo, slowdown, seed):
 
 @SEEDS
 def test_a_long_stretch_of_decodes_does_not_close_the_budget(seed):
-    simulation = Simulation("sarathi-serve", cpu, 0.03, seed, tbt_slo=SLO, tile=16)
+    simulation = VirtualRun("sarathi-serve", cpu, 0.03, seed, tbt_slo=SLO, tile=16)
     first = work(seed, 6, outputs=(600, 700))
     later = Request(99, [0] * 1500, 1500, 20, arrival=12.0)
     simulation.run([*first, later])
@@ -170,7 +170,7 @@ def test_the_budget_is_for_the_deepest_prefill():
 
 
 def test_a_clock_that_stands_still_teaches_nothing_and_stops_nothing():
-    simulation = Simulation("sarathi-serve", lambda shape: 0.0, tbt_slo=SLO)
+    simulation = VirtualRun("sarathi-serve", lambda shape: 0.0, tbt_slo=SLO)
     simulation.run(work(0, 8))
     assert all(len(times) >= 40 for times in simulation.token_times.values())
     assert simulation.scheduler.iteration_time.predict(BatchShape(9, 9, 9, 9)) == 0

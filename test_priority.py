@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import Simulation, percentile
+from conftest import VirtualRun, percentile
 from iteration_time import BatchShape
 from kv_cache import Pages
 from scheduler import PRIORITIES, Request, make_scheduler
@@ -30,7 +30,7 @@ PROFILE = [
 
 def simulation(policy="priority", law=linear, **options):
     """With a model of the iteration time that knows the law."""
-    return Simulation(policy, law, **(dict(profile=PROFILE) | options))
+    return VirtualRun(policy, law, **(dict(profile=PROFILE) | options))
 
 
 def request(id, priority=NORMAL, prompt_len=100, output=20, arrival=0.0, **targets):
