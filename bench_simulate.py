@@ -156,7 +156,8 @@ def fit(argv):
     tokens, times = read_products(args.file)
     fitted = fit_products(device, config, tokens, times, args.tp)
     smooth = fit_products(device, config, tokens, times, args.tp, tiles=(1,))
-    rows = [["constants", "TFLOP/s", "TB/s", "us to start", "tile", "of a layer: median", "its P90", "of each: median", "P90"]]
+    rows = [["constants", "TFLOP/s", "TB/s", "us to start", "tile", "of a layer: median", "its P90", "of each: median",
+             "P90"]]
     for name, its in (("fitted", fitted), ("fitted, without tiles", smooth), (device.name, device),
                       (f"{device.name}, without tiles", replace(device, tile=1))):
         errors = product_errors(its, config, tokens, times, args.tp)
