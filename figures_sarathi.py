@@ -121,44 +121,48 @@ def sarathi_iterations(run, requests, cpu_s):
 
 def sarathi_end_to_end(run, requests, cpu_s):
     """S-T4, S-F9 and S-F11: throughput of SARATHI and Orca over the baseline on one GPU."""
-    table_4 = [(A6000_13B, 1024, 6, 50, 5.45, 1.33), (A6000_13B, 2048, 6, 50, 3.26, 1.26),
-               (A6000_13B, 3072, 6, 50, 2.51, 1.22), (A100_33B, 1024, 10, 28, 3.83, 1.25),
-               (A100_33B, 2048, 5, 63, 4.25, 1.22), (A100_33B, 3072, 3, 127, 3.51, 1.14)]
-    figure_9 = [(chunk, pd) for chunk in (128, 256, 512) for pd in (4, 7, 14, 28, 56, 112)]
-    figure_11 = [(1024, 18, 1.27, 1.11), (2048, 10, 1.25, None), (3072, 6, 1.23, None)]
-    baseline, sarathi = ("request-level", {}), ("sarathi", {})
-    ratios = (7, 14, 28, 56, 112)
-    jobs = [(system, spec, batch, length, pd, 256) for system, length, batch, pd, *_ in table_4
-            for spec in (baseline, sarathi)]
-    jobs += [(A6000_13B, spec, 18, 1024, pd, chunk) for chunk, pd in figure_9 for spec in (baseline, sarathi)]
-    jobs += [(A6000_13B, spec, batch, length, 256 / (batch - 1), 256) for length, batch, *_ in figure_11
-             for spec in (baseline, sarathi, BEST_ORCA)]
-    jobs += [(A6000_13B, spec, 18, 1024, pd, 256) for pd in ratios for spec in (baseline, BEST_ORCA)]
-    results = iter(run(throughput, jobs))
+    table_4 = {(A6000_13B, 6, 1024, 50, 256): (5.45, 1.33), (A6000_13B, 6, 2048, 50, 256): (3.26, 1.26),
+               (A6000_13B, 6, 3072, 50, 256): (2.51, 1.22), (A100_33B, 10, 1024, 28, 256): (3.83, 1.25),
+               (A100_33B, 5, 2048, 63, 256): (4.25, 1.22), (A100_33B, 3, 3072, 127, 256): (3.51, 1.14)}
+    chunks, ratios = (128, 256, 512), (4, 7, 14, 28, 56, 112)
+    figure_9 = [(A6000_13B, 18, 1024, pd, chunk) for chunk in chunks for pd in ratios]
+    figure_11 = {(A6000_13B, batch, length, 256 / (batch - 1), 256): paper for batch, length, paper in (
+        (18, 1024, (1.27, 1.11)), (10, 2048, (1.25, None)), (6, 3072, (1.23, None)))}
+    peaks = [case for case in figure_9 if case[-1] == 256]
+
+    specs = {"baseline": ("request-level", {}), "sarathi": ("sarathi", {}), "orca": BEST_ORCA}
+    wanted = [(case, name) for case in (*table_4, *figure_9, *figure_11) for name in ("baseline", "sarathi")]
+    wanted += [(case, "orca") for case in (*figure_11, *peaks)]
+    found = dict(zip(wanted, run(throughput, [(case[0], specs[name], *case[1:]) for case, name in wanted])))
+
+    def gain(case, name="sarathi"):
+        return found[case, name] / found[case, "baseline"]
+
     rows = [["", "decode speedup", "simulated", "error", "throughput gain", "simulated", "error"]]
-    for system, length, batch, pd, speedup, gain in table_4:
-        base, ours = next(results), next(results)
-        name = f"{system.model}, {length // 1024}K, B {batch}, P:D {pd}"
-        rows.append([name, *beside(speedup, decode_speedup(system.cost(NANOGPT_CPU_S), length, batch)),
-                     *beside(gain, ours / base)])
+    for case, (speedup, paper) in table_4.items():
+        system, batch, length, pd, _ = case
+        rows.append([f"{system.model}, {length // 1024}K, B {batch}, P:D {pd}",
+                     *beside(speedup, decode_speedup(system.cost(NANOGPT_CPU_S), length, batch)),
+                     *beside(paper, gain(case))])
     tables = [Table("S-T4", "peak gains with chunks of 256 (A6000: 13B; A100: 33B)", rows, f"With {CPU}.")]
-    gains = {key: 1 / next(results) * next(results) for key in figure_9}
-    rows = [["gain at 1K, B = 18", *(f"P:D {pd}" for pd in sorted({pd for _, pd in figure_9}))]]
-    rows += [[f"chunk {chunk}", *(f"{gain:.2f}x" for key, gain in gains.items() if key[0] == chunk)]
-             for chunk in (128, 256, 512)]
+
+    rows = [["gain at 1K, B = 18", *(f"P:D {pd}" for pd in ratios)]]
+    for chunk in chunks:
+        rows.append([f"chunk {chunk}", *(f"{gain(case):.2f}x" for case in figure_9 if case[-1] == chunk)])
     tables.append(Table("S-F9", "gain over P:D (paper: 1.27x at P:D 14 with 256, 1.23x at 28 with 512, lower with 128)",
                         rows, f"The peak should be at P:D = C / (B - 1): 7.5, 15 and 30. With {CPU}."))
+
     rows = [["gain at P:D = 256 / (B - 1)", "paper", "simulated", "error", "Orca best case", "simulated", "error"]]
-    for length, batch, ours, best in figure_11:
-        base, sarathi, orca = next(results), next(results), next(results)
-        rows.append([f"{length // 1024}K, B {batch}", *beside(ours, sarathi / base),
-                     *(beside(best, orca / base) if best else ["near 1", f"{orca / base:.2f}", ""])])
-    over = {pd: 1 / next(results) * next(results) for pd in ratios}
-    best = max(over, key=over.get)
-    rows.append([f"1K, Orca's peak (S-F11b), P:D {best}", "", "", "", *beside(1.11, over[best])])
+    for case, (ours, best) in figure_11.items():
+        orca = gain(case, "orca")
+        rows.append([f"{case[2] // 1024}K, B {case[1]}", *beside(ours, gain(case)),
+                     *(beside(best, orca) if best else ["near 1", f"{orca:.2f}", ""])])
+    peak = max(peaks, key=lambda case: gain(case, "orca"))
+    rows.append([f"1K, Orca's peak (S-F11b), P:D {peak[3]}", "", "", "", *beside(1.11, gain(peak, "orca"))])
     tables.append(Table("S-F11", "SARATHI and Orca's best case over the baseline", rows,
                         "Orca's worst case is the baseline. A prompt of 960 rounds up to a tile alone, but not with 17 "
-                        "others; so\nwhole prompts one by one lose what the baseline's batch of prompts does not."))
+                        "others; so\nwhole prompts one by one lose what the baseline's batch of prompts does not.\n"
+                        f"With {CPU}."))
     return tables
 
 

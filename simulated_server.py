@@ -56,6 +56,13 @@ def check_simulation_options(parser, args):
                      f"per micro-batch, and at most {most}, what fits beside the weights")
 
 
+def base_of(cost, max_len, chunk):
+    """The serving.Base of a simulated machine, as serving.measure_base measures that of a real one."""
+    context, chunk = base_context(max_len), min(chunk, max_len)
+    decode_s, chunk_s = cost.seconds([(0, context - 1, 1)] * BASE_BATCH), cost.seconds([(0, 0, chunk)])
+    return Base(decode_s, chunk_s / chunk, BASE_BATCH, context)
+
+
 def simulated_cost(args):
     """The CostModel of these options. Raises ValueError if one of them makes no sense."""
     return cost_of(args.model, args.simulate, args.tp, args.pp, args.tp_link, args.pp_link, args.cpu_ms / 1e3)
@@ -82,9 +89,7 @@ class SimulatedServer:
 
     def __init__(self, args):
         self.cost, self.replicas = simulated_cost(args), args.replicas
-        context, chunk = base_context(args.max_len), min(args.chunk, args.max_len)
-        decode_s, chunk_s = self.cost.seconds([(0, context - 1, 1)] * BASE_BATCH), self.cost.seconds([(0, 0, chunk)])
-        self.base = Base(decode_s, chunk_s / chunk, BASE_BATCH, context)
+        self.base = base_of(self.cost, args.max_len, args.chunk)
         device, gpus = self.cost.device, args.tp * args.pp * args.replicas
         replicas = f", {args.replicas} replicas" if args.replicas > 1 else ""
         self.machine = {"device": f"simulated: {gpus} x {device.name}, TP {args.tp} x PP {args.pp}{replicas}, "

@@ -17,8 +17,9 @@ import cli
 from cost_model import FittedCost
 from experiments import describe_machine
 from metrics import summarize_latencies
-from profiling import BASE_BATCH, base_context, cost_cases, time_batches
-from serving import Base, Settings, estimated_qps, serve
+from profiling import cost_cases, time_batches
+from serving import Settings, estimated_qps, serve
+from simulated_server import base_of
 from simulator import simulate
 from workload import poisson, prompts, sample_lengths
 
@@ -72,9 +73,7 @@ def compare_runs(model, cost, args, count=32, rounds=3):
     its numbers."""
     settings = Settings(128, 32, 1024, 64, 10 * 1024, attention=args.attention)
     lengths = sample_lengths("sharegpt4", count, settings.max_len, args.seed)
-    context = base_context(settings.max_len)
-    decode, chunk = cost.seconds([(0, context - 1, 1)] * BASE_BATCH), cost.seconds([(0, 0, settings.chunk)])
-    base = Base(decode, chunk / settings.chunk, BASE_BATCH, context)
+    base = base_of(cost, settings.max_len, settings.chunk)
     qps = float(f"{estimated_qps(base, poisson(lengths, 1.0, args.seed)) / 2:.2g}")
     arrivals = poisson(lengths, qps, args.seed)
     tokens = prompts(arrivals, model.config.vocab_size, args.seed)
