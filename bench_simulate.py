@@ -1,6 +1,6 @@
 """The papers' experiments on machines that are not here, from a cost model.
 
-    python bench.py simulate                      every claim that needs more than one GPU, paper beside simulated
+    python bench.py simulate                      the claims that need the papers' GPUs, paper beside simulated
     python bench.py simulate --only pipeline      one of them
     python bench.py simulate --validate           the cost model against the engine on this machine
     python bench.py simulate fit times.csv        the constants of a device, from measured times of matrix products
@@ -36,14 +36,20 @@ EXPERIMENTS = {
     "pipeline": sarathi_pipeline, "capacity": serving_capacity, "slo": capacity_against_slo, "nodes": across_nodes,
     "ablation": ablation, "post": post,
 }
+CLAIMS = {
+    "sarathi": "S-T2, F3, F7, F8, §4.3.1", "throughput": "S-T4, F9, F11", "bubbles": "SS-F8", "pipeline": "S-F12",
+    "capacity": "SS-F10, F11", "slo": "SS-F12", "nodes": "SS-F13", "ablation": "SS-T4", "post": "B-7",
+}
 DRAWN = ("bubbles", "pipeline", "capacity", "slo")
 
 
 def parse_args(argv):
     """The options after "simulate", checked. Exits with a message for one that makes no sense."""
-    parser = cli.OptionParser(prog="bench.py simulate", description=__doc__.split("\n\n")[0])
+    parser = cli.OptionParser(prog="bench.py simulate", description=__doc__.split("\n\n")[0],
+                              epilog="bench.py simulate fit FILE.csv calibrates a device, see its own --help")
     add = parser.add
-    add("--only", f"comma-separated, from {', '.join(EXPERIMENTS)}", shown="all")
+    names = ", ".join(f"{name} ({what})" for name, what in CLAIMS.items())
+    add("--only", f"comma-separated, from {names}", shown="all")
     add("--requests", "requests in each run of the serving experiments", 512, type=int)
     add("--cpu-ms", "what an iteration costs each stage on the CPU in the experiments of Sarathi-Serve, in ms", 10.0,
         type=float)
@@ -52,7 +58,7 @@ def parse_args(argv):
         action="store_true")
     parser.add_model_options("llama-160m, for --validate")
     add("--json", "write all that is printed", shown="none", metavar="FILE")
-    add("--plot", "draw pipelines, bubbles and capacities, in files whose names begin like this", shown="none",
+    add("--plot", "draw pipelines, bubbles and capacities: name.png makes name-SS-F8.png and others", shown="none",
         metavar="FILE")
     add("--chrome-trace", "write the two-stage pipeline, for https://ui.perfetto.dev", shown="none", metavar="FILE")
     args = parser.parse_args(argv)

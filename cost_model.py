@@ -1,7 +1,7 @@
 """How long an iteration takes on a machine that is not here: sums over a few constants of the device.
 
     cost = CostModel(GEOMETRIES["yi-34b"], DEVICES["a100-80gb"], tp=2)
-    cost.stages(batch)      seconds of each pipeline stage for a list of chunks (request, start, length)
+    cost.stages(batch)      seconds of each pipeline stage for chunks (request, start, length), and of a hop to the next
 
 An operation of a layer takes as long as its arithmetic at the device's rate or its bytes at the memory's bandwidth,
 whichever is longer (Sarathi-Serve §3.1, T = max(T_math, T_mem)), and a few microseconds to start and to drain. The rows
@@ -240,7 +240,10 @@ class CostModel:
         return self.pp_link.step_s + BYTES * tokens * self.config.n_embd / bandwidth
 
     def stages(self, batch):
-        """Seconds that each stage works on a batch of (request, start, length), a list; and seconds of a hop."""
+        """Seconds that each stage works on a batch of (request, start, length), a list; and seconds of a hop.
+
+        A chunk of one token costs what a decode does, whatever it is.
+        """
         tokens = keys = 0
         attention = 0.0
         for _, start, length in batch:

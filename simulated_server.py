@@ -9,6 +9,7 @@ Read first: simulator.py and cost_model.py. Read next: bench_serve.py.
 from dataclasses import asdict
 
 from cost_model import DEVICES, GEOMETRIES, LINKS, FittedCost, cost_of
+from model import PRESETS
 from profiling import BASE_BATCH, base_context, cost_cases, time_batches
 from serving import Base
 from simulator import simulate
@@ -21,8 +22,10 @@ REAL = ("init_from", "device", "dtype", "attention", "compile", "threads")  # an
 def add_simulation_options(parser):
     """The options that put a simulated machine in the place of this one."""
     add = parser.add
-    add("--simulate", f"count time as a device would take it: {', '.join(DEVICES)}, or {THIS}, which is fitted to a "
-        "profile of this machine", shown="none", metavar="DEVICE")
+    more = ", ".join(name for name in GEOMETRIES if name not in PRESETS)
+    add("--simulate", f"count time as a device would take it: {', '.join(DEVICES)}; or {THIS}, fitted to a profile of "
+        f"this machine. With a DEVICE --model is required, may also be {more}, and --kv-tokens is all that fits",
+        shown="none", metavar="DEVICE")
     add("--tp", "simulated GPUs that share each layer", 1, type=int)
     add("--pp", "simulated stages of a pipeline", 1, type=int)
     add("--replicas", "simulated copies of all that, which take from one line", 1, type=int)
@@ -39,6 +42,8 @@ def check_simulation_options(parser, args):
             parser.error(f"--{option.replace('_', '-')}: goes {'only' if here else 'not'} with --simulate DEVICE")
     if here:
         return
+    if args.simulate not in DEVICES:
+        parser.error(f"--simulate {args.simulate}: must be one of {', '.join(DEVICES)}, {THIS}")
     if args.model not in GEOMETRIES:
         parser.error(f"--model {args.model}: with --simulate must be one of {', '.join(GEOMETRIES)}")
     if not 0 <= args.cpu_ms < float("inf"):

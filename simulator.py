@@ -69,18 +69,20 @@ class Simulated:
 class Pipeline:
     """One replica: when each of its stages has finished all that has entered, and how long each has worked.
 
-    `idle` are the micro-batches that have no requests, and `since` is when the last one that had none got some.
+    `idle` are the micro-batches without requests, `all_busy_since` when there last ceased to be any.
     """
 
     def __init__(self, number, stages):
-        self.number, self.free, self.busy, self.idle, self.since = number, [0.0] * stages, [0.0] * stages, set(), 0.0
+        self.number, self.free, self.busy = number, [0.0] * stages, [0.0] * stages
+        self.idle, self.all_busy_since = set(), 0.0
 
     def enter(self, now, seconds, hop):
         """Send a batch through that takes seconds[s] on stage s. Returns [(start, end, bubble)] of the stages."""
         spans, free, time = [], self.free, now
         for stage, duration in enumerate(seconds):
             idle = time - free[stage]
-            bubble = idle if idle > 0.0 and free[stage] > self.since and not self.idle else 0.0
+            all_busy = not self.idle and free[stage] > self.all_busy_since  # else there was too little to do
+            bubble = idle if idle > 0.0 and all_busy else 0.0
             time = max(time, free[stage])  # the stage may still be at work
             free[stage] = end = time + duration
             self.busy[stage] += duration
@@ -125,7 +127,7 @@ class Simulation:
         self.cost, self.arrivals, self.settings, self.progress = cost, arrivals, settings, progress
         self.recording, self.keeps_timeline = record, timeline
         self.now, self.seconds, self.line = 0.0, 0.0, None
-        self.ready, self.idle = [], deque()  # a heap of (time, place in the line, micro-batch); those without work
+        self.ready, self.idle = [], deque()  # a heap, see _push; micro-batches without work
         self.turn = 0
         self.schedulers = []
         self.pipelines = [Pipeline(number, cost.pp) for number in range(replicas)]
@@ -148,7 +150,10 @@ class Simulation:
         self.position = self.refused = self.batches = self.tokens = 0
 
     def _push(self, time, micro_batch):
-        """Let it go on at that time, after all that may go on earlier, or were told so before."""
+        """Let it go on at that time, after all that may go on earlier, or were told so before.
+
+        The second time and the turn are its place in the line, which it keeps if it finds the first stage at work.
+        """
         heapq.heappush(self.ready, (time, time, self.turn, micro_batch))
         self.turn += 1
 
@@ -207,12 +212,12 @@ class Simulation:
             self._wake(self.now)  # what it left, or preempted, is for the others
         if micro_batch.number in pipeline.idle:
             pipeline.idle.remove(micro_batch.number)
-            pipeline.since = self.now
+            pipeline.all_busy_since = self.now
         seconds, hop = self.cost.stages(batch)
         spans = pipeline.enter(self.now, seconds, hop)
         end = spans[-1][1]
         self._push(end, micro_batch)
-        scheduler.observe(batch, end - self.now)
+        scheduler.observe(batch, end - self.now)  # with what it waits for stages: a TBT has that, too
         if self.recording or self.keeps_timeline:
             chunks = [(request.id, length, request.is_decoding) for request, _, length in batch]
         if self.keeps_timeline:
@@ -265,7 +270,7 @@ def bubble_kinds(stage_runs):
         stage, micro_batch = (run.replica, run.stage), run.micro_batch
         prefill = any(not is_decode for _, _, is_decode in run.chunks)
         if run.bubble:  # the first stage waits for this micro-batch to leave the last one, others for this batch
-            awaited = prefill if run.stage else last[micro_batch]
-            kinds.append((run, ("PB3", "PB2", "PB1")[awaited + done[stage]]))
+            awaited, before = prefill if run.stage else last[micro_batch], done[stage]
+            kinds.append((run, "PB1" if awaited and before else "PB2" if awaited or before else "PB3"))
         done[stage] = last[micro_batch] = prefill
     return kinds
