@@ -83,7 +83,7 @@ def test_every_claim_is_printed_and_written_alike(tmp_path, capsys):
     assert [file.name for file in tmp_path.glob("*.png")] == ["picture-SS-F8.png"]
     assert (tmp_path / "picture-SS-F8.png").read_bytes().startswith(b"\x89PNG")
     names = [e["args"]["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "process_name"]
-    assert names == ["orca: replica 1", "sarathi-serve: replica 1"]
+    assert names == ["orca-best: replica 1", "sarathi-serve: replica 1"]
 
 
 def test_sarathi_has_shorter_bubbles_than_orca_of_every_kind(capsys):
