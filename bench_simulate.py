@@ -31,14 +31,11 @@ from simulated_server import REAL
 # -----------------------------------------------------------------------------------------------------
 # the report
 
-EXPERIMENTS = {
-    "sarathi": sarathi_iterations, "throughput": sarathi_end_to_end, "bubbles": bubble_example,
-    "pipeline": sarathi_pipeline, "capacity": serving_capacity, "slo": capacity_against_slo, "nodes": across_nodes,
-    "ablation": ablation, "post": post,
-}
-CLAIMS = {
-    "sarathi": "S-T2, F3, F7, F8, §4.3.1", "throughput": "S-T4, F9, F11", "bubbles": "SS-F8", "pipeline": "S-F12",
-    "capacity": "SS-F10, F11", "slo": "SS-F12", "nodes": "SS-F13", "ablation": "SS-T4", "post": "B-7",
+EXPERIMENTS = {  # name -> (function, claims)
+    "sarathi": (sarathi_iterations, "S-T2, F3, F7, F8, §4.3.1"), "throughput": (sarathi_end_to_end, "S-T4, F9, F11"),
+    "bubbles": (bubble_example, "SS-F8"), "pipeline": (sarathi_pipeline, "S-F12"),
+    "capacity": (serving_capacity, "SS-F10, F11"), "slo": (capacity_against_slo, "SS-F12"),
+    "nodes": (across_nodes, "SS-F13"), "ablation": (ablation, "SS-T4"), "post": (post, "B-7"),
 }
 DRAWN = ("bubbles", "pipeline", "capacity", "slo")
 
@@ -48,7 +45,7 @@ def parse_args(argv):
     parser = cli.OptionParser(prog="bench.py simulate", description=__doc__.split("\n\n")[0],
                               epilog="bench.py simulate fit FILE.csv calibrates a device, see its own --help")
     add = parser.add
-    names = ", ".join(f"{name} ({what})" for name, what in CLAIMS.items())
+    names = ", ".join(f"{name} ({what})" for name, (_, what) in EXPERIMENTS.items())
     add("--only", f"comma-separated, from {names}", shown="all")
     add("--requests", "requests in each run of the serving experiments", 512, type=int)
     add("--cpu-ms", "what an iteration costs each stage on the CPU in the experiments of Sarathi-Serve, in ms", 10.0,
@@ -117,7 +114,8 @@ def report(args):
     began, tables = time.perf_counter(), []
     with ProcessPoolExecutor(args.processes) as pool:
         for name in args.only:
-            found = EXPERIMENTS[name](partial(run_all, pool, name), args.requests, args.cpu_ms / 1e3)
+            experiment, _ = EXPERIMENTS[name]
+            found = experiment(partial(run_all, pool, name), args.requests, args.cpu_ms / 1e3)
             print_tables(found)
             tables += found
     print(f"took {time.perf_counter() - began:.0f} s")

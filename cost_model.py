@@ -124,6 +124,11 @@ def cost_of(model, device="a100-80gb", tp=1, pp=1, tp_link=None, pp_link=None, c
                      model in PARALLEL_BLOCKS)
 
 
+def heads_per_gpu(config, tp):
+    """(query heads, KV heads) that each of `tp` GPUs has; KV heads are repeated where there are fewer than GPUs."""
+    return config.n_head // tp, max(1, config.n_kv_head // tp)
+
+
 def matrices(config, tp=1):
     """The four matrix products of a layer on one of `tp` GPUs: name -> (rows of the weight, columns).
 
@@ -136,17 +141,21 @@ def matrices(config, tp=1):
             raise ValueError(f"tp={tp}: must divide {field}={getattr(config, field)}")
     if config.n_kv_head % tp and tp % config.n_kv_head:
         raise ValueError(f"tp={tp}: must divide n_kv_head={config.n_kv_head}, or be a multiple of it")
-    heads, kv_heads = config.n_head // tp, max(1, config.n_kv_head // tp)
+    heads, kv_heads = heads_per_gpu(config, tp)
     gates = 2 if config.family == "llama" else 1
     return {"preproj": (config.n_embd, (heads + 2 * kv_heads) * config.head_dim),
             "postproj": (heads * config.head_dim, config.n_embd),
             "ffn_ln1": (config.n_embd, gates * config.n_inner // tp), "ffn_ln2": (config.n_inner // tp, config.n_embd)}
 
 
+def whole_tiles(rows, tile):
+    """The rows, or an array of them, rounded up to a multiple of the tile."""
+    return -(-rows // tile) * tile
+
+
 def product_seconds(device, tokens, rows, columns):
     """Seconds of (tokens, rows) times (rows, columns): computing in whole tiles, or moving its bytes."""
-    padded = -(-tokens // device.tile) * device.tile
-    math_s = 2 * padded * rows * columns / device.flops_per_s
+    math_s = 2 * whole_tiles(tokens, device.tile) * rows * columns / device.flops_per_s
     return device.op_s + max(math_s, BYTES * (rows * columns + tokens * (rows + columns)) / device.bytes_per_s)
 
 
@@ -179,7 +188,7 @@ class CostModel:
         self.layers = config.n_layer // pp
         self.all_reduces = 1 if parallel_block else 2
         self.matrices = matrices(config, tp)
-        heads, kv_heads = config.n_head // tp, max(1, config.n_kv_head // tp)
+        heads, kv_heads = heads_per_gpu(config, tp)
         self.kv_bytes = 2 * kv_heads * config.head_dim * BYTES  # of a token in one layer on one GPU
         self._pair_s = 4 * heads * config.head_dim / device.attention_flops_per_s
         self._key_s = self.kv_bytes / device.attention_bytes_per_s
@@ -212,7 +221,7 @@ class CostModel:
         config, device = self.config, self.device
         qkv, inner = self.matrices["preproj"][1], self.matrices["ffn_ln1"][1]
         traffic = BYTES * tokens * (8 * config.n_embd + 2 * qkv + 2 * inner)  # norms and sums; rotation; activation
-        return {"linear": sum(product_seconds(device, tokens, *shape) for shape in self.matrices.values()),
+        return {"linear": sum(linear_seconds(config, device, tokens, self.tp).values()),
                 "others": 5 * device.op_s + traffic / device.bytes_per_s,  # two norms, rotation, activation, sum
                 "all_reduce": self.all_reduces * self.all_reduce_seconds(tokens)}
 
@@ -227,7 +236,7 @@ class CostModel:
     def chunk_seconds(self, start, length):
         """Seconds of one layer's attention for a chunk: its queries, in whole tiles, with all before them and half of
         themselves; or reading its keys and values, if that takes longer."""
-        padded = -(-length // self.device.tile) * self.device.tile
+        padded = whole_tiles(length, self.device.tile)
         return self.device.op_s + max(self._pair_s * padded * (start + length / 2), self._key_s * (start + length))
 
     def head_seconds(self, rows):
@@ -323,8 +332,8 @@ def read_products(file):
 
 def product_errors(device, config, tokens, times, tp=1):
     """|predicted / measured - 1| of the sum of a layer's products, and of each: {"layer", name -> array}."""
-    predicted = {name: np.array([product_seconds(device, int(n), *shape) for n in tokens])
-                 for name, shape in matrices(config, tp).items()}
+    rows = [linear_seconds(config, device, int(n), tp) for n in tokens]
+    predicted = {name: np.array([row[name] for row in rows]) for name in rows[0]}
     errors = {name: abs(predicted[name] / times[name] - 1) for name in predicted}
     return {"layer": abs(sum(predicted.values()) / sum(times.values()) - 1)} | errors
 
@@ -344,7 +353,7 @@ def fit_products(device, config, tokens, times, tp=1, tiles=(1, 32, 64, 128, 256
     moved = BYTES * (weights + tokens * shapes.sum(axis=1)[:, None])
     best = (math.inf, None)
     for tile in tiles:
-        math_work = 2 * (-(-tokens // tile) * tile) * weights
+        math_work = 2 * whole_tiles(tokens, tile) * weights
         rate, bandwidth, start = (math_work / measured).max(), (moved / measured).max(), measured.min()
         spans, found = [(rate / 2, rate), (bandwidth / 2, 2 * bandwidth), (0.0, start)], (math.inf, None)
         for _ in range(10):

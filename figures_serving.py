@@ -11,8 +11,9 @@ from functools import cache, partial
 
 from figures_sarathi import System, Table, beside
 from metrics import meets_slo, summarize_latencies
-from profiling import BASE_BATCH, RELAXED, STRICT, base_context
+from profiling import BASE_BATCH, RELAXED, STRICT
 from serving import MAX_DELAY_S, Settings, capacity
+from simulated_server import base_seconds
 from simulator import simulate
 from workload import LENGTHS, Arrival, poisson, sample_lengths
 
@@ -33,11 +34,6 @@ MAX_BATCH = 128
 def serving_settings(cost, max_len, chunk, batch):
     """All the memory there is, in pages of 64."""
     return Settings(chunk, batch, max_len, 64, cost.kv_tokens())
-
-
-def base_seconds(cost, max_len=8192):
-    """The decode iteration that SLOs are multiples of, SS-§5.1."""
-    return cost.seconds([(0, base_context(max_len) - 1, 1)] * BASE_BATCH)
 
 
 def serve_at(cost, spec, settings, lengths, qps, seed=0):

@@ -61,32 +61,20 @@ def check_simulation_options(parser, args):
                      f"per micro-batch, and at most {most}, what fits beside the weights")
 
 
+def base_seconds(cost, max_len=8192):
+    """Seconds of the decode iteration that SLOs are multiples of, Sarathi-Serve §5.1."""
+    return cost.seconds([(0, base_context(max_len) - 1, 1)] * BASE_BATCH)
+
+
 def base_of(cost, max_len, chunk):
     """The serving.Base of a simulated machine, as serving.measure_base measures that of a real one."""
-    context, chunk = base_context(max_len), min(chunk, max_len)
-    decode_s, chunk_s = cost.seconds([(0, context - 1, 1)] * BASE_BATCH), cost.seconds([(0, 0, chunk)])
-    return Base(decode_s, chunk_s / chunk, BASE_BATCH, context)
+    chunk = min(chunk, max_len)
+    return Base(base_seconds(cost, max_len), cost.seconds([(0, 0, chunk)]) / chunk, BASE_BATCH, base_context(max_len))
 
 
 def simulated_cost(args):
     """The CostModel of these options. Raises ValueError if one of them makes no sense."""
     return cost_of(args.model, args.simulate, args.tp, args.pp, args.tp_link, args.pp_link, args.cpu_ms / 1e3)
-
-
-class FittedServer:
-    """What a bench_serve.Server is, simulated with what a profile tells of it."""
-
-    micro_batches = 1
-
-    def __init__(self, server, args):
-        rows = time_batches(server.model, cost_cases(args.max_len), args.max_len, args.attention)
-        self.cost, self.base = FittedCost([(row.shape, row.seconds) for row in rows]), server.base
-        self.machine = server.machine | {"device": f"simulated: {server.machine['device']}", "law": self.cost.law.law}
-        self.lines = f"{server.lines}fitted to {len(rows)} batches: {self.cost.describe()}\n"
-
-    def serve(self, spec, arrivals, settings, hopeless=None, **more):
-        """A simulated serving.Run."""
-        return simulate(self.cost, spec, arrivals, settings, **more).run
 
 
 class SimulatedServer:
@@ -109,3 +97,15 @@ class SimulatedServer:
     def serve(self, spec, arrivals, settings, hopeless=None, **more):
         """A simulated serving.Run; it takes no time worth cutting short, so `hopeless` is not asked."""
         return simulate(self.cost, spec, arrivals, settings, replicas=self.replicas, **more).run
+
+
+class FittedServer(SimulatedServer):
+    """What a bench_serve.Server is, simulated with what a profile tells of it."""
+
+    micro_batches = replicas = 1
+
+    def __init__(self, server, args):
+        rows = time_batches(server.model, cost_cases(args.max_len), args.max_len, args.attention)
+        self.cost, self.base = FittedCost([(row.shape, row.seconds) for row in rows]), server.base
+        self.machine = server.machine | {"device": f"simulated: {server.machine['device']}", "law": self.cost.law.law}
+        self.lines = f"{server.lines}fitted to {len(rows)} batches: {self.cost.describe()}\n"

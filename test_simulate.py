@@ -347,6 +347,7 @@ def test_the_gain_is_largest_where_every_chunk_has_its_decodes(chunk):
 def test_zipf_lengths():
     uniform, some, many = (zipf_lengths(100, 400, theta, 10, 4000, 7) for theta in (0, 0.4, 1.0))
     assert some == zipf_lengths(100, 400, 0.4, 10, 4000, 7) != zipf_lengths(100, 400, 0.4, 10, 4000, 8)
+    assert many == zipf_lengths(100, 400, 1, 10, 4000, 7)  # a whole number will do
     totals = [np.array([sum(pair) for pair in lengths]) for lengths in (uniform, some, many)]
     for lengths, total in zip((uniform, some, many), totals):
         assert total.min() >= 100 and total.max() <= 400

@@ -119,7 +119,7 @@ def zipf_lengths(shortest, longest, theta, pd_ratio, count, seed):
     if not isinstance(theta, Real) or not 0 <= theta < math.inf:
         raise ValueError(f"theta={theta!r}: must be a finite number of at least 0")
     places = np.arange(1, longest - shortest + 2)
-    odds = places ** -theta
+    odds = places ** -float(theta)  # of a float: numpy refuses whole numbers to the power of -1
     totals = make_rng(4, seed).choice(places + shortest - 1, size=count, p=odds / odds.sum())
     output = np.rint(totals / (pd_ratio + 1)).clip(1, totals - 1).astype(int)
     return list(zip((totals - output).tolist(), output.tolist()))
