@@ -4,43 +4,56 @@ The linear layers of a hybrid batch see one matrix. Attention cannot: every requ
 and values. A chunk [start, start + length) attends to its request's past, keys 0 … start - 1, and
 causally to itself (SARATHI §4.2, Figure 6); a decode is a chunk of length 1.
 
-There are two backends. Each is made once for a cache and makes a *plan* once per iteration: masks and
-index tensors depend on the batch only, so they are not built again for each layer. A plan is a function
+There are two backends. Each is made once for a cache and makes a *plan* once per iteration: masks
+and index tensors depend on the batch only, so they are not built again for each layer. A plan is
 
     attend(q, keys, values) -> out
 
-    q, out         (num_tokens, n_head, head_dim), the rows of all chunks one after the other
-    keys, values   (n_kv_head, pages * page_size, head_dim), one layer of the cache
+    q, out         (num_tokens, n_head, head_dim), the rows of all spans one after the other
+    keys, values   (n_kv_head, slots, head_dim), one layer of the cache
 
 Grouped-query attention: `group = n_head // n_kv_head` consecutive query heads share one KV head.
-
 Read next: model.py, which calls the plan.
 """
 
 import warnings
-from itertools import accumulate, chain
-from typing import NamedTuple
+from itertools import accumulate, chain, takewhile
 
 import torch
 import torch.nn.functional as F
 
+from checks import check_one_of
+from kv_cache import Span
+
 QUERY_BLOCK = 128  # queries per call on a CPU: a block skips the keys that lie after its last query
-
-
 BACKENDS = ("auto", "sdpa", "xformers", "xformers-split-k")
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
-class Extent(NamedTuple):
-    """Where a chunk's keys lie: tokens 0 … start + length - 1 of the request that has the block table `pages`."""
+def make_attention(config, cache, backend="auto"):
+    """The backend for a cache: `sdpa`, `xformers`, `xformers-split-k`, or `auto`.
 
-    pages: list
-    start: int
-    length: int
+    `auto` is xformers for 16 bits on CUDA and sdpa elsewhere; where xformers cannot run it says so,
+    and takes sdpa. Raises what `check_backend` and `XFormers` raise if another was asked for.
+    """
+    check_backend(backend, cache.data.device)
+    if backend == "auto" and cache.data.is_cuda and cache.data.dtype in SIXTEEN_BITS:
+        try:
+            return XFormers(config, cache)
+        except (ImportError, ValueError, RuntimeError) as error:
+            slower = "attention runs on torch alone, one call per chunk, which is slower"
+            warnings.warn(f"{slower}: {error}", stacklevel=2)
+    if "xformers" in backend:
+        return XFormers(config, cache, "split-k" in backend)
+    return SDPA(config, cache)
 
-    def used_pages(self, page_size):
-        """The pages that hold these keys, in order."""
-        return self.pages[: -(-(self.start + self.length) // page_size)]
+
+def check_backend(backend, device):
+    """Raise ValueError for an unknown name, or for xformers anywhere but on CUDA."""
+    check_one_of("attention", backend, BACKENDS)
+    if "xformers" in backend and device.type != "cuda":
+        instead = "xformers has no CPU operator, use 'sdpa' or a CUDA device"
+        raise ValueError(f"attention={backend!r}: {instead}")
 
 
 def follow_each_other(pages):
@@ -48,64 +61,38 @@ def follow_each_other(pages):
     return pages == list(range(pages[0], pages[0] + len(pages)))
 
 
-def make_attention(config, cache, backend="auto"):
-    """The backend for a cache: `sdpa`, `xformers`, `xformers-split-k`, or `auto`.
-
-    `auto` is xformers for 16 bits on CUDA and sdpa elsewhere; where xformers cannot run it says so, and takes sdpa.
-    Raises what `check_backend` and `XFormers` raise if another was asked for.
-    """
-    check_backend(backend, cache.data.device)
-    if backend == "auto" and cache.data.is_cuda and cache.data.dtype in SIXTEEN_BITS:
-        try:
-            return XFormers(config, cache)
-        except (ImportError, ValueError, RuntimeError) as error:
-            warnings.warn(f"attention runs on torch alone, one call per chunk, which is slower: {error}", stacklevel=2)
-    return XFormers(config, cache, "split-k" in backend) if "xformers" in backend else SDPA(config, cache)
-
-
-def check_backend(backend, device):
-    """Raise ValueError for an unknown name, or for xformers anywhere but on CUDA."""
-    if backend not in BACKENDS:
-        raise ValueError(f"attention={backend!r}: must be one of {', '.join(BACKENDS)}")
-    if "xformers" in backend and device.type != "cuda":
-        raise ValueError(f"attention={backend!r}: xformers has no CPU operator, use 'sdpa' or a CUDA device")
-
-
 def page_rows(pages, cache):
-    """What `gather` needs to copy these pages, an index tensor whose last dimension goes with `pages`."""
+    """What `gather` needs to copy these pages: a tensor whose last dimension goes with `pages`."""
     rows = torch.tensor(pages).to(cache.data.device, non_blocking=True)
-    if cache.layer(0)[0].is_contiguous():  # every head has all pages: head h keeps page p in row h * cache.pages + p
+    if cache.layer(0)[0].is_contiguous():  # head h keeps page p in row h * cache.pages + p
         heads = torch.arange(cache.data.shape[2], device=rows.device)
         rows = heads[:, None] * cache.pages + rows
     return rows
 
 
 def gather(x, rows, page_size):
-    """Copy pages of a layer's keys or values side by side, as whole rows of a matrix, which is the fastest way.
+    """Copy pages of a layer's keys or values side by side, as rows of a matrix: the fastest way.
 
-    x (n_kv_head, cells, head_dim), in either layout of KVCache; `rows` are n pages' -> (n_kv_head, n * page_size,
-    head_dim).
+    x (n_kv_head, slots, head_dim), in either layout of KVCache; `rows` are those of n pages
+    -> (n_kv_head, n * page_size, head_dim).
     """
     heads, _, head_dim = x.shape
     if x.is_contiguous():
-        return x.view(-1, page_size * head_dim).index_select(0, rows.flatten()).view(heads, -1, head_dim)
+        x = x.view(-1, page_size * head_dim)
+        return x.index_select(0, rows.flatten()).view(heads, -1, head_dim)
     x = x.transpose(0, 1).view(-1, page_size * heads * head_dim)
     return x.index_select(0, rows).view(-1, heads, head_dim).transpose(0, 1)
-
-
-# -----------------------------------------------------------------------------------------------------
-# everywhere: torch's scaled_dot_product_attention
 
 
 def staircase(queries, past, group, dtype, device="cpu"):
     """The mask of every possible chunk, as an additive bias: 0 = attend, -inf = do not.
 
-    Shape (queries * group, past + queries). Row i * group + g belongs to query i; column `past + i` is
-    the query's own key. A chunk of `length` at `start` sees the window
+    Shape (queries * group, past + queries). Row i * group + g belongs to query i; column `past + i`
+    is the query's own key. A chunk of `length` at `start` sees the window
 
         staircase[: length * group, past - start : past + length]
 
-    of it, which is SARATHI's Figure 6 for that chunk with every row repeated for the group's heads.
+    of it, which is SARATHI's Figure 6 for that chunk, every row repeated for the group's heads.
     """
     column = torch.arange(past + queries, device=device) - past
     row = torch.arange(queries, device=device).repeat_interleave(group)
@@ -116,176 +103,187 @@ def staircase(queries, past, group, dtype, device="cpu"):
 class SDPA:
     """One `scaled_dot_product_attention` call per chunk, or per block of QUERY_BLOCK queries of it.
 
-    Each call reads exactly the keys it needs. Pages that follow each other are read in place, as a view of the cache;
-    scattered ones are first copied side by side, for one request at a time, so that the copy stays in the processor's
-    cache. The query heads that share a KV head are folded into the query length, (length, n_kv_head, group, head_dim)
-    -> (n_kv_head, length * group, head_dim), so keys and values are read once per group and not once per head.
+    Each call reads exactly the keys it needs. Pages that follow each other are read in place, as a
+    view of the cache; scattered ones are first copied side by side, for one request at a time, so
+    that the copy stays in the processor's cache. The query heads that share a KV head are folded
+    into the query length, (length, n_kv_head, group, head_dim) -> (n_kv_head, length * group,
+    head_dim), so keys and values are read once per group and not once per head.
     """
 
     def __init__(self, config, cache):
         self.group, self.cache = config.n_head // config.n_kv_head, cache
-        self.past, self.device, self.page_size = cache.max_len, cache.data.device, cache.page_size
-        if self.device.type == "cuda":  # cuDNN builds a plan for each new number of keys, which is each decode
+        self.past, self.page_size = cache.max_len, cache.page_size
+        self.device, dtype = cache.data.device, cache.data.dtype
+        if self.device.type == "cuda":  # cuDNN plans for each new number of keys: for each decode
             torch.backends.cuda.enable_cudnn_sdp(False)
-        self.bias = staircase(min(QUERY_BLOCK, self.past), self.past, self.group, cache.data.dtype, self.device)
+        queries = min(QUERY_BLOCK, self.past)
+        self.bias = staircase(queries, self.past, self.group, dtype, self.device)
 
     def mask(self, start, length):
-        """The additive mask of a block of queries, (length * group, start + length). None for a decode."""
+        """The additive mask of some queries, (length * group, start + length); None for one."""
         if length == 1:
             return None  # the last query sees every key
         window = self.bias[: length * self.group, self.past - start : self.past + length]
-        return window.contiguous() if window.is_cuda else window  # CUDA kernels want aligned rows
+        return window.contiguous() if window.is_cuda else window  # CUDA wants aligned rows
 
-    def plan(self, extents):
-        """See the top of this file. `extents` are in the order of the rows of q."""
+    def plan(self, spans):
+        """See the top of this file. `spans` are in the order of the rows of q."""
         chunks, scattered, row = [], [], 0
-        for extent in extents:
-            pages, (_, start, length) = extent.used_pages(self.page_size), extent
-            blocks = []
-            for offset in range(0, length, QUERY_BLOCK):
-                n = min(QUERY_BLOCK, length - offset)
-                blocks.append((row + offset, n, start + offset + n, self.mask(start + offset, n)))
-            row += length
+        for span in spans:
+            blocks = []  # (first row of q, queries, keys, mask)
+            for start in range(span.start, span.end, QUERY_BLOCK):
+                n = min(QUERY_BLOCK, span.end - start)
+                blocks.append((row, n, start + n, self.mask(start, n)))
+                row += n
+            pages = span.used_pages(self.page_size)
             if follow_each_other(pages):
                 chunks.append((pages[0] * self.page_size, None, blocks))
             else:
-                chunks.append((0, slice(len(scattered), len(scattered) + len(pages)), blocks))
+                copied = slice(len(scattered), len(scattered) + len(pages))
+                chunks.append((0, copied, blocks))
                 scattered += pages
-        rows = page_rows(scattered, self.cache) if scattered else None
-        chunks = [(first, rows[..., part].flatten() if part else None, blocks) for first, part, blocks in chunks]
+        if scattered:
+            rows = page_rows(scattered, self.cache)
+            chunks = [(first, c and rows[..., c].flatten(), blocks) for first, c, blocks in chunks]
 
         def attend(q, keys, values):
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             head_dim = q.shape[2]
-            # torch's CPU kernel takes a slow path for a single query in 16 bits: computing it twice takes half the time
+            # torch's CPU kernel is slow for one query in 16 bits: two of them take half the time
             twice = q.dtype in SIXTEEN_BITS and not q.is_cuda
             for first, copied, blocks in chunks:
-                k, v = (x[:, first:] if copied is None else gather(x, copied, self.page_size) for x in (keys, values))
+                if copied is None:
+                    k, v = keys[:, first:], values[:, first:]
+                else:
+                    k, v = (gather(x, copied, self.page_size) for x in (keys, values))
                 for row, n, kv_len, mask in blocks:
                     folded = q[row : row + n].view(n, -1, self.group, head_dim).transpose(0, 1)
-                    folded = folded.reshape(1, -1, n * self.group, head_dim)  # (1, n_kv_head, n * group, head_dim)
+                    folded = folded.reshape(1, -1, n * self.group, head_dim)  # a batch of 1
                     if twice and folded.shape[2] == 1:
                         folded = folded.expand(-1, -1, 2, -1)
-                    y = F.scaled_dot_product_attention(folded, k[None, :, :kv_len], v[None, :, :kv_len], attn_mask=mask)
-                    y = y[0, :, : n * self.group].unflatten(1, (n, self.group))  # (n_kv_head, n, group, head_dim)
+                    k_seen, v_seen = k[None, :, :kv_len], v[None, :, :kv_len]
+                    y = F.scaled_dot_product_attention(folded, k_seen, v_seen, attn_mask=mask)
+                    y = y[0, :, : n * self.group].unflatten(1, (n, self.group))
+                    # y (n_kv_head, n, group, head_dim)
                     out[row : row + n].view(n, -1, self.group, head_dim).copy_(y.transpose(0, 1))
             return out
 
         return attend
 
 
-# -----------------------------------------------------------------------------------------------------
-# CUDA: xformers
-
-
 class XFormers:
     """FlashAttention through xformers: all decodes in one call, all longer chunks in another.
 
-    xformers sees the cache of a layer as one long sequence of keys. With one page for each request a block-diagonal
-    mask with *gappy keys* says where in it each request's keys begin and how many there are, so the pages may lie in
-    any order, with holes, and nothing is copied. With `split_k` the decodes go to Triton split-K instead, which cuts
-    the keys into pieces so that a few decodes with long contexts fill the GPU.
+    xformers sees the cache of a layer as one long sequence of keys. With one page for each request
+    a block-diagonal mask with *gappy keys* says where in it each request's keys begin and how many
+    there are, so the pages may lie in any order, with holes, and nothing is copied. With `split_k`
+    the decodes go to Triton split-K instead, which cuts the keys into pieces so that a few decodes
+    with long contexts fill the GPU.
 
-    Small pages: the decodes go to Triton split-K with a *paged* mask, which follows the block tables. The kernel for
-    chunks does not know block tables: there the pages of the chunks' requests are copied side by side first, little
-    beside what a chunk computes.
+    Small pages: the decodes go to Triton split-K with a *paged* mask, which follows the block
+    tables. The kernel for chunks does not know block tables: there the pages of the chunks'
+    requests are copied side by side first, little beside what a chunk computes.
     """
 
     def __init__(self, config, cache, split_k=False):
         """Raises ImportError without xformers, ValueError where its operators do not run."""
         self.device, self.max_len, self.cache = cache.data.device, cache.max_len, cache
         self.page_size, self.paged = cache.page_size, cache.page_size < cache.max_len
-        self.group = config.n_head // config.n_kv_head
+        self.group, dtype = config.n_head // config.n_kv_head, cache.data.dtype
         split_k = split_k or self.paged
-        if cache.data.dtype not in SIXTEEN_BITS or torch.cuda.get_device_capability(self.device) < (8, 0):
-            raise ValueError("attention='xformers': needs 16 bits and a GPU of compute capability 8.0 or more")
+        if dtype not in SIXTEEN_BITS or torch.cuda.get_device_capability(self.device) < (8, 0):
+            needs = "16 bits and a GPU of compute capability 8.0 or more"
+            raise ValueError(f"attention='xformers': needs {needs}")
         if self.paged and cache.page_size % 64:
-            raise ValueError(f"page_size={cache.page_size}: must be max_len or a multiple of 64 for xformers")
-        sizes = (16, 32, 64, 128, 256) if split_k else range(8, 257, 8)
-        if config.head_dim not in sizes:
+            allowed = "max_len or a multiple of 64 for xformers"
+            raise ValueError(f"page_size={cache.page_size}: must be {allowed}")
+        if config.head_dim not in ((16, 32, 64, 128, 256) if split_k else range(8, 257, 8)):
             raise ValueError(f"attention='xformers': head_dim={config.head_dim} is not supported")
         from xformers.ops import fmha  # imported only where it is used: it has no CPU operator
 
         if fmha.flash.FLASH_VERSION == "0.0.0":
             raise ValueError("attention='xformers': this torch was built without FlashAttention")
-        # The operators are applied directly. xformers' own dispatch refuses them all when its C++ extension was
-        # built for another torch, though these two do not use it: one is torch's, the other is Triton.
+        # The operators are applied directly: xformers' own dispatch refuses them all when its C++
+        # extension was built for another torch, though torch's FlashAttention and Triton need none.
         self.inputs, self.chunk_operator = fmha.Inputs, fmha.flash.FwOp
         self.decode_operator = fmha.triton_splitk.FwOp if split_k else fmha.flash.FwOp
-        probe = torch.zeros(3, config.n_head, config.head_dim, device=self.device, dtype=cache.data.dtype)
-        last = cache.pages - 1
-        self.plan([Extent([0], 0, 1), Extent([last], 0, 2)])(probe, *cache.layer(0))  # fails here if at all
+        probe = torch.zeros(3, config.n_head, config.head_dim, device=self.device, dtype=dtype)
+        spans = [Span([0], 0, [0]), Span([cache.pages - 1], 0, [0, 0])]
+        self.plan(spans)(probe, *cache.layer(0))  # fails here if at all
 
-    def plan(self, extents):
-        """See the top of this file. Decodes must come first in `extents`, or they count as chunks."""
-        num_decodes = 0
-        while num_decodes < len(extents) and extents[num_decodes].length == 1:
-            num_decodes += 1
-        decodes, chunks = extents[:num_decodes], extents[num_decodes:]
+    def plan(self, spans):
+        """See the top of this file. Decodes must come first in `spans`, or they count as chunks."""
+        num_decodes = len(list(takewhile(lambda span: span.length == 1, spans)))
+        decodes, chunks = spans[:num_decodes], spans[num_decodes:]
         calls = []  # (rows of q, mask, operator, pages to copy or None)
         if decodes:
             if self.paged:
                 mask = paged_bias(decodes, self.page_size, self.max_len, self.device)
             else:
-                firsts = [extent.pages[0] for extent in decodes]
+                firsts = [span.pages[0] for span in decodes]
                 mask = gappy_bias(decodes, firsts, self.cache.pages, self.page_size, self.device)
             calls.append((slice(0, num_decodes), mask, self.decode_operator, None))
         if chunks:
-            rows = slice(num_decodes, num_decodes + sum(extent.length for extent in chunks))
-            firsts, pages, table = [extent.pages[0] for extent in chunks], self.cache.pages, None
+            firsts, pages, table = [span.pages[0] for span in chunks], self.cache.pages, None
             if self.paged:  # the mask is that of the copy
-                used = [extent.used_pages(self.page_size) for extent in chunks]
-                firsts, pages = list(accumulate(map(len, used[:-1]), initial=0)), sum(map(len, used))
+                used = [span.used_pages(self.page_size) for span in chunks]
+                *firsts, pages = accumulate(map(len, used), initial=0)
                 table = page_rows(list(chain.from_iterable(used)), self.cache)
             mask = gappy_bias(chunks, firsts, pages, self.page_size, self.device)
-            calls.append((rows, mask, self.chunk_operator, table))
+            calls.append((slice(num_decodes, None), mask, self.chunk_operator, table))
 
         def attend(q, keys, values):
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             for rows, mask, operator, table in calls:
-                queries = q[None, rows].unflatten(2, (-1, self.group))  # (1, n, n_kv_head, group, head_dim)
-                k, v = (self.merge(x if table is None else gather(x, table, self.page_size)) for x in (keys, values))
-                y, _ = operator.apply(self.inputs(queries, k, v, attn_bias=mask), needs_gradient=False)
+                queries = q[None, rows].unflatten(2, (-1, self.group))
+                # queries (1, n, n_kv_head, group, head_dim)
+                k, v = keys, values
+                if table is not None:
+                    k, v = (gather(x, table, self.page_size) for x in (keys, values))
+                inputs = self.inputs(queries, self.merge(k), self.merge(v), attn_bias=mask)
+                y, _ = operator.apply(inputs, needs_gradient=False)
                 out[rows] = y.reshape(-1, *q.shape[1:])
             return out
 
         return attend
 
     def merge(self, x):
-        """(n_kv_head, cells, head_dim) -> (1, cells, n_kv_head, group, head_dim), a view.
+        """(n_kv_head, slots, head_dim) -> (1, slots, n_kv_head, group, head_dim), a view.
 
-        All heads of a group are the same memory: their stride is 0, which the operators recognise.
+        The heads of a group are the same memory: their stride is 0, which the operators recognise.
         """
         return x.transpose(0, 1)[None, :, :, None].expand(-1, -1, -1, self.group, -1)
 
 
-def gappy_bias(extents, firsts, pages, page_size, device="cpu"):
-    """xformers' mask of some chunks over the keys of `pages` pages, (sum of their lengths, pages * page_size).
+def gappy_bias(spans, firsts, pages, page_size, device="cpu"):
+    """xformers' mask of some spans over the keys of `pages` pages, (sum of their lengths, slots).
 
-    The keys of chunk i begin with page firsts[i] and go on from there. Each chunk sees those of its own request up to
-    its end, causally, aligned at its last query.
+    The keys of span i begin with page firsts[i] and go on from there. Each span sees those of its
+    own request up to its end, causally, aligned at its last query.
     """
     from xformers.ops.fmha.attn_bias import BlockDiagonalCausalWithOffsetGappyKeysMask
 
     mask = BlockDiagonalCausalWithOffsetGappyKeysMask.from_seqlens(
-        q_seqlen=[extent.length for extent in extents],
+        q_seqlen=[span.length for span in spans],
         kv_seqstarts=[first * page_size for first in firsts] + [pages * page_size],
-        kv_seqlen=[extent.start + extent.length for extent in extents],
-        device=torch.device(device))
-    # Only a bound, and Triton split-K compiles a kernel for each of its values: one, not one per decode.
+        kv_seqlen=[span.end for span in spans],
+        device=torch.device(device),
+    )
+    # Only a bound, and Triton split-K compiles a kernel for each value: one, not one per decode.
     mask.k_seqinfo.max_seqlen = max(page_size, mask.k_seqinfo.max_seqlen)
     return mask
 
 
 def paged_bias(decodes, page_size, max_len, device="cpu"):
-    """xformers' mask of some decodes over the keys of all pages, which it finds through their block tables."""
+    """xformers' mask of some decodes over all pages, which it finds through their block tables."""
     from xformers.ops.fmha.attn_bias import PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
 
-    width = -(-max_len // page_size)  # the same in every iteration: Triton compiles a kernel for each
-    tables = [(extent.used_pages(page_size) + [0] * width)[:width] for extent in decodes]
+    width = -(-max_len // page_size)  # the same in every iteration: Triton compiles one for each
+    tables = [(span.used_pages(page_size) + [0] * width)[:width] for span in decodes]
     return PagedBlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(
         q_seqlen=[1] * len(decodes),
-        kv_seqlen=[extent.start + 1 for extent in decodes],
+        kv_seqlen=[span.end for span in decodes],
         block_tables=torch.tensor(tables, dtype=torch.int32).to(device, non_blocking=True),
         page_size=page_size,
-        device=torch.device(device))
+        device=torch.device(device),
+    )

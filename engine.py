@@ -1,23 +1,18 @@
-"""The loop: schedule, forward, sample, record.
+"""The loop: schedule, forward, sample, advance.
 
     engine = Engine(model, policy="sarathi-serve", chunk=256, max_batch=16, max_len=2048)
-    done = engine.generate(prompts, SamplingParams(max_new_tokens=64))      # offline: all prompts at once
-    request_id = engine.add_request(prompt, params)                         # online: add, step, abort
-    for event in engine.step(): ...                                         # new tokens as they appear
+    done = engine.generate(prompts, SamplingParams(max_new_tokens=64))    # offline: all at once
+    request_id = engine.add_request(prompt, params)                       # online: add, step, abort
+    for event in engine.step(): ...                                       # tokens as they appear
 
-The engine does not know how a policy decides: it asks the scheduler for a batch, lets the model compute it, and
-moves each request's `num_computed` forward. A step is atomic. Until the sampled tokens have arrived, requests may
-have been admitted but none has advanced, and the cache has changed only where it counts as not computed; if anything
-raises before that (out of memory, Ctrl-C), the batch is kept and the next `step()` computes it again.
-
-Read first: scheduler.py and model.py. Read next: measure.py.
+A step is atomic: until the sampled tokens are there no request has advanced, and if anything raises
+before that (out of memory, Ctrl-C), the batch is kept and the next `step()` computes it again.
 """
 
 import math
 import operator
-import os
 import time
-from functools import partial
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import NamedTuple
 
@@ -25,160 +20,209 @@ import torch
 from tqdm import tqdm
 
 from attention import check_backend, make_attention
-from kv_cache import KVCache, Pages, kv_bytes_per_token, max_slots
-from model import FlatBatch, Span
-from profiling import BASE_BATCH, STRICT, base_decode_iteration, choose_budget
-from records import Completion, Event, Iteration
+from checks import check_whole
+from kv_cache import KVCache, Pages, Span
+from model import FlatBatch
+from policies.config import EngineConfig
+from policies.priority import check_promise
+from policies.slo import auto_budget
 from sampling import SamplingParams, sample
-from scheduler import POLICIES, PRIORITIES, Request, check_positive, check_whole, make_scheduler
-
-MAX_BATCH = 256  # the most requests at once when the caller names no number, however much memory there is
+from scheduler import Request
 
 
 class QueueFull(ValueError):
     """A request was refused because max_waiting others wait."""
 
 
-class _Live(NamedTuple):
-    """A request that has not ended, with what the scheduler does not need to know of it."""
+@dataclass
+class Completion:
+    """What became of a request (Sarathi-Serve §2.4). Times are in seconds, on the engine's clock.
 
-    request: Request
-    params: SamplingParams
-    stop: frozenset
-    completion: Completion
+    `tokens` is the output, a stop token included, `text` is without that one; `finish_reason` is
+    "stop" (a stop token came), "length" (max_new_tokens reached) or "abort".
+    """
+
+    request_id: int
+    prompt: list
+    arrival: float
+    priority: int = 2
+    tokens: list = field(default_factory=list)
+    text: str | None = None
+    logprobs: list | None = None
+    finish_reason: str | None = None
+    scheduled: float | None = None
+    token_times: list = field(default_factory=list)
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+
+    @classmethod
+    def of(cls, request, text=None):
+        """That of a scheduler.Request that has ended."""
+        r, n = request, request.prompt_len
+        logprobs = r.logprobs if r.params and r.params.logprobs else None
+        return cls(
+            *(r.id, r.tokens[:n], r.arrival, r.priority, r.tokens[n:], text, logprobs),
+            *(r.finish_reason, r.scheduled, r.token_times, r.preemptions, r.recomputed),
+        )
+
+    @property
+    def ttft(self):
+        """Time to first token: from arrival to the first output token. None if there was none."""
+        return self.token_times[0] - self.arrival if self.token_times else None
+
+    @property
+    def tbt(self):
+        """Times between tokens: the gaps between consecutive output tokens, a list."""
+        return [later - earlier for earlier, later in zip(self.token_times, self.token_times[1:])]
+
+    @property
+    def scheduling_delay(self):
+        """From arrival to first being scheduled. None if it never was."""
+        return None if self.scheduled is None else self.scheduled - self.arrival
+
+    @property
+    def latency(self):
+        """From arrival to the last output token, end to end. None if there was none."""
+        return self.token_times[-1] - self.arrival if self.token_times else None
 
 
-class _Computed(NamedTuple):
-    """A batch whose tokens have been fetched. `sampled` has (token, logprob), or None, for each chunk."""
+class Event(NamedTuple):
+    """A new token of a request; with the last one, its `finish_reason` and `completion`."""
 
-    batch: list
-    lives: list
-    sampled: list
-    iteration: Iteration
+    request_id: int
+    token: int
+    logprob: float | None
+    finish_reason: str | None
+    completion: Completion | None
+
+
+class Iteration(NamedTuple):
+    """What one step computed, and when. Times are in seconds, on the engine's clock.
+
+    start, end      when it began and when its tokens had arrived; `launch`: when forward was called
+    chunks          (request_id, start, length, is_decode) for each
+    waiting, running, free_pages   how many there were; `budget`, `preempted`: of scheduler.Batch
+    micro_batch     which one it was of, in a simulated pipeline or one with replicas
+    """
+
+    start: float
+    end: float
+    chunks: list
+    launch: float | None = None
+    waiting: int = 0
+    running: int = 0
+    free_pages: int = 0
+    budget: int | None = None
+    preempted: list = ()
+    micro_batch: int = 0
+
+    @property
+    def prefill_tokens(self):
+        """How many tokens of prompts were computed."""
+        return sum(length for _, _, length, is_decode in self.chunks if not is_decode)
+
+    @property
+    def decode_tokens(self):
+        """How many decodes there were."""
+        return sum(is_decode for *_, is_decode in self.chunks)
+
+
+class Runner:
+    """A model, its cache and its attention: what launches a batch, and what fetches its tokens."""
+
+    def __init__(self, model, pages, page_size, max_len=None, attention="auto"):
+        size = pages, page_size, model.device, model.dtype, max_len
+        self.model, self.cache = model, KVCache(model.config, *size)
+        self.attention = make_attention(model.config, self.cache, attention)
+
+    def flatten(self, spans):
+        """The model.FlatBatch of these Spans, on the device."""
+        return FlatBatch.build(spans, self.attention)
+
+    def greedy(self, spans):
+        """The likeliest token of each span that wants one, a list. Waits for a GPU."""
+        logits = self.model(self.flatten(spans), self.cache)
+        return logits.argmax(dim=-1).tolist() if len(logits) else self.fetch(logits, [], [])
+
+    def fetch(self, logits, params, positions):
+        """Sample on the device and read from it, once: (token, logprob or None) for each row.
+
+        `params` are SamplingParams, `positions` say which output token of its request each row is.
+        """
+        if not params:
+            if logits.is_cuda:  # or the iteration would seem to end before it does
+                torch.cuda.synchronize(logits.device)
+            return []
+        tokens, logprobs = sample(logits, params, positions)
+        if logprobs is None:
+            return [(token, None) for token in tokens.tolist()]
+        tokens, logprobs = torch.stack([tokens.double(), logprobs.double()]).tolist()
+        return [(int(token), logprob) for token, logprob in zip(tokens, logprobs)]
 
 
 class Engine:
     """Serves requests with one model under one policy.
 
-    model        a GPT, whose device and dtype the cache takes over
-    policy       a name in scheduler.POLICIES
-    chunk        C, the chunk size or token budget; "auto" takes a few seconds to find the largest that meets `tbt_slo`,
-                 or if that is not given the strict SLO (profiling.py), in batches of min(32, max_batch) at max_len / 2
-    max_batch    B, the most requests at once; None: as many as fit (SARATHI §4.3.1), but at most 256
-    max_len      the longest request, prompt and output, in tokens; None: 2,048, or the model's limit if that is less
-    page_size    tokens in a page of the cache; None: max_len, one slot for each request
-    pages        pages in the cache; None: enough for max_batch requests of max_len tokens
-    max_waiting  the most requests that may wait; None: no limit
-    tokenizer    for prompts given as text; its stop tokens end every request
-    attention    the backend, see attention.make_attention
-    clock        seconds, for the latency records, and for policies that look at it
-    options      further options of the policy: prefills of orca; tbt_slo, seconds, of sarathi-serve and priority, which
-                 makes the token budget dynamic; ttft_slo and ageing of priority; tile, which is 128 on CUDA
-
-    Raises ValueError for an argument that makes no sense: before anything is allocated, but for what only the attention
-    backend (a page size) or the profile of chunk="auto" (an SLO that nothing meets) can tell.
+    Takes an EngineConfig (policies/config.py), or its fields and the policy's options as keywords;
+    a tokenizer for prompts given as text, whose stop tokens end every request; a clock, in seconds.
+    Raises ValueError: before anything is allocated, but for what only the attention backend (a
+    page size) or chunk="auto" (an SLO that nothing meets) can tell.
     """
 
-    def __init__(self, model, policy="sarathi-serve", chunk=256, max_batch=None, max_len=None, *, page_size=None,
-                 pages=None, max_waiting=None, tokenizer=None, attention="auto", clock=time.perf_counter, **options):
-        if max_len is None:
-            max_len = min(2048, model.config.max_positions)
-        check_whole("max_len", max_len, least=1)
-        if max_len > model.config.max_positions:
-            raise ValueError(f"max_len={max_len}: must be at most {model.config.max_positions}, "
-                             f"this model's limit (max_positions, or its sliding window)")
-        check_backend(attention, model.device)
-        page_size = max_len if page_size is None else page_size
-        for name, value in (("page_size", page_size), ("max_batch", max_batch), ("pages", pages),
-                            ("max_waiting", max_waiting)):
-            if value is not None:
-                check_whole(name, value, least=1)
-        if page_size > max_len:
-            raise ValueError(f"page_size={page_size}: must be at most max_len={max_len}")
-        if pages is None:
-            pages = (max_batch or MAX_BATCH) * -(-max_len // page_size)
-            pages = pages if max_batch else min(pages, self._pages_that_fit(model, max_len, page_size))
-        if max_batch is None:
-            max_batch = min(pages, MAX_BATCH)
-        if model.device.type == "cuda" and policy in POLICIES and "tile" in POLICIES[policy].options:
-            options = {"tile": 128} | options
-        scheduler = partial(make_scheduler, policy, Pages(pages, page_size), max_batch=max_batch, max_len=max_len,
-                            clock=clock, **options)
-        self.scheduler = scheduler(chunk=1 if chunk == "auto" else chunk)
-        if chunk == "auto" and not self.scheduler.cuts_prompts:
-            raise ValueError(f"chunk='auto': policy {policy!r} does not cut prompts, give a number")
-        self.cache = KVCache(model.config, pages, page_size, model.device, model.dtype, max_len)
-        self.attention = make_attention(model.config, self.cache, attention)
-        if chunk == "auto":
-            chunk, profile = self._profile(model, options.get("tbt_slo"), options.get("tile", 32))
-            keeps = "profile" in POLICIES[policy].options
-            self.scheduler = scheduler(chunk=chunk, **({"profile": profile} if keeps else {}))
-        self.model, self.tokenizer, self.clock, self.max_waiting = model, tokenizer, clock, max_waiting
-        self.last_iteration = None  # an Iteration, once there was one
-        self._live = {}
+    def __init__(self, model, config=None, *, tokenizer=None, clock=time.perf_counter, **settings):
+        config = (config or EngineConfig.make(**settings)).for_model(model)
+        check_backend(config.attention, model.device)
+        memory, auto = (config.pages, config.page_size), config.chunk == "auto"
+        self.scheduler = config.scheduler(Pages(*memory), clock, **{"chunk": 1} if auto else {})
+        self.runner = Runner(model, *memory, config.max_len, config.attention)
+        if auto:
+            config = auto_budget(self.runner, config)
+            self.scheduler = config.scheduler(Pages(*memory), clock)
+        self.config, self.tokenizer, self.clock = config, tokenizer, clock
+        self.last_iteration, self._next_id = None, 0  # an Iteration, once there was one
+        self._batch = self._computed = None  # scheduled; (what was sampled, Iteration) of it
+
+    def warm_up(self):
+        """Let nothing happen for the first time later on: page faults, kernels of a batch size."""
+        config, longest = self.config, self.config.max_len - 1
+        self.runner.cache.data.zero_()
+        self.generate([[0] * max(1, longest - 1)], SamplingParams(min(2, longest)), progress=False)
+        sizes = range(min(config.max_batch, config.max_waiting or config.max_batch))
+        params = [SamplingParams(min(n + 2, longest)) for n in sizes]
+        self.generate([[0] for _ in sizes], params, progress=False)
         self._next_id = 0
-        self._batch = None  # scheduled, not yet computed
-        self._torn = False  # whether schedule() was interrupted, and left anything half done
-        self._preempted = []  # ids of the requests that lost their pages to it
-        self._computed = None  # computed, not yet recorded
-
-    @staticmethod
-    def _pages_that_fit(model, max_len, page_size):
-        weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-        if model.device.type == "cuda":  # keep a tenth for activations
-            memory = int(0.9 * (torch.cuda.mem_get_info(model.device)[0] + weight_bytes))
-        else:  # leave half of the memory to everybody else
-            try:
-                memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-            except (AttributeError, ValueError, OSError):
-                raise ValueError("max_batch=None: this system does not tell its memory, give a number") from None
-        per_token = kv_bytes_per_token(model.config, model.dtype)
-        pages = max_slots(memory, weight_bytes, page_size, per_token)
-        if pages * page_size < max_len:
-            raise ValueError(f"max_len={max_len}: one request takes {max_len * per_token / 1e9:.1f} GB of KV cache, "
-                             f"{max(0, memory - weight_bytes) / 1e9:.1f} GB are free")
-        return pages
-
-    def _profile(self, model, tbt_slo, tile):
-        """The largest token budget that meets the SLO, the strict one if it is None, and what was timed to find it."""
-        scheduler, on = self.scheduler, (model, self.cache, self.attention)
-        if tbt_slo is None:
-            tbt_slo = STRICT * base_decode_iteration(*on, scheduler.max_len).seconds
-        decodes, contexts = min(BASE_BATCH, scheduler.max_batch), [max(1, scheduler.max_len // 2)]
-        budget, rows = choose_budget(*on, tbt_slo, decodes, contexts, tile, scheduler.max_len)
-        return budget, [(row.shape, row.seconds) for row in rows]
-
-    # -- online use: add, step, abort ------------------------------------------------------------------
 
     @property
     def has_work(self):
-        """Whether any request has not ended."""
-        return bool(self._live)
+        """Whether any request has not ended, or did in a step() that was interrupted."""
+        return bool(self.scheduler.requests or self._computed)
 
-    def add_request(self, prompt, params=None, arrival=None, *, priority="normal", ttft_slo=None, tbt_slo=None):
+    def add_request(self, prompt, params=None, arrival=None, *, request_id=None, **promised):
         """Queue a prompt (token ids, or text if there is a tokenizer) and return the request's id.
 
-        `arrival` is when it arrived, on the engine's clock; None is now. `priority` is "realtime", "high", "normal" or
-        "low"; `ttft_slo` and `tbt_slo` are its targets in seconds, or None. Raises ValueError, with nothing changed, if
-        one of these makes no sense, or the prompt is empty, holds a token the model does not know, or does not fit
-        max_len with its output; QueueFull if max_waiting requests wait.
+        `arrival` is when it arrived, on the engine's clock, None is now; `request_id` a number that
+        no other has, None the next; `promised` are priority="normal", ttft_slo=None and
+        tbt_slo=None, see policies/priority.py. Raises ValueError, with nothing changed, if one of
+        these makes no sense, or the prompt is empty, holds a token the model does not know, or does
+        not fit max_len with its output; QueueFull if max_waiting requests wait.
         """
         params = SamplingParams() if params is None else params
-        tokens = self._encode(prompt, params)
-        if priority not in PRIORITIES:
-            raise ValueError(f"priority={priority!r}: must be one of {', '.join(PRIORITIES)}")
-        for name, value in (("ttft_slo", ttft_slo), ("tbt_slo", tbt_slo)):
-            if value is not None:
-                check_positive(name, value)
+        tokens, promised = self._encode(prompt, params), check_promise(**promised)
         if arrival is not None and not (isinstance(arrival, Real) and math.isfinite(arrival)):
             raise ValueError(f"arrival={arrival!r}: must be a finite number of seconds")
-        self._check_queue(1)
-        return self._add(tokens, params, arrival, PRIORITIES.index(priority), ttft_slo, tbt_slo)
+        if request_id is not None:
+            check_whole("request_id", request_id, least=0)
+            if request_id in self.scheduler.requests:
+                raise ValueError(f"request_id={request_id}: is the id of another request")
+        self._check_queue()
+        return self._add(tokens, params, arrival, request_id, **promised)
 
-    def _check_queue(self, more):
-        waiting = len(self.scheduler.waiting)
-        if self.max_waiting is not None and waiting + more > self.max_waiting:
-            raise QueueFull(f"max_waiting={self.max_waiting}: {waiting} requests wait, no room for {more} more")
+    def _check_queue(self, more=1):
+        if not self._batch:
+            self.scheduler.mend()
+        waiting, most = len(self.scheduler.waiting), self.config.max_waiting
+        if most is not None and waiting + more > most:
+            raise QueueFull(f"max_waiting={most}: {waiting} requests wait, no room for {more} more")
 
     def _encode(self, prompt, params):
         """The prompt as a checked list of token ids."""
@@ -186,176 +230,130 @@ class Engine:
             raise ValueError(f"params={params!r:.60}: must be SamplingParams")
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise ValueError(f"prompt={prompt[:40]!r}: this engine has no tokenizer, give token ids")
+                raise ValueError(f"prompt={prompt[:40]!r}: no tokenizer here, give token ids")
             prompt = self.tokenizer.encode(prompt)
         try:
             tokens = [operator.index(token) for token in prompt]
         except TypeError:
-            raise ValueError(f"prompt={prompt!r:.60}: must be text or a list of token ids") from None
+            raise ValueError(f"prompt={prompt!r:.60}: must be text or token ids") from None
         if not tokens:
             raise ValueError("prompt: must hold at least 1 token")
-        vocab_size = self.model.config.vocab_size
-        for token in tokens:
-            if not 0 <= token < vocab_size:
-                raise ValueError(f"prompt: token {token} is out of range, the vocabulary is 0 … {vocab_size - 1}")
+        size = self.runner.model.config.vocab_size
+        if wrong := [token for token in tokens if not 0 <= token < size]:
+            limit = f"the vocabulary is 0 … {size - 1}"
+            raise ValueError(f"prompt: token {wrong[0]} is out of range, {limit}")
         self.scheduler.check_fits(len(tokens), params.max_new_tokens)
         return tokens
 
-    def _add(self, tokens, params, arrival=None, priority=2, ttft_slo=None, tbt_slo=None):
+    def _add(self, tokens, params, arrival=None, request_id=None, **promised):
         arrival = self.clock() if arrival is None else arrival
-        request = Request(self._next_id, tokens, len(tokens), params.max_new_tokens, priority=priority,
-                          arrival=arrival, ttft_slo=ttft_slo, tbt_slo=tbt_slo)
-        completion = Completion(request.id, tokens[:], arrival, priority, logprobs=[] if params.logprobs else None)
-        stop = frozenset(params.stop_token_ids).union(self.tokenizer.stop_token_ids if self.tokenizer else ())
-        self._next_id += 1
-        self._live[request.id] = _Live(request, params, stop, completion)
+        number = self._next_id if request_id is None else request_id
+        stop = {*params.stop_token_ids, *(self.tokenizer.stop_token_ids if self.tokenizer else ())}
+        lengths = len(tokens), params.max_new_tokens
+        request = Request(number, tokens, *lengths, arrival, frozenset(stop), params, **promised)
+        self._next_id = max(self._next_id, number + 1)
         self.scheduler.add(request)
-        return request.id
+        return number
 
     def abort(self, request_id):
-        """End a request at once and return its Completion. Raises ValueError if there is no such request."""
-        if request_id not in self._live:
+        """End a request at once, return its Completion. Raises ValueError if there is none."""
+        request = self.scheduler.requests.get(request_id)
+        if request is None:
             raise ValueError(f"request_id={request_id}: no such request, or it has ended")
-        live = self._live[request_id]
-        self._mend()
-        if self._batch is not None:  # left by a step that failed
-            self._batch[:] = [chunk for chunk in self._batch if chunk.request is not live.request]
-        return self._finish(live, "abort")
+        if self._batch and not self._computed:  # left by a step that failed
+            self._batch[:] = [chunk for chunk in self._batch if chunk.request is not request]
+            if not self._batch:  # the next one tells who lost its pages to this
+                self.scheduler.preempted += self._batch.preempted
+        self.scheduler.finish(request, "abort")
+        return self._complete(request)
 
     def step(self):
-        """Run one iteration and return an Event for each new token. Returns [] if there is nothing to do.
+        """Run one iteration and return an Event for each new token; [] if there is nothing to do.
 
         Whatever the model raises passes through, and the next call computes the same batch again.
         """
-        if self._computed is None:
+        if not self._computed:
             start = self.clock()
-            if not self._batch:
-                self._mend()
-                before = [(request, request.preemptions) for request in self.scheduler.running]
-                self._torn = True
-                self._batch = self.scheduler.schedule()
-                self._torn = False
-                self._preempted += [request.id for request, count in before if request.preemptions > count]
+            self._batch = self._batch or self.scheduler.next_batch()
             if not self._batch:
                 return []
             self._computed = self._compute(self._batch, start)
-            self.scheduler.observe(self._batch, self._computed.iteration.end - start)
-        events = self._record(*self._computed)
-        self._computed = None
-        self._batch = None
-        self._preempted = []
+            self.scheduler.observe(self._batch, self._computed[1].end - start)
+        events = self._advance(self._batch, *self._computed)
+        self._batch = self._computed = None
         return events
 
-    def _mend(self):
-        """After a Ctrl-C in the middle of schedule(), let all requests wait; what was computed of them is so again."""
-        if self._torn and self._computed is None:
-            self._batch = None
-            self.scheduler.restart([live.request for live in self._live.values()])
-            self._torn = False
-
     def _compute(self, batch, start):
-        """Schedule's batch -> sampled tokens. Changes nothing but the cache."""
-        scheduler = self.scheduler
-        state = (len(scheduler.waiting), len(scheduler.running), scheduler.pages.num_free, scheduler.budget,
-                 self._preempted)
-        lives = [self._live[chunk.request.id] for chunk in batch]
-        spans, chunks = [], []
-        for request, first, length in batch:
-            tokens, end = request.tokens, first + length
-            spans.append(Span(request.pages, first, tokens[first:end], end == len(tokens)))
-            chunks.append((request.id, length, request.is_decoding))
-        flat = FlatBatch.build(spans, self.attention)
+        """(token, logprob) of each chunk, None where it yields none; and the Iteration."""
+        s, runner = self.scheduler, self.runner
+        state = len(s.waiting), len(s.running), s.pages.num_free, batch.budget, batch.preempted
+        spans = [
+            Span(r.pages, start, r.tokens[start : start + length], start + length == len(r.tokens))
+            for r, start, length in batch
+        ]
+        flat = runner.flatten(spans)
         launch = self.clock()
-        logits = self.model(flat, self.cache)
-        yields = [live for live, span in zip(lives, spans) if span.wants_logits]
-        drawn = iter(self._fetch(logits, yields))
+        logits = runner.model(flat, runner.cache)
+        requests = [chunk.request for chunk in batch if chunk.yields_token]
+        output_index = [len(r.tokens) - r.prompt_len for r in requests]
+        drawn = iter(runner.fetch(logits, [r.params for r in requests], output_index))
         sampled = [next(drawn) if span.wants_logits else None for span in spans]
-        return _Computed(list(batch), lives, sampled, Iteration(start, self.clock(), chunks, launch, *state))
+        return sampled, Iteration(start, self.clock(), batch.record(), launch, *state)
 
-    def _fetch(self, logits, lives):
-        """Sample on the device and read the result from it, once. Returns (token, logprob) for each row."""
-        if not lives:
-            if logits.is_cuda:  # or the iteration would seem to end before it does
-                torch.cuda.synchronize(logits.device)
-            return []
-        output_index = [len(live.request.tokens) - live.request.prompt_len for live in lives]
-        tokens, logprobs = sample(logits, [live.params for live in lives], output_index)
-        if logprobs is None:
-            return [(token, None) for token in tokens.tolist()]
-        tokens, logprobs = torch.stack([tokens.double(), logprobs.double()]).tolist()
-        return [(int(token), logprob) for token, logprob in zip(tokens, logprobs)]
-
-    def _record(self, batch, lives, sampled, iteration):
-        """Move the requests forward. Doing it twice is the same as once, should a Ctrl-C come in between."""
-        events = []
-        for chunk, live, result in zip(batch, lives, sampled):
-            request, completion = live.request, live.completion
-            if completion.finish_reason == "abort":
-                continue  # aborted between two tries at recording
-            end = chunk.start + chunk.length
-            request.num_computed = end
-            if completion.scheduled is None:
-                completion.scheduled = iteration.start
-            if result is None:
-                continue
-            token, logprob = result
-            n = end - request.prompt_len  # this is output token n
-            request.tokens[end:] = [token]
-            completion.token_times[n:] = [iteration.end]
-            if live.params.logprobs:
-                completion.logprobs[n:] = [logprob]
-            reason = "stop" if token in live.stop else "length" if n + 1 == request.max_new_tokens else None
-            if reason:
-                self._finish(live, reason)
-            events.append(Event(request.id, token, logprob, reason, completion if reason else None))
+    def _advance(self, batch, sampled, iteration):
+        """Move the requests on. Doing it twice is as good as once, see Scheduler.advance."""
+        for (request, start, length), drawn in zip(batch, sampled):
+            if drawn and request.params.logprobs:
+                request.logprobs[start + length - request.prompt_len :] = (drawn[1],)
+        tokens, events = [drawn and drawn[0] for drawn in sampled], []
+        for request, token in self.scheduler.advance(batch, tokens, iteration.end):
+            logprob = request.logprobs[-1] if request.logprobs else None
+            ended = request.finish_reason and self._complete(request)
+            events.append(Event(request.id, token, logprob, request.finish_reason, ended))
         self.last_iteration = iteration
         return events
 
-    def _finish(self, live, reason):
-        request, completion = live.request, live.completion
-        completion.finish_reason = reason
-        completion.preemptions, completion.recomputed_tokens = request.preemptions, request.recomputed
-        completion.tokens = request.tokens[request.prompt_len :]
-        if self.tokenizer:
-            # decoded after the prompt, which decides on the first word's space in some tokenizers
-            end = len(request.tokens) - (reason == "stop")
-            before, whole = (self.tokenizer.decode(request.tokens[:n]) for n in (request.prompt_len, end))
-            completion.text = whole[len(before.rstrip("\ufffd")) :]  # a prompt may end within a character
-        self.scheduler.remove(request)
-        self._live.pop(request.id, None)
-        return completion
-
-    # -- offline use: all prompts at once --------------------------------------------------------------
+    def _complete(self, request):
+        """Its Completion; with a tokenizer, the output as text too, without the stop token."""
+        if not self.tokenizer:
+            return Completion.of(request)
+        # decoded after the prompt, which decides on the first word's space in some tokenizers
+        decode, end = self.tokenizer.decode, len(request.tokens) - (request.finish_reason == "stop")
+        before, whole = (decode(request.tokens[:n]) for n in (request.prompt_len, end))
+        text = whole[len(before.rstrip("\ufffd")) :]  # a prompt may end within a character
+        return Completion.of(request, text)
 
     def generate(self, prompts, params=None, progress=True):
         """Complete all prompts and return their Completions, in order.
 
-        `params` is one SamplingParams for all, or a list with one for each. All prompts are checked before the first is
-        queued. `progress` shows a bar on a terminal. If it is interrupted, its unfinished requests are aborted. Raises
-        ValueError while requests of `add_request` run: their events would be lost here.
+        `params` is one SamplingParams, or one for each. All prompts are checked before the first is
+        queued; if it is interrupted, the unfinished are aborted. `progress` shows a bar on a
+        terminal. Raises ValueError while requests of `add_request` run: it would lose their events.
         """
         if self.has_work:
-            raise ValueError(f"generate: {len(self._live)} requests are running, step() or abort() them first")
+            running = len(self.scheduler.requests)
+            raise ValueError(f"generate: {running} requests are running, step() or abort() them")
         if isinstance(prompts, str):
             raise ValueError("prompts: must be a list of prompts, not one text")
-        prompts = list(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            params = [SamplingParams() if params is None else params] * len(prompts)
+        prompts, params = list(prompts), SamplingParams() if params is None else params
+        if isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"params: {len(params)} given for {len(prompts)} prompts")
         encoded = [self._encode(prompt, p) for prompt, p in zip(prompts, params)]
         self._check_queue(len(prompts))
-        ids = [self._add(tokens, p) for tokens, p in zip(encoded, params)]
-        done, unfinished = {}, set(ids)
+        ids, done = [self._add(tokens, p) for tokens, p in zip(encoded, params)], {}
+        unfinished = set(ids)
         try:
             with tqdm(total=len(ids), desc="requests", disable=None if progress else True) as bar:
                 while unfinished:
                     for event in self.step():
-                        if event.completion and event.request_id in unfinished:  # not of an interrupted run
+                        if event.completion:
                             unfinished.remove(event.request_id)
                             done[event.request_id] = event.completion
                             bar.update()
         finally:
-            for request_id in unfinished & self._live.keys():
+            for request_id in unfinished & self.scheduler.requests.keys():
                 self.abort(request_id)
+            self._batch = self._computed = None
         return [done[request_id] for request_id in ids]

@@ -1,59 +1,50 @@
 """The policies: which tokens to compute next. Plain Python, no tensors.
 
-A request is a list of tokens and one counter, `num_computed`: how many of them have their keys and values in
-the cache. A chunk is (request, start, length). A batch is a list of chunks. Then
+A chunk is (request, start, length), a batch is a list of chunks. A whole prefill is a chunk that
+covers the prompt, a decode is a chunk of length 1, and every scheduler of SARATHI and Sarathi-Serve
+is one function, `schedule()`, from what waits and runs to a batch:
 
-    a whole prefill     is a chunk that covers the prompt
-    a chunked prefill   is several chunks
-    a decode            is a chunk of length 1
+    batch = scheduler.next_batch()          # admits and preempts
+    tokens = ...                            # compute it (engine.py), or count its time (simulator/)
+    scheduler.advance(batch, tokens, now)   # requests move on, and end
 
-and every scheduler of SARATHI and Sarathi-Serve is one function, `schedule()`, from what is waiting, what is
-running and how many pages are free to a batch. The rules that all policies share are in `Scheduler`: first
-come, first served; the head of the line blocks; a running decode is never dropped for want of budget.
-
-To add a policy, write a subclass with a `schedule` and add it to POLICIES.
-
-Read next: kv_cache.py.
+All are first come, first served, the head of the line blocks, and a running decode never waits for
+budget. policies/ has their names, and what goes beyond the papers. Read next: kv_cache.py.
 """
 
 import math
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import NamedTuple
 
-from iteration_time import BatchShape, IterationTime
-from waiting import ClassLine, aged_class
-
-PRIORITIES = ("realtime", "high", "normal", "low")  # a request's priority is the index, so less is more urgent
-HIGH = 1
+from checks import check_whole
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """`tokens` holds the prompt (its first `prompt_len`) and up to `max_new_tokens` that were generated so far.
-
-    `num_computed` of them have their keys and values in the cache, in `pages`, its block table, empty while it waits.
-
-    priority      its class, an index of PRIORITIES
-    arrival       when it arrived, in seconds on the scheduler's clock
-    ttft_slo      the time to its first token that its user was promised, in seconds, or None; tbt_slo likewise
-    preemptions   how often it lost its pages; `recomputed` counts the tokens in them, which are computed again
-    """
+    """`tokens` holds the prompt, its first `prompt_len`, and up to `max_new_tokens` more so far;
+    `num_computed` of them have their keys and values in `pages`, its block table, empty while it
+    waits. Times are in seconds, on the scheduler's clock."""
 
     id: int
     tokens: list
     prompt_len: int
     max_new_tokens: int
-    num_computed: int = 0
-    pages: list = field(default_factory=list)
-    priority: int = 2
     arrival: float = 0.0
+    stop: frozenset = frozenset()  # tokens that end it
+    params: object = None  # for the sampler
+    priority: int = 2  # this and the two targets in seconds: for policies/priority.py
     ttft_slo: float | None = None
     tbt_slo: float | None = None
-    preemptions: int = 0
-    recomputed: int = 0
+    num_computed: int = 0
+    pages: list = field(default_factory=list)
+    scheduled: float | None = None  # when it was first admitted
+    token_times: list = field(default_factory=list)  # when each output token was known
+    logprobs: list = field(default_factory=list)
+    finish_reason: str | None = None  # "stop", "length" or "abort"
+    preemptions: int = 0  # how often it lost its pages
+    recomputed: int = 0  # tokens that were in them
 
     @property
     def is_decoding(self):
@@ -68,77 +59,139 @@ class Chunk(NamedTuple):
     start: int
     length: int
 
+    @property
+    def yields_token(self):
+        """Whether it reaches the last known token, so that the next one can be sampled."""
+        return self.start + self.length == len(self.request.tokens)
+
 
 class Batch(list):
-    """The chunks of one iteration, at most one for each request."""
+    """The chunks of one iteration, at most one for each request. `budget` is the most tokens in it,
+    unless there are more decodes, or None; `left`, what is left; `preempted`, the ids of the
+    requests that lost their pages to it."""
 
-    def add(self, request, budget=None):
-        """Add the next chunk of `request`, at most `budget` tokens long, and return its length. 0 adds nothing."""
+    def __init__(self, budget=None):
+        super().__init__()
+        self.budget, self.left, self.preempted = budget, math.inf if budget is None else budget, []
+
+    def add(self, request):
+        """Add the next chunk of `request` within the budget. Returns its length; 0 adds nothing."""
         length = len(request.tokens) - request.num_computed
-        if budget is not None:
-            length = max(0, min(length, budget))
+        if length > self.left:
+            length = max(0, self.left)
         if length:
             self.append(Chunk(request, request.num_computed, length))
+            self.left -= length
         return length
 
     def add_decodes(self, requests):
-        """Add a decode of each of these requests, and return how many that is."""
+        """Add a decode of each of these requests, whatever the budget."""
         self += [Chunk(request, request.num_computed, 1) for request in requests]
-        return len(requests)
+        self.left -= len(requests)
 
-
-def check_whole(name, value, least):
-    """Raise ValueError, naming the argument, unless `value` is a whole number of at least `least`."""
-    if not hasattr(value, "__index__") or value < least:
-        raise ValueError(f"{name}={value!r}: must be a whole number of at least {least}")
-
-
-def check_positive(name, value, most=math.inf):
-    """Raise ValueError, naming the argument, unless `value` is a finite number above 0 and at most `most`."""
-    if not isinstance(value, Real) or not 0 < value <= most or value == math.inf:
-        limit = "" if most == math.inf else f" and at most {most}"
-        raise ValueError(f"{name}={value!r}: must be a finite number above 0{limit}")
+    def record(self):
+        """[(request id, start, length, is_decode)], as long as its requests have not moved on."""
+        return [(r.id, start, length, r.is_decoding) for r, start, length in self]
 
 
 class Scheduler:
-    """What the policies share: the waiting line, the running requests, admission, memory and preemption.
-
-    pages        who owns which part of the cache (kv_cache.Pages)
-    chunk        C, the chunk size or token budget, in tokens
-    max_batch    B, the most requests that run at once
-    max_len      the longest request, prompt and output, in tokens
-    clock        seconds, for policies that look at it
-
-    Raises ValueError, naming the argument, if one makes no sense or a request of max_len does not fit in memory.
+    """What the policies share: the line, the running requests, admission, memory and preemption.
+    Takes C, the chunk size or token budget, B, the most requests that run at once, and the longest
+    request, prompt and output; a policy has more options. Raises ValueError for what does not fit.
     """
 
-    options = frozenset()  # what the policy takes besides these
-    budget = None  # the most tokens in a batch, if the policy limits them
     cuts_prompts = False  # into chunks of at most `chunk` tokens
     reserves_max_len = True  # at admission; otherwise the tokens there are, and then page by page
 
     def __init__(self, pages, chunk, max_batch, max_len, clock=time.monotonic):
         for name, value in (("chunk", chunk), ("max_batch", max_batch), ("max_len", max_len)):
             check_whole(name, value, least=1)
-        if pages.total < pages.needed(max_len):
-            raise ValueError(f"pages={pages.total}: a request of max_len={max_len} takes {pages.needed(max_len)} pages "
-                             f"of page_size={pages.page_size}")
-        self.pages, self.chunk, self.max_batch, self.max_len, self.clock = pages, chunk, max_batch, max_len, clock
-        self.watermark = 0 if self.reserves_max_len else pages.total // 100  # pages that admission leaves to growth
-        self.waiting = deque()
-        self.running = []  # in the order of admission
+        if pages.total < (needed := pages.needed(max_len)):
+            takes = f"a request of max_len={max_len} takes {needed} pages"
+            raise ValueError(f"pages={pages.total}: {takes} of page_size={pages.page_size}")
+        self.pages, self.chunk, self.max_batch, self.max_len = pages, chunk, max_batch, max_len
+        self.clock = clock
+        self.watermark = 0 if self.reserves_max_len else pages.total // 100  # left to growth
+        self.requests = {}  # id -> Request, all that have not ended
+        self.waiting, self.running = deque(), []  # in the order of admission
+        self.preempted = []  # ids, since the last batch
+        self._torn = False  # whether schedule() or finish() was interrupted, half-way
+
+    def check_fits(self, prompt_len, max_new_tokens):
+        """Raise ValueError if such a request could never fit: it would be queued for ever."""
+        if prompt_len + max_new_tokens > self.max_len:
+            total = f"prompt of {prompt_len} tokens + max_new_tokens={max_new_tokens}"
+            raise ValueError(f"{total}: must not exceed max_len={self.max_len}")
+
+    def add(self, request):
+        """Put a request at the end of the line."""
+        self.requests[request.id] = request
+        self.waiting.append(request)
+
+    def next_batch(self):
+        """The policy's next Batch, empty if there is nothing to do; RuntimeError if there is."""
+        self.mend()
+        self._torn = True
+        batch = self.schedule()
+        if not batch and (self.running or self.waiting):
+            raise RuntimeError(f"{type(self).__name__}.schedule() returned nothing to do")
+        batch.preempted, self.preempted, self._torn = self.preempted, [], False
+        return batch
+
+    def mend(self):
+        """After an interrupted schedule() or finish(), all requests wait and are computed again."""
+        if self._torn:
+            self.pages = type(self.pages)(self.pages.total, self.pages.page_size)
+            self.running.clear()
+            self.waiting.clear()
+            for request in self.requests.values():
+                request.preemptions += request.num_computed > 0
+                request.recomputed += request.num_computed
+                request.num_computed, request.pages, request.finish_reason = 0, [], None
+                self.waiting.append(request)
+            self._torn = False
+
+    def observe(self, batch, seconds):
+        """Be told how long a batch took, before its requests move on."""
+
+    def advance(self, batch, tokens, now):
+        """Move the requests of a computed batch on: [(request, its new token)]. `tokens` are what
+        was sampled after each chunk at time `now`, or None. Twice is as good as once."""
+        moved = []
+        for (request, start, length), token in zip(batch, tokens):
+            if request.finish_reason == "abort":
+                continue
+            request.num_computed = end = start + length
+            if token is not None:
+                n = end - request.prompt_len  # this is output token n
+                if end == len(request.tokens):
+                    request.tokens.append(token)
+                if n == len(request.token_times):
+                    request.token_times.append(now)
+                moved.append((request, token))
+                if token in request.stop or n + 1 == request.max_new_tokens:
+                    self.finish(request, "stop" if token in request.stop else "length")
+        return moved
+
+    def finish(self, request, reason):
+        """End a request, wherever it is, and free its pages. Does nothing more the second time."""
+        request.finish_reason = reason
+        torn, self._torn = self._torn, True  # mend() lets go of what is not in `requests`
+        if request in self.running and not torn:
+            self._stop(request)
+        elif request in self.waiting and not torn:
+            self.waiting.remove(request)
+        self.requests.pop(request.id, None)
+        self._torn = torn
 
     def schedule(self):
-        """Return the next Batch, admitting waiting requests. It is empty only if there is nothing to do."""
+        """The next Batch, admitting waiting requests; empty only if there is nothing to do."""
         raise NotImplementedError
 
     def decoding(self):
-        """The running requests whose next chunk is a decode, each with a page for its token.
-
-        Where no page is free, the newest request of the lowest priority is preempted, which may be the decode itself.
-        """
-        decodes, page_size = [request for request in self.running if request.is_decoding], self.pages.page_size
-        full = [request for request in decodes if request.num_computed == len(request.pages) * page_size]
+        """The running decodes, each with a page for its token: the newest may be preempted."""
+        decodes, size = [r for r in self.running if r.is_decoding], self.pages.page_size
+        full = [request for request in decodes if request.num_computed == len(request.pages) * size]
         for request in full:
             while request.pages and not (page := self.pages.allocate(1, after=request.pages[-1])):
                 self.preempt(max(self.running, key=self.rank))
@@ -147,22 +200,12 @@ class Scheduler:
         return [request for request in decodes if request.pages] if full else decodes
 
     def rank(self, request):
-        """Requests of a higher rank are preempted first: those of the lowest priority, and of these the newest."""
-        return request.priority, request.arrival, request.id
+        """Requests of a higher rank are preempted first: the newest."""
+        return request.arrival, request.id
 
     def prefilling(self):
         """The running requests whose prompt is not yet computed to its end."""
-        return [request for request in self.running if not request.is_decoding]
-
-    def check_fits(self, prompt_len, max_new_tokens):
-        """Raise ValueError if such a request could never fit, so that it is not queued for ever."""
-        if prompt_len + max_new_tokens > self.max_len:
-            raise ValueError(f"prompt of {prompt_len} tokens + max_new_tokens={max_new_tokens}: "
-                             f"must not exceed max_len={self.max_len}")
-
-    def add(self, request):
-        """Put a request at the end of the line."""
-        self.waiting.append(request)
+        return [r for r in self.running if not r.is_decoding]
 
     def pages_at_admission(self, request):
         """How many pages it is given when it is admitted."""
@@ -174,42 +217,24 @@ class Scheduler:
         return len(self.running) < self.max_batch and self.pages_at_admission(request) <= free
 
     def admit(self):
-        """Give the head of the line its pages and return it, or None if it must wait or nobody waits."""
+        """Give the head of the line its pages and return it; None if there is none, or no room."""
         if not self.waiting or not self.has_room(request := self.waiting[0]):
             return None
         request.pages = self.pages.allocate(self.pages_at_admission(request))
         self.running.append(request)
         self.waiting.remove(request)
+        if request.scheduled is None:
+            request.scheduled = self.clock()
         return request
 
     def preempt(self, request):
-        """Take a running request's pages: it waits at the front, and all its tokens, output too, are computed again."""
+        """Take a running request's pages: it waits in front, and all of it is computed again."""
         request.preemptions += 1
         request.recomputed += request.num_computed
         request.num_computed = 0
+        self.preempted.append(request.id)
         self._stop(request)
         self.waiting.appendleft(request)
-
-    def restart(self, requests):
-        """Let these requests, and nobody else, wait and be computed again: schedule() was interrupted half-way."""
-        self.pages = type(self.pages)(self.pages.total, self.pages.page_size)
-        self.running.clear()
-        self.waiting.clear()
-        for request in requests:
-            request.preemptions += request.num_computed > 0
-            request.recomputed += request.num_computed
-            request.num_computed, request.pages = 0, []
-            self.add(request)
-
-    def observe(self, batch, seconds):
-        """Be told how long a batch took, before its requests move on. Most policies do not care."""
-
-    def remove(self, request):
-        """Forget a request that has finished or is given up, and free its pages. Does nothing the second time."""
-        if request in self.running:
-            self._stop(request)
-        elif request in self.waiting:
-            self.waiting.remove(request)
 
     def _stop(self, request):
         self.running.remove(request)
@@ -218,7 +243,7 @@ class Scheduler:
 
 
 class RequestLevel(Scheduler):
-    """FasterTransformer, Sarathi-Serve's Algorithm 1: a batch of requests runs to its end before the next begins."""
+    """FasterTransformer, Sarathi-Serve's Algorithm 1: a batch runs to its end, then the next."""
 
     def schedule(self):
         batch = Batch()
@@ -231,33 +256,28 @@ class RequestLevel(Scheduler):
 
 
 class Orca(Scheduler):
-    """Iteration-level scheduling with hybrid batches: whole prompts join the running decodes.
+    """Iteration-level scheduling with hybrid batches: whole prompts join the running decodes."""
 
-    `prefills` limits the prompts in one batch. With 1 it is SARATHI's best case for Orca (§5.2), "overlaps the
-    full prefill of one new request with the ongoing decodes".
-    """
-
-    options = frozenset({"prefills"})
-
-    def __init__(self, *args, prefills=None, **options):
-        super().__init__(*args, **options)
-        if prefills is not None:
-            check_whole("prefills", prefills, least=1)
-        self.prefills = prefills
+    prefills = None  # the most prompts in one batch
 
     def schedule(self):
-        batch = Batch()
+        batch, admitted = Batch(), 0
         for request in self.running:
             batch.add(request)
-        admitted = 0
         while admitted != self.prefills and (request := self.admit()):
             admitted += 1
             batch.add(request)
         return batch
 
 
+class OrcaBest(Orca):
+    """SARATHI's best case for Orca (§5.2): one whole prompt at a time beside the decodes."""
+
+    prefills = 1
+
+
 class VLLM(Scheduler):
-    """vLLM's first scheduler, Sarathi-Serve's Algorithm 2: prompts first and alone, so that decodes stall."""
+    """vLLM's scheduler of 2023, Sarathi-Serve's Algorithm 2: prompts first and alone."""
 
     reserves_max_len = False
 
@@ -271,233 +291,68 @@ class VLLM(Scheduler):
 
 
 class Sarathi(Scheduler):
-    """SARATHI §4.3, decode-maximal batching: one prefill chunk, and every decode rides along.
+    """SARATHI §4.3, decode-maximal: all decodes and one chunk, `chunk` tokens in whole tiles."""
 
-    The chunk shrinks so that chunk and decodes together are `chunk` tokens, rounded down to whole tiles (§4.4).
-    `tile` is the matrix product's tile, in tokens; 1 where there is none.
-    """
-
-    options = frozenset({"tile"})
     cuts_prompts = True
 
     def __init__(self, *args, tile=1, **options):
         super().__init__(*args, **options)
         check_whole("tile", tile, least=1)
-        self.budget = self.chunk // tile * tile or self.chunk  # a chunk below one tile stays as it is
+        self.budget = self.chunk // tile * tile or self.chunk  # below one tile it stays as it is
 
     def schedule(self):
-        batch = Batch()
-        room = self.budget - batch.add_decodes(self.decoding())
-        if room > 0:
-            request = next(iter(self.prefilling()), None) or self.admit()
-            if request:
-                batch.add(request, room)
+        batch = Batch(self.budget)
+        batch.add_decodes(self.decoding())
+        if batch.left > 0 and (request := next(iter(self.prefilling()), None) or self.admit()):
+            batch.add(request)
         return batch
 
 
 class SarathiServe(Scheduler):
-    """Sarathi-Serve §4.2, Algorithm 3, stall-free batching: decodes first, then prefills in what is left.
+    """Sarathi-Serve's Algorithm 3, stall-free: decodes first, then prefills in what is left."""
 
-    The token budget is `chunk`, or dynamic with `tbt_slo`, seconds: in each iteration as much prefill as is predicted
-    to meet it. `profile` is what the prediction begins with, see iteration_time.py; `tile` that of a matrix product.
-    """
-
-    options = frozenset({"tbt_slo", "profile", "tile"})
     cuts_prompts = True
     reserves_max_len = False
 
-    def __init__(self, *args, tbt_slo=None, profile=(), tile=1, **options):
-        super().__init__(*args, **options)
-        if tbt_slo is not None:
-            check_positive("tbt_slo", tbt_slo)
-        check_whole("tile", tile, least=1)
-        self.tbt_slo, self.tile, self.budget = tbt_slo, tile, self.chunk
-        self.learns = tbt_slo is not None  # whether predictions are needed
-        self.iteration_time = IterationTime(profile)
-
-    def observe(self, batch, seconds):
-        if self.learns:
-            self.iteration_time.observe(BatchShape.of(batch), seconds)
-
     def token_budget(self, decodes, prefills):
-        """The most tokens in a batch with these decodes, unless there are more decodes than that.
-
-        `prefills` are the requests whose prefill has begun.
-        """
-        return self.chunk if self.tbt_slo is None else self.dynamic_budget(decodes, prefills, self.tbt_slo)
-
-    def dynamic_budget(self, decodes, prefills, tbt_slo):
-        """The decodes and the prefill that fits beside them. With no decode to stall there is no need to chunk."""
-        if not decodes:
-            return self.max_len
-        past = max([request.num_computed for request in prefills], default=0)  # the slowest, whoever gets the budget
-        shape = BatchShape.of_decodes(decodes)
-        return len(decodes) + self.iteration_time.prefill_that_fits(tbt_slo, shape, past, self.max_len, self.tile)
+        """The most tokens in a batch with these decodes, beside prefills that have begun."""
+        return self.chunk
 
     def schedule(self):
-        batch, decodes, prefills = Batch(), self.decoding(), self.prefilling()
-        self.budget = budget = self.token_budget(decodes, prefills)
-        budget -= batch.add_decodes(decodes)  # a running decode never waits
+        decodes, prefills = self.decoding(), self.prefilling()
+        batch = Batch(self.token_budget(decodes, prefills))
+        batch.add_decodes(decodes)  # a running decode never waits
         for request in prefills:
-            budget -= batch.add(request, budget)  # finish what was started
-        while budget > 0 and (request := self.admit()):
-            budget -= batch.add(request, budget)  # then let new requests in
+            batch.add(request)  # finish what was started
+        while batch.left > 0 and (request := self.admit()):
+            batch.add(request)  # then let new requests in
         return batch
 
 
 class HybridOnly(SarathiServe):
-    """Ablation (Sarathi-Serve §5.4.2): hybrid batches with a budget of max_len.
+    """Ablation (§5.4.2): a budget of max_len; a prompt is cut only where several share it."""
 
-    A prompt is cut only where several share a batch.
-    """
-
-    options = frozenset()
     cuts_prompts = False
 
     def token_budget(self, decodes, prefills):
         return self.max_len
 
 
-class Priority(SarathiServe):
-    """Stall-free batching for requests that are not equal: classes, and targets for TTFT and TBT.
-
-    Prefills are ordered by class, then by slack, the time left to the deadline. That is the request's arrival, its TTFT
-    target (`ttft_slo` for requests without one) and the time its own prefill takes: of two requests with the same
-    target the short prompt goes first, even if the long one has begun, and waits for it only if it came that much
-    later. `ageing` seconds lift a request by one class, see waiting.py. The token budget is dynamic where a decode has
-    a TBT target, and meets the tightest; without a decode it is `chunk`, for whoever comes next not to be stuck. When a
-    realtime or high request is at risk, lower classes are preempted.
-    """
-
-    options = SarathiServe.options | {"ttft_slo", "ageing"}
-
-    def __init__(self, *args, ttft_slo=2.0, ageing=30.0, **options):
-        super().__init__(*args, **options)
-        check_positive("ttft_slo", ttft_slo)
-        check_positive("ageing", ageing)
-        self.ttft_slo, self.ageing, self.learns = ttft_slo, ageing, True
-        self.waiting = ClassLine(self.deadline, ageing, self.clock, len(PRIORITIES))
-
-    def aged_class(self, request):
-        """The request's class after the time it has been there."""
-        return aged_class(request, self.clock(), self.ageing)
-
-    def rank(self, request):
-        return self.aged_class(request), request.arrival, request.id
-
-    def deadline(self, request):
-        """When its first token is due."""
-        prefill = BatchShape().with_chunk(0, len(request.tokens))  # all of it, or the long would overtake half-way
-        return request.arrival + (request.ttft_slo or self.ttft_slo) + self.iteration_time.predict(prefill)
-
-    def urgency(self, request):
-        """What prefills are ordered by, the smallest first."""
-        return self.aged_class(request), self.deadline(request), request.id
-
-    def tightest_target(self, decodes, least_class=len(PRIORITIES)):
-        """The smallest TBT target of decodes of this class or a more urgent one, infinity if there is none."""
-        return min([r.tbt_slo for r in decodes if r.tbt_slo and r.priority <= least_class], default=math.inf)
-
-    def too_slow(self, decodes):
-        """Whether these decodes miss the TBT target of a realtime or high one even without any prefill."""
-        target = self.tightest_target(decodes, HIGH)
-        return target < math.inf and self.iteration_time.predict(BatchShape.of_decodes(decodes)) > target
-
-    def is_late(self, request):
-        """Whether a realtime or high request has waited for half its TTFT target."""
-        ttft_slo = request.ttft_slo or self.ttft_slo
-        return request.priority <= HIGH and self.clock() - request.arrival >= ttft_slo / 2
-
-    def in_the_way(self, decodes):
-        """The lower classes that put a realtime or high request at risk, with their decodes or with their memory.
-
-        It is at risk if these decodes take too long for its TBT target, or if half its TTFT target has gone and there
-        is no token budget left for it beside them, or no room.
-        """
-        prefills = self.prefilling() if len(decodes) < len(self.running) else []
-        head = self.waiting[0] if self.waiting else None
-        head = head if head and self.is_late(head) else None
-        late = head or any(self.is_late(request) for request in prefills)
-        slow = self.too_slow(decodes) or late and self.token_budget(decodes, prefills) <= len(decodes)
-        lower = [request for request in decodes if self.aged_class(request) > HIGH] if slow else []
-        if not lower and head and not self.has_room(head):
-            lower = [request for request in self.running if self.aged_class(request) > HIGH]
-        return lower
-
-    def decoding(self):
-        """As in Scheduler, after lower classes were preempted for realtime and high requests at risk."""
-        decodes = super().decoding()
-        while lower := self.in_the_way(decodes):
-            self.preempt(max(lower, key=self.rank))
-            decodes = [request for request in decodes if request.pages]
-        return decodes
-
-    def admit(self):
-        if self.waiting and self.aged_class(head := self.waiting[0]) > HIGH:
-            if self.too_slow([*self.running, head]):
-                return None  # it would be preempted once it and those that prefill now decode
-        return super().admit()
-
-    def token_budget(self, decodes, prefills):
-        target = min(self.tightest_target(decodes), self.tbt_slo or math.inf)
-        return self.dynamic_budget(decodes, prefills, target) if decodes and target < math.inf else self.chunk
-
-    def schedule(self):
-        batch, decodes, prefills = Batch(), self.decoding(), self.prefilling()
-        self.budget = budget = self.token_budget(decodes, prefills)
-        budget -= batch.add_decodes(decodes)
-        started = sorted(prefills, key=self.urgency, reverse=True)
-        while budget > 0:
-            head = self.waiting[0] if self.waiting else None
-            first = head and (not started or self.urgency(head) < self.urgency(started[-1]))
-            request = first and self.admit() or (started.pop() if started else None)
-            if request is None:
-                break
-            budget -= batch.add(request, budget)
-        return batch
-
-
 class ChunkedOnly(Scheduler):
-    """Ablation (Sarathi-Serve §5.4.2): chunks without hybrid batches, prefill and decode batches alternate."""
+    """Ablation (§5.4.2): chunks, but prefill and decode batches alternate."""
 
     cuts_prompts = True
     reserves_max_len = False
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.prefilled_last = False
+    prefilled_last = False
 
     def schedule(self):
-        batch, decoding = Batch(), self.decoding()
-        if not (self.prefilled_last and decoding):
-            budget = self.chunk
+        decodes, batch = self.decoding(), Batch(self.chunk)
+        if not (self.prefilled_last and decodes):
             for request in self.prefilling():
-                budget -= batch.add(request, budget)
-            while budget > 0 and (request := self.admit()):
-                budget -= batch.add(request, budget)
+                batch.add(request)
+            while batch.left > 0 and (request := self.admit()):
+                batch.add(request)
         self.prefilled_last = bool(batch)
         if not batch:
-            batch.add_decodes(decoding)
+            batch.add_decodes(decodes)
         return batch
-
-
-POLICIES = {
-    "request-level": RequestLevel,
-    "orca": Orca,
-    "vllm": VLLM,
-    "sarathi": Sarathi,
-    "sarathi-serve": SarathiServe,
-    "chunked-only": ChunkedOnly,
-    "hybrid-only": HybridOnly,
-    "priority": Priority,
-}
-
-
-def make_scheduler(policy, pages, **options):
-    """The scheduler of that name. Raises ValueError for an unknown policy or an option it does not have."""
-    if not isinstance(policy, str) or policy not in POLICIES:
-        raise ValueError(f"policy={policy!r}: must be one of {', '.join(POLICIES)}")
-    known = {"chunk", "max_batch", "max_len", "clock", *POLICIES[policy].options}
-    for option in options.keys() - known:
-        raise ValueError(f"{option}={options[option]!r}: policy {policy!r} has no such option, only {sorted(known)}")
-    return POLICIES[policy](pages, **options)

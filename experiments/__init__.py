@@ -1,0 +1,1 @@
+"""What is measured: how to time, workloads, runs, capacities, budgets, and their tables."""

@@ -1,0 +1,62 @@
+"""The machine that the numbers depend on: what it is, how fast, and what a schedule costs on it."""
+
+import platform
+import statistics
+import timeit
+
+import torch
+
+from experiments import measure
+from kv_cache import Pages
+from policies import POLICIES, make_scheduler
+from scheduler import Request
+
+
+def describe_machine(model, args, rows):
+    """What the numbers depend on, and the limits that they are compared with, as a dict.
+
+    `flops_per_s` and `bytes_per_s` are measured, the products with `rows` rows; `ridge_tokens` are
+    the rows for which computing (two flops for each weight and row) takes as long as reading the
+    weights; `schedule_us` are microseconds. `args` are options.OptionParser's, of the model.
+    """
+    device, products = model.device, {"products": measure.bare_products(model, rows, 0)}
+    ms = measure.interleaved(products, device)["products"].ms
+    rate = measure.product_flops(model, rows, 0) / (ms / 1e3)
+    bandwidth, gpu = measure.memory_bandwidth(device), device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if gpu else processor_name(),
+        "dtype": args.dtype,
+        "model": args.init_from or args.model,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "compiled": args.compile,
+        "flops_per_s": rate,
+        "bytes_per_s": bandwidth,
+        "ridge_tokens": rate / bandwidth * model.dtype.itemsize / 2,
+        "schedule_us": schedule_us(),
+    }
+
+
+def processor_name():
+    """The CPU's name, as well as it can be found."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(s.split(":", 1)[1].strip() for s in file if s.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def schedule_us(running=128, waiting=1000):
+    """Microseconds of one `schedule()` with so many requests: the slowest policy's median."""
+    medians, sizes = [], dict(chunk=512, max_batch=running, max_len=2048)
+    for policy in POLICIES:
+        scheduler = make_scheduler(policy, Pages(running, 2048), **sizes)
+        for i in range(running + waiting):
+            scheduler.add(Request(i, [0] * 1000, 1000, 100))
+        while request := scheduler.admit():
+            request.tokens.append(0)
+            request.num_computed = 1000  # it decodes
+        times = timeit.repeat(scheduler.schedule, number=1, repeat=200)
+        medians.append(statistics.median(times) * 1e6)
+    return max(medians)

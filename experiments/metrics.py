@@ -1,0 +1,178 @@
+"""From records to numbers: latencies, generation stalls, throughput, what the batches were made of.
+
+Pure functions of completions and iterations (engine.py; in the order of time), in seconds on one
+clock. They return plain numbers that json can write; what does not exist is None, never 0 or NaN.
+Latencies are those of Sarathi-Serve §2.4, stalls those of §3.2 and Figure 1, the condition for
+capacity that of §5.1. A TTFT, TBT or scheduling delay counts as soon as it was seen, also of a
+request that was aborted or still runs; a latency only of one that finished. Read next: run.py.
+"""
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from functools import cache
+from itertools import chain, groupby
+from operator import attrgetter
+from typing import NamedTuple
+
+import numpy as np
+
+from policies.slo import MAX_DELAY_S
+
+FINISHED = ("stop", "length")  # the reasons of a request that got all its output
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+# whether a batch holds prefill, and whether it holds decodes
+KINDS = {"prefill_only": (True, False), "decode_only": (False, True), "hybrid": (True, True)}
+
+
+class Stall(NamedTuple):
+    """A generation stall: a gap between two tokens of a request that holds prefill of others."""
+
+    request_id: int  # who waited
+    start: float  # when its previous token was known, in s
+    end: float  # when its next token was known, in s
+    prefill_tokens: int  # of others, computed in the gap
+    caused_by: int  # the request with most of these tokens; of equals, the one computed first
+
+    @property
+    def seconds(self):
+        """The whole gap: a hybrid batch does not tell the chunk's time from the decode's own."""
+        return self.end - self.start
+
+
+def percentiles(values):
+    """{"p50", "p90", "p99", "max"} of the values that are not None, interpolated linearly."""
+    values = [value for value in values if value is not None]
+    found = np.quantile(values, list(QUANTILES.values())).tolist() if values else [None] * 4
+    return dict(zip(QUANTILES, found))
+
+
+def find_stalls(completions, iterations):
+    """Every generation stall, as [Stall], request by request.
+
+    A gap holds the iterations that began in it: from a token until before the next. A request that
+    prefills itself again after a preemption does not stall itself. A decode waits for a chunk that
+    it rides with, too: it takes a threshold, such as the SLO, to see that such stalls do no harm.
+    """
+    group_of = {}  # request -> the micro-batch that computes it
+    groups = defaultdict(lambda: ([], []))  # micro-batch -> (iterations' starts, prefills in each)
+    for iteration in iterations:
+        starts, prefills = groups[iteration.micro_batch]
+        starts.append(iteration.start)
+        prefills.append([(who, n) for who, _, n, is_decode in iteration.chunks if not is_decode])
+        group_of |= {who: iteration.micro_batch for who, _ in prefills[-1]}
+
+    @cache  # requests that decode together share their gaps
+    def prefilled(group, first, last):
+        """Prefill tokens by request in iterations first … last - 1, in the order of computation."""
+        tokens = Counter()
+        for who, length in chain(*groups[group][1][first:last]):
+            tokens[who] += length
+        return tokens
+
+    stalls = []
+    for completion in completions:
+        own, times = completion.request_id, completion.token_times
+        group = group_of.get(own, 0)
+        begun = [bisect_left(groups[group][0], time) for time in times]  # iterations until a token
+        for start, end, first, last in zip(times, times[1:], begun, begun[1:]):
+            tokens = prefilled(group, first, last)
+            if others := {who: n for who, n in tokens.items() if who != own}:
+                cause = max(others, key=others.get)
+                stalls.append(Stall(own, start, end, sum(others.values()), cause))
+    return stalls
+
+
+def _ratio(amount, whole):
+    return float(amount / whole) if whole else None
+
+
+def summarize_latencies(completions, seconds):
+    """The part of `summarize_run` that needs no iterations. ValueError if `seconds` is negative."""
+    if not seconds >= 0:
+        raise ValueError(f"seconds={seconds}: must be at least 0")
+    finished = [c for c in completions if c.finish_reason in FINISHED]
+    aborted = sum(c.finish_reason == "abort" for c in completions)
+    output = sum(len(c.token_times) for c in completions)
+    prompts = sum(len(c.prompt) for c in completions if c.token_times)  # computed to their end
+    return {
+        "requests": len(completions),  # each is one of the next three
+        "finished": len(finished),
+        "aborted": aborted,
+        "unfinished": len(completions) - len(finished) - aborted,
+        "never_scheduled": sum(c.scheduled is None for c in completions),
+        "ttft_s": percentiles(c.ttft for c in completions),
+        "tbt_s": percentiles(gap for c in completions for gap in c.tbt),  # all gaps of all requests
+        "scheduling_delay_s": percentiles(c.scheduling_delay for c in completions),
+        "latency_s": percentiles(c.latency for c in finished),
+        "tokens_per_s": _ratio(prompts + output, seconds),
+        "output_tokens_per_s": _ratio(output, seconds),
+        "requests_per_s": _ratio(len(finished), seconds),
+        "preemptions": sum(c.preemptions for c in completions),
+        "recomputed_tokens": sum(c.recomputed_tokens for c in completions),
+    }
+
+
+def summarize_run(completions, iterations, seconds, tbt_slo_s=None):
+    """What the table prints and the JSON holds of one run of `seconds` seconds, as a dict.
+
+    `summarize_latencies`, generation stalls (`over_slo`: longer than `tbt_slo_s`) and what the
+    iterations were made of; the mean of requests at once is over the time of the iterations.
+    """
+    stalls, count = find_stalls(completions, iterations), len(iterations)
+    prefill, decode = [i.prefill_tokens for i in iterations], [i.decode_tokens for i in iterations]
+    kinds = Counter((p > 0, d > 0) for p, d in zip(prefill, decode))
+    busy_s, running = [i.end - i.start for i in iterations], [i.running for i in iterations]
+    longest = max(stalls, key=attrgetter("seconds"), default=None)
+    return summarize_latencies(completions, seconds) | {
+        "stalls": {
+            "count": len(stalls),
+            "over_slo": None if tbt_slo_s is None else sum(s.seconds > tbt_slo_s for s in stalls),
+            "total_s": float(sum(stall.seconds for stall in stalls)),
+            "length_s": percentiles(stall.seconds for stall in stalls),
+            "longest": longest and longest._asdict() | {"seconds": longest.seconds},
+        },
+        "iterations": count,
+        **{name: _ratio(kinds[kind], count) for name, kind in KINDS.items()},
+        "prefill_tokens_per_iteration": _ratio(sum(prefill), count),
+        "decode_tokens_per_iteration": _ratio(sum(decode), count),
+        "tokens_per_iteration": _ratio(sum(prefill + decode), count),
+        "running_mean": _ratio(sum(n * s for n, s in zip(running, busy_s)), sum(busy_s)),
+        "running_peak": max(running, default=None),
+        "free_pages_min": min((i.free_pages for i in iterations), default=None),
+    }
+
+
+def request_rows(completions, stalls):
+    """A dict for each request, for csv.DictWriter; `stalls` are those of `find_stalls`."""
+    stalls_of = {who: list(its) for who, its in groupby(stalls, attrgetter("request_id"))}
+    rows = []
+    for c in completions:
+        tbt, its = percentiles(c.tbt), stalls_of.get(c.request_id, [])
+        longest = max(its, key=attrgetter("seconds"), default=None)
+        row = {name: getattr(c, name) for name in ("request_id", "priority", "arrival")}
+        row |= {
+            "prompt_tokens": len(c.prompt),
+            "output_tokens": len(c.token_times),
+            "finish_reason": c.finish_reason,
+            "scheduling_delay_s": c.scheduling_delay,
+            "ttft_s": c.ttft,
+            **{f"{p}_tbt_s": tbt[p] for p in ("p50", "p99", "max")},
+            "latency_s": c.latency if c.finish_reason in FINISHED else None,
+            "stalls": len(its),
+            "longest_stall_s": longest and longest.seconds,
+            "caused_by": longest and longest.caused_by,
+        }
+        rows.append(row | {name: getattr(c, name) for name in ("preemptions", "recomputed_tokens")})
+    return rows
+
+
+def meets_slo(summary, tbt_slo_s):
+    """Whether a run shows that its rate can be kept up: P99 TBT and median delay within limits.
+
+    `summary` is that of `summarize_run`. Only a run in which every request finished can show it: in
+    one that was cut short, those who were kept waiting are missing from the median, and the longest
+    gaps from the TBTs. Requests of one output token have no TBT, and so none that is too long.
+    """
+    tbt, delay = summary["tbt_s"]["p99"] or 0.0, summary["scheduling_delay_s"]["p50"]
+    kept_up = summary["finished"] == summary["requests"] and delay is not None
+    return kept_up and tbt <= tbt_slo_s and delay <= MAX_DELAY_S

@@ -1,0 +1,296 @@
+"""One run of a load, and what is made of several: an SLO, a capacity (Sarathi-Serve §5.1).
+
+    run = serve(model, config, arrivals, prompts)    one engine, one load, in real time
+    run = LoadRun(server, arrivals).run()            the same loop, whatever serves
+    qps, points = capacity(run_at_rate, start)       the highest rate that meets the SLO
+
+A *server* is an engine or a simulation. It gets request i when arrivals[i] says:
+
+    ready_at()         seconds of the run at which it can make its next batch, inf without work
+    wait_until(time)   let the time pass, if it has not
+    add(i, arrival)    queue request i; raises QueueFull
+    step()             make a batch; returns its Events, and sets last_iteration, which may be None
+    abort(i)           end request i and return its Completion
+    clock()            seconds of the run
+
+Read first: workload.py, engine.py, metrics.py. Read next: serving.py, which prints the tables.
+"""
+
+import gc
+import math
+import time
+from dataclasses import replace
+from typing import NamedTuple
+
+from engine import Completion, Engine, Iteration, QueueFull, Runner
+from experiments.metrics import meets_slo, summarize_run
+from policies import find_policy, slo
+from policies.priority import PRIORITIES
+from sampling import SamplingParams
+
+
+class Run(NamedTuple):
+    """What was seen of one run. Times are in seconds from its start, request i is arrivals[i]."""
+
+    completions: list[Completion]  # of all that arrived, in order; "abort": refused, or cut short
+    iterations: list[Iteration]
+    seconds: float  # to the last token
+    own_fraction: float  # of the steps' time: all but the forward pass and fetching its tokens
+    refused: int = 0  # how many found max_waiting others in the queue
+    cut_short: str | None = None  # why the run was given up
+
+
+class LoadRun:
+    """Brings `arrivals`, sorted by time, to a server; a Hopeless may cut that short.
+
+    `progress` is called after each request that ended.
+    """
+
+    def __init__(self, server, arrivals, *, hopeless=None, progress=None):
+        self.server, self.arrivals = server, arrivals
+        self.hopeless, self.progress = hopeless, progress
+        self.completions, self.iterations = {}, []  # of request i; in order
+        self.arrived, self.refused, self.cut_short = 0, 0, None
+        self.in_steps = self.in_forward = 0.0  # seconds
+
+    def step(self):
+        """Add the request that is due, or else run one iteration. False if all is done."""
+        server, at, i = self.server, self.server.ready_at(), self.arrived
+        if self.cut_short:
+            return False
+        if i < len(self.arrivals) and self.arrivals[i].time <= at:
+            self._add(i, self.arrivals[i])
+            return True
+        if at == math.inf:
+            return False
+        began, events = server.clock(), server.step()
+        self.in_steps += server.clock() - began
+        for event in events:
+            if event.completion:
+                self.completions[event.request_id] = event.completion
+                if self.progress:
+                    self.progress()
+        if iteration := server.last_iteration:
+            self.in_forward += iteration.end - iteration.launch
+            self.iterations.append(iteration)
+            self.cut_short = self.hopeless and self.hopeless.check(iteration, events)
+        return True
+
+    def run(self):
+        """Step until all is done, and return the Run."""
+        while self.step():
+            pass
+        return self.result()
+
+    def result(self):
+        """The Run up to here. Aborts what still runs."""
+        done = [self.completions.get(i) or self.server.abort(i) for i in range(self.arrived)]
+        ends = [c.token_times[-1] for c in done if c.token_times] + [i.end for i in self.iterations]
+        own = 1 - self.in_forward / self.in_steps if self.in_steps else 0.0
+        return Run(done, self.iterations, max(ends, default=0.0), own, self.refused, self.cut_short)
+
+    def _add(self, i, arrival):
+        self.server.wait_until(arrival.time)
+        self.arrived += 1
+        try:
+            self.server.add(i, arrival)
+        except QueueFull:
+            self.refused += 1
+            what = range(arrival.prompt_len), arrival.time, PRIORITIES.index(arrival.priority)
+            self.completions[i] = Completion(i, *what, finish_reason="abort")
+
+
+class EngineServer:
+    """An engine as a server. Its clock is `clock`, its prompt for request i is prompts[i].
+
+    Outputs have the lengths of the load: no stop tokens. Latencies count from the arrival, also if
+    that falls into an iteration.
+    """
+
+    def __init__(self, engine, prompts, clock, sleep=time.sleep):
+        self.engine, self.prompts, self.clock, self.sleep = engine, prompts, clock, sleep
+        self.step, self.abort = engine.step, engine.abort
+
+    last_iteration = property(lambda self: self.engine.last_iteration)
+
+    def ready_at(self):
+        """At once, if there is anything to do."""
+        return self.clock() if self.engine.has_work else math.inf
+
+    def wait_until(self, time):
+        """Sleep for as long as it takes."""
+        while (left := time - self.clock()) > 0:
+            self.sleep(left)
+
+    def add(self, i, arrival):
+        """Queue request i. Raises QueueFull."""
+        params = SamplingParams(max_new_tokens=arrival.output_len)
+        more = dict(priority=arrival.priority, ttft_slo=arrival.ttft_slo, tbt_slo=arrival.tbt_slo)
+        self.engine.add_request(self.prompts[i], params, arrival.time, request_id=i, **more)
+
+
+def serve(model, config, arrivals, prompts, *, now=time.perf_counter, sleep=time.sleep, **watching):
+    """Serve `arrivals` with `prompts` by an engine of `config`, in real time. Returns a Run.
+
+    What Python holds when the clock starts is left out of garbage collection until the end, so that
+    no pause grows with it. `now` and `sleep` are the time it runs in; `watching`: as of LoadRun.
+    """
+    gc.collect()  # the cache of the engine before
+    start = now()
+    clock = lambda: now() - start  # sees what `start` becomes below
+    engine = Engine(model, config, clock=clock)
+    engine.warm_up()
+    load = LoadRun(EngineServer(engine, prompts, clock, sleep), arrivals, **watching)
+    gc.collect()
+    gc.freeze()
+    try:
+        start = now()
+        return load.run()
+    finally:
+        gc.unfreeze()
+
+
+def summarize(run, tbt_slo_s):
+    """summarize_run of a Run, whether it `met` the SLO, and own_fraction, refused and cut_short."""
+    summary = summarize_run(run.completions, run.iterations, run.seconds, tbt_slo_s)
+    met = not run.cut_short and meets_slo(summary, tbt_slo_s)  # all that came before a cut may end
+    more = dict(own_fraction=run.own_fraction, refused=run.refused, cut_short=run.cut_short)
+    return summary | {"met": met} | more
+
+
+def plan(names, page_sizes, config, tbt_slo_s=None):
+    """What is to be run: label -> EngineConfig, for each name with each page size.
+
+    A name is one that find_policy takes, and may end in a chunk size of its own, "sarathi:128". All
+    have the memory of `config`: pages * page_size tokens. Raises ValueError for an unknown policy,
+    and for a chunk size where it does not go by one.
+    """
+    runs = {}
+    for label in names:
+        name, colon, chunk = label.rpartition(":")
+        if not colon or name.endswith(".py"):
+            name, colon, chunk = label, "", config.chunk
+        by_chunk = find_policy(name).cuts_prompts and name != "dynamic"
+        if colon and not by_chunk:
+            raise ValueError(f"{label!r}: {name} does not go by a chunk size")
+        if colon and (not chunk.isdecimal() or int(chunk) < 1):
+            raise ValueError(f"{label!r}: after the colon must be a chunk size of at least 1")
+        options = config.options | ({"tbt_slo": tbt_slo_s} if name == "dynamic" else {})
+        its = dict(policy=name, chunk=int(chunk), options=options)
+        for size in page_sizes:
+            key = label if len(page_sizes) == 1 else f"{label}, pages of {size}"
+            pages = config.pages * config.page_size // size
+            runs[key] = replace(config, page_size=size, pages=pages, **its)
+    return runs
+
+
+class Base(NamedTuple):
+    """How fast a machine is."""
+
+    seconds: float  # of an iteration that decodes `decodes` requests at `context` tokens
+    prefill_token_s: float  # of a chunk alone
+    decodes: int
+    context: int
+
+
+def measure_base(model, config):
+    """The Base of this machine, in a cache of its own: what the SLO is a multiple of (§5.1).
+
+    Where max_len is below 8,192 the context of the decodes shrinks with it.
+    """
+    context, chunk = slo.base_context(config.max_len), min(config.chunk, config.max_len)
+    longest = max(context, chunk)
+    runner = Runner(model, slo.BASE_BATCH, longest, longest, config.attention)
+    decode = slo.base_decode_iteration(runner, config.max_len)
+    prefill = slo.time_iterations(runner, [(chunk, chunk, 0)])[0]
+    return Base(decode.seconds, prefill.seconds / chunk, decode.decodes, context)
+
+
+def slo_seconds(target, base):
+    """The SLO of TBT in seconds, from "strict", "relaxed" or a number of seconds.
+
+    Raises ValueError if it is below one decode iteration: no policy can meet that.
+    """
+    seconds = slo.SLOS[target] * base.seconds if target in slo.SLOS else float(target)
+    if seconds < base.seconds:
+        takes = f"{base.seconds:.3g} s here (batch {base.decodes}, context {base.context:,})"
+        raise ValueError(f"SLO of {seconds:g} s: below one decode iteration, which takes {takes}")
+    return seconds
+
+
+def estimated_qps(base, arrivals):
+    """Requests per second if all of these ran in full chunks and full batches, an upper bound."""
+    prefill = sum(arrival.prompt_len for arrival in arrivals) * base.prefill_token_s
+    decode = sum(arrival.output_len for arrival in arrivals) * base.seconds / base.decodes
+    return len(arrivals) / (prefill + decode)
+
+
+class Hopeless:
+    """Watches a run and says when it cannot meet the SLO any more, however well the rest goes.
+
+    That is certain when so many TBTs or scheduling delays are over their limits that the percentile
+    over the whole load is. A delay counts as soon as it is too long.
+    """
+
+    def __init__(self, arrivals, tbt_slo_s):
+        self.tbt_slo_s = tbt_slo_s
+        # so many of n values over a limit lift the quantile q, interpolated as numpy does, over it
+        decides = lambda n, q: n - math.floor(q * (n - 1))
+        self.decisive_slow = decides(sum(a.output_len - 1 for a in arrivals), 0.99)
+        self.decisive_late = decides(len(arrivals), 0.5)
+        self.slow = self.late = 0
+        self._waiting = {i: a.time for i, a in enumerate(arrivals)}  # of who was not yet scheduled
+        self._last = {}  # time of each one's last token
+
+    def check(self, iteration, events):
+        """After each iteration: why the run has failed, or None as long as it may succeed."""
+        limit = slo.MAX_DELAY_S
+        for i, *_ in iteration.chunks:
+            self.late += iteration.start - self._waiting.pop(i, iteration.start) > limit
+        for event in events:
+            last = self._last.get(event.request_id, iteration.end)
+            self.slow += iteration.end - last > self.tbt_slo_s
+            self._last[event.request_id] = iteration.end
+        if self.slow >= self.decisive_slow:
+            return f"{self.slow} TBTs over {self.tbt_slo_s:.3g} s"
+        late = self.late + sum(iteration.end - time > limit for time in self._waiting.values())
+        return f"{late} scheduling delays over {limit:g} s" if late >= self.decisive_late else None
+
+
+def rate_point(qps, summary):
+    """A point of the latency-throughput curve, from `summarize`; of what was seen before a cut."""
+    tails = {f"{p}_{key}": summary[key][p] for key in ("tbt_s", "ttft_s") for p in ("p50", "p99")}
+    more = {name: summary[name] for name in ("tokens_per_s", "met", "cut_short")}
+    return {"qps": qps} | tails | {"p50_delay_s": summary["scheduling_delay_s"]["p50"]} | more
+
+
+def capacity(run_at_rate, start, ratio=1.05, most=16):
+    """The highest rate that meets the SLO, within a factor of `ratio`. Returns (qps, points).
+
+    `run_at_rate(qps)` runs the load at that rate and returns a dict with `met`; `points` are these
+    in their order. From `start` the rate goes up or down by half until one was met and one was not,
+    then by logarithmic halves between them. One run is no proof on a machine that others use: the
+    lowest rate that failed is run again, and if it is met then, the search goes on above it. It is
+    0 if no rate down to start / most was met, and start * most if all up to there were.
+    """
+    low, failures, rate, points = 0.0, {}, start, []  # highest rate met; failed rate -> how often
+    while True:
+        points.append(run_at_rate(rate))
+        if points[-1]["met"]:
+            low = max(low, rate)
+            failures = {failed: times for failed, times in failures.items() if failed > low}
+        else:
+            failures[rate] = failures.get(rate, 0) + 1
+        high = min(failures, default=None)
+        if low == start * most or high == start / most:
+            return low, points
+        if high is None:
+            rate = min(1.5 * low, start * most)
+        elif not low:
+            rate = max(high / 1.5, start / most)
+        elif high > ratio * low:
+            rate = math.sqrt(low * high)
+        elif failures[high] < 2:
+            rate = high
+        else:
+            return low, points

@@ -1,0 +1,91 @@
+"""All policies by name: the papers' (scheduler.py), what goes beyond them (here), and one's own.
+
+    make_scheduler("sarathi-serve", Pages(64, 16), chunk=256, max_batch=16, max_len=512)
+    make_scheduler("my_policy.py:ShortestFirst", ...)       a Scheduler subclass in that file
+
+Plain Python, like scheduler.py. Read next: dynamic.py, priority.py.
+"""
+
+import importlib.util
+import sys
+import traceback
+from inspect import Parameter, signature
+from pathlib import Path
+
+import scheduler
+from policies.dynamic import Dynamic
+from policies.priority import Priority
+
+POLICIES = {
+    "request-level": scheduler.RequestLevel,
+    "orca": scheduler.Orca,
+    "orca-best": scheduler.OrcaBest,
+    "vllm": scheduler.VLLM,
+    "sarathi": scheduler.Sarathi,
+    "sarathi-serve": scheduler.SarathiServe,
+    "chunked-only": scheduler.ChunkedOnly,
+    "hybrid-only": scheduler.HybridOnly,
+    "dynamic": Dynamic,
+    "priority": Priority,
+}
+OWN = "nanosarathi_policy_"  # the modules of files of one's own are called this and the file's path
+
+
+def find_policy(name):
+    """The class of a policy: a name in POLICIES, or "path/to/file.py:ClassName".
+
+    Raises ValueError for an unknown name, and for a file without such a subclass of Scheduler; what
+    the file itself raises passes through.
+    """
+    file, colon, class_name = str(name).rpartition(":")
+    if not (colon and file.endswith(".py")):
+        if not isinstance(name, str) or name not in POLICIES:
+            names = ", ".join(POLICIES)
+            raise ValueError(f"policy={name!r}: must be one of {names}, or FILE.py:Class")
+        return POLICIES[name]
+    path = Path(file).resolve()
+    if not path.is_file():
+        raise ValueError(f"policy={name!r}: there is no file {file}")
+    module = sys.modules.get(OWN + str(path))
+    if module is None:
+        spec = importlib.util.spec_from_file_location(OWN + str(path), path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[OWN + str(path)] = module  # a dataclass in it looks itself up
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[OWN + str(path)]
+            raise
+    found = getattr(module, class_name, None)
+    if not (isinstance(found, type) and issubclass(found, scheduler.Scheduler)):
+        raise ValueError(f"policy={name!r}: {file} has no subclass of Scheduler of that name")
+    return found
+
+
+def policy_options(policy):
+    """The options of a policy class beside those of every Scheduler, a set, from its signatures."""
+    inits = [vars(cls)["__init__"] for cls in policy.__mro__[:-2] if "__init__" in vars(cls)]
+    parameters = [p for init in inits for p in signature(init).parameters.values()]
+    return {p.name for p in parameters if p.kind == Parameter.KEYWORD_ONLY}
+
+
+def make_scheduler(policy, pages, **options):
+    """The scheduler of that name. Raises ValueError for an unknown one, or an option it has not."""
+    cls = find_policy(policy)
+    known = {"chunk", "max_batch", "max_len", "clock", *policy_options(cls)}
+    for option in options.keys() - known:
+        has = f"policy {policy!r} has no such option, only {sorted(known)}"
+        raise ValueError(f"{option}={options[option]!r}: {has}")
+    return cls(pages, **options)
+
+
+def where_it_failed(error):
+    """Like "my_policy.py line 12", where an error came out of a policy of one's own, else None."""
+    places = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").startswith(OWN)
+    ]
+    if isinstance(error, SyntaxError) and error.filename:
+        places.append((error.filename, error.lineno))
+    return "{} line {}".format(*places[-1]) if places else None

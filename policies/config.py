@@ -1,0 +1,101 @@
+"""What an engine, real or simulated, is told besides its model. Plain Python.
+
+Read next: engine.py.
+"""
+
+import os
+from dataclasses import dataclass, field, fields, replace
+
+from checks import check_whole
+from kv_cache import kv_bytes_per_token, max_requests
+from policies import find_policy, make_scheduler, policy_options
+
+MAX_BATCH = 256  # the most requests at once where no number is named, however much memory there is
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All that an engine is told besides its model. Raises ValueError, naming the argument.
+
+    policy       a name in policies.POLICIES, or "my_policy.py:ClassName"
+    chunk        C, the chunk size or token budget; "auto" takes a few seconds to find the largest
+                 that meets tbt_slo, or the strict SLO, in full batches at max_len / 2 (slo.py)
+    max_batch    B, the most requests at once; None: as many as fit (SARATHI §4.3.1), at most 256
+    max_len      the longest request, prompt and output; None: 2,048, or the model's limit
+    page_size    tokens in a page of the cache; None: max_len, one page for each request
+    pages        pages in the cache; None: enough for max_batch requests of max_len tokens
+    max_waiting  the most requests that may wait; None: no limit
+    attention    the backend, see attention.make_attention
+    options      those of the policy, such as tbt_slo of dynamic; tile, which is 128 on CUDA
+    """
+
+    policy: str = "sarathi-serve"
+    chunk: int | str = 256
+    max_batch: int | None = None
+    max_len: int | None = None
+    page_size: int | None = None
+    pages: int | None = None
+    max_waiting: int | None = None
+    attention: str = "auto"
+    options: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        if self.chunk != "auto":
+            check_whole("chunk", self.chunk, least=1)
+        for name in ("max_batch", "max_len", "page_size", "pages", "max_waiting"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), least=1)
+        if self.max_len and self.page_size and self.page_size > self.max_len:
+            raise ValueError(f"page_size={self.page_size}: must be at most max_len={self.max_len}")
+        if self.chunk == "auto" and not find_policy(self.policy).cuts_prompts:
+            raise ValueError(f"chunk='auto': policy {self.policy!r} does not cut prompts")
+
+    @classmethod
+    def make(cls, **settings):
+        """From keyword arguments of which some are options of the policy."""
+        own = {f.name for f in fields(cls)}
+        options = {name: value for name, value in settings.items() if name not in own}
+        settings = {name: value for name, value in settings.items() if name in own}
+        return cls(**settings | {"options": settings.get("options", {}) | options})
+
+    def scheduler(self, pages, clock, **changes):
+        """A scheduler of this policy, for max_batch and max_len that are numbers."""
+        given = dict(chunk=self.chunk, max_batch=self.max_batch, max_len=self.max_len, clock=clock)
+        return make_scheduler(self.policy, pages, **given | self.options | changes)
+
+    def for_model(self, model):
+        """The same with every number filled in. Raises ValueError for what the model forbids."""
+        limit = model.config.max_positions
+        max_len = min(2048, limit) if self.max_len is None else self.max_len
+        if max_len > limit:
+            why = "this model's limit (max_positions, or its sliding window)"
+            raise ValueError(f"max_len={max_len}: must be at most {limit}, {why}")
+        page_size, pages, max_batch = self.page_size or max_len, self.pages, self.max_batch
+        if pages is None:
+            pages = (max_batch or MAX_BATCH) * -(-max_len // page_size)
+            pages = pages if max_batch else min(pages, pages_that_fit(model, max_len, page_size))
+        sizes = dict(max_len=max_len, pages=pages, page_size=page_size)
+        tiled = model.device.type == "cuda" and "tile" in policy_options(find_policy(self.policy))
+        options = {"tile": 128} | self.options if tiled else self.options
+        return replace(self, max_batch=max_batch or min(pages, MAX_BATCH), options=options, **sizes)
+
+
+def pages_that_fit(model, max_len, page_size):
+    """How many pages the memory of the model's device has room for (SARATHI §4.3.1)."""
+    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    if model.device.type == "cuda":  # keep a tenth for activations
+        import torch
+
+        memory = int(0.9 * (torch.cuda.mem_get_info(model.device)[0] + weight_bytes))
+    else:  # leave half of the memory to everybody else
+        try:
+            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        except (AttributeError, ValueError, OSError):
+            raise ValueError("max_batch=None: this system does not tell its memory") from None
+    per_token = kv_bytes_per_token(model.config, model.dtype)
+    pages = max_requests(memory, weight_bytes, page_size, per_token)
+    if pages * page_size < max_len:
+        free = f"{max(0, memory - weight_bytes) / 1e9:.1f} GB are free"
+        takes = f"one request takes {max_len * per_token / 1e9:.1f} GB of KV cache"
+        raise ValueError(f"max_len={max_len}: {takes}, {free}")
+    return pages

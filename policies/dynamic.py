@@ -1,0 +1,40 @@
+"""Sarathi-Serve with a token budget that changes: in each iteration as much as meets the TBT SLO.
+
+Read first: scheduler.py. Read next: iteration_time.py, which predicts what a batch will take.
+"""
+
+from checks import check_positive, check_whole
+from policies.iteration_time import BatchShape, IterationTime
+from scheduler import SarathiServe
+
+
+class Dynamic(SarathiServe):
+    """Algorithm 3 with as much prefill as is predicted to fit beside the decodes.
+
+    tbt_slo   of the time between tokens, in seconds; None: the budget is `chunk`
+    profile   what the prediction begins with, [(BatchShape, seconds)], see slo.py
+    tile      of the matrix product, in tokens: the prefill is whole tiles
+    """
+
+    def __init__(self, *args, tbt_slo=None, profile=(), tile=1, **options):
+        super().__init__(*args, **options)
+        if tbt_slo is not None:
+            check_positive("tbt_slo", tbt_slo)
+        check_whole("tile", tile, least=1)
+        self.tbt_slo, self.tile, self.iteration_time = tbt_slo, tile, IterationTime(profile)
+
+    def observe(self, batch, seconds):
+        self.iteration_time.observe(BatchShape.of(batch), seconds)
+
+    def token_budget(self, decodes, prefills):
+        if self.tbt_slo is None:
+            return self.chunk
+        return self.budget_within(self.tbt_slo, decodes, prefills)
+
+    def budget_within(self, tbt_slo, decodes, prefills):
+        """The decodes and the prefill that fits beside them. Where none can be stalled, max_len."""
+        if not decodes:
+            return self.max_len
+        past = max([r.num_computed for r in prefills], default=0)  # the slowest, whoever gets it
+        shape, fits = BatchShape.of_decodes(decodes), self.iteration_time.prefill_that_fits
+        return len(decodes) + fits(tbt_slo, shape, past, self.max_len, self.tile)

@@ -1,0 +1,182 @@
+"""How long will an iteration take? The model behind the dynamic token budget. Plain Python.
+
+Sarathi-Serve §4.3 finds the token budget that meets the TBT SLO once, from a profile (slo.py). But
+the prefill that fits changes with the decodes, their contexts, how much of the prompt is cached,
+and the machine. So `IterationTime` predicts the time of a batch from what is in it, and learns from
+each iteration that ran.
+
+A moving average of the time per token will not do: six decodes take nearly as long as a pass over
+the weights must, and so their time per token says nothing about that of a chunk.
+
+Read next: dynamic.py.
+"""
+
+import math
+from bisect import bisect_right
+from typing import NamedTuple
+
+KEEP = 0.98  # of what an iteration taught, after one more of its kind: about 50 of each count
+PACE = 0.15  # of the last error that goes into the scale: that of about 7 iterations
+SWEEPS = 2  # of the fit over its coefficients after each iteration; the next one goes on from there
+FORGOTTEN = 1e-9  # squared weight below which a coefficient has no evidence and keeps its value
+FIRST_SPREAD = 0.1  # the relative error that is assumed before any was seen
+SPREAD_PACE = 0.05  # the spread is taken over about 20 iterations
+OUTLIER = 3  # errors count as at most so many spreads
+P99 = 2.33  # standard deviations above the mean that 1 % of a normal distribution exceeds
+TAIL_PACE = 0.02  # by which the tail rises when an error exceeds it
+LARGEST_MARGIN = 0.3  # of the predicted time
+NANOSECOND = 1e-9
+FIRST_PREFILL = 16  # tokens that may be tried before any were timed, or one tile
+
+
+class BatchShape(NamedTuple):
+    """What the time of a batch depends on.
+
+    prefill_tokens   in all chunks that are not decodes
+    decodes          how many
+    context_tokens   keys that the decodes read, all together, their own included
+    prefill_pairs    (query, key) pairs of the chunks: each token with all before it and itself
+    """
+
+    prefill_tokens: int = 0
+    decodes: int = 0
+    context_tokens: int = 0
+    prefill_pairs: int = 0
+
+    @classmethod
+    def of(cls, batch):
+        """That of a Batch, or of any (request, start, length) that have not moved on."""
+        shape = cls.of_decodes([request for request, _, _ in batch if request.is_decoding])
+        for request, start, length in batch:
+            if not request.is_decoding:
+                shape = shape.with_chunk(start, length)
+        return shape
+
+    @classmethod
+    def of_decodes(cls, requests):
+        """The shape of a batch in which each of these requests decodes."""
+        return cls(
+            decodes=len(requests), context_tokens=sum([len(request.tokens) for request in requests])
+        )
+
+    def with_chunk(self, past, length):
+        """This and one more chunk of `length` tokens, after `past` tokens of its request."""
+        pairs = self.prefill_pairs + length * past + length * (length + 1) // 2
+        return BatchShape(self.prefill_tokens + length, self.decodes, self.context_tokens, pairs)
+
+
+class IterationTime:
+    """Predicts the seconds of an iteration, and learns from each one that is observed:
+
+        scale * (base + a * prefill_tokens + b * decodes + c * context_tokens + d * prefill_pairs)
+
+    with coefficients of at least 0. They are the least squares fit to the iterations so far, each
+    weighed by 1 / seconds, so that relative errors count. Older ones weigh less, but each kind,
+    with and without prefill, is made older only by its own: a thousand decode-only iterations leave
+    in place what the last chunks taught. Only the sums of the normal equations are kept; coordinate
+    descent solves them, a few steps per iteration, and holds each coefficient at 0 or above.
+
+    The fit is slow and gives the proportions. `scale` is quick: it follows a machine that is slowed
+    down, and goes back to 1 as the fit catches up. A single outlier moves neither by much: three
+    times as long weighs a ninth in the fit, and its error is clipped before it goes into the scale.
+
+    `profile` is a list of (BatchShape, seconds) to begin with; it should reach past the SLO.
+    Without one, learning starts at nothing, and `prefill_that_fits` goes up in steps. `spread` is
+    the relative standard deviation of the errors for hybrid batches, and `tail` the error that 1 %
+    of them exceed: up when one does, slowly down when none does. `largest_prefill` is the most
+    prefill tokens so far. Raises ValueError for a time in the profile that is not positive.
+    """
+
+    def __init__(self, profile=()):
+        self.scale, self.spread, self.tail, self.largest_prefill = 1.0, FIRST_SPREAD, 0.0, 0
+        self._coefficients = [0.0] * 5
+        self._products = [
+            [[0.0] * 5 for _ in range(5)] for _ in range(2)
+        ]  # of the features, for each kind
+        self._targets = [[0.0] * 5 for _ in range(2)]
+        for shape, seconds in profile:
+            if not NANOSECOND <= seconds < math.inf:
+                raise ValueError(
+                    f"profile: {shape} took {seconds!r} seconds: must be positive and finite"
+                )
+            self._remember(shape, seconds, keep=1.0)  # a profile has no order
+        self._fit(sweeps=500 if profile else 0)
+
+    @property
+    def law(self):
+        """Seconds: the base, of a prefill token, a decode, a key of a decode, a pair of a chunk."""
+        return [self.scale * coefficient for coefficient in self._coefficients]
+
+    def predict(self, shape):
+        """Seconds that such a batch is expected to take; 0 before anything was observed."""
+        base, prefill, decode, context, pair = self._coefficients
+        seconds = base + prefill * shape.prefill_tokens + decode * shape.decodes
+        seconds += context * shape.context_tokens + pair * shape.prefill_pairs
+        return max(0.0, self.scale * seconds)
+
+    def observe(self, shape, seconds):
+        """Learn that a batch of this shape took so long.
+
+        What no clock can have measured (below a nanosecond, not finite) is ignored, so that an
+        engine may run on a clock that stands still.
+        """
+        if not NANOSECOND <= seconds < math.inf:
+            return
+        predicted = self.predict(shape)
+        if predicted > 0:
+            most = OUTLIER * self.spread
+            error = max(-most, min(most, math.log(seconds / predicted)))
+            self.scale *= math.exp(PACE * error)
+            if shape.prefill_tokens and shape.decodes:  # what the margin is for; others are easier
+                exceeded = seconds / predicted - 1 > self.tail
+                self.tail = max(0.0, self.tail + TAIL_PACE * (exceeded - 0.01))
+                deviation = 1.25 * abs(error)  # 1.25: standard over mean deviation
+                self.spread = max(0.01, self.spread + SPREAD_PACE * (deviation - self.spread))
+        self._remember(shape, seconds, KEEP)
+        self._fit(SWEEPS)
+
+    def prefill_that_fits(self, seconds, shape, past, limit, tile=1):
+        """How many tokens the next chunk may have, for the iteration to take at most `seconds`.
+
+        shape    of the batch so far: its decodes, and chunks that were added before
+        past     tokens of the chunk's request that are cached
+        limit    the most tokens, such as what is left of the prompt
+        tile     of the matrix products (§4.3): the chunk is whole tiles, or all of `limit`
+
+        It is the most for which the predicted time meets the SLO with a margin for 99 % of the
+        errors, the larger of 2.33 times the spread and of the tail, at most 30 %. 0 if even one
+        tile does not. And it takes the batch at most half as far again, or one tile, beyond the
+        most prefill ever timed (16 tokens at first), so that who knows little finds out in steps.
+        """
+
+        def time_at_p99(length):
+            return margin * self.predict(shape.with_chunk(past, length))
+
+        margin = 1 + min(LARGEST_MARGIN, max(P99 * self.spread, self.tail))
+        most, limit = self.largest_prefill, max(0, limit)
+        reach = max(3 * most // 2, most + tile, FIRST_PREFILL) - shape.prefill_tokens
+        if limit <= reach and time_at_p99(limit) <= seconds:
+            return limit
+        sizes = range(tile, min(limit, reach) + 1, tile)  # the time grows with the size
+        return tile * bisect_right(sizes, seconds, key=time_at_p99)
+
+    def _remember(self, shape, seconds, keep):
+        """Add a row to the normal equations of its kind; those that are there fade to `keep`."""
+        kind = shape.prefill_tokens > 0
+        self.largest_prefill = max(self.largest_prefill, shape.prefill_tokens)
+        row = [feature / seconds for feature in (1, *shape)]  # the target, seconds / seconds, is 1
+        targets = self._targets[kind]
+        for i, (x, products) in enumerate(zip(row, self._products[kind])):
+            targets[i] = keep * targets[i] + x
+            products[:] = [keep * product + x * y for product, y in zip(products, row)]
+
+    def _fit(self, sweeps):
+        """Coordinate descent: each coefficient in turn where it is best beside the others."""
+        w = self._coefficients
+        products = [[a + b for a, b in zip(*rows)] for rows in zip(*self._products)]
+        targets = [a + b for a, b in zip(*self._targets)]
+        for _ in range(sweeps):
+            for i, row in enumerate(products):
+                if row[i] > FORGOTTEN:
+                    rest = sum(a * b for a, b in zip(row, w)) - row[i] * w[i]
+                    w[i] = max(0.0, (targets[i] - rest) / row[i])

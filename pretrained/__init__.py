@@ -1,0 +1,1 @@
+"""What is loaded from elsewhere: published geometries, checkpoints, tokenizers."""

@@ -1,0 +1,176 @@
+"""Text <-> token ids: a checkpoint's own tokenizer, or bytes for a model with random weights.
+
+    tokenizer = load_tokenizer(directory)  # the directory that checkpoints.find returns
+    stream = tokenizer.stream()  # text as the tokens appear
+    for i in tokenizer.encode("Chunked prefills"):
+        print(stream.push(i), end="")
+    print(stream.flush())
+
+A token is a piece of text only in company: an emoji may take three, and some tokenizers drop the
+space before the first word. So text is streamed by decoding a few tokens together, never one alone.
+
+Read next: sample.py, which prints what is streamed here.
+"""
+
+import base64
+from itertools import groupby
+from pathlib import Path
+
+import tiktoken
+import tokenizers
+
+from pretrained.checkpoints import read_json
+
+# How LLaMA 3 cuts text into words before merging bytes, and its 256 special tokens, as published.
+LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_RESERVED = [f"<|reserved_special_token_{i}|>" for i in range(251)]
+LLAMA3_SPECIALS = ["<|begin_of_text|>", "<|end_of_text|>", *_RESERVED[:4], "<|start_header_id|>"]
+LLAMA3_SPECIALS += ["<|end_header_id|>", _RESERVED[4], "<|eot_id|>", *_RESERVED[5:]]
+GPT2_END = 50256  # <|endoftext|>
+
+
+class Tokenizer:
+    """Text to token ids and back. `stop_token_ids` (a frozenset, maybe empty) end a text."""
+
+    def __init__(self, encode, decode, known, stop_token_ids=()):
+        """`encode`: str -> ids; `decode`: ids -> str, called only with ids in `known`."""
+        self.stop_token_ids, self.known = frozenset(stop_token_ids), known
+        self._encode, self._decode = encode, decode
+
+    def encode(self, text):
+        """The ids of a text, a list, BOS first if there is one; `text` may spell special tokens."""
+        return self._encode(text)
+
+    def decode(self, ids):
+        """The text of ids; special tokens have none, an unknown id becomes "\\ufffd"."""
+        runs = ((known, list(run)) for known, run in groupby(ids, self.known.__contains__))
+        return "".join(self._decode(run) if known else "\ufffd" * len(run) for known, run in runs)
+
+    def stream(self):
+        """A new TextStream."""
+        return TextStream(self)
+
+
+class TextStream:
+    """Decodes one token at a time. What it returns, joined, is `decode` of all tokens.
+
+    (Not quite for tokenizers that spell rare characters in bytes, and bytes that are no text.)
+    """
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+        self._context = []  # the tokens of the last text: they decide on the next one's space
+        self._pending = []  # tokens whose text is not out yet
+
+    def push(self, token_id):
+        """The text that `token_id` completes; "" if it completes none."""
+        if token_id not in self._tokenizer.known:
+            text = self.flush() + "\ufffd"
+            self._context, self._pending = [], []
+            return text
+        self._pending.append(token_id)
+        half_a_character = self._text().endswith("\ufffd")  # so far; the next may complete it
+        return "" if half_a_character else self.flush()
+
+    def flush(self):
+        """The text that is left, complete or not. Call it after the last token."""
+        text = self._text()
+        if text:
+            self._context, self._pending = self._pending, []
+        return text
+
+    def _text(self):
+        decode = self._tokenizer.decode
+        return decode(self._context + self._pending)[len(decode(self._context)) :]
+
+
+def byte_tokenizer():
+    """One token per byte, its id the byte's value: for models with random weights."""
+    ranks = {bytes([i]): i for i in range(256)}
+    rules = dict(pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={})
+    return _from_tiktoken(tiktoken.Encoding("bytes", **rules))
+
+
+def load_tokenizer(directory):
+    """The tokenizer of a checkpoint in the Hugging Face format.
+
+    It is the first of these in the directory: tokenizer.json; tokenizer.model or
+    original/tokenizer.model, if it is LLaMA 3's; for GPT-2 vocab.json and merges.txt or, without
+    them, tiktoken's "gpt2", which is downloaded once. Raises FileNotFoundError, which says which
+    file to put where, and ValueError for a file that is something else.
+    """
+    directory = Path(directory)
+    paths = [directory / "config.json", directory / "generation_config.json"]
+    config = {k: v for path in paths if path.is_file() for k, v in read_json(path).items()}
+    model_type = config.get("model_type")
+    stop = config.get("eos_token_id", GPT2_END if model_type == "gpt2" else None)
+    stop = [stop] if isinstance(stop, int) else stop or []
+    path = directory / "tokenizer.json"
+    if path.is_file():
+        return _from_tokenizers(tokenizers.Tokenizer.from_file, [path], stop)
+    for path in (directory / "tokenizer.model", directory / "original" / "tokenizer.model"):
+        if path.is_file():
+            return _llama3(path, stop)
+    paths = [directory / "vocab.json", directory / "merges.txt"]
+    if model_type in (None, "gpt2") and all(path.is_file() for path in paths):
+        return _from_tokenizers(_gpt2, paths, stop)
+    if model_type == "gpt2" and config.get("vocab_size", GPT2_END + 1) > GPT2_END:
+        try:
+            return _from_tiktoken(tiktoken.get_encoding("gpt2"), stop=stop)
+        except OSError as error:
+            raise FileNotFoundError(
+                f"{directory}: no tokenizer, and tiktoken's 'gpt2' cannot be downloaded "
+                f"({type(error).__name__}). Put tokenizer.json, or vocab.json and merges.txt, "
+                "there, or set TIKTOKEN_CACHE_DIR"
+            ) from error
+    raise FileNotFoundError(f"{directory}: no tokenizer. Put the checkpoint's tokenizer.json there")
+
+
+def _from_tokenizers(load, paths, stop):
+    """A Tokenizer around a tokenizers.Tokenizer, load(*paths). Raises ValueError if that fails."""
+    try:
+        inner = load(*map(str, paths))
+    except Exception as error:  # the class that the library raises for whatever it cannot read
+        raise ValueError(f"{paths[0]}: not a tokenizer: {error}") from error
+    inner.no_truncation()  # a prompt is never cut or filled up without being told
+    inner.no_padding()
+    known = set(inner.get_vocab(with_added_tokens=True).values())
+    return Tokenizer(lambda text: inner.encode(text).ids, inner.decode, known, stop)
+
+
+def _gpt2(vocab, merges):
+    """GPT-2's tokenizer from its two files, as a tokenizers.Tokenizer."""
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(vocab, merges))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    inner.add_special_tokens(["<|endoftext|>"])
+    return inner
+
+
+def _from_tiktoken(encoding, bos=(), stop=()):
+    """A Tokenizer around a tiktoken.Encoding; `bos` are the ids in front of every text."""
+    specials = {encoding.encode_single_token(token) for token in encoding.special_tokens_set}
+    encode = lambda text: [*bos, *encoding.encode(text, allowed_special="all")]
+    decode = lambda ids: encoding.decode([i for i in ids if i not in specials])
+    return Tokenizer(encode, decode, range(encoding.n_vocab), stop)
+
+
+def _llama3(path, stop):
+    """LLaMA 3's tokenizer from its file of byte-pair ranks, one "base64 rank" per line."""
+    try:
+        lines = [line.split() for line in path.read_bytes().splitlines() if line]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: not a list of byte-pair ranks as LLaMA 3 has it (a sentencepiece model?). "
+            "Put the checkpoint's tokenizer.json next to its config.json"
+        ) from error
+    specials = {token: len(ranks) + i for i, token in enumerate(LLAMA3_SPECIALS)}
+    rules = dict(pat_str=LLAMA3_WORDS, mergeable_ranks=ranks, special_tokens=specials)
+    stop = stop or [specials["<|end_of_text|>"], specials["<|eot_id|>"]]
+    return _from_tiktoken(
+        tiktoken.Encoding("llama3", **rules), [specials["<|begin_of_text|>"]], stop
+    )

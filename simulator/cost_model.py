@@ -1,0 +1,192 @@
+"""How long an iteration takes on a machine that is not here: sums over constants of the device.
+
+    cost = CostModel(GEOMETRIES["yi-34b"], DEVICES["a100-80gb"], tp=2)
+    cost.stages(batch)      seconds of each pipeline stage for chunks (request, start, length)
+
+An operation of a layer takes its arithmetic at the device's rate or its bytes at the memory's
+bandwidth, whichever is longer (Sarathi-Serve §3.1, T = max(T_math, T_mem)), and a few microseconds
+to start and drain. The rows of a matrix product are rounded up to whole tiles (SARATHI §4.4). The
+memory for keys and values, and so how many requests run at once, is SARATHI §4.3.1.
+
+Read first: devices.py. Read next: simulation.py, which runs the policies on it.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from numbers import Real
+from typing import NamedTuple
+
+from checks import check_whole
+from model import GPTConfig
+from simulator.devices import DEVICES, GEOMETRIES, LINKS, PARALLEL_BLOCKS, Device, Link, find
+
+BYTES = 2  # of a number: all weights, keys and values are of 16 bits
+USABLE = 0.9  # of a device's memory; SARATHI's batches of 27 and 11 (§5.3) ask for it
+
+
+class System(NamedTuple):
+    """A model on some GPUs and links, by name; where no link is named, see CostModel."""
+
+    model: str
+    device: str = "a100-80gb"
+    tp: int = 1
+    pp: int = 1
+    tp_link: str | None = None
+    pp_link: str | None = None
+
+    def cost(self, cpu_s=0.0):
+        """Its CostModel. Raises ValueError for a name that is not in devices.py."""
+        config, device = find(GEOMETRIES, "model", self.model), find(DEVICES, "device", self.device)
+        links = [None if name is None else find(LINKS, "link", name) for name in self[4:]]
+        return CostModel(config, device, *self[2:4], *links, cpu_s, self.model in PARALLEL_BLOCKS)
+
+
+def matrices(config, tp=1):
+    """The four products of a layer on one of `tp` GPUs: name -> (rows of the weight, columns).
+
+    Columns or rows are divided (Megatron-LM), KV heads repeated where there are fewer than GPUs.
+    Raises ValueError unless tp divides heads and inner dimension, and divides KV heads or is a
+    multiple of them.
+    """
+    check_whole("tp", tp, least=1)
+    for field in ("n_head", "n_inner"):
+        if getattr(config, field) % tp:
+            raise ValueError(f"tp={tp}: must divide {field}={getattr(config, field)}")
+    if (n := config.n_kv_head) % tp and tp % n:
+        raise ValueError(f"tp={tp}: must divide n_kv_head={n}, or be a multiple of it")
+    heads, kv_heads = config.n_head // tp, max(1, n // tp)
+    gates = 2 if config.family == "llama" else 1
+    return {
+        "preproj": (config.n_embd, (heads + 2 * kv_heads) * config.head_dim),
+        "postproj": (heads * config.head_dim, config.n_embd),
+        "ffn_ln1": (config.n_embd, gates * config.n_inner // tp),
+        "ffn_ln2": (config.n_inner // tp, config.n_embd),
+    }
+
+
+def product_seconds(device, tokens, rows, columns):
+    """Seconds of (tokens, rows) times (rows, columns): it computes whole tiles, or moves bytes."""
+    flops = 2 * -(-tokens // device.tile) * device.tile * rows * columns
+    moved = BYTES * (rows * columns + tokens * (rows + columns))
+    return device.op_s + max(flops / device.flops_per_s, moved / device.bytes_per_s)
+
+
+def products(config, device, tokens, tp=1):
+    """Seconds of each matrix product of one layer with so many tokens: name -> seconds."""
+    shapes = matrices(config, tp)
+    return {name: product_seconds(device, tokens, *shape) for name, shape in shapes.items()}
+
+
+@dataclass
+class CostModel:
+    """The time of iterations of one model on GPUs. Raises ValueError unless these divide it."""
+
+    config: GPTConfig
+    device: Device
+    tp: int = 1  # GPUs that share a layer
+    pp: int = 1  # stages of a pipeline; tp * pp GPUs in all
+    tp_link: Link | None = None  # within a stage; None: the device's own
+    pp_link: Link | None = None  # between stages; None: InfiniBand
+    cpu_s: float = 0.0  # what a stage spends on an iteration before its GPU has work
+    parallel_block: bool = False  # whether attention and MLP share one all-reduce
+
+    def __post_init__(self):
+        config, device, pp, cpu_s = self.config, self.device, self.pp, self.cpu_s
+        check_whole("pp", pp, least=1)
+        if config.n_layer % pp:
+            raise ValueError(f"pp={pp}: must divide n_layer={config.n_layer}")
+        if not isinstance(cpu_s, Real) or not 0 <= cpu_s < math.inf:
+            raise ValueError(f"cpu_s={cpu_s!r}: must be a finite number of seconds, at least 0")
+        self.tile, self.layers = device.tile, config.n_layer // pp
+        self.tp_link = self.tp_link or LINKS[device.link]
+        self.pp_link = self.pp_link or LINKS["infiniband"]
+        self.matrices = matrices(config, self.tp)
+        qkv, queries = self.matrices["preproj"][1], self.matrices["postproj"][0]  # of one GPU
+        self.kv_bytes = BYTES * (qkv - queries)  # of a token in a layer, on one GPU
+        self._pair_s = 4 * queries / device.attention_flops_per_s
+        self._key_s = self.kv_bytes / device.attention_bytes_per_s
+        self._layer = cache(lambda tokens: sum(self.layer_seconds(tokens).values()))
+        head = (config.n_embd, config.vocab_size // self.tp)
+        self._head = cache(lambda rows: product_seconds(device, rows, *head))  # one of each chunk
+
+    def weight_bytes(self):
+        """Bytes of weights on the GPU that has most: its layers, and an embedding at either end."""
+        layer = BYTES * sum(rows * columns for rows, columns in self.matrices.values())
+        tables = 1 if self.pp > 1 or self.config.tie_embeddings else 2
+        table = BYTES * self.config.vocab_size * self.config.n_embd
+        return self.layers * layer + tables * table // self.tp
+
+    def kv_tokens(self):
+        """Tokens of KV cache that fit beside the weights, SARATHI §4.3.1; ValueError if none does.
+
+        All stages hold so many, each for its own layers; what is in flight at once shares them.
+        """
+        memory, weights = self.device.memory_bytes, self.weight_bytes()
+        tokens = int((USABLE * memory - weights) // (self.kv_bytes * self.layers))
+        if tokens < 1:
+            usable = f"{USABLE:.0%} of the {memory / 1e9:.0f} GB of an {self.device.name}"
+            given = f"{weights / 1e9:.1f} GB of weights"
+            raise ValueError(f"{given} do not fit {usable}: try more tp or pp")
+        return tokens
+
+    def max_batch(self, max_len):
+        """B = floor((M_G - M_S) / (L * m_kv)), SARATHI §4.3.1, of each of `pp` micro-batches."""
+        check_whole("max_len", max_len, least=1)
+        return self.kv_tokens() // max_len // self.pp
+
+    def layer_seconds(self, tokens):
+        """Seconds of one layer apart from attention: {"linear", "others", "all_reduce"}."""
+        config, device = self.config, self.device
+        qkv, inner = self.matrices["preproj"][1], self.matrices["ffn_ln1"][1]
+        numbers = 8 * config.n_embd + 2 * qkv + 2 * inner  # of norms and sums, rotation, activation
+        return {
+            "linear": sum(products(config, device, tokens, self.tp).values()),
+            "others": 5 * device.op_s + BYTES * tokens * numbers / device.bytes_per_s,
+            "all_reduce": self.all_reduce_seconds(tokens) * (1 if self.parallel_block else 2),
+        }
+
+    def all_reduce_seconds(self, tokens):
+        """Seconds to add up (tokens, n_embd) over tp GPUs in a ring: 2 (tp - 1) steps of a part."""
+        if self.tp == 1:
+            return 0.0
+        part = BYTES * tokens * self.config.n_embd / self.tp
+        step_s = self.tp_link.step_s + part / self.tp_link.bytes_per_s
+        return self.device.op_s + 2 * (self.tp - 1) * step_s
+
+    def chunk_seconds(self, start, length):
+        """Seconds of one layer's attention for a chunk: whole tiles of queries, with all before and
+        half of themselves; or to read its keys and values, if that takes longer."""
+        pairs = -(-length // self.tile) * self.tile * (start + length / 2)
+        return self.device.op_s + max(self._pair_s * pairs, self._key_s * (start + length))
+
+    def attention_seconds(self, batch):
+        """Seconds of one layer's attention: chunk by chunk, all of one token (decodes) at once."""
+        chunks = sum([self.chunk_seconds(start, n) for _, start, n in batch if n > 1])
+        keys = sum([start + 1 for _, start, n in batch if n == 1])
+        return chunks + self.device.op_s + self._key_s * keys if keys else chunks
+
+    def hop_seconds(self, tokens):
+        """Seconds for a batch to reach the next stage; each of the tp GPUs sends its part."""
+        bandwidth = self.pp_link.bytes_per_s * (self.tp if self.pp_link.per_gpu else 1)
+        return self.pp_link.step_s + BYTES * tokens * self.config.n_embd / bandwidth
+
+    def stages(self, batch):
+        """A list: seconds of each stage for a batch of (request, start, length); those of a hop."""
+        tokens = sum([length for _, _, length in batch])
+        layer = self._layer(tokens) + self.attention_seconds(batch)
+        seconds = [self.cpu_s + self.layers * layer] * self.pp
+        seconds[-1] += self._head(len(batch))
+        return seconds, self.hop_seconds(tokens)
+
+    def seconds(self, batch):
+        """Seconds of one iteration from the first stage to the last, with nothing in the way."""
+        stages, hop = self.stages(batch)
+        return sum(stages) + (self.pp - 1) * hop
+
+    def parts(self, batch):
+        """Seconds by kind, without hops: linear, attention, others, all_reduce, head, cpu."""
+        layer = self.layer_seconds(sum(length for _, _, length in batch))
+        layer["attention"] = self.attention_seconds(batch)
+        parts = {kind: self.config.n_layer * seconds for kind, seconds in layer.items()}
+        return parts | {"head": self._head(len(batch)), "cpu": self.pp * self.cpu_s}

@@ -1,0 +1,143 @@
+"""A simulated machine for the commands serve and capacity: the same loads, a clock that counts.
+
+    python bench.py serve --simulate a100-80gb --model yi-34b --tp 2 --cpu-ms 5
+    python bench.py capacity --simulate this        seconds instead of this machine's half hour
+
+Read first: simulation.py, cost_model.py, and experiments/serving.py, whose RealMachine has the same
+face: `base`, `machine`, `lines` and `micro_batches` for the heading, and `serve`.
+"""
+
+from dataclasses import asdict
+
+from engine import Runner
+from experiments.options import number, whole
+from experiments.run import Base
+from policies.slo import BASE_BATCH, base_context, time_iterations
+from pretrained.presets import PRESETS
+from simulator.calibration import FittedCost
+from simulator.cost_model import System
+from simulator.devices import DEVICES, GEOMETRIES, LINKS
+from simulator.simulation import simulate
+
+THIS = "this"  # the name of the machine that is here
+SIMULATED = ("tp", "pp", "replicas", "tp_link", "pp_link", "cpu_ms")  # options of one that is not
+REAL = ("init_from", "device", "dtype", "attention", "compile", "threads")  # and of one that is
+
+
+def add_options(parser):
+    """The options that put a simulated machine in the place of this one."""
+    add, more = parser.add, ", ".join(name for name in GEOMETRIES if name not in PRESETS)
+    what = f"count time as a device would take it: {', '.join(DEVICES)}; or {THIS}, fitted to a "
+    what += f"profile of this machine. With a DEVICE --model is required, may also be {more}, and "
+    add("--simulate", what + "--kv-tokens is all that fits", metavar="DEVICE")
+    links = f"what joins the GPUs of a stage: {', '.join(LINKS)}"
+    cpu = "simulated milliseconds that an iteration costs each stage on the CPU"
+    add("--tp", "simulated GPUs that share each layer", 1, type=whole(1))
+    add("--pp", "simulated stages of a pipeline", 1, type=whole(1))
+    add("--replicas", "simulated copies of that, which take from one line", 1, type=whole(1))
+    add("--tp-link", links, shown="the device's own")
+    add("--pp-link", "what joins the stages", shown="infiniband")
+    add("--cpu-ms", cpu, 0.0, type=number(least=0))
+
+
+def check_options(parser, args):
+    """Exit with a message if one of these makes no sense, or goes only with --simulate, or without.
+
+    Sets kv_tokens, where it was left open, to all that fits.
+    """
+    here = args.simulate in (None, THIS)
+    for option in SIMULATED if here else REAL:
+        if getattr(args, option) != parser.get_default(option):
+            goes = f"goes {'only' if here else 'not'} with --simulate DEVICE"
+            parser.error(f"--{option.replace('_', '-')}: {goes}")
+    if here:
+        return
+    if args.simulate not in DEVICES:
+        parser.error(f"--simulate {args.simulate}: must be one of {', '.join(DEVICES)}, {THIS}")
+    if args.model not in GEOMETRIES:
+        names = ", ".join(GEOMETRIES)
+        parser.error(f"--model {args.model}: with --simulate must be one of {names}")
+    config = GEOMETRIES[args.model]
+    if config.family != "llama" and args.max_len > config.max_positions:
+        limit = f"this model is limited to {config.max_positions}"
+        parser.error(f"--max-len {args.max_len}: {limit}")
+    try:
+        most = simulated_cost(args).kv_tokens()
+    except ValueError as error:
+        parser.error(str(error))
+    args.kv_tokens, least = args.kv_tokens or most, args.pp * args.max_len
+    if not least <= args.kv_tokens <= most:
+        limits = f"at least {least}, a request of --max-len per micro-batch, and at most {most}"
+        error = f"must be {limits}, what fits beside the weights"
+        parser.error(f"--kv-tokens {args.kv_tokens}: {error}")
+
+
+def simulated_cost(args):
+    """The CostModel of these options. Raises ValueError if one of them makes no sense."""
+    system = System(args.model, args.simulate, args.tp, args.pp, args.tp_link, args.pp_link)
+    return system.cost(args.cpu_ms / 1e3)
+
+
+def base_seconds(cost, max_len=8192):
+    """Seconds of the decode iteration that SLOs are multiples of, Sarathi-Serve §5.1."""
+    return cost.seconds([(0, base_context(max_len) - 1, 1)] * BASE_BATCH)
+
+
+def base_of(cost, max_len, chunk):
+    """The Base of a simulated machine, as run.measure_base measures that of a real one."""
+    chunk = min(chunk, max_len)
+    token_s = cost.seconds([(0, 0, chunk)]) / chunk
+    return Base(base_seconds(cost, max_len), token_s, BASE_BATCH, base_context(max_len))
+
+
+class SimulatedMachine:
+    """What serving.RealMachine is for this machine. Raises ValueError for options of no sense."""
+
+    def __init__(self, args):
+        self.cost, self.replicas = simulated_cost(args), args.replicas
+        self.base = base_of(self.cost, args.max_len, args.chunk)
+        device, count = self.cost.device, args.pp * args.replicas
+        replicas = f", {args.replicas} replicas" if args.replicas > 1 else ""
+        name = f"{args.tp * count} x {device.name}, TP {args.tp} x PP {args.pp}{replicas}"
+        name = f"simulated: {name}, {args.cpu_ms:g} ms of CPU per iteration and stage"
+        self.machine = {"device": name, "constants": asdict(device)}
+        self.machine |= {"model": args.model, "dtype": "16 bits"}
+        self.micro_batches, self.lines = count, f"constants: {device.source}\n"
+        if count > 1:
+            memory = f"the memory that of each of {args.replicas} replicas"
+            self.lines += f"the batch is that of each of {count} micro-batches, {memory}\n"
+
+    def serve(self, config, arrivals, hopeless=None, **more):
+        """A simulated Run; it takes no time worth cutting short, so `hopeless` is not asked."""
+        return simulate(self.cost, config, arrivals, replicas=self.replicas, **more).run
+
+
+def time_batches(model, cases, max_len, attention):
+    """A Profiled for each of `cases`, (prefill tokens, context, decodes), in a cache of its own.
+
+    Its pages of 64 tokens lie side by side. No chunk, context or their sum exceeds `max_len`.
+    """
+    size = min(64, max_len)
+    pages = max(-(-c // size) * decodes + -(-max(n, c) // size) for n, c, decodes in cases)
+    runner = Runner(model, pages, size, max_len, attention)
+    return time_iterations(runner, [(n + decodes, c, decodes) for n, c, decodes in cases])
+
+
+def cost_cases(max_len):
+    """The batches that a FittedCost is fitted to, as `time_batches` wants them."""
+    contexts = max(1, max_len // 8), max(1, 3 * max_len // 4)
+    cases = [(min(n, max_len), c, d) for n in (0, 32, 256) for c in contexts for d in (0, 4, 16)]
+    return [case for case in cases if case[0] or case[2]] + [(min(512, max_len), max_len, 0)]
+
+
+class FittedMachine(SimulatedMachine):
+    """A serving.RealMachine, simulated with what a profile of it tells."""
+
+    micro_batches = replicas = 1
+
+    def __init__(self, real, args):
+        rows = time_batches(real.model, cost_cases(args.max_len), args.max_len, args.attention)
+        self.cost, self.base = FittedCost([(row.shape, row.seconds) for row in rows]), real.base
+        device = f"simulated: {real.machine['device']}"
+        self.machine = real.machine | {"device": device, "law": self.cost.law.law}
+        self.lines = f"{real.lines}fitted to {len(rows)} batches: {self.cost.describe()}\n"

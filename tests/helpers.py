@@ -1,0 +1,152 @@
+"""Models, caches and runs that the tests share."""
+
+import math
+import random
+from collections import defaultdict, deque
+
+import torch
+
+from attention import make_attention
+from kv_cache import KVCache, Pages, Span, slot_mapping
+from model import GPT, FlatBatch, GPTConfig
+from policies import make_scheduler
+from policies.iteration_time import BatchShape
+from sampling import SamplingParams, sample
+
+
+def tiny_model(family="llama", n_kv_head=4, dtype=torch.float64, **changes):
+    """A small model whose logits are well apart and whose norms and biases are not the identity."""
+    sizes = dict(vocab_size=61, n_layer=2, n_head=4, n_embd=32, n_inner=48, max_positions=512)
+    config = GPTConfig(family, n_kv_head=n_kv_head, **sizes | changes)
+    model = GPT(config, dtype=torch.float64, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    for p in model.parameters():
+        if p.ndim == 1:
+            p.normal_(1, 0.3, generator=generator)
+        else:
+            p.mul_(10)
+    return model.to(dtype)
+
+
+def poisoned_cache(model, pages, page_size, max_len=None, position_major=None):
+    """A cache in which every slot holds NaN until it is written. `max_len` is by default that of
+    one page."""
+    options = dict(max_len=max_len or page_size, position_major=position_major)
+    cache = KVCache(model.config, pages, page_size, dtype=model.dtype, **options)
+    cache.data.fill_(float("nan"))
+    return cache
+
+
+def poison(engine):
+    """Put NaN wherever no running request has something computed: free pages, and what lies beyond
+    num_computed."""
+    cache = engine.runner.cache
+    unused = torch.ones(cache.data.shape[3], dtype=torch.bool)
+    for r in engine.scheduler.running:
+        unused[slot_mapping(r.pages, cache.page_size, 0, r.num_computed)] = False
+    cache.data[:, :, :, unused] = float("nan")
+
+
+def block_tables(needed, scattered, seed=0):
+    """A block table of needed[i] pages for each i; the cache must have 2 * sum(needed) pages.
+
+    Scattered tables are shuffled among each other and no page follows another; the rest of the
+    cache lies between. The others are one piece of memory each, and do not begin with page 0.
+    """
+    total = sum(needed)
+    pages = list(range(1, total + 1))
+    if scattered:
+        pages = random.Random(seed).sample(range(0, 2 * total, 2), total)
+    return [[pages.pop(0) for _ in range(count)] for count in needed]
+
+
+def run(model, cache, spans, all_rows=False):
+    """Logits of the spans that want them; `all_rows`: of every token, as in the flat batch."""
+    batch = FlatBatch.build(spans, make_attention(model.config, cache))
+    if all_rows:
+        batch = batch._replace(logit_rows=torch.arange(len(batch.tokens)))
+    return model(batch, cache)
+
+
+def alone(model, prompt, params=SamplingParams(), stop=()):
+    """What a request must yield: no engine, no chunks, the whole sequence computed again for each
+    token."""
+    tokens = list(prompt)
+    for n in range(params.max_new_tokens):
+        logits = run(model, poisoned_cache(model, 1, len(tokens)), [Span([0], 0, tokens)])
+        tokens.append(int(sample(logits, [params], [n])[0]))
+        if tokens[-1] in {*params.stop_token_ids, *stop}:
+            break
+    return tokens[len(prompt) :]
+
+
+class VirtualRun:
+    """A scheduler on a virtual clock: each batch takes `law(BatchShape)` seconds, times seeded
+    noise and `slowdown`.
+
+    After `run`, `token_times` holds the times of each request's tokens, `scheduled` those of all
+    its chunks, and `log` (time, seconds, shape, [(request id, length)]) for each iteration. What
+    any policy must keep is asserted in every iteration.
+    """
+
+    def __init__(self, policy, law, noise=0.0, seed=0, pages=4096, page_size=16, **options):
+        self.now, self.law, self.noise, self.random = 0.0, law, noise, random.Random(seed)
+        options = dict(chunk=256, max_batch=16, max_len=2048, clock=lambda: self.now) | options
+        self.scheduler = make_scheduler(policy, Pages(pages, page_size), **options)
+        self.token_times, self.scheduled, self.log = {}, defaultdict(list), []
+
+    def add(self, request):
+        """Let a request arrive."""
+        self.token_times[request.id] = request.token_times
+        self.scheduler.add(request)
+
+    def step(self, slowdown=1.0):
+        """One iteration. Returns its batch, which is empty only if there is nothing to do."""
+        scheduler = self.scheduler
+        batch = scheduler.next_batch()
+        running, requests = scheduler.running, [chunk.request for chunk in batch]
+        assert batch or not (running or scheduler.waiting)
+        scheduler.pages.check_integrity([request.pages for request in running])
+        assert len({r.id for r in requests}) == len(batch) and len(running) <= scheduler.max_batch
+        decodes = [request for request in running if request.is_decoding]
+        assert sum(chunk.length for chunk in batch) <= max(len(decodes), batch.budget or math.inf)
+        assert all(request in requests for request in decodes)  # a running decode never waits
+        assert not set(running) & set(scheduler.waiting)
+        for r, start, length in batch:
+            assert start == r.num_computed
+            assert start + length <= len(r.pages) * scheduler.pages.page_size
+            self.scheduled[r.id].append(self.now)
+        shape = BatchShape.of(batch)
+        seconds = self.law(shape) * slowdown * self.random.lognormvariate(0, self.noise)
+        if batch:
+            scheduler.observe(batch, seconds)
+            self.log.append((self.now, seconds, shape, [(c.request.id, c.length) for c in batch]))
+            self.now += seconds
+        scheduler.advance(batch, [0 if chunk.yields_token else None for chunk in batch], self.now)
+        return batch
+
+    def run(self, requests, until=math.inf, slowdown=lambda now: 1.0):
+        """Let these requests arrive when they do, and run until nothing is left, or that time."""
+        coming = deque(sorted(requests, key=lambda request: request.arrival))
+        while self.now < until:
+            while coming and coming[0].arrival <= self.now:
+                self.add(coming.popleft())
+            if not self.step(slowdown(self.now)):
+                if not coming:
+                    break
+                self.now = coming[0].arrival
+        return self
+
+    def ttft(self, request):
+        """Its time to first token."""
+        return request.token_times[0] - request.arrival
+
+    def tbt(self, requests=None):
+        """All times between tokens, of these requests or of all, sorted."""
+        times = self.token_times.values() if requests is None else [r.token_times for r in requests]
+        return sorted(later - earlier for t in times for earlier, later in zip(t, t[1:]))
+
+
+def percentile(values, p):
+    """The smallest of the values that at least p % of them do not exceed."""
+    return sorted(values)[max(0, math.ceil(len(values) * p / 100) - 1)]

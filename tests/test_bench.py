@@ -1,0 +1,243 @@
+"""The command line runs, says what it should, and refuses what makes no sense."""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+import bench
+from experiments import options
+from policies import POLICIES, find_policy
+
+HERE = Path(__file__).parent.parent
+TINY = "--model llama-tiny --device cpu --dtype float32 --chunk 32 --batch 3 --seq-len 80".split()
+OWN = """
+from scheduler import VLLM
+
+class Mine(VLLM):
+    def schedule(self):
+        return super().schedule()
+
+class Broken(VLLM):
+    def schedule(self):
+        return {}["nothing"]
+"""
+
+
+def process(*command):
+    """A script of this folder in a process of its own, without a network. Returns what it did."""
+    env, words = os.environ | {"HF_HUB_OFFLINE": "1"}, [sys.executable, *command]
+    return subprocess.run(words, capture_output=True, text=True, cwd=HERE, env=env)
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A file with policies of one's own."""
+    (tmp_path / "own.py").write_text(OWN)
+    return f"{tmp_path}/own.py"
+
+
+def test_offline_prints_and_writes_everything(tmp_path, capsys, own):
+    policies = [name for name in POLICIES if name != "dynamic"] + [f"{own}:Mine"]
+    files = [f"--json={tmp_path / 'r.json'}", f"--plot={tmp_path / 't.png'}"]
+    bench.main([*TINY, "--policies", ",".join(policies), *files])
+    text, report = capsys.readouterr().out, json.loads((tmp_path / "r.json").read_text())
+    assert report["options"]["chunk"] == 32 and report["options"]["pd_ratio"] == 16
+    assert report["options"]["policies"] == policies
+    here, model = report["machine"], {"dtype": "float32", "model": "llama-tiny"}
+    assert (model | {"torch": torch.__version__}).items() <= here.items()
+    headings = "TFLOP/s|GB/s|schedule()|SARATHI, Table 2|2. End to end|3. A decode costs|took"
+    for heading in (*headings.split("|"), here["device"], report["conclusion"]):
+        assert heading in text
+    table = report["decode_maximal"]
+    assert list(table) == ["prefill-only", "decode-only", "decode-maximal"]
+    prefill, decode, hybrid = table.values()
+    counts = [(row["prefill_tokens"], row["decodes"]) for row in (prefill, decode, hybrid)]
+    assert counts == [(30, 0), (0, 3), (30, 2)]
+    riding = (hybrid["total_ms"] - prefill["total_ms"]) / 2
+    assert hybrid["decode_token_ms"] == pytest.approx(riding)
+    assert f"|            30 + 2 | {hybrid['linear_ms']:6.1f} |" in text
+    rows = report["end_to_end"]
+    assert list(rows) == policies and rows["request-level"]["gain"] == 1
+    # 6 requests of 75 + 5 tokens; the first two want 1 and 3; the last of each is not computed
+    computed = 6 * 75 + 5 * 4 + 1 + 3 - 6
+    for name, row in rows.items():
+        assert f"| {name} " in text and f"{row['tokens_per_s']:,.0f}" in text
+        assert round(row["tokens_per_iteration"] * row["iterations"]) == computed
+    assert rows[f"{own}:Mine"]["iterations"] == rows["vllm"]["iterations"]
+    assert rows["request-level"]["longest_stall_s"] == 0 and rows["vllm"]["longest_stall_s"] > 0
+    assert set(report["advice"]["predicted_gain"]) == {"32", "64"}  # more than B, at most seq_len
+    assert report["peak_memory_bytes"] > 0 and report["transformers"] is None
+    assert (tmp_path / "t.png").stat().st_size > 10_000
+
+
+def test_offline_beside_transformers(capsys):
+    pytest.importorskip("transformers")
+    bench.main([*TINY, "--policies", "sarathi", "--transformers"])
+    assert "(100% of the tokens are equal)" in capsys.readouterr().out  # float32 leaves no doubt
+
+
+@pytest.mark.parametrize("command", bench.COMMANDS)
+def test_help_explains_every_option_with_its_default(command, capsys):
+    with pytest.raises(SystemExit) as done:
+        bench.main([command, "--help"])
+    text = capsys.readouterr().out
+    found = re.findall(r"^  --([\w-]+)", text, re.MULTILINE)
+    assert done.value.code == 0 and text.count("(default:") + text.count("(default\n") == len(found)
+    model = {"model", "init-from", "device", "dtype", "attention", "seed", "compile", "threads"}
+    if command == "offline":
+        own = {"batch", "seq-len", "pd-ratio", "chunk", "policies", "requests", "transformers"}
+        assert set(found) == model | own | {"json", "plot"}
+        assert "(default: 256)" in text and "(default: off)" in text and "none)" in text
+    elif command not in ("simulate", "fit"):
+        assert model < set(found) and ("qps" in found) == (command == "serve")
+    if command in bench.SERVING:
+        assert set("requests lengths trace slo page-size kv-tokens".split()) < set(found)
+
+
+def test_help_names_the_commands_and_does_not_wait_for_torch():
+    code = "import sys, bench\ntry: bench.main(['--help'])\n"
+    done = process("-c", code + "finally: assert 'torch' not in sys.modules")
+    assert done.returncode == 0 and not done.stderr
+    assert all(f"    {name} " in done.stdout for name in bench.COMMANDS)
+
+
+ALIASES = {"": "offline", "--chunk 64": "offline", "simulate fit times.csv": "fit"}
+ALIASES |= {"simulate --validate --seed 3": "validate", "serve --simulate this": "serve"}
+NEEDED = {"budget": "--slo-tbt 0.3", "fit": "times.csv"}
+WORDS = [*ALIASES.items(), *((f"{name} {NEEDED.get(name, '')}", name) for name in bench.COMMANDS)]
+
+
+@pytest.mark.parametrize("words, command", WORDS)
+def test_the_first_word_is_a_command(words, command):
+    module, args = bench.parse_args(words.split())
+    assert args.command == command and module.__name__ == bench.COMMANDS[command][0]
+
+
+NONSENSE = {  # options whose value is refused by the name of the option
+    "offline": "--chunk=1.5 --batch=1 --pd-ratio=0 --pd-ratio=nan --requests=0 --threads=0 "
+    "--seed=-1 --json=. --json=/no/such/f",
+    "serve": "--qps=0 --qps=nan --slo=0 --page-size=0 --page-size=big --kv-tokens=1000 "
+    "--chunk=2000 --long-prompt=1024 --requests=0 --max-waiting=0 --classes=vip=0.1 "
+    "--trace-scale=0 --plot=x.txt --chrome-trace=/no/such/f",
+    "capacity": "--slo=0 --page-size=2000 --json=/no/such/f",
+    "budget --slo-tbt=1": "--slo-tbt=0 --contexts=0 --contexts=5000 --decodes=0 --tile=0",
+}
+REFUSED = [
+    (f"{command} {option}", f"{option.replace('=', ' ', 1)}: must ")
+    for command, options in NONSENSE.items()
+    for option in options.split()
+]
+REFUSED += [
+    ("--chunk 0", "--chunk 0: must be a whole number of at least 1"),
+    ("--chunk 4 --batch 6", "--chunk 4: must be at least --batch 6"),
+    ("--chunk 2000", "--chunk 2000: must be at most --seq-len 1000"),
+    ("--policies sarathi,fifo", "'fifo': must be one of request-level, "),
+    ("--policies no_such.py:Mine", "there is no file no_such.py"),
+    ("--policies dynamic", "--policies dynamic: follows an SLO"),
+    ("--policies sarathi:64", "'sarathi:64'"),
+    ("--policies ,", "--policies ',': give at least one"),
+    ("--pd-ratio -1", "--pd-ratio -1: must be a finite number above 0"),
+    ("--json /f.json", "--json /f.json: cannot be written there"),
+    ("--plot plot.xyz", "--plot plot.xyz: must end in .png, .pdf or .svg"),
+    ("--model gpt2 --transformers", "--transformers: with random weights only a LLaMA"),
+    ("--dtype int8", "--dtype invalid choice: 'int8'"),
+    ("sevre", "invalid choice: 'sevre'"),
+    ("simulate --plot x.png --only post", "--plot: --only leaves out all that is drawn"),
+    ("simulate --validate --only post", "unrecognized arguments: --only post"),
+    ("capacity --qps 1", "unrecognized arguments: --qps 1"),
+    ("serve --slo hard", "--slo hard: must be strict, relaxed or a finite number of seconds above"),
+    ("serve --page-size 16,2000", "--page-size 2000: must be 1 … 1024"),
+    ("serve --policies sarathi:x", "'sarathi:x': must be one of request-level"),
+    ("serve --classes low=0.1,low=0.2", "--classes low=0.2: must be one of realtime, high, normal"),
+    ("serve --classes low=2", "--classes 2: must be"),
+    ("serve --classes low=0.6,high=0.6", "the shares must not add up to more than 1"),
+    ("serve --trace x --lengths 5+5", "--trace: has lengths of its own"),
+    ("serve --trace-scale 0.5", "--trace-scale: goes with --trace"),
+    ("budget", "the following arguments are required: --slo-tbt"),
+]
+
+
+@pytest.mark.parametrize("words, message", REFUSED)
+def test_what_makes_no_sense_is_refused_at_once(words, message, capsys, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda file, mode: str(file) != "/")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as done:
+        bench.parse_args(words.split())
+    assert message in capsys.readouterr().err and done.value.code == 2
+
+
+NO_MODEL = [
+    ("--model llama-9b", "--model 'llama-9b': must be one of "),
+    ("--model gpt2 --init-from x", "--model and --init-from: give one of them"),
+    ("--model gpt2 --seq-len 2000", "--seq-len 2000: this model is limited to 1024"),
+    ("--device foo", "--device foo: must be cpu, cuda"),
+    ("--device cuda:99", "--device cuda:99: torch .* sees . CUDA devices"),
+    ("--attention xformers", "xformers"),
+]
+
+
+@pytest.mark.parametrize("words, message", NO_MODEL)
+def test_a_model_that_cannot_be_had_is_refused(words, message):
+    _, args = bench.parse_args(f"--device cpu --dtype bfloat16 {words}".split())
+    with pytest.raises(ValueError, match=message):
+        options.load_model(args, "seq_len")
+
+
+@pytest.mark.parametrize("words", ["--device foo", "--init-from /no/such"])
+def test_where_a_user_can_help_there_is_one_line(words):
+    done = process("bench.py", *words.split())
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: ") and words.split()[1] in done.stderr
+
+
+def test_what_was_left_open_is_filled_in(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    _, args = bench.parse_args(["--model", "llama-tiny", "--seq-len", "9000", "--batch", "5"])
+    assert (args.requests, args.pd_ratio, args.device) == (10, 256 / 4, "cpu")
+    model = options.load_model(args, "seq_len")
+    assert model.config.max_positions == 9000 and args.dtype == str(model.dtype)[6:]
+    assert options.policy_names(chunks=True)(" vllm, sarathi:64,,vllm ") == ["vllm", "sarathi:64"]
+    assert options.wholes(1)("8, 2,8") == [2, 8] and options.number(least=0, most=1)("1") == 1
+    with pytest.raises(argparse.ArgumentTypeError, match="2: .* of at least 0 and at most 1"):
+        options.number(least=0, most=1)("2")
+
+
+def exit_code(main):
+    """How the command line ends that calls `main`."""
+    with pytest.raises(SystemExit) as done:
+        options.run(main)
+    return done.value.code
+
+
+def test_what_a_user_can_cause_is_an_exit():
+    for kind in (ValueError, ImportError, OSError, torch.OutOfMemoryError):
+        assert exit_code(Mock(side_effect=kind("what is wrong"))) == "error: what is wrong"
+    assert exit_code(Mock(side_effect=KeyboardInterrupt)) == 130
+    with pytest.raises(KeyError):  # an error of ours has its traceback
+        options.run(lambda: {}["nothing"])
+
+
+def test_an_error_in_a_policy_of_ones_own_says_where_it_is(own, tmp_path, capsys):
+    broken = find_policy(f"{own}:Broken")
+    assert exit_code(lambda: broken.schedule(None)).endswith("own.py line 10: KeyError: 'nothing'")
+    (tmp_path / "bad.py").write_text("\nint('x')\n")
+    with pytest.raises(SystemExit):
+        bench.parse_args(["--policies", f"{tmp_path}/bad.py:Mine"])
+    assert "bad.py line 2: invalid literal" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["sample.py --help", "bench.py --help", "bench.py fit --help"])
+def test_a_reader_that_goes_away_is_no_error(command):
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=HERE, env=env)
+    process = subprocess.Popen([sys.executable, *command.split()], **pipes)
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait() == 141

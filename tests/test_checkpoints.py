@@ -1,0 +1,501 @@
+"""pretrained/checkpoints.py: random models give the logits that transformers gives.
+
+And what cannot be loaded exactly is refused, with the name of what is wrong.
+"""
+
+import copy
+import fnmatch
+import json
+import weakref
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from attention import make_attention
+from kv_cache import KVCache, Span
+from model import GPT, FlatBatch, GPTConfig, RopeScaling
+from pretrained import checkpoints
+from pretrained.presets import PRESETS
+
+VOCAB = 97
+
+
+def gpt2(**more):
+    size = dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    return transformers.GPT2Config(**size, **more)
+
+
+def llama_like(config=transformers.LlamaConfig, max_position_embeddings=64, **more):
+    size = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48)
+    size |= dict(num_hidden_layers=2, num_attention_heads=4)
+    return config(**size, max_position_embeddings=max_position_embeddings, **more)
+
+
+FREQUENCIES = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA3_ROPE = FREQUENCIES | dict(rope_theta=5e5, original_max_position_embeddings=16)
+QWEN2 = dict(num_key_value_heads=2, tie_word_embeddings=True)
+QWEN2 |= dict(rope_parameters=dict(rope_type="default", rope_theta=1e4))
+MISTRAL = dict(num_key_value_heads=2, head_dim=16, sliding_window=24)
+KINDS = {
+    "gpt2": gpt2(),
+    "gpt2 untied": gpt2(n_inner=40, layer_norm_epsilon=0.1, tie_word_embeddings=False),
+    "llama 1": llama_like(),
+    "llama": llama_like(num_key_value_heads=2, rms_norm_eps=0.1),
+    "llama tied": llama_like(num_key_value_heads=1, tie_word_embeddings=True),
+    "llama 3": llama_like(
+        max_position_embeddings=128, num_key_value_heads=2, rope_parameters=LLAMA3_ROPE
+    ),
+    "mistral": llama_like(transformers.MistralConfig, **MISTRAL),
+    "qwen2": llama_like(transformers.Qwen2Config, **QWEN2),
+}
+for made in KINDS.values():
+    made.bos_token_id = made.eos_token_id = None  # nothing stops early
+
+
+def make(kind):
+    """A transformers model whose every parameter matters: large weights, no norm 1, no bias 0."""
+    torch.manual_seed(0)
+    config = dict(config=KINDS[kind], attn_implementation="sdpa")
+    model = transformers.AutoModelForCausalLM.from_config(**config).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.normal_(0, 0.3)
+            if p.ndim == 1 and name.endswith("weight"):
+                p += 1
+    return model
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def saved(request, tmp_path_factory):
+    """(transformers model, directory with model.safetensors, one with shards) of each kind."""
+    model = make(request.param)
+    single, sharded = tmp_path_factory.mktemp("single"), tmp_path_factory.mktemp("sharded")
+    model.save_pretrained(single)
+    model.save_pretrained(sharded, max_shard_size="10KB")
+    return model, single, sharded
+
+
+@pytest.fixture
+def save(tmp_path):
+    """save(kind) -> the directory of a checkpoint, alone in this test, that may be damaged."""
+
+    def save(kind="llama", **options):
+        make(kind).save_pretrained(tmp_path, **options)
+        return tmp_path
+
+    return save
+
+
+def edit(path, change):
+    """Apply `change` to the object in a JSON file, or to the tensors in a safetensors file."""
+    if path.suffix == ".json":
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content))
+    else:
+        tensors = load_file(path)
+        change(tensors)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+def add(name, *shape, dtype=None):
+    """A change to a dict of tensors: there is another one, or one of another shape."""
+    return lambda tensors: tensors.update({name: torch.ones(shape, dtype=dtype)})
+
+
+def drop(part):
+    """A change to a dict of tensors: all with `part` in their names are gone."""
+    return lambda tensors: [tensors.pop(name) for name in list(tensors) if part in name]
+
+
+def prompt(model):
+    """Tokens for as many positions as the model has, at most 48."""
+    torch.manual_seed(1)
+    return torch.randint(VOCAB, (min(48, model.config.max_positions),)).tolist()
+
+
+def all_logits(model, tokens):
+    """Logits after every token, (len(tokens), vocab_size): a page per prefix, all in one batch."""
+    n, dtype = len(tokens), model.token_embedding.weight.dtype
+    cache = KVCache(model.config, n, n, dtype=dtype)
+    spans = [Span([i], 0, tokens[: i + 1]) for i in range(n)]
+    return model(FlatBatch.build(spans, make_attention(model.config, cache)), cache)
+
+
+@torch.no_grad()
+def reference_logits(model, tokens):
+    return model(torch.tensor([tokens])).logits[0]
+
+
+def in_float64(model):
+    """A copy of transformers' model in float64, with torch's RMSNorm: its own is in float32."""
+    model = copy.deepcopy(model).double()
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child).__name__.endswith("RMSNorm"):
+                size, eps = len(child.weight), child.variance_epsilon
+                norm = torch.nn.RMSNorm(size, eps=eps, dtype=torch.float64)
+                norm.weight = child.weight
+                setattr(module, name, norm)
+    return model
+
+
+def rope_of(model, n):
+    """transformers' cos and sin of n positions, computed in float32, (n, 2, 1, head_dim / 2)."""
+    cos, sin = model.model.rotary_emb(torch.zeros(1, dtype=torch.float64), torch.arange(n)[None])
+    return torch.stack([cos[0], sin[0]], dim=1).chunk(2, dim=-1)[0].unsqueeze(2)
+
+
+def test_logits_equal_transformers_float32_and_every_number_is_filled(saved):
+    reference, single, sharded = saved
+    assert len(list(sharded.glob("*.safetensors"))) > 3
+    for directory in (single, sharded):
+        model = GPT(checkpoints.read_config(directory))
+        for p in model.parameters():
+            p.fill_(float("nan"))
+        checkpoints.load_weights(model, directory)
+        assert not any(p.isnan().any() for p in model.parameters())
+        tokens = prompt(model)
+        expected = reference_logits(reference, tokens)
+        assert expected.std() > 1 and expected.std(0).mean() > 0.5  # well spread, and they differ
+        torch.testing.assert_close(all_logits(model, tokens), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_logits_equal_transformers_float64(saved):
+    reference, single, _ = saved
+    model = GPT.from_pretrained(single, dtype=torch.float64)
+    reference, tokens = in_float64(reference), prompt(model)
+    if model.rope is not None:
+        rope = rope_of(reference, len(tokens))
+        torch.testing.assert_close(model.rope[: len(tokens)], rope, rtol=0, atol=1e-5)
+        model.rope[: len(tokens)] = rope
+    expected = reference_logits(reference, tokens)
+    torch.testing.assert_close(all_logits(model, tokens), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_greedy_tokens_equal_transformers_generate(save):
+    directory = save("llama 3")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    model = GPT.from_pretrained(directory)
+    tokens = prompt(model)[:20]
+    expected = reference.generate(torch.tensor([tokens]), do_sample=False, max_new_tokens=30)
+    cache = KVCache(model.config, 1, 50)
+    attention = make_attention(model.config, cache)
+    start = 0
+    while len(tokens) < 50:
+        logits = model(FlatBatch.build([Span([0], start, tokens[start:])], attention), cache)
+        start = len(tokens)
+        tokens = [*tokens, logits.argmax().item()]
+    assert tokens == expected[0].tolist() and len(set(tokens[20:])) > 5
+
+
+def as_published(tensors):
+    """GPT-2's names have no prefix, and there are buffers next to the weights."""
+    for name in list(tensors):
+        tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+    tensors["h.1.attn.bias"] = torch.ones(1, 1, 64, 64).tril()
+    tensors["h.1.attn.masked_bias"] = torch.tensor(-1e4)
+
+
+OLD_FREQUENCIES = add("model.layers.1.self_attn.rotary_emb.inv_freq", 4)
+
+
+@pytest.mark.parametrize("kind, change", [("gpt2", as_published), ("llama", OLD_FREQUENCIES)])
+def test_old_names_and_buffers_change_nothing(save, kind, change):
+    file = save(kind) / "model.safetensors"
+    expected = GPT.from_pretrained(file.parent).state_dict()
+    edit(file, change)
+    loaded = GPT.from_pretrained(file.parent).state_dict()
+    torch.testing.assert_close(loaded, expected, rtol=0, atol=0)
+
+
+DTYPES = [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("stored, wanted", DTYPES)
+def test_weights_are_converted_to_the_dtype_of_the_model(save, stored, wanted):
+    file = save() / "model.safetensors"
+    edit(file, lambda tensors: tensors.update({n: t.to(stored) for n, t in tensors.items()}))
+    model, tensors = GPT.from_pretrained(file.parent, dtype=wanted), load_file(file)
+    qkv = torch.cat([tensors[f"model.layers.1.self_attn.{x}_proj.weight"] for x in "qkv"])
+    loaded = model.blocks[1].preproj.weight
+    assert (qkv.dtype, loaded.dtype) == (stored, wanted) and torch.equal(loaded, qkv.to(wanted))
+
+
+def test_loading_holds_one_tensor_at_a_time_and_fills_the_parameters_in_place(save, monkeypatch):
+    directory = save("llama 1", max_shard_size="10KB")
+    alive, most = set(), []
+
+    def get_tensor(file, name):
+        tensor = file.get_tensor(name)
+        alive.add(name)
+        weakref.finalize(tensor, alive.discard, name)
+        most.append(len(alive))
+        return tensor
+
+    @contextmanager
+    def counting(*args, **more):
+        with safe_open(*args, **more) as file:
+            get = partial(get_tensor, file)
+            yield SimpleNamespace(keys=file.keys, get_slice=file.get_slice, get_tensor=get)
+
+    monkeypatch.setattr(checkpoints, "safe_open", counting)
+    model = GPT(checkpoints.read_config(directory), seed=None)
+    before = {name: p.data_ptr() for name, p in model.named_parameters()}
+    checkpoints.load_weights(model, directory)
+    assert max(most) == 1 and len(most) == 21  # embedding, norm, head, and 9 tensors in each layer
+    assert before == {name: p.data_ptr() for name, p in model.named_parameters()}
+
+
+# What the publishers' config.json say about what is computed, in the form of transformers 4.
+GPT2 = dict(model_type="gpt2", activation_function="gelu_new", layer_norm_epsilon=1e-5)
+GPT2 |= dict(n_ctx=1024, n_positions=1024, vocab_size=50257)
+LLAMA = dict(model_type="llama", hidden_act="silu", tie_word_embeddings=False, vocab_size=32000)
+SIZES = ["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
+SIZES += ["intermediate_size", "max_position_embeddings", "rms_norm_eps"]
+
+
+def published(*sizes, **more):
+    """A LLaMA's config.json; None: an option that it does not have."""
+    return LLAMA | {name: size for name, size in zip(SIZES, sizes, strict=True) if size} | more
+
+
+LLAMA3 = dict(vocab_size=128256, rope_theta=500000.0, rope_scaling=None, attention_bias=False)
+LLAMA31 = LLAMA3 | dict(rope_scaling=FREQUENCIES | dict(original_max_position_embeddings=8192))
+QWEN2_05B = dict(vocab_size=151936, rope_theta=1e6, tie_word_embeddings=True, max_window_layers=24)
+QWEN2_05B |= dict(model_type="qwen2", sliding_window=131072, use_sliding_window=False)
+LLAMA2 = dict(pretraining_tp=1, rope_scaling=None)
+MISTRAL_V01 = dict(model_type="mistral", rope_theta=10000.0, sliding_window=4096)
+PUBLISHED = {
+    "gpt2": GPT2 | dict(n_embd=768, n_head=12, n_layer=12),
+    "gpt2-xl": GPT2 | dict(n_embd=1600, n_head=25, n_layer=48),
+    "llama-7b": published(4096, 32, 32, None, 11008, 2048, 1e-6),
+    "llama2-70b": published(8192, 80, 64, 8, 28672, 4096, 1e-5, **LLAMA2),
+    "llama3-8b": published(4096, 32, 32, 8, 14336, 8192, 1e-5, **LLAMA3),
+    "mistral-7b": published(4096, 32, 32, 8, 14336, 32768, 1e-5, **MISTRAL_V01),
+    "yi-34b": published(7168, 60, 56, 8, 20480, 4096, 1e-5, rope_theta=5e6, vocab_size=64000),
+    "qwen2-0.5b": published(896, 24, 14, 2, 4864, 131072, 1e-6, **QWEN2_05B),
+    "llama3.1-8b": published(4096, 32, 32, 8, 14336, 131072, 1e-5, **LLAMA31),
+}
+QWEN2_SIZE = dict(n_kv_head=2, n_inner=4864, max_positions=131072, norm_eps=1e-6, rope_theta=1e6)
+QWEN2_SIZE |= dict(qkv_bias=True, tie_embeddings=True)
+SCALED = dict(max_positions=131072, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192))
+EXPECTED = PRESETS | {
+    "qwen2-0.5b": GPTConfig("llama", 151936, 24, 14, 896, **QWEN2_SIZE),
+    "llama3.1-8b": replace(PRESETS["llama3-8b"], **SCALED),
+}
+
+
+def read(path, **config):
+    (path / "config.json").write_text(json.dumps(config))
+    return checkpoints.read_config(path)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_config_gives_the_preset(tmp_path, name):
+    assert read(tmp_path, **PUBLISHED[name]) == EXPECTED[name]
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "mistral", "qwen2"])
+def test_missing_fields_are_what_transformers_assumes(tmp_path, model_type):
+    silent = read(tmp_path, model_type=model_type)
+    transformers.CONFIG_MAPPING[model_type]().save_pretrained(tmp_path)
+    assert silent == checkpoints.read_config(tmp_path)
+
+
+@pytest.mark.parametrize("type_key", ["rope_type", "type"])
+@pytest.mark.parametrize("kind", ["llama 1", "llama 3", "mistral", "qwen2"])
+def test_config_of_transformers_4_and_5_mean_the_same(tmp_path, kind, type_key):
+    def as_transformers_4(config):
+        rope = config.pop("rope_parameters")
+        config["rope_theta"] = rope.pop("rope_theta")
+        rope[type_key] = rope.pop("rope_type")
+        config["rope_scaling"] = rope if rope[type_key] != "default" else None
+        config["torch_dtype"] = config.pop("dtype", None)
+        config.pop("layer_types", None)
+
+    KINDS[kind].save_pretrained(tmp_path)
+    expected = checkpoints.read_config(tmp_path)
+    assert (expected.rope_scaling is not None) == (kind == "llama 3")
+    edit(tmp_path / "config.json", as_transformers_4)
+    assert checkpoints.read_config(tmp_path) == expected
+
+
+SLIDING = dict(layer_types=["full_attention", "sliding_attention"])
+
+
+WINDOWS = [
+    ("mistral", 100, {}, 100),
+    ("mistral", 2000, {}, 1000),
+    ("mistral", None, {}, 1000),
+    ("qwen2", 100, {}, 1000),
+    ("qwen2", 100, dict(use_sliding_window=True), 100),
+    ("qwen2", 100, SLIDING, 100),
+    ("qwen2", 100, dict(layer_types=["full_attention"] * 2), 1000),
+    ("llama", 100, {}, 1000),
+]
+
+
+@pytest.mark.parametrize("model_type, window, options, positions", WINDOWS)
+def test_positions_end_where_a_window_would_slide(tmp_path, model_type, window, options, positions):
+    options |= dict(model_type=model_type, sliding_window=window, max_position_embeddings=1000)
+    assert read(tmp_path, **options).max_positions == positions
+
+
+YARN, LINEAR = dict(rope_type="yarn", factor=4.0), dict(type="linear", factor=4.0)
+ROPES = dict(full_attention=dict(rope_type="default"))
+INCOMPLETE = dict(rope_type="llama3", factor=8.0)
+NOT_COMPUTED = {  # option: a value that is refused by name
+    "gpt2": dict(scale_attn_by_inverse_layer_idx=True, add_cross_attention=True),
+    "llama": dict(attention_bias=True, mlp_bias=True, partial_rotary_factor=0.25),
+    "mistral": dict(hidden_act="gelu"),
+    "qwen2": dict(hidden_act="gelu", quantization_config={"quant_method": "gptq"}),
+}
+REFUSED = [
+    (model_type, option, value, f"{option}={value!r} is not supported")
+    for model_type, options in NOT_COMPUTED.items()
+    for option, value in options.items()
+]
+REFUSED += [
+    ("mixtral", "x", 0, "model_type='mixtral'.*'gpt2' or 'llama' or 'mistral' or 'qwen2'"),
+    (None, "x", 0, "model_type=None"),
+    ("gpt2", "activation_function", "relu", "activation_function='relu'.*'gelu_new'"),
+    ("gpt2", "scale_attn_weights", False, "scale_attn_weights=False.*True"),
+    ("llama", "hidden_act", "gelu", "hidden_act='gelu'.*'silu'"),
+    ("llama", "rope_scaling", YARN, "rope_type='yarn'.*'llama3'"),
+    ("llama", "rope_scaling", LINEAR, "rope_type='linear'"),
+    ("llama", "rope_scaling", INCOMPLETE, "low_freq_factor"),
+    ("mistral", "rope_parameters", dict(rope_type="longrope"), "rope_type='longrope'"),
+    ("qwen2", "rope_parameters", ROPES, "full_attention"),
+    ("llama", "rope_parameters", dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
+]
+
+
+@pytest.mark.parametrize("model_type, option, value, message", REFUSED)
+def test_what_the_model_does_not_compute_is_refused(tmp_path, model_type, option, value, message):
+    named = {"model_type": model_type} if model_type else {}
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, **named | {option: value})
+
+
+def test_options_that_change_nothing_are_accepted(tmp_path):
+    read(tmp_path, model_type="gpt2", activation_function="gelu_pytorch_tanh", reorder_and_upcast=1)
+    same = dict(partial_rotary_factor=1.0, quantization_config=None, pretraining_tp=2)
+    read(tmp_path, model_type="llama", **same)
+
+
+def test_config_that_is_missing_or_broken_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="config.json"):
+        checkpoints.read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="config.json: not JSON"):
+        checkpoints.read_config(tmp_path)
+
+
+Q_BIAS, UP = "layers.0.self_attn.q_proj.bias", "layers.2.mlp.up_proj.weight"
+K, V = "layers.1.self_attn.k_proj.weight", "layers.0.self_attn.v_proj.weight"
+DOWN, C_FC = "layers.0.mlp.down_proj.weight", "h.0.mlp.c_fc.weight"
+
+
+MISFITS = [
+    ("llama", add(f"model.{Q_BIAS}", 32), f"1 unknown tensors: {Q_BIAS}"),
+    ("llama", add(f"model.{UP}", 48, 32), f"unknown.*{UP}"),
+    ("llama", drop(K), f"1 missing tensors: {K}"),
+    ("llama", drop("lm_head.weight"), "missing.*lm_head.weight"),
+    ("llama", drop("layers.1"), "9 missing tensors: (layers.1[^,]+, ){5}…"),
+    ("llama", add("norm.weight", 32), "twice: norm.weight"),
+    ("llama", add(f"model.{V}", 32, 32), rf"{V} \[32, 32\].*expected \[16, 32\]"),
+    ("llama", add(f"model.{DOWN}", 48, 32), rf"{DOWN} \[48, 32\].*expected \[32, 48\]"),
+    ("llama", add("lm_head.weight", VOCAB, 32, dtype=torch.int8), "lm_head.weight.*I8"),
+    ("gpt2", add(f"transformer.{C_FC}", 128, 32), rf"{C_FC} \[128, 32\].*expected \[32, 128\]"),
+]
+
+
+@pytest.mark.parametrize("kind, change, message", MISFITS)
+def test_tensors_that_do_not_fit_are_named_and_nothing_is_copied(save, kind, change, message):
+    directory = save(kind)
+    model = GPT(checkpoints.read_config(directory))
+    before = copy.deepcopy(model.state_dict())
+    edit(directory / "model.safetensors", change)
+    with pytest.raises(ValueError, match=message):
+        checkpoints.load_weights(model, directory)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+EMBEDDINGS = {"gpt2": "transformer.wte.weight", "llama tied": "model.embed_tokens.weight"}
+
+
+@pytest.mark.parametrize("kind, embedding", EMBEDDINGS.items())
+def test_head_stored_next_to_a_tied_embedding_must_equal_it(save, kind, embedding):
+    file = save(kind) / "model.safetensors"
+    edit(file, lambda tensors: tensors.update({"lm_head.weight": tensors[embedding].clone()}))
+    GPT.from_pretrained(file.parent)
+    edit(file, lambda tensors: tensors["lm_head.weight"][3, 5].add_(0.01))
+    with pytest.raises(ValueError, match=f"lm_head.weight is not {embedding}.*tie_word_embeddings"):
+        GPT.from_pretrained(file.parent)
+
+
+SHARD, INDEX = "model-00003-of-00012.safetensors", "model.safetensors.index.json"
+
+
+IN_INDEX, IN_SHARD = lambda index: index["weight_map"].update(extra=SHARD), add("extra", 1)
+
+
+@pytest.mark.parametrize("file, change", [(INDEX, IN_INDEX), (SHARD, IN_SHARD)])
+def test_a_shard_that_is_missing_or_has_other_tensors_than_the_index_says(save, file, change):
+    directory = save(max_shard_size="10KB")
+    edit(directory / file, change)
+    with pytest.raises(ValueError, match=f"{SHARD}: 1 tensors that only .* index has: extra"):
+        GPT.from_pretrained(directory)
+    (directory / SHARD).unlink()
+    with pytest.raises(FileNotFoundError, match=SHARD):
+        GPT.from_pretrained(directory)
+
+
+def test_weights_in_no_file_or_one_that_is_not_safetensors(save):
+    file = save() / "model.safetensors"
+    pickle = file.rename(file.parent / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="pytorch_model.bin.*safetensors is supported"):
+        GPT.from_pretrained(file.parent)
+    pickle.unlink()
+    with pytest.raises(FileNotFoundError, match="model.safetensors"):
+        GPT.from_pretrained(file.parent)
+    file.write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(ValueError, match="model.safetensors: not a safetensors file"):
+        GPT.from_pretrained(file.parent)
+
+
+WANTED = """config.json generation_config.json model-00001-of-00002.safetensors model.safetensors
+    model.safetensors.index.json original/tokenizer.model tokenizer.json tokenizer.model vocab.json
+    merges.txt""".split()
+OTHERS = """pytorch_model.bin consolidated.safetensors original/consolidated.00.pth onnx/model.onnx
+    README.md tf_model.h5""".split()
+
+
+def test_only_what_is_read_is_downloaded_and_nothing_if_a_directory_is_there(tmp_path, monkeypatch):
+    def snapshot_download(name, allow_patterns):
+        assert name == "owner/model"
+        matches = lambda file: any(fnmatch.fnmatch(file, pattern) for pattern in allow_patterns)
+        assert [file for file in WANTED + OTHERS if matches(file)] == WANTED
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert checkpoints.find("owner/model") == checkpoints.find(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("name", ["owner/model", "/no/such/directory"])
+def test_offline_says_which_files_to_put_where(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    message = f"{name}.*config.json, model.safetensors.*tokenizer.json"
+    with pytest.raises(FileNotFoundError, match=message) as error:
+        checkpoints.find(name)
+    assert error.value.__cause__ is not None

@@ -1,0 +1,340 @@
+"""The cost model against sums by hand, the real model's weights, and times that were published:
+
+SARATHI, Table 2, Figures 3 and 7, §5.3; Sarathi-Serve, Table 3. No clock is read.
+"""
+
+import random
+from dataclasses import replace
+from math import inf, nan
+
+import pytest
+import torch
+
+from kv_cache import kv_bytes_per_token, max_requests
+from model import GPT, GPTConfig
+from pretrained.presets import PRESETS
+from simulator.cost_model import CostModel, matrices, product_seconds, products
+from simulator.devices import A100, DEVICES, GEOMETRIES, LINKS, PARALLEL_BLOCKS, Device, Link, find
+
+# Rates without limit leave one cost: arithmetic at 1 Mflop/s, bytes at 1 MB/s, a second a kernel
+MATH = Device("math", 1e6, inf, 1e6, inf, 1e6, tile=4, op_s=0.0)
+MOVE = Device("move", inf, 1e6, inf, 1e6, 1e6, tile=4, op_s=0.0)
+START = Device("start", inf, inf, inf, inf, 1e6, tile=4, op_s=1.0)
+
+# 128 + 64 + 256 + 128 = 576 weights in a layer, in which a token's keys and values take 16 bytes
+SMALL = GPTConfig("llama", vocab_size=100, n_layer=4, n_head=4, n_embd=8, n_kv_head=2, n_inner=16)
+
+PREFILL = (0, 10, 5)  # a chunk of 5 tokens after 10
+DECODES = [(1, 7, 1), (2, 19, 1)]  # they read 8 and 20 keys
+BATCH = [PREFILL, *DECODES]
+
+
+def num_weights(config, tp=1):
+    return config.n_layer * sum(rows * columns for rows, columns in matrices(config, tp).values())
+
+
+def decodes(count, context):
+    return [(i, context - 1, 1) for i in range(count)]
+
+
+@pytest.mark.parametrize("name", ["llama-7b", "llama2-70b", "yi-34b", "mistral-7b", "gpt2"])
+def test_the_matrices_are_those_of_the_real_model(name):
+    config = PRESETS[name]
+    with torch.device("meta"):
+        model = GPT(config, device="meta", seed=None)
+    real = {p: getattr(model.blocks[0], p).weight.shape[::-1] for p in matrices(config)}
+    assert matrices(config) == real
+    assert list(real) == ["preproj", "postproj", "ffn_ln1", "ffn_ln2"]
+    weights = {name: p.numel() for name, p in model.named_parameters() if p.ndim == 2}
+    in_layers = sum(n for name, n in weights.items() if name.startswith("blocks."))
+    assert num_weights(config) == in_layers
+    in_all = sum(n for name, n in weights.items() if "position" not in name)
+    assert CostModel(config, A100).weight_bytes() == 2 * in_all
+
+
+def test_each_gpu_has_its_share_of_the_matrices():
+    shapes = {tp: list(matrices(SMALL, tp).values()) for tp in (1, 2, 4)}
+    assert shapes[1] == [(8, 16), (8, 8), (8, 32), (16, 8)]
+    assert shapes[2] == [(8, 8), (4, 8), (8, 16), (8, 8)]
+    # each of four GPUs needs one of the two KV heads: preproj makes 1 + 2 heads of 2 numbers
+    assert shapes[4] == [(8, 6), (2, 8), (8, 8), (4, 8)]
+    llama = PRESETS["llama2-70b"]
+    assert 8 * num_weights(llama, 8) == num_weights(llama)
+    repeated = 80 * 8192 * 2 * (16 - 8) * 128  # 8 more heads of keys and of values in each layer
+    assert 16 * num_weights(llama, 16) == num_weights(llama) + repeated
+
+
+@pytest.mark.parametrize(
+    "name, published, rel",
+    [("gpt3-175b", 175e9, 0.01), ("falcon-180b", 180e9, 0.01), ("llama-33b", 32.5e9, 0.002)],
+)
+def test_geometries_have_as_many_parameters_as_published(name, published, rel):
+    config = GEOMETRIES[name]
+    embeddings = (1 if config.tie_embeddings else 2) * config.vocab_size * config.n_embd
+    assert num_weights(config) + embeddings == pytest.approx(published, rel=rel)
+
+
+def test_a_product_computes_whole_tiles():
+    seconds = [product_seconds(MATH, n, 10, 20) * 1e6 for n in (1, 4, 5, 8, 9)]
+    assert seconds == pytest.approx([1600, 1600, 3200, 3200, 4800])  # 2 * 200 for each row of tiles
+    # by then an A100 computes for longer than it reads its weights
+    assert 2 * 4096 * 4096 / A100.bytes_per_s < 2 * 384 * 4096 * 4096 / A100.flops_per_s
+    for device in (replace(MATH, tile=128), A100):
+        of = {n: product_seconds(device, n, 4096, 4096) - device.op_s for n in (257, 385, 512, 513)}
+        assert of[385] == of[512] > of[257] and of[513] == pytest.approx(of[512] * 5 / 4)
+    of = {n: product_seconds(replace(MATH, tile=128), n, 8, 8) for n in (129, 256, 257)}
+    assert of[129] == of[256] < of[257] == pytest.approx(1.5 * of[256])
+
+
+def test_a_product_takes_its_arithmetic_or_its_bytes_whichever_is_longer():
+    device = Device("round", 1e12, 1e9, 1e12, 1e9, 1e9, tile=4, op_s=0.0)
+    # one row: 200 weights, 10 numbers in, 20 out are 460 bytes, 460 ns; 2 * 4 * 200 flop are 1.6 ns
+    assert product_seconds(device, 1, 10, 20) == pytest.approx(460e-9)
+    assert product_seconds(replace(device, op_s=1e-3), 1, 10, 20) == pytest.approx(1e-3 + 460e-9)
+    # 4,000 rows and 1e6 weights: 8e9 flop are 8 ms; 2 * (1e6 + 8e6) bytes are 18 ms, or 1.8 ms
+    for bytes_per_s, seconds in ((1e9, 18e-3), (1e10, 8e-3)):
+        device = replace(device, bytes_per_s=bytes_per_s)
+        assert product_seconds(device, 4000, 1000, 1000) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("tp, weights", [(1, [128, 64, 256, 128]), (2, [64, 32, 128, 64])])
+def test_the_products_of_a_layer(tp, weights):
+    expected = {name: 2 * 4 * w / 1e6 for name, w in zip(matrices(SMALL), weights)}
+    assert products(SMALL, MATH, 3, tp) == pytest.approx(expected)
+
+
+# In BATCH 7 tokens are 8 rows. The chunk's 8 padded queries see 10 + 5 / 2 keys: 2 flop for each of
+# the 8 dimensions, twice. Rows and columns of the four are 24 + 16 + 40 + 24. Each chunk has a row
+# of the head and reads its own keys. There are four products and five others; attention starts for
+# each chunk, and for all decodes together.
+@pytest.mark.parametrize(
+    "device, linear, attention, others, head",
+    [
+        (MATH, 8 * 8 * 576e-6, 4 * 8 * 12.5 * 4 * 8e-6, 0, 2 * 4 * 8 * 100e-6),
+        (
+            MOVE,
+            4 * 2 * (576 + 7 * 104) / 1e6,
+            4 * 16 * (15 + 8 + 20) / 1e6,
+            4 * 2 * 7 * (8 * 8 + 2 * 16 + 2 * 32) / 1e6,
+            2 * (800 + 3 * 108) / 1e6,
+        ),
+        (START, 16, 8, 20, 1),
+    ],
+    ids=["arithmetic", "bytes", "kernels"],
+)
+def test_parts_of_an_iteration(device, linear, attention, others, head):
+    expected = dict(linear=linear, attention=attention, others=others, head=head)
+    cost = CostModel(SMALL, device)
+    assert cost.parts(BATCH) == pytest.approx(expected | {"all_reduce": 0, "cpu": 0})
+    if device is START:
+        assert cost.seconds(DECODES) == 4 * (4 + 5 + 1) + 1
+        assert cost.seconds([PREFILL, (3, 0, 2), (4, 0, 9)]) == 4 * (4 + 5 + 3) + 1
+
+
+@pytest.mark.parametrize(
+    "device, tp, chunk, microseconds",
+    [
+        (replace(MATH, attention_bytes_per_s=1e6), 1, (10, 5), 8 * 12.5 * 32),
+        (replace(MATH, attention_bytes_per_s=1e6), 1, (1000, 2), 4 * 1001 * 32),
+        # 160 us for each key, where 4 padded queries take 128 us
+        (replace(MATH, attention_bytes_per_s=1e5), 1, (1000, 2), 1002 * 160),
+        # four GPUs divide the queries, of 8 dimensions, but not two heads' keys, of 16 bytes
+        (MATH, 2, (10, 5), 8 * 12.5 * 4 * 4),
+        (MATH, 4, (10, 5), 8 * 12.5 * 4 * 2),
+        (MOVE, 2, (10, 5), 15 * 8),
+        (MOVE, 4, (10, 5), 15 * 8),
+    ],
+)
+def test_attention_takes_its_pairs_or_its_keys_whichever_is_longer(device, tp, chunk, microseconds):
+    assert CostModel(SMALL, device, tp).chunk_seconds(*chunk) == pytest.approx(microseconds / 1e6)
+
+
+def test_stages_of_a_pipeline():
+    link = Link(bytes_per_s=1e3, step_s=0.25)
+    cost = CostModel(SMALL, MATH, pp=2, pp_link=link, cpu_s=0.5)
+    layer, head = (2 * 8 * 576 + 8 * 12.5 * 32) / 1e6, 6400e-6
+    stages, hop = cost.stages(BATCH)
+    assert stages == pytest.approx([0.5 + 2 * layer, 0.5 + 2 * layer + head])
+    assert hop == pytest.approx(0.25 + 7 * 8 * 2 / 1e3)
+    assert cost.seconds(BATCH) == pytest.approx(1 + 4 * layer + head + hop)
+    assert cost.parts(BATCH)["attention"] == pytest.approx(4 * 8 * 12.5 * 32 / 1e6)
+    assert cost.parts(BATCH)["cpu"] == 1
+    divided = CostModel(SMALL, MATH, tp=2, pp=2, pp_link=link)
+    assert divided.hop_seconds(7) == pytest.approx(0.25 + 7 * 8 / 1e3)
+    *first, last = CostModel(SMALL, MATH, tp=2, pp=4).stages(BATCH)[0]
+    assert first == 3 * first[:1] and last - first[0] == pytest.approx(2 * 4 * 8 * 50 / 1e6)
+
+
+def test_all_reduces_of_an_iteration():
+    link = Link(bytes_per_s=1e3, step_s=0.5)
+    # four GPUs: six steps, each with a quarter of 7 tokens of 8 numbers
+    once = 2 * 3 * (0.5 + 7 * 8 * 2 / 4 / 1e3)
+    for parallel_block, all_reduces in ((False, 2), (True, 1)):
+        cost = CostModel(SMALL, MATH, tp=4, tp_link=link, parallel_block=parallel_block)
+        assert cost.parts(BATCH)["all_reduce"] == pytest.approx(4 * all_reduces * once)
+    two = CostModel(SMALL, START, tp=2, tp_link=link)
+    assert two.all_reduce_seconds(7) == pytest.approx(1 + 2 * (0.5 + 56e-3))
+    assert CostModel(SMALL, START, tp_link=link).all_reduce_seconds(7) == 0
+    assert set(PARALLEL_BLOCKS) == {"falcon-180b"}
+
+
+def test_links_are_those_of_the_device_unless_given():
+    cost = CostModel(SMALL, DEVICES["a40"], tp=2, pp=2)
+    assert (cost.tp_link, cost.pp_link) == (LINKS["pcie4"], LINKS["infiniband"])
+    assert all(device.link in LINKS for device in DEVICES.values())
+
+
+def test_devices_known_by_their_data_sheet_reach_the_share_of_an_a100():
+    sheets = {"a40": (149.7e12, 696e9), "h100": (989e12, 3.35e12), "h200": (989e12, 4.8e12)}
+    for name, (flops, moved) in sheets.items():
+        shares = {"flops_per_s": flops / 312e12, "bytes_per_s": moved / 2.039e12}
+        for rate, share in shares.items():
+            for field in (rate, f"attention_{rate}"):
+                ours = getattr(DEVICES[name], field)
+                assert ours == pytest.approx(share * getattr(A100, field))
+
+
+# Of all kinds: on one GPU, divided, in a pipeline, with fewer KV heads than GPUs
+COSTS = [
+    lambda: CostModel(PRESETS["llama-13b"], DEVICES["a6000"], cpu_s=5e-3),
+    lambda: CostModel(PRESETS["yi-34b"], A100, tp=2),
+    lambda: CostModel(GEOMETRIES["gpt3-175b"], A100, tp=8, pp=8),
+    lambda: CostModel(GEOMETRIES["falcon-180b"], A100, tp=4, pp=2, parallel_block=True),
+    lambda: CostModel(PRESETS["llama2-70b"], DEVICES["h100"], tp=16, pp=4),
+]
+
+
+@pytest.mark.parametrize("make", COSTS)
+def test_more_work_is_never_faster(make):
+    draw, used = random.Random(0), make()
+
+    def chunk():
+        return (0, draw.randrange(4000), draw.choice([1, 1, 1, 2, draw.randrange(2, 1500)]))
+
+    for _ in range(300):
+        batch = [chunk() for _ in range(draw.randrange(1, 30))]
+        seconds, parts, i = used.seconds(batch), used.parts(batch), draw.randrange(len(batch))
+        assert 0 < seconds < inf
+        assert seconds == make().seconds(batch)  # what it remembers of others changes nothing
+        hops = (used.pp - 1) * used.stages(batch)[1]
+        assert sum(parts.values()) + hops == pytest.approx(seconds) and min(parts.values()) >= 0
+        shuffled = draw.sample(batch, len(batch))
+        assert used.seconds(shuffled) == pytest.approx(seconds, rel=1e-12)  # in any order
+        _, start, length = batch[i]
+        more = draw.choice([1, draw.randrange(1, 600)])
+        for longer in ((0, start, length + more), (0, start + more, length)):
+            assert used.seconds([*batch[:i], longer, *batch[i + 1 :]]) > seconds
+        assert used.seconds([*batch, chunk()]) > seconds
+
+
+@pytest.mark.parametrize(
+    "changes, arrangement, layers, embeddings",
+    [
+        ({}, {}, 4 * 576, 2),
+        ({"tie_embeddings": True}, {}, 4 * 576, 1),
+        ({}, {"pp": 2}, 2 * 576, 1),
+        ({}, {"tp": 2, "pp": 2}, 2 * 288, 0.5),
+    ],
+)
+def test_weights_of_the_gpu_that_has_most(changes, arrangement, layers, embeddings):
+    cost = CostModel(replace(SMALL, **changes), MATH, **arrangement)
+    assert cost.weight_bytes() == 2 * (layers + embeddings * 100 * 8)
+
+
+@pytest.mark.parametrize("name", ["llama-7b", "llama2-70b", "gpt2"])
+def test_memory_on_one_gpu_is_that_of_the_engine(name):
+    cost = CostModel(PRESETS[name], replace(A100, memory_bytes=200e9))
+    kv_bytes = kv_bytes_per_token(PRESETS[name], torch.float16)
+    assert cost.kv_bytes * cost.layers == kv_bytes
+    most = max_requests(180_000_000_000, cost.weight_bytes(), 3000, kv_bytes)
+    assert cost.max_batch(3000) == most > 0
+
+
+@pytest.mark.parametrize("pp, batch", [(8, 27), (1, 11)])
+def test_gpt3_runs_the_batches_of_sarathi_on_a100s(pp, batch):
+    cost = CostModel(GEOMETRIES["gpt3-175b"], A100, tp=8, pp=pp)
+    assert cost.max_batch(4096) == batch  # §5.3
+    # 12 h^2 weights in a layer; the embedding; a token's keys and values: of 16 bits, on 8 GPUs
+    h, layers = 12288, 96 // pp
+    weights = (layers * 12 * h * h + 50257 * h) * 2 // 8
+    tokens = int((0.9 * 80e9 - weights) / (layers * 2 * h * 2 / 8))
+    assert (cost.weight_bytes(), cost.kv_tokens()) == (weights, tokens)
+    assert tokens // 4096 // pp == batch  # each of the micro-batches in flight has its share
+
+
+def test_llama_13b_runs_the_batches_of_sarathi_on_an_a6000():
+    assert [a6000().max_batch(n) for n in (2048, 3072)] == [10, 6]  # §4.3.1
+    assert 18 <= a6000().max_batch(1024) <= 20  # the paper takes 18
+
+
+def test_a_model_that_does_not_fit_says_what_to_do():
+    large = CostModel(PRESETS["llama2-70b"], DEVICES["a6000"])
+    # 80 * (8192 * (10240 + 8192) + 3 * 8192 * 28672) and 2 * 32000 * 8192 of two bytes
+    message = "138.0 GB of weights do not fit 90% of the 48 GB of an A6000: try more tp or pp"
+    for ask in (large.kv_tokens, lambda: large.max_batch(1)):
+        with pytest.raises(ValueError, match=message):
+            ask()
+    left = 7808 / 0.9 + (4 * 16) / 0.9  # 7,808 bytes of weights, and one token
+    assert CostModel(SMALL, replace(MATH, memory_bytes=left + 1e-6)).kv_tokens() == 1
+    with pytest.raises(ValueError, match="do not fit"):
+        CostModel(SMALL, replace(MATH, memory_bytes=left - 2)).kv_tokens()
+
+
+WHOLE, SECONDS = "a whole number of at least 1", "a finite number of seconds, at least 0"
+BAD = [
+    ({"tp": 3}, "tp=3: must divide n_head=4"),
+    ({"tp": 4, "config": replace(SMALL, n_inner=18)}, "tp=4: must divide n_inner=18"),
+    ({"pp": 3}, "pp=3: must divide n_layer=4"),
+    *[({"tp": tp}, f"tp={tp!r}: must be {WHOLE}") for tp in (0, -1, 1.5, "2")],
+    *[({"pp": pp}, f"pp={pp}: must be {WHOLE}") for pp in (0, -2, 1.5)],
+    *[({"cpu_s": s}, f"cpu_s={s}: must be {SECONDS}") for s in (-1e-9, nan, inf)],
+]
+
+
+@pytest.mark.parametrize("changes, message", BAD)
+def test_bad_arrangements_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        CostModel(**{"config": SMALL, "device": MATH} | changes)
+
+
+def test_an_unknown_name_is_refused():
+    message = "device='b200': must be one of a100-80gb, a40, a6000, h100, h200"
+    with pytest.raises(ValueError, match=message):
+        find(DEVICES, "device", "b200")
+    assert find(DEVICES, "device", "a100-80gb") is A100
+
+
+def a6000(cpu_s=0.0):
+    return CostModel(PRESETS["llama-13b"], DEVICES["a6000"], cpu_s=cpu_s)
+
+
+def test_table_2_of_sarathi():
+    for batch, published in (([(0, 0, 1024)], (224.8, 10)), (decodes(4, 1024), (44.28, 5.68))):
+        parts = a6000().parts(batch)
+        ours = 1e3 * parts["linear"], 1e3 * parts["attention"]
+        assert ours == pytest.approx(published, rel=0.02)
+
+
+def test_a_piggybacked_decode_costs_a_fraction():
+    cost, prefill = a6000(), (9, 0, 1021)
+    alone = cost.seconds(decodes(4, 1024)) / 4
+    riding = (cost.seconds([prefill, *decodes(3, 1024)]) - cost.seconds([prefill])) / 3
+    assert 5 < alone / riding < 15  # Table 2: 12.49 and 1.2 ms
+
+
+def test_figure_7_of_sarathi():
+    ms = [a6000(cpu_s=5e-3).seconds([(0, 0, tokens)]) * 1e3 for tokens in (128, 256, 257)]
+    assert ms == pytest.approx([55, 69.8, 92.33], rel=0.08)
+
+
+@pytest.mark.parametrize("batch, published", [(1, 200), (2, 100), (18, 16.7)])
+def test_figure_3_of_sarathi(batch, published):
+    decode = a6000().seconds(decodes(batch, 1024)) / batch
+    prefill = a6000().seconds([(i, 0, 1024) for i in range(batch)]) / (batch * 1024)
+    assert decode / prefill == pytest.approx(published, rel=0.15)
+
+
+@pytest.mark.parametrize("name, tp, strict_slo", [("yi-34b", 2, 0.2), ("mistral-7b", 1, 0.1)])
+def test_the_strict_slos_of_sarathi_serve_are_five_decode_iterations(name, tp, strict_slo):
+    seconds = CostModel(PRESETS[name], A100, tp=tp).seconds(decodes(32, 4096))
+    assert 5 * seconds == pytest.approx(strict_slo, rel=0.15)  # Table 3

@@ -1,0 +1,189 @@
+"""The dynamic token budget keeps a TBT SLO and wastes nothing of it: runs on a virtual clock."""
+
+import random
+
+import pytest
+
+from kv_cache import Pages
+from policies import make_scheduler
+from policies.iteration_time import BatchShape
+from scheduler import Request
+from tests.helpers import VirtualRun, percentile
+from tests.test_iteration_time import cpu, gpu
+
+SLO = 0.2
+SEEDS = pytest.mark.parametrize("seed", range(2))
+LAWS = pytest.mark.parametrize("law, slo", [(cpu, SLO), (gpu, 25e-3)], ids=["cpu", "gpu"])
+COUNT = {cpu: 50, gpu: 150}  # requests: a gpu prefills most of a prompt in an iteration
+
+
+def work(seed, count=50, prompts=(100, 1500), outputs=(40, 120)):
+    draw = random.Random(seed)
+    prompt_lens = [draw.randrange(*prompts) for _ in range(count)]
+    return [Request(i, [0] * n, n, draw.randrange(*outputs)) for i, n in enumerate(prompt_lens)]
+
+
+def under_slo(seed, law, slo):
+    return VirtualRun("dynamic", law, 0.03, seed, tbt_slo=slo, tile=16)
+
+
+def serve(seed, law=cpu, **options):
+    """(tokens per second, P99 TBT, VirtualRun) of requests that all are there from the start."""
+    requests = work(seed, COUNT[law])
+    simulation = VirtualRun("dynamic", law, 0.03, seed, **options).run(requests)
+    total = sum(request.prompt_len + request.max_new_tokens for request in requests)
+    return total / simulation.now, percentile(simulation.tbt(), 99), simulation
+
+
+def best_static(seed, law, slo, tile=16):
+    """The throughput of the largest static budget that meets the SLO, found by halves."""
+    low, high, best = 0, 1024 // tile, 0.0
+    while high - low > 1:
+        middle = (low + high) // 2
+        throughput, p99, _ = serve(seed, law, chunk=middle * tile)
+        meets = p99 <= slo
+        low, high, best = (middle, high, max(best, throughput)) if meets else (low, middle, best)
+    assert low  # or there was nothing to compare with
+    return best
+
+
+@LAWS
+def test_it_is_as_fast_as_the_best_static_budget_that_meets_the_same_slo(law, slo, seed=0):
+    throughput, p99, _ = serve(seed, law, tbt_slo=slo, tile=16)
+    assert p99 <= slo and throughput >= 0.95 * best_static(seed, law, slo)
+
+
+@SEEDS
+@LAWS
+def test_the_slo_is_kept_when_contexts_double_in_mid_run(law, slo, seed):
+    first, second = work(seed, COUNT[law], (100, 700)), work(seed + 9, COUNT[law], (700, 1400))
+    for request in second:
+        request.id += len(first)
+    simulation = under_slo(seed, law, slo).run(first + second)
+    for requests in (first, second):
+        assert percentile(simulation.tbt(requests), 99) <= slo
+    third = len(simulation.log) // 3
+    before, after = (
+        [shape.context_tokens / shape.decodes for *_, shape, _ in part if shape.decodes]
+        for part in (simulation.log[:third], simulation.log[-third:])
+    )
+    assert sum(after) / len(after) > 1.8 * sum(before) / len(before)  # they did double
+
+
+@SEEDS
+@LAWS
+@pytest.mark.parametrize("slowdown", [1.4, 0.6])
+def test_a_machine_that_changes_speed_is_followed(law, slo, slowdown, seed):
+    _, _, before = serve(seed, law, tbt_slo=slo, tile=16)
+    change, simulation = before.now / 2, under_slo(seed, law, slo)
+    simulation.run(work(seed, COUNT[law]), slowdown=lambda now: slowdown if now > change else 1.0)
+    hybrid = [row[:3] for row in simulation.log if row[2].decodes and row[2].prefill_tokens]
+    first = next(i for i, (at, *_) in enumerate(hybrid) if at > change)
+    learning, after = hybrid[first : first + 20], hybrid[first + 20 :]
+    learns = lambda at: learning[0][0] <= at <= learning[-1][0]
+    settled = [row for row in simulation.log if not learns(row[0])]
+    tbt = [seconds for _, seconds, shape, _ in settled for _ in range(shape.decodes)]
+    assert percentile(tbt, 99) <= slo and max(seconds for _, seconds, _ in hybrid) < 1.6 * slo
+    assert sum(seconds > slo for _, seconds, _ in learning) <= 10 and len(after) > 40
+    decodes = BatchShape(0, 15, 15 * 900)
+    slowed = lambda prefill: law(decodes.with_chunk(400, prefill)) * slowdown
+    most = max(prefill for prefill in range(0, 2048, 16) if slowed(prefill) <= slo)
+    assert (
+        max(shape.prefill_tokens for *_, shape in after) > 0.7 * most
+    )  # what it may take it takes
+
+
+@SEEDS
+def test_a_long_stretch_of_decodes_does_not_close_the_budget(seed):
+    later = Request(99, [0] * 1500, 1500, 20, arrival=12.0)
+    log = under_slo(seed, cpu, SLO).run([*work(seed, 6, outputs=(600, 700)), later]).log
+    decode_only = [at for at, _, shape, _ in log if not shape.prefill_tokens and at < 12.0]
+    hybrid = [row[1:3] for row in log if row[2].prefill_tokens and row[0] >= 12.0]
+    assert len(decode_only) > 250 and all(shape.decodes for _, shape in hybrid)
+    assert hybrid[0][1].prefill_tokens >= 100  # of the 160 that fit
+    assert max(seconds for seconds, _ in hybrid) <= 1.05 * SLO
+
+
+def scheduler_with(decodes, policy="dynamic", context=500, **options):
+    """A scheduler in which so many requests decode, and one of 2,000 tokens waits."""
+    options = dict(chunk=256, max_batch=16, max_len=2048) | options
+    scheduler = make_scheduler(policy, Pages(4096, 16), **options)
+    for i in range(decodes):
+        scheduler.add(Request(i, [0] * context, context, 100))
+        request = scheduler.admit()
+        request.num_computed = context
+        request.tokens.append(0)
+        request.pages += scheduler.pages.allocate(1)
+    scheduler.add(Request(decodes, [0] * 2000, 2000, 10))
+    return scheduler
+
+
+def timed(pasts, decodes, contexts, prefills):
+    """A profile of the law `cpu`."""
+    alone = [BatchShape(0, n, n * context) for n in decodes for context in contexts]
+    shapes = [shape.with_chunk(p, length) for shape in alone for p in pasts for length in prefills]
+    return [(shape, cpu(shape)) for shape in shapes]
+
+
+PROFILE = timed([200], [1, 4, 8], [200, 1000], [0, 64, 128, 256, 512])
+COLD = dict(tbt_slo=SLO)  # no profile
+
+
+@pytest.mark.parametrize(
+    "decodes, options, lengths, budget",
+    [
+        (0, dict(tbt_slo=1e-6, profile=PROFILE), [2000], 2048),  # nobody to stall: no chunks
+        (6, COLD, [1] * 6 + [16], 22),  # a cold start is cautious
+        (6, COLD | dict(tile=64), [1] * 6 + [64], 70),  # and tries one tile
+        (8, dict(tbt_slo=0.01, profile=PROFILE), [1] * 8, 8),  # decodes take all of the SLO
+        (6, dict(profile=PROFILE), [1] * 6 + [250], 256),  # without an SLO it is `chunk`
+    ],
+)
+def test_the_first_batch(decodes, options, lengths, budget):
+    scheduler = scheduler_with(decodes, **options)
+    batch = scheduler.next_batch()
+    assert [chunk.length for chunk in batch] == lengths and batch.budget == budget
+    assert len(scheduler.waiting) == (len(lengths) == decodes)
+
+
+@pytest.mark.parametrize("tile", [1, 64])
+@pytest.mark.parametrize("decodes", [1, 6])
+@pytest.mark.parametrize("slo", [0.05, 0.2, 0.4])
+def test_a_profile_is_used_from_the_first_iteration(slo, decodes, tile):
+    scheduler = scheduler_with(decodes, tbt_slo=slo, tile=tile, profile=PROFILE)
+    shape = BatchShape(0, decodes, 501 * decodes)
+    margin = 1 + 2.33 * 0.1  # for the 99th percentile of the errors, of which none was seen yet
+    fits = max(p for p in range(0, 769, tile) if margin * cpu(shape.with_chunk(0, p)) <= slo)
+    batch = scheduler.next_batch()
+    total, near = sum(chunk.length for chunk in batch), max(1, tile if fits % tile else 0)
+    assert total == pytest.approx(decodes + fits, abs=near)
+    assert batch.budget == total or not fits
+
+
+def test_the_budget_is_for_the_deepest_prefill():
+    # whichever of those that have begun gets the budget, its keys were counted
+    options = dict(max_len=4096, clock=lambda: 0.0, tbt_slo=SLO)
+    options["profile"] = PROFILE + timed([0, 1000, 3000], [4], [500], [200])
+    for pasts in ((100, 3000), (3000, 100)):
+        scheduler = scheduler_with(4, "priority", **options)
+        scheduler.waiting.clear()
+        for i, past in enumerate(pasts):
+            scheduler.add(Request(10 + i, [0] * 4000, 4000, 10))
+            scheduler.admit().num_computed = past
+        scheduler.running[4 + pasts.index(3000)].priority = 0
+        batch = scheduler.next_batch()
+        assert batch[-1].start == 3000 and cpu(BatchShape.of(batch)) <= SLO
+
+
+def test_it_learns_without_an_slo_too():
+    simulation = VirtualRun("dynamic", cpu, chunk=64).run(work(0, 8))
+    for shape in (BatchShape(0, 6, 4000), BatchShape(0, 4, 3000).with_chunk(300, 60)):
+        predicted = simulation.scheduler.iteration_time.predict(shape)
+        assert predicted == pytest.approx(cpu(shape), rel=0.05)
+
+
+def test_a_clock_that_stands_still_teaches_nothing_and_stops_nothing():
+    simulation = VirtualRun("dynamic", lambda shape: 0.0, tbt_slo=SLO)
+    simulation.run(work(0, 8))
+    assert all(len(times) >= 40 for times in simulation.token_times.values())
+    assert simulation.scheduler.iteration_time.predict(BatchShape(9, 9, 9, 9)) == 0

@@ -1,0 +1,497 @@
+"""The engine: its answers, its records, its errors, and what a failing step leaves behind."""
+
+import itertools
+import re
+
+import pytest
+import torch
+
+from engine import Completion, Engine, Runner
+from kv_cache import KVCache, Span, kv_bytes_per_token
+from model import GPT, GPTConfig
+from policies import POLICIES
+from pretrained.tokenizers import byte_tokenizer
+from sampling import SamplingParams, sample
+from scheduler import Batch, SarathiServe, Scheduler
+from tests.helpers import alone, poison, poisoned_cache, run, tiny_model
+
+PROMPTS = [[7, 8, 9], [1] * 20, [5], [3, 1, 4, 1, 5, 9, 2, 6] * 2, [60, 0, 60]]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(n_kv_head=2)
+
+
+def make_engine(model, policy="sarathi-serve", **options):
+    """A small engine whose cache holds NaN where nothing was written."""
+    engine = Engine(model, policy=policy, **(dict(chunk=6, max_batch=3, max_len=40) | options))
+    engine.runner.cache.data.fill_(float("nan"))
+    return engine
+
+
+def finished(engine):
+    """The events of all steps until nothing is left to do."""
+    events = []
+    while engine.has_work:
+        events += engine.step()
+    assert engine.step() == [] and not engine.scheduler.running and not engine.scheduler.waiting
+    assert engine.scheduler.pages.num_free == engine.scheduler.pages.total
+    return events
+
+
+class WordTokenizer:
+    """Every token is a word; the space before the first is dropped, as sentencepiece does."""
+
+    stop_token_ids = (26,)
+
+    def encode(self, text):
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids):
+        return " ".join(map(str, ids))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_seeded_sampling_is_the_same_under_every_policy(model, policy):
+    temperatures, seeds = (1.0, 0.7, 1.5, 1.0, 0.0), range(1, 6)
+    ways = zip(temperatures, (0, 5, 0, 9, 0), (1.0, 1.0, 0.8, 0.5, 1.0), seeds)
+    params = [SamplingParams(8, *way) for way in ways]
+    done = make_engine(model, policy).generate(PROMPTS, params)
+    assert [c.tokens for c in done] == [alone(model, *request) for request in zip(PROMPTS, params)]
+
+
+def test_every_seed_and_every_position_has_its_own_random_numbers(model):
+    params = [SamplingParams(8, temperature=2.0, seed=seed) for seed in range(8)]
+    done = make_engine(model).generate([[1, 2, 3]] * 8, params)
+    assert len({tuple(completion.tokens) for completion in done}) > 4
+    params, logits = [SamplingParams(temperature=1.0, seed=3)] * 50, torch.zeros(50, 1000)
+    assert len(set(sample(logits, params, list(range(50)))[0].tolist())) > 40
+    assert len(set(sample(logits, params, [7] * 50)[0].tolist())) == 1
+
+
+def frequencies(logits, draws=4000, **options):
+    """How often each token is drawn."""
+    options = {"temperature": 1.0} | options
+    params = [SamplingParams(seed=seed, **options) for seed in range(draws)]
+    tokens, _ = sample(torch.tensor([logits]).expand(draws, -1), params, [0] * draws)
+    return tokens.bincount(minlength=len(logits)) / draws
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 3.0])
+def test_sampling_follows_the_distribution(temperature):
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, float("-inf")])
+    drawn = frequencies(logits.tolist(), temperature=temperature)
+    assert (drawn - (logits / temperature).softmax(-1)).abs().max() < 0.03 and drawn[4] == 0
+    assert frequencies([1.0, 3.0, 2.0], draws=20, temperature=1e-300)[1] == 1  # greedy and finite
+    assert len(frequencies([float("nan"), 1.0, 2.0], draws=1, temperature=temperature)) == 3
+
+
+UNEQUAL, HALVES = [0.05, 0.4, 0.3, 0.2, 0.05], [0.5, 0.25, 0.25]
+
+
+@pytest.mark.parametrize(
+    "probs, options, kept",
+    [
+        *((UNEQUAL, dict(top_k=k), kept) for k, kept in [(0, range(5)), (1, [1]), (2, [1, 2])]),
+        *((UNEQUAL, dict(top_p=p), kept) for p, kept in [(0.6, [1, 2]), (0.75, [1, 2, 3])]),
+        *((UNEQUAL, dict(top_p=1e-9), [1]), (UNEQUAL, dict(top_k=50), range(5))),
+        (UNEQUAL, dict(top_k=2, top_p=0.5), [1]),  # of the two kept, the first holds 4/7
+        (HALVES, dict(top_p=0.5), [0]),  # reached, not passed
+    ],
+)
+def test_top_k_and_top_p_keep_what_they_say(probs, options, kept):
+    drawn, probs = frequencies(torch.tensor(probs).log().tolist(), **options), torch.tensor(probs)
+    assert drawn.nonzero().flatten().tolist() == [*kept]
+    expected = torch.zeros(len(probs)).index_copy(0, torch.tensor(kept), probs[[*kept]])
+    assert (drawn - expected / expected.sum()).abs().max() < 0.03
+
+
+def test_logprobs_are_those_of_the_model(model):
+    params = SamplingParams(6, temperature=1.3, top_k=7, seed=3, logprobs=True)
+    done = make_engine(model).generate(PROMPTS, [params, SamplingParams(6), params, params, params])
+    assert done.pop(1).logprobs is None
+    for completion in done:
+        tokens = completion.prompt + completion.tokens
+        logits = run(model, poisoned_cache(model, 1, 40), [Span([0], 0, tokens)], all_rows=True)
+        rows = logits[len(completion.prompt) - 1 : -1].log_softmax(-1)
+        expected = rows.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0].tolist()
+        assert completion.logprobs == pytest.approx(expected, abs=1e-10, rel=0)
+
+
+def test_finish_reasons(model):
+    free = alone(model, PROMPTS[0], SamplingParams(10))
+    assert len(set(free[:3])) == 3
+    stop = dict(stop_token_ids=(free[2],))
+    # a stop token that is also the last one allowed counts as a stop
+    params = [SamplingParams(10, **stop), SamplingParams(10), SamplingParams(3, **stop)]
+    done = make_engine(model).generate([PROMPTS[0]] * 3, params)
+    assert [completion.finish_reason for completion in done] == ["stop", "length", "stop"]
+    assert [completion.tokens for completion in done] == [free[:3], free, free[:3]]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 5])
+def test_abort_frees_the_slot_and_keeps_what_was_generated(model, steps):
+    engine, params = make_engine(model, max_batch=1), SamplingParams(10)
+    first = engine.add_request(PROMPTS[1], params)
+    second = engine.add_request(PROMPTS[2], SamplingParams(3))
+    for _ in range(steps):
+        engine.step()
+    completion = engine.abort(first)
+    assert completion.finish_reason == "abort"
+    expected = alone(model, PROMPTS[1], params)[: max(0, steps - 3)]  # 20 = 3 chunks of 6 + 2
+    assert completion.tokens == expected
+    tokens = alone(model, PROMPTS[2], SamplingParams(3))
+    assert [event[:2] for event in finished(engine)] == [(second, token) for token in tokens]
+    with pytest.raises(ValueError, match=f"request_id={first}"):
+        engine.abort(first)
+
+
+def test_events_are_the_tokens_in_order(model):
+    engine = make_engine(model)
+    ids = [engine.add_request(p, SamplingParams(4, logprobs=True)) for p in PROMPTS]
+    events = finished(engine)
+    for i, prompt in zip(ids, PROMPTS):
+        own = [event for event in events if event.request_id == i]
+        *before, (_, _, logprob, reason, completion) = own
+        assert all(e.finish_reason is None and e.completion is None for e in before)
+        assert reason == completion.finish_reason == "length" and completion.prompt == prompt
+        assert (
+            [e.token for e in own] == completion.tokens == alone(model, prompt, SamplingParams(4))
+        )
+        assert [e.logprob for e in own] == completion.logprobs and logprob is not None
+
+
+def test_latencies():
+    # the clock is read at a step's start, when one is admitted, before forward, and at the end
+    clock = map(float, itertools.count(1)).__next__
+    engine = make_engine(tiny_model(), "sarathi", max_batch=1, clock=clock)
+    engine.add_request([1] * 14, SamplingParams(3), arrival=0.0)  # 14 = 6 + 6 + 2
+    engine.add_request([2], SamplingParams(1), 0.5)
+    a, b = (event.completion for event in finished(engine) if event.completion)
+    assert (a.scheduling_delay, a.ttft, a.tbt) == (2.0, 10.0, [3.0, 3.0])
+    assert a.token_times == [10.0, 13.0, 16.0] and a.latency == 16.0
+    assert (b.scheduling_delay, b.ttft, b.tbt) == (17.5, 19.5, [])
+    last = engine.last_iteration
+    assert last.chunks == [(1, 0, 1, False)] and (last.start, last.launch, last.end) == (17, 19, 20)
+    assert (last.prefill_tokens, last.decode_tokens) == (1, 0)
+    never = Completion(0, [1], 0.0)
+    assert never.tbt == [] and {never.ttft, never.scheduling_delay, never.latency} == {None}
+
+
+def test_text_in_text_out():
+    model, params = tiny_model(), SamplingParams(15, temperature=3.0)
+    model.head.weight.mul_(0.3)  # flatter, so that the stop token comes up now and then
+    prompts = ["0 1 2", "25 25 25", "7 4 11 11 14", "16"]
+    done = make_engine(model, tokenizer=WordTokenizer()).generate(prompts, params)
+    for prompt, completion in zip(prompts, done):
+        expected = alone(model, [int(word) for word in prompt.split()], params, stop=(26,))
+        assert completion.tokens == expected
+        text = expected[:-1] if completion.finish_reason == "stop" else expected
+        assert completion.text == "".join(f" {token}" for token in text)  # it begins with a space
+    assert {c.finish_reason for c in done} == {"stop", "length"}  # or not both would be tested
+    assert make_engine(model).generate([[1]], SamplingParams(1))[0].text is None
+
+
+def test_text_of_a_prompt_that_ends_within_a_character(monkeypatch):
+    engine = make_engine(tiny_model(vocab_size=256), tokenizer=byte_tokenizer())
+    monkeypatch.setattr("engine.sample", lambda *_: (torch.tensor([0xA9]), None))
+    assert engine.generate([[0xC3]], SamplingParams(1))[0].text == "é"
+    assert engine.generate([[0x61]], SamplingParams(1))[0].text == "\ufffd"
+
+
+def test_a_request_may_bring_its_id(model):
+    engine, params = make_engine(model), SamplingParams(2)
+    add = lambda number=None: engine.add_request([1], params, request_id=number)
+    assert [add(), add(7), add(), add(3), add()] == [0, 7, 8, 3, 9]
+    for taken in (7, 8):
+        with pytest.raises(ValueError, match=f"request_id={taken}: is the id of another"):
+            add(taken)
+    for nonsense in (-1, 1.0, "7"):
+        with pytest.raises(ValueError, match="request_id="):
+            add(nonsense)
+    assert add() == 10 and len(engine.scheduler.requests) == 6  # what was refused took no number
+    assert {event.request_id for event in finished(engine)} == {0, 7, 8, 3, 9, 10}
+    assert add(7) == 7 and add() == 11  # it has ended
+
+
+@pytest.mark.parametrize("more", [{}, dict(max_waiting=2), dict(max_len=24, page_size=4)])
+def test_warm_up_leaves_no_trace(model, more, monkeypatch):
+    engine, params, sizes = make_engine(model, **more), SamplingParams(4), []
+    forward = GPT.forward
+    count = lambda self, batch, cache: (
+        sizes.append(len(batch.tokens)) or forward(self, batch, cache)
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(GPT, "forward", count)
+        engine.warm_up()
+    most = more.get("max_waiting", 3)
+    assert {*range(1, most + 1), 6} <= set(sizes)  # decodes, a chunk
+    assert not engine.runner.cache.data.isnan().any()  # all of it was touched
+    assert finished(engine) == [] and not engine.scheduler.requests
+    poison(engine)
+    done = [(c.request_id, c.tokens) for c in engine.generate(PROMPTS[:2], params)]
+    assert done == [(i, alone(model, PROMPTS[i], params)) for i in (0, 1)]
+
+
+def test_greedy_of_the_runner_is_the_likeliest_token_of_whoever_wants_one(model):
+    runner = Runner(model, pages=3, page_size=40)
+    runner.cache.data.fill_(float("nan"))
+    whole = lambda i, **more: Span([i], 0, PROMPTS[i], **more)
+    assert runner.greedy([whole(0), whole(1, wants_logits=False), whole(2)]) == [
+        alone(model, PROMPTS[i], SamplingParams(1))[0] for i in (0, 2)
+    ]
+    first, second = alone(model, PROMPTS[1], SamplingParams(2))
+    assert runner.greedy([Span([1], 19, PROMPTS[1][19:])]) == [first]
+    assert runner.greedy([Span([1], 20, [first], wants_logits=False)]) == []
+    assert runner.greedy([Span([1], 20, [first])]) == [second]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, torch.OutOfMemoryError])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_failed_step_is_computed_again(model, policy, error, monkeypatch):
+    engine = make_engine(model, policy)
+    ids = [engine.add_request(p, SamplingParams(5)) for p in PROMPTS]
+    forward, batches, tokens = GPT.forward, [], {i: [] for i in ids}
+
+    def flaky(self, batch, cache):
+        batches.append([t.tolist() for t in (batch.tokens, batch.positions, batch.slot_mapping)])
+        logits = forward(self, batch, cache)  # the cache is written before it fails
+        if len(batches) % 2:
+            raise error
+        return logits
+
+    requests = engine.scheduler.requests
+    state = lambda: {i: (r.num_computed, len(r.tokens)) for i, r in requests.items()}
+    monkeypatch.setattr(GPT, "forward", flaky)
+    while engine.has_work:
+        before = state()
+        with pytest.raises(error):
+            engine.step()
+        assert state() == before
+        for event in engine.step():
+            tokens[event.request_id].append(event.token)
+        assert batches[-1] == batches[-2]
+    monkeypatch.undo()
+    assert [tokens[i] for i in ids] == [alone(model, p, SamplingParams(5)) for p in PROMPTS]
+
+
+FINISH, ADVANCE, OF = (Scheduler, "finish"), (Scheduler, "advance"), (Completion, "of")
+FORWARD = (GPT, "forward")
+
+
+def interrupt(patch, place, late=False, often=False):
+    """Raise KeyboardInterrupt in the first call of a method, or at its end, or in the first with
+    each request or batch."""
+    whole, seen = getattr(*place), []
+
+    def interrupted(*args):
+        given = args[place is not OF]  # a request, a batch
+        again = any(given is other for other in seen) if often else bool(seen)
+        result = whole(*args) if again or late else None
+        seen.append(given)
+        if not again:
+            raise KeyboardInterrupt
+        return result
+
+    patch.setattr(*place, staticmethod(interrupted) if place is OF else interrupted)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("place, least", [(FINISH, 5), (ADVANCE, 9), (OF, 5)])
+def test_an_interrupt_while_recording_loses_nothing(model, place, least, late, monkeypatch):
+    engine, params = make_engine(model), SamplingParams(3, logprobs=True)
+    ids, events = [engine.add_request(p, params) for p in PROMPTS], []
+    interrupt(monkeypatch, place, late, often=True)
+    interrupted = 0
+    while engine.has_work:
+        try:
+            events += engine.step()
+        except KeyboardInterrupt:
+            interrupted += 1
+    assert interrupted >= least and finished(engine) == []
+    for i, prompt in zip(ids, PROMPTS):
+        expected = alone(model, prompt, params)
+        assert [e.token for e in events if e.request_id == i] == expected
+        (c,) = [e.completion for e in events if e.request_id == i and e.completion]
+        assert c.tokens == expected and len(c.token_times) == len(c.logprobs) == 3
+
+
+INTERRUPTS = [(FINISH, False, 0), (OF, True, 1), (ADVANCE, True, 2), (FORWARD, False, 0)]
+
+
+@pytest.mark.parametrize("policy", ["orca", "sarathi-serve", "vllm"])
+@pytest.mark.parametrize("place, late, gone", INTERRUPTS)
+def test_abort_after_an_interrupt_leaves_the_others_alone(
+    model, policy, place, late, gone, monkeypatch
+):
+    engine, params = make_engine(model, policy, chunk=30), [SamplingParams(n) for n in (1, 5, 5)]
+    for prompt, p in zip(PROMPTS, params):
+        engine.add_request(prompt, p)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt(patch, place, late)
+        engine.step()
+    assert engine.abort(gone).finish_reason == "abort"
+    done = {e.request_id: e.completion.tokens for e in finished(engine) if e.completion}
+    assert done == {i: alone(model, PROMPTS[i], params[i]) for i in {0, 1, 2} - {gone}}
+
+
+@pytest.mark.parametrize("place, late, _", INTERRUPTS)
+def test_generate_after_an_interrupted_one(model, place, late, _, monkeypatch):
+    engine, params = make_engine(model, "vllm", chunk=30, max_waiting=5), SamplingParams(4)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt(patch, place, late)
+        engine.generate(PROMPTS, SamplingParams(1), progress=False)
+    assert not engine.has_work
+    done = engine.generate(PROMPTS, params)
+    assert [c.tokens for c in done] == [alone(model, prompt, params) for prompt in PROMPTS]
+    assert finished(engine) == []
+
+
+@pytest.mark.parametrize(
+    "prompt, params, message",
+    [
+        ([], SamplingParams(), "prompt: must hold at least 1 token"),
+        ([1, 61], SamplingParams(), r"token 61 is out of range, the vocabulary is 0 … 60"),
+        ([-1], SamplingParams(), "token -1 is out of range"),
+        ([1.5], SamplingParams(), "prompt="),
+        ("text", SamplingParams(), "no tokenizer"),
+        (7, SamplingParams(), "prompt=7"),
+        ([1], {"max_new_tokens": 3}, "params="),
+        ([1] * 30, SamplingParams(11), r"30 tokens \+ max_new_tokens=11: .* not exceed max_len=40"),
+    ],
+)
+def test_a_bad_request_is_refused_and_changes_nothing(model, prompt, params, message):
+    engine = make_engine(model)
+    with pytest.raises(ValueError, match=message):
+        engine.add_request(prompt, params)
+    with pytest.raises(ValueError, match=message):
+        engine.generate([[1], prompt], [SamplingParams(2), params], progress=False)
+    assert finished(engine) == []
+    assert engine.add_request([1] * 30, SamplingParams(10)) == 0  # exactly max_len fits
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(policy="fifo"), "policy='fifo'.*request-level"),
+        (dict(max_len=513), r"max_len=513: must be at most 512"),
+        (dict(policy="orca", tile=2), "tile=2.*'orca' has no such option"),
+        (dict(policy="priority", ttft_slo=float("nan")), "ttft_slo=nan"),
+        (dict(policy="vllm", tbt_slo=0.1), "tbt_slo=0.1.*'vllm' has no such option"),
+        (dict(page_size=41), "page_size=41: must be at most max_len=40"),
+        (dict(page_size=8, pages=4), "pages=4: a request of max_len=40 takes 5 pages"),
+        (dict(prefills=2), "prefills=2.*sarathi-serve"),
+    ],
+)
+def test_a_bad_engine_is_refused(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_engine(model, **options)
+
+
+ENGINE = dict(policy=[["orca"]], chunk=[0, 2.5, "8"], max_batch=[0, 2.0], max_len=[0])
+ENGINE |= dict(page_size=[0], max_waiting=[0], budget=[2], attention=["flash", "xformers"])
+PARAMS = dict(temperature=[-0.1, float("nan"), "1"], top_k=[-1, 1.0], top_p=[0.0, 1.1])
+PARAMS |= dict(max_new_tokens=[0, 2.5], stop_token_ids=[5])
+GEOMETRY = dict(family=["bert"], n_kv_head=[3], n_layer=[0], head_dim=[7])
+SENSELESS = [(make_engine, ENGINE), (SamplingParams, PARAMS), (GPTConfig.preset, GEOMETRY)]
+
+
+@pytest.mark.parametrize("make, arguments", SENSELESS, ids=["engine", "params", "geometry"])
+def test_a_senseless_argument_is_named(model, make, arguments):
+    given = {make_engine: [model], GPTConfig.preset: ["llama-tiny"]}.get(make, [])
+    for name, values in arguments.items():
+        for value in values:
+            with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}")):
+                make(*given, **{name: value})
+
+
+def test_an_unknown_argument_or_preset_is_refused():
+    with pytest.raises(TypeError):
+        SamplingParams(temprature=1)
+    with pytest.raises(ValueError, match="preset='llama-99b'.*llama-13b"):
+        GPTConfig.preset("llama-99b")
+
+
+def test_generate_checks_its_arguments(model):
+    engine = make_engine(model)
+    with pytest.raises(ValueError, match="prompts: must be a list"):
+        engine.generate("abc")
+    with pytest.raises(ValueError, match="params: 1 given for 2 prompts"):
+        engine.generate([[1], [2]], [SamplingParams()])
+    assert engine.generate([]) == []
+    kept = engine.add_request([9, 9], SamplingParams(1))
+    with pytest.raises(ValueError, match="1 requests are running"):
+        engine.generate([[1]])  # it would swallow the events of the other
+    assert [event.request_id for event in finished(engine)] == [kept]
+
+
+def test_a_policy_that_returns_nothing_is_an_error_and_not_a_loop(model, monkeypatch):
+    engine = make_engine(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(SarathiServe, "schedule", lambda self: Batch())
+        assert engine.step() == []  # there is nothing to do
+        engine.add_request(PROMPTS[0], SamplingParams(2))
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"SarathiServe.schedule\(\) returned nothing"):
+                engine.step()
+    expected = alone(model, PROMPTS[0], SamplingParams(2))
+    assert [event.token for event in finished(engine)] == expected
+
+
+def test_kv_bytes_are_known_before_they_are_allocated(model):
+    for slots, max_len, dtype in [(1, 7, torch.float64), (5, 40, torch.bfloat16)]:
+        data = KVCache(model.config, slots, max_len, dtype=dtype).data
+        assert slots * max_len * kv_bytes_per_token(model.config, dtype) == data.nbytes
+    for pages, page_size, message in ((0, 8, "pages=0"), (2, 0, "page_size=0")):
+        with pytest.raises(ValueError, match=message):
+            KVCache(model.config, pages, page_size)
+    thirteen_b = GPTConfig.preset("llama-13b")  # 40 layers * 2 * 5,120 * 2 bytes
+    assert kv_bytes_per_token(thirteen_b, torch.float16) == 819_200
+
+
+def test_without_a_batch_size_memory_decides(model, monkeypatch):
+    per_token, weights = 2 * 2 * 2 * 8 * 8, sum(p.nbytes for p in model.parameters())
+    memory = dict(SC_PHYS_PAGES=2 * (weights + 7 * 40 * per_token + 99), SC_PAGE_SIZE=1)
+    monkeypatch.setattr("os.sysconf", memory.get)
+    engine = Engine(model, max_len=40)
+    assert engine.scheduler.max_batch == engine.runner.cache.pages == 7
+    with pytest.raises(ValueError, match="max_len=400: one request takes"):
+        Engine(model, max_len=400)
+    monkeypatch.setattr("os.sysconf", lambda name: 10**6)
+    assert Engine(model, max_len=4).scheduler.max_batch == 256  # however much there is
+
+
+def test_sarathi_is_aligned_to_the_tile_on_cuda_only(model, monkeypatch):
+    sizes = dict(chunk=300, max_batch=3, max_len=400)
+    budget = lambda **more: Engine(model, policy="sarathi", **sizes, **more).scheduler.budget
+    assert budget() == 300
+    monkeypatch.setattr(GPT, "device", torch.device("cuda"))
+    for name in ("KVCache", "make_attention"):
+        monkeypatch.setattr(f"engine.{name}", lambda *_: None)
+    assert [budget(), budget(tile=64), budget(tile=100)] == [256, 256, 300]
+
+
+def test_random_weights_follow_gpt2():
+    config = GPTConfig("gpt2", 512, 8, 4, 128)
+    for name, p in GPT(config).named_parameters():
+        if p.ndim == 1:
+            assert (p == ("norm.weight" in name)).all()
+        else:
+            residual = name.endswith(("postproj.weight", "ffn_ln2.weight"))
+            std = 0.02 / 4 if residual else 0.02  # 4 = sqrt(2 * 8 layers)
+            assert p.std().item() == pytest.approx(std, rel=0.1)
+    first, again, other = (GPT(config, seed=seed).head.weight for seed in (5, 5, 6))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+def test_presets_have_their_published_size():
+    published = {
+        **{"gpt2": 124e6, "gpt2-medium": 355e6, "gpt2-large": 774e6, "gpt2-xl": 1558e6},
+        **{"llama-7b": 6.74e9, "llama-13b": 13.02e9, "llama-33b": 32.5e9, "llama-65b": 65.3e9},
+        **{"llama2-70b": 69.0e9, "llama3-8b": 8.03e9, "mistral-7b": 7.24e9, "yi-34b": 34.4e9},
+    }
+    models = {n: GPT(GPTConfig.preset(n), "meta", seed=None) for n in [*published, "llama-160m"]}
+    sizes = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
+    assert 160e6 <= sizes.pop("llama-160m") <= 220e6
+    assert sizes == pytest.approx(published, rel=0.01)

@@ -1,0 +1,278 @@
+"""The model of the iteration time keeps its promises against laws that are written here."""
+
+import itertools
+import math
+import random
+from bisect import bisect_left
+
+import pytest
+
+from policies.iteration_time import BatchShape, IterationTime
+from scheduler import Batch, Request
+
+
+def cpu(shape):
+    """Seconds on two cores with a 160M model: a pass over the weights, then each for itself."""
+    p, n, context, pairs = shape
+    return 14e-3 + 0.95e-3 * p + 0.7e-3 * n + 0.8e-6 * context + 0.2e-6 * pairs
+
+
+def gpu(shape):
+    """Seconds on a device that reads its weights in 10 ms: in these it could compute 400 tokens."""
+    p, n, context, pairs = shape
+    return max(10e-3, (p + n) * 25e-6) + 0.3e-6 * context + 1e-9 * pairs
+
+
+def batch(prefill=0, decodes=6, context=1000, past=500):
+    """One chunk after `past` tokens and decodes that read `context` keys each."""
+    shape = BatchShape(decodes=decodes, context_tokens=decodes * context)
+    return shape.with_chunk(past, prefill) if prefill else shape
+
+
+DECODES, HYBRID = batch(), batch(256)
+
+
+class Machine:
+    """Runs batches at the speed of a law, with seeded noise, and tells the model of each."""
+
+    def __init__(self, law, noise=0.05, seed=0, profile=False, mixed=0):
+        self.law, self.noise, self.random, self.slowdown = law, noise, random.Random(seed), 1.0
+        sizes = itertools.product((0, 64, 256, 512, 1024), (1, 4, 8), (300, 1500))
+        shapes = [batch(*size) for size in sizes] * profile
+        self.model = IterationTime([(shape, self.measure(shape)) for shape in shapes])
+        self.fits = self.model.prefill_that_fits
+        self.run_mixed(mixed)
+
+    def measure(self, shape):
+        return self.law(shape) * self.slowdown * self.random.lognormvariate(0, self.noise)
+
+    def error(self, shape):
+        """Of the prediction, relative to the law without its noise."""
+        return self.model.predict(shape) / (self.law(shape) * self.slowdown) - 1
+
+    def run(self, shape):
+        """Returns the error of the prediction that was made before, and the seconds it took."""
+        error, seconds = self.error(shape), self.measure(shape)
+        self.model.observe(shape, seconds)
+        return error, seconds
+
+    def run_mixed(self, count):
+        """Chunks of many sizes, a decode-only iteration for every four of them. Their errors."""
+        draw, errors = self.random, []
+        for _ in range(count):
+            prefill = draw.choice([0, 64, 128, 192, 256])
+            decodes = draw.randrange(2, 9), draw.randrange(200, 1500)
+            errors.append(self.run(batch(prefill, *decodes, draw.randrange(1000)))[0])
+        return errors
+
+
+def median(values):
+    return sorted(values)[len(values) // 2]
+
+
+SEEDS = pytest.mark.parametrize("seed", range(5))
+PROFILES = pytest.mark.parametrize("profile", [True, False], ids=["profile", "cold"])
+
+
+def test_the_shape_of_a_batch():
+    # (tokens, prompt_len, num_computed): decodes read 11 and 25 keys, chunks of 8, of 3 after 9
+    # and, after a preemption, of 7
+    sizes = [(11, 10, 10), (25, 20, 24), (8, 8, 0), (12, 12, 9), (7, 5, 0)]
+    shapes = Batch()
+    for count, prompt_len, num_computed in sizes:
+        shapes.add(Request(0, [0] * count, prompt_len, 9, num_computed=num_computed))
+    pairs = sum(range(1, 9)) + (10 + 11 + 12) + sum(range(1, 8))
+    assert BatchShape.of(shapes) == BatchShape(8 + 3 + 7, 2, 36, pairs)
+    assert BatchShape.of(Batch()) == BatchShape(0, 0, 0, 0)
+    decodes = [chunk.request for chunk in shapes[:2]]
+    assert BatchShape.of_decodes(decodes).with_chunk(9, 3) == BatchShape(3, 2, 36, 33)
+
+
+@SEEDS
+@PROFILES
+@pytest.mark.parametrize("noise", [0.03, 0.08])
+def test_after_thirty_iterations_the_prediction_is_better_than_the_noise(profile, noise, seed):
+    machine = Machine(cpu, noise, seed, profile, mixed=30)
+    assert median([abs(error) for error in machine.run_mixed(100)]) < 0.67 * noise  # its own median
+    assert 0.6 * noise < machine.model.spread < 1.6 * noise
+
+
+@SEEDS
+@PROFILES
+def test_decode_only_iterations_do_not_poison_the_prefill_rate(profile, seed):
+    machine = Machine(cpu, 0.03, seed, profile, mixed=60)
+    prefill = lambda: machine.model.predict(HYBRID) - machine.model.predict(DECODES)
+    before = prefill()
+    for i in range(500):
+        machine.run(batch(0, 6, 700 + i))
+    assert prefill() == pytest.approx(before, rel=0.05)
+    for i in range(500):
+        machine.run(batch(0, 3, 700 + i))  # and another composition
+    assert abs(machine.error(HYBRID)) < 0.05
+    machine.model.observe(HYBRID, 2 * cpu(HYBRID))  # the first chunk since does not overrule all
+    assert abs(machine.error(HYBRID)) < 0.08
+
+
+@SEEDS
+def test_a_moving_average_collapses_where_this_model_holds(seed):
+    time_per_token, slo, tile, machine = 0.0, 0.2, 64, Machine(cpu, 0.03, seed)
+    fits = max(p for p in range(0, 1025, tile) if cpu(batch(p)) <= slo)
+    for i in range(160):  # the last hundred only decode
+        shape = batch(random.Random(i).choice([64, 128, 192, 256]) if i < 60 else 0)
+        seconds = machine.run(shape)[1]
+        tokens = shape.prefill_tokens + shape.decodes  # whatever they are
+        time_per_token = 0.1 * seconds / tokens + 0.9 * time_per_token
+        if i == 59:
+            assert slo / time_per_token - 6 >= 128
+    assert slo / time_per_token - 6 < tile  # it would never prefill again
+    assert fits - tile <= machine.fits(slo, DECODES, 500, 1024, tile) <= fits
+
+
+@SEEDS
+def test_predictions_follow_the_context(seed):
+    machine = Machine(cpu, 0.03, seed, mixed=60)
+    for longer in (batch(0, 8, 3000), batch(256, 8, 3000, past=2000)):  # twice what was seen
+        assert abs(machine.error(longer)) < 0.1
+    more, fewer = (machine.fits(0.2, batch(0, 6, context), 0, 999) for context in (200, 6000))
+    assert more > fewer > 0
+    assert machine.fits(0.2, DECODES, 4000, 999) < machine.fits(0.2, DECODES, 0, 999)
+
+
+@SEEDS
+@PROFILES
+@pytest.mark.parametrize("slowdown", [1.4, 0.7])
+def test_a_change_of_speed_is_followed_within_twenty_iterations(profile, slowdown, seed):
+    machine = Machine(cpu, 0.03, seed, profile, mixed=100)
+    machine.slowdown = slowdown
+    assert abs(machine.error(HYBRID)) > 0.25
+    machine.run_mixed(20)
+    assert abs(machine.error(HYBRID)) < 0.08
+    assert abs(machine.error(DECODES)) < 0.13  # of which four were seen
+
+
+@SEEDS
+@pytest.mark.parametrize("shape", [DECODES, HYBRID], ids=["decodes", "hybrid"])
+def test_an_outlier_moves_nothing_much(shape, seed):
+    model = Machine(cpu, 0.05, seed, mixed=60).model
+    before = [model.predict(s) for s in (DECODES, HYBRID)]
+    model.observe(shape, 3 * cpu(shape))
+    assert [model.predict(s) for s in (DECODES, HYBRID)] == pytest.approx(before, rel=0.08)
+
+
+@SEEDS
+@pytest.mark.parametrize("law, slo", [(cpu, 0.2), (gpu, 25e-3)], ids=["cpu", "gpu"])
+@PROFILES
+def test_a_run_under_an_slo_keeps_it_and_uses_it(law, slo, profile, seed):
+    machine, late, used = Machine(law, 0.03, seed, profile), [], []
+    for i in range(300):
+        past = machine.random.choice([0, 256, 512, 1024])
+        fits = machine.fits(slo, DECODES, past, 2000, 16) if i // 40 % 3 < 2 else 0
+        shape = batch(fits, past=past)
+        _, seconds = machine.run(shape)
+        late += [seconds / slo] if fits else []
+        used += [law(shape) / slo] if fits and i >= 40 else []
+    assert max(late) < 1.4  # while it learns: a chord from the gpu's flat part is too low beyond it
+    assert max(late[25:]) < 1.15 and sum(x > 1 for x in late[25:]) <= 0.05 * len(late)
+    assert 0.85 < median(used) < 1
+
+
+@SEEDS
+def test_on_a_flat_then_linear_law_errors_near_the_operating_point_are_small(seed):
+    machine = Machine(gpu, 0.03, seed)
+    for _ in range(80):
+        machine.run(batch(machine.random.choice([0, 0, 640, 704, 768])))
+    for prefill in (640, 700, 768):
+        assert abs(machine.error(batch(prefill))) < 0.08
+    assert machine.error(batch(450)) > 0.03  # the chord to the flat part is on the safe side
+
+
+def test_without_any_knowledge_it_finds_out_in_steps():
+    model, sizes = IterationTime(), []
+    fits = model.prefill_that_fits
+    assert model.predict(HYBRID) == 0 and fits(0.1, DECODES, 0, 9999) == 16
+    assert fits(0.1, DECODES, 0, 9999, tile=64) == 64 and fits(0.1, DECODES, 0, 5, tile=64) == 5
+    for _ in range(100):
+        model.observe(DECODES, cpu(DECODES))
+    assert fits(0.1, DECODES, 0, 9999) == 16  # decodes say nothing of prefill
+    for _ in range(10):
+        sizes.append(fits(0.8, DECODES, 0, 9999))
+        shape = batch(sizes[-1], past=0)
+        assert cpu(shape) <= 0.8
+        model.observe(shape, cpu(shape))
+    assert all(b <= 1.5 * a for a, b in zip(sizes, sizes[1:])) and sizes[-1] > 300
+    crowded = DECODES.with_chunk(0, 2 * max(sizes))  # the whole batch must not grow in a leap
+    assert fits(9.0, crowded, 0, 100) == 0
+
+
+@SEEDS
+def test_prefill_that_fits_is_the_most_of_all_sizes(seed):
+    machine = Machine(cpu, 0.05, seed, mixed=50)
+    machine.model.observe(batch(900), cpu(batch(900)))
+    draw, answers, margin = random.Random(seed), set(), 1 + min(0.3, 2.33 * machine.model.spread)
+    for _ in range(200):
+        slo, past, limit = draw.uniform(0.01, 0.8), draw.randrange(2000), draw.randrange(900)
+        tile = draw.choice([1, 7, 64])
+        shape = batch(draw.choice([0, 0, 33]), draw.randrange(9), draw.randrange(2000))
+        time = lambda size: machine.model.predict(shape.with_chunk(past, size)) * margin  # noqa: B023
+        sizes = [size for size in range(1, limit + 1) if size % tile == 0 or size == limit]
+        answer = machine.fits(slo, shape, past, limit, tile)
+        assert answer == max([size for size in sizes if time(size) <= slo], default=0)
+        # a time that just fits, fits
+        assert answer in (0, machine.fits(time(answer), shape, past, limit, tile))
+        answers.add((answer == 0, answer == limit, answer % tile == 0))
+    assert len(answers) >= 4  # nothing, all and whole tiles in between were all among them
+
+
+@SEEDS
+def test_prefill_that_fits_grows_with_the_slo_and_ends_at_the_limit(seed):
+    machine = Machine(cpu, 0.05, seed, mixed=40)
+    for tile, limit in ((1, 300), (64, 300), (64, 40), (1, 0), (1, -3)):
+        fits = [machine.fits(k * 5e-3, DECODES, 200, limit, tile) for k in range(200)]
+        assert fits == sorted(fits) and fits[-1] == max(0, limit)
+        assert bisect_left(fits, min(tile, limit)) * 5e-3 >= cpu(DECODES) or limit <= 0
+        assert fits[int(cpu(DECODES) / 5e-3)] == 0  # the decodes alone take as long
+
+
+def test_the_margin_is_bounded():
+    model = IterationTime()
+    for i in range(400):
+        model.observe(batch(64 + i % 64), cpu(batch(64 + i % 64)) * (0.4, 2.5)[i % 2])  # wild
+    assert model.spread > 0.3
+    slo = 1.301 * model.predict(batch(100))
+    assert model.prefill_that_fits(slo, DECODES, 500, 200) == 100
+
+
+def test_it_is_never_negative_and_never_nan():
+    draw, model = random.Random(3), IterationTime()
+    times = [1e-9, 1e-3, 0.1, 1e4, 0.0, -1.0, math.inf, math.nan]
+    for _ in range(3000):
+        shape = BatchShape(*(draw.choice([0, 0, 1, 10, 10**4, 10**7]) for _ in range(4)))
+        model.observe(shape, draw.choice(times))
+        for other in (shape, BatchShape(), BatchShape(-5, -1, -100, -7), DECODES, HYBRID):
+            assert 0 <= model.predict(other) < math.inf
+        assert 0.01 <= model.spread < math.inf
+    before = model.predict(HYBRID)
+    for seconds in times[4:]:
+        model.observe(HYBRID, seconds)
+        with pytest.raises(
+            ValueError, match=f"profile: BatchShape.*took {seconds} seconds: must be pos"
+        ):
+            IterationTime([(HYBRID, seconds)])
+    assert model.predict(HYBRID) == before
+
+
+def test_what_was_learned_outlasts_the_memory():
+    machine = Machine(cpu, 0.0)
+    for i in range(200):
+        machine.run(batch(64 + i % 5 * 32, 1 + i % 7, 100 + i * 11 % 900, i * 17 % 1000))
+    assert abs(machine.error(HYBRID)) < 0.02 and machine.model.spread == 0.01
+    for _ in range(40_000):  # their rows fade until a float cannot hold them
+        machine.run(batch(128, decodes=0))
+    assert abs(machine.error(HYBRID)) < 0.05
+
+
+def test_a_profile_is_known_from_the_start():
+    model = Machine(cpu, 0.0, profile=True).model
+    for shape in (DECODES, HYBRID, batch(700, 3, 2500, past=0)):
+        assert model.predict(shape) == pytest.approx(cpu(shape), rel=0.03)
+    assert model.prefill_that_fits(9.0, DECODES, 0, 9999) == 1024 * 3 // 2

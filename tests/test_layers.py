@@ -1,0 +1,107 @@
+"""Imports point down: no file knows what is built on it, and what only plans needs no torch."""
+
+import ast
+import graphlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PLAN = "checks kv_cache scheduler policies"
+CORE = f"{PLAN} attention model sampling engine torch"
+MAY_IMPORT = {  # a folder stands for all of its modules; `a.b` is that module alone
+    "checks": "",
+    "kv_cache": "checks",
+    "attention": "checks kv_cache torch",
+    "model": "checks kv_cache attention torch",
+    "sampling": "checks torch",
+    "scheduler": "checks kv_cache",
+    "policies": PLAN,
+    "engine": CORE,
+    "pretrained": "checks kv_cache attention model pretrained torch",
+    "views": "engine experiments.metrics views",
+    "experiments": f"{CORE} pretrained views experiments",
+    "simulator": f"{CORE} pretrained views experiments simulator",
+    "bench": f"{CORE} pretrained views experiments simulator",
+    "sample": f"{CORE} pretrained views experiments",
+}
+LAZILY = {"kv_cache": "torch", "policies.config": "torch", "model": "pretrained"}  # in functions
+PATHS = [path.relative_to(ROOT) for glob in ("*.py", "*/*.py") for path in ROOT.glob(glob)]
+MODULES = {  # dotted name -> source, of all but the tests
+    ".".join(path.with_suffix("").parts).removesuffix(".__init__"): (ROOT / path).read_text("utf-8")
+    for path in PATHS
+    if not str(path).startswith((".", "tests", "test_", "conftest"))
+}
+OURS = {"torch", "tests", *(name.split(".")[0] for name in MODULES)}
+
+
+def imports_of(source):
+    """[(dotted name, whether it is inside of a function)] of what a source imports of OURS."""
+    found, lazy = [], set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            lazy.update(ast.walk(node))
+        names = [alias.name for alias in getattr(node, "names", []) if hasattr(alias, "name")]
+        if isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            whole = [f"{base}.{name}" for name in names]  # a module of that folder, or its content
+            names = [name if name in MODULES else base for name in whole]
+        found += [(name, node in lazy) for name in dict.fromkeys(names)]
+    return [
+        (name, lazily) for name, lazily in found if name[0] == "." or name.split(".")[0] in OURS
+    ]
+
+
+def wrong_imports(modules):
+    """["module imports other"] that point up; a cycle among modules raises graphlib.CycleError."""
+    wrong, graph = [], {}
+    for module, source in modules.items():
+        for name, lazily in imports_of(source):
+            within = lambda names: any(f"{name}.".startswith(f"{n}.") for n in names.split())  # noqa: B023
+            if within(MAY_IMPORT[module.split(".")[0]]):
+                graph.setdefault(module, []).append(name)
+            elif not (lazily and within(LAZILY.get(module, ""))):
+                wrong.append(f"{module} imports {name}")
+    graphlib.TopologicalSorter(graph).prepare()
+    return wrong
+
+
+def test_imports_point_down():
+    assert {name.split(".")[0] for name in MODULES} == set(MAY_IMPORT) and len(MODULES) > 40
+    assert wrong_imports(MODULES) == []
+
+
+@pytest.mark.parametrize(
+    "module, source, wrong",
+    [
+        ("scheduler", "from policies.slo import SLOS", "policies.slo"),
+        ("scheduler", "import modelling, model", "model"),
+        ("scheduler", "def f():\n    import engine", "engine"),  # a lazy one counts too
+        ("policies.own", "class A:\n    def f(self):\n        import torch", "torch"),
+        ("policies.own", "from .slo import SLOS", ".slo"),  # imports are absolute
+        ("policies.config", "import torch.nn", "torch.nn"),  # only inside of a function
+        ("model", "def f():\n    from experiments import measure", "experiments.measure"),
+        ("model", "import pretrained.presets as p", "pretrained.presets"),
+        ("views.own", "from experiments import metrics, tables", "experiments.tables"),
+        ("experiments.own", "if True:\n    import simulator.machine", "simulator.machine"),
+        ("sample", "from simulator import devices", "simulator.devices"),
+        ("engine", "from tests.helpers import alone", "tests.helpers"),
+    ],
+)
+def test_a_wrong_import_is_seen(module, source, wrong):
+    assert wrong_imports(MODULES | {module: source}) == [f"{module} imports {wrong}"]
+
+
+def test_a_cycle_is_seen():
+    made_up = {"policies.a": "import policies.b", "policies.b": "def f():\n    import policies.a"}
+    with pytest.raises(graphlib.CycleError):
+        wrong_imports(MODULES | made_up)
+
+
+def test_planning_needs_no_torch():
+    modules = "scheduler, policies, policies.config, policies.slo"
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (run.stdout, run.stderr) == ("False\n", "")

@@ -1,0 +1,131 @@
+"""What is measured is what it says, and so are its limits. No timing is asserted here."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine import Runner
+from experiments import machine, measure
+from kv_cache import Span
+from model import GPTConfig
+from policies import POLICIES, make_scheduler
+from tests.helpers import tiny_model
+
+CPU = torch.device("cpu")
+
+
+def test_medians_and_quartiles_of_runs_in_turn_that_are_warmed_up(monkeypatch):
+    assert measure.summarize([1, 2, 3, 4, 100]) == (3, (4 - 2) / 3)
+    assert measure.summarize([0.0, 0.0]) == (0.0, 0.0)
+    now, calls = [0.0], []
+
+    def takes(name, seconds):
+        calls.append(name)
+        now[0] += seconds if len(calls) > 2 * measure.WARMUP else 1000
+
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
+    variants = {"a": lambda: takes("a", 0.25), "b": lambda: takes("b", 0.5)}
+    timings = measure.interleaved(variants, CPU, 4)
+    assert calls == ["a", "b"] * (measure.WARMUP + 4)
+    assert timings == {"a": (250, 0), "b": (500, 0)}
+
+
+def test_bandwidth_and_ridge_are_bytes_and_rows(monkeypatch):
+    ms = {"sum": measure.Timing(10.0, 0.0), "products": measure.Timing(2.0, 0.0)}
+    monkeypatch.setattr(measure, "interleaved", lambda *_, **__: ms)
+    monkeypatch.setattr(machine, "schedule_us", lambda: 5.0)
+    assert measure.memory_bandwidth(CPU) == pytest.approx(512 * 2**20 / 0.010)
+    monkeypatch.setattr(measure, "memory_bandwidth", lambda device: 1e10)
+    model = tiny_model(dtype=torch.float32)
+    args = SimpleNamespace(dtype="float32", init_from=None, model="tiny", compile=False)
+    found = machine.describe_machine(model, args, 16)
+    assert found["flops_per_s"] == pytest.approx(measure.product_flops(model, 16, 0) / 0.002)
+    # at the ridge, 2 flops for each row of a weight take as long as reading its 4 bytes
+    ridge_s = 2 * found["ridge_tokens"] / found["flops_per_s"]
+    assert ridge_s == pytest.approx(4 / found["bytes_per_s"]) == 4e-10
+    said = {"dtype": "float32", "model": "tiny", "compiled": False, "schedule_us": 5.0}
+    assert said.items() <= found.items() and found["device"] == machine.processor_name()
+    assert (found["torch"], found["threads"]) == (torch.__version__, torch.get_num_threads())
+    assert found["parameters"] == sum(p.numel() for p in model.parameters())
+    args.init_from = "a/checkpoint"
+    assert machine.describe_machine(model, args, 16)["model"] == "a/checkpoint"
+
+
+def test_the_time_of_a_schedule_is_that_of_the_slowest_policy_under_load(monkeypatch):
+    seen = {}
+
+    def spy(policy, *args, **options):
+        seen[policy] = make_scheduler(policy, *args, **options)
+        return seen[policy]
+
+    monkeypatch.setattr(machine, "make_scheduler", spy)
+    slow = list(POLICIES).index("vllm")
+    medians = iter([1e-6 * (9 if i == slow else 1) for i in range(len(POLICIES))])
+    monkeypatch.setattr(machine.statistics, "median", lambda times: next(medians))
+    assert machine.schedule_us(running=3, waiting=5) == pytest.approx(9)
+    assert seen.keys() == POLICIES.keys()
+    for scheduler in seen.values():
+        assert (len(scheduler.running), len(scheduler.waiting)) == (3, 5)
+        assert all(request.is_decoding for request in scheduler.running)
+
+
+def test_attention_cost_counts_every_visible_key():
+    config = GPTConfig("llama", 16, 3, 8, 64, n_kv_head=2, head_dim=16)
+    spans = [Span([0], 5, [1] * 4), Span([1], 9, [1]), Span([2], 0, [1] * 3)]
+    visible = sum(span.start + i + 1 for span in spans for i in range(len(span.tokens)))
+    keys = 9 + 10 + 3
+    # per layer and head: q k and p v, two operations for each of 16 dims; K and V, 2 heads of 16
+    expected = 3 * visible * 8 * (2 * 16 + 2 * 16), 3 * keys * 2 * (2 * 16 * 2)
+    assert measure.attention_cost(config, spans, torch.bfloat16) == expected
+
+
+def test_bare_products_are_those_of_an_iteration_and_every_weight_is_counted(monkeypatch, model):
+    weights, head = [p for p in model.blocks.parameters() if p.ndim == 2], model.head.weight.numel()
+    flops = 2 * (7 * sum(weight.numel() for weight in weights) + 2 * head)
+    assert measure.product_flops(model, 7, 2) == flops
+
+    def shapes_of(function):
+        seen, linear = [], torch.nn.functional.linear
+        with monkeypatch.context() as patch:
+            spy = lambda x, w, *bias: seen.append((*x.shape, *w.shape)) or linear(x, w, *bias)
+            patch.setattr(torch.nn.functional, "linear", spy)
+            function()
+        return seen
+
+    runner = Runner(model, 2, 8)
+    batch = runner.flatten([Span([0], 0, [1, 2, 3]), Span([1], 0, [4])])
+    expected = shapes_of(lambda: model(batch, runner.cache))
+    assert shapes_of(measure.bare_products(model, 4, 2)) == expected
+    assert len(shapes_of(measure.bare_products(model, 4, 0))) == 4 * model.config.n_layer
+
+
+def test_attention_alone_attends_once_in_every_layer_and_writes_nothing(model):
+    runner, seen = Runner(model, 1, 8), []
+    runner.greedy([Span([0], 0, [1, 2, 3])])
+    before, flatten = runner.cache.data.clone(), runner.flatten
+
+    def spy(spans):
+        batch = flatten(spans)
+        attend = lambda q, k, v: seen.append(tuple(q.shape)) or batch.attend(q, k, v)
+        return batch._replace(attend=attend)
+
+    runner.flatten = spy
+    measure.attention_alone(runner, [Span([0], 1, [2, 3])])()
+    config = model.config
+    assert seen == [(2, config.n_head, config.head_dim)] * config.n_layer
+    assert torch.equal(runner.cache.data[:, :, :, :3], before[:, :, :, :3])
+
+
+def test_watches_see_linear_layers_and_attention_only_while_they_are_asked_to():
+    model = tiny_model()
+    runner = Runner(model, 1, 8)
+    batch = runner.flatten([Span([0], 0, [1, 2, 3])])
+    attention_watch = measure.Stopwatch(model.device)
+    with measure.watch_linear(model) as linear_watch:
+        watched = model(measure.watch_attention(batch, attention_watch), runner.cache)
+    assert len(linear_watch.marks) == 2 * (2 * 4 + 1) and len(attention_watch.marks) == 2 * 2
+    assert linear_watch.read_ms() > 0 and linear_watch.read_ms() == 0
+    assert torch.equal(model(batch, runner.cache), watched) and not linear_watch.marks
+    attention_watch.marks = [1.0, 1.25, 5.0, 5.5]  # on for 0.25 s and for 0.5 s
+    assert attention_watch.read_ms() == 750

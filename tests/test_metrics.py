@@ -1,0 +1,249 @@
+"""metrics.py: what it says of histories that were worked out by hand, and of random ones."""
+
+import csv
+import io
+import json
+import random
+from collections import Counter, defaultdict
+
+import numpy as np
+import pytest
+
+from engine import Completion, Iteration
+from experiments.metrics import find_stalls, meets_slo, percentiles, request_rows, summarize_run
+
+
+def an_iteration(start, end, chunks, waiting=0, running=0, free_pages=0, **more):
+    """An Iteration that was launched when it began."""
+    return Iteration(start, end, chunks, start, waiting, running, free_pages, **more)
+
+
+def a_completion(request_id, prompt_len, arrival, reason=None, scheduled=None, times=(), **more):
+    """A Completion whose prompt and output are of no interest."""
+    more |= dict(finish_reason=reason, scheduled=scheduled, token_times=list(times))
+    return Completion(request_id, [7] * prompt_len, arrival, **more)
+
+
+def prefill(request_id, length, start=0):
+    """A record of a chunk."""
+    return (request_id, start, length, False)
+
+
+def decode(request_id, start=50):
+    """A record of a decode."""
+    return (request_id, start, 1, True)
+
+
+def three_requests():
+    """1 makes 0 wait, 2 rides in hybrid batches, 1 is preempted, 2 is aborted, 3 only waits."""
+    iterations = [
+        an_iteration(0.0, 1.0, [prefill(0, 4)], 0, 1, 9),
+        an_iteration(1.0, 1.25, [decode(0)], 0, 1, 9),
+        an_iteration(1.25, 3.25, [prefill(1, 8)], 0, 2, 7),  # as vllm does: 0 waits for all of 1
+        an_iteration(3.25, 3.5, [decode(0), decode(1)], 1, 2, 7),
+        an_iteration(3.5, 4.0, [decode(0), decode(1), prefill(2, 2)], 0, 3, 6, budget=4),
+        an_iteration(4.0, 4.75, [decode(0), decode(1), prefill(2, 3, 2)], 0, 3, 5, budget=5),
+        an_iteration(4.75, 5.0, [decode(0), decode(2)], 1, 2, 8, preempted=(1,)),
+        an_iteration(5.0, 6.0, [prefill(1, 12)], 0, 2, 6),  # prompt and 4 tokens again; 2 waits
+        an_iteration(6.0, 6.25, [decode(1), decode(2)], 1, 1, 6),
+    ]
+    lost = dict(preemptions=1, recomputed_tokens=11)
+    completions = [
+        a_completion(0, 4, 0.0, "length", 0.0, [1.0, 1.25, 3.5, 4.0, 4.75, 5.0], priority=1),
+        a_completion(1, 8, 1.0, "stop", 1.25, [3.25, 3.5, 4.0, 4.75, 6.0, 6.25], **lost),
+        a_completion(2, 5, 2.0, "abort", 3.5, [4.75, 5.0, 6.25]),
+        a_completion(3, 6, 5.5),
+    ]
+    return completions, iterations
+
+
+def marks(p50, p90, p99, most):
+    """What `percentiles` returns, nearly."""
+    return pytest.approx({"p50": p50, "p90": p90, "p99": p99, "max": most})
+
+
+def test_percentiles_are_interpolated_linearly_and_none_is_no_value():
+    assert percentiles([3, 1, 2, 0]) == marks(1.5, 2.7, 2.97, 3)
+    assert percentiles([None, 5.0]) == marks(5.0, 5.0, 5.0, 5.0)
+    nothing = {"p50": None, "p90": None, "p99": None, "max": None}
+    assert percentiles([]) == percentiles([None]) == nothing
+
+
+def test_a_stall_is_a_gap_with_others_prefill_and_names_its_cause():
+    stalls = [
+        (0, 1.25, 3.5, 8, 1),  # the whole gap: the prefill of 1 and the decode after it
+        (0, 3.5, 4.0, 2, 2),
+        (0, 4.0, 4.75, 3, 2),
+        (1, 3.5, 4.0, 2, 2),
+        (1, 4.0, 4.75, 3, 2),  # but not 4.75 to 6.0: it waited for nobody's prefill but its own
+        (2, 5.0, 6.25, 12, 1),  # recomputation of others is prefill of others
+    ]
+    completions, iterations = three_requests()
+    assert find_stalls(completions, iterations) == stalls
+    assert [s.seconds for s in find_stalls(completions, iterations)][:3] == [2.25, 0.5, 0.75]
+    # an iteration belongs to the gap that it began in, even if its end was measured late
+    late = [i._replace(start=i.start + 1e-4, end=i.end + 1e-4) for i in iterations]
+    assert find_stalls(completions, late) == stalls
+    assert find_stalls(completions, []) == find_stalls([], iterations) == []
+    # the wait for the first token is none
+    iterations = [an_iteration(0.0, 1.0, [prefill(1, 9)]), an_iteration(1.0, 2.0, [prefill(0, 3)])]
+    assert find_stalls([a_completion(0, 3, 0.0, "length", 1.0, [2.0])], iterations) == []
+
+
+def test_prefill_in_another_micro_batch_stalls_nobody():
+    chunks = [prefill(0, 3), decode(0), decode(0)]
+    waiting = a_completion(0, 1, 0.0, times=[1.0, 2.0, 3.0])
+    for mine, other, stalls in ((0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 1)):
+        its = [an_iteration(i, i + 1.0, [c], micro_batch=mine) for i, c in enumerate(chunks)]
+        its.append(an_iteration(1.25, 1.75, [prefill(1, 50)], micro_batch=other))
+        assert len(find_stalls([waiting], sorted(its, key=lambda i: i.start))) == stalls
+
+
+def test_a_stall_is_blamed_on_the_request_with_most_prefill_in_the_gap():
+    def blamed(*chunks):
+        iterations = [an_iteration(i, i + 1.0, [chunk]) for i, chunk in enumerate(chunks)]
+        waiting = a_completion(0, 1, 0.0, times=[0.0, float(len(chunks))])
+        return [(s.caused_by, s.prefill_tokens) for s in find_stalls([waiting], iterations)]
+
+    assert blamed(prefill(1, 4), prefill(2, 3), prefill(2, 3, 3), decode(0)) == [(2, 10)]
+    assert blamed(prefill(1, 4), prefill(2, 4), decode(0)) == [(1, 8)]  # of equals, the first
+    assert blamed(prefill(2, 4), prefill(1, 4), decode(0)) == [(2, 8)]
+    assert blamed(prefill(1, 4), prefill(0, 9)) == [(1, 4)]  # its own recomputation is no part
+    assert blamed(prefill(0, 9)) == []
+
+
+def random_history(seed):
+    """Nonsense, as an engine would record it: random batches, idle times, preemptions, aborts."""
+    rng = random.Random(seed)
+    iterations, times, now = [], defaultdict(list), 0.0
+    for _ in range(rng.randint(1, 30)):
+        now += rng.choice([0.0, 0.0, rng.random()])
+        end = now + 0.01 + rng.random()
+        chunks = []
+        for request_id in rng.sample(range(6), rng.randint(1, 4)):
+            is_decode = request_id in times and rng.random() < 0.6
+            chunks.append((request_id, 0, 1 if is_decode else rng.randint(1, 3), is_decode))
+            if is_decode or rng.random() < 0.5:
+                times[request_id].append(end)
+        iterations.append(an_iteration(now, end, chunks))
+        now = end
+    return [a_completion(i, 1, 0.0, times=times[i]) for i in range(6)], iterations
+
+
+def stalls_by_definition(completions, iterations):
+    """The definition, word by word: for each gap, all iterations are searched for its own."""
+    stalls = []
+    for c in completions:
+        for start, end in zip(c.token_times, c.token_times[1:]):
+            tokens = Counter()
+            for iteration in iterations:
+                for request_id, _, length, is_decode in iteration.chunks:
+                    inside = start < iteration.end <= end
+                    if inside and not is_decode and request_id != c.request_id:
+                        tokens[request_id] += length
+            if tokens:
+                cause = tokens.most_common(1)[0][0]
+                stalls.append((c.request_id, start, end, tokens.total(), cause))
+    return stalls
+
+
+def test_stalls_equal_their_definition_on_random_histories():
+    found = 0
+    for seed in range(300):
+        history = random_history(seed)
+        stalls = find_stalls(*history)
+        assert stalls == stalls_by_definition(*history), f"seed {seed}"
+        found += len(stalls)
+    assert found > 1000
+
+
+def test_the_summary_of_a_run_is_what_one_gets_by_hand():
+    of = lambda **slo: summarize_run(*three_requests(), seconds=8.0, **slo)
+    summary = of()
+    expected = {
+        "requests": 4, "finished": 2, "aborted": 1, "unfinished": 1, "never_scheduled": 1,
+        "tokens_per_s": (4 + 8 + 5 + 6 + 6 + 3) / 8,  # not the prompt of 3, which nobody computed
+        "output_tokens_per_s": (6 + 6 + 3) / 8, "requests_per_s": 2 / 8,
+        "preemptions": 1, "recomputed_tokens": 11, "iterations": 9,
+        "prefill_only": 3 / 9, "decode_only": 4 / 9, "hybrid": 2 / 9,
+        "prefill_tokens_per_iteration": (4 + 8 + 2 + 3 + 12) / 9,
+        "decode_tokens_per_iteration": 11 / 9, "tokens_per_iteration": 40 / 9,
+        "free_pages_min": 5, "running_peak": 3,
+        "running_mean": (1 * 1.5 + 2 * 3.5 + 3 * 1.25) / 6.25,  # not 17 / 9
+    }  # fmt: skip
+    assert {key: summary[key] for key in expected} == pytest.approx(expected)
+    # the gaps: 0.25 five times, 0.5 and 0.75 and 1.25 twice, 2.25
+    assert summary["tbt_s"] == marks(0.5, 1.25, 1.25 + 0.89, 2.25)
+    assert summary["ttft_s"] == marks(2.25, 2.65, 2.74, 2.75)
+    assert summary["scheduling_delay_s"] == marks(0.25, 1.25, 1.475, 1.5)
+    assert summary["latency_s"] == marks(5.125, 5.225, 5.2475, 5.25)
+    stalls, longest = summary["stalls"], dict(request_id=0, start=1.25, end=3.5, caused_by=1)
+    assert stalls["longest"] == longest | dict(seconds=2.25, prefill_tokens=8)
+    assert (stalls["count"], stalls["total_s"], stalls["over_slo"]) == (6, 6.0, None)
+    assert stalls["length_s"] == marks(0.75, 1.75, 2.2, 2.25)
+    over = [of(tbt_slo_s=slo)["stalls"]["over_slo"] for slo in (1.0, 1.25)]
+    assert over == [2, 1]  # 1.25 meets 1.25
+
+
+def test_a_run_of_nothing_has_counts_but_no_measurements():
+    summary, nothing = summarize_run([], [], seconds=0.0), percentiles([])
+    stalls, times = summary["stalls"], ("ttft_s", "tbt_s", "scheduling_delay_s", "latency_s")
+    counts = [summary[key] for key in ("requests", "preemptions", "iterations")]
+    assert counts == [0, 0, 0] and stalls["count"] == 0 and stalls["longest"] is None
+    assert [stalls["length_s"], *(summary[key] for key in times)] == [nothing] * 5
+    rates = ("tokens_per_s", "requests_per_s", "hybrid", "running_mean")
+    for key in (*rates, "tokens_per_iteration", "running_peak", "free_pages_min"):
+        assert summary[key] is None
+    with pytest.raises(ValueError, match="seconds=-1"):
+        summarize_run([], [], seconds=-1)
+
+
+def test_each_request_has_a_row_with_its_own_numbers():
+    completions, iterations = three_requests()
+    rows = request_rows(completions, find_stalls(completions, iterations))
+    assert rows[1] == pytest.approx({
+        "request_id": 1, "priority": 2, "arrival": 1.0, "prompt_tokens": 8, "output_tokens": 6,
+        "finish_reason": "stop", "scheduling_delay_s": 0.25, "ttft_s": 2.25, "p50_tbt_s": 0.5,
+        "p99_tbt_s": 0.75 + 0.96 * 0.5, "max_tbt_s": 1.25, "latency_s": 5.25, "stalls": 2,
+        "longest_stall_s": 0.75, "caused_by": 2, "preemptions": 1, "recomputed_tokens": 11,
+    })  # fmt: skip
+    blamed = [(row["request_id"], row["stalls"], row["caused_by"]) for row in rows]
+    assert blamed == [(0, 3, 1), (1, 2, 2), (2, 1, 1), (3, 0, None)]
+    assert rows[2]["latency_s"] is None  # aborted: its last token was not its end
+    text = io.StringIO()
+    writer = csv.DictWriter(text, rows[0])
+    writer.writeheader()
+    writer.writerows(rows)
+    assert text.getvalue().splitlines()[-1] == "3,2,5.5,6,0,,,,,,,,0,,,0,0"  # what it never had
+    report = [summarize_run(completions, iterations, 8.0), rows]
+    assert json.loads(json.dumps(report, allow_nan=False)) == report
+
+
+def finished_run(delays, gaps):
+    """Completions with these scheduling delays, and these gaps after each first token."""
+    times = np.cumsum([0.25, *gaps])
+    which = enumerate(delays)
+    return [a_completion(i, 1, 0.0, "length", delay, delay + times) for i, delay in which]
+
+
+@pytest.mark.parametrize(
+    "delays, gaps, meets",
+    [
+        ([0.0, 2.0, 9.0], [0.5, 0.5], True),  # limits may be reached; the median delay counts
+        ([0.0, 2.01, 9.0], [0.5, 0.5], False),
+        ([0.0, 2.0, 9.0], [0.5] * 199 + [3.0], True),  # 1 of 200 is beyond P99
+        ([0.0, 2.0, 9.0], [0.5] * 49 + [3.0], False),  # 1 of 50 is not
+        ([0.0], [], True),  # one token each: no gap is too long
+        ([], [], False),
+    ],
+)
+def test_the_slo_is_met_by_p99_tbt_and_median_scheduling_delay(delays, gaps, meets):
+    summary = summarize_run(finished_run(delays, gaps), [], 10.0)
+    assert meets_slo(summary, tbt_slo_s=0.5) is meets
+
+
+@pytest.mark.parametrize("reason, scheduled", [(None, None), ("abort", None), (None, 1.0)])
+def test_a_run_that_was_cut_short_does_not_show_that_the_slo_is_met(reason, scheduled):
+    completions = [*finished_run([0.0] * 3, [0.5]), a_completion(3, 1, 0.0, reason, scheduled)]
+    assert meets_slo(summarize_run(completions[:3], [], 10.0), 0.5)
+    assert not meets_slo(summarize_run(completions, [], 10.0), 0.5)

@@ -1,0 +1,138 @@
+"""Policies by name, those in files of one's own, and what an engine is told about them."""
+
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+
+from kv_cache import Pages
+from policies import POLICIES, find_policy, make_scheduler, policy_options, where_it_failed
+from policies.config import EngineConfig
+from scheduler import Request, SarathiServe
+
+OWN = """from scheduler import Request, SarathiServe
+class Shortest(SarathiServe):
+    def __init__(self, *args, limit=4, **options):
+        super().__init__(*args, **options)
+        self.limit = limit
+    def token_budget(self, decodes, prefills):
+        return 8 // self.limit
+    def rank(self, request):
+        return self.pages.free([request])  # an error deeper down, in kv_cache.py
+three = 3
+from dataclasses import dataclass
+@dataclass
+class Hint:
+    limit: "int" = 4  # looked up in the module while it is loaded
+"""
+NAME = "my_policy.py:Shortest"
+SIZES = dict(chunk=8, max_batch=2, max_len=8)
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """my_policy.py in the working directory, its path."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "my_policy.py"
+    path.write_text(OWN)
+    return path
+
+
+def test_a_policy_of_ones_own_is_found_wherever_its_file_is_and_loaded_once(own):
+    found = find_policy(NAME)
+    assert found is find_policy(f"{own}:Shortest") is find_policy(f"./{NAME}")
+    assert issubclass(found, SarathiServe) and policy_options(found) == {"limit"}
+    scheduler = make_scheduler(f"{own}:Shortest", Pages(2, 8), **SIZES)
+    scheduler.add(Request(0, [0] * 6, 6, 1))
+    assert [chunk.length for chunk in scheduler.next_batch()] == [2]
+    with pytest.raises(ValueError, match=f"tile=3: policy '{NAME}' has no such option.*limit"):
+        make_scheduler(NAME, Pages(2, 8), tile=3)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("sarathi_serve", "must be one of request-level, .*, priority, or FILE.py:Class"),
+        ("my_policy.py", "must be one of"),  # without a class
+        ("my_policy:Shortest", "must be one of"),
+        (None, "must be one of"),
+        ("other_policy.py:Shortest", "there is no file other_policy.py"),
+        *(
+            (f"my_policy.py:{name}", "has no subclass of Scheduler of that name")
+            for name in ("Longest", "three", "Request", "")
+        ),
+    ],
+)
+def test_an_unknown_policy_is_refused(own, name, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        find_policy(name)
+    assert str(caught.value).startswith(f"policy={name!r}: ")
+    assert where_it_failed(caught.value) is None  # it is the name that is wrong, not the file
+
+
+@pytest.mark.parametrize(
+    "text, line, error",
+    [
+        ("import scheduler\n\n1 / 0\n", 3, ZeroDivisionError),
+        ("def f():\n    return later\n\nf()\n", 2, NameError),
+        ("import os\n\nclass Shortest(:\n    pass\n", 3, SyntaxError),
+        ("import my_missing_module\n", 1, ModuleNotFoundError),
+    ],
+)
+def test_it_is_told_where_a_file_fails_and_the_file_can_be_mended(own, text, line, error):
+    own.write_text(text)
+    for _ in range(2):  # the second time too
+        with pytest.raises(error) as caught:
+            find_policy(NAME)
+        assert where_it_failed(caught.value) == f"{own} line {line}"
+    own.write_text(OWN)
+    assert find_policy(NAME).__name__ == "Shortest"
+
+
+def test_it_is_told_where_a_policy_fails_while_it_runs(own):
+    scheduler = make_scheduler(NAME, Pages(2, 8), limit=0, **SIZES)
+    for fails, line in ((scheduler.next_batch, 7), (lambda: scheduler.rank(1), 9)):
+        with pytest.raises((ZeroDivisionError, RuntimeError)) as caught:
+            fails()
+        assert where_it_failed(caught.value) == f"{own} line {line}"
+    scheduler.limit = 4
+    assert scheduler.next_batch() == []
+    with pytest.raises(RuntimeError) as caught:
+        scheduler.pages.free([1])
+    assert where_it_failed(caught.value) is None  # no policy's
+    assert where_it_failed(ValueError("never raised")) is None
+
+
+def test_the_options_of_a_policy_are_those_of_its_signatures():
+    dynamic = {"tbt_slo", "profile", "tile"}
+    some = {"sarathi": {"tile"}, "dynamic": dynamic, "priority": dynamic | {"ttft_slo", "ageing"}}
+    for name, cls in POLICIES.items():
+        assert find_policy(name) is cls and policy_options(cls) == some.get(name, set())
+
+
+def test_a_config_is_made_of_fields_and_options_of_the_policy():
+    config = EngineConfig.make(policy="dynamic", chunk=64, tbt_slo=0.2, options={"tile": 8})
+    assert config == EngineConfig("dynamic", 64, options={"tile": 8, "tbt_slo": 0.2})
+    assert EngineConfig.make(options={"tile": 8}, tile=4).options == {"tile": 4}
+    assert EngineConfig.make() == EngineConfig() and EngineConfig().policy == "sarathi-serve"
+    with pytest.raises(FrozenInstanceError):
+        config.chunk = 8
+    sized = replace(config, max_batch=2, max_len=16)
+    scheduler = sized.scheduler(Pages(2, 16), clock=lambda: 7.0, chunk=32)
+    assert (scheduler.chunk, scheduler.max_batch, scheduler.max_len) == (32, 2, 16)
+    assert (scheduler.tbt_slo, scheduler.tile, scheduler.clock()) == (0.2, 8, 7.0)
+    with pytest.raises(ValueError, match="'orca' has no such option"):
+        replace(sized, policy="orca").scheduler(Pages(2, 16), clock=None)
+
+
+@pytest.mark.parametrize("name", "chunk max_batch max_len page_size pages max_waiting".split())
+@pytest.mark.parametrize("value", [0, -1, 2.0, "8"])
+def test_a_number_of_a_config_is_whole_and_positive_however_it_is_given(name, value):
+    for make in (EngineConfig, EngineConfig.make, lambda **given: replace(EngineConfig(), **given)):
+        with pytest.raises(ValueError, match=f"{name}={value!r}: must be a whole number of at lea"):
+            make(**{name: value})
+
+
+def test_a_page_is_not_longer_than_a_request():
+    assert EngineConfig(max_len=8, page_size=8).page_size == 8
+    with pytest.raises(ValueError, match="page_size=9: must be at most max_len=8"):
+        EngineConfig(max_len=8, page_size=9)

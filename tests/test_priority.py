@@ -1,0 +1,446 @@
+"""The policy `priority` and its line: who goes first, who is preempted, and that nobody starves."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.iteration_time import BatchShape
+from policies.priority import PRIORITIES, check_promise
+from policies.waiting import ClassLine, aged_class
+from scheduler import Request
+from tests.helpers import VirtualRun, percentile
+
+REALTIME, HIGH, NORMAL, LOW = range(4)
+NEVER = 1e6  # seconds
+
+
+def of_decodes(count):
+    return linear(BatchShape(decodes=count))
+
+
+def linear(shape):
+    """Seconds of a batch: a pass over the weights, and a millisecond for each token."""
+    return 10e-3 + 1e-3 * (shape.prefill_tokens + shape.decodes)
+
+
+PROFILE = [
+    (shape, linear(shape))
+    for prefill, decodes in [(0, 1), (0, 16), (64, 0), (64, 8), (512, 0), (512, 4), (2048, 1)]
+    for shape in [BatchShape(prefill, decodes, 100 * decodes, 300 * prefill)]
+]
+
+
+def simulation(policy="priority", **options):
+    """With a model of the iteration time that knows the law."""
+    known = dict(profile=PROFILE) if policy == "priority" else {}
+    return VirtualRun(policy, linear, **known | options)
+
+
+def request(id, priority=NORMAL, prompt_len=100, output=20, arrival=0.0, **targets):
+    return Request(id, [0] * prompt_len, prompt_len, output, arrival, priority=priority, **targets)
+
+
+def ids(requests):
+    return [r.id for r in requests]
+
+
+def step(sim):
+    """The ids in the next batch."""
+    return ids(chunk.request for chunk in sim.step())
+
+
+def test_a_promise_is_checked():
+    assert check_promise() == dict(priority=NORMAL, ttft_slo=None, tbt_slo=None)
+    assert [check_promise(name)["priority"] for name in PRIORITIES] == [REALTIME, HIGH, NORMAL, LOW]
+    assert check_promise("low", ttft_slo=2, tbt_slo=0.1) == dict(
+        priority=3, ttft_slo=2, tbt_slo=0.1
+    )
+    for bad in ("urgent", 0, None):
+        with pytest.raises(ValueError, match=f"priority={bad!r}: must be one of realtime, high"):
+            check_promise(bad)
+    for name, value in itertools.product(("ttft_slo", "tbt_slo"), (0, -1.0, "1", float("nan"))):
+        with pytest.raises(ValueError, match=f"{name}={value!r}: must be a finite number above 0"):
+            check_promise(**{name: value})
+
+
+# the line
+
+
+class NaiveLine(list):
+    """ClassLine: sorted by class, then preempted ones, then deadline, then who came first."""
+
+    front = ()  # ids of the preempted
+
+    def head(self, now, ageing):
+        def key(r):
+            lifts = min(r.priority, max(0, int((now - r.arrival) / ageing)))
+            behind = r.id not in self.front
+            return r.priority - lifts, behind, behind and r.ttft_slo, r.arrival, r.id
+
+        return min(self, key=key)
+
+
+ACTIONS = ["append", "append", "preempt", "remove", "pop", "sleep"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(ACTIONS), *map(st.integers, [0] * 3, [3, 9, 40])), max_size=60
+    ),
+    st.sampled_from([1.0, 4.0, 64.0]),
+)
+def test_the_line_is_a_sorted_list(actions, ageing):
+    now, naive, gone = 0.0, NaiveLine(), []
+    line = ClassLine(lambda r: r.ttft_slo, ageing, lambda: now, len(PRIORITIES))
+    actions += [("pop", 0, 0, 0)] * len(actions)  # at last all leave in order
+    for number, (name, its_class, a, b) in enumerate(actions):
+        if name == "append":
+            naive.append(request(number, its_class, arrival=now, ttft_slo=float(a % 6)))
+            line.append(naive[-1])
+        elif name == "preempt":  # one that has run for a while
+            naive.append(request(number, its_class, arrival=now - a, ttft_slo=0.0))
+            naive.front = *naive.front, number
+            line.appendleft(naive[-1])
+        elif name == "sleep":
+            now += b / 4  # a power of two, so that times are exact
+        elif naive:
+            gone.append(naive.head(now, ageing) if name == "pop" else naive[b % len(naive)])
+            line.remove(gone[-1])
+            naive.remove(gone[-1])
+        assert len(line) == len(naive) and set(line) == set(naive)
+        assert not any(r in line for r in gone) and all(r in line for r in naive)
+        if naive:
+            assert line[0] is naive.head(now, ageing)
+        else:
+            with pytest.raises(IndexError):
+                line[0]
+    with pytest.raises(KeyError):
+        line.remove(request(-1))
+
+
+def test_the_line_keeps_nothing_of_those_who_left():
+    now, draw, there = 0.0, random.Random(0), []
+    line = ClassLine(lambda r: r.arrival + r.ttft_slo, 10.0, lambda: now, len(PRIORITIES))
+    for i in range(3000):
+        now += 0.1
+        there.append(request(i, draw.randrange(4), arrival=now, ttft_slo=draw.choice([1.0, 1e9])))
+        line.append(there[-1])
+        if i > 50:
+            r = line[0] if i % 2 else draw.choice(there)  # admitted, or aborted
+            there.remove(r)
+            line.remove(r)
+    assert sum(map(len, (*line._classes, line._lifts))) == 2 * len(there) == 2 * 51
+    line.clear()
+    assert not line and list(line) == []
+
+
+def test_a_class_is_one_of_those_there_are_whatever_the_clock_says():
+    for arrival in (-1e9, 0.0, 5.0, 99.0, 1e9):  # long ago, or yet to come
+        for priority in range(4):
+            assert 0 <= aged_class(request(0, priority, arrival=arrival), 7.0, 2.0) <= priority
+    aged = [aged_class(request(0, LOW), now, 10.0) for now in (0.0, 9.9, 10.0, 19.9, 20.0, 30, 99)]
+    assert aged == [LOW, LOW, NORMAL, NORMAL, HIGH, REALTIME, REALTIME]
+    sim = simulation()
+    sim.add(request(0, LOW, arrival=1e9))
+    assert step(sim) == [0]
+
+
+def test_a_class_that_is_lifted_in_the_middle_of_schedule_does_no_harm():
+    ticks = itertools.count()  # the clock moves whenever it is read, and with it the classes
+    memory = dict(pages=12, page_size=4, chunk=8, max_batch=4, max_len=32)
+    sim = simulation(**memory, clock=lambda: next(ticks) * 1e-3, ageing=1e-2)
+    for i in range(200):
+        sim.add(request(i, i % 4, 1 + i % 13, 2, arrival=i * 1e-3))
+    sim.run([])
+    assert all(len(sim.token_times[i]) == 2 for i in range(200)) and not sim.scheduler.requests
+
+
+# the order
+
+
+def first_chunks(sim):
+    """The ids in the order of their first chunks."""
+    return list(dict.fromkeys(id for *_, chunks in sim.log for id, _ in chunks))
+
+
+def test_classes_go_first_and_within_one_the_least_slack():
+    requests = [
+        request(0, LOW, ttft_slo=0.1),
+        request(1, NORMAL, ttft_slo=9.0),
+        request(2, NORMAL, ttft_slo=3.0),
+        request(3, HIGH, ttft_slo=8.0),
+        request(4, HIGH),  # 2 s, as nothing else was asked for
+        request(5, REALTIME, ttft_slo=30.0),
+        request(6, NORMAL, 1500, ttft_slo=3.0),  # the same target as 2, but more to do
+        request(7, NORMAL, ttft_slo=3.0),  # as 2, but later
+    ]
+    assert first_chunks(simulation(chunk=32).run(requests)) == [5, 4, 3, 2, 7, 6, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "chunk, prompt_len, begun, first",
+    [(60, 30, False, [(0, 30), (1, 30)]), (50, 100, True, [(0, 50)])],
+)
+def test_ties_go_to_who_came_first_even_if_both_have_begun(chunk, prompt_len, begun, first):
+    sim = simulation(chunk=chunk, max_batch=4)
+    for i in range(4):
+        sim.add(request(i, prompt_len=prompt_len))
+    while begun and sim.scheduler.admit():
+        pass
+    sim.step()
+    assert sim.log[-1][3] == first
+
+
+def test_nobody_is_admitted_past_a_higher_class_that_finds_no_room():
+    sim = simulation(pages=130)  # 128 pages for the longest
+    sim.add(request(0, HIGH, 1600, 300))
+    sim.step()
+    sim.add(request(1, HIGH, 1000, ttft_slo=1e6))
+    sim.add(request(2, LOW, 10))
+    assert all(step(sim) == [0] for _ in range(40)) and len(sim.scheduler.waiting) == 2
+
+
+@pytest.mark.parametrize(
+    "policy, arrival, options",
+    [
+        *itertools.product(["sarathi-serve", "priority"], [1.0, 9.0], [{}]),
+        *(("priority", 1.0, dict(tbt_slo=tbt_slo)) for tbt_slo in (None, 0.2)),
+    ],
+)
+def test_a_short_prompt_is_not_stuck_behind_a_long_one_of_its_class(policy, arrival, options):
+    machine = lambda: simulation(policy, max_len=20_000, **options)
+    long, alone = (request(i, prompt_len=16_000) for i in (0, 2))
+    short = request(1, arrival=arrival)
+    sim, own = machine().run([long, short]), machine().run([alone]).ttft(alone)
+    if policy == "sarathi-serve":  # it waits for what the long one still has to do
+        assert sim.ttft(short) > own - arrival > 4
+    else:  # the iteration that runs, and its own
+        assert sim.ttft(short) <= 2 * linear(BatchShape(256)) < 0.6
+        assert sim.ttft(long) <= own + 20 * linear(BatchShape(256, 1))
+
+
+def test_a_long_prompt_ends_in_bounded_time_under_a_stream_of_short_ones():
+    # short ones alone would fill 90 % of the machine: 100 tokens take 0.11 s, or less if they share
+    long, alone = (request(0, prompt_len=16_000, output=1) for _ in range(2))
+    stream = [request(1 + i, output=1, arrival=0.12 * i) for i in range(2000)]
+    sim = simulation(max_len=20_000, ageing=NEVER).run([long, *stream])
+    own = simulation(max_len=20_000).run([alone]).ttft(alone)
+    # those that come later than its own prefill takes have a later deadline: at worst it waits for
+    # those that come before that, does its own work, and is held up by no other
+    before = sum(r.arrival <= own for r in stream)
+    assert sim.ttft(long) <= before * linear(BatchShape(100)) + own + linear(BatchShape(256))
+    early = [sim.ttft(r) for r in stream[: int(0.9 * own / 0.12)]]
+    assert percentile(early, 99) < 1.0  # and these did not wait for it
+
+
+# ageing
+
+
+@pytest.mark.parametrize("ageing", [2.0, 5.0])
+@pytest.mark.parametrize("priority", [NORMAL, LOW])
+@pytest.mark.parametrize("lax", [0.0, 20.0])
+def test_no_class_starves_under_an_endless_stream_of_realtime_requests(priority, ageing, lax):
+    # Twice as many come as can be served. After `priority * ageing` seconds the request is in the
+    # stream's class, where it is before all that arrive later than its own deadline allows. Those
+    # that arrived earlier are gone when half of their number, as they come twice as fast, could
+    # have come: at two times that.
+    service = linear(BatchShape(240))  # one at a time, with one token each
+    arrivals = [i * service / 2 for i in range(1500)]
+    stream = [request(1 + i, REALTIME, 240, 1, at, ttft_slo=2.0) for i, at in enumerate(arrivals)]
+    poor = request(0, priority, 240, 1, arrival=1.0, ttft_slo=2.0 + lax)
+    sim = simulation(chunk=240, ageing=ageing, max_batch=1).run([poor, *stream], until=100.0)
+    assert sim.ttft(poor) <= max(priority * ageing, poor.arrival + 2 * lax) + 3 * service
+    assert sim.ttft(poor) > min(priority * ageing, lax or NEVER)  # the stream is more urgent
+
+
+@pytest.mark.parametrize("age, preemptions", [(0.0, 1), (25.0, 0)])
+def test_a_request_that_has_aged_is_not_preempted_for_a_younger_one(age, preemptions):
+    sim, old = simulation(pages=130, ageing=10.0), request(0, LOW, 1600, 300)
+    sim.now = age
+    sim.add(old)
+    sim.step()
+    sim.add(request(1, REALTIME, 1000, 5, arrival=sim.now - 1.5))
+    sim.step()
+    assert old.preemptions == preemptions
+
+
+# preemption
+
+
+def until_first_token(sim, request):
+    while not request.token_times:
+        sim.step()
+    return sim.ttft(request)
+
+
+def crowded(*priorities, **options):
+    """So many requests run that no page is left for another prompt of 1,000 tokens."""
+    sim = simulation(pages=130, chunk=2048, **options)
+    for i, priority in enumerate(priorities):
+        sim.add(request(i, priority, 1650 // len(priorities), 100))
+    sim.step()
+    sim.step()
+    assert [r.is_decoding for r in sim.scheduler.running] == [True] * len(priorities)
+    return sim
+
+
+@pytest.mark.parametrize("priority", [REALTIME, HIGH])
+def test_a_low_class_is_preempted_when_half_of_a_ttft_target_has_gone_and_not_before(priority):
+    sim = crowded(LOW, NORMAL, HIGH)
+    waits = request(9, priority, 500, 5, arrival=sim.now, ttft_slo=1.6)
+    sim.add(waits)
+    while sim.now < waits.arrival + 0.8:
+        assert 9 not in step(sim) and len(sim.scheduler.running) == 3
+    assert 9 in step(sim)  # at once; the lowest class goes, and no more than it takes
+    assert sorted(ids(sim.scheduler.running)) == [1, 2, 9]
+    assert [(r.id, r.preemptions) for r in sim.scheduler.waiting] == [(0, 1)]
+
+
+@pytest.mark.parametrize("priority, running", [(2, 3), (3, 3), (1, 1), (0, 1)])
+def test_nobody_is_preempted_for_a_low_one_nor_a_high_one_for_another(priority, running):
+    sim = crowded(*[running] * 3, ageing=NEVER)
+    sim.add(request(9, priority, 500, 5, arrival=sim.now - 50.0, ttft_slo=1.0))
+    for _ in range(60):
+        sim.step()
+    assert not any(r.preemptions for r in sim.scheduler.running)
+    assert sim.scheduler.waiting[0].id == 9
+
+
+def test_nobody_is_preempted_for_one_that_has_room():
+    sim = crowded(LOW, LOW)
+    sim.add(request(9, REALTIME, 10, 5, arrival=sim.now - 50.0))
+    assert 9 in step(sim) and len(sim.scheduler.running) == 3
+
+
+def test_a_late_realtime_request_gets_token_budget_from_the_decodes_of_lower_classes():
+    # eight decodes fill a budget of eight; there are places and pages, but no tokens
+    sim = simulation(chunk=8)
+    for i in range(8):
+        sim.add(request(i, LOW if i % 2 else NORMAL, 1, 500))
+    sim.step()
+    waits = request(9, REALTIME, 40, 5, arrival=sim.now, ttft_slo=1.0)
+    sim.add(waits)
+    while sim.now < waits.arrival + 0.5:
+        assert sorted(step(sim)) == list(range(8))
+    assert until_first_token(sim, waits) < 1.5 and {*ids(sim.scheduler.waiting)} <= {
+        1,
+        3,
+        5,
+        7,
+    }  # the lowest
+
+
+def test_a_low_request_with_a_hopeless_target_does_not_hold_up_a_realtime_prefill():
+    sim = simulation()
+    sim.add(request(0, LOW, 100, 1500, tbt_slo=1e-6))
+    sim.step()
+    waits = request(1, REALTIME, 100, 5, arrival=sim.now, ttft_slo=1.0)
+    sim.add(waits)
+    assert until_first_token(sim, waits) <= 0.5 + of_decodes(1) + linear(BatchShape(256))
+
+
+def decodes_with_a_target(fit, lower=6):
+    """A realtime decode with a TBT target, which so many decodes meet, and some of lower classes
+    beside it, without one."""
+    sim = simulation(chunk=2048)
+    sim.add(request(0, REALTIME, 10, 400, tbt_slo=of_decodes(fit) + 2e-4))
+    for i in range(lower):
+        sim.add(request(1 + i, LOW if i % 2 else NORMAL, 10, 400))
+    for r in list(sim.scheduler.waiting):  # whatever the target says
+        r.pages = sim.scheduler.pages.allocate(1)
+        sim.scheduler.running.append(r)
+        sim.scheduler.waiting.remove(r)
+        r.num_computed, r.tokens = 10, [0] * 11
+        r.token_times.append(0.0)
+    return sim
+
+
+def test_lower_decodes_are_preempted_that_make_the_iteration_too_slow_and_no_more():
+    sim = decodes_with_a_target(4)  # of the seven
+    assert len(sim.step()) == 4 and sim.log[-1][1] <= of_decodes(4) + 2e-4
+    assert step(sim) == [0, 1, 3, 5]  # the three of the lowest class are gone
+    assert set(ids(sim.scheduler.waiting)) == {2, 4, 6}
+    assert len(decodes_with_a_target(7).step()) == 7  # no risk, no preemption
+
+
+def test_a_prefill_is_not_preempted_for_decodes_that_are_too_slow():
+    sim, prefills = decodes_with_a_target(2, lower=3), request(20, LOW, 1500, 5)
+    prefills.pages, prefills.num_computed = sim.scheduler.pages.allocate(100), 1000
+    sim.scheduler.running.append(prefills)
+    sim.step()
+    assert len(sim.scheduler.running) == 3 and prefills.preemptions == 0
+
+
+def test_decodes_of_the_same_class_are_never_preempted_for_a_target():
+    sim = simulation().run([request(i, HIGH, 10, 50, tbt_slo=1e-3) for i in range(6)])
+    assert all(len(times) == 50 for times in sim.token_times.values())
+    assert all(row[2].decodes == 6 for row in sim.log[2:-8])
+
+
+def test_no_more_are_let_in_at_once_than_may_decode_together():
+    sim = decodes_with_a_target(4, lower=1)
+    for i in range(10):
+        sim.add(request(20 + i, LOW, 5, 400, arrival=sim.now))
+    while sim.scheduler.admit():
+        pass
+    assert len(sim.scheduler.running) == 4  # two that decode, two that will
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_who_was_preempted_for_a_target_is_not_let_in_to_be_preempted_again(seed):
+    # low requests for ever, and one realtime decode whose target leaves room for about four of them
+    sim = simulation(noise=0.05, seed=seed, ageing=NEVER)
+    first = request(0, REALTIME, 10, 1500, tbt_slo=of_decodes(5) * 1.05)
+    low = [request(1 + i, LOW, 30, 60) for i in range(300)]
+    for r in (first, *low):
+        sim.add(r)
+    while not first.finish_reason:
+        sim.step()
+    ended = sum(r.finish_reason == "length" for r in low)
+    assert ended > 1500 / 60  # more than one at a time
+    assert sum(r.preemptions for r in low) <= 0.1 * ended
+
+
+def test_a_preempted_request_waits_at_the_front_of_its_class_and_ends_as_if_it_were_alone():
+    sim = crowded(LOW, LOW, LOW)
+    for i, priority in ((4, LOW), (5, NORMAL)):
+        sim.add(request(i, priority, 700, 10, arrival=sim.now, ttft_slo=0.5))
+    sim.add(request(9, REALTIME, 1800, 100, arrival=sim.now - 5.0))
+    sim.step()
+    line, order = sim.scheduler.waiting, []
+    assert ids(sim.scheduler.running) == [9] and len(line) == 5
+    while line:
+        order.append(line[0])
+        line.remove(line[0])
+    assert ids(order) == [5, 0, 1, 2, 4]  # the newest was preempted first, and still comes later
+    for r in order:
+        assert r.num_computed == 0 and r.preemptions == (r.id < 3)
+        (line.appendleft if r.id < 3 else line.append)(r)
+    sim.run([])
+    assert [len(sim.token_times[i]) for i in (0, 1, 2, 4, 5, 9)] == [100, 100, 100, 10, 10, 100]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("ageing", [5.0, NEVER])
+def test_under_overload_with_little_memory_all_ends_and_little_is_computed_twice(ageing, seed):
+    draw, requests = random.Random(seed), []
+    for i in range(200):
+        sizes = draw.randrange(4), draw.randrange(1, 600), draw.randrange(1, 80)
+        r = request(i, *sizes, draw.uniform(0, 60), ttft_slo=draw.choice([None, 0.5, 5.0]))
+        r.tbt_slo = draw.choice([None, None, 0.02, 0.1])
+        requests.append(r)
+    options = dict(pages=130, max_batch=12, tile=8)
+    sim = simulation(noise=0.05, seed=seed, ageing=ageing, **options).run(requests)
+    assert all(len(sim.token_times[r.id]) == r.max_new_tokens for r in requests)
+    assert sim.scheduler.pages.num_free == 130 and not sim.scheduler.requests
+    total = sum(r.prompt_len + r.max_new_tokens for r in requests)
+    assert sum(r.recomputed for r in requests) < total
+    waited = [max(sim.ttft(r) for r in requests if r.priority == p) for p in range(4)]
+    if ageing == NEVER:
+        assert max(waited[:NORMAL]) < 0.25 * waited[LOW]
+    else:  # in an overload all end up in one class: the longest wait is not the low ones' alone
+        assert waited[LOW] < 2 * waited[REALTIME]

@@ -1,0 +1,496 @@
+"""What `simulate`, `fit`, `validate` and `serve --simulate` print and write, and the papers' claims
+that must come out of them.
+
+Published numbers are in the docstrings. Only `validate` reads a clock: no time of it is tested.
+"""
+
+import csv
+import json
+import math
+import statistics
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from operator import getitem
+
+import numpy as np
+import pytest
+
+import bench
+from experiments import serving
+from experiments.metrics import summarize_latencies
+from experiments.run import serve
+from experiments.workload import poisson, sample_lengths, zipf_lengths
+from policies.iteration_time import BatchShape, IterationTime
+from policies.slo import STRICT, Profiled
+from simulator import machine, report, validation
+from simulator.calibration import COLUMNS, FittedCost
+from simulator.cost_model import CostModel, products
+from simulator.devices import A100, GEOMETRIES, LINKS
+from simulator.machine import base_seconds
+from simulator.sarathi import A6000_13B, PIPELINE, TP_ONLY, bubble_example, offline, throughput
+from simulator.sarathi_serve import (
+    SYSTEMS,
+    capacity_against_slo,
+    find_capacities,
+    latencies,
+    serving_capacity,
+)
+
+A100S = "--simulate a100-80gb"
+YI = f"{A100S} --model yi-34b --tp 2".split()
+TINY = "--model llama-tiny --device cpu --dtype float32 --max-len 64 --chunk 16 --batch 4".split()
+
+
+def printed_tables(text):
+    """The Markdown tables in a text, as lists of rows of cells, their heads among them."""
+    tables, last = [], ""
+    for line in text.splitlines():
+        if line.startswith("| "):
+            if not last.startswith("|"):
+                tables.append([])
+            tables[-1].append([cell.strip() for cell in line.strip("|").split("|")])
+        last = line
+    return tables
+
+
+def number(cell):
+    """What a printed number says, and by how much it may be rounded."""
+    digits = len(cell.rstrip("x%").partition(".")[2])
+    scale = 100 if cell.endswith("%") else 1
+    return float(cell.rstrip("x%").replace(",", "")) / scale, 0.501 * 10**-digits / scale
+
+
+# --------------------------------------------------------------------------------------------------
+# bench.py simulate
+
+
+def test_every_claim_is_printed_and_written_alike(tmp_path, capsys):
+    report, trace = tmp_path / "all.json", tmp_path / "two-stages.trace"
+    (tmp_path / "own.py").write_text("from scheduler import VLLM\n\nclass Mine(VLLM):\n    pass\n")
+    policies = ["chunked-only", f"{tmp_path}/own.py:Mine"]
+    words = ["simulate", "--only", "sarathi, bubbles,ablation", "--requests", "16", "--cpu-ms", "3"]
+    words += ["--processes", "1", "--policies", ",".join(policies), "--json", str(report)]
+    bench.main([*words, "--plot", str(tmp_path / "p.png"), "--chrome-trace", str(trace)])
+    text, found = capsys.readouterr().out, json.loads(report.read_text())
+    assert (found["options"]["requests"], found["options"]["cpu_ms"]) == (16, 3)
+    tables = {table["claim"]: table for table in found["tables"]}  # none has two here
+    assert list(tables) == ["S-T2", "S-F7", "S-F3", "S-F8", "S-§4.3.1", "SS-F8", "SS-T4"]
+    for (head, *printed), table in zip(printed_tables(text), found["tables"], strict=True):
+        for cells, row in zip(printed, table["rows"], strict=True):
+            assert list(row) == head
+            for cell, value in zip(cells, row.values(), strict=True):
+                if isinstance(value, str | None):
+                    assert cell == (value or "-")
+                else:
+                    assert number(cell)[0] == pytest.approx(value, abs=number(cell)[1])
+    for claim, table in tables.items():
+        assert f"{claim}: {table['title']}\n" in text and f"\n{table['note']}\n" in text
+    assert "3 ms of CPU" in tables["SS-T4"]["title"]
+    assert "prefill 1,024: linear" in text and "224.80" in text
+    rows = [list(row.items()) for table in tables.values() for row in table["rows"]]
+    triples = [its for row in rows for its in zip(row, row[1:], row[2:]) if "error" in its[2][0]]
+    compared = [(paper, ours, error) for (_, paper), (_, ours), (_, error) in triples if error]
+    assert len(compared) == 6 + 3 + 3 + 2 * 2
+    assert all(error == pytest.approx(ours / paper - 1) for paper, ours, error in compared)
+    rows = {row[""]: row for row in tables["SS-T4"]["rows"]}
+    assert list(rows) == [f"{trace}, {its}" for trace in ("sharegpt4", "arxiv") for its in policies]
+    mine = rows[f"arxiv, {policies[1]}"]
+    assert mine["P50 TTFT s"] is None and mine["simulated"] > 0  # the paper knows it not
+    (picture,) = tmp_path.glob("*.png")
+    assert picture.name == "p-SS-F8.png" and picture.read_bytes().startswith(b"\x89PNG")
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert names == ["orca-best: replica 1", "sarathi-serve: replica 1"]
+
+
+def test_sarathi_has_shorter_bubbles_than_orca_of_every_kind():
+    """S-F5 and SS-F8, two micro-batches of two requests each."""
+    ((_, *orca), (_, *sarathi)) = bubble_example(None, 0, 0.0)[0].rows
+    for kinds in (orca, sarathi):
+        assert sum(kinds[:3]) == pytest.approx(kinds[3])
+    assert all(ours < theirs for ours, theirs in zip(sarathi, orca)) and min(orca) > 0
+    assert 0 < sarathi[3] < orca[3] / 10
+
+
+@pytest.mark.parametrize("experiment", [serving_capacity, capacity_against_slo])
+def test_a_table_of_capacities_says_what_the_cpu_takes(experiment):
+    def rates(function, jobs):
+        assert function is find_capacities
+        return [[2.0] * len(slos) for _, _, _, slos, *_ in jobs]
+
+    for table in experiment(rates, 16, 7.5e-3):
+        cpus = [dict(zip(table.columns, row)).get("CPU ms") for row in table.rows]
+        assert "7.5 ms of CPU" in table.title or cpus == 2 * [0, 5, 10]
+        gains = [cell[0] for row in table.rows for cell in row if isinstance(cell, tuple)]
+        for name in (name for name in table.columns if name.endswith(("over vllm", "over orca"))):
+            column = [row[list(table.columns).index(name)] for row in table.rows]
+            gains += [] if name.startswith("paper") else column
+            known = {gain for gain in column if gain} - {1.0}  # and what the paper says
+            assert known <= {4.0, 3.7, 6.3, 4.3} and (not known or name.startswith("paper"))
+        assert gains and set(gains) == {1.0}
+
+
+def test_an_error_in_a_policy_file_names_its_line_from_another_process(tmp_path):
+    file = tmp_path / "own.py"
+    mine = "class Mine(VLLM):\n    def schedule(self):\n        return 1 / 0\n"
+    file.write_text(f"from scheduler import VLLM\n\n{mine}")
+    words = ["simulate", "--only", "ablation", "--policies", f"{file}:Mine", "--processes", "1"]
+    with pytest.raises(ValueError, match=f"^{file} line 5: ZeroDivisionError: division by zero$"):
+        bench.main(words)
+
+
+def test_jobs_run_in_other_processes_and_keep_their_order_and_their_errors():
+    with ProcessPoolExecutor(1) as pool:
+        assert report.run_all(pool, "", max, [(1, 2), (5, 4, 3), ([6],)]) == [2, 5, 6]
+        with pytest.raises(IndexError, match="^list index out of range$"):
+            report.run_all(pool, "", getitem, [([1], 0), ([], 0)])
+
+
+# --------------------------------------------------------------------------------------------------
+# constants of a device
+
+
+def test_fit_prints_the_constants_that_times_were_made_from(tmp_path, capsys):
+    device = replace(A100, flops_per_s=200e12, bytes_per_s=1.5e12, op_s=6e-6, tile=64)
+    sizes = [*range(1, 64, 9), *range(70, 1000, 62), *range(1100, 4097, 333)]
+    lines, file = [["num_tokens", *COLUMNS]], tmp_path / "times.csv"
+    for n in sizes:
+        times = products(GEOMETRIES["llama-13b"], device, n, 2)
+        lines.append([n, *(1e3 * times[name] for name in COLUMNS.values())])
+    file.write_text("\n".join(",".join(map(str, line)) for line in lines))
+    fit = ["simulate", "fit", str(file), "--model", "llama-13b", "--tp"]
+    bench.main([*fit, "2"])
+    text = capsys.readouterr().out
+    ((head, *rows),) = printed_tables(text)
+    assert f"{file}: matrix products of a layer of llama-13b, TP 2, {len(sizes)} sizes" in text
+    found = {row[0]: dict(zip(head[1:], (number(cell)[0] for cell in row[1:]))) for row in rows}
+    names = [name + tiles for name in ("fitted", "A100-80GB") for tiles in ("", ", without tiles")]
+    assert list(found) == names and [its["tile"] for its in found.values()] == [64, 1, A100.tile, 1]
+    constants = {"TFLOP/s": 200, "TB/s": 1.5, "us to start": 6, "tile": 64}
+    assert {name: found["fitted"][name] for name in constants} == pytest.approx(constants, rel=0.02)
+    for error in ("its P90", "P90"):
+        assert found["fitted"][error] < 0.01 < found["fitted, without tiles"][error]
+    assert found["A100-80GB"]["TFLOP/s"] == pytest.approx(A100.flops_per_s / 1e12, abs=0.5)
+    with pytest.raises(ValueError, match="tp=3: must divide n_head=40"):
+        bench.main([*fit, "3"])
+
+
+@pytest.mark.parametrize("option, one", {"model": "llama", "simulate": "a1"}.items())
+def test_a_fit_to_nothing_known_is_refused(option, one):
+    with pytest.raises(ValueError, match=f"{option}='{one}': must be one of "):
+        bench.main(["fit", "times.csv", f"--{option}", one])
+
+
+# --------------------------------------------------------------------------------------------------
+# a simulated machine in bench.py serve and capacity
+
+
+def test_a_simulated_machine_is_served_like_a_real_one(tmp_path, capsys, monkeypatch):
+    here = dict.fromkeys(["torch", "model", "dtype", "device"], "-")
+    here |= dict(parameters=1, compiled=False, threads=1)
+    monkeypatch.setattr(serving, "describe_machine", lambda *_: here)
+    load = ["--qps", "1", "--classes", "realtime=0.5", "--policies", "vllm,sarathi-serve"]
+    bench.main(["serve", *TINY, "--page-size", "8", *load, "--requests", "2"])
+    real = printed_tables(capsys.readouterr().out)
+    files = {option: tmp_path / f"run.{option}" for option in ("csv", "json", "chrome-trace")}
+    options = [word for option, file in files.items() for word in (f"--{option}", str(file))]
+    bench.main(["serve", *YI, *load, "--requests", "20", *options])
+    text, report = capsys.readouterr().out, json.loads(files["json"].read_text())
+    tables = printed_tables(text)
+    assert [table[0] for table in tables] == [table[0] for table in real] and len(tables) == 4
+    heading = "2 x A100-80GB, TP 2 x PP 1, 0 ms of CPU per iteration and stage\nyi-34b, 16 bits\n"
+    assert text.startswith(f"simulated: {heading}")
+    cost = CostModel(GEOMETRIES["yi-34b"], A100, tp=2)
+    assert report["base"]["seconds"] == pytest.approx(cost.seconds([(0, 4095, 1)] * 32))
+    assert report["slo_s"] == pytest.approx(5 * report["base"]["seconds"])
+    assert f"memory: {cost.kv_tokens():,} tokens of KV cache" in text and A100.source in text
+    with open(files["csv"]) as file:
+        rows = list(csv.DictReader(file))
+    sizes = ("prompt_tokens", "output_tokens", "arrival")
+    served = [tuple(float(row[name]) for name in sizes) for row in rows]
+    asked = poisson(sample_lengths("sharegpt4", 20, 8192, 0), 1.0, 0)
+    assert served == [(a.prompt_len, a.output_len, a.time) for a in asked] * 2
+    for line, (name, row) in zip(tables[0][1:], report["runs"].items(), strict=True):
+        p50 = statistics.median(float(its["ttft_s"]) for its in rows if its["policy"] == name)
+        assert row["ttft_s"]["p50"] == pytest.approx(p50) and line[:2] == [name, f"{p50:.2f}"]
+        assert row["finished"] == 20 and row["own_fraction"] == 0
+    events = json.loads(files["chrome-trace"].read_text())["traceEvents"]
+    iterations = sum(row["iterations"] for row in report["runs"].values())
+    assert sum(e["ph"] == "X" and e["pid"] in (1, 3) for e in events) == iterations
+
+
+YI_PIPELINE = CostModel(GEOMETRIES["yi-34b"], A100, 4, 2, LINKS["pcie4"], LINKS["ethernet"], 2.5e-3)
+FALCON = CostModel(GEOMETRIES["falcon-180b"], A100, 8, parallel_block=True)
+YI_WORDS = "--model yi-34b --tp 4 --pp 2 --tp-link pcie4 --pp-link ethernet --cpu-ms 2.5"
+ALONE = [  # options, what they make, replicas, how the heading says that
+    (YI_WORDS, YI_PIPELINE, 1, "8 x A100-80GB, TP 4 x PP 2, 2.5 ms"),
+    ("--model falcon-180b --tp 8 --replicas 3", FALCON, 3, "24 x A100-80GB, TP 8 x PP 1, 3 replic"),
+]
+
+
+@pytest.mark.parametrize("options, cost, replicas, heading", ALONE)
+def test_alone_it_takes_what_the_model_says(options, cost, replicas, heading, tmp_path, capsys):
+    file, words = tmp_path / "alone.csv", ["serve", "--simulate", "a100-80gb", *options.split()]
+    # all at once, each on its own replica
+    words += ["--lengths", "500+3", "--requests", str(replicas), "--qps", "1e6"]
+    bench.main([*words, "--policies", "sarathi-serve:200", "--csv", str(file)])
+    assert capsys.readouterr().out.startswith(f"simulated: {heading}")
+    chunks = sum(cost.seconds([(0, *chunk)]) for chunk in ((0, 200), (200, 200), (400, 100)))
+    decodes = sum(cost.seconds([(0, start, 1)]) for start in (500, 501))
+    with open(file) as lines:
+        rows = list(csv.DictReader(lines))
+    assert [float(row["ttft_s"]) for row in rows] == pytest.approx([chunks] * replicas)
+    assert [float(row["latency_s"]) for row in rows] == pytest.approx([chunks + decodes] * replicas)
+
+
+def test_a_capacity_is_searched_on_a_simulated_machine(tmp_path, capsys):
+    file = tmp_path / "capacity.json"
+    load = ["--requests", "40", "--policies", "vllm,sarathi-serve", "--cpu-ms", "5"]
+    bench.main(["capacity", *YI, *load, "--json", str(file)])
+    text, results = capsys.readouterr().out, json.loads(file.read_text())["results"]
+    assert "TP 2 x PP 1, 5 ms of CPU" in text
+    ((head, *rows),) = printed_tables(text)
+    assert head[0] == "policy" and [row[0] for row in rows] == list(results)
+    for name, result in results.items():
+        points = sorted(result["points"], key=lambda point: point["qps"])
+        met = [point["qps"] for point in points if point["met"]]
+        assert result["capacity_qps"] == max(met) > 0
+        assert text.count(f"\n{name}: ") == len(points)
+        failed = next(point for point in points if not point["met"])
+        assert points.count(failed) == 2  # it was tried twice: the same rate gives the same run
+    assert results["sarathi-serve"]["capacity_qps"] > results["vllm"]["capacity_qps"]
+
+
+SENSELESS = {  # words -> what the line of error says, of any simulated machine
+    "--simulate a1000": "--simulate a1000: must be one of a100-80gb, a40",
+    f"{A100S} --model yi": "--model yi: with --simulate must be one of llama-tiny",
+    f"{A100S} --model gpt2": "--max-len 8192: this model is limited to 1024",
+    f"{A100S} --model llama2-70b": "138.0 GB of weights do not fit 90% of the 80 GB of an A100",
+    f"{A100S} --pp 7": "pp=7: must divide n_layer=60",
+    f"{A100S} --tp 3": "tp=3: must divide n_head=56",
+    f"{A100S} --tp 0": "--tp 0: must be a whole number of at least 1",
+    f"{A100S} --tp-link rope": "must be one of nvlink3",
+    f"{A100S} --pp-link rope": "must be one of nvlink3",
+    f"{A100S} --replicas 0": "--replicas 0: must be a whole number of at least 1",
+    f"{A100S} --cpu-ms -1": "--cpu-ms -1: must be a finite number of at least 0",
+    f"{A100S} --kv-tokens 8191": "--kv-tokens 8191: must be at least 8192",
+    f"{A100S} --kv-tokens 400000": "--kv-tokens 400000: must be at least 8192",
+    f"{A100S} --compile": "--compile: goes not with --simulate",
+    f"{A100S} --dtype float32": "--dtype: goes not with --simulate",
+    f"{A100S} --init-from gpt2": "--init-from: goes not with --simulate",
+    "--tp 2": "--tp: goes only with --simulate",
+    "--cpu-ms 5": "--cpu-ms: goes only with --simulate",
+}
+WITH_MODEL = {w if "--model" in w else f"{w} --model yi-34b": m for w, m in SENSELESS.items()}
+REFUSED = {f"{command} {w}": m for command in ("serve", "capacity") for w, m in WITH_MODEL.items()}
+REFUSED |= {
+    "simulate --only pipelines": "--only pipelines: must be from sarathi, throughput, bubbles,",
+    "simulate --only sarathi,": "--only : must be from sarathi",
+    "simulate --requests 0": "--requests 0: must be a whole number of at least 8",
+    "simulate --processes 0": "--processes 0: must be a whole number of at least 1",
+    "simulate --cpu-ms nan": "--cpu-ms nan: must be a finite number of at least 0",
+    "simulate --policies fifo": "policy='fifo': must be one of request-level",
+    "simulate --json /no/dir/f": "--json /no/dir/f: must be a file in a directory that exists",
+    "simulate --chrome-trace /no/dir/f": "--chrome-trace /no/dir/f: must be a file",
+    "simulate --plot x.txt": "--plot x.txt: must end in .png, .pdf or .svg",
+    "simulate --only sarathi --chrome-trace t": "--chrome-trace: is of the experiment `bubbles`",
+    "simulate --only sarathi --plot p.png": "--plot: --only leaves out all that is drawn",
+    "simulate --validate --plot p.png": "unrecognized arguments: --plot",
+    "simulate fit": "required: file",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_options_that_make_no_sense_end_in_one_line(words, capsys):
+    with pytest.raises(SystemExit) as done:
+        bench.main(words.split())
+    out, err = capsys.readouterr()
+    usage, line = err.rstrip().rsplit("\n", 1)
+    assert done.value.code == 2 and not out and usage.startswith("usage:")
+    assert ": error: " in line and REFUSED[words] in line
+
+
+# --------------------------------------------------------------------------------------------------
+# what the papers claim
+
+
+def test_a_pipeline_under_sarathi_beats_replicas_and_orca():
+    """S-F12: batches of 27 and 11; 1.48x over eight replicas, these 1.28x over Orca's pipeline.
+
+    §5.3: the gain over Orca comes from prompts of unlike lengths, which make unequal micro-batches.
+    """
+    assert (PIPELINE.cost().max_batch(4096), TP_ONLY.cost().max_batch(4096)) == (27, 11)
+    lengths = zipf_lengths(1024, 4096, 0.4, 10, 1500, 0)
+    mean = sum(map(sum, lengths)) // len(lengths)
+    same = [(mean - mean // 11, mean // 11)] * 1000
+    replicas = offline(TP_ONLY, "orca-best", lengths, 8).makespan
+    (orca, sarathi), (orca_same, sarathi_same) = [
+        [offline(PIPELINE, policy, its).makespan for policy in ("orca-best", "sarathi")]
+        for its in (lengths, same)
+    ]
+    assert sarathi < replicas < orca and 1.3 <= replicas / sarathi <= 1.7
+    assert orca / sarathi > 2 and orca_same / sarathi_same < 1.35
+
+
+def test_a_small_budget_serves_several_times_the_load_and_a_large_one_less():
+    """SS-F10: 3.7x over vllm for Yi-34B on two A100 under the strict SLO."""
+    system, policies = SYSTEMS["Yi-34B"], ("vllm", "sarathi-serve:512", "sarathi-serve:2048")
+    load = "sharegpt4", [STRICT * base_seconds(system.cost(5e-3))], 384, 5e-3
+    vllm, small, large = (find_capacities(system, policy, *load)[0] for policy in policies)
+    assert 2.6 <= small / vllm <= 4.4 and 0 < large < vllm
+
+
+@pytest.mark.parametrize(
+    "trace, qps, hybrid, alternating", [("sharegpt4", 1.0, 0.14, 0.17), ("arxiv", 0.5, 0.17, 0.20)]
+)
+def test_p99_tbt_of_the_ablation(trace, qps, hybrid, alternating):
+    """SS-T4, with 10 ms of CPU: decodes beside chunks of 512 wait less than if they alternate."""
+    for policy, p99_s in {"sarathi-serve": hybrid, "chunked-only": alternating}.items():
+        its = SYSTEMS["Yi-34B"], policy, trace, qps, 128, 10e-3
+        found = [latencies(*its, seed)["tbt_s"]["p99"] for seed in range(3)]
+        assert statistics.median(found) == pytest.approx(p99_s, rel=0.2)
+
+
+def gain(policy, pd_ratio, chunk=256):
+    """Throughput over the baseline's: LLaMA-13B on an A6000, 18 requests of 1K tokens at once."""
+    its = (18, 1024, pd_ratio, chunk, 20)
+    return throughput(A6000_13B, policy, *its) / throughput(A6000_13B, "request-level", *its)
+
+
+def test_orca_gains_little_even_at_its_best():
+    """S-F11: at 1K, 1.11x for Orca's best case."""
+    orca = max(gain("orca-best", pd_ratio) for pd_ratio in (7, 14, 28, 56, 112))
+    assert orca == pytest.approx(1.11, rel=0.05)
+    assert gain("sarathi", 256 / 17) > max(orca, gain("orca-best", 256 / 17))
+
+
+@pytest.mark.parametrize("chunk", [256, 512])
+def test_the_gain_is_largest_where_every_chunk_has_its_decodes(chunk):
+    """S-F9: near P:D = C / (B - 1), of those that the figure shows."""
+    gains = {pd_ratio: gain("sarathi", pd_ratio, chunk) for pd_ratio in (4, 7, 14, 28, 56, 112)}
+    balanced = min(gains, key=lambda pd_ratio: abs(math.log(pd_ratio * 17 / chunk)))
+    assert max(gains, key=gains.get) == balanced
+
+
+# --------------------------------------------------------------------------------------------------
+# what the experiments are made of
+
+
+def test_zipf_lengths():
+    draw = lambda theta, seed=7: zipf_lengths(100, 400, theta, 10, 4000, seed)
+    assert draw(0.4) == draw(0.4) != draw(0.4, seed=8)
+    shares = {}
+    for theta in (0, 0.4, 1):
+        lengths, odds = draw(theta), np.arange(1, 302) ** -float(theta)
+        assert lengths == draw(float(theta))  # a whole number will do
+        assert all(isinstance(n, int) and n >= 1 for pair in lengths for n in pair)
+        assert all(abs(output - (prompt + output) / 11) <= 0.5 for prompt, output in lengths)
+        total = np.array(lengths).sum(axis=1)
+        assert total.min() >= 100 and total.max() <= 400 and (theta or len(set(total)) == 301)
+        for longest in (150, 250, 350):  # six standard deviations of a share of 4,000
+            expected, shares[theta, longest] = odds[: longest - 99].sum(), (total <= longest).mean()
+            assert shares[theta, longest] == pytest.approx(expected / odds.sum(), abs=0.0474)
+    assert shares[0, 150] < shares[0.4, 150] < shares[1, 150]
+    assert set(zipf_lengths(2, 3, 0.4, 1000, 50, 0)) == {(1, 1), (2, 1)}  # a request has an output
+
+
+BAD = {"shortest": 1, "longest": 99, "count": 0, "pd_ratio": 0, "theta": -1, "seed": -1}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_zipf_lengths_are_named(name):
+    good = dict(shortest=100, longest=400, theta=0.4, pd_ratio=10, count=3, seed=0)
+    with pytest.raises(ValueError, match=f"^{name}={BAD[name]}: .* (least|above) "):
+        zipf_lengths(**good | {name: BAD[name]})
+
+
+def test_a_fitted_cost_predicts_what_its_law_does():
+    law = np.array([3e-3, 1e-4, 5e-4, 1e-6, 1e-7])
+    shapes = [(64, 0, 0, 2080), (64, 4, 800, 59_680), (300, 9, 8100, 105_150)]
+    shapes += [(0, 4, 800, 0), (0, 9, 8100, 0)]
+    profile = [(BatchShape(*shape), float(law @ [1, *shape])) for shape in shapes]
+    cost, ours = FittedCost(profile), IterationTime(profile)
+    # 100 * 50 + (1 + ... + 50) pairs; 10 + 700 keys
+    chunk, decodes = ("a", 100, 50), [("b", 9, 1), ("c", 699, 1)]
+    batches = [[chunk], decodes, [chunk, *decodes], [chunk, ("d", 0, 3)]]
+    shapes = [(50, 0, 0, 6275), (0, 2, 710, 0), (50, 2, 710, 6275), (53, 0, 0, 6281)]
+    for batch, shape in zip(batches, shapes):
+        assert cost.seconds(batch) == ours.predict(BatchShape(*shape))
+        assert cost.seconds(batch) == pytest.approx(law @ [1, *shape], rel=0.02)
+        assert cost.stages(batch) == ([cost.seconds(batch)], 0.0)
+    words = "3.0 ms, 0.100 per prefill token,\n0.50 per decode, 1.00 per 1,000 keys of a decode"
+    assert cost.describe().startswith(words)
+
+
+# --------------------------------------------------------------------------------------------------
+# this machine, and several at once
+
+
+def test_validate_compares_batches_and_runs_with_this_machine(tmp_path, capsys, monkeypatch):
+    grid, real = [(0, 64, 2), (48, 64, 0), (48, 300, 2)], []
+    record = lambda *arguments: real.append(serve(*arguments)) or real[-1]
+    few = partial(validation.compare_runs, count=3, rounds=1)
+    for name, value in {"serve": record, "GRID": grid, "compare_runs": few}.items():
+        monkeypatch.setattr(validation, name, value)
+    file = tmp_path / "validate.json"
+    words = ["--model", "llama-tiny", "--device", "cpu", "--json", str(file)]
+    bench.main(["simulate", "--validate", *words])
+    text, found = capsys.readouterr().out, json.loads(file.read_text())
+    batches, runs = printed_tables(text)
+    assert "1. Iterations" in text and "2. bench.py serve and its simulation: 3 requests" in text
+    assert "llama-tiny" in text and found["machine"]["model"] == "llama-tiny"
+    assert batches[0][1:] == ["0 decodes", "2 decodes"]
+    timed = found["batches"]["grid"]
+    assert [tuple(case) for *case, _, _ in timed] == grid
+    for (prefill, context, decodes, seconds, error), row in zip(timed, batches[1:], strict=True):
+        assert seconds > 0 and error > -1 and row[0] == f"{prefill} prefill, context {context}"
+        assert row[1 + (decodes > 0)] == f"{1e3 * seconds:.1f} ({error:+.0%})"
+    (*_, seconds, error), *_ = timed  # two decodes, each of which reads 64 keys
+    assert seconds * (1 + error) == pytest.approx(np.dot(found["law"], [1, 0, 2, 128, 0]))
+    errors = sorted(abs(error) for *_, error in timed)
+    assert found["batches"]["median"] == errors[1] and f"median {errors[1]:.1%}" in text
+    assert runs.pop(0)[1:] == ["measured", "simulated", "error"] and len(runs) == 2 * 4
+    assert list(found["runs"]) == list(validation.POLICIES)
+    for (name, (pair,)), run, table in zip(found["runs"].items(), real, (runs[:4], runs[4:])):
+        assert pair[0] == summarize_latencies(run.completions, run.seconds)
+        assert pair[1]["finished"] == 3
+        expected = {f"{name}: tokens/s": [f"{its['tokens_per_s']:,.0f}" for its in pair]}
+        for p, key, digits in ((50, "tbt", 4), (99, "tbt", 3), (50, "ttft", 3)):
+            cells = [f"{its[key + '_s'][f'p{p}']:,.{digits}f}" for its in pair]
+            expected[f"{name}: P{p} {key.upper()} s"] = cells
+        assert {head: cells for head, *cells, _ in table} == expected
+
+
+def test_this_machine_is_simulated_with_the_law_of_its_profile(tmp_path, capsys, monkeypatch):
+    shapes = [BatchShape(n, d, d * 9, n * n) for n in (0, 8, 32) for d in (0, 2, 4) if n or d]
+    seconds = lambda shape: 0.5 + 0.25 * shape.prefill_tokens + 0.125 * shape.decodes
+    rows = [Profiled(0, 0, 0, seconds(shape)) for shape in shapes]
+    monkeypatch.setattr(Profiled, "shape", property(lambda row: shapes[rows.index(row)]))
+    monkeypatch.setattr(machine, "time_batches", lambda *_: rows)
+    file, load = tmp_path / "this.json", "--lengths 10+3 --requests 1 --policies sarathi-serve"
+    words = [*TINY, "--page-size", "8", *load.split(), "--qps", "1", "--json", str(file)]
+    bench.main(["serve", *words, "--simulate", "this"])
+    text, report = capsys.readouterr().out, json.loads(file.read_text())
+    assert text.startswith("simulated: ") and f"fitted to {len(rows)} batches" in text
+    row = report["runs"]["sarathi-serve"]
+    assert row["ttft_s"]["p50"] == pytest.approx(3.0, rel=1e-3)
+    assert row["tbt_s"]["max"] == pytest.approx(0.625, rel=1e-3)
+
+
+def test_all_micro_batches_are_counted_and_have_lanes_of_their_own(tmp_path, capsys):
+    report, trace = tmp_path / "two.json", tmp_path / "two.trace"
+    options = "--pp 2 --replicas 2 --requests 40 --lengths 900+30 --qps 50 --policies orca".split()
+    files = ["--json", str(report), "--chrome-trace", str(trace)]
+    bench.main(["serve", *YI, *options, *files])
+    assert "the batch is that of each of 4 micro-batches" in capsys.readouterr().out
+    row = json.loads(report.read_text())["runs"]["orca"]
+    assert row["running_peak"] == 40  # they come quicker than they end
+    lanes = {}
+    for event in json.loads(trace.read_text())["traceEvents"]:
+        if event["ph"] == "X" and event["pid"] == 1:
+            span = event["ts"], event["ts"] + event["dur"]
+            lanes.setdefault(event["tid"], []).append(span)
+    assert len(lanes) == 4
+    for spans in map(sorted, lanes.values()):
+        assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:]))

@@ -1,0 +1,280 @@
+"""Runs under load: what is measured, when a run has failed, how a capacity is found.
+
+No timing is asserted. Most runs live in a time of their own, in which looking at the clock takes a
+tick and sleeping takes none of ours.
+"""
+
+import gc
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from engine import Engine, Iteration
+from experiments import run as run_module
+from experiments.metrics import meets_slo
+from experiments.run import Base, Hopeless, capacity, plan, serve, slo_seconds, summarize
+from experiments.workload import Arrival, poisson, prompts, sample_lengths
+from policies import POLICIES, slo
+from policies.config import EngineConfig
+from policies.slo import Profiled, hybrid_spans
+from sampling import SamplingParams
+from tests.helpers import alone, tiny_model
+
+MODEL = tiny_model()
+SMALL = EngineConfig(chunk=8, max_batch=4, max_len=32, page_size=4, pages=16)
+TIMES = [(0, 9, 5), (0.1, 20, 12), (0.1, 3, 1), (0.35, 14, 8), (4.0, 6, 6), (4.001, 2, 20)]
+ARRIVALS = [Arrival(*times) for times in TIMES]
+TOKENS = prompts(ARRIVALS, 61, 0)
+
+
+class Time:
+    """A clock that advances by `tick` seconds whenever it is looked at, and by what is slept."""
+
+    def __init__(self, tick):
+        self.time, self.tick = 1000.0, tick
+
+    def now(self):
+        self.time += self.tick
+        return self.time
+
+    def sleep(self, seconds):
+        self.time += seconds
+
+
+class Silent:
+    """A model that computes nothing: for runs of which only the times matter."""
+
+    config, device, dtype = MODEL.config, MODEL.device, MODEL.dtype
+
+    def __call__(self, batch, cache):
+        return torch.zeros(len(batch.logit_rows), self.config.vocab_size)
+
+
+def serve_small(policy="vllm", tick=0.01, arrivals=ARRIVALS, model=Silent(), hopeless=None, **more):
+    options = {"tbt_slo": 1.0} if policy == "dynamic" else {}
+    config, time = replace(SMALL, policy=policy, options=options, **more), Time(tick)
+    watching = dict(now=time.now, sleep=time.sleep, hopeless=hopeless)
+    return serve(model, config, arrivals, prompts(arrivals, 61, 0), **watching)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """The text of each request, computed without an engine."""
+    return [alone(MODEL, p, SamplingParams(a.output_len)) for p, a in zip(TOKENS, ARRIVALS)]
+
+
+@pytest.mark.parametrize("page_size", [4, 32])
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_serves_the_same_arrivals_to_their_full_length(name, page_size, expected):
+    run = serve_small(name, model=MODEL, page_size=page_size, pages=64 // page_size)
+    assert [c.request_id for c in run.completions] == list(range(6)) and not run.cut_short
+    assert [c.prompt for c in run.completions] == TOKENS
+    assert [c.tokens for c in run.completions] == expected
+    assert [(c.arrival, len(c.prompt), len(c.tokens)) for c in run.completions] == TIMES
+    assert {c.finish_reason for c in run.completions} == {"length"}
+    computed = Counter()  # the warm-up is not in the iterations, and ids begin after it
+    for iteration in run.iterations:
+        for i, _, length, _ in iteration.chunks:
+            computed[i] += length
+    for c in run.completions:
+        assert computed[c.request_id] == len(c.prompt) + len(c.tokens) - 1 + c.recomputed_tokens
+    assert run.seconds == run.iterations[-1].end == max(c.token_times[-1] for c in run.completions)
+
+
+def test_nobody_is_computed_before_arrival_and_nobody_waits_for_an_idle_engine():
+    run = serve_small("sarathi-serve")
+    for iteration in run.iterations:
+        assert all(ARRIVALS[i].time <= iteration.start for i, *_ in iteration.chunks)
+    idle_until, meanwhile = run.completions[4], run.completions[1]
+    before = [i.end for i in run.iterations if i.start < idle_until.arrival]
+    assert before[-1] < idle_until.arrival - 1  # the engine was idle, and slept
+    assert idle_until.scheduling_delay < 0.1
+    # arrived during the first iteration: the delay counts from then, not from its end
+    assert run.iterations[0].start < meanwhile.arrival < meanwhile.scheduled
+
+
+def test_classes_and_targets_come_with_the_arrival(monkeypatch):
+    seen, add = [], Engine.add_request
+
+    def watched(self, *args, **more):
+        seen.append((more.get("priority"), more.get("ttft_slo"), more.get("tbt_slo")))
+        return add(self, *args, **more)
+
+    monkeypatch.setattr(Engine, "add_request", watched)
+    targets = [("low", None, None), ("realtime", 0.5, 0.1)]
+    run = serve_small("priority", arrivals=[Arrival(0.0, 8, 4, *its) for its in targets])
+    assert seen == targets and [c.priority for c in run.completions] == [3, 0]
+
+
+def test_a_preempted_request_is_known_by_its_number():
+    run = serve_small("vllm", pages=8)
+    preempted = Counter(i for iteration in run.iterations for i in iteration.preempted)
+    assert preempted and all(preempted[c.request_id] == c.preemptions for c in run.completions)
+
+
+def test_own_time_is_a_step_without_its_forward_pass():
+    # the clock is looked at before and after a step, and in it at its start, before and after
+    # forward: 4 ticks, 1 of them in forward; and once more for each of 6 requests, when admitted
+    run = serve_small("sarathi-serve")
+    ticks = 4 * len(run.iterations) + 6
+    assert run.own_fraction == pytest.approx(1 - len(run.iterations) / ticks)
+
+
+def test_a_full_queue_refuses_and_the_slo_is_not_met():
+    run = serve_small(arrivals=[Arrival(0.0, 8, 4, "low")] * 8, max_batch=2, max_waiting=3)
+    assert [c.finish_reason for c in run.completions] == ["length"] * 3 + ["abort"] * 5
+    seen = [(c.request_id, len(c.prompt), c.priority) for c in run.completions]
+    assert seen == [(i, 8, 3) for i in range(8)]
+    summary = summarize(run, 1000.0)
+    assert not summary["met"] and run.refused == summary["never_scheduled"] == 5
+
+
+def test_garbage_collection_is_as_it_was_after_a_run_that_failed(monkeypatch):
+    def fail(*_):
+        assert gc.get_freeze_count() > 0
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
+        patch.setattr(Engine, "step", fail)
+        patch.setattr(Engine, "warm_up", lambda *_: None)
+        serve_small()
+    assert gc.get_freeze_count() == 0 and gc.isenabled()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 50, 99, 100, 101, 102, 200, 201, 202, 1000])
+def test_a_run_has_failed_as_soon_as_its_p99_is_decided_and_not_before(count):
+    watch, slow = Hopeless([Arrival(0.0, 4, 2)] * count, 0.1), 0  # one TBT each
+    events = [SimpleNamespace(request_id=i) for i in range(count)]
+    p99 = lambda slow, by: np.quantile([by] * slow + [0.0] * (count - slow), 0.99)
+    assert watch.check(Iteration(0.0, 1.0, []), events) is None  # first tokens have no TBT
+    while not watch.check(Iteration(1.0, 1.2, []), events[slow : slow + 1]):  # 0.2 s after the last
+        slow += 1
+        assert p99(slow, 0.2) <= 0.2 * 0.999  # its P99 may yet be below
+        assert p99(slow, 0.1001) <= 0.1
+    assert p99(slow + 1, 0.1001) > 0.1
+
+
+@pytest.mark.parametrize("count, decisive", [(1, 1), (2, 2), (3, 2), (4, 3), (5, 3), (60, 31)])
+def test_a_run_has_failed_when_more_than_half_waited_too_long(count, decisive):
+    times = [0.0] * (decisive - 1) + [100.5] + [1e3] * (count - decisive)
+    watch = Hopeless([Arrival(time, 4, 1) for time in times], 0.1)
+    assert not watch.check(Iteration(0.0, 100.0, []), [])
+    first = [(0, 0, 4, False)] if decisive > 1 else []
+    watch.check(Iteration(100.0, 101.0, first), [])  # scheduled too late: counted once, not twice
+    assert not watch.check(Iteration(101.0, 102.0, [(0, 4, 1, True)] * len(first)), [])
+    assert not watch.check(Iteration(102.0, 102.5, []), [])  # has waited 2 s, which is allowed
+    assert "scheduling delays over 2 s" in watch.check(Iteration(102.5, 102.6, []), [])
+
+
+@pytest.mark.parametrize("name", ["vllm", "sarathi-serve", "request-level"])
+def test_runs_are_cut_short_only_if_they_would_have_failed(name):
+    arrivals, seen = poisson(sample_lengths("sharegpt4", 12, 32, 0), 2.0, 0), Counter()
+    for tick in (0.001, 0.05, 0.2):
+        full = serve_small(name, tick, arrivals)
+        for target in (3 * tick, 6 * tick, 12 * tick):
+            run = serve_small(name, tick, arrivals, hopeless=Hopeless(arrivals, target))
+            met = meets_slo(summarize(full, target), target)
+            assert summarize(run, target)["met"] == met and not (met and run.cut_short)
+            assert met or run.cut_short or run == full
+            if run.cut_short:  # the same, up to there
+                assert run.iterations == full.iterations[: len(run.iterations)]
+                assert {c.finish_reason for c in run.completions} <= {"length", "abort"}
+            seen[met, bool(run.cut_short)] += 1
+    assert seen[True, False] and seen[False, True]
+
+
+def test_a_run_that_is_cut_short_before_others_arrive_has_not_met_the_slo():
+    arrivals = [Arrival(0.0, 4, 8), Arrival(1000.0, 4, 1)]
+    run = serve_small(arrivals=arrivals, hopeless=Hopeless(arrivals, 1e-6))
+    assert run.cut_short == "2 TBTs over 1e-06 s" and len(run.completions) == 1
+    finished = run._replace(completions=[replace(run.completions[0], finish_reason="length")])
+    assert not summarize(finished, 1000.0)["met"]
+    assert summarize(finished._replace(cut_short=None), 1000.0)["met"]
+
+
+def test_the_slo_is_a_multiple_of_a_decode_iteration():
+    base = Base(0.065, 0.001, 32, 512)
+    assert slo_seconds("strict", base) == pytest.approx(5 * 0.065)
+    assert slo_seconds("relaxed", base) == pytest.approx(25 * 0.065)
+    assert slo_seconds(0.2, base) == 0.2
+    with pytest.raises(ValueError, match="^SLO of 0.01 s: below .*, which takes 0.065 s here"):
+        slo_seconds(0.01, base)
+
+
+@pytest.mark.parametrize("max_len, context", [(512, 256), (9000, 4096), (2048, 1024), (1, 1)])
+def test_the_base_is_a_decode_of_32_at_half_the_longest_context(max_len, context, monkeypatch):
+    timed = lambda runner, cases, **_: [Profiled(*case, 0.064) for case in cases]
+    monkeypatch.setattr(run_module, "Runner", lambda *_: None)
+    monkeypatch.setattr(slo, "time_iterations", timed)
+    base = run_module.measure_base(MODEL, EngineConfig(chunk=128, max_len=max_len))
+    assert base == (0.064, 0.064 / min(128, max_len), 32, context)
+    # both cases are what they say: decodes only, and a chunk only
+    cache = SimpleNamespace(pages=40, page_size=64)
+    for case, spans in (((32, 32, 32), [(31, 1)] * 32), ((64, 64, 0), [(0, 64)])):
+        assert [(span.start, span.length) for span in hybrid_spans(cache, *case)] == spans
+
+
+def test_the_base_is_measured_in_a_cache_with_room_for_it():
+    for chunk, max_len in ((40, 64), (128, 64), (128, 3)):
+        base = run_module.measure_base(MODEL, EngineConfig(chunk=chunk, max_len=max_len))
+        assert base.seconds > 0 and base.prefill_token_s > 0 and base.context == max_len // 2
+
+
+def test_the_estimated_rate_is_prefill_at_full_speed_and_decodes_in_full_batches():
+    base = Base(seconds=0.064, prefill_token_s=0.001, decodes=32, context=512)
+    rate = 1 / (0.2 + 50 * 0.002)
+    assert run_module.estimated_qps(base, [Arrival(0.0, 200, 50)] * 3) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("limit", [0.21, 0.9, 1.0, 1.3, 2.0, 7.7, 15.0])
+@pytest.mark.parametrize("unlucky", [None, *range(6)])  # which of the runs fails by bad luck
+def test_capacity_is_found_to_five_percent_and_one_failure_does_not_decide(limit, unlucky):
+    seen = []
+
+    def run_at_rate(rate):
+        seen.append({"qps": rate, "met": rate <= limit and len(seen) != unlucky})
+        return seen[-1]
+
+    qps, points = capacity(run_at_rate, start=1.0)
+    assert limit / 1.05 <= qps <= limit and points == seen
+    assert max(Counter(point["qps"] for point in points if not point["met"]).values()) == 2
+    assert unlucky is not None or len(points) <= 13
+
+
+@pytest.mark.parametrize("met, found, last", [(False, 0, 1 / 16), (True, 16, 16)])
+def test_capacity_where_nothing_or_everything_is_met(met, found, last):
+    qps, points = capacity(lambda rate: {"qps": rate, "met": met}, start=1.0)
+    assert (qps, points[-1]["qps"], len(points)) == (found, last, 8)  # 1.5 ** 7 is above 16
+
+
+def test_capacity_ends_where_every_answer_is_chance():
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        _, points = capacity(lambda rate: {"met": rng.random() < 1 / (1 + rate**4)}, start=1.0)
+        assert len(points) < 60
+
+
+def test_policies_share_the_memory_and_may_have_a_chunk_of_their_own(tmp_path):
+    (tmp_path / "mine.py").write_text("from scheduler import SarathiServe as Mine\n")
+    mine = f"{tmp_path}/mine.py:Mine"
+    names = ["vllm", "orca-best", "sarathi:64", mine, f"{mine}:32"]
+    config = EngineConfig(chunk=256, max_len=1000, page_size=1, pages=3000)  # pages of a token
+    runs = plan(names, [64, 1000], config)
+    assert list(runs) == [f"{name}, pages of {size}" for name in names for size in (64, 1000)]
+    policies = ["vllm", "orca-best", "sarathi", mine, mine]
+    assert [c.policy for c in runs.values()][::2] == policies
+    assert [c.chunk for c in runs.values()] == [256] * 4 + [64] * 2 + [256] * 2 + [32] * 2
+    assert [(c.page_size, c.pages) for c in runs.values()] == [(64, 46), (1000, 3)] * 5
+    assert list(plan(POLICIES, [64], config, 1.0)) == list(POLICIES)
+    (dynamic,) = plan(["dynamic"], [64], config, 0.3).values()
+    assert dynamic.policy == "dynamic" and dynamic.options == {"tbt_slo": 0.3}
+    for label in ("vllm:64", "orca:64", "request-level:64", "hybrid-only:64", "dynamic:64"):
+        with pytest.raises(ValueError, match=f"'{label}': .* does not go by a chunk size"):
+            plan([label], [64], config)
+    for label in ("sarathi:x", "sarathi:0", "fifo", "fifo:8"):
+        with pytest.raises(ValueError, match="chunk size of at least 1|'fifo': must be one of"):
+            plan([label], [64], config)

@@ -1,0 +1,72 @@
+"""sample.py: text in, text out."""
+
+import pytest
+
+import sample
+from engine import Engine
+from tests.test_bench import process
+
+COMMON = ["--preset", "llama-tiny", "--device", "cpu"]
+
+
+def test_one_prompt_streams_and_several_share_batches(tmp_path, capsys):
+    common = [*COMMON, "--max-new-tokens", "12", "--temperature", "0", "--chunk", "4"]
+    alone = {}
+    for prompt in ("one", "two three", "ü!"):
+        sample.main([*common, "--prompt", prompt])
+        alone[prompt] = capsys.readouterr().out.removesuffix("\n")
+        assert alone[prompt].startswith(prompt) and len(alone[prompt]) > len(prompt)
+    (tmp_path / "prompts").write_text("two three\r\n \nü!\n", encoding="utf-8-sig", newline="")
+    sample.main([*common, "--prompt", "one", "--prompt-file", str(tmp_path / "prompts")])
+    printed = capsys.readouterr().out.split("--- ")[1:]
+    assert sorted(printed) == sorted(text + "\n" for text in alone.values())
+
+
+def test_a_checkpoint_comes_with_its_tokenizer(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, decoders, models
+
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate("abcdefgh")}, []))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    sizes = dict(vocab_size=8, hidden_size=16, intermediate_size=24, num_hidden_layers=1)
+    more = dict(num_attention_heads=2, bos_token_id=None, eos_token_id=None)
+    config = transformers.LlamaConfig(**sizes, **more)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    words = ["--device", "cpu", "--prompt", "abc", "--max-new-tokens", "9"]
+    sample.main(["--model", str(tmp_path), *words])
+    text = capsys.readouterr().out.strip()
+    assert text.startswith("abc") and len(text) == 12 and set(text) <= set("abcdefgh")
+
+
+def test_options_are_passed_on(monkeypatch):
+    seen, add_request = [], Engine.add_request
+
+    def spy(engine, prompt, params):
+        scheduler = engine.scheduler
+        made = (type(scheduler).__name__, scheduler.chunk, scheduler.max_batch)
+        seen.append((params, made))
+        return add_request(engine, prompt, params)
+
+    monkeypatch.setattr(Engine, "add_request", spy)
+    words = "--prompt a --prompt b --max-new-tokens 3 --temperature 0.5 --top-k 4 --top-p 0.6"
+    sample.main([*COMMON, *words.split(), *"--seed 7 --policy vllm --chunk 9".split()])
+    params = [(p.max_new_tokens, p.temperature, p.top_k, p.top_p, p.seed) for p, _ in seen]
+    assert params == [(3, 0.5, 4, 0.6, 7), (3, 0.5, 4, 0.6, 8)]
+    assert seen[0][1] == ("VLLM", 9, 2)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ([], "give at least one prompt"),
+        (["--prompt-file", "/no/such/file"], "/no/such/file"),
+        ([*COMMON, "--prompt", "x", "--temperature", "-1"], "temperature=-1"),
+        ([*COMMON, "--prompt", ""], "prompt"),
+        (["--model", "/no/such/directory", "--prompt", "x"], "config.json"),
+        ([*COMMON, "--prompt", "x", "--policy", "fifo"], "--policy"),
+    ],
+)
+def test_what_is_wrong_is_said_without_a_traceback(words, message):
+    done = process("sample.py", *words)
+    assert done.returncode != 0 and message in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,532 @@
+"""Each policy does what its paper says, batch by batch. No model is needed."""
+
+import random
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_cache import Pages, max_requests
+from policies import POLICIES, make_scheduler
+from scheduler import Batch, Request, SarathiServe
+
+EVERY = pytest.mark.parametrize("policy", POLICIES)
+BUDGETED = ["sarathi", "sarathi-serve", "dynamic", "priority"]
+WHOLE = ["request-level", "orca", "orca-best", "sarathi"]  # reserve max_len at admission
+GROWING = ["vllm", "sarathi-serve", "dynamic", "chunked-only", "hybrid-only", "priority"]
+
+
+def advance(scheduler, batch, now=0.0, token=0):
+    """Let `token` be what was sampled for each chunk that yields one."""
+    return scheduler.advance(batch, [token if c.yields_token else None for c in batch], now)
+
+
+def queue(policy, pages, page_size, *requests, **options):
+    """A scheduler and the Requests (prompt_len, max_new_tokens, more fields) in its line."""
+    options = dict(chunk=64, max_batch=9, max_len=pages * page_size) | options
+    scheduler = make_scheduler(policy, Pages(pages, page_size), **options)
+    requests = [Request(i, [0] * n, n, *more) for i, (n, *more) in enumerate(requests)]
+    for request in requests:
+        scheduler.add(request)
+    return scheduler, requests
+
+
+def simulate(policy, requests, chunk=8, max_batch=4, page_size=64, pages=4, max_len=64, **options):
+    """Run (prompt_len, max_new_tokens) requests to their end.
+
+    Returns a dict for each iteration, request id -> length of its chunk, 'd' for a decode, and the
+    ids of the victims of preemptions. By default each has a page of its own.
+    """
+    options |= dict(chunk=chunk, max_batch=max_batch, max_len=max_len)
+    scheduler, _ = queue(policy, pages, page_size, *requests, **options)
+    preempt, history, victims, preempted = scheduler.preempt, [], [], []
+
+    def watched(request):
+        running = [r.id for r in scheduler.running]
+        assert scheduler.pages.num_free == 0  # never while a page is free
+        assert request.id == max(running) != min(running)
+        assert all(r.id > request.id for r in scheduler.waiting)  # so they wait in order
+        victims.append(request.id)
+        preempt(request)
+
+    scheduler.preempt = watched
+    while batch := scheduler.next_batch():
+        preempted += batch.preempted
+        history.append({c.request.id: "d" if c.request.is_decoding else c.length for c in batch})
+        assert len(history[-1]) == len(batch)  # a request has one chunk in a batch
+        for request, start, length in batch:
+            assert start == request.num_computed
+            assert start + length <= len(request.pages) * page_size
+        advance(scheduler, batch)
+        scheduler.pages.check_integrity([request.pages for request in scheduler.running])
+        assert len(scheduler.running) <= max_batch and len(history) < 10_000
+        assert not any(request.pages or request.num_computed for request in scheduler.waiting)
+    assert preempted == victims and scheduler.pages.num_free == pages
+    assert not scheduler.waiting and not scheduler.running and not scheduler.requests
+    return history, victims
+
+
+STALL_FREE = "0:5 1:3 | 0:d 1:7 | 0:d 1:2 2:3 3:2 | 0:d 1:d 2:d"
+
+
+@pytest.mark.parametrize(
+    "policy, requests, max_batch, expected",
+    [  # a batch runs to its end
+        ("request-level", "5+2 3+3 4+2", 2, "0:5 1:3 | 0:d 1:d | 1:d | 2:4 | 2:d"),
+        # whole prompts join the decodes
+        ("orca", "5+2 3+4 20+2 4+1", 2, "0:5 1:3 | 0:d 1:d | 1:d 2:20 | 1:d 2:d | 3:4"),
+        # one prompt at a time
+        ("orca-best", "5+3 3+2 4+1", 4, "0:5 | 0:d 1:3 | 0:d 1:d 2:4"),
+        # prompts stall the decodes
+        ("vllm", "5+2 3+4 20+2 4+1", 2, "0:5 1:3 | 0:d 1:d | 2:20 | 1:d 2:d | 3:4 | 1:d"),
+        # decodes fill the chunk up; one prefill chunk, though the second prompt would have fitted
+        ("sarathi", "12+5 10+3", 4, "0:8 | 0:4 | 0:d 1:7 | 0:d 1:3 | 0:d 1:d | 0:d 1:d"),
+        # Algorithm 3: decodes, then what was started, then new requests, while a budget of 8 lasts
+        ("sarathi-serve", "5+4 12+2 3+2 2+1", 4, STALL_FREE),
+        ("dynamic", "5+4 12+2 3+2 2+1", 4, STALL_FREE),  # as long as it has no TBT SLO
+        # alternates and never mixes
+        ("chunked-only", "5+3 12+2 3+1", 4, "0:5 1:3 | 0:d | 1:8 | 0:d | 1:1 2:3 | 1:d"),
+        # cuts a prompt only where several share a batch of max_len = 64
+        ("hybrid-only", "5+3 40+2 30+1", 4, "0:5 1:40 2:19 | 0:d 1:d 2:11 | 0:d"),
+    ],
+)
+def test_a_policy_does_what_its_paper_says(policy, requests, max_batch, expected):
+    lengths = [tuple(map(int, request.split("+"))) for request in requests.split()]
+    history, _ = simulate(policy, lengths, max_batch=max_batch)
+    shown = [" ".join(f"{i}:{length}" for i, length in batch.items()) for batch in history]
+    assert shown == expected.split(" | ")
+
+
+@pytest.mark.parametrize(
+    "chunk, tile, total",
+    [(256, 128, 256), (300, 128, 256), (128, 128, 128), (100, 128, 100), (100, 1, 100)],
+)
+def test_sarathi_aligns_chunk_and_decodes_to_the_tile(chunk, tile, total):
+    sizes = dict(max_batch=6, page_size=1000, pages=6, max_len=1000)
+    history, _ = simulate("sarathi", [(1, 60)] * 5 + [(700, 1)], chunk, tile=tile, **sizes)
+    hybrid = [batch for batch in history if 5 in batch and "d" in batch.values()]
+    assert hybrid[:-1]  # the last chunk is a rest
+    assert all(batch[5] == total - 5 and len(batch) == 6 for batch in hybrid[:-1])
+
+
+def decoding(policy, page_size, pages, *requests, **options):
+    """A scheduler with running requests (prompt_len, arrival, priority) that all decode next."""
+    fields = [(n, 4, arrival, frozenset(), None, *rest) for n, arrival, *rest in requests]
+    options = dict(max_batch=len(requests) + 1, clock=lambda: 10.0) | options
+    scheduler, _ = queue(policy, pages, page_size, *fields, **options)
+    while request := scheduler.admit():
+        request.num_computed = request.prompt_len
+        request.tokens.append(0)
+    return scheduler
+
+
+@EVERY
+@pytest.mark.parametrize("chunk", [3, 5])
+def test_more_decodes_than_budget_all_run_and_no_prefill_does(policy, chunk):
+    scheduler = decoding(policy, 64, 6, *[(2, 0.0)] * 5, chunk=chunk, max_len=64)
+    scheduler.add(Request(5, [0] * 4, 4, 9))
+    batches = [scheduler.next_batch(), scheduler.next_batch()]  # chunked-only may prefill first
+    decodes = next(batch for batch in batches if len(batch) >= 5)
+    assert {c.request.id for c in decodes if c.length == 1} == {0, 1, 2, 3, 4}
+    if policy in BUDGETED:
+        assert len(decodes) == 5 and scheduler.waiting and scheduler.pages.num_free == 1
+        assert decodes.budget == chunk and decodes.left == chunk - 5
+
+
+@pytest.mark.parametrize("policy", [*BUDGETED, "chunked-only"])
+def test_nobody_is_admitted_without_room_for_a_token(policy):
+    scheduler, (first, second) = queue(policy, 2, 64, (9, 1), (1, 1), chunk=8, max_len=64)
+    assert scheduler.next_batch() == [(first, 0, 8)]
+    assert scheduler.running == [first] and second.scheduled is None and not second.pages
+
+
+@EVERY
+@pytest.mark.parametrize("max_batch", [2, 4])
+def test_first_come_first_served_and_a_running_decode_is_never_skipped(policy, max_batch):
+    requests = [(9, 9), (30, 4), (1, 7), (17, 5), (8, 8), (1, 1), (2, 2)]
+    history, _ = simulate(policy, requests, chunk=5, max_batch=max_batch)
+    first_seen = list(dict.fromkeys(i for batch in history for i in batch))
+    assert first_seen == sorted(first_seen)
+    for i in range(5 if policy not in ("vllm", "chunked-only") else 0):
+        at = [n for n, batch in enumerate(history) if batch.get(i) == "d"]
+        assert at == list(range(at[0], at[-1] + 1))
+
+
+def test_max_requests_is_the_formula():
+    # LLaMA-13B, SARATHI §4.3.1: 40 layers, 5,120 wide, K and V, 2 bytes; 26 GB of weights
+    m_kv = 40 * 5120 * 2 * 2
+    assert m_kv == 819_200 and max_requests(10, 20, 1024, m_kv) == 0
+    assert max_requests(48 * 10**9, 26 * 10**9, 1024, m_kv) == 26  # 22e9 / 838,860,800 = 26.2
+    assert max_requests(48 * 10**9, 26 * 10**9, 2048, m_kv) == 13
+
+
+def test_a_batch_keeps_within_its_budget():
+    sizes = enumerate([(3, 2), (9, 9), (9, 9)])
+    decode, prompt, late = (Request(i, [0] * n, prompt_len, 9) for i, (n, prompt_len) in sizes)
+    decode.num_computed, prompt.num_computed = 2, 4
+    batch, unlimited = Batch(5), Batch()
+    batch.add_decodes([decode])
+    assert [batch.add(prompt), batch.add(late), batch.left] == [4, 0, 0] and batch.budget == 5
+    assert batch == [(decode, 2, 1), (prompt, 4, 4)]
+    assert [chunk.yields_token for chunk in batch] == [True, False]  # 8 of 9
+    assert batch.record() == [(0, 2, 1, True), (1, 4, 4, False)]
+    assert unlimited.add(late) == 9 and unlimited.left > 1e9 and unlimited.budget is None
+    assert unlimited[0].yields_token
+
+
+def started(*requests, **options):
+    """A stall-free scheduler of 8 pages of 4 tokens, and a budget of 6."""
+    return queue("sarathi-serve", 8, 4, *requests, **dict(chunk=6, max_len=20) | options)
+
+
+def test_advance_is_exact_and_twice_is_as_good_as_once():
+    scheduler, (a, b) = started((8, 3), (3, 1))
+    computed, seen = [], []
+    for now in (1.0, 2.0, 3.0, 4.0):
+        batch, states = scheduler.next_batch(), []
+        tokens = [10 * now if chunk.yields_token else None for chunk in batch]
+        for _ in range(2):
+            seen.append([(r.id, token) for r, token in scheduler.advance(batch, tokens, now)])
+            states.append(repr((a, b, vars(scheduler), vars(scheduler.pages))))
+        assert states[0] == states[1]
+        computed.append((a.num_computed, b.num_computed))
+    assert seen[::2] == seen[1::2] == [[], [(0, 20), (1, 20)], [(0, 30)], [(0, 40)]]
+    assert computed == [(6, 0), (8, 3), (9, 3), (10, 3)]  # the last token is never computed
+    assert a.tokens == [0] * 8 + [20, 30, 40] and a.token_times == [2.0, 3.0, 4.0]
+    assert b.tokens == [0] * 3 + [20] and b.token_times == [2.0]
+    assert scheduler.next_batch() == [] and scheduler.pages.num_free == 8 and not a.pages
+
+
+@pytest.mark.parametrize(
+    "sampled, stop, reason, output",
+    [
+        ([1, 2, 3, 4], {9}, "length", [1, 2, 3]),  # max_new_tokens is 3
+        ([1, 9, 3, 4], {7, 9}, "stop", [1, 9]),
+        ([9], {9}, "stop", [9]),  # the very first
+        ([1, 2, 9], {9}, "stop", [1, 2, 9]),  # also the last one allowed
+        ([0, 0, 0], {}, "length", [0, 0, 0]),  # a token of the prompt
+    ],
+)
+def test_a_request_ends_by_a_stop_token_or_its_length(sampled, stop, reason, output):
+    scheduler, (request, other) = started((4, 3, 0.0, frozenset(stop)), (2, 9))
+    for now, token in enumerate(sampled):
+        if not request.finish_reason:
+            assert scheduler.requests == {0: request, 1: other}
+            advance(scheduler, scheduler.next_batch(), now, token)
+    assert request.finish_reason == reason and request.tokens[4:] == output
+    assert request.token_times == list(range(len(output)))
+    assert scheduler.running == [other] and scheduler.requests == {1: other}
+    scheduler.pages.check_integrity([other.pages])
+
+
+def test_who_was_aborted_is_left_out_of_advance():
+    scheduler, (gone, stays, waits) = started((3, 4), (3, 4), (3, 4))
+    batch = scheduler.next_batch()
+    assert [chunk.request for chunk in batch] == [gone, stays]
+    for request in (gone, waits) * 2:  # the second time does nothing
+        scheduler.finish(request, "abort")
+    assert [request for request, _ in advance(scheduler, batch, 1.0)] == [stays]
+    assert gone.num_computed == 0 and gone.tokens == [0] * 3 and gone.token_times == []
+    assert gone.finish_reason == waits.finish_reason == "abort" and stays.finish_reason is None
+    assert scheduler.requests == {1: stays} and not scheduler.waiting
+    scheduler.pages.check_integrity([stays.pages])
+
+
+@pytest.mark.parametrize("chunk, again", [(6, [(0, 6), (6, 1), (7, 1)]), (16, [(0, 7), (7, 1)])])
+def test_a_preempted_request_keeps_its_tokens_and_their_times(chunk, again):
+    clock, chunks = iter(range(100, 200)), []
+    scheduler, [request] = started((4, 5), clock=lambda: next(clock), chunk=chunk)
+    for now in (1.0, 2.0, 3.0):
+        advance(scheduler, scheduler.next_batch(), now, token=7)
+    scheduler.preempt(request)
+    assert request.num_computed == 0 and request.tokens == [0] * 4 + [7] * 3 and not request.pages
+    for now in range(len(again)):
+        batch = scheduler.next_batch()
+        assert batch.preempted == ([] if now else [0])
+        chunks += [(start, length) for _, start, length in batch]
+        advance(scheduler, batch, now, token=8)
+    assert chunks == again  # prompt and output again, then one token more
+    assert request.tokens == [0] * 4 + [7] * 3 + [8] * 2 and request.finish_reason == "length"
+    assert request.token_times == [
+        1.0,
+        2.0,
+        3.0,
+        now - 1,
+        now,
+    ]  # the TTFT is that of the first time
+    assert request.scheduled == 100 and request.preemptions == 1 and request.recomputed == 6
+
+
+def test_an_interrupted_schedule_is_begun_again(monkeypatch):
+    (scheduler, requests), add = started((3, 4), (6, 4), (2, 4)), Batch.add
+    advance(scheduler, scheduler.next_batch())
+
+    def interrupted(batch, request):
+        add(batch, request)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Batch, "add", interrupted)
+        scheduler.next_batch()
+    scheduler.mend()
+    assert list(scheduler.waiting) == requests and not scheduler.running
+    assert [(r.preemptions, r.recomputed) for r in requests] == [(1, 3), (1, 3), (0, 0)]
+    assert scheduler.pages.num_free == 8 and not any(r.pages or r.num_computed for r in requests)
+    while batch := scheduler.next_batch():
+        advance(scheduler, batch)
+    assert [len(r.tokens) for r in requests] == [7, 10, 6]
+
+
+def test_a_policy_with_nothing_to_do_though_there_is_work_is_an_error(monkeypatch):
+    scheduler, [request] = started((1, 1))
+    monkeypatch.setattr(SarathiServe, "schedule", lambda self: Batch())
+    with pytest.raises(RuntimeError, match=r"SarathiServe.schedule\(\) returned nothing to do"):
+        scheduler.next_batch()
+    scheduler.finish(request, "abort")
+    assert scheduler.next_batch() == []
+
+
+def test_every_policy_reserves_one_way_or_the_other():
+    assert sorted(WHOLE + GROWING) == sorted(POLICIES)
+
+
+@EVERY
+@pytest.mark.parametrize("page_size", [1, 4, 16, 32])
+def test_a_request_holds_what_its_policy_reserves(policy, page_size):
+    scheduler, [request] = queue(policy, 128 // page_size, page_size, (10, 20), max_len=32)
+    pages = scheduler.pages
+    for computed in range(10, 30):
+        batch = scheduler.next_batch()
+        [chunk] = batch
+        assert chunk.start + chunk.length == computed
+        holds, first = 32 if policy in WHOLE else computed, request.pages[0]
+        count = -(-holds // page_size)
+        assert request.pages == list(range(first, first + count))  # and there is room to grow
+        assert pages.num_free == pages.total - count
+        advance(scheduler, batch)
+    assert request.finish_reason == "length" and request.pages == []
+    scheduler.finish(request, "abort")  # frees nothing twice
+    assert pages.num_free == pages.total
+
+
+@pytest.mark.parametrize("policy", GROWING)
+@pytest.mark.parametrize(
+    "requests, victims, of_classes",
+    [
+        ([(4, 0.0, 2), (3, 1.0, 2), (3, 2.0, 2)], [2], [2]),  # the newest
+        ([(3, 2.0, 2), (4, 1.0, 2), (3, 0.0, 2)], [0], [0]),  # by its arrival
+        ([(4, 5.0, 2), (3, 5.0, 2), (3, 5.0, 2)], [2], [2]),  # all at once: the last one added
+        ([(3, 0.0, 3), (4, 1.0, 2), (3, 2.0, 0)], [2], [0]),  # or the lowest, though the oldest
+        ([(4, 0.0, 1), (3, 1.0, 3), (3, 2.0, 3), (3, 9.0, 0)], [3], [2]),  # the newest of these
+        ([(4, 0.0, 2), (4, 1.0, 2), (3, 2.0, 2), (3, 3.0, 2)], [3, 2], [3, 2]),  # two for two
+        ([(3, 0.0, 2), (4, 1.0, 2)], [1], [1]),  # the decode itself
+        ([(4, 0.0, 3), (3, 1.0, 2)], [1], [0]),  # the decode itself, whoever came later
+        ([(4, 0.0, 2), (4, 1.0, 2), (4, 2.0, 2)], [2, 1], [2, 1]),  # another, and the next itself
+        ([(3, 0.0, 2), (3, 1.0, 2)], [], []),  # nobody needs a page
+    ],
+)
+def test_the_newest_is_preempted_by_priority_of_the_lowest(policy, requests, victims, of_classes):
+    scheduler = decoding(policy, 4, len(requests), *requests)
+    victims = of_classes if policy == "priority" else victims
+    running = {request: request.num_computed for request in scheduler.running}
+    assert scheduler.pages.num_free == 0
+    batch = scheduler.next_batch()
+    waiting = [request.id for request in scheduler.waiting]  # the oldest of them in front:
+    assert waiting == victims[::-1] or policy == "priority" and set(waiting) == set(victims)
+    assert batch.preempted == victims
+    assert {c.request.id for c in batch} == {request.id for request in running} - set(victims)
+    for request, before in running.items():
+        assert len(request.tokens) == before + 1
+        if request.id in victims:
+            assert request.num_computed == 0 and request.pages == []
+            assert request.preemptions == 1 and request.recomputed == before
+        else:
+            assert request.num_computed == before and len(request.pages) == -(-(before + 1) // 4)
+            assert request.preemptions == request.recomputed == 0
+    scheduler.pages.check_integrity([request.pages for request in scheduler.running])
+
+
+@pytest.mark.parametrize("policy", GROWING)
+def test_a_decode_may_be_its_own_victim_and_goes_on_later(policy):
+    scheduler = decoding(policy, 4, 2, (3, 0.0, 2), (4, 1.0, 2))
+    old, new = scheduler.running
+    scheduler.add(Request(2, [0], 1, 1, arrival=2.0))
+    [chunk] = scheduler.next_batch()
+    assert chunk.request is old and scheduler.running == [old]
+    assert scheduler.waiting[0] is new and len(scheduler.waiting) == 2  # in front: it has run
+    scheduler.finish(old, "abort")
+    batch = scheduler.next_batch()
+    assert (new, 0, 5) in batch and len(new.pages) == 2  # prompt and output, and pages for both
+
+
+@pytest.mark.parametrize("policy", GROWING)
+@pytest.mark.parametrize("next_is_free", [True, False])
+def test_a_request_grows_into_the_next_page_if_it_is_free(policy, next_is_free):
+    scheduler = decoding(policy, 4, 12, (4, 0.0, 2), max_len=12)
+    [request] = scheduler.running
+    taken = scheduler.pages.allocate(2)
+    assert (request.pages, taken) == ([0], [1, 2])
+    scheduler.pages.free(taken[: int(next_is_free)])  # most of the free pages are behind page 2
+    scheduler.next_batch()
+    assert request.pages == ([0, 1] if next_is_free else [0, 3])
+
+
+@pytest.mark.parametrize("policy", GROWING)
+@pytest.mark.parametrize("page_size, pages", [(1, 24), (4, 6), (4, 9), (8, 3), (1, 60), (4, 40)])
+def test_a_little_memory_is_enough(policy, page_size, pages):
+    rng = random.Random(1)
+    requests = [(rng.randint(1, 12), rng.randint(1, 12)) for _ in range(30)]
+    history, victims = simulate(policy, requests, 8, 6, page_size, pages, max_len=24)
+    assert bool(victims) == (page_size * pages < 100)  # or this test would test nothing
+    # each token once, and those of the victims again: they begin at their first token
+    first = list(dict.fromkeys(i for batch in history for i in batch))
+    assert first == sorted(first)
+
+
+@pytest.mark.parametrize("policy", WHOLE)
+def test_who_has_max_len_reserved_is_never_preempted(policy):
+    requests = [(n % 12 + 1, n % 7 + 1) for n in range(20)]
+    assert simulate(policy, requests, 8, 6, page_size=4, pages=13, max_len=24)[1] == []
+
+
+@EVERY
+def test_the_watermark_is_left_to_those_who_run(policy):
+    scheduler, _ = queue(policy, 250, 1, (50, 0), (50, 0), max_len=50)
+    assert scheduler.admit() and scheduler.pages.num_free == 200
+    taken = scheduler.pages.allocate(149)  # 51 are free, and a hundredth of 250 is 2
+    assert bool(scheduler.admit()) == (policy in WHOLE)
+    scheduler.pages.free(taken[:1])
+    assert policy in WHOLE or scheduler.admit() and scheduler.pages.num_free == 2
+
+
+@EVERY
+def test_who_is_alone_may_have_every_page(policy):
+    scheduler, _ = queue(policy, 200, 1, (200, 0), (1, 0))
+    assert scheduler.admit() and scheduler.pages.num_free == 0 and scheduler.admit() is None
+
+
+@EVERY
+def test_the_head_of_the_line_is_not_overtaken(policy):
+    scheduler, (first, long, short) = queue(policy, 10, 4, (8, 9), (36, 4), (1, 1))
+    assert [chunk.request for chunk in scheduler.next_batch()] == [first]
+    assert scheduler.admit() is None and list(scheduler.waiting) == [long, short]
+    scheduler.finish(first, "abort")
+    assert scheduler.admit() is long
+
+
+@EVERY
+def test_memory_must_hold_one_request_of_max_len(policy):
+    for page_size, pages in ((33, 1), (16, 3), (1, 33)):
+        scheduler, _ = queue(policy, pages, page_size, max_len=33)
+        scheduler.check_fits(30, 3)
+        with pytest.raises(ValueError, match="of 30 tokens .* max_new_tokens=4.*max_len=33"):
+            scheduler.check_fits(30, 4)
+    for page_size, pages, needed in ((16, 2, 3), (1, 32, 33)):
+        message = f"pages={pages}: a request of max_len=33 takes {needed} pages"
+        with pytest.raises(ValueError, match=message):
+            queue(policy, pages, page_size, max_len=33)
+
+
+@given(st.data(), st.integers(1, 24))
+def test_pages_are_a_set_of_which_some_are_taken(data, total):
+    pages, free, tables = Pages(total, 4), set(range(total)), []
+    for _ in range(data.draw(st.integers(0, 30))):
+        action = data.draw(st.sampled_from(["new", "grow", "free", "free one"]))
+        table = data.draw(st.sampled_from(tables)) if tables and action != "new" else []
+        if not table:
+            count = data.draw(st.integers(1, total + 1))
+            runs = "".join(".x"[i in free] for i in range(total)).split(".")
+            got = pages.allocate(count)
+            assert (got is None) == (count > len(free))
+            if got:
+                assert len(got) == count and free.issuperset(got)
+                # consecutive where that is possible
+                assert got == list(range(got[0], got[0] + count)) or count > max(map(len, runs))
+                tables.append(got)
+        elif action == "grow":
+            got, following = pages.allocate(1, after=table[-1]), table[-1] + 1
+            assert (got is None) == (not free)
+            if got:
+                assert len(got) == 1 and (got == [following] or following not in free)
+                assert free.issuperset(got)
+                table += got
+        else:
+            given_back = table[-1:] if action == "free one" else data.draw(st.permutations(table))
+            pages.free(given_back)
+            with pytest.raises(RuntimeError, match=f"page {given_back[0]} "):
+                pages.free(given_back)
+            del table[len(table) - len(given_back) :]
+            tables = [table for table in tables if table]
+        taken = [page for table in tables for page in table]
+        free = set(range(total)).difference(taken)
+        assert len(taken) + len(free) == total  # none twice
+        assert pages.num_free == len(free)
+        pages.check_integrity(tables)
+    assert [pages.needed(tokens) for tokens in (0, 1, 4, 5, 8, 9)] == [0, 1, 1, 2, 2, 3]
+    for table in tables:
+        pages.free(table)
+    assert pages.allocate(total) == list(range(total))  # all runs have joined
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda pages: pages._owned.discard(2),  # a leak
+        lambda pages: pages._owned.add(0),  # free and owned
+        lambda pages: pages._owned.add(9),  # there is no such page
+        lambda pages: pages._runs.clear(),
+        lambda pages: pages._runs.update({5: 7}),  # free twice
+        lambda pages: pages._starts.clear(),
+        lambda pages: setattr(pages, "num_free", 4),
+    ],
+)
+def test_integrity_is_checked(damage):
+    pages = Pages(8, 4)
+    table = pages.allocate(4)
+    assert pages.allocate(5) is None
+    pages.free([table.pop(0)])
+    with pytest.raises(RuntimeError, match="page 0 was freed but is not owned"):
+        pages.free([0])
+    pages.check_integrity([table])
+    for tables in ([], [table[:2]], [table, [3]], [table, [4]], [[1, 2, 2]]):
+        with pytest.raises(RuntimeError, match="block tables"):
+            pages.check_integrity(tables)
+    damage(pages)
+    with pytest.raises(RuntimeError, match="leaked or shared"):
+        pages.check_integrity()
+
+
+NONSENSE = "sarathi chunk max_batch max_len tile, dynamic tile tbt_slo, priority ttft_slo ageing"
+
+
+def test_bad_options_are_refused():
+    with pytest.raises(ValueError, match="policy='sarati'.*sarathi-serve"):
+        queue("sarati", 2, 16)
+    for policy, *options in map(str.split, NONSENSE.split(",")):
+        for option in options:
+            with pytest.raises(ValueError, match=f"{option}=0: must be a"):
+                queue(policy, 2, 16, **{option: 0})
+    for policy, option in (("orca", "prefills"), ("orca", "tile"), ("sarathi-serve", "tbt_slo")):
+        with pytest.raises(ValueError, match=f"{option}=1: policy '{policy}' has no such option"):
+            queue(policy, 2, 16, **{option: 1})
+
+
+@EVERY
+def test_the_work_of_schedule_does_not_grow_with_the_line(policy):
+    def calls_in_schedule(waiting):
+        requests = [(8, 9, 0.0, frozenset(), None, i % 4) for i in range(8 + waiting)]
+        options = dict(chunk=16, max_batch=8, max_len=64, clock=lambda: 0.0)
+        scheduler, _ = queue(policy, 40, 16, *requests, **options)
+        for _ in range(3):  # all that run decode
+            advance(scheduler, scheduler.next_batch())
+        scheduler.finish(scheduler.running[0], "abort")  # there is room for one
+        calls = []
+        sys.setprofile(lambda frame, event, arg: calls.append(event))
+        try:
+            scheduler.next_batch()
+        finally:
+            sys.setprofile(None)
+        return len(calls)
+
+    assert calls_in_schedule(10) == calls_in_schedule(1000)

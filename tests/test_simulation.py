@@ -1,0 +1,535 @@
+"""Policies on a clock that only counts: nothing is lost or early, and an engine decides the same.
+
+All times here are sums of binary fractions, unless a CostModel makes them: no sum is rounded, and
+== may be asked.
+"""
+
+import random
+from collections import Counter, defaultdict
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+from engine import Engine
+from experiments.run import LoadRun, serve
+from experiments.workload import Arrival, prompts
+from policies import POLICIES
+from policies.config import EngineConfig
+from simulator.cost_model import CostModel
+from simulator.devices import DEVICES, GEOMETRIES
+from simulator.simulation import Simulation, bubble_kinds, simulate
+from tests.helpers import tiny_model
+
+MODEL = tiny_model()
+# pages for each micro-batch: for max_batch requests of max_len, and for hardly more than one
+AMPLE, LITTLE = 32, 10
+CONFIG = EngineConfig("vllm", chunk=8, max_batch=4, max_len=32, page_size=4, pages=AMPLE)
+GROWING = [name for name in POLICIES if not POLICIES[name].reserves_max_len]  # page by page
+SHAPES = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)]  # stages of a pipeline, and replicas
+in_all_shapes = pytest.mark.parametrize("pp, replicas", SHAPES)
+under_all_policies = pytest.mark.parametrize("policy", POLICIES)
+
+
+class Law:
+    """The cost of a batch: `seconds` of it on every stage, on odd ones half more if `uneven`."""
+
+    cpu_s, tile = 0.0, 1
+
+    def __init__(self, pp=1, hop=0.0, seconds=None, uneven=False):
+        self.pp, self.hop, self.seconds, self.uneven = pp, hop, seconds or by_tokens, uneven
+
+    def stages(self, batch):
+        seconds, more = self.seconds(batch), 1.5 if self.uneven else 1
+        return [seconds * (more if stage % 2 else 1) for stage in range(self.pp)], self.hop
+
+
+def by_tokens(batch):
+    """Flat for a few tokens, then as many as there are, and time for each (query, key) pair."""
+    tokens = sum(length for _, _, length in batch)
+    return max(8, tokens) / 64 + sum(length * (start + 1) for _, start, length in batch) / 1024
+
+
+def random_arrivals(seed, count=16, mean_gap=0.25):
+    """Requests of 2 to 32 tokens, at random multiples of 1 / 1024 s, or some of them at once."""
+    rng, time, arrivals = random.Random(seed), 0, []
+    for _ in range(count):
+        time += rng.choice([0, 1]) * round(1024 * rng.expovariate(1 / mean_gap)) if mean_gap else 0
+        arrivals.append(Arrival(time / 1024, rng.randint(1, 20), rng.randint(1, 12)))
+    return arrivals
+
+
+def at_once(*lengths, time=0.0):
+    return [Arrival(time, *pair) for pair in lengths]
+
+
+def simulated(policy, pp, replicas, seed, pages, mean_gap):
+    """A law, 16 requests for each micro-batch of a pipeline, and all that was seen of them."""
+    law, arrivals = Law(pp, 1 / 64, uneven=True), random_arrivals(seed, 16 * pp, mean_gap)
+    config = replace(CONFIG, policy=policy, pages=pp * pages)
+    return law, arrivals, simulate(law, config, arrivals, replicas=replicas, timeline=True)
+
+
+def replay(result, arrivals, law):
+    """Follow the chunks of a run, check at the end that tokens came as their batches left.
+
+    Yields for each batch its Iteration, its StageRuns, the ids of all that run in its micro-batch
+    before it, those of them that decode, the batch as (id, start, length), and what runs in all
+    micro-batches: (replica, number) -> ids.
+    """
+    computed, times, running = Counter(), [[] for _ in arrivals], defaultdict(set)
+    assert len(result.stage_runs) == law.pp * len(result.run.iterations)
+    known = lambda i: arrivals[i].prompt_len + len(times[i])
+    for n, iteration in enumerate(result.run.iterations):
+        runs = result.stage_runs[n * law.pp : (n + 1) * law.pp]
+        mine = running[runs[0].replica, runs[0].micro_batch]
+        for i in iteration.preempted:
+            mine.remove(i)
+            computed[i] = 0
+        decoding = {i for i in mine if times[i] and computed[i] + 1 == known(i)}
+        batch = [(i, start, length) for i, start, length, _ in iteration.chunks]
+        assert batch == [(i, computed[i], length) for i, _, length in batch]
+        yield iteration, runs, set(mine), decoding, batch, running
+        for i, _, length, is_decode in iteration.chunks:
+            assert is_decode == (i in decoding)
+            mine.add(i)
+            computed[i] += length
+            if computed[i] == known(i):
+                times[i].append(runs[-1].end)
+                if len(times[i]) == arrivals[i].output_len:
+                    mine.remove(i)
+    assert [completion.token_times for completion in result.run.completions] == times
+
+
+# --------------------------------------------------------------------------------------------------
+# nothing is lost
+
+
+def checked(scheduler):
+    """The scheduler, whose batches are checked before they are computed."""
+    schedule, pages = scheduler.schedule, scheduler.pages
+
+    def checked_schedule():
+        batch = schedule()
+        pages.check_integrity([request.pages for request in scheduler.running])  # only its share
+        assert 0 < len(batch) <= len(scheduler.running) <= CONFIG.max_batch
+        for request, start, length in batch:
+            assert start == request.num_computed
+            assert start + length <= len(request.pages) * pages.page_size
+        return batch
+
+    scheduler.schedule = checked_schedule
+    return scheduler
+
+
+@in_all_shapes
+@pytest.mark.parametrize("pages", [AMPLE, LITTLE])
+@under_all_policies
+def test_every_token_is_computed_once_and_all_memory_comes_back(policy, pages, pp, replicas):
+    preemptions, config = 0, replace(CONFIG, policy=policy, pages=pp * pages)
+    for seed, mean_gap in ((0, 0.25), (1, 0.0), (2, 2.0)):
+        arrivals, ended = random_arrivals(seed, 24 * pp, mean_gap), []
+        simulation = Simulation(Law(pp, 1 / 64, uneven=True), config, replicas=replicas)
+        schedulers = [checked(scheduler) for scheduler in simulation.schedulers]
+        run = LoadRun(simulation, arrivals, progress=partial(ended.append, 1)).run()
+        result, computed = simulation.result(run), Counter()
+        for iteration in run.iterations:
+            for i, _, length, _ in iteration.chunks:
+                computed[i] += length
+        for i, (arrival, done) in enumerate(zip(arrivals, run.completions, strict=True)):
+            found = done.request_id, done.finish_reason, done.arrival, len(done.prompt)
+            assert found == (i, "length", arrival.time, arrival.prompt_len)
+            assert len(done.tokens) == len(done.token_times) == arrival.output_len
+            once = arrival.prompt_len + arrival.output_len - 1
+            assert computed[i] == once + done.recomputed_tokens
+            assert bool(done.preemptions) == bool(done.recomputed_tokens)
+            assert arrival.time <= done.scheduled < done.token_times[0]
+            assert all(gap > 0 for gap in done.tbt)
+        preempted = Counter(i for iteration in run.iterations for i in iteration.preempted)
+        assert all(preempted[i] == done.preemptions for i, done in enumerate(run.completions))
+        preemptions += preempted.total()
+        assert result.tokens == computed.total() and result.batches == len(run.iterations)
+        assert run.seconds == max(done.token_times[-1] for done in run.completions)
+        assert len(ended) == len(arrivals) and not run.refused and run.cut_short is None
+        assert len(schedulers) == pp * replicas and not schedulers[0].waiting
+        for its in schedulers:
+            assert its.waiting is schedulers[0].waiting and not its.running
+            assert its.requests is schedulers[0].requests and not its.requests
+            assert its.pages.total == its.pages.num_free == pages
+            its.pages.check_integrity([])
+    assert bool(preemptions) == (policy in GROWING and pages == LITTLE)  # or it tests nothing
+
+
+# --------------------------------------------------------------------------------------------------
+# nothing is early
+
+
+@in_all_shapes
+@under_all_policies
+def test_no_batch_starts_before_its_stage_its_requests_and_its_micro_batch_are_ready(
+    policy, pp, replicas
+):
+    for seed, mean_gap in enumerate((0.0, 0.1, 0.25, 1.0)):
+        pages = (AMPLE, LITTLE)[seed % 2]
+        law, arrivals, result = simulated(policy, pp, replicas, seed, pages, mean_gap)
+        free, left, busy = Counter(), Counter(), Counter()
+        for iteration, runs, mine, decoding, batch, _ in replay(result, arrivals, law):
+            ids = {i for i, *_ in batch}
+            promises = {"sarathi-serve": decoding <= ids, "request-level": mine in (set(), ids)}
+            assert promises.get(policy, True)  # in each micro-batch
+            [micro_batch] = {(run.replica, run.micro_batch) for run in runs}
+            seconds, hop = law.stages(batch)
+            ready, came = runs[0].start, max(arrivals[i].time for i, _, _ in batch)
+            assert ready >= max(left[micro_batch], free[micro_batch[0], 0], came)
+            assert [run.stage for run in runs] == list(range(pp))
+            for run in runs:
+                stage = run.replica, run.stage
+                assert run.start == max(ready, free[stage])
+                assert run.end == run.start + seconds[run.stage]
+                assert run.chunks == iteration.chunks and 0 <= run.bubble <= run.start - free[stage]
+                ready, free[stage] = run.end + hop, run.end
+                busy[stage] += seconds[run.stage]
+            left[micro_batch] = runs[-1].end
+            assert (iteration.start, iteration.end) == (runs[0].start, runs[-1].end)
+        assert result.busy == busy
+        assert max(busy.values()) <= result.run.seconds == max(left.values())
+        share = sum(busy.values()) / pp / replicas / result.run.seconds
+        assert result.utilisation == pytest.approx(share)
+
+
+def gaps(policy, pp, replicas, seed, mean_gap):
+    """Each time that a stage was idle: (the StageRun that ended it, from when, who had work).
+
+    That is "all" if all micro-batches of its pipeline had requests all the time, "not all" if one
+    had none all the time (told only of the first stage), and None for what lies between.
+    """
+    law, arrivals, result = simulated(policy, pp, replicas, seed, LITTLE, mean_gap)
+    free, left, found, charged = {}, Counter(), [], Counter()
+    for iteration, runs, mine, _, _, running in replay(result, arrivals, law):
+        replica, number = runs[0].replica, runs[0].micro_batch
+        others = [(replica, other) for other in range(replica * pp, (replica + 1) * pp)]
+        others.remove((replica, number))
+        all_had = mine and all(running[other] for other in others)
+        for run in runs:
+            charged.update({i: run.bubble for i, *_ in iteration.chunks})
+            since = free.get((replica, run.stage))
+            if since is None:
+                assert not run.bubble  # before its first batch a stage waits for nothing
+            elif run.start > since:
+                none = any(not running[m] and left[m] <= since for m in others)
+                none |= not mine and left[replica, number] <= since
+                work = "all" if all_had else "not all" if none and not run.stage else None
+                found.append((run, since, work))
+            free[replica, run.stage] = run.end
+        left[replica, number] = runs[-1].end
+    assert result.bubbles == [charged[i] for i in range(len(arrivals))]
+    return found
+
+
+@in_all_shapes
+@under_all_policies
+def test_a_bubble_is_the_time_that_a_stage_was_idle_though_all_had_work(policy, pp, replicas):
+    found = [gap for seed in range(3) for gap in gaps(policy, pp, replicas, seed, mean_gap=0.0)]
+    bubbles = [(run.bubble, run.start - since) for run, since, work in found if work == "all"]
+    assert all(bubble == idle for bubble, idle in bubbles) and (len(bubbles) > 20 or pp == 1)
+    # and it is none while a micro-batch has no requests
+    found = [gap for seed in range(3) for gap in gaps(policy, pp, replicas, seed, mean_gap=1.0)]
+    found = [run for run, _, work in found if work == "not all"]
+    assert len(found) > 3 and not any(run.bubble for run in found)
+
+
+# --------------------------------------------------------------------------------------------------
+# two other clocks
+
+
+def one_token_at_a_time(policy, arrivals, chunk, max_batch):
+    """The token times of one stage with ample memory. Every token is put in its batch by itself."""
+    now, running, computed, times = 0.0, [], Counter(), [[] for _ in arrivals]
+    known = lambda i: arrivals[i].prompt_len + len(times[i])
+    ended = lambda i: len(times[i]) == arrivals[i].output_len
+    while left := [i for i in range(len(arrivals)) if not ended(i)]:
+        waiting = [i for i in left if arrivals[i].time <= now and i not in running]
+        if not running and not waiting:
+            now = min(arrivals[i].time for i in left)
+            continue
+        begun = [i for i in running if not times[i]]
+        admitted = waiting[: max_batch - len(running)]
+        batch = Counter()
+        if policy != "vllm" or not admitted:
+            batch.update(i for i in running if times[i])
+        full = lambda batch=batch: policy == "sarathi-serve" and batch.total() >= chunk
+        for i in begun + admitted:
+            while computed[i] + batch[i] < known(i) and not full():
+                batch[i] += 1
+        chunks = [(i, computed[i], length) for i, length in batch.items() if length]
+        now += by_tokens(chunks)
+        for i, start, length in chunks:
+            computed[i] = start + length
+            if i not in running:
+                running.append(i)
+            if computed[i] == known(i):
+                times[i].append(now)
+                if ended(i):
+                    running.remove(i)
+    return times
+
+
+@pytest.mark.parametrize("policy", ["vllm", "orca", "sarathi-serve"])
+def test_token_times_are_those_of_a_loop_over_single_tokens(policy):
+    for seed in range(40):
+        rng = random.Random(seed)
+        arrivals = random_arrivals(seed, rng.randint(1, 30), rng.choice([0.0, 0.1, 0.3, 1.0]))
+        chunk, max_batch = rng.randint(1, 24), rng.randint(1, 6)
+        sizes = dict(chunk=chunk, max_batch=max_batch, pages=max_batch * 8)
+        run = simulate(Law(), replace(CONFIG, policy=policy, **sizes), arrivals).run
+        expected = one_token_at_a_time(policy, arrivals, chunk, max_batch)
+        assert [completion.token_times for completion in run.completions] == expected
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that advances by what is slept and what batches take in a simulation: `time`."""
+    clock, compute = SimpleNamespace(time=0.0), Engine._compute
+
+    def sleep(seconds):
+        clock.time += seconds
+
+    def takes_its_time(engine, batch, start):
+        sleep(by_tokens(batch))
+        return compute(engine, batch, start)
+
+    monkeypatch.setattr(Engine, "_compute", takes_its_time)
+    clock.sleep, clock.now = sleep, lambda: clock.time
+    return clock
+
+
+def seen_of(run):
+    """A Run without what a simulation does not know: tokens, but for their number, and `launch`."""
+    lengths = lambda done: dict(prompt=len(done.prompt), tokens=len(done.tokens))
+    completions = [replace(done, **lengths(done)) for done in run.completions]
+    iterations = [iteration._replace(launch=None) for iteration in run.iterations]
+    return run._replace(completions=completions, iterations=iterations, own_fraction=None)
+
+
+SERVED = [  # policy, options, pages, max_waiting
+    ("request-level", {}, AMPLE, None),
+    ("orca", {}, AMPLE, 3),
+    ("orca-best", {}, LITTLE, None),
+    ("vllm", {}, LITTLE, None),
+    ("sarathi", {"tile": 4}, AMPLE, 2),
+    ("sarathi-serve", {}, AMPLE, 2),
+    ("sarathi-serve", {}, LITTLE, 6),
+    ("dynamic", {"tbt_slo": 0.25}, LITTLE, None),
+    ("chunked-only", {}, LITTLE, 4),
+    ("hybrid-only", {}, LITTLE, None),
+    ("priority", {"ttft_slo": 1.0, "ageing": 2.0}, LITTLE, None),
+]
+
+
+@pytest.mark.parametrize("policy, options, pages, line", SERVED)
+def test_the_engine_makes_the_same_schedule(policy, options, pages, line, clock, monkeypatch):
+    if policy in ("priority", "dynamic"):
+        monkeypatch.setattr(Engine, "warm_up", lambda engine: None)  # these would learn from it
+    config = replace(CONFIG, policy=policy, pages=pages, max_waiting=line, options=options)
+    preemptions = refused = 0
+    for seed in range(3):
+        rng, classes = random.Random(seed), ["realtime", "high", "normal", "low"]
+        arrivals = [
+            arrival._replace(priority=rng.choice(classes), tbt_slo=rng.choice([None, 0.5]))
+            for arrival in random_arrivals(seed, 16, 0.3)
+        ]
+        tokens = prompts(arrivals, MODEL.config.vocab_size, seed)
+        real = serve(MODEL, config, arrivals, tokens, now=clock.now, sleep=clock.sleep)
+        assert seen_of(simulate(Law(), config, arrivals).run) == seen_of(real)
+        preemptions += sum(c.preemptions for c in real.completions)
+        refused += real.refused
+    assert bool(preemptions) == (policy in GROWING and pages == LITTLE)
+    assert bool(refused) == (line is not None)
+
+
+# --------------------------------------------------------------------------------------------------
+# pipelines, by hand
+
+# one request in a micro-batch
+ALONE = EngineConfig("orca", chunk=32, max_batch=1, max_len=32, page_size=32, pages=8)
+
+
+def alone(arrivals, pp=1, hop=0.0, seconds=lambda batch: 1.0, config=ALONE, **more):
+    """A simulation of batches of one request, of one second on each stage if not told otherwise."""
+    return simulate(Law(pp, hop, seconds), config, arrivals, **more)
+
+
+@pytest.mark.parametrize("start, hop", [(0.0, 0.0), (7.0, 0.0), (0.0, 0.25), (7.0, 0.25)])
+@in_all_shapes
+def test_equal_batches_fill_the_pipeline(pp, replicas, start, hop):
+    # an iteration takes pp + (pp - 1) * hop. Each of the pp micro-batches has one request at a
+    # time: all of them are in flight, one second apart, and when the first leaves the last stage,
+    # the last has left the first stage
+    iteration, requests, output = pp + (pp - 1) * hop, 2 * 2 * pp, 5
+    arrivals = at_once(*[(3, output)] * requests, time=start)
+    result = alone(arrivals, pp, hop, replicas=replicas)
+    rounds = requests * output // pp // replicas  # each micro-batch makes one batch in each
+    assert result.batches == rounds * pp * replicas
+    assert result.run.seconds == start + rounds * iteration + pp - 1
+    stages = [(replica, stage) for replica in range(replicas) for stage in range(pp)]
+    assert result.busy == dict.fromkeys(stages, rounds * pp)
+    # once in each round but the first a stage waits, for what the hops took
+    assert sum(result.bubbles) == replicas * (rounds - 1) * pp * (pp - 1) * hop
+    assert all(tbt == iteration for completion in result.run.completions for tbt in completion.tbt)
+
+
+def test_unequal_batches_leave_bubbles():
+    # seconds on each of two stages: A 1, B 3, C 2, D 1. C waits for stage 0, D for B on stage 1
+    #   stage 0   A 0-1   B 1-4           C 4-6   (idle 6-7)   D 7-8
+    #   stage 1   A 1-2   (idle 2-4)      B 4-7    C 7-9       D 9-10
+    arrivals, seconds = at_once((1, 1), (3, 1), (2, 1), (1, 1)), lambda batch: batch[0].length
+    result = alone(arrivals, 2, seconds=seconds, timeline=True)
+    assert [run[1:6] for run in result.stage_runs] == [
+        *((0, 0, 0, 1, 0), (1, 0, 1, 2, 0)),  # A: stage, micro-batch, start, end, bubble
+        *((0, 1, 1, 4, 0), (1, 1, 4, 7, 2)),
+        *((0, 0, 4, 6, 0), (1, 0, 7, 9, 0)),
+        *((0, 1, 7, 8, 1), (1, 1, 9, 10, 0)),
+    ]
+    assert result.bubbles == [0, 2, 0, 1]
+    assert [done.token_times for done in result.run.completions] == [[2], [7], [9], [10]]
+    assert result.busy == {(0, 0): 7, (0, 1): 7} and result.utilisation == 14 / 20
+    waited = [result.stage_runs[3], result.stage_runs[6]]
+    assert bubble_kinds(result.stage_runs) == [(run, "PB1") for run in waited]
+
+
+def test_bubbles_are_of_three_kinds():
+    # A and B have three tokens each. Seconds on each stage: prefills A 1, B 3; decodes a 2, 3,
+    # b 1, 1
+    #   stage 0   A 0-1   B 1-4       a 4-6   (idle 6-7)   b 7-8   (idle 8-9)     a 9-12   b 12-13
+    #   stage 1   A 1-2   (idle 2-4)  B 4-7    a 7-9       b 9-10  (idle 10-12)   a 12-15  b 15-16
+    takes = {("A", 0): 1, ("B", 0): 3, ("A", 1): 2, ("B", 3): 1, ("A", 2): 3, ("B", 4): 1}
+    seconds = lambda batch: takes["AB"[batch[0].request.id], batch[0].start]
+    result = alone(at_once((1, 3), (3, 3)), 2, seconds=seconds, timeline=True)
+    kinds = [(r.stage, r.start, r.bubble, kind) for r, kind in bubble_kinds(result.stage_runs)]
+    assert kinds == [(1, 4, 2, "PB1"), (0, 7, 1, "PB2"), (0, 9, 1, "PB3"), (1, 12, 2, "PB3")]
+    assert result.bubbles == [3, 3] and result.run.seconds == 16
+
+
+def test_a_request_that_comes_later_has_missed_nothing():
+    # one request decodes alone on two stages, a second comes at 5.5: stage 0 was idle since 5
+    # because there was nothing to do, stage 1 is idle from 6 until the second gets there at 6.5,
+    # and both had work all that time
+    runs = alone([Arrival(0.0, 1, 8), Arrival(5.5, 1, 1)], 2, timeline=True).stage_runs
+    second = [run for run in runs if run.chunks[0][0] == 1]
+    assert [(run.stage, run.start, run.bubble) for run in second] == [(0, 5.5, 0), (1, 6.5, 0.5)]
+
+
+def test_who_has_waited_longest_for_the_first_stage_goes_first():
+    # B keeps stage 0 of 3 from 2.5 to 3.5. C comes at 2.75, A has left the last stage at 3
+    arrivals = [Arrival(0.0, 1, 2), Arrival(2.5, 1, 1), Arrival(2.75, 1, 1)]
+    run = alone(arrivals, 3).run
+    assert [done.token_times for done in run.completions] == [[3, 7.5], [5.5], [6.5]]
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_the_cpu_takes_its_time_on_every_stage(pp):
+    gpt3 = GEOMETRIES["gpt3-175b"], DEVICES["a100-80gb"]
+    costs = [CostModel(*gpt3, tp=8, pp=pp, cpu_s=cpu_s) for cpu_s in (0.125, 0.0)]
+    with_cpu, without = [simulate(cost, ALONE, at_once((3, 5))) for cost in costs]
+    for stage in range(pp):
+        assert with_cpu.busy[0, stage] == pytest.approx(without.busy[0, stage] + 5 * 0.125)
+    assert with_cpu.run.seconds == pytest.approx(without.run.seconds + 5 * pp * 0.125)
+    assert all(i.launch == i.start + 0.125 for i in with_cpu.run.iterations)
+    own = 5 * pp * 0.125 / sum(with_cpu.busy.values())
+    assert with_cpu.run.own_fraction == pytest.approx(own) and without.run.own_fraction == 0
+
+
+def test_a_simulation_is_a_server():
+    # as run.py says: two micro-batches of one stage each; add and abort by hand
+    simulation = Simulation(Law(seconds=lambda batch: 1.0), ALONE, replicas=2)
+    assert simulation.ready_at() == 0.0 and simulation.step() == [] == simulation.step()
+    assert simulation.ready_at() == float("inf") and simulation.last_iteration is None
+    simulation.wait_until(2.5)
+    assert simulation.clock() == 2.5
+    for i in range(3):
+        simulation.add(i, Arrival(2.5, 2, 3))
+    assert simulation.ready_at() == 2.5
+    (event,) = simulation.step()
+    assert event[:4] == (0, 0, None, None)
+    assert simulation.last_iteration.chunks == [(0, 0, 2, False)]
+    assert simulation.ready_at() == 2.5 and simulation.step()[0].request_id == 1
+    assert simulation.ready_at() == 3.5
+    running, waiting = simulation.abort(1), simulation.abort(2)
+    assert (running.finish_reason, running.token_times) == ("abort", [3.5])
+    assert (waiting.finish_reason, waiting.token_times) == ("abort", [])
+    events = [event for _ in range(3) for event in simulation.step()]
+    assert [event.request_id for event in events] == [0, 0]
+    assert events[1].finish_reason == "length" and events[1].completion.token_times[-1] == 5.5
+    assert all(s.pages.num_free == s.pages.total for s in simulation.schedulers)
+
+
+def test_who_has_been_idle_longest_takes_the_next_request():
+    run = alone([Arrival(2.0 * i, 1, 1) for i in range(4)], replicas=2).run
+    assert [iteration.micro_batch for iteration in run.iterations] == [0, 1, 0, 1]
+
+
+def test_what_one_micro_batch_preempts_another_takes_at_once():
+    # two requests of 3 + 5 tokens run on one replica, whose 8 tokens of memory are full at 2; the
+    # other has been idle since 0 and computes the newer one again, so that it misses no token
+    config = replace(CONFIG, max_len=8, page_size=1, pages=8)
+    run = alone(at_once((3, 5), (3, 5)), config=config, replicas=2).run
+    assert [done.token_times for done in run.completions] == 2 * [[1, 2, 3, 4, 5]]
+    lost = [(done.preemptions, done.recomputed_tokens) for done in run.completions]
+    assert lost == [(0, 0), (1, 4)]
+
+
+def test_a_budget_is_of_whole_tiles_of_the_device_unless_told_otherwise():
+    cost = CostModel(GEOMETRIES["gpt3-175b"], DEVICES["a100-80gb"], tp=8)
+    for options, budget in (({}, 256), ({"tile": 1}, 300)):
+        config = replace(CONFIG, policy="sarathi", chunk=300, options=options)
+        assert Simulation(cost, config).schedulers[0].budget == budget
+
+
+# --------------------------------------------------------------------------------------------------
+# what is refused
+
+
+TAKES = "a request of max_len=32 takes 8 pages"
+BAD = [
+    (dict(replicas=0), "replicas=0"),
+    (dict(replicas=1.5), "replicas=1.5"),
+    (dict(policy="fifo"), "policy='fifo'.*sarathi-serve"),
+    (dict(options={"prefills": 1}), "prefills=1: policy 'vllm' has no such option"),
+    (dict(options={"tile": 1}), "tile=1: policy 'vllm' has no such option"),
+    (dict(policy="sarathi", options={"tile": 0}), "tile=0"),
+    (dict(arrivals=at_once((3, 4), (20, 13))), "prompt of 20 .* max_new_tokens=13.*max_len=32"),
+    (dict(policy="sarathi", chunk="auto"), "chunk='auto': must be a whole number"),
+    (dict(pages=7), f"pages=7: {TAKES}"),
+    (dict(cost=Law(2), pages=15), f"pages=7: {TAKES}"),  # enough for one, but not in each half
+]
+BAD += [({name: None}, f"{name}=None") for name in ("max_batch", "max_len", "page_size", "pages")]
+
+
+@pytest.mark.parametrize("changes, message", BAD)
+def test_bad_arguments_are_refused(changes, message):
+    def served(cost=Law(), arrivals=at_once((3, 4)), replicas=1, **config):
+        return simulate(cost, replace(CONFIG, **config), arrivals, replicas=replicas).run
+
+    assert len(served().completions[0].token_times) == 4
+    with pytest.raises(ValueError, match=message):
+        served(**changes)
+
+
+REFUSED = [  # replicas, times of arrivals, who is refused
+    # one request runs from 0 to 1, the next waits from 0.5 to 1 and runs to 2, the next waits from
+    # 1.25 on
+    (1, (0.0, 0.5, 0.75, 0.875, 1.25, 1.5), [2, 3, 5]),
+    # two run, from 0 to 1 and from 0.25 to 1.25. The next waits from 0.5 to 1, then one from 1.125
+    (2, (0.0, 0.25, 0.5, 0.75, 1.125, 1.1875), [3, 5]),
+    (2, (0.0, 0.0, 0.0), [1, 2]),  # nobody is taken before all that came at once have looked at it
+]
+
+
+@pytest.mark.parametrize("replicas, times, refused", REFUSED)
+def test_a_full_line_refuses(replicas, times, refused):
+    arrivals, config = [Arrival(time, 1, 1) for time in times], replace(ALONE, max_waiting=1)
+    run = alone(arrivals, config=config, replicas=replicas).run
+    reasons = [completion.finish_reason for completion in run.completions]
+    assert reasons == ["abort" if i in refused else "length" for i in range(len(times))]
+    assert run.refused == len(refused) and not any(run.completions[i].token_times for i in refused)

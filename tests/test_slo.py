@@ -1,0 +1,177 @@
+"""The one-time profile: what it times, what it chooses, what chunk="auto" makes of it.
+
+No clock is believed.
+"""
+
+import pytest
+
+from engine import Engine, Runner
+from policies import slo
+from policies.priority import PRIORITIES
+from policies.slo import Profiled, choose_budget, hybrid_spans
+from sampling import SamplingParams
+from tests.helpers import alone, poisoned_cache, tiny_model
+
+
+@pytest.fixture
+def law(monkeypatch):
+    """Replaces the stopwatch by a law; collects the cases it was asked for."""
+    real, asked = slo.time_iterations, []
+
+    def set_law(seconds):
+        def timed(runner, cases, repeats=2):
+            asked.extend(cases)
+            if runner is not None:
+                assert len(real(runner, cases, 1)) == len(cases)  # they can be run
+            return [Profiled(*case, seconds(*case)) for case in cases]
+
+        monkeypatch.setattr(slo, "time_iterations", timed)
+        return asked
+
+    return set_law
+
+
+def linear(budget, context, decodes):
+    return 10e-3 + 1e-3 * (budget - decodes) + 1e-6 * decodes * context
+
+
+CASES = [(8, 20, 3), (3, 20, 3), (40, 20, 3), (64, 64, 1), (1, 1, 1)]
+
+
+@pytest.mark.parametrize("page_size", [4, 16, 64])
+@pytest.mark.parametrize("budget, context, decodes", CASES)
+def test_a_hybrid_batch_has_the_tokens_it_says(budget, context, decodes, page_size):
+    cache = poisoned_cache(tiny_model(), 128 // page_size, page_size, max_len=64)
+    spans, chunk = hybrid_spans(cache, budget, context, decodes), budget - decodes
+    assert sum(span.length for span in spans) == budget
+    assert len(spans) == decodes + (chunk > 0)
+    assert all((span.start, span.length) == (context - 1, 1) for span in spans[:decodes])
+    for span in spans[decodes:]:  # ends at the context, or is all there is
+        assert span.end == max(context, chunk) and span.start >= 0
+    for span in spans:
+        assert len(set(span.pages)) == len(span.pages) == -(-span.end // page_size)
+        assert all(0 <= page < cache.pages for page in span.pages)
+    shape = Profiled(budget, context, decodes, 1.0).shape
+    counts = shape.prefill_tokens, shape.decodes, shape.context_tokens
+    assert counts == (chunk, decodes, decodes * context)
+    keys = [span.start + i + 1 for span in spans[decodes:] for i in range(span.length)]
+    assert shape.prefill_pairs == sum(keys)
+
+
+def test_each_case_is_run_and_gets_the_median_of_its_own_times(monkeypatch):
+    runner, now, sizes = Runner(tiny_model(), 4, 64), [0.0], []
+    extra = {3: iter([50.0, 1.0, 2.0, 9.0]), 8: iter([70.0, 5.0, 4.0, 4.5])}  # the first: no count
+    forward = type(runner.model).forward
+
+    def slow(self, batch, cache):
+        sizes.append(len(batch.tokens))
+        now[0] += next(extra[sizes[-1]])
+        return forward(self, batch, cache)
+
+    monkeypatch.setattr(type(runner.model), "forward", slow)
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    rows = slo.time_iterations(runner, [(3, 20, 3), (8, 30, 2)], repeats=3)
+    assert rows == [Profiled(3, 20, 3, 2.0), Profiled(8, 30, 2, 4.5)]
+    assert sizes == [3, 8] * 4  # in turn
+
+
+@pytest.mark.parametrize("policy", ["request-level", "orca", "vllm", "hybrid-only"])
+def test_auto_is_refused_where_prompts_are_not_cut(policy):
+    with pytest.raises(ValueError, match=f"chunk='auto': policy '{policy}' does not cut prompts"):
+        Engine(tiny_model(), policy=policy, chunk="auto", max_batch=2, max_len=32)
+
+
+@pytest.mark.parametrize("tile", [1, 8, 32, 128])
+@pytest.mark.parametrize("decodes", [1, 6, 32])
+@pytest.mark.parametrize("most", [100, 257, 1024])
+def test_the_budget_is_the_largest_of_whole_tiles_that_meets_the_slo(law, tile, decodes, most):
+    asked = law(linear)
+    contexts, tile = (50, 900), min(tile, most)  # a tile is at most all there may be
+    first = (decodes // tile + 1) * tile
+    for target in (0.0101, 0.02, 0.045, 0.08, 0.15, 0.31, 2.0):
+        limits = target, decodes, contexts, tile, most
+        meets = lambda b, t=target: all(linear(b, c, decodes) <= t for c in contexts)
+        every = range(first, max(most, first) + 1, tile)
+        if not any(meets(budget) for budget in every):
+            message = f"tbt_slo={target:.4g}: no token budget meets it, {decodes} decodes"
+            with pytest.raises(ValueError, match=message):
+                choose_budget(None, *limits)
+            continue
+        del asked[:]
+        budget, profile = choose_budget(None, *limits)
+        assert budget == max(filter(meets, every))
+        assert [tuple(row[:3]) for row in profile] == asked  # nothing timed is thrown away
+        assert len({case[0] for case in asked}) <= 2 + 2 * max(1, (most // tile)).bit_length()
+        assert {case[:2] for case in asked} >= {(b, c) for b in (decodes, budget) for c in contexts}
+
+
+def test_the_slowest_context_counts(law):
+    law(lambda budget, context, decodes: 1e-3 * budget * (4 if context == 500 else 1))
+    assert choose_budget(None, 0.4, 4, (100, 500, 900), 4, 4096)[0] == 100
+
+
+PROMPTS = [[7, 8, 9], [1] * 20, [5], [3, 1, 4, 1, 5, 9, 2, 6] * 4, [60, 0, 60]]
+
+
+def auto(policy, **settings):
+    return Engine(tiny_model(), policy=policy, chunk="auto", **settings)
+
+
+@pytest.mark.parametrize("policy", ["sarathi-serve", "sarathi", "dynamic", "priority"])
+def test_auto_finds_a_budget_and_leaves_nothing_behind(policy, monkeypatch):
+    monkeypatch.setattr(slo, "STRICT", 1e6)  # the machine may be busy
+    params = SamplingParams(8, temperature=1.0, seed=3)
+    options = {"tbt_slo": 10.0} if policy in ("dynamic", "priority") else {}
+    engine = auto(policy, max_batch=3, max_len=64, page_size=16, **options)
+    assert not engine.has_work and engine.scheduler.pages.num_free == 12
+    assert engine.config.chunk == engine.scheduler.chunk in (32, 64)
+    assert engine.last_iteration is None
+    engine.runner.cache.data.fill_(float("nan"))
+    done = engine.generate(PROMPTS, params)
+    assert [c.tokens for c in done] == [alone(tiny_model(), prompt, params) for prompt in PROMPTS]
+    assert [c.request_id for c in done] == list(range(5))
+
+
+@pytest.mark.parametrize("policy", ["dynamic", "priority"])
+def test_auto_keeps_its_profile_for_the_dynamic_budget(law, policy):
+    law(linear)
+    scheduler = auto(policy, max_batch=8, max_len=256, tbt_slo=0.1, tile=4).scheduler
+    assert scheduler.chunk == 96  # 10 ms, 1 ms for 8 decodes at 128 keys, 88 tokens in 88 ms
+    assert scheduler.iteration_time.largest_prefill >= 88
+    predicted = scheduler.iteration_time.predict(Profiled(96, 128, 8, 0).shape)
+    assert predicted == pytest.approx(0.1, rel=0.03)
+    for tbt_slo in (0.005, linear(8, 128, 8)):  # below a decode iteration; no room for a chunk
+        message = f"tbt_slo={tbt_slo:.4g}: no token budget meets it, 8 decodes alone take 0.01102 s"
+        with pytest.raises(ValueError, match=message):
+            auto(policy, max_batch=8, max_len=256, tbt_slo=tbt_slo)
+
+
+@pytest.mark.parametrize("policy, tile", [("sarathi-serve", 32), ("sarathi", 1)])
+def test_without_an_slo_auto_takes_the_strict_one(law, policy, tile):
+    law(linear)
+    options = {"tile": tile} if policy == "sarathi" else {}
+    chunk = auto(policy, max_batch=8, max_len=256, **options).scheduler.chunk
+    strict = 5 * linear(32, 128, 32)
+    assert chunk == max(b for b in range(tile, 257, tile) if linear(b, 128, 8) <= strict)
+
+
+@pytest.mark.parametrize("max_len, max_batch", [(1, 1), (2, 3), (20, 40), (33, 40), (64, 40)])
+@pytest.mark.parametrize("policy", ["sarathi-serve", "sarathi", "priority", "chunked-only"])
+def test_auto_works_however_short_the_requests_are(law, policy, max_len, max_batch):
+    law(lambda budget, context, decodes: 1.0)
+    engine = auto(policy, max_batch=max_batch, max_len=max_len)
+    assert engine.scheduler.chunk > min(32, max_batch)
+
+
+@pytest.mark.parametrize("arrival", [float("nan"), float("inf"), "now"])
+@pytest.mark.parametrize("policy", ["sarathi-serve", "priority"])
+def test_a_request_must_arrive_at_a_time(policy, arrival):
+    engine = Engine(tiny_model(), policy=policy, max_batch=2, max_len=16)
+    with pytest.raises(ValueError, match=f"arrival={arrival!r}"):
+        engine.add_request([1], SamplingParams(1), arrival)
+    assert not engine.has_work and not engine.scheduler.waiting
+    for when in (1e12, -1e12):  # another clock's: served all the same
+        for priority in PRIORITIES:
+            engine.add_request([1, 2], SamplingParams(2), arrival=when, priority=priority)
+    while engine.has_work:
+        engine.step()

@@ -1,0 +1,33 @@
+"""Numbers become text in one place."""
+
+import pytest
+
+from experiments.tables import Table, print_table, show
+
+CELLS = [(None, ",.2f", "-"), ("as it is", ",.2f", "as it is"), (1234.567, ",.2f", "1,234.57")]
+CELLS += [(1.333, ".2fx", "1.33x"), (0.5, ".0%", "50%"), (3, "", "3")]
+CELLS += [((2.0, ".0f"), ".2f", "2"), ((None, ".0f"), ".2f", "-")]
+
+
+@pytest.mark.parametrize("value, spec, text", CELLS)
+def test_a_cell_has_the_format_of_its_column_or_its_own(value, spec, text):
+    assert show(value, spec) == text
+
+
+def test_a_table_is_markdown_with_numbers_to_the_right(capsys):
+    columns = {"policy": "", "tokens/s": ",.0f", "gain": ".2fx"}
+    print_table(columns, [["request-level", 1234.5, 1.0], ["vllm", 99, None]])
+    assert capsys.readouterr().out == (
+        "| policy        | tokens/s |  gain |\n"
+        "|---------------|---------:|------:|\n"
+        "| request-level |    1,234 | 1.00x |\n"
+        "| vllm          |       99 |     - |\n"
+    )
+    print_table([("", ""), ("P99", ".1f"), ("P99", ".2f")], [["a", 1, 2]])  # heads may repeat
+    assert capsys.readouterr().out.splitlines()[2] == "| a | 1.0 | 2.00 |"
+
+
+def test_a_table_in_json_has_its_numbers():
+    table = Table("S-F9", "gains", {"policy": "", "gain": ".2fx"}, [["vllm", (1.25, ".0f")]], "so")
+    rows = [{"policy": "vllm", "gain": 1.25}]
+    assert table.json() == {"claim": "S-F9", "title": "gains", "rows": rows, "note": "so"}

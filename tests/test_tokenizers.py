@@ -1,0 +1,240 @@
+"""pretrained/tokenizers.py: what goes in comes out, and a missing file is named. No network."""
+
+import base64
+import json
+
+import pytest
+import tiktoken
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tiktoken_ext.openai_public import r50k_pat_str
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from pretrained.tokenizers import byte_tokenizer, load_tokenizer
+
+TEXTS = ["", "hello hello", "  two  spaces ", "naïve café", "日本語", "👩‍👩‍👧 ok 👍🏽"]
+TEXTS += ["tab\tnew\nline\r\n", "1234 it's IT'S"]
+
+
+def streamed(tokenizer, ids):
+    stream = tokenizer.stream()
+    return [stream.push(i) for i in ids] + [stream.flush()]
+
+
+def write_json(path, content):
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def byte_names():
+    """How GPT-2's files spell the bytes 0 … 255, in the order of their ids: printable first."""
+    printable = [b for a, z in ("!~", "¡¬", "®ÿ") for b in range(ord(a), ord(z) + 1)]
+    others = [b for b in range(256) if b not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+
+
+GPT2_IDS = {bytes([b]): i for i, b in enumerate(byte_names())}
+GPT2_MERGES = [(b"h", b"e"), (b"l", b"l"), (b"he", b"ll"), (b" ", b"hell"), (b"3", b"4")]
+GPT2_RANKS = GPT2_IDS | {a + b: 256 + i for i, (a, b) in enumerate(GPT2_MERGES)}
+
+
+def gpt2_directory(path):
+    """vocab.json and merges.txt: 256 bytes, five merges, <|endoftext|> as 261."""
+    names = byte_names()
+    spell = lambda token: "".join(names[b] for b in token)
+    vocab = {spell(token): i for token, i in GPT2_RANKS.items()} | {"<|endoftext|>": 261}
+    write_json(path / "vocab.json", vocab)
+    merges = "\n".join(f"{spell(a)} {spell(b)}" for a, b in GPT2_MERGES)
+    (path / "merges.txt").write_text(f"#version: 0.2\n{merges}\n", encoding="utf-8")
+    write_json(path / "config.json", {"model_type": "gpt2"})
+    return path
+
+
+def llama3_directory(path, name="tokenizer.model"):
+    """As LLaMA 3 has it: byte b has rank b, he = 256, ll = 257, 34 = 258, specials from 259."""
+    tokens = [bytes([b]) for b in range(256)] + [b"he", b"ll", b"34"]
+    lines = [base64.b64encode(token) + b" %d" % rank for rank, token in enumerate(tokens)]
+    (path / name).parent.mkdir(exist_ok=True)
+    (path / name).write_bytes(b"\n".join(lines) + b"\n")
+    return path
+
+
+def sentencepiece_directory(path):
+    """LLaMA 2's rules: spaces are ▁, one is put before a text, rare letters are bytes."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", *"helo"]
+    tokens += ["he", "ll", "hell", "hello", "▁hello"]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("▁", "hello")]
+    rules = dict(unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    inner = tokenizers.Tokenizer(models.BPE(vocab, merges, **rules))
+    spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    inner.normalizer = normalizers.Sequence(spaces)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    inner.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    inner.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    inner.add_special_tokens(["<unk>", "<s>", "</s>"])
+    inner.enable_truncation(4)
+    inner.enable_padding(length=64)
+    inner.save(str(path / "tokenizer.json"))
+    return path
+
+
+def byte_level_directory(path):
+    """tokenizer.json as GPT-2, LLaMA 3 and Qwen2 have it: merges of bytes, trained on TEXTS."""
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    rules = dict(vocab_size=300, special_tokens=["<eos>"], show_progress=False)
+    rules["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
+    inner.train_from_iterator(TEXTS * 3, tokenizers.trainers.BpeTrainer(**rules))
+    inner.save(str(path / "tokenizer.json"))
+    return path
+
+
+MAKERS = {
+    "gpt2 files": gpt2_directory,
+    "llama 3": llama3_directory,
+    "sentencepiece": sentencepiece_directory,
+    "byte level": byte_level_directory,
+}
+KINDS = ["bytes", *MAKERS]
+
+
+@pytest.fixture(scope="module")
+def every(tmp_path_factory):
+    """All kinds of tokenizers, by name."""
+    directories = {name: make(tmp_path_factory.mktemp("made")) for name, make in MAKERS.items()}
+    loaded = {name: load_tokenizer(directory) for name, directory in directories.items()}
+    return {"bytes": byte_tokenizer(), **loaded}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_comes_back_whole_and_streamed(every, kind):
+    plain = st.text().filter(lambda text: "<" not in text)  # no special token spelt out
+
+    @given(plain | st.sampled_from(TEXTS))
+    def check(text):
+        ids = every[kind].encode(text)
+        assert every[kind].decode(ids) == text
+        assert "".join(streamed(every[kind], ids)) == text
+
+    check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stream_of_any_tokens_equals_decode(every, kind):
+    tokenizer = every[kind]
+    ids = range(-2, 700)
+    if kind == "sentencepiece":  # bytes that are no text change what is before them, see TextStream
+        ids = [i for i in ids if not 3 <= i < 3 + 256]
+
+    @given(st.lists(st.sampled_from(ids)))
+    def check(tokens):
+        assert "".join(streamed(tokenizer, tokens)) == tokenizer.decode(tokens)
+
+    check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stream_never_shows_half_a_character_and_never_waits_for_a_whole_one(every, kind):
+    pieces = streamed(every[kind], every[kind].encode("a👍b"))
+    assert [piece for piece in pieces if piece] == ["a", "👍", "b"] and pieces[-1] == ""
+    a = every[kind].encode("a")  # an id without text becomes a replacement character at once
+    assert every[kind].decode([*a, 100_000, -1]) == "a\ufffd\ufffd"
+    assert streamed(every[kind], [100_000, *a])[0] == "\ufffd"
+
+
+@given(st.text())
+def test_byte_tokens_are_the_bytes_of_utf8_and_no_others_have_text(text):
+    tokenizer = byte_tokenizer()
+    assert tokenizer.encode(text) == list(text.encode())
+    assert tokenizer.decode([104, 256, 105]) == "h\ufffdi"
+    assert tokenizer.stop_token_ids == frozenset()
+
+
+def test_sentencepiece_keeps_the_space_between_tokens_and_hides_specials(every):
+    tokenizer = every["sentencepiece"]
+    space, hello = 3 + 256, 3 + 256 + 9
+    assert tokenizer.encode("hello hello") == [1, hello, hello]
+    assert streamed(tokenizer, [1, hello, 2, hello]) == ["", "hello", "", " hello", ""]
+    assert streamed(tokenizer, [space, 100_000, hello]) == ["", "\ufffd", "hello", ""]
+    assert tokenizer.decode([space, 100_000, hello]) == "\ufffdhello"
+    ids = tokenizer.encode("hello " * 100)  # neither truncated nor padded, as its file says
+    assert len(ids) == 1 + 100 + 1  # <s>, the words, the last space
+
+
+def test_llama3_merges_words_and_starts_with_bos(every, tmp_path):
+    begin, eot, tokenizer = 259, 259 + 9, every["llama 3"]
+    assert tokenizer.encode("hello") == [begin, 256, 257, ord("o")]
+    assert tokenizer.encode("1234 34") == [begin, *b"1234 ", 258]  # digits cut in threes: 123 4
+    assert tokenizer.encode("<|eot_id|>") == [begin, eot]
+    assert tokenizer.decode([begin, 256, eot, 259 + 255]) == "he"
+    assert tokenizer.decode([259 + 256]) == "\ufffd"  # there are 256 special tokens
+    elsewhere = load_tokenizer(llama3_directory(tmp_path, "original/tokenizer.model"))
+    assert elsewhere.encode("he") == [begin, 256]
+
+
+def test_gpt2_files_encode_as_tiktoken_does(every):
+    rules = dict(mergeable_ranks=GPT2_RANKS, special_tokens={"<|endoftext|>": 261})
+    reference = tiktoken.Encoding("reference", pat_str=r50k_pat_str, **rules)
+    assert every["gpt2 files"].encode("<|endoftext|> hello") == [261, 259, GPT2_IDS[b"o"]]
+
+    @given(st.text() | st.text("hel o134'\n") | st.sampled_from(TEXTS))
+    def check(text):
+        assert every["gpt2 files"].encode(text) == reference.encode(text, allowed_special="all")
+
+    check()
+
+
+def test_gpt2_without_files_uses_tiktoken_if_that_can_be_had(tmp_path, monkeypatch):
+    rules = dict(pat_str=".", mergeable_ranks={b"a": 7, b"b": 8}, special_tokens={})
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: tiktoken.Encoding(name, **rules))
+    write_json(tmp_path / "config.json", {"model_type": "gpt2"})
+    assert load_tokenizer(tmp_path).encode("ba") == [8, 7]
+    assert load_tokenizer(tmp_path).stop_token_ids == {50256}
+
+    def get_encoding(name):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", get_encoding)
+    message = "vocab.json and merges.txt.*TIKTOKEN_CACHE_DIR"
+    with pytest.raises(FileNotFoundError, match=message) as error:
+        load_tokenizer(tmp_path)
+    assert isinstance(error.value.__cause__, ConnectionError)
+
+
+@pytest.mark.parametrize(
+    "make, own", [(byte_level_directory, set()), (llama3_directory, {260, 268})]
+)
+def test_stop_tokens_are_those_of_generation_config_then_config(tmp_path, make, own):
+    make(tmp_path)
+    assert load_tokenizer(tmp_path).stop_token_ids == own
+    write_json(tmp_path / "config.json", {"eos_token_id": 5})
+    assert load_tokenizer(tmp_path).stop_token_ids == {5}
+    write_json(tmp_path / "generation_config.json", {"eos_token_id": [6, 7]})
+    assert load_tokenizer(tmp_path).stop_token_ids == {6, 7}
+
+
+def test_gpt2_encoding_is_not_given_to_a_model_it_does_not_fit(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: pytest.fail("does not fit"))
+    write_json(tmp_path / "config.json", {"model_type": "gpt2", "vocab_size": 97})
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path}.*tokenizer.json"):
+        load_tokenizer(tmp_path)
+    gpt2_directory(tmp_path)  # Qwen2 has files of these names, but cuts words differently
+    write_json(tmp_path / "config.json", {"model_type": "qwen2"})
+    with pytest.raises(FileNotFoundError, match="tokenizer.json"):
+        load_tokenizer(tmp_path)
+
+
+SENTENCEPIECE = b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02\n\x05\n\x03<s>\x15"
+NO_RANKS = "tokenizer.model: .*sentencepiece.*tokenizer.json"
+BROKEN = "tokenizer.json", b"{}", "tokenizer.json: not a tokenizer"
+
+
+@pytest.mark.parametrize(
+    "name, text, match", [("tokenizer.model", SENTENCEPIECE, NO_RANKS), BROKEN]
+)
+def test_a_file_that_is_something_else_is_named(tmp_path, name, text, match):
+    (tmp_path / name).write_bytes(text)
+    with pytest.raises(ValueError, match=match):
+        load_tokenizer(tmp_path)

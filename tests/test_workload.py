@@ -1,0 +1,288 @@
+"""Workloads have the lengths and arrivals that they say, and a bad trace is refused in one line."""
+
+import csv
+import io
+import math
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+
+from experiments import workload
+from experiments.workload import LENGTHS, Arrival, poisson, read_trace, sample_lengths
+
+HEADER, LINES = "arrived_at,num_prefill_tokens,num_decode_tokens\n", "1,374,44\n3,5,6\n"
+NO_TIME, NO_LEN = ("-0.5", "nan", "inf"), ("", "0", "2.5", "-3", "inf", "nan")
+NO_RATE = (0, -1, math.nan, math.inf, "3", None)
+
+
+def share_below(values, threshold):
+    """The share of whole numbers below the threshold; those on it count half."""
+    values = np.asarray(values)
+    return (values < threshold).mean() + (values == threshold).mean() / 2
+
+
+def tolerance(share, count):
+    """Four standard deviations of a share of `count` samples, a binomial."""
+    return 4 * math.sqrt(share * (1 - share) / count)
+
+
+def quantile_under_limit(name, share, which):
+    """Quantile of the prompt (0) or output (1), given prompt + output <= limit, by quadrature."""
+    *known, limit = LENGTHS[name]
+    logs = [NormalDist(math.log(m), math.log(p90 / m) / 1.2815515655446004) for m, p90 in known]
+    own, other = logs[which], logs[1 - which]
+    lengths = [math.exp(own.inv_cdf((i + 0.5) / 4000)) for i in range(4000)]
+    weights = [other.cdf(math.log(limit - n)) if n < limit else 0.0 for n in lengths]
+    return lengths[int(np.searchsorted(np.cumsum(weights), share * sum(weights)))]
+
+
+def test_the_published_statistics_are_those_of_table_2():
+    assert LENGTHS["sharegpt4"] == ((1730, 5696), (415, 834), 8192)
+    assert LENGTHS["arxiv"] == ((7059, 12985), (208, 371), 16384)
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_without_a_limit_the_samples_have_the_published_statistics(name, monkeypatch):
+    n, statistics = 100_000, LENGTHS[name]
+    monkeypatch.setitem(LENGTHS, name, statistics._replace(limit=10**9))
+    samples = list(zip(*sample_lengths(name, n, 10**9, seed=0)))
+    for lengths, (median, p90) in zip(samples, statistics[:2]):
+        assert share_below(lengths, median) == pytest.approx(0.5, abs=tolerance(0.5, n))
+        assert share_below(lengths, p90) == pytest.approx(0.9, abs=tolerance(0.9, n))
+    correlation = np.corrcoef(*np.log(samples))[0, 1]
+    assert correlation == pytest.approx(0, abs=4 / math.sqrt(n))  # drawn apart
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_the_limit_shortens_the_samples_as_redrawing_must(name):
+    lengths = sample_lengths(name, 20_000, 10**9, seed=0)
+    for which, values in enumerate(zip(*lengths)):
+        for share in (0.5, 0.9):
+            found = share_below(values, quantile_under_limit(name, share, which))
+            assert found == pytest.approx(share, abs=tolerance(share, 20_000))
+    totals = [prompt + output for prompt, output in lengths]
+    assert max(totals) <= LENGTHS[name].limit
+    assert totals.count(LENGTHS[name].limit) < 20  # nothing piles up there
+
+
+LIMITED = [("sharegpt4", 1623, 4553, 414), ("arxiv", 6887, 11876, 208)]
+
+
+@pytest.mark.parametrize("name, median, p90, output_median", LIMITED)
+def test_the_docstring_says_what_the_limit_does(name, median, p90, output_median):
+    assert quantile_under_limit(name, 0.5, 0) == pytest.approx(median, rel=0.002)
+    assert quantile_under_limit(name, 0.9, 0) == pytest.approx(p90, rel=0.002)
+    assert quantile_under_limit(name, 0.5, 1) == pytest.approx(output_median, rel=0.005)
+    assert f"{median:,}" in sample_lengths.__doc__ and f"{p90:,}" in sample_lengths.__doc__
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("max_len", [2, 3, 7, 64, 257, 1000, 8192, 16384])
+def test_every_sample_fits_the_model(name, max_len):
+    for pair in sample_lengths(name, 2000, max_len, seed=3):
+        assert min(pair) >= 1 and sum(pair) <= max_len
+        assert [type(length) for length in pair] == [int, int]
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_small_model_gets_the_same_samples_in_proportion_and_a_large_one_the_same(name):
+    limit = LENGTHS[name].limit
+    full = sample_lengths(name, 500, limit, seed=1)
+    small = sample_lengths(name, 500, limit // 4, seed=1)
+    assert np.abs(np.array(small) - np.array(full) / 4).max() <= 0.5  # rounded
+    assert sample_lengths(name, 500, 100 * limit, seed=1) == full
+
+
+def test_rounding_up_never_takes_the_last_token(monkeypatch):
+    def lengths(statistics, max_len):
+        monkeypatch.setitem(LENGTHS, "arxiv", workload.LengthStatistics(*statistics))
+        return set(sample_lengths("arxiv", 100, max_len, seed=0))
+
+    uneven, halves = ((10, 11), (80, 90), 100), ((500, 501), (500, 501), 1000)
+    assert lengths(uneven, 3) == {(1, 2)}  # 0.3 and 2.4 of 3 tokens
+    assert lengths(uneven, 2) == {(1, 1)}  # 0.2 and 1.6 of 2
+    assert max(sum(pair) for pair in lengths(halves, 3)) <= 3  # 1.5 and 1.5 are rounded to 2
+
+
+def test_samples_depend_on_the_seed_and_fewer_are_the_first_of_them():
+    samples = sample_lengths("sharegpt4", 300, 8192, seed=5)
+    assert sample_lengths("sharegpt4", 50, 8192, seed=5) == samples[:50]
+    assert sample_lengths("sharegpt4", 300, 8192, seed=6) != samples
+    assert workload.fixed_lengths(5, 3, count=2, max_len=8) == [(5, 3), (5, 3)]  # all the same
+
+
+@pytest.mark.parametrize("qps", [0.5, 40])
+def test_gaps_are_exponential_at_the_rate(qps):
+    arrivals = poisson([(1, 1)] * 20_001, qps, seed=0)
+    gaps = np.diff([arrival.time for arrival in arrivals]) * qps  # in mean gaps
+    assert arrivals[0].time == 0 and (gaps >= 0).all()
+    assert gaps.mean() == pytest.approx(1, abs=4 * math.sqrt(1 / 20_000))
+    assert gaps.var() == pytest.approx(1, abs=4 * math.sqrt(8 / 20_000))  # fourth moment: 9
+    for mean_gaps in (0.1, 1, 3):
+        share = 1 - math.exp(-mean_gaps)
+        assert (gaps < mean_gaps).mean() == pytest.approx(share, abs=tolerance(share, 20_000))
+
+
+def test_two_rates_see_the_same_requests_and_the_same_gaps_up_to_a_factor():
+    lengths = sample_lengths("arxiv", 200, 4096, seed=2)
+    slow, fast = poisson(lengths, 3, seed=2), poisson(lengths, 7.5, seed=2)
+    assert [a[1:3] for a in slow] == [a[1:3] for a in fast] == lengths
+    assert [a.time / 2.5 for a in slow] == pytest.approx([a.time for a in fast])
+    assert {a[3:] for a in slow} == {("normal", None, None)}  # of no class, promised nothing
+    assert poisson(lengths[:50], 3, seed=2) == slow[:50]
+    assert poisson(lengths, 3, seed=4) != slow
+
+
+def test_lengths_gaps_and_prompts_of_one_seed_do_not_share_random_numbers(monkeypatch):
+    streams, make_rng = [], workload.make_rng
+    spy = lambda stream, seed: streams.append(stream) or make_rng(stream, seed)
+    monkeypatch.setattr(workload, "make_rng", spy)
+    arrivals = poisson(sample_lengths("arxiv", 9, 64, 9), 1.0, 9)
+    assert workload.prompts(arrivals, 7, 9) and workload.zipf_lengths(4, 9, 0, 1.0, 9, 9)
+    assert len(streams) == len(set(streams)) == 4
+    bits = [make_rng(stream, 9).integers(2**62, size=100).tolist() for stream in streams]
+    assert len({bit for stream in bits for bit in stream}) == 400
+
+
+def test_rescale_runs_a_trace_at_another_rate():
+    arrivals = [Arrival(2.0, 5, 6), Arrival(3.0, 7, 8, "high"), Arrival(6.0, 9, 10)]  # 0.5 per s
+    expected = [Arrival(0, 5, 6), Arrival(0.25, 7, 8, "high"), Arrival(1.0, 9, 10)]
+    assert workload.rescale(arrivals, 2) == expected
+
+
+def test_prompts_are_random_tokens_of_the_vocabulary():
+    arrivals = [Arrival(0.0, 700, 1), Arrival(1.0, 1, 5), Arrival(1.0, 300, 2)]
+    made = workload.prompts(arrivals, vocab_size=7, seed=0)
+    tokens = [token for prompt in made for token in prompt]
+    assert [len(prompt) for prompt in made] == [700, 1, 300]
+    assert set(tokens) == set(range(7)) and {type(token) for token in tokens} == {int}
+    assert made[0][:300] != made[2]
+    assert workload.prompts(arrivals, 7, seed=0) == made != workload.prompts(arrivals, 7, seed=1)
+
+
+TOO_LONG = r"prompt_len=5 \+ output_len=4: .* max_len=8"
+AT_ONCE = [Arrival(1.0, 1, 1)] * 3
+BAD = [
+    (sample_lengths, ("sharegpt", 1, 64, 0), "name='sharegpt': .* one of sharegpt4, arxiv"),
+    (sample_lengths, ("arxiv", 0, 64, 0), "count=0: .* at least 1"),
+    (sample_lengths, ("arxiv", 1, 1, 0), "max_len=1: .* at least 2"),
+    (sample_lengths, ("arxiv", 1, 64, -1), "seed=-1: .* at least 0"),
+    (workload.fixed_lengths, (0, 1, 1, 8), "prompt_len=0: .* at least 1"),
+    (workload.fixed_lengths, (1, 0, 1, 8), "output_len=0: .* at least 1"),
+    (workload.fixed_lengths, (1, 1, 0, 8), "count=0: .* at least 1"),
+    (workload.fixed_lengths, (5, 4, 1, 8), TOO_LONG),
+    (workload.prompts, ([], 0, 0), "vocab_size=0: .* at least 1"),
+    (workload.rescale, ([], 1), "0, all at one time, have no rate"),
+    (workload.rescale, (AT_ONCE, 1), "3, all at one time, have no rate"),
+    (workload.rescale, (AT_ONCE, 0), "qps=0: must be a finite number above 0$"),
+    *((poisson, ([(1, 1)], qps, 0), f"qps={qps!r}: must be a finite") for qps in NO_RATE),
+    (read_trace, ("no-such-file", 1), "max_len=1: .* at least 2"),
+    (read_trace, ("no-such-file", 8, 1, 0), "count=0: .* at least 1"),
+    (read_trace, ("no-such-file", 8, 0), "scale=0: .* above 0 and at most 1"),
+    (read_trace, ("no-such-file", 8, 1.5), "scale=1.5: .* above 0 and at most 1"),
+]
+
+
+@pytest.mark.parametrize("function, arguments, match", BAD)
+def test_bad_arguments_are_refused(function, arguments, match):
+    with pytest.raises(ValueError, match=match):
+        function(*arguments)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """A function that writes text or bytes to a file and returns its path."""
+
+    def write(content):
+        file = tmp_path / "trace.csv"
+        file.write_bytes(content.encode() if isinstance(content, str) else content)
+        return file
+
+    return write
+
+
+def test_a_trace_is_sorted_and_begins_at_0(write):
+    file = write(HEADER + "12.5,30,4\n10.0,374,44\n10.5,1,1\n10.0,2,900\n")
+    arrivals, left_out = read_trace(file, max_len=1000)
+    assert arrivals[:2] == [Arrival(0.0, 374, 44), Arrival(0.0, 2, 900)]  # ties as in the file
+    assert arrivals[2:] == [Arrival(0.5, 1, 1), Arrival(2.5, 30, 4)] and left_out == 0
+    assert read_trace(str(file), max_len=1000) == (arrivals, left_out)
+    with pytest.raises(OSError):
+        read_trace(file.with_name("missing.csv"), max_len=1000)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "\ufeff" + HEADER + LINES,  # a byte order mark
+        (HEADER + LINES).replace("\n", "\r\n"),
+        (HEADER + LINES).rstrip(),  # no newline at the end
+        HEADER + "\n1,374,44\n\n3,5,6\n\n",  # blank lines
+        HEADER + "1e0,374.0,44.0\n3.00,5,6.0\n",
+        "num_decode_tokens,arrived_at,num_prefill_tokens\n44,1,374\n6,3,5\n",
+        'id,num_prefill_tokens,"note",arrived_at,num_decode_tokens\nx,374,"a, b",1,44\ny,5,,3,6\n',
+        "arrived_at, num_prefill_tokens, num_decode_tokens\n1, 374, 44\n3, 5, 6\n",
+    ],
+)
+def test_the_same_trace_in_other_spellings(write, content):
+    arrivals, left_out = read_trace(write(content), max_len=1000)
+    assert arrivals == [Arrival(0.0, 374, 44), Arrival(2.0, 5, 6)] and left_out == 0
+    assert all([type(value) for value in a[:3]] == [float, int, int] for a in arrivals)
+
+
+def test_a_trace_is_cut_to_what_fits_and_the_rest_is_counted(write):
+    file = write(HEADER + "5,99,1\n1,90,11\n2,90,10\n6,90,90\n3,1,100\n4,50,50\n")
+    fit = [Arrival(0.0, 90, 10), Arrival(2.0, 50, 50), Arrival(3.0, 99, 1)]
+    assert read_trace(file, max_len=100) == read_trace(file, max_len=100, count=9) == (fit, 3)
+    assert read_trace(file, max_len=100, count=2) == (fit[:2], 2)  # of those before the last
+    assert read_trace(file, max_len=100, count=3) == (fit, 2)
+    file = write(HEADER + "0,1000,200\n1,3,4000\n2,9000,2000\n")
+    scaled = [Arrival(0.0, 100, 20), Arrival(1.0, 1, 400)]
+    assert read_trace(file, max_len=401, scale=0.1) == (scaled, 1)
+    match = "trace.csv: none of its 2 requests fits max_len=100 at scale=1: .* 101 tokens"
+    with pytest.raises(ValueError, match=match):
+        read_trace(write(HEADER + "0,50,60\n1,50,51\n"), max_len=100)
+
+
+@pytest.mark.parametrize(
+    "content, match",
+    [
+        ("", r"1: column 'arrived_at' is 0 times in the header \[\]: must have each of arrived"),
+        ("\ufeff", r"1: column 'arrived_at' is 0 times in the header \[\]"),
+        ("1,2,3\n4,5,6\n", r"1: column 'arrived_at' is 0 times in the header \['1', '2', '3'\]"),
+        ("arrived_at,num_decode_tokens\n1,2\n", "1: column 'num_prefill_tokens' is 0 times"),
+        (HEADER.strip() + ",arrived_at\n1,2,3,4\n", "1: column 'arrived_at' is 2 times"),
+        (HEADER + "1,2,3\n1,2\n", r"3: 2 fields \['1', '2'\]: must be 3, as in the header"),
+        (HEADER + "1,2,3,4\n", "2: 4 fields .*: must be 3"),
+        (HEADER + "1,2,3\n\nsoon,2,3\n", "4: arrived_at='soon': must be a finite number of sec"),
+        *((f"{HEADER}{x},2,3\n", f"2: arrived_at='{x}': must be a finite") for x in NO_TIME),
+        *((f"{HEADER}1,{x},3\n", f"2: num_prefill_tokens='{x}': must be a whole") for x in NO_LEN),
+        *((f"{HEADER}1,2,{x}\n", f"2: num_decode_tokens='{x}': must be a whole") for x in NO_LEN),
+        (HEADER + '1,2,"3\n', "2: must be CSV: unexpected end of data"),
+        (HEADER.encode() + b"1,2,3\n1,\xff,3\n", "3: byte 0xff: must be UTF-8 text"),
+        (b"\xef\xbb\xbf" + HEADER.encode() + b"\xff,2,3\n", "2: byte 0xff: must be UTF-8 text"),
+        (HEADER, None),
+    ],
+)
+def test_a_malformed_trace_is_refused_in_one_clear_line(write, content, match):
+    file = write(content)
+    match = f" line {match}" if match else ": no requests after the header"
+    with pytest.raises(ValueError, match=f"^{file}{match}") as error:
+        read_trace(file, max_len=100)
+    text = str(error.value)
+    assert type(error.value) is ValueError and "\n" not in text and len(text) < 300
+
+
+def test_a_huge_field_does_not_flood_the_terminal(write):
+    for field in ("9" * 500, "x" * 100_000, "x" * (csv.field_size_limit() + 1)):
+        with pytest.raises(ValueError) as error:
+            read_trace(write(f"{HEADER}1,{field},3\n"), max_len=100)
+        assert " line 2: " in str(error.value) and len(str(error.value)) < 300
+
+
+def test_arrivals_survive_a_round_trip_through_a_trace(write):
+    arrivals = poisson(sample_lengths("sharegpt4", 100, 512, seed=0), 4, seed=0)
+    text = io.StringIO()
+    csv.writer(text).writerows([workload.TRACE_COLUMNS, *(arrival[:3] for arrival in arrivals)])
+    assert read_trace(write(text.getvalue()), max_len=512) == (arrivals, 0)

@@ -1,0 +1,1 @@
+"""Pictures and traces, drawn from what the engine recorded."""
