@@ -1,10 +1,10 @@
 """Chunked equals full prefill; a hybrid batch equals its parts; no request notices its company.
 
-In all of these tests the cache holds NaN wherever nothing was written, so that reading one position
-too many makes a result NaN.
+The cache holds NaN wherever nothing was written: one position too many makes a result NaN.
 """
 
 import copy
+import itertools
 import shutil
 from types import SimpleNamespace
 
@@ -54,16 +54,12 @@ def in_dtype(model, dtype, device="cpu"):
 
 
 def prefill(model, tokens, chunk=None, page_size=None, scattered=False, position_major=None):
-    """Logits of every prompt token, (len(tokens), vocab_size), computed `chunk` tokens at a time.
-
-    Without a `chunk` in one, without a `page_size` in the only page of the cache.
-    """
+    """Logits of every prompt token, (len(tokens), vocab_size), `chunk` tokens at a time or all at
+    once; without a `page_size` in one page."""
     n, chunk = len(tokens), chunk or len(tokens)
-    if page_size is None:
-        table, cache = [0], poisoned_cache(model, 1, n)
-    else:
-        [table] = block_tables([-(-n // page_size)], scattered)
-        cache = poisoned_cache(model, 2 * len(table), page_size, n, position_major)
+    page_size = page_size or n
+    [table] = block_tables([-(-n // page_size)], scattered)
+    cache = poisoned_cache(model, 2 * len(table), page_size, n, position_major)
     spans = [Span(table, start, tokens[start : start + chunk]) for start in range(0, n, chunk)]
     return torch.cat([run(model, cache, [span], all_rows=True) for span in spans])
 
@@ -90,7 +86,6 @@ def by_definition(model, tokens):
     return model.head(model.final_norm(x))
 
 
-# --------------------------------------------------------------------------------------------------
 # chunks, batches, policies
 
 
@@ -159,20 +154,7 @@ def test_hybrid_batch_in_scattered_pages_equals_its_parts(model, page_size):
     assert caches[0].data.stride() != caches[1].data.stride() or model.config.n_kv_head == 1
 
 
-def test_logits_come_only_for_the_spans_that_want_them(model):
-    prompts = [tokens_of(model, n, n) for n in (5, 1, 3)]
-
-    def logits(*wants):
-        spans = [Span([page], 0, *span) for page, span in zip((0, 2, 1), zip(prompts, wants))]
-        return run(model, poisoned_cache(model, 3, 8), spans)
-
-    everything = logits(True, True, True)
-    close(everything, torch.cat([prefill(model, prompt)[-1:] for prompt in prompts]))
-    close(logits(True, False, True), everything[[0, 2]])
-    assert logits(False, False, False).shape == (0, model.config.vocab_size)
-
-
-def test_decodes_come_first_in_a_flat_batch():
+def test_decodes_come_first_in_a_flat_batch_and_logits_only_for_the_spans_that_want_them():
     backend = SimpleNamespace(device=torch.device("cpu"), page_size=16, plan=lambda spans: spans)
     first, last = Span([3], 4, [7, 8]), Span([0], 0, [1, 2, 3], False)
     decodes = [Span([1], 9, [5]), Span([2], 6, [4])]
@@ -182,14 +164,6 @@ def test_decodes_come_first_in_a_flat_batch():
     assert batch.positions.tolist() == [9, 6, 4, 5, 0, 1, 2]
     assert batch.slot_mapping.tolist() == [25, 38, 52, 53, 0, 1, 2]
     assert batch.logit_rows.tolist() == [3, 0, 1]  # in the order of the spans that want logits
-
-
-def test_a_page_can_be_used_again(model):
-    before, tokens = tokens_of(model, 40, 1), tokens_of(model, 12, 2)  # a longer request was here
-    spans = [Span([1], start, tokens[start : start + 5]) for start in (0, 5, 10)]
-    cache = poisoned_cache(model, 2, 40)
-    logits = [run(model, cache, [span]) for span in (Span([1], 0, before), *spans)]
-    close(logits[-1], prefill(model, tokens)[-1:])
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +218,6 @@ def test_compiled_model_gives_the_same_logits():
         close(prefill(compiled, tokens), prefill(model, tokens), 1e-4)
 
 
-# --------------------------------------------------------------------------------------------------
 # pages
 
 
@@ -297,7 +270,6 @@ def test_pages_that_follow_each_other_are_read_in_place(monkeypatch):
         assert len(copied) == 2 * copies
 
 
-# --------------------------------------------------------------------------------------------------
 # the masks
 
 
@@ -334,10 +306,9 @@ def test_xformers_mask_is_figure_6_in_every_page(spans):
 
 
 def seen_by_split_k(mask, slots):
-    """What Triton split-K reads of a paged mask: decode i the first seqlen[i] slots of its pages.
+    """What Triton split-K reads of a paged mask, (n, slots): of decode i the first seqlen[i].
 
-    Not `materialize`: it goes through the pages behind a request's end as well, and the padding of
-    a block table would hide the page that it names. (n, slots).
+    Not `materialize`: it goes on behind a request's end, and a table's padding would hide a page.
     """
     seen = torch.zeros(len(mask.block_tables), slots, dtype=torch.bool)
     for row, table, n in zip(seen, mask.block_tables.tolist(), mask.k_seqinfo.seqlen.tolist()):
@@ -345,13 +316,8 @@ def seen_by_split_k(mask, slots):
     return seen
 
 
-DECODES = [
-    [([4], 0, 1)],
-    [([0], 0, 1)],
-    [([2, 0], 7, 1), ([3, 4], 4, 1)],
-    [([0, 5, 2], 8, 1), ([1], 3, 1), ([4, 3], 5, 1)],
-    [([5, 1, 2], 2, 1)],  # two pages to grow into
-]
+LAST_PAGE, TO_GROW = [([0, 5, 2], 8, 1), ([1], 3, 1), ([4, 3], 5, 1)], [([5, 1, 2], 2, 1)]
+DECODES = [[([4], 0, 1)], [([0], 0, 1)], [([2, 0], 7, 1), ([3, 4], 4, 1)], LAST_PAGE, TO_GROW]
 
 
 @pytest.mark.parametrize("spans", DECODES)
@@ -371,7 +337,6 @@ def test_paged_mask_is_figure_6_in_every_block_table(spans):
         assert not expected[:, own.shape[1] :].any()
 
 
-# --------------------------------------------------------------------------------------------------
 # CUDA
 
 
@@ -397,10 +362,8 @@ SMALL_PAGES = [  # request 3 has a page to grow into
 @pytest.mark.parametrize("split_k", [True, False])
 @pytest.mark.parametrize("case", [ONE_PAGE_EACH, SMALL_PAGES], ids=["one page each", "small"])
 def test_xformers_plan_equals_sdpa(model, case, split_k, on_a_pretended_gpu, monkeypatch):
-    """The CUDA path, with xformers' operators replaced by one that follows their contract on a CPU.
-
-    Nothing is copied but small pages, and only those of chunks: decodes follow the block tables.
-    """
+    """The CUDA path, with an operator on a CPU that follows xformers' contract. Nothing is copied
+    but small pages, and only those of chunks: decodes follow the block tables."""
     (decodes, chunks, sizes), fmha, calls = case, on_a_pretended_gpu, []
     model = tiny_model(model.config.family, model.config.n_kv_head, head_dim=16)
     (pages, page_size, _), paged = sizes, case is SMALL_PAGES
@@ -463,32 +426,30 @@ def test_pages_that_xformers_cannot_read_are_refused_or_go_to_torch(page_size, o
 
 
 CUDA_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
-ON_CUDA = [
-    *(("sdpa", torch.float32, page_size) for page_size in (720, 16)),
-    *(("sdpa", torch.bfloat16, page_size) for page_size in (720, 64)),
-    *(("xformers", torch.bfloat16, page_size) for page_size in (720, 64)),
-    *(("xformers", torch.float16, page_size) for page_size in (720, 64, 128)),
-    ("xformers-split-k", torch.bfloat16, 720),
-    ("auto", torch.bfloat16, 64),
-]
+ON_CUDA = "sdpa float32 720 16, sdpa bfloat16 720 64, xformers bfloat16 720 64".split(", ")
+ON_CUDA += "xformers float16 720 64 128, xformers-split-k bfloat16 720, auto bfloat16 64".split(
+    ", "
+)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("backend, dtype, page_size", ON_CUDA, ids=str)
+@pytest.mark.parametrize("case", ON_CUDA)
 @pytest.mark.parametrize("n_kv_head", [4, 2, 1])
-def test_cuda_equals_cpu(n_kv_head, backend, dtype, page_size):
+def test_cuda_equals_cpu(n_kv_head, case):
+    backend, dtype, *page_sizes = case.split()
     if backend != "sdpa":
         pytest.importorskip("xformers")
+    dtype = getattr(torch, dtype)
     torch.backends.cuda.matmul.allow_tf32 = False
     reference = tiny_model(n_kv_head=n_kv_head, head_dim=64, max_positions=1024)
     for p in reference.parameters():
         p.copy_((p / 3 if p.ndim > 1 else p).to(dtype))  # attention still decides on the outcome
     model = in_dtype(reference, dtype, "cuda")
     prompts = [tokens_of(reference, n, n) for n in (1, 30, 7, 150, 700)]
-    sizes = dict(chunk=48, max_batch=3, max_len=720, page_size=page_size)
-    sizes["pages"] = {720: 3, 128: 7, 64: 15, 16: 60}[page_size]
+    sizes = dict(chunk=48, max_batch=3, max_len=720)
     params = SamplingParams(max_new_tokens=6, logprobs=True)
-    for policy in POLICIES:
+    for policy, page_size in itertools.product(POLICIES, map(int, page_sizes)):
+        sizes |= dict(page_size=page_size, pages={720: 3, 128: 7, 64: 15, 16: 60}[page_size])
         engine = Engine(model, policy=policy, attention=backend, **sizes)
         engine.runner.cache.data.fill_(float("nan"))
         for completion in engine.generate(prompts, params, progress=False):

@@ -29,8 +29,7 @@ def tiny_model(family="llama", n_kv_head=4, dtype=torch.float64, **changes):
 
 
 def poisoned_cache(model, pages, page_size, max_len=None, position_major=None):
-    """A cache in which every slot holds NaN until it is written. `max_len` is by default that of
-    one page."""
+    """A cache whose slots hold NaN until they are written. `max_len` is by default one page's."""
     options = dict(max_len=max_len or page_size, position_major=position_major)
     cache = KVCache(model.config, pages, page_size, dtype=model.dtype, **options)
     cache.data.fill_(float("nan"))
@@ -38,8 +37,7 @@ def poisoned_cache(model, pages, page_size, max_len=None, position_major=None):
 
 
 def poison(engine):
-    """Put NaN wherever no running request has something computed: free pages, and what lies beyond
-    num_computed."""
+    """Put NaN wherever no running request has something computed: also beyond num_computed."""
     cache = engine.runner.cache
     unused = torch.ones(cache.data.shape[3], dtype=torch.bool)
     for r in engine.scheduler.running:
@@ -48,10 +46,10 @@ def poison(engine):
 
 
 def block_tables(needed, scattered, seed=0):
-    """A block table of needed[i] pages for each i; the cache must have 2 * sum(needed) pages.
+    """A block table of needed[i] pages for each i, of a cache of 2 * sum(needed) pages.
 
-    Scattered tables are shuffled among each other and no page follows another; the rest of the
-    cache lies between. The others are one piece of memory each, and do not begin with page 0.
+    Scattered tables are shuffled among each other and no page follows another. The others are one
+    piece of memory each, and do not begin with page 0.
     """
     total = sum(needed)
     pages = list(range(1, total + 1))
@@ -69,8 +67,7 @@ def run(model, cache, spans, all_rows=False):
 
 
 def alone(model, prompt, params=SamplingParams(), stop=()):
-    """What a request must yield: no engine, no chunks, the whole sequence computed again for each
-    token."""
+    """What a request must yield: no engine, no chunks, all computed again for each token."""
     tokens = list(prompt)
     for n in range(params.max_new_tokens):
         logits = run(model, poisoned_cache(model, 1, len(tokens)), [Span([0], 0, tokens)])
@@ -81,12 +78,11 @@ def alone(model, prompt, params=SamplingParams(), stop=()):
 
 
 class VirtualRun:
-    """A scheduler on a virtual clock: each batch takes `law(BatchShape)` seconds, times seeded
-    noise and `slowdown`.
+    """A scheduler on a virtual clock: a batch takes law(BatchShape) * seeded noise * slowdown.
 
-    After `run`, `token_times` holds the times of each request's tokens, `scheduled` those of all
-    its chunks, and `log` (time, seconds, shape, [(request id, length)]) for each iteration. What
-    any policy must keep is asserted in every iteration.
+    `token_times` holds the times of each request's tokens, `scheduled` those of its chunks, `log`
+    (time, seconds, shape, [(request id, length)]) for each iteration, which asserts what any policy
+    must keep.
     """
 
     def __init__(self, policy, law, noise=0.0, seed=0, pages=4096, page_size=16, **options):

@@ -54,21 +54,19 @@ def test_read_products(tmp_path):
 
 HEADER = ",".join(["num_tokens", *COLUMNS])
 MISSING = "must have the columns num_tokens and attn_pre_proj.*; there is no"
-POSITIVE = "must be a positive number"
+WRONG = {"0,1,1,1,1": "num_tokens='0'", "1.5,1,1,1,1": "num_tokens='1.5'"}  # a line: what it says
+WRONG |= {"1,1,1,1,": "mlp_down_proj=''", "1,1,1": "mlp_up_proj=None"}
+WRONG |= {"1,-1,1,1,1": "attn_pre_proj='-1'", "1,1,1,nan,1": "mlp_up_proj='nan'"}
+WRONG |= {"1,1,1,1,inf": "mlp_down_proj='inf'", "2,1,fast,1,1": "attn_post_proj='fast'"}
 BAD = {  # content -> what it says
     "": f"{MISSING} attn_post_proj, attn_pre_proj, mlp_down",
     HEADER.replace(",mlp_up_proj", "") + "\n1,1,1,1\n": f"{MISSING} mlp_up_proj$",
     HEADER + "\n": "no times after the header: must have at least one",
-    HEADER + "\n1,1,1,1,1\n2,1,fast,1,1\n": f"line 3: attn_post_proj='fast': {POSITIVE}",
-    HEADER + "\n1,1,1,1,\n": f"line 2: mlp_down_proj='': {POSITIVE}",
-    HEADER + "\n1,1,1\n": f"line 2: mlp_up_proj=None: {POSITIVE}",
-    HEADER + "\n0,1,1,1,1\n": "line 2: num_tokens='0': must be a positive whole number",
-    HEADER + "\n1.5,1,1,1,1\n": "line 2: num_tokens='1.5': must be a positive whole number",
-    HEADER + "\n1,-1,1,1,1\n": f"line 2: attn_pre_proj='-1': {POSITIVE}",
-    HEADER + "\n1,1,1,nan,1\n": f"line 2: mlp_up_proj='nan': {POSITIVE}",
-    HEADER + "\n1,1,1,1,inf\n": f"line 2: mlp_down_proj='inf': {POSITIVE}",
     "\xff\xfe" + HEADER: "must be CSV in UTF-8",  # in Latin-1
 }
+for line, says in WRONG.items():
+    whole = "whole " if "num_tokens" in says else ""
+    BAD[f"{HEADER}\n1,1,1,1,1\n{line}\n"] = f"line 3: {says}: must be a positive {whole}number"
 
 
 @pytest.mark.parametrize("content, message", BAD.items())
@@ -77,9 +75,6 @@ def test_a_bad_file_is_named_with_its_line_and_column(tmp_path, content, message
     file.write_bytes(content.encode("latin-1"))
     with pytest.raises(ValueError, match=f"profile.csv.*{message}"):
         read_products(file)
-
-
-def test_a_file_that_cannot_be_read_is_an_oserror(tmp_path):
     for path in (tmp_path, tmp_path / "missing.csv"):
         with pytest.raises(OSError, match=path.name):
             read_products(path)

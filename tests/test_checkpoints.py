@@ -1,7 +1,4 @@
-"""pretrained/checkpoints.py: random models give the logits that transformers gives.
-
-And what cannot be loaded exactly is refused, with the name of what is wrong.
-"""
+"""Random models give the logits that transformers gives; what is not loaded exactly is refused."""
 
 import copy
 import fnmatch
@@ -40,7 +37,8 @@ def llama_like(config=transformers.LlamaConfig, max_position_embeddings=64, **mo
 
 
 FREQUENCIES = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
-LLAMA3_ROPE = FREQUENCIES | dict(rope_theta=5e5, original_max_position_embeddings=16)
+ROPE = FREQUENCIES | dict(rope_theta=5e5, original_max_position_embeddings=16)
+LLAMA_3 = dict(max_position_embeddings=128, num_key_value_heads=2, rope_parameters=ROPE)
 QWEN2 = dict(num_key_value_heads=2, tie_word_embeddings=True)
 QWEN2 |= dict(rope_parameters=dict(rope_type="default", rope_theta=1e4))
 MISTRAL = dict(num_key_value_heads=2, head_dim=16, sliding_window=24)
@@ -50,9 +48,7 @@ KINDS = {
     "llama 1": llama_like(),
     "llama": llama_like(num_key_value_heads=2, rms_norm_eps=0.1),
     "llama tied": llama_like(num_key_value_heads=1, tie_word_embeddings=True),
-    "llama 3": llama_like(
-        max_position_embeddings=128, num_key_value_heads=2, rope_parameters=LLAMA3_ROPE
-    ),
+    "llama 3": llama_like(**LLAMA_3),
     "mistral": llama_like(transformers.MistralConfig, **MISTRAL),
     "qwen2": llama_like(transformers.Qwen2Config, **QWEN2),
 }
@@ -217,12 +213,10 @@ def test_old_names_and_buffers_change_nothing(save, kind, change):
     torch.testing.assert_close(loaded, expected, rtol=0, atol=0)
 
 
-DTYPES = [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
-
-
-@pytest.mark.parametrize("stored, wanted", DTYPES)
-def test_weights_are_converted_to_the_dtype_of_the_model(save, stored, wanted):
-    file = save() / "model.safetensors"
+@pytest.mark.parametrize("widened", [True, False])
+def test_weights_are_converted_to_the_dtype_of_the_model(save, widened):
+    file, stored, wanted = save() / "model.safetensors", torch.bfloat16, torch.float32
+    stored, wanted = (stored, wanted) if widened else (wanted, stored)
     edit(file, lambda tensors: tensors.update({n: t.to(stored) for n, t in tensors.items()}))
     model, tensors = GPT.from_pretrained(file.parent, dtype=wanted), load_file(file)
     qkv = torch.cat([tensors[f"model.layers.1.self_attn.{x}_proj.weight"] for x in "qkv"])
@@ -305,10 +299,13 @@ def test_published_config_gives_the_preset(tmp_path, name):
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "llama", "mistral", "qwen2"])
-def test_missing_fields_are_what_transformers_assumes(tmp_path, model_type):
+def test_missing_fields_are_what_transformers_assumes_and_some_change_nothing(tmp_path, model_type):
     silent = read(tmp_path, model_type=model_type)
     transformers.CONFIG_MAPPING[model_type]().save_pretrained(tmp_path)
     assert silent == checkpoints.read_config(tmp_path)
+    same = dict(reorder_and_upcast=1, partial_rotary_factor=1.0, pretraining_tp=2)
+    same |= dict(quantization_config=None, activation_function="gelu_pytorch_tanh")
+    assert read(tmp_path, model_type=model_type, **same) == silent
 
 
 @pytest.mark.parametrize("type_key", ["rope_type", "type"])
@@ -329,19 +326,12 @@ def test_config_of_transformers_4_and_5_mean_the_same(tmp_path, kind, type_key):
     assert checkpoints.read_config(tmp_path) == expected
 
 
-SLIDING = dict(layer_types=["full_attention", "sliding_attention"])
-
-
-WINDOWS = [
-    ("mistral", 100, {}, 100),
-    ("mistral", 2000, {}, 1000),
-    ("mistral", None, {}, 1000),
-    ("qwen2", 100, {}, 1000),
-    ("qwen2", 100, dict(use_sliding_window=True), 100),
-    ("qwen2", 100, SLIDING, 100),
-    ("qwen2", 100, dict(layer_types=["full_attention"] * 2), 1000),
-    ("llama", 100, {}, 1000),
-]
+# model_type, window, options, positions
+WINDOWS = [("mistral", 100, {}, 100), ("mistral", 2000, {}, 1000), ("mistral", None, {}, 1000)]
+WINDOWS += [("qwen2", 100, {}, 1000), ("qwen2", 100, dict(use_sliding_window=True), 100)]
+WINDOWS += [("qwen2", 100, dict(layer_types=["full_attention", "sliding_attention"]), 100)]
+WINDOWS += [("qwen2", 100, dict(layer_types=["full_attention"] * 2), 1000)]
+WINDOWS += [("llama", 100, {}, 1000)]
 
 
 @pytest.mark.parametrize("model_type, window, options, positions", WINDOWS)
@@ -350,9 +340,6 @@ def test_positions_end_where_a_window_would_slide(tmp_path, model_type, window, 
     assert read(tmp_path, **options).max_positions == positions
 
 
-YARN, LINEAR = dict(rope_type="yarn", factor=4.0), dict(type="linear", factor=4.0)
-ROPES = dict(full_attention=dict(rope_type="default"))
-INCOMPLETE = dict(rope_type="llama3", factor=8.0)
 NOT_COMPUTED = {  # option: a value that is refused by name
     "gpt2": dict(scale_attn_by_inverse_layer_idx=True, add_cross_attention=True),
     "llama": dict(attention_bias=True, mlp_bias=True, partial_rotary_factor=0.25),
@@ -360,36 +347,28 @@ NOT_COMPUTED = {  # option: a value that is refused by name
     "qwen2": dict(hidden_act="gelu", quantization_config={"quant_method": "gptq"}),
 }
 REFUSED = [
-    (model_type, option, value, f"{option}={value!r} is not supported")
+    (model_type, {option: value}, f"{option}={value!r} is not supported")
     for model_type, options in NOT_COMPUTED.items()
     for option, value in options.items()
 ]
 REFUSED += [
-    ("mixtral", "x", 0, "model_type='mixtral'.*'gpt2' or 'llama' or 'mistral' or 'qwen2'"),
-    (None, "x", 0, "model_type=None"),
-    ("gpt2", "activation_function", "relu", "activation_function='relu'.*'gelu_new'"),
-    ("gpt2", "scale_attn_weights", False, "scale_attn_weights=False.*True"),
-    ("llama", "hidden_act", "gelu", "hidden_act='gelu'.*'silu'"),
-    ("llama", "rope_scaling", YARN, "rope_type='yarn'.*'llama3'"),
-    ("llama", "rope_scaling", LINEAR, "rope_type='linear'"),
-    ("llama", "rope_scaling", INCOMPLETE, "low_freq_factor"),
-    ("mistral", "rope_parameters", dict(rope_type="longrope"), "rope_type='longrope'"),
-    ("qwen2", "rope_parameters", ROPES, "full_attention"),
-    ("llama", "rope_parameters", dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
+    ("mixtral", {}, "model_type='mixtral'.*'gpt2' or 'llama' or 'mistral' or 'qwen2'"),
+    ("gpt2", dict(activation_function="relu"), "activation_function='relu'.*'gelu_new'"),
+    ("gpt2", dict(scale_attn_weights=False), "scale_attn_weights=False.*True"),
+    ("llama", dict(hidden_act="gelu"), "hidden_act='gelu'.*'silu'"),
+    ("llama", dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), "rope_type='yarn'.*'llama3'"),
+    ("llama", dict(rope_scaling=dict(type="linear", factor=4.0)), "rope_type='linear'"),
+    ("llama", dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "low_freq_factor"),
+    ("mistral", dict(rope_parameters=dict(rope_type="longrope")), "rope_type='longrope'"),
+    ("qwen2", dict(rope_parameters=dict(full_attention={})), "full_attention"),
+    ("llama", dict(rope_parameters=dict(partial_rotary_factor=0.5)), "partial_rotary_factor=0.5"),
 ]
 
 
-@pytest.mark.parametrize("model_type, option, value, message", REFUSED)
-def test_what_the_model_does_not_compute_is_refused(tmp_path, model_type, option, value, message):
-    named = {"model_type": model_type} if model_type else {}
+@pytest.mark.parametrize("model_type, options, message", REFUSED)
+def test_what_the_model_does_not_compute_is_refused(tmp_path, model_type, options, message):
     with pytest.raises(ValueError, match=message):
-        read(tmp_path, **named | {option: value})
-
-
-def test_options_that_change_nothing_are_accepted(tmp_path):
-    read(tmp_path, model_type="gpt2", activation_function="gelu_pytorch_tanh", reorder_and_upcast=1)
-    same = dict(partial_rotary_factor=1.0, quantization_config=None, pretraining_tp=2)
-    read(tmp_path, model_type="llama", **same)
+        read(tmp_path, model_type=model_type, **options)
 
 
 def test_config_that_is_missing_or_broken_is_named(tmp_path):
@@ -398,13 +377,13 @@ def test_config_that_is_missing_or_broken_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="config.json: not JSON"):
         checkpoints.read_config(tmp_path)
+    with pytest.raises(ValueError, match="model_type=None"):
+        read(tmp_path)
 
 
 Q_BIAS, UP = "layers.0.self_attn.q_proj.bias", "layers.2.mlp.up_proj.weight"
 K, V = "layers.1.self_attn.k_proj.weight", "layers.0.self_attn.v_proj.weight"
 DOWN, C_FC = "layers.0.mlp.down_proj.weight", "h.0.mlp.c_fc.weight"
-
-
 MISFITS = [
     ("llama", add(f"model.{Q_BIAS}", 32), f"1 unknown tensors: {Q_BIAS}"),
     ("llama", add(f"model.{UP}", 48, 32), f"unknown.*{UP}"),
@@ -444,8 +423,6 @@ def test_head_stored_next_to_a_tied_embedding_must_equal_it(save, kind, embeddin
 
 
 SHARD, INDEX = "model-00003-of-00012.safetensors", "model.safetensors.index.json"
-
-
 IN_INDEX, IN_SHARD = lambda index: index["weight_map"].update(extra=SHARD), add("extra", 1)
 
 
@@ -473,18 +450,17 @@ def test_weights_in_no_file_or_one_that_is_not_safetensors(save):
         GPT.from_pretrained(file.parent)
 
 
-WANTED = """config.json generation_config.json model-00001-of-00002.safetensors model.safetensors
-    model.safetensors.index.json original/tokenizer.model tokenizer.json tokenizer.model vocab.json
-    merges.txt""".split()
-OTHERS = """pytorch_model.bin consolidated.safetensors original/consolidated.00.pth onnx/model.onnx
-    README.md tf_model.h5""".split()
+WANTED = f"config.json generation_config.json model.safetensors {SHARD} {INDEX} tokenizer.json"
+WANTED += " tokenizer.model original/tokenizer.model vocab.json merges.txt"
+OTHERS = "pytorch_model.bin consolidated.safetensors original/consolidated.00.pth onnx/model.onnx"
+OTHERS += " README.md tf_model.h5"
 
 
 def test_only_what_is_read_is_downloaded_and_nothing_if_a_directory_is_there(tmp_path, monkeypatch):
     def snapshot_download(name, allow_patterns):
         assert name == "owner/model"
         matches = lambda file: any(fnmatch.fnmatch(file, pattern) for pattern in allow_patterns)
-        assert [file for file in WANTED + OTHERS if matches(file)] == WANTED
+        assert [file for file in f"{WANTED} {OTHERS}".split() if matches(file)] == WANTED.split()
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)

@@ -5,14 +5,8 @@ import random
 
 import pytest
 
-from tests.test_metrics import (
-    a_completion,
-    an_iteration,
-    decode,
-    prefill,
-    random_history,
-    three_requests,
-)
+from tests import test_metrics
+from tests.test_metrics import a_completion, an_iteration, decode, prefill, three_requests
 from tests.test_pipelines import A_PIPELINE, two_stages
 from views.chrome_trace import write_chrome_trace, write_pipeline_trace
 
@@ -85,7 +79,7 @@ def test_slices_of_a_lane_never_overlap(tmp_path):
     """Also at times that are no whole microseconds, far from 0, with preemptions in between."""
     for seed in range(50):
         rng = random.Random(seed)
-        completions, iterations = random_history(seed)
+        completions, iterations = test_metrics.random_history(seed)
         moved = [i._replace(start=1e4 + i.start / 999, end=1e4 + i.end / 999) for i in iterations]
         moved = [i._replace(preempted=rng.sample(range(6), rng.randint(0, 2))) for i in moved]
         for c in completions:

@@ -1,7 +1,4 @@
-"""The cost model against sums by hand, the real model's weights, and times that were published:
-
-SARATHI, Table 2, Figures 3 and 7, §5.3; Sarathi-Serve, Table 3. No clock is read.
-"""
+"""The cost model against sums by hand, the real model's weights, and the papers' times."""
 
 import random
 from dataclasses import replace
@@ -31,6 +28,10 @@ BATCH = [PREFILL, *DECODES]
 
 def num_weights(config, tp=1):
     return config.n_layer * sum(rows * columns for rows, columns in matrices(config, tp).values())
+
+
+def a6000(cpu_s=0.0):
+    return CostModel(PRESETS["llama-13b"], DEVICES["a6000"], cpu_s=cpu_s)
 
 
 def decodes(count, context):
@@ -64,14 +65,12 @@ def test_each_gpu_has_its_share_of_the_matrices():
     assert 16 * num_weights(llama, 16) == num_weights(llama) + repeated
 
 
-@pytest.mark.parametrize(
-    "name, published, rel",
-    [("gpt3-175b", 175e9, 0.01), ("falcon-180b", 180e9, 0.01), ("llama-33b", 32.5e9, 0.002)],
-)
-def test_geometries_have_as_many_parameters_as_published(name, published, rel):
-    config = GEOMETRIES[name]
-    embeddings = (1 if config.tie_embeddings else 2) * config.vocab_size * config.n_embd
-    assert num_weights(config) + embeddings == pytest.approx(published, rel=rel)
+def test_geometries_have_as_many_parameters_as_published():
+    published = {"gpt3-175b": (175e9, 0.01), "falcon-180b": (180e9, 0.01)}
+    for name, (count, rel) in (published | {"llama-33b": (32.5e9, 0.002)}).items():
+        config = GEOMETRIES[name]
+        embeddings = (1 if config.tie_embeddings else 2) * config.vocab_size * config.n_embd
+        assert num_weights(config) + embeddings == pytest.approx(count, rel=rel)
 
 
 def test_a_product_computes_whole_tiles():
@@ -97,54 +96,39 @@ def test_a_product_takes_its_arithmetic_or_its_bytes_whichever_is_longer():
         assert product_seconds(device, 4000, 1000, 1000) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("tp, weights", [(1, [128, 64, 256, 128]), (2, [64, 32, 128, 64])])
-def test_the_products_of_a_layer(tp, weights):
-    expected = {name: 2 * 4 * w / 1e6 for name, w in zip(matrices(SMALL), weights)}
-    assert products(SMALL, MATH, 3, tp) == pytest.approx(expected)
+def test_the_products_of_a_layer():
+    for tp, weights in ((1, [128, 64, 256, 128]), (2, [64, 32, 128, 64])):
+        expected = {name: 2 * 4 * w / 1e6 for name, w in zip(matrices(SMALL), weights)}
+        assert products(SMALL, MATH, 3, tp) == pytest.approx(expected)
 
 
 # In BATCH 7 tokens are 8 rows. The chunk's 8 padded queries see 10 + 5 / 2 keys: 2 flop for each of
 # the 8 dimensions, twice. Rows and columns of the four are 24 + 16 + 40 + 24. Each chunk has a row
 # of the head and reads its own keys. There are four products and five others; attention starts for
 # each chunk, and for all decodes together.
-@pytest.mark.parametrize(
-    "device, linear, attention, others, head",
-    [
-        (MATH, 8 * 8 * 576e-6, 4 * 8 * 12.5 * 4 * 8e-6, 0, 2 * 4 * 8 * 100e-6),
-        (
-            MOVE,
-            4 * 2 * (576 + 7 * 104) / 1e6,
-            4 * 16 * (15 + 8 + 20) / 1e6,
-            4 * 2 * 7 * (8 * 8 + 2 * 16 + 2 * 32) / 1e6,
-            2 * (800 + 3 * 108) / 1e6,
-        ),
-        (START, 16, 8, 20, 1),
-    ],
-    ids=["arithmetic", "bytes", "kernels"],
-)
-def test_parts_of_an_iteration(device, linear, attention, others, head):
-    expected = dict(linear=linear, attention=attention, others=others, head=head)
-    cost = CostModel(SMALL, device)
-    assert cost.parts(BATCH) == pytest.approx(expected | {"all_reduce": 0, "cpu": 0})
-    if device is START:
-        assert cost.seconds(DECODES) == 4 * (4 + 5 + 1) + 1
-        assert cost.seconds([PREFILL, (3, 0, 2), (4, 0, 9)]) == 4 * (4 + 5 + 3) + 1
+def test_parts_of_an_iteration():
+    flops = (8 * 8 * 576, 4 * 8 * 12.5 * 4 * 8, 0, 2 * 4 * 8 * 100)
+    moved = [4 * 2 * (576 + 7 * 104), 4 * 16 * (15 + 8 + 20), 4 * 2 * 7 * (8 * 8 + 2 * 16 + 2 * 32)]
+    moved, kernels = [*moved, 2 * (800 + 3 * 108)], (16, 8, 20, 1)
+    names, start = ("linear", "attention", "others", "head"), CostModel(SMALL, START)
+    for device, parts, unit in ((MATH, flops, 1e-6), (MOVE, moved, 1e-6), (START, kernels, 1)):
+        expected = {name: part * unit for name, part in zip(names, parts, strict=True)}
+        cost = CostModel(SMALL, device)
+        assert cost.parts(BATCH) == pytest.approx(expected | {"all_reduce": 0, "cpu": 0})
+    assert start.seconds(DECODES) == 4 * (4 + 5 + 1) + 1
+    assert start.seconds([PREFILL, (3, 0, 2), (4, 0, 9)]) == 4 * (4 + 5 + 3) + 1
 
 
-@pytest.mark.parametrize(
-    "device, tp, chunk, microseconds",
-    [
-        (replace(MATH, attention_bytes_per_s=1e6), 1, (10, 5), 8 * 12.5 * 32),
-        (replace(MATH, attention_bytes_per_s=1e6), 1, (1000, 2), 4 * 1001 * 32),
-        # 160 us for each key, where 4 padded queries take 128 us
-        (replace(MATH, attention_bytes_per_s=1e5), 1, (1000, 2), 1002 * 160),
-        # four GPUs divide the queries, of 8 dimensions, but not two heads' keys, of 16 bytes
-        (MATH, 2, (10, 5), 8 * 12.5 * 4 * 4),
-        (MATH, 4, (10, 5), 8 * 12.5 * 4 * 2),
-        (MOVE, 2, (10, 5), 15 * 8),
-        (MOVE, 4, (10, 5), 15 * 8),
-    ],
-)
+BOTH = replace(MATH, attention_bytes_per_s=1e6)
+ATTENTION = [(BOTH, 1, (10, 5), 8 * 12.5 * 32), (BOTH, 1, (1000, 2), 4 * 1001 * 32)]
+# 160 us for each key, where 4 padded queries take 128 us
+ATTENTION += [(replace(MATH, attention_bytes_per_s=1e5), 1, (1000, 2), 1002 * 160)]
+# four GPUs divide the queries, of 8 dimensions, but not two heads' keys, of 16 bytes
+ATTENTION += [(MATH, 2, (10, 5), 8 * 12.5 * 4 * 4), (MATH, 4, (10, 5), 8 * 12.5 * 4 * 2)]
+ATTENTION += [(MOVE, 2, (10, 5), 15 * 8), (MOVE, 4, (10, 5), 15 * 8)]
+
+
+@pytest.mark.parametrize("device, tp, chunk, microseconds", ATTENTION)
 def test_attention_takes_its_pairs_or_its_keys_whichever_is_longer(device, tp, chunk, microseconds):
     assert CostModel(SMALL, device, tp).chunk_seconds(*chunk) == pytest.approx(microseconds / 1e6)
 
@@ -178,25 +162,25 @@ def test_all_reduces_of_an_iteration():
     assert set(PARALLEL_BLOCKS) == {"falcon-180b"}
 
 
-def test_links_are_those_of_the_device_unless_given():
+def test_devices_have_a_name_and_a_link_unless_given():
+    assert find(DEVICES, "device", "a100-80gb") is A100
+    with pytest.raises(ValueError, match="device='b200': must be one of a100-80gb, a40, a6000, h1"):
+        find(DEVICES, "device", "b200")
     cost = CostModel(SMALL, DEVICES["a40"], tp=2, pp=2)
     assert (cost.tp_link, cost.pp_link) == (LINKS["pcie4"], LINKS["infiniband"])
     assert all(device.link in LINKS for device in DEVICES.values())
-
-
-def test_devices_known_by_their_data_sheet_reach_the_share_of_an_a100():
+    # those that are known by their data sheets reach the share of it that an A100 reaches
     sheets = {"a40": (149.7e12, 696e9), "h100": (989e12, 3.35e12), "h200": (989e12, 4.8e12)}
     for name, (flops, moved) in sheets.items():
-        shares = {"flops_per_s": flops / 312e12, "bytes_per_s": moved / 2.039e12}
-        for rate, share in shares.items():
-            for field in (rate, f"attention_{rate}"):
+        for rate, share in {"flops": flops / 312e12, "bytes": moved / 2.039e12}.items():
+            for field in (f"{rate}_per_s", f"attention_{rate}_per_s"):
                 ours = getattr(DEVICES[name], field)
                 assert ours == pytest.approx(share * getattr(A100, field))
 
 
 # Of all kinds: on one GPU, divided, in a pipeline, with fewer KV heads than GPUs
 COSTS = [
-    lambda: CostModel(PRESETS["llama-13b"], DEVICES["a6000"], cpu_s=5e-3),
+    lambda: a6000(cpu_s=5e-3),
     lambda: CostModel(PRESETS["yi-34b"], A100, tp=2),
     lambda: CostModel(GEOMETRIES["gpt3-175b"], A100, tp=8, pp=8),
     lambda: CostModel(GEOMETRIES["falcon-180b"], A100, tp=4, pp=2, parallel_block=True),
@@ -227,18 +211,13 @@ def test_more_work_is_never_faster(make):
         assert used.seconds([*batch, chunk()]) > seconds
 
 
-@pytest.mark.parametrize(
-    "changes, arrangement, layers, embeddings",
-    [
-        ({}, {}, 4 * 576, 2),
-        ({"tie_embeddings": True}, {}, 4 * 576, 1),
-        ({}, {"pp": 2}, 2 * 576, 1),
-        ({}, {"tp": 2, "pp": 2}, 2 * 288, 0.5),
-    ],
-)
-def test_weights_of_the_gpu_that_has_most(changes, arrangement, layers, embeddings):
-    cost = CostModel(replace(SMALL, **changes), MATH, **arrangement)
-    assert cost.weight_bytes() == 2 * (layers + embeddings * 100 * 8)
+def test_weights_of_the_gpu_that_has_most():
+    tied = replace(SMALL, tie_embeddings=True)
+    cases = [(SMALL, 1, 1, 4 * 576, 2), (tied, 1, 1, 4 * 576, 1)]  # tp, pp, layers, embeddings
+    cases += [(SMALL, 1, 2, 2 * 576, 1), (SMALL, 2, 2, 2 * 288, 0.5)]
+    for config, tp, pp, layers, embeddings in cases:
+        cost = CostModel(config, MATH, tp=tp, pp=pp)
+        assert cost.weight_bytes() == 2 * (layers + embeddings * 100 * 8)
 
 
 @pytest.mark.parametrize("name", ["llama-7b", "llama2-70b", "gpt2"])
@@ -262,11 +241,6 @@ def test_gpt3_runs_the_batches_of_sarathi_on_a100s(pp, batch):
     assert tokens // 4096 // pp == batch  # each of the micro-batches in flight has its share
 
 
-def test_llama_13b_runs_the_batches_of_sarathi_on_an_a6000():
-    assert [a6000().max_batch(n) for n in (2048, 3072)] == [10, 6]  # §4.3.1
-    assert 18 <= a6000().max_batch(1024) <= 20  # the paper takes 18
-
-
 def test_a_model_that_does_not_fit_says_what_to_do():
     large = CostModel(PRESETS["llama2-70b"], DEVICES["a6000"])
     # 80 * (8192 * (10240 + 8192) + 3 * 8192 * 28672) and 2 * 32000 * 8192 of two bytes
@@ -281,14 +255,11 @@ def test_a_model_that_does_not_fit_says_what_to_do():
 
 
 WHOLE, SECONDS = "a whole number of at least 1", "a finite number of seconds, at least 0"
-BAD = [
-    ({"tp": 3}, "tp=3: must divide n_head=4"),
-    ({"tp": 4, "config": replace(SMALL, n_inner=18)}, "tp=4: must divide n_inner=18"),
-    ({"pp": 3}, "pp=3: must divide n_layer=4"),
-    *[({"tp": tp}, f"tp={tp!r}: must be {WHOLE}") for tp in (0, -1, 1.5, "2")],
-    *[({"pp": pp}, f"pp={pp}: must be {WHOLE}") for pp in (0, -2, 1.5)],
-    *[({"cpu_s": s}, f"cpu_s={s}: must be {SECONDS}") for s in (-1e-9, nan, inf)],
-]
+BAD = [({"tp": 3}, "tp=3: must divide n_head=4"), ({"pp": 3}, "pp=3: must divide n_layer=4")]
+BAD += [({"tp": 4, "config": replace(SMALL, n_inner=18)}, "tp=4: must divide n_inner=18")]
+BAD += [({"tp": tp}, f"tp={tp!r}: must be {WHOLE}") for tp in (0, -1, 1.5, "2")]
+BAD += [({"pp": pp}, f"pp={pp}: must be {WHOLE}") for pp in (0, -2, 1.5)]
+BAD += [({"cpu_s": s}, f"cpu_s={s}: must be {SECONDS}") for s in (-1e-9, nan, inf)]
 
 
 @pytest.mark.parametrize("changes, message", BAD)
@@ -297,44 +268,27 @@ def test_bad_arrangements_are_refused(changes, message):
         CostModel(**{"config": SMALL, "device": MATH} | changes)
 
 
-def test_an_unknown_name_is_refused():
-    message = "device='b200': must be one of a100-80gb, a40, a6000, h100, h200"
-    with pytest.raises(ValueError, match=message):
-        find(DEVICES, "device", "b200")
-    assert find(DEVICES, "device", "a100-80gb") is A100
-
-
-def a6000(cpu_s=0.0):
-    return CostModel(PRESETS["llama-13b"], DEVICES["a6000"], cpu_s=cpu_s)
-
-
-def test_table_2_of_sarathi():
+def test_batches_and_table_2_of_sarathi():
+    assert [a6000().max_batch(n) for n in (2048, 3072)] == [10, 6]  # §4.3.1
+    assert 18 <= a6000().max_batch(1024) <= 20  # the paper takes 18
     for batch, published in (([(0, 0, 1024)], (224.8, 10)), (decodes(4, 1024), (44.28, 5.68))):
         parts = a6000().parts(batch)
         ours = 1e3 * parts["linear"], 1e3 * parts["attention"]
         assert ours == pytest.approx(published, rel=0.02)
-
-
-def test_a_piggybacked_decode_costs_a_fraction():
     cost, prefill = a6000(), (9, 0, 1021)
     alone = cost.seconds(decodes(4, 1024)) / 4
     riding = (cost.seconds([prefill, *decodes(3, 1024)]) - cost.seconds([prefill])) / 3
-    assert 5 < alone / riding < 15  # Table 2: 12.49 and 1.2 ms
+    assert 5 < alone / riding < 15  # 12.49 and 1.2 ms: a decode that rides costs a fraction
 
 
-def test_figure_7_of_sarathi():
+def test_figures_7_and_3_of_sarathi_and_the_strict_slos_of_sarathi_serve():
     ms = [a6000(cpu_s=5e-3).seconds([(0, 0, tokens)]) * 1e3 for tokens in (128, 256, 257)]
     assert ms == pytest.approx([55, 69.8, 92.33], rel=0.08)
 
-
-@pytest.mark.parametrize("batch, published", [(1, 200), (2, 100), (18, 16.7)])
-def test_figure_3_of_sarathi(batch, published):
-    decode = a6000().seconds(decodes(batch, 1024)) / batch
-    prefill = a6000().seconds([(i, 0, 1024) for i in range(batch)]) / (batch * 1024)
-    assert decode / prefill == pytest.approx(published, rel=0.15)
-
-
-@pytest.mark.parametrize("name, tp, strict_slo", [("yi-34b", 2, 0.2), ("mistral-7b", 1, 0.1)])
-def test_the_strict_slos_of_sarathi_serve_are_five_decode_iterations(name, tp, strict_slo):
-    seconds = CostModel(PRESETS[name], A100, tp=tp).seconds(decodes(32, 4096))
-    assert 5 * seconds == pytest.approx(strict_slo, rel=0.15)  # Table 3
+    for batch, published in ((1, 200), (2, 100), (18, 16.7)):  # Figure 3
+        decode = a6000().seconds(decodes(batch, 1024)) / batch
+        prefill = a6000().seconds([(i, 0, 1024) for i in range(batch)]) / (batch * 1024)
+        assert decode / prefill == pytest.approx(published, rel=0.15)
+    for name, tp, strict_slo in (("yi-34b", 2, 0.2), ("mistral-7b", 1, 0.1)):
+        seconds = CostModel(PRESETS[name], A100, tp=tp).seconds(decodes(32, 4096))
+        assert 5 * seconds == pytest.approx(strict_slo, rel=0.15)  # Sarathi-Serve, Table 3

@@ -14,6 +14,7 @@ from tests.test_iteration_time import cpu, gpu
 SLO = 0.2
 SEEDS = pytest.mark.parametrize("seed", range(2))
 LAWS = pytest.mark.parametrize("law, slo", [(cpu, SLO), (gpu, 25e-3)], ids=["cpu", "gpu"])
+under_slo = lambda seed, law, slo: VirtualRun("dynamic", law, 0.03, seed, tbt_slo=slo, tile=16)
 COUNT = {cpu: 50, gpu: 150}  # requests: a gpu prefills most of a prompt in an iteration
 
 
@@ -21,10 +22,6 @@ def work(seed, count=50, prompts=(100, 1500), outputs=(40, 120)):
     draw = random.Random(seed)
     prompt_lens = [draw.randrange(*prompts) for _ in range(count)]
     return [Request(i, [0] * n, n, draw.randrange(*outputs)) for i, n in enumerate(prompt_lens)]
-
-
-def under_slo(seed, law, slo):
-    return VirtualRun("dynamic", law, 0.03, seed, tbt_slo=slo, tile=16)
 
 
 def serve(seed, law=cpu, **options):
@@ -35,22 +32,17 @@ def serve(seed, law=cpu, **options):
     return total / simulation.now, percentile(simulation.tbt(), 99), simulation
 
 
-def best_static(seed, law, slo, tile=16):
-    """The throughput of the largest static budget that meets the SLO, found by halves."""
-    low, high, best = 0, 1024 // tile, 0.0
+@LAWS
+def test_it_is_as_fast_as_the_best_static_budget_that_meets_the_same_slo(law, slo):
+    low, high, best = 0, 64, 0.0  # of the static ones, in tiles, the largest: found by halves
     while high - low > 1:
         middle = (low + high) // 2
-        throughput, p99, _ = serve(seed, law, chunk=middle * tile)
-        meets = p99 <= slo
-        low, high, best = (middle, high, max(best, throughput)) if meets else (low, middle, best)
-    assert low  # or there was nothing to compare with
-    return best
-
-
-@LAWS
-def test_it_is_as_fast_as_the_best_static_budget_that_meets_the_same_slo(law, slo, seed=0):
-    throughput, p99, _ = serve(seed, law, tbt_slo=slo, tile=16)
-    assert p99 <= slo and throughput >= 0.95 * best_static(seed, law, slo)
+        throughput, p99, _ = serve(0, law, chunk=middle * 16)
+        low, high, best = (
+            (middle, high, max(best, throughput)) if p99 <= slo else (low, middle, best)
+        )
+    throughput, p99, _ = serve(0, law, tbt_slo=slo, tile=16)
+    assert low and p99 <= slo and throughput >= 0.95 * best
 
 
 @SEEDS
@@ -88,9 +80,7 @@ def test_a_machine_that_changes_speed_is_followed(law, slo, slowdown, seed):
     decodes = BatchShape(0, 15, 15 * 900)
     slowed = lambda prefill: law(decodes.with_chunk(400, prefill)) * slowdown
     most = max(prefill for prefill in range(0, 2048, 16) if slowed(prefill) <= slo)
-    assert (
-        max(shape.prefill_tokens for *_, shape in after) > 0.7 * most
-    )  # what it may take it takes
+    assert max(shape.prefill_tokens for *_, shape in after) > 0.7 * most  # it takes what it may
 
 
 @SEEDS
@@ -127,18 +117,16 @@ def timed(pasts, decodes, contexts, prefills):
 
 PROFILE = timed([200], [1, 4, 8], [200, 1000], [0, 64, 128, 256, 512])
 COLD = dict(tbt_slo=SLO)  # no profile
+FIRST = [
+    (0, dict(tbt_slo=1e-6, profile=PROFILE), [2000], 2048),  # nobody to stall: no chunks
+    (6, COLD, [1] * 6 + [16], 22),  # a cold start is cautious
+    (6, COLD | dict(tile=64), [1] * 6 + [64], 70),  # and tries one tile
+    (8, dict(tbt_slo=0.01, profile=PROFILE), [1] * 8, 8),  # decodes take all of the SLO
+    (6, dict(profile=PROFILE), [1] * 6 + [250], 256),  # without an SLO it is `chunk`
+]
 
 
-@pytest.mark.parametrize(
-    "decodes, options, lengths, budget",
-    [
-        (0, dict(tbt_slo=1e-6, profile=PROFILE), [2000], 2048),  # nobody to stall: no chunks
-        (6, COLD, [1] * 6 + [16], 22),  # a cold start is cautious
-        (6, COLD | dict(tile=64), [1] * 6 + [64], 70),  # and tries one tile
-        (8, dict(tbt_slo=0.01, profile=PROFILE), [1] * 8, 8),  # decodes take all of the SLO
-        (6, dict(profile=PROFILE), [1] * 6 + [250], 256),  # without an SLO it is `chunk`
-    ],
-)
+@pytest.mark.parametrize("decodes, options, lengths, budget", FIRST)
 def test_the_first_batch(decodes, options, lengths, budget):
     scheduler = scheduler_with(decodes, **options)
     batch = scheduler.next_batch()

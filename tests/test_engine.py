@@ -277,7 +277,7 @@ def test_a_failed_step_is_computed_again(model, policy, error, monkeypatch):
 
 
 FINISH, ADVANCE, OF = (Scheduler, "finish"), (Scheduler, "advance"), (Completion, "of")
-FORWARD = (GPT, "forward")
+FORWARD, ADD = (GPT, "forward"), (Batch, "add")
 
 
 def interrupt(patch, place, late=False, often=False):
@@ -317,7 +317,8 @@ def test_an_interrupt_while_recording_loses_nothing(model, place, least, late, m
         assert c.tokens == expected and len(c.token_times) == len(c.logprobs) == 3
 
 
-INTERRUPTS = [(FINISH, False, 0), (OF, True, 1), (ADVANCE, True, 2), (FORWARD, False, 0)]
+INTERRUPTS = [(FINISH, False, 0), (OF, True, 1), (ADVANCE, True, 2)]
+INTERRUPTS += [(FORWARD, False, 0), (ADD, True, 0)]
 
 
 @pytest.mark.parametrize("policy", ["orca", "sarathi-serve", "vllm"])

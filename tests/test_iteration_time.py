@@ -3,7 +3,6 @@
 import itertools
 import math
 import random
-from bisect import bisect_left
 
 import pytest
 
@@ -66,10 +65,7 @@ class Machine:
         return errors
 
 
-def median(values):
-    return sorted(values)[len(values) // 2]
-
-
+median = lambda values: sorted(values)[len(values) // 2]
 SEEDS = pytest.mark.parametrize("seed", range(5))
 PROFILES = pytest.mark.parametrize("profile", [True, False], ids=["profile", "cold"])
 
@@ -111,21 +107,6 @@ def test_decode_only_iterations_do_not_poison_the_prefill_rate(profile, seed):
     assert abs(machine.error(HYBRID)) < 0.05
     machine.model.observe(HYBRID, 2 * cpu(HYBRID))  # the first chunk since does not overrule all
     assert abs(machine.error(HYBRID)) < 0.08
-
-
-@SEEDS
-def test_a_moving_average_collapses_where_this_model_holds(seed):
-    time_per_token, slo, tile, machine = 0.0, 0.2, 64, Machine(cpu, 0.03, seed)
-    fits = max(p for p in range(0, 1025, tile) if cpu(batch(p)) <= slo)
-    for i in range(160):  # the last hundred only decode
-        shape = batch(random.Random(i).choice([64, 128, 192, 256]) if i < 60 else 0)
-        seconds = machine.run(shape)[1]
-        tokens = shape.prefill_tokens + shape.decodes  # whatever they are
-        time_per_token = 0.1 * seconds / tokens + 0.9 * time_per_token
-        if i == 59:
-            assert slo / time_per_token - 6 >= 128
-    assert slo / time_per_token - 6 < tile  # it would never prefill again
-    assert fits - tile <= machine.fits(slo, DECODES, 500, 1024, tile) <= fits
 
 
 @SEEDS
@@ -210,7 +191,7 @@ def test_prefill_that_fits_is_the_most_of_all_sizes(seed):
     machine.model.observe(batch(900), cpu(batch(900)))
     draw, answers, margin = random.Random(seed), set(), 1 + min(0.3, 2.33 * machine.model.spread)
     for _ in range(200):
-        slo, past, limit = draw.uniform(0.01, 0.8), draw.randrange(2000), draw.randrange(900)
+        slo, past, limit = draw.uniform(0.01, 0.8), draw.randrange(2000), draw.randrange(-9, 900)
         tile = draw.choice([1, 7, 64])
         shape = batch(draw.choice([0, 0, 33]), draw.randrange(9), draw.randrange(2000))
         time = lambda size: machine.model.predict(shape.with_chunk(past, size)) * margin  # noqa: B023
@@ -221,16 +202,6 @@ def test_prefill_that_fits_is_the_most_of_all_sizes(seed):
         assert answer in (0, machine.fits(time(answer), shape, past, limit, tile))
         answers.add((answer == 0, answer == limit, answer % tile == 0))
     assert len(answers) >= 4  # nothing, all and whole tiles in between were all among them
-
-
-@SEEDS
-def test_prefill_that_fits_grows_with_the_slo_and_ends_at_the_limit(seed):
-    machine = Machine(cpu, 0.05, seed, mixed=40)
-    for tile, limit in ((1, 300), (64, 300), (64, 40), (1, 0), (1, -3)):
-        fits = [machine.fits(k * 5e-3, DECODES, 200, limit, tile) for k in range(200)]
-        assert fits == sorted(fits) and fits[-1] == max(0, limit)
-        assert bisect_left(fits, min(tile, limit)) * 5e-3 >= cpu(DECODES) or limit <= 0
-        assert fits[int(cpu(DECODES) / 5e-3)] == 0  # the decodes alone take as long
 
 
 def test_the_margin_is_bounded():
@@ -255,7 +226,7 @@ def test_it_is_never_negative_and_never_nan():
     for seconds in times[4:]:
         model.observe(HYBRID, seconds)
         with pytest.raises(
-            ValueError, match=f"profile: BatchShape.*took {seconds} seconds: must be pos"
+            ValueError, match=f"profile: BatchShape.*took {seconds} sec.*must be pos"
         ):
             IterationTime([(HYBRID, seconds)])
     assert model.predict(HYBRID) == before

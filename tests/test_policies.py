@@ -48,20 +48,14 @@ def test_a_policy_of_ones_own_is_found_wherever_its_file_is_and_loaded_once(own)
         make_scheduler(NAME, Pages(2, 8), tile=3)
 
 
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        ("sarathi_serve", "must be one of request-level, .*, priority, or FILE.py:Class"),
-        ("my_policy.py", "must be one of"),  # without a class
-        ("my_policy:Shortest", "must be one of"),
-        (None, "must be one of"),
-        ("other_policy.py:Shortest", "there is no file other_policy.py"),
-        *(
-            (f"my_policy.py:{name}", "has no subclass of Scheduler of that name")
-            for name in ("Longest", "three", "Request", "")
-        ),
-    ],
-)
+ONE_OF = "must be one of request-level, .*, priority, or FILE.py:Class"
+UNKNOWN = [(bad, ONE_OF) for bad in ("sarathi_serve", "my_policy.py", "my_policy:Shortest", None)]
+UNKNOWN += [("other_policy.py:Shortest", "there is no file other_policy.py")]
+NO_CLASSES = [f"my_policy.py:{name}" for name in ("Longest", "three", "Request", "")]
+UNKNOWN += [(name, "has no subclass of Scheduler of that name") for name in NO_CLASSES]
+
+
+@pytest.mark.parametrize("name, message", UNKNOWN)
 def test_an_unknown_policy_is_refused(own, name, message):
     with pytest.raises(ValueError, match=message) as caught:
         find_policy(name)
@@ -69,15 +63,13 @@ def test_an_unknown_policy_is_refused(own, name, message):
     assert where_it_failed(caught.value) is None  # it is the name that is wrong, not the file
 
 
-@pytest.mark.parametrize(
-    "text, line, error",
-    [
-        ("import scheduler\n\n1 / 0\n", 3, ZeroDivisionError),
-        ("def f():\n    return later\n\nf()\n", 2, NameError),
-        ("import os\n\nclass Shortest(:\n    pass\n", 3, SyntaxError),
-        ("import my_missing_module\n", 1, ModuleNotFoundError),
-    ],
-)
+BROKEN = [("import scheduler\n\n1 / 0\n", 3, ZeroDivisionError)]
+BROKEN += [("def f():\n    return later\n\nf()\n", 2, NameError)]
+BROKEN += [("import os\n\nclass Shortest(:\n    pass\n", 3, SyntaxError)]
+BROKEN += [("import my_missing_module\n", 1, ModuleNotFoundError)]
+
+
+@pytest.mark.parametrize("text, line, error", BROKEN)
 def test_it_is_told_where_a_file_fails_and_the_file_can_be_mended(own, text, line, error):
     own.write_text(text)
     for _ in range(2):  # the second time too
@@ -122,6 +114,9 @@ def test_a_config_is_made_of_fields_and_options_of_the_policy():
     assert (scheduler.tbt_slo, scheduler.tile, scheduler.clock()) == (0.2, 8, 7.0)
     with pytest.raises(ValueError, match="'orca' has no such option"):
         replace(sized, policy="orca").scheduler(Pages(2, 16), clock=None)
+    assert EngineConfig(max_len=8, page_size=8).page_size == 8
+    with pytest.raises(ValueError, match="page_size=9: must be at most max_len=8"):
+        EngineConfig(max_len=8, page_size=9)
 
 
 @pytest.mark.parametrize("name", "chunk max_batch max_len page_size pages max_waiting".split())
@@ -130,9 +125,3 @@ def test_a_number_of_a_config_is_whole_and_positive_however_it_is_given(name, va
     for make in (EngineConfig, EngineConfig.make, lambda **given: replace(EngineConfig(), **given)):
         with pytest.raises(ValueError, match=f"{name}={value!r}: must be a whole number of at lea"):
             make(**{name: value})
-
-
-def test_a_page_is_not_longer_than_a_request():
-    assert EngineConfig(max_len=8, page_size=8).page_size == 8
-    with pytest.raises(ValueError, match="page_size=9: must be at most max_len=8"):
-        EngineConfig(max_len=8, page_size=9)

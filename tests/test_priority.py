@@ -17,15 +17,12 @@ REALTIME, HIGH, NORMAL, LOW = range(4)
 NEVER = 1e6  # seconds
 
 
-def of_decodes(count):
-    return linear(BatchShape(decodes=count))
-
-
 def linear(shape):
     """Seconds of a batch: a pass over the weights, and a millisecond for each token."""
     return 10e-3 + 1e-3 * (shape.prefill_tokens + shape.decodes)
 
 
+of_decodes = lambda count: linear(BatchShape(decodes=count))
 PROFILE = [
     (shape, linear(shape))
     for prefill, decodes in [(0, 1), (0, 16), (64, 0), (64, 8), (512, 0), (512, 4), (2048, 1)]
@@ -43,21 +40,15 @@ def request(id, priority=NORMAL, prompt_len=100, output=20, arrival=0.0, **targe
     return Request(id, [0] * prompt_len, prompt_len, output, arrival, priority=priority, **targets)
 
 
-def ids(requests):
-    return [r.id for r in requests]
-
-
-def step(sim):
-    """The ids in the next batch."""
-    return ids(chunk.request for chunk in sim.step())
+ids = lambda requests: [r.id for r in requests]
+step = lambda sim: ids(chunk.request for chunk in sim.step())  # the ids in the next batch
 
 
 def test_a_promise_is_checked():
     assert check_promise() == dict(priority=NORMAL, ttft_slo=None, tbt_slo=None)
     assert [check_promise(name)["priority"] for name in PRIORITIES] == [REALTIME, HIGH, NORMAL, LOW]
-    assert check_promise("low", ttft_slo=2, tbt_slo=0.1) == dict(
-        priority=3, ttft_slo=2, tbt_slo=0.1
-    )
+    targets = dict(ttft_slo=2, tbt_slo=0.1)
+    assert check_promise("low", **targets) == dict(priority=LOW, **targets)
     for bad in ("urgent", 0, None):
         with pytest.raises(ValueError, match=f"priority={bad!r}: must be one of realtime, high"):
             check_promise(bad)
@@ -83,16 +74,12 @@ class NaiveLine(list):
         return min(self, key=key)
 
 
-ACTIONS = ["append", "append", "preempt", "remove", "pop", "sleep"]
+NAMES = st.sampled_from(["append", "append", "preempt", "remove", "pop", "sleep"])
+ACTIONS = st.lists(st.tuples(NAMES, *map(st.integers, [0] * 3, [3, 9, 40])), max_size=60)
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(ACTIONS), *map(st.integers, [0] * 3, [3, 9, 40])), max_size=60
-    ),
-    st.sampled_from([1.0, 4.0, 64.0]),
-)
+@given(ACTIONS, st.sampled_from([1.0, 4.0, 64.0]))
 def test_the_line_is_a_sorted_list(actions, ageing):
     now, naive, gone = 0.0, NaiveLine(), []
     line = ClassLine(lambda r: r.ttft_slo, ageing, lambda: now, len(PRIORITIES))
@@ -162,30 +149,18 @@ def test_a_class_that_is_lifted_in_the_middle_of_schedule_does_no_harm():
 # the order
 
 
-def first_chunks(sim):
-    """The ids in the order of their first chunks."""
-    return list(dict.fromkeys(id for *_, chunks in sim.log for id, _ in chunks))
-
-
 def test_classes_go_first_and_within_one_the_least_slack():
-    requests = [
-        request(0, LOW, ttft_slo=0.1),
-        request(1, NORMAL, ttft_slo=9.0),
-        request(2, NORMAL, ttft_slo=3.0),
-        request(3, HIGH, ttft_slo=8.0),
-        request(4, HIGH),  # 2 s, as nothing else was asked for
-        request(5, REALTIME, ttft_slo=30.0),
-        request(6, NORMAL, 1500, ttft_slo=3.0),  # the same target as 2, but more to do
-        request(7, NORMAL, ttft_slo=3.0),  # as 2, but later
-    ]
-    assert first_chunks(simulation(chunk=32).run(requests)) == [5, 4, 3, 2, 7, 6, 1, 0]
+    # 4 has a target of 2 s, as nothing else was asked for; 6 and 7 that of 2, but 6 has more to do
+    asked = [(LOW, 0.1), (NORMAL, 9.0), (NORMAL, 3.0), (HIGH, 8.0), (HIGH, None), (REALTIME, 30.0)]
+    requests = [request(i, c, ttft_slo=slo) for i, (c, slo) in enumerate(asked)]
+    requests += [request(6, NORMAL, 1500, ttft_slo=3.0), request(7, NORMAL, ttft_slo=3.0)]
+    chunks = [chunk for row in simulation(chunk=32).run(requests).log for chunk in row[3]]
+    assert list(dict(chunks)) == [5, 4, 3, 2, 7, 6, 1, 0]
 
 
-@pytest.mark.parametrize(
-    "chunk, prompt_len, begun, first",
-    [(60, 30, False, [(0, 30), (1, 30)]), (50, 100, True, [(0, 50)])],
-)
-def test_ties_go_to_who_came_first_even_if_both_have_begun(chunk, prompt_len, begun, first):
+@pytest.mark.parametrize("begun, first", [(False, [(0, 30), (1, 30)]), (True, [(0, 50)])])
+def test_ties_go_to_who_came_first_even_if_both_have_begun(begun, first):
+    chunk, prompt_len = (50, 100) if begun else (60, 30)
     sim = simulation(chunk=chunk, max_batch=4)
     for i in range(4):
         sim.add(request(i, prompt_len=prompt_len))
@@ -204,23 +179,18 @@ def test_nobody_is_admitted_past_a_higher_class_that_finds_no_room():
     assert all(step(sim) == [0] for _ in range(40)) and len(sim.scheduler.waiting) == 2
 
 
-@pytest.mark.parametrize(
-    "policy, arrival, options",
-    [
-        *itertools.product(["sarathi-serve", "priority"], [1.0, 9.0], [{}]),
-        *(("priority", 1.0, dict(tbt_slo=tbt_slo)) for tbt_slo in (None, 0.2)),
-    ],
-)
-def test_a_short_prompt_is_not_stuck_behind_a_long_one_of_its_class(policy, arrival, options):
-    machine = lambda: simulation(policy, max_len=20_000, **options)
-    long, alone = (request(i, prompt_len=16_000) for i in (0, 2))
-    short = request(1, arrival=arrival)
-    sim, own = machine().run([long, short]), machine().run([alone]).ttft(alone)
-    if policy == "sarathi-serve":  # it waits for what the long one still has to do
-        assert sim.ttft(short) > own - arrival > 4
-    else:  # the iteration that runs, and its own
-        assert sim.ttft(short) <= 2 * linear(BatchShape(256)) < 0.6
-        assert sim.ttft(long) <= own + 20 * linear(BatchShape(256, 1))
+@pytest.mark.parametrize("arrival, tbt_slo", [(1.0, None), (9.0, None), (1.0, 0.2)])
+def test_a_short_prompt_is_not_stuck_behind_a_long_one_of_its_class(arrival, tbt_slo):
+    for policy, options in (("sarathi-serve", {}), ("priority", dict(tbt_slo=tbt_slo))):
+        machine = lambda: simulation(policy, max_len=20_000, **options)  # noqa: B023
+        long, short, alone = (request(i, prompt_len=(16_000, 100)[i % 2]) for i in range(3))
+        short.arrival = arrival
+        sim, own = machine().run([long, short]), machine().run([alone]).ttft(alone)
+        if policy == "sarathi-serve":  # it waits for what the long one still has to do
+            assert sim.ttft(short) > own - arrival > 4
+        else:  # the iteration that runs, and its own
+            assert sim.ttft(short) <= 2 * linear(BatchShape(256)) < 0.6
+            assert sim.ttft(long) <= own + 20 * linear(BatchShape(256, 1))
 
 
 def test_a_long_prompt_ends_in_bounded_time_under_a_stream_of_short_ones():
@@ -229,8 +199,7 @@ def test_a_long_prompt_ends_in_bounded_time_under_a_stream_of_short_ones():
     stream = [request(1 + i, output=1, arrival=0.12 * i) for i in range(2000)]
     sim = simulation(max_len=20_000, ageing=NEVER).run([long, *stream])
     own = simulation(max_len=20_000).run([alone]).ttft(alone)
-    # those that come later than its own prefill takes have a later deadline: at worst it waits for
-    # those that come before that, does its own work, and is held up by no other
+    # those that come later than its own prefill takes have a later deadline and do not hold it up
     before = sum(r.arrival <= own for r in stream)
     assert sim.ttft(long) <= before * linear(BatchShape(100)) + own + linear(BatchShape(256))
     early = [sim.ttft(r) for r in stream[: int(0.9 * own / 0.12)]]
@@ -245,9 +214,8 @@ def test_a_long_prompt_ends_in_bounded_time_under_a_stream_of_short_ones():
 @pytest.mark.parametrize("lax", [0.0, 20.0])
 def test_no_class_starves_under_an_endless_stream_of_realtime_requests(priority, ageing, lax):
     # Twice as many come as can be served. After `priority * ageing` seconds the request is in the
-    # stream's class, where it is before all that arrive later than its own deadline allows. Those
-    # that arrived earlier are gone when half of their number, as they come twice as fast, could
-    # have come: at two times that.
+    # stream's class, before all that come later than its own deadline allows. Those that came
+    # earlier, twice as fast as they are served, are gone at two times that.
     service = linear(BatchShape(240))  # one at a time, with one token each
     arrivals = [i * service / 2 for i in range(1500)]
     stream = [request(1 + i, REALTIME, 240, 1, at, ttft_slo=2.0) for i, at in enumerate(arrivals)]
@@ -271,12 +239,6 @@ def test_a_request_that_has_aged_is_not_preempted_for_a_younger_one(age, preempt
 # preemption
 
 
-def until_first_token(sim, request):
-    while not request.token_times:
-        sim.step()
-    return sim.ttft(request)
-
-
 def crowded(*priorities, **options):
     """So many requests run that no page is left for another prompt of 1,000 tokens."""
     sim = simulation(pages=130, chunk=2048, **options)
@@ -290,6 +252,9 @@ def crowded(*priorities, **options):
 
 @pytest.mark.parametrize("priority", [REALTIME, HIGH])
 def test_a_low_class_is_preempted_when_half_of_a_ttft_target_has_gone_and_not_before(priority):
+    sim = crowded(LOW, LOW)
+    sim.add(request(9, REALTIME, 10, 5, arrival=sim.now - 50.0))
+    assert 9 in step(sim) and len(sim.scheduler.running) == 3  # it has room: nobody goes
     sim = crowded(LOW, NORMAL, HIGH)
     waits = request(9, priority, 500, 5, arrival=sim.now, ttft_slo=1.6)
     sim.add(waits)
@@ -310,10 +275,10 @@ def test_nobody_is_preempted_for_a_low_one_nor_a_high_one_for_another(priority, 
     assert sim.scheduler.waiting[0].id == 9
 
 
-def test_nobody_is_preempted_for_one_that_has_room():
-    sim = crowded(LOW, LOW)
-    sim.add(request(9, REALTIME, 10, 5, arrival=sim.now - 50.0))
-    assert 9 in step(sim) and len(sim.scheduler.running) == 3
+def until_first_token(sim, request):
+    while not request.token_times:
+        sim.step()
+    return sim.ttft(request)
 
 
 def test_a_late_realtime_request_gets_token_budget_from_the_decodes_of_lower_classes():
@@ -326,12 +291,8 @@ def test_a_late_realtime_request_gets_token_budget_from_the_decodes_of_lower_cla
     sim.add(waits)
     while sim.now < waits.arrival + 0.5:
         assert sorted(step(sim)) == list(range(8))
-    assert until_first_token(sim, waits) < 1.5 and {*ids(sim.scheduler.waiting)} <= {
-        1,
-        3,
-        5,
-        7,
-    }  # the lowest
+    assert until_first_token(sim, waits) < 1.5
+    assert {*ids(sim.scheduler.waiting)} <= {1, 3, 5, 7}  # the lowest
 
 
 def test_a_low_request_with_a_hopeless_target_does_not_hold_up_a_realtime_prefill():
@@ -344,8 +305,7 @@ def test_a_low_request_with_a_hopeless_target_does_not_hold_up_a_realtime_prefil
 
 
 def decodes_with_a_target(fit, lower=6):
-    """A realtime decode with a TBT target, which so many decodes meet, and some of lower classes
-    beside it, without one."""
+    """A realtime decode with a TBT target that `fit` decodes meet, and `lower` ones without."""
     sim = simulation(chunk=2048)
     sim.add(request(0, REALTIME, 10, 400, tbt_slo=of_decodes(fit) + 2e-4))
     for i in range(lower):
@@ -359,15 +319,13 @@ def decodes_with_a_target(fit, lower=6):
     return sim
 
 
-def test_lower_decodes_are_preempted_that_make_the_iteration_too_slow_and_no_more():
+def test_lower_decodes_are_preempted_that_make_the_iteration_too_slow_and_nothing_more():
+    assert len(decodes_with_a_target(7).step()) == 7  # no risk, no preemption
     sim = decodes_with_a_target(4)  # of the seven
     assert len(sim.step()) == 4 and sim.log[-1][1] <= of_decodes(4) + 2e-4
     assert step(sim) == [0, 1, 3, 5]  # the three of the lowest class are gone
     assert set(ids(sim.scheduler.waiting)) == {2, 4, 6}
-    assert len(decodes_with_a_target(7).step()) == 7  # no risk, no preemption
-
-
-def test_a_prefill_is_not_preempted_for_decodes_that_are_too_slow():
+    # a prefill is not preempted for decodes that are too slow
     sim, prefills = decodes_with_a_target(2, lower=3), request(20, LOW, 1500, 5)
     prefills.pages, prefills.num_computed = sim.scheduler.pages.allocate(100), 1000
     sim.scheduler.running.append(prefills)

@@ -1,5 +1,4 @@
-"""What `simulate`, `fit`, `validate` and `serve --simulate` print and write, and the papers' claims
-that must come out of them.
+"""What `simulate`, `fit`, `validate`, `serve --simulate` print and write, and the papers' claims.
 
 Published numbers are in the docstrings. Only `validate` reads a clock: no time of it is tested.
 """
@@ -8,6 +7,7 @@ import csv
 import json
 import math
 import statistics
+from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -23,19 +23,13 @@ from experiments.run import serve
 from experiments.workload import poisson, sample_lengths, zipf_lengths
 from policies.iteration_time import BatchShape, IterationTime
 from policies.slo import STRICT, Profiled
-from simulator import machine, report, validation
+from simulator import machine, report, sarathi_serve, validation
 from simulator.calibration import COLUMNS, FittedCost
 from simulator.cost_model import CostModel, products
 from simulator.devices import A100, GEOMETRIES, LINKS
 from simulator.machine import base_seconds
 from simulator.sarathi import A6000_13B, PIPELINE, TP_ONLY, bubble_example, offline, throughput
-from simulator.sarathi_serve import (
-    SYSTEMS,
-    capacity_against_slo,
-    find_capacities,
-    latencies,
-    serving_capacity,
-)
+from simulator.sarathi_serve import SYSTEMS, find_capacities, latencies
 
 A100S = "--simulate a100-80gb"
 YI = f"{A100S} --model yi-34b --tp 2".split()
@@ -59,10 +53,6 @@ def number(cell):
     digits = len(cell.rstrip("x%").partition(".")[2])
     scale = 100 if cell.endswith("%") else 1
     return float(cell.rstrip("x%").replace(",", "")) / scale, 0.501 * 10**-digits / scale
-
-
-# --------------------------------------------------------------------------------------------------
-# bench.py simulate
 
 
 def test_every_claim_is_printed_and_written_alike(tmp_path, capsys):
@@ -113,13 +103,13 @@ def test_sarathi_has_shorter_bubbles_than_orca_of_every_kind():
     assert 0 < sarathi[3] < orca[3] / 10
 
 
-@pytest.mark.parametrize("experiment", [serving_capacity, capacity_against_slo])
+@pytest.mark.parametrize("experiment", ["serving_capacity", "capacity_against_slo"])
 def test_a_table_of_capacities_says_what_the_cpu_takes(experiment):
     def rates(function, jobs):
         assert function is find_capacities
         return [[2.0] * len(slos) for _, _, _, slos, *_ in jobs]
 
-    for table in experiment(rates, 16, 7.5e-3):
+    for table in getattr(sarathi_serve, experiment)(rates, 16, 7.5e-3):
         cpus = [dict(zip(table.columns, row)).get("CPU ms") for row in table.rows]
         assert "7.5 ms of CPU" in table.title or cpus == 2 * [0, 5, 10]
         gains = [cell[0] for row in table.rows for cell in row if isinstance(cell, tuple)]
@@ -131,24 +121,17 @@ def test_a_table_of_capacities_says_what_the_cpu_takes(experiment):
         assert gains and set(gains) == {1.0}
 
 
-def test_an_error_in_a_policy_file_names_its_line_from_another_process(tmp_path):
+def test_jobs_in_other_processes_keep_their_order_their_errors_and_the_line_of_these(tmp_path):
+    with ProcessPoolExecutor(1) as pool:
+        assert report.run_all(pool, "", max, [(1, 2), (5, 4, 3), ([6],)]) == [2, 5, 6]
+        with pytest.raises(IndexError, match="^list index out of range$"):
+            report.run_all(pool, "", getitem, [([1], 0), ([], 0)])
     file = tmp_path / "own.py"
     mine = "class Mine(VLLM):\n    def schedule(self):\n        return 1 / 0\n"
     file.write_text(f"from scheduler import VLLM\n\n{mine}")
     words = ["simulate", "--only", "ablation", "--policies", f"{file}:Mine", "--processes", "1"]
     with pytest.raises(ValueError, match=f"^{file} line 5: ZeroDivisionError: division by zero$"):
         bench.main(words)
-
-
-def test_jobs_run_in_other_processes_and_keep_their_order_and_their_errors():
-    with ProcessPoolExecutor(1) as pool:
-        assert report.run_all(pool, "", max, [(1, 2), (5, 4, 3), ([6],)]) == [2, 5, 6]
-        with pytest.raises(IndexError, match="^list index out of range$"):
-            report.run_all(pool, "", getitem, [([1], 0), ([], 0)])
-
-
-# --------------------------------------------------------------------------------------------------
-# constants of a device
 
 
 def test_fit_prints_the_constants_that_times_were_made_from(tmp_path, capsys):
@@ -174,16 +157,9 @@ def test_fit_prints_the_constants_that_times_were_made_from(tmp_path, capsys):
     assert found["A100-80GB"]["TFLOP/s"] == pytest.approx(A100.flops_per_s / 1e12, abs=0.5)
     with pytest.raises(ValueError, match="tp=3: must divide n_head=40"):
         bench.main([*fit, "3"])
-
-
-@pytest.mark.parametrize("option, one", {"model": "llama", "simulate": "a1"}.items())
-def test_a_fit_to_nothing_known_is_refused(option, one):
-    with pytest.raises(ValueError, match=f"{option}='{one}': must be one of "):
-        bench.main(["fit", "times.csv", f"--{option}", one])
-
-
-# --------------------------------------------------------------------------------------------------
-# a simulated machine in bench.py serve and capacity
+    for option, one in {"model": "llama", "simulate": "a1"}.items():
+        with pytest.raises(ValueError, match=f"{option}='{one}': must be one of "):
+            bench.main(["fit", "times.csv", f"--{option}", one])
 
 
 def test_a_simulated_machine_is_served_like_a_real_one(tmp_path, capsys, monkeypatch):
@@ -205,8 +181,7 @@ def test_a_simulated_machine_is_served_like_a_real_one(tmp_path, capsys, monkeyp
     assert report["base"]["seconds"] == pytest.approx(cost.seconds([(0, 4095, 1)] * 32))
     assert report["slo_s"] == pytest.approx(5 * report["base"]["seconds"])
     assert f"memory: {cost.kv_tokens():,} tokens of KV cache" in text and A100.source in text
-    with open(files["csv"]) as file:
-        rows = list(csv.DictReader(file))
+    rows = list(csv.DictReader(files["csv"].read_text().splitlines()))
     sizes = ("prompt_tokens", "output_tokens", "arrival")
     served = [tuple(float(row[name]) for name in sizes) for row in rows]
     asked = poisson(sample_lengths("sharegpt4", 20, 8192, 0), 1.0, 0)
@@ -231,15 +206,13 @@ ALONE = [  # options, what they make, replicas, how the heading says that
 
 @pytest.mark.parametrize("options, cost, replicas, heading", ALONE)
 def test_alone_it_takes_what_the_model_says(options, cost, replicas, heading, tmp_path, capsys):
-    file, words = tmp_path / "alone.csv", ["serve", "--simulate", "a100-80gb", *options.split()]
-    # all at once, each on its own replica
-    words += ["--lengths", "500+3", "--requests", str(replicas), "--qps", "1e6"]
-    bench.main([*words, "--policies", "sarathi-serve:200", "--csv", str(file)])
+    file = tmp_path / "alone.csv"  # of requests all at once, each on its own replica
+    words = f"serve {A100S} {options} --lengths 500+3 --requests {replicas} --qps 1e6"
+    bench.main([*words.split(), "--policies", "sarathi-serve:200", "--csv", str(file)])
     assert capsys.readouterr().out.startswith(f"simulated: {heading}")
     chunks = sum(cost.seconds([(0, *chunk)]) for chunk in ((0, 200), (200, 200), (400, 100)))
     decodes = sum(cost.seconds([(0, start, 1)]) for start in (500, 501))
-    with open(file) as lines:
-        rows = list(csv.DictReader(lines))
+    rows = list(csv.DictReader(file.read_text().splitlines()))
     assert [float(row["ttft_s"]) for row in rows] == pytest.approx([chunks] * replicas)
     assert [float(row["latency_s"]) for row in rows] == pytest.approx([chunks + decodes] * replicas)
 
@@ -269,27 +242,24 @@ SENSELESS = {  # words -> what the line of error says, of any simulated machine
     f"{A100S} --model llama2-70b": "138.0 GB of weights do not fit 90% of the 80 GB of an A100",
     f"{A100S} --pp 7": "pp=7: must divide n_layer=60",
     f"{A100S} --tp 3": "tp=3: must divide n_head=56",
-    f"{A100S} --tp 0": "--tp 0: must be a whole number of at least 1",
-    f"{A100S} --tp-link rope": "must be one of nvlink3",
-    f"{A100S} --pp-link rope": "must be one of nvlink3",
-    f"{A100S} --replicas 0": "--replicas 0: must be a whole number of at least 1",
     f"{A100S} --cpu-ms -1": "--cpu-ms -1: must be a finite number of at least 0",
     f"{A100S} --kv-tokens 8191": "--kv-tokens 8191: must be at least 8192",
     f"{A100S} --kv-tokens 400000": "--kv-tokens 400000: must be at least 8192",
-    f"{A100S} --compile": "--compile: goes not with --simulate",
-    f"{A100S} --dtype float32": "--dtype: goes not with --simulate",
-    f"{A100S} --init-from gpt2": "--init-from: goes not with --simulate",
-    "--tp 2": "--tp: goes only with --simulate",
-    "--cpu-ms 5": "--cpu-ms: goes only with --simulate",
 }
+WHOLE, REAL = "must be a whole number of at least", ("compile", "dtype float32", "init-from gpt2")
+SENSELESS |= {f"{A100S} --{name} 0": f"--{name} 0: {WHOLE} 1" for name in ("tp", "replicas")}
+SENSELESS |= {f"{A100S} --{link} rope": "must be one of nvlink3" for link in ("tp-link", "pp-link")}
+
+SENSELESS |= {f"{A100S} --{it}": f"--{it.split()[0]}: goes not with --simulate" for it in REAL}
+SENSELESS |= {f"--{it} 5": f"--{it}: goes only with --simulate" for it in ("tp", "cpu-ms")}
 WITH_MODEL = {w if "--model" in w else f"{w} --model yi-34b": m for w, m in SENSELESS.items()}
 REFUSED = {f"{command} {w}": m for command in ("serve", "capacity") for w, m in WITH_MODEL.items()}
 REFUSED |= {
+    "simulate --requests 0": f"--requests 0: {WHOLE} 8",
+    "simulate --processes 0": f"--processes 0: {WHOLE} 1",
+    "simulate --cpu-ms nan": "--cpu-ms nan: must be a finite number of at least 0",
     "simulate --only pipelines": "--only pipelines: must be from sarathi, throughput, bubbles,",
     "simulate --only sarathi,": "--only : must be from sarathi",
-    "simulate --requests 0": "--requests 0: must be a whole number of at least 8",
-    "simulate --processes 0": "--processes 0: must be a whole number of at least 1",
-    "simulate --cpu-ms nan": "--cpu-ms nan: must be a finite number of at least 0",
     "simulate --policies fifo": "policy='fifo': must be one of request-level",
     "simulate --json /no/dir/f": "--json /no/dir/f: must be a file in a directory that exists",
     "simulate --chrome-trace /no/dir/f": "--chrome-trace /no/dir/f: must be a file",
@@ -309,10 +279,6 @@ def test_options_that_make_no_sense_end_in_one_line(words, capsys):
     usage, line = err.rstrip().rsplit("\n", 1)
     assert done.value.code == 2 and not out and usage.startswith("usage:")
     assert ": error: " in line and REFUSED[words] in line
-
-
-# --------------------------------------------------------------------------------------------------
-# what the papers claim
 
 
 def test_a_pipeline_under_sarathi_beats_replicas_and_orca():
@@ -341,12 +307,13 @@ def test_a_small_budget_serves_several_times_the_load_and_a_large_one_less():
     assert 2.6 <= small / vllm <= 4.4 and 0 < large < vllm
 
 
-@pytest.mark.parametrize(
-    "trace, qps, hybrid, alternating", [("sharegpt4", 1.0, 0.14, 0.17), ("arxiv", 0.5, 0.17, 0.20)]
-)
-def test_p99_tbt_of_the_ablation(trace, qps, hybrid, alternating):
+ABLATION = [("sharegpt4", 1.0, (0.14, 0.17)), ("arxiv", 0.5, (0.17, 0.20))]
+
+
+@pytest.mark.parametrize("trace, qps, published", ABLATION)
+def test_p99_tbt_of_the_ablation(trace, qps, published):
     """SS-T4, with 10 ms of CPU: decodes beside chunks of 512 wait less than if they alternate."""
-    for policy, p99_s in {"sarathi-serve": hybrid, "chunked-only": alternating}.items():
+    for policy, p99_s in zip(("sarathi-serve", "chunked-only"), published):
         its = SYSTEMS["Yi-34B"], policy, trace, qps, 128, 10e-3
         found = [latencies(*its, seed)["tbt_s"]["p99"] for seed in range(3)]
         assert statistics.median(found) == pytest.approx(p99_s, rel=0.2)
@@ -358,26 +325,19 @@ def gain(policy, pd_ratio, chunk=256):
     return throughput(A6000_13B, policy, *its) / throughput(A6000_13B, "request-level", *its)
 
 
-def test_orca_gains_little_even_at_its_best():
-    """S-F11: at 1K, 1.11x for Orca's best case."""
+def test_orca_gains_little_and_sarathi_most_where_every_chunk_has_its_decodes():
+    """S-F11: at 1K, 1.11x for Orca's best case. S-F9: near P:D = C / (B - 1), of those shown."""
     orca = max(gain("orca-best", pd_ratio) for pd_ratio in (7, 14, 28, 56, 112))
     assert orca == pytest.approx(1.11, rel=0.05)
     assert gain("sarathi", 256 / 17) > max(orca, gain("orca-best", 256 / 17))
 
-
-@pytest.mark.parametrize("chunk", [256, 512])
-def test_the_gain_is_largest_where_every_chunk_has_its_decodes(chunk):
-    """S-F9: near P:D = C / (B - 1), of those that the figure shows."""
-    gains = {pd_ratio: gain("sarathi", pd_ratio, chunk) for pd_ratio in (4, 7, 14, 28, 56, 112)}
-    balanced = min(gains, key=lambda pd_ratio: abs(math.log(pd_ratio * 17 / chunk)))
-    assert max(gains, key=gains.get) == balanced
+    for chunk in (256, 512):
+        gains = {pd_ratio: gain("sarathi", pd_ratio, chunk) for pd_ratio in (4, 7, 14, 28, 56, 112)}
+        imbalance = {pd_ratio: abs(math.log(pd_ratio * 17 / chunk)) for pd_ratio in gains}
+        assert max(gains, key=gains.get) == min(imbalance, key=imbalance.get)
 
 
-# --------------------------------------------------------------------------------------------------
-# what the experiments are made of
-
-
-def test_zipf_lengths():
+def test_zipf_lengths_have_their_shares_and_bad_arguments_are_named():
     draw = lambda theta, seed=7: zipf_lengths(100, 400, theta, 10, 4000, seed)
     assert draw(0.4) == draw(0.4) != draw(0.4, seed=8)
     shares = {}
@@ -393,16 +353,11 @@ def test_zipf_lengths():
             assert shares[theta, longest] == pytest.approx(expected / odds.sum(), abs=0.0474)
     assert shares[0, 150] < shares[0.4, 150] < shares[1, 150]
     assert set(zipf_lengths(2, 3, 0.4, 1000, 50, 0)) == {(1, 1), (2, 1)}  # a request has an output
-
-
-BAD = {"shortest": 1, "longest": 99, "count": 0, "pd_ratio": 0, "theta": -1, "seed": -1}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_zipf_lengths_are_named(name):
     good = dict(shortest=100, longest=400, theta=0.4, pd_ratio=10, count=3, seed=0)
-    with pytest.raises(ValueError, match=f"^{name}={BAD[name]}: .* (least|above) "):
-        zipf_lengths(**good | {name: BAD[name]})
+    bad = dict(shortest=1, longest=99, theta=-1, pd_ratio=0, count=0, seed=-1)
+    for name, value in bad.items():
+        with pytest.raises(ValueError, match=f"^{name}={value}: .* (least|above) "):
+            zipf_lengths(**good | {name: value})
 
 
 def test_a_fitted_cost_predicts_what_its_law_does():
@@ -421,10 +376,6 @@ def test_a_fitted_cost_predicts_what_its_law_does():
         assert cost.stages(batch) == ([cost.seconds(batch)], 0.0)
     words = "3.0 ms, 0.100 per prefill token,\n0.50 per decode, 1.00 per 1,000 keys of a decode"
     assert cost.describe().startswith(words)
-
-
-# --------------------------------------------------------------------------------------------------
-# this machine, and several at once
 
 
 def test_validate_compares_batches_and_runs_with_this_machine(tmp_path, capsys, monkeypatch):
@@ -486,11 +437,10 @@ def test_all_micro_batches_are_counted_and_have_lanes_of_their_own(tmp_path, cap
     assert "the batch is that of each of 4 micro-batches" in capsys.readouterr().out
     row = json.loads(report.read_text())["runs"]["orca"]
     assert row["running_peak"] == 40  # they come quicker than they end
-    lanes = {}
-    for event in json.loads(trace.read_text())["traceEvents"]:
+    lanes, events = defaultdict(list), json.loads(trace.read_text())["traceEvents"]
+    for event in events:
         if event["ph"] == "X" and event["pid"] == 1:
-            span = event["ts"], event["ts"] + event["dur"]
-            lanes.setdefault(event["tid"], []).append(span)
+            lanes[event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
     assert len(lanes) == 4
     for spans in map(sorted, lanes.values()):
         assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:]))

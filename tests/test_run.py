@@ -1,7 +1,6 @@
 """Runs under load: what is measured, when a run has failed, how a capacity is found.
 
-No timing is asserted. Most runs live in a time of their own, in which looking at the clock takes a
-tick and sleeping takes none of ours.
+Most runs live in a time of their own, in which looking at the clock takes a tick.
 """
 
 import gc
@@ -110,13 +109,10 @@ def test_classes_and_targets_come_with_the_arrival(monkeypatch):
     assert seen == targets and [c.priority for c in run.completions] == [3, 0]
 
 
-def test_a_preempted_request_is_known_by_its_number():
+def test_a_preempted_request_is_known_and_own_time_is_a_step_without_its_forward_pass():
     run = serve_small("vllm", pages=8)
     preempted = Counter(i for iteration in run.iterations for i in iteration.preempted)
     assert preempted and all(preempted[c.request_id] == c.preemptions for c in run.completions)
-
-
-def test_own_time_is_a_step_without_its_forward_pass():
     # the clock is looked at before and after a step, and in it at its start, before and after
     # forward: 4 ticks, 1 of them in forward; and once more for each of 6 requests, when admitted
     run = serve_small("sarathi-serve")
@@ -196,13 +192,15 @@ def test_a_run_that_is_cut_short_before_others_arrive_has_not_met_the_slo():
     assert summarize(finished._replace(cut_short=None), 1000.0)["met"]
 
 
-def test_the_slo_is_a_multiple_of_a_decode_iteration():
-    base = Base(0.065, 0.001, 32, 512)
-    assert slo_seconds("strict", base) == pytest.approx(5 * 0.065)
-    assert slo_seconds("relaxed", base) == pytest.approx(25 * 0.065)
-    assert slo_seconds(0.2, base) == 0.2
-    with pytest.raises(ValueError, match="^SLO of 0.01 s: below .*, which takes 0.065 s here"):
+def test_what_is_made_of_a_base():
+    """An SLO is a multiple of it, a rate is prefill at full speed and decodes in full batches."""
+    base = Base(seconds=0.064, prefill_token_s=0.001, decodes=32, context=512)
+    slos = [slo_seconds(slo, base) for slo in ("strict", "relaxed", 0.2)]
+    assert slos == pytest.approx([5 * 0.064, 25 * 0.064, 0.2])
+    with pytest.raises(ValueError, match="^SLO of 0.01 s: below .*, which takes 0.064 s here"):
         slo_seconds(0.01, base)
+    rate = 1 / (0.2 + 50 * 0.002)
+    assert run_module.estimated_qps(base, [Arrival(0.0, 200, 50)] * 3) == pytest.approx(rate)
 
 
 @pytest.mark.parametrize("max_len, context", [(512, 256), (9000, 4096), (2048, 1024), (1, 1)])
@@ -224,12 +222,6 @@ def test_the_base_is_measured_in_a_cache_with_room_for_it():
         assert base.seconds > 0 and base.prefill_token_s > 0 and base.context == max_len // 2
 
 
-def test_the_estimated_rate_is_prefill_at_full_speed_and_decodes_in_full_batches():
-    base = Base(seconds=0.064, prefill_token_s=0.001, decodes=32, context=512)
-    rate = 1 / (0.2 + 50 * 0.002)
-    assert run_module.estimated_qps(base, [Arrival(0.0, 200, 50)] * 3) == pytest.approx(rate)
-
-
 @pytest.mark.parametrize("limit", [0.21, 0.9, 1.0, 1.3, 2.0, 7.7, 15.0])
 @pytest.mark.parametrize("unlucky", [None, *range(6)])  # which of the runs fails by bad luck
 def test_capacity_is_found_to_five_percent_and_one_failure_does_not_decide(limit, unlucky):
@@ -245,13 +237,10 @@ def test_capacity_is_found_to_five_percent_and_one_failure_does_not_decide(limit
     assert unlucky is not None or len(points) <= 13
 
 
-@pytest.mark.parametrize("met, found, last", [(False, 0, 1 / 16), (True, 16, 16)])
-def test_capacity_where_nothing_or_everything_is_met(met, found, last):
-    qps, points = capacity(lambda rate: {"qps": rate, "met": met}, start=1.0)
-    assert (qps, points[-1]["qps"], len(points)) == (found, last, 8)  # 1.5 ** 7 is above 16
-
-
-def test_capacity_ends_where_every_answer_is_chance():
+def test_capacity_ends_where_every_answer_is_the_same_or_chance():
+    for met, found, last in ((False, 0, 1 / 16), (True, 16, 16)):
+        qps, points = capacity(lambda rate, met=met: {"qps": rate, "met": met}, start=1.0)
+        assert (qps, points[-1]["qps"], len(points)) == (found, last, 8)  # 1.5 ** 7 is above 16
     rng = np.random.default_rng(0)
     for _ in range(100):
         _, points = capacity(lambda rate: {"met": rng.random() < 1 / (1 + rate**4)}, start=1.0)

@@ -102,10 +102,6 @@ def replay(result, arrivals, law):
     assert [completion.token_times for completion in result.run.completions] == times
 
 
-# --------------------------------------------------------------------------------------------------
-# nothing is lost
-
-
 def checked(scheduler):
     """The scheduler, whose batches are checked before they are computed."""
     schedule, pages = scheduler.schedule, scheduler.pages
@@ -159,10 +155,6 @@ def test_every_token_is_computed_once_and_all_memory_comes_back(policy, pages, p
             assert its.pages.total == its.pages.num_free == pages
             its.pages.check_integrity([])
     assert bool(preemptions) == (policy in GROWING and pages == LITTLE)  # or it tests nothing
-
-
-# --------------------------------------------------------------------------------------------------
-# nothing is early
 
 
 @in_all_shapes
@@ -239,10 +231,6 @@ def test_a_bubble_is_the_time_that_a_stage_was_idle_though_all_had_work(policy, 
     assert len(found) > 3 and not any(run.bubble for run in found)
 
 
-# --------------------------------------------------------------------------------------------------
-# two other clocks
-
-
 def one_token_at_a_time(policy, arrivals, chunk, max_batch):
     """The token times of one stage with ample memory. Every token is put in its batch by itself."""
     now, running, computed, times = 0.0, [], Counter(), [[] for _ in arrivals]
@@ -312,23 +300,18 @@ def seen_of(run):
     return run._replace(completions=completions, iterations=iterations, own_fraction=None)
 
 
-SERVED = [  # policy, options, pages, max_waiting
-    ("request-level", {}, AMPLE, None),
-    ("orca", {}, AMPLE, 3),
-    ("orca-best", {}, LITTLE, None),
-    ("vllm", {}, LITTLE, None),
-    ("sarathi", {"tile": 4}, AMPLE, 2),
-    ("sarathi-serve", {}, AMPLE, 2),
-    ("sarathi-serve", {}, LITTLE, 6),
-    ("dynamic", {"tbt_slo": 0.25}, LITTLE, None),
-    ("chunked-only", {}, LITTLE, 4),
-    ("hybrid-only", {}, LITTLE, None),
-    ("priority", {"ttft_slo": 1.0, "ageing": 2.0}, LITTLE, None),
-]
+# policy, pages, max_waiting
+SERVED = [("request-level", AMPLE, None), ("orca", AMPLE, 3), ("orca-best", LITTLE, None)]
+SERVED += [("vllm", LITTLE, None), ("sarathi", AMPLE, 2), ("sarathi-serve", AMPLE, 2)]
+SERVED += [("sarathi-serve", LITTLE, 6), ("dynamic", LITTLE, None), ("chunked-only", LITTLE, 4)]
+SERVED += [("hybrid-only", LITTLE, None), ("priority", LITTLE, None)]
+OPTIONS = {"sarathi": {"tile": 4}, "dynamic": {"tbt_slo": 0.25}}
+OPTIONS |= {"priority": {"ttft_slo": 1.0, "ageing": 2.0}}
 
 
-@pytest.mark.parametrize("policy, options, pages, line", SERVED)
-def test_the_engine_makes_the_same_schedule(policy, options, pages, line, clock, monkeypatch):
+@pytest.mark.parametrize("policy, pages, line", SERVED)
+def test_the_engine_makes_the_same_schedule(policy, pages, line, clock, monkeypatch):
+    options = OPTIONS.get(policy, {})
     if policy in ("priority", "dynamic"):
         monkeypatch.setattr(Engine, "warm_up", lambda engine: None)  # these would learn from it
     config = replace(CONFIG, policy=policy, pages=pages, max_waiting=line, options=options)
@@ -348,9 +331,6 @@ def test_the_engine_makes_the_same_schedule(policy, options, pages, line, clock,
     assert bool(refused) == (line is not None)
 
 
-# --------------------------------------------------------------------------------------------------
-# pipelines, by hand
-
 # one request in a micro-batch
 ALONE = EngineConfig("orca", chunk=32, max_batch=1, max_len=32, page_size=32, pages=8)
 
@@ -363,9 +343,8 @@ def alone(arrivals, pp=1, hop=0.0, seconds=lambda batch: 1.0, config=ALONE, **mo
 @pytest.mark.parametrize("start, hop", [(0.0, 0.0), (7.0, 0.0), (0.0, 0.25), (7.0, 0.25)])
 @in_all_shapes
 def test_equal_batches_fill_the_pipeline(pp, replicas, start, hop):
-    # an iteration takes pp + (pp - 1) * hop. Each of the pp micro-batches has one request at a
-    # time: all of them are in flight, one second apart, and when the first leaves the last stage,
-    # the last has left the first stage
+    # each of the pp micro-batches has one request at a time: all of them are in flight, one second
+    # apart, and when the first leaves the last stage, the last has left the first stage
     iteration, requests, output = pp + (pp - 1) * hop, 2 * 2 * pp, 5
     arrivals = at_once(*[(3, output)] * requests, time=start)
     result = alone(arrivals, pp, hop, replicas=replicas)
@@ -412,19 +391,19 @@ def test_bubbles_are_of_three_kinds():
 
 
 def test_a_request_that_comes_later_has_missed_nothing():
-    # one request decodes alone on two stages, a second comes at 5.5: stage 0 was idle since 5
-    # because there was nothing to do, stage 1 is idle from 6 until the second gets there at 6.5,
-    # and both had work all that time
+    # one decodes alone on two stages, a second comes at 5.5: stage 0 was idle since 5 for nothing
+    # to do, stage 1 is idle from 6 until the second gets there at 6.5, and both had work
     runs = alone([Arrival(0.0, 1, 8), Arrival(5.5, 1, 1)], 2, timeline=True).stage_runs
     second = [run for run in runs if run.chunks[0][0] == 1]
     assert [(run.stage, run.start, run.bubble) for run in second] == [(0, 5.5, 0), (1, 6.5, 0.5)]
 
 
-def test_who_has_waited_longest_for_the_first_stage_goes_first():
+def test_who_has_waited_or_been_idle_longest_goes_first():
     # B keeps stage 0 of 3 from 2.5 to 3.5. C comes at 2.75, A has left the last stage at 3
-    arrivals = [Arrival(0.0, 1, 2), Arrival(2.5, 1, 1), Arrival(2.75, 1, 1)]
-    run = alone(arrivals, 3).run
+    run = alone([Arrival(0.0, 1, 2), Arrival(2.5, 1, 1), Arrival(2.75, 1, 1)], 3).run
     assert [done.token_times for done in run.completions] == [[3, 7.5], [5.5], [6.5]]
+    run = alone([Arrival(2.0 * i, 1, 1) for i in range(4)], replicas=2).run
+    assert [iteration.micro_batch for iteration in run.iterations] == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize("pp", [1, 2, 4])
@@ -464,11 +443,6 @@ def test_a_simulation_is_a_server():
     assert all(s.pages.num_free == s.pages.total for s in simulation.schedulers)
 
 
-def test_who_has_been_idle_longest_takes_the_next_request():
-    run = alone([Arrival(2.0 * i, 1, 1) for i in range(4)], replicas=2).run
-    assert [iteration.micro_batch for iteration in run.iterations] == [0, 1, 0, 1]
-
-
 def test_what_one_micro_batch_preempts_another_takes_at_once():
     # two requests of 3 + 5 tokens run on one replica, whose 8 tokens of memory are full at 2; the
     # other has been idle since 0 and computes the newer one again, so that it misses no token
@@ -486,23 +460,17 @@ def test_a_budget_is_of_whole_tiles_of_the_device_unless_told_otherwise():
         assert Simulation(cost, config).schedulers[0].budget == budget
 
 
-# --------------------------------------------------------------------------------------------------
-# what is refused
-
-
-TAKES = "a request of max_len=32 takes 8 pages"
-BAD = [
-    (dict(replicas=0), "replicas=0"),
-    (dict(replicas=1.5), "replicas=1.5"),
-    (dict(policy="fifo"), "policy='fifo'.*sarathi-serve"),
-    (dict(options={"prefills": 1}), "prefills=1: policy 'vllm' has no such option"),
-    (dict(options={"tile": 1}), "tile=1: policy 'vllm' has no such option"),
-    (dict(policy="sarathi", options={"tile": 0}), "tile=0"),
-    (dict(arrivals=at_once((3, 4), (20, 13))), "prompt of 20 .* max_new_tokens=13.*max_len=32"),
-    (dict(policy="sarathi", chunk="auto"), "chunk='auto': must be a whole number"),
-    (dict(pages=7), f"pages=7: {TAKES}"),
-    (dict(cost=Law(2), pages=15), f"pages=7: {TAKES}"),  # enough for one, but not in each half
-]
+FEW, UNKNOWN = (
+    "pages=7: a request of max_len=32 takes 8 pages",
+    "=1: policy 'vllm' has no such option",
+)
+BAD = [(dict(policy="fifo"), "policy='fifo'.*sarathi-serve"), (dict(pages=7), FEW)]
+BAD += [(dict(cost=Law(2), pages=15), FEW)]  # enough for one, but not in each half
+BAD += [(dict(policy="sarathi", options={"tile": 0}), "tile=0")]
+BAD += [(dict(policy="sarathi", chunk="auto"), "chunk='auto': must be a whole number")]
+BAD += [(dict(arrivals=at_once((3, 4), (20, 13))), "prompt of 20 .* max_new_tokens=13.*max_len=32")]
+BAD += [(dict(replicas=count), f"replicas={count}") for count in (0, 1.5)]
+BAD += [(dict(options={name: 1}), name + UNKNOWN) for name in ("prefills", "tile")]
 BAD += [({name: None}, f"{name}=None") for name in ("max_batch", "max_len", "page_size", "pages")]
 
 
@@ -517,11 +485,8 @@ def test_bad_arguments_are_refused(changes, message):
 
 
 REFUSED = [  # replicas, times of arrivals, who is refused
-    # one request runs from 0 to 1, the next waits from 0.5 to 1 and runs to 2, the next waits from
-    # 1.25 on
-    (1, (0.0, 0.5, 0.75, 0.875, 1.25, 1.5), [2, 3, 5]),
-    # two run, from 0 to 1 and from 0.25 to 1.25. The next waits from 0.5 to 1, then one from 1.125
-    (2, (0.0, 0.25, 0.5, 0.75, 1.125, 1.1875), [3, 5]),
+    (1, (0.0, 0.5, 0.75, 0.875, 1.25, 1.5), [2, 3, 5]),  # 1 waits to 1, 4 from 1.25 on
+    (2, (0.0, 0.25, 0.5, 0.75, 1.125, 1.1875), [3, 5]),  # 2 waits to 1, 4 from 1.125 on
     (2, (0.0, 0.0, 0.0), [1, 2]),  # nobody is taken before all that came at once have looked at it
 ]
 

@@ -91,13 +91,9 @@ def byte_level_directory(path):
     return path
 
 
-MAKERS = {
-    "gpt2 files": gpt2_directory,
-    "llama 3": llama3_directory,
-    "sentencepiece": sentencepiece_directory,
-    "byte level": byte_level_directory,
-}
-KINDS = ["bytes", *MAKERS]
+MAKERS = {"gpt2 files": gpt2_directory, "llama 3": llama3_directory}
+MAKERS |= {"sentencepiece": sentencepiece_directory, "byte level": byte_level_directory}
+every_kind = pytest.mark.parametrize("kind", ["bytes", *MAKERS])
 
 
 @pytest.fixture(scope="module")
@@ -108,34 +104,24 @@ def every(tmp_path_factory):
     return {"bytes": byte_tokenizer(), **loaded}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_text_comes_back_whole_and_streamed(every, kind):
+@every_kind
+def test_text_comes_back_whole_and_any_tokens_are_streamed_as_they_decode(every, kind):
+    tokenizer, ids = every[kind], range(-2, 700)
     plain = st.text().filter(lambda text: "<" not in text)  # no special token spelt out
-
-    @given(plain | st.sampled_from(TEXTS))
-    def check(text):
-        ids = every[kind].encode(text)
-        assert every[kind].decode(ids) == text
-        assert "".join(streamed(every[kind], ids)) == text
-
-    check()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_stream_of_any_tokens_equals_decode(every, kind):
-    tokenizer = every[kind]
-    ids = range(-2, 700)
     if kind == "sentencepiece":  # bytes that are no text change what is before them, see TextStream
         ids = [i for i in ids if not 3 <= i < 3 + 256]
 
-    @given(st.lists(st.sampled_from(ids)))
-    def check(tokens):
-        assert "".join(streamed(tokenizer, tokens)) == tokenizer.decode(tokens)
+    @given(plain | st.sampled_from(TEXTS), st.lists(st.sampled_from(ids)))
+    def check(text, any_tokens):
+        encoded = tokenizer.encode(text)
+        assert tokenizer.decode(encoded) == text
+        for tokens in (encoded, any_tokens):
+            assert "".join(streamed(tokenizer, tokens)) == tokenizer.decode(tokens)
 
     check()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 def test_stream_never_shows_half_a_character_and_never_waits_for_a_whole_one(every, kind):
     pieces = streamed(every[kind], every[kind].encode("a👍b"))
     assert [piece for piece in pieces if piece] == ["a", "👍", "b"] and pieces[-1] == ""
@@ -203,9 +189,10 @@ def test_gpt2_without_files_uses_tiktoken_if_that_can_be_had(tmp_path, monkeypat
     assert isinstance(error.value.__cause__, ConnectionError)
 
 
-@pytest.mark.parametrize(
-    "make, own", [(byte_level_directory, set()), (llama3_directory, {260, 268})]
-)
+STOPS = [(byte_level_directory, set()), (llama3_directory, {260, 268})]
+
+
+@pytest.mark.parametrize("make, own", STOPS)
 def test_stop_tokens_are_those_of_generation_config_then_config(tmp_path, make, own):
     make(tmp_path)
     assert load_tokenizer(tmp_path).stop_token_ids == own
@@ -227,14 +214,12 @@ def test_gpt2_encoding_is_not_given_to_a_model_it_does_not_fit(tmp_path, monkeyp
 
 
 SENTENCEPIECE = b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02\n\x05\n\x03<s>\x15"
-NO_RANKS = "tokenizer.model: .*sentencepiece.*tokenizer.json"
-BROKEN = "tokenizer.json", b"{}", "tokenizer.json: not a tokenizer"
 
 
-@pytest.mark.parametrize(
-    "name, text, match", [("tokenizer.model", SENTENCEPIECE, NO_RANKS), BROKEN]
-)
-def test_a_file_that_is_something_else_is_named(tmp_path, name, text, match):
-    (tmp_path / name).write_bytes(text)
-    with pytest.raises(ValueError, match=match):
+def test_a_file_that_is_something_else_is_named(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(SENTENCEPIECE)
+    with pytest.raises(ValueError, match="tokenizer.model: .*sentencepiece.*tokenizer.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(b"{}")
+    with pytest.raises(ValueError, match="tokenizer.json: not a tokenizer"):
         load_tokenizer(tmp_path)

@@ -1,7 +1,4 @@
-"""What pictures are made of: numbers worked out by hand, and inputs with little in them.
-
-No picture is looked at: what was drawn is asked of the figure that was saved.
-"""
+"""What pictures are made of, by hand: what was drawn is asked of the figure that was saved."""
 
 import pytest
 from matplotlib.colors import to_hex
@@ -23,13 +20,9 @@ no_warnings = pytest.mark.filterwarnings("error")
 def a_run(origin=100.0):
     """0 waits 4 s between two tokens while 1 is prefilled, as under vllm; 2 is never served."""
     at = [origin + time for time in (0.0, 1.0, 2.0, 6.0, 7.0, 8.0)]
-    iterations = [
-        an_iteration(at[0], at[1], [prefill(0, 4)], 0, 1, 8),
-        an_iteration(at[1], at[2], [decode(0)], 0, 1, 8),
-        an_iteration(at[2], at[3], [prefill(1, 4)], 1, 2, 4),
-        an_iteration(at[3], at[4], [decode(0), decode(1)], 1, 2, 4),
-        an_iteration(at[4], at[5], [decode(1)], 1, 1, 6),
-    ]
+    batches = [[prefill(0, 4)], [decode(0)], [prefill(1, 4)], [decode(0), decode(1)], [decode(1)]]
+    counts = (0, 1, 8), (0, 1, 8), (1, 2, 4), (1, 2, 4), (1, 1, 6)  # waiting, running, free pages
+    iterations = [an_iteration(*its[:3], *its[3]) for its in zip(at, at[1:], batches, counts)]
     completions = [
         a_completion(0, 4, at[0], "length", at[0], [at[1], at[2], at[4]]),
         a_completion(1, 4, origin + 1.5, "length", at[2], at[3:]),
@@ -88,19 +81,17 @@ def test_a_run_begins_with_its_first_arrival_or_iteration():
     assert (run_origin([], iterations[2:]), run_origin([], [])) == (102, 0)
 
 
-@pytest.mark.parametrize(
-    "window, bars",
-    [
-        ((0, 8), [(0, 0, 1, "prefill", 1), (0, 1, 2, "gap", 1), (0, 2, 7, "gap", 5),
-                  (1, 1.5, 2, "waiting", 0.5), (1, 2, 6, "prefill", 4), (1, 6, 7, "gap", 1),
-                  (1, 7, 8, "gap", 1)]),
-        ((1.75, 4), [(0, 1.75, 2, "gap", 1), (0, 2, 4, "gap", 5), (1, 1.75, 2, "waiting", 0.5),
-                     (1, 2, 4, "prefill", 4)]),  # cut, but the last number is the whole length
-        ((3, 4), [(0, 3, 4, "gap", 5), (1, 3, 4, "prefill", 4)]),
-        ((1, 1.75), [(0, 1, 1.75, "gap", 1)]),  # 1 does nothing but wait
-        ((7, 8), [(1, 7, 8, "gap", 1)]),  # what touches the window is not in it
-    ],
-)  # fmt: skip
+WHOLE = [(0, 0, 1, "prefill", 1), (0, 1, 2, "gap", 1), (0, 2, 7, "gap", 5)]
+WHOLE += [(1, 1.5, 2, "waiting", 0.5), (1, 2, 6, "prefill", 4), (1, 6, 7, "gap", 1)]
+CUT = [(0, 1.75, 2, "gap", 1), (0, 2, 4, "gap", 5)]  # the last number is the whole length
+CUT += [(1, 1.75, 2, "waiting", 0.5), (1, 2, 4, "prefill", 4)]
+WINDOWS = [((0, 8), [*WHOLE, (1, 7, 8, "gap", 1)]), ((1.75, 4), CUT)]
+WINDOWS += [((3, 4), [(0, 3, 4, "gap", 5), (1, 3, 4, "prefill", 4)])]
+WINDOWS += [((1, 1.75), [(0, 1, 1.75, "gap", 1)])]  # 1 does nothing but wait
+WINDOWS += [((7, 8), [(1, 7, 8, "gap", 1)])]  # what touches the window is not in it
+
+
+@pytest.mark.parametrize("window, bars", WINDOWS)
 def test_lanes_show_waiting_chunks_and_gaps_in_a_window(window, bars):
     assert sorted(lane_bars(*a_run(), *window)) == bars
 
@@ -219,12 +210,12 @@ def test_serving_draws_runs_in_which_little_happened(run, tmp_path):
     assert is_png(tmp_path / "1.png") and is_png(tmp_path / "2.png")
 
 
+CUT_SHORT = "17 TBTs over 0.3 s"
+
+
 def point(qps, p99_tbt_s, p50_delay_s=0.1, cut_short=None):
     """What a search notes of a rate."""
     return dict(qps=qps, p99_tbt_s=p99_tbt_s, p50_delay_s=p50_delay_s, cut_short=cut_short)
-
-
-CUT_SHORT = "17 TBTs over 0.3 s"
 
 
 def test_capacity_draws_a_bar_and_its_number_and_the_points_by_rate_for_each_policy(tmp_path):
@@ -270,11 +261,10 @@ def test_budget_draws_a_line_for_each_context_and_marks_the_choice(tmp_path):
 SEARCHES = ((None,), (0.0, point(1, None, None)), (2, point(2, 0.1)), (1.5, point(1, 0.0, 0.0)))
 PROFILES = ([], [(64, 512, 8, None)], [(64, 512, 8, 0.1)], [(0, 512, 8, 0.1)])
 CAPACITIES = [{"vllm": {"capacity_qps": qps, "points": tried}} for qps, *tried in SEARCHES]
+FOUND = [(plot_capacity, c) for c in CAPACITIES] + [(plot_budget, p) for p in PROFILES]
 
 
-@pytest.mark.parametrize(
-    "plot, found", [(plot_capacity, c) for c in CAPACITIES] + [(plot_budget, p) for p in PROFILES]
-)
+@pytest.mark.parametrize("plot, found", FOUND)
 @no_warnings
 def test_searches_that_found_little_are_drawn(plot, found, tmp_path):
     plot(found, MACHINE, tmp_path / "a.png")

@@ -1,0 +1,86 @@
+"""The READMEs' code runs, their commands parse, and what they say of files is so."""
+
+import inspect
+import re
+import shlex
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import bench
+import sample
+from engine import Engine
+from sampling import SamplingParams
+from scheduler import SarathiServe
+from tests.helpers import alone, tiny_model
+from tests.test_scheduler import simulate
+
+ROOT = Path(__file__).parents[1]
+LEAST = {"": 5, "experiments/": 5, "simulator/": 2, "results/": 9}  # commands in each
+TEXTS = {room: (ROOT / f"{room}README.md").read_text("utf-8") for room in LEAST}
+MAIN = TEXTS[""]
+ALGORITHM_3, *CODE = re.findall(r"```python\n(.*?)```", MAIN, flags=re.DOTALL)
+USAGE, POLICY = sorted(CODE, key=lambda block: "(SarathiServe):" in block)
+PARSERS = {"bench.py": bench.parse_args, "sample.py": sample.parse_args}
+NEEDS = {"budget": ["--slo-tbt", "1"], "fit": ["FILE"]}  # where a sentence only names the command
+
+
+def test_algorithm_3_is_quoted_as_it_stands():
+    assert ALGORITHM_3 == textwrap.dedent(inspect.getsource(SarathiServe.schedule))
+
+
+def test_the_usage_runs(capsys):
+    assert "llama-160m" in USAGE
+    exec(USAGE.replace("llama-160m", "llama-tiny"), {})
+    first, *events = capsys.readouterr().out.splitlines()
+    assert "length" in first and [line.split()[0] for line in events] == ["2"] * 4
+
+
+def test_a_policy_can_be_added_as_described(tmp_path):
+    (tmp_path / "my_policy.py").write_text(POLICY)
+    eager = f"{tmp_path}/my_policy.py:Eager"
+    history, _ = simulate(eager, [(20, 4), (50, 1)], 8)
+    assert history == [{0: 20, 1: 44}, {0: "d", 1: 6}, {0: "d"}, {0: "d"}]
+    model, prompts, params = tiny_model(), [[1] * 9, [2], [3, 4, 5]], SamplingParams(5)
+    done = Engine(model, policy=eager, chunk=4, max_batch=2, max_len=32).generate(prompts, params)
+    assert [c.tokens for c in done] == [alone(model, prompt, params) for prompt in prompts]
+
+
+def commands(text):
+    """The words after each bench.py and sample.py, in blocks, in sentences and in a table."""
+    blocks = re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)
+    lines = [line for block in blocks for line in re.split("&&|\n", block)]
+    text = re.sub("```.*?```", "", text, flags=re.DOTALL)
+    lines += re.findall(r"`([^`]*(?:bench|sample)\.py [^`…]+)`", text)
+    table = text.partition("| claim | command |")[2].partition("\n\n")[0]
+    lines += ["bench.py " + row.split(" | ")[1].strip("`") for row in table.splitlines()[2:]]
+    for words in map(shlex.split, lines):
+        yield from (words[i:] for i, word in enumerate(words) if word in PARSERS)
+
+
+@pytest.mark.parametrize("room", LEAST)
+def test_every_command_parses(room, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my_policy.py").write_text(POLICY)
+    found = list(commands(TEXTS[room]))
+    assert len(found) >= LEAST[room]
+    for script, *words in found:
+        try:
+            PARSERS[script](words + NEEDS.get(*words, []) if len(words) == 1 else words)
+        except SystemExit as error:
+            assert error.code == 0 and "--help" in words, (script, words)
+
+
+def test_files_are_named_counted_and_linked():
+    rooms = {f"{path.parent.name}/" for path in ROOT.glob("[!.]*/README.md")}
+    assert rooms | {""} == set(LEAST)
+    lines = {path.name: len(path.read_text("utf-8").splitlines()) for path in ROOT.glob("*.py")}
+    counts = {name: int(n) for name, n in re.findall(r"(?m)^\| `(\w+\.py)` \| (\d+) \|", MAIN)}
+    assert counts == {name: lines[name] for name in counts} and "scheduler.py" in counts
+    folders = [f"`{path.parent.name}/`" for path in ROOT.glob("*/__init__.py")]
+    named = [*folders, *lines.keys() - {"conftest.py"}]
+    assert len(counts) >= 7 and [name for name in named if name not in MAIN] == []
+    for room, text in TEXTS.items():
+        for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+            assert (ROOT / room / link).exists(), link
