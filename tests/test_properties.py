@@ -63,6 +63,8 @@ beginnings, rest = st.lists(requests, min_size=3, max_size=6), st.lists(action, 
 actions = st.builds(list.__add__, beginnings, rest)
 sampled = [SamplingParams(8, temperature=1.0, seed=seed) for seed in range(4)]
 long_ones = [("add", (n,) * 8, sampled[n], {}) for n in range(4)]
+urgent = dict(priority="realtime", tbt_slo=1e-6)
+at_risk = [("add", (n,) * 4, sampled[n], {} if n else urgent) for n in range(3)]
 faults = [("step",)] * 9 + [("fail", False), ("step",), ("fail", True)] * 8
 
 
@@ -90,7 +92,9 @@ class Watched:
 
     def check(self):
         """What must hold between any two actions."""
-        scheduler, reserved = self.engine.scheduler, self.engine.config.page_size == MAX_LEN
+        scheduler, config = self.engine.scheduler, self.engine.config
+        # who has max_len keeps it, but `priority` preempts lower classes for targets at risk too
+        reserved = config.page_size == MAX_LEN and config.policy != "priority"
         scheduler.pages.check_integrity([r.pages for r in scheduler.running])
         assert not any(r.pages or r.num_computed for r in scheduler.waiting)
         assert {r.id for r in self.live} == set(self.asked) - set(self.ended)
@@ -176,6 +180,7 @@ class Watched:
 )
 @example(long_ones, 20, 4, 1, 1, 16)  # they all begin, and then there is memory for two
 @example(long_ones + faults, 20, 4, 1, 4, 16)
+@example(at_risk, 8, 4, 1, MAX_LEN, 24)
 def test_every_request_ends_as_if_alone(policy, actions, chunk, max_batch, tile, page_size, spare):
     # memory for one request of MAX_LEN, and `spare` tokens more
     sizes = dict(chunk=chunk, max_batch=max_batch, page_size=page_size)
