@@ -59,7 +59,7 @@ class Completion:
     def of(cls, request, text=None):
         """That of a scheduler.Request that has ended."""
         r, n = request, request.prompt_len
-        logprobs = r.logprobs if r.params and r.params.logprobs else None
+        logprobs = r.logprobs[: len(r.tokens) - n] if r.params and r.params.logprobs else None
         return cls(
             *(r.id, r.tokens[:n], r.arrival, r.priority, r.tokens[n:], text, logprobs),
             *(r.finish_reason, r.scheduled, r.token_times, r.preemptions, r.recomputed),
@@ -170,7 +170,7 @@ class Engine:
     """
 
     def __init__(self, model, config=None, *, tokenizer=None, clock=time.perf_counter, **settings):
-        config = (config or EngineConfig.make(**settings)).for_model(model)
+        config = EngineConfig.make(config, **settings).for_model(model)
         check_backend(config.attention, model.device)
         memory, auto = (config.pages, config.page_size), config.chunk == "auto"
         self.scheduler = config.scheduler(Pages(*memory), clock, **{"chunk": 1} if auto else {})
@@ -212,7 +212,7 @@ class Engine:
             raise ValueError(f"arrival={arrival!r}: must be a finite number of seconds")
         if request_id is not None:
             check_whole("request_id", request_id, least=0)
-            if request_id in self.scheduler.requests:
+            if request_id in {*self.scheduler.requests, *(c.request.id for c in self._batch or ())}:
                 raise ValueError(f"request_id={request_id}: is the id of another request")
         self._check_queue()
         return self._add(tokens, params, arrival, request_id, **promised)
@@ -303,7 +303,7 @@ class Engine:
     def _advance(self, batch, sampled, iteration):
         """Move the requests on. Doing it twice is as good as once, see Scheduler.advance."""
         for (request, start, length), drawn in zip(batch, sampled):
-            if drawn and request.params.logprobs:
+            if drawn and request.params.logprobs and request.finish_reason != "abort":
                 request.logprobs[start + length - request.prompt_len :] = (drawn[1],)
         tokens, events = [drawn and drawn[0] for drawn in sampled], []
         for request, token in self.scheduler.advance(batch, tokens, iteration.end):

@@ -149,7 +149,7 @@ class Scheduler:
                 request.recomputed += request.num_computed
                 request.num_computed, request.pages, request.finish_reason = 0, [], None
                 self.waiting.append(request)
-            self._torn = False
+            self.preempted, self._torn = [], False
 
     def observe(self, batch, seconds):
         """Be told how long a batch took, before its requests move on."""

@@ -96,6 +96,8 @@ class LoadRun:
             self.server.add(i, arrival)
         except QueueFull:
             self.refused += 1
+            if self.hopeless:
+                self.hopeless.forget(i)
             what = range(arrival.prompt_len), arrival.time, PRIORITIES.index(arrival.priority)
             self.completions[i] = Completion(i, *what, finish_reason="abort")
 
@@ -241,6 +243,10 @@ class Hopeless:
         self.slow = self.late = 0
         self._waiting = {i: a.time for i, a in enumerate(arrivals)}  # of who was not yet scheduled
         self._last = {}  # time of each one's last token
+
+    def forget(self, i):
+        """Request i was refused: it does not wait."""
+        del self._waiting[i]
 
     def check(self, iteration, events):
         """After each iteration: why the run has failed, or None as long as it may succeed."""

@@ -19,7 +19,7 @@ class EngineConfig:
 
     policy       a name in policies.POLICIES, or "my_policy.py:ClassName"
     chunk        C, the chunk size or token budget; "auto" takes a few seconds to find the largest
-                 that meets tbt_slo, or the strict SLO, in full batches at max_len / 2 (slo.py)
+                 that meets the strict SLO, or the tbt_slo of a policy that has one (slo.py)
     max_batch    B, the most requests at once; None: as many as fit (SARATHI §4.3.1), at most 256
     max_len      the longest request, prompt and output; None: 2,048, or the model's limit
     page_size    tokens in a page of the cache; None: max_len, one page for each request
@@ -51,8 +51,12 @@ class EngineConfig:
             raise ValueError(f"chunk='auto': policy {self.policy!r} does not cut prompts")
 
     @classmethod
-    def make(cls, **settings):
-        """From keyword arguments of which some are options of the policy."""
+    def make(cls, config=None, **settings):
+        """`config`, or from keyword arguments of which some are options of the policy."""
+        if config is not None:
+            if settings:
+                raise ValueError(f"{', '.join(settings)}: beside a config, give these in it")
+            return config
         own = {f.name for f in fields(cls)}
         options = {name: value for name, value in settings.items() if name not in own}
         settings = {name: value for name, value in settings.items() if name in own}

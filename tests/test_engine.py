@@ -318,7 +318,7 @@ def test_an_interrupt_while_recording_loses_nothing(model, place, least, late, m
 
 
 INTERRUPTS = [(FINISH, False, 0), (OF, True, 1), (ADVANCE, True, 2)]
-INTERRUPTS += [(FORWARD, False, 0), (ADD, True, 0)]
+INTERRUPTS += [(FORWARD, False, 0), (ADD, True, 0), (FINISH, False, 2)]
 
 
 @pytest.mark.parametrize("policy", ["orca", "sarathi-serve", "vllm"])
@@ -326,15 +326,17 @@ INTERRUPTS += [(FORWARD, False, 0), (ADD, True, 0)]
 def test_abort_after_an_interrupt_leaves_the_others_alone(
     model, policy, place, late, gone, monkeypatch
 ):
-    engine, params = make_engine(model, policy, chunk=30), [SamplingParams(n) for n in (1, 5, 5)]
+    engine = make_engine(model, policy, chunk=30)
+    params = [SamplingParams(n, logprobs=True) for n in (1, 5, 5)]
     for prompt, p in zip(PROMPTS, params):
         engine.add_request(prompt, p)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         interrupt(patch, place, late)
         engine.step()
-    assert engine.abort(gone).finish_reason == "abort"
+    aborted = engine.abort(gone)
     done = {e.request_id: e.completion.tokens for e in finished(engine) if e.completion}
     assert done == {i: alone(model, PROMPTS[i], params[i]) for i in {0, 1, 2} - {gone}}
+    assert aborted.finish_reason == "abort" and len(aborted.logprobs) == len(aborted.tokens)
 
 
 @pytest.mark.parametrize("place, late, _", INTERRUPTS)

@@ -125,3 +125,10 @@ def test_a_number_of_a_config_is_whole_and_positive_however_it_is_given(name, va
     for make in (EngineConfig, EngineConfig.make, lambda **given: replace(EngineConfig(), **given)):
         with pytest.raises(ValueError, match=f"{name}={value!r}: must be a whole number of at lea"):
             make(**{name: value})
+
+
+def test_a_config_is_all_that_is_given():
+    config = EngineConfig(chunk=8)
+    assert EngineConfig.make(config) is config
+    with pytest.raises(ValueError, match="chunk, tile: beside a config, give these in it"):
+        EngineConfig.make(config, chunk=9, tile=2)

@@ -121,7 +121,11 @@ def test_a_preempted_request_is_known_and_own_time_is_a_step_without_its_forward
 
 
 def test_a_full_queue_refuses_and_the_slo_is_not_met():
-    run = serve_small(arrivals=[Arrival(0.0, 8, 4, "low")] * 8, max_batch=2, max_waiting=3)
+    arrivals = [Arrival(0.0, 8, 4, "low")] * 8
+    hopeless = Hopeless(arrivals, 1000.0)
+    more = dict(max_batch=2, max_waiting=3, tick=0.5, hopeless=hopeless)
+    run = serve_small(arrivals=arrivals, **more)
+    assert run.cut_short is None  # who was refused does not wait, though the others take a while
     assert [c.finish_reason for c in run.completions] == ["length"] * 3 + ["abort"] * 5
     seen = [(c.request_id, len(c.prompt), c.priority) for c in run.completions]
     assert seen == [(i, 8, 3) for i in range(8)]
