@@ -15,3 +15,8 @@ NAMES = ["gpt2", "llama", "llama-grouped", "llama-multi-query"]
 def model(request):
     """Both families, with plain, grouped and shared KV heads, in float64."""
     return tiny_model(*request.param)
+
+
+def pytest_collection_modifyitems(items):
+    """What measures the memory of the process comes first, before others have left holes in it."""
+    items.sort(key=lambda item: item.path.name != "test_soak.py")
