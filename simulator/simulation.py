@@ -26,7 +26,7 @@ from engine import Completion, Event, Iteration, QueueFull
 from experiments.run import LoadRun, Run
 from kv_cache import Pages
 from policies import find_policy, policy_options
-from policies.priority import PRIORITIES
+from policies.priority import check_promise
 from scheduler import Request, Scheduler
 
 NUMBERS = ("chunk", "max_batch", "max_len", "page_size", "pages")  # a simulation has no defaults
@@ -170,7 +170,7 @@ class Simulation:
         if self.config.max_waiting is not None and len(self.line) >= self.config.max_waiting:
             raise QueueFull(f"max_waiting={self.config.max_waiting}: as many requests wait")
         time, n, output_len, priority, ttft_slo, tbt_slo = arrival
-        its = dict(priority=PRIORITIES.index(priority), ttft_slo=ttft_slo, tbt_slo=tbt_slo)
+        its = check_promise(priority, ttft_slo, tbt_slo)
         self.schedulers[0].add(Request(i, bytearray(n), n, output_len, time, **its))
 
     def abort(self, i):
