@@ -56,11 +56,6 @@ def check_backend(backend, device):
         raise ValueError(f"attention={backend!r}: {instead}")
 
 
-def follow_each_other(pages):
-    """Whether these pages are one piece of memory."""
-    return pages == list(range(pages[0], pages[0] + len(pages)))
-
-
 def page_rows(pages, cache):
     """What `gather` needs to copy these pages: a tensor whose last dimension goes with `pages`."""
     rows = torch.tensor(pages).to(cache.data.device, non_blocking=True)
@@ -116,8 +111,8 @@ class SDPA:
         self.device, dtype = cache.data.device, cache.data.dtype
         if self.device.type == "cuda":  # cuDNN plans for each new number of keys: for each decode
             torch.backends.cuda.enable_cudnn_sdp(False)
-        queries = min(QUERY_BLOCK, self.past)
-        self.bias = staircase(queries, self.past, self.group, dtype, self.device)
+        sizes = min(QUERY_BLOCK, self.past), self.past, self.group
+        self.bias = staircase(*sizes, dtype, self.device)
 
     def mask(self, start, length):
         """The additive mask of some queries, (length * group, start + length); None for one."""
@@ -136,11 +131,10 @@ class SDPA:
                 blocks.append((row, n, start + n, self.mask(start, n)))
                 row += n
             pages = span.used_pages(self.page_size)
-            if follow_each_other(pages):
+            if pages == list(range(pages[0], pages[0] + len(pages))):  # one piece of memory
                 chunks.append((pages[0] * self.page_size, None, blocks))
             else:
-                copied = slice(len(scattered), len(scattered) + len(pages))
-                chunks.append((0, copied, blocks))
+                chunks.append((0, slice(len(scattered), len(scattered) + len(pages)), blocks))
                 scattered += pages
         if scattered:
             rows = page_rows(scattered, self.cache)
@@ -182,8 +176,7 @@ class XFormers:
 
     Small pages: the decodes go to Triton split-K with a *paged* mask, which follows the block
     tables. The kernel for chunks does not know block tables: there the pages of the chunks'
-    requests are copied side by side first, little beside what a chunk computes.
-    """
+    requests are copied side by side first, little beside what a chunk computes."""
 
     def __init__(self, config, cache, split_k=False):
         """Raises ImportError without xformers, ValueError where its operators do not run."""

@@ -12,12 +12,13 @@ Read first: engine.py. Read next: experiments/offline.py.
 import sys
 from importlib import import_module
 
-from experiments.options import OptionParser, run
+from experiments.console import run
 
 COMMANDS = {  # name -> (its module, what it does)
     "offline": ("experiments.offline", "what a decode costs, and all policies end to end"),
     "serve": ("experiments.serving", "requests arrive while others run: latencies of all policies"),
     "capacity": ("experiments.serving", "the highest rate at which each policy meets an SLO"),
+    "play": ("simulator.play", "your policy against all others on three simulated loads"),
     "budget": ("experiments.budget", "the largest token budget that meets an SLO"),
     "simulate": ("simulator.report", "the papers' experiments on many GPUs, from a cost model"),
     "fit": ("simulator.calibration", "a device's constants, from times of its matrix products"),
@@ -31,14 +32,13 @@ def parse_args(argv):
 
     The command is offline if `argv` names none. Modules of other commands are not imported.
     """
+    from experiments.options import OptionParser
+
     words = list(argv)
-    if words[:2] == ["simulate", "fit"]:
-        words = words[1:]
-    elif words[:1] == ["simulate"] and "--validate" in words:
-        words = ["validate", *(word for word in words[1:] if word != "--validate")]
-    elif not words or words[0].startswith("-") and words[0] not in ("-h", "--help"):
+    if not words or words[0].startswith("-") and words[0] not in ("-h", "--help"):
         words = ["offline", *words]
-    parser = OptionParser(prog="bench.py", description=__doc__.split("\n\n")[0])
+    what = "Measure the claims of SARATHI and Sarathi-Serve on this machine, or on a simulated one."
+    parser = OptionParser(prog="bench.py", description=what)
     how = dict(title="commands", description="each has a --help; the first is run if none is named")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", **how)
     for name, (where, what) in COMMANDS.items():

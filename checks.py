@@ -1,23 +1,43 @@
 """Errors of one line that name the argument, its value and what is allowed. Plain Python."""
 
-import math
-from numbers import Real
+import sys
+from contextlib import suppress
+from numbers import Integral, Real
+
+SMALLEST, LARGEST = sys.float_info.min, sys.float_info.max
 
 
-def check_whole(name, value, least):
-    """Raise ValueError unless `value` is a whole number of at least `least`."""
-    if not hasattr(value, "__index__") or value < least:
-        raise ValueError(f"{name}={value!r}: must be a whole number of at least {least}")
+def shown(value):
+    """Its repr on one line, cut to 60 characters."""
+    with suppress(ValueError):  # whole numbers of more than 4,300 digits have none
+        return " ".join(repr(value).split())[:60]
+    return "a huge number"
 
 
-def check_positive(name, value, most=math.inf):
-    """Raise ValueError unless `value` is a finite number above 0 and at most `most`."""
-    if not isinstance(value, Real) or not 0 < value <= most or value == math.inf:
-        limit = "" if most == math.inf else f" and at most {most}"
-        raise ValueError(f"{name}={value!r}: must be a finite number above 0{limit}")
+def check_whole(name, value, least, most=2**63 - 1):
+    """`value` as an int. Raises ValueError unless it is a whole number in [least, most]."""
+    whole = isinstance(value, Integral)
+    if whole and least <= value <= most:
+        return int(value)
+    limit = f" and at most {most}" if whole and value > most else ""
+    raise ValueError(f"{name}={shown(value)}: must be a whole number of at least {least}{limit}")
+
+
+def check_number(name, value, allowed, least=-LARGEST, most=LARGEST):
+    """`value` as a float. Raises ValueError unless it is in [least, most], which is `allowed`."""
+    with suppress(OverflowError):  # 10**400
+        if isinstance(value, Real) and least <= (number := float(value)) <= most:
+            return number
+    raise ValueError(f"{name}={shown(value)}: must be {allowed}")
+
+
+def check_positive(name, value, most=LARGEST):
+    """`value` as a float. Raises ValueError unless it is finite, above 0 and at most `most`."""
+    limit = "" if most == LARGEST else f" and at most {most}"
+    return check_number(name, value, f"a finite number above 0{limit}", SMALLEST, most)
 
 
 def check_one_of(name, value, allowed):
     """Raise ValueError unless `value` is one of the names in `allowed`."""
     if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed)}")
+        raise ValueError(f"{name}={shown(value)}: must be one of {', '.join(allowed)}")

@@ -6,24 +6,23 @@
     for event in engine.step(): ...                                       # tokens as they appear
 
 A step is atomic: until the sampled tokens are there no request has advanced, and if anything raises
-before that (out of memory, Ctrl-C), the batch is kept and the next `step()` computes it again.
+before that (out of memory, Ctrl-C), the batch is kept and the next `step()` computes it again. An
+interrupt anywhere else is mended by whoever comes next, see Scheduler.mend.
 """
 
-import math
 import operator
 import time
-from dataclasses import dataclass, field
-from numbers import Real
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
 from attention import check_backend, make_attention
-from checks import check_whole
-from kv_cache import KVCache, Pages, Span
+from checks import check_number, check_whole, shown
+from kv_cache import KVCache, Pages, Span, kv_bytes_per_token
 from model import FlatBatch
-from policies.config import EngineConfig
+from policies.config import EngineConfig, check_memory
 from policies.priority import check_promise
 from policies.slo import auto_budget
 from sampling import SamplingParams, sample
@@ -37,10 +36,8 @@ class QueueFull(ValueError):
 @dataclass
 class Completion:
     """What became of a request (Sarathi-Serve §2.4). Times are in seconds, on the engine's clock.
-
     `tokens` is the output, a stop token included, `text` is without that one; `finish_reason` is
-    "stop" (a stop token came), "length" (max_new_tokens reached) or "abort".
-    """
+    "stop" (a stop token came), "length" (max_new_tokens reached) or "abort"."""
 
     request_id: int
     prompt: list
@@ -58,11 +55,11 @@ class Completion:
     @classmethod
     def of(cls, request, text=None):
         """That of a scheduler.Request that has ended."""
-        r, n = request, request.prompt_len
-        logprobs = r.logprobs[: len(r.tokens) - n] if r.params and r.params.logprobs else None
+        r, n, output = request, request.prompt_len, request.tokens[request.prompt_len :]
+        logprobs = r.logprobs[: len(output)] if r.params and r.params.logprobs else None
         return cls(
-            *(r.id, r.tokens[:n], r.arrival, r.priority, r.tokens[n:], text, logprobs),
-            *(r.finish_reason, r.scheduled, r.token_times, r.preemptions, r.recomputed),
+            *(r.id, r.tokens[:n], r.arrival, r.priority, output, text, logprobs, r.finish_reason),
+            *(r.scheduled, r.token_times[: len(output)], r.preemptions, r.recomputed),
         )
 
     @property
@@ -131,9 +128,10 @@ class Runner:
     """A model, its cache and its attention: what launches a batch, and what fetches its tokens."""
 
     def __init__(self, model, pages, page_size, max_len=None, attention="auto"):
-        size = pages, page_size, model.device, model.dtype, max_len
-        self.model, self.cache = model, KVCache(model.config, *size)
-        self.attention = make_attention(model.config, self.cache, attention)
+        kv_bytes = pages * page_size * kv_bytes_per_token(model.config, model.dtype)
+        check_memory(f"pages={pages}, page_size={page_size}", kv_bytes, model.device)
+        self.cache = KVCache(model.config, pages, page_size, model.device, model.dtype, max_len)
+        self.model, self.attention = model, make_attention(model.config, self.cache, attention)
 
     def flatten(self, spans):
         """The model.FlatBatch of these Spans, on the device."""
@@ -166,8 +164,7 @@ class Engine:
     Takes an EngineConfig (policies/config.py), or its fields and the policy's options as keywords;
     a tokenizer for prompts given as text, whose stop tokens end every request; a clock, in seconds.
     Raises ValueError: before anything is allocated, but for what only the attention backend (a
-    page size) or chunk="auto" (an SLO that nothing meets) can tell.
-    """
+    page size) or chunk="auto" (an SLO that nothing meets) can tell."""
 
     def __init__(self, model, config=None, *, tokenizer=None, clock=time.perf_counter, **settings):
         config = EngineConfig.make(config, **settings).for_model(model)
@@ -180,7 +177,7 @@ class Engine:
             self.scheduler = config.scheduler(Pages(*memory), clock)
         self.config, self.tokenizer, self.clock = config, tokenizer, clock
         self.last_iteration, self._next_id = None, 0  # an Iteration, once there was one
-        self._batch = self._computed = None  # scheduled; (what was sampled, Iteration) of it
+        self._computed = None  # (Batch, what was sampled, Iteration), until it was recorded
 
     def warm_up(self):
         """Let nothing happen for the first time later on: page faults, kernels of a batch size."""
@@ -204,22 +201,21 @@ class Engine:
         no other has, None the next; `promised` are priority="normal", ttft_slo=None and
         tbt_slo=None, see policies/priority.py. Raises ValueError, with nothing changed, if one of
         these makes no sense, or the prompt is empty, holds a token the model does not know, or does
-        not fit max_len with its output; QueueFull if max_waiting requests wait.
-        """
+        not fit max_len with its output; QueueFull if max_waiting requests wait."""
         params = SamplingParams() if params is None else params
         tokens, promised = self._encode(prompt, params), check_promise(**promised)
-        if arrival is not None and not (isinstance(arrival, Real) and math.isfinite(arrival)):
-            raise ValueError(f"arrival={arrival!r}: must be a finite number of seconds")
+        arrival = self.clock() if arrival is None else arrival
+        arrival = check_number("arrival", arrival, "a finite number of seconds")
         if request_id is not None:
-            check_whole("request_id", request_id, least=0)
-            if request_id in {*self.scheduler.requests, *(c.request.id for c in self._batch or ())}:
+            request_id = check_whole("request_id", request_id, least=0)
+            unseen = self._computed[0] if self._computed else ()  # some of these have ended
+            if request_id in {*self.scheduler.requests, *(c.request.id for c in unseen)}:
                 raise ValueError(f"request_id={request_id}: is the id of another request")
         self._check_queue()
         return self._add(tokens, params, arrival, request_id, **promised)
 
     def _check_queue(self, more=1):
-        if not self._batch:
-            self.scheduler.mend()
+        self.scheduler.mend()
         waiting, most = len(self.scheduler.waiting), self.config.max_waiting
         if most is not None and waiting + more > most:
             raise QueueFull(f"max_waiting={most}: {waiting} requests wait, no room for {more} more")
@@ -227,26 +223,25 @@ class Engine:
     def _encode(self, prompt, params):
         """The prompt as a checked list of token ids."""
         if not isinstance(params, SamplingParams):
-            raise ValueError(f"params={params!r:.60}: must be SamplingParams")
+            raise ValueError(f"params={shown(params)}: must be SamplingParams")
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise ValueError(f"prompt={prompt[:40]!r}: no tokenizer here, give token ids")
+                raise ValueError(f"prompt={shown(prompt)}: no tokenizer here, give token ids")
             prompt = self.tokenizer.encode(prompt)
         try:
             tokens = [operator.index(token) for token in prompt]
         except TypeError:
-            raise ValueError(f"prompt={prompt!r:.60}: must be text or token ids") from None
+            raise ValueError(f"prompt={shown(prompt)}: must be text or token ids") from None
         if not tokens:
             raise ValueError("prompt: must hold at least 1 token")
         size = self.runner.model.config.vocab_size
         if wrong := [token for token in tokens if not 0 <= token < size]:
             limit = f"the vocabulary is 0 … {size - 1}"
-            raise ValueError(f"prompt: token {wrong[0]} is out of range, {limit}")
+            raise ValueError(f"prompt: token {shown(wrong[0])} is out of range, {limit}")
         self.scheduler.check_fits(len(tokens), params.max_new_tokens)
         return tokens
 
-    def _add(self, tokens, params, arrival=None, request_id=None, **promised):
-        arrival = self.clock() if arrival is None else arrival
+    def _add(self, tokens, params, arrival, request_id=None, **promised):
         number = self._next_id if request_id is None else request_id
         stop = {*params.stop_token_ids, *(self.tokenizer.stop_token_ids if self.tokenizer else ())}
         lengths = len(tokens), params.max_new_tokens
@@ -257,34 +252,28 @@ class Engine:
 
     def abort(self, request_id):
         """End a request at once, return its Completion. Raises ValueError if there is none."""
-        request = self.scheduler.requests.get(request_id)
+        request = self.scheduler.requests.get(check_whole("request_id", request_id, least=0))
         if request is None:
             raise ValueError(f"request_id={request_id}: no such request, or it has ended")
-        if self._batch and not self._computed:  # left by a step that failed
-            self._batch[:] = [chunk for chunk in self._batch if chunk.request is not request]
-            if not self._batch:  # the next one tells who lost its pages to this
-                self.scheduler.preempted += self._batch.preempted
+        completion = replace(self._complete(request), finish_reason="abort")
         self.scheduler.finish(request, "abort")
-        return self._complete(request)
+        return completion
 
     def step(self):
         """Run one iteration and return an Event for each new token; [] if there is nothing to do.
-
-        Whatever the model raises passes through, and the next call computes the same batch again.
-        """
+        What the model raises passes through, and the next call computes the same batch again."""
         if not self._computed:
-            start = self.clock()
-            self._batch = self._batch or self.scheduler.next_batch()
-            if not self._batch:
+            start, batch = self.clock(), self.scheduler.next_batch()
+            if not batch:
                 return []
-            self._computed = self._compute(self._batch, start)
-            self.scheduler.observe(self._batch, self._computed[1].end - start)
-        events = self._advance(self._batch, *self._computed)
-        self._batch = self._computed = None
+            self._computed = self._compute(batch, start)
+            self.scheduler.observe(batch, self._computed[-1].end - start)
+        events = self._advance(*self._computed)
+        self._computed = None
         return events
 
     def _compute(self, batch, start):
-        """(token, logprob) of each chunk, None where it yields none; and the Iteration."""
+        """The batch, (token, logprob) of each chunk, None where it yields none; the Iteration."""
         s, runner = self.scheduler, self.runner
         state = len(s.waiting), len(s.running), s.pages.num_free, batch.budget, batch.preempted
         spans = [
@@ -298,12 +287,12 @@ class Engine:
         output_index = [len(r.tokens) - r.prompt_len for r in requests]
         drawn = iter(runner.fetch(logits, [r.params for r in requests], output_index))
         sampled = [next(drawn) if span.wants_logits else None for span in spans]
-        return sampled, Iteration(start, self.clock(), batch.record(), launch, *state)
+        return batch, sampled, Iteration(start, self.clock(), batch.record(), launch, *state)
 
     def _advance(self, batch, sampled, iteration):
         """Move the requests on. Doing it twice is as good as once, see Scheduler.advance."""
         for (request, start, length), drawn in zip(batch, sampled):
-            if drawn and request.params.logprobs and request.finish_reason != "abort":
+            if drawn and request.params.logprobs:
                 request.logprobs[start + length - request.prompt_len :] = (drawn[1],)
         tokens, events = [drawn and drawn[0] for drawn in sampled], []
         for request, token in self.scheduler.advance(batch, tokens, iteration.end):
@@ -342,18 +331,17 @@ class Engine:
             raise ValueError(f"params: {len(params)} given for {len(prompts)} prompts")
         encoded = [self._encode(prompt, p) for prompt, p in zip(prompts, params)]
         self._check_queue(len(prompts))
-        ids, done = [self._add(tokens, p) for tokens, p in zip(encoded, params)], {}
-        unfinished = set(ids)
+        done = {}
         try:
+            ids = [self._add(tokens, p, self.clock()) for tokens, p in zip(encoded, params)]
             with tqdm(total=len(ids), desc="requests", disable=None if progress else True) as bar:
-                while unfinished:
-                    for event in self.step():
-                        if event.completion:
-                            unfinished.remove(event.request_id)
-                            done[event.request_id] = event.completion
-                            bar.update()
-        finally:
-            for request_id in unfinished & self.scheduler.requests.keys():
-                self.abort(request_id)
-            self._batch = self._computed = None
+                while self.has_work:
+                    ended = [event.completion for event in self.step() if event.completion]
+                    done |= {completion.request_id: completion for completion in ended}
+                    bar.update(len(ended))
+        except BaseException:  # wherever it came from, nothing of this stays behind
+            self._computed, self.scheduler.torn = None, True
+            self.scheduler.requests.clear()
+            self.scheduler.mend()
+            raise
         return [done[request_id] for request_id in ids]

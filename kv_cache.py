@@ -8,7 +8,6 @@ pages, its *block table* (PagedAttention, Kwon et al. 2023, §4): token t lies i
 of the one long row of slots that the cache is. Pages of max_len are SARATHI's layout, one for each
 request (§4.5: "we pre-allocate the KV cache as per the maximum sequence length"); small ones are
 taken as a request grows. `Pages` says who owns what and knows no tensors: a scheduler runs without.
-
 Read next: attention.py, which reads what is written here.
 """
 
@@ -64,19 +63,15 @@ class KVCache:
 
     Logical shape: (n_layer, K and V, n_kv_head, pages * page_size, head_dim). The strides depend on
     the device, because kernels differ in what they like: on CUDA the heads of a slot lie side by
-    side, elsewhere the slots of a head. Slots that were never written hold whatever was there.
-    """
+    side, elsewhere the slots of a head. Slots that were never written hold whatever was there."""
 
     def __init__(
         self, config, pages, page_size, device="cpu", dtype=None, max_len=None, position_major=None
     ):
         """`dtype` is float32 if None; `max_len`, the longest request, what cache and model allow;
-        `position_major`, the layout of CUDA, as the device likes it. Raises ValueError."""
+        `position_major`, the layout of CUDA, as the device likes it."""
         import torch  # here, because a scheduler needs Pages alone
 
-        for name, value in (("pages", pages), ("page_size", page_size)):
-            if value < 1:
-                raise ValueError(f"{name}={value}: must be at least 1")
         self.pages, self.page_size, slots = pages, page_size, pages * page_size
         self.max_len = min(slots, config.max_positions) if max_len is None else max_len
         if position_major is None:
@@ -99,11 +94,8 @@ class KVCache:
 
 
 class Pages:
-    """Which pages are free and which are owned.
-
-    A request is given pages that follow each other wherever that is possible: on a CPU attention
-    then reads its keys and values in place, and copies nothing.
-    """
+    """Which pages are free and which are owned. A request is given pages that follow each other
+    wherever possible: on a CPU attention then reads its keys and values in place, not a copy."""
 
     def __init__(self, pages, page_size):
         self.total, self.page_size = pages, page_size
@@ -120,8 +112,7 @@ class Pages:
         """Take `count` pages and return them in a list, or None if that many are not free.
 
         `after` is the last page that the request owns already: the next one is taken if it is free,
-        and any if not. For a new request they come from the longest run of free pages.
-        """
+        and any if not. For a new request they come from the longest run of free pages."""
         if count > self.num_free:
             return None
         pages, longest = [], None

@@ -22,7 +22,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from checks import check_one_of, check_whole
+from checks import check_one_of, check_positive, check_whole
 from kv_cache import slot_mapping
 
 
@@ -55,6 +55,7 @@ class GPTConfig:
     max_positions: int = 2048
     norm_eps: float = 1e-5
     qkv_bias: bool = False  # GPT-2 has biases everywhere in any case
+    qk_norm: bool = False  # RMSNorm of each head's queries and keys, as Qwen3 has it
     tie_embeddings: bool = False
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
@@ -69,6 +70,7 @@ class GPTConfig:
             if getattr(self, field) is None:
                 object.__setattr__(self, field, default)
             check_whole(field, getattr(self, field), least=1)
+        check_positive("rope_theta", self.rope_theta)
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_kv_head={self.n_kv_head}: must divide n_head={self.n_head}")
         if self.family == "llama" and self.head_dim % 2:
@@ -161,6 +163,9 @@ class Block(nn.Module):
         ffn_in = config.n_inner if bias else 2 * config.n_inner  # SwiGLU: gate and up in one matrix
         self.attn_norm = _norm(config, **factory)
         self.preproj = nn.Linear(config.n_embd, qkv_dim, bias or config.qkv_bias, **factory)
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(config.head_dim, config.norm_eps, **factory)
+            self.k_norm = nn.RMSNorm(config.head_dim, config.norm_eps, **factory)
         self.postproj = nn.Linear(config.n_head * config.head_dim, config.n_embd, bias, **factory)
         self.ffn_norm = _norm(config, **factory)
         self.ffn_ln1 = nn.Linear(config.n_embd, ffn_in, bias, **factory)
@@ -172,6 +177,8 @@ class Block(nn.Module):
         n_head, n_kv_head = self.config.n_head, self.config.n_kv_head
         qkv = self.preproj(self.attn_norm(x)).view(len(x), -1, self.config.head_dim)
         qk, v = qkv.split([n_head + n_kv_head, n_kv_head], dim=1)
+        if self.config.qk_norm:
+            qk = torch.cat([self.q_norm(qk[:, :n_head]), self.k_norm(qk[:, n_head:])], dim=1)
         if rope is not None:
             qk = rotate(qk, *rope.unbind(1))
         q, k = qk.split([n_head, n_kv_head], dim=1)
@@ -228,13 +235,8 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, **factory) for _ in range(config.n_layer))
         self.final_norm = _norm(config, **factory)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False, **factory)
-        if config.tie_embeddings:
-            self.head.weight = None  # it would be allocated only to be replaced
         self.to_empty(device=device)
-        if config.tie_embeddings:
-            self.head.weight = self.token_embedding.weight
         self.requires_grad_(False)
-        self.rope = rope_table(config, device, dtype) if config.family == "llama" else None
         if seed is not None:
             self._init_weights(torch.Generator(device).manual_seed(seed))
 
@@ -259,15 +261,21 @@ class GPT(nn.Module):
         from pretrained import checkpoints
 
         directory = checkpoints.find(name)
-        model = cls(checkpoints.read_config(directory), device, dtype, seed=None)
-        checkpoints.load_weights(model, directory)
+        with torch.device("meta"):  # nothing is allocated before all is known to fit
+            model = cls(checkpoints.read_config(directory), "meta", dtype, seed=None)
+        checkpoints.load_weights(model, directory, device)
         return model
 
     def _apply(self, function, recurse=True):
-        # model.to(...) and its like: the table follows, but is never rounded to 16 bits
+        # to(...), to_empty(...) and their like: tied weights stay tied, and the table follows, but
+        # is never rounded to 16 bits
+        if self.config.tie_embeddings:
+            self.head.weight = None  # it would be allocated only to be replaced
         super()._apply(function, recurse)
-        if getattr(self, "rope", None) is not None:
-            self.rope = rope_table(self.config, self.device, self.dtype)
+        if self.config.tie_embeddings:
+            self.head.weight = self.token_embedding.weight
+        llama = self.config.family == "llama"
+        self.rope = rope_table(self.config, self.device, self.dtype) if llama else None
         return self
 
     @property

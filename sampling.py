@@ -2,19 +2,16 @@
 
 Every request has its own stream of random numbers: its n-th output token depends on its logits, its
 `seed` and n. So its text does not depend on who shares its batch, on the policy, or on how often a
-step was repeated, as far as rounding leaves its logits alone.
-
-Read next: engine.py.
+step was repeated, as far as rounding leaves its logits alone. Read next: engine.py.
 """
 
+import operator
 import random
-from collections.abc import Iterable
 from dataclasses import dataclass
-from numbers import Real
 
 import torch
 
-from checks import check_whole
+from checks import SMALLEST, check_number, check_whole, shown
 
 
 @dataclass(frozen=True)
@@ -39,16 +36,18 @@ class SamplingParams:
     logprobs: bool = False
 
     def __post_init__(self):
-        check_whole("max_new_tokens", self.max_new_tokens, least=1)
-        check_whole("top_k", self.top_k, least=0)
-        t, p, ids = self.temperature, self.top_p, self.stop_token_ids
-        if not isinstance(t, Real) or not 0 <= t < float("inf"):
-            raise ValueError(f"temperature={t!r}: must be 0 (greedy) or a positive number")
-        if not isinstance(p, Real) or not 0 < p <= 1:
-            raise ValueError(f"top_p={p!r}: must be in (0, 1]")
-        if not isinstance(ids, Iterable):
-            raise ValueError(f"stop_token_ids={ids!r}: must be a list of token ids")
-        object.__setattr__(self, "stop_token_ids", tuple(ids))
+        its, ids = vars(self), self.stop_token_ids
+        for name, least in (("max_new_tokens", 1), ("top_k", 0), ("seed", -(2**63))):
+            its[name] = check_whole(name, its[name], least)
+        greedy_or = "0 (greedy) or a positive number"
+        its["temperature"] = check_number("temperature", self.temperature, greedy_or, least=0)
+        its["top_p"] = check_number("top_p", self.top_p, "in (0, 1]", SMALLEST, most=1)
+        try:
+            its["stop_token_ids"] = tuple(map(operator.index, ids))
+        except TypeError:
+            raise ValueError(f"stop_token_ids={shown(ids)}: must be a list of token ids") from None
+        if not isinstance(self.logprobs, bool):
+            raise ValueError(f"logprobs={shown(self.logprobs)}: must be True or False")
 
     def uniform(self, n):
         """The random number in [0, 1) that decides output token `n` of this request."""

@@ -71,7 +71,6 @@ class Batch(list):
     requests that lost their pages to it."""
 
     def __init__(self, budget=None):
-        super().__init__()
         self.budget, self.left, self.preempted = budget, math.inf if budget is None else budget, []
 
     def add(self, request):
@@ -97,8 +96,7 @@ class Batch(list):
 class Scheduler:
     """What the policies share: the line, the running requests, admission, memory and preemption.
     Takes C, the chunk size or token budget, B, the most requests that run at once, and the longest
-    request, prompt and output; a policy has more options. Raises ValueError for what does not fit.
-    """
+    request, prompt and output; a policy has more options. Raises ValueError if these cannot be."""
 
     cuts_prompts = False  # into chunks of at most `chunk` tokens
     reserves_max_len = True  # at admission; otherwise the tokens there are, and then page by page
@@ -110,12 +108,11 @@ class Scheduler:
             takes = f"a request of max_len={max_len} takes {needed} pages"
             raise ValueError(f"pages={pages.total}: {takes} of page_size={pages.page_size}")
         self.pages, self.chunk, self.max_batch, self.max_len = pages, chunk, max_batch, max_len
-        self.clock = clock
         self.watermark = 0 if self.reserves_max_len else pages.total // 100  # left to growth
-        self.requests = {}  # id -> Request, all that have not ended
+        self.clock, self.requests = clock, {}  # id -> Request, all that have not ended
         self.waiting, self.running = deque(), []  # in the order of admission
-        self.preempted = []  # ids, since the last batch
-        self._torn = False  # whether schedule() or finish() was interrupted, half-way
+        self.batch, self.preempted = Batch(), []  # not yet computed; ids, since the last that was
+        self.torn = False  # while any of these but `requests` changes, or if that was interrupted
 
     def check_fits(self, prompt_len, max_new_tokens):
         """Raise ValueError if such a request could never fit: it would be queued for ever."""
@@ -125,31 +122,37 @@ class Scheduler:
 
     def add(self, request):
         """Put a request at the end of the line."""
-        self.requests[request.id] = request
+        self.mend()
+        self.torn = True
         self.waiting.append(request)
+        self.requests[request.id] = request
+        self.torn = False
 
     def next_batch(self):
-        """The policy's next Batch, empty if there is nothing to do; RuntimeError if there is."""
+        """The policy's next Batch, the same until `advance`; empty if there is nothing to do."""
         self.mend()
-        self._torn = True
-        batch = self.schedule()
-        if not batch and (self.running or self.waiting):
-            raise RuntimeError(f"{type(self).__name__}.schedule() returned nothing to do")
-        batch.preempted, self.preempted, self._torn = self.preempted, [], False
-        return batch
+        self.batch[:] = [chunk for chunk in self.batch if chunk.request.pages]
+        if not self.batch:
+            self.torn = True
+            self.batch = self.schedule()
+            if not self.batch and (self.running or self.waiting):
+                raise RuntimeError(f"{type(self).__name__}.schedule() returned nothing to do")
+            self.batch.preempted, self.torn = self.preempted, False
+        return self.batch
 
     def mend(self):
-        """After an interrupted schedule() or finish(), all requests wait and are computed again."""
-        if self._torn:
+        """`requests` is the journal. After an interrupt that came while the rest changed, all of
+        them wait and are computed again. Whatever changes anything begins with this."""
+        if self.torn:
             self.pages = type(self.pages)(self.pages.total, self.pages.page_size)
-            self.running.clear()
+            self.batch, self.preempted, self.running = Batch(), [], []
             self.waiting.clear()
             for request in self.requests.values():
                 request.preemptions += request.num_computed > 0
                 request.recomputed += request.num_computed
                 request.num_computed, request.pages, request.finish_reason = 0, [], None
                 self.waiting.append(request)
-            self.preempted, self._torn = [], False
+            self.torn = False
 
     def observe(self, batch, seconds):
         """Be told how long a batch took, before its requests move on."""
@@ -157,32 +160,36 @@ class Scheduler:
     def advance(self, batch, tokens, now):
         """Move the requests of a computed batch on: [(request, its new token)]. `tokens` are what
         was sampled after each chunk at time `now`, or None. Twice is as good as once."""
+        self.mend()
         moved = []
         for (request, start, length), token in zip(batch, tokens):
             if request.finish_reason == "abort":
                 continue
-            request.num_computed = end = start + length
+            if request.pages:  # or it lost them meanwhile
+                request.num_computed = start + length
             if token is not None:
-                n = end - request.prompt_len  # this is output token n
-                if end == len(request.tokens):
-                    request.tokens.append(token)
+                n = start + length - request.prompt_len  # this is output token n
                 if n == len(request.token_times):
                     request.token_times.append(now)
+                if start + length == len(request.tokens):
+                    request.tokens.append(token)
                 moved.append((request, token))
                 if token in request.stop or n + 1 == request.max_new_tokens:
                     self.finish(request, "stop" if token in request.stop else "length")
+        self.batch, self.preempted = Batch(), []
         return moved
 
     def finish(self, request, reason):
         """End a request, wherever it is, and free its pages. Does nothing more the second time."""
-        request.finish_reason = reason
-        torn, self._torn = self._torn, True  # mend() lets go of what is not in `requests`
-        if request in self.running and not torn:
+        self.mend()
+        self.torn = True
+        if request in self.running:
             self._stop(request)
-        elif request in self.waiting and not torn:
+        elif request in self.waiting:
             self.waiting.remove(request)
+        request.finish_reason = reason
         self.requests.pop(request.id, None)
-        self._torn = torn
+        self.torn = False
 
     def schedule(self):
         """The next Batch, admitting waiting requests; empty only if there is nothing to do."""
@@ -207,24 +214,20 @@ class Scheduler:
         """The running requests whose prompt is not yet computed to its end."""
         return [r for r in self.running if not r.is_decoding]
 
-    def pages_at_admission(self, request):
-        """How many pages it is given when it is admitted."""
-        return self.pages.needed(self.max_len if self.reserves_max_len else len(request.tokens))
-
-    def has_room(self, request):
-        """Whether there is a place and memory to admit it."""
+    def room_for(self, request):
+        """How many pages it is given if it is admitted; 0 if there is no place or no memory."""
+        needed = self.pages.needed(self.max_len if self.reserves_max_len else len(request.tokens))
         free = self.pages.num_free - (self.watermark if self.running else 0)
-        return len(self.running) < self.max_batch and self.pages_at_admission(request) <= free
+        return needed if len(self.running) < self.max_batch and needed <= free else 0
 
     def admit(self):
         """Give the head of the line its pages and return it; None if there is none, or no room."""
-        if not self.waiting or not self.has_room(request := self.waiting[0]):
+        if not self.waiting or not (pages := self.room_for(request := self.waiting[0])):
             return None
-        request.pages = self.pages.allocate(self.pages_at_admission(request))
+        request.pages = self.pages.allocate(pages)
         self.running.append(request)
         self.waiting.remove(request)
-        if request.scheduled is None:
-            request.scheduled = self.clock()
+        request.scheduled = self.clock() if request.scheduled is None else request.scheduled
         return request
 
     def preempt(self, request):
@@ -282,8 +285,8 @@ class VLLM(Scheduler):
     reserves_max_len = False
 
     def schedule(self):
-        batch = Batch()
-        while request := self.admit():
+        batch, line = Batch(self.max_len), self.waiting  # §5.1: max_len tokens in whole prompts
+        while line and len(line[0].tokens) <= batch.left and (request := self.admit()):
             batch.add(request)
         if not batch:
             batch.add_decodes(self.decoding())
@@ -338,11 +341,9 @@ class HybridOnly(SarathiServe):
         return self.max_len
 
 
-class ChunkedOnly(Scheduler):
+class ChunkedOnly(SarathiServe):
     """Ablation (§5.4.2): chunks, but prefill and decode batches alternate."""
 
-    cuts_prompts = True
-    reserves_max_len = False
     prefilled_last = False
 
     def schedule(self):

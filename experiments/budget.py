@@ -2,16 +2,17 @@
 
     python bench.py budget --slo-tbt 0.3
 
-times hybrid batches over token budgets and contexts, and says which budget is the largest of whole
-tiles that meets the SLO, and why. Read first: policies/slo.py, which measures this.
+Read first: policies/slo.py, which times hybrid batches and chooses; what it found is said here.
 """
 
+from functools import partial
+
 from engine import Runner
+from experiments import measure
 from experiments.machine import describe_machine
-from experiments.options import load_model, machine_lines, number, whole, wholes, write_json
+from experiments.options import load_model, machine_lines, number, whole, write_json, wrote
 from experiments.tables import print_table
 from policies import slo
-from policies.iteration_time import IterationTime
 
 DEFAULTS = {"decodes": (16, 64), "max_len": (1024, 8192), "tile": (32, 128)}  # on a CPU, on a GPU
 
@@ -23,8 +24,6 @@ def add_options(parser):
     seconds = "the SLO of the time between tokens, in seconds; required"
     add("--slo-tbt", seconds, type=number(above=0), required=True)
     add("--decodes", "requests that decode beside the chunk", shown=on["decodes"], **more)
-    contexts = "comma-separated tokens of context, of the decodes and at the end of the chunk"
-    add("--contexts", contexts, shown="1/8 and 1/2 of --max-len", type=wholes(1))
     add("--max-len", "the longest request, and the largest budget", shown=on["max_len"], **more)
     add("--tile", "budgets are multiples of it", shown=on["tile"], **more)
     parser.add_model_options("llama3-8b on a GPU with 75 GB or more, else llama-160m")
@@ -32,49 +31,46 @@ def add_options(parser):
 
 
 def check(parser, args):
-    """Fill in what was left open; exit with a message if options make no sense together."""
+    """Fill in what was left open, and args.contexts: of the decodes, and at the chunk's end."""
     for option, defaults in DEFAULTS.items():
         if getattr(args, option) is None:
             setattr(args, option, defaults[args.device.startswith("cuda")])
-    longest = args.max_len
-    args.tile = min(args.tile, longest)
-    args.contexts = args.contexts or sorted({max(1, longest // 8), max(1, longest // 2)})
-    if args.contexts[-1] > longest:
-        parser.error(f"--contexts {args.contexts[-1]}: must be at most --max-len {longest}")
+    args.tile = min(args.tile, args.max_len)
+    args.contexts = sorted({max(1, args.max_len // 8), max(1, args.max_len // 2)})
 
 
 def print_profile(profile, args):
     """The table: a row for each budget, a column for each context."""
     columns = {"token budget": "", "prefill + decodes": ""}
     columns |= {f"ms at {context}": ".1f" for context in args.contexts} | {"meets it": ""}
-    times, table = {(row.budget, row.context): row.seconds for row in profile}, []
+    found, table = {(row.budget, row.context): row for row in profile}, []
     for budget in sorted({row.budget for row in profile}):
-        seconds = [times[budget, context] for context in args.contexts]
+        _, _, _, seconds, spreads = zip(*(found[budget, context] for context in args.contexts))
         what, met = f"{budget - args.decodes} + {args.decodes}", max(seconds) <= args.slo_tbt
-        table.append([budget, what, *(1e3 * s for s in seconds), "yes" if met else "no"])
+        name = measure.mark(budget, max(spreads) > measure.BUSY)
+        table.append([name, what, *(1e3 * s for s in seconds), "yes" if met else "no"])
     print_table(columns, table)
 
 
 def explain(budget, profile, base, args):
-    """Why this budget, in a few sentences."""
+    """Why this budget, in a few sentences; of a busy machine, that it was."""
     slowest = {row.budget: row.seconds for row in sorted(profile, key=lambda row: row.seconds)}
     above = min((b for b in slowest if b > budget), default=None)
     more = ", and more than that was not tried"
     more = f"; {above} takes {1e3 * slowest[above]:.0f} ms" if above else more
     prefill, alone = budget - args.decodes, slowest[args.decodes]
     extra = (slowest[budget] - alone) / prefill
-    law = IterationTime([(row.shape, row.seconds) for row in profile]).law
-    base_ms, token, decode, key, pair = (1e3 * coefficient for coefficient in law)
+    strict_s, relaxed_s = (multiple * base.seconds for multiple in slo.SLOS.values())
+    if max(row.spread for row in [*profile, base]) > measure.BUSY or extra < 0:
+        return f"Token budget and SLOs: {measure.TOO_BUSY}."
     return (
         f"Token budget {budget}: the largest of whole tiles of {args.tile} whose slowest "
         f"iteration, {1e3 * slowest[budget]:.0f} ms, meets\n{1e3 * args.slo_tbt:.0f} ms"
         f"{more}.\nThe {args.decodes} decodes alone take {1e3 * alone:.0f} ms, so each of the "
         f"{prefill} prefill tokens beside them costs {1e3 * extra:.2f} ms.\n"
-        f"Fitted to all of it: {base_ms:.1f} ms, {token:.3f} ms per prefill token, {decode:.2f} ms "
-        f"per decode, {1e3 * key:.2f} ms per 1,000\nkeys of a decode, {1e3 * pair:.2f} ms per "
-        f"1,000 (query, key) pairs of a chunk.\nA decode iteration of {base.decodes} requests at "
+        f"A decode iteration of {base.decodes} requests at "
         f"{base.context} tokens takes {1e3 * base.seconds:.0f} ms: the strict SLO is "
-        f"{slo.STRICT * base.seconds:.3g} s, the\nrelaxed one {slo.RELAXED * base.seconds:.3g} s."
+        f"{strict_s:.3g} s, the\nrelaxed one {relaxed_s:.3g} s."
     )
 
 
@@ -87,15 +83,25 @@ def main(args):
     deepest = max(*args.contexts, slo.base_context(longest))
     pages = -(-deepest // size) * args.decodes + -(-longest // size)
     runner = Runner(model, pages, size, longest, args.attention)
-    base = slo.base_decode_iteration(runner, longest)
+
+    def timed(*args, **repeats):
+        work = partial(slo.time_iterations, *args, **repeats)
+        worst = lambda rows: max(row.spread for row in rows)
+        rows, drift = measure.steadily(work, model.device, tries=2, spread_of=worst)
+        return [row._replace(spread=drift) for row in rows]
+
+    base = slo.base_decode_iteration(runner, longest, timed)
     what = args.slo_tbt, args.decodes, args.contexts, args.tile, longest
-    budget, profile = slo.choose_budget(runner, *what)
+    budget, profile = slo.choose_budget(runner, *what, timed)
     print_profile(profile, args)
     text = explain(budget, profile, base, args)
     print(f"\n{text}")
+    budget = None if measure.TOO_BUSY in text else budget
     if args.plot:
         from views.search import plot_budget
 
-        plot_budget(profile, machine, args.plot, slo_s=args.slo_tbt, chosen=budget)
+        rows = [row[:4] for row in profile]
+        plot_budget(rows, machine, args.plot, slo_s=args.slo_tbt, chosen=budget)
     report = {"machine": machine, "profile": [row._asdict() for row in profile]}
     write_json(args, report | {"base": base._asdict(), "budget": budget, "conclusion": text})
+    wrote(args.json, args.plot)

@@ -17,12 +17,14 @@ def describe_machine(model, args, rows):
 
     `flops_per_s` and `bytes_per_s` are measured, the products with `rows` rows; `ridge_tokens` are
     the rows for which computing (two flops for each weight and row) takes as long as reading the
-    weights; `schedule_us` are microseconds. `args` are options.OptionParser's, of the model.
+    weights; `schedule_us` are microseconds; `busy` says that others used the machine meanwhile.
+    `args` are options.OptionParser's, of the model.
     """
     device, products = model.device, {"products": measure.bare_products(model, rows, 0)}
-    ms = measure.interleaved(products, device)["products"].ms
-    rate = measure.product_flops(model, rows, 0) / (ms / 1e3)
-    bandwidth, gpu = measure.memory_bandwidth(device), device.type == "cuda"
+    time = lambda: (measure.interleaved(products, device), measure.memory_bandwidth(device))
+    (timings, bandwidth), drift = measure.steadily(time, device)
+    rate = measure.product_flops(model, rows, 0) / (timings["products"].ms / 1e3)
+    gpu = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if gpu else processor_name(),
         "dtype": args.dtype,
@@ -35,6 +37,7 @@ def describe_machine(model, args, rows):
         "bytes_per_s": bandwidth,
         "ridge_tokens": rate / bandwidth * model.dtype.itemsize / 2,
         "schedule_us": schedule_us(),
+        "busy": drift > measure.BUSY,
     }
 
 

@@ -2,21 +2,26 @@
 
 A time says little without its limit: the matrix products of the same shapes run bare, the bytes
 that must be read over the measured bandwidth. Timings are warmed up, synchronised and interleaved
-(A B C A B C …): a machine whose speed drifts slows all variants alike. Quoted are medians.
+(A B C A B C …): a machine whose speed drifts slows all variants alike. Quoted are medians. And a
+machine that works for others cannot be timed: `steadily` finds that out, and tries again.
 """
 
+import math
 import statistics
 import time
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from tqdm import tqdm
 
 from kv_cache import kv_bytes_per_token
 
 WARMUP = 2  # runs that are not counted
+BUSY = 0.20  # drift, of a machine, or spread, of times: above it no number is believed
+TOO_BUSY = "this machine is too busy to tell"
+PROBE_S = 0.02  # what a probe takes, if nobody else computes
 
 
 class Timing(NamedTuple):
@@ -32,10 +37,13 @@ def synchronize(device):
         torch.cuda.synchronize(device)
 
 
-def interleaved(variants, device, repeats=9):
-    """Time functions without arguments in turn: {name: function} -> {name: Timing}."""
-    samples = {name: [] for name in variants}
-    for repeat in range(WARMUP + repeats):
+def interleaved(variants, device, repeats=9, title=None):
+    """Time functions without arguments in turn: {name: function} -> {name: Timing}.
+
+    With a title there is a progress bar.
+    """
+    samples, hidden = {name: [] for name in variants}, None if title else True
+    for repeat in tqdm(range(WARMUP + repeats), title, leave=False, disable=hidden):
         for name, function in variants.items():
             synchronize(device)
             start = time.perf_counter()
@@ -50,6 +58,62 @@ def summarize(values_ms):
     """The Timing of a list of samples in milliseconds, of which there must be at least two."""
     low, median, high = statistics.quantiles(values_ms, n=4, method="inclusive")
     return Timing(median, (high - low) / median if median else 0.0)
+
+
+class Probe:
+    """Asks a device how much of itself it gives: the same short computation, over and over.
+
+    All threads get an equal share of it; matrix products some libraries spread otherwise.
+    """
+
+    def __init__(self, device, threads):
+        gpu, self.device, self.threads = device.type == "cuda", device, threads
+        x = torch.ones(2**24 if gpu else threads * 2**17, device=device)
+        self.compute, self.fastest = partial(torch.sin, x, out=torch.empty_like(x)), math.inf
+        self.take()  # warm up: threads start, clocks go up
+        self.fastest = math.inf
+
+    def take(self):
+        """The share of the machine that is missing, 0 … 1, the larger of two.
+
+        Of its speed, beside the fastest that this process has seen; and on a CPU of the time that
+        the threads asked for, which was all of it: that tells of a load that never went away.
+        """
+        count, start, cpu_start = 0, time.perf_counter(), time.process_time()
+        while (seconds := time.perf_counter() - start) < PROBE_S or not count:
+            self.compute()
+            synchronize(self.device)
+            count += 1
+        self.fastest = min(self.fastest, seconds / count)
+        got = (time.process_time() - cpu_start) / seconds / self.threads
+        got = got if self.device.type == "cpu" else 1.0
+        return 1 - min(got, self.fastest * count / seconds)
+
+
+probe_of = cache(Probe)  # one in a process for each device, as it remembers the fastest
+
+
+def steadily(function, device, tries=3, spread_of=None):
+    """Call `function()` on a machine that is not BUSY: (what it returned, drift).
+
+    The drift is the share of the machine that was missing in a probe before or after, or what
+    `spread_of` says of the result, if that is more. Above BUSY the function is called again,
+    `tries` times in all, and the steadiest result counts. What cannot be repeated has tries=1.
+    """
+    probe, best = probe_of(device, torch.get_num_threads()), (None, math.inf)
+    after = probe.take()
+    for _ in range(tries):
+        before, result, after = after, function(), probe.take()
+        drift = max(before, after, spread_of(result) if spread_of else 0.0)
+        best = min(best, (result, drift), key=lambda found: found[1])
+        if drift <= BUSY:
+            break
+    return best
+
+
+def mark(name, busy):
+    """The name of a row in a table, marked if the machine was too busy for it to be believed."""
+    return f"{name} (busy)" if busy else name
 
 
 def memory_bandwidth(device):
@@ -115,47 +179,3 @@ def attention_cost(config, spans, dtype):
     visible = sum(s.length * s.start + s.length * (s.length + 1) // 2 for s in spans)
     flops = config.n_layer * 4 * visible * config.n_head * config.head_dim
     return flops, sum(span.end for span in spans) * kv_bytes_per_token(config, dtype)
-
-
-class Stopwatch:
-    """Adds up the times from a mark to the next, which stops it. No GPU waits for it."""
-
-    def __init__(self, device):
-        self.cuda, self.marks = device.type == "cuda", []
-
-    def mark(self, *_):
-        """Start the watch, or stop it. Takes and ignores any arguments, to serve as a hook."""
-        mark = torch.cuda.Event(enable_timing=True) if self.cuda else time.perf_counter()
-        if self.cuda:
-            mark.record()
-        self.marks.append(mark)
-
-    def read_ms(self):
-        """The sum in milliseconds, and back to zero. On CUDA: synchronise first."""
-        marks, self.marks = self.marks, []
-        pairs = zip(marks[::2], marks[1::2])
-        return sum(a.elapsed_time(b) if self.cuda else (b - a) * 1e3 for a, b in pairs)
-
-
-@contextmanager
-def watch_linear(model):
-    """Within the context, yield a Stopwatch that runs while any linear layer of the model does."""
-    watch = Stopwatch(model.device)
-    with ExitStack() as hooks:
-        for layer in model.modules():
-            if isinstance(layer, torch.nn.Linear):
-                hooks.enter_context(layer.register_forward_pre_hook(watch.mark))
-                hooks.enter_context(layer.register_forward_hook(watch.mark))
-        yield watch
-
-
-def watch_attention(batch, watch):
-    """The same model.FlatBatch, whose attention runs `watch`."""
-
-    def attend(*args):
-        watch.mark()
-        out = batch.attend(*args)
-        watch.mark()
-        return out
-
-    return batch._replace(attend=attend)

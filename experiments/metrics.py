@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from policies.priority import PRIORITIES
 from policies.slo import MAX_DELAY_S
 
 FINISHED = ("stop", "length")  # the reasons of a request that got all its output
@@ -93,7 +94,7 @@ def summarize_latencies(completions, seconds):
     finished = [c for c in completions if c.finish_reason in FINISHED]
     aborted = sum(c.finish_reason == "abort" for c in completions)
     output = sum(len(c.token_times) for c in completions)
-    prompts = sum(len(c.prompt) for c in completions if c.token_times)  # computed to their end
+    prompt = sum(len(c.prompt) for c in completions if c.token_times)  # computed to their end
     return {
         "requests": len(completions),  # each is one of the next three
         "finished": len(finished),
@@ -104,9 +105,7 @@ def summarize_latencies(completions, seconds):
         "tbt_s": percentiles(gap for c in completions for gap in c.tbt),  # all gaps of all requests
         "scheduling_delay_s": percentiles(c.scheduling_delay for c in completions),
         "latency_s": percentiles(c.latency for c in finished),
-        "tokens_per_s": _ratio(prompts + output, seconds),
-        "output_tokens_per_s": _ratio(output, seconds),
-        "requests_per_s": _ratio(len(finished), seconds),
+        "tokens_per_s": _ratio(prompt + output, seconds),
         "preemptions": sum(c.preemptions for c in completions),
         "recomputed_tokens": sum(c.recomputed_tokens for c in completions),
     }
@@ -119,38 +118,43 @@ def summarize_run(completions, iterations, seconds, tbt_slo_s=None):
     iterations were made of; the mean of requests at once is over the time of the iterations.
     """
     stalls, count = find_stalls(completions, iterations), len(iterations)
-    prefill, decode = [i.prefill_tokens for i in iterations], [i.decode_tokens for i in iterations]
-    kinds = Counter((p > 0, d > 0) for p, d in zip(prefill, decode))
+    kinds = Counter((i.prefill_tokens > 0, i.decode_tokens > 0) for i in iterations)
+    tokens = sum(i.prefill_tokens + i.decode_tokens for i in iterations)
     busy_s, running = [i.end - i.start for i in iterations], [i.running for i in iterations]
     longest = max(stalls, key=attrgetter("seconds"), default=None)
     return summarize_latencies(completions, seconds) | {
         "stalls": {
             "count": len(stalls),
             "over_slo": None if tbt_slo_s is None else sum(s.seconds > tbt_slo_s for s in stalls),
-            "total_s": float(sum(stall.seconds for stall in stalls)),
             "length_s": percentiles(stall.seconds for stall in stalls),
             "longest": longest and longest._asdict() | {"seconds": longest.seconds},
         },
         "iterations": count,
         **{name: _ratio(kinds[kind], count) for name, kind in KINDS.items()},
-        "prefill_tokens_per_iteration": _ratio(sum(prefill), count),
-        "decode_tokens_per_iteration": _ratio(sum(decode), count),
-        "tokens_per_iteration": _ratio(sum(prefill + decode), count),
+        "tokens_per_iteration": _ratio(tokens, count),
         "running_mean": _ratio(sum(n * s for n, s in zip(running, busy_s)), sum(busy_s)),
         "running_peak": max(running, default=None),
-        "free_pages_min": min((i.free_pages for i in iterations), default=None),
     }
 
 
-def request_rows(completions, stalls):
-    """A dict for each request, for csv.DictWriter; `stalls` are those of `find_stalls`."""
-    stalls_of = {who: list(its) for who, its in groupby(stalls, attrgetter("request_id"))}
-    rows = []
+def headline(summary):
+    """The numbers of `summarize_run` that runs are compared by, as a flat dict."""
+    names = {f"{p}_{key}": summary[key][p] for key in ("tbt_s", "ttft_s") for p in ("p50", "p99")}
+    longest_s = summary["stalls"]["length_s"]["max"] or 0.0
+    return names | {"longest_stall_s": longest_s, "tokens_per_s": summary["tokens_per_s"]}
+
+
+def request_rows(completions, iterations):
+    """A dict for each request of a run, for csv.DictWriter."""
+    stalls = groupby(find_stalls(completions, iterations), attrgetter("request_id"))
+    stalls_of = {who: list(its) for who, its in stalls}
     for c in completions:
         tbt, its = percentiles(c.tbt), stalls_of.get(c.request_id, [])
         longest = max(its, key=attrgetter("seconds"), default=None)
-        row = {name: getattr(c, name) for name in ("request_id", "priority", "arrival")}
-        row |= {
+        yield {
+            "request_id": c.request_id,
+            "class": PRIORITIES[c.priority],
+            "arrival": c.arrival,
             "prompt_tokens": len(c.prompt),
             "output_tokens": len(c.token_times),
             "finish_reason": c.finish_reason,
@@ -161,18 +165,22 @@ def request_rows(completions, stalls):
             "stalls": len(its),
             "longest_stall_s": longest and longest.seconds,
             "caused_by": longest and longest.caused_by,
+            "preemptions": c.preemptions,
+            "recomputed_tokens": c.recomputed_tokens,
         }
-        rows.append(row | {name: getattr(c, name) for name in ("preemptions", "recomputed_tokens")})
-    return rows
 
 
-def meets_slo(summary, tbt_slo_s):
-    """Whether a run shows that its rate can be kept up: P99 TBT and median delay within limits.
+def missed(summary, tbt_slo_s):
+    """What a run missed of what shows that its rate can be kept up, in words; "" if nothing.
 
-    `summary` is that of `summarize_run`. Only a run in which every request finished can show it: in
-    one that was cut short, those who were kept waiting are missing from the median, and the longest
-    gaps from the TBTs. Requests of one output token have no TBT, and so none that is too long.
+    P99 TBT and median delay must be within limits; `summary` is that of `summarize_run`. Only a run
+    in which every request finished can show it: in one that was cut short, those who were kept
+    waiting are missing from the median, and the longest gaps from the TBTs. Requests of one output
+    token have no TBT, and so none that is too long.
     """
-    tbt, delay = summary["tbt_s"]["p99"] or 0.0, summary["scheduling_delay_s"]["p50"]
-    kept_up = summary["finished"] == summary["requests"] and delay is not None
-    return kept_up and tbt <= tbt_slo_s and delay <= MAX_DELAY_S
+    tbt, delay = summary["tbt_s"]["p99"] or 0.0, summary["scheduling_delay_s"]["p50"] or 0.0
+    finished, count = summary["finished"], summary["requests"]
+    wrong = {f"{finished} of {count} requests finished": finished < count or not count}
+    wrong |= {f"P99 TBT of {tbt:,.3f} s": tbt > tbt_slo_s}
+    wrong |= {f"median delay of {delay:,.2f} s": delay > MAX_DELAY_S}
+    return ", ".join(what for what, so in wrong.items() if so)

@@ -4,13 +4,10 @@ Where torch is needed it is imported late, so that --help answers at once. Read 
 """
 
 import argparse
-import errno
 import json
 import math
 import os
 import re
-import shutil
-import sys
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -22,34 +19,28 @@ DTYPES = ("float32", "bfloat16", "float16")
 PICTURES = (".png", ".pdf", ".svg")
 
 
-def number(above=None, least=None, most=None, kind=float):
-    """A finite number above `above`, at least `least` and at most `most`, where these are given.
+def number(above=-math.inf, least=-math.inf, most=math.inf, kind=float):
+    """A finite number above `above`, at least `least` and at most `most`.
 
     What makes a type of options returns a function for argparse, from the text to the value.
     """
     limits = {"above": above, "of at least": least, "and at most": most}
-    limits = " ".join(f"{words} {x:g}" for words, x in limits.items() if x is not None)
+    limits = " ".join(f"{words} {x:g}" for words, x in limits.items() if math.isfinite(x))
 
     def parse(text):
         with suppress(ValueError):
             value = kind(text)
-            inside = (above is None or value > above) and (least is None or value >= least)
-            if math.isfinite(value) and inside and (most is None or value <= most):
+            if above < value < math.inf and least <= value <= most:
                 return value
         allowed = f"{'a whole' if kind is int else 'a finite'} number {limits}".strip()
-        raise argparse.ArgumentTypeError(f"{text}: must be {allowed}")
+        raise argparse.ArgumentTypeError(f"{text:.60}: must be {allowed}")
 
     return parse
 
 
-def whole(least):
-    """A whole number of at least `least`."""
-    return number(least=least, kind=int)
-
-
-def wholes(least):
-    """Whole numbers of at least `least` with commas, as a sorted list."""
-    return lambda text: sorted({whole(least)(part) for part in text.split(",")})
+def whole(least, most=10**15):
+    """A whole number of at least `least` and at most `most`, which torch can count."""
+    return number(least=least, most=most, kind=int)
 
 
 def policy_names(chunks=False):
@@ -76,16 +67,18 @@ def policy_names(chunks=False):
 
 def output_file(text, suffixes=()):
     """A file that can be written, not found out after minutes, and has one of `suffixes` if any."""
-    file, folder, allowed = Path(text), Path(text).absolute().parent, ", ".join(suffixes[:-1])
-    if file.is_dir() or not folder.is_dir():
-        problem = "must be a file in a directory that exists"
-    elif not os.access(file if file.exists() else folder, os.W_OK):
-        problem = "cannot be written there"
-    elif suffixes and file.suffix not in suffixes:
-        problem = f"must end in {allowed} or {suffixes[-1]}"
-    else:
-        return text
-    raise argparse.ArgumentTypeError(f"{text}: {problem}")
+    file = Path(os.path.realpath(text))
+    if suffixes and file.suffix not in suffixes:
+        raise argparse.ArgumentTypeError(f"{text}: must end in {', '.join(suffixes)}")
+    try:
+        if not file.exists():  # only who tries knows of quotas, long names, read-only disks
+            file.touch()
+            file.unlink()
+        elif file.is_dir() or not os.access(file, os.W_OK):
+            raise PermissionError(0, "must be a file, and not read-only")
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: cannot be written: {error.strerror}") from error
+    return text
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -115,7 +108,7 @@ class OptionParser(argparse.ArgumentParser):
         add("--attention", backends, "auto", choices=BACKENDS)
         add("--seed", "of weights and prompts", 0, type=whole(0))
         add("--compile", "torch.compile the layers around attention", False, action="store_true")
-        add("--threads", "CPU threads", shown="torch's choice", type=whole(1))
+        add("--threads", "CPU threads", shown="torch's choice", type=whole(1, 10**4))
 
     def add_files(self, json="write all that is printed, with these options", **contents):
         """An option for each file that can be written, such as json, and what is written to it."""
@@ -124,8 +117,9 @@ class OptionParser(argparse.ArgumentParser):
             self.add(f"--{name.replace('_', '-')}", what, metavar="FILE", type=file)
 
     def error(self, message):
-        """Exit with the message: "--chunk 0: must be ...", without argparse's "argument"."""
-        super().error(re.sub(r"^argument (--\S+): ", r"\1 ", message))
+        """Exit with one line: "--chunk 0: must be ...", not argparse's usage and "argument"."""
+        message = re.sub(r"^argument (--\S+): ", r"\1 ", message.replace("\n", " "))
+        self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
 
 
 def find_device(name):
@@ -152,72 +146,87 @@ def load_model(args, length, gpu_model="llama-13b", gpu_bytes=40e9):
     from attention import check_backend
     from experiments.measure import fastest_cpu_dtype
     from model import GPT, GPTConfig
+    from pretrained import checkpoints
     from pretrained.presets import PRESETS
 
     if args.model and args.init_from:
         raise ValueError("--model and --init-from: give one of them")
-    if args.model and args.model not in PRESETS:
+    if not (args.model is None or args.model in PRESETS):
         names = f"must be one of {', '.join(PRESETS)}; --init-from takes a checkpoint"
         raise ValueError(f"--model {args.model!r}: {names}")
     device, positions = find_device(args.device), getattr(args, length)
     check_backend(args.attention, device)
-    if args.compile and device.type == "cpu" and not shutil.which(os.environ.get("CXX", "g++")):
-        raise ValueError("--compile: needs a C++ compiler on a CPU, g++ or what CXX names")
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.dtype is None:
         fast = torch.bfloat16 if device.type == "cuda" else fastest_cpu_dtype()
         args.dtype = str(fast).removeprefix("torch.")
     dtype = getattr(torch, args.dtype)
-    if args.init_from:
-        model = GPT.from_pretrained(args.init_from, device, dtype)
-    else:
+    name = args.init_from
+    if name is None:
         memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0  # in all
-        args.model = args.model or (gpu_model if memory > gpu_bytes else "llama-160m")
-        config = GPTConfig.preset(args.model)
-        if config.family == "llama":  # random weights know no positions: as many as asked for
-            config = replace(config, max_positions=max(config.max_positions, positions))
+        name = args.model = args.model or (gpu_model if memory > gpu_bytes else "llama-160m")
+        config = GPTConfig.preset(name)
+    else:
+        config = checkpoints.read_config(checkpoints.find(name))
+    option = f"--{length.replace('_', '-')} {positions}"
+    check_room(f"{name} and a request of {option}", config, dtype, device, positions)
+    if args.init_from is None and config.family == "llama":  # random weights know no positions
+        config = replace(config, max_positions=max(config.max_positions, positions))
+    if positions > config.max_positions:
+        raise ValueError(f"{option}: this model is limited to {config.max_positions}")
+    if args.init_from is None:
         model = GPT(config, device, dtype, seed=args.seed)
-    if positions > (most := model.config.max_positions):
-        option = f"--{length.replace('_', '-')} {positions}"
-        raise ValueError(f"{option}: this model is limited to {most}")
+    else:
+        model = GPT.from_pretrained(name, device, dtype)
     if args.compile:
         model.compile()
     return model
+
+
+def check_room(what, config, dtype, device, tokens=0):
+    """Raise ValueError if weights and a KV cache of so many tokens have no room on the device."""
+    from kv_cache import kv_bytes_per_token
+    from model import GPT
+    from policies.config import check_memory
+
+    weights = sum(p.numel() for p in GPT(config, "meta", dtype, seed=None).parameters())
+    wanted = weights * dtype.itemsize + tokens * kv_bytes_per_token(config, dtype)
+    check_memory(what, wanted, device)
 
 
 def machine_lines(machine):
     """What every heading begins with: the machine and the model, measured or simulated."""
     if "threads" not in machine:
         return "{device}\n{model}, {dtype}\n".format_map(machine)
-    more = {"s": "" if machine["threads"] == 1 else "s", "millions": machine["parameters"] / 1e6}
-    more["compiled"] = ", compiled" if machine["compiled"] else ""
-    text = "{device}, {threads} thread{s}, torch {torch}\n{model} ({millions:,.1f} M parameters), "
-    return (text + "{dtype}{compiled}\n").format_map(machine | more)
+    text = (
+        "{device}, threads: {threads}, torch {torch}\n{model}, {parameters:,} parameters, {dtype}"
+    )
+    return text.format_map(machine) + ", compiled" * machine["compiled"] + "\n"
 
 
 def write_json(args, report):
     """Write the options and the report, a dict, to the file of --json, if there is one."""
     if args.json:
-        Path(args.json).write_text(json.dumps({"options": vars(args)} | report, indent=2))
+        write_text(args.json, json.dumps({"options": vars(args)} | report, indent=2))
 
 
-def run(main):
-    """Call main(). What a user can cause ends with a line and an exit status, not a traceback."""
-    sys.stdout.reconfigure(line_buffering=True)  # a pipe sees each line when it is printed
+def write_text(file, text):
+    """Write the text to the file: all of it, or the file stays as it was."""
+    path = Path(file)
+    if path.exists() and not path.is_file() or str(file).startswith("/dev/"):
+        path.write_text(text, "utf-8")  # a pipe, /dev/stdout
+        return
+    path = path.resolve()  # a link stays one
+    new = path.with_name(f"{path.name[:200]}.part")
     try:
-        try:
-            main()
-        finally:
-            sys.stdout.flush()
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    except Exception as error:
-        place, pipe = where_it_failed(error), isinstance(error, BrokenPipeError)
-        if pipe or getattr(error, "errno", None) == errno.ENOSPC:  # do not fail again at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        known = isinstance(error, (ValueError, ImportError, OSError))
-        if not (place or known or type(error).__name__ == "OutOfMemoryError"):  # torch's
-            raise
-        where = f"{place}: {type(error).__name__}: " if place else ""
-        raise SystemExit(141 if pipe else f"error: {where}{error}") from error
+        new.write_text(text, "utf-8")
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def wrote(*files):
+    """Say which files were written: a line for each that is not None."""
+    for file in filter(None, files):
+        print(f"wrote {file}")

@@ -19,14 +19,19 @@ Read first: workload.py, engine.py, metrics.py. Read next: serving.py, which pri
 import gc
 import math
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
 from engine import Completion, Engine, Iteration, QueueFull, Runner
-from experiments.metrics import meets_slo, summarize_run
+from experiments import metrics
+from experiments.measure import BUSY
 from policies import find_policy, slo
 from policies.priority import PRIORITIES
 from sampling import SamplingParams
+
+INTERRUPTED = "interrupted"  # why a run was cut short
+MAX_RUNS = 60  # of a search, which takes a dozen
 
 
 class Run(NamedTuple):
@@ -38,6 +43,7 @@ class Run(NamedTuple):
     own_fraction: float  # of the steps' time: all but the forward pass and fetching its tokens
     refused: int = 0  # how many found max_waiting others in the queue
     cut_short: str | None = None  # why the run was given up
+    drift: float = 0.0  # of a machine that others use, see measure.steadily
 
 
 class LoadRun:
@@ -77,14 +83,23 @@ class LoadRun:
         return True
 
     def run(self):
-        """Step until all is done, and return the Run."""
-        while self.step():
-            pass
+        """Step until all is done, and return the Run. A KeyboardInterrupt has it as its `run`."""
+        try:
+            while self.step():
+                pass
+        except KeyboardInterrupt as interrupt:
+            self.cut_short = INTERRUPTED
+            interrupt.run = self.result()
+            raise
         return self.result()
 
     def result(self):
         """The Run up to here. Aborts what still runs."""
-        done = [self.completions.get(i) or self.server.abort(i) for i in range(self.arrived)]
+        unknown = (KeyError, ValueError) if self.cut_short == INTERRUPTED else ()
+        for i in set(range(self.arrived)) - self.completions.keys():
+            with suppress(*unknown):  # who was about to be added, or ended in the step cut off
+                self.completions[i] = self.server.abort(i)
+        done = [self.completions[i] for i in sorted(self.completions)]
         ends = [c.token_times[-1] for c in done if c.token_times] + [i.end for i in self.iterations]
         own = 1 - self.in_forward / self.in_steps if self.in_steps else 0.0
         return Run(done, self.iterations, max(ends, default=0.0), own, self.refused, self.cut_short)
@@ -97,7 +112,7 @@ class LoadRun:
         except QueueFull:
             self.refused += 1
             if self.hopeless:
-                self.hopeless.forget(i)
+                del self.hopeless.waiting[i]
             what = range(arrival.prompt_len), arrival.time, PRIORITIES.index(arrival.priority)
             self.completions[i] = Completion(i, *what, finish_reason="abort")
 
@@ -153,11 +168,12 @@ def serve(model, config, arrivals, prompts, *, now=time.perf_counter, sleep=time
 
 
 def summarize(run, tbt_slo_s):
-    """summarize_run of a Run, whether it `met` the SLO, and own_fraction, refused and cut_short."""
-    summary = summarize_run(run.completions, run.iterations, run.seconds, tbt_slo_s)
-    met = not run.cut_short and meets_slo(summary, tbt_slo_s)  # all that came before a cut may end
-    more = dict(own_fraction=run.own_fraction, refused=run.refused, cut_short=run.cut_short)
-    return summary | {"met": met} | more
+    """summarize_run of a Run, and: whether it `met` the SLO, what it `missed`, own_fraction,
+    refused, cut_short, drift, and whether the machine was `busy`."""
+    summary = metrics.summarize_run(run.completions, run.iterations, run.seconds, tbt_slo_s)
+    missed = run.cut_short or metrics.missed(summary, tbt_slo_s)  # all before a cut may have ended
+    more = {name: getattr(run, name) for name in ("own_fraction", "refused", "cut_short", "drift")}
+    return summary | more | {"met": not missed, "missed": missed, "busy": run.drift > BUSY}
 
 
 def plan(names, page_sizes, config, tbt_slo_s=None):
@@ -169,16 +185,13 @@ def plan(names, page_sizes, config, tbt_slo_s=None):
     """
     runs = {}
     for label in names:
-        name, colon, chunk = label.rpartition(":")
-        if not colon or name.endswith(".py"):
-            name, colon, chunk = label, "", config.chunk
+        head, _, last = label.rpartition(":")
+        name, chunk = (head, last) if last.isdecimal() else (label, None)
         by_chunk = find_policy(name).cuts_prompts and name != "dynamic"
-        if colon and not by_chunk:
+        if chunk and not by_chunk:
             raise ValueError(f"{label!r}: {name} does not go by a chunk size")
-        if colon and (not chunk.isdecimal() or int(chunk) < 1):
-            raise ValueError(f"{label!r}: after the colon must be a chunk size of at least 1")
         options = config.options | ({"tbt_slo": tbt_slo_s} if name == "dynamic" else {})
-        its = dict(policy=name, chunk=int(chunk), options=options)
+        its = dict(policy=name, chunk=int(chunk or config.chunk), options=options)
         for size in page_sizes:
             key = label if len(page_sizes) == 1 else f"{label}, pages of {size}"
             pages = config.pages * config.page_size // size
@@ -196,10 +209,7 @@ class Base(NamedTuple):
 
 
 def measure_base(model, config):
-    """The Base of this machine, in a cache of its own: what the SLO is a multiple of (§5.1).
-
-    Where max_len is below 8,192 the context of the decodes shrinks with it.
-    """
+    """The Base of this machine, in a cache of its own: what the SLO is a multiple of (§5.1)."""
     context, chunk = slo.base_context(config.max_len), min(config.chunk, config.max_len)
     longest = max(context, chunk)
     runner = Runner(model, slo.BASE_BATCH, longest, longest, config.attention)
@@ -241,62 +251,94 @@ class Hopeless:
         self.decisive_slow = decides(sum(a.output_len - 1 for a in arrivals), 0.99)
         self.decisive_late = decides(len(arrivals), 0.5)
         self.slow = self.late = 0
-        self._waiting = {i: a.time for i, a in enumerate(arrivals)}  # of who was not yet scheduled
+        self.waiting = {i: a.time for i, a in enumerate(arrivals)}  # of who was not yet scheduled
         self._last = {}  # time of each one's last token
-
-    def forget(self, i):
-        """Request i was refused: it does not wait."""
-        del self._waiting[i]
 
     def check(self, iteration, events):
         """After each iteration: why the run has failed, or None as long as it may succeed."""
         limit = slo.MAX_DELAY_S
         for i, *_ in iteration.chunks:
-            self.late += iteration.start - self._waiting.pop(i, iteration.start) > limit
+            self.late += iteration.start - self.waiting.pop(i, iteration.start) > limit
         for event in events:
             last = self._last.get(event.request_id, iteration.end)
             self.slow += iteration.end - last > self.tbt_slo_s
             self._last[event.request_id] = iteration.end
         if self.slow >= self.decisive_slow:
             return f"{self.slow} TBTs over {self.tbt_slo_s:.3g} s"
-        late = self.late + sum(iteration.end - time > limit for time in self._waiting.values())
+        late = self.late + sum(iteration.end - time > limit for time in self.waiting.values())
         return f"{late} scheduling delays over {limit:g} s" if late >= self.decisive_late else None
 
 
 def rate_point(qps, summary):
     """A point of the latency-throughput curve, from `summarize`; of what was seen before a cut."""
-    tails = {f"{p}_{key}": summary[key][p] for key in ("tbt_s", "ttft_s") for p in ("p50", "p99")}
-    more = {name: summary[name] for name in ("tokens_per_s", "met", "cut_short")}
-    return {"qps": qps} | tails | {"p50_delay_s": summary["scheduling_delay_s"]["p50"]} | more
+    point = {"qps": qps, "p50_delay_s": summary["scheduling_delay_s"]["p50"]}
+    names = "met", "missed", "cut_short", "busy"
+    return point | metrics.headline(summary) | {name: summary[name] for name in names}
+
+
+class Bounded(float):
+    """A number, or what it is "at least" or "below", its `bound`, and is printed so."""
+
+    def __new__(cls, number, bound=""):
+        self = super().__new__(cls, number)
+        self.bound = bound
+        return self
+
+    def __format__(self, spec):
+        return f"{self.bound} {super().__format__(spec)}".lstrip()
+
+    def over(self, other):
+        """How many times the other it is, Bounded; None if that may be anything."""
+        turned = {"": "", "below": "at least", "at least": "below"}[other.bound]
+        bounds = {self.bound, turned} - {""}
+        return Bounded(self / other, "".join(bounds)) if len(bounds) < 2 else None
+
+
+def found_so_far(points, ratio=1.05):
+    """What the points of a search show, if it was finished or not: that of the capacity, and more.
+
+    capacity_qps is Bounded: the highest rate that was met, or "at least" that if none up to `ratio`
+    above it failed, or "below" the lowest rate. `missed` is what was at the lowest rate that failed
+    above it, and `busy` whether the machine was whenever that was tried.
+    """
+    at = max((p for p in points if p["met"]), key=lambda p: p["qps"], default={"qps": 0.0})
+    high = min((p["qps"] for p in points if p["qps"] > at["qps"]), default=math.inf)
+    failed, close = [p for p in points if p["qps"] == high], high <= ratio * at["qps"]
+    qps = Bounded(at["qps"] or high, "" if close else "at least" if at["qps"] else "below")
+    missed = failed[-1].get("missed", "") if failed else ""
+    busy = bool(failed) and all(point.get("busy") for point in failed)
+    more = {"bound": qps.bound, "missed": missed, "busy": busy, "points": points}
+    return at | {"capacity_qps": qps} | more
 
 
 def capacity(run_at_rate, start, ratio=1.05, most=16):
     """The highest rate that meets the SLO, within a factor of `ratio`. Returns (qps, points).
 
     `run_at_rate(qps)` runs the load at that rate and returns a dict with `met`; `points` are these
-    in their order. From `start` the rate goes up or down by half until one was met and one was not,
-    then by logarithmic halves between them. One run is no proof on a machine that others use: the
-    lowest rate that failed is run again, and if it is met then, the search goes on above it. It is
-    0 if no rate down to start / most was met, and start * most if all up to there were.
+    in their order, with `qps`. From `start` the rate goes up or down by half until one was met and
+    one was not, then by logarithmic halves between them. One run is no proof on a machine that
+    others use: what failed while it was `busy` is run again, and so is the lowest rate that failed;
+    if that is met then, the search goes on above it. What is found is Bounded, see found_so_far, if
+    all rates up to start * most were met, or none down to start / most, and after MAX_RUNS.
     """
-    low, failures, rate, points = 0.0, {}, start, []  # highest rate met; failed rate -> how often
-    while True:
-        points.append(run_at_rate(rate))
-        if points[-1]["met"]:
-            low = max(low, rate)
-            failures = {failed: times for failed, times in failures.items() if failed > low}
-        else:
-            failures[rate] = failures.get(rate, 0) + 1
-        high = min(failures, default=None)
+    low, points, rate = 0.0, [], start
+    while len(points) < MAX_RUNS:
+        points.append({"qps": rate} | run_at_rate(rate))
+        low = max(low, rate) if points[-1]["met"] else low
+        failed = [point["qps"] for point in points if point["qps"] > low]
+        high = min(failed, default=None)
+        if points[-1].get("busy") and failed.count(rate) == 1:
+            continue
         if low == start * most or high == start / most:
-            return low, points
+            break
         if high is None:
             rate = min(1.5 * low, start * most)
         elif not low:
             rate = max(high / 1.5, start / most)
         elif high > ratio * low:
             rate = math.sqrt(low * high)
-        elif failures[high] < 2:
+        elif failed.count(high) < 2:
             rate = high
         else:
-            return low, points
+            break
+    return found_so_far(points, ratio)["capacity_qps"], points

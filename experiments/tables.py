@@ -3,7 +3,8 @@
 Read next: options.py, what the command lines share.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 
 
 def show(value, spec=""):
@@ -19,15 +20,20 @@ def show(value, spec=""):
     return format(value, number) + spec[len(number) :]
 
 
-def print_table(columns, rows):
+def print_table(columns, rows, names=()):
     """Print a Markdown table whose numbers are aligned to the right.
 
     `columns` maps each head to the format of what is below it; where heads repeat it is a list of
-    (head, format). `rows` are lists of what `show` takes.
+    (head, format). `rows` are lists of what `show` takes. With `names`, what will be in the first
+    column, each of the rows is printed when it comes, in columns as wide as their heads.
     """
     heads, specs = zip(*(columns.items() if isinstance(columns, dict) else columns))
-    lines = [heads, *([show(*cell) for cell in zip(row, specs)] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines)]
+    lines = chain([heads], ([show(*cell) for cell in zip(row, specs)] for row in rows))
+    if names:
+        widths = [max(map(len, [heads[0], *names])), *(max(6, len(head)) for head in heads[1:])]
+    else:
+        lines = list(lines)
+        widths = [max(map(len, column)) for column in zip(*lines)]
     rule = "|" + "|".join("-" * (w + 1) + ":" for w in widths).replace(":", "-", 1) + "|"
     for number, line in enumerate(lines):
         cells = [cell.rjust(width) for cell, width in zip(line, widths)]
@@ -39,7 +45,8 @@ def print_table(columns, rows):
 class Table:
     """A table with the claim that it is about, as a paper numbers it, and what it assumes.
 
-    `columns` and `rows` are those of `print_table`; `data` is what a picture is drawn from.
+    `columns` and `rows` are those of `print_table`; `data` are the arguments of what draws it, and
+    `finding` is what is concluded where no number has an error beside it.
     """
 
     claim: str
@@ -47,10 +54,12 @@ class Table:
     columns: dict
     rows: list
     note: str = ""
-    data: dict = field(default_factory=dict)
+    data: tuple = ()
+    finding: str = ""
 
     def json(self):
         """The claim, the title, the rows as {head: value} with numbers as numbers, and the note."""
-        values = [[cell[0] if isinstance(cell, tuple) else cell for cell in r] for r in self.rows]
-        rows = [dict(zip(self.columns, row)) for row in values]
+        bare = lambda cell: cell[0] if isinstance(cell, tuple) else cell
+        plain = lambda cell: f"{cell:.4g}" if getattr(cell, "bound", "") else cell
+        rows = [dict(zip(self.columns, map(plain, map(bare, row)))) for row in self.rows]
         return {"claim": self.claim, "title": self.title, "rows": rows, "note": self.note}

@@ -12,14 +12,14 @@ import math
 import reprlib
 from collections import namedtuple
 from contextlib import suppress
-from numbers import Real
-from pathlib import Path
 from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
-from checks import check_one_of, check_positive, check_whole
+from checks import check_number, check_one_of, check_positive, check_whole
+from policies.config import check_memory
 
 
 class Arrival(NamedTuple):
@@ -39,11 +39,11 @@ LENGTHS = {  # Sarathi-Serve, Table 2; the limits are in the text beside it
     "sharegpt4": LengthStatistics(prompt=(1730, 5696), output=(415, 834), limit=8192),
     "arxiv": LengthStatistics(prompt=(7059, 12985), output=(208, 371), limit=16384),
 }
-TRACE_COLUMNS = {  # and what each may hold
-    "arrived_at": "a finite number of seconds, 0 or more",
-    "num_prefill_tokens": "a whole number of at least 1",
-    "num_decode_tokens": "a whole number of at least 1",
-}
+SECONDS = "a finite number of seconds, 0 or more", lambda x: 0 <= x < math.inf
+TOKENS = "a whole number of 1 to 1e9", lambda x: 1 <= x <= 1e9 and x.is_integer()
+# and what each may hold, in words and as a function of a float
+TRACE_COLUMNS = {"arrived_at": SECONDS, "num_prefill_tokens": TOKENS, "num_decode_tokens": TOKENS}
+MAX_BYTES = 2**26  # of a CSV file: two million requests; /dev/zero has no end
 
 
 def make_rng(stream, seed):
@@ -73,7 +73,7 @@ def sample_lengths(name, count, max_len, seed):
     while missing := count - len(pairs):
         drawn = np.rint(median * (p90 / median) ** (rng.standard_normal((missing, 2)) / z))
         pairs = np.concatenate([pairs, drawn[drawn.sum(axis=1) <= limit]])  # (count - missing, 2)
-    prompt, output = np.rint(pairs * min(1.0, max_len / limit)).T
+    prompt, output = np.rint(pairs * (min(max_len, limit) / limit)).T
     output = output.clip(1, max_len - 1)
     prompt = prompt.clip(1, max_len - output)  # both may have been rounded up
     return list(zip(prompt.astype(int).tolist(), output.astype(int).tolist()))
@@ -98,10 +98,9 @@ def zipf_lengths(shortest, longest, theta, pd_ratio, count, seed):
     check_whole("longest", longest, least=shortest)
     check_whole("count", count, least=1)
     check_positive("pd_ratio", pd_ratio)
-    if not isinstance(theta, Real) or not 0 <= theta < math.inf:
-        raise ValueError(f"theta={theta!r}: must be a finite number of at least 0")
+    theta = check_number("theta", theta, "a finite number of at least 0", least=0)
     places = np.arange(1, longest - shortest + 2)
-    odds = places ** -float(theta)  # of a float: numpy refuses whole numbers to the power of -1
+    odds = places**-theta  # a float: numpy refuses whole numbers to the power of -1
     totals = make_rng(4, seed).choice(places + shortest - 1, size=count, p=odds / odds.sum())
     output = np.rint(totals / (pd_ratio + 1)).clip(1, totals - 1).astype(int)
     return list(zip((totals - output).tolist(), output.tolist()))
@@ -127,27 +126,25 @@ def rescale(arrivals, qps):
     """
     check_positive("qps", qps)
     if not arrivals or arrivals[0].time == arrivals[-1].time:
-        given = f"arrivals: {len(arrivals)}, all at one time, have no rate"
-        raise ValueError(f"{given}; must be at two times at least")
+        raise ValueError(f"arrivals: {len(arrivals)}, all at one time, have no rate")
     first, span, gaps = arrivals[0].time, arrivals[-1].time - arrivals[0].time, len(arrivals) - 1
     return [a._replace(time=(a.time - first) / span * gaps / qps) for a in arrivals]
 
 
-def read_trace(file, max_len, scale=1, count=None):
+def read_trace(file, max_len, scale=1, count=10**9):
     """Read a server's log. Returns (arrivals, left_out), sorted by time, the first at 0.
 
     `file` is CSV in UTF-8 whose first line names the columns: TRACE_COLUMNS in any order, others
     are ignored. Lengths are multiplied by `scale`, in (0, 1], and rounded, to at least one token.
-    The first `count` requests with prompt + output <= max_len are kept, without it all; `left_out`
-    were passed over. Raises ValueError, naming file, line, column and value, if the file is not
-    such a trace or nothing in it fits; OSError if it cannot be read.
+    The first `count` requests with prompt + output <= max_len are kept; `left_out` were passed
+    over. Raises ValueError, naming file, line, column and value, if the file is not such a trace or
+    nothing in it fits; OSError if it cannot be read.
     """
     check_whole("max_len", max_len, least=2)
     check_positive("scale", scale, most=1)
-    if count is not None:
-        check_whole("count", count, least=1)
+    check_whole("count", count, least=1)
     arrivals, left_out, shortest = [], 0, math.inf
-    rows = sorted(parse_trace(file), key=lambda row: row[0])  # ties stay in the order of the file
+    rows = sorted(read_columns(file, TRACE_COLUMNS), key=lambda row: row[0])  # ties stay in order
     for time, *lengths in rows:
         if len(arrivals) == count:
             break
@@ -159,50 +156,63 @@ def read_trace(file, max_len, scale=1, count=None):
             arrivals.append(Arrival(time, *lengths))
     if not arrivals:
         given = f"none of its {len(rows)} requests fits {max_len=} at {scale=}"
-        raise ValueError(f"{file}: {given}: the shortest has {shortest} tokens")
+        raise ValueError(f"{file}: {given}: the shortest has {shortest:.15g} tokens")
     return [a._replace(time=a.time - arrivals[0].time) for a in arrivals], left_out
 
 
-def parse_trace(file):
-    """The rows of a trace, [[arrived_at, num_prefill_tokens, num_decode_tokens]], in its order."""
+def read_columns(file, columns):
+    """The rows of a CSV file whose first line names at least these columns: lists of floats.
+
+    `columns` is {name: (what it may hold, a function that says so of a float)}. Raises ValueError,
+    naming file, line, column and value, if the file is not such a one; OSError.
+    """
     try:
-        text = Path(file).read_bytes().decode("utf-8-sig")  # with or without a byte order mark
+        with open(file, "rb") as log:
+            data = log.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"{file}: must be at most {MAX_BYTES:,} bytes long")
+        text = data.decode("utf-8-sig")  # with or without a byte order mark
     except UnicodeDecodeError as error:
-        line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
-        raise ValueError(f"{file} line {line}: byte {byte:#x}: must be UTF-8 text") from error
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{file} line {line}: must be UTF-8 text: {error}") from error
     reader, rows = csv.reader(io.StringIO(text, newline=""), strict=True), []
     try:
         header = [name.strip() for name in next(reader, [])]
-        for name in TRACE_COLUMNS:
+        for name in columns:
             if (times := header.count(name)) != 1:
                 given = f"column {name!r} is {times} times in the header {reprlib.repr(header)}"
-                raise ValueError(f"{given}: must have each of {', '.join(TRACE_COLUMNS)} once")
+                raise ValueError(f"{given}: must have each of {', '.join(columns)} once")
         for fields in filter(None, reader):  # a blank line has no fields
             if len(fields) != len(header):
                 given = f"{len(fields)} fields {reprlib.repr(fields)}"
                 raise ValueError(f"{given}: must be {len(header)}, as in the header")
             row = dict(zip(header, fields))
-            rows.append([parse_field(name, row[name]) for name in TRACE_COLUMNS])
+            rows.append([parse_field(name, row[name], *its) for name, its in columns.items()])
     except (ValueError, csv.Error) as error:
         must = "must be CSV: " if isinstance(error, csv.Error) else ""
         line = reader.line_num or 1  # an empty file has no line
         raise ValueError(f"{file} line {line}: {must}{error}") from error
     if not rows:
-        raise ValueError(f"{file}: no requests after the header: must have at least one")
+        raise ValueError(f"{file}: nothing after the header: must have at least one row")
     return rows
 
 
-def parse_field(column, text):
-    """The number in one field of a trace, a float. ValueError if the column may not hold it."""
+def parse_field(column, text, words, allowed):
+    """The number in one field, a float. ValueError if the column may not hold it."""
     with suppress(ValueError):
         value = float(text)
-        if 0 <= value < math.inf if column == "arrived_at" else value >= 1 and value.is_integer():
+        if allowed(value):
             return value
-    raise ValueError(f"{column}={reprlib.repr(text)}: must be {TRACE_COLUMNS[column]}")
+    raise ValueError(f"{column}={reprlib.repr(text)}: must be {words}")
 
 
 def prompts(arrivals, vocab_size, seed):
-    """One list of `prompt_len` random token ids below `vocab_size` for each arrival."""
+    """One list of `prompt_len` random token ids below `vocab_size` for each arrival.
+
+    Raises ValueError if they do not fit the memory.
+    """
     check_whole("vocab_size", vocab_size, least=1)
+    count = sum(arrival.prompt_len for arrival in arrivals)
+    check_memory(f"prompts of {count:,} tokens", 40 * count, torch.device("cpu"))
     rng = make_rng(3, seed)
     return [rng.integers(vocab_size, size=arrival.prompt_len).tolist() for arrival in arrivals]

@@ -76,16 +76,24 @@ def make_scheduler(policy, pages, **options):
     for option in options.keys() - known:
         has = f"policy {policy!r} has no such option, only {sorted(known)}"
         raise ValueError(f"{option}={options[option]!r}: {has}")
-    return cls(pages, **options)
+    try:
+        return cls(pages, **options)
+    except TypeError as error:
+        if error.__traceback__.tb_next:  # raised in there
+            raise
+        raise ValueError(f"policy={policy!r}: cannot be made: {error}") from error
 
 
 def where_it_failed(error):
-    """Like "my_policy.py line 12", where an error came out of a policy of one's own, else None."""
-    places = [
-        (frame.f_code.co_filename, line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if frame.f_globals.get("__name__", "").startswith(OWN)
-    ]
-    if isinstance(error, SyntaxError) and error.filename:
-        places.append((error.filename, error.lineno))
-    return "{} line {}".format(*places[-1]) if places else None
+    """Like "my_policy.py line 12", where an error came out of a policy of one's own, without the
+    line if it came of what such a policy returned; else None."""
+    lines, file = [], None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__", "").startswith(OWN):
+            lines.append(f"{frame.f_code.co_filename} line {line}")
+        its = type(frame.f_locals.get("self")).__module__
+        file = its.removeprefix(OWN) if its.startswith(OWN) else file
+    if isinstance(error, SyntaxError):  # of a null byte it does not know the place
+        where = error.filename or "the policy's file"
+        lines.append(f"{where} line {error.lineno}")
+    return lines[-1] if lines else file

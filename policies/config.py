@@ -4,7 +4,9 @@ Read next: engine.py.
 """
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 
 from checks import check_whole
 from kv_cache import kv_bytes_per_token, max_requests
@@ -58,8 +60,7 @@ class EngineConfig:
                 raise ValueError(f"{', '.join(settings)}: beside a config, give these in it")
             return config
         own = {f.name for f in fields(cls)}
-        options = {name: value for name, value in settings.items() if name not in own}
-        settings = {name: value for name, value in settings.items() if name in own}
+        options = {name: settings.pop(name) for name in list(settings) if name not in own}
         return cls(**settings | {"options": settings.get("options", {}) | options})
 
     def scheduler(self, pages, clock, **changes):
@@ -79,27 +80,46 @@ class EngineConfig:
             pages = (max_batch or MAX_BATCH) * -(-max_len // page_size)
             pages = pages if max_batch else min(pages, pages_that_fit(model, max_len, page_size))
         sizes = dict(max_len=max_len, pages=pages, page_size=page_size)
-        tiled = model.device.type == "cuda" and "tile" in policy_options(find_policy(self.policy))
-        options = {"tile": 128} | self.options if tiled else self.options
-        return replace(self, max_batch=max_batch or min(pages, MAX_BATCH), options=options, **sizes)
+        its = replace(self, max_batch=max_batch or min(pages, MAX_BATCH), **sizes)
+        return its.with_tile(128) if model.device.type == "cuda" else its
+
+    def with_tile(self, tile):
+        """The same: a policy that goes by tiles takes whole ones of so many tokens, or its own."""
+        if "tile" not in policy_options(find_policy(self.policy)):
+            return self
+        return replace(self, options={"tile": tile} | self.options)
 
 
 def pages_that_fit(model, max_len, page_size):
     """How many pages the memory of the model's device has room for (SARATHI §4.3.1)."""
-    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    if model.device.type == "cuda":  # keep a tenth for activations
+    share = 0.9 if model.device.type == "cuda" else 0.5  # leave some to activations, and to others
+    memory = int(share * free_bytes(model.device))
+    per_token = kv_bytes_per_token(model.config, model.dtype)
+    pages = max_requests(memory, 0, page_size, per_token)
+    if pages * page_size < max_len:
+        takes = f"one request takes {max_len * per_token / 1e9:.1f} GB of KV cache"
+        raise ValueError(f"max_len={max_len}: {takes}, {memory / 1e9:.1f} GB are free")
+    return pages
+
+
+def free_bytes(device):
+    """The memory that a torch.device can still give, in bytes, swap aside."""
+    if device.type == "cuda":
         import torch
 
-        memory = int(0.9 * (torch.cuda.mem_get_info(model.device)[0] + weight_bytes))
-    else:  # leave half of the memory to everybody else
-        try:
-            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-        except (AttributeError, ValueError, OSError):
-            raise ValueError("max_batch=None: this system does not tell its memory") from None
-    per_token = kv_bytes_per_token(model.config, model.dtype)
-    pages = max_requests(memory, weight_bytes, page_size, per_token)
-    if pages * page_size < max_len:
-        free = f"{max(0, memory - weight_bytes) / 1e9:.1f} GB are free"
-        takes = f"one request takes {max_len * per_token / 1e9:.1f} GB of KV cache"
-        raise ValueError(f"max_len={max_len}: {takes}, {free}")
-    return pages
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # where nobody knows better
+    with suppress(OSError), open("/proc/meminfo") as file:
+        free = next(1024 * int(s.split()[1]) for s in file if s.startswith("MemAvailable:"))
+    with suppress(OSError, ValueError):  # a container's limit, or "max"
+        free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return free
+
+
+def check_memory(what, wanted_bytes, device):
+    """Raise ValueError if `what`, such as "max_len=8192", takes more than free_bytes(device)."""
+    free = free_bytes(device)
+    if wanted_bytes > free:
+        wanted = min(wanted_bytes, 10**30) / 1e9
+        raise ValueError(f"{what}: takes {wanted:,.1f} GB, {free / 1e9:,.1f} GB are free")

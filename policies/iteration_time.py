@@ -55,9 +55,7 @@ class BatchShape(NamedTuple):
     @classmethod
     def of_decodes(cls, requests):
         """The shape of a batch in which each of these requests decodes."""
-        return cls(
-            decodes=len(requests), context_tokens=sum([len(request.tokens) for request in requests])
-        )
+        return cls(0, len(requests), sum([len(request.tokens) for request in requests]))
 
     def with_chunk(self, past, length):
         """This and one more chunk of `length` tokens, after `past` tokens of its request."""
@@ -90,15 +88,13 @@ class IterationTime:
     def __init__(self, profile=()):
         self.scale, self.spread, self.tail, self.largest_prefill = 1.0, FIRST_SPREAD, 0.0, 0
         self._coefficients = [0.0] * 5
-        self._products = [
-            [[0.0] * 5 for _ in range(5)] for _ in range(2)
-        ]  # of the features, for each kind
+        # of the features, for each kind: decodes alone, and with prefill
+        self._products = [[[0.0] * 5 for _ in range(5)] for _ in range(2)]
         self._targets = [[0.0] * 5 for _ in range(2)]
         for shape, seconds in profile:
             if not NANOSECOND <= seconds < math.inf:
-                raise ValueError(
-                    f"profile: {shape} took {seconds!r} seconds: must be positive and finite"
-                )
+                problem = f"took {seconds!r} seconds: must be positive and finite"
+                raise ValueError(f"profile: {shape} {problem}")
             self._remember(shape, seconds, keep=1.0)  # a profile has no order
         self._fit(sweeps=500 if profile else 0)
 

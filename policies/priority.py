@@ -1,14 +1,14 @@
 """Requests that are not equal: classes, and targets for TTFT and TBT, beyond both papers.
 
-Read first: scheduler.py, dynamic.py. Read next: waiting.py, the line of this policy.
+Read first: scheduler.py, dynamic.py.
 """
 
 import math
+from bisect import bisect_left, insort
 
 from checks import check_one_of, check_positive
 from policies.dynamic import Dynamic
 from policies.iteration_time import BatchShape
-from policies.waiting import ClassLine, aged_class
 from scheduler import Batch
 
 PRIORITIES = ("realtime", "high", "normal", "low")  # Request.priority is the index: less is urgent
@@ -18,10 +18,77 @@ HIGH = 1
 def check_promise(priority="normal", ttft_slo=None, tbt_slo=None):
     """These fields of a Request: its class by name, its targets in seconds. Raises ValueError."""
     check_one_of("priority", priority, PRIORITIES)
-    for name, value in (("ttft_slo", ttft_slo), ("tbt_slo", tbt_slo)):
-        if value is not None:
-            check_positive(name, value)
-    return dict(priority=PRIORITIES.index(priority), ttft_slo=ttft_slo, tbt_slo=tbt_slo)
+    targets = dict(ttft_slo=ttft_slo, tbt_slo=tbt_slo)
+    for name, value in targets.items():
+        targets[name] = None if value is None else check_positive(name, value)
+    return {"priority": PRIORITIES.index(priority), **targets}
+
+
+class ClassLine:
+    """A waiting line with the methods of a deque that a scheduler uses, and little more cost.
+
+    It is ordered by class, and within a class by `deadline`, a function of a request, asked when it
+    joins. Each `ageing` seconds lift who waits by one class, so that no class starves: in the end
+    it stands in the most urgent one, where only the deadline counts, and of those that arrive later
+    only so many have an earlier one.
+    """
+
+    def __init__(self, deadline, ageing, clock):
+        self.deadline, self.ageing, self.clock = deadline, ageing, clock
+        self._classes = [[] for _ in PRIORITIES]  # (deadline, arrival, id, request), sorted
+        self._lifts = []  # (when it is lifted by a class, id, request), sorted
+        self._entries = {}  # request -> (its class, its entry there, its entry in _lifts)
+
+    def __len__(self):
+        return len(self._entries)
+
+    def __iter__(self):
+        return iter(self._entries)
+
+    def __contains__(self, request):
+        return request in self._entries
+
+    def aged_class(self, request):
+        """The class of a request after the time it has been there."""
+        lifts = max(0.0, (self.clock() - request.arrival) / self.ageing)
+        return request.priority - int(min(lifts, request.priority))  # it may be infinity
+
+    def append(self, request):
+        """Let a request join its class."""
+        self._join(request, self.aged_class(request), self.deadline(request))
+
+    def appendleft(self, request):
+        """Let a request join its class in front, behind those that did so and arrived earlier."""
+        self._join(request, self.aged_class(request), -math.inf)
+
+    def remove(self, request):
+        """Take a request out, wherever it stands. Raises KeyError if it does not wait."""
+        its_class, entry, lift = self._entries.pop(request)
+        for line, place in ((self._classes[its_class], entry), (self._lifts, lift)):
+            del line[bisect_left(line, place)]
+
+    def clear(self):
+        """Take all of them out."""
+        self.__init__(self.deadline, self.ageing, self.clock)
+
+    def __getitem__(self, index):
+        """line[0] is the head, and all that can be asked for. Raises IndexError if nobody waits."""
+        now = self.clock()
+        while self._lifts and self._lifts[0][0] <= now:
+            request = self._lifts[0][-1]
+            its_class, entry, _ = self._entries[request]
+            self.remove(request)
+            self._join(request, its_class - 1, entry[0])
+        return [line[0] for line in self._classes if line][index][-1]
+
+    def _join(self, request, its_class, deadline):
+        lifts = request.priority - its_class + 1
+        lifted_at = request.arrival + self.ageing * lifts if its_class else math.inf
+        entry = (deadline, request.arrival, request.id, request)
+        lift = (lifted_at, request.id, request)
+        self._entries[request] = its_class, entry, lift
+        insort(self._classes[its_class], entry)
+        insort(self._lifts, lift)
 
 
 class Priority(Dynamic):
@@ -37,14 +104,9 @@ class Priority(Dynamic):
 
     def __init__(self, *args, ttft_slo=2.0, ageing=30.0, **options):
         super().__init__(*args, **options)
-        check_positive("ttft_slo", ttft_slo)
-        check_positive("ageing", ageing)
-        self.ttft_slo, self.ageing = ttft_slo, ageing
-        self.waiting = ClassLine(self.deadline, ageing, self.clock, len(PRIORITIES))
-
-    def aged_class(self, request):
-        """The request's class after the time it has been there."""
-        return aged_class(request, self.clock(), self.ageing)
+        self.ttft_slo = check_positive("ttft_slo", ttft_slo)
+        self.waiting = ClassLine(self.deadline, check_positive("ageing", ageing), self.clock)
+        self.aged_class = self.waiting.aged_class
 
     def rank(self, request):
         return self.aged_class(request), request.arrival, request.id
@@ -66,9 +128,8 @@ class Priority(Dynamic):
 
     def too_slow(self, decodes):
         """Whether these miss the TBT target of a realtime or high one even without any prefill."""
-        target = self.tightest_target(decodes, HIGH)
-        predict = self.iteration_time.predict
-        return target < math.inf and predict(BatchShape.of_decodes(decodes)) > target
+        predicted = self.iteration_time.predict(BatchShape.of_decodes(decodes))
+        return predicted > self.tightest_target(decodes, HIGH)
 
     def is_late(self, request):
         """Whether a realtime or high request has waited for half its TTFT target."""
@@ -89,7 +150,7 @@ class Priority(Dynamic):
         if self.too_slow(decodes) or full:
             if lower := [request for request in decodes if self.aged_class(request) > HIGH]:
                 return lower
-        if head and not self.has_room(head):
+        if head and not self.room_for(head):
             return [request for request in self.running if self.aged_class(request) > HIGH]
         return []
 

@@ -11,6 +11,7 @@ Read first: iteration_time.py and model.py. Read next: engine.py, for Runner.
 
 import statistics
 import time
+import warnings
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,9 +20,9 @@ from policies import find_policy, policy_options
 from policies.iteration_time import BatchShape
 
 BASE_BATCH = 32
-STRICT, RELAXED = 5, 25  # §5.1: the TBT SLO as a multiple of the time of a decode iteration
-SLOS = {"strict": STRICT, "relaxed": RELAXED}
+SLOS = {"strict": 5, "relaxed": 25}  # §5.1: of TBT, as multiples of the time of a decode iteration
 MAX_DELAY_S = 2.0  # §5.1: of the median scheduling delay
+UNSTEADY = 0.2  # spread above which a time is not believed
 
 
 class Profiled(NamedTuple):
@@ -31,6 +32,7 @@ class Profiled(NamedTuple):
     context: int
     decodes: int
     seconds: float
+    spread: float = 0.0  # between the quartiles, as a fraction, or more if the machine drifted
 
     @property
     def shape(self):
@@ -74,7 +76,8 @@ def time_iterations(runner, cases, repeats=2):
             runner.greedy(spans)
             if repeat:
                 seconds.append(time.perf_counter() - start)
-    return [Profiled(*case, statistics.median(seconds)) for case, seconds in zip(cases, samples)]
+    quartiles = [statistics.quantiles(seconds, n=4, method="inclusive") for seconds in samples]
+    return [Profiled(*case, b, (c - a) / b) for case, (a, b, c) in zip(cases, quartiles)]
 
 
 def base_context(max_len):
@@ -82,24 +85,32 @@ def base_context(max_len):
     return max(1, min(4096, max_len // 2))
 
 
-def base_decode_iteration(runner, max_len):
+def base_decode_iteration(runner, max_len, timed=None):
     """What SLOs are multiples of, a Profiled: 32 decodes at the base context (§5.1)."""
-    return time_iterations(runner, [(BASE_BATCH, base_context(max_len), BASE_BATCH)], repeats=5)[0]
+    cases = [(BASE_BATCH, base_context(max_len), BASE_BATCH)]
+    return (timed or time_iterations)(runner, cases, repeats=5)[0]
 
 
-def choose_budget(runner, tbt_slo, decodes, contexts, tile, most):
+def doubts(profile):
+    """What to say of a profile of a busy machine; nothing of others."""
+    spread = max(row.spread for row in profile)
+    return f"; times spread by {spread:.0%}, is the machine busy?" if spread > UNSTEADY else ""
+
+
+def choose_budget(runner, tbt_slo, decodes, contexts, tile, most, timed=None):
     """The static token budget for an SLO: (budget, profile), the profile as a list of Profiled.
 
     Budgets of whole tiles are timed with `decodes` at each context: the first with room for a
     chunk, then doubling up to `most` tokens or until the SLO is missed, then by halves between the
-    last that met it and the first that did not. Raises ValueError if none meets it.
+    last that met it and the first that did not. Raises ValueError if none meets it. `timed` is used
+    instead of `time_iterations`.
     """
-    tile = min(tile, most)
-    profile = time_iterations(runner, [(decodes, context, decodes) for context in contexts])
+    tile, timed = min(tile, most), timed or time_iterations
+    profile = timed(runner, [(decodes, context, decodes) for context in contexts])
     base = max(row.seconds for row in profile)
 
     def meets(budget):
-        rows = time_iterations(runner, [(budget, context, decodes) for context in contexts])
+        rows = timed(runner, [(budget, context, decodes) for context in contexts])
         profile.extend(rows)
         return all(row.seconds <= tbt_slo for row in rows)
 
@@ -114,7 +125,7 @@ def choose_budget(runner, tbt_slo, decodes, contexts, tile, most):
     if not good:
         raise ValueError(
             f"tbt_slo={tbt_slo:.4g}: no token budget meets it, {decodes} decodes alone take "
-            f"{base:.4g} s at a context of {max(contexts)}"
+            f"{base:.4g} s at a context of {max(contexts)}{doubts(profile)}"
         )
     return good, profile
 
@@ -124,10 +135,14 @@ def auto_budget(runner, config):
     the strict SLO; a policy that predicts is given what was timed to find it."""
     tile = 128 if runner.model.device.type == "cuda" else 32
     tbt_slo, tile = config.options.get("tbt_slo"), config.options.get("tile", tile)
+    base = []
     if tbt_slo is None:
-        tbt_slo = STRICT * base_decode_iteration(runner, config.max_len).seconds
+        base = [base_decode_iteration(runner, config.max_len)]
+        tbt_slo = SLOS["strict"] * base[0].seconds
     decodes, contexts = min(BASE_BATCH, config.max_batch), [max(1, config.max_len // 2)]
     chunk, rows = choose_budget(runner, tbt_slo, decodes, contexts, tile, config.max_len)
+    if doubt := doubts(base + rows):
+        warnings.warn(f"chunk='auto' is {chunk}{doubt}", stacklevel=3)  # who makes the engine
     options = dict(config.options)
     if "profile" in policy_options(find_policy(config.policy)):
         options["profile"] = [(row.shape, row.seconds) for row in rows]

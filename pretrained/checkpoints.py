@@ -3,28 +3,28 @@
 Three steps, which GPT.from_pretrained takes one after the other:
 
     directory = find("path/or/hub-name")
-    model = GPT(read_config(directory), seed=None)
-    load_weights(model, directory)
+    model = GPT(read_config(directory), "meta", seed=None)
+    load_weights(model, directory, "cpu")
 
-What the model cannot compute exactly is refused: another architecture, an option that changes
-what is computed, a tensor that would not be used, a part of a parameter that would not be filled.
-
-Read first: model.py, whose parameters are filled here. Read next: tokenizers.py.
+What the model cannot compute exactly is refused. Read first: model.py, whose parameters are filled
+here. Read next: tokenizers.py.
 """
 
-import json
 import re
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
+from checks import shown
 from model import GPTConfig, RopeScaling
 
 # What is downloaded: no pickles, and no second copy of the weights (consolidated.safetensors).
 HUB_FILES = """config.json generation_config.json model*.safetensors model.safetensors.index.json
-    tokenizer.json tokenizer.model original/tokenizer.model vocab.json merges.txt""".split()
+    tokenizer.json tokenizer.model original/tokenizer.model""".split()
 
 
 def find(name):
@@ -32,75 +32,95 @@ def find(name):
 
     Raises FileNotFoundError, which says what to put where, if it is neither here nor on the Hub.
     """
-    directory = Path(name).expanduser()
-    if directory.is_dir():
-        return directory
-    from huggingface_hub import snapshot_download  # a directory needs no Hub
-
     try:
+        directory = Path(name).expanduser()
+        if directory.is_dir():
+            return directory
+        from huggingface_hub import snapshot_download  # a directory needs no Hub
+
         return Path(snapshot_download(str(name), allow_patterns=HUB_FILES))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: ~nobody
         raise FileNotFoundError(
-            f"{str(name)!r}: not a directory here, and not to be had from the Hub "
-            f"({type(error).__name__}). Put config.json, model.safetensors (or "
-            "model.safetensors.index.json and its shards) and tokenizer.json into a directory and "
-            "give its path, or try again with a network"
+            f"{str(name)!r}: no directory here, and not to be had from the Hub "
+            f"({type(error).__name__}). Give a directory with config.json, model.safetensors (or "
+            "its shards and their index) and tokenizer.json, or try again with a network"
         ) from error
 
 
-def read_json(path):
-    """The object in a JSON file. Raises FileNotFoundError or ValueError, naming the file."""
-    if not path.is_file():
-        needed = "a checkpoint is config.json and model.safetensors"
-        raise FileNotFoundError(f"{path}: not there; {needed}")
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from error
-    if not isinstance(stored, dict):
-        raise ValueError(f"{path}: must hold a JSON object, not {type(stored).__name__}")
-    return stored
+class Schema(BaseModel):
+    """What is read of a JSON object, in exact types; what else it holds is passed over."""
+
+    model_config = ConfigDict(strict=True, validate_by_name=True)
+
+    @classmethod
+    def read(cls, path):
+        """Raises FileNotFoundError or ValueError, naming the file and the first key that is wrong,
+        its value and what is allowed."""
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: not there, or not a file")
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            wrong = error.errors()[0]
+        problem = re.sub(r"^\w+ should", "must", wrong["msg"])
+        names = [key for key in wrong["loc"] if str(key).isidentifier()]  # others are places, types
+        if names:
+            value = "" if wrong["type"] == "missing" else f"={shown(wrong['input'])}"
+            problem = f"{names[-1]}{value}: {problem}"
+        raise ValueError(f"{path}: {problem}")
 
 
-# --------------------------------------------------------------------------------------------------
 # config.json -> GPTConfig
 
-# option of config.json: (field of GPTConfig, what transformers assumes where it is not given)
-GPT2_FIELDS = {
-    "vocab_size": ("vocab_size", 50257),
-    "n_layer": ("n_layer", 12),
-    "n_head": ("n_head", 12),
-    "n_embd": ("n_embd", 768),
-    "n_inner": ("n_inner", None),
-    "n_positions": ("max_positions", 1024),
-    "layer_norm_epsilon": ("norm_eps", 1e-5),
-    "tie_word_embeddings": ("tie_embeddings", True),
-}
-# the same for llama, mistral, qwen2
-LLAMA_FIELDS = {
-    "vocab_size": ("vocab_size", 32000, 32000, 151936),
-    "num_hidden_layers": ("n_layer", 32, 32, 32),
-    "num_attention_heads": ("n_head", 32, 32, 32),
-    "num_key_value_heads": ("n_kv_head", None, 8, 32),
-    "head_dim": ("head_dim", None, None, None),
-    "hidden_size": ("n_embd", 4096, 4096, 4096),
-    "intermediate_size": ("n_inner", 11008, 14336, 22016),
-    "max_position_embeddings": ("max_positions", 2048, 131072, 32768),
-    "sliding_window": ("sliding_window", None, 4096, 4096),
-    "rms_norm_eps": ("norm_eps", 1e-6, 1e-6, 1e-6),
-    "rope_theta": ("rope_theta", 10000.0, 10000.0, 10000.0),
-    "tie_word_embeddings": ("tie_embeddings", False, False, False),
-}
-# model_type: (its fields, their column, options that change what is computed and what we compute)
-_GPT2 = dict(scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,))
-_GPT2 |= dict(activation_function=("gelu_new", "gelu_pytorch_tanh"), add_cross_attention=(False,))
-_LLAMA = dict(hidden_act=("silu",), attention_bias=(False,), mlp_bias=(False,))
-MODEL_TYPES = {
-    "gpt2": (GPT2_FIELDS, 1, _GPT2),
-    "llama": (LLAMA_FIELDS, 1, _LLAMA),
-    "mistral": (LLAMA_FIELDS, 2, dict(hidden_act=("silu",))),
-    "qwen2": (LLAMA_FIELDS, 3, dict(hidden_act=("silu",))),
-}
+Size = Annotated[int, Field(ge=1, le=2**22)]  # what is larger was never published
+Count = Annotated[int, Field(ge=1, le=2**12)]
+TokenId = Annotated[int, Field(ge=0, le=2**22)]
+Positive = Annotated[float, Field(ge=1e-20, le=1e20)]
+either = lambda llama, gpt2: Field(alias=llama, validation_alias=AliasChoices(llama, gpt2))
+
+
+class Rope(Schema, extra="forbid"):
+    """The rotation: one rule for all layers, and no option that is not known."""
+
+    rope_type: Literal["default", "llama3"] | None = None
+    type: Literal["default", "llama3"] | None = None  # its name in old files
+    rope_theta: Positive | None = None
+    partial_rotary_factor: Literal[1] | None = None
+    factor: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    original_max_position_embeddings: Size | None = None
+
+
+class ModelFile(Schema):
+    """config.json: GPTConfig's fields by LLaMA's names or GPT-2's, then what has one way only."""
+
+    model_type: Literal["gpt2", "llama", "mistral", "qwen2", "qwen3"]
+    vocab_size: Size
+    n_layer: Count = Field(alias="num_hidden_layers")
+    n_head: Count = Field(alias="num_attention_heads")
+    n_kv_head: Count | None = Field(None, alias="num_key_value_heads")
+    head_dim: Count | None = None
+    n_embd: Size = Field(alias="hidden_size")
+    n_inner: Size | None = Field(None, alias="intermediate_size")
+    max_positions: Size = either("max_position_embeddings", "n_positions")
+    norm_eps: Positive = either("rms_norm_eps", "layer_norm_epsilon")
+    tie_embeddings: bool | None = Field(None, alias="tie_word_embeddings")
+    rope_theta: Positive = 10000.0
+    rope_parameters: Rope | None = None
+    rope: Rope | None = Field(None, alias="rope_scaling")  # what they were in transformers 4
+    sliding_window: Size | None = 4096
+    use_sliding_window: bool | None = None
+    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
+    partial_rotary_factor: Literal[1] | None = None
+    hidden_act: Literal["silu"] = "silu"
+    activation_function: Literal["gelu_new", "gelu_pytorch_tanh"] = "gelu_new"
+    attention_bias: Literal[False] = False
+    mlp_bias: Literal[False] = False
+    scale_attn_weights: Literal[True] = True
+    scale_attn_by_inverse_layer_idx: Literal[False] = False
+    add_cross_attention: Literal[False] = False
+    quantization_config: None = None
 
 
 def read_config(directory):
@@ -111,52 +131,29 @@ def read_config(directory):
     naming the option, its value and what is supported, for a model that is not computed here.
     """
     path = Path(directory) / "config.json"
-    stored = read_json(path)
-    model_type = stored.get("model_type")
-    _require(path, {"model_type": model_type}, model_type=tuple(MODEL_TYPES))
-    fields, column, supported = MODEL_TYPES[model_type]
-    _require(path, stored, quantization_config=(None,), **supported)
-    c = {option: row[column] for option, row in fields.items()} | stored
-    geometry = {row[0]: c[option] for option, row in fields.items()}
-    if model_type == "gpt2":
-        return GPTConfig("gpt2", **geometry)
-    window, layer_types = geometry.pop("sliding_window"), c.get("layer_types") or ()
-    slides = c.get("use_sliding_window") or "sliding_attention" in layer_types
-    if window and (slides or model_type == "mistral"):
-        geometry["max_positions"] = min(geometry["max_positions"], window)
-    geometry["rope_theta"], geometry["rope_scaling"] = _read_rope(path, c)
-    return GPTConfig("llama", qkv_bias=model_type == "qwen2", **geometry)
+    file = ModelFile.read(path)
+    kind, config = file.model_type, file.model_dump(include=set(GPTConfig.__dataclass_fields__))
+    family = "gpt2" if kind == "gpt2" else "llama"
+    config |= dict(family=family, qkv_bias=kind == "qwen2", qk_norm=kind == "qwen3")
+    if file.tie_embeddings is None:
+        config["tie_embeddings"] = kind == "gpt2"
+    slides = file.use_sliding_window or "sliding_attention" in (file.layer_types or ())
+    if file.sliding_window and (slides or kind == "mistral"):
+        config["max_positions"] = min(file.max_positions, file.sliding_window)
+    rope = file.rope or file.rope_parameters or Rope()
+    config["rope_theta"] = rope.rope_theta or file.rope_theta
+    if "llama3" in (rope.rope_type, rope.type):
+        trained = rope.original_max_position_embeddings or file.max_positions
+        factors = rope.factor, rope.low_freq_factor, rope.high_freq_factor
+        if None in factors or factors[1] >= factors[2]:
+            raise ValueError(f"{path}: llama3 needs factor and low_freq_factor < high_freq_factor")
+        config["rope_scaling"] = RopeScaling(*factors, trained)
+    try:
+        return GPTConfig(**config)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
-def _require(path, options, **allowed):
-    """Raise ValueError unless every option, where it is given, has one of its allowed values."""
-    for option, values in allowed.items():
-        if option in options and options[option] not in values:
-            problem = f"{option}={options[option]!r} is not supported"
-            raise ValueError(f"{path}: {problem}, it must be {' or '.join(map(repr, values))}")
-
-
-def _read_rope(path, c):
-    """(rope_theta, RopeScaling or None), from `rope_parameters` or from `rope_scaling`."""
-    rope = c.get("rope_scaling") or c.get("rope_parameters") or {}
-    rope = {
-        "rope_type": rope.get("type", "default"),
-        "rope_theta": c["rope_theta"],
-        "original_max_position_embeddings": c["max_position_embeddings"],
-        "partial_rotary_factor": c.get("partial_rotary_factor") or 1.0,
-    } | rope
-    _require(path, rope, rope_type=("default", "llama3"), partial_rotary_factor=(1.0,))
-    if rules := ", ".join(key for key, value in rope.items() if isinstance(value, dict)):
-        raise ValueError(f"{path}: rope_parameters of {rules}: only one rule is supported")
-    if rope["rope_type"] == "default":
-        return rope["rope_theta"], None
-    scaling = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
-    if missing := ", ".join(option for option in scaling if option not in rope):
-        raise ValueError(f"{path}: rope_type='llama3' needs {missing}")
-    return rope["rope_theta"], RopeScaling(*(rope[option] for option in scaling))
-
-
-# --------------------------------------------------------------------------------------------------
 # model.safetensors -> the model's parameters
 
 # What we, GPT-2 and LLaMA call the modules; several names fill the rows of one matrix.
@@ -166,6 +163,8 @@ MODULES = [
     ("position_embedding", "wpe", ""),
     ("attn_norm", "ln_1", "input_layernorm"),
     ("preproj", "attn.c_attn", "self_attn.q_proj self_attn.k_proj self_attn.v_proj"),
+    ("q_norm", "", "self_attn.q_norm"),
+    ("k_norm", "", "self_attn.k_norm"),
     ("postproj", "attn.c_proj", "self_attn.o_proj"),
     ("ffn_norm", "ln_2", "post_attention_layernorm"),
     ("ffn_ln1", "mlp.c_fc", "mlp.gate_proj mlp.up_proj"),
@@ -173,38 +172,39 @@ MODULES = [
     ("final_norm", "ln_f", "norm"),
     ("head", "lm_head", "lm_head"),
 ]
-_NO_GPT2_WEIGHTS = r"h\.\d+\.attn\.(masked_)?bias"
-_NO_LLAMA_WEIGHTS = r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
-# family: (modules, a prefix that names may have, a pattern for masks and frequencies: no weights)
-FORMATS = {
-    "gpt2": ({row[0]: row[1] for row in MODULES}, "transformer.", _NO_GPT2_WEIGHTS),
-    "llama": ({row[0]: row[2] for row in MODULES}, "model.", _NO_LLAMA_WEIGHTS),
-}
+PREFIX = r"^(transformer|model)\."  # of names, in some files
+NO_WEIGHTS = r"h\.\d+\.attn\.(masked_)?bias|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 
 
 @torch.no_grad()
-def load_weights(model, directory):
+def load_weights(model, directory, device=None):
     """Fill the model's parameters from model.safetensors, or from the shards of its index.
 
-    Tensors are read and converted one by one, straight into the parameters, after all are checked:
-    every tensor is used once and every parameter filled, or ValueError names what is unknown,
-    missing, there twice or misshapen. Raises FileNotFoundError, naming a file that is missing.
+    Tensors are read and converted one by one, straight into the parameters, after all are checked
+    (only then is a model on "meta" given memory, on `device`): every one is used once and every
+    parameter filled, or ValueError names what is unknown, missing, there twice, misshapen or not
+    finite. Raises FileNotFoundError, naming a file that is missing.
     """
-    directory, family, targets = Path(directory), model.config.family, _targets(model)
+    directory, targets = Path(directory), _targets(model)
     with ExitStack() as files:
-        tensors = _stored_tensors(directory, family, files)
+        tensors = _stored_tensors(directory, files)
         head = tensors.pop("lm_head.weight", None) if model.config.tie_embeddings else None
         _refuse(directory, "unknown tensors", tensors.keys() - targets.keys())
         _refuse(directory, "missing tensors", targets.keys() - tensors.keys())
         misfits = [_misfit(*tensors[name], target) for name, target in targets.items()]
         _refuse(directory, "tensors that do not fit", filter(None, misfits))
-        embedding = tensors[FORMATS[family][0]["token_embedding"] + ".weight"]
+        embedding = tensors[next(iter(targets))]  # the first of all parameters
         if head and not torch.equal(*(file.get_tensor(name) for file, name in (head, embedding))):
             problem = f"{head[1]} is not {embedding[1]}, though tie_word_embeddings=True"
             raise ValueError(f"{directory}: {problem}")
+        if model.device.type == "meta":
+            targets = _targets(model.to_empty(device=device))
         for name, target in targets.items():
             file, stored = tensors[name]
             target.copy_(file.get_tensor(stored))
+            # a sum takes one fast pass over what was just written; it may overflow in 16 bits
+            if not target.sum().isfinite() and not target.isfinite().all():
+                raise ValueError(f"{directory}: {name} holds NaN or infinity as {target.dtype}")
 
 
 def _misfit(file, name, target):
@@ -217,7 +217,8 @@ def _misfit(file, name, target):
 
 def _targets(model):
     """{name in the checkpoint: the part of a parameter that it fills}, views of stored shapes."""
-    config, modules, targets = model.config, FORMATS[model.config.family][0], {}
+    config, targets = model.config, {}
+    modules = {ours: gpt2 if config.family == "gpt2" else llama for ours, gpt2, llama in MODULES}
     q, kv = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
     rows = {"preproj": [q, kv, kv], "ffn_ln1": [config.n_inner, config.n_inner]}
     for name, parameter in model.named_parameters():
@@ -231,25 +232,29 @@ def _targets(model):
     return targets
 
 
-def _stored_tensors(directory, family, files):
+def _stored_tensors(directory, files):
     """{name without prefix: (open file, name)} of all weights; closed with `files`."""
-    _, prefix, no_weights = FORMATS[family]
-    tensors, twice = {}, []
+    tensors = {}
     for path, promised in _shards(directory).items():
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: not there, or not a file")
         try:
             file = files.enter_context(safe_open(path, framework="pt"))
         except SafetensorError as error:
-            raise ValueError(f"{path}: not a safetensors file: {error}") from error
+            raise ValueError(f"{path}: not a safetensors file: {str(error)!r}") from error
         differ = set() if promised is None else promised ^ set(file.keys())
         _refuse(path, "tensors that only the file or only the index has", differ)
         for name in file.keys():
-            short = name.removeprefix(prefix)
+            short = re.sub(PREFIX, "", name)
             if short in tensors:
-                twice.append(short)
-            if not re.fullmatch(no_weights, short):
+                raise ValueError(f"{path}: {short} is there twice")
+            if not re.fullmatch(NO_WEIGHTS, short):
                 tensors[short] = (file, name)
-    _refuse(directory, "tensors that are there twice", twice)
     return tensors
+
+
+class Index(Schema):
+    weight_map: dict[str, Annotated[str, Field(pattern=r"^[\w.-]+\.safetensors$")]]
 
 
 def _shards(directory):
@@ -259,7 +264,7 @@ def _shards(directory):
         return {single: None}
     if index.is_file():
         shards = {}
-        for name, shard in read_json(index).get("weight_map", {}).items():
+        for name, shard in Index.read(index).weight_map.items():
             shards.setdefault(directory / shard, set()).add(name)
         return shards
     names = sorted(path.name for path in directory.iterdir())
@@ -272,5 +277,5 @@ def _refuse(where, problem, names):
     """Raise ValueError if there are any `names`, with how many and the first few."""
     names = sorted(names)
     if names:
-        shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
-        raise ValueError(f"{where}: {len(names)} {problem}: {shown}")
+        few = repr(", ".join(names[:5]))[1:-1] + (", …" if len(names) > 5 else "")
+        raise ValueError(f"{where}: {len(names)} {problem}: {few}")

@@ -19,7 +19,7 @@ from pathlib import Path
 import tiktoken
 import tokenizers
 
-from pretrained.checkpoints import read_json
+from pretrained.checkpoints import Schema, TokenId
 
 # How LLaMA 3 cuts text into words before merging bytes, and its 256 special tokens, as published.
 LLAMA3_WORDS = (
@@ -29,7 +29,7 @@ LLAMA3_WORDS = (
 _RESERVED = [f"<|reserved_special_token_{i}|>" for i in range(251)]
 LLAMA3_SPECIALS = ["<|begin_of_text|>", "<|end_of_text|>", *_RESERVED[:4], "<|start_header_id|>"]
 LLAMA3_SPECIALS += ["<|end_header_id|>", _RESERVED[4], "<|eot_id|>", *_RESERVED[5:]]
-GPT2_END = 50256  # <|endoftext|>
+BYTES = {bytes([i]): i for i in range(256)}
 
 
 class Tokenizer:
@@ -89,65 +89,51 @@ class TextStream:
 
 def byte_tokenizer():
     """One token per byte, its id the byte's value: for models with random weights."""
-    ranks = {bytes([i]): i for i in range(256)}
-    rules = dict(pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={})
+    rules = dict(pat_str=r"[\s\S]", mergeable_ranks=BYTES, special_tokens={})
     return _from_tiktoken(tiktoken.Encoding("bytes", **rules))
+
+
+class TextFile(Schema):
+    """What config.json and generation_config.json say about text."""
+
+    eos_token_id: TokenId | list[TokenId] | None = None
 
 
 def load_tokenizer(directory):
     """The tokenizer of a checkpoint in the Hugging Face format.
 
     It is the first of these in the directory: tokenizer.json; tokenizer.model or
-    original/tokenizer.model, if it is LLaMA 3's; for GPT-2 vocab.json and merges.txt or, without
-    them, tiktoken's "gpt2", which is downloaded once. Raises FileNotFoundError, which says which
-    file to put where, and ValueError for a file that is something else.
+    original/tokenizer.model, if it is LLaMA 3's. Raises FileNotFoundError, which says which file to
+    put where, and ValueError for a broken file.
     """
-    directory = Path(directory)
-    paths = [directory / "config.json", directory / "generation_config.json"]
-    config = {k: v for path in paths if path.is_file() for k, v in read_json(path).items()}
-    model_type = config.get("model_type")
-    stop = config.get("eos_token_id", GPT2_END if model_type == "gpt2" else None)
+    directory, config = Path(directory), {}
+    for path in (directory / "config.json", directory / "generation_config.json"):
+        if path.is_file():
+            config |= TextFile.read(path).model_dump(exclude_unset=True)
+    stop = config.get("eos_token_id")
     stop = [stop] if isinstance(stop, int) else stop or []
     path = directory / "tokenizer.json"
     if path.is_file():
-        return _from_tokenizers(tokenizers.Tokenizer.from_file, [path], stop)
+        return _from_tokenizers(path, stop)
     for path in (directory / "tokenizer.model", directory / "original" / "tokenizer.model"):
         if path.is_file():
             return _llama3(path, stop)
-    paths = [directory / "vocab.json", directory / "merges.txt"]
-    if model_type in (None, "gpt2") and all(path.is_file() for path in paths):
-        return _from_tokenizers(_gpt2, paths, stop)
-    if model_type == "gpt2" and config.get("vocab_size", GPT2_END + 1) > GPT2_END:
-        try:
-            return _from_tiktoken(tiktoken.get_encoding("gpt2"), stop=stop)
-        except OSError as error:
-            raise FileNotFoundError(
-                f"{directory}: no tokenizer, and tiktoken's 'gpt2' cannot be downloaded "
-                f"({type(error).__name__}). Put tokenizer.json, or vocab.json and merges.txt, "
-                "there, or set TIKTOKEN_CACHE_DIR"
-            ) from error
     raise FileNotFoundError(f"{directory}: no tokenizer. Put the checkpoint's tokenizer.json there")
 
 
-def _from_tokenizers(load, paths, stop):
-    """A Tokenizer around a tokenizers.Tokenizer, load(*paths). Raises ValueError if that fails."""
+def _from_tokenizers(path, stop):
+    """A Tokenizer around the tokenizers.Tokenizer of a tokenizer.json. ValueError if it is none."""
     try:
-        inner = load(*map(str, paths))
-    except Exception as error:  # the class that the library raises for whatever it cannot read
-        raise ValueError(f"{paths[0]}: not a tokenizer: {error}") from error
+        inner = tokenizers.Tokenizer.from_file(str(path))
+        inner.encode("")  # some of what is broken only shows here
+    except BaseException as error:  # Exception, and what a panic in Rust becomes
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise ValueError(f"{path}: not a tokenizer: {str(error)!r}") from error
     inner.no_truncation()  # a prompt is never cut or filled up without being told
     inner.no_padding()
     known = set(inner.get_vocab(with_added_tokens=True).values())
     return Tokenizer(lambda text: inner.encode(text).ids, inner.decode, known, stop)
-
-
-def _gpt2(vocab, merges):
-    """GPT-2's tokenizer from its two files, as a tokenizers.Tokenizer."""
-    inner = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(vocab, merges))
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = tokenizers.decoders.ByteLevel()
-    inner.add_special_tokens(["<|endoftext|>"])
-    return inner
 
 
 def _from_tiktoken(encoding, bos=(), stop=()):
@@ -163,6 +149,8 @@ def _llama3(path, stop):
     try:
         lines = [line.split() for line in path.read_bytes().splitlines() if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+        if sorted(ranks.values()) != list(range(len(lines))) or BYTES.keys() - ranks:
+            raise ValueError("ranks must go from 0 by one, and every byte have its own")
     except ValueError as error:
         raise ValueError(
             f"{path}: not a list of byte-pair ranks as LLaMA 3 has it (a sentencepiece model?). "
@@ -171,6 +159,5 @@ def _llama3(path, stop):
     specials = {token: len(ranks) + i for i, token in enumerate(LLAMA3_SPECIALS)}
     rules = dict(pat_str=LLAMA3_WORDS, mergeable_ranks=ranks, special_tokens=specials)
     stop = stop or [specials["<|end_of_text|>"], specials["<|eot_id|>"]]
-    return _from_tiktoken(
-        tiktoken.Encoding("llama3", **rules), [specials["<|begin_of_text|>"]], stop
-    )
+    bos = [specials["<|begin_of_text|>"]]
+    return _from_tiktoken(tiktoken.Encoding("llama3", **rules), bos, stop)

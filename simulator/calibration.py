@@ -5,15 +5,15 @@
 Read first: cost_model.py.
 """
 
-import csv
 import math
-from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 
 import numpy as np
 
+from experiments.options import whole
 from experiments.tables import print_table
+from experiments.workload import TOKENS, read_columns
 from policies.iteration_time import BatchShape, IterationTime
 from simulator.cost_model import BYTES, CostModel, matrices, products
 from simulator.devices import DEVICES, GEOMETRIES, find
@@ -21,6 +21,7 @@ from simulator.devices import DEVICES, GEOMETRIES, find
 # columns of Vidur's profiles, and the names of the same products here
 COLUMNS = {"attn_pre_proj": "preproj", "attn_post_proj": "postproj"}
 COLUMNS |= {"mlp_up_proj": "ffn_ln1", "mlp_down_proj": "ffn_ln2"}
+MILLISECONDS = "a number of ms from 1e-6 to 1e9", lambda x: 1e-6 <= x <= 1e9
 
 
 def read_products(file):
@@ -29,31 +30,9 @@ def read_products(file):
     `file` is CSV with a column num_tokens and the columns of COLUMNS, in ms; others are ignored.
     Raises ValueError, naming file, line and column, if it is not that, OSError if it is unreadable.
     """
-    columns, rows = ("num_tokens", *COLUMNS), []
-    try:
-        with open(file, newline="", encoding="utf-8-sig") as lines:
-            reader = csv.DictReader(lines)
-            if missing := ", ".join(sorted(set(columns) - set(reader.fieldnames or ()))):
-                names = f"must have the columns num_tokens and {', '.join(COLUMNS)}"
-                raise ValueError(f"{file}: {names}; there is no {missing}")
-            for row in reader:
-                where = f"{file} line {reader.line_num}"
-                rows.append([_read_number(where, column, row[column]) for column in columns])
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{file}: must be CSV in UTF-8: {error}") from error
-    if not rows:
-        raise ValueError(f"{file}: no times after the header: must have at least one")
-    tokens, *times = np.array(rows).T
+    columns = {"num_tokens": TOKENS} | dict.fromkeys(COLUMNS, MILLISECONDS)
+    tokens, *times = np.array(read_columns(file, columns)).T
     return tokens.astype(int), {name: ms / 1e3 for name, ms in zip(COLUMNS.values(), times)}
-
-
-def _read_number(where, column, text):
-    whole = column == "num_tokens"
-    with suppress(TypeError, ValueError):
-        number = float(text)
-        if 0 < number < math.inf and not (whole and number % 1):
-            return number
-    raise ValueError(f"{where}: {column}={text!r}: must be a positive {'whole ' * whole}number")
 
 
 def product_errors(device, config, tokens, times, tp=1):
@@ -92,7 +71,7 @@ def fit_products(device, config, tokens, times, tp=1, tiles=(1, 32, 64, 128, 256
             grid = product(*(np.linspace(*span, 9) for span in spans))
             best = min(best, *((error(*point), *point, tile) for point in grid))
             thirds = [(x, (high - low) / 3) for x, (low, high) in zip(best[1:], spans)]
-            spans = [(max(x - third, 0.0), x + third) for x, third in thirds]
+            spans = [(max(x - third, x / 1e6), x + third) for x, third in thirds]  # a rate is not 0
         return best
 
     *rates, tile = min(map(fit, tiles))[1:]
@@ -131,7 +110,7 @@ def add_options(parser):
     """The options of `fit`."""
     parser.add_argument("file", help=f"CSV with num_tokens and, in ms, {', '.join(COLUMNS)}")
     parser.add("--model", "whose layer was measured", "llama-7b")
-    parser.add("--tp", "on one of so many GPUs", 1, type=int)
+    parser.add("--tp", "on one of so many GPUs", 1, type=whole(1))
     parser.add("--simulate", "compare with this device's constants", "a100-80gb", metavar="DEVICE")
 
 

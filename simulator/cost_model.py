@@ -5,19 +5,16 @@
 
 An operation of a layer takes its arithmetic at the device's rate or its bytes at the memory's
 bandwidth, whichever is longer (Sarathi-Serve §3.1, T = max(T_math, T_mem)), and a few microseconds
-to start and drain. The rows of a matrix product are rounded up to whole tiles (SARATHI §4.4). The
-memory for keys and values, and so how many requests run at once, is SARATHI §4.3.1.
+to start and drain. The rows of a matrix product are rounded up to whole tiles (SARATHI §4.4).
 
 Read first: devices.py. Read next: simulation.py, which runs the policies on it.
 """
 
-import math
 from dataclasses import dataclass
 from functools import cache
-from numbers import Real
 from typing import NamedTuple
 
-from checks import check_whole
+from checks import check_number, check_whole
 from model import GPTConfig
 from simulator.devices import DEVICES, GEOMETRIES, LINKS, PARALLEL_BLOCKS, Device, Link, find
 
@@ -96,8 +93,7 @@ class CostModel:
         check_whole("pp", pp, least=1)
         if config.n_layer % pp:
             raise ValueError(f"pp={pp}: must divide n_layer={config.n_layer}")
-        if not isinstance(cpu_s, Real) or not 0 <= cpu_s < math.inf:
-            raise ValueError(f"cpu_s={cpu_s!r}: must be a finite number of seconds, at least 0")
+        check_number("cpu_s", cpu_s, "a finite number of seconds, at least 0", least=0)
         self.tile, self.layers = device.tile, config.n_layer // pp
         self.tp_link = self.tp_link or LINKS[device.link]
         self.pp_link = self.pp_link or LINKS["infiniband"]
@@ -126,8 +122,8 @@ class CostModel:
         tokens = int((USABLE * memory - weights) // (self.kv_bytes * self.layers))
         if tokens < 1:
             usable = f"{USABLE:.0%} of the {memory / 1e9:.0f} GB of an {self.device.name}"
-            given = f"{weights / 1e9:.1f} GB of weights"
-            raise ValueError(f"{given} do not fit {usable}: try more tp or pp")
+            given = f"{weights / 1e9:.1f} GB of weights do not fit"
+            raise ValueError(f"{given} {usable}: try more tp or pp")
         return tokens
 
     def max_batch(self, max_len):
@@ -166,18 +162,15 @@ class CostModel:
         keys = sum([start + 1 for _, start, n in batch if n == 1])
         return chunks + self.device.op_s + self._key_s * keys if keys else chunks
 
-    def hop_seconds(self, tokens):
-        """Seconds for a batch to reach the next stage; each of the tp GPUs sends its part."""
-        bandwidth = self.pp_link.bytes_per_s * (self.tp if self.pp_link.per_gpu else 1)
-        return self.pp_link.step_s + BYTES * tokens * self.config.n_embd / bandwidth
-
     def stages(self, batch):
         """A list: seconds of each stage for a batch of (request, start, length); those of a hop."""
         tokens = sum([length for _, _, length in batch])
         layer = self._layer(tokens) + self.attention_seconds(batch)
         seconds = [self.cpu_s + self.layers * layer] * self.pp
         seconds[-1] += self._head(len(batch))
-        return seconds, self.hop_seconds(tokens)
+        # to reach the next stage; each of the tp GPUs sends its part
+        bandwidth = self.pp_link.bytes_per_s * (self.tp if self.pp_link.per_gpu else 1)
+        return seconds, self.pp_link.step_s + BYTES * tokens * self.config.n_embd / bandwidth
 
     def seconds(self, batch):
         """Seconds of one iteration from the first stage to the last, with nothing in the way."""

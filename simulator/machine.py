@@ -32,19 +32,17 @@ def add_options(parser):
     add("--simulate", what + "--kv-tokens is all that fits", metavar="DEVICE")
     links = f"what joins the GPUs of a stage: {', '.join(LINKS)}"
     cpu = "simulated milliseconds that an iteration costs each stage on the CPU"
-    add("--tp", "simulated GPUs that share each layer", 1, type=whole(1))
-    add("--pp", "simulated stages of a pipeline", 1, type=whole(1))
-    add("--replicas", "simulated copies of that, which take from one line", 1, type=whole(1))
+    add("--tp", "simulated GPUs that share each layer", 1, type=whole(1, 10**4))
+    add("--pp", "simulated stages of a pipeline", 1, type=whole(1, 10**4))
+    add("--replicas", "simulated copies of that, which take from one line", 1, type=whole(1, 10**4))
     add("--tp-link", links, shown="the device's own")
     add("--pp-link", "what joins the stages", shown="infiniband")
-    add("--cpu-ms", cpu, 0.0, type=number(least=0))
+    add("--cpu-ms", cpu, 0.0, type=number(least=0, most=1e6))
 
 
 def check_options(parser, args):
-    """Exit with a message if one of these makes no sense, or goes only with --simulate, or without.
-
-    Sets kv_tokens, where it was left open, to all that fits.
-    """
+    """Exit with a message if one of these goes only with --simulate, or without; set kv_tokens,
+    where it was left open, to all that fits. Raises ValueError as simulated_cost does."""
     here = args.simulate in (None, THIS)
     for option in SIMULATED if here else REAL:
         if getattr(args, option) != parser.get_default(option):
@@ -52,42 +50,27 @@ def check_options(parser, args):
             parser.error(f"--{option.replace('_', '-')}: {goes}")
     if here:
         return
-    if args.simulate not in DEVICES:
-        parser.error(f"--simulate {args.simulate}: must be one of {', '.join(DEVICES)}, {THIS}")
-    if args.model not in GEOMETRIES:
-        names = ", ".join(GEOMETRIES)
-        parser.error(f"--model {args.model}: with --simulate must be one of {names}")
-    config = GEOMETRIES[args.model]
+    cost = simulated_cost(args)
+    config, most = cost.config, cost.kv_tokens()
     if config.family != "llama" and args.max_len > config.max_positions:
-        limit = f"this model is limited to {config.max_positions}"
-        parser.error(f"--max-len {args.max_len}: {limit}")
-    try:
-        most = simulated_cost(args).kv_tokens()
-    except ValueError as error:
-        parser.error(str(error))
+        parser.error(f"--max-len {args.max_len}: this model is limited to {config.max_positions}")
     args.kv_tokens, least = args.kv_tokens or most, args.pp * args.max_len
     if not least <= args.kv_tokens <= most:
-        limits = f"at least {least}, a request of --max-len per micro-batch, and at most {most}"
-        error = f"must be {limits}, what fits beside the weights"
-        parser.error(f"--kv-tokens {args.kv_tokens}: {error}")
+        limits = f"at least {least}, --max-len per micro-batch, and at most {most}, what fits"
+        parser.error(f"--kv-tokens {args.kv_tokens}: must be {limits} beside the weights")
 
 
 def simulated_cost(args):
     """The CostModel of these options. Raises ValueError if one of them makes no sense."""
-    system = System(args.model, args.simulate, args.tp, args.pp, args.tp_link, args.pp_link)
-    return system.cost(args.cpu_ms / 1e3)
+    its = args.model, args.simulate, args.tp, args.pp, args.tp_link, args.pp_link
+    return System(*its).cost(args.cpu_ms / 1e3)
 
 
-def base_seconds(cost, max_len=8192):
-    """Seconds of the decode iteration that SLOs are multiples of, Sarathi-Serve §5.1."""
-    return cost.seconds([(0, base_context(max_len) - 1, 1)] * BASE_BATCH)
-
-
-def base_of(cost, max_len, chunk):
+def base_of(cost, max_len=8192, chunk=2048):
     """The Base of a simulated machine, as run.measure_base measures that of a real one."""
-    chunk = min(chunk, max_len)
-    token_s = cost.seconds([(0, 0, chunk)]) / chunk
-    return Base(base_seconds(cost, max_len), token_s, BASE_BATCH, base_context(max_len))
+    context, chunk = base_context(max_len), min(chunk, max_len)
+    decode_s = cost.seconds([(0, context - 1, 1)] * BASE_BATCH)
+    return Base(decode_s, cost.seconds([(0, 0, chunk)]) / chunk, BASE_BATCH, context)
 
 
 class SimulatedMachine:

@@ -3,26 +3,30 @@
     python bench.py simulate                      the claims that need the papers' GPUs
     python bench.py simulate --only pipeline      one of them
 
-A load of one's own: bench.py serve --simulate and bench.py capacity --simulate.
-
 Read first: cost_model.py, simulation.py, sarathi.py and sarathi_serve.py, which makes these tables.
 """
 
 import argparse
+import math
 import os
-import time
+import signal
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from functools import partial
+from itertools import product
+from multiprocessing import active_children, parent_process
 from pathlib import Path
+from statistics import median
+from textwrap import fill
+from threading import Thread
 
 from tqdm import tqdm
 
-from experiments.options import number, policy_names, whole, write_json
+from experiments.console import SIGNALS
+from experiments.options import number, whole, write_json, wrote
 from experiments.tables import print_table
-from policies import where_it_failed
 from simulator import sarathi, sarathi_serve
-from simulator.simulation import bubble_kinds
-from views.chrome_trace import write_pipeline_trace
 
 EXPERIMENTS = {  # name -> (function, claims)
     "sarathi": (sarathi.sarathi_iterations, "S-T2, F3, F7, F8, §4.3.1"),
@@ -35,7 +39,8 @@ EXPERIMENTS = {  # name -> (function, claims)
     "ablation": (sarathi_serve.ablation, "SS-T4"),
     "post": (sarathi_serve.post, "B-7"),
 }
-DRAWN = ("bubbles", "pipeline", "capacity", "slo")
+DRAWN = ("bubbles", "pipeline")
+MOST = 256  # processes
 
 
 def experiments(text):
@@ -50,88 +55,116 @@ def experiments(text):
 def add_options(parser):
     """The options of `simulate`."""
     add, names = parser.add, [f"{name} ({what})" for name, (_, what) in EXPERIMENTS.items()]
-    ablated, cores = ",".join(sarathi_serve.ABLATION), "the number of cores"
     cpu = "what an iteration costs each stage on the CPU in the experiments of Sarathi-Serve, in ms"
     add("--only", f"from {', '.join(names)}", [*EXPERIMENTS], "all", type=experiments)
-    add("--requests", "in each run of the serving experiments", 512, type=whole(8))
-    add("--cpu-ms", cpu, 10.0, type=number(least=0))
-    add("--policies", "those of the ablation", ablated, type=policy_names())
-    add("--processes", "simulate so many at once", os.cpu_count() or 1, cores, type=whole(1))
+    add("--requests", "in each run of the serving experiments", 512, type=whole(8, 10**6))
+    add("--cpu-ms", cpu, 10.0, type=number(least=0, most=1e6))
+    count, shown = min(os.cpu_count() or 1, MOST), "the number of cores"
+    add("--processes", "simulate so many at once", count, shown, type=whole(1, MOST))
     parser.add_files(
         json="write all that is printed",
-        plot="draw pipelines, bubbles and capacities: p.png makes p-SS-F8.png and others",
-        chrome_trace="write the two-stage pipeline, for https://ui.perfetto.dev",
+        plot="draw batches and bubbles in pipelines: p.png makes p-SS-F8.png and p-S-F12.png",
     )
 
 
 def check(parser, args):
-    """Exit with a message if a file is asked for that nothing is drawn in."""
-    if args.chrome_trace and "bubbles" not in args.only:
-        parser.error("--chrome-trace: is of the experiment `bubbles`, which --only leaves out")
+    """Exit with a message if a picture is asked for of nothing that is drawn."""
     if args.plot and not set(DRAWN) & set(args.only):
         parser.error(f"--plot: --only leaves out all that is drawn: {', '.join(DRAWN)}")
 
 
-def call(function, arguments):
-    """function(*arguments), in another process, from which no error brings its traceback."""
+def end_with_parent():
+    """Start a watch in a new process that ends it when the one that started it has ended."""
+
+    def watch():
+        parent_process().join()
+        os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
+
+
+@contextmanager
+def workers(count):
+    """A pool of so many processes, which are gone when this ends, whatever they are at."""
+    pool = ProcessPoolExecutor(count, initializer=end_with_parent)
     try:
-        return function(*arguments)
-    except Exception as error:
-        if place := where_it_failed(error):
-            raise ValueError(f"{place}: {type(error).__name__}: {error}") from None
-        raise
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in active_children():
+            process.kill()
 
 
 def run_all(pool, name, function, jobs):
     """[function(*arguments) for arguments in jobs], in the processes of `pool`, with a bar."""
-    results = pool.map(partial(call, function), jobs)
-    return list(tqdm(results, name, len(jobs), leave=False, disable=None))
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # for good in processes begun here
+    try:
+        futures = [pool.submit(function, *arguments) for arguments in jobs]
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+    try:
+        return [future.result() for future in tqdm(futures, name, leave=False, disable=None)]
+    except BrokenProcessPool:
+        why = "a process was killed, maybe for lack of memory: try fewer --processes"
+        raise ChildProcessError(why) from None
 
 
 def main(args):
-    """Run the experiments, print their tables, draw and write."""
-    print(
-        "Simulated: times come from the cost model, with the constants in devices.py. Claims as in "
-        "the papers: S\nis SARATHI, SS is Sarathi-Serve, B the post on schedulers; F a figure, T a "
-        "table.\n"
-    )
-    began, tables = time.perf_counter(), []
-    with ProcessPoolExecutor(args.processes) as pool:
-        for name in args.only:
-            more = {"policies": args.policies} if name == "ablation" else {}
-            run = partial(run_all, pool, name)
-            found = EXPERIMENTS[name][0](run, args.requests, args.cpu_ms / 1e3, **more)
-            for table in found:
-                print(f"{table.claim}: {table.title}\n")
-                print_table(table.columns, table.rows)
-                print(f"\n{table.note}\n" if table.note else "")
-            tables += found
-    print(f"took {time.perf_counter() - began:.0f} s")
+    """Run the experiments, print their tables and what follows from them, draw and write."""
+    papers = "S is SARATHI, SS is Sarathi-Serve, B a post on schedulers; F a figure, T a table"
+    print(f"Simulated, with the constants in devices.py. Claims as in the papers:\n{papers}.\n")
+    tables = []
+    try:
+        with workers(args.processes) as pool:
+            for name in args.only:
+                run = partial(run_all, pool, name)
+                for table in EXPERIMENTS[name][0](run, args.requests, args.cpu_ms / 1e3):
+                    print(f"{table.claim}: {table.title}\n")
+                    print_table(table.columns, table.rows)
+                    print(f"\n{table.note}\n" if table.note else "")
+                    tables.append(table)
+    finally:
+        if tables:  # what there is, also if this was interrupted
+            conclude(tables)
+            write_json(args, {"tables": [table.json() for table in tables]})
+            wrote(args.json)
     if args.plot:
         draw(tables, args.plot)
-    if args.chrome_trace:
-        pipeline = next(table.data for table in tables if table.claim == "SS-F8")
-        write_pipeline_trace(args.chrome_trace, pipeline)
-    write_json(args, {"tables": [table.json() for table in tables]})
+
+
+def conclude(tables):
+    """Print of each claim what is published, what came out, and where they differ most."""
+    claims = {table.claim: {} for table in tables}  # -> what is compared: the error
+    for table in tables:
+        heads = list(table.columns)
+        for row, i in product(table.rows, [i for i, h in enumerate(heads) if h.endswith("error")]):
+            paper, ours, error = row[i - 2 : i + 1]
+            if isinstance(paper, int | float) and ours is not None:
+                what = row[0] if heads[i - 2] == "paper" else f"{row[0]}, {heads[i - 2]}"
+                text = f"{what}: {paper:.3g} published, {ours:.3g} simulated"
+                claims[table.claim][text] = math.inf if error is None else abs(error)
+    print("What came out, beside what is published:\n")
+    for claim, found in claims.items():
+        said = [table.finding for table in tables if table.claim == claim and table.finding]
+        if found:
+            many = f"{len(found)} numbers, {median(found.values()):.0%} off in the median, most in "
+            said.insert(0, (many if len(found) > 1 else "") + max(found, key=found.get))
+        print(fill(f"{claim}: {'; '.join(said)}.", 100, subsequent_indent="  "))
+    errors = [error for found in claims.values() for error in found.values()]
+    close, closer = (sum(error <= limit for error in errors) for limit in (0.25, 0.1))
+    print(
+        f"\nOf {len(errors)} published numbers {closer} came out within 10%, {close} within 25%; "
+        'why others did not\nis in simulator/README.md, "Where it is off".'
+    )
 
 
 def draw(tables, file):
-    """The pictures of these tables, in files named after `file` and what they show."""
+    """Draw what tables can be drawn, in files named after `file` and the claim."""
     from views import pipelines  # after all that is long
 
-    file, groups, curves = Path(file), [], {}
-    named = lambda what: file.with_stem(f"{file.stem}-{what}")
+    plots = {"SS-F8": pipelines.plot_pipeline, "S-F12": pipelines.plot_bubbles}
     for table in tables:
-        if table.claim == "SS-F8":
-            kinds = {system: bubble_kinds(runs) for system, runs in table.data.items()}
-            pipelines.plot_pipeline(table.data, kinds, table.title, named("SS-F8"))
-        elif table.claim == "S-F12" and table.data:
-            pipelines.plot_bubbles(table.data, table.title, named("S-F12"))
-        elif table.claim == "SS-F12":
-            curves |= table.data
-        groups += table.data.get("groups", ())
-    if groups:
-        pipelines.plot_capacities(groups, "Capacity, simulated", named("capacity"))
-    if curves:
-        title = "Capacity against the SLO of P99 TBT, sharegpt4, simulated"
-        pipelines.plot_slo_curves(curves, title, named("SS-F12"))
+        if table.data:
+            its = Path(file).with_stem(f"{Path(file).stem}-{table.claim}")
+            plots[table.claim](*table.data, table.title, its)
+            wrote(its)

@@ -18,18 +18,14 @@ Read first: scheduler.py, experiments/run.py, cost_model.py. Read next: sarathi.
 import heapq
 import math
 from collections import deque
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from checks import check_whole
 from engine import Completion, Event, Iteration, QueueFull
-from experiments.run import LoadRun, Run
+from experiments.run import LoadRun
 from kv_cache import Pages
-from policies import find_policy, policy_options
 from policies.priority import check_promise
 from scheduler import Request, Scheduler
-
-NUMBERS = ("chunk", "max_batch", "max_len", "page_size", "pages")  # a simulation has no defaults
 
 
 class StageRun(NamedTuple):
@@ -42,23 +38,6 @@ class StageRun(NamedTuple):
     end: float
     bubble: float
     chunks: list
-
-
-@dataclass
-class Simulated:
-    """What a simulation saw, in seconds from its start."""
-
-    run: Run  # as of a real engine; its iterations, if they were recorded
-    bubbles: list  # the bubble time of each request, over all its iterations and all stages
-    busy: dict  # (replica, stage) -> seconds that it worked
-    stage_runs: list  # a StageRun for each batch on each stage, as batches entered, if asked for
-    batches: int
-    tokens: int  # in these batches, recomputed ones included
-
-    @property
-    def utilisation(self):
-        """The share of the time that the stages worked, on average."""
-        return sum(self.busy.values()) / (len(self.busy) * self.run.seconds or 1.0)
 
 
 class Pipeline:
@@ -95,14 +74,15 @@ class MicroBatch(NamedTuple):
 
 
 def simulate(cost, config, arrivals, *, progress=None, **more):
-    """Serve `arrivals`, sorted by time: a Simulated. The rest: see Simulation and LoadRun.
+    """Serve `arrivals`, sorted by time: a Simulation, and its `run` is as of a real engine.
 
-    Raises ValueError where an engine would, such as for a request longer than max_len.
+    The rest: see Simulation and LoadRun. Raises ValueError where an engine would.
     """
     simulation = Simulation(cost, config, **more)
-    for arrival in arrivals:
-        simulation.schedulers[0].check_fits(arrival.prompt_len, arrival.output_len)
-    return simulation.result(LoadRun(simulation, arrivals, progress=progress).run())
+    run = LoadRun(simulation, arrivals, progress=progress).run()
+    own = simulation.batches * cost.pp * cost.cpu_s / (sum(simulation.busy.values()) or 1.0)
+    simulation.run = run._replace(own_fraction=own)
+    return simulation
 
 
 class Simulation:
@@ -110,37 +90,33 @@ class Simulation:
 
     `cost` is a CostModel, or has its `stages`, `pp`, `cpu_s` and `tile`; `config` an EngineConfig
     whose numbers are all given: max_batch is that of each micro-batch, the pages are what those of
-    a pipeline share. The `replicas` of it take from the same line. `record`: make an Iteration for
-    each batch, and an Event for each token, not only for the last of a request. `timeline`: keep
-    StageRuns.
+    a pipeline share. All `replicas` take from one line. `record`: make an Iteration for each batch,
+    and an Event for each token, not only for the last of a request.
 
-    Each micro-batch that may go on is in the heap `ready`, with its time, and its place in the line
-    of those of the same time, which it keeps if it finds the first stage at work.
+    `bubbles` has the bubble time of each request over all stages, and with `timeline` `stage_runs`
+    a StageRun for each batch on each stage, as batches entered. The heap `ready` has each
+    micro-batch that may go on, when, and its place among equals.
     """
 
     def __init__(self, cost, config, *, replicas=1, record=True, timeline=False):
-        numbers = {"replicas": replicas} | {name: getattr(config, name) for name in NUMBERS}
-        for name, number in numbers.items():
-            check_whole(name, number, least=1)
-        tiled = "tile" in policy_options(find_policy(config.policy))
-        tile = {"tile": cost.tile} | config.options if tiled else {}  # as in engine.py
+        sizes = {"replicas": replicas, "page_size": config.page_size, "pages": config.pages}
+        for name, size in sizes.items():  # a scheduler checks the other numbers
+            check_whole(name, size, least=1)
+        config = config.with_tile(cost.tile)
         self.cost, self.config, self.record, self.timeline = cost, config, record, timeline
+        self.clock = lambda: self.now  # in seconds
         self.now, self.ready, self.idle, self.turn = 0.0, [], deque(), 0  # idle: without work
         self.schedulers, self.pipelines = [], [Pipeline(i, cost.pp) for i in range(replicas)]
-        self.bubbles, self.stage_runs, self.batches, self.tokens = [], [], 0, 0
+        self.bubbles, self.stage_runs, self.batches = [], [], 0
         self.last_iteration = None
         for number in range(replicas * cost.pp):
             pages = Pages(config.pages // cost.pp, config.page_size)
-            scheduler = config.scheduler(pages, self.clock, **tile)
+            scheduler = config.scheduler(pages, self.clock)
             self.schedulers.append(scheduler)
             first = self.schedulers[0]
             scheduler.waiting, scheduler.requests = first.waiting, first.requests
             self._push(0.0, MicroBatch(number, scheduler, self.pipelines[number // cost.pp]))
         self.line, self.requests = first.waiting, first.requests
-
-    def clock(self):
-        """The time, in seconds."""
-        return self.now
 
     def _push(self, time, micro_batch):
         """Let it go on at that time, after all that may go on earlier, or were told so before."""
@@ -164,13 +140,15 @@ class Simulation:
         self.now = time
 
     def add(self, i, arrival):
-        """Put a request in the line. Raises QueueFull if max_waiting others stand in it."""
+        """Put a request in the line. Raises QueueFull if max_waiting others stand in it, ValueError
+        if it is too long."""
+        self.schedulers[0].check_fits(arrival.prompt_len, arrival.output_len)
         self.bubbles.append(0.0)
         self._wake()
         if self.config.max_waiting is not None and len(self.line) >= self.config.max_waiting:
             raise QueueFull(f"max_waiting={self.config.max_waiting}: as many requests wait")
-        time, n, output_len, priority, ttft_slo, tbt_slo = arrival
-        its = check_promise(priority, ttft_slo, tbt_slo)
+        time, n, output_len, *promise = arrival
+        its = check_promise(*promise)
         self.schedulers[0].add(Request(i, bytearray(n), n, output_len, time, **its))
 
     def abort(self, i):
@@ -215,10 +193,8 @@ class Simulation:
         number, _, pipeline = micro_batch
         bubble = sum([bubble for _, _, bubble in spans])
         self.batches += 1
-        self.tokens += sum([length for _, _, length in batch])
-        if bubble:
-            for request, _, _ in batch:
-                self.bubbles[request.id] += bubble
+        for request, _, _ in batch:
+            self.bubbles[request.id] += bubble
         chunks = batch.record() if self.record or self.timeline else []
         if self.timeline:
             where = [(pipeline.number, stage, number) for stage in range(len(spans))]
@@ -230,12 +206,15 @@ class Simulation:
             times = self.now, spans[-1][1], chunks, self.now + self.cost.cpu_s
             self.last_iteration = Iteration(*times, *state)
 
-    def result(self, run):
-        """The Simulated of a Run that this has served."""
-        busy = {(p.number, stage): s for p in self.pipelines for stage, s in enumerate(p.busy)}
-        own = self.batches * self.cost.pp * self.cost.cpu_s / (sum(busy.values()) or 1.0)
-        run = run._replace(own_fraction=own)
-        return Simulated(run, self.bubbles, busy, self.stage_runs, self.batches, self.tokens)
+    @property
+    def busy(self):
+        """(replica, stage) -> seconds that it worked."""
+        return {(p.number, stage): s for p in self.pipelines for stage, s in enumerate(p.busy)}
+
+    @property
+    def utilisation(self):
+        """The share of the time of its `run` that the stages worked, on average."""
+        return sum(self.busy.values()) / (len(self.busy) * self.run.seconds or 1.0)
 
 
 def bubble_kinds(stage_runs):

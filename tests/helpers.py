@@ -9,9 +9,16 @@ import torch
 from attention import make_attention
 from kv_cache import KVCache, Pages, Span, slot_mapping
 from model import GPT, FlatBatch, GPTConfig
-from policies import make_scheduler
+from policies import POLICIES, make_scheduler
 from policies.iteration_time import BatchShape
 from sampling import SamplingParams, sample
+
+# first come, first served, and the newest is preempted: what decides on that is scheduler.py's
+DECIDE = ("admit", "rank", "decoding", "schedule")
+HOMES = {p: {getattr(cls, part).__module__ for part in DECIDE} for p, cls in POLICIES.items()}
+IN_ORDER = [policy for policy, homes in HOMES.items() if homes == {"scheduler"}]
+RESERVING = [name for name, cls in POLICIES.items() if cls.reserves_max_len]  # at admission
+GROWING = [name for name in POLICIES if name not in RESERVING]  # page by page
 
 
 def tiny_model(family="llama", n_kv_head=4, dtype=torch.float64, **changes):

@@ -7,14 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
 
 import bench
-from experiments import options
-from policies import POLICIES, find_policy
+from experiments import measure, options
+from policies import POLICIES
 
 HERE = Path(__file__).parent.parent
 TINY = "--model llama-tiny --device cpu --dtype float32 --chunk 32 --batch 3 --seq-len 80".split()
@@ -24,10 +23,6 @@ from scheduler import VLLM
 class Mine(VLLM):
     def schedule(self):
         return super().schedule()
-
-class Broken(VLLM):
-    def schedule(self):
-        return {}["nothing"]
 """
 
 
@@ -53,7 +48,7 @@ def test_offline_prints_and_writes_everything(tmp_path, capsys, own):
     assert report["options"]["policies"] == policies
     here, model = report["machine"], {"dtype": "float32", "model": "llama-tiny"}
     assert (model | {"torch": torch.__version__}).items() <= here.items()
-    headings = "TFLOP/s|GB/s|schedule()|SARATHI, Table 2|2. End to end|3. A decode costs|took"
+    headings = "TFLOP/s|GB/s|SARATHI, Table 2|2. End to end|3. "
     for heading in (*headings.split("|"), here["device"], report["conclusion"]):
         assert heading in text
     table = report["decode_maximal"]
@@ -63,7 +58,7 @@ def test_offline_prints_and_writes_everything(tmp_path, capsys, own):
     assert counts == [(30, 0), (0, 3), (30, 2)]
     riding = (hybrid["total_ms"] - prefill["total_ms"]) / 2
     assert hybrid["decode_token_ms"] == pytest.approx(riding)
-    assert f"|            30 + 2 | {hybrid['linear_ms']:6.1f} |" in text
+    assert f"|            30 + 2 | {hybrid['products_ms']:8.1f} |" in text
     rows = report["end_to_end"]
     assert list(rows) == policies and rows["request-level"]["gain"] == 1
     # 6 requests of 75 + 5 tokens; the first two want 1 and 3; the last of each is not computed
@@ -73,15 +68,14 @@ def test_offline_prints_and_writes_everything(tmp_path, capsys, own):
         assert round(row["tokens_per_iteration"] * row["iterations"]) == computed
     assert rows[f"{own}:Mine"]["iterations"] == rows["vllm"]["iterations"]
     assert rows["request-level"]["longest_stall_s"] == 0 and rows["vllm"]["longest_stall_s"] > 0
-    assert set(report["advice"]["predicted_gain"]) == {"32", "64"}  # more than B, at most seq_len
-    assert report["peak_memory_bytes"] > 0 and report["transformers"] is None
+    assert f"promise {report['promised_gain']:.2f}x" in text or measure.TOO_BUSY in text
     assert (tmp_path / "t.png").stat().st_size > 10_000
 
 
 def test_offline_beside_transformers(capsys):
     pytest.importorskip("transformers")
     bench.main([*TINY, "--policies", "sarathi", "--transformers"])
-    assert "(100% of the tokens are equal)" in capsys.readouterr().out  # float32 leaves no doubt
+    assert "100% of the tokens are equal" in capsys.readouterr().out  # float32 leaves no doubt
 
 
 @pytest.mark.parametrize("command", bench.COMMANDS)
@@ -96,7 +90,7 @@ def test_help_explains_every_option_with_its_default(command, capsys):
         own = {"batch", "seq-len", "pd-ratio", "chunk", "policies", "requests", "transformers"}
         assert set(found) == model | own | {"json", "plot"}
         assert "(default: 256)" in text and "(default: off)" in text and "none)" in text
-    elif command not in ("simulate", "fit"):
+    elif command not in ("simulate", "fit", "play"):
         assert model < set(found) and ("qps" in found) == (command == "serve")
     if command in bench.SERVING:
         assert set("requests lengths trace slo page-size kv-tokens".split()) < set(found)
@@ -109,8 +103,7 @@ def test_help_names_the_commands_and_does_not_wait_for_torch():
     assert all(f"    {name} " in done.stdout for name in bench.COMMANDS)
 
 
-ALIASES = {"": "offline", "--chunk 64": "offline", "simulate fit times.csv": "fit"}
-ALIASES |= {"simulate --validate --seed 3": "validate", "serve --simulate this": "serve"}
+ALIASES = {"": "offline", "--chunk 64": "offline", "serve --simulate this": "serve"}
 NEEDED = {"budget": "--slo-tbt 0.3", "fit": "times.csv"}
 WORDS = [*ALIASES.items(), *((f"{name} {NEEDED.get(name, '')}", name) for name in bench.COMMANDS)]
 
@@ -123,12 +116,12 @@ def test_the_first_word_is_a_command(words, command):
 
 NONSENSE = {  # options whose value is refused by the name of the option
     "offline": "--chunk=1.5 --batch=1 --pd-ratio=0 --pd-ratio=nan --requests=0 --threads=0 "
-    "--seed=-1 --json=. --json=/no/such/f",
+    "--seed=-1",
     "serve": "--qps=0 --qps=nan --slo=0 --page-size=0 --page-size=big --kv-tokens=1000 "
     "--chunk=2000 --long-prompt=1024 --requests=0 --max-waiting=0 --classes=vip=0.1 "
-    "--trace-scale=0 --plot=x.txt --chrome-trace=/no/such/f",
-    "capacity": "--slo=0 --page-size=2000 --json=/no/such/f",
-    "budget --slo-tbt=1": "--slo-tbt=0 --contexts=0 --contexts=5000 --decodes=0 --tile=0",
+    "--trace-scale=0 --plot=x.txt",
+    "capacity": "--slo=0 --page-size=2000",
+    "budget --slo-tbt=1": "--slo-tbt=0 --decodes=0 --tile=0",
 }
 REFUSED = [
     (f"{command} {option}", f"{option.replace('=', ' ', 1)}: must ")
@@ -145,20 +138,18 @@ REFUSED += [
     ("--policies sarathi:64", "'sarathi:64'"),
     ("--policies ,", "--policies ',': give at least one"),
     ("--pd-ratio -1", "--pd-ratio -1: must be a finite number above 0"),
-    ("--json /f.json", "--json /f.json: cannot be written there"),
-    ("--plot plot.xyz", "--plot plot.xyz: must end in .png, .pdf or .svg"),
+    ("--json /proc/f.json", "--json /proc/f.json: cannot be written: "),
+    ("--json .", "--json .: cannot be written: must be a file"),
     ("--model gpt2 --transformers", "--transformers: with random weights only a LLaMA"),
     ("--dtype int8", "--dtype invalid choice: 'int8'"),
     ("sevre", "invalid choice: 'sevre'"),
     ("simulate --plot x.png --only post", "--plot: --only leaves out all that is drawn"),
-    ("simulate --validate --only post", "unrecognized arguments: --only post"),
     ("capacity --qps 1", "unrecognized arguments: --qps 1"),
-    ("serve --slo hard", "--slo hard: must be strict, relaxed or a finite number of seconds above"),
+    ("serve --slo hard", "--slo hard: must be a finite number above 0"),
     ("serve --page-size 16,2000", "--page-size 2000: must be 1 … 1024"),
     ("serve --policies sarathi:x", "'sarathi:x': must be one of request-level"),
     ("serve --classes low=0.1,low=0.2", "--classes low=0.2: must be one of realtime, high, normal"),
-    ("serve --classes low=2", "--classes 2: must be"),
-    ("serve --classes low=0.6,high=0.6", "the shares must not add up to more than 1"),
+    ("serve --classes low=0", "--classes 0: must be"),
     ("serve --trace x --lengths 5+5", "--trace: has lengths of its own"),
     ("serve --trace-scale 0.5", "--trace-scale: goes with --trace"),
     ("budget", "the following arguments are required: --slo-tbt"),
@@ -167,7 +158,6 @@ REFUSED += [
 
 @pytest.mark.parametrize("words, message", REFUSED)
 def test_what_makes_no_sense_is_refused_at_once(words, message, capsys, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda file, mode: str(file) != "/")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as done:
         bench.parse_args(words.split())
@@ -191,13 +181,6 @@ def test_a_model_that_cannot_be_had_is_refused(words, message):
         options.load_model(args, "seq_len")
 
 
-@pytest.mark.parametrize("words", ["--device foo", "--init-from /no/such"])
-def test_where_a_user_can_help_there_is_one_line(words):
-    done = process("bench.py", *words.split())
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert done.stderr.startswith("error: ") and words.split()[1] in done.stderr
-
-
 def test_what_was_left_open_is_filled_in(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     _, args = bench.parse_args(["--model", "llama-tiny", "--seq-len", "9000", "--batch", "5"])
@@ -205,33 +188,9 @@ def test_what_was_left_open_is_filled_in(monkeypatch):
     model = options.load_model(args, "seq_len")
     assert model.config.max_positions == 9000 and args.dtype == str(model.dtype)[6:]
     assert options.policy_names(chunks=True)(" vllm, sarathi:64,,vllm ") == ["vllm", "sarathi:64"]
-    assert options.wholes(1)("8, 2,8") == [2, 8] and options.number(least=0, most=1)("1") == 1
+    assert options.number(least=0, most=1)("1") == 1
     with pytest.raises(argparse.ArgumentTypeError, match="2: .* of at least 0 and at most 1"):
         options.number(least=0, most=1)("2")
-
-
-def exit_code(main):
-    """How the command line ends that calls `main`."""
-    with pytest.raises(SystemExit) as done:
-        options.run(main)
-    return done.value.code
-
-
-def test_what_a_user_can_cause_is_an_exit():
-    for kind in (ValueError, ImportError, OSError, torch.OutOfMemoryError):
-        assert exit_code(Mock(side_effect=kind("what is wrong"))) == "error: what is wrong"
-    assert exit_code(Mock(side_effect=KeyboardInterrupt)) == 130
-    with pytest.raises(KeyError):  # an error of ours has its traceback
-        options.run(lambda: {}["nothing"])
-
-
-def test_an_error_in_a_policy_of_ones_own_says_where_it_is(own, tmp_path, capsys):
-    broken = find_policy(f"{own}:Broken")
-    assert exit_code(lambda: broken.schedule(None)).endswith("own.py line 10: KeyError: 'nothing'")
-    (tmp_path / "bad.py").write_text("\nint('x')\n")
-    with pytest.raises(SystemExit):
-        bench.parse_args(["--policies", f"{tmp_path}/bad.py:Mine"])
-    assert "bad.py line 2: invalid literal" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["sample.py --help", "bench.py --help", "bench.py fit --help"])

@@ -1,11 +1,14 @@
 """`bench.py budget`: what it prints and writes. No clock is believed."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 import bench
-from experiments import budget
+from experiments import budget, measure
+from policies import slo
+from policies.slo import Profiled
 
 MACHINE = dict(device="-", threads=1, torch="-", model="-", parameters=1, dtype="-", compiled=0)
 TINY = "--model llama-tiny --device cpu --dtype float32".split()
@@ -13,6 +16,11 @@ TINY = "--model llama-tiny --device cpu --dtype float32".split()
 
 @pytest.mark.parametrize("decodes, max_len", [(3, 64), (1, 16), (40, 16)])
 def test_it_prints_why_and_writes_everything(decodes, max_len, tmp_path, capsys, monkeypatch):
+    missing, times = 0.1, slo.time_iterations
+    law = lambda row: row._replace(seconds=1e-3 * row.budget, spread=0.0)
+    steady = lambda *args, **more: [law(row) for row in times(*args, **more)]
+    monkeypatch.setattr(slo, "time_iterations", steady)
+    monkeypatch.setattr(measure.Probe, "take", lambda self: missing)
     monkeypatch.setattr(budget, "describe_machine", lambda *_: MACHINE)
     options = [*TINY, "--decodes", str(decodes), "--max-len", str(max_len)]
     files = ["--json", str(tmp_path / "b.json"), "--plot", str(tmp_path / "b.png")]
@@ -29,5 +37,23 @@ def test_it_prints_why_and_writes_everything(decodes, max_len, tmp_path, capsys,
     expected = [[str(b), f"{b - decodes}+{decodes}", "yes"] for b in budgets]
     assert [[*row[:2], row[-1]] for row in rows[2:]] == expected
     assert (tmp_path / "b.png").stat().st_size > 10_000
+    assert text.endswith(f"wrote {tmp_path}/b.json\nwrote {tmp_path}/b.png\n")
     with pytest.raises(ValueError, match="tbt_slo=1e-09: no token budget meets it"):
         bench.main(["budget", "--slo-tbt", "1e-9", *options])
+    missing = 0.3
+    bench.main(["budget", "--slo-tbt", "100", *options, *files])
+    text, report = capsys.readouterr().out, json.loads((tmp_path / "b.json").read_text())
+    assert report["budget"] is None
+    assert f"\nToken budget and SLOs: {measure.TOO_BUSY}.\n" in text
+    assert text.count(" (busy) ") == len(budgets)
+
+
+def test_a_cost_below_nothing_is_not_believed():
+    args = SimpleNamespace(decodes=4, tile=8, slo_tbt=1.0)
+    rows = [Profiled(4, 9, 4, 0.5), Profiled(8, 9, 4, 0.6)]
+    explain = lambda seconds: budget.explain(8, [rows[0], rows[1]._replace(seconds=seconds)], *more)
+    more = rows[0], args
+    assert "costs 25.00 ms" in explain(0.6)
+    assert explain(0.4) == f"Token budget and SLOs: {measure.TOO_BUSY}."
+    more = rows[0]._replace(spread=0.21), args
+    assert explain(0.6) == f"Token budget and SLOs: {measure.TOO_BUSY}."

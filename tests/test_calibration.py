@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import bench
 from pretrained.presets import PRESETS
 from simulator.calibration import COLUMNS, fit_products, product_errors, read_products
 from simulator.cost_model import matrices, product_seconds
@@ -53,28 +54,35 @@ def test_read_products(tmp_path):
 
 
 HEADER = ",".join(["num_tokens", *COLUMNS])
-MISSING = "must have the columns num_tokens and attn_pre_proj.*; there is no"
-WRONG = {"0,1,1,1,1": "num_tokens='0'", "1.5,1,1,1,1": "num_tokens='1.5'"}  # a line: what it says
-WRONG |= {"1,1,1,1,": "mlp_down_proj=''", "1,1,1": "mlp_up_proj=None"}
-WRONG |= {"1,-1,1,1,1": "attn_pre_proj='-1'", "1,1,1,nan,1": "mlp_up_proj='nan'"}
-WRONG |= {"1,1,1,1,inf": "mlp_down_proj='inf'", "2,1,fast,1,1": "attn_post_proj='fast'"}
-BAD = {  # content -> what it says
-    "": f"{MISSING} attn_post_proj, attn_pre_proj, mlp_down",
-    HEADER.replace(",mlp_up_proj", "") + "\n1,1,1,1\n": f"{MISSING} mlp_up_proj$",
-    HEADER + "\n": "no times after the header: must have at least one",
-    "\xff\xfe" + HEADER: "must be CSV in UTF-8",  # in Latin-1
-}
-for line, says in WRONG.items():
-    whole = "whole " if "num_tokens" in says else ""
-    BAD[f"{HEADER}\n1,1,1,1,1\n{line}\n"] = f"line 3: {says}: must be a positive {whole}number"
+ONCE = "must have each of num_tokens, attn_pre_proj, .* once"
+MS = "a number of ms from 1e-6 to 1e9"
+WRONG = dict.fromkeys(["1,1,1,1,", "1,-1,1,1,1", "1,1,1,nan,1", "1,1,1,1,inf", "2,1,fast,1,1"], MS)
+WRONG |= dict.fromkeys(["1,1,1,1,1e-300", "1,1e300,1,1,1"], MS)
+WRONG["0,1,1,1,1"] = "a whole number of 1 to 1e9"
+BAD = {f"{HEADER}\n1,1,1,1,1\n{line}\n": f"line 3: .* be {its}" for line, its in WRONG.items()}
+BAD[HEADER.replace(",mlp_up_proj", "") + "\n1,1,1,1\n"] = f"'mlp_up_proj' is 0 times .*: {ONCE}"
 
 
 @pytest.mark.parametrize("content, message", BAD.items())
 def test_a_bad_file_is_named_with_its_line_and_column(tmp_path, content, message):
     file = tmp_path / "profile.csv"
-    file.write_bytes(content.encode("latin-1"))
+    file.write_text(content)
     with pytest.raises(ValueError, match=f"profile.csv.*{message}"):
         read_products(file)
-    for path in (tmp_path, tmp_path / "missing.csv"):
-        with pytest.raises(OSError, match=path.name):
-            read_products(path)
+
+
+EXTREME = {  # lines: each number is allowed, and nothing of all this may overflow or divide by zero
+    "one row": ["1,1,1,1,1"],
+    "one size, unlike times": ["16,1e-6,1e-6,1e-6,1e-6", "16,1e9,1e9,1e9,1e9"],
+    "as small and as large as can be": ["1,1e-6,1e9,1e-6,1e9", "1e9,1e9,1e-6,1e9,1e-6"],
+}
+
+
+@pytest.mark.parametrize("lines", EXTREME.values(), ids=EXTREME)
+@pytest.mark.filterwarnings("error")
+def test_extreme_times_end_in_a_table(tmp_path, capsys, lines):
+    file = tmp_path / "profile.csv"
+    file.write_text("\n".join([HEADER, *lines]))
+    bench.main(["fit", str(file)])
+    text = capsys.readouterr().out
+    assert text.count("\n| ") == 5 and "nan" not in text and "inf" not in text

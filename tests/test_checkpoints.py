@@ -3,6 +3,7 @@
 import copy
 import fnmatch
 import json
+import math
 import weakref
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,11 +17,11 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from attention import make_attention
 from kv_cache import KVCache, Span
-from model import GPT, FlatBatch, GPTConfig, RopeScaling
+from model import GPT, GPTConfig, RopeScaling
 from pretrained import checkpoints
 from pretrained.presets import PRESETS
+from tests.helpers import run
 
 VOCAB = 97
 
@@ -41,6 +42,7 @@ ROPE = FREQUENCIES | dict(rope_theta=5e5, original_max_position_embeddings=16)
 LLAMA_3 = dict(max_position_embeddings=128, num_key_value_heads=2, rope_parameters=ROPE)
 QWEN2 = dict(num_key_value_heads=2, tie_word_embeddings=True)
 QWEN2 |= dict(rope_parameters=dict(rope_type="default", rope_theta=1e4))
+QWEN3 = QWEN2 | dict(head_dim=16)  # wider than hidden_size / heads, as the small ones have it
 MISTRAL = dict(num_key_value_heads=2, head_dim=16, sliding_window=24)
 KINDS = {
     "gpt2": gpt2(),
@@ -51,6 +53,7 @@ KINDS = {
     "llama 3": llama_like(**LLAMA_3),
     "mistral": llama_like(transformers.MistralConfig, **MISTRAL),
     "qwen2": llama_like(transformers.Qwen2Config, **QWEN2),
+    "qwen3": llama_like(transformers.Qwen3Config, **QWEN3),
 }
 for made in KINDS.values():
     made.bos_token_id = made.eos_token_id = None  # nothing stops early
@@ -118,12 +121,12 @@ def prompt(model):
     return torch.randint(VOCAB, (min(48, model.config.max_positions),)).tolist()
 
 
-def all_logits(model, tokens):
-    """Logits after every token, (len(tokens), vocab_size): a page per prefix, all in one batch."""
-    n, dtype = len(tokens), model.token_embedding.weight.dtype
-    cache = KVCache(model.config, n, n, dtype=dtype)
-    spans = [Span([i], 0, tokens[: i + 1]) for i in range(n)]
-    return model(FlatBatch.build(spans, make_attention(model.config, cache)), cache)
+def all_logits(model, tokens, chunk=64):
+    """Logits after every token, (len(tokens), vocab_size), computed in chunks of so many tokens."""
+    cache = KVCache(model.config, 1, len(tokens), dtype=model.dtype)
+    starts = range(0, len(tokens), chunk)
+    spans = [Span([0], start, tokens[start : start + chunk]) for start in starts]
+    return torch.cat([run(model, cache, [span], all_rows=True) for span in spans])
 
 
 @torch.no_grad()
@@ -174,23 +177,9 @@ def test_logits_equal_transformers_float64(saved):
         torch.testing.assert_close(model.rope[: len(tokens)], rope, rtol=0, atol=1e-5)
         model.rope[: len(tokens)] = rope
     expected = reference_logits(reference, tokens)
-    torch.testing.assert_close(all_logits(model, tokens), expected, rtol=1e-9, atol=1e-9)
-
-
-def test_greedy_tokens_equal_transformers_generate(save):
-    directory = save("llama 3")
-    reference = transformers.AutoModelForCausalLM.from_pretrained(directory)
-    model = GPT.from_pretrained(directory)
-    tokens = prompt(model)[:20]
-    expected = reference.generate(torch.tensor([tokens]), do_sample=False, max_new_tokens=30)
-    cache = KVCache(model.config, 1, 50)
-    attention = make_attention(model.config, cache)
-    start = 0
-    while len(tokens) < 50:
-        logits = model(FlatBatch.build([Span([0], start, tokens[start:])], attention), cache)
-        start = len(tokens)
-        tokens = [*tokens, logits.argmax().item()]
-    assert tokens == expected[0].tolist() and len(set(tokens[20:])) > 5
+    for chunk in (64, 5, 1):
+        got = all_logits(model, tokens, chunk)
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
 def as_published(tensors):
@@ -266,6 +255,8 @@ LLAMA3 = dict(vocab_size=128256, rope_theta=500000.0, rope_scaling=None, attenti
 LLAMA31 = LLAMA3 | dict(rope_scaling=FREQUENCIES | dict(original_max_position_embeddings=8192))
 QWEN2_05B = dict(vocab_size=151936, rope_theta=1e6, tie_word_embeddings=True, max_window_layers=24)
 QWEN2_05B |= dict(model_type="qwen2", sliding_window=131072, use_sliding_window=False)
+QWEN3_06B = QWEN2_05B | dict(model_type="qwen3", head_dim=128, attention_bias=False)
+QWEN3_06B |= dict(sliding_window=None, max_window_layers=28)
 LLAMA2 = dict(pretraining_tp=1, rope_scaling=None)
 MISTRAL_V01 = dict(model_type="mistral", rope_theta=10000.0, sliding_window=4096)
 PUBLISHED = {
@@ -277,13 +268,16 @@ PUBLISHED = {
     "mistral-7b": published(4096, 32, 32, 8, 14336, 32768, 1e-5, **MISTRAL_V01),
     "yi-34b": published(7168, 60, 56, 8, 20480, 4096, 1e-5, rope_theta=5e6, vocab_size=64000),
     "qwen2-0.5b": published(896, 24, 14, 2, 4864, 131072, 1e-6, **QWEN2_05B),
+    "qwen3-0.6b": published(1024, 28, 16, 8, 3072, 40960, 1e-6, **QWEN3_06B),
     "llama3.1-8b": published(4096, 32, 32, 8, 14336, 131072, 1e-5, **LLAMA31),
 }
 QWEN2_SIZE = dict(n_kv_head=2, n_inner=4864, max_positions=131072, norm_eps=1e-6, rope_theta=1e6)
 QWEN2_SIZE |= dict(qkv_bias=True, tie_embeddings=True)
+QWEN3_SIZE = dict(norm_eps=1e-6, rope_theta=1e6, tie_embeddings=True, qk_norm=True)
 SCALED = dict(max_positions=131072, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192))
 EXPECTED = PRESETS | {
     "qwen2-0.5b": GPTConfig("llama", 151936, 24, 14, 896, **QWEN2_SIZE),
+    "qwen3-0.6b": GPTConfig("llama", 151936, 28, 16, 1024, 8, 128, 3072, 40960, **QWEN3_SIZE),
     "llama3.1-8b": replace(PRESETS["llama3-8b"], **SCALED),
 }
 
@@ -298,24 +292,38 @@ def test_published_config_gives_the_preset(tmp_path, name):
     assert read(tmp_path, **PUBLISHED[name]) == EXPECTED[name]
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "llama", "mistral", "qwen2"])
-def test_missing_fields_are_what_transformers_assumes_and_some_change_nothing(tmp_path, model_type):
-    silent = read(tmp_path, model_type=model_type)
-    transformers.CONFIG_MAPPING[model_type]().save_pretrained(tmp_path)
+LLAMA_SIZES = dict(zip(SIZES, (128, 2, 32, 8, 48, 5000, 1e-5)), vocab_size=97, head_dim=16)
+
+
+def sized(model_type, **options):
+    """A config.json that says the sizes, and `options`."""
+    sizes = PUBLISHED["gpt2"] if model_type == "gpt2" else LLAMA_SIZES
+    return sizes | dict(model_type=model_type) | options
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "mistral", "qwen2", "qwen3"])
+def test_missing_options_are_what_transformers_assumes_and_sizes_are_asked(tmp_path, model_type):
+    config = sized(model_type)
+    silent = read(tmp_path, **config)
+    transformers.CONFIG_MAPPING[model_type](**config).save_pretrained(tmp_path)
     assert silent == checkpoints.read_config(tmp_path)
     same = dict(reorder_and_upcast=1, partial_rotary_factor=1.0, pretraining_tp=2)
     same |= dict(quantization_config=None, activation_function="gelu_pytorch_tanh")
-    assert read(tmp_path, model_type=model_type, **same) == silent
+    assert read(tmp_path, **config | same) == silent
+    del config["vocab_size"]
+    with pytest.raises(ValueError, match="config.json: vocab_size: Field required"):
+        read(tmp_path, **config)
 
 
-@pytest.mark.parametrize("type_key", ["rope_type", "type"])
-@pytest.mark.parametrize("kind", ["llama 1", "llama 3", "mistral", "qwen2"])
-def test_config_of_transformers_4_and_5_mean_the_same(tmp_path, kind, type_key):
+@pytest.mark.parametrize("type_keys", ["rope_type", "type", "rope_type type"])
+@pytest.mark.parametrize("kind", ["llama 1", "llama 3", "mistral", "qwen2", "qwen3"])
+def test_config_of_transformers_4_and_5_mean_the_same(tmp_path, kind, type_keys):
     def as_transformers_4(config):
         rope = config.pop("rope_parameters")
         config["rope_theta"] = rope.pop("rope_theta")
-        rope[type_key] = rope.pop("rope_type")
-        config["rope_scaling"] = rope if rope[type_key] != "default" else None
+        rule = rope.pop("rope_type")
+        rope.update(dict.fromkeys(type_keys.split(), rule))
+        config["rope_scaling"] = rope if rule != "default" else None
         config["torch_dtype"] = config.pop("dtype", None)
         config.pop("layer_types", None)
 
@@ -327,58 +335,59 @@ def test_config_of_transformers_4_and_5_mean_the_same(tmp_path, kind, type_key):
 
 
 # model_type, window, options, positions
-WINDOWS = [("mistral", 100, {}, 100), ("mistral", 2000, {}, 1000), ("mistral", None, {}, 1000)]
-WINDOWS += [("qwen2", 100, {}, 1000), ("qwen2", 100, dict(use_sliding_window=True), 100)]
+WINDOWS = [("mistral", 100, {}, 100), ("mistral", 9000, {}, 5000), ("mistral", None, {}, 5000)]
+WINDOWS += [("qwen2", 100, {}, 5000), ("qwen2", 100, dict(use_sliding_window=True), 100)]
 WINDOWS += [("qwen2", 100, dict(layer_types=["full_attention", "sliding_attention"]), 100)]
-WINDOWS += [("qwen2", 100, dict(layer_types=["full_attention"] * 2), 1000)]
-WINDOWS += [("llama", 100, {}, 1000)]
+WINDOWS += [("qwen2", 100, dict(layer_types=["full_attention"] * 2), 5000)]
+WINDOWS += [("llama", 100, {}, 5000)]
 
 
 @pytest.mark.parametrize("model_type, window, options, positions", WINDOWS)
 def test_positions_end_where_a_window_would_slide(tmp_path, model_type, window, options, positions):
-    options |= dict(model_type=model_type, sliding_window=window, max_position_embeddings=1000)
+    options = sized(model_type, sliding_window=window, **options)
     assert read(tmp_path, **options).max_positions == positions
 
 
-NOT_COMPUTED = {  # option: a value that is refused by name
-    "gpt2": dict(scale_attn_by_inverse_layer_idx=True, add_cross_attention=True),
-    "llama": dict(attention_bias=True, mlp_bias=True, partial_rotary_factor=0.25),
-    "mistral": dict(hidden_act="gelu"),
-    "qwen2": dict(hidden_act="gelu", quantization_config={"quant_method": "gptq"}),
-}
-REFUSED = [
-    (model_type, {option: value}, f"{option}={value!r} is not supported")
-    for model_type, options in NOT_COMPUTED.items()
-    for option, value in options.items()
-]
-REFUSED += [
-    ("mixtral", {}, "model_type='mixtral'.*'gpt2' or 'llama' or 'mistral' or 'qwen2'"),
-    ("gpt2", dict(activation_function="relu"), "activation_function='relu'.*'gelu_new'"),
-    ("gpt2", dict(scale_attn_weights=False), "scale_attn_weights=False.*True"),
-    ("llama", dict(hidden_act="gelu"), "hidden_act='gelu'.*'silu'"),
-    ("llama", dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), "rope_type='yarn'.*'llama3'"),
-    ("llama", dict(rope_scaling=dict(type="linear", factor=4.0)), "rope_type='linear'"),
-    ("llama", dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "low_freq_factor"),
-    ("mistral", dict(rope_parameters=dict(rope_type="longrope")), "rope_type='longrope'"),
-    ("qwen2", dict(rope_parameters=dict(full_attention={})), "full_attention"),
-    ("llama", dict(rope_parameters=dict(partial_rotary_factor=0.5)), "partial_rotary_factor=0.5"),
-]
+# option: values of a wrong type, that no model has, or that are not computed
+WRONG = dict(model_type=[1, None, ["llama"], "mixtral", "olmo2", "phi3", "llama\nllama"])
+WRONG |= dict(vocab_size=["97", 97.0, 1.5, True, None, 0, -1, 10**12, [97], {}], head_dim=[[16]])
+WRONG |= dict(num_hidden_layers=[2.0, 10**6], num_key_value_heads=["8"], sliding_window=[2.5])
+WRONG |= dict(rms_norm_eps=[0, "1e-6", math.nan, math.inf], rope_theta=[0, "1e4", [1e4], None])
+WRONG |= dict(tie_word_embeddings=["true"], layer_types=["full_attention", ["linear_attention"]])
+WRONG |= dict(rope_scaling=[[], "yarn", 8.0], rope_parameters=[[ROPE], "default", True])
+WRONG |= dict(hidden_act=["gelu"], activation_function=["relu"], partial_rotary_factor=[0.25])
+WRONG |= dict(scale_attn_weights=[False], quantization_config=[{"quant_method": "gptq"}])
+ONLY_FALSE = "attention_bias mlp_bias scale_attn_by_inverse_layer_idx add_cross_attention"
+WRONG |= dict.fromkeys(ONLY_FALSE.split(), [True])
+WRONG_ROPE = dict(rope_type=["yarn", 3], type=["linear"], factor=["8", 0, math.nan])
+WRONG_ROPE |= dict(partial_rotary_factor=[0.5], full_attention=[{}], beta_fast=[32])
+REFUSED = [({k: v}, f"{k}=.*: must be ") for k, values in WRONG.items() for v in values]
+for rope in ("rope_scaling", "rope_parameters"):
+    for k, values in WRONG_ROPE.items():
+        REFUSED += [({rope: ROPE | {k: v}}, f"{k}={v!r}: (must be|Extra)") for v in values]
+REFUSED += [(dict(model_type="phi3"), "must be 'gpt2', 'llama', 'mistral', 'qwen2' or 'qwen3'")]
+REFUSED += [(dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "needs.* low_freq_factor")]
+REFUSED += [(dict(rope_scaling=ROPE | dict(low_freq_factor=4.0)), "low_freq_factor < high_freq")]
+REFUSED += [(dict(num_key_value_heads=3), "n_kv_head=3: must divide n_head=32")]
 
 
-@pytest.mark.parametrize("model_type, options, message", REFUSED)
-def test_what_the_model_does_not_compute_is_refused(tmp_path, model_type, options, message):
-    with pytest.raises(ValueError, match=message):
-        read(tmp_path, model_type=model_type, **options)
+@pytest.mark.parametrize("options, message", REFUSED)
+def test_what_is_not_computed_or_makes_no_sense_is_refused_in_one_line(tmp_path, options, message):
+    with pytest.raises(ValueError, match=f"{tmp_path}/config.json: .*{message}") as error:
+        read(tmp_path, **sized("llama") | options)
+    assert str(error.value).isprintable()
 
 
-def test_config_that_is_missing_or_broken_is_named(tmp_path):
+DEEP = '{"model_type": ' + "[" * 10**5
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", "\xff", "NaN", DEEP])
+def test_config_that_is_missing_or_broken_is_named(tmp_path, content):
     with pytest.raises(FileNotFoundError, match="config.json"):
         checkpoints.read_config(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="config.json: not JSON"):
+    (tmp_path / "config.json").write_text(content, "latin-1")
+    with pytest.raises(ValueError, match="config.json: (Invalid JSON|must be an object)"):
         checkpoints.read_config(tmp_path)
-    with pytest.raises(ValueError, match="model_type=None"):
-        read(tmp_path)
 
 
 Q_BIAS, UP = "layers.0.self_attn.q_proj.bias", "layers.2.mlp.up_proj.weight"
@@ -390,7 +399,7 @@ MISFITS = [
     ("llama", drop(K), f"1 missing tensors: {K}"),
     ("llama", drop("lm_head.weight"), "missing.*lm_head.weight"),
     ("llama", drop("layers.1"), "9 missing tensors: (layers.1[^,]+, ){5}…"),
-    ("llama", add("norm.weight", 32), "twice: norm.weight"),
+    ("llama", add("norm.weight", 32), ": norm.weight is there twice"),
     ("llama", add(f"model.{V}", 32, 32), rf"{V} \[32, 32\].*expected \[16, 32\]"),
     ("llama", add(f"model.{DOWN}", 48, 32), rf"{DOWN} \[48, 32\].*expected \[32, 48\]"),
     ("llama", add("lm_head.weight", VOCAB, 32, dtype=torch.int8), "lm_head.weight.*I8"),
@@ -437,6 +446,34 @@ def test_a_shard_that_is_missing_or_has_other_tensors_than_the_index_says(save, 
         GPT.from_pretrained(directory)
 
 
+MAPS = [{"norm.weight": file} for file in (3, None, "../other.safetensors", "model.bin", "", "\0")]
+
+
+@pytest.mark.parametrize("weight_map", [None, [], "x", *MAPS])
+def test_an_index_that_is_wrong_is_named(save, weight_map):
+    directory = save(max_shard_size="10KB")
+    edit(directory / INDEX, lambda index: index.update(weight_map=weight_map))
+    with pytest.raises(ValueError, match=f"{INDEX}: weight_map=.*: must "):
+        GPT.from_pretrained(directory)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, 1e5])
+def test_weights_that_are_not_finite_in_their_dtype_are_refused(save, value):
+    file = save("gpt2") / "model.safetensors"
+    edit(file, lambda tensors: tensors[f"transformer.{C_FC}"].fill_(6e4))  # their sum overflows
+    GPT.from_pretrained(file.parent, dtype=torch.float16)
+    edit(file, lambda tensors: tensors[f"transformer.{C_FC}"][3, 5].fill_(value))
+    with pytest.raises(ValueError, match=f"{C_FC} holds NaN or infinity as torch.float16"):
+        GPT.from_pretrained(file.parent, dtype=torch.float16)
+
+
+def test_sizes_that_do_not_fit_the_weights_are_refused_before_anything_is_allocated(save):
+    directory = save()
+    edit(directory / "config.json", lambda c: c.update(hidden_size=2**22, intermediate_size=2**22))
+    with pytest.raises(ValueError, match="21 tensors that do not fit"):
+        GPT.from_pretrained(directory)  # of 300 terabytes
+
+
 def test_weights_in_no_file_or_one_that_is_not_safetensors(save):
     file = save() / "model.safetensors"
     pickle = file.rename(file.parent / "pytorch_model.bin")
@@ -451,7 +488,7 @@ def test_weights_in_no_file_or_one_that_is_not_safetensors(save):
 
 
 WANTED = f"config.json generation_config.json model.safetensors {SHARD} {INDEX} tokenizer.json"
-WANTED += " tokenizer.model original/tokenizer.model vocab.json merges.txt"
+WANTED += " tokenizer.model original/tokenizer.model"
 OTHERS = "pytorch_model.bin consolidated.safetensors original/consolidated.00.pth onnx/model.onnx"
 OTHERS += " README.md tf_model.h5"
 

@@ -83,17 +83,6 @@ def test_a_machine_that_changes_speed_is_followed(law, slo, slowdown, seed):
     assert max(shape.prefill_tokens for *_, shape in after) > 0.7 * most  # it takes what it may
 
 
-@SEEDS
-def test_a_long_stretch_of_decodes_does_not_close_the_budget(seed):
-    later = Request(99, [0] * 1500, 1500, 20, arrival=12.0)
-    log = under_slo(seed, cpu, SLO).run([*work(seed, 6, outputs=(600, 700)), later]).log
-    decode_only = [at for at, _, shape, _ in log if not shape.prefill_tokens and at < 12.0]
-    hybrid = [row[1:3] for row in log if row[2].prefill_tokens and row[0] >= 12.0]
-    assert len(decode_only) > 250 and all(shape.decodes for _, shape in hybrid)
-    assert hybrid[0][1].prefill_tokens >= 100  # of the 160 that fit
-    assert max(seconds for seconds, _ in hybrid) <= 1.05 * SLO
-
-
 def scheduler_with(decodes, policy="dynamic", context=500, **options):
     """A scheduler in which so many requests decode, and one of 2,000 tokens waits."""
     options = dict(chunk=256, max_batch=16, max_len=2048) | options
@@ -168,10 +157,3 @@ def test_it_learns_without_an_slo_too():
     for shape in (BatchShape(0, 6, 4000), BatchShape(0, 4, 3000).with_chunk(300, 60)):
         predicted = simulation.scheduler.iteration_time.predict(shape)
         assert predicted == pytest.approx(cpu(shape), rel=0.05)
-
-
-def test_a_clock_that_stands_still_teaches_nothing_and_stops_nothing():
-    simulation = VirtualRun("dynamic", lambda shape: 0.0, tbt_slo=SLO)
-    simulation.run(work(0, 8))
-    assert all(len(times) >= 40 for times in simulation.token_times.values())
-    assert simulation.scheduler.iteration_time.predict(BatchShape(9, 9, 9, 9)) == 0

@@ -1,8 +1,9 @@
 """The engine: its answers, its records, its errors, and what a failing step leaves behind."""
 
 import itertools
-import re
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +13,7 @@ from model import GPT, GPTConfig
 from policies import POLICIES
 from pretrained.tokenizers import byte_tokenizer
 from sampling import SamplingParams, sample
-from scheduler import Batch, SarathiServe, Scheduler
+from scheduler import Batch, SarathiServe
 from tests.helpers import alone, poison, poisoned_cache, run, tiny_model
 
 PROMPTS = [[7, 8, 9], [1] * 20, [5], [3, 1, 4, 1, 5, 9, 2, 6] * 2, [60, 0, 60]]
@@ -98,6 +99,7 @@ UNEQUAL, HALVES = [0.05, 0.4, 0.3, 0.2, 0.05], [0.5, 0.25, 0.25]
         *((UNEQUAL, dict(top_p=1e-9), [1]), (UNEQUAL, dict(top_k=50), range(5))),
         (UNEQUAL, dict(top_k=2, top_p=0.5), [1]),  # of the two kept, the first holds 4/7
         (HALVES, dict(top_p=0.5), [0]),  # reached, not passed
+        ([0.25] * 4, dict(top_p=0.5), [0, 1]),  # to the bit
     ],
 )
 def test_top_k_and_top_p_keep_what_they_say(probs, options, kept):
@@ -276,81 +278,6 @@ def test_a_failed_step_is_computed_again(model, policy, error, monkeypatch):
     assert [tokens[i] for i in ids] == [alone(model, p, SamplingParams(5)) for p in PROMPTS]
 
 
-FINISH, ADVANCE, OF = (Scheduler, "finish"), (Scheduler, "advance"), (Completion, "of")
-FORWARD, ADD = (GPT, "forward"), (Batch, "add")
-
-
-def interrupt(patch, place, late=False, often=False):
-    """Raise KeyboardInterrupt in the first call of a method, or at its end, or in the first with
-    each request or batch."""
-    whole, seen = getattr(*place), []
-
-    def interrupted(*args):
-        given = args[place is not OF]  # a request, a batch
-        again = any(given is other for other in seen) if often else bool(seen)
-        result = whole(*args) if again or late else None
-        seen.append(given)
-        if not again:
-            raise KeyboardInterrupt
-        return result
-
-    patch.setattr(*place, staticmethod(interrupted) if place is OF else interrupted)
-
-
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("place, least", [(FINISH, 5), (ADVANCE, 9), (OF, 5)])
-def test_an_interrupt_while_recording_loses_nothing(model, place, least, late, monkeypatch):
-    engine, params = make_engine(model), SamplingParams(3, logprobs=True)
-    ids, events = [engine.add_request(p, params) for p in PROMPTS], []
-    interrupt(monkeypatch, place, late, often=True)
-    interrupted = 0
-    while engine.has_work:
-        try:
-            events += engine.step()
-        except KeyboardInterrupt:
-            interrupted += 1
-    assert interrupted >= least and finished(engine) == []
-    for i, prompt in zip(ids, PROMPTS):
-        expected = alone(model, prompt, params)
-        assert [e.token for e in events if e.request_id == i] == expected
-        (c,) = [e.completion for e in events if e.request_id == i and e.completion]
-        assert c.tokens == expected and len(c.token_times) == len(c.logprobs) == 3
-
-
-INTERRUPTS = [(FINISH, False, 0), (OF, True, 1), (ADVANCE, True, 2)]
-INTERRUPTS += [(FORWARD, False, 0), (ADD, True, 0), (FINISH, False, 2)]
-
-
-@pytest.mark.parametrize("policy", ["orca", "sarathi-serve", "vllm"])
-@pytest.mark.parametrize("place, late, gone", INTERRUPTS)
-def test_abort_after_an_interrupt_leaves_the_others_alone(
-    model, policy, place, late, gone, monkeypatch
-):
-    engine = make_engine(model, policy, chunk=30)
-    params = [SamplingParams(n, logprobs=True) for n in (1, 5, 5)]
-    for prompt, p in zip(PROMPTS, params):
-        engine.add_request(prompt, p)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        interrupt(patch, place, late)
-        engine.step()
-    aborted = engine.abort(gone)
-    done = {e.request_id: e.completion.tokens for e in finished(engine) if e.completion}
-    assert done == {i: alone(model, PROMPTS[i], params[i]) for i in {0, 1, 2} - {gone}}
-    assert aborted.finish_reason == "abort" and len(aborted.logprobs) == len(aborted.tokens)
-
-
-@pytest.mark.parametrize("place, late, _", INTERRUPTS)
-def test_generate_after_an_interrupted_one(model, place, late, _, monkeypatch):
-    engine, params = make_engine(model, "vllm", chunk=30, max_waiting=5), SamplingParams(4)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        interrupt(patch, place, late)
-        engine.generate(PROMPTS, SamplingParams(1), progress=False)
-    assert not engine.has_work
-    done = engine.generate(PROMPTS, params)
-    assert [c.tokens for c in done] == [alone(model, prompt, params) for prompt in PROMPTS]
-    assert finished(engine) == []
-
-
 @pytest.mark.parametrize(
     "prompt, params, message",
     [
@@ -394,8 +321,11 @@ def test_a_bad_engine_is_refused(model, options, message):
 
 ENGINE = dict(policy=[["orca"]], chunk=[0, 2.5, "8"], max_batch=[0, 2.0], max_len=[0])
 ENGINE |= dict(page_size=[0], max_waiting=[0], budget=[2], attention=["flash", "xformers"])
-PARAMS = dict(temperature=[-0.1, float("nan"), "1"], top_k=[-1, 1.0], top_p=[0.0, 1.1])
-PARAMS |= dict(max_new_tokens=[0, 2.5], stop_token_ids=[5])
+HUGE = 10**400, 10**5000
+PARAMS = dict(temperature=[-0.1, float("nan"), "1", *HUGE], top_k=[-1, 1.0, *HUGE])
+PARAMS |= dict(max_new_tokens=[0, 2.5, *HUGE], top_p=[0.0, 1.1, Fraction(1, 10**400), *HUGE])
+PARAMS |= dict(stop_token_ids=[5, "7", ["7"], [1.0], torch.tensor(5), torch.ones(2, 2)])
+PARAMS |= dict(seed=["\ud800", 1.5, None, *HUGE], logprobs=["no", torch.ones(2)])
 GEOMETRY = dict(family=["bert"], n_kv_head=[3], n_layer=[0], head_dim=[7])
 SENSELESS = [(make_engine, ENGINE), (SamplingParams, PARAMS), (GPTConfig.preset, GEOMETRY)]
 
@@ -405,8 +335,49 @@ def test_a_senseless_argument_is_named(model, make, arguments):
     given = {make_engine: [model], GPTConfig.preset: ["llama-tiny"]}.get(make, [])
     for name, values in arguments.items():
         for value in values:
-            with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}")):
+            with pytest.raises(ValueError, match=f"^{name}=.*: ") as error:
                 make(*given, **{name: value})
+            assert len(str(error.value)) < 250 and "\n" not in str(error.value)
+
+
+def test_what_a_request_may_not_bring_is_refused_and_named(model):
+    engine = make_engine(model, "priority")
+    senseless = dict(arrival=[*HUGE, "1", float("nan")], request_id=[*HUGE, [], -1])
+    senseless |= dict(ttft_slo=[*HUGE, 5e-324, 0], tbt_slo=[*HUGE, "1"], priority=[1, [], "\ud800"])
+    for name, value in ((key, value) for key in senseless for value in senseless[key]):
+        with pytest.raises(ValueError, match=f"^{name}=.*: must be .*$"):
+            engine.add_request([1], SamplingParams(1), **{name: value})
+    for wrong in ([], "1", 10**5000, 7, None):
+        with pytest.raises(ValueError, match="^request_id="):
+            engine.abort(wrong)
+    with pytest.raises(ValueError, match="^prompt: token .* is out of range"):
+        engine.add_request([1, 10**5000])
+    with pytest.raises(ValueError, match="ageing=5e-324: must be a finite number above 0"):
+        make_engine(model, "priority", ageing=5e-324)
+    assert not engine.has_work and engine.step() == []
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nothing_that_is_accepted_makes_a_step_fail(model, policy):
+    extremes = [dict(arrival=at, priority=p) for at in (-1e308, 1e308) for p in ("low", "realtime")]
+    extremes += [{name: s} for name in ("ttft_slo", "tbt_slo") for s in (3e-308, 1e308, 1e-9)]
+    extremes += [dict(request_id=2**62), dict(priority="high", tbt_slo=Fraction(1, 9))]
+    whole, ids = np.uint8, torch.tensor([60, 60])
+    params = [SamplingParams(whole(9), top_k=whole(200), seed=whole(7), stop_token_ids=ids)]
+    params += [SamplingParams(9, t) for t in (5e-324, 1e308, np.float16(2), Fraction(1, 10**400))]
+    params += [SamplingParams(9, 1.0, 2**62, 3e-308, seed) for seed in (-(2**63), 2**63 - 1)]
+    sizes = dict(
+        max_batch=4, page_size=4, pages=14, **{"ageing": 3e-308} if policy == "priority" else {}
+    )
+    engine, asked = make_engine(model, policy, **sizes), {}
+    for i, (more, its) in enumerate(zip(extremes, itertools.cycle(params))):
+        asked[engine.add_request(PROMPTS[i % 5], its, **more)] = PROMPTS[i % 5], its
+    done = {e.request_id: e.completion.tokens for e in finished(engine) if e.completion}
+    assert done == {i: alone(model, *its) for i, its in asked.items()}
+    with pytest.raises(ValueError, match="max_new_tokens=200: must not exceed max_len=40"):
+        engine.add_request([1] * 60, SamplingParams(whole(200)))  # 260 is 4 in eight bits
+    numbers = params[0].max_new_tokens, params[0].stop_token_ids[0], params[4].temperature
+    assert [*map(type, numbers)] == [int, int, float]
 
 
 def test_an_unknown_argument_or_preset_is_refused():
@@ -446,23 +417,22 @@ def test_kv_bytes_are_known_before_they_are_allocated(model):
     for slots, max_len, dtype in [(1, 7, torch.float64), (5, 40, torch.bfloat16)]:
         data = KVCache(model.config, slots, max_len, dtype=dtype).data
         assert slots * max_len * kv_bytes_per_token(model.config, dtype) == data.nbytes
-    for pages, page_size, message in ((0, 8, "pages=0"), (2, 0, "page_size=0")):
-        with pytest.raises(ValueError, match=message):
-            KVCache(model.config, pages, page_size)
     thirteen_b = GPTConfig.preset("llama-13b")  # 40 layers * 2 * 5,120 * 2 bytes
     assert kv_bytes_per_token(thirteen_b, torch.float16) == 819_200
 
 
 def test_without_a_batch_size_memory_decides(model, monkeypatch):
-    per_token, weights = 2 * 2 * 2 * 8 * 8, sum(p.nbytes for p in model.parameters())
-    memory = dict(SC_PHYS_PAGES=2 * (weights + 7 * 40 * per_token + 99), SC_PAGE_SIZE=1)
-    monkeypatch.setattr("os.sysconf", memory.get)
+    per_token = 2 * 2 * 2 * 8 * 8
+    free = 2 * (7 * 40 * per_token + 99)  # half of it is left to others
+    monkeypatch.setattr("policies.config.free_bytes", lambda device: free)
     engine = Engine(model, max_len=40)
     assert engine.scheduler.max_batch == engine.runner.cache.pages == 7
     with pytest.raises(ValueError, match="max_len=400: one request takes"):
         Engine(model, max_len=400)
-    monkeypatch.setattr("os.sysconf", lambda name: 10**6)
+    monkeypatch.setattr("policies.config.free_bytes", lambda device: 10**7)
     assert Engine(model, max_len=4).scheduler.max_batch == 256  # however much there is
+    with pytest.raises(ValueError, match=r"pages=1000, page_size=40: takes 0.0 GB, 0.0 GB"):
+        Engine(model, max_len=40, max_batch=1000)
 
 
 def test_sarathi_is_aligned_to_the_tile_on_cuda_only(model, monkeypatch):
@@ -470,7 +440,7 @@ def test_sarathi_is_aligned_to_the_tile_on_cuda_only(model, monkeypatch):
     budget = lambda **more: Engine(model, policy="sarathi", **sizes, **more).scheduler.budget
     assert budget() == 300
     monkeypatch.setattr(GPT, "device", torch.device("cuda"))
-    for name in ("KVCache", "make_attention"):
+    for name in ("KVCache", "make_attention", "check_memory"):
         monkeypatch.setattr(f"engine.{name}", lambda *_: None)
     assert [budget(), budget(tile=64), budget(tile=100)] == [256, 256, 300]
 

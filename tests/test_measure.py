@@ -31,10 +31,54 @@ def test_medians_and_quartiles_of_runs_in_turn_that_are_warmed_up(monkeypatch):
     assert timings == {"a": (250, 0), "b": (500, 0)}
 
 
+def test_a_probe_tells_what_share_of_the_machine_is_missing(monkeypatch):
+    probe, now, took = measure.Probe(CPU, 2), {"wall": 0.0, "cpu": 0.0}, {}
+    probe.compute = lambda: now.update({name: now[name] + took[name] for name in now})
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now["wall"])
+    monkeypatch.setattr(measure.time, "process_time", lambda: now["cpu"])
+    for wall_ms, cpu_ms, missing in (
+        (4, 4, 0.5),  # a load from the beginning: one thread of two waits
+        (4, 8, 0.0),
+        (5, 10, 0.2),  # others slow it down without taking processors
+        (8, 8, 0.5),
+        (10, 5, 0.75),
+        (2, 5, 0.0),  # it was never alone before; and somebody's spinning is no negative load
+        (4, 8, 0.5),
+    ):
+        took.update(wall=wall_ms / 1e3, cpu=cpu_ms / 1e3)
+        assert probe.take() == pytest.approx(missing)
+
+
+STEADY = [  # readings of the probe, tries; which call counts, how many there were, drift
+    ([0.0, 0.1], 3, 1, 1, 0.1),
+    ([0.2, 0.2], 3, 1, 1, 0.2),
+    ([0.5, 0.1, 0.0], 3, 2, 2, 0.1),
+    ([0.0, 0.5, 0.1, 0.1], 3, 3, 3, 0.1),
+    ([0.5, 0.6, 0.3, 0.4], 3, 3, 3, 0.4),
+    ([0.3, 0.3, 0.9, 0.9], 3, 1, 3, 0.3),
+    ([0.5, 0.0], 1, 1, 1, 0.5),
+]
+
+
+@pytest.mark.parametrize("readings, tries, counts, calls, drift", STEADY)
+def test_on_a_busy_machine_it_is_tried_again(readings, tries, counts, calls, drift, monkeypatch):
+    left, called = iter(readings), []
+    monkeypatch.setattr(measure.Probe, "take", lambda self: next(left))
+    monkeypatch.setattr(measure, "probe_of", lambda *_: object.__new__(measure.Probe))
+    work = lambda: called.append(1) or len(called)
+    assert measure.steadily(work, CPU, tries) == (counts, drift)
+    assert len(called) == calls and not list(left)
+    left = iter([0.0] * 9)
+    spreads = {calls + 1: 0.9, calls + 2: 0.4, calls + 3: 0.3, calls + 4: 0.15}
+    assert measure.steadily(work, CPU, 3, spreads.get) == (calls + 3, 0.3)
+    assert measure.steadily(work, CPU, 3, spreads.get) == (calls + 4, 0.15)
+    assert measure.mark("vllm", drift > measure.BUSY) == ("vllm (busy)" if drift > 0.2 else "vllm")
+
+
 def test_bandwidth_and_ridge_are_bytes_and_rows(monkeypatch):
     ms = {"sum": measure.Timing(10.0, 0.0), "products": measure.Timing(2.0, 0.0)}
     monkeypatch.setattr(measure, "interleaved", lambda *_, **__: ms)
-    monkeypatch.setattr(machine, "schedule_us", lambda: 5.0)
+    monkeypatch.setattr(measure.Probe, "take", lambda self: 0.1)
     assert measure.memory_bandwidth(CPU) == pytest.approx(512 * 2**20 / 0.010)
     monkeypatch.setattr(measure, "memory_bandwidth", lambda device: 1e10)
     model = tiny_model(dtype=torch.float32)
@@ -44,30 +88,15 @@ def test_bandwidth_and_ridge_are_bytes_and_rows(monkeypatch):
     # at the ridge, 2 flops for each row of a weight take as long as reading its 4 bytes
     ridge_s = 2 * found["ridge_tokens"] / found["flops_per_s"]
     assert ridge_s == pytest.approx(4 / found["bytes_per_s"]) == 4e-10
-    said = {"dtype": "float32", "model": "tiny", "compiled": False, "schedule_us": 5.0}
+    said = {"dtype": "float32", "model": "tiny", "compiled": False}
     assert said.items() <= found.items() and found["device"] == machine.processor_name()
     assert (found["torch"], found["threads"]) == (torch.__version__, torch.get_num_threads())
     assert found["parameters"] == sum(p.numel() for p in model.parameters())
+    assert not found["busy"]
     args.init_from = "a/checkpoint"
+    monkeypatch.setattr(measure.Probe, "take", lambda self: 0.3)
+    assert machine.describe_machine(model, args, 16)["busy"]
     assert machine.describe_machine(model, args, 16)["model"] == "a/checkpoint"
-
-
-def test_the_time_of_a_schedule_is_that_of_the_slowest_policy_under_load(monkeypatch):
-    seen = {}
-
-    def spy(policy, *args, **options):
-        seen[policy] = make_scheduler(policy, *args, **options)
-        return seen[policy]
-
-    monkeypatch.setattr(machine, "make_scheduler", spy)
-    slow = list(POLICIES).index("vllm")
-    medians = iter([1e-6 * (9 if i == slow else 1) for i in range(len(POLICIES))])
-    monkeypatch.setattr(machine.statistics, "median", lambda times: next(medians))
-    assert machine.schedule_us(running=3, waiting=5) == pytest.approx(9)
-    assert seen.keys() == POLICIES.keys()
-    for scheduler in seen.values():
-        assert (len(scheduler.running), len(scheduler.waiting)) == (3, 5)
-        assert all(request.is_decoding for request in scheduler.running)
 
 
 def test_attention_cost_counts_every_visible_key():
@@ -117,15 +146,19 @@ def test_attention_alone_attends_once_in_every_layer_and_writes_nothing(model):
     assert torch.equal(runner.cache.data[:, :, :, :3], before[:, :, :, :3])
 
 
-def test_watches_see_linear_layers_and_attention_only_while_they_are_asked_to():
-    model = tiny_model()
-    runner = Runner(model, 1, 8)
-    batch = runner.flatten([Span([0], 0, [1, 2, 3])])
-    attention_watch = measure.Stopwatch(model.device)
-    with measure.watch_linear(model) as linear_watch:
-        watched = model(measure.watch_attention(batch, attention_watch), runner.cache)
-    assert len(linear_watch.marks) == 2 * (2 * 4 + 1) and len(attention_watch.marks) == 2 * 2
-    assert linear_watch.read_ms() > 0 and linear_watch.read_ms() == 0
-    assert torch.equal(model(batch, runner.cache), watched) and not linear_watch.marks
-    attention_watch.marks = [1.0, 1.25, 5.0, 5.5]  # on for 0.25 s and for 0.5 s
-    assert attention_watch.read_ms() == 750
+def test_the_time_of_a_schedule_is_that_of_the_slowest_policy_under_load(monkeypatch):
+    seen = {}
+
+    def spy(policy, *args, **options):
+        seen[policy] = make_scheduler(policy, *args, **options)
+        return seen[policy]
+
+    monkeypatch.setattr(machine, "make_scheduler", spy)
+    slow = list(POLICIES).index("vllm")
+    medians = iter([1e-6 * (9 if i == slow else 1) for i in range(len(POLICIES))])
+    monkeypatch.setattr(machine.statistics, "median", lambda times: next(medians))
+    assert machine.schedule_us(running=3, waiting=5) == pytest.approx(9)
+    assert seen.keys() == POLICIES.keys()
+    for scheduler in seen.values():
+        assert (len(scheduler.running), len(scheduler.waiting)) == (3, 5)
+        assert all(request.is_decoding for request in scheduler.running)

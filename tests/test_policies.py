@@ -8,6 +8,7 @@ from kv_cache import Pages
 from policies import POLICIES, find_policy, make_scheduler, policy_options, where_it_failed
 from policies.config import EngineConfig
 from scheduler import Request, SarathiServe
+from tests.helpers import IN_ORDER, RESERVING
 
 OWN = """from scheduler import Request, SarathiServe
 class Shortest(SarathiServe):
@@ -48,7 +49,7 @@ def test_a_policy_of_ones_own_is_found_wherever_its_file_is_and_loaded_once(own)
         make_scheduler(NAME, Pages(2, 8), tile=3)
 
 
-ONE_OF = "must be one of request-level, .*, priority, or FILE.py:Class"
+ONE_OF = f"must be one of {', '.join(POLICIES)}, or FILE.py:Class"
 UNKNOWN = [(bad, ONE_OF) for bad in ("sarathi_serve", "my_policy.py", "my_policy:Shortest", None)]
 UNKNOWN += [("other_policy.py:Shortest", "there is no file other_policy.py")]
 NO_CLASSES = [f"my_policy.py:{name}" for name in ("Longest", "three", "Request", "")]
@@ -88,17 +89,29 @@ def test_it_is_told_where_a_policy_fails_while_it_runs(own):
         assert where_it_failed(caught.value) == f"{own} line {line}"
     scheduler.limit = 4
     assert scheduler.next_batch() == []
+    scheduler.schedule = lambda: None  # what comes of what it returned has no line
+    with pytest.raises(AttributeError) as caught:
+        scheduler.next_batch()
+    assert where_it_failed(caught.value) == str(own)
     with pytest.raises(RuntimeError) as caught:
         scheduler.pages.free([1])
     assert where_it_failed(caught.value) is None  # no policy's
     assert where_it_failed(ValueError("never raised")) is None
 
 
+def test_it_is_derived_what_a_policy_reserves_and_whether_it_is_first_come_first_served():
+    papers = [name for name, cls in POLICIES.items() if cls.__module__ == "scheduler"]
+    whole = {"request-level", "orca", "orca-best", "sarathi"}
+    assert set(RESERVING) & set(papers) == whole and len(papers) == 8
+    assert {*papers, "dynamic"} <= set(IN_ORDER) and "priority" not in IN_ORDER
+
+
 def test_the_options_of_a_policy_are_those_of_its_signatures():
     dynamic = {"tbt_slo", "profile", "tile"}
     some = {"sarathi": {"tile"}, "dynamic": dynamic, "priority": dynamic | {"ttft_slo", "ageing"}}
-    for name, cls in POLICIES.items():
-        assert find_policy(name) is cls and policy_options(cls) == some.get(name, set())
+    for name in {*IN_ORDER, *some}:
+        assert find_policy(name) is POLICIES[name]
+        assert policy_options(POLICIES[name]) == some.get(name, set())
 
 
 def test_a_config_is_made_of_fields_and_options_of_the_policy():

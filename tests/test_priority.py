@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.iteration_time import BatchShape
-from policies.priority import PRIORITIES, check_promise
-from policies.waiting import ClassLine, aged_class
+from policies.priority import PRIORITIES, ClassLine, check_promise
 from scheduler import Request
 from tests.helpers import VirtualRun, percentile
 
@@ -82,7 +81,7 @@ ACTIONS = st.lists(st.tuples(NAMES, *map(st.integers, [0] * 3, [3, 9, 40])), max
 @given(ACTIONS, st.sampled_from([1.0, 4.0, 64.0]))
 def test_the_line_is_a_sorted_list(actions, ageing):
     now, naive, gone = 0.0, NaiveLine(), []
-    line = ClassLine(lambda r: r.ttft_slo, ageing, lambda: now, len(PRIORITIES))
+    line = ClassLine(lambda r: r.ttft_slo, ageing, lambda: now)
     actions += [("pop", 0, 0, 0)] * len(actions)  # at last all leave in order
     for number, (name, its_class, a, b) in enumerate(actions):
         if name == "append":
@@ -111,7 +110,7 @@ def test_the_line_is_a_sorted_list(actions, ageing):
 
 def test_the_line_keeps_nothing_of_those_who_left():
     now, draw, there = 0.0, random.Random(0), []
-    line = ClassLine(lambda r: r.arrival + r.ttft_slo, 10.0, lambda: now, len(PRIORITIES))
+    line = ClassLine(lambda r: r.arrival + r.ttft_slo, 10.0, lambda: now)
     for i in range(3000):
         now += 0.1
         there.append(request(i, draw.randrange(4), arrival=now, ttft_slo=draw.choice([1.0, 1e9])))
@@ -128,8 +127,11 @@ def test_the_line_keeps_nothing_of_those_who_left():
 def test_a_class_is_one_of_those_there_are_whatever_the_clock_says():
     for arrival in (-1e9, 0.0, 5.0, 99.0, 1e9):  # long ago, or yet to come
         for priority in range(4):
-            assert 0 <= aged_class(request(0, priority, arrival=arrival), 7.0, 2.0) <= priority
-    aged = [aged_class(request(0, LOW), now, 10.0) for now in (0.0, 9.9, 10.0, 19.9, 20.0, 30, 99)]
+            line = ClassLine(None, 2.0, lambda: 7.0)
+            assert 0 <= line.aged_class(request(0, priority, arrival=arrival)) <= priority
+    times = iter([0.0, 9.9, 10.0, 19.9, 20.0, 30, 99])
+    line = ClassLine(None, 10.0, lambda: next(times))
+    aged = [line.aged_class(request(0, LOW)) for _ in range(7)]
     assert aged == [LOW, LOW, NORMAL, NORMAL, HIGH, REALTIME, REALTIME]
     sim = simulation()
     sim.add(request(0, LOW, arrival=1e9))
@@ -156,6 +158,24 @@ def test_classes_go_first_and_within_one_the_least_slack():
     requests += [request(6, NORMAL, 1500, ttft_slo=3.0), request(7, NORMAL, ttft_slo=3.0)]
     chunks = [chunk for row in simulation(chunk=32).run(requests).log for chunk in row[3]]
     assert list(dict(chunks)) == [5, 4, 3, 2, 7, 6, 1, 0]
+
+
+def test_a_prefill_that_has_begun_gives_way_to_a_higher_class_with_a_later_deadline():
+    sim = simulation(chunk=32)
+    sim.add(request(0, LOW, ttft_slo=0.1))
+    assert step(sim) == [0]
+    sim.add(request(1, HIGH, 40, arrival=sim.now, ttft_slo=100.0))
+    assert [step(sim), step(sim)] == [[1], [1, 0]]  # also when both have begun
+
+
+@pytest.mark.parametrize("targets", [(0.1, 0.5, None), (0.5, None, 0.1)])
+def test_the_budget_is_that_of_the_tightest_target(targets):
+    sim = simulation(chunk=2048)
+    for i, tbt_slo in enumerate(targets):
+        sim.add(request(i, prompt_len=10, output=400, tbt_slo=tbt_slo))
+    sim.step()
+    sim.add(request(9, prompt_len=1500, output=1, arrival=sim.now))
+    assert step(sim) == [0, 1, 2, 9] and 0.05 < sim.log[-1][1] <= 0.1
 
 
 @pytest.mark.parametrize("begun, first", [(False, [(0, 30), (1, 30)]), (True, [(0, 50)])])

@@ -160,9 +160,9 @@ class Watched:
             self.check()
 
     def preempt(self, n):
-        """Memory need not be short; but not while a batch is kept after a fault."""
+        """Memory need not be short, and a batch may be kept after a fault."""
         running = self.engine.scheduler.running
-        if n < len(running) and self.engine._batch is None:
+        if n < len(running):
             self.forced[running[n].id] += 1
             self.engine.scheduler.preempt(running[n])
             self.check()

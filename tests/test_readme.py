@@ -21,7 +21,9 @@ LEAST = {"": 5, "experiments/": 5, "simulator/": 2, "results/": 9}  # commands i
 TEXTS = {room: (ROOT / f"{room}README.md").read_text("utf-8") for room in LEAST}
 MAIN = TEXTS[""]
 ALGORITHM_3, *CODE = re.findall(r"```python\n(.*?)```", MAIN, flags=re.DOTALL)
-USAGE, POLICY = sorted(CODE, key=lambda block: "(SarathiServe):" in block)
+USAGE = next(block for block in CODE if "Engine(" in block)
+OWN = "\n".join(block for block in CODE if "(SarathiServe):" in block)
+TEMPLATE = (ROOT / "policies/template.py").read_text("utf-8")
 PARSERS = {"bench.py": bench.parse_args, "sample.py": sample.parse_args}
 NEEDS = {"budget": ["--slo-tbt", "1"], "fit": ["FILE"]}  # where a sentence only names the command
 
@@ -38,13 +40,24 @@ def test_the_usage_runs(capsys):
 
 
 def test_a_policy_can_be_added_as_described(tmp_path):
-    (tmp_path / "my_policy.py").write_text(POLICY)
+    (tmp_path / "my_policy.py").write_text(OWN + TEMPLATE)
     eager = f"{tmp_path}/my_policy.py:Eager"
     history, _ = simulate(eager, [(20, 4), (50, 1)], 8)
     assert history == [{0: 20, 1: 44}, {0: "d", 1: 6}, {0: "d"}, {0: "d"}]
     model, prompts, params = tiny_model(), [[1] * 9, [2], [3, 4, 5]], SamplingParams(5)
-    done = Engine(model, policy=eager, chunk=4, max_batch=2, max_len=32).generate(prompts, params)
-    assert [c.tokens for c in done] == [alone(model, prompt, params) for prompt in prompts]
+    expected = [alone(model, prompt, params) for prompt in prompts]
+    classes = re.findall(r"(?m)^class (\w+)", OWN + TEMPLATE)
+    assert {"Eager", "ShortestFirst"} <= set(classes)
+    for name in classes:
+        sizes = dict(policy=f"{tmp_path}/my_policy.py:{name}", chunk=4, max_batch=2, max_len=32)
+        done = Engine(model, **sizes).generate(prompts, params)
+        assert [c.tokens for c in done] == expected
+
+
+@pytest.mark.parametrize("block", re.findall(r"(?m)^class (?:.+\n|\n(?= ))+", OWN + "\n"))
+def test_a_policy_that_stands_in_the_template_too_is_the_same_there(block):
+    name = block.partition("(")[0]
+    assert f"{name}(" not in TEMPLATE or block.rstrip() in TEMPLATE
 
 
 def commands(text):
@@ -62,7 +75,9 @@ def commands(text):
 @pytest.mark.parametrize("room", LEAST)
 def test_every_command_parses(room, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("my_policy.py").write_text(POLICY)
+    Path("my_policy.py").write_text(OWN)
+    Path("policies").mkdir()
+    Path("policies/template.py").write_text(TEMPLATE)
     found = list(commands(TEXTS[room]))
     assert len(found) >= LEAST[room]
     for script, *words in found:

@@ -14,8 +14,20 @@ import torch
 
 from engine import Engine, Iteration
 from experiments import run as run_module
-from experiments.metrics import meets_slo
-from experiments.run import Base, Hopeless, capacity, plan, serve, slo_seconds, summarize
+from experiments.metrics import missed
+from experiments.run import (
+    Base,
+    Bounded,
+    EngineServer,
+    Hopeless,
+    LoadRun,
+    capacity,
+    found_so_far,
+    plan,
+    serve,
+    slo_seconds,
+    summarize,
+)
 from experiments.workload import Arrival, poisson, prompts, sample_lengths
 from policies import POLICIES, slo
 from policies.config import EngineConfig
@@ -133,6 +145,36 @@ def test_a_full_queue_refuses_and_the_slo_is_not_met():
     assert not summary["met"] and run.refused == summary["never_scheduled"] == 5
 
 
+def test_an_interrupted_run_is_what_was_seen_of_it():
+    """Ctrl-C at looks at the clock: between iterations, before and after forward."""
+
+    def load_run(limit):
+        time, looks = Time(0.01), iter(range(limit))
+
+        def clock():
+            if next(looks, None) is None:
+                raise KeyboardInterrupt
+            return time.now()
+
+        engine = Engine(Silent(), replace(SMALL, policy="vllm"), clock=clock)
+        return LoadRun(EngineServer(engine, TOKENS, clock, time.sleep), ARRIVALS)
+
+    full, seen = load_run(10**6).run(), set()
+    for limit in range(1, 130):
+        with pytest.raises(KeyboardInterrupt) as caught:
+            load_run(limit).run()
+        run = caught.value.run
+        assert run.cut_short == "interrupted" and not summarize(run, 1000.0)["met"]
+        assert run.iterations == full.iterations[: len(run.iterations)]
+        last = run.iterations[-1].end if run.iterations else 0.0
+        for c in full.completions:
+            its = [own for own in run.completions if own.request_id == c.request_id]
+            assert its == [c] or c.token_times[-1] > last
+            assert all(own.token_times == c.token_times[: len(own.tokens)] for own in its)
+        seen.add(len(run.completions))
+    assert seen == set(range(1, 7))
+
+
 def test_garbage_collection_is_as_it_was_after_a_run_that_failed(monkeypatch):
     def fail(*_):
         assert gc.get_freeze_count() > 0
@@ -177,7 +219,7 @@ def test_runs_are_cut_short_only_if_they_would_have_failed(name):
         full = serve_small(name, tick, arrivals)
         for target in (3 * tick, 6 * tick, 12 * tick):
             run = serve_small(name, tick, arrivals, hopeless=Hopeless(arrivals, target))
-            met = meets_slo(summarize(full, target), target)
+            met = not missed(summarize(full, target), target)
             assert summarize(run, target)["met"] == met and not (met and run.cut_short)
             assert met or run.cut_short or run == full
             if run.cut_short:  # the same, up to there
@@ -236,19 +278,51 @@ def test_capacity_is_found_to_five_percent_and_one_failure_does_not_decide(limit
         return seen[-1]
 
     qps, points = capacity(run_at_rate, start=1.0)
-    assert limit / 1.05 <= qps <= limit and points == seen
+    assert limit / 1.05 <= qps <= limit and points == seen and qps.bound == ""
+    assert min(p["qps"] for p in points if p["qps"] > qps) <= 1.05 * qps  # and not just by luck
     assert max(Counter(point["qps"] for point in points if not point["met"]).values()) == 2
     assert unlucky is not None or len(points) <= 13
 
 
 def test_capacity_ends_where_every_answer_is_the_same_or_chance():
-    for met, found, last in ((False, 0, 1 / 16), (True, 16, 16)):
+    for met, text, last in ((False, "below 0.06", 1 / 16), (True, "at least 16.00", 16)):
         qps, points = capacity(lambda rate, met=met: {"qps": rate, "met": met}, start=1.0)
-        assert (qps, points[-1]["qps"], len(points)) == (found, last, 8)  # 1.5 ** 7 is above 16
+        assert (f"{qps:.2f}", points[-1]["qps"], len(points)) == (text, last, 8)  # 1.5 ** 7 > 16
     rng = np.random.default_rng(0)
     for _ in range(100):
         _, points = capacity(lambda rate: {"met": rng.random() < 1 / (1 + rate**4)}, start=1.0)
-        assert len(points) < 60
+        assert len(points) < run_module.MAX_RUNS
+    rates = iter([True, *[False] * run_module.MAX_RUNS])  # a machine that becomes ever slower
+    ever = lambda rate: {"met": next(rates)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_module, "MAX_RUNS", 3)
+        qps, points = capacity(ever, start=1.0)
+    assert f"{qps:g}" == "at least 1" and len(points) == 3
+
+
+def test_what_failed_while_others_used_the_machine_is_run_again():
+    seen = Counter()
+
+    def run_at_rate(rate):
+        seen[rate] += 1
+        busy = seen[rate] == 1
+        return {"met": rate <= 4 and not busy, "busy": busy, "missed": "x"}
+
+    qps, points = capacity(run_at_rate, start=1.0)
+    assert 4 / 1.05 <= qps <= 4 and set(seen.values()) == {2}
+    assert not found_so_far(points)["busy"]
+    busy = [point | {"busy": True} for point in points]
+    assert found_so_far(busy)["busy"] and found_so_far(busy)["missed"] == "x"
+
+
+@pytest.mark.parametrize("ours, other, text", [
+    ("", "", "4"), ("at least", "", "at least 4"), ("", "at least", "below 4"),
+    ("below", "", "below 4"), ("", "below", "at least 4"), ("at least", "below", "at least 4"),
+    ("below", "at least", "below 4"), ("below", "below", None), ("at least", "at least", None),
+])  # fmt: skip
+def test_a_ratio_of_bounds_is_a_bound_or_not_known(ours, other, text):
+    ratio = Bounded(8, ours).over(Bounded(2, other))
+    assert ratio is None if text is None else f"{ratio:g}" == text
 
 
 def test_policies_share_the_memory_and_may_have_a_chunk_of_their_own(tmp_path):
@@ -269,5 +343,5 @@ def test_policies_share_the_memory_and_may_have_a_chunk_of_their_own(tmp_path):
         with pytest.raises(ValueError, match=f"'{label}': .* does not go by a chunk size"):
             plan([label], [64], config)
     for label in ("sarathi:x", "sarathi:0", "fifo", "fifo:8"):
-        with pytest.raises(ValueError, match="chunk size of at least 1|'fifo': must be one of"):
+        with pytest.raises(ValueError, match="chunk=0: must be|'(sarathi:x|fifo)': must be one of"):
             plan([label], [64], config)

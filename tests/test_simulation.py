@@ -20,13 +20,12 @@ from policies.config import EngineConfig
 from simulator.cost_model import CostModel
 from simulator.devices import DEVICES, GEOMETRIES
 from simulator.simulation import Simulation, bubble_kinds, simulate
-from tests.helpers import tiny_model
+from tests.helpers import GROWING, tiny_model
 
 MODEL = tiny_model()
 # pages for each micro-batch: for max_batch requests of max_len, and for hardly more than one
 AMPLE, LITTLE = 32, 10
 CONFIG = EngineConfig("vllm", chunk=8, max_batch=4, max_len=32, page_size=4, pages=AMPLE)
-GROWING = [name for name in POLICIES if not POLICIES[name].reserves_max_len]  # page by page
 SHAPES = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)]  # stages of a pipeline, and replicas
 in_all_shapes = pytest.mark.parametrize("pp, replicas", SHAPES)
 under_all_policies = pytest.mark.parametrize("policy", POLICIES)
@@ -129,7 +128,7 @@ def test_every_token_is_computed_once_and_all_memory_comes_back(policy, pages, p
         simulation = Simulation(Law(pp, 1 / 64, uneven=True), config, replicas=replicas)
         schedulers = [checked(scheduler) for scheduler in simulation.schedulers]
         run = LoadRun(simulation, arrivals, progress=partial(ended.append, 1)).run()
-        result, computed = simulation.result(run), Counter()
+        computed = Counter()
         for iteration in run.iterations:
             for i, _, length, _ in iteration.chunks:
                 computed[i] += length
@@ -145,7 +144,7 @@ def test_every_token_is_computed_once_and_all_memory_comes_back(policy, pages, p
         preempted = Counter(i for iteration in run.iterations for i in iteration.preempted)
         assert all(preempted[i] == done.preemptions for i, done in enumerate(run.completions))
         preemptions += preempted.total()
-        assert result.tokens == computed.total() and result.batches == len(run.iterations)
+        assert simulation.batches == len(run.iterations)
         assert run.seconds == max(done.token_times[-1] for done in run.completions)
         assert len(ended) == len(arrivals) and not run.refused and run.cut_short is None
         assert len(schedulers) == pp * replicas and not schedulers[0].waiting
@@ -229,50 +228,6 @@ def test_a_bubble_is_the_time_that_a_stage_was_idle_though_all_had_work(policy, 
     found = [gap for seed in range(3) for gap in gaps(policy, pp, replicas, seed, mean_gap=1.0)]
     found = [run for run, _, work in found if work == "not all"]
     assert len(found) > 3 and not any(run.bubble for run in found)
-
-
-def one_token_at_a_time(policy, arrivals, chunk, max_batch):
-    """The token times of one stage with ample memory. Every token is put in its batch by itself."""
-    now, running, computed, times = 0.0, [], Counter(), [[] for _ in arrivals]
-    known = lambda i: arrivals[i].prompt_len + len(times[i])
-    ended = lambda i: len(times[i]) == arrivals[i].output_len
-    while left := [i for i in range(len(arrivals)) if not ended(i)]:
-        waiting = [i for i in left if arrivals[i].time <= now and i not in running]
-        if not running and not waiting:
-            now = min(arrivals[i].time for i in left)
-            continue
-        begun = [i for i in running if not times[i]]
-        admitted = waiting[: max_batch - len(running)]
-        batch = Counter()
-        if policy != "vllm" or not admitted:
-            batch.update(i for i in running if times[i])
-        full = lambda batch=batch: policy == "sarathi-serve" and batch.total() >= chunk
-        for i in begun + admitted:
-            while computed[i] + batch[i] < known(i) and not full():
-                batch[i] += 1
-        chunks = [(i, computed[i], length) for i, length in batch.items() if length]
-        now += by_tokens(chunks)
-        for i, start, length in chunks:
-            computed[i] = start + length
-            if i not in running:
-                running.append(i)
-            if computed[i] == known(i):
-                times[i].append(now)
-                if ended(i):
-                    running.remove(i)
-    return times
-
-
-@pytest.mark.parametrize("policy", ["vllm", "orca", "sarathi-serve"])
-def test_token_times_are_those_of_a_loop_over_single_tokens(policy):
-    for seed in range(40):
-        rng = random.Random(seed)
-        arrivals = random_arrivals(seed, rng.randint(1, 30), rng.choice([0.0, 0.1, 0.3, 1.0]))
-        chunk, max_batch = rng.randint(1, 24), rng.randint(1, 6)
-        sizes = dict(chunk=chunk, max_batch=max_batch, pages=max_batch * 8)
-        run = simulate(Law(), replace(CONFIG, policy=policy, **sizes), arrivals).run
-        expected = one_token_at_a_time(policy, arrivals, chunk, max_batch)
-        assert [completion.token_times for completion in run.completions] == expected
 
 
 @pytest.fixture
@@ -399,11 +354,25 @@ def test_a_request_that_comes_later_has_missed_nothing():
 
 
 def test_who_has_waited_or_been_idle_longest_goes_first():
-    # B keeps stage 0 of 3 from 2.5 to 3.5. C comes at 2.75, A has left the last stage at 3
-    run = alone([Arrival(0.0, 1, 2), Arrival(2.5, 1, 1), Arrival(2.75, 1, 1)], 3).run
-    assert [done.token_times for done in run.completions] == [[3, 7.5], [5.5], [6.5]]
+    # B keeps stage 0 of 3 until 3.5, or 3. C comes at 2.75, A has left the last stage at 3
+    for b, ends in ((2.5, [[3, 7.5], [5.5], [6.5]]), (2.0, [[3, 7], [5], [6]])):
+        run = alone([Arrival(0.0, 1, 2), Arrival(b, 1, 1), Arrival(2.75, 1, 1)], 3).run
+        assert [done.token_times for done in run.completions] == ends
     run = alone([Arrival(2.0 * i, 1, 1) for i in range(4)], replicas=2).run
     assert [iteration.micro_batch for iteration in run.iterations] == [0, 1, 0, 1]
+
+
+@in_all_shapes
+def test_a_policy_observes_what_its_requests_wait_for_stages_too(pp, replicas):
+    law, arrivals = Law(pp, 1 / 64, uneven=True), random_arrivals(0, 16 * pp)
+    simulation, observed = Simulation(law, CONFIG, replicas=replicas), []
+    for scheduler in simulation.schedulers:
+        scheduler.observe = lambda batch, seconds: observed.append(seconds)
+    run = LoadRun(simulation, arrivals).run()
+    assert observed == [iteration.end - iteration.start for iteration in run.iterations]
+    computing = [sum(law.stages([c[:3] for c in it.chunks])[0]) for it in run.iterations]
+    hops = (pp - 1) * law.hop
+    assert any(took > its + hops for took, its in zip(observed, computing)) == (pp > 1)
 
 
 @pytest.mark.parametrize("pp", [1, 2, 4])

@@ -4,11 +4,9 @@ import base64
 import json
 
 import pytest
-import tiktoken
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tiktoken_ext.openai_public import r50k_pat_str
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from pretrained.tokenizers import byte_tokenizer, load_tokenizer
@@ -24,30 +22,6 @@ def streamed(tokenizer, ids):
 
 def write_json(path, content):
     path.write_text(json.dumps(content), encoding="utf-8")
-
-
-def byte_names():
-    """How GPT-2's files spell the bytes 0 … 255, in the order of their ids: printable first."""
-    printable = [b for a, z in ("!~", "¡¬", "®ÿ") for b in range(ord(a), ord(z) + 1)]
-    others = [b for b in range(256) if b not in printable]
-    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
-
-
-GPT2_IDS = {bytes([b]): i for i, b in enumerate(byte_names())}
-GPT2_MERGES = [(b"h", b"e"), (b"l", b"l"), (b"he", b"ll"), (b" ", b"hell"), (b"3", b"4")]
-GPT2_RANKS = GPT2_IDS | {a + b: 256 + i for i, (a, b) in enumerate(GPT2_MERGES)}
-
-
-def gpt2_directory(path):
-    """vocab.json and merges.txt: 256 bytes, five merges, <|endoftext|> as 261."""
-    names = byte_names()
-    spell = lambda token: "".join(names[b] for b in token)
-    vocab = {spell(token): i for token, i in GPT2_RANKS.items()} | {"<|endoftext|>": 261}
-    write_json(path / "vocab.json", vocab)
-    merges = "\n".join(f"{spell(a)} {spell(b)}" for a, b in GPT2_MERGES)
-    (path / "merges.txt").write_text(f"#version: 0.2\n{merges}\n", encoding="utf-8")
-    write_json(path / "config.json", {"model_type": "gpt2"})
-    return path
 
 
 def llama3_directory(path, name="tokenizer.model"):
@@ -91,8 +65,8 @@ def byte_level_directory(path):
     return path
 
 
-MAKERS = {"gpt2 files": gpt2_directory, "llama 3": llama3_directory}
-MAKERS |= {"sentencepiece": sentencepiece_directory, "byte level": byte_level_directory}
+MAKERS = {"byte level": byte_level_directory, "llama 3": llama3_directory}
+MAKERS["sentencepiece"] = sentencepiece_directory
 every_kind = pytest.mark.parametrize("kind", ["bytes", *MAKERS])
 
 
@@ -160,35 +134,6 @@ def test_llama3_merges_words_and_starts_with_bos(every, tmp_path):
     assert elsewhere.encode("he") == [begin, 256]
 
 
-def test_gpt2_files_encode_as_tiktoken_does(every):
-    rules = dict(mergeable_ranks=GPT2_RANKS, special_tokens={"<|endoftext|>": 261})
-    reference = tiktoken.Encoding("reference", pat_str=r50k_pat_str, **rules)
-    assert every["gpt2 files"].encode("<|endoftext|> hello") == [261, 259, GPT2_IDS[b"o"]]
-
-    @given(st.text() | st.text("hel o134'\n") | st.sampled_from(TEXTS))
-    def check(text):
-        assert every["gpt2 files"].encode(text) == reference.encode(text, allowed_special="all")
-
-    check()
-
-
-def test_gpt2_without_files_uses_tiktoken_if_that_can_be_had(tmp_path, monkeypatch):
-    rules = dict(pat_str=".", mergeable_ranks={b"a": 7, b"b": 8}, special_tokens={})
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: tiktoken.Encoding(name, **rules))
-    write_json(tmp_path / "config.json", {"model_type": "gpt2"})
-    assert load_tokenizer(tmp_path).encode("ba") == [8, 7]
-    assert load_tokenizer(tmp_path).stop_token_ids == {50256}
-
-    def get_encoding(name):
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(tiktoken, "get_encoding", get_encoding)
-    message = "vocab.json and merges.txt.*TIKTOKEN_CACHE_DIR"
-    with pytest.raises(FileNotFoundError, match=message) as error:
-        load_tokenizer(tmp_path)
-    assert isinstance(error.value.__cause__, ConnectionError)
-
-
 STOPS = [(byte_level_directory, set()), (llama3_directory, {260, 268})]
 
 
@@ -202,24 +147,31 @@ def test_stop_tokens_are_those_of_generation_config_then_config(tmp_path, make, 
     assert load_tokenizer(tmp_path).stop_token_ids == {6, 7}
 
 
-def test_gpt2_encoding_is_not_given_to_a_model_it_does_not_fit(tmp_path, monkeypatch):
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: pytest.fail("does not fit"))
-    write_json(tmp_path / "config.json", {"model_type": "gpt2", "vocab_size": 97})
+def test_without_a_tokenizer_the_file_to_put_there_is_named(tmp_path):
+    (tmp_path / "tokenizer.json").mkdir()
     with pytest.raises(FileNotFoundError, match=f"{tmp_path}.*tokenizer.json"):
-        load_tokenizer(tmp_path)
-    gpt2_directory(tmp_path)  # Qwen2 has files of these names, but cuts words differently
-    write_json(tmp_path / "config.json", {"model_type": "qwen2"})
-    with pytest.raises(FileNotFoundError, match="tokenizer.json"):
         load_tokenizer(tmp_path)
 
 
 SENTENCEPIECE = b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02\n\x05\n\x03<s>\x15"
+RANKS = [base64.b64encode(bytes([b])) + b" %d" % b for b in range(256)]
+BAD_TEMPLATE = b"""{"model": {"type": "BPE", "vocab": {}, "merges": []}, "post_processor":
+    {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}],
+    "pair": [], "special_tokens": {"<x>": {"id": "<x>", "ids": [1], "tokens": ["<x>"]}}}}"""
+BROKEN = {
+    "tokenizer.model": [SENTENCEPIECE, b"", b"\n", RANKS[0], b"\n".join(RANKS[:255])],
+    "tokenizer.json": [b"", b"{}", b"[]", b"null", b"\xff", b"[" * 10**5, BAD_TEMPLATE],
+    "config.json": [b"", b"[]", b'{"eos_token_id": "x"}', b'{"eos_token_id": [1.5]}'],
+}
+WRONG_LINES = b"bm8= -1,bm8= 255,bm8= 257,bm8= 1.5,bm8= x,AA== 0,AA== 256,n_o= 256,bm8=".split(b",")
+for wrong in WRONG_LINES:
+    BROKEN["tokenizer.model"].append(b"\n".join([*RANKS, wrong]))
+BROKEN["config.json"].append(b'{"eos_token_id": -1}')
 
 
-def test_a_file_that_is_something_else_is_named(tmp_path):
-    (tmp_path / "tokenizer.model").write_bytes(SENTENCEPIECE)
-    with pytest.raises(ValueError, match="tokenizer.model: .*sentencepiece.*tokenizer.json"):
+@pytest.mark.parametrize("name, content", [(n, c) for n in BROKEN for c in BROKEN[n]])
+def test_a_file_that_is_broken_or_something_else_is_named(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{tmp_path / name}: ") as error:
         load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_bytes(b"{}")
-    with pytest.raises(ValueError, match="tokenizer.json: not a tokenizer"):
-        load_tokenizer(tmp_path)
+    assert str(error.value).isprintable()

@@ -1,14 +1,19 @@
 """What pictures are made of, by hand: what was drawn is asked of the figure that was saved."""
 
+import importlib
+import os
+
 import pytest
 from matplotlib.colors import to_hex
 
+import views
+from experiments.run import Bounded
 from policies import POLICIES
 from tests.test_metrics import a_completion, an_iteration, decode, prefill
 from views import style
 from views.search import plot_budget, plot_capacity
-from views.serving import cumulative, find_windows, over_time, plot_serving
-from views.style import DECODE, OTHER_COLORS, POLICY_COLORS, PREFILL
+from views.serving import cumulative, find_window, plot_serving
+from views.style import DECODE, HYBRID, OTHER_COLORS, OVER, POLICY_COLORS, PREFILL
 from views.timelines import lane_bars, plot_timelines, run_origin
 
 MACHINE = {"model": "llama-tiny", "dtype": "float32", "device": "a CPU", "threads": 2}
@@ -57,7 +62,7 @@ def spans_of(axis):
 
 
 def test_every_policy_has_a_colour_of_its_own_whoever_else_is_drawn():
-    assert set(POLICIES) <= set(POLICY_COLORS)
+    assert len(set(style.policy_colors(POLICIES).values())) == len(POLICIES)
     colors = [*POLICY_COLORS.values(), *OTHER_COLORS]
     assert len(set(colors)) == len(colors)
     together = style.policy_colors(["mine", "sarathi", "vllm", "yours"])
@@ -67,12 +72,20 @@ def test_every_policy_has_a_colour_of_its_own_whoever_else_is_drawn():
     assert len(style.policy_colors([f"run {i}" for i in range(20)])) == 20  # more than colours
 
 
+def test_no_backend_of_windows_is_asked_for(monkeypatch):
+    monkeypatch.setenv("MPLBACKEND", "rubbish")
+    importlib.reload(views)
+    assert "MPLBACKEND" not in os.environ
+
+
 def test_texts_are_short_and_plain():
     one, simulated = MACHINE | {"threads": 1}, MACHINE | {"threads": None}
     lines = [style.machine_line(machine) for machine in (MACHINE, one, simulated)]
     assert lines == [LINE, LINE.replace("2 threads", "1 thread"), LINE[: -len(", 2 threads")]]
     seen = [style.three_digits(value) for value in (None, 0, 0.5, 12.345, 123.4, 999.9, 12345)]
     assert seen == ["none", "0", "0.500", "12.3", "123", "1,000", "12,345"]
+    names = "vllm", "vllm, batch 32", "vllm2.py:VLLM", "sarathi"
+    assert [*map(style.label, names)] == ["vllm (2023)", "vllm (2023), batch 32", *names[2:]]
 
 
 def test_a_run_begins_with_its_first_arrival_or_iteration():
@@ -96,28 +109,53 @@ def test_lanes_show_waiting_chunks_and_gaps_in_a_window(window, bars):
     assert sorted(lane_bars(*a_run(), *window)) == bars
 
 
-def test_without_completions_nobody_waits_and_a_second_prefill_is_a_chunk_in_a_gap():
-    bars = [bar for bar in lane_bars(*a_run()) if bar[3] != "waiting"]
-    assert sorted(lane_bars((), a_run(7.0)[1])) == sorted(bars)
+def test_a_second_prefill_is_a_chunk_in_a_gap():
     iterations = [an_iteration(0, 1, [prefill(0, 4)]), an_iteration(3, 5, [prefill(0, 5)])]
     bars = lane_bars([a_completion(0, 4, 0.0, "length", 0.0, [1.0, 5.0])], iterations)
     assert sorted(bars) == [(0, 0, 1, "prefill", 1), (0, 1, 5, "gap", 4), (0, 3, 5, "prefill", 2)]
 
 
-def test_timelines_have_lanes_from_1_and_the_tokens_of_each_iteration(tmp_path):
-    timelines = {"vllm": a_run()[1], "orca": a_run()[1][:2]}
-    figure = plot_timelines(timelines, MACHINE, tmp_path / "t.png")
-    lanes, tokens, other, _, bar = figure.axes
-    assert [axis.get_title(loc="left") for axis in (lanes, other)] == ["vllm", "orca"]
+def test_timelines_have_lanes_from_1_and_the_tokens_of_each_batch_to_scale(tmp_path):
+    hybrid = an_iteration(102.0, 104.0, [decode(0), prefill(1, 3)])
+    done = a_completion(0, 4, 100.0, "length", 100.0, [101.0, 102.0, 104.0])
+    runs = {"vllm": a_run(), "orca": ([done], [*a_run()[1][:2], hybrid])}
+    figure = plot_timelines(runs, MACHINE, tmp_path / "t.png", anchor_s=4.0)
+    lanes, tokens, other, below, _ = figure.axes
+    assert [axis.get_title(loc="left") for axis in (lanes, other)] == ["vllm (2023)", "orca"]
+    longest = [axis.get_title(loc="right").split()[-2:] for axis in (lanes, other)]
+    assert longest == [["5.00", "s"], ["2.00", "s"]]
     assert is_png(tmp_path / "t.png") and figure.get_suptitle().endswith(LINE)
-    assert spans_of(lanes) == [(1, 2, 1), (2, 7, 1), (6, 7, 2), (7, 8, 2), (0, 1, 1), (2, 6, 2)]
+    gaps = [(1, 2, 1), (2, 7, 1), (6, 7, 2), (7, 8, 2)]
+    assert spans_of(lanes) == [(1.5, 2, 2), *gaps, (0, 1, 1), (2, 6, 2)]  # chunks above gaps
     assert lanes.get_ylim() == (2.6, 0.4) and lanes.get_xlim()[0] == 0 < 8 < lanes.get_xlim()[1]
-    assert other.get_xlim() == lanes.get_xlim() and "colours span" in bar.get_ylabel()
-    heights = {PREFILL: [4, 0, 4, 0, 0], DECODE: [0, 1, 0, 2, 1]}
-    for color, bars in zip(heights, (tokens.patches[:5], tokens.patches[5:])):
-        assert [bar.get_height() for bar in bars] == heights[color]
-        assert {to_hex(bar.get_facecolor()) for bar in bars} == {color}
-        assert (bars[2].get_x(), bars[2].get_width()) == (2, 4)
+    assert other.get_xlim() == lanes.get_xlim() and tokens.get_yscale() == "linear"
+    assert [bar.get_height() for bar in tokens.patches] == [4, 1, 4, 2, 1]
+    assert (tokens.patches[2].get_x(), tokens.patches[2].get_width()) == (2, 4)
+    seen = [[to_hex(bar.get_facecolor()) for bar in axis.patches] for axis in (tokens, below)]
+    assert seen == [[PREFILL, DECODE, PREFILL, DECODE, DECODE], [PREFILL, DECODE, HYBRID]]
+
+
+def colors_of(axis):
+    """The colours of the bars in lanes, as they are drawn."""
+    return [to_hex(color) for color in axis.collections[0].get_facecolors()]
+
+
+def test_a_gap_is_red_above_the_anchor_and_its_colour_depends_on_nothing_else(tmp_path):
+    def offline(run, anchor_s):
+        return plot_timelines({"vllm": run}, MACHINE, tmp_path / "t.png", anchor_s)
+
+    run = a_run()  # gaps of 1, 5, 1 and 1 s, and prefills
+    waits, short, long, *rest = met = colors_of(offline(run, 5.0).axes[0])
+    assert OVER not in met and [waits, *rest] == [style.WAITING, short, short, PREFILL, PREFILL]
+    assert colors_of(offline(run, 4.99).axes[0])[2] == OVER
+    assert colors_of(offline(run, 50.0).axes[0])[1:3] == [DECODE, DECODE]  # up to a tenth
+    quick = [a_completion(0, 4, 0.0, "length", 0.0, [1.0, 2.0])], [an_iteration(0, 1, [decode(0)])]
+    assert colors_of(offline(quick, 5.0).axes[0]) == [short] and short != long
+    bar = axis_labelled(
+        offline(([], []), 5.0), "time between tokens in s; red: more than 10 decode"
+    )
+    assert bar.get_xticklabels()[-1].get_text() == "5.00" and bar.get_xlim()[1] == 5
+    assert texts(bar.get_legend())[0] == "prefill"
 
 
 def test_a_cumulative_curve_steps_up_at_each_value():
@@ -127,32 +165,20 @@ def test_a_cumulative_curve_steps_up_at_each_value():
     assert few == [[[5, 5], [0, 1]], [[], []], [[], []]]
 
 
-def test_windows_are_equally_long_around_the_longest_gap_but_do_not_leave_the_run():
-    def run(end, *times):
-        completion = a_completion(0, 4, 0.0, "length", 0.0, times)
-        return [completion], [an_iteration(0.0, end, [prefill(0, 4)])]
+def test_the_window_is_around_the_longest_gap_of_all_runs_but_does_not_leave_them():
+    def run(end, *times, origin=0.0):
+        completion = a_completion(0, 4, origin, "length", origin, [origin + t for t in times])
+        return [completion], [an_iteration(origin, origin + end, [prefill(0, 4)])]
 
-    runs = {"slow": run(100.0, 50.0, 54.0), "quick": run(100.0, 20.0, 21.0)}
-    assert find_windows(runs) == {"slow": (46, 58), "quick": (14.5, 26.5)}
-    runs = {"a": run(100.0, 95.0, 99.0), "b": run(100.0, 1.0, 2.0), "short": run(5.0, 1.0, 2.0)}
-    assert find_windows(runs) == {"a": (88, 100), "b": (0, 12), "short": (0, 5)}
-    assert find_windows({"a": a_run()}, gaps=1.0) == {"a": (2, 7)}  # between tokens of one request
-    runs = {"one token": run(1.0, 1.0), "nothing": ([], [])}  # without a gap it is the run
-    assert find_windows(runs) == {"one token": (0, 1), "nothing": (0, 1)}
-
-
-def test_counts_over_time_are_means_weighted_by_time_and_hold_until_the_next_batch():
-    edges, *counts = over_time(*a_run(), columns=4)
-    assert edges.tolist() == near([0, 2, 4, 6, 8])
-    for seen, count in zip(counts, ([1, 2, 2, 1.5], [0, 1, 1, 1], [8, 4, 4, 5])):
-        assert seen.tolist() == near(count)  # running, waiting, free pages
-    assert over_time(*a_run(), columns=1)[3].tolist() == near([(2 * 8 + 5 * 4 + 6) / 8])
-    batches = (0.0, 1.0, [prefill(0, 4)], 0, 1), (3.0, 4.0, [prefill(1, 4)], 0, 5)
-    held = over_time([], [an_iteration(*batch) for batch in batches], columns=4)
-    assert held[1].tolist() == near([1, 1, 1, 5])
-    for iterations in ([], [an_iteration(2.0, 2.0, [prefill(0, 4)])]):  # no time at all
-        edges, *counts = over_time([], iterations, columns=3)
-        assert len(edges) == 4 and [c.tolist() for c in counts] == [[0, 0, 0]] * 3
+    slow, quick = run(100.0, 50.0, 54.0, origin=7.0), run(100.0, 20.0, 21.0)
+    late, early = run(100.0, 95.0, 99.0), run(100.0, 1.0, 3.0)
+    for first, second, window in ((slow, quick, (46, 58)), (late, early, (91, 100))):
+        assert find_window({"a": first, "b": second}) == window
+        assert find_window({"a": second, "b": first}) == window
+    assert find_window({"early": early, "short": run(5.0, 1.0, 2.0)}) == (0, 5)
+    assert find_window({"a": a_run()}) == (0, 8)  # 2 to 7: between tokens of one request
+    nothing = {"nothing": ([], [])}  # without a gap it is the run
+    assert find_window(nothing) == (0, 1) and find_window(nothing | {"a": run(2.0, 1.0)}) == (0, 2)
 
 
 def test_serving_draws_the_latencies_of_each_run(tmp_path):
@@ -160,20 +186,34 @@ def test_serving_draws_the_latencies_of_each_run(tmp_path):
     second[0].pop()  # without the request that waits
     runs = {"vllm": a_run(), "orca": second}
     figure = plot_serving(runs, MACHINE, tmp_path / "s.png", slo_s=0.5)
-    ttft, tbt, delay = (axis_labelled(figure, s) for s in ("time to f", "time b", "scheduling"))
+    labels = "time to first", "time between tokens (", "scheduling"
+    ttft, tbt, delay = (axis_labelled(figure, label) for label in labels)
+    assert axis_labelled(figure, "time between tokens in s; red: more than the SLO")
     for axis, x, share, p99 in (
-        (ttft, [1, 1, 4.5], [0, 0.5, 1], (4.465, 0.99)),
-        (tbt, [1, 1, 1, 1, 5], [1, 0.75, 0.5, 0.25, 0], (4.88, 0.01)),
-        (delay, [0, 0, 0.5], [0, 0.5, 1], (0.495, 0.99)),
+        (ttft, [1, 1, 4.5], [1, 0.5, 0], 4.465),
+        (tbt, [1, 1, 1, 1, 5], [1, 0.75, 0.5, 0.25, 0], 4.88),
+        (delay, [0, 0, 0.5], [1, 0.5, 0], 0.495),
     ):
         curve, dots = axis.lines[:2]
-        assert curve.get_label() == "vllm" and curve.get_drawstyle() == "steps-post"
+        assert curve.get_label() == "vllm (2023)" and curve.get_drawstyle() == "steps-post"
         assert curve.get_color() == dots.get_color() == POLICY_COLORS["vllm"]
         assert points(curve) == [near(step) for step in zip(x, share)]
-        assert points(dots)[1] == near(p99)
+        assert points(dots)[1] == near((p99, 0.01))
     assert tbt.lines[-1].get_xdata() == [0.5, 0.5] and tbt.get_xlim()[0] < 0.5  # the SLO, in view
     assert texts(tbt) == ["SLO 0.5 s"] and figure.get_suptitle().endswith(LINE)
-    assert set(runs) < {axis.get_title(loc="left") for axis in figure.axes}
+    lanes = [axis for axis in figure.axes if axis.get_ylabel() == "request"]
+    assert [axis.get_xlim() for axis in lanes] == [(0, 8)] * 2  # the same time of both
+    counts, pages = (
+        next(axis for axis in figure.axes if axis.get_ylabel() == label)
+        for label in ("requests", "free pages")
+    )
+    lines = {line.get_label(): points(line) for line in counts.lines}
+    assert lines["running"] == [(0, 1), (1, 1), (2, 2), (6, 2), (7, 1)]  # from 0, as the lanes
+    assert lines["waiting"] == [(0, 0), (1, 0), (2, 1), (6, 1), (7, 1)]
+    corners = pages.collections[0].get_paths()[0].vertices.tolist()
+    assert [0, 8] in corners and [2, 8] in corners and [2, 4] in corners  # held until the next
+    assert lanes[0].get_title(loc="right") == "longest gap of the run: 5.00 s"
+    assert {"vllm (2023)", "orca"} < {axis.get_title(loc="left") for axis in figure.axes}
     assert is_png(tmp_path / "s.png")
 
 
@@ -182,14 +222,13 @@ def test_serving_colours_gaps_by_their_length_and_puts_chunks_above_them(tmp_pat
     completions += [a_completion(8, 4, 0.0, "length", 6.0, [7.0])]
     iterations = [an_iteration(0.5, 1, [prefill(3, 4)]), an_iteration(1, 2, [decode(3)])]
     iterations += [an_iteration(5, 6, [prefill(3, 6)]), an_iteration(6, 7, [prefill(8, 4)])]
-    figure = plot_serving({"vllm": (completions, iterations)}, MACHINE, tmp_path / "s.svg")
+    figure = plot_serving({"vllm": (completions, iterations)}, MACHINE, tmp_path / "s.svg", 3.0)
     lanes = next(axis for axis in figure.axes if axis.get_ylabel() == "request")
     assert [label.get_text() for label in lanes.get_yticklabels()] == ["3", "8"]
     waits, gaps = [(0, 0.5, 1), (0, 6, 2)], [(1, 2, 1), (2, 6, 1)]
     assert spans_of(lanes) == [*waits, *gaps, (0.5, 1, 1), (5, 6, 1), (6, 7, 2)]
-    colors = [tuple(color) for color in lanes.collections[0].get_facecolors()]
-    assert colors[0] == colors[1] and colors[4] == colors[5] == colors[6]  # waiting, prefill
-    assert len(set(colors)) == 4 and colors[3][0] > colors[3][1]  # the long gap is red
+    colors = colors_of(lanes)
+    assert colors == [*[style.WAITING] * 2, colors[2], OVER, *[PREFILL] * 3] and colors[2] != OVER
 
 
 WAITS, ABORTED = a_completion(0, 4, 1.0), a_completion(1, 4, 1.0, "abort")
@@ -204,69 +243,82 @@ LITTLE += [([a_completion(0, 4, 1.0, "length", 1.0, times)], its) for times, its
 @no_warnings
 def test_serving_draws_runs_in_which_little_happened(run, tmp_path):
     little = {"vllm": run}
-    figure = plot_serving(little, MACHINE, tmp_path / "1.png")
-    assert axis_labelled(figure, "TBT").get_ylim()[0] > 0  # of colours, for gaps of no time, too
+    figure = plot_serving(little, MACHINE, tmp_path / "1.png", slo_s=1.0)
+    lanes = next(axis for axis in figure.axes if axis.get_ylabel() == "request")
+    assert all(color[3] == 1 for its in lanes.collections for color in its.get_facecolors())
     plot_serving(little | {"orca": a_run()}, MACHINE, tmp_path / "2.png", slo_s=0.1)
     assert is_png(tmp_path / "1.png") and is_png(tmp_path / "2.png")
 
 
-CUT_SHORT = "17 TBTs over 0.3 s"
+def point(qps, p99_tbt_s, p50_delay_s=0.1, met=True):
+    """What a search notes of a run."""
+    return dict(qps=qps, p99_tbt_s=p99_tbt_s, p50_delay_s=p50_delay_s, met=met)
 
 
-def point(qps, p99_tbt_s, p50_delay_s=0.1, cut_short=None):
-    """What a search notes of a rate."""
-    return dict(qps=qps, p99_tbt_s=p99_tbt_s, p50_delay_s=p50_delay_s, cut_short=cut_short)
+def found(points, capacity_qps, busy=False):
+    """What a search found."""
+    return dict(points=points, capacity_qps=capacity_qps, busy=busy)
 
 
-def test_capacity_draws_a_bar_and_its_number_and_the_points_by_rate_for_each_policy(tmp_path):
-    tried = [point(1, 0.4, 3.0), point(0.5, 0.2), point(2, 0.9, 9.0, CUT_SHORT)]
-    tried += [point(3, None, 5.0), point(4, 0.8, None, CUT_SHORT), {"qps": 5, "cut_short": True}]
-    twice = [point(1, 0.1, 0.1, CUT_SHORT), point(1, 0.2)]  # the lowest that failed is run again
-    found = {"vllm": (0.5, tried), "orca": (None, twice), "sarathi-serve": (1.234, [])}
-    results = {name: dict(capacity_qps=qps, points=its) for name, (qps, its) in found.items()}
+def test_capacity_draws_a_bar_and_its_number_and_a_point_for_each_rate(tmp_path):
+    tried = [point(1, 0.4, 3.0), point(0.5, 0.2), point(2, 0.9, 9.0, met=False)]
+    tried += [point(3, None, 5.0, met=False), point(4, 0.8, None, met=False)]
+    twice = [point(1, 0.5, met=False), point(1, 0.2)]  # the lowest that failed is run again
+    failed = [point(2, 0.6, met=False), point(2, 0.7, met=False)]
+    results = {
+        "vllm": found(tried, Bounded(1)),
+        "orca": found(failed, Bounded(2, "below"), busy=True),
+        "sarathi-serve": found(twice + failed, Bounded(1.234, "at least")),
+    }
     figure = plot_capacity(results, MACHINE, tmp_path / "c.png", slo_s=0.3)
-    bars, tbt, delay = (axis_labelled(figure, label) for label in ("capacity", "P99", "median"))
-    assert [bar.get_width() for bar in bars.patches] == [0.5, 0, 1.234]
-    assert texts(bars) == ["0.500", "none", "1.23"]
-    curve, hollow, both, failed = tbt.lines[:4]
-    assert points(curve) == [(0.5, 0.2), (1, 0.4), (2, 0.9), (4, 0.8)]
-    assert points(hollow) == [(2, 0.9), (4, 0.8)]  # what is None is left out
-    assert points(both) == [(1, 0.1), (1, 0.2)] and points(failed) == [(1, 0.1)]
-    assert curve.get_markerfacecolor() == hollow.get_color() == POLICY_COLORS["vllm"]
-    assert hollow.get_markerfacecolor() == "white"
-    assert points(delay.lines[0]) == [(0.5, 0.1), (1, 3.0), (2, 9.0), (3, 5.0)]
+    bars, (tbt, delay) = axis_labelled(figure, "capacity"), figure.axes[-2:]
+    assert [bar.get_width() for bar in bars.patches] == [1, 2, 1.234]
+    assert texts(bars) == ["1.00", "below 2.00", "at least 1.23"]
+    names = ["vllm (2023)", "orca (busy)", "sarathi-serve"]
+    assert [label.get_text() for label in bars.get_yticklabels()] == names
+    assert [bar.get_facecolor()[3] for bar in bars.patches] == [1, 0, 1]  # "below" is empty
+    assert [arrow.get_xdata() for arrow in bars.lines] == [[1.234]]  # "at least" goes on
+    drawn = [[*points(line)] for line in tbt.lines[:6]]  # of each those that were met, and not
+    assert drawn[:4] == [[(0.5, 0.2), (1, 0.4)], [(2, 0.9), (4, 0.8)], [], [(2, 0.7)]]
+    assert drawn[4:] == [[(1, 0.2)], [(2, 0.7)]]  # one for each rate: its last run
+    met, missed = tbt.lines[:2]
+    assert met.get_markerfacecolor() == missed.get_color() == POLICY_COLORS["vllm"]
+    assert (missed.get_markerfacecolor(), missed.get_linestyle()) == ("white", "None")
+    assert points(delay.lines[0]) == [(0.5, 0.1), (1, 3.0)]
     assert tbt.lines[-1].get_ydata() == [0.3, 0.3] and delay.lines[-1].get_ydata() == [2, 2]
-    assert texts(tbt.get_legend()) == list(results)
+    looks = {(text.xyann[0], text.get_ha()) for text in (*tbt.texts, *delay.texts)}
+    assert looks == {(1, "left")}  # the limits' names: right of the panels, where no line is
     assert is_png(tmp_path / "c.png") and figure.get_suptitle().endswith(LINE)
 
 
 def test_budget_draws_a_line_for_each_context_and_marks_the_choice(tmp_path):
-    rows = [(b, c, 8, b / 1000 + c / 10000) for c in (1024, 512) for b in (8, 256, 128, 64)]
-    rows += [(512, 512, 8, None), (64, 512, 4, 0.1)]
-    figure = plot_budget(rows, MACHINE, tmp_path / "b.png", slo_s=0.25, chosen=128)
+    rows = [(b, c, 8, b / 1000 + c / 10000) for c in (1024, 512) for b in (8, 256, 240, 128, 64)]
+    figure = plot_budget(rows, MACHINE, tmp_path / "b.png", slo_s=0.25, chosen=256)
     axis = axis_labelled(figure, "token budget")
-    first, alone = axis.lines[2:4]
-    labels = [line.get_label() for line in axis.lines[:6:2]]
-    pairs = ("4 decodes, context 512", "8 decodes, context 512", "8 decodes, context 1,024")
-    assert labels == [*pairs] and first.get_color() == axis.lines[4].get_color()
-    assert points(first) == [(64, near(0.1152)), (128, near(0.1792)), (256, near(0.3072))]
+    first, alone, second = axis.lines[:3]
+    labels = [line.get_label() for line in (first, second)]
+    assert labels == ["8 decodes, context 512", "8 decodes, context 1,024"]
+    assert first.get_color() == alone.get_color() != second.get_color()
+    times = {64: 0.1152, 128: 0.1792, 240: 0.2912, 256: 0.3072}
+    assert points(first) == [(budget, near(seconds)) for budget, seconds in times.items()]
     assert points(alone) == [(32, near(0.0592))]  # only decodes: left of the least budget
-    assert [t.get_text() for t in axis.get_xticklabels()] == ["decode\nonly", "64", "128", "256"]
+    ticks = [label.get_text() for label in axis.get_xticklabels()]
+    assert ticks == ["decode\nonly", "64", "128", "", "256"]  # there is no room for 240
     slo, chosen = axis.lines[-2:]
-    assert slo.get_ydata() == [0.25, 0.25] and chosen.get_xdata() == [128, 128]
-    assert texts(axis) == ["SLO 0.25 s ", "chosen: 128 tokens"]
+    assert slo.get_ydata() == [0.25, 0.25] and chosen.get_xdata() == [256, 256]
+    assert texts(axis) == [" SLO\n 0.25 s", "chosen: 256 tokens"]
     assert is_png(tmp_path / "b.png") and figure.get_suptitle().endswith(LINE)
 
 
-SEARCHES = ((None,), (0.0, point(1, None, None)), (2, point(2, 0.1)), (1.5, point(1, 0.0, 0.0)))
-PROFILES = ([], [(64, 512, 8, None)], [(64, 512, 8, 0.1)], [(0, 512, 8, 0.1)])
-CAPACITIES = [{"vllm": {"capacity_qps": qps, "points": tried}} for qps, *tried in SEARCHES]
-FOUND = [(plot_capacity, c) for c in CAPACITIES] + [(plot_budget, p) for p in PROFILES]
+SEARCHES = [([], 1), ([point(1, None, None)], 2), ([point(1, 0.0, 0.0)], 1.5)]
+RESULTS = [{"vllm": found(tried, Bounded(qps))} for tried, qps in SEARCHES]
+ALONE = [(8, 512, 8, 0.1), (64, 512, 8, 0.1)]
 
 
-@pytest.mark.parametrize("plot, found", FOUND)
 @no_warnings
-def test_searches_that_found_little_are_drawn(plot, found, tmp_path):
-    plot(found, MACHINE, tmp_path / "a.png")
-    plot(found, MACHINE, tmp_path / "b.pdf", 0.2, 64)
-    assert is_png(tmp_path / "a.png") and (tmp_path / "b.pdf").stat().st_size
+def test_searches_that_found_little_are_drawn(tmp_path):
+    for results in RESULTS:
+        plot_capacity(results, MACHINE, tmp_path / "a.png", 0.2)
+    assert is_png(tmp_path / "a.png")
+    plot_budget(ALONE, MACHINE, tmp_path / "b.pdf", 0.2, None)  # of a busy machine
+    assert (tmp_path / "b.pdf").stat().st_size

@@ -1,1 +1,5 @@
 """Pictures and traces, drawn from what the engine recorded."""
+
+import os
+
+os.environ.pop("MPLBACKEND", None)  # of windows: there are none, and an unknown one is an error

@@ -2,27 +2,29 @@
 
 Each run has two groups of lanes. "engine": the iterations, and as curves the tokens of each batch,
 the token budget, the free pages, how many requests run and wait. "requests": a lane each, with its
-waiting, its prefill chunks and its decodes; a generation stall is a hole in such a lane, and the
-iterations above it say why it is there (Sarathi-Serve, Figures 1 and 7). Or a lane is a stage of a
-simulated pipeline. Chrome's Trace Event Format: one event a line, times in whole microseconds.
-Read first: engine.py for Completion and Iteration, simulator/simulation.py for StageRun.
+waiting, its prefill chunks, its decodes, those in a row as one slice, and its generation stalls,
+from token to token, each with the request that caused it (Sarathi-Serve, Figures 1 and 7). Chrome's
+Trace Event Format: one event a line, times in whole microseconds; a curve has a point where it
+changes. A file that ends in .gz is compressed. Read first: engine.py for Completion and Iteration.
 """
 
+import gzip
 import json
-from itertools import chain
 
+from experiments.metrics import find_stalls
 from views.timelines import run_origin
 
 
 def write_chrome_trace(file, runs):
     """Write a trace of `runs`, {name: (completions, iterations)}, to the path `file`.
 
-    Each run begins at time 0, at its first arrival or iteration. Completions may be those of
-    requests that wait, run or were aborted; one that is seen only in iterations has no arrival.
+    Each run begins at time 0, at its first arrival or iteration. All requests have ended; of one
+    that is seen in iterations only, neither arrival nor end are known.
     """
     parts = []
     for number, (name, (completions, iterations)) in enumerate(runs.items()):
         pid, origin = 2 * number + 1, run_origin(completions, iterations)
+        stalls = find_stalls(completions, iterations)
         iterations = [i._replace(start=i.start - origin, end=i.end - origin) for i in iterations]
         ids = {i for it in iterations for i in (*it.preempted, *(chunk[0] for chunk in it.chunks))}
         ids |= {c.request_id for c in completions}
@@ -30,30 +32,13 @@ def write_chrome_trace(file, runs):
         lanes = {n: f"micro-batch {n}" if batches[1:] else "iterations" for n in batches}
         parts += [_names(pid, f"{name}: engine", lanes), _engine_events(pid, iterations)]
         parts.append(_names(pid + 1, f"{name}: requests", {i: f"request {i}" for i in sorted(ids)}))
-        parts.append(_request_events(pid + 1, completions, iterations, origin))
-    _write(file, parts)
-
-
-def write_pipeline_trace(file, runs):
-    """Write a trace of simulated pipelines to the path `file` (SARATHI, Figures 1 and 5).
-
-    `runs` maps a name to StageRuns in the order in which batches entered. Each replica is a process
-    with a lane for each stage: a slice for each batch, and a "bubble" before those waited for.
-    """
-    parts, pid = [], 0
-    for name, stage_runs in runs.items():
-        for replica in sorted({run.replica for run in stage_runs}):
-            pid, own = pid + 1, [run for run in stage_runs if run.replica == replica]
-            lanes = {stage: f"stage {stage + 1}" for stage in sorted({run.stage for run in own})}
-            parts += [_names(pid, f"{name}: replica {replica + 1}", lanes), _stage_events(pid, own)]
-    _write(file, parts)
-
-
-def _write(file, parts):
-    events = (json.dumps(event) for event in chain.from_iterable(parts))
-    with open(file, "w", encoding="utf-8") as out:
-        out.write('{"displayTimeUnit": "ms", "traceEvents": [\n' + next(events, ""))
-        out.writelines(",\n" + event for event in events)
+        parts.append(_request_events(pid + 1, completions, iterations, stalls, origin))
+    begun = lambda event: event.get("ts", -1)  # equals stay as they come
+    events = (event for part in parts for event in sorted(part, key=begun))
+    lines = (json.dumps(event, separators=(",", ":")) for event in events)
+    with (gzip.open if str(file).endswith(".gz") else open)(file, "wt", encoding="utf-8") as out:
+        out.write('{"displayTimeUnit": "ms", "traceEvents": [\n' + next(lines, ""))
+        out.writelines(",\n" + line for line in lines)
         out.write("\n]}\n")
 
 
@@ -61,7 +46,8 @@ def _event(name, pid, lane, start, end=None, **args):
     """A slice, or what happens at once. Slices cannot overlap, as both ends are rounded alike."""
     ts = round(1e6 * start)
     kind = {"ph": "i", "s": "t"} if end is None else {"ph": "X", "dur": round(1e6 * end) - ts}
-    return {"name": name, "pid": pid, "tid": lane + 1, "ts": ts, "args": args} | kind
+    event = {"name": name, "pid": pid, "tid": lane + 1, "ts": ts} | kind
+    return event | ({"args": args} if args else {})
 
 
 def _names(pid, process, lanes):
@@ -73,46 +59,34 @@ def _names(pid, process, lanes):
         yield dict(ph="M", name=f"{kind}_sort_index", pid=pid, args={"sort_index": index}, **tid)
 
 
-def _batch(chunks):
-    """(the kind of a batch, {"prefill_tokens", "decodes"})."""
-    prefill = sum(length for _, _, length, is_decode in chunks if not is_decode)
-    decodes = sum(is_decode for *_, is_decode in chunks)
-    kind = "hybrid" if prefill and decodes else "prefill" if prefill else "decode"
-    return kind, {"prefill_tokens": prefill, "decodes": decodes}
-
-
 def _engine_events(pid, iterations):
     """A slice per iteration, named after its kind of batch, and curves that step at its start."""
+    last = {}
     for it in iterations:
-        kind, args = _batch(it.chunks)
-        yield _event(kind, pid, it.micro_batch, it.start, it.end, **args, chunks=len(it.chunks))
+        prefill, decodes = it.prefill_tokens, it.decode_tokens
+        kind = "prefill" if not decodes else "hybrid" if prefill else "decode"
+        yield _event(kind, pid, it.micro_batch, it.start, it.end)
         curves = {
-            "tokens": {"prefill": it.prefill_tokens, "decode": it.decode_tokens},
+            "tokens": {"prefill": prefill, "decode": decodes},
             "free pages": {"pages": it.free_pages},
             "requests": {"running": it.running, "waiting": it.waiting},
         }
         curves |= {} if it.budget is None else {"token budget": {"tokens": it.budget}}
         for name, args in curves.items():
-            yield dict(ph="C", name=name, pid=pid, ts=round(1e6 * it.start), args=args)
+            if last.get(name) != args:
+                yield dict(ph="C", name=name, pid=pid, ts=round(1e6 * it.start), args=args)
+        last |= curves
 
 
-def _stage_events(pid, stage_runs):
-    """A slice for each batch of a replica and each bubble, on the lane of its stage."""
-    last = {}  # stage -> end of its last batch: no bubble begins earlier, not even by rounding
-    for run in stage_runs:
-        kind, args = _batch(run.chunks)
-        if run.bubble:
-            start = max(last.get(run.stage, 0.0), run.start - run.bubble)
-            yield _event("bubble", pid, run.stage, start, run.start)
-        args["micro_batch"] = run.micro_batch
-        yield _event(kind, pid, run.stage, run.start, run.end, **args)
-        last[run.stage] = run.end
-
-
-def _request_events(pid, completions, iterations, origin):
-    """Waiting, chunks and decodes of every request, its preemptions and its end."""
+def _request_events(pid, completions, iterations, stalls, origin):
+    """Waiting, chunks, decodes and stalls of every request, its preemptions and its end."""
     waiting_since = {c.request_id: c.arrival - origin for c in completions}
     last_seen = dict(waiting_since)  # the end of a request's last iteration, or its last preemption
+    stalled, in_a_row = set(), {}  # (request, when it ends); request -> its last slice of decodes
+    for stall in stalls:  # first: a slice must come before what it holds
+        who, name, end = stall.request_id, f"stall, caused by {stall.caused_by}", stall.end - origin
+        yield _event(name, pid, who, stall.start - origin, end, prefill_tokens=stall.prefill_tokens)
+        stalled.add((who, end))
     for it in iterations:
         for request_id in it.preempted:  # while this batch was made
             yield _event("preempted", pid, request_id, it.start)
@@ -121,13 +95,18 @@ def _request_events(pid, completions, iterations, origin):
             since = waiting_since.pop(request_id, it.start)
             if since < it.start:
                 yield _event("waiting", pid, request_id, since, it.start)
-            name = "decode" if is_decode else f"prefill chunk of {length}"
-            yield _event(name, pid, request_id, it.start, it.end, tokens=length)
             last_seen[request_id] = it.end
-    for c in completions:
-        lane, end = c.request_id, iterations[-1].end if iterations else 0.0
-        if c.finish_reason:  # when it was last seen: nobody wrote down when it was aborted
-            name = "aborted" if c.finish_reason == "abort" else "finished"
-            yield _event(name, pid, lane, last_seen[lane], reason=c.finish_reason)
-        elif waiting_since.get(lane, end) < end:  # it still waits
-            yield _event("waiting", pid, lane, waiting_since[lane], end)
+            if not is_decode or (request_id, it.end) in stalled:
+                in_a_row.pop(request_id, None)
+                if not is_decode:
+                    yield _event(f"prefill chunk of {length}", pid, request_id, it.start, it.end)
+            elif slice_ := in_a_row.get(request_id):  # nothing is written before all are made
+                slice_["dur"] = round(1e6 * it.end) - slice_["ts"]
+                slice_["args"]["tokens"] += 1
+            else:
+                slice_ = _event("decodes", pid, request_id, it.start, it.end, tokens=1)
+                in_a_row[request_id] = slice_
+                yield slice_
+    for c in completions:  # when it was last seen: nobody wrote down when it was aborted
+        name = "aborted" if c.finish_reason == "abort" else "finished"
+        yield _event(name, pid, c.request_id, last_seen[c.request_id], reason=c.finish_reason)

@@ -5,6 +5,7 @@ Read first: style.py. Read next: pipelines.py.
 """
 
 from matplotlib import colormaps
+from matplotlib.markers import CARETRIGHTBASE
 from matplotlib.ticker import NullLocator
 
 from experiments.metrics import MAX_DELAY_S
@@ -12,95 +13,85 @@ from views import style
 from views.style import POLICY_COLORS, STYLES
 
 
-def plot_capacity(results, machine, file, slo_s=None, max_delay_s=MAX_DELAY_S):
+def plot_capacity(results, machine, file, slo_s):
     """Draw what the search for the capacity found, and write the picture to `file`.
 
-    `results` is {name: {"capacity_qps": requests/s or None, "points": [a dict for each rate]}}; a
-    point has qps, p99_tbt_s, p50_delay_s and cut_short, and what is None is not drawn. On the left
-    the capacities; on the right both latencies against the rate, with their limits in seconds.
+    `results` is {name: what run.found_so_far says}; of points, what is None is not drawn. At the
+    top the capacities, "at least" as an arrow, "below" as an empty bar; below, both latencies
+    against the rate, and their limits.
     """
-    colors, figure = style.policy_colors(results), style.new_figure(12, 6.4)
-    left, right = figure.subfigures(1, 2, width_ratios=[1, 1.5])
-    axis, found = left.subplots(), [result["capacity_qps"] for result in results.values()]
-    bars = axis.barh(list(results), [qps or 0 for qps in found], 0.7, color=list(colors.values()))
-    axis.bar_label(bars, [style.three_digits(qps) for qps in found], padding=4)
-    axis.set(ylim=(len(results) - 0.4, -0.6), xlabel="capacity in requests/s")
-    axis.set_xlim(0, 1.18 * max(qps or 0 for qps in found) or 1)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.tick_params(axis="y", length=0)
-
-    panels = right.subplots(2, 1, sharex=True)
-    curves = (
-        ("p99_tbt_s", "P99 time between tokens\n(TBT) in s", slo_s, "SLO"),
-        ("p50_delay_s", "median scheduling\ndelay in s", max_delay_s, "limit"),
-    )
-    for axis, (key, ylabel, limit, word) in zip(panels, curves):
-        drawn = [limit]
+    colors, height = style.policy_colors(results), 1.1 + 0.3 * len(results)
+    figure = style.new_figure(height + 3.1)
+    top, bottom = figure.subfigures(2, 1, height_ratios=[height, 3.1])
+    bars = top.subplots()
+    for name, result in results.items():
+        qps, color, text = result["capacity_qps"], colors[name], style.label(name)
+        text += " (busy)" * result["busy"]
+        look = {"fill": False, "ls": "--"} if qps.bound == "below" else {"facecolor": color}
+        bar = bars.barh(text, qps, 0.7, edgecolor=color, **look)
+        if qps.bound == "at least":
+            bars.plot([qps], [text], marker=CARETRIGHTBASE, ms=18, color=color)
+        padding = 18 if qps.bound == "at least" else 4
+        bars.bar_label(bar, [style.three_digits(qps)], padding=padding)
+    bars.margins(x=0.2)
+    bars.set(ylim=(len(results) - 0.4, -0.6), xlabel="capacity in requests/s", xlim=(0, None))
+    bars.spines[["top", "right"]].set_visible(False)
+    curves = [("p99_tbt_s", "P99 time between tokens in s", slo_s, "SLO")]
+    curves += [("p50_delay_s", "median scheduling delay in s", MAX_DELAY_S, "limit")]
+    for axis, (key, title, limit, word) in zip(bottom.subplots(1, 2), curves):
+        rates, drawn = [], [limit]
         for name, result in results.items():
-            x, y, cut = curve_points(result["points"], key)
-            axis.plot(x, y, "-o", ms=6, color=colors[name], lw=1.4, label=name)
-            hollow = [[value for value, is_cut in zip(its, cut) if is_cut] for its in (x, y)]
-            axis.plot(*hollow, "o", ms=6, color=colors[name], mfc="white")
-            drawn += y
+            last = {point["qps"]: point for point in result["points"]}  # its last run is a rate's
+            for met, look in ((True, {"ls": "-"}), (False, {"ls": "", "mfc": "white"})):
+                its = sorted((q, p[key]) for q, p in last.items() if p["met"] == met)
+                x, y = ([pair[i] for pair in its if pair[1] is not None] for i in (0, 1))
+                axis.plot(x, y, marker="o", ms=5, lw=1.4, color=colors[name], **look)
+                rates, drawn = rates + x, drawn + y
         style.mark_limit(axis, limit, word)
         style.log_scale(axis, "y", drawn)
-        axis.set_ylabel(ylabel)
+        style.log_scale(axis, "x", rates)
+        axis.set_title(title, loc="left", fontsize=10)
+        axis.set_xlabel("load in requests/s (hollow: not met)")
         axis.grid(alpha=0.25)
-    style.log_scale(
-        axis, "x", [point["qps"] for its in results.values() for point in its["points"]]
-    )
-    axis.set_xlabel("load in requests/s (hollow: the run had failed and was cut short)")
-    panels[0].legend(ncols=4, **style.ABOVE)
     title = "The highest rate that meets the SLO, and the latencies against the load\n"
     return style.finish(figure, title + style.machine_line(machine), file)
 
 
-def curve_points(points, key):
-    """(rates, values of `key`, cut short or not), three lists by rate; a None is left out."""
-    seen = [point for point in points if point.get(key) is not None]
-    rows = sorted((point["qps"], point[key], bool(point["cut_short"])) for point in seen)
-    return tuple(map(list, zip(*rows))) or ([], [], [])
-
-
-def plot_budget(rows, machine, file, slo_s=None, chosen=None):
+def plot_budget(rows, machine, file, slo_s, chosen):
     """Draw the time of an iteration against its token budget, and write the picture to `file`.
 
-    `rows` is a list of (budget in tokens, context in tokens, decodes, seconds). There is a line for
-    each (context, decodes); decode-only iterations, whose budget leaves no room beside the decodes,
-    are marked at the left. `slo_s` is the SLO of TBT in seconds, `chosen` the budget taken.
+    `rows` is a list of (budget in tokens, context in tokens, decodes, seconds), with the same
+    decodes in all. There is a line for each context, and at the left a mark: the decodes alone.
+    `slo_s` is the SLO of TBT in seconds, `chosen` the budget that was taken, maybe None.
     """
-    lines, figure = budget_lines(rows), style.new_figure(12, 5.6)
-    contexts, decodes = (sorted({pair[i] for pair in lines}) for i in (0, 1))
-    budgets = sorted({b for (_, count), line in lines.items() for b, _ in line if b > count})
-    decode_only = min(budgets, default=1) / 2  # where the decode-only times are on the axis
+    decodes, contexts = rows[0][2], sorted({row[1] for row in rows})
+    budgets = sorted({row[0] for row in rows if row[0] > decodes})
+    decode_only = budgets[0] / 2  # where the decode-only times are on the axis
+    figure = style.new_figure(4.8)
     axis = figure.subplots()
-    for (context, count), line in lines.items():
-        color = colormaps["viridis"](0.85 * decodes.index(count) / max(1, len(decodes) - 1))
-        dashes, marker = STYLES[contexts.index(context) % len(STYLES)]
-        alone = [seconds for budget, seconds in line if budget <= count]
-        x, y = ([pair[i] for pair in line[len(alone) :]] for i in (0, 1))
+    for i, context in enumerate(contexts):
+        (_, alone), *times = sorted((row[0], row[3]) for row in rows if row[1] == context)
+        color = colormaps["viridis"](0.85 * i / max(1, len(contexts) - 1))
+        dashes, marker = STYLES[i % len(STYLES)]
         look = {"marker": marker, "color": color}
-        axis.plot(x, y, dashes, ms=5, label=f"{count} decodes, context {context:,}", **look)
-        axis.plot([decode_only] * len(alone), alone, ms=7, ls="", **look)
+        label = f"{decodes} decodes, context {context:,}"
+        axis.plot(*zip(*times), dashes, ms=5, label=label, **look)
+        axis.plot([decode_only], [alone], ms=7, ls="", **look)
     style.mark_limit(axis, slo_s, "SLO")
     style.log_scale(axis, "y", [*(row[3] for row in rows), slo_s])
     axis.set_xscale("log", base=2)
-    axis.set_xticks([decode_only, *budgets], ["decode\nonly", *budgets])
+    shown, apart = [], (budgets[-1] / decode_only) ** 0.05  # or labels collide
+    for budget in [chosen, *budgets] if chosen in budgets else budgets:
+        if all(max(budget, other) >= apart * min(budget, other) for other in shown):
+            shown.append(budget)
+    names = [budget if budget in shown else "" for budget in budgets]
+    axis.set_xticks([decode_only, *budgets], ["decode\nonly", *names])
     axis.xaxis.set_minor_locator(NullLocator())
     color = POLICY_COLORS["sarathi-serve"]
     style.mark_column(axis, chosen, f"chosen: {chosen} tokens", color, lw=6, alpha=0.25)
     axis.set_xlabel("token budget of a hybrid batch in tokens, decodes included")
     axis.set_ylabel("time of an iteration in s")
     axis.grid(alpha=0.25)
-    if lines:
-        axis.legend(loc="upper left", bbox_to_anchor=(1, 1), **style.BARE)
+    axis.legend(loc="upper left", **style.BARE)
     title = "One-time profile for the token budget\n"
     return style.finish(figure, title + style.machine_line(machine), file)
-
-
-def budget_lines(rows):
-    """{(context, decodes): [(budget, seconds)]}, sorted; a row without a time is left out."""
-    lines, timed = {}, [row for row in rows if row[3] is not None]
-    for budget, context, decodes, seconds in sorted(timed, key=lambda row: (row[1:3], row)):
-        lines.setdefault((context, decodes), []).append((budget, seconds))
-    return lines

@@ -10,38 +10,46 @@ from math import inf
 from matplotlib.cm import ScalarMappable
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import LogNorm
-from matplotlib.ticker import LogLocator, MaxNLocator
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from views import style
-from views.style import DECODE, GAPS, PREFILL
+from views.style import DECODE, GAPS, HYBRID, PREFILL
 
-TITLE = """Upper panels: prefill chunks (blue), and from one token to the next (green to red). \
-Lower panels: prefill (blue) and decode (green) tokens in each iteration.
-"""
+TITLE = "What each request does when, and below it how many tokens each batch has\n"
+SIGNS = {"prefill": PREFILL, "waiting": style.WAITING}  # of lanes
+BATCHES = {"hybrid batch": HYBRID, "decodes only": DECODE}
 
 
-def plot_timelines(timelines, machine, file):
-    """Draw {policy: its list of Iteration} on a common time axis, and write the picture to `file`:
-    for each policy the lanes of its requests, counted from 1, and the tokens of each iteration."""
-    figure, count = style.new_figure(12, 2.4 * len(timelines) + 1), len(timelines)
-    axes = figure.subplots(2 * count, 1, sharex=True, height_ratios=[2, 1] * count)
-    bars = {policy: lane_bars((), iterations) for policy, iterations in timelines.items()}
-    label = "time between tokens in s (the colours span what is in this picture)"
-    norm = scale_colors(figure, axes, bars.values(), label, aspect=50)
-    axes[0].set_xlim(0, 1.05 * max((bar[2] for its in bars.values() for bar in its), default=1))
-    for (policy, iterations), lanes, tokens in zip(timelines.items(), axes[::2], axes[1::2]):
+def plot_timelines(runs, machine, file, anchor_s):
+    """Draw {policy: (completions, iterations)} on one time axis, and write the picture to `file`:
+    for each policy the lanes of its requests, counted from 1, and the tokens of each iteration.
+    A gap between tokens of more than `anchor_s`, that is ten decode iterations, is red."""
+    figure = style.new_figure(1.85 * len(runs) + 1.1)
+    axes = figure.subplots(2 * len(runs), 1, sharex=True, height_ratios=[2, 1] * len(runs))
+    bars = {policy: lane_bars(*run) for policy, run in runs.items()}
+    norm = draw_legend(figure, axes, anchor_s, "10 decode iterations", BATCHES)
+    axes[0].set_xlim(0, 1.02 * max((bar[2] for its in bars.values() for bar in its), default=1))
+    for (policy, run), lanes, tokens in zip(runs.items(), axes[::2], axes[1::2]):
         draw_lanes(lanes, bars[policy], norm)
-        lanes.set_title(policy, **style.BOLD)
+        lanes.set_title(style.label(policy), **style.BOLD)
+        gaps = [seconds for *_, kind, seconds in bars[policy] if kind == "gap"]
+        longest = style.three_digits(max(gaps, default=None))
+        lanes.set_title(f"longest time between tokens: {longest} s", loc="right", fontsize=10)
         lanes.set_ylabel("request")
-        lanes.yaxis.set_major_locator(MaxNLocator(integer=True))
-        starts = [iteration.start - run_origin((), iterations) for iteration in iterations]
-        widths = [iteration.end - iteration.start for iteration in iterations]
-        for color, kind in ((PREFILL, "prefill_tokens"), (DECODE, "decode_tokens")):
-            counts = [getattr(iteration, kind) for iteration in iterations]
-            look = {"color": color, "alpha": 0.75, "edgecolor": "white", "linewidth": 0.2}
-            tokens.bar(starts, counts, width=widths, align="edge", **look)
-        tokens.set_yscale("symlog", linthresh=1)
-        tokens.set_ylabel("tokens")
+        lanes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+        iterations, origin = run[1], run_origin(*run)
+        starts = [i.start - origin for i in iterations]
+        widths = [i.end - i.start for i in iterations]
+        counts = [(i.prefill_tokens, i.decode_tokens) for i in iterations]
+        colors = [PREFILL if not d else HYBRID if p else DECODE for p, d in counts]
+        sizes = [prefills + decodes for prefills, decodes in counts]
+        # with an edge, or a batch of few tokens is not seen
+        tokens.bar(starts, sizes, widths, align="edge", color=colors, edgecolor=colors, lw=0.8)
+        most = max(sizes, default=1)
+        tokens.set(ylim=(-0.02 * most, 1.1 * most), ylabel="tokens")
+        tokens.set_yticks([0, most], ["0", f"{most:,}"])
+        tokens.spines[["top", "right", "bottom"]].set_visible(False)
     axes[-1].set_xlabel("time in s (each policy on its own clock)")
     return style.finish(figure, TITLE + style.machine_line(machine), file)
 
@@ -55,19 +63,15 @@ def run_origin(completions, iterations):
 def lane_bars(completions, iterations, start=0.0, end=inf):
     """[(request id, start, end, kind, seconds)]: what was done from `start` to `end` of a run.
 
-    In s since it began. Kinds: "waiting" (arrival to first chunk), "gap" (a token to the next),
-    "prefill" (a chunk). Starts and ends are cut, `seconds` is the whole length. Who only waited is
-    left out. Without completions nobody waits, and gaps begin with the request's batch before.
+    In s since it began. Kinds: "waiting" (arrival to first chunk), "gap" (token to token), and
+    "prefill". Starts and ends are cut, `seconds` is the whole length; who only waits is left out.
     """
-    origin, last = run_origin(completions, iterations), {}
+    origin = run_origin(completions, iterations)
     spans = [(c.request_id, *gap, "gap") for c in completions for gap in pairwise(c.token_times)]
     for iteration in iterations:
         for request_id, _, _, is_decode in iteration.chunks:
             if not is_decode:
                 spans.append((request_id, iteration.start, iteration.end, "prefill"))
-            elif not completions and request_id in last:
-                spans.append((request_id, last[request_id], iteration.end, "gap"))
-            last[request_id] = iteration.end
 
     def cut(spans):
         for request_id, first, last, kind in spans:
@@ -81,13 +85,21 @@ def lane_bars(completions, iterations, start=0.0, end=inf):
     return [*bars, *cut(wait for wait in waits if wait[0] in served)]
 
 
-def scale_colors(figure, axes, bars, label, aspect):
-    """Draw the colour bar of all gaps in `bars`, lists of bars, and return its norm."""
-    gaps = [seconds for its in bars for *_, kind, seconds in its if kind == "gap" and seconds > 0]
-    norm = LogNorm(min(gaps, default=1e-3), max(gaps, default=1.0) * 1.001)
-    look = {"aspect": aspect, "pad": 0.01, "format": style.PLAIN, "label": label}
-    colors, ticks = ScalarMappable(norm, GAPS), LogLocator(subs=(1, 2, 5))
-    figure.colorbar(colors, ax=axes.ravel(), ticks=ticks, **look).minorticks_off()
+def draw_legend(figure, axes, anchor_s, anchor, more):
+    """Draw above `axes` what the colours of lanes mean, and return the norm of GAPS.
+
+    A gap above `anchor_s` seconds, that is `anchor`, is red, and green from a tenth of that down,
+    whatever else there is. `more` is {text: colour}, of what has one beside the lanes.
+    """
+    norm = LogNorm(anchor_s / 10, anchor_s)
+    look = {"location": "top", "extend": "max", "shrink": 0.55, "anchor": (1, 0), "aspect": 32}
+    bar = figure.colorbar(ScalarMappable(norm, GAPS), ax=axes, pad=0.01, **look)
+    bar.minorticks_off()
+    ticks = [share * anchor_s for share in (0.1, 0.2, 0.5, 1)]
+    bar.set_ticks(ticks, labels=map(style.three_digits, ticks), fontsize=9)
+    bar.set_label(f"time between tokens in s; red: more than {anchor}", fontsize=9)
+    handles = [Patch(color=color, label=text) for text, color in (SIGNS | more).items()]
+    bar.ax.legend(handles=handles, loc="center right", bbox_to_anchor=(-0.03, 1.5), **style.BARE)
     return norm
 
 
@@ -101,9 +113,8 @@ def draw_lanes(axis, bars, norm):
     half, (left, right) = 0.42 if few else 0.5, axis.get_xlim()
     spans = [(start, end, lane[i] - half, lane[i] + half) for i, start, end, *_ in bars]
     corners = [[(a, low), (b, low), (b, high), (a, high)] for a, b, low, high in spans]
-    plain = {"waiting": style.WAITING, "prefill": PREFILL}
-    colors = [plain.get(kind) or GAPS(norm(seconds)) for *_, kind, seconds in bars]
-    edges = [0.3 * (few and end - start > (right - left) / 400) for start, end, *_ in spans]
+    colors = [SIGNS.get(kind) or GAPS(norm(max(s, norm.vmin))) for *_, kind, s in bars]
+    edges = [0.3 * (few and end - start > (right - left) / 200) for start, end, *_ in spans]
     look = {"edgecolors": "white", "linewidths": edges, "antialiased": few}
     axis.add_collection(PolyCollection(corners, facecolors=colors, **look))
     axis.set_ylim(len(ids) + 0.6, 0.4)

@@ -1,0 +1,89 @@
+"""The rules that every policy keeps, looked at in each iteration. Plain Python, like scheduler.py.
+
+Read next: template.py, to break them with; simulator/play.py, whose runs are watched.
+"""
+
+from collections import Counter
+
+from policies import where_it_failed
+
+
+class Referee:
+    """Watches a scheduler; its ValueErrors name rule, iteration and request, and what was seen.
+
+    nothing lost       who has not ended waits or runs, once; who has ended got all output
+    at most max_batch  requests run
+    no page leaked     or shared: each is free, or in the block table of one running request
+    chunks             are of running requests, one of each, begin where the last one ended, and
+                       hold at least one token; all are known, and have pages
+    no decode dropped  a batch has all running decodes; or none, if it is of prefill alone
+    everybody ends     schedule() returns something to do, and a new token comes before twice the
+                       tokens that there are were computed
+    """
+
+    def __init__(self, scheduler, where):
+        self.scheduler, self.where, self.iterations = scheduler, where, 0
+        self.live, self.in_vain, self.most = {}, 0, scheduler.max_batch
+        self._next_batch, self._advance = scheduler.next_batch, scheduler.advance
+        scheduler.next_batch, scheduler.advance = self.next_batch, self.advance
+
+    def next_batch(self):
+        """The scheduler's, if it breaks no rule."""
+        self.iterations += 1
+        self.live |= dict.fromkeys(self.scheduler.requests.values())
+        try:
+            batch = self._next_batch()
+        except Exception as error:
+            seen = f"{where_it_failed(error) or 'schedule()'}: {type(error).__name__}: {error}"
+            self._must(False, "everybody ends", next(iter(self.scheduler.requests), "-"), seen)
+        self._check_requests()
+        self._check_chunks(batch)
+        return batch
+
+    def advance(self, *args):
+        """The scheduler's; whoever ends then gives its pages back."""
+        moved = self._advance(*args)
+        self._check_requests()
+        return moved
+
+    def _must(self, holds, rule, request_id, seen):
+        if not holds:
+            where = f"{self.where}, iteration {self.iterations}, request {request_id}"
+            raise ValueError(f"{where}: breaks the rule {rule!r}: {seen}")
+
+    def _check_requests(self):
+        running, pages = self.scheduler.running, self.scheduler.pages
+        places = Counter([*running, *self.scheduler.waiting])
+        for r in list(self.live):
+            ended, lacks = r.finish_reason, r.prompt_len + r.max_new_tokens - len(r.tokens)
+            seen = f"{ended or 'not ended'}, lacks {lacks} tokens, waits or runs {places[r]} times"
+            right = places[r] == lacks == 0 if ended else places[r] == 1
+            self._must(right, "nothing lost", r.id, seen)
+            if ended:
+                del self.live[r]
+        for r in running[self.most :]:
+            self._must(False, "at most max_batch", r.id, f"is one of {len(running)} that run")
+        tables, owned = Counter(page for r in running for page in r.pages), Counter(pages._owned)
+        for page in (tables - owned) | (owned - tables):
+            who = [r.id for r in running if page in r.pages]
+            seen = f"page {page} is in {tables[page]} block tables, and must be free or in one"
+            self._must(False, "no page leaked", who or "-", seen)
+
+    def _check_chunks(self, batch):
+        running, chunks, size = self.scheduler.running, {}, self.scheduler.pages.page_size
+        for r, start, length in batch:
+            done, most = r.num_computed, min(len(r.tokens), len(r.pages) * size)
+            right = r in running and r not in chunks and start == done < start + length <= most
+            seen = f"{length} tokens from {start}: {done} are computed, {most} can be"
+            self._must(right, "chunks", r.id, seen + ", and it has another" * (r in chunks))
+            chunks[r] = length
+        decodes = [r for r in running if r.is_decoding]
+        dropped = [r for r in decodes if r not in chunks]
+        kept = len(decodes) - len(dropped)
+        for r in dropped if kept else ():
+            self._must(False, "no decode dropped", r.id, f"waits while {kept} others decode")
+        new = any(chunk.yields_token for chunk in batch)
+        self.in_vain = 0 if new else self.in_vain + sum(chunks.values())
+        enough = self.in_vain <= 2 * sum(len(r.tokens) for r in self.live)
+        seen = f"{self.in_vain} tokens were computed since the last new one"
+        self._must(enough, "everybody ends", [r.id for r in chunks], seen)

@@ -1,0 +1,26 @@
+"""A policy of one's own: copy this file, change it, and see what it wins and what it pays.
+
+    cp policies/template.py my_policy.py
+    python bench.py play my_policy.py:ShortestFirst
+
+Change one of these; what each promises stands in scheduler.py:
+
+    admit()          take the next request off the line and give it pages, or return None
+    rank(request)    of those that run the highest is preempted when memory runs out
+    token_budget()   the most tokens in a batch
+    schedule()       all of it: which chunks are computed next
+
+`self.waiting` is the line, `self.running` has the pages, `self.clock()` is the time in seconds.
+"""
+
+from scheduler import SarathiServe
+
+
+class ShortestFirst(SarathiServe):
+    def admit(self):
+        """The request with the shortest prompt jumps the queue."""
+        if self.waiting:
+            shortest = min(self.waiting, key=lambda request: request.prompt_len)
+            self.waiting.remove(shortest)
+            self.waiting.appendleft(shortest)
+        return super().admit()

@@ -1,0 +1,239 @@
+"""Whatever a user, a machine or a signal does: one clear line, and a status that says so."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+import bench
+import sample
+from experiments import console, options
+from policies import find_policy, make_scheduler
+from policies.config import check_memory
+from tests.test_bench import HERE
+
+TINY = "--model llama-tiny --device cpu --dtype float32"
+SERVE = "serve --simulate a100-80gb --model yi-34b --tp 2 --requests 8 --policies vllm"
+SAMPLE = "sample.py --preset llama-tiny --dtype float32 --device cpu --max-new-tokens 9 --prompt"
+OWN = """
+from scheduler import VLLM
+
+class Broken(VLLM):
+    def schedule(self):
+        return {}["nothing"]
+
+class Alone(VLLM):
+    def __init__(self):
+        pass
+"""
+NUMBERS = {  # options that take one number, or several with commas
+    "offline": "chunk batch seq-len pd-ratio requests seed threads",
+    "serve": "qps requests long-prompt trace-scale chunk batch max-len kv-tokens max-waiting slo "
+    "page-size tp pp replicas cpu-ms seed threads",
+    "capacity": "requests chunk batch max-len kv-tokens max-waiting slo page-size",
+    "budget": "slo-tbt decodes max-len tile seed threads",
+    "simulate": "requests cpu-ms processes",
+    "sample": "max-new-tokens temperature top-k top-p seed chunk max-batch",
+}
+
+
+@pytest.fixture(autouse=True)
+def signals():
+    """console.run is the last thing that a program does: the tests take their signals back."""
+    before = {number: signal.getsignal(number) for number in console.SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def parse(command, *words):
+    """Parse the words as `command` does: "sample", or one of bench.py."""
+    return sample.parse_args(words) if command == "sample" else bench.parse_args([command, *words])
+
+
+@pytest.mark.parametrize("command, option", [(c, o) for c in NUMBERS for o in NUMBERS[c].split()])
+def test_a_number_of_no_sense_is_refused_in_one_line(command, option, capsys):
+    for text in ("9" * 400, "9" * 5000, "-1", "nan", "1e400", "x"):
+        with pytest.raises(SystemExit) as done:
+            parse(command, f"--{option}={text}")
+        error = capsys.readouterr().err
+        assert done.value.code == 2 and error.count("\n") == 1
+        assert re.match(rf"(sample|bench)\.py( {command})?: error: --{option}\b", error)
+
+
+@pytest.mark.parametrize("option", ["json", "csv", "chrome-trace", "plot"])
+def test_a_file_that_cannot_be_written_is_found_before_the_run(option, tmp_path, capsys):
+    (tmp_path / "loop.png").symlink_to("loop.png")
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "there.png").write_text("kept")
+    (tmp_path / "link.png").symlink_to("not-there.png")
+    wrong = ["loop.png", "folder.png", "no/such.png", "there.png/x.png", "n" * 300 + ".png"]
+    for file in [*(f"{tmp_path}/{name}" for name in wrong), "", "~nobody/x.png", "/proc/x.png"]:
+        with pytest.raises(SystemExit) as done:
+            parse("serve", f"--{option}={file}")
+        error = capsys.readouterr().err
+        assert done.value.code == 2 and error.count("\n") == 1 and f"error: --{option} " in error
+    for name in ("there.png", "link.png", "new.png"):
+        parse("serve", f"--{option}={tmp_path}/{name}")
+    left = {"loop.png", "folder.png", "there.png", "link.png"}  # nothing was made or changed
+    assert set(os.listdir(tmp_path)) == left and (tmp_path / "there.png").read_text() == "kept"
+
+
+def test_what_is_written_is_whole_or_not_there(tmp_path, monkeypatch):
+    file, link = tmp_path / "file", tmp_path / "link"
+    link.symlink_to(file)
+    options.write_text(link, "one")
+    assert file.read_text() == "one" and link.is_symlink()
+    code = "from experiments.options import write_text; write_text('/dev/stdout', 'a'); print('b')"
+    shell(f'$python -c "{code}" > {file}.out')
+    assert "b" in (tmp_path / "file.out").read_text()  # still the file that is written to
+    os.unlink(f"{file}.out")
+    os.mkfifo(tmp_path / "pipe")
+    pipe = os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK)
+    options.write_text(tmp_path / "pipe", "two")
+    assert os.read(pipe, 9) == b"two" and (tmp_path / "pipe").is_fifo()
+    os.unlink(tmp_path / "pipe")
+
+    def half(path, text, *_, **__):
+        with open(path, "w") as file:
+            file.write(text[:1])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(options.Path, "write_text", half)
+    with pytest.raises(KeyboardInterrupt):
+        options.write_text(file, "two")
+    assert file.read_text() == "one" and sorted(os.listdir(tmp_path)) == ["file", "link"]
+
+
+def test_memory_is_asked_for_before_it_is_taken(monkeypatch):
+    cpu = torch.device("cpu")
+    check_memory("little", 2**20, cpu)
+    with pytest.raises(ValueError, match=r"^much: takes 1,000,000,\S+ GB, [\d,.]+ GB are free$"):
+        check_memory("much", 10**400, cpu)
+    monkeypatch.setattr("model.GPT._init_weights", lambda *_: pytest.fail("made a model"))
+    for length in (10**12, 10**15):
+        _, args = bench.parse_args(f"{TINY} --seq-len {length} --chunk 64".split())
+        with pytest.raises(
+            ValueError, match=f"llama-tiny and a .* --seq-len {length}: takes .* free"
+        ):
+            options.load_model(args, "seq_len")
+    monkeypatch.setattr("policies.config.Path.read_text", lambda _: "1000000")  # of a container
+    with pytest.raises(ValueError, match="--preset llama-7b: takes 13.5 GB, 0.0 GB are free"):
+        sample.main("--preset llama-7b --device cpu --dtype bfloat16 --prompt x".split())
+
+
+def exit_code(main):
+    """How the command line ends that calls `main`."""
+    with pytest.raises(SystemExit) as done:
+        console.run(main)
+    return done.value.code
+
+
+def test_what_a_user_can_cause_is_an_exit():
+    for kind in (ValueError, ImportError, OSError, MemoryError, torch.OutOfMemoryError):
+        assert exit_code(Mock(side_effect=kind("what is wrong\nmore"))) == "error: what is wrong"
+    assert exit_code(Mock(side_effect=MemoryError)) == "error: MemoryError"
+    compiler = torch._inductor.exc.InvalidCxxCompiler()
+    assert exit_code(Mock(side_effect=compiler)).startswith("error: --compile: No working C++")
+    assert "can't allocate memory" in exit_code(lambda: torch.empty(2**58))
+    assert exit_code(Mock(side_effect=KeyboardInterrupt)) == 130
+    for kind in (KeyError, RuntimeError, AssertionError):  # an error of ours has its traceback
+        with pytest.raises(kind):
+            console.run(Mock(side_effect=kind("nothing")))
+
+
+def test_an_error_in_a_policy_of_ones_own_says_where_it_is(tmp_path, capsys):
+    (tmp_path / "own.py").write_text(OWN)
+    broken = find_policy(f"{tmp_path}/own.py:Broken")
+    assert exit_code(lambda: broken.schedule(None)).endswith("own.py line 6: KeyError: 'nothing'")
+    (tmp_path / "null.py").write_bytes(b"\0")
+    assert "the policy's file line" in exit_code(lambda: find_policy(f"{tmp_path}/null.py:Mine"))
+    with pytest.raises(ValueError, match="own.py:Alone': cannot be made: .*'chunk'"):
+        make_scheduler(f"{tmp_path}/own.py:Alone", None, chunk=8)
+    (tmp_path / "bad.py").write_text("\nint('x')\n")
+    with pytest.raises(SystemExit):
+        bench.parse_args(["--policies", f"{tmp_path}/bad.py:Mine"])
+    assert "bad.py line 2: invalid literal" in capsys.readouterr().err
+
+
+def shell(command, **more):
+    """(status, stdout, stderr) of a shell command that may name python, in a process of its own."""
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "python": sys.executable}
+    env = {key: value for key, value in env.items() if key != "PYTHONUNBUFFERED"}
+    pipes = dict(capture_output=True, text=True, cwd=HERE, env=env)
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], **pipes | more)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "command, status, message",  # the whole of stderr
+    [
+        ("$python bench.py --help >&-", 1, "error: standard output is closed; .*\n"),
+        (f"$python {SAMPLE} x 2>&-", 0, ""),
+        ("$python bench.py --chunk 0 >&- 2>&-", 1, ""),
+        (f"$python bench.py {SERVE} 2>&1 >/dev/full", 1, ""),
+        (f"HOME=/no/such PYTHONIOENCODING=ascii $python {SAMPLE} 'é…'", 0, "# no --model.*\n"),
+        ("$python -OO bench.py --help", 0, ""),
+        ("$python sample.py --model '~who/x' --prompt x", 1, "error: .*~who/x.*\n"),
+    ],
+)
+def test_an_odd_environment(command, status, message):
+    code, out, error = shell(command)
+    assert code == status and re.fullmatch(message, error)
+    assert bool(out) == (code == 0) or "/dev/full" in command
+
+
+PROGRAM = """
+import signal, sys, time
+from experiments.console import run
+
+def main():
+    print("ready")
+    try:
+        {}
+    finally:
+        print("kept")
+run(main)
+"""
+IMPORTS = "sys.path.insert(0, {!r}); import swallows"
+CASES = [  # what main does, the signals, the status, what is printed
+    ("time.sleep(9)", "INT", 130, "ready\nkept\n"),
+    ("time.sleep(9)", "TERM", 143, "ready\nkept\n"),
+    ("time.sleep(9)", "HUP", 129, "ready\nkept\n"),
+    ("try: time.sleep(9)\n        finally: time.sleep(0.4)", "TERM 0.1 TERM", 143, "ready\nkept\n"),
+    ("try: time.sleep(9)\n        finally: time.sleep(9)", "INT 0.8 INT", 130, "ready\n"),
+    ("try: time.sleep(9)\n        except BaseException: 1 / 0", "INT", 130, "ready\nkept\n"),
+    (IMPORTS, "INT", 130, "ready\n"),
+]
+
+
+@pytest.mark.parametrize("does, signals, status, printed", CASES)
+def test_a_signal_ends_it_without_a_traceback(does, signals, status, printed, tmp_path):
+    hides = "import time\ntry: time.sleep(9)\nexcept BaseException: raise ImportError from None\n"
+    (tmp_path / "swallows.py").write_text(hides)
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=HERE)
+    code = PROGRAM.format(does.format(str(tmp_path)))
+    process = subprocess.Popen([sys.executable, "-c", code], **pipes)
+    first = process.stdout.readline()
+    time.sleep(0.2)  # it sleeps
+    began = time.monotonic()
+    for name in signals.split():
+        if name[0] == "0":  # as `timeout` sends them, and as someone impatient does
+            time.sleep(float(name))
+        else:
+            process.send_signal(getattr(signal, f"SIG{name}"))
+    out, error = process.communicate(timeout=60)
+    assert (process.returncode, first + out, error) == (status, printed, "")
+    assert time.monotonic() - began < 8  # nobody waited for the end
+
+
+def test_a_program_under_nohup_outlives_a_hangup():
+    code = "import os, signal; from experiments.console import run\n"
+    code += "run(lambda: (os.kill(os.getpid(), signal.SIGHUP), print('alive')))"
+    assert shell(f'trap "" HUP; $python -c "{code}"') == (0, "alive\n", "")
