@@ -11,6 +11,7 @@ interrupt anywhere else is mended by whoever comes next, see Scheduler.mend.
 """
 
 import operator
+import sys
 import time
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -252,7 +253,7 @@ class Engine:
 
     def abort(self, request_id):
         """End a request at once, return its Completion. Raises ValueError if there is none."""
-        request = self.scheduler.requests.get(check_whole("request_id", request_id, least=0))
+        request = self.scheduler.requests.get(check_whole("request_id", request_id, 0, 2**64))
         if request is None:
             raise ValueError(f"request_id={request_id}: no such request, or it has ended")
         completion = replace(self._complete(request), finish_reason="abort")
@@ -316,9 +317,8 @@ class Engine:
         """Complete all prompts and return their Completions, in order.
 
         `params` is one SamplingParams, or one for each. All prompts are checked before the first is
-        queued; if it is interrupted, the unfinished are aborted. `progress` shows a bar on a
-        terminal. Raises ValueError while requests of `add_request` run: it would lose their events.
-        """
+        queued; an interrupt leaves none of them there. `progress` shows a bar on a terminal.
+        Raises ValueError while requests of `add_request` run: it would lose their events."""
         if self.has_work:
             running = len(self.scheduler.requests)
             raise ValueError(f"generate: {running} requests are running, step() or abort() them")
@@ -331,10 +331,10 @@ class Engine:
             raise ValueError(f"params: {len(params)} given for {len(prompts)} prompts")
         encoded = [self._encode(prompt, p) for prompt, p in zip(prompts, params)]
         self._check_queue(len(prompts))
-        done = {}
+        done, shown = {}, progress and sys.stderr
         try:
             ids = [self._add(tokens, p, self.clock()) for tokens, p in zip(encoded, params)]
-            with tqdm(total=len(ids), desc="requests", disable=None if progress else True) as bar:
+            with tqdm(total=len(ids), desc="requests", disable=None if shown else True) as bar:
                 while self.has_work:
                     ended = [event.completion for event in self.step() if event.completion]
                     done |= {completion.request_id: completion for completion in ended}

@@ -224,8 +224,7 @@ class GPT(nn.Module):
     def __init__(self, config, device="cpu", dtype=torch.float32, seed=0):
         """A model with random weights, or with memory that is not filled if `seed` is None.
 
-        The weights are made in `dtype` on `device`: there is never a second copy of them.
-        """
+        The weights are made in `dtype` on `device`: there is never a second copy of them."""
         super().__init__()
         self.config = config
         factory = dict(device="meta", dtype=dtype)
@@ -256,8 +255,7 @@ class GPT(nn.Module):
 
         `max_positions` may be the checkpoint's sliding window. Raises ValueError for an unknown
         architecture, an unsupported option, or a tensor that is unknown or missing,
-        FileNotFoundError where there is nothing to load.
-        """
+        FileNotFoundError where there is nothing to load."""
         from pretrained import checkpoints
 
         directory = checkpoints.find(name)
@@ -271,9 +269,11 @@ class GPT(nn.Module):
         # is never rounded to 16 bits
         if self.config.tie_embeddings:
             self.head.weight = None  # it would be allocated only to be replaced
-        super()._apply(function, recurse)
-        if self.config.tie_embeddings:
-            self.head.weight = self.token_embedding.weight
+        try:
+            super()._apply(function, recurse)
+        finally:
+            if self.config.tie_embeddings:
+                self.head.weight = self.token_embedding.weight
         llama = self.config.family == "llama"
         self.rope = rope_table(self.config, self.device, self.dtype) if llama else None
         return self

@@ -145,7 +145,8 @@ class Scheduler:
         them wait and are computed again. Whatever changes anything begins with this."""
         if self.torn:
             self.pages = type(self.pages)(self.pages.total, self.pages.page_size)
-            self.batch, self.preempted, self.running = Batch(), [], []
+            self.preempted = [r.id for r in self.requests.values() if r.num_computed]
+            self.batch, self.running = Batch(), []
             self.waiting.clear()
             for request in self.requests.values():
                 request.preemptions += request.num_computed > 0

@@ -22,11 +22,11 @@ def describe_machine(model, args, rows):
     """
     device, products = model.device, {"products": measure.bare_products(model, rows, 0)}
     time = lambda: (measure.interleaved(products, device), measure.memory_bandwidth(device))
-    (timings, bandwidth), drift = measure.steadily(time, device)
+    spread = lambda found: found[0]["products"].spread
+    (timings, bandwidth), drift = measure.steadily(time, device, spread_of=spread)
     rate = measure.product_flops(model, rows, 0) / (timings["products"].ms / 1e3)
-    gpu = device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(device) if gpu else processor_name(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name(),
         "dtype": args.dtype,
         "model": args.init_from or args.model,
         "parameters": sum(p.numel() for p in model.parameters()),

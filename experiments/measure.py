@@ -7,6 +7,7 @@ machine that works for others cannot be timed: `steadily` finds that out, and tr
 """
 
 import math
+import os
 import statistics
 import time
 from functools import cache, partial
@@ -21,7 +22,7 @@ from kv_cache import kv_bytes_per_token
 WARMUP = 2  # runs that are not counted
 BUSY = 0.20  # drift, of a machine, or spread, of times: above it no number is believed
 TOO_BUSY = "this machine is too busy to tell"
-PROBE_S = 0.02  # what a probe takes, if nobody else computes
+PROBE_S, GLANCE_S = 0.02, 0.003  # of a probe: beside a measurement; every second within one
 
 
 class Timing(NamedTuple):
@@ -66,21 +67,22 @@ class Probe:
     All threads get an equal share of it; matrix products some libraries spread otherwise.
     """
 
-    def __init__(self, device, threads):
-        gpu, self.device, self.threads = device.type == "cuda", device, threads
-        x = torch.ones(2**24 if gpu else threads * 2**17, device=device)
+    def __init__(self, device):
+        here = getattr(os, "sched_getaffinity", lambda process: range(os.cpu_count() or 1))(0)
+        self.device, self.threads = device, min(torch.get_num_threads(), len(here))
+        x = torch.ones(2**24 if device.type == "cuda" else self.threads * 2**17, device=device)
         self.compute, self.fastest = partial(torch.sin, x, out=torch.empty_like(x)), math.inf
         self.take()  # warm up: threads start, clocks go up
         self.fastest = math.inf
 
-    def take(self):
+    def take(self, at_least_s=PROBE_S):
         """The share of the machine that is missing, 0 … 1, the larger of two.
 
         Of its speed, beside the fastest that this process has seen; and on a CPU of the time that
         the threads asked for, which was all of it: that tells of a load that never went away.
         """
         count, start, cpu_start = 0, time.perf_counter(), time.process_time()
-        while (seconds := time.perf_counter() - start) < PROBE_S or not count:
+        while (seconds := time.perf_counter() - start) < at_least_s or not count:
             self.compute()
             synchronize(self.device)
             count += 1
@@ -100,7 +102,7 @@ def steadily(function, device, tries=3, spread_of=None):
     `spread_of` says of the result, if that is more. Above BUSY the function is called again,
     `tries` times in all, and the steadiest result counts. What cannot be repeated has tries=1.
     """
-    probe, best = probe_of(device, torch.get_num_threads()), (None, math.inf)
+    probe, best = probe_of(device), (None, math.inf)
     after = probe.take()
     for _ in range(tries):
         before, result, after = after, function(), probe.take()

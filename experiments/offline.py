@@ -9,7 +9,6 @@ run: Sarathi-Serve's half.
 """
 
 import resource
-import statistics
 import sys
 import textwrap
 import time
@@ -264,10 +263,10 @@ class OwnClock:
 
 
 def serve_in_turns(model, configs, arrivals, tokens, progress):
-    """Serve `arrivals`, prompts `tokens`, under each of {name: EngineConfig}: ({name: Run}, drift).
+    """Serve `arrivals`, prompts `tokens`, under each of {name: EngineConfig}.
 
     The engine that has used the least time is next: when the machine slows down for a while, it
-    slows down for all of them. The drift is the mean of a probe in each of their seconds.
+    slows down for all of them. Yields (name, Run) in their order, as soon as that one is done.
     """
     loads = {}
     for name, config in configs.items():
@@ -275,24 +274,20 @@ def serve_in_turns(model, configs, arrivals, tokens, progress):
         engine = Engine(model, config, clock=clock)
         engine.warm_up()
         loads[name] = LoadRun(EngineServer(engine, tokens, clock), arrivals, progress=progress)
-    probe, active = measure.probe_of(model.device, torch.get_num_threads()), list(loads.values())
-    missing = [probe.take()]
-    while active:
-        load = min(active, key=lambda load: load.server.clock())
-        with load.server.clock as clock:
-            if not load.step():
-                active.remove(load)
-        if clock() > len(missing):
-            missing.append(probe.take())
-    return {name: load.result() for name, load in loads.items()}, statistics.mean(missing)
+    active = list(loads.values())
+    for name, its in loads.items():
+        while its in active:
+            load = min(active, key=lambda load: load.server.clock())
+            with load.server.clock:
+                if not load.step():
+                    active.remove(load)
+        yield name, its.result()
 
 
 def end_to_end(model, args, rows, timelines):
     """Serve one load under each policy. When one is done its row of the table is in `rows`, its
     completions and iterations are in `timelines`, and its name is yielded; request-level first.
-
-    On a CPU they take turns, and end together. A GPU is steadier and short of memory: there one
-    cache is held at a time.
+    They take turns but on a GPU, which is steadier and short of memory: one cache at a time.
     """
     arrivals = make_load(args)
     tokens = prompts(arrivals, model.config.vocab_size, args.seed)
@@ -303,15 +298,15 @@ def end_to_end(model, args, rows, timelines):
         configs = {name: replace(config, policy=name) for name in group}
         count = len(group) * len(arrivals)
         with tqdm(desc="requests", total=count, leave=False, disable=None) as bar:
-            runs, drift = serve_in_turns(model, configs, arrivals, tokens, bar.update)
-        for name, run in runs.items():
-            found = summarize_run(run.completions, run.iterations, run.seconds)
-            counts = {key: found[key] for key in ("iterations", "tokens_per_iteration")}
-            row = rows[name] = headline(found) | counts | {"busy": drift > measure.BUSY}
-            baseline = rows.get("request-level", {}).get("tokens_per_s")
-            row["gain"] = row["tokens_per_s"] / baseline if baseline else None
-            timelines[name] = run[:2]
-            yield name
+            for name, run in serve_in_turns(model, configs, arrivals, tokens, bar.update):
+                found = summarize_run(run.completions, run.iterations, run.seconds)
+                counts = {key: found[key] for key in ("iterations", "tokens_per_iteration")}
+                row = rows[name] = headline(found) | counts | {"busy": run.drift > measure.BUSY}
+                baseline = rows.get("request-level", {}).get("tokens_per_s")
+                row["gain"] = row["tokens_per_s"] / baseline if baseline else None
+                timelines[name] = run[:2]
+                bar.clear()
+                yield name
 
 
 def print_end_to_end(names, rows, args):
@@ -325,9 +320,10 @@ def print_end_to_end(names, rows, args):
     )
     columns = {"policy": "", "tokens/s": ",.0f", "gain": ".2fx", "P50 TTFT s": ".2f"}
     columns |= {"P99 TBT s": ".3f", "longest stall s": ".3f", "iterations": ""}
+    columns["tokens/iteration"] = ".0f"
     keys = "tokens_per_s gain p50_ttft_s p99_tbt_s longest_stall_s iterations tokens_per_iteration"
     table = ([measure.mark(n, rows[n]["busy"]), *map(rows[n].get, keys.split())] for n in names)
-    print_table(columns | {"tokens/iteration": ".0f"}, table, names=args.policies)
+    print_table(columns, table, names=[measure.mark(n, True) for n in args.policies])
     print(
         "\nthroughput counts prompt and output tokens; gain is over request-level; a stall is a "
         "gap between two\ntokens in which prompt tokens were computed\n"

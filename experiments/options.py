@@ -74,8 +74,8 @@ def output_file(text, suffixes=()):
         if not file.exists():  # only who tries knows of quotas, long names, read-only disks
             file.touch()
             file.unlink()
-        elif file.is_dir() or not os.access(file, os.W_OK):
-            raise PermissionError(0, "must be a file, and not read-only")
+        elif file.is_dir() or not (os.access(file, os.W_OK) and os.access(file.parent, os.W_OK)):
+            raise PermissionError(0, "must be a file, neither it nor its folder read-only")
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{text}: cannot be written: {error.strerror}") from error
     return text

@@ -12,12 +12,14 @@ A *server* is an engine or a simulation. It gets request i when arrivals[i] says
     step()             make a batch; returns its Events, and sets last_iteration, which may be None
     abort(i)           end request i and return its Completion
     clock()            seconds of the run
+    missing            readings of measure.Probe so far; none of a simulation
 
 Read first: workload.py, engine.py, metrics.py. Read next: serving.py, which prints the tables.
 """
 
 import gc
 import math
+import statistics
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -25,7 +27,7 @@ from typing import NamedTuple
 
 from engine import Completion, Engine, Iteration, QueueFull, Runner
 from experiments import metrics
-from experiments.measure import BUSY
+from experiments.measure import BUSY, GLANCE_S, probe_of
 from policies import find_policy, slo
 from policies.priority import PRIORITIES
 from sampling import SamplingParams
@@ -102,7 +104,9 @@ class LoadRun:
         done = [self.completions[i] for i in sorted(self.completions)]
         ends = [c.token_times[-1] for c in done if c.token_times] + [i.end for i in self.iterations]
         own = 1 - self.in_forward / self.in_steps if self.in_steps else 0.0
-        return Run(done, self.iterations, max(ends, default=0.0), own, self.refused, self.cut_short)
+        drift = statistics.fmean(self.server.missing or [0.0])
+        seconds, how = max(ends, default=0.0), (own, self.refused, self.cut_short, drift)
+        return Run(done, self.iterations, seconds, *how)
 
     def _add(self, i, arrival):
         self.server.wait_until(arrival.time)
@@ -126,13 +130,20 @@ class EngineServer:
 
     def __init__(self, engine, prompts, clock, sleep=time.sleep):
         self.engine, self.prompts, self.clock, self.sleep = engine, prompts, clock, sleep
-        self.step, self.abort = engine.step, engine.abort
+        self.step, self.abort, self.missing = engine.step, engine.abort, []
+        self.probe, self.next_glance = probe_of(engine.runner.model.device), 0.0
 
     last_iteration = property(lambda self: self.engine.last_iteration)
 
     def ready_at(self):
-        """At once, if there is anything to do."""
-        return self.clock() if self.engine.has_work else math.inf
+        """At once, if there is anything to do. Every second it takes a glance at who else does."""
+        if not self.engine.has_work:
+            return math.inf
+        now = self.clock()
+        if now >= self.next_glance:
+            self.missing.append(self.probe.take(GLANCE_S))
+            self.next_glance = now + 1
+        return now
 
     def wait_until(self, time):
         """Sleep for as long as it takes."""
@@ -209,13 +220,14 @@ class Base(NamedTuple):
 
 
 def measure_base(model, config):
-    """The Base of this machine, in a cache of its own: what the SLO is a multiple of (§5.1)."""
+    """The Base of this machine, what SLOs are multiples of (§5.1), and the spread of its times."""
     context, chunk = slo.base_context(config.max_len), min(config.chunk, config.max_len)
     longest = max(context, chunk)
     runner = Runner(model, slo.BASE_BATCH, longest, longest, config.attention)
     decode = slo.base_decode_iteration(runner, config.max_len)
     prefill = slo.time_iterations(runner, [(chunk, chunk, 0)])[0]
-    return Base(decode.seconds, prefill.seconds / chunk, decode.decodes, context)
+    base = Base(decode.seconds, prefill.seconds / chunk, decode.decodes, context)
+    return base, max(decode.spread, prefill.spread)
 
 
 def slo_seconds(target, base):

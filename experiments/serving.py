@@ -186,16 +186,15 @@ class RealMachine:
 
     def __init__(self, args, config):
         self.model = model = options.load_model(args, "max_len", "llama3-8b", gpu_bytes=75e9)
-        self.base, drift = measure.steadily(partial(run.measure_base, model, config), model.device)
+        base, spread = partial(run.measure_base, model, config), lambda found: found[1]
+        (self.base, _), drift = measure.steadily(base, model.device, spread_of=spread)
         self.machine, self.seed = describe_machine(model, args, args.chunk), args.seed
         self.machine["base_busy"] = drift > measure.BUSY
 
     def serve(self, config, arrivals, **more):
-        """run.serve with random prompts. Real time cannot be repeated: its drift is in the Run."""
+        """run.serve with random prompts."""
         prompts = workload.prompts(arrivals, self.model.config.vocab_size, self.seed)
-        serve = partial(run.serve, self.model, config, arrivals, prompts, **more)
-        seen, drift = measure.steadily(serve, self.model.device, tries=1)
-        return seen._replace(drift=drift)
+        return run.serve(self.model, config, arrivals, prompts, **more)
 
 
 def serve_with_bar(machine, name, config, arrivals, **more):

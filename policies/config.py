@@ -3,6 +3,7 @@
 Read next: engine.py.
 """
 
+import math
 import os
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -92,8 +93,15 @@ class EngineConfig:
 
 def pages_that_fit(model, max_len, page_size):
     """How many pages the memory of the model's device has room for (SARATHI §4.3.1)."""
-    share = 0.9 if model.device.type == "cuda" else 0.5  # leave some to activations, and to others
-    memory = int(share * free_bytes(model.device))
+    memory = free_bytes(model.device)
+    if memory == math.inf:
+        raise ValueError("max_batch=None: this system does not tell its memory")
+    if model.device.type == "cuda":  # keep a tenth of all for activations
+        import torch
+
+        memory -= torch.cuda.mem_get_info(model.device)[1] // 10
+    else:
+        memory //= 2  # the other half is for everybody else
     per_token = kv_bytes_per_token(model.config, model.dtype)
     pages = max_requests(memory, 0, page_size, per_token)
     if pages * page_size < max_len:
@@ -103,17 +111,21 @@ def pages_that_fit(model, max_len, page_size):
 
 
 def free_bytes(device):
-    """The memory that a torch.device can still give, in bytes, swap aside."""
+    """The memory that a torch.device can still give, in bytes, swap aside; inf if nobody knows."""
     if device.type == "cuda":
         import torch
 
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept
-    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # where nobody knows better
+    free, cgroup = math.inf, Path("/sys/fs/cgroup")
+    with suppress(AttributeError, ValueError, OSError):
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError), open("/proc/meminfo") as file:
-        free = next(1024 * int(s.split()[1]) for s in file if s.startswith("MemAvailable:"))
-    with suppress(OSError, ValueError):  # a container's limit, or "max"
-        free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+        free = next((1024 * int(s.split()[1]) for s in file if s.startswith("MemAvailable:")), free)
+    with suppress(OSError, ValueError):  # a container's limit, or "max"; its caches can go
+        limit = int((cgroup / "memory.max").read_text())
+        used = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        free = min(free, max(0, limit - int(used["anon"])))
     return free
 
 

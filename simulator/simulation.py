@@ -98,6 +98,8 @@ class Simulation:
     micro-batch that may go on, when, and its place among equals.
     """
 
+    missing = ()  # of the machine: nobody else uses it
+
     def __init__(self, cost, config, *, replicas=1, record=True, timeline=False):
         sizes = {"replicas": replicas, "page_size": config.page_size, "pages": config.pages}
         for name, size in sizes.items():  # a scheduler checks the other numbers

@@ -20,7 +20,7 @@ def test_it_prints_why_and_writes_everything(decodes, max_len, tmp_path, capsys,
     law = lambda row: row._replace(seconds=1e-3 * row.budget, spread=0.0)
     steady = lambda *args, **more: [law(row) for row in times(*args, **more)]
     monkeypatch.setattr(slo, "time_iterations", steady)
-    monkeypatch.setattr(measure.Probe, "take", lambda self: missing)
+    monkeypatch.setattr(measure.Probe, "take", lambda *_: missing)
     monkeypatch.setattr(budget, "describe_machine", lambda *_: MACHINE)
     options = [*TINY, "--decodes", str(decodes), "--max-len", str(max_len)]
     files = ["--json", str(tmp_path / "b.json"), "--plot", str(tmp_path / "b.png")]

@@ -400,6 +400,19 @@ def test_generate_checks_its_arguments(model):
     assert [event.request_id for event in finished(engine)] == [kept]
 
 
+def test_a_closed_stderr_costs_the_bar_and_no_request(model, monkeypatch):
+    monkeypatch.setattr("sys.stderr", None)
+    done = make_engine(model).generate([[1, 2]], SamplingParams(3))
+    assert [len(c.tokens) for c in done] == [3]
+
+
+def test_a_model_that_could_not_be_moved_is_as_it_was():
+    model = tiny_model(tie_embeddings=True)
+    with pytest.raises(ZeroDivisionError):
+        model._apply(lambda tensor: 1 / 0)
+    assert model.head.weight is model.token_embedding.weight and model.device.type == "cpu"
+
+
 def test_a_policy_that_returns_nothing_is_an_error_and_not_a_loop(model, monkeypatch):
     engine = make_engine(model)
     with monkeypatch.context() as patch:

@@ -15,7 +15,7 @@ import bench
 import sample
 from experiments import console, options
 from policies import find_policy, make_scheduler
-from policies.config import check_memory
+from policies.config import check_memory, free_bytes
 from tests.test_bench import HERE
 
 TINY = "--model llama-tiny --device cpu --dtype float32"
@@ -123,7 +123,9 @@ def test_memory_is_asked_for_before_it_is_taken(monkeypatch):
             ValueError, match=f"llama-tiny and a .* --seq-len {length}: takes .* free"
         ):
             options.load_model(args, "seq_len")
-    monkeypatch.setattr("policies.config.Path.read_text", lambda _: "1000000")  # of a container
+    container = {"memory.max": "1000000", "memory.stat": "anon 400000\nfile 300000"}
+    monkeypatch.setattr("policies.config.Path.read_text", lambda path: container[path.name])
+    assert free_bytes(cpu) == 600000
     with pytest.raises(ValueError, match="--preset llama-7b: takes 13.5 GB, 0.0 GB are free"):
         sample.main("--preset llama-7b --device cpu --dtype bfloat16 --prompt x".split())
 

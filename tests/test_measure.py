@@ -32,7 +32,8 @@ def test_medians_and_quartiles_of_runs_in_turn_that_are_warmed_up(monkeypatch):
 
 
 def test_a_probe_tells_what_share_of_the_machine_is_missing(monkeypatch):
-    probe, now, took = measure.Probe(CPU, 2), {"wall": 0.0, "cpu": 0.0}, {}
+    probe, now, took = measure.Probe(CPU), {"wall": 0.0, "cpu": 0.0}, {}
+    probe.threads = 2
     probe.compute = lambda: now.update({name: now[name] + took[name] for name in now})
     monkeypatch.setattr(measure.time, "perf_counter", lambda: now["wall"])
     monkeypatch.setattr(measure.time, "process_time", lambda: now["cpu"])
@@ -63,7 +64,7 @@ STEADY = [  # readings of the probe, tries; which call counts, how many there we
 @pytest.mark.parametrize("readings, tries, counts, calls, drift", STEADY)
 def test_on_a_busy_machine_it_is_tried_again(readings, tries, counts, calls, drift, monkeypatch):
     left, called = iter(readings), []
-    monkeypatch.setattr(measure.Probe, "take", lambda self: next(left))
+    monkeypatch.setattr(measure.Probe, "take", lambda self, *_: next(left))
     monkeypatch.setattr(measure, "probe_of", lambda *_: object.__new__(measure.Probe))
     work = lambda: called.append(1) or len(called)
     assert measure.steadily(work, CPU, tries) == (counts, drift)

@@ -18,7 +18,7 @@ CALM = {"busy": False}
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch):
     """Nobody else uses the machine."""
-    monkeypatch.setattr(measure.Probe, "take", lambda self: 0.0)
+    monkeypatch.setattr(measure.Probe, "take", lambda self, *_: 0.0)
 
 
 def options(**changes):
@@ -88,7 +88,7 @@ def test_rows_of_the_policies_are_what_was_seen(monkeypatch):
     def serve(model, configs, arrivals, tokens, progress):
         served.extend((c.policy, c.chunk, c.max_batch, c.max_len) for c in configs.values())
         assert [len(prompt) for prompt in tokens] == [a.prompt_len for a in arrivals] == [15] * 4
-        return {name: runs.pop(0) for name in configs}, drift
+        return ((name, runs.pop(0)._replace(drift=drift)) for name in configs)
 
     monkeypatch.setattr(offline, "serve_in_turns", serve)
     rows, timelines = {}, {}
@@ -199,7 +199,7 @@ def test_what_was_measured_before_an_interrupt_is_kept(monkeypatch, tmp_path, ca
 
     real = offline.end_to_end
     monkeypatch.setattr(offline, "end_to_end", end_to_end)
-    monkeypatch.setattr(measure.Probe, "take", lambda self: 0.5)
+    monkeypatch.setattr(measure.Probe, "take", lambda self, *_: 0.5)
     words = "--model llama-tiny --chunk 32 --batch 3 --seq-len 80 --device cpu --dtype float32"
     files = [f"--{what}={tmp_path / what}.png" for what in ("json", "plot")]
     with pytest.raises(KeyboardInterrupt):

@@ -2,6 +2,7 @@
 
 import json
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 
@@ -93,19 +94,35 @@ def test_shortest_first_wins_at_the_median_and_pays_at_the_tail():
 def test_the_command_prints_draws_and_writes_a_scoreboard(options, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(play, "POLICIES", FEW)
     monkeypatch.setattr(serving, "describe_machine", lambda *_: MACHINE)
-    monkeypatch.setattr(run, "measure_base", lambda *_: run.Base(0.01, 1e-4, 32, 256))
+    monkeypatch.setattr(run, "measure_base", lambda *_: (run.Base(0.01, 1e-4, 32, 256), 0.0))
     monkeypatch.setitem(play.GPU, "requests", 21)
     if options:  # in real time one load will do
         monkeypatch.setattr(play, "make_loads", lambda *_: {"a load": ARRIVALS[:1] + LATER})
     files = [f"--json={tmp_path}/p.json", f"--plot={tmp_path}/p.png"]
+    named = [*FEW, "ShortestFirst"]
     bench.main(["play", TEMPLATE, *options, *files])
     text, report = capsys.readouterr().out, json.loads((tmp_path / "p.json").read_text())
     assert len(report["loads"]) == (1 if options else 3)
     for load, board in report["loads"].items():
-        assert [*board] == [*FEW, "ShortestFirst"] and f"\n{load}: " in text
+        assert [*board] == named and f"\n{load}: " in text
         assert all((row["capacity_qps"] is None) == bool(options) for row in board.values())
         assert f"\n{load}, ShortestFirst beside sarathi-serve: " in text
     assert (tmp_path / "p.png").stat().st_size > 10_000 and f"wrote {tmp_path}/p.png" in text
+    assert ("capacity: " in text) != bool(options)
+
+
+def test_two_files_with_a_class_of_one_name_are_two_policies(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(play, "POLICIES", FEW)
+    monkeypatch.setattr(play, "make_loads", lambda *_: {"a load": ARRIVALS[:1] + LATER})
+    monkeypatch.setattr(play, "verdict", lambda ours, theirs: ours["policy"])
+    monkeypatch.setattr(play, "SCORES", {"policy": (("policy", ""), min)})
+    names = [f"{tmp_path}/{file}.py:ShortestFirst" for file in ("one", "two")]
+    for file in ("one", "two"):
+        (tmp_path / f"{file}.py").write_text(Path(TEMPLATE.partition(":")[0]).read_text())
+    monkeypatch.setattr(play, "score", lambda m, c, *_: {"policy": c.policy, "busy": False})
+    bench.main(["play", ",".join(names)])
+    text = capsys.readouterr().out
+    assert all(f"a load, {name} beside sarathi-serve: {name}\n" in text for name in names)
 
 
 def test_a_dot_is_where_the_score_is(tmp_path):

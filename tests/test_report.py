@@ -449,7 +449,7 @@ def test_validate_compares_batches_and_runs(drift, tmp_path, capsys, monkeypatch
     few = partial(validation.compare_runs, count=3, rounds=1)
     for name, value in {"serve": record, "GRID": grid, "compare_runs": few}.items():
         monkeypatch.setattr(validation, name, value)
-    monkeypatch.setattr(measure, "steadily", lambda function, device: (function(), drift))
+    monkeypatch.setattr(measure, "steadily", lambda function, *_, **__: (function(), drift))
     file, busy = tmp_path / "validate.json", drift > measure.BUSY
     words = ["--model", "llama-tiny", "--device", "cpu", "--json", str(file)]
     bench.main(["validate", *words])

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from engine import Engine, Iteration
+from experiments import measure
 from experiments import run as run_module
 from experiments.metrics import missed
 from experiments.run import (
@@ -70,6 +71,13 @@ def serve_small(policy="vllm", tick=0.01, arrivals=ARRIVALS, model=Silent(), hop
     config, time = replace(SMALL, policy=policy, options=options, **more), Time(tick)
     watching = dict(now=time.now, sleep=time.sleep, hopeless=hopeless)
     return serve(model, config, arrivals, prompts(arrivals, 61, 0), **watching)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone_on_the_machine():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure.Probe, "take", lambda *_: 0.125)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +195,14 @@ def test_garbage_collection_is_as_it_was_after_a_run_that_failed(monkeypatch):
     assert gc.get_freeze_count() == 0 and gc.isenabled()
 
 
+def test_a_run_looks_every_second_at_who_else_computes(monkeypatch):
+    took = []
+    monkeypatch.setattr(measure.Probe, "take", lambda probe, *_: took.append(len(took)) or took[-1])
+    done = serve_small()
+    assert 5 < done.seconds < 6 and len(took) == 3  # at 0, 4 and 5 s: in between all is done
+    assert done.drift == sum(took) / len(took) > 0 and summarize(done, 1.0)["busy"]
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 50, 99, 100, 101, 102, 200, 201, 202, 1000])
 def test_a_run_has_failed_as_soon_as_its_p99_is_decided_and_not_before(count):
     watch, slow = Hopeless([Arrival(0.0, 4, 2)] * count, 0.1), 0  # one TBT each
@@ -254,7 +270,7 @@ def test_the_base_is_a_decode_of_32_at_half_the_longest_context(max_len, context
     timed = lambda runner, cases, **_: [Profiled(*case, 0.064) for case in cases]
     monkeypatch.setattr(run_module, "Runner", lambda *_: None)
     monkeypatch.setattr(slo, "time_iterations", timed)
-    base = run_module.measure_base(MODEL, EngineConfig(chunk=128, max_len=max_len))
+    base, _ = run_module.measure_base(MODEL, EngineConfig(chunk=128, max_len=max_len))
     assert base == (0.064, 0.064 / min(128, max_len), 32, context)
     # both cases are what they say: decodes only, and a chunk only
     cache = SimpleNamespace(pages=40, page_size=64)
@@ -264,7 +280,7 @@ def test_the_base_is_a_decode_of_32_at_half_the_longest_context(max_len, context
 
 def test_the_base_is_measured_in_a_cache_with_room_for_it():
     for chunk, max_len in ((40, 64), (128, 64), (128, 3)):
-        base = run_module.measure_base(MODEL, EngineConfig(chunk=chunk, max_len=max_len))
+        base, _ = run_module.measure_base(MODEL, EngineConfig(chunk=chunk, max_len=max_len))
         assert base.seconds > 0 and base.prefill_token_s > 0 and base.context == max_len // 2
 
 

@@ -31,6 +31,7 @@ def parse(command, *words):
 def steady(monkeypatch):
     """A machine on which nothing else runs, or of the drift that is put into the list."""
     drift = [0.0]
+    monkeypatch.setattr(measure.Probe, "take", lambda *_: drift[-1])
     monkeypatch.setattr(measure, "steadily", lambda function, *_, **__: (function(), drift[-1]))
     return drift
 
@@ -340,7 +341,7 @@ def test_a_load_that_makes_no_sense_is_refused_before_a_model_is_loaded(
 @pytest.mark.parametrize("command", ["serve", "capacity"])
 def test_an_slo_below_a_decode_iteration_is_refused_before_anything_is_served(command, monkeypatch):
     monkeypatch.setattr(RealMachine, "serve", None)
-    monkeypatch.setattr(run, "measure_base", lambda *_: Base(0.065, 0.001, 32, 512))
+    monkeypatch.setattr(run, "measure_base", lambda *_: (Base(0.065, 0.001, 32, 512), 0.0))
     message = "SLO of 0.01 s: below one decode iteration, which takes 0.065 s"
     with pytest.raises(ValueError, match=message):
         bench.main([command, *TINY, "--slo", "0.01"])
