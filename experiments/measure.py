@@ -22,7 +22,7 @@ from kv_cache import kv_bytes_per_token
 WARMUP = 2  # runs that are not counted
 BUSY = 0.20  # drift, of a machine, or spread, of times: above it no number is believed
 TOO_BUSY = "this machine is too busy to tell"
-PROBE_S, GLANCE_S = 0.02, 0.003  # of a probe: beside a measurement; every second within one
+PROBE_S, GLANCE_S = 0.02, 0.01  # of a probe: beside a measurement; every second within one
 
 
 class Timing(NamedTuple):
@@ -72,8 +72,6 @@ class Probe:
         self.device, self.threads = device, min(torch.get_num_threads(), len(here))
         x = torch.ones(2**24 if device.type == "cuda" else self.threads * 2**17, device=device)
         self.compute, self.fastest = partial(torch.sin, x, out=torch.empty_like(x)), math.inf
-        self.take()  # warm up: threads start, clocks go up
-        self.fastest = math.inf
 
     def take(self, at_least_s=PROBE_S):
         """The share of the machine that is missing, 0 … 1, the larger of two.
@@ -81,6 +79,7 @@ class Probe:
         Of its speed, beside the fastest that this process has seen; and on a CPU of the time that
         the threads asked for, which was all of it: that tells of a load that never went away.
         """
+        self.compute()  # wakes threads up
         count, start, cpu_start = 0, time.perf_counter(), time.process_time()
         while (seconds := time.perf_counter() - start) < at_least_s or not count:
             self.compute()
