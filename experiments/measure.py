@@ -80,6 +80,7 @@ class Probe:
         the threads asked for, which was all of it: that tells of a load that never went away.
         """
         self.compute()  # wakes threads up
+        synchronize(self.device)
         count, start, cpu_start = 0, time.perf_counter(), time.process_time()
         while (seconds := time.perf_counter() - start) < at_least_s or not count:
             self.compute()

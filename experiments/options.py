@@ -168,7 +168,7 @@ def load_model(args, length, gpu_model="llama-13b", gpu_bytes=40e9):
         name = args.model = args.model or (gpu_model if memory > gpu_bytes else "llama-160m")
         config = GPTConfig.preset(name)
     else:
-        config = checkpoints.read_config(checkpoints.find(name))
+        config = checkpoints.read_config(directory := checkpoints.find(name))
     option = f"--{length.replace('_', '-')} {positions}"
     check_room(f"{name} and a request of {option}", config, dtype, device, positions)
     if args.init_from is None and config.family == "llama":  # random weights know no positions
@@ -178,7 +178,7 @@ def load_model(args, length, gpu_model="llama-13b", gpu_bytes=40e9):
     if args.init_from is None:
         model = GPT(config, device, dtype, seed=args.seed)
     else:
-        model = GPT.from_pretrained(name, device, dtype)
+        model = GPT.from_pretrained(directory, device, dtype)
     if args.compile:
         model.compile()
     return model
