@@ -14,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attention
-from attention import SDPA, XFormers, gather, page_rows, staircase
+from attention import SDPA, gather, page_rows, staircase
 from engine import Engine
+from kernels import xformers
+from kernels.xformers import XFormers
 from kv_cache import Span, slot_mapping
 from model import GPT, FlatBatch, rope_table
 from policies import POLICIES
@@ -302,7 +304,7 @@ def test_xformers_mask_is_figure_6_in_every_page(spans):
         expected[row : row + length, here] = figure_6(start, length)
         row += length
     firsts, spans = [pages[0] for pages, *_ in spans], [a_span(*span) for span in spans]
-    mask = attention.gappy_bias(spans, firsts, pages=5, page_size=12)
+    mask = xformers.gappy_bias(spans, firsts, pages=5, page_size=12)
     assert torch.equal(mask.materialize(expected.shape) == 0, expected)
     assert mask.k_seqinfo.max_seqlen == 12  # always, or Triton would compile in each iteration
 
@@ -328,7 +330,7 @@ def test_paged_mask_is_figure_6_in_every_block_table(spans):
     n, expected = len(spans), torch.zeros(len(spans), 24, dtype=torch.bool)
     for row, (pages, start, length) in zip(expected, spans):  # pages of 4 tokens
         row[slot_mapping(pages, 4, 0, start + 1)] = figure_6(start, length)[0]
-    mask = attention.paged_bias([a_span(*span) for span in spans], page_size=4, max_len=12)
+    mask = xformers.paged_bias([a_span(*span) for span in spans], page_size=4, max_len=12)
     assert torch.equal(seen_by_split_k(mask, 24), expected)
     assert mask.block_tables.dtype == torch.int32 and mask.block_tables.is_contiguous()
     assert mask.block_tables.shape == (n, 3)  # always, or Triton would compile in each iteration
@@ -348,7 +350,8 @@ def on_a_pretended_gpu(monkeypatch):
     fmha = pytest.importorskip("xformers.ops.fmha")
     monkeypatch.setattr(fmha.flash, "FLASH_VERSION", "2.8.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(attention, "SIXTEEN_BITS", (torch.float64,))
+    for module in (attention, xformers):
+        monkeypatch.setattr(module, "SIXTEEN_BITS", (torch.float64,))
     return fmha
 
 

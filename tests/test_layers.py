@@ -10,11 +10,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PLAN = "checks kv_cache scheduler policies"
-CORE = f"{PLAN} attention model sampling engine torch"
+CORE = f"{PLAN} attention kernels model sampling engine torch"
 MAY_IMPORT = {  # a folder stands for all of its modules; `a.b` is that module alone
     "checks": "",
     "kv_cache": "checks",
     "attention": "checks kv_cache torch",
+    "kernels": "checks kv_cache attention model kernels torch",
     "model": "checks kv_cache attention torch",
     "sampling": "checks torch",
     "scheduler": "checks kv_cache",
@@ -27,7 +28,12 @@ MAY_IMPORT = {  # a folder stands for all of its modules; `a.b` is that module a
     "bench": f"{CORE} pretrained views experiments simulator",
     "sample": f"{CORE} pretrained views experiments",
 }
-LAZILY = {"kv_cache": "torch", "policies.config": "torch", "model": "pretrained"}  # in functions
+LAZILY = {  # in functions
+    "kv_cache": "torch",
+    "policies.config": "torch",
+    "attention": "kernels",
+    "model": "pretrained kernels",
+}
 PATHS = [path.relative_to(ROOT) for glob in ("*.py", "*/*.py") for path in ROOT.glob(glob)]
 MODULES = {  # dotted name -> source, of all but the tests
     ".".join(path.with_suffix("").parts).removesuffix(".__init__"): (ROOT / path).read_text("utf-8")
