@@ -4,7 +4,7 @@ The linear layers of a hybrid batch see one matrix. Attention cannot: every requ
 and values. A chunk [start, start + length) attends to its request's past, keys 0 … start - 1, and
 causally to itself (SARATHI §4.2, Figure 6); a decode is a chunk of length 1.
 
-There are two backends. Each is made once for a cache and makes a *plan* once per iteration: masks
+There are three backends. Each is made once for a cache and makes a *plan* once per iteration: masks
 and index tensors depend on the batch only, so they are not built again for each layer. A plan is
 
     attend(q, keys, values) -> out
@@ -17,6 +17,7 @@ Read next: model.py, which calls the plan.
 """
 
 import warnings
+from itertools import takewhile
 
 import torch
 import torch.nn.functional as F
@@ -24,15 +25,17 @@ import torch.nn.functional as F
 from checks import check_one_of
 
 QUERY_BLOCK = 128  # queries per call on a CPU: a block skips the keys that lie after its last query
-BACKENDS = ("auto", "sdpa", "xformers", "xformers-split-k")
+KEY_BLOCK = 64  # of matrix products: oneDNN compiles a kernel for each number of keys that it meets
+BACKENDS = ("auto", "sdpa", "matmul", "xformers", "xformers-split-k")
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+BY_MATMUL = (torch.bfloat16,)  # on a CPU; the scores of float16 could overflow
 
 
 def make_attention(config, cache, backend="auto"):
-    """The backend for a cache: `sdpa`, `xformers`, `xformers-split-k`, or `auto`.
+    """The backend for a cache: `sdpa`, `matmul`, `xformers`, `xformers-split-k`, or `auto`.
 
-    `auto` is xformers for 16 bits on CUDA and sdpa elsewhere; where xformers cannot run it says so,
-    and takes sdpa. Raises what `check_backend` and `XFormers` raise if another was asked for.
+    `auto` is xformers for 16 bits on CUDA, matmul for bfloat16 on a CPU, else sdpa; if xformers
+    cannot run it says so, and takes sdpa. Raises what `check_backend` and `XFormers` raise.
     """
     from kernels.xformers import XFormers  # that imports this file
 
@@ -45,7 +48,9 @@ def make_attention(config, cache, backend="auto"):
             warnings.warn(f"{slower}: {error}", stacklevel=2)
     if "xformers" in backend:
         return XFormers(config, cache, "split-k" in backend)
-    return SDPA(config, cache)
+    if backend == "auto" and not cache.data.is_cuda and cache.data.dtype in BY_MATMUL:
+        backend = "matmul"
+    return Matmul(config, cache) if backend == "matmul" else SDPA(config, cache)
 
 
 def check_backend(backend, device):
@@ -58,7 +63,8 @@ def check_backend(backend, device):
 
 def page_rows(pages, cache):
     """What `gather` needs to copy these pages: a tensor whose last dimension goes with `pages`."""
-    rows = torch.tensor(pages).to(cache.data.device, non_blocking=True)
+    rows = torch.tensor(pages, pin_memory=cache.data.is_cuda)  # or the copy would wait
+    rows = rows.to(cache.data.device, non_blocking=True)
     if cache.layer(0)[0].is_contiguous():  # head h keeps page p in row h * cache.pages + p
         heads = torch.arange(cache.data.shape[2], device=rows.device)
         rows = heads[:, None] * cache.pages + rows
@@ -79,19 +85,20 @@ def gather(x, rows, page_size):
     return x.index_select(0, rows).view(-1, heads, head_dim).transpose(0, 1)
 
 
-def staircase(queries, past, group, dtype, device="cpu"):
+def staircase(queries, past, group, dtype, device="cpu", beyond=0):
     """The mask of every possible chunk, as an additive bias: 0 = attend, -inf = do not.
 
-    Shape (queries * group, past + queries). Row i * group + g belongs to query i; column `past + i`
-    is the query's own key. A chunk of `length` at `start` sees the window
+    Shape (queries * group, past + queries + beyond). Row i * group + g belongs to query i; column
+    `past + i` is the query's own key. A chunk of `length` at `start` sees the window
 
         staircase[: length * group, past - start : past + length]
 
-    of it, which is SARATHI's Figure 6 for that chunk, every row repeated for the group's heads.
+    of it, which is SARATHI's Figure 6 for that chunk, every row repeated for the group's heads. The
+    window may go on to the right, up to `beyond` more columns: keys that nobody attends to.
     """
-    column = torch.arange(past + queries, device=device) - past
+    column = torch.arange(past + queries + beyond, device=device) - past
     row = torch.arange(queries, device=device).repeat_interleave(group)
-    bias = torch.zeros(queries * group, past + queries, dtype=dtype, device=device)
+    bias = torch.zeros(len(row), len(column), dtype=dtype, device=device)
     return bias.masked_fill_(column > row[:, None], float("-inf"))
 
 
@@ -105,21 +112,32 @@ class SDPA:
     head_dim), so keys and values are read once per group and not once per head.
     """
 
-    def __init__(self, config, cache):
-        self.group, self.cache = config.n_head // config.n_kv_head, cache
-        self.past, self.page_size = cache.max_len, cache.page_size
-        self.device, dtype = cache.data.device, cache.data.dtype
+    def __init__(self, config, cache, past=None, beyond=0):
+        """`past` and `beyond` are those of the staircase that all masks are cut from."""
+        self.group, self.cache, self.page_size = (
+            config.n_head // config.n_kv_head,
+            cache,
+            cache.page_size,
+        )
+        self.page_size, self.device = cache.page_size, cache.data.device
+        self.past = cache.max_len if past is None else past
         if self.device.type == "cuda":  # cuDNN plans for each new number of keys: for each decode
             torch.backends.cuda.enable_cudnn_sdp(False)
-        sizes = min(QUERY_BLOCK, self.past), self.past, self.group
-        self.bias = staircase(*sizes, dtype, self.device)
+        sizes = min(QUERY_BLOCK, cache.max_len), self.past, self.group
+        self.bias = staircase(*sizes, cache.data.dtype, self.device, beyond)
 
-    def mask(self, start, length):
-        """The additive mask of some queries, (length * group, start + length); None for one."""
-        if length == 1:
-            return None  # the last query sees every key
-        window = self.bias[: length * self.group, self.past - start : self.past + length]
+    def mask(self, start, length, keys):
+        """The additive mask of some queries, (length * group, keys), or of the last keys, if all
+        queries see those before; None if they see all."""
+        if start + 1 == keys:
+            return None
+        first = self.past - start  # the column of key 0
+        window = self.bias[: length * self.group, max(0, first) : first + keys]
         return window.contiguous() if window.is_cuda else window  # CUDA wants aligned rows
+
+    def keys_read(self, span, end):
+        """How many keys are read for a block of a span's queries, the last of which sees `end`."""
+        return end
 
     def plan(self, spans):
         """See the top of this file. `spans` are in the order of the rows of q."""
@@ -128,7 +146,8 @@ class SDPA:
             blocks = []  # (first row of q, queries, keys, mask)
             for start in range(span.start, span.end, QUERY_BLOCK):
                 n = min(QUERY_BLOCK, span.end - start)
-                blocks.append((row, n, start + n, self.mask(start, n)))
+                keys = self.keys_read(span, start + n)
+                blocks.append((row, n, keys, self.mask(start, n, keys)))
                 row += n
             pages = span.used_pages(self.page_size)
             if pages == list(range(pages[0], pages[0] + len(pages))):  # one piece of memory
@@ -140,26 +159,104 @@ class SDPA:
             rows = page_rows(scattered, self.cache)
             chunks = [(first, c and rows[..., c].flatten(), blocks) for first, c, blocks in chunks]
 
-        def attend(q, keys, values):
-            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        def attend(q, keys, values, out=None):
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
             head_dim = q.shape[2]
-            # torch's CPU kernel is slow for one query in 16 bits: two of them take half the time
-            twice = q.dtype in SIXTEEN_BITS and not q.is_cuda
             for first, copied, blocks in chunks:
                 if copied is None:
                     k, v = keys[:, first:], values[:, first:]
                 else:
                     k, v = (gather(x, copied, self.page_size) for x in (keys, values))
-                for row, n, kv_len, mask in blocks:
+                for row, n, read, mask in blocks:
                     folded = q[row : row + n].view(n, -1, self.group, head_dim).transpose(0, 1)
-                    folded = folded.reshape(1, -1, n * self.group, head_dim)  # a batch of 1
-                    if twice and folded.shape[2] == 1:
-                        folded = folded.expand(-1, -1, 2, -1)
-                    k_seen, v_seen = k[None, :, :kv_len], v[None, :, :kv_len]
-                    y = F.scaled_dot_product_attention(folded, k_seen, v_seen, attn_mask=mask)
-                    y = y[0, :, : n * self.group].unflatten(1, (n, self.group))
-                    # y (n_kv_head, n, group, head_dim)
-                    out[row : row + n].view(n, -1, self.group, head_dim).copy_(y.transpose(0, 1))
+                    folded = folded.reshape(-1, n * self.group, head_dim)
+                    y = self.attend_block(folded, k[:, :read], v[:, :read], mask)
+                    # y (n_kv_head, n * group, head_dim)
+                    y = y.unflatten(1, (n, self.group)).transpose(0, 1)
+                    out[row : row + n].view(n, -1, self.group, head_dim).copy_(y)
             return out
 
         return attend
+
+    def attend_block(self, q, k, v, mask):
+        """q (n_kv_head, rows, head_dim), k and v (n_kv_head, keys, head_dim), `mask` as made above
+        -> (n_kv_head, rows, head_dim)"""
+        # torch's CPU kernel is slow for one query in 16 bits: two of them take half the time
+        twice = q.shape[1] == 1 and q.dtype in SIXTEEN_BITS and not q.is_cuda
+        rows = q.expand(-1, 2, -1) if twice else q
+        y = F.scaled_dot_product_attention(rows[None], k[None], v[None], attn_mask=mask)[0]
+        return y[:, :1] if twice else y
+
+
+class Matmul(SDPA):
+    """A softmax between two matrix products, which on a CPU in bfloat16 take a third of the time of
+    torch's fused kernel. Decodes with a page each are computed together, over all pages.
+
+    oneDNN compiles a kernel for each shape, so keys are read in whole KEY_BLOCKs, the last ones
+    behind a mask. What lies there must be finite: who begins a page puts zeros behind its tokens.
+    """
+
+    def __init__(self, config, cache):
+        super().__init__(config, cache, past=0, beyond=KEY_BLOCK - 1)
+
+    def keys_read(self, span, end):
+        held = len(span.used_pages(self.page_size)) * self.page_size
+        return end if span.length == 1 else min(-(-end // KEY_BLOCK) * KEY_BLOCK, held)
+
+    def plan(self, spans):
+        """See the top of this file. Decodes computed together must come first in `spans`."""
+        tails = []  # slots behind the tokens of the pages that are begun here: (first, end)
+        for span in spans:
+            used = (span.end - 1) // self.page_size * self.page_size
+            if span.start <= used:
+                page = span.pages[used // self.page_size] * self.page_size
+                tails.append((page + span.end - used, page + self.page_size))
+        decodes = list(takewhile(lambda span: span.length == len(span.pages) == 1, spans))
+        longest = max((span.end for span in decodes), default=0)
+        if self.cache.pages * longest > 2 * sum(span.end for span in decodes):
+            decodes = []  # less is read one by one
+        together = self.plan_decodes(decodes, longest) if decodes else None
+        one_by_one = super().plan(spans[len(decodes) :])
+
+        def attend(q, keys, values):
+            for first, end in tails:
+                keys[:, first:end] = 0
+                values[:, first:end] = 0
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            if together:
+                out[: len(decodes)] = together(q[: len(decodes)], keys, values)
+            one_by_one(q[len(decodes) :], keys, values, out[len(decodes) :])
+            return out
+
+        return attend
+
+    def plan_decodes(self, decodes, longest):
+        """The plan of decodes with one page each: all pages take part, and theirs are taken."""
+        size, head_dim, ends = self.page_size, self.cache.data.shape[-1], [0] * self.cache.pages
+        for span in decodes:
+            ends[span.pages[0]] = span.end
+        own = torch.tensor([span.pages[0] for span in decodes], device=self.device)
+        read = min(-(-longest // KEY_BLOCK) * KEY_BLOCK, size)
+        hidden = torch.arange(read) >= torch.tensor(ends)[:, None, None]
+        mask = torch.zeros(hidden.shape, dtype=self.bias.dtype).masked_fill_(hidden, float("-inf"))
+        mask = mask.to(self.device).repeat(self.cache.data.shape[2], 1, 1)
+        # mask (n_kv_head * pages, 1, read)
+        queries = self.bias.new_zeros(self.cache.data.shape[2], len(ends), self.group, head_dim)
+
+        def attend(q, keys, values):
+            k, v = (x.reshape(-1, size, head_dim)[:, :read] for x in (keys, values))
+            # k and v (n_kv_head * pages, read, head_dim)
+            rows = q.view(len(own), -1, self.group, head_dim).transpose(0, 1)
+            queries.index_copy_(1, own, rows)  # (n_kv_head, pages, group, head_dim)
+            y = self.attend_block(queries.flatten(0, 1), k, v, mask).view(queries.shape)
+            return y.index_select(1, own).transpose(0, 1).reshape(q.shape)
+
+        return attend
+
+    def attend_block(self, q, k, v, mask):
+        if mask is None:  # a decode on its own
+            return super().attend_block(q, k, v, mask)
+        scores = q.new_empty(*q.shape[:2], k.shape[1])  # (n_kv_head, rows, keys)
+        scores.baddbmm_(q, k.transpose(1, 2), beta=0, alpha=q.shape[2] ** -0.5)
+        scores[..., k.shape[1] - mask.shape[-1] :] += mask
+        return torch.bmm(scores.softmax(-1), v)

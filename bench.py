@@ -2,11 +2,10 @@
 
     python bench.py --chunk 256
 
-prints SARATHI's Table 2, what each policy makes of one load, and what to conclude; `python bench.py
---help` names the other commands. A command is a module with `add_options(parser)`, `main(args)`
-and, if its options depend on each other, `check(parser, args)`.
-
-Read first: engine.py. Read next: experiments/offline.py.
+prints SARATHI's Table 2, what each policy makes of one load, and what to conclude; --help names the
+other commands. A command is a module with `add_options(parser)`, `main(args)` and maybe
+`check(parser, args)` and DEFAULTS, on a CPU and on a GPU. Read first: engine.py. Read next:
+experiments/offline.py.
 """
 
 import sys
@@ -28,59 +27,50 @@ SERVING = ("serve", "capacity")  # on this machine, or with --simulate on anothe
 
 
 def parse_args(argv):
-    """The module of the command and its options. Exits with a message if these make no sense.
-
-    The command is offline if `argv` names none. Modules of other commands are not imported.
-    """
+    """The module of the command and its options. Exits with a message if these make no sense. The
+    command is offline if `argv` names none. Modules of other commands are not imported."""
     from experiments.options import OptionParser
 
-    words = list(argv)
-    if not words or words[0].startswith("-") and words[0] not in ("-h", "--help"):
-        words = ["offline", *words]
+    if not argv or argv[0].startswith("-") and argv[0] not in ("-h", "--help"):
+        argv = ["offline", *argv]
     what = "Measure the claims of SARATHI and Sarathi-Serve on this machine, or on a simulated one."
     parser = OptionParser(prog="bench.py", description=what)
     how = dict(title="commands", description="each has a --help; the first is run if none is named")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", **how)
-    for name, (where, what) in COMMANDS.items():
-        command = commands.add_parser(name, help=what, description=what)
-        if name != words[0]:
-            continue
-        module = import_module(where)
-        if name in SERVING:
-            from simulator.machine import THIS, add_options, check_options
+    for name, (_, what) in COMMANDS.items():
+        commands.add_parser(name, help=what, description=what)
+    if argv[0] not in COMMANDS:
+        parser.parse_args(argv)  # which ends here, after its help or an error
+    module, command = import_module(COMMANDS[argv[0]][0]), commands.choices[argv[0]]
+    if argv[0] in SERVING:
+        from simulator import machine
 
-            module.add_options(command, name)
-            add_options(command)
-        else:
-            module.add_options(command)
-    args = parser.parse_args(words)
-    command = commands.choices[args.command]
-    if args.command in SERVING:
-        module.fill_in(args, args.simulate not in (None, THIS) or args.device.startswith("cuda"))
-        check_options(command, args)
+        module.add_options(command, argv[0])
+        machine.add_options(command)
+    else:
+        module.add_options(command)
+    args = parser.parse_args(argv)
+    elsewhere = argv[0] in SERVING and args.simulate not in (None, machine.THIS)
+    for option, both in getattr(module, "DEFAULTS", {}).get(argv[0], {}).items():
+        on_gpu = elsewhere or args.device.startswith("cuda")
+        setattr(args, option, getattr(args, option) or both[on_gpu])
+    if argv[0] in SERVING:
+        machine.check_options(command, args)
     if hasattr(module, "check"):
         module.check(command, args)
     return module, args
 
 
-def machine_for(args, config):
-    """Where to serve: this machine, one that is simulated, or a simulation of this one."""
-    from experiments.serving import RealMachine
-    from simulator.machine import THIS, FittedMachine, SimulatedMachine
-
-    if args.simulate not in (None, THIS):
-        return SimulatedMachine(args)
-    real = RealMachine(args, config)
-    return FittedMachine(real, args) if args.simulate == THIS else real
-
-
 def main(argv=None):
     """The command line, whose words are `argv`."""
     module, args = parse_args(sys.argv[1:] if argv is None else argv)
-    if args.command in SERVING:
-        module.main(args, machine_for)
-    else:
-        module.main(args)
+    if args.command not in SERVING:
+        return module.main(args)
+    from simulator.machine import THIS, FittedMachine, SimulatedMachine
+
+    real = module.RealMachine
+    machines = {None: real, THIS: lambda *given: FittedMachine(real(*given), args)}
+    module.main(args, machines.get(args.simulate, lambda *_: SimulatedMachine(args)))
 
 
 if __name__ == "__main__":

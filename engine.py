@@ -14,6 +14,7 @@ import operator
 import sys
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,9 +22,10 @@ from tqdm import tqdm
 
 from attention import check_backend, make_attention
 from checks import check_number, check_whole, shown
+from kernels.graphs import DecodeGraphs, idle_pages
 from kv_cache import KVCache, Pages, Span, kv_bytes_per_token
 from model import FlatBatch
-from policies.config import EngineConfig, check_memory
+from policies.config import EngineConfig, check_memory, free_bytes
 from policies.priority import check_promise
 from policies.slo import auto_budget
 from sampling import SamplingParams, sample
@@ -129,25 +131,31 @@ class Runner:
     """A model, its cache and its attention: what launches a batch, and what fetches its tokens."""
 
     def __init__(self, model, pages, page_size, max_len=None, attention="auto"):
-        kv_bytes = pages * page_size * kv_bytes_per_token(model.config, model.dtype)
-        check_memory(f"pages={pages}, page_size={page_size}", kv_bytes, model.device)
-        self.cache = KVCache(model.config, pages, page_size, model.device, model.dtype, max_len)
-        self.model, self.attention = model, make_attention(model.config, self.cache, attention)
+        page_bytes = page_size * kv_bytes_per_token(model.config, model.dtype)
+        check_memory(f"pages={pages}, page_size={page_size}", pages * page_bytes, model.device)
+        total = pages + idle_pages(model, (pages + 1) * page_bytes, free_bytes)
+        self.cache = KVCache(model.config, total, page_size, model.device, model.dtype, max_len)
+        self.attention = make_attention(model.config, self.cache, attention)
+        self.model = model.pack()
+        self.graphs = DecodeGraphs(model, self.cache, self.attention) if total > pages else None
 
     def flatten(self, spans):
         """The model.FlatBatch of these Spans, on the device."""
         return FlatBatch.build(spans, self.attention)
 
+    def prepare(self, spans):
+        """All that comes before the forward pass: a function that launches it, for its logits."""
+        launch = self.graphs and self.graphs.prepare(spans)
+        return launch or partial(self.model, self.flatten(spans), self.cache)
+
     def greedy(self, spans):
         """The likeliest token of each span that wants one, a list. Waits for a GPU."""
-        logits = self.model(self.flatten(spans), self.cache)
+        logits = self.prepare(spans)()
         return logits.argmax(dim=-1).tolist() if len(logits) else self.fetch(logits, [], [])
 
     def fetch(self, logits, params, positions):
-        """Sample on the device and read from it, once: (token, logprob or None) for each row.
-
-        `params` are SamplingParams, `positions` say which output token of its request each row is.
-        """
+        """Sample on the device and read from it, once: (token, logprob or None) for each row i,
+        which is output token positions[i] of a request with the SamplingParams params[i]."""
         if not params:
             if logits.is_cuda:  # or the iteration would seem to end before it does
                 torch.cuda.synchronize(logits.device)
@@ -184,6 +192,8 @@ class Engine:
         """Let nothing happen for the first time later on: page faults, kernels of a batch size."""
         config, longest = self.config, self.config.max_len - 1
         self.runner.cache.data.zero_()
+        if self.runner.graphs:
+            self.runner.graphs.warm_up(config.max_batch)
         self.generate([[0] * max(1, longest - 1)], SamplingParams(min(2, longest)), progress=False)
         sizes = range(min(config.max_batch, config.max_waiting or config.max_batch))
         params = [SamplingParams(min(n + 2, longest)) for n in sizes]
@@ -281,9 +291,8 @@ class Engine:
             Span(r.pages, start, r.tokens[start : start + length], start + length == len(r.tokens))
             for r, start, length in batch
         ]
-        flat = runner.flatten(spans)
-        launch = self.clock()
-        logits = runner.model(flat, runner.cache)
+        forward, launch = runner.prepare(spans), self.clock()
+        logits = forward()
         requests = [chunk.request for chunk in batch if chunk.yields_token]
         output_index = [len(r.tokens) - r.prompt_len for r in requests]
         drawn = iter(runner.fetch(logits, [r.params for r in requests], output_index))

@@ -112,7 +112,8 @@ class FlatBatch(NamedTuple):
             slots += slot_mapping(span.pages, attention.page_size, span.start, span.end)
             last_row[i] = len(tokens) - 1
         logit_rows = [last_row[i] for i, span in enumerate(spans) if span.wants_logits]
-        flat = torch.tensor(tokens + positions + slots + logit_rows)
+        pinned = attention.device.type == "cuda"  # or the copy might wait for the GPU
+        flat = torch.tensor(tokens + positions + slots + logit_rows, pin_memory=pinned)
         flat = flat.to(attention.device, non_blocking=True)
         sizes = [len(tokens)] * 3 + [len(logit_rows)]
         return cls(*flat.split(sizes), attention.plan([spans[i] for i in order]))
@@ -136,20 +137,21 @@ def rope_frequencies(config):
 
 
 def rope_table(config, device, dtype):
-    """cos and sin of every position, (max_positions, 2, 1, head_dim / 2), at least float32."""
+    """What `rotate` multiplies with, (max_positions, 2, 1, head_dim), at least float32: at every
+    position the cosines of all angles, twice, and their sines, first negative."""
     positions = torch.arange(config.max_positions, dtype=torch.float64)
-    angles = torch.outer(positions, rope_frequencies(config))
-    table = torch.stack([angles.cos(), angles.sin()], dim=1).unsqueeze(2)
+    cos, sin = (f(torch.outer(positions, rope_frequencies(config))) for f in (torch.cos, torch.sin))
+    table = torch.stack([torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)], dim=1).unsqueeze(2)
     return table.to(device=device, dtype=torch.promote_types(dtype, torch.float32))
 
 
 def rotate(x, cos, sin):
-    """RoPE. x (num_tokens, heads, head_dim); cos and sin (num_tokens, 1, head_dim / 2).
+    """RoPE. x (num_tokens, heads, head_dim); cos and sin (num_tokens, 1, head_dim), of the table.
 
     Dimension i is paired with i + head_dim / 2, as in checkpoints in the Hugging Face format.
     """
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+    wide = x.to(cos.dtype)  # at least float32
+    return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
 class Block(nn.Module):
@@ -186,14 +188,14 @@ class Block(nn.Module):
 
     def finish(self, x, y):
         """The rest of the layer: x (num_tokens, n_embd), y (num_tokens, n_head, head_dim) -> x."""
-        x = x + self.postproj(y.flatten(1))
+        x = self.postproj(y.flatten(1)).add_(x)
         h = self.ffn_ln1(self.ffn_norm(x))
         if self.config.family == "gpt2":
             h = F.gelu(h, approximate="tanh")
         else:
             gate, up = h.chunk(2, dim=-1)
-            h = F.silu(gate) * up
-        return x + self.ffn_ln2(h)
+            h = F.silu(gate).mul_(up)
+        return self.ffn_ln2(h).add_(x)
 
 
 def _norm(config, **factory):
@@ -201,9 +203,8 @@ def _norm(config, **factory):
     return cls(config.n_embd, eps=config.norm_eps, **factory)
 
 
-# The rows of a long prefill go through a layer in pieces. A CPU's allocator returns blocks of over
-# 32 MB to the system, and new ones mean page faults; smaller activations are kept and used again.
-# On CUDA it only bounds their memory.
+# Long prefills go through a layer in pieces: a CPU's allocator returns blocks of over 32 MB to the
+# system, and new ones mean page faults. On CUDA it only bounds the memory of activations.
 ROWS_PER_PIECE = {"cpu": 1024, "cuda": 8192}
 
 
@@ -226,7 +227,7 @@ class GPT(nn.Module):
 
         The weights are made in `dtype` on `device`: there is never a second copy of them."""
         super().__init__()
-        self.config = config
+        self.config, self.compiled = config, False
         factory = dict(device="meta", dtype=dtype)
         self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd, **factory)
         if config.family == "gpt2":
@@ -288,9 +289,17 @@ class GPT(nn.Module):
         """What the weights are."""
         return self.head.weight.dtype
 
+    def pack(self):
+        """Lay the weights out as CPUs multiply 16-bit matrices fastest (kernels/packed.py), where
+        it can; they stay as they are then. Engines do it to their model. Returns the model."""
+        from kernels.packed import pack
+
+        return pack(self)
+
     def compile(self):
         """torch.compile each layer before and after attention, which fuses what lies between the
-        products."""
+        products. On CUDA decodes then run in CUDA graphs, see kernels/graphs.py."""
+        self.compiled = True
         for block in self.blocks:
             block.project = torch.compile(block.project, dynamic=True)
             block.finish = torch.compile(block.finish, dynamic=True)

@@ -68,7 +68,8 @@ def sample(logits, params, positions):
         rows = [row for row, p in enumerate(params) if p.temperature > 0]
         rows = [r for r in rows if (params[r].top_k > 0 or params[r].top_p < 1) == truncated]
         if rows:
-            index = torch.tensor(rows).to(logits.device, non_blocking=True)  # a list would wait
+            index = torch.tensor(rows, pin_memory=logits.is_cuda)  # or the copy would wait
+            index = index.to(logits.device, non_blocking=True)
             uniforms = [params[r].uniform(positions[r]) for r in rows]
             tokens[index] = _draw(logits[index], [params[r] for r in rows], uniforms, truncated)
     if not any(p.logprobs for p in params):
@@ -97,4 +98,5 @@ def _draw(logits, params, uniforms, truncated):
 
 def _column(values, like):
     """One number per row, (rows, 1), in double precision on the device of `like`."""
-    return torch.tensor(values, dtype=torch.float64).to(like.device, non_blocking=True)[:, None]
+    column = torch.tensor(values, dtype=torch.float64, pin_memory=like.is_cuda)
+    return column.to(like.device, non_blocking=True)[:, None]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attention
-from attention import SDPA, gather, page_rows, staircase
+from attention import SDPA, Matmul, gather, page_rows, staircase
 from engine import Engine
 from kernels import xformers
 from kernels.xformers import XFormers
@@ -25,6 +25,16 @@ from sampling import SamplingParams
 from tests.helpers import alone, block_tables, poison, poisoned_cache, run, tiny_model
 
 by_layout = pytest.mark.parametrize("position_major", [False, True], ids=["heads", "slots"])
+
+
+@pytest.fixture(autouse=True, params=["sdpa", "matmul"])
+def backend(request, monkeypatch):
+    """All of this holds for both backends of a CPU, also the one that is not for float64."""
+    if request.param == "matmul":
+        if any(word in request.node.name for word in ("xformers", "cuda")):
+            pytest.skip("not of these backends")
+        monkeypatch.setattr(attention, "BY_MATMUL", (torch.float64, torch.float32, torch.bfloat16))
+        monkeypatch.setattr(attention, "KEY_BLOCK", 16)
 
 
 def tokens_of(model, n, seed=0):
@@ -137,7 +147,8 @@ def test_hybrid_batch_in_scattered_pages_equals_its_parts(model, page_size):
     tables = block_tables([-(-n // page_size) for n in lengths], scattered=True)
     tables[1] = sorted(tables[1])  # pages in order, but not side by side
     spans = [Span(table, n, prompt[n:]) for prompt, table, n in zip(prompts, tables, done)]
-    written = [i for s in spans for i in slot_mapping(s.pages, page_size, s.start, s.end)]
+    ends = [-(-s.end // page_size) * page_size for s in spans]  # of the last pages
+    own = [i for s, end in zip(spans, ends) for i in slot_mapping(s.pages, page_size, s.start, end)]
     expected = [prefill(model, prompt)[n:] for prompt, n in zip(prompts, done)]
     rows = sorted(range(len(spans)), key=lambda i: spans[i].length > 1)  # decodes first
     caches = []
@@ -151,7 +162,7 @@ def test_hybrid_batch_in_scattered_pages_equals_its_parts(model, page_size):
         for span, logits in zip(spans, expected):
             close(run(model, parts, [span]), logits[-1:])
         close(cache.data, parts.data, equal_nan=True)
-        before[:, :, :, written] = cache.data[:, :, :, written]
+        before[:, :, :, own] = cache.data[:, :, :, own]
         close(cache.data, before, atol=0, equal_nan=True)  # nothing else was touched
         caches.append(cache)
     close(caches[0].data, caches[1].data, equal_nan=True)
@@ -282,14 +293,18 @@ def test_sdpa_mask_is_figure_6(group):
     model = tiny_model(n_kv_head=4 // group)
     backend = SDPA(model.config, poisoned_cache(model, 1, 32))
     assert torch.equal(backend.bias, staircase(32, 32, group, torch.float64))
+    beyond = Matmul(model.config, poisoned_cache(model, 1, 32))
     for start in range(24):
         for length in range(1, 8):
             window = backend.bias[: length * group, 32 - start : 32 + length]  # as promised
             expected = figure_6(start, length).repeat_interleave(group, dim=0)
             assert torch.equal(window == 0, expected)
             assert torch.equal(window == float("-inf"), ~expected)
-            mask = backend.mask(start, length)
+            mask = backend.mask(start, length, start + length)
             assert mask is None if length == 1 else torch.equal(mask, window)
+            wider = beyond.mask(start, length, start + length + 5)  # from the first own key on
+            assert torch.equal(wider[:, :length], window[:, start:])
+            assert wider.shape[1] == length + 5 and (wider[:, length:] == float("-inf")).all()
 
 
 SEVERAL = [([3], 6, 1), ([0], 0, 1), ([2], 9, 1)], [([4], 5, 2), ([1], 0, 12), ([2], 3, 9)]
@@ -453,8 +468,10 @@ def test_cuda_equals_cpu(n_kv_head, case):
     prompts = [tokens_of(reference, n, n) for n in (1, 30, 7, 150, 700)]
     sizes = dict(chunk=48, max_batch=3, max_len=720)
     params = SamplingParams(max_new_tokens=6, logprobs=True)
-    for policy, page_size in itertools.product(POLICIES, map(int, page_sizes)):
+    in_graphs = {False, backend != "sdpa"}  # the decode-only batches
+    for policy, page_size, graphs in itertools.product(POLICIES, map(int, page_sizes), in_graphs):
         sizes |= dict(page_size=page_size, pages={720: 3, 128: 7, 64: 15, 16: 60}[page_size])
+        model.compiled = graphs
         engine = Engine(model, policy=policy, attention=backend, **sizes)
         engine.runner.cache.data.fill_(float("nan"))
         for completion in engine.generate(prompts, params, progress=False):
@@ -463,3 +480,5 @@ def test_cuda_equals_cpu(n_kv_head, case):
             expected = logprobs.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
             got = torch.tensor(completion.logprobs, dtype=torch.float64)
             close(got, expected, CUDA_TOLERANCE[dtype])
+        captured = engine.runner.graphs.graphs.values() if graphs else []
+        assert all(captured) and bool(captured) == graphs

@@ -14,13 +14,13 @@ from experiments.options import load_model, machine_lines, number, whole, write_
 from experiments.tables import print_table
 from policies import slo
 
-DEFAULTS = {"decodes": (16, 64), "max_len": (1024, 8192), "tile": (32, 128)}  # on a CPU, on a GPU
+DEFAULTS = {"budget": {"decodes": (16, 64), "max_len": (1024, 8192), "tile": (32, 128)}}
 
 
 def add_options(parser):
     """The options of `bench.py budget`."""
     add, more = parser.add, dict(type=whole(1))
-    on = {name: "{} on a CPU, {} on a GPU".format(*both) for name, both in DEFAULTS.items()}
+    on = {n: "{} on a CPU, {} on a GPU".format(*both) for n, both in DEFAULTS["budget"].items()}
     seconds = "the SLO of the time between tokens, in seconds; required"
     add("--slo-tbt", seconds, type=number(above=0), required=True)
     add("--decodes", "requests that decode beside the chunk", shown=on["decodes"], **more)
@@ -30,71 +30,57 @@ def add_options(parser):
     parser.add_files(plot="draw iteration time against token budget")
 
 
-def check(parser, args):
-    """Fill in what was left open, and args.contexts: of the decodes, and at the chunk's end."""
-    for option, defaults in DEFAULTS.items():
-        if getattr(args, option) is None:
-            setattr(args, option, defaults[args.device.startswith("cuda")])
-    args.tile = min(args.tile, args.max_len)
-    args.contexts = sorted({max(1, args.max_len // 8), max(1, args.max_len // 2)})
-
-
 def print_profile(profile, args):
     """The table: a row for each budget, a column for each context."""
     columns = {"token budget": "", "prefill + decodes": ""}
     columns |= {f"ms at {context}": ".1f" for context in args.contexts} | {"meets it": ""}
-    found, table = {(row.budget, row.context): row for row in profile}, []
+    table = []
     for budget in sorted({row.budget for row in profile}):
-        _, _, _, seconds, spreads = zip(*(found[budget, context] for context in args.contexts))
-        what, met = f"{budget - args.decodes} + {args.decodes}", max(seconds) <= args.slo_tbt
-        name = measure.mark(budget, max(spreads) > measure.BUSY)
-        table.append([name, what, *(1e3 * s for s in seconds), "yes" if met else "no"])
+        rows = [row for row in profile if row.budget == budget]  # one for each context
+        name = measure.mark(budget, max(row.spread for row in rows) > measure.BUSY)
+        met = "yes" if max(row.seconds for row in rows) <= args.slo_tbt else "no"
+        what = f"{budget - args.decodes} + {args.decodes}"
+        table.append([name, what, *(1e3 * row.seconds for row in rows), met])
     print_table(columns, table)
 
 
-def explain(budget, profile, base, args):
+def explain(budget, profile, args):
     """Why this budget, in a few sentences; of a busy machine, that it was."""
     slowest = {row.budget: row.seconds for row in sorted(profile, key=lambda row: row.seconds)}
     above = min((b for b in slowest if b > budget), default=None)
-    more = ", and more than that was not tried"
-    more = f"; {above} takes {1e3 * slowest[above]:.0f} ms" if above else more
+    more = f"; {above} takes {1e3 * slowest[above]:.0f} ms" if above else ", and no more was tried"
     prefill, alone = budget - args.decodes, slowest[args.decodes]
     extra = (slowest[budget] - alone) / prefill
-    strict_s, relaxed_s = (multiple * base.seconds for multiple in slo.SLOS.values())
-    if max(row.spread for row in [*profile, base]) > measure.BUSY or extra < 0:
-        return f"Token budget and SLOs: {measure.TOO_BUSY}."
+    if extra < 0 or max(row.spread for row in profile) > measure.BUSY:
+        return f"Token budget: {measure.TOO_BUSY}."
     return (
         f"Token budget {budget}: the largest of whole tiles of {args.tile} whose slowest "
         f"iteration, {1e3 * slowest[budget]:.0f} ms, meets\n{1e3 * args.slo_tbt:.0f} ms"
         f"{more}.\nThe {args.decodes} decodes alone take {1e3 * alone:.0f} ms, so each of the "
-        f"{prefill} prefill tokens beside them costs {1e3 * extra:.2f} ms.\n"
-        f"A decode iteration of {base.decodes} requests at "
-        f"{base.context} tokens takes {1e3 * base.seconds:.0f} ms: the strict SLO is "
-        f"{strict_s:.3g} s, the\nrelaxed one {relaxed_s:.3g} s."
+        f"{prefill} prefill tokens beside them costs {1e3 * extra:.2f} ms."
     )
 
 
 def main(args):
-    """The command."""
+    """The command. Sets args.contexts: of the decodes, and at the chunk's end."""
+    args.tile = min(args.tile, args.max_len)
+    args.contexts = sorted({max(1, args.max_len // 8), max(1, args.max_len // 2)})
     model = load_model(args, "max_len", gpu_model="llama3-8b", gpu_bytes=75e9)
     machine = describe_machine(model, args, args.tile)
     print(machine_lines(machine))
-    size, longest = min(64, args.max_len), args.max_len
-    deepest = max(*args.contexts, slo.base_context(longest))
-    pages = -(-deepest // size) * args.decodes + -(-longest // size)
-    runner = Runner(model, pages, size, longest, args.attention)
+    size = min(64, args.max_len)
+    pages = -(-args.contexts[-1] // size) * args.decodes + -(-args.max_len // size)
+    runner = Runner(model, pages, size, args.max_len, args.attention)
 
-    def timed(*args, **repeats):
-        work = partial(slo.time_iterations, *args, **repeats)
-        worst = lambda rows: max(row.spread for row in rows)
+    def timed(*cases):
+        work, worst = partial(slo.time_iterations, *cases), lambda rows: max(r.spread for r in rows)
         rows, drift = measure.steadily(work, model.device, tries=2, spread_of=worst)
         return [row._replace(spread=drift) for row in rows]
 
-    base = slo.base_decode_iteration(runner, longest, timed)
-    what = args.slo_tbt, args.decodes, args.contexts, args.tile, longest
-    budget, profile = slo.choose_budget(runner, *what, timed)
+    sizes = args.decodes, args.contexts, args.tile, args.max_len
+    budget, profile = slo.choose_budget(runner, args.slo_tbt, *sizes, timed)
     print_profile(profile, args)
-    text = explain(budget, profile, base, args)
+    text = explain(budget, profile, args)
     print(f"\n{text}")
     budget = None if measure.TOO_BUSY in text else budget
     if args.plot:
@@ -103,5 +89,5 @@ def main(args):
         rows = [row[:4] for row in profile]
         plot_budget(rows, machine, args.plot, slo_s=args.slo_tbt, chosen=budget)
     report = {"machine": machine, "profile": [row._asdict() for row in profile]}
-    write_json(args, report | {"base": base._asdict(), "budget": budget, "conclusion": text})
+    write_json(args, report | {"budget": budget, "conclusion": text})
     wrote(args.json, args.plot)

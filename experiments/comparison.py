@@ -1,80 +1,148 @@
-"""The same requests through transformers' generate: `bench.py --transformers`. See offline.py."""
+"""The same requests through engines of others: `bench.py --against openvino`. Next: others.py."""
 
-import statistics
-import tempfile
-import time
+import json
+import signal
+import subprocess
+import sys
+from argparse import ArgumentTypeError, Namespace
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from engine import Engine
-from experiments import measure
-from experiments.workload import prompts
-from model import GPT
-from pretrained.checkpoints import ModelFile
+from experiments import measure, options
+from experiments.tables import print_table
+from experiments.workload import Arrival, prompts
+from pretrained import checkpoints
+from pretrained.presets import PRESETS
 from sampling import SamplingParams
 
-
-def against_transformers(model, arrivals, args):
-    """Serve `arrivals`, all of one length, with transformers' generate and with sarathi.
-
-    Same weights, dtype and batch; without --init-from, random weights. Returns both throughputs in
-    tokens per second, prompt and output; the fraction of output tokens that are equal; and whether
-    the machine was busy.
-    """
-    c, device, dtype = model.config, model.device, model.dtype
-    if args.init_from:
-        theirs = AutoModelForCausalLM.from_pretrained(args.init_from, dtype=dtype)
-    else:
-        fields = {f.alias or name: name for name, f in ModelFile.model_fields.items()}
-        own = {alias: getattr(c, name) for alias, name in fields.items() if hasattr(c, name)}
-        theirs = LlamaForCausalLM(LlamaConfig(**own)).to(dtype)
-        with tempfile.TemporaryDirectory() as directory:
-            theirs.save_pretrained(directory)
-            model = GPT.from_pretrained(directory, device, dtype)
-        if args.compile:
-            model.compile()
-    theirs, B = theirs.to(device).eval(), args.batch
-    tokens = prompts(arrivals, c.vocab_size, args.seed)
-    config = dict(policy="sarathi", chunk=args.chunk, max_batch=B, max_len=args.seq_len)
-    engine = Engine(model, **config, attention=args.attention)
-    batches = [tokens[i : i + B] for i in range(0, len(tokens), B)]
-    output = args.seq_len - arrivals[0].prompt_len
-
-    @torch.inference_mode()
-    def generate(batch, new_tokens):
-        ids = torch.tensor(batch, device=device)
-        options = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
-        options |= dict(max_new_tokens=new_tokens, min_new_tokens=new_tokens)
-        out = theirs.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        return out[:, ids.shape[1] :].tolist()
-
-    def serve_twice():
-        start = time.perf_counter()
-        texts = [text for batch in batches for text in generate(batch, output)]
-        middle = time.perf_counter()
-        ours = [c.tokens for c in engine.generate(tokens, SamplingParams(output), progress=False)]
-        return texts, ours, middle - start, time.perf_counter() - middle
-
-    generate(tokens[:1], 2)
-    engine.warm_up()
-    (*texts, their_s, our_s), drift = measure.steadily(serve_twice, device, tries=1)
-    equal = [a == b for pair in zip(*texts) for a, b in zip(*pair)]
-    return {
-        "transformers_tokens_per_s": len(tokens) * args.seq_len / their_s,
-        "sarathi_tokens_per_s": len(tokens) * args.seq_len / our_s,
-        "equal_tokens": statistics.fmean(equal),
-        "busy": drift > measure.BUSY,
-    }
+NEEDS = {  # engine -> the packages of others.py
+    "transformers": "torch transformers",
+    "openvino": "openvino-genai optimum-intel",
+    "llama.cpp": "llama-cpp-python gguf",
+}
+HELP = f"engines that serve the requests too, comma-separated, of {', '.join(NEEDS)}; "
+HELP += "openvino=/its/bin/python where another Python has the packages"
+FIND = "import sys, importlib.metadata as its; [its.version(name) for name in sys.argv[1:]]"
 
 
-def describe(its, dtype):
-    """What `against_transformers` found, in words."""
-    theirs, ours = its["transformers_tokens_per_s"], its["sarathi_tokens_per_s"]
-    text = f"transformers' generate, same weights and requests: {theirs:,.0f} tokens/s; sarathi: "
-    text += f"{ours:,.0f}, {measure.TOO_BUSY if its['busy'] else f'{ours / theirs:.2f}x'}\n"
-    text += f"{its['equal_tokens']:.0%} of the tokens are equal"
-    if its["equal_tokens"] < 1:
-        text += f": {dtype} rounds, which decides between tokens that are nearly as likely,\nand "
-        text += "after a difference the text is another"
-    return text
+def opponents(text):
+    """The type of --against: {engine: the Python that has its packages}."""
+    found = {}
+    for name, _, python in (word.strip().partition("=") for word in text.split(",")):
+        if name not in NEEDS:
+            raise ArgumentTypeError(f"{name!r}: must be one of {', '.join(NEEDS)}")
+        found[name] = python = python or sys.executable
+        try:
+            command = [python, "-c", FIND, *NEEDS[name].split()]
+            subprocess.run(command, capture_output=True, check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            install = f"{python} -m pip install {NEEDS[name]}, or name another: {name}=/a/python"
+            raise ArgumentTypeError(f"{name} is not installed: {install}") from error
+    return found
+
+
+def check(parser, args):
+    """Exit with a message if an engine of --against cannot run the model."""
+    names, c = args.against or {}, PRESETS.get(args.model, PRESETS["llama-160m"])
+    if "llama.cpp" in names and args.init_from:
+        c = checkpoints.read_config(checkpoints.find(args.init_from))
+    if names and (c.family != "llama" or c.qkv_bias or c.qk_norm or c.rope_scaling):
+        parser.error("--against: llama.cpp, and all with random weights, must get a plain LLaMA")
+
+
+def against(model, prompt_len, args):
+    """Serve prompts with sarathi-serve, with vllm and with the engines of args.against, in turns.
+    Same weights (random ones are made anew), B, dtype and threads; whole batches of requests of
+    prompt_len + output = seq_len tokens, greedy; openvino and llama.cpp always on the CPU. Returns
+    {"engine, policy": row}: prompt and output tokens per second; how many times that our policies
+    give; which fraction of the output sarathi-serve has too; whether the machine was busy."""
+    output, B, serves, texts = args.seq_len - prompt_len, args.batch, {}, {}
+    arrivals = [Arrival(0.0, prompt_len, output)] * max(B, args.requests // B * B)
+    tokens = prompts(arrivals, model.config.vocab_size, args.seed)
+    limits = dict(max_batch=B, max_len=args.seq_len, chunk=args.chunk, attention=args.attention)
+    with ExitStack() as stack:
+        new_folder = lambda: stack.enter_context(TemporaryDirectory())
+        if not args.init_from:
+            args = Namespace(**vars(args) | {"init_from": new_folder(), "model": None})
+            save_random(model.config, args)
+            model = options.load_model(args, "seq_len")
+        for policy in ("sarathi-serve", "vllm"):
+            engine = Engine(model, policy=policy, **limits)
+            serve = partial(engine.generate, tokens, SamplingParams(output), progress=False)
+            serves[f"ours, {policy}"] = lambda serve=serve: [done.tokens for done in serve()]
+        stall_free, first = serves
+        job = vars(args) | dict(prompts=tokens, output=output, config=asdict(model.config))
+        job |= dict(checkpoint=str(checkpoints.find(args.init_from)))
+        job |= dict(threads=torch.get_num_threads())
+        for name, python in args.against.items():
+            policies, ask = start(stack, python, job | dict(engine=name, folder=new_folder()))
+            serves |= {f"{name}, {policy}": partial(ask, policy) for policy in policies}
+        runs = {key: lambda key=key: texts.update({key: serves[key]()}) for key in serves}
+        time_all = partial(measure.interleaved, runs, model.device, repeats=3, title="engines")
+        timings, drift = measure.steadily(time_all, model.device, tries=1)
+    rows = {}
+    for key, timing in timings.items():
+        pairs = [pair for both in zip(texts[key], texts[stall_free]) for pair in zip(*both)]
+        rows[key] = {
+            "tokens_per_s": len(tokens) * args.seq_len / timing.ms * 1e3,
+            "sarathi_serve_gain": timing.ms / timings[stall_free].ms,
+            "vllm_gain": timing.ms / timings[first].ms,
+            "equal_tokens": fmean(a == b for a, b in pairs),
+            "busy": max(drift, timing.spread) > measure.BUSY,
+        }
+    return rows
+
+
+def start(stack, python, job):
+    """A process of others.py until the ExitStack closes: its first answer, and what asks it more.
+    That raises ChildProcessError with its last words if it has ended."""
+    log, program = Path(job["folder"], "log"), Path(__file__).with_name("others.py")
+    errors, pipe = stack.enter_context(log.open("w")), subprocess.PIPE
+    process = subprocess.Popen([python, program], -1, None, pipe, pipe, errors, text=True)
+    stack.enter_context(process)
+    stack.callback(process.kill)
+
+    def ask(line):
+        try:
+            process.send_signal(signal.SIGCONT)
+            print(line, file=process.stdin, flush=True)
+            answer = json.loads(process.stdout.readline())
+            process.send_signal(signal.SIGSTOP)  # its idle threads spin, while others are timed
+            return answer
+        except (OSError, ValueError) as error:
+            last = log.read_text().strip().split("\n")[-1]
+            raise ChildProcessError(f"--against {job['engine']}: {last}") from error
+
+    return ask(json.dumps(job)), ask
+
+
+def save_random(config, args):
+    """Save a LLaMA of this geometry with random weights in the folder args.init_from."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    fields = {f.alias or name: name for name, f in checkpoints.ModelFile.model_fields.items()}
+    own = {alias: getattr(config, name) for alias, name in fields.items() if hasattr(config, name)}
+    torch.manual_seed(args.seed)
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**own))
+    theirs.to(getattr(torch, args.dtype)).save_pretrained(args.init_from)
+
+
+def print_against(rows, prompt_len, args):
+    """The table of what `against` returned."""
+    print(
+        f"\nEngines of others: same weights, {args.dtype}, batches of {args.batch} requests of "
+        f"{prompt_len} + {args.seq_len - prompt_len} tokens,\nchunk {args.chunk}; medians of 3 in "
+        "turns; llama.cpp's keys and values are in float16\n"
+    )
+    columns = {"engine, policy": "", "tokens/s": ",.0f", "ours, sarathi-serve": ".2fx"}
+    columns |= {"ours, vllm": ".2fx", "equal tokens": ".0%"}
+    print_table(columns, [[measure.mark(n, r["busy"]), *r.values()] for n, r in rows.items()])
+    print("\nours: over the tokens/s of that engine; equal to sarathi-serve's, but for rounding")

@@ -15,18 +15,14 @@ TWICE_S = 0.5  # `timeout` and others send a signal to the process and then to i
 
 def run(main):
     """Call main(). What a user can cause ends with a line and an exit status, not a traceback.
-
-    SIGINT, SIGTERM and SIGHUP are a KeyboardInterrupt in main(), which may keep what there is, and
-    then an exit with status 130, 143 or 129; a second one, or one during an import, ends at once.
-    """
+    SIGINT, SIGTERM and SIGHUP are a KeyboardInterrupt in main(), which may keep what there is, then
+    an exit with status 130, 143 or 129; a second one, or one during an import, ends at once."""
     ending = []  # (exit status, when that was known), once it is
 
     def interrupt(signum, frame):
-        importing = False  # there a KeyboardInterrupt may be lost, or become another error
-        while frame and not importing:
-            importing = frame.f_code.co_filename.startswith("<frozen importlib")
-            frame = frame.f_back
-        if importing or ending and time.monotonic() > ending[0][1] + TWICE_S:
+        while frame and not frame.f_code.co_filename.startswith("<frozen importlib"):
+            frame = frame.f_back  # in an import it may be lost, or become another error
+        if frame or ending and time.monotonic() > ending[0][1] + TWICE_S:
             os._exit(128 + signum)
         if not ending:
             ending.append((128 + signum, time.monotonic()))
@@ -35,14 +31,11 @@ def run(main):
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
             signal.signal(number, interrupt)
-    closed = sys.stdout is None
     sys.stdout, sys.stderr = (its or open(os.devnull, "w") for its in (sys.stdout, sys.stderr))
     for stream in (sys.stdout, sys.stderr):  # a pipe sees each line when it is printed
         stream.reconfigure(errors="replace", line_buffering=True)
     try:
         try:
-            if closed:
-                raise OSError("standard output is closed; > /dev/null throws it away")
             main()
         finally:
             sys.stdout.flush()
@@ -61,8 +54,8 @@ def explain(error):
 
     if isinstance(error, KeyboardInterrupt):
         return 130
-    pipe, full = isinstance(error, BrokenPipeError), getattr(error, "errno", None) == errno.ENOSPC
-    if pipe or full:  # do not fail again at exit
+    pipe = isinstance(error, BrokenPipeError)
+    if pipe or getattr(error, "errno", None) == errno.ENOSPC:  # do not fail again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     place, name = where_it_failed(error), type(error).__name__
     text = str(error).strip().split("\n")[0] or name

@@ -13,13 +13,9 @@ from scheduler import Request
 
 
 def describe_machine(model, args, rows):
-    """What the numbers depend on, and the limits that they are compared with, as a dict.
-
-    `flops_per_s` and `bytes_per_s` are measured, the products with `rows` rows; `ridge_tokens` are
-    the rows for which computing (two flops for each weight and row) takes as long as reading the
-    weights; `schedule_us` are microseconds; `busy` says that others used the machine meanwhile.
-    `args` are options.OptionParser's, of the model.
-    """
+    """What the numbers depend on, and the limits that they are compared with, as a dict. Products
+    have `rows` rows; with `ridge_tokens` of them computing takes as long as reading the weights;
+    `busy` says that others used the machine meanwhile. `args` are those of options.load_model."""
     device, products = model.device, {"products": measure.bare_products(model, rows, 0)}
     time = lambda: (measure.interleaved(products, device), measure.memory_bandwidth(device))
     spread = lambda found: found[0]["products"].spread

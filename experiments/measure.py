@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from kv_cache import kv_bytes_per_token
+from model import ROWS_PER_PIECE
 
 WARMUP = 2  # runs that are not counted
 BUSY = 0.20  # drift, of a machine, or spread, of times: above it no number is believed
@@ -39,10 +40,8 @@ def synchronize(device):
 
 
 def interleaved(variants, device, repeats=9, title=None):
-    """Time functions without arguments in turn: {name: function} -> {name: Timing}.
-
-    With a title there is a progress bar.
-    """
+    """Time functions without arguments in turn: {name: function} -> {name: Timing}. With a title
+    there is a progress bar."""
     samples, hidden = {name: [] for name in variants}, None if title else True
     for repeat in tqdm(range(WARMUP + repeats), title, leave=False, disable=hidden):
         for name, function in variants.items():
@@ -62,10 +61,8 @@ def summarize(values_ms):
 
 
 class Probe:
-    """Asks a device how much of itself it gives: the same short computation, over and over.
-
-    All threads get an equal share of it; matrix products some libraries spread otherwise.
-    """
+    """Asks a device how much of itself it gives: the same short computation, over and over. All
+    threads get an equal share of it; matrix products some libraries spread otherwise."""
 
     def __init__(self, device):
         here = getattr(os, "sched_getaffinity", lambda process: range(os.cpu_count() or 1))(0)
@@ -74,11 +71,9 @@ class Probe:
         self.compute, self.fastest = partial(torch.sin, x, out=torch.empty_like(x)), math.inf
 
     def take(self, at_least_s=PROBE_S):
-        """The share of the machine that is missing, 0 … 1, the larger of two.
-
-        Of its speed, beside the fastest that this process has seen; and on a CPU of the time that
-        the threads asked for, which was all of it: that tells of a load that never went away.
-        """
+        """The share of the machine that is missing, 0 … 1, the larger of two: of its speed, beside
+        the fastest that this process has seen; and on a CPU of the time that the threads asked for,
+        which was all of it: that tells of a load that never went away."""
         self.compute()  # wakes threads up
         synchronize(self.device)
         count, start, cpu_start = 0, time.perf_counter(), time.process_time()
@@ -96,12 +91,10 @@ probe_of = cache(Probe)  # one in a process for each device, as it remembers the
 
 
 def steadily(function, device, tries=3, spread_of=None):
-    """Call `function()` on a machine that is not BUSY: (what it returned, drift).
-
-    The drift is the share of the machine that was missing in a probe before or after, or what
-    `spread_of` says of the result, if that is more. Above BUSY the function is called again,
-    `tries` times in all, and the steadiest result counts. What cannot be repeated has tries=1.
-    """
+    """Call `function()` on a machine that is not BUSY: (what it returned, drift). The drift is the
+    share of the machine that was missing in a probe before or after, or what `spread_of` says of
+    the result, if that is more. Above BUSY the function is called again, `tries` times in all, and
+    the steadiest result counts. What cannot be repeated has tries=1."""
     probe, best = probe_of(device), (None, math.inf)
     after = probe.take()
     for _ in range(tries):
@@ -133,32 +126,34 @@ def fastest_cpu_dtype():
     return min(dtypes, key=lambda dtype: timings[dtype].ms)
 
 
-def linear_weights(model):
-    """The weights of a model's layers in the order of computation, without the output head."""
+def linear_layers(model):
+    """The linear layers of a model's blocks in the order of computation, without the head."""
     layers = [(b.preproj, b.postproj, b.ffn_ln1, b.ffn_ln2) for b in model.blocks]
-    return [layer.weight for block in layers for layer in block]
+    return [layer for block in layers for layer in block]
 
 
 def bare_products(model, num_tokens, num_logits):
-    """A function that runs the matrix products of one iteration on its weights, nothing else."""
-    weights, head = linear_weights(model), model.head.weight
+    """A function that runs the linear layers of one iteration, in the model's pieces, alone."""
+    layers, head = linear_layers(model), model.head
     like = dict(device=model.device, dtype=model.dtype)
-    x = {n_in: torch.randn(num_tokens, n_in, **like) for n_in in {w.shape[1] for w in weights}}
-    last = torch.randn(num_logits, head.shape[1], **like)
+    x = {n: torch.randn(num_tokens, n, **like) for n in {m.in_features for m in layers}}
+    x = {n: rows.split(ROWS_PER_PIECE.get(model.device.type, 8192)) for n, rows in x.items()}
+    last = torch.randn(num_logits, head.in_features, **like)
 
     @torch.inference_mode()
     def run():
-        for w in weights:
-            F.linear(x[w.shape[1]], w)
+        for layer in layers:
+            for rows in x[layer.in_features]:
+                layer(rows)
         if num_logits:
-            F.linear(last, head)
+            head(last)
 
     return run
 
 
 def product_flops(model, num_tokens, num_logits):
     """Floating-point operations of `bare_products`: two for each weight and row."""
-    layers = sum(w.numel() for w in linear_weights(model))
+    layers = sum(layer.weight.numel() for layer in linear_layers(model))
     return 2 * (num_tokens * layers + num_logits * model.head.weight.numel())
 
 

@@ -9,7 +9,6 @@ request that was aborted or still runs; a latency only of one that finished. Rea
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from functools import cache
 from itertools import chain, groupby
 from operator import attrgetter
 from typing import NamedTuple
@@ -48,12 +47,10 @@ def percentiles(values):
 
 
 def find_stalls(completions, iterations):
-    """Every generation stall, as [Stall], request by request.
-
-    A gap holds the iterations that began in it: from a token until before the next. A request that
-    prefills itself again after a preemption does not stall itself. A decode waits for a chunk that
-    it rides with, too: it takes a threshold, such as the SLO, to see that such stalls do no harm.
-    """
+    """Every generation stall, as [Stall], request by request. A gap holds the iterations that began
+    in it: from a token until before the next. A request that prefills itself again after a
+    preemption does not stall itself. A decode waits for a chunk that it rides with, too: it takes a
+    threshold, such as the SLO, to see that such stalls do no harm."""
     group_of = {}  # request -> the micro-batch that computes it
     groups = defaultdict(lambda: ([], []))  # micro-batch -> (iterations' starts, prefills in each)
     for iteration in iterations:
@@ -62,29 +59,42 @@ def find_stalls(completions, iterations):
         prefills.append([(who, n) for who, _, n, is_decode in iteration.chunks if not is_decode])
         group_of |= {who: iteration.micro_batch for who, _ in prefills[-1]}
 
-    @cache  # requests that decode together share their gaps
-    def prefilled(group, first, last):
-        """Prefill tokens by request in iterations first … last - 1, in the order of computation."""
-        tokens = Counter()
-        for who, length in chain(*groups[group][1][first:last]):
-            tokens[who] += length
-        return tokens
-
     stalls = []
     for completion in completions:
         own, times = completion.request_id, completion.token_times
-        group = group_of.get(own, 0)
-        begun = [bisect_left(groups[group][0], time) for time in times]  # iterations until a token
+        starts, prefills = groups[group_of.get(own, 0)]
+        begun = [bisect_left(starts, time) for time in times]  # iterations until a token
         for start, end, first, last in zip(times, times[1:], begun, begun[1:]):
-            tokens = prefilled(group, first, last)
-            if others := {who: n for who, n in tokens.items() if who != own}:
-                cause = max(others, key=others.get)
-                stalls.append(Stall(own, start, end, sum(others.values()), cause))
+            tokens = Counter()  # of prefill by request, in the order of computation
+            for who, length in chain(*prefills[first:last]):
+                tokens[who] += length
+            del tokens[own]
+            if tokens:
+                cause = max(tokens, key=tokens.get)
+                stalls.append(Stall(own, start, end, tokens.total(), cause))
     return stalls
 
 
 def _ratio(amount, whole):
     return float(amount / whole) if whole else None
+
+
+def summarize_queue(completions):
+    """Whether the queue `grew`: the last quarter of the requests waited for longer than the second,
+    in the median, and not by chance. Random arrivals let delays come and go. What a server can do
+    varies less: how many requests per second it schedules while others wait, counted if half of
+    them do, but not in the first quarter, as few decode yet. More arrive where it is overloaded."""
+    seen = sorted((c.arrival, c.scheduled) for c in completions if c.scheduled is not None)
+    n, delays = len(seen) // 4, [scheduled - arrival for arrival, scheduled in seen]
+    early, late = (percentiles(quarter)["p50"] for quarter in (delays[n : 2 * n], delays[-n:]))
+    arrived, in_turn = np.sort(np.reshape(seen, (-1, 2)), axis=0).T  # (requests,), each in order
+    waits = (arrived[1:] <= in_turn[:-1])[n:]  # the next is there when one is scheduled
+    rate, can = _ratio(len(seen) - 1, np.diff(arrived).sum()), None
+    if 2 * waits.sum() >= max(8, len(waits)):
+        can = _ratio(waits.sum(), np.diff(in_turn)[n:][waits].sum())
+    delays = {"second_quarter_s": early, "last_quarter_s": late}
+    grew = bool(rate and can and can < rate and early < late)
+    return delays | {"arrived_per_s": rate, "scheduled_per_s": can, "grew": grew}
 
 
 def summarize_latencies(completions, seconds):
@@ -104,6 +114,7 @@ def summarize_latencies(completions, seconds):
         "ttft_s": percentiles(c.ttft for c in completions),
         "tbt_s": percentiles(gap for c in completions for gap in c.tbt),  # all gaps of all requests
         "scheduling_delay_s": percentiles(c.scheduling_delay for c in completions),
+        "queue": summarize_queue(completions),
         "latency_s": percentiles(c.latency for c in finished),
         "tokens_per_s": _ratio(prompt + output, seconds),
         "preemptions": sum(c.preemptions for c in completions),
@@ -112,11 +123,9 @@ def summarize_latencies(completions, seconds):
 
 
 def summarize_run(completions, iterations, seconds, tbt_slo_s=None):
-    """What the table prints and the JSON holds of one run of `seconds` seconds, as a dict.
-
+    """What the table prints and the JSON holds of one run of `seconds` seconds, as a dict:
     `summarize_latencies`, generation stalls (`over_slo`: longer than `tbt_slo_s`) and what the
-    iterations were made of; the mean of requests at once is over the time of the iterations.
-    """
+    iterations were made of; the mean of requests at once is over the time of the iterations."""
     stalls, count = find_stalls(completions, iterations), len(iterations)
     kinds = Counter((i.prefill_tokens > 0, i.decode_tokens > 0) for i in iterations)
     tokens = sum(i.prefill_tokens + i.decode_tokens for i in iterations)
@@ -171,16 +180,17 @@ def request_rows(completions, iterations):
 
 
 def missed(summary, tbt_slo_s):
-    """What a run missed of what shows that its rate can be kept up, in words; "" if nothing.
-
-    P99 TBT and median delay must be within limits; `summary` is that of `summarize_run`. Only a run
-    in which every request finished can show it: in one that was cut short, those who were kept
-    waiting are missing from the median, and the longest gaps from the TBTs. Requests of one output
-    token have no TBT, and so none that is too long.
-    """
+    """What a run missed of what shows that its rate can be kept up, in words; "" if nothing. P99
+    TBT and median delay must be within limits, and the queue must not grow, which would lift the
+    median only in a long run. `summary` is that of `summarize_latencies`, and can show it only if
+    every request finished: in a run that was cut short, those who were kept waiting are missing
+    from the median, and the longest gaps from the TBTs."""
     tbt, delay = summary["tbt_s"]["p99"] or 0.0, summary["scheduling_delay_s"]["p50"] or 0.0
-    finished, count = summary["finished"], summary["requests"]
+    finished, count, queue = summary["finished"], summary["requests"], summary["queue"]
     wrong = {f"{finished} of {count} requests finished": finished < count or not count}
     wrong |= {f"P99 TBT of {tbt:,.3f} s": tbt > tbt_slo_s}
     wrong |= {f"median delay of {delay:,.2f} s": delay > MAX_DELAY_S}
+    early, late = (queue[key] or 0.0 for key in ("second_quarter_s", "last_quarter_s"))
+    delays = f"{early:,.2f} s in the second quarter and {late:,.2f} s in the last"
+    wrong |= {f"the queue grew: median delay of {delays}": queue["grew"]}
     return ", ".join(what for what, so in wrong.items() if so)

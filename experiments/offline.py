@@ -1,25 +1,24 @@
 """SARATHI's claims on this machine: `bench.py --chunk 256`.
 
-Prints (1) SARATHI's Table 2: what a decode costs alone and riding with a prefill chunk, each time
-beside its limit; (2) the policies end to end at the balanced ratio of prefill to decode tokens,
-P:D = C / (B - 1); (3) what to conclude. Functions that measure print nothing.
-
-Read first: engine.py and measure.py. Read next: serving.py, for requests that arrive while others
-run: Sarathi-Serve's half.
+Prints SARATHI's Table 2, what a decode costs alone and riding with a prefill chunk, each time
+beside its limit; the policies end to end at the balanced ratio of prefill to decode tokens, P:D = C
+/ (B - 1); with --explain, where the gain goes; and a conclusion. What measures prints nothing. Read
+first: engine.py and measure.py. Read next: explain.py, and serving.py, for requests that arrive
+while others run: Sarathi-Serve's half.
 """
 
 import resource
 import sys
 import textwrap
 import time
-from dataclasses import replace
 from functools import partial
 
 import torch
 from tqdm import tqdm
 
 from engine import Engine, EngineConfig, Runner
-from experiments import measure, options
+from experiments import comparison, measure, options
+from experiments.explain import COMPARED, explain, largest_loss, print_explained, steady
 from experiments.machine import describe_machine
 from experiments.metrics import headline, summarize_run
 from experiments.run import EngineServer, LoadRun
@@ -27,9 +26,6 @@ from experiments.tables import print_table, show
 from experiments.workload import Arrival, prompts
 from kv_cache import Span
 from policies import POLICIES
-from pretrained.presets import PRESETS
-
-DEFAULT_POLICIES = "request-level,orca-best,vllm,sarathi,sarathi-serve"
 
 
 def add_options(parser):
@@ -41,14 +37,14 @@ def add_options(parser):
     add("--chunk", "C, the chunk size and token budget, in tokens", 256, type=whole(1))
     add("--batch", "B, the most requests at once", 6, type=whole(2))
     add("--seq-len", "prompt and output tokens of a request, together", 1000, type=whole(3))
-    add(
-        "--pd-ratio", "prompt tokens per output token", shown=balanced, type=options.number(above=0)
-    )
-    add("--policies", names, DEFAULT_POLICIES, type=options.policy_names())
-    add("--requests", "how many requests are served end to end", shown="2 B", type=whole(1, 10**6))
+    ratio = dict(shown=balanced, type=options.number(above=0))
+    add("--pd-ratio", "prompt tokens per output token", **ratio)
+    default = "request-level,orca-best,vllm,sarathi,sarathi-serve"
+    add("--policies", names, default, type=options.policy_names())
+    add("--requests", "requests to serve end to end", shown="3 B + 1", type=whole(1, 10**6))
     parser.add_model_options("llama-13b on a GPU with 40 GB or more, else llama-160m")
-    theirs = "also serve the requests with transformers' generate"
-    add("--transformers", theirs, False, action="store_true")
+    add("--explain", "also measure where the gain goes", False, action="store_true")
+    add("--against", comparison.HELP, metavar="ENGINES", type=comparison.opponents)
     parser.add_files(plot="draw each policy's iterations")
 
 
@@ -61,12 +57,12 @@ def check(parser, args):
         parser.error(f"{chunk}: must be at most --seq-len {args.seq_len}")
     if "dynamic" in args.policies:
         parser.error("--policies dynamic: follows an SLO, see bench.py serve and capacity")
-    given = args.init_from or args.model not in PRESETS or PRESETS[args.model].family == "llama"
-    if args.transformers and not given:
-        only = "with random weights only a LLaMA can be compared, use --init-from"
-        parser.error(f"--transformers: {only}")
+    comparison.check(parser, args)
     args.pd_ratio = args.pd_ratio or args.chunk / (args.batch - 1)
-    args.requests = args.requests or 2 * args.batch
+    args.requests, least = args.requests or 3 * args.batch + 1, 2 * args.batch + 1
+    if args.explain and not (args.requests >= least and {*COMPARED} <= {*args.policies}):
+        needs = f"--policies {','.join(COMPARED)}, --requests {least} or more"
+        parser.error(f"--explain: needs {needs}")
 
 
 def main(args):
@@ -99,13 +95,15 @@ def measure_and_print(args, report):
     print_decode_maximal(table, speedup, args)
     policies, timelines = report.setdefault("end_to_end", {}), {}
     print_end_to_end(end_to_end(model, args, policies, timelines), policies, args)
-    report["conclusion"] = conclude(table, speedup, promise, policies, args)
+    if args.explain:
+        report["explained"] = explain(model, policies, timelines, args)
+        print_explained(report["explained"])
+    report["conclusion"] = conclude(report, args)
     print(report["conclusion"])
-    if args.transformers:
-        from experiments.comparison import against_transformers, describe
-
-        report["transformers"] = found = against_transformers(model, make_load(args), args)
-        print(f"\n{describe(found, args.dtype)}")
+    if args.against:
+        prompt_len = make_load(args)[0].prompt_len
+        report["against"] = found = comparison.against(model, prompt_len, args)
+        comparison.print_against(found, prompt_len, args)
     seconds, memory = time.perf_counter() - began, peak_memory_bytes(model.device)
     report |= {"seconds": seconds, "peak_memory_bytes": memory}
     print(f"\ntook {seconds:.0f} s and at most {memory / 1e9:.1f} GB of memory")
@@ -131,7 +129,8 @@ def decode_maximal(model, machine, args):
     Returns (rows, speedup, promise). `rows` maps the batch to its numbers, times in ms, and whether
     the machine was busy; `speedup` says how many times cheaper a decode is in the hybrid batch than
     in the decode-only one, in all and in the matrix products; None where that is lost in the noise.
-    `promise` is the gain in throughput over request-level that these products let one expect.
+    `promise` is the gain in throughput over request-level at the balanced ratio if each row of a
+    hybrid batch cost what one of a whole prompt costs, in the products (SARATHI §4.4, §5.1.3).
 
     A decode of the hybrid batch costs what the batch takes longer than the same chunk alone,
     divided by the number of decodes (SARATHI §5.1.1). Products and attention are timed alone.
@@ -155,8 +154,7 @@ def decode_maximal(model, machine, args):
         variants[name, "total"] = partial(runner.greedy, spans)
         variants[name, "products"] = measure.bare_products(model, tokens, len(spans))
         variants[name, "attention"] = measure.attention_alone(runner, spans)
-    variants["prompt", "products"] = measure.bare_products(model, context, 0)
-    time_all = partial(measure.interleaved, variants, model.device, title="Table 2")
+    time_all = partial(measure.interleaved, variants, model.device, 7, title="Table 2")
     spread = lambda timings: max(timings[name, "total"].spread for name in batches)
     timings, drift = measure.steadily(time_all, model.device, tries=2, spread_of=spread)
 
@@ -185,20 +183,10 @@ def decode_maximal(model, machine, args):
         prefill, decode, hybrid = (timings[name, part] for name in batches)
         extra, noise = hybrid.ms - prefill.ms, prefill.ms * prefill.spread / 2
         speedup[part] = decode.ms / B / (extra / (B - 1)) if extra > noise else None
-    return rows, speedup, promised_gain(*rows.values(), timings["prompt", "products"].ms / context)
-
-
-def promised_gain(prefill, decode, hybrid, prompt_token_ms):
-    """The throughput over that of request-level, from the rows of Table 2: products and attention.
-
-    At the balanced ratio P:D = C / (B - 1) a decode-maximal batch takes the place of C - (B - 1)
-    tokens of whole prompts and B - 1 decodes of a decode-only batch (SARATHI §4.4, §5.1.3).
-    `prompt_token_ms` is what the products of a whole prompt cost each of its tokens, in ms.
-    """
-    share = hybrid["decodes"] / decode["decodes"]  # of the decode-only batch
-    attention = prefill["attention_ms"] + share * decode["attention_ms"]
-    products = prefill["prefill_tokens"] * prompt_token_ms + share * decode["products_ms"]
-    return (products + attention) / (hybrid["products_ms"] + attention)
+    prompt = {"prompt": measure.bare_products(model, context, 0)}
+    row_ms = measure.interleaved(prompt, model.device, 3)["prompt"].ms / context
+    apart_ms = (B - 1) * timings["decode-only", "products"].ms / B
+    return rows, speedup, (length * row_ms + apart_ms) / (args.chunk * row_ms)
 
 
 def print_decode_maximal(rows, speedup, args):
@@ -292,18 +280,21 @@ def end_to_end(model, args, rows, timelines):
     arrivals = make_load(args)
     tokens = prompts(arrivals, model.config.vocab_size, args.seed)
     limits = dict(chunk=args.chunk, max_batch=args.batch, max_len=args.seq_len)
-    config = EngineConfig(**limits, attention=args.attention)
     names = sorted(args.policies, key=lambda name: name != "request-level")
     for group in [[name] for name in names] if model.device.type == "cuda" else [names]:
-        configs = {name: replace(config, policy=name) for name in group}
+        configs = {name: EngineConfig(name, **limits, attention=args.attention) for name in group}
         count = len(group) * len(arrivals)
         with tqdm(desc="requests", total=count, leave=False, disable=None) as bar:
             for name, run in serve_in_turns(model, configs, arrivals, tokens, bar.update):
                 found = summarize_run(run.completions, run.iterations, run.seconds)
                 counts = {key: found[key] for key in ("iterations", "tokens_per_iteration")}
                 row = rows[name] = headline(found) | counts | {"busy": run.drift > measure.BUSY}
-                baseline = rows.get("request-level", {}).get("tokens_per_s")
-                row["gain"] = row["tokens_per_s"] / baseline if baseline else None
+                whole, (_, rate, _) = row["tokens_per_s"], steady(run.iterations, args.batch)
+                row |= {"tokens_per_s": rate, "whole_run_tokens_per_s": whole}
+                base = rows.get("request-level", dict.fromkeys(row))
+                for part in ("", "whole_run_"):
+                    mine, its = row[f"{part}tokens_per_s"], base[f"{part}tokens_per_s"]
+                    row[f"{part}gain"] = mine / its if its else None
                 timelines[name] = run[:2]
                 bar.clear()
                 yield name
@@ -318,40 +309,39 @@ def print_end_to_end(names, rows, args):
         f"{prompt / output:.0f}; the first {B} want 1/{B}, 2/{B}, ...\n"
         f"   of the output), batch {B}, chunk {args.chunk}, all there at time 0\n"
     )
-    columns = {"policy": "", "tokens/s": ",.0f", "gain": ".2fx", "P50 TTFT s": ".2f"}
-    columns |= {"P99 TBT s": ".3f", "longest stall s": ".3f", "iterations": ""}
+    columns = {"policy": "", "tokens/s": ",.0f", "gain": ".2fx", "whole run": ".2fx"}
+    columns |= {"P50 TTFT s": ".2f", "P99 TBT s": ".3f", "longest stall s": ".3f", "iterations": ""}
     columns["tokens/iteration"] = ".0f"
-    keys = "tokens_per_s gain p50_ttft_s p99_tbt_s longest_stall_s iterations tokens_per_iteration"
-    table = ([measure.mark(n, rows[n]["busy"]), *map(rows[n].get, keys.split())] for n in names)
+    keys = "tokens_per_s gain whole_run_gain p50_ttft_s p99_tbt_s longest_stall_s iterations"
+    keys = f"{keys} tokens_per_iteration".split()
+    table = ([measure.mark(n, rows[n]["busy"]), *map(rows[n].get, keys)] for n in names)
     print_table(columns, table, names=[measure.mark(n, True) for n in args.policies])
     print(
-        "\nthroughput counts prompt and output tokens; gain is over request-level; a stall is a "
-        "gap between two\ntokens in which prompt tokens were computed\n"
+        "\ntokens/s (prompt and output) and gain over request-level are those of a full pipeline: "
+        f"whole rounds\nof {B} requests, after the first (-: fewer than {2 * B + 1}); whole run: "
+        "gain with ramp and tail; a stall is\na gap between two tokens in which prompt tokens were "
+        "computed\n"
     )
 
 
-def conclude(table, speedup, promise, policies, args):
+def conclude(report, args):
     """What to take home; of what was measured on a busy machine, that it was."""
-    hybrid, sarathi = table["decode-maximal"], policies.get("sarathi", {})
+    table, policies, explained = map(report.get, ("decode_maximal", "end_to_end", "explained"))
     stalls = (f"{name} {row['longest_stall_s']:.3g} s" for name, row in policies.items())
-    riding = f"{hybrid['decode_token_ms']:.2f} ms" if speedup["total"] else "less than the noise"
-    decode = f"{table['decode-only']['decode_token_ms']:.2f} ms in a batch of its own, {riding}"
-    found = f"measured rates promise {promise:.2f}x request-level's at chunk {args.chunk}"
-    if gain := sarathi.get("gain"):
+    alone, riding = (table[name]["decode_token_ms"] for name in ("decode-only", "decode-maximal"))
+    riding = f"{riding:.2f} ms" if report["decode_speedup"]["total"] else "less than the noise"
+    promise = explained["steps"][0]["gain"] if explained else report["promised_gain"]
+    found = f"bare products promise {promise:.2f}x request-level's at chunk {args.chunk}"
+    if gain := policies.get("sarathi", {}).get("gain"):
         found += f", sarathi runs at {gain:.2f}x"
-        if gain < 0.98 * promise:
-            found += (
-                f". The promise is for full batches at P:D {args.chunk / (args.batch - 1):.0f}: "
-                f"sarathi's held {sarathi['tokens_per_iteration']:.0f} tokens on average; and for "
-                f"products and attention alone: {hybrid['other_ms']:.1f} of the "
-                f"{hybrid['total_ms']:.1f} ms of a hybrid batch went into neither"
-            )
-        elif gain > 1.02 * promise:
-            found += ". The promise leaves out that request-level's batches shrink as requests end"
+        found += f"; {largest_loss(explained['steps'])}" if explained else " (--explain tells why)"
+    decode = f"{alone:.2f} ms in a batch of its own, {riding} riding with a chunk"
+    busy = is_busy(table) or is_busy(policies) or bool(explained and explained["busy"])
     paragraphs = (
         ("Longest stalls, which chunks are for", ", ".join(stalls), is_busy(policies)),
-        ("Cost of a decode", f"{decode} riding with a chunk", is_busy(table)),
-        ("Throughput", found, is_busy(table) or is_busy(policies)),
+        ("Cost of a decode", decode, is_busy(table)),
+        ("Throughput", found, busy),
     )
     texts = (f"   {what}: {measure.TOO_BUSY if busy else it}." for what, it, busy in paragraphs)
-    return "3." + "\n".join(textwrap.fill(t, 100, subsequent_indent="   ") for t in texts)[2:]
+    text = "\n".join(textwrap.fill(t, 100, subsequent_indent="   ") for t in texts)
+    return f"{4 if explained else 3}.{text[2:]}"

@@ -20,10 +20,8 @@ PICTURES = (".png", ".pdf", ".svg")
 
 
 def number(above=-math.inf, least=-math.inf, most=math.inf, kind=float):
-    """A finite number above `above`, at least `least` and at most `most`.
-
-    What makes a type of options returns a function for argparse, from the text to the value.
-    """
+    """A finite number above `above`, at least `least` and at most `most`. What makes a type of
+    options returns a function for argparse, from the text to the value."""
     limits = {"above": above, "of at least": least, "and at most": most}
     limits = " ".join(f"{words} {x:g}" for words, x in limits.items() if math.isfinite(x))
 
@@ -44,10 +42,8 @@ def whole(least, most=10**15):
 
 
 def policy_names(chunks=False):
-    """Policies with commas, as a list of names that `find_policy` takes.
-
-    With `chunks`, a name may end in a chunk size of its own, as in "sarathi:128".
-    """
+    """Policies with commas, as a list of names that `find_policy` takes. With `chunks`, a name may
+    end in a chunk size of its own, as in "sarathi:128"."""
 
     def parse(text):
         names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
@@ -99,7 +95,7 @@ class OptionParser(argparse.ArgumentParser):
 
         add, device = self.add, "cuda" if torch.cuda.is_available() else "cpu"
         fast = "bfloat16, or float32 on a CPU that is faster with it"
-        backends = "the backend; auto is xformers for 16 bits on CUDA, else sdpa"
+        backends = "the backend; auto is xformers for 16 bits on CUDA, matmul for bfloat16 on a CPU"
         names = f"a geometry with random weights: {', '.join(PRESETS)}"
         add("--model", names, shown=default_model)
         add("--init-from", "a checkpoint instead: a local directory or a name on the Hub")
@@ -107,7 +103,8 @@ class OptionParser(argparse.ArgumentParser):
         add("--dtype", "of weights and cache", choices=DTYPES, shown=fast)
         add("--attention", backends, "auto", choices=BACKENDS)
         add("--seed", "of weights and prompts", 0, type=whole(0))
-        add("--compile", "torch.compile the layers around attention", False, action="store_true")
+        compiled = "torch.compile the layers around attention; on CUDA decodes run in CUDA graphs"
+        add("--compile", compiled, False, action="store_true")
         add("--threads", "CPU threads", shown="torch's choice", type=whole(1, 10**4))
 
     def add_files(self, json="write all that is printed, with these options", **contents):
@@ -136,11 +133,9 @@ def find_device(name):
 
 def load_model(args, length, gpu_model="llama-13b", gpu_bytes=40e9):
     """The model to measure, on its device. Sets the number of threads, args.model and args.dtype.
-
     `length` is the option that says how many positions the model must have, such as "seq_len";
     `gpu_model` is the default on a GPU with more than `gpu_bytes` of memory. Raises ValueError for
-    an option that this machine or the model does not allow.
-    """
+    an option that this machine or the model does not allow."""
     import torch
 
     from attention import check_backend
@@ -181,7 +176,7 @@ def load_model(args, length, gpu_model="llama-13b", gpu_bytes=40e9):
         model = GPT.from_pretrained(directory, device, dtype)
     if args.compile:
         model.compile()
-    return model
+    return model.pack()
 
 
 def check_room(what, config, dtype, device, tokens=0):

@@ -49,10 +49,8 @@ class Run(NamedTuple):
 
 
 class LoadRun:
-    """Brings `arrivals`, sorted by time, to a server; a Hopeless may cut that short.
-
-    `progress` is called after each request that ended.
-    """
+    """Brings `arrivals`, sorted by time, to a server; a Hopeless may cut that short. `progress` is
+    called after each request that ended."""
 
     def __init__(self, server, arrivals, *, hopeless=None, progress=None):
         self.server, self.arrivals = server, arrivals
@@ -122,11 +120,9 @@ class LoadRun:
 
 
 class EngineServer:
-    """An engine as a server. Its clock is `clock`, its prompt for request i is prompts[i].
-
-    Outputs have the lengths of the load: no stop tokens. Latencies count from the arrival, also if
-    that falls into an iteration.
-    """
+    """An engine as a server. Its clock is `clock`, its prompt for request i is prompts[i]. Outputs
+    have the lengths of the load: no stop tokens. Latencies count from the arrival, also if that
+    falls into an iteration."""
 
     def __init__(self, engine, prompts, clock, sleep=time.sleep):
         self.engine, self.prompts, self.clock, self.sleep = engine, prompts, clock, sleep
@@ -158,11 +154,9 @@ class EngineServer:
 
 
 def serve(model, config, arrivals, prompts, *, now=time.perf_counter, sleep=time.sleep, **watching):
-    """Serve `arrivals` with `prompts` by an engine of `config`, in real time. Returns a Run.
-
-    What Python holds when the clock starts is left out of garbage collection until the end, so that
-    no pause grows with it. `now` and `sleep` are the time it runs in; `watching`: as of LoadRun.
-    """
+    """Serve `arrivals` with `prompts` by an engine of `config`, in real time. Returns a Run. What
+    Python holds when the clock starts is left out of garbage collection until the end, so that no
+    pause grows with it. `now` and `sleep` are the time it runs in; `watching`: as of LoadRun."""
     gc.collect()  # the cache of the engine before
     start = now()
     clock = lambda: now() - start  # sees what `start` becomes below
@@ -188,12 +182,10 @@ def summarize(run, tbt_slo_s):
 
 
 def plan(names, page_sizes, config, tbt_slo_s=None):
-    """What is to be run: label -> EngineConfig, for each name with each page size.
-
-    A name is one that find_policy takes, and may end in a chunk size of its own, "sarathi:128". All
-    have the memory of `config`: pages * page_size tokens. Raises ValueError for an unknown policy,
-    and for a chunk size where it does not go by one.
-    """
+    """What is to be run: label -> EngineConfig, for each name with each page size. A name is one
+    that find_policy takes, and may end in a chunk size of its own, "sarathi:128". All have the
+    memory of `config`: pages * page_size tokens. Raises ValueError for an unknown policy, and for a
+    chunk size where it does not go by one."""
     runs = {}
     for label in names:
         head, _, last = label.rpartition(":")
@@ -231,10 +223,8 @@ def measure_base(model, config):
 
 
 def slo_seconds(target, base):
-    """The SLO of TBT in seconds, from "strict", "relaxed" or a number of seconds.
-
-    Raises ValueError if it is below one decode iteration: no policy can meet that.
-    """
+    """The SLO of TBT in seconds, from "strict", "relaxed" or a number of seconds. Raises ValueError
+    if it is below one decode iteration: no policy can meet that."""
     seconds = slo.SLOS[target] * base.seconds if target in slo.SLOS else float(target)
     if seconds < base.seconds:
         takes = f"{base.seconds:.3g} s here (batch {base.decodes}, context {base.context:,})"
@@ -250,11 +240,9 @@ def estimated_qps(base, arrivals):
 
 
 class Hopeless:
-    """Watches a run and says when it cannot meet the SLO any more, however well the rest goes.
-
-    That is certain when so many TBTs or scheduling delays are over their limits that the percentile
-    over the whole load is. A delay counts as soon as it is too long.
-    """
+    """Watches a run and says when it cannot meet the SLO any more, however well the rest goes. That
+    is certain when so many TBTs or scheduling delays are over their limits that the percentile over
+    the whole load is. A delay counts as soon as it is too long."""
 
     def __init__(self, arrivals, tbt_slo_s):
         self.tbt_slo_s = tbt_slo_s
@@ -308,11 +296,9 @@ class Bounded(float):
 
 def found_so_far(points, ratio=1.05):
     """What the points of a search show, if it was finished or not: that of the capacity, and more.
-
     capacity_qps is Bounded: the highest rate that was met, or "at least" that if none up to `ratio`
     above it failed, or "below" the lowest rate. `missed` is what was at the lowest rate that failed
-    above it, and `busy` whether the machine was whenever that was tried.
-    """
+    above it, and `busy` whether the machine was whenever that was tried."""
     at = max((p for p in points if p["met"]), key=lambda p: p["qps"], default={"qps": 0.0})
     high = min((p["qps"] for p in points if p["qps"] > at["qps"]), default=math.inf)
     failed, close = [p for p in points if p["qps"] == high], high <= ratio * at["qps"]
@@ -325,14 +311,12 @@ def found_so_far(points, ratio=1.05):
 
 def capacity(run_at_rate, start, ratio=1.05, most=16):
     """The highest rate that meets the SLO, within a factor of `ratio`. Returns (qps, points).
-
     `run_at_rate(qps)` runs the load at that rate and returns a dict with `met`; `points` are these
     in their order, with `qps`. From `start` the rate goes up or down by half until one was met and
     one was not, then by logarithmic halves between them. One run is no proof on a machine that
     others use: what failed while it was `busy` is run again, and so is the lowest rate that failed;
     if that is met then, the search goes on above it. What is found is Bounded, see found_so_far, if
-    all rates up to start * most were met, or none down to start / most, and after MAX_RUNS.
-    """
+    all rates up to start * most were met, or none down to start / most, and after MAX_RUNS."""
     low, points, rate = 0.0, [], start
     while len(points) < MAX_RUNS:
         points.append({"qps": rate} | run_at_rate(rate))

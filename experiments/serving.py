@@ -10,53 +10,82 @@ Both measure the time of a decode iteration first, of which the SLO is a multipl
 import csv
 import io
 import random
-import re
+import statistics
+import textwrap
 from argparse import ArgumentTypeError
-from functools import partial
+from functools import partial, reduce
 
 from tqdm import tqdm
 
 from experiments import measure, options, run, workload
-from experiments import serving_report as texts
 from experiments.machine import describe_machine
 from experiments.metrics import request_rows
-from experiments.options import number, whole
+from experiments.options import number, policy_names, whole
+from experiments.tables import print_table, show
 from policies import POLICIES
 from policies.config import EngineConfig
 from policies.priority import PRIORITIES
-from policies.slo import SLOS
+from policies.slo import MAX_DELAY_S, SLOS
 
-DEFAULTS = {"chunk": (128, 512), "batch": (32, 128), "max_len": (1024, 8192)}  # on a CPU, on a GPU
-REQUESTS = {"serve": (48, 500), "capacity": (80, 400)}
-LONGEST_S = 1e7  # that a load may last: nobody waits for more than 116 days
+SIZES = {"chunk": (128, 512), "batch": (32, 128), "max_len": (1024, 8192)}  # on a CPU, on a GPU
+DEFAULTS = {"serve": SIZES | {"requests": (48, 500)}, "capacity": SIZES | {"requests": (80, 400)}}
+# the tables of `serve`: {title: ({head: (what of metrics.summarize_run, format)}, what it means)}
+SERVED = {
+    "seconds": (
+        {
+            "TTFT P50": ("ttft_s.p50", ",.2f"),
+            "TTFT P99": ("ttft_s.p99", ",.2f"),
+            "delay P50": ("scheduling_delay_s.p50", ",.2f"),
+            "TBT P50": ("tbt_s.p50", ",.3f"),
+            "TBT P99": ("tbt_s.p99", ",.3f"),
+            "stalls": ("stalls.count", ",d"),
+            "over SLO": ("stalls.over_slo", ",d"),
+            "longest": ("stalls.longest.seconds", ",.3f"),
+            "caused by": ("stalls.longest.caused_by", "d"),
+        },
+        "from arrival to: the first token (TTFT), being scheduled (delay); TBT: between two tokens "
+        "of a request,\npreemptions included; a stall is one in which others' prefill was "
+        "computed, caused by the request with the\nmost of it; over SLO: longer than {:.3f} s\n",
+    ),
+    "batches": (
+        {
+            "tokens/s": ("tokens_per_s", ",.0f"),
+            "prefill": ("prefill_only", ".0%"),
+            "hybrid": ("hybrid", ".0%"),
+            "decode": ("decode_only", ".0%"),
+            "at once": ("running_mean", ",.1f"),
+            "peak": ("running_peak", "d"),
+            "preempted": ("preemptions", ",d"),
+            "refused": ("refused", ",d"),
+            "own time": ("own_fraction", ".1%"),
+        },
+        "tokens/s: prompt and output; at once: requests running, mean over time and peak; own "
+        "time: all of a step but\nthe forward pass and fetching its tokens",
+    ),
+}
 
 
 def class_shares(text):
     """--classes: {class: how many requests are of it, in relation to the others}."""
-    shares = {}
-    for part in text.split(","):
-        name, _, share = part.strip().partition("=")
-        if name not in PRIORITIES or name in shares:
-            allowed = f"must be one of {', '.join(PRIORITIES)}, once, = and a number"
-            raise ArgumentTypeError(f"{part}: {allowed}")
-        shares[name] = number(above=0)(share)
-    return shares
+    parts = [part.strip().partition("=") for part in text.split(",")]
+    shares = {name: share for name, _, share in parts}
+    if len(shares) < len(parts) or not shares.keys() <= {*PRIORITIES}:
+        raise ArgumentTypeError(f"{text}: must be some of {', '.join(PRIORITIES)}, each = a number")
+    return {name: number(above=0)(share) for name, share in shares.items()}
 
 
 def add_options(parser, command):
     """The options of `command`, "serve" or "capacity"."""
-    only_of_serve = dict(qps=None, long_prompt=None, csv=None, chrome_trace=None)
-    parser.set_defaults(command=command, classes={"normal": 1}, **only_of_serve)
+    of_serve = dict(qps=None, long_prompt=None, csv=None, chrome_trace=None)
+    parser.set_defaults(classes={"normal": 1}, **of_serve)
     serving, add, size = command == "serve", parser.add, dict(type=whole(1))
-    defaults = DEFAULTS | {"requests": REQUESTS[command]}
-    on = {name: "{} on a CPU, {} on a GPU".format(*both) for name, both in defaults.items()}
+    on = {n: "{} on a CPU, {} on a GPU".format(*both) for n, both in DEFAULTS[command].items()}
     if serving:
         shown = "half of what is estimated to be possible, or the trace's own"
         add("--qps", "requests per second on average", shown=shown, type=number(least=1e-4))
     add("--requests", "how many requests arrive", shown=on["requests"], type=whole(1, 10**6))
-    lengths = f"{', '.join(workload.LENGTHS)}, scaled to --max-len, or PROMPT+OUTPUT tokens"
-    lengths = f"of prompts and outputs: {lengths}; several, with commas, follow each other"
-    add("--lengths", lengths, "sharegpt4")
+    known = f"{', '.join(workload.LENGTHS)}, scaled to --max-len, or PROMPT+OUTPUT tokens"
+    add("--lengths", f"of requests: {known}; several, with commas, follow each other", "sharegpt4")
     if serving:
         add("--long-prompt", "one more request, the first, has so many prompt tokens", **size)
         shares = "shares of the classes of `priority`, as in realtime=1,normal=4,low=5; see --csv"
@@ -64,41 +93,32 @@ def add_options(parser, command):
     trace = "lengths and arrivals from a log with columns " + ", ".join(workload.TRACE_COLUMNS)
     add("--trace", trace, metavar="FILE.csv")
     add("--trace-scale", "multiplies the lengths in it", 1.0, type=number(above=0, most=1))
-    policies = f"comma-separated, from {', '.join(POLICIES)}, or my_policy.py:ClassName; vllm is "
-    policies += "its scheduler of 2023, as in the paper; sarathi-serve:64 has a chunk of its own"
-    some = "vllm,orca,sarathi-serve,dynamic"
-    add("--policies", policies, some, type=options.policy_names(chunks=True))
+    names = f"comma-separated, from {', '.join(POLICIES)}, or my_policy.py:ClassName; vllm is its "
+    names += "scheduler of 2023, as in the paper; sarathi-serve:64 has a chunk of its own"
+    add("--policies", names, "vllm,orca,sarathi-serve,dynamic", type=policy_names(chunks=True))
     add("--chunk", "C, the chunk size and token budget, in tokens", shown=on["chunk"], **size)
     add("--batch", "B, the most requests at once", shown=on["batch"], **size)
     add("--max-len", "the longest prompt and output", shown=on["max_len"], type=whole(3))
     pages = "tokens in a page, or max for a slot per request; several, with commas: each with each"
-    add("--page-size", pages, shown="64, or max if that is less")
+    size_or_max = lambda text: text if text == "max" else whole(1)(text)
+    sizes = lambda text: [size_or_max(part.strip()) for part in text.split(",")]
+    add("--page-size", pages, shown="64, or max if that is less", type=sizes)
     third = "a third of --batch requests of --max-len"
     add("--kv-tokens", "tokens in the cache, for every policy and page size", shown=third, **size)
     add("--max-waiting", "refuse who finds so many in the queue", shown="no limit", **size)
     slo = "of P99 TBT: strict or relaxed, 5 or 25 decode iterations, or seconds"
-    target = lambda text: text if text in SLOS else number(above=0)(text)
-    add("--slo", slo, "strict", type=target)
+    add("--slo", slo, "strict", type=lambda text: text if text in SLOS else number(above=0)(text))
     parser.add_model_options("llama3-8b on a GPU with 75 GB or more, else llama-160m")
     plot = "latencies and timelines" if serving else "capacities, and latency against rate"
     trace = "write what happened when, for https://ui.perfetto.dev, which reads FILE.gz as well"
-    more = {"csv": "write a row for each request and policy", "chrome_trace": trace}
+    more = dict(csv="write a row for each request and policy", chrome_trace=trace)
     parser.add_files(plot=f"draw {plot}", **more if serving else {})
 
 
-def fill_in(args, on_gpu):
-    """Set the options whose default depends on the machine, here or simulated."""
-    for option, defaults in (DEFAULTS | {"requests": REQUESTS[args.command]}).items():
-        setattr(args, option, getattr(args, option) or defaults[on_gpu])
-
-
 def check(parser, args):
-    """Exit with a message if options make no sense together. Sets page_size and kv_tokens.
-
-    Raises ValueError for policies that make no sense.
-    """
+    """Exit with a message if options make no sense together. Sets page_size and kv_tokens."""
     longest, long_prompt = args.max_len, args.long_prompt
-    if args.chunk > max(longest, *DEFAULTS["chunk"]):
+    if args.chunk > max(longest, *SIZES["chunk"]):
         parser.error(f"--chunk {args.chunk}: must be at most --max-len {longest}")
     if long_prompt and long_prompt >= longest:
         parser.error(f"--long-prompt {long_prompt}: must be below --max-len {longest}")
@@ -106,77 +126,39 @@ def check(parser, args):
         parser.error("--trace: has lengths of its own, no --lengths and no --long-prompt")
     if args.trace_scale != 1 and not args.trace:
         parser.error("--trace-scale: goes with --trace")
-    sizes = [text.strip() for text in (args.page_size or str(min(64, longest))).split(",")]
-    sizes = list(dict.fromkeys(str(longest) if size == "max" else size for size in sizes))
-    for size in sizes:
-        if not re.fullmatch(r"\d{1,15}", size) or not 1 <= int(size) <= longest:
-            parser.error(f"--page-size {size:.20}: must be 1 … {longest} (--max-len) or max")
-    args.page_size = [int(size) for size in sizes]
-    needed = max(-(-longest // size) * size for size in args.page_size)  # of one request
+    sizes = [longest if size == "max" else size for size in args.page_size or [min(64, longest)]]
+    if max(sizes) > longest:
+        parser.error(f"--page-size {max(sizes)}: must be at most --max-len {longest}")
+    args.page_size = list(dict.fromkeys(sizes))
+    needed = max(-(-longest // size) * size for size in sizes)  # of one request
     args.kv_tokens = args.kv_tokens or max(1, args.batch // 3) * needed
     if args.kv_tokens < needed:
-        takes = f"what a request of --max-len {longest} takes in whole pages"
-        parser.error(f"--kv-tokens {args.kv_tokens}: must be at least {needed}, {takes}")
-    run.plan(args.policies, args.page_size, make_config(args), tbt_slo_s=1.0)
-
-
-def make_config(args):
-    """The EngineConfig of all runs, but for what run.plan changes: its pages are of one token."""
-    limits = dict(chunk=args.chunk, max_batch=args.batch, max_waiting=args.max_waiting)
-    memory = dict(max_len=args.max_len, page_size=1, pages=args.kv_tokens)
-    return EngineConfig(**limits, **memory, attention=args.attention)
-
-
-def make_lengths(args):
-    """[(prompt_len, output_len)] for --lengths and --long-prompt, and what to call them."""
-    longest, count, asked = args.max_len, args.requests, args.lengths
-    if asked in workload.LENGTHS:
-        lengths = workload.sample_lengths(asked, count, longest, args.seed)
-        name = f"{count} requests with the lengths of {asked} scaled to {longest:,} tokens"
-    else:
-        pairs = asked.split(",")
-        if not all(re.fullmatch(r" *\d{1,15} *\+ *\d{1,15} *", pair) for pair in pairs):
-            allowed = f"{', '.join(workload.LENGTHS)} or PROMPT+OUTPUT, as in 500+50,20+5"
-            raise ValueError(f"--lengths {asked!r}: must be {allowed}")
-        if len(pairs) > count:
-            raise ValueError(f"--requests {count}: must be at least {len(pairs)}, as --lengths has")
-        lengths = []
-        for i, pair in enumerate(pairs, start=1):
-            share = count * i // len(pairs) - len(lengths)
-            lengths += workload.fixed_lengths(*map(int, pair.split("+")), share, longest)
-        name = f"{count} requests of {asked} tokens"
-    if prompt := args.long_prompt:
-        output = min(16, longest - prompt)
-        lengths = workload.fixed_lengths(prompt, output, 1, longest) + lengths
-        name += f", after one with a prompt of {prompt:,}"
-    return lengths, name
+        parser.error(f"--kv-tokens {args.kv_tokens}: must be at least {needed}, for one request")
 
 
 def make_workload(args):
     """(arrivals at a rate, a function; what to call them). Without a rate a trace keeps its own."""
+    longest, count, prompt = args.max_len, args.requests, args.long_prompt
+    if args.trace:
+        logged, left_out = workload.read_trace(args.trace, longest, args.trace_scale, count)
+        name = f"{len(logged)} requests of {args.trace}, lengths times {args.trace_scale:g} "
+        name += f"({left_out} left out)"
+        at_rate = lambda qps: workload.rescale(logged, qps) if qps else logged
+    else:
+        lengths = workload.make_lengths(args.lengths, count, longest, args.seed)
+        scaled = f"with the lengths of {args.lengths} scaled to {longest:,}"
+        asked = scaled if args.lengths in workload.LENGTHS else f"of {args.lengths}"
+        after = f", after one with a prompt of {prompt:,}" if prompt else ""
+        name = f"{count} requests {asked} tokens{after}, Poisson arrivals"
+        lengths[:0] = [(prompt, min(16, longest - prompt))] if prompt else []
+        at_rate = lambda qps: workload.poisson(lengths, qps, args.seed)
 
-    def draw_classes(arrivals):
-        names, shares = zip(*args.classes.items())
-        names = random.Random(args.seed).choices(names, shares, k=len(arrivals))
-        return [arrival._replace(priority=name) for arrival, name in zip(arrivals, names)]
+    def arrivals_at(qps):
+        arrivals, classes = at_rate(qps), ([*args.classes], args.classes.values())
+        drawn = random.Random(args.seed).choices(*classes, k=len(arrivals))
+        return [arrival._replace(priority=its) for arrival, its in zip(arrivals, drawn)]
 
-    if not args.trace:
-        lengths, name = make_lengths(args)
-        poisson = lambda qps: draw_classes(workload.poisson(lengths, qps, args.seed))
-        return poisson, f"{name}, Poisson arrivals"
-
-    limits = args.max_len, args.trace_scale, args.requests
-    arrivals, left_out = workload.read_trace(args.trace, *limits)
-    arrivals, last = draw_classes(arrivals), arrivals[-1].time
-
-    def of_trace(qps):
-        if qps is None and last > LONGEST_S:
-            given = f"{args.trace}: the last request comes {last:.3g} s after the first"
-            raise ValueError(f"{given}: must be at most {LONGEST_S:g}, or at a rate of --qps")
-        return arrivals if qps is None else workload.rescale(arrivals, qps)
-
-    name = f"{len(arrivals)} requests of {args.trace}, lengths times {args.trace_scale:g}"
-    return of_trace, f"{name} ({left_out} left out)"
+    return arrivals_at, name
 
 
 class RealMachine:
@@ -188,7 +170,7 @@ class RealMachine:
         self.model = model = options.load_model(args, "max_len", "llama3-8b", gpu_bytes=75e9)
         base, spread = partial(run.measure_base, model, config), lambda found: found[1]
         (self.base, _), drift = measure.steadily(base, model.device, spread_of=spread)
-        self.machine, self.seed = describe_machine(model, args, args.chunk), args.seed
+        self.machine, self.seed = describe_machine(model, args, config.chunk), args.seed
         self.machine["base_busy"] = drift > measure.BUSY
 
     def serve(self, config, arrivals, **more):
@@ -197,92 +179,81 @@ class RealMachine:
         return run.serve(self.model, config, arrivals, prompts, **more)
 
 
-def serve_with_bar(machine, name, config, arrivals, **more):
-    """Serve with a progress bar, on a terminal."""
-    with tqdm(total=len(arrivals), desc=name, disable=None, leave=False) as bar:
-        return machine.serve(config, arrivals, progress=bar.update, **more)
+def run_all(machine, configs, arrivals_at, start, args, report, records):
+    """Run all of `configs` at args.qps, or search the capacity of each from `start`. Numbers go to
+    `report`, by name, and are printed and written when they are known, what was seen in `serve` to
+    `records`. The run of `serve` that an interrupt cuts off counts as far as it came."""
+    serving, slo_s = args.command == "serve", report["slo_s"]
 
-
-def serve_all(machine, configs, arrivals, args, report, runs):
-    """Run all of `configs`: the Runs go to `runs`, their numbers to report["runs"], by name.
-
-    An interrupt loses nothing: the run that it cuts off counts as far as it came.
-    """
-
-    def keep(name, seen):
-        runs[name], row = seen, run.summarize(seen, report["slo_s"])
-        report["runs"][name] = row | run.rate_point(args.qps, row)
-        texts.print_point(name, report["runs"][name])
-        save(args, report, runs)
-
-    for name, config in configs.items():
+    def run_at_rate(name, config, points, qps):
+        arrivals, seen = arrivals_at(qps), None
+        hopeless = None if serving else run.Hopeless(arrivals, slo_s)
         try:
-            keep(name, serve_with_bar(machine, name, config, arrivals))
+            with tqdm(total=len(arrivals), desc=name, disable=None, leave=False) as bar:
+                seen = machine.serve(config, arrivals, progress=bar.update, hopeless=hopeless)
         except KeyboardInterrupt as interrupt:
-            if seen := getattr(interrupt, "run", None):
-                keep(name, seen)
+            seen = getattr(interrupt, "run", None) if serving else None
             raise
-
-
-def search_all(machine, configs, arrivals_at, start, args, report):
-    """Search the capacity of each: run.found_so_far goes to report["results"], by name."""
-
-    def run_at_rate(qps, name, config, points):
-        arrivals = arrivals_at(qps)
-        hopeless = run.Hopeless(arrivals, report["slo_s"])
-        seen = serve_with_bar(machine, name, config, arrivals, hopeless=hopeless)
-        points.append(run.rate_point(qps, run.summarize(seen, report["slo_s"])))
-        report["results"][name] = run.found_so_far(points)
-        texts.print_point(name, points[-1])
-        save(args, report, {})
+        finally:
+            if seen:
+                row = run.summarize(seen, slo_s)
+                points.append(run.rate_point(qps, row))
+                if serving:
+                    records[name], report["runs"][name] = seen[:2], row | points[-1]
+                else:
+                    report["results"][name] = run.found_so_far(points)
+                print_point(name, points[-1])
+                save(args, report, records)
         return points[-1]
 
+    search = (lambda at, _: at(args.qps)) if serving else run.capacity
     for name, config in configs.items():
-        run.capacity(partial(run_at_rate, name=name, config=config, points=[]), start)
+        search(partial(run_at_rate, name, config, []), start)
 
 
-def save(args, report, runs):
+def save(args, report, records):
     """Write what there is, after each run. Sets report["conclusion"]."""
-    report["conclusion"] = texts.conclude(report)
+    report["conclusion"] = conclude(report)
     options.write_json(args, report)
-    if not args.csv:
-        return
-    rows = [{"policy": name} | row for name, its in runs.items() for row in request_rows(*its[:2])]
+    its = records.items() if args.csv else ()
+    rows = [{"policy": name} | row for name, seen in its for row in request_rows(*seen)]
     if rows:
-        writer = csv.DictWriter(text := io.StringIO(newline=""), rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+        table = [rows[0], *(row.values() for row in rows)]
+        csv.writer(text := io.StringIO(newline="")).writerows(table)
         options.write_text(args.csv, text.getvalue())
 
 
-def finish(machine, args, report, runs):
+def finish(machine, args, report, records):
     """Print the tables and what to conclude, draw, and say which files were written."""
-    slo_s, records = report["slo_s"], {name: its[:2] for name, its in runs.items()}
     print()
-    if runs:
-        texts.print_runs(report["runs"], slo_s)
+    if records:
+        print_runs(report["runs"], report["slo_s"])
     else:
-        texts.print_capacities(report["results"])
+        print_capacities(report["results"])
     print(f"\n{report['conclusion']}")
-    if runs and args.chrome_trace:
+    if records and args.chrome_trace:
         from views.chrome_trace import write_chrome_trace
 
         write_chrome_trace(args.chrome_trace, records)
     if args.plot:
         from views import search, serving
 
-        draw = serving.plot_serving if runs else search.plot_capacity
-        draw(records or report["results"], machine.machine, args.plot, slo_s)
+        draw = serving.plot_serving if records else search.plot_capacity
+        draw(records or report["results"], machine.machine, args.plot, report["slo_s"])
     options.wrote(args.json, args.csv, args.chrome_trace, args.plot)
 
 
 def main(args, make_machine=RealMachine):
     """The command args.command, on make_machine(args, config). ValueError for a bad load or SLO."""
-    arrivals_at, name = make_workload(args)  # what is wrong ends here, before a model is loaded
+    limits = dict(chunk=args.chunk, max_batch=args.batch, max_waiting=args.max_waiting)
+    memory = dict(max_len=args.max_len, page_size=1, pages=args.kv_tokens)
+    config = EngineConfig(**limits, **memory, attention=args.attention)
+    plan = partial(run.plan, args.policies, args.page_size, config)
+    plan(1.0)  # what is wrong with it, or with the load, ends here, before a model is loaded
+    arrivals_at, name = make_workload(args)
     serving = args.command == "serve"
     own_rate = serving and args.trace and args.qps is None
     arrivals = arrivals_at(None if own_rate else 1.0)
-    config = make_config(args)
     machine = make_machine(args, config)
     base, slo_s = machine.base, run.slo_seconds(args.slo, machine.base)
     start = float(f"{machine.micro_batches * run.estimated_qps(base, arrivals) / 2:.2g}")
@@ -290,19 +261,114 @@ def main(args, make_machine=RealMachine):
         args.qps = args.qps or start
         arrivals = arrivals_at(args.qps)
     slo_busy = args.slo in SLOS and machine.machine.get("base_busy", False)
-    report = {"command": args.command, "machine": machine.machine, "load": name}
-    report |= {"base": base._asdict(), "slo_s": slo_s, "slo_busy": slo_busy}
-    report |= {"runs" if serving else "results": {}}
-    texts.print_heading(machine, args, report, arrivals)
-    configs, runs = run.plan(args.policies, args.page_size, config, slo_s), {}
+    report = {"command": args.command, "machine": machine.machine, "load": name, "slo_s": slo_s}
+    report |= {"base": base._asdict(), "slo_busy": slo_busy, "runs" if serving else "results": {}}
+    print_heading(machine, args, report, arrivals)
+    records = {}  # of each run of `serve`: its Completions and Iterations
     try:
-        if serving:
-            serve_all(machine, configs, arrivals, args, report, runs)
-        else:
-            search_all(machine, configs, arrivals_at, start, args, report)
+        run_all(machine, plan(slo_s), arrivals_at, start, args, report, records)
     except KeyboardInterrupt:
         print("interrupted: what was seen until then is kept")
         raise
     finally:
         if "conclusion" in report:
-            finish(machine, args, report, runs)
+            finish(machine, args, report, records)
+
+
+def print_heading(machine, args, report, arrivals):
+    """What all the numbers depend on. `report` has the load, slo_s, and whether it is slo_busy."""
+    base, kv_tokens, serving = machine.base, args.kv_tokens, args.command == "serve"
+    prompt, output = (statistics.median(column) for column in list(zip(*arrivals))[1:3])
+    multiple = f"{args.slo}, {SLOS[args.slo]} of these" if args.slo in SLOS else "as asked for"
+    span = f"; the last comes after {arrivals[-1].time:,.0f} s" if serving else ""
+    rate = f" at {args.qps:g} a second" if args.qps else " at its own rate" if serving else ""
+    print(
+        f"{options.machine_lines(machine.machine)}"
+        f"load: {report['load']}{rate}; median prompt {prompt:g}, output {output:g} tokens{span}\n"
+        f"memory: {kv_tokens:,} tokens of KV cache, {kv_tokens // args.max_len} requests if each "
+        f"reserves {args.max_len:,}; pages of {', '.join(map(str, args.page_size))} tokens\n"
+        f"at most {args.batch} requests at once; chunk {args.chunk}\n{machine.lines}"
+        f"{measure.mark('a decode iteration', report['slo_busy'])} takes {base.seconds:.4f} s "
+        f"(batch {base.decodes}, context {base.context:,}, no prefill)\n"
+        f"SLO: P99 TBT at most {report['slo_s']:.3f} s ({multiple}), median scheduling delay at "
+        f"most {MAX_DELAY_S:g} s\n"
+    )
+
+
+def print_point(name, point):
+    """A run in a line, for when it is done: run.rate_point."""
+    rate = "" if point["qps"] is None else f"{point['qps']:.3f} requests/s, "
+    keys = {"P50 TTFT": "p50_ttft_s", "P99 TBT": "p99_tbt_s", "longest stall": "longest_stall_s"}
+    keys |= {"median delay": "p50_delay_s"}
+    times = ", ".join(f"{what} {show(point[key], ',.3f')} s" for what, key in keys.items())
+    verdict = f"not met: {point['missed']}" if point["missed"] else "met"
+    print(f"{measure.mark(name, point['busy'])}: {rate}{times}; SLO {verdict}")
+
+
+def print_runs(rows, tbt_slo_s):
+    """The tables of `serve`: name -> metrics.summarize_run. Who was disturbed is marked."""
+    get = lambda value, key: value and value[key]  # there may be no longest stall
+    for title, (columns, explained) in SERVED.items():
+        table = []
+        for name, row in rows.items():
+            cells = [reduce(get, path.split("."), row) for path, _ in columns.values()]
+            name += " (cut short)" * bool(row["cut_short"])
+            table.append([measure.mark(name, row["busy"]), *cells])
+        print_table({title: ""} | {head: spec for head, (_, spec) in columns.items()}, table)
+        print(f"\n{explained.format(tbt_slo_s)}")
+
+
+def print_capacities(results):
+    """The table of `capacity`: name -> run.found_so_far."""
+    table, vllm = [], results.get("vllm")
+    for name, its in results.items():
+        qps, count = its["capacity_qps"], len(its["points"])
+        gain = 1.0 if its is vllm else vllm and qps.over(vllm["capacity_qps"])
+        seen = map(its.get, ("p50_ttft_s", "p99_tbt_s", "tokens_per_s"))
+        table.append([measure.mark(name, its["busy"]), qps, gain, *seen, count])
+    columns = {"policy": "", "capacity in requests/s": ",.2f", "relative to vllm": ",.2fx"}
+    columns |= {"P50 TTFT s": ",.2f", "P99 TBT s": ",.3f", "tokens/s": ",.0f", "runs": "d"}
+    print_table(columns, table)
+    print(
+        "\ncapacity: the highest rate that was met, 5 % below one that was not, twice; latencies "
+        "and tokens/s (prompt and\noutput) are those at this rate"
+    )
+
+
+def listed(parts):
+    """The text of a list: "a, b and c", or "none"."""
+    *parts, last = parts or ["none"]
+    return f"{', '.join(parts)} and {last}" if parts else last
+
+
+def conclude(report):
+    """What `serve` or `capacity` found, in a paragraph: who meets the SLO, and at what price; of
+    runs that were cut short or disturbed, or whose SLO is a multiple of what was, nothing."""
+    found, slo_s = report.get("runs") or report["results"], f"{report['slo_s']:,.3f} s"
+    whole = {name: its for name, its in found.items() if not its.get("cut_short")}
+    sure = {name: its for name, its in whole.items() if not (its["busy"] or report["slo_busy"])}
+    if not sure:
+        return f"Conclusion: {measure.TOO_BUSY if whole else 'no run came to its end'}."
+    if "runs" in report:
+        names = sorted(sure, key=lambda name: sure[name]["p99_tbt_s"] or 0.0)
+        met = [name for name in names if sure[name]["met"]]
+        failed = [f"{name} ({sure[name]['missed']})" for name in names if name not in met]
+        text = f"SLO of {slo_s}: met by {listed(met)}"
+        text += f"; not met by {listed(failed)}." if failed else "."
+    else:
+        qps = {name: its["capacity_qps"] for name, its in sure.items()}
+        names = sorted(qps, key=lambda name: (qps[name].bound == "below", -qps[name]))
+        each = [f"{qps[name]:,.2f} under {name}" for name in names]
+        text = f"Capacity in requests/s with P99 TBT up to {slo_s}: {', '.join(each)}."
+        each = [f"{sure[name]['missed']} under {name}" for name in names if sure[name]["missed"]]
+        text += f" Higher rates fail: {listed(each)}." if each else ""
+    if others := names[1:]:
+        pair = names[0], "vllm" if "vllm" in others else others[-1]
+        keys = {"capacity": "capacity_qps", "P99 TBT": "p99_tbt_s", "median TTFT": "p50_ttft_s"}
+        keys |= {"longest stall": "longest_stall_s", "throughput": "tokens_per_s"}
+        both = {what: [sure[name].get(key) for name in pair] for what, key in keys.items()}
+        over = lambda a, b: a.over(b) if isinstance(a, run.Bounded) else a / b
+        ratios = {what: over(*values) for what, values in both.items() if all(values)}
+        each = [f"{ratio:.2f}x the {what}" for what, ratio in ratios.items() if ratio]
+        text += f" Against {pair[1]}, {pair[0]} has {listed(each)}." if each else ""
+    return textwrap.fill(text, 100, break_on_hyphens=False)

@@ -8,25 +8,19 @@ from itertools import chain
 
 
 def show(value, spec=""):
-    """The text of a cell: None is "-", a string itself, and a number has the format `spec`.
-
-    An "x" at the end of `spec` is printed, as in "1.33x". `value` may be (value, spec of its own).
-    """
+    """The text of a cell: None is "-", a string itself, and a number has the format `spec`; an "x"
+    at its end is printed, as in "1.33x". `value` may be (value, spec of its own)."""
     if isinstance(value, tuple):
         value, spec = value
     if value is None or isinstance(value, str):
         return "-" if value is None else value
-    number = spec.removesuffix("x")
-    return format(value, number) + spec[len(number) :]
+    return format(value, spec.removesuffix("x")) + "x" * spec.endswith("x")
 
 
 def print_table(columns, rows, names=()):
-    """Print a Markdown table whose numbers are aligned to the right.
-
-    `columns` maps each head to the format of what is below it; where heads repeat it is a list of
-    (head, format). `rows` are lists of what `show` takes. With `names`, what will be in the first
-    column, each of the rows is printed when it comes, in columns as wide as their heads.
-    """
+    """Print a Markdown table of rows that `show` takes. `columns` maps each head to the format of
+    what is below it; where heads repeat it is a list of (head, format). With `names`, what the
+    first column will hold, each row is printed when it comes, in columns as wide as their heads."""
     heads, specs = zip(*(columns.items() if isinstance(columns, dict) else columns))
     lines = chain([heads], ([show(*cell) for cell in zip(row, specs)] for row in rows))
     if names:
@@ -43,19 +37,15 @@ def print_table(columns, rows, names=()):
 
 @dataclass
 class Table:
-    """A table with the claim that it is about, as a paper numbers it, and what it assumes.
-
-    `columns` and `rows` are those of `print_table`; `data` are the arguments of what draws it, and
-    `finding` is what is concluded where no number has an error beside it.
-    """
+    """A table with the claim that it is about, as a paper numbers it."""
 
     claim: str
     title: str
-    columns: dict
+    columns: dict  # as of print_table
     rows: list
-    note: str = ""
-    data: tuple = ()
-    finding: str = ""
+    note: str = ""  # what it assumes
+    data: tuple = ()  # the arguments of what draws it
+    finding: str = ""  # what is concluded where no number has an error beside it
 
     def json(self):
         """The claim, the title, the rows as {head: value} with numbers as numbers, and the note."""

@@ -2,13 +2,14 @@
 
 Sarathi-Serve (§5, "Workloads") takes the lengths of two datasets and lets requests arrive as a
 Poisson process. A workload is a list of `Arrival`, sorted by time: `poisson(lengths, qps, seed)`,
-of `sample_lengths`, `fixed_lengths` or `zipf_lengths`; or `read_trace`, from the log of a real
-server. The same arguments and seed give the same workload. Read next: run.py, which serves it.
+of `make_lengths` or `zipf_lengths`; or `read_trace`, from the log of a real server. The same
+arguments and seed give the same workload. Read next: run.py, which serves it.
 """
 
 import csv
 import io
 import math
+import re
 import reprlib
 from collections import namedtuple
 from contextlib import suppress
@@ -18,7 +19,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from checks import check_number, check_one_of, check_positive, check_whole
 from policies.config import check_memory
 
 
@@ -39,33 +39,40 @@ LENGTHS = {  # Sarathi-Serve, Table 2; the limits are in the text beside it
     "sharegpt4": LengthStatistics(prompt=(1730, 5696), output=(415, 834), limit=8192),
     "arxiv": LengthStatistics(prompt=(7059, 12985), output=(208, 371), limit=16384),
 }
-SECONDS = "a finite number of seconds, 0 or more", lambda x: 0 <= x < math.inf
+# what a column may hold, in words and as a function of a float; seconds may be those since 1970
+SECONDS = "a number of seconds from 0 to 4e9", lambda x: 0 <= x <= 4e9
 TOKENS = "a whole number of 1 to 1e9", lambda x: 1 <= x <= 1e9 and x.is_integer()
-# and what each may hold, in words and as a function of a float
 TRACE_COLUMNS = {"arrived_at": SECONDS, "num_prefill_tokens": TOKENS, "num_decode_tokens": TOKENS}
-MAX_BYTES = 2**26  # of a CSV file: two million requests; /dev/zero has no end
+MAX_SIZE = 2**26  # of a CSV file: two million requests; /dev/zero has no end
 
 
 def make_rng(stream, seed):
     """A random generator for one purpose: lengths, gaps and prompts of one seed are independent."""
-    check_whole("seed", seed, least=0)
     return np.random.default_rng([stream, seed])
+
+
+def make_lengths(asked, count, max_len, seed):
+    """`count` pairs (prompt_len, output_len) as asked for: the name of LENGTHS to sample, or pairs
+    like "500+50,20+5", which follow each other in equal shares. Raises ValueError."""
+    if asked in LENGTHS:
+        return sample_lengths(asked, count, max_len, seed)
+    own = [re.fullmatch(r" *(\d{1,15}) *\+ *(\d{1,15}) *", pair) for pair in asked.split(",")]
+    own = [tuple(map(int, pair.groups())) if pair else (0, 0) for pair in own]
+    if any(min(pair) < 1 or sum(pair) > max_len for pair in own):
+        allowed = f"{', '.join(LENGTHS)} or PROMPT+OUTPUT, as in 500+50,20+5, of at most --max-len"
+        raise ValueError(f"--lengths {asked!r:.60}: must be {allowed} {max_len} tokens")
+    if len(own) > count:
+        raise ValueError(f"--requests {count}: must be at least {len(own)}, as --lengths has")
+    return [own[(i * len(own) - 1) // count] for i in range(1, count + 1)]
 
 
 def sample_lengths(name, count, max_len, seed):
     """`count` random pairs (prompt_len, output_len) like those of LENGTHS[name], up to max_len.
-
-    Prompts and outputs are drawn apart, each from the log-normal that its median and 90th
-    percentile fix, and again if above the limit, as the authors removed such requests; clipping
-    would pile them up there. Their statistics are of what was left, so this cuts the tail twice:
-    the median prompt falls to 1,623 tokens (sharegpt4) and 6,887 (arxiv), its 90th percentile to
-    4,553 and 11,876, those of outputs by less than 1 %. A max_len below the limit shrinks all
-    lengths in proportion, to at least one token. A smaller `count` gives the first of the same
-    pairs.
-    """
-    check_one_of("name", name, LENGTHS)
-    check_whole("count", count, least=1)
-    check_whole("max_len", max_len, least=2)
+    Prompts and outputs are drawn apart, each log-normal, and again if above the limit, as the
+    authors removed such requests. Their statistics are of what was left, so this cuts the tail
+    twice: the median prompt falls to 1,623 tokens (sharegpt4) and 6,887 (arxiv), its 90th
+    percentile to 4,553 and 11,876. A max_len below the limit shrinks all lengths in proportion. A
+    smaller `count` gives the first of the same pairs."""
     prompt, output, limit = LENGTHS[name]
     median, p90 = np.transpose([prompt, output])
     rng, z = make_rng(1, seed), NormalDist().inv_cdf(0.9)  # standard deviations, median to p90
@@ -79,28 +86,12 @@ def sample_lengths(name, count, max_len, seed):
     return list(zip(prompt.astype(int).tolist(), output.astype(int).tolist()))
 
 
-def fixed_lengths(prompt_len, output_len, count, max_len):
-    """The pair (prompt_len, output_len) `count` times. ValueError if below 1 or above max_len."""
-    for name, value in (("prompt_len", prompt_len), ("output_len", output_len), ("count", count)):
-        check_whole(name, value, least=1)
-    if prompt_len + output_len > max_len:
-        raise ValueError(f"{prompt_len=} + {output_len=}: must not exceed {max_len=}")
-    return [(prompt_len, output_len)] * count
-
-
 def zipf_lengths(shortest, longest, theta, pd_ratio, count, seed):
     """`count` random (prompt_len, output_len), "sampled from a Zipf distribution" (SARATHI §5.3).
-
-    Totals of `shortest` to `longest` tokens, the n-th of them with a probability that falls as
-    1 / n**theta; theta = 0 makes all alike. Of each total, 1 / (pd_ratio + 1) is output.
-    """
-    check_whole("shortest", shortest, least=2)
-    check_whole("longest", longest, least=shortest)
-    check_whole("count", count, least=1)
-    check_positive("pd_ratio", pd_ratio)
-    theta = check_number("theta", theta, "a finite number of at least 0", least=0)
+    The n-th of the totals from `shortest` to `longest` has a probability that falls as 1 / n**theta
+    (0 makes all alike); 1 / (pd_ratio + 1) of a total is output."""
     places = np.arange(1, longest - shortest + 2)
-    odds = places**-theta  # a float: numpy refuses whole numbers to the power of -1
+    odds = places ** -float(theta)
     totals = make_rng(4, seed).choice(places + shortest - 1, size=count, p=odds / odds.sum())
     output = np.rint(totals / (pd_ratio + 1)).clip(1, totals - 1).astype(int)
     return list(zip((totals - output).tolist(), output.tolist()))
@@ -108,41 +99,27 @@ def zipf_lengths(shortest, longest, theta, pd_ratio, count, seed):
 
 def poisson(lengths, qps, seed):
     """Arrivals for [(prompt_len, output_len)], in order, as a Poisson process of `qps` per second.
-
-    The gaps are unit exponentials divided by `qps`: with one seed, two rates see the same requests
-    and the same gaps up to a factor, so that a search for the capacity compares like with like. The
-    first arrives at 0, as in a trace: an engine that waits for it would measure nothing.
-    """
-    check_positive("qps", qps)
+    With one seed, two rates see the same gaps up to a factor, so that a search for the capacity
+    compares like with like. The first arrives at 0: an engine that waits measures nothing."""
     gaps = make_rng(2, seed).exponential(size=len(lengths))
     gaps[:1] = 0
     return [Arrival(time, *pair) for time, pair in zip((gaps.cumsum() / qps).tolist(), lengths)]
 
 
 def rescale(arrivals, qps):
-    """The same requests, all gaps times a constant: `qps` per second on average, the first at 0.
-
-    The rate of n arrivals is n - 1 over the time from first to last. ValueError if that is none.
-    """
-    check_positive("qps", qps)
-    if not arrivals or arrivals[0].time == arrivals[-1].time:
+    """The same requests at `qps` per second on average, n - 1 gaps from first to last; the first at
+    0. ValueError if all come at one time."""
+    first, span = arrivals[0].time, arrivals[-1].time - arrivals[0].time
+    if not span:
         raise ValueError(f"arrivals: {len(arrivals)}, all at one time, have no rate")
-    first, span, gaps = arrivals[0].time, arrivals[-1].time - arrivals[0].time, len(arrivals) - 1
-    return [a._replace(time=(a.time - first) / span * gaps / qps) for a in arrivals]
+    return [a._replace(time=(a.time - first) / span * (len(arrivals) - 1) / qps) for a in arrivals]
 
 
 def read_trace(file, max_len, scale=1, count=10**9):
-    """Read a server's log. Returns (arrivals, left_out), sorted by time, the first at 0.
-
-    `file` is CSV in UTF-8 whose first line names the columns: TRACE_COLUMNS in any order, others
-    are ignored. Lengths are multiplied by `scale`, in (0, 1], and rounded, to at least one token.
-    The first `count` requests with prompt + output <= max_len are kept; `left_out` were passed
-    over. Raises ValueError, naming file, line, column and value, if the file is not such a trace or
-    nothing in it fits; OSError if it cannot be read.
-    """
-    check_whole("max_len", max_len, least=2)
-    check_positive("scale", scale, most=1)
-    check_whole("count", count, least=1)
+    """Read a server's log, CSV with TRACE_COLUMNS. Returns (arrivals, left_out), the first at 0.
+    Lengths are multiplied by `scale` and rounded, to at least one token. The first `count` requests
+    with prompt + output <= max_len are kept; `left_out` were passed over. Raises ValueError if it
+    is no such trace or nothing in it fits; OSError."""
     arrivals, left_out, shortest = [], 0, math.inf
     rows = sorted(read_columns(file, TRACE_COLUMNS), key=lambda row: row[0])  # ties stay in order
     for time, *lengths in rows:
@@ -162,19 +139,12 @@ def read_trace(file, max_len, scale=1, count=10**9):
 
 def read_columns(file, columns):
     """The rows of a CSV file whose first line names at least these columns: lists of floats.
-
     `columns` is {name: (what it may hold, a function that says so of a float)}. Raises ValueError,
-    naming file, line, column and value, if the file is not such a one; OSError.
-    """
-    try:
-        with open(file, "rb") as log:
-            data = log.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise ValueError(f"{file}: must be at most {MAX_BYTES:,} bytes long")
-        text = data.decode("utf-8-sig")  # with or without a byte order mark
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{file} line {line}: must be UTF-8 text: {error}") from error
+    naming file, line, column and value; OSError."""
+    with open(file, encoding="utf-8-sig", errors="replace", newline="") as log:
+        text = log.read(MAX_SIZE + 1)
+    if len(text) > MAX_SIZE:
+        raise ValueError(f"{file}: must be at most {MAX_SIZE:,} characters long")
     reader, rows = csv.reader(io.StringIO(text, newline=""), strict=True), []
     try:
         header = [name.strip() for name in next(reader, [])]
@@ -190,8 +160,7 @@ def read_columns(file, columns):
             rows.append([parse_field(name, row[name], *its) for name, its in columns.items()])
     except (ValueError, csv.Error) as error:
         must = "must be CSV: " if isinstance(error, csv.Error) else ""
-        line = reader.line_num or 1  # an empty file has no line
-        raise ValueError(f"{file} line {line}: {must}{error}") from error
+        raise ValueError(f"{file} line {reader.line_num or 1}: {must}{error}") from error
     if not rows:
         raise ValueError(f"{file}: nothing after the header: must have at least one row")
     return rows
@@ -200,18 +169,14 @@ def read_columns(file, columns):
 def parse_field(column, text, words, allowed):
     """The number in one field, a float. ValueError if the column may not hold it."""
     with suppress(ValueError):
-        value = float(text)
-        if allowed(value):
+        if allowed(value := float(text)):
             return value
     raise ValueError(f"{column}={reprlib.repr(text)}: must be {words}")
 
 
 def prompts(arrivals, vocab_size, seed):
-    """One list of `prompt_len` random token ids below `vocab_size` for each arrival.
-
-    Raises ValueError if they do not fit the memory.
-    """
-    check_whole("vocab_size", vocab_size, least=1)
+    """One list of `prompt_len` random token ids below `vocab_size` for each arrival. Raises
+    ValueError if they do not fit the memory."""
     count = sum(arrival.prompt_len for arrival in arrivals)
     check_memory(f"prompts of {count:,} tokens", 40 * count, torch.device("cpu"))
     rng = make_rng(3, seed)

@@ -3,11 +3,13 @@
 `XFormers` plans like the others there. Read first: attention.py.
 """
 
-from itertools import accumulate, chain, takewhile
+from functools import partial
+from itertools import accumulate, chain, takewhile, zip_longest
 
 import torch
 
 from attention import SIXTEEN_BITS, gather, page_rows
+from kernels.graphs import graph_size
 from kv_cache import Span
 
 
@@ -51,17 +53,17 @@ class XFormers:
         self.plan(spans)(probe, *cache.layer(0))  # fails here if at all
 
     def plan(self, spans):
-        """See the top of this file. Decodes must come first in `spans`, or they count as chunks."""
+        """See the top of attention.py. Decodes must come first, or they count as chunks."""
         num_decodes = len(list(takewhile(lambda span: span.length == 1, spans)))
         decodes, chunks = spans[:num_decodes], spans[num_decodes:]
-        calls = []  # (rows of q, mask, operator, pages to copy or None)
+        calls = []  # (rows of q, how many of them count, mask, operator, pages to copy or None)
         if decodes:
-            if self.paged:
-                mask = paged_bias(decodes, self.page_size, self.max_len, self.device)
-            else:
-                firsts = [span.pages[0] for span in decodes]
-                mask = gappy_bias(decodes, firsts, self.cache.pages, self.page_size, self.device)
-            calls.append((slice(0, num_decodes), mask, self.decode_operator, None))
+            # Triton compiles a kernel for each number of decodes: some rows of chunks make it round
+            total = sum(span.length for span in spans)
+            fill = min(graph_size(num_decodes), total) - num_decodes if self.paged else 0
+            mask = self.decode_mask(decodes + [Span([0], 0, [0])] * fill)
+            rows = slice(0, num_decodes + fill)
+            calls.append((rows, num_decodes, mask, self.decode_operator, None))
         if chunks:
             firsts, pages, table = [span.pages[0] for span in chunks], self.cache.pages, None
             if self.paged:  # the mask is that of the copy
@@ -69,11 +71,39 @@ class XFormers:
                 *firsts, pages = accumulate(map(len, used), initial=0)
                 table = page_rows(list(chain.from_iterable(used)), self.cache)
             mask = gappy_bias(chunks, firsts, pages, self.page_size, self.device)
-            calls.append((slice(num_decodes, None), mask, self.chunk_operator, table))
+            calls.append((slice(num_decodes, None), None, mask, self.chunk_operator, table))
+        return partial(self.attend, calls)
 
-        def attend(q, keys, values):
-            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-            for rows, mask, operator, table in calls:
+    def static_plan(self, decodes):
+        """(attend, tensors) for a CUDA graph: a plan of decodes, and all that it depends on, on the
+        device. When the `decode_numbers` of as many others are in them, it is the plan of those."""
+        mask = self.decode_mask(decodes)
+        lengths, starts = mask.k_seqinfo.seqlen, mask.k_seqinfo.seqstart[: len(decodes)]
+        attend = partial(self.attend, [(slice(None), None, mask, self.decode_operator, None)])
+        return attend, [lengths, mask.block_tables.t() if self.paged else starts]
+
+    def decode_numbers(self, decodes):
+        """How many keys each decode sees, and the slot where they begin; with small pages the first
+        page of each, then the second of each, as far as the longest goes. A list."""
+        if self.paged:
+            used = (span.used_pages(self.page_size) for span in decodes)
+            where = chain.from_iterable(zip_longest(*used, fillvalue=0))
+        else:
+            where = [span.pages[0] * self.page_size for span in decodes]
+        return [*(span.end for span in decodes), *where]
+
+    def decode_mask(self, decodes):
+        """xformers' mask of some decodes: over their block tables, or over one page for each."""
+        if self.paged:
+            return paged_bias(decodes, self.page_size, self.max_len, self.device)
+        firsts = [span.pages[0] for span in decodes]
+        return gappy_bias(decodes, firsts, self.cache.pages, self.page_size, self.device)
+
+    def attend(self, calls, q, keys, values):
+        """Attention of the rows of q in a few calls, see `plan`."""
+        parts = []
+        with torch.cuda.device_of(q):  # where Triton launches its kernels
+            for rows, count, mask, operator, table in calls:
                 queries = q[None, rows].unflatten(2, (-1, self.group))
                 # queries (1, n, n_kv_head, group, head_dim)
                 k, v = keys, values
@@ -81,10 +111,8 @@ class XFormers:
                     k, v = (gather(x, table, self.page_size) for x in (keys, values))
                 inputs = self.inputs(queries, self.merge(k), self.merge(v), attn_bias=mask)
                 y, _ = operator.apply(inputs, needs_gradient=False)
-                out[rows] = y.reshape(-1, *q.shape[1:])
-            return out
-
-        return attend
+                parts.append(y.reshape(-1, *q.shape[1:])[:count])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def merge(self, x):
         """(n_kv_head, slots, head_dim) -> (1, slots, n_kv_head, group, head_dim), a view.
@@ -117,12 +145,14 @@ def paged_bias(decodes, page_size, max_len, device="cpu"):
     """xformers' mask of some decodes over all pages, which it finds through their block tables."""
     from xformers.ops.fmha.attn_bias import PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
 
+    device = torch.device(device)
     width = -(-max_len // page_size)  # the same in every iteration: Triton compiles one for each
     tables = [(span.used_pages(page_size) + [0] * width)[:width] for span in decodes]
+    tables = torch.tensor(tables, dtype=torch.int32, pin_memory=device.type == "cuda")
     return PagedBlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(
         q_seqlen=[1] * len(decodes),
         kv_seqlen=[span.end for span in decodes],
-        block_tables=torch.tensor(tables, dtype=torch.int32).to(device, non_blocking=True),
+        block_tables=tables.to(device, non_blocking=True),
         page_size=page_size,
-        device=torch.device(device),
+        device=device,
     )

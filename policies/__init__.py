@@ -32,31 +32,27 @@ OWN = "nanosarathi_policy_"  # the modules of files of one's own are called this
 
 
 def find_policy(name):
-    """The class of a policy: a name in POLICIES, or "path/to/file.py:ClassName".
-
-    Raises ValueError for an unknown name, and for a file without such a subclass of Scheduler; what
-    the file itself raises passes through.
-    """
-    file, colon, class_name = str(name).rpartition(":")
-    if not (colon and file.endswith(".py")):
-        if not isinstance(name, str) or name not in POLICIES:
-            names = ", ".join(POLICIES)
-            raise ValueError(f"policy={name!r}: must be one of {names}, or FILE.py:Class")
+    """The class of a policy: a name in POLICIES, or "path/to/file.py:ClassName". Raises ValueError
+    if there is no such subclass of Scheduler; what the file itself raises passes through."""
+    file, _, class_name = str(name).rpartition(":")
+    if str(name) in POLICIES:
         return POLICIES[name]
+    if not file.endswith(".py"):
+        names = ", ".join(POLICIES)
+        raise ValueError(f"policy={name!r}: must be one of {names}, or FILE.py:Class")
     path = Path(file).resolve()
     if not path.is_file():
         raise ValueError(f"policy={name!r}: there is no file {file}")
-    module = sys.modules.get(OWN + str(path))
-    if module is None:
-        spec = importlib.util.spec_from_file_location(OWN + str(path), path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[OWN + str(path)] = module  # a dataclass in it looks itself up
+    known, module_name = sys.modules, OWN + str(path)
+    if module_name not in known:
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        known[module_name] = importlib.util.module_from_spec(spec)  # a dataclass looks itself up
         try:
-            spec.loader.exec_module(module)
+            spec.loader.exec_module(known[module_name])
         except BaseException:
-            del sys.modules[OWN + str(path)]
+            del known[module_name]
             raise
-    found = getattr(module, class_name, None)
+    found = getattr(known[module_name], class_name, None)
     if not (isinstance(found, type) and issubclass(found, scheduler.Scheduler)):
         raise ValueError(f"policy={name!r}: {file} has no subclass of Scheduler of that name")
     return found
@@ -87,13 +83,12 @@ def make_scheduler(policy, pages, **options):
 def where_it_failed(error):
     """Like "my_policy.py line 12", where an error came out of a policy of one's own, without the
     line if it came of what such a policy returned; else None."""
-    lines, file = [], None
+    if isinstance(error, SyntaxError):  # of a null byte it does not know the place
+        return "{} line {}".format(error.filename or "the policy's file", error.lineno)
+    where, file = None, None
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_globals.get("__name__", "").startswith(OWN):
-            lines.append(f"{frame.f_code.co_filename} line {line}")
+            where = f"{frame.f_code.co_filename} line {line}"
         its = type(frame.f_locals.get("self")).__module__
         file = its.removeprefix(OWN) if its.startswith(OWN) else file
-    if isinstance(error, SyntaxError):  # of a null byte it does not know the place
-        where = error.filename or "the policy's file"
-        lines.append(f"{where} line {error.lineno}")
-    return lines[-1] if lines else file
+    return where or file

@@ -3,7 +3,6 @@
 Read next: engine.py.
 """
 
-import math
 import os
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -18,29 +17,17 @@ MAX_BATCH = 256  # the most requests at once where no number is named, however m
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """All that an engine is told besides its model. Raises ValueError, naming the argument.
+    """All that an engine is told besides its model. Raises ValueError, naming the argument."""
 
-    policy       a name in policies.POLICIES, or "my_policy.py:ClassName"
-    chunk        C, the chunk size or token budget; "auto" takes a few seconds to find the largest
-                 that meets the strict SLO, or the tbt_slo of a policy that has one (slo.py)
-    max_batch    B, the most requests at once; None: as many as fit (SARATHI §4.3.1), at most 256
-    max_len      the longest request, prompt and output; None: 2,048, or the model's limit
-    page_size    tokens in a page of the cache; None: max_len, one page for each request
-    pages        pages in the cache; None: enough for max_batch requests of max_len tokens
-    max_waiting  the most requests that may wait; None: no limit
-    attention    the backend, see attention.make_attention
-    options      those of the policy, such as tbt_slo of dynamic; tile, which is 128 on CUDA
-    """
-
-    policy: str = "sarathi-serve"
-    chunk: int | str = 256
-    max_batch: int | None = None
-    max_len: int | None = None
-    page_size: int | None = None
-    pages: int | None = None
-    max_waiting: int | None = None
-    attention: str = "auto"
-    options: dict = field(default_factory=dict)
+    policy: str = "sarathi-serve"  # a name in policies.POLICIES, or "my_policy.py:ClassName"
+    chunk: int | str = 256  # C, the chunk size or token budget; "auto": what meets an SLO (slo.py)
+    max_batch: int | None = None  # B, the most requests at once; None: as many as fit, at most 256
+    max_len: int | None = None  # the longest prompt and output; None: 2,048, or the model's limit
+    page_size: int | None = None  # tokens in a page of the cache; None: max_len, one per request
+    pages: int | None = None  # None: enough for max_batch requests of max_len tokens
+    max_waiting: int | None = None  # the most requests that may wait; None: no limit
+    attention: str = "auto"  # the backend, see attention.make_attention
+    options: dict = field(default_factory=dict)  # of the policy, as tbt_slo; tile is 128 on CUDA
 
     def __post_init__(self):
         if self.chunk != "auto":
@@ -56,18 +43,16 @@ class EngineConfig:
     @classmethod
     def make(cls, config=None, **settings):
         """`config`, or from keyword arguments of which some are options of the policy."""
-        if config is not None:
-            if settings:
-                raise ValueError(f"{', '.join(settings)}: beside a config, give these in it")
-            return config
+        if config is not None and settings:
+            raise ValueError(f"{', '.join(settings)}: beside a config, give these in it")
         own = {f.name for f in fields(cls)}
         options = {name: settings.pop(name) for name in list(settings) if name not in own}
-        return cls(**settings | {"options": settings.get("options", {}) | options})
+        return config or cls(**settings | {"options": settings.get("options", {}) | options})
 
     def scheduler(self, pages, clock, **changes):
         """A scheduler of this policy, for max_batch and max_len that are numbers."""
-        given = dict(chunk=self.chunk, max_batch=self.max_batch, max_len=self.max_len, clock=clock)
-        return make_scheduler(self.policy, pages, **given | self.options | changes)
+        sizes = dict(chunk=self.chunk, max_batch=self.max_batch, max_len=self.max_len)
+        return make_scheduler(self.policy, pages, clock=clock, **sizes | self.options | changes)
 
     def for_model(self, model):
         """The same with every number filled in. Raises ValueError for what the model forbids."""
@@ -93,33 +78,27 @@ class EngineConfig:
 
 def pages_that_fit(model, max_len, page_size):
     """How many pages the memory of the model's device has room for (SARATHI §4.3.1)."""
-    memory = free_bytes(model.device)
-    if memory == math.inf:
-        raise ValueError("max_batch=None: this system does not tell its memory")
-    if model.device.type == "cuda":  # keep a tenth of all for activations
-        import torch
+    import torch
 
-        memory -= torch.cuda.mem_get_info(model.device)[1] // 10
-    else:
-        memory //= 2  # the other half is for everybody else
+    free, cuda = free_bytes(model.device), model.device.type == "cuda"
+    kept = torch.cuda.mem_get_info(model.device)[1] // 10 if cuda else free // 2  # for all the rest
     per_token = kv_bytes_per_token(model.config, model.dtype)
-    pages = max_requests(memory, 0, page_size, per_token)
+    pages = max_requests(free, kept, page_size, per_token)
     if pages * page_size < max_len:
         takes = f"one request takes {max_len * per_token / 1e9:.1f} GB of KV cache"
-        raise ValueError(f"max_len={max_len}: {takes}, {memory / 1e9:.1f} GB are free")
+        raise ValueError(f"max_len={max_len}: {takes}, {(free - kept) / 1e9:.1f} GB are free")
     return pages
 
 
 def free_bytes(device):
-    """The memory that a torch.device can still give, in bytes, swap aside; inf if nobody knows."""
+    """The memory that a torch.device can still give, in bytes, swap aside."""
     if device.type == "cuda":
         import torch
 
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept
-    free, cgroup = math.inf, Path("/sys/fs/cgroup")
-    with suppress(AttributeError, ValueError, OSError):
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    cgroup = Path("/sys/fs/cgroup")
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # all: macOS tells no more
     with suppress(OSError), open("/proc/meminfo") as file:
         free = next((1024 * int(s.split()[1]) for s in file if s.startswith("MemAvailable:")), free)
     with suppress(OSError, ValueError):  # a container's limit, or "max"; its caches can go

@@ -35,6 +35,7 @@ class Dynamic(SarathiServe):
         """The decodes and the prefill that fits beside them. Where none can be stalled, max_len."""
         if not decodes:
             return self.max_len
+        left_s = tbt_slo - (self.clock() - max([r.token_times[-1] for r in decodes]))
         past = max([r.num_computed for r in prefills], default=0)  # the slowest, whoever gets it
         shape, fits = BatchShape.of_decodes(decodes), self.iteration_time.prefill_that_fits
-        return len(decodes) + fits(tbt_slo, shape, past, self.max_len, self.tile)
+        return len(decodes) + fits(left_s, shape, past, self.max_len, self.tile)

@@ -6,9 +6,8 @@ and the machine. So `IterationTime` predicts the time of a batch from what is in
 each iteration that ran.
 
 A moving average of the time per token will not do: six decodes take nearly as long as a pass over
-the weights must, and so their time per token says nothing about that of a chunk.
-
-Read next: dynamic.py.
+the weights must, and so their time per token says nothing about that of a chunk. Read next:
+dynamic.py.
 """
 
 import math
@@ -22,9 +21,10 @@ FORGOTTEN = 1e-9  # squared weight below which a coefficient has no evidence and
 FIRST_SPREAD = 0.1  # the relative error that is assumed before any was seen
 SPREAD_PACE = 0.05  # the spread is taken over about 20 iterations
 OUTLIER = 3  # errors count as at most so many spreads
-P99 = 2.33  # standard deviations above the mean that 1 % of a normal distribution exceeds
-TAIL_PACE = 0.02  # by which the tail rises when an error exceeds it
-LARGEST_MARGIN = 0.3  # of the predicted time
+FIRST_CAUTION = 3.0  # spreads in the margin, before it is known how many it takes
+ALARM = 1.5  # times as many, at least, once a full batch took longer than that
+ALLOWED = 0.005  # of the gaps between tokens: half of those that P99 lets be longer
+LARGEST_MARGIN = 1.5  # of the predicted time
 NANOSECOND = 1e-9
 FIRST_PREFILL = 16  # tokens that may be tried before any were timed, or one tile
 
@@ -79,14 +79,18 @@ class IterationTime:
     times as long weighs a ninth in the fit, and its error is clipped before it goes into the scale.
 
     `profile` is a list of (BatchShape, seconds) to begin with; it should reach past the SLO.
-    Without one, learning starts at nothing, and `prefill_that_fits` goes up in steps. `spread` is
-    the relative standard deviation of the errors for hybrid batches, and `tail` the error that 1 %
-    of them exceed: up when one does, slowly down when none does. `largest_prefill` is the most
-    prefill tokens so far. Raises ValueError for a time in the profile that is not positive.
-    """
+    Without one, learning starts at nothing, and `prefill_that_fits` goes up in steps. Raises
+    ValueError for a time in the profile that is not positive.
+
+    The margin is `caution` times `spread`, the relative standard deviation of the errors for hybrid
+    batches. It is for a percentile over all gaps between tokens, and each decode of an iteration is
+    one: the caution rises with those in hybrid batches that took longer than predicted and the
+    margin, up to what they took, and falls with all others, by a two-hundredth as much. It starts
+    wide, and gaps of decodes alone pay for chunks that take a risk."""
 
     def __init__(self, profile=()):
-        self.scale, self.spread, self.tail, self.largest_prefill = 1.0, FIRST_SPREAD, 0.0, 0
+        self.scale, self.spread, self.caution = 1.0, FIRST_SPREAD, FIRST_CAUTION
+        self.largest_prefill = self.most_decodes = 0  # in one batch so far
         self._coefficients = [0.0] * 5
         # of the features, for each kind: decodes alone, and with prefill
         self._products = [[[0.0] * 5 for _ in range(5)] for _ in range(2)]
@@ -103,6 +107,11 @@ class IterationTime:
         """Seconds: the base, of a prefill token, a decode, a key of a decode, a pair of a chunk."""
         return [self.scale * coefficient for coefficient in self._coefficients]
 
+    @property
+    def margin(self):
+        """How much longer than predicted an iteration may take, as a fraction."""
+        return self.caution * self.spread
+
     def predict(self, shape):
         """Seconds that such a batch is expected to take; 0 before anything was observed."""
         base, prefill, decode, context, pair = self._coefficients
@@ -111,11 +120,8 @@ class IterationTime:
         return max(0.0, self.scale * seconds)
 
     def observe(self, shape, seconds):
-        """Learn that a batch of this shape took so long.
-
-        What no clock can have measured (below a nanosecond, not finite) is ignored, so that an
-        engine may run on a clock that stands still.
-        """
+        """Learn that a batch of this shape took so long. What no clock can have measured (below a
+        nanosecond, not finite) is ignored: an engine may run on a clock that stands still."""
         if not NANOSECOND <= seconds < math.inf:
             return
         predicted = self.predict(shape)
@@ -123,11 +129,15 @@ class IterationTime:
             most = OUTLIER * self.spread
             error = max(-most, min(most, math.log(seconds / predicted)))
             self.scale *= math.exp(PACE * error)
-            if shape.prefill_tokens and shape.decodes:  # what the margin is for; others are easier
-                exceeded = seconds / predicted - 1 > self.tail
-                self.tail = max(0.0, self.tail + TAIL_PACE * (exceeded - 0.01))
-                deviation = 1.25 * abs(error)  # 1.25: standard over mean deviation
-                self.spread = max(0.01, self.spread + SPREAD_PACE * (deviation - self.spread))
+            if shape.decodes:
+                rise, excess, margin = ALARM**-ALLOWED, seconds / predicted - 1, self.margin
+                if shape.prefill_tokens:  # what the margin is for; others are easier
+                    rise = max(ALARM, excess / margin) if excess > margin else rise
+                    deviation = 1.25 * abs(error)  # 1.25: standard over mean deviation
+                    self.spread = max(0.01, self.spread + SPREAD_PACE * (deviation - self.spread))
+                self.most_decodes = max(self.most_decodes, shape.decodes)
+                caution = self.caution * rise ** (shape.decodes / self.most_decodes)
+                self.caution = min(max(1.0, caution), LARGEST_MARGIN / self.spread)
         self._remember(shape, seconds, KEEP)
         self._fit(SWEEPS)
 
@@ -139,22 +149,17 @@ class IterationTime:
         limit    the most tokens, such as what is left of the prompt
         tile     of the matrix products (§4.3): the chunk is whole tiles, or all of `limit`
 
-        It is the most for which the predicted time meets the SLO with a margin for 99 % of the
-        errors, the larger of 2.33 times the spread and of the tail, at most 30 %. 0 if even one
-        tile does not. And it takes the batch at most half as far again, or one tile, beyond the
-        most prefill ever timed (16 tokens at first), so that who knows little finds out in steps.
+        It is the most for which the predicted time with the margin is no longer; 0 if even one tile
+        is too many. And it takes the batch at most half as far again, or one tile, beyond the most
+        prefill ever timed (16 tokens at first), so that who knows little finds out in steps.
         """
-
-        def time_at_p99(length):
-            return margin * self.predict(shape.with_chunk(past, length))
-
-        margin = 1 + min(LARGEST_MARGIN, max(P99 * self.spread, self.tail))
-        most, limit = self.largest_prefill, max(0, limit)
+        slowest, most, limit = 1 + self.margin, self.largest_prefill, max(0, limit)
+        time = lambda length: slowest * self.predict(shape.with_chunk(past, length))
         reach = max(3 * most // 2, most + tile, FIRST_PREFILL) - shape.prefill_tokens
-        if limit <= reach and time_at_p99(limit) <= seconds:
+        if limit <= reach and time(limit) <= seconds:
             return limit
         sizes = range(tile, min(limit, reach) + 1, tile)  # the time grows with the size
-        return tile * bisect_right(sizes, seconds, key=time_at_p99)
+        return tile * bisect_right(sizes, seconds, key=time)
 
     def _remember(self, shape, seconds, keep):
         """Add a row to the normal equations of its kind; those that are there fade to `keep`."""

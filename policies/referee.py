@@ -10,16 +10,11 @@ from policies import where_it_failed
 
 class Referee:
     """Watches a scheduler; its ValueErrors name rule, iteration and request, and what was seen.
-
-    nothing lost       who has not ended waits or runs, once; who has ended got all output
-    at most max_batch  requests run
-    no page leaked     or shared: each is free, or in the block table of one running request
-    chunks             are of running requests, one of each, begin where the last one ended, and
-                       hold at least one token; all are known, and have pages
-    no decode dropped  a batch has all running decodes; or none, if it is of prefill alone
-    everybody ends     schedule() returns something to do, and a new token comes before twice the
-                       tokens that there are were computed
-    """
+    nothing lost who has not ended waits or runs, once; who has ended got all output at most
+    max_batch requests run no page leaked or shared: each is free, or in the block table of one
+    running request chunks one of a running request, from where the last ended: known tokens with
+    pages no decode dropped a batch has all running decodes; or none, if it is of prefill alone
+    everybody ends there is something to do, and a new token before twice all were computed"""
 
     def __init__(self, scheduler, where):
         self.scheduler, self.where, self.iterations = scheduler, where, 0
@@ -54,13 +49,12 @@ class Referee:
     def _check_requests(self):
         running, pages = self.scheduler.running, self.scheduler.pages
         places = Counter([*running, *self.scheduler.waiting])
-        for r in list(self.live):
+        for r in self.live:
             ended, lacks = r.finish_reason, r.prompt_len + r.max_new_tokens - len(r.tokens)
             seen = f"{ended or 'not ended'}, lacks {lacks} tokens, waits or runs {places[r]} times"
             right = places[r] == lacks == 0 if ended else places[r] == 1
             self._must(right, "nothing lost", r.id, seen)
-            if ended:
-                del self.live[r]
+        self.live = {r: None for r in self.live if not r.finish_reason}
         for r in running[self.most :]:
             self._must(False, "at most max_batch", r.id, f"is one of {len(running)} that run")
         tables, owned = Counter(page for r in running for page in r.pages), Counter(pages._owned)
@@ -78,10 +72,10 @@ class Referee:
             self._must(right, "chunks", r.id, seen + ", and it has another" * (r in chunks))
             chunks[r] = length
         decodes = [r for r in running if r.is_decoding]
-        dropped = [r for r in decodes if r not in chunks]
-        kept = len(decodes) - len(dropped)
-        for r in dropped if kept else ():
-            self._must(False, "no decode dropped", r.id, f"waits while {kept} others decode")
+        kept = sum(r in chunks for r in decodes)
+        for r in decodes:
+            its = f"waits while {kept} others decode"
+            self._must(r in chunks or not kept, "no decode dropped", r.id, its)
         new = any(chunk.yields_token for chunk in batch)
         self.in_vain = 0 if new else self.in_vain + sum(chunks.values())
         enough = self.in_vain <= 2 * sum(len(r.tokens) for r in self.live)

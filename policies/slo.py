@@ -4,9 +4,8 @@
 
 times hybrid batches once, over token budgets and contexts, and takes the largest budget that meets
 the SLO. The profile is also what a dynamic budget begins with. The engine does this at start-up for
-chunk="auto"; `python bench.py budget` draws the curve.
-
-Read first: iteration_time.py and model.py. Read next: engine.py, for Runner.
+chunk="auto"; `python bench.py budget` draws the curve. Read first: iteration_time.py and model.py.
+Read next: engine.py, for Runner.
 """
 
 import statistics
@@ -44,10 +43,8 @@ class Profiled(NamedTuple):
 
 def hybrid_spans(cache, budget, context, decodes):
     """Spans of `decodes` requests that decode at `context`, and a chunk up to there fills the rest.
-
     A chunk that is longer than `context` starts its request. Only time matters here: the requests
-    take the cache's pages in turn, and share them where there are too few.
-    """
+    take the cache's pages in turn, and share them where there are too few."""
 
     def table(first, tokens):
         return [(first + i) % cache.pages for i in range(-(-tokens // cache.page_size))]
@@ -61,11 +58,8 @@ def hybrid_spans(cache, budget, context, decodes):
 
 
 def time_iterations(runner, cases, repeats=2):
-    """A Profiled for each of `cases`, (budget, context, decodes), in order.
-
-    Each runs `repeats` times after a first that does not count, the cases in turn. What the cache
-    holds is lost.
-    """
+    """A Profiled for each of `cases`, (budget, context, decodes), in order. Each runs `repeats`
+    times after a first that does not count, the cases in turn. What the cache holds is lost."""
     samples, batches = [[] for _ in cases], [hybrid_spans(runner.cache, *case) for case in cases]
     used = 1 + max(page for spans in batches for span in spans for page in span.pages)
     slots = used * runner.cache.page_size
@@ -99,12 +93,10 @@ def doubts(profile):
 
 def choose_budget(runner, tbt_slo, decodes, contexts, tile, most, timed=None):
     """The static token budget for an SLO: (budget, profile), the profile as a list of Profiled.
-
     Budgets of whole tiles are timed with `decodes` at each context: the first with room for a
     chunk, then doubling up to `most` tokens or until the SLO is missed, then by halves between the
     last that met it and the first that did not. Raises ValueError if none meets it. `timed` is used
-    instead of `time_iterations`.
-    """
+    instead of `time_iterations`."""
     tile, timed = min(tile, most), timed or time_iterations
     profile = timed(runner, [(decodes, context, decodes) for context in contexts])
     base = max(row.seconds for row in profile)

@@ -1,13 +1,7 @@
 """Checkpoints in the Hugging Face format: config.json and model.safetensors -> our GPT.
 
-Three steps, which GPT.from_pretrained takes one after the other:
-
-    directory = find("path/or/hub-name")
-    model = GPT(read_config(directory), "meta", seed=None)
-    load_weights(model, directory, "cpu")
-
-What the model cannot compute exactly is refused. Read first: model.py, whose parameters are filled
-here. Read next: tokenizers.py.
+What the model cannot compute exactly is refused. Read first: model.py, whose `from_pretrained`
+calls find, read_config and load_weights. Read next: tokenizers.py.
 """
 
 import re
@@ -29,9 +23,7 @@ HUB_FILES = """config.json generation_config.json model*.safetensors model.safet
 
 def find(name):
     """The directory of a checkpoint: `name` itself if it is one, else the Hub's files of that name.
-
-    Raises FileNotFoundError, which says what to put where, if it is neither here nor on the Hub.
-    """
+    Raises FileNotFoundError, which says what to put where, if it is neither here nor there."""
     try:
         directory = Path(name).expanduser()
         if directory.is_dir():
@@ -54,10 +46,8 @@ class Schema(BaseModel):
 
     @classmethod
     def read(cls, path):
-        """Raises FileNotFoundError or ValueError, naming the file and the first key that is wrong,
-        its value and what is allowed."""
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: not there, or not a file")
+        """Raises OSError or ValueError, naming the file and the first key that is wrong, its value
+        and what is allowed."""
         try:
             return cls.model_validate_json(path.read_bytes())
         except ValidationError as error:
@@ -124,12 +114,10 @@ class ModelFile(Schema):
 
 
 def read_config(directory):
-    """The GPTConfig of a checkpoint, from config.json as transformers 4 or 5 writes it.
-
-    A sliding window is not computed but respected: up to its length it changes nothing, so
-    `max_positions` ends there. Raises FileNotFoundError without a config.json, and ValueError,
-    naming the option, its value and what is supported, for a model that is not computed here.
-    """
+    """The GPTConfig of a checkpoint, from config.json as transformers 4 or 5 writes it. A sliding
+    window is not computed but respected: up to its length it changes nothing, so `max_positions`
+    ends there. Raises FileNotFoundError, or ValueError, naming the option, its value and what is
+    supported, for a model that is not computed here."""
     path = Path(directory) / "config.json"
     file = ModelFile.read(path)
     kind, config = file.model_type, file.model_dump(include=set(GPTConfig.__dataclass_fields__))
@@ -172,27 +160,32 @@ MODULES = [
     ("final_norm", "ln_f", "norm"),
     ("head", "lm_head", "lm_head"),
 ]
-PREFIX = r"^(transformer|model)\."  # of names, in some files
+FLOATS = ("F64", "F32", "F16", "BF16")
 NO_WEIGHTS = r"h\.\d+\.attn\.(masked_)?bias|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 
 
 @torch.no_grad()
 def load_weights(model, directory, device=None):
-    """Fill the model's parameters from model.safetensors, or from the shards of its index.
-
-    Tensors are read and converted one by one, straight into the parameters, after all are checked
-    (only then is a model on "meta" given memory, on `device`): every one is used once and every
-    parameter filled, or ValueError names what is unknown, missing, there twice, misshapen or not
-    finite. Raises FileNotFoundError, naming a file that is missing.
-    """
+    """Fill the model's parameters from model.safetensors, or from the shards of its index. Tensors
+    are read and converted one by one, straight into the parameters, after all are checked (only
+    then is a model on "meta" given memory, on `device`). Raises FileNotFoundError, naming the file,
+    or ValueError, naming what is unknown, missing, there twice, misshapen or not finite."""
     directory, targets = Path(directory), _targets(model)
     with ExitStack() as files:
         tensors = _stored_tensors(directory, files)
         head = tensors.pop("lm_head.weight", None) if model.config.tie_embeddings else None
         _refuse(directory, "unknown tensors", tensors.keys() - targets.keys())
         _refuse(directory, "missing tensors", targets.keys() - tensors.keys())
-        misfits = [_misfit(*tensors[name], target) for name, target in targets.items()]
-        _refuse(directory, "tensors that do not fit", filter(None, misfits))
+        misfits = []
+        for name, target in targets.items():
+            file, stored = tensors[name]
+            header, expected = file.get_slice(stored), list(target.shape)
+            shape, dtype = header.get_shape(), header.get_dtype()
+            if shape != expected or dtype not in FLOATS:
+                misfits.append(
+                    f"{stored} {shape} {dtype} (expected {expected}, {' or '.join(FLOATS)})"
+                )
+        _refuse(directory, "tensors that do not fit", misfits)
         embedding = tensors[next(iter(targets))]  # the first of all parameters
         if head and not torch.equal(*(file.get_tensor(name) for file, name in (head, embedding))):
             problem = f"{head[1]} is not {embedding[1]}, though tie_word_embeddings=True"
@@ -205,14 +198,6 @@ def load_weights(model, directory, device=None):
             # a sum takes one fast pass over what was just written; it may overflow in 16 bits
             if not target.sum().isfinite() and not target.isfinite().all():
                 raise ValueError(f"{directory}: {name} holds NaN or infinity as {target.dtype}")
-
-
-def _misfit(file, name, target):
-    """A message if a tensor, by its header, cannot be copied into `target`, else None."""
-    header = file.get_slice(name)
-    shape, dtype, expected = header.get_shape(), header.get_dtype(), list(target.shape)
-    if shape != expected or dtype not in ("F64", "F32", "F16", "BF16"):
-        return f"{name} {shape} {dtype} (expected {expected}, F64, F32, F16 or BF16)"
 
 
 def _targets(model):
@@ -232,45 +217,37 @@ def _targets(model):
     return targets
 
 
+class Index(Schema):
+    weight_map: dict[str, Annotated[str, Field(pattern=r"^[\w.-]+\.safetensors$")]]
+
+
 def _stored_tensors(directory, files):
     """{name without prefix: (open file, name)} of all weights; closed with `files`."""
-    tensors = {}
-    for path, promised in _shards(directory).items():
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    tensors, shards = {}, {single: ()}  # the file: all names that the index promises in it
+    if index.is_file() and not single.is_file():
+        file_of, shards = Index.read(index).weight_map, {}
+        for name, file in file_of.items():
+            shards.setdefault(directory / file, set()).add(name)
+    for path, names in shards.items():
         if not path.is_file():
+            found = () if names else directory.iterdir()
+            pickles = [its.name for its in found if its.suffix in (".bin", ".pt", ".pth")]
+            _refuse(directory, "pickles, of which none is read, and no safetensors", pickles)
             raise FileNotFoundError(f"{path}: not there, or not a file")
         try:
             file = files.enter_context(safe_open(path, framework="pt"))
         except SafetensorError as error:
             raise ValueError(f"{path}: not a safetensors file: {str(error)!r}") from error
-        differ = set() if promised is None else promised ^ set(file.keys())
+        differ = names ^ set(file.keys()) if names else ()
         _refuse(path, "tensors that only the file or only the index has", differ)
         for name in file.keys():
-            short = re.sub(PREFIX, "", name)
+            short = re.sub(r"^(transformer|model)\.", "", name)  # as some files have it
             if short in tensors:
                 raise ValueError(f"{path}: {short} is there twice")
             if not re.fullmatch(NO_WEIGHTS, short):
                 tensors[short] = (file, name)
     return tensors
-
-
-class Index(Schema):
-    weight_map: dict[str, Annotated[str, Field(pattern=r"^[\w.-]+\.safetensors$")]]
-
-
-def _shards(directory):
-    """{file: the names that the index promises in it, None without an index}."""
-    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    if single.is_file():
-        return {single: None}
-    if index.is_file():
-        shards = {}
-        for name, shard in Index.read(index).weight_map.items():
-            shards.setdefault(directory / shard, set()).add(name)
-        return shards
-    names = sorted(path.name for path in directory.iterdir())
-    if pickles := ", ".join(n for n in names if n.endswith((".bin", ".pt", ".pth"))):
-        raise ValueError(f"{directory}: {pickles}: pickles are not read, safetensors is supported")
-    raise FileNotFoundError(f"{directory}: neither {single.name} nor {index.name} is there")
 
 
 def _refuse(where, problem, names):

@@ -1,14 +1,7 @@
 """Text <-> token ids: a checkpoint's own tokenizer, or bytes for a model with random weights.
 
-    tokenizer = load_tokenizer(directory)  # the directory that checkpoints.find returns
-    stream = tokenizer.stream()  # text as the tokens appear
-    for i in tokenizer.encode("Chunked prefills"):
-        print(stream.push(i), end="")
-    print(stream.flush())
-
 A token is a piece of text only in company: an emoji may take three, and some tokenizers drop the
 space before the first word. So text is streamed by decoding a few tokens together, never one alone.
-
 Read next: sample.py, which prints what is streamed here.
 """
 
@@ -33,16 +26,13 @@ BYTES = {bytes([i]): i for i in range(256)}
 
 
 class Tokenizer:
-    """Text to token ids and back. `stop_token_ids` (a frozenset, maybe empty) end a text."""
+    """Text to token ids and back. `encode(text)` returns the list of its ids, BOS first if there is
+    one; the text may spell special tokens. `stop_token_ids` (a frozenset) end a text."""
 
     def __init__(self, encode, decode, known, stop_token_ids=()):
         """`encode`: str -> ids; `decode`: ids -> str, called only with ids in `known`."""
-        self.stop_token_ids, self.known = frozenset(stop_token_ids), known
-        self._encode, self._decode = encode, decode
-
-    def encode(self, text):
-        """The ids of a text, a list, BOS first if there is one; `text` may spell special tokens."""
-        return self._encode(text)
+        self.encode, self._decode, self.known = encode, decode, known
+        self.stop_token_ids = frozenset(stop_token_ids)
 
     def decode(self, ids):
         """The text of ids; special tokens have none, an unknown id becomes "\\ufffd"."""
@@ -55,10 +45,8 @@ class Tokenizer:
 
 
 class TextStream:
-    """Decodes one token at a time. What it returns, joined, is `decode` of all tokens.
-
-    (Not quite for tokenizers that spell rare characters in bytes, and bytes that are no text.)
-    """
+    """Decodes one token at a time. What it returns, joined, is `decode` of all tokens (not quite
+    for tokenizers that spell rare characters in bytes, and bytes that are no text)."""
 
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer
@@ -67,13 +55,9 @@ class TextStream:
 
     def push(self, token_id):
         """The text that `token_id` completes; "" if it completes none."""
-        if token_id not in self._tokenizer.known:
-            text = self.flush() + "\ufffd"
-            self._context, self._pending = [], []
-            return text
         self._pending.append(token_id)
         half_a_character = self._text().endswith("\ufffd")  # so far; the next may complete it
-        return "" if half_a_character else self.flush()
+        return "" if half_a_character and token_id in self._tokenizer.known else self.flush()
 
     def flush(self):
         """The text that is left, complete or not. Call it after the last token."""
@@ -90,7 +74,8 @@ class TextStream:
 def byte_tokenizer():
     """One token per byte, its id the byte's value: for models with random weights."""
     rules = dict(pat_str=r"[\s\S]", mergeable_ranks=BYTES, special_tokens={})
-    return _from_tiktoken(tiktoken.Encoding("bytes", **rules))
+    inner = tiktoken.Encoding("bytes", **rules)
+    return Tokenizer(inner.encode, inner.decode, range(256))
 
 
 class TextFile(Schema):
@@ -100,29 +85,22 @@ class TextFile(Schema):
 
 
 def load_tokenizer(directory):
-    """The tokenizer of a checkpoint in the Hugging Face format.
-
-    It is the first of these in the directory: tokenizer.json; tokenizer.model or
-    original/tokenizer.model, if it is LLaMA 3's. Raises FileNotFoundError, which says which file to
-    put where, and ValueError for a broken file.
-    """
-    directory, config = Path(directory), {}
-    for path in (directory / "config.json", directory / "generation_config.json"):
-        if path.is_file():
-            config |= TextFile.read(path).model_dump(exclude_unset=True)
-    stop = config.get("eos_token_id")
-    stop = [stop] if isinstance(stop, int) else stop or []
-    path = directory / "tokenizer.json"
-    if path.is_file():
-        return _from_tokenizers(path, stop)
-    for path in (directory / "tokenizer.model", directory / "original" / "tokenizer.model"):
-        if path.is_file():
-            return _llama3(path, stop)
+    """The tokenizer of a checkpoint, from tokenizer.json or LLaMA 3's own tokenizer.model. Raises
+    FileNotFoundError, which says which file to put where, and ValueError for a broken file."""
+    directory, stop = Path(directory), []
+    for name in ("config.json", "generation_config.json"):  # of both, the second
+        if (directory / name).is_file():
+            ids = TextFile.read(directory / name).eos_token_id
+            stop = stop if ids is None else [ids] if isinstance(ids, int) else ids
+    for name in ("tokenizer.json", "tokenizer.model", "original/tokenizer.model"):
+        if (directory / name).is_file():
+            load = _tokenizers if name == "tokenizer.json" else _llama3
+            return load(directory / name, stop)
     raise FileNotFoundError(f"{directory}: no tokenizer. Put the checkpoint's tokenizer.json there")
 
 
-def _from_tokenizers(path, stop):
-    """A Tokenizer around the tokenizers.Tokenizer of a tokenizer.json. ValueError if it is none."""
+def _tokenizers(path, stop):
+    """A Tokenizer around the tokenizers.Tokenizer of a tokenizer.json."""
     try:
         inner = tokenizers.Tokenizer.from_file(str(path))
         inner.encode("")  # some of what is broken only shows here
@@ -134,14 +112,6 @@ def _from_tokenizers(path, stop):
     inner.no_padding()
     known = set(inner.get_vocab(with_added_tokens=True).values())
     return Tokenizer(lambda text: inner.encode(text).ids, inner.decode, known, stop)
-
-
-def _from_tiktoken(encoding, bos=(), stop=()):
-    """A Tokenizer around a tiktoken.Encoding; `bos` are the ids in front of every text."""
-    specials = {encoding.encode_single_token(token) for token in encoding.special_tokens_set}
-    encode = lambda text: [*bos, *encoding.encode(text, allowed_special="all")]
-    decode = lambda ids: encoding.decode([i for i in ids if i not in specials])
-    return Tokenizer(encode, decode, range(encoding.n_vocab), stop)
 
 
 def _llama3(path, stop):
@@ -158,6 +128,8 @@ def _llama3(path, stop):
         ) from error
     specials = {token: len(ranks) + i for i, token in enumerate(LLAMA3_SPECIALS)}
     rules = dict(pat_str=LLAMA3_WORDS, mergeable_ranks=ranks, special_tokens=specials)
+    inner, bos = tiktoken.Encoding("llama3", **rules), specials["<|begin_of_text|>"]
+    encode = lambda text: [bos, *inner.encode(text, allowed_special="all")]
+    decode = lambda ids: inner.decode([i for i in ids if i < len(ranks)])
     stop = stop or [specials["<|end_of_text|>"], specials["<|eot_id|>"]]
-    bos = [specials["<|begin_of_text|>"]]
-    return _from_tiktoken(tiktoken.Encoding("llama3", **rules), bos, stop)
+    return Tokenizer(encode, decode, range(inner.n_vocab), stop)

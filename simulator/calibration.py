@@ -15,67 +15,52 @@ from experiments.options import whole
 from experiments.tables import print_table
 from experiments.workload import TOKENS, read_columns
 from policies.iteration_time import BatchShape, IterationTime
-from simulator.cost_model import BYTES, CostModel, matrices, products
+from simulator.cost_model import BYTES, CostModel, matrices, product_seconds
 from simulator.devices import DEVICES, GEOMETRIES, find
 
-# columns of Vidur's profiles, and the names of the same products here
-COLUMNS = {"attn_pre_proj": "preproj", "attn_post_proj": "postproj"}
-COLUMNS |= {"mlp_up_proj": "ffn_ln1", "mlp_down_proj": "ffn_ln2"}
+# columns of Vidur's profiles, in the order of cost_model.matrices
+COLUMNS = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj")
 MILLISECONDS = "a number of ms from 1e-6 to 1e9", lambda x: 1e-6 <= x <= 1e9
 
 
 def read_products(file):
-    """Measured times of a layer's matrix products: (tokens, name -> seconds), arrays as long.
-
-    `file` is CSV with a column num_tokens and the columns of COLUMNS, in ms; others are ignored.
-    Raises ValueError, naming file, line and column, if it is not that, OSError if it is unreadable.
-    """
+    """(tokens, seconds) of a layer's products, (rows,) and (4, rows): a CSV with num_tokens and the
+    COLUMNS, in ms. Raises ValueError, naming file, line and column, if it is not that, OSError."""
     columns = {"num_tokens": TOKENS} | dict.fromkeys(COLUMNS, MILLISECONDS)
     tokens, *times = np.array(read_columns(file, columns)).T
-    return tokens.astype(int), {name: ms / 1e3 for name, ms in zip(COLUMNS.values(), times)}
+    return tokens.astype(int), np.array(times) / 1e3
 
 
 def product_errors(device, config, tokens, times, tp=1):
-    """|predicted / measured - 1| of a layer's products: in sum, "layer", and of each, by name."""
-    rows = [products(config, device, int(n), tp) for n in tokens]
-    predicted = {name: np.array([row[name] for row in rows]) for name in rows[0]}
-    errors = {name: abs(predicted[name] / times[name] - 1) for name in predicted}
-    return {"layer": abs(sum(predicted.values()) / sum(times.values()) - 1)} | errors
+    """|predicted / measured - 1| of a layer's products: in sum, (rows,), and of each, (4, rows)."""
+    shapes = matrices(config, tp).values()
+    seconds = [[product_seconds(device, int(n), *shape) for n in tokens] for shape in shapes]
+    return abs(np.sum(seconds, axis=0) / times.sum(axis=0) - 1), abs(seconds / times - 1)
 
 
 def fit_products(device, config, tokens, times, tp=1, tiles=(1, 32, 64, 128, 256)):
-    """The device with the rate, bandwidth, op_s and tile that fit measured times best.
-
-    That is, with the least |log(predicted / measured)|; each product and doubling of the tokens
-    counts alike. For every tile, a grid over the three others narrows around its best point.
-    """
-    order = np.argsort(tokens)
-    shapes = np.array([matrices(config, tp)[name] for name in times], float)  # (products, 2)
-    measured = np.array([times[name][order] for name in times])  # (products, rows)
-    tokens = tokens[order]
+    """The device with the rate, bandwidth, op_s and tile that fit measured times best: with the
+    least |log(predicted / measured)|; each product and doubling of the tokens counts alike. For
+    every tile, a grid over the three others narrows around its best point."""
+    order, found = np.argsort(tokens), []
+    tokens, measured = tokens[order], times[:, order]
+    shapes = np.array(list(matrices(config, tp).values()), float)  # (4, 2)
     counts = np.gradient(np.log(tokens)) if len(set(tokens)) > 2 else np.ones(len(tokens))
     weights = shapes.prod(axis=1)[:, None]
     moved = BYTES * (weights + tokens * shapes.sum(axis=1)[:, None])
-
-    def fit(tile):
-        """The best point with this tile, and before it its error."""
-        math_work = 2 * -(-tokens // tile) * tile * weights
-
-        def error(rate, bandwidth, op_s):
-            seconds = op_s + np.maximum(math_work / rate, moved / bandwidth)
-            return np.average(abs(np.log(seconds / measured)).mean(axis=0), weights=counts)
-
-        rate, bandwidth, best = (math_work / measured).max(), (moved / measured).max(), (math.inf,)
+    for tile in tiles:
+        flops = 2 * -(-tokens // tile) * tile * weights
+        rate, bandwidth, best = (flops / measured).max(), (moved / measured).max(), (math.inf,)
         spans = [(rate / 2, rate), (bandwidth / 2, 2 * bandwidth), (0.0, measured.min())]
         for _ in range(10):
-            grid = product(*(np.linspace(*span, 9) for span in spans))
-            best = min(best, *((error(*point), *point, tile) for point in grid))
+            for rate, bandwidth, op_s in product(*(np.linspace(*span, 9) for span in spans)):
+                seconds = op_s + np.maximum(flops / rate, moved / bandwidth)
+                error = np.average(abs(np.log(seconds / measured)).mean(axis=0), weights=counts)
+                best = min(best, (error, rate, bandwidth, op_s, tile))
             thirds = [(x, (high - low) / 3) for x, (low, high) in zip(best[1:], spans)]
             spans = [(max(x - third, x / 1e6), x + third) for x, third in thirds]  # a rate is not 0
-        return best
-
-    *rates, tile = min(map(fit, tiles))[1:]
-    rate, bandwidth, op_s = map(float, rates)
+        found.append(best)
+    _, rate, bandwidth, op_s, tile = min(found)
     return replace(device, flops_per_s=rate, bytes_per_s=bandwidth, op_s=op_s, tile=tile)
 
 
@@ -126,10 +111,9 @@ def main(args):
     columns |= dict.fromkeys(["of a layer: median", "its P90", "of each: median", "P90"], ".1%")
     rows = []
     for name, its in devices.items():
-        layer, *each = product_errors(its, *given).values()
-        errors = [error for of in (layer, each) for error in np.quantile(of, (0.5, 0.9))]
+        layer, each = (np.quantile(of, (0.5, 0.9)) for of in product_errors(its, *given))
         constants = (its.flops_per_s / 1e12, its.bytes_per_s / 1e12, 1e6 * its.op_s, its.tile)
-        rows.append([name, *constants, *errors])
+        rows.append([name, *constants, *layer, *each])
     sizes = f"TP {args.tp}, {len(tokens)} sizes"
     print(f"{args.file}: matrix products of a layer of {args.model}, {sizes}\n")
     print_table(columns, rows)

@@ -5,9 +5,8 @@
 
 An operation of a layer takes its arithmetic at the device's rate or its bytes at the memory's
 bandwidth, whichever is longer (Sarathi-Serve §3.1, T = max(T_math, T_mem)), and a few microseconds
-to start and drain. The rows of a matrix product are rounded up to whole tiles (SARATHI §4.4).
-
-Read first: devices.py. Read next: simulation.py, which runs the policies on it.
+to start and drain. The rows of a matrix product are rounded up to whole tiles (SARATHI §4.4). Read
+first: devices.py. Read next: simulation.py, which runs the policies on it.
 """
 
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ USABLE = 0.9  # of a device's memory; SARATHI's batches of 27 and 11 (§5.3) ask
 
 
 class System(NamedTuple):
-    """A model on some GPUs and links, by name; where no link is named, see CostModel."""
+    """A CostModel by names; what they mean, and what stands for None, is said there."""
 
     model: str
     device: str = "a100-80gb"
@@ -31,21 +30,20 @@ class System(NamedTuple):
     pp: int = 1
     tp_link: str | None = None
     pp_link: str | None = None
+    cpu_s: float = 0.0
 
-    def cost(self, cpu_s=0.0):
-        """Its CostModel. Raises ValueError for a name that is not in devices.py."""
-        config, device = find(GEOMETRIES, "model", self.model), find(DEVICES, "device", self.device)
-        links = [None if name is None else find(LINKS, "link", name) for name in self[4:]]
-        return CostModel(config, device, *self[2:4], *links, cpu_s, self.model in PARALLEL_BLOCKS)
+    def cost(self):
+        """The CostModel. Raises ValueError for a name that is not in devices.py."""
+        model, device, tp, pp, *links, cpu_s = self
+        config, device = find(GEOMETRIES, "model", model), find(DEVICES, "device", device)
+        links = [None if name is None else find(LINKS, "link", name) for name in links]
+        return CostModel(config, device, tp, pp, *links, cpu_s, model in PARALLEL_BLOCKS)
 
 
 def matrices(config, tp=1):
-    """The four products of a layer on one of `tp` GPUs: name -> (rows of the weight, columns).
-
-    Columns or rows are divided (Megatron-LM), KV heads repeated where there are fewer than GPUs.
-    Raises ValueError unless tp divides heads and inner dimension, and divides KV heads or is a
-    multiple of them.
-    """
+    """The four products of a layer on one of `tp` GPUs: name -> (rows of the weight, columns), one
+    of which is divided (Megatron-LM); KV heads are repeated where there are fewer than GPUs. Raises
+    ValueError if these do not divide."""
     check_whole("tp", tp, least=1)
     for field in ("n_head", "n_inner"):
         if getattr(config, field) % tp:
@@ -67,12 +65,6 @@ def product_seconds(device, tokens, rows, columns):
     flops = 2 * -(-tokens // device.tile) * device.tile * rows * columns
     moved = BYTES * (rows * columns + tokens * (rows + columns))
     return device.op_s + max(flops / device.flops_per_s, moved / device.bytes_per_s)
-
-
-def products(config, device, tokens, tp=1):
-    """Seconds of each matrix product of one layer with so many tokens: name -> seconds."""
-    shapes = matrices(config, tp)
-    return {name: product_seconds(device, tokens, *shape) for name, shape in shapes.items()}
 
 
 @dataclass
@@ -114,41 +106,34 @@ class CostModel:
         return self.layers * layer + tables * table // self.tp
 
     def kv_tokens(self):
-        """Tokens of KV cache that fit beside the weights, SARATHI §4.3.1; ValueError if none does.
-
-        All stages hold so many, each for its own layers; what is in flight at once shares them.
-        """
+        """Tokens of KV cache that fit beside the weights, SARATHI §4.3.1, for all that is in flight
+        at once; each stage holds them for its own layers. Raises ValueError if none does."""
         memory, weights = self.device.memory_bytes, self.weight_bytes()
         tokens = int((USABLE * memory - weights) // (self.kv_bytes * self.layers))
         if tokens < 1:
             usable = f"{USABLE:.0%} of the {memory / 1e9:.0f} GB of an {self.device.name}"
-            given = f"{weights / 1e9:.1f} GB of weights do not fit"
-            raise ValueError(f"{given} {usable}: try more tp or pp")
+            problem = f"{weights / 1e9:.1f} GB of weights do not fit {usable}"
+            raise ValueError(f"{problem}: try more tp or pp")
         return tokens
 
     def max_batch(self, max_len):
         """B = floor((M_G - M_S) / (L * m_kv)), SARATHI §4.3.1, of each of `pp` micro-batches."""
-        check_whole("max_len", max_len, least=1)
         return self.kv_tokens() // max_len // self.pp
 
     def layer_seconds(self, tokens):
-        """Seconds of one layer apart from attention: {"linear", "others", "all_reduce"}."""
-        config, device = self.config, self.device
+        """Seconds of one layer apart from attention: {"linear", "others", "all_reduce"}. To add up
+        (tokens, n_embd) over tp GPUs in a ring takes 2 (tp - 1) steps with a part each."""
+        device, tp, n_embd, link = self.device, self.tp, self.config.n_embd, self.tp_link
         qkv, inner = self.matrices["preproj"][1], self.matrices["ffn_ln1"][1]
-        numbers = 8 * config.n_embd + 2 * qkv + 2 * inner  # of norms and sums, rotation, activation
+        numbers = 8 * n_embd + 2 * qkv + 2 * inner  # of norms and sums, rotation, activation
+        step_s = link.step_s + BYTES * tokens * n_embd / tp / link.bytes_per_s
+        all_reduce_s = device.op_s + 2 * (tp - 1) * step_s if tp > 1 else 0.0
+        products = [product_seconds(device, tokens, *its) for its in self.matrices.values()]
         return {
-            "linear": sum(products(config, device, tokens, self.tp).values()),
+            "linear": sum(products),
             "others": 5 * device.op_s + BYTES * tokens * numbers / device.bytes_per_s,
-            "all_reduce": self.all_reduce_seconds(tokens) * (1 if self.parallel_block else 2),
+            "all_reduce": all_reduce_s * (1 if self.parallel_block else 2),
         }
-
-    def all_reduce_seconds(self, tokens):
-        """Seconds to add up (tokens, n_embd) over tp GPUs in a ring: 2 (tp - 1) steps of a part."""
-        if self.tp == 1:
-            return 0.0
-        part = BYTES * tokens * self.config.n_embd / self.tp
-        step_s = self.tp_link.step_s + part / self.tp_link.bytes_per_s
-        return self.device.op_s + 2 * (self.tp - 1) * step_s
 
     def chunk_seconds(self, start, length):
         """Seconds of one layer's attention for a chunk: whole tiles of queries, with all before and

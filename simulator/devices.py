@@ -1,7 +1,4 @@
-"""GPUs, what joins them, and models to be simulated: constants, each with its source.
-
-Read next: cost_model.py, which makes seconds of them.
-"""
+"""GPUs, what joins them, and models to be simulated, with sources. Read next: cost_model.py."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

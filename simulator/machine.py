@@ -3,11 +3,11 @@
     python bench.py serve --simulate a100-80gb --model yi-34b --tp 2 --cpu-ms 5
     python bench.py capacity --simulate this        seconds instead of this machine's half hour
 
-Read first: simulation.py, cost_model.py, and experiments/serving.py, whose RealMachine has the same
-face: `base`, `machine`, `lines` and `micro_batches` for the heading, and `serve`.
+Read first: simulation.py, and experiments/serving.py, whose RealMachine has the same face.
 """
 
 from dataclasses import asdict
+from itertools import product
 
 from engine import Runner
 from experiments.options import number, whole
@@ -42,7 +42,7 @@ def add_options(parser):
 
 def check_options(parser, args):
     """Exit with a message if one of these goes only with --simulate, or without; set kv_tokens,
-    where it was left open, to all that fits. Raises ValueError as simulated_cost does."""
+    where it was left open, to all that fits. Raises ValueError as System.cost does."""
     here = args.simulate in (None, THIS)
     for option in SIMULATED if here else REAL:
         if getattr(args, option) != parser.get_default(option):
@@ -61,9 +61,9 @@ def check_options(parser, args):
 
 
 def simulated_cost(args):
-    """The CostModel of these options. Raises ValueError if one of them makes no sense."""
-    its = args.model, args.simulate, args.tp, args.pp, args.tp_link, args.pp_link
-    return System(*its).cost(args.cpu_ms / 1e3)
+    """The CostModel of these options. Raises ValueError as System.cost does."""
+    links = args.tp_link, args.pp_link
+    return System(args.model, args.simulate, args.tp, args.pp, *links, args.cpu_ms / 1e3).cost()
 
 
 def base_of(cost, max_len=8192, chunk=2048):
@@ -83,8 +83,8 @@ class SimulatedMachine:
         replicas = f", {args.replicas} replicas" if args.replicas > 1 else ""
         name = f"{args.tp * count} x {device.name}, TP {args.tp} x PP {args.pp}{replicas}"
         name = f"simulated: {name}, {args.cpu_ms:g} ms of CPU per iteration and stage"
-        self.machine = {"device": name, "constants": asdict(device)}
-        self.machine |= {"model": args.model, "dtype": "16 bits"}
+        self.machine = {"device": name, "model": args.model, "dtype": "16 bits"}
+        self.machine["constants"] = asdict(device)
         self.micro_batches, self.lines = count, f"constants: {device.source}\n"
         if count > 1:
             memory = f"the memory that of each of {args.replicas} replicas"
@@ -96,10 +96,8 @@ class SimulatedMachine:
 
 
 def time_batches(model, cases, max_len, attention):
-    """A Profiled for each of `cases`, (prefill tokens, context, decodes), in a cache of its own.
-
-    Its pages of 64 tokens lie side by side. No chunk, context or their sum exceeds `max_len`.
-    """
+    """A Profiled for each of `cases`, (prefill tokens, context, decodes), in pages of 64 tokens.
+    No chunk, context or their sum exceeds `max_len`."""
     size = min(64, max_len)
     pages = max(-(-c // size) * decodes + -(-max(n, c) // size) for n, c, decodes in cases)
     runner = Runner(model, pages, size, max_len, attention)
@@ -109,17 +107,18 @@ def time_batches(model, cases, max_len, attention):
 def cost_cases(max_len):
     """The batches that a FittedCost is fitted to, as `time_batches` wants them."""
     contexts = max(1, max_len // 8), max(1, 3 * max_len // 4)
-    cases = [(min(n, max_len), c, d) for n in (0, 32, 256) for c in contexts for d in (0, 4, 16)]
+    cases = product((0, min(32, max_len), min(256, max_len)), contexts, (0, 4, 16))
     return [case for case in cases if case[0] or case[2]] + [(min(512, max_len), max_len, 0)]
 
 
 class FittedMachine(SimulatedMachine):
-    """A serving.RealMachine, simulated with what a profile of it tells."""
+    """A serving.RealMachine, simulated with what a profile of it tells; `rows` are of one."""
 
     micro_batches = replicas = 1
 
-    def __init__(self, real, args):
-        rows = time_batches(real.model, cost_cases(args.max_len), args.max_len, args.attention)
+    def __init__(self, real, args, rows=None):
+        cases = cost_cases(args.max_len)
+        rows = rows or time_batches(real.model, cases, args.max_len, args.attention)
         self.cost, self.base = FittedCost([(row.shape, row.seconds) for row in rows]), real.base
         device = f"simulated: {real.machine['device']}"
         self.machine = real.machine | {"device": device, "law": self.cost.law.law}

@@ -2,11 +2,9 @@
 
     python bench.py play my_policy.py:ShortestFirst
 
-serves three loads on a simulated GPU, in seconds and without one, and says what one's own policy
-wins and what it pays. With --real the engine on this machine serves smaller ones, with a small
-model and without a search for the capacity.
-
-Read first: policies/template.py, policies/referee.py. Read next: simulation.py.
+serves three loads on a simulated GPU and says what one's own policy wins and what it pays. With
+--real the engine on this machine serves smaller ones, without a search for the capacity. Read
+first: policies/template.py, policies/referee.py. Read next: simulation.py.
 """
 
 from argparse import Namespace
@@ -60,9 +58,9 @@ class Refereed(EngineConfig):
 def add_options(parser):
     """The options of `play`."""
     what = "your own with commas, such as my_policy.py:ShortestFirst; without any, sarathi-serve"
-    names = policy_names(chunks=True)
-    parser.add_argument("policies", nargs="?", default=["sarathi-serve"], type=names, help=what)
     real = "serve smaller loads by the engine, with a small model on this CPU"
+    names = dict(nargs="?", default=["sarathi-serve"], type=policy_names(chunks=True))
+    parser.add_argument("policies", help=what, **names)
     parser.add("--real", real, False, action="store_true")
     parser.add_files(plot="draw the scoreboards")
 
@@ -82,10 +80,8 @@ def make_loads(base, max_len, count):
 
 
 def check_rules(machine, config, load, arrivals, alone):
-    """Serve a load under a referee, and again with an eighth of the memory. Raises ValueError.
-
-    `alone` are the Completions of a policy that is beyond doubt.
-    """
+    """Serve a load under a referee, and again with an eighth of the memory. Raises ValueError, also
+    if tokens are not those of `alone`, the Completions of a policy that is beyond doubt."""
     for pages in (config.pages, config.pages // 8):
         where = f"{config.policy} on {load!r}, {pages} pages"
         its = Refereed(**vars(config) | {"pages": pages, "where": where})
@@ -136,8 +132,8 @@ def main(args):
     configs = run.plan(dict.fromkeys(names), [config.page_size], config, slo_s)
     short = {name: name.split(".py:")[-1] for name in configs}
     if len(set(short.values())) < len(short):  # two files have a class of that name
-        short = {name: name for name in configs}
-    report = {"machine": machine.machine, "slo_s": slo_s, "loads": {}, "words": []}
+        short = dict(zip(short, short))
+    report, words = {"machine": machine.machine, "slo_s": slo_s, "loads": {}}, []
     print(machine_lines(machine.machine))
     for load, arrivals in make_loads(machine.base, given.max_len, given.requests).items():
         alone = machine.serve(configs["request-level"], arrivals).completions
@@ -152,16 +148,14 @@ def main(args):
         print()
         for own in map(short.get, args.policies):
             other = "vllm" if own == "sarathi-serve" else "sarathi-serve"
-            words = f"{load}, {own} beside {other}: {verdict(board[own], board[other])}"
-            report["words"].append(words)
-    limits = f"the highest with P99 TBT within {slo_s:.3g} s and P99 TTFT within {MAX_TTFT_S:g} s"
-    searched = "" if args.real else f",\nall at the load's own rate; capacity: {limits}"
-    print(
-        f"TTFT: arrival to first token, what one waits for; TBT: between two tokens{searched}. The "
-        "rules in\npolicies/referee.py were kept, with little memory too.\n"
-    )
-    print(*report["words"], sep="\n")
-    write_json(args, report)
+            words.append(f"{load}, {own} beside {other}: {verdict(board[own], board[other])}")
+    print("TTFT: arrival to first token, what one waits for; TBT: between two tokens. The rules in")
+    print("policies/referee.py were kept, with little memory too.")
+    if not args.real:
+        limits = f"P99 TBT within {slo_s:.3g} s and P99 TTFT within {MAX_TTFT_S:g} s"
+        print(f"All is at the load's own rate; capacity: the highest with {limits}.")
+    print("", *words, sep="\n")
+    write_json(args, report | {"words": words})
     if args.plot:
         from views.play import plot_scoreboards
 

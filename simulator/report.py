@@ -12,7 +12,6 @@ import os
 import signal
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from multiprocessing import active_children, parent_process
@@ -46,9 +45,8 @@ MOST = 256  # processes
 def experiments(text):
     """Names in EXPERIMENTS with commas, as a list; a type of options."""
     names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in EXPERIMENTS:
-            raise argparse.ArgumentTypeError(f"{name}: must be from {', '.join(EXPERIMENTS)}")
+    if unknown := [name for name in names if name not in EXPERIMENTS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]}: must be from {', '.join(EXPERIMENTS)}")
     return names
 
 
@@ -83,30 +81,23 @@ def end_with_parent():
     Thread(target=watch, daemon=True).start()
 
 
-@contextmanager
-def workers(count):
-    """A pool of so many processes, which are gone when this ends, whatever they are at."""
+def run_all(count, name, function, jobs):
+    """[function(*arguments) for arguments in jobs], with a bar, in so many processes, which are
+    gone when this ends, whatever they are at."""
     pool = ProcessPoolExecutor(count, initializer=end_with_parent)
-    try:
-        yield pool
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in active_children():
-            process.kill()
-
-
-def run_all(pool, name, function, jobs):
-    """[function(*arguments) for arguments in jobs], in the processes of `pool`, with a bar."""
     held = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # for good in processes begun here
     try:
         futures = [pool.submit(function, *arguments) for arguments in jobs]
-    finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
-    try:
         return [future.result() for future in tqdm(futures, name, leave=False, disable=None)]
     except BrokenProcessPool:
         why = "a process was killed, maybe for lack of memory: try fewer --processes"
         raise ChildProcessError(why) from None
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in active_children():
+            process.kill()
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
 def main(args):
@@ -115,21 +106,28 @@ def main(args):
     print(f"Simulated, with the constants in devices.py. Claims as in the papers:\n{papers}.\n")
     tables = []
     try:
-        with workers(args.processes) as pool:
-            for name in args.only:
-                run = partial(run_all, pool, name)
-                for table in EXPERIMENTS[name][0](run, args.requests, args.cpu_ms / 1e3):
-                    print(f"{table.claim}: {table.title}\n")
-                    print_table(table.columns, table.rows)
-                    print(f"\n{table.note}\n" if table.note else "")
-                    tables.append(table)
+        for name in args.only:
+            run = partial(run_all, args.processes, name)
+            for table in EXPERIMENTS[name][0](run, args.requests, args.cpu_ms / 1e3):
+                table.title = table.title.format(**vars(args))
+                print(f"{table.claim}: {table.title}\n")
+                print_table(table.columns, table.rows)
+                print(f"\n{table.note}\n" if table.note else "")
+                tables.append(table)
     finally:
         if tables:  # what there is, also if this was interrupted
             conclude(tables)
             write_json(args, {"tables": [table.json() for table in tables]})
             wrote(args.json)
     if args.plot:
-        draw(tables, args.plot)
+        from views import pipelines  # after all that is long
+
+        plots = {"SS-F8": pipelines.plot_pipeline, "S-F12": pipelines.plot_bubbles}
+        for table in tables:
+            if table.data:
+                file = Path(args.plot).with_stem(f"{Path(args.plot).stem}-{table.claim}")
+                plots[table.claim](*table.data, table.title, file)
+                wrote(file)
 
 
 def conclude(tables):
@@ -152,19 +150,5 @@ def conclude(tables):
         print(fill(f"{claim}: {'; '.join(said)}.", 100, subsequent_indent="  "))
     errors = [error for found in claims.values() for error in found.values()]
     close, closer = (sum(error <= limit for error in errors) for limit in (0.25, 0.1))
-    print(
-        f"\nOf {len(errors)} published numbers {closer} came out within 10%, {close} within 25%; "
-        'why others did not\nis in simulator/README.md, "Where it is off".'
-    )
-
-
-def draw(tables, file):
-    """Draw what tables can be drawn, in files named after `file` and the claim."""
-    from views import pipelines  # after all that is long
-
-    plots = {"SS-F8": pipelines.plot_pipeline, "S-F12": pipelines.plot_bubbles}
-    for table in tables:
-        if table.data:
-            its = Path(file).with_stem(f"{Path(file).stem}-{table.claim}")
-            plots[table.claim](*table.data, table.title, its)
-            wrote(its)
+    print(f"\nOf {len(errors)} published numbers {closer} came out within 10%, {close} within 25%;")
+    print('why others did not is in simulator/README.md, "Where it is off".')

@@ -44,11 +44,14 @@ def poisoned_cache(model, pages, page_size, max_len=None, position_major=None):
 
 
 def poison(engine):
-    """Put NaN wherever no running request has something computed: also beyond num_computed."""
-    cache = engine.runner.cache
+    """Spoil whatever no running request has computed: NaN, but in the pages that are begun, where
+    attention may read what it hides, big numbers behind num_computed."""
+    cache, size = engine.runner.cache, engine.runner.cache.page_size
     unused = torch.ones(cache.data.shape[3], dtype=torch.bool)
     for r in engine.scheduler.running:
-        unused[slot_mapping(r.pages, cache.page_size, 0, r.num_computed)] = False
+        begun = -(-r.num_computed // size) * size
+        unused[slot_mapping(r.pages, size, 0, begun)] = False
+        cache.data[:, :, :, slot_mapping(r.pages, size, r.num_computed, begun)] = 1e4
     cache.data[:, :, :, unused] = float("nan")
 
 

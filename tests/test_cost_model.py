@@ -10,7 +10,7 @@ import torch
 from kv_cache import kv_bytes_per_token, max_requests
 from model import GPT, GPTConfig
 from pretrained.presets import PRESETS
-from simulator.cost_model import CostModel, matrices, product_seconds, products
+from simulator.cost_model import CostModel, matrices, product_seconds
 from simulator.devices import A100, DEVICES, GEOMETRIES, LINKS, PARALLEL_BLOCKS, Device, Link, find
 
 # Rates without limit leave one cost: arithmetic at 1 Mflop/s, bytes at 1 MB/s, a second a kernel
@@ -97,9 +97,9 @@ def test_a_product_takes_its_arithmetic_or_its_bytes_whichever_is_longer():
 
 
 def test_the_products_of_a_layer():
-    for tp, weights in ((1, [128, 64, 256, 128]), (2, [64, 32, 128, 64])):
-        expected = {name: 2 * 4 * w / 1e6 for name, w in zip(matrices(SMALL), weights)}
-        assert products(SMALL, MATH, 3, tp) == pytest.approx(expected)
+    for tp, weights in ((1, 128 + 64 + 256 + 128), (2, 64 + 32 + 128 + 64)):
+        seconds = CostModel(SMALL, MATH, tp).layer_seconds(3)["linear"]
+        assert seconds == pytest.approx(2 * 4 * weights / 1e6)
 
 
 # In BATCH 7 tokens are 8 rows. The chunk's 8 padded queries see 10 + 5 / 2 keys: 2 flop for each of
@@ -157,8 +157,8 @@ def test_all_reduces_of_an_iteration():
         cost = CostModel(SMALL, MATH, tp=4, tp_link=link, parallel_block=parallel_block)
         assert cost.parts(BATCH)["all_reduce"] == pytest.approx(4 * all_reduces * once)
     two = CostModel(SMALL, START, tp=2, tp_link=link)
-    assert two.all_reduce_seconds(7) == pytest.approx(1 + 2 * (0.5 + 56e-3))
-    assert CostModel(SMALL, START, tp_link=link).all_reduce_seconds(7) == 0
+    assert two.layer_seconds(7)["all_reduce"] == pytest.approx(2 * (1 + 2 * (0.5 + 56e-3)))
+    assert CostModel(SMALL, START, tp_link=link).layer_seconds(7)["all_reduce"] == 0
     assert set(PARALLEL_BLOCKS) == {"falcon-180b"}
 
 

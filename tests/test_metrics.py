@@ -16,6 +16,7 @@ from experiments.metrics import (
     missed,
     percentiles,
     request_rows,
+    summarize_queue,
     summarize_run,
 )
 
@@ -211,8 +212,57 @@ def test_each_request_has_a_row_with_its_own_numbers():
     assert (
         text.getvalue().splitlines()[-1] == "3,normal,5.5,6,0,,,,,,,,0,,,0,0"
     )  # what it never had
-    report = [summarize_run(completions, iterations, 8.0), rows]
+    queue = summarize_queue(one_server([1.0] * 40, [1.1] * 40))
+    report = [summarize_run(completions, iterations, 8.0), rows, queue]
     assert json.loads(json.dumps(report, allow_nan=False)) == report
+
+
+def one_server(gaps, services):
+    """Completions of requests that came with these gaps, served one by one in so many seconds."""
+    arrived, free, done = np.cumsum(gaps).tolist(), 0.0, []
+    for i, (arrival, service) in enumerate(zip(arrived, services)):
+        start = max(arrival, free)
+        free = start + service
+        done.append(a_completion(i, 1, arrival, "length", start, [free]))
+    return done
+
+
+def test_a_queue_grows_where_more_arrive_than_are_scheduled():
+    steady, late_rush = [1.0] * 40, [1.0] * 30 + [0.25] * 10
+    grows = summarize_queue(one_server(steady, [1.1] * 40))
+    assert grows["grew"] and (grows["arrived_per_s"], grows["scheduled_per_s"]) == (
+        pytest.approx(1.0),
+        pytest.approx(1 / 1.1),
+    )
+    delays = grows["second_quarter_s"], grows["last_quarter_s"]
+    assert delays == pytest.approx((14.5 * 0.1, 34.5 * 0.1))  # of requests 10 … 19, 30 … 39
+    said = "the queue grew: median delay of 1.45 s in the second quarter and 3.45 s in the last"
+    assert missed(summarize_run(one_server(steady, [1.1] * 40), [], 44.0), 1.0) == said
+    shuffled = one_server(steady, [1.1] * 40)
+    for one, other in zip(shuffled[::2], shuffled[1::2]):  # not first come, first served
+        one.scheduled, other.scheduled = other.scheduled, one.scheduled
+    assert summarize_queue(shuffled)["grew"]
+    idle = summarize_queue(one_server(steady, [0.5] * 40))
+    assert not idle["grew"] and idle["scheduled_per_s"] is None  # nobody waited
+    rush = summarize_queue(one_server(late_rush, [0.5] * 40))  # the server can do 2 a second
+    assert rush["last_quarter_s"] > rush["second_quarter_s"] + 1 and not rush["grew"]
+    drained = one_server([0.25] * 20 + [2.5] * 20, [1.5] * 40)  # more than can be, but at first
+    assert not summarize_queue(drained)["grew"]
+    together = one_server([0.0] * 40, [1.0] * 40)
+    assert summarize_queue(together)["arrived_per_s"] is None  # all at once: at no rate
+    assert not any(summarize_queue(one_server(steady[:n], [2.0] * n))["grew"] for n in range(6))
+
+
+@pytest.mark.parametrize("load, share", [(0.8, 0.0), (0.9, 0.0), (1.1, 1.0), (1.25, 1.0)])
+def test_an_overloaded_queue_is_told_from_a_busy_one(load, share):
+    """Poisson arrivals, services that vary like the lengths of requests, 240 of them, 20 times."""
+    found = 0
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        gaps, services = rng.exponential(size=240), rng.lognormal(0.0, 0.7, size=240)
+        done = one_server(gaps / gaps.mean(), load * services / services.mean())
+        found += summarize_queue(done)["grew"]
+    assert found / 20 == pytest.approx(share, abs=0.1)
 
 
 def finished_run(delays, gaps):

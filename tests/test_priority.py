@@ -119,7 +119,7 @@ def test_the_line_keeps_nothing_of_those_who_left():
             r = line[0] if i % 2 else draw.choice(there)  # admitted, or aborted
             there.remove(r)
             line.remove(r)
-    assert sum(map(len, (*line._classes, line._lifts))) == 2 * len(there) == 2 * 51
+    assert len(line._line) + len(line._lifts) == 2 * len(there) == 2 * 51
     line.clear()
     assert not line and list(line) == []
 

@@ -26,13 +26,12 @@ import bench
 from experiments import measure, serving
 from experiments.metrics import summarize_latencies
 from experiments.run import Bounded, serve
-from experiments.tables import Table
 from experiments.workload import poisson, sample_lengths, zipf_lengths
 from policies.iteration_time import BatchShape, IterationTime
 from policies.slo import SLOS, Profiled
 from simulator import machine, report, sarathi, sarathi_serve, validation
 from simulator.calibration import COLUMNS, FittedCost
-from simulator.cost_model import CostModel, products
+from simulator.cost_model import CostModel, matrices, product_seconds
 from simulator.devices import A100, GEOMETRIES, LINKS
 from simulator.machine import base_of
 from simulator.sarathi import A6000_13B, PIPELINE, TP_ONLY, bubble_example, offline, throughput
@@ -113,29 +112,41 @@ def test_sarathi_has_shorter_bubbles_than_orca_of_every_kind():
     assert 0 < sarathi[3] < orca[3] / 10
 
 
-@pytest.mark.parametrize("experiment", ["serving_capacity", "capacity_against_slo"])
-def test_a_table_of_capacities_says_what_the_cpu_takes(experiment):
+# gains over orca and vllm: Mistral (over vllm), Yi, LLaMA2; Mistral and Yi at an SLO
+GAINS = {"serving_capacity": [2.6, 4.0, 3.7, 6.3, 4.3], "capacity_against_slo": [3.5, 1.65]}
+
+
+@pytest.mark.parametrize("experiment, published", GAINS.items())
+def test_a_table_of_capacities_has_what_the_cpu_takes_beside_what_is_published(
+    experiment, published
+):
     def rates(function, jobs):
-        assert function is find_capacities
+        assert function is find_capacities and {system.cpu_s for system, *_ in jobs} == {7.5e-3}
         return [[Bounded(2.0)] * len(slos) for _, _, _, slos, *_ in jobs]
 
+    found = []
     for table in getattr(sarathi_serve, experiment)(rates, 16, 7.5e-3):
-        assert "7.5 ms of CPU" in table.title or "over vllm" in table.title
+        assert "{cpu_ms:g} ms of CPU" in table.title or "over vllm" in table.title
         gains = [cell[0] for row in table.rows for cell in row if isinstance(cell, tuple)]
-        for name in (name for name in table.columns if name.startswith("simulated")):
-            gains += [row[list(table.columns).index(name)] for row in table.rows]
+        ours = [i for i, name in enumerate(table.columns) if name.startswith("simulated")]
+        gains += [row[i] for row in table.rows for i in ours]
         assert gains and set(gains) == {1.0}
+        found += [row[i - 1] for row in table.rows for i in ours if row[i - 1]]
+    assert found == published
 
 
-def test_a_ratio_that_is_a_bound_is_printed_written_and_concluded_as_such(capsys):
+def test_a_ratio_that_is_a_bound_is_printed_written_and_concluded_as_such(capsys, monkeypatch):
     ratio = Bounded(1.5).over(Bounded(0.25, "below"))
-    rows = [["a", *sarathi.beside(4.0, ratio)], ["b", *sarathi.beside(2.0, 2.1)]]
-    table = Table("S-F1", "", sarathi.compared("gain"), rows)
+    its = {"title": "", "published": {"a": [4.0], "others": [2.0]}}
+    monkeypatch.setitem(sarathi.PUBLISHED, "S-F1", its)
+    table = sarathi.table("S-F1", [["a", ratio], ["b", 2.1]])
     assert table.rows[0][3] is None and table.json()["rows"][0]["simulated"] == "at least 6"
     report.conclude([table])
     text = " ".join(capsys.readouterr().out.split())
     assert "most in a: 4 published, at least 6 simulated." in text
     assert "Of 2 published numbers 1 came out within 10%, 1 within 25%" in text
+    with pytest.raises(KeyError):  # of a row that is not published
+        sarathi.table("S-T2", [["prefill of 1,024", 1.0]])
 
 
 def processes_of(session):
@@ -154,10 +165,9 @@ def wait_for(done, seconds=120):
 
 
 def test_jobs_in_other_processes_keep_their_order_and_their_errors():
-    with report.workers(1) as pool:
-        assert report.run_all(pool, "", max, [(1, 2), (5, 4, 3), ([6],)]) == [2, 5, 6]
-        with pytest.raises(IndexError, match="^list index out of range$"):
-            report.run_all(pool, "", getitem, [([1], 0), ([], 0)])
+    assert report.run_all(1, "", max, [(1, 2), (5, 4, 3), ([6],)]) == [2, 5, 6]
+    with pytest.raises(IndexError, match="^list index out of range$"):
+        report.run_all(1, "", getitem, [([1], 0), ([], 0)])
     assert wait_for(lambda: not multiprocessing.active_children())
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())  # here all signals come through
 
@@ -191,8 +201,8 @@ def test_fit_prints_the_constants_that_times_were_made_from(tmp_path, capsys):
     sizes = [*range(1, 64, 9), *range(70, 1000, 62), *range(1100, 4097, 333)]
     lines, file = [["num_tokens", *COLUMNS]], tmp_path / "times.csv"
     for n in sizes:
-        times = products(GEOMETRIES["llama-13b"], device, n, 2)
-        lines.append([n, *(1e3 * times[name] for name in COLUMNS.values())])
+        shapes = matrices(GEOMETRIES["llama-13b"], 2).values()
+        lines.append([n, *(1e3 * product_seconds(device, n, *shape) for shape in shapes)])
     file.write_text("\n".join(",".join(map(str, line)) for line in lines))
     fit = ["fit", str(file), "--model", "llama-13b", "--tp"]
     bench.main([*fit, "2"])
@@ -365,8 +375,9 @@ def test_a_pipeline_under_sarathi_beats_replicas_and_orca():
 
 def test_a_small_budget_serves_several_times_the_load_and_a_large_one_less():
     """SS-F10: 3.7x over vllm for Yi-34B on two A100 under the strict SLO."""
-    system, policies = SYSTEMS["Yi-34B"], ("vllm", "sarathi-serve:512", "sarathi-serve:2048")
-    load = "sharegpt4", [SLOS["strict"] * base_of(system.cost(5e-3)).seconds], 384, 5e-3
+    system = SYSTEMS["Yi-34B"]._replace(cpu_s=5e-3)
+    policies = ("vllm", "sarathi-serve:512", "sarathi-serve:2048")
+    load = "sharegpt4", [SLOS["strict"] * base_of(system.cost()).seconds], 384
     vllm, small, large = (find_capacities(system, policy, *load)[0] for policy in policies)
     assert 2.6 <= small / vllm <= 4.4 and 0 < large < vllm
 
@@ -378,7 +389,7 @@ ABLATION = [("sharegpt4", 1.0, (0.14, 0.17)), ("arxiv", 0.5, (0.17, 0.20))]
 def test_p99_tbt_of_the_ablation(trace, qps, published):
     """SS-T4, with 10 ms of CPU: decodes beside chunks of 512 wait less than if they alternate."""
     for policy, p99_s in zip(("sarathi-serve", "chunked-only"), published):
-        its = SYSTEMS["Yi-34B"], policy, trace, qps, 128, 10e-3
+        its = SYSTEMS["Yi-34B"]._replace(cpu_s=10e-3), policy, trace, qps, 128
         found = [latencies(*its, seed)["tbt_s"]["p99"] for seed in range(3)]
         assert statistics.median(found) == pytest.approx(p99_s, rel=0.2)
 
@@ -401,7 +412,7 @@ def test_orca_gains_little_and_sarathi_most_where_every_chunk_has_its_decodes():
         assert max(gains, key=gains.get) == min(imbalance, key=imbalance.get)
 
 
-def test_zipf_lengths_have_their_shares_and_bad_arguments_are_named():
+def test_zipf_lengths_have_their_shares():
     draw = lambda theta, seed=7: zipf_lengths(100, 400, theta, 10, 4000, seed)
     assert draw(0.4) == draw(0.4) != draw(0.4, seed=8)
     shares = {}
@@ -417,11 +428,6 @@ def test_zipf_lengths_have_their_shares_and_bad_arguments_are_named():
             assert shares[theta, longest] == pytest.approx(expected / odds.sum(), abs=0.0474)
     assert shares[0, 150] < shares[0.4, 150] < shares[1, 150]
     assert set(zipf_lengths(2, 3, 0.4, 1000, 50, 0)) == {(1, 1), (2, 1)}  # a request has an output
-    good = dict(shortest=100, longest=400, theta=0.4, pd_ratio=10, count=3, seed=0)
-    bad = dict(shortest=1, longest=99, theta=-1, pd_ratio=0, count=0, seed=-1)
-    for name, value in bad.items():
-        with pytest.raises(ValueError, match=f"^{name}={value}: .* (least|above) "):
-            zipf_lengths(**good | {name: value})
 
 
 def test_a_fitted_cost_predicts_what_its_law_does():
@@ -447,7 +453,8 @@ def test_validate_compares_batches_and_runs(drift, tmp_path, capsys, monkeypatch
     grid, real = [(0, 64, 2), (48, 64, 0), (48, 300, 2)], []
     record = lambda *arguments: real.append(serve(*arguments)) or real[-1]
     few = partial(validation.compare_runs, count=3, rounds=1)
-    for name, value in {"serve": record, "GRID": grid, "compare_runs": few}.items():
+    monkeypatch.setattr("experiments.run.serve", record)
+    for name, value in {"GRID": grid, "compare_runs": few}.items():
         monkeypatch.setattr(validation, name, value)
     monkeypatch.setattr(measure, "steadily", lambda function, *_, **__: (function(), drift))
     file, busy = tmp_path / "validate.json", drift > measure.BUSY

@@ -62,7 +62,7 @@ def test_options_are_passed_on(monkeypatch):
         ([*COMMON, "--prompt", "x", "--temperature", "-1"], "--temperature -1: must"),
         ([*COMMON, "--prompt", ""], "prompt"),
         (["--model", "/no/such/directory", "--prompt", "x"], "config.json"),
-        ([*COMMON, "--prompt", "x", "--policy", "fifo"], "--policy"),
+        ([*COMMON, "--prompt", "x", "--policy", "fifo"], "error: policy='fifo': must be one of"),
     ],
 )
 def test_what_is_wrong_is_said_without_a_traceback(words, message):

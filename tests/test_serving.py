@@ -6,11 +6,10 @@ import json
 import pytest
 
 import bench
-from experiments import measure, run, serving, workload
+from experiments import measure, metrics, run, serving
 from experiments.measure import TOO_BUSY
 from experiments.run import Base
-from experiments.serving import RealMachine, make_workload
-from experiments.serving_report import conclude, print_capacities
+from experiments.serving import RealMachine, conclude, make_workload, print_capacities
 from experiments.workload import Arrival, poisson, sample_lengths
 from scheduler import Request
 from tests.helpers import VirtualRun
@@ -102,6 +101,7 @@ def test_serve_prints_and_writes_everything(tmp_path, capsys, plots):
 
 
 def test_capacity_prints_and_writes_everything(tmp_path, capsys, plots, monkeypatch):
+    monkeypatch.setattr(metrics, "missed", lambda *_: "")
     search_two = lambda at, start: (at(8.0), at(400.0))
     monkeypatch.setattr(serving, "describe_machine", lambda *_: dict(MACHINE))
     monkeypatch.setattr(run, "capacity", search_two)
@@ -157,16 +157,14 @@ def test_bounds_are_kept_in_capacities_their_ratios_and_the_conclusion(capsys):
     assert (
         "at least 9.00 under sarathi-serve, 7.00 under dynamic, 2.00 under vllm, below 0.50" in text
     )
-    ratios = (
-        "at least 1.29x that of dynamic, at least 4.50x that of vllm and at least 18.00x that of"
-    )
-    assert f"That of sarathi-serve is {ratios} orca." in text
     ends = "41 scheduling delays over 2 s under dynamic, P99 TBT of 3 s under vllm and P99"
     assert f"Higher rates fail: {ends}" in text
     costs = "0.50x the P99 TBT, 2.00x the median TTFT and 2.00x the throughput"
-    assert f"Against vllm, sarathi-serve has {costs}." in text
+    assert text.endswith(f"Against vllm, sarathi-serve has at least 4.50x the capacity, {costs}.")
     two = {"sarathi-serve": RESULTS["sarathi-serve"], "dynamic": found([3.0], [])}
-    assert "is an unknown multiple that of dynamic" in said(results=two)
+    assert "Against dynamic, sarathi-serve has 0.50x the P99 TBT" in said(
+        results=two
+    )  # unknown gain
     busy = {name: its | {"busy": True} for name, its in RESULTS.items()}
     assert TOO_BUSY in said(results=busy) == said(slo_busy=True)
     assert "dynamic" not in said(results=RESULTS | {"dynamic": busy["dynamic"]})
@@ -184,12 +182,13 @@ def test_the_conclusion_of_serve_names_who_meets_the_slo_the_stalls_and_the_pric
     runs = {"vllm": row | vllm | {"p50_ttft_s": 0.1}, "sarathi-serve": row}
     text = said(runs)
     assert "0.300 s: met by sarathi-serve; not met by vllm (P99 TBT of 0.500 s)." in text
-    assert "0.250 and 0.125 under sarathi-serve; 1.500 and 0.500 under vllm." in text
-    costs = "0.25x the P99 TBT, 2.00x the median TTFT and 1.00x the throughput"
-    assert text.endswith(f"Against vllm, sarathi-serve has {costs}.")
+    costs = "0.25x the P99 TBT, 2.00x the median TTFT, 0.17x the longest stall and 1.00x the "
+    assert text.endswith(f"Against vllm, sarathi-serve has {costs}throughput.")
     assert "met by none; not met by vllm" in said({"vllm": runs["vllm"]})
     empty = dict.fromkeys(("p50_ttft_s", "p99_tbt_s", "longest_stall_s", "tokens_per_s"))
-    assert "- and - under vllm" in said(runs | {"vllm": row | empty})  # of one token each
+    assert said(runs | {"vllm": row | empty}).endswith(
+        "met by vllm and sarathi-serve."
+    )  # one token
     for more in ({"busy": True}, {"cut_short": run.INTERRUPTED}):
         assert "vllm" not in said(runs | {"vllm": runs["vllm"] | more})
     assert TOO_BUSY in said(runs, slo_busy=True)
@@ -201,7 +200,10 @@ SERVE = "--requests 4 --qps 40 --policies vllm,orca,sarathi-serve --slo"
 
 
 @pytest.mark.parametrize("command", ["serve", "capacity"])
-def test_a_busy_machine_is_marked_and_nothing_concluded(command, capsys, steady, tmp_path):
+def test_a_busy_machine_is_marked_and_nothing_concluded(
+    command, capsys, steady, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(metrics, "missed", lambda *_: "")
     steady.append(0.5)
     load = f"{SERVE} strict" if command == "serve" else "--requests 2 --policies vllm --slo 1e4"
     bench.main([command, *TINY, *load.split(), "--json", str(tmp_path / "b.json")])
@@ -243,6 +245,7 @@ def test_an_interrupt_keeps_what_there_is(tmp_path, capsys, monkeypatch, plots):
 
 
 def test_an_interrupted_search_keeps_its_points(tmp_path, capsys, monkeypatch, plots):
+    monkeypatch.setattr(metrics, "missed", lambda *_: "")
     file, points = tmp_path / "i.json", []
 
     def search(at, start):
@@ -273,7 +276,7 @@ def test_a_trace_keeps_its_own_rate_or_takes_that_of_qps(tmp_path, monkeypatch, 
     assert [a.time for a in at_rate(2.0)] == [0, 0.5, 1.0] and "1 left out" in name
     served = []
     monkeypatch.setattr(serving, "describe_machine", lambda *_: dict(MACHINE))
-    monkeypatch.setattr(serving, "serve_all", lambda *args: served.append(args[2]))
+    monkeypatch.setattr(serving, "run_all", lambda *args: served.append(args[2](args[4].qps)))
     for more, rate in (([], "at its own rate"), (["--qps", "2"], "at 2 a second")):
         bench.main([*words, *more, *TINY, "--slo", "1000"])
         assert f"(1 left out) {rate}; median prompt 30, output 4" in capsys.readouterr().out
@@ -315,7 +318,7 @@ LOADS = [
     ("--policies sarathi:0", "chunk=0: must be a whole number of at least 1"),
     ("--lengths 500", "--lengths '500': must be sharegpt4, arxiv or PROMPT"),
     ("--lengths 5+5,6+6 --requests 1", "--requests 1: must be at least 2"),
-    ("--lengths 1000+50", "must not exceed max_len=1024"),
+    ("--lengths 1000+50", "'1000.50': .* of at most --max-len 1024 tokens"),
     ("--trace TMP/trace.csv", "column 'num_decode_tokens' is 0 times in the header"),
     ("--lengths 5+" + 5000 * "9", "must be sharegpt4, arxiv or PROMPT"),
 ]
@@ -328,14 +331,9 @@ def test_a_load_that_makes_no_sense_is_refused_before_a_model_is_loaded(
 ):
     monkeypatch.setattr(serving.options, "load_model", None)
     (tmp_path / "trace.csv").write_text("arrived_at,num_prefill_tokens\n1,2\n")
-    (tmp_path / "long.csv").write_text(",".join(workload.TRACE_COLUMNS) + "\n0,2,3\n1e300,2,3\n")
     arguments = arguments.replace("TMP", str(tmp_path)).split()
     with pytest.raises(ValueError, match=message):
         bench.main([command, *arguments, "--device", "cpu"])
-    if command == "serve":  # where the search sets the rate, the trace's own does not matter
-        trace = ["--trace", str(tmp_path / "long.csv")]
-        with pytest.raises(ValueError, match="1e.300 s after the first: must be at most 1e.07, or"):
-            bench.main([command, *trace, "--device", "cpu"])
 
 
 @pytest.mark.parametrize("command", ["serve", "capacity"])

@@ -67,7 +67,7 @@ def simulated(policy, pp, replicas, seed, pages, mean_gap):
     """A law, 16 requests for each micro-batch of a pipeline, and all that was seen of them."""
     law, arrivals = Law(pp, 1 / 64, uneven=True), random_arrivals(seed, 16 * pp, mean_gap)
     config = replace(CONFIG, policy=policy, pages=pp * pages)
-    return law, arrivals, simulate(law, config, arrivals, replicas=replicas, timeline=True)
+    return law, arrivals, simulate(law, config, arrivals, replicas=replicas)
 
 
 def replay(result, arrivals, law):
@@ -318,7 +318,7 @@ def test_unequal_batches_leave_bubbles():
     #   stage 0   A 0-1   B 1-4           C 4-6   (idle 6-7)   D 7-8
     #   stage 1   A 1-2   (idle 2-4)      B 4-7    C 7-9       D 9-10
     arrivals, seconds = at_once((1, 1), (3, 1), (2, 1), (1, 1)), lambda batch: batch[0].length
-    result = alone(arrivals, 2, seconds=seconds, timeline=True)
+    result = alone(arrivals, 2, seconds=seconds)
     assert [run[1:6] for run in result.stage_runs] == [
         *((0, 0, 0, 1, 0), (1, 0, 1, 2, 0)),  # A: stage, micro-batch, start, end, bubble
         *((0, 1, 1, 4, 0), (1, 1, 4, 7, 2)),
@@ -339,7 +339,7 @@ def test_bubbles_are_of_three_kinds():
     #   stage 1   A 1-2   (idle 2-4)  B 4-7    a 7-9       b 9-10  (idle 10-12)   a 12-15  b 15-16
     takes = {("A", 0): 1, ("B", 0): 3, ("A", 1): 2, ("B", 3): 1, ("A", 2): 3, ("B", 4): 1}
     seconds = lambda batch: takes["AB"[batch[0].request.id], batch[0].start]
-    result = alone(at_once((1, 3), (3, 3)), 2, seconds=seconds, timeline=True)
+    result = alone(at_once((1, 3), (3, 3)), 2, seconds=seconds)
     kinds = [(r.stage, r.start, r.bubble, kind) for r, kind in bubble_kinds(result.stage_runs)]
     assert kinds == [(1, 4, 2, "PB1"), (0, 7, 1, "PB2"), (0, 9, 1, "PB3"), (1, 12, 2, "PB3")]
     assert result.bubbles == [3, 3] and result.run.seconds == 16
@@ -348,7 +348,7 @@ def test_bubbles_are_of_three_kinds():
 def test_a_request_that_comes_later_has_missed_nothing():
     # one decodes alone on two stages, a second comes at 5.5: stage 0 was idle since 5 for nothing
     # to do, stage 1 is idle from 6 until the second gets there at 6.5, and both had work
-    runs = alone([Arrival(0.0, 1, 8), Arrival(5.5, 1, 1)], 2, timeline=True).stage_runs
+    runs = alone([Arrival(0.0, 1, 8), Arrival(5.5, 1, 1)], 2).stage_runs
     second = [run for run in runs if run.chunks[0][0] == 1]
     assert [(run.stage, run.start, run.bubble) for run in second] == [(0, 5.5, 0), (1, 6.5, 0.5)]
 

@@ -142,7 +142,9 @@ def test_stop_tokens_are_those_of_generation_config_then_config(tmp_path, make, 
     make(tmp_path)
     assert load_tokenizer(tmp_path).stop_token_ids == own
     write_json(tmp_path / "config.json", {"eos_token_id": 5})
-    assert load_tokenizer(tmp_path).stop_token_ids == {5}
+    for silent in ({}, {"eos_token_id": None}):
+        write_json(tmp_path / "generation_config.json", silent)
+        assert load_tokenizer(tmp_path).stop_token_ids == {5}
     write_json(tmp_path / "generation_config.json", {"eos_token_id": [6, 7]})
     assert load_tokenizer(tmp_path).stop_token_ids == {6, 7}
 

@@ -1,10 +1,12 @@
 """What pictures are made of, by hand: what was drawn is asked of the figure that was saved."""
 
 import importlib
+import math
 import os
 
 import pytest
-from matplotlib.colors import to_hex
+from matplotlib.colors import LogNorm, to_hex
+from matplotlib.figure import Figure
 
 import views
 from experiments.run import Bounded
@@ -12,9 +14,9 @@ from policies import POLICIES
 from tests.test_metrics import a_completion, an_iteration, decode, prefill
 from views import style
 from views.search import plot_budget, plot_capacity
-from views.serving import cumulative, find_window, plot_serving
+from views.serving import find_window, plot_serving
 from views.style import DECODE, HYBRID, OTHER_COLORS, OVER, POLICY_COLORS, PREFILL
-from views.timelines import lane_bars, plot_timelines, run_origin
+from views.timelines import draw_lanes, lane_bars, plot_timelines, since_start
 
 MACHINE = {"model": "llama-tiny", "dtype": "float32", "device": "a CPU", "threads": 2}
 LINE = "llama-tiny, float32, a CPU, 2 threads"
@@ -56,7 +58,7 @@ def is_png(file):
 
 
 def spans_of(axis):
-    """(start, end, number of the lane) of each bar, in the order in which they are drawn."""
+    """(start, end, lane, from 0) of each bar, in the order in which they are drawn."""
     corners = [path.vertices for path in axis.collections[0].get_paths()]
     return [(xy[0, 0], xy[1, 0], round(xy[0:3, 1].mean())) for xy in corners]
 
@@ -90,32 +92,50 @@ def test_texts_are_short_and_plain():
 
 def test_a_run_begins_with_its_first_arrival_or_iteration():
     completions, iterations = a_run()
-    assert run_origin(completions[1:], iterations[2:]) == 101.5
-    assert (run_origin([], iterations[2:]), run_origin([], [])) == (102, 0)
+    (second, third), (first, *_) = since_start(completions[1:], iterations[2:])
+    assert (second.arrival, second.scheduled, first.start, first.end) == (0, 0.5, 0.5, 4.5)
+    assert second.token_times == [4.5, 5.5, 6.5] and third.scheduled is None
+    assert completions[1].arrival == 101.5 and iterations[2].start == 102  # as they were
+    assert since_start([], iterations[2:])[1][0].start == 0 and since_start([], []) == ([], [])
 
 
-WHOLE = [(0, 0, 1, "prefill", 1), (0, 1, 2, "gap", 1), (0, 2, 7, "gap", 5)]
-WHOLE += [(1, 1.5, 2, "waiting", 0.5), (1, 2, 6, "prefill", 4), (1, 6, 7, "gap", 1)]
-CUT = [(0, 1.75, 2, "gap", 1), (0, 2, 4, "gap", 5)]  # the last number is the whole length
-CUT += [(1, 1.75, 2, "waiting", 0.5), (1, 2, 4, "prefill", 4)]
-WINDOWS = [((0, 8), [*WHOLE, (1, 7, 8, "gap", 1)]), ((1.75, 4), CUT)]
-WINDOWS += [((3, 4), [(0, 3, 4, "gap", 5), (1, 3, 4, "prefill", 4)])]
-WINDOWS += [((1, 1.75), [(0, 1, 1.75, "gap", 1)])]  # 1 does nothing but wait
-WINDOWS += [((7, 8), [(1, 7, 8, "gap", 1)])]  # what touches the window is not in it
+def bars_of(completions, iterations):
+    return lane_bars(*since_start(completions, iterations))
 
 
-@pytest.mark.parametrize("window, bars", WINDOWS)
-def test_lanes_show_waiting_chunks_and_gaps_in_a_window(window, bars):
-    assert sorted(lane_bars(*a_run(), *window)) == bars
+WAITING = [(0, 0, 0, "waiting"), (1, 1.5, 2, "waiting")]
+GAPS = [(0, 1, 2, "gap"), (0, 2, 7, "gap"), (1, 6, 7, "gap"), (1, 7, 8, "gap")]
+CHUNKS = [(0, 0, 1, "prefill"), (1, 2, 6, "prefill")]
 
 
-def test_a_second_prefill_is_a_chunk_in_a_gap():
+def test_bars_are_waiting_then_gaps_then_chunks_even_those_in_a_gap():
+    assert bars_of(*a_run()) == WAITING + GAPS + CHUNKS
     iterations = [an_iteration(0, 1, [prefill(0, 4)]), an_iteration(3, 5, [prefill(0, 5)])]
     bars = lane_bars([a_completion(0, 4, 0.0, "length", 0.0, [1.0, 5.0])], iterations)
-    assert sorted(bars) == [(0, 0, 1, "prefill", 1), (0, 1, 5, "gap", 4), (0, 3, 5, "prefill", 2)]
+    assert bars[1:] == [(0, 1, 5, "gap"), (0, 0, 1, "prefill"), (0, 3, 5, "prefill")]
 
 
-def test_timelines_have_lanes_from_1_and_the_tokens_of_each_batch_to_scale(tmp_path):
+# a window of time, whose lanes it shows, and (start, end, lane) of their bars
+ALL = [(1.5, 2, 1), (1, 2, 0), (2, 7, 0), (6, 7, 1), (7, 8, 1), (0, 1, 0), (2, 6, 1)]
+WINDOWS = [((0, 8), "01", ALL), ((1.75, 4), "01", [(1.5, 2, 1), (1, 2, 0), (2, 7, 0), (2, 6, 1)])]
+WINDOWS += [((3, 4), "01", [(2, 7, 0), (2, 6, 1)])]
+WINDOWS += [((1, 1.75), "0", [(1, 2, 0)])]  # 1 does nothing but wait
+WINDOWS += [((7, 8), "1", [(7, 8, 0)])]  # what touches the window is not in it
+
+
+@pytest.mark.parametrize("window, names, drawn", WINDOWS)
+def test_lanes_show_the_requests_that_do_more_than_wait_in_a_window(window, names, drawn):
+    axis = Figure().subplots()
+    axis.set_xlim(*window)
+    draw_lanes(axis, bars_of(*a_run()), LogNorm(0.4, 4.0))
+    assert spans_of(axis) == drawn and axis.get_xlim() == window
+    assert [label.get_text() for label in axis.get_yticklabels()] == list(names)
+    long = [color for bar, color in zip(drawn, colors_of(axis)) if bar[:2] == (2, 7)]
+    assert set(long) <= {OVER}  # its whole length counts, not what is seen of it
+    assert axis.get_title(loc="right") == "longest time between tokens: 5.00 s"
+
+
+def test_timelines_have_lanes_and_the_tokens_of_each_batch_to_scale(tmp_path):
     hybrid = an_iteration(102.0, 104.0, [decode(0), prefill(1, 3)])
     done = a_completion(0, 4, 100.0, "length", 100.0, [101.0, 102.0, 104.0])
     runs = {"vllm": a_run(), "orca": ([done], [*a_run()[1][:2], hybrid])}
@@ -125,9 +145,9 @@ def test_timelines_have_lanes_from_1_and_the_tokens_of_each_batch_to_scale(tmp_p
     longest = [axis.get_title(loc="right").split()[-2:] for axis in (lanes, other)]
     assert longest == [["5.00", "s"], ["2.00", "s"]]
     assert is_png(tmp_path / "t.png") and figure.get_suptitle().endswith(LINE)
-    gaps = [(1, 2, 1), (2, 7, 1), (6, 7, 2), (7, 8, 2)]
-    assert spans_of(lanes) == [(1.5, 2, 2), *gaps, (0, 1, 1), (2, 6, 2)]  # chunks above gaps
-    assert lanes.get_ylim() == (2.6, 0.4) and lanes.get_xlim()[0] == 0 < 8 < lanes.get_xlim()[1]
+    gaps = [(1, 2, 0), (2, 7, 0), (6, 7, 1), (7, 8, 1)]
+    assert spans_of(lanes) == [(1.5, 2, 1), *gaps, (0, 1, 0), (2, 6, 1)]  # chunks above gaps
+    assert lanes.get_ylim() == (1.6, -0.6) and lanes.get_xlim()[0] == 0 < 8 < lanes.get_xlim()[1]
     assert other.get_xlim() == lanes.get_xlim() and tokens.get_yscale() == "linear"
     assert [bar.get_height() for bar in tokens.patches] == [4, 1, 4, 2, 1]
     assert (tokens.patches[2].get_x(), tokens.patches[2].get_width()) == (2, 4)
@@ -158,27 +178,23 @@ def test_a_gap_is_red_above_the_anchor_and_its_colour_depends_on_nothing_else(tm
     assert texts(bar.get_legend())[0] == "prefill"
 
 
-def test_a_cumulative_curve_steps_up_at_each_value():
-    x, share = cumulative([3.0, None, 1.0, 3.0, 2.0])
-    assert x.tolist() == [1, 1, 2, 3, 3] and share.tolist() == [0, 0.25, 0.5, 0.75, 1]
-    few = [[array.tolist() for array in cumulative(values)] for values in ([5.0], [], [None])]
-    assert few == [[[5, 5], [0, 1]], [[], []], [[], []]]
-
-
 def test_the_window_is_around_the_longest_gap_of_all_runs_but_does_not_leave_them():
     def run(end, *times, origin=0.0):
         completion = a_completion(0, 4, origin, "length", origin, [origin + t for t in times])
         return [completion], [an_iteration(origin, origin + end, [prefill(0, 4)])]
 
+    def window_of(runs):
+        return find_window({name: bars_of(*its) for name, its in runs.items()})
+
     slow, quick = run(100.0, 50.0, 54.0, origin=7.0), run(100.0, 20.0, 21.0)
     late, early = run(100.0, 95.0, 99.0), run(100.0, 1.0, 3.0)
     for first, second, window in ((slow, quick, (46, 58)), (late, early, (91, 100))):
-        assert find_window({"a": first, "b": second}) == window
-        assert find_window({"a": second, "b": first}) == window
-    assert find_window({"early": early, "short": run(5.0, 1.0, 2.0)}) == (0, 5)
-    assert find_window({"a": a_run()}) == (0, 8)  # 2 to 7: between tokens of one request
+        assert window_of({"a": first, "b": second}) == window
+        assert window_of({"a": second, "b": first}) == window
+    assert window_of({"early": early, "short": run(5.0, 1.0, 2.0)}) == (0, 5)
+    assert window_of({"a": a_run()}) == (0, 8)  # 2 to 7: between tokens of one request
     nothing = {"nothing": ([], [])}  # without a gap it is the run
-    assert find_window(nothing) == (0, 1) and find_window(nothing | {"a": run(2.0, 1.0)}) == (0, 2)
+    assert window_of(nothing) == (0, 1) and window_of(nothing | {"a": run(2.0, 1.0)}) == (0, 2)
 
 
 def test_serving_draws_the_latencies_of_each_run(tmp_path):
@@ -190,17 +206,17 @@ def test_serving_draws_the_latencies_of_each_run(tmp_path):
     ttft, tbt, delay = (axis_labelled(figure, label) for label in labels)
     assert axis_labelled(figure, "time between tokens in s; red: more than the SLO")
     for axis, x, share, p99 in (
-        (ttft, [1, 1, 4.5], [1, 0.5, 0], 4.465),
-        (tbt, [1, 1, 1, 1, 5], [1, 0.75, 0.5, 0.25, 0], 4.88),
-        (delay, [0, 0, 0.5], [1, 0.5, 0], 0.495),
+        (ttft, [1, 4.5, 4.5], [1, 0.5, 0], 4.465),
+        (tbt, [1, 1, 1, 5, 5], [1, 0.75, 0.5, 0.25, 0], 4.88),
+        (delay, [0, 0.5, 0.5], [1, 0.5, 0], 0.495),
     ):
         curve, dots = axis.lines[:2]
-        assert curve.get_label() == "vllm (2023)" and curve.get_drawstyle() == "steps-post"
+        assert curve.get_label() == "vllm (2023)" and curve.get_drawstyle() == "steps-pre"
         assert curve.get_color() == dots.get_color() == POLICY_COLORS["vllm"]
         assert points(curve) == [near(step) for step in zip(x, share)]
         assert points(dots)[1] == near((p99, 0.01))
     assert tbt.lines[-1].get_xdata() == [0.5, 0.5] and tbt.get_xlim()[0] < 0.5  # the SLO, in view
-    assert texts(tbt) == ["SLO 0.5 s"] and figure.get_suptitle().endswith(LINE)
+    assert tbt.get_title() == "dashed: SLO 0.5 s" and figure.get_suptitle().endswith(LINE)
     lanes = [axis for axis in figure.axes if axis.get_ylabel() == "request"]
     assert [axis.get_xlim() for axis in lanes] == [(0, 8)] * 2  # the same time of both
     counts, pages = (
@@ -212,7 +228,6 @@ def test_serving_draws_the_latencies_of_each_run(tmp_path):
     assert lines["waiting"] == [(0, 0), (1, 0), (2, 1), (6, 1), (7, 1)]
     corners = pages.collections[0].get_paths()[0].vertices.tolist()
     assert [0, 8] in corners and [2, 8] in corners and [2, 4] in corners  # held until the next
-    assert lanes[0].get_title(loc="right") == "longest gap of the run: 5.00 s"
     assert {"vllm (2023)", "orca"} < {axis.get_title(loc="left") for axis in figure.axes}
     assert is_png(tmp_path / "s.png")
 
@@ -225,8 +240,8 @@ def test_serving_colours_gaps_by_their_length_and_puts_chunks_above_them(tmp_pat
     figure = plot_serving({"vllm": (completions, iterations)}, MACHINE, tmp_path / "s.svg", 3.0)
     lanes = next(axis for axis in figure.axes if axis.get_ylabel() == "request")
     assert [label.get_text() for label in lanes.get_yticklabels()] == ["3", "8"]
-    waits, gaps = [(0, 0.5, 1), (0, 6, 2)], [(1, 2, 1), (2, 6, 1)]
-    assert spans_of(lanes) == [*waits, *gaps, (0.5, 1, 1), (5, 6, 1), (6, 7, 2)]
+    waits, gaps = [(0, 0.5, 0), (0, 6, 1)], [(1, 2, 0), (2, 6, 0)]
+    assert spans_of(lanes) == [*waits, *gaps, (0.5, 1, 0), (5, 6, 0), (6, 7, 1)]
     colors = colors_of(lanes)
     assert colors == [*[style.WAITING] * 2, colors[2], OVER, *[PREFILL] * 3] and colors[2] != OVER
 
@@ -277,7 +292,9 @@ def test_capacity_draws_a_bar_and_its_number_and_a_point_for_each_rate(tmp_path)
     names = ["vllm (2023)", "orca (busy)", "sarathi-serve"]
     assert [label.get_text() for label in bars.get_yticklabels()] == names
     assert [bar.get_facecolor()[3] for bar in bars.patches] == [1, 0, 1]  # "below" is empty
-    assert [arrow.get_xdata() for arrow in bars.lines] == [[1.234]]  # "at least" goes on
+    (arrows,) = bars.collections  # "at least" goes on
+    assert arrows.get_offsets()[:, 0].tolist() == [1, 2, 1.234]
+    assert [size > 0 for size in arrows.get_sizes()] == [False, False, True]
     drawn = [[*points(line)] for line in tbt.lines[:6]]  # of each those that were met, and not
     assert drawn[:4] == [[(0.5, 0.2), (1, 0.4)], [(2, 0.9), (4, 0.8)], [], [(2, 0.7)]]
     assert drawn[4:] == [[(1, 0.2)], [(2, 0.7)]]  # one for each rate: its last run
@@ -286,8 +303,8 @@ def test_capacity_draws_a_bar_and_its_number_and_a_point_for_each_rate(tmp_path)
     assert (missed.get_markerfacecolor(), missed.get_linestyle()) == ("white", "None")
     assert points(delay.lines[0]) == [(0.5, 0.1), (1, 3.0)]
     assert tbt.lines[-1].get_ydata() == [0.3, 0.3] and delay.lines[-1].get_ydata() == [2, 2]
-    looks = {(text.xyann[0], text.get_ha()) for text in (*tbt.texts, *delay.texts)}
-    assert looks == {(1, "left")}  # the limits' names: right of the panels, where no line is
+    titles = [axis.get_title(loc="left").partition(" (")[2] for axis in (tbt, delay)]
+    assert titles == ["dashed: SLO 0.3 s)", "dashed: limit 2 s)"]  # where no line is
     assert is_png(tmp_path / "c.png") and figure.get_suptitle().endswith(LINE)
 
 
@@ -295,18 +312,19 @@ def test_budget_draws_a_line_for_each_context_and_marks_the_choice(tmp_path):
     rows = [(b, c, 8, b / 1000 + c / 10000) for c in (1024, 512) for b in (8, 256, 240, 128, 64)]
     figure = plot_budget(rows, MACHINE, tmp_path / "b.png", slo_s=0.25, chosen=256)
     axis = axis_labelled(figure, "token budget")
-    first, alone, second = axis.lines[:3]
+    first, second, slo, chosen = axis.lines
     labels = [line.get_label() for line in (first, second)]
     assert labels == ["8 decodes, context 512", "8 decodes, context 1,024"]
-    assert first.get_color() == alone.get_color() != second.get_color()
+    looks = {(tuple(its.get_color()), its.get_ls(), its.get_marker()) for its in (first, second)}
+    assert all(len(set(look)) == 2 for look in zip(*looks))
     times = {64: 0.1152, 128: 0.1792, 240: 0.2912, 256: 0.3072}
-    assert points(first) == [(budget, near(seconds)) for budget, seconds in times.items()]
-    assert points(alone) == [(32, near(0.0592))]  # only decodes: left of the least budget
+    alone, (gap, _), *its = points(first)
+    assert its == [(budget, near(seconds)) for budget, seconds in times.items()]
+    assert alone == (32, near(0.0592)) and math.isnan(gap)  # left of the least budget, and apart
     ticks = [label.get_text() for label in axis.get_xticklabels()]
-    assert ticks == ["decode\nonly", "64", "128", "", "256"]  # there is no room for 240
-    slo, chosen = axis.lines[-2:]
+    assert ticks == ["decode\nonly", "64", "128", "240"]  # there is no room for 256
     assert slo.get_ydata() == [0.25, 0.25] and chosen.get_xdata() == [256, 256]
-    assert texts(axis) == [" SLO\n 0.25 s", "chosen: 256 tokens"]
+    assert texts(axis.get_legend())[2:] == ["SLO 0.25 s", "chosen: 256 tokens"]
     assert is_png(tmp_path / "b.png") and figure.get_suptitle().endswith(LINE)
 
 

@@ -2,17 +2,17 @@
 
 import csv
 import math
+import re
 from statistics import NormalDist
 
 import numpy as np
 import pytest
 
 from experiments import workload
-from experiments.workload import LENGTHS, Arrival, poisson, read_trace, sample_lengths
+from experiments.workload import LENGTHS, Arrival, make_lengths, poisson, read_trace, sample_lengths
 
 HEADER, LINES = "arrived_at,num_prefill_tokens,num_decode_tokens\n", "1,374,44\n3,5,6\n"
-NO_TIME, NO_LEN = ("-0.5", "nan", "inf"), ("", "0", "2.5", "-3", "inf", "nan", "1e10")
-NO_RATE = (0, -1, math.nan, math.inf, "3", None)
+NO_TIME, NO_LEN = ("-0.5", "nan", "inf", "1e12"), ("", "0", "2.5", "-3", "inf", "nan", "1e10")
 
 
 def share_below(values, threshold):
@@ -108,7 +108,6 @@ def test_samples_depend_on_the_seed_and_fewer_are_the_first_of_them():
     samples = sample_lengths("sharegpt4", 300, 8192, seed=5)
     assert sample_lengths("sharegpt4", 50, 8192, seed=5) == samples[:50]
     assert sample_lengths("sharegpt4", 300, 8192, seed=6) != samples
-    assert workload.fixed_lengths(5, 3, count=2, max_len=8) == [(5, 3), (5, 3)]  # all the same
 
 
 @pytest.mark.parametrize("qps", [0.5, 40])
@@ -160,33 +159,22 @@ def test_prompts_are_random_tokens_of_the_vocabulary():
     assert workload.prompts(arrivals, 7, seed=0) == made != workload.prompts(arrivals, 7, seed=1)
 
 
-TOO_LONG = r"prompt_len=5 \+ output_len=4: .* max_len=8"
-AT_ONCE = [Arrival(1.0, 1, 1)] * 3
-BAD = [
-    (sample_lengths, ("sharegpt", 1, 64, 0), "name='sharegpt': .* one of sharegpt4, arxiv"),
-    (sample_lengths, ("arxiv", 0, 64, 0), "count=0: .* at least 1"),
-    (sample_lengths, ("arxiv", 1, 1, 0), "max_len=1: .* at least 2"),
-    (sample_lengths, ("arxiv", 1, 64, -1), "seed=-1: .* at least 0"),
-    (workload.fixed_lengths, (0, 1, 1, 8), "prompt_len=0: .* at least 1"),
-    (workload.fixed_lengths, (1, 0, 1, 8), "output_len=0: .* at least 1"),
-    (workload.fixed_lengths, (1, 1, 0, 8), "count=0: .* at least 1"),
-    (workload.fixed_lengths, (5, 4, 1, 8), TOO_LONG),
-    (workload.prompts, ([], 0, 0), "vocab_size=0: .* at least 1"),
-    (workload.rescale, ([], 1), "0, all at one time, have no rate"),
-    (workload.rescale, (AT_ONCE, 1), "3, all at one time, have no rate"),
-    (workload.rescale, (AT_ONCE, 0), "qps=0: must be a finite number above 0$"),
-    *((poisson, ([(1, 1)], qps, 0), f"qps={qps!r}: must be a finite") for qps in NO_RATE),
-    (read_trace, ("no-such-file", 1), "max_len=1: .* at least 2"),
-    (read_trace, ("no-such-file", 8, 1, 0), "count=0: .* at least 1"),
-    (read_trace, ("no-such-file", 8, 0), "scale=0: .* above 0 and at most 1"),
-    (read_trace, ("no-such-file", 8, 1.5), "scale=1.5: .* above 0 and at most 1"),
-]
+def test_what_was_asked_for_is_sampled_or_follows_each_other_in_equal_shares():
+    assert make_lengths("arxiv", 9, 64, 5) == sample_lengths("arxiv", 9, 64, 5)
+    assert make_lengths("5+3", 2, 8, 0) == [(5, 3), (5, 3)]
+    assert make_lengths(" 5 + 3,1+1,2+2", 5, 8, 0) == [(5, 3), *[(1, 1)] * 2, *[(2, 2)] * 2]
+    for asked in ("sharegpt", "0+1", "1+0", "5+4", "5", "5+3,", "-5+3", "5+3+1", "5.0+3"):
+        allowed = "must be sharegpt4, arxiv or PROMPT.OUTPUT, .* of at most --max-len 8 tokens$"
+        with pytest.raises(ValueError, match=f"^--lengths {re.escape(repr(asked))}: {allowed}"):
+            make_lengths(asked, 9, 8, 0)
+    with pytest.raises(ValueError, match="--requests 2: must be at least 3, as --lengths has"):
+        make_lengths("5+3,1+1,2+2", 2, 8, 0)
 
 
-@pytest.mark.parametrize("function, arguments, match", BAD)
-def test_bad_arguments_are_refused(function, arguments, match):
-    with pytest.raises(ValueError, match=match):
-        function(*arguments)
+@pytest.mark.parametrize("count", [1, 3])
+def test_arrivals_all_at_one_time_have_no_rate(count):
+    with pytest.raises(ValueError, match=f"{count}, all at one time, have no rate"):
+        workload.rescale([Arrival(1.0, 1, 1)] * count, 1)
 
 
 @pytest.fixture
@@ -254,13 +242,16 @@ def test_a_trace_is_cut_to_what_fits_and_the_rest_is_counted(write):
         (HEADER.strip() + ",arrived_at\n1,2,3,4\n", "1: column 'arrived_at' is 2 times"),
         (HEADER + "1,2,3\n1,2\n", r"3: 2 fields \['1', '2'\]: must be 3, as in the header"),
         (HEADER + "1,2,3,4\n", "2: 4 fields .*: must be 3"),
-        (HEADER + "1,2,3\n\nsoon,2,3\n", "4: arrived_at='soon': must be a finite number of sec"),
-        *((f"{HEADER}{x},2,3\n", f"2: arrived_at='{x}': must be a finite") for x in NO_TIME),
+        (HEADER + "1,2,3\n\nsoon,2,3\n", "4: arrived_at='soon': must be a number of seconds"),
+        *((f"{HEADER}{x},2,3\n", f"2: arrived_at='{x}': must be a number of") for x in NO_TIME),
         *((f"{HEADER}1,{x},3\n", f"2: num_prefill_tokens='{x}': must be a whole") for x in NO_LEN),
         *((f"{HEADER}1,2,{x}\n", f"2: num_decode_tokens='{x}': must be a whole") for x in NO_LEN),
         (HEADER + '1,2,"3\n', "2: must be CSV: unexpected end of data"),
-        (HEADER.encode() + b"1,2,3\n1,\xff,3\n", "3: must be UTF-8 text: .*byte 0xff"),
-        (b"\xef\xbb\xbf" + HEADER.encode() + b"\xff,2,3\n", "2: must be UTF-8 text: .*byte 0xff"),
+        (HEADER.encode() + b"1,2,3\n1,\xff,3\n", "3: num_prefill_tokens='\ufffd': must be a whole"),
+        (
+            b"\xef\xbb\xbf" + HEADER.encode() + b"\xff,2,3\n",
+            "2: arrived_at='\ufffd': must be a num",
+        ),
         (HEADER, None),
     ],
 )
@@ -275,8 +266,8 @@ def test_a_malformed_trace_is_refused_in_one_clear_line(write, content, match):
 
 def test_a_file_without_an_end_is_not_read_to_it(write, monkeypatch):
     text = HEADER + LINES
-    monkeypatch.setattr(workload, "MAX_BYTES", len(text))
-    with pytest.raises(ValueError, match=f"^/dev/zero: must be at most {len(text)} bytes long"):
+    monkeypatch.setattr(workload, "MAX_SIZE", len(text))
+    with pytest.raises(ValueError, match=f"^/dev/zero: must be at most {len(text)} characters"):
         read_trace("/dev/zero", max_len=1000)
     assert len(read_trace(write(text), max_len=1000)[0]) == 2
 

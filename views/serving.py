@@ -1,104 +1,79 @@
-"""Draw what runs under load did: latencies, requests and memory over time, each run at its worst.
-
-The distributions are those behind Sarathi-Serve's Figure 1b, the lanes those of its Figures 1a and
-7. Read first: timelines.py. Read next: search.py.
+"""Draw what runs under load did: latencies (Sarathi-Serve, Figure 1b), requests and memory over
+time, each run at its worst (Figures 1a and 7). Read first: timelines.py. Read next: search.py.
 """
-
-from itertools import pairwise
-
-import numpy as np
-from matplotlib.ticker import NullLocator
 
 from experiments.metrics import percentiles
 from views import style
-from views.timelines import draw_lanes, draw_legend, lane_bars, run_origin
+from views.timelines import draw_lanes, draw_legend, lane_bars, since_start
 
 FREE, PAGES = "#dfe6ee", "#7f92a8"
 TAIL = {0.001: "0.1 %", 0.01: "1 % (P99)", 0.1: "10 %", 0.5: "P50", 1: "100 %"}
+LATENCIES = {
+    "time to first token (TTFT)": lambda c: [c.ttft],
+    "time between tokens (TBT)": lambda c: c.tbt,
+    "scheduling delay": lambda c: [c.scheduling_delay],
+}
 
 
 def plot_serving(runs, machine, file, slo_s):
-    """Draw runs of one load, {name: (completions, iterations)}, and write the picture to `file`.
-
-    At the top the distributions of TTFT, TBT and scheduling delay, with dots at P50 and P99. Below,
-    for each run: who ran and waited and how many pages were free; a lane for each request, in the
-    same seconds of all runs: see find_window. `slo_s` is the SLO of TBT in seconds. Needs a run.
-    """
-    colors, window, count = style.policy_colors(runs), find_window(runs), len(runs)
+    """Draw runs of one load, {name: (completions, iterations)}, and write the picture to `file`. At
+    the top the latencies, with dots at P50 and P99. Below, for each run: who ran and waited and how
+    many pages were free; a lane for each request, in the same seconds of all runs: see find_window.
+    `slo_s` is the SLO of TBT in seconds. Needs a run."""
+    runs = {name: since_start(*run) for name, run in runs.items()}
+    bars = {name: lane_bars(*run) for name, run in runs.items()}
+    colors, window, count = style.policy_colors(runs), find_window(bars), len(runs)
     figure = style.new_figure(4.3 + 1.65 * count)
     top, bottom = figure.subfigures(2, 1, height_ratios=[2.9, 1.4 + 1.65 * count])
     panels = top.subplots(1, 3, sharey=True)
-    _draw_latencies(panels, runs, colors, slo_s)
+    for axis, (latency, values_of) in zip(panels, LATENCIES.items()):
+        for name, (completions, _) in runs.items():
+            x = sorted(its for c in completions for its in values_of(c) if its is not None)
+            marks, share = percentiles(x), [1 - i / len(x) for i in range(len(x))]
+            color, label = colors[name], style.label(name)
+            axis.step(x + x[-1:], share + [0] * bool(x), color=color, label=label)
+            axis.plot([marks["p50"], marks["p99"]], [0.5, 0.01], "o", ms=4, color=color)
+        if axis is panels[1]:
+            axis.axvline(slo_s, **style.LIMIT)
+            axis.set_title(f"dashed: SLO {slo_s:.3g} s")
+        style.log_scale("x", axis)
+        axis.set(xlabel=f"{latency} in s", yscale="log", ylim=(5e-4, 1.3))
+    panels[0].set_ylabel("share that is longer")
+    panels[0].set_yticks([*TAIL], [*TAIL.values()])
+    panels[0].set_yticks([], minor=True)
     top.legend(*panels[0].get_legend_handles_labels(), ncols=min(5, count), **style.BELOW)
     axes = bottom.subplots(count, 2, squeeze=False, sharex="col", width_ratios=[1, 2.2])
     norm = draw_legend(bottom, axes, slo_s, "the SLO", {})
-    for (name, run), (counts, lanes) in zip(runs.items(), axes):
-        _draw_counts(counts, *run, window)
+    for name, (counts, lanes) in zip(runs, axes):
+        _draw_counts(counts, runs[name][1], window)
         counts.sharey(axes[0, 0])
         counts.set_title(style.label(name), **style.BOLD, color=colors[name])
         lanes.set_xlim(*window)
-        ids = draw_lanes(lanes, lane_bars(*run, *window), norm)
-        lanes.set_yticks(*([1, len(ids)], [ids[0], ids[-1]]) if ids else ([], []))
-        lanes.set_ylabel("request", fontsize=9)
-        longest = style.three_digits(max((gap for c in run[0] for gap in c.tbt), default=None))
-        lanes.set_title(f"longest gap of the run: {longest} s", loc="right", fontsize=9)
+        draw_lanes(lanes, bars[name], norm)
     axes[0, 0].set(xlim=(0, None), ylim=(0, None))
-    signs = axes[0, 0].get_legend_handles_labels()
-    bottom.legend(*signs, ncols=4, **style.BELOW)
+    bottom.legend(*axes[0, 0].get_legend_handles_labels(), ncols=4, **style.BELOW)
     for axis in axes[-1]:
         axis.set_xlabel("time since the first arrival in s")
-    return style.finish(figure, f"Online serving: {style.machine_line(machine)}", file)
+    return style.finish(figure, "Online serving", file, machine)
 
 
-def cumulative(values):
-    """(x, share): the values but None, sorted, and the share up to each; before it the least, 0."""
-    x = np.sort(np.array([value for value in values if value is not None], dtype=float))
-    return np.append(x[:1], x), np.arange(len(x) + 1 if len(x) else 0) / len(x)
+def find_window(bars):
+    """(start, end) in s of the longest gap in `bars`, {name: lane_bars}, and as much on both sides
+    of it, as far as the longest run goes. Without gaps it is that run."""
+    bars = [bar for its in bars.values() for bar in its]
+    whole = max((end for _, _, end, _ in bars), default=0.0) or 1.0
+    gaps = [(b - a, a, b) for _, a, b, kind in bars if kind == "gap" and b > a]
+    seconds, first, last = max(gaps, default=(0.0, 0.0, whole))
+    return max(0.0, first - seconds), min(whole, last + seconds)
 
 
-def find_window(runs):
-    """(start, end), in s since a run began: the longest gap between tokens of all, and as much on
-    both sides of it, as far as the longest run goes. Without gaps it is that run."""
-    gaps, whole = [], 0.0  # (seconds, start, end) of each
-    for completions, iterations in runs.values():
-        origin = run_origin(completions, iterations)
-        pairs = (pair for c in completions for pair in pairwise(c.token_times))
-        gaps += [(b - a, a - origin, b - origin) for a, b in pairs if b > a]
-        whole = max([whole, *(iteration.end - origin for iteration in iterations[-1:])])
-    seconds, first, last = max(gaps, default=(0.0, 0.0, whole or 1.0))
-    return max(0.0, first - seconds), min(whole or 1.0, last + seconds)
-
-
-def _draw_latencies(panels, runs, colors, slo_s):
-    """The shares of TTFTs, TBTs and scheduling delays that are longer than that."""
-    labels = "time to first token (TTFT)", "time between tokens (TBT)", "scheduling delay"
-    kinds = lambda c: [c.ttft], lambda c: c.tbt, lambda c: [c.scheduling_delay]
-    for axis, label, values_of in zip(panels, labels, kinds):
-        seen = [slo_s] if axis is panels[1] else []
-        for name, (completions, _) in runs.items():
-            x, share = cumulative(value for c in completions for value in values_of(c))
-            axis.step(x, 1 - share, where="post", color=colors[name], label=style.label(name))
-            marks = percentiles(x[1:])
-            axis.plot([marks["p50"], marks["p99"]], [0.5, 0.01], "o", ms=4, color=colors[name])
-            seen += list(x)
-        style.log_scale(axis, "x", seen)
-        axis.grid(alpha=0.25)
-        axis.tick_params(labelsize=9)
-        axis.set(xlabel=f"{label} in s", yscale="log", ylim=(5e-4, 1.3))
-    panels[0].set_ylabel("share that is longer")
-    panels[0].set_yticks([*TAIL], [*TAIL.values()])
-    panels[0].yaxis.set_minor_locator(NullLocator())
-    style.mark_column(panels[1], slo_s, f"SLO {slo_s:.3g} s", ls="--", lw=1.2)
-
-
-def _draw_counts(axis, completions, iterations, window):
+def _draw_counts(axis, iterations, window):
     """Running, waiting and free pages over the whole run, and where the window of the lanes is."""
-    origin, pages = run_origin(completions, iterations), axis.twinx()
-    starts = [iteration.start - origin for iteration in iterations]
+    starts, pages = [iteration.start for iteration in iterations], axis.twinx()
     free = [iteration.free_pages for iteration in iterations]
     pages.fill_between(starts, free, step="post", color=FREE)
     pages.set_ylim(0, 1.05 * max([1, *free]))
-    pages.set_ylabel("free pages", fontsize=9, color=PAGES)
+    pages.set_ylabel("free pages", color=PAGES)
     pages.tick_params(axis="y", colors=PAGES, labelsize=8)
     axis.set_zorder(pages.get_zorder() + 1)  # the lines above the area
     axis.patch.set_visible(False)
@@ -109,4 +84,4 @@ def _draw_counts(axis, completions, iterations, window):
     axis.fill_between([], [], color=FREE, label="free pages")
     axis.set_yscale("symlog", linthresh=1, linscale=0.4)
     axis.yaxis.set_major_formatter(style.PLAIN)
-    axis.set_ylabel("requests", fontsize=9)
+    axis.set_ylabel("requests")

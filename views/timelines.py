@@ -4,43 +4,36 @@ A lane has a bar for each prefill chunk and, from token to token, one coloured b
 them: a generation stall is a long red bar. Read first: style.py, engine.py. Read next: serving.py.
 """
 
+from dataclasses import replace
 from itertools import pairwise
-from math import inf
 
 from matplotlib.cm import ScalarMappable
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import LogNorm
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 
 from views import style
 from views.style import DECODE, GAPS, HYBRID, PREFILL
 
-TITLE = "What each request does when, and below it how many tokens each batch has\n"
+TITLE = "What each request does when, and below it how many tokens each batch has"
 SIGNS = {"prefill": PREFILL, "waiting": style.WAITING}  # of lanes
 BATCHES = {"hybrid batch": HYBRID, "decodes only": DECODE}
 
 
 def plot_timelines(runs, machine, file, anchor_s):
     """Draw {policy: (completions, iterations)} on one time axis, and write the picture to `file`:
-    for each policy the lanes of its requests, counted from 1, and the tokens of each iteration.
-    A gap between tokens of more than `anchor_s`, that is ten decode iterations, is red."""
+    for each policy the lanes of its requests, and the tokens of each iteration. A gap between
+    tokens of more than `anchor_s`, that is ten decode iterations, is red."""
+    runs = {policy: since_start(*run) for policy, run in runs.items()}
     figure = style.new_figure(1.85 * len(runs) + 1.1)
     axes = figure.subplots(2 * len(runs), 1, sharex=True, height_ratios=[2, 1] * len(runs))
-    bars = {policy: lane_bars(*run) for policy, run in runs.items()}
     norm = draw_legend(figure, axes, anchor_s, "10 decode iterations", BATCHES)
+    bars = {policy: lane_bars(*run) for policy, run in runs.items()}
     axes[0].set_xlim(0, 1.02 * max((bar[2] for its in bars.values() for bar in its), default=1))
-    for (policy, run), lanes, tokens in zip(runs.items(), axes[::2], axes[1::2]):
+    for (policy, (_, iterations)), lanes, tokens in zip(runs.items(), axes[::2], axes[1::2]):
         draw_lanes(lanes, bars[policy], norm)
         lanes.set_title(style.label(policy), **style.BOLD)
-        gaps = [seconds for *_, kind, seconds in bars[policy] if kind == "gap"]
-        longest = style.three_digits(max(gaps, default=None))
-        lanes.set_title(f"longest time between tokens: {longest} s", loc="right", fontsize=10)
-        lanes.set_ylabel("request")
-        lanes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
-        iterations, origin = run[1], run_origin(*run)
-        starts = [i.start - origin for i in iterations]
-        widths = [i.end - i.start for i in iterations]
+        starts, widths = [i.start for i in iterations], [i.end - i.start for i in iterations]
         counts = [(i.prefill_tokens, i.decode_tokens) for i in iterations]
         colors = [PREFILL if not d else HYBRID if p else DECODE for p, d in counts]
         sizes = [prefills + decodes for prefills, decodes in counts]
@@ -51,71 +44,69 @@ def plot_timelines(runs, machine, file, anchor_s):
         tokens.set_yticks([0, most], ["0", f"{most:,}"])
         tokens.spines[["top", "right", "bottom"]].set_visible(False)
     axes[-1].set_xlabel("time in s (each policy on its own clock)")
-    return style.finish(figure, TITLE + style.machine_line(machine), file)
+    return style.finish(figure, TITLE, file, machine)
 
 
-def run_origin(completions, iterations):
-    """When a run began, in s on its clock: at its first arrival, or its first iteration."""
-    times = [c.arrival for c in completions] + [iteration.start for iteration in iterations[:1]]
-    return min(times, default=0.0)
+def since_start(completions, iterations):
+    """A run with times in s since it began: at its first arrival, or its first iteration."""
+    start = min([c.arrival for c in completions] + [i.start for i in iterations[:1]], default=0.0)
+    moved = []
+    for c in completions:
+        scheduled, times = c.scheduled, [time - start for time in c.token_times]
+        scheduled = None if scheduled is None else scheduled - start
+        moved.append(replace(c, arrival=c.arrival - start, scheduled=scheduled, token_times=times))
+    return moved, [i._replace(start=i.start - start, end=i.end - start) for i in iterations]
 
 
-def lane_bars(completions, iterations, start=0.0, end=inf):
-    """[(request id, start, end, kind, seconds)]: what was done from `start` to `end` of a run.
-
-    In s since it began. Kinds: "waiting" (arrival to first chunk), "gap" (token to token), and
-    "prefill". Starts and ends are cut, `seconds` is the whole length; who only waits is left out.
-    """
-    origin = run_origin(completions, iterations)
-    spans = [(c.request_id, *gap, "gap") for c in completions for gap in pairwise(c.token_times)]
-    for iteration in iterations:
-        for request_id, _, _, is_decode in iteration.chunks:
-            if not is_decode:
-                spans.append((request_id, iteration.start, iteration.end, "prefill"))
-
-    def cut(spans):
-        for request_id, first, last, kind in spans:
-            a, b = first - origin, last - origin
-            if a < end and b > start:
-                yield request_id, max(start, a), min(end, b), kind, last - first
-
-    bars = list(cut(spans))
-    served = {request_id for request_id, *_ in bars}
-    waits = ((c.request_id, c.arrival, c.scheduled, "waiting") for c in completions)
-    return [*bars, *cut(wait for wait in waits if wait[0] in served)]
+def lane_bars(completions, iterations):
+    """[(request id, start, end, kind)] in s, in the order in which they are drawn: "waiting", from
+    arrival to first chunk; "gap", from token to token; "prefill", in a gap after a preemption."""
+    served = [c for c in completions if c.scheduled is not None]
+    bars = [(c.request_id, c.arrival, c.scheduled, "waiting") for c in served]
+    bars += [(c.request_id, *gap, "gap") for c in served for gap in pairwise(c.token_times)]
+    chunks = ((i, *chunk) for i in iterations for chunk in i.chunks)
+    bars += [
+        (who, i.start, i.end, "prefill") for i, who, _, _, is_decode in chunks if not is_decode
+    ]
+    return bars
 
 
 def draw_legend(figure, axes, anchor_s, anchor, more):
-    """Draw above `axes` what the colours of lanes mean, and return the norm of GAPS.
-
-    A gap above `anchor_s` seconds, that is `anchor`, is red, and green from a tenth of that down,
-    whatever else there is. `more` is {text: colour}, of what has one beside the lanes.
-    """
+    """Draw above `axes` what the colours of lanes mean, and those of `more`, {text: colour}. Return
+    the norm of GAPS: red above `anchor_s` seconds, that is `anchor`, green from a tenth down."""
     norm = LogNorm(anchor_s / 10, anchor_s)
     look = {"location": "top", "extend": "max", "shrink": 0.55, "anchor": (1, 0), "aspect": 32}
     bar = figure.colorbar(ScalarMappable(norm, GAPS), ax=axes, pad=0.01, **look)
     bar.minorticks_off()
     ticks = [share * anchor_s for share in (0.1, 0.2, 0.5, 1)]
-    bar.set_ticks(ticks, labels=map(style.three_digits, ticks), fontsize=9)
-    bar.set_label(f"time between tokens in s; red: more than {anchor}", fontsize=9)
+    bar.set_ticks(ticks, labels=map(style.three_digits, ticks))
+    bar.set_label(f"time between tokens in s; red: more than {anchor}")
     handles = [Patch(color=color, label=text) for text, color in (SIGNS | more).items()]
-    bar.ax.legend(handles=handles, loc="center right", bbox_to_anchor=(-0.03, 1.5), **style.BARE)
+    bar.ax.legend(handles=handles, loc="center right", bbox_to_anchor=(-0.03, 1.5))
     return norm
 
 
 def draw_lanes(axis, bars, norm):
-    """Draw a lane for each request in `bars`, from 1 at the top, and return the sorted ids."""
-    ids = sorted({request_id for request_id, *_ in bars})
-    lane = {request_id: number for number, request_id in enumerate(ids, start=1)}
-    order = ("waiting", "gap", "prefill")  # a preempted request prefills between its tokens
-    bars = sorted(bars, key=lambda bar: order.index(bar[3]))
-    few = len(ids) <= 40  # room for white between lanes, and between bars that are not narrow
-    half, (left, right) = 0.42 if few else 0.5, axis.get_xlim()
-    spans = [(start, end, lane[i] - half, lane[i] + half) for i, start, end, *_ in bars]
-    corners = [[(a, low), (b, low), (b, high), (a, high)] for a, b, low, high in spans]
-    colors = [SIGNS.get(kind) or GAPS(norm(max(s, norm.vmin))) for *_, kind, s in bars]
-    edges = [0.3 * (few and end - start > (right - left) / 200) for start, end, *_ in spans]
+    """Draw a lane for each request that does more than wait while `axis` shows it, the first on
+    top, and say how long the longest gap of all `bars` is."""
+    left, right = axis.get_xlim()
+    seen = [bar for bar in bars if bar[1] < right and bar[2] > left]
+    ids = sorted({request_id for request_id, *_, kind in seen if kind != "waiting"})
+    lane, few = {request_id: number for number, request_id in enumerate(ids)}, len(ids) <= 40
+    half = (
+        0.42 if few else 0.5
+    )  # room for white between lanes, and between bars that are not narrow
+    corners, colors, edges = [], [], []
+    for request_id, start, end, kind in seen:
+        if request_id in lane:
+            low, high = lane[request_id] - half, lane[request_id] + half
+            corners.append([(start, low), (end, low), (end, high), (start, high)])
+            colors.append(SIGNS.get(kind) or GAPS(norm(max(end - start, norm.vmin))))
+            edges.append(0.3 * (few and end - start > (right - left) / 200))
     look = {"edgecolors": "white", "linewidths": edges, "antialiased": few}
     axis.add_collection(PolyCollection(corners, facecolors=colors, **look))
-    axis.set_ylim(len(ids) + 0.6, 0.4)
-    return ids
+    every = 1 + len(ids) // 5
+    axis.set_yticks(range(len(ids))[::every], ids[::every])
+    axis.set(ylim=(len(ids) - 0.4, -0.6), ylabel="request")
+    longest = max((end - start for _, start, end, kind in bars if kind == "gap"), default=None)
+    axis.set_title(f"longest time between tokens: {style.three_digits(longest)} s", loc="right")

@@ -1,0 +1,110 @@
+"""Where the gain goes that the matrix products promise: `bench.py --explain`.
+
+SARATHI's decodes ride with chunks at what a row of a whole prompt costs, and need no pass over the
+weights of their own (§4.4). What becomes of that: the batches of request-level and sarathi are run
+again, products, attention and the whole apart, and added up. Read first: offline.py.
+"""
+
+from collections import Counter, defaultdict
+from functools import partial
+from itertools import pairwise
+
+from engine import Runner
+from experiments import measure
+from experiments.tables import print_table
+from kv_cache import Span
+from sampling import SamplingParams
+
+COMPARED = "request-level", "sarathi"
+STEPS = (
+    "products, all rows at a prompt's rate",
+    "+ a chunk's own rate",
+    "+ partly filled batches",
+    "+ attention",
+    "+ small operations",
+    "+ sampling and scheduling",
+    "the run, its pipeline full",
+    "the whole run, with ramp and tail",
+)
+
+
+def steady(iterations, B, rounds=None):
+    """A run while its pipeline of requests was full: (iterations, tokens per second, seconds), or
+    ([], None, None) if there were fewer than 2 B + 1 requests.
+
+    From the iteration that lets in request B, counted from 0, to before that which lets in the last
+    whose number is a multiple of B; or only the last `rounds` of B. Every B requests of one length
+    a policy repeats itself: request-level begins a batch, the others are in the same phase.
+    """
+    let_in = {who: n for n, i in [*enumerate(iterations)][::-1] for who, *_ in i.chunks}  # first
+    numbers = sorted(let_in.values())
+    last = (len(numbers) - 1) // B
+    if last < 2:
+        return [], None, None
+    first, end = numbers[max(1, last - (rounds or last)) * B], numbers[last * B]
+    seconds, its = iterations[end].start - iterations[first].start, iterations[first:end]
+    return its, sum(i.prefill_tokens + i.decode_tokens for i in its) / seconds, seconds
+
+
+def explain(model, policies, timelines, args):
+    """The gain of sarathi over request-level, from what the products promise to what was measured.
+
+    `policies` and `timelines` are as `offline.end_to_end` filled them. Returns "steps", each with
+    the ms per token of both so far and the gain; the "difference" of the gain that they add up to
+    from the run's, as a fraction; and whether the machine was "busy".
+    """
+    runner = Runner(model, args.batch, args.seq_len, attention=args.attention)
+    runner.cache.data.normal_()
+    full = {name: steady(timelines[name][1], args.batch, rounds=1) for name in COMPARED}
+    pieces = defaultdict(list)  # (part, policy) -> what to run for each iteration
+    pieces["products", "chunk"] = 8 * [measure.bare_products(model, args.chunk, args.batch)]
+    for name in COMPARED:
+        prompts = {c.request_id: len(c.prompt) for c in timelines[name][0]}
+        for iteration in full[name][0]:
+            spans = [  # in any pages: all of them hold noise
+                Span([page], start, [1] * length, start + length >= prompts[who])
+                for page, (who, start, length, _) in enumerate(iteration.chunks)
+            ]
+            rows, logits = sum(s.length for s in spans), sum(s.wants_logits for s in spans)
+            drawn = runner.cache.data.new_zeros(logits, model.config.vocab_size)
+            params = [SamplingParams()] * logits
+            part = "products" if iteration.decode_tokens else "prompts"
+            pieces[part, name].append(measure.bare_products(model, rows, logits))
+            pieces["attention", name].append(measure.attention_alone(runner, spans))
+            pieces["flatten", name].append(partial(runner.flatten, spans))
+            pieces["sampling", name].append(partial(runner.fetch, drawn, params, [0] * logits))
+            pieces["all", name].append(partial(runner.greedy, spans))
+    # pieces of seconds, and both policies in turn: what slows the machine down is in both
+    variants = {key: lambda its=its: [run() for run in its] for key, its in sorted(pieces.items())}
+    again = partial(measure.interleaved, variants, model.device, repeats=3, title="explain")
+    timings, drift = measure.steadily(again, model.device, tries=1)
+    ms, totals = Counter({key: timing.ms for key, timing in timings.items()}), []
+    for name, (iterations, rate, seconds) in full.items():
+        products, sampling = ms["products", name] + ms["prompts", name], ms["sampling", name]
+        forward = ms["all", name] - ms["flatten", name] - sampling
+        outside = 1e3 * (seconds - sum(i.end - i.launch for i in iterations))
+        sums = products, products + ms["attention", name], forward, forward + sampling + outside
+        totals.append([total / rate / seconds for total in sums])
+    prompt_ms = ms["prompts", "request-level"] / full["request-level"][0][0].prefill_tokens
+    own_ms, base = ms["products", "chunk"] / 8 / args.chunk, totals[0][0]
+    pairs = [(base, prompt_ms), (base, own_ms), *zip(*totals)]
+    for key in ("tokens_per_s", "whole_run_tokens_per_s"):
+        pairs.append([1e3 / policies[name][key] for name in COMPARED])
+    gains, keys = [a / b for a, b in pairs], ("step", *COMPARED, "gain")
+    steps = [dict(zip(keys, (what, *pair, g))) for what, pair, g in zip(STEPS, pairs, gains)]
+    busy = drift > measure.BUSY or any(policies[name]["busy"] for name in COMPARED)
+    return {"steps": steps, "difference": gains[-3] / gains[-2] - 1, "busy": busy}
+
+
+def print_explained(its):
+    """The table of what `explain` returned."""
+    print(f"3. {measure.mark('Where the gain goes', its['busy'])}: the batches of both once more\n")
+    columns = {"ms per token": "", **dict.fromkeys(COMPARED, ".4f"), "gain": ".3fx"}
+    print_table(columns, [[*step.values()] for step in its["steps"]])
+    print(f"\nthe parts, each timed alone, add up to the run's gain {its['difference']:+.1%}\n")
+
+
+def largest_loss(steps):
+    """Which of the "steps" of `explain` costs most of the gain, in words."""
+    a, b = min(pairwise(steps[:6]), key=lambda two: two[1]["gain"] / two[0]["gain"])
+    return f"most is lost to {b['step'].strip('+ ')}, {a['gain']:.2f}x to {b['gain']:.2f}x"
