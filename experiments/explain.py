@@ -53,7 +53,7 @@ def explain(model, policies, timelines, args):
     the ms per token of both so far and the gain; the "difference" of the gain that they add up to
     from the run's, as a fraction; and whether the machine was "busy".
     """
-    runner = Runner(model, args.batch, args.seq_len, attention=args.attention)
+    runner = Runner(model, args.batch, args.seq_len, args.seq_len, args.attention)
     runner.cache.data.normal_()
     full = {name: steady(timelines[name][1], args.batch, rounds=1) for name in COMPARED}
     pieces = defaultdict(list)  # (part, policy) -> what to run for each iteration

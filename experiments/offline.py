@@ -136,7 +136,7 @@ def decode_maximal(model, machine, args):
     divided by the number of decodes (SARATHI §5.1.1). Products and attention are timed alone.
     """
     B, context = args.batch, args.seq_len
-    runner = Runner(model, B, context, attention=args.attention)
+    runner = Runner(model, B, context, context, args.attention)
     runner.cache.data.normal_()
     length = args.chunk - (B - 1)
     chunk = [Span([0], context - length, [1] * length)]

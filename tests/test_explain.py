@@ -107,9 +107,9 @@ FLATTEN, SAMPLING, SMALL, SCHEDULE, BETWEEN = 0.003, 0.002, 0.03, 0.004, 0.001  
 class FakeRunner:
     """Takes the times above, on a clock that is not real; `seen` are the batches it computed."""
 
-    def __init__(self, clock, seen, model, pages, page_size, attention):
+    def __init__(self, clock, seen, model, pages, page_size, max_len, attention):
         self.clock, self.seen, self.cache = clock, seen, SimpleNamespace(data=model.head.weight)
-        assert (pages, page_size, attention) == (6, 1000, "auto")
+        assert (pages, page_size, max_len, attention) == (6, 1000, 1000, "auto")
 
     def wait(self, seconds):
         """Let time pass."""
