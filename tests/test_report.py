@@ -181,7 +181,9 @@ ENDINGS += [(os.kill, signal.SIGTERM, 1, 143), (os.kill, signal.SIGKILL, 1, -9)]
 def test_no_signal_leaves_a_traceback_or_a_worker(send, number, times, status):
     words = "bench.py simulate --only sarathi,nodes --requests 100000 --processes 6".split()
     how = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    run = subprocess.Popen([sys.executable, *words], **how)
+    heard = partial(signal.signal, number, signal.SIG_DFL)  # also if this runs in the background
+    heard = None if number == signal.SIGKILL else heard
+    run = subprocess.Popen([sys.executable, *words], **how, preexec_fn=heard)
     try:
         assert wait_for(lambda: len(processes_of(run.pid)) >= 7)  # four at work for long, two idle
         send(run.pid, number)
