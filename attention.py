@@ -114,11 +114,7 @@ class SDPA:
 
     def __init__(self, config, cache, past=None, beyond=0):
         """`past` and `beyond` are those of the staircase that all masks are cut from."""
-        self.group, self.cache, self.page_size = (
-            config.n_head // config.n_kv_head,
-            cache,
-            cache.page_size,
-        )
+        self.cache, self.group = cache, config.n_head // config.n_kv_head
         self.page_size, self.device = cache.page_size, cache.data.device
         self.past = cache.max_len if past is None else past
         if self.device.type == "cuda":  # cuDNN plans for each new number of keys: for each decode

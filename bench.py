@@ -4,8 +4,7 @@
 
 prints SARATHI's Table 2, what each policy makes of one load, and what to conclude; --help names the
 other commands. A command is a module with `add_options(parser)`, `main(args)` and maybe
-`check(parser, args)` and DEFAULTS, on a CPU and on a GPU. Read first: engine.py. Read next:
-experiments/offline.py.
+`check(parser, args)`. Read first: engine.py. Read next: experiments/offline.py.
 """
 
 import sys
@@ -18,6 +17,7 @@ COMMANDS = {  # name -> (its module, what it does)
     "serve": ("experiments.serving", "requests arrive while others run: latencies of all policies"),
     "capacity": ("experiments.serving", "the highest rate at which each policy meets an SLO"),
     "play": ("simulator.play", "your policy against all others on three simulated loads"),
+    "explore": ("simulator.explore", "a page with sliders: what policies do with a load, and why"),
     "budget": ("experiments.budget", "the largest token budget that meets an SLO"),
     "simulate": ("simulator.report", "the papers' experiments on many GPUs, from a cost model"),
     "fit": ("simulator.calibration", "a device's constants, from times of its matrix products"),
@@ -51,7 +51,7 @@ def parse_args(argv):
         module.add_options(command)
     args = parser.parse_args(argv)
     elsewhere = argv[0] in SERVING and args.simulate not in (None, machine.THIS)
-    for option, both in getattr(module, "DEFAULTS", {}).get(argv[0], {}).items():
+    for option, both in command.by_device.items():
         on_gpu = elsewhere or args.device.startswith("cuda")
         setattr(args, option, getattr(args, option) or both[on_gpu])
     if argv[0] in SERVING:

@@ -2,12 +2,11 @@
 
     python sample.py --model path/or/hub-name --prompt "Once upon a time"
 
-One prompt streams as it is generated. Several (`--prompt` more than once) share batches, and each
-is printed when it is done. Without `--model` the weights are random and the text is noise.
+One prompt streams as it is generated, several (`--prompt` more than once) share batches. Without
+`--model` the weights are random and the text is noise.
 """
 
 import sys
-from dataclasses import replace
 
 from experiments.console import run
 
@@ -65,27 +64,26 @@ def main(argv=None):
         tokenizer, name = byte_tokenizer(), args.model or "llama-160m"
         print(f"# no --model: {name} with random weights, the text will be noise", file=sys.stderr)
     prompts = [tokenizer.encode(prompt) for prompt in args.prompt]
-    most, count, alone = args.max_new_tokens, len(prompts), len(prompts) == 1
-    max_len = args.max_new_tokens_with_prompt = max(map(len, prompts)) + most
+    max_len = args.max_new_tokens_with_prompt = max(map(len, prompts)) + args.max_new_tokens
     model = load_model(args, "max_new_tokens_with_prompt", gpu_model="llama-160m")
-    sizes = dict(chunk=args.chunk, max_batch=min(args.max_batch, count), max_len=max_len)
+    sizes = dict(chunk=args.chunk, max_batch=min(args.max_batch, len(prompts)), max_len=max_len)
     engine = Engine(model, tokenizer=tokenizer, policy=args.policy, **sizes)
-    params = SamplingParams(most, args.temperature, args.top_k, args.top_p)
-    seeded = [replace(params, seed=args.seed + i) for i in range(count)]
-    ids = [engine.add_request(*request) for request in zip(prompts, seeded)]
-    texts, decoder = dict(zip(ids, args.prompt)), tokenizer.stream()
-    if alone:
-        print(args.prompt[0], end="", flush=True)
-        for token in prompts[0]:
-            decoder.push(token)  # it decides on the space before the first new word
+    given = args.max_new_tokens, args.temperature, args.top_k, args.top_p
+    params = [SamplingParams(*given, seed=args.seed + i) for i in range(len(prompts))]
+    if len(prompts) > 1:
+        for text, completion in zip(args.prompt, engine.generate(prompts, params)):
+            print(f"--- {text}{completion.text}")
+        return
+    decoder = tokenizer.stream()
+    for token in prompts[0]:
+        decoder.push(token)  # it decides on the space before the first new word
+    print(args.prompt[0], end="", flush=True)
+    engine.add_request(prompts[0], params[0])
     while engine.has_work:
         for event in engine.step():
-            if alone and event.finish_reason != "stop":
+            if event.finish_reason != "stop":
                 print(decoder.push(event.token), end="", flush=True)
-            elif event.completion and not alone:
-                print(f"--- {texts[event.request_id]}{event.completion.text}")
-    if alone:
-        print(decoder.flush())
+    print(decoder.flush())
 
 
 if __name__ == "__main__":

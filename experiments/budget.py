@@ -9,23 +9,20 @@ from functools import partial
 
 from engine import Runner
 from experiments import measure
-from experiments.machine import describe_machine
 from experiments.options import load_model, machine_lines, number, whole, write_json, wrote
 from experiments.tables import print_table
 from policies import slo
-
-DEFAULTS = {"budget": {"decodes": (16, 64), "max_len": (1024, 8192), "tile": (32, 128)}}
 
 
 def add_options(parser):
     """The options of `bench.py budget`."""
     add, more = parser.add, dict(type=whole(1))
-    on = {n: "{} on a CPU, {} on a GPU".format(*both) for n, both in DEFAULTS["budget"].items()}
     seconds = "the SLO of the time between tokens, in seconds; required"
+    longest = "the longest request, and the largest budget"
     add("--slo-tbt", seconds, type=number(above=0), required=True)
-    add("--decodes", "requests that decode beside the chunk", shown=on["decodes"], **more)
-    add("--max-len", "the longest request, and the largest budget", shown=on["max_len"], **more)
-    add("--tile", "budgets are multiples of it", shown=on["tile"], **more)
+    add("--decodes", "requests that decode beside the chunk", by_device=(16, 64), **more)
+    add("--max-len", longest, by_device=(1024, 8192), **more)
+    add("--tile", "budgets are multiples of it", by_device=(32, 128), **more)
     parser.add_model_options("llama3-8b on a GPU with 75 GB or more, else llama-160m")
     parser.add_files(plot="draw iteration time against token budget")
 
@@ -45,19 +42,15 @@ def print_profile(profile, args):
 
 
 def explain(budget, profile, args):
-    """Why this budget, in a few sentences; of a busy machine, that it was."""
+    """Why this budget, in a sentence; of a busy machine, that it was."""
+    if max(row.spread for row in profile) > measure.BUSY:
+        return f"Token budget: {measure.TOO_BUSY}."
     slowest = {row.budget: row.seconds for row in sorted(profile, key=lambda row: row.seconds)}
     above = min((b for b in slowest if b > budget), default=None)
-    more = f"; {above} takes {1e3 * slowest[above]:.0f} ms" if above else ", and no more was tried"
-    prefill, alone = budget - args.decodes, slowest[args.decodes]
-    extra = (slowest[budget] - alone) / prefill
-    if extra < 0 or max(row.spread for row in profile) > measure.BUSY:
-        return f"Token budget: {measure.TOO_BUSY}."
+    more = f"{above} takes {1e3 * slowest[above]:.0f} ms" if above else "no more was tried"
     return (
         f"Token budget {budget}: the largest of whole tiles of {args.tile} whose slowest "
-        f"iteration, {1e3 * slowest[budget]:.0f} ms, meets\n{1e3 * args.slo_tbt:.0f} ms"
-        f"{more}.\nThe {args.decodes} decodes alone take {1e3 * alone:.0f} ms, so each of the "
-        f"{prefill} prefill tokens beside them costs {1e3 * extra:.2f} ms."
+        f"iteration, {1e3 * slowest[budget]:.0f} ms, meets\n{1e3 * args.slo_tbt:.0f} ms; {more}."
     )
 
 
@@ -66,7 +59,7 @@ def main(args):
     args.tile = min(args.tile, args.max_len)
     args.contexts = sorted({max(1, args.max_len // 8), max(1, args.max_len // 2)})
     model = load_model(args, "max_len", gpu_model="llama3-8b", gpu_bytes=75e9)
-    machine = describe_machine(model, args, args.tile)
+    machine = measure.describe_machine(model, args, args.tile)
     print(machine_lines(machine))
     size = min(64, args.max_len)
     pages = -(-args.contexts[-1] // size) * args.decodes + -(-args.max_len // size)

@@ -58,8 +58,8 @@ def check(parser, args):
 
 
 def against(model, prompt_len, args):
-    """Serve prompts with sarathi-serve, with vllm and with the engines of args.against, in turns.
-    Same weights (random ones are made anew), B, dtype and threads; whole batches of requests of
+    """Serve prompts with sarathi-serve, with vllm and with the engines of args.against, in turns:
+    the same weights (random ones are made anew), B, dtype and threads; whole batches of requests of
     prompt_len + output = seq_len tokens, greedy; openvino and llama.cpp always on the CPU. Returns
     {"engine, policy": row}: prompt and output tokens per second; how many times that our policies
     give; which fraction of the output sarathi-serve has too; whether the machine was busy."""
@@ -101,8 +101,8 @@ def against(model, prompt_len, args):
 
 
 def start(stack, python, job):
-    """A process of others.py until the ExitStack closes: its first answer, and what asks it more.
-    That raises ChildProcessError with its last words if it has ended."""
+    """Start others.py until the ExitStack closes: its first answer, and what asks it more. Raises
+    ChildProcessError with its last words if it has ended."""
     log, program = Path(job["folder"], "log"), Path(__file__).with_name("others.py")
     errors, pipe = stack.enter_context(log.open("w")), subprocess.PIPE
     process = subprocess.Popen([python, program], -1, None, pipe, pipe, errors, text=True)

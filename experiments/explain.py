@@ -16,26 +16,13 @@ from kv_cache import Span
 from sampling import SamplingParams
 
 COMPARED = "request-level", "sarathi"
-STEPS = (
-    "products, all rows at a prompt's rate",
-    "+ a chunk's own rate",
-    "+ partly filled batches",
-    "+ attention",
-    "+ small operations",
-    "+ sampling and scheduling",
-    "the run, its pipeline full",
-    "the whole run, with ramp and tail",
-)
 
 
 def steady(iterations, B, rounds=None):
     """A run while its pipeline of requests was full: (iterations, tokens per second, seconds), or
-    ([], None, None) if there were fewer than 2 B + 1 requests.
-
-    From the iteration that lets in request B, counted from 0, to before that which lets in the last
-    whose number is a multiple of B; or only the last `rounds` of B. Every B requests of one length
-    a policy repeats itself: request-level begins a batch, the others are in the same phase.
-    """
+    ([], None, None) if there were fewer than 2 B + 1 requests. It goes from the iteration that lets
+    in request B, counted from 0, to that which lets in the last whose number is a multiple of B; or
+    only over the last `rounds` of B: every B requests of one length a policy repeats itself."""
     let_in = {who: n for n, i in [*enumerate(iterations)][::-1] for who, *_ in i.chunks}  # first
     numbers = sorted(let_in.values())
     last = (len(numbers) - 1) // B
@@ -47,12 +34,10 @@ def steady(iterations, B, rounds=None):
 
 
 def explain(model, policies, timelines, args):
-    """The gain of sarathi over request-level, from what the products promise to what was measured.
-
-    `policies` and `timelines` are as `offline.end_to_end` filled them. Returns "steps", each with
-    the ms per token of both so far and the gain; the "difference" of the gain that they add up to
-    from the run's, as a fraction; and whether the machine was "busy".
-    """
+    """The gain of sarathi over request-level, from what the products promise to what was measured:
+    "steps", each with the ms per token of both so far and the gain; the "difference" of the gain
+    that they add up to from the run's, as a fraction; whether the machine was "busy". `policies`
+    and `timelines` are those of offline.end_to_end."""
     runner = Runner(model, args.batch, args.seq_len, args.seq_len, args.attention)
     runner.cache.data.normal_()
     full = {name: steady(timelines[name][1], args.batch, rounds=1) for name in COMPARED}
@@ -78,22 +63,34 @@ def explain(model, policies, timelines, args):
     variants = {key: lambda its=its: [run() for run in its] for key, its in sorted(pieces.items())}
     again = partial(measure.interleaved, variants, model.device, repeats=3, title="explain")
     timings, drift = measure.steadily(again, model.device, tries=1)
-    ms, totals = Counter({key: timing.ms for key, timing in timings.items()}), []
+    ms = Counter({key: timing.ms for key, timing in timings.items()})
+    sums = []  # for each policy, ms per token of its products, with attention, forward, of all
     for name, (iterations, rate, seconds) in full.items():
         products, sampling = ms["products", name] + ms["prompts", name], ms["sampling", name]
         forward = ms["all", name] - ms["flatten", name] - sampling
         outside = 1e3 * (seconds - sum(i.end - i.launch for i in iterations))
-        sums = products, products + ms["attention", name], forward, forward + sampling + outside
-        totals.append([total / rate / seconds for total in sums])
+        everything = forward + sampling + outside
+        its = products, products + ms["attention", name], forward, everything
+        sums.append([total / rate / seconds for total in its])
+    products, with_attention, forward, everything = zip(*sums)
     prompt_ms = ms["prompts", "request-level"] / full["request-level"][0][0].prefill_tokens
-    own_ms, base = ms["products", "chunk"] / 8 / args.chunk, totals[0][0]
-    pairs = [(base, prompt_ms), (base, own_ms), *zip(*totals)]
-    for key in ("tokens_per_s", "whole_run_tokens_per_s"):
-        pairs.append([1e3 / policies[name][key] for name in COMPARED])
-    gains, keys = [a / b for a, b in pairs], ("step", *COMPARED, "gain")
-    steps = [dict(zip(keys, (what, *pair, g))) for what, pair, g in zip(STEPS, pairs, gains)]
+    measured = lambda key: [1e3 / policies[name][key] for name in COMPARED]
+    pairs = {
+        "products, all rows at a prompt's rate": (products[0], prompt_ms),
+        "+ a chunk's own rate": (products[0], ms["products", "chunk"] / 8 / args.chunk),
+        "+ partly filled batches": products,
+        "+ attention": with_attention,
+        "+ small operations": forward,
+        "+ sampling and scheduling": everything,
+        "the run, its pipeline full": measured("tokens_per_s"),
+        "the whole run, with ramp and tail": measured("whole_run_tokens_per_s"),
+    }
+    steps = [{"step": s, **dict(zip(COMPARED, its))} for s, its in pairs.items()]
+    for step in steps:
+        step["gain"] = step["request-level"] / step["sarathi"]
     busy = drift > measure.BUSY or any(policies[name]["busy"] for name in COMPARED)
-    return {"steps": steps, "difference": gains[-3] / gains[-2] - 1, "busy": busy}
+    difference = steps[-3]["gain"] / steps[-2]["gain"] - 1
+    return {"steps": steps, "difference": difference, "busy": busy}
 
 
 def print_explained(its):
@@ -101,10 +98,7 @@ def print_explained(its):
     print(f"3. {measure.mark('Where the gain goes', its['busy'])}: the batches of both once more\n")
     columns = {"ms per token": "", **dict.fromkeys(COMPARED, ".4f"), "gain": ".3fx"}
     print_table(columns, [[*step.values()] for step in its["steps"]])
-    print(f"\nthe parts, each timed alone, add up to the run's gain {its['difference']:+.1%}\n")
-
-
-def largest_loss(steps):
-    """Which of the "steps" of `explain` costs most of the gain, in words."""
-    a, b = min(pairwise(steps[:6]), key=lambda two: two[1]["gain"] / two[0]["gain"])
-    return f"most is lost to {b['step'].strip('+ ')}, {a['gain']:.2f}x to {b['gain']:.2f}x"
+    a, b = min(pairwise(its["steps"][:6]), key=lambda two: two[1]["gain"] / two[0]["gain"])
+    most = f"most is lost to {b['step'].strip('+ ')}, {a['gain']:.2f}x to {b['gain']:.2f}x"
+    most = measure.TOO_BUSY if its["busy"] else most
+    print(f"\n{most}; the parts add up to the run's gain {its['difference']:+.1%}\n")

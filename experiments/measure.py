@@ -1,4 +1,4 @@
-"""How to time, and what to compare the times with.
+"""How to time, what to compare the times with, and the machine that they depend on.
 
 A time says little without its limit: the matrix products of the same shapes run bare, the bytes
 that must be read over the measured bandwidth. Timings are warmed up, synchronised and interleaved
@@ -8,8 +8,12 @@ machine that works for others cannot be timed: `steadily` finds that out, and tr
 
 import math
 import os
+import platform
+import resource
 import statistics
+import sys
 import time
+import timeit
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -17,8 +21,10 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from kv_cache import kv_bytes_per_token
+from kv_cache import Pages, kv_bytes_per_token
 from model import ROWS_PER_PIECE
+from policies import POLICIES, make_scheduler
+from scheduler import Request
 
 WARMUP = 2  # runs that are not counted
 BUSY = 0.20  # drift, of a machine, or spread, of times: above it no number is believed
@@ -40,8 +46,7 @@ def synchronize(device):
 
 
 def interleaved(variants, device, repeats=9, title=None):
-    """Time functions without arguments in turn: {name: function} -> {name: Timing}. With a title
-    there is a progress bar."""
+    """Time {name: function} in turn: {name: Timing}. With a title there is a progress bar."""
     samples, hidden = {name: [] for name in variants}, None if title else True
     for repeat in tqdm(range(WARMUP + repeats), title, leave=False, disable=hidden):
         for name, function in variants.items():
@@ -55,7 +60,7 @@ def interleaved(variants, device, repeats=9, title=None):
 
 
 def summarize(values_ms):
-    """The Timing of a list of samples in milliseconds, of which there must be at least two."""
+    """The Timing of two or more samples in milliseconds."""
     low, median, high = statistics.quantiles(values_ms, n=4, method="inclusive")
     return Timing(median, (high - low) / median if median else 0.0)
 
@@ -93,8 +98,7 @@ probe_of = cache(Probe)  # one in a process for each device, as it remembers the
 def steadily(function, device, tries=3, spread_of=None):
     """Call `function()` on a machine that is not BUSY: (what it returned, drift). The drift is the
     share of the machine that was missing in a probe before or after, or what `spread_of` says of
-    the result, if that is more. Above BUSY the function is called again, `tries` times in all, and
-    the steadiest result counts. What cannot be repeated has tries=1."""
+    the result, if that is more. Of at most `tries` calls the steadiest counts."""
     probe, best = probe_of(device), (None, math.inf)
     after = probe.take()
     for _ in range(tries):
@@ -128,8 +132,8 @@ def fastest_cpu_dtype():
 
 def linear_layers(model):
     """The linear layers of a model's blocks in the order of computation, without the head."""
-    layers = [(b.preproj, b.postproj, b.ffn_ln1, b.ffn_ln2) for b in model.blocks]
-    return [layer for block in layers for layer in block]
+    blocks = model.blocks
+    return [its for b in blocks for its in (b.preproj, b.postproj, b.ffn_ln1, b.ffn_ln2)]
 
 
 def bare_products(model, num_tokens, num_logits):
@@ -151,12 +155,6 @@ def bare_products(model, num_tokens, num_logits):
     return run
 
 
-def product_flops(model, num_tokens, num_logits):
-    """Floating-point operations of `bare_products`: two for each weight and row."""
-    layers = sum(layer.weight.numel() for layer in linear_layers(model))
-    return 2 * (num_tokens * layers + num_logits * model.head.weight.numel())
-
-
 def attention_alone(runner, spans):
     """A function that runs the attention of one iteration of engine.Runner, nothing else."""
     model, batch = runner.model, runner.flatten(spans)
@@ -176,3 +174,60 @@ def attention_cost(config, spans, dtype):
     visible = sum(s.length * s.start + s.length * (s.length + 1) // 2 for s in spans)
     flops = config.n_layer * 4 * visible * config.n_head * config.head_dim
     return flops, sum(span.end for span in spans) * kv_bytes_per_token(config, dtype)
+
+
+def describe_machine(model, args, rows):
+    """What the numbers depend on, and the limits that they are compared with, as a dict. `rows` are
+    those of the products; with `ridge_tokens` of them computing takes as long as reading weights.
+    `args` are those of options.load_model."""
+    device, products = model.device, {"products": bare_products(model, rows, 0)}
+    time_both = lambda: (interleaved(products, device)["products"], memory_bandwidth(device))
+    (timing, bandwidth), drift = steadily(time_both, device, spread_of=lambda its: its[0].spread)
+    weights = sum(layer.weight.numel() for layer in linear_layers(model))
+    rate = 2 * rows * weights / (timing.ms / 1e3)
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name(),
+        "dtype": args.dtype,
+        "model": args.init_from or args.model,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "compiled": args.compile,
+        "flops_per_s": rate,
+        "bytes_per_s": bandwidth,
+        "ridge_tokens": rate / bandwidth * model.dtype.itemsize / 2,
+        "schedule_us": schedule_us(),
+        "busy": drift > BUSY,
+    }
+
+
+def schedule_us(running=128, waiting=1000):
+    """Microseconds of one `schedule()` with so many requests: the slowest policy's median."""
+    medians, sizes = [], dict(chunk=512, max_batch=running, max_len=2048)
+    for policy in POLICIES:
+        scheduler = make_scheduler(policy, Pages(running, 2048), **sizes)
+        for i in range(running + waiting):
+            scheduler.add(Request(i, [0] * 1000, 1000, 100))
+        while request := scheduler.admit():
+            request.tokens.append(0)
+            request.num_computed = 1000  # it decodes
+        times = timeit.repeat(scheduler.schedule, number=1, repeat=200)
+        medians.append(statistics.median(times) * 1e6)
+    return max(medians)
+
+
+def peak_memory_bytes(device):
+    """The most memory that was in use: of the GPU, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    scale = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kilobytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+def processor_name():
+    """The CPU's name, as well as it can be found."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(s.split(":", 1)[1].strip() for s in file if s.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

@@ -3,13 +3,13 @@
 Pure functions of completions and iterations (engine.py; in the order of time), in seconds on one
 clock. They return plain numbers that json can write; what does not exist is None, never 0 or NaN.
 Latencies are those of Sarathi-Serve §2.4, stalls those of §3.2 and Figure 1, the condition for
-capacity that of §5.1. A TTFT, TBT or scheduling delay counts as soon as it was seen, also of a
-request that was aborted or still runs; a latency only of one that finished. Read next: run.py.
+capacity that of §5.1. A TTFT, TBT or scheduling delay counts as soon as it was seen, a latency only
+of a request that finished. Read next: run.py.
 """
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from itertools import chain, groupby
+from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -19,9 +19,6 @@ from policies.priority import PRIORITIES
 from policies.slo import MAX_DELAY_S
 
 FINISHED = ("stop", "length")  # the reasons of a request that got all its output
-QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
-# whether a batch holds prefill, and whether it holds decodes
-KINDS = {"prefill_only": (True, False), "decode_only": (False, True), "hybrid": (True, True)}
 
 
 class Stall(NamedTuple):
@@ -42,15 +39,15 @@ class Stall(NamedTuple):
 def percentiles(values):
     """{"p50", "p90", "p99", "max"} of the values that are not None, interpolated linearly."""
     values = [value for value in values if value is not None]
-    found = np.quantile(values, list(QUANTILES.values())).tolist() if values else [None] * 4
-    return dict(zip(QUANTILES, found))
+    found = np.quantile(values, [0.5, 0.9, 0.99, 1.0]).tolist() if values else [None] * 4
+    return dict(zip(("p50", "p90", "p99", "max"), found))
 
 
 def find_stalls(completions, iterations):
     """Every generation stall, as [Stall], request by request. A gap holds the iterations that began
-    in it: from a token until before the next. A request that prefills itself again after a
-    preemption does not stall itself. A decode waits for a chunk that it rides with, too: it takes a
-    threshold, such as the SLO, to see that such stalls do no harm."""
+    in it: from a token until before the next. Who prefills itself again after a preemption does not
+    stall itself. A decode waits for a chunk that it rides with, too: only a threshold, such as the
+    SLO, tells that such stalls do no harm."""
     group_of = {}  # request -> the micro-batch that computes it
     groups = defaultdict(lambda: ([], []))  # micro-batch -> (iterations' starts, prefills in each)
     for iteration in iterations:
@@ -98,9 +95,7 @@ def summarize_queue(completions):
 
 
 def summarize_latencies(completions, seconds):
-    """The part of `summarize_run` that needs no iterations. ValueError if `seconds` is negative."""
-    if not seconds >= 0:
-        raise ValueError(f"seconds={seconds}: must be at least 0")
+    """The part of `summarize_run` that needs no iterations."""
     finished = [c for c in completions if c.finish_reason in FINISHED]
     aborted = sum(c.finish_reason == "abort" for c in completions)
     output = sum(len(c.token_times) for c in completions)
@@ -129,7 +124,7 @@ def summarize_run(completions, iterations, seconds, tbt_slo_s=None):
     stalls, count = find_stalls(completions, iterations), len(iterations)
     kinds = Counter((i.prefill_tokens > 0, i.decode_tokens > 0) for i in iterations)
     tokens = sum(i.prefill_tokens + i.decode_tokens for i in iterations)
-    busy_s, running = [i.end - i.start for i in iterations], [i.running for i in iterations]
+    busy_s = sum(i.end - i.start for i in iterations)
     longest = max(stalls, key=attrgetter("seconds"), default=None)
     return summarize_latencies(completions, seconds) | {
         "stalls": {
@@ -139,10 +134,12 @@ def summarize_run(completions, iterations, seconds, tbt_slo_s=None):
             "longest": longest and longest._asdict() | {"seconds": longest.seconds},
         },
         "iterations": count,
-        **{name: _ratio(kinds[kind], count) for name, kind in KINDS.items()},
+        "prefill_only": _ratio(kinds[True, False], count),
+        "decode_only": _ratio(kinds[False, True], count),
+        "hybrid": _ratio(kinds[True, True], count),
         "tokens_per_iteration": _ratio(tokens, count),
-        "running_mean": _ratio(sum(n * s for n, s in zip(running, busy_s)), sum(busy_s)),
-        "running_peak": max(running, default=None),
+        "running_mean": _ratio(sum(i.running * (i.end - i.start) for i in iterations), busy_s),
+        "running_peak": max((i.running for i in iterations), default=None),
     }
 
 
@@ -155,10 +152,11 @@ def headline(summary):
 
 def request_rows(completions, iterations):
     """A dict for each request of a run, for csv.DictWriter."""
-    stalls = groupby(find_stalls(completions, iterations), attrgetter("request_id"))
-    stalls_of = {who: list(its) for who, its in stalls}
+    stalls_of = defaultdict(list)
+    for stall in find_stalls(completions, iterations):
+        stalls_of[stall.request_id].append(stall)
     for c in completions:
-        tbt, its = percentiles(c.tbt), stalls_of.get(c.request_id, [])
+        tbt, its = percentiles(c.tbt), stalls_of[c.request_id]
         longest = max(its, key=attrgetter("seconds"), default=None)
         yield {
             "request_id": c.request_id,
@@ -180,11 +178,10 @@ def request_rows(completions, iterations):
 
 
 def missed(summary, tbt_slo_s):
-    """What a run missed of what shows that its rate can be kept up, in words; "" if nothing. P99
-    TBT and median delay must be within limits, and the queue must not grow, which would lift the
-    median only in a long run. `summary` is that of `summarize_latencies`, and can show it only if
-    every request finished: in a run that was cut short, those who were kept waiting are missing
-    from the median, and the longest gaps from the TBTs."""
+    """What of the SLO a run missed, in words; "" if its rate can be kept up. P99 TBT and median
+    delay must be within limits, and the queue must not grow, which would lift the median only in a
+    long run. `summary` is that of `summarize_latencies`. Every request must have finished: those
+    who were kept waiting are missing from the median, and the longest gaps from the TBTs."""
     tbt, delay = summary["tbt_s"]["p99"] or 0.0, summary["scheduling_delay_s"]["p50"] or 0.0
     finished, count, queue = summary["finished"], summary["requests"], summary["queue"]
     wrong = {f"{finished} of {count} requests finished": finished < count or not count}

@@ -1,31 +1,29 @@
 """SARATHI's claims on this machine: `bench.py --chunk 256`.
 
-Prints SARATHI's Table 2, what a decode costs alone and riding with a prefill chunk, each time
-beside its limit; the policies end to end at the balanced ratio of prefill to decode tokens, P:D = C
-/ (B - 1); with --explain, where the gain goes; and a conclusion. What measures prints nothing. Read
-first: engine.py and measure.py. Read next: explain.py, and serving.py, for requests that arrive
-while others run: Sarathi-Serve's half.
+Prints Table 2, what a decode costs alone and riding with a prefill chunk, each time beside its
+limit; the policies end to end at the balanced ratio of prefill to decode tokens, P:D = C / (B - 1);
+with --explain, where the gain goes; and a conclusion. Read first: engine.py and measure.py. Read
+next: explain.py, and serving.py, for requests that arrive while others run: Sarathi-Serve's half.
 """
 
-import resource
-import sys
 import textwrap
 import time
 from functools import partial
 
-import torch
 from tqdm import tqdm
 
 from engine import Engine, EngineConfig, Runner
 from experiments import comparison, measure, options
-from experiments.explain import COMPARED, explain, largest_loss, print_explained, steady
-from experiments.machine import describe_machine
+from experiments.explain import COMPARED, explain, print_explained, steady
 from experiments.metrics import headline, summarize_run
 from experiments.run import EngineServer, LoadRun
 from experiments.tables import print_table, show
 from experiments.workload import Arrival, prompts
 from kv_cache import Span
 from policies import POLICIES
+from views.schedule_page import Recorder, write_page
+
+PARTS = "total", "products", "attention"  # that are timed of an iteration
 
 
 def add_options(parser):
@@ -45,28 +43,26 @@ def add_options(parser):
     parser.add_model_options("llama-13b on a GPU with 40 GB or more, else llama-160m")
     add("--explain", "also measure where the gain goes", False, action="store_true")
     add("--against", comparison.HELP, metavar="ENGINES", type=comparison.opponents)
-    parser.add_files(plot="draw each policy's iterations")
+    parser.add_files(plot="draw each policy's iterations", html=options.HTML)
 
 
 def check(parser, args):
     """Fill in what was left open; exit with a message if options make no sense together."""
-    chunk, batch = f"--chunk {args.chunk}", f"--batch {args.batch}"
-    if args.chunk < args.batch:
-        parser.error(f"{chunk}: must be at least {batch}, or there is no room for a chunk")
-    if args.chunk > args.seq_len:
-        parser.error(f"{chunk}: must be at most --seq-len {args.seq_len}")
+    if not args.batch <= args.chunk <= args.seq_len:
+        limits = f"at least --batch {args.batch} and at most --seq-len {args.seq_len}"
+        parser.error(f"--chunk {args.chunk}: must be {limits}")
     if "dynamic" in args.policies:
         parser.error("--policies dynamic: follows an SLO, see bench.py serve and capacity")
     comparison.check(parser, args)
     args.pd_ratio = args.pd_ratio or args.chunk / (args.batch - 1)
     args.requests, least = args.requests or 3 * args.batch + 1, 2 * args.batch + 1
     if args.explain and not (args.requests >= least and {*COMPARED} <= {*args.policies}):
-        needs = f"--policies {','.join(COMPARED)}, --requests {least} or more"
-        parser.error(f"--explain: needs {needs}")
+        needs = f"needs --policies {','.join(COMPARED)}, --requests {least} or more"
+        parser.error(f"--explain: {needs}")
 
 
 def main(args):
-    """The command. What there is when it is interrupted is kept."""
+    """The command. The parts that are done when it is interrupted are kept."""
     report = {}
     try:
         measure_and_print(args, report)
@@ -82,9 +78,10 @@ def main(args):
 def measure_and_print(args, report):
     """Measure everything, print it, and add it to the dict `report`."""
     began, model = time.perf_counter(), options.load_model(args, "seq_len")
-    machine = report["machine"] = describe_machine(model, args, args.chunk)
+    machine = report["machine"] = measure.describe_machine(model, args, args.chunk)
+    heading = options.machine_lines(machine)
     print(
-        f"{options.machine_lines(machine)}{measure.mark('measured limits', machine['busy'])}: "
+        f"{heading}{measure.mark('measured limits', machine['busy'])}: "
         f"{machine['flops_per_s'] / 1e12:,.2f} TFLOP/s in matrix products of these shapes, "
         f"{machine['bytes_per_s'] / 1e9:,.0f} GB/s of memory; ridge: "
         f"{machine['ridge_tokens']:,.0f} tokens\nschedule() takes {machine['schedule_us']:.0f} us "
@@ -93,8 +90,13 @@ def measure_and_print(args, report):
     table, speedup, promise = decode_maximal(model, machine, args)
     report |= {"decode_maximal": table, "decode_speedup": speedup, "promised_gain": promise}
     print_decode_maximal(table, speedup, args)
+    recorders = {name: Recorder() for name in args.policies} if args.html else {}
     policies, timelines = report.setdefault("end_to_end", {}), {}
-    print_end_to_end(end_to_end(model, args, policies, timelines), policies, args)
+    try:
+        end_to_end(model, args, recorders, policies, timelines)
+    finally:
+        if policies:
+            print_end_to_end(policies, args)
     if args.explain:
         report["explained"] = explain(model, policies, timelines, args)
         print_explained(report["explained"])
@@ -102,38 +104,31 @@ def measure_and_print(args, report):
     print(report["conclusion"])
     if args.against:
         prompt_len = make_load(args)[0].prompt_len
-        report["against"] = found = comparison.against(model, prompt_len, args)
-        comparison.print_against(found, prompt_len, args)
-    seconds, memory = time.perf_counter() - began, peak_memory_bytes(model.device)
+        report["against"] = comparison.against(model, prompt_len, args)
+        comparison.print_against(report["against"], prompt_len, args)
+    seconds, memory = time.perf_counter() - began, measure.peak_memory_bytes(model.device)
     report |= {"seconds": seconds, "peak_memory_bytes": memory}
     print(f"\ntook {seconds:.0f} s and at most {memory / 1e9:.1f} GB of memory")
+    anchor_s = 10 * table["decode-only"]["total_ms"] / 1e3
     if args.plot:
         from views.timelines import plot_timelines
 
-        anchor_s = 10 * table["decode-only"]["total_ms"] / 1e3
         plot_timelines(timelines, machine, args.plot, anchor_s)
-        options.wrote(args.plot)
-
-
-def peak_memory_bytes(device):
-    """The most memory in use: of the GPU, or of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    scale = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kilobytes
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+    if args.html:
+        title = f"{args.requests} requests, all there at the start"
+        write_page(args.html, title, heading, recorders, slo_s=anchor_s)
+    options.wrote(args.plot, args.html)
 
 
 def decode_maximal(model, machine, args):
     """Time a chunk alone, B decodes alone, and the chunk with B - 1 decodes, at context seq_len.
 
-    Returns (rows, speedup, promise). `rows` maps the batch to its numbers, times in ms, and whether
-    the machine was busy; `speedup` says how many times cheaper a decode is in the hybrid batch than
-    in the decode-only one, in all and in the matrix products; None where that is lost in the noise.
-    `promise` is the gain in throughput over request-level at the balanced ratio if each row of a
-    hybrid batch cost what one of a whole prompt costs, in the products (SARATHI §4.4, §5.1.3).
-
-    A decode of the hybrid batch costs what the batch takes longer than the same chunk alone,
-    divided by the number of decodes (SARATHI §5.1.1). Products and attention are timed alone.
+    Returns (rows, speedup, promise). `rows` maps the batch to its numbers, times in ms; products
+    and attention are timed alone. A decode of the hybrid batch costs what it takes longer than the
+    same chunk alone (SARATHI §5.1.1); `speedup` says how many times more it costs in the
+    decode-only one, in all and in the products; None where that is lost in the noise. `promise` is
+    the gain in throughput over request-level at the balanced ratio if each row of a hybrid batch
+    cost what one of a whole prompt costs, in the products (§4.4, §5.1.3).
     """
     B, context = args.batch, args.seq_len
     runner = Runner(model, B, context, context, args.attention)
@@ -150,35 +145,35 @@ def decode_maximal(model, machine, args):
 
     variants = {}
     for name, (spans, prefill_tokens, num_decodes) in batches.items():
-        tokens = prefill_tokens + num_decodes
-        variants[name, "total"] = partial(runner.greedy, spans)
-        variants[name, "products"] = measure.bare_products(model, tokens, len(spans))
-        variants[name, "attention"] = measure.attention_alone(runner, spans)
+        products = measure.bare_products(model, prefill_tokens + num_decodes, len(spans))
+        its = partial(runner.greedy, spans), products, measure.attention_alone(runner, spans)
+        variants |= {(name, part): run for part, run in zip(PARTS, its)}
     time_all = partial(measure.interleaved, variants, model.device, 7, title="Table 2")
     spread = lambda timings: max(timings[name, "total"].spread for name in batches)
     timings, drift = measure.steadily(time_all, model.device, tries=2, spread_of=spread)
 
-    rows = {}
+    rows, speedup = {}, {}
     for name, (spans, prefill_tokens, num_decodes) in batches.items():
-        row = {f"{part}_ms": timings[name, part].ms for part in ("products", "attention", "total")}
+        total, products, attention = (timings[name, part] for part in PARTS)
         flops, kv_bytes = measure.attention_cost(model.config, spans, model.dtype)
-        limit = max(flops / machine["flops_per_s"], kv_bytes / machine["bytes_per_s"])
-        rows[name] = row | {
+        limit_s = max(flops / machine["flops_per_s"], kv_bytes / machine["bytes_per_s"])
+        rows[name] = {
             "prefill_tokens": prefill_tokens,
             "decodes": num_decodes,
-            "attention_limit_ms": 1e3 * limit,
-            "other_ms": max(0.0, row["total_ms"] - row["products_ms"] - row["attention_ms"]),
-            "spread": timings[name, "total"].spread,
-            "busy": drift > measure.BUSY,
+            "products_ms": products.ms,
+            "attention_ms": attention.ms,
+            "attention_limit_ms": 1e3 * limit_s,
+            "other_ms": max(0.0, total.ms - products.ms - attention.ms),
+            "total_ms": total.ms,
+            "spread": total.spread,
             "prefill_token_ms": None,
             "decode_token_ms": None,
+            "busy": drift > measure.BUSY,
         }
     prefill, decode, hybrid = rows.values()
     prefill["prefill_token_ms"] = hybrid["prefill_token_ms"] = prefill["total_ms"] / length
     decode["decode_token_ms"] = decode["total_ms"] / B
     hybrid["decode_token_ms"] = (hybrid["total_ms"] - prefill["total_ms"]) / (B - 1)
-
-    speedup = {}
     for part in ("total", "products"):
         prefill, decode, hybrid = (timings[name, part] for name in batches)
         extra, noise = hybrid.ms - prefill.ms, prefill.ms * prefill.spread / 2
@@ -198,19 +193,17 @@ def print_decode_maximal(rows, speedup, args):
     heads = "products, attention, limit, other, total".split(", ")
     columns = {"batch": "", "prefill + decodes": "", **dict.fromkeys(heads, ".1f"), "spread": ".0%"}
     columns |= {"per prefill token": ".3f", "per decode token": ".3f"}
-    keys = "products_ms attention_ms attention_limit_ms other_ms total_ms spread "
-    keys, table = (keys + "prefill_token_ms decode_token_ms").split(), []
+    table = []
     for name, row in rows.items():
-        tokens = f"{row['prefill_tokens']} + {row['decodes']}"
-        numbers = [x if x is None or x >= 0 else None for x in map(row.get, keys)]  # noise may be
-        table.append([measure.mark(name, row["busy"]), tokens, *numbers])
+        prefill_tokens, decodes, *numbers, busy = row.values()
+        numbers = [x if x is None or x >= 0 else None for x in numbers]  # noise may be below 0
+        table.append([measure.mark(name, busy), f"{prefill_tokens} + {decodes}", *numbers])
     print_table(columns, table)
     total, products = (show(x or "lost in the noise", ".1fx") for x in speedup.values())
     found = measure.TOO_BUSY if is_busy(rows) else f"{total}; of the products {products}"
     print(
-        f"\ndecode speedup: {found}\nmatrix products and attention are timed alone, the total is "
-        "of all; limit of attention: its flops over\nthe rate of the products or its K and V over "
-        "the bandwidth, the larger\n"
+        f"\ndecode speedup: {found}\nproducts and attention are timed alone; limit of attention: "
+        "flops at the rate of the products, or K and V at\nthe bandwidth, whichever takes longer\n"
     )
 
 
@@ -220,12 +213,9 @@ def is_busy(rows):
 
 
 def make_load(args):
-    """The Arrivals, for every policy alike: prompt + output = seq_len tokens at the ratio pd_ratio.
-
-    The load is steady: everybody waits at time 0, and the first B requests want 1/B, 2/B, … of the
-    output, as if the server had been running before; otherwise requests would begin and end in
-    lockstep for ever.
-    """
+    """The Arrivals, all at time 0: prompt + output = seq_len tokens at the ratio pd_ratio. The
+    first B want 1/B, 2/B, … of the output, as if the server had been running before; otherwise
+    requests would begin and end in lockstep for ever."""
     B, output = args.batch, max(1, round(args.seq_len / (1 + args.pd_ratio)))
     output = min(output, args.seq_len - 1)
     outputs = [max(1, output * min(i + 1, B) // B) for i in range(args.requests)]
@@ -250,58 +240,58 @@ class OwnClock:
         return self.elapsed + (0.0 if self.since is None else time.perf_counter() - self.since)
 
 
-def serve_in_turns(model, configs, arrivals, tokens, progress):
-    """Serve `arrivals`, prompts `tokens`, under each of {name: EngineConfig}.
-
-    The engine that has used the least time is next: when the machine slows down for a while, it
-    slows down for all of them. Yields (name, Run) in their order, as soon as that one is done.
-    """
+def serve_in_turns(model, configs, arrivals, tokens, progress, recorders):
+    """{name: Run} of `arrivals`, prompts `tokens`, under {name: EngineConfig}; see LoadRun. The
+    engine that has used the least time is next: when the machine slows down for a while, it slows
+    down for all of them."""
     loads = {}
     for name, config in configs.items():
         clock = OwnClock()
         engine = Engine(model, config, clock=clock)
         engine.warm_up()
-        loads[name] = LoadRun(EngineServer(engine, tokens, clock), arrivals, progress=progress)
+        watching = dict(progress=progress, recorder=recorders.get(name))
+        loads[name] = LoadRun(EngineServer(engine, tokens, clock), arrivals, **watching)
     active = list(loads.values())
-    for name, its in loads.items():
-        while its in active:
-            load = min(active, key=lambda load: load.server.clock())
-            with load.server.clock:
-                if not load.step():
-                    active.remove(load)
-        yield name, its.result()
+    while active:
+        load = min(active, key=lambda load: load.server.clock())
+        with load.server.clock:
+            if not load.step():
+                active.remove(load)
+    return {name: load.result() for name, load in loads.items()}
 
 
-def end_to_end(model, args, rows, timelines):
-    """Serve one load under each policy. When one is done its row of the table is in `rows`, its
-    completions and iterations are in `timelines`, and its name is yielded; request-level first.
-    They take turns but on a GPU, which is steadier and short of memory: one cache at a time.
-    """
+def end_to_end(model, args, recorders, rows, timelines):
+    """Serve one load under each policy, request-level first: rows of the table go to `rows`,
+    (completions, iterations) to `timelines`. They take turns but on a GPU, which is steadier and
+    short of memory: one cache at a time."""
     arrivals = make_load(args)
     tokens = prompts(arrivals, model.config.vocab_size, args.seed)
     limits = dict(chunk=args.chunk, max_batch=args.batch, max_len=args.seq_len)
     names = sorted(args.policies, key=lambda name: name != "request-level")
-    for group in [[name] for name in names] if model.device.type == "cuda" else [names]:
-        configs = {name: EngineConfig(name, **limits, attention=args.attention) for name in group}
-        count = len(group) * len(arrivals)
-        with tqdm(desc="requests", total=count, leave=False, disable=None) as bar:
-            for name, run in serve_in_turns(model, configs, arrivals, tokens, bar.update):
-                found = summarize_run(run.completions, run.iterations, run.seconds)
-                counts = {key: found[key] for key in ("iterations", "tokens_per_iteration")}
-                row = rows[name] = headline(found) | counts | {"busy": run.drift > measure.BUSY}
-                whole, (_, rate, _) = row["tokens_per_s"], steady(run.iterations, args.batch)
-                row |= {"tokens_per_s": rate, "whole_run_tokens_per_s": whole}
-                base = rows.get("request-level", dict.fromkeys(row))
+    with tqdm(desc="requests", total=len(names) * len(arrivals), leave=False, disable=None) as bar:
+        for group in [[name] for name in names] if model.device.type == "cuda" else [names]:
+            its = {name: EngineConfig(name, **limits, attention=args.attention) for name in group}
+            runs = serve_in_turns(model, its, arrivals, tokens, bar.update, recorders)
+            for name, run in runs.items():
+                row = rows[name] = row_of(run, args.batch)
+                timelines[name], base = run[:2], rows.get("request-level")
                 for part in ("", "whole_run_"):
-                    mine, its = row[f"{part}tokens_per_s"], base[f"{part}tokens_per_s"]
-                    row[f"{part}gain"] = mine / its if its else None
-                timelines[name] = run[:2]
-                bar.clear()
-                yield name
+                    its = base and base[f"{part}tokens_per_s"]
+                    row[f"{part}gain"] = row[f"{part}tokens_per_s"] / its if its else None
 
 
-def print_end_to_end(names, rows, args):
-    """The table of policies: a line for each of `names`, when it comes, and is in `rows`."""
+def row_of(run, batch):
+    """The row of a Run in the table of policies, but for the gains."""
+    found = summarize_run(run.completions, run.iterations, run.seconds)
+    counts = {key: found[key] for key in ("iterations", "tokens_per_iteration")}
+    row = headline(found) | counts | {"busy": run.drift > measure.BUSY}
+    row["whole_run_tokens_per_s"] = row["tokens_per_s"]
+    _, row["tokens_per_s"], _ = steady(run.iterations, batch)
+    return row
+
+
+def print_end_to_end(rows, args):
+    """The table of policies: the rows of `end_to_end`."""
     prompt, B = make_load(args)[0].prompt_len, args.batch
     output = args.seq_len - prompt
     print(
@@ -314,34 +304,30 @@ def print_end_to_end(names, rows, args):
     columns["tokens/iteration"] = ".0f"
     keys = "tokens_per_s gain whole_run_gain p50_ttft_s p99_tbt_s longest_stall_s iterations"
     keys = f"{keys} tokens_per_iteration".split()
-    table = ([measure.mark(n, rows[n]["busy"]), *map(rows[n].get, keys)] for n in names)
-    print_table(columns, table, names=[measure.mark(n, True) for n in args.policies])
+    table = [[measure.mark(name, row["busy"]), *map(row.get, keys)] for name, row in rows.items()]
+    print_table(columns, table)
     print(
         "\ntokens/s (prompt and output) and gain over request-level are those of a full pipeline: "
         f"whole rounds\nof {B} requests, after the first (-: fewer than {2 * B + 1}); whole run: "
-        "gain with ramp and tail; a stall is\na gap between two tokens in which prompt tokens were "
-        "computed\n"
+        "gain with ramp and tail; a stall is\na gap between two tokens with others' prefill in it\n"
     )
 
 
 def conclude(report, args):
     """What to take home; of what was measured on a busy machine, that it was."""
-    table, policies, explained = map(report.get, ("decode_maximal", "end_to_end", "explained"))
+    table, policies = report["decode_maximal"], report["end_to_end"]
     stalls = (f"{name} {row['longest_stall_s']:.3g} s" for name, row in policies.items())
     alone, riding = (table[name]["decode_token_ms"] for name in ("decode-only", "decode-maximal"))
     riding = f"{riding:.2f} ms" if report["decode_speedup"]["total"] else "less than the noise"
-    promise = explained["steps"][0]["gain"] if explained else report["promised_gain"]
-    found = f"bare products promise {promise:.2f}x request-level's at chunk {args.chunk}"
+    found = f"bare products promise {report['promised_gain']:.2f}x request-level's"
     if gain := policies.get("sarathi", {}).get("gain"):
-        found += f", sarathi runs at {gain:.2f}x"
-        found += f"; {largest_loss(explained['steps'])}" if explained else " (--explain tells why)"
+        found += f", sarathi runs at {gain:.2f}x" + " (--explain tells why)" * (not args.explain)
     decode = f"{alone:.2f} ms in a batch of its own, {riding} riding with a chunk"
-    busy = is_busy(table) or is_busy(policies) or bool(explained and explained["busy"])
     paragraphs = (
         ("Longest stalls, which chunks are for", ", ".join(stalls), is_busy(policies)),
         ("Cost of a decode", decode, is_busy(table)),
-        ("Throughput", found, busy),
+        (f"Throughput at chunk {args.chunk}", found, is_busy(table) or is_busy(policies)),
     )
     texts = (f"   {what}: {measure.TOO_BUSY if busy else it}." for what, it, busy in paragraphs)
     text = "\n".join(textwrap.fill(t, 100, subsequent_indent="   ") for t in texts)
-    return f"{4 if explained else 3}.{text[2:]}"
+    return f"{4 if args.explain else 3}.{text[2:]}"

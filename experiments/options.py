@@ -17,11 +17,12 @@ from policies import find_policy, where_it_failed
 
 DTYPES = ("float32", "bfloat16", "float16")
 PICTURES = (".png", ".pdf", ".svg")
+HTML = "write a page to step through what was decided, and why"
 
 
 def number(above=-math.inf, least=-math.inf, most=math.inf, kind=float):
-    """A finite number above `above`, at least `least` and at most `most`. What makes a type of
-    options returns a function for argparse, from the text to the value."""
+    """The type of an option, a function for argparse: a finite number above `above`, at least
+    `least` and at most `most`."""
     limits = {"above": above, "of at least": least, "and at most": most}
     limits = " ".join(f"{words} {x:g}" for words, x in limits.items() if math.isfinite(x))
 
@@ -49,13 +50,12 @@ def policy_names(chunks=False):
         names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
         if not names:
             raise argparse.ArgumentTypeError(f"{text!r}: give at least one")
-        for name in names:
-            try:
+        try:
+            for name in names:
                 find_policy(re.sub(r":\d+$", "", name) if chunks else name)
-            except (TypeError, ValueError) as error:
-                where = where_it_failed(error)  # if the file was found, but not good
-                message = f"{where}: {error}" if where else str(error)
-                raise argparse.ArgumentTypeError(message) from error
+        except (TypeError, ValueError) as error:
+            where = where_it_failed(error)  # if the file was found, but not good
+            raise argparse.ArgumentTypeError(f"{where}: {error}" if where else error) from error
         return names
 
     return parse
@@ -67,11 +67,11 @@ def output_file(text, suffixes=()):
     if suffixes and file.suffix not in suffixes:
         raise argparse.ArgumentTypeError(f"{text}: must end in {', '.join(suffixes)}")
     try:
-        if not file.exists():  # only who tries knows of quotas, long names, read-only disks
-            file.touch()
+        is_new = not file.exists()
+        if not file.is_fifo():  # whose reader would see its end
+            file.open("ab").close()  # only who tries knows of quotas, long names, read-only disks
+        if is_new:
             file.unlink()
-        elif file.is_dir() or not (os.access(file, os.W_OK) and os.access(file.parent, os.W_OK)):
-            raise PermissionError(0, "must be a file, neither it nor its folder read-only")
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{text}: cannot be written: {error.strerror}") from error
     return text
@@ -80,8 +80,16 @@ def output_file(text, suffixes=()):
 class OptionParser(argparse.ArgumentParser):
     """An ArgumentParser whose help ends with the default and whose errors begin with the option."""
 
-    def add(self, option, help, default=None, shown=None, **more):
-        """Add an option; `shown` stands for `default` in the help."""
+    def __init__(self, **more):
+        super().__init__(**more)
+        self.by_device = {}  # option -> its default on a CPU, on a GPU
+
+    def add(self, option, help, default=None, shown=None, by_device=None, **more):
+        """Add an option; `shown` stands for `default` in the help. `by_device` is the default on a
+        CPU and that on a GPU, which bench.parse_args fills in."""
+        if by_device:
+            self.by_device[option[2:].replace("-", "_")] = by_device
+            shown = "{} on a CPU, {} on a GPU".format(*by_device)
         if shown is None:
             shown = "none" if default is None else "off" if default is False else default
         self.add_argument(option, default=default, help=f"{help} (default: {shown})", **more)
@@ -140,15 +148,16 @@ def load_model(args, length, gpu_model="llama-13b", gpu_bytes=40e9):
 
     from attention import check_backend
     from experiments.measure import fastest_cpu_dtype
+    from kv_cache import kv_bytes_per_token
     from model import GPT, GPTConfig
+    from policies.config import check_memory
     from pretrained import checkpoints
     from pretrained.presets import PRESETS
 
     if args.model and args.init_from:
         raise ValueError("--model and --init-from: give one of them")
-    if not (args.model is None or args.model in PRESETS):
-        names = f"must be one of {', '.join(PRESETS)}; --init-from takes a checkpoint"
-        raise ValueError(f"--model {args.model!r}: {names}")
+    if args.model and args.model not in PRESETS:
+        raise ValueError(f"--model {args.model!r}: must be one of {', '.join(PRESETS)}")
     device, positions = find_device(args.device), getattr(args, length)
     check_backend(args.attention, device)
     if args.threads:
@@ -157,47 +166,37 @@ def load_model(args, length, gpu_model="llama-13b", gpu_bytes=40e9):
         fast = torch.bfloat16 if device.type == "cuda" else fastest_cpu_dtype()
         args.dtype = str(fast).removeprefix("torch.")
     dtype = getattr(torch, args.dtype)
-    name = args.init_from
-    if name is None:
-        memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0  # in all
-        name = args.model = args.model or (gpu_model if memory > gpu_bytes else "llama-160m")
-        config = GPTConfig.preset(name)
+    if args.init_from:
+        directory = checkpoints.find(args.init_from)
+        config = checkpoints.read_config(directory)
     else:
-        config = checkpoints.read_config(directory := checkpoints.find(name))
+        memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0  # in all
+        args.model = args.model or (gpu_model if memory > gpu_bytes else "llama-160m")
+        config = GPTConfig.preset(args.model)
     option = f"--{length.replace('_', '-')} {positions}"
-    check_room(f"{name} and a request of {option}", config, dtype, device, positions)
-    if args.init_from is None and config.family == "llama":  # random weights know no positions
+    empty = GPT(config, "meta", dtype, seed=None)
+    weights = sum(p.numel() for p in empty.parameters()) * dtype.itemsize
+    needed = weights + positions * kv_bytes_per_token(config, dtype)
+    check_memory(f"{args.init_from or args.model} and a request of {option}", needed, device)
+    if not args.init_from and config.family == "llama":  # random weights know no positions
         config = replace(config, max_positions=max(config.max_positions, positions))
     if positions > config.max_positions:
         raise ValueError(f"{option}: this model is limited to {config.max_positions}")
-    if args.init_from is None:
-        model = GPT(config, device, dtype, seed=args.seed)
-    else:
+    if args.init_from:
         model = GPT.from_pretrained(directory, device, dtype)
+    else:
+        model = GPT(config, device, dtype, seed=args.seed)
     if args.compile:
         model.compile()
     return model.pack()
-
-
-def check_room(what, config, dtype, device, tokens=0):
-    """Raise ValueError if weights and a KV cache of so many tokens have no room on the device."""
-    from kv_cache import kv_bytes_per_token
-    from model import GPT
-    from policies.config import check_memory
-
-    weights = sum(p.numel() for p in GPT(config, "meta", dtype, seed=None).parameters())
-    wanted = weights * dtype.itemsize + tokens * kv_bytes_per_token(config, dtype)
-    check_memory(what, wanted, device)
 
 
 def machine_lines(machine):
     """What every heading begins with: the machine and the model, measured or simulated."""
     if "threads" not in machine:
         return "{device}\n{model}, {dtype}\n".format_map(machine)
-    text = (
-        "{device}, threads: {threads}, torch {torch}\n{model}, {parameters:,} parameters, {dtype}"
-    )
-    return text.format_map(machine) + ", compiled" * machine["compiled"] + "\n"
+    text = "{device}, threads: {threads}, torch {torch}\n{model}, {parameters:,} parameters, "
+    return text.format_map(machine) + machine["dtype"] + ", compiled" * machine["compiled"] + "\n"
 
 
 def write_json(args, report):

@@ -3,8 +3,7 @@
 It runs under whichever Python has the packages, and imports nothing of this repository. It reads a
 job, a line of JSON, answers with the engine's policies, and then each line, one of these, with the
 tokens that come of the prompts, which are all of one length. Matrices, keys and values have the
-job's dtype: openvino is told so by two hints; llama.cpp's keys and values are in float16, its
-default, which is faster, and what is no matrix is in float32.
+job's dtype, but for llama.cpp's keys and values, in float16, its default, which is faster.
 """
 
 import json

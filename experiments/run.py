@@ -13,6 +13,7 @@ A *server* is an engine or a simulation. It gets request i when arrivals[i] says
     abort(i)           end request i and return its Completion
     clock()            seconds of the run
     missing            readings of measure.Probe so far; none of a simulation
+    schedulers         those that make its batches, which a recorder watches
 
 Read first: workload.py, engine.py, metrics.py. Read next: serving.py, which prints the tables.
 """
@@ -39,31 +40,31 @@ MAX_RUNS = 60  # of a search, which takes a dozen
 class Run(NamedTuple):
     """What was seen of one run. Times are in seconds from its start, request i is arrivals[i]."""
 
-    completions: list[Completion]  # of all that arrived, in order; "abort": refused, or cut short
+    completions: list[Completion]  # of all that arrived, in order; "abort": refused, or interrupted
     iterations: list[Iteration]
     seconds: float  # to the last token
     own_fraction: float  # of the steps' time: all but the forward pass and fetching its tokens
     refused: int = 0  # how many found max_waiting others in the queue
-    cut_short: str | None = None  # why the run was given up
+    cut_short: str | None = None  # INTERRUPTED, if it was
     drift: float = 0.0  # of a machine that others use, see measure.steadily
 
 
 class LoadRun:
-    """Brings `arrivals`, sorted by time, to a server; a Hopeless may cut that short. `progress` is
-    called after each request that ended."""
+    """Brings `arrivals`, sorted by time, to a server. `progress` is called after each request that
+    ended, a `recorder` of views/schedule_page.py sees all of it."""
 
-    def __init__(self, server, arrivals, *, hopeless=None, progress=None):
+    def __init__(self, server, arrivals, *, progress=None, recorder=None):
         self.server, self.arrivals = server, arrivals
-        self.hopeless, self.progress = hopeless, progress
+        self.progress, self.recorder = progress, recorder
         self.completions, self.iterations = {}, []  # of request i; in order
         self.arrived, self.refused, self.cut_short = 0, 0, None
-        self.in_steps = self.in_forward = 0.0  # seconds
+        self.in_steps = 0.0  # seconds
+        if recorder:
+            recorder.watch(server.schedulers)
 
     def step(self):
         """Add the request that is due, or else run one iteration. False if all is done."""
         server, at, i = self.server, self.server.ready_at(), self.arrived
-        if self.cut_short:
-            return False
         if i < len(self.arrivals) and self.arrivals[i].time <= at:
             self._add(i, self.arrivals[i])
             return True
@@ -77,9 +78,9 @@ class LoadRun:
                 if self.progress:
                     self.progress()
         if iteration := server.last_iteration:
-            self.in_forward += iteration.end - iteration.launch
             self.iterations.append(iteration)
-            self.cut_short = self.hopeless and self.hopeless.check(iteration, events)
+            if self.recorder:
+                self.recorder.add(iteration)
         return True
 
     def run(self):
@@ -95,13 +96,14 @@ class LoadRun:
 
     def result(self):
         """The Run up to here. Aborts what still runs."""
-        unknown = (KeyError, ValueError) if self.cut_short == INTERRUPTED else ()
         for i in set(range(self.arrived)) - self.completions.keys():
-            with suppress(*unknown):  # who was about to be added, or ended in the step cut off
+            # an interrupt may have come as it was added, or in the step that ended it
+            with suppress(*(KeyError, ValueError) if self.cut_short else ()):
                 self.completions[i] = self.server.abort(i)
         done = [self.completions[i] for i in sorted(self.completions)]
         ends = [c.token_times[-1] for c in done if c.token_times] + [i.end for i in self.iterations]
-        own = 1 - self.in_forward / self.in_steps if self.in_steps else 0.0
+        in_forward = sum(i.end - i.launch for i in self.iterations)
+        own = 1 - in_forward / self.in_steps if self.in_steps else 0.0
         drift = statistics.fmean(self.server.missing or [0.0])
         seconds, how = max(ends, default=0.0), (own, self.refused, self.cut_short, drift)
         return Run(done, self.iterations, seconds, *how)
@@ -113,8 +115,6 @@ class LoadRun:
             self.server.add(i, arrival)
         except QueueFull:
             self.refused += 1
-            if self.hopeless:
-                del self.hopeless.waiting[i]
             what = range(arrival.prompt_len), arrival.time, PRIORITIES.index(arrival.priority)
             self.completions[i] = Completion(i, *what, finish_reason="abort")
 
@@ -127,6 +127,7 @@ class EngineServer:
     def __init__(self, engine, prompts, clock, sleep=time.sleep):
         self.engine, self.prompts, self.clock, self.sleep = engine, prompts, clock, sleep
         self.step, self.abort, self.missing = engine.step, engine.abort, []
+        self.schedulers = [engine.scheduler]
         self.probe, self.next_glance = probe_of(engine.runner.model.device), 0.0
 
     last_iteration = property(lambda self: self.engine.last_iteration)
@@ -181,6 +182,13 @@ def summarize(run, tbt_slo_s):
     return summary | more | {"met": not missed, "missed": missed, "busy": run.drift > BUSY}
 
 
+def rate_point(qps, summary):
+    """A point of the latency-throughput curve, from `summarize`."""
+    names = "met", "missed", "busy"
+    point = {"qps": qps, "p50_delay_s": summary["scheduling_delay_s"]["p50"]}
+    return point | metrics.headline(summary) | {name: summary[name] for name in names}
+
+
 def plan(names, page_sizes, config, tbt_slo_s=None):
     """What is to be run: label -> EngineConfig, for each name with each page size. A name is one
     that find_policy takes, and may end in a chunk size of its own, "sarathi:128". All have the
@@ -203,7 +211,7 @@ def plan(names, page_sizes, config, tbt_slo_s=None):
 
 
 class Base(NamedTuple):
-    """How fast a machine is."""
+    """How fast a machine is: what SLOs are multiples of (§5.1)."""
 
     seconds: float  # of an iteration that decodes `decodes` requests at `context` tokens
     prefill_token_s: float  # of a chunk alone
@@ -212,7 +220,7 @@ class Base(NamedTuple):
 
 
 def measure_base(model, config):
-    """The Base of this machine, what SLOs are multiples of (§5.1), and the spread of its times."""
+    """The Base of this machine, and the spread of its times."""
     context, chunk = slo.base_context(config.max_len), min(config.chunk, config.max_len)
     longest = max(context, chunk)
     runner = Runner(model, slo.BASE_BATCH, longest, longest, config.attention)
@@ -227,8 +235,8 @@ def slo_seconds(target, base):
     if it is below one decode iteration: no policy can meet that."""
     seconds = slo.SLOS[target] * base.seconds if target in slo.SLOS else float(target)
     if seconds < base.seconds:
-        takes = f"{base.seconds:.3g} s here (batch {base.decodes}, context {base.context:,})"
-        raise ValueError(f"SLO of {seconds:g} s: below one decode iteration, which takes {takes}")
+        takes = f"one decode iteration, which takes {base.seconds:.3g} s here"
+        raise ValueError(f"SLO of {seconds:g} s: below {takes}")
     return seconds
 
 
@@ -237,43 +245,6 @@ def estimated_qps(base, arrivals):
     prefill = sum(arrival.prompt_len for arrival in arrivals) * base.prefill_token_s
     decode = sum(arrival.output_len for arrival in arrivals) * base.seconds / base.decodes
     return len(arrivals) / (prefill + decode)
-
-
-class Hopeless:
-    """Watches a run and says when it cannot meet the SLO any more, however well the rest goes. That
-    is certain when so many TBTs or scheduling delays are over their limits that the percentile over
-    the whole load is. A delay counts as soon as it is too long."""
-
-    def __init__(self, arrivals, tbt_slo_s):
-        self.tbt_slo_s = tbt_slo_s
-        # so many of n values over a limit lift the quantile q, interpolated as numpy does, over it
-        decides = lambda n, q: n - math.floor(q * (n - 1))
-        self.decisive_slow = decides(sum(a.output_len - 1 for a in arrivals), 0.99)
-        self.decisive_late = decides(len(arrivals), 0.5)
-        self.slow = self.late = 0
-        self.waiting = {i: a.time for i, a in enumerate(arrivals)}  # of who was not yet scheduled
-        self._last = {}  # time of each one's last token
-
-    def check(self, iteration, events):
-        """After each iteration: why the run has failed, or None as long as it may succeed."""
-        limit = slo.MAX_DELAY_S
-        for i, *_ in iteration.chunks:
-            self.late += iteration.start - self.waiting.pop(i, iteration.start) > limit
-        for event in events:
-            last = self._last.get(event.request_id, iteration.end)
-            self.slow += iteration.end - last > self.tbt_slo_s
-            self._last[event.request_id] = iteration.end
-        if self.slow >= self.decisive_slow:
-            return f"{self.slow} TBTs over {self.tbt_slo_s:.3g} s"
-        late = self.late + sum(iteration.end - time > limit for time in self.waiting.values())
-        return f"{late} scheduling delays over {limit:g} s" if late >= self.decisive_late else None
-
-
-def rate_point(qps, summary):
-    """A point of the latency-throughput curve, from `summarize`; of what was seen before a cut."""
-    point = {"qps": qps, "p50_delay_s": summary["scheduling_delay_s"]["p50"]}
-    names = "met", "missed", "cut_short", "busy"
-    return point | metrics.headline(summary) | {name: summary[name] for name in names}
 
 
 class Bounded(float):
@@ -303,20 +274,22 @@ def found_so_far(points, ratio=1.05):
     high = min((p["qps"] for p in points if p["qps"] > at["qps"]), default=math.inf)
     failed, close = [p for p in points if p["qps"] == high], high <= ratio * at["qps"]
     qps = Bounded(at["qps"] or high, "" if close else "at least" if at["qps"] else "below")
-    missed = failed[-1].get("missed", "") if failed else ""
-    busy = bool(failed) and all(point.get("busy") for point in failed)
-    more = {"bound": qps.bound, "missed": missed, "busy": busy, "points": points}
-    return at | {"capacity_qps": qps} | more
+    return at | {
+        "capacity_qps": qps,
+        "bound": qps.bound,
+        "missed": failed[-1].get("missed", "") if failed else "",
+        "busy": bool(failed) and all(point.get("busy") for point in failed),
+        "points": points,
+    }
 
 
 def capacity(run_at_rate, start, ratio=1.05, most=16):
-    """The highest rate that meets the SLO, within a factor of `ratio`. Returns (qps, points).
-    `run_at_rate(qps)` runs the load at that rate and returns a dict with `met`; `points` are these
-    in their order, with `qps`. From `start` the rate goes up or down by half until one was met and
-    one was not, then by logarithmic halves between them. One run is no proof on a machine that
-    others use: what failed while it was `busy` is run again, and so is the lowest rate that failed;
-    if that is met then, the search goes on above it. What is found is Bounded, see found_so_far, if
-    all rates up to start * most were met, or none down to start / most, and after MAX_RUNS."""
+    """The highest rate that meets the SLO, within a factor of `ratio`: (qps, points), qps as in
+    found_so_far. `run_at_rate(qps)` runs the load at that rate and returns a dict with `met`, a
+    point. From `start` the rate goes up or down by half, at most to start * most or start / most,
+    until one was met and one was not, then by logarithmic halves between them. One run is no proof
+    on a machine that others use: what failed while it was `busy` is run again, and so is the lowest
+    rate that failed; if that is met then, the search goes on above it. It ends after MAX_RUNS."""
     low, points, rate = 0.0, [], start
     while len(points) < MAX_RUNS:
         points.append({"qps": rate} | run_at_rate(rate))

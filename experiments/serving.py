@@ -13,12 +13,13 @@ import random
 import statistics
 import textwrap
 from argparse import ArgumentTypeError
-from functools import partial, reduce
+from collections import defaultdict
+from functools import partial
 
 from tqdm import tqdm
 
 from experiments import measure, options, run, workload
-from experiments.machine import describe_machine
+from experiments.measure import describe_machine
 from experiments.metrics import request_rows
 from experiments.options import number, policy_names, whole
 from experiments.tables import print_table, show
@@ -26,42 +27,30 @@ from policies import POLICIES
 from policies.config import EngineConfig
 from policies.priority import PRIORITIES
 from policies.slo import MAX_DELAY_S, SLOS
+from views.schedule_page import Recorder, write_page
 
-SIZES = {"chunk": (128, 512), "batch": (32, 128), "max_len": (1024, 8192)}  # on a CPU, on a GPU
-DEFAULTS = {"serve": SIZES | {"requests": (48, 500)}, "capacity": SIZES | {"requests": (80, 400)}}
-# the tables of `serve`: {title: ({head: (what of metrics.summarize_run, format)}, what it means)}
-SERVED = {
-    "seconds": (
-        {
-            "TTFT P50": ("ttft_s.p50", ",.2f"),
-            "TTFT P99": ("ttft_s.p99", ",.2f"),
-            "delay P50": ("scheduling_delay_s.p50", ",.2f"),
-            "TBT P50": ("tbt_s.p50", ",.3f"),
-            "TBT P99": ("tbt_s.p99", ",.3f"),
-            "stalls": ("stalls.count", ",d"),
-            "over SLO": ("stalls.over_slo", ",d"),
-            "longest": ("stalls.longest.seconds", ",.3f"),
-            "caused by": ("stalls.longest.caused_by", "d"),
-        },
-        "from arrival to: the first token (TTFT), being scheduled (delay); TBT: between two tokens "
-        "of a request,\npreemptions included; a stall is one in which others' prefill was "
-        "computed, caused by the request with the\nmost of it; over SLO: longer than {:.3f} s\n",
-    ),
-    "batches": (
-        {
-            "tokens/s": ("tokens_per_s", ",.0f"),
-            "prefill": ("prefill_only", ".0%"),
-            "hybrid": ("hybrid", ".0%"),
-            "decode": ("decode_only", ".0%"),
-            "at once": ("running_mean", ",.1f"),
-            "peak": ("running_peak", "d"),
-            "preempted": ("preemptions", ",d"),
-            "refused": ("refused", ",d"),
-            "own time": ("own_fraction", ".1%"),
-        },
-        "tokens/s: prompt and output; at once: requests running, mean over time and peak; own "
-        "time: all of a step but\nthe forward pass and fetching its tokens",
-    ),
+# the tables of `serve`: {head: (key of a run, or of its stalls, or of the longest; format)}
+LATENCIES = {
+    "TTFT P50": ("p50_ttft_s", ",.2f"),
+    "TTFT P99": ("p99_ttft_s", ",.2f"),
+    "delay P50": ("p50_delay_s", ",.2f"),
+    "TBT P50": ("p50_tbt_s", ",.3f"),
+    "TBT P99": ("p99_tbt_s", ",.3f"),
+    "stalls": ("count", ",d"),
+    "over SLO": ("over_slo", ",d"),
+    "longest": ("seconds", ",.3f"),
+    "caused by": ("caused_by", "d"),
+}
+BATCHES = {
+    "tokens/s": ("tokens_per_s", ",.0f"),
+    "prefill": ("prefill_only", ".0%"),
+    "hybrid": ("hybrid", ".0%"),
+    "decode": ("decode_only", ".0%"),
+    "at once": ("running_mean", ",.1f"),
+    "peak": ("running_peak", "d"),
+    "preempted": ("preemptions", ",d"),
+    "refused": ("refused", ",d"),
+    "own time": ("own_fraction", ".1%"),
 }
 
 
@@ -76,29 +65,29 @@ def class_shares(text):
 
 def add_options(parser, command):
     """The options of `command`, "serve" or "capacity"."""
-    of_serve = dict(qps=None, long_prompt=None, csv=None, chrome_trace=None)
-    parser.set_defaults(classes={"normal": 1}, **of_serve)
     serving, add, size = command == "serve", parser.add, dict(type=whole(1))
-    on = {n: "{} on a CPU, {} on a GPU".format(*both) for n, both in DEFAULTS[command].items()}
     if serving:
         shown = "half of what is estimated to be possible, or the trace's own"
         add("--qps", "requests per second on average", shown=shown, type=number(least=1e-4))
-    add("--requests", "how many requests arrive", shown=on["requests"], type=whole(1, 10**6))
-    known = f"{', '.join(workload.LENGTHS)}, scaled to --max-len, or PROMPT+OUTPUT tokens"
-    add("--lengths", f"of requests: {known}; several, with commas, follow each other", "sharegpt4")
-    if serving:
         add("--long-prompt", "one more request, the first, has so many prompt tokens", **size)
         shares = "shares of the classes of `priority`, as in realtime=1,normal=4,low=5; see --csv"
         add("--classes", shares, "normal=1", type=class_shares)
+    else:
+        of_serve = dict(qps=None, long_prompt=None, csv=None, chrome_trace=None, html=None)
+        parser.set_defaults(classes={"normal": 1}, **of_serve)
+    count = (48, 500) if serving else (80, 400)
+    add("--requests", "how many requests arrive", by_device=count, type=whole(1, 10**6))
+    known = f"{', '.join(workload.LENGTHS)}, scaled to --max-len, or PROMPT+OUTPUT tokens"
+    add("--lengths", f"of requests: {known}; several, with commas, follow each other", "sharegpt4")
     trace = "lengths and arrivals from a log with columns " + ", ".join(workload.TRACE_COLUMNS)
     add("--trace", trace, metavar="FILE.csv")
     add("--trace-scale", "multiplies the lengths in it", 1.0, type=number(above=0, most=1))
     names = f"comma-separated, from {', '.join(POLICIES)}, or my_policy.py:ClassName; vllm is its "
     names += "scheduler of 2023, as in the paper; sarathi-serve:64 has a chunk of its own"
     add("--policies", names, "vllm,orca,sarathi-serve,dynamic", type=policy_names(chunks=True))
-    add("--chunk", "C, the chunk size and token budget, in tokens", shown=on["chunk"], **size)
-    add("--batch", "B, the most requests at once", shown=on["batch"], **size)
-    add("--max-len", "the longest prompt and output", shown=on["max_len"], type=whole(3))
+    add("--chunk", "C, the chunk size and token budget, in tokens", by_device=(128, 512), **size)
+    add("--batch", "B, the most requests at once", by_device=(32, 128), **size)
+    add("--max-len", "the longest prompt and output", by_device=(1024, 8192), type=whole(3))
     pages = "tokens in a page, or max for a slot per request; several, with commas: each with each"
     size_or_max = lambda text: text if text == "max" else whole(1)(text)
     sizes = lambda text: [size_or_max(part.strip()) for part in text.split(",")]
@@ -109,17 +98,17 @@ def add_options(parser, command):
     slo = "of P99 TBT: strict or relaxed, 5 or 25 decode iterations, or seconds"
     add("--slo", slo, "strict", type=lambda text: text if text in SLOS else number(above=0)(text))
     parser.add_model_options("llama3-8b on a GPU with 75 GB or more, else llama-160m")
-    plot = "latencies and timelines" if serving else "capacities, and latency against rate"
-    trace = "write what happened when, for https://ui.perfetto.dev, which reads FILE.gz as well"
-    more = dict(csv="write a row for each request and policy", chrome_trace=trace)
-    parser.add_files(plot=f"draw {plot}", **more if serving else {})
+    files = dict(plot="draw capacities, and latency against rate")
+    if serving:
+        trace = "write what happened when, for https://ui.perfetto.dev, which reads FILE.gz as well"
+        files = dict(plot="draw latencies and timelines", chrome_trace=trace, html=options.HTML)
+        files["csv"] = "write a row for each request and policy"
+    parser.add_files(**files)
 
 
 def check(parser, args):
     """Exit with a message if options make no sense together. Sets page_size and kv_tokens."""
     longest, long_prompt = args.max_len, args.long_prompt
-    if args.chunk > max(longest, *SIZES["chunk"]):
-        parser.error(f"--chunk {args.chunk}: must be at most --max-len {longest}")
     if long_prompt and long_prompt >= longest:
         parser.error(f"--long-prompt {long_prompt}: must be below --max-len {longest}")
     if args.trace and (args.lengths != "sharegpt4" or long_prompt):
@@ -154,8 +143,8 @@ def make_workload(args):
         at_rate = lambda qps: workload.poisson(lengths, qps, args.seed)
 
     def arrivals_at(qps):
-        arrivals, classes = at_rate(qps), ([*args.classes], args.classes.values())
-        drawn = random.Random(args.seed).choices(*classes, k=len(arrivals))
+        arrivals, (names, shares) = at_rate(qps), zip(*args.classes.items())
+        drawn = random.Random(args.seed).choices(names, shares, k=len(arrivals))
         return [arrival._replace(priority=its) for arrival, its in zip(arrivals, drawn)]
 
     return arrivals_at, name
@@ -179,68 +168,91 @@ class RealMachine:
         return run.serve(self.model, config, arrivals, prompts, **more)
 
 
-def run_all(machine, configs, arrivals_at, start, args, report, records):
-    """Run all of `configs` at args.qps, or search the capacity of each from `start`. Numbers go to
-    `report`, by name, and are printed and written when they are known, what was seen in `serve` to
-    `records`. The run of `serve` that an interrupt cuts off counts as far as it came."""
-    serving, slo_s = args.command == "serve", report["slo_s"]
+class Session:
+    """Runs of several policies on one load, for `serve` or `capacity`. `report` is what --json
+    holds: each number is printed and written when it is known."""
 
-    def run_at_rate(name, config, points, qps):
-        arrivals, seen = arrivals_at(qps), None
-        hopeless = None if serving else run.Hopeless(arrivals, slo_s)
+    def __init__(self, args, machine, arrivals_at, report):
+        self.args, self.machine, self.arrivals_at, self.report = args, machine, arrivals_at, report
+        self.serving, self.slo_s = args.command == "serve", report["slo_s"]
+        self.found = report.setdefault("runs" if self.serving else "results", {})
+        self.points = defaultdict(list)  # name -> its points, run.rate_point
+        self.records, self.recorders = {}, {}  # of each run of `serve`: Completions and Iterations
+
+    def run_all(self, configs, start):
+        """Run all of `configs`, by name: at the rate of --qps, or search the capacity of each from
+        `start`. What there is when it is interrupted is kept."""
         try:
-            with tqdm(total=len(arrivals), desc=name, disable=None, leave=False) as bar:
-                seen = machine.serve(config, arrivals, progress=bar.update, hopeless=hopeless)
-        except KeyboardInterrupt as interrupt:
-            seen = getattr(interrupt, "run", None) if serving else None
+            for name, config in configs.items():
+                run_at_rate = partial(self.run_at_rate, name, config)
+                if self.serving:
+                    run_at_rate(self.args.qps)
+                else:
+                    run.capacity(run_at_rate, start)
+        except KeyboardInterrupt:
+            print("interrupted: what was seen until then is kept")
             raise
         finally:
-            if seen:
-                row = run.summarize(seen, slo_s)
-                points.append(run.rate_point(qps, row))
-                if serving:
-                    records[name], report["runs"][name] = seen[:2], row | points[-1]
-                else:
-                    report["results"][name] = run.found_so_far(points)
-                print_point(name, points[-1])
-                save(args, report, records)
+            if self.found:
+                self.finish()
+
+    def run_at_rate(self, name, config, qps):
+        """Serve the load at this rate, and return its point. The run of `serve` that an interrupt
+        cuts off counts as far as it came."""
+        arrivals = self.arrivals_at(qps)
+        recorder = self.recorders.setdefault(name, Recorder()) if self.args.html else None
+        try:
+            with tqdm(total=len(arrivals), desc=name, disable=None, leave=False) as bar:
+                watching = dict(progress=bar.update, recorder=recorder)
+                seen = self.machine.serve(config, arrivals, **watching)
+        except KeyboardInterrupt as interrupt:
+            if self.serving and hasattr(interrupt, "run"):
+                self.add(name, qps, interrupt.run)
+            raise
+        return self.add(name, qps, seen)
+
+    def add(self, name, qps, seen):
+        """Print what was seen of a run, and write all that there is. Returns its point."""
+        row, points = run.summarize(seen, self.slo_s), self.points[name]
+        points.append(run.rate_point(qps, row))
+        if self.serving:
+            self.records[name], self.found[name] = seen[:2], row | points[-1]
+        else:
+            self.found[name] = run.found_so_far(points)
+        print_point(name, points[-1])
+        self.report["conclusion"] = conclude(self.report)
+        options.write_json(self.args, self.report)
+        if self.args.csv:
+            its = self.records.items()
+            rows = [{"policy": name} | row for name, seen in its for row in request_rows(*seen)]
+            table = csv.DictWriter(text := io.StringIO(newline=""), rows[0] if rows else ())
+            table.writeheader()
+            table.writerows(rows)
+            options.write_text(self.args.csv, text.getvalue())
         return points[-1]
 
-    search = (lambda at, _: at(args.qps)) if serving else run.capacity
-    for name, config in configs.items():
-        search(partial(run_at_rate, name, config, []), start)
+    def finish(self):
+        """Print the tables and what to conclude, draw, and say which files were written."""
+        args, machine = self.args, self.machine.machine
+        print()
+        if self.serving:
+            print_runs(self.found, self.slo_s)
+        else:
+            print_capacities(self.found)
+        print(f"\n{self.report['conclusion']}")
+        if args.chrome_trace:
+            from views.chrome_trace import write_chrome_trace
 
+            write_chrome_trace(args.chrome_trace, self.records)
+        if args.plot:
+            from views import search, serving
 
-def save(args, report, records):
-    """Write what there is, after each run. Sets report["conclusion"]."""
-    report["conclusion"] = conclude(report)
-    options.write_json(args, report)
-    its = records.items() if args.csv else ()
-    rows = [{"policy": name} | row for name, seen in its for row in request_rows(*seen)]
-    if rows:
-        table = [rows[0], *(row.values() for row in rows)]
-        csv.writer(text := io.StringIO(newline="")).writerows(table)
-        options.write_text(args.csv, text.getvalue())
-
-
-def finish(machine, args, report, records):
-    """Print the tables and what to conclude, draw, and say which files were written."""
-    print()
-    if records:
-        print_runs(report["runs"], report["slo_s"])
-    else:
-        print_capacities(report["results"])
-    print(f"\n{report['conclusion']}")
-    if records and args.chrome_trace:
-        from views.chrome_trace import write_chrome_trace
-
-        write_chrome_trace(args.chrome_trace, records)
-    if args.plot:
-        from views import search, serving
-
-        draw = serving.plot_serving if records else search.plot_capacity
-        draw(records or report["results"], machine.machine, args.plot, report["slo_s"])
-    options.wrote(args.json, args.csv, args.chrome_trace, args.plot)
+            draw = serving.plot_serving if self.serving else search.plot_capacity
+            draw(self.records or self.found, machine, args.plot, self.slo_s)
+        if args.html:
+            heading = options.machine_lines(machine)
+            write_page(args.html, self.report["load"], heading, self.recorders, slo_s=self.slo_s)
+        options.wrote(args.json, args.csv, args.chrome_trace, args.plot, args.html)
 
 
 def main(args, make_machine=RealMachine):
@@ -250,7 +262,7 @@ def main(args, make_machine=RealMachine):
     config = EngineConfig(**limits, **memory, attention=args.attention)
     plan = partial(run.plan, args.policies, args.page_size, config)
     plan(1.0)  # what is wrong with it, or with the load, ends here, before a model is loaded
-    arrivals_at, name = make_workload(args)
+    arrivals_at, load = make_workload(args)
     serving = args.command == "serve"
     own_rate = serving and args.trace and args.qps is None
     arrivals = arrivals_at(None if own_rate else 1.0)
@@ -261,18 +273,10 @@ def main(args, make_machine=RealMachine):
         args.qps = args.qps or start
         arrivals = arrivals_at(args.qps)
     slo_busy = args.slo in SLOS and machine.machine.get("base_busy", False)
-    report = {"command": args.command, "machine": machine.machine, "load": name, "slo_s": slo_s}
-    report |= {"base": base._asdict(), "slo_busy": slo_busy, "runs" if serving else "results": {}}
+    report = {"command": args.command, "machine": machine.machine, "load": load, "slo_s": slo_s}
+    report |= {"base": base._asdict(), "slo_busy": slo_busy}
     print_heading(machine, args, report, arrivals)
-    records = {}  # of each run of `serve`: its Completions and Iterations
-    try:
-        run_all(machine, plan(slo_s), arrivals_at, start, args, report, records)
-    except KeyboardInterrupt:
-        print("interrupted: what was seen until then is kept")
-        raise
-    finally:
-        if "conclusion" in report:
-            finish(machine, args, report, records)
+    Session(args, machine, arrivals_at, report).run_all(plan(slo_s), start)
 
 
 def print_heading(machine, args, report, arrivals):
@@ -306,69 +310,53 @@ def print_point(name, point):
 
 
 def print_runs(rows, tbt_slo_s):
-    """The tables of `serve`: name -> metrics.summarize_run. Who was disturbed is marked."""
-    get = lambda value, key: value and value[key]  # there may be no longest stall
-    for title, (columns, explained) in SERVED.items():
+    """The tables of `serve`: name -> run.summarize and run.rate_point. The disturbed are marked."""
+    for title, columns in {"seconds": LATENCIES, "batches": BATCHES}.items():
         table = []
         for name, row in rows.items():
-            cells = [reduce(get, path.split("."), row) for path, _ in columns.values()]
+            its = row | row["stalls"] | (row["stalls"]["longest"] or {})
             name += " (cut short)" * bool(row["cut_short"])
+            cells = [its.get(key) for key, _ in columns.values()]
             table.append([measure.mark(name, row["busy"]), *cells])
         print_table({title: ""} | {head: spec for head, (_, spec) in columns.items()}, table)
-        print(f"\n{explained.format(tbt_slo_s)}")
+        print()
+    print(
+        "TTFT, delay: from arrival to the first token, to being scheduled; a stall is a TBT with "
+        "others' prefill in it,\ncaused by who had most of that; over SLO: longer than "
+        f"{tbt_slo_s:.3f} s; tokens/s: prompt and output; at once: running,\nmean over time and "
+        "peak; own time: all of a step but the forward pass and fetching its tokens"
+    )
 
 
 def print_capacities(results):
     """The table of `capacity`: name -> run.found_so_far."""
+    columns = {"policy": "", "capacity in requests/s": ",.2f", "relative to vllm": ",.2fx"}
+    columns |= {"P50 TTFT s": ",.2f", "P99 TBT s": ",.3f", "tokens/s": ",.0f", "runs": "d"}
     table, vllm = [], results.get("vllm")
     for name, its in results.items():
         qps, count = its["capacity_qps"], len(its["points"])
         gain = 1.0 if its is vllm else vllm and qps.over(vllm["capacity_qps"])
         seen = map(its.get, ("p50_ttft_s", "p99_tbt_s", "tokens_per_s"))
         table.append([measure.mark(name, its["busy"]), qps, gain, *seen, count])
-    columns = {"policy": "", "capacity in requests/s": ",.2f", "relative to vllm": ",.2fx"}
-    columns |= {"P50 TTFT s": ",.2f", "P99 TBT s": ",.3f", "tokens/s": ",.0f", "runs": "d"}
     print_table(columns, table)
-    print(
-        "\ncapacity: the highest rate that was met, 5 % below one that was not, twice; latencies "
-        "and tokens/s (prompt and\noutput) are those at this rate"
-    )
-
-
-def listed(parts):
-    """The text of a list: "a, b and c", or "none"."""
-    *parts, last = parts or ["none"]
-    return f"{', '.join(parts)} and {last}" if parts else last
+    print("\ncapacity: the highest rate that was met, 5 % below one that was not, twice")
 
 
 def conclude(report):
-    """What `serve` or `capacity` found, in a paragraph: who meets the SLO, and at what price; of
+    """What `serve` or `capacity` found, in a paragraph: who meets the SLO, or which rates fail; of
     runs that were cut short or disturbed, or whose SLO is a multiple of what was, nothing."""
     found, slo_s = report.get("runs") or report["results"], f"{report['slo_s']:,.3f} s"
     whole = {name: its for name, its in found.items() if not its.get("cut_short")}
     sure = {name: its for name, its in whole.items() if not (its["busy"] or report["slo_busy"])}
+    missed = [f"{name} ({its['missed']})" for name, its in sure.items() if its["missed"]]
     if not sure:
-        return f"Conclusion: {measure.TOO_BUSY if whole else 'no run came to its end'}."
-    if "runs" in report:
-        names = sorted(sure, key=lambda name: sure[name]["p99_tbt_s"] or 0.0)
-        met = [name for name in names if sure[name]["met"]]
-        failed = [f"{name} ({sure[name]['missed']})" for name in names if name not in met]
-        text = f"SLO of {slo_s}: met by {listed(met)}"
-        text += f"; not met by {listed(failed)}." if failed else "."
+        text = f"Conclusion: {measure.TOO_BUSY if whole else 'no run came to its end'}."
+    elif "runs" in report:
+        met = [name for name, its in sure.items() if its["met"]]
+        text = f"SLO of {slo_s}: met by {', '.join(met) or 'none'}"
+        text += f"; not met by {', '.join(missed)}." if missed else "."
     else:
-        qps = {name: its["capacity_qps"] for name, its in sure.items()}
-        names = sorted(qps, key=lambda name: (qps[name].bound == "below", -qps[name]))
-        each = [f"{qps[name]:,.2f} under {name}" for name in names]
+        each = [f"{its['capacity_qps']:,.2f} under {name}" for name, its in sure.items()]
         text = f"Capacity in requests/s with P99 TBT up to {slo_s}: {', '.join(each)}."
-        each = [f"{sure[name]['missed']} under {name}" for name in names if sure[name]["missed"]]
-        text += f" Higher rates fail: {listed(each)}." if each else ""
-    if others := names[1:]:
-        pair = names[0], "vllm" if "vllm" in others else others[-1]
-        keys = {"capacity": "capacity_qps", "P99 TBT": "p99_tbt_s", "median TTFT": "p50_ttft_s"}
-        keys |= {"longest stall": "longest_stall_s", "throughput": "tokens_per_s"}
-        both = {what: [sure[name].get(key) for name in pair] for what, key in keys.items()}
-        over = lambda a, b: a.over(b) if isinstance(a, run.Bounded) else a / b
-        ratios = {what: over(*values) for what, values in both.items() if all(values)}
-        each = [f"{ratio:.2f}x the {what}" for what, ratio in ratios.items() if ratio]
-        text += f" Against {pair[1]}, {pair[0]} has {listed(each)}." if each else ""
+        text += f" Higher rates fail under {', '.join(missed)}." if missed else ""
     return textwrap.fill(text, 100, break_on_hyphens=False)

@@ -7,8 +7,6 @@ arguments and seed give the same workload. Read next: run.py, which serves it.
 """
 
 import csv
-import io
-import math
 import re
 import reprlib
 from collections import namedtuple
@@ -17,9 +15,6 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
-import torch
-
-from policies.config import check_memory
 
 
 class Arrival(NamedTuple):
@@ -43,7 +38,6 @@ LENGTHS = {  # Sarathi-Serve, Table 2; the limits are in the text beside it
 SECONDS = "a number of seconds from 0 to 4e9", lambda x: 0 <= x <= 4e9
 TOKENS = "a whole number of 1 to 1e9", lambda x: 1 <= x <= 1e9 and x.is_integer()
 TRACE_COLUMNS = {"arrived_at": SECONDS, "num_prefill_tokens": TOKENS, "num_decode_tokens": TOKENS}
-MAX_SIZE = 2**26  # of a CSV file: two million requests; /dev/zero has no end
 
 
 def make_rng(stream, seed):
@@ -52,8 +46,8 @@ def make_rng(stream, seed):
 
 
 def make_lengths(asked, count, max_len, seed):
-    """`count` pairs (prompt_len, output_len) as asked for: the name of LENGTHS to sample, or pairs
-    like "500+50,20+5", which follow each other in equal shares. Raises ValueError."""
+    """`count` pairs (prompt_len, output_len): sampled from the LENGTHS of that name, or those of a
+    text like "500+50,20+5", which follow each other in equal shares. Raises ValueError."""
     if asked in LENGTHS:
         return sample_lengths(asked, count, max_len, seed)
     own = [re.fullmatch(r" *(\d{1,15}) *\+ *(\d{1,15}) *", pair) for pair in asked.split(",")]
@@ -67,12 +61,11 @@ def make_lengths(asked, count, max_len, seed):
 
 
 def sample_lengths(name, count, max_len, seed):
-    """`count` random pairs (prompt_len, output_len) like those of LENGTHS[name], up to max_len.
-    Prompts and outputs are drawn apart, each log-normal, and again if above the limit, as the
-    authors removed such requests. Their statistics are of what was left, so this cuts the tail
-    twice: the median prompt falls to 1,623 tokens (sharegpt4) and 6,887 (arxiv), its 90th
-    percentile to 4,553 and 11,876. A max_len below the limit shrinks all lengths in proportion. A
-    smaller `count` gives the first of the same pairs."""
+    """`count` random (prompt_len, output_len) like those of LENGTHS[name]. Prompts and outputs are
+    drawn apart, each log-normal, and again if above the limit, as the authors removed such
+    requests; their statistics are of what was left, so this cuts the tail twice: the median prompt
+    falls to 1,623 tokens (sharegpt4) and 6,887 (arxiv), its 90th percentile to 4,553 and 11,876. A
+    max_len below the limit shrinks all in proportion. Fewer are the first of the same pairs."""
     prompt, output, limit = LENGTHS[name]
     median, p90 = np.transpose([prompt, output])
     rng, z = make_rng(1, seed), NormalDist().inv_cdf(0.9)  # standard deviations, median to p90
@@ -98,17 +91,17 @@ def zipf_lengths(shortest, longest, theta, pd_ratio, count, seed):
 
 
 def poisson(lengths, qps, seed):
-    """Arrivals for [(prompt_len, output_len)], in order, as a Poisson process of `qps` per second.
-    With one seed, two rates see the same gaps up to a factor, so that a search for the capacity
-    compares like with like. The first arrives at 0: an engine that waits measures nothing."""
+    """Arrivals for [(prompt_len, output_len)], in order, as a Poisson process of `qps` per second,
+    the first at 0. With one seed, two rates see the same gaps up to a factor: a search for the
+    capacity compares like with like."""
     gaps = make_rng(2, seed).exponential(size=len(lengths))
     gaps[:1] = 0
     return [Arrival(time, *pair) for time, pair in zip((gaps.cumsum() / qps).tolist(), lengths)]
 
 
 def rescale(arrivals, qps):
-    """The same requests at `qps` per second on average, n - 1 gaps from first to last; the first at
-    0. ValueError if all come at one time."""
+    """The same requests at `qps` per second on average, the first at 0. Raises ValueError if all
+    come at one time."""
     first, span = arrivals[0].time, arrivals[-1].time - arrivals[0].time
     if not span:
         raise ValueError(f"arrivals: {len(arrivals)}, all at one time, have no rate")
@@ -120,47 +113,41 @@ def read_trace(file, max_len, scale=1, count=10**9):
     Lengths are multiplied by `scale` and rounded, to at least one token. The first `count` requests
     with prompt + output <= max_len are kept; `left_out` were passed over. Raises ValueError if it
     is no such trace or nothing in it fits; OSError."""
-    arrivals, left_out, shortest = [], 0, math.inf
     rows = sorted(read_columns(file, TRACE_COLUMNS), key=lambda row: row[0])  # ties stay in order
+    arrivals, left_out = [], 0
     for time, *lengths in rows:
         if len(arrivals) == count:
             break
-        lengths = [max(1, round(length * scale)) for length in lengths]
-        shortest = min(shortest, sum(lengths))
-        if sum(lengths) > max_len:
+        prompt_len, output_len = (max(1, round(length * scale)) for length in lengths)
+        if prompt_len + output_len > max_len:
             left_out += 1
         else:
-            arrivals.append(Arrival(time, *lengths))
+            arrivals.append(Arrival(time, prompt_len, output_len))
     if not arrivals:
-        given = f"none of its {len(rows)} requests fits {max_len=} at {scale=}"
-        raise ValueError(f"{file}: {given}: the shortest has {shortest:.15g} tokens")
+        raise ValueError(f"{file}: none of its {len(rows)} requests fits {max_len=} at {scale=}")
     return [a._replace(time=a.time - arrivals[0].time) for a in arrivals], left_out
 
 
 def read_columns(file, columns):
-    """The rows of a CSV file whose first line names at least these columns: lists of floats.
-    `columns` is {name: (what it may hold, a function that says so of a float)}. Raises ValueError,
-    naming file, line, column and value; OSError."""
+    """The rows of a CSV file with a header and at least these columns: lists of floats. `columns`
+    is {name: (what it may hold, a function that says so of a float)}. Raises ValueError, naming
+    file, line, column and value; OSError."""
+    rows = []
     with open(file, encoding="utf-8-sig", errors="replace", newline="") as log:
-        text = log.read(MAX_SIZE + 1)
-    if len(text) > MAX_SIZE:
-        raise ValueError(f"{file}: must be at most {MAX_SIZE:,} characters long")
-    reader, rows = csv.reader(io.StringIO(text, newline=""), strict=True), []
-    try:
-        header = [name.strip() for name in next(reader, [])]
-        for name in columns:
-            if (times := header.count(name)) != 1:
-                given = f"column {name!r} is {times} times in the header {reprlib.repr(header)}"
-                raise ValueError(f"{given}: must have each of {', '.join(columns)} once")
-        for fields in filter(None, reader):  # a blank line has no fields
-            if len(fields) != len(header):
-                given = f"{len(fields)} fields {reprlib.repr(fields)}"
-                raise ValueError(f"{given}: must be {len(header)}, as in the header")
-            row = dict(zip(header, fields))
-            rows.append([parse_field(name, row[name], *its) for name, its in columns.items()])
-    except (ValueError, csv.Error) as error:
-        must = "must be CSV: " if isinstance(error, csv.Error) else ""
-        raise ValueError(f"{file} line {reader.line_num or 1}: {must}{error}") from error
+        reader = csv.reader(log, strict=True, skipinitialspace=True)
+        try:
+            header = [name.strip() for name in next(reader, [])]
+            for name in columns:
+                if (times := header.count(name)) != 1:
+                    given = f"column {name!r} is {times} times in the header {reprlib.repr(header)}"
+                    raise ValueError(f"{given}: must have each of {', '.join(columns)} once")
+            for fields in filter(None, reader):  # a blank line has no fields
+                if len(fields) != len(header):
+                    raise ValueError(f"{len(fields)} fields: must be {len(header)}")
+                row = dict(zip(header, fields))
+                rows.append([parse_field(name, row[name], *its) for name, its in columns.items()])
+        except (ValueError, csv.Error) as error:
+            raise ValueError(f"{file} line {reader.line_num or 1}: {error}") from error
     if not rows:
         raise ValueError(f"{file}: nothing after the header: must have at least one row")
     return rows
@@ -175,9 +162,6 @@ def parse_field(column, text, words, allowed):
 
 
 def prompts(arrivals, vocab_size, seed):
-    """One list of `prompt_len` random token ids below `vocab_size` for each arrival. Raises
-    ValueError if they do not fit the memory."""
-    count = sum(arrival.prompt_len for arrival in arrivals)
-    check_memory(f"prompts of {count:,} tokens", 40 * count, torch.device("cpu"))
+    """One list of `prompt_len` random token ids below `vocab_size` for each arrival."""
     rng = make_rng(3, seed)
     return [rng.integers(vocab_size, size=arrival.prompt_len).tolist() for arrival in arrivals]

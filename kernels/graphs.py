@@ -3,8 +3,7 @@
 A decode-only iteration of a 13B model is 5.4 ms of reading on an H200, less than Python takes to
 launch the kernels of forty layers. A graph remembers kernels with the addresses and numbers they
 were called with. So what differs from batch to batch lies in tensors that stay where they are, and
-batches are filled up to sizes that there are graphs for. Chunks have too many sizes: they run as
-ever. Read first: model.py and xformers.py.
+batches are filled up to sizes that there are graphs for. Read first: model.py and xformers.py.
 """
 
 import warnings
@@ -32,10 +31,9 @@ def idle_pages(model, wanted_bytes, free_bytes):
 
 
 class DecodeGraphs:
-    """The graphs of one model and its cache, by their size: made by `warm_up`, or when needed.
-
-    Rows that fill a batch up are decodes of the cache's last page, which nobody may own. They all
-    write their keys and values to its first slot, and attend to that slot alone."""
+    """The graphs of one model and its cache, by their size: made by `warm_up`, or when needed. Rows
+    that fill a batch up are decodes of the cache's last page, which nobody may own: they all write
+    to its first slot, and attend to that slot alone."""
 
     def __init__(self, model, cache, attention):
         self.model, self.cache, self.attention = model, cache, attention

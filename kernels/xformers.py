@@ -1,7 +1,4 @@
-"""FlashAttention and Triton split-K through xformers, on CUDA: a backend of attention.py.
-
-`XFormers` plans like the others there. Read first: attention.py.
-"""
+"""FlashAttention and Triton split-K through xformers, on CUDA: a backend of attention.py."""
 
 from functools import partial
 from itertools import accumulate, chain, takewhile, zip_longest
@@ -14,17 +11,16 @@ from kv_cache import Span
 
 
 class XFormers:
-    """FlashAttention through xformers: all decodes in one call, all longer chunks in another.
+    """All decodes in one call, all longer chunks in another.
 
     xformers sees the cache of a layer as one long sequence of keys. With one page for each request
     a block-diagonal mask with *gappy keys* says where in it each request's keys begin and how many
-    there are, so the pages may lie in any order, with holes, and nothing is copied. With `split_k`
-    the decodes go to Triton split-K instead, which cuts the keys into pieces so that a few decodes
-    with long contexts fill the GPU.
+    there are, so the pages may lie in any order, and nothing is copied. With `split_k` the decodes
+    go to Triton split-K, which cuts the keys into pieces so that a few decodes fill the GPU.
 
-    Small pages: the decodes go to Triton split-K with a *paged* mask, which follows the block
-    tables. The kernel for chunks does not know block tables: there the pages of the chunks'
-    requests are copied side by side first, little beside what a chunk computes."""
+    With small pages they go there in any case, with a *paged* mask, which follows the block tables.
+    The kernel for chunks does not know these: the pages of the chunks' requests are copied side by
+    side first, little beside what a chunk computes."""
 
     def __init__(self, config, cache, split_k=False):
         """Raises ImportError without xformers, ValueError where its operators do not run."""
@@ -33,11 +29,9 @@ class XFormers:
         self.group, dtype = config.n_head // config.n_kv_head, cache.data.dtype
         split_k = split_k or self.paged
         if dtype not in SIXTEEN_BITS or torch.cuda.get_device_capability(self.device) < (8, 0):
-            needs = "16 bits and a GPU of compute capability 8.0 or more"
-            raise ValueError(f"attention='xformers': needs {needs}")
+            raise ValueError("attention='xformers': needs 16 bits and a GPU of sm80 or newer")
         if self.paged and cache.page_size % 64:
-            allowed = "max_len or a multiple of 64 for xformers"
-            raise ValueError(f"page_size={cache.page_size}: must be {allowed}")
+            raise ValueError(f"page_size={cache.page_size}: must be max_len or a multiple of 64")
         if config.head_dim not in ((16, 32, 64, 128, 256) if split_k else range(8, 257, 8)):
             raise ValueError(f"attention='xformers': head_dim={config.head_dim} is not supported")
         from xformers.ops import fmha  # imported only where it is used: it has no CPU operator
@@ -54,16 +48,14 @@ class XFormers:
 
     def plan(self, spans):
         """See the top of attention.py. Decodes must come first, or they count as chunks."""
-        num_decodes = len(list(takewhile(lambda span: span.length == 1, spans)))
-        decodes, chunks = spans[:num_decodes], spans[num_decodes:]
-        calls = []  # (rows of q, how many of them count, mask, operator, pages to copy or None)
+        decodes = list(takewhile(lambda span: span.length == 1, spans))
+        chunks, calls = spans[len(decodes) :], []  # calls: the arguments of `attend_rows`
         if decodes:
             # Triton compiles a kernel for each number of decodes: some rows of chunks make it round
             total = sum(span.length for span in spans)
-            fill = min(graph_size(num_decodes), total) - num_decodes if self.paged else 0
-            mask = self.decode_mask(decodes + [Span([0], 0, [0])] * fill)
-            rows = slice(0, num_decodes + fill)
-            calls.append((rows, num_decodes, mask, self.decode_operator, None))
+            rows = min(graph_size(len(decodes)), total) if self.paged else len(decodes)
+            mask = self.decode_mask(decodes + [Span([0], 0, [0])] * (rows - len(decodes)))
+            calls.append((slice(rows), len(decodes), mask, self.decode_operator))
         if chunks:
             firsts, pages, table = [span.pages[0] for span in chunks], self.cache.pages, None
             if self.paged:  # the mask is that of the copy
@@ -71,25 +63,24 @@ class XFormers:
                 *firsts, pages = accumulate(map(len, used), initial=0)
                 table = page_rows(list(chain.from_iterable(used)), self.cache)
             mask = gappy_bias(chunks, firsts, pages, self.page_size, self.device)
-            calls.append((slice(num_decodes, None), None, mask, self.chunk_operator, table))
+            calls.append((slice(len(decodes), None), None, mask, self.chunk_operator, table))
         return partial(self.attend, calls)
 
     def static_plan(self, decodes):
         """(attend, tensors) for a CUDA graph: a plan of decodes, and all that it depends on, on the
         device. When the `decode_numbers` of as many others are in them, it is the plan of those."""
         mask = self.decode_mask(decodes)
-        lengths, starts = mask.k_seqinfo.seqlen, mask.k_seqinfo.seqstart[: len(decodes)]
-        attend = partial(self.attend, [(slice(None), None, mask, self.decode_operator, None)])
-        return attend, [lengths, mask.block_tables.t() if self.paged else starts]
+        attend = partial(self.attend, [(slice(None), None, mask, self.decode_operator)])
+        starts = mask.block_tables.t() if self.paged else mask.k_seqinfo.seqstart[: len(decodes)]
+        return attend, [mask.k_seqinfo.seqlen, starts]
 
     def decode_numbers(self, decodes):
         """How many keys each decode sees, and the slot where they begin; with small pages the first
         page of each, then the second of each, as far as the longest goes. A list."""
+        where = [span.pages[0] * self.page_size for span in decodes]
         if self.paged:
             used = (span.used_pages(self.page_size) for span in decodes)
             where = chain.from_iterable(zip_longest(*used, fillvalue=0))
-        else:
-            where = [span.pages[0] * self.page_size for span in decodes]
         return [*(span.end for span in decodes), *where]
 
     def decode_mask(self, decodes):
@@ -101,33 +92,29 @@ class XFormers:
 
     def attend(self, calls, q, keys, values):
         """Attention of the rows of q in a few calls, see `plan`."""
-        parts = []
         with torch.cuda.device_of(q):  # where Triton launches its kernels
-            for rows, count, mask, operator, table in calls:
-                queries = q[None, rows].unflatten(2, (-1, self.group))
-                # queries (1, n, n_kv_head, group, head_dim)
-                k, v = keys, values
-                if table is not None:
-                    k, v = (gather(x, table, self.page_size) for x in (keys, values))
-                inputs = self.inputs(queries, self.merge(k), self.merge(v), attn_bias=mask)
-                y, _ = operator.apply(inputs, needs_gradient=False)
-                parts.append(y.reshape(-1, *q.shape[1:])[:count])
+            parts = [self.attend_rows(q, keys, values, *call) for call in calls]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def merge(self, x):
-        """(n_kv_head, slots, head_dim) -> (1, slots, n_kv_head, group, head_dim), a view.
+    def attend_rows(self, q, keys, values, rows, count, mask, operator, copied=None):
+        """Attention of some rows of q, of which the first `count` are wanted, over all pages where
+        they are, or over those whose page_rows are `copied`, side by side."""
+        if copied is not None:
+            keys, values = (gather(x, copied, self.page_size) for x in (keys, values))
+        queries = q[None, rows].unflatten(2, (-1, self.group))  # (1, n, n_kv_head, group, head_dim)
+        inputs = self.inputs(queries, self.merge(keys), self.merge(values), attn_bias=mask)
+        y, _ = operator.apply(inputs, needs_gradient=False)
+        return y.reshape(-1, *q.shape[1:])[:count]
 
-        The heads of a group are the same memory: their stride is 0, which the operators recognise.
-        """
+    def merge(self, x):
+        """(n_kv_head, slots, head_dim) -> (1, slots, n_kv_head, group, head_dim), a view: heads of
+        a group are the same memory, with a stride of 0, which the operators recognise."""
         return x.transpose(0, 1)[None, :, :, None].expand(-1, -1, -1, self.group, -1)
 
 
 def gappy_bias(spans, firsts, pages, page_size, device="cpu"):
-    """xformers' mask of some spans over the keys of `pages` pages, (sum of their lengths, slots).
-
-    The keys of span i begin with page firsts[i] and go on from there. Each span sees those of its
-    own request up to its end, causally, aligned at its last query.
-    """
+    """xformers' mask of some spans over the keys of `pages` pages, (sum of their lengths, slots):
+    each sees its own, which begin with page firsts[i], causally, aligned at its last query."""
     from xformers.ops.fmha.attn_bias import BlockDiagonalCausalWithOffsetGappyKeysMask
 
     mask = BlockDiagonalCausalWithOffsetGappyKeysMask.from_seqlens(

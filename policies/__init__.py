@@ -6,10 +6,10 @@
 Plain Python, like scheduler.py. Read next: dynamic.py, priority.py.
 """
 
-import importlib.util
-import sys
+import runpy
 import traceback
-from inspect import Parameter, signature
+from functools import cache
+from inspect import getfullargspec, signature
 from pathlib import Path
 
 import scheduler
@@ -28,41 +28,36 @@ POLICIES = {
     "dynamic": Dynamic,
     "priority": Priority,
 }
-OWN = "nanosarathi_policy_"  # the modules of files of one's own are called this and the file's path
+OWN = "nanosarathi_policy_"  # and its path: what a file of one's own has as its __name__
 
 
 def find_policy(name):
     """The class of a policy: a name in POLICIES, or "path/to/file.py:ClassName". Raises ValueError
     if there is no such subclass of Scheduler; what the file itself raises passes through."""
-    file, _, class_name = str(name).rpartition(":")
     if str(name) in POLICIES:
         return POLICIES[name]
+    file, _, class_name = str(name).rpartition(":")
     if not file.endswith(".py"):
         names = ", ".join(POLICIES)
         raise ValueError(f"policy={name!r}: must be one of {names}, or FILE.py:Class")
     path = Path(file).resolve()
     if not path.is_file():
         raise ValueError(f"policy={name!r}: there is no file {file}")
-    known, module_name = sys.modules, OWN + str(path)
-    if module_name not in known:
-        spec = importlib.util.spec_from_file_location(module_name, path)
-        known[module_name] = importlib.util.module_from_spec(spec)  # a dataclass looks itself up
-        try:
-            spec.loader.exec_module(known[module_name])
-        except BaseException:
-            del known[module_name]
-            raise
-    found = getattr(known[module_name], class_name, None)
+    found = _run_once(str(path)).get(class_name)
     if not (isinstance(found, type) and issubclass(found, scheduler.Scheduler)):
         raise ValueError(f"policy={name!r}: {file} has no subclass of Scheduler of that name")
     return found
 
 
+@cache  # what raises is not kept: a file can be mended
+def _run_once(path):
+    return runpy.run_path(path, run_name=OWN + path)
+
+
 def policy_options(policy):
-    """The options of a policy class beside those of every Scheduler, a set, from its signatures."""
-    inits = [vars(cls)["__init__"] for cls in policy.__mro__[:-2] if "__init__" in vars(cls)]
-    parameters = [p for init in inits for p in signature(init).parameters.values()]
-    return {p.name for p in parameters if p.kind == Parameter.KEYWORD_ONLY}
+    """The own options of a policy class, a set: what its __init__s take by keyword only."""
+    arguments = [getfullargspec(cls.__init__) for cls in policy.__mro__]
+    return {name for its in arguments for name in its.kwonlyargs}
 
 
 def make_scheduler(policy, pages, **options):
@@ -73,11 +68,11 @@ def make_scheduler(policy, pages, **options):
         has = f"policy {policy!r} has no such option, only {sorted(known)}"
         raise ValueError(f"{option}={options[option]!r}: {has}")
     try:
-        return cls(pages, **options)
+        signature(cls).bind(pages, **options)
     except TypeError as error:
-        if error.__traceback__.tb_next:  # raised in there
-            raise
-        raise ValueError(f"policy={policy!r}: cannot be made: {error}") from error
+        why = f"its __init__ must take pages and {list(options)}: {error}"
+        raise ValueError(f"policy={policy!r}: cannot be made: {why}") from error
+    return cls(pages, **options)
 
 
 def where_it_failed(error):
@@ -85,7 +80,7 @@ def where_it_failed(error):
     line if it came of what such a policy returned; else None."""
     if isinstance(error, SyntaxError):  # of a null byte it does not know the place
         return "{} line {}".format(error.filename or "the policy's file", error.lineno)
-    where, file = None, None
+    where = file = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_globals.get("__name__", "").startswith(OWN):
             where = f"{frame.f_code.co_filename} line {line}"

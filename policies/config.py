@@ -1,7 +1,4 @@
-"""What an engine, real or simulated, is told besides its model. Plain Python.
-
-Read next: engine.py.
-"""
+"""What an engine, real or simulated, is told besides its model. Read next: engine.py."""
 
 import os
 from contextlib import suppress
@@ -32,13 +29,13 @@ class EngineConfig:
     def __post_init__(self):
         if self.chunk != "auto":
             check_whole("chunk", self.chunk, least=1)
+        elif not find_policy(self.policy).cuts_prompts:
+            raise ValueError(f"chunk='auto': policy {self.policy!r} does not cut prompts")
         for name in ("max_batch", "max_len", "page_size", "pages", "max_waiting"):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), least=1)
         if self.max_len and self.page_size and self.page_size > self.max_len:
             raise ValueError(f"page_size={self.page_size}: must be at most max_len={self.max_len}")
-        if self.chunk == "auto" and not find_policy(self.policy).cuts_prompts:
-            raise ValueError(f"chunk='auto': policy {self.policy!r} does not cut prompts")
 
     @classmethod
     def make(cls, config=None, **settings):
@@ -57,16 +54,17 @@ class EngineConfig:
     def for_model(self, model):
         """The same with every number filled in. Raises ValueError for what the model forbids."""
         limit = model.config.max_positions
-        max_len = min(2048, limit) if self.max_len is None else self.max_len
+        max_len = self.max_len or min(2048, limit)
         if max_len > limit:
             why = "this model's limit (max_positions, or its sliding window)"
             raise ValueError(f"max_len={max_len}: must be at most {limit}, {why}")
-        page_size, pages, max_batch = self.page_size or max_len, self.pages, self.max_batch
+        page_size, pages = self.page_size or max_len, self.pages
         if pages is None:
-            pages = (max_batch or MAX_BATCH) * -(-max_len // page_size)
-            pages = pages if max_batch else min(pages, pages_that_fit(model, max_len, page_size))
+            pages = (self.max_batch or MAX_BATCH) * -(-max_len // page_size)
+            if self.max_batch is None:
+                pages = min(pages, pages_that_fit(model, max_len, page_size))
         sizes = dict(max_len=max_len, pages=pages, page_size=page_size)
-        its = replace(self, max_batch=max_batch or min(pages, MAX_BATCH), **sizes)
+        its = replace(self, max_batch=self.max_batch or min(pages, MAX_BATCH), **sizes)
         return its.with_tile(128) if model.device.type == "cuda" else its
 
     def with_tile(self, tile):
@@ -97,13 +95,12 @@ def free_bytes(device):
 
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept
-    cgroup = Path("/sys/fs/cgroup")
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # all: macOS tells no more
     with suppress(OSError), open("/proc/meminfo") as file:
         free = next((1024 * int(s.split()[1]) for s in file if s.startswith("MemAvailable:")), free)
     with suppress(OSError, ValueError):  # a container's limit, or "max"; its caches can go
-        limit = int((cgroup / "memory.max").read_text())
-        used = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = dict(map(str.split, Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()))
         free = min(free, max(0, limit - int(used["anon"])))
     return free
 

@@ -1,7 +1,4 @@
-"""Sarathi-Serve with a token budget that changes: in each iteration as much as meets the TBT SLO.
-
-Read first: scheduler.py. Read next: iteration_time.py, which predicts what a batch will take.
-"""
+"""Sarathi-Serve with a token budget that changes. Read next: iteration_time.py, which predicts."""
 
 from checks import check_positive, check_whole
 from policies.iteration_time import BatchShape, IterationTime
@@ -9,19 +6,14 @@ from scheduler import SarathiServe
 
 
 class Dynamic(SarathiServe):
-    """Algorithm 3 with as much prefill as is predicted to fit beside the decodes.
-
-    tbt_slo   of the time between tokens, in seconds; None: the budget is `chunk`
-    profile   what the prediction begins with, [(BatchShape, seconds)], see slo.py
-    tile      of the matrix product, in tokens: the prefill is whole tiles
-    """
+    """Algorithm 3 with as much prefill beside the decodes as is predicted to meet `tbt_slo`, of the
+    time between tokens, in seconds (None: the budget is `chunk`), in whole tiles of `tile` tokens.
+    `profile` is what the prediction begins with, [(BatchShape, seconds)], see slo.py."""
 
     def __init__(self, *args, tbt_slo=None, profile=(), tile=1, **options):
         super().__init__(*args, **options)
-        if tbt_slo is not None:
-            check_positive("tbt_slo", tbt_slo)
-        check_whole("tile", tile, least=1)
-        self.tbt_slo, self.tile, self.iteration_time = tbt_slo, tile, IterationTime(profile)
+        self.tbt_slo = None if tbt_slo is None else check_positive("tbt_slo", tbt_slo)
+        self.tile, self.iteration_time = check_whole("tile", tile, least=1), IterationTime(profile)
 
     def observe(self, batch, seconds):
         self.iteration_time.observe(BatchShape.of(batch), seconds)

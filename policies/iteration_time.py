@@ -3,11 +3,8 @@
 Sarathi-Serve §4.3 finds the token budget that meets the TBT SLO once, from a profile (slo.py). But
 the prefill that fits changes with the decodes, their contexts, how much of the prompt is cached,
 and the machine. So `IterationTime` predicts the time of a batch from what is in it, and learns from
-each iteration that ran.
-
-A moving average of the time per token will not do: six decodes take nearly as long as a pass over
-the weights must, and so their time per token says nothing about that of a chunk. Read next:
-dynamic.py.
+each that ran. An average time per token will not do: that of a few decodes, which wait for all
+weights to be read, says nothing about a chunk's. Read next: dynamic.py.
 """
 
 import math
@@ -18,30 +15,21 @@ KEEP = 0.98  # of what an iteration taught, after one more of its kind: about 50
 PACE = 0.15  # of the last error that goes into the scale: that of about 7 iterations
 SWEEPS = 2  # of the fit over its coefficients after each iteration; the next one goes on from there
 FORGOTTEN = 1e-9  # squared weight below which a coefficient has no evidence and keeps its value
-FIRST_SPREAD = 0.1  # the relative error that is assumed before any was seen
 SPREAD_PACE = 0.05  # the spread is taken over about 20 iterations
 OUTLIER = 3  # errors count as at most so many spreads
-FIRST_CAUTION = 3.0  # spreads in the margin, before it is known how many it takes
 ALARM = 1.5  # times as many, at least, once a full batch took longer than that
 ALLOWED = 0.005  # of the gaps between tokens: half of those that P99 lets be longer
 LARGEST_MARGIN = 1.5  # of the predicted time
-NANOSECOND = 1e-9
 FIRST_PREFILL = 16  # tokens that may be tried before any were timed, or one tile
 
 
 class BatchShape(NamedTuple):
-    """What the time of a batch depends on.
+    """What the time of a batch depends on."""
 
-    prefill_tokens   in all chunks that are not decodes
-    decodes          how many
-    context_tokens   keys that the decodes read, all together, their own included
-    prefill_pairs    (query, key) pairs of the chunks: each token with all before it and itself
-    """
-
-    prefill_tokens: int = 0
+    prefill_tokens: int = 0  # in all chunks that are not decodes
     decodes: int = 0
-    context_tokens: int = 0
-    prefill_pairs: int = 0
+    context_tokens: int = 0  # keys that the decodes read, all together, their own included
+    prefill_pairs: int = 0  # (query, key) pairs of the chunks: each token, all before it and itself
 
     @classmethod
     def of(cls, batch):
@@ -68,37 +56,28 @@ class IterationTime:
 
         scale * (base + a * prefill_tokens + b * decodes + c * context_tokens + d * prefill_pairs)
 
-    with coefficients of at least 0. They are the least squares fit to the iterations so far, each
-    weighed by 1 / seconds, so that relative errors count. Older ones weigh less, but each kind,
-    with and without prefill, is made older only by its own: a thousand decode-only iterations leave
-    in place what the last chunks taught. Only the sums of the normal equations are kept; coordinate
-    descent solves them, a few steps per iteration, and holds each coefficient at 0 or above.
-
-    The fit is slow and gives the proportions. `scale` is quick: it follows a machine that is slowed
-    down, and goes back to 1 as the fit catches up. A single outlier moves neither by much: three
-    times as long weighs a ninth in the fit, and its error is clipped before it goes into the scale.
-
-    `profile` is a list of (BatchShape, seconds) to begin with; it should reach past the SLO.
-    Without one, learning starts at nothing, and `prefill_that_fits` goes up in steps. Raises
-    ValueError for a time in the profile that is not positive.
+    The coefficients, at least 0, are the least squares fit to the iterations so far, each weighed
+    by 1 / seconds, so that relative errors count. Older ones fade, but each kind, with and without
+    prefill, only by its own: a thousand decode-only iterations leave in place what the last chunks
+    taught. The fit is slow and gives the proportions. `scale` is quick: it follows a machine that
+    is slowed down, and goes back to 1 as the fit catches up. An outlier moves neither by much:
+    three times as long weighs a ninth in the fit, and its error is clipped for the scale.
 
     The margin is `caution` times `spread`, the relative standard deviation of the errors for hybrid
     batches. It is for a percentile over all gaps between tokens, and each decode of an iteration is
     one: the caution rises with those in hybrid batches that took longer than predicted and the
-    margin, up to what they took, and falls with all others, by a two-hundredth as much. It starts
-    wide, and gaps of decodes alone pay for chunks that take a risk."""
+    margin, up to what they took, and falls with all others, by a two-hundredth as much.
+
+    `profile`, a list of (BatchShape, seconds) to begin with, should reach past the SLO. Without
+    one, learning starts at nothing, and `prefill_that_fits` goes up in steps."""
 
     def __init__(self, profile=()):
-        self.scale, self.spread, self.caution = 1.0, FIRST_SPREAD, FIRST_CAUTION
+        self.scale, self.spread, self.caution = 1.0, 0.1, 3.0  # wide, before any error was seen
         self.largest_prefill = self.most_decodes = 0  # in one batch so far
         self._coefficients = [0.0] * 5
-        # of the features, for each kind: decodes alone, and with prefill
-        self._products = [[[0.0] * 5 for _ in range(5)] for _ in range(2)]
-        self._targets = [[0.0] * 5 for _ in range(2)]
+        # the normal equations, [products, target] of each feature, for decodes alone and for others
+        self._equations = [[[0.0] * 6 for _ in range(5)] for _ in range(2)]
         for shape, seconds in profile:
-            if not NANOSECOND <= seconds < math.inf:
-                problem = f"took {seconds!r} seconds: must be positive and finite"
-                raise ValueError(f"profile: {shape} {problem}")
             self._remember(shape, seconds, keep=1.0)  # a profile has no order
         self._fit(sweeps=500 if profile else 0)
 
@@ -120,9 +99,8 @@ class IterationTime:
         return max(0.0, self.scale * seconds)
 
     def observe(self, shape, seconds):
-        """Learn that a batch of this shape took so long. What no clock can have measured (below a
-        nanosecond, not finite) is ignored: an engine may run on a clock that stands still."""
-        if not NANOSECOND <= seconds < math.inf:
+        """Learn that a batch of this shape took so long, if a clock can have measured that."""
+        if not 1e-9 <= seconds < math.inf:  # an engine may run on a clock that stands still
             return
         predicted = self.predict(shape)
         if predicted > 0:
@@ -142,17 +120,12 @@ class IterationTime:
         self._fit(SWEEPS)
 
     def prefill_that_fits(self, seconds, shape, past, limit, tile=1):
-        """How many tokens the next chunk may have, for the iteration to take at most `seconds`.
+        """The most tokens that a chunk may have, after `past` tokens of its request, for it and a
+        batch of this shape to take at most `seconds`, as predicted and with the margin: at most
+        `limit`, and whole tiles of the matrix products (§4.3), or all of `limit`.
 
-        shape    of the batch so far: its decodes, and chunks that were added before
-        past     tokens of the chunk's request that are cached
-        limit    the most tokens, such as what is left of the prompt
-        tile     of the matrix products (§4.3): the chunk is whole tiles, or all of `limit`
-
-        It is the most for which the predicted time with the margin is no longer; 0 if even one tile
-        is too many. And it takes the batch at most half as far again, or one tile, beyond the most
-        prefill ever timed (16 tokens at first), so that who knows little finds out in steps.
-        """
+        It takes the batch at most half as far again, or one tile, beyond the most prefill ever
+        timed (16 tokens at first), so that who knows little finds out in steps."""
         slowest, most, limit = 1 + self.margin, self.largest_prefill, max(0, limit)
         time = lambda length: slowest * self.predict(shape.with_chunk(past, length))
         reach = max(3 * most // 2, most + tile, FIRST_PREFILL) - shape.prefill_tokens
@@ -163,21 +136,17 @@ class IterationTime:
 
     def _remember(self, shape, seconds, keep):
         """Add a row to the normal equations of its kind; those that are there fade to `keep`."""
-        kind = shape.prefill_tokens > 0
         self.largest_prefill = max(self.largest_prefill, shape.prefill_tokens)
-        row = [feature / seconds for feature in (1, *shape)]  # the target, seconds / seconds, is 1
-        targets = self._targets[kind]
-        for i, (x, products) in enumerate(zip(row, self._products[kind])):
-            targets[i] = keep * targets[i] + x
-            products[:] = [keep * product + x * y for product, y in zip(products, row)]
+        row = [feature / seconds for feature in (1, *shape)] + [1.0]  # the target: itself / seconds
+        for x, equation in zip(row, self._equations[shape.prefill_tokens > 0]):
+            equation[:] = [keep * total + x * y for total, y in zip(equation, row)]
 
     def _fit(self, sweeps):
         """Coordinate descent: each coefficient in turn where it is best beside the others."""
         w = self._coefficients
-        products = [[a + b for a, b in zip(*rows)] for rows in zip(*self._products)]
-        targets = [a + b for a, b in zip(*self._targets)]
+        equations = [[a + b for a, b in zip(*kinds)] for kinds in zip(*self._equations)]
         for _ in range(sweeps):
-            for i, row in enumerate(products):
-                if row[i] > FORGOTTEN:
-                    rest = sum(a * b for a, b in zip(row, w)) - row[i] * w[i]
-                    w[i] = max(0.0, (targets[i] - rest) / row[i])
+            for i, (*products, target) in enumerate(equations):
+                if products[i] > FORGOTTEN:
+                    rest = sum(a * b for a, b in zip(products, w)) - products[i] * w[i]
+                    w[i] = max(0.0, (target - rest) / products[i])

@@ -1,7 +1,4 @@
-"""Requests that are not equal: classes, and targets for TTFT and TBT, beyond both papers.
-
-Read first: scheduler.py, dynamic.py.
-"""
+"""Requests that are not equal: classes, and targets for TTFT and TBT. Read first: dynamic.py."""
 
 import math
 from bisect import bisect_left, insort
@@ -61,7 +58,7 @@ class ClassLine:
         self._join(request, self.aged_class(request), self.deadline(request))
 
     def appendleft(self, request):
-        """Let a request join its class in front, behind those that did so and arrived earlier."""
+        """Let a request join its class in front, behind those in front that arrived earlier."""
         self._join(request, self.aged_class(request), -math.inf)
 
     def _join(self, request, its_class, deadline):
@@ -119,7 +116,7 @@ class Priority(Dynamic):
         """The lower classes whose decodes or memory put a realtime or high request at risk. It is
         at risk if these decodes take too long for its TBT target, or if half its TTFT target has
         gone and there is no token budget left for it beside them, or no room."""
-        prefills = self.prefilling() if len(decodes) < len(self.running) else []
+        prefills = self.prefilling()
         head = self.waiting[0] if self.waiting else None
         urgent = [r for r in (head, *prefills) if r and r.priority <= HIGH]
         late = [r for r in urgent if self.clock() - r.arrival >= (r.ttft_slo or self.ttft_slo) / 2]
@@ -151,15 +148,16 @@ class Priority(Dynamic):
         return self.budget_within(min(targets), decodes, prefills)
 
     def schedule(self):
-        decodes, prefills = self.decoding(), self.prefilling()
+        decodes, prefills, line = self.decoding(), self.prefilling(), self.waiting
         batch = Batch(self.token_budget(decodes, prefills))
         batch.add_decodes(decodes)
-        started = sorted(prefills, key=self.urgency, reverse=True)
+        prefills.sort(key=self.urgency)
         while batch.left > 0:
-            head = self.waiting[0] if self.waiting else None
-            first = head and (not started or self.urgency(head) < self.urgency(started[-1]))
-            request = (first and self.admit()) or (started.pop() if started else None)
-            if request is None:
+            first = line and (not prefills or self.urgency(line[0]) < self.urgency(prefills[0]))
+            if first and (request := self.admit()):
+                batch.add(request)
+            elif prefills:
+                batch.add(prefills.pop(0))
+            else:
                 break
-            batch.add(request)
         return batch

@@ -9,12 +9,15 @@ from policies import where_it_failed
 
 
 class Referee:
-    """Watches a scheduler; its ValueErrors name rule, iteration and request, and what was seen.
-    nothing lost who has not ended waits or runs, once; who has ended got all output at most
-    max_batch requests run no page leaked or shared: each is free, or in the block table of one
-    running request chunks one of a running request, from where the last ended: known tokens with
-    pages no decode dropped a batch has all running decodes; or none, if it is of prefill alone
-    everybody ends there is something to do, and a new token before twice all were computed"""
+    """Watches a scheduler. Its ValueErrors name the rule, iteration, request, and what was seen.
+
+    nothing lost          who has not ended waits or runs, once; who has ended got all output
+    at most max_batch     requests run
+    no page leaked        or shared: each is free, or in the block table of one running request
+    chunks                known tokens of a running request, that have pages and come next
+    no decode dropped     a batch has all running decodes, or none, if it is of prefill alone
+    everybody ends        there is something to do, and a new token before twice all were computed
+    """
 
     def __init__(self, scheduler, where):
         self.scheduler, self.where, self.iterations = scheduler, where, 0

@@ -1,17 +1,14 @@
 """SLOs of the time between tokens, and the token budget that meets one (Sarathi-Serve §4.3, §5.1).
 
-    budget, profile = choose_budget(runner, tbt_slo=0.3, decodes=16, contexts=(256, 1024), ...)
-
-times hybrid batches once, over token budgets and contexts, and takes the largest budget that meets
-the SLO. The profile is also what a dynamic budget begins with. The engine does this at start-up for
-chunk="auto"; `python bench.py budget` draws the curve. Read first: iteration_time.py and model.py.
-Read next: engine.py, for Runner.
+Hybrid batches are timed, and the largest budget that meets the SLO is taken: by the engine when it
+starts with chunk="auto", and by `python bench.py budget`. Read first: iteration_time.py.
 """
 
 import statistics
 import time
 import warnings
 from dataclasses import replace
+from itertools import cycle, islice
 from typing import NamedTuple
 
 from kv_cache import Span
@@ -42,18 +39,15 @@ class Profiled(NamedTuple):
 
 
 def hybrid_spans(cache, budget, context, decodes):
-    """Spans of `decodes` requests that decode at `context`, and a chunk up to there fills the rest.
-    A chunk that is longer than `context` starts its request. Only time matters here: the requests
-    take the cache's pages in turn, and share them where there are too few."""
-
-    def table(first, tokens):
-        return [(first + i) % cache.pages for i in range(-(-tokens // cache.page_size))]
-
-    apart, chunk = -(-context // cache.page_size), budget - decodes
-    spans = [Span(table(i * apart, context), context - 1, [0]) for i in range(decodes)]
+    """Spans of `decodes` requests that decode at `context`, and a chunk up to there, or a longer
+    one from 0, that fills the budget. They take the cache's pages in turn, and share them where
+    there are too few: only time matters here."""
+    pages, chunk = cycle(range(cache.pages)), budget - decodes
+    table = lambda tokens: list(islice(pages, -(-tokens // cache.page_size)))
+    spans = [Span(table(context), context - 1, [0]) for _ in range(decodes)]
     if chunk > 0:
         start = max(0, context - chunk)
-        spans.append(Span(table(decodes * apart, start + chunk), start, [0] * chunk))
+        spans.append(Span(table(start + chunk), start, [0] * chunk))
     return spans
 
 
@@ -61,8 +55,8 @@ def time_iterations(runner, cases, repeats=2):
     """A Profiled for each of `cases`, (budget, context, decodes), in order. Each runs `repeats`
     times after a first that does not count, the cases in turn. What the cache holds is lost."""
     samples, batches = [[] for _ in cases], [hybrid_spans(runner.cache, *case) for case in cases]
-    used = 1 + max(page for spans in batches for span in spans for page in span.pages)
-    slots = used * runner.cache.page_size
+    last = max(page for spans in batches for span in spans for page in span.pages)
+    slots = (last + 1) * runner.cache.page_size
     runner.cache.data[:, :, :, :slots].zero_()  # what never was written may be slow to compute with
     for repeat in range(repeats + 1):
         for spans, seconds in zip(batches, samples):
@@ -79,27 +73,18 @@ def base_context(max_len):
     return max(1, min(4096, max_len // 2))
 
 
-def base_decode_iteration(runner, max_len, timed=None):
+def base_decode_iteration(runner, max_len):
     """What SLOs are multiples of, a Profiled: 32 decodes at the base context (§5.1)."""
-    cases = [(BASE_BATCH, base_context(max_len), BASE_BATCH)]
-    return (timed or time_iterations)(runner, cases, repeats=5)[0]
-
-
-def doubts(profile):
-    """What to say of a profile of a busy machine; nothing of others."""
-    spread = max(row.spread for row in profile)
-    return f"; times spread by {spread:.0%}, is the machine busy?" if spread > UNSTEADY else ""
+    return time_iterations(runner, [(BASE_BATCH, base_context(max_len), BASE_BATCH)], repeats=5)[0]
 
 
 def choose_budget(runner, tbt_slo, decodes, contexts, tile, most, timed=None):
-    """The static token budget for an SLO: (budget, profile), the profile as a list of Profiled.
-    Budgets of whole tiles are timed with `decodes` at each context: the first with room for a
-    chunk, then doubling up to `most` tokens or until the SLO is missed, then by halves between the
-    last that met it and the first that did not. Raises ValueError if none meets it. `timed` is used
-    instead of `time_iterations`."""
+    """The static token budget for an SLO, and a list of what was Profiled, by `timed`: budgets of
+    whole tiles, up to `most` tokens, with `decodes` at each context, doubling until the SLO is
+    missed, then by halves. Raises ValueError if none meets it."""
     tile, timed = min(tile, most), timed or time_iterations
     profile = timed(runner, [(decodes, context, decodes) for context in contexts])
-    base = max(row.seconds for row in profile)
+    alone = max(row.seconds for row in profile)
 
     def meets(budget):
         rows = timed(runner, [(budget, context, decodes) for context in contexts])
@@ -115,27 +100,24 @@ def choose_budget(runner, tbt_slo, decodes, contexts, tile, most, timed=None):
         middle = (good + bad) // 2 // tile * tile
         good, bad = (middle, bad) if meets(middle) else (good, middle)
     if not good:
-        raise ValueError(
-            f"tbt_slo={tbt_slo:.4g}: no token budget meets it, {decodes} decodes alone take "
-            f"{base:.4g} s at a context of {max(contexts)}{doubts(profile)}"
-        )
+        takes = f"{decodes} decodes alone take {alone:.4g} s at a context of {max(contexts)}"
+        raise ValueError(f"tbt_slo={tbt_slo:.4g}: no token budget meets it, {takes}")
     return good, profile
 
 
 def auto_budget(runner, config):
     """The EngineConfig with chunk="auto" replaced by the largest budget that meets its tbt_slo, or
     the strict SLO; a policy that predicts is given what was timed to find it."""
-    tile = 128 if runner.model.device.type == "cuda" else 32
-    tbt_slo, tile = config.options.get("tbt_slo"), config.options.get("tile", tile)
-    base = []
-    if tbt_slo is None:
+    options, base = dict(config.options), []
+    tile = options.get("tile", 128 if runner.model.device.type == "cuda" else 32)
+    if (tbt_slo := options.get("tbt_slo")) is None:
         base = [base_decode_iteration(runner, config.max_len)]
         tbt_slo = SLOS["strict"] * base[0].seconds
     decodes, contexts = min(BASE_BATCH, config.max_batch), [max(1, config.max_len // 2)]
     chunk, rows = choose_budget(runner, tbt_slo, decodes, contexts, tile, config.max_len)
-    if doubt := doubts(base + rows):
-        warnings.warn(f"chunk='auto' is {chunk}{doubt}", stacklevel=3)  # who makes the engine
-    options = dict(config.options)
+    if (spread := max(row.spread for row in base + rows)) > UNSTEADY:
+        what = f"chunk='auto' is {chunk}; times spread by {spread:.0%}, is the machine busy?"
+        warnings.warn(what, stacklevel=3)  # of who makes the engine
     if "profile" in policy_options(find_policy(config.policy)):
         options["profile"] = [(row.shape, row.seconds) for row in rows]
     return replace(config, chunk=chunk, options=options)

@@ -1,29 +1,28 @@
 """Checkpoints in the Hugging Face format: config.json and model.safetensors -> our GPT.
 
-What the model cannot compute exactly is refused. Read first: model.py, whose `from_pretrained`
-calls find, read_config and load_weights. Read next: tokenizers.py.
+What the model cannot compute exactly is refused. Read first: model.py. Read next: tokenizers.py.
 """
 
 import re
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, Field, PositiveFloat, PositiveInt, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from checks import shown
 from model import GPTConfig, RopeScaling
 
-# What is downloaded: no pickles, and no second copy of the weights (consolidated.safetensors).
-HUB_FILES = """config.json generation_config.json model*.safetensors model.safetensors.index.json
-    tokenizer.json tokenizer.model original/tokenizer.model""".split()
+SHARDS = "model-*-of-*.safetensors"  # where the weights are too many for model.safetensors
+FLOATS = ("F64", "F32", "F16", "BF16")  # as stored; integers would have scales
+HUB_FILES = ["config.json", "generation_config.json", "model.safetensors", SHARDS]
+HUB_FILES += ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]  # and no pickles
+HUB_FILES += ["tokenizer.model", "original/tokenizer.model"]
 
 
 def find(name):
-    """The directory of a checkpoint: `name` itself if it is one, else the Hub's files of that name.
-    Raises FileNotFoundError, which says what to put where, if it is neither here nor there."""
+    """The directory `name`, or that of the Hub's files of that name. Raises FileNotFoundError."""
     try:
         directory = Path(name).expanduser()
         if directory.is_dir():
@@ -32,22 +31,17 @@ def find(name):
 
         return Path(snapshot_download(str(name), allow_patterns=HUB_FILES))
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: ~nobody
-        raise FileNotFoundError(
-            f"{str(name)!r}: no directory here, and not to be had from the Hub "
-            f"({type(error).__name__}). Give a directory with config.json, model.safetensors (or "
-            "its shards and their index) and tokenizer.json, or try again with a network"
-        ) from error
+        missing = f"no directory here, and not to be had from the Hub ({type(error).__name__})"
+        wanted = "config.json, model.safetensors (or its shards) and tokenizer.json must be there"
+        raise FileNotFoundError(f"{str(name)!r}: {missing}; {wanted}") from error
 
 
-class Schema(BaseModel):
+class Schema(BaseModel, strict=True, validate_by_name=True, allow_inf_nan=False):
     """What is read of a JSON object, in exact types; what else it holds is passed over."""
-
-    model_config = ConfigDict(strict=True, validate_by_name=True)
 
     @classmethod
     def read(cls, path):
-        """Raises OSError or ValueError, naming the file and the first key that is wrong, its value
-        and what is allowed."""
+        """Raises OSError; or ValueError, naming the file, the first wrong key, what it must be."""
         try:
             return cls.model_validate_json(path.read_bytes())
         except ValidationError as error:
@@ -60,12 +54,6 @@ class Schema(BaseModel):
         raise ValueError(f"{path}: {problem}")
 
 
-# config.json -> GPTConfig
-
-Size = Annotated[int, Field(ge=1, le=2**22)]  # what is larger was never published
-Count = Annotated[int, Field(ge=1, le=2**12)]
-TokenId = Annotated[int, Field(ge=0, le=2**22)]
-Positive = Annotated[float, Field(ge=1e-20, le=1e20)]
 either = lambda llama, gpt2: Field(alias=llama, validation_alias=AliasChoices(llama, gpt2))
 
 
@@ -74,50 +62,46 @@ class Rope(Schema, extra="forbid"):
 
     rope_type: Literal["default", "llama3"] | None = None
     type: Literal["default", "llama3"] | None = None  # its name in old files
-    rope_theta: Positive | None = None
+    rope_theta: PositiveFloat | None = None
     partial_rotary_factor: Literal[1] | None = None
-    factor: Positive | None = None
-    low_freq_factor: Positive | None = None
-    high_freq_factor: Positive | None = None
-    original_max_position_embeddings: Size | None = None
+    factor: PositiveFloat | None = None
+    low_freq_factor: PositiveFloat | None = None
+    high_freq_factor: PositiveFloat | None = None
+    original_max_position_embeddings: PositiveInt | None = None
 
 
 class ModelFile(Schema):
     """config.json: GPTConfig's fields by LLaMA's names or GPT-2's, then what has one way only."""
 
     model_type: Literal["gpt2", "llama", "mistral", "qwen2", "qwen3"]
-    vocab_size: Size
-    n_layer: Count = Field(alias="num_hidden_layers")
-    n_head: Count = Field(alias="num_attention_heads")
-    n_kv_head: Count | None = Field(None, alias="num_key_value_heads")
-    head_dim: Count | None = None
-    n_embd: Size = Field(alias="hidden_size")
-    n_inner: Size | None = Field(None, alias="intermediate_size")
-    max_positions: Size = either("max_position_embeddings", "n_positions")
-    norm_eps: Positive = either("rms_norm_eps", "layer_norm_epsilon")
+    vocab_size: PositiveInt
+    n_layer: PositiveInt = Field(alias="num_hidden_layers")
+    n_head: PositiveInt = Field(alias="num_attention_heads")
+    n_kv_head: PositiveInt | None = Field(None, alias="num_key_value_heads")
+    head_dim: PositiveInt | None = None
+    n_embd: PositiveInt = Field(alias="hidden_size")
+    n_inner: PositiveInt | None = Field(None, alias="intermediate_size")
+    max_positions: PositiveInt = either("max_position_embeddings", "n_positions")
+    norm_eps: PositiveFloat = either("rms_norm_eps", "layer_norm_epsilon")
     tie_embeddings: bool | None = Field(None, alias="tie_word_embeddings")
-    rope_theta: Positive = 10000.0
+    rope_theta: PositiveFloat = 10000.0
     rope_parameters: Rope | None = None
     rope: Rope | None = Field(None, alias="rope_scaling")  # what they were in transformers 4
-    sliding_window: Size | None = 4096
+    sliding_window: PositiveInt | None = 4096
     use_sliding_window: bool | None = None
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
     partial_rotary_factor: Literal[1] | None = None
     hidden_act: Literal["silu"] = "silu"
     activation_function: Literal["gelu_new", "gelu_pytorch_tanh"] = "gelu_new"
-    attention_bias: Literal[False] = False
-    mlp_bias: Literal[False] = False
     scale_attn_weights: Literal[True] = True
     scale_attn_by_inverse_layer_idx: Literal[False] = False
-    add_cross_attention: Literal[False] = False
     quantization_config: None = None
 
 
 def read_config(directory):
     """The GPTConfig of a checkpoint, from config.json as transformers 4 or 5 writes it. A sliding
-    window is not computed but respected: up to its length it changes nothing, so `max_positions`
-    ends there. Raises FileNotFoundError, or ValueError, naming the option, its value and what is
-    supported, for a model that is not computed here."""
+    window changes nothing up to its length: `max_positions` ends there. Raises FileNotFoundError,
+    or ValueError, naming the option, its value and what is supported."""
     path = Path(directory) / "config.json"
     file = ModelFile.read(path)
     kind, config = file.model_type, file.model_dump(include=set(GPTConfig.__dataclass_fields__))
@@ -142,8 +126,6 @@ def read_config(directory):
         raise ValueError(f"{path}: {error}") from error
 
 
-# model.safetensors -> the model's parameters
-
 # What we, GPT-2 and LLaMA call the modules; several names fill the rows of one matrix.
 MODULES = [
     ("blocks", "h", "layers"),
@@ -160,44 +142,38 @@ MODULES = [
     ("final_norm", "ln_f", "norm"),
     ("head", "lm_head", "lm_head"),
 ]
-FLOATS = ("F64", "F32", "F16", "BF16")
 NO_WEIGHTS = r"h\.\d+\.attn\.(masked_)?bias|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 
 
 @torch.no_grad()
 def load_weights(model, directory, device=None):
-    """Fill the model's parameters from model.safetensors, or from the shards of its index. Tensors
-    are read and converted one by one, straight into the parameters, after all are checked (only
-    then is a model on "meta" given memory, on `device`). Raises FileNotFoundError, naming the file,
-    or ValueError, naming what is unknown, missing, there twice, misshapen or not finite."""
+    """Fill the model's parameters, one by one, after all are known to fit; only then is a model on
+    "meta" given memory, on `device`. Raises FileNotFoundError where there are no weights, or
+    ValueError, naming what is unknown, missing, there twice, misshapen or not finite."""
     directory, targets = Path(directory), _targets(model)
-    with ExitStack() as files:
-        tensors = _stored_tensors(directory, files)
-        head = tensors.pop("lm_head.weight", None) if model.config.tie_embeddings else None
-        _refuse(directory, "unknown tensors", tensors.keys() - targets.keys())
-        _refuse(directory, "missing tensors", targets.keys() - tensors.keys())
-        misfits = []
-        for name, target in targets.items():
-            file, stored = tensors[name]
-            header, expected = file.get_slice(stored), list(target.shape)
-            shape, dtype = header.get_shape(), header.get_dtype()
-            if shape != expected or dtype not in FLOATS:
-                misfits.append(
-                    f"{stored} {shape} {dtype} (expected {expected}, {' or '.join(FLOATS)})"
-                )
-        _refuse(directory, "tensors that do not fit", misfits)
-        embedding = tensors[next(iter(targets))]  # the first of all parameters
-        if head and not torch.equal(*(file.get_tensor(name) for file, name in (head, embedding))):
-            problem = f"{head[1]} is not {embedding[1]}, though tie_word_embeddings=True"
-            raise ValueError(f"{directory}: {problem}")
-        if model.device.type == "meta":
-            targets = _targets(model.to_empty(device=device))
-        for name, target in targets.items():
-            file, stored = tensors[name]
-            target.copy_(file.get_tensor(stored))
-            # a sum takes one fast pass over what was just written; it may overflow in 16 bits
-            if not target.sum().isfinite() and not target.isfinite().all():
-                raise ValueError(f"{directory}: {name} holds NaN or infinity as {target.dtype}")
+    tensors = _stored_tensors(directory)
+    head = tensors.pop("lm_head.weight", None) if model.config.tie_embeddings else None
+    _refuse(directory, "unknown tensors", tensors.keys() - targets.keys())
+    _refuse(directory, "missing tensors", targets.keys() - tensors.keys())
+    misfits = []
+    for name, target in targets.items():
+        file, stored = tensors[name]
+        header, expected = file.get_slice(stored), list(target.shape)
+        shape, dtype = header.get_shape(), header.get_dtype()
+        if shape != expected or dtype not in FLOATS:
+            misfits.append(f"{stored} {shape} {dtype} (expected {expected}, one of {FLOATS})")
+    _refuse(directory, "tensors that do not fit", misfits)
+    embedding = tensors[next(iter(targets))]  # the first of all parameters
+    if head and not torch.equal(*(file.get_tensor(name) for file, name in (head, embedding))):
+        raise ValueError(f"{directory}: tie_word_embeddings, but {head[1]} is not {embedding[1]}")
+    if model.device.type == "meta":
+        targets = _targets(model.to_empty(device=device))
+    for name, target in targets.items():
+        file, stored = tensors[name]
+        target.copy_(file.get_tensor(stored))
+        # a sum takes one fast pass over what was just written; it may overflow in 16 bits
+        if not target.sum().isfinite() and not target.isfinite().all():
+            raise ValueError(f"{directory}: {name} holds NaN or infinity as {target.dtype}")
 
 
 def _targets(model):
@@ -217,30 +193,17 @@ def _targets(model):
     return targets
 
 
-class Index(Schema):
-    weight_map: dict[str, Annotated[str, Field(pattern=r"^[\w.-]+\.safetensors$")]]
-
-
-def _stored_tensors(directory, files):
-    """{name without prefix: (open file, name)} of all weights; closed with `files`."""
-    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    tensors, shards = {}, {single: ()}  # the file: all names that the index promises in it
-    if index.is_file() and not single.is_file():
-        file_of, shards = Index.read(index).weight_map, {}
-        for name, file in file_of.items():
-            shards.setdefault(directory / file, set()).add(name)
-    for path, names in shards.items():
-        if not path.is_file():
-            found = () if names else directory.iterdir()
-            pickles = [its.name for its in found if its.suffix in (".bin", ".pt", ".pth")]
-            _refuse(directory, "pickles, of which none is read, and no safetensors", pickles)
-            raise FileNotFoundError(f"{path}: not there, or not a file")
+def _stored_tensors(directory):
+    """{name without prefix: (open file, name)} of all weights."""
+    single, tensors = directory / "model.safetensors", {}
+    paths = [single] if single.is_file() else sorted(directory.glob(SHARDS))
+    if not paths:
+        raise FileNotFoundError(f"{single}: not there, nor shards of it (pickles are not read)")
+    for path in paths:
         try:
-            file = files.enter_context(safe_open(path, framework="pt"))
+            file = safe_open(path, framework="pt")
         except SafetensorError as error:
             raise ValueError(f"{path}: not a safetensors file: {str(error)!r}") from error
-        differ = names ^ set(file.keys()) if names else ()
-        _refuse(path, "tensors that only the file or only the index has", differ)
         for name in file.keys():
             short = re.sub(r"^(transformer|model)\.", "", name)  # as some files have it
             if short in tensors:
@@ -250,9 +213,8 @@ def _stored_tensors(directory, files):
     return tensors
 
 
-def _refuse(where, problem, names):
+def _refuse(directory, problem, names):
     """Raise ValueError if there are any `names`, with how many and the first few."""
-    names = sorted(names)
     if names:
-        few = repr(", ".join(names[:5]))[1:-1] + (", …" if len(names) > 5 else "")
-        raise ValueError(f"{where}: {len(names)} {problem}: {few}")
+        few = ", ".join(sorted(names)[:5]) + (", …" if len(names) > 5 else "")
+        raise ValueError(f"{directory}: {len(names)} {problem}: {few}")

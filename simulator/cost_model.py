@@ -10,8 +10,6 @@ first: devices.py. Read next: simulation.py, which runs the policies on it.
 """
 
 from dataclasses import dataclass
-from functools import cache
-from typing import NamedTuple
 
 from checks import check_number, check_whole
 from model import GPTConfig
@@ -19,25 +17,6 @@ from simulator.devices import DEVICES, GEOMETRIES, LINKS, PARALLEL_BLOCKS, Devic
 
 BYTES = 2  # of a number: all weights, keys and values are of 16 bits
 USABLE = 0.9  # of a device's memory; SARATHI's batches of 27 and 11 (§5.3) ask for it
-
-
-class System(NamedTuple):
-    """A CostModel by names; what they mean, and what stands for None, is said there."""
-
-    model: str
-    device: str = "a100-80gb"
-    tp: int = 1
-    pp: int = 1
-    tp_link: str | None = None
-    pp_link: str | None = None
-    cpu_s: float = 0.0
-
-    def cost(self):
-        """The CostModel. Raises ValueError for a name that is not in devices.py."""
-        model, device, tp, pp, *links, cpu_s = self
-        config, device = find(GEOMETRIES, "model", model), find(DEVICES, "device", device)
-        links = [None if name is None else find(LINKS, "link", name) for name in links]
-        return CostModel(config, device, tp, pp, *links, cpu_s, model in PARALLEL_BLOCKS)
 
 
 def matrices(config, tp=1):
@@ -67,7 +46,7 @@ def product_seconds(device, tokens, rows, columns):
     return device.op_s + max(flops / device.flops_per_s, moved / device.bytes_per_s)
 
 
-@dataclass
+@dataclass(eq=False)
 class CostModel:
     """The time of iterations of one model on GPUs. Raises ValueError unless these divide it."""
 
@@ -94,9 +73,13 @@ class CostModel:
         self.kv_bytes = BYTES * (qkv - queries)  # of a token in a layer, on one GPU
         self._pair_s = 4 * queries / device.attention_flops_per_s
         self._key_s = self.kv_bytes / device.attention_bytes_per_s
-        self._layer = cache(lambda tokens: sum(self.layer_seconds(tokens).values()))
-        head = (config.n_embd, config.vocab_size // self.tp)
-        self._head = cache(lambda rows: product_seconds(device, rows, *head))  # one of each chunk
+
+    @classmethod
+    def named(cls, model, device="a100-80gb", tp=1, pp=1, tp_link=None, pp_link=None, cpu_s=0.0):
+        """That of names in devices.py. Raises ValueError for others."""
+        config, device = find(GEOMETRIES, "model", model), find(DEVICES, "device", device)
+        links = [None if name is None else find(LINKS, "link", name) for name in (tp_link, pp_link)]
+        return cls(config, device, tp, pp, *links, cpu_s, model in PARALLEL_BLOCKS)
 
     def weight_bytes(self):
         """Bytes of weights on the GPU that has most: its layers, and an embedding at either end."""
@@ -147,12 +130,17 @@ class CostModel:
         keys = sum([start + 1 for _, start, n in batch if n == 1])
         return chunks + self.device.op_s + self._key_s * keys if keys else chunks
 
+    def head_seconds(self, batch):
+        """Seconds of the output head, for one token of each chunk."""
+        shape = (self.config.n_embd, self.config.vocab_size // self.tp)
+        return product_seconds(self.device, len(batch), *shape)
+
     def stages(self, batch):
         """A list: seconds of each stage for a batch of (request, start, length); those of a hop."""
         tokens = sum([length for _, _, length in batch])
-        layer = self._layer(tokens) + self.attention_seconds(batch)
+        layer = sum(self.layer_seconds(tokens).values()) + self.attention_seconds(batch)
         seconds = [self.cpu_s + self.layers * layer] * self.pp
-        seconds[-1] += self._head(len(batch))
+        seconds[-1] += self.head_seconds(batch)
         # to reach the next stage; each of the tp GPUs sends its part
         bandwidth = self.pp_link.bytes_per_s * (self.tp if self.pp_link.per_gpu else 1)
         return seconds, self.pp_link.step_s + BYTES * tokens * self.config.n_embd / bandwidth
@@ -167,4 +155,4 @@ class CostModel:
         layer = self.layer_seconds(sum(length for _, _, length in batch))
         layer["attention"] = self.attention_seconds(batch)
         parts = {kind: self.config.n_layer * seconds for kind, seconds in layer.items()}
-        return parts | {"head": self._head(len(batch)), "cpu": self.pp * self.cpu_s}
+        return parts | {"head": self.head_seconds(batch), "cpu": self.pp * self.cpu_s}

@@ -15,7 +15,7 @@ from experiments.run import Base
 from policies.slo import BASE_BATCH, base_context, time_iterations
 from pretrained.presets import PRESETS
 from simulator.calibration import FittedCost
-from simulator.cost_model import System
+from simulator.cost_model import CostModel
 from simulator.devices import DEVICES, GEOMETRIES, LINKS
 from simulator.simulation import simulate
 
@@ -42,7 +42,7 @@ def add_options(parser):
 
 def check_options(parser, args):
     """Exit with a message if one of these goes only with --simulate, or without; set kv_tokens,
-    where it was left open, to all that fits. Raises ValueError as System.cost does."""
+    where it was left open, to all that fits. Raises ValueError as CostModel does."""
     here = args.simulate in (None, THIS)
     for option in SIMULATED if here else REAL:
         if getattr(args, option) != parser.get_default(option):
@@ -61,9 +61,9 @@ def check_options(parser, args):
 
 
 def simulated_cost(args):
-    """The CostModel of these options. Raises ValueError as System.cost does."""
-    links = args.tp_link, args.pp_link
-    return System(args.model, args.simulate, args.tp, args.pp, *links, args.cpu_ms / 1e3).cost()
+    """The CostModel of these options. Raises ValueError as CostModel does."""
+    more = args.tp_link, args.pp_link, args.cpu_ms / 1e3
+    return CostModel.named(args.model, args.simulate, args.tp, args.pp, *more)
 
 
 def base_of(cost, max_len=8192, chunk=2048):
@@ -87,11 +87,11 @@ class SimulatedMachine:
         self.machine["constants"] = asdict(device)
         self.micro_batches, self.lines = count, f"constants: {device.source}\n"
         if count > 1:
-            memory = f"the memory that of each of {args.replicas} replicas"
-            self.lines += f"the batch is that of each of {count} micro-batches, {memory}\n"
+            self.lines += f"the batch is that of each of {count} micro-batches, "
+            self.lines += f"the memory that of each of {args.replicas} replicas\n"
 
-    def serve(self, config, arrivals, hopeless=None, **more):
-        """A simulated Run; it takes no time worth cutting short, so `hopeless` is not asked."""
+    def serve(self, config, arrivals, **more):
+        """A simulated Run."""
         return simulate(self.cost, config, arrivals, replicas=self.replicas, **more).run
 
 

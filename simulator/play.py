@@ -8,8 +8,9 @@ first: policies/template.py, policies/referee.py. Read next: simulation.py.
 """
 
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 from tqdm import tqdm
 
@@ -42,19 +43,6 @@ HERE = dict(model="llama-tiny", init_from=None, device="cpu", dtype="float64", a
 HERE |= dict(compile=False, threads=1, seed=0, chunk=64, batch=16, max_len=512, requests=40)
 
 
-@dataclass(frozen=True)
-class Refereed(EngineConfig):
-    """An EngineConfig whose schedulers are watched; `where` is what complaints begin with."""
-
-    where: str = ""
-
-    def scheduler(self, pages, clock, **changes):
-        """As of EngineConfig."""
-        its = super().scheduler(pages, clock, **changes)
-        Referee(its, self.where)
-        return its
-
-
 def add_options(parser):
     """The options of `play`."""
     what = "your own with commas, such as my_policy.py:ShortestFirst; without any, sarathi-serve"
@@ -84,8 +72,10 @@ def check_rules(machine, config, load, arrivals, alone):
     if tokens are not those of `alone`, the Completions of a policy that is beyond doubt."""
     for pages in (config.pages, config.pages // 8):
         where = f"{config.policy} on {load!r}, {pages} pages"
-        its = Refereed(**vars(config) | {"pages": pages, "where": where})
-        for ours, other in zip(machine.serve(its, arrivals).completions, alone):
+        watch = lambda schedulers, where=where: [Referee(its, where) for its in schedulers]
+        referee = SimpleNamespace(watch=watch, add=lambda iteration: None)
+        seen = machine.serve(replace(config, pages=pages), arrivals, recorder=referee)
+        for ours, other in zip(seen.completions, alone):
             if ours.tokens != other.tokens:
                 rule = f"request {ours.request_id}: breaks the rule 'same tokens in any company'"
                 raise ValueError(f"{where}, {rule}: {ours.tokens} instead of {other.tokens}")
@@ -157,7 +147,7 @@ def main(args):
     print("", *words, sep="\n")
     write_json(args, report | {"words": words})
     if args.plot:
-        from views.play import plot_scoreboards
+        from views.search import plot_scoreboards
 
         plot_scoreboards(report["loads"], SCORES, machine.machine, args.plot)
     wrote(args.json, args.plot)

@@ -7,14 +7,14 @@ Read first: cost_model.py, simulation.py, sarathi.py and sarathi_serve.py, which
 """
 
 import argparse
-import math
 import os
 import signal
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
-from itertools import product
+from itertools import groupby
 from multiprocessing import active_children, parent_process
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from textwrap import fill
@@ -23,9 +23,10 @@ from threading import Thread
 from tqdm import tqdm
 
 from experiments.console import SIGNALS
-from experiments.options import number, whole, write_json, wrote
+from experiments.options import HTML, number, whole, write_json, wrote
 from experiments.tables import print_table
 from simulator import sarathi, sarathi_serve
+from views.schedule_page import write_page
 
 EXPERIMENTS = {  # name -> (function, claims)
     "sarathi": (sarathi.sarathi_iterations, "S-T2, F3, F7, F8, §4.3.1"),
@@ -62,6 +63,7 @@ def add_options(parser):
     parser.add_files(
         json="write all that is printed",
         plot="draw batches and bubbles in pipelines: p.png makes p-SS-F8.png and p-S-F12.png",
+        html=f"{HTML}: the two pipelines of SS-F8",
     )
 
 
@@ -69,10 +71,12 @@ def check(parser, args):
     """Exit with a message if a picture is asked for of nothing that is drawn."""
     if args.plot and not set(DRAWN) & set(args.only):
         parser.error(f"--plot: --only leaves out all that is drawn: {', '.join(DRAWN)}")
+    if args.html and "bubbles" not in args.only:
+        parser.error("--html: --only leaves out bubbles, which are shown there")
 
 
 def end_with_parent():
-    """Start a watch in a new process that ends it when the one that started it has ended."""
+    """Let this process end when the one that started it has ended."""
 
     def watch():
         parent_process().join()
@@ -123,32 +127,30 @@ def main(args):
         from views import pipelines  # after all that is long
 
         plots = {"SS-F8": pipelines.plot_pipeline, "S-F12": pipelines.plot_bubbles}
-        for table in tables:
-            if table.data:
-                file = Path(args.plot).with_stem(f"{Path(args.plot).stem}-{table.claim}")
-                plots[table.claim](*table.data, table.title, file)
-                wrote(file)
+        for table in filter(lambda table: table.data, tables):
+            file = Path(args.plot).with_stem(f"{Path(args.plot).stem}-{table.claim}")
+            plots[table.claim](*table.data, table.title, file)
+            wrote(file)
+    if args.html:
+        (shown,) = (table for table in tables if table.recorders)
+        write_page(args.html, shown.title, "simulated", shown.recorders)
+        wrote(args.html)
 
 
 def conclude(tables):
     """Print of each claim what is published, what came out, and where they differ most."""
-    claims = {table.claim: {} for table in tables}  # -> what is compared: the error
-    for table in tables:
-        heads = list(table.columns)
-        for row, i in product(table.rows, [i for i, h in enumerate(heads) if h.endswith("error")]):
-            paper, ours, error = row[i - 2 : i + 1]
-            if isinstance(paper, int | float) and ours is not None:
-                what = row[0] if heads[i - 2] == "paper" else f"{row[0]}, {heads[i - 2]}"
-                text = f"{what}: {paper:.3g} published, {ours:.3g} simulated"
-                claims[table.claim][text] = math.inf if error is None else abs(error)
     print("What came out, beside what is published:\n")
-    for claim, found in claims.items():
-        said = [table.finding for table in tables if table.claim == claim and table.finding]
+    errors = []
+    for claim, its in groupby(tables, attrgetter("claim")):
+        said, found = [], {}  # what is compared: the error
+        for table in its:
+            said += [table.finding] if table.finding else []
+            found |= table.errors
         if found:
             many = f"{len(found)} numbers, {median(found.values()):.0%} off in the median, most in "
             said.insert(0, (many if len(found) > 1 else "") + max(found, key=found.get))
         print(fill(f"{claim}: {'; '.join(said)}.", 100, subsequent_indent="  "))
-    errors = [error for found in claims.values() for error in found.values()]
+        errors += found.values()
     close, closer = (sum(error <= limit for error in errors) for limit in (0.25, 0.1))
     print(f"\nOf {len(errors)} published numbers {closer} came out within 10%, {close} within 25%;")
     print('why others did not is in simulator/README.md, "Where it is off".')

@@ -6,55 +6,74 @@ Those of Sarathi-Serve have `requests` in each run, and `cpu_s` of CPU in each i
 first: simulation.py, published.toml. Read next: sarathi_serve.py, and report.py, which prints.
 """
 
+import math
 import tomllib
 from collections import namedtuple
+from dataclasses import replace
+from functools import partial
 from itertools import chain, product
 from pathlib import Path
 from statistics import median
 
-from experiments.tables import Table
 from experiments.workload import Arrival, zipf_lengths
 from policies.config import EngineConfig
-from simulator.cost_model import System
+from simulator.cost_model import CostModel
+from simulator.devices import LINKS
 from simulator.simulation import bubble_kinds, simulate
+from views.schedule_page import Recorder
 
 PUBLISHED = tomllib.loads(Path(__file__).with_name("published.toml").read_text("utf-8"))
 NANOGPT_CPU_S = 4e-3  # of SARATHI's code beside its operations: what S-F7 leaves on average
 LONGEST = 4096  # tokens of a request of S-F12
-A6000_13B = System("llama-13b", "a6000", cpu_s=NANOGPT_CPU_S)
-A100_33B = System("llama-33b", cpu_s=NANOGPT_CPU_S)
-PIPELINE, TP_ONLY = System("gpt3-175b", tp=8, pp=8), System("gpt3-175b", tp=8)
+A6000_13B = CostModel.named("llama-13b", "a6000", cpu_s=NANOGPT_CPU_S)
+A100_33B = CostModel.named("llama-33b", cpu_s=NANOGPT_CPU_S)
+PIPELINE, TP_ONLY = CostModel.named("gpt3-175b", tp=8, pp=8), CostModel.named("gpt3-175b", tp=8)
 MOST = {1024: 18, 2048: 10, 3072: 6}  # length -> 13B's largest batch on an A6000, S-§4.3.1
 
 
-def beside(paper, simulated):
-    """Three cells: the paper's number, or words; ours; by how much it differs, if that is known."""
-    paper = None if paper == "-" else paper  # TOML has no null
-    known = isinstance(paper, int | float) and simulated and not getattr(simulated, "bound", "")
-    return [paper, simulated, simulated / paper - 1 if known else None]
+class Table:
+    """A table of published.toml, filled: its `claim`, `title`, `note` and `columns`, as print_table
+    takes them; `rows`; `errors`, {what is published, and what is simulated: how far it is off};
+    what is concluded besides, `finding`; the arguments of what draws it, `data`; and what a page
+    is made of, `recorders`."""
 
+    def __init__(self, name, rows, columns=None, finding="", data=(), recorders=None):
+        """`rows` maps names to what is simulated, or is a list of that for the names in the file.
+        The last numbers of a row are compared; `columns` are those of the others, if not in the
+        file. Raises KeyError for a row that is not there."""
+        its = PUBLISHED[name]
+        its = PUBLISHED.get(its.get("as"), {}) | its
+        self.claim, self.title, self.note = name.split()[0], its["title"], its.get("note", "")
+        self.finding, self.data, self.rows, self.errors = finding, data, [], {}
+        self.recorders = recorders
+        self.columns = {its.get("rows", ""): ""} | (columns or its.get("columns", {}))
+        alone, with_errors = len(self.columns) - 1, its.get("errors", True)
+        published = its.get("published", {})
+        compared = its.get("compared", {"paper": ".2f"}) if published else {}
+        for head, spec in compared.items():
+            self.columns |= {head: spec, f"simulated {head}".removesuffix(" paper"): spec}
+            if with_errors:
+                self.columns["its error" if "error" in self.columns else "error"] = "+.0%"
+        rows = rows if isinstance(rows, dict) else dict(zip(published, rows, strict=True))
+        for row, simulated in rows.items():
+            cells = [row, *simulated[:alone]]
+            papers = published and published[row if row in published else "others"]
+            for head, paper, ours in zip(compared, papers, simulated[alone:]):
+                paper, error = None if paper == "-" else paper, None  # TOML has no null
+                if with_errors and isinstance(paper, int | float) and ours is not None:
+                    error = None if getattr(ours, "bound", "") else ours / paper - 1
+                    what = row if head == "paper" else f"{row}, {head}"
+                    what += f": {paper:.3g} published, {ours:.3g} simulated"
+                    self.errors[what] = math.inf if error is None else abs(error)
+                cells += [paper, ours, error] if with_errors else [paper, ours]
+            self.rows.append(cells)
 
-def table(name, rows, columns=None, finding="", data=()):
-    """The Table `name` of published.toml, of rows of a name and what is simulated: the last numbers
-    have beside them what is published, and `columns` are those before, if not in the file. Raises
-    KeyError for a row that is not in the file."""
-    its = PUBLISHED[name]
-    its = PUBLISHED.get(its.get("as"), {}) | its
-    published, cells = its.get("published", {}), 3 if its.get("errors", True) else 2
-    heads = {its.get("rows", ""): ""} | (columns or its.get("columns", {}))
-    alone = len(heads)
-    for head, spec in its.get("compared", {"paper": ".2f"}).items() if published else ():
-        error = "its error" if "error" in heads else "error"
-        three = (head, spec), (f"simulated {head}".removesuffix(" paper"), spec), (error, "+.0%")
-        heads |= three[:cells]
-
-    def beside_published(row):
-        papers = published and published[row[0] if row[0] in published else "others"]
-        pairs = zip(papers, row[alone:])
-        return [*row[:alone], *chain.from_iterable(beside(*pair)[:cells] for pair in pairs)]
-
-    rows, note = list(map(beside_published, rows)), its.get("note", "")
-    return Table(name.split()[0], its["title"], heads, rows, note, data, finding)
+    def json(self):
+        """The claim, the title, the rows as {head: value} with numbers as numbers, and the note."""
+        bare = lambda cell: cell[0] if isinstance(cell, tuple) else cell
+        plain = lambda cell: f"{cell:.4g}" if getattr(cell, "bound", "") else cell
+        rows = [dict(zip(self.columns, map(plain, map(bare, row)))) for row in self.rows]
+        return {"claim": self.claim, "title": self.title, "rows": rows, "note": self.note}
 
 
 def decodes(count, context):
@@ -66,9 +85,8 @@ def decodes(count, context):
 Offline = namedtuple("Offline", "batch makespan utilisation bubble bubbles ends")
 
 
-def offline(system, policy, lengths, replicas=1, chunk=256, batch=None, longest=LONGEST):
+def offline(cost, policy, lengths, replicas=1, chunk=256, batch=None, longest=LONGEST):
     """Simulate requests of `lengths`, all there at time 0: an Offline. `batch` None: what fits."""
-    cost = system.cost()
     batch = batch or cost.max_batch(longest)
     config = EngineConfig(policy, chunk, batch, longest, page_size=longest, pages=batch * cost.pp)
     arrivals = [Arrival(0.0, *pair) for pair in lengths]
@@ -78,17 +96,17 @@ def offline(system, policy, lengths, replicas=1, chunk=256, batch=None, longest=
     return Offline(batch, *its, seen.bubbles, ends)
 
 
-def throughput(system, policy, batch, length, pd_ratio, chunk=256, requests=40):
+def throughput(policy, cost, batch, length, pd_ratio, chunk=256, requests=40):
     """Tokens per second, prompts and outputs, of 40 B requests that are all there at time 0."""
     output = max(1, round(length / (pd_ratio + 1)))
     lengths = [(length - output, output)] * (requests * batch)
-    makespan = offline(system, policy, lengths, 1, chunk, batch, length).makespan
+    makespan = offline(cost, policy, lengths, 1, chunk, batch, length).makespan
     return len(lengths) * length / makespan
 
 
-def decode_speedup(system, batch, length, chunk=256):
+def decode_speedup(cost, batch, length, chunk=256):
     """How many times cheaper a decode is in a batch with a chunk than without, S-§5.1.1."""
-    seconds, riding = system.cost().seconds, decodes(batch - 1, length)
+    seconds, riding = cost.seconds, decodes(batch - 1, length)
     prefill = (0, length - chunk, chunk - (batch - 1))
     each = (seconds([prefill, *riding]) - seconds([prefill])) / len(riding)
     return seconds(decodes(batch, length)) / batch / each
@@ -96,74 +114,59 @@ def decode_speedup(system, batch, length, chunk=256):
 
 def sarathi_iterations(run, requests, cpu_s):
     """S-T2, S-F7, S-F3 and S-F8: single iterations of LLaMA-13B on an A6000; S-§4.3.1."""
-    cost = A6000_13B.cost()
-    batches = {"prefill 1,024": [(0, 0, 1024)], "4 decodes": decodes(4, 1024)}
-    batches["1,021 + 3"] = [(0, 0, 1021), *decodes(3, 1024)]
-    rows = [
-        [f"{name}: {kind}", 1e3 * cost.parts(batch)[kind]]
-        for name, batch in batches.items()
-        for kind in ("linear", "attention")
-    ]
-    yield table("S-T2", rows)
-    rows = [[f"prompt of {n}", 1e3 * cost.seconds([(0, 0, n)])] for n in (128, 256, 257)]
-    yield table("S-F7", rows)
-    prefill_token_s = {b: cost.seconds([(0, 0, 1024)] * b) / 1024 for b in (1, 2, 18)}
-    decodes_s = {b: cost.seconds(decodes(b, 1024)) for b in prefill_token_s}
-    yield table("S-F3", [[f"batch {b}", s / prefill_token_s[b]] for b, s in decodes_s.items()])
+    cost = A6000_13B
+    batches = [(0, 0, 1024)], decodes(4, 1024), [(0, 0, 1021), *decodes(3, 1024)]
+    times = [cost.parts(batch)[kind] for batch in batches for kind in ("linear", "attention")]
+    yield Table("S-T2", [[1e3 * seconds] for seconds in times])
+    yield Table("S-F7", [[1e3 * cost.seconds([(0, 0, n)])] for n in (128, 256, 257)])
+    ratios = []
+    for batch in (1, 2, 18):
+        prefill_token_s = cost.seconds([(0, 0, 1024)] * batch) / 1024
+        ratios.append([cost.seconds(decodes(batch, 1024)) / prefill_token_s])
+    yield Table("S-F3", ratios)
 
-    batches, rows = (2, 4, 6, 10, 18), []
+    batches, rows = (2, 4, 6, 10, 18), {}
     for n, most in MOST.items():
-        found = [decode_speedup(A6000_13B, b, n) if b <= most else None for b in batches]
-        rows.append([f"context {n:,}", *found])
-    found = [speedup for _, *speedups in rows for speedup in speedups if speedup]
+        found = [decode_speedup(A6000_13B, batch, n) for batch in batches if batch <= most]
+        rows[f"context {n:,}"] = found + [None] * (len(batches) - len(found))
+    found = [speedup for row in rows.values() for speedup in row if speedup]
     finding = f"2.8x to 10x published, {min(found):.1f}x to {max(found):.1f}x simulated"
-    yield table("S-F8", rows, {f"B = {batch}": ".1fx" for batch in batches}, finding)
+    yield Table("S-F8", rows, {f"B = {batch}": ".1fx" for batch in batches}, finding)
 
     cases = [*product((A6000_13B, A100_33B), MOST), (PIPELINE, LONGEST), (TP_ONLY, LONGEST)]
-    name = "{}, {}, TP {} x PP {}, {}K"
-    rows = [[name.format(*its[:4], n // 1024), its.cost().max_batch(n)] for its, n in cases]
-    yield table("S-§4.3.1", rows)
+    yield Table("S-§4.3.1", [[cost.max_batch(length)] for cost, length in cases])
 
 
 def sarathi_end_to_end(run, requests, cpu_s):
     """S-T4, S-F9 and S-F11: throughput of SARATHI and Orca over the baseline on one GPU."""
-    table_4 = [(A6000_13B, 6, length, 50) for length in (1024, 2048, 3072)]
+    table_4 = [(A6000_13B, 6, length, 50) for length in MOST]
     table_4 += [(A100_33B, 10, 1024, 28), (A100_33B, 5, 2048, 63), (A100_33B, 3, 3072, 127)]
     ratios = (4, 7, 14, 28, 56, 112)
     figure_9 = {c: [(A6000_13B, 18, 1024, pd, c) for pd in ratios] for c in (128, 256, 512)}
     figure_11 = [(A6000_13B, b, length, 256 / (b - 1)) for length, b in MOST.items()]
-    cases = [*table_4, *sum(figure_9.values(), []), *figure_11]
-    wanted = [(case, policy) for case in cases for policy in ("request-level", "sarathi")]
-    wanted += [(case, "orca-best") for case in (*figure_11, *figure_9[256])]
-    jobs = [(system, policy, *load) for (system, *load), policy in wanted]
-    found = dict(zip(wanted, run(throughput, jobs)))
+    cases = [*table_4, *chain(*figure_9.values()), *figure_11]
+    wanted = [(policy, *case) for case in cases for policy in ("request-level", "sarathi")]
+    wanted += [("orca-best", *case) for case in (*figure_11, *figure_9[256])]
+    found = dict(zip(wanted, run(throughput, wanted)))
+    gain = lambda policy, case: found[policy, *case] / found["request-level", *case]
+    ours, orca = partial(gain, "sarathi"), partial(gain, "orca-best")
 
-    def gain(case, policy="sarathi"):
-        return found[case, policy] / found[case, "request-level"]
+    yield Table("S-T4", [[decode_speedup(*case[:3]), ours(case)] for case in table_4])
 
-    rows = []
-    for case in table_4:
-        system, b, n, pd = case
-        name = f"{system.model}, {n // 1024}K, B {b}, P:D {pd}"
-        rows.append([name, decode_speedup(system, b, n), gain(case)])
-    yield table("S-T4", rows)
-
-    rows = [[f"chunk {chunk}", *map(gain, cases)] for chunk, cases in figure_9.items()]
+    rows = {f"chunk {chunk}": list(map(ours, cases)) for chunk, cases in figure_9.items()}
     finding = "1.27x with chunks of 256 and 1.23x with 512 published, "
-    finding += f"{gain(figure_9[256][2]):.2f}x and {gain(figure_9[512][3]):.2f}x simulated"
-    yield table("S-F9", rows, {f"P:D {pd}": ".2fx" for pd in ratios}, finding)
+    finding += f"{rows['chunk 256'][2]:.2f}x and {rows['chunk 512'][3]:.2f}x simulated"
+    yield Table("S-F9", rows, {f"P:D {pd}": ".2fx" for pd in ratios}, finding)
 
-    orca = lambda case: gain(case, "orca-best")
-    rows = [[f"{c[2] // 1024}K, B {c[1]}", gain(c), orca(c)] for c in figure_11]
-    rows.append(["1K, Orca's peak (S-F11b)", None, max(map(orca, figure_9[256]))])
-    yield table("S-F11", rows)
+    rows = [[ours(case), orca(case)] for case in figure_11]
+    yield Table("S-F11", [*rows, [None, max(map(orca, figure_9[256]))]])
 
 
 def pipeline_jobs(lengths, chunk=256, alone="orca-best", **changes):
     """Arguments of `offline`: Orca's pipeline, replicas under the policy `alone`, SARATHI's."""
-    pipeline, single = PIPELINE._replace(**changes), TP_ONLY._replace(**changes)
+    pipeline, single = replace(PIPELINE, **changes), replace(TP_ONLY, **changes)
     runs = ((pipeline, "orca-best", 1), (single, alone, 8), (pipeline, "sarathi", 1))
-    return [(system, policy, lengths, copies, chunk) for system, policy, copies in runs]
+    return [(cost, policy, lengths, copies, chunk) for cost, policy, copies in runs]
 
 
 def sarathi_pipeline(run, requests, cpu_s):
@@ -178,39 +181,40 @@ def sarathi_pipeline(run, requests, cpu_s):
         "replicas under request-level": pipeline_jobs(few, alone="request-level"),
         "replicas under SARATHI": pipeline_jobs(few, alone="sarathi"),
         "chunk 512": pipeline_jobs(few, chunk=512),
-        "Ethernet between stages": pipeline_jobs(few, pp_link="ethernet"),
+        "Ethernet between stages": pipeline_jobs(few, pp_link=LINKS["ethernet"]),
         "4 ms of CPU per stage": pipeline_jobs(few, cpu_s=4e-3),
         "10 ms of CPU per stage": pipeline_jobs(few, cpu_s=10e-3),
     }
-    results = run(offline, sum(variants.values(), []))
-    found = dict(zip(variants, zip(results[::3], results[1::3], results[2::3])))
+    results = iter(run(offline, chain(*variants.values())))
+    found = dict(zip(variants, zip(results, results, results)))
     names = ("orca-best, TP 8 x PP 8", "TP 8, 8 replicas", "sarathi, TP 8 x PP 8")
     whole = dict(zip(names, found["10,000 requests"]))
-    yield table("S-F12", [[name, *its[:4]] for name, its in whole.items()], data=(whole,))
+    yield Table("S-F12", {name: its[:4] for name, its in whole.items()}, data=(whole,))
 
-    rows = []
+    rows = {}
     for name, (orca, alone, ours) in found.items():
         pairs = ((alone, ours), (orca, ours), (orca, alone))
         gains = [theirs.makespan / its.makespan for theirs, its in pairs]
-        rows.append([name, *gains, orca.bubble / ours.bubble if ours.bubble else None])
-    heads = list(PUBLISHED["S-F12 gains"]["published"])
-    yield table("S-F12 gains", list(zip(heads, rows[0][1:])))
-    yield table("S-F12 variants", rows, dict.fromkeys(heads, ".2fx"))
+        rows[name] = [*gains, orca.bubble / ours.bubble if ours.bubble else None]
+    yield Table("S-F12 gains", [[gain] for gain in rows["10,000 requests"]])
+    heads = PUBLISHED["S-F12 gains"]["published"]
+    yield Table("S-F12 variants", rows, dict.fromkeys(heads, ".2fx"))
 
 
 def bubble_example(run, requests, cpu_s):
     """S-F1, S-F5 and SS-F8: four requests in two stages, and the bubbles PB1, PB2 and PB3."""
-    stage_runs, kinds, rows = {}, {}, []
+    stage_runs, kinds, rows = {}, {}, {}
     arrivals = [Arrival(0.0, prompt, 20) for prompt in (2048, 1024, 2040, 1020)]
-    for policy in ("orca-best", "sarathi-serve"):
+    recorders = {policy: Recorder() for policy in ("orca-best", "sarathi-serve")}
+    for policy, recorder in recorders.items():
         config = EngineConfig(policy, 256, 2, 8192, page_size=8192, pages=4)
-        seen = simulate(PIPELINE._replace(pp=2).cost(), config, arrivals)
+        seen = simulate(replace(PIPELINE, pp=2), config, arrivals, recorder=recorder)
         stage_runs[policy], kinds[policy] = seen.stage_runs, bubble_kinds(seen.stage_runs)
         sums = dict.fromkeys(("PB1", "PB2", "PB3"), 0.0)
         for stage_run, kind in kinds[policy]:
             sums[kind] += stage_run.bubble
         times = (*sums.values(), sum(sums.values()), seen.run.seconds)
-        rows.append([policy, *(1e3 * seconds for seconds in times)])
-    whole, chunked = (f"{bubbles:.0f} ms" for *_, bubbles, _ in rows)
+        rows[policy] = [1e3 * seconds for seconds in times]
+    whole, chunked = (f"{bubbles:.0f} ms" for *_, bubbles, _ in rows.values())
     finding = f"drawn without numbers; bubbles of {whole} with whole prompts, {chunked} with chunks"
-    yield table("SS-F8", rows, finding=finding, data=(stage_runs, kinds))
+    yield Table("SS-F8", rows, None, finding, (stage_runs, kinds), recorders)

@@ -38,12 +38,12 @@ class StageRun(NamedTuple):
     chunks: list
 
 
-def simulate(cost, config, arrivals, *, progress=None, **more):
+def simulate(cost, config, arrivals, *, progress=None, recorder=None, **more):
     """Serve `arrivals`, sorted by time: a Simulation. Its `run` is as of a real engine, its
     `utilisation` the share of the time that the stages worked, on average. The rest: see Simulation
     and LoadRun. Raises ValueError where an engine would."""
     simulation = Simulation(cost, config, **more)
-    run = LoadRun(simulation, arrivals, progress=progress).run()
+    run = LoadRun(simulation, arrivals, progress=progress, recorder=recorder).run()
     busy_s, stages = sum(simulation.busy.values()), len(simulation.busy)
     own = simulation.batches * cost.pp * cost.cpu_s / (busy_s or 1.0)
     simulation.run = run._replace(own_fraction=own)

@@ -12,8 +12,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 
-import numpy as np
-
 from experiments import measure
 from experiments.metrics import summarize_latencies
 from experiments.options import machine_lines, write_json, wrote
@@ -74,20 +72,20 @@ def compare_runs(real, simulated, config, count=32, rounds=3):
     lengths = sample_lengths("sharegpt4", count, config.max_len, real.seed)
     load = partial(poisson, lengths, seed=real.seed)
     qps = float(f"{estimated_qps(real.base, load(1.0)) / 2:.2g}")
-    arrivals, table = load(qps), []
-    found, drifts = {policy: [] for policy in POLICIES}, dict.fromkeys(POLICIES, 0.0)
-    for policy in rounds * POLICIES:
+    arrivals, table, found = load(qps), [], {}
+    summary = lambda run: summarize_latencies(run.completions, run.seconds)
+    for policy in POLICIES:
         its = replace(config, policy=policy)
-        run, drift = measure.steadily(partial(real.serve, its, arrivals), real.model.device)
-        drifts[policy] = max(drifts[policy], drift)
-        pair = run, simulated.serve(its, arrivals)
-        found[policy].append([summarize_latencies(run.completions, run.seconds) for run in pair])
-    for policy, (key, percentile, spec) in product(POLICIES, NUMBERS):
-        values = [[summary[key][percentile] for summary in pair] for pair in found[policy]]
-        measured, predicted = np.median(values, axis=0).tolist()
-        name = f"{policy}: {percentile.upper()} {key.removesuffix('_s').upper()} s"
-        name = measure.mark(name, drifts[policy] > measure.BUSY)
-        table.append([name, (measured, spec), (predicted, spec), predicted / measured - 1])
+        serve = partial(real.serve, its, arrivals)
+        runs = [measure.steadily(serve, real.model.device) for _ in range(rounds)]
+        predicted, drift = summary(simulated.serve(its, arrivals)), max(d for _, d in runs)
+        found[policy] = [(summary(run), predicted) for run, _ in runs]
+        for key, percentile, spec in NUMBERS:
+            seconds = statistics.median(its[key][percentile] for its, _ in found[policy])
+            ours = predicted[key][percentile]
+            name = f"{policy}: {percentile.upper()} {key.removesuffix('_s').upper()} s"
+            name = measure.mark(name, drift > measure.BUSY)
+            table.append([name, (seconds, spec), (ours, spec), ours / seconds - 1])
     lengths = f"{count} requests with the lengths of sharegpt4 scaled to 1,024\n   tokens"
     means = f"{qps:g} a second; medians of {rounds} runs each"
     print(f"2. bench.py serve and its simulation: {lengths}, {means}\n")

@@ -81,20 +81,13 @@ def test_help_explains_every_option_with_its_default(command, capsys):
     assert done.value.code == 0 and text.count("(default:") + text.count("(default\n") == len(found)
     model = {"model", "init-from", "device", "dtype", "attention", "seed", "compile", "threads"}
     if command == "offline":
-        own = {
-            "batch",
-            "seq-len",
-            "pd-ratio",
-            "chunk",
-            "policies",
-            "requests",
-            "explain",
-            "against",
-        }
-        assert set(found) == model | own | {"json", "plot"}
+        own = {*"batch seq-len pd-ratio chunk policies requests explain against".split()}
+        assert set(found) == model | own | {"json", "plot", "html"}
         assert "(default: 256)" in text and "(default: off)" in text and "none)" in text
-    elif command not in ("simulate", "fit", "play"):
+    elif command not in ("simulate", "fit", "play", "explore"):
         assert model < set(found) and ("qps" in found) == (command == "serve")
+    if command == "budget":
+        assert "(default: 16 on a CPU, 64 on a GPU)" in " ".join(text.split())
     if command in bench.SERVING:
         assert set("requests lengths trace slo page-size kv-tokens".split()) < set(found)
 
@@ -121,7 +114,7 @@ NONSENSE = {  # options whose value is refused by the name of the option
     "offline": "--chunk=1.5 --batch=1 --pd-ratio=0 --pd-ratio=nan --requests=0 --threads=0 "
     "--seed=-1",
     "serve": "--qps=0 --qps=nan --slo=0 --page-size=0 --page-size=big --kv-tokens=1000 "
-    "--chunk=2000 --long-prompt=1024 --requests=0 --max-waiting=0 --classes=vip=0.1 "
+    "--long-prompt=1024 --requests=0 --max-waiting=0 --classes=vip=0.1 "
     "--trace-scale=0 --plot=x.txt",
     "capacity": "--slo=0 --page-size=2000",
     "budget --slo-tbt=1": "--slo-tbt=0 --decodes=0 --tile=0",
@@ -134,7 +127,7 @@ REFUSED = [
 REFUSED += [
     ("--chunk 0", "--chunk 0: must be a whole number of at least 1"),
     ("--chunk 4 --batch 6", "--chunk 4: must be at least --batch 6"),
-    ("--chunk 2000", "--chunk 2000: must be at most --seq-len 1000"),
+    ("--chunk 2000", "--chunk 2000: must be at least --batch 6 and at most --seq-len 1000"),
     ("--policies sarathi,fifo", "'fifo': must be one of request-level, "),
     ("--policies no_such.py:Mine", "there is no file no_such.py"),
     ("--policies dynamic", "--policies dynamic: follows an SLO"),
@@ -142,7 +135,7 @@ REFUSED += [
     ("--policies ,", "--policies ',': give at least one"),
     ("--pd-ratio -1", "--pd-ratio -1: must be a finite number above 0"),
     ("--json /proc/f.json", "--json /proc/f.json: cannot be written: "),
-    ("--json .", "--json .: cannot be written: must be a file"),
+    ("--json .", "--json .: cannot be written: Is a directory"),
     ("--dtype int8", "--dtype invalid choice: 'int8'"),
     ("sevre", "invalid choice: 'sevre'"),
     ("simulate --plot x.png --only post", "--plot: --only leaves out all that is drawn"),

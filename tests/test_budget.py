@@ -21,7 +21,7 @@ def test_it_prints_why_and_writes_everything(decodes, max_len, tmp_path, capsys,
     steady = lambda *args, **more: [law(row) for row in times(*args, **more)]
     monkeypatch.setattr(slo, "time_iterations", steady)
     monkeypatch.setattr(measure.Probe, "take", lambda *_: missing)
-    monkeypatch.setattr(budget, "describe_machine", lambda *_: MACHINE)
+    monkeypatch.setattr(measure, "describe_machine", lambda *_: MACHINE)
     options = [*TINY, "--decodes", str(decodes), "--max-len", str(max_len)]
     files = ["--json", str(tmp_path / "b.json"), "--plot", str(tmp_path / "b.png")]
     bench.main(["budget", "--slo-tbt", "100", *options, *files])
@@ -48,10 +48,12 @@ def test_it_prints_why_and_writes_everything(decodes, max_len, tmp_path, capsys,
     assert text.count(" (busy) ") == len(budgets)
 
 
-def test_a_cost_below_nothing_is_not_believed():
+def test_why_a_budget_was_chosen():
     args = SimpleNamespace(decodes=4, tile=8, slo_tbt=1.0)
-    rows = [Profiled(4, 9, 4, 0.5), Profiled(8, 9, 4, 0.6)]
-    explain = lambda **its: budget.explain(8, [rows[0], rows[1]._replace(**its)], args)
-    assert "costs 25.00 ms" in explain()
-    for busy in (dict(seconds=0.4), dict(spread=0.21)):
-        assert explain(**busy) == f"Token budget: {measure.TOO_BUSY}."
+    rows = [Profiled(4, 9, 4, 0.5), Profiled(8, 9, 4, 0.6), Profiled(16, 9, 4, 1.1)]
+    rows.append(Profiled(32, 9, 4, 2.0))
+    text = budget.explain(8, rows, args)
+    assert "slowest iteration, 600 ms, meets\n1000 ms; 16 takes 1100 ms." in text
+    assert budget.explain(8, rows[:2], args).endswith("1000 ms; no more was tried.")
+    busy = [rows[0]._replace(spread=0.21), *rows[1:]]
+    assert budget.explain(8, busy, args) == f"Token budget: {measure.TOO_BUSY}."

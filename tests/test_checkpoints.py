@@ -5,7 +5,6 @@ import fnmatch
 import json
 import math
 import weakref
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -105,9 +104,9 @@ def edit(path, change):
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
 
-def add(name, *shape, dtype=None):
+def add(name, *shape):
     """A change to a dict of tensors: there is another one, or one of another shape."""
-    return lambda tensors: tensors.update({name: torch.ones(shape, dtype=dtype)})
+    return lambda tensors: tensors.update({name: torch.ones(shape)})
 
 
 def drop(part):
@@ -225,11 +224,10 @@ def test_loading_holds_one_tensor_at_a_time_and_fills_the_parameters_in_place(sa
         most.append(len(alive))
         return tensor
 
-    @contextmanager
     def counting(*args, **more):
-        with safe_open(*args, **more) as file:
-            get = partial(get_tensor, file)
-            yield SimpleNamespace(keys=file.keys, get_slice=file.get_slice, get_tensor=get)
+        file = safe_open(*args, **more)
+        get = partial(get_tensor, file)
+        return SimpleNamespace(keys=file.keys, get_slice=file.get_slice, get_tensor=get)
 
     monkeypatch.setattr(checkpoints, "safe_open", counting)
     model = GPT(checkpoints.read_config(directory), seed=None)
@@ -351,15 +349,14 @@ def test_positions_end_where_a_window_would_slide(tmp_path, model_type, window, 
 
 # option: values of a wrong type, that no model has, or that are not computed
 WRONG = dict(model_type=[1, None, ["llama"], "mixtral", "olmo2", "phi3", "llama\nllama"])
-WRONG |= dict(vocab_size=["97", 97.0, 1.5, True, None, 0, -1, 10**12, [97], {}], head_dim=[[16]])
-WRONG |= dict(num_hidden_layers=[2.0, 10**6], num_key_value_heads=["8"], sliding_window=[2.5])
+WRONG |= dict(vocab_size=["97", 97.0, 1.5, True, None, 0, -1, [97], {}], head_dim=[[16]])
+WRONG |= dict(num_hidden_layers=[2.0], num_key_value_heads=["8"], sliding_window=[2.5])
 WRONG |= dict(rms_norm_eps=[0, "1e-6", math.nan, math.inf], rope_theta=[0, "1e4", [1e4], None])
 WRONG |= dict(tie_word_embeddings=["true"], layer_types=["full_attention", ["linear_attention"]])
 WRONG |= dict(rope_scaling=[[], "yarn", 8.0], rope_parameters=[[ROPE], "default", True])
 WRONG |= dict(hidden_act=["gelu"], activation_function=["relu"], partial_rotary_factor=[0.25])
 WRONG |= dict(scale_attn_weights=[False], quantization_config=[{"quant_method": "gptq"}])
-ONLY_FALSE = "attention_bias mlp_bias scale_attn_by_inverse_layer_idx add_cross_attention"
-WRONG |= dict.fromkeys(ONLY_FALSE.split(), [True])
+WRONG |= dict(scale_attn_by_inverse_layer_idx=[True])
 WRONG_ROPE = dict(rope_type=["yarn", 3], type=["linear"], factor=["8", 0, math.nan])
 WRONG_ROPE |= dict(partial_rotary_factor=[0.5], full_attention=[{}], beta_fast=[32])
 REFUSED = [({k: v}, f"{k}=.*: must be ") for k, values in WRONG.items() for v in values]
@@ -403,7 +400,6 @@ MISFITS = [
     ("llama", add("norm.weight", 32), ": norm.weight is there twice"),
     ("llama", add(f"model.{V}", 32, 32), rf"{V} \[32, 32\].*expected \[16, 32\]"),
     ("llama", add(f"model.{DOWN}", 48, 32), rf"{DOWN} \[48, 32\].*expected \[32, 48\]"),
-    ("llama", add("lm_head.weight", VOCAB, 32, dtype=torch.int8), "lm_head.weight.*I8"),
     ("gpt2", add(f"transformer.{C_FC}", 128, 32), rf"{C_FC} \[128, 32\].*expected \[32, 128\]"),
 ]
 
@@ -428,34 +424,26 @@ def test_head_stored_next_to_a_tied_embedding_must_equal_it(save, kind, embeddin
     edit(file, lambda tensors: tensors.update({"lm_head.weight": tensors[embedding].clone()}))
     GPT.from_pretrained(file.parent)
     edit(file, lambda tensors: tensors["lm_head.weight"][3, 5].add_(0.01))
-    with pytest.raises(ValueError, match=f"lm_head.weight is not {embedding}.*tie_word_embeddings"):
+    with pytest.raises(
+        ValueError, match=f"tie_word_embeddings, but lm_head.weight is not {embedding}"
+    ):
         GPT.from_pretrained(file.parent)
 
 
-SHARD, INDEX = "model-00003-of-00012.safetensors", "model.safetensors.index.json"
-IN_INDEX, IN_SHARD = lambda index: index["weight_map"].update(extra=SHARD), add("extra", 1)
+SHARD = "model-00003-of-00012.safetensors"
 
 
-@pytest.mark.parametrize("file, change", [(INDEX, IN_INDEX), (SHARD, IN_SHARD)])
-def test_a_shard_that_is_missing_or_has_other_tensors_than_the_index_says(save, file, change):
-    directory = save(max_shard_size="10KB")
-    edit(directory / file, change)
-    with pytest.raises(ValueError, match=f"{SHARD}: 1 tensors that only .* index has: extra"):
-        GPT.from_pretrained(directory)
-    (directory / SHARD).unlink()
-    with pytest.raises(FileNotFoundError, match=SHARD):
-        GPT.from_pretrained(directory)
-
-
-MAPS = [{"norm.weight": file} for file in (3, None, "../other.safetensors", "model.bin", "", "\0")]
-
-
-@pytest.mark.parametrize("weight_map", [None, [], "x", *MAPS])
-def test_an_index_that_is_wrong_is_named(save, weight_map):
-    directory = save(max_shard_size="10KB")
-    edit(directory / INDEX, lambda index: index.update(weight_map=weight_map))
-    with pytest.raises(ValueError, match=f"{INDEX}: weight_map=.*: must "):
-        GPT.from_pretrained(directory)
+def test_shards_hold_each_tensor_once(save):
+    shard = save(max_shard_size="10KB") / SHARD
+    assert shard.is_file() and not (shard.parent / "model.safetensors").exists()
+    other = shard.with_name(SHARD.replace("3", "4"))
+    first = next(iter(load_file(other)))
+    edit(shard, lambda tensors: tensors.update(load_file(other)))
+    with pytest.raises(ValueError, match=f"{other}: {first[6:]} is there twice"):
+        GPT.from_pretrained(shard.parent)
+    shard.unlink()
+    with pytest.raises(ValueError, match="missing tensors: "):
+        GPT.from_pretrained(shard.parent)
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, 1e5])
@@ -477,21 +465,18 @@ def test_sizes_that_do_not_fit_the_weights_are_refused_before_anything_is_alloca
 
 def test_weights_in_no_file_or_one_that_is_not_safetensors(save):
     file = save() / "model.safetensors"
-    pickle = file.rename(file.parent / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="safetensors: pytorch_model.bin"):
-        GPT.from_pretrained(file.parent)
-    pickle.unlink()
-    with pytest.raises(FileNotFoundError, match="model.safetensors"):
+    file.rename(file.parent / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match="model.safetensors.*pickles are not read"):
         GPT.from_pretrained(file.parent)
     file.write_text("version https://git-lfs.github.com/spec/v1")
     with pytest.raises(ValueError, match="model.safetensors: not a safetensors file"):
         GPT.from_pretrained(file.parent)
 
 
-WANTED = f"config.json generation_config.json model.safetensors {SHARD} {INDEX} tokenizer.json"
-WANTED += " tokenizer.model original/tokenizer.model"
+WANTED = f"config.json generation_config.json model.safetensors {SHARD} tokenizer.json"
+WANTED += " tokenizer_config.json chat_template.jinja"
 OTHERS = "pytorch_model.bin consolidated.safetensors original/consolidated.00.pth onnx/model.onnx"
-OTHERS += " README.md tf_model.h5"
+OTHERS += " README.md tf_model.h5 model.fp16.safetensors model.safetensors.index.json"
 
 
 def test_only_what_is_read_is_downloaded_and_nothing_if_a_directory_is_there(tmp_path, monkeypatch):

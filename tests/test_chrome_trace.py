@@ -114,9 +114,9 @@ def test_slices_of_a_lane_are_apart_or_one_in_the_other(tmp_path):
                 assert all(b[1] >= end or b[2] <= end for b in slices[i + 1 :])
 
 
-def test_runs_are_processes_that_begin_at_0_and_micro_batches_are_lanes(tmp_path):
-    late = an_iteration(100.5, 101.0, [prefill(7, 3)])
-    runs = [a_completion(7, 3, 100.0, "length", 100.5, [101.0])], [late]
+def test_runs_are_processes_and_micro_batches_are_lanes(tmp_path):
+    late = an_iteration(0.5, 1.0, [prefill(7, 3)])
+    runs = [a_completion(7, 3, 0.0, "length", 0.5, [1.0])], [late]
     slices = trace(tmp_path, {"vllm": three_requests(), "orca": runs})[1]
     assert slices["orca: engine", "iterations"] == [("prefill", 0.5, 1.0)]
     request = slices["orca: requests", "request 7"]
@@ -124,7 +124,7 @@ def test_runs_are_processes_that_begin_at_0_and_micro_batches_are_lanes(tmp_path
     assert len(slices["vllm: engine", "iterations"]) == 9
     assert [*slices][1:5] == [("vllm: requests", f"request {i}") for i in range(4)]
     slices = trace(tmp_path, {"orca": ([], [late, late._replace(micro_batch=1)])})[1]
-    engine = {("orca: engine", f"micro-batch {i}"): [("prefill", 0, 0.5)] for i in (0, 1)}
+    engine = {("orca: engine", f"micro-batch {i}"): [("prefill", 0.5, 1.0)] for i in (0, 1)}
     assert slices | engine == slices and len(slices) == 3
 
 
@@ -136,4 +136,4 @@ def test_a_trace_of_little_or_nothing_is_still_a_trace(tmp_path):
     decodes = [an_iteration(1.0, 2.0, [decode(5)])]
     slices = trace(tmp_path, {"a": ([a_completion(0, 1, 9.0)], decodes), "b": ([], decodes)})[1]
     assert slices["a: requests", "request 0"] == []  # it came too late
-    assert slices["b: requests", "request 5"] == [("decodes", 0.0, 1.0)]  # it has no Completion yet
+    assert slices["b: requests", "request 5"] == [("decodes", 1.0, 2.0)]  # it has no Completion yet

@@ -156,7 +156,7 @@ def test_an_error_in_a_policy_of_ones_own_says_where_it_is(tmp_path, capsys):
     assert exit_code(lambda: broken.schedule(None)).endswith("own.py line 6: KeyError: 'nothing'")
     (tmp_path / "null.py").write_bytes(b"\0")
     assert "the policy's file line" in exit_code(lambda: find_policy(f"{tmp_path}/null.py:Mine"))
-    with pytest.raises(ValueError, match="own.py:Alone': cannot be made: .*'chunk'"):
+    with pytest.raises(ValueError, match="own.py:Alone': cannot be made: "):
         make_scheduler(f"{tmp_path}/own.py:Alone", None, chunk=8)
     (tmp_path / "bad.py").write_text("\nint('x')\n")
     with pytest.raises(SystemExit):

@@ -176,7 +176,7 @@ def test_the_steps_add_up_to_the_gain(known_costs):
         timelines[name], policies[name] = run_of(name, args)
     found = explain.explain(tiny_model(), policies, timelines, args)
     steps = {step.pop("step"): step for step in found["steps"]}
-    assert tuple(steps) == explain.STEPS and not found["busy"]
+    assert list(steps)[0].startswith("products, ") and len(steps) == 8 and not found["busy"]
     assert found["difference"] == pytest.approx(0, abs=1e-9)
     summed, run, whole = list(steps.values())[-3:]
     assert summed == pytest.approx(run)
@@ -219,6 +219,10 @@ def test_a_busy_machine_explains_nothing(known_costs, capsys):
         text = capsys.readouterr().out
         assert found["busy"] == busy and title in text
         assert all(f"{step['gain']:.3f}x |" in text for step in found["steps"])
+        steps = found["steps"][:6]
+        losses = {b["step"]: b["gain"] / a["gain"] for a, b in zip(steps, steps[1:])}
+        most = min(losses, key=losses.get)
+        assert (f"most is lost to {most.strip('+ ')}, " in text) != busy
     last_rounds = [len(steady(its, 6, rounds=1)[0]) for _, its in timelines.values()]
     assert len(known_costs) == 2 * (measure.WARMUP + 3) * sum(last_rounds)  # one is enough
 
@@ -232,7 +236,7 @@ def test_what_is_explained_is_written(tmp_path, capsys):
     text, report = capsys.readouterr().out, json.loads((tmp_path / "r.json").read_text())
     assert "3. Where the gain goes" in text and "\n4. Longest stalls" in text
     steps, rows = report["explained"]["steps"], report["end_to_end"]
-    assert [step["step"] for step in steps] == list(explain.STEPS)
+    assert len(steps) == 8 and all(f"| {step['step']} " in text for step in steps)
     assert steps[-2]["gain"] == pytest.approx(rows["sarathi"]["gain"])
     assert steps[-1]["gain"] == pytest.approx(rows["sarathi"]["whole_run_gain"])
 

@@ -265,10 +265,6 @@ def test_it_is_never_negative_and_never_nan():
     before = model.predict(HYBRID)
     for seconds in times[4:]:
         model.observe(HYBRID, seconds)
-        with pytest.raises(
-            ValueError, match=f"profile: BatchShape.*took {seconds} sec.*must be pos"
-        ):
-            IterationTime([(HYBRID, seconds)])
     assert model.predict(HYBRID) == before
 
 

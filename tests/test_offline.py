@@ -63,11 +63,15 @@ def test_a_cost_below_the_noise_is_not_a_speedup(monkeypatch):
 
 
 def test_no_negative_cost_is_printed(capsys):
-    row = dict.fromkeys("prefill_tokens decodes products_ms attention_limit_ms".split(), 7) | CALM
-    offline.print_decode_maximal(
-        {"a": row | {"decode_token_ms": -6.33}}, {"a": 1, "b": 2}, options()
-    )
+    row = dict.fromkeys("prefill_tokens decodes products_ms".split(), 7) | {"total_ms": -6.33}
+    offline.print_decode_maximal({"a": row | {"busy": False}}, {"a": 1, "b": 2}, options())
     assert "6.33" not in (text := capsys.readouterr().out) and "| 7 + 7" in text.replace("  ", "")
+
+
+def end_to_end(args):
+    """What offline.end_to_end fills in: rows, timelines."""
+    offline.end_to_end(tiny_model(), args, {}, rows := {}, timelines := {})
+    return rows, timelines
 
 
 def test_rows_of_the_policies_are_what_was_seen(monkeypatch):
@@ -87,17 +91,15 @@ def test_rows_of_the_policies_are_what_was_seen(monkeypatch):
     runs[1] = runs[1]._replace(seconds=2.0)
     served, drift = [], 0.1
 
-    def serve(model, configs, arrivals, tokens, progress):
+    def serve(model, configs, arrivals, tokens, progress, recorders):
         served.extend((c.policy, c.chunk, c.max_batch, c.max_len) for c in configs.values())
         assert [len(prompt) for prompt in tokens] == [a.prompt_len for a in arrivals] == [15] * 7
-        return ((name, runs.pop(0)._replace(drift=drift)) for name in configs)
+        return {name: runs.pop(0)._replace(drift=drift) for name in configs}
 
     monkeypatch.setattr(offline, "serve_in_turns", serve)
-    rows, timelines = {}, {}
     args = options(policies=["vllm", "request-level"], requests=7, pd_ratio=3.0)
-    done = offline.end_to_end(tiny_model(), args, rows, timelines)
-    assert next(done) == "request-level" and list(rows) == ["request-level"]
-    assert list(done) == ["vllm"] and list(timelines) == ["request-level", "vllm"]
+    rows, timelines = end_to_end(args)
+    assert list(rows) == list(timelines) == ["request-level", "vllm"]
     assert served == [(name, 12, 3, 20) for name in timelines]
     expected = dict(iterations=3, tokens_per_iteration=6, longest_stall_s=1.0)
     expected |= dict(p50_ttft_s=(1.5 + 1.0) / 2, p99_tbt_s=0.2 + 0.99 * 0.8)
@@ -118,11 +120,11 @@ def test_rows_of_the_policies_are_what_was_seen(monkeypatch):
         ],
         0.3,
     )
-    assert list(offline.end_to_end(tiny_model(), args, rows := {}, {})) == [*timelines]
+    rows, _ = end_to_end(args)
     assert rows["request-level"]["gain"] == 1 and rows["vllm"]["gain"] == pytest.approx(2)
     assert rows["vllm"]["busy"]
     runs, args.policies = [Run(completions, iterations + full, 4.0, 0.0)], ["orca"]
-    assert list(offline.end_to_end(tiny_model(), args, rows := {}, {})) == ["orca"]
+    rows, _ = end_to_end(args)
     assert rows["orca"]["gain"] is rows["orca"]["whole_run_gain"] is None  # over nobody
 
 
@@ -150,9 +152,9 @@ def test_the_engine_that_has_used_the_least_time_is_next(monkeypatch):
 
     spy = lambda *args, **more: active.append(Spy(*args, **more)) or active[-1]
     monkeypatch.setattr(offline, "LoadRun", spy)
-    policies, rows, timelines = ["request-level", "vllm", "sarathi"], {}, {}
     args = options(policies=["vllm", "request-level", "sarathi"], requests=7, pd_ratio=3.0)
-    assert list(offline.end_to_end(tiny_model(), args, rows, timelines)) == policies
+    rows, _ = end_to_end(args)
+    assert list(rows) == ["request-level", "vllm", "sarathi"]
     turns = [(a, b) for a, b in zip(order, order[1:]) if a is not b]
     assert not active and len(set(order)) == 3 and len(turns) > 3  # not one after the other
     assert rows["request-level"]["gain"] == rows["request-level"]["whole_run_gain"] == 1
@@ -175,60 +177,57 @@ def test_the_load_is_balanced_and_the_same_for_all():
         assert load[-1][1:3] == (1000 - output, output)
 
 
-@pytest.mark.parametrize("busy", ["", "table", "policies", "explained"])
+@pytest.mark.parametrize("busy", ["", "table", "policies"])
 def test_the_conclusion_says_what_was_measured(busy):
     table = {"decode-only": {"decode_token_ms": 8.0, "busy": busy == "table"}}
     table["decode-maximal"] = dict(decode_token_ms=2.0, busy=False)
     policies = {"vllm": {"longest_stall_s": 1.1149, "busy": busy == "policies"}}
     policies["sarathi"] = dict(longest_stall_s=0.25, gain=1.0) | CALM
     report = {"decode_maximal": table, "end_to_end": policies, "promised_gain": 1.25}
-    gains = {"products": 1.4, "+ attention": 1.3, "+ small operations": 1.05, "run": 0.9}
-    steps = [{"step": step, "gain": gain} for step, gain in gains.items()]
-    explained = {"steps": steps[:1] * 3 + steps, "busy": busy == "explained"}
 
-    def conclude(total=4.0, **more):
-        text = offline.conclude(
-            report | {"decode_speedup": {"total": total}} | more, options(chunk=32)
-        )
-        return " ".join(text.split())
+    def conclude(total=4.0, explain=False):
+        its = report | {"decode_speedup": {"total": total}}
+        return " ".join(offline.conclude(its, options(chunk=32, explain=explain)).split())
 
-    text = conclude(explained=explained)
+    text = conclude(explain=True)
     parts = {
         "policies": "4. Longest stalls, which chunks are for: vllm 1.11 s, sarathi 0.25 s. ",
         "table": "Cost of a decode: 8.00 ms in a batch of its own, 2.00 ms riding with a chunk. ",
-        "explained": "Throughput: bare products promise 1.40x request-level's at chunk 32, sarathi "
-        "runs at 1.00x; most is lost to small operations, 1.30x to 1.05x.",
+        "both": "Throughput at chunk 32: bare products promise 1.25x request-level's, sarathi "
+        "runs at 1.00x.",
     }
     for part, said in parts.items():
-        told = part != busy and not (busy and part == "explained")
+        told = part != busy and not (busy and part == "both")
         assert (said in text) == told
         assert (said.split(":")[0] + f": {measure.TOO_BUSY}." in text) != told
     if not busy:
         assert "its own, less than the noise riding with a chunk." in conclude(total=None)
-        text = conclude()
-        said = "promise 1.25x request-level's at chunk 32, sarathi runs at 1.00x (--explain"
-        assert text.startswith("3. Longest") and text.endswith(f"{said} tells why).")
         policies["sarathi"]["gain"] = None
-        assert conclude().endswith("promise 1.25x request-level's at chunk 32.")
+        text = conclude()
+        assert text.startswith("3. Longest") and text.endswith("promise 1.25x request-level's.")
 
 
 def test_what_was_measured_before_an_interrupt_is_kept(monkeypatch, tmp_path, capsys):
-    def end_to_end(model, args, rows, timelines):
-        policies = real(model, args, rows, timelines)
-        yield next(policies)
-        raise KeyboardInterrupt
+    def row_of(run, batch, real=offline.row_of):
+        if seen:  # while the second is summed up
+            raise KeyboardInterrupt
+        seen.append(run)
+        return real(run, batch)
 
-    real = offline.end_to_end
-    monkeypatch.setattr(offline, "end_to_end", end_to_end)
+    seen = []
+    monkeypatch.setattr(offline, "row_of", row_of)
     monkeypatch.setattr(measure.Probe, "take", lambda self, *_: 0.5)
     words = "--model llama-tiny --chunk 32 --batch 3 --seq-len 80 --device cpu --dtype float32"
     files = [f"--{what}={tmp_path / what}.png" for what in ("json", "plot")]
     with pytest.raises(KeyboardInterrupt):
         bench.main([*words.split(), *files])
     text, report = capsys.readouterr().out, json.loads((tmp_path / "json.png").read_text())
-    assert "| request-level (busy) " in text and "| vllm " not in text
     assert "decode speedup: this machine is too busy to tell\n" in text
     assert "measured limits (busy): " in text and "| decode-only (busy) " in text
+    assert "| request-level" in text and list(report["end_to_end"]) == ["request-level"]
     assert text.endswith(f"interrupted: what was measured is above\nwrote {tmp_path}/json.png\n")
-    assert list(report["end_to_end"]) == ["request-level"] and report["decode_maximal"]
-    assert "conclusion" not in report and not (tmp_path / "plot.png").exists()
+    assert (
+        report["decode_maximal"]
+        and "conclusion" not in report
+        and not (tmp_path / "plot.png").exists()
+    )

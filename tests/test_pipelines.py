@@ -94,14 +94,14 @@ def test_a_box_says_what_is_in_it_if_it_is_wide_enough(tmp_path):
     assert texts(axis)[:3] == ["$A_p$", "$A_d$\n$B_p$", "$C_p$ $D_p$"]
 
 
-def test_bubble_times_are_cumulative_and_none_is_leftmost(tmp_path):
+def test_bubble_times_are_cumulative_and_none_is_shown_too(tmp_path):
     first = SimpleNamespace(bubbles=[100.0, 0.0, 1.0, 10.0], ends=[8.0, 2.0, 4.0])
     systems = {"orca, TP 8": first, "sarathi, PP 8": SimpleNamespace(bubbles=[5.0], ends=[9.0])}
     left, right = plot_bubbles(systems, "", tmp_path / "b.png").axes
-    (low, _), *_ = rises = points(left.lines[0])
-    assert left.get_xscale() == "log" and left.get_xlim()[0] < low < 1
-    assert rises == [(low, 0), (low, 0.25), (1, 0.5), (10, 0.75), (100, 1)]
-    assert points(right.lines[0]) == [(0, 0), (2, 1), (4, 2), (8, 3)]
+    assert points(left.lines[0]) == [(0, 0), (0, 0.25), (1, 0.5), (10, 0.75), (100, 1)]
+    assert left.get_xscale() == "symlog" and left.get_xlim()[0] <= 0
+    done = [(2, 0), (2, near(1 / 3)), (4, near(2 / 3)), (8, 1)]
+    assert points(right.lines[0]) == done
     assert right.lines[0].get_drawstyle() == "steps-post"
     labels = [line.get_label() for axis in (left, right) for line in axis.lines]
     assert labels[:2] == ["orca, TP 8: median 5.50 s", "sarathi, PP 8: median 5.00 s"]

@@ -12,17 +12,17 @@ from experiments.workload import Arrival, prompts
 from policies import POLICIES
 from policies.config import EngineConfig
 from simulator import play
-from simulator.cost_model import System
+from simulator.cost_model import CostModel
 from simulator.simulation import simulate
 from tests.helpers import tiny_model
-from views.play import plot_scoreboards
+from views.search import plot_scoreboards
 
 TEMPLATE = "policies/template.py:ShortestFirst"
-COST, MODEL = System("llama3-8b").cost(), tiny_model(max_positions=64)
+COST, MODEL = CostModel.named("llama3-8b"), tiny_model(max_positions=64)
 ARRIVALS = [Arrival(0.0, 9 + i, 12) for i in range(6)]
-LATER = [Arrival(0.1, 20, 3)]
-GPU = Namespace(serve=lambda config, its: simulate(COST, config, its).run)
-ENGINE = Namespace(serve=lambda *its: run.serve(MODEL, *its, prompts(ARRIVALS, 61, 0)))
+LATER, PROMPTS = [Arrival(0.1, 20, 3)], prompts(ARRIVALS, 61, 0)
+GPU = Namespace(serve=lambda *its, **more: simulate(COST, *its, **more).run)
+ENGINE = Namespace(serve=lambda *its, **more: run.serve(MODEL, *its, PROMPTS, **more))
 FEW = {name: POLICIES[name] for name in ("request-level", "sarathi-serve")}
 MACHINE = {"model": "llama-tiny", "dtype": "float64", "device": "a CPU"}
 OWN = "from scheduler import Chunk, SarathiServe\nclass Own(SarathiServe):\n  def "

@@ -17,7 +17,8 @@ from tests.helpers import alone, tiny_model
 from tests.test_scheduler import simulate
 
 ROOT = Path(__file__).parents[1]
-LEAST = {"": 5, "experiments/": 5, "simulator/": 2, "results/": 9}  # commands in each
+# commands in each
+LEAST = {"": 5, "experiments/": 5, "simulator/": 2, "results/": 9}
 TEXTS = {room: (ROOT / f"{room}README.md").read_text("utf-8") for room in LEAST}
 MAIN = TEXTS[""]
 ALGORITHM_3, *CODE = re.findall(r"```python\n(.*?)```", MAIN, flags=re.DOTALL)
@@ -63,7 +64,7 @@ def test_a_policy_that_stands_in_the_template_too_is_the_same_there(block):
 def commands(text):
     """The words after each bench.py and sample.py, in blocks, in sentences and in a table."""
     blocks = re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)
-    lines = [line for block in blocks for line in re.split("&&|\n", block)]
+    lines = [line for block in blocks for line in re.split(r"&&|(?<!\\)\n", block)]
     text = re.sub("```.*?```", "", text, flags=re.DOTALL)
     lines += re.findall(r"`([^`]*(?:bench|sample)\.py [^`…]+)`", text)
     table = text.partition("| claim | command |")[2].partition("\n\n")[0]

@@ -35,7 +35,7 @@ from simulator.cost_model import CostModel, matrices, product_seconds
 from simulator.devices import A100, GEOMETRIES, LINKS
 from simulator.machine import base_of
 from simulator.sarathi import A6000_13B, PIPELINE, TP_ONLY, bubble_example, offline, throughput
-from simulator.sarathi_serve import SYSTEMS, find_capacities, latencies
+from simulator.sarathi_serve import find_capacities, latencies, system
 
 A100S = "--simulate a100-80gb"
 YI = f"{A100S} --model yi-34b --tp 2".split()
@@ -139,14 +139,16 @@ def test_a_ratio_that_is_a_bound_is_printed_written_and_concluded_as_such(capsys
     ratio = Bounded(1.5).over(Bounded(0.25, "below"))
     its = {"title": "", "published": {"a": [4.0], "others": [2.0]}}
     monkeypatch.setitem(sarathi.PUBLISHED, "S-F1", its)
-    table = sarathi.table("S-F1", [["a", ratio], ["b", 2.1]])
+    table, more = sarathi.Table("S-F1", {"a": [ratio]}), sarathi.Table("S-F1", {"b": [2.1]})
     assert table.rows[0][3] is None and table.json()["rows"][0]["simulated"] == "at least 6"
-    report.conclude([table])
+    report.conclude([table, more])
     text = " ".join(capsys.readouterr().out.split())
     assert "most in a: 4 published, at least 6 simulated." in text
     assert "Of 2 published numbers 1 came out within 10%, 1 within 25%" in text
     with pytest.raises(KeyError):  # of a row that is not published
-        sarathi.table("S-T2", [["prefill of 1,024", 1.0]])
+        sarathi.Table("S-T2", {"prefill of 1,024": [1.0]})
+    with pytest.raises(ValueError):  # of fewer numbers than names
+        sarathi.Table("S-F7", [[55.0]])
 
 
 def processes_of(session):
@@ -362,7 +364,7 @@ def test_a_pipeline_under_sarathi_beats_replicas_and_orca():
 
     §5.3: the gain over Orca comes from prompts of unlike lengths, which make unequal micro-batches.
     """
-    assert (PIPELINE.cost().max_batch(4096), TP_ONLY.cost().max_batch(4096)) == (27, 11)
+    assert (PIPELINE.max_batch(4096), TP_ONLY.max_batch(4096)) == (27, 11)
     lengths = zipf_lengths(1024, 4096, 0.4, 10, 1500, 0)
     mean = sum(map(sum, lengths)) // len(lengths)
     same = [(mean - mean // 11, mean // 11)] * 1000
@@ -377,10 +379,10 @@ def test_a_pipeline_under_sarathi_beats_replicas_and_orca():
 
 def test_a_small_budget_serves_several_times_the_load_and_a_large_one_less():
     """SS-F10: 3.7x over vllm for Yi-34B on two A100 under the strict SLO."""
-    system = SYSTEMS["Yi-34B"]._replace(cpu_s=5e-3)
+    yi = system("Yi-34B", 5e-3)
     policies = ("vllm", "sarathi-serve:512", "sarathi-serve:2048")
-    load = "sharegpt4", [SLOS["strict"] * base_of(system.cost()).seconds], 384
-    vllm, small, large = (find_capacities(system, policy, *load)[0] for policy in policies)
+    load = "sharegpt4", [SLOS["strict"] * base_of(yi).seconds], 384
+    vllm, small, large = (find_capacities(yi, policy, *load)[0] for policy in policies)
     assert 2.6 <= small / vllm <= 4.4 and 0 < large < vllm
 
 
@@ -391,7 +393,7 @@ ABLATION = [("sharegpt4", 1.0, (0.14, 0.17)), ("arxiv", 0.5, (0.17, 0.20))]
 def test_p99_tbt_of_the_ablation(trace, qps, published):
     """SS-T4, with 10 ms of CPU: decodes beside chunks of 512 wait less than if they alternate."""
     for policy, p99_s in zip(("sarathi-serve", "chunked-only"), published):
-        its = SYSTEMS["Yi-34B"]._replace(cpu_s=10e-3), policy, trace, qps, 128
+        its = system("Yi-34B", 10e-3), policy, trace, qps, 128
         found = [latencies(*its, seed)["tbt_s"]["p99"] for seed in range(3)]
         assert statistics.median(found) == pytest.approx(p99_s, rel=0.2)
 
@@ -399,7 +401,7 @@ def test_p99_tbt_of_the_ablation(trace, qps, published):
 def gain(policy, pd_ratio, chunk=256):
     """Throughput over the baseline's: LLaMA-13B on an A6000, 18 requests of 1K tokens at once."""
     its = (18, 1024, pd_ratio, chunk, 20)
-    return throughput(A6000_13B, policy, *its) / throughput(A6000_13B, "request-level", *its)
+    return throughput(policy, A6000_13B, *its) / throughput("request-level", A6000_13B, *its)
 
 
 def test_orca_gains_little_and_sarathi_most_where_every_chunk_has_its_decodes():

@@ -12,15 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine import Engine, Iteration
+from engine import Engine
 from experiments import measure
 from experiments import run as run_module
-from experiments.metrics import missed
 from experiments.run import (
     Base,
     Bounded,
     EngineServer,
-    Hopeless,
     LoadRun,
     capacity,
     found_so_far,
@@ -29,7 +27,7 @@ from experiments.run import (
     slo_seconds,
     summarize,
 )
-from experiments.workload import Arrival, poisson, prompts, sample_lengths
+from experiments.workload import Arrival, prompts
 from policies import POLICIES, slo
 from policies.config import EngineConfig
 from policies.slo import Profiled, hybrid_spans
@@ -69,11 +67,11 @@ class Silent:
         return torch.zeros(len(batch.logit_rows), self.config.vocab_size)
 
 
-def serve_small(policy="vllm", tick=0.01, arrivals=ARRIVALS, model=Silent(), hopeless=None, **more):
+def serve_small(policy="vllm", tick=0.01, arrivals=ARRIVALS, model=Silent(), **more):
     options = {"tbt_slo": 1.0} if policy == "dynamic" else {}
     config, time = replace(SMALL, policy=policy, options=options, **more), Time(tick)
-    watching = dict(now=time.now, sleep=time.sleep, hopeless=hopeless)
-    return serve(model, config, arrivals, prompts(arrivals, 61, 0), **watching)
+    tokens = prompts(arrivals, 61, 0)
+    return serve(model, config, arrivals, tokens, now=time.now, sleep=time.sleep)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -145,10 +143,7 @@ def test_a_preempted_request_is_known_and_own_time_is_a_step_without_its_forward
 
 def test_a_full_queue_refuses_and_the_slo_is_not_met():
     arrivals = [Arrival(0.0, 8, 4, "low")] * 8
-    hopeless = Hopeless(arrivals, 1000.0)
-    more = dict(max_batch=2, max_waiting=3, tick=0.5, hopeless=hopeless)
-    run = serve_small(arrivals=arrivals, **more)
-    assert run.cut_short is None  # who was refused does not wait, though the others take a while
+    run = serve_small(arrivals=arrivals, max_batch=2, max_waiting=3, tick=0.5)
     assert [c.finish_reason for c in run.completions] == ["length"] * 3 + ["abort"] * 5
     seen = [(c.request_id, len(c.prompt), c.priority) for c in run.completions]
     assert seen == [(i, 8, 3) for i in range(8)]
@@ -204,57 +199,6 @@ def test_a_run_looks_every_second_at_who_else_computes(monkeypatch):
     done = serve_small()
     assert 5 < done.seconds < 6 and len(took) == 3  # at 0, 4 and 5 s: in between all is done
     assert done.drift == sum(took) / len(took) > 0 and summarize(done, 1.0)["busy"]
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 50, 99, 100, 101, 102, 200, 201, 202, 1000])
-def test_a_run_has_failed_as_soon_as_its_p99_is_decided_and_not_before(count):
-    watch, slow = Hopeless([Arrival(0.0, 4, 2)] * count, 0.1), 0  # one TBT each
-    events = [SimpleNamespace(request_id=i) for i in range(count)]
-    p99 = lambda slow, by: np.quantile([by] * slow + [0.0] * (count - slow), 0.99)
-    assert watch.check(Iteration(0.0, 1.0, []), events) is None  # first tokens have no TBT
-    while not watch.check(Iteration(1.0, 1.2, []), events[slow : slow + 1]):  # 0.2 s after the last
-        slow += 1
-        assert p99(slow, 0.2) <= 0.2 * 0.999  # its P99 may yet be below
-        assert p99(slow, 0.1001) <= 0.1
-    assert p99(slow + 1, 0.1001) > 0.1
-
-
-@pytest.mark.parametrize("count, decisive", [(1, 1), (2, 2), (3, 2), (4, 3), (5, 3), (60, 31)])
-def test_a_run_has_failed_when_more_than_half_waited_too_long(count, decisive):
-    times = [0.0] * (decisive - 1) + [100.5] + [1e3] * (count - decisive)
-    watch = Hopeless([Arrival(time, 4, 1) for time in times], 0.1)
-    assert not watch.check(Iteration(0.0, 100.0, []), [])
-    first = [(0, 0, 4, False)] if decisive > 1 else []
-    watch.check(Iteration(100.0, 101.0, first), [])  # scheduled too late: counted once, not twice
-    assert not watch.check(Iteration(101.0, 102.0, [(0, 4, 1, True)] * len(first)), [])
-    assert not watch.check(Iteration(102.0, 102.5, []), [])  # has waited 2 s, which is allowed
-    assert "scheduling delays over 2 s" in watch.check(Iteration(102.5, 102.6, []), [])
-
-
-@pytest.mark.parametrize("name", ["vllm", "sarathi-serve", "request-level"])
-def test_runs_are_cut_short_only_if_they_would_have_failed(name):
-    arrivals, seen = poisson(sample_lengths("sharegpt4", 12, 32, 0), 2.0, 0), Counter()
-    for tick in (0.001, 0.05, 0.2):
-        full = serve_small(name, tick, arrivals)
-        for target in (3 * tick, 6 * tick, 12 * tick):
-            run = serve_small(name, tick, arrivals, hopeless=Hopeless(arrivals, target))
-            met = not missed(summarize(full, target), target)
-            assert summarize(run, target)["met"] == met and not (met and run.cut_short)
-            assert met or run.cut_short or run == full
-            if run.cut_short:  # the same, up to there
-                assert run.iterations == full.iterations[: len(run.iterations)]
-                assert {c.finish_reason for c in run.completions} <= {"length", "abort"}
-            seen[met, bool(run.cut_short)] += 1
-    assert seen[True, False] and seen[False, True]
-
-
-def test_a_run_that_is_cut_short_before_others_arrive_has_not_met_the_slo():
-    arrivals = [Arrival(0.0, 4, 8), Arrival(1000.0, 4, 1)]
-    run = serve_small(arrivals=arrivals, hopeless=Hopeless(arrivals, 1e-6))
-    assert run.cut_short == "2 TBTs over 1e-06 s" and len(run.completions) == 1
-    finished = run._replace(completions=[replace(run.completions[0], finish_reason="length")])
-    assert not summarize(finished, 1000.0)["met"]
-    assert summarize(finished._replace(cut_short=None), 1000.0)["met"]
 
 
 def test_what_is_made_of_a_base():

@@ -141,7 +141,7 @@ RESULTS = {
     "vllm": found([1.0, 2.0], [2.05, 3.0], p50_ttft_s=0.25, tokens_per_s=50),
     "orca": found([], [4.0, 0.5]),
     "sarathi-serve": found([6.0, 9.0], [], p99_tbt_s=0.125),
-    "dynamic": found([7.0], [7.2], missed="41 scheduling delays over 2 s"),
+    "dynamic": found([7.0], [7.2], missed="the queue grew"),
 }
 
 
@@ -150,21 +150,17 @@ def test_bounds_are_kept_in_capacities_their_ratios_and_the_conclusion(capsys):
     expected = [("2.00", "1.00x"), ("below 0.50", "below 0.25x")]
     expected += [("at least 9.00", "at least 4.50x"), ("7.00", "3.50x")]
     assert rows_of(capsys.readouterr().out) == expected
+    two = {"vllm": found([1.0], []), "dynamic": found([3.0], [])}
+    print_capacities(two)  # an unknown gain
+    assert rows_of(capsys.readouterr().out)[1] == ("at least 3.00", "-")
     said = lambda **more: " ".join(
         conclude(dict(results=RESULTS, slo_s=0.3, slo_busy=False) | more).split()
     )
     text = said()
-    assert (
-        "at least 9.00 under sarathi-serve, 7.00 under dynamic, 2.00 under vllm, below 0.50" in text
-    )
-    ends = "41 scheduling delays over 2 s under dynamic, P99 TBT of 3 s under vllm and P99"
-    assert f"Higher rates fail: {ends}" in text
-    costs = "0.50x the P99 TBT, 2.00x the median TTFT and 2.00x the throughput"
-    assert text.endswith(f"Against vllm, sarathi-serve has at least 4.50x the capacity, {costs}.")
-    two = {"sarathi-serve": RESULTS["sarathi-serve"], "dynamic": found([3.0], [])}
-    assert "Against dynamic, sarathi-serve has 0.50x the P99 TBT" in said(
-        results=two
-    )  # unknown gain
+    each = "2.00 under vllm, below 0.50 under orca, at least 9.00 under sarathi-serve, 7.00 under"
+    assert each in text
+    ends = "vllm (P99 TBT of 3 s), orca (P99 TBT of 3 s), dynamic (the queue grew)."
+    assert text.endswith(f"Higher rates fail under {ends}")
     busy = {name: its | {"busy": True} for name, its in RESULTS.items()}
     assert TOO_BUSY in said(results=busy) == said(slo_busy=True)
     assert "dynamic" not in said(results=RESULTS | {"dynamic": busy["dynamic"]})
@@ -175,20 +171,14 @@ def said(runs, **more):
     return " ".join(conclude(dict(runs=runs, slo_s=0.3, slo_busy=False) | more).split())
 
 
-def test_the_conclusion_of_serve_names_who_meets_the_slo_the_stalls_and_the_price():
-    row = dict(met=True, missed="", busy=False, cut_short=None, p50_ttft_s=0.2, p99_tbt_s=0.125)
-    row |= dict(longest_stall_s=0.25, tokens_per_s=100)
-    vllm = dict(met=False, missed="P99 TBT of 0.500 s", p99_tbt_s=0.5, longest_stall_s=1.5)
-    runs = {"vllm": row | vllm | {"p50_ttft_s": 0.1}, "sarathi-serve": row}
-    text = said(runs)
-    assert "0.300 s: met by sarathi-serve; not met by vllm (P99 TBT of 0.500 s)." in text
-    costs = "0.25x the P99 TBT, 2.00x the median TTFT, 0.17x the longest stall and 1.00x the "
-    assert text.endswith(f"Against vllm, sarathi-serve has {costs}throughput.")
+def test_the_conclusion_of_serve_names_who_meets_the_slo():
+    row = dict(met=True, missed="", busy=False, cut_short=None)
+    runs = {"vllm": row | dict(met=False, missed="P99 TBT of 0.500 s"), "sarathi-serve": row}
+    assert said(runs).endswith(
+        "0.300 s: met by sarathi-serve; not met by vllm (P99 TBT of 0.500 s)."
+    )
     assert "met by none; not met by vllm" in said({"vllm": runs["vllm"]})
-    empty = dict.fromkeys(("p50_ttft_s", "p99_tbt_s", "longest_stall_s", "tokens_per_s"))
-    assert said(runs | {"vllm": row | empty}).endswith(
-        "met by vllm and sarathi-serve."
-    )  # one token
+    assert said(runs | {"vllm": row}).endswith("met by vllm, sarathi-serve.")
     for more in ({"busy": True}, {"cut_short": run.INTERRUPTED}):
         assert "vllm" not in said(runs | {"vllm": runs["vllm"] | more})
     assert TOO_BUSY in said(runs, slo_busy=True)
@@ -276,7 +266,8 @@ def test_a_trace_keeps_its_own_rate_or_takes_that_of_qps(tmp_path, monkeypatch, 
     assert [a.time for a in at_rate(2.0)] == [0, 0.5, 1.0] and "1 left out" in name
     served = []
     monkeypatch.setattr(serving, "describe_machine", lambda *_: dict(MACHINE))
-    monkeypatch.setattr(serving, "run_all", lambda *args: served.append(args[2](args[4].qps)))
+    run_all = lambda self, *_: served.append(self.arrivals_at(self.args.qps))
+    monkeypatch.setattr(serving.Session, "run_all", run_all)
     for more, rate in (([], "at its own rate"), (["--qps", "2"], "at 2 a second")):
         bench.main([*words, *more, *TINY, "--slo", "1000"])
         assert f"(1 left out) {rate}; median prompt 30, output 4" in capsys.readouterr().out

@@ -118,9 +118,6 @@ def test_auto_warns_of_times_on_a_busy_machine(law, monkeypatch, tbt_slo, unstea
     said = [str(warning.message) for warning in caught if warning.filename == __file__]
     assert len(said) == (unsteady is not None)
     assert all("times spread by 30%, is the machine busy?" in text for text in said)
-    if unsteady == 8:
-        with pytest.raises(ValueError, match="no token budget meets it.*; times spread by 30%"):
-            auto("dynamic", max_batch=8, max_len=256, tbt_slo=0.005, tile=4)
 
 
 def test_the_slowest_context_counts(law):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.tables import Table, print_table, show
+from experiments.tables import print_table, show
 
 CELLS = [(None, ",.2f", "-"), ("as it is", ",.2f", "as it is"), (1234.567, ",.2f", "1,234.57")]
 CELLS += [(1.333, ".2fx", "1.33x"), (0.5, ".0%", "50%"), (3, "", "3")]
@@ -25,9 +25,3 @@ def test_a_table_is_markdown_with_numbers_to_the_right(capsys):
     )
     print_table([("", ""), ("P99", ".1f"), ("P99", ".2f")], [["a", 1, 2]])  # heads may repeat
     assert capsys.readouterr().out.splitlines()[2] == "| a | 1.0 | 2.00 |"
-
-
-def test_a_table_in_json_has_its_numbers():
-    table = Table("S-F9", "gains", {"policy": "", "gain": ".2fx"}, [["vllm", (1.25, ".0f")]], "so")
-    rows = [{"policy": "vllm", "gain": 1.25}]
-    assert table.json() == {"claim": "S-F9", "title": "gains", "rows": rows, "note": "so"}

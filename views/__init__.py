@@ -1,4 +1,4 @@
-"""Pictures and traces, drawn from what the engine recorded."""
+"""Pictures, traces and the schedule page, drawn from what the engine recorded."""
 
 import os
 

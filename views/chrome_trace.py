@@ -10,15 +10,13 @@ import gzip
 import json
 
 from experiments.metrics import find_stalls
-from views.timelines import since_start
 
 
 def write_chrome_trace(file, runs):
     """Write a trace of `runs`, {name: (completions, iterations)}, to the path `file`, compressed if
     that ends in .gz. All requests have ended; some may be seen in iterations only."""
     events = []
-    for pid, (name, run) in enumerate(runs.items()):
-        completions, iterations = since_start(*run)
+    for pid, (name, (completions, iterations)) in enumerate(runs.items()):
         ids = {i for it in iterations for i in (*it.preempted, *(chunk[0] for chunk in it.chunks))}
         ids = sorted(ids | {c.request_id for c in completions})
         batches = sorted({it.micro_batch for it in iterations}) or [0]

@@ -5,6 +5,7 @@ style.py, simulator/simulation.py. Read next: chrome_trace.py.
 from statistics import median
 
 from matplotlib.patches import Patch
+from matplotlib.ticker import PercentFormatter
 
 from views import style
 from views.style import DECODE, HYBRID, PREFILL
@@ -32,15 +33,14 @@ def plot_pipeline(runs, kinds, title, file):
     for axis, (name, own) in zip(axes, runs.items()):
         for run in own:
             _draw_batch(axis, run, LANE_WIDTH * (run.end - run.start) / end)
-        # the longest of each kind; the last of those equal to the microsecond
-        in_order = sorted(kinds[name], key=lambda pair: round(pair[0].bubble, 6))
-        for kind, run in {kind: run for run, kind in in_order}.items():
-            share, side = PLACES[kind]
-            x, y = run.start - share * run.bubble, run.stage - BOX / 2 - 0.04
-            axis.text(x, y, f"{kind} {_duration(run.bubble)}", ha=side)
-        sums = {k: sum(run.bubble for run, kind in kinds[name] if kind == k) for k in PLACES}
-        head = f"makespan {_duration(max(run.end for run in own))}; bubbles of all stages: "
-        head += ", ".join(f"{kind} {_duration(seconds)}" for kind, seconds in sums.items())
+        head = f"makespan {_duration(max(run.end for run in own))}; bubbles of all stages"
+        for kind, (share, side) in PLACES.items():
+            waits = [run for run, its in kinds[name] if its == kind]
+            head += f", {kind} {_duration(sum(run.bubble for run in waits))}"
+            # the longest; the last of those equal to the microsecond
+            for run in sorted(waits, key=lambda run: round(run.bubble, 6))[-1:]:
+                x, y = run.start - share * run.bubble, run.stage - BOX / 2 - 0.04
+                axis.text(x, y, f"{kind} {_duration(run.bubble)}", ha=side)
         axis.set_title(style.label(name), **style.BOLD)
         axis.set_title(head, loc="right")
         axis.set(xlim=(0, end), ylim=(stages - 0.5, -0.62))
@@ -50,7 +50,6 @@ def plot_pipeline(runs, kinds, title, file):
     axes[-1].set_xlabel("time in s")
     signs = [Patch(color=color, label=label) for color, label in COLORS.items()]
     signs.append(Patch(**WAITS, label="bubble: the stage waits"))
-    signs.append(Patch(facecolor="white", edgecolor=EDGE, label="idle for want of work"))
     figure.legend(handles=signs, ncols=3, **style.BELOW)
     return style.finish(figure, title + LEGEND, file)
 
@@ -83,19 +82,16 @@ def plot_bubbles(systems, title, file):
     for name, its in systems.items():
         label, look = style.label(name), {"color": colors[name.split(",")[0]], "lw": 1.8}
         left.ecdf(its.bubbles, label=f"{label}: median {_duration(median(its.bubbles))}", **look)
-        ends, count = [0, *sorted(its.ends)], len(its.ends)
-        label += f": {count:,} in {_duration(ends[-1])}"
-        right.step(ends, range(count + 1), where="post", label=label, **look)
-    style.log_scale("x", left)
-    low, high = left.get_xlim()
-    for line in left.lines:  # what is less is leftmost
-        line.set_xdata(line.get_xdata().clip(low))
-    xlabel = "bubble time of a request in s, log scale (leftmost: less, or none)"
-    left.set(xlabel=xlabel, ylabel="share of the requests, at most that long")
-    left.set(xlim=(low / 1.25, high), ylim=(0, 1.03))
-    left.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "P50", "75 %", "100 %"])
-    right.set(xlabel="time in s", ylabel="completed requests", xlim=(0, None), ylim=(0, None))
-    right.grid()
+        label += f": {len(its.ends):,} in {_duration(max(its.ends))}"
+        right.ecdf(its.ends, label=label, **look)
+    left.set_xscale("symlog", linthresh=0.1)
+    left.set(
+        xlabel="bubble time of a request in s", ylabel="share of the requests, at most that long"
+    )
+    right.set(xlabel="time in s", ylabel="share of the requests, completed", xlim=(0, None))
     for axis in (left, right):
+        axis.grid()
+        axis.xaxis.set_major_formatter(style.PLAIN)
+        axis.yaxis.set_major_formatter(PercentFormatter(1))
         axis.legend(loc="lower left", bbox_to_anchor=(0, 1))
     return style.finish(figure, title, file)

@@ -4,9 +4,9 @@ time, each run at its worst (Figures 1a and 7). Read first: timelines.py. Read n
 
 from experiments.metrics import percentiles
 from views import style
-from views.timelines import draw_lanes, draw_legend, lane_bars, since_start
+from views.timelines import draw_lanes, draw_legend, lane_bars
 
-FREE, PAGES = "#dfe6ee", "#7f92a8"
+COUNTS = {"free_pages": "#9fb0c4", "running": "#000000", "waiting": "#8e2aa8"}
 TAIL = {0.001: "0.1 %", 0.01: "1 % (P99)", 0.1: "10 %", 0.5: "P50", 1: "100 %"}
 LATENCIES = {
     "time to first token (TTFT)": lambda c: [c.ttft],
@@ -20,7 +20,6 @@ def plot_serving(runs, machine, file, slo_s):
     the top the latencies, with dots at P50 and P99. Below, for each run: who ran and waited and how
     many pages were free; a lane for each request, in the same seconds of all runs: see find_window.
     `slo_s` is the SLO of TBT in seconds. Needs a run."""
-    runs = {name: since_start(*run) for name, run in runs.items()}
     bars = {name: lane_bars(*run) for name, run in runs.items()}
     colors, window, count = style.policy_colors(runs), find_window(bars), len(runs)
     figure = style.new_figure(4.3 + 1.65 * count)
@@ -28,16 +27,15 @@ def plot_serving(runs, machine, file, slo_s):
     panels = top.subplots(1, 3, sharey=True)
     for axis, (latency, values_of) in zip(panels, LATENCIES.items()):
         for name, (completions, _) in runs.items():
-            x = sorted(its for c in completions for its in values_of(c) if its is not None)
-            marks, share = percentiles(x), [1 - i / len(x) for i in range(len(x))]
-            color, label = colors[name], style.label(name)
-            axis.step(x + x[-1:], share + [0] * bool(x), color=color, label=label)
-            axis.plot([marks["p50"], marks["p99"]], [0.5, 0.01], "o", ms=4, color=color)
-        if axis is panels[1]:
-            axis.axvline(slo_s, **style.LIMIT)
-            axis.set_title(f"dashed: SLO {slo_s:.3g} s")
+            x = [its for c in completions for its in values_of(c) if its is not None]
+            if x:
+                marks, look = percentiles(x), {"color": colors[name]}
+                axis.ecdf(x, complementary=True, label=style.label(name), **look)
+                axis.plot([marks["p50"], marks["p99"]], [0.5, 0.01], "o", ms=4, **look)
         style.log_scale("x", axis)
         axis.set(xlabel=f"{latency} in s", yscale="log", ylim=(5e-4, 1.3))
+    panels[1].axvline(slo_s, **style.LIMIT)
+    panels[1].set_title(f"dashed: SLO {slo_s:.3g} s")
     panels[0].set_ylabel("share that is longer")
     panels[0].set_yticks([*TAIL], [*TAIL.values()])
     panels[0].set_yticks([], minor=True)
@@ -53,7 +51,7 @@ def plot_serving(runs, machine, file, slo_s):
     axes[0, 0].set(xlim=(0, None), ylim=(0, None))
     bottom.legend(*axes[0, 0].get_legend_handles_labels(), ncols=4, **style.BELOW)
     for axis in axes[-1]:
-        axis.set_xlabel("time since the first arrival in s")
+        axis.set_xlabel("time in s")
     return style.finish(figure, "Online serving", file, machine)
 
 
@@ -68,20 +66,13 @@ def find_window(bars):
 
 
 def _draw_counts(axis, iterations, window):
-    """Running, waiting and free pages over the whole run, and where the window of the lanes is."""
-    starts, pages = [iteration.start for iteration in iterations], axis.twinx()
-    free = [iteration.free_pages for iteration in iterations]
-    pages.fill_between(starts, free, step="post", color=FREE)
-    pages.set_ylim(0, 1.05 * max([1, *free]))
-    pages.set_ylabel("free pages", color=PAGES)
-    pages.tick_params(axis="y", colors=PAGES, labelsize=8)
-    axis.set_zorder(pages.get_zorder() + 1)  # the lines above the area
-    axis.patch.set_visible(False)
+    """COUNTS over the whole run, and where the window of the lanes is."""
+    starts = [iteration.start for iteration in iterations]
     axis.axvspan(*window, color="#000000", alpha=0.13, lw=0, label="shown on the right")
-    for word, color in (("running", "#000000"), ("waiting", "#8e2aa8")):
-        counts = [getattr(iteration, word) for iteration in iterations]
-        axis.step(starts, counts, where="post", color=color, lw=1.1, label=word)
-    axis.fill_between([], [], color=FREE, label="free pages")
+    for key, color in COUNTS.items():
+        counts = [getattr(iteration, key) for iteration in iterations]
+        label = key.replace("_", " ")
+        axis.step(starts, counts, where="post", color=color, lw=1.1, label=label)
     axis.set_yscale("symlog", linthresh=1, linscale=0.4)
     axis.yaxis.set_major_formatter(style.PLAIN)
-    axis.set_ylabel("requests")
+    axis.set_ylabel("requests, pages")

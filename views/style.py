@@ -2,7 +2,6 @@
 
 import re
 from itertools import cycle
-from math import inf
 
 from matplotlib import rcParams
 from matplotlib.colors import LinearSegmentedColormap
@@ -54,19 +53,15 @@ def three_digits(value):
 
 
 def log_scale(which, *panels):
-    """Make axis `which`, "x" or "y", of panels that share it logarithmic with plain ticks, around
-    all that they show, if any of it is above 0, and give them a grid."""
-    low, high = inf, 0.0
+    """Make axis `which`, "x" or "y", of panels that share it logarithmic with plain ticks, if they
+    show anything above 0, and give them a grid."""
     for panel in panels:
         panel.grid(True)
-        low = min(low, getattr(panel.dataLim, f"minpos{which}"))
-        high = max(high, getattr(panel.dataLim, f"{which}1"))
-    if high:
-        low, high = max(low, high / 1e4) / 1.25, 1.25 * high  # microseconds are as good as none
-        panels[0].set(**{f"{which}lim": (low, high), f"{which}scale": "log"})
+    if max(getattr(panel.dataLim, f"{which}1") for panel in panels) > 0:
+        panels[0].set(**{f"{which}scale": "log"})
         axis = getattr(panels[0], f"{which}axis")
-        subs = (1, 2, 5) if high / low < 30 else (1, 3) if high / low < 300 else (1,)
-        axis.set_major_locator(LogLocator(subs=subs, numticks=20))
+        low, high = axis.get_view_interval()
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
         axis.set_major_formatter(PLAIN)
         axis.set_minor_formatter(NullFormatter())
 

@@ -4,7 +4,6 @@ A lane has a bar for each prefill chunk and, from token to token, one coloured b
 them: a generation stall is a long red bar. Read first: style.py, engine.py. Read next: serving.py.
 """
 
-from dataclasses import replace
 from itertools import pairwise
 
 from matplotlib.cm import ScalarMappable
@@ -24,7 +23,6 @@ def plot_timelines(runs, machine, file, anchor_s):
     """Draw {policy: (completions, iterations)} on one time axis, and write the picture to `file`:
     for each policy the lanes of its requests, and the tokens of each iteration. A gap between
     tokens of more than `anchor_s`, that is ten decode iterations, is red."""
-    runs = {policy: since_start(*run) for policy, run in runs.items()}
     figure = style.new_figure(1.85 * len(runs) + 1.1)
     axes = figure.subplots(2 * len(runs), 1, sharex=True, height_ratios=[2, 1] * len(runs))
     norm = draw_legend(figure, axes, anchor_s, "10 decode iterations", BATCHES)
@@ -47,17 +45,6 @@ def plot_timelines(runs, machine, file, anchor_s):
     return style.finish(figure, TITLE, file, machine)
 
 
-def since_start(completions, iterations):
-    """A run with times in s since it began: at its first arrival, or its first iteration."""
-    start = min([c.arrival for c in completions] + [i.start for i in iterations[:1]], default=0.0)
-    moved = []
-    for c in completions:
-        scheduled, times = c.scheduled, [time - start for time in c.token_times]
-        scheduled = None if scheduled is None else scheduled - start
-        moved.append(replace(c, arrival=c.arrival - start, scheduled=scheduled, token_times=times))
-    return moved, [i._replace(start=i.start - start, end=i.end - start) for i in iterations]
-
-
 def lane_bars(completions, iterations):
     """[(request id, start, end, kind)] in s, in the order in which they are drawn: "waiting", from
     arrival to first chunk; "gap", from token to token; "prefill", in a gap after a preemption."""
@@ -65,10 +52,8 @@ def lane_bars(completions, iterations):
     bars = [(c.request_id, c.arrival, c.scheduled, "waiting") for c in served]
     bars += [(c.request_id, *gap, "gap") for c in served for gap in pairwise(c.token_times)]
     chunks = ((i, *chunk) for i in iterations for chunk in i.chunks)
-    bars += [
-        (who, i.start, i.end, "prefill") for i, who, _, _, is_decode in chunks if not is_decode
-    ]
-    return bars
+    chunks = [(who, i.start, i.end, "prefill") for i, who, *_, decodes in chunks if not decodes]
+    return bars + chunks
 
 
 def draw_legend(figure, axes, anchor_s, anchor, more):
@@ -93,16 +78,13 @@ def draw_lanes(axis, bars, norm):
     seen = [bar for bar in bars if bar[1] < right and bar[2] > left]
     ids = sorted({request_id for request_id, *_, kind in seen if kind != "waiting"})
     lane, few = {request_id: number for number, request_id in enumerate(ids)}, len(ids) <= 40
-    half = (
-        0.42 if few else 0.5
-    )  # room for white between lanes, and between bars that are not narrow
+    half = 0.42 if few else 0.5  # room for white between lanes, and between bars that are wide
     corners, colors, edges = [], [], []
-    for request_id, start, end, kind in seen:
-        if request_id in lane:
-            low, high = lane[request_id] - half, lane[request_id] + half
-            corners.append([(start, low), (end, low), (end, high), (start, high)])
-            colors.append(SIGNS.get(kind) or GAPS(norm(max(end - start, norm.vmin))))
-            edges.append(0.3 * (few and end - start > (right - left) / 200))
+    for request_id, start, end, kind in (bar for bar in seen if bar[0] in lane):
+        low, high = lane[request_id] - half, lane[request_id] + half
+        corners.append([(start, low), (end, low), (end, high), (start, high)])
+        colors.append(SIGNS.get(kind) or GAPS(norm(max(end - start, norm.vmin))))
+        edges.append(0.3 * (few and end - start > (right - left) / 200))
     look = {"edgecolors": "white", "linewidths": edges, "antialiased": few}
     axis.add_collection(PolyCollection(corners, facecolors=colors, **look))
     every = 1 + len(ids) // 5

@@ -1,0 +1,547 @@
+"""schedule_page: what is recorded, and what a real browser makes of it.
+
+python -m tests.test_schedule_page      frames per second while 10,000 iterations scroll
+"""
+
+import json
+import random
+import re
+import shutil
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+
+from bench import main
+from engine import Engine
+from experiments.metrics import percentiles, summarize_latencies
+from experiments.workload import Arrival, poisson, sample_lengths
+from kv_cache import Pages
+from policies import make_scheduler
+from policies.config import EngineConfig
+from sampling import SamplingParams
+from scheduler import Request
+from simulator.cost_model import CostModel
+from simulator.simulation import simulate
+from tests.helpers import tiny_model
+from views.schedule_page import Recorder, page, write_page
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+SLO_S = 0.05
+
+
+class Truth(Recorder):
+    """A Recorder that also keeps what really was, as each batch had been decided: `states`, a dict
+    {request id: [num_computed, output, pages]} of those that ran, and `waiting`."""
+
+    def __init__(self):
+        super().__init__()
+        self.states, self.waiting = [], []
+
+    def _decide(self, number, scheduler, next_batch):
+        batch = super()._decide(number, scheduler, next_batch)
+        if batch:
+            state = {
+                r.id: [r.num_computed, len(r.tokens) - r.prompt_len, list(r.pages)]
+                for r in scheduler.running
+            }
+            self.states.append(state)
+            self.waiting.append([r.id for r in scheduler.waiting])
+        return batch
+
+
+def a_load(count=40, qps=14.0, max_len=2048):
+    return poisson(sample_lengths("sharegpt4", count, max_len, 0), qps, 0)
+
+
+def simulated(policy, chunk=256, pages=96, arrivals=None, pp=1, **more):
+    """(what was seen, its Truth) of a run in so little memory that some are preempted."""
+    sizes = dict(max_batch=24, max_len=2048, page_size=64, pages=pages)
+    config, recorder = EngineConfig(policy, chunk, **sizes, **more), Truth()
+    cost = CostModel.named("llama3-8b", pp=pp)
+    return simulate(cost, config, arrivals or a_load(), recorder=recorder).run, recorder
+
+
+def in_turn(recorder):
+    """Its records of iterations."""
+    return [record for record in recorder.records if "start" in record]
+
+
+# ---- What is recorded ---------------------------------------------------------------------------
+
+
+def decided(policy, requests, pages=16, page_size=16, max_batch=4, **options):
+    """The records of the first iterations of a scheduler with these (prompt, output) lengths."""
+    sizes = dict(max_batch=max_batch, max_len=128, clock=lambda: 0.0)
+    scheduler = make_scheduler(policy, Pages(pages, page_size), **sizes | options)
+    recorder = Recorder()
+    recorder.watch([scheduler])
+    for i, (prompt, output) in enumerate(requests):
+        scheduler.add(Request(i, [0] * prompt, prompt, output))
+    now = 0.0
+    while scheduler.requests:
+        batch = scheduler.next_batch()
+        times = dict(start=now, launch=now + 0.25, end=now + 1, micro_batch=0)
+        tokens = [0 if chunk.yields_token else None for chunk in batch]
+        now += 1
+        scheduler.advance(batch, tokens, now)
+        recorder.add(SimpleNamespace(**times))
+    return in_turn(recorder)
+
+
+def test_a_record_says_what_was_computed_and_what_the_budget_was():
+    first, second, third, *_ = decided("sarathi-serve", [(10, 3), (40, 2)], chunk=32)
+    assert first["chunks"] == [[0, 0, 10], [1, 0, 22]] and first["decodes"] == []
+    assert first["budget"] == 32 and first["why"] is None and first["free"] == 12
+    assert first["pages"] == [[0, 0, 0], [1, 0, 1, 2, 3]]
+    assert second["chunks"] == [[1, 22, 18]] and second["decodes"] == [0]
+    assert (second["start"], second["launch"], second["end"]) == (1.0, 1.25, 2.0)
+    assert third["decodes"] == [0, 1] and third["ended"] == [[0, "length"], [1, "length"]]
+
+
+@pytest.mark.parametrize(
+    "policy, options, why",
+    [
+        ("sarathi-serve", dict(chunk=32, max_batch=2), ["batch", 2]),
+        ("sarathi-serve", dict(chunk=80, pages=8), ["pages", 3, 2]),
+        ("sarathi-serve", dict(chunk=64), ["budget", 0, 40]),
+        ("orca-best", dict(chunk=32), ["policy"]),
+        ("orca", dict(chunk=32), ["pages", 8, 0]),  # of max_len
+    ],
+)
+def test_why_the_head_of_the_line_waits_is_told_by_the_facts(policy, options, why):
+    records = decided(policy, [(40, 9), (40, 9), (40, 9)], **options)
+    assert why in [its["why"] for its in records]
+
+
+def test_a_prompt_that_is_not_cut_waits_for_budget_of_its_whole_length():
+    first, *_ = decided("vllm", [(100, 3), (40, 3)], chunk=32)
+    assert first["why"] == ["budget", 28, 40]
+
+
+def test_a_step_that_failed_is_recorded_once_with_all_pages_it_was_given(monkeypatch):
+    recorder, model = Truth(), tiny_model()
+    engine = Engine(model, chunk=16, max_batch=2, max_len=128, page_size=16)
+    recorder.watch([engine.scheduler])
+    engine.add_request([1] * 40)
+
+    def broken(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(model, "forward", broken)
+        with pytest.raises(MemoryError):
+            engine.step()
+    engine.step()
+    recorder.add(engine.last_iteration)
+    (its,) = in_turn(recorder)
+    assert its["pages"] == [[0, 0, 0, 1, 2]] and its["chunks"] == [[0, 0, 16]]
+    (live,) = recorder.snapshot()["live"]
+    assert (live["num_computed"], live["pages"], live["output"]) == (16, [0, 1, 2], 0)
+
+
+def test_an_aborted_request_has_ended_in_the_next_record():
+    recorder = Recorder()
+    engine = Engine(tiny_model(), chunk=16, max_batch=2, max_len=64)
+    recorder.watch([engine.scheduler])
+    for _ in range(2):
+        engine.add_request([1] * 20, SamplingParams(max_new_tokens=9))
+    for n in range(3):
+        if n == 1:
+            engine.abort(0)
+        engine.step()
+        recorder.add(engine.last_iteration)
+    assert [its["ended"] for its in in_turn(recorder)] == [[], [[0, "abort"]], []]
+
+
+# ---- What a browser makes of it -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def browser():
+    sync_api = pytest.importorskip("playwright.sync_api", reason="the page needs playwright")
+    if CHROMIUM is None:
+        pytest.skip("the page needs a browser: Debian's chromium is not installed")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def opened(browser, address, width=1200, scheme="light"):
+    """The page at an address, drawn; nothing it logs is an error, and no file asks the network."""
+    context = browser.new_context(
+        viewport={"width": width, "height": 800}, color_scheme=scheme, offline="file:" in address
+    )
+    tab, errors = context.new_page(), []
+    tab.on("pageerror", lambda error: errors.append(str(error)))
+    tab.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
+    tab.goto(address)
+    tab.wait_for_function("document.getElementById('where').textContent != ''")
+    yield tab
+    assert not errors
+    context.close()
+
+
+@contextmanager
+def opened_runs(browser, folder, runs, **options):
+    write_page(folder / "page.html", "A test", "no machine", runs, slo_s=SLO_S)
+    with opened(browser, f"file://{folder}/page.html", **options) as tab:
+        yield tab
+
+
+LOADS = {
+    "vllm": dict(pages=48),
+    "sarathi-serve": dict(pages=40),
+    "sarathi": dict(pages=160),
+    "chunked-only": dict(pages=40),
+    "priority": dict(pages=40),
+    "orca-best": dict(pages=256, pp=2),
+}
+
+
+@pytest.mark.parametrize("policy", LOADS)
+def test_every_iteration_shows_what_really_was(browser, tmp_path, policy):
+    run, truth = simulated(policy, **LOADS[policy])
+    preempted = sum(c.preemptions for c in run.completions)
+    assert preempted or policy in ("sarathi", "orca-best")  # these reserve all at admission
+    order = list(range(len(truth.states)))
+    random.Random(0).shuffle(order)  # backwards and forwards
+    order = order[:300]
+    with opened_runs(browser, tmp_path, {policy: truth}) as tab:
+        shown = tab.evaluate(
+            """order => order.map(k => {
+                const {run} = focused, state = run.at(k), its = run.iterations[k];
+                const of = [...state.of.values()].filter(
+                    r => r.pages.length && r.micro === its.micro);
+                return [of.map(r => [r.id, r.computed, r.output, [...r.pages]]),
+                        run.waiting(state, its).map(r => r.id)];
+            })""",
+            order,
+        )
+    for k, (of, line) in zip(order, shown):
+        assert {i: its for i, *its in of} == truth.states[k]
+        if policy != "orca-best":  # a pipeline's line is seen when its batch is made, not later
+            assert line == truth.waiting[k]
+
+
+def seconds(text):
+    """What the page writes as "81.2 ms" or "1.23 s"."""
+    number, unit = text.split()
+    return float(number) * {"ms": 1e-3, "s": 1.0}[unit]
+
+
+def test_the_numbers_are_those_of_metrics(browser, tmp_path):
+    run, truth = simulated("vllm", pages=48)
+    summary = summarize_latencies(run.completions, run.seconds)
+    gaps = [gap for c in run.completions for gap in c.tbt]
+    with opened_runs(browser, tmp_path, {"vllm": truth}) as tab:
+        exact = tab.evaluate(
+            """() => { const {ttft, tbt} = focused.run.so_far(Infinity);
+                return [ttft, tbt].map(of => [0.5, 0.99, 1].map(q => quantile(of, q))); }"""
+        )
+        tab.keyboard.press("End")
+        tab.wait_for_timeout(100)
+        for key, found in zip(("ttft", "tbt"), exact):
+            its = [summary[f"{key}_s"][name] for name in ("p50", "p99", "max")]
+            assert found == pytest.approx(its, abs=3e-6)  # times are written in microseconds
+            cells = [tab.text_content(f"[data-k='{key}-{q}']") for q in (0.5, 0.99, 1)]
+            assert list(map(seconds, cells)) == pytest.approx(its, rel=5e-3)
+        rows = dict(
+            re.findall(r"<tr><td>([^<]*)</td>.*?>([^<]*)</td></tr>", tab.inner_html("#numbers"))
+        )
+        over = sum(gap > SLO_S for gap in gaps)
+        assert over > 10 and rows["gaps longer than 50.0 ms"] == f"{over:,}"
+        assert rows["preemptions"] == f"{summary['preemptions']}" != "0"
+        assert tab.evaluate("focused.run.requests.size") == len(run.completions)
+        half = tab.evaluate("[...focused.run.so_far(200).tbt]")
+    end = in_turn(truth)[200]["end"]
+    times = [pair for c in run.completions for pair in zip(c.token_times, c.token_times[1:])]
+    expected = percentiles(b - a for a, b in times if b < end + 1e-6)
+    assert len(half) == sum(b < end + 1e-6 for _, b in times)
+    assert half[-1] == pytest.approx(expected["max"], abs=3e-6)
+
+
+def test_the_keyboard_is_enough(browser, tmp_path):
+    runs = {name: simulated(name)[1] for name in ("vllm", "sarathi-serve")}
+    where = lambda tab: int(re.search(r"[\d,]+", tab.text_content("#where"))[0].replace(",", ""))
+    with opened_runs(browser, tmp_path, runs) as tab:
+        press = lambda *keys: [(tab.keyboard.press(key), tab.wait_for_timeout(60)) for key in keys]
+        assert where(tab) == 1
+        press("ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft")
+        assert where(tab) == 3
+        press("Shift+ArrowRight")
+        assert where(tab) == 13
+        press("End")
+        assert where(tab) == len(in_turn(runs["vllm"]))
+        press("Home")
+        assert where(tab) == 1
+        span = lambda: tab.evaluate("view.to - view.from")
+        whole = span()
+        press("+")
+        assert span() == pytest.approx(0.6 * whole)
+        press("0")
+        assert span() == pytest.approx(whole)
+        tab.select_option("#speed", "100")
+        tab.evaluate("document.activeElement.blur()")
+        press(" ")
+        tab.wait_for_function("cursor > 20")
+        press(" ")
+        stopped = where(tab)
+        tab.wait_for_timeout(200)
+        assert where(tab) == stopped > 20
+        press("d")
+        assert tab.evaluate("document.documentElement.dataset.theme") == "dark"
+        press("o")
+        assert tab.evaluate("focused === panes[1]")
+        tab.focus("#scrub")
+        press("Home", "ArrowRight")
+        assert where(tab) == 2
+
+
+def test_the_tour_has_seven_stops_and_shows_what_it_says(browser, tmp_path):
+    run, truth = simulated("sarathi-serve", pages=40)
+    with opened_runs(browser, tmp_path, {"sarathi-serve": truth}) as tab:
+        tab.keyboard.press("t")
+        told = []
+        for n in range(7):
+            tab.wait_for_function(f"document.getElementById('stop').textContent[0] == '{n + 1}'")
+            told.append((tab.text_content("#told"), tab.evaluate("focused.run.iterations[cursor]")))
+            tab.keyboard.press("Enter")  # the button "next" has the focus
+        assert tab.is_hidden("#tour")
+    (stall, its), (_, chunk), (_, ride), (_, budget), (_, memory), (_, load), _ = told
+    assert f"{max(gap for c in run.completions for gap in c.tbt):.3g} s" in stall
+    lengths = {
+        r["request"]["id"]: r["request"]["prompt_len"] for r in truth.records if "request" in r
+    }
+    assert any(n < lengths[i] for i, _, n in chunk["chunks"])
+    most = max(len(r["decodes"]) for r in in_turn(truth) if r["chunks"])
+    assert len(ride["decodes"]) == most
+    assert budget["why"][0] == "budget" and memory["preempted"]
+    assert load["waiting"] == max(r["waiting"] for r in in_turn(truth))
+
+
+def test_a_sentence_says_in_words_why_the_batch_is_as_it_is(browser, tmp_path):
+    recorder = Recorder()
+    recorder.settings = dict(chunk=256, max_batch=4, max_len=2048, policy="SarathiServe")
+    recorder.settings |= dict(pages=64, page_size=64, micro_batches=1)
+    for i, prompt in enumerate((10, 10, 10, 10, 10, 900, 500)):
+        its = dict(id=i, arrival=0.0, prompt_len=prompt, max_new_tokens=9, priority=2)
+        recorder.records.append({"request": its})
+    like = dict(budget=256, preempted=[], micro=0, ended=[], free=9, decodes=[], chunks=[])
+    like |= dict(start=0.0, launch=0.5, end=1.0, pages=[], line=[6], waiting=1, why=None)
+    first = dict(chunks=[[i, 0, 10] for i in range(3)], pages=[[i, 0, i] for i in range(3)])
+    second = dict(decodes=[0, 1, 2], chunks=[[5, 0, 253]], pages=[[5, 0, 5, 6]], start=1.0, end=2.0)
+    third = dict(decodes=[0, 1, 2], start=2.0, end=3.0, preempted=[5], waiting=2, line=[5, 6])
+    third |= dict(why=["pages", 15, 1])
+    fourth = dict(chunks=[[3, 0, 10]], pages=[[3, 0, 3]], budget=None, start=3.0, end=4.0)
+    fourth |= dict(why=["policy"])
+    records = [like | first, like | second | dict(why=["budget", 0, 500]), like | third]
+    recorder.records += [*records, like | fourth]
+    with opened_runs(browser, tmp_path, {"sarathi-serve": recorder}) as tab:
+        said = [tab.evaluate("k => explain(focused.run, k)", k) for k in range(4)]
+    assert said[1] == (
+        "3 decodes first, then 253 of 256 tokens for request 5 (its 0 to 252 of 900); "
+        "request 6 waits: no budget left."
+    )
+    assert said[2] == (
+        "No page was free: request 5 lost its pages and will be computed again; 3 decodes and no "
+        "prefill; request 5 waits, and 1 behind it: it needs 15 pages, 1 is free."
+    )
+    assert said[3] == (
+        "10 tokens for request 3 (its whole prompt); 3 running decodes wait: this batch is of "
+        "prefill alone; request 6 waits: this policy lets in nobody more in this iteration."
+    )
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_a_phone(browser, tmp_path, scheme):
+    _, truth = simulated("vllm")
+    with opened_runs(browser, tmp_path, {"vllm": truth}, width=375, scheme=scheme) as tab:
+        assert tab.evaluate("document.documentElement.dataset.theme") == scheme
+        assert tab.evaluate("document.documentElement.scrollWidth") <= 375
+
+
+def long_run():
+    """(its Recorder, a run of 10,000 iterations and more) with a batch that is always full."""
+    arrivals = [Arrival(0.1 * i, 300 + 37 * i % 400, 700 + 53 * i % 600) for i in range(240)]
+    _, recorder = simulated("sarathi-serve", pages=512, arrivals=arrivals)
+    return recorder
+
+
+def test_ten_thousand_iterations_are_less_than_five_megabytes(browser, tmp_path):
+    recorder = long_run()
+    assert len(in_turn(recorder)) > 10_000
+    with opened_runs(browser, tmp_path, {"sarathi-serve": recorder}) as tab:
+        assert tab.evaluate("focused.run.iterations.length") == len(in_turn(recorder))
+    assert (tmp_path / "page.html").stat().st_size < 5e6
+
+
+def test_explore_has_a_run_for_every_place_of_the_sliders(browser, tmp_path, capsys):
+    file = tmp_path / "explore.html"
+    main(["explore", "policies/template.py:ShortestFirst", "--requests", "6", "--html", str(file)])
+    assert str(file) in capsys.readouterr().out
+    with opened(browser, f"file://{file}") as tab:
+        choices = tab.evaluate("data.choices")
+        assert choices["policy"][0] == "ShortestFirst" and len(choices["load"]) == 3
+        found = tab.evaluate(
+            """async () => { const names = new Set();
+                for (const policy of data.choices.policy.keys())
+                for (const chunk of data.choices.chunk.keys())
+                for (const load of [0, 2]) for (const memory of [0, 1]) {
+                    const at = {policy, chunk, load, memory};
+                    for (const [name, n] of Object.entries(at)) $(`choose-${name}`).value = n;
+                    await choose();
+                    names.add(panes[0].run.name);
+                } return [...names]; }"""
+        )
+        cut = [name for name in found if " | * | " not in name]
+        assert len(found) == len(set(found)) and {name.split(" | ")[1] for name in cut} == {
+            *choices["chunk"]
+        }
+        quick = """async () => {
+            const slider = $("choose-chunk"), wait = () => new Promise(end => setTimeout(end, 400));
+            const move = value => {
+                slider.value = value;
+                slider.dispatchEvent(new Event("input"));
+            };
+            move(3);
+            move(0);  // is loaded, the one before is not
+            await wait();
+            return panes[0].run.name; }"""
+        tab.evaluate("loaded.clear()")
+        tab.evaluate("choose({policy: 'sarathi-serve', chunk: data.choices.chunk[0]})")
+        assert tab.evaluate(quick).split(" | ")[1] == choices["chunk"][0]
+        tab.evaluate("choose({policy: 'vllm'})")
+        assert tab.is_disabled("#choose-chunk")  # which it does not go by
+        tab.evaluate("tour(0); tour(-1)")
+        tab.wait_for_timeout(300)
+        assert tab.is_hidden("#tour")
+        tab.select_option("#beside", "vllm")
+        tab.wait_for_function("panes.length == 2 && panes[1].run.name.startsWith('vllm')")
+        tab.click("text=tour")
+        tab.wait_for_function("document.getElementById('stop').textContent[0] == '1'")
+
+
+@pytest.mark.parametrize("command", ["offline", "serve", "simulated", "papers"])
+def test_the_bench_writes_a_page(command, tmp_path, capsys):
+    file, tiny = tmp_path / "page.html", ["--model", "llama-tiny", "--dtype", "float32"]
+    words = {
+        "offline": [*tiny, "--chunk", "16", "--seq-len", "40", "--batch", "2"],
+        "serve": ["serve", *tiny, "--max-len", "64", "--chunk", "16", "--requests", "3"],
+        "simulated": "serve --simulate a100-80gb --model llama3-8b --requests 5".split(),
+        "papers": ["simulate", "--only", "bubbles"],
+    }[command]
+    names = ["orca-best" if command == "papers" else "request-level", "sarathi-serve"]
+    policies = [] if command == "papers" else ["--policies", ",".join(names)]
+    main([*words, *policies, "--html", str(file)])
+    assert f"wrote {file}" in capsys.readouterr().out
+    text = file.read_text()
+    data = json.loads(text.split('id="data">')[1].split("</script>")[0])
+    assert [run["name"] for run in data["runs"]] == names
+    assert all(run["settings"]["pages"] and run["data"] for run in data["runs"])
+
+
+def test_what_is_in_the_page_cannot_end_its_data(browser, tmp_path):
+    _, truth = simulated("vllm", arrivals=a_load(3))
+    write_page(tmp_path / "page.html", "</script><b>&", "<i>", {"vllm": truth})
+    with opened(browser, f"file://{tmp_path}/page.html") as tab:
+        assert tab.text_content("#title") == "</script><b>&"
+        assert tab.text_content("#machine") == "<i>"
+
+
+def test_a_live_page_follows_an_engine(browser):
+    sent, more = [], threading.Condition()
+
+    def emit(record):
+        with more:
+            sent.append(record)
+            more.notify_all()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            live = self.path == "/records"
+            self.send_header("Content-Type", "text/event-stream" if live else "text/html")
+            self.end_headers()
+            if not live:
+                return self.wfile.write(page("live", live="/records").encode())
+            self.say(snapshot)
+            told = list(before)
+            while not done.is_set():
+                with more:
+                    more.wait_for(lambda: len(sent) > len(told))
+                told.append(sent[len(told)])
+                self.say(told[-1])
+
+        def say(self, record):
+            self.wfile.write(f"data: {json.dumps(record)}\n\n".encode())
+            self.wfile.flush()
+
+        def log_message(self, *_):
+            pass
+
+    done, recorder = threading.Event(), Recorder(emit)
+    engine = Engine(tiny_model(), chunk=16, max_batch=2, max_len=64, page_size=16)
+    recorder.watch([engine.scheduler])
+    step = lambda: (engine.step(), recorder.add(engine.last_iteration))
+    for prompt in ([1] * 30, [2] * 20):
+        engine.add_request(prompt, SamplingParams(max_new_tokens=16))
+    step()
+    step()
+    snapshot, before = recorder.snapshot(), list(sent)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    step()
+    try:
+        with opened(browser, f"http://127.0.0.1:{server.server_port}/") as tab:
+            while engine.has_work:
+                step()
+            count = len([record for record in sent if "start" in record]) - 2
+            tab.wait_for_function(f"focused.run.iterations.length == {count}")
+            state = tab.evaluate("[...focused.run.state.of.values()].map(r => [r.output, r.ended])")
+            assert state == [[16, "length"], [16, "length"]]
+    finally:
+        done.set()
+        emit({})
+        server.shutdown()
+
+
+def measure_frames():
+    """Print the size of a page of 10,000 iterations, and its frames per second as it plays."""
+    import tempfile
+    from pathlib import Path
+
+    from playwright.sync_api import sync_playwright
+
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        file = Path(folder) / "page.html"
+        runs = {name: long_run() for name in ("one", "two")}
+        write_page(file, "frames", "", runs, slo_s=SLO_S)
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        with opened(browser, f"file://{file}") as tab:
+            print(f"{file.stat().st_size / 1e6:.1f} MB, {len(in_turn(runs['one'])):,} iterations")
+            count = """share => new Promise(end => {
+                const {run} = focused, span = run.end * share;
+                let n = 0, began;
+                const next = now => {
+                    began ??= now;
+                    const t = (now - began) / 3000, from = t * (run.end - span);
+                    look(from, from + span);
+                    go(run, index_at(run, from + span / 2));
+                    ++n;
+                    t < 1 ? requestAnimationFrame(next) : end(1000 * n / (now - began));
+                };
+                requestAnimationFrame(next);
+            })"""
+            for share in (0.02, 0.2, 1):
+                found = tab.evaluate(count, share)
+                print(f"{found:.0f} frames/s with {share:.0%} of the run in sight, two runs")
+        browser.close()
+
+
+if __name__ == "__main__":
+    measure_frames()

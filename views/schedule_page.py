@@ -1,0 +1,145 @@
+"""The schedule as a page to step through, recorded or live: one HTML file that needs no network.
+
+    recorder = Recorder()              # or Recorder(emit): each record is handed on at once
+    recorder.watch(server.schedulers)  # before the first request
+    ...                                # after each iteration: recorder.add(iteration)
+    write_page("page.html", title, machine, {"vllm": recorder}, slo_s)
+
+A record is what JSON takes: {"request": ...} when one is first seen, and for each iteration what
+was decided, seen at the moment when the policy had decided it, and how long it took. Why the head
+of the line was not let in is told by the facts: the batch limit, the pages, the budget. What can be
+counted from these, TTFTs and block tables, is counted in schedule_page.html. Read first: engine.py.
+"""
+
+import base64
+import gzip
+import json
+import math
+from functools import partial
+from pathlib import Path
+
+LINE = 40  # of those who wait, so many are recorded in order
+
+
+class Recorder:
+    """Keeps the records of a run in `records`, or hands each to `emit` instead. `settings` are what
+    the schedulers were told: policy, chunk, max_batch, max_len, pages, page_size, micro_batches."""
+
+    def __init__(self, emit=None):
+        self.records, self.settings, self.live = [], {}, {}  # live: id -> Request
+        self._emit = emit or self.records.append
+        self._tables = {}  # request id -> (its block table, how many pages of it were recorded)
+        self._decided = {}  # micro-batch -> what was decided, until its iteration is known
+
+    def watch(self, schedulers):
+        """From here on, look at each batch that these schedulers make. They share one line."""
+        its, count = schedulers[0], len(schedulers)
+        names = ("chunk", "max_batch", "max_len")
+        self.settings = {name: getattr(its, name) for name in names} | {
+            "policy": type(its).__name__,
+            "pages": count * its.pages.total,
+            "page_size": its.pages.page_size,
+            "micro_batches": count,
+        }
+        for number, scheduler in enumerate(schedulers):
+            decide = partial(self._decide, number, scheduler, scheduler.next_batch)
+            scheduler.next_batch = decide
+
+    def _decide(self, number, scheduler, next_batch):
+        batch = next_batch()
+        if not batch:
+            return batch
+        before = self._decided.get(number, {})  # the same batch once more, if a step failed
+        pages = before.get("pages", [])  # [request id, place in its block table, page, ...]
+        for r in scheduler.running:
+            table, first = self._tables.get(r.id, (None, 0))
+            first = first if table is r.pages else 0  # admitted once more
+            if len(r.pages) > first:
+                pages.append([r.id, first, *r.pages[first:]])
+                self._tables[r.id] = r.pages, len(r.pages)
+        self._decided[number] = {
+            "chunks": [[r.id, start, n] for r, start, n in batch if not r.is_decoding],
+            "decodes": [chunk.request.id for chunk in batch if chunk.request.is_decoding],
+            "budget": finite(batch.budget),
+            "preempted": list(batch.preempted),
+            "pages": pages,
+            "free": scheduler.pages.num_free,
+            "waiting": len(scheduler.waiting),
+            "line": [r.id for r, _ in zip(scheduler.waiting, range(LINE))],
+            "why": why_head_waits(scheduler, batch),
+            "micro": number,
+        }
+        for request in (its for its in scheduler.requests.values() if its.id not in self.live):
+            self.live[request.id] = request
+            self._emit({"request": describe(request)})
+        return batch
+
+    def add(self, iteration):
+        """Record an engine.Iteration, the one that was decided last in its micro-batch."""
+        its = self._decided.pop(iteration.micro_batch, None)
+        if its is None:
+            return  # of a batch that was made before `watch`
+        ended = [[i, r.finish_reason] for i, r in self.live.items() if r.finish_reason]
+        for request_id, _ in ended:
+            del self.live[request_id]
+            self._tables.pop(request_id, None)
+        times = {name: round(getattr(iteration, name), 6) for name in ("start", "launch", "end")}
+        self._emit(times | its | {"ended": ended})
+
+    def snapshot(self):
+        """A record of what is, between two steps, for who begins to look in the middle of a run."""
+        live = (request for request in self.live.values() if not request.finish_reason)
+        return {"settings": self.settings, "live": list(map(progress, live))}
+
+
+def describe(request):
+    """What is known of a scheduler.Request when it arrives."""
+    names = "id", "arrival", "prompt_len", "max_new_tokens", "priority"
+    return {name: getattr(request, name) for name in names}
+
+
+def progress(request):
+    """`describe`, and how far it has come; `times` are of its first and its last token."""
+    names, times = ("num_computed", "pages", "scheduled", "preemptions"), request.token_times
+    how_far = {name: getattr(request, name) for name in names} | {"output": len(times)}
+    return describe(request) | how_far | {"times": times[:1] + times[-1:]}
+
+
+def why_head_waits(scheduler, batch):
+    """Why the head of the line is not in the batch, as facts: None if nobody waits, or ["batch",
+    how many run], ["pages", needed, free], ["budget", left, tokens of the prompt], ["policy"]."""
+    if not scheduler.waiting:
+        return None
+    head, pages = scheduler.waiting[0], scheduler.pages
+    if len(scheduler.running) >= scheduler.max_batch:
+        return ["batch", len(scheduler.running)]
+    if not scheduler.room_for(head):
+        needed = scheduler.max_len if scheduler.reserves_max_len else len(head.tokens)
+        return ["pages", pages.needed(needed), pages.num_free]
+    least, left = 1 if scheduler.cuts_prompts else len(head.tokens), batch.left
+    return ["policy"] if left >= least else ["budget", max(0, int(left)), len(head.tokens)]
+
+
+def finite(number):
+    """A budget as JSON takes it: an int, or None for no limit."""
+    return None if number in (None, math.inf) else int(number)
+
+
+def page(title, machine="", runs=(), *, live=None, slo_s=None, choices=None):
+    """The page as text. `runs` is {name: Recorder}; `live` the address of a stream of records
+    instead; `slo_s` what a gap between tokens must not exceed, in seconds; `choices` for a page of
+    many runs: {slider: its values}, where a run's name is its values, joined by " | "."""
+    packed = []
+    for name, recorder in dict(runs).items():
+        text = json.dumps(recorder.records, separators=(",", ":"))
+        data = base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
+        packed.append({"name": name, "settings": recorder.settings, "data": data})
+    data = {"title": title, "machine": machine, "slo_s": slo_s, "live": live}
+    data = json.dumps(data | {"choices": choices, "runs": packed}).replace("<", "\\u003c")
+    template = Path(__file__).with_suffix(".html").read_text("utf-8")
+    return template.replace("{{data}}", data)
+
+
+def write_page(file, *args, **options):
+    """Write the `page` to a file."""
+    Path(file).write_text(page(*args, **options), "utf-8")
