@@ -23,6 +23,7 @@ COMMANDS = {  # name -> (its module, what it does)
     "fit": ("simulator.calibration", "a device's constants, from times of its matrix products"),
     "validate": ("simulator.validation", "the simulator beside the engine, on this machine"),
 }
+FIRST = "each has a --help; without one, bench.py --chunk 256 is bench.py offline --chunk 256"
 SERVING = ("serve", "capacity")  # on this machine, or with --simulate on another
 
 
@@ -35,7 +36,7 @@ def parse_args(argv):
         argv = ["offline", *argv]
     what = "Measure the claims of SARATHI and Sarathi-Serve on this machine, or on a simulated one."
     parser = OptionParser(prog="bench.py", description=what)
-    how = dict(title="commands", description="each has a --help; the first is run if none is named")
+    how = dict(title="commands", description=FIRST)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", **how)
     for name, (_, what) in COMMANDS.items():
         commands.add_parser(name, help=what, description=what)

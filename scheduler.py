@@ -136,7 +136,8 @@ class Scheduler:
             self.torn = True
             self.batch = self.schedule()
             if not self.batch and (self.running or self.waiting):
-                raise RuntimeError(f"{type(self).__name__}.schedule() returned nothing to do")
+                its = f"{type(self).__name__}.schedule() returned {self.batch!r}"
+                raise RuntimeError(f"{its}: nothing to do, but there are requests")
             self.batch.preempted, self.torn = self.preempted, False
         return self.batch
 

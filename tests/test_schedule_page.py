@@ -349,7 +349,7 @@ def test_a_sentence_says_in_words_why_the_batch_is_as_it_is(browser, tmp_path):
     )
     assert said[2] == (
         "No page was free: request 5 lost its pages and will be computed again; 3 decodes and no "
-        "prefill; request 5 waits, and 1 behind it: it needs 15 pages, 1 is free."
+        "prefill; request 5 waits, and 1 behind it: it needs 15 pages and 1 is free."
     )
     assert said[3] == (
         "10 tokens for request 3 (its whole prompt); 3 running decodes wait: this batch is of "
@@ -415,6 +415,12 @@ def test_explore_has_a_run_for_every_place_of_the_sliders(browser, tmp_path, cap
         tab.evaluate("loaded.clear()")
         tab.evaluate("choose({policy: 'sarathi-serve', chunk: data.choices.chunk[0]})")
         assert tab.evaluate(quick).split(" | ")[1] == choices["chunk"][0]
+        tab.evaluate("look(-Infinity, Infinity), go(focused.run, 9)")
+        moment = tab.evaluate("moment")
+        for name in ("request-level", "sarathi-serve", "orca"):
+            tab.evaluate(f"choose({{policy: '{name}', load: 'heavy'}})")
+            whole = "[view.from <= focused.run.begin, view.to >= focused.run.end, moment]"
+            assert tab.evaluate(whole) == [True, True, moment]  # what was seen and chosen stays
         tab.evaluate("choose({policy: 'vllm'})")
         assert tab.is_disabled("#choose-chunk")  # which it does not go by
         tab.evaluate("tour(0); tour(-1)")
