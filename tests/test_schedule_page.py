@@ -244,7 +244,7 @@ def test_the_numbers_are_those_of_metrics(browser, tmp_path):
                 return [ttft, tbt].map(of => [0.5, 0.99, 1].map(q => quantile(of, q))); }"""
         )
         tab.keyboard.press("End")
-        tab.wait_for_timeout(100)
+        tab.wait_for_timeout(400)
         for key, found in zip(("ttft", "tbt"), exact):
             its = [summary[f"{key}_s"][name] for name in ("p50", "p99", "max")]
             assert found == pytest.approx(its, abs=3e-6)  # times are written in microseconds
