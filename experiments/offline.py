@@ -21,7 +21,7 @@ from experiments.tables import print_table, show
 from experiments.workload import Arrival, prompts
 from kv_cache import Span
 from policies import POLICIES
-from views.schedule_page import Recorder, write_page
+from views.schedule_page import Recorder, page
 
 PARTS = "total", "products", "attention"  # that are timed of an iteration
 
@@ -116,7 +116,7 @@ def measure_and_print(args, report):
         plot_timelines(timelines, machine, args.plot, anchor_s)
     if args.html:
         title = f"{args.requests} requests, all there at the start"
-        write_page(args.html, title, heading, recorders, slo_s=anchor_s)
+        options.write_text(args.html, page(title, heading, recorders, slo_s=anchor_s))
     options.wrote(args.plot, args.html)
 
 

@@ -189,6 +189,11 @@ def rate_point(qps, summary):
     return point | metrics.headline(summary) | {name: summary[name] for name in names}
 
 
+def goes_by_chunk(name):
+    """Whether the policy of that name has a chunk size, and not a budget that it finds itself."""
+    return find_policy(name).cuts_prompts and name != "dynamic"
+
+
 def plan(names, page_sizes, config, tbt_slo_s=None):
     """What is to be run: label -> EngineConfig, for each name with each page size. A name is one
     that find_policy takes, and may end in a chunk size of its own, "sarathi:128". All have the
@@ -198,7 +203,7 @@ def plan(names, page_sizes, config, tbt_slo_s=None):
     for label in names:
         head, _, last = label.rpartition(":")
         name, chunk = (head, last) if last.isdecimal() else (label, None)
-        by_chunk = find_policy(name).cuts_prompts and name != "dynamic"
+        by_chunk = goes_by_chunk(name)  # raises for an unknown policy, with a chunk or without
         if chunk and not by_chunk:
             raise ValueError(f"{label!r}: {name} does not go by a chunk size")
         options = config.options | ({"tbt_slo": tbt_slo_s} if name == "dynamic" else {})

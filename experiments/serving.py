@@ -27,7 +27,7 @@ from policies import POLICIES
 from policies.config import EngineConfig
 from policies.priority import PRIORITIES
 from policies.slo import MAX_DELAY_S, SLOS
-from views.schedule_page import Recorder, write_page
+from views.schedule_page import Recorder, page
 
 # the tables of `serve`: {head: (key of a run, or of its stalls, or of the longest; format)}
 LATENCIES = {
@@ -251,7 +251,8 @@ class Session:
             draw(self.records or self.found, machine, args.plot, self.slo_s)
         if args.html:
             heading = options.machine_lines(machine)
-            write_page(args.html, self.report["load"], heading, self.recorders, slo_s=self.slo_s)
+            text = page(self.report["load"], heading, self.recorders, slo_s=self.slo_s)
+            options.write_text(args.html, text)
         options.wrote(args.json, args.csv, args.chrome_trace, args.plot, args.html)
 
 

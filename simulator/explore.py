@@ -12,14 +12,14 @@ from itertools import product
 from tqdm import tqdm
 
 from experiments import run
-from experiments.options import machine_lines, output_file, policy_names, whole, wrote
+from experiments.options import machine_lines, output_file, policy_names, whole, write_text, wrote
 from experiments.workload import Arrival, poisson, sample_lengths
 from policies import find_policy, policy_options
 from policies.config import EngineConfig
 from policies.referee import Referee
 from simulator.machine import SimulatedMachine
 from simulator.play import GPU
-from views.schedule_page import Recorder, write_page
+from views.schedule_page import Recorder, page
 
 POLICIES = ("vllm", "sarathi-serve", "request-level", "orca", "sarathi", "dynamic")
 CHUNKS = (128, 256, 512, 1024)
@@ -65,7 +65,7 @@ def main(args):
     grid = [
         (short, chunk, load, memory)
         for short, name in names.items()
-        for chunk in (CHUNKS if find_policy(name).cuts_prompts and short != "dynamic" else (ANY,))
+        for chunk in (CHUNKS if run.goes_by_chunk(name) else (ANY,))
         for load, memory in product(loads, memories)
     ]
     for at in tqdm(grid, "runs", leave=False, disable=None):
@@ -84,5 +84,5 @@ def main(args):
     choices = {name: [str(value) for value in values] for name, values in choices.items()}
     title, about = "How an LLM server schedules its work", machine_lines(machine.machine)
     about += f"{args.requests} requests with the lengths of a chat dataset; simulated, in seconds"
-    write_page(args.html, title, about, recorders, slo_s=slo_s, choices=choices)
+    write_text(args.html, page(title, about, recorders, slo_s=slo_s, choices=choices))
     wrote(args.html)

@@ -1,7 +1,7 @@
 """A simulated machine for the commands serve and capacity: the same loads, a clock that counts.
 
     python bench.py serve --simulate a100-80gb --model yi-34b --tp 2 --cpu-ms 5
-    python bench.py capacity --simulate this        seconds instead of this machine's half hour
+    python bench.py capacity --simulate this        seconds, in the place of real time
 
 Read first: simulation.py, and experiments/serving.py, whose RealMachine has the same face.
 """

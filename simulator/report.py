@@ -23,10 +23,10 @@ from threading import Thread
 from tqdm import tqdm
 
 from experiments.console import SIGNALS
-from experiments.options import HTML, number, whole, write_json, wrote
+from experiments.options import HTML, number, whole, write_json, write_text, wrote
 from experiments.tables import print_table
 from simulator import sarathi, sarathi_serve
-from views.schedule_page import write_page
+from views.schedule_page import page
 
 EXPERIMENTS = {  # name -> (function, claims)
     "sarathi": (sarathi.sarathi_iterations, "S-T2, F3, F7, F8, §4.3.1"),
@@ -133,7 +133,7 @@ def main(args):
             wrote(file)
     if args.html:
         (shown,) = (table for table in tables if table.recorders)
-        write_page(args.html, shown.title, "simulated", shown.recorders)
+        write_text(args.html, page(shown.title, "simulated", shown.recorders))
         wrote(args.html)
 
 

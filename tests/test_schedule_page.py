@@ -17,6 +17,7 @@ import pytest
 from bench import main
 from engine import Engine
 from experiments.metrics import percentiles, summarize_latencies
+from experiments.options import write_text
 from experiments.workload import Arrival, poisson, sample_lengths
 from kv_cache import Pages
 from policies import make_scheduler
@@ -26,7 +27,7 @@ from scheduler import Request
 from simulator.cost_model import CostModel
 from simulator.simulation import simulate
 from tests.helpers import tiny_model
-from views.schedule_page import Recorder, page, write_page
+from views.schedule_page import Recorder, page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SLO_S = 0.05
@@ -188,7 +189,7 @@ def opened(browser, address, width=1200, scheme="light"):
 
 @contextmanager
 def opened_runs(browser, folder, runs, **options):
-    write_page(folder / "page.html", "A test", "no machine", runs, slo_s=SLO_S)
+    write_text(folder / "page.html", page("A test", "no machine", runs, slo_s=SLO_S))
     with opened(browser, f"file://{folder}/page.html", **options) as tab:
         yield tab
 
@@ -453,7 +454,7 @@ def test_the_bench_writes_a_page(command, tmp_path, capsys):
 
 def test_what_is_in_the_page_cannot_end_its_data(browser, tmp_path):
     _, truth = simulated("vllm", arrivals=a_load(3))
-    write_page(tmp_path / "page.html", "</script><b>&", "<i>", {"vllm": truth})
+    write_text(tmp_path / "page.html", page("</script><b>&", "<i>", {"vllm": truth}))
     with opened(browser, f"file://{tmp_path}/page.html") as tab:
         assert tab.text_content("#title") == "</script><b>&"
         assert tab.text_content("#machine") == "<i>"
@@ -526,7 +527,7 @@ def measure_frames():
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         file = Path(folder) / "page.html"
         runs = {name: long_run() for name in ("one", "two")}
-        write_page(file, "frames", "", runs, slo_s=SLO_S)
+        write_text(file, page("frames", "", runs, slo_s=SLO_S))
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         with opened(browser, f"file://{file}") as tab:
             print(f"{file.stat().st_size / 1e6:.1f} MB, {len(in_turn(runs['one'])):,} iterations")

@@ -3,7 +3,7 @@
     recorder = Recorder()              # or Recorder(emit): each record is handed on at once
     recorder.watch(server.schedulers)  # before the first request
     ...                                # after each iteration: recorder.add(iteration)
-    write_page("page.html", title, machine, {"vllm": recorder}, slo_s)
+    text = page(title, machine, {"vllm": recorder}, slo_s=slo_s)
 
 A record is what JSON takes: {"request": ...} when one is first seen, and for each iteration what
 was decided, seen at the moment when the policy had decided it, and how long it took. Why the head
@@ -100,8 +100,8 @@ def describe(request):
 
 def progress(request):
     """`describe`, and how far it has come; `times` are of its first and its last token."""
-    names, times = ("num_computed", "pages", "scheduled", "preemptions"), request.token_times
-    how_far = {name: getattr(request, name) for name in names} | {"output": len(times)}
+    times = request.token_times
+    how_far = {"num_computed": request.num_computed, "pages": request.pages, "output": len(times)}
     return describe(request) | how_far | {"times": times[:1] + times[-1:]}
 
 
@@ -138,8 +138,3 @@ def page(title, machine="", runs=(), *, live=None, slo_s=None, choices=None):
     data = json.dumps(data | {"choices": choices, "runs": packed}).replace("<", "\\u003c")
     template = Path(__file__).with_suffix(".html").read_text("utf-8")
     return template.replace("{{data}}", data)
-
-
-def write_page(file, *args, **options):
-    """Write the `page` to a file."""
-    Path(file).write_text(page(*args, **options), "utf-8")
