@@ -35,11 +35,10 @@ def make_attention(config, cache, backend="auto"):
     """The backend for a cache: `sdpa`, `matmul`, `xformers`, `xformers-split-k`, or `auto`.
 
     `auto` is xformers for 16 bits on CUDA, matmul for bfloat16 on a CPU, else sdpa; if xformers
-    cannot run it says so, and takes sdpa. Raises what `check_backend` and `XFormers` raise.
+    cannot run it says so, and takes sdpa. Raises what `XFormers` raises.
     """
     from kernels.xformers import XFormers  # that imports this file
 
-    check_backend(backend, cache.data.device)
     if backend == "auto" and cache.data.is_cuda and cache.data.dtype in SIXTEEN_BITS:
         try:
             return XFormers(config, cache)
@@ -112,15 +111,15 @@ class SDPA:
     head_dim), so keys and values are read once per group and not once per head.
     """
 
-    def __init__(self, config, cache, past=None, beyond=0):
-        """`past` and `beyond` are those of the staircase that all masks are cut from."""
-        self.cache, self.group = cache, config.n_head // config.n_kv_head
+    def __init__(self, config, cache, past=None, key_block=1):
+        """Keys are read in whole blocks, behind a mask that is cut from a staircase with `past`."""
+        self.cache, self.key_block, self.group = cache, key_block, config.n_head // config.n_kv_head
         self.page_size, self.device = cache.page_size, cache.data.device
         self.past = cache.max_len if past is None else past
         if self.device.type == "cuda":  # cuDNN plans for each new number of keys: for each decode
             torch.backends.cuda.enable_cudnn_sdp(False)
         sizes = min(QUERY_BLOCK, cache.max_len), self.past, self.group
-        self.bias = staircase(*sizes, cache.data.dtype, self.device, beyond)
+        self.bias = staircase(*sizes, cache.data.dtype, self.device, beyond=key_block - 1)
 
     def mask(self, start, length, keys):
         """The additive mask of some queries, (length * group, keys), or of the last keys, if all
@@ -131,21 +130,17 @@ class SDPA:
         window = self.bias[: length * self.group, max(0, first) : first + keys]
         return window.contiguous() if window.is_cuda else window  # CUDA wants aligned rows
 
-    def keys_read(self, span, end):
-        """How many keys are read for a block of a span's queries, the last of which sees `end`."""
-        return end
-
     def plan(self, spans):
         """See the top of this file. `spans` are in the order of the rows of q."""
         chunks, scattered, row = [], [], 0
         for span in spans:
-            blocks = []  # (first row of q, queries, keys, mask)
+            pages, blocks = span.used_pages(self.page_size), []  # (row of q, queries, keys, mask)
+            whole = self.key_block if span.length > 1 else 1
             for start in range(span.start, span.end, QUERY_BLOCK):
                 n = min(QUERY_BLOCK, span.end - start)
-                keys = self.keys_read(span, start + n)
+                keys = min(-(-(start + n) // whole) * whole, len(pages) * self.page_size)
                 blocks.append((row, n, keys, self.mask(start, n, keys)))
                 row += n
-            pages = span.used_pages(self.page_size)
             if pages == list(range(pages[0], pages[0] + len(pages))):  # one piece of memory
                 chunks.append((pages[0] * self.page_size, None, blocks))
             else:
@@ -193,11 +188,7 @@ class Matmul(SDPA):
     """
 
     def __init__(self, config, cache):
-        super().__init__(config, cache, past=0, beyond=KEY_BLOCK - 1)
-
-    def keys_read(self, span, end):
-        held = len(span.used_pages(self.page_size)) * self.page_size
-        return end if span.length == 1 else min(-(-end // KEY_BLOCK) * KEY_BLOCK, held)
+        super().__init__(config, cache, past=0, key_block=KEY_BLOCK)
 
     def plan(self, spans):
         """See the top of this file. Decodes computed together must come first in `spans`."""

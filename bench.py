@@ -21,10 +21,9 @@ COMMANDS = {  # name -> (its module, what it does)
     "budget": ("experiments.budget", "the largest token budget that meets an SLO"),
     "simulate": ("simulator.report", "the papers' experiments on many GPUs, from a cost model"),
     "fit": ("simulator.calibration", "a device's constants, from times of its matrix products"),
-    "validate": ("simulator.validation", "the simulator beside the engine, on this machine"),
 }
 FIRST = "each has a --help; without one, bench.py --chunk 256 is bench.py offline --chunk 256"
-SERVING = ("serve", "capacity")  # on this machine, or with --simulate on another
+SERVING = ("serve", "capacity")  # on this machine, or on another, simulated or not
 
 
 def parse_args(argv):
@@ -44,6 +43,7 @@ def parse_args(argv):
         parser.parse_args(argv)  # which ends here, after its help or an error
     module, command = import_module(COMMANDS[argv[0]][0]), commands.choices[argv[0]]
     if argv[0] in SERVING:
+        from experiments import remote
         from simulator import machine
 
         module.add_options(command, argv[0])
@@ -51,6 +51,8 @@ def parse_args(argv):
     else:
         module.add_options(command)
     args = parser.parse_args(argv)
+    if getattr(args, "url", None) is not None:
+        remote.check_options(command, args)
     elsewhere = argv[0] in SERVING and args.simulate not in (None, machine.THIS)
     for option, both in command.by_device.items():
         on_gpu = elsewhere or args.device.startswith("cuda")
@@ -67,9 +69,10 @@ def main(argv=None):
     module, args = parse_args(sys.argv[1:] if argv is None else argv)
     if args.command not in SERVING:
         return module.main(args)
+    from experiments.remote import RemoteMachine
     from simulator.machine import THIS, FittedMachine, SimulatedMachine
 
-    real = module.RealMachine
+    real = module.RealMachine if args.url is None else RemoteMachine
     machines = {None: real, THIS: lambda *given: FittedMachine(real(*given), args)}
     module.main(args, machines.get(args.simulate, lambda *_: SimulatedMachine(args)))
 

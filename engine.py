@@ -22,10 +22,11 @@ from tqdm import tqdm
 
 from attention import check_backend, make_attention
 from checks import check_number, check_whole, shown
-from kernels.graphs import DecodeGraphs, idle_pages
+from kernels.graphs import DecodeGraphs, wants_graphs
+from kernels.packed import pack
 from kv_cache import KVCache, Pages, Span, kv_bytes_per_token
 from model import FlatBatch
-from policies.config import EngineConfig, check_memory, free_bytes
+from policies.config import EngineConfig, check_memory
 from policies.priority import check_promise
 from policies.slo import auto_budget
 from sampling import SamplingParams, sample
@@ -131,12 +132,13 @@ class Runner:
     """A model, its cache and its attention: what launches a batch, and what fetches its tokens."""
 
     def __init__(self, model, pages, page_size, max_len=None, attention="auto"):
+        check_backend(attention, model.device)
         page_bytes = page_size * kv_bytes_per_token(model.config, model.dtype)
-        check_memory(f"pages={pages}, page_size={page_size}", pages * page_bytes, model.device)
-        total = pages + idle_pages(model, (pages + 1) * page_bytes, free_bytes)
+        total = pages + wants_graphs(model)  # they need a page that nobody owns
+        check_memory(f"pages={pages}, page_size={page_size}", total * page_bytes, model.device)
         self.cache = KVCache(model.config, total, page_size, model.device, model.dtype, max_len)
         self.attention = make_attention(model.config, self.cache, attention)
-        self.model = model.pack()
+        self.model = pack(model)
         self.graphs = DecodeGraphs(model, self.cache, self.attention) if total > pages else None
 
     def flatten(self, spans):
@@ -177,7 +179,6 @@ class Engine:
 
     def __init__(self, model, config=None, *, tokenizer=None, clock=time.perf_counter, **settings):
         config = EngineConfig.make(config, **settings).for_model(model)
-        check_backend(config.attention, model.device)
         memory, auto = (config.pages, config.page_size), config.chunk == "auto"
         self.scheduler = config.scheduler(Pages(*memory), clock, **{"chunk": 1} if auto else {})
         self.runner = Runner(model, *memory, config.max_len, config.attention)
@@ -222,14 +223,16 @@ class Engine:
             unseen = self._computed[0] if self._computed else ()  # some of these have ended
             if request_id in {*self.scheduler.requests, *(c.request.id for c in unseen)}:
                 raise ValueError(f"request_id={request_id}: is the id of another request")
-        self._check_queue()
-        return self._add(tokens, params, arrival, request_id, **promised)
-
-    def _check_queue(self, more=1):
         self.scheduler.mend()
-        waiting, most = len(self.scheduler.waiting), self.config.max_waiting
-        if most is not None and waiting + more > most:
-            raise QueueFull(f"max_waiting={most}: {waiting} requests wait, no room for {more} more")
+        most = self.config.max_waiting
+        if most is not None and len(self.scheduler.waiting) >= most:
+            raise QueueFull(f"max_waiting={most}: as many requests wait")
+        number = self._next_id if request_id is None else request_id
+        stop = {*params.stop_token_ids, *(self.tokenizer.stop_token_ids if self.tokenizer else ())}
+        its = len(tokens), params.max_new_tokens, arrival, frozenset(stop), params
+        self._next_id = max(self._next_id, number + 1)
+        self.scheduler.add(Request(number, tokens, *its, **promised))
+        return number
 
     def _encode(self, prompt, params):
         """The prompt as a checked list of token ids."""
@@ -252,15 +255,6 @@ class Engine:
         self.scheduler.check_fits(len(tokens), params.max_new_tokens)
         return tokens
 
-    def _add(self, tokens, params, arrival, request_id=None, **promised):
-        number = self._next_id if request_id is None else request_id
-        stop = {*params.stop_token_ids, *(self.tokenizer.stop_token_ids if self.tokenizer else ())}
-        lengths = len(tokens), params.max_new_tokens
-        request = Request(number, tokens, *lengths, arrival, frozenset(stop), params, **promised)
-        self._next_id = max(self._next_id, number + 1)
-        self.scheduler.add(request)
-        return number
-
     def abort(self, request_id):
         """End a request at once, return its Completion. Raises ValueError if there is none."""
         request = self.scheduler.requests.get(check_whole("request_id", request_id, 0, 2**64))
@@ -269,6 +263,15 @@ class Engine:
         completion = replace(self._complete(request), finish_reason="abort")
         self.scheduler.finish(request, "abort")
         return completion
+
+    def drop(self, requests):
+        """End requests without asking the policy, which may be what failed; all others are computed
+        again."""
+        self._computed, self.scheduler.torn = None, True
+        for request in requests:
+            request.finish_reason = "abort"
+            self.scheduler.requests.pop(request.id, None)
+        self.scheduler.mend()
 
     def step(self):
         """Run one iteration and return an Event for each new token; [] if there is nothing to do.
@@ -325,9 +328,9 @@ class Engine:
     def generate(self, prompts, params=None, progress=True):
         """Complete all prompts and return their Completions, in order.
 
-        `params` is one SamplingParams, or one for each. All prompts are checked before the first is
-        queued; an interrupt leaves none of them there. `progress` shows a bar on a terminal.
-        Raises ValueError while requests of `add_request` run: it would lose their events."""
+        `params` is one SamplingParams, or one for each. `progress` shows a bar on a terminal.
+        Raises what `add_request` raises, before anything is computed: then, and after an interrupt,
+        none of them is left. And ValueError while others run: it would lose their events."""
         if self.has_work:
             running = len(self.scheduler.requests)
             raise ValueError(f"generate: {running} requests are running, step() or abort() them")
@@ -338,11 +341,9 @@ class Engine:
             params = [params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"params: {len(params)} given for {len(prompts)} prompts")
-        encoded = [self._encode(prompt, p) for prompt, p in zip(prompts, params)]
-        self._check_queue(len(prompts))
-        done, shown = {}, progress and sys.stderr
+        done, shown, next_id = {}, progress and sys.stderr, self._next_id
         try:
-            ids = [self._add(tokens, p, self.clock()) for tokens, p in zip(encoded, params)]
+            ids = [self.add_request(prompt, p) for prompt, p in zip(prompts, params)]
             with tqdm(total=len(ids), desc="requests", disable=None if shown else True) as bar:
                 while self.has_work:
                     ended = [event.completion for event in self.step() if event.completion]
@@ -352,5 +353,6 @@ class Engine:
             self._computed, self.scheduler.torn = None, True
             self.scheduler.requests.clear()
             self.scheduler.mend()
+            self._next_id = next_id
             raise
         return [done[request_id] for request_id in ids]

@@ -11,6 +11,8 @@ taken as a request grows. `Pages` says who owns what and knows no tensors: a sch
 Read next: attention.py, which reads what is written here.
 """
 
+import re
+from itertools import chain, compress, islice
 from typing import NamedTuple
 
 
@@ -52,12 +54,6 @@ def kv_bytes_per_token(config, dtype):
     return config.n_layer * 2 * config.n_kv_head * config.head_dim * dtype.itemsize
 
 
-def max_requests(memory_bytes, weight_bytes, max_len, kv_bytes_per_token):
-    """How many requests fit, maybe 0: B = floor((M_G - M_S) / (L * m_kv)), SARATHI §4.3.1, of the
-    device's memory, what the parameters take of it, and the longest sequence in tokens."""
-    return max(0, (memory_bytes - weight_bytes) // (max_len * kv_bytes_per_token))
-
-
 class KVCache:
     """Keys and values of `pages` pages of `page_size` tokens each.
 
@@ -65,22 +61,15 @@ class KVCache:
     the device, because kernels differ in what they like: on CUDA the heads of a slot lie side by
     side, elsewhere the slots of a head. Slots that were never written hold whatever was there."""
 
-    def __init__(
-        self, config, pages, page_size, device="cpu", dtype=None, max_len=None, position_major=None
-    ):
-        """`dtype` is float32 if None; `max_len`, the longest request, what cache and model allow;
-        `position_major`, the layout of CUDA, as the device likes it."""
+    def __init__(self, config, pages, page_size, device="cpu", dtype=None, max_len=None):
+        """`max_len`, the longest request, is by default what cache and model allow."""
         import torch  # here, because a scheduler needs Pages alone
 
         self.pages, self.page_size, slots = pages, page_size, pages * page_size
         self.max_len = min(slots, config.max_positions) if max_len is None else max_len
-        if position_major is None:
-            position_major = torch.device(device).type == "cuda"
-        inner = (slots, config.n_kv_head) if position_major else (config.n_kv_head, slots)
-        shape = config.n_layer, 2, *inner, config.head_dim
-        self.data = torch.empty(shape, device=device, dtype=dtype or torch.float32)
-        if position_major:
-            self.data = self.data.transpose(2, 3)
+        shape = config.n_layer, 2, config.n_kv_head, slots, config.head_dim
+        order = (0, 1, 3, 2, 4) if torch.device(device).type == "cuda" else (0, 1, 2, 3, 4)
+        self.data = torch.empty_permuted(shape, order, device=device, dtype=dtype)
 
     def layer(self, layer):
         """(keys, values) of one layer, two views of shape (n_kv_head, slots, head_dim)."""
@@ -99,10 +88,12 @@ class Pages:
 
     def __init__(self, pages, page_size):
         self.total, self.page_size = pages, page_size
-        self.num_free = pages
-        self._runs = {0: pages}  # free pages: first of a run -> the page after its last
-        self._starts = {pages: 0}  # the same, from its end
-        self._owned = set()
+        self.num_free, self._is_owned = pages, bytearray(pages)  # 0 or 1 for each page
+
+    @property
+    def owned(self):
+        """The pages that are owned, a list in order."""
+        return list(compress(range(self.total), self._is_owned))
 
     def needed(self, tokens):
         """How many pages hold that many tokens."""
@@ -111,46 +102,26 @@ class Pages:
     def allocate(self, count, after=None):
         """Take `count` pages and return them in a list, or None if that many are not free.
 
-        `after` is the last page that the request owns already: the next one is taken if it is free,
-        and any if not. For a new request they come from the longest run of free pages."""
+        For a new request they come from the longest run of free pages. `after` is the last page of
+        a request that needs one more: the next one is taken if it is free, and any if not."""
         if count > self.num_free:
             return None
-        pages, longest = [], None
-        while len(pages) < count:
-            if after is not None:
-                start = after + 1 if after + 1 in self._runs else next(iter(self._runs))
-            else:
-                longest = longest or sorted(self._runs, key=lambda start: self._runs[start] - start)
-                start = longest.pop()
-            end = self._runs.pop(start)
-            taken = min(count - len(pages), end - start)
-            pages += range(start, start + taken)
-            del self._starts[end]
-            if start + taken < end:
-                self._runs[start + taken], self._starts[end] = end, start + taken
-        self._owned.update(pages)
+        if after is None:
+            runs = [run.span() for run in re.finditer(rb"\0+", self._is_owned)]
+            runs.sort(key=lambda run: run[0] - run[1])  # the longest first
+            pages = list(islice(chain.from_iterable(range(*run) for run in runs), count))
+        else:
+            is_free = self._is_owned.startswith(b"\0", after + 1)
+            pages = [after + 1 if is_free else self._is_owned.index(0)]
+        for page in pages:
+            self._is_owned[page] = 1
         self.num_free -= count
         return pages
 
     def free(self, pages):
         """Give pages back. Raises RuntimeError if nobody owned one of them."""
         for page in pages:
-            if page not in self._owned:
+            if not self._is_owned[page]:
                 raise RuntimeError(f"page {page} was freed but is not owned")
-            self._owned.remove(page)
-            start, end = self._starts.pop(page, page), page + 1
-            if end in self._runs:  # joins the run behind it
-                end = self._runs.pop(end)
-            self._runs[start], self._starts[end] = end, start
+            self._is_owned[page] = 0
             self.num_free += 1
-
-    def check_integrity(self, tables=None):
-        """Raise RuntimeError unless every page is either free or owned, exactly once; and, with
-        `tables`, the block tables of all requests, unless these are all that is owned."""
-        free = [page for start, end in self._runs.items() for page in range(start, end)]
-        whole = sorted([*free, *self._owned]) == list(range(self.total))
-        starts = {end: start for start, end in self._runs.items()}
-        if not whole or len(free) != self.num_free or starts != self._starts:
-            raise RuntimeError(f"pages leaked or shared: {sorted(free)} free, {self._owned} owned")
-        if tables is not None and sorted(sum(tables, [])) != sorted(self._owned):
-            raise RuntimeError(f"block tables {tables} are not the pages owned, {self._owned}")

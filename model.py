@@ -119,28 +119,22 @@ class FlatBatch(NamedTuple):
         return cls(*flat.split(sizes), attention.plan([spans[i] for i in order]))
 
 
-def rope_frequencies(config):
-    """The angle per position of each pair of dimensions, float64, (head_dim / 2,).
+def rope_table(config, device, dtype):
+    """What `rotate` multiplies with, (max_positions, 2, 1, head_dim), at least float32: at every
+    position the cosines of all angles, twice, and their sines, first negative.
 
     With `rope_scaling`, LLaMA 3's rule: wavelengths longer than the trained context are stretched
     by `factor`, those much shorter are kept, and those in between are interpolated.
     """
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-    frequency = config.rope_theta**-exponent
-    if config.rope_scaling is None:
-        return frequency
-    s = config.rope_scaling
-    turns = s.original_max_positions * frequency / (2 * math.pi)  # within the trained context
-    keep = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
-    keep = keep.clamp(0, 1)
-    return frequency * (keep + (1 - keep) / s.factor)
-
-
-def rope_table(config, device, dtype):
-    """What `rotate` multiplies with, (max_positions, 2, 1, head_dim), at least float32: at every
-    position the cosines of all angles, twice, and their sines, first negative."""
-    positions = torch.arange(config.max_positions, dtype=torch.float64)
-    cos, sin = (f(torch.outer(positions, rope_frequencies(config))) for f in (torch.cos, torch.sin))
+    frequency = config.rope_theta**-exponent  # (head_dim / 2,), the angle per position
+    if s := config.rope_scaling:
+        turns = s.original_max_positions * frequency / (2 * math.pi)  # within the trained context
+        keep = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+        keep = keep.clamp(0, 1)
+        frequency = frequency * (keep + (1 - keep) / s.factor)
+    angle = torch.outer(torch.arange(config.max_positions, dtype=torch.float64), frequency)
+    cos, sin = angle.cos(), angle.sin()
     table = torch.stack([torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)], dim=1).unsqueeze(2)
     return table.to(device=device, dtype=torch.promote_types(dtype, torch.float32))
 
@@ -268,13 +262,9 @@ class GPT(nn.Module):
     def _apply(self, function, recurse=True):
         # to(...), to_empty(...) and their like: tied weights stay tied, and the table follows, but
         # is never rounded to 16 bits
+        super()._apply(function, recurse)
         if self.config.tie_embeddings:
-            self.head.weight = None  # it would be allocated only to be replaced
-        try:
-            super()._apply(function, recurse)
-        finally:
-            if self.config.tie_embeddings:
-                self.head.weight = self.token_embedding.weight
+            self.head.weight = self.token_embedding.weight
         llama = self.config.family == "llama"
         self.rope = rope_table(self.config, self.device, self.dtype) if llama else None
         return self
@@ -288,13 +278,6 @@ class GPT(nn.Module):
     def dtype(self):
         """What the weights are."""
         return self.head.weight.dtype
-
-    def pack(self):
-        """Lay the weights out as CPUs multiply 16-bit matrices fastest (kernels/packed.py), where
-        it can; they stay as they are then. Engines do it to their model. Returns the model."""
-        from kernels.packed import pack
-
-        return pack(self)
 
     def compile(self):
         """torch.compile each layer before and after attention, which fuses what lies between the

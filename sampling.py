@@ -49,10 +49,6 @@ class SamplingParams:
         if not isinstance(self.logprobs, bool):
             raise ValueError(f"logprobs={shown(self.logprobs)}: must be True or False")
 
-    def uniform(self, n):
-        """The random number in [0, 1) that decides output token `n` of this request."""
-        return random.Random(f"{self.seed}/{n}").random()
-
 
 def sample(logits, params, positions):
     """Choose one token for each row of logits, (rows, vocab_size).
@@ -68,9 +64,9 @@ def sample(logits, params, positions):
         rows = [row for row, p in enumerate(params) if p.temperature > 0]
         rows = [r for r in rows if (params[r].top_k > 0 or params[r].top_p < 1) == truncated]
         if rows:
-            index = torch.tensor(rows, pin_memory=logits.is_cuda)  # or the copy would wait
-            index = index.to(logits.device, non_blocking=True)
-            uniforms = [params[r].uniform(positions[r]) for r in rows]
+            index = _column(rows, logits, torch.int64)[:, 0]
+            streams = [random.Random(f"{params[r].seed}/{positions[r]}") for r in rows]
+            uniforms = [stream.random() for stream in streams]  # in [0, 1), one decides each token
             tokens[index] = _draw(logits[index], [params[r] for r in rows], uniforms, truncated)
     if not any(p.logprobs for p in params):
         return tokens, None
@@ -96,7 +92,7 @@ def _draw(logits, params, uniforms, truncated):
     return (order.gather(1, tokens) if truncated else tokens)[:, 0]
 
 
-def _column(values, like):
-    """One number per row, (rows, 1), in double precision on the device of `like`."""
-    column = torch.tensor(values, dtype=torch.float64, pin_memory=like.is_cuda)
+def _column(values, like, dtype=torch.float64):
+    """One number per row, (rows, 1), on the device of `like`."""
+    column = torch.tensor(values, dtype=dtype, pin_memory=like.is_cuda)  # or the copy would wait
     return column.to(like.device, non_blocking=True)[:, None]

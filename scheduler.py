@@ -267,10 +267,9 @@ class Orca(Scheduler):
 
     def schedule(self):
         batch, admitted = Batch(), 0
-        for request in self.running:
-            batch.add(request)
-        while admitted != self.prefills and (request := self.admit()):
+        while admitted != self.prefills and self.admit():
             admitted += 1
+        for request in self.running:
             batch.add(request)
         return batch
 

@@ -24,7 +24,7 @@ def add_options(parser):
     add("--max-len", longest, by_device=(1024, 8192), **more)
     add("--tile", "budgets are multiples of it", by_device=(32, 128), **more)
     parser.add_model_options("llama3-8b on a GPU with 75 GB or more, else llama-160m")
-    parser.add_files(plot="draw iteration time against token budget")
+    parser.add_files()
 
 
 def print_profile(profile, args):
@@ -76,11 +76,6 @@ def main(args):
     text = explain(budget, profile, args)
     print(f"\n{text}")
     budget = None if measure.TOO_BUSY in text else budget
-    if args.plot:
-        from views.search import plot_budget
-
-        rows = [row[:4] for row in profile]
-        plot_budget(rows, machine, args.plot, slo_s=args.slo_tbt, chosen=budget)
     report = {"machine": machine, "profile": [row._asdict() for row in profile]}
     write_json(args, report | {"budget": budget, "conclusion": text})
-    wrote(args.json, args.plot)
+    wrote(args.json)

@@ -25,7 +25,6 @@ from sampling import SamplingParams
 NEEDS = {  # engine -> the packages of others.py
     "transformers": "torch transformers",
     "openvino": "openvino-genai optimum-intel",
-    "llama.cpp": "llama-cpp-python gguf",
 }
 HELP = f"engines that serve the requests too, comma-separated, of {', '.join(NEEDS)}; "
 HELP += "openvino=/its/bin/python where another Python has the packages"
@@ -49,18 +48,16 @@ def opponents(text):
 
 
 def check(parser, args):
-    """Exit with a message if an engine of --against cannot run the model."""
-    names, c = args.against or {}, PRESETS.get(args.model, PRESETS["llama-160m"])
-    if "llama.cpp" in names and args.init_from:
-        c = checkpoints.read_config(checkpoints.find(args.init_from))
-    if names and (c.family != "llama" or c.qkv_bias or c.qk_norm or c.rope_scaling):
-        parser.error("--against: llama.cpp, and all with random weights, must get a plain LLaMA")
+    """Exit with a message if an engine of --against cannot get this model."""
+    c = PRESETS.get(args.model, PRESETS["llama-160m"])
+    if args.against and (c.family != "llama" or c.qkv_bias or c.qk_norm or c.rope_scaling):
+        parser.error(f"--against: random weights like those of {args.model} cannot be saved")
 
 
 def against(model, prompt_len, args):
     """Serve prompts with sarathi-serve, with vllm and with the engines of args.against, in turns:
     the same weights (random ones are made anew), B, dtype and threads; whole batches of requests of
-    prompt_len + output = seq_len tokens, greedy; openvino and llama.cpp always on the CPU. Returns
+    prompt_len + output = seq_len tokens, greedy; openvino always on the CPU. Returns
     {"engine, policy": row}: prompt and output tokens per second; how many times that our policies
     give; which fraction of the output sarathi-serve has too; whether the machine was busy."""
     output, B, serves, texts = args.seq_len - prompt_len, args.batch, {}, {}
@@ -139,8 +136,7 @@ def print_against(rows, prompt_len, args):
     """The table of what `against` returned."""
     print(
         f"\nEngines of others: same weights, {args.dtype}, batches of {args.batch} requests of "
-        f"{prompt_len} + {args.seq_len - prompt_len} tokens,\nchunk {args.chunk}; medians of 3 in "
-        "turns; llama.cpp's keys and values are in float16\n"
+        f"{prompt_len} + {args.seq_len - prompt_len} tokens,\nchunk {args.chunk}; medians of 3\n"
     )
     columns = {"engine, policy": "", "tokens/s": ",.0f", "ours, sarathi-serve": ".2fx"}
     columns |= {"ours, vllm": ".2fx", "equal tokens": ".0%"}

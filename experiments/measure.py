@@ -9,9 +9,7 @@ machine that works for others cannot be timed: `steadily` finds that out, and tr
 import math
 import os
 import platform
-import resource
 import statistics
-import sys
 import time
 import timeit
 from functools import cache, partial
@@ -214,14 +212,6 @@ def schedule_us(running=128, waiting=1000):
         times = timeit.repeat(scheduler.schedule, number=1, repeat=200)
         medians.append(statistics.median(times) * 1e6)
     return max(medians)
-
-
-def peak_memory_bytes(device):
-    """The most memory that was in use: of the GPU, or of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    scale = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kilobytes
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
 
 def processor_name():

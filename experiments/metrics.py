@@ -112,24 +112,26 @@ def summarize_latencies(completions, seconds):
         "queue": summarize_queue(completions),
         "latency_s": percentiles(c.latency for c in finished),
         "tokens_per_s": _ratio(prompt + output, seconds),
-        "preemptions": sum(c.preemptions for c in completions),
-        "recomputed_tokens": sum(c.recomputed_tokens for c in completions),
     }
 
 
 def summarize_run(completions, iterations, seconds, tbt_slo_s=None):
     """What the table prints and the JSON holds of one run of `seconds` seconds, as a dict:
     `summarize_latencies`, generation stalls (`over_slo`: longer than `tbt_slo_s`) and what the
-    iterations were made of; the mean of requests at once is over the time of the iterations."""
+    iterations were made of, all None where these are not known; the mean of requests at once is
+    over the time of the iterations."""
     stalls, count = find_stalls(completions, iterations), len(iterations)
     kinds = Counter((i.prefill_tokens > 0, i.decode_tokens > 0) for i in iterations)
     tokens = sum(i.prefill_tokens + i.decode_tokens for i in iterations)
     busy_s = sum(i.end - i.start for i in iterations)
     longest = max(stalls, key=attrgetter("seconds"), default=None)
+    over_slo = sum(s.seconds > tbt_slo_s for s in stalls) if count and tbt_slo_s else None
     return summarize_latencies(completions, seconds) | {
+        "preemptions": sum(c.preemptions for c in completions) if count else None,
+        "recomputed_tokens": sum(c.recomputed_tokens for c in completions) if count else None,
         "stalls": {
-            "count": len(stalls),
-            "over_slo": None if tbt_slo_s is None else sum(s.seconds > tbt_slo_s for s in stalls),
+            "count": len(stalls) if count else None,
+            "over_slo": over_slo,
             "length_s": percentiles(stall.seconds for stall in stalls),
             "longest": longest and longest._asdict() | {"seconds": longest.seconds},
         },
@@ -146,7 +148,7 @@ def summarize_run(completions, iterations, seconds, tbt_slo_s=None):
 def headline(summary):
     """The numbers of `summarize_run` that runs are compared by, as a flat dict."""
     names = {f"{p}_{key}": summary[key][p] for key in ("tbt_s", "ttft_s") for p in ("p50", "p99")}
-    longest_s = summary["stalls"]["length_s"]["max"] or 0.0
+    longest_s = summary["stalls"]["length_s"]["max"] or (0.0 if summary["iterations"] else None)
     return names | {"longest_stall_s": longest_s, "tokens_per_s": summary["tokens_per_s"]}
 
 
@@ -169,11 +171,11 @@ def request_rows(completions, iterations):
             "ttft_s": c.ttft,
             **{f"{p}_tbt_s": tbt[p] for p in ("p50", "p99", "max")},
             "latency_s": c.latency if c.finish_reason in FINISHED else None,
-            "stalls": len(its),
+            "stalls": len(its) if iterations else None,
             "longest_stall_s": longest and longest.seconds,
             "caused_by": longest and longest.caused_by,
-            "preemptions": c.preemptions,
-            "recomputed_tokens": c.recomputed_tokens,
+            "preemptions": c.preemptions if iterations else None,
+            "recomputed_tokens": c.recomputed_tokens if iterations else None,
         }
 
 

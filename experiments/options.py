@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import sys
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -94,8 +95,9 @@ class OptionParser(argparse.ArgumentParser):
             shown = "none" if default is None else "off" if default is False else default
         self.add_argument(option, default=default, help=f"{help} (default: {shown})", **more)
 
-    def add_model_options(self, default_model):
-        """The options that `load_model` reads. `default_model` says what --model is by default."""
+    def add_model_options(self, default_model, geometry="--model", checkpoint="--init-from"):
+        """The options that `load_model` reads, two of them under these names. `default_model` says
+        which geometry there is by default."""
         import torch
 
         from attention import BACKENDS
@@ -105,8 +107,9 @@ class OptionParser(argparse.ArgumentParser):
         fast = "bfloat16, or float32 on a CPU that is faster with it"
         backends = "the backend; auto is xformers for 16 bits on CUDA, matmul for bfloat16 on a CPU"
         names = f"a geometry with random weights: {', '.join(PRESETS)}"
-        add("--model", names, shown=default_model)
-        add("--init-from", "a checkpoint instead: a local directory or a name on the Hub")
+        add(geometry, names, dest="model", shown=default_model, metavar="NAME")
+        either = "a checkpoint instead: a local directory or a name on the Hub"
+        add(checkpoint, either, dest="init_from", metavar="MODEL")
         add("--device", "where to run: cpu, cuda, cuda:1, ...", device)
         add("--dtype", "of weights and cache", choices=DTYPES, shown=fast)
         add("--attention", backends, "auto", choices=BACKENDS)
@@ -148,16 +151,15 @@ def load_model(args, length, gpu_model="llama-13b", gpu_bytes=40e9):
 
     from attention import check_backend
     from experiments.measure import fastest_cpu_dtype
+    from kernels.packed import pack
     from kv_cache import kv_bytes_per_token
     from model import GPT, GPTConfig
     from policies.config import check_memory
     from pretrained import checkpoints
-    from pretrained.presets import PRESETS
 
     if args.model and args.init_from:
-        raise ValueError("--model and --init-from: give one of them")
-    if args.model and args.model not in PRESETS:
-        raise ValueError(f"--model {args.model!r}: must be one of {', '.join(PRESETS)}")
+        both = f"{args.model} and {args.init_from}"
+        raise ValueError(f"{both}: a geometry and a checkpoint, give one of them")
     device, positions = find_device(args.device), getattr(args, length)
     check_backend(args.attention, device)
     if args.threads:
@@ -188,7 +190,22 @@ def load_model(args, length, gpu_model="llama-13b", gpu_bytes=40e9):
         model = GPT(config, device, dtype, seed=args.seed)
     if args.compile:
         model.compile()
-    return model.pack()
+    return pack(model)
+
+
+def find_texts(args):
+    """(name, Tokenizer) of the model that `load_model` will load: a checkpoint and its own, or one
+    of random weights, which is said, and bytes. Raises what checkpoints.find and load_tokenizer
+    raise."""
+    from pretrained import checkpoints
+    from pretrained.tokenizers import byte_tokenizer, load_tokenizer
+
+    if name := args.init_from:
+        args.init_from = checkpoints.find(name)
+        return name, load_tokenizer(args.init_from)
+    args.model = args.model or "llama-160m"
+    print(f"# {args.model} with random weights, the text will be noise", file=sys.stderr)
+    return args.model, byte_tokenizer()
 
 
 def machine_lines(machine):

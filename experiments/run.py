@@ -31,6 +31,7 @@ from experiments import metrics
 from experiments.measure import BUSY, GLANCE_S, probe_of
 from policies import find_policy, slo
 from policies.priority import PRIORITIES
+from policies.referee import Referee
 from sampling import SamplingParams
 
 INTERRUPTED = "interrupted"  # why a run was cut short
@@ -51,14 +52,17 @@ class Run(NamedTuple):
 
 class LoadRun:
     """Brings `arrivals`, sorted by time, to a server. `progress` is called after each request that
-    ended, a `recorder` of views/schedule_page.py sees all of it."""
+    ended, a `recorder` of views/schedule_page.py sees all of it. With a `referee`, which says where
+    this is, a policy that breaks a rule of policies/referee.py is a ValueError."""
 
-    def __init__(self, server, arrivals, *, progress=None, recorder=None):
+    def __init__(self, server, arrivals, *, progress=None, recorder=None, referee=None):
         self.server, self.arrivals = server, arrivals
         self.progress, self.recorder = progress, recorder
         self.completions, self.iterations = {}, []  # of request i; in order
         self.arrived, self.refused, self.cut_short = 0, 0, None
         self.in_steps = 0.0  # seconds
+        for scheduler in server.schedulers if referee else ():
+            Referee(scheduler, referee)
         if recorder:
             recorder.watch(server.schedulers)
 
@@ -120,9 +124,8 @@ class LoadRun:
 
 
 class EngineServer:
-    """An engine as a server. Its clock is `clock`, its prompt for request i is prompts[i]. Outputs
-    have the lengths of the load: no stop tokens. Latencies count from the arrival, also if that
-    falls into an iteration."""
+    """An engine as a server. Its prompt for request i is prompts[i]. Outputs have the lengths of
+    the load: no stop tokens. Latencies count from the arrival, also if that is in an iteration."""
 
     def __init__(self, engine, prompts, clock, sleep=time.sleep):
         self.engine, self.prompts, self.clock, self.sleep = engine, prompts, clock, sleep

@@ -15,6 +15,7 @@ import textwrap
 from argparse import ArgumentTypeError
 from collections import defaultdict
 from functools import partial
+from itertools import product
 
 from tqdm import tqdm
 
@@ -72,8 +73,10 @@ def add_options(parser, command):
         add("--long-prompt", "one more request, the first, has so many prompt tokens", **size)
         shares = "shares of the classes of `priority`, as in realtime=1,normal=4,low=5; see --csv"
         add("--classes", shares, "normal=1", type=class_shares)
+        url = "serve by what speaks OpenAI's HTTP there, as at http://127.0.0.1:8000/v1; it may "
+        add("--url", url + "need a --model that it knows, and a key in OPENAI_API_KEY")
     else:
-        of_serve = dict(qps=None, long_prompt=None, csv=None, chrome_trace=None, html=None)
+        of_serve = dict(qps=None, long_prompt=None, csv=None, html=None, url=None)
         parser.set_defaults(classes={"normal": 1}, **of_serve)
     count = (48, 500) if serving else (80, 400)
     add("--requests", "how many requests arrive", by_device=count, type=whole(1, 10**6))
@@ -98,12 +101,9 @@ def add_options(parser, command):
     slo = "of P99 TBT: strict or relaxed, 5 or 25 decode iterations, or seconds"
     add("--slo", slo, "strict", type=lambda text: text if text in SLOS else number(above=0)(text))
     parser.add_model_options("llama3-8b on a GPU with 75 GB or more, else llama-160m")
-    files = dict(plot="draw capacities, and latency against rate")
-    if serving:
-        trace = "write what happened when, for https://ui.perfetto.dev, which reads FILE.gz as well"
-        files = dict(plot="draw latencies and timelines", chrome_trace=trace, html=options.HTML)
-        files["csv"] = "write a row for each request and policy"
-    parser.add_files(**files)
+    drawn = "latencies and timelines" if serving else "capacities, and latency against rate"
+    more = dict(csv="write a row for each request and policy", html=options.HTML)
+    parser.add_files(plot=f"draw {drawn}", **more if serving else {})
 
 
 def check(parser, args):
@@ -172,19 +172,19 @@ class Session:
     """Runs of several policies on one load, for `serve` or `capacity`. `report` is what --json
     holds: each number is printed and written when it is known."""
 
-    def __init__(self, args, machine, arrivals_at, report):
-        self.args, self.machine, self.arrivals_at, self.report = args, machine, arrivals_at, report
+    def __init__(self, args, arrivals_at, report):
+        self.args, self.arrivals_at, self.report = args, arrivals_at, report
         self.serving, self.slo_s = args.command == "serve", report["slo_s"]
         self.found = report.setdefault("runs" if self.serving else "results", {})
         self.points = defaultdict(list)  # name -> its points, run.rate_point
         self.records, self.recorders = {}, {}  # of each run of `serve`: Completions and Iterations
 
-    def run_all(self, configs, start):
-        """Run all of `configs`, by name: at the rate of --qps, or search the capacity of each from
-        `start`. What there is when it is interrupted is kept."""
+    def run_all(self, servers, start):
+        """Let each of `servers`, {name: a function of arrivals, as run.serve}, serve at the rate of
+        --qps, or search its capacity from `start`. What there is at an interrupt is kept."""
         try:
-            for name, config in configs.items():
-                run_at_rate = partial(self.run_at_rate, name, config)
+            for name, serve in servers.items():
+                run_at_rate = partial(self.run_at_rate, name, serve)
                 if self.serving:
                     run_at_rate(self.args.qps)
                 else:
@@ -196,15 +196,13 @@ class Session:
             if self.found:
                 self.finish()
 
-    def run_at_rate(self, name, config, qps):
-        """Serve the load at this rate, and return its point. The run of `serve` that an interrupt
-        cuts off counts as far as it came."""
+    def run_at_rate(self, name, serve, qps):
+        """Serve the load at this rate, for `serve` until an interrupt comes. Returns its point."""
         arrivals = self.arrivals_at(qps)
         recorder = self.recorders.setdefault(name, Recorder()) if self.args.html else None
         try:
             with tqdm(total=len(arrivals), desc=name, disable=None, leave=False) as bar:
-                watching = dict(progress=bar.update, recorder=recorder)
-                seen = self.machine.serve(config, arrivals, **watching)
+                seen = serve(arrivals, progress=bar.update, recorder=recorder)
         except KeyboardInterrupt as interrupt:
             if self.serving and hasattr(interrupt, "run"):
                 self.add(name, qps, interrupt.run)
@@ -233,27 +231,23 @@ class Session:
 
     def finish(self):
         """Print the tables and what to conclude, draw, and say which files were written."""
-        args, machine = self.args, self.machine.machine
+        args, machine = self.args, self.report["machine"]
         print()
         if self.serving:
             print_runs(self.found, self.slo_s)
         else:
             print_capacities(self.found)
         print(f"\n{self.report['conclusion']}")
-        if args.chrome_trace:
-            from views.chrome_trace import write_chrome_trace
-
-            write_chrome_trace(args.chrome_trace, self.records)
         if args.plot:
-            from views import search, serving
+            from views.serving import plot_capacity, plot_serving
 
-            draw = serving.plot_serving if self.serving else search.plot_capacity
+            draw = plot_serving if self.serving else plot_capacity
             draw(self.records or self.found, machine, args.plot, self.slo_s)
         if args.html:
             heading = options.machine_lines(machine)
             text = page(self.report["load"], heading, self.recorders, slo_s=self.slo_s)
             options.write_text(args.html, text)
-        options.wrote(args.json, args.csv, args.chrome_trace, args.plot, args.html)
+        options.wrote(args.json, args.csv, args.plot, args.html)
 
 
 def main(args, make_machine=RealMachine):
@@ -268,36 +262,44 @@ def main(args, make_machine=RealMachine):
     own_rate = serving and args.trace and args.qps is None
     arrivals = arrivals_at(None if own_rate else 1.0)
     machine = make_machine(args, config)
-    base, slo_s = machine.base, run.slo_seconds(args.slo, machine.base)
-    start = float(f"{machine.micro_batches * run.estimated_qps(base, arrivals) / 2:.2g}")
+    base, slo_s, start = machine.base, args.slo, None  # of a server elsewhere there is no base
+    if base:
+        slo_s = run.slo_seconds(args.slo, base)
+        start = float(f"{machine.micro_batches * run.estimated_qps(base, arrivals) / 2:.2g}")
     if serving and not own_rate:
         args.qps = args.qps or start
         arrivals = arrivals_at(args.qps)
     slo_busy = args.slo in SLOS and machine.machine.get("base_busy", False)
     report = {"command": args.command, "machine": machine.machine, "load": load, "slo_s": slo_s}
-    report |= {"base": base._asdict(), "slo_busy": slo_busy}
+    report |= {"base": base and base._asdict(), "slo_busy": slo_busy}
     print_heading(machine, args, report, arrivals)
-    Session(args, machine, arrivals_at, report).run_all(plan(slo_s), start)
+    sides = getattr(machine, "sides", {"": machine})  # a simulation of this machine has two
+    configs = plan(slo_s) if base else {args.url: config}
+    pairs = product(configs.items(), sides.items())
+    servers = {name + side: partial(by.serve, its) for (name, its), (side, by) in pairs}
+    Session(args, arrivals_at, report).run_all(servers, start)
 
 
 def print_heading(machine, args, report, arrivals):
     """What all the numbers depend on. `report` has the load, slo_s, and whether it is slo_busy."""
-    base, kv_tokens, serving = machine.base, args.kv_tokens, args.command == "serve"
+    base, serving = machine.base, args.command == "serve"
     prompt, output = (statistics.median(column) for column in list(zip(*arrivals))[1:3])
     multiple = f"{args.slo}, {SLOS[args.slo]} of these" if args.slo in SLOS else "as asked for"
     span = f"; the last comes after {arrivals[-1].time:,.0f} s" if serving else ""
     rate = f" at {args.qps:g} a second" if args.qps else " at its own rate" if serving else ""
-    print(
-        f"{options.machine_lines(machine.machine)}"
-        f"load: {report['load']}{rate}; median prompt {prompt:g}, output {output:g} tokens{span}\n"
-        f"memory: {kv_tokens:,} tokens of KV cache, {kv_tokens // args.max_len} requests if each "
-        f"reserves {args.max_len:,}; pages of {', '.join(map(str, args.page_size))} tokens\n"
-        f"at most {args.batch} requests at once; chunk {args.chunk}\n{machine.lines}"
-        f"{measure.mark('a decode iteration', report['slo_busy'])} takes {base.seconds:.4f} s "
-        f"(batch {base.decodes}, context {base.context:,}, no prefill)\n"
-        f"SLO: P99 TBT at most {report['slo_s']:.3f} s ({multiple}), median scheduling delay at "
-        f"most {MAX_DELAY_S:g} s\n"
-    )
+    load = f"load: {report['load']}{rate}; median prompt {prompt:g}, output {output:g} tokens{span}"
+    print(f"{options.machine_lines(machine.machine)}{load}")
+    if base:
+        kv_tokens, pages = args.kv_tokens, ", ".join(map(str, args.page_size))
+        print(
+            f"memory: {kv_tokens:,} tokens of KV cache, {kv_tokens // args.max_len} requests if "
+            f"each reserves {args.max_len:,}; pages of {pages} tokens\n"
+            f"at most {args.batch} requests at once; chunk {args.chunk}\n{machine.lines}"
+            f"{measure.mark('a decode iteration', report['slo_busy'])} takes {base.seconds:.4f} s "
+            f"(batch {base.decodes}, context {base.context:,}, no prefill)"
+        )
+    delay = f"at most {MAX_DELAY_S:g} s" if base else "not known"
+    print(f"SLO: P99 TBT at most {report['slo_s']:.3f} s ({multiple}), median delay {delay}\n")
 
 
 def print_point(name, point):
@@ -354,7 +356,7 @@ def conclude(report):
         text = f"Conclusion: {measure.TOO_BUSY if whole else 'no run came to its end'}."
     elif "runs" in report:
         met = [name for name, its in sure.items() if its["met"]]
-        text = f"SLO of {slo_s}: met by {', '.join(met) or 'none'}"
+        text = f"SLO of {slo_s}: met by {'; '.join(met) or 'none'}"  # a name may have a comma
         text += f"; not met by {', '.join(missed)}." if missed else "."
     else:
         each = [f"{its['capacity_qps']:,.2f} under {name}" for name, its in sure.items()]

@@ -15,10 +15,8 @@ def show(value, spec=""):
 
 
 def print_table(columns, rows):
-    """Print a Markdown table of rows that `show` takes. `columns` maps each head to the format of
-    what is below it; where heads repeat it is a list of (head, format)."""
-    heads, specs = zip(*(columns.items() if isinstance(columns, dict) else columns))
-    lines = [heads, *([show(*cell) for cell in zip(row, specs)] for row in rows)]
+    """Print a Markdown table of rows that `show` takes, under `columns`, {head: format}."""
+    lines = [[*columns], *([show(*cell) for cell in zip(row, columns.values())] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines)]
     rule = "|" + "|".join("-" * (w + 1) + ":" for w in widths).replace(":", "-", 1) + "|"
     for number, line in enumerate(lines):

@@ -100,8 +100,7 @@ def poisson(lengths, qps, seed):
 
 
 def rescale(arrivals, qps):
-    """The same requests at `qps` per second on average, the first at 0. Raises ValueError if all
-    come at one time."""
+    """The same at `qps` per second on average, from 0 on. Raises ValueError if all come at once."""
     first, span = arrivals[0].time, arrivals[-1].time - arrivals[0].time
     if not span:
         raise ValueError(f"arrivals: {len(arrivals)}, all at one time, have no rate")

@@ -20,14 +20,9 @@ def graph_size(decodes):
     return next((size for size in (1, 2, 4) if decodes <= size), -(-decodes // 8) * 8)
 
 
-def idle_pages(model, wanted_bytes, free_bytes):
-    """How many pages a cache needs beside those that requests own: one for graphs, if the model is
-    compiled and on CUDA and free_bytes(device) are as many as are wanted then, else none."""
-    wanted = model.compiled and model.device.type == "cuda"
-    if wanted and free_bytes(model.device) < wanted_bytes:
-        warnings.warn("no CUDA graphs of decodes: no memory for one more page", stacklevel=3)
-        return 0
-    return int(wanted)
+def wants_graphs(model):
+    """Whether decodes of a model run in graphs: if it is compiled, and on CUDA."""
+    return model.compiled and model.device.type == "cuda"
 
 
 class DecodeGraphs:

@@ -27,8 +27,8 @@ class PackedLinear(nn.Module):
 
 def pack(model):
     """Pack the linear layers of a model.GPT, one by one, so that no two copies are held, if it is
-    in bfloat16 on a CPU that multiplies that itself. Returns the model. A head that is tied to the
-    embedding stays: rows of an opaque weight cannot be looked up."""
+    in bfloat16 on a CPU that multiplies that itself. Engines do it to their model. Returns it. A
+    head that is tied to the embedding stays: rows of an opaque weight cannot be looked up."""
     if model.compiled or model.device.type != "cpu" or model.dtype != torch.bfloat16:
         return model  # inductor takes no packed weights
     if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():

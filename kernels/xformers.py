@@ -57,12 +57,13 @@ class XFormers:
             mask = self.decode_mask(decodes + [Span([0], 0, [0])] * (rows - len(decodes)))
             calls.append((slice(rows), len(decodes), mask, self.decode_operator))
         if chunks:
-            firsts, pages, table = [span.pages[0] for span in chunks], self.cache.pages, None
+            pages, table = self.cache.pages, None
             if self.paged:  # the mask is that of the copy
                 used = [span.used_pages(self.page_size) for span in chunks]
                 *firsts, pages = accumulate(map(len, used), initial=0)
+                chunks = [span._replace(pages=[first]) for span, first in zip(chunks, firsts)]
                 table = page_rows(list(chain.from_iterable(used)), self.cache)
-            mask = gappy_bias(chunks, firsts, pages, self.page_size, self.device)
+            mask = gappy_bias(chunks, pages, self.page_size, self.device)
             calls.append((slice(len(decodes), None), None, mask, self.chunk_operator, table))
         return partial(self.attend, calls)
 
@@ -87,8 +88,7 @@ class XFormers:
         """xformers' mask of some decodes: over their block tables, or over one page for each."""
         if self.paged:
             return paged_bias(decodes, self.page_size, self.max_len, self.device)
-        firsts = [span.pages[0] for span in decodes]
-        return gappy_bias(decodes, firsts, self.cache.pages, self.page_size, self.device)
+        return gappy_bias(decodes, self.cache.pages, self.page_size, self.device)
 
     def attend(self, calls, q, keys, values):
         """Attention of the rows of q in a few calls, see `plan`."""
@@ -112,14 +112,14 @@ class XFormers:
         return x.transpose(0, 1)[None, :, :, None].expand(-1, -1, -1, self.group, -1)
 
 
-def gappy_bias(spans, firsts, pages, page_size, device="cpu"):
+def gappy_bias(spans, pages, page_size, device="cpu"):
     """xformers' mask of some spans over the keys of `pages` pages, (sum of their lengths, slots):
-    each sees its own, which begin with page firsts[i], causally, aligned at its last query."""
+    each sees its own, from its first page on, causally, aligned at its last query."""
     from xformers.ops.fmha.attn_bias import BlockDiagonalCausalWithOffsetGappyKeysMask
 
     mask = BlockDiagonalCausalWithOffsetGappyKeysMask.from_seqlens(
         q_seqlen=[span.length for span in spans],
-        kv_seqstarts=[first * page_size for first in firsts] + [pages * page_size],
+        kv_seqstarts=[span.pages[0] * page_size for span in spans] + [pages * page_size],
         kv_seqlen=[span.end for span in spans],
         device=torch.device(device),
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from checks import check_whole
-from kv_cache import kv_bytes_per_token, max_requests
+from kv_cache import kv_bytes_per_token
 from policies import find_policy, make_scheduler, policy_options
 
 MAX_BATCH = 256  # the most requests at once where no number is named, however much memory there is
@@ -52,7 +52,7 @@ class EngineConfig:
         return make_scheduler(self.policy, pages, clock=clock, **sizes | self.options | changes)
 
     def for_model(self, model):
-        """The same with every number filled in. Raises ValueError for what the model forbids."""
+        """The same with all numbers filled in. Raises ValueError if model or memory forbid it."""
         limit = model.config.max_positions
         max_len = self.max_len or min(2048, limit)
         if max_len > limit:
@@ -64,6 +64,8 @@ class EngineConfig:
             if self.max_batch is None:
                 pages = min(pages, pages_that_fit(model, max_len, page_size))
         sizes = dict(max_len=max_len, pages=pages, page_size=page_size)
+        needed = pages * page_size * kv_bytes_per_token(model.config, model.dtype)
+        check_memory(f"pages={pages}, page_size={page_size}", needed, model.device)
         its = replace(self, max_batch=self.max_batch or min(pages, MAX_BATCH), **sizes)
         return its.with_tile(128) if model.device.type == "cuda" else its
 
@@ -75,13 +77,14 @@ class EngineConfig:
 
 
 def pages_that_fit(model, max_len, page_size):
-    """How many pages the memory of the model's device has room for (SARATHI §4.3.1)."""
+    """How many pages the memory of the model's device has room for: with one for each request it
+    is SARATHI's B = floor((M_G - M_S) / (L * m_kv)), §4.3.1."""
     import torch
 
     free, cuda = free_bytes(model.device), model.device.type == "cuda"
     kept = torch.cuda.mem_get_info(model.device)[1] // 10 if cuda else free // 2  # for all the rest
     per_token = kv_bytes_per_token(model.config, model.dtype)
-    pages = max_requests(free, kept, page_size, per_token)
+    pages = (free - kept) // (page_size * per_token)
     if pages * page_size < max_len:
         takes = f"one request takes {max_len * per_token / 1e9:.1f} GB of KV cache"
         raise ValueError(f"max_len={max_len}: {takes}, {(free - kept) / 1e9:.1f} GB are free")

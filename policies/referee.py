@@ -60,7 +60,7 @@ class Referee:
         self.live = {r: None for r in self.live if not r.finish_reason}
         for r in running[self.most :]:
             self._must(False, "at most max_batch", r.id, f"is one of {len(running)} that run")
-        tables, owned = Counter(page for r in running for page in r.pages), Counter(pages._owned)
+        tables, owned = Counter(page for r in running for page in r.pages), Counter(pages.owned)
         for page in (tables - owned) | (owned - tables):
             who = [r.id for r in running if page in r.pages]
             seen = f"page {page} is in {tables[page]} block tables, and must be free or in one"

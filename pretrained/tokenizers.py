@@ -24,6 +24,7 @@ LLAMA3_WORDS = (
 _RESERVED = [f"<|reserved_special_token_{i}|>" for i in range(251)]
 LLAMA3_SPECIALS = ["<|begin_of_text|>", "<|end_of_text|>", *_RESERVED[:4], "<|start_header_id|>"]
 LLAMA3_SPECIALS += ["<|end_header_id|>", _RESERVED[4], "<|eot_id|>", *_RESERVED[5:]]
+CONTEXT = 32  # tokens, of which many are a word
 BYTES = {bytes([i]) for i in range(256)}
 
 
@@ -34,9 +35,13 @@ class Tokenizer(NamedTuple):
     decode: Callable  # ids -> text; special tokens have none
     stop_token_ids: frozenset = frozenset()  # these end a text
 
-    def stream(self):
-        """A new TextStream."""
-        return TextStream(self)
+    def stream(self, prompt=()):
+        """A TextStream of what comes after the tokens of a prompt, whose last ones decide on the
+        space before the first new word."""
+        stream = TextStream(self)
+        for token in prompt[-CONTEXT:]:
+            stream.push(token)
+        return stream
 
 
 class TextStream:
@@ -85,12 +90,12 @@ def load_tokenizer(directory):
         if (directory / name).is_file():
             ids = TextFile.read(directory / name).eos_token_id
             stop = stop if ids is None else [ids] if isinstance(ids, int) else ids
-    path = directory / "tokenizer.json"
-    for name in ("tokenizer.model", "original/tokenizer.model"):
-        if not path.is_file() and (directory / name).is_file():
-            return _llama3(directory / name, stop)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: not there. Put the checkpoint's tokenizer.json there")
+    names = "tokenizer.json", "tokenizer.model", "original/tokenizer.model"
+    path = next((directory / name for name in names if (directory / name).is_file()), None)
+    if path is None:
+        raise FileNotFoundError(f"{directory}: has no tokenizer.json. Put the checkpoint's there")
+    if path.suffix == ".model":
+        return _llama3(path, stop)
     try:
         inner = tokenizers.Tokenizer.from_file(str(path))
         inner.encode("")  # some of what is broken only shows here

@@ -73,13 +73,8 @@ class FittedCost:
         self.law = IterationTime(profile)
 
     def stages(self, batch):
-        """As CostModel.stages."""
-        decodes = [start + 1 for _, start, length in batch if length == 1]
-        shape = BatchShape(decodes=len(decodes), context_tokens=sum(decodes))
-        for _, start, length in batch:
-            if length > 1:
-                shape = shape.with_chunk(start, length)
-        return [self.law.predict(shape)], 0.0
+        """As CostModel.stages, of chunks whose requests have not moved on."""
+        return [self.law.predict(BatchShape.of(batch))], 0.0
 
     seconds = CostModel.seconds
 

@@ -103,19 +103,25 @@ class CostModel:
         """B = floor((M_G - M_S) / (L * m_kv)), SARATHI §4.3.1, of each of `pp` micro-batches."""
         return self.kv_tokens() // max_len // self.pp
 
-    def layer_seconds(self, tokens):
-        """Seconds of one layer apart from attention: {"linear", "others", "all_reduce"}. To add up
-        (tokens, n_embd) over tp GPUs in a ring takes 2 (tp - 1) steps with a part each."""
+    def layer_seconds(self, batch):
+        """Seconds of one layer by kind, a dict. Attention goes chunk by chunk, all of one token
+        (decodes) at once. To add up (tokens, n_embd) over tp GPUs in a ring, an all-reduce, takes
+        2 (tp - 1) steps with a part each."""
         device, tp, n_embd, link = self.device, self.tp, self.config.n_embd, self.tp_link
+        tokens = sum([length for _, _, length in batch])
         qkv, inner = self.matrices["preproj"][1], self.matrices["ffn_ln1"][1]
         numbers = 8 * n_embd + 2 * qkv + 2 * inner  # of norms and sums, rotation, activation
         step_s = link.step_s + BYTES * tokens * n_embd / tp / link.bytes_per_s
         all_reduce_s = device.op_s + 2 * (tp - 1) * step_s if tp > 1 else 0.0
         products = [product_seconds(device, tokens, *its) for its in self.matrices.values()]
+        attention = sum([self.chunk_seconds(start, n) for _, start, n in batch if n > 1])
+        if keys := sum([start + 1 for _, start, n in batch if n == 1]):
+            attention = attention + device.op_s + self._key_s * keys
         return {
             "linear": sum(products),
             "others": 5 * device.op_s + BYTES * tokens * numbers / device.bytes_per_s,
             "all_reduce": all_reduce_s * (1 if self.parallel_block else 2),
+            "attention": attention,
         }
 
     def chunk_seconds(self, start, length):
@@ -124,35 +130,17 @@ class CostModel:
         pairs = -(-length // self.tile) * self.tile * (start + length / 2)
         return self.device.op_s + max(self._pair_s * pairs, self._key_s * (start + length))
 
-    def attention_seconds(self, batch):
-        """Seconds of one layer's attention: chunk by chunk, all of one token (decodes) at once."""
-        chunks = sum([self.chunk_seconds(start, n) for _, start, n in batch if n > 1])
-        keys = sum([start + 1 for _, start, n in batch if n == 1])
-        return chunks + self.device.op_s + self._key_s * keys if keys else chunks
-
-    def head_seconds(self, batch):
-        """Seconds of the output head, for one token of each chunk."""
-        shape = (self.config.n_embd, self.config.vocab_size // self.tp)
-        return product_seconds(self.device, len(batch), *shape)
-
     def stages(self, batch):
         """A list: seconds of each stage for a batch of (request, start, length); those of a hop."""
-        tokens = sum([length for _, _, length in batch])
-        layer = sum(self.layer_seconds(tokens).values()) + self.attention_seconds(batch)
-        seconds = [self.cpu_s + self.layers * layer] * self.pp
-        seconds[-1] += self.head_seconds(batch)
+        tokens, n_embd = sum([length for _, _, length in batch]), self.config.n_embd
+        head = n_embd, self.config.vocab_size // self.tp  # for one token of each chunk
+        seconds = [self.cpu_s + self.layers * sum(self.layer_seconds(batch).values())] * self.pp
+        seconds[-1] += product_seconds(self.device, len(batch), *head)
         # to reach the next stage; each of the tp GPUs sends its part
         bandwidth = self.pp_link.bytes_per_s * (self.tp if self.pp_link.per_gpu else 1)
-        return seconds, self.pp_link.step_s + BYTES * tokens * self.config.n_embd / bandwidth
+        return seconds, self.pp_link.step_s + BYTES * tokens * n_embd / bandwidth
 
     def seconds(self, batch):
         """Seconds of one iteration from the first stage to the last, with nothing in the way."""
         stages, hop = self.stages(batch)
         return sum(stages) + (self.pp - 1) * hop
-
-    def parts(self, batch):
-        """Seconds by kind, without hops: linear, attention, others, all_reduce, head, cpu."""
-        layer = self.layer_seconds(sum(length for _, _, length in batch))
-        layer["attention"] = self.attention_seconds(batch)
-        parts = {kind: self.config.n_layer * seconds for kind, seconds in layer.items()}
-        return parts | {"head": self.head_seconds(batch), "cpu": self.pp * self.cpu_s}

@@ -2,14 +2,18 @@
 
     python bench.py serve --simulate a100-80gb --model yi-34b --tp 2 --cpu-ms 5
     python bench.py capacity --simulate this        seconds, in the place of real time
+    python bench.py serve --simulate this           the engine, and its simulation beside it
 
 Read first: simulation.py, and experiments/serving.py, whose RealMachine has the same face.
 """
 
 from dataclasses import asdict
+from functools import partial
 from itertools import product
 
 from engine import Runner
+from experiments import measure
+from experiments.metrics import percentiles
 from experiments.options import number, whole
 from experiments.run import Base
 from policies.slo import BASE_BATCH, base_context, time_iterations
@@ -28,8 +32,8 @@ def add_options(parser):
     """The options that put a simulated machine in the place of this one."""
     add, more = parser.add, ", ".join(name for name in GEOMETRIES if name not in PRESETS)
     what = f"count time as a device would take it: {', '.join(DEVICES)}; or {THIS}, fitted to a "
-    what += f"profile of this machine. With a DEVICE --model is required, may also be {more}, and "
-    add("--simulate", what + "--kv-tokens is all that fits", metavar="DEVICE")
+    what += "profile of this machine, and in serve beside it. With a DEVICE --model is required, "
+    add("--simulate", what + f"may also be {more}, and --kv-tokens all that fits", metavar="DEVICE")
     links = f"what joins the GPUs of a stage: {', '.join(LINKS)}"
     cpu = "simulated milliseconds that an iteration costs each stage on the CPU"
     add("--tp", "simulated GPUs that share each layer", 1, type=whole(1, 10**4))
@@ -76,6 +80,8 @@ def base_of(cost, max_len=8192, chunk=2048):
 class SimulatedMachine:
     """What serving.RealMachine is for this machine. Raises ValueError for options of no sense."""
 
+    drift = 0.0  # nobody else uses it
+
     def __init__(self, args):
         self.cost, self.replicas = simulated_cost(args), args.replicas
         self.base = base_of(self.cost, args.max_len, args.chunk)
@@ -92,34 +98,50 @@ class SimulatedMachine:
 
     def serve(self, config, arrivals, **more):
         """A simulated Run."""
-        return simulate(self.cost, config, arrivals, replicas=self.replicas, **more).run
+        run = simulate(self.cost, config, arrivals, replicas=self.replicas, **more).run
+        return run._replace(drift=self.drift)
 
 
 def time_batches(model, cases, max_len, attention):
     """A Profiled for each of `cases`, (prefill tokens, context, decodes), in pages of 64 tokens.
-    No chunk, context or their sum exceeds `max_len`."""
+    No chunk and no context exceeds `max_len`."""
     size = min(64, max_len)
     pages = max(-(-c // size) * decodes + -(-max(n, c) // size) for n, c, decodes in cases)
     runner = Runner(model, pages, size, max_len, attention)
     return time_iterations(runner, [(n + decodes, c, decodes) for n, c, decodes in cases])
 
 
-def cost_cases(max_len):
-    """The batches that a FittedCost is fitted to, as `time_batches` wants them."""
-    contexts = max(1, max_len // 8), max(1, 3 * max_len // 4)
-    cases = product((0, min(32, max_len), min(256, max_len)), contexts, (0, 4, 16))
-    return [case for case in cases if case[0] or case[2]] + [(min(512, max_len), max_len, 0)]
+def profile_cases(max_len):
+    """Batches as `time_batches` wants them: those that a FittedCost is fitted to, and others."""
+    most, contexts = 3 * max_len // 4, (max_len // 32, max_len // 2, max_len)
+    fitted = [*product((0, 32, 256), (max_len // 8, most), (0, 4, 16)), (512, max_len, 0)]
+    others = product((0, min(48, most), min(300, most)), contexts, (0, 6, 12))
+    return [
+        [(min(n, max_len), max(1, context), decodes) for n, context, decodes in its if n or decodes]
+        for its in (fitted, others)
+    ]
 
 
 class FittedMachine(SimulatedMachine):
-    """A serving.RealMachine, simulated with what a profile of it tells; `rows` are of one."""
+    """A serving.RealMachine, simulated with what a profile of it tells; batches that are not in it
+    tell how well. `serve` has two `sides`, {what follows the name of a policy: who serves}."""
 
     micro_batches = replicas = 1
 
-    def __init__(self, real, args, rows=None):
-        cases = cost_cases(args.max_len)
-        rows = rows or time_batches(real.model, cases, args.max_len, args.attention)
-        self.cost, self.base = FittedCost([(row.shape, row.seconds) for row in rows]), real.base
-        device = f"simulated: {real.machine['device']}"
-        self.machine = real.machine | {"device": device, "law": self.cost.law.law}
-        self.lines = f"{real.lines}fitted to {len(rows)} batches: {self.cost.describe()}\n"
+    def __init__(self, real, args):
+        fitted, others = profile_cases(args.max_len)
+        time = partial(time_batches, real.model, fitted + others, args.max_len, args.attention)
+        rows, self.drift = measure.steadily(time, real.model.device)
+        timed, busy = [(row.shape, row.seconds) for row in rows], self.drift > measure.BUSY
+        self.cost, self.base = FittedCost(timed[: len(fitted)]), real.base
+        predict, rest = self.cost.law.predict, timed[len(fitted) :]
+        off = percentiles(abs(predict(shape) / seconds - 1) for shape, seconds in rest)
+        found = "off by {p50:.1%} in the median, {p90:.1%} at P90, {max:.1%} at most"
+        found = measure.TOO_BUSY if busy else found.format_map(off)
+        self.lines = f"{real.lines}fitted to {len(fitted)} batches: {self.cost.describe()}\n"
+        self.lines += f"predictions of {len(others)} others: {found}\n"
+        more = {"law": self.cost.law.law, "prediction_error": off, "profile_busy": busy}
+        self.machine, self.sides = real.machine | more, {"": real, ", simulated": self}
+        if args.command != "serve":
+            self.machine["device"] = f"simulated: {real.machine['device']}"
+            self.sides = {"": self}

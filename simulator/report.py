@@ -40,7 +40,6 @@ EXPERIMENTS = {  # name -> (function, claims)
     "post": (sarathi_serve.post, "B-7"),
 }
 DRAWN = ("bubbles", "pipeline")
-MOST = 256  # processes
 
 
 def experiments(text):
@@ -58,8 +57,8 @@ def add_options(parser):
     add("--only", f"from {', '.join(names)}", [*EXPERIMENTS], "all", type=experiments)
     add("--requests", "in each run of the serving experiments", 512, type=whole(8, 10**6))
     add("--cpu-ms", cpu, 10.0, type=number(least=0, most=1e6))
-    count, shown = min(os.cpu_count() or 1, MOST), "the number of cores"
-    add("--processes", "simulate so many at once", count, shown, type=whole(1, MOST))
+    count, shown = os.cpu_count() or 1, "the number of cores"
+    add("--processes", "simulate so many at once", count, shown, type=whole(1, 256))
     parser.add_files(
         json="write all that is printed",
         plot="draw batches and bubbles in pipelines: p.png makes p-SS-F8.png and p-S-F12.png",
@@ -86,8 +85,7 @@ def end_with_parent():
 
 
 def run_all(count, name, function, jobs):
-    """[function(*arguments) for arguments in jobs], with a bar, in so many processes, which are
-    gone when this ends, whatever they are at."""
+    """[function(*arguments) for arguments in jobs], by `count` processes, gone when this ends."""
     pool = ProcessPoolExecutor(count, initializer=end_with_parent)
     held = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # for good in processes begun here
     try:

@@ -116,8 +116,9 @@ def sarathi_iterations(run, requests, cpu_s):
     """S-T2, S-F7, S-F3 and S-F8: single iterations of LLaMA-13B on an A6000; S-§4.3.1."""
     cost = A6000_13B
     batches = [(0, 0, 1024)], decodes(4, 1024), [(0, 0, 1021), *decodes(3, 1024)]
-    times = [cost.parts(batch)[kind] for batch in batches for kind in ("linear", "attention")]
-    yield Table("S-T2", [[1e3 * seconds] for seconds in times])
+    layers = map(cost.layer_seconds, batches)
+    times = [layer[kind] for layer in layers for kind in ("linear", "attention")]
+    yield Table("S-T2", [[1e3 * (cost.config.n_layer * seconds)] for seconds in times])
     yield Table("S-F7", [[1e3 * cost.seconds([(0, 0, n)])] for n in (128, 256, 257)])
     ratios = []
     for batch in (1, 2, 18):

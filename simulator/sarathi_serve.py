@@ -8,7 +8,7 @@ sarathi.py. Read next: report.py, which prints the tables.
 import math
 from dataclasses import replace
 from functools import cache
-from itertools import combinations, islice, product
+from itertools import combinations, product
 
 import numpy as np
 
@@ -37,12 +37,11 @@ def load_of(trace, requests, qps, seed=0):
 
 
 def latencies(cost, policy, trace, qps, requests, seed=0, batch=MAX_BATCH):
-    """summarize_latencies of a run in all the memory there is, in pages of 64. `policy` is what
-    run.plan takes."""
-    limit, load = LENGTHS[trace].limit, load_of(trace, requests, qps, seed)
-    config = EngineConfig("vllm", 512, batch, limit, page_size=64, pages=cost.kv_tokens() // 64)
+    """summarize_latencies of a run in all the memory there is. `policy` is what run.plan takes."""
+    limit, pages = LENGTHS[trace].limit, cost.kv_tokens() // 64
+    config = EngineConfig("vllm", 512, batch, limit, page_size=64, pages=pages)
     config = plan([policy], [64], config)[policy]
-    run = simulate(cost, config, load, record=False).run
+    run = simulate(cost, config, load_of(trace, requests, qps, seed), record=False).run
     return summarize_latencies(run.completions, run.seconds)
 
 
@@ -64,20 +63,17 @@ def serving_capacity(run, requests, cpu_s):
     """SS-F10 and SS-F11: capacity of four models on both traces under both SLOs."""
     models = list(SYSTEMS)
     for claim, names, ratio in (("SS-F10", models[:2], 1.05), ("SS-F11", models[2:], 1.1)):
-        cases, jobs, rows = list(product(names, LENGTHS)), [], {}
-        costs = {name: system(name, cpu_s) for name in names}
-        for name, trace in cases:
-            slos, its = slos_of(costs[name]), SYSTEMS[name]
-            servers = [("orca", slos, its["orca_batch"]), ("vllm", slos, MAX_BATCH)]
-            for budget, slo in zip(its["budgets"], slos):
-                servers.append((f"sarathi-serve:{budget}", [slo], MAX_BATCH))
-            for policy, limits, batch in servers:
-                jobs.append((costs[name], policy, trace, limits, requests, ratio, batch))
-        found = iter(run(find_capacities, jobs))
-        for name, trace in cases:
-            both = slos_of(costs[name]), SYSTEMS[name]["slos"]
-            *others, small, large = islice(found, 4)
-            for kind, *slos, orca, vllm, ours in zip(SLOS, *both, *others, small + large):
+        rows = {}
+        for name, trace in product(names, LENGTHS):
+            cost, its = system(name, cpu_s), SYSTEMS[name]
+            slos_s = slos_of(cost)
+            servers = [("orca", slos_s, its["orca_batch"]), ("vllm", slos_s, MAX_BATCH)]
+            for budget, slo_s in zip(its["budgets"], slos_s):
+                servers.append((f"sarathi-serve:{budget}", [slo_s], MAX_BATCH))
+            jobs = [(cost, policy, trace, slos, requests, ratio, b) for policy, slos, b in servers]
+            *others, small, large = run(find_capacities, jobs)
+            found = zip(SLOS, slos_s, its["slos"], *others, small + large)
+            for kind, *slos, orca, vllm, ours in found:
                 gains = ours.over(orca), ours.over(vllm)
                 rows[f"{name}, {trace}, {kind}"] = [*slos, orca, vllm, ours, *gains]
         yield Table(claim, rows)

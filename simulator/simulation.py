@@ -38,12 +38,12 @@ class StageRun(NamedTuple):
     chunks: list
 
 
-def simulate(cost, config, arrivals, *, progress=None, recorder=None, **more):
+def simulate(cost, config, arrivals, *, replicas=1, record=True, **watching):
     """Serve `arrivals`, sorted by time: a Simulation. Its `run` is as of a real engine, its
-    `utilisation` the share of the time that the stages worked, on average. The rest: see Simulation
-    and LoadRun. Raises ValueError where an engine would."""
-    simulation = Simulation(cost, config, **more)
-    run = LoadRun(simulation, arrivals, progress=progress, recorder=recorder).run()
+    `utilisation` the share of the time that the stages worked, on average. `watching`: as of
+    LoadRun. Raises ValueError where an engine would."""
+    simulation = Simulation(cost, config, replicas=replicas, record=record)
+    run = LoadRun(simulation, arrivals, **watching).run()
     busy_s, stages = sum(simulation.busy.values()), len(simulation.busy)
     own = simulation.batches * cost.pp * cost.cpu_s / (busy_s or 1.0)
     simulation.run = run._replace(own_fraction=own)
@@ -104,8 +104,7 @@ class Simulation:
         self.now = time
 
     def add(self, i, arrival):
-        """Put a request in the line. Raises QueueFull if max_waiting others stand in it, ValueError
-        if it is too long."""
+        """Put a request in the line. Raises QueueFull, and ValueError if it is too long."""
         self.schedulers[0].check_fits(arrival.prompt_len, arrival.output_len)
         self.bubbles.append(0.0)
         self._wake()

@@ -4,6 +4,7 @@ import math
 import random
 from collections import defaultdict, deque
 
+import pytest
 import torch
 
 from attention import make_attention
@@ -35,10 +36,15 @@ def tiny_model(family="llama", n_kv_head=4, dtype=torch.float64, **changes):
     return model.to(dtype)
 
 
-def poisoned_cache(model, pages, page_size, max_len=None, position_major=None):
-    """A cache whose slots hold NaN until they are written. `max_len` is by default one page's."""
-    options = dict(max_len=max_len or page_size, position_major=position_major)
-    cache = KVCache(model.config, pages, page_size, dtype=model.dtype, **options)
+def poisoned_cache(model, pages, page_size, max_len=None, position_major=False):
+    """A cache whose slots hold NaN until they are written. `max_len` is by default one page's,
+    `position_major` the layout that a cache has on CUDA."""
+    device, empty = "cuda" if position_major else "cpu", torch.empty_permuted
+    here = lambda *sizes, device, dtype: empty(*sizes, dtype=dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty_permuted", here)
+        sizes = pages, page_size, device, model.dtype, max_len or page_size
+        cache = KVCache(model.config, *sizes)
     cache.data.fill_(float("nan"))
     return cache
 
@@ -112,7 +118,7 @@ class VirtualRun:
         batch = scheduler.next_batch()
         running, requests = scheduler.running, [chunk.request for chunk in batch]
         assert batch or not (running or scheduler.waiting)
-        scheduler.pages.check_integrity([request.pages for request in running])
+        check_integrity(scheduler.pages, [request.pages for request in running])
         assert len({r.id for r in requests}) == len(batch) and len(running) <= scheduler.max_batch
         decodes = [request for request in running if request.is_decoding]
         assert sum(chunk.length for chunk in batch) <= max(len(decodes), batch.budget or math.inf)
@@ -156,3 +162,12 @@ class VirtualRun:
 def percentile(values, p):
     """The smallest of the values that at least p % of them do not exceed."""
     return sorted(values)[max(0, math.ceil(len(values) * p / 100) - 1)]
+
+
+def check_integrity(pages, tables=None):
+    """Raise RuntimeError unless every page is free or owned; and, with `tables`, the block tables
+    of all requests, unless these are all that is owned, and no page is in two of them."""
+    if len(pages.owned) + pages.num_free != pages.total:
+        raise RuntimeError(f"pages leaked or shared: {pages.num_free} free, {pages.owned} owned")
+    if tables is not None and sorted(sum(tables, [])) != pages.owned:
+        raise RuntimeError(f"block tables {tables} are not the pages owned, {pages.owned}")

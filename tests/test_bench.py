@@ -160,8 +160,8 @@ def test_what_makes_no_sense_is_refused_at_once(words, message, capsys, monkeypa
 
 
 NO_MODEL = [
-    ("--model llama-9b", "--model 'llama-9b': must be one of "),
-    ("--model gpt2 --init-from x", "--model and --init-from: give one of them"),
+    ("--model llama-9b", "'llama-9b': must be one of "),
+    ("--model gpt2 --init-from x", "gpt2 and x: a geometry and a checkpoint, give one of them"),
     ("--model gpt2 --seq-len 2000", "--seq-len 2000: this model is limited to 1024"),
     ("--device foo", "--device foo: must be cpu, cuda"),
     ("--device cuda:99", "--device cuda:99: torch .* sees . CUDA devices"),

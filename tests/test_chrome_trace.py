@@ -1,23 +1,56 @@
-"""chrome_trace.py: what it writes of histories that were worked out by hand, and of random ones."""
+"""The trace that the schedule page saves: of histories that were worked out by hand, and of runs
+in too little memory. What it says is read from the file, as Chrome's Trace Event Format."""
 
-import gzip
 import json
-import random
 
-from tests import test_metrics
+import pytest
+
+from experiments.metrics import find_stalls
+from tests.pages import LOADS, a_load, opened_runs, simulated
 from tests.test_metrics import a_completion, an_iteration, decode, prefill, three_requests
-from views.chrome_trace import write_chrome_trace
+from views.schedule_page import Recorder
 
 
-def trace(tmp_path, runs):
+def recorded(completions, iterations):
+    """A Recorder of a history: of micro-batches 0 and 1 if there is a 1."""
+    recorder, seen = Recorder(), [it.micro_batch for it in iterations]
+    sizes = dict(chunk=256, max_batch=8, max_len=64, pages=64, page_size=16)
+    recorder.settings = sizes | dict(policy="VLLM", micro_batches=1 + max(seen, default=0))
+    for c in completions:
+        its = dict(id=c.request_id, arrival=c.arrival, prompt_len=len(c.prompt), priority=2)
+        recorder.records.append({"request": its | {"max_new_tokens": 9}})
+    for it in iterations:
+        record = {name: getattr(it, name) for name in ("start", "launch", "end", "budget")}
+        record |= {name: getattr(it, name) for name in ("waiting", "running", "free_pages")}
+        chunks = [chunk[:3] for chunk in it.chunks if not chunk[3]]
+        pages = [[who, 0, who] for who, start, _ in chunks if start == 0]
+        decodes = [chunk[0] for chunk in it.chunks if chunk[3]]
+        last = it is iterations[-1]
+        ended = [
+            [c.request_id, "abort"] for c in completions if c.finish_reason == "abort" and last
+        ]
+        for c in completions:
+            if c.finish_reason in ("stop", "length") and c.token_times[-1] == it.end:
+                ended.append([c.request_id, c.finish_reason])
+        record |= dict(chunks=chunks, decodes=decodes, pages=pages, ended=ended, line=[], why=None)
+        recorder.records.append(record | dict(micro=it.micro_batch, preempted=list(it.preempted)))
+    return recorder
+
+
+def save(tab):
+    """The file that a click on the button saves."""
+    with tab.expect_download() as download:
+        tab.click("#save")
+    assert download.value.suggested_filename == "A test.trace.json"
+    return download.value.path()
+
+
+def read(file):
     """(events, (process, lane) -> [(name, start, end)] of the slices, times in seconds)."""
-    write_chrome_trace(tmp_path / "trace.json", runs)
-    write_chrome_trace(tmp_path / "trace.json.gz", runs)
-    text = (tmp_path / "trace.json").read_bytes()
-    assert gzip.decompress((tmp_path / "trace.json.gz").read_bytes()) == text
-    content = json.loads(text)
+    content = json.loads(file.read_text())
     assert content["displayTimeUnit"] == "ms"
     events = content["traceEvents"]
+    assert len(file.read_text().splitlines()) == 2 + max(1, len(events))  # one a line
     timed = [(e["pid"], e["ts"]) for e in events if e["ph"] != "M"]
     assert timed == sorted(timed)
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
@@ -33,16 +66,28 @@ def trace(tmp_path, runs):
     return events, slices
 
 
+@pytest.fixture
+def trace(browser, tmp_path):
+    """(events, slices) of the trace of {name: (completions, iterations)}, which a page shows."""
+
+    def traced(runs):
+        recorders = {name: recorded(*run) for name, run in runs.items()}
+        with opened_runs(browser, tmp_path, recorders) as tab:
+            return read(save(tab))
+
+    return traced
+
+
 def instants(events):
     """[(lane, name, time)] of what happened at once; all on one lane, not across the picture."""
     assert {e["s"] for e in events if e["ph"] == "i"} <= {"t"}
     return [(e["lane"][1], e["name"], e["ts"] / 1e6) for e in events if e["ph"] == "i"]
 
 
-def test_a_requests_lane_shows_its_waiting_its_chunks_its_decodes_and_its_end(tmp_path):
+def test_a_requests_lane_shows_its_waiting_its_chunks_its_decodes_and_its_end(trace):
     completions, iterations = three_requests()
     completions[-1].finish_reason = "abort"  # it never ran
-    events, slices = trace(tmp_path, {"vllm": (completions, iterations)})
+    events, slices = trace({"vllm": (completions, iterations)})
     chunks = [("waiting", 1, 1.25), ("prefill chunk of 8", 1.25, 3.25)]
     hybrid = [("stall, caused by 2", 3.5, 4), ("stall, caused by 2", 4, 4.75)]
     chunks += [("decodes", 3.25, 3.5), *hybrid]
@@ -58,32 +103,26 @@ def test_a_requests_lane_shows_its_waiting_its_chunks_its_decodes_and_its_end(tm
     assert sorted(instants(events)) == ends + more
 
 
-def test_decodes_in_a_row_are_one_slice_and_take_no_more_room_than_one(tmp_path):
-    batches = [
-        [prefill(0, 4)],
-        *[[decode(i) for i in range(8)]] * 998,
-        [prefill(1, 4)],
-        [decode(0)],
-    ]
+def test_decodes_in_a_row_are_one_slice(trace):
+    batches = [[prefill(0, 4)], *[[decode(0)]] * 998, [prefill(1, 4)], [decode(0)]]
     iterations = [an_iteration(t, t + 1, batch) for t, batch in enumerate(batches)]
-    times = [*range(1, 1000), 1001]
-    run = [a_completion(0, 4, 0.0, "length", 0.0, times)], iterations
-    events, slices = trace(tmp_path, {"vllm": run})
+    request = a_completion(0, 4, 0.0, "length", 0.0, [*range(1, 1000), 1001])
+    other = a_completion(1, 4, 999.0, "abort", 999.0, [1000])
+    events, slices = trace({"vllm": ([request, other], iterations)})
     rows = [("decodes", 1, 999), ("stall, caused by 1", 999, 1001)]
     assert slices["vllm: requests", "request 0"] == [("prefill chunk of 4", 0, 1), *rows]
     assert next(e for e in events if e["name"] == "decodes")["args"] == {"tokens": 998}
-    assert (tmp_path / "trace.json").stat().st_size < 1000 * 90  # one event for each iteration
 
 
-def test_a_preempted_request_that_is_aborted_ends_where_it_lost_its_pages(tmp_path):
+def test_a_preempted_request_that_is_aborted_ends_where_it_lost_its_pages(trace):
     batches = [an_iteration(0, 1, [prefill(0, 4)]), an_iteration(2, 3, [], preempted=(0,))]
-    events, _ = trace(tmp_path, {"vllm": ([a_completion(0, 4, 0.0, "abort", 0.0, [1.0])], batches)})
+    events, _ = trace({"vllm": ([a_completion(0, 4, 0.0, "abort", 0.0, [1.0])], batches)})
     assert instants(events) == [("request 0", name, 2.0) for name in ("preempted", "aborted")]
 
 
-def test_the_engines_lane_shows_every_iteration_with_its_curves(tmp_path):
+def test_the_engines_lane_shows_every_iteration_with_its_curves(trace):
     completions, iterations = three_requests()
-    events, slices = trace(tmp_path, {"vllm": (completions, iterations)})
+    events, slices = trace({"vllm": (completions, iterations)})
     names = "prefill decode prefill decode hybrid hybrid decode prefill decode".split()
     expected = [(name, i.start, i.end) for name, i in zip(names, iterations)]
     assert slices["vllm: engine", "iterations"] == expected
@@ -99,41 +138,95 @@ def test_the_engines_lane_shows_every_iteration_with_its_curves(tmp_path):
         assert last == curves
 
 
-def test_slices_of_a_lane_are_apart_or_one_in_the_other(tmp_path):
-    """Also at times that are no whole microseconds, far from 0, with preemptions in between."""
-    for seed in range(50):
-        rng = random.Random(seed)
-        completions, iterations = test_metrics.random_history(seed)
-        moved = [i._replace(start=1e4 + i.start / 999, end=1e4 + i.end / 999) for i in iterations]
-        moved = [i._replace(preempted=rng.sample(range(6), rng.randint(0, 2))) for i in moved]
-        for c in completions:
-            c.arrival, c.finish_reason = 1e4, rng.choice(["stop", "abort"])
-            c.token_times = [1e4 + time / 999 for time in c.token_times]
-        for slices in trace(tmp_path, {"random": (completions, moved)})[1].values():
-            for i, (_, _, end) in enumerate(slices):
-                assert all(b[1] >= end or b[2] <= end for b in slices[i + 1 :])
-
-
-def test_runs_are_processes_and_micro_batches_are_lanes(tmp_path):
+def test_runs_that_are_compared_are_processes_and_micro_batches_are_lanes(trace):
     late = an_iteration(0.5, 1.0, [prefill(7, 3)])
-    runs = [a_completion(7, 3, 0.0, "length", 0.5, [1.0])], [late]
-    slices = trace(tmp_path, {"vllm": three_requests(), "orca": runs})[1]
+    run = [a_completion(7, 3, 0.0, "length", 0.5, [1.0])], [late]
+    slices = trace({"vllm": three_requests(), "orca": run})[1]
     assert slices["orca: engine", "iterations"] == [("prefill", 0.5, 1.0)]
     request = slices["orca: requests", "request 7"]
     assert request == [("waiting", 0.0, 0.5), ("prefill chunk of 3", 0.5, 1.0)]
     assert len(slices["vllm: engine", "iterations"]) == 9
     assert [*slices][1:5] == [("vllm: requests", f"request {i}") for i in range(4)]
-    slices = trace(tmp_path, {"orca": ([], [late, late._replace(micro_batch=1)])})[1]
+    assert slices["vllm: requests", "request 3"] == [("waiting", 5.5, 6.25)]  # to the end
+    other = an_iteration(0.5, 1.0, [prefill(8, 3)], micro_batch=1)
+    run = [run[0][0], a_completion(8, 3, 0.0, "length", 0.5, [1.0])], [late, other]
+    slices = trace({"orca": run})[1]
     engine = {("orca: engine", f"micro-batch {i}"): [("prefill", 0.5, 1.0)] for i in (0, 1)}
-    assert slices | engine == slices and len(slices) == 3
+    assert slices | engine == slices and len(slices) == 4
 
 
-def test_a_trace_of_little_or_nothing_is_still_a_trace(tmp_path):
-    assert trace(tmp_path, {})[0] == []
-    assert trace(tmp_path, {"a": ([], [])})[1] == {("a: engine", "iterations"): []}
-    waiting = [a_completion(0, 1, 3.0), a_completion(1, 1, 3.0, "abort")]
-    assert [*trace(tmp_path, {"a": (waiting, [])})[1].values()] == [[], [], []]
-    decodes = [an_iteration(1.0, 2.0, [decode(5)])]
-    slices = trace(tmp_path, {"a": ([a_completion(0, 1, 9.0)], decodes), "b": ([], decodes)})[1]
-    assert slices["a: requests", "request 0"] == []  # it came too late
-    assert slices["b: requests", "request 5"] == [("decodes", 1.0, 2.0)]  # it has no Completion yet
+def test_a_run_without_iterations_is_still_a_trace(browser, tmp_path):
+    recorders = {"a": recorded([a_completion(0, 1, 3.0)], []), "b": recorded([], [])}
+    with opened_runs(browser, tmp_path, recorders, until="focused") as tab:
+        slices = read(save(tab))[1]
+    lanes = ("a: engine", "iterations"), ("a: requests", "request 0"), ("b: engine", "iterations")
+    assert slices == {lane: [] for lane in lanes}
+
+
+def test_who_looks_late_sees_no_waiting_from_before_the_last_token(browser, tmp_path):
+    live = [dict(id=i, arrival=0.0, prompt_len=4, pages=[], output=2 - 2 * i) for i in (0, 1)]
+    live[0] |= dict(num_computed=0, times=[1.0, 5.0])  # it was preempted
+    live[1] |= dict(num_computed=0, times=[])
+    both = an_iteration(7.0, 8.0, [prefill(1, 4), prefill(0, 6)])
+    (record,) = recorded([], [both]).records
+    late = {"live": live, "settings": {"micro_batches": 1}}
+    show = "records => { for (const its of records) focused.run.apply(its); }"
+    with opened_runs(browser, tmp_path, {"a": recorded([], [])}, until="focused") as tab:
+        tab.evaluate(show, [late, record])
+        slices = read(save(tab))[1]
+    stall = [("stall, caused by 1", 5, 8), ("waiting", 5, 7), ("prefill chunk of 6", 7, 8)]
+    assert slices["a: requests", "request 0"] == stall
+    assert slices["a: requests", "request 1"] == [("waiting", 0, 7), ("prefill chunk of 4", 7, 8)]
+
+
+RUNS = LOADS | {"sarathi-serve in a pipeline": dict(pages=80, pp=2)}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_trace_holds_all_that_happened_in_a_run(name, browser, tmp_path):
+    late = [arrival._replace(time=arrival.time + 1e4 / 3) for arrival in a_load()]
+    run, recorder = simulated(name.split()[0], arrivals=late, **RUNS[name])
+    with opened_runs(browser, tmp_path, {"run": recorder}) as tab:
+        events, slices = read(save(tab))
+    for its in slices.values():  # are apart, or one in the other
+        for i, (_, _, end) in enumerate(its):
+            assert all(b[1] >= end or b[2] <= end for b in its[i + 1 :])
+
+    us = lambda seconds: round(1e6 * round(seconds, 6))
+    found = {"stall": [], "decodes": [], "prefill": [], "preempted": [], "finished": []}
+    for e in events:
+        kind = e["name"].split(",")[0].split(" ")[0]
+        if "lane" in e and e["lane"][0] == "run: requests" and kind in found:
+            found[kind].append((e["tid"] - 1, e["ts"], e["name"], *e.get("args", {}).values()))
+    expected = {kind: [] for kind in found}
+    stalls = find_stalls(run.completions, run.iterations)
+    for s in stalls:
+        cause = f"stall, caused by {s.caused_by}"
+        expected["stall"].append((s.request_id, us(s.start), cause, s.prefill_tokens))
+    for it in run.iterations:
+        expected["preempted"] += [(who, us(it.start), "preempted") for who in it.preempted]
+        chunks = [(who, n) for who, _, n, is_decode in it.chunks if not is_decode]
+        of = [(who, us(it.start), f"prefill chunk of {n}") for who, n in chunks]
+        expected["prefill"] += of
+    for c in run.completions:
+        end = us(c.token_times[-1])
+        expected["finished"].append((c.request_id, end, "finished", c.finish_reason))
+    ended = {(s.request_id, s.end) for s in stalls}
+    decodes = [(chunk[0], it.end) for it in run.iterations for chunk in it.chunks if chunk[3]]
+    assert sum(row[-1] for row in found.pop("decodes")) == sum(it not in ended for it in decodes)
+    del expected["decodes"]
+    assert {kind: sorted(its) for kind, its in found.items()} == {
+        kind: sorted(its) for kind, its in expected.items()
+    }
+    assert len(stalls) > 100
+
+
+def test_a_trace_of_500_requests_is_less_than_20_megabytes(browser, tmp_path):
+    _, recorder = simulated("sarathi-serve", pages=512, arrivals=a_load(500))
+    with opened_runs(browser, tmp_path, {"sarathi-serve": recorder}) as tab:
+        tab.focus("#save")
+        with tab.expect_download() as download:
+            tab.keyboard.press("Enter")
+        file = download.value.path()
+        print(file.stat().st_size)
+        assert len(read(file)[1]) == 501 and file.stat().st_size < 20e6

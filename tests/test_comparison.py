@@ -52,14 +52,14 @@ def options(against, **changes):
 
 
 def test_engines_are_named_with_their_pythons(fake):
-    found = comparison.opponents(f"transformers, llama.cpp={fake.python}")
-    assert found == {"transformers": sys.executable, "llama.cpp": fake.python}
+    found = comparison.opponents(f"transformers, openvino={fake.python}")
+    assert found == {"transformers": sys.executable, "openvino": fake.python}
 
 
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("", "'': must be one of transformers, openvino, llama.cpp"),
+        ("", "'': must be one of transformers, openvino"),
         ("vllm", "'vllm': must be one of"),
         ("openvino={python}", "{python} -m pip install openvino-genai optimum-intel, or name"),
         ("openvino=/no/python", "openvino is not installed: /no/python -m pip install"),
@@ -82,9 +82,8 @@ def test_a_missing_package_is_found_out_by_its_name(monkeypatch):
     "name, model, refused",
     [
         ("transformers", "gpt2", True),
-        ("llama.cpp", "qwen", True),
         ("openvino", "qwen", False),
-        ("llama.cpp", "llama-7b", False),
+        ("openvino", "llama-7b", False),
         (None, "gpt2", False),
     ],
 )
@@ -99,7 +98,7 @@ def test_what_an_engine_cannot_run_is_refused(name, model, refused, tmp_path, ca
         return comparison.check(OptionParser(prog="bench.py"), args)
     with pytest.raises(SystemExit):
         comparison.check(OptionParser(prog="bench.py"), args)
-    assert "--against: llama.cpp, and all with random weights, must" in capsys.readouterr().err
+    assert "--against: random weights like those of gpt2 cannot be saved" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -159,8 +158,8 @@ def test_a_process_that_fails_is_told_with_its_last_words_and_none_is_left(
     fake, checkpoint, monkeypatch
 ):
     monkeypatch.setenv("FAILS", "1")
-    args = options({"llama.cpp": fake.python}, init_from=checkpoint)
-    with pytest.raises(ChildProcessError, match="--against llama.cpp: and the last"):
+    args = options({"openvino": fake.python}, init_from=checkpoint)
+    with pytest.raises(ChildProcessError, match="--against openvino: and the last"):
         comparison.against(GPT.from_pretrained(checkpoint), 15, args)
     job = json.loads(fake.seen.read_text())
     assert not os.path.exists(job["folder"])

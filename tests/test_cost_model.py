@@ -7,7 +7,7 @@ from math import inf, nan
 import pytest
 import torch
 
-from kv_cache import kv_bytes_per_token, max_requests
+from kv_cache import kv_bytes_per_token
 from model import GPT, GPTConfig
 from pretrained.presets import PRESETS
 from simulator.cost_model import CostModel, matrices, product_seconds
@@ -98,8 +98,16 @@ def test_a_product_takes_its_arithmetic_or_its_bytes_whichever_is_longer():
 
 def test_the_products_of_a_layer():
     for tp, weights in ((1, 128 + 64 + 256 + 128), (2, 64 + 32 + 128 + 64)):
-        seconds = CostModel(SMALL, MATH, tp).layer_seconds(3)["linear"]
+        seconds = CostModel(SMALL, MATH, tp).layer_seconds([(0, 0, 3)])["linear"]
         assert seconds == pytest.approx(2 * 4 * weights / 1e6)
+
+
+def parts(cost, batch):
+    """Seconds of an iteration by kind: of its layers, and the head, which `stages` has on top."""
+    (*_, last), _ = cost.stages(batch)
+    layer = cost.layer_seconds(batch)
+    head = last - cost.cpu_s - cost.layers * sum(layer.values())
+    return {kind: cost.config.n_layer * its for kind, its in layer.items()} | {"head": head}
 
 
 # In BATCH 7 tokens are 8 rows. The chunk's 8 padded queries see 10 + 5 / 2 keys: 2 flop for each of
@@ -111,10 +119,9 @@ def test_parts_of_an_iteration():
     moved = [4 * 2 * (576 + 7 * 104), 4 * 16 * (15 + 8 + 20), 4 * 2 * 7 * (8 * 8 + 2 * 16 + 2 * 32)]
     moved, kernels = [*moved, 2 * (800 + 3 * 108)], (16, 8, 20, 1)
     names, start = ("linear", "attention", "others", "head"), CostModel(SMALL, START)
-    for device, parts, unit in ((MATH, flops, 1e-6), (MOVE, moved, 1e-6), (START, kernels, 1)):
-        expected = {name: part * unit for name, part in zip(names, parts, strict=True)}
-        cost = CostModel(SMALL, device)
-        assert cost.parts(BATCH) == pytest.approx(expected | {"all_reduce": 0, "cpu": 0})
+    for device, counts, unit in ((MATH, flops, 1e-6), (MOVE, moved, 1e-6), (START, kernels, 1)):
+        expected = {name: part * unit for name, part in zip(names, counts, strict=True)}
+        assert parts(CostModel(SMALL, device), BATCH) == pytest.approx(expected | {"all_reduce": 0})
     assert start.seconds(DECODES) == 4 * (4 + 5 + 1) + 1
     assert start.seconds([PREFILL, (3, 0, 2), (4, 0, 9)]) == 4 * (4 + 5 + 3) + 1
 
@@ -141,8 +148,7 @@ def test_stages_of_a_pipeline():
     assert stages == pytest.approx([0.5 + 2 * layer, 0.5 + 2 * layer + head])
     assert hop == pytest.approx(0.25 + 7 * 8 * 2 / 1e3)
     assert cost.seconds(BATCH) == pytest.approx(1 + 4 * layer + head + hop)
-    assert cost.parts(BATCH)["attention"] == pytest.approx(4 * 8 * 12.5 * 32 / 1e6)
-    assert cost.parts(BATCH)["cpu"] == 1
+    assert cost.layer_seconds(BATCH)["attention"] == pytest.approx(8 * 12.5 * 32 / 1e6)
     divided = CostModel(SMALL, MATH, tp=2, pp=2, pp_link=link)
     assert divided.stages(BATCH)[1] == pytest.approx(0.25 + 7 * 8 / 1e3)
     *first, last = CostModel(SMALL, MATH, tp=2, pp=4).stages(BATCH)[0]
@@ -155,10 +161,10 @@ def test_all_reduces_of_an_iteration():
     once = 2 * 3 * (0.5 + 7 * 8 * 2 / 4 / 1e3)
     for parallel_block, all_reduces in ((False, 2), (True, 1)):
         cost = CostModel(SMALL, MATH, tp=4, tp_link=link, parallel_block=parallel_block)
-        assert cost.parts(BATCH)["all_reduce"] == pytest.approx(4 * all_reduces * once)
+        assert cost.layer_seconds(BATCH)["all_reduce"] == pytest.approx(all_reduces * once)
     two = CostModel(SMALL, START, tp=2, tp_link=link)
-    assert two.layer_seconds(7)["all_reduce"] == pytest.approx(2 * (1 + 2 * (0.5 + 56e-3)))
-    assert CostModel(SMALL, START, tp_link=link).layer_seconds(7)["all_reduce"] == 0
+    assert two.layer_seconds(BATCH)["all_reduce"] == pytest.approx(2 * (1 + 2 * (0.5 + 56e-3)))
+    assert CostModel(SMALL, START, tp_link=link).layer_seconds(BATCH)["all_reduce"] == 0
     assert set(PARALLEL_BLOCKS) == {"falcon-180b"}
 
 
@@ -197,10 +203,10 @@ def test_more_work_is_never_faster(make):
 
     for _ in range(300):
         batch = [chunk() for _ in range(draw.randrange(1, 30))]
-        seconds, parts, i = used.seconds(batch), used.parts(batch), draw.randrange(len(batch))
+        seconds, its, i = used.seconds(batch), parts(used, batch), draw.randrange(len(batch))
         assert 0 < seconds < inf
-        hops = (used.pp - 1) * used.stages(batch)[1]
-        assert sum(parts.values()) + hops == pytest.approx(seconds) and min(parts.values()) >= 0
+        rest = (used.pp - 1) * used.stages(batch)[1] + used.pp * used.cpu_s
+        assert sum(its.values()) + rest == pytest.approx(seconds) and min(its.values()) >= 0
         shuffled = draw.sample(batch, len(batch))
         assert used.seconds(shuffled) == pytest.approx(seconds, rel=1e-12)  # in any order
         _, start, length = batch[i]
@@ -224,7 +230,7 @@ def test_memory_on_one_gpu_is_that_of_the_engine(name):
     cost = CostModel(PRESETS[name], replace(A100, memory_bytes=200e9))
     kv_bytes = kv_bytes_per_token(PRESETS[name], torch.float16)
     assert cost.kv_bytes * cost.layers == kv_bytes
-    most = max_requests(180_000_000_000, cost.weight_bytes(), 3000, kv_bytes)
+    most = (180_000_000_000 - cost.weight_bytes()) // (3000 * kv_bytes)  # SARATHI §4.3.1
     assert cost.max_batch(3000) == most > 0
 
 
@@ -271,8 +277,8 @@ def test_batches_and_table_2_of_sarathi():
     assert [a6000().max_batch(n) for n in (2048, 3072)] == [10, 6]  # §4.3.1
     assert 18 <= a6000().max_batch(1024) <= 20  # the paper takes 18
     for batch, published in (([(0, 0, 1024)], (224.8, 10)), (decodes(4, 1024), (44.28, 5.68))):
-        parts = a6000().parts(batch)
-        ours = 1e3 * parts["linear"], 1e3 * parts["attention"]
+        its = parts(a6000(), batch)
+        ours = 1e3 * its["linear"], 1e3 * its["attention"]
         assert ours == pytest.approx(published, rel=0.02)
     cost, prefill = a6000(), (9, 0, 1021)
     alone = cost.seconds(decodes(4, 1024)) / 4

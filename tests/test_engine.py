@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine import Completion, Engine, Runner
+from engine import Completion, Engine, QueueFull, Runner
 from kv_cache import KVCache, Span, kv_bytes_per_token
 from model import GPT, GPTConfig
 from policies import POLICIES
+from policies.config import pages_that_fit
 from pretrained.tokenizers import byte_tokenizer
 from sampling import SamplingParams, sample
 from scheduler import Batch, SarathiServe
@@ -394,6 +395,10 @@ def test_generate_checks_its_arguments(model):
     with pytest.raises(ValueError, match="params: 1 given for 2 prompts"):
         engine.generate([[1], [2]], [SamplingParams()])
     assert engine.generate([]) == []
+    few = make_engine(model, max_waiting=2)
+    with pytest.raises(QueueFull, match="max_waiting=2"):
+        few.generate([[1], [2], [3]], SamplingParams(1))
+    assert finished(few) == [] and len(few.generate([[1], [2]], SamplingParams(1))) == 2
     kept = engine.add_request([9, 9], SamplingParams(1))
     with pytest.raises(ValueError, match="1 requests are running"):
         engine.generate([[1]])  # it would swallow the events of the other
@@ -434,6 +439,18 @@ def test_kv_bytes_are_known_before_they_are_allocated(model):
     assert kv_bytes_per_token(thirteen_b, torch.float16) == 819_200
 
 
+def test_pages_that_fit_are_the_formula(monkeypatch):
+    # LLaMA-13B, SARATHI §4.3.1: 40 layers, 5,120 wide, K and V, 2 bytes; 22 GB for them
+    model = GPT(GPTConfig.preset("llama-13b"), "meta", torch.float16, seed=None)
+    monkeypatch.setattr("policies.config.free_bytes", lambda device: 44 * 10**9)  # half is left
+    assert pages_that_fit(model, 1024, 1024) == 26  # 22e9 / (819,200 * 1,024) = 26.2
+    assert pages_that_fit(model, 2048, 2048) == 13
+    assert pages_that_fit(model, 2048, 16) == 1678
+    with pytest.raises(ValueError, match="max_len=2048: .* takes 1.7 GB of KV cache, 0.0 GB are"):
+        monkeypatch.setattr("policies.config.free_bytes", lambda device: 10)
+        pages_that_fit(model, 2048, 16)
+
+
 def test_without_a_batch_size_memory_decides(model, monkeypatch):
     per_token = 2 * 2 * 2 * 8 * 8
     free = 2 * (7 * 40 * per_token + 99)  # half of it is left to others
@@ -446,6 +463,8 @@ def test_without_a_batch_size_memory_decides(model, monkeypatch):
     assert Engine(model, max_len=4).scheduler.max_batch == 256  # however much there is
     with pytest.raises(ValueError, match=r"pages=1000, page_size=40: takes 0.0 GB, 0.0 GB"):
         Engine(model, max_len=40, max_batch=1000)
+    with pytest.raises(ValueError, match="pages=9223372036854775807, page_size=8: takes "):
+        Engine(model, max_len=40, page_size=8, pages=2**63 - 1)  # not even to count them
 
 
 def test_sarathi_is_aligned_to_the_tile_on_cuda_only(model, monkeypatch):
@@ -453,8 +472,9 @@ def test_sarathi_is_aligned_to_the_tile_on_cuda_only(model, monkeypatch):
     budget = lambda **more: Engine(model, policy="sarathi", **sizes, **more).scheduler.budget
     assert budget() == 300
     monkeypatch.setattr(GPT, "device", torch.device("cuda"))
-    for name in ("KVCache", "make_attention", "check_memory"):
-        monkeypatch.setattr(f"engine.{name}", lambda *_: None)
+    for name in ("engine.KVCache", "engine.make_attention", "engine.check_memory"):
+        monkeypatch.setattr(name, lambda *_: None)
+    monkeypatch.setattr("policies.config.check_memory", lambda *_: None)
     assert [budget(), budget(tile=64), budget(tile=100)] == [256, 256, 300]
 
 

@@ -7,6 +7,7 @@ which keeps xformers' contract: all it knows is the tensors of a mask, and bound
 """
 
 import copy
+import itertools
 import random
 import warnings
 import weakref
@@ -19,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from attention import SDPA
-from engine import Engine
+from engine import Engine, Runner
 from kernels import xformers
-from kernels.graphs import DecodeGraphs, graph_size, idle_pages
+from kernels.graphs import DecodeGraphs, graph_size, wants_graphs
 from kernels.xformers import XFormers
-from kv_cache import Span, slot_mapping
+from kv_cache import Span, kv_bytes_per_token, slot_mapping
 from model import FlatBatch
 from policies import POLICIES
 from sampling import SamplingParams, sample
@@ -282,21 +283,29 @@ def test_attention_that_cannot_be_captured_is_named():
         assert graphs.prepare([Span([0], 0, [1])]) is None
 
 
-def test_a_page_for_graphs_where_compile_asks_for_them_on_cuda_and_there_is_room():
-    asked = lambda compiled, device, free: idle_pages(
-        SimpleNamespace(compiled=compiled, device=torch.device(device)), 100, lambda device: free
-    )
-    assert idle_pages(tiny_model(), 100, None) == asked(False, "cuda", 100) == 0
-    assert asked(True, "cpu", 100) == 0 and asked(True, "cuda", 100) == 1
-    with pytest.warns(UserWarning, match="no memory for one more page"):
-        assert asked(True, "cuda", 99) == 0
+def test_graphs_are_made_where_compile_asks_for_them_on_cuda():
+    for compiled, device in itertools.product((False, True), ("cpu", "cuda")):
+        model = SimpleNamespace(compiled=compiled, device=torch.device(device))
+        assert wants_graphs(model) == (compiled and device == "cuda")
+    assert not wants_graphs(tiny_model())
+
+
+def test_the_page_for_graphs_must_fit_too(monkeypatch):
+    model = tiny_model(n_kv_head=2, head_dim=16)
+    page_bytes = 64 * kv_bytes_per_token(model.config, model.dtype)
+    monkeypatch.setattr("policies.config.free_bytes", lambda device: 4 * page_bytes)
+    assert Runner(model, 4, 64).cache.pages == 4
+    monkeypatch.setattr("engine.wants_graphs", lambda model: True)
+    assert Runner(model, 3, 64).cache.pages == 4
+    with pytest.raises(ValueError, match="pages=4, page_size=64: takes"):
+        Runner(model, 4, 64)
 
 
 @pytest.mark.parametrize("layout", [(4, 64, 64), (6, 64, 128)], ids=LAYOUTS)
 @pytest.mark.parametrize("policy, fails", [*zip(POLICIES, [0] * 99), ("sarathi-serve", 1)])
 def test_an_engine_with_graphs_gives_the_same_tokens(policy, layout, fails, gpu, monkeypatch):
     model, (pages, page_size, max_len) = tiny_model(n_kv_head=2, head_dim=16), layout
-    monkeypatch.setattr("engine.idle_pages", lambda *_: 1)
+    monkeypatch.setattr("engine.wants_graphs", lambda model: True)
     monkeypatch.setattr("engine.make_attention", lambda config, cache, _: XFormers(config, cache))
     sizes = dict(chunk=8, max_batch=3, page_size=page_size, pages=pages, max_len=max_len)
     engine, forward, run = Engine(model, policy=policy, **sizes), type(model).forward, Tape.replay

@@ -17,7 +17,7 @@ from engine import Engine
 from policies import POLICIES
 from policies.priority import PRIORITIES
 from sampling import SamplingParams
-from tests.helpers import alone, poison, tiny_model
+from tests.helpers import alone, check_integrity, poison, tiny_model
 
 HERE = Path(__file__).parents[1]
 CORE = ("scheduler", "kv_cache", "attention", "model", "sampling", "engine", "checks")
@@ -107,7 +107,7 @@ class Storm:
         """What must hold as soon as nothing has to be mended."""
         scheduler = self.engine.scheduler
         if not scheduler.torn:
-            scheduler.pages.check_integrity([r.pages for r in scheduler.running])
+            check_integrity(scheduler.pages, [r.pages for r in scheduler.running])
             everybody = sorted(r.id for r in (*scheduler.running, *scheduler.waiting))
             assert everybody == sorted(scheduler.requests)
 
@@ -178,7 +178,7 @@ class Storm:
         self.peace = False
         assert self.engine.step() == []
         assert not self.engine.has_work and self.asked.keys() == self.ended.keys()
-        self.engine.scheduler.pages.check_integrity([])
+        check_integrity(self.engine.scheduler.pages, [])
         assert self.engine.scheduler.pages.num_free == PAGES
 
 

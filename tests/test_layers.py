@@ -27,12 +27,13 @@ MAY_IMPORT = {  # a folder stands for all of its modules; `a.b` is that module a
     "simulator": f"{CORE} pretrained views experiments simulator",
     "bench": f"{CORE} pretrained views experiments simulator",
     "sample": f"{CORE} pretrained views experiments",
+    "server": f"{CORE} pretrained views experiments server",
 }
 LAZILY = {  # in functions
     "kv_cache": "torch",
     "policies.config": "torch",
     "attention": "kernels",
-    "model": "pretrained kernels",
+    "model": "pretrained",
 }
 PATHS = [path.relative_to(ROOT) for glob in ("*.py", "*/*.py") for path in ROOT.glob(glob)]
 MODULES = {  # dotted name -> source, of all but the tests

@@ -184,11 +184,27 @@ def test_the_summary_of_a_run_is_what_one_gets_by_hand():
 def test_a_run_of_nothing_has_counts_but_no_measurements():
     summary, nothing = summarize_run([], [], seconds=0.0), percentiles([])
     stalls, times = summary["stalls"], ("ttft_s", "tbt_s", "scheduling_delay_s", "latency_s")
-    counts = [summary[key] for key in ("requests", "preemptions", "iterations")]
-    assert counts == [0, 0, 0] and stalls["count"] == 0 and stalls["longest"] is None
+    assert [summary[key] for key in ("requests", "finished", "iterations")] == [0, 0, 0]
     assert [stalls["length_s"], *(summary[key] for key in times)] == [nothing] * 5
     rates = ("tokens_per_s", "hybrid", "running_mean", "tokens_per_iteration", "running_peak")
-    assert {summary[key] for key in rates} == {None} and headline(summary)["longest_stall_s"] == 0
+    assert {summary[key] for key in rates} == {None}
+
+
+def test_what_only_iterations_tell_is_not_known_without_them():
+    completions, iterations = three_requests()
+    known = summarize_run(completions, iterations, 8.0, tbt_slo_s=1.0)
+    summary = summarize_run(completions, [], 8.0, tbt_slo_s=1.0)
+    for key in ("preemptions", "recomputed_tokens"):
+        assert summary[key] is None is not known[key]
+    for key in ("count", "over_slo", "longest"):
+        assert summary["stalls"][key] is None is not known["stalls"][key]
+    assert headline(summary)["longest_stall_s"] is None
+    quiet = summarize_run(completions, iterations[:1], 8.0)
+    assert headline(quiet)["longest_stall_s"] == quiet["stalls"]["count"] == 0
+    assert [summary[key] for key in ("ttft_s", "tbt_s")] == [known["ttft_s"], known["tbt_s"]]
+    for row in request_rows(completions, []):
+        none = ("stalls", "longest_stall_s", "caused_by", "preemptions", "recomputed_tokens")
+        assert {row[key] for key in none} == {None}
 
 
 def test_each_request_has_a_row_with_its_own_numbers():

@@ -14,7 +14,7 @@ from engine import Engine
 from model import GPT
 from policies import POLICIES
 from sampling import SamplingParams
-from tests.helpers import alone, poison, tiny_model
+from tests.helpers import alone, check_integrity, poison, tiny_model
 
 MODEL = tiny_model(n_kv_head=2, vocab_size=29)
 PROMPTS = [[7, 8, 9], [1] * 11, [5], [3, 1, 4, 1, 5, 9, 2]]
@@ -38,7 +38,7 @@ def stepped(engine, done):
     """One step in a cache of NaN wherever nothing is computed; who ended is put in `done`."""
     poison(engine)
     done |= {e.request_id: e.completion for e in engine.step() if e.completion}
-    engine.scheduler.pages.check_integrity([r.pages for r in engine.scheduler.running])
+    check_integrity(engine.scheduler.pages, [r.pages for r in engine.scheduler.running])
 
 
 def serve(policy, preempt_at=None, victim=None):

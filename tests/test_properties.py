@@ -13,7 +13,7 @@ from engine import Engine
 from policies import POLICIES
 from policies.priority import PRIORITIES
 from sampling import SamplingParams
-from tests.helpers import alone, poison, tiny_model
+from tests.helpers import alone, check_integrity, poison, tiny_model
 
 MAX_LEN = 24
 MODEL = tiny_model(n_kv_head=2, vocab_size=17)
@@ -95,7 +95,7 @@ class Watched:
         scheduler, config = self.engine.scheduler, self.engine.config
         # who has max_len keeps it, but `priority` preempts lower classes for targets at risk too
         reserved = config.page_size == MAX_LEN and config.policy != "priority"
-        scheduler.pages.check_integrity([r.pages for r in scheduler.running])
+        check_integrity(scheduler.pages, [r.pages for r in scheduler.running])
         assert not any(r.pages or r.num_computed for r in scheduler.waiting)
         assert {r.id for r in self.live} == set(self.asked) - set(self.ended)
         assert {r.id: r for r in self.live} == scheduler.requests
@@ -210,5 +210,5 @@ def test_every_request_ends_as_if_alone(policy, actions, chunk, max_batch, tile,
         assert watched.preempted[i] + scheduler.preempted.count(i) == c.preemptions
     if actions[:4] == long_ones and policy not in ("request-level", "orca", "orca-best", "sarathi"):
         assert watched.preempted  # or this test would not test it
-    scheduler.pages.check_integrity([])
+    check_integrity(scheduler.pages, [])
     assert scheduler.pages.num_free == scheduler.pages.total

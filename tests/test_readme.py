@@ -10,6 +10,7 @@ import pytest
 
 import bench
 import sample
+import server.__main__
 from engine import Engine
 from sampling import SamplingParams
 from scheduler import SarathiServe
@@ -18,7 +19,7 @@ from tests.test_scheduler import simulate
 
 ROOT = Path(__file__).parents[1]
 # commands in each
-LEAST = {"": 5, "experiments/": 5, "simulator/": 2, "results/": 9}
+LEAST = {"": 5, "experiments/": 5, "simulator/": 2, "results/": 9, "server/": 2}
 TEXTS = {room: (ROOT / f"{room}README.md").read_text("utf-8") for room in LEAST}
 MAIN = TEXTS[""]
 ALGORITHM_3, *CODE = re.findall(r"```python\n(.*?)```", MAIN, flags=re.DOTALL)
@@ -26,6 +27,7 @@ USAGE = next(block for block in CODE if "Engine(" in block)
 OWN = "\n".join(block for block in CODE if "(SarathiServe):" in block)
 TEMPLATE = (ROOT / "policies/template.py").read_text("utf-8")
 PARSERS = {"bench.py": bench.parse_args, "sample.py": sample.parse_args}
+PARSERS["server"] = server.__main__.parse_args
 NEEDS = {"budget": ["--slo-tbt", "1"], "fit": ["FILE"]}  # where a sentence only names the command
 
 
@@ -66,7 +68,7 @@ def commands(text):
     blocks = re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)
     lines = [line for block in blocks for line in re.split(r"&&|(?<!\\)\n", block)]
     text = re.sub("```.*?```", "", text, flags=re.DOTALL)
-    lines += re.findall(r"`([^`]*(?:bench|sample)\.py [^`…]+)`", text)
+    lines += re.findall(r"`([^`]*(?:bench\.py|sample\.py|-m server) [^`…]+)`", text)
     table = text.partition("| claim | command |")[2].partition("\n\n")[0]
     lines += ["bench.py " + row.split(" | ")[1].strip("`") for row in table.splitlines()[2:]]
     for words in map(shlex.split, lines):

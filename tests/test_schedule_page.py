@@ -1,4 +1,4 @@
-"""schedule_page: what is recorded, and what a real browser makes of it.
+"""schedule_page.html: what a real browser makes of the records.
 
 python -m tests.test_schedule_page      frames per second while 10,000 iterations scroll
 """
@@ -6,202 +6,20 @@ python -m tests.test_schedule_page      frames per second while 10,000 iteration
 import json
 import random
 import re
-import shutil
 import threading
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
 
 import pytest
 
 from bench import main
 from engine import Engine
-from experiments.metrics import percentiles, summarize_latencies
+from experiments.metrics import percentiles, summarize_run
 from experiments.options import write_text
-from experiments.workload import Arrival, poisson, sample_lengths
-from kv_cache import Pages
-from policies import make_scheduler
-from policies.config import EngineConfig
+from experiments.workload import Arrival
 from sampling import SamplingParams
-from scheduler import Request
-from simulator.cost_model import CostModel
-from simulator.simulation import simulate
 from tests.helpers import tiny_model
+from tests.pages import CHROMIUM, LOADS, SLO_S, a_load, in_turn, opened, opened_runs, simulated
 from views.schedule_page import Recorder, page
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-SLO_S = 0.05
-
-
-class Truth(Recorder):
-    """A Recorder that also keeps what really was, as each batch had been decided: `states`, a dict
-    {request id: [num_computed, output, pages]} of those that ran, and `waiting`."""
-
-    def __init__(self):
-        super().__init__()
-        self.states, self.waiting = [], []
-
-    def _decide(self, number, scheduler, next_batch):
-        batch = super()._decide(number, scheduler, next_batch)
-        if batch:
-            state = {
-                r.id: [r.num_computed, len(r.tokens) - r.prompt_len, list(r.pages)]
-                for r in scheduler.running
-            }
-            self.states.append(state)
-            self.waiting.append([r.id for r in scheduler.waiting])
-        return batch
-
-
-def a_load(count=40, qps=14.0, max_len=2048):
-    return poisson(sample_lengths("sharegpt4", count, max_len, 0), qps, 0)
-
-
-def simulated(policy, chunk=256, pages=96, arrivals=None, pp=1, **more):
-    """(what was seen, its Truth) of a run in so little memory that some are preempted."""
-    sizes = dict(max_batch=24, max_len=2048, page_size=64, pages=pages)
-    config, recorder = EngineConfig(policy, chunk, **sizes, **more), Truth()
-    cost = CostModel.named("llama3-8b", pp=pp)
-    return simulate(cost, config, arrivals or a_load(), recorder=recorder).run, recorder
-
-
-def in_turn(recorder):
-    """Its records of iterations."""
-    return [record for record in recorder.records if "start" in record]
-
-
-# ---- What is recorded ---------------------------------------------------------------------------
-
-
-def decided(policy, requests, pages=16, page_size=16, max_batch=4, **options):
-    """The records of the first iterations of a scheduler with these (prompt, output) lengths."""
-    sizes = dict(max_batch=max_batch, max_len=128, clock=lambda: 0.0)
-    scheduler = make_scheduler(policy, Pages(pages, page_size), **sizes | options)
-    recorder = Recorder()
-    recorder.watch([scheduler])
-    for i, (prompt, output) in enumerate(requests):
-        scheduler.add(Request(i, [0] * prompt, prompt, output))
-    now = 0.0
-    while scheduler.requests:
-        batch = scheduler.next_batch()
-        times = dict(start=now, launch=now + 0.25, end=now + 1, micro_batch=0)
-        tokens = [0 if chunk.yields_token else None for chunk in batch]
-        now += 1
-        scheduler.advance(batch, tokens, now)
-        recorder.add(SimpleNamespace(**times))
-    return in_turn(recorder)
-
-
-def test_a_record_says_what_was_computed_and_what_the_budget_was():
-    first, second, third, *_ = decided("sarathi-serve", [(10, 3), (40, 2)], chunk=32)
-    assert first["chunks"] == [[0, 0, 10], [1, 0, 22]] and first["decodes"] == []
-    assert first["budget"] == 32 and first["why"] is None and first["free"] == 12
-    assert first["pages"] == [[0, 0, 0], [1, 0, 1, 2, 3]]
-    assert second["chunks"] == [[1, 22, 18]] and second["decodes"] == [0]
-    assert (second["start"], second["launch"], second["end"]) == (1.0, 1.25, 2.0)
-    assert third["decodes"] == [0, 1] and third["ended"] == [[0, "length"], [1, "length"]]
-
-
-@pytest.mark.parametrize(
-    "policy, options, why",
-    [
-        ("sarathi-serve", dict(chunk=32, max_batch=2), ["batch", 2]),
-        ("sarathi-serve", dict(chunk=80, pages=8), ["pages", 3, 2]),
-        ("sarathi-serve", dict(chunk=64), ["budget", 0, 40]),
-        ("orca-best", dict(chunk=32), ["policy"]),
-        ("orca", dict(chunk=32), ["pages", 8, 0]),  # of max_len
-    ],
-)
-def test_why_the_head_of_the_line_waits_is_told_by_the_facts(policy, options, why):
-    records = decided(policy, [(40, 9), (40, 9), (40, 9)], **options)
-    assert why in [its["why"] for its in records]
-
-
-def test_a_prompt_that_is_not_cut_waits_for_budget_of_its_whole_length():
-    first, *_ = decided("vllm", [(100, 3), (40, 3)], chunk=32)
-    assert first["why"] == ["budget", 28, 40]
-
-
-def test_a_step_that_failed_is_recorded_once_with_all_pages_it_was_given(monkeypatch):
-    recorder, model = Truth(), tiny_model()
-    engine = Engine(model, chunk=16, max_batch=2, max_len=128, page_size=16)
-    recorder.watch([engine.scheduler])
-    engine.add_request([1] * 40)
-
-    def broken(*_):
-        raise MemoryError
-
-    with monkeypatch.context() as patched:
-        patched.setattr(model, "forward", broken)
-        with pytest.raises(MemoryError):
-            engine.step()
-    engine.step()
-    recorder.add(engine.last_iteration)
-    (its,) = in_turn(recorder)
-    assert its["pages"] == [[0, 0, 0, 1, 2]] and its["chunks"] == [[0, 0, 16]]
-    (live,) = recorder.snapshot()["live"]
-    assert (live["num_computed"], live["pages"], live["output"]) == (16, [0, 1, 2], 0)
-
-
-def test_an_aborted_request_has_ended_in_the_next_record():
-    recorder = Recorder()
-    engine = Engine(tiny_model(), chunk=16, max_batch=2, max_len=64)
-    recorder.watch([engine.scheduler])
-    for _ in range(2):
-        engine.add_request([1] * 20, SamplingParams(max_new_tokens=9))
-    for n in range(3):
-        if n == 1:
-            engine.abort(0)
-        engine.step()
-        recorder.add(engine.last_iteration)
-    assert [its["ended"] for its in in_turn(recorder)] == [[], [[0, "abort"]], []]
-
-
-# ---- What a browser makes of it -----------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def browser():
-    sync_api = pytest.importorskip("playwright.sync_api", reason="the page needs playwright")
-    if CHROMIUM is None:
-        pytest.skip("the page needs a browser: Debian's chromium is not installed")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@contextmanager
-def opened(browser, address, width=1200, scheme="light"):
-    """The page at an address, drawn; nothing it logs is an error, and no file asks the network."""
-    context = browser.new_context(
-        viewport={"width": width, "height": 800}, color_scheme=scheme, offline="file:" in address
-    )
-    tab, errors = context.new_page(), []
-    tab.on("pageerror", lambda error: errors.append(str(error)))
-    tab.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
-    tab.goto(address)
-    tab.wait_for_function("document.getElementById('where').textContent != ''")
-    yield tab
-    assert not errors
-    context.close()
-
-
-@contextmanager
-def opened_runs(browser, folder, runs, **options):
-    write_text(folder / "page.html", page("A test", "no machine", runs, slo_s=SLO_S))
-    with opened(browser, f"file://{folder}/page.html", **options) as tab:
-        yield tab
-
-
-LOADS = {
-    "vllm": dict(pages=48),
-    "sarathi-serve": dict(pages=40),
-    "sarathi": dict(pages=160),
-    "chunked-only": dict(pages=40),
-    "priority": dict(pages=40),
-    "orca-best": dict(pages=256, pp=2),
-}
 
 
 @pytest.mark.parametrize("policy", LOADS)
@@ -237,7 +55,7 @@ def seconds(text):
 
 def test_the_numbers_are_those_of_metrics(browser, tmp_path):
     run, truth = simulated("vllm", pages=48)
-    summary = summarize_latencies(run.completions, run.seconds)
+    summary = summarize_run(run.completions, run.iterations, run.seconds)
     gaps = [gap for c in run.completions for gap in c.tbt]
     with opened_runs(browser, tmp_path, {"vllm": truth}) as tab:
         exact = tab.evaluate(
@@ -298,6 +116,8 @@ def test_the_keyboard_is_enough(browser, tmp_path):
         assert tab.evaluate("document.documentElement.dataset.theme") == "dark"
         press("o")
         assert tab.evaluate("focused === panes[1]")
+        with tab.expect_download():
+            press("s")
         tab.focus("#scrub")
         press("Home", "ArrowRight")
         assert where(tab) == 2
@@ -332,7 +152,7 @@ def test_a_sentence_says_in_words_why_the_batch_is_as_it_is(browser, tmp_path):
     for i, prompt in enumerate((10, 10, 10, 10, 10, 900, 500)):
         its = dict(id=i, arrival=0.0, prompt_len=prompt, max_new_tokens=9, priority=2)
         recorder.records.append({"request": its})
-    like = dict(budget=256, preempted=[], micro=0, ended=[], free=9, decodes=[], chunks=[])
+    like = dict(budget=256, preempted=[], micro=0, ended=[], free_pages=9, decodes=[], chunks=[])
     like |= dict(start=0.0, launch=0.5, end=1.0, pages=[], line=[6], waiting=1, why=None)
     first = dict(chunks=[[i, 0, 10] for i in range(3)], pages=[[i, 0, i] for i in range(3)])
     second = dict(decodes=[0, 1, 2], chunks=[[5, 0, 253]], pages=[[5, 0, 5, 6]], start=1.0, end=2.0)
@@ -461,37 +281,22 @@ def test_what_is_in_the_page_cannot_end_its_data(browser, tmp_path):
 
 
 def test_a_live_page_follows_an_engine(browser):
-    sent, more = [], threading.Condition()
-
-    def emit(record):
-        with more:
-            sent.append(record)
-            more.notify_all()
-
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
+            _, _, place = self.path.partition("/records/")
             self.send_response(200)
-            live = self.path == "/records"
-            self.send_header("Content-Type", "text/event-stream" if live else "text/html")
             self.end_headers()
-            if not live:
+            if not place:
                 return self.wfile.write(page("live", live="/records").encode())
-            self.say(snapshot)
-            told = list(before)
-            while not done.is_set():
-                with more:
-                    more.wait_for(lambda: len(sent) > len(told))
-                told.append(sent[len(told)])
-                self.say(told[-1])
-
-        def say(self, record):
-            self.wfile.write(f"data: {json.dumps(record)}\n\n".encode())
-            self.wfile.flush()
+            records, end = recorder.records, len(recorder.records)
+            new = snapshot if int(place) == 10**15 else records[int(place) :]
+            said = {"records": new, "place": begun if int(place) == 10**15 else end}
+            self.wfile.write(json.dumps(said).encode())
 
         def log_message(self, *_):
             pass
 
-    done, recorder = threading.Event(), Recorder(emit)
+    recorder = Recorder()
     engine = Engine(tiny_model(), chunk=16, max_batch=2, max_len=64, page_size=16)
     recorder.watch([engine.scheduler])
     step = lambda: (engine.step(), recorder.add(engine.last_iteration))
@@ -499,7 +304,7 @@ def test_a_live_page_follows_an_engine(browser):
         engine.add_request(prompt, SamplingParams(max_new_tokens=16))
     step()
     step()
-    snapshot, before = recorder.snapshot(), list(sent)
+    snapshot, begun = [recorder.snapshot()], len(recorder.records)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     step()
@@ -507,13 +312,15 @@ def test_a_live_page_follows_an_engine(browser):
         with opened(browser, f"http://127.0.0.1:{server.server_port}/") as tab:
             while engine.has_work:
                 step()
-            count = len([record for record in sent if "start" in record]) - 2
+            count = len(in_turn(recorder)) - 2
             tab.wait_for_function(f"focused.run.iterations.length == {count}")
             state = tab.evaluate("[...focused.run.state.of.values()].map(r => [r.output, r.ended])")
             assert state == [[16, "length"], [16, "length"]]
+            with tab.expect_download() as download:
+                tab.click("#save")
+            events = json.loads(download.value.path().read_text())["traceEvents"]
+            assert [e["name"] for e in events if e["ph"] == "i"] == ["finished"] * 2
     finally:
-        done.set()
-        emit({})
         server.shutdown()
 
 

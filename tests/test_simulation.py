@@ -20,7 +20,7 @@ from policies.config import EngineConfig
 from simulator.cost_model import CostModel
 from simulator.devices import DEVICES, GEOMETRIES
 from simulator.simulation import Simulation, bubble_kinds, simulate
-from tests.helpers import GROWING, tiny_model
+from tests.helpers import GROWING, check_integrity, tiny_model
 
 MODEL = tiny_model()
 # pages for each micro-batch: for max_batch requests of max_len, and for hardly more than one
@@ -107,7 +107,7 @@ def checked(scheduler):
 
     def checked_schedule():
         batch = schedule()
-        pages.check_integrity([request.pages for request in scheduler.running])  # only its share
+        check_integrity(pages, [request.pages for request in scheduler.running])  # only its share
         assert 0 < len(batch) <= len(scheduler.running) <= CONFIG.max_batch
         for request, start, length in batch:
             assert start == request.num_computed
@@ -152,7 +152,7 @@ def test_every_token_is_computed_once_and_all_memory_comes_back(policy, pages, p
             assert its.waiting is schedulers[0].waiting and not its.running
             assert its.requests is schedulers[0].requests and not its.requests
             assert its.pages.total == its.pages.num_free == pages
-            its.pages.check_integrity([])
+            check_integrity(its.pages, [])
     assert bool(preemptions) == (policy in GROWING and pages == LITTLE)  # or it tests nothing
 
 

@@ -12,7 +12,7 @@ import pytest
 from engine import Engine, QueueFull
 from model import GPT, GPTConfig
 from sampling import SamplingParams
-from tests.helpers import alone
+from tests.helpers import alone, check_integrity
 
 MAX_LEN, MAX_BATCH, PAGE_SIZE = 32, 32, 4
 PAGES = MAX_BATCH * MAX_LEN // PAGE_SIZE // 10  # memory for a tenth of them
@@ -127,7 +127,7 @@ def test_nothing_is_lost_and_nothing_leaks(policy, total, mean, monkeypatch):
             end(engine.abort(rng.choice(list(live))))
         assert live.keys() == scheduler.requests.keys()
         if iteration % 10 == 0:
-            scheduler.pages.check_integrity([request.pages for request in scheduler.running])
+            check_integrity(scheduler.pages, [request.pages for request in scheduler.running])
             assert {r.id for r in (*scheduler.running, *scheduler.waiting)} == live.keys()
         # measured at the beginning and at the end, with about as many requests inside
         if seen["accepted"] >= (total // 5, total, 2 * total)[len(measured)]:
@@ -136,7 +136,7 @@ def test_nothing_is_lost_and_nothing_leaks(policy, total, mean, monkeypatch):
     ended = seen["stop"] + seen["length"] + seen["abort"]
     assert seen["accepted"] == seen["ended"] == total == ended
     assert not (live or scheduler.requests or scheduler.running or scheduler.waiting)
-    scheduler.pages.check_integrity([])
+    check_integrity(scheduler.pages, [])
     assert scheduler.pages.num_free == PAGES
     for what in ("faults", "abort", "stop", "refused"):  # or this test would not test it
         assert seen[what] > total / 500, what

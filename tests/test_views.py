@@ -8,8 +8,7 @@ from experiments.run import Bounded
 from policies import POLICIES
 from tests.test_metrics import a_completion, an_iteration, decode, prefill
 from views import style
-from views.search import plot_budget, plot_capacity
-from views.serving import find_window, plot_serving
+from views.serving import find_window, plot_capacity, plot_serving
 from views.style import DECODE, HYBRID, OTHER_COLORS, OVER, POLICY_COLORS, PREFILL
 from views.timelines import draw_lanes, lane_bars, plot_timelines
 
@@ -195,12 +194,6 @@ def test_serving_draws_the_latencies_of_each_run(tmp_path):
     assert tbt.get_title() == "dashed: SLO 0.5 s" and figure.get_suptitle().endswith(LINE)
     lanes = [axis for axis in figure.axes if axis.get_ylabel() == "request"]
     assert [axis.get_xlim() for axis in lanes] == [(0, 8)] * 2  # the same time of both
-    counts = next(axis for axis in figure.axes if axis.get_ylabel() == "requests, pages")
-    lines = {line.get_label(): points(line) for line in counts.lines}
-    assert lines["running"] == [(0, 1), (1, 1), (2, 2), (6, 2), (7, 1)]  # from 0, as the lanes
-    assert lines["waiting"] == [(0, 0), (1, 0), (2, 1), (6, 1), (7, 1)]
-    assert lines["free pages"] == [(0, 8), (1, 8), (2, 4), (6, 4), (7, 6)]
-    assert {line.get_drawstyle() for line in counts.lines} == {"steps-post"}  # held until the next
     assert {"vllm (2023)", "orca"} < {axis.get_title(loc="left") for axis in figure.axes}
     assert is_png(tmp_path / "s.png")
 
@@ -277,25 +270,8 @@ def test_capacity_draws_a_bar_and_its_number_and_a_point_for_each_rate(tmp_path)
     assert is_png(tmp_path / "c.png") and figure.get_suptitle().endswith(LINE)
 
 
-def test_budget_draws_a_line_for_each_context_and_marks_the_choice(tmp_path):
-    rows = [(b, c, 8, b / 1000 + c / 10000) for c in (1024, 512) for b in (8, 256, 240, 128, 64)]
-    figure = plot_budget(rows, MACHINE, tmp_path / "b.png", slo_s=0.25, chosen=256)
-    axis = axis_labelled(figure, "token budget")
-    first, second, slo, chosen = axis.lines
-    labels = [line.get_label() for line in (first, second)]
-    assert labels == ["8 decodes, context 512", "8 decodes, context 1,024"]
-    assert first.get_marker() != second.get_marker()
-    times = {8: 0.0592, 64: 0.1152, 128: 0.1792, 240: 0.2912, 256: 0.3072}  # 8: decodes alone
-    assert points(first) == [(budget, near(seconds)) for budget, seconds in times.items()]
-    assert axis.get_xlabel().endswith("of which 8 are decodes")
-    assert slo.get_ydata() == [0.25, 0.25] and chosen.get_xdata() == [256, 256]
-    assert texts(axis.get_legend())[2:] == ["SLO 0.25 s", "chosen: 256 tokens"]
-    assert is_png(tmp_path / "b.png") and figure.get_suptitle().endswith(LINE)
-
-
 SEARCHES = [([], 1), ([point(1, None, None)], 2), ([point(1, 0.0, 0.0)], 1.5)]
 RESULTS = [{"vllm": found(tried, Bounded(qps))} for tried, qps in SEARCHES]
-ALONE = [(8, 512, 8, 0.1), (64, 512, 8, 0.1)]
 
 
 @no_warnings
@@ -303,5 +279,3 @@ def test_searches_that_found_little_are_drawn(tmp_path):
     for results in RESULTS:
         plot_capacity(results, MACHINE, tmp_path / "a.png", 0.2)
     assert is_png(tmp_path / "a.png")
-    plot_budget(ALONE, MACHINE, tmp_path / "b.pdf", 0.2, None)  # of a busy machine
-    assert (tmp_path / "b.pdf").stat().st_size

@@ -1,4 +1,4 @@
-"""Pictures, traces and the schedule page, drawn from what the engine recorded."""
+"""Pictures and the schedule page, drawn from what the engine recorded."""
 
 import os
 

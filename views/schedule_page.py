@@ -1,6 +1,6 @@
 """The schedule as a page to step through, recorded or live: one HTML file that needs no network.
 
-    recorder = Recorder()              # or Recorder(emit): each record is handed on at once
+    recorder = Recorder()
     recorder.watch(server.schedulers)  # before the first request
     ...                                # after each iteration: recorder.add(iteration)
     text = page(title, machine, {"vllm": recorder}, slo_s=slo_s)
@@ -8,7 +8,8 @@
 A record is what JSON takes: {"request": ...} when one is first seen, and for each iteration what
 was decided, seen at the moment when the policy had decided it, and how long it took. Why the head
 of the line was not let in is told by the facts: the batch limit, the pages, the budget. What can be
-counted from these, TTFTs and block tables, is counted in schedule_page.html. Read first: engine.py.
+counted from these, TTFTs and block tables, is counted in schedule_page.html, which also saves it
+all as a trace for https://ui.perfetto.dev. Read first: engine.py.
 """
 
 import base64
@@ -22,12 +23,11 @@ LINE = 40  # of those who wait, so many are recorded in order
 
 
 class Recorder:
-    """Keeps the records of a run in `records`, or hands each to `emit` instead. `settings` are what
-    the schedulers were told: policy, chunk, max_batch, max_len, pages, page_size, micro_batches."""
+    """Keeps the records of a run in `records`. `settings` are what the schedulers were told:
+    policy, chunk, max_batch, max_len, pages, page_size, micro_batches."""
 
-    def __init__(self, emit=None):
+    def __init__(self):
         self.records, self.settings, self.live = [], {}, {}  # live: id -> Request
-        self._emit = emit or self.records.append
         self._tables = {}  # request id -> (its block table, how many pages of it were recorded)
         self._decided = {}  # micro-batch -> what was decided, until its iteration is known
 
@@ -63,15 +63,13 @@ class Recorder:
             "budget": finite(batch.budget),
             "preempted": list(batch.preempted),
             "pages": pages,
-            "free": scheduler.pages.num_free,
-            "waiting": len(scheduler.waiting),
             "line": [r.id for r, _ in zip(scheduler.waiting, range(LINE))],
             "why": why_head_waits(scheduler, batch),
             "micro": number,
         }
         for request in (its for its in scheduler.requests.values() if its.id not in self.live):
             self.live[request.id] = request
-            self._emit({"request": describe(request)})
+            self.records.append({"request": describe(request)})
         return batch
 
     def add(self, iteration):
@@ -84,7 +82,8 @@ class Recorder:
             del self.live[request_id]
             self._tables.pop(request_id, None)
         times = {name: round(getattr(iteration, name), 6) for name in ("start", "launch", "end")}
-        self._emit(times | its | {"ended": ended})
+        its |= {name: getattr(iteration, name) for name in ("waiting", "running", "free_pages")}
+        self.records.append(times | its | {"ended": ended})
 
     def snapshot(self):
         """A record of what is, between two steps, for who begins to look in the middle of a run."""
@@ -126,9 +125,10 @@ def finite(number):
 
 
 def page(title, machine="", runs=(), *, live=None, slo_s=None, choices=None):
-    """The page as text. `runs` is {name: Recorder}; `live` the address of a stream of records
-    instead; `slo_s` what a gap between tokens must not exceed, in seconds; `choices` for a page of
-    many runs: {slider: its values}, where a run's name is its values, joined by " | "."""
+    """The page as text. `runs` is {name: Recorder}, or `live` the address that is asked for records
+    (server/engine_thread.py, `look`); `slo_s` what a gap between tokens must not exceed, in
+    seconds; `choices` for a page of many runs: {slider: its values}, where a run's name is its
+    values joined by " | "."""
     packed = []
     for name, recorder in dict(runs).items():
         text = json.dumps(recorder.records, separators=(",", ":"))

@@ -52,14 +52,12 @@ def three_digits(value):
     return f"{value:#.3g}".rstrip(".") if 0 < value < 999.5 else f"{value:,.0f}"
 
 
-def log_scale(which, *panels):
-    """Make axis `which`, "x" or "y", of panels that share it logarithmic with plain ticks, if they
-    show anything above 0, and give them a grid."""
-    for panel in panels:
-        panel.grid(True)
-    if max(getattr(panel.dataLim, f"{which}1") for panel in panels) > 0:
-        panels[0].set(**{f"{which}scale": "log"})
-        axis = getattr(panels[0], f"{which}axis")
+def log_scale(which, panel):
+    """Give it a grid and, if it shows anything above 0, axis `which` a log scale of plain ticks."""
+    panel.grid(True)
+    if getattr(panel.dataLim, f"{which}1") > 0:
+        panel.set(**{f"{which}scale": "log"})
+        axis = getattr(panel, f"{which}axis")
         low, high = axis.get_view_interval()
         axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
         axis.set_major_formatter(PLAIN)

@@ -1,0 +1,90 @@
+"""An OpenAI-compatible server.
+
+    python -m server --model path/or/hub-name --policy sarathi-serve --chunk 256 --port 8000
+
+Without --model the weights are random and the text is noise. Read next: README.md, app.py.
+"""
+
+import os
+import signal
+import socket
+import sys
+from functools import partial
+
+from experiments.console import run
+
+
+def parse_args(argv):
+    """The options, checked. Exits with a message, like argparse, for one that makes no sense."""
+    from experiments.options import OptionParser, number, whole
+    from policies import POLICIES
+
+    parser = OptionParser(prog="python -m server", description="An OpenAI-compatible server.")
+    add, policies, size = parser.add, ", ".join(POLICIES), dict(type=whole(1))
+    parser.add_model_options("llama-160m", geometry="--preset", checkpoint="--model")
+    add("--host", "the address to listen at; 0.0.0.0: whoever reaches this machine", "127.0.0.1")
+    add("--port", "the port to listen at; 0: any", 8000, type=whole(0, 65535))
+    add("--api-key", "clients of /v1 must send it", shown="NANOSARATHI_API_KEY, or none")
+    add("--max-body", "the longest body of a request, in bytes", 2**20, **size)
+    add("--drain", "seconds to finish in after a signal", 10.0, type=number(least=0))
+    add("--policy", f"who is computed when: {policies}, or FILE.py:Class", "sarathi-serve")
+    add("--chunk", "chunk size or token budget, in tokens", 256, **size)
+    add("--tbt-slo", "seconds between tokens, for dynamic and priority", type=number(above=0))
+    add("--max-batch", "the most requests that run at once", 16, **size)
+    add("--max-len", "the longest prompt and output, in tokens", shown="2048 or less", **size)
+    add("--page-size", "tokens in a page of the cache", 64, **size)
+    add("--pages", "of the cache", shown="enough for --max-batch of --max-len", **size)
+    add("--max-waiting", "the most that may wait; others are answered 429", 256, **size)
+    return parser.parse_args(argv)
+
+
+def make_engine(args):
+    """The engine.Engine of these options."""
+    from engine import Engine
+    from experiments.options import load_model
+
+    names = "policy chunk max_batch max_len pages max_waiting attention".split()
+    names += ["tbt_slo"] if args.tbt_slo else []
+    settings = {name: getattr(args, name) for name in names}
+    settings["page_size"] = min(args.page_size, args.max_len)
+    engine = Engine(load_model(args, "max_len"), **settings)
+    engine.warm_up()
+    return engine
+
+
+def main(argv=None):
+    """The command line."""
+    args = parse_args(sys.argv[1:] if argv is None else argv)
+    import uvicorn
+
+    from experiments.options import find_texts
+    from model import GPTConfig
+    from policies import find_policy
+    from pretrained.checkpoints import read_config
+    from server.app import Api
+    from server.engine_thread import EngineThread
+    from server.text import load_chat
+
+    find_policy(args.policy)  # what is quick goes first: it may be what is wrong
+    name, tokenizer = find_texts(args)
+    config = read_config(args.init_from) if args.init_from else GPTConfig.preset(args.model)
+    args.max_len = args.max_len or min(2048, config.max_positions)
+    key = os.environ.get("NANOSARATHI_API_KEY") if args.api_key is None else args.api_key
+    if key == "":
+        raise ValueError("--api-key, NANOSARATHI_API_KEY: must not be empty")
+    chat = load_chat(args.init_from)
+    family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+    on_signals = lambda do: [signal.signal(its, do) for its in (signal.SIGINT, signal.SIGTERM)]
+    with socket.create_server((args.host, args.port), family=family) as listener:
+        on_signals(signal.SIG_DFL)  # the end: the engine's thread cannot be interrupted
+        thread = EngineThread(partial(make_engine, args))
+        api = Api(thread, tokenizer, name, chat, key, args.max_body)
+        how = dict(access_log=False, log_level="error", timeout_graceful_shutdown=args.drain)
+        server = uvicorn.Server(uvicorn.Config(api.app(), **how))
+        on_signals(server.handle_exit)
+        print("{} at http://{}:{}/v1".format(name, *listener.getsockname()), flush=True)
+        server.run(sockets=[listener])
+
+
+if __name__ == "__main__":
+    run(main)

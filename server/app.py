@@ -1,0 +1,220 @@
+"""The routes: OpenAI's /v1, /health, /metrics, and the schedule page with its records.
+
+Read first: protocol.py, text.py, engine_thread.py.
+"""
+
+import asyncio
+import hmac
+import json
+import time
+import uuid
+from contextlib import suppress
+from functools import partial
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.routing import Route
+
+from engine import QueueFull
+from sampling import SamplingParams
+from server.protocol import ChatRequest, CompletionRequest, Refused
+from server.text import Writer
+from views.schedule_page import page
+
+SECONDS = [0.005 * 2**n for n in range(15)]  # upper ends of the histograms' buckets, to 82 s
+
+
+async def refuse(request, error):
+    """The response to Refused, to the router's 404 and 405, or to an error of ours."""
+    its = getattr(error, "headers", None)
+    if not isinstance(error, Refused):
+        error = Refused(getattr(error, "status_code", 500), getattr(error, "detail", "internal"))
+    return JSONResponse(error.detail, error.status_code, its)
+
+
+class Answer(StreamingResponse):
+    """The response to a request that EngineThread.add queued as `request_id`, with this `queue`.
+    However it ends, also if the client goes away, the request ends with it."""
+
+    def __init__(self, api, asked, prompt, request_id, queue):
+        self.api, self.asked, self.prompt = api, asked, prompt
+        self.id, self.queue, self.count = request_id, queue, 0
+        prefix, *objects = asked.names
+        self.head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": objects[asked.stream]}
+        self.head |= {"created": int(time.time()), "model": api.name}
+        content, kind = self.whole(), "application/json"
+        if asked.stream:
+            content, kind = self.events(), "text/event-stream"
+        super().__init__(content, headers={"cache-control": "no-cache"}, media_type=kind)
+
+    async def __call__(self, scope, receive, send):
+        with suppress(asyncio.CancelledError):  # the server ends before it has
+            try:
+                await super().__call__(scope, receive, send)
+            finally:
+                await self.api.thread.call(self.api.thread.end, self.id)
+
+    async def stream_response(self, send):
+        held = []
+
+        async def send_later(message):  # the status waits for the first part: it may be 500
+            held.append(message)
+            while held and "body" in message:
+                await send(held.pop(0))
+
+        await super().stream_response(send_later)
+
+    async def pieces(self):
+        """(text, tokens, finish_reason) for each token, as choice() of the protocol wants it."""
+        decode, reason = self.api.tokenizer.decode, None
+        writer = Writer(self.api.tokenizer.stream(self.prompt), self.asked.stops)
+        while not reason:
+            if (event := await self.queue.get()) is None:
+                raise Refused(500, "the engine failed, see its log")
+            start, self.count = writer.length, self.count + 1
+            text, reason = writer.push(event)
+            tokens = [(decode([event.token]), start, event.logprob)]
+            yield text, [] if event.finish_reason == "stop" else tokens, reason
+
+    async def whole(self):
+        """All at once."""
+        texts, tokens, reasons = zip(*[piece async for piece in self.pieces()])
+        its = self.asked.choice("".join(texts), sum(tokens, []), reasons[-1], "whole")
+        yield self.text(choices=[its], usage=self.usage())
+
+    async def events(self):
+        """A server-sent event for each token, also if no text is certain with it."""
+        with_usage, place = self.asked.stream_options.get("include_usage"), "first"
+        more, last = {"usage": None} if with_usage else {}, "[DONE]"
+        try:
+            async for piece in self.pieces():
+                its = self.asked.choice(*piece, place)
+                yield f"data: {self.text(choices=[its], **more)}\n\n"
+                place = "next"
+            if with_usage:
+                yield f"data: {self.text(choices=[], usage=self.usage())}\n\n"
+        except Refused as error:
+            if place == "first":
+                raise
+            last = json.dumps(error.detail)
+        yield f"data: {last}\n\n"
+
+    def text(self, **fields):
+        """The JSON of an answer, or of a part of it."""
+        return json.dumps(self.head | fields)
+
+    def usage(self):
+        """How many tokens there were."""
+        counts = {"prompt_tokens": len(self.prompt), "completion_tokens": self.count}
+        return counts | {"total_tokens": sum(counts.values())}
+
+
+class Metrics:
+    """What Prometheus is told: of requests that have ended, and of what is at the moment."""
+
+    def __init__(self, scheduler):
+        its = dict(namespace="nanosarathi", registry=(registry := CollectorRegistry()))
+        self.text = partial(generate_latest, registry)
+        self.ttft = Histogram("ttft_seconds", "arrival to first token", buckets=SECONDS, **its)
+        self.tbt = Histogram("tbt_seconds", "between two tokens", buckets=SECONDS, **its)
+        count = lambda name: Counter(name, "of requests that have ended", **its)
+        self.inputs, self.outputs = count("prompt_tokens"), count("output_tokens")
+        self.preempted = count("preemptions")
+        gauge = lambda name, value: Gauge(name, "at this moment", **its).set_function(value)
+        gauge("waiting_requests", lambda: len(scheduler.waiting))
+        gauge("running_requests", lambda: len(scheduler.running))
+        gauge("free_pages", lambda: scheduler.pages.num_free)
+
+    def observe(self, completion):
+        """Count an engine.Completion."""
+        self.inputs.inc(len(completion.prompt))
+        self.outputs.inc(len(completion.tokens))
+        self.preempted.inc(completion.preemptions)
+        if completion.tokens:
+            self.ttft.observe(completion.ttft)
+        for seconds in completion.tbt:
+            self.tbt.observe(seconds)
+
+
+class Api:
+    """The server of an EngineThread, whose engine has no tokenizer. `chat` makes a prompt of
+    messages, or raises Refused; `key` is what a client of /v1 must know, None: nothing."""
+
+    def __init__(self, thread, tokenizer, name, chat, key=None, max_body=2**20):
+        self.thread, self.engine, self.tokenizer = thread, thread.engine, tokenizer
+        self.name, self.chat, self.key, self.max_body = name, chat, key, max_body
+        self.metrics = Metrics(thread.engine.scheduler)
+        thread.observe = self.metrics.observe
+
+    def app(self):
+        """The ASGI application."""
+        completions, chat = (partial(self.create, its) for its in (CompletionRequest, ChatRequest))
+        routes = [
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/health", lambda _: PlainTextResponse("ok")),
+            Route("/metrics", lambda _: PlainTextResponse(self.metrics.text())),
+            Route("/records/{place:int}", self.records),
+            Route("/", lambda _: HTMLResponse(page(self.name, live="/records"))),
+        ]
+        handlers = dict.fromkeys((HTTPException, ClientDisconnect, Exception), refuse)
+        return Starlette(routes=routes, exception_handlers=handlers)
+
+    def check_key(self, request):
+        """Raise Refused if the request has not the key."""
+        given = request.headers.get("authorization", "").encode("latin-1")
+        if self.key and not hmac.compare_digest(given, f"Bearer {self.key}".encode()):
+            raise Refused(401, "Authorization: must be Bearer and the key", None, "invalid_api_key")
+
+    async def models(self, request):
+        """GET /v1/models."""
+        self.check_key(request)
+        its = {"id": self.name, "object": "model", "created": 0, "owned_by": "nanosarathi"}
+        return JSONResponse({"object": "list", "data": [its]})
+
+    async def create(self, kind, request):
+        """POST /v1/completions and its like: queue a request, return its Answer. Raises Refused."""
+        arrival, max_len = self.engine.clock(), self.engine.config.max_len
+        self.check_key(request)
+        kind_of, length = map(request.headers.get, ("content-type", "content-length"))
+        if (kind_of or "").partition(";")[0].strip().lower() != "application/json":
+            raise Refused(415, "Content-Type: must be application/json")
+        if length is None or int(length) > self.max_body:
+            limit = f"Content-Length: must be there, and at most {self.max_body:,}"
+            raise Refused(413 if length else 411, limit)
+        asked = kind.read(await request.body())
+        if asked.model != self.name:
+            only = f"model: there is only {self.name}"
+            raise Refused(404, only, "model", "model_not_found")
+        prompt = await asyncio.to_thread(self.encode, asked)
+        most = asked.max_tokens or max(1, max_len - len(prompt))
+        stop = () if asked.ignore_eos else self.tokenizer.stop_token_ids
+        its = asked.model_dump(include={"temperature", "top_k", "top_p", "seed"})
+        its |= dict(max_new_tokens=most, stop_token_ids=stop, logprobs=asked.wants_logprobs)
+        promised = asked.model_dump(include={"priority", "ttft_slo", "tbt_slo"})
+        queue = asyncio.Queue()
+        try:
+            given = queue, prompt, SamplingParams(**its), arrival, promised
+            request_id = await self.thread.call(self.thread.add, *given)
+        except QueueFull as error:
+            raise Refused(429, str(error), None, "queue_full", {"Retry-After": "1"}) from error
+        except ValueError as error:
+            too_long = "context_length_exceeded" if len(prompt) + most > max_len else None
+            raise Refused(400, str(error), None, too_long) from error
+        return Answer(self, asked, prompt, request_id, queue)
+
+    def encode(self, asked):
+        """The tokens of a request's prompt, or of its messages. Raises Refused."""
+        encode = self.tokenizer.encode
+        if isinstance(asked, ChatRequest):  # the template spells what encode() adds, as BOS
+            return encode(self.chat(asked.messages))[len(encode("")) :]
+        return encode(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
+
+    async def records(self, request):
+        """GET /records/N: EngineThread.look, as JSON."""
+        look = self.thread.look, request.path_params["place"]
+        return JSONResponse(await self.thread.call(*look))

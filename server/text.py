@@ -1,0 +1,57 @@
+"""From messages to a prompt, and from tokens to text that is certain: whole characters, and no
+beginning of a stop string. Read first: pretrained/tokenizers.py.
+"""
+
+from functools import partial
+
+from server.protocol import Refused
+
+
+def load_chat(directory):
+    """A function from messages, [{"role", "content", ...}], to the prompt that a checkpoint's chat
+    template makes of them; of None: a line for each. It raises Refused if that fails."""
+    if directory is None:
+        line = "{role}: {content}\n".format_map
+        render = lambda messages: "".join(map(line, messages)) + "assistant:"
+    else:
+        from transformers import PreTrainedTokenizerFast
+
+        inner = PreTrainedTokenizerFast.from_pretrained(directory)
+        render = partial(inner.apply_chat_template, tokenize=False, add_generation_prompt=True)
+
+    def chat(messages):
+        try:
+            return render(messages)
+        except Exception as error:  # a template is a program, which fails as it likes
+            raise Refused(400, f"messages: no chat: {error!r}", "messages") from error
+
+    return chat
+
+
+class Writer:
+    """Writes the text of a request from a TextStream, up to the first of the strings `stops`."""
+
+    def __init__(self, stream, stops):
+        self.stream, self.stops = stream, stops
+        self.held, self.length = "", 0  # text that is not certain; characters, with that
+
+    def push(self, event):
+        """(text, finish_reason) of an engine.Event: what is certain with it, and "stop" also for a
+        stop string. A stop token is no part of the text."""
+        reason, text = event.finish_reason, ""
+        if reason != "stop":
+            text = self.stream.push(event.token)
+        text += self.stream.flush() if reason else ""
+        self.held, self.length = self.held + text, self.length + len(text)
+        found = [i for stop in self.stops if (i := self.held.find(stop)) >= 0]
+        if found:
+            return self.held[: min(found)], "stop"
+        certain = len(self.held) - (0 if reason else self.uncertain())
+        text, self.held = self.held[:certain], self.held[certain:]
+        return text, reason
+
+    def uncertain(self):
+        """How many of the last characters may be the beginning of a stop string."""
+        most, ends = len(self.held) + 1, self.held.endswith
+        sizes = ((stop, n) for stop in self.stops for n in range(1, min(len(stop), most)))
+        return max((n for stop, n in sizes if ends(stop[:n])), default=0)

@@ -1,0 +1,98 @@
+"""schedule_page.py: what a Recorder says of the batches that it watched."""
+
+import pytest
+
+from engine import Engine, Iteration
+from kv_cache import Pages
+from policies import make_scheduler
+from sampling import SamplingParams
+from scheduler import Request
+from tests.helpers import tiny_model
+from tests.pages import Truth, in_turn
+from views.schedule_page import Recorder
+
+
+def decided(policy, requests, pages=16, page_size=16, max_batch=4, **options):
+    """The records of the first iterations of a scheduler with these (prompt, output) lengths."""
+    sizes = dict(max_batch=max_batch, max_len=128, clock=lambda: 0.0)
+    scheduler = make_scheduler(policy, Pages(pages, page_size), **sizes | options)
+    recorder = Recorder()
+    recorder.watch([scheduler])
+    for i, (prompt, output) in enumerate(requests):
+        scheduler.add(Request(i, [0] * prompt, prompt, output))
+    now = 0.0
+    while scheduler.requests:
+        batch = scheduler.next_batch()
+        state = len(scheduler.waiting), len(scheduler.running), scheduler.pages.num_free
+        iteration = Iteration(now, now + 1, batch.record(), now + 0.25, *state)
+        tokens = [0 if chunk.yields_token else None for chunk in batch]
+        now += 1
+        scheduler.advance(batch, tokens, now)
+        recorder.add(iteration)
+    return in_turn(recorder)
+
+
+def test_a_record_says_what_was_computed_and_what_the_budget_was():
+    first, second, third, *_ = decided("sarathi-serve", [(10, 3), (40, 2)], chunk=32)
+    assert first["chunks"] == [[0, 0, 10], [1, 0, 22]] and first["decodes"] == []
+    assert first["budget"] == 32 and first["why"] is None
+    assert (first["waiting"], first["running"], first["free_pages"]) == (0, 2, 12)
+    assert first["pages"] == [[0, 0, 0], [1, 0, 1, 2, 3]]
+    assert second["chunks"] == [[1, 22, 18]] and second["decodes"] == [0]
+    assert (second["start"], second["launch"], second["end"]) == (1.0, 1.25, 2.0)
+    assert third["decodes"] == [0, 1] and third["ended"] == [[0, "length"], [1, "length"]]
+
+
+@pytest.mark.parametrize(
+    "policy, options, why",
+    [
+        ("sarathi-serve", dict(chunk=32, max_batch=2), ["batch", 2]),
+        ("sarathi-serve", dict(chunk=80, pages=8), ["pages", 3, 2]),
+        ("sarathi-serve", dict(chunk=64), ["budget", 0, 40]),
+        ("orca-best", dict(chunk=32), ["policy"]),
+        ("orca", dict(chunk=32), ["pages", 8, 0]),  # of max_len
+    ],
+)
+def test_why_the_head_of_the_line_waits_is_told_by_the_facts(policy, options, why):
+    records = decided(policy, [(40, 9), (40, 9), (40, 9)], **options)
+    assert why in [its["why"] for its in records]
+
+
+def test_a_prompt_that_is_not_cut_waits_for_budget_of_its_whole_length():
+    first, *_ = decided("vllm", [(100, 3), (40, 3)], chunk=32)
+    assert first["why"] == ["budget", 28, 40]
+
+
+def test_a_step_that_failed_is_recorded_once_with_all_pages_it_was_given(monkeypatch):
+    recorder, model = Truth(), tiny_model()
+    engine = Engine(model, chunk=16, max_batch=2, max_len=128, page_size=16)
+    recorder.watch([engine.scheduler])
+    engine.add_request([1] * 40)
+
+    def broken(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(model, "forward", broken)
+        with pytest.raises(MemoryError):
+            engine.step()
+    engine.step()
+    recorder.add(engine.last_iteration)
+    (its,) = in_turn(recorder)
+    assert its["pages"] == [[0, 0, 0, 1, 2]] and its["chunks"] == [[0, 0, 16]]
+    (live,) = recorder.snapshot()["live"]
+    assert (live["num_computed"], live["pages"], live["output"]) == (16, [0, 1, 2], 0)
+
+
+def test_an_aborted_request_has_ended_in_the_next_record():
+    recorder = Recorder()
+    engine = Engine(tiny_model(), chunk=16, max_batch=2, max_len=64)
+    recorder.watch([engine.scheduler])
+    for _ in range(2):
+        engine.add_request([1] * 20, SamplingParams(max_new_tokens=9))
+    for n in range(3):
+        if n == 1:
+            engine.abort(0)
+        engine.step()
+        recorder.add(engine.last_iteration)
+    assert [its["ended"] for its in in_turn(recorder)] == [[], [[0, "abort"]], []]

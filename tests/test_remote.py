@@ -1,0 +1,182 @@
+"""`bench.py serve --url`: what is sent to another's server, what is seen of it, and its errors."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+
+import bench
+from experiments.console import explain
+from experiments.remote import RemoteMachine
+from experiments.run import summarize
+from experiments.workload import Arrival
+from tests.test_bench import HERE
+
+USUAL = {"model", "prompt", "max_tokens", "temperature", "ignore_eos", "stream", "stream_options"}
+
+
+class Another(BaseHTTPRequestHandler):
+    """A server of one model, "x". Prompts of 5 tokens are too many; of those of 6 it says within
+    the stream that they fail; those of 7 it answers as a whole; those of 8 it never ends."""
+
+    def answer(self, status, text, type="application/json"):
+        self.send_response(status)
+        self.send_header("Content-Type", type)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def do_GET(self):
+        at = {"/v1/models": '{\n "data": [{"id": "x"}]}', "/odd/models": '{"data": []}'}
+        self.answer(200 if self.path in at else 404, at.get(self.path, "<html>not here</html>"))
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.asked.append((asked, self.headers))
+        n = len(asked["prompt"])
+        if asked["model"] != "x" or n == 5:
+            return self.answer(404 if asked["model"] != "x" else 429, '{"error":\n "no, as it is"}')
+        usage = {"usage": {"completion_tokens": asked["max_tokens"]}}
+        if n == 7:
+            return self.answer(200, json.dumps({"choices": [{"text": "xx"}]} | usage))
+        self.answer(200, ": welcome\n\n", "text/event-stream")
+        if n == 8:
+            return time.sleep(30)
+        if n == 6:
+            return self.wfile.write(b'data: {"error": "a shard died"}\n\ndata: [DONE]\n\n')
+        # two tokens share an event, or the last event has none
+        events = asked["max_tokens"] - 1 if asked["max_tokens"] > 4 else asked["max_tokens"] + 1
+        for _ in range(events):
+            self.wfile.write(b'data: {"choices": [{"text": "x"}], "usage": null}\r\n\r\n')
+            time.sleep(0.01)
+        text = f"data: {json.dumps({'choices': []} | usage)}\n\ndata: [DONE]\n\n"
+        self.wfile.write(text.encode())
+
+    def log_message(self, *its):
+        """Nothing."""
+
+
+@contextmanager
+def another():
+    """(its address, [(body, headers) that it was sent])."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Another) as server:
+        server.asked, server.daemon_threads, server.block_on_close = [], True, False
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1", server.asked
+        server.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def direct(monkeypatch):
+    """No proxy is asked."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+def test_tokens_that_share_an_event_are_counted_and_those_without_iterations_unknown(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+    ended = []
+    with another() as (url, asked):
+        machine = RemoteMachine(SimpleNamespace(url=f"{url}/", model=None, seed=0), None)
+        high = Arrival(0.1, 3, 8, "high", 0.5, 0.25)
+        arrivals = [high, Arrival(0.0, 4, 4), Arrival(0.0, 5, 9)]
+        seen = machine.serve(None, arrivals, progress=lambda: ended.append(1), recorder=None)
+    assert [len(c.token_times) for c in seen.completions] == [8, 4, 0] and len(ended) == 3
+    times = seen.completions[0].token_times
+    assert times == sorted(times) and times[-1] == times[-2] > times[-3] and times[0] >= 0.1
+    assert [c.finish_reason for c in seen.completions] == ["length", "length", "abort"]
+    assert [c.priority for c in seen.completions] == [1, 2, 2] and seen.refused == 1
+    bodies = {len(body["prompt"]): body for body, _ in asked}
+    promise = {"priority": "high", "ttft_slo": 0.5, "tbt_slo": 0.25}
+    assert bodies[3].items() >= promise.items() and bodies[3].keys() == USUAL | promise.keys()
+    assert bodies[4].keys() == USUAL and bodies[4]["model"] == "x" == machine.model
+    expected = dict(max_tokens=4, temperature=0, ignore_eos=True, stream=True)
+    assert bodies[4].items() >= expected.items()
+    assert bodies[4]["stream_options"] == {"include_usage": True}
+    assert all(type(token) is int and 0 <= token < 256 for token in bodies[4]["prompt"])
+    assert all(headers["Authorization"] == "Bearer sesame" for _, headers in asked)
+    row = summarize(seen, 10.0)
+    assert row["scheduling_delay_s"]["p50"] is row["hybrid"] is row["stalls"]["count"] is None
+    assert row["tokens_per_s"] == pytest.approx((3 + 8 + 4 + 4) / seen.seconds)
+
+
+def test_serve_prints_and_writes_what_is_seen(tmp_path, capsys):
+    files = [f"--{name}={tmp_path / name}" for name in ("json", "csv")]
+    with another() as (url, asked):
+        words = f"serve --url {url} --qps 50 --slo 0.2 --lengths 3+8,4+4 --requests 4".split()
+        bench.main([*words, *files])
+    text, report = capsys.readouterr().out, json.loads((tmp_path / "json").read_text())
+    assert text.startswith(f"{url}\nx, as it was started\nload: 4 requests of 3+8,4+4 tokens")
+    assert f"\n{url}: 50.000 requests/s, P50 TTFT " in text and "memory: " not in text
+    assert text.count(f"\n| {url} ") == 2 and f"SLO of 0.200 s: met by {url}." in text
+    (row,) = report["runs"].values()
+    assert row["finished"] == 4 and row["met"] and report["slo_s"] == 0.2
+    assert row["preemptions"] is row["stalls"]["count"] is report["base"] is None
+    rows = [line.split(",") for line in (tmp_path / "csv").read_text().splitlines()]
+    assert [row[5] for row in rows] == ["output_tokens", "8", "8", "4", "4"] and len(asked) == 4
+    assert {row[0] for row in rows[1:]} == {url}
+
+
+WRONG = [  # where, what is asked for, what the line says
+    ("/v1", "--lengths 6+2", "a shard died"),
+    ("/v1", "--lengths 7+2", "the last event was {}"),
+    ("/v1", "--model y", '404: \'Not Found\'> {"error": "no, as it is"}'),
+    ("", "", "404: 'Not Found'> <html>not here</html>"),
+    ("/odd", "", "IndexError"),
+    ("a/v1", "", "InvalidURL"),
+]
+
+
+@pytest.mark.parametrize("path, more, message", WRONG)
+def test_what_goes_wrong_is_one_line(path, more, message):
+    with another() as (url, _):
+        url = url.removesuffix("/v1") + path
+        words = f"serve --url {url} --qps 2 --slo 1 --requests 3 {more}".split()
+        with pytest.raises(ConnectionError) as failed:
+            bench.main(words)
+    line = explain(failed.value)
+    assert line.startswith(f"error: --url {url}: ") and message in line and "\n" not in line
+
+
+def test_who_is_not_there_is_a_connection_error():
+    with another() as (url, _):
+        machine = RemoteMachine(SimpleNamespace(url=url, model="x", seed=0), None)
+    with pytest.raises(ConnectionError, match="refused"):
+        machine.serve(None, [Arrival(0.0, 3, 8), Arrival(30.0, 3, 8)])  # at once, not after 30 s
+
+
+def test_an_interrupt_ends_it_at_once():
+    with another() as (url, asked):
+        words = f"bench.py serve --url {url} --qps 2 --slo 1 --requests 3 --lengths 8+2".split()
+        how = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=HERE)
+        run = subprocess.Popen([sys.executable, *words], **how)
+        while not asked and run.poll() is None:
+            time.sleep(0.05)
+        run.terminate()
+        _, error = run.communicate(timeout=15)
+    assert run.returncode == 143 and "Traceback" not in error
+
+
+SENSELESS = {
+    "--qps 2": "--url: needs --qps, and --slo in seconds",
+    "--slo 1": "--url: needs --qps, and --slo in seconds",
+}
+BESIDE = "simulate=this policies=vllm chunk=9 page-size=8 max-waiting=3 device=cuda dtype=float32 "
+BESIDE += "html=x plot=x.png tp=2 init-from=x"
+SENSELESS |= {
+    f"--qps 2 --slo 1 --{option}": f"--{option.partition('=')[0]}: goes not with --url"
+    for option in BESIDE.split()
+}
+
+
+@pytest.mark.parametrize("words", SENSELESS)
+def test_options_that_make_no_sense_beside_a_url_are_refused(words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        bench.parse_args(["serve", "--url", "http://127.0.0.1:8000/v1", *words.split()])
+    assert SENSELESS[words] in capsys.readouterr().err

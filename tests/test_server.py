@@ -1,0 +1,688 @@
+"""server/: what OpenAI's client sees, with real connections; and that nothing is left behind."""
+
+import asyncio
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import Engine, Event
+from experiments.metrics import request_rows
+from experiments.remote import RemoteMachine
+from experiments.run import summarize
+from experiments.workload import Arrival
+from model import GPT, GPTConfig
+from pretrained.tokenizers import Tokenizer, byte_tokenizer, load_tokenizer
+from sampling import SamplingParams
+from tests.helpers import check_integrity, tiny_model
+from tests.test_bench import HERE
+from tests.test_tokenizers import sentencepiece_directory
+
+needs = "pip install -r server/requirements.txt, and openai"
+openai, httpx, *_ = [
+    pytest.importorskip(name, reason=f"{name} is missing: {needs}")
+    for name in ("openai", "httpx2", "starlette", "uvicorn", "prometheus_client", "jinja2")
+]
+
+import uvicorn  # noqa: E402
+
+from server import engine_thread  # noqa: E402
+from server.app import Api  # noqa: E402
+from server.engine_thread import EngineThread  # noqa: E402
+from server.protocol import ChatRequest  # noqa: E402
+from server.text import Writer, load_chat  # noqa: E402
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:!?-()"[:61]
+letters = Tokenizer(
+    lambda text: [LETTERS.find(c) % 61 for c in text], lambda ids: "".join(LETTERS[i] for i in ids)
+)
+GREEDY = SamplingParams(20, logprobs=True)
+TEXT = "abc né日👍_xyz!"  # no byte twice
+
+
+def circle(text=TEXT):
+    """A model that continues `text`, and after its end with its beginning, in bytes."""
+    sizes = dict(n_layer=1, n_head=2, n_kv_head=2, n_embd=256, n_inner=8, max_positions=512)
+    model = GPT(GPTConfig("llama", vocab_size=256, **sizes), dtype=torch.float64)
+    for p in model.parameters():
+        if p.ndim == 2:
+            p.zero_()
+    model.token_embedding.weight.copy_(torch.eye(256))
+    for this, following in zip(text.encode(), text.encode()[1:] + text.encode()[:1]):
+        model.head.weight[following, this] = 0.1
+    return model
+
+
+@contextmanager
+def serving(model=None, tokenizer=letters, key=None, max_body=2**20, drain_s=1.0, **settings):
+    """A server in a thread, at a port of its own."""
+    sizes = dict(max_batch=4, max_len=128, page_size=16, chunk=16) | settings
+    engine = Engine(model or tiny_model(), **sizes)
+    api = Api(EngineThread(lambda: engine), tokenizer, "tiny", load_chat(None), key, max_body)
+    how = dict(log_level="error", timeout_graceful_shutdown=drain_s)
+    server, listener = uvicorn.Server(uvicorn.Config(api.app(), **how)), socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    url = "http://{}:{}".format(*listener.getsockname())
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    wait_for(lambda: server.started)
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=key or "none", max_retries=0, timeout=30)
+    try:
+        with httpx.Client(base_url=url, timeout=30) as http, client:
+            its = dict(engine=engine, api=api, server=server, client=client, http=http, url=url)
+            yield SimpleNamespace(**its)
+    finally:
+        server.should_exit = True
+        thread.join(20)
+    assert not thread.is_alive()
+    api.thread.thread.shutdown()
+
+
+def wait_for(what, seconds=20):
+    """Until what() is true."""
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.005)
+
+
+def idle(engine):
+    """Whether nothing runs and no page is missing."""
+    pages = engine.scheduler.pages
+    return not engine.has_work and pages.num_free == pages.total
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """A server of the tiny model, its tokens are letters."""
+    with serving(max_waiting=100) as its:
+        yield its
+
+
+@pytest.fixture(scope="module")
+def turning():
+    """A server of `circle`."""
+    with serving(circle(), byte_tokenizer()) as its:
+        yield its
+
+
+def complete(its, prompt, **more):
+    """(text, finish_reason, the usage, the choices) of a completion, greedy if not told."""
+    asked = dict(model="tiny", prompt=prompt, max_tokens=20, temperature=0) | more
+    if not asked.get("stream"):
+        done = its.client.completions.create(**asked)
+        return done.choices[0].text, done.choices[0].finish_reason, done.usage, done.choices
+    asked["stream_options"] = {"include_usage": True}
+    *parts, last = its.client.completions.create(**asked)
+    assert last.choices == [] and all(part.usage is None for part in parts)
+    choices = [part.choices[0] for part in parts]
+    assert [c.finish_reason for c in choices[:-1]] == [None] * (len(choices) - 1)
+    return "".join(c.text for c in choices), choices[-1].finish_reason, last.usage, choices
+
+
+def generate(its, prompt, params=GREEDY):
+    """What the engine itself makes of a prompt."""
+    config, tokenizer = its.engine.config, its.api.tokenizer
+    return Engine(its.engine.runner.model, config, tokenizer=tokenizer).generate([prompt], params)[
+        0
+    ]
+
+
+@pytest.mark.parametrize("prompt", ["hello", "a", "What is it? " * 5])
+def test_text_is_that_of_the_engine_streamed_or_whole(tiny, turning, prompt):
+    for its in (tiny, turning):
+        expected = generate(its, prompt)
+        for stream in (False, True):
+            text, reason, usage, _ = complete(its, prompt, stream=stream)
+            assert (text, reason) == (expected.text, "length")
+            counts = usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
+            assert counts == (len(prompt), 20, len(prompt) + 20)
+    ids = letters.encode(prompt)
+    assert complete(tiny, ids)[0] == generate(tiny, prompt).text
+
+
+def test_sampling_is_that_of_the_engine(tiny):
+    drawn = dict(temperature=0.9, top_p=0.8, seed=5)
+    expected = generate(tiny, "hello", SamplingParams(20, **drawn)).text
+    assert complete(tiny, "hello", **drawn)[0] == expected
+    drawn = SamplingParams(20, temperature=0.9, top_k=3, seed=5)
+    asked = dict(temperature=0.9, seed=5, extra_body={"top_k": 3})
+    assert complete(tiny, "hello", **asked)[0] == generate(tiny, "hello", drawn).text
+    texts = {complete(tiny, "hello", temperature=1.5)[0] for _ in range(4)}
+    assert len(texts) > 1  # a seed of its own for each
+
+
+def test_chat(tiny):
+    said = [{"role": "user", "content": "hi"}]
+    expected = generate(tiny, "user: hi\nassistant:", SamplingParams(20, logprobs=True))
+    chat, asked = (
+        tiny.client.chat.completions.create,
+        dict(model="tiny", temperature=0, logprobs=True),
+    )
+    whole = chat(messages=said, max_completion_tokens=20, **asked).choices[0]
+    assert (whole.message.role, whole.message.content) == ("assistant", expected.text)
+    assert [t.logprob for t in whole.logprobs.content] == pytest.approx(expected.logprobs)
+    assert "".join(bytes(t.bytes).decode() for t in whole.logprobs.content) == expected.text
+    chunks = list(chat(messages=said, max_tokens=20, stream=True, **asked))
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+    assert "".join(delta.content for delta in deltas) == expected.text
+    long = chat(messages=said, **asked)  # without a limit: as much as fits
+    assert long.usage.total_tokens == 128 and long.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "stop, expected",
+    [
+        ("né", "abc "),  # from one token to the next
+        ("日", "abc né"),  # three bytes, three tokens
+        (["zz", "👍_x"], "abc né日"),
+        (["yz!", "xyz"], "abc né日👍_"),  # what begins first, not what is complete first
+        ("bd", "abc né日👍_xyz!abc"),  # begins, and comes to nothing
+        (["a"], ""),
+    ],
+)
+def test_stop_strings(turning, stop, expected, stream):
+    text, reason, usage, choices = complete(turning, "!", max_tokens=22, stop=stop, stream=stream)
+    assert (text, reason) == (expected, "length" if stop == "bd" else "stop")
+    assert usage.completion_tokens == {"a": 1}.get(stop[0], usage.completion_tokens)
+    assert usage.completion_tokens <= len(expected.encode()) + 8
+    wait_for(lambda: idle(turning.engine))
+    if stream and stop == "né":  # what may be its beginning is held back
+        assert [c.text for c in choices] == ["a", "b", "c", " ", "", "", ""]
+
+
+def test_logprobs_are_those_of_the_engine_and_go_with_their_text(turning):
+    expected = generate(turning, "!", SamplingParams(20, logprobs=True))
+    for stream in (False, True):
+        text, _, _, choices = complete(turning, "!", logprobs=0, stream=stream)
+        its = [c.logprobs for c in choices]
+        assert sum((i.token_logprobs for i in its), []) == pytest.approx(expected.logprobs)
+        assert text == expected.text
+        offsets = sum((i.text_offset for i in its), [])
+        assert offsets == [0, 1, 2, 3, 4, 5, 5, 6, 6, 6, 7, 7, 7, 7, 8, 9, 10, 11, 12, 13]
+        text, _, _, choices = complete(turning, "!", logprobs=1, stream=stream, stop="👍")
+        its = [c.logprobs for c in choices]
+        assert sum((i.text_offset for i in its), []) == offsets[:14]  # the stop string's too
+
+
+def test_a_stop_token_ends_a_text_and_is_not_in_it():
+    prompt, sixth = "hello", letters.encode(generate_text("hello"))[5]
+    stops = letters._replace(stop_token_ids=frozenset([sixth]))
+    with serving(tokenizer=stops) as its:
+        expected = generate_text(prompt).partition(LETTERS[sixth])[0]
+        for stream in (False, True):
+            text, reason, usage, choices = complete(its, prompt, logprobs=0, stream=stream)
+            assert (text, reason) == (expected, "stop")
+            assert usage.completion_tokens == len(expected) + 1
+            assert sum(len(c.logprobs.tokens) for c in choices) == len(expected)
+        text, reason, *_ = complete(its, prompt, extra_body={"ignore_eos": True})
+        assert (text, reason) == (generate_text(prompt), "length")
+
+
+def generate_text(prompt):
+    """The text that the tiny model makes of a prompt."""
+    return Engine(tiny_model(), max_len=128, tokenizer=letters).generate([prompt], GREEDY)[0].text
+
+
+@given(
+    st.lists(st.text("ab", max_size=4), min_size=1, max_size=12),
+    st.lists(st.text("ab", min_size=1, max_size=5), max_size=3),
+)
+def test_what_is_written_is_certain_and_ends_before_a_stop_string(pieces, stops):
+    stream = SimpleNamespace(push=pieces.__getitem__, flush=lambda: "")
+    writer, whole, reason = Writer(stream, stops), "", None
+    for i in range(len(pieces)):
+        last = "length" if i == len(pieces) - 1 else None
+        text, reason = writer.push(Event(0, i, None, last, None))
+        whole, seen = whole + text, "".join(pieces[: i + 1])
+        assert not any(stop in whole for stop in stops) and writer.length == len(seen)
+        if reason:
+            break
+    ends = [seen.find(stop) for stop in stops if stop in seen]
+    assert whole == seen[: min(ends, default=len(seen))]
+    assert reason == ("stop" if ends else "length")
+
+
+def test_many_clients_of_whom_a_third_leave(tiny):
+    prompts = ["".join(LETTERS[(7 * i + j * j) % 61] for j in range(1 + i)) for i in range(64)]
+    expected = [generate(tiny, prompt).text for prompt in prompts]
+    client = openai.AsyncOpenAI(base_url=f"{tiny.url}/v1", api_key="none", timeout=60)
+
+    async def one(i):
+        asked = dict(model="tiny", prompt=prompts[i], max_tokens=20, temperature=0)
+        if i % 3 == 1:
+            return (await client.completions.create(**asked)).choices[0].text
+        text = ""
+        async with await client.completions.create(**asked, stream=True) as stream:
+            async for part in stream:
+                text += part.choices[0].text
+                if i % 3 == 2 and len(text) > i % 5:
+                    return None
+        return text
+
+    async def everybody():
+        async with client:
+            return await asyncio.gather(*map(one, range(64)))
+
+    texts = asyncio.run(everybody())
+    assert [text for text in texts if text] == [e for i, e in enumerate(expected) if i % 3 != 2]
+    wait_for(lambda: idle(tiny.engine))
+    check_integrity(tiny.engine.scheduler.pages, [])
+    assert not tiny.api.thread.queues
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_goes_away_frees_its_pages_also_in_the_line(stream):
+    with serving(circle(), byte_tokenizer(), max_batch=1, max_len=512) as its:
+        asked = dict(model="tiny", prompt="a", max_tokens=500, stream=stream)
+        its.engine.runner.prepare = slow(its.engine.runner.prepare, 0.02)  # 10 s
+        before = socket.create_connection(its.http.base_url.netloc.decode().split(":"))
+        behind = socket.create_connection(its.http.base_url.netloc.decode().split(":"))
+        for connection, waiting in ((before, 0), (behind, 1)):
+            body = json.dumps(asked).encode()
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            connection.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+            wait_for(lambda: len(its.engine.scheduler.requests) == waiting + 1)  # noqa: B023
+            wait_for(lambda: len(its.engine.scheduler.running) == 1)
+        behind.close()
+        wait_for(lambda: len(its.engine.scheduler.requests) == 1, 4)
+        before.close()
+        wait_for(lambda: idle(its.engine), 4)
+
+
+def slow(function, seconds):
+    """The same, later."""
+    return lambda *args: time.sleep(seconds) or function(*args)
+
+
+def test_a_full_queue_is_answered_429():
+    with serving(max_batch=1, max_waiting=1) as its:
+        its.engine.runner.prepare = slow(its.engine.runner.prepare, 0.01)
+        with ThreadPoolExecutor() as pool:
+            asking = []
+            for requests in (1, 2):
+                asking.append(pool.submit(complete, its, "a", max_tokens=60, stream=True))
+                wait_for(lambda: len(its.engine.scheduler.requests) == requests)  # noqa: B023
+                wait_for(lambda: len(its.engine.scheduler.running) == 1)
+            with pytest.raises(openai.RateLimitError, match="max_waiting=1") as refused:
+                complete(its, "b")
+            assert refused.value.response.headers["retry-after"] == "1"
+            assert refused.value.code == "queue_full"
+            assert [len(text) for text, *_ in (done.result() for done in asking)] == [60, 60]
+
+
+REFUSED = [  # (what is asked, status, param, what the message says)
+    (dict(prompt=[1, 61]), 400, None, "token 61 is out of range"),
+    (dict(prompt=[]), 400, None, "at least 1 token"),
+    (dict(prompt=["a", "b"]), 400, "prompt", "prompt"),
+    (dict(prompt=[1.5]), 400, "prompt", "prompt"),
+    (dict(prompt="a" * 120), 400, None, "prompt of 120 tokens + max_new_tokens=20: must not"),
+    (dict(model="gpt-4"), 404, "model", "there is only tiny"),
+    (dict(n=2), 400, "n", "n: is not supported here"),
+    (dict(best_of=2), 400, "best_of", "best_of"),
+    (dict(echo=True), 400, "echo", "echo"),
+    (dict(suffix="x"), 400, "suffix", "suffix"),
+    (dict(logit_bias={"5": 1}), 400, "logit_bias", "logit_bias"),
+    (dict(presence_penalty=0.5), 400, "presence_penalty", "presence_penalty"),
+    (dict(logprobs=5), 400, "logprobs", "logprobs"),
+    (dict(max_tokens=0), 400, "max_tokens", "max_tokens"),
+    (dict(max_tokens=True), 400, "max_tokens", "max_tokens"),
+    (dict(max_tokens=10**30), 400, None, "must be a whole number"),
+    (dict(temperature=-1), 400, None, "temperature=-1.0: must be"),
+    (dict(top_p=0), 400, None, "top_p=0.0: must be"),
+    (dict(seed=2**70), 400, None, "seed=11805"),
+    (dict(stop=["a"] * 5), 400, "stop", "stop"),
+    (dict(stop=""), 400, "stop", "stop"),
+    (dict(priority="urgent"), 400, None, "priority='urgent': must be one of realtime"),
+    (dict(ttft_slo=-1), 400, None, "ttft_slo=-1.0: must be"),
+    (dict(whatever=1), 400, "whatever", "whatever: is not supported here"),
+    (dict(messages=[]), 400, "messages", "messages: is not supported here"),
+]
+
+
+@pytest.mark.parametrize("asked, status, param, message", REFUSED)
+def test_what_cannot_be_done_is_refused_by_name(tiny, asked, status, param, message):
+    neutral = dict(n=1, best_of=1, echo=False, suffix="", logit_bias=None, presence_penalty=0)
+    body = dict(model="tiny", prompt="a", max_tokens=20) | neutral
+    assert tiny.http.post("/v1/completions", json=body).status_code == 200
+    for stream in (False, True):
+        done = tiny.http.post("/v1/completions", json=body | asked | {"stream": stream})
+        error = done.json()["error"]
+        assert (done.status_code, error["param"]) == (status, param) and message in error["message"]
+        assert error.keys() == {"message", "type", "param", "code"}
+
+
+def test_what_chat_cannot_do_is_refused_by_name(tiny):
+    said = dict(model="tiny", messages=[{"role": "user", "content": "a"}], max_tokens=2)
+    for wrong, param in [
+        (dict(tools=[{"type": "function"}]), "tools"),
+        (dict(messages=["a"]), "messages"),
+        (dict(messages=[]), "messages"),
+        (dict(messages=[{"role": "user"}]), "messages"),
+        (dict(top_logprobs=2), "top_logprobs"),
+        (dict(prompt="a"), "prompt"),
+    ]:
+        done = tiny.http.post("/v1/chat/completions", json=said | wrong)
+        assert (done.status_code, done.json()["error"]["param"]) == (400, param)
+    neutral = dict(tools=[], n=1, user="me", stop=None, stream_options=None)
+    assert tiny.http.post("/v1/chat/completions", json=said | neutral).status_code == 200
+
+
+def test_a_wrong_address_or_body_is_an_error_of_the_same_shape(tiny):
+    post, kind = tiny.http.post, {"content-type": "application/json"}
+    cases = [
+        (tiny.http.get("/v1/nothing"), 404),
+        (tiny.http.get("/v1/completions"), 405),
+        (tiny.http.get("/records/x"), 404),
+        (
+            post("/v1/completions", content=b"{}", headers={"content-type": "Application/JSON ;x"}),
+            400,
+        ),
+        (post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"}), 415),
+        (post("/v1/completions", content=b"{" + b" " * 2**20 + b"}", headers=kind), 413),
+        (post("/v1/completions", content=b"", headers=kind), 400),
+        (post("/v1/completions", content=b"\xff", headers=kind), 400),
+        (post("/v1/completions", content=b"[" * 10**5, headers=kind), 400),
+        (post("/v1/completions", content=iter([b"{", b"}"]), headers=kind), 411),
+    ]
+    for done, status in cases:
+        assert done.status_code == status
+        assert done.json()["error"].keys() == {"message", "type", "param", "code"}
+    assert cases[1][0].headers["allow"] == "POST"
+
+
+NAMES = "model prompt messages max_tokens temperature top_p top_k seed stop stream logprobs n user "
+NAMES += "stream_options priority ttft_slo tbt_slo ignore_eos suffix logit_bias role content"
+scalars = st.none() | st.booleans() | st.integers(-3, 3) | st.integers() | st.floats() | st.text()
+scalars |= st.sampled_from(["tiny", "user", "high", 10**400, 1e308, 5e-324, -(2**63)])
+values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(NAMES.split()) | st.text(), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+objects = st.dictionaries(st.sampled_from(NAMES.split()), values, max_size=5)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.binary(max_size=40)
+    | values.map(json.dumps)
+    | objects.map(lambda its: json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 2} | its)),
+    st.sampled_from(["completions", "chat/completions"]),
+)
+def test_no_body_breaks_it(tiny, body, address):
+    kind = {"content-type": "application/json"}
+    done = tiny.http.post(f"/v1/{address}", content=body, headers=kind)
+    assert done.status_code in (200, 400, 404)
+    if done.headers["content-type"] == "application/json":
+        assert ("error" in done.json()) == (done.status_code != 200)
+
+
+def test_it_serves_on_after_all_that(tiny):
+    assert complete(tiny, "hello")[0] == generate(tiny, "hello").text
+    wait_for(lambda: idle(tiny.engine))
+
+
+def test_an_api_key():
+    with serving(key="sésame") as its:
+        ask = lambda key: its.http.get("/v1/models", headers={"authorization": key})
+        right = "Bearer sésame".encode()
+        assert ask(right).status_code == 200
+        for wrong in (b"", b"Bearer", b"Bearer x", b"Bearer s\xe9same", right + b"x"):
+            assert ask(wrong).status_code == 401
+        post = its.http.post("/v1/completions", json={})
+        assert post.status_code == 401 and post.json()["error"]["code"] == "invalid_api_key"
+        assert its.http.get("/health").status_code == 200
+
+
+def test_a_step_that_fails_is_a_500_for_its_requests_and_no_others():
+    with serving(max_batch=1) as its:
+        prepare, runner = its.engine.runner.prepare, its.engine.runner
+        failing = threading.Event()
+
+        def broken(spans):
+            time.sleep(0.01)
+            if failing.is_set():
+                failing.clear()
+                raise RuntimeError("out of order")
+            return prepare(spans)
+
+        runner.prepare = broken
+        asked = dict(model="tiny", max_tokens=50, stream=True, temperature=0)
+        first = its.client.completions.create(prompt="a", **asked)
+        with ThreadPoolExecutor() as pool:
+            second = pool.submit(complete, its, "hello", max_tokens=50)  # waits meanwhile
+            wait_for(lambda: len(its.engine.scheduler.requests) == 2)
+            failing.set()
+            with pytest.raises(openai.APIError, match="the engine failed"):
+                list(first)
+            expected = generate(its, "hello", SamplingParams(50)).text
+            assert second.result()[0] == expected
+        failing.set()
+        with pytest.raises(openai.InternalServerError, match="the engine failed"):
+            complete(its, "a")
+        assert complete(its, "hello")[0] == expected[:20]
+        wait_for(lambda: idle(its.engine))
+
+
+FAILING = {  # where a policy of one's own may fail, and how
+    "schedule": "raise SystemExit",
+    "schedule ": "return None",
+    "schedule  ": "return [4]",
+    "advance": "1 / 0",
+    "observe": "1 / 0",
+    "add": "1 / 0",
+    "finish": "1 / 0",
+    "finish ": "raise ValueError",
+}
+
+
+@pytest.mark.parametrize("method", FAILING)
+def test_a_policy_that_fails_leaves_nobody_waiting(method, tmp_path, caplog):
+    own, name = tmp_path / "own.py", method.strip()
+    own.write_text(
+        "from scheduler import SarathiServe\n\nclass Own(SarathiServe):\n    broken = False\n"
+        f"    def {name}(self, *its):\n        if self.broken:\n            {FAILING[method]}\n"
+        f"        return super().{name}(*its)\n"
+    )
+    with serving(policy=f"{own}:Own") as its:
+        its.engine.scheduler.broken = True
+        for stream in (False, True):
+            with pytest.raises(openai.APIError):
+                complete(its, "a", stream=stream)
+        if name == "finish":  # also if it fails as a client goes
+            stream = its.client.completions.create(model="tiny", prompt="a", stream=True)
+            next(stream)
+            stream.close()
+        wait_for(lambda: idle(its.engine))
+        check_integrity(its.engine.scheduler.pages, [])
+        count = len(caplog.records)
+        time.sleep(0.1)
+        assert len(caplog.records) == count <= 4  # it does not try for ever
+        its.engine.scheduler.broken = False
+        assert complete(its, "hello")[0] == generate_text("hello")
+        wait_for(lambda: idle(its.engine))
+
+
+def test_metrics_count():
+    with serving() as its:
+        complete(its, "hello")
+        complete(its, "you", stream=True)
+        with pytest.raises(openai.BadRequestError):
+            complete(its, "you", n=2)
+        rows = (line.split() for line in its.http.get("/metrics").text.splitlines())
+        found = {
+            row[0].removeprefix("nanosarathi_"): float(row[1]) for row in rows if row[0] != "#"
+        }
+        assert (found["prompt_tokens_total"], found["output_tokens_total"]) == (8, 40)
+        assert (found["ttft_seconds_count"], found["tbt_seconds_count"]) == (2, 38)
+        assert (found["waiting_requests"], found["running_requests"]) == (0, 0)
+        assert (found["free_pages"], found["preemptions_total"]) == (32, 0)
+        assert 0 < found["ttft_seconds_sum"] < 20 and found['tbt_seconds_bucket{le="+Inf"}'] == 38
+
+
+def test_what_a_stop_string_ends_with_its_last_token_is_counted():
+    with serving(circle(), byte_tokenizer(), max_len=512) as its:
+        for _ in range(20):  # the engine ends some of them before it is told of the stop string
+            complete(its, "!", max_tokens=5, stop="abc ")
+        wait_for(lambda: idle(its.engine))
+        wait_for(lambda: "prompt_tokens_total 20.0" in its.http.get("/metrics").text)
+
+
+def test_long_stop_strings_hold_nobody_up():
+    seen, stream = [], SimpleNamespace(push=lambda token: "q", flush=lambda: "")
+
+    class Counted(str):
+        def __getitem__(self, which):
+            seen.append(which)
+            return str.__getitem__(self, which)
+
+    writer = Writer(stream, [Counted("q" * 10_000 + "!")])
+    for i in range(5):
+        assert writer.push(Event(0, i, None, None, None)) == ("", None)
+    assert len(seen) <= 15  # no longer than the text that is held
+
+
+def test_who_looks_sees_what_is_and_then_each_iteration():
+    with serving() as its:
+        look = lambda place: its.http.get(f"/records/{place}").json()
+        assert "/records" in its.http.get("/").text
+        first = look(10**15)
+        assert [record["live"] for record in first["records"]] == [[]]
+        complete(its, "hello")
+        seen = look(first["place"])
+        assert seen["records"][0]["request"]["prompt_len"] == 5
+        assert seen["records"][1]["chunks"] == [[0, 0, 5]]
+        assert seen["records"][2]["decodes"] == [0] and len(seen["records"]) == 21
+        assert seen["records"][-1]["ended"] == [[0, "length"]]
+        assert look(seen["place"]) == {"records": [], "place": 21}
+        for beyond in (22, 10**30):
+            assert look(beyond)["records"][0].keys() == {"settings", "live"}
+
+
+def test_records_that_are_too_old_are_a_snapshot(monkeypatch):
+    monkeypatch.setattr(engine_thread, "RECORDS", 5)
+    with serving() as its:
+        look = lambda place: its.http.get(f"/records/{place}").json()
+        complete(its, "hello")
+        assert 5 <= len(its.api.thread.recorder.records) <= 10
+        whole, part = look(0), look(18)
+        assert whole["records"][0].keys() == {"settings", "live"} and whole["place"] == 21
+        assert part["place"] == 21 and len(part["records"]) == 3
+        assert part["records"][-1]["ended"] == [[0, "length"]]
+
+
+def test_what_takes_too_long_is_cut_off_when_the_server_ends(capfd):
+    with serving(drain_s=0.3) as its:
+        its.engine.runner.prepare = slow(its.engine.runner.prepare, 0.05)
+        asked = dict(model="tiny", prompt="a", max_tokens=120, stream=True)
+        running = its.client.completions.create(**asked)
+        next(iter(running))
+        its.server.should_exit = True
+        with pytest.raises((openai.APIError, httpx.TransportError)):
+            list(running)
+    assert "Cancel 1 running task" in (log := capfd.readouterr().err) and "Traceback" not in log
+
+
+PROGRAM = "-m server --preset llama-tiny --device cpu --dtype float32 --port 0 --threads 1".split()
+
+
+def test_after_a_signal_it_finishes_what_runs():
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=HERE)
+    process = subprocess.Popen([sys.executable, *PROGRAM, "--max-len", "600"], **pipes)
+    try:
+        url = re.search(r"http://\S+", process.stdout.readline()).group()
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        asked = dict(model="llama-tiny", prompt="a", max_tokens=500)
+        stream = client.completions.create(**asked, stream=True)
+        next(stream)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        with pytest.raises(openai.APIConnectionError):
+            client.completions.create(**asked)
+        assert sum(1 for _ in stream) == 499
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+    assert "Traceback" not in process.stderr.read()
+
+
+def test_a_signal_as_soon_as_it_listens_ends_it():
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=HERE)
+    with subprocess.Popen([sys.executable, *PROGRAM], **pipes) as process:
+        process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0 and "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.parametrize("words", [["--api-key", ""], ["--port", "x"], ["--policy", "x"]])
+def test_a_command_line_that_makes_no_sense_is_refused(words):
+    pipes = dict(cwd=HERE, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, *PROGRAM, *words], **pipes)
+    assert done.returncode and words[0].strip("-") in done.stderr
+    assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) <= 2
+
+
+def test_the_template_of_a_checkpoint(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sentencepiece_directory(tmp_path)
+    chat = load_chat(tmp_path)
+    said = [{"role": "user", "content": "hello"}]
+    with pytest.raises(Exception, match="chat_template is not set"):
+        chat(said)
+    template = "{{ bos_token }}{% for m in messages %}{% if m.role == 'x' %}"
+    template += "{{ raise_exception('no x here') }}{% endif %}{{ m.content }} {% endfor %}"
+    template += "{% if add_generation_prompt %}hell{% endif %}"
+    config = {"chat_template": template, "bos_token": "<s>", "tokenizer_class": "LlamaTokenizer"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    chat = load_chat(tmp_path)
+    assert chat(said) == "<s>hello hell"
+    with pytest.raises(Exception, match="no x here"):
+        chat([{"role": "x", "content": "hello"}])
+    inner = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    expected = inner.apply_chat_template(said, add_generation_prompt=True, return_dict=False)
+    api = SimpleNamespace(tokenizer=load_tokenizer(tmp_path), chat=chat)
+    asked = ChatRequest(model="x", messages=said)
+    assert Api.encode(api, asked) == expected
+
+
+def test_a_remote_server_is_measured_as_this_machine_is():
+    lengths = [(0.0, 5, 20), (0.02, 9, 1), (0.04, 60, 30)]
+    arrivals = [Arrival(*its, priority="high") for its in lengths]
+    with serving(circle(), byte_tokenizer(), max_waiting=1) as its:
+        args = SimpleNamespace(url=f"{its.url}/v1", model=None, seed=0)
+        machine = RemoteMachine(args, None)
+        ended = []
+        seen = machine.serve(None, arrivals, progress=lambda: ended.append(1), recorder=None)
+        assert machine.model == "tiny" and len(ended) == 3
+        its.engine.runner.prepare = slow(its.engine.runner.prepare, 0.2)
+        crowd = machine.serve(None, [Arrival(0.0, 5, 2)] * 8)
+    assert [(len(c.prompt), len(c.token_times)) for c in seen.completions] == [
+        its[1:] for its in lengths
+    ]
+    for c, (arrival, *_) in zip(seen.completions, lengths):
+        assert (c.arrival, c.priority, c.finish_reason) == (arrival, 1, "length")
+        assert c.token_times == sorted(c.token_times) and 0 < c.ttft < 10
+    row = summarize(seen, 10.0)
+    assert row["met"] and row["ttft_s"]["max"] == max(c.ttft for c in seen.completions)
+    assert row["scheduling_delay_s"]["p50"] is None and row["hybrid"] is None
+    assert row["tokens_per_s"] == pytest.approx(125 / seen.seconds)
+    assert [r["output_tokens"] for r in request_rows(*seen[:2])] == [20, 1, 30]
+    assert crowd.refused == sum(not c.token_times for c in crowd.completions) > 0
