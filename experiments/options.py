@@ -144,9 +144,9 @@ def find_device(name):
 
 def load_model(args, length, gpu_model="llama-13b", gpu_bytes=40e9):
     """The model to measure, on its device. Sets the number of threads, args.model and args.dtype.
-    `length` is the option that says how many positions the model must have, such as "seq_len";
-    `gpu_model` is the default on a GPU with more than `gpu_bytes` of memory. Raises ValueError for
-    an option that this machine or the model does not allow."""
+    `length` is the option that says how many positions the model must have, such as "seq_len", if
+    it says so; `gpu_model` is the default on a GPU with more than `gpu_bytes` of memory. Raises
+    ValueError for an option that this machine or the model does not allow."""
     import torch
 
     from attention import check_backend
@@ -160,7 +160,7 @@ def load_model(args, length, gpu_model="llama-13b", gpu_bytes=40e9):
     if args.model and args.init_from:
         both = f"{args.model} and {args.init_from}"
         raise ValueError(f"{both}: a geometry and a checkpoint, give one of them")
-    device, positions = find_device(args.device), getattr(args, length)
+    device, positions = find_device(args.device), getattr(args, length) or 1
     check_backend(args.attention, device)
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -46,7 +46,7 @@ def make_engine(args):
     names = "policy chunk max_batch max_len pages max_waiting attention".split()
     names += ["tbt_slo"] if args.tbt_slo else []
     settings = {name: getattr(args, name) for name in names}
-    settings["page_size"] = min(args.page_size, args.max_len)
+    settings["page_size"] = min(args.page_size, args.max_len or args.page_size)
     engine = Engine(load_model(args, "max_len"), **settings)
     engine.warm_up()
     return engine
@@ -58,17 +58,13 @@ def main(argv=None):
     import uvicorn
 
     from experiments.options import find_texts
-    from model import GPTConfig
     from policies import find_policy
-    from pretrained.checkpoints import read_config
     from server.app import Api
     from server.engine_thread import EngineThread
     from server.text import load_chat
 
     find_policy(args.policy)  # what is quick goes first: it may be what is wrong
     name, tokenizer = find_texts(args)
-    config = read_config(args.init_from) if args.init_from else GPTConfig.preset(args.model)
-    args.max_len = args.max_len or min(2048, config.max_positions)
     key = os.environ.get("NANOSARATHI_API_KEY") if args.api_key is None else args.api_key
     if key == "":
         raise ValueError("--api-key, NANOSARATHI_API_KEY: must not be empty")

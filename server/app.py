@@ -147,7 +147,7 @@ class Api:
         self.thread, self.engine, self.tokenizer = thread, thread.engine, tokenizer
         self.name, self.chat, self.key, self.max_body = name, chat, key, max_body
         self.metrics = Metrics(thread.engine.scheduler)
-        thread.observe = self.metrics.observe
+        thread.observe, self.warmed_up = self.metrics.observe, thread.engine.last_iteration
 
     def app(self):
         """The ASGI application."""
@@ -159,10 +159,17 @@ class Api:
             Route("/health", lambda _: PlainTextResponse("ok")),
             Route("/metrics", lambda _: PlainTextResponse(self.metrics.text())),
             Route("/records/{place:int}", self.records),
-            Route("/", lambda _: HTMLResponse(page(self.name, live="/records"))),
+            Route("/", self.page),
         ]
         handlers = dict.fromkeys((HTTPException, ClientDisconnect, Exception), refuse)
         return Starlette(routes=routes, exception_handlers=handlers)
+
+    async def page(self, request):
+        """GET /: the schedule page. Red: longer than the SLO, or ten decode iterations."""
+        its, last = self.engine.config, self.warmed_up
+        slo_s = its.options.get("tbt_slo") or last and 10 * (last.end - last.start)
+        about = f"{its.policy}, chunk {its.chunk}, {its.max_batch} requests of {its.max_len} tokens"
+        return HTMLResponse(page(self.name, about, live="/records", slo_s=slo_s))
 
     def check_key(self, request):
         """Raise Refused if the request has not the key."""
@@ -196,16 +203,15 @@ class Api:
         its = asked.model_dump(include={"temperature", "top_k", "top_p", "seed"})
         its |= dict(max_new_tokens=most, stop_token_ids=stop, logprobs=asked.wants_logprobs)
         promised = asked.model_dump(include={"priority", "ttft_slo", "tbt_slo"})
-        queue = asyncio.Queue()
         try:
-            given = queue, prompt, SamplingParams(**its), arrival, promised
+            given = asyncio.Queue(), prompt, SamplingParams(**its), arrival, promised
             request_id = await self.thread.call(self.thread.add, *given)
         except QueueFull as error:
             raise Refused(429, str(error), None, "queue_full", {"Retry-After": "1"}) from error
         except ValueError as error:
             too_long = "context_length_exceeded" if len(prompt) + most > max_len else None
             raise Refused(400, str(error), None, too_long) from error
-        return Answer(self, asked, prompt, request_id, queue)
+        return Answer(self, asked, prompt, request_id, given[0])
 
     def encode(self, asked):
         """The tokens of a request's prompt, or of its messages. Raises Refused."""
@@ -216,5 +222,5 @@ class Api:
 
     async def records(self, request):
         """GET /records/N: EngineThread.look, as JSON."""
-        look = self.thread.look, request.path_params["place"]
-        return JSONResponse(await self.thread.call(*look))
+        place = request.path_params["place"]
+        return JSONResponse(await self.thread.call(self.thread.look, place))

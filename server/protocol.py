@@ -11,10 +11,8 @@ from starlette.exceptions import HTTPException
 
 Count = Annotated[int, Field(ge=1)]
 StopString = Annotated[str, Field(min_length=1)]
-NOTHING = {  # is asked for by these, or by null
-    **{"n": 1, "best_of": 1, "echo": False, "suffix": "", "frequency_penalty": 0},
-    **{"presence_penalty": 0, "logit_bias": {}, "tools": [], "top_logprobs": 0},
-}
+NOTHING = dict(n=1, best_of=1, echo=False, suffix="", frequency_penalty=0, presence_penalty=0)
+NOTHING |= dict(logit_bias={}, tools=[], top_logprobs=0)  # is asked for by these, or by null
 
 
 class Refused(HTTPException):

@@ -2,6 +2,7 @@
 
 import json
 from argparse import Namespace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,12 @@ def check(name, machine=GPU):
     return [[c.tokens for c in seen.completions] for seen in runs]
 
 
+@cache
+def said_alone():
+    """What is said under a policy that is beyond doubt."""
+    return check("request-level", ENGINE)
+
+
 @pytest.mark.parametrize("text, message", BROKEN)
 def test_the_rule_that_is_broken_is_named_with_iteration_and_request(text, message, tmp_path):
     (tmp_path / "own.py").write_text(f"{OWN}{text}" + "\n    return its" * ("its" in text))
@@ -64,7 +71,7 @@ def test_the_rule_that_is_broken_is_named_with_iteration_and_request(text, messa
 @pytest.mark.parametrize("name", [*POLICIES, TEMPLATE])
 def test_every_policy_keeps_the_rules_and_an_engine_says_the_same_in_any_company(name):
     check(name)
-    assert check(name, ENGINE) == check("request-level", ENGINE)
+    assert check(name, ENGINE) == said_alone()
 
 
 def test_the_commands_are_referees_of_ones_own_with_little_memory_too(tmp_path, monkeypatch):

@@ -378,7 +378,7 @@ def test_a_small_budget_serves_several_times_the_load_and_a_large_one_less():
     yi = system("Yi-34B", 5e-3)
     policies = ("vllm", "sarathi-serve:512", "sarathi-serve:2048")
     load = "sharegpt4", [SLOS["strict"] * base_of(yi).seconds], 384
-    vllm, small, large = (find_capacities(yi, policy, *load)[0] for policy in policies)
+    vllm, small, large = (find_capacities(yi, policy, *load, 1.1)[0] for policy in policies)
     assert 2.6 <= small / vllm <= 4.4 and 0 < large < vllm
 
 

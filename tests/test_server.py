@@ -577,6 +577,18 @@ def test_who_looks_sees_what_is_and_then_each_iteration():
             assert look(beyond)["records"][0].keys() == {"settings", "live"}
 
 
+def test_the_page_says_who_serves_and_what_is_too_long():
+    with serving(policy="dynamic", tbt_slo=0.25) as its:
+        text = its.http.get("/").text
+        assert '"slo_s": 0.25' in text and "dynamic, chunk 16, 4 requests of 128 tokens" in text
+    engine = Engine(tiny_model(), max_batch=2, max_len=64)
+    engine.warm_up()
+    last, thread = engine.last_iteration, EngineThread(lambda: engine)
+    api = Api(thread, letters, "tiny", load_chat(None))
+    thread.thread.shutdown()
+    assert f'"slo_s": {10 * (last.end - last.start)}' in asyncio.run(api.page(None)).body.decode()
+
+
 def test_records_that_are_too_old_are_a_snapshot(monkeypatch):
     monkeypatch.setattr(engine_thread, "RECORDS", 5)
     with serving() as its:
