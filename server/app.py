@@ -204,14 +204,14 @@ class Api:
         its |= dict(max_new_tokens=most, stop_token_ids=stop, logprobs=asked.wants_logprobs)
         promised = asked.model_dump(include={"priority", "ttft_slo", "tbt_slo"})
         try:
-            given = asyncio.Queue(), prompt, SamplingParams(**its), arrival, promised
-            request_id = await self.thread.call(self.thread.add, *given)
+            given = prompt, SamplingParams(**its), arrival, promised
+            queued = await self.thread.call(self.thread.add, *given)
         except QueueFull as error:
             raise Refused(429, str(error), None, "queue_full", {"Retry-After": "1"}) from error
         except ValueError as error:
             too_long = "context_length_exceeded" if len(prompt) + most > max_len else None
             raise Refused(400, str(error), None, too_long) from error
-        return Answer(self, asked, prompt, request_id, given[0])
+        return Answer(self, asked, prompt, *queued)
 
     def encode(self, asked):
         """The tokens of a request's prompt, or of its messages. Raises Refused."""

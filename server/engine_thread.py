@@ -1,7 +1,7 @@
 """The engine in a thread of its own, which steps it while there is work; the rest is asyncio's.
 
 Only that thread touches the engine: what `call` has done in it is done between two steps. It makes
-the engine, too: with OpenMP a thread is slow if another one used it before, by 40 % on two cores.
+the engine, too: with OpenMP a thread is slow if another one used it before.
 Read first: engine.py. Read next: app.py.
 """
 
@@ -23,7 +23,7 @@ class EngineThread:
     def __init__(self, make_engine):
         self.thread, self.stepping = ThreadPoolExecutor(1, "engine"), False
         self.engine = self.thread.submit(make_engine).result()
-        self.loop, self.queues = None, {}  # asyncio's; request id -> queue, see `add`
+        self.loop, self.queues = None, {}  # asyncio's; request id -> what `add` returns
         self.recorder, self.forgotten = Recorder(), 0  # how many records are not kept any more
         self.recorder.watch([self.engine.scheduler])
         self.observe = lambda completion: None
@@ -33,15 +33,15 @@ class EngineThread:
         self.loop = asyncio.get_running_loop()
         return await self.loop.run_in_executor(self.thread, function, *arguments)
 
-    def add(self, queue, prompt, params, arrival, promised):
-        """Engine.add_request, with a dict of what is `promised`. The asyncio.Queue gets each Event
-        of the request, or None if a step failed that computed it."""
+    def add(self, prompt, params, arrival, promised):
+        """Engine.add_request, with a dict of what is `promised`: the id, and an asyncio.Queue that
+        gets each Event of the request, or None if a step failed that computed it."""
         request_id = self.engine.add_request(prompt, params, arrival, **promised)
-        self.queues[request_id] = queue
+        queue = self.queues[request_id] = asyncio.Queue()
         if not self.stepping:
             self.stepping = True
             self.thread.submit(self.step)
-        return request_id
+        return request_id, queue
 
     def end(self, request_id):
         """End a request, if it has not ended, and free its pages."""
