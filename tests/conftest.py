@@ -1,4 +1,4 @@
-"""The browser of those tests that look at a page."""
+"""The browser of the tests that look at a page, and the servers that several tests ask."""
 
 import pytest
 
@@ -14,3 +14,22 @@ def browser():
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """A server of the tiny model, its tokens are letters."""
+    from tests.servers import serving
+
+    with serving(max_waiting=100) as its:
+        yield its
+
+
+@pytest.fixture(scope="module")
+def turning():
+    """A server of servers.circle."""
+    from pretrained.tokenizers import byte_tokenizer
+    from tests.servers import circle, serving
+
+    with serving(circle(), byte_tokenizer()) as its:
+        yield its

@@ -7,15 +7,11 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
-import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import Engine, Event
@@ -23,121 +19,31 @@ from experiments.metrics import request_rows
 from experiments.remote import RemoteMachine
 from experiments.run import summarize
 from experiments.workload import Arrival
-from model import GPT, GPTConfig
-from pretrained.tokenizers import Tokenizer, byte_tokenizer, load_tokenizer
+from pretrained.tokenizers import byte_tokenizer, load_tokenizer
 from sampling import SamplingParams
 from tests.helpers import check_integrity, tiny_model
+from tests.servers import (
+    LETTERS,
+    Api,
+    ChatRequest,
+    EngineThread,
+    Writer,
+    circle,
+    complete,
+    engine_thread,
+    generate,
+    generate_text,
+    httpx,
+    idle,
+    letters,
+    load_chat,
+    openai,
+    serving,
+    slow,
+    wait_for,
+)
 from tests.test_bench import HERE
 from tests.test_tokenizers import sentencepiece_directory
-
-needs = "pip install -r server/requirements.txt, and openai"
-openai, httpx, *_ = [
-    pytest.importorskip(name, reason=f"{name} is missing: {needs}")
-    for name in ("openai", "httpx2", "starlette", "uvicorn", "prometheus_client", "jinja2")
-]
-
-import uvicorn  # noqa: E402
-
-from server import engine_thread  # noqa: E402
-from server.app import Api  # noqa: E402
-from server.engine_thread import EngineThread  # noqa: E402
-from server.protocol import ChatRequest  # noqa: E402
-from server.text import Writer, load_chat  # noqa: E402
-
-LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:!?-()"[:61]
-letters = Tokenizer(
-    lambda text: [LETTERS.find(c) % 61 for c in text], lambda ids: "".join(LETTERS[i] for i in ids)
-)
-GREEDY = SamplingParams(20, logprobs=True)
-TEXT = "abc né日👍_xyz!"  # no byte twice
-
-
-def circle(text=TEXT):
-    """A model that continues `text`, and after its end with its beginning, in bytes."""
-    sizes = dict(n_layer=1, n_head=2, n_kv_head=2, n_embd=256, n_inner=8, max_positions=512)
-    model = GPT(GPTConfig("llama", vocab_size=256, **sizes), dtype=torch.float64)
-    for p in model.parameters():
-        if p.ndim == 2:
-            p.zero_()
-    model.token_embedding.weight.copy_(torch.eye(256))
-    for this, following in zip(text.encode(), text.encode()[1:] + text.encode()[:1]):
-        model.head.weight[following, this] = 0.1
-    return model
-
-
-@contextmanager
-def serving(model=None, tokenizer=letters, key=None, max_body=2**20, drain_s=1.0, **settings):
-    """A server in a thread, at a port of its own."""
-    sizes = dict(max_batch=4, max_len=128, page_size=16, chunk=16) | settings
-    engine = Engine(model or tiny_model(), **sizes)
-    api = Api(EngineThread(lambda: engine), tokenizer, "tiny", load_chat(None), key, max_body)
-    how = dict(log_level="error", timeout_graceful_shutdown=drain_s)
-    server, listener = uvicorn.Server(uvicorn.Config(api.app(), **how)), socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    url = "http://{}:{}".format(*listener.getsockname())
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    wait_for(lambda: server.started)
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key=key or "none", max_retries=0, timeout=30)
-    try:
-        with httpx.Client(base_url=url, timeout=30) as http, client:
-            its = dict(engine=engine, api=api, server=server, client=client, http=http, url=url)
-            yield SimpleNamespace(**its)
-    finally:
-        server.should_exit = True
-        thread.join(20)
-    assert not thread.is_alive()
-    api.thread.thread.shutdown()
-
-
-def wait_for(what, seconds=20):
-    """Until what() is true."""
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.005)
-
-
-def idle(engine):
-    """Whether nothing runs and no page is missing."""
-    pages = engine.scheduler.pages
-    return not engine.has_work and pages.num_free == pages.total
-
-
-@pytest.fixture(scope="module")
-def tiny():
-    """A server of the tiny model, its tokens are letters."""
-    with serving(max_waiting=100) as its:
-        yield its
-
-
-@pytest.fixture(scope="module")
-def turning():
-    """A server of `circle`."""
-    with serving(circle(), byte_tokenizer()) as its:
-        yield its
-
-
-def complete(its, prompt, **more):
-    """(text, finish_reason, the usage, the choices) of a completion, greedy if not told."""
-    asked = dict(model="tiny", prompt=prompt, max_tokens=20, temperature=0) | more
-    if not asked.get("stream"):
-        done = its.client.completions.create(**asked)
-        return done.choices[0].text, done.choices[0].finish_reason, done.usage, done.choices
-    asked["stream_options"] = {"include_usage": True}
-    *parts, last = its.client.completions.create(**asked)
-    assert last.choices == [] and all(part.usage is None for part in parts)
-    choices = [part.choices[0] for part in parts]
-    assert [c.finish_reason for c in choices[:-1]] == [None] * (len(choices) - 1)
-    return "".join(c.text for c in choices), choices[-1].finish_reason, last.usage, choices
-
-
-def generate(its, prompt, params=GREEDY):
-    """What the engine itself makes of a prompt."""
-    config, tokenizer = its.engine.config, its.api.tokenizer
-    return Engine(its.engine.runner.model, config, tokenizer=tokenizer).generate([prompt], params)[
-        0
-    ]
 
 
 @pytest.mark.parametrize("prompt", ["hello", "a", "What is it? " * 5])
@@ -233,11 +139,6 @@ def test_a_stop_token_ends_a_text_and_is_not_in_it():
         assert (text, reason) == (generate_text(prompt), "length")
 
 
-def generate_text(prompt):
-    """The text that the tiny model makes of a prompt."""
-    return Engine(tiny_model(), max_len=128, tokenizer=letters).generate([prompt], GREEDY)[0].text
-
-
 @given(
     st.lists(st.text("ab", max_size=4), min_size=1, max_size=12),
     st.lists(st.text("ab", min_size=1, max_size=5), max_size=3),
@@ -302,223 +203,6 @@ def test_who_goes_away_frees_its_pages_also_in_the_line(stream):
         wait_for(lambda: len(its.engine.scheduler.requests) == 1, 4)
         before.close()
         wait_for(lambda: idle(its.engine), 4)
-
-
-def slow(function, seconds):
-    """The same, later."""
-    return lambda *args: time.sleep(seconds) or function(*args)
-
-
-def test_a_full_queue_is_answered_429():
-    with serving(max_batch=1, max_waiting=1) as its:
-        its.engine.runner.prepare = slow(its.engine.runner.prepare, 0.01)
-        with ThreadPoolExecutor() as pool:
-            asking = []
-            for requests in (1, 2):
-                asking.append(pool.submit(complete, its, "a", max_tokens=60, stream=True))
-                wait_for(lambda: len(its.engine.scheduler.requests) == requests)  # noqa: B023
-                wait_for(lambda: len(its.engine.scheduler.running) == 1)
-            with pytest.raises(openai.RateLimitError, match="max_waiting=1") as refused:
-                complete(its, "b")
-            assert refused.value.response.headers["retry-after"] == "1"
-            assert refused.value.code == "queue_full"
-            assert [len(text) for text, *_ in (done.result() for done in asking)] == [60, 60]
-
-
-REFUSED = [  # (what is asked, status, param, what the message says)
-    (dict(prompt=[1, 61]), 400, None, "token 61 is out of range"),
-    (dict(prompt=[]), 400, None, "at least 1 token"),
-    (dict(prompt=["a", "b"]), 400, "prompt", "prompt"),
-    (dict(prompt=[1.5]), 400, "prompt", "prompt"),
-    (dict(prompt="a" * 120), 400, None, "prompt of 120 tokens + max_new_tokens=20: must not"),
-    (dict(model="gpt-4"), 404, "model", "there is only tiny"),
-    (dict(n=2), 400, "n", "n: is not supported here"),
-    (dict(best_of=2), 400, "best_of", "best_of"),
-    (dict(echo=True), 400, "echo", "echo"),
-    (dict(suffix="x"), 400, "suffix", "suffix"),
-    (dict(logit_bias={"5": 1}), 400, "logit_bias", "logit_bias"),
-    (dict(presence_penalty=0.5), 400, "presence_penalty", "presence_penalty"),
-    (dict(logprobs=5), 400, "logprobs", "logprobs"),
-    (dict(max_tokens=0), 400, "max_tokens", "max_tokens"),
-    (dict(max_tokens=True), 400, "max_tokens", "max_tokens"),
-    (dict(max_tokens=10**30), 400, None, "must be a whole number"),
-    (dict(temperature=-1), 400, None, "temperature=-1.0: must be"),
-    (dict(top_p=0), 400, None, "top_p=0.0: must be"),
-    (dict(seed=2**70), 400, None, "seed=11805"),
-    (dict(stop=["a"] * 5), 400, "stop", "stop"),
-    (dict(stop=""), 400, "stop", "stop"),
-    (dict(priority="urgent"), 400, None, "priority='urgent': must be one of realtime"),
-    (dict(ttft_slo=-1), 400, None, "ttft_slo=-1.0: must be"),
-    (dict(whatever=1), 400, "whatever", "whatever: is not supported here"),
-    (dict(messages=[]), 400, "messages", "messages: is not supported here"),
-]
-
-
-@pytest.mark.parametrize("asked, status, param, message", REFUSED)
-def test_what_cannot_be_done_is_refused_by_name(tiny, asked, status, param, message):
-    neutral = dict(n=1, best_of=1, echo=False, suffix="", logit_bias=None, presence_penalty=0)
-    body = dict(model="tiny", prompt="a", max_tokens=20) | neutral
-    assert tiny.http.post("/v1/completions", json=body).status_code == 200
-    for stream in (False, True):
-        done = tiny.http.post("/v1/completions", json=body | asked | {"stream": stream})
-        error = done.json()["error"]
-        assert (done.status_code, error["param"]) == (status, param) and message in error["message"]
-        assert error.keys() == {"message", "type", "param", "code"}
-
-
-def test_what_chat_cannot_do_is_refused_by_name(tiny):
-    said = dict(model="tiny", messages=[{"role": "user", "content": "a"}], max_tokens=2)
-    for wrong, param in [
-        (dict(tools=[{"type": "function"}]), "tools"),
-        (dict(messages=["a"]), "messages"),
-        (dict(messages=[]), "messages"),
-        (dict(messages=[{"role": "user"}]), "messages"),
-        (dict(top_logprobs=2), "top_logprobs"),
-        (dict(prompt="a"), "prompt"),
-    ]:
-        done = tiny.http.post("/v1/chat/completions", json=said | wrong)
-        assert (done.status_code, done.json()["error"]["param"]) == (400, param)
-    neutral = dict(tools=[], n=1, user="me", stop=None, stream_options=None)
-    assert tiny.http.post("/v1/chat/completions", json=said | neutral).status_code == 200
-
-
-def test_a_wrong_address_or_body_is_an_error_of_the_same_shape(tiny):
-    post, kind = tiny.http.post, {"content-type": "application/json"}
-    cases = [
-        (tiny.http.get("/v1/nothing"), 404),
-        (tiny.http.get("/v1/completions"), 405),
-        (tiny.http.get("/records/x"), 404),
-        (
-            post("/v1/completions", content=b"{}", headers={"content-type": "Application/JSON ;x"}),
-            400,
-        ),
-        (post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"}), 415),
-        (post("/v1/completions", content=b"{" + b" " * 2**20 + b"}", headers=kind), 413),
-        (post("/v1/completions", content=b"", headers=kind), 400),
-        (post("/v1/completions", content=b"\xff", headers=kind), 400),
-        (post("/v1/completions", content=b"[" * 10**5, headers=kind), 400),
-        (post("/v1/completions", content=iter([b"{", b"}"]), headers=kind), 411),
-    ]
-    for done, status in cases:
-        assert done.status_code == status
-        assert done.json()["error"].keys() == {"message", "type", "param", "code"}
-    assert cases[1][0].headers["allow"] == "POST"
-
-
-NAMES = "model prompt messages max_tokens temperature top_p top_k seed stop stream logprobs n user "
-NAMES += "stream_options priority ttft_slo tbt_slo ignore_eos suffix logit_bias role content"
-scalars = st.none() | st.booleans() | st.integers(-3, 3) | st.integers() | st.floats() | st.text()
-scalars |= st.sampled_from(["tiny", "user", "high", 10**400, 1e308, 5e-324, -(2**63)])
-values = st.recursive(
-    scalars,
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(st.sampled_from(NAMES.split()) | st.text(), inner, max_size=4)
-    ),
-    max_leaves=8,
-)
-objects = st.dictionaries(st.sampled_from(NAMES.split()), values, max_size=5)
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    st.binary(max_size=40)
-    | values.map(json.dumps)
-    | objects.map(lambda its: json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 2} | its)),
-    st.sampled_from(["completions", "chat/completions"]),
-)
-def test_no_body_breaks_it(tiny, body, address):
-    kind = {"content-type": "application/json"}
-    done = tiny.http.post(f"/v1/{address}", content=body, headers=kind)
-    assert done.status_code in (200, 400, 404)
-    if done.headers["content-type"] == "application/json":
-        assert ("error" in done.json()) == (done.status_code != 200)
-
-
-def test_it_serves_on_after_all_that(tiny):
-    assert complete(tiny, "hello")[0] == generate(tiny, "hello").text
-    wait_for(lambda: idle(tiny.engine))
-
-
-def test_an_api_key():
-    with serving(key="sésame") as its:
-        ask = lambda key: its.http.get("/v1/models", headers={"authorization": key})
-        right = "Bearer sésame".encode()
-        assert ask(right).status_code == 200
-        for wrong in (b"", b"Bearer", b"Bearer x", b"Bearer s\xe9same", right + b"x"):
-            assert ask(wrong).status_code == 401
-        post = its.http.post("/v1/completions", json={})
-        assert post.status_code == 401 and post.json()["error"]["code"] == "invalid_api_key"
-        assert its.http.get("/health").status_code == 200
-
-
-def test_a_step_that_fails_is_a_500_for_its_requests_and_no_others():
-    with serving(max_batch=1) as its:
-        prepare, runner = its.engine.runner.prepare, its.engine.runner
-        failing = threading.Event()
-
-        def broken(spans):
-            time.sleep(0.01)
-            if failing.is_set():
-                failing.clear()
-                raise RuntimeError("out of order")
-            return prepare(spans)
-
-        runner.prepare = broken
-        asked = dict(model="tiny", max_tokens=50, stream=True, temperature=0)
-        first = its.client.completions.create(prompt="a", **asked)
-        with ThreadPoolExecutor() as pool:
-            second = pool.submit(complete, its, "hello", max_tokens=50)  # waits meanwhile
-            wait_for(lambda: len(its.engine.scheduler.requests) == 2)
-            failing.set()
-            with pytest.raises(openai.APIError, match="the engine failed"):
-                list(first)
-            expected = generate(its, "hello", SamplingParams(50)).text
-            assert second.result()[0] == expected
-        failing.set()
-        with pytest.raises(openai.InternalServerError, match="the engine failed"):
-            complete(its, "a")
-        assert complete(its, "hello")[0] == expected[:20]
-        wait_for(lambda: idle(its.engine))
-
-
-FAILING = {  # where a policy of one's own may fail, and how
-    "schedule": "raise SystemExit",
-    "schedule ": "return None",
-    "schedule  ": "return [4]",
-    "advance": "1 / 0",
-    "observe": "1 / 0",
-    "add": "1 / 0",
-    "finish": "1 / 0",
-    "finish ": "raise ValueError",
-}
-
-
-@pytest.mark.parametrize("method", FAILING)
-def test_a_policy_that_fails_leaves_nobody_waiting(method, tmp_path, caplog):
-    own, name = tmp_path / "own.py", method.strip()
-    own.write_text(
-        "from scheduler import SarathiServe\n\nclass Own(SarathiServe):\n    broken = False\n"
-        f"    def {name}(self, *its):\n        if self.broken:\n            {FAILING[method]}\n"
-        f"        return super().{name}(*its)\n"
-    )
-    with serving(policy=f"{own}:Own") as its:
-        its.engine.scheduler.broken = True
-        for stream in (False, True):
-            with pytest.raises(openai.APIError):
-                complete(its, "a", stream=stream)
-        if name == "finish":  # also if it fails as a client goes
-            stream = its.client.completions.create(model="tiny", prompt="a", stream=True)
-            next(stream)
-            stream.close()
-        wait_for(lambda: idle(its.engine))
-        check_integrity(its.engine.scheduler.pages, [])
-        count = len(caplog.records)
-        time.sleep(0.1)
-        assert len(caplog.records) == count <= 4  # it does not try for ever
-        its.engine.scheduler.broken = False
-        assert complete(its, "hello")[0] == generate_text("hello")
-        wait_for(lambda: idle(its.engine))
 
 
 def test_metrics_count():

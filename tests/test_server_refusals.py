@@ -1,0 +1,226 @@
+"""server/: what is refused, what fails, and that nothing else is disturbed by it."""
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sampling import SamplingParams
+from tests.helpers import check_integrity
+from tests.servers import complete, generate, generate_text, idle, openai, serving, slow, wait_for
+
+
+def test_a_full_queue_is_answered_429():
+    with serving(max_batch=1, max_waiting=1) as its:
+        its.engine.runner.prepare = slow(its.engine.runner.prepare, 0.01)
+        with ThreadPoolExecutor() as pool:
+            asking = []
+            for requests in (1, 2):
+                asking.append(pool.submit(complete, its, "a", max_tokens=60, stream=True))
+                wait_for(lambda: len(its.engine.scheduler.requests) == requests)  # noqa: B023
+                wait_for(lambda: len(its.engine.scheduler.running) == 1)
+            with pytest.raises(openai.RateLimitError, match="max_waiting=1") as refused:
+                complete(its, "b")
+            assert refused.value.response.headers["retry-after"] == "1"
+            assert refused.value.code == "queue_full"
+            assert [len(text) for text, *_ in (done.result() for done in asking)] == [60, 60]
+
+
+REFUSED = [  # (what is asked, status, param, what the message says)
+    (dict(prompt=[1, 61]), 400, None, "token 61 is out of range"),
+    (dict(prompt=[]), 400, None, "at least 1 token"),
+    (dict(prompt=["a", "b"]), 400, "prompt", "prompt"),
+    (dict(prompt=[1.5]), 400, "prompt", "prompt"),
+    (dict(prompt="a" * 120), 400, None, "prompt of 120 tokens + max_new_tokens=20: must not"),
+    (dict(model="gpt-4"), 404, "model", "there is only tiny"),
+    (dict(n=2), 400, "n", "n: is not supported here"),
+    (dict(best_of=2), 400, "best_of", "best_of"),
+    (dict(echo=True), 400, "echo", "echo"),
+    (dict(suffix="x"), 400, "suffix", "suffix"),
+    (dict(logit_bias={"5": 1}), 400, "logit_bias", "logit_bias"),
+    (dict(presence_penalty=0.5), 400, "presence_penalty", "presence_penalty"),
+    (dict(logprobs=5), 400, "logprobs", "logprobs"),
+    (dict(max_tokens=0), 400, "max_tokens", "max_tokens"),
+    (dict(max_tokens=True), 400, "max_tokens", "max_tokens"),
+    (dict(max_tokens=10**30), 400, None, "must be a whole number"),
+    (dict(temperature=-1), 400, None, "temperature=-1.0: must be"),
+    (dict(top_p=0), 400, None, "top_p=0.0: must be"),
+    (dict(seed=2**70), 400, None, "seed=11805"),
+    (dict(stop=["a"] * 5), 400, "stop", "stop"),
+    (dict(stop=""), 400, "stop", "stop"),
+    (dict(priority="urgent"), 400, None, "priority='urgent': must be one of realtime"),
+    (dict(ttft_slo=-1), 400, None, "ttft_slo=-1.0: must be"),
+    (dict(whatever=1), 400, "whatever", "whatever: is not supported here"),
+    (dict(messages=[]), 400, "messages", "messages: is not supported here"),
+]
+
+
+@pytest.mark.parametrize("asked, status, param, message", REFUSED)
+def test_what_cannot_be_done_is_refused_by_name(tiny, asked, status, param, message):
+    neutral = dict(n=1, best_of=1, echo=False, suffix="", logit_bias=None, presence_penalty=0)
+    body = dict(model="tiny", prompt="a", max_tokens=20) | neutral
+    assert tiny.http.post("/v1/completions", json=body).status_code == 200
+    for stream in (False, True):
+        done = tiny.http.post("/v1/completions", json=body | asked | {"stream": stream})
+        error = done.json()["error"]
+        assert (done.status_code, error["param"]) == (status, param) and message in error["message"]
+        assert error.keys() == {"message", "type", "param", "code"}
+
+
+def test_what_chat_cannot_do_is_refused_by_name(tiny):
+    said = dict(model="tiny", messages=[{"role": "user", "content": "a"}], max_tokens=2)
+    for wrong, param in [
+        (dict(tools=[{"type": "function"}]), "tools"),
+        (dict(messages=["a"]), "messages"),
+        (dict(messages=[]), "messages"),
+        (dict(messages=[{"role": "user"}]), "messages"),
+        (dict(top_logprobs=2), "top_logprobs"),
+        (dict(prompt="a"), "prompt"),
+    ]:
+        done = tiny.http.post("/v1/chat/completions", json=said | wrong)
+        assert (done.status_code, done.json()["error"]["param"]) == (400, param)
+    neutral = dict(tools=[], n=1, user="me", stop=None, stream_options=None)
+    assert tiny.http.post("/v1/chat/completions", json=said | neutral).status_code == 200
+
+
+def test_a_wrong_address_or_body_is_an_error_of_the_same_shape(tiny):
+    post, kind = tiny.http.post, {"content-type": "application/json"}
+    cases = [
+        (tiny.http.get("/v1/nothing"), 404),
+        (tiny.http.get("/v1/completions"), 405),
+        (tiny.http.get("/records/x"), 404),
+        (
+            post("/v1/completions", content=b"{}", headers={"content-type": "Application/JSON ;x"}),
+            400,
+        ),
+        (post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"}), 415),
+        (post("/v1/completions", content=b"{" + b" " * 2**20 + b"}", headers=kind), 413),
+        (post("/v1/completions", content=b"", headers=kind), 400),
+        (post("/v1/completions", content=b"\xff", headers=kind), 400),
+        (post("/v1/completions", content=b"[" * 10**5, headers=kind), 400),
+        (post("/v1/completions", content=iter([b"{", b"}"]), headers=kind), 411),
+    ]
+    for done, status in cases:
+        assert done.status_code == status
+        assert done.json()["error"].keys() == {"message", "type", "param", "code"}
+    assert cases[1][0].headers["allow"] == "POST"
+
+
+NAMES = "model prompt messages max_tokens temperature top_p top_k seed stop stream logprobs n user "
+NAMES += "stream_options priority ttft_slo tbt_slo ignore_eos suffix logit_bias role content"
+scalars = st.none() | st.booleans() | st.integers(-3, 3) | st.integers() | st.floats() | st.text()
+scalars |= st.sampled_from(["tiny", "user", "high", 10**400, 1e308, 5e-324, -(2**63)])
+values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(NAMES.split()) | st.text(), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+objects = st.dictionaries(st.sampled_from(NAMES.split()), values, max_size=5)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.binary(max_size=40)
+    | values.map(json.dumps)
+    | objects.map(lambda its: json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 2} | its)),
+    st.sampled_from(["completions", "chat/completions"]),
+)
+def test_no_body_breaks_it(tiny, body, address):
+    kind = {"content-type": "application/json"}
+    done = tiny.http.post(f"/v1/{address}", content=body, headers=kind)
+    assert done.status_code in (200, 400, 404)
+    if done.headers["content-type"] == "application/json":
+        assert ("error" in done.json()) == (done.status_code != 200)
+
+
+def test_it_serves_on_after_all_that(tiny):
+    assert complete(tiny, "hello")[0] == generate(tiny, "hello").text
+    wait_for(lambda: idle(tiny.engine))
+
+
+def test_an_api_key():
+    with serving(key="sésame") as its:
+        ask = lambda key: its.http.get("/v1/models", headers={"authorization": key})
+        right = "Bearer sésame".encode()
+        assert ask(right).status_code == 200
+        for wrong in (b"", b"Bearer", b"Bearer x", b"Bearer s\xe9same", right + b"x"):
+            assert ask(wrong).status_code == 401
+        post = its.http.post("/v1/completions", json={})
+        assert post.status_code == 401 and post.json()["error"]["code"] == "invalid_api_key"
+        assert its.http.get("/health").status_code == 200
+
+
+def test_a_step_that_fails_is_a_500_for_its_requests_and_no_others():
+    with serving(max_batch=1) as its:
+        prepare, runner = its.engine.runner.prepare, its.engine.runner
+        failing = threading.Event()
+
+        def broken(spans):
+            time.sleep(0.01)
+            if failing.is_set():
+                failing.clear()
+                raise RuntimeError("out of order")
+            return prepare(spans)
+
+        runner.prepare = broken
+        asked = dict(model="tiny", max_tokens=50, stream=True, temperature=0)
+        first = its.client.completions.create(prompt="a", **asked)
+        with ThreadPoolExecutor() as pool:
+            second = pool.submit(complete, its, "hello", max_tokens=50)  # waits meanwhile
+            wait_for(lambda: len(its.engine.scheduler.requests) == 2)
+            failing.set()
+            with pytest.raises(openai.APIError, match="the engine failed"):
+                list(first)
+            expected = generate(its, "hello", SamplingParams(50)).text
+            assert second.result()[0] == expected
+        failing.set()
+        with pytest.raises(openai.InternalServerError, match="the engine failed"):
+            complete(its, "a")
+        assert complete(its, "hello")[0] == expected[:20]
+        wait_for(lambda: idle(its.engine))
+
+
+FAILING = {  # where a policy of one's own may fail, and how
+    "schedule": "raise SystemExit",
+    "schedule ": "return None",
+    "schedule  ": "return [4]",
+    "advance": "1 / 0",
+    "observe": "1 / 0",
+    "add": "1 / 0",
+    "finish": "1 / 0",
+    "finish ": "raise ValueError",
+}
+
+
+@pytest.mark.parametrize("method", FAILING)
+def test_a_policy_that_fails_leaves_nobody_waiting(method, tmp_path, caplog):
+    own, name = tmp_path / "own.py", method.strip()
+    own.write_text(
+        "from scheduler import SarathiServe\n\nclass Own(SarathiServe):\n    broken = False\n"
+        f"    def {name}(self, *its):\n        if self.broken:\n            {FAILING[method]}\n"
+        f"        return super().{name}(*its)\n"
+    )
+    with serving(policy=f"{own}:Own") as its:
+        its.engine.scheduler.broken = True
+        for stream in (False, True):
+            with pytest.raises(openai.APIError):
+                complete(its, "a", stream=stream)
+        if name == "finish":  # also if it fails as a client goes
+            stream = its.client.completions.create(model="tiny", prompt="a", stream=True)
+            next(stream)
+            stream.close()
+        wait_for(lambda: idle(its.engine))
+        check_integrity(its.engine.scheduler.pages, [])
+        count = len(caplog.records)
+        time.sleep(0.1)
+        assert len(caplog.records) == count <= 4  # it does not try for ever
+        its.engine.scheduler.broken = False
+        assert complete(its, "hello")[0] == generate_text("hello")
+        wait_for(lambda: idle(its.engine))
