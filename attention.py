@@ -17,7 +17,6 @@ Read next: model.py, which calls the plan.
 """
 
 import warnings
-from itertools import takewhile
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +24,6 @@ import torch.nn.functional as F
 from checks import check_one_of
 
 QUERY_BLOCK = 128  # queries per call on a CPU: a block skips the keys that lie after its last query
-KEY_BLOCK = 64  # of matrix products: oneDNN compiles a kernel for each number of keys that it meets
 BACKENDS = ("auto", "sdpa", "matmul", "xformers", "xformers-split-k")
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 BY_MATMUL = (torch.bfloat16,)  # on a CPU; the scores of float16 could overflow
@@ -37,7 +35,8 @@ def make_attention(config, cache, backend="auto"):
     `auto` is xformers for 16 bits on CUDA, matmul for bfloat16 on a CPU, else sdpa; if xformers
     cannot run it says so, and takes sdpa. Raises what `XFormers` raises.
     """
-    from kernels.xformers import XFormers  # that imports this file
+    from kernels.matmul import Matmul  # which import this file
+    from kernels.xformers import XFormers
 
     if backend == "auto" and cache.data.is_cuda and cache.data.dtype in SIXTEEN_BITS:
         try:
@@ -177,73 +176,3 @@ class SDPA:
         rows = q.expand(-1, 2, -1) if twice else q
         y = F.scaled_dot_product_attention(rows[None], k[None], v[None], attn_mask=mask)[0]
         return y[:, :1] if twice else y
-
-
-class Matmul(SDPA):
-    """A softmax between two matrix products, which on a CPU in bfloat16 take a third of the time of
-    torch's fused kernel. Decodes with a page each are computed together, over all pages.
-
-    oneDNN compiles a kernel for each shape, so keys are read in whole KEY_BLOCKs, the last ones
-    behind a mask. What lies there must be finite: who begins a page puts zeros behind its tokens.
-    """
-
-    def __init__(self, config, cache):
-        super().__init__(config, cache, past=0, key_block=KEY_BLOCK)
-
-    def plan(self, spans):
-        """See the top of this file. Decodes computed together must come first in `spans`."""
-        tails = []  # slots behind the tokens of the pages that are begun here: (first, end)
-        for span in spans:
-            used = (span.end - 1) // self.page_size * self.page_size
-            if span.start <= used:
-                page = span.pages[used // self.page_size] * self.page_size
-                tails.append((page + span.end - used, page + self.page_size))
-        decodes = list(takewhile(lambda span: span.length == len(span.pages) == 1, spans))
-        longest = max((span.end for span in decodes), default=0)
-        if self.cache.pages * longest > 2 * sum(span.end for span in decodes):
-            decodes = []  # less is read one by one
-        together = self.plan_decodes(decodes, longest) if decodes else None
-        one_by_one = super().plan(spans[len(decodes) :])
-
-        def attend(q, keys, values):
-            for first, end in tails:
-                keys[:, first:end] = 0
-                values[:, first:end] = 0
-            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-            if together:
-                out[: len(decodes)] = together(q[: len(decodes)], keys, values)
-            one_by_one(q[len(decodes) :], keys, values, out[len(decodes) :])
-            return out
-
-        return attend
-
-    def plan_decodes(self, decodes, longest):
-        """The plan of decodes with one page each: all pages take part, and theirs are taken."""
-        size, head_dim, ends = self.page_size, self.cache.data.shape[-1], [0] * self.cache.pages
-        for span in decodes:
-            ends[span.pages[0]] = span.end
-        own = torch.tensor([span.pages[0] for span in decodes], device=self.device)
-        read = min(-(-longest // KEY_BLOCK) * KEY_BLOCK, size)
-        hidden = torch.arange(read) >= torch.tensor(ends)[:, None, None]
-        mask = torch.zeros(hidden.shape, dtype=self.bias.dtype).masked_fill_(hidden, float("-inf"))
-        mask = mask.to(self.device).repeat(self.cache.data.shape[2], 1, 1)
-        # mask (n_kv_head * pages, 1, read)
-        queries = self.bias.new_zeros(self.cache.data.shape[2], len(ends), self.group, head_dim)
-
-        def attend(q, keys, values):
-            k, v = (x.reshape(-1, size, head_dim)[:, :read] for x in (keys, values))
-            # k and v (n_kv_head * pages, read, head_dim)
-            rows = q.view(len(own), -1, self.group, head_dim).transpose(0, 1)
-            queries.index_copy_(1, own, rows)  # (n_kv_head, pages, group, head_dim)
-            y = self.attend_block(queries.flatten(0, 1), k, v, mask).view(queries.shape)
-            return y.index_select(1, own).transpose(0, 1).reshape(q.shape)
-
-        return attend
-
-    def attend_block(self, q, k, v, mask):
-        if mask is None:  # a decode on its own
-            return super().attend_block(q, k, v, mask)
-        scores = q.new_empty(*q.shape[:2], k.shape[1])  # (n_kv_head, rows, keys)
-        scores.baddbmm_(q, k.transpose(1, 2), beta=0, alpha=q.shape[2] ** -0.5)
-        scores[..., k.shape[1] - mask.shape[-1] :] += mask
-        return torch.bmm(scores.softmax(-1), v)

@@ -5,6 +5,7 @@ The cache holds NaN wherever nothing was written: one position too many makes a 
 
 import copy
 import itertools
+import random
 import shutil
 from types import SimpleNamespace
 
@@ -14,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attention
-from attention import SDPA, Matmul, gather, page_rows, staircase
+from attention import SDPA, gather, page_rows, staircase
 from engine import Engine
 from kernels import xformers
+from kernels.matmul import Matmul
 from kernels.xformers import XFormers
 from kv_cache import Span, slot_mapping
 from model import GPT, FlatBatch, rope_table
@@ -34,7 +36,7 @@ def backend(request, monkeypatch):
         if any(word in request.node.name for word in ("xformers", "cuda")):
             pytest.skip("not of these backends")
         monkeypatch.setattr(attention, "BY_MATMUL", (torch.float64, torch.float32, torch.bfloat16))
-        monkeypatch.setattr(attention, "KEY_BLOCK", 16)
+        monkeypatch.setattr("kernels.matmul.KEY_BLOCK", 16)
 
 
 def tokens_of(model, n, seed=0):
@@ -305,6 +307,53 @@ def test_sdpa_mask_is_figure_6(group):
             wider = beyond.mask(start, length, start + length + 5)  # from the first own key on
             assert torch.equal(wider[:, :length], window[:, start:])
             assert wider.shape[1] == length + 5 and (wider[:, length:] == float("-inf")).all()
+
+
+@pytest.mark.parametrize("times", [1, 3], ids=["mostly-read", "hardly-read"])
+@pytest.mark.parametrize("scattered", [False, True], ids=["in-order", "scattered"])
+@pytest.mark.parametrize("page_size, longest", [(1, 9), (4, 30), (16, 40), (16, 16), (40, 40)])
+@pytest.mark.parametrize("n_kv_head", [4, 2])
+def test_decodes_that_share_pages_equal_each_alone(
+    n_kv_head, page_size, longest, scattered, times, monkeypatch
+):
+    """So many decodes each read the same full pages first, and then their own. NaN lies wherever
+    nobody may read, and big numbers behind the tokens of pages that were begun before."""
+    monkeypatch.setattr("kernels.matmul.PAGE_BLOCK", 4)
+    model, rng = tiny_model(n_kv_head=n_kv_head), random.Random(1)
+    for readers in ((1,) * 9, (2,), (3, 3), (5,), (5, 1, 2, 3, 1, 1), (1,)):
+        shared = [rng.randint(0, (longest - 5) // page_size) * (n > 1) for n in readers]
+        ends = [(i, rng.randint(shared[i] * page_size + 1, longest)) for i in whose(readers)]
+        ends += [(0, min(longest, shared[0] * page_size + 3))]  # of a chunk
+        own = [-(-end // page_size) - shared[i] for i, end in ends]
+        pages = sum(shared) + sum(own)
+        order = range(pages + 1)
+        if scattered:
+            order = rng.sample(order, pages + 1)
+        tables = [[order[page] for page in its] for its in block_tables([*shared, *own], False)]
+        cache = poisoned_cache(model, times * pages + 1, page_size, longest)
+        spans, k, v = [], *cache.layer(0)
+        for (i, end), its in zip(ends, tables[len(shared) :]):
+            spans.append(a_span(tables[i] + its, end - 1, 1))
+            begun = -(-(end - 1) // page_size) * page_size
+            for x in (k, v):
+                x[:, slot_mapping(spans[-1].pages, page_size, end, begun)] = 1e4
+                slots = slot_mapping(spans[-1].pages, page_size, 0, end)
+                x[:, slots] = torch.randn_like(x[:, slots])
+        start = shared[0] * page_size
+        spans[-1] = a_span(spans[-1].pages, start, ends[-1][1] - start)
+        rows = sum(span.length for span in spans)
+        q = torch.randn(rows, 4, model.config.head_dim, dtype=torch.float64)
+        expected, n = SDPA(model.config, cache).plan(spans)(q, k, v), len(spans) - 1
+        together = Matmul(model.config, cache)
+        close(together.plan(spans)(q, k, v), expected)
+        close(together.plan(spans[:-1])(q[:n], k, v), expected[:n])
+        for i, span in enumerate(spans[:-1]):
+            close(together.plan([span])(q[i : i + 1], k, v), expected[i : i + 1])
+
+
+def whose(counts):
+    """[0, 0, 1] for counts of 2 and 1."""
+    return [i for i, count in enumerate(counts) for _ in range(count)]
 
 
 SEVERAL = [([3], 6, 1), ([0], 0, 1), ([2], 9, 1)], [([4], 5, 2), ([1], 0, 12), ([2], 3, 9)]
