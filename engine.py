@@ -55,6 +55,7 @@ class Completion:
     token_times: list = field(default_factory=list)
     preemptions: int = 0
     recomputed_tokens: int = 0
+    cached_tokens: int = 0  # found in the cache and not computed, after preemptions too
 
     @classmethod
     def of(cls, request, text=None):
@@ -63,7 +64,7 @@ class Completion:
         logprobs = r.logprobs[: len(output)] if r.params and r.params.logprobs else None
         return cls(
             *(r.id, r.tokens[:n], r.arrival, r.priority, output, text, logprobs, r.finish_reason),
-            *(r.scheduled, r.token_times[: len(output)], r.preemptions, r.recomputed),
+            *(r.scheduled, r.token_times[: len(output)], r.preemptions, r.recomputed, r.cached),
         )
 
     @property
@@ -180,11 +181,12 @@ class Engine:
     def __init__(self, model, config=None, *, tokenizer=None, clock=time.perf_counter, **settings):
         config = EngineConfig.make(config, **settings).for_model(model)
         memory, auto = (config.pages, config.page_size), config.chunk == "auto"
-        self.scheduler = config.scheduler(Pages(*memory), clock, **{"chunk": 1} if auto else {})
+        pages = Pages(*memory, config.prefix_caching)
+        self.scheduler = config.scheduler(pages, clock, **{"chunk": 1} if auto else {})
         self.runner = Runner(model, *memory, config.max_len, config.attention)
         if auto:
             config = auto_budget(self.runner, config)
-            self.scheduler = config.scheduler(Pages(*memory), clock)
+            self.scheduler = config.scheduler(pages, clock)
         self.config, self.tokenizer, self.clock = config, tokenizer, clock
         self.last_iteration, self._next_id = None, 0  # an Iteration, once there was one
         self._computed = None  # (Batch, what was sampled, Iteration), until it was recorded
@@ -192,6 +194,7 @@ class Engine:
     def warm_up(self):
         """Let nothing happen for the first time later on: page faults, kernels of a batch size."""
         config, longest = self.config, self.config.max_len - 1
+        self.scheduler.torn = True  # what the cache holds is lost
         self.runner.cache.data.zero_()
         if self.runner.graphs:
             self.runner.graphs.warm_up(config.max_batch)
@@ -199,7 +202,7 @@ class Engine:
         sizes = range(min(config.max_batch, config.max_waiting or config.max_batch))
         params = [SamplingParams(min(n + 2, longest)) for n in sizes]
         self.generate([[0] for _ in sizes], params, progress=False)
-        self._next_id = 0
+        self._next_id, self.scheduler.torn = 0, True  # none of this is found later
 
     @property
     def has_work(self):

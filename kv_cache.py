@@ -7,12 +7,16 @@ pages, its *block table* (PagedAttention, Kwon et al. 2023, §4): token t lies i
 
 of the one long row of slots that the cache is. Pages of max_len are SARATHI's layout, one for each
 request (§4.5: "we pre-allocate the KV cache as per the maximum sequence length"); small ones are
-taken as a request grows. `Pages` says who owns what and knows no tensors: a scheduler runs without.
-Read next: attention.py, which reads what is written here.
+taken as a request grows, and requests that begin alike can share them. `Pages` says who owns what
+and knows no tensors: a scheduler runs without. Read next: attention.py, which reads what is written
+here.
 """
 
 import re
-from itertools import chain, compress, islice
+from array import array
+from collections import OrderedDict
+from hashlib import sha256
+from itertools import chain, islice, takewhile
 from typing import NamedTuple
 
 
@@ -83,17 +87,25 @@ class KVCache:
 
 
 class Pages:
-    """Which pages are free and which are owned. A request is given pages that follow each other
-    wherever possible: on a CPU attention then reads its keys and values in place, not a copy."""
+    """Which pages are free, and which are in block tables. A request is given pages that follow
+    each other wherever possible: on a CPU attention then reads keys and values in place, no copy.
 
-    def __init__(self, pages, page_size):
-        self.total, self.page_size = pages, page_size
-        self.num_free, self._is_owned = pages, bytearray(pages)  # 0 or 1 for each page
+    With `prefix_caching` a full page has a *name*, the SHA-256 of its tokens and of the name of the
+    page before. It stands for all tokens up to there: two contents of one name would be the first
+    collision ever found. Who begins with these tokens finds the page and reads it, too. A page that
+    nobody reads keeps its name until it is needed; the one left longest ago goes first."""
+
+    def __init__(self, pages, page_size, prefix_caching=False):
+        self.total, self.page_size, self.prefix_caching = pages, page_size, prefix_caching
+        self.num_free, self._readers = pages, [0] * pages  # in how many block tables each one is
+        self._taken = bytearray(pages)  # 1 for pages that are read or have a name
+        self._named, self._name_of = {}, {}  # name -> page, page -> its name, or one it had
+        self._unread = OrderedDict()  # free pages with a name, the one left longest ago first
 
     @property
     def owned(self):
-        """The pages that are owned, a list in order."""
-        return list(compress(range(self.total), self._is_owned))
+        """The pages in block tables, a list in order, each as often as it is in one."""
+        return [page for page, readers in enumerate(self._readers) for _ in range(readers)]
 
     def needed(self, tokens):
         """How many pages hold that many tokens."""
@@ -106,22 +118,65 @@ class Pages:
         a request that needs one more: the next one is taken if it is free, and any if not."""
         if count > self.num_free:
             return None
+        while self.num_free - len(self._unread) < count:
+            page, _ = self._unread.popitem(last=False)
+            del self._named[self._name_of[page]]
+            self._taken[page] = 0
         if after is None:
-            runs = [run.span() for run in re.finditer(rb"\0+", self._is_owned)]
+            runs = [run.span() for run in re.finditer(rb"\0+", self._taken)]
             runs.sort(key=lambda run: run[0] - run[1])  # the longest first
             pages = list(islice(chain.from_iterable(range(*run) for run in runs), count))
         else:
-            is_free = self._is_owned.startswith(b"\0", after + 1)
-            pages = [after + 1 if is_free else self._is_owned.index(0)]
+            is_free = self._taken.startswith(b"\0", after + 1)
+            pages = [after + 1 if is_free else self._taken.index(0)]
         for page in pages:
-            self._is_owned[page] = 1
+            self._taken[page] = self._readers[page] = 1
         self.num_free -= count
         return pages
 
     def free(self, pages):
-        """Give pages back. Raises RuntimeError if nobody owned one of them."""
-        for page in pages:
-            if not self._is_owned[page]:
+        """Give the pages of a block table back. Raises RuntimeError if one of them is in none."""
+        for page in reversed(pages):  # who finds a page has found those before
+            if not self._readers[page]:
                 raise RuntimeError(f"page {page} was freed but is not owned")
-            self._is_owned[page] = 0
-            self.num_free += 1
+            self._readers[page] -= 1
+            if not self._readers[page]:
+                self.num_free += 1
+                if self.is_named(page):
+                    self._unread[page] = None
+                else:
+                    self._taken[page] = 0
+
+    def is_named(self, page):
+        """Whether it can be found."""
+        return self._named.get(self._name_of.get(page)) == page
+
+    def extend_names(self, names, tokens):
+        """Append the names of all full pages of `tokens` that the list `names` lacks."""
+        size = self.page_size
+        ends = range((len(names) + 1) * size, len(tokens) + 1, size) if self.prefix_caching else ()
+        for end in ends:
+            page = array("q", tokens[end - size : end]).tobytes()
+            names.append(sha256(b"".join([*names[-1:], page])).digest())
+
+    def keep(self, pages, names):
+        """Let these pages, which are full, be found by their names, if no others are."""
+        for page, name in zip(pages, names):
+            self._name_of[page] = name  # first: an interrupt must not leave a name that stays
+            self._named.setdefault(name, page)
+
+    def find(self, names):
+        """The pages of these names, a list: as far as all are there."""
+        return list(takewhile(lambda page: page is not None, map(self._named.get, names)))
+
+    def unread(self, pages):
+        """How many of these are free."""
+        return sum(not self._readers[page] for page in pages)
+
+    def share(self, pages):
+        """Put pages that were found into one more block table."""
+        for page in pages:
+            if not self._readers[page]:
+                del self._unread[page]
+                self.num_free -= 1
+            self._readers[page] += 1

@@ -100,7 +100,7 @@ class FlatBatch(NamedTuple):
         """Flatten `spans`, decodes first, and copy the result to the device at once.
 
         `attention` is a backend of attention.py, made for the cache that the batch will be run on.
-        No page may appear in two spans.
+        A page that is written may be in one span alone.
         """
         tokens, positions, slots, last_row = [], [], [], {}
         # decodes first: xformers computes them in one call

@@ -45,6 +45,8 @@ class Request:
     finish_reason: str | None = None  # "stop", "length" or "abort"
     preemptions: int = 0  # how often it lost its pages
     recomputed: int = 0  # tokens that were in them
+    names: list = field(default_factory=list)  # of its full pages, see kv_cache.Pages
+    cached: int = 0  # tokens that were found in the cache when it was admitted, each time
 
     @property
     def is_decoding(self):
@@ -123,6 +125,7 @@ class Scheduler:
     def add(self, request):
         """Put a request at the end of the line."""
         self.mend()
+        self.pages.extend_names(request.names, request.tokens)
         self.torn = True
         self.waiting.append(request)
         self.requests[request.id] = request
@@ -145,7 +148,8 @@ class Scheduler:
         """`requests` is the journal. After an interrupt that came while the rest changed, all of
         them wait and are computed again. Whatever changes anything begins with this."""
         if self.torn:
-            self.pages = type(self.pages)(self.pages.total, self.pages.page_size)
+            its = self.pages
+            self.pages = type(its)(its.total, its.page_size, its.prefix_caching)
             self.preempted = [r.id for r in self.requests.values() if r.num_computed]
             self.batch, self.running = Batch(), []
             self.waiting.clear()
@@ -169,6 +173,8 @@ class Scheduler:
                 continue
             if request.pages:  # or it lost them meanwhile
                 request.num_computed = start + length
+                if self.pages.prefix_caching:
+                    self._keep_pages(request, start)
             if token is not None:
                 n = start + length - request.prompt_len  # this is output token n
                 if n == len(request.token_times):
@@ -216,17 +222,33 @@ class Scheduler:
         """The running requests whose prompt is not yet computed to its end."""
         return [r for r in self.running if not r.is_decoding]
 
+    def pages_for(self, request):
+        """What it is given if it is admitted: the pages that hold its first tokens already, and how
+        many more. One token is left to compute, for its logits; two of who has generated some, as
+        the batch has counted the decodes."""
+        left = 1 if len(request.tokens) == request.prompt_len else 2
+        most = (len(request.tokens) - left) // self.pages.page_size
+        found = self.pages.find(request.names[:most])
+        tokens = self.max_len if self.reserves_max_len else len(request.tokens)
+        return found, self.pages.needed(tokens) - len(found)
+
     def room_for(self, request):
-        """How many pages it is given if it is admitted; 0 if there is no place or no memory."""
-        needed = self.pages.needed(self.max_len if self.reserves_max_len else len(request.tokens))
+        """Whether there is a place and memory for it."""
+        if len(self.running) >= self.max_batch:
+            return False
+        found, more = self.pages_for(request)
         free = self.pages.num_free - (self.watermark if self.running else 0)
-        return needed if len(self.running) < self.max_batch and needed <= free else 0
+        return more + self.pages.unread(found) <= free
 
     def admit(self):
         """Give the head of the line its pages and return it; None if there is none, or no room."""
-        if not self.waiting or not (pages := self.room_for(request := self.waiting[0])):
+        if not self.waiting or not self.room_for(request := self.waiting[0]):
             return None
-        request.pages = self.pages.allocate(pages)
+        found, more = self.pages_for(request)
+        self.pages.share(found)
+        request.pages = found + self.pages.allocate(more)
+        request.num_computed = len(found) * self.pages.page_size
+        request.cached += request.num_computed
         self.running.append(request)
         self.waiting.remove(request)
         request.scheduled = self.clock() if request.scheduled is None else request.scheduled
@@ -240,6 +262,13 @@ class Scheduler:
         self.preempted.append(request.id)
         self._stop(request)
         self.waiting.appendleft(request)
+
+    def _keep_pages(self, request, start):
+        """Let others find the pages that became full since num_computed was `start`."""
+        first, end = (n // self.pages.page_size for n in (start, request.num_computed))
+        if first < end:
+            self.pages.extend_names(request.names, request.tokens)
+            self.pages.keep(request.pages[first:end], request.names[first:end])
 
     def _stop(self, request):
         self.running.remove(request)

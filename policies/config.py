@@ -20,8 +20,9 @@ class EngineConfig:
     chunk: int | str = 256  # C, the chunk size or token budget; "auto": what meets an SLO (slo.py)
     max_batch: int | None = None  # B, the most requests at once; None: as many as fit, at most 256
     max_len: int | None = None  # the longest prompt and output; None: 2,048, or the model's limit
-    page_size: int | None = None  # tokens in a page of the cache; None: max_len, one per request
+    page_size: int | None = None  # tokens in a page; None: max_len, or up to 64 if these are shared
     pages: int | None = None  # None: enough for max_batch requests of max_len tokens
+    prefix_caching: bool = False  # share the pages of prompts that begin alike
     max_waiting: int | None = None  # the most requests that may wait; None: no limit
     attention: str = "auto"  # the backend, see attention.make_attention
     options: dict = field(default_factory=dict)  # of the policy, as tbt_slo; tile is 128 on CUDA
@@ -36,6 +37,11 @@ class EngineConfig:
                 check_whole(name, getattr(self, name), least=1)
         if self.max_len and self.page_size and self.page_size > self.max_len:
             raise ValueError(f"page_size={self.page_size}: must be at most max_len={self.max_len}")
+        if not isinstance(self.prefix_caching, bool):
+            raise ValueError(f"prefix_caching={self.prefix_caching!r}: must be True or False")
+        if self.prefix_caching and self.page_size and self.page_size == self.max_len:
+            wanted = f"must be below max_len={self.max_len}, for prefix_caching"
+            raise ValueError(f"page_size={self.page_size}: {wanted}")
 
     @classmethod
     def make(cls, config=None, **settings):
@@ -58,7 +64,8 @@ class EngineConfig:
         if max_len > limit:
             why = "this model's limit (max_positions, or its sliding window)"
             raise ValueError(f"max_len={max_len}: must be at most {limit}, {why}")
-        page_size, pages = self.page_size or max_len, self.pages
+        default = min(64, -(-max_len // 2)) if self.prefix_caching else max_len
+        page_size, pages = self.page_size or default, self.pages
         if pages is None:
             pages = (self.max_batch or MAX_BATCH) * -(-max_len // page_size)
             if self.max_batch is None:

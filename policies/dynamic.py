@@ -28,6 +28,9 @@ class Dynamic(SarathiServe):
         if not decodes:
             return self.max_len
         left_s = tbt_slo - (self.clock() - max([r.token_times[-1] for r in decodes]))
-        past = max([r.num_computed for r in prefills], default=0)  # the slowest, whoever gets it
+        past = [r.num_computed for r in prefills]
+        if self.waiting:  # who comes next may start behind what is found of it
+            past.append(len(self.pages_for(self.waiting[0])[0]) * self.pages.page_size)
+        past = max(past, default=0)  # the slowest, whoever gets it
         shape, fits = BatchShape.of_decodes(decodes), self.iteration_time.prefill_that_fits
         return len(decodes) + fits(left_s, shape, past, self.max_len, self.tile)

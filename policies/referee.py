@@ -13,8 +13,8 @@ class Referee:
 
     nothing lost          who has not ended waits or runs, once; who has ended got all output
     at most max_batch     requests run
-    no page leaked        or shared: each is free, or in the block table of one running request
-    chunks                known tokens of a running request, that have pages and come next
+    no page leaked        or shared, but by prefix caching: each is free, or in one block table
+    chunks                known tokens of a running request, that come next, in pages of its own
     no decode dropped     a batch has all running decodes, or none, if it is of prefill alone
     everybody ends        there is something to do, and a new token before twice all were computed
     """
@@ -34,8 +34,7 @@ class Referee:
         except Exception as error:
             seen = f"{where_it_failed(error) or 'schedule()'}: {type(error).__name__}: {error}"
             self._must(False, "everybody ends", next(iter(self.scheduler.requests), "-"), seen)
-        self._check_requests()
-        self._check_chunks(batch)
+        self._check_chunks(batch, self._check_requests())
         return batch
 
     def advance(self, *args):
@@ -60,19 +59,24 @@ class Referee:
         self.live = {r: None for r in self.live if not r.finish_reason}
         for r in running[self.most :]:
             self._must(False, "at most max_batch", r.id, f"is one of {len(running)} that run")
-        tables, owned = Counter(page for r in running for page in r.pages), Counter(pages.owned)
+        tables = Counter(page for r in running for page in r.pages)
+        owned = Counter(pages.owned if pages.prefix_caching else set(pages.owned))
         for page in (tables - owned) | (owned - tables):
             who = [r.id for r in running if page in r.pages]
-            seen = f"page {page} is in {tables[page]} block tables, and must be free or in one"
+            seen = f"page {page} is in {tables[page]} block tables, and must be in {owned[page]}"
             self._must(False, "no page leaked", who or "-", seen)
+        return tables
 
-    def _check_chunks(self, batch):
+    def _check_chunks(self, batch, tables):
         running, chunks, size = self.scheduler.running, {}, self.scheduler.pages.page_size
         for r, start, length in batch:
             done, most = r.num_computed, min(len(r.tokens), len(r.pages) * size)
             right = r in running and r not in chunks and start == done < start + length <= most
             seen = f"{length} tokens from {start}: {done} are computed, {most} can be"
             self._must(right, "chunks", r.id, seen + ", and it has another" * (r in chunks))
+            for page in r.pages[start // size : -(-(start + length) // size)]:
+                own = tables[page] == 1 and not self.scheduler.pages.is_named(page)
+                self._must(own, "chunks", r.id, f"page {page} is written, and others read it")
             chunks[r] = length
         decodes = [r for r in running if r.is_decoding]
         kept = sum(r in chunks for r in decodes)

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 
 import pytest
 import torch
@@ -50,15 +50,39 @@ def poisoned_cache(model, pages, page_size, max_len=None, position_major=False):
 
 
 def poison(engine):
-    """Spoil whatever no running request has computed: NaN, but in the pages that are begun, where
-    attention may read what it hides, big numbers behind num_computed."""
+    """Spoil whatever nobody may read: NaN, but in the pages that are begun, where attention may
+    read what it hides, big numbers behind num_computed. What running requests have computed may be
+    read, and pages that can be found."""
     cache, size = engine.runner.cache, engine.runner.cache.page_size
     unused = torch.ones(cache.data.shape[3], dtype=torch.bool)
+    unused.view(-1, size)[list(named(engine.scheduler.pages))] = False
     for r in engine.scheduler.running:
         begun = -(-r.num_computed // size) * size
         unused[slot_mapping(r.pages, size, 0, begun)] = False
         cache.data[:, :, :, slot_mapping(r.pages, size, r.num_computed, begun)] = 1e4
     cache.data[:, :, :, unused] = float("nan")
+
+
+def named(pages):
+    """The pages that can be found, a set."""
+    return {page for page in range(pages.total) if pages.is_named(page)}
+
+
+def guard(engine):
+    """Let an engine raise RuntimeError before it writes into a page that is in two block tables, or
+    that can be found."""
+    cache = engine.runner.cache
+    write = cache.write
+
+    def guarded(layer, k, v, slots):
+        readers = Counter(page for r in engine.scheduler.running for page in r.pages)
+        for page in {slot // cache.page_size for slot in slots.tolist()}:
+            if readers[page] != 1 or engine.scheduler.pages.is_named(page):
+                raise RuntimeError(f"page {page} is written, in {readers[page]} block tables")
+        write(layer, k, v, slots)
+
+    cache.write = guarded
+    return engine
 
 
 def block_tables(needed, scattered, seed=0):
@@ -166,8 +190,15 @@ def percentile(values, p):
 
 def check_integrity(pages, tables=None):
     """Raise RuntimeError unless every page is free or owned; and, with `tables`, the block tables
-    of all requests, unless these are all that is owned, and no page is in two of them."""
-    if len(pages.owned) + pages.num_free != pages.total:
-        raise RuntimeError(f"pages leaked or shared: {pages.num_free} free, {pages.owned} owned")
+    of all requests, unless these are all that is owned, and no page is in two of them, but for
+    `prefix_caching`, where each page counts as often as it is in one."""
+    if len(set(pages.owned)) + pages.num_free != pages.total:
+        raise RuntimeError(f"pages leaked: {pages.num_free} free, {pages.owned} owned")
     if tables is not None and sorted(sum(tables, [])) != pages.owned:
         raise RuntimeError(f"block tables {tables} are not the pages owned, {pages.owned}")
+    if not pages.prefix_caching and len(set(pages.owned)) != len(pages.owned):
+        raise RuntimeError(f"pages are shared: {pages.owned}")
+    found, taken = named(pages), {page for page in range(pages.total) if pages._taken[page]}
+    if found.difference(pages.owned) != set(pages._unread) or found.union(pages.owned) != taken:
+        seen = f"{pages._unread.keys()} can be given away, {taken} are not blank"
+        raise RuntimeError(f"pages {found} can be found, {pages.owned} are owned, {seen}")

@@ -178,3 +178,28 @@ def test_it_learns_without_an_slo_too():
     for shape in (BatchShape(0, 6, 4000), BatchShape(0, 4, 3000).with_chunk(300, 60)):
         predicted = simulation.scheduler.iteration_time.predict(shape)
         assert predicted == pytest.approx(cpu(shape), rel=0.05)
+
+
+def test_a_prompt_that_is_found_has_its_past_counted():
+    def first_chunk(prompt):
+        pages, now = Pages(4096, 16, prefix_caching=True), dict(clock=lambda: 0.0)
+        options = dict(chunk=256, max_batch=16, max_len=4096, tbt_slo=SLO, profile=PROFILE)
+        scheduler = make_scheduler("dynamic", pages, **options, **now)
+        prompts = [[1] * 3201, *([i] * 500 for i in range(2, 8)), prompt]
+        for i, tokens in enumerate(prompts):
+            scheduler.add(Request(i, list(tokens), len(tokens), 1 if i == 0 else 100))
+            if i < 7:  # the first ends, and leaves its pages; six decode
+                batch = scheduler.next_batch()
+                scheduler.advance(batch, [0 if c.yields_token else None for c in batch], 0.0)
+                while scheduler.prefilling():
+                    batch = scheduler.next_batch()
+                    scheduler.advance(batch, [0 if c.yields_token else None for c in batch], 0.0)
+        return scheduler.next_batch()[-1]
+
+    alone, lengths = BatchShape(0, 6, 6 * 500), []
+    for prompt, found in (([8] * 4000, 0), ([1] * 3200 + [8] * 700, 3200)):
+        request, start, length = first_chunk(prompt)
+        assert request.id == 7 and start == found == request.cached
+        lengths.append(length)
+        assert cpu(alone.with_chunk(start, length)) <= SLO * 1.02
+    assert lengths[1] < lengths[0]

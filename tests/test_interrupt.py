@@ -17,20 +17,21 @@ from engine import Engine
 from policies import POLICIES
 from policies.priority import PRIORITIES
 from sampling import SamplingParams
-from tests.helpers import alone, check_integrity, poison, tiny_model
+from tests.helpers import alone, check_integrity, guard, poison, tiny_model
 
 HERE = Path(__file__).parents[1]
 CORE = ("scheduler", "kv_cache", "attention", "model", "sampling", "engine", "checks")
 FILES = {*(str(HERE / f"{name}.py") for name in CORE), *map(str, HERE.glob("policies/*.py"))}
 MODEL = tiny_model(n_kv_head=2, n_layer=1)
-PROMPTS = [[7, 8, 9], [1] * 20, [5], [3, 1, 4, 1, 5, 9, 2, 6] * 2, [60, 0, 60], [4]]
+PI = [3, 1, 4, 1, 5, 9, 2, 6]
+PROMPTS = [[7, 8, 9], [1] * 20, [1] * 9, PI * 2, [*PI, 60], [4]]
 PARAMS = [
     *(SamplingParams(6, logprobs=True), SamplingParams(7, temperature=1.5, seed=3)),
     *(SamplingParams(1), SamplingParams(9, temperature=0.9, top_p=0.9, seed=4)),
     *(SamplingParams(5, temperature=1.0, top_k=9, logprobs=True), SamplingParams(25)),
 ]
 EXPECTED = [alone(MODEL, *request) for request in zip(PROMPTS, PARAMS)]
-PAGES, NEVER = 9, 10**9
+NEVER = 10**9
 
 
 class Interrupt:
@@ -78,21 +79,23 @@ class Interrupt:
 
 
 class Storm:
-    """An engine that is interrupted again and again, and what its requests must get."""
+    """An engine that is interrupted again and again, and what its requests must get. With `calm`
+    more calls are left alone, so that something can be found in its cache."""
 
-    def __init__(self, policy, seed):
-        small = dict(chunk=6, max_batch=3, max_len=32, page_size=4, pages=PAGES)
-        self.engine, self.random = Engine(MODEL, policy=policy, **small), Random(seed)
+    def __init__(self, policy, seed, calm=1, pages=9, **more):
+        small = dict(chunk=6, max_batch=3, max_len=32, page_size=4, pages=pages)
+        self.engine, self.random = Engine(MODEL, policy=policy, **small, **more), Random(seed)
+        guard(self.engine)
         self.asked, self.got, self.ended = {}, defaultdict(list), {}  # by id
         self.usual, self.seen = Counter(), Counter()  # events in a call; interrupts in it
-        self.peace = False
+        self.peace, self.calm, self.pages = False, calm, pages
 
     def call(self, function, *args, **options):
         """As Interrupt does, if not in peace."""
         name, draw = function.__name__, self.random
         usual = self.usual[name] or 400
         ways = draw.randint(1, usual), draw.randint(1, 40), max(1, usual - draw.randint(0, 15))
-        at = NEVER if self.peace else draw.choice([*ways, NEVER])
+        at = NEVER if self.peace else draw.choice([*ways] + [NEVER] * self.calm)
         interrupt = Interrupt(at, draw.choice([0, 0, draw.randint(1, 6), draw.randint(1, 60)]))
         value = interrupt(function, *args, **options)
         if interrupt.raised:
@@ -155,7 +158,11 @@ class Storm:
         assert [c.tokens for c in done or ()] == (EXPECTED if done else [])
         if interrupt.after:
             assert engine.step() == []  # interrupted while it cleaned up
-        assert scheduler.pages.num_free == PAGES and not scheduler.running and not scheduler.waiting
+        assert (
+            scheduler.pages.num_free == self.pages
+            and not scheduler.running
+            and not scheduler.waiting
+        )
 
     def run(self, interrupts):
         """Until there were so many of them, and then in peace until nothing is left."""
@@ -179,7 +186,7 @@ class Storm:
         assert self.engine.step() == []
         assert not self.engine.has_work and self.asked.keys() == self.ended.keys()
         check_integrity(self.engine.scheduler.pages, [])
-        assert self.engine.scheduler.pages.num_free == PAGES
+        assert self.engine.scheduler.pages.num_free == self.pages
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a generator
@@ -187,3 +194,13 @@ class Storm:
 def test_an_interrupt_anywhere_loses_nothing_leaks_nothing_and_changes_no_text(policy):
     seen = Storm(policy, seed=1).run(interrupts=250)
     assert min(seen[name] for name in ("step", "add_request", "abort", "again")) > 0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a generator
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_found_after_an_interrupt_is_what_was_computed(policy):
+    storm = Storm(policy, seed=1, calm=12, pages=20, prefix_caching=True)
+    seen = storm.run(interrupts=100)
+    assert min(seen[name] for name in ("step", "add_request", "abort", "again")) > 0
+    found = [completion.cached_tokens for completion in storm.ended.values() if completion]
+    assert sum(found) > 0  # or this test would not test it

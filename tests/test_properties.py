@@ -13,7 +13,7 @@ from engine import Engine
 from policies import POLICIES
 from policies.priority import PRIORITIES
 from sampling import SamplingParams
-from tests.helpers import alone, check_integrity, poison, tiny_model
+from tests.helpers import alone, check_integrity, guard, poison, tiny_model
 
 MAX_LEN = 24
 MODEL = tiny_model(n_kv_head=2, vocab_size=17)
@@ -65,6 +65,8 @@ sampled = [SamplingParams(8, temperature=1.0, seed=seed) for seed in range(4)]
 long_ones = [("add", (n,) * 8, sampled[n], {}) for n in range(4)]
 urgent = dict(priority="realtime", tbt_slo=1e-6)
 at_risk = [("add", (n,) * 4, sampled[n], {} if n else urgent) for n in range(3)]
+alike = [(("add", (1,) * n, sampled[n % 4], {}), ("step",)) for n in (16, 12, 9, 16, 13)]
+alike = [action for both in alike for action in both]
 faults = [("step",)] * 9 + [("fail", False), ("step",), ("fail", True)] * 8
 
 
@@ -72,7 +74,7 @@ class Watched:
     """An engine of which every action is checked, and what its requests should have got."""
 
     def __init__(self, **options):
-        self.engine = Engine(MODEL, max_len=MAX_LEN, **options)
+        self.engine = guard(Engine(MODEL, max_len=MAX_LEN, **options))
         self.asked, self.got, self.times, self.ended = {}, {}, {}, {}  # by id
         self.computed, self.preempted, self.forced = Counter(), Counter(), Counter()
         self.schedule, self.engine.scheduler.schedule = (
@@ -102,7 +104,8 @@ class Watched:
         for r in self.live:
             assert r.tokens[r.prompt_len :] == self.got[r.id]
             assert 0 <= r.num_computed < len(r.tokens)
-            assert self.computed[r.id] == r.num_computed + r.recomputed
+            assert self.computed[r.id] == r.num_computed + r.recomputed - r.cached
+            assert r.cached == 0 or config.prefix_caching
             assert not reserved or r.preemptions == self.forced[r.id]
 
     def add(self, prompt, params, promised):
@@ -134,7 +137,7 @@ class Watched:
                 forward(batch, cache)
             raise Fault
 
-        before = {r.id: (r.num_computed, r.preemptions, r.tokens[:]) for r in self.live}
+        before = {r.id: (r.num_computed, r.cached, r.preemptions, r.tokens[:]) for r in self.live}
         MODEL.forward = broken
         try:
             if self.engine.has_work:
@@ -144,11 +147,13 @@ class Watched:
         finally:
             del MODEL.forward
         for r in self.live:
-            num_computed, preemptions, tokens = before.pop(r.id)
+            num_computed, cached, preemptions, tokens = before.pop(r.id)
             assert r.tokens == tokens
-            # nobody has advanced, but a victim may have lost its pages to the batch that is kept
+            # nobody has advanced, but a victim may have lost its pages to the batch that is kept,
+            # and who was admitted to it may have found some
             allowed = (num_computed, preemptions), (0, preemptions + 1)
-            assert (r.num_computed, r.preemptions) in allowed
+            found = r.cached - cached
+            assert (r.num_computed - found, r.preemptions) in allowed
         assert not before
         self.check()
 
@@ -156,7 +161,8 @@ class Watched:
         if i in self.asked and i not in self.ended:
             r = self.engine.scheduler.requests[i]
             self.ended[i] = self.engine.abort(i)
-            assert self.computed[i] == r.num_computed + self.ended[i].recomputed_tokens
+            its = self.ended[i]
+            assert self.computed[i] == r.num_computed + its.recomputed_tokens - its.cached_tokens
             self.check()
 
     def preempt(self, n):
@@ -177,13 +183,18 @@ class Watched:
     tile=st.sampled_from([1, 4]),
     page_size=st.sampled_from([4, 1, 4, 1, MAX_LEN]),
     spare=st.sampled_from([0, 4, 8, 12, 16, 24, 32, 3 * MAX_LEN]),
+    shares=st.booleans(),
 )
-@example(long_ones, 20, 4, 1, 1, 16)  # they all begin, and then there is memory for two
-@example(long_ones + faults, 20, 4, 1, 4, 16)
-@example(at_risk, 8, 4, 1, MAX_LEN, 24)
-def test_every_request_ends_as_if_alone(policy, actions, chunk, max_batch, tile, page_size, spare):
+@example(long_ones, 20, 4, 1, 1, 16, False)  # they all begin, and then there is memory for two
+@example(long_ones + faults, 20, 4, 1, 4, 16, False)
+@example(at_risk, 8, 4, 1, MAX_LEN, 24, False)
+@example(alike, 8, 4, 1, 4, 16, True)
+def test_every_request_ends_as_if_alone(
+    policy, actions, chunk, max_batch, tile, page_size, spare, shares
+):
     # memory for one request of MAX_LEN, and `spare` tokens more
     sizes = dict(chunk=chunk, max_batch=max_batch, page_size=page_size)
+    sizes |= dict(prefix_caching=shares and page_size < MAX_LEN)
     sizes |= dict(pages=-(-MAX_LEN // page_size) + spare // page_size)
     watched = Watched(policy=policy, **sizes, **({"tile": tile} if policy == "sarathi" else {}))
     for action in actions:
@@ -203,12 +214,15 @@ def test_every_request_ends_as_if_alone(policy, actions, chunk, max_batch, tile,
         else:
             assert c.tokens == tokens
             assert c.finish_reason == ("stop" if tokens[-1] in params.stop_token_ids else "length")
-            # each token once, but the last, and once more what a preemption threw away
+            # each token once, but the last, and once more what a preemption threw away, but for
+            # what was found
             once = len(prompt) + len(tokens) - 1
-            assert watched.computed[i] == once + c.recomputed_tokens
+            assert watched.computed[i] == once + c.recomputed_tokens - c.cached_tokens
         assert c.token_times == watched.times[i] == sorted(watched.times[i])
         assert watched.preempted[i] + scheduler.preempted.count(i) == c.preemptions
     if actions[:4] == long_ones and policy not in ("request-level", "orca", "orca-best", "sarathi"):
         assert watched.preempted  # or this test would not test it
+    if actions == alike:
+        assert sum(c.cached_tokens for c in watched.ended.values()) > 0
     check_integrity(scheduler.pages, [])
     assert scheduler.pages.num_free == scheduler.pages.total

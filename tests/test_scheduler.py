@@ -382,7 +382,8 @@ def test_pages_are_a_set_of_which_some_are_taken(data, total):
         else:
             given_back = table[-1:] if action == "free one" else data.draw(st.permutations(table))
             pages.free(given_back)
-            with pytest.raises(RuntimeError, match=f"page {given_back[0]} "):
+            any_of = "|".join(map(str, given_back))
+            with pytest.raises(RuntimeError, match=f"page ({any_of}) was freed but is not owned"):
                 pages.free(given_back)
             del table[len(table) - len(given_back) :]
             tables = [table for table in tables if table]
@@ -410,7 +411,7 @@ def test_integrity_is_checked():
         with pytest.raises(RuntimeError, match="block tables"):
             check_integrity(pages, tables)
     pages.num_free = 4
-    with pytest.raises(RuntimeError, match="leaked or shared"):
+    with pytest.raises(RuntimeError, match="pages leaked: 4 free"):
         check_integrity(pages)
 
 

@@ -12,12 +12,15 @@ import pytest
 from engine import Engine, QueueFull
 from model import GPT, GPTConfig
 from sampling import SamplingParams
-from tests.helpers import alone, check_integrity
+from tests.helpers import alone, check_integrity, guard
 
 MAX_LEN, MAX_BATCH, PAGE_SIZE = 32, 32, 4
 PAGES = MAX_BATCH * MAX_LEN // PAGE_SIZE // 10  # memory for a tenth of them
 SIZES = dict(n_layer=1, n_head=2, n_embd=8, n_kv_head=1, n_inner=16, max_positions=32)
 CONFIG = GPTConfig("llama", vocab_size=17, **SIZES)
+
+
+BEGINNINGS = [[begins] * 8 + [*range(10)] for begins in (5, 6, 7)]  # of all prompts
 
 
 @functools.cache
@@ -29,6 +32,7 @@ def workload():
     rng, requests = random.Random(2), []
     for seed in range(150):
         prompt = [rng.randrange(17) for _ in range(rng.choice([1, 3, 6, 10, 20]))]
+        prompt[:-2] = BEGINNINGS[seed % 3][: max(0, len(prompt) - 2)]
         sampling = dict(temperature=seed % 2, seed=seed, stop_token_ids=(3, 4) * (seed % 3 == 0))
         params = SamplingParams(rng.randint(1, 12), **sampling)
         requests.append((prompt, params, alone(model, prompt, params)))
@@ -52,18 +56,21 @@ def measure():
 
 
 @pytest.mark.parametrize(
-    "policy, total, mean",  # requests in all; in an iteration, as many as can be served
+    "policy, total, mean, shares",  # requests in all; in an iteration, as many as can be served
     [
-        *(("sarathi-serve", 10_000, 1.0), ("request-level", 700, 0.25), ("orca", 700, 0.25)),
-        *(("vllm", 1000, 0.7), ("sarathi", 700, 0.25), ("chunked-only", 1000, 0.5)),
-        *(("hybrid-only", 1000, 1.0), ("priority", 1000, 1.0)),
+        *(("sarathi-serve", 10_000, 1.0, False), ("request-level", 700, 0.25, False)),
+        *(("orca", 700, 0.25, False), ("vllm", 1000, 0.7, False), ("sarathi", 700, 0.25, False)),
+        *(("chunked-only", 1000, 0.5, False), ("hybrid-only", 1000, 1.0, False)),
+        *(("priority", 1000, 1.0, False), ("sarathi-serve", 3000, 1.3, True)),
+        *(("vllm", 1000, 1.0, True), ("orca", 700, 0.4, True), ("priority", 1000, 1.3, True)),
     ],
 )
-def test_nothing_is_lost_and_nothing_leaks(policy, total, mean, monkeypatch):
+def test_nothing_is_lost_and_nothing_leaks(policy, total, mean, shares, monkeypatch):
     model, requests = workload()
     sizes = dict(max_batch=MAX_BATCH, max_len=MAX_LEN, page_size=PAGE_SIZE, pages=PAGES)
     options = {"ageing": 0.01} if policy == "priority" else {}
-    engine = Engine(model, policy=policy, chunk=24, max_waiting=60, **sizes, **options)
+    options |= dict(chunk=24, max_waiting=60, prefix_caching=shares)
+    engine = guard(Engine(model, policy=policy, **sizes, **options))
     scheduler, rng, seen, measured = engine.scheduler, random.Random(3), Counter(), []
     live = {}  # id -> (index of the request, tokens that its events brought)
     forward, fault = GPT.forward, None
@@ -103,6 +110,7 @@ def test_nothing_is_lost_and_nothing_leaks(policy, total, mean, monkeypatch):
         seen[completion.finish_reason] += 1
         seen["ended"] += 1
         seen["preemptions"] += completion.preemptions
+        seen["cached"] += completion.cached_tokens
 
     burst = iteration = 0
     while seen["accepted"] < total or engine.has_work:
@@ -140,6 +148,7 @@ def test_nothing_is_lost_and_nothing_leaks(policy, total, mean, monkeypatch):
     assert scheduler.pages.num_free == PAGES
     for what in ("faults", "abort", "stop", "refused"):  # or this test would not test it
         assert seen[what] > total / 500, what
+    assert seen["cached"] > total if shares else not seen["cached"]
     assert bool(seen["preemptions"]) == (policy not in ("request-level", "orca", "sarathi"))
     (objects, resident), (objects_at_end, resident_at_end) = measured
     # up to 80 requests are inside at either moment; 8,000 have gone through

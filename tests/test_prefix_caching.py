@@ -1,0 +1,564 @@
+"""Prompts that begin alike share pages: what can be found, who may write, and that nobody notices.
+
+Whatever nobody may read holds NaN here, and whoever writes where others read raises. Interrupts are
+in test_interrupt.py, long runs in test_soak.py and test_properties.py.
+"""
+
+import sys
+from collections import Counter
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine import Engine
+from kv_cache import Pages, Span
+from model import GPT
+from policies import POLICIES, make_scheduler
+from policies.config import EngineConfig
+from policies.referee import Referee
+from sampling import SamplingParams, sample
+from scheduler import Request, Scheduler
+from tests.helpers import (
+    alone,
+    check_integrity,
+    guard,
+    named,
+    poison,
+    poisoned_cache,
+    run,
+    tiny_model,
+)
+
+MODEL, MAX_LEN = tiny_model(n_kv_head=2), 48
+EVERY = pytest.mark.parametrize("policy", POLICIES)
+
+
+# Pages
+
+
+def names_of(pages, tokens):
+    """The names of all full pages of these tokens."""
+    names = []
+    pages.extend_names(names, tokens)
+    return names
+
+
+class SharedPages:
+    """Pages of two tokens, and what must be true of them."""
+
+    def __init__(self, total):
+        self.pages, self.total = Pages(total, 2, prefix_caching=True), total
+        self.tables = []  # tokens, names and pages, and how many of these are full and kept
+        self.content = {}  # all tokens up to the end of a page -> the page that is found
+        self.left = []  # the found ones that nobody reads, the one left longest ago first
+
+    @property
+    def readers(self):
+        """page -> in how many block tables it is."""
+        return Counter(page for table in self.tables for page in table.pages)
+
+    def take(self, count, **after):
+        """Allocate: blank pages, and where these are not enough those left longest ago."""
+        found = set(self.content.values())
+        blank = set(range(self.total)).difference(found, self.readers)
+        needed = max(0, count - len(blank))
+        gone, left = self.left[:needed], self.left[needed:]
+        pages = self.pages.allocate(count, **after)
+        assert len(set(pages)) == count and blank.union(gone).issuperset(pages)
+        self.content = {key: page for key, page in self.content.items() if page not in gone}
+        self.left = left
+        return pages
+
+    def admit(self, tokens):
+        """A new block table, if there is memory."""
+        names, found = names_of(self.pages, tokens), []
+        assert len(names) == len(tokens) // 2
+        for end in range(2, len(tokens), 2):  # at least one token is left
+            if tuple(tokens[:end]) not in self.content:
+                break
+            found.append(self.content[tuple(tokens[:end])])
+        assert self.pages.find(names[: (len(tokens) - 1) // 2]) == found
+        more = -(-len(tokens) // 2) - len(found)
+        unread = set(found).difference(self.readers)
+        assert self.pages.unread(found) == len(unread)
+        if more + len(unread) <= self.pages.num_free:
+            self.pages.share(found)
+            self.left = [page for page in self.left if page not in found]
+            table = SimpleNamespace(tokens=tokens, names=names, pages=found, full=len(found))
+            self.tables.append(table)
+            table.pages = found + self.take(more)
+
+    def compute(self, table, count):
+        """Some more of its pages are full."""
+        end = min(table.full + count, len(table.tokens) // 2)
+        self.pages.extend_names(table.names, table.tokens)
+        self.pages.keep(table.pages[table.full : end], table.names[table.full : end])
+        for i in range(table.full, end):
+            self.content.setdefault(tuple(table.tokens[: 2 * i + 2]), table.pages[i])
+        table.full = end
+
+    def grow(self, table, token):
+        """One token more, and a page for it where there is none."""
+        if len(table.tokens) == 2 * len(table.pages):
+            if not self.pages.num_free:
+                assert self.pages.allocate(1, after=table.pages[-1]) is None
+                return
+            table.pages += self.take(1, after=table.pages[-1])
+        table.tokens = [*table.tokens, token]
+
+    def free(self, table):
+        """A block table is given back."""
+        self.pages.free(table.pages)
+        self.tables.remove(table)
+        found = self.content.values()
+        self.left += [p for p in reversed(table.pages) if p not in self.readers and p in found]
+
+    def check(self):
+        """What must hold between any two actions."""
+        pages, readers = self.pages, self.readers
+        check_integrity(pages, [table.pages for table in self.tables])
+        assert pages.num_free == self.total - len(readers)
+        assert named(pages) == set(self.content.values())
+        for tokens, page in self.content.items():  # whoever began so, and ended or not
+            assert pages.find(names_of(pages, tokens)[-1:]) == [page]
+        for page in set(range(self.total)).difference(readers):
+            with pytest.raises(RuntimeError, match=f"page {page} was freed but is not owned"):
+                pages.free([page])
+
+
+@given(st.data(), st.integers(4, 9))
+def test_pages_are_found_shared_and_given_away_as_they_promise(data, total):
+    it, few = SharedPages(total), st.integers(0, 1)
+    for _ in range(data.draw(st.integers(0, 40))):
+        action = data.draw(
+            st.sampled_from(["admit", "admit", "compute", "compute", "grow", "free"])
+        )
+        if action == "admit" or not it.tables:
+            it.admit(data.draw(st.lists(few, min_size=1, max_size=8)))
+        else:
+            table = data.draw(st.sampled_from(it.tables))
+            more = {"compute": (st.integers(1, 4),), "grow": (few,), "free": ()}[action]
+            getattr(it, action)(table, *map(data.draw, more))
+        it.check()
+    for table in it.tables[:]:
+        it.free(table)
+    it.check()
+    assert it.pages.num_free == total and sorted(it.take(total)) == list(range(total))
+    assert named(it.pages) == set()
+
+
+def test_a_name_stands_for_all_tokens_up_to_there():
+    pages = Pages(4, 2, prefix_caching=True)
+    beginnings = [[1, 2], [2, 1], [1, 258], [0, 1], [256, 1], [1, 0], [1, 2, 1, 2], [3, 4, 1, 2]]
+    beginnings += [[1, 2, 1, 2, 1, 2], [0, 0], [0, 0, 0, 0], [2**40, 1], [1, 2**40]]
+    last = [names_of(pages, tokens)[-1] for tokens in beginnings]
+    assert len(set(last)) == len(beginnings)
+    assert names_of(pages, [1, 2, 3, 4, 5])[:1] == names_of(pages, (1, 2)) == last[:1]
+    names = names_of(pages, [1, 2, 3])
+    pages.extend_names(names, [1, 2, 3, 4, 5, 6, 7])  # goes on where it was
+    assert names == names_of(pages, [1, 2, 3, 4, 5, 6]) and len(names) == 3
+    assert names_of(Pages(4, 2), [1, 2, 3, 4]) == []
+
+
+def test_what_was_left_longest_ago_goes_first_and_of_a_request_its_end():
+    pages = Pages(5, 1, prefix_caching=True)
+    old, new = pages.allocate(3), pages.allocate(2)
+    for table, tokens in ((old, [1, 2, 3]), (new, [4, 5])):
+        pages.keep(table, names_of(pages, tokens))
+        pages.free(table)
+    pages.share(old[:1])
+    pages.free(old[:1])  # left later than all others
+    went = [pages.allocate(1) for _ in range(5)]
+    assert went == [old[2:], old[1:2], new[1:], new[:1], old[:1]]
+    assert pages.allocate(1) is None and named(pages) == set()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_an_interrupt_in_keep_leaves_no_name_of_other_content(again):
+    """At each line of it, of two pages that had other names; and then it is done again, or not."""
+
+    def trace(frame, event, arg):
+        lines.append(event == "line")
+        if sum(lines) == at:
+            raise KeyboardInterrupt
+        return trace
+
+    for at in range(1, 30):
+        pages = Pages(2, 1, prefix_caching=True)
+        before = pages.allocate(2)
+        pages.keep(before, names_of(pages, [1, 2]))
+        pages.free(before)
+        table, names, lines = pages.allocate(2), names_of(pages, [3, 4]), []
+        sys.settrace(trace)
+        try:
+            pages.keep(table, names)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        if again:
+            pages.keep(table, names)
+            assert pages.find(names) == table
+        check_integrity(pages, [table])
+        pages.free(table)
+        check_integrity(pages, [])
+        table = pages.allocate(2)
+        assert named(pages) == set() and not pages.find(names) and not pages.find(names[1:])
+        pages.keep(table, names_of(pages, [5, 6]))
+        assert not pages.find(names) and not pages.find(names_of(pages, [1, 2]))
+        check_integrity(pages, [table])
+        if sum(lines) < at:
+            break
+    assert 5 < at < 29  # all lines, two pages
+
+
+# logits
+
+
+SYSTEM = Random(1).choices(range(61), k=19)
+PROMPTS = [SYSTEM + [1, 2], SYSTEM[:7] + [50] * 4, SYSTEM[:16], SYSTEM + [1, 2], SYSTEM + [3] * 9]
+PROMPTS += [[60, *SYSTEM], SYSTEM[:16], SYSTEM + [1, 2, 9]]
+OUTPUTS = [7, 5, 9, 4, 6, 3, 1, 8]
+ARRIVE = [0, 0, 2, 3, 5, 6, 9, 9]  # after so many steps
+
+
+def logits_alone(prompt, tokens):
+    """Logits of each output token of a request that shares nothing."""
+    whole = [*prompt, *tokens]
+    logits = run(MODEL, poisoned_cache(MODEL, 1, len(whole)), [Span([0], 0, whole)], all_rows=True)
+    return logits[len(prompt) - 1 : -1]
+
+
+TOKENS = [alone(MODEL, *its) for its in zip(PROMPTS, map(SamplingParams, OUTPUTS))]
+LOGITS = [logits_alone(*its) for its in zip(PROMPTS, TOKENS)]
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Makes engines of which every batch meets NaN wherever nobody may read, every write is looked
+    at, and all logits are compared with those without sharing. A request's `seed` tells which of
+    PROMPTS it is."""
+    forward = GPT.forward
+
+    def compared(logits, params, positions):
+        for row, p, n in zip(logits, params, positions):
+            torch.testing.assert_close(row, LOGITS[p.seed][n], rtol=0, atol=1e-10)
+        return sample(logits, params, positions)
+
+    def make(policy, **options):
+        sizes = dict(chunk=6, max_batch=3, max_len=MAX_LEN, page_size=4, pages=24)
+        engine = guard(Engine(MODEL, policy=policy, **sizes | {"prefix_caching": True} | options))
+        monkeypatch.setattr(GPT, "forward", lambda *args: poison(engine) or forward(*args))
+        monkeypatch.setattr("engine.sample", compared)
+        return engine
+
+    return make
+
+
+def ask(engine, which):
+    """Add one of PROMPTS."""
+    return engine.add_request(PROMPTS[which], SamplingParams(OUTPUTS[which], seed=which))
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "matmul"])
+@pytest.mark.parametrize("page_size, pages", [(1, 70), (4, 18), (16, 6)])
+@EVERY
+def test_logits_are_those_without_sharing(watched, policy, page_size, pages, backend):
+    """Whoever is preempted or given up meanwhile, and the first is one who computed for others."""
+    rng, cached = Random(page_size), 0
+    for disturbed in range(3):
+        options = dict(page_size=page_size, pages=pages, attention=backend)
+        engine, ids, done, step = watched(policy, **options), {}, {}, 0
+        scheduler = engine.scheduler
+        while engine.has_work or len(ids) < len(PROMPTS):
+            for which in range(len(ids), len(PROMPTS)):
+                if ARRIVE[which] <= step:
+                    ids[ask(engine, which)] = which
+            if disturbed and step % 4 == disturbed and scheduler.running:
+                scheduler.preempt(rng.choice(scheduler.running))
+            if disturbed == 2 and step == 7 and 0 in scheduler.requests:
+                engine.abort(0)
+            events = engine.step()
+            done |= {e.request_id: e.completion for e in events if e.completion}
+            check_integrity(scheduler.pages, [r.pages for r in scheduler.running])
+            step += 1
+            assert step < 500
+        for i, completion in done.items():
+            assert completion.tokens == TOKENS[ids[i]]
+            cached += completion.cached_tokens
+        assert {*range(len(PROMPTS))}.difference(done) <= {0} and scheduler.pages.num_free == pages
+    assert cached > 0
+
+
+def finish(engine):
+    """Completions of all that is asked, in the order in which they end."""
+    done = []
+    while engine.has_work:
+        done += [event.completion for event in engine.step() if event.completion]
+    return done
+
+
+@EVERY
+def test_whoever_starts_one_token_too_early_is_caught_when_it_writes(watched, policy, monkeypatch):
+    engine, admit = watched(policy, pages=60), Scheduler.admit
+
+    def early(self):
+        if request := admit(self):
+            request.num_computed -= request.num_computed > 0
+        return request
+
+    monkeypatch.setattr(Scheduler, "admit", early)
+    ask(engine, 0)
+    finish(engine)
+    ask(engine, 3)
+    with pytest.raises(RuntimeError, match=r"page \d+ is written"):
+        finish(engine)
+
+
+# what is found, batch by batch
+
+
+class Line:
+    """A scheduler under the eyes of a referee, and all requests that were added to it."""
+
+    def __init__(self, policy, page_size=4, pages=32, shares=True, **options):
+        options = dict(chunk=64, max_batch=9, max_len=64) | options
+        self.scheduler = make_scheduler(policy, Pages(pages, page_size, shares), **options)
+        self.pages, self.requests = self.scheduler.pages, []
+        Referee(self.scheduler, policy)
+
+    def add(self, prompt, output_len):
+        """A Request that arrives after all others."""
+        i, prompt = len(self.requests), list(prompt)
+        self.requests.append(Request(i, prompt, len(prompt), output_len, float(i)))
+        self.scheduler.add(self.requests[i])
+        return self.requests[i]
+
+    def step(self, token=99):
+        """One iteration in which this token is sampled: {request id: (start, length)}."""
+        batch = self.scheduler.next_batch()
+        chunks = {request.id: (start, length) for request, start, length in batch}
+        self.scheduler.advance(batch, [token if c.yields_token else None for c in batch], 0.0)
+        check_integrity(self.pages, [r.pages for r in self.scheduler.running])
+        return chunks
+
+    def run(self):
+        """Until nothing is left: [what step returns]."""
+        steps = []
+        while self.scheduler.requests:
+            steps.append(self.step())
+        return steps
+
+
+@EVERY
+def test_the_next_turn_of_a_chat_finds_what_was_generated(policy):
+    # the last token is not computed: of 6 + 6 tokens 11 are, of 6 + 7 it is 12
+    for output_len, found in ((6, 8), (7, 12)):
+        line = Line(policy)
+        first = line.add(range(6), output_len)
+        line.run()
+        changed = [*first.tokens[:7], 7, *first.tokens[8:]]  # the last token of the second page
+        turn, other = line.add([*first.tokens, 5, 5, 5], 1), line.add([*changed, 5, 5, 5], 1)
+        line.run()
+        assert (first.cached, turn.cached, other.cached) == (0, found, 4)
+
+
+@pytest.mark.parametrize("page_size, found", [(1, 7), (2, 6), (4, 4), (8, 0)])
+@EVERY
+def test_at_least_one_token_of_a_prompt_is_computed(policy, page_size, found):
+    line = Line(policy, page_size, pages=256 // page_size)
+    line.add(range(8), 2)
+    assert line.run()[0] == {0: (0, 8)}
+    again = line.add(range(8), 2)
+    assert line.run() == [{1: (found, 8 - found)}, {1: (8, 1)}] and again.cached == found
+
+
+@pytest.mark.parametrize("gone, found", [(0, 8), (1, 8), (2, 4), (3, 0)])
+@EVERY
+def test_after_a_preemption_it_finds_what_is_still_there(policy, gone, found):
+    line = Line(policy)
+    request, pages = line.add(range(10), 9), line.pages
+    while len(request.tokens) < 13:
+        line.step()
+    line.scheduler.preempt(request)
+    assert len(named(pages)) == 3
+    pages.free(pages.allocate(32 - 3 + gone))  # others took them: first the end of the request
+    assert line.step() == {0: (found, 13 - found)}
+    line.run()
+    assert (request.cached, request.recomputed, request.preemptions) == (found, 12, 1)
+    line.scheduler.mend()
+    assert len(request.tokens) == 19
+
+
+@pytest.mark.parametrize("chunk", [2, 64])
+@EVERY
+def test_who_finds_all_but_its_last_token_is_not_taken_for_a_decode(policy, chunk):
+    """That the batch has not counted: it would be the only one in a batch without decodes, which
+    breaks a rule of the referee's."""
+    line = Line(policy, page_size=1, pages=256, chunk=chunk)
+    line.add(range(3), 9)
+    victim = line.add(range(50, 53), 9)
+    while not (victim.is_decoding and len(victim.tokens) > 4):
+        line.step()
+    n = len(victim.tokens)
+    line.scheduler.preempt(victim)
+    chunks = [its[1] for its in line.run() if 1 in its]
+    assert chunks[0] in ((n - 2, 2), (n - 2, 1)) and victim.cached == n - 2
+
+
+def test_pages_are_found_as_soon_as_they_are_computed_and_not_before():
+    line = Line("sarathi-serve", chunk=8)
+    first, again = line.add(range(20), 1), line.add(range(20), 1)
+    line.scheduler.next_batch()
+    assert named(line.pages) == set() and first.pages
+    assert line.run() == [{0: (0, 8)}, {0: (8, 8)}, {0: (16, 4), 1: (16, 4)}]
+    assert again.cached == 16
+
+
+def test_two_at_the_same_time_compute_it_twice_and_one_of_both_is_found():
+    line = Line("orca")
+    line.add(range(20), 1)
+    line.add(range(20), 3)
+    assert line.step() == {0: (0, 20), 1: (0, 20)}  # the first one has ended
+    assert len(named(line.pages)) == 5 and named(line.pages).isdisjoint(line.requests[1].pages)
+    third = line.add(range(20), 1)
+    assert line.run()[0] == {1: (20, 1), 2: (16, 4)} and third.cached == 16
+    assert len(named(line.pages)) == 5 and line.pages.num_free == 32
+
+
+def test_cached_tokens_are_those_that_were_found(watched):
+    engine, found = watched("sarathi-serve", pages=60), []
+    for which in (0, 3, 2, 5, 1, 7):  # 21, 21, 16, 20, 11 and 22 tokens, in pages of 4
+        ask(engine, which)
+        engine.step()
+        [(_, start, *_)] = engine.last_iteration.chunks
+        [completion] = finish(engine)
+        assert completion.cached_tokens == start
+        found.append(start)
+    assert found == [0, 20, 12, 0, 4, 20]
+    ask(engine, 4)  # of 28 tokens 16 are found, 6 are computed: one page more
+    engine.step()
+    engine.scheduler.preempt(engine.scheduler.running[0])
+    [completion] = finish(engine)
+    assert completion.cached_tokens == 16 + 20 and completion.recomputed_tokens == 22
+
+
+# on and off
+
+
+NO_SHARING = [[n, *Random(n).choices(range(61), k=3 * n)] for n in (9, 1, 5, 7, 2, 4)]
+
+
+@EVERY
+def test_where_nothing_can_be_found_the_batches_and_events_are_the_same(policy):
+    seen = []
+    for shares in (False, True):
+        sizes = dict(chunk=6, max_batch=3, max_len=MAX_LEN, page_size=4, pages=90)
+        sizes |= dict(prefix_caching=shares, clock=lambda: 0.0)
+        engine = Engine(MODEL, policy=policy, **sizes)
+        seen.append([])
+        for n, prompt in enumerate(NO_SHARING):
+            engine.add_request(prompt, SamplingParams(3 + n))
+        while engine.has_work:
+            events = [event[:2] for event in engine.step()]
+            its, running = engine.last_iteration, engine.scheduler.running
+            state = its.chunks, its.waiting, its.running, its.free_pages, its.budget, its.preempted
+            seen[-1].append((*state, events, [len(r.pages) for r in running]))
+    assert seen[0] == seen[1] and len(seen[0]) > 5
+
+
+@EVERY
+def test_off_nothing_is_named_and_nothing_is_found(policy, monkeypatch):
+    monkeypatch.setattr("kv_cache.sha256", None)
+    line = Line(policy, shares=False)
+    for _ in range(3):
+        line.add(range(20), 9)
+    line.run()
+    assert not any(request.names or request.cached for request in line.requests)
+    assert named(line.pages) == set()
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (dict(page_size=16, max_len=16), "^page_size=16: must be below max_len=16, for pref"),
+        (dict(page_size=17, max_len=16), "^page_size=17: must be at most max_len=16$"),
+        (dict(page_size=512), "^page_size=512: must be below max_len=512"),  # the model's
+        (dict(max_len=1), "^page_size=1: must be below max_len=1"),
+        (dict(prefix_caching=1), "^prefix_caching=1: must be True or False$"),
+        (dict(prefix_caching="no"), "^prefix_caching='no': must be True or False$"),
+    ],
+)
+def test_slots_cannot_be_shared(given, message):
+    with pytest.raises(ValueError, match=message):
+        Engine(MODEL, **{"prefix_caching": True} | given)
+
+
+def test_pages_hold_64_tokens_or_half_of_a_request_where_no_other_number_is_given():
+    assert EngineConfig().prefix_caching is False
+    engine = Engine(MODEL, prefix_caching=True, max_batch=2)
+    assert engine.config.page_size == engine.scheduler.pages.page_size == 64
+    assert engine.config.pages == 2 * 512 // 64
+    for max_len, page_size in ((128, 64), (127, 64), (65, 33), (2, 1)):
+        engine = Engine(MODEL, prefix_caching=True, max_len=max_len, max_batch=2)
+        assert engine.config.page_size == page_size and engine.config.pages == 4
+    assert Engine(MODEL, prefix_caching=False, max_len=64, max_batch=2).config.page_size == 64
+
+
+# what must not be found
+
+
+def test_warm_up_leaves_nothing_to_be_found_and_may_be_called_again():
+    sizes = dict(chunk=6, max_batch=3, max_len=MAX_LEN, page_size=4, pages=60)
+    engine, params = guard(Engine(MODEL, prefix_caching=True, **sizes)), SamplingParams(4)
+    for prompt in ([0] * 30, SYSTEM, SYSTEM):
+        for _ in range(2):
+            engine.warm_up()
+            assert engine.step() == [] and not engine.has_work
+        assert named(engine.scheduler.pages) == set()
+        poison(engine)
+        for cached in (0, (len(prompt) - 1) // 4 * 4):
+            [completion] = engine.generate([prompt], params, progress=False)
+            assert completion.tokens == alone(MODEL, prompt, params)
+            assert completion.cached_tokens == cached
+
+
+@EVERY
+def test_what_a_failed_batch_wrote_is_not_found(watched, policy, monkeypatch):
+    engine, found = watched(policy, chunk=6, pages=60), []
+    ask(engine, 0)
+    forward = GPT.forward
+
+    def failing(*args):
+        forward(*args)
+        raise MemoryError
+
+    while engine.has_work:  # a batch more each time
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr(GPT, "forward", failing)
+            engine.step()
+        [request] = engine.scheduler.running
+        found.append(len(named(engine.scheduler.pages)))
+        assert found[-1] == request.num_computed // 4
+        engine.step()
+    assert found[0] == 0 and sorted(found) == found and found[-1] == (21 + 7 - 2) // 4
+
+
+@EVERY
+def test_after_a_drop_nothing_is_found(watched, policy):
+    engine = watched(policy, pages=60)
+    ask(engine, 3)
+    finish(engine)
+    for which in (0, 1):
+        ask(engine, which)
+    while not any(request.num_computed for request in engine.scheduler.requests.values()):
+        engine.step()
+    assert named(engine.scheduler.pages)
+    engine.drop([engine.scheduler.requests[1]])
+    assert named(engine.scheduler.pages) == set()
+    ask(engine, 7)
+    assert len(finish(engine)) == 2 and engine.scheduler.pages.num_free == 60
