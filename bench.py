@@ -20,7 +20,6 @@ COMMANDS = {  # name -> (its module, what it does)
     "explore": ("simulator.explore", "a page with sliders: what policies do with a load, and why"),
     "budget": ("experiments.budget", "the largest token budget that meets an SLO"),
     "simulate": ("simulator.report", "the papers' experiments on many GPUs, from a cost model"),
-    "fit": ("simulator.calibration", "a device's constants, from times of its matrix products"),
 }
 FIRST = "each has a --help; without one, bench.py --chunk 256 is bench.py offline --chunk 256"
 SERVING = ("serve", "capacity")  # on this machine, or on another, simulated or not

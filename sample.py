@@ -14,20 +14,15 @@ from experiments.console import run
 def parse_args(argv):
     """The options, checked. Exits with a message, like argparse, for one that makes no sense."""
     from experiments.options import OptionParser, number, whole
-    from policies import POLICIES
 
     parser = OptionParser(prog="sample.py", description="Text in, text out.")
     add, top_p = parser.add, number(above=0, most=1)
-    parser.add_model_options("llama-160m", geometry="--preset", checkpoint="--model")
     add("--prompt", "text to continue; may be repeated", action="append", required=True)
     add("--max-new-tokens", "the most tokens to generate for each prompt", 100, type=whole(1))
     add("--temperature", "0 takes the likeliest token", 0.8, type=number(least=0))
     add("--top-k", "sample from the k likeliest tokens; 0: from all", 0, type=whole(0))
     add("--top-p", "sample from the likeliest that make up this probability", 1.0, type=top_p)
-    policies = f"who is computed when: {', '.join(POLICIES)}, or FILE.py:Class"
-    add("--policy", policies, "sarathi-serve")
-    add("--chunk", "chunk size or token budget, in tokens", 256, type=whole(1))
-    add("--max-batch", "the most prompts at once", 16, type=whole(1))
+    parser.add_engine_options()
     return parser.parse_args(argv)
 
 
@@ -36,16 +31,15 @@ def main(argv=None):
     args = parse_args(sys.argv[1:] if argv is None else argv)
     from engine import Engine
     from experiments.options import find_texts, load_model
-    from policies import find_policy
+    from pretrained.tokenizers import TextStream
     from sampling import SamplingParams
 
-    find_policy(args.policy)  # what is quick goes first: it may be what is wrong
     _, tokenizer = find_texts(args)
     prompts = [tokenizer.encode(prompt) for prompt in args.prompt]
     max_len = args.max_new_tokens_with_prompt = max(map(len, prompts)) + args.max_new_tokens
     model = load_model(args, "max_new_tokens_with_prompt")
     sizes = dict(chunk=args.chunk, max_batch=min(args.max_batch, len(prompts)), max_len=max_len)
-    more = dict(policy=args.policy, attention=args.attention)
+    more = dict(policy=args.policy, attention=args.attention, prefix_caching=args.prefix_caching)
     engine = Engine(model, tokenizer=tokenizer, **sizes, **more)
     given = args.max_new_tokens, args.temperature, args.top_k, args.top_p
     params = [SamplingParams(*given, seed=args.seed + i) for i in range(len(prompts))]
@@ -53,7 +47,7 @@ def main(argv=None):
         for text, completion in zip(args.prompt, engine.generate(prompts, params)):
             print(f"--- {text}{completion.text}")
         return
-    decoder = tokenizer.stream(prompts[0])
+    decoder = TextStream(tokenizer, prompts[0])
     print(args.prompt[0], end="", flush=True)
     engine.add_request(prompts[0], params[0])
     while engine.has_work:

@@ -1,12 +1,12 @@
 """The same requests through engines of others: `bench.py --against openvino`. Next: others.py."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
 from argparse import ArgumentTypeError, Namespace
 from contextlib import ExitStack
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -22,28 +22,20 @@ from pretrained import checkpoints
 from pretrained.presets import PRESETS
 from sampling import SamplingParams
 
-NEEDS = {  # engine -> the packages of others.py
-    "transformers": "torch transformers",
-    "openvino": "openvino-genai optimum-intel",
-}
-HELP = f"engines that serve the requests too, comma-separated, of {', '.join(NEEDS)}; "
-HELP += "openvino=/its/bin/python where another Python has the packages"
-FIND = "import sys, importlib.metadata as its; [its.version(name) for name in sys.argv[1:]]"
+ENGINES = ("transformers", "openvino")  # functions in others.py
+HELP = f"engines that serve the requests too, comma-separated, of {', '.join(ENGINES)} (packages "
+HELP += "openvino-genai, optimum-intel); openvino=/its/bin/python where another Python has them"
 
 
 def opponents(text):
     """The type of --against: {engine: the Python that has its packages}."""
     found = {}
     for name, _, python in (word.strip().partition("=") for word in text.split(",")):
-        if name not in NEEDS:
-            raise ArgumentTypeError(f"{name!r}: must be one of {', '.join(NEEDS)}")
-        found[name] = python = python or sys.executable
-        try:
-            command = [python, "-c", FIND, *NEEDS[name].split()]
-            subprocess.run(command, capture_output=True, check=True)
-        except (OSError, subprocess.CalledProcessError) as error:
-            install = f"{python} -m pip install {NEEDS[name]}, or name another: {name}=/a/python"
-            raise ArgumentTypeError(f"{name} is not installed: {install}") from error
+        if name not in ENGINES:
+            raise ArgumentTypeError(f"{name!r}: must be one of {', '.join(ENGINES)}")
+        found[name] = python or sys.executable
+        if not shutil.which(found[name]):
+            raise ArgumentTypeError(f"{name}: there is no program {python}")
     return found
 
 
@@ -75,9 +67,8 @@ def against(model, prompt_len, args):
             serve = partial(engine.generate, tokens, SamplingParams(output), progress=False)
             serves[f"ours, {policy}"] = lambda serve=serve: [done.tokens for done in serve()]
         stall_free, first = serves
-        job = vars(args) | dict(prompts=tokens, output=output, config=asdict(model.config))
-        job |= dict(checkpoint=str(checkpoints.find(args.init_from)))
-        job |= dict(threads=torch.get_num_threads())
+        job = vars(args) | dict(prompts=tokens, output=output, threads=torch.get_num_threads())
+        job["checkpoint"] = str(checkpoints.find(args.init_from))
         for name, python in args.against.items():
             policies, ask = start(stack, python, job | dict(engine=name, folder=new_folder()))
             serves |= {f"{name}, {policy}": partial(ask, policy) for policy in policies}

@@ -19,6 +19,7 @@ from policies.priority import PRIORITIES
 from policies.slo import MAX_DELAY_S
 
 FINISHED = ("stop", "length")  # the reasons of a request that got all its output
+COUNTS = ("preemptions", "recomputed_tokens", "cached_tokens")  # that a Completion has
 
 
 class Stall(NamedTuple):
@@ -97,15 +98,12 @@ def summarize_queue(completions):
 def summarize_latencies(completions, seconds):
     """The part of `summarize_run` that needs no iterations."""
     finished = [c for c in completions if c.finish_reason in FINISHED]
-    aborted = sum(c.finish_reason == "abort" for c in completions)
     output = sum(len(c.token_times) for c in completions)
     prompt = sum(len(c.prompt) for c in completions if c.token_times)  # computed to their end
     return {
-        "requests": len(completions),  # each is one of the next three
+        "requests": len(completions),
         "finished": len(finished),
-        "aborted": aborted,
-        "unfinished": len(completions) - len(finished) - aborted,
-        "never_scheduled": sum(c.scheduled is None for c in completions),
+        "aborted": sum(c.finish_reason == "abort" for c in completions),
         "ttft_s": percentiles(c.ttft for c in completions),
         "tbt_s": percentiles(gap for c in completions for gap in c.tbt),  # all gaps of all requests
         "scheduling_delay_s": percentiles(c.scheduling_delay for c in completions),
@@ -118,17 +116,24 @@ def summarize_latencies(completions, seconds):
 def summarize_run(completions, iterations, seconds, tbt_slo_s=None):
     """What the table prints and the JSON holds of one run of `seconds` seconds, as a dict:
     `summarize_latencies`, generation stalls (`over_slo`: longer than `tbt_slo_s`) and what the
-    iterations were made of, all None where these are not known; the mean of requests at once is
-    over the time of the iterations."""
+    iterations were made of, all None where these are not known; `cached` is the share of what was
+    to prefill that was found; the mean of requests at once is over the time of the iterations."""
     stalls, count = find_stalls(completions, iterations), len(iterations)
     kinds = Counter((i.prefill_tokens > 0, i.decode_tokens > 0) for i in iterations)
     tokens = sum(i.prefill_tokens + i.decode_tokens for i in iterations)
     busy_s = sum(i.end - i.start for i in iterations)
     longest = max(stalls, key=attrgetter("seconds"), default=None)
     over_slo = sum(s.seconds > tbt_slo_s for s in stalls) if count and tbt_slo_s else None
-    return summarize_latencies(completions, seconds) | {
-        "preemptions": sum(c.preemptions for c in completions) if count else None,
-        "recomputed_tokens": sum(c.recomputed_tokens for c in completions) if count else None,
+    begun = [c for c in completions if c.scheduled is not None and count]
+    counts = {key: sum(getattr(c, key) for c in begun) if count else None for key in COUNTS}
+    prefill = sum(len(c.prompt) + c.recomputed_tokens for c in begun)
+    its = summarize_latencies(completions, seconds)
+    its |= {f"{p}_{key}": its[key][p] for key in ("ttft_s", "tbt_s") for p in ("p50", "p99")}
+    return its | {
+        **counts,
+        "p50_delay_s": its["scheduling_delay_s"]["p50"],
+        "longest_stall_s": longest.seconds if longest else 0.0 if count else None,
+        "cached": _ratio(counts["cached_tokens"], prefill),
         "stalls": {
             "count": len(stalls) if count else None,
             "over_slo": over_slo,
@@ -143,13 +148,6 @@ def summarize_run(completions, iterations, seconds, tbt_slo_s=None):
         "running_mean": _ratio(sum(i.running * (i.end - i.start) for i in iterations), busy_s),
         "running_peak": max((i.running for i in iterations), default=None),
     }
-
-
-def headline(summary):
-    """The numbers of `summarize_run` that runs are compared by, as a flat dict."""
-    names = {f"{p}_{key}": summary[key][p] for key in ("tbt_s", "ttft_s") for p in ("p50", "p99")}
-    longest_s = summary["stalls"]["length_s"]["max"] or (0.0 if summary["iterations"] else None)
-    return names | {"longest_stall_s": longest_s, "tokens_per_s": summary["tokens_per_s"]}
 
 
 def request_rows(completions, iterations):
@@ -174,8 +172,7 @@ def request_rows(completions, iterations):
             "stalls": len(its) if iterations else None,
             "longest_stall_s": longest and longest.seconds,
             "caused_by": longest and longest.caused_by,
-            "preemptions": c.preemptions if iterations else None,
-            "recomputed_tokens": c.recomputed_tokens if iterations else None,
+            **{key: getattr(c, key) if iterations else None for key in COUNTS},
         }
 
 

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from engine import Engine, EngineConfig, Runner
 from experiments import comparison, measure, options
 from experiments.explain import COMPARED, explain, print_explained, steady
-from experiments.metrics import headline, summarize_run
+from experiments.metrics import summarize_run
 from experiments.run import EngineServer, LoadRun
 from experiments.tables import print_table, show
 from experiments.workload import Arrival, prompts
@@ -231,7 +231,7 @@ def serve_in_turns(model, configs, arrivals, tokens, progress, recorders):
         engine = Engine(model, config, clock=clock)
         engine.warm_up()
         watching = dict(progress=progress, recorder=recorders.get(name))
-        loads[name] = LoadRun(EngineServer(engine, tokens, clock), arrivals, **watching)
+        loads[name] = LoadRun(EngineServer(engine, clock), arrivals, tokens, **watching)
     used = dict.fromkeys(configs, 0.0)  # seconds, of each that is not done
     while used:
         name = min(used, key=used.get)
@@ -264,10 +264,8 @@ def end_to_end(model, args, recorders, rows, timelines):
 
 def row_of(run, batch):
     """The row of a Run in the table of policies, but for the gains."""
-    found = summarize_run(run.completions, run.iterations, run.seconds)
-    counts = {key: found[key] for key in ("iterations", "tokens_per_iteration")}
-    row = headline(found) | counts | {"busy": run.drift > measure.BUSY}
-    row["whole_run_tokens_per_s"] = row["tokens_per_s"]
+    row = summarize_run(run.completions, run.iterations, run.seconds)
+    row |= {"busy": run.drift > measure.BUSY, "whole_run_tokens_per_s": row["tokens_per_s"]}
     _, row["tokens_per_s"], _ = steady(run.iterations, batch)
     return row
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from policies import find_policy, where_it_failed
+from policies import POLICIES, find_policy, where_it_failed
 
 DTYPES = ("float32", "bfloat16", "float16")
 PICTURES = (".png", ".pdf", ".svg")
@@ -43,21 +43,25 @@ def whole(least, most=10**15):
     return number(least=least, most=most, kind=int)
 
 
+def policy_name(text, chunks=False):
+    """The name of a policy that `find_policy` takes. With `chunks` it may end in a chunk size of
+    its own, as in "sarathi:128"."""
+    try:
+        find_policy(re.sub(r":\d+$", "", text) if chunks else text)
+    except (TypeError, ValueError) as error:
+        where = where_it_failed(error)  # if the file was found, but not good
+        raise argparse.ArgumentTypeError(f"{where}: {error}" if where else error) from error
+    return text
+
+
 def policy_names(chunks=False):
-    """Policies with commas, as a list of names that `find_policy` takes. With `chunks`, a name may
-    end in a chunk size of its own, as in "sarathi:128"."""
+    """Such names with commas, as a list."""
 
     def parse(text):
         names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
         if not names:
             raise argparse.ArgumentTypeError(f"{text!r}: give at least one")
-        try:
-            for name in names:
-                find_policy(re.sub(r":\d+$", "", name) if chunks else name)
-        except (TypeError, ValueError) as error:
-            where = where_it_failed(error)  # if the file was found, but not good
-            raise argparse.ArgumentTypeError(f"{where}: {error}" if where else error) from error
-        return names
+        return [policy_name(name, chunks) for name in names]
 
     return parse
 
@@ -117,6 +121,17 @@ class OptionParser(argparse.ArgumentParser):
         compiled = "torch.compile the layers around attention; on CUDA decodes run in CUDA graphs"
         add("--compile", compiled, False, action="store_true")
         add("--threads", "CPU threads", shown="torch's choice", type=whole(1, 10**4))
+
+    def add_engine_options(self):
+        """The options of an engine that writes text, with those of its model."""
+        add, size = self.add, dict(type=whole(1))
+        policies = f"who is computed when: {', '.join(POLICIES)}, or FILE.py:Class"
+        shares = "share the pages of prompts that begin alike"
+        self.add_model_options("llama-160m", geometry="--preset", checkpoint="--model")
+        add("--policy", policies, "sarathi-serve", type=policy_name)
+        add("--chunk", "chunk size or token budget, in tokens", 256, **size)
+        add("--max-batch", "the most requests that run at once", 16, **size)
+        add("--prefix-caching", shares, False, action="store_true")
 
     def add_files(self, json="write all that is printed, with these options", **contents):
         """An option for each file that can be written, such as json, and what is written to it."""
@@ -223,18 +238,8 @@ def write_json(args, report):
 
 
 def write_text(file, text):
-    """Write the text to the file: all of it, or the file stays as it was."""
-    path = Path(file)
-    if path.exists() and not path.is_file() or str(file).startswith("/dev/"):
-        path.write_text(text, "utf-8")  # a pipe, /dev/stdout
-        return
-    path = path.resolve()  # a link stays one
-    new = path.with_name(f"{path.name[:200]}.part")
-    try:
-        new.write_text(text, "utf-8")
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
+    """Write the text to a file or a pipe, as /dev/stdout."""
+    Path(file).write_text(text, "utf-8")
 
 
 def wrote(*files):

@@ -16,7 +16,8 @@ from experiments import workload
 from experiments.run import Run
 from policies.priority import PRIORITIES
 
-GOES = "model qps requests lengths long_prompt classes trace trace_scale max_len slo seed json csv"
+GOES = "model qps requests lengths shared_prefix long_prompt classes trace trace_scale max_len slo "
+GOES += "seed json csv"
 
 
 def check_options(parser, args):
@@ -33,7 +34,7 @@ class RemoteMachine:
 
     def __init__(self, args, config):
         self.base = None  # how fast it is, is not known
-        self.url, self.seed = args.url.rstrip("/"), args.seed
+        self.url, self.args = args.url.rstrip("/"), args
         try:
             self.model = args.model or json.load(self.ask("/models"))["data"][0]["id"]
         except Exception as error:  # what others answer may be anything
@@ -55,8 +56,8 @@ class RemoteMachine:
 
     def serve(self, config, arrivals, progress=lambda: None, recorder=None):
         """Send the arrivals, each when it is due, until one fails: a Run without iterations. Who is
-        answered 429 is refused. `config` is the server's own affair."""
-        prompts = workload.prompts(arrivals, 256, self.seed)  # tokens that every vocabulary has
+        answered 429 is refused. Every vocabulary has 256. `config` is the server's own affair."""
+        prompts = workload.prompts(arrivals, 256, self.args.seed, self.args.shared_prefix)
         done, ended, start = [], SimpleQueue(), time.perf_counter()
         for i, arrival in enumerate(arrivals):
             done.append(Completion(i, prompts[i], arrival.time, PRIORITIES.index(arrival.priority)))

@@ -1,29 +1,31 @@
 """One run of a load, and what is made of several: an SLO, a capacity (Sarathi-Serve §5.1).
 
     run = serve(model, config, arrivals, prompts)    one engine, one load, in real time
-    run = LoadRun(server, arrivals).run()            the same loop, whatever serves
+    run = LoadRun(server, arrivals, prompts).run()   the same loop, whatever serves
     qps, points = capacity(run_at_rate, start)       the highest rate that meets the SLO
 
-A *server* is an engine or a simulation. It gets request i when arrivals[i] says:
+A *server* is an engine or a simulation. It gets request i when arrivals[i] says, at its `time`:
 
-    ready_at()         seconds of the run at which it can make its next batch, inf without work
-    wait_until(time)   let the time pass, if it has not
-    add(i, arrival)    queue request i; raises QueueFull
-    step()             make a batch; returns its Events, and sets last_iteration, which may be None
-    abort(i)           end request i and return its Completion
-    clock()            seconds of the run
-    missing            readings of measure.Probe so far; none of a simulation
-    schedulers         those that make its batches, which a recorder watches
+    ready_at()               seconds of the run at which its next batch can be, inf without work
+    wait_until(time)         let the time pass, if it has not
+    add(i, arrival, prompt)  queue request i; raises QueueFull
+    step()                   make a batch; returns its Events, and sets last_iteration, maybe None
+    abort(i)                 end request i and return its Completion
+    clock()                  seconds of the run
+    missing                  readings of measure.Probe so far; none of a simulation
+    schedulers               those that make its batches, which a recorder watches
 
 Read first: workload.py, engine.py, metrics.py. Read next: serving.py, which prints the tables.
 """
 
 import gc
+import heapq
 import math
 import statistics
 import time
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 from engine import Completion, Engine, Iteration, QueueFull, Runner
@@ -34,32 +36,37 @@ from policies.priority import PRIORITIES
 from policies.referee import Referee
 from sampling import SamplingParams
 
-INTERRUPTED = "interrupted"  # why a run was cut short
 MAX_RUNS = 60  # of a search, which takes a dozen
 
 
 class Run(NamedTuple):
     """What was seen of one run. Times are in seconds from its start, request i is arrivals[i]."""
 
-    completions: list[Completion]  # of all that arrived, in order; "abort": refused, or interrupted
+    completions: list[Completion]  # of all that came, by i; "abort": refused, or interrupted
     iterations: list[Iteration]
     seconds: float  # to the last token
     own_fraction: float  # of the steps' time: all but the forward pass and fetching its tokens
     refused: int = 0  # how many found max_waiting others in the queue
-    cut_short: str | None = None  # INTERRUPTED, if it was
+    cut_short: str | None = None  # "interrupted", if it was
     drift: float = 0.0  # of a machine that others use, see measure.steadily
 
 
 class LoadRun:
-    """Brings `arrivals`, sorted by time, to a server. `progress` is called after each request that
-    ended, a `recorder` of views/schedule_page.py sees all of it. With a `referee`, which says where
-    this is, a policy that breaks a rule of policies/referee.py is a ValueError."""
+    """Brings `arrivals` to a server, with the token ids of workload.prompts, or None where lengths
+    are enough. Who follows another is due when that one has ended, and continues its prompt and
+    output; a chat ends with a turn that was refused: what follows never comes, and is in no count.
+    `progress` is called after each request that ended, a `recorder` of views/schedule_page.py sees
+    all of it. With a `referee`, which says where this is, a policy that breaks a rule of
+    policies/referee.py is a ValueError."""
 
-    def __init__(self, server, arrivals, *, progress=None, recorder=None, referee=None):
-        self.server, self.arrivals = server, arrivals
+    def __init__(self, server, arrivals, prompts=None, progress=None, recorder=None, referee=None):
+        self.server, self.arrivals, self.prompts = server, arrivals, prompts
         self.progress, self.recorder = progress, recorder
         self.completions, self.iterations = {}, []  # of request i; in order
-        self.arrived, self.refused, self.cut_short = 0, 0, None
+        self.arrived, self.refused, self.cut_short = set(), 0, None
+        self.next_turn = {its.follows: i for i, its in enumerate(arrivals)}
+        known = ((its.time, i) for i, its in enumerate(arrivals) if its.follows is None)
+        self.due = sorted(known)  # a heap of (time, i)
         self.in_steps = 0.0  # seconds
         for scheduler in server.schedulers if referee else ():
             Referee(scheduler, referee)
@@ -68,9 +75,9 @@ class LoadRun:
 
     def step(self):
         """Add the request that is due, or else run one iteration. False if all is done."""
-        server, at, i = self.server, self.server.ready_at(), self.arrived
-        if i < len(self.arrivals) and self.arrivals[i].time <= at:
-            self._add(i, self.arrivals[i])
+        server, at = self.server, self.server.ready_at()
+        if self.due and self.due[0][0] <= at:
+            self._add(*self.due[0])
             return True
         if at == math.inf:
             return False
@@ -79,6 +86,9 @@ class LoadRun:
         for event in events:
             if event.completion:
                 self.completions[event.request_id] = event.completion
+                if (i := self.next_turn.get(event.request_id)) is not None:
+                    due = event.completion.token_times[-1] + self.arrivals[i].time
+                    heapq.heappush(self.due, (due, i))
                 if self.progress:
                     self.progress()
         if iteration := server.last_iteration:
@@ -93,14 +103,14 @@ class LoadRun:
             while self.step():
                 pass
         except KeyboardInterrupt as interrupt:
-            self.cut_short = INTERRUPTED
+            self.cut_short = "interrupted"
             interrupt.run = self.result()
             raise
         return self.result()
 
     def result(self):
         """The Run up to here. Aborts what still runs."""
-        for i in set(range(self.arrived)) - self.completions.keys():
+        for i in self.arrived - self.completions.keys():
             # an interrupt may have come as it was added, or in the step that ended it
             with suppress(*(KeyError, ValueError) if self.cut_short else ()):
                 self.completions[i] = self.server.abort(i)
@@ -112,23 +122,30 @@ class LoadRun:
         seconds, how = max(ends, default=0.0), (own, self.refused, self.cut_short, drift)
         return Run(done, self.iterations, seconds, *how)
 
-    def _add(self, i, arrival):
-        self.server.wait_until(arrival.time)
-        self.arrived += 1
+    def _add(self, time, i):
+        """Bring request i, which is due first, to the server."""
+        self.server.wait_until(time)
+        heapq.heappop(self.due)
+        self.arrived.add(i)
+        arrival = self.arrivals[i]._replace(time=time)
+        prompt = self.prompts[i] if self.prompts else None
+        if prompt and arrival.follows is not None:
+            before = self.completions[arrival.follows]
+            prompt = before.prompt + before.tokens + prompt
         try:
-            self.server.add(i, arrival)
+            self.server.add(i, arrival, prompt)
         except QueueFull:
             self.refused += 1
-            what = range(arrival.prompt_len), arrival.time, PRIORITIES.index(arrival.priority)
+            what = range(arrival.prompt_len), time, PRIORITIES.index(arrival.priority)
             self.completions[i] = Completion(i, *what, finish_reason="abort")
 
 
 class EngineServer:
-    """An engine as a server. Its prompt for request i is prompts[i]. Outputs have the lengths of
-    the load: no stop tokens. Latencies count from the arrival, also if that is in an iteration."""
+    """An engine as a server. Outputs have the lengths of the load: no stop tokens. Latencies count
+    from the arrival, also if that is in an iteration."""
 
-    def __init__(self, engine, prompts, clock, sleep=time.sleep):
-        self.engine, self.prompts, self.clock, self.sleep = engine, prompts, clock, sleep
+    def __init__(self, engine, clock, sleep=time.sleep):
+        self.engine, self.clock, self.sleep = engine, clock, sleep
         self.step, self.abort, self.missing = engine.step, engine.abort, []
         self.schedulers = [engine.scheduler]
         self.probe, self.next_glance = probe_of(engine.runner.model.device), 0.0
@@ -150,11 +167,11 @@ class EngineServer:
         while (left := time - self.clock()) > 0:
             self.sleep(left)
 
-    def add(self, i, arrival):
+    def add(self, i, arrival, prompt):
         """Queue request i. Raises QueueFull."""
         params = SamplingParams(max_new_tokens=arrival.output_len)
         more = dict(priority=arrival.priority, ttft_slo=arrival.ttft_slo, tbt_slo=arrival.tbt_slo)
-        self.engine.add_request(self.prompts[i], params, arrival.time, request_id=i, **more)
+        self.engine.add_request(prompt, params, arrival.time, request_id=i, **more)
 
 
 def serve(model, config, arrivals, prompts, *, now=time.perf_counter, sleep=time.sleep, **watching):
@@ -166,7 +183,7 @@ def serve(model, config, arrivals, prompts, *, now=time.perf_counter, sleep=time
     clock = lambda: now() - start  # sees what `start` becomes below
     engine = Engine(model, config, clock=clock)
     engine.warm_up()
-    load = LoadRun(EngineServer(engine, prompts, clock, sleep), arrivals, **watching)
+    load = LoadRun(EngineServer(engine, clock, sleep), arrivals, prompts, **watching)
     gc.collect()
     gc.freeze()
     try:
@@ -185,23 +202,16 @@ def summarize(run, tbt_slo_s):
     return summary | more | {"met": not missed, "missed": missed, "busy": run.drift > BUSY}
 
 
-def rate_point(qps, summary):
-    """A point of the latency-throughput curve, from `summarize`."""
-    names = "met", "missed", "busy"
-    point = {"qps": qps, "p50_delay_s": summary["scheduling_delay_s"]["p50"]}
-    return point | metrics.headline(summary) | {name: summary[name] for name in names}
-
-
 def goes_by_chunk(name):
     """Whether the policy of that name has a chunk size, and not a budget that it finds itself."""
     return find_policy(name).cuts_prompts and name != "dynamic"
 
 
-def plan(names, page_sizes, config, tbt_slo_s=None):
-    """What is to be run: label -> EngineConfig, for each name with each page size. A name is one
-    that find_policy takes, and may end in a chunk size of its own, "sarathi:128". All have the
-    memory of `config`: pages * page_size tokens. Raises ValueError for an unknown policy, and for a
-    chunk size where it does not go by one."""
+def plan(names, page_sizes, config, tbt_slo_s=None, caching=(False,)):
+    """What is to be run: label -> EngineConfig, for each name with each page size, and with each
+    prefix_caching of `caching`. A name is one that find_policy takes, and may end in a chunk size
+    of its own, "sarathi:128". All have the memory of `config`: pages * page_size tokens. Raises
+    ValueError for an unknown policy, and for a chunk size where it does not go by one."""
     runs = {}
     for label in names:
         head, _, last = label.rpartition(":")
@@ -211,10 +221,11 @@ def plan(names, page_sizes, config, tbt_slo_s=None):
             raise ValueError(f"{label!r}: {name} does not go by a chunk size")
         options = config.options | ({"tbt_slo": tbt_slo_s} if name == "dynamic" else {})
         its = dict(policy=name, chunk=int(chunk or config.chunk), options=options)
-        for size in page_sizes:
+        for size, shared in product(page_sizes, caching):
             key = label if len(page_sizes) == 1 else f"{label}, pages of {size}"
-            pages = config.pages * config.page_size // size
-            runs[key] = replace(config, page_size=size, pages=pages, **its)
+            key += ", shared" if shared and len(caching) > 1 else ""
+            memory = dict(page_size=size, pages=config.pages * config.page_size // size)
+            runs[key] = replace(config, prefix_caching=shared, **memory, **its)
     return runs
 
 
@@ -249,10 +260,10 @@ def slo_seconds(target, base):
 
 
 def estimated_qps(base, arrivals):
-    """Requests per second if all of these ran in full chunks and full batches, an upper bound."""
+    """Requests, or chats, per second in full chunks and batches, nothing shared: an upper bound."""
     prefill = sum(arrival.prompt_len for arrival in arrivals) * base.prefill_token_s
     decode = sum(arrival.output_len for arrival in arrivals) * base.seconds / base.decodes
-    return len(arrivals) / (prefill + decode)
+    return sum(arrival.follows is None for arrival in arrivals) / (prefill + decode)
 
 
 class Bounded(float):

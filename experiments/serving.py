@@ -8,12 +8,11 @@ Both measure the time of a decode iteration first, of which the SLO is a multipl
 """
 
 import csv
-import io
 import random
+import re
 import statistics
 import textwrap
 from argparse import ArgumentTypeError
-from collections import defaultdict
 from functools import partial
 from itertools import product
 
@@ -50,9 +49,18 @@ BATCHES = {
     "at once": ("running_mean", ",.1f"),
     "peak": ("running_peak", "d"),
     "preempted": ("preemptions", ",d"),
+    "cached": ("cached", ".0%"),
     "refused": ("refused", ",d"),
     "own time": ("own_fraction", ".1%"),
 }
+CACHING = {"off": [False], "on": [True], "both": [False, True]}  # --prefix-caching
+
+
+def shared_prefix(text):
+    """--shared-prefix: (length, count)."""
+    if pair := re.fullmatch(r"0*([1-9]\d{0,8}):0*([1-9]\d{0,8})", text):
+        return int(pair[1]), int(pair[2])
+    raise ArgumentTypeError(f"{text:.60}: must be LENGTH:COUNT, two whole numbers, as in 512:4")
 
 
 def class_shares(text):
@@ -85,6 +93,12 @@ def add_options(parser, command):
     trace = "lengths and arrivals from a log with columns " + ", ".join(workload.TRACE_COLUMNS)
     add("--trace", trace, metavar="FILE.csv")
     add("--trace-scale", "multiplies the lengths in it", 1.0, type=number(above=0, most=1))
+    prefix = "each prompt begins with one of COUNT prefixes of LENGTH tokens, before its own"
+    add("--shared-prefix", prefix, (0, 1), "none", metavar="LENGTH:COUNT", type=shared_prefix)
+    turns = "each request is a chat of so many, which share its tokens; --requests and --qps count "
+    add("--turns", turns + "chats", 1, type=whole(1, 10**4))
+    caching = "share pages of prompts that begin alike; both is side by side with not doing so"
+    add("--prefix-caching", caching, shown="both if a prefix is shared, else off", choices=CACHING)
     names = f"comma-separated, from {', '.join(POLICIES)}, or my_policy.py:ClassName; vllm is its "
     names += "scheduler of 2023, as in the paper; sarathi-serve:64 has a chunk of its own"
     add("--policies", names, "vllm,orca,sarathi-serve,dynamic", type=policy_names(chunks=True))
@@ -107,17 +121,23 @@ def add_options(parser, command):
 
 
 def check(parser, args):
-    """Exit with a message if options make no sense together. Sets page_size and kv_tokens."""
-    longest, long_prompt = args.max_len, args.long_prompt
-    if long_prompt and long_prompt >= longest:
-        parser.error(f"--long-prompt {long_prompt}: must be below --max-len {longest}")
-    if args.trace and (args.lengths != "sharegpt4" or long_prompt):
-        parser.error("--trace: has lengths of its own, no --lengths and no --long-prompt")
+    """Exit with a message if options make no sense together. Sets those that were left open."""
+    longest, long, (prefix, _) = args.max_len, args.long_prompt, args.shared_prefix
+    if prefix > longest - 2:
+        parser.error(f"--shared-prefix {prefix}: must leave 2 of --max-len {longest} tokens")
+    if long and long >= (left := longest - prefix):
+        parser.error(f"--long-prompt {long}: must be below {left}, --max-len less --shared-prefix")
+    if args.trace and (args.lengths != "sharegpt4" or long or prefix):
+        parser.error("--trace: has its own lengths, no --lengths, --long-prompt, --shared-prefix")
     if args.trace_scale != 1 and not args.trace:
         parser.error("--trace-scale: goes with --trace")
     sizes = [longest if size == "max" else size for size in args.page_size or [min(64, longest)]]
     if max(sizes) > longest:
         parser.error(f"--page-size {max(sizes)}: must be at most --max-len {longest}")
+    shares = (prefix or args.turns > 1) and not args.url
+    args.prefix_caching = CACHING[args.prefix_caching or ("both" if shares else "off")]
+    if True in args.prefix_caching and max(sizes) == longest:
+        parser.error(f"--page-size {longest}: must be below --max-len, or --prefix-caching off")
     args.page_size = list(dict.fromkeys(sizes))
     needed = max(-(-longest // size) * size for size in sizes)  # of one request
     args.kv_tokens = args.kv_tokens or max(1, args.batch // 3) * needed
@@ -127,25 +147,31 @@ def check(parser, args):
 
 def make_workload(args):
     """(arrivals at a rate, a function; what to call them). Without a rate a trace keeps its own."""
-    longest, count, prompt = args.max_len, args.requests, args.long_prompt
+    count, prompt, (prefix, prefixes) = args.requests, args.long_prompt, args.shared_prefix
+    longest, what, turns = args.max_len - prefix, "requests", ""
+    if args.turns > 1:
+        what, turns = "chats", f" in {args.turns} turns, {workload.THINK_S:g} s after each answer"
     if args.trace:
         logged, left_out = workload.read_trace(args.trace, longest, args.trace_scale, count)
-        name = f"{len(logged)} requests of {args.trace}, lengths times {args.trace_scale:g} "
-        name += f"({left_out} left out)"
+        name = f"{len(logged)} {what} of {args.trace}, lengths times {args.trace_scale:g} "
+        name += f"({left_out} left out){turns}"
         at_rate = lambda qps: workload.rescale(logged, qps) if qps else logged
     else:
         lengths = workload.make_lengths(args.lengths, count, longest, args.seed)
         scaled = f"with the lengths of {args.lengths} scaled to {longest:,}"
         asked = scaled if args.lengths in workload.LENGTHS else f"of {args.lengths}"
         after = f", after one with a prompt of {prompt:,}" if prompt else ""
-        name = f"{count} requests {asked} tokens{after}, Poisson arrivals"
+        shared = f", each after a prefix of {prefix:,} ({prefixes} in all)" if prefix else ""
+        name = f"{count} {what} {asked} tokens{turns}{shared}{after}, Poisson arrivals"
         lengths[:0] = [(prompt, min(16, longest - prompt))] if prompt else []
         at_rate = lambda qps: workload.poisson(lengths, qps, args.seed)
 
     def arrivals_at(qps):
         arrivals, (names, shares) = at_rate(qps), zip(*args.classes.items())
         drawn = random.Random(args.seed).choices(names, shares, k=len(arrivals))
-        return [arrival._replace(priority=its) for arrival, its in zip(arrivals, drawn)]
+        arrivals = [arrival._replace(priority=its) for arrival, its in zip(arrivals, drawn)]
+        load = workload.chats(arrivals, args.turns)
+        return [arrival._replace(prompt_len=prefix + arrival.prompt_len) for arrival in load]
 
     return arrivals_at, name
 
@@ -159,13 +185,13 @@ class RealMachine:
         self.model = model = options.load_model(args, "max_len", "llama3-8b", gpu_bytes=75e9)
         base, spread = partial(run.measure_base, model, config), lambda found: found[1]
         (self.base, _), drift = measure.steadily(base, model.device, spread_of=spread)
-        self.machine, self.seed = describe_machine(model, args, config.chunk), args.seed
+        self.machine, self.args = describe_machine(model, args, config.chunk), args
         self.machine["base_busy"] = drift > measure.BUSY
 
     def serve(self, config, arrivals, **more):
         """run.serve with random prompts."""
-        prompts = workload.prompts(arrivals, self.model.config.vocab_size, self.seed)
-        return run.serve(self.model, config, arrivals, prompts, **more)
+        load = arrivals, self.model.config.vocab_size, self.args.seed, self.args.shared_prefix
+        return run.serve(self.model, config, arrivals, workload.prompts(*load), **more)
 
 
 class Session:
@@ -176,7 +202,6 @@ class Session:
         self.args, self.arrivals_at, self.report = args, arrivals_at, report
         self.serving, self.slo_s = args.command == "serve", report["slo_s"]
         self.found = report.setdefault("runs" if self.serving else "results", {})
-        self.points = defaultdict(list)  # name -> its points, run.rate_point
         self.records, self.recorders = {}, {}  # of each run of `serve`: Completions and Iterations
 
     def run_all(self, servers, start):
@@ -197,7 +222,7 @@ class Session:
                 self.finish()
 
     def run_at_rate(self, name, serve, qps):
-        """Serve the load at this rate, for `serve` until an interrupt comes. Returns its point."""
+        """Serve the load at this rate, for `serve` until an interrupt comes: what `add` returns."""
         arrivals = self.arrivals_at(qps)
         recorder = self.recorders.setdefault(name, Recorder()) if self.args.html else None
         try:
@@ -210,24 +235,24 @@ class Session:
         return self.add(name, qps, seen)
 
     def add(self, name, qps, seen):
-        """Print what was seen of a run, and write all that there is. Returns its point."""
-        row, points = run.summarize(seen, self.slo_s), self.points[name]
-        points.append(run.rate_point(qps, row))
+        """Print and write what was seen of a run: run.summarize and its `qps`, which it returns."""
+        row = {"qps": qps} | run.summarize(seen, self.slo_s)
         if self.serving:
-            self.records[name], self.found[name] = seen[:2], row | points[-1]
+            self.records[name], self.found[name] = seen[:2], row
         else:
-            self.found[name] = run.found_so_far(points)
-        print_point(name, points[-1])
+            before = self.found.get(name, {}).get("points", [])
+            self.found[name] = run.found_so_far([*before, row])
+        print_point(name, row, self.report["unit"])
         self.report["conclusion"] = conclude(self.report)
         options.write_json(self.args, self.report)
         if self.args.csv:
             its = self.records.items()
             rows = [{"policy": name} | row for name, seen in its for row in request_rows(*seen)]
-            table = csv.DictWriter(text := io.StringIO(newline=""), rows[0] if rows else ())
-            table.writeheader()
-            table.writerows(rows)
-            options.write_text(self.args.csv, text.getvalue())
-        return points[-1]
+            with open(self.args.csv, "w", encoding="utf-8", newline="") as file:
+                table = csv.DictWriter(file, rows[0] if rows else ())
+                table.writeheader()
+                table.writerows(rows)
+        return row
 
     def finish(self):
         """Print the tables and what to conclude, draw, and say which files were written."""
@@ -236,10 +261,10 @@ class Session:
         if self.serving:
             print_runs(self.found, self.slo_s)
         else:
-            print_capacities(self.found)
+            print_capacities(self.found, self.report["unit"])
         print(f"\n{self.report['conclusion']}")
         if args.plot:
-            from views.serving import plot_capacity, plot_serving
+            from views.timelines import plot_capacity, plot_serving
 
             draw = plot_serving if self.serving else plot_capacity
             draw(self.records or self.found, machine, args.plot, self.slo_s)
@@ -255,7 +280,7 @@ def main(args, make_machine=RealMachine):
     limits = dict(chunk=args.chunk, max_batch=args.batch, max_waiting=args.max_waiting)
     memory = dict(max_len=args.max_len, page_size=1, pages=args.kv_tokens)
     config = EngineConfig(**limits, **memory, attention=args.attention)
-    plan = partial(run.plan, args.policies, args.page_size, config)
+    plan = partial(run.plan, args.policies, args.page_size, config, caching=args.prefix_caching)
     plan(1.0)  # what is wrong with it, or with the load, ends here, before a model is loaded
     arrivals_at, load = make_workload(args)
     serving = args.command == "serve"
@@ -272,6 +297,7 @@ def main(args, make_machine=RealMachine):
     slo_busy = args.slo in SLOS and machine.machine.get("base_busy", False)
     report = {"command": args.command, "machine": machine.machine, "load": load, "slo_s": slo_s}
     report |= {"base": base and base._asdict(), "slo_busy": slo_busy}
+    report["unit"] = "requests/s" if args.turns == 1 else "chats/s"
     print_heading(machine, args, report, arrivals)
     sides = getattr(machine, "sides", {"": machine})  # a simulation of this machine has two
     configs = plan(slo_s) if base else {args.url: config}
@@ -285,15 +311,17 @@ def print_heading(machine, args, report, arrivals):
     base, serving = machine.base, args.command == "serve"
     prompt, output = (statistics.median(column) for column in list(zip(*arrivals))[1:3])
     multiple = f"{args.slo}, {SLOS[args.slo]} of these" if args.slo in SLOS else "as asked for"
-    span = f"; the last comes after {arrivals[-1].time:,.0f} s" if serving else ""
+    last = max(arrival.time for arrival in arrivals if arrival.follows is None)
+    span = f"; the last comes after {last:,.0f} s" if serving else ""
     rate = f" at {args.qps:g} a second" if args.qps else " at its own rate" if serving else ""
     load = f"load: {report['load']}{rate}; median prompt {prompt:g}, output {output:g} tokens{span}"
     print(f"{options.machine_lines(machine.machine)}{load}")
     if base:
         kv_tokens, pages = args.kv_tokens, ", ".join(map(str, args.page_size))
+        shared = "; shared: by prompts that begin alike" * any(args.prefix_caching)
         print(
             f"memory: {kv_tokens:,} tokens of KV cache, {kv_tokens // args.max_len} requests if "
-            f"each reserves {args.max_len:,}; pages of {pages} tokens\n"
+            f"each reserves {args.max_len:,}; pages of {pages} tokens{shared}\n"
             f"at most {args.batch} requests at once; chunk {args.chunk}\n{machine.lines}"
             f"{measure.mark('a decode iteration', report['slo_busy'])} takes {base.seconds:.4f} s "
             f"(batch {base.decodes}, context {base.context:,}, no prefill)"
@@ -302,9 +330,9 @@ def print_heading(machine, args, report, arrivals):
     print(f"SLO: P99 TBT at most {report['slo_s']:.3f} s ({multiple}), median delay {delay}\n")
 
 
-def print_point(name, point):
-    """A run in a line, for when it is done: run.rate_point."""
-    rate = "" if point["qps"] is None else f"{point['qps']:.3f} requests/s, "
+def print_point(name, point, unit):
+    """A run in a line, for when it is done: what Session.add returns, its rate in `unit`."""
+    rate = "" if point["qps"] is None else f"{point['qps']:.3f} {unit}, "
     keys = {"P50 TTFT": "p50_ttft_s", "P99 TBT": "p99_tbt_s", "longest stall": "longest_stall_s"}
     keys |= {"median delay": "p50_delay_s"}
     times = ", ".join(f"{what} {show(point[key], ',.3f')} s" for what, key in keys.items())
@@ -313,7 +341,7 @@ def print_point(name, point):
 
 
 def print_runs(rows, tbt_slo_s):
-    """The tables of `serve`: name -> run.summarize and run.rate_point. The disturbed are marked."""
+    """The tables of `serve`: name -> what Session.add returns. The disturbed are marked."""
     for title, columns in {"seconds": LATENCIES, "batches": BATCHES}.items():
         table = []
         for name, row in rows.items():
@@ -327,13 +355,14 @@ def print_runs(rows, tbt_slo_s):
         "TTFT, delay: from arrival to the first token, to being scheduled; a stall is a TBT with "
         "others' prefill in it,\ncaused by who had most of that; over SLO: longer than "
         f"{tbt_slo_s:.3f} s; tokens/s: prompt and output; at once: running,\nmean over time and "
-        "peak; own time: all of a step but the forward pass and fetching its tokens"
+        "peak; cached: prefill that was found, not computed; own time: all of a step but the\n"
+        "forward pass and fetching its tokens"
     )
 
 
-def print_capacities(results):
-    """The table of `capacity`: name -> run.found_so_far."""
-    columns = {"policy": "", "capacity in requests/s": ",.2f", "relative to vllm": ",.2fx"}
+def print_capacities(results, unit):
+    """The table of `capacity`: name -> run.found_so_far, rates in `unit`."""
+    columns = {"policy": "", f"capacity in {unit}": ",.2f", "relative to vllm": ",.2fx"}
     columns |= {"P50 TTFT s": ",.2f", "P99 TBT s": ",.3f", "tokens/s": ",.0f", "runs": "d"}
     table, vllm = [], results.get("vllm")
     for name, its in results.items():
@@ -360,6 +389,6 @@ def conclude(report):
         text += f"; not met by {', '.join(missed)}." if missed else "."
     else:
         each = [f"{its['capacity_qps']:,.2f} under {name}" for name, its in sure.items()]
-        text = f"Capacity in requests/s with P99 TBT up to {slo_s}: {', '.join(each)}."
+        text = f"Capacity in {report['unit']} with P99 TBT up to {slo_s}: {', '.join(each)}."
         text += f" Higher rates fail under {', '.join(missed)}." if missed else ""
     return textwrap.fill(text, 100, break_on_hyphens=False)

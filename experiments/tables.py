@@ -6,9 +6,7 @@ Read next: options.py, what the command lines share.
 
 def show(value, spec=""):
     """The text of a cell: None is "-", a string itself, and a number has the format `spec`; an "x"
-    at its end is printed, as in "1.33x". `value` may be (value, spec of its own)."""
-    if isinstance(value, tuple):
-        value, spec = value
+    at its end is printed, as in "1.33x"."""
     if value is None or isinstance(value, str):
         return "-" if value is None else value
     return format(value, spec.removesuffix("x")) + "x" * spec.endswith("x")

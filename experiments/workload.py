@@ -2,8 +2,8 @@
 
 Sarathi-Serve (§5, "Workloads") takes the lengths of two datasets and lets requests arrive as a
 Poisson process. A workload is a list of `Arrival`, sorted by time: `poisson(lengths, qps, seed)`,
-of `make_lengths` or `zipf_lengths`; or `read_trace`, from the log of a real server. The same
-arguments and seed give the same workload. Read next: run.py, which serves it.
+of `make_lengths` or `zipf_lengths`; or `read_trace`, from the log of a real server; `chats` of
+either. The same arguments and seed give the same workload. Read next: run.py, which serves it.
 """
 
 import csv
@@ -18,7 +18,9 @@ import numpy as np
 
 
 class Arrival(NamedTuple):
-    """One request: seconds from the start of the run, tokens, and its class and SLOs in seconds."""
+    """One request: seconds from the start of the run, tokens, and its class and SLOs in seconds. If
+    it `follows` the request of that index, it continues its conversation, comes `time` seconds
+    after its last token, and `prompt_len` is of the whole conversation so far."""
 
     time: float
     prompt_len: int
@@ -26,8 +28,10 @@ class Arrival(NamedTuple):
     priority: str = "normal"
     ttft_slo: float | None = None
     tbt_slo: float | None = None
+    follows: int | None = None
 
 
+THINK_S = 1.0  # seconds from an answer to the next turn of a chat
 # what is published of a dataset, in tokens: (median, 90th percentile) of each, the longest sum
 LengthStatistics = namedtuple("LengthStatistics", "prompt output limit")
 LENGTHS = {  # Sarathi-Serve, Table 2; the limits are in the text beside it
@@ -53,8 +57,8 @@ def make_lengths(asked, count, max_len, seed):
     own = [re.fullmatch(r" *(\d{1,15}) *\+ *(\d{1,15}) *", pair) for pair in asked.split(",")]
     own = [tuple(map(int, pair.groups())) if pair else (0, 0) for pair in own]
     if any(min(pair) < 1 or sum(pair) > max_len for pair in own):
-        allowed = f"{', '.join(LENGTHS)} or PROMPT+OUTPUT, as in 500+50,20+5, of at most --max-len"
-        raise ValueError(f"--lengths {asked!r:.60}: must be {allowed} {max_len} tokens")
+        form = f"{', '.join(LENGTHS)} or PROMPT+OUTPUT, as in 500+50,20+5, of at most {max_len}"
+        raise ValueError(f"--lengths {asked!r:.60}: must be {form}, --max-len less --shared-prefix")
     if len(own) > count:
         raise ValueError(f"--requests {count}: must be at least {len(own)}, as --lengths has")
     return [own[(i * len(own) - 1) // count] for i in range(1, count + 1)]
@@ -160,7 +164,36 @@ def parse_field(column, text, words, allowed):
     raise ValueError(f"{column}={reprlib.repr(text)}: must be {words}")
 
 
-def prompts(arrivals, vocab_size, seed):
-    """One list of `prompt_len` random token ids below `vocab_size` for each arrival."""
-    rng = make_rng(3, seed)
-    return [rng.integers(vocab_size, size=arrival.prompt_len).tolist() for arrival in arrivals]
+def chats(arrivals, turns):
+    """The same, each as a chat of `turns` requests, which share its prompt and output in nearly
+    equal parts, at least a token; of fewer turns where there are not so many. First turns keep
+    their places, all others come behind them, each THINK_S after the answer before."""
+    made = list(arrivals)
+    for i, arrival in enumerate(arrivals):
+        count = min(turns, arrival.prompt_len, arrival.output_len)
+        for n in range(count):
+            answered, end = (arrival.output_len * k // count for k in (n, n + 1))
+            prompt_len = arrival.prompt_len * (n + 1) // count + answered
+            turn = arrival._replace(prompt_len=prompt_len, output_len=end - answered)
+            if n == 0:
+                made[i] = turn
+            else:
+                before = i if n == 1 else len(made) - 1
+                made.append(turn._replace(time=THINK_S, follows=before))
+    return made
+
+
+def prompts(arrivals, vocab_size, seed, shared=(0, 1)):
+    """A list of random token ids below `vocab_size` for each arrival: `prompt_len` of them, or, if
+    it follows another, those after that one's prompt and output. With `shared`, (length, count),
+    all that follow none begin with one of `count` prefixes of `length` tokens, drawn at random."""
+    rng, (length, count), made = make_rng(3, seed), shared, []
+    drawn = make_rng(5, seed).integers(count, size=len(arrivals)).tolist()
+    for arrival, which in zip(arrivals, drawn):
+        if arrival.follows is None:
+            tokens = make_rng(6 + which, seed).integers(vocab_size, size=length).tolist()
+            known = length
+        else:
+            tokens, known = [], sum(arrivals[arrival.follows][1:3])
+        made.append(tokens + rng.integers(vocab_size, size=arrival.prompt_len - known).tolist())
+    return made

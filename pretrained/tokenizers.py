@@ -35,23 +35,18 @@ class Tokenizer(NamedTuple):
     decode: Callable  # ids -> text; special tokens have none
     stop_token_ids: frozenset = frozenset()  # these end a text
 
-    def stream(self, prompt=()):
-        """A TextStream of what comes after the tokens of a prompt, whose last ones decide on the
-        space before the first new word."""
-        stream = TextStream(self)
-        for token in prompt[-CONTEXT:]:
-            stream.push(token)
-        return stream
-
 
 class TextStream:
-    """Decodes one token at a time. What it returns, joined, is `decode` of all tokens (not quite
-    for tokenizers that spell rare characters in bytes, and bytes that are no text)."""
+    """Decodes what comes after a prompt, one token at a time. What it returns, joined, is `decode`
+    of all tokens (not quite for tokenizers that spell rare characters in bytes, and bytes that are
+    no text)."""
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer, prompt=()):
         self._decode = tokenizer.decode
         self._context = []  # the tokens of the last text: they decide on the next one's space
         self._pending = []  # tokens whose text is not out yet
+        for token in prompt[-CONTEXT:]:
+            self.push(token)
 
     def push(self, token_id):
         """The text that `token_id` completes; "" if it completes none."""

@@ -17,20 +17,16 @@ from experiments.console import run
 def parse_args(argv):
     """The options, checked. Exits with a message, like argparse, for one that makes no sense."""
     from experiments.options import OptionParser, number, whole
-    from policies import POLICIES
 
     parser = OptionParser(prog="python -m server", description="An OpenAI-compatible server.")
-    add, policies, size = parser.add, ", ".join(POLICIES), dict(type=whole(1))
-    parser.add_model_options("llama-160m", geometry="--preset", checkpoint="--model")
+    add, size = parser.add, dict(type=whole(1))
     add("--host", "the address to listen at; 0.0.0.0: whoever reaches this machine", "127.0.0.1")
     add("--port", "the port to listen at; 0: any", 8000, type=whole(0, 65535))
     add("--api-key", "clients of /v1 must send it", shown="NANOSARATHI_API_KEY, or none")
     add("--max-body", "the longest body of a request, in bytes", 2**20, **size)
     add("--drain", "seconds to finish in after a signal", 10.0, type=number(least=0))
-    add("--policy", f"who is computed when: {policies}, or FILE.py:Class", "sarathi-serve")
-    add("--chunk", "chunk size or token budget, in tokens", 256, **size)
+    parser.add_engine_options()
     add("--tbt-slo", "seconds between tokens, for dynamic and priority", type=number(above=0))
-    add("--max-batch", "the most requests that run at once", 16, **size)
     add("--max-len", "the longest prompt and output, in tokens", shown="2048 or less", **size)
     add("--page-size", "tokens in a page of the cache", 64, **size)
     add("--pages", "of the cache", shown="enough for --max-batch of --max-len", **size)
@@ -43,7 +39,7 @@ def make_engine(args):
     from engine import Engine
     from experiments.options import load_model
 
-    names = "policy chunk max_batch max_len pages max_waiting attention".split()
+    names = "policy chunk max_batch prefix_caching max_len pages max_waiting attention".split()
     names += ["tbt_slo"] if args.tbt_slo else []
     settings = {name: getattr(args, name) for name in names}
     settings["page_size"] = min(args.page_size, args.max_len or args.page_size)
@@ -58,12 +54,10 @@ def main(argv=None):
     import uvicorn
 
     from experiments.options import find_texts
-    from policies import find_policy
     from server.app import Api
     from server.engine_thread import EngineThread
     from server.text import load_chat
 
-    find_policy(args.policy)  # what is quick goes first: it may be what is wrong
     name, tokenizer = find_texts(args)
     key = os.environ.get("NANOSARATHI_API_KEY") if args.api_key is None else args.api_key
     if key == "":

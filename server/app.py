@@ -19,6 +19,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, S
 from starlette.routing import Route
 
 from engine import QueueFull
+from pretrained.tokenizers import TextStream
 from sampling import SamplingParams
 from server.protocol import ChatRequest, CompletionRequest, Refused
 from server.text import Writer
@@ -36,12 +37,12 @@ async def refuse(request, error):
 
 
 class Answer(StreamingResponse):
-    """The response to a request that EngineThread.add queued as `request_id`, with this `queue`.
-    However it ends, also if the client goes away, the request ends with it."""
+    """The response to a request, of which EngineThread.add returned `request` and `queue`. However
+    it ends, also if the client goes away, the request ends with it."""
 
-    def __init__(self, api, asked, prompt, request_id, queue):
+    def __init__(self, api, asked, prompt, request, queue):
         self.api, self.asked, self.prompt = api, asked, prompt
-        self.id, self.queue, self.count = request_id, queue, 0
+        self.request, self.queue, self.count = request, queue, 0
         prefix, *objects = asked.names
         self.head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": objects[asked.stream]}
         self.head |= {"created": int(time.time()), "model": api.name}
@@ -55,7 +56,7 @@ class Answer(StreamingResponse):
             try:
                 await super().__call__(scope, receive, send)
             finally:
-                await self.api.thread.call(self.api.thread.end, self.id)
+                await self.api.thread.call(self.api.thread.end, self.request.id)
 
     async def stream_response(self, send):
         held = []
@@ -70,7 +71,7 @@ class Answer(StreamingResponse):
     async def pieces(self):
         """(text, tokens, finish_reason) for each token, as choice() of the protocol wants it."""
         decode, reason = self.api.tokenizer.decode, None
-        writer = Writer(self.api.tokenizer.stream(self.prompt), self.asked.stops)
+        writer = Writer(TextStream(self.api.tokenizer, self.prompt), self.asked.stops)
         while not reason:
             if (event := await self.queue.get()) is None:
                 raise Refused(500, "the engine failed, see its log")
@@ -107,9 +108,11 @@ class Answer(StreamingResponse):
         return json.dumps(self.head | fields)
 
     def usage(self):
-        """How many tokens there were."""
-        counts = {"prompt_tokens": len(self.prompt), "completion_tokens": self.count}
-        return counts | {"total_tokens": sum(counts.values())}
+        """How many tokens there were, and how many of the prompt were found in the cache."""
+        prompt, output = len(self.prompt), self.count
+        cached = {"cached_tokens": min(self.request.cached, prompt)}  # more, once preempted
+        counts = {"prompt_tokens": prompt, "completion_tokens": output}
+        return counts | {"total_tokens": prompt + output, "prompt_tokens_details": cached}
 
 
 class Metrics:
@@ -122,7 +125,7 @@ class Metrics:
         self.tbt = Histogram("tbt_seconds", "between two tokens", buckets=SECONDS, **its)
         count = lambda name: Counter(name, "of requests that have ended", **its)
         self.inputs, self.outputs = count("prompt_tokens"), count("output_tokens")
-        self.preempted = count("preemptions")
+        self.preempted, self.cached = count("preemptions"), count("cached_tokens")
         gauge = lambda name, value: Gauge(name, "at this moment", **its).set_function(value)
         gauge("waiting_requests", lambda: len(scheduler.waiting))
         gauge("running_requests", lambda: len(scheduler.running))
@@ -133,6 +136,7 @@ class Metrics:
         self.inputs.inc(len(completion.prompt))
         self.outputs.inc(len(completion.tokens))
         self.preempted.inc(completion.preemptions)
+        self.cached.inc(completion.cached_tokens)
         if completion.tokens:
             self.ttft.observe(completion.ttft)
         for seconds in completion.tbt:

@@ -34,14 +34,14 @@ class EngineThread:
         return await self.loop.run_in_executor(self.thread, function, *arguments)
 
     def add(self, prompt, params, arrival, promised):
-        """Engine.add_request, with a dict of what is `promised`: the id, and an asyncio.Queue that
-        gets each Event of the request, or None if a step failed that computed it."""
+        """Engine.add_request, with a dict of what is `promised`: the scheduler.Request, and an
+        asyncio.Queue that gets each Event of it, or None if a step failed that computed it."""
         request_id = self.engine.add_request(prompt, params, arrival, **promised)
         queue = self.queues[request_id] = asyncio.Queue()
         if not self.stepping:
             self.stepping = True
             self.thread.submit(self.step)
-        return request_id, queue
+        return self.engine.scheduler.requests[request_id], queue
 
     def end(self, request_id):
         """End a request, if it has not ended, and free its pages."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from checks import check_number, check_whole
 from model import GPTConfig
+from policies.iteration_time import BatchShape, IterationTime
 from simulator.devices import DEVICES, GEOMETRIES, LINKS, PARALLEL_BLOCKS, Device, Link, find
 
 BYTES = 2  # of a number: all weights, keys and values are of 16 bits
@@ -144,3 +145,18 @@ class CostModel:
         """Seconds of one iteration from the first stage to the last, with nothing in the way."""
         stages, hop = self.stages(batch)
         return sum(stages) + (self.pp - 1) * hop
+
+
+class FittedCost:
+    """The cost of iterations on this machine: the law of a profile, [(BatchShape, seconds)]."""
+
+    pp, cpu_s, tile = 1, 0.0, 1
+
+    def __init__(self, profile):
+        self.law = IterationTime(profile)
+
+    def stages(self, batch):
+        """As CostModel.stages, of chunks whose requests have not moved on."""
+        return [self.law.predict(BatchShape.of(batch))], 0.0
+
+    seconds = CostModel.seconds

@@ -12,14 +12,13 @@ from functools import partial
 from itertools import product
 
 from engine import Runner
-from experiments import measure
+from experiments import measure, workload
 from experiments.metrics import percentiles
 from experiments.options import number, whole
 from experiments.run import Base
 from policies.slo import BASE_BATCH, base_context, time_iterations
 from pretrained.presets import PRESETS
-from simulator.calibration import FittedCost
-from simulator.cost_model import CostModel
+from simulator.cost_model import CostModel, FittedCost
 from simulator.devices import DEVICES, GEOMETRIES, LINKS
 from simulator.simulation import simulate
 
@@ -83,7 +82,7 @@ class SimulatedMachine:
     drift = 0.0  # nobody else uses it
 
     def __init__(self, args):
-        self.cost, self.replicas = simulated_cost(args), args.replicas
+        self.cost, self.replicas, self.args = simulated_cost(args), args.replicas, args
         self.base = base_of(self.cost, args.max_len, args.chunk)
         device, count = self.cost.device, args.pp * args.replicas
         replicas = f", {args.replicas} replicas" if args.replicas > 1 else ""
@@ -98,7 +97,10 @@ class SimulatedMachine:
 
     def serve(self, config, arrivals, **more):
         """A simulated Run."""
-        run = simulate(self.cost, config, arrivals, replicas=self.replicas, **more).run
+        prompts = None  # only lengths matter
+        if config.prefix_caching:
+            prompts = workload.prompts(arrivals, 256, self.args.seed, self.args.shared_prefix)
+        run = simulate(self.cost, config, arrivals, prompts, replicas=self.replicas, **more).run
         return run._replace(drift=self.drift)
 
 
@@ -133,12 +135,12 @@ class FittedMachine(SimulatedMachine):
         time = partial(time_batches, real.model, fitted + others, args.max_len, args.attention)
         rows, self.drift = measure.steadily(time, real.model.device)
         timed, busy = [(row.shape, row.seconds) for row in rows], self.drift > measure.BUSY
-        self.cost, self.base = FittedCost(timed[: len(fitted)]), real.base
+        self.cost, self.base, self.args = FittedCost(timed[: len(fitted)]), real.base, args
         predict, rest = self.cost.law.predict, timed[len(fitted) :]
         off = percentiles(abs(predict(shape) / seconds - 1) for shape, seconds in rest)
         found = "off by {p50:.1%} in the median, {p90:.1%} at P90, {max:.1%} at most"
         found = measure.TOO_BUSY if busy else found.format_map(off)
-        self.lines = f"{real.lines}fitted to {len(fitted)} batches: {self.cost.describe()}\n"
+        self.lines = f"{real.lines}fitted to {len(fitted)} batches\n"
         self.lines += f"predictions of {len(others)} others: {found}\n"
         more = {"law": self.cost.law.law, "prediction_error": off, "profile_busy": busy}
         self.machine, self.sides = real.machine | more, {"": real, ", simulated": self}

@@ -67,7 +67,7 @@ def make_loads(base, max_len, count):
 
 
 def score(machine, config, arrivals, slo_s):
-    """What SCORES has of a policy on a load, and more of run.rate_point."""
+    """What SCORES has of a policy on a load, and run.summarize."""
 
     @cache  # a simulation need not be repeated
     def run_at_rate(qps):
@@ -79,8 +79,7 @@ def score(machine, config, arrivals, slo_s):
     rate = len(arrivals) / arrivals[-1].time
     capacity_qps, _ = run.capacity(run_at_rate, rate, ratio=1.15, most=4)
     unfairness = found["ttft_s"]["max"] / found["ttft_s"]["p50"]
-    own = {"capacity_qps": capacity_qps, "unfairness": unfairness}
-    return run.rate_point(rate, found) | own
+    return found | {"capacity_qps": capacity_qps, "unfairness": unfairness}
 
 
 def verdict(ours, theirs):

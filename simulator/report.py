@@ -3,7 +3,7 @@
     python bench.py simulate                      the claims that need the papers' GPUs
     python bench.py simulate --only pipeline      one of them
 
-Read first: cost_model.py, simulation.py, sarathi.py and sarathi_serve.py, which makes these tables.
+Read first: cost_model.py, simulation.py and papers.py, which makes these tables.
 """
 
 import argparse
@@ -12,32 +12,27 @@ import signal
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
-from itertools import groupby
 from multiprocessing import active_children, parent_process
-from operator import attrgetter
 from pathlib import Path
-from statistics import median
-from textwrap import fill
 from threading import Thread
 
 from tqdm import tqdm
 
 from experiments.console import SIGNALS
-from experiments.options import HTML, number, whole, write_json, write_text, wrote
+from experiments.options import number, whole, write_json, wrote
 from experiments.tables import print_table
-from simulator import sarathi, sarathi_serve
-from views.schedule_page import page
+from simulator import papers
 
 EXPERIMENTS = {  # name -> (function, claims)
-    "sarathi": (sarathi.sarathi_iterations, "S-T2, F3, F7, F8, §4.3.1"),
-    "throughput": (sarathi.sarathi_end_to_end, "S-T4, F9, F11"),
-    "bubbles": (sarathi.bubble_example, "SS-F8"),
-    "pipeline": (sarathi.sarathi_pipeline, "S-F12"),
-    "capacity": (sarathi_serve.serving_capacity, "SS-F10, F11"),
-    "slo": (sarathi_serve.capacity_against_slo, "SS-F12"),
-    "nodes": (sarathi_serve.across_nodes, "SS-F13"),
-    "ablation": (sarathi_serve.ablation, "SS-T4"),
-    "post": (sarathi_serve.post, "B-7"),
+    "sarathi": (papers.sarathi_iterations, "S-T2, F3, F7, F8, §4.3.1"),
+    "throughput": (papers.sarathi_end_to_end, "S-T4, F9, F11"),
+    "bubbles": (papers.bubble_example, "SS-F8"),
+    "pipeline": (papers.sarathi_pipeline, "S-F12"),
+    "capacity": (papers.serving_capacity, "SS-F10, F11"),
+    "slo": (papers.capacity_against_slo, "SS-F12"),
+    "nodes": (papers.across_nodes, "SS-F13"),
+    "ablation": (papers.ablation, "SS-T4"),
+    "post": (papers.post, "B-7"),
 }
 DRAWN = ("bubbles", "pipeline")
 
@@ -62,7 +57,6 @@ def add_options(parser):
     parser.add_files(
         json="write all that is printed",
         plot="draw batches and bubbles in pipelines: p.png makes p-SS-F8.png and p-S-F12.png",
-        html=f"{HTML}: the two pipelines of SS-F8",
     )
 
 
@@ -70,8 +64,6 @@ def check(parser, args):
     """Exit with a message if a picture is asked for of nothing that is drawn."""
     if args.plot and not set(DRAWN) & set(args.only):
         parser.error(f"--plot: --only leaves out all that is drawn: {', '.join(DRAWN)}")
-    if args.html and "bubbles" not in args.only:
-        parser.error("--html: --only leaves out bubbles, which are shown there")
 
 
 def end_with_parent():
@@ -103,9 +95,9 @@ def run_all(count, name, function, jobs):
 
 
 def main(args):
-    """Run the experiments, print their tables and what follows from them, draw and write."""
-    papers = "S is SARATHI, SS is Sarathi-Serve, B a post on schedulers; F a figure, T a table"
-    print(f"Simulated, with the constants in devices.py. Claims as in the papers:\n{papers}.\n")
+    """Run the experiments, print their tables and how many numbers came out, draw and write."""
+    print("Simulated, with the constants in devices.toml. Claims as in the papers:")
+    print("S is SARATHI, SS is Sarathi-Serve, B a post on schedulers; F a figure, T a table.\n")
     tables = []
     try:
         for name in args.only:
@@ -118,7 +110,10 @@ def main(args):
                 tables.append(table)
     finally:
         if tables:  # what there is, also if this was interrupted
-            conclude(tables)
+            errors = [error for table in tables for error in table.errors]
+            near, nearer = (sum(error <= limit for error in errors) for limit in (0.25, 0.1))
+            print(f"Of {len(errors)} published numbers {nearer} came out within 10%, {near} within")
+            print('25%; why others did not is in simulator/README.md, "Where it is off".')
             write_json(args, {"tables": [table.json() for table in tables]})
             wrote(args.json)
     if args.plot:
@@ -129,26 +124,3 @@ def main(args):
             file = Path(args.plot).with_stem(f"{Path(args.plot).stem}-{table.claim}")
             plots[table.claim](*table.data, table.title, file)
             wrote(file)
-    if args.html:
-        (shown,) = (table for table in tables if table.recorders)
-        write_text(args.html, page(shown.title, "simulated", shown.recorders))
-        wrote(args.html)
-
-
-def conclude(tables):
-    """Print of each claim what is published, what came out, and where they differ most."""
-    print("What came out, beside what is published:\n")
-    errors = []
-    for claim, its in groupby(tables, attrgetter("claim")):
-        said, found = [], {}  # what is compared: the error
-        for table in its:
-            said += [table.finding] if table.finding else []
-            found |= table.errors
-        if found:
-            many = f"{len(found)} numbers, {median(found.values()):.0%} off in the median, most in "
-            said.insert(0, (many if len(found) > 1 else "") + max(found, key=found.get))
-        print(fill(f"{claim}: {'; '.join(said)}.", 100, subsequent_indent="  "))
-        errors += found.values()
-    close, closer = (sum(error <= limit for error in errors) for limit in (0.25, 0.1))
-    print(f"\nOf {len(errors)} published numbers {closer} came out within 10%, {close} within 25%;")
-    print('why others did not is in simulator/README.md, "Where it is off".')

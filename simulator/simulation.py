@@ -10,7 +10,7 @@ overtakes another: all its times are known when it enters.
 A *bubble* is the time that a stage has been idle when a batch reaches it, and is charged to every
 request in that batch (SARATHI §5.3). It is none where there is too little to do to keep all stages
 busy: while a micro-batch has no requests, and until a stage has had its first batch after that.
-Read first: scheduler.py, experiments/run.py, cost_model.py. Read next: sarathi.py.
+Read first: scheduler.py, experiments/run.py, cost_model.py. Read next: papers.py.
 """
 
 import heapq
@@ -38,12 +38,14 @@ class StageRun(NamedTuple):
     chunks: list
 
 
-def simulate(cost, config, arrivals, *, replicas=1, record=True, **watching):
-    """Serve `arrivals`, sorted by time: a Simulation. Its `run` is as of a real engine, its
-    `utilisation` the share of the time that the stages worked, on average. `watching`: as of
-    LoadRun. Raises ValueError where an engine would."""
+def simulate(cost, config, arrivals, prompts=None, *, replicas=1, record=True, **watching):
+    """Serve `arrivals`: a Simulation. Its `run` is as of a real engine, its `utilisation` the share
+    of the time that the stages worked, on average. `prompts` and `watching`: as of LoadRun. Raises
+    ValueError where an engine would, and for prefix caching without prompts."""
+    if config.prefix_caching and prompts is None:
+        raise ValueError("prompts=None: prefix_caching needs their token ids")
     simulation = Simulation(cost, config, replicas=replicas, record=record)
-    run = LoadRun(simulation, arrivals, **watching).run()
+    run = LoadRun(simulation, arrivals, prompts, **watching).run()
     busy_s, stages = sum(simulation.busy.values()), len(simulation.busy)
     own = simulation.batches * cost.pp * cost.cpu_s / (busy_s or 1.0)
     simulation.run = run._replace(own_fraction=own)
@@ -75,7 +77,8 @@ class Simulation:
         self.busy = dict(self.free)
         # of each replica: micro-batches without requests, and since when there are none
         self.workless, self.all_busy_since = [set() for _ in range(replicas)], [0.0] * replicas
-        shares = [Pages(config.pages // cost.pp, config.page_size) for _ in self.free]
+        memory = config.pages // cost.pp, config.page_size, config.prefix_caching
+        shares = [Pages(*memory) for _ in self.free]
         self.schedulers = [config.scheduler(share, self.clock) for share in shares]
         self.line, self.requests = self.schedulers[0].waiting, self.schedulers[0].requests
         for number, scheduler in enumerate(self.schedulers):
@@ -103,16 +106,16 @@ class Simulation:
         """Let time pass until then."""
         self.now = time
 
-    def add(self, i, arrival):
-        """Put a request in the line. Raises QueueFull, and ValueError if it is too long."""
+    def add(self, i, arrival, prompt=None):
+        """Queue a request; without a prompt its tokens are alike. Raises QueueFull, ValueError."""
         self.schedulers[0].check_fits(arrival.prompt_len, arrival.output_len)
-        self.bubbles.append(0.0)
+        self.bubbles += [0.0] * (i + 1 - len(self.bubbles))
         self._wake()
         if self.config.max_waiting is not None and len(self.line) >= self.config.max_waiting:
             raise QueueFull(f"max_waiting={self.config.max_waiting}: as many requests wait")
-        time, n, output_len, *promise = arrival
-        its = check_promise(*promise)
-        self.schedulers[0].add(Request(i, bytearray(n), n, output_len, time, **its))
+        time, n, output_len, *promise, _ = arrival
+        tokens, its = bytearray(n) if prompt is None else list(prompt), check_promise(*promise)
+        self.schedulers[0].add(Request(i, tokens, n, output_len, time, **its))
 
     def abort(self, i):
         """Give a request up. Returns its Completion."""

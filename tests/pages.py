@@ -39,11 +39,15 @@ def a_load(count=40, qps=14.0, max_len=2048):
 
 
 def simulated(policy, chunk=256, pages=96, arrivals=None, pp=1, **more):
-    """(what was seen, its Truth) of a run in so little memory that some are preempted."""
+    """(what was seen, its Truth) of a run in so little memory that some are preempted. With
+    prefix_caching every third prompt is alike, as far as it goes."""
     sizes = dict(max_batch=24, max_len=2048, page_size=64, pages=pages)
-    config, recorder = EngineConfig(policy, chunk, **sizes, **more), Truth()
-    cost = CostModel.named("llama3-8b", pp=pp)
-    return simulate(cost, config, arrivals or a_load(), recorder=recorder).run, recorder
+    config = EngineConfig(policy.partition(",")[0], chunk, **sizes, **more)
+    recorder = Truth()
+    cost, arrivals = CostModel.named("llama3-8b", pp=pp), arrivals or a_load()
+    alike = [[i % 3] * arrival.prompt_len for i, arrival in enumerate(arrivals)]
+    prompts = alike if config.prefix_caching else None
+    return simulate(cost, config, arrivals, prompts, recorder=recorder).run, recorder
 
 
 def in_turn(recorder):
@@ -51,13 +55,15 @@ def in_turn(recorder):
     return [record for record in recorder.records if "start" in record]
 
 
-LOADS = {
+LOADS = {  # policies, and after a comma what is special
     "vllm": dict(pages=48),
     "sarathi-serve": dict(pages=40),
     "sarathi": dict(pages=160),
     "chunked-only": dict(pages=40),
     "priority": dict(pages=40),
     "orca-best": dict(pages=256, pp=2),
+    "sarathi-serve, shared": dict(pages=40, prefix_caching=True),
+    "orca, shared, in a pipeline": dict(pages=256, pp=2, prefix_caching=True),
 }
 
 

@@ -84,7 +84,7 @@ def test_help_explains_every_option_with_its_default(command, capsys):
         own = {*"batch seq-len pd-ratio chunk policies requests explain against".split()}
         assert set(found) == model | own | {"json", "plot", "html"}
         assert "(default: 256)" in text and "(default: off)" in text and "none)" in text
-    elif command not in ("simulate", "fit", "play", "explore"):
+    elif command not in ("simulate", "play", "explore"):
         assert model < set(found) and ("qps" in found) == (command == "serve")
     if command == "budget":
         assert "(default: 16 on a CPU, 64 on a GPU)" in " ".join(text.split())
@@ -100,7 +100,7 @@ def test_help_names_the_commands_and_does_not_wait_for_torch():
 
 
 ALIASES = {"": "offline", "--chunk 64": "offline", "serve --simulate this": "serve"}
-NEEDED = {"budget": "--slo-tbt 0.3", "fit": "times.csv"}
+NEEDED = {"budget": "--slo-tbt 0.3"}
 WORDS = [*ALIASES.items(), *((f"{name} {NEEDED.get(name, '')}", name) for name in bench.COMMANDS)]
 
 
@@ -119,6 +119,8 @@ NONSENSE = {  # options whose value is refused by the name of the option
     "capacity": "--slo=0 --page-size=2000",
     "budget --slo-tbt=1": "--slo-tbt=0 --decodes=0 --tile=0",
 }
+SLOTS = "--page-size {}: must be below --max-len, or --prefix-caching off"
+NO_PAIR = ("512", "0:4", "4:0", "512:4:1", "1:-2", "x:2", "5.0:1", "9:" + 12 * "9")
 REFUSED = [
     (f"{command} {option}", f"{option.replace('=', ' ', 1)}: must ")
     for command, options in NONSENSE.items()
@@ -145,8 +147,19 @@ REFUSED += [
     ("serve --policies sarathi:x", "'sarathi:x': must be one of request-level"),
     ("serve --classes low=0.1,low=0.2", "low=0.1,low=0.2: must be some of realtime, high, normal"),
     ("serve --classes low=0", "--classes 0: must be"),
-    ("serve --trace x --lengths 5+5", "--trace: has lengths of its own"),
+    ("serve --trace x --lengths 5+5", "--trace: has its own lengths"),
     ("serve --trace-scale 0.5", "--trace-scale: goes with --trace"),
+    ("serve --trace x --shared-prefix 9:1", "--trace: has its own lengths, no --lengths, --long"),
+    *(
+        (f"serve --shared-prefix {x}", f"--shared-prefix {x}: must be LENGTH:COUNT")
+        for x in NO_PAIR
+    ),
+    ("capacity --shared-prefix 1023:4", "1023: must leave 2 of --max-len 1024 tokens"),
+    ("serve --shared-prefix 24:4 --long-prompt 1000", "1000: must be below 1000, --max-len less"),
+    ("serve --turns 0", "--turns 0: must be a whole number of at least 1"),
+    ("serve --prefix-caching yes", "--prefix-caching invalid choice: 'yes'"),
+    ("serve --prefix-caching on --page-size 16,max", f"{SLOTS.format(1024)}"),
+    ("capacity --turns 2 --max-len 64", f"{SLOTS.format(64)}"),
     ("budget", "the following arguments are required: --slo-tbt"),
 ]
 
@@ -188,7 +201,7 @@ def test_what_was_left_open_is_filled_in(monkeypatch):
         options.number(least=0, most=1)("2")
 
 
-@pytest.mark.parametrize("command", ["sample.py --help", "bench.py --help", "bench.py fit --help"])
+@pytest.mark.parametrize("command", ["sample.py --help", "bench.py --help", "bench.py play --help"])
 def test_a_reader_that_goes_away_is_no_error(command):
     env = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=HERE, env=env)

@@ -1,14 +1,12 @@
 """`bench.py budget`: what it prints and writes. No clock is believed."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 
 import bench
-from experiments import budget, measure
+from experiments import measure
 from policies import slo
-from policies.slo import Profiled
 
 MACHINE = dict(device="-", threads=1, torch="-", model="-", parameters=1, dtype="-", compiled=0)
 TINY = "--model llama-tiny --device cpu --dtype float32".split()
@@ -45,14 +43,3 @@ def test_it_prints_why_and_writes_everything(decodes, max_len, tmp_path, capsys,
     assert report["budget"] is None
     assert f"\nToken budget: {measure.TOO_BUSY}.\n" in text
     assert text.count(" (busy) ") == len(budgets)
-
-
-def test_why_a_budget_was_chosen():
-    args = SimpleNamespace(decodes=4, tile=8, slo_tbt=1.0)
-    rows = [Profiled(4, 9, 4, 0.5), Profiled(8, 9, 4, 0.6), Profiled(16, 9, 4, 1.1)]
-    rows.append(Profiled(32, 9, 4, 2.0))
-    text = budget.explain(8, rows, args)
-    assert "slowest iteration, 600 ms, meets\n1000 ms; 16 takes 1100 ms." in text
-    assert budget.explain(8, rows[:2], args).endswith("1000 ms; no more was tried.")
-    busy = [rows[0]._replace(spread=0.21), *rows[1:]]
-    assert budget.explain(8, busy, args) == f"Token budget: {measure.TOO_BUSY}."

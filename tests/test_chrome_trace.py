@@ -103,6 +103,18 @@ def test_a_requests_lane_shows_its_waiting_its_chunks_its_decodes_and_its_end(tr
     assert sorted(instants(events)) == ends + more
 
 
+def test_what_was_found_in_the_cache_is_said_where_the_first_chunk_begins(browser, tmp_path):
+    first = an_iteration(1.0, 2.0, [prefill(0, 4, 64)])
+    run = [a_completion(0, 70, 0.0)], [first, an_iteration(2.0, 3.0, [prefill(0, 2, 68)])]
+    recorder = recorded(*run)
+    recorder.records[1]["pages"] = [[0, 0, 3, 4]]
+    with opened_runs(browser, tmp_path, {"vllm": recorder}) as tab:
+        events, slices = read(save(tab))
+    assert instants(events) == [("request 0", "64 tokens found in the cache", 1.0)]
+    chunks = [("prefill chunk of 4", 1.0, 2.0), ("prefill chunk of 2", 2.0, 3.0)]
+    assert slices["vllm: requests", "request 0"] == [("waiting", 0.0, 1.0), *chunks]
+
+
 def test_decodes_in_a_row_are_one_slice(trace):
     batches = [[prefill(0, 4)], *[[decode(0)]] * 998, [prefill(1, 4)], [decode(0)]]
     iterations = [an_iteration(t, t + 1, batch) for t, batch in enumerate(batches)]
@@ -185,7 +197,7 @@ RUNS = LOADS | {"sarathi-serve in a pipeline": dict(pages=80, pp=2)}
 @pytest.mark.parametrize("name", RUNS)
 def test_a_trace_holds_all_that_happened_in_a_run(name, browser, tmp_path):
     late = [arrival._replace(time=arrival.time + 1e4 / 3) for arrival in a_load()]
-    run, recorder = simulated(name.split()[0], arrivals=late, **RUNS[name])
+    run, recorder = simulated(name.split()[0].strip(","), arrivals=late, **RUNS[name])
     with opened_runs(browser, tmp_path, {"run": recorder}) as tab:
         events, slices = read(save(tab))
     for its in slices.values():  # are apart, or one in the other

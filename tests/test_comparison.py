@@ -4,7 +4,6 @@ import json
 import os
 import sys
 from argparse import ArgumentTypeError
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,8 +20,6 @@ from tests.helpers import tiny_model
 
 FAKE = """#!{python}
 import json, os, sys
-if sys.argv[1] == "-c":
-    raise SystemExit(int(os.environ.get("LACKS", 0)))
 job = json.loads(sys.stdin.readline())
 with open({seen!r}, "w") as file:
     json.dump(job | {{"pid": os.getpid()}}, file)
@@ -61,21 +58,13 @@ def test_engines_are_named_with_their_pythons(fake):
     [
         ("", "'': must be one of transformers, openvino"),
         ("vllm", "'vllm': must be one of"),
-        ("openvino={python}", "{python} -m pip install openvino-genai optimum-intel, or name"),
-        ("openvino=/no/python", "openvino is not installed: /no/python -m pip install"),
+        ("openvino=/no/python", "openvino: there is no program /no/python"),
     ],
 )
-def test_an_engine_that_is_not_there_is_refused_at_once(fake, monkeypatch, text, message):
-    monkeypatch.setenv("LACKS", "1")
+def test_an_engine_that_is_not_there_is_refused_at_once(text, message):
     with pytest.raises(ArgumentTypeError) as refused:
-        comparison.opponents(text.format(python=fake.python))
-    assert message.format(python=fake.python) in str(refused.value)
-
-
-def test_a_missing_package_is_found_out_by_its_name(monkeypatch):
-    monkeypatch.setitem(comparison.NEEDS, "openvino", "torch no-such-package")
-    with pytest.raises(ArgumentTypeError, match="pip install torch no-such-package"):
-        comparison.opponents("openvino")
+        comparison.opponents(text)
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +134,7 @@ def test_rates_gains_and_equal_tokens_are_what_was_seen(fake, checkpoint, monkey
     assert job["prompts"] == prompts([Arrival(0.0, 15, 5)] * 6, model.config.vocab_size, seed=4)
     assert job["threads"] == torch.get_num_threads() and job["checkpoint"] == checkpoint
     expected = dict(output=5, batch=3, seq_len=20, chunk=12, dtype="float32", engine="openvino")
-    assert expected.items() <= job.items() and job["config"] == asdict(model.config)
+    assert expected.items() <= job.items()
 
     comparison.print_against(rows, 15, args)
     text = capsys.readouterr().out
@@ -179,13 +168,24 @@ def test_an_idle_process_is_stopped_and_none_outlives_an_interrupt(fake, checkpo
         os.kill(json.loads(fake.seen.read_text())["pid"], 0)
 
 
-@pytest.mark.parametrize("name", comparison.NEEDS)
+def test_a_missing_package_is_named_with_the_engine_in_one_line(tmp_path, checkpoint):
+    bare = tmp_path / "python"
+    bare.write_text(f"#!/bin/sh\nexec {sys.executable} -S $*\n")  # without any package
+    bare.chmod(0o755)
+    args = options({"transformers": str(bare)}, init_from=checkpoint)
+    message = "^--against transformers: ModuleNotFoundError: No module named 'torch'$"
+    with pytest.raises(ChildProcessError, match=message):
+        comparison.against(GPT.from_pretrained(checkpoint), 15, args)
+
+
+PACKAGES = {"transformers": "transformers", "openvino": "openvino_genai"}
+
+
+@pytest.mark.parametrize("name", comparison.ENGINES)
 def test_an_engine_says_what_ours_says(name):
     """Random weights in float32, which leaves no doubt; heads of a size and number of their own."""
-    try:
-        engines = comparison.opponents(name)
-    except ArgumentTypeError as error:
-        pytest.skip(str(error))
+    pytest.importorskip(PACKAGES[name])
+    engines = comparison.opponents(name)
     sizes = dict(n_kv_head=2, head_dim=16, vocab_size=97)
     model = tiny_model(dtype=torch.float32, n_layer=1, **sizes)
     rows = comparison.against(model, 15, options(engines))

@@ -170,7 +170,7 @@ def test_all_reduces_of_an_iteration():
 
 def test_devices_have_a_name_and_a_link_unless_given():
     assert find(DEVICES, "device", "a100-80gb") is A100
-    with pytest.raises(ValueError, match="device='b200': must be one of a100-80gb, a40, a6000, h1"):
+    with pytest.raises(ValueError, match="device='b200': must be one of a100-80gb, a6000, a40, h1"):
         find(DEVICES, "device", "b200")
     cost = CostModel(SMALL, DEVICES["a40"], tp=2, pp=2)
     assert (cost.tp_link, cost.pp_link) == (LINKS["pcie4"], LINKS["infiniband"])

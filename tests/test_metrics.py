@@ -12,7 +12,6 @@ import pytest
 from engine import Completion, Iteration
 from experiments.metrics import (
     find_stalls,
-    headline,
     missed,
     percentiles,
     request_rows,
@@ -156,7 +155,7 @@ def test_the_summary_of_a_run_is_what_one_gets_by_hand():
     of = lambda **slo: summarize_run(*three_requests(), seconds=8.0, **slo)
     summary = of()
     expected = {
-        "requests": 4, "finished": 2, "aborted": 1, "unfinished": 1, "never_scheduled": 1,
+        "requests": 4, "finished": 2, "aborted": 1,
         "tokens_per_s": (4 + 8 + 5 + 6 + 6 + 3) / 8,  # not the prompt of 3, which nobody computed
         "preemptions": 1, "recomputed_tokens": 11, "iterations": 9,
         "prefill_only": 3 / 9, "decode_only": 4 / 9, "hybrid": 2 / 9,
@@ -173,10 +172,9 @@ def test_the_summary_of_a_run_is_what_one_gets_by_hand():
     assert stalls["longest"] == longest | dict(seconds=2.25, prefill_tokens=8)
     assert (stalls["count"], stalls["over_slo"]) == (6, None)
     assert stalls["length_s"] == marks(0.75, 1.75, 2.2, 2.25)
-    told = dict(
-        p50_tbt_s=0.5, p99_tbt_s=2.14, p50_ttft_s=2.25, p99_ttft_s=2.74, longest_stall_s=2.25
-    )
-    assert headline(summary) == pytest.approx(told | {"tokens_per_s": 4})
+    told = dict(p50_tbt_s=0.5, p99_tbt_s=2.14, p50_ttft_s=2.25, p99_ttft_s=2.74)
+    told |= dict(longest_stall_s=2.25, p50_delay_s=0.25)
+    assert {key: summary[key] for key in told} == pytest.approx(told)
     over = [of(tbt_slo_s=slo)["stalls"]["over_slo"] for slo in (1.0, 1.25)]
     assert over == [2, 1]  # 1.25 meets 1.25
 
@@ -194,17 +192,34 @@ def test_what_only_iterations_tell_is_not_known_without_them():
     completions, iterations = three_requests()
     known = summarize_run(completions, iterations, 8.0, tbt_slo_s=1.0)
     summary = summarize_run(completions, [], 8.0, tbt_slo_s=1.0)
-    for key in ("preemptions", "recomputed_tokens"):
+    for key in ("preemptions", "recomputed_tokens", "cached_tokens", "cached"):
         assert summary[key] is None is not known[key]
     for key in ("count", "over_slo", "longest"):
         assert summary["stalls"][key] is None is not known["stalls"][key]
-    assert headline(summary)["longest_stall_s"] is None
+    assert summary["longest_stall_s"] is None
     quiet = summarize_run(completions, iterations[:1], 8.0)
-    assert headline(quiet)["longest_stall_s"] == quiet["stalls"]["count"] == 0
+    assert quiet["longest_stall_s"] == quiet["stalls"]["count"] == 0
     assert [summary[key] for key in ("ttft_s", "tbt_s")] == [known["ttft_s"], known["tbt_s"]]
     for row in request_rows(completions, []):
-        none = ("stalls", "longest_stall_s", "caused_by", "preemptions", "recomputed_tokens")
-        assert {row[key] for key in none} == {None}
+        none = "stalls longest_stall_s caused_by preemptions recomputed_tokens cached_tokens"
+        assert {row[key] for key in none.split()} == {None}
+
+
+def test_what_was_found_is_a_share_of_what_was_to_prefill():
+    """1 finds 8 tokens of its prompt, and after a preemption 12 of the 13 that it had."""
+    iterations = [an_iteration(0.0, 1.0, [prefill(0, 10), prefill(1, 2, 8)])]
+    lost = dict(preemptions=1, recomputed_tokens=13, cached_tokens=8 + 12)
+    completions = [
+        a_completion(0, 10, 0.0, "length", 0.0, [1.0]),
+        a_completion(1, 10, 0.0, "length", 0.0, [1.0, 2.0], **lost),
+        a_completion(2, 10, 0.0, "abort"),  # which waited
+    ]
+    summary, rows = (
+        summarize_run(completions, iterations, 2.0),
+        request_rows(completions, iterations),
+    )
+    assert summary["cached_tokens"] == 20 and [row["cached_tokens"] for row in rows] == [0, 20, 0]
+    assert summary["cached"] == pytest.approx(20 / (10 + 10 + 13))
 
 
 def test_each_request_has_a_row_with_its_own_numbers():
@@ -215,6 +230,7 @@ def test_each_request_has_a_row_with_its_own_numbers():
         "finish_reason": "stop", "scheduling_delay_s": 0.25, "ttft_s": 2.25, "p50_tbt_s": 0.5,
         "p99_tbt_s": 0.75 + 0.96 * 0.5, "max_tbt_s": 1.25, "latency_s": 5.25, "stalls": 2,
         "longest_stall_s": 0.75, "caused_by": 2, "preemptions": 1, "recomputed_tokens": 11,
+        "cached_tokens": 0,
     })  # fmt: skip
     blamed = [(row["request_id"], row["stalls"], row["caused_by"]) for row in rows]
     assert blamed == [(0, 3, 1), (1, 2, 2), (2, 1, 1), (3, 0, None)]
@@ -223,9 +239,8 @@ def test_each_request_has_a_row_with_its_own_numbers():
     writer = csv.DictWriter(text, rows[0])
     writer.writeheader()
     writer.writerows(rows)
-    assert (
-        text.getvalue().splitlines()[-1] == "3,normal,5.5,6,0,,,,,,,,0,,,0,0"
-    )  # what it never had
+    last = "3,normal,5.5,6,0,,,,,,,,0,,,0,0,0"  # empty: what it never had
+    assert text.getvalue().splitlines()[-1] == last
     queue = summarize_queue(one_server([1.0] * 40, [1.1] * 40))
     report = [summarize_run(completions, iterations, 8.0), rows, queue]
     assert json.loads(json.dumps(report, allow_nan=False)) == report

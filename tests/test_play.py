@@ -23,6 +23,8 @@ ARRIVALS = [Arrival(0.0, 9 + i, 12) for i in range(6)]
 LATER, PROMPTS = [Arrival(0.1, 20, 3)], prompts(ARRIVALS, 61, 0)
 GPU = Namespace(serve=lambda *its, **more: simulate(COST, *its, **more).run)
 ENGINE = Namespace(serve=lambda *its, **more: run.serve(MODEL, *its, PROMPTS, **more))
+ALIKE = [[5] * arrival.prompt_len for arrival in ARRIVALS]
+SHARING = Namespace(serve=lambda *its, **more: simulate(COST, *its, ALIKE, **more).run)
 FEW = {name: POLICIES[name] for name in ("request-level", "sarathi-serve")}
 OWN = "from scheduler import Chunk, SarathiServe\nclass Own(SarathiServe):\n  def "
 BATCH, DONE = "schedule(self):\n    its = super().schedule()\n    ", "return super().schedule()"
@@ -46,11 +48,22 @@ BROKEN = [  # (the method of a policy, what is said of it)
 ]
 
 
-def check(name, machine=GPU):
+TAKEN = "free(r.pages); self.pages.share(self.running[0].pages); r.pages = self.running[0].pages[:]"
+OTHERS = f"{BATCH}for r in self.running[1:2]: self.pages.{TAKEN}"
+EARLY = "admit(self):\n    if its := super().admit(): its.num_computed -= its.num_computed > 0"
+SHARED = [  # (the method of a policy, whether pages may be shared, what is said of it)
+    (OTHERS, False, LEAKS + "in 2 block tables, and must be in 1"),
+    (OTHERS, True, r"request 0: .*'chunks'.* page \d is written, and others read it"),
+    (EARLY, True, r"request \d: .*'chunks'.* page \d is written, and others read it"),
+]
+
+
+def check(name, machine=GPU, **more):
     """Serve with much memory and with little under a referee: the tokens of both runs."""
     runs = []
     for pages in (128, 16):
-        config = EngineConfig(name, 8, max_batch=3, max_len=64, page_size=4, pages=pages)
+        sizes = dict(max_batch=3, max_len=64, page_size=4, pages=pages)
+        config = EngineConfig(name, 8, **sizes, **more)
         runs.append(machine.serve(config, ARRIVALS, referee=f"a load, {pages} pages"))
     return [[c.tokens for c in seen.completions] for seen in runs]
 
@@ -66,6 +79,16 @@ def test_the_rule_that_is_broken_is_named_with_iteration_and_request(text, messa
     (tmp_path / "own.py").write_text(f"{OWN}{text}" + "\n    return its" * ("its" in text))
     with pytest.raises(ValueError, match=r"^a load, (128|16) pages, iteration \d+, " + message):
         check(f"{tmp_path}/own.py:Own")
+
+
+@pytest.mark.parametrize("text, sharing, message", SHARED)
+def test_pages_are_shared_by_prefix_caching_only_and_nobody_writes_there(
+    text, sharing, message, tmp_path
+):
+    (tmp_path / "own.py").write_text(f"{OWN}{text}\n    return its")
+    with pytest.raises(ValueError, match=r"^a load, 128 pages, iteration \d+, " + message):
+        check(f"{tmp_path}/own.py:Own", SHARING, prefix_caching=sharing)
+    check("sarathi-serve", SHARING, prefix_caching=sharing)
 
 
 @pytest.mark.parametrize("name", [*POLICIES, TEMPLATE])

@@ -28,7 +28,7 @@ OWN = "\n".join(block for block in CODE if "(SarathiServe):" in block)
 TEMPLATE = (ROOT / "policies/template.py").read_text("utf-8")
 PARSERS = {"bench.py": bench.parse_args, "sample.py": sample.parse_args}
 PARSERS["server"] = server.__main__.parse_args
-NEEDS = {"budget": ["--slo-tbt", "1"], "fit": ["FILE"]}  # where a sentence only names the command
+NEEDS = {"budget": ["--slo-tbt", "1"]}  # where a sentence only names the command
 
 
 def test_algorithm_3_is_quoted_as_it_stands():

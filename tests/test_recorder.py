@@ -9,7 +9,7 @@ from sampling import SamplingParams
 from scheduler import Request
 from tests.helpers import tiny_model
 from tests.pages import Truth, in_turn
-from views.schedule_page import Recorder
+from views.schedule_page import Recorder, why_head_waits
 
 
 def decided(policy, requests, pages=16, page_size=16, max_batch=4, **options):
@@ -61,6 +61,33 @@ def test_why_the_head_of_the_line_waits_is_told_by_the_facts(policy, options, wh
 def test_a_prompt_that_is_not_cut_waits_for_budget_of_its_whole_length():
     first, *_ = decided("vllm", [(100, 3), (40, 3)], chunk=32)
     assert first["why"] == ["budget", 28, 40]
+
+
+def test_who_shares_pages_needs_fewer_but_also_those_found_that_nobody_reads():
+    make = lambda: make_scheduler(
+        "sarathi-serve", Pages(8, 16, prefix_caching=True), chunk=64, max_batch=4, max_len=128
+    )
+
+    def step(scheduler):
+        batch = scheduler.next_batch()
+        why = why_head_waits(scheduler, batch)
+        scheduler.advance(batch, [0 if chunk.yields_token else None for chunk in batch], 0.0)
+        return why
+
+    scheduler = make()
+    for i, prompt in enumerate((64, 100, 120)):
+        scheduler.add(Request(i, [7] * prompt, prompt, 9))
+    assert step(scheduler) == ["pages", 7, 4]  # no page of 0 was computed before
+    # 0 has 5 of the 8 pages with that of its output, 1 shares 4 of them and has the other 3
+    assert step(scheduler) == ["pages", 8 - 4, 0]
+
+    scheduler = make()
+    scheduler.add(Request(0, [7] * 64, 64, 1))  # it leaves 4 pages behind
+    step(scheduler)
+    scheduler.add(Request(1, [8] * 75, 75, 5))  # takes the others and the last of these
+    step(scheduler)
+    scheduler.add(Request(2, [7] * 80, 80, 9))  # finds 3 of its 5 pages, all of those that are free
+    assert step(scheduler) == ["pages", 5, 3]
 
 
 def test_a_step_that_failed_is_recorded_once_with_all_pages_it_was_given(monkeypatch):

@@ -18,6 +18,7 @@ from experiments.run import summarize
 from experiments.workload import Arrival
 from tests.test_bench import HERE
 
+OWN = dict(seed=0, shared_prefix=(0, 1))
 USUAL = {"model", "prompt", "max_tokens", "temperature", "ignore_eos", "stream", "stream_options"}
 
 
@@ -82,7 +83,7 @@ def test_tokens_that_share_an_event_are_counted_and_those_without_iterations_unk
     monkeypatch.setenv("OPENAI_API_KEY", "sesame")
     ended = []
     with another() as (url, asked):
-        machine = RemoteMachine(SimpleNamespace(url=f"{url}/", model=None, seed=0), None)
+        machine = RemoteMachine(SimpleNamespace(url=f"{url}/", model=None, **OWN), None)
         high = Arrival(0.1, 3, 8, "high", 0.5, 0.25)
         arrivals = [high, Arrival(0.0, 4, 4), Arrival(0.0, 5, 9)]
         seen = machine.serve(None, arrivals, progress=lambda: ended.append(1), recorder=None)
@@ -103,6 +104,17 @@ def test_tokens_that_share_an_event_are_counted_and_those_without_iterations_unk
     row = summarize(seen, 10.0)
     assert row["scheduling_delay_s"]["p50"] is row["hybrid"] is row["stalls"]["count"] is None
     assert row["tokens_per_s"] == pytest.approx((3 + 8 + 4 + 4) / seen.seconds)
+
+
+def test_prompts_that_begin_alike_are_sent_so(capsys):
+    with another() as (url, asked):
+        words = f"serve --url {url} --qps 50 --slo 0.2 --lengths 3+4 --requests 6".split()
+        bench.main([*words, "--shared-prefix", "20:2"])
+    prompts = [tuple(body["prompt"]) for body, _ in asked]
+    assert {len(prompt) for prompt in prompts} == {23} and len(set(prompts)) == 6
+    assert len({prompt[:20] for prompt in prompts}) == 2
+    heading = "6 requests of 3+4 tokens, each after a prefix of 20 (2 in all), Poisson"
+    assert heading in capsys.readouterr().out
 
 
 def test_serve_prints_and_writes_what_is_seen(tmp_path, capsys):
@@ -145,7 +157,7 @@ def test_what_goes_wrong_is_one_line(path, more, message):
 
 def test_who_is_not_there_is_a_connection_error():
     with another() as (url, _):
-        machine = RemoteMachine(SimpleNamespace(url=url, model="x", seed=0), None)
+        machine = RemoteMachine(SimpleNamespace(url=url, model="x", **OWN), None)
     with pytest.raises(ConnectionError, match="refused"):
         machine.serve(None, [Arrival(0.0, 3, 8), Arrival(30.0, 3, 8)])  # at once, not after 30 s
 
@@ -167,7 +179,7 @@ SENSELESS = {
     "--slo 1": "--url: needs --qps, and --slo in seconds",
 }
 BESIDE = "simulate=this policies=vllm chunk=9 page-size=8 max-waiting=3 device=cuda dtype=float32 "
-BESIDE += "html=x plot=x.png tp=2 init-from=x"
+BESIDE += "html=x plot=x.png tp=2 init-from=x turns=2 prefix-caching=on"
 SENSELESS |= {
     f"--qps 2 --slo 1 --{option}": f"--{option.partition('=')[0]}: goes not with --url"
     for option in BESIDE.split()

@@ -27,7 +27,7 @@ from experiments.run import (
     slo_seconds,
     summarize,
 )
-from experiments.workload import Arrival, prompts
+from experiments.workload import Arrival, chats, prompts
 from policies import POLICIES, slo
 from policies.config import EngineConfig
 from policies.slo import Profiled, hybrid_spans
@@ -67,10 +67,10 @@ class Silent:
         return torch.zeros(len(batch.logit_rows), self.config.vocab_size)
 
 
-def serve_small(policy="vllm", tick=0.01, arrivals=ARRIVALS, model=Silent(), **more):
+def serve_small(policy="vllm", tick=0.01, arrivals=ARRIVALS, model=Silent(), shared=(0, 1), **more):
     options = {"tbt_slo": 1.0} if policy == "dynamic" else {}
     config, time = replace(SMALL, policy=policy, options=options, **more), Time(tick)
-    tokens = prompts(arrivals, 61, 0)
+    tokens = prompts(arrivals, 61, 0, shared)
     return serve(model, config, arrivals, tokens, now=time.now, sleep=time.sleep)
 
 
@@ -149,11 +149,14 @@ def test_a_full_queue_refuses_and_the_slo_is_not_met():
     seen = [(c.request_id, len(c.prompt), c.priority) for c in run.completions]
     assert seen == [(i, 8, 3) for i in range(8)]
     summary = summarize(run, 1000.0)
-    assert not summary["met"] and run.refused == summary["never_scheduled"] == 5
+    assert not summary["met"] and run.refused == summary["aborted"] == 5
 
 
-def test_an_interrupted_run_is_what_was_seen_of_it():
+@pytest.mark.parametrize("turns", [1, 2])
+def test_an_interrupted_run_is_what_was_seen_of_it(turns):
     """Ctrl-C at looks at the clock: between iterations, before and after forward."""
+    load = chats(ARRIVALS, turns)
+    tokens = prompts(load, 61, 0)
 
     def load_run(limit):
         time, looks = Time(0.01), iter(range(limit))
@@ -164,13 +167,16 @@ def test_an_interrupted_run_is_what_was_seen_of_it():
             return time.now()
 
         engine = Engine(Silent(), replace(SMALL, policy="vllm"), clock=clock)
-        return LoadRun(EngineServer(engine, TOKENS, clock, time.sleep), ARRIVALS)
+        return LoadRun(EngineServer(engine, clock, time.sleep), load, tokens)
 
     full, seen = load_run(10**6).run(), set()
-    for limit in range(1, 130):
-        with pytest.raises(KeyboardInterrupt) as caught:
+    for limit in range(1, 500):
+        try:
             load_run(limit).run()
-        run = caught.value.run
+        except KeyboardInterrupt as interrupt:
+            run = interrupt.run
+        else:
+            break  # it was done before
         assert run.cut_short == "interrupted" and not summarize(run, 1000.0)["met"]
         assert run.iterations == full.iterations[: len(run.iterations)]
         last = run.iterations[-1].end if run.iterations else 0.0
@@ -179,7 +185,48 @@ def test_an_interrupted_run_is_what_was_seen_of_it():
             assert its == [c] or c.token_times[-1] > last
             assert all(own.token_times == c.token_times[: len(own.tokens)] for own in its)
         seen.add(len(run.completions))
-    assert seen == set(range(1, 7))
+    assert seen >= set(range(1, 7)) and max(seen) == len(load)
+
+
+def test_a_turn_comes_a_second_after_the_answer_and_continues_it():
+    load = chats([Arrival(0.0, 9, 6), Arrival(0.1, 4, 1), Arrival(1.0, 7, 2)], 3)
+    run, own = serve_small("sarathi-serve", arrivals=load, model=MODEL), prompts(load, 61, 0)
+    assert [c.request_id for c in run.completions] == list(range(3 + 2 + 0 + 1))
+    assert max(c.arrival for c in run.completions[:3]) == 1.0
+    for c, arrival, tokens in zip(run.completions, load, own):
+        assert c.tokens == alone(MODEL, c.prompt, SamplingParams(arrival.output_len))
+        assert len(c.prompt) == arrival.prompt_len and c.arrival <= c.scheduled
+        if arrival.follows is not None:
+            before = run.completions[arrival.follows]
+            assert c.prompt == before.prompt + before.tokens + tokens
+            assert c.arrival == before.token_times[-1] + 1.0
+
+
+def test_a_chat_ends_with_a_turn_that_was_refused():
+    load = chats([Arrival(0.0, 8, 4)] * 3, 2)  # all there at once, with one place in the line
+    run = serve_small(arrivals=load, max_batch=1, max_waiting=1, tick=0.5)
+    ended = [(c.request_id, c.finish_reason) for c in run.completions]
+    assert ended == [(0, "length"), (1, "abort"), (2, "abort"), (3, "length")]
+    summary = summarize(run, 1000.0)
+    assert (summary["requests"], summary["aborted"], run.refused) == (4, 2, 2)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_shared_prefix_is_found_and_so_is_what_was_generated(policy):
+    """In pages of 4 tokens. A prefix of 10 fills two. A turn of 6 + 4 tokens fills two as well, the
+    last token is never computed, and its prompt alone would have filled one."""
+    apart, chat = [Arrival(2.0 * i, 13, 2) for i in range(3)], chats([Arrival(0.0, 12, 8)], 2)
+    for load, shared, found in ((apart, (10, 1), [0, 8, 8]), (chat, (0, 1), [0, 8])):
+        how = dict(arrivals=load, shared=shared, model=MODEL)
+        off, on = (serve_small(policy, prefix_caching=on, **how) for on in (False, True))
+        assert [c.cached_tokens for c in on.completions] == found
+        assert [c.cached_tokens for c in off.completions] == [0] * len(load)
+        assert [c.tokens for c in on.completions] == [c.tokens for c in off.completions]
+        starts = {}
+        for iteration in on.iterations:
+            for i, start, _, _ in iteration.chunks:
+                starts.setdefault(i, start)
+        assert [starts[i] for i in range(len(load))] == found
 
 
 def test_garbage_collection_is_as_it_was_after_a_run_that_failed(monkeypatch):
@@ -211,6 +258,9 @@ def test_what_is_made_of_a_base():
         slo_seconds(0.01, base)
     rate = 1 / (0.2 + 50 * 0.002)
     assert run_module.estimated_qps(base, [Arrival(0.0, 200, 50)] * 3) == pytest.approx(rate)
+    chat = chats([Arrival(0.0, 200, 50)] * 3, 2)  # 100 + 25, and 225 + 25
+    rate = 1 / (0.325 + 50 * 0.002)
+    assert run_module.estimated_qps(base, chat) == pytest.approx(rate)
 
 
 @pytest.mark.parametrize("max_len, context", [(512, 256), (9000, 4096), (2048, 1024), (1, 1)])
@@ -303,6 +353,15 @@ def test_policies_share_the_memory_and_may_have_a_chunk_of_their_own(tmp_path):
     assert list(plan(POLICIES, [64], config, 1.0)) == list(POLICIES)
     (dynamic,) = plan(["dynamic"], [64], config, 0.3).values()
     assert dynamic.policy == "dynamic" and dynamic.options == {"tbt_slo": 0.3}
+    assert not dynamic.prefix_caching
+    runs = plan(["vllm", "orca"], [64], config, caching=[False, True])
+    assert {name: its.prefix_caching for name, its in runs.items()} == {
+        "vllm": False, "vllm, shared": True, "orca": False, "orca, shared": True
+    }  # fmt: skip
+    both = plan(["vllm"], [64, 128], config, caching=[False, True])
+    assert list(both)[:2] == ["vllm, pages of 64", "vllm, pages of 64, shared"] and len(both) == 4
+    (on,) = plan(["vllm"], [64], config, caching=[True]).items()
+    assert on[0] == "vllm" and on[1].prefix_caching  # the only one
     for label in ("vllm:64", "orca:64", "request-level:64", "hybrid-only:64", "dynamic:64"):
         with pytest.raises(ValueError, match=f"'{label}': .* does not go by a chunk size"):
             plan([label], [64], config)

@@ -43,7 +43,9 @@ def test_options_are_passed_on(monkeypatch):
 
     def spy(engine, prompts, params):
         scheduler = engine.scheduler
-        seen.extend([params, (type(scheduler).__name__, scheduler.chunk, scheduler.max_batch)])
+        made = type(scheduler).__name__, scheduler.chunk, scheduler.max_batch
+        shares = scheduler.pages.prefix_caching
+        seen.extend([params, made + (scheduler.pages.page_size,) * shares])
         return generate(engine, prompts, params)
 
     monkeypatch.setattr(Engine, "generate", spy)
@@ -53,6 +55,8 @@ def test_options_are_passed_on(monkeypatch):
     params = [(p.max_new_tokens, p.temperature, p.top_k, p.top_p, p.seed) for p in params]
     assert params == [(3, 0.5, 4, 0.6, 7), (3, 0.5, 4, 0.6, 8)]
     assert made == ("VLLM", 9, 2)
+    sample.main([*COMMON, *words.split(), "--prefix-caching"])
+    assert seen[-1] == ("SarathiServe", 256, 2, 2)  # a page has half of the longest, 4
 
 
 @pytest.mark.parametrize(
@@ -62,7 +66,10 @@ def test_options_are_passed_on(monkeypatch):
         ([*COMMON, "--prompt", "x", "--temperature", "-1"], "--temperature -1: must"),
         ([*COMMON, "--prompt", ""], "prompt"),
         (["--model", "/no/such/directory", "--prompt", "x"], "config.json"),
-        ([*COMMON, "--prompt", "x", "--policy", "fifo"], "error: policy='fifo': must be one of"),
+        (
+            [*COMMON, "--prompt", "x", "--policy", "fifo"],
+            "error: --policy policy='fifo': must be one of",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_without_a_traceback(words, message):

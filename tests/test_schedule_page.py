@@ -26,7 +26,8 @@ from views.schedule_page import Recorder, page
 def test_every_iteration_shows_what_really_was(browser, tmp_path, policy):
     run, truth = simulated(policy, **LOADS[policy])
     preempted = sum(c.preemptions for c in run.completions)
-    assert preempted or policy in ("sarathi", "orca-best")  # these reserve all at admission
+    reserves = "sarathi", "orca-best", "orca, shared, in a pipeline"  # all at admission
+    assert preempted or policy in reserves
     order = list(range(len(truth.states)))
     random.Random(0).shuffle(order)  # backwards and forwards
     order = order[:300]
@@ -41,9 +42,14 @@ def test_every_iteration_shows_what_really_was(browser, tmp_path, policy):
             })""",
             order,
         )
+        cached = tab.evaluate("focused.run.iterations.at(-1).cached")
+    assert cached == sum(c.cached_tokens for c in run.completions)
+    assert (cached > 5000) == ("shared" in policy)
     for k, (of, line) in zip(order, shown):
         assert {i: its for i, *its in of} == truth.states[k]
-        if policy != "orca-best":  # a pipeline's line is seen when its batch is made, not later
+        if not LOADS[policy].get(
+            "pp"
+        ):  # a pipeline's line is seen when its batch is made, not later
             assert line == truth.waiting[k]
 
 
@@ -160,10 +166,19 @@ def test_a_sentence_says_in_words_why_the_batch_is_as_it_is(browser, tmp_path):
     third |= dict(why=["pages", 15, 1])
     fourth = dict(chunks=[[3, 0, 10]], pages=[[3, 0, 3]], budget=None, start=3.0, end=4.0)
     fourth |= dict(why=["policy"])
+    fifth = dict(chunks=[[6, 64, 100]], pages=[[6, 0, 2, 9, 10]], start=4.0, end=5.0)
     records = [like | first, like | second | dict(why=["budget", 0, 500]), like | third]
-    recorder.records += [*records, like | fourth]
+    recorder.records += [*records, like | fourth, like | fifth]
     with opened_runs(browser, tmp_path, {"sarathi-serve": recorder}) as tab:
-        said = [tab.evaluate("k => explain(focused.run, k)", k) for k in range(4)]
+        said = [tab.evaluate("k => explain(focused.run, k)", k) for k in range(5)]
+        tab.keyboard.press("End")
+        pages = "document.getElementById('pagesname').textContent"
+        tab.wait_for_function(f"{pages}.includes('striped')")
+        shared, chips = tab.evaluate(pages), tab.text_content("#chips")
+        stripes = tab.evaluate(
+            """() => { const pen = $("pages").getContext("2d");  // page 2 is 18 pixels wide
+                return [2, 14].map(y => pen.getImageData(2 * 18 + 2, y, 1, 1).data.join()); }"""
+        )
     assert said[1] == (
         "3 decodes first, then 253 of 256 tokens for request 5 (its 0 to 252 of 900); "
         "request 6 waits: no budget left."
@@ -175,6 +190,12 @@ def test_a_sentence_says_in_words_why_the_batch_is_as_it_is(browser, tmp_path):
     assert said[3] == (
         "10 tokens for request 3 (its whole prompt); 3 running decodes wait: this batch is of "
         "prefill alone; request 6 waits: this policy lets in nobody more in this iteration."
+    )
+    assert "100 of 256 tokens for request 6 (its 64 to 163 of 500; 64 tokens found in" in said[4]
+    assert "6: tokens 64 to 163, prefill, 64 found in the cache" in chips
+    # request 6 reads page 2 beside its own request 2; 0, 1 and 3 have a page each
+    assert (
+        "6 of 64 pages taken, 1 by several requests, striped" in shared and len(set(stripes)) == 2
     )
 
 
@@ -253,18 +274,16 @@ def test_explore_has_a_run_for_every_place_of_the_sliders(browser, tmp_path, cap
         tab.wait_for_function("document.getElementById('stop').textContent[0] == '1'")
 
 
-@pytest.mark.parametrize("command", ["offline", "serve", "simulated", "papers"])
+@pytest.mark.parametrize("command", ["offline", "serve", "simulated"])
 def test_the_bench_writes_a_page(command, tmp_path, capsys):
     file, tiny = tmp_path / "page.html", ["--model", "llama-tiny", "--dtype", "float32"]
     words = {
         "offline": [*tiny, "--chunk", "16", "--seq-len", "40", "--batch", "2"],
         "serve": ["serve", *tiny, "--max-len", "64", "--chunk", "16", "--requests", "3"],
         "simulated": "serve --simulate a100-80gb --model llama3-8b --requests 5".split(),
-        "papers": ["simulate", "--only", "bubbles"],
     }[command]
-    names = ["orca-best" if command == "papers" else "request-level", "sarathi-serve"]
-    policies = [] if command == "papers" else ["--policies", ",".join(names)]
-    main([*words, *policies, "--html", str(file)])
+    names = ["request-level", "sarathi-serve"]
+    main([*words, "--policies", ",".join(names), "--html", str(file)])
     assert f"wrote {file}" in capsys.readouterr().out
     text = file.read_text()
     data = json.loads(text.split('id="data">')[1].split("</script>")[0])

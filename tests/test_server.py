@@ -21,9 +21,11 @@ from experiments.run import summarize
 from experiments.workload import Arrival
 from pretrained.tokenizers import byte_tokenizer, load_tokenizer
 from sampling import SamplingParams
+from server.__main__ import make_engine, parse_args
 from tests.helpers import check_integrity, tiny_model
 from tests.servers import (
     LETTERS,
+    Answer,
     Api,
     ChatRequest,
     EngineThread,
@@ -205,6 +207,23 @@ def test_who_goes_away_frees_its_pages_also_in_the_line(stream):
         wait_for(lambda: idle(its.engine), 4)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_was_found_in_the_cache_is_counted_but_never_more_than_the_prompt(stream):
+    cached = lambda usage: usage.prompt_tokens_details.cached_tokens
+    with serving(prefix_caching=True) as its:  # in pages of 16
+        before = generate_text("a" * 40)
+        for found in (0, 32):
+            text, _, usage, _ = complete(its, "a" * 40, stream=stream)
+            assert (text, cached(usage), usage.total_tokens) == (before, found, 60)
+        for prompt, found in ("a" * 33, 32), ("a" * 32, 16), ("b" + "a" * 31, 0):
+            assert cached(complete(its, prompt, stream=stream, stop=[before[0]])[2]) == found
+        wait_for(lambda: "cached_tokens_total 80.0" in its.http.get("/metrics").text)
+    asked = ChatRequest(model="tiny", messages=[{}], stream=stream)
+    preempted = SimpleNamespace(id=0, cached=100)  # it found its output, too
+    usage = Answer(its.api, asked, [1] * 60, preempted, None).usage()
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 60}
+
+
 def test_metrics_count():
     with serving() as its:
         complete(its, "hello")
@@ -336,6 +355,15 @@ def test_a_command_line_that_makes_no_sense_is_refused(words):
     assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) <= 2
 
 
+def test_pages_are_shared_if_told_and_must_be_shorter_than_the_longest():
+    make = lambda words: make_engine(parse_args([*PROGRAM[2:-2], *words.split()])).config
+    assert not make("--max-len 64").prefix_caching
+    config = make("--max-len 128 --prefix-caching")
+    assert config.prefix_caching and config.page_size == 64
+    with pytest.raises(ValueError, match="page_size=64: prefix_caching .* max_len=64"):
+        make("--max-len 64 --prefix-caching")
+
+
 def test_the_template_of_a_checkpoint(tmp_path):
     transformers = pytest.importorskip("transformers")
     sentencepiece_directory(tmp_path)
@@ -363,7 +391,7 @@ def test_a_remote_server_is_measured_as_this_machine_is():
     lengths = [(0.0, 5, 20), (0.02, 9, 1), (0.04, 60, 30)]
     arrivals = [Arrival(*its, priority="high") for its in lengths]
     with serving(circle(), byte_tokenizer(), max_waiting=1) as its:
-        args = SimpleNamespace(url=f"{its.url}/v1", model=None, seed=0)
+        args = SimpleNamespace(url=f"{its.url}/v1", model=None, seed=0, shared_prefix=(0, 1))
         machine = RemoteMachine(args, None)
         ended = []
         seen = machine.serve(None, arrivals, progress=lambda: ended.append(1), recorder=None)

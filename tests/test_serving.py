@@ -13,7 +13,7 @@ from experiments.serving import RealMachine, conclude, make_workload, print_capa
 from experiments.workload import Arrival, poisson, sample_lengths
 from scheduler import Request
 from tests.helpers import VirtualRun
-from views import serving as views_serving
+from views import timelines
 
 TINY = "--model llama-tiny --device cpu --dtype float32 --max-len 64 --chunk 16 --batch 4"
 TINY = f"{TINY} --page-size 8".split()
@@ -55,7 +55,7 @@ def test_static_batching_leaves_slots_empty():
 def plots(monkeypatch):
     """What was to be drawn."""
     drawn = []
-    for module, name in ((views_serving, "plot_serving"), (views_serving, "plot_capacity")):
+    for module, name in ((timelines, "plot_serving"), (timelines, "plot_capacity")):
         draw = lambda *args, name=name, **more: drawn.append((name, args, more))
         monkeypatch.setattr(module, name, draw)
     return drawn
@@ -145,21 +145,21 @@ RESULTS = {
 
 
 def test_bounds_are_kept_in_capacities_their_ratios_and_the_conclusion(capsys):
-    print_capacities(RESULTS)
+    print_capacities(RESULTS, "requests/s")
     expected = [("2.00", "1.00x"), ("below 0.50", "below 0.25x")]
     expected += [("at least 9.00", "at least 4.50x"), ("7.00", "3.50x")]
     assert rows_of(capsys.readouterr().out) == expected
     two = {"vllm": found([1.0], []), "dynamic": found([3.0], [])}
-    print_capacities(two)  # an unknown gain
-    assert rows_of(capsys.readouterr().out)[1] == ("at least 3.00", "-")
-    said = lambda **more: " ".join(
-        conclude(dict(results=RESULTS, slo_s=0.3, slo_busy=False) | more).split()
-    )
+    print_capacities(two, "chats/s")  # an unknown gain
+    text = capsys.readouterr().out
+    assert rows_of(text)[1] == ("at least 3.00", "-") and "| capacity in chats/s |" in text
+    report = dict(results=RESULTS, slo_s=0.3, slo_busy=False, unit="chats/s")
+    said = lambda **more: " ".join(conclude(report | more).split())
     text = said()
     each = "2.00 under vllm, below 0.50 under orca, at least 9.00 under sarathi-serve, 7.00 under"
     assert each in text
     ends = "vllm (P99 TBT of 3 s), orca (P99 TBT of 3 s), dynamic (the queue grew)."
-    assert text.endswith(f"Higher rates fail under {ends}")
+    assert text.endswith(f"Higher rates fail under {ends}") and "Capacity in chats/s" in text
     busy = {name: its | {"busy": True} for name, its in RESULTS.items()}
     assert TOO_BUSY in said(results=busy) == said(slo_busy=True)
     assert "dynamic" not in said(results=RESULTS | {"dynamic": busy["dynamic"]})
@@ -178,11 +178,11 @@ def test_the_conclusion_of_serve_names_who_meets_the_slo():
     )
     assert "met by none; not met by vllm" in said({"vllm": runs["vllm"]})
     assert said(runs | {"vllm": row}).endswith("met by vllm; sarathi-serve.")
-    for more in ({"busy": True}, {"cut_short": run.INTERRUPTED}):
+    for more in ({"busy": True}, {"cut_short": "interrupted"}):
         assert "vllm" not in said(runs | {"vllm": runs["vllm"] | more})
     assert TOO_BUSY in said(runs, slo_busy=True)
     assert TOO_BUSY in said({name: its | {"busy": True} for name, its in runs.items()})
-    assert "no run came to its end" in said({"vllm": row | {"cut_short": run.INTERRUPTED}})
+    assert "no run came to its end" in said({"vllm": row | {"cut_short": "interrupted"}})
 
 
 SERVE = "--requests 4 --qps 40 --policies vllm,orca,sarathi-serve --slo"
@@ -263,6 +263,10 @@ def test_a_trace_keeps_its_own_rate_or_takes_that_of_qps(tmp_path, monkeypatch, 
     at_rate, name = make_workload(parse(*words))
     assert at_rate(None) == [Arrival(0, 50, 10), Arrival(4, 20, 4), Arrival(8, 30, 2)]
     assert [a.time for a in at_rate(2.0)] == [0, 0.5, 1.0] and "1 left out" in name
+    chats, name = make_workload(parse(*words, "--turns", "2", "--page-size", "8"))
+    firsts, others = chats(None)[:3], chats(None)[3:]
+    assert [a.time for a in firsts] == [0, 4, 8] and [a.follows for a in others] == [0, 1, 2]
+    assert "3 chats of" in name and name.endswith("(1 left out) in 2 turns, 1 s after each answer")
     served = []
     monkeypatch.setattr(serving, "describe_machine", lambda *_: dict(MACHINE))
     run_all = lambda self, *_: served.append(self.arrivals_at(self.args.qps))
@@ -271,6 +275,56 @@ def test_a_trace_keeps_its_own_rate_or_takes_that_of_qps(tmp_path, monkeypatch, 
         bench.main([*words, *more, *TINY, "--slo", "1000"])
         assert f"(1 left out) {rate}; median prompt 30, output 4" in capsys.readouterr().out
         assert served.pop() == at_rate(float(more[-1]) if more else None)
+
+
+def test_what_is_shared_is_found_and_side_by_side_with_a_run_that_shares_nothing(tmp_path, capsys):
+    """Each prefix of 20 tokens has two pages of 8. They are found by all but who came first."""
+    machine = "--simulate a100-80gb --model llama3-8b --max-len 64 --page-size 8"
+    load = "--requests 6 --qps 1 --policies vllm,orca --lengths 12+4 --shared-prefix 20:1"
+    for more, names in (
+        ("", ["vllm", "vllm, shared", "orca", "orca, shared"]),
+        ("--prefix-caching off", ["vllm", "orca"]),
+        ("--prefix-caching on", ["vllm", "orca"]),
+    ):
+        words = f"serve {machine} {load} {more} --json {tmp_path}/s.json".split()
+        bench.main(words)
+        text, runs = capsys.readouterr().out, json.loads((tmp_path / "s.json").read_text())["runs"]
+        assert list(runs) == names and text.count("| vllm ") == 2
+        for name, row in runs.items():
+            found = 5 * 16 if "shared" in name or "on" in more else 0
+            assert (row["finished"], row["cached_tokens"]) == (6, found)
+            assert row["cached"] == pytest.approx(found / (6 * 32))
+        assert "6 requests of 12+4 tokens, each after a prefix of 20 (1 in all), Poisson" in text
+        assert ("; pages of 8 tokens; shared: by prompts" in text) == (more[-3:] != "off")
+        assert "|    42% |" in text or more[-3:] == "off"
+    for seen, expected in (
+        (parse("serve"), [False]),
+        (parse("serve", "--turns", "2"), [False, True]),
+    ):
+        assert seen.prefix_caching == expected
+
+
+def test_chats_are_served_and_find_their_own_past(tmp_path, capsys, monkeypatch):
+    """A prefix of 8 and 12 + 4 tokens, then 12 more. Two pages of 8 stay of the first turn; the
+    third lacks the last token, whose keys nobody needed."""
+    sent, serve = [], run.serve
+    spy = lambda *its, **more: sent.append(its[3]) or serve(*its, **more)
+    monkeypatch.setattr(run, "serve", spy)
+    files = f"--csv {tmp_path}/c.csv --json {tmp_path}/c.json --html {tmp_path}/c.html"
+    load = "--requests 3 --qps 30 --policies sarathi-serve --lengths 24+8 --kv-tokens 1024"
+    load += " --turns 2 --shared-prefix 8:1 --slo 50"
+    bench.main(["serve", *TINY, *load.split(), *files.split()])
+    text, report = capsys.readouterr().out, json.loads((tmp_path / "c.json").read_text())
+    assert "load: 3 chats of 24+8 tokens in 2 turns, 1 s after each answer, each after a" in text
+    assert "at 30 a second" in text and "\nsarathi-serve, shared: 30.000 chats/s, P50" in text
+    assert {row["finished"] for row in report["runs"].values()} == {6}
+    rows = list(csv.DictReader((tmp_path / "c.csv").read_text().splitlines()))
+    lengths = [(int(row["prompt_tokens"]), int(row["output_tokens"])) for row in rows]
+    assert lengths == [*[(20, 4)] * 3, *[(36, 4)] * 3] * 2
+    cached = [int(row["cached_tokens"]) for row in rows]
+    assert cached[:6] == [0] * 6 and cached[9:] == [16] * 3
+    assert sent[0] == sent[1] and [len(prompt) for prompt in sent[0]] == [20] * 3 + [12] * 3
+    assert len({tuple(prompt[:8]) for prompt in sent[0][:3]}) == 1
 
 
 def test_lengths_of_one_s_own_follow_each_other():
@@ -308,7 +362,8 @@ LOADS = [
     ("--policies sarathi:0", "chunk=0: must be a whole number of at least 1"),
     ("--lengths 500", "--lengths '500': must be sharegpt4, arxiv or PROMPT"),
     ("--lengths 5+5,6+6 --requests 1", "--requests 1: must be at least 2"),
-    ("--lengths 1000+50", "'1000.50': .* of at most --max-len 1024 tokens"),
+    ("--lengths 500+50 --shared-prefix 512:4", "of at most 512, --max-len less --shared-prefix"),
+    ("--lengths 1000+50", "'1000.50': .* of at most 1024, --max-len"),
     ("--trace TMP/trace.csv", "column 'num_decode_tokens' is 0 times in the header"),
     ("--lengths 5+" + 5000 * "9", "must be sharegpt4, arxiv or PROMPT"),
 ]

@@ -14,7 +14,7 @@ import pytest
 
 from engine import Engine
 from experiments.run import LoadRun, serve
-from experiments.workload import Arrival, prompts
+from experiments.workload import Arrival, chats, prompts
 from policies import POLICIES
 from policies.config import EngineConfig
 from simulator.cost_model import CostModel
@@ -286,6 +286,25 @@ def test_the_engine_makes_the_same_schedule(policy, pages, line, clock, monkeypa
     assert bool(refused) == (line is not None)
 
 
+@pytest.mark.parametrize("pages", [AMPLE, LITTLE])
+@under_all_policies
+def test_the_engine_finds_the_same_pages(policy, pages, clock, monkeypatch):
+    """Chats of two turns that begin with one of two prefixes."""
+    monkeypatch.setattr(Engine, "warm_up", lambda engine: None)
+    options = OPTIONS.get(policy, {})
+    config = replace(CONFIG, policy=policy, pages=pages, options=options, prefix_caching=True)
+    found = 0
+    for seed in range(3):
+        load = chats([a for a in random_arrivals(seed) if sum(a[1:3]) <= 22], 2)
+        load = [turn._replace(prompt_len=turn.prompt_len + 10) for turn in load]
+        tokens = prompts(load, MODEL.config.vocab_size, seed, (10, 2))
+        real = serve(MODEL, config, load, tokens, now=clock.now, sleep=clock.sleep)
+        simulated = simulate(Law(), config, load, tokens).run
+        assert seen_of(simulated) == seen_of(real._replace(drift=0.0))
+        found += sum(c.cached_tokens for c in real.completions)
+    assert found > 100
+
+
 # one request in a micro-batch
 ALONE = EngineConfig("orca", chunk=32, max_batch=1, max_len=32, page_size=32, pages=8)
 
@@ -440,6 +459,7 @@ BAD += [(dict(policy="sarathi", chunk="auto"), "chunk='auto': must be a whole nu
 BAD += [(dict(arrivals=at_once((3, 4), (20, 13))), "prompt of 20 .* max_new_tokens=13.*max_len=32")]
 BAD += [(dict(replicas=count), f"replicas={count}") for count in (0, 1.5)]
 BAD += [(dict(options={name: 1}), name + UNKNOWN) for name in ("prefills", "tile")]
+BAD += [(dict(prefix_caching=True), "prompts=None: prefix_caching needs their token ids")]
 BAD += [({name: None}, f"{name}=None") for name in ("max_batch", "max_len", "page_size", "pages")]
 
 
@@ -458,6 +478,39 @@ REFUSED = [  # replicas, times of arrivals, who is refused
     (2, (0.0, 0.25, 0.5, 0.75, 1.125, 1.1875), [3, 5]),  # 2 waits to 1, 4 from 1.125 on
     (2, (0.0, 0.0, 0.0), [1, 2]),  # nobody is taken before all that came at once have looked at it
 ]
+
+
+def test_what_begins_alike_takes_no_time_again_on_the_same_replica():
+    """Prefixes of 9 tokens, two pages of 4; a token takes a second. The third is on the other."""
+    config = replace(ALONE, page_size=4, prefix_caching=True)
+    load = [Arrival(time, 12, 1) for time in (0.0, 20.0, 20.0)]
+    tokens = prompts(load, 61, 0, (9, 1))
+    law = Law(seconds=lambda batch: sum(chunk.length for chunk in batch))
+    run = simulate(law, config, load, tokens, replicas=2).run
+    assert [i.micro_batch for i in run.iterations] == [0, 1, 0]
+    assert [done.ttft for done in run.completions] == [12, 12, 12 - 8]
+    assert [done.cached_tokens for done in run.completions] == [0, 0, 8]
+    run = simulate(law, replace(config, prefix_caching=False), load, tokens, replicas=2).run
+    assert [done.ttft for done in run.completions] == [12, 12, 12]
+
+
+def test_requests_come_in_the_order_in_which_they_are_due():
+    crowd = [*random_arrivals(0, 16, 0.0), *(Arrival(4.0 + i / 4, 9, 5) for i in range(40))]
+    simulation, times, load = Simulation(Law(), CONFIG), [], chats(crowd, 3)
+    add = simulation.add
+    simulation.add = lambda i, arrival, prompt: times.append(arrival.time) or add(i, arrival)
+    LoadRun(simulation, load).run()
+    assert times == sorted(times) and len(times) == len(load)
+
+
+def test_a_turn_that_is_refused_is_the_last_of_its_chat():
+    # of 1 + 1 tokens in a second, and a second later the next; a long one and one more are there
+    others = [Arrival(1.75, 1, 4), Arrival(1.875, 1, 1)]
+    first, second, third = chats([Arrival(0.0, 3, 3)], 3)
+    load = [first, *others, second, third._replace(follows=3)]
+    run = alone(load, config=replace(ALONE, max_waiting=1)).run
+    assert [done.finish_reason for done in run.completions] == ["length"] * 3 + ["abort"]
+    assert run.completions[3].arrival == 2.0 and run.refused == 1
 
 
 @pytest.mark.parametrize("replicas, times, refused", REFUSED)

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from pretrained.tokenizers import byte_tokenizer, load_tokenizer
+from pretrained.tokenizers import TextStream, byte_tokenizer, load_tokenizer
 
 TEXTS = ["", "hello hello", "  two  spaces ", "naïve café", "日本語", "👩‍👩‍👧 ok 👍🏽"]
 TEXTS += ["tab\tnew\nline\r\n", "1234 it's IT'S"]
 
 
 def streamed(tokenizer, ids):
-    stream = tokenizer.stream()
+    stream = TextStream(tokenizer)
     return [stream.push(i) for i in ids] + [stream.flush()]
 
 
@@ -99,6 +99,14 @@ def test_text_comes_back_whole_and_any_tokens_are_streamed_as_they_decode(every,
 def test_stream_never_shows_half_a_character_and_never_waits_for_a_whole_one(every, kind):
     pieces = streamed(every[kind], every[kind].encode("a👍b"))
     assert [piece for piece in pieces if piece] == ["a", "👍", "b"] and pieces[-1] == ""
+
+
+def test_a_stream_goes_on_where_the_prompt_ends(every):
+    hello, inner = 3 + 256 + 9, every["sentencepiece"]
+    assert TextStream(inner).push(hello) == "hello"
+    assert TextStream(inner, [1, hello]).push(hello) == " hello"
+    first, second = "é".encode()
+    assert TextStream(every["bytes"], [*b"as caf", first]).push(second) == "é"
 
 
 @every_kind

@@ -8,9 +8,8 @@ from experiments.run import Bounded
 from policies import POLICIES
 from tests.test_metrics import a_completion, an_iteration, decode, prefill
 from views import style
-from views.serving import find_window, plot_capacity, plot_serving
 from views.style import DECODE, HYBRID, OTHER_COLORS, OVER, POLICY_COLORS, PREFILL
-from views.timelines import draw_lanes, lane_bars, plot_timelines
+from views.timelines import draw_lanes, lane_bars, plot_capacity, plot_serving, plot_timelines
 
 MACHINE = {"model": "llama-tiny", "dtype": "float32", "device": "a CPU", "threads": 2}
 LINE = "llama-tiny, float32, a CPU, 2 threads"
@@ -68,17 +67,17 @@ def test_every_policy_has_a_colour_of_its_own_whoever_else_is_drawn():
     assert len(style.policy_colors([f"run {i}" for i in range(20)])) == 20  # more than colours
 
 
-def test_texts_are_short_and_plain():
+def test_texts_are_short_and_plain(tmp_path):
     one, simulated = MACHINE | {"threads": 1}, MACHINE | {"threads": None}
-    lines = [style.machine_line(machine) for machine in (MACHINE, one, simulated)]
-    assert lines == [LINE, LINE.replace("2 threads", "1 thread"), LINE[: -len(", 2 threads")]]
+    lines = [LINE, LINE.replace("2 threads", "1 thread"), LINE[: -len(", 2 threads")]]
+    for machine, line in zip((MACHINE, one, simulated), lines):
+        figure = style.finish(style.new_figure(1), "Title", tmp_path / "p.png", machine)
+        assert figure.get_suptitle() == f"Title\n{line}"
     seen = [style.three_digits(value) for value in (None, 0, 0.5, 12.345, 123.4, 999.9, 12345)]
     assert seen == ["none", "0", "0.500", "12.3", "123", "1,000", "12,345"]
-    names = "vllm", "vllm, batch 32", "vllm2.py:VLLM", "sarathi"
-    assert [*map(style.label, names)] == ["vllm (2023)", "vllm (2023), batch 32", *names[2:]]
 
 
-WAITING = [(0, 0, 0, "waiting"), (1, 1.5, 2, "waiting")]
+WAITING = [(1, 1.5, 2, "waiting")]  # 0 is let in at once
 GAPS = [(0, 1, 2, "gap"), (0, 2, 7, "gap"), (1, 6, 7, "gap"), (1, 7, 8, "gap")]
 CHUNKS = [(0, 0, 1, "prefill"), (1, 2, 6, "prefill")]
 
@@ -87,25 +86,20 @@ def test_bars_are_waiting_then_gaps_then_chunks_even_those_in_a_gap():
     assert lane_bars(*a_run()) == WAITING + GAPS + CHUNKS
     iterations = [an_iteration(0, 1, [prefill(0, 4)]), an_iteration(3, 5, [prefill(0, 5)])]
     bars = lane_bars([a_completion(0, 4, 0.0, "length", 0.0, [1.0, 5.0])], iterations)
-    assert bars[1:] == [(0, 1, 5, "gap"), (0, 0, 1, "prefill"), (0, 3, 5, "prefill")]
+    assert bars == [(0, 1, 5, "gap"), (0, 0, 1, "prefill"), (0, 3, 5, "prefill")]
 
 
-# a window of time, whose lanes it shows, and (start, end, lane) of their bars
+# (start, end, lane) of all bars; 2 is never served and has no lane
 ALL = [(1.5, 2, 1), (1, 2, 0), (2, 7, 0), (6, 7, 1), (7, 8, 1), (0, 1, 0), (2, 6, 1)]
-WINDOWS = [((0, 8), "01", ALL), ((1.75, 4), "01", [(1.5, 2, 1), (1, 2, 0), (2, 7, 0), (2, 6, 1)])]
-WINDOWS += [((3, 4), "01", [(2, 7, 0), (2, 6, 1)])]
-WINDOWS += [((1, 1.75), "0", [(1, 2, 0)])]  # 1 does nothing but wait
-WINDOWS += [((7, 8), "1", [(7, 8, 0)])]  # what touches the window is not in it
 
 
-@pytest.mark.parametrize("window, names, drawn", WINDOWS)
-def test_lanes_show_the_requests_that_do_more_than_wait_in_a_window(window, names, drawn):
+def test_lanes_show_the_requests_that_do_more_than_wait():
     axis = Figure().subplots()
-    axis.set_xlim(*window)
+    axis.set_xlim(0, 8)
     draw_lanes(axis, lane_bars(*a_run()), LogNorm(0.4, 4.0))
-    assert spans_of(axis) == drawn and axis.get_xlim() == window
-    assert [label.get_text() for label in axis.get_yticklabels()] == list(names)
-    long = [color for bar, color in zip(drawn, colors_of(axis)) if bar[:2] == (2, 7)]
+    assert spans_of(axis) == ALL and axis.get_xlim() == (0, 8)
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["0", "1"]
+    long = [color for bar, color in zip(ALL, colors_of(axis)) if bar[:2] == (2, 7)]
     assert set(long) <= {OVER}  # its whole length counts, not what is seen of it
     assert axis.get_title(loc="right") == "longest time between tokens: 5.00 s"
 
@@ -116,7 +110,7 @@ def test_timelines_have_lanes_and_the_tokens_of_each_batch_to_scale(tmp_path):
     runs = {"vllm": a_run(), "orca": ([done], [*a_run()[1][:2], hybrid])}
     figure = plot_timelines(runs, MACHINE, tmp_path / "t.png", anchor_s=4.0)
     lanes, tokens, other, below, _ = figure.axes
-    assert [axis.get_title(loc="left") for axis in (lanes, other)] == ["vllm (2023)", "orca"]
+    assert [axis.get_title(loc="left") for axis in (lanes, other)] == ["vllm", "orca"]
     longest = [axis.get_title(loc="right").split()[-2:] for axis in (lanes, other)]
     assert longest == [["5.00", "s"], ["2.00", "s"]]
     assert is_png(tmp_path / "t.png") and figure.get_suptitle().endswith(LINE)
@@ -153,25 +147,6 @@ def test_a_gap_is_red_above_the_anchor_and_its_colour_depends_on_nothing_else(tm
     assert texts(bar.get_legend())[0] == "prefill"
 
 
-def test_the_window_is_around_the_longest_gap_of_all_runs_but_does_not_leave_them():
-    def run(end, *times):
-        completion = a_completion(0, 4, 0.0, "length", 0.0, times)
-        return [completion], [an_iteration(0.0, end, [prefill(0, 4)])]
-
-    def window_of(runs):
-        return find_window({name: lane_bars(*its) for name, its in runs.items()})
-
-    slow, quick = run(100.0, 50.0, 54.0), run(100.0, 20.0, 21.0)
-    late, early = run(100.0, 95.0, 99.0), run(100.0, 1.0, 3.0)
-    for first, second, window in ((slow, quick, (46, 58)), (late, early, (91, 100))):
-        assert window_of({"a": first, "b": second}) == window
-        assert window_of({"a": second, "b": first}) == window
-    assert window_of({"early": early, "short": run(5.0, 1.0, 2.0)}) == (0, 5)
-    assert window_of({"a": a_run()}) == (0, 8)  # 2 to 7: between tokens of one request
-    nothing = {"nothing": ([], [])}  # without a gap it is the run
-    assert window_of(nothing) == (0, 1) and window_of(nothing | {"a": run(2.0, 1.0)}) == (0, 2)
-
-
 def test_serving_draws_the_latencies_of_each_run(tmp_path):
     second = a_run()
     second[0].pop()  # without the request that waits
@@ -186,15 +161,15 @@ def test_serving_draws_the_latencies_of_each_run(tmp_path):
         (delay, [0, 0.5, 0.5], [1, 0.5, 0], 0.495),
     ):
         curve, dots = axis.lines[:2]
-        assert curve.get_label() == "vllm (2023)" and curve.get_drawstyle() == "steps-pre"
+        assert curve.get_label() == "vllm" and curve.get_drawstyle() == "steps-pre"
         assert curve.get_color() == dots.get_color() == POLICY_COLORS["vllm"]
         assert points(curve) == [near(step) for step in zip(x, share)]
         assert points(dots)[1] == near((p99, 0.01))
     assert tbt.lines[-1].get_xdata() == [0.5, 0.5] and tbt.get_xlim()[0] < 0.5  # the SLO, in view
     assert tbt.get_title() == "dashed: SLO 0.5 s" and figure.get_suptitle().endswith(LINE)
     lanes = [axis for axis in figure.axes if axis.get_ylabel() == "request"]
-    assert [axis.get_xlim() for axis in lanes] == [(0, 8)] * 2  # the same time of both
-    assert {"vllm (2023)", "orca"} < {axis.get_title(loc="left") for axis in figure.axes}
+    assert [axis.get_xlim() for axis in lanes] == [(0, near(1.02 * 8))] * 2  # the same time of both
+    assert {"vllm", "orca"} < {axis.get_title(loc="left") for axis in figure.axes}
     assert is_png(tmp_path / "s.png")
 
 
@@ -255,7 +230,7 @@ def test_capacity_draws_a_bar_and_its_number_and_a_point_for_each_rate(tmp_path)
     bars, (tbt, delay) = axis_labelled(figure, "capacity"), figure.axes[-2:]
     assert [bar.get_width() for bar in bars.patches] == [1, 2, 1.234]
     assert texts(bars) == ["1.00", "below 2.00", "at least 1.23"]
-    names = ["vllm (2023)", "orca (busy)", "sarathi-serve"]
+    names = ["vllm", "orca (busy)", "sarathi-serve"]
     assert [label.get_text() for label in bars.get_yticklabels()] == names
     drawn = [[*points(line)] for line in tbt.lines[:6]]  # of each those that were met, and not
     assert drawn[:4] == [[(0.5, 0.2), (1, 0.4)], [(2, 0.9), (4, 0.8)], [], [(2, 0.7)]]

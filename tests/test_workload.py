@@ -127,7 +127,7 @@ def test_two_rates_see_the_same_requests_and_the_same_gaps_up_to_a_factor():
     slow, fast = poisson(lengths, 3, seed=2), poisson(lengths, 7.5, seed=2)
     assert [a[1:3] for a in slow] == [a[1:3] for a in fast] == lengths
     assert [a.time / 2.5 for a in slow] == pytest.approx([a.time for a in fast])
-    assert {a[3:] for a in slow} == {("normal", None, None)}  # of no class, promised nothing
+    assert {a[3:] for a in slow} == {("normal", None, None, None)}  # of no class, promised nothing
     assert poisson(lengths[:50], 3, seed=2) == slow[:50]
     assert poisson(lengths, 3, seed=4) != slow
 
@@ -137,10 +137,10 @@ def test_lengths_gaps_and_prompts_of_one_seed_do_not_share_random_numbers(monkey
     spy = lambda stream, seed: streams.append(stream) or make_rng(stream, seed)
     monkeypatch.setattr(workload, "make_rng", spy)
     arrivals = poisson(sample_lengths("arxiv", 9, 64, 9), 1.0, 9)
-    assert workload.prompts(arrivals, 7, 9) and workload.zipf_lengths(4, 9, 0, 1.0, 9, 9)
-    assert len(streams) == len(set(streams)) == 4
-    bits = [make_rng(stream, 9).integers(2**62, size=100).tolist() for stream in streams]
-    assert len({bit for stream in bits for bit in stream}) == 400
+    assert workload.prompts(arrivals, 7, 9, (2, 1)) and workload.zipf_lengths(4, 9, 0, 1.0, 9, 9)
+    assert sorted(streams) == [1, 2, 3, 4, 5, *[6] * 9]  # 6 is the prefix, the same for all 9
+    bits = [make_rng(stream, 9).integers(2**62, size=100).tolist() for stream in range(1, 7)]
+    assert len({bit for stream in bits for bit in stream}) == 600
 
 
 def test_rescale_runs_a_trace_at_another_rate():
@@ -155,8 +155,48 @@ def test_prompts_are_random_tokens_of_the_vocabulary():
     tokens = [token for prompt in made for token in prompt]
     assert [len(prompt) for prompt in made] == [700, 1, 300]
     assert set(tokens) == set(range(7)) and {type(token) for token in tokens} == {int}
-    assert made[0][:300] != made[2]
+    assert (
+        made[0][:300] != made[2]
+        and made[0] == workload.make_rng(3, 0).integers(7, size=700).tolist()
+    )
     assert workload.prompts(arrivals, 7, seed=0) == made != workload.prompts(arrivals, 7, seed=1)
+
+
+def test_a_chat_shares_the_tokens_of_its_request_among_its_turns():
+    one, other = Arrival(2.0, 10, 7, "high", 1.0, 0.5), Arrival(3.0, 5, 2)
+    firsts = [one._replace(prompt_len=3, output_len=2), Arrival(3.0, 2, 1)]
+    # prompts of 3, 3 and 4, outputs of 2, 2 and 3; of the other 2 and 3, 1 and 1
+    promise = ("high", 1.0, 0.5)
+    later = [(1.0, 3 + 2 + 3, 2, *promise, 0), (1.0, 8 + 2 + 4, 3, *promise, 2)]
+    later.append((1.0, 2 + 1 + 3, 1, "normal", None, None, 1))
+    load = workload.chats([one, other], 3)
+    assert load == [*firsts, *later] and workload.chats([one, other], 1) == [one, other]
+    assert [len(prompt) for prompt in workload.prompts(load, 61, 0)] == [
+        3,
+        2,
+        3,
+        4,
+        3,
+    ]  # new tokens
+    for turns in range(1, 20):
+        load = workload.chats([Arrival(0.0, 17, 12)], turns)
+        assert len(load) == min(turns, 12) and sum(turn.output_len for turn in load) == 12
+        assert sum(map(len, workload.prompts(load, 61, 0))) == 17 and sum(load[-1][1:3]) == 29
+        outputs = [turn.output_len for turn in load]
+        assert 1 <= min(outputs) <= max(outputs) <= min(outputs) + 1
+
+
+def test_prompts_begin_with_one_of_some_prefixes_and_go_on_as_without():
+    arrivals = workload.chats([Arrival(0.0, 10, 5)] * 40, 2)  # first prompts of 5, and 5 more
+    longer = [arrival._replace(prompt_len=arrival.prompt_len + 20) for arrival in arrivals]
+    made = workload.prompts(longer, 1000, 3, shared=(20, 4))
+    prefixes = {tuple(prompt[:20]) for prompt in made[:40]}
+    assert len(prefixes) == 4 and all(len(prompt) == 25 for prompt in made[:40])
+    own = [prompt[20:] for prompt in made[:40]] + made[40:]
+    assert own == workload.prompts(arrivals, 1000, 3) and len(set(map(tuple, own))) == 80
+    assert workload.prompts(longer, 1000, 3, (20, 4)) == made
+    others = {tuple(prompt[:20]) for prompt in workload.prompts(longer, 1000, 4, (20, 4))[:40]}
+    assert not prefixes & others
 
 
 def test_what_was_asked_for_is_sampled_or_follows_each_other_in_equal_shares():
@@ -164,7 +204,7 @@ def test_what_was_asked_for_is_sampled_or_follows_each_other_in_equal_shares():
     assert make_lengths("5+3", 2, 8, 0) == [(5, 3), (5, 3)]
     assert make_lengths(" 5 + 3,1+1,2+2", 5, 8, 0) == [(5, 3), *[(1, 1)] * 2, *[(2, 2)] * 2]
     for asked in ("sharegpt", "0+1", "1+0", "5+4", "5", "5+3,", "-5+3", "5+3+1", "5.0+3"):
-        allowed = "must be sharegpt4, arxiv or PROMPT.OUTPUT, .* of at most --max-len 8 tokens$"
+        allowed = "must be sharegpt4, arxiv or PROMPT.OUTPUT, .* of at most 8, --max-len less "
         with pytest.raises(ValueError, match=f"^--lengths {re.escape(repr(asked))}: {allowed}"):
             make_lengths(asked, 9, 8, 0)
     with pytest.raises(ValueError, match="--requests 2: must be at least 3, as --lengths has"):

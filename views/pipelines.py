@@ -41,7 +41,7 @@ def plot_pipeline(runs, kinds, title, file):
             for run in sorted(waits, key=lambda run: round(run.bubble, 6))[-1:]:
                 x, y = run.start - share * run.bubble, run.stage - BOX / 2 - 0.04
                 axis.text(x, y, f"{kind} {_duration(run.bubble)}", ha=side)
-        axis.set_title(style.label(name), **style.BOLD)
+        axis.set_title(name, **style.BOLD)
         axis.set_title(head, loc="right")
         axis.set(xlim=(0, end), ylim=(stages - 0.5, -0.62))
         axis.set_yticks(range(stages), [f"stage {stage + 1}" for stage in range(stages)])
@@ -80,9 +80,9 @@ def plot_bubbles(systems, title, file):
     left, right = figure.subplots(1, 2)
     colors = style.policy_colors(name.split(",")[0] for name in systems)
     for name, its in systems.items():
-        label, look = style.label(name), {"color": colors[name.split(",")[0]], "lw": 1.8}
-        left.ecdf(its.bubbles, label=f"{label}: median {_duration(median(its.bubbles))}", **look)
-        label += f": {len(its.ends):,} in {_duration(max(its.ends))}"
+        look = {"color": colors[name.split(",")[0]], "lw": 1.8}
+        left.ecdf(its.bubbles, label=f"{name}: median {_duration(median(its.bubbles))}", **look)
+        label = f"{name}: {len(its.ends):,} in {_duration(max(its.ends))}"
         right.ecdf(its.ends, label=label, **look)
     left.set_xscale("symlog", linthresh=0.1)
     left.set(

@@ -60,7 +60,7 @@ class Recorder:
         self._decided[number] = {
             "chunks": [[r.id, start, n] for r, start, n in batch if not r.is_decoding],
             "decodes": [chunk.request.id for chunk in batch if chunk.request.is_decoding],
-            "budget": finite(batch.budget),
+            "budget": None if batch.budget in (None, math.inf) else int(batch.budget),
             "preempted": list(batch.preempted),
             "pages": pages,
             "line": [r.id for r, _ in zip(scheduler.waiting, range(LINE))],
@@ -113,15 +113,10 @@ def why_head_waits(scheduler, batch):
     if len(scheduler.running) >= scheduler.max_batch:
         return ["batch", len(scheduler.running)]
     if not scheduler.room_for(head):
-        needed = scheduler.max_len if scheduler.reserves_max_len else len(head.tokens)
-        return ["pages", pages.needed(needed), pages.num_free]
+        found, more = scheduler.pages_for(head)  # what was found may be among the free
+        return ["pages", more + pages.unread(found), pages.num_free]
     least, left = 1 if scheduler.cuts_prompts else len(head.tokens), batch.left
     return ["policy"] if left >= least else ["budget", max(0, int(left)), len(head.tokens)]
-
-
-def finite(number):
-    """A budget as JSON takes it: an int, or None for no limit."""
-    return None if number in (None, math.inf) else int(number)
 
 
 def page(title, machine="", runs=(), *, live=None, slo_s=None, choices=None):

@@ -1,6 +1,5 @@
 """What all pictures share: colours, names, axes of plain numbers. Read next: timelines.py."""
 
-import re
 from itertools import cycle
 
 from matplotlib import rcParams
@@ -33,18 +32,6 @@ def policy_colors(names):
     return {name: POLICY_COLORS.get(name) or next(others) for name in names}
 
 
-def label(name):
-    """The name of a policy, or one that begins so, as a picture shows it: which vllm it is."""
-    return re.sub(r"^vllm(?=$|[ ,:(])", "vllm (2023)", name)
-
-
-def machine_line(machine):
-    """What the numbers of a picture depend on, in one line; a simulated machine has no threads."""
-    line = f"{machine['model']}, {machine['dtype']}, {machine['device']}"
-    threads = machine.get("threads")
-    return line + (f", {threads} thread{'s' * (threads > 1)}" if threads else "")
-
-
 def three_digits(value):
     """0.500 or 12.3 or 1,234 as text; "none" for None."""
     if value is None:
@@ -70,7 +57,12 @@ def new_figure(height):
 
 
 def finish(figure, title, file, machine=None):
-    """Give a picture its title, write it to `file` in the format of its ending, and return it."""
-    figure.suptitle(f"{title}\n{machine_line(machine)}" if machine else title)
+    """Give a picture its title, with the machine that its numbers depend on, write it to `file` in
+    the format of its ending, and return it."""
+    if machine:
+        title += "\n{model}, {dtype}, {device}".format_map(machine)
+        if threads := machine.get("threads"):  # a simulated machine has none
+            title += f", {threads} thread{'s' * (threads > 1)}"
+    figure.suptitle(title)
     figure.savefig(file)
     return figure

@@ -1,7 +1,8 @@
-"""Draw what each request did when: a lane for each, as in Sarathi-Serve's Figures 1 and 7.
+"""Draw what each request did when: a lane for each, as in Sarathi-Serve's Figures 1 and 7; what
+runs under load did: latencies (Figure 1b); and which load is too much (Figures 10 to 12).
 
 A lane has a bar for each prefill chunk and, from token to token, one coloured by the time between
-them: a generation stall is a long red bar. Read first: style.py, engine.py. Read next: serving.py.
+them: a generation stall is a long red bar. Read first: style.py, engine.py. Next: pipelines.py.
 """
 
 from itertools import pairwise
@@ -11,12 +12,20 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import LogNorm
 from matplotlib.patches import Patch
 
+from experiments.metrics import MAX_DELAY_S, percentiles
 from views import style
 from views.style import DECODE, GAPS, HYBRID, PREFILL
 
 TITLE = "What each request does when, and below it how many tokens each batch has"
 SIGNS = {"prefill": PREFILL, "waiting": style.WAITING}  # of lanes
 BATCHES = {"hybrid batch": HYBRID, "decodes only": DECODE}
+TAIL = {0.001: "0.1 %", 0.01: "1 % (P99)", 0.1: "10 %", 0.5: "P50", 1: "100 %"}
+LATENCIES = {
+    "time to first token (TTFT)": lambda c: [c.ttft],
+    "time between tokens (TBT)": lambda c: c.tbt,
+    "scheduling delay": lambda c: [c.scheduling_delay],
+}
+CAPACITY = "The highest rate that meets the SLO, and the latencies against the load"
 
 
 def plot_timelines(runs, machine, file, anchor_s):
@@ -25,12 +34,8 @@ def plot_timelines(runs, machine, file, anchor_s):
     tokens of more than `anchor_s`, that is ten decode iterations, is red."""
     figure = style.new_figure(1.85 * len(runs) + 1.1)
     axes = figure.subplots(2 * len(runs), 1, sharex=True, height_ratios=[2, 1] * len(runs))
-    norm = draw_legend(figure, axes, anchor_s, "10 decode iterations", BATCHES)
-    bars = {policy: lane_bars(*run) for policy, run in runs.items()}
-    axes[0].set_xlim(0, 1.02 * max((bar[2] for its in bars.values() for bar in its), default=1))
-    for (policy, (_, iterations)), lanes, tokens in zip(runs.items(), axes[::2], axes[1::2]):
-        draw_lanes(lanes, bars[policy], norm)
-        lanes.set_title(style.label(policy), **style.BOLD)
+    draw_runs(figure, axes, axes[::2], runs, anchor_s, "10 decode iterations", BATCHES)
+    for (_, iterations), tokens in zip(runs.values(), axes[1::2]):
         starts, widths = [i.start for i in iterations], [i.end - i.start for i in iterations]
         counts = [(i.prefill_tokens, i.decode_tokens) for i in iterations]
         colors = [PREFILL if not d else HYBRID if p else DECODE for p, d in counts]
@@ -48,17 +53,19 @@ def plot_timelines(runs, machine, file, anchor_s):
 def lane_bars(completions, iterations):
     """[(request id, start, end, kind)] in s, in the order in which they are drawn: "waiting", from
     arrival to first chunk; "gap", from token to token; "prefill", in a gap after a preemption."""
-    served = [c for c in completions if c.scheduled is not None]
-    bars = [(c.request_id, c.arrival, c.scheduled, "waiting") for c in served]
-    bars += [(c.request_id, *gap, "gap") for c in served for gap in pairwise(c.token_times)]
+    late = [c for c in completions if c.scheduled is not None and c.scheduled > c.arrival]
+    bars = [(c.request_id, c.arrival, c.scheduled, "waiting") for c in late]
+    bars += [(c.request_id, *gap, "gap") for c in completions for gap in pairwise(c.token_times)]
     chunks = ((i, *chunk) for i in iterations for chunk in i.chunks)
     chunks = [(who, i.start, i.end, "prefill") for i, who, *_, decodes in chunks if not decodes]
     return bars + chunks
 
 
-def draw_legend(figure, axes, anchor_s, anchor, more):
-    """Draw above `axes` what the colours of lanes mean, and those of `more`, {text: colour}. Return
-    the norm of GAPS: red above `anchor_s` seconds, that is `anchor`, green from a tenth down."""
+def draw_runs(figure, axes, lanes, runs, anchor_s, anchor, more):
+    """Draw the requests of each run in one of `lanes`, some of the `axes`, from 0 to the last end;
+    above `axes` what their colours mean, and those of `more`, {text: colour}. Gaps are red above
+    `anchor_s` seconds, that is `anchor`, and green from a tenth down."""
+    bars, colors = [lane_bars(*run) for run in runs.values()], style.policy_colors(runs)
     norm = LogNorm(anchor_s / 10, anchor_s)
     look = {"location": "top", "extend": "max", "shrink": 0.55, "anchor": (1, 0), "aspect": 32}
     bar = figure.colorbar(ScalarMappable(norm, GAPS), ax=axes, pad=0.01, **look)
@@ -68,23 +75,24 @@ def draw_legend(figure, axes, anchor_s, anchor, more):
     bar.set_label(f"time between tokens in s; red: more than {anchor}")
     handles = [Patch(color=color, label=text) for text, color in (SIGNS | more).items()]
     bar.ax.legend(handles=handles, loc="center right", bbox_to_anchor=(-0.03, 1.5))
-    return norm
+    axes[0].set_xlim(0, 1.02 * max((end for its in bars for _, _, end, _ in its), default=1))
+    for name, axis, its in zip(runs, lanes, bars):
+        draw_lanes(axis, its, norm)
+        axis.set_title(name, **style.BOLD, color=colors[name])
 
 
 def draw_lanes(axis, bars, norm):
-    """Draw a lane for each request that does more than wait while `axis` shows it, the first on
-    top, and say how long the longest gap of all `bars` is."""
-    left, right = axis.get_xlim()
-    seen = [bar for bar in bars if bar[1] < right and bar[2] > left]
-    ids = sorted({request_id for request_id, *_, kind in seen if kind != "waiting"})
+    """Draw a lane for each request that does more than wait, the first on top, and say how long
+    the longest gap of all `bars` is."""
+    ids = sorted({request_id for request_id, *_, kind in bars if kind != "waiting"})
     lane, few = {request_id: number for number, request_id in enumerate(ids)}, len(ids) <= 40
     half = 0.42 if few else 0.5  # room for white between lanes, and between bars that are wide
     corners, colors, edges = [], [], []
-    for request_id, start, end, kind in (bar for bar in seen if bar[0] in lane):
+    for request_id, start, end, kind in (bar for bar in bars if bar[0] in lane):
         low, high = lane[request_id] - half, lane[request_id] + half
         corners.append([(start, low), (end, low), (end, high), (start, high)])
         colors.append(SIGNS.get(kind) or GAPS(norm(max(end - start, norm.vmin))))
-        edges.append(0.3 * (few and end - start > (right - left) / 200))
+        edges.append(0.3 * (few and end - start > axis.get_xlim()[1] / 200))
     look = {"edgecolors": "white", "linewidths": edges, "antialiased": few}
     axis.add_collection(PolyCollection(corners, facecolors=colors, **look))
     every = 1 + len(ids) // 5
@@ -92,3 +100,62 @@ def draw_lanes(axis, bars, norm):
     axis.set(ylim=(len(ids) - 0.4, -0.6), ylabel="request")
     longest = max((end - start for _, start, end, kind in bars if kind == "gap"), default=None)
     axis.set_title(f"longest time between tokens: {style.three_digits(longest)} s", loc="right")
+
+
+def plot_serving(runs, machine, file, slo_s):
+    """Draw runs of one load, {name: (completions, iterations)}, and write the picture to `file`. At
+    the top the latencies, with dots at P50 and P99. Below a lane for each request, on one time
+    axis. `slo_s` is the SLO of TBT in seconds. Needs a run."""
+    colors, count = style.policy_colors(runs), len(runs)
+    figure = style.new_figure(4.3 + 1.65 * count)
+    top, bottom = figure.subfigures(2, 1, height_ratios=[2.9, 1.4 + 1.65 * count])
+    panels = top.subplots(1, 3, sharey=True)
+    for axis, (latency, values_of) in zip(panels, LATENCIES.items()):
+        for name, (completions, _) in runs.items():
+            x = [its for c in completions for its in values_of(c) if its is not None]
+            if x:
+                marks, look = percentiles(x), {"color": colors[name]}
+                axis.ecdf(x, complementary=True, label=name, **look)
+                axis.plot([marks["p50"], marks["p99"]], [0.5, 0.01], "o", ms=4, **look)
+        style.log_scale("x", axis)
+        axis.set(xlabel=f"{latency} in s", yscale="log", ylim=(5e-4, 1.3))
+    panels[1].axvline(slo_s, **style.LIMIT)
+    panels[1].set_title(f"dashed: SLO {slo_s:.3g} s")
+    panels[0].set_ylabel("share that is longer")
+    panels[0].set_yticks([*TAIL], [*TAIL.values()])
+    panels[0].set_yticks([], minor=True)
+    top.legend(*panels[0].get_legend_handles_labels(), ncols=min(5, count), **style.BELOW)
+    axes = bottom.subplots(count, 1, squeeze=False, sharex=True)[:, 0]
+    draw_runs(bottom, axes, axes, runs, slo_s, "the SLO", {})
+    axes[-1].set_xlabel("time in s")
+    return style.finish(figure, "Online serving", file, machine)
+
+
+def plot_capacity(results, machine, file, slo_s):
+    """Draw {name: what run.found_so_far says} and write the picture to `file`: the capacities, and
+    both latencies against the rate, with their limits. What was not met is hollow."""
+    colors, height = style.policy_colors(results), 1.1 + 0.3 * len(results)
+    figure = style.new_figure(height + 3.1)
+    top, bottom = figure.subfigures(2, 1, height_ratios=[height, 3.1])
+    bars, found = top.subplots(), [its["capacity_qps"] for its in results.values()]
+    names = [name + " (busy)" * its["busy"] for name, its in results.items()]
+    drawn = bars.barh(names, found, 0.7, color=[*colors.values()])
+    bars.bar_label(drawn, map(style.three_digits, found), padding=4)
+    bars.margins(x=0.2)
+    bars.set(ylim=(len(results) - 0.4, -0.6), xlabel="capacity in requests/s", xlim=(0, None))
+    bars.spines[["top", "right"]].set_visible(False)
+    curves = [("p99_tbt_s", "P99 time between tokens in s", slo_s, "SLO")]
+    curves += [("p50_delay_s", "median scheduling delay in s", MAX_DELAY_S, "limit")]
+    for axis, (key, title, limit, word) in zip(bottom.subplots(1, 2), curves):
+        for name, result in results.items():
+            last = {point["qps"]: point for point in result["points"]}  # its last run is a rate's
+            for met, look in ((True, {"ls": "-"}), (False, {"ls": "", "mfc": "white"})):
+                its = sorted((q, p[key]) for q, p in last.items() if p["met"] == met)
+                x, y = ([pair[i] for pair in its if pair[1] is not None] for i in (0, 1))
+                axis.plot(x, y, marker="o", ms=5, lw=1.4, color=colors[name], **look)
+        axis.axhline(limit, **style.LIMIT)
+        style.log_scale("x", axis)
+        style.log_scale("y", axis)
+        axis.set_title(f"{title} (dashed: {word} {limit:.3g} s)", loc="left")
+        axis.set_xlabel("load in requests/s (hollow: not met)")
+    return style.finish(figure, CAPACITY, file, machine)

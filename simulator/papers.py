@@ -1,28 +1,39 @@
-"""SARATHI's experiments on the machines of the paper, simulated, each beside what the paper says.
+"""Both papers' experiments on their machines, simulated, each beside what the paper says; and those
+of a post on schedulers.
 
-Every experiment, here and in sarathi_serve.py, is a generator of Tables, from (run, requests,
-cpu_s). `run(function, jobs)` calls the function with each tuple of arguments, maybe in parallel.
-Those of Sarathi-Serve have `requests` in each run, and `cpu_s` of CPU in each iteration. Read
-first: simulation.py, published.toml. Read next: sarathi_serve.py, and report.py, which prints.
+An experiment is a generator of Tables, from (run, requests, cpu_s). `run(function, jobs)` calls the
+function with each tuple of arguments, maybe in parallel. Those of Sarathi-Serve have `requests` in
+each run, and `cpu_s` of CPU in each iteration; what the paper leaves open, loads, budgets and batch
+sizes, is that of the scripts that its authors published. Budgets are of 512 tokens, but for names
+such as "sarathi-serve:2048". Read first: simulation.py, published.toml. Next: report.py, which
+prints the tables.
 """
 
 import math
 import tomllib
 from collections import namedtuple
 from dataclasses import replace
-from functools import partial
-from itertools import chain, product
+from functools import cache, partial
+from itertools import chain, combinations, product
 from pathlib import Path
 from statistics import median
 
-from experiments.workload import Arrival, zipf_lengths
+import numpy as np
+
+from experiments.metrics import missed, summarize_latencies
+from experiments.run import capacity, estimated_qps, plan
+from experiments.tables import show
+from experiments.workload import LENGTHS, Arrival, poisson, sample_lengths, zipf_lengths
 from policies.config import EngineConfig
+from policies.slo import SLOS
 from simulator.cost_model import CostModel
 from simulator.devices import LINKS
+from simulator.machine import base_of
 from simulator.simulation import bubble_kinds, simulate
-from views.schedule_page import Recorder
 
 PUBLISHED = tomllib.loads(Path(__file__).with_name("published.toml").read_text("utf-8"))
+SYSTEMS = PUBLISHED["systems"]  # of Sarathi-Serve
+MAX_BATCH = 128
 NANOGPT_CPU_S = 4e-3  # of SARATHI's code beside its operations: what S-F7 leaves on average
 LONGEST = 4096  # tokens of a request of S-F12
 A6000_13B = CostModel.named("llama-13b", "a6000", cpu_s=NANOGPT_CPU_S)
@@ -33,19 +44,17 @@ MOST = {1024: 18, 2048: 10, 3072: 6}  # length -> 13B's largest batch on an A600
 
 class Table:
     """A table of published.toml, filled: its `claim`, `title`, `note` and `columns`, as print_table
-    takes them; `rows`; `errors`, {what is published, and what is simulated: how far it is off};
-    what is concluded besides, `finding`; the arguments of what draws it, `data`; and what a page
-    is made of, `recorders`."""
+    takes them; `rows`; `errors`, how far each simulated number is off; and the arguments of what
+    draws it, `data`."""
 
-    def __init__(self, name, rows, columns=None, finding="", data=(), recorders=None):
+    def __init__(self, name, rows, columns=None, data=()):
         """`rows` maps names to what is simulated, or is a list of that for the names in the file.
         The last numbers of a row are compared; `columns` are those of the others, if not in the
         file. Raises KeyError for a row that is not there."""
         its = PUBLISHED[name]
         its = PUBLISHED.get(its.get("as"), {}) | its
         self.claim, self.title, self.note = name.split()[0], its["title"], its.get("note", "")
-        self.finding, self.data, self.rows, self.errors = finding, data, [], {}
-        self.recorders = recorders
+        self.data, self.rows, self.errors = data, [], []
         self.columns = {its.get("rows", ""): ""} | (columns or its.get("columns", {}))
         alone, with_errors = len(self.columns) - 1, its.get("errors", True)
         published = its.get("published", {})
@@ -58,21 +67,18 @@ class Table:
         for row, simulated in rows.items():
             cells = [row, *simulated[:alone]]
             papers = published and published[row if row in published else "others"]
-            for head, paper, ours in zip(compared, papers, simulated[alone:]):
+            for paper, ours in zip(papers, simulated[alone:]):
                 paper, error = None if paper == "-" else paper, None  # TOML has no null
                 if with_errors and isinstance(paper, int | float) and ours is not None:
                     error = None if getattr(ours, "bound", "") else ours / paper - 1
-                    what = row if head == "paper" else f"{row}, {head}"
-                    what += f": {paper:.3g} published, {ours:.3g} simulated"
-                    self.errors[what] = math.inf if error is None else abs(error)
+                    self.errors.append(math.inf if error is None else abs(error))
                 cells += [paper, ours, error] if with_errors else [paper, ours]
             self.rows.append(cells)
 
     def json(self):
         """The claim, the title, the rows as {head: value} with numbers as numbers, and the note."""
-        bare = lambda cell: cell[0] if isinstance(cell, tuple) else cell
         plain = lambda cell: f"{cell:.4g}" if getattr(cell, "bound", "") else cell
-        rows = [dict(zip(self.columns, map(plain, map(bare, row)))) for row in self.rows]
+        rows = [dict(zip(self.columns, map(plain, row))) for row in self.rows]
         return {"claim": self.claim, "title": self.title, "rows": rows, "note": self.note}
 
 
@@ -130,9 +136,7 @@ def sarathi_iterations(run, requests, cpu_s):
     for n, most in MOST.items():
         found = [decode_speedup(A6000_13B, batch, n) for batch in batches if batch <= most]
         rows[f"context {n:,}"] = found + [None] * (len(batches) - len(found))
-    found = [speedup for row in rows.values() for speedup in row if speedup]
-    finding = f"2.8x to 10x published, {min(found):.1f}x to {max(found):.1f}x simulated"
-    yield Table("S-F8", rows, {f"B = {batch}": ".1fx" for batch in batches}, finding)
+    yield Table("S-F8", rows, {f"B = {batch}": ".1fx" for batch in batches})
 
     cases = [*product((A6000_13B, A100_33B), MOST), (PIPELINE, LONGEST), (TP_ONLY, LONGEST)]
     yield Table("S-§4.3.1", [[cost.max_batch(length)] for cost, length in cases])
@@ -155,9 +159,7 @@ def sarathi_end_to_end(run, requests, cpu_s):
     yield Table("S-T4", [[decode_speedup(*case[:3]), ours(case)] for case in table_4])
 
     rows = {f"chunk {chunk}": list(map(ours, cases)) for chunk, cases in figure_9.items()}
-    finding = "1.27x with chunks of 256 and 1.23x with 512 published, "
-    finding += f"{rows['chunk 256'][2]:.2f}x and {rows['chunk 512'][3]:.2f}x simulated"
-    yield Table("S-F9", rows, {f"P:D {pd}": ".2fx" for pd in ratios}, finding)
+    yield Table("S-F9", rows, {f"P:D {pd}": ".2fx" for pd in ratios})
 
     rows = [[ours(case), orca(case)] for case in figure_11]
     yield Table("S-F11", [*rows, [None, max(map(orca, figure_9[256]))]])
@@ -206,16 +208,133 @@ def bubble_example(run, requests, cpu_s):
     """S-F1, S-F5 and SS-F8: four requests in two stages, and the bubbles PB1, PB2 and PB3."""
     stage_runs, kinds, rows = {}, {}, {}
     arrivals = [Arrival(0.0, prompt, 20) for prompt in (2048, 1024, 2040, 1020)]
-    recorders = {policy: Recorder() for policy in ("orca-best", "sarathi-serve")}
-    for policy, recorder in recorders.items():
+    for policy in ("orca-best", "sarathi-serve"):
         config = EngineConfig(policy, 256, 2, 8192, page_size=8192, pages=4)
-        seen = simulate(replace(PIPELINE, pp=2), config, arrivals, recorder=recorder)
+        seen = simulate(replace(PIPELINE, pp=2), config, arrivals)
         stage_runs[policy], kinds[policy] = seen.stage_runs, bubble_kinds(seen.stage_runs)
         sums = dict.fromkeys(("PB1", "PB2", "PB3"), 0.0)
         for stage_run, kind in kinds[policy]:
             sums[kind] += stage_run.bubble
         times = (*sums.values(), sum(sums.values()), seen.run.seconds)
         rows[policy] = [1e3 * seconds for seconds in times]
-    whole, chunked = (f"{bubbles:.0f} ms" for *_, bubbles, _ in rows.values())
-    finding = f"drawn without numbers; bubbles of {whole} with whole prompts, {chunked} with chunks"
-    yield Table("SS-F8", rows, None, finding, (stage_runs, kinds), recorders)
+    yield Table("SS-F8", rows, data=(stage_runs, kinds))
+
+
+def system(name, cpu_s):
+    """The CostModel of one of SYSTEMS, with so much CPU in each iteration of a stage."""
+    return CostModel.named(**SYSTEMS[name]["machine"], cpu_s=cpu_s)
+
+
+def load_of(trace, requests, qps, seed=0):
+    """Poisson arrivals with the lengths of a trace, all at time 0 if `qps` is infinite."""
+    return poisson(sample_lengths(trace, requests, LENGTHS[trace].limit, seed), qps, seed)
+
+
+def latencies(cost, policy, trace, qps, requests, seed=0, batch=MAX_BATCH):
+    """summarize_latencies of a run in all the memory there is. `policy` is what run.plan takes."""
+    limit, pages = LENGTHS[trace].limit, cost.kv_tokens() // 64
+    config = EngineConfig("vllm", 512, batch, limit, page_size=64, pages=pages)
+    config = plan([policy], [64], config)[policy]
+    run = simulate(cost, config, load_of(trace, requests, qps, seed), record=False).run
+    return summarize_latencies(run.completions, run.seconds)
+
+
+def find_capacities(cost, policy, trace, slos_s, requests, ratio=1.05, batch=MAX_BATCH):
+    """The capacity under each of these SLOs in seconds, Bounded; runs at one rate are shared."""
+    load = load_of(trace, requests, 1.0)
+    serve = cache(lambda qps: latencies(cost, policy, trace, qps, requests, 0, batch))
+    start = float(f"{0.3 * cost.pp * estimated_qps(base_of(cost), load):.1g}")
+    met = lambda slo_s: lambda qps: {"met": not missed(serve(qps), slo_s)}
+    return [capacity(met(slo_s), start, ratio)[0] for slo_s in slos_s]
+
+
+def slos_of(cost):
+    """The strict and the relaxed SLO of a machine: so many decode iterations, in seconds."""
+    return [multiple * base_of(cost).seconds for multiple in SLOS.values()]
+
+
+def serving_capacity(run, requests, cpu_s):
+    """SS-F10 and SS-F11: capacity of four models on both traces under both SLOs."""
+    models = list(SYSTEMS)
+    for claim, names, ratio in (("SS-F10", models[:2], 1.05), ("SS-F11", models[2:], 1.1)):
+        rows = {}
+        for name, trace in product(names, LENGTHS):
+            cost, its = system(name, cpu_s), SYSTEMS[name]
+            slos_s = slos_of(cost)
+            servers = [("orca", slos_s, its["orca_batch"]), ("vllm", slos_s, MAX_BATCH)]
+            for budget, slo_s in zip(its["budgets"], slos_s):
+                servers.append((f"sarathi-serve:{budget}", [slo_s], MAX_BATCH))
+            jobs = [(cost, policy, trace, slos, requests, ratio, b) for policy, slos, b in servers]
+            *others, small, large = run(find_capacities, jobs)
+            found = zip(SLOS, slos_s, its["slos"], *others, small + large)
+            for kind, *slos, orca, vllm, ours in found:
+                gains = ours.over(orca), ours.over(vllm)
+                rows[f"{name}, {trace}, {kind}"] = [*slos, orca, vllm, ours, *gains]
+        yield Table(claim, rows)
+
+
+def capacity_against_slo(run, requests, cpu_s):
+    """SS-F12: capacity over the SLO, vllm at three batch sizes and two token budgets."""
+    servers = {f"vllm, batch {batch}": ("vllm", batch) for batch in (32, 64, 128)}
+    for budget in (512, 2048):
+        servers[f"sarathi-serve, budget {budget}"] = (f"sarathi-serve:{budget}", MAX_BATCH)
+    slos_s = {"Mistral-7B": (0.1, 0.2, 0.3, 0.5, 1.0), "Yi-34B": (0.2, 0.3, 0.5, 0.7, 1.0)}
+    best = []
+    for name, slos in slos_s.items():
+        cost, load = system(name, cpu_s), ("sharegpt4", slos, requests, 1.1)
+        jobs = [(cost, policy, *load, batch) for policy, batch in servers.values()]
+        found = run(find_capacities, jobs)
+        rows = {f"{name}: {server}": rates for server, rates in zip(servers, found)}
+        gains = [max(ours).over(other) for *ours, other in zip(*found[-2:], found[-3])]
+        rows["best budget over vllm, batch 128"] = [show(gain, ".2fx") for gain in gains]
+        best.append(dict(zip(slos, gains)))
+        yield Table("SS-F12", rows, {f"{slo:g} s": ".2f" for slo in slos})
+    yield Table("SS-F12 gains", [[best[0][0.1]], [best[1][1.0]]])
+
+
+def across_nodes(run, requests, cpu_s):
+    """SS-F13: Falcon-180B on two nodes joined by Ethernet, TP 8 against TP 4 x PP 2."""
+    pipeline = system("Falcon-180B", cpu_s)
+    tensor, rows = CostModel.named("falcon-180b", tp=8, tp_link="ethernet", cpu_s=cpu_s), {}
+    for cpu, batch in product(dict.fromkeys((0.0, cpu_s)), (8, 32, 128)):
+        costs = [replace(cost, cpu_s=cpu) for cost in (tensor, pipeline)]
+        ms = [1e3 * cost.seconds(decodes(batch, 2048)) for cost in costs]
+        rows[f"batch {batch}, {1e3 * cpu:g} ms of CPU per stage"] = [*ms, ms[0] / ms[1]]
+    yield Table("SS-F13", rows)
+
+    slos = slos_of(pipeline)
+    cases = [(tensor, "vllm", slos), (pipeline, "vllm", slos)]
+    cases += [(pipeline, f"sarathi-serve:{n}", [slo]) for n, slo in zip((512, 2048), slos)]
+    jobs = [(cost, name, "sharegpt4", its, requests, 1.1) for cost, name, its in cases]
+    alone, vllm, *ours = run(find_capacities, jobs)
+    strict, relaxed = sum(ours, [])
+    rows = {"vllm, TP 8": alone, "vllm, TP 4 x PP 2": vllm}
+    rows["sarathi-serve, TP 4 x PP 2"] = [strict, relaxed]
+    columns = {f"{kind}, {slo:.2f} s": ".3f" for kind, slo in zip(SLOS, slos)}
+    yield Table("SS-F13 capacity", rows, columns)
+
+    gains = strict.over(alone[0]), strict.over(vllm[0]), relaxed.over(vllm[1])
+    yield Table("SS-F13 gains", [[gain] for gain in gains])
+
+
+def ablation(run, requests, cpu_s):
+    """SS-T4: hybrid batches alone, chunks alone, and both; medians of five seeds."""
+    loads, yi = {"sharegpt4": 1.0, "arxiv": 0.5}, system("Yi-34B", cpu_s)
+    cases = [name.split(", ") for name in PUBLISHED["SS-T4"]["published"]]
+    jobs = [(yi, policy, load, loads[load], 128, n) for load, policy in cases for n in range(5)]
+    seen = [(its["ttft_s"]["p50"], its["tbt_s"]["p99"]) for its in run(latencies, jobs)]
+    yield Table("SS-T4", np.median(np.reshape(seen, (len(cases), 5, 2)), axis=1).tolist())
+
+
+def post(run, requests, cpu_s):
+    """B-7: the post's comparison of schedulers, LLaMA2-70B on four H100, 128 users."""
+    cost = CostModel.named("llama2-70b", "h100", tp=4, cpu_s=cpu_s)
+    published = PUBLISHED["B-7"]["published"]
+    jobs = lambda qps: [(cost, name, "sharegpt4", qps, requests) for name in published]
+    full, half = run(latencies, jobs(math.inf)), run(latencies, jobs(1.5))
+    rows = [[a["tokens_per_s"], a["tbt_s"]["p99"], b["ttft_s"]["p99"]] for a, b in zip(full, half)]
+    pairs, alike = list(combinations(zip(published.values(), rows), 2)), {}
+    for i, what in enumerate(("tokens/s", "P99 TBT", "P99 TTFT")):
+        alike[what] = [sum((a[i] < c[i]) == (b[i] < d[i]) for (a, b), (c, d) in pairs)]
+    yield Table("B-7", rows)
+    yield Table("B-7 order", alike)

@@ -1,21 +1,21 @@
-"""Constants of a device from measured times: of matrix products in a CSV, or of batches run here.
+"""A device's constants from times of its matrix products: `python -m tests.fit_device times.csv`.
 
-    python bench.py fit times.csv       the constants that fit best, and the errors that are left
-
-Read first: cost_model.py.
+Prints the constants that fit best, and the errors that are left, with and without tiles. The A100's
+in simulator/devices.toml come of it. Read first: simulator/cost_model.py.
 """
 
 import math
+import sys
 from dataclasses import replace
 from itertools import product
 
 import numpy as np
 
-from experiments.options import whole
+from experiments.console import run
+from experiments.options import OptionParser, whole
 from experiments.tables import print_table
 from experiments.workload import TOKENS, read_columns
-from policies.iteration_time import BatchShape, IterationTime
-from simulator.cost_model import BYTES, CostModel, matrices, product_seconds
+from simulator.cost_model import BYTES, matrices, product_seconds
 from simulator.devices import DEVICES, GEOMETRIES, find
 
 # columns of Vidur's profiles, in the order of cost_model.matrices
@@ -64,38 +64,14 @@ def fit_products(device, config, tokens, times, tp=1, tiles=(1, 32, 64, 128, 256
     return replace(device, flops_per_s=rate, bytes_per_s=bandwidth, op_s=op_s, tile=tile)
 
 
-class FittedCost:
-    """The cost of iterations on this machine: the law of a profile, [(BatchShape, seconds)]."""
-
-    pp, cpu_s, tile = 1, 0.0, 1
-
-    def __init__(self, profile):
-        self.law = IterationTime(profile)
-
-    def stages(self, batch):
-        """As CostModel.stages, of chunks whose requests have not moved on."""
-        return [self.law.predict(BatchShape.of(batch))], 0.0
-
-    seconds = CostModel.seconds
-
-    def describe(self):
-        """The law, in words."""
-        base, token, decode, key, pair = (1e3 * coefficient for coefficient in self.law.law)
-        tokens = f"{base:.1f} ms, {token:.3f} per prefill token,\n{decode:.2f} per decode"
-        keys = f"{1e3 * key:.2f} per 1,000 keys of a decode"
-        return f"{tokens}, {keys}, {1e3 * pair:.3f} per 1,000 pairs of a chunk"
-
-
-def add_options(parser):
-    """The options of `fit`."""
+def main(argv=None):
+    """The command line, whose words are `argv`."""
+    parser = OptionParser(prog="python -m tests.fit_device", description="A device's constants.")
     parser.add_argument("file", help=f"CSV with num_tokens and, in ms, {', '.join(COLUMNS)}")
     parser.add("--model", "whose layer was measured", "llama-7b")
     parser.add("--tp", "on one of so many GPUs", 1, type=whole(1))
     parser.add("--simulate", "compare with this device's constants", "a100-80gb", metavar="DEVICE")
-
-
-def main(args):
-    """Print the constants that fit measured times, and the errors left, with and without tiles."""
+    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     config, device = find(GEOMETRIES, "model", args.model), find(DEVICES, "simulate", args.simulate)
     tokens, times = read_products(args.file)
     given = (config, tokens, times, args.tp)
@@ -113,3 +89,7 @@ def main(args):
     print(f"{args.file}: matrix products of a layer of {args.model}, {sizes}\n")
     print_table(columns, rows)
     print("\nerrors, over all sizes: of a layer's four products in sum, and of each of them alone")
+
+
+if __name__ == "__main__":
+    run(main)
