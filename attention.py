@@ -52,11 +52,11 @@ def make_attention(config, cache, backend="auto"):
 
 
 def check_backend(backend, device):
-    """Raise ValueError for an unknown name, or for xformers anywhere but on CUDA."""
+    """Raise ValueError for an unknown name, or one that is not for this device."""
     check_one_of("attention", backend, BACKENDS)
-    if "xformers" in backend and device.type != "cuda":
-        instead = "xformers has no CPU operator, use 'sdpa' or a CUDA device"
-        raise ValueError(f"attention={backend!r}: {instead}")
+    own = "cuda" if "xformers" in backend else "cpu" if backend == "matmul" else device.type
+    if device.type != own:
+        raise ValueError(f"attention={backend!r}: runs on {own} alone, 'sdpa' anywhere")
 
 
 def page_rows(pages, cache):

@@ -54,7 +54,7 @@ class Completion:
     scheduled: float | None = None
     token_times: list = field(default_factory=list)
     preemptions: int = 0
-    recomputed_tokens: int = 0
+    recomputed_tokens: int = 0  # lost with its pages, some of which may be found again
     cached_tokens: int = 0  # found in the cache and not computed, after preemptions too
 
     @classmethod
@@ -268,8 +268,7 @@ class Engine:
         return completion
 
     def drop(self, requests):
-        """End requests without asking the policy, which may be what failed; all others are computed
-        again."""
+        """End requests without asking the policy, which may have failed; others begin anew."""
         self._computed, self.scheduler.torn = None, True
         for request in requests:
             request.finish_reason = "abort"

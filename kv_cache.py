@@ -8,8 +8,7 @@ pages, its *block table* (PagedAttention, Kwon et al. 2023, §4): token t lies i
 of the one long row of slots that the cache is. Pages of max_len are SARATHI's layout, one for each
 request (§4.5: "we pre-allocate the KV cache as per the maximum sequence length"); small ones are
 taken as a request grows, and requests that begin alike can share them. `Pages` says who owns what
-and knows no tensors: a scheduler runs without. Read next: attention.py, which reads what is written
-here.
+and knows no tensors: a scheduler runs without. Read next: attention.py, which reads all this.
 """
 
 import re
@@ -93,14 +92,14 @@ class Pages:
     With `prefix_caching` a full page has a *name*, the SHA-256 of its tokens and of the name of the
     page before. It stands for all tokens up to there: two contents of one name would be the first
     collision ever found. Who begins with these tokens finds the page and reads it, too. A page that
-    nobody reads keeps its name until it is needed; the one left longest ago goes first."""
+    nobody reads any more can be found until it is evicted, the least recently used one first."""
 
     def __init__(self, pages, page_size, prefix_caching=False):
         self.total, self.page_size, self.prefix_caching = pages, page_size, prefix_caching
-        self.num_free, self._readers = pages, [0] * pages  # in how many block tables each one is
+        self.num_free, self._readers = pages, [0] * pages  # reference counts: block tables it is in
         self._taken = bytearray(pages)  # 1 for pages that are read or have a name
         self._named, self._name_of = {}, {}  # name -> page, page -> its name, or one it had
-        self._unread = OrderedDict()  # free pages with a name, the one left longest ago first
+        self._evictable = OrderedDict()  # free pages with a name, the least recently used first
 
     @property
     def owned(self):
@@ -112,14 +111,15 @@ class Pages:
         return -(-tokens // self.page_size)
 
     def allocate(self, count, after=None):
-        """Take `count` pages and return them in a list, or None if that many are not free.
+        """Take `count` pages and return them in a list, or None if that many are not free. Pages
+        with names are evicted if there are too few without.
 
         For a new request they come from the longest run of free pages. `after` is the last page of
         a request that needs one more: the next one is taken if it is free, and any if not."""
         if count > self.num_free:
             return None
-        while self.num_free - len(self._unread) < count:
-            page, _ = self._unread.popitem(last=False)
+        while self.num_free - len(self._evictable) < count:
+            page, _ = self._evictable.popitem(last=False)
             del self._named[self._name_of[page]]
             self._taken[page] = 0
         if after is None:
@@ -143,7 +143,7 @@ class Pages:
             if not self._readers[page]:
                 self.num_free += 1
                 if self.is_named(page):
-                    self._unread[page] = None
+                    self._evictable[page] = None
                 else:
                     self._taken[page] = 0
 
@@ -169,7 +169,7 @@ class Pages:
         """The pages of these names, a list: as far as all are there."""
         return list(takewhile(lambda page: page is not None, map(self._named.get, names)))
 
-    def unread(self, pages):
+    def count_free(self, pages):
         """How many of these are free."""
         return sum(not self._readers[page] for page in pages)
 
@@ -177,6 +177,6 @@ class Pages:
         """Put pages that were found into one more block table."""
         for page in pages:
             if not self._readers[page]:
-                del self._unread[page]
+                del self._evictable[page]
                 self.num_free -= 1
             self._readers[page] += 1

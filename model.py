@@ -78,8 +78,7 @@ class GPTConfig:
 
     @classmethod
     def preset(cls, name, **changes):
-        """A geometry by name (pretrained/presets.py), with some fields changed. Raises ValueError
-        if it is unknown."""
+        """A geometry by name (pretrained/presets.py), some fields changed. Raises ValueError."""
         from pretrained.presets import PRESETS
 
         check_one_of("preset", name, PRESETS)

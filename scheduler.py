@@ -69,8 +69,7 @@ class Chunk(NamedTuple):
 
 class Batch(list):
     """The chunks of one iteration, at most one for each request. `budget` is the most tokens in it,
-    unless there are more decodes, or None; `left`, what is left; `preempted`, the ids of the
-    requests that lost their pages to it."""
+    unless there are more decodes, or None; `left`, what is left; `preempted`, who lost pages."""
 
     def __init__(self, budget=None):
         self.budget, self.left, self.preempted = budget, math.inf if budget is None else budget, []
@@ -224,8 +223,8 @@ class Scheduler:
 
     def pages_for(self, request):
         """What it is given if it is admitted: the pages that hold its first tokens already, and how
-        many more. One token is left to compute, for its logits; two of who has generated some, as
-        the batch has counted the decodes."""
+        many more. One token is left to compute, for its logits; two of who has generated some: with
+        one it would be a decode, and the batch has all decodes before anybody is admitted."""
         left = 1 if len(request.tokens) == request.prompt_len else 2
         most = (len(request.tokens) - left) // self.pages.page_size
         found = self.pages.find(request.names[:most])
@@ -238,7 +237,7 @@ class Scheduler:
             return False
         found, more = self.pages_for(request)
         free = self.pages.num_free - (self.watermark if self.running else 0)
-        return more + self.pages.unread(found) <= free
+        return more + self.pages.count_free(found) <= free
 
     def admit(self):
         """Give the head of the line its pages and return it; None if there is none, or no room."""

@@ -22,7 +22,8 @@ from pretrained import checkpoints
 from pretrained.presets import PRESETS
 from sampling import SamplingParams
 
-ENGINES = ("transformers", "openvino")  # functions in others.py
+ENGINES = {"transformers": "transformers", "openvino": "openvino_genai"}  # in others.py: needs
+FIND = "import sys, importlib.util as its; sys.exit(not its.find_spec(sys.argv[1]))"
 HELP = f"engines that serve the requests too, comma-separated, of {', '.join(ENGINES)} (packages "
 HELP += "openvino-genai, optimum-intel); openvino=/its/bin/python where another Python has them"
 
@@ -34,8 +35,9 @@ def opponents(text):
         if name not in ENGINES:
             raise ArgumentTypeError(f"{name!r}: must be one of {', '.join(ENGINES)}")
         found[name] = python or sys.executable
-        if not shutil.which(found[name]):
-            raise ArgumentTypeError(f"{name}: there is no program {python}")
+        find = [shutil.which(found[name]), "-c", FIND, ENGINES[name]]
+        if not find[0] or subprocess.run(find).returncode:
+            raise ArgumentTypeError(f"{name}: {found[name]} is no Python with {ENGINES[name]}")
     return found
 
 
@@ -49,9 +51,8 @@ def check(parser, args):
 def against(model, prompt_len, args):
     """Serve prompts with sarathi-serve, with vllm and with the engines of args.against, in turns:
     the same weights (random ones are made anew), B, dtype and threads; whole batches of requests of
-    prompt_len + output = seq_len tokens, greedy; openvino always on the CPU. Returns
-    {"engine, policy": row}: prompt and output tokens per second; how many times that our policies
-    give; which fraction of the output sarathi-serve has too; whether the machine was busy."""
+    prompt_len + output = seq_len tokens, greedy; openvino on the CPU. {"engine, policy": row}: all
+    tokens per second; how many times that ours give; the share of equal output; whether busy."""
     output, B, serves, texts = args.seq_len - prompt_len, args.batch, {}, {}
     arrivals = [Arrival(0.0, prompt_len, output)] * max(B, args.requests // B * B)
     tokens = prompts(arrivals, model.config.vocab_size, args.seed)

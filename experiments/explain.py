@@ -35,9 +35,8 @@ def steady(iterations, B, rounds=None):
 
 def explain(model, policies, timelines, args):
     """The gain of sarathi over request-level, from what the products promise to what was measured:
-    "steps", each with the ms per token of both so far and the gain; the "difference" of the gain
-    that they add up to from the run's, as a fraction; whether the machine was "busy". `policies`
-    and `timelines` are those of offline.end_to_end."""
+    "steps", each with the ms per token of both so far and the gain; the "difference" of what they
+    add up to from the run's, a fraction; whether "busy". The rest is of offline.end_to_end."""
     runner = Runner(model, args.batch, args.seq_len, args.seq_len, args.attention)
     runner.cache.data.normal_()
     full = {name: steady(timelines[name][1], args.batch, rounds=1) for name in COMPARED}

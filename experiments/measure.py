@@ -176,8 +176,7 @@ def attention_cost(config, spans, dtype):
 
 def describe_machine(model, args, rows):
     """What the numbers depend on, and the limits that they are compared with, as a dict. `rows` are
-    those of the products; with `ridge_tokens` of them computing takes as long as reading weights.
-    `args` are those of options.load_model."""
+    those of the products; with `ridge_tokens` computing takes as long as reading the weights."""
     device, products = model.device, {"products": bare_products(model, rows, 0)}
     time_both = lambda: (interleaved(products, device)["products"], memory_bandwidth(device))
     (timing, bandwidth), drift = steadily(time_both, device, spread_of=lambda its: its[0].spread)

@@ -47,8 +47,7 @@ def percentiles(values):
 def find_stalls(completions, iterations):
     """Every generation stall, as [Stall], request by request. A gap holds the iterations that began
     in it: from a token until before the next. Who prefills itself again after a preemption does not
-    stall itself. A decode waits for a chunk that it rides with, too: only a threshold, such as the
-    SLO, tells that such stalls do no harm."""
+    stall itself. A decode waits for a chunk that it rides with, too: an SLO tells if that harms."""
     group_of = {}  # request -> the micro-batch that computes it
     groups = defaultdict(lambda: ([], []))  # micro-batch -> (iterations' starts, prefills in each)
     for iteration in iterations:
@@ -56,7 +55,6 @@ def find_stalls(completions, iterations):
         starts.append(iteration.start)
         prefills.append([(who, n) for who, _, n, is_decode in iteration.chunks if not is_decode])
         group_of |= {who: iteration.micro_batch for who, _ in prefills[-1]}
-
     stalls = []
     for completion in completions:
         own, times = completion.request_id, completion.token_times
@@ -77,17 +75,17 @@ def _ratio(amount, whole):
     return float(amount / whole) if whole else None
 
 
-def summarize_queue(completions):
+def summarize_queue(completions, offered_per_s=None):
     """Whether the queue `grew`: the last quarter of the requests waited for longer than the second,
-    in the median, and not by chance. Random arrivals let delays come and go. What a server can do
-    varies less: how many requests per second it schedules while others wait, counted if half of
-    them do, but not in the first quarter, as few decode yet. More arrive where it is overloaded."""
+    in the median, and more arrive, or are `offered_per_s` where arrivals wait for answers, than
+    the server can do: how many it schedules per second while others wait, counted if half of them
+    do, but not in the first quarter, as few decode yet."""
     seen = sorted((c.arrival, c.scheduled) for c in completions if c.scheduled is not None)
     n, delays = len(seen) // 4, [scheduled - arrival for arrival, scheduled in seen]
     early, late = (percentiles(quarter)["p50"] for quarter in (delays[n : 2 * n], delays[-n:]))
     arrived, in_turn = np.sort(np.reshape(seen, (-1, 2)), axis=0).T  # (requests,), each in order
     waits = (arrived[1:] <= in_turn[:-1])[n:]  # the next is there when one is scheduled
-    rate, can = _ratio(len(seen) - 1, np.diff(arrived).sum()), None
+    rate, can = offered_per_s or _ratio(len(seen) - 1, np.diff(arrived).sum()), None
     if 2 * waits.sum() >= max(8, len(waits)):
         can = _ratio(waits.sum(), np.diff(in_turn)[n:][waits].sum())
     delays = {"second_quarter_s": early, "last_quarter_s": late}
@@ -95,11 +93,11 @@ def summarize_queue(completions):
     return delays | {"arrived_per_s": rate, "scheduled_per_s": can, "grew": grew}
 
 
-def summarize_latencies(completions, seconds):
+def summarize_latencies(completions, seconds, offered_per_s=None):
     """The part of `summarize_run` that needs no iterations."""
     finished = [c for c in completions if c.finish_reason in FINISHED]
     output = sum(len(c.token_times) for c in completions)
-    prompt = sum(len(c.prompt) for c in completions if c.token_times)  # computed to their end
+    prompt = sum(len(c.prompt) for c in completions if c.token_times)  # computed or found
     return {
         "requests": len(completions),
         "finished": len(finished),
@@ -107,17 +105,16 @@ def summarize_latencies(completions, seconds):
         "ttft_s": percentiles(c.ttft for c in completions),
         "tbt_s": percentiles(gap for c in completions for gap in c.tbt),  # all gaps of all requests
         "scheduling_delay_s": percentiles(c.scheduling_delay for c in completions),
-        "queue": summarize_queue(completions),
+        "queue": summarize_queue(completions, offered_per_s),
         "latency_s": percentiles(c.latency for c in finished),
         "tokens_per_s": _ratio(prompt + output, seconds),
     }
 
 
-def summarize_run(completions, iterations, seconds, tbt_slo_s=None):
-    """What the table prints and the JSON holds of one run of `seconds` seconds, as a dict:
-    `summarize_latencies`, generation stalls (`over_slo`: longer than `tbt_slo_s`) and what the
-    iterations were made of, all None where these are not known; `cached` is the share of what was
-    to prefill that was found; the mean of requests at once is over the time of the iterations."""
+def summarize_run(completions, iterations, seconds, tbt_slo_s=None, offered_per_s=None):
+    """What the table prints and the JSON holds of a run, a dict: `summarize_latencies`, generation
+    stalls (`over_slo`: longer than `tbt_slo_s`) and what the iterations were made of, None where
+    they are not known; `cached`: the share of what was to prefill, again too, that was found."""
     stalls, count = find_stalls(completions, iterations), len(iterations)
     kinds = Counter((i.prefill_tokens > 0, i.decode_tokens > 0) for i in iterations)
     tokens = sum(i.prefill_tokens + i.decode_tokens for i in iterations)
@@ -127,7 +124,7 @@ def summarize_run(completions, iterations, seconds, tbt_slo_s=None):
     begun = [c for c in completions if c.scheduled is not None and count]
     counts = {key: sum(getattr(c, key) for c in begun) if count else None for key in COUNTS}
     prefill = sum(len(c.prompt) + c.recomputed_tokens for c in begun)
-    its = summarize_latencies(completions, seconds)
+    its = summarize_latencies(completions, seconds, offered_per_s)
     its |= {f"{p}_{key}": its[key][p] for key in ("ttft_s", "tbt_s") for p in ("p50", "p99")}
     return its | {
         **counts,
@@ -177,10 +174,9 @@ def request_rows(completions, iterations):
 
 
 def missed(summary, tbt_slo_s):
-    """What of the SLO a run missed, in words; "" if its rate can be kept up. P99 TBT and median
-    delay must be within limits, and the queue must not grow, which would lift the median only in a
-    long run. `summary` is that of `summarize_latencies`. Every request must have finished: those
-    who were kept waiting are missing from the median, and the longest gaps from the TBTs."""
+    """What of the SLO a run missed, in words; "" if its rate can be kept up: P99 TBT and median
+    delay are within limits, the queue does not grow, which would lift the median only in a long
+    run, and every request has finished. `summary` is that of `summarize_latencies`."""
     tbt, delay = summary["tbt_s"]["p99"] or 0.0, summary["scheduling_delay_s"]["p50"] or 0.0
     finished, count, queue = summary["finished"], summary["requests"], summary["queue"]
     wrong = {f"{finished} of {count} requests finished": finished < count or not count}

@@ -141,7 +141,6 @@ def decode_maximal(model, machine, args):
         "decode-maximal": (chunk + decodes[1:], length, B - 1),
     }
     runner.greedy([Span([0], 0, [1] * context)])  # no timed run asks the system for memory
-
     variants = {}
     for name, (spans, prefill_tokens, num_decodes) in batches.items():
         products = measure.bare_products(model, prefill_tokens + num_decodes, len(spans))
@@ -150,7 +149,6 @@ def decode_maximal(model, machine, args):
     time_all = partial(measure.interleaved, variants, model.device, 7, title="Table 2")
     spread = lambda timings: max(timings[name, "total"].spread for name in batches)
     timings, drift = measure.steadily(time_all, model.device, tries=2, spread_of=spread)
-
     rows, speedup = {}, {}
     for name, (spans, prefill_tokens, num_decodes) in batches.items():
         total, products, attention = (timings[name, part] for part in PARTS)
@@ -213,8 +211,7 @@ def is_busy(rows):
 
 def make_load(args):
     """The Arrivals, all at time 0: prompt + output = seq_len tokens at the ratio pd_ratio. The
-    first B want 1/B, 2/B, … of the output, as if the server had been running before; otherwise
-    requests would begin and end in lockstep for ever."""
+    first B want 1/B, 2/B, … of the output, or requests would begin and end in lockstep for ever."""
     B, output = args.batch, max(1, round(args.seq_len / (1 + args.pd_ratio)))
     output = min(output, args.seq_len - 1)
     outputs = [max(1, output * min(i + 1, B) // B) for i in range(args.requests)]

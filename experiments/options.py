@@ -22,8 +22,7 @@ HTML = "write a page to step through what was decided, and why"
 
 
 def number(above=-math.inf, least=-math.inf, most=math.inf, kind=float):
-    """The type of an option, a function for argparse: a finite number above `above`, at least
-    `least` and at most `most`."""
+    """The type of an option for argparse: a number above `above`, from `least` to `most`."""
     limits = {"above": above, "of at least": least, "and at most": most}
     limits = " ".join(f"{words} {x:g}" for words, x in limits.items() if math.isfinite(x))
 
@@ -44,8 +43,7 @@ def whole(least, most=10**15):
 
 
 def policy_name(text, chunks=False):
-    """The name of a policy that `find_policy` takes. With `chunks` it may end in a chunk size of
-    its own, as in "sarathi:128"."""
+    """A name that `find_policy` takes; with `chunks` maybe with a chunk size, "sarathi:128"."""
     try:
         find_policy(re.sub(r":\d+$", "", text) if chunks else text)
     except (TypeError, ValueError) as error:
@@ -210,8 +208,7 @@ def load_model(args, length, gpu_model="llama-13b", gpu_bytes=40e9):
 
 def find_texts(args):
     """(name, Tokenizer) of the model that `load_model` will load: a checkpoint and its own, or one
-    of random weights, which is said, and bytes. Raises what checkpoints.find and load_tokenizer
-    raise."""
+    of random weights, which is said, and bytes. Raises as checkpoints.find and load_tokenizer."""
     from pretrained import checkpoints
     from pretrained.tokenizers import byte_tokenizer, load_tokenizer
 
@@ -238,8 +235,15 @@ def write_json(args, report):
 
 
 def write_text(file, text):
-    """Write the text to a file or a pipe, as /dev/stdout."""
-    Path(file).write_text(text, "utf-8")
+    """Write the text to a file: all of it, or the file stays as it was; or to a pipe."""
+    path = Path(file)
+    if path.exists() and not path.is_file() or str(file).startswith("/dev/"):
+        path.write_text(text, "utf-8")
+    else:
+        path = path.resolve()  # a link stays one
+        part = path.with_name(f"{path.name[:200]}.part")
+        part.write_text(text, "utf-8")
+        part.replace(path)
 
 
 def wrote(*files):

@@ -49,15 +49,15 @@ class Run(NamedTuple):
     refused: int = 0  # how many found max_waiting others in the queue
     cut_short: str | None = None  # "interrupted", if it was
     drift: float = 0.0  # of a machine that others use, see measure.steadily
+    offered_per_s: float | None = None  # requests, where arrivals follow others
 
 
 class LoadRun:
     """Brings `arrivals` to a server, with the token ids of workload.prompts, or None where lengths
     are enough. Who follows another is due when that one has ended, and continues its prompt and
-    output; a chat ends with a turn that was refused: what follows never comes, and is in no count.
-    `progress` is called after each request that ended, a `recorder` of views/schedule_page.py sees
-    all of it. With a `referee`, which says where this is, a policy that breaks a rule of
-    policies/referee.py is a ValueError."""
+    output; a refused turn ends its chat: what would follow is in no count. `progress` is called
+    after each request that ended, a `recorder` of views/schedule_page.py sees all of it. With a
+    `referee`, a text, breaking a rule of policies/referee.py is a ValueError that names it."""
 
     def __init__(self, server, arrivals, prompts=None, progress=None, recorder=None, referee=None):
         self.server, self.arrivals, self.prompts = server, arrivals, prompts
@@ -67,6 +67,8 @@ class LoadRun:
         self.next_turn = {its.follows: i for i, its in enumerate(arrivals)}
         known = ((its.time, i) for i, its in enumerate(arrivals) if its.follows is None)
         self.due = sorted(known)  # a heap of (time, i)
+        span = self.due[-1][0] - self.due[0][0] if len(self.due) < len(arrivals) else 0.0  # seconds
+        self.offered_per_s = (len(arrivals) - 1) / span if span else None
         self.in_steps = 0.0  # seconds
         for scheduler in server.schedulers if referee else ():
             Referee(scheduler, referee)
@@ -119,8 +121,8 @@ class LoadRun:
         in_forward = sum(i.end - i.launch for i in self.iterations)
         own = 1 - in_forward / self.in_steps if self.in_steps else 0.0
         drift = statistics.fmean(self.server.missing or [0.0])
-        seconds, how = max(ends, default=0.0), (own, self.refused, self.cut_short, drift)
-        return Run(done, self.iterations, seconds, *how)
+        how = own, self.refused, self.cut_short, drift, self.offered_per_s
+        return Run(done, self.iterations, max(ends, default=0.0), *how)
 
     def _add(self, time, i):
         """Bring request i, which is due first, to the server."""
@@ -196,7 +198,7 @@ def serve(model, config, arrivals, prompts, *, now=time.perf_counter, sleep=time
 def summarize(run, tbt_slo_s):
     """summarize_run of a Run, and: whether it `met` the SLO, what it `missed`, own_fraction,
     refused, cut_short, drift, and whether the machine was `busy`."""
-    summary = metrics.summarize_run(run.completions, run.iterations, run.seconds, tbt_slo_s)
+    summary = metrics.summarize_run(*run[:3], tbt_slo_s, run.offered_per_s)
     missed = run.cut_short or metrics.missed(summary, tbt_slo_s)  # all before a cut may have ended
     more = {name: getattr(run, name) for name in ("own_fraction", "refused", "cut_short", "drift")}
     return summary | more | {"met": not missed, "missed": missed, "busy": run.drift > BUSY}

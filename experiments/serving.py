@@ -8,6 +8,7 @@ Both measure the time of a decode iteration first, of which the SLO is a multipl
 """
 
 import csv
+import io
 import random
 import re
 import statistics
@@ -19,7 +20,6 @@ from itertools import product
 from tqdm import tqdm
 
 from experiments import measure, options, run, workload
-from experiments.measure import describe_machine
 from experiments.metrics import request_rows
 from experiments.options import number, policy_names, whole
 from experiments.tables import print_table, show
@@ -95,8 +95,8 @@ def add_options(parser, command):
     add("--trace-scale", "multiplies the lengths in it", 1.0, type=number(above=0, most=1))
     prefix = "each prompt begins with one of COUNT prefixes of LENGTH tokens, before its own"
     add("--shared-prefix", prefix, (0, 1), "none", metavar="LENGTH:COUNT", type=shared_prefix)
-    turns = "each request is a chat of so many, which share its tokens; --requests and --qps count "
-    add("--turns", turns + "chats", 1, type=whole(1, 10**4))
+    turns = "each request is a chat of up to so many; --requests and --qps count chats"
+    add("--turns", turns, 1, type=whole(1, 10**4))
     caching = "share pages of prompts that begin alike; both is side by side with not doing so"
     add("--prefix-caching", caching, shown="both if a prefix is shared, else off", choices=CACHING)
     names = f"comma-separated, from {', '.join(POLICIES)}, or my_policy.py:ClassName; vllm is its "
@@ -108,7 +108,7 @@ def add_options(parser, command):
     pages = "tokens in a page, or max for a slot per request; several, with commas: each with each"
     size_or_max = lambda text: text if text == "max" else whole(1)(text)
     sizes = lambda text: [size_or_max(part.strip()) for part in text.split(",")]
-    add("--page-size", pages, shown="64, or max if that is less", type=sizes)
+    add("--page-size", pages, shown="64, or half of --max-len", type=sizes)
     third = "a third of --batch requests of --max-len"
     add("--kv-tokens", "tokens in the cache, for every policy and page size", shown=third, **size)
     add("--max-waiting", "refuse who finds so many in the queue", shown="no limit", **size)
@@ -125,13 +125,15 @@ def check(parser, args):
     longest, long, (prefix, _) = args.max_len, args.long_prompt, args.shared_prefix
     if prefix > longest - 2:
         parser.error(f"--shared-prefix {prefix}: must leave 2 of --max-len {longest} tokens")
-    if long and long >= (left := longest - prefix):
-        parser.error(f"--long-prompt {long}: must be below {left}, --max-len less --shared-prefix")
+    if long and (long >= (left := longest - prefix) or args.turns > 1):
+        less = "--max-len less --shared-prefix, and without --turns"
+        parser.error(f"--long-prompt {long}: must be below {left}, {less}")
     if args.trace and (args.lengths != "sharegpt4" or long or prefix):
         parser.error("--trace: has its own lengths, no --lengths, --long-prompt, --shared-prefix")
     if args.trace_scale != 1 and not args.trace:
         parser.error("--trace-scale: goes with --trace")
-    sizes = [longest if size == "max" else size for size in args.page_size or [min(64, longest)]]
+    sizes = args.page_size or [min(64, -(-longest // 2))]
+    sizes = [longest if size == "max" else size for size in sizes]
     if max(sizes) > longest:
         parser.error(f"--page-size {max(sizes)}: must be at most --max-len {longest}")
     shares = (prefix or args.turns > 1) and not args.url
@@ -150,7 +152,10 @@ def make_workload(args):
     count, prompt, (prefix, prefixes) = args.requests, args.long_prompt, args.shared_prefix
     longest, what, turns = args.max_len - prefix, "requests", ""
     if args.turns > 1:
-        what, turns = "chats", f" in {args.turns} turns, {workload.THINK_S:g} s after each answer"
+        what, turns = (
+            "chats",
+            f" of up to {args.turns} turns, {workload.THINK_S:g} s after each answer",
+        )
     if args.trace:
         logged, left_out = workload.read_trace(args.trace, longest, args.trace_scale, count)
         name = f"{len(logged)} {what} of {args.trace}, lengths times {args.trace_scale:g} "
@@ -185,7 +190,7 @@ class RealMachine:
         self.model = model = options.load_model(args, "max_len", "llama3-8b", gpu_bytes=75e9)
         base, spread = partial(run.measure_base, model, config), lambda found: found[1]
         (self.base, _), drift = measure.steadily(base, model.device, spread_of=spread)
-        self.machine, self.args = describe_machine(model, args, config.chunk), args
+        self.machine, self.args = measure.describe_machine(model, args, config.chunk), args
         self.machine["base_busy"] = drift > measure.BUSY
 
     def serve(self, config, arrivals, **more):
@@ -248,10 +253,10 @@ class Session:
         if self.args.csv:
             its = self.records.items()
             rows = [{"policy": name} | row for name, seen in its for row in request_rows(*seen)]
-            with open(self.args.csv, "w", encoding="utf-8", newline="") as file:
-                table = csv.DictWriter(file, rows[0] if rows else ())
-                table.writeheader()
-                table.writerows(rows)
+            table = csv.DictWriter(text := io.StringIO(newline=""), rows[0] if rows else ())
+            table.writeheader()
+            table.writerows(rows)
+            options.write_text(self.args.csv, text.getvalue())
         return row
 
     def finish(self):

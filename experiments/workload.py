@@ -67,9 +67,9 @@ def make_lengths(asked, count, max_len, seed):
 def sample_lengths(name, count, max_len, seed):
     """`count` random (prompt_len, output_len) like those of LENGTHS[name]. Prompts and outputs are
     drawn apart, each log-normal, and again if above the limit, as the authors removed such
-    requests; their statistics are of what was left, so this cuts the tail twice: the median prompt
-    falls to 1,623 tokens (sharegpt4) and 6,887 (arxiv), its 90th percentile to 4,553 and 11,876. A
-    max_len below the limit shrinks all in proportion. Fewer are the first of the same pairs."""
+    requests; their statistics are of what was left: the median prompt falls to 1,623 tokens
+    (sharegpt4) and 6,887 (arxiv), its 90th percentile to 4,553 and 11,876. A max_len below the
+    limit shrinks all in proportion. Fewer are the first of the same pairs."""
     prompt, output, limit = LENGTHS[name]
     median, p90 = np.transpose([prompt, output])
     rng, z = make_rng(1, seed), NormalDist().inv_cdf(0.9)  # standard deviations, median to p90
@@ -96,8 +96,7 @@ def zipf_lengths(shortest, longest, theta, pd_ratio, count, seed):
 
 def poisson(lengths, qps, seed):
     """Arrivals for [(prompt_len, output_len)], in order, as a Poisson process of `qps` per second,
-    the first at 0. With one seed, two rates see the same gaps up to a factor: a search for the
-    capacity compares like with like."""
+    the first at 0. With one seed, two rates see the same gaps up to a factor."""
     gaps = make_rng(2, seed).exponential(size=len(lengths))
     gaps[:1] = 0
     return [Arrival(time, *pair) for time, pair in zip((gaps.cumsum() / qps).tolist(), lengths)]
@@ -114,8 +113,7 @@ def rescale(arrivals, qps):
 def read_trace(file, max_len, scale=1, count=10**9):
     """Read a server's log, CSV with TRACE_COLUMNS. Returns (arrivals, left_out), the first at 0.
     Lengths are multiplied by `scale` and rounded, to at least one token. The first `count` requests
-    with prompt + output <= max_len are kept; `left_out` were passed over. Raises ValueError if it
-    is no such trace or nothing in it fits; OSError."""
+    with prompt + output <= max_len are kept; `left_out` were passed over. ValueError, OSError."""
     rows = sorted(read_columns(file, TRACE_COLUMNS), key=lambda row: row[0])  # ties stay in order
     arrivals, left_out = [], 0
     for time, *lengths in rows:
@@ -133,8 +131,7 @@ def read_trace(file, max_len, scale=1, count=10**9):
 
 def read_columns(file, columns):
     """The rows of a CSV file with a header and at least these columns: lists of floats. `columns`
-    is {name: (what it may hold, a function that says so of a float)}. Raises ValueError, naming
-    file, line, column and value; OSError."""
+    is {name: (what it may hold, a function that says so of a float)}. ValueError or OSError."""
     rows = []
     with open(file, encoding="utf-8-sig", errors="replace", newline="") as log:
         reader = csv.reader(log, strict=True, skipinitialspace=True)
@@ -190,10 +187,8 @@ def prompts(arrivals, vocab_size, seed, shared=(0, 1)):
     rng, (length, count), made = make_rng(3, seed), shared, []
     drawn = make_rng(5, seed).integers(count, size=len(arrivals)).tolist()
     for arrival, which in zip(arrivals, drawn):
-        if arrival.follows is None:
-            tokens = make_rng(6 + which, seed).integers(vocab_size, size=length).tolist()
-            known = length
-        else:
-            tokens, known = [], sum(arrivals[arrival.follows][1:3])
+        first = arrival.follows is None
+        tokens = make_rng(6 + which, seed).integers(vocab_size, size=length * first).tolist()
+        known = length if first else sum(arrivals[arrival.follows][1:3])
         made.append(tokens + rng.integers(vocab_size, size=arrival.prompt_len - known).tolist())
     return made

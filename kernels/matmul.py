@@ -56,7 +56,10 @@ class Matmul(SDPA):
         """
         size, tables = self.page_size, [span.used_pages(self.page_size) for span in decodes]
         asked = {page for table in tables for page in table}
+        width = max(map(len, tables))  # to which all scores are filled up
         if len(asked) < min(PAGE_BLOCK, self.cache.pages / 2):
+            return None
+        if width * len(tables) > 4 * sum(map(len, tables)):
             return None
         groups, *numbers = arrange(tables, self.cache.pages)
         asks, whose, where = map(torch.tensor, numbers)
@@ -65,7 +68,7 @@ class Matmul(SDPA):
             None if isinstance(pages, range) else (heads + torch.tensor(pages)).flatten()
             for pages, _ in groups
         ]
-        ends, width = torch.tensor([span.end for span in decodes]), max(map(len, tables))
+        ends = torch.tensor([span.end for span in decodes])
         read = size if width > 1 else min(-(-int(ends.max()) // KEY_BLOCK) * KEY_BLOCK, size)
         if in_order := width == 1 and copied == [None]:  # all scores of a decode are side by side
             ends = torch.zeros(len(asks), dtype=ends.dtype).index_copy_(0, where, ends)

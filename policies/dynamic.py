@@ -1,5 +1,7 @@
 """Sarathi-Serve with a token budget that changes. Read next: iteration_time.py, which predicts."""
 
+import math
+
 from checks import check_positive, check_whole
 from policies.iteration_time import BatchShape, IterationTime
 from scheduler import SarathiServe
@@ -14,6 +16,7 @@ class Dynamic(SarathiServe):
         super().__init__(*args, **options)
         self.tbt_slo = None if tbt_slo is None else check_positive("tbt_slo", tbt_slo)
         self.tile, self.iteration_time = check_whole("tile", tile, least=1), IterationTime(profile)
+        self.past = math.inf  # what was computed before a prefill that the budget allows, at most
 
     def observe(self, batch, seconds):
         self.iteration_time.observe(BatchShape.of(batch), seconds)
@@ -24,13 +27,20 @@ class Dynamic(SarathiServe):
         return self.budget_within(self.tbt_slo, decodes, prefills)
 
     def budget_within(self, tbt_slo, decodes, prefills):
-        """The decodes and the prefill that fits beside them. Where none can be stalled, max_len."""
+        """The decodes and the prefill that fits beside them: that of the slowest of `prefills`, or
+        if there are none of who comes next. Where nobody can be stalled, max_len."""
+        self.past = math.inf
         if not decodes:
             return self.max_len
         left_s = tbt_slo - (self.clock() - max([r.token_times[-1] for r in decodes]))
-        past = [r.num_computed for r in prefills]
-        if self.waiting:  # who comes next may start behind what is found of it
-            past.append(len(self.pages_for(self.waiting[0])[0]) * self.pages.page_size)
-        past = max(past, default=0)  # the slowest, whoever gets it
+        self.past = max([r.num_computed for r in prefills] or [self.found()])
         shape, fits = BatchShape.of_decodes(decodes), self.iteration_time.prefill_that_fits
-        return len(decodes) + fits(left_s, shape, past, self.max_len, self.tile)
+        return len(decodes) + fits(left_s, shape, self.past, self.max_len, self.tile)
+
+    def found(self):
+        """How many tokens of who comes next need not be computed."""
+        return len(self.pages_for(self.waiting[0])[0]) * self.pages.page_size if self.waiting else 0
+
+    def admit(self):
+        """As in Scheduler, but who begins behind more tokens than the budget is for must wait."""
+        return super().admit() if self.found() <= self.past else None

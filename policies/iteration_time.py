@@ -1,10 +1,9 @@
 """How long will an iteration take? The model behind the dynamic token budget. Plain Python.
 
 Sarathi-Serve §4.3 finds the token budget that meets the TBT SLO once, from a profile (slo.py). But
-the prefill that fits changes with the decodes, their contexts, how much of the prompt is cached,
-and the machine. So `IterationTime` predicts the time of a batch from what is in it, and learns from
-each that ran. An average time per token will not do: that of a few decodes, which wait for all
-weights to be read, says nothing about a chunk's. Read next: dynamic.py.
+the prefill that fits changes with the decodes, their contexts, what of the prompt is cached, and
+the machine. So `IterationTime` predicts the time of a batch from what is in it, not from an average
+per token, and learns from each that ran. Read next: dynamic.py.
 """
 
 import math
@@ -58,10 +57,9 @@ class IterationTime:
 
     The coefficients, at least 0, are the least squares fit to the iterations so far, each weighed
     by 1 / seconds, so that relative errors count. Older ones fade, but each kind, with and without
-    prefill, only by its own: a thousand decode-only iterations leave in place what the last chunks
-    taught. The fit is slow and gives the proportions. `scale` is quick: it follows a machine that
-    is slowed down, and goes back to 1 as the fit catches up. An outlier moves neither by much:
-    three times as long weighs a ninth in the fit, and its error is clipped for the scale.
+    prefill, only by its own: decode-only iterations leave in place what the last chunks taught. The
+    fit is slow and gives the proportions. `scale` is quick: it follows a machine that is slowed
+    down, and goes back to 1 as the fit catches up. An outlier moves neither by much.
 
     The margin is `caution` times `spread`, the relative standard deviation of the errors for hybrid
     batches. It is for a percentile over all gaps between tokens, and each decode of an iteration is

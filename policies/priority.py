@@ -80,12 +80,11 @@ class ClassLine:
 
 
 class Priority(Dynamic):
-    """Stall-free batching in which prefills are ordered by class, then by the time to the deadline:
-    the arrival, the TTFT target (`ttft_slo` seconds for those without one) and the time its own
-    prefill takes. So the short prompt goes first, even if the long one has begun, and waits for it
-    only if it came that much later. `ageing` seconds lift a request by one class. The token budget
-    is dynamic where decodes have TBT targets, and meets the tightest; without a decode it is
-    `chunk`. When a realtime or high request is at risk, lower classes are preempted."""
+    """Stall-free batching in which prefills are ordered by class, then by deadline: arrival, TTFT
+    target (`ttft_slo` seconds for those without one) and the time its own prefill takes. So the
+    short prompt goes first, even if the long one has begun. `ageing` seconds lift a request by one
+    class. The token budget is dynamic where decodes have TBT targets, and meets the tightest; else
+    it is `chunk`. Lower classes are preempted for a realtime or high request at risk."""
 
     def __init__(self, *args, ttft_slo=2.0, ageing=30.0, **options):
         super().__init__(*args, **options)
@@ -144,6 +143,7 @@ class Priority(Dynamic):
     def token_budget(self, decodes, prefills):
         targets = [slo for slo in (self.tbt_slo, *(r.tbt_slo for r in decodes)) if slo]
         if not (decodes and targets):
+            self.past = math.inf
             return self.chunk
         return self.budget_within(min(targets), decodes, prefills)
 

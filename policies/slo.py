@@ -41,7 +41,7 @@ class Profiled(NamedTuple):
 def hybrid_spans(cache, budget, context, decodes):
     """Spans of `decodes` requests that decode at `context`, and a chunk up to there, or a longer
     one from 0, that fills the budget. They take the cache's pages in turn, and share them where
-    there are too few: only time matters here."""
+    there are too few, which may take less time."""
     pages, chunk = cycle(range(cache.pages)), budget - decodes
     table = lambda tokens: list(islice(pages, -(-tokens // cache.page_size)))
     spans = [Span(table(context), context - 1, [0]) for _ in range(decodes)]
@@ -108,12 +108,17 @@ def choose_budget(runner, tbt_slo, decodes, contexts, tile, most, timed=None):
 def auto_budget(runner, config):
     """The EngineConfig with chunk="auto" replaced by the largest budget that meets its tbt_slo, or
     the strict SLO; a policy that predicts is given what was timed to find it."""
-    options, base = dict(config.options), []
+    options, base, its = dict(config.options), [], runner
     tile = options.get("tile", 128 if runner.model.device.type == "cuda" else 32)
     if (tbt_slo := options.get("tbt_slo")) is None:
-        base = [base_decode_iteration(runner, config.max_len)]
+        if not runner.cache.data.is_cuda:  # there pages that decodes share may be read once
+            pages = BASE_BATCH * -(-base_context(config.max_len) // config.page_size)
+            its = type(runner)(runner.model, pages, config.page_size, attention=config.attention)
+        base = [base_decode_iteration(its, config.max_len)]
         tbt_slo = SLOS["strict"] * base[0].seconds
-    decodes, contexts = min(BASE_BATCH, config.max_batch), [max(1, config.max_len // 2)]
+    contexts = [max(1, config.max_len // 2)]
+    fit = max(1, config.pages * config.page_size // contexts[0])
+    decodes = min(BASE_BATCH, config.max_batch, fit)
     chunk, rows = choose_budget(runner, tbt_slo, decodes, contexts, tile, config.max_len)
     if (spread := max(row.spread for row in base + rows)) > UNSTEADY:
         what = f"chunk='auto' is {chunk}; times spread by {spread:.0%}, is the machine busy?"

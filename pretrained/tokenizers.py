@@ -38,8 +38,7 @@ class Tokenizer(NamedTuple):
 
 class TextStream:
     """Decodes what comes after a prompt, one token at a time. What it returns, joined, is `decode`
-    of all tokens (not quite for tokenizers that spell rare characters in bytes, and bytes that are
-    no text)."""
+    of all tokens (not quite where rare characters are spelt in bytes, and bytes are no text)."""
 
     def __init__(self, tokenizer, prompt=()):
         self._decode = tokenizer.decode

@@ -28,7 +28,7 @@ def parse_args(argv):
     parser.add_engine_options()
     add("--tbt-slo", "seconds between tokens, for dynamic and priority", type=number(above=0))
     add("--max-len", "the longest prompt and output, in tokens", shown="2048 or less", **size)
-    add("--page-size", "tokens in a page of the cache", 64, **size)
+    add("--page-size", "tokens in a page", shown="64, or half of --max-len", **size)
     add("--pages", "of the cache", shown="enough for --max-batch of --max-len", **size)
     add("--max-waiting", "the most that may wait; others are answered 429", 256, **size)
     return parser.parse_args(argv)
@@ -42,7 +42,7 @@ def make_engine(args):
     names = "policy chunk max_batch prefix_caching max_len pages max_waiting attention".split()
     names += ["tbt_slo"] if args.tbt_slo else []
     settings = {name: getattr(args, name) for name in names}
-    settings["page_size"] = min(args.page_size, args.max_len or args.page_size)
+    settings["page_size"] = args.page_size or min(64, -(-(args.max_len or 2048) // 2))
     engine = Engine(load_model(args, "max_len"), **settings)
     engine.warm_up()
     return engine

@@ -109,10 +109,11 @@ class Answer(StreamingResponse):
 
     def usage(self):
         """How many tokens there were, and how many of the prompt were found in the cache."""
-        prompt, output = len(self.prompt), self.count
-        cached = {"cached_tokens": min(self.request.cached, prompt)}  # more, once preempted
+        its, prompt, output = self.request, len(self.prompt), self.count
+        cached = 0 if its.preemptions else its.cached  # else it may have found its own
         counts = {"prompt_tokens": prompt, "completion_tokens": output}
-        return counts | {"total_tokens": prompt + output, "prompt_tokens_details": cached}
+        counts["prompt_tokens_details"] = {"cached_tokens": cached}
+        return counts | {"total_tokens": prompt + output}
 
 
 class Metrics:

@@ -22,8 +22,7 @@ USABLE = 0.9  # of a device's memory; SARATHI's batches of 27 and 11 (§5.3) ask
 
 def matrices(config, tp=1):
     """The four products of a layer on one of `tp` GPUs: name -> (rows of the weight, columns), one
-    of which is divided (Megatron-LM); KV heads are repeated where there are fewer than GPUs. Raises
-    ValueError if these do not divide."""
+    of which is divided (Megatron-LM), or ValueError; fewer KV heads than GPUs are repeated."""
     check_whole("tp", tp, least=1)
     for field in ("n_head", "n_inner"):
         if getattr(config, field) % tp:
@@ -106,8 +105,7 @@ class CostModel:
 
     def layer_seconds(self, batch):
         """Seconds of one layer by kind, a dict. Attention goes chunk by chunk, all of one token
-        (decodes) at once. To add up (tokens, n_embd) over tp GPUs in a ring, an all-reduce, takes
-        2 (tp - 1) steps with a part each."""
+        (decodes) at once; an all-reduce in a ring of tp GPUs in 2 (tp - 1) steps of a part."""
         device, tp, n_embd, link = self.device, self.tp, self.config.n_embd, self.tp_link
         tokens = sum([length for _, _, length in batch])
         qkv, inner = self.matrices["preproj"][1], self.matrices["ffn_ln1"][1]

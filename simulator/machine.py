@@ -92,8 +92,8 @@ class SimulatedMachine:
         self.machine["constants"] = asdict(device)
         self.micro_batches, self.lines = count, f"constants: {device.source}\n"
         if count > 1:
-            self.lines += f"the batch is that of each of {count} micro-batches, "
-            self.lines += f"the memory that of each of {args.replicas} replicas\n"
+            each = f"the batch of each of {count} micro-batches"
+            self.lines += f"{each}, the memory of each of {args.replicas} replicas\n"
 
     def serve(self, config, arrivals, **more):
         """A simulated Run."""

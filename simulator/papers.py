@@ -1,12 +1,10 @@
-"""Both papers' experiments on their machines, simulated, each beside what the paper says; and those
-of a post on schedulers.
+"""Both papers' experiments on their machines, and a post's, simulated, beside what they say.
 
 An experiment is a generator of Tables, from (run, requests, cpu_s). `run(function, jobs)` calls the
 function with each tuple of arguments, maybe in parallel. Those of Sarathi-Serve have `requests` in
 each run, and `cpu_s` of CPU in each iteration; what the paper leaves open, loads, budgets and batch
 sizes, is that of the scripts that its authors published. Budgets are of 512 tokens, but for names
-such as "sarathi-serve:2048". Read first: simulation.py, published.toml. Next: report.py, which
-prints the tables.
+such as "sarathi-serve:2048". Read first: simulation.py, published.toml. Next: report.py.
 """
 
 import math
@@ -43,14 +41,12 @@ MOST = {1024: 18, 2048: 10, 3072: 6}  # length -> 13B's largest batch on an A600
 
 
 class Table:
-    """A table of published.toml, filled: its `claim`, `title`, `note` and `columns`, as print_table
-    takes them; `rows`; `errors`, how far each simulated number is off; and the arguments of what
-    draws it, `data`."""
+    """A table of published.toml, filled: its `claim`, `title`, `note`, `columns` and `rows`, for
+    print_table; `errors`, how far each number is off; `data`, the arguments of what draws it."""
 
     def __init__(self, name, rows, columns=None, data=()):
         """`rows` maps names to what is simulated, or is a list of that for the names in the file.
-        The last numbers of a row are compared; `columns` are those of the others, if not in the
-        file. Raises KeyError for a row that is not there."""
+        The last numbers of a row are compared; `columns` are those of others not in the file."""
         its = PUBLISHED[name]
         its = PUBLISHED.get(its.get("as"), {}) | its
         self.claim, self.title, self.note = name.split()[0], its["title"], its.get("note", "")
@@ -131,13 +127,11 @@ def sarathi_iterations(run, requests, cpu_s):
         prefill_token_s = cost.seconds([(0, 0, 1024)] * batch) / 1024
         ratios.append([cost.seconds(decodes(batch, 1024)) / prefill_token_s])
     yield Table("S-F3", ratios)
-
     batches, rows = (2, 4, 6, 10, 18), {}
     for n, most in MOST.items():
         found = [decode_speedup(A6000_13B, batch, n) for batch in batches if batch <= most]
         rows[f"context {n:,}"] = found + [None] * (len(batches) - len(found))
     yield Table("S-F8", rows, {f"B = {batch}": ".1fx" for batch in batches})
-
     cases = [*product((A6000_13B, A100_33B), MOST), (PIPELINE, LONGEST), (TP_ONLY, LONGEST)]
     yield Table("S-§4.3.1", [[cost.max_batch(length)] for cost, length in cases])
 
@@ -157,10 +151,8 @@ def sarathi_end_to_end(run, requests, cpu_s):
     ours, orca = partial(gain, "sarathi"), partial(gain, "orca-best")
 
     yield Table("S-T4", [[decode_speedup(*case[:3]), ours(case)] for case in table_4])
-
     rows = {f"chunk {chunk}": list(map(ours, cases)) for chunk, cases in figure_9.items()}
     yield Table("S-F9", rows, {f"P:D {pd}": ".2fx" for pd in ratios})
-
     rows = [[ours(case), orca(case)] for case in figure_11]
     yield Table("S-F11", [*rows, [None, max(map(orca, figure_9[256]))]])
 
@@ -193,7 +185,6 @@ def sarathi_pipeline(run, requests, cpu_s):
     names = ("orca-best, TP 8 x PP 8", "TP 8, 8 replicas", "sarathi, TP 8 x PP 8")
     whole = dict(zip(names, found["10,000 requests"]))
     yield Table("S-F12", {name: its[:4] for name, its in whole.items()}, data=(whole,))
-
     rows = {}
     for name, (orca, alone, ours) in found.items():
         pairs = ((alone, ours), (orca, ours), (orca, alone))
@@ -301,7 +292,6 @@ def across_nodes(run, requests, cpu_s):
         ms = [1e3 * cost.seconds(decodes(batch, 2048)) for cost in costs]
         rows[f"batch {batch}, {1e3 * cpu:g} ms of CPU per stage"] = [*ms, ms[0] / ms[1]]
     yield Table("SS-F13", rows)
-
     slos = slos_of(pipeline)
     cases = [(tensor, "vllm", slos), (pipeline, "vllm", slos)]
     cases += [(pipeline, f"sarathi-serve:{n}", [slo]) for n, slo in zip((512, 2048), slos)]
@@ -312,7 +302,6 @@ def across_nodes(run, requests, cpu_s):
     rows["sarathi-serve, TP 4 x PP 2"] = [strict, relaxed]
     columns = {f"{kind}, {slo:.2f} s": ".3f" for kind, slo in zip(SLOS, slos)}
     yield Table("SS-F13 capacity", rows, columns)
-
     gains = strict.over(alone[0]), strict.over(vllm[0]), relaxed.over(vllm[1])
     yield Table("SS-F13 gains", [[gain] for gain in gains])
 

@@ -117,8 +117,7 @@ def main(args):
         for own in (own for own, name in shown.items() if name in args.policies):
             other = "vllm" if own == "sarathi-serve" else "sarathi-serve"
             words.append(f"{load}, {own} beside {other}: {verdict(board[own], board[other])}")
-    print("TTFT: arrival to first token, what one waits for; TBT: between two tokens. The rules in")
-    print("policies/referee.py were kept, with little memory too.")
+    print("TTFT: arrival to first token; TBT: between two. policies/referee.py saw all rules kept.")
     limits = f"P99 TBT within {slo_s:.3g} s and P99 TTFT within {MAX_TTFT_S:g} s"
     print(f"All is at the load's own rate; capacity: the highest with {limits}.")
     print("", *words, sep="\n")

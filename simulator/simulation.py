@@ -8,9 +8,9 @@ all take from one line. A micro-batch goes on when its last batch has left the l
 overtakes another: all its times are known when it enters.
 
 A *bubble* is the time that a stage has been idle when a batch reaches it, and is charged to every
-request in that batch (SARATHI §5.3). It is none where there is too little to do to keep all stages
-busy: while a micro-batch has no requests, and until a stage has had its first batch after that.
-Read first: scheduler.py, experiments/run.py, cost_model.py. Read next: papers.py.
+request in that batch (SARATHI §5.3). It is none while a micro-batch has no requests, and until a
+stage has had its first batch after that. Read first: scheduler.py, experiments/run.py,
+cost_model.py. Read next: papers.py.
 """
 
 import heapq
@@ -113,8 +113,8 @@ class Simulation:
         self._wake()
         if self.config.max_waiting is not None and len(self.line) >= self.config.max_waiting:
             raise QueueFull(f"max_waiting={self.config.max_waiting}: as many requests wait")
-        time, n, output_len, *promise, _ = arrival
-        tokens, its = bytearray(n) if prompt is None else list(prompt), check_promise(*promise)
+        time, n, output_len = arrival[:3]
+        tokens, its = bytearray(n) if prompt is None else list(prompt), check_promise(*arrival[3:6])
         self.schedulers[0].add(Request(i, tokens, n, output_len, time, **its))
 
     def abort(self, i):

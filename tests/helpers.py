@@ -14,10 +14,11 @@ from policies import POLICIES, make_scheduler
 from policies.iteration_time import BatchShape
 from sampling import SamplingParams, sample
 
-# first come, first served, and the newest is preempted: what decides on that is scheduler.py's
+# first come, first served, and the newest is preempted: what decides on that is scheduler.py's, or
+# dynamic.py's, which at most lets the head of the line wait
 DECIDE = ("admit", "rank", "decoding", "schedule")
 HOMES = {p: {getattr(cls, part).__module__ for part in DECIDE} for p, cls in POLICIES.items()}
-IN_ORDER = [policy for policy, homes in HOMES.items() if homes == {"scheduler"}]
+IN_ORDER = [policy for policy, homes in HOMES.items() if homes <= {"scheduler", "policies.dynamic"}]
 RESERVING = [name for name, cls in POLICIES.items() if cls.reserves_max_len]  # at admission
 GROWING = [name for name in POLICIES if name not in RESERVING]  # page by page
 
@@ -199,6 +200,6 @@ def check_integrity(pages, tables=None):
     if not pages.prefix_caching and len(set(pages.owned)) != len(pages.owned):
         raise RuntimeError(f"pages are shared: {pages.owned}")
     found, taken = named(pages), {page for page in range(pages.total) if pages._taken[page]}
-    if found.difference(pages.owned) != set(pages._unread) or found.union(pages.owned) != taken:
-        seen = f"{pages._unread.keys()} can be given away, {taken} are not blank"
+    if found.difference(pages.owned) != set(pages._evictable) or found.union(pages.owned) != taken:
+        seen = f"{pages._evictable.keys()} can be given away, {taken} are not blank"
         raise RuntimeError(f"pages {found} can be found, {pages.owned} are owned, {seen}")

@@ -159,7 +159,8 @@ REFUSED += [
     ("serve --turns 0", "--turns 0: must be a whole number of at least 1"),
     ("serve --prefix-caching yes", "--prefix-caching invalid choice: 'yes'"),
     ("serve --prefix-caching on --page-size 16,max", f"{SLOTS.format(1024)}"),
-    ("capacity --turns 2 --max-len 64", f"{SLOTS.format(64)}"),
+    ("capacity --turns 2 --max-len 64 --page-size 64", f"{SLOTS.format(64)}"),
+    ("serve --turns 2 --long-prompt 9", "--long-prompt 9: must be below 1024, --max-len less"),
     ("budget", "the following arguments are required: --slo-tbt"),
 ]
 

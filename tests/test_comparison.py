@@ -20,6 +20,8 @@ from tests.helpers import tiny_model
 
 FAKE = """#!{python}
 import json, os, sys
+if "-c" in sys.argv:
+    sys.exit()
 job = json.loads(sys.stdin.readline())
 with open({seen!r}, "w") as file:
     json.dump(job | {{"pid": os.getpid()}}, file)
@@ -58,7 +60,8 @@ def test_engines_are_named_with_their_pythons(fake):
     [
         ("", "'': must be one of transformers, openvino"),
         ("vllm", "'vllm': must be one of"),
-        ("openvino=/no/python", "openvino: there is no program /no/python"),
+        ("openvino=/no/python", "openvino: /no/python is no Python with openvino_genai"),
+        (f"openvino={sys.executable}", f"{sys.executable} is no Python with openvino_genai"),
     ],
 )
 def test_an_engine_that_is_not_there_is_refused_at_once(text, message):

@@ -203,3 +203,85 @@ def test_a_prompt_that_is_found_has_its_past_counted():
         lengths.append(length)
         assert cpu(alone.with_chunk(start, length)) <= SLO * 1.02
     assert lengths[1] < lengths[0]
+
+
+def deep(shape):
+    """Seconds, where a prefill far behind its prompt's beginning takes long."""
+    seconds = 0.02 + 1e-4 * (shape.prefill_tokens + shape.decodes) + 1e-7 * shape.context_tokens
+    return seconds + 2e-8 * shape.prefill_pairs
+
+
+class Deep:
+    """A scheduler that knows `deep`, in whose cache the 16,000 tokens of LONG can be found; two
+    requests decode."""
+
+    LONG = list(range(1000, 17_000))
+
+    def __init__(self, policy, tbt_slo, max_batch, shares=True):
+        shapes = [BatchShape(0, d, 500 * d) for d in (1, 4, 8)]
+        chunks = [(0, 64), (0, 1024), (4000, 512), (8000, 128), (16_000, 512)]
+        shapes += [shape.with_chunk(*chunk) for shape in shapes for chunk in chunks]
+        options = dict(profile=[(its, deep(its)) for its in shapes], tile=32, tbt_slo=tbt_slo)
+        self.now, sizes = 0.0, dict(chunk=512, max_batch=max_batch, max_len=20_000)
+        pages, clock = Pages(2200, 16, shares), lambda: self.now
+        self.scheduler = make_scheduler(policy, pages, clock=clock, **sizes, **options)
+        self.count = 0
+        self.add(self.LONG, 1)
+        while self.scheduler.requests:
+            self.step()
+        for token in range(2):
+            self.add([token] * 10, 4000)
+        for _ in range(5):
+            self.step()
+
+    def add(self, prompt, output_len):
+        request = Request(self.count, list(prompt), len(prompt), output_len, self.now)
+        self.count += 1
+        self.scheduler.add(request)
+        return request
+
+    def step(self):
+        """One iteration: (the longest chunk, its seconds)."""
+        batch = self.scheduler.next_batch()
+        seconds, chunks = deep(BatchShape.of(batch)), [chunk.length for chunk in batch]
+        self.scheduler.observe(batch, seconds)
+        self.now += seconds
+        self.scheduler.advance(batch, [9 if c.yields_token else None for c in batch], self.now)
+        return max(chunks), seconds
+
+
+@pytest.mark.parametrize("policy", ["dynamic", "priority"])
+def test_who_cannot_be_admitted_slows_nobody_down(policy):
+    """At this SLO a chunk fits beside the decodes, but none behind so many tokens."""
+    until_first_token = []
+    for shares in (False, True):
+        its = Deep(policy, 0.034, 3, shares)
+        prefills = its.add([77] * 6000, 5)
+        its.step()
+        its.add([*its.LONG, 5, 5], 1)  # there is no place for it
+        count = 0
+        while not prefills.token_times and count < 500:
+            its.step()
+            count += 1
+        until_first_token.append(count)
+    assert until_first_token[0] == until_first_token[1] < 200
+
+
+@pytest.mark.parametrize("policy", ["dynamic", "priority"])
+def test_who_is_second_in_line_and_begins_far_behind_waits_for_a_budget_of_its_own(policy):
+    its = Deep(policy, 0.06, 6)
+    its.add([55] * 8, 5)
+    second = its.add([*its.LONG, *[5] * 2000], 1)
+    lengths, seconds = zip(*[its.step() for _ in range(20)])
+    assert max(seconds) <= 0.06 and second.cached == 16_000
+    assert max(lengths[:2]) > 1 and second.num_computed > 16_000
+
+
+def test_nobody_waits_for_a_budget_once_nobody_who_decodes_has_a_target():
+    its = Deep("priority", None, 6)
+    its.add([55] * 8, 3).tbt_slo = 0.5
+    for _ in range(5):
+        its.step()
+    late = its.add([*its.LONG, 5, 5], 1)
+    its.step()
+    assert late.finish_reason and late.cached == 16_000

@@ -85,7 +85,7 @@ def test_a_file_that_cannot_be_written_is_found_before_the_run(option, tmp_path,
     assert set(os.listdir(tmp_path)) == left and (tmp_path / "there.png").read_text() == "kept"
 
 
-def test_what_is_written_goes_to_files_links_and_pipes(tmp_path):
+def test_what_is_written_is_whole_or_not_there(tmp_path, monkeypatch):
     file, link = tmp_path / "file", tmp_path / "link"
     link.symlink_to(file)
     options.write_text(link, "one")
@@ -98,6 +98,17 @@ def test_what_is_written_goes_to_files_links_and_pipes(tmp_path):
     pipe = os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK)
     options.write_text(tmp_path / "pipe", "two")
     assert os.read(pipe, 9) == b"two" and (tmp_path / "pipe").is_fifo()
+    os.unlink(tmp_path / "pipe")
+
+    def half(path, text, *_, **__):
+        with open(path, "w") as file:
+            file.write(text[:1])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(options.Path, "write_text", half)
+    with pytest.raises(KeyboardInterrupt):
+        options.write_text(link, "two")
+    assert file.read_text() == "one" and link.is_symlink()
 
 
 def test_memory_is_asked_for_before_it_is_taken(monkeypatch):

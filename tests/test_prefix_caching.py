@@ -84,7 +84,7 @@ class SharedPages:
         assert self.pages.find(names[: (len(tokens) - 1) // 2]) == found
         more = -(-len(tokens) // 2) - len(found)
         unread = set(found).difference(self.readers)
-        assert self.pages.unread(found) == len(unread)
+        assert self.pages.count_free(found) == len(unread)
         if more + len(unread) <= self.pages.num_free:
             self.pages.share(found)
             self.left = [page for page in self.left if page not in found]
@@ -354,6 +354,15 @@ class Line:
         return steps
 
 
+def test_what_others_read_takes_no_memory_again():
+    line = Line("sarathi-serve", pages=17)
+    line.add(range(60), 4)  # 15 pages, and one to grow into
+    line.step()
+    line.add([*range(56), 9, 9], 2)  # 14 of them, and the last one that is left
+    line.step()
+    assert len(line.scheduler.running) == 2
+
+
 @EVERY
 def test_the_next_turn_of_a_chat_finds_what_was_generated(policy):
     # the last token is not computed: of 6 + 6 tokens 11 are, of 6 + 7 it is 12
@@ -525,6 +534,19 @@ def test_warm_up_leaves_nothing_to_be_found_and_may_be_called_again():
             [completion] = engine.generate([prompt], params, progress=False)
             assert completion.tokens == alone(MODEL, prompt, params)
             assert completion.cached_tokens == cached
+
+
+def test_a_warm_up_that_is_refused_has_spoilt_nothing():
+    """It lets the cache be zeros, before it sees that a request runs."""
+    sizes = dict(chunk=6, max_batch=3, max_len=MAX_LEN, page_size=4, pages=60)
+    engine = Engine(MODEL, prefix_caching=True, **sizes)
+    engine.add_request(SYSTEM, SamplingParams(9))
+    for _ in range(5):
+        engine.step()
+    with pytest.raises(ValueError, match="generate: 1 requests are running"):
+        engine.warm_up()
+    [completion] = finish(engine)
+    assert completion.tokens == alone(MODEL, SYSTEM, SamplingParams(9))
 
 
 @EVERY

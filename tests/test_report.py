@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 import bench
-from experiments import measure, serving
+from experiments import measure
 from experiments.run import Bounded
 from experiments.workload import poisson, sample_lengths, zipf_lengths
 from policies.iteration_time import BatchShape, IterationTime
@@ -233,7 +233,7 @@ def test_fit_prints_the_constants_that_times_were_made_from(tmp_path, capsys):
 def test_a_simulated_machine_is_served_like_a_real_one(tmp_path, capsys, monkeypatch):
     here = dict.fromkeys(["torch", "model", "dtype", "device"], "-")
     here |= dict(parameters=1, compiled=False, threads=1)
-    monkeypatch.setattr(serving, "describe_machine", lambda *_: here)
+    monkeypatch.setattr(measure, "describe_machine", lambda *_: here)
     load = ["--qps", "1", "--classes", "realtime=0.5", "--policies", "vllm,sarathi-serve"]
     bench.main(["serve", *TINY, "--page-size", "8", *load, "--requests", "2"])
     real = printed_tables(capsys.readouterr().out)
@@ -467,6 +467,7 @@ def test_this_machine_is_simulated_with_the_law_of_its_profile(
 
     monkeypatch.setattr(machine, "time_batches", time_batches)
     monkeypatch.setattr(measure, "steadily", lambda function, *_, **__: (function(), drift))
+    monkeypatch.setattr(measure.Probe, "take", lambda *_: 0.0)  # of real runs: nobody else is here
     monkeypatch.setattr("views.timelines.plot_serving", lambda runs, *_: drawn.append(runs))
     file, load = tmp_path / "this.json", "--lengths 10+3 --policies sarathi-serve,vllm --slo 1000"
     words = [*TINY, "--page-size", "8", *load.split(), "--json", str(file)]
@@ -523,7 +524,10 @@ def test_all_micro_batches_are_counted_and_no_batch_overtakes_another(
     options = "--pp 2 --replicas 2 --requests 40 --lengths 900+30 --qps 50 --policies orca".split()
     files = ["--json", str(report), "--plot", str(tmp_path / "two.png")]
     bench.main(["serve", *YI, *options, *files])
-    assert "the batch is that of each of 4 micro-batches" in capsys.readouterr().out
+    assert (
+        "the batch of each of 4 micro-batches, the memory of each of 2 replicas"
+        in capsys.readouterr().out
+    )
     row = json.loads(report.read_text())["runs"]["orca"]
     assert row["running_peak"] == 40  # they come quicker than they end
     batches = defaultdict(list)

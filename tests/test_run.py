@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine import Engine
+from engine import Completion, Engine
 from experiments import measure
 from experiments import run as run_module
 from experiments.run import (
@@ -20,6 +20,7 @@ from experiments.run import (
     Bounded,
     EngineServer,
     LoadRun,
+    Run,
     capacity,
     found_so_far,
     plan,
@@ -79,6 +80,19 @@ def alone_on_the_machine():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure.Probe, "take", lambda *_: 0.125)
         yield
+
+
+def test_the_rate_of_chats_is_that_at_which_they_are_offered():
+    """Turns that wait for answers come no quicker than the server is; 4 chats, a second apart."""
+    first = [Arrival(float(time), 9, 6) for time in range(4)]
+    for turns, offered in ((1, None), (3, 11 / 3)):
+        run = LoadRun(EngineServer(Engine(Silent(), SMALL), lambda: 0.0), chats(first, turns))
+        assert run.result().offered_per_s == offered
+    came = [20.0 * min(i, 5) + 10.0 * max(0, i - 5) for i in range(20)]  # and then no quicker
+    done = [Completion(i, [1], time, scheduled=time + 12 + i / 10) for i, time in enumerate(came)]
+    for offered, grew in ((None, False), (0.05, False), (5.0, True)):
+        queue = summarize(Run(done, [], 200.0, None, offered_per_s=offered), 1.0)["queue"]
+        assert queue["arrived_per_s"] == (offered or 19 / 240) and queue["grew"] == grew
 
 
 @pytest.fixture(scope="module")

@@ -208,7 +208,7 @@ def test_who_goes_away_frees_its_pages_also_in_the_line(stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_was_found_in_the_cache_is_counted_but_never_more_than_the_prompt(stream):
+def test_what_was_found_in_the_cache_is_counted_but_not_what_a_request_left_itself(stream):
     cached = lambda usage: usage.prompt_tokens_details.cached_tokens
     with serving(prefix_caching=True) as its:  # in pages of 16
         before = generate_text("a" * 40)
@@ -219,9 +219,10 @@ def test_what_was_found_in_the_cache_is_counted_but_never_more_than_the_prompt(s
             assert cached(complete(its, prompt, stream=stream, stop=[before[0]])[2]) == found
         wait_for(lambda: "cached_tokens_total 80.0" in its.http.get("/metrics").text)
     asked = ChatRequest(model="tiny", messages=[{}], stream=stream)
-    preempted = SimpleNamespace(id=0, cached=100)  # it found its output, too
-    usage = Answer(its.api, asked, [1] * 60, preempted, None).usage()
-    assert usage["prompt_tokens_details"] == {"cached_tokens": 60}
+    for preemptions, found in ((0, 32), (1, 0)):
+        request = SimpleNamespace(id=0, cached=32, preemptions=preemptions)
+        usage = Answer(its.api, asked, [1] * 60, request, None).usage()
+        assert usage["prompt_tokens_details"] == {"cached_tokens": found}
 
 
 def test_metrics_count():
@@ -358,10 +359,11 @@ def test_a_command_line_that_makes_no_sense_is_refused(words):
 def test_pages_are_shared_if_told_and_must_be_shorter_than_the_longest():
     make = lambda words: make_engine(parse_args([*PROGRAM[2:-2], *words.split()])).config
     assert not make("--max-len 64").prefix_caching
-    config = make("--max-len 128 --prefix-caching")
-    assert config.prefix_caching and config.page_size == 64
-    with pytest.raises(ValueError, match="page_size=64: prefix_caching .* max_len=64"):
-        make("--max-len 64 --prefix-caching")
+    for max_len, page_size in ((128, 64), (64, 32), (31, 16)):
+        config = make(f"--max-len {max_len} --prefix-caching")
+        assert config.prefix_caching and config.page_size == page_size
+    with pytest.raises(ValueError, match="page_size=64: must be below max_len=64"):
+        make("--max-len 64 --page-size 64 --prefix-caching")
 
 
 def test_the_template_of_a_checkpoint(tmp_path):

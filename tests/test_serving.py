@@ -102,7 +102,7 @@ def test_serve_prints_and_writes_everything(tmp_path, capsys, plots):
 def test_capacity_prints_and_writes_everything(tmp_path, capsys, plots, monkeypatch):
     monkeypatch.setattr(metrics, "missed", lambda *_: "")
     search_two = lambda at, start: (at(8.0), at(400.0))
-    monkeypatch.setattr(serving, "describe_machine", lambda *_: dict(MACHINE))
+    monkeypatch.setattr(measure, "describe_machine", lambda *_: dict(MACHINE))
     monkeypatch.setattr(run, "capacity", search_two)
     files = [f"--json={tmp_path / 'c.json'}", f"--plot={tmp_path / 'c.png'}"]
     names = ["vllm", "sarathi-serve"]
@@ -266,9 +266,11 @@ def test_a_trace_keeps_its_own_rate_or_takes_that_of_qps(tmp_path, monkeypatch, 
     chats, name = make_workload(parse(*words, "--turns", "2", "--page-size", "8"))
     firsts, others = chats(None)[:3], chats(None)[3:]
     assert [a.time for a in firsts] == [0, 4, 8] and [a.follows for a in others] == [0, 1, 2]
-    assert "3 chats of" in name and name.endswith("(1 left out) in 2 turns, 1 s after each answer")
+    assert "3 chats of" in name and name.endswith(
+        "(1 left out) of up to 2 turns, 1 s after each answer"
+    )
     served = []
-    monkeypatch.setattr(serving, "describe_machine", lambda *_: dict(MACHINE))
+    monkeypatch.setattr(measure, "describe_machine", lambda *_: dict(MACHINE))
     run_all = lambda self, *_: served.append(self.arrivals_at(self.args.qps))
     monkeypatch.setattr(serving.Session, "run_all", run_all)
     for more, rate in (([], "at its own rate"), (["--qps", "2"], "at 2 a second")):
@@ -315,7 +317,9 @@ def test_chats_are_served_and_find_their_own_past(tmp_path, capsys, monkeypatch)
     load += " --turns 2 --shared-prefix 8:1 --slo 50"
     bench.main(["serve", *TINY, *load.split(), *files.split()])
     text, report = capsys.readouterr().out, json.loads((tmp_path / "c.json").read_text())
-    assert "load: 3 chats of 24+8 tokens in 2 turns, 1 s after each answer, each after a" in text
+    assert (
+        "load: 3 chats of 24+8 tokens of up to 2 turns, 1 s after each answer, each after a" in text
+    )
     assert "at 30 a second" in text and "\nsarathi-serve, shared: 30.000 chats/s, P50" in text
     assert {row["finished"] for row in report["runs"].values()} == {6}
     rows = list(csv.DictReader((tmp_path / "c.csv").read_text().splitlines()))
@@ -352,7 +356,7 @@ def test_the_default_memory_is_a_third_and_pages_shrink_with_the_longest_request
     assert [args.chunk, args.batch, args.max_len] == [*sizes, max_len]
     assert args.page_size == [64] and args.kv_tokens == requests * max_len
     assert args.requests == (500 if on_gpu else 48)
-    assert parse("serve", "--max-len", "40").page_size == [40]
+    assert parse("serve", "--max-len", "41").page_size == [21]
     sizes = "16,64, max, 512"
     assert parse("serve", "--page-size", sizes, "--max-len", "512").page_size == [16, 64, 512]
 

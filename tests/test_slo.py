@@ -132,6 +132,16 @@ def auto(policy, **settings):
     return Engine(tiny_model(), policy=policy, chunk="auto", **settings)
 
 
+def test_the_base_iteration_reads_pages_of_its_own_however_few_an_engine_has(law, monkeypatch):
+    law(linear)
+    seen, timed = [], slo.base_decode_iteration
+    monkeypatch.setattr(slo, "base_decode_iteration", lambda *a: seen.append(a[0]) or timed(*a))
+    auto("sarathi-serve", max_batch=4, max_len=64, page_size=16, pages=5)
+    spans = hybrid_spans(seen[0].cache, 32, 32, 32)  # at a context of max_len / 2
+    pages = [page for span in spans for page in span.pages]
+    assert len(spans) == 32 and len(set(pages)) == len(pages)
+
+
 @pytest.mark.parametrize("policy", ["sarathi-serve", "sarathi", "dynamic", "priority"])
 def test_auto_finds_a_budget_and_leaves_nothing_behind(policy, monkeypatch):
     monkeypatch.setitem(slo.SLOS, "strict", 1e6)  # the machine may be busy

@@ -173,6 +173,16 @@ def test_serving_draws_the_latencies_of_each_run(tmp_path):
     assert is_png(tmp_path / "s.png")
 
 
+def test_serving_shows_the_time_around_the_longest_gap_of_all(tmp_path):
+    longest = [a_completion(0, 4, 0.0, "length", 0.5, [20.0, 21.0, 23.5, 24.0])]
+    for first, window in (([1.0, 1.5, 2.0, 100.0], (0, 102)), ([1.0, 2.0], (18.5, 24.48))):
+        long = [a_completion(0, 4, 0.0, "length", 0.5, first)]
+        runs = {"vllm": (long, []), "orca": (longest, [])}
+        figure = plot_serving(runs, MACHINE, tmp_path / "s.svg", 3.0)
+        lanes = [axis for axis in figure.axes if axis.get_ylabel() == "request"]
+        assert [axis.get_xlim() for axis in lanes] == [(near(window[0]), near(window[1]))] * 2
+
+
 def test_serving_colours_gaps_by_their_length_and_puts_chunks_above_them(tmp_path):
     completions = [a_completion(3, 4, 0.0, "length", 0.5, [1.0, 2.0, 6.0])]
     completions += [a_completion(8, 4, 0.0, "length", 6.0, [7.0])]

@@ -6,10 +6,9 @@
     text = page(title, machine, {"vllm": recorder}, slo_s=slo_s)
 
 A record is what JSON takes: {"request": ...} when one is first seen, and for each iteration what
-was decided, seen at the moment when the policy had decided it, and how long it took. Why the head
-of the line was not let in is told by the facts: the batch limit, the pages, the budget. What can be
-counted from these, TTFTs and block tables, is counted in schedule_page.html, which also saves it
-all as a trace for https://ui.perfetto.dev. Read first: engine.py.
+was decided, and why the head of the line was not let in, both seen when the policy had decided it,
+and how long it took. What can be counted from these is counted in schedule_page.html, which also
+saves it all as a trace for https://ui.perfetto.dev. Read first: engine.py.
 """
 
 import base64
@@ -114,7 +113,7 @@ def why_head_waits(scheduler, batch):
         return ["batch", len(scheduler.running)]
     if not scheduler.room_for(head):
         found, more = scheduler.pages_for(head)  # what was found may be among the free
-        return ["pages", more + pages.unread(found), pages.num_free]
+        return ["pages", more + pages.count_free(found), pages.num_free]
     least, left = 1 if scheduler.cuts_prompts else len(head.tokens), batch.left
     return ["policy"] if left >= least else ["budget", max(0, int(left)), len(head.tokens)]
 
@@ -122,8 +121,7 @@ def why_head_waits(scheduler, batch):
 def page(title, machine="", runs=(), *, live=None, slo_s=None, choices=None):
     """The page as text. `runs` is {name: Recorder}, or `live` the address that is asked for records
     (server/engine_thread.py, `look`); `slo_s` what a gap between tokens must not exceed, in
-    seconds; `choices` for a page of many runs: {slider: its values}, where a run's name is its
-    values joined by " | "."""
+    seconds; `choices` for many runs: {slider: values}, which joined by " | " are a run's name."""
     packed = []
     for name, recorder in dict(runs).items():
         text = json.dumps(recorder.records, separators=(",", ":"))

@@ -104,8 +104,8 @@ def draw_lanes(axis, bars, norm):
 
 def plot_serving(runs, machine, file, slo_s):
     """Draw runs of one load, {name: (completions, iterations)}, and write the picture to `file`. At
-    the top the latencies, with dots at P50 and P99. Below a lane for each request, on one time
-    axis. `slo_s` is the SLO of TBT in seconds. Needs a run."""
+    the top the latencies, with dots at P50 and P99. Below a lane for each request, around
+    the longest gap of all. `slo_s` is the SLO of TBT in seconds. Needs a run."""
     colors, count = style.policy_colors(runs), len(runs)
     figure = style.new_figure(4.3 + 1.65 * count)
     top, bottom = figure.subfigures(2, 1, height_ratios=[2.9, 1.4 + 1.65 * count])
@@ -127,6 +127,10 @@ def plot_serving(runs, machine, file, slo_s):
     top.legend(*panels[0].get_legend_handles_labels(), ncols=min(5, count), **style.BELOW)
     axes = bottom.subplots(count, 1, squeeze=False, sharex=True)[:, 0]
     draw_runs(bottom, axes, axes, runs, slo_s, "the SLO", {})
+    times = [c.token_times for completions, _ in runs.values() for c in completions]
+    if gaps := [(b - a, a, b) for its in times for a, b in pairwise(its) if b > a]:
+        seconds, start, end = max(gaps)  # and as much on both sides
+        axes[0].set_xlim(max(0.0, start - seconds), min(end + seconds, axes[0].get_xlim()[1]))
     axes[-1].set_xlabel("time in s")
     return style.finish(figure, "Online serving", file, machine)
 
@@ -142,7 +146,7 @@ def plot_capacity(results, machine, file, slo_s):
     drawn = bars.barh(names, found, 0.7, color=[*colors.values()])
     bars.bar_label(drawn, map(style.three_digits, found), padding=4)
     bars.margins(x=0.2)
-    bars.set(ylim=(len(results) - 0.4, -0.6), xlabel="capacity in requests/s", xlim=(0, None))
+    bars.set(ylim=(len(results) - 0.4, -0.6), xlabel="capacity per second", xlim=(0, None))
     bars.spines[["top", "right"]].set_visible(False)
     curves = [("p99_tbt_s", "P99 time between tokens in s", slo_s, "SLO")]
     curves += [("p50_delay_s", "median scheduling delay in s", MAX_DELAY_S, "limit")]
@@ -157,5 +161,5 @@ def plot_capacity(results, machine, file, slo_s):
         style.log_scale("x", axis)
         style.log_scale("y", axis)
         axis.set_title(f"{title} (dashed: {word} {limit:.3g} s)", loc="left")
-        axis.set_xlabel("load in requests/s (hollow: not met)")
+        axis.set_xlabel("load per second (hollow: not met)")
     return style.finish(figure, CAPACITY, file, machine)
