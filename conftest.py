@@ -1,5 +1,8 @@
 """What all tests share: one thread, and the models. The helpers are in tests/helpers.py."""
 
+import gc
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -15,6 +18,13 @@ NAMES = ["gpt2", "llama", "llama-grouped", "llama-multi-query"]
 def model(request):
     """Both families, with plain, grouped and shared KV heads, in float64."""
     return tiny_model(*request.param)
+
+
+@pytest.fixture(autouse=True)
+def no_collection_before_a_run(monkeypatch):
+    """run.serve looks for garbage first: half a second each time, in all that tests have made."""
+    its = SimpleNamespace(collect=lambda: 0, freeze=gc.freeze, unfreeze=gc.unfreeze)
+    monkeypatch.setattr("experiments.run.gc", its)
 
 
 def pytest_collection_modifyitems(items):
