@@ -199,13 +199,15 @@ def describe_machine(model, args, rows):
 
 
 def schedule_us(running=128, waiting=1000):
-    """Microseconds of one `schedule()` with so many requests: the slowest policy's median."""
+    """Microseconds of one `schedule()` of so many who share pages: the slowest policy's median."""
     medians, sizes = [], dict(chunk=512, max_batch=running, max_len=2048)
     for policy in POLICIES:
-        scheduler = make_scheduler(policy, Pages(running, 2048), **sizes)
+        pages = Pages(32 * running, 64, prefix_caching=True)
+        scheduler = make_scheduler(policy, pages, **sizes)
         for i in range(running + waiting):
             scheduler.add(Request(i, [0] * 1000, 1000, 100))
         while request := scheduler.admit():
+            pages.keep(request.pages, request.names)
             request.tokens.append(0)
             request.num_computed = 1000  # it decodes
         times = timeit.repeat(scheduler.schedule, number=1, repeat=200)
