@@ -99,7 +99,7 @@ class Pages:
         self.num_free, self._readers = pages, [0] * pages  # reference counts: block tables it is in
         self._taken = bytearray(pages)  # 1 for pages that are read or have a name
         self._named, self._name_of = {}, {}  # name -> page, page -> its name, or one it had
-        self._evictable = OrderedDict()  # free pages with a name, the least recently used first
+        self._evictable = OrderedDict()  # those free with a name, the least recently used first
 
     @property
     def owned(self):
@@ -136,7 +136,7 @@ class Pages:
 
     def free(self, pages):
         """Give the pages of a block table back. Raises RuntimeError if one of them is in none."""
-        for page in reversed(pages):  # who finds a page has found those before
+        for page in reversed(pages):  # the last is evicted first: who finds it needs all before
             if not self._readers[page]:
                 raise RuntimeError(f"page {page} was freed but is not owned")
             self._readers[page] -= 1
@@ -160,7 +160,7 @@ class Pages:
             names.append(sha256(b"".join([*names[-1:], page])).digest())
 
     def keep(self, pages, names):
-        """Let these pages, which are full, be found by their names, if no others are."""
+        """Let these pages, which are full, be found by these names, if no others are found so."""
         for page, name in zip(pages, names):
             self._name_of[page] = name  # first: an interrupt must not leave a name that stays
             self._named.setdefault(name, page)

@@ -223,13 +223,17 @@ class Scheduler:
 
     def pages_for(self, request):
         """What it is given if it is admitted: the pages that hold its first tokens already, and how
-        many more. One token is left to compute, for its logits; two of who has generated some: with
-        one it would be a decode, and the batch has all decodes before anybody is admitted."""
+        many more. One token is left to compute, for its logits; two, if it was preempted while it
+        generated: with one it would be a decode, and this batch has its decodes already."""
         left = 1 if len(request.tokens) == request.prompt_len else 2
         most = (len(request.tokens) - left) // self.pages.page_size
         found = self.pages.find(request.names[:most])
         tokens = self.max_len if self.reserves_max_len else len(request.tokens)
         return found, self.pages.needed(tokens) - len(found)
+
+    def found(self):
+        """How many tokens of the head of the line need not be computed."""
+        return len(self.pages_for(self.waiting[0])[0]) * self.pages.page_size if self.waiting else 0
 
     def room_for(self, request):
         """Whether there is a place and memory for it."""
@@ -315,7 +319,8 @@ class VLLM(Scheduler):
 
     def schedule(self):
         batch, line = Batch(self.max_len), self.waiting  # §5.1: max_len tokens in whole prompts
-        while line and len(line[0].tokens) <= batch.left and (request := self.admit()):
+        most = lambda: batch.left + self.found()  # tokens of a prompt that fits
+        while line and len(line[0].tokens) <= most() and (request := self.admit()):
             batch.add(request)
         if not batch:
             batch.add_decodes(self.decoding())

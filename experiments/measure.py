@@ -124,7 +124,7 @@ def fastest_cpu_dtype():
     """bfloat16 if this CPU multiplies it faster than float32, else float32. Takes milliseconds."""
     dtypes, shapes = (torch.bfloat16, torch.float32), ((128, 1024), (1024, 1024))
     products = {d: partial(F.linear, *(torch.ones(s, dtype=d) for s in shapes)) for d in dtypes}
-    timings = interleaved(products, torch.device("cpu"), repeats=5)
+    timings = interleaved(products, torch.device("cpu"), repeats=25)  # somebody may disturb some
     return min(dtypes, key=lambda dtype: timings[dtype].ms)
 
 

@@ -24,7 +24,7 @@ def check_options(parser, args):
     """Exit with a message if options make no sense beside --url, before defaults are filled in."""
     for option, default in vars(parser.parse_args(["--url", args.url])).items():
         if option not in GOES.split() and getattr(args, option) != default:
-            parser.error(f"--{option.replace('_', '-')}: goes not with --url")
+            parser.error(f"--{option.replace('_', '-')}: does not go with --url")
     if isinstance(args.slo, str) or not (args.qps or args.trace):
         parser.error("--url: needs --qps, and --slo in seconds")
 

@@ -126,8 +126,8 @@ def check(parser, args):
     if prefix > longest - 2:
         parser.error(f"--shared-prefix {prefix}: must leave 2 of --max-len {longest} tokens")
     if long and (long >= (left := longest - prefix) or args.turns > 1):
-        less = "--max-len less --shared-prefix, and without --turns"
-        parser.error(f"--long-prompt {long}: must be below {left}, {less}")
+        less = f"below {left}, --max-len less --shared-prefix, and not with --turns"
+        parser.error(f"--long-prompt {long}: must be {less}")
     if args.trace and (args.lengths != "sharegpt4" or long or prefix):
         parser.error("--trace: has its own lengths, no --lengths, --long-prompt, --shared-prefix")
     if args.trace_scale != 1 and not args.trace:
@@ -299,10 +299,9 @@ def main(args, make_machine=RealMachine):
     if serving and not own_rate:
         args.qps = args.qps or start
         arrivals = arrivals_at(args.qps)
-    slo_busy = args.slo in SLOS and machine.machine.get("base_busy", False)
     report = {"command": args.command, "machine": machine.machine, "load": load, "slo_s": slo_s}
-    report |= {"base": base and base._asdict(), "slo_busy": slo_busy}
-    report["unit"] = "requests/s" if args.turns == 1 else "chats/s"
+    report["slo_busy"] = args.slo in SLOS and machine.machine.get("base_busy", False)
+    report |= {"base": base and base._asdict(), "unit": ("requests/s", "chats/s")[args.turns > 1]}
     print_heading(machine, args, report, arrivals)
     sides = getattr(machine, "sides", {"": machine})  # a simulation of this machine has two
     configs = plan(slo_s) if base else {args.url: config}

@@ -59,7 +59,7 @@ class Matmul(SDPA):
         width = max(map(len, tables))  # to which all scores are filled up
         if len(asked) < min(PAGE_BLOCK, self.cache.pages / 2):
             return None
-        if width * len(tables) > 4 * sum(map(len, tables)):
+        if width * len(tables) > 8 * sum(map(len, tables)):
             return None
         groups, *numbers = arrange(tables, self.cache.pages)
         asks, whose, where = map(torch.tensor, numbers)
@@ -120,8 +120,8 @@ class Matmul(SDPA):
         return torch.bmm(scores.softmax(-1), v)
 
 
-def arrange(tables, cached):
-    """How decodes with these block tables ask the pages of a cache of `cached` pages: each page is
+def arrange(tables, all_pages):
+    """How decodes with these block tables ask the pages of a cache of `all_pages`: each page is
     read once for all who share it, each of whom has a *place* in its product. Returns
 
     groups         [(pages, places of each)], for pages with about as many readers
@@ -133,8 +133,8 @@ def arrange(tables, cached):
         groups[1 << (count - 1).bit_length()].append(page)  # a power of 2: few shapes
     place, total = {}, 0  # page -> its next free place
     for places, pages in sorted(groups.items()):
-        if places == 1 and cached <= 2 * len(pages):
-            pages = groups[places] = range(cached)  # most are asked: no copy is made
+        if places == 1 and all_pages <= 2 * len(pages):
+            pages = groups[places] = range(all_pages)  # most are asked: no copy is made
         else:
             pages += pages[-1:] * (-len(pages) % PAGE_BLOCK)
         place |= {page: total + i * places for i, page in enumerate(pages)}

@@ -16,7 +16,7 @@ class Dynamic(SarathiServe):
         super().__init__(*args, **options)
         self.tbt_slo = None if tbt_slo is None else check_positive("tbt_slo", tbt_slo)
         self.tile, self.iteration_time = check_whole("tile", tile, least=1), IterationTime(profile)
-        self.past = math.inf  # what was computed before a prefill that the budget allows, at most
+        self.past = math.inf  # the budget is for prefills that start behind at most so many tokens
 
     def observe(self, batch, seconds):
         self.iteration_time.observe(BatchShape.of(batch), seconds)
@@ -28,7 +28,7 @@ class Dynamic(SarathiServe):
 
     def budget_within(self, tbt_slo, decodes, prefills):
         """The decodes and the prefill that fits beside them: that of the slowest of `prefills`, or
-        if there are none of who comes next. Where nobody can be stalled, max_len."""
+        if there are none of the head of the line. Where nobody can be stalled, max_len."""
         self.past = math.inf
         if not decodes:
             return self.max_len
@@ -37,10 +37,6 @@ class Dynamic(SarathiServe):
         shape, fits = BatchShape.of_decodes(decodes), self.iteration_time.prefill_that_fits
         return len(decodes) + fits(left_s, shape, self.past, self.max_len, self.tile)
 
-    def found(self):
-        """How many tokens of who comes next need not be computed."""
-        return len(self.pages_for(self.waiting[0])[0]) * self.pages.page_size if self.waiting else 0
-
     def admit(self):
-        """As in Scheduler, but who begins behind more tokens than the budget is for must wait."""
+        """As in Scheduler, but who would start behind more tokens than `past` waits."""
         return super().admit() if self.found() <= self.past else None

@@ -110,10 +110,9 @@ class Answer(StreamingResponse):
     def usage(self):
         """How many tokens there were, and how many of the prompt were found in the cache."""
         its, prompt, output = self.request, len(self.prompt), self.count
-        cached = 0 if its.preemptions else its.cached  # else it may have found its own
+        details = {"cached_tokens": 0 if its.preemptions else its.cached}  # or maybe its own, too
         counts = {"prompt_tokens": prompt, "completion_tokens": output}
-        counts["prompt_tokens_details"] = {"cached_tokens": cached}
-        return counts | {"total_tokens": prompt + output}
+        return counts | {"total_tokens": prompt + output, "prompt_tokens_details": details}
 
 
 class Metrics:

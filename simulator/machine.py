@@ -49,7 +49,7 @@ def check_options(parser, args):
     here = args.simulate in (None, THIS)
     for option in SIMULATED if here else REAL:
         if getattr(args, option) != parser.get_default(option):
-            goes = f"goes {'only' if here else 'not'} with --simulate DEVICE"
+            goes = f"{'goes only' if here else 'does not go'} with --simulate DEVICE"
             parser.error(f"--{option.replace('_', '-')}: {goes}")
     if here:
         return

@@ -112,8 +112,9 @@ def main(args):
         if tables:  # what there is, also if this was interrupted
             errors = [error for table in tables for error in table.errors]
             near, nearer = (sum(error <= limit for error in errors) for limit in (0.25, 0.1))
-            print(f"Of {len(errors)} published numbers {nearer} came out within 10%, {near} within")
-            print('25%; why others did not is in simulator/README.md, "Where it is off".')
+            if errors:
+                print(f"Of {len(errors)} published numbers {nearer} came out within 10%, {near}")
+                print('within 25%; why others do not is in simulator/README.md, "Where it is off".')
             write_json(args, {"tables": [table.json() for table in tables]})
             wrote(args.json)
     if args.plot:

@@ -354,6 +354,15 @@ class Line:
         return steps
 
 
+def test_vllm_counts_what_is_to_be_computed_of_whole_prompts():
+    line = Line("vllm")  # of at most 64 tokens in a batch of prompts
+    line.add(range(60), 1)
+    line.run()
+    for _ in range(4):
+        line.add(range(60), 1)
+    assert line.step() == {n: (56, 4) for n in range(1, 5)}
+
+
 def test_what_others_read_takes_no_memory_again():
     line = Line("sarathi-serve", pages=17)
     line.add(range(60), 4)  # 15 pages, and one to grow into

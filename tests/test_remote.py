@@ -181,7 +181,7 @@ SENSELESS = {
 BESIDE = "simulate=this policies=vllm chunk=9 page-size=8 max-waiting=3 device=cuda dtype=float32 "
 BESIDE += "html=x plot=x.png tp=2 init-from=x turns=2 prefix-caching=on"
 SENSELESS |= {
-    f"--qps 2 --slo 1 --{option}": f"--{option.partition('=')[0]}: goes not with --url"
+    f"--qps 2 --slo 1 --{option}": f"--{option.partition('=')[0]}: does not go with --url"
     for option in BESIDE.split()
 }
 

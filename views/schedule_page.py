@@ -105,7 +105,7 @@ def progress(request):
 
 def why_head_waits(scheduler, batch):
     """Why the head of the line is not in the batch, as facts: None if nobody waits, or ["batch",
-    how many run], ["pages", needed, free], ["budget", left, tokens of the prompt], ["policy"]."""
+    how many run], ["pages", needed, free], ["budget", left, tokens to compute], ["policy"]."""
     if not scheduler.waiting:
         return None
     head, pages = scheduler.waiting[0], scheduler.pages
@@ -114,8 +114,9 @@ def why_head_waits(scheduler, batch):
     if not scheduler.room_for(head):
         found, more = scheduler.pages_for(head)  # what was found may be among the free
         return ["pages", more + pages.count_free(found), pages.num_free]
-    least, left = 1 if scheduler.cuts_prompts else len(head.tokens), batch.left
-    return ["policy"] if left >= least else ["budget", max(0, int(left)), len(head.tokens)]
+    whole, left = len(head.tokens) - scheduler.found(), batch.left
+    least = 1 if scheduler.cuts_prompts else whole
+    return ["policy"] if left >= least else ["budget", max(0, int(left)), whole]
 
 
 def page(title, machine="", runs=(), *, live=None, slo_s=None, choices=None):

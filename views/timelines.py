@@ -131,7 +131,7 @@ def plot_serving(runs, machine, file, slo_s):
     if gaps := [(b - a, a, b) for its in times for a, b in pairwise(its) if b > a]:
         seconds, start, end = max(gaps)  # and as much on both sides
         axes[0].set_xlim(max(0.0, start - seconds), min(end + seconds, axes[0].get_xlim()[1]))
-    axes[-1].set_xlabel("time in s")
+    axes[-1].set_xlabel("time in s, around the longest gap between tokens")
     return style.finish(figure, "Online serving", file, machine)
 
 
