@@ -168,19 +168,23 @@ def test_serving_draws_the_latencies_of_each_run(tmp_path):
     assert tbt.lines[-1].get_xdata() == [0.5, 0.5] and tbt.get_xlim()[0] < 0.5  # the SLO, in view
     assert tbt.get_title() == "dashed: SLO 0.5 s" and figure.get_suptitle().endswith(LINE)
     lanes = [axis for axis in figure.axes if axis.get_ylabel() == "request"]
-    assert [axis.get_xlim() for axis in lanes] == [(0, near(1.02 * 8))] * 2  # the same time of both
+    assert [axis.get_xlim() for axis in lanes] == [
+        (0, near(2 + 2 * 5))
+    ] * 2  # the same time of both
     assert {"vllm", "orca"} < {axis.get_title(loc="left") for axis in figure.axes}
     assert is_png(tmp_path / "s.png")
 
 
 def test_serving_shows_the_time_around_the_longest_gap_of_all(tmp_path):
     longest = [a_completion(0, 4, 0.0, "length", 0.5, [20.0, 21.0, 23.5, 24.0])]
-    for first, window in (([1.0, 1.5, 2.0, 100.0], (0, 102)), ([1.0, 2.0], (18.5, 24.48))):
+    both = ([1.0, 1.5, 2.0, 100.0], (0, 198), [["0"], ["0"]])
+    for first, window, ids in both, ([1.0, 2.0], (18.5, 26.0), [[], ["0"]]):
         long = [a_completion(0, 4, 0.0, "length", 0.5, first)]
         runs = {"vllm": (long, []), "orca": (longest, [])}
         figure = plot_serving(runs, MACHINE, tmp_path / "s.svg", 3.0)
         lanes = [axis for axis in figure.axes if axis.get_ylabel() == "request"]
         assert [axis.get_xlim() for axis in lanes] == [(near(window[0]), near(window[1]))] * 2
+        assert [[its.get_text() for its in axis.get_yticklabels()] for axis in lanes] == ids
 
 
 def test_serving_colours_gaps_by_their_length_and_puts_chunks_above_them(tmp_path):

@@ -61,10 +61,10 @@ def lane_bars(completions, iterations):
     return bars + chunks
 
 
-def draw_runs(figure, axes, lanes, runs, anchor_s, anchor, more):
-    """Draw the requests of each run in one of `lanes`, some of the `axes`, from 0 to the last end;
-    above `axes` what their colours mean, and those of `more`, {text: colour}. Gaps are red above
-    `anchor_s` seconds, that is `anchor`, and green from a tenth down."""
+def draw_runs(figure, axes, lanes, runs, anchor_s, anchor, more, window=None):
+    """Draw the requests of each run in one of `lanes`, some of the `axes`, in a window of seconds,
+    or all; above `axes` what their colours mean, and those of `more`, {text: colour}. Gaps are red
+    above `anchor_s` seconds, that is `anchor`, and green from a tenth down."""
     bars, colors = [lane_bars(*run) for run in runs.values()], style.policy_colors(runs)
     norm = LogNorm(anchor_s / 10, anchor_s)
     look = {"location": "top", "extend": "max", "shrink": 0.55, "anchor": (1, 0), "aspect": 32}
@@ -75,24 +75,26 @@ def draw_runs(figure, axes, lanes, runs, anchor_s, anchor, more):
     bar.set_label(f"time between tokens in s; red: more than {anchor}")
     handles = [Patch(color=color, label=text) for text, color in (SIGNS | more).items()]
     bar.ax.legend(handles=handles, loc="center right", bbox_to_anchor=(-0.03, 1.5))
-    axes[0].set_xlim(0, 1.02 * max((end for its in bars for _, _, end, _ in its), default=1))
+    axes[0].set_xlim(window or (0, 1.02 * max((b[2] for its in bars for b in its), default=1)))
     for name, axis, its in zip(runs, lanes, bars):
         draw_lanes(axis, its, norm)
         axis.set_title(name, **style.BOLD, color=colors[name])
 
 
 def draw_lanes(axis, bars, norm):
-    """Draw a lane for each request that does more than wait, the first on top, and say how long
-    the longest gap of all `bars` is."""
-    ids = sorted({request_id for request_id, *_, kind in bars if kind != "waiting"})
+    """Draw a lane for each request that does more than wait while `axis` shows it, the first on
+    top, and say how long the longest gap of all `bars` is."""
+    left, right = axis.get_xlim()
+    seen = [bar for bar in bars if bar[1] < right and bar[2] > left]
+    ids = sorted({request_id for request_id, *_, kind in seen if kind != "waiting"})
     lane, few = {request_id: number for number, request_id in enumerate(ids)}, len(ids) <= 40
     half = 0.42 if few else 0.5  # room for white between lanes, and between bars that are wide
     corners, colors, edges = [], [], []
-    for request_id, start, end, kind in (bar for bar in bars if bar[0] in lane):
+    for request_id, start, end, kind in (bar for bar in seen if bar[0] in lane):
         low, high = lane[request_id] - half, lane[request_id] + half
         corners.append([(start, low), (end, low), (end, high), (start, high)])
         colors.append(SIGNS.get(kind) or GAPS(norm(max(end - start, norm.vmin))))
-        edges.append(0.3 * (few and end - start > axis.get_xlim()[1] / 200))
+        edges.append(0.3 * (few and end - start > (right - left) / 200))
     look = {"edgecolors": "white", "linewidths": edges, "antialiased": few}
     axis.add_collection(PolyCollection(corners, facecolors=colors, **look))
     every = 1 + len(ids) // 5
@@ -103,9 +105,8 @@ def draw_lanes(axis, bars, norm):
 
 
 def plot_serving(runs, machine, file, slo_s):
-    """Draw runs of one load, {name: (completions, iterations)}, and write the picture to `file`. At
-    the top the latencies, with dots at P50 and P99. Below a lane for each request, around
-    the longest gap of all. `slo_s` is the SLO of TBT in seconds. Needs a run."""
+    """Draw {name: (completions, iterations)} of one load, at least one, and write the picture to
+    `file`: latencies, with dots at P50 and P99, and lanes around the longest gap between tokens."""
     colors, count = style.policy_colors(runs), len(runs)
     figure = style.new_figure(4.3 + 1.65 * count)
     top, bottom = figure.subfigures(2, 1, height_ratios=[2.9, 1.4 + 1.65 * count])
@@ -126,11 +127,10 @@ def plot_serving(runs, machine, file, slo_s):
     panels[0].set_yticks([], minor=True)
     top.legend(*panels[0].get_legend_handles_labels(), ncols=min(5, count), **style.BELOW)
     axes = bottom.subplots(count, 1, squeeze=False, sharex=True)[:, 0]
-    draw_runs(bottom, axes, axes, runs, slo_s, "the SLO", {})
-    times = [c.token_times for completions, _ in runs.values() for c in completions]
-    if gaps := [(b - a, a, b) for its in times for a, b in pairwise(its) if b > a]:
-        seconds, start, end = max(gaps)  # and as much on both sides
-        axes[0].set_xlim(max(0.0, start - seconds), min(end + seconds, axes[0].get_xlim()[1]))
+    gaps = [gap for run in runs.values() for c in run[0] for gap in pairwise(c.token_times)]
+    start, end = max(gaps, key=lambda gap: gap[1] - gap[0], default=(0.0, 0.0))
+    window = (max(0.0, 2 * start - end), 2 * end - start) if end > start else None
+    draw_runs(bottom, axes, axes, runs, slo_s, "the SLO", {}, window)
     axes[-1].set_xlabel("time in s, around the longest gap between tokens")
     return style.finish(figure, "Online serving", file, machine)
 
