@@ -236,18 +236,18 @@ class Scheduler:
         return len(self.pages_for(self.waiting[0])[0]) * self.pages.page_size if self.waiting else 0
 
     def room_for(self, request):
-        """Whether there is a place and memory for it."""
+        """What `pages_for` says if there is a place and memory for it, else None."""
         if len(self.running) >= self.max_batch:
-            return False
+            return None
         found, more = self.pages_for(request)
         free = self.pages.num_free - (self.watermark if self.running else 0)
-        return more + self.pages.count_free(found) <= free
+        return (found, more) if more + self.pages.count_free(found) <= free else None
 
     def admit(self):
         """Give the head of the line its pages and return it; None if there is none, or no room."""
-        if not self.waiting or not self.room_for(request := self.waiting[0]):
+        if not self.waiting or not (given := self.room_for(request := self.waiting[0])):
             return None
-        found, more = self.pages_for(request)
+        found, more = given
         self.pages.share(found)
         request.pages = found + self.pages.allocate(more)
         request.num_computed = len(found) * self.pages.page_size

@@ -152,10 +152,8 @@ def make_workload(args):
     count, prompt, (prefix, prefixes) = args.requests, args.long_prompt, args.shared_prefix
     longest, what, turns = args.max_len - prefix, "requests", ""
     if args.turns > 1:
-        what, turns = (
-            "chats",
-            f" of up to {args.turns} turns, {workload.THINK_S:g} s after each answer",
-        )
+        what = "chats"
+        turns = f" of up to {args.turns} turns, {workload.THINK_S:g} s after each answer"
     if args.trace:
         logged, left_out = workload.read_trace(args.trace, longest, args.trace_scale, count)
         name = f"{len(logged)} {what} of {args.trace}, lengths times {args.trace_scale:g} "

@@ -126,10 +126,12 @@ class VirtualRun:
     must keep.
     """
 
-    def __init__(self, policy, law, noise=0.0, seed=0, pages=4096, page_size=16, **options):
+    def __init__(
+        self, policy, law, noise=0.0, seed=0, pages=4096, page_size=16, shares=False, **options
+    ):
         self.now, self.law, self.noise, self.random = 0.0, law, noise, random.Random(seed)
         options = dict(chunk=256, max_batch=16, max_len=2048, clock=lambda: self.now) | options
-        self.scheduler = make_scheduler(policy, Pages(pages, page_size), **options)
+        self.scheduler = make_scheduler(policy, Pages(pages, page_size, shares), **options)
         self.token_times, self.scheduled, self.log = {}, defaultdict(list), []
 
     def add(self, request):

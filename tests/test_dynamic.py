@@ -182,19 +182,15 @@ def test_it_learns_without_an_slo_too():
 
 def test_a_prompt_that_is_found_has_its_past_counted():
     def first_chunk(prompt):
-        pages, now = Pages(4096, 16, prefix_caching=True), dict(clock=lambda: 0.0)
-        options = dict(chunk=256, max_batch=16, max_len=4096, tbt_slo=SLO, profile=PROFILE)
-        scheduler = make_scheduler("dynamic", pages, **options, **now)
+        run = VirtualRun("dynamic", cpu, shares=True, max_len=4096, tbt_slo=SLO, profile=PROFILE)
         prompts = [[1] * 3201, *([i] * 500 for i in range(2, 8)), prompt]
         for i, tokens in enumerate(prompts):
-            scheduler.add(Request(i, list(tokens), len(tokens), 1 if i == 0 else 100))
+            run.add(Request(i, list(tokens), len(tokens), 1 if i == 0 else 100))
             if i < 7:  # the first ends, and leaves its pages; six decode
-                batch = scheduler.next_batch()
-                scheduler.advance(batch, [0 if c.yields_token else None for c in batch], 0.0)
-                while scheduler.prefilling():
-                    batch = scheduler.next_batch()
-                    scheduler.advance(batch, [0 if c.yields_token else None for c in batch], 0.0)
-        return scheduler.next_batch()[-1]
+                run.step()
+                while run.scheduler.prefilling():
+                    run.step()
+        return run.scheduler.next_batch()[-1]
 
     alone, lengths = BatchShape(0, 6, 6 * 500), []
     for prompt, found in (([8] * 4000, 0), ([1] * 3200 + [8] * 700, 3200)):
@@ -211,9 +207,8 @@ def deep(shape):
     return seconds + 2e-8 * shape.prefill_pairs
 
 
-class Deep:
-    """A scheduler that knows `deep`, in whose cache the 16,000 tokens of LONG can be found; two
-    requests decode."""
+class Deep(VirtualRun):
+    """In whose cache the 16,000 tokens of LONG can be found, and in which two requests decode."""
 
     LONG = list(range(1000, 17_000))
 
@@ -222,32 +217,21 @@ class Deep:
         chunks = [(0, 64), (0, 1024), (4000, 512), (8000, 128), (16_000, 512)]
         shapes += [shape.with_chunk(*chunk) for shape in shapes for chunk in chunks]
         options = dict(profile=[(its, deep(its)) for its in shapes], tile=32, tbt_slo=tbt_slo)
-        self.now, sizes = 0.0, dict(chunk=512, max_batch=max_batch, max_len=20_000)
-        pages, clock = Pages(2200, 16, shares), lambda: self.now
-        self.scheduler = make_scheduler(policy, pages, clock=clock, **sizes, **options)
-        self.count = 0
-        self.add(self.LONG, 1)
-        while self.scheduler.requests:
-            self.step()
+        sizes = dict(chunk=512, max_batch=max_batch, max_len=20_000)
+        super().__init__(policy, deep, pages=2200, shares=shares, **sizes, **options)
+        self.come(self.LONG, 1)
+        while self.step():
+            pass
         for token in range(2):
-            self.add([token] * 10, 4000)
+            self.come([token] * 10, 4000)
         for _ in range(5):
             self.step()
 
-    def add(self, prompt, output_len):
-        request = Request(self.count, list(prompt), len(prompt), output_len, self.now)
-        self.count += 1
-        self.scheduler.add(request)
-        return request
-
-    def step(self):
-        """One iteration: (the longest chunk, its seconds)."""
-        batch = self.scheduler.next_batch()
-        seconds, chunks = deep(BatchShape.of(batch)), [chunk.length for chunk in batch]
-        self.scheduler.observe(batch, seconds)
-        self.now += seconds
-        self.scheduler.advance(batch, [9 if c.yields_token else None for c in batch], self.now)
-        return max(chunks), seconds
+    def come(self, prompt, output_len):
+        """A request that arrives now."""
+        its = Request(len(self.token_times), list(prompt), len(prompt), output_len, self.now)
+        self.add(its)
+        return its
 
 
 @pytest.mark.parametrize("policy", ["dynamic", "priority"])
@@ -256,9 +240,9 @@ def test_who_cannot_be_admitted_slows_nobody_down(policy):
     until_first_token = []
     for shares in (False, True):
         its = Deep(policy, 0.034, 3, shares)
-        prefills = its.add([77] * 6000, 5)
+        prefills = its.come([77] * 6000, 5)
         its.step()
-        its.add([*its.LONG, 5, 5], 1)  # there is no place for it
+        its.come([*its.LONG, 5, 5], 1)  # there is no place for it
         count = 0
         while not prefills.token_times and count < 500:
             its.step()
@@ -270,18 +254,18 @@ def test_who_cannot_be_admitted_slows_nobody_down(policy):
 @pytest.mark.parametrize("policy", ["dynamic", "priority"])
 def test_who_is_second_in_line_and_begins_far_behind_waits_for_a_budget_of_its_own(policy):
     its = Deep(policy, 0.06, 6)
-    its.add([55] * 8, 5)
-    second = its.add([*its.LONG, *[5] * 2000], 1)
-    lengths, seconds = zip(*[its.step() for _ in range(20)])
-    assert max(seconds) <= 0.06 and second.cached == 16_000
+    its.come([55] * 8, 5)
+    second = its.come([*its.LONG, *[5] * 2000], 1)
+    lengths = [max(chunk.length for chunk in its.step()) for _ in range(20)]
+    assert max(seconds for _, seconds, *_ in its.log[-20:]) <= 0.06 and second.cached == 16_000
     assert max(lengths[:2]) > 1 and second.num_computed > 16_000
 
 
 def test_nobody_waits_for_a_budget_once_nobody_who_decodes_has_a_target():
     its = Deep("priority", None, 6)
-    its.add([55] * 8, 3).tbt_slo = 0.5
+    its.come([55] * 8, 3).tbt_slo = 0.5
     for _ in range(5):
         its.step()
-    late = its.add([*its.LONG, 5, 5], 1)
+    late = its.come([*its.LONG, 5, 5], 1)
     its.step()
     assert late.finish_reason and late.cached == 16_000

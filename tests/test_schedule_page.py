@@ -47,9 +47,8 @@ def test_every_iteration_shows_what_really_was(browser, tmp_path, policy):
     assert (cached > 5000) == ("shared" in policy)
     for k, (of, line) in zip(order, shown):
         assert {i: its for i, *its in of} == truth.states[k]
-        if not LOADS[policy].get(
-            "pp"
-        ):  # a pipeline's line is seen when its batch is made, not later
+        # a pipeline's line is seen when its batch is made, not later
+        if "pp" not in LOADS[policy]:
             assert line == truth.waiting[k]
 
 
