@@ -13,8 +13,7 @@ and index tensors depend on the batch only, so they are not built again for each
     keys, values   (n_kv_head, slots, head_dim), one layer of the cache
 
 Grouped-query attention: `group = n_head // n_kv_head` consecutive query heads share one KV head.
-Read next: model.py, which calls the plan.
-"""
+Read next: model.py, which calls the plan."""
 
 import warnings
 

@@ -4,8 +4,7 @@
 
 prints SARATHI's Table 2, what each policy makes of one load, and what to conclude; --help names the
 other commands. A command is a module with `add_options(parser)`, `main(args)` and maybe
-`check(parser, args)`. Read first: engine.py. Read next: experiments/offline.py.
-"""
+`check(parser, args)`. Read first: engine.py. Read next: experiments/offline.py."""
 
 import sys
 from importlib import import_module
@@ -14,15 +13,14 @@ from experiments.console import run
 
 COMMANDS = {  # name -> (its module, what it does)
     "offline": ("experiments.offline", "what a decode costs, and all policies end to end"),
-    "serve": ("experiments.serving", "requests arrive while others run: latencies of all policies"),
-    "capacity": ("experiments.serving", "the highest rate at which each policy meets an SLO"),
-    "play": ("simulator.play", "your policy against all others on three simulated loads"),
+    "serve": ("simulator.machine", "requests arrive while others run: latencies of all policies"),
+    "capacity": ("simulator.machine", "the highest rate at which each policy meets an SLO"),
     "explore": ("simulator.explore", "a page with sliders: what policies do with a load, and why"),
     "budget": ("experiments.budget", "the largest token budget that meets an SLO"),
+    "pipeline": ("simulator.pipeline", "what bubbles cost, in stages that are processes here"),
     "simulate": ("simulator.report", "the papers' experiments on many GPUs, from a cost model"),
 }
 FIRST = "each has a --help; without one, bench.py --chunk 256 is bench.py offline --chunk 256"
-SERVING = ("serve", "capacity")  # on this machine, or on another, simulated or not
 
 
 def parse_args(argv):
@@ -37,27 +35,16 @@ def parse_args(argv):
     how = dict(title="commands", description=FIRST)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", **how)
     for name, (_, what) in COMMANDS.items():
-        commands.add_parser(name, help=what, description=what)
+        commands.add_parser(name, help=what, description=what).set_defaults(command=name)
     if argv[0] not in COMMANDS:
         parser.parse_args(argv)  # which ends here, after its help or an error
     module, command = import_module(COMMANDS[argv[0]][0]), commands.choices[argv[0]]
-    if argv[0] in SERVING:
-        from experiments import remote
-        from simulator import machine
-
-        module.add_options(command, argv[0])
-        machine.add_options(command)
-    else:
-        module.add_options(command)
+    module.add_options(command)
     args = parser.parse_args(argv)
-    if getattr(args, "url", None) is not None:
-        remote.check_options(command, args)
-    elsewhere = argv[0] in SERVING and args.simulate not in (None, machine.THIS)
+    elsewhere = getattr(args, "simulate", None) not in (None, "this")
     for option, both in command.by_device.items():
         on_gpu = elsewhere or args.device.startswith("cuda")
         setattr(args, option, getattr(args, option) or both[on_gpu])
-    if argv[0] in SERVING:
-        machine.check_options(command, args)
     if hasattr(module, "check"):
         module.check(command, args)
     return module, args
@@ -66,14 +53,7 @@ def parse_args(argv):
 def main(argv=None):
     """The command line, whose words are `argv`."""
     module, args = parse_args(sys.argv[1:] if argv is None else argv)
-    if args.command not in SERVING:
-        return module.main(args)
-    from experiments.remote import RemoteMachine
-    from simulator.machine import THIS, FittedMachine, SimulatedMachine
-
-    real = module.RealMachine if args.url is None else RemoteMachine
-    machines = {None: real, THIS: lambda *given: FittedMachine(real(*given), args)}
-    module.main(args, machines.get(args.simulate, lambda *_: SimulatedMachine(args)))
+    module.main(args)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,12 @@
 
 A step is atomic: until the sampled tokens are there no request has advanced, and if anything raises
 before that (out of memory, Ctrl-C), the batch is kept and the next `step()` computes it again. An
-interrupt anywhere else is mended by whoever comes next, see Scheduler.mend.
-"""
+interrupt anywhere else is mended by whoever comes next, see Scheduler.mend."""
 
 import operator
 import sys
 import time
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,7 +20,6 @@ from tqdm import tqdm
 
 from attention import check_backend, make_attention
 from checks import check_number, check_whole, shown
-from kernels.graphs import DecodeGraphs, wants_graphs
 from kernels.packed import pack
 from kv_cache import KVCache, Pages, Span, kv_bytes_per_token
 from model import FlatBatch
@@ -135,25 +132,18 @@ class Runner:
     def __init__(self, model, pages, page_size, max_len=None, attention="auto"):
         check_backend(attention, model.device)
         page_bytes = page_size * kv_bytes_per_token(model.config, model.dtype)
-        total = pages + wants_graphs(model)  # they need a page that nobody owns
-        check_memory(f"pages={pages}, page_size={page_size}", total * page_bytes, model.device)
-        self.cache = KVCache(model.config, total, page_size, model.device, model.dtype, max_len)
+        check_memory(f"pages={pages}, page_size={page_size}", pages * page_bytes, model.device)
+        self.cache = KVCache(model.config, pages, page_size, model.device, model.dtype, max_len)
         self.attention = make_attention(model.config, self.cache, attention)
         self.model = pack(model)
-        self.graphs = DecodeGraphs(model, self.cache, self.attention) if total > pages else None
 
     def flatten(self, spans):
         """The model.FlatBatch of these Spans, on the device."""
         return FlatBatch.build(spans, self.attention)
 
-    def prepare(self, spans):
-        """All that comes before the forward pass: a function that launches it, for its logits."""
-        launch = self.graphs and self.graphs.prepare(spans)
-        return launch or partial(self.model, self.flatten(spans), self.cache)
-
     def greedy(self, spans):
         """The likeliest token of each span that wants one, a list. Waits for a GPU."""
-        logits = self.prepare(spans)()
+        logits = self.model(self.flatten(spans), self.cache)
         return logits.argmax(dim=-1).tolist() if len(logits) else self.fetch(logits, [], [])
 
     def fetch(self, logits, params, positions):
@@ -178,12 +168,15 @@ class Engine:
     Raises ValueError: before anything is allocated, but for what only the attention backend (a
     page size) or chunk="auto" (an SLO that nothing meets) can tell."""
 
+    make_runner = Runner
+    schedulers = property(lambda self: [self.scheduler])  # of each micro-batch, in a pipeline
+
     def __init__(self, model, config=None, *, tokenizer=None, clock=time.perf_counter, **settings):
         config = EngineConfig.make(config, **settings).for_model(model)
         memory, auto = (config.pages, config.page_size), config.chunk == "auto"
         pages = Pages(*memory, config.prefix_caching)
         self.scheduler = config.scheduler(pages, clock, **{"chunk": 1} if auto else {})
-        self.runner = Runner(model, *memory, config.max_len, config.attention)
+        self.runner = self.make_runner(model, *memory, config.max_len, config.attention)
         if auto:
             config = auto_budget(self.runner, config)
             self.scheduler = config.scheduler(pages, clock)
@@ -194,15 +187,19 @@ class Engine:
     def warm_up(self):
         """Let nothing happen for the first time later on: page faults, kernels of a batch size."""
         config, longest = self.config, self.config.max_len - 1
-        self.scheduler.torn = True  # what the cache holds is lost
+        self.start_over()  # what the cache holds is lost
         self.runner.cache.data.zero_()
-        if self.runner.graphs:
-            self.runner.graphs.warm_up(config.max_batch)
         self.generate([[0] * max(1, longest - 1)], SamplingParams(min(2, longest)), progress=False)
         sizes = range(min(config.max_batch, config.max_waiting or config.max_batch))
         params = [SamplingParams(min(n + 2, longest)) for n in sizes]
         self.generate([[0] for _ in sizes], params, progress=False)
-        self._next_id, self.scheduler.torn = 0, True  # none of this is found later
+        self._next_id = 0
+        self.start_over()  # none of this is found later
+
+    def start_over(self):
+        """Let all requests wait and be computed again, in a cache where nothing is found."""
+        self._computed, self.scheduler.torn = None, True
+        self.scheduler.mend()
 
     @property
     def has_work(self):
@@ -269,11 +266,11 @@ class Engine:
 
     def drop(self, requests):
         """End requests without asking the policy, which may have failed; others begin anew."""
-        self._computed, self.scheduler.torn = None, True
+        self.scheduler.torn = True
         for request in requests:
             request.finish_reason = "abort"
             self.scheduler.requests.pop(request.id, None)
-        self.scheduler.mend()
+        self.start_over()
 
     def step(self):
         """Run one iteration and return an Event for each new token; [] if there is nothing to do.
@@ -290,19 +287,27 @@ class Engine:
 
     def _compute(self, batch, start):
         """The batch, (token, logprob) of each chunk, None where it yields none; the Iteration."""
-        s, runner = self.scheduler, self.runner
-        state = len(s.waiting), len(s.running), s.pages.num_free, batch.budget, batch.preempted
+        runner, state, (spans, *drawn) = self.runner, self._state(batch), self._inputs(batch)
+        flat, launch = runner.flatten(spans), self.clock()
+        sampled = iter(runner.fetch(runner.model(flat, runner.cache), *drawn))
+        sampled = [next(sampled) if span.wants_logits else None for span in spans]
+        return batch, sampled, Iteration(start, self.clock(), batch.record(), launch, *state)
+
+    def _state(self, batch):
+        """What an Iteration says of the moment when its batch had been decided."""
+        running = sum(len(its.running) for its in self.schedulers)
+        free_pages = sum(its.pages.num_free for its in self.schedulers)
+        return len(self.scheduler.waiting), running, free_pages, batch.budget, batch.preempted
+
+    def _inputs(self, batch):
+        """The Spans of a batch, and of each that yields a token the SamplingParams and which output
+        token it is: what a Runner computes and fetches."""
         spans = [
             Span(r.pages, start, r.tokens[start : start + length], start + length == len(r.tokens))
             for r, start, length in batch
         ]
-        forward, launch = runner.prepare(spans), self.clock()
-        logits = forward()
         requests = [chunk.request for chunk in batch if chunk.yields_token]
-        output_index = [len(r.tokens) - r.prompt_len for r in requests]
-        drawn = iter(runner.fetch(logits, [r.params for r in requests], output_index))
-        sampled = [next(drawn) if span.wants_logits else None for span in spans]
-        return batch, sampled, Iteration(start, self.clock(), batch.record(), launch, *state)
+        return spans, [r.params for r in requests], [len(r.tokens) - r.prompt_len for r in requests]
 
     def _advance(self, batch, sampled, iteration):
         """Move the requests on. Doing it twice is as good as once, see Scheduler.advance."""
@@ -352,9 +357,9 @@ class Engine:
                     done |= {completion.request_id: completion for completion in ended}
                     bar.update(len(ended))
         except BaseException:  # wherever it came from, nothing of this stays behind
-            self._computed, self.scheduler.torn = None, True
+            self.scheduler.torn = True
             self.scheduler.requests.clear()
-            self.scheduler.mend()
+            self.start_over()
             self._next_id = next_id
             raise
         return [done[request_id] for request_id in ids]

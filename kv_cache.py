@@ -8,8 +8,7 @@ pages, its *block table* (PagedAttention, Kwon et al. 2023, §4): token t lies i
 of the one long row of slots that the cache is. Pages of max_len are SARATHI's layout, one for each
 request (§4.5: "we pre-allocate the KV cache as per the maximum sequence length"); small ones are
 taken as a request grows, and requests that begin alike can share them. `Pages` says who owns what
-and knows no tensors: a scheduler runs without. Read next: attention.py, which reads all this.
-"""
+and knows no tensors: a scheduler runs without. Read next: attention.py, which reads all this."""
 
 import re
 from array import array

@@ -11,8 +11,7 @@ ride with it. This is SARATHI's fused linear path (§4.3.1, "we fuse all the lin
 letting the attention computations for the prefill and decodes happen separately"). The linear
 layers are called as in SARATHI's Table 1: preproj, postproj, ffn_ln1, ffn_ln2.
 
-Read first: kv_cache.py and attention.py. Read next: sampling.py and engine.py.
-"""
+Read first: kv_cache.py and attention.py. Read next: sampling.py and engine.py."""
 
 import math
 from dataclasses import dataclass, replace
@@ -181,14 +180,18 @@ class Block(nn.Module):
 
     def finish(self, x, y):
         """The rest of the layer: x (num_tokens, n_embd), y (num_tokens, n_head, head_dim) -> x."""
-        x = self.postproj(y.flatten(1)).add_(x)
+        x = self.sum_up(self.postproj(y.flatten(1))).add_(x)
         h = self.ffn_ln1(self.ffn_norm(x))
         if self.config.family == "gpt2":
             h = F.gelu(h, approximate="tanh")
         else:
             gate, up = h.chunk(2, dim=-1)
             h = F.silu(gate).mul_(up)
-        return self.ffn_ln2(h).add_(x)
+        return self.sum_up(self.ffn_ln2(h)).add_(x)
+
+    def sum_up(self, x):
+        """x itself: all of the layer is here. See parallel/shard.py for where it is not."""
+        return x
 
 
 def _norm(config, **factory):
@@ -212,8 +215,21 @@ def _by_rows(function, *tensors):
     return torch.cat(parts)
 
 
+def init_weight(name, p, n_layer, generator):
+    """Fill the parameter of that name by GPT-2's rule: normal(0, 0.02), scaled down where a layer
+    adds to the residual stream."""
+    if p.ndim == 1:
+        p.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+    else:
+        residual = name.endswith(("postproj.weight", "ffn_ln2.weight"))
+        std = 0.02 / math.sqrt(2 * n_layer) if residual else 0.02
+        p.normal_(0, std, generator=generator)
+
+
 class GPT(nn.Module):
     """A GPT-2 or LLaMA that computes hybrid batches."""
+
+    stages = 1  # so many times the layers that are here make up the model, see parallel/shard.py
 
     def __init__(self, config, device="cpu", dtype=torch.float32, seed=0):
         """A model with random weights, or with memory that is not filled if `seed` is None.
@@ -234,14 +250,8 @@ class GPT(nn.Module):
             self._init_weights(torch.Generator(device).manual_seed(seed))
 
     def _init_weights(self, generator):
-        # GPT-2's rule: normal(0, 0.02), scaled down where a layer adds to the residual stream
         for name, p in self.named_parameters():
-            residual = name.endswith(("postproj.weight", "ffn_ln2.weight"))
-            if p.ndim == 1:
-                p.fill_(1.0 if name.endswith("norm.weight") else 0.0)
-            else:
-                std = 0.02 / math.sqrt(2 * self.config.n_layer) if residual else 0.02
-                p.normal_(0, std, generator=generator)
+            init_weight(name, p, self.config.n_layer, generator)
 
     @classmethod
     def from_pretrained(cls, name, device="cpu", dtype=torch.float32):
@@ -271,16 +281,15 @@ class GPT(nn.Module):
     @property
     def device(self):
         """Where the weights are."""
-        return self.head.weight.device
+        return self.final_norm.weight.device
 
     @property
     def dtype(self):
         """What the weights are."""
-        return self.head.weight.dtype
+        return self.final_norm.weight.dtype
 
     def compile(self):
-        """torch.compile each layer before and after attention, which fuses what lies between the
-        products. On CUDA decodes then run in CUDA graphs, see kernels/graphs.py."""
+        """torch.compile each layer around attention, which fuses what lies between the products."""
         self.compiled = True
         for block in self.blocks:
             block.project = torch.compile(block.project, dynamic=True)
@@ -292,12 +301,23 @@ class GPT(nn.Module):
 
         (num_logits, vocab_size): a row for each span that wants them, in the order of the spans.
         """
-        x = self.token_embedding(batch.tokens)  # (num_tokens, n_embd)
-        if self.config.family == "gpt2":
-            x = x + self.position_embedding(batch.positions)
+        x = self.compute_layers(self.embed(batch), batch, cache)
+        return self.logits(x, batch)
+
+    def embed(self, batch):
+        """The first part of forward: (num_tokens, n_embd)."""
+        x = self.token_embedding(batch.tokens)
+        return x if self.config.family == "llama" else x + self.position_embedding(batch.positions)
+
+    def compute_layers(self, x, batch, cache):
+        """The second part, with attention: (num_tokens, n_embd) -> the same."""
         rope = () if self.rope is None else (self.rope[batch.positions],)
         for layer, block in enumerate(self.blocks):
             q, k, v = _by_rows(block.project, x, *rope)
             cache.write(layer, k, v, batch.slot_mapping)
             x = _by_rows(block.finish, x, batch.attend(q, *cache.layer(layer)))
+        return x
+
+    def logits(self, x, batch):
+        """The last part: x (num_tokens, n_embd) -> (num_logits, vocab_size)."""
         return self.head(self.final_norm(x[batch.logit_rows]))

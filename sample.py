@@ -3,10 +3,7 @@
     python sample.py --model path/or/hub-name --prompt "Once upon a time"
 
 One prompt streams as it is generated, several (`--prompt` more than once) share batches. Without
-`--model` the weights are random and the text is noise.
-"""
-
-import sys
+`--model` the weights are random and the text is noise."""
 
 from experiments.console import run
 
@@ -28,9 +25,8 @@ def parse_args(argv):
 
 def main(argv=None):
     """The command line. Prompt i, counted from 0, is continued with the seed --seed + i."""
-    args = parse_args(sys.argv[1:] if argv is None else argv)
-    from engine import Engine
-    from experiments.options import find_texts, load_model
+    args = parse_args(argv)
+    from experiments.options import engine_for, find_texts, load_model
     from pretrained.tokenizers import TextStream
     from sampling import SamplingParams
 
@@ -40,7 +36,7 @@ def main(argv=None):
     model = load_model(args, "max_new_tokens_with_prompt")
     sizes = dict(chunk=args.chunk, max_batch=min(args.max_batch, len(prompts)), max_len=max_len)
     more = dict(policy=args.policy, attention=args.attention, prefix_caching=args.prefix_caching)
-    engine = Engine(model, tokenizer=tokenizer, **sizes, **more)
+    engine = engine_for(model)(model, tokenizer=tokenizer, **sizes, **more)
     given = args.max_new_tokens, args.temperature, args.top_k, args.top_p
     params = [SamplingParams(*given, seed=args.seed + i) for i in range(len(prompts))]
     if len(prompts) > 1:

@@ -2,8 +2,7 @@
 
 Every request has its own stream of random numbers: its n-th output token depends on its logits, its
 `seed` and n. So its text does not depend on who shares its batch, on the policy, or on how often a
-step was repeated, as far as rounding leaves its logits alone. Read next: engine.py.
-"""
+step was repeated, as far as rounding leaves its logits alone. Read next: engine.py."""
 
 import operator
 import random

@@ -9,8 +9,7 @@ is one function, `schedule()`, from what waits and runs to a batch:
     scheduler.advance(batch, tokens, now)   # requests move on, and end
 
 All are first come, first served, the head of the line blocks, and decodes go beyond the budget if
-they must. policies/ has their names, and what goes beyond the papers. Read next: kv_cache.py.
-"""
+they must. policies/ has their names, and what goes beyond the papers. Read next: kv_cache.py."""
 
 import math
 import time

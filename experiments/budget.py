@@ -2,23 +2,20 @@
 
     python bench.py budget --slo-tbt 0.3
 
-Read first: policies/slo.py, which times hybrid batches and chooses; what it found is said here.
-"""
+Read first: policies/slo.py, which times hybrid batches and chooses; what it found is said here."""
 
 from functools import partial
 
-from engine import Runner
-from experiments import measure
-from experiments.options import load_model, machine_lines, number, whole, write_json, wrote
+from experiments import measure, options
 from experiments.tables import print_table
 from policies import slo
 
 
 def add_options(parser):
     """The options of `bench.py budget`."""
-    add, more = parser.add, dict(type=whole(1))
+    add, more = parser.add, dict(type=options.whole(1))
     seconds = "the SLO of the time between tokens, in seconds; required"
-    add("--slo-tbt", seconds, type=number(above=0), required=True)
+    add("--slo-tbt", seconds, type=options.number(above=0), required=True)
     add("--decodes", "requests that decode beside the chunk", by_device=(16, 64), **more)
     add("--max-len", "the longest request and largest budget", by_device=(1024, 8192), **more)
     add("--tile", "budgets are multiples of it", by_device=(32, 128), **more)
@@ -45,12 +42,12 @@ def main(args):
     """The command. Sets args.contexts: of the decodes, and at the chunk's end."""
     args.tile = min(args.tile, args.max_len)
     args.contexts = sorted({max(1, args.max_len // 8), max(1, args.max_len // 2)})
-    model = load_model(args, "max_len", gpu_model="llama3-8b", gpu_bytes=75e9)
+    model = options.load_model(args, "max_len", "llama3-8b", 75e9)
     machine = measure.describe_machine(model, args, args.tile)
-    print(machine_lines(machine))
+    print(options.machine_lines(machine))
     size = min(64, args.max_len)
     pages = -(-args.contexts[-1] // size) * args.decodes + -(-args.max_len // size)
-    runner = Runner(model, pages, size, args.max_len, args.attention)
+    runner = options.runner_for(model)(model, pages, size, args.max_len, args.attention)
 
     def timed(*cases):
         work, worst = partial(slo.time_iterations, *cases), lambda rows: max(r.spread for r in rows)
@@ -65,5 +62,5 @@ def main(args):
         budget, text = None, f"Token budget: {measure.TOO_BUSY}."
     print(f"\n{text}")
     report = {"machine": machine, "profile": [row._asdict() for row in profile], "budget": budget}
-    write_json(args, report | {"conclusion": text})
-    wrote(args.json)
+    options.write_json(args, report | {"conclusion": text})
+    options.wrote(args.json)

@@ -1,7 +1,6 @@
 """What a program owes whoever runs it: streams, signals, and errors of one line.
 
-Imports next to nothing, so that `run` is in charge before anything slow is imported.
-"""
+Imports next to nothing, so that `run` is in charge before anything slow is imported."""
 
 import errno
 import os
@@ -31,6 +30,8 @@ def run(main):
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
             signal.signal(number, interrupt)
+    if int(os.environ.get("RANK", 0)) and "WORLD_SIZE" in os.environ:
+        sys.stdout = sys.stderr = None  # of torchrun's processes only the first speaks
     sys.stdout, sys.stderr = (its or open(os.devnull, "w") for its in (sys.stdout, sys.stderr))
     for stream in (sys.stdout, sys.stderr):  # a pipe sees each line when it is printed
         stream.reconfigure(errors="replace", line_buffering=True)

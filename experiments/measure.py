@@ -3,15 +3,13 @@
 A time says little without its limit: the matrix products of the same shapes run bare, the bytes
 that must be read over the measured bandwidth. Timings are warmed up, synchronised and interleaved
 (A B C A B C …): a machine whose speed drifts slows all variants alike. Quoted are medians. And a
-machine that works for others cannot be timed: `steadily` finds that out, and tries again.
-"""
+machine that works for others cannot be timed: `steadily` finds that out, and tries again."""
 
 import math
 import os
 import platform
 import statistics
 import time
-import timeit
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -19,10 +17,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from kv_cache import Pages, kv_bytes_per_token
+from kv_cache import kv_bytes_per_token
 from model import ROWS_PER_PIECE
-from policies import POLICIES, make_scheduler
-from scheduler import Request
 
 WARMUP = 2  # runs that are not counted
 BUSY = 0.20  # drift, of a machine, or spread, of times: above it no number is believed
@@ -129,8 +125,9 @@ def fastest_cpu_dtype():
 
 
 def linear_layers(model):
-    """The linear layers of a model's blocks in the order of computation, without the head."""
-    blocks = model.blocks
+    """The linear layers of a model's blocks in the order of computation, without the head. Of a
+    parallel.shard.Shard its own, once for each stage."""
+    blocks = [*model.blocks] * model.stages
     return [its for b in blocks for its in (b.preproj, b.postproj, b.ffn_ln1, b.ffn_ln2)]
 
 
@@ -140,14 +137,14 @@ def bare_products(model, num_tokens, num_logits):
     like = dict(device=model.device, dtype=model.dtype)
     x = {n: torch.randn(num_tokens, n, **like) for n in {m.in_features for m in layers}}
     x = {n: rows.split(ROWS_PER_PIECE.get(model.device.type, 8192)) for n, rows in x.items()}
-    last = torch.randn(num_logits, head.in_features, **like)
+    last = torch.randn(num_logits, model.config.n_embd, **like)
 
     @torch.inference_mode()
     def run():
         for layer in layers:
             for rows in x[layer.in_features]:
                 layer(rows)
-        if num_logits:
+        if num_logits and head:
             head(last)
 
     return run
@@ -161,7 +158,7 @@ def attention_alone(runner, spans):
 
     @torch.inference_mode()
     def run():
-        for layer in range(model.config.n_layer):
+        for layer in [*range(model.config.n_layer)] * model.stages:
             batch.attend(q, *runner.cache.layer(layer))
 
     return run
@@ -182,37 +179,20 @@ def describe_machine(model, args, rows):
     (timing, bandwidth), drift = steadily(time_both, device, spread_of=lambda its: its[0].spread)
     weights = sum(layer.weight.numel() for layer in linear_layers(model))
     rate = 2 * rows * weights / (timing.ms / 1e3)
+    whole = model.whole_model() if hasattr(model, "ranks") else model
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name(),
         "dtype": args.dtype,
         "model": args.init_from or args.model,
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": sum(p.numel() for p in whole.parameters()),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "compiled": args.compile,
         "flops_per_s": rate,
         "bytes_per_s": bandwidth,
         "ridge_tokens": rate / bandwidth * model.dtype.itemsize / 2,
-        "schedule_us": schedule_us(),
         "busy": drift > BUSY,
-    }
-
-
-def schedule_us(running=128, waiting=1000):
-    """Microseconds of one `schedule()` of so many who share pages: the slowest policy's median."""
-    medians, sizes = [], dict(chunk=512, max_batch=running, max_len=2048)
-    for policy in POLICIES:
-        pages = Pages(32 * running, 64, prefix_caching=True)
-        scheduler = make_scheduler(policy, pages, **sizes)
-        for i in range(running + waiting):
-            scheduler.add(Request(i, [0] * 1000, 1000, 100))
-        while request := scheduler.admit():
-            pages.keep(request.pages, request.names)
-            request.tokens.append(0)
-            request.num_computed = 1000  # it decodes
-        times = timeit.repeat(scheduler.schedule, number=1, repeat=200)
-        medians.append(statistics.median(times) * 1e6)
-    return max(medians)
+    } | ({"tp": args.tp, "pp": args.pp} if whole is not model else {})
 
 
 def processor_name():

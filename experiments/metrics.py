@@ -4,8 +4,7 @@ Pure functions of completions and iterations (engine.py; in the order of time), 
 clock. They return plain numbers that json can write; what does not exist is None, never 0 or NaN.
 Latencies are those of Sarathi-Serve §2.4, stalls those of §3.2 and Figure 1, the condition for
 capacity that of §5.1. A TTFT, TBT or scheduling delay counts as soon as it was seen, a latency only
-of a request that finished. Read next: run.py.
-"""
+of a request that finished. Read next: run.py."""
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
@@ -109,6 +108,21 @@ def summarize_latencies(completions, seconds, offered_per_s=None):
         "latency_s": percentiles(c.latency for c in finished),
         "tokens_per_s": _ratio(prompt + output, seconds),
     }
+
+
+def steady(iterations, B, rounds=None):
+    """A run while its pipeline of requests was full: (iterations, tokens per second, seconds), or
+    ([], None, None) if there were fewer than 2 B + 1 requests. It goes from the iteration that lets
+    in request B, counted from 0, to that which lets in the last whose number is a multiple of B; or
+    only over the last `rounds` of B: every B requests of one length a policy repeats itself."""
+    let_in = {who: n for n, i in [*enumerate(iterations)][::-1] for who, *_ in i.chunks}  # first
+    numbers = sorted(let_in.values())
+    last = (len(numbers) - 1) // B
+    if last < 2:
+        return [], None, None
+    first, end = numbers[max(1, last - (rounds or last)) * B], numbers[last * B]
+    seconds, its = iterations[end].start - iterations[first].start, iterations[first:end]
+    return its, sum(i.prefill_tokens + i.decode_tokens for i in its) / seconds, seconds
 
 
 def summarize_run(completions, iterations, seconds, tbt_slo_s=None, offered_per_s=None):

@@ -2,9 +2,8 @@
 
 Prints Table 2, what a decode costs alone and riding with a prefill chunk, each time beside its
 limit; the policies end to end at the balanced ratio of prefill to decode tokens, P:D = C / (B - 1);
-with --explain, where the gain goes; and a conclusion. Read first: engine.py and measure.py. Read
-next: explain.py, and serving.py, for requests that arrive while others run: Sarathi-Serve's half.
-"""
+and a conclusion. Read first: engine.py and measure.py. Read next: serving.py, for requests that
+arrive while others run: Sarathi-Serve's half."""
 
 import textwrap
 import time
@@ -12,10 +11,10 @@ from functools import partial
 
 from tqdm import tqdm
 
-from engine import Engine, EngineConfig, Runner
-from experiments import comparison, measure, options
-from experiments.explain import COMPARED, explain, print_explained, steady
-from experiments.metrics import summarize_run
+from engine import EngineConfig
+from experiments import measure, options
+from experiments.metrics import steady, summarize_run
+from experiments.options import engine_for, runner_for
 from experiments.run import EngineServer, LoadRun
 from experiments.tables import print_table, show
 from experiments.workload import Arrival, prompts
@@ -28,22 +27,25 @@ PARTS = "total", "products", "attention"  # that are timed of an iteration
 
 def add_options(parser):
     """The options of the command."""
-    add, whole, balanced = parser.add, options.whole, "C / (B - 1), which is balanced"
     names = ", ".join(name for name in POLICIES if name != "dynamic")
     names = f"comma-separated, from {names}, or my_policy.py:ClassName; orca-best lets one prompt"
     names += " into a batch, vllm is its scheduler of 2023"
+    default = "request-level,orca-best,vllm,sarathi,sarathi-serve"
+    parser.add("--policies", names, default, type=options.policy_names())
+    add_load_options(parser)
+    parser.add_files(plot="draw each policy's iterations", html=options.HTML)
+
+
+def add_load_options(parser):
+    """Those of the load, and of the model that computes it."""
+    add, whole = parser.add, options.whole
     add("--chunk", "C, the chunk size and token budget, in tokens", 256, type=whole(1))
     add("--batch", "B, the most requests at once", 6, type=whole(2))
     add("--seq-len", "prompt and output tokens of a request, together", 1000, type=whole(3))
-    ratio = dict(shown=balanced, type=options.number(above=0))
+    ratio = dict(shown="C / (B - 1), which is balanced", type=options.number(above=0))
     add("--pd-ratio", "prompt tokens per output token", **ratio)
-    default = "request-level,orca-best,vllm,sarathi,sarathi-serve"
-    add("--policies", names, default, type=options.policy_names())
-    add("--requests", "requests to serve end to end", shown="3 B + 1", type=whole(1, 10**6))
+    add("--requests", "requests to serve", shown="3 B + 1", type=whole(1, 10**6))
     parser.add_model_options("llama-13b on a GPU with 40 GB or more, else llama-160m")
-    add("--explain", "also measure where the gain goes", False, action="store_true")
-    add("--against", comparison.HELP, metavar="ENGINES", type=comparison.opponents)
-    parser.add_files(plot="draw each policy's iterations", html=options.HTML)
 
 
 def check(parser, args):
@@ -53,12 +55,8 @@ def check(parser, args):
         parser.error(f"--chunk {args.chunk}: must be {limits}")
     if "dynamic" in args.policies:
         parser.error("--policies dynamic: follows an SLO, see bench.py serve and capacity")
-    comparison.check(parser, args)
     args.pd_ratio = args.pd_ratio or args.chunk / (args.batch - 1)
-    args.requests, least = args.requests or 3 * args.batch + 1, 2 * args.batch + 1
-    if args.explain and not (args.requests >= least and {*COMPARED} <= {*args.policies}):
-        needs = f"needs --policies {','.join(COMPARED)}, --requests {least} or more"
-        parser.error(f"--explain: {needs}")
+    args.requests = args.requests or 3 * args.batch + 1
 
 
 def main(args):
@@ -84,8 +82,7 @@ def measure_and_print(args, report):
         f"{heading}{measure.mark('measured limits', machine['busy'])}: "
         f"{machine['flops_per_s'] / 1e12:,.2f} TFLOP/s in matrix products of these shapes, "
         f"{machine['bytes_per_s'] / 1e9:,.0f} GB/s of memory; ridge: "
-        f"{machine['ridge_tokens']:,.0f} tokens\nschedule() takes {machine['schedule_us']:.0f} us "
-        "with 128 requests running and 1,000 waiting (median, slowest policy)\n"
+        f"{machine['ridge_tokens']:,.0f} tokens\n"
     )
     table, speedup, promise = decode_maximal(model, machine, args)
     report |= {"decode_maximal": table, "decode_speedup": speedup, "promised_gain": promise}
@@ -97,15 +94,8 @@ def measure_and_print(args, report):
     finally:
         if policies:
             print_end_to_end(policies, args)
-    if args.explain:
-        report["explained"] = explain(model, policies, timelines, args)
-        print_explained(report["explained"])
     report["conclusion"] = conclude(report, args)
     print(report["conclusion"])
-    if args.against:
-        prompt_len = make_load(args)[0].prompt_len
-        report["against"] = comparison.against(model, prompt_len, args)
-        comparison.print_against(report["against"], prompt_len, args)
     report["seconds"] = time.perf_counter() - began
     print(f"\ntook {report['seconds']:.0f} s")
     anchor_s = 10 * table["decode-only"]["total_ms"] / 1e3
@@ -130,7 +120,7 @@ def decode_maximal(model, machine, args):
     cost what one of a whole prompt costs, in the products (§4.4, §5.1.3).
     """
     B, context = args.batch, args.seq_len
-    runner = Runner(model, B, context, context, args.attention)
+    runner = runner_for(model)(model, B, context, context, args.attention)
     runner.cache.data.normal_()
     length = args.chunk - (B - 1)
     chunk = [Span([0], context - length, [1] * length)]
@@ -152,7 +142,8 @@ def decode_maximal(model, machine, args):
     rows, speedup = {}, {}
     for name, (spans, prefill_tokens, num_decodes) in batches.items():
         total, products, attention = (timings[name, part] for part in PARTS)
-        flops, kv_bytes = measure.attention_cost(model.config, spans, model.dtype)
+        cost = measure.attention_cost(model.config, spans, model.dtype)
+        flops, kv_bytes = (model.stages * its for its in cost)
         limit_s = max(flops / machine["flops_per_s"], kv_bytes / machine["bytes_per_s"])
         rows[name] = {
             "prefill_tokens": prefill_tokens,
@@ -225,7 +216,7 @@ def serve_in_turns(model, configs, arrivals, tokens, progress, recorders):
     loads, began = {}, dict.fromkeys(configs, time.perf_counter())
     for name, config in configs.items():
         clock = lambda name=name: time.perf_counter() - began[name]
-        engine = Engine(model, config, clock=clock)
+        engine = engine_for(model)(model, config, clock=clock)
         engine.warm_up()
         watching = dict(progress=progress, recorder=recorders.get(name))
         loads[name] = LoadRun(EngineServer(engine, clock), arrivals, tokens, **watching)
@@ -298,7 +289,7 @@ def conclude(report, args):
     riding = f"{riding:.2f} ms" if report["decode_speedup"]["total"] else "less than the noise"
     found = f"bare products promise {report['promised_gain']:.2f}x request-level's"
     if gain := policies.get("sarathi", {}).get("gain"):
-        found += f", sarathi runs at {gain:.2f}x" + " (--explain tells why)" * (not args.explain)
+        found += f", sarathi runs at {gain:.2f}x"
     decode = f"{alone:.2f} ms in a batch of its own, {riding} riding with a chunk"
     paragraphs = (
         ("Longest stalls, which chunks are for", ", ".join(stalls), is_busy(policies)),
@@ -307,4 +298,4 @@ def conclude(report, args):
     )
     texts = (f"   {what}: {measure.TOO_BUSY if busy else it}." for what, it, busy in paragraphs)
     text = "\n".join(textwrap.fill(t, 100, subsequent_indent="   ") for t in texts)
-    return f"{4 if args.explain else 3}.{text[2:]}"
+    return f"3.{text[2:]}"

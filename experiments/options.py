@@ -1,13 +1,13 @@
 """What the command lines share: types of options, the model they name, errors of one line.
 
-Where torch is needed it is imported late, so that --help answers at once. Read next: offline.py.
-"""
+Where torch is needed it is imported late, so that --help answers at once. Read next: offline.py."""
 
 import argparse
 import json
 import math
 import os
 import re
+import shlex
 import sys
 from contextlib import suppress
 from dataclasses import replace
@@ -116,9 +116,12 @@ class OptionParser(argparse.ArgumentParser):
         add("--dtype", "of weights and cache", choices=DTYPES, shown=fast)
         add("--attention", backends, "auto", choices=BACKENDS)
         add("--seed", "of weights and prompts", 0, type=whole(0))
-        compiled = "torch.compile the layers around attention; on CUDA decodes run in CUDA graphs"
+        compiled = "torch.compile the layers around attention"
         add("--compile", compiled, False, action="store_true")
         add("--threads", "CPU threads", shown="torch's choice", type=whole(1, 10**4))
+        ranks = "started by torchrun, see parallel/README.md"
+        add("--tp", f"processes that share each layer, {ranks}", 1, type=whole(1, 10**4))
+        add("--pp", f"stages of a pipeline of processes, {ranks}", 1, type=whole(1, 10**4))
 
     def add_engine_options(self):
         """The options of an engine that writes text, with those of its model."""
@@ -155,11 +158,29 @@ def find_device(name):
     return device
 
 
-def load_model(args, length, gpu_model="llama-13b", gpu_bytes=40e9):
-    """The model to measure, on its device. Sets the number of threads, args.model and args.dtype.
-    `length` is the option that says how many positions the model must have, such as "seq_len", if
-    it says so; `gpu_model` is the default on a GPU with more than `gpu_bytes` of memory. Raises
-    ValueError for an option that this machine or the model does not allow."""
+def load_model(args, length, *default):
+    """The model to measure, on its device; with --tp or --pp a Shard, on rank 0: on others this
+    never returns. Sets the number of threads, args.model and args.dtype. `length` names the option
+    that says how many positions the model must have, if it does. `default` is the model, and beyond
+    how many bytes of a GPU's memory. Raises ValueError for what this machine cannot do."""
+    device, count = find_device(args.device), args.tp * args.pp
+    if (world := int(os.environ.get("WORLD_SIZE", 1))) != count:
+        text = f"--tp {args.tp} --pp {args.pp}: needs {count} processes, not {world}: "
+        raise ValueError(f"{text}torchrun --nproc-per-node {count} {shlex.join(sys.argv)}")
+    if count == 1:
+        return _load(args, length, device, None, *default)
+    from parallel.engine import Stage
+    from parallel.ranks import Ranks
+
+    if args.compile:
+        raise ValueError("--compile: not with --tp or --pp")
+    ranks = Ranks(args.tp, args.pp, device.type)
+    load = lambda: Stage(_load(args, length, ranks.device, ranks, *default))
+    return ranks.start(load).model
+
+
+def _load(args, length, device, ranks, gpu_model="llama-13b", gpu_bytes=40e9):
+    """load_model on a device, maybe as one of Ranks."""
     import torch
 
     from attention import check_backend
@@ -167,43 +188,64 @@ def load_model(args, length, gpu_model="llama-13b", gpu_bytes=40e9):
     from kernels.packed import pack
     from kv_cache import kv_bytes_per_token
     from model import GPT, GPTConfig
+    from parallel.shard import Shard
     from policies.config import check_memory
     from pretrained import checkpoints
 
     if args.model and args.init_from:
         both = f"{args.model} and {args.init_from}"
         raise ValueError(f"{both}: a geometry and a checkpoint, give one of them")
-    device, positions = find_device(args.device), getattr(args, length) or 1
+    positions, weights_are = getattr(args, length) or 1, None
     check_backend(args.attention, device)
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.dtype is None:
         fast = torch.bfloat16 if device.type == "cuda" else fastest_cpu_dtype()
         args.dtype = str(fast).removeprefix("torch.")
+    args.dtype = ranks.gather(args.dtype)[0] if ranks else args.dtype
     dtype = getattr(torch, args.dtype)
     if args.init_from:
         directory = checkpoints.find(args.init_from)
-        config = checkpoints.read_config(directory)
+        config, weights_are = checkpoints.read_config(directory), checkpoints.fingerprint(directory)
     else:
         memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0  # in all
         args.model = args.model or (gpu_model if memory > gpu_bytes else "llama-160m")
         config = GPTConfig.preset(args.model)
     option = f"--{length.replace('_', '-')} {positions}"
-    empty = GPT(config, "meta", dtype, seed=None)
+    if ranks:
+        models = ranks.gather((config, weights_are, args.seed))
+        if others := [rank for rank, its in enumerate(models) if its != models[0]]:
+            raise ValueError(f"rank {others[0]} has another model, or other weights, than rank 0")
+    make = partial(Shard, ranks=ranks) if ranks else GPT
+    empty = make(config, device="meta", dtype=dtype, seed=None)
     weights = sum(p.numel() for p in empty.parameters()) * dtype.itemsize
-    needed = weights + positions * kv_bytes_per_token(config, dtype)
+    needed = weights + positions * kv_bytes_per_token(empty.config, dtype)
     check_memory(f"{args.init_from or args.model} and a request of {option}", needed, device)
     if not args.init_from and config.family == "llama":  # random weights know no positions
         config = replace(config, max_positions=max(config.max_positions, positions))
     if positions > config.max_positions:
         raise ValueError(f"{option}: this model is limited to {config.max_positions}")
     if args.init_from:
-        model = GPT.from_pretrained(directory, device, dtype)
+        checkpoints.load_weights(model := empty, directory, device)
     else:
-        model = GPT(config, device, dtype, seed=args.seed)
+        model = make(config, device=device, dtype=dtype, seed=args.seed)
     if args.compile:
         model.compile()
     return pack(model)
+
+
+def engine_for(model):
+    """The class of engines that serve this model: Engine, or where it is a Shard, of all ranks."""
+    if hasattr(model, "ranks"):
+        from parallel.engine import ParallelEngine as its
+    else:
+        from engine import Engine as its
+    return its
+
+
+def runner_for(model):
+    """The class of their runners."""
+    return engine_for(model).make_runner
 
 
 def find_texts(args):
@@ -225,7 +267,8 @@ def machine_lines(machine):
     if "threads" not in machine:
         return "{device}\n{model}, {dtype}\n".format_map(machine)
     text = "{device}, threads: {threads}, torch {torch}\n{model}, {parameters:,} parameters, "
-    return text.format_map(machine) + machine["dtype"] + ", compiled" * machine["compiled"] + "\n"
+    text += "{dtype}" + ", TP {tp} x PP {pp}" * ("tp" in machine)
+    return text.format_map(machine) + ", compiled" * machine["compiled"] + "\n"
 
 
 def write_json(args, report):

@@ -15,8 +15,7 @@ A *server* is an engine or a simulation. It gets request i when arrivals[i] says
     missing                  readings of measure.Probe so far; none of a simulation
     schedulers               those that make its batches, which a recorder watches
 
-Read first: workload.py, engine.py, metrics.py. Read next: serving.py, which prints the tables.
-"""
+Read first: workload.py, engine.py, metrics.py. Read next: serving.py, which prints the tables."""
 
 import gc
 import heapq
@@ -28,12 +27,12 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-from engine import Completion, Engine, Iteration, QueueFull, Runner
+from engine import Completion, Iteration, QueueFull
 from experiments import metrics
 from experiments.measure import BUSY, GLANCE_S, probe_of
+from experiments.options import engine_for, runner_for
 from policies import find_policy, slo
 from policies.priority import PRIORITIES
-from policies.referee import Referee
 from sampling import SamplingParams
 
 MAX_RUNS = 60  # of a search, which takes a dozen
@@ -45,7 +44,7 @@ class Run(NamedTuple):
     completions: list[Completion]  # of all that came, by i; "abort": refused, or interrupted
     iterations: list[Iteration]
     seconds: float  # to the last token
-    own_fraction: float  # of the steps' time: all but the forward pass and fetching its tokens
+    own_fraction: float | None  # of the steps' time: all but forward and fetching its tokens
     refused: int = 0  # how many found max_waiting others in the queue
     cut_short: str | None = None  # "interrupted", if it was
     drift: float = 0.0  # of a machine that others use, see measure.steadily
@@ -56,10 +55,9 @@ class LoadRun:
     """Brings `arrivals` to a server, with the token ids of workload.prompts, or None where lengths
     are enough. Who follows another is due when that one has ended, and continues its prompt and
     output; a refused turn ends its chat: what would follow is in no count. `progress` is called
-    after each request that ended, a `recorder` of views/schedule_page.py sees all of it. With a
-    `referee`, a text, breaking a rule of policies/referee.py is a ValueError that names it."""
+    after each request that ended, a `recorder` of views/schedule_page.py sees all of it."""
 
-    def __init__(self, server, arrivals, prompts=None, progress=None, recorder=None, referee=None):
+    def __init__(self, server, arrivals, prompts=None, progress=None, recorder=None):
         self.server, self.arrivals, self.prompts = server, arrivals, prompts
         self.progress, self.recorder = progress, recorder
         self.completions, self.iterations = {}, []  # of request i; in order
@@ -70,8 +68,6 @@ class LoadRun:
         span = self.due[-1][0] - self.due[0][0] if len(self.due) < len(arrivals) else 0.0  # seconds
         self.offered_per_s = (len(arrivals) - 1) / span if span else None
         self.in_steps = 0.0  # seconds
-        for scheduler in server.schedulers if referee else ():
-            Referee(scheduler, referee)
         if recorder:
             recorder.watch(server.schedulers)
 
@@ -120,6 +116,7 @@ class LoadRun:
         ends = [c.token_times[-1] for c in done if c.token_times] + [i.end for i in self.iterations]
         in_forward = sum(i.end - i.launch for i in self.iterations)
         own = 1 - in_forward / self.in_steps if self.in_steps else 0.0
+        own = own if len(self.server.schedulers) == 1 else None  # batches overlap
         drift = statistics.fmean(self.server.missing or [0.0])
         how = own, self.refused, self.cut_short, drift, self.offered_per_s
         return Run(done, self.iterations, max(ends, default=0.0), *how)
@@ -149,7 +146,7 @@ class EngineServer:
     def __init__(self, engine, clock, sleep=time.sleep):
         self.engine, self.clock, self.sleep = engine, clock, sleep
         self.step, self.abort, self.missing = engine.step, engine.abort, []
-        self.schedulers = [engine.scheduler]
+        self.schedulers = engine.schedulers
         self.probe, self.next_glance = probe_of(engine.runner.model.device), 0.0
 
     last_iteration = property(lambda self: self.engine.last_iteration)
@@ -179,12 +176,14 @@ class EngineServer:
 def serve(model, config, arrivals, prompts, *, now=time.perf_counter, sleep=time.sleep, **watching):
     """Serve `arrivals` with `prompts` by an engine of `config`, in real time. Returns a Run. What
     Python holds when the clock starts is left out of garbage collection until the end, so that no
-    pause grows with it. `now` and `sleep` are the time it runs in; `watching`: as of LoadRun."""
+    pause grows with it. `now` and `sleep` are the time it runs in; `watching`: as of LoadRun, and
+    `made`, a function that sees the engine before it begins."""
     gc.collect()  # the cache of the engine before
     start = now()
     clock = lambda: now() - start  # sees what `start` becomes below
-    engine = Engine(model, config, clock=clock)
+    engine = engine_for(model)(model, config, clock=clock)
     engine.warm_up()
+    watching.pop("made", id)(engine)
     load = LoadRun(EngineServer(engine, clock, sleep), arrivals, prompts, **watching)
     gc.collect()
     gc.freeze()
@@ -244,7 +243,8 @@ def measure_base(model, config):
     """The Base of this machine, and the spread of its times."""
     context, chunk = slo.base_context(config.max_len), min(config.chunk, config.max_len)
     longest = max(context, chunk)
-    runner = Runner(model, slo.BASE_BATCH, longest, longest, config.attention)
+    sizes = slo.BASE_BATCH, longest, longest, config.attention
+    runner = runner_for(model)(model, *sizes)
     decode = slo.base_decode_iteration(runner, config.max_len)
     prefill = slo.time_iterations(runner, [(chunk, chunk, 0)])[0]
     base = Base(decode.seconds, prefill.seconds / chunk, decode.decodes, context)

@@ -4,8 +4,7 @@
     python bench.py capacity --slo strict   the highest rate at which each meets the SLO
 
 Both measure the time of a decode iteration first, of which the SLO is a multiple (Sarathi-Serve
-§5.1). Read first: run.py, which measures what is printed here.
-"""
+§5.1). Read first: run.py, which measures what is printed here."""
 
 import csv
 import io
@@ -81,10 +80,8 @@ def add_options(parser, command):
         add("--long-prompt", "one more request, the first, has so many prompt tokens", **size)
         shares = "shares of the classes of `priority`, as in realtime=1,normal=4,low=5; see --csv"
         add("--classes", shares, "normal=1", type=class_shares)
-        url = "serve by what speaks OpenAI's HTTP there, as at http://127.0.0.1:8000/v1; it may "
-        add("--url", url + "need a --model that it knows, and a key in OPENAI_API_KEY")
     else:
-        of_serve = dict(qps=None, long_prompt=None, csv=None, html=None, url=None)
+        of_serve = dict(qps=None, long_prompt=None, csv=None, html=None)
         parser.set_defaults(classes={"normal": 1}, **of_serve)
     count = (48, 500) if serving else (80, 400)
     add("--requests", "how many requests arrive", by_device=count, type=whole(1, 10**6))
@@ -136,13 +133,13 @@ def check(parser, args):
     sizes = [longest if size == "max" else size for size in sizes]
     if max(sizes) > longest:
         parser.error(f"--page-size {max(sizes)}: must be at most --max-len {longest}")
-    shares = (prefix or args.turns > 1) and not args.url
+    shares = prefix or args.turns > 1
     args.prefix_caching = CACHING[args.prefix_caching or ("both" if shares else "off")]
     if True in args.prefix_caching and max(sizes) == longest:
         parser.error(f"--page-size {longest}: must be below --max-len, or --prefix-caching off")
     args.page_size = list(dict.fromkeys(sizes))
     needed = max(-(-longest // size) * size for size in sizes)  # of one request
-    args.kv_tokens = args.kv_tokens or max(1, args.batch // 3) * needed
+    args.kv_tokens = args.kv_tokens or max(args.pp, args.batch // 3) * needed
     if args.kv_tokens < needed:
         parser.error(f"--kv-tokens {args.kv_tokens}: must be at least {needed}, for one request")
 
@@ -185,7 +182,7 @@ class RealMachine:
     micro_batches, lines = 1, ""  # that it works on at once; more that the heading says
 
     def __init__(self, args, config):
-        self.model = model = options.load_model(args, "max_len", "llama3-8b", gpu_bytes=75e9)
+        self.model = model = options.load_model(args, "max_len", "llama3-8b", 75e9)
         base, spread = partial(run.measure_base, model, config), lambda found: found[1]
         (self.base, _), drift = measure.steadily(base, model.device, spread_of=spread)
         self.machine, self.args = measure.describe_machine(model, args, config.chunk), args
@@ -278,7 +275,7 @@ class Session:
         options.wrote(args.json, args.csv, args.plot, args.html)
 
 
-def main(args, make_machine=RealMachine):
+def main(args, make_machine):
     """The command args.command, on make_machine(args, config). ValueError for a bad load or SLO."""
     limits = dict(chunk=args.chunk, max_batch=args.batch, max_waiting=args.max_waiting)
     memory = dict(max_len=args.max_len, page_size=1, pages=args.kv_tokens)
@@ -290,46 +287,46 @@ def main(args, make_machine=RealMachine):
     own_rate = serving and args.trace and args.qps is None
     arrivals = arrivals_at(None if own_rate else 1.0)
     machine = make_machine(args, config)
-    base, slo_s, start = machine.base, args.slo, None  # of a server elsewhere there is no base
-    if base:
-        slo_s = run.slo_seconds(args.slo, base)
-        start = float(f"{machine.micro_batches * run.estimated_qps(base, arrivals) / 2:.2g}")
+    base, slo_s = machine.base, run.slo_seconds(args.slo, machine.base)
+    start = float(f"{machine.micro_batches * run.estimated_qps(base, arrivals) / 2:.2g}")
     if serving and not own_rate:
         args.qps = args.qps or start
         arrivals = arrivals_at(args.qps)
     report = {"command": args.command, "machine": machine.machine, "load": load, "slo_s": slo_s}
     report["slo_busy"] = args.slo in SLOS and machine.machine.get("base_busy", False)
-    report |= {"base": base and base._asdict(), "unit": ("requests/s", "chats/s")[args.turns > 1]}
+    report |= {"base": base._asdict(), "unit": ("requests/s", "chats/s")[args.turns > 1]}
     print_heading(machine, args, report, arrivals)
     sides = getattr(machine, "sides", {"": machine})  # a simulation of this machine has two
-    configs = plan(slo_s) if base else {args.url: config}
-    pairs = product(configs.items(), sides.items())
+    pairs = product(plan(slo_s).items(), sides.items())
     servers = {name + side: partial(by.serve, its) for (name, its), (side, by) in pairs}
     Session(args, arrivals_at, report).run_all(servers, start)
 
 
-def print_heading(machine, args, report, arrivals):
-    """What all the numbers depend on. `report` has the load, slo_s, and whether it is slo_busy."""
-    base, serving = machine.base, args.command == "serve"
+def describe_load(args, load, arrivals):
+    """The load of `make_workload`, at its rate, in a line."""
+    serving = args.command == "serve"
     prompt, output = (statistics.median(column) for column in list(zip(*arrivals))[1:3])
-    multiple = f"{args.slo}, {SLOS[args.slo]} of these" if args.slo in SLOS else "as asked for"
     last = max(arrival.time for arrival in arrivals if arrival.follows is None)
     span = f"; the last comes after {last:,.0f} s" if serving else ""
     rate = f" at {args.qps:g} a second" if args.qps else " at its own rate" if serving else ""
-    load = f"load: {report['load']}{rate}; median prompt {prompt:g}, output {output:g} tokens{span}"
-    print(f"{options.machine_lines(machine.machine)}{load}")
-    if base:
-        kv_tokens, pages = args.kv_tokens, ", ".join(map(str, args.page_size))
-        shared = "; shared: by prompts that begin alike" * any(args.prefix_caching)
-        print(
-            f"memory: {kv_tokens:,} tokens of KV cache, {kv_tokens // args.max_len} requests if "
-            f"each reserves {args.max_len:,}; pages of {pages} tokens{shared}\n"
-            f"at most {args.batch} requests at once; chunk {args.chunk}\n{machine.lines}"
-            f"{measure.mark('a decode iteration', report['slo_busy'])} takes {base.seconds:.4f} s "
-            f"(batch {base.decodes}, context {base.context:,}, no prefill)"
-        )
-    delay = f"at most {MAX_DELAY_S:g} s" if base else "not known"
-    print(f"SLO: P99 TBT at most {report['slo_s']:.3f} s ({multiple}), median delay {delay}\n")
+    return f"load: {load}{rate}; median prompt {prompt:g}, output {output:g} tokens{span}"
+
+
+def print_heading(machine, args, report, arrivals):
+    """What all the numbers depend on. `report` has the load, slo_s, and whether it is slo_busy."""
+    base, kv_tokens, pages = machine.base, args.kv_tokens, ", ".join(map(str, args.page_size))
+    shared = "; shared: by prompts that begin alike" * any(args.prefix_caching)
+    multiple = f"{args.slo}, {SLOS[args.slo]} of these" if args.slo in SLOS else "as asked for"
+    print(
+        f"{options.machine_lines(machine.machine)}{describe_load(args, report['load'], arrivals)}\n"
+        f"memory: {kv_tokens:,} tokens of KV cache, {kv_tokens // args.max_len} requests if "
+        f"each reserves {args.max_len:,}; pages of {pages} tokens{shared}\n"
+        f"at most {args.batch} requests at once; chunk {args.chunk}\n{machine.lines}"
+        f"{measure.mark('a decode iteration', report['slo_busy'])} takes {base.seconds:.4f} s "
+        f"(batch {base.decodes}, context {base.context:,}, no prefill)\n"
+        f"SLO: P99 TBT at most {report['slo_s']:.3f} s ({multiple}), median delay at most "
+        f"{MAX_DELAY_S:g} s\n"
+    )
 
 
 def print_point(name, point, unit):

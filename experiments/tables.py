@@ -1,7 +1,6 @@
 """Where numbers become text: the cells of a table, and tables in Markdown.
 
-Read next: options.py, what the command lines share.
-"""
+Read next: options.py, what the command lines share."""
 
 
 def show(value, spec=""):

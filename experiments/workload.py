@@ -3,8 +3,7 @@
 Sarathi-Serve (§5, "Workloads") takes the lengths of two datasets and lets requests arrive as a
 Poisson process. A workload is a list of `Arrival`, sorted by time: `poisson(lengths, qps, seed)`,
 of `make_lengths` or `zipf_lengths`; or `read_trace`, from the log of a real server; `chats` of
-either. The same arguments and seed give the same workload. Read next: run.py, which serves it.
-"""
+either. The same arguments and seed give the same workload. Read next: run.py, which serves it."""
 
 import csv
 import re

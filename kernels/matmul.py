@@ -1,7 +1,6 @@
 """Attention as matrix products, for bfloat16 on a CPU: a backend of attention.py.
 
-A softmax between two products takes a third of the time of torch's fused kernel there.
-"""
+A softmax between two products takes a third of the time of torch's fused kernel there."""
 
 from collections import Counter, defaultdict
 from itertools import takewhile
@@ -18,8 +17,7 @@ class Matmul(SDPA):
     """Chunks one by one; all decodes together, each page once for all of its readers.
 
     Keys are read in whole KEY_BLOCKs, the last ones behind a mask. What lies there must be finite:
-    who begins a page puts zeros behind its tokens.
-    """
+    who begins a page puts zeros behind its tokens."""
 
     def __init__(self, config, cache):
         super().__init__(config, cache, past=0, key_block=KEY_BLOCK)
@@ -35,31 +33,29 @@ class Matmul(SDPA):
                 tails.append((page + span.end - used, page + self.page_size))
         decodes = list(takewhile(lambda span: span.length == 1, spans))
         together = self.plan_decodes(decodes) if decodes else None
-        one_by_one = super().plan(spans[len(decodes) if together else 0 :])
+        n = len(decodes) if together else 0
+        one_by_one = super().plan(spans[n:])
 
         def attend(q, keys, values):
             for first, end in tails:
                 keys[:, first:end] = 0
                 values[:, first:end] = 0
-            if not together:
-                return one_by_one(q, keys, values)
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-            out[: len(decodes)] = together(q[: len(decodes)], keys, values)
-            one_by_one(q[len(decodes) :], keys, values, out[len(decodes) :])
+            if together:
+                out[:n] = together(q[:n], keys, values)
+            one_by_one(q[n:], keys, values, out[n:])
             return out
 
         return attend
 
     def plan_decodes(self, decodes):
         """The plan of decodes, None if they are better computed one by one. There are two products
-        over pages, and between them the scores of each decode are put side by side for its softmax.
-        """
+        over pages; between them the scores of each decode are put side by side for a softmax."""
         size, tables = self.page_size, [span.used_pages(self.page_size) for span in decodes]
         asked = {page for table in tables for page in table}
         width = max(map(len, tables))  # to which all scores are filled up
-        if len(asked) < min(PAGE_BLOCK, self.cache.pages / 2):
-            return None
-        if width * len(tables) > 8 * sum(map(len, tables)):
+        too_few = len(asked) < min(PAGE_BLOCK, self.cache.pages / 2)
+        if too_few or width * len(tables) > 8 * sum(map(len, tables)):
             return None
         groups, *numbers = arrange(tables, self.cache.pages)
         asks, whose, where = map(torch.tensor, numbers)

@@ -1,12 +1,11 @@
 """FlashAttention and Triton split-K through xformers, on CUDA: a backend of attention.py."""
 
 from functools import partial
-from itertools import accumulate, chain, takewhile, zip_longest
+from itertools import accumulate, chain, takewhile
 
 import torch
 
 from attention import SIXTEEN_BITS, gather, page_rows
-from kernels.graphs import graph_size
 from kv_cache import Span
 
 
@@ -24,7 +23,7 @@ class XFormers:
 
     def __init__(self, config, cache, split_k=False):
         """Raises ImportError without xformers, ValueError where its operators do not run."""
-        self.device, self.max_len, self.cache = cache.data.device, cache.max_len, cache
+        self.device, self.cache = cache.data.device, cache
         self.page_size, self.paged = cache.page_size, cache.page_size < cache.max_len
         self.group, dtype = config.n_head // config.n_kv_head, cache.data.dtype
         split_k = split_k or self.paged
@@ -49,62 +48,38 @@ class XFormers:
     def plan(self, spans):
         """See the top of attention.py. Decodes must come first, or they count as chunks."""
         decodes = list(takewhile(lambda span: span.length == 1, spans))
-        chunks, calls = spans[len(decodes) :], []  # calls: the arguments of `attend_rows`
+        chunks, pages = spans[len(decodes) :], self.cache.pages
+        calls, copied = [], None  # (rows of q, mask, operator, page_rows that are copied or None)
         if decodes:
-            # Triton compiles a kernel for each number of decodes: some rows of chunks make it round
-            total = sum(span.length for span in spans)
-            rows = min(graph_size(len(decodes)), total) if self.paged else len(decodes)
-            mask = self.decode_mask(decodes + [Span([0], 0, [0])] * (rows - len(decodes)))
-            calls.append((slice(rows), len(decodes), mask, self.decode_operator))
+            if self.paged:
+                mask = paged_bias(decodes, self.page_size, self.cache.max_len, self.device)
+            else:
+                mask = gappy_bias(decodes, pages, self.page_size, self.device)
+            calls.append((slice(len(decodes)), mask, self.decode_operator, None))
         if chunks:
-            pages, table = self.cache.pages, None
             if self.paged:  # the mask is that of the copy
                 used = [span.used_pages(self.page_size) for span in chunks]
                 *firsts, pages = accumulate(map(len, used), initial=0)
                 chunks = [span._replace(pages=[first]) for span, first in zip(chunks, firsts)]
-                table = page_rows(list(chain.from_iterable(used)), self.cache)
+                copied = page_rows(list(chain.from_iterable(used)), self.cache)
             mask = gappy_bias(chunks, pages, self.page_size, self.device)
-            calls.append((slice(len(decodes), None), None, mask, self.chunk_operator, table))
+            calls.append((slice(len(decodes), None), mask, self.chunk_operator, copied))
         return partial(self.attend, calls)
 
-    def static_plan(self, decodes):
-        """(attend, tensors) for a CUDA graph: a plan of decodes, and all that it depends on, on the
-        device. When the `decode_numbers` of as many others are in them, it is the plan of those."""
-        mask = self.decode_mask(decodes)
-        attend = partial(self.attend, [(slice(None), None, mask, self.decode_operator)])
-        starts = mask.block_tables.t() if self.paged else mask.k_seqinfo.seqstart[: len(decodes)]
-        return attend, [mask.k_seqinfo.seqlen, starts]
-
-    def decode_numbers(self, decodes):
-        """How many keys each decode sees, and the slot where they begin; with small pages the first
-        page of each, then the second of each, as far as the longest goes. A list."""
-        where = [span.pages[0] * self.page_size for span in decodes]
-        if self.paged:
-            used = (span.used_pages(self.page_size) for span in decodes)
-            where = chain.from_iterable(zip_longest(*used, fillvalue=0))
-        return [*(span.end for span in decodes), *where]
-
-    def decode_mask(self, decodes):
-        """xformers' mask of some decodes: over their block tables, or over one page for each."""
-        if self.paged:
-            return paged_bias(decodes, self.page_size, self.max_len, self.device)
-        return gappy_bias(decodes, self.cache.pages, self.page_size, self.device)
-
     def attend(self, calls, q, keys, values):
-        """Attention of the rows of q in a few calls, see `plan`."""
-        with torch.cuda.device_of(q):  # where Triton launches its kernels
-            parts = [self.attend_rows(q, keys, values, *call) for call in calls]
+        """Attention of all rows of q, in the `calls` of a plan."""
+        parts = []
+        for rows, mask, operator, copied in calls:
+            read = keys, values
+            if copied is not None:
+                read = [gather(x, copied, self.page_size) for x in read]
+            of_rows = q[None, rows].unflatten(2, (-1, self.group))
+            # of_rows (1, n, n_kv_head, group, head_dim)
+            inputs = self.inputs(of_rows, *map(self.merge, read), attn_bias=mask)
+            with torch.cuda.device_of(q):  # where Triton launches its kernels
+                y, _ = operator.apply(inputs, needs_gradient=False)
+            parts.append(y.reshape(-1, *q.shape[1:]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def attend_rows(self, q, keys, values, rows, count, mask, operator, copied=None):
-        """Attention of some rows of q, of which the first `count` are wanted, over all pages where
-        they are, or over those whose page_rows are `copied`, side by side."""
-        if copied is not None:
-            keys, values = (gather(x, copied, self.page_size) for x in (keys, values))
-        queries = q[None, rows].unflatten(2, (-1, self.group))  # (1, n, n_kv_head, group, head_dim)
-        inputs = self.inputs(queries, self.merge(keys), self.merge(values), attn_bias=mask)
-        y, _ = operator.apply(inputs, needs_gradient=False)
-        return y.reshape(-1, *q.shape[1:])[:count]
 
     def merge(self, x):
         """(n_kv_head, slots, head_dim) -> (1, slots, n_kv_head, group, head_dim), a view: heads of
@@ -112,7 +87,7 @@ class XFormers:
         return x.transpose(0, 1)[None, :, :, None].expand(-1, -1, -1, self.group, -1)
 
 
-def gappy_bias(spans, pages, page_size, device="cpu"):
+def gappy_bias(spans, pages, page_size, device=torch.device("cpu")):
     """xformers' mask of some spans over the keys of `pages` pages, (sum of their lengths, slots):
     each sees its own, from its first page on, causally, aligned at its last query."""
     from xformers.ops.fmha.attn_bias import BlockDiagonalCausalWithOffsetGappyKeysMask
@@ -121,18 +96,17 @@ def gappy_bias(spans, pages, page_size, device="cpu"):
         q_seqlen=[span.length for span in spans],
         kv_seqstarts=[span.pages[0] * page_size for span in spans] + [pages * page_size],
         kv_seqlen=[span.end for span in spans],
-        device=torch.device(device),
+        device=device,
     )
     # Only a bound, and Triton split-K compiles a kernel for each value: one, not one per decode.
     mask.k_seqinfo.max_seqlen = max(page_size, mask.k_seqinfo.max_seqlen)
     return mask
 
 
-def paged_bias(decodes, page_size, max_len, device="cpu"):
+def paged_bias(decodes, page_size, max_len, device=torch.device("cpu")):
     """xformers' mask of some decodes over all pages, which it finds through their block tables."""
     from xformers.ops.fmha.attn_bias import PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
 
-    device = torch.device(device)
     width = -(-max_len // page_size)  # the same in every iteration: Triton compiles one for each
     tables = [(span.used_pages(page_size) + [0] * width)[:width] for span in decodes]
     tables = torch.tensor(tables, dtype=torch.int32, pin_memory=device.type == "cuda")

@@ -3,8 +3,7 @@
     make_scheduler("sarathi-serve", Pages(64, 16), chunk=256, max_batch=16, max_len=512)
     make_scheduler("my_policy.py:ShortestFirst", ...)       a Scheduler subclass in that file
 
-Plain Python, like scheduler.py. Read next: dynamic.py, priority.py.
-"""
+Plain Python, like scheduler.py. Read next: dynamic.py, priority.py."""
 
 import runpy
 import traceback
@@ -38,8 +37,7 @@ def find_policy(name):
         return POLICIES[name]
     file, _, class_name = str(name).rpartition(":")
     if not file.endswith(".py"):
-        names = ", ".join(POLICIES)
-        raise ValueError(f"policy={name!r}: must be one of {names}, or FILE.py:Class")
+        raise ValueError(f"policy={name!r}: must be one of {', '.join(POLICIES)}, or FILE.py:Class")
     path = Path(file).resolve()
     if not path.is_file():
         raise ValueError(f"policy={name!r}: there is no file {file}")
@@ -56,8 +54,7 @@ def _run_once(path):
 
 def policy_options(policy):
     """The own options of a policy class, a set: what its __init__s take by keyword only."""
-    arguments = [getfullargspec(cls.__init__) for cls in policy.__mro__]
-    return {name for its in arguments for name in its.kwonlyargs}
+    return {name for cls in policy.__mro__ for name in getfullargspec(cls.__init__).kwonlyargs}
 
 
 def make_scheduler(policy, pages, **options):

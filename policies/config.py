@@ -112,12 +112,11 @@ def free_bytes(device):
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
         used = dict(map(str.split, Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()))
         free = min(free, max(0, limit - int(used["anon"])))
-    return free
+    return free // int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun's processes share it
 
 
 def check_memory(what, wanted_bytes, device):
     """Raise ValueError if `what`, such as "max_len=8192", takes more than free_bytes(device)."""
-    free = free_bytes(device)
-    if wanted_bytes > free:
+    if wanted_bytes > (free := free_bytes(device)):
         wanted = min(wanted_bytes, 10**30) / 1e9
         raise ValueError(f"{what}: takes {wanted:,.1f} GB, {free / 1e9:,.1f} GB are free")

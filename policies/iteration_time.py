@@ -3,8 +3,7 @@
 Sarathi-Serve §4.3 finds the token budget that meets the TBT SLO once, from a profile (slo.py). But
 the prefill that fits changes with the decodes, their contexts, what of the prompt is cached, and
 the machine. So `IterationTime` predicts the time of a batch from what is in it, not from an average
-per token, and learns from each that ran. Read next: dynamic.py.
-"""
+per token, and learns from each that ran. Read next: dynamic.py."""
 
 import math
 from bisect import bisect_right

@@ -1,8 +1,7 @@
 """SLOs of the time between tokens, and the token budget that meets one (Sarathi-Serve §4.3, §5.1).
 
 Hybrid batches are timed, and the largest budget that meets the SLO is taken: by the engine when it
-starts with chunk="auto", and by `python bench.py budget`. Read first: iteration_time.py.
-"""
+starts with chunk="auto", and by `python bench.py budget`. Read first: iteration_time.py."""
 
 import statistics
 import time

@@ -1,7 +1,8 @@
 """A policy of one's own: copy this file, change it, and see what it wins and what it pays.
 
     cp policies/template.py my_policy.py
-    python bench.py play my_policy.py:ShortestFirst
+    python bench.py explore my_policy.py:ShortestFirst              beside others, step by step
+    python -m tests.check_policy my_policy.py:ShortestFirst         names a rule that it breaks
 
 Change one of these; what each promises stands in scheduler.py:
 
@@ -10,8 +11,7 @@ Change one of these; what each promises stands in scheduler.py:
     token_budget()   the most tokens in a batch
     schedule()       all of it: which chunks are computed next
 
-`self.waiting` is the line, `self.running` has the pages, `self.clock()` is the time in seconds.
-"""
+`self.waiting` is the line, `self.running` has the pages, `self.clock()` is the time in seconds."""
 
 from scheduler import SarathiServe
 

@@ -1,9 +1,10 @@
 """Checkpoints in the Hugging Face format: config.json and model.safetensors -> our GPT.
 
-What the model cannot compute exactly is refused. Read first: model.py. Read next: tokenizers.py.
-"""
+What the model cannot compute exactly is refused. Read first: model.py. Read next: tokenizers.py."""
 
 import re
+from hashlib import sha256
+from itertools import cycle
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from checks import shown
 from model import GPTConfig, RopeScaling
+from pretrained.slices import cut, views
 
 SHARDS = "model-*-of-*.safetensors"  # where the weights are too many for model.safetensors
 FLOATS = ("F64", "F32", "F16", "BF16")  # as stored; integers would have scales
@@ -142,55 +144,66 @@ MODULES = [
     ("final_norm", "ln_f", "norm"),
     ("head", "lm_head", "lm_head"),
 ]
+GPT2_LAYER = "h."  # how the names of what is stored as (in, out) begin
 NO_WEIGHTS = r"h\.\d+\.attn\.(masked_)?bias|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 
 
 @torch.no_grad()
 def load_weights(model, directory, device=None):
     """Fill the model's parameters, one by one, after all are known to fit; only then is a model on
-    "meta" given memory, on `device`. Raises FileNotFoundError where there are no weights, or
-    ValueError, naming what is unknown, missing, there twice, misshapen or not finite."""
-    directory, targets = Path(directory), _targets(model)
-    tensors = _stored_tensors(directory)
-    head = tensors.pop("lm_head.weight", None) if model.config.tie_embeddings else None
-    _refuse(directory, "unknown tensors", tensors.keys() - targets.keys())
-    _refuse(directory, "missing tensors", targets.keys() - tensors.keys())
+    "meta" given memory, on `device`. Of a parallel.shard.Shard's checkpoint only its own slices are
+    read. Raises FileNotFoundError where there are no weights, or ValueError, naming what is
+    unknown, missing, there twice, misshapen or not finite."""
+    directory = Path(directory)
+    whole = model.whole_model() if hasattr(model, "whole_model") else model
+    config, sources, tensors = whole.config, _sources(whole), _stored_tensors(directory)
+    head = tensors.pop("lm_head.weight", None) if config.tie_embeddings else None
+    shapes = {stored: shape for its in sources.values() for stored, _, shape in its}
+    _refuse(directory, "unknown tensors", tensors.keys() - shapes.keys())
+    _refuse(directory, "missing tensors", shapes.keys() - tensors.keys())
     misfits = []
-    for name, target in targets.items():
+    for name, expected in shapes.items():
         file, stored = tensors[name]
-        header, expected = file.get_slice(stored), list(target.shape)
+        header = file.get_slice(stored)
         shape, dtype = header.get_shape(), header.get_dtype()
         if shape != expected or dtype not in FLOATS:
             misfits.append(f"{stored} {shape} {dtype} (expected {expected}, one of {FLOATS})")
     _refuse(directory, "tensors that do not fit", misfits)
-    embedding = tensors[next(iter(targets))]  # the first of all parameters
+    embedding = tensors[next(iter(shapes))]  # the first of all parameters
     if head and not torch.equal(*(file.get_tensor(name) for file, name in (head, embedding))):
         raise ValueError(f"{directory}: tie_word_embeddings, but {head[1]} is not {embedding[1]}")
     if model.device.type == "meta":
-        targets = _targets(model.to_empty(device=device))
-    for name, target in targets.items():
-        file, stored = tensors[name]
-        target.copy_(file.get_tensor(stored))
-        # a sum takes one fast pass over what was just written; it may overflow in 16 bits
-        if not target.sum().isfinite() and not target.isfinite().all():
-            raise ValueError(f"{directory}: {name} holds NaN or infinity as {target.dtype}")
+        model.to_empty(device=device)
+    for own, p in model.named_parameters():
+        its = cut(config, 1, 1, 0, own, p.shape) if whole is model else model.cut(own)
+        name, dim, ranges = its
+        parts = zip(views(p, dim, ranges), ranges, cycle(sources[name]))  # one each, or one for all
+        for view, (start, end), (stored, first, _) in parts:
+            (file, full_name), slices = tensors[stored], [slice(None)] * p.ndim
+            slices[dim] = slice(start - first, end - first)
+            if stored.startswith(GPT2_LAYER):
+                view, slices = view.t(), slices[::-1]
+            view.copy_(file.get_slice(full_name)[tuple(slices)])
+            # a sum takes one fast pass over what was just written; it may overflow in 16 bits
+            if not view.sum().isfinite() and not view.isfinite().all():
+                raise ValueError(f"{directory}: {stored} holds NaN or infinity as {view.dtype}")
 
 
-def _targets(model):
-    """{name in the checkpoint: the part of a parameter that it fills}, views of stored shapes."""
-    config, targets = model.config, {}
+def _sources(model):
+    """{parameter of a whole model: [(name in the checkpoint, first of the parameter's rows that it
+    fills, shape there)]}: one for all rows, or one for each range that slices.cut tells apart."""
+    config, sources = model.config, {}
     modules = {ours: gpt2 if config.family == "gpt2" else llama for ours, gpt2, llama in MODULES}
-    q, kv = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
-    rows = {"preproj": [q, kv, kv], "ffn_ln1": [config.n_inner, config.n_inner]}
-    for name, parameter in model.named_parameters():
-        *block, module, kind = name.split(".")  # "blocks", "3", "preproj", "weight"
-        sources = modules[module].split()
-        parts = parameter.split(rows[module] if len(sources) > 1 else len(parameter))
-        for source, part in zip(sources, parts, strict=True):
-            if config.family == "gpt2" and block and part.ndim == 2:
-                part = part.T  # GPT-2's layers are stored as (in, out)
-            targets[".".join([*block, source, kind]).replace("blocks", modules["blocks"])] = part
-    return targets
+    for own, p in model.named_parameters():
+        *block, module, kind = own.split(".")  # "blocks", "3", "preproj", "weight"
+        names = [".".join([*block, its, kind]) for its in modules[module].split()]
+        _, _, ranges = cut(config, 1, 1, 0, own, p.shape)
+        sources[own] = []
+        for name, (start, end) in zip(names, ranges if len(names) > 1 else [(0, len(p))]):
+            name, shape = name.replace("blocks", modules["blocks"]), [end - start, *p.shape[1:]]
+            shape = shape[::-1] if name.startswith(GPT2_LAYER) else shape
+            sources[own].append((name, start, shape))
+    return sources
 
 
 def _stored_tensors(directory):
@@ -211,6 +224,14 @@ def _stored_tensors(directory):
             if not re.fullmatch(NO_WEIGHTS, short):
                 tensors[short] = (file, name)
     return tensors
+
+
+def fingerprint(directory):
+    """A digest of config.json and the first row of each tensor, to tell checkpoints apart."""
+    digest = sha256((directory / "config.json").read_bytes())
+    for name, (file, stored) in sorted(_stored_tensors(directory).items()):
+        digest.update(f"{name}: {file.get_slice(stored)[:1].double().tolist()}".encode())
+    return digest.hexdigest()
 
 
 def _refuse(directory, problem, names):

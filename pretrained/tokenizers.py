@@ -2,8 +2,7 @@
 
 A token is a piece of text only in company: an emoji may take three, and some tokenizers drop the
 space before the first word. So text is streamed by decoding a few tokens together, never one alone.
-Read next: sample.py, which prints what is streamed here.
-"""
+Read next: sample.py, which prints what is streamed here."""
 
 import base64
 from collections.abc import Callable

@@ -2,13 +2,11 @@
 
     python -m server --model path/or/hub-name --policy sarathi-serve --chunk 256 --port 8000
 
-Without --model the weights are random and the text is noise. Read next: README.md, app.py.
-"""
+Without --model the weights are random and the text is noise. Read next: README.md, app.py."""
 
 import os
 import signal
 import socket
-import sys
 from functools import partial
 
 from experiments.console import run
@@ -22,7 +20,8 @@ def parse_args(argv):
     add, size = parser.add, dict(type=whole(1))
     add("--host", "the address to listen at; 0.0.0.0: whoever reaches this machine", "127.0.0.1")
     add("--port", "the port to listen at; 0: any", 8000, type=whole(0, 65535))
-    add("--api-key", "clients of /v1 must send it", shown="NANOSARATHI_API_KEY, or none")
+    key = os.environ.get("NANOSARATHI_API_KEY")
+    add("--api-key", "clients of /v1 must send it", key, shown="NANOSARATHI_API_KEY, or none")
     add("--max-body", "the longest body of a request, in bytes", 2**20, **size)
     add("--drain", "seconds to finish in after a signal", 10.0, type=number(least=0))
     parser.add_engine_options()
@@ -36,31 +35,32 @@ def parse_args(argv):
 
 def make_engine(args):
     """The engine.Engine of these options."""
-    from engine import Engine
-    from experiments.options import load_model
+    from experiments.options import engine_for, load_model
 
     names = "policy chunk max_batch prefix_caching max_len pages max_waiting attention".split()
     names += ["tbt_slo"] if args.tbt_slo else []
     settings = {name: getattr(args, name) for name in names}
     settings["page_size"] = args.page_size or min(64, -(-(args.max_len or 2048) // 2))
-    engine = Engine(load_model(args, "max_len"), **settings)
+    model = load_model(args, "max_len")
+    engine = engine_for(model)(model, **settings)
     engine.warm_up()
     return engine
 
 
 def main(argv=None):
     """The command line."""
-    args = parse_args(sys.argv[1:] if argv is None else argv)
+    args = parse_args(argv)
     import uvicorn
 
-    from experiments.options import find_texts
+    from experiments.options import find_texts, load_model
     from server.app import Api
     from server.engine_thread import EngineThread
     from server.text import load_chat
 
     name, tokenizer = find_texts(args)
-    key = os.environ.get("NANOSARATHI_API_KEY") if args.api_key is None else args.api_key
-    if key == "":
+    if int(os.environ.get("RANK", 0)):
+        load_model(args, "max_len")  # and do as rank 0 says
+    if args.api_key == "":
         raise ValueError("--api-key, NANOSARATHI_API_KEY: must not be empty")
     chat = load_chat(args.init_from)
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
@@ -68,7 +68,7 @@ def main(argv=None):
     with socket.create_server((args.host, args.port), family=family) as listener:
         on_signals(signal.SIG_DFL)  # the end: the engine's thread cannot be interrupted
         thread = EngineThread(partial(make_engine, args))
-        api = Api(thread, tokenizer, name, chat, key, args.max_body)
+        api = Api(thread, tokenizer, name, chat, args.api_key, args.max_body)
         how = dict(access_log=False, log_level="error", timeout_graceful_shutdown=args.drain)
         server = uvicorn.Server(uvicorn.Config(api.app(), **how))
         on_signals(server.handle_exit)

@@ -1,7 +1,6 @@
 """The routes: OpenAI's /v1, /health, /metrics, and the schedule page with its records.
 
-Read first: protocol.py, text.py, engine_thread.py.
-"""
+Read first: protocol.py, text.py, engine_thread.py."""
 
 import asyncio
 import hmac
@@ -46,9 +45,8 @@ class Answer(StreamingResponse):
         prefix, *objects = asked.names
         self.head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": objects[asked.stream]}
         self.head |= {"created": int(time.time()), "model": api.name}
-        content, kind = self.whole(), "application/json"
-        if asked.stream:
-            content, kind = self.events(), "text/event-stream"
+        content = self.events() if asked.stream else self.whole()
+        kind = "text/event-stream" if asked.stream else "application/json"
         super().__init__(content, headers={"cache-control": "no-cache"}, media_type=kind)
 
     async def __call__(self, scope, receive, send):
@@ -118,28 +116,26 @@ class Answer(StreamingResponse):
 class Metrics:
     """What Prometheus is told: of requests that have ended, and of what is at the moment."""
 
-    def __init__(self, scheduler):
+    def __init__(self, schedulers):
         its = dict(namespace="nanosarathi", registry=(registry := CollectorRegistry()))
         self.text = partial(generate_latest, registry)
         self.ttft = Histogram("ttft_seconds", "arrival to first token", buckets=SECONDS, **its)
         self.tbt = Histogram("tbt_seconds", "between two tokens", buckets=SECONDS, **its)
-        count = lambda name: Counter(name, "of requests that have ended", **its)
-        self.inputs, self.outputs = count("prompt_tokens"), count("output_tokens")
-        self.preempted, self.cached = count("preemptions"), count("cached_tokens")
+        names = "prompt_tokens", "output_tokens", "preemptions", "cached_tokens"
+        self.counters = [Counter(name, "of requests that have ended", **its) for name in names]
         gauge = lambda name, value: Gauge(name, "at this moment", **its).set_function(value)
-        gauge("waiting_requests", lambda: len(scheduler.waiting))
-        gauge("running_requests", lambda: len(scheduler.running))
-        gauge("free_pages", lambda: scheduler.pages.num_free)
+        gauge("waiting_requests", lambda: len(schedulers[0].waiting))  # in one line
+        gauge("running_requests", lambda: sum(len(its.running) for its in schedulers))
+        gauge("free_pages", lambda: sum(its.pages.num_free for its in schedulers))
 
-    def observe(self, completion):
+    def observe(self, its):
         """Count an engine.Completion."""
-        self.inputs.inc(len(completion.prompt))
-        self.outputs.inc(len(completion.tokens))
-        self.preempted.inc(completion.preemptions)
-        self.cached.inc(completion.cached_tokens)
-        if completion.tokens:
-            self.ttft.observe(completion.ttft)
-        for seconds in completion.tbt:
+        counts = len(its.prompt), len(its.tokens), its.preemptions, its.cached_tokens
+        for counter, count in zip(self.counters, counts):
+            counter.inc(count)
+        if its.tokens:
+            self.ttft.observe(its.ttft)
+        for seconds in its.tbt:
             self.tbt.observe(seconds)
 
 
@@ -150,7 +146,7 @@ class Api:
     def __init__(self, thread, tokenizer, name, chat, key=None, max_body=2**20):
         self.thread, self.engine, self.tokenizer = thread, thread.engine, tokenizer
         self.name, self.chat, self.key, self.max_body = name, chat, key, max_body
-        self.metrics = Metrics(thread.engine.scheduler)
+        self.metrics = Metrics(thread.engine.schedulers)
         thread.observe, self.warmed_up = self.metrics.observe, thread.engine.last_iteration
 
     def app(self):
@@ -199,8 +195,7 @@ class Api:
             raise Refused(413 if length else 411, limit)
         asked = kind.read(await request.body())
         if asked.model != self.name:
-            only = f"model: there is only {self.name}"
-            raise Refused(404, only, "model", "model_not_found")
+            raise Refused(404, f"model: there is only {self.name}", "model", "model_not_found")
         prompt = await asyncio.to_thread(self.encode, asked)
         most = asked.max_tokens or max(1, max_len - len(prompt))
         stop = () if asked.ignore_eos else self.tokenizer.stop_token_ids
@@ -226,5 +221,4 @@ class Api:
 
     async def records(self, request):
         """GET /records/N: EngineThread.look, as JSON."""
-        place = request.path_params["place"]
-        return JSONResponse(await self.thread.call(self.thread.look, place))
+        return JSONResponse(await self.thread.call(self.thread.look, request.path_params["place"]))

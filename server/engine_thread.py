@@ -2,8 +2,7 @@
 
 Only that thread touches the engine: what `call` has done in it is done between two steps. It makes
 the engine, too: with OpenMP a thread is slow if another one used it before.
-Read first: engine.py. Read next: app.py.
-"""
+Read first: engine.py. Read next: app.py."""
 
 import asyncio
 import logging
@@ -25,7 +24,7 @@ class EngineThread:
         self.engine = self.thread.submit(make_engine).result()
         self.loop, self.queues = None, {}  # asyncio's; request id -> what `add` returns
         self.recorder, self.forgotten = Recorder(), 0  # how many records are not kept any more
-        self.recorder.watch([self.engine.scheduler])
+        self.recorder.watch(self.engine.schedulers)
         self.observe = lambda completion: None
 
     async def call(self, function, *arguments):
@@ -60,7 +59,10 @@ class EngineThread:
             told = [(event.request_id, event) for event in self.engine.step()]
         except BaseException:  # whatever it was, nobody may wait for ever
             log.exception("a step of the engine failed")
-            failed = self.failed()
+            scheduler, failed = self.engine.scheduler, []
+            with suppress(Exception):  # the batch may hold anything
+                failed = [chunk.request for chunk in scheduler.batch]
+            failed = failed or [*scheduler.requests.values()]  # what might fail for ever
             self.engine.drop(failed)
             told = [(request.id, None) for request in failed]
         if self.engine.last_iteration is not last:
@@ -77,18 +79,10 @@ class EngineThread:
         if self.stepping:
             self.thread.submit(self.step)
 
-    def failed(self):
-        """What might fail for ever: the requests of the batch, or all if there is none."""
-        scheduler, batch = self.engine.scheduler, []
-        with suppress(Exception):  # it may hold anything
-            batch = [chunk.request for chunk in scheduler.batch]
-        return batch or [*scheduler.requests.values()]
-
     def look(self, place):
         """What views/schedule_page.py can draw from there on: {"records", "place": the next one}.
         A snapshot, for who comes from a place that is not there."""
-        records = self.recorder.records
-        end = self.forgotten + len(records)
-        known = self.forgotten <= place <= end
-        new = records[place - self.forgotten :] if known else [self.recorder.snapshot()]
-        return {"records": new, "place": end}
+        records, first = self.recorder.records, self.forgotten
+        known = first <= place <= first + len(records)
+        new = records[place - first :] if known else [self.recorder.snapshot()]
+        return {"records": new, "place": first + len(records)}

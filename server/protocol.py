@@ -1,6 +1,5 @@
 """What a request may say, in OpenAI's words, and the shapes of what is answered. What is not known
-or not done here is refused by name; what asks for nothing may be there. Read next: app.py.
-"""
+or not done here is refused by name; what asks for nothing may be there. Read next: app.py."""
 
 import random
 from functools import partial
@@ -62,9 +61,8 @@ class Request(BaseModel, strict=True, extra="forbid"):
         except ValidationError as error:
             wrong = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, wrong["loc"]))[:100] or "body"
-        unknown = wrong["type"] == "extra_forbidden"
-        problem = f"{where}: {'is not supported here' if unknown else wrong['msg']}"
-        raise Refused(400, problem, where.partition(".")[0])
+        why = "is not supported here" if wrong["type"] == "extra_forbidden" else wrong["msg"]
+        raise Refused(400, f"{where}: {why}", where.partition(".")[0])
 
 
 class CompletionRequest(Request):

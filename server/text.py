@@ -1,6 +1,5 @@
 """From messages to a prompt, and from tokens to text that is certain: whole characters, and no
-beginning of a stop string. Read first: pretrained/tokenizers.py.
-"""
+beginning of a stop string. Read first: pretrained/tokenizers.py."""
 
 from functools import partial
 
@@ -46,12 +45,9 @@ class Writer:
         found = [i for stop in self.stops if (i := self.held.find(stop)) >= 0]
         if found:
             return self.held[: min(found)], "stop"
-        certain = len(self.held) - (0 if reason else self.uncertain())
+        certain = len(self.held)
+        if not reason:  # what may be the beginning of a stop string waits
+            begins = lambda i: any(stop.startswith(self.held[i:]) for stop in self.stops)
+            certain = next(filter(begins, range(certain)), certain)
         text, self.held = self.held[:certain], self.held[certain:]
         return text, reason
-
-    def uncertain(self):
-        """How many of the last characters may be the beginning of a stop string."""
-        most, ends = len(self.held) + 1, self.held.endswith
-        sizes = ((stop, n) for stop in self.stops for n in range(1, min(len(stop), most)))
-        return max((n for stop, n in sizes if ends(stop[:n])), default=0)

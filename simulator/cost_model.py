@@ -6,14 +6,14 @@
 An operation of a layer takes its arithmetic at the device's rate or its bytes at the memory's
 bandwidth, whichever is longer (Sarathi-Serve §3.1, T = max(T_math, T_mem)), and a few microseconds
 to start and drain. The rows of a matrix product are rounded up to whole tiles (SARATHI §4.4). Read
-first: devices.py. Read next: simulation.py, which runs the policies on it.
-"""
+first: devices.py. Read next: simulation.py, which runs the policies on it."""
 
 from dataclasses import dataclass
 
-from checks import check_number, check_whole
-from model import GPTConfig
+from checks import check_number
+from model import Block, GPTConfig
 from policies.iteration_time import BatchShape, IterationTime
+from pretrained.slices import local_config
 from simulator.devices import DEVICES, GEOMETRIES, LINKS, PARALLEL_BLOCKS, Device, Link, find
 
 BYTES = 2  # of a number: all weights, keys and values are of 16 bits
@@ -23,20 +23,9 @@ USABLE = 0.9  # of a device's memory; SARATHI's batches of 27 and 11 (§5.3) ask
 def matrices(config, tp=1):
     """The four products of a layer on one of `tp` GPUs: name -> (rows of the weight, columns), one
     of which is divided (Megatron-LM), or ValueError; fewer KV heads than GPUs are repeated."""
-    check_whole("tp", tp, least=1)
-    for field in ("n_head", "n_inner"):
-        if getattr(config, field) % tp:
-            raise ValueError(f"tp={tp}: must divide {field}={getattr(config, field)}")
-    if (n := config.n_kv_head) % tp and tp % n:
-        raise ValueError(f"tp={tp}: must divide n_kv_head={n}, or be a multiple of it")
-    heads, kv_heads = config.n_head // tp, max(1, n // tp)
-    gates = 2 if config.family == "llama" else 1
-    return {
-        "preproj": (config.n_embd, (heads + 2 * kv_heads) * config.head_dim),
-        "postproj": (heads * config.head_dim, config.n_embd),
-        "ffn_ln1": (config.n_embd, gates * config.n_inner // tp),
-        "ffn_ln2": (config.n_inner // tp, config.n_embd),
-    }
+    layer = Block(local_config(config, tp), device="meta")
+    its = {name: getattr(layer, name) for name in ("preproj", "postproj", "ffn_ln1", "ffn_ln2")}
+    return {name: (product.in_features, product.out_features) for name, product in its.items()}
 
 
 def product_seconds(device, tokens, rows, columns):
@@ -61,9 +50,7 @@ class CostModel:
 
     def __post_init__(self):
         config, device, pp, cpu_s = self.config, self.device, self.pp, self.cpu_s
-        check_whole("pp", pp, least=1)
-        if config.n_layer % pp:
-            raise ValueError(f"pp={pp}: must divide n_layer={config.n_layer}")
+        local_config(config, self.tp, pp)  # all that must divide
         check_number("cpu_s", cpu_s, "a finite number of seconds, at least 0", least=0)
         self.tile, self.layers = device.tile, config.n_layer // pp
         self.tp_link = self.tp_link or LINKS[device.link]
@@ -146,15 +133,18 @@ class CostModel:
 
 
 class FittedCost:
-    """The cost of iterations on this machine: the law of a profile, [(BatchShape, seconds)]."""
+    """The cost of iterations on a machine that was timed: a law for each of its stages, fitted to
+    the stage's profile, [(BatchShape, seconds)], and `hop_s` from one to the next."""
 
-    pp, cpu_s, tile = 1, 0.0, 1
+    cpu_s, tile = 0.0, 1
 
-    def __init__(self, profile):
-        self.law = IterationTime(profile)
+    def __init__(self, profiles, hop_s=0.0):
+        self.laws, self.hop_s = [IterationTime(profile) for profile in profiles], hop_s
+        self.pp = len(self.laws)
 
     def stages(self, batch):
         """As CostModel.stages, of chunks whose requests have not moved on."""
-        return [self.law.predict(BatchShape.of(batch))], 0.0
+        shape = BatchShape.of(batch)
+        return [law.predict(shape) for law in self.laws], self.hop_s
 
     seconds = CostModel.seconds

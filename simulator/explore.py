@@ -3,8 +3,7 @@
     python bench.py explore                           writes explore.html, which needs no network
     python bench.py explore my_policy.py:MyPolicy     with one's own policy among the others
 
-All runs are simulated, on the GPU of `bench.py play`. Read first: play.py, views/schedule_page.py.
-"""
+All runs are simulated. Read first: policies/template.py, views/schedule_page.py."""
 
 from argparse import Namespace
 from itertools import product
@@ -16,15 +15,17 @@ from experiments.options import machine_lines, output_file, policy_names, whole,
 from experiments.workload import poisson, sample_lengths
 from policies.config import EngineConfig
 from simulator.machine import SimulatedMachine
-from simulator.play import GPU, short_names
 from views.schedule_page import Recorder, page
 
 POLICIES = ("vllm", "sarathi-serve", "request-level", "orca", "sarathi", "dynamic")
 CHUNKS = ("128", "256", "512", "1024")
 LOADS = {"light": 0.4, "steady": 0.7, "heavy": 1.6}  # of the rate that is estimated to be possible
 MEMORY = {"ample": 24, "tight": 5}  # requests of the longest that fit
-MAX_LEN, PAGE_SIZE = 2048, 64
+BATCH, MAX_LEN, PAGE_SIZE = 32, 2048, 64
 ANY = "*"  # the chunk size of who does not go by one
+# the machine, as bench.py serve takes it: one A100
+GPU = dict(model="llama3-8b", simulate="a100-80gb", tp=1, pp=1, replicas=1, tp_link=None)
+GPU |= dict(pp_link=None, cpu_ms=0.0, chunk=512, max_len=MAX_LEN)
 
 
 def add_options(parser):
@@ -35,9 +36,18 @@ def add_options(parser):
     parser.add("--html", "the page", "explore.html", metavar="FILE", type=output_file)
 
 
+def short_names(names):
+    """{how it is shown: name}: "Mine" for "my_policy.py:Mine", where no other is shown so."""
+    shown = {}
+    for name in names:
+        short = name.split(".py:")[-1]
+        shown[name if short in shown else short] = name
+    return shown
+
+
 def main(args):
-    """The command. Raises ValueError if a policy breaks a rule of policies/referee.py."""
-    machine = SimulatedMachine(Namespace(**GPU | {"max_len": MAX_LEN}))
+    """The command."""
+    machine = SimulatedMachine(Namespace(**GPU))
     lengths = sample_lengths("sharegpt4", args.requests, MAX_LEN, 0)
     most = run.estimated_qps(machine.base, poisson(lengths, 1.0, 0))
     slo_s = run.slo_seconds("strict", machine.base)
@@ -50,12 +60,12 @@ def main(args):
     runs, recorders = list(product(servers, loads, memories)), {}
     for server, load, memory in tqdm(runs, "runs", leave=False, disable=None):
         pages = memories[memory] * MAX_LEN // PAGE_SIZE
-        sizes = dict(max_batch=GPU["batch"], max_len=MAX_LEN, page_size=PAGE_SIZE, pages=pages)
+        sizes = dict(max_batch=BATCH, max_len=MAX_LEN, page_size=PAGE_SIZE, pages=pages)
         config = EngineConfig(chunk=int(CHUNKS[-1]), **sizes)
         (config,) = run.plan([servers[server]], [PAGE_SIZE], config, slo_s).values()
         name = " | ".join((*server, load, memory))
-        watching = dict(recorder=recorders.setdefault(name, Recorder()), referee=name)
-        machine.serve(config, poisson(lengths, loads[load], 0), **watching)
+        recorder = recorders.setdefault(name, Recorder())
+        machine.serve(config, poisson(lengths, loads[load], 0), recorder=recorder)
     choices = {"policy": [*shown], "chunk": CHUNKS, "load": [*loads], "memory": [*memories]}
     title, about = "How an LLM server schedules its work", machine_lines(machine.machine)
     about += f"{args.requests} requests with the lengths of a chat dataset; simulated, in seconds"

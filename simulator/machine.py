@@ -1,20 +1,18 @@
-"""A simulated machine for the commands serve and capacity: the same loads, a clock that counts.
+"""The commands serve and capacity, here or on a simulated machine: a clock that counts.
 
     python bench.py serve --simulate a100-80gb --model yi-34b --tp 2 --cpu-ms 5
     python bench.py capacity --simulate this        seconds, in the place of real time
     python bench.py serve --simulate this           the engine, and its simulation beside it
 
-Read first: simulation.py, and experiments/serving.py, whose RealMachine has the same face.
-"""
+Read first: simulation.py, and experiments/serving.py, whose RealMachine has the same face."""
 
 from dataclasses import asdict
 from functools import partial
 from itertools import product
 
-from engine import Runner
-from experiments import measure, workload
+from experiments import measure, serving, workload
 from experiments.metrics import percentiles
-from experiments.options import number, whole
+from experiments.options import number, runner_for, whole
 from experiments.run import Base
 from policies.slo import BASE_BATCH, base_context, time_iterations
 from pretrained.presets import PRESETS
@@ -23,44 +21,46 @@ from simulator.devices import DEVICES, GEOMETRIES, LINKS
 from simulator.simulation import simulate
 
 THIS = "this"  # the name of the machine that is here
-SIMULATED = ("tp", "pp", "replicas", "tp_link", "pp_link", "cpu_ms")  # options of one that is not
+SIMULATED = ("replicas", "tp_link", "pp_link", "cpu_ms")  # options of one that is not
 REAL = ("init_from", "device", "dtype", "attention", "compile", "threads")  # and of one that is
 
 
 def add_options(parser):
-    """The options that put a simulated machine in the place of this one."""
+    """Those of serving, and the options that put a simulated machine in the place of this one."""
+    serving.add_options(parser, parser.get_default("command"))
     add, more = parser.add, ", ".join(name for name in GEOMETRIES if name not in PRESETS)
     what = f"count time as a device would take it: {', '.join(DEVICES)}; or {THIS}, fitted to a "
     what += "profile of this machine, and in serve beside it. With a DEVICE --model is required, "
     add("--simulate", what + f"may also be {more}, and --kv-tokens all that fits", metavar="DEVICE")
     links = f"what joins the GPUs of a stage: {', '.join(LINKS)}"
     cpu = "simulated milliseconds that an iteration costs each stage on the CPU"
-    add("--tp", "simulated GPUs that share each layer", 1, type=whole(1, 10**4))
-    add("--pp", "simulated stages of a pipeline", 1, type=whole(1, 10**4))
-    add("--replicas", "simulated copies of that, which take from one line", 1, type=whole(1, 10**4))
+    copies = "simulated copies of the GPUs of --tp and --pp, which take from one line"
+    add("--replicas", copies, 1, type=whole(1, 10**4))
     add("--tp-link", links, shown="the device's own")
     add("--pp-link", "what joins the stages", shown="infiniband")
     add("--cpu-ms", cpu, 0.0, type=number(least=0, most=1e6))
 
 
-def check_options(parser, args):
-    """Exit with a message if one of these goes only with --simulate, or without; set kv_tokens,
-    where it was left open, to all that fits. Raises ValueError as CostModel does."""
+def check(parser, args):
+    """serving.check, with what goes only with --simulate, or without; kv_tokens is, where it was
+    left open, all that fits. Raises ValueError as CostModel does."""
     here = args.simulate in (None, THIS)
     for option in SIMULATED if here else REAL:
         if getattr(args, option) != parser.get_default(option):
             goes = f"{'goes only' if here else 'does not go'} with --simulate DEVICE"
             parser.error(f"--{option.replace('_', '-')}: {goes}")
-    if here:
-        return
-    cost = simulated_cost(args)
-    config, most = cost.config, cost.kv_tokens()
-    if config.family != "llama" and args.max_len > config.max_positions:
-        parser.error(f"--max-len {args.max_len}: this model is limited to {config.max_positions}")
-    args.kv_tokens, least = args.kv_tokens or most, args.pp * args.max_len
-    if not least <= args.kv_tokens <= most:
-        limits = f"at least {least}, --max-len per micro-batch, and at most {most}, what fits"
-        parser.error(f"--kv-tokens {args.kv_tokens}: must be {limits} beside the weights")
+    if args.simulate == THIS and args.tp * args.pp > 1:
+        parser.error(f"--tp, --pp: do not go with --simulate {THIS}; see bench.py pipeline")
+    if not here:
+        cost, longest = simulated_cost(args), args.max_len
+        config, most, least = cost.config, cost.kv_tokens(), args.pp * longest
+        if config.family != "llama" and longest > config.max_positions:
+            parser.error(f"--max-len {longest}: this model is limited to {config.max_positions}")
+        args.kv_tokens = args.kv_tokens or most
+        if not least <= args.kv_tokens <= most:
+            limits = f"at least {least}, --max-len per micro-batch, and at most {most}, what fits"
+            parser.error(f"--kv-tokens {args.kv_tokens}: must be {limits} beside the weights")
+    serving.check(parser, args)
 
 
 def simulated_cost(args):
@@ -109,7 +109,7 @@ def time_batches(model, cases, max_len, attention):
     No chunk and no context exceeds `max_len`."""
     size = min(64, max_len)
     pages = max(-(-c // size) * decodes + -(-max(n, c) // size) for n, c, decodes in cases)
-    runner = Runner(model, pages, size, max_len, attention)
+    runner = runner_for(model)(model, pages, size, max_len, attention)
     return time_iterations(runner, [(n + decodes, c, decodes) for n, c, decodes in cases])
 
 
@@ -135,15 +135,22 @@ class FittedMachine(SimulatedMachine):
         time = partial(time_batches, real.model, fitted + others, args.max_len, args.attention)
         rows, self.drift = measure.steadily(time, real.model.device)
         timed, busy = [(row.shape, row.seconds) for row in rows], self.drift > measure.BUSY
-        self.cost, self.base, self.args = FittedCost(timed[: len(fitted)]), real.base, args
-        predict, rest = self.cost.law.predict, timed[len(fitted) :]
-        off = percentiles(abs(predict(shape) / seconds - 1) for shape, seconds in rest)
+        self.cost, self.base, self.args = FittedCost([timed[: len(fitted)]]), real.base, args
+        (law,), rest = self.cost.laws, timed[len(fitted) :]
+        off = percentiles(abs(law.predict(shape) / seconds - 1) for shape, seconds in rest)
         found = "off by {p50:.1%} in the median, {p90:.1%} at P90, {max:.1%} at most"
         found = measure.TOO_BUSY if busy else found.format_map(off)
         self.lines = f"{real.lines}fitted to {len(fitted)} batches\n"
         self.lines += f"predictions of {len(others)} others: {found}\n"
-        more = {"law": self.cost.law.law, "prediction_error": off, "profile_busy": busy}
+        more = {"law": law.law, "prediction_error": off, "profile_busy": busy}
         self.machine, self.sides = real.machine | more, {"": real, ", simulated": self}
         if args.command != "serve":
             self.machine["device"] = f"simulated: {real.machine['device']}"
             self.sides = {"": self}
+
+
+def main(args):
+    """The command args.command, on the machine of --simulate. Raises ValueError as serving.main."""
+    real = serving.RealMachine
+    machines = {None: real, THIS: lambda *given: FittedMachine(real(*given), args)}
+    serving.main(args, machines.get(args.simulate, lambda *_: SimulatedMachine(args)))

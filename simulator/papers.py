@@ -4,8 +4,7 @@ An experiment is a generator of Tables, from (run, requests, cpu_s). `run(functi
 function with each tuple of arguments, maybe in parallel. Those of Sarathi-Serve have `requests` in
 each run, and `cpu_s` of CPU in each iteration; what the paper leaves open, loads, budgets and batch
 sizes, is that of the scripts that its authors published. Budgets are of 512 tokens, but for names
-such as "sarathi-serve:2048". Read first: simulation.py, published.toml. Next: report.py.
-"""
+such as "sarathi-serve:2048". Read first: simulation.py, published.toml. Next: report.py."""
 
 import math
 import tomllib
@@ -94,8 +93,8 @@ def offline(cost, policy, lengths, replicas=1, chunk=256, batch=None, longest=LO
     arrivals = [Arrival(0.0, *pair) for pair in lengths]
     seen = simulate(cost, config, arrivals, replicas=replicas, record=False)
     ends = [completion.token_times[-1] for completion in seen.run.completions]
-    its = seen.run.seconds, seen.utilisation, median(seen.bubbles)
-    return Offline(batch, *its, seen.bubbles, ends)
+    bubbles = [*seen.bubbles.values()]
+    return Offline(batch, seen.run.seconds, seen.utilisation, median(bubbles), bubbles, ends)
 
 
 def throughput(policy, cost, batch, length, pd_ratio, chunk=256, requests=40):

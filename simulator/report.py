@@ -3,8 +3,7 @@
     python bench.py simulate                      the claims that need the papers' GPUs
     python bench.py simulate --only pipeline      one of them
 
-Read first: cost_model.py, simulation.py and papers.py, which makes these tables.
-"""
+Read first: cost_model.py, simulation.py and papers.py, which makes these tables."""
 
 import argparse
 import os

@@ -33,3 +33,13 @@ def turning():
 
     with serving(circle(), byte_tokenizer()) as its:
         yield its
+
+
+@pytest.fixture(scope="session")
+def worlds(tmp_path_factory):
+    """Who starts worlds of ranks."""
+    from tests.worlds import Worlds
+
+    its = Worlds(tmp_path_factory.mktemp("worlds"))
+    yield its
+    its.close()

@@ -79,16 +79,17 @@ def test_help_explains_every_option_with_its_default(command, capsys):
     text = capsys.readouterr().out
     found = re.findall(r"^  --([\w-]+)", text, re.MULTILINE)
     assert done.value.code == 0 and text.count("(default:") + text.count("(default\n") == len(found)
-    model = {"model", "init-from", "device", "dtype", "attention", "seed", "compile", "threads"}
+    model = {*"model init-from device dtype attention seed compile threads tp pp".split()}
     if command == "offline":
-        own = {*"batch seq-len pd-ratio chunk policies requests explain against".split()}
+        own = {*"batch seq-len pd-ratio chunk policies requests".split()}
         assert set(found) == model | own | {"json", "plot", "html"}
-        assert "(default: 256)" in text and "(default: off)" in text and "none)" in text
-    elif command not in ("simulate", "play", "explore"):
+        text = " ".join(text.split())
+        assert all(f"(default: {its})" in text for its in ("256", "off", "none"))
+    elif command not in ("simulate", "explore"):
         assert model < set(found) and ("qps" in found) == (command == "serve")
     if command == "budget":
         assert "(default: 16 on a CPU, 64 on a GPU)" in " ".join(text.split())
-    if command in bench.SERVING:
+    if command in ("serve", "capacity"):
         assert set("requests lengths trace slo page-size kv-tokens".split()) < set(found)
 
 
@@ -100,7 +101,7 @@ def test_help_names_the_commands_and_does_not_wait_for_torch():
 
 
 ALIASES = {"": "offline", "--chunk 64": "offline", "serve --simulate this": "serve"}
-NEEDED = {"budget": "--slo-tbt 0.3"}
+NEEDED = {"budget": "--slo-tbt 0.3", "pipeline": "--pp 2"}
 WORDS = [*ALIASES.items(), *((f"{name} {NEEDED.get(name, '')}", name) for name in bench.COMMANDS)]
 
 
@@ -141,6 +142,7 @@ REFUSED += [
     ("--dtype int8", "--dtype invalid choice: 'int8'"),
     ("sevre", "invalid choice: 'sevre'"),
     ("simulate --plot x.png --only post", "--plot: --only leaves out all that is drawn"),
+    ("pipeline", "--pp 1: a pipeline has two stages or more"),
     ("capacity --qps 1", "unrecognized arguments: --qps 1"),
     ("serve --slo hard", "--slo hard: must be a finite number above 0"),
     ("serve --page-size 16,2000", "--page-size 2000: must be at most --max-len 1024"),
@@ -180,6 +182,7 @@ NO_MODEL = [
     ("--device foo", "--device foo: must be cpu, cuda"),
     ("--device cuda:99", "--device cuda:99: torch .* sees . CUDA devices"),
     ("--attention xformers", "xformers"),
+    ("--pp 2", "--pp 2: needs 2 processes, not 1: torchrun --nproc-per-node 2 "),
 ]
 
 
@@ -202,7 +205,9 @@ def test_what_was_left_open_is_filled_in(monkeypatch):
         options.number(least=0, most=1)("2")
 
 
-@pytest.mark.parametrize("command", ["sample.py --help", "bench.py --help", "bench.py play --help"])
+@pytest.mark.parametrize(
+    "command", ["sample.py --help", "bench.py --help", "bench.py explore --help"]
+)
 def test_a_reader_that_goes_away_is_no_error(command):
     env = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=HERE, env=env)

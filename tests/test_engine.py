@@ -451,6 +451,14 @@ def test_pages_that_fit_are_the_formula(monkeypatch):
         pages_that_fit(model, 2048, 16)
 
 
+def test_a_runner_is_refused_more_pages_than_fit(model, monkeypatch):
+    page_bytes = 8 * kv_bytes_per_token(model.config, model.dtype)
+    monkeypatch.setattr("policies.config.free_bytes", lambda device: 4 * page_bytes)
+    assert Runner(model, 4, 8).cache.pages == 4
+    with pytest.raises(ValueError, match="pages=5, page_size=8: takes"):
+        Runner(model, 5, 8)
+
+
 def test_without_a_batch_size_memory_decides(model, monkeypatch):
     per_token = 2 * 2 * 2 * 8 * 8
     free = 2 * (7 * 40 * per_token + 99)  # half of it is left to others

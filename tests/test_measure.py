@@ -9,7 +9,6 @@ from engine import Runner
 from experiments import measure
 from kv_cache import Span
 from model import GPTConfig
-from policies import POLICIES, make_scheduler
 from tests.helpers import tiny_model
 
 CPU = torch.device("cpu")
@@ -142,21 +141,3 @@ def test_attention_alone_attends_once_in_every_layer_and_writes_nothing(model):
     config = model.config
     assert seen == [(2, config.n_head, config.head_dim)] * config.n_layer
     assert torch.equal(runner.cache.data[:, :, :, :3], before[:, :, :, :3])
-
-
-def test_the_time_of_a_schedule_is_that_of_the_slowest_policy_under_load(monkeypatch):
-    seen = {}
-
-    def spy(policy, *args, **options):
-        seen[policy] = make_scheduler(policy, *args, **options)
-        return seen[policy]
-
-    monkeypatch.setattr(measure, "make_scheduler", spy)
-    slow = list(POLICIES).index("vllm")
-    medians = iter([1e-6 * (9 if i == slow else 1) for i in range(len(POLICIES))])
-    monkeypatch.setattr(measure.statistics, "median", lambda times: next(medians))
-    assert measure.schedule_us(running=3, waiting=5) == pytest.approx(9)
-    assert seen.keys() == POLICIES.keys()
-    for scheduler in seen.values():
-        assert (len(scheduler.running), len(scheduler.waiting)) == (3, 5)
-        assert all(request.is_decoding for request in scheduler.running)

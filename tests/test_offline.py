@@ -182,13 +182,13 @@ def test_the_conclusion_says_what_was_measured(busy):
     policies["sarathi"] = dict(longest_stall_s=0.25, gain=1.0) | CALM
     report = {"decode_maximal": table, "end_to_end": policies, "promised_gain": 1.25}
 
-    def conclude(total=4.0, explain=False):
+    def conclude(total=4.0):
         its = report | {"decode_speedup": {"total": total}}
-        return " ".join(offline.conclude(its, options(chunk=32, explain=explain)).split())
+        return " ".join(offline.conclude(its, options(chunk=32)).split())
 
-    text = conclude(explain=True)
+    text = conclude()
     parts = {
-        "policies": "4. Longest stalls, which chunks are for: vllm 1.11 s, sarathi 0.25 s. ",
+        "policies": "3. Longest stalls, which chunks are for: vllm 1.11 s, sarathi 0.25 s. ",
         "table": "Cost of a decode: 8.00 ms in a batch of its own, 2.00 ms riding with a chunk. ",
         "both": "Throughput at chunk 32: bare products promise 1.25x request-level's, sarathi "
         "runs at 1.00x.",

@@ -15,9 +15,9 @@ from kv_cache import Pages, Span
 from model import GPT
 from policies import POLICIES, make_scheduler
 from policies.config import EngineConfig
-from policies.referee import Referee
 from sampling import SamplingParams, sample
 from scheduler import Request, Scheduler
+from tests.check_policy import Referee
 from tests.helpers import (
     alone,
     check_integrity,

@@ -14,12 +14,13 @@ import server.__main__
 from engine import Engine
 from sampling import SamplingParams
 from scheduler import SarathiServe
+from tests import check_policy, serve_remote
 from tests.helpers import alone, tiny_model
 from tests.test_scheduler import simulate
 
 ROOT = Path(__file__).parents[1]
 # commands in each
-LEAST = {"": 5, "experiments/": 5, "simulator/": 2, "results/": 9, "server/": 2}
+LEAST = {"": 5, "experiments/": 5, "simulator/": 2, "results/": 9, "server/": 2, "parallel/": 5}
 TEXTS = {room: (ROOT / f"{room}README.md").read_text("utf-8") for room in LEAST}
 MAIN = TEXTS[""]
 ALGORITHM_3, *CODE = re.findall(r"```python\n(.*?)```", MAIN, flags=re.DOTALL)
@@ -27,7 +28,8 @@ USAGE = next(block for block in CODE if "Engine(" in block)
 OWN = "\n".join(block for block in CODE if "(SarathiServe):" in block)
 TEMPLATE = (ROOT / "policies/template.py").read_text("utf-8")
 PARSERS = {"bench.py": bench.parse_args, "sample.py": sample.parse_args}
-PARSERS["server"] = server.__main__.parse_args
+PARSERS |= {"server": server.__main__.parse_args, "tests.serve_remote": serve_remote.parse_args}
+PARSERS |= {"tests.check_policy": check_policy.parse_args}
 NEEDS = {"budget": ["--slo-tbt", "1"]}  # where a sentence only names the command
 
 
@@ -68,7 +70,8 @@ def commands(text):
     blocks = re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)
     lines = [line for block in blocks for line in re.split(r"&&|(?<!\\)\n", block)]
     text = re.sub("```.*?```", "", text, flags=re.DOTALL)
-    lines += re.findall(r"`([^`]*(?:bench\.py|sample\.py|-m server) [^`…]+)`", text)
+    programs = r"(?:bench\.py|sample\.py|-m server|-m tests\.(?:serve_remote|check_policy))"
+    lines += re.findall(rf"`([^`]*{programs} [^`…]+)`", text)
     table = text.partition("| claim | command |")[2].partition("\n\n")[0]
     lines += ["bench.py " + row.split(" | ")[1].strip("`") for row in table.splitlines()[2:]]
     for words in map(shlex.split, lines):
@@ -90,12 +93,32 @@ def test_every_command_parses(room, tmp_path, monkeypatch):
             assert error.code == 0 and "--help" in words, (script, words)
 
 
+def test_what_the_template_wins_and_pays_is_what_its_command_prints(capsys):
+    cells = lambda line: [cell.strip() for cell in line.strip("|\n").split("|")]
+    section = MAIN.partition("## Add a policy")[2].partition("\n## ")[0]
+    (words,) = (words for words in commands(section) if "--simulate" in words)
+    bench.main(words[1:])
+    printed = {}  # (policy, head of a column) -> the cell
+    for table in capsys.readouterr().out.split("\n\n"):
+        if table.startswith("| "):
+            heads, _, *rows = map(cells, table.splitlines())
+            for name, *its in rows:
+                printed |= {(name.split(":")[-1], head): x for head, x in zip(heads[1:], its)}
+    heads, _, *rows = map(cells, re.findall(r"(?m)^\|.*", section))
+    assert len(rows) == 3
+    for name, *its in rows:
+        assert its == [printed[name, head] for head in heads[1:]]
+
+
 def test_files_are_named_counted_and_linked():
     rooms = {f"{path.parent.name}/" for path in ROOT.glob("[!.]*/README.md")}
     assert rooms | {""} == set(LEAST)
     lines = {path.name: len(path.read_text("utf-8").splitlines()) for path in ROOT.glob("*.py")}
     counts = {name: int(n) for name, n in re.findall(r"(?m)^\| `(\w+\.py)` \| (\d+) \|", MAIN)}
     assert counts == {name: lines[name] for name in counts} and "scheduler.py" in counts
+    its = re.findall(r"(?m)^\| \[?`([\w./]+\.py)`\S* \| (\d+) \|", TEXTS["parallel/"])
+    paths = [ROOT / "parallel" / name for name, _ in its]
+    assert [len(p.read_text("utf-8").splitlines()) for p in paths] == [int(n) for _, n in its] != []
     folders = [f"`{path.parent.name}/`" for path in ROOT.glob("*/__init__.py")]
     named = [*folders, *lines.keys() - {"conftest.py"}]
     assert len(counts) >= 7 and [name for name in named if name not in MAIN] == []

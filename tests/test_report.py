@@ -331,7 +331,7 @@ SENSELESS = {  # words -> what the line of error says, of any simulated machine
 WHOLE, REAL = "must be a whole number of at least", ("compile", "dtype float32", "init-from gpt2")
 SENSELESS |= {f"{A100S} --{name} 0": f"--{name} 0: {WHOLE} 1" for name in ("tp", "replicas")}
 SENSELESS |= {f"{A100S} --{it}": f"--{it.split()[0]}: does not go with --simulate" for it in REAL}
-SENSELESS |= {f"--{it} 5": f"--{it}: goes only with --simulate" for it in ("tp", "cpu-ms")}
+SENSELESS |= {f"--{it} 5": f"--{it}: goes only with --simulate" for it in ("replicas", "cpu-ms")}
 WITH_MODEL = {w if "--model" in w else f"{w} --model yi-34b": m for w, m in SENSELESS.items()}
 REFUSED = {f"{command} {w}": m for command in ("serve", "capacity") for w, m in WITH_MODEL.items()}
 REFUSED |= {
@@ -437,7 +437,7 @@ def test_a_fitted_cost_predicts_what_its_law_does():
     shapes = [(64, 0, 0, 2080), (64, 4, 800, 59_680), (300, 9, 8100, 105_150)]
     shapes += [(0, 4, 800, 0), (0, 9, 8100, 0)]
     profile = [(BatchShape(*shape), float(law @ [1, *shape])) for shape in shapes]
-    cost, ours = FittedCost(profile), IterationTime(profile)
+    cost, ours = FittedCost([profile]), IterationTime(profile)
     # 100 * 50 + (1 + ... + 50) pairs; 10 + 700 keys
     prefills = SimpleNamespace(is_decoding=False)
     decoding = [SimpleNamespace(is_decoding=True, tokens=[0] * n) for n in (10, 700)]

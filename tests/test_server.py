@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from engine import Engine, Event
 from experiments.metrics import request_rows
-from experiments.remote import RemoteMachine
 from experiments.run import summarize
 from experiments.workload import Arrival
 from pretrained.tokenizers import byte_tokenizer, load_tokenizer
 from sampling import SamplingParams
 from server.__main__ import make_engine, parse_args
 from tests.helpers import check_integrity, tiny_model
+from tests.serve_remote import RemoteMachine
 from tests.servers import (
     LETTERS,
     Answer,
@@ -192,7 +192,7 @@ def test_many_clients_of_whom_a_third_leave(tiny):
 def test_who_goes_away_frees_its_pages_also_in_the_line(stream):
     with serving(circle(), byte_tokenizer(), max_batch=1, max_len=512) as its:
         asked = dict(model="tiny", prompt="a", max_tokens=500, stream=stream)
-        its.engine.runner.prepare = slow(its.engine.runner.prepare, 0.02)  # 10 s
+        its.engine.runner.flatten = slow(its.engine.runner.flatten, 0.02)  # 10 s
         before = socket.create_connection(its.http.base_url.netloc.decode().split(":"))
         behind = socket.create_connection(its.http.base_url.netloc.decode().split(":"))
         for connection, waiting in ((before, 0), (behind, 1)):
@@ -254,14 +254,14 @@ def test_long_stop_strings_hold_nobody_up():
     seen, stream = [], SimpleNamespace(push=lambda token: "q", flush=lambda: "")
 
     class Counted(str):
-        def __getitem__(self, which):
-            seen.append(which)
-            return str.__getitem__(self, which)
+        def startswith(self, held):
+            seen.append(held)
+            return str.startswith(self, held)
 
     writer = Writer(stream, [Counted("q" * 10_000 + "!")])
     for i in range(5):
         assert writer.push(Event(0, i, None, None, None)) == ("", None)
-    assert len(seen) <= 15  # no longer than the text that is held
+    assert 5 <= len(seen) <= 15  # no longer than the text that is held
 
 
 def test_who_looks_sees_what_is_and_then_each_iteration():
@@ -307,7 +307,7 @@ def test_records_that_are_too_old_are_a_snapshot(monkeypatch):
 
 def test_what_takes_too_long_is_cut_off_when_the_server_ends(capfd):
     with serving(drain_s=0.3) as its:
-        its.engine.runner.prepare = slow(its.engine.runner.prepare, 0.05)
+        its.engine.runner.flatten = slow(its.engine.runner.flatten, 0.05)
         asked = dict(model="tiny", prompt="a", max_tokens=120, stream=True)
         running = its.client.completions.create(**asked)
         next(iter(running))
@@ -394,12 +394,12 @@ def test_a_remote_server_is_measured_as_this_machine_is():
     arrivals = [Arrival(*its, priority="high") for its in lengths]
     with serving(circle(), byte_tokenizer(), max_waiting=1) as its:
         args = SimpleNamespace(url=f"{its.url}/v1", model=None, seed=0, shared_prefix=(0, 1))
-        machine = RemoteMachine(args, None)
+        machine = RemoteMachine(args)
         ended = []
-        seen = machine.serve(None, arrivals, progress=lambda: ended.append(1), recorder=None)
+        seen = machine.serve(arrivals, progress=lambda: ended.append(1), recorder=None)
         assert machine.model == "tiny" and len(ended) == 3
-        its.engine.runner.prepare = slow(its.engine.runner.prepare, 0.2)
-        crowd = machine.serve(None, [Arrival(0.0, 5, 2)] * 8)
+        its.engine.runner.flatten = slow(its.engine.runner.flatten, 0.2)
+        crowd = machine.serve([Arrival(0.0, 5, 2)] * 8)
     assert [(len(c.prompt), len(c.token_times)) for c in seen.completions] == [
         its[1:] for its in lengths
     ]

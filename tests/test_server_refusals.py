@@ -16,7 +16,7 @@ from tests.servers import complete, generate, generate_text, idle, openai, servi
 
 def test_a_full_queue_is_answered_429():
     with serving(max_batch=1, max_waiting=1) as its:
-        its.engine.runner.prepare = slow(its.engine.runner.prepare, 0.01)
+        its.engine.runner.flatten = slow(its.engine.runner.flatten, 0.01)
         with ThreadPoolExecutor() as pool:
             asking = []
             for requests in (1, 2):
@@ -159,7 +159,7 @@ def test_an_api_key():
 
 def test_a_step_that_fails_is_a_500_for_its_requests_and_no_others():
     with serving(max_batch=1) as its:
-        prepare, runner = its.engine.runner.prepare, its.engine.runner
+        flatten, runner = its.engine.runner.flatten, its.engine.runner
         failing = threading.Event()
 
         def broken(spans):
@@ -167,9 +167,9 @@ def test_a_step_that_fails_is_a_500_for_its_requests_and_no_others():
             if failing.is_set():
                 failing.clear()
                 raise RuntimeError("out of order")
-            return prepare(spans)
+            return flatten(spans)
 
-        runner.prepare = broken
+        runner.flatten = broken
         asked = dict(model="tiny", max_tokens=50, stream=True, temperature=0)
         first = its.client.completions.create(prompt="a", **asked)
         with ThreadPoolExecutor() as pool:

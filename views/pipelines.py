@@ -1,8 +1,8 @@
 """Draw what the simulator saw: batches in a pipeline, and the bubbles between them. Read first:
-style.py, simulator/simulation.py. Read next: schedule_page.py.
-"""
+style.py, simulator/simulation.py. Read next: schedule_page.py."""
 
 from statistics import median
+from string import ascii_uppercase
 
 from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
@@ -14,6 +14,7 @@ BUBBLE, EDGE = "#e4e4e4", "#777777"
 COLORS = {PREFILL: "prefill only", HYBRID: "hybrid: prefill and decodes", DECODE: "decodes only"}
 WAITS = {"facecolor": BUBBLE, "edgecolor": EDGE, "hatch": "////"}
 BOX = 0.64  # the height of a box, as a share of its lane's
+MOST_SIGNS = 6  # in a box
 LANE_WIDTH, LANE_HEIGHT, SIGN = 7.8, 0.8, 0.145  # inches; SIGN: the width of one such as A_p
 # of the label of a bubble: the share of the bubble that is behind it, and its side; or they collide
 PLACES = {"PB1": (0, "right"), "PB2": (1, "left"), "PB3": (0.5, "center")}
@@ -22,10 +23,10 @@ $A_p$: a prefill chunk of request A, $A_d$: a decode of A. Bubbles, by what is b
 PB1: prefills of different length; PB2: a prefill and decodes; PB3: decodes of different context"""
 
 
-def plot_pipeline(runs, kinds, title, file):
+def plot_pipeline(runs, kinds, title, file, machine=None, what="makespan"):
     """Draw when the stages of a pipeline worked and when they waited, and write it to `file`: a
     lane for each stage, a box for each batch (SARATHI, Figures 1 and 5; Sarathi-Serve, Figure 8).
-    `runs` maps a name to the StageRuns of one replica, `kinds` to its bubble_kinds."""
+    `runs` maps a name to a replica's StageRuns, `kinds` to bubble_kinds; `what` is their end."""
     stages = 1 + max(run.stage for own in runs.values() for run in own)
     end = 1.01 * max(run.end for own in runs.values() for run in own)
     figure = style.new_figure(1.9 + len(runs) * (0.6 + LANE_HEIGHT * stages))
@@ -33,7 +34,7 @@ def plot_pipeline(runs, kinds, title, file):
     for axis, (name, own) in zip(axes, runs.items()):
         for run in own:
             _draw_batch(axis, run, LANE_WIDTH * (run.end - run.start) / end)
-        head = f"makespan {_duration(max(run.end for run in own))}; bubbles of all stages"
+        head = f"{what} {_duration(max(run.end for run in own))}; bubbles of all stages"
         for kind, (share, side) in PLACES.items():
             waits = [run for run, its in kinds[name] if its == kind]
             head += f", {kind} {_duration(sum(run.bubble for run in waits))}"
@@ -51,7 +52,7 @@ def plot_pipeline(runs, kinds, title, file):
     signs = [Patch(color=color, label=label) for color, label in COLORS.items()]
     signs.append(Patch(**WAITS, label="bubble: the stage waits"))
     figure.legend(handles=signs, ncols=3, **style.BELOW)
-    return style.finish(figure, title + LEGEND, file)
+    return style.finish(figure, title + LEGEND, file, machine)
 
 
 def _draw_batch(axis, run, width):
@@ -61,8 +62,8 @@ def _draw_batch(axis, run, width):
     axis.barh(run.stage, seconds, BOX, run.start, color=color, edgecolor="white", lw=0.4)
     if run.bubble:
         axis.barh(run.stage, run.bubble, BOX, run.start - run.bubble, lw=0.5, **WAITS)
-    if width >= SIGN:
-        signs = [f"${chr(ord('A') + i)}_{'pd'[is_decode]}$" for i, *_, is_decode in run.chunks]
+    if width >= SIGN and len(run.chunks) <= MOST_SIGNS:
+        signs = [f"${ascii_uppercase[i : i + 1]}_{'pd'[d]}$" for i, *_, d in run.chunks]
         text = (" " if (SIGN + 0.04) * len(signs) <= width + 0.04 else "\n").join(signs)
         look = {"fontsize": 7, "linespacing": 1.05, "color": "k" if color == HYBRID else "w"}
         axis.text(run.start + seconds / 2, run.stage, text, ha="center", va="center", **look)
@@ -85,11 +86,10 @@ def plot_bubbles(systems, title, file):
         label = f"{name}: {len(its.ends):,} in {_duration(max(its.ends))}"
         right.ecdf(its.ends, label=label, **look)
     left.set_xscale("symlog", linthresh=0.1)
-    left.set(
-        xlabel="bubble time of a request in s", ylabel="share of the requests, at most that long"
-    )
-    right.set(xlabel="time in s", ylabel="share of the requests, completed", xlim=(0, None))
-    for axis in (left, right):
+    left.set_xlabel("bubble time of a request in s")
+    right.set(xlabel="time in s", xlim=(0, None))
+    for axis, of_those in ((left, "at most that long"), (right, "completed")):
+        axis.set_ylabel(f"share of the requests, {of_those}")
         axis.grid()
         axis.xaxis.set_major_formatter(style.PLAIN)
         axis.yaxis.set_major_formatter(PercentFormatter(1))

@@ -8,8 +8,7 @@
 A record is what JSON takes: {"request": ...} when one is first seen, and for each iteration what
 was decided, and why the head of the line was not let in, both seen when the policy had decided it,
 and how long it took. What can be counted from these is counted in schedule_page.html, which also
-saves it all as a trace for https://ui.perfetto.dev. Read first: engine.py.
-"""
+saves it all as a trace for https://ui.perfetto.dev. Read first: engine.py."""
 
 import base64
 import gzip
@@ -33,13 +32,9 @@ class Recorder:
     def watch(self, schedulers):
         """From here on, look at each batch that these schedulers make. They share one line."""
         its, count = schedulers[0], len(schedulers)
-        names = ("chunk", "max_batch", "max_len")
-        self.settings = {name: getattr(its, name) for name in names} | {
-            "policy": type(its).__name__,
-            "pages": count * its.pages.total,
-            "page_size": its.pages.page_size,
-            "micro_batches": count,
-        }
+        self.settings = dict(chunk=its.chunk, max_batch=its.max_batch, max_len=its.max_len)
+        self.settings |= dict(policy=type(its).__name__, micro_batches=count)
+        self.settings |= dict(pages=count * its.pages.total, page_size=its.pages.page_size)
         for number, scheduler in enumerate(schedulers):
             decide = partial(self._decide, number, scheduler, scheduler.next_batch)
             scheduler.next_batch = decide
@@ -73,8 +68,7 @@ class Recorder:
 
     def add(self, iteration):
         """Record an engine.Iteration, the one that was decided last in its micro-batch."""
-        its = self._decided.pop(iteration.micro_batch, None)
-        if its is None:
+        if not (its := self._decided.pop(iteration.micro_batch, None)):
             return  # of a batch that was made before `watch`
         ended = [[i, r.finish_reason] for i, r in self.live.items() if r.finish_reason]
         for request_id, _ in ended:
@@ -85,22 +79,19 @@ class Recorder:
         self.records.append(times | its | {"ended": ended})
 
     def snapshot(self):
-        """A record of what is, between two steps, for who begins to look in the middle of a run."""
-        live = (request for request in self.live.values() if not request.finish_reason)
-        return {"settings": self.settings, "live": list(map(progress, live))}
+        """A record of what is, between two steps, for who begins to look in the middle of a run:
+        of each request how far it has come, too, and the `times` of its first and last token."""
+        live = []
+        for r in (request for request in self.live.values() if not request.finish_reason):
+            how_far = dict(num_computed=r.num_computed, pages=r.pages, output=len(r.token_times))
+            live.append(describe(r) | how_far | {"times": r.token_times[:1] + r.token_times[-1:]})
+        return {"settings": self.settings, "live": live}
 
 
 def describe(request):
     """What is known of a scheduler.Request when it arrives."""
     names = "id", "arrival", "prompt_len", "max_new_tokens", "priority"
     return {name: getattr(request, name) for name in names}
-
-
-def progress(request):
-    """`describe`, and how far it has come; `times` are of its first and its last token."""
-    times = request.token_times
-    how_far = {"num_computed": request.num_computed, "pages": request.pages, "output": len(times)}
-    return describe(request) | how_far | {"times": times[:1] + times[-1:]}
 
 
 def why_head_waits(scheduler, batch):

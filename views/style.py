@@ -57,8 +57,7 @@ def new_figure(height):
 
 
 def finish(figure, title, file, machine=None):
-    """Give a picture its title, with the machine that its numbers depend on, write it to `file` in
-    the format of its ending, and return it."""
+    """Give a picture its title, with the machine it depends on, write it to `file`, return it."""
     if machine:
         title += "\n{model}, {dtype}, {device}".format_map(machine)
         if threads := machine.get("threads"):  # a simulated machine has none

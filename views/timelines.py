@@ -2,8 +2,7 @@
 runs under load did: latencies (Figure 1b); and which load is too much (Figures 10 to 12).
 
 A lane has a bar for each prefill chunk and, from token to token, one coloured by the time between
-them: a generation stall is a long red bar. Read first: style.py, engine.py. Next: pipelines.py.
-"""
+them: a generation stall is a long red bar. Read first: style.py, engine.py. Next: pipelines.py."""
 
 from itertools import pairwise
 
@@ -122,8 +121,7 @@ def plot_serving(runs, machine, file, slo_s):
         axis.set(xlabel=f"{latency} in s", yscale="log", ylim=(5e-4, 1.3))
     panels[1].axvline(slo_s, **style.LIMIT)
     panels[1].set_title(f"dashed: SLO {slo_s:.3g} s")
-    panels[0].set_ylabel("share that is longer")
-    panels[0].set_yticks([*TAIL], [*TAIL.values()])
+    panels[0].set(ylabel="share that is longer", yticks=[*TAIL], yticklabels=[*TAIL.values()])
     panels[0].set_yticks([], minor=True)
     top.legend(*panels[0].get_legend_handles_labels(), ncols=min(5, count), **style.BELOW)
     axes = bottom.subplots(count, 1, squeeze=False, sharex=True)[:, 0]

@@ -1,10 +1,15 @@
-"""The same requests through engines of others: `bench.py --against openvino`. Next: others.py."""
+"""Engines of others and the same requests: `python -m tests.compare_engines --against openvino`.
+
+Prints the tokens per second of each, in turns with ours. The random weights of llama-160m or of
+--model are saved, for all to load. Read next: other_engines.py.
+"""
 
 import json
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from argparse import ArgumentTypeError, Namespace
 from contextlib import ExitStack
 from functools import partial
@@ -15,17 +20,19 @@ from tempfile import TemporaryDirectory
 import torch
 
 from engine import Engine
-from experiments import measure, options
+from experiments import measure, offline, options
+from experiments.console import run
 from experiments.tables import print_table
 from experiments.workload import Arrival, prompts
 from pretrained import checkpoints
 from pretrained.presets import PRESETS
 from sampling import SamplingParams
 
-ENGINES = {"transformers": "transformers", "openvino": "openvino_genai"}  # in others.py: needs
+ENGINES = {"transformers": "transformers", "openvino": "openvino_genai"}  # name: what it needs
 FIND = "import sys, importlib.util as its; sys.exit(not its.find_spec(sys.argv[1]))"
+OURS = ("sarathi-serve", "vllm")
 HELP = f"engines that serve the requests too, comma-separated, of {', '.join(ENGINES)} (packages "
-HELP += "openvino-genai, optimum-intel); openvino=/its/bin/python where another Python has them"
+HELP += "openvino-genai, optimum-intel), required; openvino=/its/bin/python where another has them"
 
 
 def opponents(text):
@@ -41,11 +48,21 @@ def opponents(text):
     return found
 
 
-def check(parser, args):
-    """Exit with a message if an engine of --against cannot get this model."""
+def parse_args(words):
+    """The options. Exits with a message if these make no sense, or if the random weights of such a
+    model cannot be saved for the engines of --against."""
+    what = "Serve the same requests, in whole batches, with our engine and others, in turns."
+    parser = options.OptionParser(prog="python -m tests.compare_engines", description=what)
+    parser.add("--against", HELP, required=True, metavar="ENGINES", type=opponents)
+    offline.add_load_options(parser)
+    parser.add_files()
+    parser.set_defaults(policies=OURS)  # what else offline.check reads
+    args = parser.parse_args(words)
+    offline.check(parser, args)
     c = PRESETS.get(args.model, PRESETS["llama-160m"])
-    if args.against and (c.family != "llama" or c.qkv_bias or c.qk_norm or c.rope_scaling):
+    if c.family != "llama" or c.qkv_bias or c.qk_norm or c.rope_scaling:
         parser.error(f"--against: random weights like those of {args.model} cannot be saved")
+    return args
 
 
 def against(model, prompt_len, args):
@@ -63,7 +80,7 @@ def against(model, prompt_len, args):
             args = Namespace(**vars(args) | {"init_from": new_folder(), "model": None})
             save_random(model.config, args)
             model = options.load_model(args, "seq_len")
-        for policy in ("sarathi-serve", "vllm"):
+        for policy in OURS:
             engine = Engine(model, policy=policy, **limits)
             serve = partial(engine.generate, tokens, SamplingParams(output), progress=False)
             serves[f"ours, {policy}"] = lambda serve=serve: [done.tokens for done in serve()]
@@ -90,9 +107,9 @@ def against(model, prompt_len, args):
 
 
 def start(stack, python, job):
-    """Start others.py until the ExitStack closes: its first answer, and what asks it more. Raises
-    ChildProcessError with its last words if it has ended."""
-    log, program = Path(job["folder"], "log"), Path(__file__).with_name("others.py")
+    """Start other_engines.py until the ExitStack closes: its first answer, and what asks it more.
+    Raises ChildProcessError with its last words if it has ended."""
+    log, program = Path(job["folder"], "log"), Path(__file__).with_name("other_engines.py")
     errors, pipe = stack.enter_context(log.open("w")), subprocess.PIPE
     process = subprocess.Popen([python, program], -1, None, pipe, pipe, errors, text=True)
     stack.enter_context(process)
@@ -127,10 +144,29 @@ def save_random(config, args):
 def print_against(rows, prompt_len, args):
     """The table of what `against` returned."""
     print(
-        f"\nEngines of others: same weights, {args.dtype}, batches of {args.batch} requests of "
+        f"Engines of others: same weights, {args.dtype}, batches of {args.batch} requests of "
         f"{prompt_len} + {args.seq_len - prompt_len} tokens,\nchunk {args.chunk}; medians of 3\n"
     )
     columns = {"engine, policy": "", "tokens/s": ",.0f", "ours, sarathi-serve": ".2fx"}
     columns |= {"ours, vllm": ".2fx", "equal tokens": ".0%"}
     print_table(columns, [[measure.mark(n, r["busy"]), *r.values()] for n, r in rows.items()])
     print("\nours: over the tokens/s of that engine; equal to sarathi-serve's, but for rounding")
+
+
+def main(argv=None):
+    """The command line, whose words are `argv`."""
+    args = parse_args(sys.argv[1:] if argv is None else argv)
+    began, model = time.perf_counter(), options.load_model(args, "seq_len")
+    machine = measure.describe_machine(model, args, args.chunk)
+    print(options.machine_lines(machine))
+    prompt_len = offline.make_load(args)[0].prompt_len
+    rows = against(model, prompt_len, args)
+    print_against(rows, prompt_len, args)
+    seconds = time.perf_counter() - began
+    print(f"\ntook {seconds:.0f} s")
+    options.write_json(args, {"machine": machine, "against": rows, "seconds": seconds})
+    options.wrote(args.json)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,16 +1,20 @@
-"""Where the gain goes that the matrix products promise: `bench.py --explain`.
+"""Where the gain goes that the matrix products promise: `python -m tests.explain_gain --chunk 128`.
 
 SARATHI's decodes ride with chunks at what a row of a whole prompt costs, and need no pass over the
 weights of their own (§4.4). What becomes of that: the batches of request-level and sarathi are run
-again, products, attention and the whole apart, and added up. Read first: offline.py.
+again, products, attention and the whole apart, and added up. Read first: experiments/offline.py.
 """
 
+import sys
+import time
 from collections import Counter, defaultdict
 from functools import partial
 from itertools import pairwise
 
-from engine import Runner
-from experiments import measure
+from experiments import measure, offline, options
+from experiments.console import run
+from experiments.metrics import steady
+from experiments.options import runner_for
 from experiments.tables import print_table
 from kv_cache import Span
 from sampling import SamplingParams
@@ -18,26 +22,25 @@ from sampling import SamplingParams
 COMPARED = "request-level", "sarathi"
 
 
-def steady(iterations, B, rounds=None):
-    """A run while its pipeline of requests was full: (iterations, tokens per second, seconds), or
-    ([], None, None) if there were fewer than 2 B + 1 requests. It goes from the iteration that lets
-    in request B, counted from 0, to that which lets in the last whose number is a multiple of B; or
-    only over the last `rounds` of B: every B requests of one length a policy repeats itself."""
-    let_in = {who: n for n, i in [*enumerate(iterations)][::-1] for who, *_ in i.chunks}  # first
-    numbers = sorted(let_in.values())
-    last = (len(numbers) - 1) // B
-    if last < 2:
-        return [], None, None
-    first, end = numbers[max(1, last - (rounds or last)) * B], numbers[last * B]
-    seconds, its = iterations[end].start - iterations[first].start, iterations[first:end]
-    return its, sum(i.prefill_tokens + i.decode_tokens for i in its) / seconds, seconds
+def parse_args(words):
+    """The options. Exits with a message if these make no sense, or give no full pipeline."""
+    what = "Serve a load under request-level and sarathi, and add up where the gain goes."
+    parser = options.OptionParser(prog="python -m tests.explain_gain", description=what)
+    offline.add_load_options(parser)
+    parser.add_files()
+    parser.set_defaults(policies=COMPARED)
+    args = parser.parse_args(words)
+    offline.check(parser, args)
+    if args.requests < (least := 2 * args.batch + 1):
+        parser.error(f"--requests {args.requests}: must be at least {least}, 2 B + 1")
+    return args
 
 
 def explain(model, policies, timelines, args):
     """The gain of sarathi over request-level, from what the products promise to what was measured:
     "steps", each with the ms per token of both so far and the gain; the "difference" of what they
     add up to from the run's, a fraction; whether "busy". The rest is of offline.end_to_end."""
-    runner = Runner(model, args.batch, args.seq_len, args.seq_len, args.attention)
+    runner = runner_for(model)(model, args.batch, args.seq_len, args.seq_len, args.attention)
     runner.cache.data.normal_()
     full = {name: steady(timelines[name][1], args.batch, rounds=1) for name in COMPARED}
     pieces = defaultdict(list)  # (part, policy) -> what to run for each iteration
@@ -94,10 +97,33 @@ def explain(model, policies, timelines, args):
 
 def print_explained(its):
     """The table of what `explain` returned."""
-    print(f"3. {measure.mark('Where the gain goes', its['busy'])}: the batches of both once more\n")
+    print(f"{measure.mark('Where the gain goes', its['busy'])}: the batches of both once more\n")
     columns = {"ms per token": "", **dict.fromkeys(COMPARED, ".4f"), "gain": ".3fx"}
     print_table(columns, [[*step.values()] for step in its["steps"]])
     a, b = min(pairwise(its["steps"][:6]), key=lambda two: two[1]["gain"] / two[0]["gain"])
     most = f"most is lost to {b['step'].strip('+ ')}, {a['gain']:.2f}x to {b['gain']:.2f}x"
     most = measure.TOO_BUSY if its["busy"] else most
-    print(f"\n{most}; the parts add up to the run's gain {its['difference']:+.1%}\n")
+    print(f"\n{most}; the parts add up to the run's gain {its['difference']:+.1%}")
+
+
+def main(argv=None):
+    """The command line, whose words are `argv`."""
+    args = parse_args(sys.argv[1:] if argv is None else argv)
+    began, model = time.perf_counter(), options.load_model(args, "seq_len")
+    machine = measure.describe_machine(model, args, args.chunk)
+    prompt_len = offline.make_load(args)[0].prompt_len
+    sizes = f"{prompt_len} + {args.seq_len - prompt_len} tokens, batch {args.batch}"
+    heading = options.machine_lines(machine)
+    print(f"{heading}{args.requests} requests of {sizes}, chunk {args.chunk}\n")
+    offline.end_to_end(model, args, {}, policies := {}, timelines := {})
+    explained = explain(model, policies, timelines, args)
+    print_explained(explained)
+    seconds = time.perf_counter() - began
+    print(f"\ntook {seconds:.0f} s")
+    report = {"machine": machine, "end_to_end": policies, "explained": explained}
+    options.write_json(args, report | {"seconds": seconds})
+    options.wrote(args.json)
+
+
+if __name__ == "__main__":
+    run(main)

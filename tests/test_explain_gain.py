@@ -5,13 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 
-import bench
 from engine import Completion, Iteration
-from experiments import explain, measure, offline
-from experiments.explain import COMPARED, steady
+from experiments import measure, offline
+from experiments.metrics import steady
 from kv_cache import Pages
 from policies import POLICIES, make_scheduler
 from scheduler import Request
+from tests import explain_gain
+from tests.explain_gain import COMPARED
 from tests.helpers import tiny_model
 
 SIZES = dict(batch=6, chunk=128, seq_len=1000, pd_ratio=128 / 5)
@@ -139,13 +140,13 @@ class FakeRunner:
 def known_costs(monkeypatch):
     """Every part of an iteration takes what it is known to take. The batches that are run again."""
     clock, seen = [0.0], []
-    make = lambda *args, **more: FakeRunner(clock, seen, *args, **more)
+    make = lambda *args: FakeRunner(clock, seen, *args)
     products = lambda model, *its: lambda: make_wait(products_s(*its))
     make_wait = lambda seconds: clock.__setitem__(0, clock[0] + seconds)
     alone = lambda runner, spans: (
         lambda: runner.wait(attention_s([(s.start, s.length) for s in spans]))
     )
-    monkeypatch.setattr(explain, "Runner", make)
+    monkeypatch.setattr(explain_gain, "runner_for", lambda model: make)
     monkeypatch.setattr(measure, "bare_products", products)
     monkeypatch.setattr(measure, "attention_alone", alone)
     monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
@@ -174,7 +175,7 @@ def test_the_steps_add_up_to_the_gain(known_costs):
     args, timelines, policies = load(2), {}, {}
     for name in ("vllm", *COMPARED):
         timelines[name], policies[name] = run_of(name, args)
-    found = explain.explain(tiny_model(), policies, timelines, args)
+    found = explain_gain.explain(tiny_model(), policies, timelines, args)
     steps = {step.pop("step"): step for step in found["steps"]}
     assert list(steps)[0].startswith("products, ") and len(steps) == 8 and not found["busy"]
     assert found["difference"] == pytest.approx(0, abs=1e-9)
@@ -209,13 +210,10 @@ def test_a_busy_machine_explains_nothing(known_costs, capsys):
     args, timelines, policies = load(3), {}, {}
     for name in COMPARED:
         timelines[name], policies[name] = run_of(name, args)
-    for busy, title in (
-        (False, "3. Where the gain goes: "),
-        (True, "3. Where the gain goes (busy)"),
-    ):
+    for busy, title in ((False, "Where the gain goes: "), (True, "Where the gain goes (busy)")):
         policies["sarathi"]["busy"] = busy
-        found = explain.explain(tiny_model(), policies, timelines, args)
-        explain.print_explained(found)
+        found = explain_gain.explain(tiny_model(), policies, timelines, args)
+        explain_gain.print_explained(found)
         text = capsys.readouterr().out
         assert found["busy"] == busy and title in text
         assert all(f"{step['gain']:.3f}x |" in text for step in found["steps"])
@@ -231,21 +229,25 @@ TINY = "--model llama-tiny --chunk 32 --batch 3 --seq-len 80 --device cpu --dtyp
 
 
 def test_what_is_explained_is_written(tmp_path, capsys):
-    words = [*TINY, "--explain", "--policies", ",".join(COMPARED), f"--json={tmp_path / 'r.json'}"]
-    bench.main(words)
+    explain_gain.main([*TINY, f"--json={tmp_path / 'r.json'}"])
     text, report = capsys.readouterr().out, json.loads((tmp_path / "r.json").read_text())
-    assert "3. Where the gain goes" in text and "\n4. Longest stalls" in text
+    assert "10 requests of 75 + 5 tokens, batch 3, chunk 32\n" in text
+    assert "Where the gain goes" in text and f"\nwrote {tmp_path}/r.json" in text
     steps, rows = report["explained"]["steps"], report["end_to_end"]
     assert len(steps) == 8 and all(f"| {step['step']} " in text for step in steps)
     assert steps[-2]["gain"] == pytest.approx(rows["sarathi"]["gain"])
     assert steps[-1]["gain"] == pytest.approx(rows["sarathi"]["whole_run_gain"])
 
 
-@pytest.mark.parametrize("words", ["--policies vllm,sarathi", "--requests 12"])
-def test_what_cannot_be_explained_is_refused(words, capsys):
-    bench.parse_args(["--explain", "--requests", "13"])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--requests 12", "--requests 12: must be at least 13, 2 B + 1"),
+        ("--chunk 4", "--chunk 4: must be at least --batch 6"),
+    ],
+)
+def test_what_cannot_be_explained_is_refused(words, message, capsys):
+    explain_gain.parse_args(["--requests", "13"])
     with pytest.raises(SystemExit):
-        bench.parse_args(["--explain", *words.split()])
-    assert "--explain: needs --policies request-level,sarathi, --requests 13 or more" in (
-        capsys.readouterr().err
-    )
+        explain_gain.parse_args(words.split())
+    assert message in capsys.readouterr().err

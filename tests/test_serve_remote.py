@@ -1,4 +1,4 @@
-"""`bench.py serve --url`: what is sent to another's server, what is seen of it, and its errors."""
+"""`tests.serve_remote`: what is sent to another's server, what is seen of it, and its errors."""
 
 import json
 import subprocess
@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-import bench
 from experiments.console import explain
-from experiments.remote import RemoteMachine
 from experiments.run import summarize
 from experiments.workload import Arrival
+from tests import serve_remote
+from tests.serve_remote import RemoteMachine
 from tests.test_bench import HERE
 
 OWN = dict(seed=0, shared_prefix=(0, 1))
@@ -83,10 +83,10 @@ def test_tokens_that_share_an_event_are_counted_and_those_without_iterations_unk
     monkeypatch.setenv("OPENAI_API_KEY", "sesame")
     ended = []
     with another() as (url, asked):
-        machine = RemoteMachine(SimpleNamespace(url=f"{url}/", model=None, **OWN), None)
+        machine = RemoteMachine(SimpleNamespace(url=f"{url}/", model=None, **OWN))
         high = Arrival(0.1, 3, 8, "high", 0.5, 0.25)
         arrivals = [high, Arrival(0.0, 4, 4), Arrival(0.0, 5, 9)]
-        seen = machine.serve(None, arrivals, progress=lambda: ended.append(1), recorder=None)
+        seen = machine.serve(arrivals, progress=lambda: ended.append(1), recorder=None)
     assert [len(c.token_times) for c in seen.completions] == [8, 4, 0] and len(ended) == 3
     times = seen.completions[0].token_times
     assert times == sorted(times) and times[-1] == times[-2] > times[-3] and times[0] >= 0.1
@@ -108,8 +108,8 @@ def test_tokens_that_share_an_event_are_counted_and_those_without_iterations_unk
 
 def test_prompts_that_begin_alike_are_sent_so(capsys):
     with another() as (url, asked):
-        words = f"serve --url {url} --qps 50 --slo 0.2 --lengths 3+4 --requests 6".split()
-        bench.main([*words, "--shared-prefix", "20:2"])
+        words = f"--url {url} --qps 50 --slo 0.2 --lengths 3+4 --requests 6".split()
+        serve_remote.main([*words, "--shared-prefix", "20:2"])
     prompts = [tuple(body["prompt"]) for body, _ in asked]
     assert {len(prompt) for prompt in prompts} == {23} and len(set(prompts)) == 6
     assert len({prompt[:20] for prompt in prompts}) == 2
@@ -120,8 +120,8 @@ def test_prompts_that_begin_alike_are_sent_so(capsys):
 def test_serve_prints_and_writes_what_is_seen(tmp_path, capsys):
     files = [f"--{name}={tmp_path / name}" for name in ("json", "csv")]
     with another() as (url, asked):
-        words = f"serve --url {url} --qps 50 --slo 0.2 --lengths 3+8,4+4 --requests 4".split()
-        bench.main([*words, *files])
+        words = f"--url {url} --qps 50 --slo 0.2 --lengths 3+8,4+4 --requests 4".split()
+        serve_remote.main([*words, *files])
     text, report = capsys.readouterr().out, json.loads((tmp_path / "json").read_text())
     assert text.startswith(f"{url}\nx, as it was started\nload: 4 requests of 3+8,4+4 tokens")
     assert f"\n{url}: 50.000 requests/s, P50 TTFT " in text and "memory: " not in text
@@ -148,25 +148,25 @@ WRONG = [  # where, what is asked for, what the line says
 def test_what_goes_wrong_is_one_line(path, more, message):
     with another() as (url, _):
         url = url.removesuffix("/v1") + path
-        words = f"serve --url {url} --qps 2 --slo 1 --requests 3 {more}".split()
+        words = f"--url {url} --qps 2 --slo 1 --requests 3 {more}".split()
         with pytest.raises(ConnectionError) as failed:
-            bench.main(words)
+            serve_remote.main(words)
     line = explain(failed.value)
     assert line.startswith(f"error: --url {url}: ") and message in line and "\n" not in line
 
 
 def test_who_is_not_there_is_a_connection_error():
     with another() as (url, _):
-        machine = RemoteMachine(SimpleNamespace(url=url, model="x", **OWN), None)
+        machine = RemoteMachine(SimpleNamespace(url=url, model="x", **OWN))
     with pytest.raises(ConnectionError, match="refused"):
-        machine.serve(None, [Arrival(0.0, 3, 8), Arrival(30.0, 3, 8)])  # at once, not after 30 s
+        machine.serve([Arrival(0.0, 3, 8), Arrival(30.0, 3, 8)])  # at once, not after 30 s
 
 
 def test_an_interrupt_ends_it_at_once():
     with another() as (url, asked):
-        words = f"bench.py serve --url {url} --qps 2 --slo 1 --requests 3 --lengths 8+2".split()
+        words = f"--url {url} --qps 2 --slo 1 --requests 3 --lengths 8+2".split()
         how = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=HERE)
-        run = subprocess.Popen([sys.executable, *words], **how)
+        run = subprocess.Popen([sys.executable, "-m", "tests.serve_remote", *words], **how)
         while not asked and run.poll() is None:
             time.sleep(0.05)
         run.terminate()
@@ -175,20 +175,28 @@ def test_an_interrupt_ends_it_at_once():
 
 
 SENSELESS = {
-    "--qps 2": "--url: needs --qps, and --slo in seconds",
-    "--slo 1": "--url: needs --qps, and --slo in seconds",
+    "--slo 1": "required: --qps, or --trace",
+    "--qps 2": "required: --slo",
+    "--qps 2 --slo strict": "--slo strict: must be a finite number above 0",
+    "--qps 2 --slo 1 --trace x.csv --lengths 3+4": "--trace: has its own lengths",
 }
-BESIDE = "simulate=this policies=vllm chunk=9 page-size=8 max-waiting=3 device=cuda dtype=float32 "
-BESIDE += "html=x plot=x.png tp=2 init-from=x turns=2 prefix-caching=on"
-SENSELESS |= {
-    f"--qps 2 --slo 1 --{option}": f"--{option.partition('=')[0]}: does not go with --url"
-    for option in BESIDE.split()
-}
+BESIDE = "--simulate=this --policies=vllm --chunk=9 --page-size=8 --max-waiting=3 --device=cuda "
+BESIDE += "--dtype=float32 --html=x --plot=x.png --tp=2 --init-from=x --turns=2 --compile"
+SENSELESS |= {f"--qps 2 --slo 1 {its}": f"unrecognized arguments: {its}" for its in BESIDE.split()}
 
 
 @pytest.mark.parametrize("words", SENSELESS)
-def test_options_that_make_no_sense_beside_a_url_are_refused(words, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_options_that_make_no_sense_are_refused(words, capsys):
     with pytest.raises(SystemExit):
-        bench.parse_args(["serve", "--url", "http://127.0.0.1:8000/v1", *words.split()])
+        serve_remote.parse_args(["--url", "http://127.0.0.1:8000/v1", *words.split()])
     assert SENSELESS[words] in capsys.readouterr().err
+
+
+def test_a_trace_keeps_its_own_rate(tmp_path, capsys):
+    file, columns = tmp_path / "trace.csv", "arrived_at,num_prefill_tokens,num_decode_tokens"
+    file.write_text(f"{columns}\n5,3,4\n5.2,4,4\n")
+    with another() as (url, _):
+        serve_remote.main(["--url", url, "--slo", "0.2", "--trace", str(file)])
+    text = capsys.readouterr().out
+    assert "(0 left out) at its own rate; median prompt 3.5, output 4 tokens" in text
+    assert f"\n{url}: P50 TTFT " in text

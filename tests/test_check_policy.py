@@ -1,6 +1,6 @@
-"""Policies of one's own are compared with all others, and the rule that one breaks is named."""
+"""The rule that a policy breaks is named; policies of one's own are shown beside others."""
 
-import json
+import re
 from argparse import Namespace
 from functools import cache
 from pathlib import Path
@@ -9,23 +9,24 @@ import pytest
 
 import bench
 from experiments import run
+from experiments.console import explain
 from experiments.workload import Arrival, prompts
 from policies import POLICIES
 from policies.config import EngineConfig
-from simulator import explore, play
+from simulator import explore
 from simulator.cost_model import CostModel
 from simulator.simulation import simulate
+from tests.check_policy import main, referees
 from tests.helpers import tiny_model
 
 TEMPLATE = "policies/template.py:ShortestFirst"
 COST, MODEL = CostModel.named("llama3-8b"), tiny_model(max_positions=64)
 ARRIVALS = [Arrival(0.0, 9 + i, 12) for i in range(6)]
-LATER, PROMPTS = [Arrival(0.1, 20, 3)], prompts(ARRIVALS, 61, 0)
+PROMPTS = prompts(ARRIVALS, 61, 0)
 GPU = Namespace(serve=lambda *its, **more: simulate(COST, *its, **more).run)
 ENGINE = Namespace(serve=lambda *its, **more: run.serve(MODEL, *its, PROMPTS, **more))
 ALIKE = [[5] * arrival.prompt_len for arrival in ARRIVALS]
 SHARING = Namespace(serve=lambda *its, **more: simulate(COST, *its, ALIKE, **more).run)
-FEW = {name: POLICIES[name] for name in ("request-level", "sarathi-serve")}
 OWN = "from scheduler import Chunk, SarathiServe\nclass Own(SarathiServe):\n  def "
 BATCH, DONE = "schedule(self):\n    its = super().schedule()\n    ", "return super().schedule()"
 LOST, ENDS, LEAKS = (
@@ -64,7 +65,7 @@ def check(name, machine=GPU, **more):
     for pages in (128, 16):
         sizes = dict(max_batch=3, max_len=64, page_size=4, pages=pages)
         config = EngineConfig(name, 8, **sizes, **more)
-        runs.append(machine.serve(config, ARRIVALS, referee=f"a load, {pages} pages"))
+        runs.append(machine.serve(config, ARRIVALS, recorder=referees(f"a load, {pages} pages")))
     return [[c.tokens for c in seen.completions] for seen in runs]
 
 
@@ -97,53 +98,59 @@ def test_every_policy_keeps_the_rules_and_an_engine_says_the_same_in_any_company
     assert check(name, ENGINE) == said_alone()
 
 
-def test_the_commands_are_referees_of_ones_own_with_little_memory_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(play, "POLICIES", FEW)
-    loses = BROKEN[2][0]  # who is preempted
-    (tmp_path / "own.py").write_text(f"{OWN}{loses}")
-    with pytest.raises(ValueError, match="own.py:Own on 'steady chat', 64 pages, .*'nothing lost'"):
-        bench.main(["play", f"{tmp_path}/own.py:Own"])
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        (BROKEN[2][0], "tight memory, iteration .*'nothing lost'"),  # who is preempted
+        (EARLY + "\n    return its", "ample memory, prefix caching, iteration .*'chunks'"),
+    ],
+)
+def test_the_program_names_the_policy_that_breaks_a_rule_and_the_load_in_one_line(
+    text, said, tmp_path, capsys
+):
+    (tmp_path / "own.py").write_text(f"{OWN}{text}")
+    names = f"{TEMPLATE},{tmp_path}/own.py:Own"
+    with pytest.raises(ValueError) as broken:
+        main([names])
+    line = rf"error: {tmp_path}/own.py:Own, chunk \d+, {said}.*"
+    assert re.fullmatch(line, explain(broken.value))
+    line = rf"{TEMPLATE} keeps all rules: nothing lost, .*, everybody ends \([\d,]{{5,}} iter.*\n"
+    assert re.fullmatch(line, capsys.readouterr().out)
+
+
+def test_a_policy_that_there_is_not_is_refused_in_one_line(capsys):
+    with pytest.raises(SystemExit):
+        main(["my_own.py:Mine"])
+    error = capsys.readouterr().err
+    assert "tests.check_policy: error: " in error and "there is no file my_own.py" in error
+
+
+def explored(tmp_path, monkeypatch, names):
+    """The names of the runs on the page of `bench.py explore`, for policies of one's own alone."""
+    monkeypatch.setattr(explore, "POLICIES", ())
     monkeypatch.setattr(explore, "LOADS", {"heavy": 1.6})
-    where = r"Own \| 128 \| heavy, .* \| tight, 10,240 tokens, iteration \d+, .*'nothing lost'"
-    with pytest.raises(ValueError, match=where):
-        bench.main(["explore", f"{tmp_path}/own.py:Own", f"--html={tmp_path}/e.html"])
+    seen, page = [], explore.page
+    monkeypatch.setattr(
+        explore, "page", lambda *its, **more: seen.extend(its[2]) or page(*its, **more)
+    )
+    bench.main(["explore", names, f"--html={tmp_path}/e.html"])
+    text = (tmp_path / "e.html").read_text()
+    assert all(name in text for name in seen)
+    return seen
 
 
-def test_shortest_first_wins_at_the_median_and_pays_at_the_tail():
-    machine = play.SimulatedMachine(Namespace(**play.GPU))
-    config = EngineConfig(TEMPLATE, 512, 32, 4096, page_size=128, pages=512)
-    arrivals = play.make_loads(machine.base, 4096, 100)["bursts of 20"]
-    found = run.plan(["sarathi-serve", TEMPLATE], [128], config)
-    theirs, ours = (play.score(machine, its, arrivals, 0.08) for its in found.values())
-    assert ours["p50_ttft_s"] < 0.7 * theirs["p50_ttft_s"]
-    assert ours["p99_ttft_s"] > 1.5 * theirs["p99_ttft_s"]
-    words = play.verdict(ours, theirs)
-    assert words.startswith("wins P50 TTFT s (") and "; pays P99 TTFT s (" in words
-    assert play.verdict(ours, ours) == "wins nothing; pays nothing"
+def test_explore_ends_with_the_line_where_a_policy_fails(tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text(f"{OWN}schedule(self): return {{}}['none']")
+    with pytest.raises(KeyError) as failed:
+        explored(tmp_path, monkeypatch, f"{tmp_path}/own.py:Own")
+    assert explain(failed.value) == f"error: {tmp_path}/own.py line 3: KeyError: 'none'"
 
 
-def test_the_command_prints_and_writes_a_scoreboard(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(play, "POLICIES", FEW)
-    monkeypatch.setitem(play.GPU, "requests", 21)
-    bench.main(["play", TEMPLATE, f"--json={tmp_path}/p.json"])
-    text, report = capsys.readouterr().out, json.loads((tmp_path / "p.json").read_text())
-    assert len(report["loads"]) == 3 and f"\nwrote {tmp_path}/p.json" in text
-    for load, board in report["loads"].items():
-        assert [*board] == [*FEW, "ShortestFirst"] and f"\n{load}: " in text
-        assert all(row["capacity_qps"] > 0 for row in board.values())
-        assert f"\n{load}, ShortestFirst beside sarathi-serve: " in text
-
-
-def test_two_files_with_a_class_of_one_name_are_two_policies(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(play, "POLICIES", FEW)
-    monkeypatch.setattr(play, "make_loads", lambda *_: {"a load": ARRIVALS[:1] + LATER})
-    monkeypatch.setattr(play, "verdict", lambda ours, theirs: ours["policy"])
-    monkeypatch.setattr(play, "SCORES", {"policy": (("policy", ""), min)})
-    names = [f"{tmp_path}/{file}.py:ShortestFirst" for file in ("one", "two")]
+def test_two_files_with_a_class_of_one_name_are_two_policies(tmp_path, monkeypatch):
     for file in ("one", "two"):
         (tmp_path / f"{file}.py").write_text(Path(TEMPLATE.partition(":")[0]).read_text())
-    monkeypatch.setattr(play, "score", lambda m, c, *_: {"policy": c.policy, "busy": False})
-    bench.main(["play", ",".join(names)])
-    text, shown = capsys.readouterr().out, ["ShortestFirst", names[1]]  # both are seen
-    for own, name in zip(shown, names):
-        assert f"a load, {own} beside sarathi-serve: {name}\n" in text
+    names = [f"{tmp_path}/{file}.py:ShortestFirst" for file in ("one", "two")]
+    shown = dict.fromkeys(
+        name.split(" | ")[0] for name in explored(tmp_path, monkeypatch, ",".join(names))
+    )
+    assert [*shown] == ["ShortestFirst", names[1]]

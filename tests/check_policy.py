@@ -1,23 +1,36 @@
-"""The rules that every policy keeps, looked at in each iteration. Plain Python, like scheduler.py.
+"""The rules that every policy keeps: `python -m tests.check_policy my_policy.py:Eager`.
 
-Read next: template.py, to break them with; simulator/play.py, whose runs are watched.
+Serves loads of simulator/explore.py under a referee, with ample and tight memory, small and large
+chunks, and with prefix caching. Read first: policies/template.py, to break rules with a copy of it.
 """
 
+import sys
+from argparse import Namespace
 from collections import Counter
+from itertools import product
 
+from experiments import console, run
+from experiments.options import OptionParser, policy_names
+from experiments.workload import poisson, sample_lengths
 from policies import where_it_failed
+from policies.config import EngineConfig
+from simulator import explore
+from simulator.machine import SimulatedMachine
+from simulator.simulation import simulate
+
+REQUESTS, CHUNKS = 60, (128, 1024)
+RULES = (
+    "nothing lost",  # who has not ended waits or runs, once; who has ended got all output
+    "at most max_batch",  # requests run
+    "no page leaked",  # or shared, but by prefix caching: each is free, or in one block table
+    "chunks",  # known tokens of a running request, that come next, in pages of its own
+    "no decode dropped",  # a batch has all running decodes, or none, if it is of prefill alone
+    "everybody ends",  # there is something to do, and a new token before twice all were computed
+)
 
 
 class Referee:
-    """Watches a scheduler. Its ValueErrors name the rule, iteration, request, and what was seen.
-
-    nothing lost          who has not ended waits or runs, once; who has ended got all output
-    at most max_batch     requests run
-    no page leaked        or shared, but by prefix caching: each is free, or in one block table
-    chunks                known tokens of a running request, that come next, in pages of its own
-    no decode dropped     a batch has all running decodes, or none, if it is of prefill alone
-    everybody ends        there is something to do, and a new token before twice all were computed
-    """
+    """Watches a scheduler. Its ValueErrors name the rule, iteration, request, and what was seen."""
 
     def __init__(self, scheduler, where):
         self.scheduler, self.where, self.iterations = scheduler, where, 0
@@ -88,3 +101,49 @@ class Referee:
         enough = self.in_vain <= 2 * sum(len(r.tokens) for r in self.live)
         seen = f"{self.in_vain} tokens were computed since the last new one"
         self._must(enough, "everybody ends", [r.id for r in chunks], seen)
+
+
+def referees(where):
+    """What stands in the place of a LoadRun's recorder: a Referee of each scheduler."""
+    watch = lambda schedulers: [Referee(its, where) for its in schedulers]
+    return Namespace(watch=watch, add=lambda iteration: None)
+
+
+def check(policy):
+    """Serve the loads: how many iterations there were. Raises ValueError for a rule that is broken,
+    with the load."""
+    machine, count = SimulatedMachine(Namespace(**explore.GPU)), 0
+    lengths = sample_lengths("sharegpt4", REQUESTS, explore.MAX_LEN, 0)
+    most = run.estimated_qps(machine.base, poisson(lengths, 1.0, 0))
+    arrivals = poisson(lengths, explore.LOADS["heavy"] * most, 0)
+    prompts = [[i % 4] * its.prompt_len for i, its in enumerate(arrivals)]  # many begin alike
+    slo_s = run.slo_seconds("strict", machine.base)
+    for (memory, fit), chunk, shares in product(explore.MEMORY.items(), CHUNKS, (False, True)):
+        where = f"{policy}, chunk {chunk}, {memory} memory" + ", prefix caching" * shares
+        sizes = dict(max_batch=explore.BATCH, max_len=explore.MAX_LEN, page_size=explore.PAGE_SIZE)
+        sizes["pages"] = fit * explore.MAX_LEN // explore.PAGE_SIZE
+        its = [explore.PAGE_SIZE], EngineConfig(chunk=chunk, **sizes), slo_s, [shares]
+        (config,) = run.plan([policy], *its).values()
+        done = simulate(machine.cost, config, arrivals, prompts, recorder=referees(where)).run
+        count += len(done.iterations)
+    return count
+
+
+def parse_args(words):
+    """The options. Exits with a message for a policy that there is not."""
+    what = "Simulate loads under a policy, and name the first rule that it breaks."
+    parser = OptionParser(prog="python -m tests.check_policy", description=what)
+    which = "such as my_policy.py:Eager, several with commas"
+    parser.add_argument("policies", help=which, type=policy_names())
+    return parser.parse_args(words)
+
+
+def main(argv=None):
+    """The command line, whose words are `argv`."""
+    for policy in parse_args(sys.argv[1:] if argv is None else argv).policies:
+        count = check(policy)
+        print(f"{policy} keeps all rules: {', '.join(RULES)} ({count:,} iterations)")
+
+
+if __name__ == "__main__":
+    console.run(main)

@@ -1,9 +1,13 @@
-"""`bench.py serve --url http://127.0.0.1:8000/v1`: the same arrivals for a server that speaks
-OpenAI's HTTP. Seen is what a client sees, when each event came. Read first: serving.py.
+"""The arrivals of `bench.py serve` for a server that speaks OpenAI's HTTP, and the same tables.
+
+    python -m tests.serve_remote --url http://127.0.0.1:8000/v1 --qps 1.5 --slo 0.3
+
+Seen is what a client sees: when each event came. Read first: experiments/serving.py.
 """
 
 import json
 import os
+import sys
 import time
 from contextlib import suppress
 from http.client import HTTPException
@@ -12,28 +16,51 @@ from threading import Thread
 from urllib.request import Request, urlopen
 
 from engine import Completion
-from experiments import workload
+from experiments import options, serving, workload
+from experiments.console import run
 from experiments.run import Run
 from policies.priority import PRIORITIES
 
-GOES = "model qps requests lengths shared_prefix long_prompt classes trace trace_scale max_len slo "
-GOES += "seed json csv"
+OF_LOAD = "requests lengths trace trace_scale shared_prefix long_prompt classes max_len".split()
+GOES = (*OF_LOAD, "seed", "json", "csv")
 
 
-def check_options(parser, args):
-    """Exit with a message if options make no sense beside --url, before defaults are filled in."""
-    for option, default in vars(parser.parse_args(["--url", args.url])).items():
-        if option not in GOES.split() and getattr(args, option) != default:
-            parser.error(f"--{option.replace('_', '-')}: does not go with --url")
-    if isinstance(args.slo, str) or not (args.qps or args.trace):
-        parser.error("--url: needs --qps, and --slo in seconds")
+class LoadOptions(options.OptionParser):
+    """Of the options that are added those of GOES; the others keep their defaults, of a CPU."""
+
+    def add(self, option, help, default=None, shown=None, by_device=None, **more):
+        """Add an option, or set its default."""
+        name, default = option[2:].replace("-", "_"), by_device[0] if by_device else default
+        if name in GOES:
+            super().add(option, help, default, shown, **more)
+        else:
+            self.set_defaults(**{name: default})
+
+
+def parse_args(words):
+    """The options. Exits with a message if these make no sense."""
+    what = "Bring the arrivals of bench.py serve to a server, and print what a client sees."
+    parser = LoadOptions(prog="python -m tests.serve_remote", description=what)
+    serving.add_options(parser, "serve")
+    add, number = parser.add_argument, options.number
+    url = "what speaks OpenAI's HTTP, as http://127.0.0.1:8000/v1; a key is in OPENAI_API_KEY"
+    add("--url", required=True, help=url)
+    add("--model", help="one that it knows (default: its first)")
+    rate = "requests per second on average (default: the trace's own; without one required)"
+    add("--qps", help=rate, type=number(least=1e-4))
+    add("--slo", required=True, help="of P99 TBT, in seconds", type=number(above=0))
+    parser.set_defaults(command="serve")
+    args = parser.parse_args(words)
+    if not (args.qps or args.trace):
+        parser.error("the following arguments are required: --qps, or --trace")
+    serving.check(parser, args)
+    return args
 
 
 class RemoteMachine:
     """What RealMachine is for this machine. What goes wrong is a ConnectionError of one line."""
 
-    def __init__(self, args, config):
-        self.base = None  # how fast it is, is not known
+    def __init__(self, args):
         self.url, self.args = args.url.rstrip("/"), args
         try:
             self.model = args.model or json.load(self.ask("/models"))["data"][0]["id"]
@@ -54,9 +81,9 @@ class RemoteMachine:
             said = error.read(300).decode(errors="replace")
         return ConnectionError(" ".join(f"--url {self.url}: {error!r} {said}".split()))
 
-    def serve(self, config, arrivals, progress=lambda: None, recorder=None):
+    def serve(self, arrivals, progress=lambda: None, recorder=None):
         """Send the arrivals, each when it is due, until one fails: a Run without iterations. Who is
-        answered 429 is refused. Every vocabulary has 256. `config` is the server's own affair."""
+        answered 429 is refused. Every vocabulary has 256, and nothing is for a recorder."""
         prompts = workload.prompts(arrivals, 256, self.args.seed, self.args.shared_prefix)
         done, ended, start = [], SimpleQueue(), time.perf_counter()
         for i, arrival in enumerate(arrivals):
@@ -93,3 +120,21 @@ class RemoteMachine:
         except Exception as error:
             completion.finish_reason = "abort"
             ended.put(None if getattr(error, "code", None) == 429 else error)
+
+
+def main(argv=None):
+    """The command line, whose words are `argv`."""
+    args = parse_args(sys.argv[1:] if argv is None else argv)
+    arrivals_at, load = serving.make_workload(args)
+    arrivals, machine = arrivals_at(args.qps), RemoteMachine(args)
+    report = {"command": args.command, "machine": machine.machine, "load": load, "slo_s": args.slo}
+    report |= {"slo_busy": False, "base": None, "unit": "requests/s"}  # how fast it is, who knows
+    print(
+        f"{options.machine_lines(machine.machine)}{serving.describe_load(args, load, arrivals)}\n"
+        f"SLO: P99 TBT at most {args.slo:.3f} s (as asked for), median delay not known\n"
+    )
+    serving.Session(args, arrivals_at, report).run_all({args.url: machine.serve}, None)
+
+
+if __name__ == "__main__":
+    run(main)

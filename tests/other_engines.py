@@ -1,9 +1,9 @@
-"""Engines of others, each in a process of its own: the program that comparison.py starts.
+"""Engines of others, each in a process of its own: the program that compare_engines.py starts.
 
 It runs under whichever Python has the packages, and imports nothing of this repository. It reads a
 job, a line of JSON, answers with the engine's policies, and then each line, one of these, with the
 tokens that come of the prompts, which are all of one length. Matrices, keys and values have the
-job's dtype. Engines that are servers are compared by `bench.py serve --url`.
+job's dtype. Engines that are servers are compared by serve_remote.py.
 """
 
 import json

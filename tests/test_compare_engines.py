@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from engine import Engine
-from experiments import comparison, measure
-from experiments.options import OptionParser
+from experiments import measure
 from experiments.workload import Arrival, prompts
 from model import GPT
 from pretrained.presets import PRESETS
+from tests import compare_engines
 from tests.helpers import tiny_model
 
 FAKE = """#!{python}
@@ -47,11 +47,11 @@ def options(against, **changes):
     """What is read of the command line."""
     own = dict(batch=3, chunk=12, seq_len=20, requests=7, seed=4, attention="auto", device="cpu")
     more = dict(dtype="float32", model=None, init_from=None, threads=None, compile=False)
-    return SimpleNamespace(against=against, **own | more | changes)
+    return SimpleNamespace(against=against, tp=1, pp=1, **own | more | changes)
 
 
 def test_engines_are_named_with_their_pythons(fake):
-    found = comparison.opponents(f"transformers, openvino={fake.python}")
+    found = compare_engines.opponents(f"transformers, openvino={fake.python}")
     assert found == {"transformers": sys.executable, "openvino": fake.python}
 
 
@@ -66,31 +66,55 @@ def test_engines_are_named_with_their_pythons(fake):
 )
 def test_an_engine_that_is_not_there_is_refused_at_once(text, message):
     with pytest.raises(ArgumentTypeError) as refused:
-        comparison.opponents(text)
+        compare_engines.opponents(text)
     assert message in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "name, model, refused",
-    [
-        ("transformers", "gpt2", True),
-        ("openvino", "qwen", False),
-        ("openvino", "llama-7b", False),
-        (None, "gpt2", False),
-    ],
-)
-def test_what_an_engine_cannot_run_is_refused(name, model, refused, tmp_path, capsys):
-    args = options(name and {name: "python"}, model=model)
-    if model not in PRESETS:
-        args.model, args.init_from = None, str(tmp_path)
-        sizes = dict(vocab_size=9, num_hidden_layers=1, num_attention_heads=2, hidden_size=8)
-        sizes |= dict(model_type="qwen2", max_position_embeddings=32, rms_norm_eps=1e-5)
-        (tmp_path / "config.json").write_text(json.dumps(sizes))
+@pytest.mark.parametrize("model, refused", [("gpt2", True), ("qwen", False), ("llama-7b", False)])
+def test_random_weights_that_cannot_be_saved_are_refused(model, refused, fake, tmp_path, capsys):
+    which = ["--model", model] if model in PRESETS else ["--init-from", str(tmp_path)]
+    words = ["--against", f"openvino={fake.python}", *which]
     if not refused:
-        return comparison.check(OptionParser(prog="bench.py"), args)
+        assert compare_engines.parse_args(words).against == {"openvino": fake.python}
+        return
     with pytest.raises(SystemExit):
-        comparison.check(OptionParser(prog="bench.py"), args)
+        compare_engines.parse_args(words)
     assert "--against: random weights like those of gpt2 cannot be saved" in capsys.readouterr().err
+
+
+def test_options_that_make_no_sense_are_refused_in_one_line(fake, capsys):
+    its = ["--against", f"openvino={fake.python}"]
+    wrong = {"--chunk 5": "--chunk 5: must be at least --batch 6", "--batch 1": "--batch 1: must"}
+    for words, message in wrong.items():
+        with pytest.raises(SystemExit):
+            compare_engines.parse_args([*its, *words.split()])
+        error = capsys.readouterr().err
+        assert f"compare_engines: error: {message}" in error and error.count("\n") == 1
+    with pytest.raises(SystemExit):
+        compare_engines.parse_args([])
+    assert "--against" in capsys.readouterr().err
+    args = compare_engines.parse_args([*its, "--chunk", "100"])
+    assert (args.requests, args.pd_ratio, args.seq_len) == (19, 20, 1000)
+
+
+def test_the_program_prints_the_machine_and_the_table_and_writes_both(
+    fake, tmp_path, monkeypatch, capsys
+):
+    row = dict(tokens_per_s=9, sarathi_serve_gain=1, vllm_gain=1, equal_tokens=1, busy=False)
+    here = dict(device="here", threads=2, torch="2", model="m", parameters=3, dtype="float32")
+    seen, file = [], tmp_path / "report.json"
+    against = lambda model, prompt_len, args: seen.append(prompt_len) or {"ours, vllm": row}
+    monkeypatch.setattr(compare_engines, "against", against)
+    machine = lambda *_: here | {"compiled": False}
+    monkeypatch.setattr(measure, "describe_machine", machine)
+    words = "--model llama-tiny --dtype float32 --device cpu --chunk 12 --batch 3 --seq-len 21"
+    words = f"{words} --against openvino={fake.python} --json {file}"
+    compare_engines.main(words.split())
+    text, report = capsys.readouterr().out, json.loads(file.read_text())
+    assert text.startswith("here, threads: 2, torch 2\n") and seen == [18]  # P:D = 12 / 2
+    assert "| ours, vllm " in text and text.endswith(f" s\nwrote {file}\n")
+    assert report["against"] == {"ours, vllm": row} and report["machine"]["device"] == "here"
+    assert report["options"]["chunk"] == 12 and report["seconds"] > 0
 
 
 @pytest.fixture
@@ -98,7 +122,7 @@ def checkpoint(tmp_path):
     """A directory with a random LLaMA."""
     pytest.importorskip("transformers")
     args = options(None, init_from=str(tmp_path / "llama"))
-    comparison.save_random(tiny_model().config, args)
+    compare_engines.save_random(tiny_model().config, args)
     return args.init_from
 
 
@@ -124,7 +148,7 @@ def test_rates_gains_and_equal_tokens_are_what_was_seen(fake, checkpoint, monkey
     monkeypatch.setattr(measure.Probe, "take", lambda self, *_: 0.0)
     args = options({"openvino": fake.python}, init_from=checkpoint)
     model = GPT.from_pretrained(checkpoint)
-    rows = comparison.against(model, 15, args)
+    rows = compare_engines.against(model, 15, args)
     assert {key: row["tokens_per_s"] for key, row in rows.items()} == pytest.approx(
         {key: 6 * 20 / (its / 1e3) for key, its in ms.items()}  # two whole batches
     )
@@ -139,7 +163,7 @@ def test_rates_gains_and_equal_tokens_are_what_was_seen(fake, checkpoint, monkey
     expected = dict(output=5, batch=3, seq_len=20, chunk=12, dtype="float32", engine="openvino")
     assert expected.items() <= job.items()
 
-    comparison.print_against(rows, 15, args)
+    compare_engines.print_against(rows, 15, args)
     text = capsys.readouterr().out
     assert "3 requests of 15 + 5 tokens,\nchunk 12" in text and "| ours, vllm (busy) " in text
     cells = [line.split("|")[1:-1] for line in text.splitlines() if "openvino, vllm" in line]
@@ -152,7 +176,7 @@ def test_a_process_that_fails_is_told_with_its_last_words_and_none_is_left(
     monkeypatch.setenv("FAILS", "1")
     args = options({"openvino": fake.python}, init_from=checkpoint)
     with pytest.raises(ChildProcessError, match="--against openvino: and the last"):
-        comparison.against(GPT.from_pretrained(checkpoint), 15, args)
+        compare_engines.against(GPT.from_pretrained(checkpoint), 15, args)
     job = json.loads(fake.seen.read_text())
     assert not os.path.exists(job["folder"])
 
@@ -166,7 +190,7 @@ def test_an_idle_process_is_stopped_and_none_outlives_an_interrupt(fake, checkpo
     monkeypatch.setattr(measure, "interleaved", interrupted)
     args = options({"openvino": fake.python}, init_from=checkpoint)
     with pytest.raises(KeyboardInterrupt):
-        comparison.against(GPT.from_pretrained(checkpoint), 15, args)
+        compare_engines.against(GPT.from_pretrained(checkpoint), 15, args)
     with pytest.raises(ProcessLookupError):
         os.kill(json.loads(fake.seen.read_text())["pid"], 0)
 
@@ -178,19 +202,19 @@ def test_a_missing_package_is_named_with_the_engine_in_one_line(tmp_path, checkp
     args = options({"transformers": str(bare)}, init_from=checkpoint)
     message = "^--against transformers: ModuleNotFoundError: No module named 'torch'$"
     with pytest.raises(ChildProcessError, match=message):
-        comparison.against(GPT.from_pretrained(checkpoint), 15, args)
+        compare_engines.against(GPT.from_pretrained(checkpoint), 15, args)
 
 
 PACKAGES = {"transformers": "transformers", "openvino": "openvino_genai"}
 
 
-@pytest.mark.parametrize("name", comparison.ENGINES)
+@pytest.mark.parametrize("name", compare_engines.ENGINES)
 def test_an_engine_says_what_ours_says(name):
     """Random weights in float32, which leaves no doubt; heads of a size and number of their own."""
     pytest.importorskip(PACKAGES[name])
-    engines = comparison.opponents(name)
+    engines = compare_engines.opponents(name)
     sizes = dict(n_kv_head=2, head_dim=16, vocab_size=97)
     model = tiny_model(dtype=torch.float32, n_layer=1, **sizes)
-    rows = comparison.against(model, 15, options(engines))
+    rows = compare_engines.against(model, 15, options(engines))
     assert rows.keys() > {"ours, sarathi-serve", "ours, vllm"} and len(rows) in (3, 4)
     assert {row["equal_tokens"] for row in rows.values()} == {1.0}

@@ -1,0 +1,1 @@
+"""Tensor and pipeline parallelism over torch.distributed: see README.md."""

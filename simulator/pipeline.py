@@ -1,0 +1,211 @@
+"""Real bubbles: a pipeline of processes on this machine, and the same load simulated beside it.
+
+    torchrun --nproc-per-node 2 bench.py pipeline --pp 2
+
+Requests of unequal length are all there at the start (SARATHI §5.3, scaled down). Each stage says
+when it computed what; what it waited for is a bubble, of one of three kinds (§3.2). The cost model
+is fitted to batches that are timed on each stage while the others work, too. Read first:
+simulation.py, parallel/engine.py."""
+
+import json
+from collections import Counter
+from functools import partial
+from statistics import median
+
+from tqdm import tqdm
+
+from experiments import measure, options, run, workload
+from experiments.options import number, whole
+from experiments.tables import print_table
+from policies.config import EngineConfig
+from policies.slo import Profiled, hybrid_spans
+from sampling import SamplingParams
+from simulator.cost_model import FittedCost
+from simulator.machine import profile_cases
+from simulator.simulation import bubble_kinds, simulate
+
+DEFAULT = "request-level,orca-best,vllm,sarathi,sarathi-serve:128,sarathi-serve:256"
+KINDS = "PB1", "PB2", "PB3"
+FOLLOWING, DRAWN = 4, 40  # batches behind each other that are timed; on any stage that are drawn
+
+
+def add_options(parser):
+    """The options of the command."""
+    add, size = parser.add, dict(type=whole(1))
+    names, default = "comma-separated; sarathi-serve:64 has a chunk of its own", DEFAULT.split(",")
+    add("--policies", names, default, DEFAULT, type=options.policy_names(chunks=True))
+    add("--chunk", "C, the chunk size and token budget, in tokens", 256, **size)
+    add("--batch", "B, the most requests at once in each micro-batch", 27, **size)
+    add("--max-len", "L: requests have L/4 to L tokens", by_device=(1024, 4096), type=whole(16))
+    add("--requests", "how many there are", by_device=(80, 500), type=whole(1, 10**6))
+    add("--pd-ratio", "prompt tokens per output token", 10.0, type=number(above=0))
+    parser.add_model_options("llama-13b on a GPU with 40 GB or more, else llama-160m")
+    trace = "write what each stage did when, for Perfetto or chrome://tracing"
+    parser.add_files(plot="draw some of the batches, real and simulated", chrome_trace=trace)
+
+
+def check(parser, args):
+    """Exit with a message if there is no pipeline."""
+    if args.pp < 2:
+        parser.error("--pp 1: a pipeline has two stages or more")
+
+
+def seconds_of(batches):
+    """How long a stage takes for one of some batches behind each other, and for what it does in
+    between, but for waiting."""
+    between = [b[0] - a[1] - b[2] for a, b in zip(batches, batches[1:])]
+    return median(end - start for start, end, *_ in batches) + max(0.0, median(between))
+
+
+def fit(runner, max_len):
+    """The FittedCost of the stages of a parallel.engine.ParallelRunner."""
+    timed, hops = [], []
+    for prefill, context, decodes in tqdm(
+        profile_cases(max_len)[0], "profile", leave=False, disable=None
+    ):
+        case = prefill + decodes, context, decodes
+        spans = hybrid_spans(runner.cache, *case)
+        drawn = [SamplingParams()] * len(spans), [0] * len(spans)
+        for _ in range(2):  # of which the first does not count
+            order = partial(runner.ranks.order, "run", runner.key, spans, *drawn)
+            orders = [order() for _ in range(FOLLOWING)]
+            seen = [runner.collect(order) for order in orders]
+        hops += [b[0] - a[1] for a, b in zip(seen[0], seen[0][1:])]  # to where nothing is
+        shape = Profiled(*case, 0.0).shape
+        timed.append([(shape, seconds_of(its)) for its in zip(*seen)])
+    return FittedCost(zip(*timed), median(hops))
+
+
+def serve(model, config, arrivals, tokens):
+    """(Run, the engine, [(own, sums)] of the stages): the time in which a stage neither computed
+    nor waited, and that of sums over ranks, as shares of the time in which it computed."""
+    engines, ranks = [], model.ranks
+
+    def made(engine):
+        engine.micro_batches.reset()
+        engine.record = True
+        engines.append((engine, ranks.call("account")))
+
+    seen, shares = run.serve(model, config, arrivals, tokens, made=made), []
+    ((engine, before),) = engines
+    pairs = zip(before[:: ranks.tp], ranks.call("account")[:: ranks.tp])
+    for busy_s, two in zip(engine.micro_batches.busy.values(), pairs):
+        seconds, waited_s, sums_s = (b - a for a, b in zip(*two))
+        shares.append(((seconds - waited_s - busy_s) / busy_s, sums_s / busy_s))
+    return seen, engine, shares
+
+
+def summarize(seen, pipeline):
+    """What is known of a Run and its MicroBatches, a dict: in seconds, of stages in lists."""
+    kinds, bubbles, busy = Counter(), Counter(), [*pipeline.busy.values()]
+    for stage_run, kind in bubble_kinds(pipeline.stage_runs):
+        kinds[kind] += stage_run.bubble
+        bubbles[stage_run.stage] += stage_run.bubble
+    bubbles = [bubbles[stage] for stage in range(pipeline.pp)]
+    its, tokens = seen.seconds, sum(len(c.prompt) + len(c.tokens) for c in seen.completions)
+    stages = [dict(busy_s=a, bubble_s=b, idle_s=its - a - b) for a, b in zip(busy, bubbles)]
+    found = {"makespan_s": its, "tokens_per_s": tokens / its, "bubbles_s": sum(bubbles)}
+    found |= {"median_bubble_s": median(pipeline.bubbles.values()), "stages": stages}
+    return found | {kind: kinds[kind] for kind in KINDS} | {"busy": seen.drift > measure.BUSY}
+
+
+def print_runs(rows):
+    """The tables: {policy: (real, simulated)} as of `summarize`."""
+    columns = {"seconds": "", "tokens/s": ",.0f", "makespan": ".2f", "simulated": ".2f"}
+    columns |= {"off": "+.0%", "bubbles": ".2f", "simulated ": ".2f", "off ": "+.0%"}
+    columns |= dict.fromkeys([*KINDS, "median"], ".2f")
+    table, stages = [], []
+    for name, (real, other) in rows.items():
+        cells = [measure.mark(name, real["busy"]), real["tokens_per_s"]]
+        for key in ("makespan_s", "bubbles_s"):
+            cells += [real[key], other[key], other[key] / real[key] - 1 if real[key] else None]
+        table.append([*cells, *(real[kind] for kind in KINDS), real["median_bubble_s"]])
+        stages += [[f"{cells[0]}, {i + 1}", *its.values()] for i, its in enumerate(real["stages"])]
+    print_table(columns, table)
+    print(
+        "\nbubbles: of all stages, by what is before and after: PB1, prefills of different length;"
+    )
+    print("PB2, a prefill and decodes; PB3, decodes of different context; median: of a request\n")
+    columns = {"policy, stage": "", "busy s": ".2f", "bubble s": ".2f", "idle s": ".2f"}
+    print_table(columns | {"own": ".1%", "sums": ".1%"}, stages)
+    print("\nidle: all else, at the start, at the end, between batches; own: scheduling, messages,")
+    print("Python, and sums: all-reduces with their waiting, as shares of busy\n")
+
+
+def pair(rows):
+    """Whom to compare: orca-best and the stall-free schedule that is done first; [] if not both."""
+    ours = [name for name in rows if name.startswith("sarathi-serve")]
+    if "orca-best" not in rows or not ours:
+        return []
+    return ["orca-best", min(ours, key=lambda name: rows[name][0]["makespan_s"])]
+
+
+def conclude(rows):
+    """What chunks are for, in a pipeline."""
+    if not (names := pair(rows)):
+        return "Conclusion: needs orca-best and sarathi-serve."
+    theirs, ours = (rows[name][0] for name in names)
+    if theirs["busy"] or ours["busy"]:
+        return f"Conclusion: {measure.TOO_BUSY}."
+    bubble, makespan = (theirs[key] / ours[key] for key in ("median_bubble_s", "makespan_s"))
+    text = f"{names[1]} beside orca-best: the median bubble of a request is {bubble:.1f}x smaller,"
+    return f"{text} the makespan {makespan:.2f}x shorter."
+
+
+def chrome_trace(stage_runs):
+    """{name: StageRuns} as a trace: a process for each name, a track for each stage."""
+    events = []
+    for name, own in stage_runs.items():
+        for i in own:
+            said = {"chunks": [f"{who}: {n} from {start}" for who, start, n, _ in i.chunks]}
+            its = dict(name=f"micro-batch {i.micro_batch}", ph="X", pid=name, args=said)
+            times = dict(ts=1e6 * i.start, dur=1e6 * (i.end - i.start))
+            events.append(its | times | {"tid": f"stage {i.stage + 1}"})
+    return json.dumps({"traceEvents": events})
+
+
+def draw(rows, stage_runs, machine, file):
+    """Draw how two of the runs begin, real and simulated."""
+    from views.pipelines import plot_pipeline  # after all that is long
+
+    names = [f"{name}{side}" for name in pair(rows) or rows for side in ("", ", simulated")]
+    end_s = stage_runs[names[0]][:DRAWN][-1].end
+    drawn = {name: [i for i in stage_runs[name] if i.end <= end_s] for name in names}
+    kinds = {name: bubble_kinds(own) for name, own in drawn.items()}
+    plot_pipeline(drawn, kinds, "The beginning of each run", file, machine, "in")
+
+
+def main(args):
+    """The command. What is done when it is interrupted is printed and kept."""
+    model = options.load_model(args, "max_len")
+    machine, size = measure.describe_machine(model, args, args.chunk), min(64, args.max_len)
+    pages, fits = -(-args.max_len // size), options.runner_for(model)
+    cost = fit(fits(model, 18 * pages, size, args.max_len, args.attention), args.max_len)
+    limits = dict(chunk=args.chunk, max_batch=args.batch, max_len=args.max_len, page_size=size)
+    limits |= dict(pages=args.pp * args.batch * pages, attention=args.attention)
+    configs = run.plan(args.policies, [size], EngineConfig(**limits))
+    most = args.max_len // 4, args.max_len, 0.4, args.pd_ratio, args.requests, args.seed
+    arrivals = [workload.Arrival(0.0, *pair) for pair in workload.zipf_lengths(*most)]
+    tokens = workload.prompts(arrivals, model.config.vocab_size, args.seed)
+    print(options.machine_lines(machine))
+    rows, stage_runs = {}, {}
+    try:
+        for name, config in configs.items():
+            seen, engine, shares = serve(model, config, arrivals, tokens)
+            simulated, real = simulate(cost, engine.config, arrivals), engine.micro_batches
+            rows[name] = summarize(seen, real), summarize(simulated.run, simulated)
+            for its, (own, sums) in zip(rows[name][0]["stages"], shares):
+                its |= {"own": own, "sums": sums}
+            stage_runs |= {name: real.stage_runs, f"{name}, simulated": simulated.stage_runs}
+    finally:
+        if rows:
+            print_runs(rows)
+            print(conclusion := conclude(rows))
+            report = {"machine": machine, "hop_s": cost.hop_s, "runs": rows}
+            options.write_json(args, report | {"conclusion": conclusion})
+            if args.chrome_trace:
+                options.write_text(args.chrome_trace, chrome_trace(stage_runs))
+            options.wrote(args.json, args.chrome_trace)
+    if args.plot:
+        draw(rows, stage_runs, machine, args.plot)
+        options.wrote(args.plot)

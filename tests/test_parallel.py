@@ -1,0 +1,198 @@
+"""Several processes give what one gives: the same tokens, and logprobs to 1e-10 in float64."""
+
+import json
+from functools import cache, partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+
+from model import GPTConfig
+from parallel.shard import Shard, local_config
+from policies import POLICIES
+from policies.config import EngineConfig
+from simulator.simulation import simulate
+from tests import rank_program
+from tests.helpers import GROWING, tiny_model
+from tests.rank_program import ABORTED, STOPPED
+from tests.test_checkpoints import gpt2, llama_like
+from tests.test_simulation import Law, at_once
+
+WORLDS = [(2, 1), (1, 2), (4, 1), (1, 4), (2, 2)]
+SMALL = dict(chunk=6, max_batch=3, max_len=32, page_size=4)
+FEW = SMALL | dict(pages=8)  # of each micro-batch: too few for three requests
+
+
+@cache
+def one_process(job):
+    """What one process makes of a job, given as JSON."""
+    return rank_program.serve(json.loads(job))
+
+
+def check(worlds, tp, pp, engines, **job):
+    """Hold a world to what one process makes of a job. Returns what the world made of it."""
+    job = dict(program="serve", engines=engines) | job
+    alone = one_process(json.dumps(job | dict(tp=1, pp=1)))
+    stop = alone[0]["as they come"][STOPPED][0][3]  # its fourth token
+    job |= dict(tp=tp, pp=pp, stop=stop)
+    alone, got = one_process(json.dumps(job | dict(tp=1, pp=1))), worlds.result(**job)
+    for settings, expected, its in zip(engines, alone, got):
+        for way, requests in expected.items():
+            if way in ("preempted", "cached"):
+                continue
+            for number, (expects, found) in enumerate(zip(requests, its[way])):
+                where = f"{settings}, {way}, request {number}"
+                same_text(expects, found, where, number == ABORTED and way == "as they come")
+    return got
+
+
+def same_text(expected, found, where, aborted):
+    """Tokens, logprobs and reason are the same; of what was aborted, so far as both got."""
+    (tokens, logprobs, reason), (its_tokens, its_logprobs, its_reason) = expected, found
+    assert reason == its_reason, where
+    n = min(len(tokens), len(its_tokens)) if aborted else len(tokens)
+    assert its_tokens[: n if aborted else None] == tokens[:n], where
+    assert (its_reason == "abort") == aborted and n >= (2 if aborted else 1)
+    assert (its_logprobs is None) == (logprobs is None), where
+    if logprobs is not None:
+        its, expects = torch.tensor([its_logprobs[:n], logprobs[:n]], dtype=torch.float64)
+        torch.testing.assert_close(its, expects, rtol=0, atol=1e-10, msg=lambda m: f"{where}: {m}")
+
+
+@pytest.mark.parametrize("tp, pp", [world for world in WORLDS if world != (4, 1)])
+def test_ranks_give_what_one_process_gives_under_all_policies(worlds, tp, pp):
+    engines = [FEW | dict(policy=policy) for policy in POLICIES]
+    got = check(worlds, tp, pp, engines, tiny=dict(n_kv_head=2, n_layer=pp))
+    preempting = {its["policy"] for its, found in zip(engines, got) if found["preempted"]}
+    assert preempting == set(GROWING) if pp < 4 else preempting
+
+
+BIG = dict(chunk=6, max_batch=3, max_len=32)
+PAGES = [  # of 16 tokens, which are found again, and of max_len
+    BIG | dict(policy="sarathi-serve", page_size=16, pages=6, prefix_caching=True),
+    BIG | dict(policy="vllm", page_size=32, pages=3),
+]
+
+
+@pytest.mark.parametrize("tp, pp", [(2, 1), (1, 2), (2, 2)])
+def test_pages_of_any_size_and_those_that_are_found_twice_on_one_engine(worlds, tp, pp):
+    job = dict(tiny=dict(n_kv_head=2, n_layer=pp), at_once=2, warm_up=pp == 2)
+    assert [bool(its["cached"]) for its in check(worlds, tp, pp, PAGES, **job)] == [1, 0]
+
+
+SIZES = dict(vocab_size=61, n_head=4, n_embd=32, n_inner=48, max_positions=64)
+MODELS = {
+    "gpt2": dict(tiny=dict(family="gpt2")),
+    "llama multi-query": dict(tiny=dict(n_kv_head=1)),
+    "llama tied": dict(tiny=dict(n_kv_head=2, tie_embeddings=True, qkv_bias=True, qk_norm=True)),
+    "of a seed": dict(random=dict(family="gpt2", tie_embeddings=True, **SIZES)),
+}
+TWO = BIG | dict(policy="sarathi-serve", page_size=16, pages=6)
+
+
+ALL = [(*world, "gpt2") for world in WORLDS] + [(2, 2, name) for name in MODELS if name != "gpt2"]
+ALL += [(4, 1, "llama multi-query"), (4, 1, "llama tied")]  # fewer KV heads than ranks
+
+
+@pytest.mark.parametrize("tp, pp, name", ALL)
+def test_all_families_and_heads(worlds, tp, pp, name):
+    (key, sizes), *_ = MODELS[name].items()
+    check(worlds, tp, pp, [TWO], **{key: sizes | dict(n_layer=max(2, pp))})
+
+
+@pytest.mark.filterwarnings("ignore:chunk='auto' is")  # if the machine is busy
+def test_a_budget_found_at_start_up_changes_no_text(worlds):
+    auto = BIG | dict(policy="dynamic", chunk="auto", page_size=4, pages=24, tbt_slo=10)
+    check(worlds, 1, 2, [auto], tiny=dict(n_layer=2))
+
+
+QWEN = dict(num_key_value_heads=2, tie_word_embeddings=True)
+CHECKPOINTS = {  # what they are to transformers; all have 4 layers
+    "gpt2": (gpt2, {}),
+    "llama": (llama_like, dict(num_key_value_heads=1, rms_norm_eps=0.1)),
+    "qwen2": (partial(llama_like, transformers.Qwen2Config), QWEN),
+    "qwen3": (partial(llama_like, transformers.Qwen3Config), QWEN | dict(head_dim=16)),
+}
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_a_checkpoint_is_loaded_in_parts(worlds, tmp_path, kind):
+    config, sizes = CHECKPOINTS[kind]
+    config = config(**sizes)
+    config.bos_token_id = config.eos_token_id = None
+    config.num_hidden_layers, config.layer_types = 4, ["full_attention"] * 4
+    save(config, tmp_path)
+    check(worlds, 2, 2, [TWO], checkpoint=str(tmp_path))
+
+
+def save(config, directory):
+    """A random model of transformers in float64, whose every parameter matters."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.normal_(0, 0.3)
+            if p.ndim == 1 and name.endswith("weight"):
+                p += 1
+    model.save_pretrained(directory)
+
+
+LOAD = [(20, 3), (7, 9), (11, 5), (3, 12), (16, 4), (1, 8), (18, 2), (9, 6), (5, 10), (13, 7)]
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_micro_batches_are_those_of_the_simulator(worlds, pp):
+    """Of policies that do not look at the clock, if the stages take equal time."""
+    policies = [name for name in POLICIES if name not in ("dynamic", "priority")]
+    engines = [SMALL | dict(policy=policy, pages=10) for policy in policies]
+    job = dict(tiny=dict(n_layer=pp), engines=engines, arrivals=LOAD)
+    got = worlds.result(program="batches", tp=1, pp=pp, **job)
+    for settings, batches in zip(engines, got):
+        config = EngineConfig(**settings | dict(pages=10 * pp))
+        law = Law(pp, seconds=lambda batch: 1.0)
+        run = simulate(law, config, at_once(*LOAD)).run
+        expected = [[its.micro_batch, [[*chunk] for chunk in its.chunks]] for its in run.iterations]
+        assert batches == expected, settings["policy"]
+
+
+@pytest.mark.parametrize("vocab_size", [61, 5])
+@pytest.mark.parametrize("name", ["gpt2", "llama multi-query", "llama tied"])
+@pytest.mark.parametrize("tp, pp", [*WORLDS, (4, 2)])
+def test_the_parts_of_all_ranks_are_the_whole(tp, pp, name, vocab_size):
+    whole = tiny_model(**MODELS[name]["tiny"], n_layer=4, vocab_size=vocab_size)
+    seen = {n: torch.zeros_like(p) for n, p in whole.named_parameters()}
+    for rank in range(tp * pp):
+        ranks = SimpleNamespace(tp=tp, pp=pp, rank=rank, stage=rank // tp, part=rank % tp)
+        shard = Shard(whole.config, ranks, seed=None)
+        for source, dim, ranges in map(shard.cut, dict(shard.named_parameters())):
+            for start, end in ranges:
+                seen[source].narrow(dim, start, end - start).add_(1)
+    for source, times in seen.items():
+        assert (times.min(), times.max()) == copies(whole.config, tp, pp, source), source
+
+
+def copies(config, tp, pp, parameter):
+    """How often the ranks have each row or column of a parameter, at least and at most."""
+    if "norm" in parameter or "position" in parameter:
+        return (tp * pp, tp * pp) if "final" in parameter else (tp, tp)
+    if "preproj" in parameter:  # fewer KV heads than ranks are repeated
+        return 1, max(1, tp // config.n_kv_head)
+    both = parameter == "token_embedding.weight" and config.tie_embeddings and pp > 1
+    return 1 + both, 1 + both  # the first stage has it, and the last
+
+
+@pytest.mark.parametrize(
+    "tp, pp, message",
+    [
+        (5, 1, "tp=5: must divide n_head=12"),
+        (1, 3, "pp=3: must divide n_layer=4"),
+        (4, 1, "tp=4: must divide n_kv_head=6, or be a multiple of it"),
+        (0, 1, "tp=0: must be a whole number of at least 1"),
+        (1, 0, "pp=0: must be a whole number of at least 1"),
+    ],
+)
+def test_what_cannot_be_divided_is_named(tp, pp, message):
+    config = GPTConfig("llama", 61, n_layer=4, n_head=12, n_kv_head=6, n_embd=48, n_inner=36)
+    with pytest.raises(ValueError, match=message):
+        local_config(config, tp, pp)

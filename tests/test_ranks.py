@@ -1,0 +1,178 @@
+"""Ranks that fail, one or all: everything ends, soon, and one line says why. Steps are atomic."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+import pytest
+import torch
+import transformers
+
+import sample
+from tests.test_checkpoints import llama_like
+from tests.worlds import ENVIRON, ROOT
+
+LIMIT_S = 15
+ENGINE = dict(policy="sarathi-serve", chunk=6, max_batch=3, max_len=32, page_size=16, pages=6)
+JOB = dict(program="serve", engines=[ENGINE], tiny=dict(n_kv_head=2, n_layer=2))
+FAULTS = {  # of a rank, in a batch with prefill or one without
+    "killed in prefill": dict(what="SIGKILL", when="prefill"),
+    "killed in decode": dict(what="SIGKILL", when="decode"),
+    "interrupted": dict(what="SIGINT", when="decode"),
+    "terminated": dict(what="SIGTERM", when="prefill"),
+    "raises": dict(what="raise", when="decode"),
+}
+
+
+def said(errors, *words):
+    """The one line that begins with "error: ", in which all `words` must be."""
+    (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert all(word in line for word in words), line
+    assert "Traceback" not in errors
+    return line
+
+
+def test_when_a_rank_is_lost_all_end_and_one_line_names_it(worlds):
+    jobs = {}
+    for name, fault in FAULTS.items():
+        for tp, pp in ((2, 1), (1, 2), (2, 2)):
+            rank = tp * pp - 1
+            jobs[name, rank, tp, pp] = JOB | dict(tp=tp, pp=pp, fault=fault | dict(rank=rank))
+    for (name, rank, *_), ended in zip(jobs, worlds.run(*jobs.values())):
+        all_end(ended)
+        why = ("ArithmeticError", "the model fails") if name == "raises" else ("gone",)
+        said(ended.errors, f"rank {rank}", *why)
+
+
+def test_a_rank_is_missed_while_nobody_has_anything_to_do(worlds):
+    (ended,) = worlds.run(JOB | dict(program="idle", tp=2, pp=2, victim=3))
+    all_end(ended)
+    said(ended.errors, "rank 3 is gone")
+
+
+def all_end(ended):
+    """Soon, and not as if all had gone well."""
+    assert ended.result is None and 0 not in ended.statuses.values(), ended
+    assert "hangs" not in ended.statuses.values() and max(ended.seconds.values()) < LIMIT_S, ended
+
+
+def test_when_rank_0_is_lost_all_end(worlds):
+    jobs = []
+    for when in ("prefill", "decode"):
+        for tp, pp in ((2, 1), (1, 2), (2, 2)):
+            fault = dict(what="SIGKILL", when=when, rank=0)
+            jobs.append(JOB | dict(tp=tp, pp=pp, fault=fault))
+    jobs.append(JOB | dict(program="idle", tp=2, pp=1, victim=0))
+    for ended in worlds.run(*jobs):
+        all_end(ended)
+
+
+def test_ranks_that_cannot_work_together_say_so(worlds, tmp_path):
+    """Rank 1 has other weights; the port is in use; the layers cannot be divided."""
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        transformers.LlamaForCausalLM(llama_like()).save_pretrained(tmp_path / str(seed))
+    both = dict(program="serve", engines=[ENGINE], checkpoint=[f"{tmp_path}/{n}" for n in (0, 1)])
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        alone = JOB | dict(tp=2, pp=1, port=port, start=1)
+        jobs = both | dict(tp=2, pp=1), JOB | dict(tp=1, pp=3), alone
+        others, divided, in_use = worlds.run(*jobs)
+    for ended in (others, in_use, divided):
+        assert ended.statuses[0] not in (0, "hangs") and max(ended.seconds.values()) < LIMIT_S
+    said(others.errors, "rank 1 has another model, or other weights, than rank 0")
+    said(in_use.errors, str(port), "in use")
+    said(divided.errors, "pp=3: must divide n_layer=2")
+
+
+def torchrun(*words, world=2, **environ):
+    """torchrun of so many processes, in a session of its own."""
+    words = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}", *words]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    env = ENVIRON | environ
+    return subprocess.Popen(words, cwd=ROOT, env=env, start_new_session=True, **pipes)
+
+
+SAMPLE = "sample.py --preset llama-tiny --device cpu --dtype float32 --temperature 0".split()
+SAMPLE += "--prompt abc --prompt d --max-new-tokens 9".split()
+
+
+def test_torchrun_starts_the_programs_and_says_how_if_it_is_not_told_enough(capsys):
+    worlds = [torchrun("--standalone", *SAMPLE, "--tp", tp, "--pp", "1") for tp in ("2", "4")]
+    with pytest.raises(ValueError, match="--tp 2 --pp 1: needs 2 processes, not 1: torchrun "):
+        sample.main([*SAMPLE[1:], "--tp", "2"])
+    capsys.readouterr()
+    sample.main(SAMPLE[1:])
+    (text, errors), (none, wrong) = (its.communicate(timeout=60) for its in worlds)
+    assert worlds[0].returncode == 0 and text == capsys.readouterr().out, errors
+    assert worlds[1].returncode != 0 and not none
+    command = "torchrun --nproc-per-node 4 sample.py --preset llama-tiny"
+    assert (
+        wrong.count("error: ") == 1
+        and f"--tp 4 --pp 1: needs 4 processes, not 2: {command}" in wrong
+    )
+
+
+def struck(file):
+    """Wait until a rank has been struck."""
+    end = time.monotonic() + 60
+    while not file.exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("who", ["a rank", "all"])
+def test_under_torchrun_nothing_is_left_behind(tmp_path, who):
+    """A rank is killed from outside, or a Ctrl-C comes for all."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    out, mark = tmp_path / "out", tmp_path / "struck"
+    job = JOB | dict(tp=2, pp=1, out=str(out), fault=dict(what="wait", when="decode", rank=0))
+    its = dict(RANK_JOB=json.dumps(job), STRUCK=str(mark))
+    world, pids = torchrun(f"--master-port={port}", "-m", "tests.rank_program", **its), []
+    try:
+        struck(mark)
+        pids = [int((tmp_path / f"out.{rank}.pid").read_text()) for rank in (0, 1)]
+        began = time.monotonic()
+        if who == "a rank":
+            os.kill(pids[1], signal.SIGKILL)
+        else:
+            for pid in (world.pid, *pids):
+                os.kill(pid, signal.SIGINT)
+        _, errors = world.communicate(timeout=60)
+        assert time.monotonic() - began < LIMIT_S
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                pytest.fail(f"process {pid} is left behind")
+    assert world.returncode != 0 and not out.exists()
+    if who == "a rank":
+        (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
+        assert "rank 1 is gone" in line
+    socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_an_interrupt_while_rank_0_decides_or_waits_changes_no_text(worlds):
+    for tp, pp, seeds in ((2, 1, [1]), (1, 4, [1, 2])):
+        job = dict(program="interrupted", tp=tp, pp=pp, tiny=dict(n_kv_head=2, n_layer=pp))
+        its = worlds.result(**job, seeds=seeds, engine=ENGINE | dict(page_size=4, pages=8))
+        assert its["interrupts"] >= 20 and its["waiting"] > 2
+
+
+def test_a_request_on_its_way_is_aborted_in_its_micro_batch(worlds):
+    job = dict(program="aborts", tp=1, pp=2, tiny=dict(n_layer=2), engine=ENGINE)
+    assert worlds.result(**job) == 2
+
+
+def test_a_policy_that_raises_changes_no_text_and_an_order_broken_off_is_the_last(worlds):
+    job = dict(tp=1, pp=2, tiny=dict(n_layer=2), engine=ENGINE)
+    assert worlds.result(program="policy_raises", **job) == "my policy"
+    error, again = worlds.result(program="order_broken_off", **job)
+    assert error == "ArithmeticError: the model fails"
+    assert again[0].startswith("ChildProcessError: ") and again == [again[0]] * 2
