@@ -179,15 +179,15 @@ def serve(model, config, arrivals, prompts, *, now=time.perf_counter, sleep=time
     pause grows with it. `now` and `sleep` are the time it runs in; `watching`: as of LoadRun, and
     `made`, a function that sees the engine before it begins."""
     gc.collect()  # the cache of the engine before
-    start = now()
+    start, made = now(), watching.pop("made", id)
     clock = lambda: now() - start  # sees what `start` becomes below
     engine = engine_for(model)(model, config, clock=clock)
     engine.warm_up()
-    watching.pop("made", id)(engine)
     load = LoadRun(EngineServer(engine, clock, sleep), arrivals, prompts, **watching)
     gc.collect()
     gc.freeze()
     try:
+        made(engine)
         start = now()
         return load.run()
     finally:

@@ -46,8 +46,8 @@ def add_options(parser):
 
 def check(parser, args):
     """Exit with a message if there is no pipeline."""
-    if args.pp < 2:
-        parser.error("--pp 1: a pipeline has two stages or more")
+    if args.pp * args.tp < 2:
+        parser.error("--pp 1: a pipeline has two stages or more (--tp 2 shows what sums cost)")
 
 
 def seconds_of(batches):
@@ -73,7 +73,7 @@ def fit(runner, max_len):
         hops += [b[0] - a[1] for a, b in zip(seen[0], seen[0][1:])]  # to where nothing is
         shape = Profiled(*case, 0.0).shape
         timed.append([(shape, seconds_of(its)) for its in zip(*seen)])
-    return FittedCost(zip(*timed), median(hops))
+    return FittedCost(zip(*timed), median(hops or [0.0]))
 
 
 def serve(model, config, arrivals, tokens):
@@ -144,10 +144,10 @@ def conclude(rows):
     """What chunks are for, in a pipeline."""
     if not (names := pair(rows)):
         return "Conclusion: needs orca-best and sarathi-serve."
-    theirs, ours = (rows[name][0] for name in names)
-    if theirs["busy"] or ours["busy"]:
+    a, b = (rows[name][0] for name in names)
+    if a["busy"] or b["busy"]:
         return f"Conclusion: {measure.TOO_BUSY}."
-    bubble, makespan = (theirs[key] / ours[key] for key in ("median_bubble_s", "makespan_s"))
+    bubble, makespan = (a[key] / (b[key] or 1) for key in ("median_bubble_s", "makespan_s"))
     text = f"{names[1]} beside orca-best: the median bubble of a request is {bubble:.1f}x smaller,"
     return f"{text} the makespan {makespan:.2f}x shorter."
 

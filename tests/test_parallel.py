@@ -7,11 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 
 from model import GPTConfig
 from parallel.shard import Shard, local_config
 from policies import POLICIES
 from policies.config import EngineConfig
+from pretrained import checkpoints
 from simulator.simulation import simulate
 from tests import rank_program
 from tests.helpers import GROWING, tiny_model
@@ -170,6 +172,38 @@ def test_the_parts_of_all_ranks_are_the_whole(tp, pp, name, vocab_size):
                 seen[source].narrow(dim, start, end - start).add_(1)
     for source, times in seen.items():
         assert (times.min(), times.max()) == copies(whole.config, tp, pp, source), source
+
+
+@pytest.mark.parametrize("tp, pp", [(4, 1), (2, 2)])
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_a_rank_reads_no_more_of_a_checkpoint_than_it_keeps(tmp_path, monkeypatch, kind, tp, pp):
+    config, sizes = CHECKPOINTS[kind]
+    save(config(**sizes), tmp_path)
+    read = []
+
+    class Counted:
+        def __init__(self, file, name):
+            self.its = file.get_slice(name)
+            self.get_shape, self.get_dtype = self.its.get_shape, self.its.get_dtype
+
+        def __getitem__(self, slices):
+            read.append(self.its[slices])
+            return read[-1]
+
+    def counting(path, framework):
+        file = safe_open(path, framework)
+        return SimpleNamespace(keys=file.keys, get_slice=partial(Counted, file))
+
+    monkeypatch.setattr(checkpoints, "safe_open", counting)
+    whole = checkpoints.read_config(tmp_path)
+    for rank in range(tp * pp):
+        ranks = SimpleNamespace(tp=tp, pp=pp, rank=rank, stage=rank // tp, part=rank % tp)
+        shard = Shard(whole, ranks, "meta", torch.float64, seed=None)
+        read.clear()
+        checkpoints.load_weights(shard, tmp_path, "cpu")
+        kept = sum(p.numel() for p in shard.parameters())
+        padding = sum(tensor.numel() for tensor in read) - kept  # of the vocabulary; biases once
+        assert -kept / 20 < padding <= 0
 
 
 def copies(config, tp, pp, parameter):
