@@ -65,7 +65,7 @@ class EngineThread:
             failed = failed or [*scheduler.requests.values()]  # what might fail for ever
             self.engine.drop(failed)
             told = [(request.id, None) for request in failed]
-        if self.engine.last_iteration is not last:
+        if self.engine.last_iteration and self.engine.last_iteration is not last:
             self.recorder.add(self.engine.last_iteration)
         if len(self.recorder.records) > 2 * RECORDS:
             del self.recorder.records[:RECORDS]
