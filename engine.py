@@ -266,7 +266,7 @@ class Engine:
 
     def drop(self, requests):
         """End requests without asking the policy, which may have failed; others begin anew."""
-        self.scheduler.torn = True
+        self._computed, self.scheduler.torn = None, True
         for request in requests:
             request.finish_reason = "abort"
             self.scheduler.requests.pop(request.id, None)
@@ -338,7 +338,7 @@ class Engine:
         `params` is one SamplingParams, or one for each. `progress` shows a bar on a terminal.
         Raises what `add_request` raises, before anything is computed: then, and after an interrupt,
         none of them is left. And ValueError while others run: it would lose their events."""
-        if self.has_work:
+        if self.scheduler.requests or self._computed:
             running = len(self.scheduler.requests)
             raise ValueError(f"generate: {running} requests are running, step() or abort() them")
         if isinstance(prompts, str):
@@ -357,7 +357,7 @@ class Engine:
                     done |= {completion.request_id: completion for completion in ended}
                     bar.update(len(ended))
         except BaseException:  # wherever it came from, nothing of this stays behind
-            self.scheduler.torn = True
+            self._computed, self.scheduler.torn = None, True
             self.scheduler.requests.clear()
             self.start_over()
             self._next_id = next_id

@@ -74,7 +74,7 @@ def output_file(text, suffixes=()):
         if not file.is_fifo():  # whose reader would see its end
             file.open("ab").close()  # only who tries knows of quotas, long names, read-only disks
         if is_new:
-            file.unlink()
+            file.unlink(missing_ok=True)
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{text}: cannot be written: {error.strerror}") from error
     return text

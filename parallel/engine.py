@@ -123,7 +123,7 @@ class ParallelEngine(Engine):
         """Send the next batch on its way, or wait for the first: an Event for each new token.
         Raises as Ranks.order. All that it changes of `state` is one assignment."""
         self.last_iteration, (ready, flights) = None, self.state
-        for number in ready:
+        for number in () if self._computed else ready:  # what was computed is recorded first
             if batch := self.micro_batches.next_batch(number, start := self.clock()):
                 flight = self._launch(number, batch, start)
                 self.state = tuple(n for n in ready if n != number), (*flights, flight)
@@ -132,7 +132,7 @@ class ParallelEngine(Engine):
         if flights:
             (order, begun, *flight), *others = flights
             stages, number = self.runner.collect(order), flight[1].micro_batch
-            if begun == self.micro_batches.begun:  # else its requests wait, and begin anew
+            if self._computed or begun == self.micro_batches.begun:  # else its requests begin anew
                 events = self._land(*flight, stages)
             self.state, self._computed = ((*ready, number), tuple(others)), None
             del self.runner.ranks.answers[order]
