@@ -126,6 +126,13 @@ class Iteration(NamedTuple):
         return sum(is_decode for *_, is_decode in self.chunks)
 
 
+def state_of(schedulers, batch):
+    """What an Iteration says of when its batch was decided. Several schedulers have one line."""
+    running = sum([len(its.running) for its in schedulers])
+    free_pages = sum([its.pages.num_free for its in schedulers])
+    return len(schedulers[0].waiting), running, free_pages, batch.budget, batch.preempted
+
+
 class Runner:
     """A model, its cache and its attention: what launches a batch, and what fetches its tokens."""
 
@@ -287,17 +294,12 @@ class Engine:
 
     def _compute(self, batch, start):
         """The batch, (token, logprob) of each chunk, None where it yields none; the Iteration."""
-        runner, state, (spans, *drawn) = self.runner, self._state(batch), self._inputs(batch)
+        runner, (spans, *drawn) = self.runner, self._inputs(batch)
+        state = state_of(self.schedulers, batch)
         flat, launch = runner.flatten(spans), self.clock()
         sampled = iter(runner.fetch(runner.model(flat, runner.cache), *drawn))
         sampled = [next(sampled) if span.wants_logits else None for span in spans]
         return batch, sampled, Iteration(start, self.clock(), batch.record(), launch, *state)
-
-    def _state(self, batch):
-        """What an Iteration says of the moment when its batch had been decided."""
-        running = sum(len(its.running) for its in self.schedulers)
-        free_pages = sum(its.pages.num_free for its in self.schedulers)
-        return len(self.scheduler.waiting), running, free_pages, batch.budget, batch.preempted
 
     def _inputs(self, batch):
         """The Spans of a batch, and of each that yields a token the SamplingParams and which output

@@ -195,7 +195,7 @@ def _load(args, length, device, ranks, gpu_model="llama-13b", gpu_bytes=40e9):
     if args.model and args.init_from:
         both = f"{args.model} and {args.init_from}"
         raise ValueError(f"{both}: a geometry and a checkpoint, give one of them")
-    positions, weights_are = getattr(args, length) or 1, None
+    positions = getattr(args, length) or 1
     check_backend(args.attention, device)
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -206,14 +206,15 @@ def _load(args, length, device, ranks, gpu_model="llama-13b", gpu_bytes=40e9):
     dtype = getattr(torch, args.dtype)
     if args.init_from:
         directory = checkpoints.find(args.init_from)
-        config, weights_are = checkpoints.read_config(directory), checkpoints.fingerprint(directory)
+        config = checkpoints.read_config(directory)
     else:
         memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0  # in all
         args.model = args.model or (gpu_model if memory > gpu_bytes else "llama-160m")
         config = GPTConfig.preset(args.model)
     option = f"--{length.replace('_', '-')} {positions}"
     if ranks:
-        models = ranks.gather((config, weights_are, args.seed))
+        weights_are = checkpoints.fingerprint(directory) if args.init_from else args.seed
+        models = ranks.gather((config, weights_are))
         if others := [rank for rank, its in enumerate(models) if its != models[0]]:
             raise ValueError(f"rank {others[0]} has another model, or other weights, than rank 0")
     make = partial(Shard, ranks=ranks) if ranks else GPT

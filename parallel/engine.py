@@ -12,7 +12,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from engine import Engine, Iteration, Runner
+from engine import Engine, Iteration, Runner, state_of
 from policies.config import MAX_BATCH, EngineConfig
 from policies.micro_batches import MicroBatches
 from sampling import SamplingParams
@@ -38,7 +38,7 @@ class Stage:
         return True
 
     def account(self):
-        """Seconds: Ranks.clock; waited so far, or made a batch before that; in sums so far."""
+        """Seconds so far: on Ranks.clock; waiting, or flattening before it; in sums."""
         waited = self.model.ranks.waited + self.flatten_s
         return self.model.ranks.clock(), waited, self.model.summing_s
 
@@ -143,9 +143,9 @@ class ParallelEngine(Engine):
         self.scheduler, its = self.schedulers[number], self.micro_batches
         first, (spans, *drawn) = number * self.scheduler.pages.total, self._inputs(batch)
         spans = [span._replace(pages=[first + page for page in span.pages]) for span in spans]
-        iteration = start, start, batch.record(), self.clock(), *self._state(batch), number
+        iteration = start, start, batch.record(), self.clock(), *state_of(self.schedulers, batch)
         order = self.runner.ranks.order("run", self.runner.key, spans, *drawn)
-        return order, its.begun, batch, Iteration(*iteration), its.full_since(number)
+        return order, its.begun, batch, Iteration(*iteration, number), its.full_since(number)
 
     def _land(self, batch, iteration, full_since, stages):
         """The Events of a Batch, from what Stage.run returned on each stage."""

@@ -4,8 +4,8 @@
 
 All run the same program up to `Ranks.start`. There rank 0 goes on; the others stay and follow its
 orders: names of methods of engine.Stage, and arguments. Activations and sums go through NCCL on
-CUDA, through gloo on a CPU; orders and what they return through gloo everywhere, to threads. So a
-rank knows at once that another has ended. Then all end, and rank 0 says which. Next: shard.py."""
+CUDA, through gloo on a CPU; orders and what they return through gloo everywhere, where threads wait
+for them and see at once that a rank has ended. Then all end; rank 0 says which. Next: shard.py."""
 
 import atexit
 import os
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 LIMIT, IDLE = timedelta(minutes=10), timedelta(days=1000)  # to wait while others compute; or rest
-GRACE_S = 3  # until what goes wrong is believed to have no other rank for a reason
+GRACE_S = 3  # that an exception waits for the news that the loss of another rank is its cause
 
 
 class Ranks:
@@ -51,7 +51,7 @@ class Ranks:
         self.clock = lambda: time.perf_counter() + clocks[self.rank] - clocks[0]  # s, on rank 0's
         self.orders, self.numbers, self.waited = queue.SimpleQueue(), count(), 0.0  # in seconds
         self.news, self.answers = Condition(), {}  # on rank 0: order -> {rank: what it returned}
-        self.broken, self.ended, self.sent = False, False, deque(maxlen=999)  # on the way
+        self.broken, self.ended, self.sent = False, False, deque(maxlen=999)
 
     def gather(self, value):
         """What each rank gives here, in their order."""
@@ -99,7 +99,7 @@ class Ranks:
         return number
 
     def wait(self, number, answers):
-        """{rank: what it returned} for an order, once so many have returned something. Stays."""
+        """{rank: what it returned} for an order, once so many have. It stays in `answers`."""
         began, its = time.perf_counter(), self.answers.setdefault(number, {})
         with self.news:
             self.news.wait_for(lambda: len(its) >= answers)
@@ -135,7 +135,7 @@ class Ranks:
             raise
 
     def _tell(self, message):
-        """Send an object down to all others, or up to rank 0, and do not wait for it."""
+        """Send an object to all others, or up to rank 0, and do not wait: `sent` keeps it alive."""
         body = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
         send, *how = (dist.isend, 0, self.up) if self.rank else (dist.broadcast, 0, self.down, True)
         self.sent += [(send(part, *how), part) for part in (torch.tensor([len(body)]), body)]

@@ -94,8 +94,7 @@ class MicroBatches:
             free = self.free[replica, stage]
             bubble = min(start - free, most) if free > full_since else 0.0  # else: too little to do
             if chunks is not None:
-                its = replica, stage, number, start, end, bubble, chunks
-                self.stage_runs.append(StageRun(*its))
+                self.stage_runs.append(StageRun(replica, stage, number, start, end, bubble, chunks))
             self.free[replica, stage] = end
             self.busy[replica, stage] += end - start
             waited += bubble

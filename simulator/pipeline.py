@@ -176,7 +176,7 @@ def draw(rows, stage_runs, machine, file):
 
 
 def main(args):
-    """The command. What is done when it is interrupted is printed and kept."""
+    """The command. What is done when rank 0 is interrupted is printed and kept."""
     model = options.load_model(args, "max_len")
     machine, size = measure.describe_machine(model, args, args.chunk), min(64, args.max_len)
     pages, fits = -(-args.max_len // size), options.runner_for(model)

@@ -11,7 +11,7 @@ import math
 from collections import deque
 
 from checks import check_whole
-from engine import Completion, Event, Iteration, QueueFull
+from engine import Completion, Event, Iteration, QueueFull, state_of
 from experiments.run import LoadRun
 from policies.micro_batches import MicroBatches
 from policies.priority import check_promise
@@ -111,9 +111,7 @@ class Simulation(MicroBatches):
         scheduler.observe(batch, end - self.now)  # a TBT has what it waits for stages, too
         self.batches += 1
         if self.record:
-            running = sum([len(its.running) for its in self.schedulers])
-            free_pages = sum([its.pages.num_free for its in self.schedulers])
-            state = len(self.line), running, free_pages, batch.budget, batch.preempted, number
+            state = *state_of(self.schedulers, batch), number
             times = self.now, end, chunks, self.now + self.cost.cpu_s
             self.last_iteration = Iteration(*times, *state)
         tokens = [0 if start + n == len(request.tokens) else None for request, start, n in batch]

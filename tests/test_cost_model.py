@@ -3,14 +3,17 @@
 import random
 from dataclasses import replace
 from math import inf, nan
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from kv_cache import kv_bytes_per_token
 from model import GPT, GPTConfig
+from policies.iteration_time import BatchShape, IterationTime
 from pretrained.presets import PRESETS
-from simulator.cost_model import CostModel, matrices, product_seconds
+from simulator.cost_model import CostModel, FittedCost, matrices, product_seconds
 from simulator.devices import A100, DEVICES, GEOMETRIES, LINKS, PARALLEL_BLOCKS, Device, Link, find
 
 # Rates without limit leave one cost: arithmetic at 1 Mflop/s, bytes at 1 MB/s, a second a kernel
@@ -297,3 +300,25 @@ def test_figures_7_and_3_of_sarathi_and_the_strict_slos_of_sarathi_serve():
     for name, tp, strict_slo in (("yi-34b", 2, 0.2), ("mistral-7b", 1, 0.1)):
         seconds = CostModel(PRESETS[name], A100, tp=tp).seconds(decodes(32, 4096))
         assert 5 * seconds == pytest.approx(strict_slo, rel=0.15)  # Sarathi-Serve, Table 3
+
+
+def test_a_fitted_cost_predicts_what_its_law_does():
+    law = np.array([3e-3, 1e-4, 5e-4, 1e-6, 1e-7])
+    shapes = [(64, 0, 0, 2080), (64, 4, 800, 59_680), (300, 9, 8100, 105_150)]
+    shapes += [(0, 4, 800, 0), (0, 9, 8100, 0)]
+    profile = [(BatchShape(*shape), float(law @ [1, *shape])) for shape in shapes]
+    cost, ours = FittedCost([profile]), IterationTime(profile)
+    # 100 * 50 + (1 + ... + 50) pairs; 10 + 700 keys
+    prefills = SimpleNamespace(is_decoding=False)
+    decoding = [SimpleNamespace(is_decoding=True, tokens=[0] * n) for n in (10, 700)]
+    chunk, decodes = (prefills, 100, 50), [(its, len(its.tokens) - 1, 1) for its in decoding]
+    batches = [[chunk], decodes, [chunk, *decodes], [chunk, (prefills, 0, 3)]]
+    shapes = [(50, 0, 0, 6275), (0, 2, 710, 0), (50, 2, 710, 6275), (53, 0, 0, 6281)]
+    for batch, shape in zip(batches, shapes):
+        assert cost.seconds(batch) == ours.predict(BatchShape(*shape))
+        assert cost.seconds(batch) == pytest.approx(law @ [1, *shape], rel=0.02)
+        assert cost.stages(batch) == ([cost.seconds(batch)], 0.0)
+        quicker = [(its, seconds / 2) for its, seconds in profile]
+        stages, hop_s = FittedCost([profile, quicker], 0.25).stages(batch)
+        assert stages == pytest.approx([cost.seconds(batch), cost.seconds(batch) / 2])
+        assert hop_s == 0.25

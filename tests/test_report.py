@@ -1,37 +1,30 @@
-"""What `simulate`, tests/fit_device.py, `serve --simulate` print and write, and the papers' claims.
+"""What `simulate` and tests/fit_device.py print and write, and the papers' claims.
 
-Published numbers are in the docstrings. Only `--simulate this` reads a clock: no time is tested.
+Published numbers are in the docstrings.
 """
 
-import csv
 import json
 import math
 import multiprocessing
 import os
-import re
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from operator import getitem
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 import bench
-from experiments import measure
 from experiments.run import Bounded
-from experiments.workload import poisson, sample_lengths, zipf_lengths
-from policies.iteration_time import BatchShape, IterationTime
-from policies.slo import SLOS, Profiled
-from simulator import machine, papers, report
-from simulator.cost_model import CostModel, FittedCost, matrices, product_seconds
-from simulator.devices import A100, GEOMETRIES, LINKS
+from experiments.workload import zipf_lengths
+from policies.slo import SLOS
+from simulator import papers, report
+from simulator.cost_model import matrices, product_seconds
+from simulator.devices import A100, GEOMETRIES
 from simulator.machine import base_of
 from simulator.papers import (
     A6000_13B,
@@ -48,8 +41,6 @@ from tests import fit_device
 from tests.fit_device import COLUMNS
 
 A100S = "--simulate a100-80gb"
-YI = f"{A100S} --model yi-34b --tp 2".split()
-TINY = "--model llama-tiny --device cpu --dtype float32 --max-len 64 --chunk 16 --batch 4".split()
 
 
 def printed_tables(text):
@@ -231,97 +222,6 @@ def test_fit_prints_the_constants_that_times_were_made_from(tmp_path, capsys):
             fit_device.main(["times.csv", f"--{option}", one])
 
 
-def test_a_simulated_machine_is_served_like_a_real_one(tmp_path, capsys, monkeypatch):
-    here = dict.fromkeys(["torch", "model", "dtype", "device"], "-")
-    here |= dict(parameters=1, compiled=False, threads=1)
-    monkeypatch.setattr(measure, "describe_machine", lambda *_: here)
-    load = ["--qps", "1", "--classes", "realtime=0.5", "--policies", "vllm,sarathi-serve"]
-    bench.main(["serve", *TINY, "--page-size", "8", *load, "--requests", "2"])
-    real = printed_tables(capsys.readouterr().out)
-    files = {option: tmp_path / f"run.{option}" for option in ("csv", "json")}
-    options = [word for option, file in files.items() for word in (f"--{option}", str(file))]
-    bench.main(["serve", *YI, *load, "--requests", "20", *options])
-    text, report = capsys.readouterr().out, json.loads(files["json"].read_text())
-    tables = printed_tables(text)
-    assert [table[0] for table in tables] == [table[0] for table in real] and len(tables) == 2
-    heading = "2 x A100-80GB, TP 2 x PP 1, 0 ms of CPU per iteration and stage\nyi-34b, 16 bits\n"
-    assert text.startswith(f"simulated: {heading}")
-    cost = CostModel(GEOMETRIES["yi-34b"], A100, tp=2)
-    assert report["base"]["seconds"] == pytest.approx(cost.seconds([(0, 4095, 1)] * 32))
-    assert report["slo_s"] == pytest.approx(5 * report["base"]["seconds"])
-    assert f"memory: {cost.kv_tokens():,} tokens of KV cache" in text and A100.source in text
-    rows = list(csv.DictReader(files["csv"].read_text().splitlines()))
-    sizes = ("prompt_tokens", "output_tokens", "arrival")
-    served = [tuple(float(row[name]) for name in sizes) for row in rows]
-    asked = poisson(sample_lengths("sharegpt4", 20, 8192, 0), 1.0, 0)
-    assert served == [(a.prompt_len, a.output_len, a.time) for a in asked] * 2
-    for line, (name, row) in zip(tables[0][1:], report["runs"].items(), strict=True):
-        p50 = statistics.median(float(its["ttft_s"]) for its in rows if its["policy"] == name)
-        assert row["ttft_s"]["p50"] == pytest.approx(p50) and line[:2] == [name, f"{p50:.2f}"]
-        assert row["finished"] == 20 and row["own_fraction"] == 0
-
-
-YI_PIPELINE = CostModel(GEOMETRIES["yi-34b"], A100, 4, 2, LINKS["pcie4"], LINKS["ethernet"], 2.5e-3)
-FALCON = CostModel(GEOMETRIES["falcon-180b"], A100, 8, parallel_block=True)
-YI_WORDS = "--model yi-34b --tp 4 --pp 2 --tp-link pcie4 --pp-link ethernet --cpu-ms 2.5"
-ALONE = [  # options, what they make, replicas, how the heading says that
-    (YI_WORDS, YI_PIPELINE, 1, "8 x A100-80GB, TP 4 x PP 2, 2.5 ms"),
-    ("--model falcon-180b --tp 8 --replicas 3", FALCON, 3, "24 x A100-80GB, TP 8 x PP 1, 3 replic"),
-]
-
-
-@pytest.mark.parametrize("options, cost, replicas, heading", ALONE)
-def test_alone_it_takes_what_the_model_says(options, cost, replicas, heading, tmp_path, capsys):
-    file = tmp_path / "alone.csv"  # of requests all at once, each on its own replica
-    words = f"serve {A100S} {options} --lengths 500+3 --requests {replicas} --qps 1e6"
-    bench.main([*words.split(), "--policies", "sarathi-serve:200", "--csv", str(file)])
-    assert capsys.readouterr().out.startswith(f"simulated: {heading}")
-    chunks = sum(cost.seconds([(0, *chunk)]) for chunk in ((0, 200), (200, 200), (400, 100)))
-    decodes = sum(cost.seconds([(0, start, 1)]) for start in (500, 501))
-    rows = list(csv.DictReader(file.read_text().splitlines()))
-    assert [float(row["ttft_s"]) for row in rows] == pytest.approx([chunks] * replicas)
-    assert [float(row["latency_s"]) for row in rows] == pytest.approx([chunks + decodes] * replicas)
-
-
-def test_a_capacity_is_searched_on_a_simulated_machine(tmp_path, capsys):
-    file = tmp_path / "capacity.json"
-    load = ["--requests", "40", "--policies", "vllm,sarathi-serve", "--cpu-ms", "5"]
-    bench.main(["capacity", *YI, *load, "--json", str(file)])
-    text, results = capsys.readouterr().out, json.loads(file.read_text())["results"]
-    assert "TP 2 x PP 1, 5 ms of CPU" in text
-    ((head, *rows),) = printed_tables(text)
-    assert head[0] == "policy" and [row[0] for row in rows] == list(results)
-    for name, result in results.items():
-        points = sorted(result["points"], key=lambda point: point["qps"])
-        met = [point["qps"] for point in points if point["met"]]
-        assert result["capacity_qps"] == max(met) > 0
-        assert text.count(f"\n{name}: ") == len(points)
-        failed = next(point for point in points if not point["met"])
-        assert points.count(failed) == 2  # it was tried twice: the same rate gives the same run
-    assert results["sarathi-serve"]["capacity_qps"] > results["vllm"]["capacity_qps"]
-
-
-NO_MACHINE = {  # words -> what the ValueError says
-    "--simulate a1000 --model yi-34b": "device='a1000': must be one of a100-80gb, a6000",
-    f"{A100S} --model yi": "model='yi': must be one of ",
-    f"{A100S} --model llama2-70b": "138.0 GB of weights do not fit 90% of the 80 GB of an A100",
-    f"{A100S} --model yi-34b --pp 7": "pp=7: must divide n_layer=60",
-    f"{A100S} --model yi-34b --tp 3": "tp=3: must divide n_head=56",
-}
-LINKED = [f"{A100S} --model yi-34b --{which}-link rope" for which in ("tp", "pp")]
-NO_MACHINE |= dict.fromkeys(LINKED, "link='rope': must be one of nvlink3")
-
-
-@pytest.mark.parametrize("command", ["serve", "capacity"])
-@pytest.mark.parametrize("words, message", NO_MACHINE.items())
-def test_a_machine_that_cannot_be_is_refused_before_anything_is_printed(
-    command, words, message, capsys
-):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        bench.main([command, *words.split()])
-    assert capsys.readouterr() == ("", "")
-
-
 SENSELESS = {  # words -> what the line of error says, of any simulated machine
     f"{A100S} --model gpt2": "--max-len 8192: this model is limited to 1024",
     f"{A100S} --cpu-ms -1": "--cpu-ms -1: must be a finite number of at least 0",
@@ -412,128 +312,3 @@ def test_orca_gains_little_and_sarathi_most_where_every_chunk_has_its_decodes():
         gains = {pd_ratio: gain("sarathi", pd_ratio, chunk) for pd_ratio in (4, 7, 14, 28, 56, 112)}
         imbalance = {pd_ratio: abs(math.log(pd_ratio * 17 / chunk)) for pd_ratio in gains}
         assert max(gains, key=gains.get) == min(imbalance, key=imbalance.get)
-
-
-def test_zipf_lengths_have_their_shares():
-    draw = lambda theta, seed=7: zipf_lengths(100, 400, theta, 10, 4000, seed)
-    assert draw(0.4) == draw(0.4) != draw(0.4, seed=8)
-    shares = {}
-    for theta in (0, 0.4, 1):
-        lengths, odds = draw(theta), np.arange(1, 302) ** -float(theta)
-        assert lengths == draw(float(theta))  # a whole number will do
-        assert all(isinstance(n, int) and n >= 1 for pair in lengths for n in pair)
-        assert all(abs(output - (prompt + output) / 11) <= 0.5 for prompt, output in lengths)
-        total = np.array(lengths).sum(axis=1)
-        assert total.min() >= 100 and total.max() <= 400 and (theta or len(set(total)) == 301)
-        for longest in (150, 250, 350):  # six standard deviations of a share of 4,000
-            expected, shares[theta, longest] = odds[: longest - 99].sum(), (total <= longest).mean()
-            assert shares[theta, longest] == pytest.approx(expected / odds.sum(), abs=0.0474)
-    assert shares[0, 150] < shares[0.4, 150] < shares[1, 150]
-    assert set(zipf_lengths(2, 3, 0.4, 1000, 50, 0)) == {(1, 1), (2, 1)}  # a request has an output
-
-
-def test_a_fitted_cost_predicts_what_its_law_does():
-    law = np.array([3e-3, 1e-4, 5e-4, 1e-6, 1e-7])
-    shapes = [(64, 0, 0, 2080), (64, 4, 800, 59_680), (300, 9, 8100, 105_150)]
-    shapes += [(0, 4, 800, 0), (0, 9, 8100, 0)]
-    profile = [(BatchShape(*shape), float(law @ [1, *shape])) for shape in shapes]
-    cost, ours = FittedCost([profile]), IterationTime(profile)
-    # 100 * 50 + (1 + ... + 50) pairs; 10 + 700 keys
-    prefills = SimpleNamespace(is_decoding=False)
-    decoding = [SimpleNamespace(is_decoding=True, tokens=[0] * n) for n in (10, 700)]
-    chunk, decodes = (prefills, 100, 50), [(its, len(its.tokens) - 1, 1) for its in decoding]
-    batches = [[chunk], decodes, [chunk, *decodes], [chunk, (prefills, 0, 3)]]
-    shapes = [(50, 0, 0, 6275), (0, 2, 710, 0), (50, 2, 710, 6275), (53, 0, 0, 6281)]
-    for batch, shape in zip(batches, shapes):
-        assert cost.seconds(batch) == ours.predict(BatchShape(*shape))
-        assert cost.seconds(batch) == pytest.approx(law @ [1, *shape], rel=0.02)
-        assert cost.stages(batch) == ([cost.seconds(batch)], 0.0)
-
-
-@pytest.mark.parametrize("drift", [0.0, 0.5])
-@pytest.mark.parametrize("command", ["serve", "capacity"])
-def test_this_machine_is_simulated_with_the_law_of_its_profile(
-    command, drift, tmp_path, capsys, monkeypatch
-):
-    """By both in `serve`, in the same tables and files; predictions are off by 1 to 24 %."""
-    fitted, others = machine.profile_cases(64)
-    law = lambda n, context, d: 0.5 + 0.25 * n + 0.125 * d
-    asked, drawn = [], []
-
-    def time_batches(model, cases, max_len, attention):
-        asked.extend(cases)
-        off = [0] * len(fitted) + [i / 100 for i in range(1, 25)]
-        its = [law(*case) / (1 + error) for case, error in zip(cases, off, strict=True)]
-        return [Profiled(n + d, c, d, seconds) for (n, c, d), seconds in zip(cases, its)]
-
-    monkeypatch.setattr(machine, "time_batches", time_batches)
-    monkeypatch.setattr(measure, "steadily", lambda function, *_, **__: (function(), drift))
-    monkeypatch.setattr(measure.Probe, "take", lambda *_: 0.0)  # of real runs: nobody else is here
-    monkeypatch.setattr("views.timelines.plot_serving", lambda runs, *_: drawn.append(runs))
-    file, load = tmp_path / "this.json", "--lengths 10+3 --policies sarathi-serve,vllm --slo 1000"
-    words = [*TINY, "--page-size", "8", *load.split(), "--json", str(file)]
-    if command == "serve":
-        files = {"csv": "a.csv", "html": "a.html", "plot": "a.png"}
-        more = [f"--{option}={tmp_path / name}" for option, name in files.items()]
-        words += ["--requests", "1", "--qps", "1", *more]
-    else:
-        words += ["--requests", "8"]
-    bench.main([command, *words, "--simulate", "this"])
-    text, report = capsys.readouterr().out, json.loads(file.read_text())
-    assert asked == fitted + others and not set(fitted) & set(others)
-    assert text.startswith("simulated: ") == (command == "capacity")
-    assert f"fitted to {len(fitted)} batches" in text
-    here, busy = report["machine"], drift > measure.BUSY
-    off = {"p50": 0.125, "p90": 0.217, "p99": 0.2377, "max": 0.24}
-    assert here["prediction_error"] == pytest.approx(off, abs=1e-4)
-    found = measure.TOO_BUSY if busy else "off by 12.5% in the median, 21.7% at P90, 24.0% at most"
-    assert f"\npredictions of 24 others: {found}\n" in text and here["profile_busy"] == busy
-    if command == "capacity":
-        assert list(report["results"]) == ["sarathi-serve", "vllm"]
-        return
-    names = [f"{name}{side}" for name in ("sarathi-serve", "vllm") for side in ("", ", simulated")]
-    assert list(report["runs"]) == names
-    for name, row in report["runs"].items():
-        simulated = "simulated" in name
-        assert row["finished"] == 1 and row["busy"] == (busy and simulated)
-        assert text.count(f"\n| {measure.mark(name, row['busy'])} ") == 2
-        assert (row["own_fraction"] == 0) == simulated
-        if simulated:
-            assert row["ttft_s"]["p50"] == pytest.approx(3.0, rel=1e-3)
-            assert row["tbt_s"]["max"] == pytest.approx(0.625, rel=1e-3)
-    rows = list(csv.DictReader((tmp_path / "a.csv").read_text().splitlines()))
-    assert [row["policy"] for row in rows] == names == list(drawn[0])
-    page = (tmp_path / "a.html").read_text()
-    assert all(f'"name": "{name}"' in page for name in names)
-    sure = names[::2] if busy else names
-    assert report["conclusion"].endswith(f"met by {'; '.join(sure)}.")
-
-
-def test_cases_fit_a_machine_of_any_length():
-    for max_len in (3, 64, 1024, 8192):
-        fitted, others = machine.profile_cases(max_len)
-        for n, context, decodes in fitted + others:
-            assert n <= max_len and 1 <= context <= max_len and n + decodes > 0
-        assert len(fitted) == 17 and len(others) == 24
-
-
-def test_all_micro_batches_are_counted_and_no_batch_overtakes_another(
-    tmp_path, capsys, monkeypatch
-):
-    drawn, report = [], tmp_path / "two.json"
-    monkeypatch.setattr("views.timelines.plot_serving", lambda runs, *_: drawn.append(runs))
-    options = "--pp 2 --replicas 2 --requests 40 --lengths 900+30 --qps 50 --policies orca".split()
-    files = ["--json", str(report), "--plot", str(tmp_path / "two.png")]
-    bench.main(["serve", *YI, *options, *files])
-    assert (
-        "the batch of each of 4 micro-batches, the memory of each of 2 replicas"
-        in capsys.readouterr().out
-    )
-    row = json.loads(report.read_text())["runs"]["orca"]
-    assert row["running_peak"] == 40  # they come quicker than they end
-    batches = defaultdict(list)
-    for iteration in drawn[0]["orca"][1]:
-        batches[iteration.micro_batch].append((iteration.start, iteration.end))
-    assert len(batches) == 4
-    for spans in map(sorted, batches.values()):
-        assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:]))

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from experiments import workload
-from experiments.workload import LENGTHS, Arrival, make_lengths, poisson, read_trace, sample_lengths
+from experiments.workload import (
+    LENGTHS,
+    Arrival,
+    make_lengths,
+    poisson,
+    read_trace,
+    sample_lengths,
+    zipf_lengths,
+)
 
 HEADER, LINES = "arrived_at,num_prefill_tokens,num_decode_tokens\n", "1,374,44\n3,5,6\n"
 NO_TIME, NO_LEN = ("-0.5", "nan", "inf", "1e12"), ("", "0", "2.5", "-3", "inf", "nan", "1e10")
@@ -309,3 +317,21 @@ def test_a_huge_field_does_not_flood_the_terminal(write):
         with pytest.raises(ValueError) as error:
             read_trace(write(f"{HEADER}1,{field},3\n"), max_len=100)
         assert " line 2: " in str(error.value) and len(str(error.value)) < 300
+
+
+def test_zipf_lengths_have_their_shares():
+    draw = lambda theta, seed=7: zipf_lengths(100, 400, theta, 10, 4000, seed)
+    assert draw(0.4) == draw(0.4) != draw(0.4, seed=8)
+    shares = {}
+    for theta in (0, 0.4, 1):
+        lengths, odds = draw(theta), np.arange(1, 302) ** -float(theta)
+        assert lengths == draw(float(theta))  # a whole number will do
+        assert all(isinstance(n, int) and n >= 1 for pair in lengths for n in pair)
+        assert all(abs(output - (prompt + output) / 11) <= 0.5 for prompt, output in lengths)
+        total = np.array(lengths).sum(axis=1)
+        assert total.min() >= 100 and total.max() <= 400 and (theta or len(set(total)) == 301)
+        for longest in (150, 250, 350):  # six standard deviations of a share of 4,000
+            expected, shares[theta, longest] = odds[: longest - 99].sum(), (total <= longest).mean()
+            assert shares[theta, longest] == pytest.approx(expected / odds.sum(), abs=0.0474)
+    assert shares[0, 150] < shares[0.4, 150] < shares[1, 150]
+    assert set(zipf_lengths(2, 3, 0.4, 1000, 50, 0)) == {(1, 1), (2, 1)}  # a request has an output

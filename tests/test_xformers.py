@@ -1,0 +1,222 @@
+"""Attention by xformers: its masks are Figure 6, its plan is that of torch, and CUDA equals a CPU.
+
+Where there is no GPU, stand-ins that follow xformers' contract take the place of its operators.
+"""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import attention
+from attention import SDPA
+from engine import Engine
+from kernels import xformers
+from kernels.xformers import XFormers
+from kv_cache import slot_mapping
+from model import FlatBatch
+from policies import POLICIES
+from sampling import SamplingParams, sample
+from test_equivalence import a_span, close, figure_6, in_dtype, prefill, tokens_of
+from tests.helpers import poisoned_cache, tiny_model
+
+SEVERAL = [([3], 6, 1), ([0], 0, 1), ([2], 9, 1)], [([4], 5, 2), ([1], 0, 12), ([2], 3, 9)]
+
+
+@pytest.mark.parametrize("spans", [*([([0], start, 4)] for start in (0, 4, 8)), *SEVERAL])
+def test_xformers_mask_is_figure_6_in_every_page(spans):
+    pytest.importorskip("xformers")
+    expected, row = torch.zeros(sum(length for *_, length in spans), 60, dtype=torch.bool), 0
+    for (page,), start, length in spans:  # pages of 12 tokens
+        here = slice(page * 12, page * 12 + start + length)
+        expected[row : row + length, here] = figure_6(start, length)
+        row += length
+    mask = xformers.gappy_bias([a_span(*span) for span in spans], pages=5, page_size=12)
+    assert torch.equal(mask.materialize(expected.shape) == 0, expected)
+    assert mask.k_seqinfo.max_seqlen == 12  # always, or Triton would compile in each iteration
+
+
+def seen_by_split_k(mask, slots):
+    """What Triton split-K reads of a paged mask, (n, slots): of decode i the first seqlen[i].
+
+    Not `materialize`: it goes on behind a request's end, and a table's padding would hide a page.
+    """
+    seen = torch.zeros(len(mask.block_tables), slots, dtype=torch.bool)
+    for row, table, n in zip(seen, mask.block_tables.tolist(), mask.k_seqinfo.seqlen.tolist()):
+        row[slot_mapping(table, mask.page_size, 0, n)] = True
+    return seen
+
+
+LAST_PAGE, TO_GROW = [([0, 5, 2], 8, 1), ([1], 3, 1), ([4, 3], 5, 1)], [([5, 1, 2], 2, 1)]
+DECODES = [[([4], 0, 1)], [([0], 0, 1)], [([2, 0], 7, 1), ([3, 4], 4, 1)], LAST_PAGE, TO_GROW]
+
+
+@pytest.mark.parametrize("spans", DECODES)
+def test_paged_mask_is_figure_6_in_every_block_table(spans):
+    pytest.importorskip("xformers")
+    n, expected = len(spans), torch.zeros(len(spans), 24, dtype=torch.bool)
+    for row, (pages, start, length) in zip(expected, spans):  # pages of 4 tokens
+        row[slot_mapping(pages, 4, 0, start + 1)] = figure_6(start, length)[0]
+    mask = xformers.paged_bias([a_span(*span) for span in spans], page_size=4, max_len=12)
+    assert torch.equal(seen_by_split_k(mask, 24), expected)
+    assert mask.block_tables.dtype == torch.int32 and mask.block_tables.is_contiguous()
+    assert mask.block_tables.shape == (n, 3)  # always, or Triton would compile in each iteration
+    assert mask.k_seqinfo.padding == 12 and mask.q_seqinfo.seqstart.tolist() == list(range(n + 1))
+    if not any(0 in pages for pages, *_ in spans):  # where xformers' own reading can be read
+        own = mask.materialize((n, 12 * n)) == 0
+        assert torch.equal(own, expected[:, : own.shape[1]])
+        assert not expected[:, own.shape[1] :].any()
+
+
+# CUDA
+
+
+@pytest.fixture
+def on_a_pretended_gpu(monkeypatch):
+    """XFormers as it is made on CUDA, with xformers' operators still to be replaced."""
+    fmha = pytest.importorskip("xformers.ops.fmha")
+    monkeypatch.setattr(fmha.flash, "FLASH_VERSION", "2.8.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    for module in (attention, xformers):
+        monkeypatch.setattr(module, "SIXTEEN_BITS", (torch.float64,))
+    return fmha
+
+
+# (decodes, chunks), (pages, page_size, max_len)
+ONE_PAGE_EACH = [[([4], 20, 1), ([0], 0, 1), ([2], 7, 1)], [([1], 5, 9), ([3], 0, 6)], (5, 24, 24)]
+SMALL_PAGES = [  # request 3 has a page to grow into
+    [([11, 0, 7, 3], 200, 1), ([5], 0, 1), ([19, 18], 127, 1), ([4, 6, 8, 17], 128, 1)],
+    [([9, 2], 60, 9), ([1, 20], 0, 6), ([16, 13, 14, 15], 190, 66), ([12, 10], 64, 2)],
+    (21, 64, 256),
+]
+
+
+@pytest.mark.parametrize("split_k", [True, False])
+@pytest.mark.parametrize("case", [ONE_PAGE_EACH, SMALL_PAGES], ids=["one page each", "small"])
+def test_xformers_plan_equals_sdpa(model, case, split_k, on_a_pretended_gpu, monkeypatch):
+    """The CUDA path, with an operator on a CPU that follows xformers' contract. Nothing is copied
+    but small pages, and only those of chunks: decodes follow the block tables."""
+    (decodes, chunks, sizes), fmha, calls = case, on_a_pretended_gpu, []
+    model = tiny_model(model.config.family, model.config.n_kv_head, head_dim=16)
+    (pages, page_size, _), paged = sizes, case is SMALL_PAGES
+    split_k_operator, flash = fmha.triton_splitk.FwOp, fmha.flash.FwOp
+    of_this_machine = ("device=", "dtype=", "requires", "operator wasn't built", "triton is not")
+
+    def apply(operator, inputs, needs_gradient):
+        mask, arguments = inputs.attn_bias, (inputs.query, inputs.key, inputs.value)
+        q, keys, values = (x.flatten(2, 3)[0].transpose(0, 1) for x in arguments)
+        calls.append((operator, q.shape[1], keys.shape[1] // page_size))
+        assert inputs.key.stride(3) == inputs.value.stride(3) == 0 or inputs.key.shape[3] == 1
+        inputs.validate_inputs()
+        wrong = operator.not_supported_reasons(inputs)  # of shapes, strides and mask
+        assert not [reason for reason in wrong if not reason.startswith(of_this_machine)]
+        if not paged or operator is split_k_operator:
+            assert inputs.key.data_ptr() == cache.data.data_ptr()  # a view, not a copy
+        if hasattr(mask, "block_tables"):
+            seen = seen_by_split_k(mask, keys.shape[1])
+        else:
+            assert keys.shape[1] == mask.k_seqinfo.seqstart_py[-1]
+            assert mask.k_seqinfo.max_seqlen >= max(mask.k_seqinfo.seqlen_py)
+            seen = mask.materialize((q.shape[1], keys.shape[1])) == 0
+        read = seen.any(dim=0)  # the operators do not touch what no query sees
+        scores = q @ keys[:, read].transpose(1, 2) * inputs.scale_float
+        scores = scores.masked_fill(~seen[:, read], float("-inf"))
+        y = (scores.softmax(dim=-1) @ values[:, read]).transpose(0, 1)[None]
+        return y.unflatten(2, inputs.query.shape[2:4]), None
+
+    for operator in (flash, split_k_operator):
+        monkeypatch.setattr(operator, "apply", classmethod(apply))
+    cache = poisoned_cache(model, *sizes, position_major=True)
+    data, layer = cache.data[0], cache.layer(0)
+    decodes, chunks = ([a_span(*span) for span in spans] for spans in (decodes, chunks))
+    for span in decodes + chunks:
+        slots = slot_mapping(span.pages, page_size, 0, span.end)
+        data[:, :, slots] = torch.rand_like(data[:, :, slots])
+    backend = XFormers(model.config, cache, split_k)
+    decode_operator = split_k_operator if split_k or paged else flash
+    assert [operator for operator, *_ in calls] == [decode_operator, flash]  # the probe
+    del calls[:]
+    n, more = len(decodes), sum(span.length for span in chunks)
+    q = torch.randn(n + more, model.config.n_head, model.config.head_dim, dtype=torch.float64)
+    expected = SDPA(model.config, cache).plan(decodes + chunks)(q, *layer)
+    close(backend.plan(decodes + chunks)(q, *layer), expected)
+    assert calls == [(decode_operator, n, pages), (flash, more, 9 if paged else pages)]
+    close(backend.plan(decodes[:-1])(q[: n - 1], *layer), expected[: n - 1])
+    close(backend.plan(chunks)(q[n:], *layer), expected[n:])
+
+
+WAITS = {"item", "_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal"}
+
+
+class NoWaiting(TorchDispatchMode):
+    """Raises where a GPU would be waited for: where the computer looks at a number in a tensor."""
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator.overloadpacket.__name__ in WAITS:
+            raise RuntimeError(f"{operator} waits for the device")
+        return operator(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("case", [ONE_PAGE_EACH, SMALL_PAGES], ids=["one page each", "small"])
+def test_xformers_and_sampling_do_not_wait_for_the_device(case, on_a_pretended_gpu, monkeypatch):
+    model, (decodes, chunks, sizes) = tiny_model(head_dim=16), case
+    for operator in (on_a_pretended_gpu.flash.FwOp, on_a_pretended_gpu.triton_splitk.FwOp):
+        attends = lambda op, inputs, needs_gradient: (inputs.query, None)
+        monkeypatch.setattr(operator, "apply", classmethod(attends))
+    cache = poisoned_cache(model, *sizes, position_major=True)
+    backend, spans = XFormers(model.config, cache), [a_span(*span) for span in decodes + chunks]
+    chosen = [(0, 0, 1), (1, 0, 1), (0.7, 5, 1), (2, 0, 0.5)] * 2
+    params = [SamplingParams(1, t, k, p, logprobs=True) for t, k, p in chosen[: len(spans)]]
+    with NoWaiting():
+        tokens, _ = sample(model(FlatBatch.build(spans, backend), cache), params, range(9))
+    with pytest.raises(RuntimeError, match="waits for the device"), NoWaiting():
+        tokens[0].item()
+
+
+@pytest.mark.parametrize("page_size", [16, 96])
+def test_pages_that_xformers_cannot_read_are_refused_or_go_to_torch(page_size, on_a_pretended_gpu):
+    model = tiny_model(head_dim=16)
+    cache = poisoned_cache(model, 20, page_size, max_len=256, position_major=True)
+    with pytest.raises(ValueError, match=f"page_size={page_size}: must be .*a multiple of 64"):
+        XFormers(model.config, cache)
+    pretended = SimpleNamespace(is_cuda=True, dtype=cache.data.dtype, device=cache.data.device)
+    cache = SimpleNamespace(**dict(vars(cache), layer=cache.layer, data=pretended))
+    with pytest.warns(UserWarning, match=f"page_size={page_size}"):  # auto says why
+        assert isinstance(attention.make_attention(model.config, cache), SDPA)
+
+
+CUDA_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+ON_CUDA = "sdpa float32 720 16, sdpa bfloat16 720 64, xformers bfloat16 720 64".split(", ")
+ON_CUDA += "xformers float16 720 64 128, xformers-split-k bfloat16 720, auto bfloat16 64".split(
+    ", "
+)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("case", ON_CUDA)
+@pytest.mark.parametrize("n_kv_head", [4, 2, 1])
+def test_cuda_equals_cpu(n_kv_head, case):
+    backend, dtype, *page_sizes = case.split()
+    if backend != "sdpa":
+        pytest.importorskip("xformers")
+    dtype = getattr(torch, dtype)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    reference = tiny_model(n_kv_head=n_kv_head, head_dim=64, max_positions=1024)
+    for p in reference.parameters():
+        p.copy_((p / 3 if p.ndim > 1 else p).to(dtype))  # attention still decides on the outcome
+    model = in_dtype(reference, dtype, "cuda")
+    prompts = [tokens_of(reference, n, n) for n in (1, 30, 7, 150, 700)]
+    sizes = dict(chunk=48, max_batch=3, max_len=720)
+    params = SamplingParams(max_new_tokens=6, logprobs=True)
+    for policy, page_size in itertools.product(POLICIES, map(int, page_sizes)):
+        sizes |= dict(page_size=page_size, pages={720: 3, 128: 7, 64: 15, 16: 60}[page_size])
+        engine = Engine(model, policy=policy, attention=backend, **sizes)
+        engine.runner.cache.data.fill_(float("nan"))
+        for completion in engine.generate(prompts, params, progress=False):
+            n, tokens = len(completion.prompt), completion.prompt + completion.tokens
+            logprobs = prefill(reference, tokens).log_softmax(-1)[n - 1 : -1]
+            expected = logprobs.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
+            got = torch.tensor(completion.logprobs, dtype=torch.float64)
+            close(got, expected, CUDA_TOLERANCE[dtype])
