@@ -158,7 +158,7 @@ class Runner:
         which is output token positions[i] of a request with the SamplingParams params[i]."""
         if not params:
             if logits.is_cuda:  # or the iteration would seem to end before it does
-                torch.cuda.synchronize(logits.device)
+                torch.cuda.current_stream(logits.device).synchronize()
             return []
         tokens, logprobs = sample(logits, params, positions)
         if logprobs is None:

@@ -31,7 +31,8 @@ def run(main):
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
             signal.signal(number, interrupt)
     if int(os.environ.get("RANK", 0)) and "WORLD_SIZE" in os.environ:
-        sys.stdout = sys.stderr = None  # of torchrun's processes only the first speaks
+        sys.stdout = None  # of torchrun's processes only the first speaks, but for errors:
+        sys.stderr = None if int(os.environ.get("LOCAL_RANK", 1)) else sys.stderr  # one on a node
     sys.stdout, sys.stderr = (its or open(os.devnull, "w") for its in (sys.stdout, sys.stderr))
     for stream in (sys.stdout, sys.stderr):  # a pipe sees each line when it is printed
         stream.reconfigure(errors="replace", line_buffering=True)

@@ -22,12 +22,12 @@ class Stage:
     """What a rank does when it is told to: its Shard, and the cache of each runner of rank 0."""
 
     def __init__(self, model):
-        self.model, self.runners, self.sent = model, {}, deque()
-        self.waited = self.flatten_s = 0.0
+        self.model, self.runners, self.sent, self.waited = model, {}, deque(), 0.0  # seconds
         self.alive = WeakSet()  # on rank 0: ParallelRunners
 
-    def room(self, config):
-        """How many pages an EngineConfig has here. Raises ValueError if they do not fit."""
+    def room(self, alive, config):
+        """How many pages an EngineConfig has beside the runners `alive`, or ValueError."""
+        self.runners = {key: self.runners[key] for key in alive}
         return config.for_model(self.model).pages
 
     def make(self, alive, key, *sizes):
@@ -38,9 +38,8 @@ class Stage:
         return True
 
     def account(self):
-        """Seconds so far: on Ranks.clock; waiting, or flattening before it; in sums."""
-        waited = self.model.ranks.waited + self.flatten_s
-        return self.model.ranks.clock(), waited, self.model.summing_s
+        """Seconds so far: on Ranks.clock; waiting; in sums."""
+        return self.model.ranks.clock(), self.model.ranks.waited, self.model.summing_s
 
     @torch.inference_mode()
     def run(self, key, spans, params, positions):
@@ -53,19 +52,18 @@ class Stage:
             x = model.final_norm.weight.new_empty(len(batch.tokens), model.config.n_embd)
             dist.recv(x, ranks.rank - ranks.tp)
             runner.fetch(x, [], [])  # waits for a GPU
-            self.flatten_s += ready - start
             start = ranks.clock()
             ranks.waited += start - ready
         waited, self.waited = ranks.waited - self.waited, ranks.waited
         x = model.compute_layers(x if ranks.stage else model.embed(batch), batch, runner.cache)
-        last = ranks.stage == ranks.pp - 1
-        drawn = (model.logits(x, batch), params, positions) if last else (x, [], [])
-        sampled, end = runner.fetch(*drawn), ranks.clock()
-        if not last:
+        if ranks.stage < ranks.pp - 1:
             self.sent.append(dist.isend(x, ranks.rank + ranks.tp))
             if len(self.sent) > 2 * ranks.pp:
                 self.sent.popleft().wait()
-        return None if ranks.part else (start, end, waited, sampled)
+            sampled = runner.fetch(x, [], [])
+        else:
+            sampled = runner.fetch(model.logits(x, batch), params, positions)
+        return None if ranks.part else (start, ranks.clock(), waited, sampled)
 
 
 class ParallelRunner(Runner):
@@ -100,7 +98,8 @@ class ParallelEngine(Engine):
     def __init__(self, model, config=None, *, tokenizer=None, clock=time.perf_counter, **settings):
         config, pp = EngineConfig.make(config, **settings), model.ranks.pp
         whole = replace(config, max_batch=config.max_batch and config.max_batch * pp)
-        pages = min(model.ranks.call("room", whole))
+        alive = [its.key for its in model.ranks.work.alive]
+        pages = min(model.ranks.call("room", alive, whole))
         batch = config.max_batch or min(pages // pp, MAX_BATCH)
         config = replace(config, pages=pages, max_batch=batch)
         super().__init__(model, config, tokenizer=tokenizer, clock=clock)
@@ -121,9 +120,10 @@ class ParallelEngine(Engine):
 
     def step(self):
         """Send the next batch on its way, or wait for the first: an Event for each new token.
-        Raises as Ranks.order. All that it changes of `state` is one assignment."""
+        As Ranks.order it may end all. All that it changes of `state` is one assignment."""
         self.last_iteration, (ready, flights) = None, self.state
         for number in () if self._computed else ready:  # what was computed is recorded first
+            self.scheduler = self.schedulers[number]
             if batch := self.micro_batches.next_batch(number, start := self.clock()):
                 flight = self._launch(number, batch, start)
                 self.state = tuple(n for n in ready if n != number), (*flights, flight)
@@ -140,11 +140,11 @@ class ParallelEngine(Engine):
 
     def _launch(self, number, batch, start):
         """Let a Batch begin. The pages of micro-batches lie one behind the other."""
-        self.scheduler, its = self.schedulers[number], self.micro_batches
         first, (spans, *drawn) = number * self.scheduler.pages.total, self._inputs(batch)
         spans = [span._replace(pages=[first + page for page in span.pages]) for span in spans]
         iteration = start, start, batch.record(), self.clock(), *state_of(self.schedulers, batch)
         order = self.runner.ranks.order("run", self.runner.key, spans, *drawn)
+        its = self.micro_batches
         return order, its.begun, batch, Iteration(*iteration, number), its.full_since(number)
 
     def _land(self, batch, iteration, full_since, stages):

@@ -31,12 +31,14 @@ GRACE_S = 3  # that an exception waits for the news that the loss of another ran
 
 class Ranks:
     """The tp * pp processes that torchrun has started, as one of them sees them: rank r is part
-    r % tp of stage r // tp. Raises ConnectionError if they do not find each other."""
+    r % tp of stage r // tp. ConnectionError if they do not meet, ValueError if GPUs are missing."""
 
     def __init__(self, tp, pp, device_type="cpu"):
         cuda = device_type == "cuda"
         self.device = torch.device(device_type, int(os.environ["LOCAL_RANK"]) if cuda else None)
         if cuda:
+            if (here := int(os.environ["LOCAL_WORLD_SIZE"])) > torch.cuda.device_count():
+                raise ValueError(f"{here} processes on a node: more than it has GPUs")
             torch.cuda.set_device(self.device)
         try:
             dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=LIMIT)
@@ -72,7 +74,7 @@ class Ranks:
             self.wait("start", self.size - 1)
             return self.work
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)  # which ends it wherever it is
+            signal.signal(number, signal.SIG_IGN)  # rank 0 may keep what it has; then all end
         try:
             self.work = self._patiently(make)
             self._tell(("start", True))
@@ -88,10 +90,10 @@ class Ranks:
             os._exit(1)
 
     def order(self, name, *args):
-        """Let all ranks call this method: the order's number, when this rank has done so. Raises
-        ChildProcessError if an order was broken off before: then the ranks are out of step."""
+        """Let all ranks call this method: the order's number, when this rank has done so. All end
+        if an order was broken off before: then the ranks are out of step."""
         if self.broken:
-            raise ChildProcessError("the ranks are out of step, as an order was broken off")
+            self._lose("the ranks are out of step, as rank 0 broke an order off")
         self.broken, number = True, next(self.numbers)
         self._patiently(self._tell, (number, name, args))
         self._do(number, name, args)
@@ -108,8 +110,8 @@ class Ranks:
 
     def call(self, name, *args):
         """What all ranks return for this order, in their order."""
-        its = self.wait(self.order(name, *args), self.size)
-        return [its[rank] for rank in range(self.size)]
+        self.wait(number := self.order(name, *args), self.size)
+        return [its for _, its in sorted(self.answers.pop(number).items())]
 
     def end(self):
         """Let the other ranks end."""
@@ -121,10 +123,8 @@ class Ranks:
 
     def _do(self, number, name, args):
         result = self._patiently(getattr(self.work, name), *args)
-        if result is not None and self.rank:
-            self._tell((number, result))
-        elif result is not None:
-            self._hear(0, number, result)
+        if result is not None:
+            self._tell((number, result)) if self.rank else self._hear(0, number, result)
 
     def _patiently(self, function, *args):
         """function(*args). What it raises comes late: another rank may be why, as is known then."""

@@ -35,7 +35,7 @@ def add_options(parser):
     names, default = "comma-separated; sarathi-serve:64 has a chunk of its own", DEFAULT.split(",")
     add("--policies", names, default, DEFAULT, type=options.policy_names(chunks=True))
     add("--chunk", "C, the chunk size and token budget, in tokens", 256, **size)
-    add("--batch", "B, the most requests at once in each micro-batch", 27, **size)
+    add("--batch", "B, the most requests at once in each micro-batch", by_device=(27, 12), **size)
     add("--max-len", "L: requests have L/4 to L tokens", by_device=(1024, 4096), type=whole(16))
     add("--requests", "how many there are", by_device=(80, 500), type=whole(1, 10**6))
     add("--pd-ratio", "prompt tokens per output token", 10.0, type=number(above=0))
@@ -73,12 +73,13 @@ def fit(runner, max_len):
         hops += [b[0] - a[1] for a, b in zip(seen[0], seen[0][1:])]  # to where nothing is
         shape = Profiled(*case, 0.0).shape
         timed.append([(shape, seconds_of(its)) for its in zip(*seen)])
-    return FittedCost(zip(*timed), median(hops or [0.0]))
+    return FittedCost(zip(*timed), max(0.0, median(hops or [0.0])))
 
 
 def serve(model, config, arrivals, tokens):
-    """(Run, the engine, [(own, sums)] of the stages): the time in which a stage neither computed
-    nor waited, and that of sums over ranks, as shares of the time in which it computed."""
+    """(Run, the engine's EngineConfig and MicroBatches, [(own, sums)] of the stages): the time in
+    which a stage neither computed nor waited, and that of sums over ranks, as shares of the time in
+    which it computed."""
     engines, ranks = [], model.ranks
 
     def made(engine):
@@ -92,7 +93,7 @@ def serve(model, config, arrivals, tokens):
     for busy_s, two in zip(engine.micro_batches.busy.values(), pairs):
         seconds, waited_s, sums_s = (b - a for a, b in zip(*two))
         shares.append(((seconds - waited_s - busy_s) / busy_s, sums_s / busy_s))
-    return seen, engine, shares
+    return seen, engine.config, engine.micro_batches, shares
 
 
 def summarize(seen, pipeline):
@@ -191,8 +192,8 @@ def main(args):
     rows, stage_runs = {}, {}
     try:
         for name, config in configs.items():
-            seen, engine, shares = serve(model, config, arrivals, tokens)
-            simulated, real = simulate(cost, engine.config, arrivals), engine.micro_batches
+            seen, config, real, shares = serve(model, config, arrivals, tokens)
+            simulated = simulate(cost, config, arrivals)
             rows[name] = summarize(seen, real), summarize(simulated.run, simulated)
             for its, (own, sums) in zip(rows[name][0]["stages"], shares):
                 its |= {"own": own, "sums": sums}
