@@ -131,7 +131,7 @@ def run_all(count, name, function, jobs):
 
 def machine_slug(device, threads):
     """The folder of a machine: "epyc-2-threads"; of a GPU, without `threads`, "h100-80gb-hbm3"."""
-    name = "-".join(re.findall(r"[a-z0-9.]+", re.sub(VENDORS, " ", device.lower()))) or "cpu"
+    name = "-".join(re.findall(r"[a-z0-9]+", re.sub(VENDORS, " ", device.lower()))) or "cpu"
     return f"{name}-{threads}-thread{'s' * (threads > 1)}" if threads else name
 
 
@@ -311,7 +311,8 @@ def main(args):
     try:
         for number, key in enumerate(bar := tqdm(todo, **look)):
             pace = (time.time() - start) / sum(seconds[:number]) if number else 1
-            bar.set_description(f"{key}, about {pace * sum(seconds[number:]) / 60:.0f} min left")
+            left = tqdm.format_interval(pace * sum(seconds[number:]))
+            bar.set_description(f"{key}, all in about {left}")
             its = options_of(key, args, here, args.quick)
             record = kept["claims"][key] = record_of(key, args, its, setup, directory)
             save(kept, directory)
