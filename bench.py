@@ -18,7 +18,7 @@ COMMANDS = {  # name -> (its module, what it does)
     "explore": ("simulator.explore", "a page with sliders: what policies do with a load, and why"),
     "budget": ("experiments.budget", "the largest token budget that meets an SLO"),
     "pipeline": ("simulator.pipeline", "what bubbles cost, in stages that are processes here"),
-    "simulate": ("simulator.report", "the papers' experiments on many GPUs, from a cost model"),
+    "paper": ("simulator.report", "the papers' figures and tables, here and on simulated GPUs"),
 }
 FIRST = "each has a --help; without one, bench.py --chunk 256 is bench.py offline --chunk 256"
 

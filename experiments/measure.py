@@ -181,7 +181,7 @@ def describe_machine(model, args, rows):
     rate = 2 * rows * weights / (timing.ms / 1e3)
     whole = model.whole_model() if hasattr(model, "ranks") else model
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name(),
+        "device": device_name(device),
         "dtype": args.dtype,
         "model": args.init_from or args.model,
         "parameters": sum(p.numel() for p in whole.parameters()),
@@ -195,8 +195,10 @@ def describe_machine(model, args, rows):
     } | ({"tp": args.tp, "pp": args.pp} if whole is not model else {})
 
 
-def processor_name():
-    """The CPU's name, as well as it can be found."""
+def device_name(device):
+    """The name of a GPU, or the CPU's as well as it can be found."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     try:
         with open("/proc/cpuinfo") as file:
             return next(s.split(":", 1)[1].strip() for s in file if s.startswith("model name"))

@@ -179,12 +179,28 @@ def load_model(args, length, *default):
     return ranks.start(load).model
 
 
-def _load(args, length, device, ranks, gpu_model="llama-13b", gpu_bytes=40e9):
+def fill_in(args, device, gpu_model="llama-13b", gpu_bytes=40e9):
+    """Set the number of threads, and args.dtype and args.model if they were left open; see
+    load_model."""
+    import torch
+
+    from experiments.measure import fastest_cpu_dtype
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if args.dtype is None:
+        fast = torch.bfloat16 if device.type == "cuda" else fastest_cpu_dtype()
+        args.dtype = str(fast).removeprefix("torch.")
+    if not args.init_from:
+        memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0  # in all
+        args.model = args.model or (gpu_model if memory > gpu_bytes else "llama-160m")
+
+
+def _load(args, length, device, ranks, *default):
     """load_model on a device, maybe as one of Ranks."""
     import torch
 
     from attention import check_backend
-    from experiments.measure import fastest_cpu_dtype
     from kernels.packed import pack
     from kv_cache import kv_bytes_per_token
     from model import GPT, GPTConfig
@@ -197,19 +213,13 @@ def _load(args, length, device, ranks, gpu_model="llama-13b", gpu_bytes=40e9):
         raise ValueError(f"{both}: a geometry and a checkpoint, give one of them")
     positions = getattr(args, length) or 1
     check_backend(args.attention, device)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    if args.dtype is None:
-        fast = torch.bfloat16 if device.type == "cuda" else fastest_cpu_dtype()
-        args.dtype = str(fast).removeprefix("torch.")
+    fill_in(args, device, *default)
     args.dtype = ranks.gather(args.dtype)[0] if ranks else args.dtype
     dtype = getattr(torch, args.dtype)
     if args.init_from:
         directory = checkpoints.find(args.init_from)
         config = checkpoints.read_config(directory)
     else:
-        memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0  # in all
-        args.model = args.model or (gpu_model if memory > gpu_bytes else "llama-160m")
         config = GPTConfig.preset(args.model)
     option = f"--{length.replace('_', '-')} {positions}"
     if ranks:

@@ -12,11 +12,16 @@ def show(value, spec=""):
 
 
 def print_table(columns, rows):
-    """Print a Markdown table of rows that `show` takes, under `columns`, {head: format}."""
+    """Print `markdown(columns, rows)`."""
+    print(markdown(columns, rows))
+
+
+def markdown(columns, rows):
+    """A table in Markdown of rows that `show` takes, under `columns`, {head: format}."""
     lines = [[*columns], *([show(*cell) for cell in zip(row, columns.values())] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines)]
     rule = "|" + "|".join("-" * (w + 1) + ":" for w in widths).replace(":", "-", 1) + "|"
     for number, line in enumerate(lines):
         cells = [cell.rjust(width) for cell, width in zip(line, widths)]
-        cells[0] = line[0].ljust(widths[0])
-        print("| " + " | ".join(cells) + " |" + ("" if number else "\n" + rule))
+        lines[number] = " | ".join(["| " + line[0].ljust(widths[0]), *cells[1:]]) + " |"
+    return "\n".join([lines[0], rule, *lines[1:]])

@@ -70,12 +70,6 @@ class Table:
                 cells += [paper, ours, error] if with_errors else [paper, ours]
             self.rows.append(cells)
 
-    def json(self):
-        """The claim, the title, the rows as {head: value} with numbers as numbers, and the note."""
-        plain = lambda cell: f"{cell:.4g}" if getattr(cell, "bound", "") else cell
-        rows = [dict(zip(self.columns, map(plain, row))) for row in self.rows]
-        return {"claim": self.claim, "title": self.title, "rows": rows, "note": self.note}
-
 
 def decodes(count, context):
     """A batch of so many decodes, each of which reads `context` tokens, its own among them."""

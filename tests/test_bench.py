@@ -85,7 +85,7 @@ def test_help_explains_every_option_with_its_default(command, capsys):
         assert set(found) == model | own | {"json", "plot", "html"}
         text = " ".join(text.split())
         assert all(f"(default: {its})" in text for its in ("256", "off", "none"))
-    elif command not in ("simulate", "explore"):
+    elif command != "explore":
         assert model < set(found) and ("qps" in found) == (command == "serve")
     if command == "budget":
         assert "(default: 16 on a CPU, 64 on a GPU)" in " ".join(text.split())
@@ -141,7 +141,7 @@ REFUSED += [
     ("--json .", "--json .: cannot be written: Is a directory"),
     ("--dtype int8", "--dtype invalid choice: 'int8'"),
     ("sevre", "invalid choice: 'sevre'"),
-    ("simulate --plot x.png --only post", "--plot: --only leaves out all that is drawn"),
+    ("paper --only S-F9,x", "--only x: no such claim"),
     ("pipeline", "--pp 1: a pipeline has two stages or more"),
     ("capacity --qps 1", "unrecognized arguments: --qps 1"),
     ("serve --slo hard", "--slo hard: must be a finite number above 0"),

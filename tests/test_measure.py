@@ -90,7 +90,7 @@ def test_bandwidth_and_ridge_are_bytes_and_rows(monkeypatch):
     ridge_s = 2 * found["ridge_tokens"] / found["flops_per_s"]
     assert ridge_s == pytest.approx(4 / found["bytes_per_s"]) == 4e-10
     said = {"dtype": "float32", "model": "tiny", "compiled": False}
-    assert said.items() <= found.items() and found["device"] == measure.processor_name()
+    assert said.items() <= found.items() and found["device"] == measure.device_name(CPU)
     assert (found["torch"], found["threads"]) == (torch.__version__, torch.get_num_threads())
     assert found["parameters"] == sum(p.numel() for p in model.parameters())
     assert not found["busy"]

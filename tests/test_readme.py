@@ -72,8 +72,8 @@ def commands(text):
     text = re.sub("```.*?```", "", text, flags=re.DOTALL)
     programs = r"(?:bench\.py|sample\.py|-m server|-m tests\.(?:serve_remote|check_policy))"
     lines += re.findall(rf"`([^`]*{programs} [^`…]+)`", text)
-    table = text.partition("| claim | command |")[2].partition("\n\n")[0]
-    lines += ["bench.py " + row.split(" | ")[1].strip("`") for row in table.splitlines()[2:]]
+    for table in re.findall(r"(?m)^\| claim +\| +command \|.*\n.*\n((?:\|.*\n)*)", text):
+        lines += ["bench.py " + row.split(" | ")[1].strip(" `") for row in table.splitlines()]
     for words in map(shlex.split, lines):
         yield from (words[i:] for i, word in enumerate(words) if word in PARSERS)
 
