@@ -29,8 +29,12 @@ def matrices(config, tp=1):
 
 
 def product_seconds(device, tokens, rows, columns):
-    """Seconds of (tokens, rows) times (rows, columns): it computes whole tiles, or moves bytes."""
-    flops = 2 * -(-tokens // device.tile) * device.tile * rows * columns
+    """Seconds of (tokens, rows) times (rows, columns): it computes whole tiles, in whole waves of
+    them if the device says how many units share a wave, or moves bytes."""
+    tiles = -(-tokens // device.tile) * columns / device.tile
+    if device.units:
+        tiles = -(-tiles // device.units) * device.units
+    flops = 2 * tiles * device.tile**2 * rows
     moved = BYTES * (rows * columns + tokens * (rows + columns))
     return device.op_s + max(flops / device.flops_per_s, moved / device.bytes_per_s)
 
@@ -49,13 +53,12 @@ class CostModel:
     parallel_block: bool = False  # whether attention and MLP share one all-reduce
 
     def __post_init__(self):
-        config, device, pp, cpu_s = self.config, self.device, self.pp, self.cpu_s
-        local_config(config, self.tp, pp)  # all that must divide
-        check_number("cpu_s", cpu_s, "a finite number of seconds, at least 0", least=0)
-        self.tile, self.layers = device.tile, config.n_layer // pp
+        self.layers = local_config(self.config, self.tp, self.pp).n_layer
+        check_number("cpu_s", self.cpu_s, "a finite number of seconds, at least 0", least=0)
+        device, self.tile = self.device, self.device.tile
         self.tp_link = self.tp_link or LINKS[device.link]
         self.pp_link = self.pp_link or LINKS["infiniband"]
-        self.matrices = matrices(config, self.tp)
+        self.matrices = matrices(self.config, self.tp)
         qkv, queries = self.matrices["preproj"][1], self.matrices["postproj"][0]  # of one GPU
         self.kv_bytes = BYTES * (qkv - queries)  # of a token in a layer, on one GPU
         self._pair_s = 4 * queries / device.attention_flops_per_s
@@ -102,7 +105,8 @@ class CostModel:
         products = [product_seconds(device, tokens, *its) for its in self.matrices.values()]
         attention = sum([self.chunk_seconds(start, n) for _, start, n in batch if n > 1])
         if keys := sum([start + 1 for _, start, n in batch if n == 1]):
-            attention = attention + device.op_s + self._key_s * keys
+            riding = device.riding if attention else 1  # SARATHI, Table 2
+            attention += device.op_s + riding * self._key_s * keys
         return {
             "linear": sum(products),
             "others": 5 * device.op_s + BYTES * tokens * numbers / device.bytes_per_s,

@@ -29,6 +29,8 @@ class Device:
     attention_bytes_per_s: float  # over the cache of decodes
     memory_bytes: float  # all there is, as the data sheet says it
     tile: int = 128  # rows of a matrix product are rounded up to a multiple of it
+    units: int = 0  # that compute a tile each, in whole waves; 0: as if tiles could be shared
+    riding: float = 1.0  # times longer that attention of decodes takes beside a chunk
     op_s: float = 5e-6  # to start and drain one kernel
     link: str = "nvlink3"  # to others in its node, a name in LINKS
     source: str = ""
@@ -36,10 +38,9 @@ class Device:
 
 def _like_a100(flops_per_s, bytes_per_s, **more):
     """A device of which only the data sheet is known: it reaches the same share as an A100."""
-    compute, memory = flops_per_s / 312e12, bytes_per_s / 2.039e12
-    more |= dict(flops_per_s=compute * A100.flops_per_s, bytes_per_s=memory * A100.bytes_per_s)
-    more["attention_flops_per_s"] = compute * A100.attention_flops_per_s
-    more["attention_bytes_per_s"] = memory * A100.attention_bytes_per_s
+    for rate, share in {"flops": flops_per_s / 312e12, "bytes": bytes_per_s / 2.039e12}.items():
+        for name in (f"{rate}_per_s", f"attention_{rate}_per_s"):
+            more[name] = share * getattr(A100, name)
     return Device(source="data sheet, and the shares of it that an A100 reaches", **more)
 
 

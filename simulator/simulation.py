@@ -111,9 +111,8 @@ class Simulation(MicroBatches):
         scheduler.observe(batch, end - self.now)  # a TBT has what it waits for stages, too
         self.batches += 1
         if self.record:
-            state = *state_of(self.schedulers, batch), number
-            times = self.now, end, chunks, self.now + self.cost.cpu_s
-            self.last_iteration = Iteration(*times, *state)
+            its = self.now, end, chunks, self.now + self.cost.cpu_s
+            self.last_iteration = Iteration(*its, *state_of(self.schedulers, batch), number)
         tokens = [0 if start + n == len(request.tokens) else None for request, start, n in batch]
         return [
             Event(r.id, token, None, r.finish_reason, Completion.of(r) if r.finish_reason else None)
