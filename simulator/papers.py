@@ -41,15 +41,15 @@ MOST = {1024: 18, 2048: 10, 3072: 6}  # length -> 13B's largest batch on an A600
 
 
 class Table:
-    """A table of published.toml, filled: its `claim`, `title`, `note`, `columns` and `rows`, for
-    print_table; `errors`, how far each number is off; `data`, the arguments of what draws it."""
+    """A table of published.toml, filled, for a Finding: `title`, `columns`, `rows` and `note`; and
+    `errors`, how far each number is off; `data`, the arguments of what draws it."""
 
     def __init__(self, name, rows, columns=None, data=()):
         """`rows` maps names to what is simulated, or is a list of that for the names in the file.
         The last numbers of a row are compared; `columns` are those of others not in the file."""
         its = PUBLISHED.get(PUBLISHED[name].get("as"), {}) | PUBLISHED[name]
         published, with_errors = its.get("published", {}), its.get("errors", True)
-        self.claim, self.title, self.note = name.split()[0], its["title"], its.get("note", "")
+        self.title, self.note = f"{name.split()[0]}: {its['title']}", its.get("note", "")
         self.data, self.rows, self.errors = data, [], []
         self.columns = {its.get("rows", ""): ""} | (columns or its.get("columns", {}))
         alone = len(self.columns) - 1
@@ -68,6 +68,8 @@ class Table:
                     error = None if getattr(ours, "bound", "") else ours / paper - 1
                     self.errors.append(math.inf if error is None else abs(error))
                 self.rows[-1] += [paper, ours, error] if with_errors else [paper, ours]
+        plain = lambda cell, spec: show(cell, spec) if getattr(cell, "bound", "") else cell
+        self.rows = [[*map(plain, row, self.columns.values())] for row in self.rows]
 
 
 def decodes(count, context):

@@ -38,7 +38,7 @@ NUMBERS = {  # options that take one number, or several with commas
     "page-size tp pp replicas cpu-ms seed threads",
     "capacity": "requests chunk batch max-len kv-tokens max-waiting slo page-size",
     "budget": "slo-tbt decodes max-len tile seed threads",
-    "paper": "requests cpu-ms processes max-len seed threads",
+    "paper": "cpu-ms processes max-len seed threads",
     "sample": "max-new-tokens temperature top-k top-p seed chunk max-batch",
 }
 

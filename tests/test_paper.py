@@ -17,7 +17,6 @@ import torch
 import bench
 from experiments import measure
 from experiments.claims import Finding, Panel
-from experiments.run import Bounded
 from simulator import report
 from tests.test_report import printed_tables
 
@@ -25,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 TINY = "paper --model llama-tiny --device cpu --dtype float32 --max-len 64".split()
 LINES = {"vllm": [(1, 0.5), (2, None), (3, 2.5)], "dynamic": [(1, 1.0)]}
 PANEL = Panel("Time over tokens", "tokens", "ms", LINES, "x")
-TABLE = ("What was timed", {"tokens": "", "ms": ".2f"}, [[1, 0.5], [2, Bounded(2.0, "at least")]])
+TABLE = ("What was timed", {"tokens": "", "ms": ".2f"}, [[1, 0.5], [2, "at least 2.00"]])
 IDS = "S-F3 SS-F4 S-F4a SS-F3 S-F4b SS-F5 S-F7 SS-F6 S-F8 S-T2 S-T4 S-F9 S-F11 S-F10 S-F13 SS-F7 "
 IDS += "SS-F9 SS-F14 SS-F10 SS-F11 SS-F12 SS-T4 B-1 B-2 B-7"  # of the issue: all on one device
 
@@ -85,15 +84,18 @@ def test_what_the_papers_say_is_there_for_every_claim():
         assert 0 < quick <= full
     for which, minutes in ((0, 6), (1, 45)):  # on two CPU cores, in all
         assert sum(its["seconds"][which] for its in report.CLAIMS.values()) <= 60 * minutes
-    simulated = [key for key in report.CLAIMS if key.startswith("simulated-")]
-    assert simulated == [f"simulated-{name}" for name in report.EXPERIMENTS]
+    for its in report.SIMULATED.values():
+        assert all(its[name] for name in ("title", "paper", "also"))
+        assert callable(getattr(report.papers, its["function"]))
+    assert not report.SIMULATED.keys() & report.MEASURED.keys()
+    assert not {*IDS.split()} & report.SIMULATED.keys()
 
 
 @pytest.mark.skipif(not find_spec("experiments.paper_loads"), reason="no claims are there yet")
 def test_every_claim_has_a_function():
     modules = map(import_module, ("experiments.paper_iterations", "experiments.paper_loads"))
     found = [key for module in modules for key in module.CLAIMS]
-    assert sorted(found) == sorted(report.WORDS)
+    assert sorted(found) == sorted(report.MEASURED)
 
 
 ONLY = {
@@ -101,10 +103,10 @@ ONLY = {
     "SS-F4": ["S-F3"],  # which covers it
     "S-F4a,SS-F3,S-F4a": ["S-F4a"],
     "B": ["B-1", "B-2", "B-7"],
-    "S-F12": ["simulated-pipeline"],
-    "SS-F10, capacity": ["SS-F10", "simulated-capacity"],
-    "simulated-post": ["simulated-post"],
-    "simulated": [f"simulated-{name}" for name in report.EXPERIMENTS],
+    "S-F12": ["pipeline"],
+    "SS-F10, capacity": ["SS-F10", "capacity"],
+    "S-F7": ["S-F7"],  # that is simulated, too
+    "post,simulated,SS-F6": ["post", *(key for key in report.SIMULATED if key != "post"), "S-F7"],
 }
 
 
@@ -154,7 +156,7 @@ def test_what_is_done_is_not_measured_again(claims, tmp_path, capsys):
     records = run(tmp_path, "--only S-F7,S-F3")
     assert claims.take() == ["S-F7", "S-F3"] and list(records) == ["S-F3", "S-F7"]
     assert run(tmp_path, "--only S-F7,B-1,S-F3").keys() == {"S-F3", "S-F7", "B-1"}
-    assert claims.take() == ["B-1"] and "2 of 3 claims are done already" in capsys.readouterr().out
+    assert claims.take() == ["B-1"] and "1 of 3 claims are left to do" in capsys.readouterr().out
     again = run(tmp_path, "--only SS-F6")  # that is S-F7
     assert claims.take() == [] and again["S-F7"] == records["S-F7"]
 
@@ -164,7 +166,7 @@ def test_fresh_measures_again_what_is_asked_for_and_keeps_the_rest(claims, tmp_p
     claims.take()
     claims.does["S-F7"] = Finding([], "60 ms", False, "why not")
     fresh = run(tmp_path, "--only S-F7 --fresh")
-    assert claims.take() == ["S-F7"] and fresh["S-F7"]["ours"] == "60 ms"
+    assert claims.take() == ["S-F7"] and fresh["S-F7"]["here"] == "60 ms"
     assert fresh["S-F3"] == records["S-F3"]
 
 
@@ -208,15 +210,17 @@ def test_what_was_busy_or_failed_is_tried_again(claims, tmp_path, capsys):
     claims.does["S-F8"] = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
     records = run(tmp_path, "--only S-F3,S-F7,S-F8,B-1")
     assert claims.take() == ["S-F3", "S-F7", "S-F8", "B-1"]
-    assert records["S-F7"]["error"] == "--batch 18: takes 40 GB, 20 GB are free"
-    assert records["S-F8"]["error"].startswith("CUDA out of memory")
+    assert records["S-F7"]["why"] == "--batch 18: takes 40 GB, 20 GB are free"
+    assert records["S-F8"]["why"].startswith("CUDA out of memory")
     text = capsys.readouterr().out
     verdicts = re.findall(r"- verdict: (.*)", text)
     assert verdicts == ["too busy to tell", "not measured", "not measured", "holds"]
     assert "- why: --batch 18: takes 40 GB, 20 GB are free\n" in text
     claims.does.clear()
     records = run(tmp_path, "--only S-F3,S-F7,S-F8,B-1")
-    assert claims.take() == ["S-F3", "S-F7", "S-F8"] and all(r["holds"] for r in records.values())
+    assert claims.take() == ["S-F3", "S-F7", "S-F8"] and all(
+        r["verdict"] == "holds" for r in records.values()
+    )
 
 
 def test_an_error_of_ours_is_not_hidden(claims, tmp_path):
@@ -231,7 +235,7 @@ def test_an_interrupted_run_keeps_what_is_done_and_goes_on_there(claims, tmp_pat
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, "--only S-F3,S-F7,S-F8")
     assert claims.take() == ["S-F3", "S-F7"]
-    assert capsys.readouterr().out.endswith(f"wrote {tmp_path}/paper.md\n")
+    assert f"{tmp_path}: 3 of 3 claims are left to do\n" in capsys.readouterr().out
     assert "S-F3" in (tmp_path / "paper.md").read_text()
     claims.does.clear()
     assert list(run(tmp_path, "--only S-F3,S-F7,S-F8")) == ["S-F3", "S-F7", "S-F8"]
@@ -242,7 +246,7 @@ def test_no_model_is_loaded_for_what_needs_none(claims, tmp_path, monkeypatch):
     run(tmp_path, "--only S-F7")
     monkeypatch.setattr(report.options, "load_model", lambda *_: pytest.fail("loaded"))
     run(tmp_path, "--only S-F7")
-    assert "simulated-bubbles" in run(tmp_path, "--only S-F7,bubbles --processes 1")
+    assert "bubbles" in run(tmp_path, "--only S-F7,bubbles --processes 1")
 
 
 def test_the_list_says_what_there_is_and_what_is_done(claims, tmp_path, capsys):
@@ -251,11 +255,11 @@ def test_the_list_says_what_there_is_and_what_is_done(claims, tmp_path, capsys):
     before = (tmp_path / "paper.json").stat().st_mtime_ns
     bench.main([*TINY, "--out", str(tmp_path), "--list", "--quick"])
     text = capsys.readouterr().out
-    title, (quick, full) = report.title_of("S-F7"), report.CLAIMS["S-F7"]["seconds"]
+    title, (quick, full) = report.NAMES["S-F7"], report.CLAIMS["S-F7"]["seconds"]
     heads = [line for line in text.splitlines() if line[0] != " "]
     done = [line for line in heads if line.endswith(", done)")]
     assert len(heads) == len(report.CLAIMS) and done == [f"{title} ({quick} s, done)"]
-    assert all(its["paper"] in text for its in report.WORDS.values())
+    assert all(its["paper"] in text for its in report.CLAIMS.values())
     bench.main([*TINY, "--out", str(tmp_path / "new"), "--list", "--only", "S-F7"])
     assert f"{title} ({full} s)\n" in capsys.readouterr().out
     assert claims.take() == [] and not (tmp_path / "new").exists()
@@ -268,18 +272,15 @@ def test_the_report_is_markdown_of_what_is_kept(claims, tmp_path, capsys):
     kept = run(tmp_path, "--only S-F8,S-F7,bubbles --processes 1")
     text, page = capsys.readouterr().out, (tmp_path / "paper.md").read_text()
     summary, timed, bubbles = printed_tables(page)
-    assert summary[0] == ["claim", "paper", "here", "verdict"]
-    said = report.CLAIMS["S-F7"]
-    assert summary[1:] == [
-        [f"S-F7, SS-F6: {said['title']}", said["paper"], "50 / 60 ms", "does not hold"],
-        [report.title_of("S-F8"), report.CLAIMS["S-F8"]["paper"], "3x", "nothing to compare"],
-        [
-            report.title_of("simulated-bubbles"),
-            "side by side",
-            "side by side",
-            "nothing to compare",
-        ],
+    assert summary[0] == ["claim", "command", "paper", "here", "verdict"]
+    said, names = report.CLAIMS, [report.NAMES[key] for key in ("S-F7", "S-F8", "bubbles")]
+    found = [("50 / 60 ms", "does not hold"), ("3x", "see the numbers"), ("-", "see the numbers")]
+    commands = [f"`paper --only {key}`" for key in kept]
+    papers = [said[key]["paper"] for key in kept]
+    assert [tuple(row) for row in summary[1:]] == [
+        (*words, *its) for *words, its in zip(names, commands, papers, found, strict=True)
     ]
+    said = said["S-F7"]
     assert timed == [["tokens", "ms"], ["1", "0.50"], ["2", "at least 2.00"]]
     assert [row[0] for row in bubbles] == ["ms", "orca-best", "sarathi-serve"]
     lines = f"- paper: {said['paper']}\n- must show: {said['shape']}\n- here: 50 / 60 ms\n"
@@ -288,10 +289,10 @@ def test_the_report_is_markdown_of_what_is_kept(claims, tmp_path, capsys):
     titles = re.findall(r"(?m)^## (.*)", page)
     assert titles == [row[0] for row in summary[1:]]
     assert "A machine, threads: 1, torch 2\nllama-tiny, 10 parameters, float32\n" in page
-    for name in ("paper-S-F7.png", "paper-SS-F8.png"):
+    for name in ("paper-S-F7.png", "paper-bubbles.png"):
         assert f"]({name})" in page and (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     assert "paper-S-F8.png" not in page
-    assert kept["S-F7"]["panels"][0] == json.loads(json.dumps(PANEL._asdict()))
+    assert kept["S-F7"]["panels"][0] == json.loads(json.dumps(PANEL))
 
 
 def test_nobody_learns_where_files_lie(claims, tmp_path):
@@ -324,9 +325,10 @@ def test_the_index_of_results_is_made_and_what_stands_around_it_stays(
     text = readme.read_text()
     assert text.startswith(before + begin) and text.endswith(report.END + after)
     one, two = printed_tables(text.partition(begin)[2])
-    assert re.findall(r"(?m)^### (.*)", text) == ["one", "two"] and one[0] == two[0]
-    assert one[0] == ["claim", "command", "file", "paper", "here", "verdict"]
-    cells = [report.title_of("S-F7"), "`paper --only S-F7`", "[paper.md](one/paper.md)"]
+    heads = ["[one](one/paper.md)", "[two](two/paper.md)"]
+    assert re.findall(r"(?m)^### (.*)", text) == heads and one[0] == two[0]
+    assert one[0] == ["claim", "command", "paper", "here", "verdict"]
+    cells = [report.NAMES["S-F7"], "`paper --only S-F7`"]
     assert one[1:] == [[*cells, report.CLAIMS["S-F7"]["paper"], "55 ms", "holds"]]
     assert [row[1] for row in two[1:]] == [
         "`paper --only S-F7 --quick`",
@@ -359,7 +361,7 @@ def test_panels_are_drawn_side_by_side(tmp_path):
     from views.panels import plot_panels
 
     more = PANEL._replace(title="Another", lines={"vllm": [(1, 4.0)], "own": [(1, 2.0), (2, 3.0)]})
-    panels = [its._asdict() for its in (PANEL, more, PANEL)]
+    panels = [PANEL, more, PANEL]
     machine = {"model": "m", "dtype": "float32", "device": "D", "threads": 2}
     figure = plot_panels(panels, "S-F7", tmp_path / "p.png", machine)
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
@@ -371,7 +373,7 @@ def test_panels_are_drawn_side_by_side(tmp_path):
     first, second, _ = figure.axes
     assert (first.get_xscale(), first.get_yscale()) == ("log", "linear")
     assert (first.get_xlabel(), first.get_ylabel()) == ("tokens", "ms")
-    x, y = first.lines[0].get_data()
+    x, y = first.lines[0].get_data(orig=False)
     assert list(x) == [1, 2, 3] and (y[0], y[2]) == (0.5, 2.5) and y[1] != y[1]  # not a number
     assert first.lines[0].get_color() == second.lines[0].get_color()
     assert first.lines[0].get_marker() == second.lines[0].get_marker()

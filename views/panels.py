@@ -1,9 +1,6 @@
 """Draw the diagrams of a claim, lines side by side. Read first: style.py, experiments/claims.py."""
 
-import math
 from itertools import cycle
-
-from matplotlib.lines import Line2D
 
 from views import style
 
@@ -13,27 +10,25 @@ ACROSS, LETTERS = 2, 110  # panels in a row, letters in one of the legend
 
 
 def plot_panels(panels, title, file, machine=None):
-    """Draw `panels`, at least one, each a dict of what a claims.Panel holds, and write the picture
-    to `file`. A name looks alike in all of them; where it has a None its line is broken."""
-    names = [*dict.fromkeys(name for panel in panels for name in panel["lines"])]
+    """Draw `panels`, each a claims.Panel, at least one, and write the picture to `file`. A name
+    looks alike in all of them; where it has a None its line is broken."""
+    names = [*dict.fromkeys(name for panel in panels for name in panel.lines)]
     of_policies = not style.POLICY_COLORS.keys().isdisjoint(names)
     colors = style.policy_colors(names) if of_policies else dict(zip(names, cycle(COLORS)))
     markers, rows = dict(zip(names, cycle(MARKERS))), -(-len(panels) // ACROSS)
     beside = min(len(names), max(1, LETTERS // (6 + max(map(len, names)))))  # in the legend
     figure = style.new_figure(0.7 + 2.9 * rows + 0.2 * -(-len(names) // beside))
-    axes = [*figure.subplots(rows, min(ACROSS, len(panels)), squeeze=False).flat]
-    for axis, panel in zip(axes, panels):
-        for name, points in panel["lines"].items():
-            y = [math.nan if its is None else its for _, its in points]
+    across, lines = min(ACROSS, len(panels)), {}
+    for number, panel in enumerate(panels, 1):
+        axis = figure.add_subplot(rows, across, number)
+        for name, points in panel.lines.items():
             look = {"color": colors[name], "marker": markers[name], "ms": 4, "lw": 1.5}
-            axis.plot([its for its, _ in points], y, **look)
+            x, y = [its for its, _ in points], [its for _, its in points]
+            (lines[name],) = axis.plot(x, y, **look)
         axis.grid(True)
-        axis.set(xlabel=panel["x"], ylabel=panel["y"])
-        axis.set_title(panel["title"], **style.BOLD)
-        for which in panel["log"]:
+        axis.set(xlabel=panel.x, ylabel=panel.y)
+        axis.set_title(panel.title, **style.BOLD)
+        for which in panel.log:
             style.log_scale(which, axis)
-    for axis in axes[len(panels) :]:
-        axis.remove()
-    lines = [Line2D([], [], color=colors[name], marker=markers[name], label=name) for name in names]
-    figure.legend(handles=lines, ncols=beside, **style.BELOW)
+    figure.legend(lines.values(), lines, ncols=beside, **style.BELOW)
     return style.finish(figure, title, file, machine)
