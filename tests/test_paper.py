@@ -339,6 +339,20 @@ def test_the_index_of_results_is_made_and_what_stands_around_it_stays(
     assert readme.read_text() == text
 
 
+def test_several_ranks_are_refused(claims, tmp_path):
+    with pytest.raises(ValueError, match="^--tp, --pp: claims are of one device"):
+        run(tmp_path / "new", "--tp 2 --only S-F7")
+    assert claims.take() == [] and not (tmp_path / "new").exists()
+
+
+def test_a_claim_that_failed_shows_no_older_picture(claims, tmp_path):
+    claims.does["S-F7"] = Finding([], "1", True, panels=[PANEL])
+    assert run(tmp_path, "--only S-F7")["S-F7"]["picture"] == "paper-S-F7.png"
+    claims.does["S-F7"] = ValueError("no memory")
+    assert run(tmp_path, "--only S-F7 --fresh")["S-F7"]["picture"] == ""
+    assert "](" not in (tmp_path / "paper.md").read_text()
+
+
 def test_a_directory_that_cannot_be_written_or_read_is_one_line(claims, tmp_path):
     (tmp_path / "file").write_text("")
     for where in (tmp_path / "file", "/proc/nothing"):

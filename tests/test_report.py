@@ -19,6 +19,7 @@ from operator import getitem
 import pytest
 
 import bench
+from experiments.console import explain
 from experiments.run import Bounded
 from experiments.workload import zipf_lengths
 from policies.slo import SLOS
@@ -202,6 +203,9 @@ def test_jobs_in_other_processes_keep_their_order_and_their_errors():
     assert report.run_all(1, "", max, [(1, 2), (5, 4, 3), ([6],)]) == [2, 5, 6]
     with pytest.raises(IndexError, match="^list index out of range$"):
         report.run_all(1, "", getitem, [([1], 0), ([], 0)])
+    with pytest.raises(RuntimeError) as done:  # as if for lack of memory
+        report.run_all(1, "", os._exit, [(9,)])
+    assert explain(done.value).startswith("error: A process in the process pool was terminated")
     assert wait_for(lambda: not multiprocessing.active_children())
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())  # here all signals come through
 
