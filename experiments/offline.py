@@ -19,7 +19,6 @@ from experiments.run import EngineServer, LoadRun
 from experiments.tables import print_table, show
 from experiments.workload import Arrival, prompts
 from kv_cache import Span
-from policies import POLICIES
 from views.schedule_page import Recorder, page
 
 PARTS = "total", "products", "attention"  # that are timed of an iteration
@@ -27,24 +26,14 @@ PARTS = "total", "products", "attention"  # that are timed of an iteration
 
 def add_options(parser):
     """The options of the command."""
-    names = ", ".join(name for name in POLICIES if name != "dynamic")
-    names = f"comma-separated, from {names}, or my_policy.py:ClassName; orca-best lets one prompt"
-    names += " into a batch, vllm is its scheduler of 2023"
-    default = "request-level,orca-best,vllm,sarathi,sarathi-serve"
-    parser.add("--policies", names, default, type=options.policy_names())
+    parser.add_table("offline")
     add_load_options(parser)
     parser.add_files(plot="draw each policy's iterations", html=options.HTML)
 
 
 def add_load_options(parser):
     """Those of the load, and of the model that computes it."""
-    add, whole = parser.add, options.whole
-    add("--chunk", "C, the chunk size and token budget, in tokens", 256, type=whole(1))
-    add("--batch", "B, the most requests at once", 6, type=whole(2))
-    add("--seq-len", "prompt and output tokens of a request, together", 1000, type=whole(3))
-    ratio = dict(shown="C / (B - 1), which is balanced", type=options.number(above=0))
-    add("--pd-ratio", "prompt tokens per output token", **ratio)
-    add("--requests", "requests to serve", shown="3 B + 1", type=whole(1, 10**6))
+    parser.add_table("offline_load")
     parser.add_model_options("llama-13b on a GPU with 40 GB or more, else llama-160m")
 
 

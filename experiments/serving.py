@@ -20,9 +20,8 @@ from tqdm import tqdm
 
 from experiments import measure, options, run, workload
 from experiments.metrics import request_rows
-from experiments.options import number, policy_names, whole
+from experiments.options import number, whole
 from experiments.tables import print_table, show
-from policies import POLICIES
 from policies.config import EngineConfig
 from policies.priority import PRIORITIES
 from policies.slo import MAX_DELAY_S, SLOS
@@ -71,46 +70,26 @@ def class_shares(text):
     return {name: number(above=0)(share) for name, share in shares.items()}
 
 
+def page_sizes(text):
+    """--page-size: a list, in which "max" stays."""
+    return [part if part == "max" else whole(1)(part) for part in map(str.strip, text.split(","))]
+
+
+def slo(text):
+    """--slo: one of SLOS, or seconds."""
+    return text if text in SLOS else number(above=0)(text)
+
+
 def add_options(parser, command):
     """The options of `command`, "serve" or "capacity"."""
-    serving, add, size = command == "serve", parser.add, dict(type=whole(1))
-    if serving:
-        shown = "half of what is estimated to be possible, or the trace's own"
-        add("--qps", "requests per second on average", shown=shown, type=number(least=1e-4))
-        add("--long-prompt", "one more request, the first, has so many prompt tokens", **size)
-        shares = "shares of the classes of `priority`, as in realtime=1,normal=4,low=5; see --csv"
-        add("--classes", shares, "normal=1", type=class_shares)
-    else:
+    serving = command == "serve"
+    parser.add_table(command, shares=class_shares)
+    if not serving:
         of_serve = dict(qps=None, long_prompt=None, csv=None, html=None)
         parser.set_defaults(classes={"normal": 1}, **of_serve)
-    count = (48, 500) if serving else (80, 400)
-    add("--requests", "how many requests arrive", by_device=count, type=whole(1, 10**6))
-    known = f"{', '.join(workload.LENGTHS)}, scaled to --max-len, or PROMPT+OUTPUT tokens"
-    add("--lengths", f"of requests: {known}; several, with commas, follow each other", "sharegpt4")
-    trace = "lengths and arrivals from a log with columns " + ", ".join(workload.TRACE_COLUMNS)
-    add("--trace", trace, metavar="FILE.csv")
-    add("--trace-scale", "multiplies the lengths in it", 1.0, type=number(above=0, most=1))
-    prefix = "each prompt begins with one of COUNT prefixes of LENGTH tokens, before its own"
-    add("--shared-prefix", prefix, (0, 1), "none", metavar="LENGTH:COUNT", type=shared_prefix)
-    turns = "each request is a chat of up to so many; --requests and --qps count chats"
-    add("--turns", turns, 1, type=whole(1, 10**4))
-    caching = "share pages of prompts that begin alike; both is side by side with not doing so"
-    add("--prefix-caching", caching, shown="both if a prefix is shared, else off", choices=CACHING)
-    names = f"comma-separated, from {', '.join(POLICIES)}, or my_policy.py:ClassName; vllm is its "
-    names += "scheduler of 2023, as in the paper; sarathi-serve:64 has a chunk of its own"
-    add("--policies", names, "vllm,orca,sarathi-serve,dynamic", type=policy_names(chunks=True))
-    add("--chunk", "C, the chunk size and token budget, in tokens", by_device=(128, 512), **size)
-    add("--batch", "B, the most requests at once", by_device=(32, 128), **size)
-    add("--max-len", "the longest prompt and output", by_device=(1024, 8192), type=whole(3))
-    pages = "tokens in a page, or max for a slot per request; several, with commas: each with each"
-    size_or_max = lambda text: text if text == "max" else whole(1)(text)
-    sizes = lambda text: [size_or_max(part.strip()) for part in text.split(",")]
-    add("--page-size", pages, shown="64, or half of --max-len", type=sizes)
-    third = "a third of --batch requests of --max-len"
-    add("--kv-tokens", "tokens in the cache, for every policy and page size", shown=third, **size)
-    add("--max-waiting", "refuse who finds so many in the queue", shown="no limit", **size)
-    slo = "of P99 TBT: strict or relaxed, 5 or 25 decode iterations, or seconds"
-    add("--slo", slo, "strict", type=lambda text: text if text in SLOS else number(above=0)(text))
+    words = dict(datasets=", ".join(workload.LENGTHS), columns=", ".join(workload.TRACE_COLUMNS))
+    types = dict(prefix=shared_prefix, sizes=page_sizes, slo=slo, caching=CACHING)
+    parser.add_table("serving", **words, **types)
     parser.add_model_options("llama3-8b on a GPU with 75 GB or more, else llama-160m")
     drawn = "latencies and timelines" if serving else "capacities, and latency against rate"
     more = dict(csv="write a row for each request and policy", html=options.HTML)

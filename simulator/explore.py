@@ -11,7 +11,7 @@ from itertools import product
 from tqdm import tqdm
 
 from experiments import run
-from experiments.options import machine_lines, output_file, policy_names, whole, write_text, wrote
+from experiments.options import machine_lines, output_file, policy_names, write_text, wrote
 from experiments.workload import poisson, sample_lengths
 from policies.config import EngineConfig
 from simulator.machine import SimulatedMachine
@@ -32,7 +32,7 @@ def add_options(parser):
     """The options of `explore`."""
     what = "your own with commas, such as my_policy.py:ShortestFirst, beside the others"
     parser.add_argument("policies", help=what, nargs="?", default=[], type=policy_names())
-    parser.add("--requests", "how many arrive in each run", 60, type=whole(1, 1000))
+    parser.add_table("explore")
     parser.add("--html", "the page", "explore.html", metavar="FILE", type=output_file)
 
 

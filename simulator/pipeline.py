@@ -15,7 +15,6 @@ from statistics import median
 from tqdm import tqdm
 
 from experiments import measure, options, run, workload
-from experiments.options import number, whole
 from experiments.tables import print_table
 from policies.config import EngineConfig
 from policies.slo import Profiled, hybrid_spans
@@ -24,21 +23,13 @@ from simulator.cost_model import FittedCost
 from simulator.machine import profile_cases
 from simulator.simulation import bubble_kinds, simulate
 
-DEFAULT = "request-level,orca-best,vllm,sarathi,sarathi-serve:128,sarathi-serve:256"
 KINDS = "PB1", "PB2", "PB3"
 FOLLOWING, DRAWN = 4, 40  # batches behind each other that are timed; on any stage that are drawn
 
 
 def add_options(parser):
     """The options of the command."""
-    add, size = parser.add, dict(type=whole(1))
-    names, default = "comma-separated; sarathi-serve:64 has a chunk of its own", DEFAULT.split(",")
-    add("--policies", names, default, DEFAULT, type=options.policy_names(chunks=True))
-    add("--chunk", "C, the chunk size and token budget, in tokens", 256, **size)
-    add("--batch", "B, the most requests at once in each micro-batch", by_device=(27, 12), **size)
-    add("--max-len", "L: requests have L/4 to L tokens", by_device=(1024, 4096), type=whole(16))
-    add("--requests", "how many there are", by_device=(80, 500), type=whole(1, 10**6))
-    add("--pd-ratio", "prompt tokens per output token", 10.0, type=number(above=0))
+    parser.add_table("pipeline")
     parser.add_model_options("llama-13b on a GPU with 40 GB or more, else llama-160m")
     trace = "write what each stage did when, for Perfetto or chrome://tracing"
     parser.add_files(plot="draw some of the batches, real and simulated", chrome_trace=trace)
