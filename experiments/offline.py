@@ -16,7 +16,7 @@ from experiments import measure, options
 from experiments.metrics import steady, summarize_run
 from experiments.options import engine_for, runner_for
 from experiments.run import EngineServer, LoadRun
-from experiments.tables import print_table, show
+from experiments.tables import print_rows, show
 from experiments.workload import Arrival, prompts
 from kv_cache import Span
 from views.schedule_page import Recorder, page
@@ -163,25 +163,14 @@ def decode_maximal(model, machine, args):
 
 def print_decode_maximal(rows, speedup, args):
     """Table 2, on this machine: what `decode_maximal` returned."""
-    print(
-        f"1. What a decode costs (SARATHI, Table 2): chunk {args.chunk}, batch {args.batch}, "
-        f"context {args.seq_len}, times in ms\n"
-    )
-    heads = "products, attention, limit, other, total".split(", ")
-    columns = {"batch": "", "prefill + decodes": "", **dict.fromkeys(heads, ".1f"), "spread": ".0%"}
-    columns |= {"per prefill token": ".3f", "per decode token": ".3f"}
-    table = []
+    shown = {}
     for name, row in rows.items():
-        prefill_tokens, decodes, *numbers, busy = row.values()
-        numbers = [x if x is None or x >= 0 else None for x in numbers]  # noise may be below 0
-        table.append([measure.mark(name, busy), f"{prefill_tokens} + {decodes}", *numbers])
-    print_table(columns, table)
+        its = {key: None if x is not None and x < 0 else x for key, x in row.items()}  # noise
+        its["tokens"] = f"{row['prefill_tokens']} + {row['decodes']}"
+        shown[measure.mark(name, row["busy"])] = its
     total, products = (show(x or "lost in the noise", ".1fx") for x in speedup.values())
     found = measure.TOO_BUSY if is_busy(rows) else f"{total}; of the products {products}"
-    print(
-        f"\ndecode speedup: {found}\nproducts and attention are timed alone; limit of attention: "
-        "flops at the rate of the products, or K and V at\nthe bandwidth, whichever takes longer\n"
-    )
+    print_rows("decode_maximal", shown, speedup=found, **vars(args))
 
 
 def is_busy(rows):
@@ -249,25 +238,11 @@ def row_of(run, batch):
 
 def print_end_to_end(rows, args):
     """The table of policies: the rows of `end_to_end`."""
-    prompt, B = make_load(args)[0].prompt_len, args.batch
-    output = args.seq_len - prompt
-    print(
-        f"2. End to end: {args.requests} requests of {prompt} + {output} tokens (P:D "
-        f"{prompt / output:.0f}; the first {B} want 1/{B}, 2/{B}, ...\n"
-        f"   of the output), batch {B}, chunk {args.chunk}, all there at time 0\n"
-    )
-    columns = {"policy": "", "tokens/s": ",.0f", "gain": ".2fx", "whole run": ".2fx"}
-    columns |= {"P50 TTFT s": ".2f", "P99 TBT s": ".3f", "longest stall s": ".3f", "iterations": ""}
-    columns["tokens/iteration"] = ".0f"
-    keys = "tokens_per_s gain whole_run_gain p50_ttft_s p99_tbt_s longest_stall_s iterations"
-    keys = f"{keys} tokens_per_iteration".split()
-    table = [[measure.mark(name, row["busy"]), *map(row.get, keys)] for name, row in rows.items()]
-    print_table(columns, table)
-    print(
-        "\ntokens/s (prompt and output) and gain over request-level are those of a full pipeline: "
-        f"whole rounds\nof {B} requests, after the first (-: fewer than {2 * B + 1}); whole run: "
-        "gain with ramp and tail; a stall is\na gap between two tokens with others' prefill in it\n"
-    )
+    prompt = make_load(args)[0].prompt_len
+    output, least = args.seq_len - prompt, 2 * args.batch + 1
+    words = dict(prompt=prompt, output=output, ratio=prompt / output, least=least)
+    shown = {measure.mark(name, row["busy"]): row for name, row in rows.items()}
+    print_rows("end_to_end", shown, **words, **vars(args))
 
 
 def conclude(report, args):

@@ -21,36 +21,12 @@ from tqdm import tqdm
 from experiments import measure, options, run, workload
 from experiments.metrics import request_rows
 from experiments.options import number, whole
-from experiments.tables import print_table, show
+from experiments.tables import print_rows, show
 from policies.config import EngineConfig
 from policies.priority import PRIORITIES
 from policies.slo import MAX_DELAY_S, SLOS
 from views.schedule_page import Recorder, page
 
-# the tables of `serve`: {head: (key of a run, or of its stalls, or of the longest; format)}
-LATENCIES = {
-    "TTFT P50": ("p50_ttft_s", ",.2f"),
-    "TTFT P99": ("p99_ttft_s", ",.2f"),
-    "delay P50": ("p50_delay_s", ",.2f"),
-    "TBT P50": ("p50_tbt_s", ",.3f"),
-    "TBT P99": ("p99_tbt_s", ",.3f"),
-    "stalls": ("count", ",d"),
-    "over SLO": ("over_slo", ",d"),
-    "longest": ("seconds", ",.3f"),
-    "caused by": ("caused_by", "d"),
-}
-BATCHES = {
-    "tokens/s": ("tokens_per_s", ",.0f"),
-    "prefill": ("prefill_only", ".0%"),
-    "hybrid": ("hybrid", ".0%"),
-    "decode": ("decode_only", ".0%"),
-    "at once": ("running_mean", ",.1f"),
-    "peak": ("running_peak", "d"),
-    "preempted": ("preemptions", ",d"),
-    "cached": ("cached", ".0%"),
-    "refused": ("refused", ",d"),
-    "own time": ("own_fraction", ".1%"),
-}
 CACHING = {"off": [False], "on": [True], "both": [False, True]}  # --prefix-caching
 
 
@@ -241,7 +217,7 @@ class Session:
             print_runs(self.found, self.slo_s)
         else:
             print_capacities(self.found, self.report["unit"])
-        print(f"\n{self.report['conclusion']}")
+        print(self.report["conclusion"])
         if args.plot:
             from views.timelines import plot_capacity, plot_serving
 
@@ -320,36 +296,23 @@ def print_point(name, point, unit):
 
 def print_runs(rows, tbt_slo_s):
     """The tables of `serve`: name -> what Session.add returns. The disturbed are marked."""
-    for title, columns in {"seconds": LATENCIES, "batches": BATCHES}.items():
-        table = []
-        for name, row in rows.items():
-            its = row | row["stalls"] | (row["stalls"]["longest"] or {})
-            name += " (cut short)" * bool(row["cut_short"])
-            cells = [its.get(key) for key, _ in columns.values()]
-            table.append([measure.mark(name, row["busy"]), *cells])
-        print_table({title: ""} | {head: spec for head, (_, spec) in columns.items()}, table)
-        print()
-    print(
-        "TTFT, delay: from arrival to the first token, to being scheduled; a stall is a TBT with "
-        "others' prefill in it,\ncaused by who had most of that; over SLO: longer than "
-        f"{tbt_slo_s:.3f} s; tokens/s: prompt and output; at once: running,\nmean over time and "
-        "peak; cached: prefill that was found, not computed; own time: all of a step but the\n"
-        "forward pass and fetching its tokens"
-    )
+    shown = {}
+    for name, row in rows.items():
+        name += " (cut short)" * bool(row["cut_short"])
+        its = row | row["stalls"] | (row["stalls"]["longest"] or {})
+        shown[measure.mark(name, row["busy"])] = its
+    print_rows("latencies", shown)
+    print_rows("batches", shown, slo_s=tbt_slo_s)
 
 
 def print_capacities(results, unit):
     """The table of `capacity`: name -> run.found_so_far, rates in `unit`."""
-    columns = {"policy": "", f"capacity in {unit}": ",.2f", "relative to vllm": ",.2fx"}
-    columns |= {"P50 TTFT s": ",.2f", "P99 TBT s": ",.3f", "tokens/s": ",.0f", "runs": "d"}
-    table, vllm = [], results.get("vllm")
+    shown, vllm = {}, results.get("vllm")
     for name, its in results.items():
-        qps, count = its["capacity_qps"], len(its["points"])
-        gain = 1.0 if its is vllm else vllm and qps.over(vllm["capacity_qps"])
-        seen = map(its.get, ("p50_ttft_s", "p99_tbt_s", "tokens_per_s"))
-        table.append([measure.mark(name, its["busy"]), qps, gain, *seen, count])
-    print_table(columns, table)
-    print("\ncapacity: the highest rate that was met, 5 % below one that was not, twice")
+        gain = 1.0 if its is vllm else vllm and its["capacity_qps"].over(vllm["capacity_qps"])
+        more = {"gain": gain, "runs": len(its["points"])}
+        shown[measure.mark(name, its["busy"])] = its | more
+    print_rows("capacities", shown, unit=unit)
 
 
 def conclude(report):

@@ -15,7 +15,7 @@ from statistics import median
 from tqdm import tqdm
 
 from experiments import measure, options, run, workload
-from experiments.tables import print_table
+from experiments.tables import print_rows
 from policies.config import EngineConfig
 from policies.slo import Profiled, hybrid_spans
 from sampling import SamplingParams
@@ -103,25 +103,16 @@ def summarize(seen, pipeline):
 
 def print_runs(rows):
     """The tables: {policy: (real, simulated)} as of `summarize`."""
-    columns = {"seconds": "", "tokens/s": ",.0f", "makespan": ".2f", "simulated": ".2f"}
-    columns |= {"off": "+.0%", "bubbles": ".2f", "simulated ": ".2f", "off ": "+.0%"}
-    columns |= dict.fromkeys([*KINDS, "median"], ".2f")
-    table, stages = [], []
-    for name, (real, other) in rows.items():
-        cells = [measure.mark(name, real["busy"]), real["tokens_per_s"]]
+    shown, stages = {}, {}
+    for policy, (real, simulated) in rows.items():
+        name, its = measure.mark(policy, real["busy"]), dict(real)
         for key in ("makespan_s", "bubbles_s"):
-            cells += [real[key], other[key], other[key] / real[key] - 1 if real[key] else None]
-        table.append([*cells, *(real[kind] for kind in KINDS), real["median_bubble_s"]])
-        stages += [[f"{cells[0]}, {i + 1}", *its.values()] for i, its in enumerate(real["stages"])]
-    print_table(columns, table)
-    print(
-        "\nbubbles: of all stages, by what is before and after: PB1, prefills of different length;"
-    )
-    print("PB2, a prefill and decodes; PB3, decodes of different context; median: of a request\n")
-    columns = {"policy, stage": "", "busy s": ".2f", "bubble s": ".2f", "idle s": ".2f"}
-    print_table(columns | {"own": ".1%", "sums": ".1%"}, stages)
-    print("\nidle: all else, at the start, at the end, between batches; own: scheduling, messages,")
-    print("Python, and sums: all-reduces with their waiting, as shares of busy\n")
+            its[f"simulated_{key}"] = simulated[key]
+            its[f"{key}_off"] = simulated[key] / real[key] - 1 if real[key] else None
+        shown[name] = its
+        stages |= {f"{name}, {i + 1}": stage for i, stage in enumerate(real["stages"])}
+    print_rows("pipeline", shown)
+    print_rows("stages", stages)
 
 
 def pair(rows):
