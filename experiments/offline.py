@@ -28,7 +28,6 @@ def add_options(parser):
     """The options of the command."""
     parser.add_table("offline")
     add_load_options(parser)
-    parser.add_files(plot="draw each policy's iterations", html=options.HTML)
 
 
 def add_load_options(parser):
@@ -108,49 +107,43 @@ def decode_maximal(model, machine, args):
     the gain in throughput over request-level at the balanced ratio if each row of a hybrid batch
     cost what one of a whole prompt costs, in the products (§4.4, §5.1.3).
     """
-    B, context = args.batch, args.seq_len
+    B, context, length = args.batch, args.seq_len, args.chunk - (args.batch - 1)
     runner = runner_for(model)(model, B, context, context, args.attention)
     runner.cache.data.normal_()
-    length = args.chunk - (B - 1)
     chunk = [Span([0], context - length, [1] * length)]
     decodes = [Span([slot], context - 1, [1]) for slot in range(B)]
-    batches = {
-        "prefill-only": (chunk, length, 0),
-        "decode-only": (decodes, 0, B),
-        "decode-maximal": (chunk + decodes[1:], length, B - 1),
-    }
+    batches = {"prefill-only": (chunk, []), "decode-only": ([], decodes)}
+    batches["decode-maximal"] = chunk, decodes[1:]
     runner.greedy([Span([0], 0, [1] * context)])  # no timed run asks the system for memory
     variants = {}
-    for name, (spans, prefill_tokens, num_decodes) in batches.items():
-        products = measure.bare_products(model, prefill_tokens + num_decodes, len(spans))
+    for name, (prefills, riding) in batches.items():
+        spans, tokens = prefills + riding, length * len(prefills) + len(riding)
+        products = measure.bare_products(model, tokens, len(spans))
         its = partial(runner.greedy, spans), products, measure.attention_alone(runner, spans)
         variants |= {(name, part): run for part, run in zip(PARTS, its)}
     time_all = partial(measure.interleaved, variants, model.device, 7, title="Table 2")
     spread = lambda timings: max(timings[name, "total"].spread for name in batches)
     timings, drift = measure.steadily(time_all, model.device, tries=2, spread_of=spread)
-    rows, speedup = {}, {}
-    for name, (spans, prefill_tokens, num_decodes) in batches.items():
+    rows, speedup, chunk_ms = {}, {}, timings["prefill-only", "total"].ms
+    for name, (prefills, riding) in batches.items():
         total, products, attention = (timings[name, part] for part in PARTS)
-        cost = measure.attention_cost(model.config, spans, model.dtype)
+        cost = measure.attention_cost(model.config, prefills + riding, model.dtype)
         flops, kv_bytes = (model.stages * its for its in cost)
         limit_s = max(flops / machine["flops_per_s"], kv_bytes / machine["bytes_per_s"])
+        riding_ms = total.ms - chunk_ms * len(prefills)
         rows[name] = {
-            "prefill_tokens": prefill_tokens,
-            "decodes": num_decodes,
+            "prefill_tokens": length * len(prefills),
+            "decodes": len(riding),
             "products_ms": products.ms,
             "attention_ms": attention.ms,
             "attention_limit_ms": 1e3 * limit_s,
             "other_ms": max(0.0, total.ms - products.ms - attention.ms),
             "total_ms": total.ms,
             "spread": total.spread,
-            "prefill_token_ms": None,
-            "decode_token_ms": None,
+            "prefill_token_ms": chunk_ms / length if prefills else None,
+            "decode_token_ms": riding_ms / len(riding) if riding else None,
             "busy": drift > measure.BUSY,
         }
-    prefill, decode, hybrid = rows.values()
-    prefill["prefill_token_ms"] = hybrid["prefill_token_ms"] = prefill["total_ms"] / length
-    decode["decode_token_ms"] = decode["total_ms"] / B
-    hybrid["decode_token_ms"] = (hybrid["total_ms"] - prefill["total_ms"]) / (B - 1)
     for part in ("total", "products"):
         prefill, decode, hybrid = (timings[name, part] for name in batches)
         extra, noise = hybrid.ms - prefill.ms, prefill.ms * prefill.spread / 2

@@ -21,7 +21,6 @@ from policies import POLICIES, find_policy, where_it_failed
 DTYPES = ("float32", "bfloat16", "float16")
 OPTIONS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 PICTURES = (".png", ".pdf", ".svg")
-HTML = "write a page to step through what was decided, and why"
 
 
 def number(above=-math.inf, least=-math.inf, most=math.inf, kind=float):
@@ -67,11 +66,6 @@ def policy_names(chunks=False):
     return parse
 
 
-# what options.toml may name
-GIVEN = {"all_policies": ", ".join(POLICIES), "policy": policy_name, "policies": policy_names()}
-GIVEN["policies with chunks"] = policy_names(chunks=True)
-
-
 def output_file(text, suffixes=()):
     """A file that can be written, not found out after minutes, and has one of `suffixes` if any."""
     file = Path(os.path.realpath(text))
@@ -86,6 +80,12 @@ def output_file(text, suffixes=()):
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{text}: cannot be written: {error.strerror}") from error
     return text
+
+
+# what options.toml may name
+GIVEN = {"all_policies": ", ".join(POLICIES), "policy": policy_name, "policies": policy_names()}
+GIVEN |= {"policies with chunks": policy_names(chunks=True), "dtypes": DTYPES}
+GIVEN |= {"file": output_file, "picture": partial(output_file, suffixes=PICTURES)}
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -131,7 +131,7 @@ class OptionParser(argparse.ArgumentParser):
         either = "a checkpoint instead: a local directory or a name on the Hub"
         self.add(checkpoint, either, dest="init_from", metavar="MODEL")
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.add_table("model", device=device, backends=BACKENDS, dtypes=DTYPES)
+        self.add_table("model", device=device, backends=BACKENDS)
 
     def add_engine_options(self):
         """The options of an engine that writes text, with those of its model."""
@@ -141,7 +141,7 @@ class OptionParser(argparse.ArgumentParser):
     def add_files(self, json="write all that is printed, with these options", **contents):
         """An option for each file that can be written, such as json, and what is written to it."""
         for name, what in ({"json": json} | contents).items():
-            file = partial(output_file, suffixes=PICTURES) if name == "plot" else output_file
+            file = GIVEN["picture" if name == "plot" else "file"]
             self.add(f"--{name.replace('_', '-')}", what, metavar="FILE", type=file)
 
     def error(self, message):

@@ -58,18 +58,14 @@ def slo(text):
 
 def add_options(parser, command):
     """The options of `command`, "serve" or "capacity"."""
-    serving = command == "serve"
     parser.add_table(command, shares=class_shares)
-    if not serving:
+    if command == "capacity":
         of_serve = dict(qps=None, long_prompt=None, csv=None, html=None)
         parser.set_defaults(classes={"normal": 1}, **of_serve)
     words = dict(datasets=", ".join(workload.LENGTHS), columns=", ".join(workload.TRACE_COLUMNS))
     types = dict(prefix=shared_prefix, sizes=page_sizes, slo=slo, caching=CACHING)
     parser.add_table("serving", **words, **types)
     parser.add_model_options("llama3-8b on a GPU with 75 GB or more, else llama-160m")
-    drawn = "latencies and timelines" if serving else "capacities, and latency against rate"
-    more = dict(csv="write a row for each request and policy", html=options.HTML)
-    parser.add_files(plot=f"draw {drawn}", **more if serving else {})
 
 
 def check(parser, args):
@@ -86,12 +82,8 @@ def check(parser, args):
         parser.error("--trace-scale: goes with --trace")
     sizes = args.page_size or [min(64, -(-longest // 2))]
     sizes = [longest if size == "max" else size for size in sizes]
-    if max(sizes) > longest:
-        parser.error(f"--page-size {max(sizes)}: must be at most --max-len {longest}")
     shares = prefix or args.turns > 1
     args.prefix_caching = CACHING[args.prefix_caching or ("both" if shares else "off")]
-    if True in args.prefix_caching and max(sizes) == longest:
-        parser.error(f"--page-size {longest}: must be below --max-len, or --prefix-caching off")
     args.page_size = list(dict.fromkeys(sizes))
     needed = max(-(-longest // size) * size for size in sizes)  # of one request
     args.kv_tokens = args.kv_tokens or max(args.pp, args.batch // 3) * needed

@@ -31,8 +31,6 @@ def add_options(parser):
     """The options of the command."""
     parser.add_table("pipeline")
     parser.add_model_options("llama-13b on a GPU with 40 GB or more, else llama-160m")
-    trace = "write what each stage did when, for Perfetto or chrome://tracing"
-    parser.add_files(plot="draw some of the batches, real and simulated", chrome_trace=trace)
 
 
 def check(parser, args):
