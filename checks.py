@@ -31,10 +31,9 @@ def check_number(name, value, allowed, least=-LARGEST, most=LARGEST):
     raise ValueError(f"{name}={shown(value)}: must be {allowed}")
 
 
-def check_positive(name, value, most=LARGEST):
-    """`value` as a float. Raises ValueError unless it is finite, above 0 and at most `most`."""
-    limit = "" if most == LARGEST else f" and at most {most}"
-    return check_number(name, value, f"a finite number above 0{limit}", SMALLEST, most)
+def check_positive(name, value):
+    """`value` as a float. Raises ValueError unless it is finite and above 0."""
+    return check_number(name, value, "a finite number above 0", SMALLEST)
 
 
 def check_one_of(name, value, allowed):

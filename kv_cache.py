@@ -100,11 +100,6 @@ class Pages:
         self._named, self._name_of = {}, {}  # name -> page, page -> its name, or one it had
         self._evictable = OrderedDict()  # those free with a name, the least recently used first
 
-    @property
-    def owned(self):
-        """The pages in block tables, a list in order, each as often as it is in one."""
-        return [page for page, readers in enumerate(self._readers) for _ in range(readers)]
-
     def needed(self, tokens):
         """How many pages hold that many tokens."""
         return -(-tokens // self.page_size)

@@ -247,11 +247,9 @@ class GPT(nn.Module):
         self.to_empty(device=device)
         self.requires_grad_(False)
         if seed is not None:
-            self._init_weights(torch.Generator(device).manual_seed(seed))
-
-    def _init_weights(self, generator):
-        for name, p in self.named_parameters():
-            init_weight(name, p, self.config.n_layer, generator)
+            generator = torch.Generator(device).manual_seed(seed)
+            for name, p in self.named_parameters():
+                init_weight(name, p, config.n_layer, generator)
 
     @classmethod
     def from_pretrained(cls, name, device="cpu", dtype=torch.float32):

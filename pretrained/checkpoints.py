@@ -3,6 +3,7 @@
 What the model cannot compute exactly is refused. Read first: model.py. Read next: tokenizers.py."""
 
 import re
+import tomllib
 from hashlib import sha256
 from itertools import cycle
 from pathlib import Path
@@ -128,22 +129,7 @@ def read_config(directory):
         raise ValueError(f"{path}: {error}") from error
 
 
-# What we, GPT-2 and LLaMA call the modules; several names fill the rows of one matrix.
-MODULES = [
-    ("blocks", "h", "layers"),
-    ("token_embedding", "wte", "embed_tokens"),
-    ("position_embedding", "wpe", ""),
-    ("attn_norm", "ln_1", "input_layernorm"),
-    ("preproj", "attn.c_attn", "self_attn.q_proj self_attn.k_proj self_attn.v_proj"),
-    ("q_norm", "", "self_attn.q_norm"),
-    ("k_norm", "", "self_attn.k_norm"),
-    ("postproj", "attn.c_proj", "self_attn.o_proj"),
-    ("ffn_norm", "ln_2", "post_attention_layernorm"),
-    ("ffn_ln1", "mlp.c_fc", "mlp.gate_proj mlp.up_proj"),
-    ("ffn_ln2", "mlp.c_proj", "mlp.down_proj"),
-    ("final_norm", "ln_f", "norm"),
-    ("head", "lm_head", "lm_head"),
-]
+MODULES = Path(__file__).with_name("modules.toml")  # their names in each family's checkpoints
 GPT2_LAYER = "h."  # how the names of what is stored as (in, out) begin
 NO_WEIGHTS = r"h\.\d+\.attn\.(masked_)?bias|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 
@@ -158,20 +144,18 @@ def load_weights(model, directory, device=None):
     whole = model.whole_model() if hasattr(model, "whole_model") else model
     config, sources, tensors = whole.config, _sources(whole), _stored_tensors(directory)
     head = tensors.pop("lm_head.weight", None) if config.tie_embeddings else None
-    shapes = {stored: shape for its in sources.values() for stored, _, shape in its}
+    shapes = {name: shape for its in sources.values() for name, _, shape in its}
     _refuse(directory, "unknown tensors", tensors.keys() - shapes.keys())
     _refuse(directory, "missing tensors", shapes.keys() - tensors.keys())
     misfits = []
     for name, expected in shapes.items():
-        file, stored = tensors[name]
-        header = file.get_slice(stored)
-        shape, dtype = header.get_shape(), header.get_dtype()
+        shape, dtype = tensors[name].get_shape(), tensors[name].get_dtype()
         if shape != expected or dtype not in FLOATS:
-            misfits.append(f"{stored} {shape} {dtype} (expected {expected}, one of {FLOATS})")
+            misfits.append(f"{name} {shape} {dtype} (expected {expected}, one of {FLOATS})")
     _refuse(directory, "tensors that do not fit", misfits)
-    embedding = tensors[next(iter(shapes))]  # the first of all parameters
-    if head and not torch.equal(*(file.get_tensor(name) for file, name in (head, embedding))):
-        raise ValueError(f"{directory}: tie_word_embeddings, but {head[1]} is not {embedding[1]}")
+    embedding = next(iter(shapes))  # the first of all parameters
+    if head is not None and not torch.equal(head[:], tensors[embedding][:]):
+        raise ValueError(f"{directory}: tie_word_embeddings, but lm_head.weight is not {embedding}")
     if model.device.type == "meta":
         model.to_empty(device=device)
     for own, p in model.named_parameters():
@@ -179,11 +163,11 @@ def load_weights(model, directory, device=None):
         name, dim, ranges = its
         parts = zip(views(p, dim, ranges), ranges, cycle(sources[name]))  # one each, or one for all
         for view, (start, end), (stored, first, _) in parts:
-            (file, full_name), slices = tensors[stored], [slice(None)] * p.ndim
+            slices = [slice(None)] * p.ndim
             slices[dim] = slice(start - first, end - first)
             if stored.startswith(GPT2_LAYER):
                 view, slices = view.t(), slices[::-1]
-            view.copy_(file.get_slice(full_name)[tuple(slices)])
+            view.copy_(tensors[stored][tuple(slices)])
             # a sum takes one fast pass over what was just written; it may overflow in 16 bits
             if not view.sum().isfinite() and not view.isfinite().all():
                 raise ValueError(f"{directory}: {stored} holds NaN or infinity as {view.dtype}")
@@ -193,21 +177,21 @@ def _sources(model):
     """{parameter of a whole model: [(name in the checkpoint, first of the parameter's rows that it
     fills, shape there)]}: one for all rows, or one for each range that slices.cut tells apart."""
     config, sources = model.config, {}
-    modules = {ours: gpt2 if config.family == "gpt2" else llama for ours, gpt2, llama in MODULES}
+    modules = tomllib.loads(MODULES.read_text("utf-8"))[config.family]
     for own, p in model.named_parameters():
-        *block, module, kind = own.split(".")  # "blocks", "3", "preproj", "weight"
-        names = [".".join([*block, its, kind]) for its in modules[module].split()]
+        *block, module, kind = own.replace("blocks", modules["blocks"]).split(".")
+        names = [".".join([*block, its, kind]) for its in modules[module]]  # "layers.3.….weight"
         _, _, ranges = cut(config, 1, 1, 0, own, p.shape)
         sources[own] = []
         for name, (start, end) in zip(names, ranges if len(names) > 1 else [(0, len(p))]):
-            name, shape = name.replace("blocks", modules["blocks"]), [end - start, *p.shape[1:]]
+            shape = [end - start, *p.shape[1:]]
             shape = shape[::-1] if name.startswith(GPT2_LAYER) else shape
             sources[own].append((name, start, shape))
     return sources
 
 
 def _stored_tensors(directory):
-    """{name without prefix: (open file, name)} of all weights."""
+    """{name without prefix: a slice of a file, which can be read} of all weights."""
     single, tensors = directory / "model.safetensors", {}
     paths = [single] if single.is_file() else sorted(directory.glob(SHARDS))
     if not paths:
@@ -222,15 +206,15 @@ def _stored_tensors(directory):
             if short in tensors:
                 raise ValueError(f"{path}: {short} is there twice")
             if not re.fullmatch(NO_WEIGHTS, short):
-                tensors[short] = (file, name)
+                tensors[short] = file.get_slice(name)
     return tensors
 
 
 def fingerprint(directory):
     """A digest of config.json and the first row of each tensor, to tell checkpoints apart."""
     digest = sha256((directory / "config.json").read_bytes())
-    for name, (file, stored) in sorted(_stored_tensors(directory).items()):
-        digest.update(f"{name}: {file.get_slice(stored)[:1].double().tolist()}".encode())
+    for name, tensor in sorted(_stored_tensors(directory).items()):
+        digest.update(f"{name}: {tensor[:1].double().tolist()}".encode())
     return digest.hexdigest()
 
 

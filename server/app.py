@@ -141,7 +141,7 @@ class Metrics:
 
 class Api:
     """The server of an EngineThread, whose engine has no tokenizer. `chat` makes a prompt of
-    messages, or raises Refused; `key` is what a client of /v1 must know, None: nothing."""
+    messages, see load_chat; `key` is what a client of /v1 must know, None: nothing."""
 
     def __init__(self, thread, tokenizer, name, chat, key=None, max_body=2**20):
         self.thread, self.engine, self.tokenizer = thread, thread.engine, tokenizer
@@ -215,9 +215,13 @@ class Api:
     def encode(self, asked):
         """The tokens of a request's prompt, or of its messages. Raises Refused."""
         encode = self.tokenizer.encode
-        if isinstance(asked, ChatRequest):  # the template spells what encode() adds, as BOS
-            return encode(self.chat(asked.messages))[len(encode("")) :]
-        return encode(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
+        if isinstance(asked, CompletionRequest):
+            return encode(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
+        try:
+            text = self.chat(asked.messages)
+        except Exception as error:  # whatever the template raises
+            raise Refused(400, f"messages: no chat: {error!r}", "messages") from error
+        return encode(text)[len(encode("")) :]  # the template spells what encode() adds, as BOS
 
     async def records(self, request):
         """GET /records/N: EngineThread.look, as JSON."""

@@ -5,10 +5,9 @@ import random
 from functools import partial
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AliasChoices, BaseModel, Field, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, Field, PositiveInt, ValidationError, model_validator
 from starlette.exceptions import HTTPException
 
-Count = Annotated[int, Field(ge=1)]
 StopString = Annotated[str, Field(min_length=1)]
 NOTHING = dict(n=1, best_of=1, echo=False, suffix="", frequency_penalty=0, presence_penalty=0)
 NOTHING |= dict(logit_bias={}, tools=[], top_logprobs=0)  # is asked for by these, or by null
@@ -29,7 +28,7 @@ class Request(BaseModel, strict=True, extra="forbid"):
     else numbers must be is said by SamplingParams and the engine."""
 
     model: str
-    max_tokens: Count | None = None
+    max_tokens: PositiveInt | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -69,7 +68,7 @@ class CompletionRequest(Request):
     """The body of POST /v1/completions. `logprobs` are those of the chosen tokens."""
 
     prompt: str | Annotated[list[int], Field(fail_fast=True)]
-    max_tokens: Count = 16
+    max_tokens: PositiveInt = 16
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
     names: ClassVar = ("cmpl", "text_completion", "text_completion")  # of an id, whole, a part
 
@@ -86,7 +85,7 @@ class ChatRequest(Request):
     """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[dict], Field(min_length=1, fail_fast=True)]  # for the chat template
-    max_tokens: Count | None = Field(
+    max_tokens: PositiveInt | None = Field(
         None, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
     )
     logprobs: bool = False

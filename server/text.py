@@ -3,28 +3,17 @@ beginning of a stop string. Read first: pretrained/tokenizers.py."""
 
 from functools import partial
 
-from server.protocol import Refused
-
 
 def load_chat(directory):
     """A function from messages, [{"role", "content", ...}], to the prompt that a checkpoint's chat
-    template makes of them; of None: a line for each. It raises Refused if that fails."""
+    template makes of them; it raises what the template raises. Of None: a line for each."""
     if directory is None:
         line = "{role}: {content}\n".format_map
-        render = lambda messages: "".join(map(line, messages)) + "assistant:"
-    else:
-        from transformers import PreTrainedTokenizerFast
+        return lambda messages: "".join(map(line, messages)) + "assistant:"
+    from transformers import PreTrainedTokenizerFast
 
-        inner = PreTrainedTokenizerFast.from_pretrained(directory)
-        render = partial(inner.apply_chat_template, tokenize=False, add_generation_prompt=True)
-
-    def chat(messages):
-        try:
-            return render(messages)
-        except Exception as error:  # a template is a program, which fails as it likes
-            raise Refused(400, f"messages: no chat: {error!r}", "messages") from error
-
-    return chat
+    inner = PreTrainedTokenizerFast.from_pretrained(directory)
+    return partial(inner.apply_chat_template, tokenize=False, add_generation_prompt=True)
 
 
 class Writer:

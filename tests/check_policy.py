@@ -73,7 +73,8 @@ class Referee:
         for r in running[self.most :]:
             self._must(False, "at most max_batch", r.id, f"is one of {len(running)} that run")
         tables = Counter(page for r in running for page in r.pages)
-        owned = Counter(pages.owned if pages.prefix_caching else set(pages.owned))
+        most = len(running) if pages.prefix_caching else 1
+        owned = Counter({page: min(n, most) for page, n in enumerate(pages._readers)})
         for page in (tables - owned) | (owned - tables):
             who = [r.id for r in running if page in r.pages]
             seen = f"page {page} is in {tables[page]} block tables, and must be in {owned[page]}"

@@ -428,9 +428,8 @@ def test_head_stored_next_to_a_tied_embedding_must_equal_it(save, kind, embeddin
     edit(file, lambda tensors: tensors.update({"lm_head.weight": tensors[embedding].clone()}))
     GPT.from_pretrained(file.parent)
     edit(file, lambda tensors: tensors["lm_head.weight"][3, 5].add_(0.01))
-    with pytest.raises(
-        ValueError, match=f"tie_word_embeddings, but lm_head.weight is not {embedding}"
-    ):
+    own = embedding.partition(".")[2]
+    with pytest.raises(ValueError, match=f"tie_word_embeddings, but lm_head.weight is not {own}"):
         GPT.from_pretrained(file.parent)
 
 

@@ -116,7 +116,7 @@ def test_memory_is_asked_for_before_it_is_taken(monkeypatch):
     check_memory("little", 2**20, cpu)
     with pytest.raises(ValueError, match=r"^much: takes 1,000,000,\S+ GB, [\d,.]+ GB are free$"):
         check_memory("much", 10**400, cpu)
-    monkeypatch.setattr("model.GPT._init_weights", lambda *_: pytest.fail("made a model"))
+    monkeypatch.setattr("model.init_weight", lambda *_: pytest.fail("made a model"))
     for length in (10**12, 10**15):
         _, args = bench.parse_args(f"{TINY} --seq-len {length} --chunk 64".split())
         with pytest.raises(
