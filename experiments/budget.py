@@ -55,6 +55,6 @@ def main(args):
     if max(row.spread for row in profile) > measure.BUSY:
         budget, text = None, f"Token budget: {measure.TOO_BUSY}."
     print(f"\n{text}")
-    report = {"machine": machine, "profile": [row._asdict() for row in profile], "budget": budget}
-    options.write_json(args, report | {"conclusion": text})
+    report = {"machine": machine, "profile": [row._asdict() for row in profile]}
+    options.write_json(args, report | {"budget": budget, "conclusion": text})
     options.wrote(args.json)

@@ -49,22 +49,8 @@ def check(parser, args):
 
 def main(args):
     """The command. The parts that are done when it is interrupted are kept."""
-    report = {}
-    try:
-        measure_and_print(args, report)
-    except KeyboardInterrupt:
-        print("\ninterrupted: what was measured is above")
-        raise
-    finally:
-        if report:
-            options.write_json(args, report)
-            options.wrote(args.json)
-
-
-def measure_and_print(args, report):
-    """Measure everything, print it, and add it to the dict `report`."""
     began, model = time.perf_counter(), options.load_model(args, "seq_len")
-    machine = report["machine"] = measure.describe_machine(model, args, args.chunk)
+    machine = measure.describe_machine(model, args, args.chunk)
     heading = options.machine_lines(machine)
     print(
         f"{heading}{measure.mark('measured limits', machine['busy'])}: "
@@ -72,20 +58,27 @@ def measure_and_print(args, report):
         f"{machine['bytes_per_s'] / 1e9:,.0f} GB/s of memory; ridge: "
         f"{machine['ridge_tokens']:,.0f} tokens\n"
     )
-    table, speedup, promise = decode_maximal(model, machine, args)
-    report |= {"decode_maximal": table, "decode_speedup": speedup, "promised_gain": promise}
-    print_decode_maximal(table, speedup, args)
-    recorders = {name: Recorder() for name in args.policies} if args.html else {}
-    policies, timelines = report.setdefault("end_to_end", {}), {}
+    recorders = {name: Recorder() for name in args.policies if args.html}
+    policies, timelines = {}, {}
+    report = {"machine": machine, "end_to_end": policies}
     try:
-        end_to_end(model, args, recorders, policies, timelines)
+        table, speedup, promise = decode_maximal(model, machine, args)
+        report |= {"decode_maximal": table, "decode_speedup": speedup, "promised_gain": promise}
+        print_decode_maximal(table, speedup, args)
+        try:
+            end_to_end(model, args, recorders, policies, timelines)
+        finally:
+            if policies:
+                print_end_to_end(policies, args)
+        report["conclusion"] = conclude(report, args)
+        report["seconds"] = time.perf_counter() - began
+        print(f"{report['conclusion']}\n\ntook {report['seconds']:.0f} s")
+    except KeyboardInterrupt:
+        print("\ninterrupted: what was measured is above")
+        raise
     finally:
-        if policies:
-            print_end_to_end(policies, args)
-    report["conclusion"] = conclude(report, args)
-    print(report["conclusion"])
-    report["seconds"] = time.perf_counter() - began
-    print(f"\ntook {report['seconds']:.0f} s")
+        options.write_json(args, report)
+        options.wrote(args.json)
     anchor_s = 10 * table["decode-only"]["total_ms"] / 1e3
     if args.plot:
         from views.timelines import plot_timelines

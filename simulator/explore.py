@@ -50,14 +50,13 @@ def main(args):
         servers |= {(short, c): name if c == ANY else f"{name}:{c}" for c in chunks}
     loads = {f"{name}, {share * most:.2g}/s": share * most for name, share in LOADS.items()}
     memories = {f"{name}, {count * MAX_LEN:,} tokens": count for name, count in MEMORY.items()}
-    runs, recorders = list(product(servers, loads, memories)), {}
+    runs, recorders = [*product(servers, loads, memories)], {}
     for server, load, memory in tqdm(runs, "runs", leave=False, disable=None):
         pages = memories[memory] * MAX_LEN // PAGE_SIZE
         sizes = dict(max_batch=BATCH, max_len=MAX_LEN, page_size=PAGE_SIZE, pages=pages)
         config = EngineConfig(chunk=int(CHUNKS[-1]), **sizes)
         (config,) = run.plan([servers[server]], [PAGE_SIZE], config, slo_s).values()
-        name = " | ".join((*server, load, memory))
-        recorder = recorders.setdefault(name, Recorder())
+        recorder = recorders[" | ".join((*server, load, memory))] = Recorder()
         machine.serve(config, poisson(lengths, loads[load], 0), recorder=recorder)
     choices = {"policy": shown, "chunk": CHUNKS, "load": [*loads], "memory": [*memories]}
     title, about = "How an LLM server schedules its work", machine_lines(machine.machine)

@@ -12,8 +12,6 @@ from collections import Counter
 from functools import partial
 from statistics import median
 
-from tqdm import tqdm
-
 from experiments import measure, options, run, workload
 from experiments.tables import print_rows
 from policies.config import EngineConfig
@@ -49,9 +47,7 @@ def seconds_of(batches):
 def fit(runner, max_len):
     """The FittedCost of the stages of a parallel.engine.ParallelRunner."""
     timed, hops = [], []
-    for prefill, context, decodes in tqdm(
-        profile_cases(max_len)[0], "profile", leave=False, disable=None
-    ):
+    for prefill, context, decodes in profile_cases(max_len)[0]:
         case = prefill + decodes, context, decodes
         spans = hybrid_spans(runner.cache, *case)
         drawn = [SamplingParams()] * len(spans), [0] * len(spans)
