@@ -197,13 +197,15 @@ def serve_in_turns(model, configs, arrivals, tokens, progress, recorders):
 
 def end_to_end(model, args, recorders, rows, timelines):
     """Serve one load under each policy, request-level first: `rows` of the table, and `timelines`,
-    (completions, iterations). They take turns, but on a GPU: it is steadier, with room for one."""
+    (completions, iterations). They take turns, but on a GPU: it is steadier, with room for one; and
+    in a pipeline, where the batches of one are on their way when it is another's turn."""
     arrivals = make_load(args)
     tokens = prompts(arrivals, model.config.vocab_size, args.seed)
     limits = dict(chunk=args.chunk, max_batch=args.batch, max_len=args.seq_len)
     names = sorted(args.policies, key=lambda name: name != "request-level")
+    alone = model.device.type == "cuda" or model.stages > 1
     with tqdm(desc="requests", total=len(names) * len(arrivals), leave=False, disable=None) as bar:
-        for group in [[name] for name in names] if model.device.type == "cuda" else [names]:
+        for group in [[name] for name in names] if alone else [names]:
             its = {name: EngineConfig(name, **limits, attention=args.attention) for name in group}
             runs = serve_in_turns(model, its, arrivals, tokens, bar.update, recorders)
             for name, run in runs.items():
