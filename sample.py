@@ -10,15 +10,10 @@ from experiments.console import run
 
 def parse_args(argv):
     """The options, checked. Exits with a message, like argparse, for one that makes no sense."""
-    from experiments.options import OptionParser, number, whole
+    from experiments.options import OptionParser
 
     parser = OptionParser(prog="sample.py", description="Text in, text out.")
-    add, top_p = parser.add, number(above=0, most=1)
-    add("--prompt", "text to continue; may be repeated", action="append", required=True)
-    add("--max-new-tokens", "the most tokens to generate for each prompt", 100, type=whole(1))
-    add("--temperature", "0 takes the likeliest token", 0.8, type=number(least=0))
-    add("--top-k", "sample from the k likeliest tokens; 0: from all", 0, type=whole(0))
-    add("--top-p", "sample from the likeliest that make up this probability", 1.0, type=top_p)
+    parser.add_table("sample")
     parser.add_engine_options()
     return parser.parse_args(argv)
 

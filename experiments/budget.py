@@ -7,20 +7,14 @@ Read first: policies/slo.py, which times hybrid batches and chooses; what it fou
 from functools import partial
 
 from experiments import measure, options
-from experiments.tables import print_table
+from experiments.tables import markdown
 from policies import slo
 
 
 def add_options(parser):
     """The options of `bench.py budget`."""
-    add, more = parser.add, dict(type=options.whole(1))
-    seconds = "the SLO of the time between tokens, in seconds; required"
-    add("--slo-tbt", seconds, type=options.number(above=0), required=True)
-    add("--decodes", "requests that decode beside the chunk", by_device=(16, 64), **more)
-    add("--max-len", "the longest request and largest budget", by_device=(1024, 8192), **more)
-    add("--tile", "budgets are multiples of it", by_device=(32, 128), **more)
+    parser.add_table("budget")
     parser.add_model_options("llama3-8b on a GPU with 75 GB or more, else llama-160m")
-    parser.add_files()
 
 
 def print_profile(profile, args):
@@ -35,7 +29,7 @@ def print_profile(profile, args):
         met = "yes" if max(row.seconds for row in rows) <= args.slo_tbt else "no"
         what = f"{budget - args.decodes} + {args.decodes}"
         table.append([name, what, *(1e3 * row.seconds for row in rows), met])
-    print_table(columns, table)
+    print(markdown(columns, table))
 
 
 def main(args):
@@ -61,6 +55,6 @@ def main(args):
     if max(row.spread for row in profile) > measure.BUSY:
         budget, text = None, f"Token budget: {measure.TOO_BUSY}."
     print(f"\n{text}")
-    report = {"machine": machine, "profile": [row._asdict() for row in profile], "budget": budget}
-    options.write_json(args, report | {"conclusion": text})
+    report = {"machine": machine, "profile": [row._asdict() for row in profile]}
+    options.write_json(args, report | {"budget": budget, "conclusion": text})
     options.wrote(args.json)

@@ -16,10 +16,9 @@ from experiments import measure, options
 from experiments.metrics import steady, summarize_run
 from experiments.options import engine_for, runner_for
 from experiments.run import EngineServer, LoadRun
-from experiments.tables import print_table, show
+from experiments.tables import print_rows, show
 from experiments.workload import Arrival, prompts
 from kv_cache import Span
-from policies import POLICIES
 from views.schedule_page import Recorder, page
 
 PARTS = "total", "products", "attention"  # that are timed of an iteration
@@ -27,24 +26,13 @@ PARTS = "total", "products", "attention"  # that are timed of an iteration
 
 def add_options(parser):
     """The options of the command."""
-    names = ", ".join(name for name in POLICIES if name != "dynamic")
-    names = f"comma-separated, from {names}, or my_policy.py:ClassName; orca-best lets one prompt"
-    names += " into a batch, vllm is its scheduler of 2023"
-    default = "request-level,orca-best,vllm,sarathi,sarathi-serve"
-    parser.add("--policies", names, default, type=options.policy_names())
+    parser.add_table("offline")
     add_load_options(parser)
-    parser.add_files(plot="draw each policy's iterations", html=options.HTML)
 
 
 def add_load_options(parser):
     """Those of the load, and of the model that computes it."""
-    add, whole = parser.add, options.whole
-    add("--chunk", "C, the chunk size and token budget, in tokens", 256, type=whole(1))
-    add("--batch", "B, the most requests at once", 6, type=whole(2))
-    add("--seq-len", "prompt and output tokens of a request, together", 1000, type=whole(3))
-    ratio = dict(shown="C / (B - 1), which is balanced", type=options.number(above=0))
-    add("--pd-ratio", "prompt tokens per output token", **ratio)
-    add("--requests", "requests to serve", shown="3 B + 1", type=whole(1, 10**6))
+    parser.add_table("offline_load")
     parser.add_model_options("llama-13b on a GPU with 40 GB or more, else llama-160m")
 
 
@@ -61,22 +49,8 @@ def check(parser, args):
 
 def main(args):
     """The command. The parts that are done when it is interrupted are kept."""
-    report = {}
-    try:
-        measure_and_print(args, report)
-    except KeyboardInterrupt:
-        print("\ninterrupted: what was measured is above")
-        raise
-    finally:
-        if report:
-            options.write_json(args, report)
-            options.wrote(args.json)
-
-
-def measure_and_print(args, report):
-    """Measure everything, print it, and add it to the dict `report`."""
     began, model = time.perf_counter(), options.load_model(args, "seq_len")
-    machine = report["machine"] = measure.describe_machine(model, args, args.chunk)
+    machine = measure.describe_machine(model, args, args.chunk)
     heading = options.machine_lines(machine)
     print(
         f"{heading}{measure.mark('measured limits', machine['busy'])}: "
@@ -84,20 +58,27 @@ def measure_and_print(args, report):
         f"{machine['bytes_per_s'] / 1e9:,.0f} GB/s of memory; ridge: "
         f"{machine['ridge_tokens']:,.0f} tokens\n"
     )
-    table, speedup, promise = decode_maximal(model, machine, args)
-    report |= {"decode_maximal": table, "decode_speedup": speedup, "promised_gain": promise}
-    print_decode_maximal(table, speedup, args)
-    recorders = {name: Recorder() for name in args.policies} if args.html else {}
-    policies, timelines = report.setdefault("end_to_end", {}), {}
+    recorders = {name: Recorder() for name in args.policies if args.html}
+    policies, timelines = {}, {}
+    report = {"machine": machine, "end_to_end": policies}
     try:
-        end_to_end(model, args, recorders, policies, timelines)
+        table, speedup, promise = decode_maximal(model, machine, args)
+        report |= {"decode_maximal": table, "decode_speedup": speedup, "promised_gain": promise}
+        print_decode_maximal(table, speedup, args)
+        try:
+            end_to_end(model, args, recorders, policies, timelines)
+        finally:
+            if policies:
+                print_end_to_end(policies, args)
+        report["conclusion"] = conclude(report, args)
+        report["seconds"] = time.perf_counter() - began
+        print(f"{report['conclusion']}\n\ntook {report['seconds']:.0f} s")
+    except KeyboardInterrupt:
+        print("\ninterrupted: what was measured is above")
+        raise
     finally:
-        if policies:
-            print_end_to_end(policies, args)
-    report["conclusion"] = conclude(report, args)
-    print(report["conclusion"])
-    report["seconds"] = time.perf_counter() - began
-    print(f"\ntook {report['seconds']:.0f} s")
+        options.write_json(args, report)
+        options.wrote(args.json)
     anchor_s = 10 * table["decode-only"]["total_ms"] / 1e3
     if args.plot:
         from views.timelines import plot_timelines
@@ -119,49 +100,43 @@ def decode_maximal(model, machine, args):
     the gain in throughput over request-level at the balanced ratio if each row of a hybrid batch
     cost what one of a whole prompt costs, in the products (§4.4, §5.1.3).
     """
-    B, context = args.batch, args.seq_len
+    B, context, length = args.batch, args.seq_len, args.chunk - (args.batch - 1)
     runner = runner_for(model)(model, B, context, context, args.attention)
     runner.cache.data.normal_()
-    length = args.chunk - (B - 1)
     chunk = [Span([0], context - length, [1] * length)]
     decodes = [Span([slot], context - 1, [1]) for slot in range(B)]
-    batches = {
-        "prefill-only": (chunk, length, 0),
-        "decode-only": (decodes, 0, B),
-        "decode-maximal": (chunk + decodes[1:], length, B - 1),
-    }
+    batches = {"prefill-only": (chunk, []), "decode-only": ([], decodes)}
+    batches["decode-maximal"] = chunk, decodes[1:]
     runner.greedy([Span([0], 0, [1] * context)])  # no timed run asks the system for memory
     variants = {}
-    for name, (spans, prefill_tokens, num_decodes) in batches.items():
-        products = measure.bare_products(model, prefill_tokens + num_decodes, len(spans))
+    for name, (prefills, riding) in batches.items():
+        spans, tokens = prefills + riding, length * len(prefills) + len(riding)
+        products = measure.bare_products(model, tokens, len(spans))
         its = partial(runner.greedy, spans), products, measure.attention_alone(runner, spans)
         variants |= {(name, part): run for part, run in zip(PARTS, its)}
     time_all = partial(measure.interleaved, variants, model.device, 7, title="Table 2")
     spread = lambda timings: max(timings[name, "total"].spread for name in batches)
     timings, drift = measure.steadily(time_all, model.device, tries=2, spread_of=spread)
-    rows, speedup = {}, {}
-    for name, (spans, prefill_tokens, num_decodes) in batches.items():
+    rows, speedup, chunk_ms = {}, {}, timings["prefill-only", "total"].ms
+    for name, (prefills, riding) in batches.items():
         total, products, attention = (timings[name, part] for part in PARTS)
-        cost = measure.attention_cost(model.config, spans, model.dtype)
+        cost = measure.attention_cost(model.config, prefills + riding, model.dtype)
         flops, kv_bytes = (model.stages * its for its in cost)
         limit_s = max(flops / machine["flops_per_s"], kv_bytes / machine["bytes_per_s"])
+        riding_ms = total.ms - chunk_ms * len(prefills)
         rows[name] = {
-            "prefill_tokens": prefill_tokens,
-            "decodes": num_decodes,
+            "prefill_tokens": length * len(prefills),
+            "decodes": len(riding),
             "products_ms": products.ms,
             "attention_ms": attention.ms,
             "attention_limit_ms": 1e3 * limit_s,
             "other_ms": max(0.0, total.ms - products.ms - attention.ms),
             "total_ms": total.ms,
             "spread": total.spread,
-            "prefill_token_ms": None,
-            "decode_token_ms": None,
+            "prefill_token_ms": chunk_ms / length if prefills else None,
+            "decode_token_ms": riding_ms / len(riding) if riding else None,
             "busy": drift > measure.BUSY,
         }
-    prefill, decode, hybrid = rows.values()
-    prefill["prefill_token_ms"] = hybrid["prefill_token_ms"] = prefill["total_ms"] / length
-    decode["decode_token_ms"] = decode["total_ms"] / B
-    hybrid["decode_token_ms"] = (hybrid["total_ms"] - prefill["total_ms"]) / (B - 1)
     for part in ("total", "products"):
         prefill, decode, hybrid = (timings[name, part] for name in batches)
         extra, noise = hybrid.ms - prefill.ms, prefill.ms * prefill.spread / 2
@@ -174,25 +149,14 @@ def decode_maximal(model, machine, args):
 
 def print_decode_maximal(rows, speedup, args):
     """Table 2, on this machine: what `decode_maximal` returned."""
-    print(
-        f"1. What a decode costs (SARATHI, Table 2): chunk {args.chunk}, batch {args.batch}, "
-        f"context {args.seq_len}, times in ms\n"
-    )
-    heads = "products, attention, limit, other, total".split(", ")
-    columns = {"batch": "", "prefill + decodes": "", **dict.fromkeys(heads, ".1f"), "spread": ".0%"}
-    columns |= {"per prefill token": ".3f", "per decode token": ".3f"}
-    table = []
+    shown = {}
     for name, row in rows.items():
-        prefill_tokens, decodes, *numbers, busy = row.values()
-        numbers = [x if x is None or x >= 0 else None for x in numbers]  # noise may be below 0
-        table.append([measure.mark(name, busy), f"{prefill_tokens} + {decodes}", *numbers])
-    print_table(columns, table)
+        its = {key: None if x is not None and x < 0 else x for key, x in row.items()}  # noise
+        its["tokens"] = f"{row['prefill_tokens']} + {row['decodes']}"
+        shown[measure.mark(name, row["busy"])] = its
     total, products = (show(x or "lost in the noise", ".1fx") for x in speedup.values())
     found = measure.TOO_BUSY if is_busy(rows) else f"{total}; of the products {products}"
-    print(
-        f"\ndecode speedup: {found}\nproducts and attention are timed alone; limit of attention: "
-        "flops at the rate of the products, or K and V at\nthe bandwidth, whichever takes longer\n"
-    )
+    print_rows("decode_maximal", shown, speedup=found, **vars(args))
 
 
 def is_busy(rows):
@@ -233,13 +197,15 @@ def serve_in_turns(model, configs, arrivals, tokens, progress, recorders):
 
 def end_to_end(model, args, recorders, rows, timelines):
     """Serve one load under each policy, request-level first: `rows` of the table, and `timelines`,
-    (completions, iterations). They take turns, but on a GPU: it is steadier, with room for one."""
+    (completions, iterations). They take turns, but on a GPU: it is steadier, with room for one; and
+    in a pipeline, where the batches of one are on their way when it is another's turn."""
     arrivals = make_load(args)
     tokens = prompts(arrivals, model.config.vocab_size, args.seed)
     limits = dict(chunk=args.chunk, max_batch=args.batch, max_len=args.seq_len)
     names = sorted(args.policies, key=lambda name: name != "request-level")
+    alone = model.device.type == "cuda" or model.stages > 1
     with tqdm(desc="requests", total=len(names) * len(arrivals), leave=False, disable=None) as bar:
-        for group in [[name] for name in names] if model.device.type == "cuda" else [names]:
+        for group in [[name] for name in names] if alone else [names]:
             its = {name: EngineConfig(name, **limits, attention=args.attention) for name in group}
             runs = serve_in_turns(model, its, arrivals, tokens, bar.update, recorders)
             for name, run in runs.items():
@@ -260,25 +226,11 @@ def row_of(run, batch):
 
 def print_end_to_end(rows, args):
     """The table of policies: the rows of `end_to_end`."""
-    prompt, B = make_load(args)[0].prompt_len, args.batch
-    output = args.seq_len - prompt
-    print(
-        f"2. End to end: {args.requests} requests of {prompt} + {output} tokens (P:D "
-        f"{prompt / output:.0f}; the first {B} want 1/{B}, 2/{B}, ...\n"
-        f"   of the output), batch {B}, chunk {args.chunk}, all there at time 0\n"
-    )
-    columns = {"policy": "", "tokens/s": ",.0f", "gain": ".2fx", "whole run": ".2fx"}
-    columns |= {"P50 TTFT s": ".2f", "P99 TBT s": ".3f", "longest stall s": ".3f", "iterations": ""}
-    columns["tokens/iteration"] = ".0f"
-    keys = "tokens_per_s gain whole_run_gain p50_ttft_s p99_tbt_s longest_stall_s iterations"
-    keys = f"{keys} tokens_per_iteration".split()
-    table = [[measure.mark(name, row["busy"]), *map(row.get, keys)] for name, row in rows.items()]
-    print_table(columns, table)
-    print(
-        "\ntokens/s (prompt and output) and gain over request-level are those of a full pipeline: "
-        f"whole rounds\nof {B} requests, after the first (-: fewer than {2 * B + 1}); whole run: "
-        "gain with ramp and tail; a stall is\na gap between two tokens with others' prefill in it\n"
-    )
+    prompt = make_load(args)[0].prompt_len
+    output, least = args.seq_len - prompt, 2 * args.batch + 1
+    words = dict(prompt=prompt, output=output, ratio=prompt / output, least=least)
+    shown = {measure.mark(name, row["busy"]): row for name, row in rows.items()}
+    print_rows("end_to_end", shown, **words, **vars(args))
 
 
 def conclude(report, args):

@@ -1,6 +1,7 @@
-"""What the command lines share: types of options, the model they name, errors of one line.
+"""What the command lines share: options, the model they name, errors of one line.
 
-Where torch is needed it is imported late, so that --help answers at once. Read next: offline.py."""
+What a command can be told is in options.toml, with the words of its help. Where torch is needed it
+is imported late, so that --help answers at once. Read next: offline.py."""
 
 import argparse
 import json
@@ -9,6 +10,7 @@ import os
 import re
 import shlex
 import sys
+import tomllib
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -17,8 +19,8 @@ from pathlib import Path
 from policies import POLICIES, find_policy, where_it_failed
 
 DTYPES = ("float32", "bfloat16", "float16")
+OPTIONS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 PICTURES = (".png", ".pdf", ".svg")
-HTML = "write a page to step through what was decided, and why"
 
 
 def number(above=-math.inf, least=-math.inf, most=math.inf, kind=float):
@@ -80,6 +82,12 @@ def output_file(text, suffixes=()):
     return text
 
 
+# what options.toml may name
+GIVEN = {"all_policies": ", ".join(POLICIES), "policy": policy_name, "policies": policy_names()}
+GIVEN |= {"policies with chunks": policy_names(chunks=True), "dtypes": DTYPES}
+GIVEN |= {"file": output_file, "picture": partial(output_file, suffixes=PICTURES)}
+
+
 class OptionParser(argparse.ArgumentParser):
     """An ArgumentParser whose help ends with the default and whose errors begin with the option."""
 
@@ -97,6 +105,19 @@ class OptionParser(argparse.ArgumentParser):
             shown = "none" if default is None else "off" if default is False else default
         self.add_argument(option, default=default, help=f"{help} (default: {shown})", **more)
 
+    def add_table(self, table, **given):
+        """Add the options of a table in options.toml. `given` are the words that are filled in, and
+        by their names what a type or choices may be, beside those of GIVEN."""
+        given = GIVEN | given
+        for name, its in OPTIONS[table].items():
+            its = {key: x.format_map(given) if isinstance(x, str) else x for key, x in its.items()}
+            its |= {key: given[its[key]] for key in ("type", "choices") if key in its}
+            if "whole" in its:
+                its["type"] = whole(*its.pop("whole"))
+            if "number" in its:
+                its["type"] = number(**its.pop("number"))
+            self.add(f"--{name}", **its)
+
     def add_model_options(self, default_model, geometry="--model", checkpoint="--init-from"):
         """The options that `load_model` reads, two of them under these names. `default_model` says
         which geometry there is by default."""
@@ -105,39 +126,22 @@ class OptionParser(argparse.ArgumentParser):
         from attention import BACKENDS
         from pretrained.presets import PRESETS
 
-        add, device = self.add, "cuda" if torch.cuda.is_available() else "cpu"
-        fast = "bfloat16, or float32 on a CPU that is faster with it"
-        backends = "the backend; auto is xformers for 16 bits on CUDA, matmul for bfloat16 on a CPU"
         names = f"a geometry with random weights: {', '.join(PRESETS)}"
-        add(geometry, names, dest="model", shown=default_model, metavar="NAME")
+        self.add(geometry, names, dest="model", shown=default_model, metavar="NAME")
         either = "a checkpoint instead: a local directory or a name on the Hub"
-        add(checkpoint, either, dest="init_from", metavar="MODEL")
-        add("--device", "where to run: cpu, cuda, cuda:1, ...", device)
-        add("--dtype", "of weights and cache", choices=DTYPES, shown=fast)
-        add("--attention", backends, "auto", choices=BACKENDS)
-        add("--seed", "of weights and prompts", 0, type=whole(0))
-        compiled = "torch.compile the layers around attention"
-        add("--compile", compiled, False, action="store_true")
-        add("--threads", "CPU threads", shown="torch's choice", type=whole(1, 10**4))
-        ranks = "started by torchrun, see parallel/README.md"
-        add("--tp", f"processes that share each layer, {ranks}", 1, type=whole(1, 10**4))
-        add("--pp", f"stages of a pipeline of processes, {ranks}", 1, type=whole(1, 10**4))
+        self.add(checkpoint, either, dest="init_from", metavar="MODEL")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.add_table("model", device=device, backends=BACKENDS)
 
     def add_engine_options(self):
         """The options of an engine that writes text, with those of its model."""
-        add, size = self.add, dict(type=whole(1))
-        policies = f"who is computed when: {', '.join(POLICIES)}, or FILE.py:Class"
-        shares = "share the pages of prompts that begin alike"
         self.add_model_options("llama-160m", geometry="--preset", checkpoint="--model")
-        add("--policy", policies, "sarathi-serve", type=policy_name)
-        add("--chunk", "chunk size or token budget, in tokens", 256, **size)
-        add("--max-batch", "the most requests that run at once", 16, **size)
-        add("--prefix-caching", shares, False, action="store_true")
+        self.add_table("engine")
 
     def add_files(self, json="write all that is printed, with these options", **contents):
         """An option for each file that can be written, such as json, and what is written to it."""
         for name, what in ({"json": json} | contents).items():
-            file = partial(output_file, suffixes=PICTURES) if name == "plot" else output_file
+            file = GIVEN["picture" if name == "plot" else "file"]
             self.add(f"--{name.replace('_', '-')}", what, metavar="FILE", type=file)
 
     def error(self, message):

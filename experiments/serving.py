@@ -20,38 +20,13 @@ from tqdm import tqdm
 
 from experiments import measure, options, run, workload
 from experiments.metrics import request_rows
-from experiments.options import number, policy_names, whole
-from experiments.tables import print_table, show
-from policies import POLICIES
+from experiments.options import number, whole
+from experiments.tables import print_rows, show
 from policies.config import EngineConfig
 from policies.priority import PRIORITIES
 from policies.slo import MAX_DELAY_S, SLOS
 from views.schedule_page import Recorder, page
 
-# the tables of `serve`: {head: (key of a run, or of its stalls, or of the longest; format)}
-LATENCIES = {
-    "TTFT P50": ("p50_ttft_s", ",.2f"),
-    "TTFT P99": ("p99_ttft_s", ",.2f"),
-    "delay P50": ("p50_delay_s", ",.2f"),
-    "TBT P50": ("p50_tbt_s", ",.3f"),
-    "TBT P99": ("p99_tbt_s", ",.3f"),
-    "stalls": ("count", ",d"),
-    "over SLO": ("over_slo", ",d"),
-    "longest": ("seconds", ",.3f"),
-    "caused by": ("caused_by", "d"),
-}
-BATCHES = {
-    "tokens/s": ("tokens_per_s", ",.0f"),
-    "prefill": ("prefill_only", ".0%"),
-    "hybrid": ("hybrid", ".0%"),
-    "decode": ("decode_only", ".0%"),
-    "at once": ("running_mean", ",.1f"),
-    "peak": ("running_peak", "d"),
-    "preempted": ("preemptions", ",d"),
-    "cached": ("cached", ".0%"),
-    "refused": ("refused", ",d"),
-    "own time": ("own_fraction", ".1%"),
-}
 CACHING = {"off": [False], "on": [True], "both": [False, True]}  # --prefix-caching
 
 
@@ -71,50 +46,26 @@ def class_shares(text):
     return {name: number(above=0)(share) for name, share in shares.items()}
 
 
+def page_sizes(text):
+    """--page-size: a list, in which "max" stays."""
+    return [part if part == "max" else whole(1)(part) for part in map(str.strip, text.split(","))]
+
+
+def slo(text):
+    """--slo: one of SLOS, or seconds."""
+    return text if text in SLOS else number(above=0)(text)
+
+
 def add_options(parser, command):
     """The options of `command`, "serve" or "capacity"."""
-    serving, add, size = command == "serve", parser.add, dict(type=whole(1))
-    if serving:
-        shown = "half of what is estimated to be possible, or the trace's own"
-        add("--qps", "requests per second on average", shown=shown, type=number(least=1e-4))
-        add("--long-prompt", "one more request, the first, has so many prompt tokens", **size)
-        shares = "shares of the classes of `priority`, as in realtime=1,normal=4,low=5; see --csv"
-        add("--classes", shares, "normal=1", type=class_shares)
-    else:
+    parser.add_table(command, shares=class_shares)
+    if command == "capacity":
         of_serve = dict(qps=None, long_prompt=None, csv=None, html=None)
         parser.set_defaults(classes={"normal": 1}, **of_serve)
-    count = (48, 500) if serving else (80, 400)
-    add("--requests", "how many requests arrive", by_device=count, type=whole(1, 10**6))
-    known = f"{', '.join(workload.LENGTHS)}, scaled to --max-len, or PROMPT+OUTPUT tokens"
-    add("--lengths", f"of requests: {known}; several, with commas, follow each other", "sharegpt4")
-    trace = "lengths and arrivals from a log with columns " + ", ".join(workload.TRACE_COLUMNS)
-    add("--trace", trace, metavar="FILE.csv")
-    add("--trace-scale", "multiplies the lengths in it", 1.0, type=number(above=0, most=1))
-    prefix = "each prompt begins with one of COUNT prefixes of LENGTH tokens, before its own"
-    add("--shared-prefix", prefix, (0, 1), "none", metavar="LENGTH:COUNT", type=shared_prefix)
-    turns = "each request is a chat of up to so many; --requests and --qps count chats"
-    add("--turns", turns, 1, type=whole(1, 10**4))
-    caching = "share pages of prompts that begin alike; both is side by side with not doing so"
-    add("--prefix-caching", caching, shown="both if a prefix is shared, else off", choices=CACHING)
-    names = f"comma-separated, from {', '.join(POLICIES)}, or my_policy.py:ClassName; vllm is its "
-    names += "scheduler of 2023, as in the paper; sarathi-serve:64 has a chunk of its own"
-    add("--policies", names, "vllm,orca,sarathi-serve,dynamic", type=policy_names(chunks=True))
-    add("--chunk", "C, the chunk size and token budget, in tokens", by_device=(128, 512), **size)
-    add("--batch", "B, the most requests at once", by_device=(32, 128), **size)
-    add("--max-len", "the longest prompt and output", by_device=(1024, 8192), type=whole(3))
-    pages = "tokens in a page, or max for a slot per request; several, with commas: each with each"
-    size_or_max = lambda text: text if text == "max" else whole(1)(text)
-    sizes = lambda text: [size_or_max(part.strip()) for part in text.split(",")]
-    add("--page-size", pages, shown="64, or half of --max-len", type=sizes)
-    third = "a third of --batch requests of --max-len"
-    add("--kv-tokens", "tokens in the cache, for every policy and page size", shown=third, **size)
-    add("--max-waiting", "refuse who finds so many in the queue", shown="no limit", **size)
-    slo = "of P99 TBT: strict or relaxed, 5 or 25 decode iterations, or seconds"
-    add("--slo", slo, "strict", type=lambda text: text if text in SLOS else number(above=0)(text))
+    words = dict(datasets=", ".join(workload.LENGTHS), columns=", ".join(workload.TRACE_COLUMNS))
+    types = dict(prefix=shared_prefix, sizes=page_sizes, slo=slo, caching=CACHING)
+    parser.add_table("serving", **words, **types)
     parser.add_model_options("llama3-8b on a GPU with 75 GB or more, else llama-160m")
-    drawn = "latencies and timelines" if serving else "capacities, and latency against rate"
-    more = dict(csv="write a row for each request and policy", html=options.HTML)
-    parser.add_files(plot=f"draw {drawn}", **more if serving else {})
 
 
 def check(parser, args):
@@ -131,12 +82,8 @@ def check(parser, args):
         parser.error("--trace-scale: goes with --trace")
     sizes = args.page_size or [min(64, -(-longest // 2))]
     sizes = [longest if size == "max" else size for size in sizes]
-    if max(sizes) > longest:
-        parser.error(f"--page-size {max(sizes)}: must be at most --max-len {longest}")
     shares = prefix or args.turns > 1
     args.prefix_caching = CACHING[args.prefix_caching or ("both" if shares else "off")]
-    if True in args.prefix_caching and max(sizes) == longest:
-        parser.error(f"--page-size {longest}: must be below --max-len, or --prefix-caching off")
     args.page_size = list(dict.fromkeys(sizes))
     needed = max(-(-longest // size) * size for size in sizes)  # of one request
     args.kv_tokens = args.kv_tokens or max(args.pp, args.batch // 3) * needed
@@ -262,7 +209,7 @@ class Session:
             print_runs(self.found, self.slo_s)
         else:
             print_capacities(self.found, self.report["unit"])
-        print(f"\n{self.report['conclusion']}")
+        print(self.report["conclusion"])
         if args.plot:
             from views.timelines import plot_capacity, plot_serving
 
@@ -341,36 +288,23 @@ def print_point(name, point, unit):
 
 def print_runs(rows, tbt_slo_s):
     """The tables of `serve`: name -> what Session.add returns. The disturbed are marked."""
-    for title, columns in {"seconds": LATENCIES, "batches": BATCHES}.items():
-        table = []
-        for name, row in rows.items():
-            its = row | row["stalls"] | (row["stalls"]["longest"] or {})
-            name += " (cut short)" * bool(row["cut_short"])
-            cells = [its.get(key) for key, _ in columns.values()]
-            table.append([measure.mark(name, row["busy"]), *cells])
-        print_table({title: ""} | {head: spec for head, (_, spec) in columns.items()}, table)
-        print()
-    print(
-        "TTFT, delay: from arrival to the first token, to being scheduled; a stall is a TBT with "
-        "others' prefill in it,\ncaused by who had most of that; over SLO: longer than "
-        f"{tbt_slo_s:.3f} s; tokens/s: prompt and output; at once: running,\nmean over time and "
-        "peak; cached: prefill that was found, not computed; own time: all of a step but the\n"
-        "forward pass and fetching its tokens"
-    )
+    shown = {}
+    for name, row in rows.items():
+        name += " (cut short)" * bool(row["cut_short"])
+        its = row | row["stalls"] | (row["stalls"]["longest"] or {})
+        shown[measure.mark(name, row["busy"])] = its
+    print_rows("latencies", shown)
+    print_rows("batches", shown, slo_s=tbt_slo_s)
 
 
 def print_capacities(results, unit):
     """The table of `capacity`: name -> run.found_so_far, rates in `unit`."""
-    columns = {"policy": "", f"capacity in {unit}": ",.2f", "relative to vllm": ",.2fx"}
-    columns |= {"P50 TTFT s": ",.2f", "P99 TBT s": ",.3f", "tokens/s": ",.0f", "runs": "d"}
-    table, vllm = [], results.get("vllm")
+    shown, vllm = {}, results.get("vllm")
     for name, its in results.items():
-        qps, count = its["capacity_qps"], len(its["points"])
-        gain = 1.0 if its is vllm else vllm and qps.over(vllm["capacity_qps"])
-        seen = map(its.get, ("p50_ttft_s", "p99_tbt_s", "tokens_per_s"))
-        table.append([measure.mark(name, its["busy"]), qps, gain, *seen, count])
-    print_table(columns, table)
-    print("\ncapacity: the highest rate that was met, 5 % below one that was not, twice")
+        gain = 1.0 if its is vllm else vllm and its["capacity_qps"].over(vllm["capacity_qps"])
+        more = {"gain": gain, "runs": len(its["points"])}
+        shown[measure.mark(name, its["busy"])] = its | more
+    print_rows("capacities", shown, unit=unit)
 
 
 def conclude(report):

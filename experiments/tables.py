@@ -1,6 +1,12 @@
 """Where numbers become text: the cells of a table, and tables in Markdown.
 
-Read next: options.py, what the command lines share."""
+What the tables of the bench show, and the words around them, are in tables.toml. Read next:
+options.py, what the command lines share."""
+
+import tomllib
+from pathlib import Path
+
+TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 
 def show(value, spec=""):
@@ -9,11 +15,6 @@ def show(value, spec=""):
     if value is None or isinstance(value, str):
         return "-" if value is None else value
     return format(value, spec.removesuffix("x")) + "x" * spec.endswith("x")
-
-
-def print_table(columns, rows):
-    """Print `markdown(columns, rows)`."""
-    print(markdown(columns, rows))
 
 
 def markdown(columns, rows):
@@ -25,3 +26,17 @@ def markdown(columns, rows):
         cells = [cell.rjust(width) for cell, width in zip(line, widths)]
         lines[number] = " | ".join(["| " + line[0].ljust(widths[0]), *cells[1:]]) + " |"
     return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def print_rows(table, rows, **words):
+    """Print a table of tables.toml and the words around it, with an empty line after each. `rows`
+    is {name: {key: value}}, where a value that is not there is None."""
+    its = TABLES[table]
+    columns = {head.format_map(words): spec for head, (_, spec) in its["columns"].items()}
+    keys = [key for key, _ in its["columns"].values()]
+    cells = [[name, *map(row.get, keys)] for name, row in rows.items()]
+    if "title" in its:
+        print(its["title"].format_map(words), end="\n\n")
+    print(markdown({its["rows"]: ""} | columns, cells), end="\n\n")
+    if "note" in its:
+        print(its["note"].format_map(words), end="\n\n")

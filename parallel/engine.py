@@ -56,14 +56,14 @@ class Stage:
             ranks.waited += start - ready
         waited, self.waited = ranks.waited - self.waited, ranks.waited
         x = model.compute_layers(x if ranks.stage else model.embed(batch), batch, runner.cache)
-        if ranks.stage < ranks.pp - 1:
+        last = ranks.stage == ranks.pp - 1
+        drawn = (model.logits(x, batch), params, positions) if last else (x, [], [])
+        sampled, end = runner.fetch(*drawn), ranks.clock()
+        if not last:
             self.sent.append(dist.isend(x, ranks.rank + ranks.tp))
             if len(self.sent) > 2 * ranks.pp:
                 self.sent.popleft().wait()
-            sampled = runner.fetch(x, [], [])
-        else:
-            sampled = runner.fetch(model.logits(x, batch), params, positions)
-        return None if ranks.part else (start, ranks.clock(), waited, sampled)
+        return None if ranks.part else (start, end, waited, sampled)
 
 
 class ParallelRunner(Runner):

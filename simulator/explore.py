@@ -11,7 +11,7 @@ from itertools import product
 from tqdm import tqdm
 
 from experiments import run
-from experiments.options import machine_lines, output_file, policy_names, whole, write_text, wrote
+from experiments.options import machine_lines, policy_names, write_text, wrote
 from experiments.workload import poisson, sample_lengths
 from policies.config import EngineConfig
 from simulator.machine import SimulatedMachine
@@ -32,17 +32,7 @@ def add_options(parser):
     """The options of `explore`."""
     what = "your own with commas, such as my_policy.py:ShortestFirst, beside the others"
     parser.add_argument("policies", help=what, nargs="?", default=[], type=policy_names())
-    parser.add("--requests", "how many arrive in each run", 60, type=whole(1, 1000))
-    parser.add("--html", "the page", "explore.html", metavar="FILE", type=output_file)
-
-
-def short_names(names):
-    """{how it is shown: name}: "Mine" for "my_policy.py:Mine", where no other is shown so."""
-    shown = {}
-    for name in names:
-        short = name.split(".py:")[-1]
-        shown[name if short in shown else short] = name
-    return shown
+    parser.add_table("explore")
 
 
 def main(args):
@@ -51,22 +41,24 @@ def main(args):
     lengths = sample_lengths("sharegpt4", args.requests, MAX_LEN, 0)
     most = run.estimated_qps(machine.base, poisson(lengths, 1.0, 0))
     slo_s = run.slo_seconds("strict", machine.base)
-    shown, servers = short_names([*args.policies, *POLICIES]), {}  # (policy, chunk) -> its name
-    for short, name in shown.items():
+    names = [*dict.fromkeys([*args.policies, *POLICIES])]
+    shorts = [name.split(".py:")[-1] for name in names]
+    shown = [name if shorts.count(its) > 1 else its for name, its in zip(names, shorts)]
+    servers = {}  # (policy as it is shown, chunk) -> its name
+    for short, name in zip(shown, names):
         chunks = CHUNKS if run.goes_by_chunk(name) else [ANY]
         servers |= {(short, c): name if c == ANY else f"{name}:{c}" for c in chunks}
     loads = {f"{name}, {share * most:.2g}/s": share * most for name, share in LOADS.items()}
     memories = {f"{name}, {count * MAX_LEN:,} tokens": count for name, count in MEMORY.items()}
-    runs, recorders = list(product(servers, loads, memories)), {}
+    runs, recorders = [*product(servers, loads, memories)], {}
     for server, load, memory in tqdm(runs, "runs", leave=False, disable=None):
         pages = memories[memory] * MAX_LEN // PAGE_SIZE
         sizes = dict(max_batch=BATCH, max_len=MAX_LEN, page_size=PAGE_SIZE, pages=pages)
         config = EngineConfig(chunk=int(CHUNKS[-1]), **sizes)
         (config,) = run.plan([servers[server]], [PAGE_SIZE], config, slo_s).values()
-        name = " | ".join((*server, load, memory))
-        recorder = recorders.setdefault(name, Recorder())
+        recorder = recorders[" | ".join((*server, load, memory))] = Recorder()
         machine.serve(config, poisson(lengths, loads[load], 0), recorder=recorder)
-    choices = {"policy": [*shown], "chunk": CHUNKS, "load": [*loads], "memory": [*memories]}
+    choices = {"policy": shown, "chunk": CHUNKS, "load": [*loads], "memory": [*memories]}
     title, about = "How an LLM server schedules its work", machine_lines(machine.machine)
     about += f"{args.requests} requests with the lengths of a chat dataset; simulated, in seconds"
     write_text(args.html, page(title, about, recorders, slo_s=slo_s, choices=choices))

@@ -12,7 +12,7 @@ from itertools import product
 
 from experiments import measure, serving, workload
 from experiments.metrics import percentiles
-from experiments.options import number, runner_for, whole
+from experiments.options import runner_for
 from experiments.run import Base
 from policies.slo import BASE_BATCH, base_context, time_iterations
 from pretrained.presets import PRESETS
@@ -28,17 +28,9 @@ REAL = ("init_from", "device", "dtype", "attention", "compile", "threads")  # an
 def add_options(parser):
     """Those of serving, and the options that put a simulated machine in the place of this one."""
     serving.add_options(parser, parser.get_default("command"))
-    add, more = parser.add, ", ".join(name for name in GEOMETRIES if name not in PRESETS)
-    what = f"count time as a device would take it: {', '.join(DEVICES)}; or {THIS}, fitted to a "
-    what += "profile of this machine, and in serve beside it. With a DEVICE --model is required, "
-    add("--simulate", what + f"may also be {more}, and --kv-tokens all that fits", metavar="DEVICE")
-    links = f"what joins the GPUs of a stage: {', '.join(LINKS)}"
-    cpu = "simulated milliseconds that an iteration costs each stage on the CPU"
-    copies = "simulated copies of the GPUs of --tp and --pp, which take from one line"
-    add("--replicas", copies, 1, type=whole(1, 10**4))
-    add("--tp-link", links, shown="the device's own")
-    add("--pp-link", "what joins the stages", shown="infiniband")
-    add("--cpu-ms", cpu, 0.0, type=number(least=0, most=1e6))
+    more = ", ".join(name for name in GEOMETRIES if name not in PRESETS)
+    devices, links = ", ".join(DEVICES), ", ".join(LINKS)
+    parser.add_table("simulated", devices=devices, this=THIS, geometries=more, links=links)
 
 
 def check(parser, args):

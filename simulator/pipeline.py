@@ -12,11 +12,8 @@ from collections import Counter
 from functools import partial
 from statistics import median
 
-from tqdm import tqdm
-
 from experiments import measure, options, run, workload
-from experiments.options import number, whole
-from experiments.tables import print_table
+from experiments.tables import print_rows
 from policies.config import EngineConfig
 from policies.slo import Profiled, hybrid_spans
 from sampling import SamplingParams
@@ -24,24 +21,14 @@ from simulator.cost_model import FittedCost
 from simulator.machine import profile_cases
 from simulator.simulation import bubble_kinds, simulate
 
-DEFAULT = "request-level,orca-best,vllm,sarathi,sarathi-serve:128,sarathi-serve:256"
 KINDS = "PB1", "PB2", "PB3"
 FOLLOWING, DRAWN = 4, 40  # batches behind each other that are timed; on any stage that are drawn
 
 
 def add_options(parser):
     """The options of the command."""
-    add, size = parser.add, dict(type=whole(1))
-    names, default = "comma-separated; sarathi-serve:64 has a chunk of its own", DEFAULT.split(",")
-    add("--policies", names, default, DEFAULT, type=options.policy_names(chunks=True))
-    add("--chunk", "C, the chunk size and token budget, in tokens", 256, **size)
-    add("--batch", "B, the most requests at once in each micro-batch", by_device=(27, 12), **size)
-    add("--max-len", "L: requests have L/4 to L tokens", by_device=(1024, 4096), type=whole(16))
-    add("--requests", "how many there are", by_device=(80, 500), type=whole(1, 10**6))
-    add("--pd-ratio", "prompt tokens per output token", 10.0, type=number(above=0))
+    parser.add_table("pipeline")
     parser.add_model_options("llama-13b on a GPU with 40 GB or more, else llama-160m")
-    trace = "write what each stage did when, for Perfetto or chrome://tracing"
-    parser.add_files(plot="draw some of the batches, real and simulated", chrome_trace=trace)
 
 
 def check(parser, args):
@@ -60,9 +47,7 @@ def seconds_of(batches):
 def fit(runner, max_len):
     """The FittedCost of the stages of a parallel.engine.ParallelRunner."""
     timed, hops = [], []
-    for prefill, context, decodes in tqdm(
-        profile_cases(max_len)[0], "profile", leave=False, disable=None
-    ):
+    for prefill, context, decodes in profile_cases(max_len)[0]:
         case = prefill + decodes, context, decodes
         spans = hybrid_spans(runner.cache, *case)
         drawn = [SamplingParams()] * len(spans), [0] * len(spans)
@@ -112,25 +97,16 @@ def summarize(seen, pipeline):
 
 def print_runs(rows):
     """The tables: {policy: (real, simulated)} as of `summarize`."""
-    columns = {"seconds": "", "tokens/s": ",.0f", "makespan": ".2f", "simulated": ".2f"}
-    columns |= {"off": "+.0%", "bubbles": ".2f", "simulated ": ".2f", "off ": "+.0%"}
-    columns |= dict.fromkeys([*KINDS, "median"], ".2f")
-    table, stages = [], []
-    for name, (real, other) in rows.items():
-        cells = [measure.mark(name, real["busy"]), real["tokens_per_s"]]
+    shown, stages = {}, {}
+    for policy, (real, simulated) in rows.items():
+        name, its = measure.mark(policy, real["busy"]), dict(real)
         for key in ("makespan_s", "bubbles_s"):
-            cells += [real[key], other[key], other[key] / real[key] - 1 if real[key] else None]
-        table.append([*cells, *(real[kind] for kind in KINDS), real["median_bubble_s"]])
-        stages += [[f"{cells[0]}, {i + 1}", *its.values()] for i, its in enumerate(real["stages"])]
-    print_table(columns, table)
-    print(
-        "\nbubbles: of all stages, by what is before and after: PB1, prefills of different length;"
-    )
-    print("PB2, a prefill and decodes; PB3, decodes of different context; median: of a request\n")
-    columns = {"policy, stage": "", "busy s": ".2f", "bubble s": ".2f", "idle s": ".2f"}
-    print_table(columns | {"own": ".1%", "sums": ".1%"}, stages)
-    print("\nidle: all else, at the start, at the end, between batches; own: scheduling, messages,")
-    print("Python, and sums: all-reduces with their waiting, as shares of busy\n")
+            its[f"simulated_{key}"] = simulated[key]
+            its[f"{key}_off"] = simulated[key] / real[key] - 1 if real[key] else None
+        shown[name] = its
+        stages |= {f"{name}, {i + 1}": stage for i, stage in enumerate(real["stages"])}
+    print_rows("pipeline", shown)
+    print_rows("stages", stages)
 
 
 def pair(rows):

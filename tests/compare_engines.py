@@ -22,7 +22,7 @@ import torch
 from engine import Engine
 from experiments import measure, offline, options
 from experiments.console import run
-from experiments.tables import print_table
+from experiments.tables import markdown
 from experiments.workload import Arrival, prompts
 from pretrained import checkpoints
 from pretrained.presets import PRESETS
@@ -149,7 +149,7 @@ def print_against(rows, prompt_len, args):
     )
     columns = {"engine, policy": "", "tokens/s": ",.0f", "ours, sarathi-serve": ".2fx"}
     columns |= {"ours, vllm": ".2fx", "equal tokens": ".0%"}
-    print_table(columns, [[measure.mark(n, r["busy"]), *r.values()] for n, r in rows.items()])
+    print(markdown(columns, [[measure.mark(n, r["busy"]), *r.values()] for n, r in rows.items()]))
     print("\nours: over the tokens/s of that engine; equal to sarathi-serve's, but for rounding")
 
 

@@ -15,7 +15,7 @@ from experiments import measure, offline, options
 from experiments.console import run
 from experiments.metrics import steady
 from experiments.options import runner_for
-from experiments.tables import print_table
+from experiments.tables import markdown
 from kv_cache import Span
 from sampling import SamplingParams
 
@@ -99,7 +99,7 @@ def print_explained(its):
     """The table of what `explain` returned."""
     print(f"{measure.mark('Where the gain goes', its['busy'])}: the batches of both once more\n")
     columns = {"ms per token": "", **dict.fromkeys(COMPARED, ".4f"), "gain": ".3fx"}
-    print_table(columns, [[*step.values()] for step in its["steps"]])
+    print(markdown(columns, [[*step.values()] for step in its["steps"]]))
     a, b = min(pairwise(its["steps"][:6]), key=lambda two: two[1]["gain"] / two[0]["gain"])
     most = f"most is lost to {b['step'].strip('+ ')}, {a['gain']:.2f}x to {b['gain']:.2f}x"
     most = measure.TOO_BUSY if its["busy"] else most

@@ -13,7 +13,7 @@ import numpy as np
 
 from experiments.console import run
 from experiments.options import OptionParser, whole
-from experiments.tables import print_table
+from experiments.tables import markdown
 from experiments.workload import TOKENS, read_columns
 from simulator.cost_model import BYTES, matrices, product_seconds
 from simulator.devices import DEVICES, GEOMETRIES, find
@@ -87,7 +87,7 @@ def main(argv=None):
         rows.append([name, *constants, *layer, *each])
     sizes = f"TP {args.tp}, {len(tokens)} sizes"
     print(f"{args.file}: matrix products of a layer of {args.model}, {sizes}\n")
-    print_table(columns, rows)
+    print(markdown(columns, rows))
     print("\nerrors, over all sizes: of a layer's four products in sum, and of each of them alone")
 
 

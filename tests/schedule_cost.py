@@ -7,7 +7,7 @@ import statistics
 import timeit
 
 from experiments.console import run
-from experiments.tables import print_table
+from experiments.tables import markdown
 from kv_cache import Pages
 from policies import POLICIES, make_scheduler
 from scheduler import Request
@@ -34,7 +34,7 @@ def main():
     """The command line, which has no options."""
     medians = schedule_us()
     print("schedule() with 128 requests running and 1,000 waiting\n")
-    print_table({"policy": "", "median us": ".0f"}, medians.items())
+    print(markdown({"policy": "", "median us": ".0f"}, medians.items()))
     slowest = max(medians, key=medians.get)
     print(f"\nslowest: {slowest}, {medians[slowest]:.0f} us")
 

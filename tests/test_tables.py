@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.tables import print_table, show
+from experiments.tables import markdown, show
 
 CELLS = [(None, ",.2f", "-"), ("as it is", ",.2f", "as it is"), (1234.567, ",.2f", "1,234.57")]
 CELLS += [(1.333, ".2fx", "1.33x"), (0.5, ".0%", "50%"), (3, "", "3")]
@@ -15,7 +15,7 @@ def test_a_cell_has_the_format_of_its_column(value, spec, text):
 
 def test_a_table_is_markdown_with_numbers_to_the_right(capsys):
     columns = {"policy": "", "tokens/s": ",.0f", "gain": ".2fx"}
-    print_table(columns, [["request-level", 1234.5, 1.0], ["vllm", 99, None]])
+    print(markdown(columns, [["request-level", 1234.5, 1.0], ["vllm", 99, None]]))
     assert capsys.readouterr().out == (
         "| policy        | tokens/s |  gain |\n"
         "|---------------|---------:|------:|\n"
