@@ -9,11 +9,12 @@ import math
 from dataclasses import replace
 from functools import cache, partial
 from itertools import combinations
+from statistics import geometric_mean
 from typing import NamedTuple
 
 from experiments.claims import Finding, Panel
 from experiments.measure import BUSY, steadily
-from experiments.metrics import find_stalls, missed, steady, summarize_latencies
+from experiments.metrics import find_stalls, missed, steady, summarize_latencies, summarize_run
 from experiments.offline import serve_in_turns
 from experiments.options import engine_for
 from experiments.run import capacity, estimated_qps, measure_base, plan, serve
@@ -26,8 +27,9 @@ from scheduler import Request
 
 SMALLER = 4  # what the papers' sizes are divided by on a CPU
 NOISE = 0.02  # in a ratio of throughputs
+DATASETS = "sharegpt4", "arxiv"
+SLOS = 5, 10, 15, 25, 50  # of TBT, in decode iterations: the paper's of 0.1 s (strict) to 1 s
 RATE = 0.6  # of the requests per second that are estimated to be possible: all keep up with it
-STEP = 1.25  # of the rates that are tried for a capacity
 
 
 def sizes_of(setup, *papers):
@@ -38,13 +40,14 @@ def sizes_of(setup, *papers):
 def config_of(setup, max_len, batch, page_size, requests):
     """What run.plan begins with: memory for so many requests of max_len, or as there is."""
     gc.collect()  # the caches of engines before
-    most, pages = pages_that_fit(setup.model, max_len, page_size), -(-max_len // page_size)
-    sizes = dict(max_batch=batch, max_len=max_len, page_size=page_size)
-    return EngineConfig(**sizes, pages=min(most, requests * pages), attention=setup.args.attention)
+    pages = requests * -(-max_len // page_size)
+    memory = page_size, min(pages, pages_that_fit(setup.model, max_len, page_size))
+    return EngineConfig("vllm", 256, batch, max_len, *memory, attention=setup.args.attention)
 
 
 def in_turns(setup, names, config, arrivals):
-    """({policy: Run}, whether it was busy), see serve_in_turns; a GPU has room for one at a time."""
+    """({policy: Run}, whether it was busy), see serve_in_turns; on a GPU, which has room for one at
+    a time, each alone."""
     tokens = prompts(arrivals, setup.model.config.vocab_size, setup.args.seed)
     configs, runs = plan(names, [config.page_size], config), {}
     for group in [{name: configs[name]} for name in names] if setup.big else [configs]:
@@ -67,10 +70,10 @@ def misplaced(values, order):
 
 
 class Steady(NamedTuple):
-    """Policies while the pipeline of each was full, {policy: number}."""
+    """Policies while the pipeline of each was full: {policy: number}."""
 
-    gains: dict  # in throughput over request-level, the baseline
-    token_ms: dict  # that a token takes, where prompts are computed
+    gains: dict  # in throughput over request-level
+    token_ms: dict  # that a token takes in batches with prompts; of request-level too
     busy: bool
 
 
@@ -80,98 +83,83 @@ def steady_state(setup, context, batch, ratio, *policies):
     lets them, which is Orca's worst case (SARATHI §5.2)."""
     output, rounds = max(1, round(context / (1 + ratio))), 2 if setup.args.quick else 4
     arrivals = [Arrival(0.0, context - output, output)] * (rounds * batch + 1)
-    config, policies = (
-        config_of(setup, context, batch, context, batch),
-        ["request-level", *policies],
-    )
-    runs, busy = in_turns(setup, policies, config, arrivals)
-    rates, token_ms = {n: steady(run.iterations, batch)[1] for n, run in runs.items()}, {}
+    config = config_of(setup, context, batch, context, batch)
+    runs, busy = in_turns(setup, ["request-level", *policies], config, arrivals)
+    rates, token_ms = {}, {}
     for name, run in runs.items():
+        _, rates[name], _ = steady(run.iterations, batch)
         its = [i for i in run.iterations if i.prefill_tokens]
         tokens = sum(i.prefill_tokens + i.decode_tokens for i in its)
         token_ms[name] = 1e3 * sum(i.end - i.start for i in its) / tokens
-    return Steady({n: rate / rates["request-level"] for n, rate in rates.items()}, token_ms, busy)
+    base = rates.pop("request-level")
+    return Steady({name: rate / base for name, rate in rates.items()}, token_ms, busy)
 
 
 def compare(setup, title, x, found, ours, holds, log=""):
-    """The Finding of {x: Steady}, in which the last policy is one of SARATHI's."""
-    names = next(iter(found.values())).gains
-    gains = {name: {at: its.gains[name] for at, its in found.items()} for name in names}
-    costs = {name: {at: its.token_ms[name] for at, its in found.items()} for name in names}
-    table, panel = grid(f"steady state, {title}", x, "gain", gains, ".2fx", log)
-    more, _ = grid("what a token takes where prompts are computed", x, "ms", costs, ".3f")
-    (whole, *_, chunk), name = next(iter(found.values())).token_ms.values(), [*names][-1]
+    """The Finding of {x: Steady}, whose last policy is one of SARATHI's."""
+    (gains, costs, busy), names = zip(*found.values()), next(iter(found.values())).token_ms
+    by = lambda its: {n: dict(zip(found, (row[n] for row in its))) for n in names if n in its[0]}
+    table, panel = grid(f"steady state, {title}", x, "gain", by(gains), ".2fx", log)
+    more, _ = grid("what a token takes in batches with prompts", x, "ms", by(costs), ".3f")
+    times = " / ".join(f"{row[[*names][-1]]:.2f}" for row in costs)
     why = (
-        f"a token takes {whole:.2f} ms in whole prompts and {chunk:.2f} under {name}: chunks lose "
+        f"a token takes {times} ms in SARATHI's batches, {costs[0]['request-level']:.2f} in whole "
     )
-    why += "what decodes gain, as reading the weights takes no longer than computing "
-    why += f"{setup.machine['ridge_tokens']:.0f} rows"
-    busy = any(its.busy for its in found.values())
-    return Finding([table, more], ours, holds, "" if holds else why, [panel], busy)
-
-
-def at_balance(setup, batches, *policies):
-    """(chunk, {context: Steady}) at three contexts and P:D = C / (B - 1)."""
-    chunk, *contexts = sizes_of(setup, 256, 1024, 2048, 3072)
-    run, policies = partial(steady_state, setup), (*policies, f"sarathi:{chunk}")
-    return chunk, {n: run(n, b, chunk / (b - 1), *policies) for n, b in zip(contexts, batches)}
-
-
-def peak_gains(setup):
-    """S-T4: gains in three contexts."""
-    chunk, found = at_balance(setup, (6, 6, 6))
-    gains = [its.gains[f"sarathi:{chunk}"] for its in found.values()]
-    title = f"chunk {chunk}, batch 6, P:D {chunk / 5:.1f}"
-    ours = ", ".join(f"{gain:.2f}x" for gain in gains)
-    return compare(setup, title, "context", found, ours, min(gains) > 1 + NOISE)
-
-
-def judge_peaks(gains, batch):
-    """S-F9, of {chunk: {P:D: gain}}: where each gains most, and whether it does gain there, that is
-    within a step of C / (B - 1), and it moves right with C."""
-    peaks = {chunk: max(its, key=its.get) for chunk, its in gains.items()}
-    close = all(0.49 < peak * (batch - 1) / chunk < 2.01 for chunk, peak in peaks.items())
-    gained = all(gains[chunk][peak] > 1 + NOISE for chunk, peak in peaks.items())
-    return peaks, close and gained and not misplaced(peaks, gains)
-
-
-def gains_over_ratios(setup):
-    """S-F9, and S-F11b: gains over P:D for three chunks, and for Orca's best case."""
-    (*chunks, context), batch = sizes_of(setup, 128, 256, 512, 1024), 18 if setup.big else 6
-    policies = "orca-best", *(f"sarathi:{chunk}" for chunk in chunks)
-    ratios = [times * chunks[1] / (batch - 1) for times in (0.25, 0.5, 1, 2, 4)]
-    found = {ratio: steady_state(setup, context, batch, ratio, *policies) for ratio in ratios}
-    gains = {c: {r: its.gains[f"sarathi:{c}"] for r, its in found.items()} for c in chunks}
-    peaks, holds = judge_peaks(gains, batch)
-    at = (f"{gains[c][r]:.2f}x at P:D {r:.1f} (C {c})" for c, r in peaks.items())
-    title = f"context {context:,}, batch {batch}, C / (B - 1) of "
-    title += ", ".join(f"{chunk / (batch - 1):.1f}" for chunk in chunks)
-    return compare(setup, title, "P:D", found, f"peaks: {', '.join(at)}", holds, "x")
+    why += f"prompts: reading the weights takes the time of {setup.machine['ridge_tokens']:.0f} "
+    why += "rows, which is all that a chunk can hide"
+    return Finding([table, more], ours, holds, "" if holds else why, [panel], any(busy))
 
 
 def judge_orca(worst, best, ours):
-    """S-F11, of gains: sarathi > Orca's best case >= its worst, which is about the baseline."""
+    """S-F11, of gains: SARATHI > Orca's best case >= its worst, which is about the baseline."""
     return abs(worst - 1) < 2 * NOISE and best > worst - NOISE and ours > best + NOISE
 
 
-def against_orca(setup):
-    """S-F11: SARATHI, and Orca at its best and, as "orca", at its worst."""
-    batches = (18, 10, 6) if setup.big else (6, 3, 2)
-    chunk, found = at_balance(setup, batches, "orca", "orca-best")
-    gains = [[*its.gains.values()][1:] for its in found.values()]
-    worst, best, ours = (" / ".join(f"{x:.2f}" for x in its) for its in zip(*gains))
-    title = f"chunk {chunk}, batch {', '.join(map(str, batches))}, P:D = C / (B - 1)"
-    ours, holds = (
-        f"sarathi {ours}, Orca best {best}, worst {worst}",
-        [judge_orca(*g) for g in gains],
-    )
-    return compare(setup, title, "context", found, ours, all(holds))
+def at_balance(batches, judge, setup):
+    """S-T4 and S-F11: gains in three contexts at P:D = C / (B - 1), of SARATHI, of Orca's best case
+    and, as "orca", of its worst. Over P:D they are in S-F9."""
+    chunk, *contexts = sizes_of(setup, 256, 1024, 2048, 3072)
+    batches = batches if setup.big else (6, 3, 2)
+    cases = {n: (n, batch, chunk / (batch - 1)) for n, batch in zip(contexts, batches)}
+    policies = "orca", "orca-best", f"sarathi:{chunk}"
+    found = {n: steady_state(setup, *its, *policies) for n, its in cases.items()}
+    gains = [its.gains.values() for its in found.values()]
+    worst, best, ours = (" / ".join(f"{x:.2f}x" for x in its) for its in zip(*gains))
+    ours, title = f"{ours}; Orca best {best}, worst {worst}", f"chunk {chunk}, batches {batches}"
+    return compare(setup, title, "context", found, ours, all(judge(*its) for its in gains))
+
+
+def judge_peaks(gains, batch):
+    """S-F9, of {chunk: {P:D: gain}}: {chunk: P:D of the peak}, the middle of all that are no less
+    than it but for noise, and whether these are gains, within a factor of 2 of C / (B - 1), and
+    move right with C."""
+    most = {chunk: max(its.values()) for chunk, its in gains.items()}
+    flat = {c: [at for at, x in its.items() if x > most[c] - NOISE] for c, its in gains.items()}
+    peaks = {chunk: geometric_mean(its) for chunk, its in flat.items()}
+    close = all(0.49 < peak * (batch - 1) / chunk < 2.01 for chunk, peak in peaks.items())
+    return peaks, min(most.values()) > 1 + NOISE and close and not misplaced(peaks, peaks)
+
+
+def gains_over_ratios(setup):
+    """S-F9: gains over P:D for three chunks, and for Orca's best case."""
+    (*chunks, context), batch = sizes_of(setup, 128, 256, 512, 1024), 18 if setup.big else 6
+    policies = "orca-best", *(f"sarathi:{chunk}" for chunk in chunks)
+    steps = (0.5, 1, 2) if setup.args.quick else (0.25, 0.5, 1, 2, 4)
+    ratios = [step * chunks[1] / (batch - 1) for step in steps]
+    found = {ratio: steady_state(setup, context, batch, ratio, *policies) for ratio in ratios}
+    gains = {c: {r: its.gains[f"sarathi:{c}"] for r, its in found.items()} for c in chunks}
+    peaks, holds = judge_peaks(gains, batch)
+    at = (f"{max(gains[c].values()):.2f}x at P:D {n:.1f} (C {c})" for c, n in peaks.items())
+    title = f"context {context:,}, batch {batch}, C / (B - 1) = "
+    title += ", ".join(f"{chunk / (batch - 1):.1f}" for chunk in chunks)
+    return compare(setup, title, "P:D", found, f"peaks: {', '.join(at)}", holds, "x")
 
 
 class Load(NamedTuple):
     """Requests of a dataset, and the machine that they come to."""
 
     lengths: list
+    count: int  # how many of them are served in real time
     possible: float  # requests per second, estimated
     base_s: float  # of a decode iteration
     config: EngineConfig
@@ -186,152 +174,138 @@ def load_of(setup, dataset):
     config = config_of(setup, max_len, batch, min(64, max_len), max(1, batch // 3))
     time_base = partial(measure_base, setup.model, config)
     (base, _), drift = steadily(time_base, setup.model.device, spread_of=lambda found: found[1])
-    lengths = sample_lengths(dataset, 200, max_len, setup.args.seed)
+    lengths = sample_lengths(dataset, 100, max_len, setup.args.seed)
     possible = estimated_qps(base, [Arrival(0.0, *pair) for pair in lengths])
-    lengths = lengths[: max(24, round((3 if setup.args.quick else 7) * possible))]
-    title = f"{len(lengths)} requests of {dataset} scaled to {max_len:,} tokens, "
+    least, seconds = (16, 2) if setup.args.quick else (24, 7)
+    title = f"requests of {dataset} scaled to {max_len:,} tokens, "
     title += f"{config.pages * config.page_size:,} tokens of KV cache"
-    return Load(lengths, possible, base.seconds, config, title, drift > BUSY)
+    count = min(len(lengths), max(least, round(seconds * possible)))
+    return Load(lengths, count, possible, base.seconds, config, title, drift > BUSY)
 
 
 @cache
 def serve_at(setup, dataset, policy, batch, qps):
     """What summarize_latencies says of a server at that rate, and whether it was `busy`."""
-    load, seed = load_of(setup, dataset), setup.args.seed
-    config = replace(load.config, max_batch=batch)
-    config = plan([policy], [config.page_size], config)[policy]
-    arrivals, drift = poisson(load.lengths, qps, seed), 0.0
+    load, seed, drift = load_of(setup, dataset), setup.args.seed, 0.0
+    config = plan([policy], [load.config.page_size], replace(load.config, max_batch=batch))[policy]
     if setup.args.quick and setup.simulated:
-        run = setup.simulated(config, arrivals)
+        run = setup.simulated(config, poisson(load.lengths, qps, seed))
     else:
+        arrivals = poisson(load.lengths[: load.count], qps, seed)
         tokens = prompts(arrivals, setup.model.config.vocab_size, seed)
         once = partial(serve, setup.model, config, arrivals, tokens)
         run, drift = steadily(once, setup.model.device, 2, lambda run: run.drift)
     its = summarize_latencies(run.completions, run.seconds, run.offered_per_s)
-    return its | {"busy": drift > BUSY}
+    return its | {"busy": drift > BUSY or load.busy}
 
 
 def judge_capacity(gains):
-    """SS-F10 and SS-F12, of SARATHI's gains in capacity, Bounded or None, from the strictest SLO to
+    """SS-F10 to SS-F12, of SARATHI's gains in capacity, Bounded or None, from the strictest SLO to
     the most relaxed: there are, most where it is strict, and nowhere a loss."""
-    return None not in gains and gains[0] > 1 and gains[0] >= gains[-1] and min(gains) >= 1
+    return None not in gains and 1 < gains[0] >= gains[-1] and min(gains) >= 1
 
 
-def capacities(setup, datasets, slos, others):
-    """The Finding of capacity under SLOs, in decode iterations, of other servers, {name: (policy,
-    batch)}, and of Sarathi-Serve with two budgets. At each rate a server runs once for all."""
-    *budgets, batch = sizes_of(setup, 512, 2048, 128)
-    servers = others | {f"budget {n}": (f"sarathi-serve:{n}", batch) for n in budgets}
-    drawn, gains, tried = [], {}, []
+def capacities_on(setup, dataset, servers, slos_s):
+    """({server: {SLO: capacity}}, whether it was busy). At a rate a server runs once for all."""
+    start, tried = load_of(setup, dataset).possible / 2, []
 
-    def run_at(dataset, server, slo_s, qps):
+    def run_at(server, slo_s, qps):
         tried.append(serve_at(setup, dataset, *server, round(qps, 9)))
         return {"met": not missed(tried[-1], slo_s)}
 
+    search = lambda server, slo_s: capacity(partial(run_at, server, slo_s), start, 1.25)[0]
+    found = {name: {slo_s: search(its, slo_s) for slo_s in slos_s} for name, its in servers.items()}
+    return found, any(its["busy"] for its in tried)
+
+
+def capacities(datasets, slos, others, setup):
+    """SS-F10 to SS-F12: capacity under SLOs, in decode iterations, of other servers, (policy, the
+    paper's batch), and of Sarathi-Serve with the better of two budgets."""
+    others = [(policy, *sizes_of(setup, batch)) for policy, batch in others]
+    others = {f"{policy}, batch {batch}": (policy, batch) for policy, batch in others}
+    *budgets, batch = sizes_of(setup, 512, 2048, 128)
+    ours = {f"budget {n}": (f"sarathi-serve:{n}", batch) for n in budgets}
+    drawn, texts, why, is_busy = [], [], [], False
+    how = "by this machine's law" if setup.args.quick and setup.simulated else "measured"
     for dataset in datasets:
-        load, found = load_of(setup, dataset), {}
-        for name, server in servers.items():
-            runs = {
-                n * load.base_s: partial(run_at, dataset, server, n * load.base_s) for n in slos
-            }
-            found[name] = {s: capacity(run, load.possible / 2, STEP)[0] for s, run in runs.items()}
-        how = "simulated with this machine's law: " * bool(setup.args.quick and setup.simulated)
-        drawn.append(grid(how + load.title, "SLO s", "requests/s", found, ".2f"))
-        best = [max(pair) for pair in zip(*(found[f"budget {n}"].values() for n in budgets))]
+        load = load_of(setup, dataset)
+        slos_s = [multiple * load.base_s for multiple in slos]
+        found, busy = capacities_on(setup, dataset, others | ours, slos_s)
+        drawn.append(grid(f"{how}: {load.title}", "SLO s", "requests/s", found, ".2f"))
+        best, is_busy = {at: max(found[n][at] for n in ours) for at in slos_s}, is_busy or busy
         for name in others:
-            its = [ours.over(theirs) for ours, theirs in zip(best, found[name].values())]
-            gains[f"over {name}, {dataset}"] = its
-    texts = {name: [show(gain, ".2fx") for gain in its] for name, its in gains.items()}
-    ours = "; ".join(f"{its[0]} strict, {its[-1]} relaxed {name}" for name, its in texts.items())
-    wrong = [name for name, its in gains.items() if not judge_capacity(its)]
-    why = "; ".join(f"{name}: {', '.join(texts[name])}" for name in wrong)
-    busy = any(its["busy"] for its in tried) or any(load_of(setup, its).busy for its in datasets)
-    tables, panels = zip(*drawn)
-    return Finding([*tables], ours, not wrong, why, [*panels], busy)
+            gains = [best[at].over(found[name][at]) for at in slos_s]
+            texts.append(f"{dataset} over {name} {' '.join(show(x, '.2fx') for x in gains)}")
+            why += [] if judge_capacity(gains) else texts[-1:]
+    tables, panels = map(list, zip(*drawn))
+    text = f"strict to relaxed: {', '.join(texts)}"
+    return Finding(tables, text, not why, ", ".join(why), panels, is_busy)
 
 
-def capacity_of_datasets(setup):
-    """SS-F10 and SS-F11: capacity under the strict and the relaxed SLO."""
-    others = {name: (name, sizes_of(setup, 128)[0]) for name in ("orca", "vllm")}
-    return capacities(setup, ("sharegpt4", "arxiv"), (5, 25), others)
-
-
-def capacity_over_slos(setup):
-    """SS-F12: capacity over SLOs (the paper's are 0.1 s to 1 s), of three batches of vllm."""
-    others = {f"vllm, batch {n}": ("vllm", n) for n in sizes_of(setup, 32, 64, 128)}
-    return capacities(setup, ("sharegpt4",), (5, 10, 15, 25, 50), others)
-
-
+@cache
 def latencies(setup, dataset, names, share):
-    """({policy: summarize_latencies} at that share of the possible rate, whether it was busy)."""
+    """({policy: summarize_run} at that share of the possible rate, whether it was busy)."""
     load = load_of(setup, dataset)
-    arrivals = poisson(load.lengths, share * load.possible, setup.args.seed)
+    arrivals = poisson(load.lengths[: load.count], share * load.possible, setup.args.seed)
     runs, busy = in_turns(setup, names, load.config, arrivals)
-    found = {n: summarize_latencies(run.completions, run.seconds) for n, run in runs.items()}
-    return found, busy or load.busy
+    return {n: summarize_run(*run[:3]) for n, run in runs.items()}, busy or load.busy
 
 
-def by_policy(title, values, orders, busy):
-    """The Finding of {what: {policy: number}} that should rise in these orders of policies."""
-    columns = {"": ""} | dict.fromkeys(next(iter(values.values())), ",.3f")
-    rows = [[what, *its.values()] for what, its in values.items()]
-    wrong = {what: misplaced(its, orders[what]) for what, its in values.items()}
-    right = sum(math.comb(len(its), 2) for its in values.values()) - sum(map(len, wrong.values()))
-    ours = [
-        f"{what} {' / '.join(f'{x:,.3f}' for x in its.values())}" for what, its in values.items()
-    ]
-    why = "; ".join(f"{what}: not {', '.join(its)}" for what, its in wrong.items() if its)
-    ours = f"{', '.join(ours)}; {right} pairs in order"
-    return Finding([(title, columns, rows)], ours, not why, why, [], busy)
+def by_policy(setup, names, cases):
+    """The Finding of cases, (dataset, share of the possible rate, key of summarize_run, policies in
+    the order in which it should rise)."""
+    rows, wrong, texts, is_busy, titles = [], [], [], False, {}
+    for dataset, share, key, order in cases:
+        found, busy = latencies(setup, dataset, names, share)
+        load, its = load_of(setup, dataset), {name: found[name][key] for name in names}
+        rate = f"{share * load.possible:.2f}/s" if share < math.inf else "all at once"
+        rows.append([f"{dataset}, {rate}: {key}", *its.values()])
+        wrong += [f"{dataset} {key} of {pair}" for pair in misplaced(its, order)]
+        texts.append(f"{dataset} {key} {' / '.join(f'{x:,.3f}' for x in its.values())}")
+        titles[f"{load.count} {load.title}"] = is_busy = is_busy or busy
+    count = len(cases) * math.comb(len(names), 2)
+    ours = f"{count - len(wrong)} of {count} pairs in order: {', '.join(texts)}"
+    why, columns = f"not so: {', '.join(wrong)}", {"": ""} | dict.fromkeys(names, ",.3f")
+    table = "; ".join(titles), columns, rows
+    return Finding([table], ours, not wrong, why if wrong else "", [], is_busy)
 
 
 def ablation(setup):
     """SS-T4: hybrid batches alone, chunks alone, and both."""
-    (chunk,), values, orders, titles, busy = sizes_of(setup, 512), {}, {}, [], False
+    chunk = sizes_of(setup, 512)[0]
     hybrid, chunked, both = names = "hybrid-only", f"chunked-only:{chunk}", f"sarathi-serve:{chunk}"
-    for dataset in ("sharegpt4", "arxiv"):
-        found, was_busy = latencies(setup, dataset, names, RATE)
-        busy = busy or was_busy
-        for (key, p), order in {
-            ("ttft_s", "p50"): (hybrid, both, chunked),
-            ("tbt_s", "p99"): (both, chunked, hybrid),
-        }.items():
-            what = f"{dataset}, {p.upper()} {key[:-2].upper()} s"
-            values[what], orders[what] = {n: found[n][key][p] for n in names}, order
-        titles.append(load_of(setup, dataset).title)
-    title = f"{RATE:.0%} of the rate that is possible by estimate: {'; '.join(titles)}"
-    return by_policy(title, values, orders, busy)
+    orders = {"p50_ttft_s": (hybrid, both, chunked), "p99_tbt_s": (both, chunked, hybrid)}
+    return by_policy(setup, names, [(d, RATE, *its) for d in DATASETS for its in orders.items()])
 
 
 def schedulers(setup):
-    """B-7: static batches, Orca, and Orca with chunks; all at once, and TTFT at a rate."""
+    """B-7: static batches, Orca, and Orca with chunks. request-level lets nobody in between two
+    tokens: its TBT cannot be the longest, as the post has it."""
     chunks = [f"sarathi:{n}" for n in sizes_of(setup, 512, 256, 128)]
-    names = static, orca, *_ = "request-level", "orca", *chunks
-    full, busy = latencies(setup, "sharegpt4", names, math.inf)
-    some, was_busy = latencies(setup, "sharegpt4", names, RATE)
-    values = {
-        "tokens/ms": {name: its["tokens_per_s"] / 1e3 for name, its in full.items()},
-        "P99 TBT s": {name: its["tbt_s"]["p99"] for name, its in full.items()},
-        "P99 TTFT s": {name: its["ttft_s"]["p99"] for name, its in some.items()},
-    }
-    orders = [static, *chunks[::-1], orca], [*chunks[::-1], orca, static], [orca, *chunks, static]
-    title = f"{load_of(setup, 'sharegpt4').title}; at once, TTFT at {RATE:.0%} of what is possible"
-    its = by_policy(title, values, dict(zip(values, orders)), busy or was_busy)
-    why = f"{its.why}; {static} lets nobody in between two tokens, so that its TBT is a decode's"
-    return its._replace(why=why if its.why else "")
+    slower, names = [*chunks[::-1], "orca"], ("request-level", "orca", *chunks)
+    cases = [
+        ("sharegpt4", math.inf, "tokens_per_s", ["request-level", *slower]),
+        ("sharegpt4", math.inf, "p99_tbt_s", [*slower, "request-level"]),
+        ("sharegpt4", RATE, "p99_ttft_s", [*slower[::-1], "request-level"]),
+    ]
+    its = by_policy(setup, names, cases)
+    more = ". request-level lets nobody in between two tokens: its TBT is that of decodes alone"
+    return its._replace(why=f"{its.why}{more}" if its.why else "")
 
 
 def timeline(setup, policy, chunk):
-    """(completions, iterations, when C and D came) of SS-F7: 2 and 3, C and D, come with long
-    prompts when 0 and 1, A and B, decode."""
-    more, chat = dict(attention=setup.args.attention), SamplingParams
-    engine = engine_for(setup.model)(setup.model, EngineConfig(policy, chunk, 4, 4 * chunk, **more))
+    """(completions, iterations, when C and D came) of SS-F7, requests 0 to 3: A and B decode when C
+    and D come, with prompts of two chunks beside all decodes."""
+    config = EngineConfig(policy, chunk, 4, 4 * chunk, attention=setup.args.attention)
+    engine = engine_for(setup.model)(setup.model, config)
     engine.warm_up()
-    done, iterations = {}, []
-    short, long = (chunk // 8, 10), (2 * chunk - 4, 4)  # of chunk - 2, or fewer with C beside A, B
-    for coming, steps in (((short, short), 2), ((long, long), math.inf)):
+    done, iterations, short = {}, [], chunk // 8
+    for lengths, output, steps in (
+        ((short, short), 10, 2),
+        ((2 * (chunk - 2), 2 * (chunk - 3)), 4, math.inf),
+    ):
         came = engine.clock()
-        for length, output in coming:
+        for length in lengths:
             engine.add_request([1] * length, SamplingParams(max_new_tokens=output))
         while steps and engine.has_work:
             done |= {e.request_id: e.completion for e in engine.step() if e.completion}
@@ -340,78 +314,70 @@ def timeline(setup, policy, chunk):
     return [done[i] for i in range(4)], iterations, came
 
 
-def judge_stalls(stalls, waited, chunk):
+def judge_stalls(stalls, waits, chunk):
     """SS-F7, of {policy: the most prefill tokens between two tokens of A or B}, and the policies
-    under which C and D wait until A and B have ended; their prompts are longer than a chunk."""
+    under which C, whose prompt is longer than a chunk, waits until A and B have ended."""
     small = stalls["request-level"] == 0 < stalls["sarathi-serve"] <= chunk
-    return small and min(stalls["vllm"], stalls["orca"]) > 2 * chunk and waited == ["request-level"]
+    return small and min(stalls["vllm"], stalls["orca"]) > 2 * chunk and waits == ["request-level"]
 
 
 def stall_example(setup):
     """SS-F7: two requests decode when two with long prompts come, under four policies."""
-    policies, (chunk,) = ("vllm", "orca", "request-level", "sarathi-serve"), sizes_of(setup, 512)
-    rows, panels, stalls, waited, count = [], [], {}, [], 0
-    for policy in policies:
+    (chunk,), rows, panels, stalls, waits = sizes_of(setup, 512), [], [], {}, []
+    for policy in ("vllm", "orca", "request-level", "sarathi-serve"):
         done, iterations, came = timeline(setup, policy, chunk)
-        lanes = {name: [] for name in "ABCD"}
-        for iteration in iterations:
-            its = {who: "d" if decodes else f"{n}" for who, _, n, decodes in iteration.chunks}
-            for i, name in enumerate(lanes):
-                lanes[name].append(its.get(i))
-        took = [f"{1e3 * (i.end - i.start):.0f}" for i in iterations]
-        rows += [[f"{policy}: {name}", *its] for name, its in (lanes | {"ms": took}).items()]
-        count = max(count, len(iterations))
+        lanes = {name: [None] * len(iterations) for name in ("A", "B", "C", "D", "ms")}
+        for n, iteration in enumerate(iterations):
+            lanes["ms"][n] = f"{1e3 * (iteration.end - iteration.start):.0f}"
+            for who, _, length, decodes in iteration.chunks:
+                lanes["ABCD"[who]][n] = "d" if decodes else str(length)
+        rows += [[f"{policy}: {name}", *its] for name, its in lanes.items()]
         found = find_stalls(done[:2], iterations)
         stalls[policy] = max((stall.prefill_tokens for stall in found), default=0)
-        if done[2].scheduled > max(its.token_times[-1] for its in done[:2]):
-            waited.append(policy)
-        lines = {
-            n: [(t - came, k) for k, t in enumerate(c.token_times, 1)] for n, c in zip(lanes, done)
-        }
+        waits += [policy] * (done[2].scheduled > max(its.token_times[-1] for its in done[:2]))
+        times = {name: [t - came for t in its.token_times] for name, its in zip("ABCD", done)}
+        lines = {name: [(t, n) for n, t in enumerate(its, 1)] for name, its in times.items()}
         panels.append(Panel(policy, "s since C and D came", "output tokens", lines))
-    rows = [row + [None] * (count + 1 - len(row)) for row in rows]
-    columns = {"iteration": ""} | {str(n): "" for n in range(1, count + 1)}
-    title = f"what each computes: d a decode, else tokens of a prompt; chunk {chunk}"
-    ours = ", ".join(f"{name} {n:,}" for name, n in stalls.items())
-    ours = f"most prefill between two tokens of A or B: {ours}"
-    holds = judge_stalls(stalls, waited, chunk)
-    return Finding([(title, columns, rows)], ours, holds, "" if holds else f"{waited=}", panels)
+    count = max(map(len, rows))
+    columns = {"iteration": ""} | {str(n): "" for n in range(1, count)}
+    title = f"what is computed: d is a decode, a number tokens of a prompt; budget {chunk}"
+    ours = ", ".join(f"{policy} {n:,}" for policy, n in stalls.items())
+    table = title, columns, [row + [None] * (count - len(row)) for row in rows]
+    why, holds = f"C waits under {', '.join(waits)}", judge_stalls(stalls, waits, chunk)
+    ours = f"most tokens of prompts between two of A or B: {ours}"
+    return Finding([table], ours, holds, "" if holds else why, panels)
 
 
 def static_slots(setup):
     """B-1: slots used under static batching, as the post counts, a step for each token, and in the
     iterations of request-level, on a scheduler without a model."""
-    lengths, used = ((128, 500), (64, 50), (256, 200), (32, 30)), {}
+    lengths, counts = ((128, 500), (64, 50), (256, 200), (32, 30)), []
     totals = [sum(pair) for pair in lengths]
-    used["a step per token"] = [
-        sum(n >= step for n in totals) for step in range(1, max(totals) + 1)
-    ]
-    config = EngineConfig("request-level", max_batch=4, max_len=max(totals))
-    scheduler, counts = config.scheduler(Pages(4, max(totals)), lambda: len(counts)), []
+    steps = [sum(n > step for n in totals) for step in range(max(totals))]
+    config = EngineConfig("request-level", max_batch=len(lengths), max_len=len(steps))
+    scheduler = config.scheduler(Pages(len(lengths), len(steps)), lambda: len(counts))
     for i, (prompt_len, output_len) in enumerate(lengths):
         scheduler.add(Request(i, [0] * prompt_len, prompt_len, output_len))
     while batch := scheduler.next_batch():
         counts.append(len(batch))
         scheduler.advance(batch, [0] * len(batch), len(counts))
-    used["an iteration of request-level"] = counts
-    shares = {
-        name: {n / 4: its.count(n) / len(its) for n in (4, 3, 2, 1)} for name, its in used.items()
-    }
-    table, _ = grid("share of the time", "slots used", "step", shares, ".1%")
-    means = [sum(its) / len(its) / 4 for its in used.values()]
-    lines = {name: [*enumerate(its)] for name, its in used.items()}
-    ours = f"{means[0]:.1%} by the post's count, {means[1]:.1%} of an engine's iterations"
-    holds = round(means[0], 3) == 0.502 and sorted(set(counts)) == [1, 2, 3, 4]
-    return Finding([table], ours, holds, "", [Panel("slots used, of 4", "step", "requests", lines)])
+    used = {"post, a step per token": steps, "request-level, an iteration": counts}
+    columns = {"share of the time": ""} | {f"{25 * n} % of slots": ".1%" for n in (4, 3, 2, 1)}
+    rows = [[name, *(its.count(n) / len(its) for n in (4, 3, 2, 1))] for name, its in used.items()]
+    post, engine = (sum(its) / len(its) / len(lengths) for its in used.values())
+    panel = Panel("slots used", "step", "of 4", {name: [*enumerate(i)] for name, i in used.items()})
+    ours, levels = f"{post:.1%} by the post's count, {engine:.1%} of iterations", [4, 3, 2, 1]
+    holds = [*dict.fromkeys(steps)] == [*dict.fromkeys(counts)] == levels and round(post, 2) == 0.5
+    return Finding([("slots used under static batching", columns, rows)], ours, holds, "", [panel])
 
 
 CLAIMS = {
-    "S-T4": peak_gains,
+    "S-T4": partial(at_balance, (6, 6, 6), lambda worst, best, ours: ours > 1 + NOISE),
     "S-F9": gains_over_ratios,
-    "S-F11": against_orca,
+    "S-F11": partial(at_balance, (18, 10, 6), judge_orca),
     "SS-F7": stall_example,
-    "SS-F10": capacity_of_datasets,
-    "SS-F12": capacity_over_slos,
+    "SS-F10": partial(capacities, DATASETS, (5, 25), [("orca", 128), ("vllm", 128)]),
+    "SS-F12": partial(capacities, DATASETS[:1], SLOS, [("vllm", n) for n in (32, 64, 128)]),
     "SS-T4": ablation,
     "B-1": static_slots,
     "B-7": schedulers,
