@@ -87,8 +87,8 @@ def steady_state(setup, context, batch, ratio, *policies):
     runs, busy = in_turns(setup, ["request-level", *policies], config, arrivals)
     rates, token_ms = {}, {}
     for name, run in runs.items():
-        _, rates[name], _ = steady(run.iterations, batch)
-        its = [i for i in run.iterations if i.prefill_tokens]
+        full, rates[name], _ = steady(run.iterations, batch)
+        its = [i for i in full if i.prefill_tokens]
         tokens = sum(i.prefill_tokens + i.decode_tokens for i in its)
         token_ms[name] = 1e3 * sum(i.end - i.start for i in its) / tokens
     base = rates.pop("request-level")
@@ -176,7 +176,7 @@ def load_of(setup, dataset):
     (base, _), drift = steadily(time_base, setup.model.device, spread_of=lambda found: found[1])
     lengths = sample_lengths(dataset, 100, max_len, setup.args.seed)
     possible = estimated_qps(base, [Arrival(0.0, *pair) for pair in lengths])
-    least, seconds = (16, 2) if setup.args.quick else (24, 7)
+    least, seconds = (12, 2) if setup.args.quick else (24, 7)
     title = f"requests of {dataset} scaled to {max_len:,} tokens, "
     title += f"{config.pages * config.page_size:,} tokens of KV cache"
     count = min(len(lengths), max(least, round(seconds * possible)))
