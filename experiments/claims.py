@@ -19,7 +19,7 @@ class Setup:
     model: GPT
     machine: dict  # of measure.describe_machine
     args: Namespace  # with attention, seed, quick
-    simulated: Callable | None = None  # (EngineConfig, arrivals) -> Run by this machine's law
+    simulated: Callable | None = None  # (EngineConfig, arrivals) -> Run: capacity by a fitted law
 
     @property
     def big(self):

@@ -41,8 +41,9 @@ def config_of(setup, max_len, batch, page_size, requests):
     """What run.plan begins with: memory for so many requests of max_len, or as there is."""
     gc.collect()  # the caches of engines before
     pages = requests * -(-max_len // page_size)
-    memory = page_size, min(pages, pages_that_fit(setup.model, max_len, page_size))
-    return EngineConfig("vllm", 256, batch, max_len, *memory, attention=setup.args.attention)
+    memory = dict(pages=min(pages, pages_that_fit(setup.model, max_len, page_size)))
+    sizes = dict(max_batch=batch, max_len=max_len, page_size=page_size)
+    return EngineConfig(**sizes, **memory, attention=setup.args.attention)
 
 
 def in_turns(setup, names, config, arrivals):
@@ -101,12 +102,9 @@ def compare(setup, title, x, found, ours, holds, log=""):
     by = lambda its: {n: dict(zip(found, (row[n] for row in its))) for n in names if n in its[0]}
     table, panel = grid(f"steady state, {title}", x, "gain", by(gains), ".2fx", log)
     more, _ = grid("what a token takes in batches with prompts", x, "ms", by(costs), ".3f")
-    times = " / ".join(f"{row[[*names][-1]]:.2f}" for row in costs)
-    why = (
-        f"a token takes {times} ms in SARATHI's batches, {costs[0]['request-level']:.2f} in whole "
-    )
-    why += f"prompts: reading the weights takes the time of {setup.machine['ridge_tokens']:.0f} "
-    why += "rows, which is all that a chunk can hide"
+    whole, *_, hybrid = (" / ".join(f"{row[name]:.2f}" for row in costs) for name in names)
+    why = f"a token takes {hybrid} ms in SARATHI's batches, {whole} in whole prompts: what a chunk "
+    why += f"can hide is the time of {setup.machine['ridge_tokens']:.0f} rows, of reading weights"
     return Finding([table, more], ours, holds, "" if holds else why, [panel], any(busy))
 
 
@@ -168,19 +166,26 @@ class Load(NamedTuple):
 
 
 @cache
-def load_of(setup, dataset):
-    """The Load of a dataset, of a few seconds at the rate that is possible."""
+def base_of(setup):
+    """(EngineConfig of all loads, Base of run.measure_base, whether the machine was busy)."""
     max_len, batch = sizes_of(setup, 4096, 128)
     config = config_of(setup, max_len, batch, min(64, max_len), max(1, batch // 3))
-    time_base = partial(measure_base, setup.model, config)
-    (base, _), drift = steadily(time_base, setup.model.device, spread_of=lambda found: found[1])
-    lengths = sample_lengths(dataset, 100, max_len, setup.args.seed)
+    measure = partial(measure_base, setup.model, config)
+    (base, _), drift = steadily(measure, setup.model.device, spread_of=lambda found: found[1])
+    return config, base, drift > BUSY
+
+
+@cache
+def load_of(setup, dataset):
+    """The Load of a dataset, of a few seconds at the rate that is possible."""
+    config, base, busy = base_of(setup)
+    lengths = sample_lengths(dataset, 100, config.max_len, setup.args.seed)
     possible = estimated_qps(base, [Arrival(0.0, *pair) for pair in lengths])
     least, seconds = (12, 2) if setup.args.quick else (24, 7)
-    title = f"requests of {dataset} scaled to {max_len:,} tokens, "
-    title += f"{config.pages * config.page_size:,} tokens of KV cache"
     count = min(len(lengths), max(least, round(seconds * possible)))
-    return Load(lengths, count, possible, base.seconds, config, title, drift > BUSY)
+    title = f"requests of {dataset} scaled to {config.max_len:,} tokens, "
+    title += f"{config.pages * config.page_size:,} tokens of KV cache"
+    return Load(lengths, count, possible, base.seconds, config, title, busy)
 
 
 @cache
@@ -188,7 +193,7 @@ def serve_at(setup, dataset, policy, batch, qps):
     """What summarize_latencies says of a server at that rate, and whether it was `busy`."""
     load, seed, drift = load_of(setup, dataset), setup.args.seed, 0.0
     config = plan([policy], [load.config.page_size], replace(load.config, max_batch=batch))[policy]
-    if setup.args.quick and setup.simulated:
+    if setup.simulated:
         run = setup.simulated(config, poisson(load.lengths, qps, seed))
     else:
         arrivals = poisson(load.lengths[: load.count], qps, seed)
@@ -226,12 +231,13 @@ def capacities(datasets, slos, others, setup):
     *budgets, batch = sizes_of(setup, 512, 2048, 128)
     ours = {f"budget {n}": (f"sarathi-serve:{n}", batch) for n in budgets}
     drawn, texts, why, is_busy = [], [], [], False
-    how = "by this machine's law" if setup.args.quick and setup.simulated else "measured"
     for dataset in datasets:
         load = load_of(setup, dataset)
         slos_s = [multiple * load.base_s for multiple in slos]
         found, busy = capacities_on(setup, dataset, others | ours, slos_s)
-        drawn.append(grid(f"{how}: {load.title}", "SLO s", "requests/s", found, ".2f"))
+        how = "simulated with this machine's law" if setup.simulated else "measured"
+        title = f"{how}: {len(load.lengths) if setup.simulated else load.count} {load.title}"
+        drawn.append(grid(title, "SLO s", "requests/s", found, ".2f"))
         best, is_busy = {at: max(found[n][at] for n in ours) for at in slos_s}, is_busy or busy
         for name in others:
             gains = [best[at].over(found[name][at]) for at in slos_s]
@@ -262,7 +268,8 @@ def by_policy(setup, names, cases):
         rows.append([f"{dataset}, {rate}: {key}", *its.values()])
         wrong += [f"{dataset} {key} of {pair}" for pair in misplaced(its, order)]
         texts.append(f"{dataset} {key} {' / '.join(f'{x:,.3f}' for x in its.values())}")
-        titles[f"{load.count} {load.title}"] = is_busy = is_busy or busy
+        titles |= {f"{load.count} {load.title}": None}
+        is_busy |= busy
     count = len(cases) * math.comb(len(names), 2)
     ours = f"{count - len(wrong)} of {count} pairs in order: {', '.join(texts)}"
     why, columns = f"not so: {', '.join(wrong)}", {"": ""} | dict.fromkeys(names, ",.3f")
@@ -299,11 +306,8 @@ def timeline(setup, policy, chunk):
     config = EngineConfig(policy, chunk, 4, 4 * chunk, attention=setup.args.attention)
     engine = engine_for(setup.model)(setup.model, config)
     engine.warm_up()
-    done, iterations, short = {}, [], chunk // 8
-    for lengths, output, steps in (
-        ((short, short), 10, 2),
-        ((2 * (chunk - 2), 2 * (chunk - 3)), 4, math.inf),
-    ):
+    done, iterations, long = {}, [], (2 * (chunk - 2), 2 * (chunk - 3))
+    for lengths, output, steps in (((chunk // 8,) * 2, 10, 2), (long, 4, math.inf)):
         came = engine.clock()
         for length in lengths:
             engine.add_request([1] * length, SamplingParams(max_new_tokens=output))
