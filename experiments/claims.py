@@ -5,17 +5,21 @@ paper_iterations.py, of whole runs in paper_loads.py; what the papers say of eac
 published.toml. `bench.py paper` runs them, and says how they compare."""
 
 from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from model import GPT
 
 
-class Setup(NamedTuple):
+@dataclass(frozen=True, eq=False)  # hashable: what was run is kept for each
+class Setup:
     """What claims are measured with: the model on its device, and how far to go."""
 
     model: GPT
     machine: dict  # of measure.describe_machine
     args: Namespace  # with attention, seed, quick
+    simulated: Callable | None = None  # (EngineConfig, arrivals) -> Run: capacity by a fitted law
 
     @property
     def big(self):
