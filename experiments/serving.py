@@ -65,6 +65,7 @@ def add_options(parser, command):
     words = dict(datasets=", ".join(workload.LENGTHS), columns=", ".join(workload.TRACE_COLUMNS))
     types = dict(prefix=shared_prefix, sizes=page_sizes, slo=slo, caching=CACHING)
     parser.add_table("serving", **words, **types)
+    parser.add_table("json")
     parser.add_model_options("llama3-8b on a GPU with 75 GB or more, else llama-160m")
 
 

@@ -28,7 +28,7 @@ def print_table(columns, rows):
         print("| " + " | ".join(cells) + " |" + ("" if number else "\n" + rule))
 
 
-def print_rows(table, rows, **words):
+def print_rows(table, rows, /, **words):
     """Print a table of tables.toml and the words around it, with an empty line after each. `rows`
     is {name: {key: value}}, where a value that is not there is None."""
     its = TABLES[table]

@@ -18,7 +18,7 @@ from threading import Thread
 from tqdm import tqdm
 
 from experiments.console import SIGNALS
-from experiments.options import number, whole, write_json, wrote
+from experiments.options import write_json, wrote
 from experiments.tables import print_table
 from simulator import papers
 
@@ -46,17 +46,10 @@ def experiments(text):
 
 def add_options(parser):
     """The options of `simulate`."""
-    add, names = parser.add, [f"{name} ({what})" for name, (_, what) in EXPERIMENTS.items()]
-    cpu = "what an iteration costs each stage on the CPU in the experiments of Sarathi-Serve, in ms"
-    add("--only", f"from {', '.join(names)}", [*EXPERIMENTS], "all", type=experiments)
-    add("--requests", "in each run of the serving experiments", 512, type=whole(8, 10**6))
-    add("--cpu-ms", cpu, 10.0, type=number(least=0, most=1e6))
-    count, shown = os.cpu_count() or 1, "the number of cores"
-    add("--processes", "simulate so many at once", count, shown, type=whole(1, 256))
-    parser.add_files(
-        json="write all that is printed",
-        plot="draw batches and bubbles in pipelines: p.png makes p-SS-F8.png and p-S-F12.png",
-    )
+    named = ", ".join(f"{name} ({what})" for name, (_, what) in EXPERIMENTS.items())
+    parser.add_table("simulate", experiments=named, names=experiments)
+    parser.add_table("json")
+    parser.set_defaults(only=[*EXPERIMENTS], processes=os.cpu_count() or 1)
 
 
 def check(parser, args):
@@ -113,7 +106,9 @@ def main(args):
             near, nearer = (sum(error <= limit for error in errors) for limit in (0.25, 0.1))
             if errors:
                 print(f"Of {len(errors)} published numbers {nearer} came out within 10%, {near}")
-                print('within 25%; why others do not is in simulator/README.md, "Where it is off".')
+                print("within 25%, those among them that constants were fitted to (S-T2, S-F7, the")
+                print("batches of 27 and 11, what S-F12 assumes). Why others do not come out is in")
+                print('simulator/README.md, "Where it is off".')
             write_json(args, {"tables": [table.json() for table in tables]})
             wrote(args.json)
     if args.plot:
