@@ -27,6 +27,7 @@ PARTS = "total", "products", "attention"  # that are timed of an iteration
 def add_options(parser):
     """The options of the command."""
     parser.add_table("offline")
+    parser.add_table("json")
     add_load_options(parser)
 
 

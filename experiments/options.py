@@ -138,12 +138,6 @@ class OptionParser(argparse.ArgumentParser):
         self.add_model_options("llama-160m", geometry="--preset", checkpoint="--model")
         self.add_table("engine")
 
-    def add_files(self, json="write all that is printed, with these options", **contents):
-        """An option for each file that can be written, such as json, and what is written to it."""
-        for name, what in ({"json": json} | contents).items():
-            file = GIVEN["picture" if name == "plot" else "file"]
-            self.add(f"--{name.replace('_', '-')}", what, metavar="FILE", type=file)
-
     def error(self, message):
         """Exit with one line: "--chunk 0: must be ...", not argparse's usage and "argument"."""
         message = re.sub(r"^argument (--\S+): ", r"\1 ", message.replace("\n", " "))

@@ -65,6 +65,7 @@ def add_options(parser, command):
     words = dict(datasets=", ".join(workload.LENGTHS), columns=", ".join(workload.TRACE_COLUMNS))
     types = dict(prefix=shared_prefix, sizes=page_sizes, slo=slo, caching=CACHING)
     parser.add_table("serving", **words, **types)
+    parser.add_table("json")
     parser.add_model_options("llama3-8b on a GPU with 75 GB or more, else llama-160m")
 
 
@@ -82,8 +83,12 @@ def check(parser, args):
         parser.error("--trace-scale: goes with --trace")
     sizes = args.page_size or [min(64, -(-longest // 2))]
     sizes = [longest if size == "max" else size for size in sizes]
+    if max(sizes) > longest:
+        parser.error(f"--page-size {max(sizes)}: must be at most --max-len {longest}")
     shares = prefix or args.turns > 1
     args.prefix_caching = CACHING[args.prefix_caching or ("both" if shares else "off")]
+    if True in args.prefix_caching and max(sizes) == longest:
+        parser.error(f"--page-size {longest}: must be below --max-len, or --prefix-caching off")
     args.page_size = list(dict.fromkeys(sizes))
     needed = max(-(-longest // size) * size for size in sizes)  # of one request
     args.kv_tokens = args.kv_tokens or max(args.pp, args.batch // 3) * needed

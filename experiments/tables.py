@@ -28,7 +28,7 @@ def markdown(columns, rows):
     return "\n".join([lines[0], rule, *lines[1:]])
 
 
-def print_rows(table, rows, **words):
+def print_rows(table, rows, /, **words):
     """Print a table of tables.toml and the words around it, with an empty line after each. `rows`
     is {name: {key: value}}, where a value that is not there is None."""
     its = TABLES[table]

@@ -26,7 +26,7 @@ class Stage:
         self.alive = WeakSet()  # on rank 0: ParallelRunners
 
     def room(self, alive, config):
-        """How many pages an EngineConfig has beside the runners `alive`, or ValueError."""
+        """Forget all runners but those `alive`: how many pages a config has then, or ValueError."""
         self.runners = {key: self.runners[key] for key in alive}
         return config.for_model(self.model).pages
 

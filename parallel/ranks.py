@@ -37,8 +37,8 @@ class Ranks:
         cuda = device_type == "cuda"
         self.device = torch.device(device_type, int(os.environ["LOCAL_RANK"]) if cuda else None)
         if cuda:
-            if (here := int(os.environ["LOCAL_WORLD_SIZE"])) > torch.cuda.device_count():
-                raise ValueError(f"{here} processes on a node: more than it has GPUs")
+            if (here := int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > torch.cuda.device_count():
+                raise ValueError(f"{here} processes on a node: must be at most one for each GPU")
             torch.cuda.set_device(self.device)
         try:
             dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=LIMIT)
@@ -49,7 +49,7 @@ class Ranks:
             raise ConnectionError(f"{where}: {error}") from error
         (self.stage, self.part), self.tp_group = mesh.get_coordinate(), mesh["tp"].get_group()
         self.rank, self.tp, self.pp, self.size = dist.get_rank(), tp, pp, tp * pp
-        clocks = self.gather(time.time() - time.perf_counter())  # nodes have their own
+        clocks = self.gather(max(time.time() - time.perf_counter() for _ in range(99)))  # of nodes
         self.clock = lambda: time.perf_counter() + clocks[self.rank] - clocks[0]  # s, on rank 0's
         self.orders, self.numbers, self.waited = queue.SimpleQueue(), count(), 0.0  # in seconds
         self.news, self.answers = Condition(), {}  # on rank 0: order -> {rank: what it returned}
@@ -151,7 +151,7 @@ class Ranks:
                 if message is None:
                     os._exit(0)  # all is done
                 self.orders.put(message) if self.rank else self._hear(peer, *message)
-        self._lose(f"rank {peer} is gone: killed, interrupted, or not to be reached")
+        self._lose(f"rank {peer} is gone: killed, or not to be reached")
 
     def _hear(self, rank, number, result):
         """On rank 0: what a rank returned for an order, or why it ends."""

@@ -8,6 +8,7 @@ bandwidth, whichever is longer (Sarathi-Serve §3.1, T = max(T_math, T_mem)), an
 to start and drain. The rows of a matrix product are rounded up to whole tiles (SARATHI §4.4). Read
 first: devices.py. Read next: simulation.py, which runs the policies on it."""
 
+import math
 from dataclasses import dataclass
 
 from checks import check_number
@@ -33,7 +34,7 @@ def product_seconds(device, tokens, rows, columns):
     them if the device says how many units share a wave, or moves bytes."""
     tiles = -(-tokens // device.tile) * columns / device.tile
     if device.units:
-        tiles = -(-tiles // device.units) * device.units
+        tiles = -(-math.ceil(tiles) // device.units) * device.units
     flops = 2 * tiles * device.tile**2 * rows
     moved = BYTES * (rows * columns + tokens * (rows + columns))
     return device.op_s + max(flops / device.flops_per_s, moved / device.bytes_per_s)

@@ -12,6 +12,8 @@ from collections import Counter
 from functools import partial
 from statistics import median
 
+from tqdm import tqdm
+
 from experiments import measure, options, run, workload
 from experiments.tables import print_rows
 from policies.config import EngineConfig
@@ -28,6 +30,7 @@ FOLLOWING, DRAWN = 4, 40  # batches behind each other that are timed; on any sta
 def add_options(parser):
     """The options of the command."""
     parser.add_table("pipeline")
+    parser.add_table("json")
     parser.add_model_options("llama-13b on a GPU with 40 GB or more, else llama-160m")
 
 
@@ -47,7 +50,8 @@ def seconds_of(batches):
 def fit(runner, max_len):
     """The FittedCost of the stages of a parallel.engine.ParallelRunner."""
     timed, hops = [], []
-    for prefill, context, decodes in profile_cases(max_len)[0]:
+    cases = tqdm(profile_cases(max_len)[0], "profile", leave=False, disable=None)
+    for prefill, context, decodes in cases:
         case = prefill + decodes, context, decodes
         spans = hybrid_spans(runner.cache, *case)
         drawn = [SamplingParams()] * len(spans), [0] * len(spans)

@@ -27,7 +27,7 @@ from experiments import options
 from experiments.claims import Finding, Setup
 from experiments.console import SIGNALS, explain
 from experiments.measure import describe_machine, device_name
-from experiments.options import number, whole, write_text
+from experiments.options import write_text
 from experiments.tables import markdown
 from simulator import papers
 from views.panels import plot_panels
@@ -62,16 +62,9 @@ def claims(text):
 
 def add_options(parser):
     """The options of `paper`."""
-    add, flag = parser.add, dict(action="store_true")
-    some = f"ids, such as S-F9,SS-F14, or from simulated, {', '.join(SIMULATED)}"
-    add("--only", some, [*CLAIMS], "all", type=claims)
-    add("--quick", "fewer sizes, fewer repeats, shorter runs", False, **flag)
-    add("--list", "say what there is and what is done already, and measure nothing", False, **flag)
-    add("--fresh", "measure again what is done already", False, **flag)
-    add("--out", "where results are kept", shown="results/<machine>", metavar="DIRECTORY")
-    add("--max-len", "the longest request on the device", by_device=(4096, 16384), type=whole(64))
-    add("--cpu-ms", "CPU time of a simulated iteration, ms", 10.0, type=number(least=0, most=1e6))
-    add("--processes", "simulate so many at once", os.cpu_count() or 1, type=whole(1, 256))
+    ids = f"ids, such as S-F9,SS-F14, or from simulated, {', '.join(SIMULATED)}"
+    parser.add_table("paper", ids=ids, claims=claims)
+    parser.set_defaults(only=[*CLAIMS], processes=os.cpu_count() or 1)
     parser.add_model_options("llama-13b on a GPU with 40 GB or more, else llama-160m")
 
 

@@ -55,7 +55,7 @@ def parse_args(words):
     parser = options.OptionParser(prog="python -m tests.compare_engines", description=what)
     parser.add("--against", HELP, required=True, metavar="ENGINES", type=opponents)
     offline.add_load_options(parser)
-    parser.add_files()
+    parser.add_table("json")
     parser.set_defaults(policies=OURS)  # what else offline.check reads
     args = parser.parse_args(words)
     offline.check(parser, args)

@@ -27,7 +27,7 @@ def parse_args(words):
     what = "Serve a load under request-level and sarathi, and add up where the gain goes."
     parser = options.OptionParser(prog="python -m tests.explain_gain", description=what)
     offline.add_load_options(parser)
-    parser.add_files()
+    parser.add_table("json")
     parser.set_defaults(policies=COMPARED)
     args = parser.parse_args(words)
     offline.check(parser, args)

@@ -117,9 +117,10 @@ NONSENSE = {  # options whose value is refused by the name of the option
     "serve": "--qps=0 --qps=nan --slo=0 --page-size=0 --page-size=big --kv-tokens=1000 "
     "--long-prompt=1024 --requests=0 --max-waiting=0 --classes=vip=0.1 "
     "--trace-scale=0 --plot=x.txt",
-    "capacity": "--slo=0",
+    "capacity": "--slo=0 --page-size=2000",
     "budget --slo-tbt=1": "--slo-tbt=0 --decodes=0 --tile=0",
 }
+SLOTS = "--page-size {}: must be below --max-len, or --prefix-caching off"
 NO_PAIR = ("512", "0:4", "4:0", "512:4:1", "1:-2", "x:2", "5.0:1", "9:" + 12 * "9")
 REFUSED = [
     (f"{command} {option}", f"{option.replace('=', ' ', 1)}: must ")
@@ -144,6 +145,7 @@ REFUSED += [
     ("pipeline", "--pp 1: a pipeline has two stages or more"),
     ("capacity --qps 1", "unrecognized arguments: --qps 1"),
     ("serve --slo hard", "--slo hard: must be a finite number above 0"),
+    ("serve --page-size 16,2000", "--page-size 2000: must be at most --max-len 1024"),
     ("serve --policies sarathi:x", "'sarathi:x': must be one of request-level"),
     ("serve --classes low=0.1,low=0.2", "low=0.1,low=0.2: must be some of realtime, high, normal"),
     ("serve --classes low=0", "--classes 0: must be"),
@@ -158,6 +160,8 @@ REFUSED += [
     ("serve --shared-prefix 24:4 --long-prompt 1000", "1000: must be below 1000, --max-len less"),
     ("serve --turns 0", "--turns 0: must be a whole number of at least 1"),
     ("serve --prefix-caching yes", "--prefix-caching invalid choice: 'yes'"),
+    ("serve --prefix-caching on --page-size 16,max", f"{SLOTS.format(1024)}"),
+    ("capacity --turns 2 --max-len 64 --page-size 64", f"{SLOTS.format(64)}"),
     ("serve --turns 2 --long-prompt 9", "--long-prompt 9: must be below 1024, --max-len less"),
     ("budget", "the following arguments are required: --slo-tbt"),
 ]
@@ -169,25 +173,6 @@ def test_what_makes_no_sense_is_refused_at_once(words, message, capsys, monkeypa
     with pytest.raises(SystemExit) as done:
         bench.parse_args(words.split())
     assert message in capsys.readouterr().err and done.value.code == 2
-
-
-SLOTS = "page_size={0}: must be below max_len={0}, for prefix_caching"
-NO_PAGES = [
-    ("serve --page-size 16,2000", "page_size=2000: must be at most max_len=1024"),
-    ("capacity --page-size 2000", "page_size=2000: must be at most max_len=1024"),
-    ("serve --prefix-caching on --page-size 16,max", SLOTS.format(1024)),
-    ("capacity --turns 2 --max-len 64 --page-size 64", SLOTS.format(64)),
-]
-
-
-@pytest.mark.parametrize("words, message", NO_PAGES)
-def test_pages_that_cannot_be_are_refused_before_a_model_is_loaded(
-    words, message, monkeypatch, capsys
-):
-    monkeypatch.setattr(options, "load_model", None)
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        bench.main([*words.split(), "--device", "cpu"])
-    assert capsys.readouterr() == ("", "")
 
 
 NO_MODEL = [

@@ -392,13 +392,15 @@ def test_the_template_of_a_checkpoint(tmp_path):
 def test_a_remote_server_is_measured_as_this_machine_is():
     lengths = [(0.0, 5, 20), (0.02, 9, 1), (0.04, 60, 30)]
     arrivals = [Arrival(*its, priority="high") for its in lengths]
-    with serving(circle(), byte_tokenizer(), max_waiting=1) as its:
-        args = SimpleNamespace(url=f"{its.url}/v1", model=None, seed=0, shared_prefix=(0, 1))
-        machine = RemoteMachine(args)
+    args = SimpleNamespace(model=None, seed=0, shared_prefix=(0, 1))
+    with serving(circle(), byte_tokenizer()) as its:
+        machine = RemoteMachine(SimpleNamespace(**vars(args), url=f"{its.url}/v1"))
         ended = []
         seen = machine.serve(arrivals, progress=lambda: ended.append(1), recorder=None)
         assert machine.model == "tiny" and len(ended) == 3
+    with serving(circle(), byte_tokenizer(), max_waiting=1) as its:
         its.engine.runner.flatten = slow(its.engine.runner.flatten, 0.2)
+        machine = RemoteMachine(SimpleNamespace(**vars(args), url=f"{its.url}/v1"))
         crowd = machine.serve([Arrival(0.0, 5, 2)] * 8)
     assert [(len(c.prompt), len(c.token_times)) for c in seen.completions] == [
         its[1:] for its in lengths

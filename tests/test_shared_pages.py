@@ -5,7 +5,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_cache import Pages
@@ -102,6 +102,7 @@ class SharedPages:
                 pages.free([page])
 
 
+@settings(deadline=None)
 @given(st.data(), st.integers(4, 9))
 def test_pages_are_found_shared_and_given_away_as_they_promise(data, total):
     it, few = SharedPages(total), st.integers(0, 1)
