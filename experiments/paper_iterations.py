@@ -151,7 +151,7 @@ def throughput(setup, its):
     L, parts, rates, drifted = its.context, [], [], []
     layer = GPT(replace(setup.model.config, n_layer=1), setup.model.device, setup.model.dtype)
     for name, model, more in ("", None, []), (", one layer", layer, its.more):
-        most, few = max(its.batches + more), sorted({*TILES, *its.tokens})
+        most, few = max(its.batches + more), sorted({its.chunk, *its.tokens})
         cases = {"prefill": {n: batch(1, 0, n) for n in few if 16 <= n < L}}
         cases["prefill"] |= {B * L: batch(B, 0, L) for B in its.prompts}
         cases["decode"] = {B: batch(B, L - 1, 1) for B in its.batches + more}
@@ -163,9 +163,11 @@ def throughput(setup, its):
             parts.append((f"{phase}{name}, {L:,}", "tokens", "rate", ".3f", "xy", rows))
     prefill, decode, _, layer = rates
     few, most, ridge = min(decode), max(decode), setup.machine["ridge_tokens"]
-    gain, below = decode[most] / decode[few], 1 - prefill[256] / max(prefill.values())
-    ours = f"prefill saturates at B L = {saturates(prefill):,}, 256 is {below:.1%} below the peak; "
-    ours += f"decode of one layer at B = {saturates(layer)}"
+    gain, below = decode[most] / decode[few], 1 - prefill[its.chunk] / max(prefill.values())
+    ours = (
+        f"prefill saturates at B L = {saturates(prefill):,}, {its.chunk} is {below:.1%} below the "
+    )
+    ours += f"peak; decode of one layer at B = {saturates(layer)}"
     seen = f"{most} decodes have {gain:.1f}x the rate of {few}, for the ridge is {ridge:.0f} rows"
     shape = [(saturates(prefill) <= 512, ours), (gain >= (most / few) ** 0.7, seen)]
     return finding(parts, ours, shape, any(drifted))
@@ -218,7 +220,7 @@ def intensity(setup, its):
 def tiles(setup, its):
     """S-F7, SS-F6: the time of linear layers is flat for few tokens, and grows as they do for many;
     on a GPU there is a step behind each tile, larger than that of any token nearby."""
-    tokens = sorted({*its.tokens, *(n + i for n in TILES for i in (-2, -1, 0, 1, 2))})
+    tokens = sorted({*its.tokens, *(n + i for n in TILES for i in (-1, 0, 1, 2))})
     products = lambda runner, spans: measure.bare_products(runner.model, spans[0].length, 0)
     both = lambda *case: iteration(*case) | {"linear layers": products(*case)}
     cases = {"one prompt": {n: batch(1, 0, n) for n in tokens}}
@@ -227,7 +229,7 @@ def tiles(setup, its):
     ms, linear = ({n: row[name] for n, row in rows.items()} for name in ("whole", "linear layers"))
     ours, shape = ", ".join(f"{n}: {ms[n]:.1f} ms" for n in (128, 256, 257)), []
     for n in TILES:
-        step, *others = (ms[m + 1] / ms[m] - 1 for m in (n, n - 2, n - 1, n + 1))
+        step, *others = (ms[m + 1] / ms[m] - 1 for m in (n, n - 1, n + 1))
         ours += f"; a token more than {n}: {step:+.1%}, nearby {listed(others, '+.1%')}"
         shape.append((not setup.big or step > max(0.05, *map(abs, others)), ours))
     one, few, *_, many, most = tokens
@@ -241,7 +243,7 @@ def tiles(setup, its):
 def speedups(setup, its):
     """S-F8, S-T2: a decode is cheaper that rides with a chunk, the less so the larger batch and
     context; timed by offline.decode_maximal."""
-    riding, busy, table_2 = {}, False, (its.context, 4, its.context)
+    riding, busy, table_2 = {}, False, tuple(its.table_2)
     points = [(context, B, its.chunk) for context, batches in its.loads for B in batches]
     for context, B, chunk in [*points, table_2]:
         more = dict(seq_len=context, batch=B, chunk=chunk)
@@ -361,7 +363,7 @@ def beside_decodes(setup, its):
     cases = {"decodes": {0: riding}}
     cases["prompt"] = {n: batch(1, 0, n) + riding for n in its.lengths}
     cases["chunk"] = {n: batch(1, n - size, size) + riding for n in its.lengths}
-    found, busy = timed(setup, its.riding + 1, max(its.lengths), cases)
+    found, busy = timed(setup, its.riding + 1, max(its.context, *its.lengths), cases)
     alone = found.pop("decodes")[0]["whole"]
     rows = {n: {name: found[name][n]["whole"] / alone for name in found} for n in its.lengths}
     prompt, chunk = ([row[name] for row in rows.values()] for name in found)
@@ -370,7 +372,7 @@ def beside_decodes(setup, its):
     even = max(chunk) <= 1.5 * min(chunk)
     shape = [(falls(prompt[::-1]) and even and prompt[-1] >= 2 * chunk[-1], ours)]
     title = f"{its.riding} decodes at {its.context:,}, {alone:.1f} ms, with a prompt or a chunk"
-    parts = [(title, "prompt", "times the decodes alone", ".1fx", "xy", rows)]
+    parts = [(title, "tokens", "times the decodes alone", ".1fx", "xy", rows)]
     return finding(parts, ours, shape, busy)
 
 
