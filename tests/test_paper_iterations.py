@@ -257,6 +257,66 @@ def test_a_device_as_in_the_papers_has_their_shapes(setup, monkeypatch):
     )
 
 
+def test_chunks_cost_something_and_large_ones_little(setup, monkeypatch):
+    """Each chunk costs as much as a token more, and a prompt is no chunk of itself."""
+    by_law(monkeypatch, in_chunks(1))
+    found = CLAIMS["SS-F14"](setup)
+    assert found.holds
+    expected = {
+        "24": [28 / 25 - 1, 26 / 25 - 1, None],
+        "48": [56 / 49 - 1, 52 / 49 - 1, 50 / 49 - 1],
+    }
+    for length, row in cells(found)["chunked prefill: added to that of no chunks"].items():
+        assert row == pytest.approx(expected[length])
+    found = CLAIMS["S-F13"](quick(setup))
+    assert found.holds and list(cells(found)["a prompt of 64: times"]) == ["4", "8", "16"]
+    gains = [1.0, 1.2, 1.1]
+    monkeypatch.setattr(
+        paper, "gains", lambda setup, *its: gains if its == (64, 3, [4, 8, 16]) else 0
+    )
+    found = CLAIMS["S-F13"](setup)
+    assert found.holds and "end-to-end gain 1.00, 1.20, 1.10x at chunks of 4, 8, 16" in found.ours
+    for gains, best in (([1.3, 1.2, 1.1], 4), ([1.0, 1.1, 1.2], 16)):
+        found = CLAIMS["S-F13"](setup)
+        assert not found.holds and found.why == f"chunks of {best} are best end to end"
+
+
+def test_the_gain_end_to_end_is_over_request_level(setup, monkeypatch):
+    def serve(model, configs, arrivals, tokens, progress, recorders):
+        assert {(a.prompt_len, a.output_len) for a in arrivals[3:]} == {(51, 13)}  # P:D 8 / 2
+        assert [len(prompt) for prompt in tokens] == [51] * 7
+        assert {(c.max_batch, c.max_len, c.page_size) for c in configs.values()} == {(3, 64, 64)}
+        assert [c.chunk for c in configs.values()][1:] == [4, 8, 16]
+        return {name: Namespace(seconds=s) for name, s in zip(configs, (6.0, 5.0, 4.0, 3.0))}
+
+    monkeypatch.setattr(paper.offline, "serve_in_turns", serve)
+    assert paper.gains(setup, 64, 3, [4, 8, 16]) == [6 / 5, 6 / 4, 6 / 3]
+
+
+@pytest.mark.parametrize("found, wrong", [
+    ({(32, 2): 8.0, (32, 3): 6.0, (48, 2): 5.0, (48, 3): None}, ""),
+    ({(32, 2): 8.0, (32, 3): 9.0, (48, 2): 5.0, (48, 3): 3.0}, "rises to 9.0x at (32, 3), context"),
+    ({(32, 2): 8.0, (32, 3): 7.0, (48, 2): 9.0, (48, 3): 3.0}, "rises to 9.0x at (48, 2), context"),
+    ({(32, 2): 3.0, (32, 3): 2.0, (48, 2): 1.0, (48, 3): 0.9}, "3.0x, 2.0x, 1.0x, 0.9x; Table 2"),
+    ({(32, 2): 3.0, (32, 3): None, (48, 2): None, (48, 3): None}, "3.0x, -, -, -; Table 2: 4.00 ms"),
+])  # fmt: skip
+def test_a_decode_that_rides_is_cheaper(found, wrong, setup, monkeypatch):
+    def decode_maximal(model, machine, args):
+        point = args.seq_len, args.batch, args.chunk
+        asked.append(point)
+        row = dict(decodes=3, decode_token_ms=4.0, busy=point == (48, 3, 16))
+        speedup = {"total": found[point[:2]] if point[2] == 16 else 77.0}
+        return {name: row for name in ("chunk", "decodes", "both")}, speedup, None
+
+    asked = []
+    monkeypatch.setattr(paper.offline, "decode_maximal", decode_maximal)
+    claim = CLAIMS["S-F8"](setup)
+    assert asked == [(*point, 16) for point in found] + [(64, 4, 64)]
+    assert claim.holds == (not wrong) and wrong in claim.why and claim.busy
+    rows = cells(claim)["decode speedup, chunk 16: times"]
+    assert rows == {str(B): [found[32, B], found[48, B]] for B in (2, 3)}
+
+
 @pytest.mark.parametrize(
     "name, law, why",
     [
@@ -271,7 +331,7 @@ def test_a_device_as_in_the_papers_has_their_shapes(setup, monkeypatch):
         ("SS-F9", lambda name, s: 1.0, "1.0, 1.0x with prompts of 24, 48"),
         ("B-2", lambda name, s: 1.0, "one stall of 1 ms against 4 steps of 1-1 ms"),
         ("B-2", lambda name, s: s[0].end, "one stall of 64 ms against 4 steps of 16-64 ms"),
-        ("SS-F14", in_chunks(3), "chunk 6: +33%, "),
+        ("SS-F14", in_chunks(2.4), "chunk 6: +27%, +33%; chunk 12: +9%, +14%; chunk 24: +5% at"),
         ("SS-F14", in_chunks(-4), "chunk 24: "),
         ("S-F13", in_chunks(0), "attention takes 1.00, 1.00, 1.00x"),
         ("S-F10", lambda name, s: max(2, *(x.length for x in s)), "linear layers take "),
