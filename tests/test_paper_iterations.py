@@ -15,7 +15,7 @@ from kv_cache import Span
 from model import GPT, GPTConfig
 
 TINY = dict(context=64, batches=[1, 2, 6], more=[8, 12], prompts=[1, 2], lengths=[24, 48])
-TINY |= dict(tokens=[1, 4, 16, 300, 600], chunk=16, loads=[[32, [2, 3]], [48, [2, 3]]], riding=3)
+TINY |= dict(tokens=[1, 4, 16, 384, 768], chunk=16, loads=[[32, [2, 3]], [48, [2, 3]]], riding=3)
 TINY |= dict(balanced=[2, 5], chunks=[4, 8, 16], long_chunks=[6, 12, 24], stall=64)
 TINY |= dict(table_2=[64, 4, 64])
 MACHINE = dict(flops_per_s=4e11, bytes_per_s=1e10, ridge_tokens=21.0, busy=False)
@@ -107,7 +107,7 @@ def test_there_is_a_row_for_each_size(setup):
     assert rows_of("S-F4a", setup) == [tokens, batches, tokens, [*batches, "8", "12"]]
     assert rows_of("S-F4b", setup)[:2] == [batches, [*batches, "8", "12"]]
     near = [str(tile + i) for tile in (128, 256) for i in (-1, 0, 1, 2)]
-    assert rows_of("S-F7", setup) == [["1", "4", "16", *near, "300", "600"]]
+    assert rows_of("S-F7", setup) == [["1", "4", "16", *near, "384", "768"]]
     batches = ["prefill-only", "decode-only", "decode-maximal"]
     assert rows_of("S-F8", setup) == [["2", "3"], batches]
     assert rows_of("S-F10", setup) == 3 * [["2", "5"]]
@@ -270,13 +270,11 @@ def test_chunks_cost_something_and_large_ones_little(setup, monkeypatch):
         assert row == pytest.approx(expected[length])
     found = CLAIMS["S-F13"](quick(setup))
     assert found.holds and list(cells(found)["a prompt of 64: times"]) == ["4", "8", "16"]
-    gains = [1.0, 1.2, 1.1]
-    monkeypatch.setattr(
-        paper, "gains", lambda setup, *its: gains if its == (64, 3, [4, 8, 16]) else 0
-    )
+    gains = {(64, 3): [1.0, 1.2, 1.1]}
+    monkeypatch.setattr(paper, "gains", lambda setup, L, B, chunks: gains[L, B])
     found = CLAIMS["S-F13"](setup)
     assert found.holds and "end-to-end gain 1.00, 1.20, 1.10x at chunks of 4, 8, 16" in found.ours
-    for gains, best in (([1.3, 1.2, 1.1], 4), ([1.0, 1.1, 1.2], 16)):
+    for gains[64, 3], best in (([1.3, 1.2, 1.1], 4), ([1.0, 1.1, 1.2], 16)):
         found = CLAIMS["S-F13"](setup)
         assert not found.holds and found.why == f"chunks of {best} are best end to end"
 
@@ -298,7 +296,7 @@ def test_the_gain_end_to_end_is_over_request_level(setup, monkeypatch):
     ({(32, 2): 8.0, (32, 3): 9.0, (48, 2): 5.0, (48, 3): 3.0}, "rises to 9.0x at (32, 3), context"),
     ({(32, 2): 8.0, (32, 3): 7.0, (48, 2): 9.0, (48, 3): 3.0}, "rises to 9.0x at (48, 2), context"),
     ({(32, 2): 3.0, (32, 3): 2.0, (48, 2): 1.0, (48, 3): 0.9}, "3.0x, 2.0x, 1.0x, 0.9x; Table 2"),
-    ({(32, 2): 3.0, (32, 3): None, (48, 2): None, (48, 3): None}, "3.0x, -, -, -; Table 2: 4.00 ms"),
+    ({(32, 2): 3.0, (32, 3): None, (48, 2): None, (48, 3): None}, "costs less than the noise"),
 ])  # fmt: skip
 def test_a_decode_that_rides_is_cheaper(found, wrong, setup, monkeypatch):
     def decode_maximal(model, machine, args):
@@ -312,7 +310,8 @@ def test_a_decode_that_rides_is_cheaper(found, wrong, setup, monkeypatch):
     monkeypatch.setattr(paper.offline, "decode_maximal", decode_maximal)
     claim = CLAIMS["S-F8"](setup)
     assert asked == [(*point, 16) for point in found] + [(64, 4, 64)]
-    assert claim.holds == (not wrong) and wrong in claim.why and claim.busy
+    assert claim.holds == (None if "noise" in wrong else not wrong) and claim.busy
+    assert wrong in claim.why and bool(wrong) == bool(claim.why)
     rows = cells(claim)["decode speedup, chunk 16: times"]
     assert rows == {str(B): [found[32, B], found[48, B]] for B in (2, 3)}
 
@@ -326,7 +325,7 @@ def test_a_decode_that_rides_is_cheaper(found, wrong, setup, monkeypatch):
             "a decode takes 1.0, 1.0",
         ),
         ("S-F4a", lambda name, s: sum(x.length for x in s), "for the ridge is 21 rows"),
-        ("S-F7", lambda name, s: s[0].length ** 2, "600 tokens take 4.0x the time of 300"),
+        ("S-F7", lambda name, s: s[0].length ** 2, "768 tokens take 4.0x the time of 384"),
         ("S-F7", lambda name, s: s[0].length, "4 tokens take 4.0x the time of 1"),
         ("SS-F9", lambda name, s: 1.0, "1.0, 1.0x with prompts of 24, 48"),
         ("B-2", lambda name, s: 1.0, "one stall of 1 ms against 4 steps of 1-1 ms"),
@@ -341,3 +340,19 @@ def test_what_does_not_show_is_said(name, law, why, setup, monkeypatch):
     by_law(monkeypatch, law)
     found = CLAIMS[name](quick(setup))
     assert not found.holds and why in found.why
+
+
+def test_a_step_at_a_tile_is_asked_for_on_a_gpu_alone(setup, monkeypatch):
+    monkeypatch.setitem(SIZES, "gpu", TINY)
+    gpu = setup._replace(model=Namespace(device=torch.device("cuda")))
+    by_law(monkeypatch, lambda name, spans: roofline(name, spans, attention=0))
+    smooth = CLAIMS["S-F7"](setup), CLAIMS["S-F7"](gpu)
+    assert [found.holds for found in smooth] == [True, False]
+    assert "a token more than 256: +0.4%, nearby +0.4%, +0.4%" in smooth[1].why
+
+    def stepped(name, spans):
+        return roofline(name, paper.batch(1, 0, -(-spans[0].length // 128) * 128), attention=0)
+
+    by_law(monkeypatch, stepped)
+    assert (found := CLAIMS["S-F7"](gpu)).holds, found.why
+    assert "a token more than 128: +100.0%, nearby +0.0%, +0.0%" in found.ours
