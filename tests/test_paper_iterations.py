@@ -302,15 +302,18 @@ def test_a_decode_that_rides_is_cheaper(found, wrong, setup, monkeypatch):
     def decode_maximal(model, machine, args):
         point = args.seq_len, args.batch, args.chunk
         asked.append(point)
-        row = dict(decodes=3, decode_token_ms=4.0, busy=point == (48, 3, 16))
+        row = dict(total_ms=9.0, decode_token_ms=4.0, busy=point == (48, 3, 16))
         speedup = {"total": found[point[:2]] if point[2] == 16 else 77.0}
-        return {name: row for name in ("chunk", "decodes", "both")}, speedup, None
+        both = row | dict(decode_token_ms=-0.5)  # which is noise
+        return {"chunk": row, "decodes": row, "both": both}, speedup, None
 
     asked = []
     monkeypatch.setattr(paper.offline, "decode_maximal", decode_maximal)
     claim = CLAIMS["S-F8"](setup)
     assert asked == [(*point, 16) for point in found] + [(64, 4, 64)]
     assert claim.holds == (None if "noise" in wrong else not wrong) and claim.busy
+    assert "Table 2: a decode takes 4.00, - ms alone and riding" in claim.ours
+    assert cells(claim)["Table 2"]["both"] == [None, None, 9.0, None, None]
     assert wrong in claim.why and bool(wrong) == bool(claim.why)
     rows = cells(claim)["decode speedup, chunk 16: times"]
     assert rows == {str(B): [found[32, B], found[48, B]] for B in (2, 3)}
