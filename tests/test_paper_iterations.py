@@ -73,6 +73,21 @@ def roofline(name, spans, ridge=20, attention=1e-5):
     return ms.get(name) or 1.01 * (ms["linear layers"] + ms["attn"])
 
 
+def decode_law(fixed, each, operation, row):
+    """ms of an iteration: `fixed`, and `each` for a request; `row` of an operation for each row, at
+    least `operation`, and of attention always that. Prefill takes as long per token."""
+
+    def law(name, spans):
+        rows = sum(span.length for span in spans)
+        if rows > len(spans):
+            return rows * (1 if name == "whole" else 0.2)
+        if name == "whole":
+            return fixed + each * len(spans)
+        return max(operation, row * rows) if name != "attn" else 10
+
+    return law
+
+
 def in_chunks(overhead):
     """ms of a prompt in chunks, of which each costs `overhead` tokens more."""
     return lambda name, case: case[0] + overhead * math.ceil(case[0] / case[1])
@@ -327,6 +342,12 @@ def test_a_decode_that_rides_is_cheaper(found, wrong, setup, monkeypatch):
             lambda name, s: len(s) * (1 if name == "whole" else 0.1),
             "a decode takes 1.0, 1.0",
         ),
+        # shares of decodes by operation, in percent, at B = 1 and 6: the linear ones, attention
+        ("S-F3", decode_law(100, 0, 0, 10), "linear 40%, 240% of a decode"),
+        ("S-F3", decode_law(50, 10, 10, 0), "attention 17%, 9% of a decode"),
+        ("S-F3", decode_law(50, 10, 1, 0), "a decode costs "),
+        ("S-F7", lambda name, s: s[0].length ** 0.5, "768 tokens take 1.4x the time of 384"),
+        ("SS-F9", lambda name, s: s[0].length + 30, "1.7, 2.5x with prompts of 24, 48"),
         ("S-F4a", lambda name, s: sum(x.length for x in s), "for the ridge is 21 rows"),
         ("S-F7", lambda name, s: s[0].length ** 2, "768 tokens take 4.0x the time of 384"),
         ("S-F7", lambda name, s: s[0].length, "4 tokens take 4.0x the time of 1"),
@@ -359,3 +380,20 @@ def test_a_step_at_a_tile_is_asked_for_on_a_gpu_alone(setup, monkeypatch):
     by_law(monkeypatch, stepped)
     assert (found := CLAIMS["S-F7"](gpu)).holds, found.why
     assert "a token more than 128: +100.0%, nearby +0.0%, +0.0%" in found.ours
+
+
+def test_prefill_that_saturates_late_is_said(setup, monkeypatch):
+    by_law(monkeypatch, lambda name, spans: 40 + sum(span.length for span in spans))
+    found = CLAIMS["S-F4a"](setup)  # of 64 tokens the rate is 81 % of that of 128
+    assert "prefill saturates at B L = 128, 16 is 62.5% below the peak" in found.ours
+    monkeypatch.setitem(SIZES, "cpu", TINY | {"context": 1024})
+    assert CLAIMS["S-F4a"](setup).holds
+    by_law(monkeypatch, lambda name, spans: 40000 + sum(span.length for span in spans))
+    found = CLAIMS["S-F4a"](setup)
+    assert not found.holds and "saturates at B L = 2,048" in found.why
+
+
+def test_the_chunk_beside_decodes_is_the_last_of_the_prompt(setup, monkeypatch):
+    by_law(monkeypatch, lambda name, spans: spans[0].end)
+    (rows,) = cells(CLAIMS["SS-F9"](setup)).values()
+    assert rows == {"24": [24 / 64, 24 / 64], "48": [48 / 64, 48 / 64]}
