@@ -308,8 +308,10 @@ def test_the_gain_end_to_end_is_over_request_level(setup, monkeypatch):
 
 @pytest.mark.parametrize("found, wrong", [
     ({(32, 2): 8.0, (32, 3): 6.0, (48, 2): 5.0, (48, 3): None}, ""),
+    ({(32, 2): 8.0, (32, 3): 8.7, (48, 2): 5.0, (48, 3): 3.0}, ""),
     ({(32, 2): 8.0, (32, 3): 9.0, (48, 2): 5.0, (48, 3): 3.0}, "rises to 9.0x at (32, 3), context"),
     ({(32, 2): 8.0, (32, 3): 7.0, (48, 2): 9.0, (48, 3): 3.0}, "rises to 9.0x at (48, 2), context"),
+    ({(32, 2): 3.0, (32, 3): 2.0, (48, 2): 1.0, (48, 3): 0.98}, ""),
     ({(32, 2): 3.0, (32, 3): 2.0, (48, 2): 1.0, (48, 3): 0.9}, "3.0x, 2.0x, 1.0x, 0.9x; Table 2"),
     ({(32, 2): 3.0, (32, 3): None, (48, 2): None, (48, 3): None}, "costs less than the noise"),
 ])  # fmt: skip
@@ -317,9 +319,10 @@ def test_a_decode_that_rides_is_cheaper(found, wrong, setup, monkeypatch):
     def decode_maximal(model, machine, args):
         point = args.seq_len, args.batch, args.chunk
         asked.append(point)
-        row = dict(total_ms=9.0, decode_token_ms=4.0, busy=point == (48, 3, 16))
+        row = dict(total_ms=9.0, spread=0.1, decode_token_ms=4.0, busy=point == (48, 3, 16))
         speedup = {"total": found[point[:2]] if point[2] == 16 else 77.0}
-        both = row | dict(decode_token_ms=-0.5)  # which is noise
+        # 9 ms differ by 0.45 from the median: of 9 ms more that are 5 %; a negative cost is noise
+        both = row | dict(decode_token_ms=-0.5, total_ms=18.0)
         return {"chunk": row, "decodes": row, "both": both}, speedup, None
 
     asked = []
@@ -328,7 +331,7 @@ def test_a_decode_that_rides_is_cheaper(found, wrong, setup, monkeypatch):
     assert asked == [(*point, 16) for point in found] + [(64, 4, 64)]
     assert claim.holds == (None if "noise" in wrong else not wrong) and claim.busy
     assert "Table 2: a decode takes 4.00, - ms alone and riding" in claim.ours
-    assert cells(claim)["Table 2"]["both"] == [None, None, 9.0, None, None]
+    assert cells(claim)["Table 2"]["both"] == [None, None, 18.0, None, None]
     assert wrong in claim.why and bool(wrong) == bool(claim.why)
     rows = cells(claim)["decode speedup, chunk 16: times"]
     assert rows == {str(B): [found[32, B], found[48, B]] for B in (2, 3)}
@@ -357,7 +360,7 @@ def test_a_decode_that_rides_is_cheaper(found, wrong, setup, monkeypatch):
         ("SS-F14", in_chunks(2.4), "chunk 6: +27%, +33%; chunk 12: +9%, +14%; chunk 24: +5% at"),
         ("SS-F14", in_chunks(-4), "chunk 24: "),
         ("S-F13", in_chunks(0), "attention takes 1.00, 1.00, 1.00x"),
-        ("S-F10", lambda name, s: max(2, *(x.length for x in s)), "linear layers take "),
+        ("S-F10", lambda name, s: max(2, *(x.length for x in s)), " as long as one of a prompt"),
     ],
 )
 def test_what_does_not_show_is_said(name, law, why, setup, monkeypatch):
