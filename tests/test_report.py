@@ -95,7 +95,7 @@ def test_every_claim_is_printed_and_written_alike(tmp_path, capsys):
     assert text.endswith(f"wrote {report}\nwrote {picture}\n")
     errors = [abs(error) for _, _, error in pairs]
     near, nearer = (sum(error <= limit for error in errors) for limit in (0.25, 0.1))
-    found = f"Of {len(errors)} published numbers {nearer} came out within 10%, {near}\nwithin 25%;"
+    found = f"Of {len(errors)} published numbers {nearer} came out within 10%, {near}\nwithin 25%,"
     assert found in text
 
 
