@@ -1,30 +1,26 @@
-"""What a claim of the papers comes to on this machine.
+"""What a claim of the papers comes to on this machine: the types that its measuring shares.
 
-A claim is a function from a Setup to a Finding: claims of single iterations are in
-paper_iterations.py, of whole runs in paper_loads.py; what the papers say of each is in
-published.toml. `bench.py paper` runs them, and says how they compare."""
+What the papers say of each claim, and the words for what is found, are in published.toml. Read
+next: paper_iterations.py, and simulator/report.py, which runs and keeps them all."""
 
 from argparse import Namespace
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from model import GPT
 
 
-@dataclass(frozen=True, eq=False)  # hashable: what was run is kept for each
-class Setup:
+class Setup(NamedTuple):
     """What claims are measured with: the model on its device, and how far to go."""
 
     model: GPT
     machine: dict  # of measure.describe_machine
     args: Namespace  # with attention, seed, quick
-    simulated: Callable | None = None  # (EngineConfig, arrivals) -> Run: capacity by a fitted law
 
     @property
-    def big(self):
-        """Whether the papers' own sizes can be run."""
-        return self.model.device.type == "cuda"
+    def size(self):
+        """Which sizes are run: the papers' own are "gpu"; else "cpu", or less, "quick"."""
+        on_gpu = self.model.device.type == "cuda"
+        return "gpu" if on_gpu else "quick" if self.args.quick else "cpu"
 
 
 class Panel(NamedTuple):
@@ -40,9 +36,8 @@ class Panel(NamedTuple):
 class Finding(NamedTuple):
     """What was measured: all of it can be written as JSON."""
 
-    tables: list  # of (title, {head: format}, rows) for tables.print_table
-    ours: str  # our number or numbers, in the words of the paper's in published.toml
-    holds: bool | None  # whether what the claim says shows here; None: nothing to compare
-    why: str = ""  # if it does not hold, why: from the numbers
+    tables: list  # of (title, {head: format}, rows) for tables.markdown
+    said: dict  # what fills in the words `here` and `why` of published.toml
+    shows: dict  # {what the claim says: whether that shows}; each may have a word in `why`
     panels: list = []  # of Panel
     busy: bool = False  # whether the machine was too busy for it to be believed
