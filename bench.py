@@ -26,7 +26,7 @@ FIRST = "each has a --help; without one, bench.py --chunk 256 is bench.py offlin
 def parse_args(argv):
     """The module of the command and its options. Exits with a message if these make no sense. The
     command is offline if `argv` names none. Modules of other commands are not imported."""
-    from experiments.options import OptionParser
+    from experiments.options import OptionParser, complete
 
     if not argv or argv[0].startswith("-") and argv[0] not in ("-h", "--help"):
         argv = ["offline", *argv]
@@ -41,12 +41,7 @@ def parse_args(argv):
     module, command = import_module(COMMANDS[argv[0]][0]), commands.choices[argv[0]]
     module.add_options(command)
     args = parser.parse_args(argv)
-    elsewhere = getattr(args, "simulate", None) not in (None, "this")
-    for option, both in command.by_device.items():
-        on_gpu = elsewhere or args.device.startswith("cuda")
-        setattr(args, option, getattr(args, option) or both[on_gpu])
-    if hasattr(module, "check"):
-        module.check(command, args)
+    complete(args, module, command)
     return module, args
 
 

@@ -4,6 +4,7 @@ What the papers say of each claim, and the words for what is found, are in publi
 next: paper_iterations.py, and simulator/report.py, which runs and keeps them all."""
 
 from argparse import Namespace
+from collections.abc import Callable
 from typing import NamedTuple
 
 from model import GPT
@@ -15,6 +16,8 @@ class Setup(NamedTuple):
     model: GPT
     machine: dict  # of measure.describe_machine
     args: Namespace  # with attention, seed, quick
+    bench: Callable  # runs a command of the bench, given as text: its report, as of --json
+    picture: str = ""  # the file in which that may draw
 
     @property
     def size(self):

@@ -15,7 +15,7 @@ from engine import EngineConfig
 from experiments import measure, options
 from experiments.metrics import steady, summarize_run
 from experiments.options import engine_for, runner_for
-from experiments.run import EngineServer, LoadRun
+from experiments.run import EngineServer, LoadRun, plan
 from experiments.tables import print_rows, show
 from experiments.workload import Arrival, prompts
 from kv_cache import Span
@@ -48,9 +48,10 @@ def check(parser, args):
     args.requests = args.requests or 3 * args.batch + 1
 
 
-def main(args):
-    """The command. The parts that are done when it is interrupted are kept."""
-    began, model = time.perf_counter(), options.load_model(args, "seq_len")
+def main(args, model=None):
+    """The command, maybe with a model that is there: its report, which --json writes. The parts
+    that are done when it is interrupted are kept."""
+    began, model = time.perf_counter(), model or options.load_model(args, "seq_len")
     machine = measure.describe_machine(model, args, args.chunk)
     heading = options.machine_lines(machine)
     print(
@@ -89,6 +90,7 @@ def main(args):
         title = f"{args.requests} requests, all there at the start"
         options.write_text(args.html, page(title, heading, recorders, slo_s=anchor_s))
     options.wrote(args.plot, args.html)
+    return report
 
 
 def decode_maximal(model, machine, args):
@@ -167,10 +169,11 @@ def is_busy(rows):
 
 def make_load(args):
     """The Arrivals, all at time 0: prompt + output = seq_len tokens at the ratio pd_ratio. The
-    first B want 1/B, 2/B, … of the output, or requests would begin and end in lockstep for ever."""
+    first B want 1/B, 2/B, … of the output, or requests begin and end in `lockstep` for ever."""
     B, output = args.batch, max(1, round(args.seq_len / (1 + args.pd_ratio)))
     output = min(output, args.seq_len - 1)
-    outputs = [max(1, output * min(i + 1, B) // B) for i in range(args.requests)]
+    shares = [B if args.lockstep else min(i + 1, B) for i in range(args.requests)]
+    outputs = [max(1, output * share // B) for share in shares]
     return [Arrival(0.0, args.seq_len - output, wanted) for wanted in outputs]
 
 
@@ -203,11 +206,13 @@ def end_to_end(model, args, recorders, rows, timelines):
     arrivals = make_load(args)
     tokens = prompts(arrivals, model.config.vocab_size, args.seed)
     limits = dict(chunk=args.chunk, max_batch=args.batch, max_len=args.seq_len)
+    limits |= dict(pages=args.batch, page_size=args.seq_len)  # a slot for each
+    config = EngineConfig(**limits, attention=args.attention)
     names = sorted(args.policies, key=lambda name: name != "request-level")
     alone = model.device.type == "cuda" or model.stages > 1
     with tqdm(desc="requests", total=len(names) * len(arrivals), leave=False, disable=None) as bar:
         for group in [[name] for name in names] if alone else [names]:
-            its = {name: EngineConfig(name, **limits, attention=args.attention) for name in group}
+            its = plan(group, [args.seq_len], config)
             runs = serve_in_turns(model, its, arrivals, tokens, bar.update, recorders)
             for name, run in runs.items():
                 row = rows[name] = row_of(run, args.batch)

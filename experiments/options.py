@@ -97,7 +97,7 @@ class OptionParser(argparse.ArgumentParser):
 
     def add(self, option, help, default=None, shown=None, by_device=None, **more):
         """Add an option; `shown` stands for `default` in the help. `by_device` is the default on a
-        CPU and that on a GPU, which bench.parse_args fills in."""
+        CPU and that on a GPU, which `complete` fills in."""
         if by_device:
             self.by_device[option[2:].replace("-", "_")] = by_device
             shown = "{} on a CPU, {} on a GPU".format(*by_device)
@@ -142,6 +142,16 @@ class OptionParser(argparse.ArgumentParser):
         """Exit with one line: "--chunk 0: must be ...", not argparse's usage and "argument"."""
         message = re.sub(r"^argument (--\S+): ", r"\1 ", message.replace("\n", " "))
         self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
+
+
+def complete(args, module, parser):
+    """Fill in what depends on the device, and let the `check` of a command's module, if there is
+    one, do so with more of it, or exit with a message."""
+    on_gpu = getattr(args, "simulate", None) not in (None, "this") or "cuda" in args.device
+    for option, both in parser.by_device.items():
+        setattr(args, option, getattr(args, option) or both[on_gpu])
+    if hasattr(module, "check"):
+        module.check(parser, args)
 
 
 def find_device(name):

@@ -254,7 +254,8 @@ def measure_base(model, config):
 def slo_seconds(target, base):
     """The SLO of TBT in seconds, from "strict", "relaxed" or a number of seconds. Raises ValueError
     if it is below one decode iteration: no policy can meet that."""
-    seconds = slo.SLOS[target] * base.seconds if target in slo.SLOS else float(target)
+    multiple = slo.MULTIPLES.get(target)
+    seconds = multiple * base.seconds if multiple else float(target)
     if seconds < base.seconds:
         takes = f"one decode iteration, which takes {base.seconds:.3g} s here"
         raise ValueError(f"SLO of {seconds:g} s: below {takes}")

@@ -24,7 +24,7 @@ from experiments.options import number, whole
 from experiments.tables import print_rows, show
 from policies.config import EngineConfig
 from policies.priority import PRIORITIES
-from policies.slo import MAX_DELAY_S, SLOS
+from policies.slo import MAX_DELAY_S, MULTIPLES
 from views.schedule_page import Recorder, page
 
 CACHING = {"off": [False], "on": [True], "both": [False, True]}  # --prefix-caching
@@ -52,8 +52,8 @@ def page_sizes(text):
 
 
 def slo(text):
-    """--slo: one of SLOS, or seconds."""
-    return text if text in SLOS else number(above=0)(text)
+    """--slo: one of MULTIPLES, or seconds."""
+    return text if text in MULTIPLES else number(above=0)(text)
 
 
 def add_options(parser, command):
@@ -133,8 +133,9 @@ class RealMachine:
 
     micro_batches, lines = 1, ""  # that it works on at once; more that the heading says
 
-    def __init__(self, args, config):
-        self.model = model = options.load_model(args, "max_len", "llama3-8b", 75e9)
+    def __init__(self, args, config, model=None):
+        model = model or options.load_model(args, "max_len", "llama3-8b", 75e9)
+        self.model = model
         base, spread = partial(run.measure_base, model, config), lambda found: found[1]
         (self.base, _), drift = measure.steadily(base, model.device, spread_of=spread)
         self.machine, self.args = measure.describe_machine(model, args, config.chunk), args
@@ -165,7 +166,7 @@ class Session:
                 if self.serving:
                     run_at_rate(self.args.qps)
                 else:
-                    run.capacity(run_at_rate, start)
+                    run.capacity(run_at_rate, start, self.args.ratio)
         except KeyboardInterrupt:
             print("interrupted: what was seen until then is kept")
             raise
@@ -193,7 +194,7 @@ class Session:
             self.records[name], self.found[name] = seen[:2], row
         else:
             before = self.found.get(name, {}).get("points", [])
-            self.found[name] = run.found_so_far([*before, row])
+            self.found[name] = run.found_so_far([*before, row], self.args.ratio)
         print_point(name, row, self.report["unit"])
         self.report["conclusion"] = conclude(self.report)
         options.write_json(self.args, self.report)
@@ -228,7 +229,8 @@ class Session:
 
 
 def main(args, make_machine):
-    """The command args.command, on make_machine(args, config). ValueError for a bad load or SLO."""
+    """The command args.command, on make_machine(args, config): its report, which --json writes.
+    Raises ValueError for a bad load or SLO."""
     limits = dict(chunk=args.chunk, max_batch=args.batch, max_waiting=args.max_waiting)
     memory = dict(max_len=args.max_len, page_size=1, pages=args.kv_tokens)
     config = EngineConfig(**limits, **memory, attention=args.attention)
@@ -245,13 +247,14 @@ def main(args, make_machine):
         args.qps = args.qps or start
         arrivals = arrivals_at(args.qps)
     report = {"command": args.command, "machine": machine.machine, "load": load, "slo_s": slo_s}
-    report["slo_busy"] = args.slo in SLOS and machine.machine.get("base_busy", False)
+    report["slo_busy"] = args.slo in MULTIPLES and machine.machine.get("base_busy", False)
     report |= {"base": base._asdict(), "unit": ("requests/s", "chats/s")[args.turns > 1]}
     print_heading(machine, args, report, arrivals)
     sides = getattr(machine, "sides", {"": machine})  # a simulation of this machine has two
     pairs = product(plan(slo_s).items(), sides.items())
     servers = {name + side: partial(by.serve, its) for (name, its), (side, by) in pairs}
     Session(args, arrivals_at, report).run_all(servers, start)
+    return report
 
 
 def describe_load(args, load, arrivals):
@@ -268,7 +271,9 @@ def print_heading(machine, args, report, arrivals):
     """What all the numbers depend on. `report` has the load, slo_s, and whether it is slo_busy."""
     base, kv_tokens, pages = machine.base, args.kv_tokens, ", ".join(map(str, args.page_size))
     shared = "; shared: by prompts that begin alike" * any(args.prefix_caching)
-    multiple = f"{args.slo}, {SLOS[args.slo]} of these" if args.slo in SLOS else "as asked for"
+    multiple = (
+        f"{args.slo}, {MULTIPLES[args.slo]} of these" if args.slo in MULTIPLES else "as asked for"
+    )
     print(
         f"{options.machine_lines(machine.machine)}{describe_load(args, report['load'], arrivals)}\n"
         f"memory: {kv_tokens:,} tokens of KV cache, {kv_tokens // args.max_len} requests if "

@@ -16,6 +16,7 @@ from policies.iteration_time import BatchShape
 
 BASE_BATCH = 32
 SLOS = {"strict": 5, "relaxed": 25}  # §5.1: of TBT, as multiples of the time of a decode iteration
+MULTIPLES = SLOS | {f"{n}x": n for n in range(1, 101)}  # others, by their names
 MAX_DELAY_S = 2.0  # §5.1: of the median scheduling delay
 UNSTEADY = 0.2  # spread above which a time is not believed
 

@@ -141,8 +141,15 @@ class FittedMachine(SimulatedMachine):
             self.sides = {"": self}
 
 
-def main(args):
-    """The command args.command, on the machine of --simulate. Raises ValueError as serving.main."""
-    real = serving.RealMachine
-    machines = {None: real, THIS: lambda *given: FittedMachine(real(*given), args)}
-    serving.main(args, machines.get(args.simulate, lambda *_: SimulatedMachine(args)))
+def make_machine(args, config, model=None):
+    """The machine of --simulate, or this one, maybe with a model that is there. ValueError for
+    options of no sense."""
+    if args.simulate not in (None, THIS):
+        return SimulatedMachine(args)
+    real = serving.RealMachine(args, config, model)
+    return FittedMachine(real, args) if args.simulate else real
+
+
+def main(args, make=make_machine):
+    """The command args.command, on the machine that is made: see serving.main."""
+    return serving.main(args, make)

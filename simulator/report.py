@@ -8,13 +8,16 @@ run that was interrupted goes on where it was. Read first: experiments/claims.py
 beside it, for what is measured, and papers.py and published.toml here, for what is simulated."""
 
 import argparse
+import io
 import json
 import os
 import re
+import shlex
 import signal
 import time
 import tomllib
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stdout
 from functools import partial
 from multiprocessing import active_children, parent_process
 from pathlib import Path
@@ -23,13 +26,14 @@ from threading import Thread
 import torch
 from tqdm import tqdm
 
-from experiments import options
+from experiments import offline, options
 from experiments.claims import Finding, Setup
 from experiments.console import SIGNALS, explain
+from experiments.measure import BUSY as BUSY_DRIFT
 from experiments.measure import describe_machine, device_name
 from experiments.options import write_text
 from experiments.tables import markdown
-from simulator import papers
+from simulator import machine, papers
 from views.panels import plot_panels
 from views.pipelines import plot_bubbles, plot_pipeline
 
@@ -93,11 +97,55 @@ def machine_slug(device, threads):
     return f"{name}-{threads}-thread{'s' * (threads > 1)}" if threads else name
 
 
-def device_claims():
-    """{claim: its function from a Setup to a Finding}."""
+class Bench:
+    """Runs commands of the bench on a model that is there. What is run alike is run once."""
+
+    def __init__(self, args, model):
+        self.model, self.machines, self.reports = model, {}, {}
+        its = {name: getattr(args, name) for name in ("device", "dtype", "attention", "seed")}
+        its |= {"init-from": args.init_from} if args.init_from else {"model": args.model}
+        self.words = [f"--{name}={value}" for name, value in its.items()]
+
+    def __call__(self, words):
+        """The report of a command such as "offline --chunk 64", as --json writes it."""
+        if words not in self.reports:
+            name, *more = shlex.split(words)
+            parser, module = (
+                options.OptionParser(prog=name),
+                offline if name == "offline" else machine,
+            )
+            parser.set_defaults(command=name)
+            module.add_options(parser)
+            args = parser.parse_args([*more, *self.words])
+            options.complete(args, module, parser)
+            with redirect_stdout(io.StringIO()):
+                on = self.model if module is offline else self.machine
+                self.reports[words] = module.main(args, on)
+        return self.reports[words]
+
+    def machine(self, args, config):
+        """machine.make_machine, for commands alike the same; it knows what it has served."""
+        key = args.simulate, args.max_len, args.chunk
+        if key not in self.machines:
+            self.machines[key] = its = machine.make_machine(args, config, self.model)
+            known, serve = {}, its.serve
+
+            def remember(config, arrivals, **more):
+                key = repr(config), tuple(arrivals)
+                run = known.get(key) or serve(config, arrivals, **more)
+                return run if run.drift > BUSY_DRIFT else known.setdefault(key, run)
+
+            its.serve = remember
+        return self.machines[key]
+
+
+def measure(key, setup):
+    """The Finding of a claim about this device."""
     from experiments import paper_iterations, paper_loads  # no need of them for the others
 
-    return paper_iterations.CLAIMS | paper_loads.CLAIMS
+    if key in paper_loads.CLAIMS:
+        return paper_loads.measured(key, MEASURED[key], setup)
+    return paper_iterations.CLAIMS[key](setup)
 
 
 def simulate(key, args, picture):
@@ -113,24 +161,31 @@ def simulate(key, args, picture):
             plot(*table.data, title, picture)
     nearer, near = (sum(error <= limit for error in errors) for limit in (0.1, 0.25))
     ours = f"of {len(errors)} published numbers {nearer} within 10 %, {near} within 25 %"
-    return Finding(tables, ours if errors else "", None)
+    return Finding(tables, {"ours": ours if errors else ""}, {"numbers": None})
 
 
 def record_of(key, args, setup, directory):
     """What is kept of a claim: what is said of it, what was found, or why that cannot be here."""
-    start, picture = time.time(), directory / f"paper-{key}.png"
+    start, picture, words = time.time(), directory / f"paper-{key}.png", CLAIMS[key]
     try:
-        its = device_claims()[key](setup) if key in MEASURED else simulate(key, args, picture)
+        if key in MEASURED:
+            its = measure(key, setup._replace(picture=str(picture)))
+        else:
+            its = simulate(key, args, picture)
         if its.panels:
             plot_panels(its.panels, NAMES[key], picture, setup.machine)
-        verdict = BUSY if its.busy else VERDICTS[its.holds]
+        given = (setup.machine if setup else {}) | its.said
+        here = words.get("here", "{ours}").format_map(given)
+        wrong = [words["why"][name] for name, shows in its.shows.items() if shows is False]
+        why, holds = "; ".join(wrong).format_map(given), [*its.shows.values()]
+        verdict = BUSY if its.busy else VERDICTS[None if None in holds else all(holds)]
     except (ValueError, RuntimeError, MemoryError) as error:
         if not isinstance(line := explain(error), str):
             raise
-        its, verdict = Finding([], "", None, line.removeprefix("error: ")), FAILED
+        its, here, why, verdict = Finding([], {}, {}), "", line.removeprefix("error: "), FAILED
     said = {"claim": NAMES[key], "command": f"`paper --only {key}{' --quick' * args.quick}`"}
-    said |= {"paper": CLAIMS[key]["paper"], "must show": CLAIMS[key].get("shape"), "here": its.ours}
-    said |= {"verdict": verdict, "why": its.why, "tables": its.tables, "panels": its.panels}
+    said |= {"paper": words["paper"], "must show": words.get("shape"), "here": here}
+    said |= {"verdict": verdict, "why": why, "tables": its.tables, "panels": its.panels}
     said |= {"when": time.strftime("%Y-%m-%d %H:%M"), "seconds": round(time.time() - start)}
     return said | {"picture": picture.name * (verdict != FAILED and picture.exists())}
 
@@ -202,9 +257,9 @@ def main(args):
     directory.mkdir(parents=True, exist_ok=True)
     if not todo.keys().isdisjoint(MEASURED):
         model = options.load_model(args, "max_len")
-        machine = describe_machine(model, args, rows=256) | {"model": here["model"]}
-        kept["machine"], setup = machine, Setup(model, machine, args)
-        print(options.machine_lines(machine))
+        here_is = describe_machine(model, args, rows=256) | {"model": here["model"]}
+        kept["machine"], setup = here_is, Setup(model, here_is, args, Bench(args, model))
+        print(options.machine_lines(here_is))
     save(kept, directory)  # if it cannot be written, that is said before anything takes long
     print(f"{directory}: {len(todo)} of {len(args.only)} claims are left to do\n")
     look = dict(bar_format="{desc} |{bar}| {elapsed}, {remaining} left", smoothing=0)
