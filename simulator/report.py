@@ -27,7 +27,7 @@ import torch
 from tqdm import tqdm
 
 from experiments import offline, options
-from experiments.claims import Finding, Setup
+from experiments.claims import Finding, Setup, measure
 from experiments.console import SIGNALS, explain
 from experiments.measure import BUSY as BUSY_DRIFT
 from experiments.measure import describe_machine, device_name
@@ -139,15 +139,6 @@ class Bench:
         return self.machines[key]
 
 
-def measure(key, setup):
-    """The Finding of a claim about this device."""
-    from experiments import paper_iterations, paper_loads  # no need of them for the others
-
-    if key in paper_loads.CLAIMS:
-        return paper_loads.measured(key, MEASURED[key], setup)
-    return paper_iterations.CLAIMS[key](setup)
-
-
 def simulate(key, args, picture):
     """The Finding of an experiment; what tables cannot show is drawn to the file `picture`."""
     experiment, requests = getattr(papers, SIMULATED[key]["function"]), 32 if args.quick else 512
@@ -161,31 +152,29 @@ def simulate(key, args, picture):
             plot(*table.data, title, picture)
     nearer, near = (sum(error <= limit for error in errors) for limit in (0.1, 0.25))
     ours = f"of {len(errors)} published numbers {nearer} within 10 %, {near} within 25 %"
-    return Finding(tables, {"ours": ours if errors else ""}, {"numbers": None})
+    return Finding(tables, here=ours if errors else "")
 
 
 def record_of(key, args, setup, directory):
     """What is kept of a claim: what is said of it, what was found, or why that cannot be here."""
-    start, picture, words = time.time(), directory / f"paper-{key}.png", CLAIMS[key]
+    start, picture, claim = time.time(), directory / f"paper-{key}.png", CLAIMS[key]
     try:
         if key in MEASURED:
-            its = measure(key, setup._replace(picture=str(picture)))
+            its = measure(claim, setup._replace(picture=str(picture)))
+            if "{picture}" not in claim.get("run", ""):
+                plot_panels(its.panels, NAMES[key], picture, setup.machine)
         else:
             its = simulate(key, args, picture)
-        if its.panels:
-            plot_panels(its.panels, NAMES[key], picture, setup.machine)
-        given = (setup.machine if setup else {}) | its.said
-        here = words.get("here", "{ours}").format_map(given)
-        wrong = [words["why"][name] for name, shows in its.shows.items() if shows is False]
-        why, holds = "; ".join(wrong).format_map(given), [*its.shows.values()]
-        verdict = BUSY if its.busy else VERDICTS[None if None in holds else all(holds)]
+        verdict = BUSY if its.busy else VERDICTS[None if its.wrong is None else not its.wrong]
+        why = [*its.wrong, claim.get("because", "").format_map(setup.machine)] if its.wrong else []
     except (ValueError, RuntimeError, MemoryError) as error:
         if not isinstance(line := explain(error), str):
             raise
-        its, here, why, verdict = Finding([], {}, {}), "", line.removeprefix("error: "), FAILED
+        its, why, verdict = Finding([]), [line.removeprefix("error: ")], FAILED
+    must = [relation for table in claim.get("shows", ()) for relation in table.get("must", ())]
     said = {"claim": NAMES[key], "command": f"`paper --only {key}{' --quick' * args.quick}`"}
-    said |= {"paper": words["paper"], "must show": words.get("shape"), "here": here}
-    said |= {"verdict": verdict, "why": why, "tables": its.tables, "panels": its.panels}
+    said |= {"paper": claim["paper"], "must show": "; ".join(must), "here": its.here}
+    said |= {"verdict": verdict, "why": "; ".join(filter(None, why)), "tables": its.tables}
     said |= {"when": time.strftime("%Y-%m-%d %H:%M"), "seconds": round(time.time() - start)}
     return said | {"picture": picture.name * (verdict != FAILED and picture.exists())}
 
