@@ -17,11 +17,9 @@ from checks import shown
 from model import GPTConfig, RopeScaling
 from pretrained.slices import cut, views
 
-SHARDS = "model-*-of-*.safetensors"  # where the weights are too many for model.safetensors
-FLOATS = ("F64", "F32", "F16", "BF16")  # as stored; integers would have scales
-HUB_FILES = ["config.json", "generation_config.json", "model.safetensors", SHARDS]
-HUB_FILES += ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]  # and no pickles
-HUB_FILES += ["tokenizer.model", "original/tokenizer.model"]
+FORMAT = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+FILES, TENSORS = FORMAT["files"], FORMAT["tensors"]
+GPT2_LAYER = "h."  # how the names of what is stored as (in, out) begin
 
 
 def find(name):
@@ -32,7 +30,7 @@ def find(name):
             return directory
         from huggingface_hub import snapshot_download  # a directory needs no Hub
 
-        return Path(snapshot_download(str(name), allow_patterns=HUB_FILES))
+        return Path(snapshot_download(str(name), allow_patterns=sum(FILES.values(), [])))
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: ~nobody
         missing = f"no directory here, and not to be had from the Hub ({type(error).__name__})"
         wanted = "config.json, model.safetensors (or its shards) and tokenizer.json must be there"
@@ -107,13 +105,10 @@ def read_config(directory):
     or ValueError, naming the option, its value and what is supported."""
     path = Path(directory) / "config.json"
     file = ModelFile.read(path)
-    kind, config = file.model_type, file.model_dump(include=set(GPTConfig.__dataclass_fields__))
-    family = "gpt2" if kind == "gpt2" else "llama"
-    config |= dict(family=family, qkv_bias=kind == "qwen2", qk_norm=kind == "qwen3")
-    if file.tie_embeddings is None:
-        config["tie_embeddings"] = kind == "gpt2"
+    known = file.model_dump(include=set(GPTConfig.__dataclass_fields__), exclude_none=True)
+    config = FORMAT["architectures"][file.model_type] | known
     slides = file.use_sliding_window or "sliding_attention" in (file.layer_types or ())
-    if file.sliding_window and (slides or kind == "mistral"):
+    if file.sliding_window and (slides or file.model_type == "mistral"):
         config["max_positions"] = min(file.max_positions, file.sliding_window)
     rope = file.rope or file.rope_parameters or Rope()
     config["rope_theta"] = rope.rope_theta or file.rope_theta
@@ -129,11 +124,6 @@ def read_config(directory):
         raise ValueError(f"{path}: {error}") from error
 
 
-MODULES = Path(__file__).with_name("modules.toml")  # their names in each family's checkpoints
-GPT2_LAYER = "h."  # how the names of what is stored as (in, out) begin
-NO_WEIGHTS = r"h\.\d+\.attn\.(masked_)?bias|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
-
-
 @torch.no_grad()
 def load_weights(model, directory, device=None):
     """Fill the model's parameters, one by one, after all are known to fit; only then is a model on
@@ -147,11 +137,11 @@ def load_weights(model, directory, device=None):
     shapes = {name: shape for its in sources.values() for name, _, shape in its}
     _refuse(directory, "unknown tensors", tensors.keys() - shapes.keys())
     _refuse(directory, "missing tensors", shapes.keys() - tensors.keys())
-    misfits = []
+    misfits, floats = [], TENSORS["floats"]
     for name, expected in shapes.items():
         shape, dtype = tensors[name].get_shape(), tensors[name].get_dtype()
-        if shape != expected or dtype not in FLOATS:
-            misfits.append(f"{name} {shape} {dtype} (expected {expected}, one of {FLOATS})")
+        if shape != expected or dtype not in floats:
+            misfits.append(f"{name} {shape} {dtype} (expected {expected}, one of {floats})")
     _refuse(directory, "tensors that do not fit", misfits)
     embedding = next(iter(shapes))  # the first of all parameters
     if head is not None and not torch.equal(head[:], tensors[embedding][:]):
@@ -159,8 +149,7 @@ def load_weights(model, directory, device=None):
     if model.device.type == "meta":
         model.to_empty(device=device)
     for own, p in model.named_parameters():
-        its = cut(config, 1, 1, 0, own, p.shape) if whole is model else model.cut(own)
-        name, dim, ranges = its
+        name, dim, ranges = cut(config, 1, 1, 0, own, p.shape) if whole is model else model.cut(own)
         parts = zip(views(p, dim, ranges), ranges, cycle(sources[name]))  # one each, or one for all
         for view, (start, end), (stored, first, _) in parts:
             slices = [slice(None)] * p.ndim
@@ -176,12 +165,11 @@ def load_weights(model, directory, device=None):
 def _sources(model):
     """{parameter of a whole model: [(name in the checkpoint, first of the parameter's rows that it
     fills, shape there)]}: one for all rows, or one for each range that slices.cut tells apart."""
-    config, sources = model.config, {}
-    modules = tomllib.loads(MODULES.read_text("utf-8"))[config.family]
+    sources, modules = {}, FORMAT["modules"][model.config.family]
     for own, p in model.named_parameters():
         *block, module, kind = own.replace("blocks", modules["blocks"]).split(".")
         names = [".".join([*block, its, kind]) for its in modules[module]]  # "layers.3.….weight"
-        _, _, ranges = cut(config, 1, 1, 0, own, p.shape)
+        _, _, ranges = cut(model.config, 1, 1, 0, own, p.shape)
         sources[own] = []
         for name, (start, end) in zip(names, ranges if len(names) > 1 else [(0, len(p))]):
             shape = [end - start, *p.shape[1:]]
@@ -192,20 +180,20 @@ def _sources(model):
 
 def _stored_tensors(directory):
     """{name without prefix: a slice of a file, which can be read} of all weights."""
-    single, tensors = directory / "model.safetensors", {}
-    paths = [single] if single.is_file() else sorted(directory.glob(SHARDS))
-    if not paths:
-        raise FileNotFoundError(f"{single}: not there, nor shards of it (pickles are not read)")
+    (single, shards), tensors = FILES["weights"], {}
+    if not (paths := sorted(directory.glob(single)) or sorted(directory.glob(shards))):
+        why = "not there, nor shards of it (pickles are not read)"
+        raise FileNotFoundError(f"{directory / single}: {why}")
     for path in paths:
         try:
             file = safe_open(path, framework="pt")
         except SafetensorError as error:
             raise ValueError(f"{path}: not a safetensors file: {str(error)!r}") from error
         for name in file.keys():
-            short = re.sub(r"^(transformer|model)\.", "", name)  # as some files have it
+            short = re.sub(TENSORS["prefixes"], "", name)
             if short in tensors:
                 raise ValueError(f"{path}: {short} is there twice")
-            if not re.fullmatch(NO_WEIGHTS, short):
+            if not re.fullmatch(TENSORS["no_weights"], short):
                 tensors[short] = file.get_slice(name)
     return tensors
 

@@ -6,6 +6,7 @@ Read next: sample.py, which prints what is streamed here."""
 
 import base64
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,16 +14,8 @@ import tiktoken
 import tokenizers
 from pydantic import NonNegativeInt
 
-from pretrained.checkpoints import Schema
+from pretrained.checkpoints import FILES, FORMAT, Schema
 
-# How LLaMA 3 cuts text into words before merging bytes, and its 256 special tokens, as published.
-LLAMA3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_RESERVED = [f"<|reserved_special_token_{i}|>" for i in range(251)]
-LLAMA3_SPECIALS = ["<|begin_of_text|>", "<|end_of_text|>", *_RESERVED[:4], "<|start_header_id|>"]
-LLAMA3_SPECIALS += ["<|end_header_id|>", _RESERVED[4], "<|eot_id|>", *_RESERVED[5:]]
 CONTEXT = 32  # tokens, of which many are a word
 BYTES = {bytes([i]) for i in range(256)}
 
@@ -78,16 +71,14 @@ class TextFile(Schema):
 
 def load_tokenizer(directory):
     """The tokenizer of a checkpoint. Raises FileNotFoundError, or ValueError for a broken file."""
-    directory, stop = Path(directory), []
-    for name in ("config.json", "generation_config.json"):  # of both, the second
-        if (directory / name).is_file():
-            ids = TextFile.read(directory / name).eos_token_id
-            stop = stop if ids is None else [ids] if isinstance(ids, int) else ids
-    names = "tokenizer.json", "tokenizer.model", "original/tokenizer.model"
-    path = next((directory / name for name in names if (directory / name).is_file()), None)
-    if path is None:
+    there = lambda kind: [p for name in FILES[kind] if (p := Path(directory, name)).is_file()]
+    stop = []
+    for path in there("texts"):  # of both, the second
+        ids = TextFile.read(path).eos_token_id
+        stop = stop if ids is None else [ids] if isinstance(ids, int) else ids
+    if not (paths := there("tokenizers")):
         raise FileNotFoundError(f"{directory}: has no tokenizer.json. Put the checkpoint's there")
-    if path.suffix == ".model":
+    if (path := paths[0]).suffix == ".model":
         return _llama3(path, stop)
     try:
         inner = tokenizers.Tokenizer.from_file(str(path))
@@ -111,8 +102,10 @@ def _llama3(path, stop):
     except ValueError as error:
         wants = "put the checkpoint's tokenizer.json next to its config.json"
         raise ValueError(f"{path}: not a list of byte-pair ranks as of LLaMA 3: {wants}") from error
-    specials = {token: len(ranks) + i for i, token in enumerate(LLAMA3_SPECIALS)}
-    rules = dict(pat_str=LLAMA3_WORDS, mergeable_ranks=ranks, special_tokens=specials)
+    its, reserved = FORMAT["llama3"], map("reserved_special_token_{}".format, count())
+    names = [its["specials"].get(str(i)) or next(reserved) for i in range(256)]
+    specials = {f"<|{name}|>": i for i, name in enumerate(names, len(ranks))}
+    rules = dict(pat_str=its["words"], mergeable_ranks=ranks, special_tokens=specials)
     inner, bos = tiktoken.Encoding("llama3", **rules), specials["<|begin_of_text|>"]
     encode = lambda text: [bos, *inner.encode(text, allowed_special="all")]
     decode = lambda ids: inner.decode([i for i in ids if i < len(ranks)])

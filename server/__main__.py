@@ -14,22 +14,12 @@ from experiments.console import run
 
 def parse_args(argv):
     """The options, checked. Exits with a message, like argparse, for one that makes no sense."""
-    from experiments.options import OptionParser, number, whole
+    from experiments.options import OptionParser
 
     parser = OptionParser(prog="python -m server", description="An OpenAI-compatible server.")
-    add, size = parser.add, dict(type=whole(1))
-    add("--host", "the address to listen at; 0.0.0.0: whoever reaches this machine", "127.0.0.1")
-    add("--port", "the port to listen at; 0: any", 8000, type=whole(0, 65535))
-    key = os.environ.get("NANOSARATHI_API_KEY")
-    add("--api-key", "clients of /v1 must send it", key, shown="NANOSARATHI_API_KEY, or none")
-    add("--max-body", "the longest body of a request, in bytes", 2**20, **size)
-    add("--drain", "seconds to finish in after a signal", 10.0, type=number(least=0))
+    parser.add_table("server")
+    parser.set_defaults(api_key=os.environ.get("NANOSARATHI_API_KEY"))
     parser.add_engine_options()
-    add("--tbt-slo", "seconds between tokens, for dynamic and priority", type=number(above=0))
-    add("--max-len", "the longest prompt and output, in tokens", shown="2048 or less", **size)
-    add("--page-size", "tokens in a page", shown="64, or half of --max-len", **size)
-    add("--pages", "of the cache", shown="enough for --max-batch of --max-len", **size)
-    add("--max-waiting", "the most that may wait; others are answered 429", 256, **size)
     return parser.parse_args(argv)
 
 
@@ -37,9 +27,8 @@ def make_engine(args):
     """The engine.Engine of these options."""
     from experiments.options import engine_for, load_model
 
-    names = "policy chunk max_batch prefix_caching max_len pages max_waiting attention".split()
-    names += ["tbt_slo"] if args.tbt_slo else []
-    settings = {name: getattr(args, name) for name in names}
+    names = "policy chunk max_batch prefix_caching max_len pages max_waiting attention tbt_slo"
+    settings = {name: its for name in names.split() if (its := getattr(args, name)) is not None}
     settings["page_size"] = args.page_size or min(64, -(-(args.max_len or 2048) // 2))
     model = load_model(args, "max_len")
     engine = engine_for(model)(model, **settings)

@@ -82,28 +82,23 @@ class Answer(StreamingResponse):
         """All at once."""
         texts, tokens, reasons = zip(*[piece async for piece in self.pieces()])
         its = self.asked.choice("".join(texts), sum(tokens, []), reasons[-1], "whole")
-        yield self.text(choices=[its], usage=self.usage())
+        yield json.dumps(self.head | {"choices": [its], "usage": self.usage()})
 
     async def events(self):
         """A server-sent event for each token, also if no text is certain with it."""
         with_usage, place = self.asked.stream_options.get("include_usage"), "first"
-        more, last = {"usage": None} if with_usage else {}, "[DONE]"
+        head, last = self.head | ({"usage": None} if with_usage else {}), "[DONE]"
         try:
             async for piece in self.pieces():
-                its = self.asked.choice(*piece, place)
-                yield f"data: {self.text(choices=[its], **more)}\n\n"
-                place = "next"
+                choices, place = [self.asked.choice(*piece, place)], "next"
+                yield f"data: {json.dumps(head | {'choices': choices})}\n\n"
             if with_usage:
-                yield f"data: {self.text(choices=[], usage=self.usage())}\n\n"
+                yield f"data: {json.dumps(head | {'choices': [], 'usage': self.usage()})}\n\n"
         except Refused as error:
             if place == "first":
                 raise
             last = json.dumps(error.detail)
         yield f"data: {last}\n\n"
-
-    def text(self, **fields):
-        """The JSON of an answer, or of a part of it."""
-        return json.dumps(self.head | fields)
 
     def usage(self):
         """How many tokens there were, and how many of the prompt were found in the cache."""
@@ -151,10 +146,9 @@ class Api:
 
     def app(self):
         """The ASGI application."""
-        completions, chat = (partial(self.create, its) for its in (CompletionRequest, ChatRequest))
         routes = [
-            Route("/v1/completions", completions, methods=["POST"]),
-            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/completions", partial(self.create, CompletionRequest), methods=["POST"]),
+            Route("/v1/chat/completions", partial(self.create, ChatRequest), methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/health", lambda _: PlainTextResponse("ok")),
             Route("/metrics", lambda _: PlainTextResponse(self.metrics.text())),

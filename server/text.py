@@ -26,13 +26,11 @@ class Writer:
     def push(self, event):
         """(text, finish_reason) of an engine.Event: what is certain with it, and "stop" also for a
         stop string. A stop token is no part of the text."""
-        reason, text = event.finish_reason, ""
-        if reason != "stop":
-            text = self.stream.push(event.token)
+        reason = event.finish_reason
+        text = "" if reason == "stop" else self.stream.push(event.token)
         text += self.stream.flush() if reason else ""
         self.held, self.length = self.held + text, self.length + len(text)
-        found = [i for stop in self.stops if (i := self.held.find(stop)) >= 0]
-        if found:
+        if found := [i for stop in self.stops if (i := self.held.find(stop)) >= 0]:
             return self.held[: min(found)], "stop"
         certain = len(self.held)
         if not reason:  # what may be the beginning of a stop string waits

@@ -20,8 +20,6 @@ def recorded(completions, iterations):
         its = dict(id=c.request_id, arrival=c.arrival, prompt_len=len(c.prompt), priority=2)
         recorder.records.append({"request": its | {"max_new_tokens": 9}})
     for it in iterations:
-        record = {name: getattr(it, name) for name in ("start", "launch", "end", "budget")}
-        record |= {name: getattr(it, name) for name in ("waiting", "running", "free_pages")}
         chunks = [chunk[:3] for chunk in it.chunks if not chunk[3]]
         pages = [[who, 0, who] for who, start, _ in chunks if start == 0]
         decodes = [chunk[0] for chunk in it.chunks if chunk[3]]
@@ -32,8 +30,8 @@ def recorded(completions, iterations):
         for c in completions:
             if c.finish_reason in ("stop", "length") and c.token_times[-1] == it.end:
                 ended.append([c.request_id, c.finish_reason])
-        record |= dict(chunks=chunks, decodes=decodes, pages=pages, ended=ended, line=[], why=None)
-        recorder.records.append(record | dict(micro=it.micro_batch, preempted=list(it.preempted)))
+        more = dict(chunks=chunks, decodes=decodes, pages=pages, ended=ended, line=[], why=None)
+        recorder.records.append(it._asdict() | more)
     return recorder
 
 

@@ -15,7 +15,7 @@ from tests.test_simulation import at_once
 from tests.test_views import is_png, near, points, texts
 from views import pipelines
 from views.pipelines import plot_bubbles
-from views.style import DECODE, HYBRID, POLICY_COLORS, PREFILL
+from views.style import BUBBLE, DECODE, HYBRID, POLICY_COLORS, PREFILL
 
 
 @cache
@@ -59,7 +59,7 @@ def test_a_pipeline_has_a_box_for_each_batch_and_bubble_and_names_the_longest(tm
             color = HYBRID if len(kinds) == 2 else hybrid[kinds.pop()]
             start, before = near(run.start), near(run.start - run.bubble)
             expected.append((run.stage, start, near(run.end), color))
-            expected += [(run.stage, before, start, pipelines.BUBBLE)] if run.bubble else []
+            expected += [(run.stage, before, start, BUBBLE["facecolor"])] if run.bubble else []
         assert boxes(axis) == expected and len({box[3] for box in expected}) == 4
         assert axis.get_ylim()[0] > axis.get_ylim()[1]  # stage 1 on top
         assert [label.get_text() for label in axis.get_yticklabels()] == ["stage 1", "stage 2"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine import Engine, Iteration
+from engine import Engine, Iteration, state_of
 from kv_cache import Pages
 from policies import make_scheduler
 from sampling import SamplingParams
@@ -23,7 +23,7 @@ def decided(policy, requests, pages=16, page_size=16, max_batch=4, **options):
     now = 0.0
     while scheduler.requests:
         batch = scheduler.next_batch()
-        state = len(scheduler.waiting), len(scheduler.running), scheduler.pages.num_free
+        state = state_of([scheduler], batch)
         iteration = Iteration(now, now + 1, batch.record(), now + 0.25, *state)
         tokens = [0 if chunk.yields_token else None for chunk in batch]
         now += 1

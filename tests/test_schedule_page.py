@@ -36,7 +36,7 @@ def test_every_iteration_shows_what_really_was(browser, tmp_path, policy):
             """order => order.map(k => {
                 const {run} = focused, state = run.at(k), its = run.iterations[k];
                 const of = [...state.of.values()].filter(
-                    r => r.pages.length && r.micro === its.micro);
+                    r => r.pages.length && r.micro === its.micro_batch);
                 return [of.map(r => [r.id, r.computed, r.output, [...r.pages]]),
                         run.waiting(state, its).map(r => r.id)];
             })""",
@@ -157,7 +157,9 @@ def test_a_sentence_says_in_words_why_the_batch_is_as_it_is(browser, tmp_path):
     for i, prompt in enumerate((10, 10, 10, 10, 10, 900, 500)):
         its = dict(id=i, arrival=0.0, prompt_len=prompt, max_new_tokens=9, priority=2)
         recorder.records.append({"request": its})
-    like = dict(budget=256, preempted=[], micro=0, ended=[], free_pages=9, decodes=[], chunks=[])
+    like = dict(
+        budget=256, preempted=[], micro_batch=0, ended=[], free_pages=9, decodes=[], chunks=[]
+    )
     like |= dict(start=0.0, launch=0.5, end=1.0, pages=[], line=[6], waiting=1, why=None)
     first = dict(chunks=[[i, 0, 10] for i in range(3)], pages=[[i, 0, i] for i in range(3)])
     second = dict(decodes=[0, 1, 2], chunks=[[5, 0, 253]], pages=[[5, 0, 5, 6]], start=1.0, end=2.0)

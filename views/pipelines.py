@@ -10,17 +10,12 @@ from matplotlib.ticker import PercentFormatter
 from views import style
 from views.style import DECODE, HYBRID, PREFILL
 
-BUBBLE, EDGE = "#e4e4e4", "#777777"
 COLORS = {PREFILL: "prefill only", HYBRID: "hybrid: prefill and decodes", DECODE: "decodes only"}
-WAITS = {"facecolor": BUBBLE, "edgecolor": EDGE, "hatch": "////"}
 BOX = 0.64  # the height of a box, as a share of its lane's
 MOST_SIGNS = 6  # in a box
 LANE_WIDTH, LANE_HEIGHT, SIGN = 7.8, 0.8, 0.145  # inches; SIGN: the width of one such as A_p
 # of the label of a bubble: the share of the bubble that is behind it, and its side; or they collide
 PLACES = {"PB1": (0, "right"), "PB2": (1, "left"), "PB3": (0.5, "center")}
-LEGEND = """
-$A_p$: a prefill chunk of request A, $A_d$: a decode of A. Bubbles, by what is before and after:
-PB1: prefills of different length; PB2: a prefill and decodes; PB3: decodes of different context"""
 
 
 def plot_pipeline(runs, kinds, title, file, machine=None, what="makespan"):
@@ -50,9 +45,9 @@ def plot_pipeline(runs, kinds, title, file, machine=None, what="makespan"):
         axis.spines[["top", "right", "left"]].set_visible(False)
     axes[-1].set_xlabel("time in s")
     signs = [Patch(color=color, label=label) for color, label in COLORS.items()]
-    signs.append(Patch(**WAITS, label="bubble: the stage waits"))
+    signs.append(Patch(**style.BUBBLE, label="bubble: the stage waits"))
     figure.legend(handles=signs, ncols=3, **style.BELOW)
-    return style.finish(figure, title + LEGEND, file, machine)
+    return style.finish(figure, style.PIPELINE.format(title), file, machine)
 
 
 def _draw_batch(axis, run, width):
@@ -61,7 +56,7 @@ def _draw_batch(axis, run, width):
     color = DECODE if decodes == len(run.chunks) else HYBRID if decodes else PREFILL
     axis.barh(run.stage, seconds, BOX, run.start, color=color, edgecolor="white", lw=0.4)
     if run.bubble:
-        axis.barh(run.stage, run.bubble, BOX, run.start - run.bubble, lw=0.5, **WAITS)
+        axis.barh(run.stage, run.bubble, BOX, run.start - run.bubble, lw=0.5, **style.BUBBLE)
     if width >= SIGN and len(run.chunks) <= MOST_SIGNS:
         signs = [f"${ascii_uppercase[i : i + 1]}_{'pd'[d]}$" for i, *_, d in run.chunks]
         text = (" " if (SIGN + 0.04) * len(signs) <= width + 0.04 else "\n").join(signs)

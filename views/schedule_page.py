@@ -15,6 +15,7 @@ import gzip
 import json
 import math
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 LINE = 40  # of those who wait, so many are recorded in order
@@ -36,12 +37,10 @@ class Recorder:
         self.settings |= dict(policy=type(its).__name__, micro_batches=count)
         self.settings |= dict(pages=count * its.pages.total, page_size=its.pages.page_size)
         for number, scheduler in enumerate(schedulers):
-            decide = partial(self._decide, number, scheduler, scheduler.next_batch)
-            scheduler.next_batch = decide
+            scheduler.next_batch = partial(self._decide, number, scheduler, scheduler.next_batch)
 
     def _decide(self, number, scheduler, next_batch):
-        batch = next_batch()
-        if not batch:
+        if not (batch := next_batch()):
             return batch
         before = self._decided.get(number, {})  # the same batch once more, if a step failed
         pages = before.get("pages", [])  # [request id, place in its block table, page, ...]
@@ -51,16 +50,8 @@ class Recorder:
             if len(r.pages) > first:
                 pages.append([r.id, first, *r.pages[first:]])
                 self._tables[r.id] = r.pages, len(r.pages)
-        self._decided[number] = {
-            "chunks": [[r.id, start, n] for r, start, n in batch if not r.is_decoding],
-            "decodes": [chunk.request.id for chunk in batch if chunk.request.is_decoding],
-            "budget": None if batch.budget in (None, math.inf) else int(batch.budget),
-            "preempted": list(batch.preempted),
-            "pages": pages,
-            "line": [r.id for r, _ in zip(scheduler.waiting, range(LINE))],
-            "why": why_head_waits(scheduler, batch),
-            "micro": number,
-        }
+        line, why = list(islice(scheduler.waiting, LINE)), why_head_waits(scheduler, batch)
+        self._decided[number] = {"pages": pages, "line": [r.id for r in line], "why": why}
         for request in (its for its in scheduler.requests.values() if its.id not in self.live):
             self.live[request.id] = request
             self.records.append({"request": describe(request)})
@@ -74,9 +65,12 @@ class Recorder:
         for request_id, _ in ended:
             del self.live[request_id]
             self._tables.pop(request_id, None)
-        times = {name: round(getattr(iteration, name), 6) for name in ("start", "launch", "end")}
-        its |= {name: getattr(iteration, name) for name in ("waiting", "running", "free_pages")}
-        self.records.append(times | its | {"ended": ended})
+        its |= iteration._asdict() | {"ended": ended}
+        its |= {name: round(its[name], 6) for name in ("start", "launch", "end")}
+        its["chunks"] = [[i, start, n] for i, start, n, decodes in iteration.chunks if not decodes]
+        its["decodes"] = [request_id for request_id, *_, decodes in iteration.chunks if decodes]
+        its["budget"] = None if its["budget"] in (None, math.inf) else int(its["budget"])
+        self.records.append(its)
 
     def snapshot(self):
         """A record of what is, between two steps, for who begins to look in the middle of a run:
@@ -119,7 +113,6 @@ def page(title, machine="", runs=(), *, live=None, slo_s=None, choices=None):
         text = json.dumps(recorder.records, separators=(",", ":"))
         data = base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
         packed.append({"name": name, "settings": recorder.settings, "data": data})
-    data = {"title": title, "machine": machine, "slo_s": slo_s, "live": live}
-    data = json.dumps(data | {"choices": choices, "runs": packed}).replace("<", "\\u003c")
+    data = dict(title=title, machine=machine, slo_s=slo_s, live=live, choices=choices, runs=packed)
     template = Path(__file__).with_suffix(".html").read_text("utf-8")
-    return template.replace("{{data}}", data)
+    return template.replace("{{data}}", json.dumps(data).replace("<", "\\u003c"))

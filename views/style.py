@@ -1,29 +1,21 @@
 """What all pictures share: colours, names, axes of plain numbers. Read next: timelines.py."""
 
+import tomllib
 from itertools import cycle
+from pathlib import Path
 
 from matplotlib import rcParams
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-# a README shows 8.5 inches as 830 pixels, so that a letter of 9 pt is 12 high
-rcParams.update({"font.size": 9, "axes.titlesize": 10, "figure.titlesize": 10})
-rcParams.update({"legend.frameon": False, "grid.alpha": 0.25, "savefig.dpi": 160})
-# which the colour-blind can tell apart, as they can the policies' (Okabe and Ito's, and others)
-PREFILL, HYBRID, DECODE = "#2f5d9b", "#a6d8d6", "#2aa98a"
-OVER, WAITING = "#b5201c", "#d0d0d0"
+STYLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+rcParams.update(STYLE["matplotlib"])
+PREFILL, HYBRID, DECODE, OVER, WAITING, OTHER_COLORS, POLICY_COLORS = STYLE["colors"].values()
+BELOW, LIMIT, BOLD, BUBBLE = STYLE["looks"].values()
+TIMELINES, SERVING, CAPACITY, PIPELINE = STYLE["titles"].values()
 GAPS = LinearSegmentedColormap.from_list("gaps", [DECODE, "#f2d53c"]).with_extremes(over=OVER)
 PLAIN = "{x:g}"  # ticks: 0.01 and 10 on a log scale, instead of powers
-BELOW = {"loc": "outside lower center"}  # a legend
-LIMIT = {"color": "#444444", "ls": "--", "lw": 1.2}  # the line of a limit
-BOLD = {"loc": "left", "fontweight": "bold"}  # the title of a panel
-POLICY_COLORS = {
-    "request-level": "#7a7a7a", "orca": "#e69f00", "orca-best": "#8c5109", "vllm": "#d55e00",
-    "sarathi": "#56b4e9", "sarathi-serve": "#0072b2", "chunked-only": "#cc79a7",
-    "hybrid-only": "#009e73", "priority": "#a422e6", "dynamic": "#000000",
-}  # fmt: skip
-OTHER_COLORS = ("#b3b36b", "#4c004c", "#000099", "#731300")
 
 
 def policy_colors(names):

@@ -15,7 +15,6 @@ from experiments.metrics import MAX_DELAY_S, percentiles
 from views import style
 from views.style import DECODE, GAPS, HYBRID, PREFILL
 
-TITLE = "What each request does when, and below it how many tokens each batch has"
 SIGNS = {"prefill": PREFILL, "waiting": style.WAITING}  # of lanes
 BATCHES = {"hybrid batch": HYBRID, "decodes only": DECODE}
 TAIL = {0.001: "0.1 %", 0.01: "1 % (P99)", 0.1: "10 %", 0.5: "P50", 1: "100 %"}
@@ -24,7 +23,6 @@ LATENCIES = {
     "time between tokens (TBT)": lambda c: c.tbt,
     "scheduling delay": lambda c: [c.scheduling_delay],
 }
-CAPACITY = "The highest rate that meets the SLO, and the latencies against the load"
 
 
 def plot_timelines(runs, machine, file, anchor_s):
@@ -46,7 +44,7 @@ def plot_timelines(runs, machine, file, anchor_s):
         tokens.set_yticks([0, most], ["0", f"{most:,}"])
         tokens.spines[["top", "right", "bottom"]].set_visible(False)
     axes[-1].set_xlabel("time in s (each policy on its own clock)")
-    return style.finish(figure, TITLE, file, machine)
+    return style.finish(figure, style.TIMELINES, file, machine)
 
 
 def lane_bars(completions, iterations):
@@ -130,7 +128,7 @@ def plot_serving(runs, machine, file, slo_s):
     window = (max(0.0, 2 * start - end), 2 * end - start) if end > start else None
     draw_runs(bottom, axes, axes, runs, slo_s, "the SLO", {}, window)
     axes[-1].set_xlabel("time in s, around the longest gap between tokens")
-    return style.finish(figure, "Online serving", file, machine)
+    return style.finish(figure, style.SERVING, file, machine)
 
 
 def plot_capacity(results, machine, file, slo_s):
@@ -160,4 +158,4 @@ def plot_capacity(results, machine, file, slo_s):
         style.log_scale("y", axis)
         axis.set_title(f"{title} (dashed: {word} {limit:.3g} s)", loc="left")
         axis.set_xlabel("load per second (hollow: not met)")
-    return style.finish(figure, CAPACITY, file, machine)
+    return style.finish(figure, style.CAPACITY, file, machine)
