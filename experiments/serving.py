@@ -51,11 +51,6 @@ def page_sizes(text):
     return [part if part == "max" else whole(1)(part) for part in map(str.strip, text.split(","))]
 
 
-def slo(text):
-    """--slo: one of SLOS, or seconds."""
-    return text if text in SLOS else number(above=0)(text)
-
-
 def add_options(parser, command):
     """The options of `command`, "serve" or "capacity"."""
     parser.add_table(command, shares=class_shares)
@@ -63,8 +58,9 @@ def add_options(parser, command):
         of_serve = dict(qps=None, long_prompt=None, csv=None, html=None)
         parser.set_defaults(classes={"normal": 1}, **of_serve)
     words = dict(datasets=", ".join(workload.LENGTHS), columns=", ".join(workload.TRACE_COLUMNS))
-    types = dict(prefix=shared_prefix, sizes=page_sizes, slo=slo, caching=CACHING)
-    parser.add_table("serving", **words, **types)
+    types = dict(prefix=shared_prefix, sizes=page_sizes, caching=CACHING)
+    slo = lambda text: text if text in SLOS else number(above=0)(text)
+    parser.add_table("serving", **words, **types, slo=slo)
     parser.add_table("json")
     parser.add_model_options("llama3-8b on a GPU with 75 GB or more, else llama-160m")
 
@@ -166,7 +162,9 @@ class Session:
                     run_at_rate(self.args.qps)
                 else:
                     run.capacity(run_at_rate, start)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
+            if self.serving and hasattr(interrupt, "run"):
+                self.add(name, self.args.qps, interrupt.run)
             print("interrupted: what was seen until then is kept")
             raise
         finally:
@@ -174,16 +172,11 @@ class Session:
                 self.finish()
 
     def run_at_rate(self, name, serve, qps):
-        """Serve the load at this rate, for `serve` until an interrupt comes: what `add` returns."""
+        """Serve the load at this rate: what `add` returns."""
         arrivals = self.arrivals_at(qps)
         recorder = self.recorders.setdefault(name, Recorder()) if self.args.html else None
-        try:
-            with tqdm(total=len(arrivals), desc=name, disable=None, leave=False) as bar:
-                seen = serve(arrivals, progress=bar.update, recorder=recorder)
-        except KeyboardInterrupt as interrupt:
-            if self.serving and hasattr(interrupt, "run"):
-                self.add(name, qps, interrupt.run)
-            raise
+        with tqdm(total=len(arrivals), desc=name, disable=None, leave=False) as bar:
+            seen = serve(arrivals, progress=bar.update, recorder=recorder)
         return self.add(name, qps, seen)
 
     def add(self, name, qps, seen):
@@ -200,9 +193,8 @@ class Session:
         if self.args.csv:
             its = self.records.items()
             rows = [{"policy": name} | row for name, seen in its for row in request_rows(*seen)]
-            table = csv.DictWriter(text := io.StringIO(newline=""), rows[0] if rows else ())
-            table.writeheader()
-            table.writerows(rows)
+            table = [*rows[:1], *map(dict.values, rows)]  # the keys of the first are the header
+            csv.writer(text := io.StringIO(newline="")).writerows(table)
             options.write_text(self.args.csv, text.getvalue())
         return row
 

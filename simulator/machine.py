@@ -44,7 +44,7 @@ def check(parser, args):
     if args.simulate == THIS and args.tp * args.pp > 1:
         parser.error(f"--tp, --pp: do not go with --simulate {THIS}; see bench.py pipeline")
     if not here:
-        cost, longest = simulated_cost(args), args.max_len
+        cost, longest = SimulatedMachine(args).cost, args.max_len
         config, most, least = cost.config, cost.kv_tokens(), args.pp * longest
         if config.family != "llama" and longest > config.max_positions:
             parser.error(f"--max-len {longest}: this model is limited to {config.max_positions}")
@@ -53,12 +53,6 @@ def check(parser, args):
             limits = f"at least {least}, --max-len per micro-batch, and at most {most}, what fits"
             parser.error(f"--kv-tokens {args.kv_tokens}: must be {limits} beside the weights")
     serving.check(parser, args)
-
-
-def simulated_cost(args):
-    """The CostModel of these options. Raises ValueError as CostModel does."""
-    more = args.tp_link, args.pp_link, args.cpu_ms / 1e3
-    return CostModel.named(args.model, args.simulate, args.tp, args.pp, *more)
 
 
 def base_of(cost, max_len=8192, chunk=2048):
@@ -74,7 +68,9 @@ class SimulatedMachine:
     drift = 0.0  # nobody else uses it
 
     def __init__(self, args):
-        self.cost, self.replicas, self.args = simulated_cost(args), args.replicas, args
+        more = args.tp_link, args.pp_link, args.cpu_ms / 1e3
+        self.cost = CostModel.named(args.model, args.simulate, args.tp, args.pp, *more)
+        self.replicas, self.args = args.replicas, args
         self.base = base_of(self.cost, args.max_len, args.chunk)
         device, count = self.cost.device, args.pp * args.replicas
         replicas = f", {args.replicas} replicas" if args.replicas > 1 else ""
