@@ -21,7 +21,7 @@ from tqdm import tqdm
 from experiments import measure, options, run, workload
 from experiments.metrics import request_rows
 from experiments.options import number, whole
-from experiments.tables import print_rows, show
+from experiments.tables import TABLES, print_rows, show
 from policies.config import EngineConfig
 from policies.priority import PRIORITIES
 from policies.slo import MAX_DELAY_S, SLOS
@@ -258,19 +258,14 @@ def describe_load(args, load, arrivals):
 
 def print_heading(machine, args, report, arrivals):
     """What all the numbers depend on. `report` has the load, slo_s, and whether it is slo_busy."""
-    base, kv_tokens, pages = machine.base, args.kv_tokens, ", ".join(map(str, args.page_size))
-    shared = "; shared: by prompts that begin alike" * any(args.prefix_caching)
+    words = dict(machine=machine, args=args, report=report, most_s=MAX_DELAY_S)
+    words["about"] = options.machine_lines(machine.machine)
+    words["load"] = describe_load(args, report["load"], arrivals)
+    words |= dict(longest=args.kv_tokens // args.max_len, pages=", ".join(map(str, args.page_size)))
+    words["shared"] = "; shared: by prompts that begin alike" * any(args.prefix_caching)
+    words["iteration"] = measure.mark("a decode iteration", report["slo_busy"])
     multiple = f"{args.slo}, {SLOS[args.slo]} of these" if args.slo in SLOS else "as asked for"
-    print(
-        f"{options.machine_lines(machine.machine)}{describe_load(args, report['load'], arrivals)}\n"
-        f"memory: {kv_tokens:,} tokens of KV cache, {kv_tokens // args.max_len} requests if "
-        f"each reserves {args.max_len:,}; pages of {pages} tokens{shared}\n"
-        f"at most {args.batch} requests at once; chunk {args.chunk}\n{machine.lines}"
-        f"{measure.mark('a decode iteration', report['slo_busy'])} takes {base.seconds:.4f} s "
-        f"(batch {base.decodes}, context {base.context:,}, no prefill)\n"
-        f"SLO: P99 TBT at most {report['slo_s']:.3f} s ({multiple}), median delay at most "
-        f"{MAX_DELAY_S:g} s\n"
-    )
+    print(TABLES["heading"]["text"].format(**words, multiple=multiple))
 
 
 def print_point(name, point, unit):
