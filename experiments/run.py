@@ -57,7 +57,7 @@ class LoadRun:
     output; a refused turn ends its chat: what would follow is in no count. `progress` is called
     after each request that ended, a `recorder` of views/schedule_page.py sees all of it."""
 
-    def __init__(self, server, arrivals, prompts=None, progress=None, recorder=None):
+    def __init__(self, server, arrivals, prompts=None, progress=lambda: None, recorder=None):
         self.server, self.arrivals, self.prompts = server, arrivals, prompts
         self.progress, self.recorder = progress, recorder
         self.completions, self.iterations = {}, []  # of request i; in order
@@ -87,8 +87,7 @@ class LoadRun:
                 if (i := self.next_turn.get(event.request_id)) is not None:
                     due = event.completion.token_times[-1] + self.arrivals[i].time
                     heapq.heappush(self.due, (due, i))
-                if self.progress:
-                    self.progress()
+                self.progress()
         if iteration := server.last_iteration:
             self.iterations.append(iteration)
             if self.recorder:
@@ -295,13 +294,10 @@ def found_so_far(points, ratio=1.05):
     high = min((p["qps"] for p in points if p["qps"] > at["qps"]), default=math.inf)
     failed, close = [p for p in points if p["qps"] == high], high <= ratio * at["qps"]
     qps = Bounded(at["qps"] or high, "" if close else "at least" if at["qps"] else "below")
-    return at | {
-        "capacity_qps": qps,
-        "bound": qps.bound,
-        "missed": failed[-1].get("missed", "") if failed else "",
-        "busy": bool(failed) and all(point.get("busy") for point in failed),
-        "points": points,
-    }
+    found = {"capacity_qps": qps, "bound": qps.bound, "points": points}
+    found["missed"] = failed[-1].get("missed", "") if failed else ""
+    found["busy"] = bool(failed) and all(point.get("busy") for point in failed)
+    return at | found
 
 
 def capacity(run_at_rate, start, ratio=1.05, most=16):

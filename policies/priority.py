@@ -154,10 +154,8 @@ class Priority(Dynamic):
         prefills.sort(key=self.urgency)
         while batch.left > 0:
             first = line and (not prefills or self.urgency(line[0]) < self.urgency(prefills[0]))
-            if first and (request := self.admit()):
-                batch.add(request)
-            elif prefills:
-                batch.add(prefills.pop(0))
-            else:
+            request = first and self.admit() or prefills and prefills.pop(0)
+            if not request:
                 break
+            batch.add(request)
         return batch
