@@ -6,8 +6,7 @@ Read first: policies/slo.py, which times hybrid batches and chooses; what it fou
 
 from functools import partial
 
-from experiments import measure, options
-from experiments.tables import print_rows
+from experiments import measure, options, tables
 from policies import slo
 
 
@@ -26,7 +25,7 @@ def print_profile(profile, args):
         its |= {"short_ms": 1e3 * a.seconds, "long_ms": 1e3 * b.seconds}
         its["met"] = "yes" if max(a.seconds, b.seconds) <= args.slo_tbt else "no"
         shown[measure.mark(a.budget, max(a.spread, b.spread) > measure.BUSY)] = its
-    print_rows("profile", shown, short=short, long=long, slo_ms=1e3 * args.slo_tbt)
+    tables.print_rows("profile", shown, short=short, long=long, slo_ms=1e3 * args.slo_tbt)
 
 
 def main(args):

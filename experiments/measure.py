@@ -180,19 +180,13 @@ def describe_machine(model, args, rows):
     weights = sum(layer.weight.numel() for layer in linear_layers(model))
     rate = 2 * rows * weights / (timing.ms / 1e3)
     whole = model.whole_model() if hasattr(model, "ranks") else model
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name(),
-        "dtype": args.dtype,
-        "model": args.init_from or args.model,
-        "parameters": sum(p.numel() for p in whole.parameters()),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "compiled": args.compile,
-        "flops_per_s": rate,
-        "bytes_per_s": bandwidth,
-        "ridge_tokens": rate / bandwidth * model.dtype.itemsize / 2,
-        "busy": drift > BUSY,
-    } | ({"tp": args.tp, "pp": args.pp} if whole is not model else {})
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
+    found = {"device": name, "dtype": args.dtype, "model": args.init_from or args.model}
+    found |= {"parameters": sum(p.numel() for p in whole.parameters()), "compiled": args.compile}
+    found |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
+    found |= {"flops_per_s": rate, "bytes_per_s": bandwidth, "busy": drift > BUSY}
+    found["ridge_tokens"] = rate / bandwidth * model.dtype.itemsize / 2
+    return found | ({"tp": args.tp, "pp": args.pp} if whole is not model else {})
 
 
 def processor_name():

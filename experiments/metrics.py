@@ -8,7 +8,6 @@ of a request that finished. Read next: run.py."""
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -47,21 +46,19 @@ def find_stalls(completions, iterations):
     """Every generation stall, as [Stall], request by request. A gap holds the iterations that began
     in it: from a token until before the next. Who prefills itself again after a preemption does not
     stall itself. A decode waits for a chunk that it rides with, too: an SLO tells if that harms."""
-    group_of = {}  # request -> the micro-batch that computes it
-    groups = defaultdict(lambda: ([], []))  # micro-batch -> (iterations' starts, prefills in each)
-    for iteration in iterations:
-        starts, prefills = groups[iteration.micro_batch]
-        starts.append(iteration.start)
-        prefills.append([(who, n) for who, _, n, is_decode in iteration.chunks if not is_decode])
-        group_of |= {who: iteration.micro_batch for who, _ in prefills[-1]}
-    stalls = []
+    stalls, group_of = [], {}  # request -> the micro-batch that computes it
+    groups = defaultdict(list)  # micro-batch -> its prefills, (start of the iteration, who, tokens)
+    for its in iterations:
+        prefills = [(its.start, who, n) for who, _, n, is_decode in its.chunks if not is_decode]
+        groups[its.micro_batch] += prefills
+        group_of |= {who: its.micro_batch for _, who, _ in prefills}
     for completion in completions:
         own, times = completion.request_id, completion.token_times
-        starts, prefills = groups[group_of.get(own, 0)]
-        begun = [bisect_left(starts, time) for time in times]  # iterations until a token
+        prefills = groups[group_of.get(own, 0)]
+        begun = [bisect_left(prefills, (time,)) for time in times]  # until a token
         for start, end, first, last in zip(times, times[1:], begun, begun[1:]):
             tokens = Counter()  # of prefill by request, in the order of computation
-            for who, length in chain(*prefills[first:last]):
+            for _, who, length in prefills[first:last]:
                 tokens[who] += length
             del tokens[own]
             if tokens:

@@ -28,8 +28,7 @@ from itertools import product
 from typing import NamedTuple
 
 from engine import Completion, Iteration, QueueFull
-from experiments import metrics
-from experiments.measure import BUSY, GLANCE_S, probe_of
+from experiments import measure, metrics
 from experiments.options import engine_for, runner_for
 from policies import find_policy, slo
 from policies.priority import PRIORITIES
@@ -146,7 +145,7 @@ class EngineServer:
         self.engine, self.clock, self.sleep = engine, clock, sleep
         self.step, self.abort, self.missing = engine.step, engine.abort, []
         self.schedulers = engine.schedulers
-        self.probe, self.next_glance = probe_of(engine.runner.model.device), 0.0
+        self.probe, self.next_glance = measure.probe_of(engine.runner.model.device), 0.0
 
     last_iteration = property(lambda self: self.engine.last_iteration)
 
@@ -156,7 +155,7 @@ class EngineServer:
             return math.inf
         now = self.clock()
         if now >= self.next_glance:
-            self.missing.append(self.probe.take(GLANCE_S))
+            self.missing.append(self.probe.take(measure.GLANCE_S))
             self.next_glance = now + 1
         return now
 
@@ -199,7 +198,7 @@ def summarize(run, tbt_slo_s):
     summary = metrics.summarize_run(*run[:3], tbt_slo_s, run.offered_per_s)
     missed = run.cut_short or metrics.missed(summary, tbt_slo_s)  # all before a cut may have ended
     more = {name: getattr(run, name) for name in ("own_fraction", "refused", "cut_short", "drift")}
-    return summary | more | {"met": not missed, "missed": missed, "busy": run.drift > BUSY}
+    return summary | more | {"met": not missed, "missed": missed, "busy": run.drift > measure.BUSY}
 
 
 def goes_by_chunk(name):
@@ -242,8 +241,7 @@ def measure_base(model, config):
     """The Base of this machine, and the spread of its times."""
     context, chunk = slo.base_context(config.max_len), min(config.chunk, config.max_len)
     longest = max(context, chunk)
-    sizes = slo.BASE_BATCH, longest, longest, config.attention
-    runner = runner_for(model)(model, *sizes)
+    runner = runner_for(model)(model, slo.BASE_BATCH, longest, longest, config.attention)
     decode = slo.base_decode_iteration(runner, config.max_len)
     prefill = slo.time_iterations(runner, [(chunk, chunk, 0)])[0]
     base = Base(decode.seconds, prefill.seconds / chunk, decode.decodes, context)

@@ -18,10 +18,9 @@ from itertools import product
 
 from tqdm import tqdm
 
-from experiments import measure, options, run, workload
+from experiments import measure, options, run, tables, workload
 from experiments.metrics import request_rows
 from experiments.options import number, whole
-from experiments.tables import TABLES, print_rows, show
 from policies.config import EngineConfig
 from policies.priority import PRIORITIES
 from policies.slo import MAX_DELAY_S, SLOS
@@ -265,15 +264,14 @@ def print_heading(machine, args, report, arrivals):
     words["shared"] = "; shared: by prompts that begin alike" * any(args.prefix_caching)
     words["iteration"] = measure.mark("a decode iteration", report["slo_busy"])
     multiple = f"{args.slo}, {SLOS[args.slo]} of these" if args.slo in SLOS else "as asked for"
-    print(TABLES["heading"]["text"].format(**words, multiple=multiple))
+    print(tables.TABLES["heading"]["text"].format(**words, multiple=multiple))
 
 
 def print_point(name, point, unit):
     """A run in a line, for when it is done: what Session.add returns, its rate in `unit`."""
     rate = "" if point["qps"] is None else f"{point['qps']:.3f} {unit}, "
-    keys = {"P50 TTFT": "p50_ttft_s", "P99 TBT": "p99_tbt_s", "longest stall": "longest_stall_s"}
-    keys |= {"median delay": "p50_delay_s"}
-    times = ", ".join(f"{what} {show(point[key], ',.3f')} s" for what, key in keys.items())
+    its = tables.TABLES["point"]["columns"].items()
+    times = ", ".join(f"{what} {tables.show(point[key], spec)} s" for what, (key, spec) in its)
     verdict = f"not met: {point['missed']}" if point["missed"] else "met"
     print(f"{measure.mark(name, point['busy'])}: {rate}{times}; SLO {verdict}")
 
@@ -285,8 +283,8 @@ def print_runs(rows, tbt_slo_s):
         name += " (cut short)" * bool(row["cut_short"])
         its = row | row["stalls"] | (row["stalls"]["longest"] or {})
         shown[measure.mark(name, row["busy"])] = its
-    print_rows("latencies", shown)
-    print_rows("batches", shown, slo_s=tbt_slo_s)
+    tables.print_rows("latencies", shown)
+    tables.print_rows("batches", shown, slo_s=tbt_slo_s)
 
 
 def print_capacities(results, unit):
@@ -294,9 +292,8 @@ def print_capacities(results, unit):
     shown, vllm = {}, results.get("vllm")
     for name, its in results.items():
         gain = 1.0 if its is vllm else vllm and its["capacity_qps"].over(vllm["capacity_qps"])
-        more = {"gain": gain, "runs": len(its["points"])}
-        shown[measure.mark(name, its["busy"])] = its | more
-    print_rows("capacities", shown, unit=unit)
+        shown[measure.mark(name, its["busy"])] = its | {"gain": gain, "runs": len(its["points"])}
+    tables.print_rows("capacities", shown, unit=unit)
 
 
 def conclude(report):

@@ -10,9 +10,7 @@ from dataclasses import asdict
 from functools import partial
 from itertools import product
 
-from experiments import measure, serving, workload
-from experiments.metrics import percentiles
-from experiments.options import runner_for
+from experiments import measure, metrics, options, serving, workload
 from experiments.run import Base
 from policies.slo import BASE_BATCH, base_context, time_iterations
 from pretrained.presets import PRESETS
@@ -97,7 +95,7 @@ def time_batches(model, cases, max_len, attention):
     No chunk and no context exceeds `max_len`."""
     size = min(64, max_len)
     pages = max(-(-c // size) * decodes + -(-max(n, c) // size) for n, c, decodes in cases)
-    runner = runner_for(model)(model, pages, size, max_len, attention)
+    runner = options.runner_for(model)(model, pages, size, max_len, attention)
     return time_iterations(runner, [(n + decodes, c, decodes) for n, c, decodes in cases])
 
 
@@ -125,7 +123,7 @@ class FittedMachine(SimulatedMachine):
         timed, busy = [(row.shape, row.seconds) for row in rows], self.drift > measure.BUSY
         self.cost, self.base, self.args = FittedCost([timed[: len(fitted)]]), real.base, args
         (law,), rest = self.cost.laws, timed[len(fitted) :]
-        off = percentiles(abs(law.predict(shape) / seconds - 1) for shape, seconds in rest)
+        off = metrics.percentiles(abs(law.predict(shape) / seconds - 1) for shape, seconds in rest)
         found = "off by {p50:.1%} in the median, {p90:.1%} at P90, {max:.1%} at most"
         found = measure.TOO_BUSY if busy else found.format_map(off)
         self.lines = f"{real.lines}fitted to {len(fitted)} batches\n"

@@ -12,8 +12,7 @@ from statistics import median
 
 from tqdm import tqdm
 
-from experiments import measure, options, run, workload
-from experiments.tables import print_rows
+from experiments import measure, options, run, tables, workload
 from policies.config import EngineConfig
 from policies.slo import Profiled, hybrid_spans
 from sampling import SamplingParams
@@ -106,8 +105,8 @@ def print_runs(rows):
             its[f"{key}_off"] = simulated[key] / real[key] - 1 if real[key] else None
         shown[name] = its
         stages |= {f"{name}, {i + 1}": stage for i, stage in enumerate(real["stages"])}
-    print_rows("pipeline", shown)
-    print_rows("stages", stages)
+    tables.print_rows("pipeline", shown)
+    tables.print_rows("stages", stages)
 
 
 def pair(rows):

@@ -102,10 +102,13 @@ class Simulation(MicroBatches):
             return []
         if self.line:
             self._wake()  # what it left, or preempted, is for the others
-        chunks = batch.record() if self.record else None
-        times = self._times(number // self.pp, *self.cost.stages(batch))
+        chunks, (seconds, hop) = batch.record() if self.record else None, self.cost.stages(batch)
+        times, arrived = [], self.now
+        for stage, duration in enumerate(seconds):
+            start = max(arrived, self.free[number // self.pp, stage])  # it may still be at work
+            times.append((start, end := start + duration, math.inf))
+            arrived = end + hop
         self.book(number, times, self.full_since(number), batch, chunks)
-        end = self.free[number // self.pp, self.pp - 1]
         self._push(end, number)
         scheduler.observe(batch, end - self.now)  # a TBT has what it waits for stages, too
         self.batches += 1
@@ -118,14 +121,6 @@ class Simulation(MicroBatches):
             for r, token in scheduler.advance(batch, tokens, end)
             if self.record or r.finish_reason
         ]
-
-    def _times(self, replica, seconds, hop):
-        """(start, end, infinity) of a batch on each stage, that takes so long there, and a hop."""
-        time = self.now
-        for stage, duration in enumerate(seconds):
-            start = max(time, self.free[replica, stage])  # the stage may still be at work
-            yield start, start + duration, math.inf
-            time = start + duration + hop
 
 
 def bubble_kinds(stage_runs):
