@@ -112,8 +112,7 @@ def mark(name, busy):
 def memory_bandwidth(device):
     """Bytes per second at which an array much larger than any cache is read, to be summed."""
     array = torch.ones(2**30 if device.type == "cuda" else 2**27, device=device)
-    timing = interleaved({"sum": array.sum}, device, repeats=7)["sum"]
-    return array.nbytes / (timing.ms / 1e3)
+    return array.nbytes / (interleaved({"sum": array.sum}, device, repeats=7)["sum"].ms / 1e3)
 
 
 def fastest_cpu_dtype():

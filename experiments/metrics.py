@@ -28,11 +28,7 @@ class Stall(NamedTuple):
     end: float  # when its next token was known, in s
     prefill_tokens: int  # of others, computed in the gap
     caused_by: int  # the request with most of these tokens; of equals, the one computed first
-
-    @property
-    def seconds(self):
-        """The whole gap: a hybrid batch does not tell the chunk's time from the decode's own."""
-        return self.end - self.start
+    seconds: float  # all of it: a hybrid batch does not tell the chunk's time from the decode's own
 
 
 def percentiles(values):
@@ -63,7 +59,7 @@ def find_stalls(completions, iterations):
             del tokens[own]
             if tokens:
                 cause = max(tokens, key=tokens.get)
-                stalls.append(Stall(own, start, end, tokens.total(), cause))
+                stalls.append(Stall(own, start, end, tokens.total(), cause, end - start))
     return stalls
 
 
@@ -92,8 +88,7 @@ def summarize_queue(completions, offered_per_s=None):
 def summarize_latencies(completions, seconds, offered_per_s=None):
     """The part of `summarize_run` that needs no iterations."""
     finished = [c for c in completions if c.finish_reason in FINISHED]
-    output = sum(len(c.token_times) for c in completions)
-    prompt = sum(len(c.prompt) for c in completions if c.token_times)  # computed or found
+    tokens = sum(len(c.prompt) + len(c.token_times) for c in completions if c.token_times)
     return {
         "requests": len(completions),
         "finished": len(finished),
@@ -103,7 +98,7 @@ def summarize_latencies(completions, seconds, offered_per_s=None):
         "scheduling_delay_s": percentiles(c.scheduling_delay for c in completions),
         "queue": summarize_queue(completions, offered_per_s),
         "latency_s": percentiles(c.latency for c in finished),
-        "tokens_per_s": _ratio(prompt + output, seconds),
+        "tokens_per_s": _ratio(tokens, seconds),  # of prompts too, computed or found
     }
 
 
@@ -132,6 +127,8 @@ def summarize_run(completions, iterations, seconds, tbt_slo_s=None, offered_per_
     busy_s = sum(i.end - i.start for i in iterations)
     longest = max(stalls, key=attrgetter("seconds"), default=None)
     over_slo = sum(s.seconds > tbt_slo_s for s in stalls) if count and tbt_slo_s else None
+    stalled = {"count": len(stalls) if count else None, "longest": longest and longest._asdict()}
+    stalled |= {"over_slo": over_slo, "length_s": percentiles(stall.seconds for stall in stalls)}
     begun = [c for c in completions if c.scheduled is not None and count]
     counts = {key: sum(getattr(c, key) for c in begun) if count else None for key in COUNTS}
     prefill = sum(len(c.prompt) + c.recomputed_tokens for c in begun)
@@ -142,12 +139,7 @@ def summarize_run(completions, iterations, seconds, tbt_slo_s=None, offered_per_
         "p50_delay_s": its["scheduling_delay_s"]["p50"],
         "longest_stall_s": longest.seconds if longest else 0.0 if count else None,
         "cached": _ratio(counts["cached_tokens"], prefill),
-        "stalls": {
-            "count": len(stalls) if count else None,
-            "over_slo": over_slo,
-            "length_s": percentiles(stall.seconds for stall in stalls),
-            "longest": longest and longest._asdict() | {"seconds": longest.seconds},
-        },
+        "stalls": stalled,
         "iterations": count,
         "prefill_only": _ratio(kinds[True, False], count),
         "decode_only": _ratio(kinds[False, True], count),

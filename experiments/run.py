@@ -142,9 +142,8 @@ class EngineServer:
     from the arrival, also if that is in an iteration."""
 
     def __init__(self, engine, clock, sleep=time.sleep):
-        self.engine, self.clock, self.sleep = engine, clock, sleep
-        self.step, self.abort, self.missing = engine.step, engine.abort, []
-        self.schedulers = engine.schedulers
+        self.engine, self.clock, self.sleep, self.missing = engine, clock, sleep, []
+        self.step, self.abort, self.schedulers = engine.step, engine.abort, engine.schedulers
         self.probe, self.next_glance = measure.probe_of(engine.runner.model.device), 0.0
 
     last_iteration = property(lambda self: self.engine.last_iteration)
@@ -211,7 +210,7 @@ def plan(names, page_sizes, config, tbt_slo_s=None, caching=(False,)):
     prefix_caching of `caching`. A name is one that find_policy takes, and may end in a chunk size
     of its own, "sarathi:128". All have the memory of `config`: pages * page_size tokens. Raises
     ValueError for an unknown policy, and for a chunk size where it does not go by one."""
-    runs = {}
+    runs, tokens = {}, config.pages * config.page_size
     for label in names:
         head, _, last = label.rpartition(":")
         name, chunk = (head, last) if last.isdecimal() else (label, None)
@@ -219,12 +218,11 @@ def plan(names, page_sizes, config, tbt_slo_s=None, caching=(False,)):
         if chunk and not by_chunk:
             raise ValueError(f"{label!r}: {name} does not go by a chunk size")
         options = config.options | ({"tbt_slo": tbt_slo_s} if name == "dynamic" else {})
-        its = dict(policy=name, chunk=int(chunk or config.chunk), options=options)
+        its = replace(config, policy=name, chunk=int(chunk or config.chunk), options=options)
         for size, shared in product(page_sizes, caching):
             key = label if len(page_sizes) == 1 else f"{label}, pages of {size}"
             key += ", shared" if shared and len(caching) > 1 else ""
-            memory = dict(page_size=size, pages=config.pages * config.page_size // size)
-            runs[key] = replace(config, prefix_caching=shared, **memory, **its)
+            runs[key] = replace(its, page_size=size, pages=tokens // size, prefix_caching=shared)
     return runs
 
 

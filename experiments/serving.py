@@ -54,8 +54,7 @@ def add_options(parser, command):
     """The options of `command`, "serve" or "capacity"."""
     parser.add_table(command, shares=class_shares)
     if command == "capacity":
-        of_serve = dict(qps=None, long_prompt=None, csv=None, html=None)
-        parser.set_defaults(classes={"normal": 1}, **of_serve)
+        parser.set_defaults(classes={"normal": 1}, qps=None, long_prompt=None, csv=None, html=None)
     words = dict(datasets=", ".join(workload.LENGTHS), columns=", ".join(workload.TRACE_COLUMNS))
     types = dict(prefix=shared_prefix, sizes=page_sizes, caching=CACHING)
     slo = lambda text: text if text in SLOS else number(above=0)(text)
@@ -220,9 +219,8 @@ class Session:
 
 def main(args, make_machine):
     """The command args.command, on make_machine(args, config). ValueError for a bad load or SLO."""
-    limits = dict(chunk=args.chunk, max_batch=args.batch, max_waiting=args.max_waiting)
-    memory = dict(max_len=args.max_len, page_size=1, pages=args.kv_tokens)
-    config = EngineConfig(**limits, **memory, attention=args.attention)
+    same = {name: getattr(args, name) for name in ("chunk", "max_len", "max_waiting", "attention")}
+    config = EngineConfig(**same, max_batch=args.batch, page_size=1, pages=args.kv_tokens)
     plan = partial(run.plan, args.policies, args.page_size, config, caching=args.prefix_caching)
     plan(1.0)  # what is wrong with it, or with the load, ends here, before a model is loaded
     arrivals_at, load = make_workload(args)
@@ -258,13 +256,12 @@ def describe_load(args, load, arrivals):
 def print_heading(machine, args, report, arrivals):
     """What all the numbers depend on. `report` has the load, slo_s, and whether it is slo_busy."""
     words = dict(machine=machine, args=args, report=report, most_s=MAX_DELAY_S)
-    words["about"] = options.machine_lines(machine.machine)
-    words["load"] = describe_load(args, report["load"], arrivals)
+    about = options.machine_lines(machine.machine) + describe_load(args, report["load"], arrivals)
     words |= dict(longest=args.kv_tokens // args.max_len, pages=", ".join(map(str, args.page_size)))
     words["shared"] = "; shared: by prompts that begin alike" * any(args.prefix_caching)
     words["iteration"] = measure.mark("a decode iteration", report["slo_busy"])
     multiple = f"{args.slo}, {SLOS[args.slo]} of these" if args.slo in SLOS else "as asked for"
-    print(tables.TABLES["heading"]["text"].format(**words, multiple=multiple))
+    print(tables.TABLES["heading"]["text"].format(**words, about=about, multiple=multiple))
 
 
 def print_point(name, point, unit):
@@ -281,8 +278,8 @@ def print_runs(rows, tbt_slo_s):
     shown = {}
     for name, row in rows.items():
         name += " (cut short)" * bool(row["cut_short"])
-        its = row | row["stalls"] | (row["stalls"]["longest"] or {})
-        shown[measure.mark(name, row["busy"])] = its
+        name = measure.mark(name, row["busy"])
+        shown[name] = row | row["stalls"] | (row["stalls"]["longest"] or {})
     tables.print_rows("latencies", shown)
     tables.print_rows("batches", shown, slo_s=tbt_slo_s)
 

@@ -42,8 +42,7 @@ class ClassLine:
         """line[0] is the head, and all that can be asked for. Raises IndexError if nobody waits."""
         now = self.clock()
         while self._lifts and self._lifts[0][0] <= now:
-            request = self._lifts[0][-1]
-            its_class, deadline, *_ = self._entries[request][0]
+            its_class, deadline, *_, request = self._entries[self._lifts[0][-1]][0]
             self.remove(request)
             self._join(request, its_class - 1, deadline)
         return self._line[index][-1]

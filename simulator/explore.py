@@ -51,9 +51,8 @@ def main(args):
     memories = {f"{name}, {count * MAX_LEN:,} tokens": count for name, count in MEMORY.items()}
     runs, recorders = [*product(servers, loads, memories)], {}
     for server, load, memory in tqdm(runs, "runs", leave=False, disable=None):
-        pages = memories[memory] * MAX_LEN // PAGE_SIZE
-        sizes = dict(max_batch=BATCH, max_len=MAX_LEN, page_size=PAGE_SIZE, pages=pages)
-        config = EngineConfig(chunk=int(CHUNKS[-1]), **sizes)
+        tokens = dict(page_size=1, pages=memories[memory] * MAX_LEN)
+        config = EngineConfig(chunk=int(CHUNKS[-1]), max_batch=BATCH, max_len=MAX_LEN, **tokens)
         (config,) = run.plan([servers[server]], [PAGE_SIZE], config, slo_s).values()
         recorder = recorders[" | ".join((*server, load, memory))] = Recorder()
         machine.serve(config, poisson(lengths, loads[load], 0), recorder=recorder)

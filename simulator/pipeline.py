@@ -83,13 +83,12 @@ def serve(model, config, arrivals, tokens):
 
 def summarize(seen, pipeline):
     """What is known of a Run and its MicroBatches, a dict: in seconds, of stages in lists."""
-    kinds, bubbles = dict.fromkeys(KINDS, 0.0), [0.0] * pipeline.pp
+    kinds, bubbles, busy = dict.fromkeys(KINDS, 0.0), [0.0] * pipeline.pp, pipeline.busy.values()
     for stage_run, kind in bubble_kinds(pipeline.stage_runs):
         kinds[kind] += stage_run.bubble
         bubbles[stage_run.stage] += stage_run.bubble
     its, tokens = seen.seconds, sum(len(c.prompt) + len(c.tokens) for c in seen.completions)
-    both = zip(pipeline.busy.values(), bubbles)
-    stages = [dict(busy_s=a, bubble_s=b, idle_s=its - a - b) for a, b in both]
+    stages = [dict(busy_s=a, bubble_s=b, idle_s=its - a - b) for a, b in zip(busy, bubbles)]
     found = {"makespan_s": its, "tokens_per_s": tokens / its, "bubbles_s": sum(bubbles)}
     found |= {"median_bubble_s": median(pipeline.bubbles.values()), "stages": stages}
     return found | kinds | {"busy": seen.drift > measure.BUSY}
@@ -112,9 +111,8 @@ def print_runs(rows):
 def pair(rows):
     """Whom to compare: orca-best and the stall-free schedule that is done first; [] if not both."""
     ours = [name for name in rows if name.startswith("sarathi-serve")]
-    if "orca-best" not in rows or not ours:
-        return []
-    return ["orca-best", min(ours, key=lambda name: rows[name][0]["makespan_s"])]
+    makespan_s = lambda name: rows[name][0]["makespan_s"]
+    return ["orca-best", min(ours, key=makespan_s)] if ours and "orca-best" in rows else []
 
 
 def conclude(rows):

@@ -49,10 +49,10 @@ class Simulation(MicroBatches):
         self.cost, self.config, self.record = cost, config, record
         self.clock = lambda: self.now  # in seconds
         self.now, self.turns, self.batches, self.last_iteration = 0.0, count(), 0, None
-        self.ready, self.idle = [], deque()  # micro-batches: a heap of when, and those without work
         super().__init__(config, cost.pp, self.clock, replicas)
-        for number in range(len(self.schedulers)):
-            self._push(0.0, number)
+        # micro-batches: a heap of when they can go on, and those that are without work
+        self.ready, self.idle = [], deque(range(len(self.schedulers)))
+        self._wake()
 
     def _push(self, time, number):
         """Let it go on at that time, after all that may go on earlier, or were told so before."""
