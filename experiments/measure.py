@@ -113,8 +113,7 @@ def mark(name, busy):
 def memory_bandwidth(device):
     """Bytes per second at which an array much larger than any cache is read, to be summed."""
     array = torch.ones(2**30 if device.type == "cuda" else 2**27, device=device)
-    timing = interleaved({"sum": array.sum}, device, repeats=7)["sum"]
-    return array.nbytes / (timing.ms / 1e3)
+    return array.nbytes / (interleaved({"sum": array.sum}, device, repeats=7)["sum"].ms / 1e3)
 
 
 def fastest_cpu_dtype():
@@ -180,19 +179,16 @@ def describe_machine(model, args, rows):
     weights = sum(layer.weight.numel() for layer in linear_layers(model))
     rate = 2 * rows * weights / (timing.ms / 1e3)
     whole = model.whole_model() if hasattr(model, "ranks") else model
-    return {
+    found = {
         "device": device_name(device),
         "dtype": args.dtype,
         "model": args.init_from or args.model,
-        "parameters": sum(p.numel() for p in whole.parameters()),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "compiled": args.compile,
-        "flops_per_s": rate,
-        "bytes_per_s": bandwidth,
-        "ridge_tokens": rate / bandwidth * model.dtype.itemsize / 2,
-        "busy": drift > BUSY,
-    } | ({"tp": args.tp, "pp": args.pp} if whole is not model else {})
+    }
+    found |= {"parameters": sum(p.numel() for p in whole.parameters()), "compiled": args.compile}
+    found |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
+    found |= {"flops_per_s": rate, "bytes_per_s": bandwidth, "busy": drift > BUSY}
+    found["ridge_tokens"] = rate / bandwidth * model.dtype.itemsize / 2
+    return found | ({"tp": args.tp, "pp": args.pp} if whole is not model else {})
 
 
 def device_name(device):

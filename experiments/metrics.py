@@ -8,7 +8,6 @@ of a request that finished. Read next: run.py."""
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -29,11 +28,7 @@ class Stall(NamedTuple):
     end: float  # when its next token was known, in s
     prefill_tokens: int  # of others, computed in the gap
     caused_by: int  # the request with most of these tokens; of equals, the one computed first
-
-    @property
-    def seconds(self):
-        """The whole gap: a hybrid batch does not tell the chunk's time from the decode's own."""
-        return self.end - self.start
+    seconds: float  # all of it: a hybrid batch does not tell the chunk's time from the decode's own
 
 
 def percentiles(values):
@@ -47,26 +42,24 @@ def find_stalls(completions, iterations):
     """Every generation stall, as [Stall], request by request. A gap holds the iterations that began
     in it: from a token until before the next. Who prefills itself again after a preemption does not
     stall itself. A decode waits for a chunk that it rides with, too: an SLO tells if that harms."""
-    group_of = {}  # request -> the micro-batch that computes it
-    groups = defaultdict(lambda: ([], []))  # micro-batch -> (iterations' starts, prefills in each)
-    for iteration in iterations:
-        starts, prefills = groups[iteration.micro_batch]
-        starts.append(iteration.start)
-        prefills.append([(who, n) for who, _, n, is_decode in iteration.chunks if not is_decode])
-        group_of |= {who: iteration.micro_batch for who, _ in prefills[-1]}
-    stalls = []
+    stalls, group_of = [], {}  # request -> the micro-batch that computes it
+    groups = defaultdict(list)  # micro-batch -> its prefills, (start of the iteration, who, tokens)
+    for its in iterations:
+        prefills = [(its.start, who, n) for who, _, n, is_decode in its.chunks if not is_decode]
+        groups[its.micro_batch] += prefills
+        group_of |= {who: its.micro_batch for _, who, _ in prefills}
     for completion in completions:
         own, times = completion.request_id, completion.token_times
-        starts, prefills = groups[group_of.get(own, 0)]
-        begun = [bisect_left(starts, time) for time in times]  # iterations until a token
+        prefills = groups[group_of.get(own, 0)]
+        begun = [bisect_left(prefills, (time,)) for time in times]  # until a token
         for start, end, first, last in zip(times, times[1:], begun, begun[1:]):
             tokens = Counter()  # of prefill by request, in the order of computation
-            for who, length in chain(*prefills[first:last]):
+            for _, who, length in prefills[first:last]:
                 tokens[who] += length
             del tokens[own]
             if tokens:
                 cause = max(tokens, key=tokens.get)
-                stalls.append(Stall(own, start, end, tokens.total(), cause))
+                stalls.append(Stall(own, start, end, tokens.total(), cause, end - start))
     return stalls
 
 
@@ -95,8 +88,7 @@ def summarize_queue(completions, offered_per_s=None):
 def summarize_latencies(completions, seconds, offered_per_s=None):
     """The part of `summarize_run` that needs no iterations."""
     finished = [c for c in completions if c.finish_reason in FINISHED]
-    output = sum(len(c.token_times) for c in completions)
-    prompt = sum(len(c.prompt) for c in completions if c.token_times)  # computed or found
+    tokens = sum(len(c.prompt) + len(c.token_times) for c in completions if c.token_times)
     return {
         "requests": len(completions),
         "finished": len(finished),
@@ -106,7 +98,7 @@ def summarize_latencies(completions, seconds, offered_per_s=None):
         "scheduling_delay_s": percentiles(c.scheduling_delay for c in completions),
         "queue": summarize_queue(completions, offered_per_s),
         "latency_s": percentiles(c.latency for c in finished),
-        "tokens_per_s": _ratio(prompt + output, seconds),
+        "tokens_per_s": _ratio(tokens, seconds),  # of prompts too, computed or found
     }
 
 
@@ -135,6 +127,8 @@ def summarize_run(completions, iterations, seconds, tbt_slo_s=None, offered_per_
     busy_s = sum(i.end - i.start for i in iterations)
     longest = max(stalls, key=attrgetter("seconds"), default=None)
     over_slo = sum(s.seconds > tbt_slo_s for s in stalls) if count and tbt_slo_s else None
+    stalled = {"count": len(stalls) if count else None, "longest": longest and longest._asdict()}
+    stalled |= {"over_slo": over_slo, "length_s": percentiles(stall.seconds for stall in stalls)}
     begun = [c for c in completions if c.scheduled is not None and count]
     counts = {key: sum(getattr(c, key) for c in begun) if count else None for key in COUNTS}
     prefill = sum(len(c.prompt) + c.recomputed_tokens for c in begun)
@@ -145,12 +139,7 @@ def summarize_run(completions, iterations, seconds, tbt_slo_s=None, offered_per_
         "p50_delay_s": its["scheduling_delay_s"]["p50"],
         "longest_stall_s": longest.seconds if longest else 0.0 if count else None,
         "cached": _ratio(counts["cached_tokens"], prefill),
-        "stalls": {
-            "count": len(stalls) if count else None,
-            "over_slo": over_slo,
-            "length_s": percentiles(stall.seconds for stall in stalls),
-            "longest": longest and longest._asdict() | {"seconds": longest.seconds},
-        },
+        "stalls": stalled,
         "iterations": count,
         "prefill_only": _ratio(kinds[True, False], count),
         "decode_only": _ratio(kinds[False, True], count),

@@ -28,8 +28,7 @@ from itertools import product
 from typing import NamedTuple
 
 from engine import Completion, Iteration, QueueFull
-from experiments import metrics
-from experiments.measure import BUSY, GLANCE_S, probe_of
+from experiments import measure, metrics
 from experiments.options import engine_for, runner_for
 from policies import find_policy, slo
 from policies.priority import PRIORITIES
@@ -57,7 +56,7 @@ class LoadRun:
     output; a refused turn ends its chat: what would follow is in no count. `progress` is called
     after each request that ended, a `recorder` of views/schedule_page.py sees all of it."""
 
-    def __init__(self, server, arrivals, prompts=None, progress=None, recorder=None):
+    def __init__(self, server, arrivals, prompts=None, progress=lambda: None, recorder=None):
         self.server, self.arrivals, self.prompts = server, arrivals, prompts
         self.progress, self.recorder = progress, recorder
         self.completions, self.iterations = {}, []  # of request i; in order
@@ -87,8 +86,7 @@ class LoadRun:
                 if (i := self.next_turn.get(event.request_id)) is not None:
                     due = event.completion.token_times[-1] + self.arrivals[i].time
                     heapq.heappush(self.due, (due, i))
-                if self.progress:
-                    self.progress()
+                self.progress()
         if iteration := server.last_iteration:
             self.iterations.append(iteration)
             if self.recorder:
@@ -144,10 +142,9 @@ class EngineServer:
     from the arrival, also if that is in an iteration."""
 
     def __init__(self, engine, clock, sleep=time.sleep):
-        self.engine, self.clock, self.sleep = engine, clock, sleep
-        self.step, self.abort, self.missing = engine.step, engine.abort, []
-        self.schedulers = engine.schedulers
-        self.probe, self.next_glance = probe_of(engine.runner.model.device), 0.0
+        self.engine, self.clock, self.sleep, self.missing = engine, clock, sleep, []
+        self.step, self.abort, self.schedulers = engine.step, engine.abort, engine.schedulers
+        self.probe, self.next_glance = measure.probe_of(engine.runner.model.device), 0.0
 
     last_iteration = property(lambda self: self.engine.last_iteration)
 
@@ -157,7 +154,7 @@ class EngineServer:
             return math.inf
         now = self.clock()
         if now >= self.next_glance:
-            self.missing.append(self.probe.take(GLANCE_S))
+            self.missing.append(self.probe.take(measure.GLANCE_S))
             self.next_glance = now + 1
         return now
 
@@ -200,7 +197,7 @@ def summarize(run, tbt_slo_s):
     summary = metrics.summarize_run(*run[:3], tbt_slo_s, run.offered_per_s)
     missed = run.cut_short or metrics.missed(summary, tbt_slo_s)  # all before a cut may have ended
     more = {name: getattr(run, name) for name in ("own_fraction", "refused", "cut_short", "drift")}
-    return summary | more | {"met": not missed, "missed": missed, "busy": run.drift > BUSY}
+    return summary | more | {"met": not missed, "missed": missed, "busy": run.drift > measure.BUSY}
 
 
 def goes_by_chunk(name):
@@ -213,7 +210,7 @@ def plan(names, page_sizes, config, tbt_slo_s=None, caching=(False,)):
     prefix_caching of `caching`. A name is one that find_policy takes, and may end in a chunk size
     of its own, "sarathi:128". All have the memory of `config`: pages * page_size tokens. Raises
     ValueError for an unknown policy, and for a chunk size where it does not go by one."""
-    runs = {}
+    runs, tokens = {}, config.pages * config.page_size
     for label in names:
         head, _, last = label.rpartition(":")
         name, chunk = (head, last) if last.isdecimal() else (label, None)
@@ -221,12 +218,11 @@ def plan(names, page_sizes, config, tbt_slo_s=None, caching=(False,)):
         if chunk and not by_chunk:
             raise ValueError(f"{label!r}: {name} does not go by a chunk size")
         options = config.options | ({"tbt_slo": tbt_slo_s} if name == "dynamic" else {})
-        its = dict(policy=name, chunk=int(chunk or config.chunk), options=options)
+        its = replace(config, policy=name, chunk=int(chunk or config.chunk), options=options)
         for size, shared in product(page_sizes, caching):
             key = label if len(page_sizes) == 1 else f"{label}, pages of {size}"
             key += ", shared" if shared and len(caching) > 1 else ""
-            memory = dict(page_size=size, pages=config.pages * config.page_size // size)
-            runs[key] = replace(config, prefix_caching=shared, **memory, **its)
+            runs[key] = replace(its, page_size=size, pages=tokens // size, prefix_caching=shared)
     return runs
 
 
@@ -243,8 +239,7 @@ def measure_base(model, config):
     """The Base of this machine, and the spread of its times."""
     context, chunk = slo.base_context(config.max_len), min(config.chunk, config.max_len)
     longest = max(context, chunk)
-    sizes = slo.BASE_BATCH, longest, longest, config.attention
-    runner = runner_for(model)(model, *sizes)
+    runner = runner_for(model)(model, slo.BASE_BATCH, longest, longest, config.attention)
     decode = slo.base_decode_iteration(runner, config.max_len)
     prefill = slo.time_iterations(runner, [(chunk, chunk, 0)])[0]
     base = Base(decode.seconds, prefill.seconds / chunk, decode.decodes, context)
@@ -296,13 +291,10 @@ def found_so_far(points, ratio=1.05):
     high = min((p["qps"] for p in points if p["qps"] > at["qps"]), default=math.inf)
     failed, close = [p for p in points if p["qps"] == high], high <= ratio * at["qps"]
     qps = Bounded(at["qps"] or high, "" if close else "at least" if at["qps"] else "below")
-    return at | {
-        "capacity_qps": qps,
-        "bound": qps.bound,
-        "missed": failed[-1].get("missed", "") if failed else "",
-        "busy": bool(failed) and all(point.get("busy") for point in failed),
-        "points": points,
-    }
+    found = {"capacity_qps": qps, "bound": qps.bound, "points": points}
+    found["missed"] = failed[-1].get("missed", "") if failed else ""
+    found["busy"] = bool(failed) and all(point.get("busy") for point in failed)
+    return at | found
 
 
 def capacity(run_at_rate, start, ratio=1.05, most=16):

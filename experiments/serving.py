@@ -18,10 +18,9 @@ from itertools import product
 
 from tqdm import tqdm
 
-from experiments import measure, options, run, workload
+from experiments import measure, options, run, tables, workload
 from experiments.metrics import request_rows
 from experiments.options import number, whole
-from experiments.tables import print_rows, show
 from policies.config import EngineConfig
 from policies.priority import PRIORITIES
 from policies.slo import MAX_DELAY_S, MULTIPLES
@@ -51,20 +50,15 @@ def page_sizes(text):
     return [part if part == "max" else whole(1)(part) for part in map(str.strip, text.split(","))]
 
 
-def slo(text):
-    """--slo: one of MULTIPLES, or seconds."""
-    return text if text in MULTIPLES else number(above=0)(text)
-
-
 def add_options(parser, command):
     """The options of `command`, "serve" or "capacity"."""
     parser.add_table(command, shares=class_shares)
     if command == "capacity":
-        of_serve = dict(qps=None, long_prompt=None, csv=None, html=None)
-        parser.set_defaults(classes={"normal": 1}, **of_serve)
+        parser.set_defaults(classes={"normal": 1}, qps=None, long_prompt=None, csv=None, html=None)
     words = dict(datasets=", ".join(workload.LENGTHS), columns=", ".join(workload.TRACE_COLUMNS))
-    types = dict(prefix=shared_prefix, sizes=page_sizes, slo=slo, caching=CACHING)
-    parser.add_table("serving", **words, **types)
+    types = dict(prefix=shared_prefix, sizes=page_sizes, caching=CACHING)
+    slo = lambda text: text if text in MULTIPLES else number(above=0)(text)
+    parser.add_table("serving", **words, **types, slo=slo)
     parser.add_table("json")
     parser.add_model_options("llama3-8b on a GPU with 75 GB or more, else llama-160m")
 
@@ -167,7 +161,9 @@ class Session:
                     run_at_rate(self.args.qps)
                 else:
                     run.capacity(run_at_rate, start, self.args.ratio)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
+            if self.serving and hasattr(interrupt, "run"):
+                self.add(name, self.args.qps, interrupt.run)
             print("interrupted: what was seen until then is kept")
             raise
         finally:
@@ -175,16 +171,11 @@ class Session:
                 self.finish()
 
     def run_at_rate(self, name, serve, qps):
-        """Serve the load at this rate, for `serve` until an interrupt comes: what `add` returns."""
+        """Serve the load at this rate: what `add` returns."""
         arrivals = self.arrivals_at(qps)
         recorder = self.recorders.setdefault(name, Recorder()) if self.args.html else None
-        try:
-            with tqdm(total=len(arrivals), desc=name, disable=None, leave=False) as bar:
-                seen = serve(arrivals, progress=bar.update, recorder=recorder)
-        except KeyboardInterrupt as interrupt:
-            if self.serving and hasattr(interrupt, "run"):
-                self.add(name, qps, interrupt.run)
-            raise
+        with tqdm(total=len(arrivals), desc=name, disable=None, leave=False) as bar:
+            seen = serve(arrivals, progress=bar.update, recorder=recorder)
         return self.add(name, qps, seen)
 
     def add(self, name, qps, seen):
@@ -201,9 +192,8 @@ class Session:
         if self.args.csv:
             its = self.records.items()
             rows = [{"policy": name} | row for name, seen in its for row in request_rows(*seen)]
-            table = csv.DictWriter(text := io.StringIO(newline=""), rows[0] if rows else ())
-            table.writeheader()
-            table.writerows(rows)
+            table = [*rows[:1], *map(dict.values, rows)]  # the keys of the first are the header
+            csv.writer(text := io.StringIO(newline="")).writerows(table)
             options.write_text(self.args.csv, text.getvalue())
         return row
 
@@ -231,9 +221,8 @@ class Session:
 def main(args, make_machine):
     """The command args.command, on make_machine(args, config): its report, which --json writes.
     Raises ValueError for a bad load or SLO."""
-    limits = dict(chunk=args.chunk, max_batch=args.batch, max_waiting=args.max_waiting)
-    memory = dict(max_len=args.max_len, page_size=1, pages=args.kv_tokens)
-    config = EngineConfig(**limits, **memory, attention=args.attention)
+    same = {name: getattr(args, name) for name in ("chunk", "max_len", "max_waiting", "attention")}
+    config = EngineConfig(**same, max_batch=args.batch, page_size=1, pages=args.kv_tokens)
     plan = partial(run.plan, args.policies, args.page_size, config, caching=args.prefix_caching)
     plan(1.0)  # what is wrong with it, or with the load, ends here, before a model is loaded
     arrivals_at, load = make_workload(args)
@@ -269,29 +258,22 @@ def describe_load(args, load, arrivals):
 
 def print_heading(machine, args, report, arrivals):
     """What all the numbers depend on. `report` has the load, slo_s, and whether it is slo_busy."""
-    base, kv_tokens, pages = machine.base, args.kv_tokens, ", ".join(map(str, args.page_size))
-    shared = "; shared: by prompts that begin alike" * any(args.prefix_caching)
-    multiple = (
-        f"{args.slo}, {MULTIPLES[args.slo]} of these" if args.slo in MULTIPLES else "as asked for"
-    )
-    print(
-        f"{options.machine_lines(machine.machine)}{describe_load(args, report['load'], arrivals)}\n"
-        f"memory: {kv_tokens:,} tokens of KV cache, {kv_tokens // args.max_len} requests if "
-        f"each reserves {args.max_len:,}; pages of {pages} tokens{shared}\n"
-        f"at most {args.batch} requests at once; chunk {args.chunk}\n{machine.lines}"
-        f"{measure.mark('a decode iteration', report['slo_busy'])} takes {base.seconds:.4f} s "
-        f"(batch {base.decodes}, context {base.context:,}, no prefill)\n"
-        f"SLO: P99 TBT at most {report['slo_s']:.3f} s ({multiple}), median delay at most "
-        f"{MAX_DELAY_S:g} s\n"
-    )
+    words = dict(machine=machine, args=args, report=report, most_s=MAX_DELAY_S)
+    about = options.machine_lines(machine.machine) + describe_load(args, report["load"], arrivals)
+    words |= dict(longest=args.kv_tokens // args.max_len, pages=", ".join(map(str, args.page_size)))
+    words["shared"] = "; shared: by prompts that begin alike" * any(args.prefix_caching)
+    words["iteration"] = measure.mark("a decode iteration", report["slo_busy"])
+    words["multiple"] = "as asked for"
+    if args.slo in MULTIPLES:
+        words["multiple"] = f"{args.slo}, {MULTIPLES[args.slo]} of these"
+    print(tables.TABLES["heading"]["text"].format(**words, about=about))
 
 
 def print_point(name, point, unit):
     """A run in a line, for when it is done: what Session.add returns, its rate in `unit`."""
     rate = "" if point["qps"] is None else f"{point['qps']:.3f} {unit}, "
-    keys = {"P50 TTFT": "p50_ttft_s", "P99 TBT": "p99_tbt_s", "longest stall": "longest_stall_s"}
-    keys |= {"median delay": "p50_delay_s"}
-    times = ", ".join(f"{what} {show(point[key], ',.3f')} s" for what, key in keys.items())
+    its = tables.TABLES["point"]["columns"].items()
+    times = ", ".join(f"{what} {tables.show(point[key], spec)} s" for what, (key, spec) in its)
     verdict = f"not met: {point['missed']}" if point["missed"] else "met"
     print(f"{measure.mark(name, point['busy'])}: {rate}{times}; SLO {verdict}")
 
@@ -301,10 +283,10 @@ def print_runs(rows, tbt_slo_s):
     shown = {}
     for name, row in rows.items():
         name += " (cut short)" * bool(row["cut_short"])
-        its = row | row["stalls"] | (row["stalls"]["longest"] or {})
-        shown[measure.mark(name, row["busy"])] = its
-    print_rows("latencies", shown)
-    print_rows("batches", shown, slo_s=tbt_slo_s)
+        name = measure.mark(name, row["busy"])
+        shown[name] = row | row["stalls"] | (row["stalls"]["longest"] or {})
+    tables.print_rows("latencies", shown)
+    tables.print_rows("batches", shown, slo_s=tbt_slo_s)
 
 
 def print_capacities(results, unit):
@@ -312,9 +294,8 @@ def print_capacities(results, unit):
     shown, vllm = {}, results.get("vllm")
     for name, its in results.items():
         gain = 1.0 if its is vllm else vllm and its["capacity_qps"].over(vllm["capacity_qps"])
-        more = {"gain": gain, "runs": len(its["points"])}
-        shown[measure.mark(name, its["busy"])] = its | more
-    print_rows("capacities", shown, unit=unit)
+        shown[measure.mark(name, its["busy"])] = its | {"gain": gain, "runs": len(its["points"])}
+    tables.print_rows("capacities", shown, unit=unit)
 
 
 def conclude(report):

@@ -174,8 +174,7 @@ def chats(arrivals, turns):
             if n == 0:
                 made[i] = turn
             else:
-                before = i if n == 1 else len(made) - 1
-                made.append(turn._replace(time=THINK_S, follows=before))
+                made.append(turn._replace(time=THINK_S, follows=i if n == 1 else len(made) - 1))
     return made
 
 

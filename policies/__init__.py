@@ -28,6 +28,7 @@ POLICIES = {
     "priority": Priority,
 }
 OWN = "nanosarathi_policy_"  # and its path: what a file of one's own has as its __name__
+_run_once = cache(lambda path: runpy.run_path(path, run_name=OWN + path))  # but for what raises
 
 
 def find_policy(name):
@@ -45,11 +46,6 @@ def find_policy(name):
     if not (isinstance(found, type) and issubclass(found, scheduler.Scheduler)):
         raise ValueError(f"policy={name!r}: {file} has no subclass of Scheduler of that name")
     return found
-
-
-@cache  # what raises is not kept: a file can be mended
-def _run_once(path):
-    return runpy.run_path(path, run_name=OWN + path)
 
 
 def policy_options(policy):

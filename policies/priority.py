@@ -42,8 +42,7 @@ class ClassLine:
         """line[0] is the head, and all that can be asked for. Raises IndexError if nobody waits."""
         now = self.clock()
         while self._lifts and self._lifts[0][0] <= now:
-            request = self._lifts[0][-1]
-            its_class, deadline, *_ = self._entries[request][0]
+            its_class, deadline, *_, request = self._entries[self._lifts[0][-1]][0]
             self.remove(request)
             self._join(request, its_class - 1, deadline)
         return self._line[index][-1]
@@ -154,10 +153,8 @@ class Priority(Dynamic):
         prefills.sort(key=self.urgency)
         while batch.left > 0:
             first = line and (not prefills or self.urgency(line[0]) < self.urgency(prefills[0]))
-            if first and (request := self.admit()):
-                batch.add(request)
-            elif prefills:
-                batch.add(prefills.pop(0))
-            else:
+            request = first and self.admit() or prefills and prefills.pop(0)
+            if not request:
                 break
+            batch.add(request)
         return batch

@@ -6,6 +6,7 @@ starts with chunk="auto", and by `python bench.py budget`. Read first: iteration
 import statistics
 import time
 import warnings
+from bisect import bisect_left
 from dataclasses import replace
 from itertools import cycle, islice
 from typing import NamedTuple
@@ -95,14 +96,11 @@ def choose_budget(runner, tbt_slo, decodes, contexts, tile, most, timed=None):
     most = max(most, budget)
     while budget <= most and meets(budget):
         good, budget = budget, 2 * budget
-    bad = min(budget, most // tile * tile + tile)
-    while good and bad - good > tile:
-        middle = (good + bad) // 2 // tile * tile
-        good, bad = (middle, bad) if meets(middle) else (good, middle)
     if not good:
         takes = f"{decodes} decodes alone take {alone:.4g} s at a context of {max(contexts)}"
         raise ValueError(f"tbt_slo={tbt_slo:.4g}: no token budget meets it, {takes}")
-    return good, profile
+    larger = range(good + tile, min(budget, most // tile * tile + tile), tile)
+    return good + tile * bisect_left(larger, True, key=lambda its: not meets(its)), profile
 
 
 def auto_budget(runner, config):

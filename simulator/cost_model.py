@@ -85,9 +85,8 @@ class CostModel:
         memory, weights = self.device.memory_bytes, self.weight_bytes()
         tokens = int((USABLE * memory - weights) // (self.kv_bytes * self.layers))
         if tokens < 1:
-            usable = f"{USABLE:.0%} of the {memory / 1e9:.0f} GB of an {self.device.name}"
-            problem = f"{weights / 1e9:.1f} GB of weights do not fit {usable}"
-            raise ValueError(f"{problem}: try more tp or pp")
+            why = f"do not fit {USABLE:.0%} of the {memory / 1e9:.0f} GB of an {self.device.name}"
+            raise ValueError(f"{weights / 1e9:.1f} GB of weights {why}: try more tp or pp")
         return tokens
 
     def max_batch(self, max_len):

@@ -36,19 +36,10 @@ class Device:
     source: str = ""
 
 
-def _like_a100(flops_per_s, bytes_per_s, **more):
-    """A device of which only the data sheet is known: it reaches the same share as an A100."""
-    for rate, share in {"flops": flops_per_s / 312e12, "bytes": bytes_per_s / 2.039e12}.items():
-        for name in (f"{rate}_per_s", f"attention_{rate}_per_s"):
-            more[name] = share * getattr(A100, name)
-    return Device(source="data sheet, and the shares of it that an A100 reaches", **more)
-
-
 _FILE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 LINKS = {name: Link(**its) for name, its in _FILE["links"].items()}
 DEVICES = {name: Device(**its) for name, its in _FILE["devices"].items()}
 A100 = DEVICES["a100-80gb"]
-DEVICES |= {name: _like_a100(**its) for name, its in _FILE["data_sheets"].items()}
 GEOMETRIES = PRESETS | {name: GPTConfig(**its) for name, its in _FILE["geometries"].items()}
 PARALLEL_BLOCKS = ("falcon-180b",)  # whose attention and MLP share one all-reduce, side by side
 

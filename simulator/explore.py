@@ -10,8 +10,7 @@ from itertools import product
 
 from tqdm import tqdm
 
-from experiments import run
-from experiments.options import machine_lines, policy_names, write_text, wrote
+from experiments import options, run
 from experiments.workload import poisson, sample_lengths
 from policies.config import EngineConfig
 from simulator.machine import SimulatedMachine
@@ -31,7 +30,7 @@ GPU |= dict(pp_link=None, cpu_ms=0.0, chunk=512, max_len=MAX_LEN)
 def add_options(parser):
     """The options of `explore`."""
     what = "your own with commas, such as my_policy.py:ShortestFirst, beside the others"
-    parser.add_argument("policies", help=what, nargs="?", default=[], type=policy_names())
+    parser.add_argument("policies", help=what, nargs="?", default=[], type=options.policy_names())
     parser.add_table("explore")
 
 
@@ -52,14 +51,13 @@ def main(args):
     memories = {f"{name}, {count * MAX_LEN:,} tokens": count for name, count in MEMORY.items()}
     runs, recorders = [*product(servers, loads, memories)], {}
     for server, load, memory in tqdm(runs, "runs", leave=False, disable=None):
-        pages = memories[memory] * MAX_LEN // PAGE_SIZE
-        sizes = dict(max_batch=BATCH, max_len=MAX_LEN, page_size=PAGE_SIZE, pages=pages)
-        config = EngineConfig(chunk=int(CHUNKS[-1]), **sizes)
+        tokens = dict(page_size=1, pages=memories[memory] * MAX_LEN)
+        config = EngineConfig(chunk=int(CHUNKS[-1]), max_batch=BATCH, max_len=MAX_LEN, **tokens)
         (config,) = run.plan([servers[server]], [PAGE_SIZE], config, slo_s).values()
         recorder = recorders[" | ".join((*server, load, memory))] = Recorder()
         machine.serve(config, poisson(lengths, loads[load], 0), recorder=recorder)
     choices = {"policy": shown, "chunk": CHUNKS, "load": [*loads], "memory": [*memories]}
-    title, about = "How an LLM server schedules its work", machine_lines(machine.machine)
+    title, about = "How an LLM server schedules its work", options.machine_lines(machine.machine)
     about += f"{args.requests} requests with the lengths of a chat dataset; simulated, in seconds"
-    write_text(args.html, page(title, about, recorders, slo_s=slo_s, choices=choices))
-    wrote(args.html)
+    options.write_text(args.html, page(title, about, recorders, slo_s=slo_s, choices=choices))
+    options.wrote(args.html)

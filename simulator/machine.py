@@ -10,9 +10,7 @@ from dataclasses import asdict
 from functools import partial
 from itertools import product
 
-from experiments import measure, serving, workload
-from experiments.metrics import percentiles
-from experiments.options import runner_for
+from experiments import measure, metrics, options, serving, workload
 from experiments.run import Base
 from policies.slo import BASE_BATCH, base_context, time_iterations
 from pretrained.presets import PRESETS
@@ -44,7 +42,7 @@ def check(parser, args):
     if args.simulate == THIS and args.tp * args.pp > 1:
         parser.error(f"--tp, --pp: do not go with --simulate {THIS}; see bench.py pipeline")
     if not here:
-        cost, longest = simulated_cost(args), args.max_len
+        cost, longest = SimulatedMachine(args).cost, args.max_len
         config, most, least = cost.config, cost.kv_tokens(), args.pp * longest
         if config.family != "llama" and longest > config.max_positions:
             parser.error(f"--max-len {longest}: this model is limited to {config.max_positions}")
@@ -53,12 +51,6 @@ def check(parser, args):
             limits = f"at least {least}, --max-len per micro-batch, and at most {most}, what fits"
             parser.error(f"--kv-tokens {args.kv_tokens}: must be {limits} beside the weights")
     serving.check(parser, args)
-
-
-def simulated_cost(args):
-    """The CostModel of these options. Raises ValueError as CostModel does."""
-    more = args.tp_link, args.pp_link, args.cpu_ms / 1e3
-    return CostModel.named(args.model, args.simulate, args.tp, args.pp, *more)
 
 
 def base_of(cost, max_len=8192, chunk=2048):
@@ -74,7 +66,9 @@ class SimulatedMachine:
     drift = 0.0  # nobody else uses it
 
     def __init__(self, args):
-        self.cost, self.replicas, self.args = simulated_cost(args), args.replicas, args
+        more = args.tp_link, args.pp_link, args.cpu_ms / 1e3
+        self.cost = CostModel.named(args.model, args.simulate, args.tp, args.pp, *more)
+        self.replicas, self.args = args.replicas, args
         self.base = base_of(self.cost, args.max_len, args.chunk)
         device, count = self.cost.device, args.pp * args.replicas
         replicas = f", {args.replicas} replicas" if args.replicas > 1 else ""
@@ -101,7 +95,7 @@ def time_batches(model, cases, max_len, attention):
     No chunk and no context exceeds `max_len`."""
     size = min(64, max_len)
     pages = max(-(-c // size) * decodes + -(-max(n, c) // size) for n, c, decodes in cases)
-    runner = runner_for(model)(model, pages, size, max_len, attention)
+    runner = options.runner_for(model)(model, pages, size, max_len, attention)
     return time_iterations(runner, [(n + decodes, c, decodes) for n, c, decodes in cases])
 
 
@@ -129,7 +123,7 @@ class FittedMachine(SimulatedMachine):
         timed, busy = [(row.shape, row.seconds) for row in rows], self.drift > measure.BUSY
         self.cost, self.base, self.args = FittedCost([timed[: len(fitted)]]), real.base, args
         (law,), rest = self.cost.laws, timed[len(fitted) :]
-        off = percentiles(abs(law.predict(shape) / seconds - 1) for shape, seconds in rest)
+        off = metrics.percentiles(abs(law.predict(shape) / seconds - 1) for shape, seconds in rest)
         found = "off by {p50:.1%} in the median, {p90:.1%} at P90, {max:.1%} at most"
         found = measure.TOO_BUSY if busy else found.format_map(off)
         self.lines = f"{real.lines}fitted to {len(fitted)} batches\n"

@@ -8,14 +8,11 @@ is fitted to batches that are timed on each stage while the others work, too. Re
 simulation.py, parallel/engine.py."""
 
 import json
-from collections import Counter
-from functools import partial
 from statistics import median
 
 from tqdm import tqdm
 
-from experiments import measure, options, run, workload
-from experiments.tables import print_rows
+from experiments import measure, options, run, tables, workload
 from policies.config import EngineConfig
 from policies.slo import Profiled, hybrid_spans
 from sampling import SamplingParams
@@ -49,15 +46,14 @@ def seconds_of(batches):
 
 def fit(runner, max_len):
     """The FittedCost of the stages of a parallel.engine.ParallelRunner."""
-    timed, hops = [], []
+    ranks, timed, hops = runner.ranks, [], []
     cases = tqdm(profile_cases(max_len)[0], "profile", leave=False, disable=None)
     for prefill, context, decodes in cases:
         case = prefill + decodes, context, decodes
         spans = hybrid_spans(runner.cache, *case)
         drawn = [SamplingParams()] * len(spans), [0] * len(spans)
         for _ in range(2):  # of which the first does not count
-            order = partial(runner.ranks.order, "run", runner.key, spans, *drawn)
-            orders = [order() for _ in range(FOLLOWING)]
+            orders = [ranks.order("run", runner.key, spans, *drawn) for _ in range(FOLLOWING)]
             seen = [runner.collect(order) for order in orders]
         hops += [b[0] - a[1] for a, b in zip(seen[0], seen[0][1:])]  # to where nothing is
         shape = Profiled(*case, 0.0).shape
@@ -66,9 +62,9 @@ def fit(runner, max_len):
 
 
 def serve(model, config, arrivals, tokens):
-    """(Run, the engine's EngineConfig and MicroBatches, [(own, sums)] of the stages): the time in
-    which a stage neither computed nor waited, and that of sums over ranks, as shares of the time in
-    which it computed."""
+    """(Run, the engine's EngineConfig and MicroBatches, {"own", "sums"} of each stage): the time in
+    which it neither computed nor waited, and that of sums over ranks, as shares of its busy time.
+    """
     engines, ranks = [], model.ranks
 
     def made(engine):
@@ -81,22 +77,21 @@ def serve(model, config, arrivals, tokens):
     pairs = zip(before[:: ranks.tp], ranks.call("account")[:: ranks.tp])
     for busy_s, two in zip(engine.micro_batches.busy.values(), pairs):
         seconds, waited_s, sums_s = (b - a for a, b in zip(*two))
-        shares.append(((seconds - waited_s - busy_s) / busy_s, sums_s / busy_s))
+        shares.append({"own": (seconds - waited_s - busy_s) / busy_s, "sums": sums_s / busy_s})
     return seen, engine.config, engine.micro_batches, shares
 
 
 def summarize(seen, pipeline):
     """What is known of a Run and its MicroBatches, a dict: in seconds, of stages in lists."""
-    kinds, bubbles, busy = Counter(), Counter(), [*pipeline.busy.values()]
+    kinds, bubbles, busy = dict.fromkeys(KINDS, 0.0), [0.0] * pipeline.pp, pipeline.busy.values()
     for stage_run, kind in bubble_kinds(pipeline.stage_runs):
         kinds[kind] += stage_run.bubble
         bubbles[stage_run.stage] += stage_run.bubble
-    bubbles = [bubbles[stage] for stage in range(pipeline.pp)]
     its, tokens = seen.seconds, sum(len(c.prompt) + len(c.tokens) for c in seen.completions)
     stages = [dict(busy_s=a, bubble_s=b, idle_s=its - a - b) for a, b in zip(busy, bubbles)]
     found = {"makespan_s": its, "tokens_per_s": tokens / its, "bubbles_s": sum(bubbles)}
     found |= {"median_bubble_s": median(pipeline.bubbles.values()), "stages": stages}
-    return found | {kind: kinds[kind] for kind in KINDS} | {"busy": seen.drift > measure.BUSY}
+    return found | kinds | {"busy": seen.drift > measure.BUSY}
 
 
 def print_runs(rows):
@@ -109,16 +104,15 @@ def print_runs(rows):
             its[f"{key}_off"] = simulated[key] / real[key] - 1 if real[key] else None
         shown[name] = its
         stages |= {f"{name}, {i + 1}": stage for i, stage in enumerate(real["stages"])}
-    print_rows("pipeline", shown)
-    print_rows("stages", stages)
+    tables.print_rows("pipeline", shown)
+    tables.print_rows("stages", stages)
 
 
 def pair(rows):
     """Whom to compare: orca-best and the stall-free schedule that is done first; [] if not both."""
     ours = [name for name in rows if name.startswith("sarathi-serve")]
-    if "orca-best" not in rows or not ours:
-        return []
-    return ["orca-best", min(ours, key=lambda name: rows[name][0]["makespan_s"])]
+    makespan_s = lambda name: rows[name][0]["makespan_s"]
+    return ["orca-best", min(ours, key=makespan_s)] if ours and "orca-best" in rows else []
 
 
 def conclude(rows):
@@ -139,9 +133,9 @@ def chrome_trace(stage_runs):
     for name, own in stage_runs.items():
         for i in own:
             said = {"chunks": [f"{who}: {n} from {start}" for who, start, n, _ in i.chunks]}
-            its = dict(name=f"micro-batch {i.micro_batch}", ph="X", pid=name, args=said)
+            its = dict(name=f"micro-batch {i.micro_batch}", tid=f"stage {i.stage + 1}", args=said)
             times = dict(ts=1e6 * i.start, dur=1e6 * (i.end - i.start))
-            events.append(its | times | {"tid": f"stage {i.stage + 1}"})
+            events.append(dict(ph="X", pid=name) | its | times)
     return json.dumps({"traceEvents": events})
 
 
@@ -175,8 +169,8 @@ def main(args):
             seen, config, real, shares = serve(model, config, arrivals, tokens)
             simulated = simulate(cost, config, arrivals)
             rows[name] = summarize(seen, real), summarize(simulated.run, simulated)
-            for its, (own, sums) in zip(rows[name][0]["stages"], shares):
-                its |= {"own": own, "sums": sums}
+            for its, share in zip(rows[name][0]["stages"], shares):
+                its |= share
             stage_runs |= {name: real.stage_runs, f"{name}, simulated": simulated.stage_runs}
     finally:
         if rows:

@@ -9,6 +9,7 @@ cost_model.py. Read next: papers.py."""
 import heapq
 import math
 from collections import deque
+from itertools import count
 
 from checks import check_whole
 from engine import Completion, Event, Iteration, QueueFull, state_of
@@ -36,8 +37,7 @@ def simulate(cost, config, arrivals, prompts=None, *, replicas=1, record=True, *
 class Simulation(MicroBatches):
     """A server for experiments.run.LoadRun, on a clock of its own, `now`. `cost` is a CostModel, or
     has its `stages`, `pp`, `cpu_s` and `tile`; `config` is as of MicroBatches. `record`: make an
-    Iteration of each batch, its StageRuns, and an Event of each token, not only the last of a
-    request."""
+    Iteration of each batch, its StageRuns, and an Event of each token, not only of the last."""
 
     missing = ()  # of the machine: nobody else uses it
 
@@ -48,16 +48,15 @@ class Simulation(MicroBatches):
         config = config.with_tile(cost.tile)
         self.cost, self.config, self.record = cost, config, record
         self.clock = lambda: self.now  # in seconds
-        self.now, self.turn, self.batches, self.last_iteration = 0.0, 0, 0, None
-        self.ready, self.idle = [], deque()  # micro-batches: a heap of when, and those without work
+        self.now, self.turns, self.batches, self.last_iteration = 0.0, count(), 0, None
         super().__init__(config, cost.pp, self.clock, replicas)
-        for number in range(len(self.schedulers)):
-            self._push(0.0, number)
+        # micro-batches: a heap of when they can go on, and those that are without work
+        self.ready, self.idle = [], deque(range(len(self.schedulers)))
+        self._wake()
 
     def _push(self, time, number):
         """Let it go on at that time, after all that may go on earlier, or were told so before."""
-        heapq.heappush(self.ready, (time, time, self.turn, number))
-        self.turn += 1
+        heapq.heappush(self.ready, (time, time, next(self.turns), number))
 
     def _wake(self):
         """Let all that are idle look for work, the one that has been idle longest first."""
@@ -103,10 +102,13 @@ class Simulation(MicroBatches):
             return []
         if self.line:
             self._wake()  # what it left, or preempted, is for the others
-        chunks = batch.record() if self.record else None
-        times = self._times(number // self.pp, *self.cost.stages(batch))
+        chunks, (seconds, hop) = batch.record() if self.record else None, self.cost.stages(batch)
+        times, arrived = [], self.now
+        for stage, duration in enumerate(seconds):
+            start = max(arrived, self.free[number // self.pp, stage])  # it may still be at work
+            times.append((start, end := start + duration, math.inf))
+            arrived = end + hop
         self.book(number, times, self.full_since(number), batch, chunks)
-        end = self.free[number // self.pp, self.pp - 1]
         self._push(end, number)
         scheduler.observe(batch, end - self.now)  # a TBT has what it waits for stages, too
         self.batches += 1
@@ -119,15 +121,6 @@ class Simulation(MicroBatches):
             for r, token in scheduler.advance(batch, tokens, end)
             if self.record or r.finish_reason
         ]
-
-    def _times(self, replica, seconds, hop):
-        """(start, end, infinity) of a batch that takes seconds[s] on stage s, and `hop` to the
-        next."""
-        time = self.now
-        for stage, duration in enumerate(seconds):
-            start = max(time, self.free[replica, stage])  # the stage may still be at work
-            yield start, start + duration, math.inf
-            time = start + duration + hop
 
 
 def bubble_kinds(stage_runs):

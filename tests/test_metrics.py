@@ -78,12 +78,12 @@ def test_percentiles_are_interpolated_linearly_and_none_is_no_value():
 
 def test_a_stall_is_a_gap_with_others_prefill_and_names_its_cause():
     stalls = [
-        (0, 1.25, 3.5, 8, 1),  # the whole gap: the prefill of 1 and the decode after it
-        (0, 3.5, 4.0, 2, 2),
-        (0, 4.0, 4.75, 3, 2),
-        (1, 3.5, 4.0, 2, 2),
-        (1, 4.0, 4.75, 3, 2),  # but not 4.75 to 6.0: it waited for nobody's prefill but its own
-        (2, 5.0, 6.25, 12, 1),  # recomputation of others is prefill of others
+        (0, 1.25, 3.5, 8, 1, 2.25),  # the whole gap: the prefill of 1 and the decode after it
+        (0, 3.5, 4.0, 2, 2, 0.5),
+        (0, 4.0, 4.75, 3, 2, 0.75),
+        (1, 3.5, 4.0, 2, 2, 0.5),
+        (1, 4.0, 4.75, 3, 2, 0.75),  # but not 4.75 to 6.0: nobody prefilled but itself
+        (2, 5.0, 6.25, 12, 1, 1.25),  # recomputation of others is prefill of others
     ]
     completions, iterations = three_requests()
     assert find_stalls(completions, iterations) == stalls
@@ -137,7 +137,7 @@ def stalls_by_definition(completions, iterations):
                         tokens[request_id] += length
             if tokens:
                 cause = tokens.most_common(1)[0][0]
-                stalls.append((c.request_id, start, end, tokens.total(), cause))
+                stalls.append((c.request_id, start, end, tokens.total(), cause, end - start))
     return stalls
 
 
