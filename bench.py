@@ -18,7 +18,8 @@ COMMANDS = {  # name -> (its module, what it does)
     "explore": ("simulator.explore", "a page with sliders: what policies do with a load, and why"),
     "budget": ("experiments.budget", "the largest token budget that meets an SLO"),
     "pipeline": ("simulator.pipeline", "what bubbles cost, in stages that are processes here"),
-    "paper": ("simulator.report", "the papers' figures and tables, here and on simulated GPUs"),
+    "paper": ("experiments.paper", "the papers' figures and tables, on this machine"),
+    "simulate": ("simulator.report", "the papers' experiments on many GPUs, from a cost model"),
 }
 FIRST = "each has a --help; without one, bench.py --chunk 256 is bench.py offline --chunk 256"
 
@@ -26,7 +27,7 @@ FIRST = "each has a --help; without one, bench.py --chunk 256 is bench.py offlin
 def parse_args(argv):
     """The module of the command and its options. Exits with a message if these make no sense. The
     command is offline if `argv` names none. Modules of other commands are not imported."""
-    from experiments.options import OptionParser, complete
+    from experiments.options import OptionParser
 
     if not argv or argv[0].startswith("-") and argv[0] not in ("-h", "--help"):
         argv = ["offline", *argv]
@@ -41,7 +42,12 @@ def parse_args(argv):
     module, command = import_module(COMMANDS[argv[0]][0]), commands.choices[argv[0]]
     module.add_options(command)
     args = parser.parse_args(argv)
-    complete(args, module, command)
+    elsewhere = getattr(args, "simulate", None) not in (None, "this")
+    for option, both in command.by_device.items():
+        on_gpu = elsewhere or args.device.startswith("cuda")
+        setattr(args, option, getattr(args, option) or both[on_gpu])
+    if hasattr(module, "check"):
+        module.check(command, args)
     return module, args
 
 

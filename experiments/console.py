@@ -62,7 +62,7 @@ def explain(error):
     place, name = where_it_failed(error), type(error).__name__
     text = str(error).strip().split("\n")[0] or name
     known = isinstance(error, (ValueError, ImportError, OSError, MemoryError))
-    known |= name in ("OutOfMemoryError", "BrokenProcessPool") or "can't allocate memory" in text
+    known |= name == "OutOfMemoryError" or "can't allocate memory" in text  # torch's
     compiling = type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
     where = f"{place}: {name}: " if place else "--compile: " if compiling else ""
     return 141 if pipe else f"error: {where}{text}" if where or known else None

@@ -97,7 +97,7 @@ class OptionParser(argparse.ArgumentParser):
 
     def add(self, option, help, default=None, shown=None, by_device=None, **more):
         """Add an option; `shown` stands for `default` in the help. `by_device` is the default on a
-        CPU and that on a GPU, which `complete` fills in."""
+        CPU and that on a GPU, which bench.parse_args fills in."""
         if by_device:
             self.by_device[option[2:].replace("-", "_")] = by_device
             shown = "{} on a CPU, {} on a GPU".format(*by_device)
@@ -144,16 +144,6 @@ class OptionParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
 
 
-def complete(args, module, parser):
-    """Fill in what depends on the device, and let the `check` of a command's module, if there is
-    one, do so with more of it, or exit with a message."""
-    on_gpu = getattr(args, "simulate", None) not in (None, "this") or "cuda" in args.device
-    for option, both in parser.by_device.items():
-        setattr(args, option, getattr(args, option) or both[on_gpu])
-    if hasattr(module, "check"):
-        module.check(parser, args)
-
-
 def find_device(name):
     """The torch.device of that name, a CPU or a CUDA device. Raises ValueError if there is none."""
     import torch
@@ -187,28 +177,12 @@ def load_model(args, length, *default):
     return ranks.start(load).model
 
 
-def fill_in(args, device, gpu_model="llama-13b", gpu_bytes=40e9):
-    """Set the number of threads, and args.dtype and args.model if they were left open; see
-    load_model."""
-    import torch
-
-    from experiments.measure import fastest_cpu_dtype
-
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    if args.dtype is None:
-        fast = torch.bfloat16 if device.type == "cuda" else fastest_cpu_dtype()
-        args.dtype = str(fast).removeprefix("torch.")
-    if not args.init_from:
-        memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0  # in all
-        args.model = args.model or (gpu_model if memory > gpu_bytes else "llama-160m")
-
-
-def _load(args, length, device, ranks, *default):
+def _load(args, length, device, ranks, gpu_model="llama-13b", gpu_bytes=40e9):
     """load_model on a device, maybe as one of Ranks."""
     import torch
 
     from attention import check_backend
+    from experiments.measure import fastest_cpu_dtype
     from kernels.packed import pack
     from kv_cache import kv_bytes_per_token
     from model import GPT, GPTConfig
@@ -221,13 +195,19 @@ def _load(args, length, device, ranks, *default):
         raise ValueError(f"{both}: a geometry and a checkpoint, give one of them")
     positions = getattr(args, length) or 1
     check_backend(args.attention, device)
-    fill_in(args, device, *default)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if args.dtype is None:
+        fast = torch.bfloat16 if device.type == "cuda" else fastest_cpu_dtype()
+        args.dtype = str(fast).removeprefix("torch.")
     args.dtype = ranks.gather(args.dtype)[0] if ranks else args.dtype
     dtype = getattr(torch, args.dtype)
     if args.init_from:
         directory = checkpoints.find(args.init_from)
         config = checkpoints.read_config(directory)
     else:
+        memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0  # in all
+        args.model = args.model or (gpu_model if memory > gpu_bytes else "llama-160m")
         config = GPTConfig.preset(args.model)
     option = f"--{length.replace('_', '-')} {positions}"
     if ranks:

@@ -144,6 +144,7 @@ def make_machine(args, config, model=None):
     return FittedMachine(real, args) if args.simulate else real
 
 
-def main(args, make=make_machine):
-    """The command args.command, on the machine that is made: see serving.main."""
-    return serving.main(args, make)
+def main(args, known=None):
+    """The command args.command, on the machine of --simulate: see serving.main. Who knows machines
+    has a function known(args, config, make_machine) that says which."""
+    return serving.main(args, partial(known, make=make_machine) if known else make_machine)

@@ -44,15 +44,15 @@ MOST = {1024: 18, 2048: 10, 3072: 6}  # length -> 13B's largest batch on an A600
 
 
 class Table:
-    """A table of published.toml, filled, for a Finding: `title`, `columns`, `rows` and `note`; and
-    `errors`, how far each number is off; `data`, the arguments of what draws it."""
+    """A table of published.toml, filled: its `claim`, `title`, `note`, `columns` and `rows`, for
+    print_table; `errors`, how far each number is off; `data`, the arguments of what draws it."""
 
     def __init__(self, name, rows, columns=None, data=()):
         """`rows` maps names to what is simulated, or is a list of that for the names in the file.
         The last numbers of a row are compared; `columns` are those of others not in the file."""
         its = PUBLISHED.get(PUBLISHED[name].get("as"), {}) | PUBLISHED[name]
         published, with_errors = its.get("published", {}), its.get("errors", True)
-        self.title, self.note = f"{name.split()[0]}: {its['title']}", its.get("note", "")
+        self.claim, self.title, self.note = name.split()[0], its["title"], its.get("note", "")
         self.data, self.rows, self.errors = data, [], []
         self.columns = {its.get("rows", ""): ""} | (columns or its.get("columns", {}))
         alone = len(self.columns) - 1
@@ -71,8 +71,12 @@ class Table:
                     error = None if getattr(ours, "bound", "") else ours / paper - 1
                     self.errors.append(math.inf if error is None else abs(error))
                 self.rows[-1] += [paper, ours, error] if with_errors else [paper, ours]
-        plain = lambda cell, spec: show(cell, spec) if getattr(cell, "bound", "") else cell
-        self.rows = [[*map(plain, row, self.columns.values())] for row in self.rows]
+
+    def json(self):
+        """The claim, the title, the rows as {head: value} with numbers as numbers, and the note."""
+        plain = lambda cell: f"{cell:.4g}" if getattr(cell, "bound", "") else cell
+        rows = [dict(zip(self.columns, map(plain, row))) for row in self.rows]
+        return {"claim": self.claim, "title": self.title, "rows": rows, "note": self.note}
 
 
 def decodes(count, context):
