@@ -2,7 +2,7 @@
 
 A claim is data, in published.toml, where its keys are explained: commands of the bench that are
 run, or batches that are timed (iterations.py), the tables made of what comes out, and what must
-show in them. Read first: measure.py, offline.py and serving.py. Read next: simulator/report.py."""
+show in them. Read first: offline.py, serving.py, iterations.py. Read next: paper.py."""
 
 import math
 import re
@@ -14,14 +14,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from experiments.iterations import measured, points
+from experiments import iterations
 from experiments.run import Bounded
-from experiments.tables import show
+from experiments.tables import markdown, show
 from model import GPT
 
 TRACE = Path(__file__).with_name("a_to_d.csv")  # two requests, and two more in the midst of them
 ROWS = "decode_maximal", "end_to_end", "runs", "results"  # of reports
-TEXTS = ("title", ""), ("line", "{name}")  # of a table, which sizes and names are filled in
+TEXTS = {"title": "", "line": "{name}"}  # of a table, which sizes and names are filled in
 NOISE, EVEN = 1.1, 1.5  # factors up to which numbers fall or rise, or are even
 
 
@@ -41,40 +41,50 @@ class Setup(NamedTuple):
         return "gpu" if on_gpu else "quick" if self.args.quick else "cpu"
 
 
-class Panel(NamedTuple):
-    """A diagram: a line through [(x, y)] for each name, None where there is nothing."""
+class Table(NamedTuple):
+    """Numbers as a table, and as a diagram with a line for each name."""
 
     title: str
     x: str  # what is on the axes, with units
     y: str
-    lines: dict
-    log: str = ""  # the axes that are logarithmic: "", "x", "y", "xy"
+    log: str  # the axes that are logarithmic: "", "x", "y", "xy"
+    spec: str  # the format of a number
+    lines: dict  # {name: {x: number, or None}}
+
+    @property
+    def xs(self):
+        """All x, in order."""
+        return list(dict.fromkeys(x for line in self.lines.values() for x in line))
+
+    def markdown(self):
+        """Its text: a row for each x."""
+        rows = [[show(x, ","), *(y.get(x) for y in self.lines.values())] for x in self.xs]
+        heading = f"{self.title}: {self.y}".removeprefix(": ")
+        return f"{heading}\n\n{markdown({self.x: ''} | dict.fromkeys(self.lines, self.spec), rows)}"
 
 
 class Finding(NamedTuple):
-    """What was measured: all of it can be written as JSON."""
+    """What was measured."""
 
-    tables: list  # of (title, {head: format}, rows) for tables.markdown
-    panels: list = []  # of Panel
-    here: str = ""  # the numbers to be held against the paper's
-    wrong: list | None = None  # what must show, but does not; None: nothing can be said
-    busy: bool = False  # whether the machine was too busy for it to be believed
+    tables: list  # of Table
+    here: str  # the numbers to be held against the paper's
+    wrong: list  # what must show, but does not
+    busy: bool  # whether the machine was too busy for it to be believed
 
 
-def lookup(its, path):
+def lookup(report, path):
     """{name: number} of what is at a path such as "runs.*.tbt_s.p99" in a report: the names are
-    those that stand for the *."""
+    those that stand for the *. What is not there is None."""
     first, *rest = path
     if first == "*":
-        return {name: number for name in its for number in lookup(its[name], rest).values()}
-    return lookup(its[first], rest) if rest and its[first] is not None else {"": its[first]}
+        return {name: lookup(its, rest)[""] for name, its in report.items()}
+    its = report[first]
+    return lookup(its, rest) if rest and its is not None else {"": its}
 
 
 def over(a, b):
     """a / b, None if one is not known."""
-    if isinstance(a, Bounded):
-        return a.over(b)
-    return a / b if b and a is not None else None
+    return a.over(b) if isinstance(a, Bounded) else a / b if b and a is not None else None
 
 
 def value(term, lines, x):
@@ -83,53 +93,56 @@ def value(term, lines, x):
     if " / " in term:
         return reduce(over, (value(part, lines, x) for part in term.split(" / ")))
     factor, _, name = term.rpartition(" * ")
-    if re.fullmatch(r"[\d.]+", name):
+    some = [name] if name in lines else [its for its in lines if its.startswith(name)]
+    if not some:
         return float(name)
-    some = [lines[name]] if name in lines else [lines[n] for n in lines if n.startswith(name)]
-    known = [line[x] for line in some if line.get(x) is not None]
-    return float(factor or 1) * max(known) if factor and known else max(known, default=None)
+    most = max((y for its in some if (y := lines[its].get(x)) is not None), default=None)
+    return float(factor) * most if factor and most is not None else most
 
 
-def not_so(relation, lines):
-    """What is wrong with a relation between lines, {name: {x: number}}, in words: "" if nothing."""
-    if "*" in relation.split():
-        every = (not_so(re.sub(r"(?<!\S)\*(?!\S)", name, relation), lines) for name in lines)
-        return "; ".join(filter(None, every))
-    xs = list(dict.fromkeys(x for line in lines.values() for x in line))
+def not_so(relation, table):
+    """What is wrong with a relation between the lines of a table, in words: "" if nothing."""
+    lines, xs = table.lines, table.xs
+    if "*" in relation.split()[:1] + relation.split()[-1:]:
+        each = (not_so(relation.replace("*", name), table) for name in lines)
+        return "; ".join(filter(None, each))
     if match := re.fullmatch(r"(.+) (falls|rises|is even)", relation):
-        its = [y for x in xs if (y := value(match[1], lines, x)) is not None]
-        steps = [b / a for a, b in pairwise(its)]
-        if len(its) < 2:
-            wrong = False
-        elif match[2] == "is even":
-            wrong = max(its) > EVEN * min(its)
-        elif match[2] == "falls":
-            wrong = its[-1] >= its[0] or max(steps, default=0) > NOISE
-        else:
-            wrong = its[-1] <= its[0] or min(steps, default=math.inf) < 1 / NOISE
-        return f"{relation}: not so" * wrong
+        its = [y for x in xs if (y := value(match[1], lines, x)) is not None] or [1]
+        steps, whole = [b / a for a, b in pairwise(its)], its[-1] / its[0]
+        holds = {
+            "falls": whole < 1 and max(steps, default=1) <= NOISE,
+            "rises": whole > 1 and min(steps, default=1) >= 1 / NOISE,
+            "is even": max(its) <= EVEN * min(its),
+        }
+        return "" if holds[match[2]] or len(its) < 2 else f"{relation}: not so"
     chain, _, where = relation.partition(", ")
-    ends = {"at the start": xs[:1], "at the end": xs[-1:]}
-    wrong, tried = [], ends.get(where, xs)
-    for x in [x for x in tried if not where.startswith("from ") or x >= float(where[5:])]:
-        terms = [value(term, lines, x) for term in chain.split(" < ")]
-        if None not in terms and not all(a < b for a, b in pairwise(terms)):
-            wrong.append(show(x, ","))
-    if where == "somewhere" and len(wrong) < len(tried):
-        wrong = []
-    return f"{relation}: not at {', '.join(wrong)}" if wrong else ""
+    some = {"at the start": xs[:1], "at the end": xs[-1:]}.get(where, xs)
+    if where.startswith("from "):
+        some = [x for x in xs if x >= float(where[5:])]
+    terms = {x: [value(term, lines, x) for term in chain.split(" < ")] for x in some}
+    known = {x: its for x, its in terms.items() if None not in its}
+    wrong = [show(x, ",") for x, its in known.items() if not all(a < b for a, b in pairwise(its))]
+    if not wrong or where == "somewhere" and len(wrong) < len(known):
+        return ""
+    return f"{relation}: not at {', '.join(wrong)}"
 
 
-def collected(its, done):
-    """{title: {name: {x: number}}} of a table of a claim of what is done, [(sizes, report)]."""
+def peak(line):
+    """Where {x: gain} is the highest; of all as high but for 2 % the geometric mean."""
+    flat = [math.log(x) for x, y in line.items() if y > max(line.values()) - 0.02]
+    return math.exp(sum(flat) / len(flat))
+
+
+def tables_of(its, done):
+    """The Tables of one in published.toml, from [(sizes, report)] of what was done."""
     found, values = {}, its["value"] if isinstance(its["value"], dict) else {"": its["value"]}
     for at, report in done:
         for what, path in values.items():
             columns = [lookup(report, part.split(".")) for part in path.split(" / ")]
+            x = at[its["x"]] if its["x"] in at else round(report[its["x"]], 3)
             for name in columns[0]:
                 words = at | {"name": name, "value": what}
-                title, line = (its.get(key, text).format_map(words) for key, text in TEXTS)
-                x = at[its["x"]] if its["x"] in at else round(report[its["x"]], 3)
+                title, line = ((TEXTS | its)[text].format_map(words) for text in TEXTS)
                 line = found.setdefault(title, {}).setdefault(line, {})
                 line[x] = reduce(over, (column[name] for column in columns))
     for title, lines in found.items():
@@ -141,46 +154,33 @@ def collected(its, done):
         if "peaks" in its:
             chunks = {name.partition(":")[2]: line for name, line in lines.items() if ":" in name}
             found[title] = {its["peaks"]: {int(c): peak(line) for c, line in chunks.items()}}
-    return found
-
-
-def peak(line):
-    """Where {x: gain} is the highest; of all as high but for 2 % the geometric mean."""
-    flat = [math.log(x) for x, y in line.items() if y > max(line.values()) - 0.02]
-    return math.exp(sum(flat) / len(flat))
-
-
-def is_busy(report):
-    """Was the machine too busy in a run of a command?"""
-    rows = [row for name in ROWS for row in report.get(name, {}).values()]
-    return report.get("slo_busy", False) or any(row["busy"] for row in rows)
+    how = its.get("x_name", its["x"]), its["y"], its.get("log", ""), its["format"]
+    return [Table(title, *how, lines) for title, lines in found.items()]
 
 
 def measure(its, setup):
     """The Finding of a claim in published.toml."""
     if "run" in its:
         files = dict(a_to_d=shlex.quote(str(TRACE)), picture=shlex.quote(setup.picture))
-        commands = [(at, its["run"].format_map(at | files)) for at in points(its[setup.size])]
-        done = [(at, setup.bench(words)) for at, words in commands]
-        busy = any(is_busy(report) for _, report in done)
+        points = iterations.points(its[setup.size])
+        done = [(at, setup.bench(its["run"].format_map(at | files))) for at in points]
+        rows = (row for _, its in done for key in ROWS for row in its.get(key, {}).values())
+        busy = any(row["busy"] for row in rows) or any(its.get("slo_busy") for _, its in done)
     else:
-        done, busy = measured(setup, its)
-    tables, panels, said, wrong = [], [], [], []
-    for table in its["shows"]:
-        x_name, spec = table.get("x_name", table["x"]), table["format"]
-        for title, lines in collected(table, done).items():
-            xs = list(dict.fromkeys(x for line in lines.values() for x in line))
-            rows = [[show(x, ","), *(line.get(x) for line in lines.values())] for x in xs]
-            columns = {x_name: "", **dict.fromkeys(lines, spec)}
-            tables.append((f"{title}: {table['y']}".removeprefix(": "), columns, rows))
-            points_of = {name: [(x, line.get(x)) for x in xs] for name, line in lines.items()}
-            panels.append(Panel(title, x_name, table["y"], points_of, table.get("log", "")))
-            terms = [term.format_map(done[0][0]) for term in table.get("say", ())]
-            must = [relation.format_map(done[0][0]) for relation in table.get("must", ())]
-            for term in terms:
-                numbers = [y for x in xs if (y := value(term, lines, x)) is not None]
-                said.append(f"{title} {term} {', '.join(show(y, spec) for y in numbers)}".lstrip())
+        done, busy = iterations.measured(setup, its)
+    tables, said, wrong = [], [], []
+    for shown in its["shows"]:
+        tables += (some := tables_of(shown, done))
+        for table in some:
+            lines = table.lines
+            say, must = (
+                [s.format_map(done[0][0]) for s in shown.get(k, [])] for k in ("say", "must")
+            )
+            for term in lines if say == ["*"] else say:
+                numbers = (y for x in table.xs if (y := value(term, lines, x)) is not None)
+                text = ", ".join(show(y, table.spec) for y in numbers)
+                said.append(f"{table.title} {term} {text}".lstrip())
             wrong += [
-                f"{title}: {text}".removeprefix(": ") for r in must if (text := not_so(r, lines))
+                f"{table.title}: {no}".removeprefix(": ") for r in must if (no := not_so(r, table))
             ]
-    return Finding(tables, panels, "; ".join(said), wrong, busy)
+    return Finding(tables, "; ".join(said), wrong, busy)

@@ -1,12 +1,13 @@
 """Every figure and table of the papers that one device can show, on this one.
 
     python bench.py paper                      all of it; --list says what, and how long it takes
-    python bench.py paper --only S-F9,SS       some claims, by their ids or the beginnings of these
+    python bench.py paper --only S-F9,'SS-*'   some claims, by their ids
 
 What is done is kept in results/<machine>: paper.json, from which paper.md is made, and pictures. A
 run that was interrupted goes on where it was. Read first: claims.py and published.toml."""
 
 import argparse
+import fnmatch
 import io
 import json
 import re
@@ -37,15 +38,14 @@ SAID = ("paper", "must show", "here", "verdict", "why")
 
 
 def some_claims(text):
-    """A type of options: a list of claims, by ids or their beginnings, such as S-F or SS."""
-    found = []
+    """A type of options: a list of claims, by ids, or such as SS-*."""
+    found = {}
     for name in map(str.strip, text.split(",")):
-        some = [key for key, ids in COVERED.items() if name in ids]
-        some = some or [key for key in CLAIMS if key.startswith(f"{name}-") or name == "all"]
+        some = [key for key, ids in COVERED.items() if fnmatch.filter(ids, name)]
         if not some:
             raise argparse.ArgumentTypeError(f"{name}: no such claim; --list names them")
-        found += some
-    return list(dict.fromkeys(found))
+        found |= dict.fromkeys(some)
+    return [*found]
 
 
 def add_options(parser):
@@ -103,31 +103,32 @@ def record_of(key, setup):
     try:
         found = claims.measure(its, setup)
         if "{picture}" not in its.get("run", ""):
-            plot_panels(found.panels, NAMES[key], picture, setup.machine)
+            plot_panels(found.tables, NAMES[key], picture, setup.machine)
         verdict = BUSY if found.busy else "does not hold" if found.wrong else "holds"
-        why = [*found.wrong, its.get("because", "").format_map(setup.machine)]
-        why = why if found.wrong else []
     except (ValueError, RuntimeError, MemoryError) as error:
         if not isinstance(line := explain(error), str):
             raise
-        found, why, verdict = claims.Finding([]), [line.removeprefix("error: ")], FAILED
+        found, verdict = claims.Finding([], "", [line.removeprefix("error: ")], False), FAILED
+    because = its.get("because", "").format_map(setup.machine)
+    why = [*found.wrong, *filter(None, [because])] if found.wrong else []
     must = [relation for table in its["shows"] for relation in table.get("must", ())]
     said = {"claim": NAMES[key], "command": f"`paper --only {key}{' --quick' * setup.args.quick}`"}
     said |= {"paper": its["paper"], "must show": "; ".join(must), "here": found.here}
-    said |= {"verdict": verdict, "why": "; ".join(filter(None, why)), "tables": found.tables}
+    said |= {"verdict": verdict, "why": "; ".join(why)}
     said |= {"when": time.strftime("%Y-%m-%d %H:%M"), "seconds": round(time.time() - start)}
-    return said | {"picture": picture.name * (verdict != FAILED)}
+    said["picture"] = picture.name if verdict != FAILED else ""
+    said["text"] = "\n\n".join(table.markdown() for table in found.tables)
+    return said | {"tables": [table._asdict() for table in found.tables]}
 
 
 def section(record):
     """All that is kept of a claim, in Markdown."""
-    parts = ["\n".join(f"- {head}: {record[head]}" for head in SAID if record[head])]
-    for title, columns, rows in record["tables"]:
-        parts += [title, markdown(columns, rows)]
+    said = "\n".join(f"- {head}: {record[head]}" for head in SAID if record[head])
+    drawn = record["picture"] and f"![{record['claim']}]({record['picture']})"
     how = ", ".join(f"{name} {value}" for name, value in record["options"].items())
-    parts += [f"![{record['claim']}]({record['picture']})" * bool(record["picture"])]
-    parts += [f"Took {record['seconds']} s, {record['when']}; {how}."]
-    return "\n\n".join([f"## {record['claim']}", *filter(None, parts)])
+    took = f"Took {record['seconds']} s, {record['when']}; {how}."
+    parts = f"## {record['claim']}", said, record["text"], drawn, took
+    return "\n\n".join(filter(None, parts))
 
 
 def summary(kept):

@@ -1,4 +1,4 @@
-"""Draw the diagrams of a claim, lines side by side. Read first: style.py, experiments/claims.py."""
+"""Draw the tables of a claim, lines side by side. Read first: style.py, experiments/claims.py."""
 
 from itertools import cycle
 
@@ -9,26 +9,25 @@ MARKERS = "osD^vPX*"
 ACROSS, LETTERS = 2, 110  # panels in a row, letters in one of the legend
 
 
-def plot_panels(panels, title, file, machine=None):
-    """Draw `panels`, each a claims.Panel, at least one, and write the picture to `file`. A name
+def plot_panels(tables, title, file, machine=None):
+    """Draw `tables`, each a claims.Table, at least one, and write the picture to `file`. A name
     looks alike in all of them; where it has a None its line is broken."""
-    names = [*dict.fromkeys(name for panel in panels for name in panel.lines)]
+    names = [*dict.fromkeys(name for table in tables for name in table.lines)]
     of_policies = not style.POLICY_COLORS.keys().isdisjoint(names)
     colors = style.policy_colors(names) if of_policies else dict(zip(names, cycle(COLORS)))
-    markers, rows = dict(zip(names, cycle(MARKERS))), -(-len(panels) // ACROSS)
+    markers, rows = dict(zip(names, cycle(MARKERS))), -(-len(tables) // ACROSS)
     beside = min(len(names), max(1, LETTERS // (6 + max(map(len, names)))))  # in the legend
     figure = style.new_figure(0.7 + 2.9 * rows + 0.2 * -(-len(names) // beside))
-    across, lines = min(ACROSS, len(panels)), {}
-    for number, panel in enumerate(panels, 1):
+    across, lines = min(ACROSS, len(tables)), {}
+    for number, table in enumerate(tables, 1):
         axis = figure.add_subplot(rows, across, number)
-        for name, points in panel.lines.items():
+        for name, line in table.lines.items():
             look = {"color": colors[name], "marker": markers[name], "ms": 4, "lw": 1.5}
-            x, y = [its for its, _ in points], [its for _, its in points]
-            (lines[name],) = axis.plot(x, y, **look)
+            (lines[name],) = axis.plot([*line], [*line.values()], **look)
         axis.grid(True)
-        axis.set(xlabel=panel.x, ylabel=panel.y)
-        axis.set_title(panel.title, **style.BOLD)
-        for which in panel.log:
+        axis.set(xlabel=table.x, ylabel=table.y)
+        axis.set_title(table.title, **style.BOLD)
+        for which in table.log:
             style.log_scale(which, axis)
     figure.legend(lines.values(), lines, ncols=beside, **style.BELOW)
     return style.finish(figure, title, file, machine)
