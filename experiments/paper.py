@@ -109,8 +109,9 @@ def record_of(key, setup):
         if not isinstance(line := explain(error), str):
             raise
         found, verdict = claims.Finding([], "", [line.removeprefix("error: ")], False), FAILED
-    because = its.get("because", "").format_map(setup.machine)
-    why = [*found.wrong, *filter(None, [because])] if found.wrong else []
+    why = found.wrong
+    if why and verdict != FAILED and "because" in its:
+        why = [*why, its["because"].format_map(setup.machine)]
     must = [relation for table in its["shows"] for relation in table.get("must", ())]
     said = {"claim": NAMES[key], "command": f"`paper --only {key}{' --quick' * setup.args.quick}`"}
     said |= {"paper": its["paper"], "must show": "; ".join(must), "here": found.here}
@@ -176,7 +177,8 @@ def main(args):
             print(f"{NAMES[key]} ({seconds[key]} s{done})\n    {CLAIMS[key]['paper']}")
         return
     model = options.load_model(args, "max_len")
-    kept["machine"] = machine = measure.describe_machine(model, args, rows=256)
+    machine = measure.describe_machine(model, args, rows=256)
+    kept["machine"] = machine = machine | {"model": Path(machine["model"]).name}
     how = {name: machine[name] for name in ("device", "threads", "torch", "model", "dtype")}
     how |= {"quick": args.quick, "attention": args.attention, "seed": args.seed}
     print(options.machine_lines(machine))
