@@ -4,7 +4,6 @@ A claim is data, in published.toml, where its keys are explained: commands of th
 run, or batches that are timed (iterations.py), the tables made of what comes out, and what must
 show in them. Read first: offline.py, serving.py, iterations.py. Read next: paper.py."""
 
-import math
 import re
 import shlex
 from argparse import Namespace
@@ -127,12 +126,6 @@ def not_so(relation, table):
     return f"{relation}: not at {', '.join(wrong)}"
 
 
-def peak(line):
-    """Where {x: gain} is the highest; of all as high but for 2 % the geometric mean."""
-    flat = [math.log(x) for x, y in line.items() if y > max(line.values()) - 0.02]
-    return math.exp(sum(flat) / len(flat))
-
-
 def tables_of(its, done):
     """The Tables of one in published.toml, from [(sizes, report)] of what was done."""
     found, values = {}, its["value"] if isinstance(its["value"], dict) else {"": its["value"]}
@@ -151,9 +144,6 @@ def tables_of(its, done):
                 lines[name] = {x: y / max(line.values()) for x, y in line.items()}
             if "steps" in its:
                 lines[name] = {x: line[x + 1] / y - 1 for x, y in line.items() if x + 1 in line}
-        if "peaks" in its:
-            chunks = {name.partition(":")[2]: line for name, line in lines.items() if ":" in name}
-            found[title] = {its["peaks"]: {int(c): peak(line) for c, line in chunks.items()}}
     how = its.get("x_name", its["x"]), its["y"], its.get("log", ""), its["format"]
     return [Table(title, *how, lines) for title, lines in found.items()]
 

@@ -113,17 +113,12 @@ def test_tables_are_made_of_what_was_done():
     ]
 
 
-def test_shares_steps_and_peaks():
+def test_shares_and_steps():
     done = [({"x": x}, {"r": {"a:8": {"v": v}}}) for x, v in ((1, 2.0), (2, 8.0), (4, 8.1))]
     its = {"value": "r.*.v", "x": "x", "y": "", "format": ""}
     lines = lambda how: tables_of(its | how, done)[0].lines
     assert lines({"shares": True}) == {"a:8": {1: 2 / 8.1, 2: 8 / 8.1, 4: 1}}
     assert lines({"steps": True}) == {"a:8": {1: 3.0}}
-    gains = [
-        ({"x": x}, {"r": {"a:8": {"v": v}}}) for x, v in ((1, 1.0), (2, 1.29), (8, 1.3), (9, 1.2))
-    ]
-    (found,) = tables_of(its | {"peaks": "peak"}, gains)
-    assert found.lines == {"peak": {8: pytest.approx(4.0)}}  # between 2 and 8
 
 
 BATCHES = {
