@@ -6,8 +6,6 @@ show in them. Read first: offline.py, serving.py, iterations.py. Read next: pape
 
 import re
 import shlex
-from argparse import Namespace
-from collections.abc import Callable
 from functools import reduce
 from itertools import pairwise
 from pathlib import Path
@@ -16,28 +14,11 @@ from typing import NamedTuple
 from experiments import iterations
 from experiments.run import Bounded
 from experiments.tables import markdown, show
-from model import GPT
 
 TRACE = Path(__file__).with_name("a_to_d.csv")  # two requests, and two more in the midst of them
 ROWS = "decode_maximal", "end_to_end", "runs", "results"  # of reports
 TEXTS = {"title": "", "line": "{name}"}  # of a table, which sizes and names are filled in
 NOISE, EVEN = 1.1, 1.5  # factors up to which numbers fall or rise, or are even
-
-
-class Setup(NamedTuple):
-    """What claims are measured with: the model on its device, and how far to go."""
-
-    model: GPT
-    machine: dict  # of measure.describe_machine
-    args: Namespace  # with attention, seed, quick
-    bench: Callable  # runs a command of the bench, given as text: its report, as of --json
-    picture: str = ""  # the file in which that may draw
-
-    @property
-    def size(self):
-        """Which sizes are run: the papers' own are "gpu"; else "cpu", or less, "quick"."""
-        on_gpu = self.model.device.type == "cuda"
-        return "gpu" if on_gpu else "quick" if self.args.quick else "cpu"
 
 
 class Table(NamedTuple):
@@ -138,7 +119,7 @@ def tables_of(its, done):
                 title, line = ((TEXTS | its)[text].format_map(words) for text in TEXTS)
                 line = found.setdefault(title, {}).setdefault(line, {})
                 line[x] = reduce(over, (column[name] for column in columns))
-    for title, lines in found.items():
+    for lines in found.values():
         for name, line in lines.items():
             if "shares" in its:
                 lines[name] = {x: y / max(line.values()) for x, y in line.items()}
@@ -149,7 +130,7 @@ def tables_of(its, done):
 
 
 def measure(its, setup):
-    """The Finding of a claim in published.toml."""
+    """The Finding of a claim in published.toml, by a paper.Setup."""
     if "run" in its:
         files = dict(a_to_d=shlex.quote(str(TRACE)), picture=shlex.quote(setup.picture))
         points = iterations.points(its[setup.size])

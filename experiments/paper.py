@@ -55,27 +55,32 @@ def add_options(parser):
     parser.add_model_options("llama-13b on a GPU with 40 GB or more, else llama-160m")
 
 
-class Bench:
-    """Runs commands of the bench on a model that is there. What is run alike is run once."""
+class Setup:
+    """What claims are measured with: a model, `args`, what is known of the `machine`; `size` says
+    which sizes in published.toml, and `picture` in which file commands draw."""
 
-    def __init__(self, args, model):
-        self.model, self.machines, self.reports = model, {}, {}
+    def __init__(self, args, model, machine):
+        self.args, self.model, self.machine, self.picture = args, model, machine, ""
+        self.size = "quick" if args.quick else "cpu"
+        self.size = "gpu" if model.device.type == "cuda" else self.size
+        self.machines, self.reports = {}, {}
         its = {name: getattr(args, name) for name in ("device", "dtype", "attention", "seed")}
         its |= {"init-from": args.init_from} if args.init_from else {"model": args.model}
         self.options = [f"--{name}={value}" for name, value in its.items()]
 
-    def __call__(self, words):
-        """The report of a command such as "offline --chunk 64", as --json writes it."""
+    def bench(self, words):
+        """The report of a command such as "offline --chunk 64", as --json writes it, on the model
+        that is there. What is run alike is run once."""
         if words not in self.reports:
             from bench import parse_args  # which knows all commands, this one too
 
             module, args = parse_args([*shlex.split(words), *self.options])
-            on = self.model if args.command == "offline" else self.machine
+            on = self.model if args.command == "offline" else self.server
             with redirect_stdout(io.StringIO()):
                 self.reports[words] = module.main(args, on)
         return self.reports[words]
 
-    def machine(self, args, config, make):
+    def server(self, args, config, make):
         """make(args, config, model), for commands alike the same; it knows what it has served."""
         key = args.simulate, args.max_len, args.chunk
         if key not in self.machines:
@@ -190,13 +195,13 @@ def main(args):
     directory.mkdir(parents=True, exist_ok=True)
     save(kept, directory)  # if it cannot be written, that is said before anything takes long
     print(f"{len(todo)} of {len(args.only)} claims are left to do\n")
-    setup = claims.Setup(model, machine, args, Bench(args, model))
+    setup = Setup(args, model, machine)
     look = dict(bar_format="{desc} |{bar}| {elapsed}, {remaining} left", smoothing=0)
     with tqdm(total=sum(map(seconds.get, todo)), leave=False, disable=None, **look) as bar:
         for key in todo:
             bar.set_description(f"{key}, about {seconds[key]} s")
-            its = setup._replace(picture=str(directory / f"paper-{key}.png"))
-            kept["claims"][key] = record_of(key, its) | {"options": how}
+            setup.picture = str(directory / f"paper-{key}.png")
+            kept["claims"][key] = record_of(key, setup) | {"options": how}
             save(kept, directory)
             bar.write(f"{section(kept['claims'][key])}\n")
             bar.update(seconds[key])

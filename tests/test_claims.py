@@ -10,7 +10,7 @@ import torch
 
 import bench
 from experiments import claims, iterations
-from experiments.claims import Setup, Table, lookup, measure, not_so, over, tables_of, value
+from experiments.claims import Table, lookup, measure, not_so, over, tables_of, value
 from experiments.paper import CLAIMS
 from experiments.run import Bounded
 from tests.helpers import tiny_model
@@ -227,7 +227,7 @@ def defaultdict_of(number):
 def setup_of(model, quick=True):
     args = Namespace(quick=quick, attention="auto", seed=0)
     machine = {"busy": False, "flops_per_s": 6.0, "bytes_per_s": 2.0}
-    return Setup(model, machine, args, None)
+    return Namespace(model=model, machine=machine, args=args, size="quick")
 
 
 def test_operations_are_timed_on_a_model():

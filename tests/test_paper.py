@@ -355,7 +355,7 @@ def test_tables_are_drawn_side_by_side(tmp_path):
 def test_commands_run_on_the_model_that_is_there_and_what_is_alike_runs_once(monkeypatch, capsys):
     _, args = bench.parse_args(TINY)
     model = options.load_model(args, "max_len")
-    its, made, served = paper.Bench(args, model), [], []
+    its, made, served = paper.Setup(args, model, {}).bench, [], []
     monkeypatch.setattr(options, "load_model", lambda *_: pytest.fail("loaded"))
     words = (
         "offline --seq-len 16 --batch 2 --chunk 4 --requests 5 --policies request-level,sarathi:2"
