@@ -86,25 +86,24 @@ def not_so(relation, table):
     if "*" in relation.split()[:1] + relation.split()[-1:]:
         each = (not_so(relation.replace("*", name), table) for name in lines)
         return "; ".join(filter(None, each))
-    if match := re.fullmatch(r"(.+) (falls|rises|is even)", relation):
-        its = [y for x in xs if (y := value(match[1], lines, x)) is not None] or [1]
-        steps, whole = [b / a for a, b in pairwise(its)], its[-1] / its[0]
-        holds = {
-            "falls": whole < 1 and max(steps, default=1) <= NOISE,
-            "rises": whole > 1 and min(steps, default=1) >= 1 / NOISE,
-            "is even": max(its) <= EVEN * min(its),
-        }
-        return "" if holds[match[2]] or len(its) < 2 else f"{relation}: not so"
     chain, _, where = relation.partition(", ")
-    some = {"at the start": xs[:1], "at the end": xs[-1:]}.get(where, xs)
-    if where.startswith("from "):
-        some = [x for x in xs if x >= float(where[5:])]
-    terms = {x: [value(term, lines, x) for term in chain.split(" < ")] for x in some}
+    xs = {"at the start": xs[:1], "at the end": xs[-1:]}.get(where, xs)
+    xs = [x for x in xs if not where.startswith("from ") or x >= float(where[5:])]
+    if match := re.fullmatch(r"(.+) (falls|rises|is even)", chain):
+        its = [y for x in xs if (y := value(match[1], lines, x)) is not None]
+        steps = [b / a for a, b in pairwise(its)]
+        holds = {
+            "falls": steps and its[-1] < its[0] and max(steps) <= NOISE,
+            "rises": steps and its[-1] > its[0] and min(steps) >= 1 / NOISE,
+            "is even": steps and max(its) <= EVEN * min(its),
+        }
+        return "" if holds[match[2]] else f"{relation}: not {'so' if steps else 'known'}"
+    terms = {x: [value(term, lines, x) for term in chain.split(" < ")] for x in xs}
     known = {x: its for x, its in terms.items() if None not in its}
     wrong = [show(x, ",") for x, its in known.items() if not all(a < b for a, b in pairwise(its))]
-    if not wrong or where == "somewhere" and len(wrong) < len(known):
+    if known and not wrong:
         return ""
-    return f"{relation}: not at {', '.join(wrong)}"
+    return f"{relation}: not {'at ' + ', '.join(wrong) if known else 'known'}"
 
 
 def tables_of(its, done):
@@ -141,17 +140,16 @@ def measure(its, setup):
         done, busy = iterations.measured(setup, its)
     tables, said, wrong = [], [], []
     for shown in its["shows"]:
-        tables += (some := tables_of(shown, done))
-        for table in some:
-            lines = table.lines
-            say, must = (
-                [s.format_map(done[0][0]) for s in shown.get(k, [])] for k in ("say", "must")
-            )
-            for term in lines if say == ["*"] else say:
-                numbers = (y for x in table.xs if (y := value(term, lines, x)) is not None)
-                text = ", ".join(show(y, table.spec) for y in numbers)
+        texts = (
+            [text.format_map(done[0][0]) for text in shown.get(k, ())] for k in ("say", "must")
+        )
+        say, must = texts
+        for table in tables_of(shown, done):
+            tables.append(table)
+            for term in table.lines if say == ["*"] else say:
+                numbers = (value(term, table.lines, x) for x in table.xs)
+                text = ", ".join(show(y, table.spec) for y in numbers if y is not None)
                 said.append(f"{table.title} {term} {text}".lstrip())
-            wrong += [
-                f"{table.title}: {no}".removeprefix(": ") for r in must if (no := not_so(r, table))
-            ]
+            found = [no for relation in must if (no := not_so(relation, table))]
+            wrong += [f"{table.title}: {no}" if table.title else no for no in found]
     return Finding(tables, "; ".join(said), wrong, busy)
