@@ -1,24 +1,23 @@
 """What the papers claim of one device, measured here.
 
 A claim is data, in published.toml, where its keys are explained: commands of the bench that are
-run, or batches that are timed (iterations.py), the tables made of what comes out, and what must
-show in them. Read first: offline.py, serving.py, iterations.py. Read next: paper.py."""
+run, the tables made of what they report, and what must show in them. Read first: offline.py and
+serving.py. Read next: paper.py."""
 
 import re
 import shlex
 from functools import reduce
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import NamedTuple
 
-from experiments import iterations
 from experiments.run import Bounded
 from experiments.tables import markdown, show
 
 TRACE = Path(__file__).with_name("a_to_d.csv")  # two requests, and two more in the midst of them
 ROWS = "decode_maximal", "end_to_end", "runs", "results"  # of reports
 TEXTS = {"title": "", "line": "{name}"}  # of a table, which sizes and names are filled in
-NOISE, EVEN = 1.1, 1.5  # factors up to which numbers fall or rise, or are even
+NOISE = 1.1  # up to this factor a number that should rise may fall
 
 
 class Table(NamedTuple):
@@ -50,6 +49,13 @@ class Finding(NamedTuple):
     here: str  # the numbers to be held against the paper's
     wrong: list  # what must show, but does not
     busy: bool  # whether the machine was too busy for it to be believed
+
+
+def points(sizes):
+    """Each combination of sizes, {name: a number or a list}; or of several such, one by one."""
+    for its in sizes if isinstance(sizes, list) else [sizes]:
+        lists = [value if isinstance(value, list) else [value] for value in its.values()]
+        yield from (dict(zip(its, values)) for values in product(*lists))
 
 
 def lookup(report, path):
@@ -88,16 +94,11 @@ def not_so(relation, table):
         return "; ".join(filter(None, each))
     chain, _, where = relation.partition(", ")
     xs = {"at the start": xs[:1], "at the end": xs[-1:]}.get(where, xs)
-    xs = [x for x in xs if not where.startswith("from ") or x >= float(where[5:])]
-    if match := re.fullmatch(r"(.+) (falls|rises|is even)", chain):
+    if match := re.fullmatch(r"(.+) (falls|rises)", chain):
         its = [y for x in xs if (y := value(match[1], lines, x)) is not None]
-        steps = [b / a for a, b in pairwise(its)]
-        holds = {
-            "falls": steps and its[-1] < its[0] and max(steps) <= NOISE,
-            "rises": steps and its[-1] > its[0] and min(steps) >= 1 / NOISE,
-            "is even": steps and max(its) <= EVEN * min(its),
-        }
-        return "" if holds[match[2]] else f"{relation}: not {'so' if steps else 'known'}"
+        its = its[::-1] if match[2] == "falls" else its
+        holds = its[1:] and its[0] < its[-1] and all(a <= NOISE * b for a, b in pairwise(its))
+        return "" if holds else f"{relation}: not {'so' if its[1:] else 'known'}"
     terms = {x: [value(term, lines, x) for term in chain.split(" < ")] for x in xs}
     known = {x: its for x, its in terms.items() if None not in its}
     wrong = [show(x, ",") for x, its in known.items() if not all(a < b for a, b in pairwise(its))]
@@ -118,26 +119,17 @@ def tables_of(its, done):
                 title, line = ((TEXTS | its)[text].format_map(words) for text in TEXTS)
                 line = found.setdefault(title, {}).setdefault(line, {})
                 line[x] = reduce(over, (column[name] for column in columns))
-    for lines in found.values():
-        for name, line in lines.items():
-            if "shares" in its:
-                lines[name] = {x: y / max(line.values()) for x, y in line.items()}
-            if "steps" in its:
-                lines[name] = {x: line[x + 1] / y - 1 for x, y in line.items() if x + 1 in line}
     how = its.get("x_name", its["x"]), its["y"], its.get("log", ""), its["format"]
     return [Table(title, *how, lines) for title, lines in found.items()]
 
 
 def measure(its, setup):
     """The Finding of a claim in published.toml, by a paper.Setup."""
-    if "run" in its:
-        files = dict(a_to_d=shlex.quote(str(TRACE)), picture=shlex.quote(setup.picture))
-        points = iterations.points(its[setup.size])
-        done = [(at, setup.bench(its["run"].format_map(at | files))) for at in points]
-        rows = (row for _, its in done for key in ROWS for row in its.get(key, {}).values())
-        busy = any(row["busy"] for row in rows) or any(its.get("slo_busy") for _, its in done)
-    else:
-        done, busy = iterations.measured(setup, its)
+    files = dict(a_to_d=shlex.quote(str(TRACE)), picture=shlex.quote(setup.picture))
+    sizes = points(its[setup.size])
+    done = [(at, setup.bench(its["run"].format_map(at | files))) for at in sizes]
+    rows = (row for _, its in done for key in ROWS for row in its.get(key, {}).values())
+    busy = any(row["busy"] for row in rows) or any(its.get("slo_busy") for _, its in done)
     tables, said, wrong = [], [], []
     for shown in its["shows"]:
         texts = (

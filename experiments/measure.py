@@ -21,7 +21,6 @@ from kv_cache import kv_bytes_per_token
 from model import ROWS_PER_PIECE
 
 WARMUP = 2  # runs that are not counted
-LINEAR = "preproj", "postproj", "ffn_ln1", "ffn_ln2"  # of a block, in the order of computation
 BUSY = 0.20  # drift, of a machine, or spread, of times: above it no number is believed
 TOO_BUSY = "this machine is too busy to tell"
 PROBE_S, GLANCE_S = 0.02, 0.01  # of a probe: beside a measurement; every second within one
@@ -40,16 +39,16 @@ def synchronize(device):
         torch.cuda.synchronize(device)
 
 
-def interleaved(variants, device, repeats=9, title=None, warmup=WARMUP):
+def interleaved(variants, device, repeats=9, title=None):
     """Time {name: function} in turn: {name: Timing}. With a title there is a progress bar."""
     samples, hidden = {name: [] for name in variants}, None if title else True
-    for repeat in tqdm(range(warmup + repeats), title, leave=False, disable=hidden):
+    for repeat in tqdm(range(WARMUP + repeats), title, leave=False, disable=hidden):
         for name, function in variants.items():
             synchronize(device)
             start = time.perf_counter()
             function()
             synchronize(device)
-            if repeat >= warmup:
+            if repeat >= WARMUP:
                 samples[name].append((time.perf_counter() - start) * 1e3)
     return {name: summarize(values) for name, values in samples.items()}
 
@@ -124,15 +123,16 @@ def fastest_cpu_dtype():
     return min(dtypes, key=lambda dtype: timings[dtype].ms)
 
 
-def linear_layers(model, names=LINEAR):
-    """The linear layers of these names of a model's blocks, in order, without the head. Of a
+def linear_layers(model):
+    """The linear layers of a model's blocks in the order of computation, without the head. Of a
     parallel.shard.Shard its own, once for each stage."""
-    return [getattr(b, name) for b in [*model.blocks] * model.stages for name in names]
+    blocks = [*model.blocks] * model.stages
+    return [its for b in blocks for its in (b.preproj, b.postproj, b.ffn_ln1, b.ffn_ln2)]
 
 
-def bare_products(model, num_tokens, num_logits, names=LINEAR):
+def bare_products(model, num_tokens, num_logits):
     """A function that runs the linear layers of one iteration, in the model's pieces, alone."""
-    layers, head = linear_layers(model, names), model.head
+    layers, head = linear_layers(model), model.head
     like = dict(device=model.device, dtype=model.dtype)
     x = {n: torch.randn(num_tokens, n, **like) for n in {m.in_features for m in layers}}
     x = {n: rows.split(ROWS_PER_PIECE.get(model.device.type, 8192)) for n, rows in x.items()}

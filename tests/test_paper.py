@@ -71,11 +71,11 @@ def run(directory, words):
 
 ONLY = {
     "S-F9": ["S-F9"],
-    "SS-F4": ["S-F3"],  # which covers it
-    "S-F4a,SS-F3,S-F4a": ["S-F4a", "S-F3"][:1],
-    "B-*": ["B-1", "B-2", "B-7"],
+    "S-T2": ["S-F8"],  # which covers it
+    "SS-F10,SS-F11,SS-F10": ["SS-F10"],
+    "B-*": ["B-1", "B-7"],
     "SS-F11, S-F9": ["SS-F10", "S-F9"],
-    "S-F1?": ["S-F11", "S-F10", "S-F13"],
+    "S-F?": ["S-F8", "S-F9"],
 }
 
 
@@ -115,26 +115,26 @@ def test_results_are_kept_by_machine(claims, tmp_path, monkeypatch):
     monkeypatch.setattr(paper, "RESULTS", tmp_path)
     (tmp_path / "README.md").write_text(paper.BEGIN + paper.END)
     monkeypatch.setattr(measure, "device_name", lambda device: "AMD EPYC")
-    bench.main([*TINY, "--threads", "2", "--only", "S-F7"])
+    bench.main([*TINY, "--threads", "2", "--only", "SS-F10"])
     assert [its.name for its in tmp_path.iterdir() if its.is_dir()] == ["epyc-2-threads"]
 
 
 def test_what_is_done_is_not_measured_again(claims, tmp_path, capsys):
-    records = run(tmp_path, "--only S-F7,S-F3")
-    assert claims.take() == ["S-F7", "S-F3"] and list(records) == ["S-F3", "S-F7"]
-    assert run(tmp_path, "--only S-F7,B-1,S-F3").keys() == {"S-F3", "S-F7", "B-1"}
+    records = run(tmp_path, "--only SS-F10,S-F8")
+    assert claims.take() == ["SS-F10", "S-F8"] and list(records) == ["S-F8", "SS-F10"]
+    assert run(tmp_path, "--only SS-F10,B-1,S-F8").keys() == {"S-F8", "SS-F10", "B-1"}
     assert claims.take() == ["B-1"] and "1 of 3 claims are left to do" in capsys.readouterr().out
-    again = run(tmp_path, "--only SS-F6")  # that is S-F7
-    assert claims.take() == [] and again["S-F7"] == records["S-F7"]
+    again = run(tmp_path, "--only SS-F11")  # that is SS-F10
+    assert claims.take() == [] and again["SS-F10"] == records["SS-F10"]
 
 
 def test_fresh_measures_again_what_is_asked_for_and_keeps_the_rest(claims, tmp_path):
-    records = run(tmp_path, "--only S-F7,S-F3")
+    records = run(tmp_path, "--only SS-F10,S-F8")
     claims.take()
-    claims.does["S-F7"] = Finding([TABLE], "60 ms", ["why not"], False)
-    fresh = run(tmp_path, "--only S-F7 --fresh")
-    assert claims.take() == ["S-F7"] and fresh["S-F7"]["here"] == "60 ms"
-    assert fresh["S-F3"] == records["S-F3"]
+    claims.does["SS-F10"] = Finding([TABLE], "60 ms", ["why not"], False)
+    fresh = run(tmp_path, "--only SS-F10 --fresh")
+    assert claims.take() == ["SS-F10"] and fresh["SS-F10"]["here"] == "60 ms"
+    assert fresh["S-F8"] == records["S-F8"]
 
 
 CHANGES = ["--dtype bfloat16", "--seed 1", "--attention sdpa", "--model gpt2"]
@@ -142,96 +142,96 @@ CHANGES = ["--dtype bfloat16", "--seed 1", "--attention sdpa", "--model gpt2"]
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_another_option_is_another_measurement(change, claims, tmp_path):
-    run(tmp_path, "--only S-F7")
+    run(tmp_path, "--only SS-F10")
     claims.take()
-    run(tmp_path, f"--only S-F7 {change}")
-    assert claims.take() == ["S-F7"]
-    run(tmp_path, f"--only S-F7 {change}")
+    run(tmp_path, f"--only SS-F10 {change}")
+    assert claims.take() == ["SS-F10"]
+    run(tmp_path, f"--only SS-F10 {change}")
     assert claims.take() == []
 
 
 def test_another_machine_or_torch_is_another_measurement(claims, tmp_path, monkeypatch):
-    run(tmp_path, "--only S-F7")
+    run(tmp_path, "--only SS-F10")
     monkeypatch.setattr(measure, "device_name", lambda device: "another")
-    run(tmp_path, "--only S-F7")
+    run(tmp_path, "--only SS-F10")
     monkeypatch.setattr(torch, "__version__", "9.9")
-    kept = run(tmp_path, "--only S-F7")
-    assert claims.take() == 3 * ["S-F7"]
-    options = kept["S-F7"]["options"]
+    kept = run(tmp_path, "--only SS-F10")
+    assert claims.take() == 3 * ["SS-F10"]
+    options = kept["SS-F10"]["options"]
     assert (options["device"], options["torch"]) == ("another", "9.9")
 
 
 def test_a_full_run_is_good_for_a_quick_one_but_not_the_other_way_round(claims, tmp_path):
-    run(tmp_path, "--only S-F7 --quick")
+    run(tmp_path, "--only SS-F10 --quick")
     ((_, setup),) = claims.seen
     assert setup.args.quick and setup.args.seed == 0 and setup.model.config.n_layer
-    run(tmp_path, "--only S-F7")
-    run(tmp_path, "--only S-F7")
-    kept = run(tmp_path, "--only S-F7 --quick")
-    assert claims.take() == ["S-F7", "S-F7"] and kept["S-F7"]["options"]["quick"] is False
+    run(tmp_path, "--only SS-F10")
+    run(tmp_path, "--only SS-F10")
+    kept = run(tmp_path, "--only SS-F10 --quick")
+    assert claims.take() == ["SS-F10", "SS-F10"] and kept["SS-F10"]["options"]["quick"] is False
 
 
 def test_what_was_busy_or_failed_is_tried_again(claims, tmp_path, capsys):
-    claims.does["S-F3"] = Finding([TABLE], "1", ["noise"], True)
-    claims.does["S-F7"] = ValueError("--batch 18: takes 40 GB, 20 GB are free\nand more")
-    claims.does["S-F8"] = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
-    records = run(tmp_path, "--only S-F3,S-F7,S-F8,B-1")
-    assert claims.take() == ["S-F3", "S-F7", "S-F8", "B-1"]
-    assert records["S-F7"]["why"] == "--batch 18: takes 40 GB, 20 GB are free"
-    assert records["S-F8"]["why"].startswith("CUDA out of memory")
+    claims.does["S-F8"] = Finding([TABLE], "1", ["noise"], True)
+    claims.does["SS-F10"] = ValueError("--batch 18: takes 40 GB, 20 GB are free\nand more")
+    claims.does["SS-F12"] = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+    records = run(tmp_path, "--only S-F8,SS-F10,SS-F12,B-1")
+    assert claims.take() == ["S-F8", "SS-F10", "SS-F12", "B-1"]
+    assert records["SS-F10"]["why"] == "--batch 18: takes 40 GB, 20 GB are free"
+    assert records["SS-F12"]["why"].startswith("CUDA out of memory")
     text = capsys.readouterr().out
     verdicts = re.findall(r"- verdict: (.*)", text)
     assert verdicts == ["too busy to tell", "not measured", "not measured", "holds"]
     assert "- why: --batch 18: takes 40 GB, 20 GB are free\n" in text
     claims.does.clear()
-    records = run(tmp_path, "--only S-F3,S-F7,S-F8,B-1")
-    assert claims.take() == ["S-F3", "S-F7", "S-F8"] and all(
+    records = run(tmp_path, "--only S-F8,SS-F10,SS-F12,B-1")
+    assert claims.take() == ["S-F8", "SS-F10", "SS-F12"] and all(
         r["verdict"] == "holds" for r in records.values()
     )
 
 
 def test_an_error_of_ours_is_not_hidden(claims, tmp_path):
-    claims.does["S-F7"] = RuntimeError("nothing to do with memory")
+    claims.does["SS-F10"] = RuntimeError("nothing to do with memory")
     with pytest.raises(RuntimeError):
-        run(tmp_path, "--only S-F3,S-F7")
-    assert list(json.loads((tmp_path / "paper.json").read_text())["claims"]) == ["S-F3"]
+        run(tmp_path, "--only S-F8,SS-F10")
+    assert list(json.loads((tmp_path / "paper.json").read_text())["claims"]) == ["S-F8"]
 
 
 def test_an_interrupted_run_keeps_what_is_done_and_goes_on_there(claims, tmp_path, capsys):
-    claims.does["S-F7"] = KeyboardInterrupt()
+    claims.does["SS-F10"] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, "--only S-F3,S-F7,S-F8")
-    assert claims.take() == ["S-F3", "S-F7"]
+        run(tmp_path, "--only S-F8,SS-F10,SS-F12")
+    assert claims.take() == ["S-F8", "SS-F10"]
     assert "3 of 3 claims are left to do\n" in capsys.readouterr().out
-    assert "S-F3" in (tmp_path / "paper.md").read_text()
+    assert "S-F8" in (tmp_path / "paper.md").read_text()
     claims.does.clear()
-    assert list(run(tmp_path, "--only S-F3,S-F7,S-F8")) == ["S-F3", "S-F7", "S-F8"]
-    assert claims.take() == ["S-F7", "S-F8"]
+    assert list(run(tmp_path, "--only S-F8,SS-F10,SS-F12")) == ["S-F8", "SS-F10", "SS-F12"]
+    assert claims.take() == ["SS-F10", "SS-F12"]
 
 
 def test_the_list_says_what_there_is_and_what_is_done(claims, tmp_path, capsys):
-    run(tmp_path, "--only S-F7 --quick")
+    run(tmp_path, "--only SS-F10 --quick")
     claims.take(), capsys.readouterr()
     before = (tmp_path / "paper.json").stat().st_mtime_ns
     bench.main([*TINY, "--out", str(tmp_path), "--list", "--quick"])
     text = capsys.readouterr().out
-    title, (quick, full) = paper.NAMES["S-F7"], paper.CLAIMS["S-F7"]["seconds"]
+    title, (quick, full) = paper.NAMES["SS-F10"], paper.CLAIMS["SS-F10"]["seconds"]
     heads = [line for line in text.splitlines() if line[0] != " "]
     done = [line for line in heads if line.endswith(", done)")]
     assert len(heads) == len(paper.CLAIMS) and done == [f"{title} ({quick} s, done)"]
     assert all(its["paper"] in text for its in paper.CLAIMS.values())
-    bench.main([*TINY, "--out", str(tmp_path / "new"), "--list", "--only", "S-F7"])
+    bench.main([*TINY, "--out", str(tmp_path / "new"), "--list", "--only", "SS-F10"])
     assert f"{title} ({full} s)\n" in capsys.readouterr().out
     assert claims.take() == [] and not (tmp_path / "new").exists()
     assert (tmp_path / "paper.json").stat().st_mtime_ns == before
 
 
 def test_the_report_is_markdown_of_what_is_kept(claims, tmp_path, capsys):
-    claims.does["S-F7"] = Finding([TABLE], "50 / 60 ms", ["there are no tiles"], False)
-    kept = run(tmp_path, "--only S-F8,S-F7")
+    claims.does["S-T4"] = Finding([TABLE], "50 / 60 ms", ["there are no tiles"], False)
+    kept = run(tmp_path, "--only S-F9,S-T4")
     text, page = capsys.readouterr().out, (tmp_path / "paper.md").read_text()
     summary, timed, _ = printed_tables(page)
-    said, names = paper.CLAIMS, [paper.NAMES[key] for key in ("S-F7", "S-F8")]
+    said, names = paper.CLAIMS, [paper.NAMES[key] for key in ("S-T4", "S-F9")]
     found = [("50 / 60 ms", "does not hold"), ("55 ms", "holds")]
     commands = [f"`paper --only {key}`" for key in kept]
     papers = [said[key]["paper"] for key in kept]
@@ -241,16 +241,16 @@ def test_the_report_is_markdown_of_what_is_kept(claims, tmp_path, capsys):
     ]
     assert timed[0] == ["tokens", "vllm", "dynamic"]
     assert timed[1:] == [["1", "0.50", "1.00"], ["2", "-", "-"], ["3", "at least 2.50", "-"]]
-    lines = f"- paper: {said['S-F7']['paper']}\n- must show: linear layers falls\n"
+    lines = f"- paper: {said['S-T4']['paper']}\n- must show: 1.02 < sarathi\n"
     lines += "- here: 50 / 60 ms\n- verdict: does not hold\n- why: there are no tiles; "
-    lines += said["S-F7"]["because"].format(ridge_tokens=1)
+    lines += said["S-T4"]["because"].format(ridge_tokens=1)
     lines += "\n\nTime over tokens: ms\n\n| tokens"
     assert lines in text and lines in page
     assert re.findall(r"(?m)^## (.*)", page) == names
     assert "A machine, threads: 1, torch " in page and "llama-tiny, 10 parameters" in page
-    assert "](paper-S-F7.png)" in page
-    assert (tmp_path / "paper-S-F7.png").read_bytes().startswith(b"\x89PNG")
-    (its,) = kept["S-F7"]["tables"]
+    assert "](paper-S-T4.png)" in page
+    assert (tmp_path / "paper-S-T4.png").read_bytes().startswith(b"\x89PNG")
+    (its,) = kept["S-T4"]["tables"]
     assert its["title"] == "Time over tokens"
     assert its["lines"]["vllm"] == {"1": 0.5, "2": None, "3": 2.5}
 
@@ -261,7 +261,9 @@ def test_nobody_learns_where_files_lie(claims, tmp_path):
     model = SimpleNamespace(device=torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paper.options, "load_model", lambda args, length: model)
-        bench.main([*args, str(checkpoint), "--out", str(tmp_path / "o"), "--only", "S-F7,S-F8"])
+        bench.main(
+            [*args, str(checkpoint), "--out", str(tmp_path / "o"), "--only", "SS-F10,SS-F12"]
+        )
     for name in ("paper.json", "paper.md"):
         text = (tmp_path / "o" / name).read_text()
         assert "a-model" in text and str(tmp_path) not in text and str(ROOT) not in text
@@ -278,20 +280,20 @@ def test_the_index_of_results_is_made_and_what_stands_around_it_stays(
     before, begin, rest = readme.read_text().partition(paper.BEGIN)
     assert begin and paper.END in rest
     after = rest.partition(paper.END)[2]
-    run(results / "one", "--only S-F7")
-    claims.does["S-F7"] = Finding([TABLE], "none", ["why"], False)
-    run(results / "two", "--only S-F7,B-1 --quick")
-    run(tmp_path / "elsewhere", "--only S-F8")
+    run(results / "one", "--only SS-F10")
+    claims.does["SS-F10"] = Finding([TABLE], "none", ["why"], False)
+    run(results / "two", "--only SS-F10,B-1 --quick")
+    run(tmp_path / "elsewhere", "--only SS-F12")
     text = readme.read_text()
     assert text.startswith(before + begin) and text.endswith(paper.END + after)
     one, two = printed_tables(text.partition(begin)[2])
     heads = ["[one](one/paper.md)", "[two](two/paper.md)"]
     assert re.findall(r"(?m)^### (.*)", text) == heads and one[0] == two[0]
     assert one[0] == ["claim", "command", "paper", "here", "verdict"]
-    cells = [paper.NAMES["S-F7"], "`paper --only S-F7`"]
-    assert one[1:] == [[*cells, paper.CLAIMS["S-F7"]["paper"], "55 ms", "holds"]]
+    cells = [paper.NAMES["SS-F10"], "`paper --only SS-F10`"]
+    assert one[1:] == [[*cells, paper.CLAIMS["SS-F10"]["paper"], "55 ms", "holds"]]
     assert [row[1] for row in two[1:]] == [
-        "`paper --only S-F7 --quick`",
+        "`paper --only SS-F10 --quick`",
         "`paper --only B-1 --quick`",
     ]
     assert two[1][-2:] == ["none", "does not hold"]
@@ -301,15 +303,15 @@ def test_the_index_of_results_is_made_and_what_stands_around_it_stays(
 
 def test_several_ranks_are_refused(claims, tmp_path):
     with pytest.raises(ValueError, match="^--tp, --pp: claims are of one device"):
-        run(tmp_path / "new", "--tp 2 --only S-F7")
+        run(tmp_path / "new", "--tp 2 --only SS-F10")
     assert claims.take() == [] and not (tmp_path / "new").exists()
 
 
 def test_a_claim_that_failed_shows_no_older_picture(claims, tmp_path):
-    claims.does["S-F7"] = Finding([TABLE], "1", [], False)
-    assert run(tmp_path, "--only S-F7")["S-F7"]["picture"] == "paper-S-F7.png"
-    claims.does["S-F7"] = ValueError("no memory")
-    assert run(tmp_path, "--only S-F7 --fresh")["S-F7"]["picture"] == ""
+    claims.does["SS-F10"] = Finding([TABLE], "1", [], False)
+    assert run(tmp_path, "--only SS-F10")["SS-F10"]["picture"] == "paper-SS-F10.png"
+    claims.does["SS-F10"] = ValueError("no memory")
+    assert run(tmp_path, "--only SS-F10 --fresh")["SS-F10"]["picture"] == ""
     assert "](" not in (tmp_path / "paper.md").read_text()
 
 
@@ -317,14 +319,14 @@ def test_a_directory_that_cannot_be_written_or_read_is_one_line(claims, tmp_path
     (tmp_path / "file").write_text("")
     for where in (tmp_path / "file", "/proc/nothing"):
         with pytest.raises(OSError):
-            run(Path(where), "--only S-F7")
+            run(Path(where), "--only SS-F10")
     (tmp_path / "full/paper.json.part").mkdir(parents=True)
     with pytest.raises(OSError):
-        run(tmp_path / "full", "--only S-F7")
+        run(tmp_path / "full", "--only SS-F10")
     assert claims.take() == []
     (tmp_path / "paper.json").write_text("{")
     with pytest.raises(ValueError, match=f"^{tmp_path}/paper.json: "):
-        run(tmp_path, "--only S-F7")
+        run(tmp_path, "--only SS-F10")
 
 
 def test_the_name_of_a_device():
@@ -336,7 +338,7 @@ def test_tables_are_drawn_side_by_side(tmp_path):
 
     more = TABLE._replace(title="Another", lines={"vllm": {1: 4.0}, "own": {1: 2.0, 2: 3.0}})
     machine = {"model": "m", "dtype": "float32", "device": "D", "threads": 2}
-    figure = plot_panels([TABLE, more, TABLE], "S-F7", tmp_path / "p.png", machine)
+    figure = plot_panels([TABLE, more, TABLE], "SS-F10", tmp_path / "p.png", machine)
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     titles = [axis.get_title(loc="left") for axis in figure.axes]
     assert titles == ["Time over tokens", "Another", "Time over tokens"]
@@ -349,7 +351,7 @@ def test_tables_are_drawn_side_by_side(tmp_path):
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert names == ["vllm", "dynamic", "own"]
     title = figure.get_suptitle()
-    assert "S-F7" in title and "D, 2 threads" in title
+    assert "SS-F10" in title and "D, 2 threads" in title
 
 
 def test_commands_run_on_the_model_that_is_there_and_what_is_alike_runs_once(monkeypatch, capsys):
