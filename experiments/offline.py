@@ -16,7 +16,7 @@ from experiments import measure, options
 from experiments.metrics import steady, summarize_run
 from experiments.options import engine_for, runner_for
 from experiments.run import EngineServer, LoadRun, plan
-from experiments.tables import print_rows, show
+from experiments.tables import TABLES, print_rows, show
 from experiments.workload import Arrival, prompts
 from kv_cache import Span
 from views.schedule_page import Recorder, page
@@ -53,13 +53,10 @@ def main(args, model=None):
     that are done when it is interrupted are kept."""
     began, model = time.perf_counter(), model or options.load_model(args, "seq_len")
     machine = measure.describe_machine(model, args, args.chunk)
-    heading = options.machine_lines(machine)
-    print(
-        f"{heading}{measure.mark('measured limits', machine['busy'])}: "
-        f"{machine['flops_per_s'] / 1e12:,.2f} TFLOP/s in matrix products of these shapes, "
-        f"{machine['bytes_per_s'] / 1e9:,.0f} GB/s of memory; ridge: "
-        f"{machine['ridge_tokens']:,.0f} tokens\n"
-    )
+    heading, tera = options.machine_lines(machine), machine["flops_per_s"] / 1e12
+    words = dict(machine=machine, tera=tera, giga=machine["bytes_per_s"] / 1e9)
+    words["limits"] = measure.mark("measured limits", machine["busy"])
+    print(heading + TABLES["limits"]["text"].format(**words))
     recorders = {name: Recorder() for name in args.policies if args.html}
     policies, timelines = {}, {}
     report = {"machine": machine, "end_to_end": policies}
@@ -111,7 +108,7 @@ def decode_maximal(model, machine, args):
     batches = {"prefill-only": (chunk, []), "decode-only": ([], decodes)}
     batches["decode-maximal"] = chunk, decodes[1:]
     runner.greedy([Span([0], 0, [1] * context)])  # no timed run asks the system for memory
-    variants = {}
+    variants = {"prompt": measure.bare_products(model, context, 0)}
     for name, (prefills, riding) in batches.items():
         spans, tokens = prefills + riding, length * len(prefills) + len(riding)
         products = measure.bare_products(model, tokens, len(spans))
@@ -122,30 +119,22 @@ def decode_maximal(model, machine, args):
     timings, drift = measure.steadily(time_all, model.device, tries=2, spread_of=spread)
     rows, speedup, chunk_ms = {}, {}, timings["prefill-only", "total"].ms
     for name, (prefills, riding) in batches.items():
-        total, products, attention = (timings[name, part] for part in PARTS)
+        row = rows[name] = {f"{part}_ms": timings[name, part].ms for part in PARTS}
         cost = measure.attention_cost(model.config, prefills + riding, model.dtype)
         flops, kv_bytes = (model.stages * its for its in cost)
         limit_s = max(flops / machine["flops_per_s"], kv_bytes / machine["bytes_per_s"])
-        riding_ms = total.ms - chunk_ms * len(prefills)
-        rows[name] = {
-            "prefill_tokens": length * len(prefills),
-            "decodes": len(riding),
-            "products_ms": products.ms,
-            "attention_ms": attention.ms,
-            "attention_limit_ms": 1e3 * limit_s,
-            "other_ms": max(0.0, total.ms - products.ms - attention.ms),
-            "total_ms": total.ms,
-            "spread": total.spread,
-            "prefill_token_ms": chunk_ms / length if prefills else None,
-            "decode_token_ms": riding_ms / len(riding) if riding else None,
-            "busy": drift > measure.BUSY,
-        }
+        other_ms = row["total_ms"] - row["products_ms"] - row["attention_ms"]
+        riding_ms = row["total_ms"] - chunk_ms * len(prefills)
+        row |= {"attention_limit_ms": 1e3 * limit_s, "other_ms": max(0.0, other_ms)}
+        row |= {"prefill_tokens": length * len(prefills), "decodes": len(riding)}
+        row["prefill_token_ms"] = chunk_ms / length if prefills else None
+        row["decode_token_ms"] = riding_ms / len(riding) if riding else None
+        row |= {"spread": timings[name, "total"].spread, "busy": drift > measure.BUSY}
     for part in ("total", "products"):
         prefill, decode, hybrid = (timings[name, part] for name in batches)
         extra, noise = hybrid.ms - prefill.ms, prefill.ms * prefill.spread / 2
         speedup[part] = decode.ms / B / (extra / (B - 1)) if extra > noise else None
-    prompt = {"prompt": measure.bare_products(model, context, 0)}
-    row_ms = measure.interleaved(prompt, model.device, 3)["prompt"].ms / context
+    row_ms = timings["prompt"].ms / context
     apart_ms = (B - 1) * timings["decode-only", "products"].ms / B
     return rows, speedup, (length * row_ms + apart_ms) / (args.chunk * row_ms)
 
@@ -170,8 +159,8 @@ def is_busy(rows):
 def make_load(args):
     """The Arrivals, all at time 0: prompt + output = seq_len tokens at the ratio pd_ratio. The
     first B want 1/B, 2/B, … of the output, or requests begin and end in `lockstep` for ever."""
-    B, output = args.batch, max(1, round(args.seq_len / (1 + args.pd_ratio)))
-    output = min(output, args.seq_len - 1)
+    B, output = args.batch, round(args.seq_len / (1 + args.pd_ratio))
+    output = min(max(1, output), args.seq_len - 1)
     shares = [B if args.lockstep else min(i + 1, B) for i in range(args.requests)]
     outputs = [max(1, output * share // B) for share in shares]
     return [Arrival(0.0, args.seq_len - output, wanted) for wanted in outputs]
@@ -242,18 +231,16 @@ def print_end_to_end(rows, args):
 def conclude(report, args):
     """What to take home; of what was measured on a busy machine, that it was."""
     table, policies = report["decode_maximal"], report["end_to_end"]
-    stalls = (f"{name} {row['longest_stall_s']:.3g} s" for name, row in policies.items())
     alone, riding = (table[name]["decode_token_ms"] for name in ("decode-only", "decode-maximal"))
     riding = f"{riding:.2f} ms" if report["decode_speedup"]["total"] else "less than the noise"
-    found = f"bare products promise {report['promised_gain']:.2f}x request-level's"
-    if gain := policies.get("sarathi", {}).get("gain"):
-        found += f", sarathi runs at {gain:.2f}x"
-    decode = f"{alone:.2f} ms in a batch of its own, {riding} riding with a chunk"
-    paragraphs = (
-        ("Longest stalls, which chunks are for", ", ".join(stalls), is_busy(policies)),
-        ("Cost of a decode", decode, is_busy(table)),
-        (f"Throughput at chunk {args.chunk}", found, is_busy(table) or is_busy(policies)),
-    )
-    texts = (f"   {what}: {measure.TOO_BUSY if busy else it}." for what, it, busy in paragraphs)
-    text = "\n".join(textwrap.fill(t, 100, subsequent_indent="   ") for t in texts)
-    return f"3.{text[2:]}"
+    words = dict(args=args, report=report, alone=alone, riding=riding)
+    its = (f"{name} {row['longest_stall_s']:.3g} s" for name, row in policies.items())
+    gain = policies.get("sarathi", {}).get("gain")
+    words |= dict(stalls=", ".join(its), gain=f", sarathi runs at {gain:.2f}x" if gain else "")
+    busy = {"stalls": is_busy(policies), "decode": is_busy(table)}
+    busy["throughput"] = any(busy.values())
+    texts = []
+    for about, (what, said) in TABLES["conclusion"].items():
+        text = f"   {what}: {measure.TOO_BUSY if busy[about] else said}.".format(**words)
+        texts.append(textwrap.fill(text, 100, subsequent_indent="   "))
+    return "3." + "\n".join(texts)[2:]

@@ -24,6 +24,7 @@ def quiet(monkeypatch):
 def options(**changes):
     """What the functions read of the command line."""
     defaults = dict(batch=3, chunk=12, seq_len=20, attention="auto", compile=False, seed=4)
+    defaults["lockstep"] = False
     return SimpleNamespace(**defaults | changes)
 
 
