@@ -44,6 +44,7 @@ def check(parser, args):
         parser.error(f"--chunk {args.chunk}: must be {limits}")
     if "dynamic" in args.policies:
         parser.error("--policies dynamic: follows an SLO, see bench.py serve and capacity")
+    plan(args.policies, [1], EngineConfig(page_size=1, pages=1))  # may refuse a chunk size
     args.pd_ratio = args.pd_ratio or args.chunk / (args.batch - 1)
     args.requests = args.requests or 3 * args.batch + 1
 

@@ -34,7 +34,6 @@ BEGIN, END = "<!-- made by bench.py paper -->", "<!-- until here -->"
 VENDORS = r"\((r|tm)\)|\b(amd|intel|nvidia|cpu|processor|\d+-core)\b|@.*"
 TITLE = "# What SARATHI (S), Sarathi-Serve (SS) and a post (B) claim, and what shows here"
 SUMMARY = ("claim", "command", "paper", "here", "verdict")
-SAID = ("paper", "must show", "here", "verdict", "why")
 
 
 def some_claims(text):
@@ -81,18 +80,10 @@ class Setup:
         return self.reports[words]
 
     def server(self, args, config, make):
-        """make(args, config, model), for commands alike the same; it knows what it has served."""
+        """make(args, config, model), for commands alike the same."""
         key = args.simulate, args.max_len, args.chunk
         if key not in self.machines:
-            its = self.machines[key] = make(args, config, self.model)
-            known, serve = {}, its.serve
-
-            def remember(config, arrivals, **more):
-                key = repr(config), tuple(arrivals)
-                run = known.get(key) or serve(config, arrivals, **more)
-                return run if run.drift > measure.BUSY else known.setdefault(key, run)
-
-            its.serve = remember
+            self.machines[key] = make(args, config, self.model)
         return self.machines[key]
 
 
@@ -102,54 +93,45 @@ def folder_of(device, threads):
     return f"{name}-{threads}-thread{'s' * (threads > 1)}" if threads else name
 
 
-def record_of(key, setup):
-    """What is kept of a claim: what is said of it, what was found, or why that cannot be here."""
-    start, picture, its = time.time(), Path(setup.picture), CLAIMS[key]
+def record_of(key, setup, how):
+    """What is kept of a claim that was measured with the options `how`: a line of the table of all,
+    the text about it in Markdown, and the numbers."""
+    start, its, name = time.time(), CLAIMS[key], NAMES[key]
     try:
         found = claims.measure(its, setup)
-        if "{picture}" not in its.get("run", ""):
-            plot_panels(found.tables, NAMES[key], picture, setup.machine)
+        if "{picture}" not in its["run"]:
+            plot_panels(found.tables, name, setup.picture, setup.machine)
         verdict = BUSY if found.busy else "does not hold" if found.wrong else "holds"
     except (ValueError, RuntimeError, MemoryError) as error:
         if not isinstance(line := explain(error), str):
             raise
         found, verdict = claims.Finding([], "", [line.removeprefix("error: ")], False), FAILED
-    why = found.wrong
-    if why and verdict != FAILED and "because" in its:
-        why = [*why, its["because"].format_map(setup.machine)]
-    must = [relation for table in its["shows"] for relation in table.get("must", ())]
-    said = {"claim": NAMES[key], "command": f"`paper --only {key}{' --quick' * setup.args.quick}`"}
-    said |= {"paper": its["paper"], "must show": "; ".join(must), "here": found.here}
-    said |= {"verdict": verdict, "why": "; ".join(why)}
-    said |= {"when": time.strftime("%Y-%m-%d %H:%M"), "seconds": round(time.time() - start)}
-    said["picture"] = picture.name if verdict != FAILED else ""
-    said["text"] = "\n\n".join(table.markdown() for table in found.tables)
-    return said | {"tables": [table._asdict() for table in found.tables]}
-
-
-def section(record):
-    """All that is kept of a claim, in Markdown."""
-    said = "\n".join(f"- {head}: {record[head]}" for head in SAID if record[head])
-    drawn = record["picture"] and f"![{record['claim']}]({record['picture']})"
-    how = ", ".join(f"{name} {value}" for name, value in record["options"].items())
-    took = f"Took {record['seconds']} s, {record['when']}; {how}."
-    parts = f"## {record['claim']}", said, record["text"], drawn, took
-    return "\n\n".join(filter(None, parts))
+    must = "; ".join(relation for table in its["shows"] for relation in table.get("must", ()))
+    because = its.get("because", "").format_map(setup.machine) if verdict != FAILED else ""
+    why = "; ".join(filter(None, [*found.wrong, because])) if found.wrong else ""
+    said = {"paper": its["paper"], "must show": must, "here": found.here, "verdict": verdict}
+    said = [f"- {what}: {text}" for what, text in (said | {"why": why}).items() if text]
+    parts = [f"## {name}", "\n".join(said)]
+    parts += [table.markdown() for table in found.tables]
+    parts += [f"![{name}]({Path(setup.picture).name})"] if verdict != FAILED else []
+    used = ", ".join(f"{option} {value}" for option, value in how.items())
+    parts += [f"Took {time.time() - start:.0f} s, {time.strftime('%Y-%m-%d %H:%M')}; {used}."]
+    command = f"`paper --only {key}{' --quick' * how['quick']}`"
+    line = dict(zip(SUMMARY, (name, command, its["paper"], found.here or None, verdict)))
+    tables = [table._asdict() for table in found.tables]
+    return line | {"why": why, "options": how, "text": "\n\n".join(parts), "tables": tables}
 
 
 def summary(kept):
     """A line for each claim that is kept, in a table in Markdown."""
-    rows = [[record[head] or None for head in SUMMARY] for record in kept["claims"].values()]
+    rows = [[record[head] for head in SUMMARY] for record in kept["claims"].values()]
     return markdown(dict.fromkeys(SUMMARY, ""), rows)
 
 
 def read(directory):
     """What is kept in a directory, if anything: of each claim a record, and the machine."""
     file = directory / "paper.json"
-    try:
-        return json.loads(file.read_text("utf-8")) if file.exists() else {"claims": {}}
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
+    return json.loads(file.read_text("utf-8")) if file.exists() else {"claims": {}}
 
 
 def save(kept, directory):
@@ -157,7 +139,7 @@ def save(kept, directory):
     kept["claims"] = {key: kept["claims"][key] for key in CLAIMS if key in kept["claims"]}
     options.write_text(directory / "paper.json", json.dumps(kept, indent=1))
     parts = [TITLE, options.machine_lines(kept["machine"])[:-1], summary(kept)]
-    parts += map(section, kept["claims"].values())
+    parts += [record["text"] for record in kept["claims"].values()]
     options.write_text(directory / "paper.md", "\n\n".join(parts) + "\n")
     if directory.resolve().parent == RESULTS:
         before, _, rest = (RESULTS / "README.md").read_text("utf-8").partition(BEGIN)
@@ -187,11 +169,9 @@ def main(args):
     how = {name: machine[name] for name in ("device", "threads", "torch", "model", "dtype")}
     how |= {"quick": args.quick, "attention": args.attention, "seed": args.seed}
     print(options.machine_lines(machine))
-    todo = []
-    for key in args.only:
-        its = kept["claims"].get(key, {"options": None, "verdict": FAILED})
-        good = its["options"] in (how, how | {"quick": False}) and its["verdict"] not in AGAIN
-        todo += [] if good and not args.fresh else [key]
+    good = [None] * args.fresh or [how, how | {"quick": False}]
+    usable = {key: its for key, its in kept["claims"].items() if its["options"] in good}
+    todo = [k for k in args.only if k not in usable or usable[k]["verdict"] in AGAIN]
     directory.mkdir(parents=True, exist_ok=True)
     save(kept, directory)  # if it cannot be written, that is said before anything takes long
     print(f"{len(todo)} of {len(args.only)} claims are left to do\n")
@@ -201,8 +181,8 @@ def main(args):
         for key in todo:
             bar.set_description(f"{key}, about {seconds[key]} s")
             setup.picture = str(directory / f"paper-{key}.png")
-            kept["claims"][key] = record_of(key, setup) | {"options": how}
+            kept["claims"][key] = record_of(key, setup, how)
             save(kept, directory)
-            bar.write(f"{section(kept['claims'][key])}\n")
+            bar.write(f"{kept['claims'][key]['text']}\n")
             bar.update(seconds[key])
     options.wrote(directory / "paper.json", directory / "paper.md")

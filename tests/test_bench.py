@@ -81,11 +81,11 @@ def test_help_explains_every_option_with_its_default(command, capsys):
     assert done.value.code == 0 and text.count("(default:") + text.count("(default\n") == len(found)
     model = {*"model init-from device dtype attention seed compile threads tp pp".split()}
     if command == "offline":
-        own = {*"batch seq-len pd-ratio chunk policies requests".split()}
+        own = {*"batch seq-len pd-ratio lockstep chunk policies requests".split()}
         assert set(found) == model | own | {"json", "plot", "html"}
         text = " ".join(text.split())
         assert all(f"(default: {its})" in text for its in ("256", "off", "none"))
-    elif command != "explore":
+    elif command not in ("simulate", "explore"):
         assert model < set(found) and ("qps" in found) == (command == "serve")
     if command == "budget":
         assert "(default: 16 on a CPU, 64 on a GPU)" in " ".join(text.split())
@@ -134,14 +134,14 @@ REFUSED += [
     ("--policies sarathi,fifo", "'fifo': must be one of request-level, "),
     ("--policies no_such.py:Mine", "there is no file no_such.py"),
     ("--policies dynamic", "--policies dynamic: follows an SLO"),
-    ("--policies sarathi:64", "'sarathi:64'"),
+    ("--policies sarathi:64x", "'sarathi:64x'"),
     ("--policies ,", "--policies ',': give at least one"),
     ("--pd-ratio -1", "--pd-ratio -1: must be a finite number above 0"),
     ("--json /proc/f.json", "--json /proc/f.json: cannot be written: "),
     ("--json .", "--json .: cannot be written: Is a directory"),
     ("--dtype int8", "--dtype invalid choice: 'int8'"),
     ("sevre", "invalid choice: 'sevre'"),
-    ("paper --only S-F9,x", "--only x: no such claim"),
+    ("simulate --plot x.png --only post", "--plot: --only leaves out all that is drawn"),
     ("pipeline", "--pp 1: a pipeline has two stages or more"),
     ("capacity --qps 1", "unrecognized arguments: --qps 1"),
     ("serve --slo hard", "--slo hard: must be a finite number above 0"),
@@ -214,3 +214,8 @@ def test_a_reader_that_goes_away_is_no_error(command):
     process = subprocess.Popen([sys.executable, *command.split()], **pipes)
     process.stdout.close()
     assert process.stderr.read() == "" and process.wait() == 141
+
+
+def test_a_chunk_size_of_a_policy_that_has_none_is_refused_before_a_model_is_loaded():
+    with pytest.raises(ValueError, match="'vllm:64': vllm does not go by a chunk size"):
+        bench.parse_args(["--policies", "sarathi:64,vllm:64"])

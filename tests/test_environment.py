@@ -36,9 +36,10 @@ NUMBERS = {  # options that take one number, or several with commas
     "offline": "chunk batch seq-len pd-ratio requests seed threads",
     "serve": "qps requests long-prompt trace-scale chunk batch max-len kv-tokens max-waiting slo "
     "page-size tp pp replicas cpu-ms seed threads",
-    "capacity": "requests chunk batch max-len kv-tokens max-waiting slo page-size",
+    "capacity": "requests chunk batch max-len kv-tokens max-waiting slo ratio page-size",
     "budget": "slo-tbt decodes max-len tile seed threads",
-    "paper": "cpu-ms processes max-len seed threads",
+    "paper": "max-len seed threads",
+    "simulate": "requests cpu-ms processes",
     "sample": "max-new-tokens temperature top-k top-p seed chunk max-batch",
 }
 

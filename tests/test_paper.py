@@ -13,7 +13,6 @@ import torch
 
 import bench
 from experiments import measure, options, paper, serving
-from experiments import run as run_module
 from experiments.claims import Finding, Table
 from experiments.run import Bounded
 from tests.test_report import printed_tables
@@ -309,13 +308,13 @@ def test_several_ranks_are_refused(claims, tmp_path):
 
 def test_a_claim_that_failed_shows_no_older_picture(claims, tmp_path):
     claims.does["SS-F10"] = Finding([TABLE], "1", [], False)
-    assert run(tmp_path, "--only SS-F10")["SS-F10"]["picture"] == "paper-SS-F10.png"
+    assert "](paper-SS-F10.png)" in run(tmp_path, "--only SS-F10")["SS-F10"]["text"]
     claims.does["SS-F10"] = ValueError("no memory")
-    assert run(tmp_path, "--only SS-F10 --fresh")["SS-F10"]["picture"] == ""
+    run(tmp_path, "--only SS-F10 --fresh")
     assert "](" not in (tmp_path / "paper.md").read_text()
 
 
-def test_a_directory_that_cannot_be_written_or_read_is_one_line(claims, tmp_path):
+def test_a_directory_that_cannot_be_written_is_one_line(claims, tmp_path):
     (tmp_path / "file").write_text("")
     for where in (tmp_path / "file", "/proc/nothing"):
         with pytest.raises(OSError):
@@ -324,9 +323,6 @@ def test_a_directory_that_cannot_be_written_or_read_is_one_line(claims, tmp_path
     with pytest.raises(OSError):
         run(tmp_path / "full", "--only SS-F10")
     assert claims.take() == []
-    (tmp_path / "paper.json").write_text("{")
-    with pytest.raises(ValueError, match=f"^{tmp_path}/paper.json: "):
-        run(tmp_path, "--only SS-F10")
 
 
 def test_the_name_of_a_device():
@@ -357,7 +353,7 @@ def test_tables_are_drawn_side_by_side(tmp_path):
 def test_commands_run_on_the_model_that_is_there_and_what_is_alike_runs_once(monkeypatch, capsys):
     _, args = bench.parse_args(TINY)
     model = options.load_model(args, "max_len")
-    its, made, served = paper.Setup(args, model, {}).bench, [], []
+    its, made = paper.Setup(args, model, {}).bench, []
     monkeypatch.setattr(options, "load_model", lambda *_: pytest.fail("loaded"))
     words = (
         "offline --seq-len 16 --batch 2 --chunk 4 --requests 5 --policies request-level,sarathi:2"
@@ -369,16 +365,7 @@ def test_commands_run_on_the_model_that_is_there_and_what_is_alike_runs_once(mon
     monkeypatch.setattr(
         serving.RealMachine, "__init__", lambda *given: (made.append(1), real(*given))[1]
     )
-    serve = run_module.serve
-    monkeypatch.setattr(
-        run_module, "serve", lambda *given, **more: (served.append(1), serve(*given, **more))[1]
-    )
     load = "--lengths 8+4 --max-len 64 --requests 6 --ratio 2 --policies vllm"
-    first = its(f"capacity --slo 100x {load}")
-    count = len(served)
-    again = its(f"capacity  --slo 100x {load}")  # other words, the same rates
-    assert made == [1] and again is not first
-    points = lambda report: [
-        (p["qps"], p["tokens_per_s"]) for p in report["results"]["vllm"]["points"]
-    ]
-    assert points(again) == points(first) or len(served) > count  # what was busy runs again
+    for multiple in ("50x", "100x"):
+        assert its(f"capacity --slo {multiple} {load}")["results"].keys() == {"vllm"}
+    assert made == [1]
