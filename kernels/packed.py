@@ -1,8 +1,7 @@
 """Weights as oneDNN multiplies 16-bit matrices fastest on a CPU: packed once, at load.
 
 A plain weight is packed into the tiles of the processor's dot products at each call, which for a
-decode-only batch takes a third of the time of the products. torch.compile uses these operators too.
-"""
+decode-only batch takes a third of the time of the products. torch.compile uses them, too."""
 
 import torch
 import torch.nn as nn

@@ -33,12 +33,11 @@ class MicroBatches:
     each request, `stage_runs` what was booked with a record."""
 
     def __init__(self, config, pp, clock, replicas=1):
-        self.pp, self.replicas = pp, replicas
+        self.pp, self.replicas, self.begun = pp, replicas, 0
         self.reset()
         memory = config.pages // pp, config.page_size, config.prefix_caching
         self.schedulers = [config.scheduler(Pages(*memory), clock) for _ in self.free]
         self.line, self.requests = self.schedulers[0].waiting, self.schedulers[0].requests
-        self.begun, self._mend = 0, [scheduler.mend for scheduler in self.schedulers]
         for scheduler in self.schedulers:
             scheduler.waiting, scheduler.requests = self.line, self.requests
             scheduler.mend = self.mend
@@ -48,9 +47,8 @@ class MicroBatches:
         # (replica, stage) -> when it has finished all that entered, and seconds that it worked
         self.free = {(i, stage): 0.0 for i in range(self.replicas) for stage in range(self.pp)}
         self.busy, self.bubbles, self.stage_runs = dict(self.free), defaultdict(float), []
-        # of each replica: micro-batches without requests, and since when there are none
-        self.workless = [set() for _ in range(self.replicas)]
-        self.all_busy_since = [0.0] * self.replicas
+        # of each micro-batch: since when it has had requests; infinity if it has none
+        self.since = [0.0] * len(self.free)
 
     def mend(self):
         """As Scheduler.mend, for all of them: what one has torn, others hold. `begun` says how
@@ -59,27 +57,24 @@ class MicroBatches:
             self.begun += 1
             for scheduler in self.schedulers:
                 scheduler.torn = True
-            for mend in self._mend:
-                mend()
+            for scheduler in self.schedulers:
+                type(scheduler).mend(scheduler)
 
     def next_batch(self, number, now):
         """The next Batch of a micro-batch; None if it has no requests."""
-        scheduler, workless = self.schedulers[number], self.workless[number // self.pp]
         self.mend()
-        if not (self.line or scheduler.running):
-            workless.add(number)
+        if not (self.line or self.schedulers[number].running):
+            self.since[number] = math.inf
             return None
-        batch = scheduler.next_batch()
-        if number in workless:
-            workless.remove(number)
-            self.all_busy_since[number // self.pp] = now
+        batch = self.schedulers[number].next_batch()
+        self.since[number] = min(self.since[number], now)
         return batch
 
     def full_since(self, number):
         """Since when all micro-batches of its replica have had requests; infinity if one has none.
         A stage that has had no batch since then waits for no bubble."""
-        replica = number // self.pp
-        return math.inf if self.workless[replica] else self.all_busy_since[replica]
+        first = number // self.pp * self.pp
+        return max(self.since[first : first + self.pp])
 
     def running_in(self, request_id):
         """The scheduler under which a request runs; any, if it waits."""

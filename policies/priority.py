@@ -15,10 +15,9 @@ HIGH = 1
 def check_promise(priority="normal", ttft_slo=None, tbt_slo=None):
     """These fields of a Request: its class by name, its targets in seconds. Raises ValueError."""
     check_one_of("priority", priority, PRIORITIES)
-    its = {"priority": PRIORITIES.index(priority)}
-    for name, target in (("ttft_slo", ttft_slo), ("tbt_slo", tbt_slo)):
-        its[name] = None if target is None else check_positive(name, target)
-    return its
+    targets = {"ttft_slo": ttft_slo, "tbt_slo": tbt_slo}.items()
+    its = {name: None if s is None else check_positive(name, s) for name, s in targets}
+    return its | {"priority": PRIORITIES.index(priority)}
 
 
 class ClassLine:

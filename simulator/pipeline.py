@@ -62,9 +62,8 @@ def fit(runner, max_len):
 
 
 def serve(model, config, arrivals, tokens):
-    """(Run, the engine's EngineConfig and MicroBatches, {"own", "sums"} of each stage): the time in
-    which it neither computed nor waited, and that of sums over ranks, as shares of its busy time.
-    """
+    """(`summarize` of a Run, the engine's EngineConfig, its StageRuns), with two more of a stage:
+    when it neither computed nor waited, and sums over ranks, as shares of its busy time."""
     engines, ranks = [], model.ranks
 
     def made(engine):
@@ -72,13 +71,14 @@ def serve(model, config, arrivals, tokens):
         engine.record = True
         engines.append((engine, ranks.call("account")))
 
-    seen, shares = run.serve(model, config, arrivals, tokens, made=made), []
+    seen = run.serve(model, config, arrivals, tokens, made=made)
     ((engine, before),) = engines
     pairs = zip(before[:: ranks.tp], ranks.call("account")[:: ranks.tp])
-    for busy_s, two in zip(engine.micro_batches.busy.values(), pairs):
-        seconds, waited_s, sums_s = (b - a for a, b in zip(*two))
-        shares.append({"own": (seconds - waited_s - busy_s) / busy_s, "sums": sums_s / busy_s})
-    return seen, engine.config, engine.micro_batches, shares
+    found = summarize(seen, engine.micro_batches)
+    for its, two in zip(found["stages"], pairs):
+        busy_s, (seconds, waited_s, sums_s) = its["busy_s"], (b - a for a, b in zip(*two))
+        its |= {"own": (seconds - waited_s - busy_s) / busy_s, "sums": sums_s / busy_s}
+    return found, engine.config, engine.micro_batches.stage_runs
 
 
 def summarize(seen, pipeline):
@@ -134,8 +134,8 @@ def chrome_trace(stage_runs):
         for i in own:
             said = {"chunks": [f"{who}: {n} from {start}" for who, start, n, _ in i.chunks]}
             its = dict(name=f"micro-batch {i.micro_batch}", tid=f"stage {i.stage + 1}", args=said)
-            times = dict(ts=1e6 * i.start, dur=1e6 * (i.end - i.start))
-            events.append(dict(ph="X", pid=name) | its | times)
+            its |= dict(ph="X", pid=name, ts=1e6 * i.start, dur=1e6 * (i.end - i.start))
+            events.append(its)
     return json.dumps({"traceEvents": events})
 
 
@@ -166,12 +166,10 @@ def main(args):
     rows, stage_runs = {}, {}
     try:
         for name, config in configs.items():
-            seen, config, real, shares = serve(model, config, arrivals, tokens)
+            real, config, its = serve(model, config, arrivals, tokens)
             simulated = simulate(cost, config, arrivals)
-            rows[name] = summarize(seen, real), summarize(simulated.run, simulated)
-            for its, share in zip(rows[name][0]["stages"], shares):
-                its |= share
-            stage_runs |= {name: real.stage_runs, f"{name}, simulated": simulated.stage_runs}
+            rows[name] = real, summarize(simulated.run, simulated)
+            stage_runs |= {name: its, f"{name}, simulated": simulated.stage_runs}
     finally:
         if rows:
             print_runs(rows)

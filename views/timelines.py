@@ -6,6 +6,7 @@ them: a generation stall is a long red bar. Read first: style.py, engine.py. Nex
 
 from itertools import pairwise
 
+import numpy as np
 from matplotlib.cm import ScalarMappable
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import LogNorm
@@ -17,12 +18,6 @@ from views.style import DECODE, GAPS, HYBRID, PREFILL
 
 SIGNS = {"prefill": PREFILL, "waiting": style.WAITING}  # of lanes
 BATCHES = {"hybrid batch": HYBRID, "decodes only": DECODE}
-TAIL = {0.001: "0.1 %", 0.01: "1 % (P99)", 0.1: "10 %", 0.5: "P50", 1: "100 %"}
-LATENCIES = {
-    "time to first token (TTFT)": lambda c: [c.ttft],
-    "time between tokens (TBT)": lambda c: c.tbt,
-    "scheduling delay": lambda c: [c.scheduling_delay],
-}
 
 
 def plot_timelines(runs, machine, file, anchor_s):
@@ -64,8 +59,7 @@ def draw_runs(figure, axes, lanes, runs, anchor_s, anchor, more, window=None):
     above `anchor_s` seconds, that is `anchor`, and green from a tenth down."""
     bars, colors = [lane_bars(*run) for run in runs.values()], style.policy_colors(runs)
     norm = LogNorm(anchor_s / 10, anchor_s)
-    look = {"location": "top", "extend": "max", "shrink": 0.55, "anchor": (1, 0), "aspect": 32}
-    bar = figure.colorbar(ScalarMappable(norm, GAPS), ax=axes, pad=0.01, **look)
+    bar = figure.colorbar(ScalarMappable(norm, GAPS), ax=axes, **style.GAP_SCALE)
     bar.minorticks_off()
     ticks = [share * anchor_s for share in (0.1, 0.2, 0.5, 1)]
     bar.set_ticks(ticks, labels=map(style.three_digits, ticks))
@@ -108,9 +102,10 @@ def plot_serving(runs, machine, file, slo_s):
     figure = style.new_figure(4.3 + 1.65 * count)
     top, bottom = figure.subfigures(2, 1, height_ratios=[2.9, 1.4 + 1.65 * count])
     panels = top.subplots(1, 3, sharey=True)
-    for axis, (latency, values_of) in zip(panels, LATENCIES.items()):
+    for axis, (field, latency) in zip(panels, style.STYLE["latencies"].items()):
         for name, (completions, _) in runs.items():
-            x = [its for c in completions for its in values_of(c) if its is not None]
+            found = [s for c in completions for s in np.atleast_1d(getattr(c, field))]
+            x = [seconds for seconds in found if seconds is not None]
             if x:
                 marks, look = percentiles(x), {"color": colors[name]}
                 axis.ecdf(x, complementary=True, label=name, **look)
@@ -119,7 +114,7 @@ def plot_serving(runs, machine, file, slo_s):
         axis.set(xlabel=f"{latency} in s", yscale="log", ylim=(5e-4, 1.3))
     panels[1].axvline(slo_s, **style.LIMIT)
     panels[1].set_title(f"dashed: SLO {slo_s:.3g} s")
-    panels[0].set(ylabel="share that is longer", yticks=[*TAIL], yticklabels=[*TAIL.values()])
+    panels[0].set(**style.TAIL)
     panels[0].set_yticks([], minor=True)
     top.legend(*panels[0].get_legend_handles_labels(), ncols=min(5, count), **style.BELOW)
     axes = bottom.subplots(count, 1, squeeze=False, sharex=True)[:, 0]
