@@ -22,17 +22,7 @@ from experiments.options import write_json, wrote
 from experiments.tables import markdown
 from simulator import papers
 
-EXPERIMENTS = {  # name -> (function, claims)
-    "sarathi": (papers.sarathi_iterations, "S-T2, F3, F7, F8, §4.3.1"),
-    "throughput": (papers.sarathi_end_to_end, "S-T4, F9, F11"),
-    "bubbles": (papers.bubble_example, "SS-F8"),
-    "pipeline": (papers.sarathi_pipeline, "S-F12"),
-    "capacity": (papers.serving_capacity, "SS-F10, F11"),
-    "slo": (papers.capacity_against_slo, "SS-F12"),
-    "nodes": (papers.across_nodes, "SS-F13"),
-    "ablation": (papers.ablation, "SS-T4"),
-    "post": (papers.post, "B-7"),
-}
+EXPERIMENTS = papers.PUBLISHED["experiments"]  # name -> its function and claims
 DRAWN = ("bubbles", "pipeline")
 
 
@@ -46,7 +36,7 @@ def experiments(text):
 
 def add_options(parser):
     """The options of `simulate`."""
-    named = ", ".join(f"{name} ({what})" for name, (_, what) in EXPERIMENTS.items())
+    named = ", ".join(f"{name} ({its['claims']})" for name, its in EXPERIMENTS.items())
     parser.add_table("simulate", experiments=named, names=experiments)
     parser.add_table("json")
     parser.set_defaults(only=[*EXPERIMENTS], processes=os.cpu_count() or 1)
@@ -88,13 +78,13 @@ def run_all(count, name, function, jobs):
 
 def main(args):
     """Run the experiments, print their tables and how many numbers came out, draw and write."""
-    print("Simulated, with the constants in devices.toml. Claims as in the papers:")
-    print("S is SARATHI, SS is Sarathi-Serve, B a post on schedulers; F a figure, T a table.\n")
-    tables = []
+    captions, tables = papers.PUBLISHED["captions"], []
+    print(captions["before"])
     try:
         for name in args.only:
+            experiment = getattr(papers, EXPERIMENTS[name]["function"])
             run = partial(run_all, args.processes, name)
-            for table in EXPERIMENTS[name][0](run, args.requests, args.cpu_ms / 1e3):
+            for table in experiment(run, args.requests, args.cpu_ms / 1e3):
                 table.title = table.title.format(**vars(args))
                 print(f"{table.claim}: {table.title}\n")
                 print(markdown(table.columns, table.rows))
@@ -105,10 +95,7 @@ def main(args):
             errors = [error for table in tables for error in table.errors]
             near, nearer = (sum(error <= limit for error in errors) for limit in (0.25, 0.1))
             if errors:
-                print(f"Of {len(errors)} published numbers {nearer} came out within 10%, {near}")
-                print("within 25%, those among them that constants were fitted to (S-T2, S-F7, the")
-                print("batches of 27 and 11, what S-F12 assumes). Why others do not come out is in")
-                print('simulator/README.md, "Where it is off".')
+                print(captions["after"].format(count=len(errors), nearer=nearer, near=near))
             write_json(args, {"tables": [table.json() for table in tables]})
             wrote(args.json)
     if args.plot:

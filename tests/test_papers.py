@@ -83,7 +83,8 @@ def test_capacities_are_those_at_the_slos_beside_them():
 
 def test_a_ratio_that_is_a_bound_is_written_and_counted_as_such(monkeypatch):
     ratio = Bounded(1.5).over(Bounded(0.25, "below"))
-    its = {"title": "", "published": {"a": [4.0], "others": [2.0]}}
+    columns = {"paper": ".2f", "simulated": ".2f", "error": "+.0%"}
+    its = {"title": "", "published": {"a": [4.0], "others": [2.0]}, "columns": columns}
     monkeypatch.setitem(papers.PUBLISHED, "S-F1", its)
     table, more = papers.Table("S-F1", {"a": [ratio]}), papers.Table("S-F1", {"b": [2.1]})
     assert table.rows[0][3] is None and table.json()["rows"][0]["simulated"] == "at least 6"
@@ -119,7 +120,7 @@ def test_figure_12_comes_out_under_one_set_of_assumptions():
     256 beside the decodes, whole waves of tiles, and CPU time per layer; not without these."""
     its = papers.PUBLISHED["S-F12 variants"]
     for name, holds in (("the last three", True), ("1,000 of them", False)):
-        jobs = papers.pipeline_jobs(**its["usual"] | its["variants"][name])
+        jobs = papers.pipeline_jobs(**its["usual"] | its["cases"][name])
         orca, _, sarathi = (offline(*job) for job in jobs)
         gains = orca.makespan / sarathi.makespan / 1.91, orca.bubble / sarathi.bubble / 6.29
         assert all(1 / 1.6 <= gain <= 1.6 for gain in gains) == holds
