@@ -131,17 +131,16 @@ def measure(its, setup):
     rows = (row for _, its in done for key in ROWS for row in its.get(key, {}).values())
     busy = any(row["busy"] for row in rows) or any(its.get("slo_busy") for _, its in done)
     tables, said, wrong = [], [], []
+    fill = lambda texts: [text.format_map(done[0][0]) for text in texts]
     for shown in its["shows"]:
-        texts = (
-            [text.format_map(done[0][0]) for text in shown.get(k, ())] for k in ("say", "must")
-        )
-        say, must = texts
         for table in tables_of(shown, done):
             tables.append(table)
-            for term in table.lines if say == ["*"] else say:
+            for term in fill(shown.get("say", table.lines)):
                 numbers = (value(term, table.lines, x) for x in table.xs)
                 text = ", ".join(show(y, table.spec) for y in numbers if y is not None)
                 said.append(f"{table.title} {term} {text}".lstrip())
-            found = [no for relation in must if (no := not_so(relation, table))]
+            found = [
+                no for relation in fill(shown.get("must", ())) if (no := not_so(relation, table))
+            ]
             wrong += [f"{table.title}: {no}" if table.title else no for no in found]
     return Finding(tables, "; ".join(said), wrong, busy)

@@ -60,8 +60,7 @@ class Setup:
 
     def __init__(self, args, model, machine):
         self.args, self.model, self.machine, self.picture = args, model, machine, ""
-        self.size = "quick" if args.quick else "cpu"
-        self.size = "gpu" if model.device.type == "cuda" else self.size
+        self.size = "gpu" if model.device.type == "cuda" else "quick" if args.quick else "cpu"
         self.machines, self.reports = {}, {}
         its = {name: getattr(args, name) for name in ("device", "dtype", "attention", "seed")}
         its |= {"init-from": args.init_from} if args.init_from else {"model": args.model}
@@ -82,8 +81,7 @@ class Setup:
     def server(self, args, config, make):
         """make(args, config, model), for commands alike the same."""
         key = args.simulate, args.max_len, args.chunk
-        if key not in self.machines:
-            self.machines[key] = make(args, config, self.model)
+        self.machines[key] = self.machines.get(key) or make(args, config, self.model)
         return self.machines[key]
 
 
@@ -111,8 +109,7 @@ def record_of(key, setup, how):
     why = "; ".join(filter(None, [*found.wrong, because])) if found.wrong else ""
     said = {"paper": its["paper"], "must show": must, "here": found.here, "verdict": verdict}
     said = [f"- {what}: {text}" for what, text in (said | {"why": why}).items() if text]
-    parts = [f"## {name}", "\n".join(said)]
-    parts += [table.markdown() for table in found.tables]
+    parts = [f"## {name}", "\n".join(said), *(table.markdown() for table in found.tables)]
     parts += [f"![{name}]({Path(setup.picture).name})"] if verdict != FAILED else []
     used = ", ".join(f"{option} {value}" for option, value in how.items())
     parts += [f"Took {time.time() - start:.0f} s, {time.strftime('%Y-%m-%d %H:%M')}; {used}."]

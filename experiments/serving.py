@@ -128,8 +128,7 @@ class RealMachine:
     micro_batches, lines = 1, ""  # that it works on at once; more that the heading says
 
     def __init__(self, args, config, model=None):
-        model = model or options.load_model(args, "max_len", "llama3-8b", 75e9)
-        self.model = model
+        self.model = model = model or options.load_model(args, "max_len", "llama3-8b", 75e9)
         base, spread = partial(run.measure_base, model, config), lambda found: found[1]
         (self.base, _), drift = measure.steadily(base, model.device, spread_of=spread)
         self.machine, self.args = measure.describe_machine(model, args, config.chunk), args
@@ -263,9 +262,8 @@ def print_heading(machine, args, report, arrivals):
     words |= dict(longest=args.kv_tokens // args.max_len, pages=", ".join(map(str, args.page_size)))
     words["shared"] = "; shared: by prompts that begin alike" * any(args.prefix_caching)
     words["iteration"] = measure.mark("a decode iteration", report["slo_busy"])
-    words["multiple"] = "as asked for"
-    if args.slo in MULTIPLES:
-        words["multiple"] = f"{args.slo}, {MULTIPLES[args.slo]} of these"
+    times = MULTIPLES.get(args.slo)
+    words["multiple"] = f"{args.slo}, {times} of these" if times else "as asked for"
     print(tables.TABLES["heading"]["text"].format(**words, about=about))
 
 

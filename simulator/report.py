@@ -50,12 +50,7 @@ def check(parser, args):
 
 def end_with_parent():
     """Let this process end when the one that started it has ended."""
-
-    def watch():
-        parent_process().join()
-        os._exit(1)
-
-    Thread(target=watch, daemon=True).start()
+    Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()
 
 
 def run_all(count, name, function, jobs):
@@ -86,8 +81,7 @@ def main(args):
             run = partial(run_all, args.processes, name)
             for table in experiment(run, args.requests, args.cpu_ms / 1e3):
                 table.title = table.title.format(**vars(args))
-                print(f"{table.claim}: {table.title}\n")
-                print(markdown(table.columns, table.rows))
+                print(f"{table.claim}: {table.title}\n\n{markdown(table.columns, table.rows)}")
                 print(f"\n{table.note}\n" if table.note else "")
                 tables.append(table)
     finally:

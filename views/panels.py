@@ -17,10 +17,9 @@ def plot_panels(tables, title, file, machine=None):
     colors = style.policy_colors(names) if of_policies else dict(zip(names, cycle(COLORS)))
     markers, rows = dict(zip(names, cycle(MARKERS))), -(-len(tables) // ACROSS)
     beside = min(len(names), max(1, LETTERS // (6 + max(map(len, names)))))  # in the legend
-    figure = style.new_figure(0.7 + 2.9 * rows + 0.2 * -(-len(names) // beside))
-    across, lines = min(ACROSS, len(tables)), {}
+    figure, lines = style.new_figure(0.7 + 2.9 * rows + 0.2 * -(-len(names) // beside)), {}
     for number, table in enumerate(tables, 1):
-        axis = figure.add_subplot(rows, across, number)
+        axis = figure.add_subplot(rows, min(ACROSS, len(tables)), number)
         for name, line in table.lines.items():
             look = {"color": colors[name], "marker": markers[name], "ms": 4, "lw": 1.5}
             (lines[name],) = axis.plot([*line], [*line.values()], **look)
