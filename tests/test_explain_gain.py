@@ -46,7 +46,9 @@ def simulate(policy, args, cost=None):
 def load(rounds, **changes):
     """The options of a load of so many whole rounds of requests, and one more."""
     sizes = SIZES | changes
-    return SimpleNamespace(**sizes, requests=rounds * sizes["batch"] + 1, attention="auto")
+    return SimpleNamespace(
+        **sizes, requests=rounds * sizes["batch"] + 1, attention="auto", lockstep=False
+    )
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "dynamic"])

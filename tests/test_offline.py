@@ -162,6 +162,11 @@ def test_the_engine_that_has_used_the_least_time_is_next_and_its_clock_goes_on(m
         assert all(a.start < a.end < b.start for a, b in pairwise(load.iterations))
 
 
+def test_requests_in_lockstep_are_all_alike():
+    args = options(seq_len=1000, pd_ratio=256 / 5, requests=9, batch=6, lockstep=True)
+    assert {its[:3] for its in offline.make_load(args)} == {(0.0, 981, 19)}
+
+
 def test_the_load_is_balanced_and_the_same_for_all():
     args = options(seq_len=1000, pd_ratio=256 / 5, requests=9, batch=6)
     arrivals = offline.make_load(args)

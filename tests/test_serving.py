@@ -101,12 +101,12 @@ def test_serve_prints_and_writes_everything(tmp_path, capsys, plots):
 
 def test_capacity_prints_and_writes_everything(tmp_path, capsys, plots, monkeypatch):
     monkeypatch.setattr(metrics, "missed", lambda *_: "")
-    search_two = lambda at, start: (at(8.0), at(400.0))
+    search_two = lambda at, start, ratio: ratio == 1.5 and (at(8.0), at(400.0))
     monkeypatch.setattr(measure, "describe_machine", lambda *_: dict(MACHINE))
     monkeypatch.setattr(run, "capacity", search_two)
     files = [f"--json={tmp_path / 'c.json'}", f"--plot={tmp_path / 'c.png'}"]
     names = ["vllm", "sarathi-serve"]
-    load = f"--requests 4 --slo 50 --policies {','.join(names)}"
+    load = f"--requests 4 --slo 50 --ratio 1.5 --policies {','.join(names)}"
     bench.main(["capacity", *TINY, *load.split(), *files])
     text, report = capsys.readouterr().out, json.loads((tmp_path / "c.json").read_text())
     assert list(report["results"]) == names and report["slo_s"] == 50
@@ -237,7 +237,7 @@ def test_an_interrupted_search_keeps_its_points(tmp_path, capsys, monkeypatch, p
     monkeypatch.setattr(metrics, "missed", lambda *_: "")
     file, points = tmp_path / "i.json", []
 
-    def search(at, start):
+    def search(at, start, ratio):
         points.append([at(5.0), at(7.0)])
         assert len(json.loads(file.read_text())["results"]) == len(points)
         if len(points) == 2:
