@@ -136,9 +136,8 @@ def measure(its, setup):
         for table in tables_of(shown, done):
             tables.append(table)
             for term in fill(shown.get("say", table.lines)):
-                numbers = (value(term, table.lines, x) for x in table.xs)
-                text = ", ".join(show(y, table.spec) for y in numbers if y is not None)
-                said.append(f"{table.title} {term} {text}".lstrip())
+                numbers = (show(value(term, table.lines, x), table.spec) for x in table.xs)
+                said.append(f"{table.title} {term} {', '.join(numbers)}".lstrip())
             found = [
                 no for relation in fill(shown.get("must", ())) if (no := not_so(relation, table))
             ]
