@@ -70,7 +70,7 @@ def lookup(report, path):
 
 def over(a, b):
     """a / b, None if one is not known."""
-    return a.over(b) if isinstance(a, Bounded) else a / b if b and a is not None else None
+    return a.over(b) if type(a) is type(b) is Bounded else a / b if b and a is not None else None
 
 
 def value(term, lines, x):
@@ -126,10 +126,9 @@ def tables_of(its, done):
 def measure(its, setup):
     """The Finding of a claim in published.toml, by a paper.Setup."""
     files = dict(a_to_d=shlex.quote(str(TRACE)), picture=shlex.quote(setup.picture))
-    sizes = points(its[setup.size])
-    done = [(at, setup.bench(its["run"].format_map(at | files))) for at in sizes]
-    rows = (row for _, its in done for key in ROWS for row in its.get(key, {}).values())
-    busy = any(row["busy"] for row in rows) or any(its.get("slo_busy") for _, its in done)
+    done = [(at, setup.bench(its["run"].format_map(at | files))) for at in points(its[setup.size])]
+    rows = (row for _, report in done for key in ROWS for row in report.get(key, {}).values())
+    busy = any(row["busy"] for row in rows) or any(report.get("slo_busy") for _, report in done)
     tables, said, wrong = [], [], []
     fill = lambda texts: [text.format_map(done[0][0]) for text in texts]
     for shown in its["shows"]:

@@ -33,6 +33,7 @@ AGAIN = BUSY, FAILED = "too busy to tell", "not measured"  # verdicts of what is
 BEGIN, END = "<!-- made by bench.py paper -->", "<!-- until here -->"
 VENDORS = r"\((r|tm)\)|\b(amd|intel|nvidia|cpu|processor|\d+-core)\b|@.*"
 TITLE = "# What SARATHI (S), Sarathi-Serve (SS) and a post (B) claim, and what shows here"
+OPTIONS = ("device", "dtype", "attention", "seed")  # that commands share
 SUMMARY = ("claim", "command", "paper", "here", "verdict")
 
 
@@ -49,22 +50,20 @@ def some_claims(text):
 
 def add_options(parser):
     """The options of `paper`."""
-    parser.add_table("paper", ids="such as S-F9,SS-F14", claims=some_claims)
+    parser.add_table("paper", ids="such as S-F9,SS-F12", claims=some_claims)
     parser.set_defaults(only=[*CLAIMS])
     parser.add_model_options("llama-13b on a GPU with 40 GB or more, else llama-160m")
 
 
 class Setup:
-    """What claims are measured with: a model, `args`, what is known of the `machine`; `size` says
-    which sizes in published.toml, and `picture` in which file commands draw."""
+    """What claims are measured with: a model, what is known of the `machine`; `size` says which
+    sizes in published.toml, and `picture` in which file commands draw."""
 
     def __init__(self, args, model, machine):
-        self.args, self.model, self.machine, self.picture = args, model, machine, ""
+        self.model, self.machine, self.machines, self.reports = model, machine, {}, {}
         self.size = "gpu" if model.device.type == "cuda" else "quick" if args.quick else "cpu"
-        self.machines, self.reports = {}, {}
-        its = {name: getattr(args, name) for name in ("device", "dtype", "attention", "seed")}
-        its |= {"init-from": args.init_from} if args.init_from else {"model": args.model}
-        self.options = [f"--{name}={value}" for name, value in its.items()]
+        which = f"--init-from={args.init_from}" if args.init_from else f"--model={args.model}"
+        self.options = [which, *(f"--{n}={vars(args)[n]}" for n in OPTIONS)]
 
     def bench(self, words):
         """The report of a command such as "offline --chunk 64", as --json writes it, on the model
@@ -73,6 +72,9 @@ class Setup:
             from bench import parse_args  # which knows all commands, this one too
 
             module, args = parse_args([*shlex.split(words), *self.options])
+            length = args.seq_len if args.command == "offline" else args.max_len
+            if length > (limit := self.model.config.max_positions):
+                raise ValueError(f"{length} tokens: this model is limited to {limit}")
             on = self.model if args.command == "offline" else self.server
             with redirect_stdout(io.StringIO()):
                 self.reports[words] = module.main(args, on)
@@ -81,8 +83,9 @@ class Setup:
     def server(self, args, config, make):
         """make(args, config, model), for commands alike the same."""
         key = args.simulate, args.max_len, args.chunk
-        self.machines[key] = self.machines.get(key) or make(args, config, self.model)
-        return self.machines[key]
+        return self.machines.setdefault(
+            key, self.machines.get(key) or make(args, config, self.model)
+        )
 
 
 def folder_of(device, threads):
@@ -104,14 +107,15 @@ def record_of(key, setup, how):
         if not isinstance(line := explain(error), str):
             raise
         found, verdict = claims.Finding([], "", [line.removeprefix("error: ")], False), FAILED
-    must = "; ".join(relation for table in its["shows"] for relation in table.get("must", ()))
+    at = next(claims.points(its[setup.size]))
+    must = "; ".join(r.format_map(at) for table in its["shows"] for r in table.get("must", ()))
     because = its.get("because", "").format_map(setup.machine) if verdict != FAILED else ""
     why = "; ".join(filter(None, [*found.wrong, because])) if found.wrong else ""
     said = {"paper": its["paper"], "must show": must, "here": found.here, "verdict": verdict}
     said = [f"- {what}: {text}" for what, text in (said | {"why": why}).items() if text]
     parts = [f"## {name}", "\n".join(said), *(table.markdown() for table in found.tables)]
     parts += [f"![{name}]({Path(setup.picture).name})"] if verdict != FAILED else []
-    used = ", ".join(f"{option} {value}" for option, value in how.items())
+    used = ", ".join(map("{} {}".format, how, how.values()))
     parts += [f"Took {time.time() - start:.0f} s, {time.strftime('%Y-%m-%d %H:%M')}; {used}."]
     command = f"`paper --only {key}{' --quick' * how['quick']}`"
     line = dict(zip(SUMMARY, (name, command, its["paper"], found.here or None, verdict)))
@@ -157,22 +161,22 @@ def main(args):
     kept, seconds = read(directory), {key: CLAIMS[key]["seconds"][not args.quick] for key in CLAIMS}
     if args.list:
         for key in args.only:
-            done = ", done" * (key in kept["claims"])
+            done = ", done" * (kept["claims"].get(key, {}).get("verdict", BUSY) not in AGAIN)
             print(f"{NAMES[key]} ({seconds[key]} s{done})\n    {CLAIMS[key]['paper']}")
         return
     model = options.load_model(args, "max_len")
     machine = measure.describe_machine(model, args, rows=256)
     kept["machine"] = machine = machine | {"model": Path(machine["model"]).name}
+    setup = Setup(args, model, machine)
     how = {name: machine[name] for name in ("device", "threads", "torch", "model", "dtype")}
-    how |= {"quick": args.quick, "attention": args.attention, "seed": args.seed}
-    print(options.machine_lines(machine))
+    how |= {"attention": args.attention, "seed": args.seed, "compile": args.compile}
+    how["quick"] = setup.size == "quick"  # on a GPU nothing is
     good = [None] * args.fresh or [how, how | {"quick": False}]
     usable = {key: its for key, its in kept["claims"].items() if its["options"] in good}
     todo = [k for k in args.only if k not in usable or usable[k]["verdict"] in AGAIN]
     directory.mkdir(parents=True, exist_ok=True)
     save(kept, directory)  # if it cannot be written, that is said before anything takes long
-    print(f"{len(todo)} of {len(args.only)} claims are left to do\n")
-    setup = Setup(args, model, machine)
+    print(f"{options.machine_lines(machine)}\n{len(todo)} of {len(args.only)} claims left to do\n")
     look = dict(bar_format="{desc} |{bar}| {elapsed}, {remaining} left", smoothing=0)
     with tqdm(total=sum(map(seconds.get, todo)), leave=False, disable=None, **look) as bar:
         for key in todo:

@@ -122,7 +122,7 @@ def test_what_is_done_is_not_measured_again(claims, tmp_path, capsys):
     records = run(tmp_path, "--only SS-F10,S-F8")
     assert claims.take() == ["SS-F10", "S-F8"] and list(records) == ["S-F8", "SS-F10"]
     assert run(tmp_path, "--only SS-F10,B-1,S-F8").keys() == {"S-F8", "SS-F10", "B-1"}
-    assert claims.take() == ["B-1"] and "1 of 3 claims are left to do" in capsys.readouterr().out
+    assert claims.take() == ["B-1"] and "1 of 3 claims left to do" in capsys.readouterr().out
     again = run(tmp_path, "--only SS-F11")  # that is SS-F10
     assert claims.take() == [] and again["SS-F10"] == records["SS-F10"]
 
@@ -163,7 +163,7 @@ def test_another_machine_or_torch_is_another_measurement(claims, tmp_path, monke
 def test_a_full_run_is_good_for_a_quick_one_but_not_the_other_way_round(claims, tmp_path):
     run(tmp_path, "--only SS-F10 --quick")
     ((_, setup),) = claims.seen
-    assert setup.args.quick and setup.args.seed == 0 and setup.model.config.n_layer
+    assert setup.size == "quick" and "--seed=0" in setup.options and setup.model.config.n_layer
     run(tmp_path, "--only SS-F10")
     run(tmp_path, "--only SS-F10")
     kept = run(tmp_path, "--only SS-F10 --quick")
@@ -201,7 +201,7 @@ def test_an_interrupted_run_keeps_what_is_done_and_goes_on_there(claims, tmp_pat
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, "--only S-F8,SS-F10,SS-F12")
     assert claims.take() == ["S-F8", "SS-F10"]
-    assert "3 of 3 claims are left to do\n" in capsys.readouterr().out
+    assert "3 of 3 claims left to do\n" in capsys.readouterr().out
     assert "S-F8" in (tmp_path / "paper.md").read_text()
     claims.does.clear()
     assert list(run(tmp_path, "--only S-F8,SS-F10,SS-F12")) == ["S-F8", "SS-F10", "SS-F12"]
