@@ -60,7 +60,7 @@ class Setup:
     sizes in published.toml, and `picture` in which file commands draw."""
 
     def __init__(self, args, model, machine):
-        self.model, self.machine, self.machines, self.reports = model, machine, {}, {}
+        self.model, self.machine, self.servers, self.reports = model, machine, {}, {}
         self.size = "gpu" if model.device.type == "cuda" else "quick" if args.quick else "cpu"
         which = f"--init-from={args.init_from}" if args.init_from else f"--model={args.model}"
         self.options = [which, *(f"--{n}={vars(args)[n]}" for n in OPTIONS)]
@@ -83,9 +83,7 @@ class Setup:
     def server(self, args, config, make):
         """make(args, config, model), for commands alike the same."""
         key = args.simulate, args.max_len, args.chunk
-        return self.machines.setdefault(
-            key, self.machines.get(key) or make(args, config, self.model)
-        )
+        return self.servers.setdefault(key, self.servers.get(key) or make(args, config, self.model))
 
 
 def folder_of(device, threads):
