@@ -69,7 +69,7 @@ def commands(text):
     """The words after each bench.py and sample.py, in blocks, in sentences and in a table."""
     blocks = re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)
     lines = [line for block in blocks for line in re.split(r"&&|(?<!\\)\n", block)]
-    text = re.sub("```.*?```", "", text, flags=re.DOTALL)
+    text = re.sub("```.*?```|<!--.*?-->", "", text, flags=re.DOTALL)
     programs = r"(?:bench\.py|sample\.py|-m server|-m tests\.(?:serve_remote|check_policy))"
     lines += re.findall(rf"`([^`]*{programs} [^`…]+)`", text)
     for table in re.findall(r"(?m)^\| claim +\| +command \|.*\n.*\n((?:\|.*\n)*)", text):
