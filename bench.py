@@ -18,7 +18,7 @@ COMMANDS = {  # name -> (its module, what it does)
     "explore": ("simulator.explore", "a page with sliders: what policies do with a load, and why"),
     "budget": ("experiments.budget", "the largest token budget that meets an SLO"),
     "pipeline": ("simulator.pipeline", "what bubbles cost, in stages that are processes here"),
-    "paper": ("experiments.paper", "the papers' figures and tables, on this machine"),
+    "paper": ("experiments.paper", "the papers' claims about whole loads, on this machine"),
     "simulate": ("simulator.report", "the papers' experiments on many GPUs, from a cost model"),
 }
 FIRST = "each has a --help; without one, bench.py --chunk 256 is bench.py offline --chunk 256"

@@ -1,4 +1,4 @@
-"""Every figure and table of the papers that one device can show, on this one.
+"""The papers' figures and tables about whole loads, on this device.
 
     python bench.py paper                      all of it; --list says what, and how long it takes
     python bench.py paper --only S-F9,'SS-*'   some claims, by their ids
