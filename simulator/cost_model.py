@@ -150,5 +150,3 @@ class FittedCost:
         """As CostModel.stages, of chunks whose requests have not moved on."""
         shape = BatchShape.of(batch)
         return [law.predict(shape) for law in self.laws], self.hop_s
-
-    seconds = CostModel.seconds

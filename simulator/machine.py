@@ -90,24 +90,14 @@ class SimulatedMachine:
         return run._replace(drift=self.drift)
 
 
-def time_batches(model, cases, max_len, attention):
-    """A Profiled for each of `cases`, (prefill tokens, context, decodes), in pages of 64 tokens.
-    No chunk and no context exceeds `max_len`."""
-    size = min(64, max_len)
-    pages = max(-(-c // size) * decodes + -(-max(n, c) // size) for n, c, decodes in cases)
-    runner = options.runner_for(model)(model, pages, size, max_len, attention)
-    return time_iterations(runner, [(n + decodes, c, decodes) for n, c, decodes in cases])
-
-
 def profile_cases(max_len):
-    """Batches as `time_batches` wants them: those that a FittedCost is fitted to, and others."""
+    """Batches as time_iterations takes them, whose chunks and contexts are of at most `max_len`
+    tokens: those that a FittedCost is fitted to, and others."""
     most, contexts = 3 * max_len // 4, (max_len // 32, max_len // 2, max_len)
     fitted = [*product((0, 32, 256), (max_len // 8, most), (0, 4, 16)), (512, max_len, 0)]
     others = product((0, min(48, most), min(300, most)), contexts, (0, 6, 12))
-    return [
-        [(min(n, max_len), max(1, context), decodes) for n, context, decodes in its if n or decodes]
-        for its in (fitted, others)
-    ]
+    case = lambda n, context, decodes: (min(n, max_len) + decodes, max(1, context), decodes)
+    return [[case(*its) for its in cases if its[0] or its[2]] for cases in (fitted, others)]
 
 
 class FittedMachine(SimulatedMachine):
@@ -118,8 +108,10 @@ class FittedMachine(SimulatedMachine):
 
     def __init__(self, real, args):
         fitted, others = profile_cases(args.max_len)
-        time = partial(time_batches, real.model, fitted + others, args.max_len, args.attention)
-        rows, self.drift = measure.steadily(time, real.model.device)
+        cases, size, model = fitted + others, min(64, args.max_len), real.model
+        pages = max(-(-c // size) * decodes + -(-max(n, c) // size) for n, c, decodes in cases)
+        runner = options.runner_for(model)(model, pages, size, args.max_len, args.attention)
+        rows, self.drift = measure.steadily(partial(time_iterations, runner, cases), model.device)
         timed, busy = [(row.shape, row.seconds) for row in rows], self.drift > measure.BUSY
         self.cost, self.base, self.args = FittedCost([timed[: len(fitted)]]), real.base, args
         (law,), rest = self.cost.laws, timed[len(fitted) :]

@@ -48,8 +48,7 @@ def fit(runner, max_len):
     """The FittedCost of the stages of a parallel.engine.ParallelRunner."""
     ranks, timed, hops = runner.ranks, [], []
     cases = tqdm(profile_cases(max_len)[0], "profile", leave=False, disable=None)
-    for prefill, context, decodes in cases:
-        case = prefill + decodes, context, decodes
+    for case in cases:
         spans = hybrid_spans(runner.cache, *case)
         drawn = [SamplingParams()] * len(spans), [0] * len(spans)
         for _ in range(2):  # of which the first does not count

@@ -5,7 +5,6 @@
 
 Read first: cost_model.py, simulation.py and papers.py, which makes these tables."""
 
-import argparse
 import os
 import signal
 from concurrent.futures import ProcessPoolExecutor
@@ -26,24 +25,19 @@ EXPERIMENTS = papers.PUBLISHED["experiments"]  # name -> its function and claims
 DRAWN = ("bubbles", "pipeline")
 
 
-def experiments(text):
-    """Names in EXPERIMENTS with commas, as a list; a type of options."""
-    names = [name.strip() for name in text.split(",")]
-    if unknown := [name for name in names if name not in EXPERIMENTS]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]}: must be from {', '.join(EXPERIMENTS)}")
-    return names
-
-
 def add_options(parser):
     """The options of `simulate`."""
     named = ", ".join(f"{name} ({its['claims']})" for name, its in EXPERIMENTS.items())
-    parser.add_table("simulate", experiments=named, names=experiments)
+    names = lambda text: [name.strip() for name in text.split(",")]
+    parser.add_table("simulate", experiments=named, names=names)
     parser.add_table("json")
     parser.set_defaults(only=[*EXPERIMENTS], processes=os.cpu_count() or 1)
 
 
 def check(parser, args):
-    """Exit with a message if a picture is asked for of nothing that is drawn."""
+    """Exit with a message if there is no such experiment, or nothing in them to draw."""
+    if unknown := [name for name in args.only if name not in EXPERIMENTS]:
+        parser.error(f"--only {unknown[0]}: must be from {', '.join(EXPERIMENTS)}")
     if args.plot and not set(DRAWN) & set(args.only):
         parser.error(f"--plot: --only leaves out all that is drawn: {', '.join(DRAWN)}")
 

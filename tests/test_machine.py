@@ -122,16 +122,16 @@ def test_this_machine_is_simulated_with_the_law_of_its_profile(
 ):
     """By both in `serve`, in the same tables and files; predictions are off by 1 to 24 %."""
     fitted, others = machine.profile_cases(64)
-    law = lambda n, context, d: 0.5 + 0.25 * n + 0.125 * d
+    law = lambda budget, context, d: 0.5 + 0.25 * (budget - d) + 0.125 * d
     asked, drawn = [], []
 
-    def time_batches(model, cases, max_len, attention):
+    def time_iterations(runner, cases):
         asked.extend(cases)
         off = [0] * len(fitted) + [i / 100 for i in range(1, 25)]
         its = [law(*case) / (1 + error) for case, error in zip(cases, off, strict=True)]
-        return [Profiled(n + d, c, d, seconds) for (n, c, d), seconds in zip(cases, its)]
+        return [Profiled(*case, seconds) for case, seconds in zip(cases, its)]
 
-    monkeypatch.setattr(machine, "time_batches", time_batches)
+    monkeypatch.setattr(machine, "time_iterations", time_iterations)
     monkeypatch.setattr(measure, "steadily", lambda function, *_, **__: (function(), drift))
     monkeypatch.setattr(measure.Probe, "take", lambda *_: 0.0)  # of real runs: nobody else is here
     monkeypatch.setattr("views.timelines.plot_serving", lambda runs, *_: drawn.append(runs))
@@ -177,8 +177,8 @@ def test_this_machine_is_simulated_with_the_law_of_its_profile(
 def test_cases_fit_a_machine_of_any_length():
     for max_len in (3, 64, 1024, 8192):
         fitted, others = machine.profile_cases(max_len)
-        for n, context, decodes in fitted + others:
-            assert n <= max_len and 1 <= context <= max_len and n + decodes > 0
+        for budget, context, decodes in fitted + others:
+            assert max(0, budget - max_len) <= decodes <= budget > 0 and 1 <= context <= max_len
         assert len(fitted) == 17 and len(others) == 24
 
 
