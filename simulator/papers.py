@@ -24,23 +24,24 @@ from experiments.workload import LENGTHS, Arrival, poisson, sample_lengths, zipf
 from policies.config import EngineConfig
 from policies.slo import SLOS
 from simulator.cost_model import CostModel
-from simulator.devices import A100, DEVICES, GEOMETRIES, LINKS
+from simulator.devices import A100, LINKS
 from simulator.machine import base_of
 from simulator.simulation import bubble_kinds, simulate
 
 PUBLISHED = tomllib.loads(Path(__file__).with_name("published.toml").read_text("utf-8"))
-SYSTEMS = PUBLISHED["systems"]  # of Sarathi-Serve
-MAX_BATCH = 128
-NANOGPT_CPU_S = 4e-3  # of SARATHI's code beside its operations: what S-F7 leaves on average
+SYSTEMS = PUBLISHED["systems"]
 LONGEST = 4096  # tokens of a request of S-F12
-# beside 1,021 prefill tokens three decodes add 5.2 ms to attention, which that code calls for them
-# apart (§4.3.1), where four alone take 5.68 ms: SARATHI, Table 2
-RIDING = (5.2 / 3) / (5.68 / 4)
-A6000 = replace(DEVICES["a6000"], riding=RIDING)
-A6000_13B = CostModel(GEOMETRIES["llama-13b"], A6000, cpu_s=NANOGPT_CPU_S)
-A100_33B = CostModel(GEOMETRIES["llama-33b"], replace(A100, riding=RIDING), cpu_s=NANOGPT_CPU_S)
-PIPELINE, TP_ONLY = CostModel.named("gpt3-175b", tp=8, pp=8), CostModel.named("gpt3-175b", tp=8)
 MOST = {1024: 18, 2048: 10, 3072: 6}  # length -> 13B's largest batch on an A6000, S-§4.3.1
+
+
+def system(name, cpu_s=0.0):
+    """The CostModel of one of SYSTEMS, whose stages take so much CPU if the file does not say."""
+    cost = CostModel.named(**{"cpu_s": cpu_s} | SYSTEMS[name]["machine"])
+    return replace(cost, device=replace(cost.device, riding=SYSTEMS[name].get("riding", 1.0)))
+
+
+A6000_13B, A100_33B = system("LLaMA-13B"), system("LLaMA-33B")
+PIPELINE, TP_ONLY = system("GPT-3"), system("GPT-3, TP 8")
 
 
 class Table:
@@ -130,9 +131,8 @@ def sarathi_iterations(run, requests, cpu_s):
     times = [cost.layer_seconds(its)[kind] for its in batches for kind in ("linear", "attention")]
     yield Table("S-T2", [[1e3 * (cost.config.n_layer * seconds)] for seconds in times])
     yield Table("S-F7", [[1e3 * cost.seconds([(0, 0, n)])] for n in (128, 256, 257)])
-    prefill_token_s = lambda batch: cost.seconds([(0, 0, 1024)] * batch) / 1024
-    ratio = lambda batch: cost.seconds(decodes(batch, 1024)) / prefill_token_s(batch)
-    yield Table("S-F3", [[ratio(batch)] for batch in (1, 2, 18)])
+    ratio = lambda n: cost.seconds(decodes(n, 1024)) / cost.seconds([(0, 0, 1024)] * n)
+    yield Table("S-F3", [[1024 * ratio(batch)] for batch in (1, 2, 18)])
     speedup = lambda b, n: decode_speedup(cost, b, n) if b <= MOST[n] else None
     yield Table("S-F8", [[speedup(b, n) for b in (2, 4, 6, 10, 18)] for n in MOST])
     cases = [*product((A6000_13B, A100_33B), MOST), (PIPELINE, LONGEST), (TP_ONLY, LONGEST)]
@@ -198,12 +198,7 @@ def bubble_example(run, requests, cpu_s):
     yield Table("SS-F8", rows, data=(stage_runs, kinds))
 
 
-def system(name, cpu_s):
-    """The CostModel of one of SYSTEMS, with so much CPU in each iteration of a stage."""
-    return CostModel.named(**SYSTEMS[name]["machine"], cpu_s=cpu_s)
-
-
-def latencies(cost, policy, trace, qps, requests, seed=0, batch=MAX_BATCH):
+def latencies(cost, policy, trace, qps, requests, seed=0, batch=128):
     """summarize_latencies of a run in all the memory there is, of Poisson arrivals with lengths of
     a trace, all at time 0 if `qps` is infinite. `policy` is what run.plan takes."""
     limit, pages = LENGTHS[trace].limit, cost.kv_tokens() // 64
@@ -213,7 +208,7 @@ def latencies(cost, policy, trace, qps, requests, seed=0, batch=MAX_BATCH):
     return summarize_latencies(run.completions, run.seconds)
 
 
-def find_capacities(cost, policies, trace, slos_s, requests, ratio=1.05, batch=MAX_BATCH):
+def find_capacities(cost, policies, batch, trace, slos_s, requests, ratio):
     """The capacity under each of these SLOs in seconds, Bounded. `policies`, with commas, take them
     in turns; runs at one rate are shared."""
     load = poisson(sample_lengths(trace, requests, LENGTHS[trace].limit, 0), 1.0, 0)
@@ -236,9 +231,7 @@ def serving_capacity(run, requests, cpu_s):
         for name, trace in product(PUBLISHED[claim]["models"], LENGTHS):
             cost, its = system(name, cpu_s), SYSTEMS[name]
             load = trace, [*slos_of(cost), *its["slos"]], requests, ratio  # two SLOs for each table
-            found = run(
-                find_capacities, [(cost, who, *load, batch) for who, batch in its["servers"]]
-            )
+            found = run(find_capacities, [(cost, *server, *load) for server in its["servers"]])
             for (table, kind), slo_s, *others, ours in zip(product(tables, SLOS), load[1], *found):
                 row = [slo_s, *others, ours, *map(ours.over, others)]
                 tables[table][f"{name}, {trace}, {kind}"] = row
@@ -250,7 +243,7 @@ def capacity_against_slo(run, requests, cpu_s):
     servers, best = PUBLISHED["SS-F12"]["cases"], []
     for name, slos in PUBLISHED["SS-F12"]["slos"].items():
         cost, load = system(name, cpu_s), ("sharegpt4", slos, requests, 1.1)
-        found = run(find_capacities, [(cost, its[0], *load, its[1]) for its in servers.values()])
+        found = run(find_capacities, [(cost, *its, *load) for its in servers.values()])
         rows = {f"{name}: {server}": rates for server, rates in zip(servers, found)}
         gains = [max(ours).over(other) for *ours, other in zip(*found[-2:], found[-3])]
         rows["best budget over vllm, batch 128"] = [show(gain, ".2fx") for gain in gains]
@@ -261,8 +254,8 @@ def capacity_against_slo(run, requests, cpu_s):
 
 def across_nodes(run, requests, cpu_s):
     """SS-F13: Falcon-180B on two nodes joined by Ethernet, TP 8 against TP 4 x PP 2."""
-    pipeline, rows = system("Falcon-180B", cpu_s), []
-    tensor = CostModel.named("falcon-180b", tp=8, tp_link="ethernet", cpu_s=cpu_s)
+    pipeline, tensor = system("Falcon-180B", cpu_s), system("Falcon-180B, TP 8", cpu_s)
+    rows = []
     for batch, gb_per_s in PUBLISHED["SS-F13"]["cases"].values():
         link = LINKS["ethernet"]._replace(bytes_per_s=1e9 * gb_per_s)
         costs = replace(tensor, tp_link=link), replace(pipeline, pp_link=link)
@@ -270,8 +263,8 @@ def across_nodes(run, requests, cpu_s):
         s = [cost.seconds(decodes(batch, 2048)) - (cost.pp - 1) * cpu_s for cost in costs]
         rows.append([1e3 * s[0], 1e3 * s[1], s[0] / s[1]])
     yield Table("SS-F13", rows)
-    slos, sarathi = slos_of(pipeline), "sarathi-serve:512,sarathi-serve:2048"
-    servers = (tensor, "vllm"), (pipeline, "vllm"), (pipeline, sarathi)
+    slos, (_, vllm, sarathi) = slos_of(pipeline), SYSTEMS["Falcon-180B"]["servers"]
+    servers = (tensor, *vllm), (pipeline, *vllm), (pipeline, *sarathi)
     found = run(find_capacities, [(*its, "sharegpt4", slos, requests, 1.1) for its in servers])
     columns = {f"{kind}, {slo:.2f} s": ".3f" for kind, slo in zip(SLOS, slos)}
     yield Table("SS-F13 capacity", found, columns)
@@ -291,8 +284,7 @@ def ablation(run, requests, cpu_s):
 
 def post(run, requests, cpu_s):
     """B-7: the post's comparison of schedulers, LLaMA2-70B on four H100, 128 users."""
-    cost = CostModel.named("llama2-70b", "h100", tp=4, cpu_s=cpu_s)
-    papers = PUBLISHED["B-7"]["published"]
+    cost, papers = system("LLaMA2-70B, H100", cpu_s), PUBLISHED["B-7"]["published"]
     jobs = [(cost, name, "sharegpt4", qps, requests) for qps in (math.inf, 1.5) for name in papers]
     found = run(latencies, jobs)
     both = zip(found, found[len(papers) :])

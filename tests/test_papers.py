@@ -45,7 +45,7 @@ def test_a_table_of_capacities_has_what_the_cpu_takes_beside_what_is_published(
 ):
     def rates(function, jobs):
         assert function is find_capacities and {system.cpu_s for system, *_ in jobs} == {7.5e-3}
-        return [[Bounded(2.0)] * len(slos) for _, _, _, slos, *_ in jobs]
+        return [[Bounded(2.0)] * len(slos) for _, _, _, _, slos, *_ in jobs]
 
     found = []
     for table in getattr(papers, experiment)(rates, 16, 7.5e-3):
@@ -64,7 +64,7 @@ def test_capacities_are_those_at_the_slos_beside_them():
 
     def rates(function, jobs):
         scale = {"orca": 1.0, "vllm": 2.0}
-        return [[Bounded(scale.get(job[1], 4.0) * slo_s) for slo_s in job[3]] for job in jobs]
+        return [[Bounded(scale.get(job[1], 4.0) * slo_s) for slo_s in job[4]] for job in jobs]
 
     tables = list(papers.serving_capacity(rates, 16, 0.0))
     assert [table.claim for table in tables] == ["SS-F10", "SS-F10", "SS-F11", "SS-F11"]
@@ -187,8 +187,8 @@ def test_a_small_budget_serves_several_times_the_load_and_a_large_one_less():
     """SS-F10: 3.7x over vllm for Yi-34B on two A100 under the strict SLO."""
     yi = system("Yi-34B", 5e-3)
     policies = ("vllm", "sarathi-serve:512", "sarathi-serve:2048")
-    load = "sharegpt4", [SLOS["strict"] * base_of(yi).seconds], 384
-    vllm, small, large = (find_capacities(yi, policy, *load, 1.1)[0] for policy in policies)
+    load = 128, "sharegpt4", [SLOS["strict"] * base_of(yi).seconds], 384, 1.1
+    vllm, small, large = (find_capacities(yi, policy, *load)[0] for policy in policies)
     assert 2.6 <= small / vllm <= 4.4 and 0 < large < vllm
 
 
