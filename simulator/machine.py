@@ -68,8 +68,7 @@ class SimulatedMachine:
     def __init__(self, args):
         more = args.tp_link, args.pp_link, args.cpu_ms / 1e3
         self.cost = CostModel.named(args.model, args.simulate, args.tp, args.pp, *more)
-        self.replicas, self.args = args.replicas, args
-        self.base = base_of(self.cost, args.max_len, args.chunk)
+        self.args, self.base = args, base_of(self.cost, args.max_len, args.chunk)
         device, count = self.cost.device, args.pp * args.replicas
         replicas = f", {args.replicas} replicas" if args.replicas > 1 else ""
         name = f"{args.tp * count} x {device.name}, TP {args.tp} x PP {args.pp}{replicas}"
@@ -83,10 +82,10 @@ class SimulatedMachine:
 
     def serve(self, config, arrivals, **more):
         """A simulated Run."""
-        prompts = None  # only lengths matter
+        args, prompts = self.args, None  # only lengths matter
         if config.prefix_caching:
-            prompts = workload.prompts(arrivals, 256, self.args.seed, self.args.shared_prefix)
-        run = simulate(self.cost, config, arrivals, prompts, replicas=self.replicas, **more).run
+            prompts = workload.prompts(arrivals, 256, args.seed, args.shared_prefix)
+        run = simulate(self.cost, config, arrivals, prompts, replicas=args.replicas, **more).run
         return run._replace(drift=self.drift)
 
 
@@ -104,7 +103,7 @@ class FittedMachine(SimulatedMachine):
     """A serving.RealMachine, simulated with what a profile of it tells; batches that are not in it
     tell how well. `serve` has two `sides`, {what follows the name of a policy: who serves}."""
 
-    micro_batches = replicas = 1
+    micro_batches = 1
 
     def __init__(self, real, args):
         fitted, others = profile_cases(args.max_len)

@@ -97,11 +97,10 @@ def print_runs(rows):
     """The tables: {policy: (real, simulated)} as of `summarize`."""
     shown, stages = {}, {}
     for policy, (real, simulated) in rows.items():
-        name, its = measure.mark(policy, real["busy"]), dict(real)
+        name = measure.mark(policy, real["busy"])
+        shown[name] = real | {f"simulated_{key}": its for key, its in simulated.items()}
         for key in ("makespan_s", "bubbles_s"):
-            its[f"simulated_{key}"] = simulated[key]
-            its[f"{key}_off"] = simulated[key] / real[key] - 1 if real[key] else None
-        shown[name] = its
+            shown[name][f"{key}_off"] = simulated[key] / real[key] - 1 if real[key] else None
         stages |= {f"{name}, {i + 1}": stage for i, stage in enumerate(real["stages"])}
     tables.print_rows("pipeline", shown)
     tables.print_rows("stages", stages)
