@@ -24,7 +24,6 @@ from experiments.workload import LENGTHS, Arrival, poisson, sample_lengths, zipf
 from policies.config import EngineConfig
 from policies.slo import SLOS
 from simulator.cost_model import CostModel
-from simulator.devices import A100, LINKS
 from simulator.machine import base_of
 from simulator.simulation import bubble_kinds, simulate
 
@@ -141,8 +140,7 @@ def sarathi_iterations(run, requests, cpu_s):
 
 def sarathi_end_to_end(run, requests, cpu_s):
     """S-T4, S-F9 and S-F11: throughput of SARATHI and Orca over the baseline on one GPU."""
-    cases = [(A6000_13B, 6, length, 50) for length in MOST]
-    cases += [(A100_33B, 10, 1024, 28), (A100_33B, 5, 2048, 63), (A100_33B, 3, 3072, 127)]
+    cases = [(system(name), *more) for name, *more in PUBLISHED["S-T4"]["cases"].values()]
     found = run(gains, [(["sarathi"], *case) for case in cases])
     yield Table("S-T4", [[decode_speedup(*its[:3]), *ours] for its, ours in zip(cases, found)])
     both, ratios = ["sarathi", "orca-best"], (4, 7, 14, 28, 56, 112)
@@ -158,7 +156,7 @@ def pipeline_jobs(requests, lengths, alone, chunk, tile, units, stage_ms, layer_
     CPU's time `stage_ms` keep a stage from other work; `layer_ms` of each layer, but those of a
     pipeline's last stage, only this batch."""
     load = zipf_lengths(*lengths, 0.4, 10, 10_000, 0)[:requests]
-    device, hop, stage_s = replace(A100, units=units), PIPELINE.pp_link, stage_ms / 1e3
+    device, hop, stage_s = replace(PIPELINE.device, units=units), PIPELINE.pp_link, stage_ms / 1e3
     hop = hop._replace(step_s=hop.step_s + PIPELINE.layers * layer_ms / 1e3)
     pipeline = replace(PIPELINE, device=device, cpu_s=stage_s, pp_link=hop)
     single = replace(TP_ONLY, device=device, cpu_s=stage_s + TP_ONLY.layers * layer_ms / 1e3)
@@ -257,7 +255,7 @@ def across_nodes(run, requests, cpu_s):
     pipeline, tensor = system("Falcon-180B", cpu_s), system("Falcon-180B, TP 8", cpu_s)
     rows = []
     for batch, gb_per_s in PUBLISHED["SS-F13"]["cases"].values():
-        link = LINKS["ethernet"]._replace(bytes_per_s=1e9 * gb_per_s)
+        link = pipeline.pp_link._replace(bytes_per_s=1e9 * gb_per_s)
         costs = replace(tensor, tp_link=link), replace(pipeline, pp_link=link)
         # of both one CPU's part: a stage prepares its own while the one before computes
         s = [cost.seconds(decodes(batch, 2048)) - (cost.pp - 1) * cpu_s for cost in costs]
@@ -275,9 +273,8 @@ def across_nodes(run, requests, cpu_s):
 
 def ablation(run, requests, cpu_s):
     """SS-T4: hybrid batches alone, chunks alone, and both; medians of five seeds."""
-    yi, rows = system("Yi-34B", cpu_s), PUBLISHED["SS-T4"]["published"]
-    loads = [(trace, float(qps), name) for trace, qps, name in (row.split(", ") for row in rows)]
-    jobs = [(yi, name, trace, qps, 128, seed) for trace, qps, name in loads for seed in range(5)]
+    yi, loads = system("Yi-34B", cpu_s), PUBLISHED["SS-T4"]["cases"].values()
+    jobs = [(yi, *load, 128, seed) for load in loads for seed in range(5)]
     seen = [(its["ttft_s"]["p50"], its["tbt_s"]["p99"]) for its in run(latencies, jobs)]
     yield Table("SS-T4", np.median(np.reshape(seen, (len(loads), 5, 2)), axis=1).tolist())
 
