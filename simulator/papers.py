@@ -45,7 +45,7 @@ PIPELINE, TP_ONLY = system("GPT-3"), system("GPT-3, TP 8")
 
 class Table:
     """A table of published.toml, filled: its `claim`, `title`, `note`, `columns` and `rows`, for
-    print_table; `errors`, how far each number is off; `data`, the arguments of what draws it."""
+    markdown; `errors`, how far each number is off; `data`, the arguments of what draws it."""
 
     def __init__(self, name, rows, columns=None, data=()):
         """`rows` maps names to what is simulated, or is a list of that for the names in the file.
@@ -252,8 +252,7 @@ def capacity_against_slo(run, requests, cpu_s):
 
 def across_nodes(run, requests, cpu_s):
     """SS-F13: Falcon-180B on two nodes joined by Ethernet, TP 8 against TP 4 x PP 2."""
-    pipeline, tensor = system("Falcon-180B", cpu_s), system("Falcon-180B, TP 8", cpu_s)
-    rows = []
+    pipeline, tensor, rows = system("Falcon-180B", cpu_s), system("Falcon-180B, TP 8", cpu_s), []
     for batch, gb_per_s in PUBLISHED["SS-F13"]["cases"].values():
         link = pipeline.pp_link._replace(bytes_per_s=1e9 * gb_per_s)
         costs = replace(tensor, tp_link=link), replace(pipeline, pp_link=link)

@@ -55,8 +55,7 @@ def fit(runner, max_len):
             orders = [ranks.order("run", runner.key, spans, *drawn) for _ in range(FOLLOWING)]
             seen = [runner.collect(order) for order in orders]
         hops += [b[0] - a[1] for a, b in zip(seen[0], seen[0][1:])]  # to where nothing is
-        shape = Profiled(*case, 0.0).shape
-        timed.append([(shape, seconds_of(its)) for its in zip(*seen)])
+        timed.append([(Profiled(*case, 0.0).shape, seconds_of(its)) for its in zip(*seen)])
     return FittedCost(zip(*timed), max(0.0, median(hops or [0.0])))
 
 
