@@ -12,8 +12,7 @@ from policies import slo
 
 def add_options(parser):
     """The options of `bench.py budget`."""
-    parser.add_table("budget")
-    parser.add_table("json")
+    parser.add_table("budget", "json")
     parser.add_model_options("llama3-8b on a GPU with 75 GB or more, else llama-160m")
 
 

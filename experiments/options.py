@@ -23,25 +23,21 @@ OPTIONS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 PICTURES = (".png", ".pdf", ".svg")
 
 
-def number(above=-math.inf, least=-math.inf, most=math.inf, kind=float):
-    """The type of an option for argparse: a number above `above`, from `least` to `most`."""
+def number(text, above=-math.inf, least=-math.inf, most=math.inf, kind=float):
+    """The number in the text of an option, which must be above `above`, from `least` to `most`."""
+    with suppress(ValueError):
+        value = kind(text)
+        if above < value < math.inf and least <= value <= most:
+            return value
     limits = {"above": above, "of at least": least, "and at most": most}
     limits = " ".join(f"{words} {x:g}" for words, x in limits.items() if math.isfinite(x))
-
-    def parse(text):
-        with suppress(ValueError):
-            value = kind(text)
-            if above < value < math.inf and least <= value <= most:
-                return value
-        allowed = f"{'a whole' if kind is int else 'a finite'} number {limits}".strip()
-        raise argparse.ArgumentTypeError(f"{text:.60}: must be {allowed}")
-
-    return parse
+    allowed = f"{'a whole' if kind is int else 'a finite'} number {limits}".strip()
+    raise argparse.ArgumentTypeError(f"{text:.60}: must be {allowed}")
 
 
-def whole(least, most=10**15):
+def whole(text, least, most=10**15):
     """A whole number of at least `least` and at most `most`, which torch can count."""
-    return number(least=least, most=most, kind=int)
+    return number(text, least=least, most=most, kind=int)
 
 
 def policy_name(text, chunks=False):
@@ -54,16 +50,12 @@ def policy_name(text, chunks=False):
     return text
 
 
-def policy_names(chunks=False):
+def policy_names(text, chunks=False):
     """Such names with commas, as a list."""
-
-    def parse(text):
-        names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-        if not names:
-            raise argparse.ArgumentTypeError(f"{text!r}: give at least one")
-        return [policy_name(name, chunks) for name in names]
-
-    return parse
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise argparse.ArgumentTypeError(f"{text!r}: give at least one")
+    return [policy_name(name, chunks) for name in names]
 
 
 def output_file(text, suffixes=()):
@@ -83,8 +75,8 @@ def output_file(text, suffixes=()):
 
 
 # what options.toml may name
-GIVEN = {"all_policies": ", ".join(POLICIES), "policy": policy_name, "policies": policy_names()}
-GIVEN |= {"policies with chunks": policy_names(chunks=True), "dtypes": DTYPES}
+GIVEN = {"all_policies": ", ".join(POLICIES), "policy": policy_name}
+GIVEN |= {"policies with chunks": partial(policy_names, chunks=True), "dtypes": DTYPES}
 GIVEN |= {"file": output_file, "picture": partial(output_file, suffixes=PICTURES)}
 
 
@@ -105,37 +97,34 @@ class OptionParser(argparse.ArgumentParser):
             shown = "none" if default is None else "off" if default is False else default
         self.add_argument(option, default=default, help=f"{help} (default: {shown})", **more)
 
-    def add_table(self, table, **given):
-        """Add the options of a table in options.toml. `given` are the words that are filled in, and
+    def add_table(self, *tables, **given):
+        """Add the options of tables in options.toml. `given` are the words that are filled in, and
         by their names what a type or choices may be, beside those of GIVEN."""
         given = GIVEN | given
-        for name, its in OPTIONS[table].items():
+        for name, its in (option for table in tables for option in OPTIONS[table].items()):
             its = {key: x.format_map(given) if isinstance(x, str) else x for key, x in its.items()}
             its |= {key: given[its[key]] for key in ("type", "choices") if key in its}
             if "whole" in its:
-                its["type"] = whole(*its.pop("whole"))
+                its["type"] = partial(whole, **its.pop("whole"))
             if "number" in its:
-                its["type"] = number(**its.pop("number"))
+                its["type"] = partial(number, **its.pop("number"))
             self.add(f"--{name}", **its)
 
-    def add_model_options(self, default_model, geometry="--model", checkpoint="--init-from"):
-        """The options that `load_model` reads, two of them under these names. `default_model` says
-        which geometry there is by default."""
+    def add_model_options(self, default_model, names="names"):
+        """The options that `load_model` reads, two of them under the names of a table.
+        `default_model` says which geometry there is by default."""
         import torch
 
         from attention import BACKENDS
         from pretrained.presets import PRESETS
 
-        names = f"a geometry with random weights: {', '.join(PRESETS)}"
-        self.add(geometry, names, dest="model", shown=default_model, metavar="NAME")
-        either = "a checkpoint instead: a local directory or a name on the Hub"
-        self.add(checkpoint, either, dest="init_from", metavar="MODEL")
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.add_table("model", device=device, backends=BACKENDS)
+        words = dict(presets=", ".join(PRESETS), default_model=default_model)
+        words["device"] = "cuda" if torch.cuda.is_available() else "cpu"
+        self.add_table(names, "model", backends=BACKENDS, **words)
 
     def add_engine_options(self):
         """The options of an engine that writes text, with those of its model."""
-        self.add_model_options("llama-160m", geometry="--preset", checkpoint="--model")
+        self.add_model_options("llama-160m", names="engine_names")
         self.add_table("engine")
 
     def error(self, message):

@@ -30,7 +30,7 @@ GPU |= dict(pp_link=None, cpu_ms=0.0, chunk=512, max_len=MAX_LEN)
 def add_options(parser):
     """The options of `explore`."""
     what = "your own with commas, such as my_policy.py:ShortestFirst, beside the others"
-    parser.add_argument("policies", help=what, nargs="?", default=[], type=options.policy_names())
+    parser.add_argument("policies", help=what, nargs="?", default=[], type=options.policy_names)
     parser.add_table("explore")
 
 

@@ -135,7 +135,7 @@ def parse_args(words):
     what = "Simulate loads under a policy, and name the first rule that it breaks."
     parser = OptionParser(prog="python -m tests.check_policy", description=what)
     which = "such as my_policy.py:Eager, several with commas"
-    parser.add_argument("policies", help=which, type=policy_names())
+    parser.add_argument("policies", help=which, type=policy_names)
     return parser.parse_args(words)
 
 

@@ -7,6 +7,7 @@ in simulator/devices.toml come of it. Read first: simulator/cost_model.py.
 import math
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -69,7 +70,7 @@ def main(argv=None):
     parser = OptionParser(prog="python -m tests.fit_device", description="A device's constants.")
     parser.add_argument("file", help=f"CSV with num_tokens and, in ms, {', '.join(COLUMNS)}")
     parser.add("--model", "whose layer was measured", "llama-7b")
-    parser.add("--tp", "on one of so many GPUs", 1, type=whole(1))
+    parser.add("--tp", "on one of so many GPUs", 1, type=partial(whole, least=1))
     parser.add("--simulate", "compare with this device's constants", "a100-80gb", metavar="DEVICE")
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     config, device = find(GEOMETRIES, "model", args.model), find(DEVICES, "simulate", args.simulate)
