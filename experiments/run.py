@@ -236,14 +236,15 @@ class Base(NamedTuple):
 
 
 def measure_base(model, config):
-    """The Base of this machine, and the spread of its times."""
+    """The Base of this machine, and its drift, see measure.steadily."""
     context, chunk = slo.base_context(config.max_len), min(config.chunk, config.max_len)
     longest = max(context, chunk)
     runner = runner_for(model)(model, slo.BASE_BATCH, longest, longest, config.attention)
-    decode = slo.base_decode_iteration(runner, config.max_len)
-    prefill = slo.time_iterations(runner, [(chunk, chunk, 0)])[0]
-    base = Base(decode.seconds, prefill.seconds / chunk, decode.decodes, context)
-    return base, max(decode.spread, prefill.spread)
+    cases = [(slo.BASE_BATCH, context, slo.BASE_BATCH), (chunk, chunk, 0)]
+    time_both = lambda: slo.time_iterations(runner, cases, repeats=5)
+    worst = lambda rows: max(row.spread for row in rows)
+    (decode, prefill), drift = measure.steadily(time_both, model.device, spread_of=worst)
+    return Base(decode.seconds, prefill.seconds / chunk, decode.decodes, context), drift
 
 
 def slo_seconds(target, base):

@@ -127,8 +127,7 @@ class RealMachine:
 
     def __init__(self, args, config, model=None):
         self.model = model = model or options.load_model(args, "max_len", "llama3-8b", 75e9)
-        base, spread = partial(run.measure_base, model, config), lambda found: found[1]
-        (self.base, _), drift = measure.steadily(base, model.device, spread_of=spread)
+        self.base, drift = run.measure_base(model, config)
         self.machine, self.args = measure.describe_machine(model, args, config.chunk), args
         self.machine["base_busy"] = drift > measure.BUSY
 

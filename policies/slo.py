@@ -15,7 +15,7 @@ from kv_cache import Span
 from policies import find_policy, policy_options
 from policies.iteration_time import BatchShape
 
-BASE_BATCH = 32
+BASE_BATCH = 32  # of the decode iteration that SLOs are multiples of, at base_context
 SLOS = {"strict": 5, "relaxed": 25}  # §5.1: of TBT, as multiples of the time of a decode iteration
 MULTIPLES = SLOS | {f"{n}x": n for n in range(1, 101)}  # others, by their names
 MAX_DELAY_S = 2.0  # §5.1: of the median scheduling delay
@@ -74,11 +74,6 @@ def base_context(max_len):
     return max(1, min(4096, max_len // 2))
 
 
-def base_decode_iteration(runner, max_len):
-    """What SLOs are multiples of, a Profiled: 32 decodes at the base context (§5.1)."""
-    return time_iterations(runner, [(BASE_BATCH, base_context(max_len), BASE_BATCH)], repeats=5)[0]
-
-
 def choose_budget(runner, tbt_slo, decodes, contexts, tile, most, timed=None):
     """The static token budget for an SLO, and a list of what was Profiled, by `timed`: budgets of
     whole tiles, up to `most` tokens, with `decodes` at each context, doubling until the SLO is
@@ -107,12 +102,13 @@ def auto_budget(runner, config):
     """The EngineConfig with chunk="auto" replaced by the largest budget that meets its tbt_slo, or
     the strict SLO; a policy that predicts is given what was timed to find it."""
     options, base, its = dict(config.options), [], runner
+    context = base_context(config.max_len)
     tile = options.get("tile", 128 if runner.model.device.type == "cuda" else 32)
     if (tbt_slo := options.get("tbt_slo")) is None:
         if not runner.cache.data.is_cuda:  # there pages that decodes share may be read once
-            pages = BASE_BATCH * -(-base_context(config.max_len) // config.page_size)
+            pages = BASE_BATCH * -(-context // config.page_size)
             its = type(runner)(runner.model, pages, config.page_size, attention=config.attention)
-        base = [base_decode_iteration(its, config.max_len)]
+        base = time_iterations(its, [(BASE_BATCH, context, BASE_BATCH)], repeats=5)
         tbt_slo = SLOS["strict"] * base[0].seconds
     contexts = [max(1, config.max_len // 2)]
     fit = max(1, config.pages * config.page_size // contexts[0])

@@ -134,8 +134,9 @@ def auto(policy, **settings):
 
 def test_the_base_iteration_reads_pages_of_its_own_however_few_an_engine_has(law, monkeypatch):
     law(linear)
-    seen, timed = [], slo.base_decode_iteration
-    monkeypatch.setattr(slo, "base_decode_iteration", lambda *a: seen.append(a[0]) or timed(*a))
+    seen, timed = [], slo.time_iterations
+    look = lambda runner, *more, **its: seen.append(runner) or timed(runner, *more, **its)
+    monkeypatch.setattr(slo, "time_iterations", look)
     auto("sarathi-serve", max_batch=4, max_len=64, page_size=16, pages=5)
     spans = hybrid_spans(seen[0].cache, 32, 32, 32)  # at a context of max_len / 2
     pages = [page for span in spans for page in span.pages]
