@@ -27,7 +27,7 @@ FIRST = "each has a --help; without one, bench.py --chunk 256 is bench.py offlin
 def parse_args(argv):
     """The module of the command and its options. Exits with a message if these make no sense. The
     command is offline if `argv` names none. Modules of other commands are not imported."""
-    from experiments.options import OptionParser
+    from experiments.options import ByDevice, OptionParser
 
     if not argv or argv[0].startswith("-") and argv[0] not in ("-h", "--help"):
         argv = ["offline", *argv]
@@ -43,9 +43,9 @@ def parse_args(argv):
     module.add_options(command)
     args = parser.parse_args(argv)
     elsewhere = getattr(args, "simulate", None) not in (None, "this")
-    for option, both in command.by_device.items():
-        on_gpu = elsewhere or args.device.startswith("cuda")
-        setattr(args, option, getattr(args, option) or both[on_gpu])
+    for option, its in vars(args).items():
+        if isinstance(its, ByDevice):
+            setattr(args, option, its[elsewhere or args.device.startswith("cuda")])
     if hasattr(module, "check"):
         module.check(command, args)
     return module, args

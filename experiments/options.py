@@ -11,6 +11,7 @@ import re
 import shlex
 import sys
 import tomllib
+from collections import namedtuple
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from policies import POLICIES, find_policy, where_it_failed
 DTYPES = ("float32", "bfloat16", "float16")
 OPTIONS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 PICTURES = (".png", ".pdf", ".svg")
+ByDevice = namedtuple("ByDevice", "cpu gpu")  # the default of an option
 
 
 def number(text, above=-math.inf, least=-math.inf, most=math.inf, kind=float):
@@ -83,16 +85,11 @@ GIVEN |= {"file": output_file, "picture": partial(output_file, suffixes=PICTURES
 class OptionParser(argparse.ArgumentParser):
     """An ArgumentParser whose help ends with the default and whose errors begin with the option."""
 
-    def __init__(self, **more):
-        super().__init__(**more)
-        self.by_device = {}  # option -> its default on a CPU, on a GPU
-
     def add(self, option, help, default=None, shown=None, by_device=None, **more):
         """Add an option; `shown` stands for `default` in the help. `by_device` is the default on a
-        CPU and that on a GPU, which bench.parse_args fills in."""
+        CPU and that on a GPU, of which bench.parse_args takes one."""
         if by_device:
-            self.by_device[option[2:].replace("-", "_")] = by_device
-            shown = "{} on a CPU, {} on a GPU".format(*by_device)
+            default, shown = ByDevice(*by_device), "{} on a CPU, {} on a GPU".format(*by_device)
         if shown is None:
             shown = "none" if default is None else "off" if default is False else default
         self.add_argument(option, default=default, help=f"{help} (default: {shown})", **more)
@@ -110,9 +107,9 @@ class OptionParser(argparse.ArgumentParser):
                 its["type"] = partial(number, **its.pop("number"))
             self.add(f"--{name}", **its)
 
-    def add_model_options(self, default_model, names="names"):
-        """The options that `load_model` reads, two of them under the names of a table.
-        `default_model` says which geometry there is by default."""
+    def add_model_options(self, default_model, names="names", *more):
+        """The options that `load_model` reads, two of them under the names of a table, and those of
+        `more` tables. `default_model` says which geometry there is by default."""
         import torch
 
         from attention import BACKENDS
@@ -120,12 +117,11 @@ class OptionParser(argparse.ArgumentParser):
 
         words = dict(presets=", ".join(PRESETS), default_model=default_model)
         words["device"] = "cuda" if torch.cuda.is_available() else "cpu"
-        self.add_table(names, "model", backends=BACKENDS, **words)
+        self.add_table(names, "model", *more, backends=BACKENDS, **words)
 
     def add_engine_options(self):
         """The options of an engine that writes text, with those of its model."""
-        self.add_model_options("llama-160m", names="engine_names")
-        self.add_table("engine")
+        self.add_model_options("llama-160m", "engine_names", "engine")
 
     def error(self, message):
         """Exit with one line: "--chunk 0: must be ...", not argparse's usage and "argument"."""
