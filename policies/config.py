@@ -2,7 +2,7 @@
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from checks import check_whole
@@ -48,8 +48,7 @@ class EngineConfig:
         """`config`, or from keyword arguments of which some are options of the policy."""
         if config is not None and settings:
             raise ValueError(f"{', '.join(settings)}: beside a config, give these in it")
-        own = {f.name for f in fields(cls)}
-        options = {name: settings.pop(name) for name in list(settings) if name not in own}
+        options = {name: settings.pop(name) for name in settings.keys() - cls.__dataclass_fields__}
         return config or cls(**settings | {"options": settings.get("options", {}) | options})
 
     def scheduler(self, pages, clock, **changes):

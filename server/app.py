@@ -50,13 +50,6 @@ class Answer(StreamingResponse):
         super().__init__(content, headers={"cache-control": "no-cache"}, media_type=kind)
 
     async def __call__(self, scope, receive, send):
-        with suppress(asyncio.CancelledError):  # the server ends before it has
-            try:
-                await super().__call__(scope, receive, send)
-            finally:
-                await self.api.thread.call(self.api.thread.end, self.request.id)
-
-    async def stream_response(self, send):
         held = []
 
         async def send_later(message):  # the status waits for the first part: it may be 500
@@ -64,7 +57,11 @@ class Answer(StreamingResponse):
             while held and "body" in message:
                 await send(held.pop(0))
 
-        await super().stream_response(send_later)
+        with suppress(asyncio.CancelledError):  # the server ends before it has
+            try:
+                await super().__call__(scope, receive, send_later)
+            finally:
+                await self.api.thread.call(self.api.thread.end, self.request.id)
 
     async def pieces(self):
         """(text, tokens, finish_reason) for each token, as choice() of the protocol wants it."""

@@ -4,8 +4,6 @@ from itertools import cycle
 
 from views import style
 
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a7a7a", "#000000")
-MARKERS = "osD^vPX*"
 ACROSS, LETTERS = 2, 110  # panels in a row, letters in one of the legend
 
 
@@ -14,8 +12,8 @@ def plot_panels(tables, title, file, machine=None):
     looks alike in all of them; where it has a None its line is broken."""
     names = [*dict.fromkeys(name for table in tables for name in table.lines)]
     of_policies = not style.POLICY_COLORS.keys().isdisjoint(names)
-    colors = style.policy_colors(names) if of_policies else dict(zip(names, cycle(COLORS)))
-    markers, rows = dict(zip(names, cycle(MARKERS))), -(-len(tables) // ACROSS)
+    colors = style.policy_colors(names) if of_policies else dict(zip(names, cycle(style.COLORS)))
+    markers, rows = dict(zip(names, cycle(style.MARKERS))), -(-len(tables) // ACROSS)
     beside = min(len(names), max(1, LETTERS // (6 + max(map(len, names)))))  # in the legend
     figure, lines = style.new_figure(0.7 + 2.9 * rows + 0.2 * -(-len(names) // beside)), {}
     for number, table in enumerate(tables, 1):

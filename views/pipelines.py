@@ -14,8 +14,6 @@ COLORS = {PREFILL: "prefill only", HYBRID: "hybrid: prefill and decodes", DECODE
 BOX = 0.64  # the height of a box, as a share of its lane's
 MOST_SIGNS = 6  # in a box
 LANE_WIDTH, LANE_HEIGHT, SIGN = 7.8, 0.8, 0.145  # inches; SIGN: the width of one such as A_p
-# of the label of a bubble: the share of the bubble that is behind it, and its side; or they collide
-PLACES = {"PB1": (0, "right"), "PB2": (1, "left"), "PB3": (0.5, "center")}
 
 
 def plot_pipeline(runs, kinds, title, file, machine=None, what="makespan"):
@@ -30,7 +28,7 @@ def plot_pipeline(runs, kinds, title, file, machine=None, what="makespan"):
         for run in own:
             _draw_batch(axis, run, LANE_WIDTH * (run.end - run.start) / end)
         head = f"{what} {_duration(max(run.end for run in own))}; bubbles of all stages"
-        for kind, (share, side) in PLACES.items():
+        for kind, (share, side) in style.PLACES.items():
             waits = [run for run, its in kinds[name] if its == kind]
             head += f", {kind} {_duration(sum(run.bubble for run in waits))}"
             # the longest; the last of those equal to the microsecond

@@ -12,7 +12,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 STYLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 rcParams.update(STYLE["matplotlib"])
 PREFILL, HYBRID, DECODE, OVER, WAITING, OTHER_COLORS, POLICY_COLORS = STYLE["colors"].values()
-BELOW, LIMIT, BOLD, BUBBLE, GAP_SCALE, TAIL = STYLE["looks"].values()
+BELOW, LIMIT, BOLD, BUBBLE, GAP_SCALE, TAIL, COLORS, MARKERS, PLACES = STYLE["looks"].values()
 TIMELINES, SERVING, CAPACITY, PIPELINE = STYLE["titles"].values()
 GAPS = LinearSegmentedColormap.from_list("gaps", [DECODE, "#f2d53c"]).with_extremes(over=OVER)
 PLAIN = "{x:g}"  # ticks: 0.01 and 10 on a log scale, instead of powers
