@@ -12,7 +12,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 STYLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 rcParams.update(STYLE["matplotlib"])
 PREFILL, HYBRID, DECODE, OVER, WAITING, OTHER_COLORS, POLICY_COLORS = STYLE["colors"].values()
-BELOW, LIMIT, BOLD, BUBBLE, GAP_SCALE, TAIL, COLORS, MARKERS, PLACES = STYLE["looks"].values()
+BELOW, LIMIT, BOLD, BUBBLE, GAP_SCALE, TAIL, LINES, MARKERS, PLACES = STYLE["looks"].values()
 TIMELINES, SERVING, CAPACITY, PIPELINE = STYLE["titles"].values()
 GAPS = LinearSegmentedColormap.from_list("gaps", [DECODE, "#f2d53c"]).with_extremes(over=OVER)
 PLAIN = "{x:g}"  # ticks: 0.01 and 10 on a log scale, instead of powers
@@ -31,16 +31,18 @@ def three_digits(value):
     return f"{value:#.3g}".rstrip(".") if 0 < value < 999.5 else f"{value:,.0f}"
 
 
-def log_scale(which, panel):
-    """Give it a grid and, if it shows anything above 0, axis `which` a log scale of plain ticks."""
+def log_scale(letters, panel):
+    """Give it a grid and the axes of these letters, as "xy", a log scale of plain ticks, if they
+    show anything above 0."""
     panel.grid(True)
-    if getattr(panel.dataLim, f"{which}1") > 0:
-        panel.set(**{f"{which}scale": "log"})
-        axis = getattr(panel, f"{which}axis")
-        low, high = axis.get_view_interval()
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
-        axis.set_major_formatter(PLAIN)
-        axis.set_minor_formatter(NullFormatter())
+    for which in letters:
+        if getattr(panel.dataLim, f"{which}1") > 0:
+            panel.set(**{f"{which}scale": "log"})
+            axis = getattr(panel, f"{which}axis")
+            low, high = axis.get_view_interval()
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
+            axis.set_major_formatter(PLAIN)
+            axis.set_minor_formatter(NullFormatter())
 
 
 def new_figure(height):
