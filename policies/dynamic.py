@@ -21,15 +21,16 @@ class Dynamic(SarathiServe):
     def observe(self, batch, seconds):
         self.iteration_time.observe(BatchShape.of(batch), seconds)
 
-    def token_budget(self, decodes, prefills):
-        if self.tbt_slo is None:
-            return self.chunk
-        return self.budget_within(self.tbt_slo, decodes, prefills)
+    def tbt_slo_of(self, decodes):
+        """What the time between their tokens must not exceed, in seconds; None: the budget is C."""
+        return self.tbt_slo
 
-    def budget_within(self, tbt_slo, decodes, prefills):
+    def token_budget(self, decodes, prefills):
         """The decodes and the prefill that fits beside them: that of the slowest of `prefills`, or
         if there are none of the head of the line. Where nobody can be stalled, max_len."""
-        self.past = math.inf
+        tbt_slo, self.past = self.tbt_slo_of(decodes), math.inf
+        if tbt_slo is None:
+            return self.chunk
         if not decodes:
             return self.max_len
         left_s = tbt_slo - (self.clock() - max([r.token_times[-1] for r in decodes]))

@@ -138,12 +138,9 @@ class Priority(Dynamic):
                 return None  # it would be preempted once it and those that prefill now decode
         return super().admit()
 
-    def token_budget(self, decodes, prefills):
+    def tbt_slo_of(self, decodes):
         targets = [slo for slo in (self.tbt_slo, *(r.tbt_slo for r in decodes)) if slo]
-        if not (decodes and targets):
-            self.past = math.inf
-            return self.chunk
-        return self.budget_within(min(targets), decodes, prefills)
+        return min(targets) if decodes and targets else None
 
     def schedule(self):
         decodes, prefills, line = self.decoding(), self.prefilling(), self.waiting
