@@ -31,11 +31,10 @@ def three_digits(value):
     return f"{value:#.3g}".rstrip(".") if 0 < value < 999.5 else f"{value:,.0f}"
 
 
-def log_scale(letters, panel):
-    """Give it a grid and the axes of these letters, as "xy", a log scale of plain ticks, if they
-    show anything above 0."""
+def log_scale(axes, panel):
+    """Give it a grid, and those `axes`, as "xy", that reach above 0 a log scale of plain ticks."""
     panel.grid(True)
-    for which in letters:
+    for which in axes:
         if getattr(panel.dataLim, f"{which}1") > 0:
             panel.set(**{f"{which}scale": "log"})
             axis = getattr(panel, f"{which}axis")
