@@ -32,8 +32,7 @@ def make_attention(config, cache, backend="auto"):
     """The backend for a cache: `sdpa`, `matmul`, `xformers`, `xformers-split-k`, or `auto`.
 
     `auto` is xformers for 16 bits on CUDA, matmul for bfloat16 on a CPU, else sdpa; if xformers
-    cannot run it says so, and takes sdpa. Raises what `XFormers` raises.
-    """
+    cannot run it says so, and takes sdpa. Raises what `XFormers` raises."""
     from kernels.matmul import Matmul  # which import this file
     from kernels.xformers import XFormers
 
@@ -72,8 +71,7 @@ def gather(x, rows, page_size):
     """Copy pages of a layer's keys or values side by side, as rows of a matrix: the fastest way.
 
     x (n_kv_head, slots, head_dim), in either layout of KVCache; `rows` are those of n pages
-    -> (n_kv_head, n * page_size, head_dim).
-    """
+    -> (n_kv_head, n * page_size, head_dim)."""
     heads, _, head_dim = x.shape
     if x.is_contiguous():
         x = x.view(-1, page_size * head_dim)
@@ -91,8 +89,7 @@ def staircase(queries, past, group, dtype, device="cpu", beyond=0):
         staircase[: length * group, past - start : past + length]
 
     of it, which is SARATHI's Figure 6 for that chunk, every row repeated for the group's heads. The
-    window may go on to the right, up to `beyond` more columns: keys that nobody attends to.
-    """
+    window may go on to the right, up to `beyond` more columns: keys that nobody attends to."""
     column = torch.arange(past + queries + beyond, device=device) - past
     row = torch.arange(queries, device=device).repeat_interleave(group)
     bias = torch.zeros(len(row), len(column), dtype=dtype, device=device)
@@ -106,8 +103,7 @@ class SDPA:
     view of the cache; scattered ones are first copied side by side, for one request at a time, so
     that the copy stays in the processor's cache. The query heads that share a KV head are folded
     into the query length, (length, n_kv_head, group, head_dim) -> (n_kv_head, length * group,
-    head_dim), so keys and values are read once per group and not once per head.
-    """
+    head_dim), so keys and values are read once per group and not once per head."""
 
     def __init__(self, config, cache, past=None, key_block=1):
         """Keys are read in whole blocks, behind a mask that is cut from a staircase with `past`."""

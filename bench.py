@@ -13,12 +13,13 @@ from experiments.console import run
 
 COMMANDS = {  # name -> (its module, what it does)
     "offline": ("experiments.offline", "what a decode costs, and all policies end to end"),
+    "batches": ("experiments.batches", "what single batches take, whole and by operation"),
     "serve": ("simulator.machine", "requests arrive while others run: latencies of all policies"),
     "capacity": ("simulator.machine", "the highest rate at which each policy meets an SLO"),
     "explore": ("simulator.explore", "a page with sliders: what policies do with a load, and why"),
     "budget": ("experiments.budget", "the largest token budget that meets an SLO"),
     "pipeline": ("simulator.pipeline", "what bubbles cost, in stages that are processes here"),
-    "paper": ("experiments.paper", "the papers' claims about whole loads, on this machine"),
+    "paper": ("experiments.paper", "the papers' claims about one device, measured on this one"),
     "simulate": ("simulator.report", "the papers' experiments on many GPUs, from a cost model"),
 }
 FIRST = "each has a --help; without one, bench.py --chunk 256 is bench.py offline --chunk 256"

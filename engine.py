@@ -101,8 +101,7 @@ class Iteration(NamedTuple):
     start, end      when it began and when its tokens had arrived; `launch`: when forward was called
     chunks          (request_id, start, length, is_decode) for each
     waiting, running, free_pages   how many there were; `budget`, `preempted`: of scheduler.Batch
-    micro_batch     which one it was of, in a simulated pipeline or one with replicas
-    """
+    micro_batch     which one it was of, in a simulated pipeline or one with replicas"""
 
     start: float
     end: float

@@ -40,8 +40,7 @@ class GPTConfig:
     """The geometry of a model. Raises ValueError, naming the field, where it makes no sense.
 
     `family` is "gpt2" (LayerNorm, learned positions, GELU, biases) or "llama" (RMSNorm, RoPE,
-    SwiGLU). `n_kv_head`, `head_dim` and `n_inner` default to n_head, n_embd // n_head, 4 * n_embd.
-    """
+    SwiGLU). n_kv_head, head_dim and n_inner default to n_head, n_embd // n_head, 4 * n_embd."""
 
     family: str = "llama"
     vocab_size: int = 32000
@@ -98,8 +97,7 @@ class FlatBatch(NamedTuple):
         """Flatten `spans`, decodes first, and copy the result to the device at once.
 
         `attention` is a backend of attention.py, made for the cache that the batch will be run on.
-        A page that is written may be in one span alone.
-        """
+        A page that is written may be in one span alone."""
         tokens, positions, slots, last_row = [], [], [], {}
         # decodes first: xformers computes them in one call
         order = sorted(range(len(spans)), key=lambda i: spans[i].length > 1)
@@ -122,8 +120,7 @@ def rope_table(config, device, dtype):
     position the cosines of all angles, twice, and their sines, first negative.
 
     With `rope_scaling`, LLaMA 3's rule: wavelengths longer than the trained context are stretched
-    by `factor`, those much shorter are kept, and those in between are interpolated.
-    """
+    by `factor`, those much shorter are kept, and those in between are interpolated."""
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
     frequency = config.rope_theta**-exponent  # (head_dim / 2,), the angle per position
     if s := config.rope_scaling:
@@ -140,8 +137,7 @@ def rope_table(config, device, dtype):
 def rotate(x, cos, sin):
     """RoPE. x (num_tokens, heads, head_dim); cos and sin (num_tokens, 1, head_dim), of the table.
 
-    Dimension i is paired with i + head_dim / 2, as in checkpoints in the Hugging Face format.
-    """
+    Dimension i is paired with i + head_dim / 2, as in checkpoints in the Hugging Face format."""
     wide = x.to(cos.dtype)  # at least float32
     return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
@@ -297,8 +293,7 @@ class GPT(nn.Module):
     def forward(self, batch, cache):
         """Compute a FlatBatch, write its keys and values into `cache`, return logits.
 
-        (num_logits, vocab_size): a row for each span that wants them, in the order of the spans.
-        """
+        (num_logits, vocab_size): a row for each span that wants them, in the order of the spans."""
         x = self.compute_layers(self.embed(batch), batch, cache)
         return self.logits(x, batch)
 

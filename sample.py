@@ -13,8 +13,8 @@ def parse_args(argv):
     from experiments.options import OptionParser
 
     parser = OptionParser(prog="sample.py", description="Text in, text out.")
-    parser.add_table("sample")
-    parser.add_engine_options()
+    parser.add_table("sample", "engine")
+    parser.add_model_options("llama-160m", names="engine_names")
     return parser.parse_args(argv)
 
 
@@ -22,7 +22,7 @@ def main(argv=None):
     """The command line. Prompt i, counted from 0, is continued with the seed --seed + i."""
     args = parse_args(argv)
     from experiments.options import engine_for, find_texts, load_model
-    from pretrained.tokenizers import TextStream
+    from pretrained.tokenizers import TextStream, Writer
     from sampling import SamplingParams
 
     _, tokenizer = find_texts(args)
@@ -38,14 +38,13 @@ def main(argv=None):
         for text, completion in zip(args.prompt, engine.generate(prompts, params)):
             print(f"--- {text}{completion.text}")
         return
-    decoder = TextStream(tokenizer, prompts[0])
+    writer = Writer(TextStream(tokenizer, prompts[0]), stops=[])
     print(args.prompt[0], end="", flush=True)
     engine.add_request(prompts[0], params[0])
     while engine.has_work:
         for event in engine.step():
-            if event.finish_reason != "stop":
-                print(decoder.push(event.token), end="", flush=True)
-    print(decoder.flush())
+            print(writer.push(event)[0], end="", flush=True)
+    print()
 
 
 if __name__ == "__main__":

@@ -23,8 +23,7 @@ class SamplingParams:
     top_p            sample from the fewest likeliest tokens that make up top_p; 1 for all
     seed             the random stream
     stop_token_ids   generation ends with any of these, which is then the last token returned
-    logprobs         whether to return those of the chosen tokens, before temperature and top_*
-    """
+    logprobs         whether to return those of the chosen tokens, before temperature and top_*"""
 
     max_new_tokens: int = 64
     temperature: float = 0.0
@@ -54,8 +53,7 @@ def sample(logits, params, positions):
 
     `params` holds the SamplingParams of each row and `positions` which output token of its request
     the row decides. Returns (tokens, logprobs), both (rows,) on the device of the logits; reads
-    nothing back from it. `logprobs` is None unless some row asked for it.
-    """
+    nothing back from it. `logprobs` is None unless some row asked for it."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     tokens = logits.argmax(dim=-1)
     # Whether a row is sorted depends on its own parameters only: the order decides what is drawn.

@@ -16,17 +16,6 @@ def add_options(parser):
     parser.add_model_options("llama3-8b on a GPU with 75 GB or more, else llama-160m")
 
 
-def print_profile(profile, args):
-    """The table: a row for each budget, a column for each of the two contexts."""
-    shown, ordered, (short, long) = {}, sorted(profile), args.contexts
-    for a, b in zip(ordered[::2], ordered[1::2]):
-        its = {"what": f"{a.budget - args.decodes} + {args.decodes}"}
-        its |= {"short_ms": 1e3 * a.seconds, "long_ms": 1e3 * b.seconds}
-        its["met"] = "yes" if max(a.seconds, b.seconds) <= args.slo_tbt else "no"
-        shown[measure.mark(a.budget, max(a.spread, b.spread) > measure.BUSY)] = its
-    tables.print_rows("profile", shown, short=short, long=long, slo_ms=1e3 * args.slo_tbt)
-
-
 def main(args):
     """The command. Sets args.contexts: of the decodes, and at the chunk's end."""
     args.tile = min(args.tile, args.max_len)
@@ -45,7 +34,13 @@ def main(args):
 
     sizes = args.decodes, args.contexts, args.tile, args.max_len
     budget, profile = slo.choose_budget(runner, args.slo_tbt, *sizes, timed)
-    print_profile(profile, args)
+    shown, ordered, (short, long) = {}, sorted(profile), args.contexts
+    for a, b in zip(ordered[::2], ordered[1::2]):  # at both contexts
+        its = {"what": f"{a.budget - args.decodes} + {args.decodes}"}
+        its |= {"short_ms": 1e3 * a.seconds, "long_ms": 1e3 * b.seconds}
+        its["met"] = "yes" if max(a.seconds, b.seconds) <= args.slo_tbt else "no"
+        shown[measure.mark(a.budget, max(a.spread, b.spread) > measure.BUSY)] = its
+    tables.print_rows("profile", shown, short=short, long=long, slo_ms=1e3 * args.slo_tbt)
     text = f"Token budget {budget}: the largest of whole tiles of {args.tile} that meets the SLO."
     if max(row.spread for row in profile) > measure.BUSY:
         budget, text = None, f"Token budget: {measure.TOO_BUSY}."

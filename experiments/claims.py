@@ -15,7 +15,7 @@ from experiments.run import Bounded
 from experiments.tables import markdown, show
 
 TRACE = Path(__file__).with_name("a_to_d.csv")  # two requests, and two more in the midst of them
-ROWS = "decode_maximal", "end_to_end", "runs", "results"  # of reports
+ROWS = "decode_maximal", "end_to_end", "batches", "runs", "results"  # of reports
 TEXTS = {"title": "", "line": "{name}"}  # of a table, which sizes and names are filled in
 NOISE = 1.1  # up to this factor a number that should rise may fall
 
@@ -64,7 +64,7 @@ def lookup(report, path):
     first, *rest = path
     if first == "*":
         return {name: lookup(its, rest)[""] for name, its in report.items()}
-    its = report[first]
+    its = report.get(first) if rest else report[first]
     return lookup(its, rest) if rest and its is not None else {"": its}
 
 
@@ -113,9 +113,10 @@ def tables_of(its, done):
     for at, report in done:
         for what, path in values.items():
             columns = [lookup(report, part.split(".")) for part in path.split(" / ")]
-            x = at[its["x"]] if its["x"] in at else round(report[its["x"]], 3)
             for name in columns[0]:
                 words = at | {"name": name, "value": what}
+                x = words[its["x"]] if its["x"] in words else round(report[its["x"]], 3)
+                x = int(x) if str(x).isdecimal() else x
                 title, line = ((TEXTS | its)[text].format_map(words) for text in TEXTS)
                 line = found.setdefault(title, {}).setdefault(line, {})
                 line[x] = reduce(over, (column[name] for column in columns))
@@ -137,8 +138,6 @@ def measure(its, setup):
             for term in fill(shown.get("say", table.lines)):
                 numbers = (show(value(term, table.lines, x), table.spec) for x in table.xs)
                 said.append(f"{table.title} {term} {', '.join(numbers)}".lstrip())
-            found = [
-                no for relation in fill(shown.get("must", ())) if (no := not_so(relation, table))
-            ]
-            wrong += [f"{table.title}: {no}" if table.title else no for no in found]
+            found = [not_so(relation, table) for relation in fill(shown.get("must", ()))]
+            wrong += [f"{table.title}: {no}".removeprefix(": ") for no in found if no]
     return Finding(tables, "; ".join(said), wrong, busy)

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from kv_cache import kv_bytes_per_token
 from model import ROWS_PER_PIECE
 
+LINEAR = "preproj", "postproj", "ffn_ln1", "ffn_ln2"  # products of a block, SARATHI, Table 1
 WARMUP = 2  # runs that are not counted
 BUSY = 0.20  # drift, of a machine, or spread, of times: above it no number is believed
 TOO_BUSY = "this machine is too busy to tell"
@@ -123,28 +124,24 @@ def fastest_cpu_dtype():
     return min(dtypes, key=lambda dtype: timings[dtype].ms)
 
 
-def linear_layers(model):
-    """The linear layers of a model's blocks in the order of computation, without the head. Of a
+def linear_layers(model, names=LINEAR):
+    """The linear layers of these names of a model's blocks, in the order of computation. Of a
     parallel.shard.Shard its own, once for each stage."""
     blocks = [*model.blocks] * model.stages
-    return [its for b in blocks for its in (b.preproj, b.postproj, b.ffn_ln1, b.ffn_ln2)]
+    return [getattr(block, name) for block in blocks for name in names]
 
 
-def bare_products(model, num_tokens, num_logits):
-    """A function that runs the linear layers of one iteration, in the model's pieces, alone."""
-    layers, head = linear_layers(model), model.head
+def bare_products(model, rows, layers):
+    """A function that runs some linear layers on so many rows, in the model's pieces, alone."""
     like = dict(device=model.device, dtype=model.dtype)
-    x = {n: torch.randn(num_tokens, n, **like) for n in {m.in_features for m in layers}}
-    x = {n: rows.split(ROWS_PER_PIECE.get(model.device.type, 8192)) for n, rows in x.items()}
-    last = torch.randn(num_logits, model.config.n_embd, **like)
+    x = {n: torch.randn(rows, n, **like) for n in {layer.in_features for layer in layers}}
+    x = {n: its.split(ROWS_PER_PIECE.get(model.device.type, 8192)) for n, its in x.items()}
 
     @torch.inference_mode()
     def run():
         for layer in layers:
-            for rows in x[layer.in_features]:
-                layer(rows)
-        if num_logits and head:
-            head(last)
+            for piece in x[layer.in_features]:
+                layer(piece)
 
     return run
 
@@ -173,19 +170,16 @@ def attention_cost(config, spans, dtype):
 def describe_machine(model, args, rows):
     """What the numbers depend on, and the limits that they are compared with, as a dict. `rows` are
     those of the products; with `ridge_tokens` computing takes as long as reading the weights."""
-    device, products = model.device, {"products": bare_products(model, rows, 0)}
+    device, layers = model.device, linear_layers(model)
+    products = {"products": bare_products(model, rows, layers)}
     time_both = lambda: (interleaved(products, device)["products"], memory_bandwidth(device))
     (timing, bandwidth), drift = steadily(time_both, device, spread_of=lambda its: its[0].spread)
-    weights = sum(layer.weight.numel() for layer in linear_layers(model))
+    weights = sum(layer.weight.numel() for layer in layers)
     rate = 2 * rows * weights / (timing.ms / 1e3)
     whole = model.whole_model() if hasattr(model, "ranks") else model
-    found = {
-        "device": device_name(device),
-        "dtype": args.dtype,
-        "model": args.init_from or args.model,
-    }
+    found = {"device": device_name(device), "dtype": args.dtype, "torch": torch.__version__}
+    found |= {"model": args.init_from or args.model, "threads": torch.get_num_threads()}
     found |= {"parameters": sum(p.numel() for p in whole.parameters()), "compiled": args.compile}
-    found |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
     found |= {"flops_per_s": rate, "bytes_per_s": bandwidth, "busy": drift > BUSY}
     found["ridge_tokens"] = rate / bandwidth * model.dtype.itemsize / 2
     return found | ({"tp": args.tp, "pp": args.pp} if whole is not model else {})

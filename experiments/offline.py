@@ -7,33 +7,18 @@ arrive while others run: Sarathi-Serve's half."""
 
 import textwrap
 import time
-from functools import partial
 
 from tqdm import tqdm
 
 from engine import EngineConfig
-from experiments import measure, options
-from experiments.metrics import steady, summarize_run
-from experiments.options import engine_for, runner_for
+from experiments import batches, measure, metrics, options, tables, workload
 from experiments.run import EngineServer, LoadRun, plan
-from experiments.tables import TABLES, print_rows, show
-from experiments.workload import Arrival, prompts
-from kv_cache import Span
 from views.schedule_page import Recorder, page
-
-PARTS = "total", "products", "attention"  # that are timed of an iteration
 
 
 def add_options(parser):
     """The options of the command."""
-    parser.add_table("offline")
-    parser.add_table("json")
-    add_load_options(parser)
-
-
-def add_load_options(parser):
-    """Those of the load, and of the model that computes it."""
-    parser.add_table("offline_load")
+    parser.add_table("offline", "json", "offline_load")
     parser.add_model_options("llama-13b on a GPU with 40 GB or more, else llama-160m")
 
 
@@ -49,15 +34,15 @@ def check(parser, args):
     args.requests = args.requests or 3 * args.batch + 1
 
 
-def main(args, model=None):
-    """The command, maybe with a model that is there: its report, which --json writes. The parts
-    that are done when it is interrupted are kept."""
+def main(args, model=None, machine=None):
+    """The command, maybe with a model and a machine that are known: its report, which --json
+    writes. The parts that are done when it is interrupted are kept."""
     began, model = time.perf_counter(), model or options.load_model(args, "seq_len")
-    machine = measure.describe_machine(model, args, args.chunk)
+    machine = machine or measure.describe_machine(model, args, args.chunk)
     heading, tera = options.machine_lines(machine), machine["flops_per_s"] / 1e12
     words = dict(machine=machine, tera=tera, giga=machine["bytes_per_s"] / 1e9)
     words["limits"] = measure.mark("measured limits", machine["busy"])
-    print(heading + TABLES["limits"]["text"].format(**words))
+    print(heading + tables.TABLES["limits"]["text"].format(**words))
     recorders = {name: Recorder() for name in args.policies if args.html}
     policies, timelines = {}, {}
     report = {"machine": machine, "end_to_end": policies}
@@ -92,51 +77,36 @@ def main(args, model=None):
 
 
 def decode_maximal(model, machine, args):
-    """Time a chunk alone, B decodes alone, and the chunk with B - 1 decodes, at context seq_len.
+    """Time a whole prompt of seq_len tokens, and at its end a chunk, B decodes, and the chunk with
+    B - 1 decodes.
 
     Returns (rows, speedup, promise). `rows` maps the batch to its numbers, times in ms; products
     and attention are timed alone. A decode of the hybrid batch costs what it takes longer than the
     same chunk alone (SARATHI §5.1.1); `speedup` says how many times more it costs in the
-    decode-only one, in all and in the products; None where that is lost in the noise. `promise` is
-    the gain in throughput over request-level at the balanced ratio if each row of a hybrid batch
-    cost what one of a whole prompt costs, in the products (§4.4, §5.1.3).
-    """
+    decode-only one, in all and in the products; None where that is lost in the noise, half the
+    spread of the chunk's times. `promise` is the gain in throughput over request-level at the
+    balanced ratio if each row of a hybrid batch cost what one of a whole prompt costs, in the
+    products (§4.4, §5.1.3)."""
     B, context, length = args.batch, args.seq_len, args.chunk - (args.batch - 1)
-    runner = runner_for(model)(model, B, context, context, args.attention)
-    runner.cache.data.normal_()
-    chunk = [Span([0], context - length, [1] * length)]
-    decodes = [Span([slot], context - 1, [1]) for slot in range(B)]
-    batches = {"prefill-only": (chunk, []), "decode-only": ([], decodes)}
-    batches["decode-maximal"] = chunk, decodes[1:]
-    runner.greedy([Span([0], 0, [1] * context)])  # no timed run asks the system for memory
-    variants = {"prompt": measure.bare_products(model, context, 0)}
-    for name, (prefills, riding) in batches.items():
-        spans, tokens = prefills + riding, length * len(prefills) + len(riding)
-        products = measure.bare_products(model, tokens, len(spans))
-        its = partial(runner.greedy, spans), products, measure.attention_alone(runner, spans)
-        variants |= {(name, part): run for part, run in zip(PARTS, its)}
-    time_all = partial(measure.interleaved, variants, model.device, 7, title="Table 2")
-    spread = lambda timings: max(timings[name, "total"].spread for name in batches)
-    timings, drift = measure.steadily(time_all, model.device, tries=2, spread_of=spread)
-    rows, speedup, chunk_ms = {}, {}, timings["prefill-only", "total"].ms
-    for name, (prefills, riding) in batches.items():
-        row = rows[name] = {f"{part}_ms": timings[name, part].ms for part in PARTS}
-        cost = measure.attention_cost(model.config, prefills + riding, model.dtype)
-        flops, kv_bytes = (model.stages * its for its in cost)
-        limit_s = max(flops / machine["flops_per_s"], kv_bytes / machine["bytes_per_s"])
-        other_ms = row["total_ms"] - row["products_ms"] - row["attention_ms"]
-        riding_ms = row["total_ms"] - chunk_ms * len(prefills)
-        row |= {"attention_limit_ms": 1e3 * limit_s, "other_ms": max(0.0, other_ms)}
-        row |= {"prefill_tokens": length * len(prefills), "decodes": len(riding)}
-        row["prefill_token_ms"] = chunk_ms / length if prefills else None
-        row["decode_token_ms"] = riding_ms / len(riding) if riding else None
-        row |= {"spread": timings[name, "total"].spread, "busy": drift > measure.BUSY}
+    runner = options.runner_for(model)(model, B, context, context, args.attention)
+    chunk, *decodes = (length, context), *[(1, context)] * B
+    cases = {"prompt": ((context, context),), "prefill-only": (chunk,), "decode-only": decodes}
+    cases["decode-maximal"] = chunk, *decodes[1:]
+    rows = batches.timed(runner, machine, cases, 7, head=True, title="Table 2")
+    prompt, prefill, decode, hybrid = rows.values()
+    its = (prompt, context, 0), (prefill, length, 0), (decode, 0, B), (hybrid, length, B - 1)
+    for row, tokens, riding in its:
+        alone_ms = (prompt if row is prompt else prefill)["total_ms"] if tokens else 0.0
+        row |= {"prefill_tokens": tokens, "decodes": riding}
+        row["prefill_token_ms"] = alone_ms / tokens if tokens else None
+        row["decode_token_ms"] = (row["total_ms"] - alone_ms) / riding if riding else None
+    speedup = {}
     for part in ("total", "products"):
-        prefill, decode, hybrid = (timings[name, part] for name in batches)
-        extra, noise = hybrid.ms - prefill.ms, prefill.ms * prefill.spread / 2
-        speedup[part] = decode.ms / B / (extra / (B - 1)) if extra > noise else None
-    row_ms = timings["prompt"].ms / context
-    apart_ms = (B - 1) * timings["decode-only", "products"].ms / B
+        its = f"{part}_ms"
+        extra, noise = hybrid[its] - prefill[its], prefill[its] * prefill["spread"] / 2
+        speedup[part] = decode[its] / B / (extra / (B - 1)) if extra > noise else None
+    row_ms = (prompt["products_ms"] - prompt["head_ms"]) / context
+    apart_ms = (B - 1) * decode["products_ms"] / B
     return rows, speedup, (length * row_ms + apart_ms) / (args.chunk * row_ms)
 
 
@@ -147,9 +117,9 @@ def print_decode_maximal(rows, speedup, args):
         its = {key: None if x is not None and x < 0 else x for key, x in row.items()}  # noise
         its["tokens"] = f"{row['prefill_tokens']} + {row['decodes']}"
         shown[measure.mark(name, row["busy"])] = its
-    total, products = (show(x or "lost in the noise", ".1fx") for x in speedup.values())
+    total, products = (tables.show(x or "lost in the noise", ".1fx") for x in speedup.values())
     found = measure.TOO_BUSY if is_busy(rows) else f"{total}; of the products {products}"
-    print_rows("decode_maximal", shown, speedup=found, **vars(args))
+    tables.print_rows("decode_maximal", shown, speedup=found, **vars(args))
 
 
 def is_busy(rows):
@@ -164,7 +134,7 @@ def make_load(args):
     output = min(max(1, output), args.seq_len - 1)
     shares = [B if args.lockstep else min(i + 1, B) for i in range(args.requests)]
     outputs = [max(1, output * share // B) for share in shares]
-    return [Arrival(0.0, args.seq_len - output, wanted) for wanted in outputs]
+    return [workload.Arrival(0.0, args.seq_len - output, wanted) for wanted in outputs]
 
 
 def serve_in_turns(model, configs, arrivals, tokens, progress, recorders):
@@ -174,7 +144,7 @@ def serve_in_turns(model, configs, arrivals, tokens, progress, recorders):
     loads, began = {}, dict.fromkeys(configs, time.perf_counter())
     for name, config in configs.items():
         clock = lambda name=name: time.perf_counter() - began[name]
-        engine = engine_for(model)(model, config, clock=clock)
+        engine = options.engine_for(model)(model, config, clock=clock)
         engine.warm_up()
         watching = dict(progress=progress, recorder=recorders.get(name))
         loads[name] = LoadRun(EngineServer(engine, clock), arrivals, tokens, **watching)
@@ -194,7 +164,7 @@ def end_to_end(model, args, recorders, rows, timelines):
     (completions, iterations). They take turns, but on a GPU: it is steadier, with room for one; and
     in a pipeline, where the batches of one are on their way when it is another's turn."""
     arrivals = make_load(args)
-    tokens = prompts(arrivals, model.config.vocab_size, args.seed)
+    tokens = workload.prompts(arrivals, model.config.vocab_size, args.seed)
     limits = dict(chunk=args.chunk, max_batch=args.batch, max_len=args.seq_len)
     limits |= dict(pages=args.batch, page_size=args.seq_len)  # a slot for each
     config = EngineConfig(**limits, attention=args.attention)
@@ -214,9 +184,9 @@ def end_to_end(model, args, recorders, rows, timelines):
 
 def row_of(run, batch):
     """The row of a Run in the table of policies, but for the gains."""
-    row = summarize_run(run.completions, run.iterations, run.seconds)
+    row = metrics.summarize_run(run.completions, run.iterations, run.seconds)
     row |= {"busy": run.drift > measure.BUSY, "whole_run_tokens_per_s": row["tokens_per_s"]}
-    _, row["tokens_per_s"], _ = steady(run.iterations, batch)
+    _, row["tokens_per_s"], _ = metrics.steady(run.iterations, batch)
     return row
 
 
@@ -226,7 +196,7 @@ def print_end_to_end(rows, args):
     output, least = args.seq_len - prompt, 2 * args.batch + 1
     words = dict(prompt=prompt, output=output, ratio=prompt / output, least=least)
     shown = {measure.mark(name, row["busy"]): row for name, row in rows.items()}
-    print_rows("end_to_end", shown, **words, **vars(args))
+    tables.print_rows("end_to_end", shown, **words, **vars(args))
 
 
 def conclude(report, args):
@@ -241,7 +211,7 @@ def conclude(report, args):
     busy = {"stalls": is_busy(policies), "decode": is_busy(table)}
     busy["throughput"] = any(busy.values())
     texts = []
-    for about, (what, said) in TABLES["conclusion"].items():
+    for about, (what, said) in tables.TABLES["conclusion"].items():
         text = f"   {what}: {measure.TOO_BUSY if busy[about] else said}.".format(**words)
         texts.append(textwrap.fill(text, 100, subsequent_indent="   "))
     return "3." + "\n".join(texts)[2:]

@@ -85,15 +85,6 @@ GIVEN |= {"file": output_file, "picture": partial(output_file, suffixes=PICTURES
 class OptionParser(argparse.ArgumentParser):
     """An ArgumentParser whose help ends with the default and whose errors begin with the option."""
 
-    def add(self, option, help, default=None, shown=None, by_device=None, **more):
-        """Add an option; `shown` stands for `default` in the help. `by_device` is the default on a
-        CPU and that on a GPU, of which bench.parse_args takes one."""
-        if by_device:
-            default, shown = ByDevice(*by_device), "{} on a CPU, {} on a GPU".format(*by_device)
-        if shown is None:
-            shown = "none" if default is None else "off" if default is False else default
-        self.add_argument(option, default=default, help=f"{help} (default: {shown})", **more)
-
     def add_table(self, *tables, **given):
         """Add the options of tables in options.toml. `given` are the words that are filled in, and
         by their names what a type or choices may be, beside those of GIVEN."""
@@ -105,11 +96,17 @@ class OptionParser(argparse.ArgumentParser):
                 its["type"] = partial(whole, **its.pop("whole"))
             if "number" in its:
                 its["type"] = partial(number, **its.pop("number"))
-            self.add(f"--{name}", **its)
+            default, shown = its.get("default"), its.pop("shown", None)
+            if both := its.pop("by_device", None):  # of which bench.parse_args takes one
+                default, shown = ByDevice(*both), "{} on a CPU, {} on a GPU".format(*both)
+            if shown is None:
+                shown = "none" if default is None else "off" if default is False else default
+            its |= {"default": default, "help": f"{its['help']} (default: {shown})"}
+            self.add_argument(f"--{name}", **its)
 
-    def add_model_options(self, default_model, names="names", *more):
-        """The options that `load_model` reads, two of them under the names of a table, and those of
-        `more` tables. `default_model` says which geometry there is by default."""
+    def add_model_options(self, default_model, names="names"):
+        """The options that `load_model` reads, two of them under the names of a table.
+        `default_model` says which geometry there is by default."""
         import torch
 
         from attention import BACKENDS
@@ -117,15 +114,11 @@ class OptionParser(argparse.ArgumentParser):
 
         words = dict(presets=", ".join(PRESETS), default_model=default_model)
         words["device"] = "cuda" if torch.cuda.is_available() else "cpu"
-        self.add_table(names, "model", *more, backends=BACKENDS, **words)
-
-    def add_engine_options(self):
-        """The options of an engine that writes text, with those of its model."""
-        self.add_model_options("llama-160m", "engine_names", "engine")
+        self.add_table(names, "model", backends=BACKENDS, **words)
 
     def error(self, message):
         """Exit with one line: "--chunk 0: must be ...", not argparse's usage and "argument"."""
-        message = re.sub(r"^argument (--\S+): ", r"\1 ", message.replace("\n", " "))
+        message = re.sub(r"^argument (\S+): ", r"\1 ", message.replace("\n", " "))
         self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
 
 
@@ -194,7 +187,8 @@ def _load(args, length, device, ranks, gpu_model="llama-13b", gpu_bytes=40e9):
         memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0  # in all
         args.model = args.model or (gpu_model if memory > gpu_bytes else "llama-160m")
         config = GPTConfig.preset(args.model)
-    option = f"--{length.replace('_', '-')} {positions}"
+    dashes = "--" * (length in ("max_len", "seq_len"))  # others are no options
+    option = f"{dashes}{length.replace('_', '-')} {positions}"
     if ranks:
         weights_are = checkpoints.fingerprint(directory) if args.init_from else args.seed
         models = ranks.gather((config, weights_are))

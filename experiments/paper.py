@@ -1,4 +1,4 @@
-"""The papers' figures and tables about whole loads, on this device.
+"""The papers' figures and tables that one device can show, on this one.
 
     python bench.py paper                      all of it; --list says what, and how long it takes
     python bench.py paper --only S-F9,'SS-*'   some claims, by their ids
@@ -20,9 +20,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from experiments import claims, measure, options
-from experiments.console import explain
-from experiments.tables import markdown
+from experiments import claims, console, measure, options, tables
 from views.panels import plot_panels
 
 CLAIMS = tomllib.loads(Path(__file__).with_name("published.toml").read_text("utf-8"))
@@ -72,12 +70,13 @@ class Setup:
             from bench import parse_args  # which knows all commands, this one too
 
             module, args = parse_args([*shlex.split(words), *self.options])
-            length = args.seq_len if args.command == "offline" else args.max_len
+            lengths = {"offline": "seq_len", "batches": "batch_length"}  # options of these
+            length = getattr(args, lengths.get(args.command, "max_len"))
             if length > (limit := self.model.config.max_positions):
                 raise ValueError(f"{length} tokens: this model is limited to {limit}")
-            on = self.model if args.command == "offline" else self.server
+            known = (self.model, self.machine) if args.command in lengths else (self.server,)
             with redirect_stdout(io.StringIO()):
-                self.reports[words] = module.main(args, on)
+                self.reports[words] = module.main(args, *known)
         return self.reports[words]
 
     def server(self, args, config, make):
@@ -102,7 +101,7 @@ def record_of(key, setup, how):
             plot_panels(found.tables, name, setup.picture, setup.machine)
         verdict = BUSY if found.busy else "does not hold" if found.wrong else "holds"
     except (ValueError, RuntimeError, MemoryError) as error:
-        if not isinstance(line := explain(error), str):
+        if not isinstance(line := console.explain(error), str):
             raise
         found, verdict = claims.Finding([], "", [line.removeprefix("error: ")], False), FAILED
     at = next(claims.points(its[setup.size]))
@@ -117,14 +116,14 @@ def record_of(key, setup, how):
     parts += [f"Took {time.time() - start:.0f} s, {time.strftime('%Y-%m-%d %H:%M')}; {used}."]
     command = f"`paper --only {key}{' --quick' * how['quick']}`"
     line = dict(zip(SUMMARY, (name, command, its["paper"], found.here or None, verdict)))
-    tables = [table._asdict() for table in found.tables]
-    return line | {"why": why, "options": how, "text": "\n\n".join(parts), "tables": tables}
+    line |= {"why": why, "options": how, "text": "\n\n".join(parts)}
+    return line | {"tables": [table._asdict() for table in found.tables]}
 
 
 def summary(kept):
     """A line for each claim that is kept, in a table in Markdown."""
     rows = [[record[head] for head in SUMMARY] for record in kept["claims"].values()]
-    return markdown(dict.fromkeys(SUMMARY, ""), rows)
+    return tables.markdown(dict.fromkeys(SUMMARY, ""), rows)
 
 
 def read(directory):

@@ -28,8 +28,7 @@ from itertools import product
 from typing import NamedTuple
 
 from engine import Completion, Iteration, QueueFull
-from experiments import measure, metrics
-from experiments.options import engine_for, runner_for
+from experiments import measure, metrics, options
 from policies import find_policy, slo
 from policies.priority import PRIORITIES
 from sampling import SamplingParams
@@ -178,7 +177,7 @@ def serve(model, config, arrivals, prompts, *, now=time.perf_counter, sleep=time
     gc.collect()  # the cache of the engine before
     start, made = now(), watching.pop("made", id)
     clock = lambda: now() - start  # sees what `start` becomes below
-    engine = engine_for(model)(model, config, clock=clock)
+    engine = options.engine_for(model)(model, config, clock=clock)
     engine.warm_up()
     load = LoadRun(EngineServer(engine, clock, sleep), arrivals, prompts, **watching)
     gc.collect()
@@ -217,8 +216,9 @@ def plan(names, page_sizes, config, tbt_slo_s=None, caching=(False,)):
         by_chunk = goes_by_chunk(name)  # raises for an unknown policy, with a chunk or without
         if chunk and not by_chunk:
             raise ValueError(f"{label!r}: {name} does not go by a chunk size")
-        options = config.options | ({"tbt_slo": tbt_slo_s} if name == "dynamic" else {})
-        its = replace(config, policy=name, chunk=int(chunk or config.chunk), options=options)
+        its = replace(config, policy=name, chunk=int(chunk or config.chunk))
+        if name == "dynamic":
+            its = replace(its, options=its.options | {"tbt_slo": tbt_slo_s})
         for size, shared in product(page_sizes, caching):
             key = label if len(page_sizes) == 1 else f"{label}, pages of {size}"
             key += ", shared" if shared and len(caching) > 1 else ""
@@ -239,7 +239,7 @@ def measure_base(model, config):
     """The Base of this machine, and its drift, see measure.steadily."""
     context, chunk = slo.base_context(config.max_len), min(config.chunk, config.max_len)
     longest = max(context, chunk)
-    runner = runner_for(model)(model, slo.BASE_BATCH, longest, longest, config.attention)
+    runner = options.runner_for(model)(model, slo.BASE_BATCH, longest, longest, config.attention)
     cases = [(slo.BASE_BATCH, context, slo.BASE_BATCH), (chunk, chunk, 0)]
     time_both = lambda: slo.time_iterations(runner, cases, repeats=5)
     worst = lambda rows: max(row.spread for row in rows)

@@ -18,8 +18,7 @@ from itertools import product
 
 from tqdm import tqdm
 
-from experiments import measure, options, run, tables, workload
-from experiments.metrics import request_rows
+from experiments import measure, metrics, options, run, tables, workload
 from experiments.options import number, whole
 from policies.config import EngineConfig
 from policies.priority import PRIORITIES
@@ -186,8 +185,8 @@ class Session:
         self.report["conclusion"] = conclude(self.report)
         options.write_json(self.args, self.report)
         if self.args.csv:
-            its = self.records.items()
-            rows = [{"policy": name} | row for name, seen in its for row in request_rows(*seen)]
+            rows_of, its = metrics.request_rows, self.records.items()
+            rows = [{"policy": name} | row for name, seen in its for row in rows_of(*seen)]
             table = [*rows[:1], *map(dict.values, rows)]  # the keys of the first are the header
             csv.writer(text := io.StringIO(newline="")).writerows(table)
             options.write_text(self.args.csv, text.getvalue())

@@ -58,7 +58,7 @@ class Matmul(SDPA):
         if too_few or width * len(tables) > 8 * sum(map(len, tables)):
             return None
         groups, *numbers = arrange(tables, self.cache.pages)
-        asks, whose, where = map(torch.tensor, numbers)
+        whose, where = map(torch.tensor, numbers)
         heads = torch.arange(self.n_kv_head)[:, None] * self.cache.pages
         copied = [  # rows of keys and values, or None: all of them, where they are
             None if isinstance(pages, range) else (heads + torch.tensor(pages)).flatten()
@@ -67,14 +67,13 @@ class Matmul(SDPA):
         ends = torch.tensor([span.end for span in decodes])
         read = size if width > 1 else min(-(-int(ends.max()) // KEY_BLOCK) * KEY_BLOCK, size)
         if in_order := width == 1 and copied == [None]:  # all scores of a decode are side by side
-            ends = torch.zeros(len(asks), dtype=ends.dtype).index_copy_(0, where, ends)
-        hidden = torch.arange(width * read) >= ends[:, None]
+            ends = torch.zeros(len(whose), dtype=ends.dtype).index_copy_(0, where, ends)
+        hidden = torch.arange(width * read) >= ends[:, None, None]  # (decodes, 1, width * read)
         mask = torch.zeros(hidden.shape, dtype=self.bias.dtype).masked_fill_(hidden, float("-inf"))
-        mask = mask[:, None]  # (decodes, 1, width * read)
         used = (torch.arange(width) * read < ends[:, None])[..., None]  # (decodes, width, 1)
-        shape = self.n_kv_head, len(ends), width, self.group, read
-        sizes = [places * len(pages) for pages, places in groups]
-        asks, whose = asks.split(sizes), [None] * len(sizes) if in_order else whose.split(sizes)
+        whose = whose.split([places * len(pages) for pages, places in groups])
+        asks = [pages // width for pages in whose]  # of which decodes they are
+        whose = [None] if in_order else whose
 
         def product(multiply, x, index, y):
             """multiply(rows of x, pages of y) for each group: (n_kv_head, total, ...)"""
@@ -93,7 +92,7 @@ class Matmul(SDPA):
             weights = product(self.scores, q_of_heads, asks, k)  # (n_kv_head, total, group, read)
             if not in_order:
                 weights = weights.index_select(1, where)
-            weights = weights.view(shape).transpose(2, 3).flatten(3).add_(mask)
+            weights = weights.unflatten(1, (-1, width)).transpose(2, 3).flatten(3).add_(mask)
             weights = weights.softmax(-1)  # (n_kv_head, decodes, group, width * read)
             weights = weights.unflatten(3, (width, read)).transpose(2, 3).flatten(1, 2)
             y = product(torch.bmm, weights, whose, v).flatten(2)
@@ -121,9 +120,8 @@ def arrange(tables, all_pages):
     read once for all who share it, each of whom has a *place* in its product. Returns
 
     groups         [(pages, places of each)], for pages with about as many readers
-    asks, whose    for each place: which decode asks there, and for which of its pages (see `where`)
     where          for each page of each decode, as many as the longest has: its place
-    """
+    whose          for each place: whose page it is, counted as in `where`"""
     readers, groups = Counter(page for table in tables for page in table), defaultdict(list)
     for page, count in readers.items():
         groups[1 << (count - 1).bit_length()].append(page)  # a power of 2: few shapes
@@ -135,11 +133,11 @@ def arrange(tables, all_pages):
             pages += pages[-1:] * (-len(pages) % PAGE_BLOCK)
         place |= {page: total + i * places for i, page in enumerate(pages)}
         total += places * len(pages)
-    asks, whose, where, width = [0] * total, [0] * total, [], max(map(len, tables))
-    for row, table in enumerate(tables):
+    whose, where, width = [0] * total, [], max(map(len, tables))
+    for table in tables:
         for page in table:
-            asks[place[page]], whose[place[page]] = row, len(where)
+            whose[place[page]] = len(where)
             where.append(place[page])
             place[page] += 1
         where += where[-1:] * (width - len(table))  # read, but hidden
-    return [(groups[places], places) for places in sorted(groups)], asks, whose, where
+    return [(groups[places], places) for places in sorted(groups)], whose, where

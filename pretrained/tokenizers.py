@@ -1,11 +1,12 @@
 """Text <-> token ids: a checkpoint's own tokenizer, or bytes for a model with random weights.
 
 A token is a piece of text only in company: an emoji may take three, and some tokenizers drop the
-space before the first word. So text is streamed by decoding a few tokens together, never one alone.
-Read next: sample.py, which prints what is streamed here."""
+space before the first word. So text is streamed by decoding a few tokens together, never one alone,
+up to a stop string. And chat templates. Read next: sample.py, which prints what is streamed."""
 
 import base64
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
@@ -54,6 +55,31 @@ class TextStream:
         return text
 
 
+class Writer:
+    """Writes what a TextStream says of a request, up to the first of the strings `stops`: nothing
+    that may be the beginning of one is out before it is certain."""
+
+    def __init__(self, stream, stops):
+        self.stream, self.stops = stream, stops
+        self.held, self.length = "", 0  # text that is not certain; characters, with that
+
+    def push(self, event):
+        """(text, finish_reason) of an engine.Event: what is certain with it, and "stop" also for a
+        stop string. A stop token is no part of the text."""
+        reason = event.finish_reason
+        text = "" if reason == "stop" else self.stream.push(event.token)
+        text += self.stream.flush() if reason else ""
+        self.held, self.length = self.held + text, self.length + len(text)
+        if found := [i for stop in self.stops if (i := self.held.find(stop)) >= 0]:
+            return self.held[: min(found)], "stop"
+        certain = len(self.held)
+        if not reason:  # what may be the beginning of a stop string waits
+            begins = lambda i: any(stop.startswith(self.held[i:]) for stop in self.stops)
+            certain = next(filter(begins, range(certain)), certain)
+        text, self.held = self.held[:certain], self.held[certain:]
+        return text, reason
+
+
 def byte_tokenizer():
     """One token per byte, its id the byte's value: for models with random weights. A larger id,
     of which such a model yields many, is shown as a box."""
@@ -90,6 +116,18 @@ def load_tokenizer(directory):
     inner.no_truncation()  # a prompt is never cut or filled up without being told
     inner.no_padding()
     return Tokenizer(lambda text: inner.encode(text).ids, inner.decode, frozenset(stop))
+
+
+def load_chat(directory):
+    """A function from messages, [{"role", "content", ...}], to the prompt that a checkpoint's chat
+    template makes of them; it raises what the template raises. Of None: a line for each."""
+    if directory is None:
+        line = "{role}: {content}\n".format_map
+        return lambda messages: "".join(map(line, messages)) + "assistant:"
+    from transformers import PreTrainedTokenizerFast
+
+    inner = PreTrainedTokenizerFast.from_pretrained(directory)
+    return partial(inner.apply_chat_template, tokenize=False, add_generation_prompt=True)
 
 
 def _llama3(path, stop):

@@ -17,9 +17,9 @@ def parse_args(argv):
     from experiments.options import OptionParser
 
     parser = OptionParser(prog="python -m server", description="An OpenAI-compatible server.")
-    parser.add_table("server")
+    parser.add_table("server", "engine")
     parser.set_defaults(api_key=os.environ.get("NANOSARATHI_API_KEY"))
-    parser.add_engine_options()
+    parser.add_model_options("llama-160m", names="engine_names")
     return parser.parse_args(argv)
 
 
@@ -42,9 +42,9 @@ def main(argv=None):
     import uvicorn
 
     from experiments.options import find_texts, load_model
+    from pretrained.tokenizers import load_chat
     from server.app import Api
     from server.engine_thread import EngineThread
-    from server.text import load_chat
 
     name, tokenizer = find_texts(args)
     if int(os.environ.get("RANK", 0)):

@@ -1,6 +1,6 @@
 """The routes: OpenAI's /v1, /health, /metrics, and the schedule page with its records.
 
-Read first: protocol.py, text.py, engine_thread.py."""
+Read first: protocol.py, engine_thread.py, pretrained/tokenizers.py."""
 
 import asyncio
 import hmac
@@ -18,10 +18,9 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, S
 from starlette.routing import Route
 
 from engine import QueueFull
-from pretrained.tokenizers import TextStream
+from pretrained.tokenizers import TextStream, Writer
 from sampling import SamplingParams
 from server.protocol import ChatRequest, CompletionRequest, Refused
-from server.text import Writer
 from views.schedule_page import page
 
 SECONDS = [0.005 * 2**n for n in range(15)]  # upper ends of the histograms' buckets, to 82 s

@@ -10,8 +10,7 @@ from itertools import product
 
 from tqdm import tqdm
 
-from experiments import options, run
-from experiments.workload import poisson, sample_lengths
+from experiments import options, run, workload
 from policies.config import EngineConfig
 from simulator.machine import SimulatedMachine
 from views.schedule_page import Recorder, page
@@ -37,8 +36,8 @@ def add_options(parser):
 def main(args):
     """The command."""
     machine = SimulatedMachine(Namespace(**GPU))
-    lengths = sample_lengths("sharegpt4", args.requests, MAX_LEN, 0)
-    most = run.estimated_qps(machine.base, poisson(lengths, 1.0, 0))
+    lengths = workload.sample_lengths("sharegpt4", args.requests, MAX_LEN, 0)
+    most = run.estimated_qps(machine.base, workload.poisson(lengths, 1.0, 0))
     slo_s = run.slo_seconds("strict", machine.base)
     names = [*dict.fromkeys([*args.policies, *POLICIES])]
     shorts = [name.split(".py:")[-1] for name in names]
@@ -55,7 +54,7 @@ def main(args):
         config = EngineConfig(chunk=int(CHUNKS[-1]), max_batch=BATCH, max_len=MAX_LEN, **tokens)
         (config,) = run.plan([servers[server]], [PAGE_SIZE], config, slo_s).values()
         recorder = recorders[" | ".join((*server, load, memory))] = Recorder()
-        machine.serve(config, poisson(lengths, loads[load], 0), recorder=recorder)
+        machine.serve(config, workload.poisson(lengths, loads[load], 0), recorder=recorder)
     choices = {"policy": shown, "chunk": CHUNKS, "load": [*loads], "memory": [*memories]}
     title, about = "How an LLM server schedules its work", options.machine_lines(machine.machine)
     about += f"{args.requests} requests with the lengths of a chat dataset; simulated, in seconds"

@@ -108,7 +108,7 @@ class FittedMachine(SimulatedMachine):
     def __init__(self, real, args):
         fitted, others = profile_cases(args.max_len)
         cases, size, model = fitted + others, min(64, args.max_len), real.model
-        pages = max(-(-c // size) * decodes + -(-max(n, c) // size) for n, c, decodes in cases)
+        pages = max(-(-c // size) * n + -(-max(budget - n, c) // size) for budget, c, n in cases)
         runner = options.runner_for(model)(model, pages, size, args.max_len, args.attention)
         rows, self.drift = measure.steadily(partial(time_iterations, runner, cases), model.device)
         timed, busy = [(row.shape, row.seconds) for row in rows], self.drift > measure.BUSY

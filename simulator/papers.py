@@ -17,9 +17,8 @@ from statistics import median
 
 import numpy as np
 
-from experiments.metrics import missed, summarize_latencies
-from experiments.run import capacity, estimated_qps, plan
-from experiments.tables import show
+from experiments import metrics, tables
+from experiments.run import capacity, estimated_qps, plan, slo_seconds
 from experiments.workload import LENGTHS, Arrival, poisson, sample_lengths, zipf_lengths
 from policies.config import EngineConfig
 from policies.slo import SLOS
@@ -203,7 +202,7 @@ def latencies(cost, policy, trace, qps, requests, seed=0, batch=128):
     config = EngineConfig("vllm", 512, batch, limit, page_size=64, pages=pages)
     load = poisson(sample_lengths(trace, requests, limit, seed), qps, seed)
     run = simulate(cost, plan([policy], [64], config)[policy], load, record=False).run
-    return summarize_latencies(run.completions, run.seconds)
+    return metrics.summarize_latencies(run.completions, run.seconds)
 
 
 def find_capacities(cost, policies, batch, trace, slos_s, requests, ratio):
@@ -212,28 +211,24 @@ def find_capacities(cost, policies, batch, trace, slos_s, requests, ratio):
     load = poisson(sample_lengths(trace, requests, LENGTHS[trace].limit, 0), 1.0, 0)
     serve = cache(lambda policy, qps: latencies(cost, policy, trace, qps, requests, 0, batch))
     start = float(f"{0.3 * cost.pp * estimated_qps(base_of(cost), load):.1g}")
-    met = lambda policy, slo_s: lambda qps: {"met": not missed(serve(policy, qps), slo_s)}
+    met = lambda policy, slo_s: lambda qps: {"met": not metrics.missed(serve(policy, qps), slo_s)}
     turns = zip(cycle(policies.split(",")), slos_s)
     return [capacity(met(*its), start, ratio)[0] for its in turns]
-
-
-def slos_of(cost):
-    """The strict and the relaxed SLO of a machine: so many decode iterations, in seconds."""
-    return [multiple * base_of(cost).seconds for multiple in SLOS.values()]
 
 
 def serving_capacity(run, requests, cpu_s):
     """SS-F10 and SS-F11: capacity of four models on both traces under both SLOs."""
     for claim in ("SS-F10", "SS-F11"):
-        tables, ratio = {claim: {}, f"{claim} at the paper's SLOs": {}}, PUBLISHED[claim]["ratio"]
+        made, ratio = {claim: {}, f"{claim} at the paper's SLOs": {}}, PUBLISHED[claim]["ratio"]
         for name, trace in product(PUBLISHED[claim]["models"], LENGTHS):
             cost, its = system(name, cpu_s), SYSTEMS[name]
-            load = trace, [*slos_of(cost), *its["slos"]], requests, ratio  # two SLOs for each table
+            slos_s = [slo_seconds(kind, base_of(cost)) for kind in SLOS]
+            load = trace, slos_s + its["slos"], requests, ratio  # two SLOs for each table
             found = run(find_capacities, [(cost, *server, *load) for server in its["servers"]])
-            for (table, kind), slo_s, *others, ours in zip(product(tables, SLOS), load[1], *found):
+            for (table, kind), slo_s, *others, ours in zip(product(made, SLOS), load[1], *found):
                 row = [slo_s, *others, ours, *map(ours.over, others)]
-                tables[table][f"{name}, {trace}, {kind}"] = row
-        yield from starmap(Table, tables.items())
+                made[table][f"{name}, {trace}, {kind}"] = row
+        yield from starmap(Table, made.items())
 
 
 def capacity_against_slo(run, requests, cpu_s):
@@ -244,7 +239,7 @@ def capacity_against_slo(run, requests, cpu_s):
         found = run(find_capacities, [(cost, *its, *load) for its in servers.values()])
         rows = {f"{name}: {server}": rates for server, rates in zip(servers, found)}
         gains = [max(ours).over(other) for *ours, other in zip(*found[-2:], found[-3])]
-        rows["best budget over vllm, batch 128"] = [show(gain, ".2fx") for gain in gains]
+        rows["best budget over vllm, batch 128"] = [tables.show(gain, ".2fx") for gain in gains]
         best.append(dict(zip(slos, gains)))
         yield Table("SS-F12", rows, {f"{slo:g} s": ".2f" for slo in slos})
     yield Table("SS-F12 gains", [[best[0][0.1]], [best[1][1.0]]])
@@ -260,7 +255,8 @@ def across_nodes(run, requests, cpu_s):
         s = [cost.seconds(decodes(batch, 2048)) - (cost.pp - 1) * cpu_s for cost in costs]
         rows.append([1e3 * s[0], 1e3 * s[1], s[0] / s[1]])
     yield Table("SS-F13", rows)
-    slos, (_, vllm, sarathi) = slos_of(pipeline), SYSTEMS["Falcon-180B"]["servers"]
+    slos = [slo_seconds(kind, base_of(pipeline)) for kind in SLOS]
+    _, vllm, sarathi = SYSTEMS["Falcon-180B"]["servers"]
     servers = (tensor, *vllm), (pipeline, *vllm), (pipeline, *sarathi)
     found = run(find_capacities, [(*its, "sharegpt4", slos, requests, 1.1) for its in servers])
     columns = {f"{kind}, {slo:.2f} s": ".3f" for kind, slo in zip(SLOS, slos)}

@@ -26,8 +26,7 @@ FOLLOWING, DRAWN = 4, 40  # batches behind each other that are timed; on any sta
 
 def add_options(parser):
     """The options of the command."""
-    parser.add_table("pipeline")
-    parser.add_table("json")
+    parser.add_table("pipeline", "json")
     parser.add_model_options("llama-13b on a GPU with 40 GB or more, else llama-160m")
 
 
@@ -136,17 +135,6 @@ def chrome_trace(stage_runs):
     return json.dumps({"traceEvents": events})
 
 
-def draw(rows, stage_runs, machine, file):
-    """Draw how two of the runs begin, real and simulated."""
-    from views.pipelines import plot_pipeline  # after all that is long
-
-    names = [f"{name}{side}" for name in pair(rows) or rows for side in ("", ", simulated")]
-    end_s = stage_runs[names[0]][:DRAWN][-1].end
-    drawn = {name: [i for i in stage_runs[name] if i.end <= end_s] for name in names}
-    kinds = {name: bubble_kinds(own) for name, own in drawn.items()}
-    plot_pipeline(drawn, kinds, "The beginning of each run", file, machine, "in")
-
-
 def main(args):
     """The command. What is done when rank 0 is interrupted is printed and kept."""
     model = options.load_model(args, "max_len")
@@ -176,6 +164,12 @@ def main(args):
             if args.chrome_trace:
                 options.write_text(args.chrome_trace, chrome_trace(stage_runs))
             options.wrote(args.json, args.chrome_trace)
-    if args.plot:
-        draw(rows, stage_runs, machine, args.plot)
+    if args.plot:  # how two of the runs begin
+        from views.pipelines import plot_pipeline  # after all that is long
+
+        names = [f"{name}{side}" for name in pair(rows) or rows for side in ("", ", simulated")]
+        end_s = stage_runs[names[0]][:DRAWN][-1].end
+        drawn = {name: [i for i in stage_runs[name] if i.end <= end_s] for name in names}
+        kinds = {name: bubble_kinds(own) for name, own in drawn.items()}
+        plot_pipeline(drawn, kinds, "The beginning of each run", args.plot, machine, "in")
         options.wrote(args.plot)

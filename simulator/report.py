@@ -7,8 +7,7 @@ Read first: cost_model.py, simulation.py and papers.py, which makes these tables
 
 import os
 import signal
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from functools import partial
 from multiprocessing import active_children, parent_process
 from pathlib import Path
@@ -16,8 +15,7 @@ from threading import Thread
 
 from tqdm import tqdm
 
-from experiments.console import SIGNALS
-from experiments.options import write_json, wrote
+from experiments import console, options
 from experiments.tables import markdown
 from simulator import papers
 
@@ -29,8 +27,7 @@ def add_options(parser):
     """The options of `simulate`."""
     named = ", ".join(f"{name} ({its['claims']})" for name, its in EXPERIMENTS.items())
     names = lambda text: [name.strip() for name in text.split(",")]
-    parser.add_table("simulate", experiments=named, names=names)
-    parser.add_table("json")
+    parser.add_table("simulate", "json", experiments=named, names=names)
     parser.set_defaults(only=[*EXPERIMENTS], processes=os.cpu_count() or 1)
 
 
@@ -50,12 +47,12 @@ def end_with_parent():
 def run_all(count, name, function, jobs):
     """[function(*arguments) for arguments in jobs], by `count` processes, gone when this ends."""
     pool = ProcessPoolExecutor(count, initializer=end_with_parent)
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # for good in processes begun here
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, console.SIGNALS)  # for good in who begins here
     try:
         futures = [pool.submit(function, *arguments) for arguments in jobs]
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
         return [future.result() for future in tqdm(futures, name, leave=False, disable=None)]
-    except BrokenProcessPool:
+    except BrokenExecutor:
         why = "a process was killed, maybe for lack of memory: try fewer --processes"
         raise ChildProcessError(why) from None
     finally:
@@ -84,8 +81,8 @@ def main(args):
             near, nearer = (sum(error <= limit for error in errors) for limit in (0.25, 0.1))
             if errors:
                 print(captions["after"].format(count=len(errors), nearer=nearer, near=near))
-            write_json(args, {"tables": [table.json() for table in tables]})
-            wrote(args.json)
+            options.write_json(args, {"tables": [table.json() for table in tables]})
+            options.wrote(args.json)
     if args.plot:
         from views import pipelines  # after all that is long
 
@@ -93,4 +90,4 @@ def main(args):
         for table in filter(lambda table: table.data, tables):
             file = Path(args.plot).with_stem(f"{Path(args.plot).stem}-{table.claim}")
             plots[table.claim](*table.data, table.title, file)
-            wrote(file)
+            options.wrote(file)

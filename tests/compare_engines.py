@@ -53,9 +53,9 @@ def parse_args(words):
     model cannot be saved for the engines of --against."""
     what = "Serve the same requests, in whole batches, with our engine and others, in turns."
     parser = options.OptionParser(prog="python -m tests.compare_engines", description=what)
-    parser.add("--against", HELP, required=True, metavar="ENGINES", type=opponents)
-    offline.add_load_options(parser)
-    parser.add_table("json")
+    parser.add_argument("--against", help=HELP, required=True, metavar="ENGINES", type=opponents)
+    parser.add_table("offline_load", "json")
+    parser.add_model_options("llama-13b on a GPU with 40 GB or more, else llama-160m")
     parser.set_defaults(policies=OURS)  # what else offline.check reads
     args = parser.parse_args(words)
     offline.check(parser, args)

@@ -26,14 +26,22 @@ def parse_args(words):
     """The options. Exits with a message if these make no sense, or give no full pipeline."""
     what = "Serve a load under request-level and sarathi, and add up where the gain goes."
     parser = options.OptionParser(prog="python -m tests.explain_gain", description=what)
-    offline.add_load_options(parser)
-    parser.add_table("json")
+    parser.add_table("offline_load", "json")
+    parser.add_model_options("llama-13b on a GPU with 40 GB or more, else llama-160m")
     parser.set_defaults(policies=COMPARED)
     args = parser.parse_args(words)
     offline.check(parser, args)
     if args.requests < (least := 2 * args.batch + 1):
         parser.error(f"--requests {args.requests}: must be at least {least}, 2 B + 1")
     return args
+
+
+def products_of(model, rows, logits):
+    """A function that runs the products of an iteration, with the head's, alone."""
+    heads = [model.head] if logits and model.head else []
+    parts = (rows, measure.linear_layers(model)), (logits, heads)
+    runs = [measure.bare_products(model, *its) for its in parts]
+    return lambda: [run() for run in runs]
 
 
 def explain(model, policies, timelines, args):
@@ -44,7 +52,7 @@ def explain(model, policies, timelines, args):
     runner.cache.data.normal_()
     full = {name: steady(timelines[name][1], args.batch, rounds=1) for name in COMPARED}
     pieces = defaultdict(list)  # (part, policy) -> what to run for each iteration
-    pieces["products", "chunk"] = 8 * [measure.bare_products(model, args.chunk, args.batch)]
+    pieces["products", "chunk"] = 8 * [products_of(model, args.chunk, args.batch)]
     for name in COMPARED:
         prompts = {c.request_id: len(c.prompt) for c in timelines[name][0]}
         for iteration in full[name][0]:
@@ -56,7 +64,7 @@ def explain(model, policies, timelines, args):
             drawn = runner.cache.data.new_zeros(logits, model.config.vocab_size)
             params = [SamplingParams()] * logits
             part = "products" if iteration.decode_tokens else "prompts"
-            pieces[part, name].append(measure.bare_products(model, rows, logits))
+            pieces[part, name].append(products_of(model, rows, logits))
             pieces["attention", name].append(measure.attention_alone(runner, spans))
             pieces["flatten", name].append(partial(runner.flatten, spans))
             pieces["sampling", name].append(partial(runner.fetch, drawn, params, [0] * logits))

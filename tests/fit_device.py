@@ -69,9 +69,12 @@ def main(argv=None):
     """The command line, whose words are `argv`."""
     parser = OptionParser(prog="python -m tests.fit_device", description="A device's constants.")
     parser.add_argument("file", help=f"CSV with num_tokens and, in ms, {', '.join(COLUMNS)}")
-    parser.add("--model", "whose layer was measured", "llama-7b")
-    parser.add("--tp", "on one of so many GPUs", 1, type=partial(whole, least=1))
-    parser.add("--simulate", "compare with this device's constants", "a100-80gb", metavar="DEVICE")
+    add = lambda option, what, default, **more: parser.add_argument(
+        option, help=f"{what} (default: {default})", default=default, **more
+    )
+    add("--model", "whose layer was measured", "llama-7b")
+    add("--tp", "on one of so many GPUs", 1, type=partial(whole, least=1))
+    add("--simulate", "compare with this device's constants", "a100-80gb", metavar="DEVICE")
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     config, device = find(GEOMETRIES, "model", args.model), find(DEVICES, "simulate", args.simulate)
     tokens, times = read_products(args.file)

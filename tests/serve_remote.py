@@ -27,15 +27,16 @@ GOES = (*OF_LOAD, "seed", "json", "csv")
 
 
 class LoadOptions(options.OptionParser):
-    """Of the options that are added those of GOES; the others keep their defaults, of a CPU."""
+    """Of the options of tables those of GOES; the others keep their defaults, of a CPU."""
 
-    def add(self, option, help, default=None, shown=None, by_device=None, **more):
-        """Add an option, or set its default."""
-        name, default = option[2:].replace("-", "_"), by_device[0] if by_device else default
-        if name in GOES:
-            super().add(option, help, default, shown, **more)
-        else:
-            self.set_defaults(**{name: default})
+    def add_argument(self, option, *names, **its):
+        """Add an option, or set its default, which those of tables have."""
+        name, default = option.lstrip("-").replace("-", "_"), its.get("default")
+        if isinstance(default, options.ByDevice):
+            its["default"] = default = default.cpu
+        if name in GOES or names or "default" not in its:  # -h has another name
+            return super().add_argument(option, *names, **its)
+        self.set_defaults(**{name: default})
 
 
 def parse_args(words):

@@ -23,12 +23,13 @@ openai, httpx, *_ = [
 
 import uvicorn  # noqa: E402
 
+from pretrained.tokenizers import Writer, load_chat  # noqa: E402, F401
+
 # what a test wants of server/ it imports from here: all of it is skipped where a package is missing
 from server import engine_thread  # noqa: E402, F401
 from server.app import Answer, Api  # noqa: E402, F401
 from server.engine_thread import EngineThread  # noqa: E402
 from server.protocol import ChatRequest  # noqa: E402, F401
-from server.text import Writer, load_chat  # noqa: E402, F401
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:!?-()"[:61]
 letters = Tokenizer(

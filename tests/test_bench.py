@@ -52,10 +52,11 @@ def test_offline_prints_and_writes_everything(tmp_path, capsys, own):
     for heading in (*headings.split("|"), here["device"], report["conclusion"]):
         assert heading in text
     table = report["decode_maximal"]
-    assert list(table) == ["prefill-only", "decode-only", "decode-maximal"]
-    prefill, decode, hybrid = table.values()
-    counts = [(row["prefill_tokens"], row["decodes"]) for row in (prefill, decode, hybrid)]
-    assert counts == [(30, 0), (0, 3), (30, 2)]
+    assert list(table) == ["prompt", "prefill-only", "decode-only", "decode-maximal"]
+    prompt, prefill, decode, hybrid = table.values()
+    counts = [(row["prefill_tokens"], row["decodes"]) for row in table.values()]
+    assert counts == [(80, 0), (30, 0), (0, 3), (30, 2)]
+    assert prompt["prefill_token_ms"] == pytest.approx(prompt["total_ms"] / 80)
     riding = (hybrid["total_ms"] - prefill["total_ms"]) / 2
     assert hybrid["decode_token_ms"] == pytest.approx(riding)
     assert f"|            30 + 2 | {hybrid['products_ms']:8.1f} |" in text
@@ -101,7 +102,7 @@ def test_help_names_the_commands_and_does_not_wait_for_torch():
 
 
 ALIASES = {"": "offline", "--chunk 64": "offline", "serve --simulate this": "serve"}
-NEEDED = {"budget": "--slo-tbt 0.3", "pipeline": "--pp 2"}
+NEEDED = {"budget": "--slo-tbt 0.3", "pipeline": "--pp 2", "batches": "64"}
 WORDS = [*ALIASES.items(), *((f"{name} {NEEDED.get(name, '')}", name) for name in bench.COMMANDS)]
 
 

@@ -8,12 +8,14 @@ import pytest
 
 import bench
 from experiments import claims
+from experiments.batches import PRODUCTS
 from experiments.claims import Table, lookup, measure, not_so, over, points, tables_of, value
 from experiments.paper import CLAIMS
 from experiments.run import Bounded
 
 SIZES = "gpu", "cpu", "quick"
-IDS = "S-F8 S-T2 S-T4 S-F9 S-F11 SS-F7 SS-F10 SS-F11 SS-F12 SS-T4 B-1 B-7"
+IDS = "S-F3 SS-F4 S-F4a SS-F3 S-F4b SS-F5 S-F7 SS-F6 S-F8 S-T2 S-T4 S-F9 S-F10 S-F11 S-F13 "
+IDS += "SS-F7 SS-F9 SS-F10 SS-F11 SS-F12 SS-F14 SS-T4 B-1 B-2 B-7"
 
 
 def table(**lines):
@@ -123,12 +125,22 @@ class Anything(dict):
     """A row of a report in which all numbers are 1, and nothing was busy."""
 
     def __missing__(self, key):
-        return Anything() if key in ("stalls", "longest", "ttft_s", "tbt_s") else 1.0
+        inner = "stalls", "longest", "ttft_s", "tbt_s", "intensity"
+        return Anything() if key in inner else 1.0
+
+    def get(self, key):
+        return self[key]
 
 
 def report_of(words):
     """What a command would report, if all of its numbers were 1."""
     _, args = bench.parse_args([*words, "--device", "cpu"])
+    if args.command == "batches":
+        parts = "total", "attention", "products", "other", *PRODUCTS
+        row = {f"{part}_ms": 1.0 for part in parts} | {"tokens": 1, "tokens_per_ms": 1.0}
+        row |= {"busy": False, "intensity": dict.fromkeys(parts, 1.0)}
+        rows = {name: row for name, _ in args.batches}
+        return {"batches": rows, "machine": {"flops_per_s": 1.0, "bytes_per_s": 1.0}}
     policies = {name: Anything(busy=False) for name in args.policies}
     found = {"decode_speedup": {"total": 1.0}, "promised_gain": 1.0}
     rows = {"prefill-only": {}, "decode-only": {}, "decode-maximal": {}}

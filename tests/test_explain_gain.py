@@ -149,7 +149,7 @@ def known_costs(monkeypatch):
         lambda: runner.wait(attention_s([(s.start, s.length) for s in spans]))
     )
     monkeypatch.setattr(explain_gain, "runner_for", lambda model: make)
-    monkeypatch.setattr(measure, "bare_products", products)
+    monkeypatch.setattr(explain_gain, "products_of", products)
     monkeypatch.setattr(measure, "attention_alone", alone)
     monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(measure.Probe, "take", lambda self, *_: 0.0)

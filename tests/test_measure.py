@@ -122,8 +122,12 @@ def test_bare_products_are_those_of_an_iteration(monkeypatch, model):
     runner = Runner(model, 2, 8)
     batch = runner.flatten([Span([0], 0, [1, 2, 3]), Span([1], 0, [4])])
     expected = shapes_of(lambda: model(batch, runner.cache))
-    assert shapes_of(measure.bare_products(model, 4, 2)) == expected
-    assert len(shapes_of(measure.bare_products(model, 4, 0))) == 4 * model.config.n_layer
+    layers = measure.linear_layers(model)
+    assert shapes_of(measure.bare_products(model, 4, layers)) == expected[:-1]
+    assert shapes_of(measure.bare_products(model, 2, [model.head])) == expected[-1:]
+    assert len(layers) == 4 * model.config.n_layer
+    each = [measure.linear_layers(model, [name]) for name in measure.LINEAR]
+    assert [its for block in zip(*each) for its in block] == layers
 
 
 def test_attention_alone_attends_once_in_every_layer_and_writes_nothing(model):

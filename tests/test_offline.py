@@ -8,7 +8,7 @@ import pytest
 
 import bench
 from engine import Completion, Iteration
-from experiments import measure, offline
+from experiments import measure, offline, workload
 from experiments.run import LoadRun, Run
 from tests.helpers import tiny_model
 
@@ -35,26 +35,25 @@ def test_a_cost_below_the_noise_is_not_a_speedup(monkeypatch):
     batch, over those of 12 rows that all cost what one of a whole prompt does.
     """
     ms = {"prefill-only": (100, 80), "decode-maximal": (110, 81), "decode-only": (30, 20)}
-    ms = {
-        (name, part): x for name, row in ms.items() for part, x in zip(("total", "products"), row)
-    }
-    ms["prompt"] = 140
+    ms = {(name, part): x for name, row in ms.items() for part, x in zip(("total", "ffn_ln1"), row)}
+    ms |= {("prompt", "total"): 200, ("prompt", "ffn_ln1"): 140}
 
     def interleaved(variants, device, repeats, title=None):
-        return {key: measure.Timing(ms.get(key, 1), spread) for key in variants}
+        return {key: measure.Timing(ms.get(key, 0), spread) for key in variants}
 
     spread = 0.1
     monkeypatch.setattr(measure, "interleaved", interleaved)
     machine = {"flops_per_s": 1e12, "bytes_per_s": 1e10}
     rows, speedup, promise = offline.decode_maximal(tiny_model(), machine, options())
     assert promise == pytest.approx((10 * 140 / 20 + 20 * 2 / 3) / (12 * 140 / 20))
-    prefill, decode, hybrid = rows.values()
+    prompt, prefill, decode, hybrid = rows.values()
+    assert prompt["prefill_token_ms"] == 200 / 20 and prompt["decode_token_ms"] is None
     assert speedup["total"] == pytest.approx((30 / 3) / (10 / 2)) and speedup["products"] is None
     assert hybrid["decode_token_ms"] == 5 and decode["decode_token_ms"] == 10
     assert prefill["prefill_token_ms"] == hybrid["prefill_token_ms"] == 100 / 10
     assert prefill["decode_token_ms"] is decode["prefill_token_ms"] is None
     counts = [(row["prefill_tokens"], row["decodes"]) for row in rows.values()]
-    assert counts == [(10, 0), (0, 3), (10, 2)]
+    assert counts == [(20, 0), (10, 0), (0, 3), (10, 2)]
     for row in rows.values():
         parts = row["products_ms"] + row["attention_ms"] + row["other_ms"]
         assert parts == pytest.approx(row["total_ms"]) or row["other_ms"] == 0
@@ -172,8 +171,8 @@ def test_the_load_is_balanced_and_the_same_for_all():
     arrivals = offline.make_load(args)
     assert [(a.time, a.prompt_len) for a in arrivals] == [(0.0, 981)] * 9
     assert [a.output_len for a in arrivals] == [3, 6, 9, 12, 15, 19, 19, 19, 19]
-    tokens = offline.prompts(arrivals, 256, args.seed)
-    assert tokens == offline.prompts(offline.make_load(args), 256, args.seed)
+    tokens = workload.prompts(arrivals, 256, args.seed)
+    assert tokens == workload.prompts(offline.make_load(args), 256, args.seed)
     assert [len(prompt) for prompt in tokens] == [981] * 9
     for ratio, output in ((1e9, 1), (1e-9, 999)):  # at least a token of each
         load = offline.make_load(options(seq_len=1000, pd_ratio=ratio, requests=3))

@@ -30,7 +30,7 @@ TEMPLATE = (ROOT / "policies/template.py").read_text("utf-8")
 PARSERS = {"bench.py": bench.parse_args, "sample.py": sample.parse_args}
 PARSERS |= {"server": server.__main__.parse_args, "tests.serve_remote": serve_remote.parse_args}
 PARSERS |= {"tests.check_policy": check_policy.parse_args}
-NEEDS = {"budget": ["--slo-tbt", "1"]}  # where a sentence only names the command
+NEEDS = {"budget": ["--slo-tbt", "1"], "batches": ["64"]}  # where a sentence only names the command
 
 
 def test_algorithm_3_is_quoted_as_it_stands():

@@ -280,7 +280,7 @@ def test_what_is_made_of_a_base():
 @pytest.mark.parametrize("max_len, context", [(512, 256), (9000, 4096), (2048, 1024), (1, 1)])
 def test_the_base_is_a_decode_of_32_at_half_the_longest_context(max_len, context, monkeypatch):
     timed = lambda runner, cases, **_: [Profiled(*case, 0.064) for case in cases]
-    monkeypatch.setattr(run_module, "runner_for", lambda model: lambda *_: None)
+    monkeypatch.setattr(run_module.options, "runner_for", lambda model: lambda *_: None)
     monkeypatch.setattr(slo, "time_iterations", timed)
     base, _ = run_module.measure_base(MODEL, EngineConfig(chunk=128, max_len=max_len))
     assert base == (0.064, 0.064 / min(128, max_len), 32, context)
