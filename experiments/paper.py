@@ -82,7 +82,9 @@ class Setup:
     def server(self, args, config, make):
         """make(args, config, model), for commands alike the same."""
         key = args.simulate, args.max_len, args.chunk
-        return self.servers.setdefault(key, self.servers.get(key) or make(args, config, self.model))
+        if key not in self.servers:
+            self.servers[key] = make(args, config, self.model)
+        return self.servers[key]
 
 
 def folder_of(device, threads):
