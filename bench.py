@@ -4,23 +4,32 @@
 
 prints SARATHI's Table 2, what each policy makes of one load, and what to conclude; --help names the
 other commands. A command is a module with `add_options(parser)`, `main(args)` and maybe
-`check(parser, args)`. Read first: engine.py. Read next: experiments/offline.py."""
+`check(parser, args)`. Read first: engine.py. Read next: lab/commands/offline.py."""
 
 import sys
 from importlib import import_module
 
-from experiments.console import run
+from cli.console import run
 
 COMMANDS = {  # name -> (its module, what it does)
-    "offline": ("experiments.offline", "what a decode costs, and all policies end to end"),
-    "batches": ("experiments.batches", "what single batches take, whole and by operation"),
-    "serve": ("simulator.machine", "requests arrive while others run: latencies of all policies"),
-    "capacity": ("simulator.machine", "the highest rate at which each policy meets an SLO"),
-    "explore": ("simulator.explore", "a page with sliders: what policies do with a load, and why"),
-    "budget": ("experiments.budget", "the largest token budget that meets an SLO"),
-    "pipeline": ("simulator.pipeline", "what bubbles cost, in stages that are processes here"),
-    "paper": ("experiments.paper", "the papers' claims about one device, measured on this one"),
-    "simulate": ("simulator.report", "the papers' experiments on many GPUs, from a cost model"),
+    "offline": ("lab.commands.offline", "what a decode costs, and all policies end to end"),
+    "batches": ("lab.commands.batches", "what single batches take, whole and by operation"),
+    "serve": (
+        "lab.simulator.machine",
+        "requests arrive while others run: latencies of all policies",
+    ),
+    "capacity": ("lab.simulator.machine", "the highest rate at which each policy meets an SLO"),
+    "explore": (
+        "lab.commands.explore",
+        "a page with sliders: what policies do with a load, and why",
+    ),
+    "budget": ("lab.commands.budget", "the largest token budget that meets an SLO"),
+    "pipeline": ("lab.commands.pipeline", "what bubbles cost, in stages that are processes here"),
+    "paper": ("lab.commands.paper", "the papers' claims about one device, measured on this one"),
+    "simulate": (
+        "lab.commands.simulate",
+        "the papers' experiments on many GPUs, from a cost model",
+    ),
 }
 FIRST = "each has a --help; without one, bench.py --chunk 256 is bench.py offline --chunk 256"
 
@@ -28,7 +37,7 @@ FIRST = "each has a --help; without one, bench.py --chunk 256 is bench.py offlin
 def parse_args(argv):
     """The module of the command and its options. Exits with a message if these make no sense. The
     command is offline if `argv` names none. Modules of other commands are not imported."""
-    from experiments.options import ByDevice, OptionParser
+    from cli.options import ByDevice, OptionParser
 
     if not argv or argv[0].startswith("-") and argv[0] not in ("-h", "--help"):
         argv = ["offline", *argv]

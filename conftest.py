@@ -24,7 +24,7 @@ def model(request):
 def no_collection_before_a_run(monkeypatch):
     """run.serve looks for garbage first: half a second each time, in all that tests have made."""
     its = SimpleNamespace(collect=lambda: 0, freeze=gc.freeze, unfreeze=gc.unfreeze)
-    monkeypatch.setattr("experiments.run.gc", its)
+    monkeypatch.setattr("lab.measure.load_run.gc", its)
 
 
 def pytest_collection_modifyitems(items):

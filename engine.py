@@ -19,13 +19,13 @@ import torch
 from tqdm import tqdm
 
 from attention import check_backend, make_attention
-from checks import check_number, check_whole, shown
-from kernels.packed import pack
+from config import EngineConfig, check_memory
+from errors import check_number, check_whole, shown
 from kv_cache import KVCache, Pages, Span, kv_bytes_per_token
 from model import FlatBatch
-from policies.config import EngineConfig, check_memory
+from packed_linear import pack
 from policies.priority import check_promise
-from policies.slo import auto_budget
+from policies.token_budget import auto_budget
 from sampling import SamplingParams, sample
 from scheduler import Request
 
@@ -169,7 +169,7 @@ class Runner:
 class Engine:
     """Serves requests with one model under one policy.
 
-    Takes an EngineConfig (policies/config.py), or its fields and the policy's options as keywords;
+    Takes an EngineConfig (config.py), or its fields and the policy's options as keywords;
     a tokenizer for prompts given as text, whose stop tokens end every request; a clock, in seconds.
     Raises ValueError: before anything is allocated, but for what only the attention backend (a
     page size) or chunk="auto" (an SLO that nothing meets) can tell."""

@@ -21,7 +21,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from checks import check_one_of, check_positive, check_whole
+from errors import check_one_of, check_positive, check_whole
 from kv_cache import slot_mapping
 
 

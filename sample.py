@@ -5,12 +5,12 @@
 One prompt streams as it is generated, several (`--prompt` more than once) share batches. Without
 `--model` the weights are random and the text is noise."""
 
-from experiments.console import run
+from cli.console import run
 
 
 def parse_args(argv):
     """The options, checked. Exits with a message, like argparse, for one that makes no sense."""
-    from experiments.options import OptionParser
+    from cli.options import OptionParser
 
     parser = OptionParser(prog="sample.py", description="Text in, text out.")
     parser.add_table("sample", "engine")
@@ -21,7 +21,7 @@ def parse_args(argv):
 def main(argv=None):
     """The command line. Prompt i, counted from 0, is continued with the seed --seed + i."""
     args = parse_args(argv)
-    from experiments.options import engine_for, find_texts, load_model
+    from cli.options import engine_for, find_texts, load_model
     from pretrained.tokenizers import TextStream, Writer
     from sampling import SamplingParams
 

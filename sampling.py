@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from checks import SMALLEST, check_number, check_whole, shown
+from errors import SMALLEST, check_number, check_whole, shown
 
 
 @dataclass(frozen=True)

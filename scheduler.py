@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from checks import check_whole
+from errors import check_whole
 
 
 @dataclass(eq=False, slots=True)

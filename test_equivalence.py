@@ -14,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attention
-from attention import SDPA, gather, page_rows, staircase
+from attention import sdpa
+from attention.cpu_matmul import Matmul
+from attention.plan import gather, page_rows, staircase
+from attention.sdpa import SDPA
 from engine import Engine
-from kernels.matmul import Matmul
 from kv_cache import Span, slot_mapping
 from model import GPT, FlatBatch, rope_table
 from policies import POLICIES
@@ -31,7 +33,7 @@ def backend(request, monkeypatch):
     """All of this holds for both backends of a CPU, also the one that is not for float64."""
     if request.param == "matmul":
         monkeypatch.setattr(attention, "BY_MATMUL", (torch.float64, torch.float32, torch.bfloat16))
-        monkeypatch.setattr("kernels.matmul.KEY_BLOCK", 16)
+        monkeypatch.setattr("attention.cpu_matmul.KEY_BLOCK", 16)
 
 
 def tokens_of(model, n, seed=0):
@@ -124,7 +126,7 @@ def test_chunks_in_pages_equal_full_prefill(model, n, page_size, scattered, posi
 def test_chunks_longer_than_a_query_block_equal_full_prefill(model, monkeypatch):
     tokens = tokens_of(model, 300)
     with monkeypatch.context() as patch:
-        patch.setattr(attention, "QUERY_BLOCK", 512)  # the whole prompt is one block
+        patch.setattr(sdpa, "QUERY_BLOCK", 512)  # the whole prompt is one block
         full = prefill(model, tokens)
     for chunk in (1, 127, 128, 129, 200, 256, 300):
         close(prefill(model, tokens, chunk), full)
@@ -271,7 +273,7 @@ def test_pages_that_follow_each_other_are_read_in_place(monkeypatch):
     model, copied = tiny_model(n_kv_head=2), []
     cache = poisoned_cache(model, 8, 4, max_len=32)
     counted = lambda x, rows, size: copied.append(len(rows)) or gather(x, rows, size)
-    monkeypatch.setattr(attention, "gather", counted)
+    monkeypatch.setattr(sdpa, "gather", counted)
     in_pieces = [[5, 1, 6], [1, 0], [3, 5], [3, 4, 6], [4, 3, 5]]
     tables = [(table, 0) for table in ([2, 3, 4], [7], [0], [3, 4, 5, 6])]
     for table, copies in [*tables, *((table, 2 * model.config.n_layer) for table in in_pieces)]:
@@ -313,7 +315,7 @@ def test_decodes_that_share_pages_equal_each_alone(
 ):
     """So many decodes each read the same full pages first, and then their own. NaN lies wherever
     nobody may read, and big numbers behind the tokens of pages that were begun before."""
-    monkeypatch.setattr("kernels.matmul.PAGE_BLOCK", 4)
+    monkeypatch.setattr("attention.cpu_matmul.PAGE_BLOCK", 4)
     model, rng = tiny_model(n_kv_head=n_kv_head), random.Random(1)
     for readers in ((1,) * 9, (2,), (3, 3), (5,), (5, 1, 2, 3, 1, 1), (1,)):
         shared = [rng.randint(0, (longest - 5) // page_size) * (n > 1) for n in readers]

@@ -2,7 +2,7 @@
 
 A rank multiplies with its columns of preproj and its rows of postproj, or of ffn_ln1 and ffn_ln2;
 then all ranks of a stage add up what they have (Shoeybi et al. 2019, §3). The first stage has the
-embeddings, the last the head. Read first: model.py, pretrained/slices.py. Next: engine.py."""
+embeddings, the last the head. Read first: model.py, pretrained/sharding.py. Next: engine.py."""
 
 import time
 from dataclasses import replace
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from model import GPT
-from pretrained.slices import cut, local_config, random_weights
+from pretrained.sharding import cut, local_config, random_weights
 
 
 class Shard(GPT):
@@ -40,7 +40,7 @@ class Shard(GPT):
         return GPT(self.whole, "meta", self.dtype, seed=None)
 
     def cut(self, name):
-        """What pretrained.slices.cut says of a parameter."""
+        """What pretrained.sharding.cut says of a parameter."""
         shape, its = self.get_parameter(name).shape, self.ranks
         return cut(self.whole, its.tp, its.pp, its.rank, name, shape)
 

@@ -2,7 +2,7 @@
 
 import math
 
-from checks import check_positive, check_whole
+from errors import check_positive, check_whole
 from policies.iteration_time import BatchShape, IterationTime
 from scheduler import SarathiServe
 

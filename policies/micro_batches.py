@@ -6,7 +6,7 @@ all take from one line. A micro-batch goes on when its last batch has left the l
 
 A *bubble* is the time that a stage has been idle when a batch reaches it, and is charged to every
 request in that batch (SARATHI §5.3). It is none while a micro-batch has no requests, and until a
-stage has had its first batch after that. Read next: parallel/engine.py, simulator/simulation.py."""
+stage has had its first batch after that. Read next: parallel/stages.py, lab/simulator/simulation.py."""
 
 import math
 from collections import defaultdict

@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_left, insort
 
-from checks import check_one_of, check_positive
+from errors import check_one_of, check_positive
 from policies.dynamic import Dynamic
 from policies.iteration_time import BatchShape
 from scheduler import Batch

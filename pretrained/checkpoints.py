@@ -13,9 +13,9 @@ import torch
 from pydantic import AliasChoices, BaseModel, Field, PositiveFloat, PositiveInt, ValidationError
 from safetensors import SafetensorError, safe_open
 
-from checks import shown
+from errors import shown
 from model import GPTConfig, RopeScaling
-from pretrained.slices import cut, views
+from pretrained.sharding import cut, views
 
 FORMAT = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 FILES, TENSORS = FORMAT["files"], FORMAT["tensors"]

@@ -9,12 +9,12 @@ import signal
 import socket
 from functools import partial
 
-from experiments.console import run
+from cli.console import run
 
 
 def parse_args(argv):
     """The options, checked. Exits with a message, like argparse, for one that makes no sense."""
-    from experiments.options import OptionParser
+    from cli.options import OptionParser
 
     parser = OptionParser(prog="python -m server", description="An OpenAI-compatible server.")
     parser.add_table("server", "engine")
@@ -25,7 +25,7 @@ def parse_args(argv):
 
 def make_engine(args):
     """The engine.Engine of these options."""
-    from experiments.options import engine_for, load_model
+    from cli.options import engine_for, load_model
 
     names = "policy chunk max_batch prefix_caching max_len pages max_waiting attention tbt_slo"
     settings = {name: its for name in names.split() if (its := getattr(args, name)) is not None}
@@ -41,7 +41,7 @@ def main(argv=None):
     args = parse_args(argv)
     import uvicorn
 
-    from experiments.options import find_texts, load_model
+    from cli.options import find_texts, load_model
     from pretrained.tokenizers import load_chat
     from server.app import Api
     from server.engine_thread import EngineThread

@@ -21,7 +21,7 @@ from engine import QueueFull
 from pretrained.tokenizers import TextStream, Writer
 from sampling import SamplingParams
 from server.protocol import ChatRequest, CompletionRequest, Refused
-from views.schedule_page import page
+from views.page import page
 
 SECONDS = [0.005 * 2**n for n in range(15)]  # upper ends of the histograms' buckets, to 82 s
 

@@ -9,7 +9,7 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from views.schedule_page import Recorder
+from views.page import Recorder
 
 RECORDS = 1000  # that are kept, at least, for who looks at the schedule page
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class EngineThread:
             self.thread.submit(self.step)
 
     def look(self, place):
-        """What views/schedule_page.py can draw from there on: {"records", "place": the next one}.
+        """What views/page.py can draw from there on: {"records", "place": the next one}.
         A snapshot, for who comes from a place that is not there."""
         records, first = self.recorder.records, self.forgotten
         known = first <= place <= first + len(records)

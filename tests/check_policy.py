@@ -1,6 +1,6 @@
 """The rules that every policy keeps: `python -m tests.check_policy my_policy.py:Eager`.
 
-Serves loads of simulator/explore.py under a referee, with ample and tight memory, small and large
+Serves loads of lab/commands/explore.py under a referee, with ample and tight memory, small and large
 chunks, and with prefix caching. Read first: policies/template.py, to break rules with a copy of it.
 """
 
@@ -9,14 +9,15 @@ from argparse import Namespace
 from collections import Counter
 from itertools import product
 
-from experiments import console, run
-from experiments.options import OptionParser, policy_names
-from experiments.workload import poisson, sample_lengths
+from cli import console
+from cli.options import OptionParser, policy_names
+from config import EngineConfig
+from lab.commands import explore
+from lab.measure import load_run as run
+from lab.measure.workload import poisson, sample_lengths
+from lab.simulator.machine import SimulatedMachine
+from lab.simulator.simulation import simulate
 from policies import where_it_failed
-from policies.config import EngineConfig
-from simulator import explore
-from simulator.machine import SimulatedMachine
-from simulator.simulation import simulate
 
 REQUESTS, CHUNKS = 60, (128, 1024)
 RULES = (

@@ -19,14 +19,16 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from cli import options
+from cli.console import run
 from engine import Engine
-from experiments import measure, offline, options
-from experiments.console import run
-from experiments.tables import markdown
-from experiments.workload import Arrival, prompts
+from lab.commands import offline
+from lab.measure import timing as measure
+from lab.measure.workload import Arrival, prompts
 from pretrained import checkpoints
 from pretrained.presets import PRESETS
 from sampling import SamplingParams
+from views.tables import markdown
 
 ENGINES = {"transformers": "transformers", "openvino": "openvino_genai"}  # name: what it needs
 FIND = "import sys, importlib.util as its; sys.exit(not its.find_spec(sys.argv[1]))"

@@ -2,7 +2,7 @@
 
 SARATHI's decodes ride with chunks at what a row of a whole prompt costs, and need no pass over the
 weights of their own (§4.4). What becomes of that: the batches of request-level and sarathi are run
-again, products, attention and the whole apart, and added up. Read first: experiments/offline.py.
+again, products, attention and the whole apart, and added up. Read first: lab/commands/offline.py.
 """
 
 import sys
@@ -11,13 +11,15 @@ from collections import Counter, defaultdict
 from functools import partial
 from itertools import pairwise
 
-from experiments import measure, offline, options
-from experiments.console import run
-from experiments.metrics import steady
-from experiments.options import runner_for
-from experiments.tables import markdown
+from cli import options
+from cli.console import run
+from cli.options import runner_for
 from kv_cache import Span
+from lab.commands import offline
+from lab.measure import timing as measure
+from lab.measure.metrics import steady
 from sampling import SamplingParams
+from views.tables import markdown
 
 COMPARED = "request-level", "sarathi"
 

@@ -1,7 +1,7 @@
 """A device's constants from times of its matrix products: `python -m tests.fit_device times.csv`.
 
 Prints the constants that fit best, and the errors that are left, with and without tiles. The A100's
-in simulator/devices.toml come of it. Read first: simulator/cost_model.py.
+in simulator/devices.toml come of it. Read first: lab/simulator/cost_model.py.
 """
 
 import math
@@ -12,12 +12,12 @@ from itertools import product
 
 import numpy as np
 
-from experiments.console import run
-from experiments.options import OptionParser, whole
-from experiments.tables import markdown
-from experiments.workload import TOKENS, read_columns
-from simulator.cost_model import BYTES, matrices, product_seconds
-from simulator.devices import DEVICES, GEOMETRIES, find
+from cli.console import run
+from cli.options import OptionParser, whole
+from lab.measure.workload import TOKENS, read_columns
+from lab.simulator.cost_model import BYTES, matrices, product_seconds
+from lab.simulator.devices import DEVICES, GEOMETRIES, find
+from views.tables import markdown
 
 # columns of Vidur's profiles, in the order of cost_model.matrices
 COLUMNS = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj")

@@ -3,12 +3,12 @@
 import shutil
 from contextlib import contextmanager
 
-from experiments.options import write_text
-from experiments.workload import poisson, sample_lengths
-from policies.config import EngineConfig
-from simulator.cost_model import CostModel
-from simulator.simulation import simulate
-from views.schedule_page import Recorder, page
+from cli.options import write_text
+from config import EngineConfig
+from lab.measure.workload import poisson, sample_lengths
+from lab.simulator.cost_model import CostModel
+from lab.simulator.simulation import simulate
+from views.page import Recorder, page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SLO_S = 0.05

@@ -25,12 +25,12 @@ from types import SimpleNamespace
 import torch
 
 import bench
-import parallel.engine
-from experiments import console, options
+import parallel.stages
+from cli import console, options
 from model import GPT, GPTConfig
-from parallel.engine import Stage
 from parallel.ranks import Ranks
 from parallel.shard import Shard
+from parallel.stages import Stage
 from sampling import SamplingParams
 from tests.helpers import check_integrity, tiny_model
 from tests.test_interrupt import FILES, NEVER, Interrupt
@@ -190,7 +190,7 @@ def batches(job):
 def interrupted(job):
     """Serve while KeyboardInterrupt is raised again and again, anywhere in what rank 0 decides or
     waits for, but not while all ranks are given an order. How many there were, of the last seed."""
-    FILES.add(str(Path(parallel.engine.__file__)))
+    FILES.add(str(Path(parallel.stages.__file__)))
     model = model_of(job)
     params = [replace(its, logprobs=True) for its in PARAMS]
     expected = engine_of(model, job, job["engine"]).generate(PROMPTS, params, progress=False)

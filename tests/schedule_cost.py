@@ -6,11 +6,11 @@
 import statistics
 import timeit
 
-from experiments.console import run
-from experiments.tables import markdown
+from cli.console import run
 from kv_cache import Pages
 from policies import POLICIES, make_scheduler
 from scheduler import Request
+from views.tables import markdown
 
 
 def schedule_us(running=128, waiting=1000):

@@ -2,7 +2,7 @@
 
     python -m tests.serve_remote --url http://127.0.0.1:8000/v1 --qps 1.5 --slo 0.3
 
-Seen is what a client sees: when each event came. Read first: experiments/serving.py.
+Seen is what a client sees: when each event came. Read first: lab/commands/serving.py.
 """
 
 import json
@@ -16,10 +16,12 @@ from queue import SimpleQueue
 from threading import Thread
 from urllib.request import Request, urlopen
 
+from cli import options
+from cli.console import run
 from engine import Completion
-from experiments import options, serving, workload
-from experiments.console import run
-from experiments.run import Run
+from lab.commands import serving
+from lab.measure import workload
+from lab.measure.load_run import Run
 from policies.priority import PRIORITIES
 
 OF_LOAD = "requests lengths trace trace_scale shared_prefix long_prompt classes max_len".split()

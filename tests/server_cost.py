@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 
-from experiments.console import run
+from cli.console import run
 from sampling import SamplingParams
 from server.__main__ import make_engine, parse_args
 

@@ -8,10 +8,10 @@ import torch
 
 import bench
 from engine import Runner
-from experiments import batches as module
-from experiments import measure
-from experiments.batches import intensities, series, spans, timed
-from experiments.paper import CLAIMS
+from lab.commands import batches as module
+from lab.commands.batches import intensities, series, spans, timed
+from lab.commands.paper import CLAIMS
+from lab.measure import timing as measure
 from model import GPT, GPTConfig
 from tests.helpers import tiny_model
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import bench
-from experiments import measure, options
+from cli import options
+from lab.measure import timing as measure
 from policies import POLICIES
 
 HERE = Path(__file__).parent.parent

@@ -5,8 +5,8 @@ import json
 import pytest
 
 import bench
-from experiments import measure
-from policies import slo
+from lab.measure import timing as measure
+from policies import token_budget as slo
 
 MACHINE = dict(device="-", threads=1, torch="-", model="-", parameters=1, dtype="-", compiled=0)
 TINY = "--model llama-tiny --device cpu --dtype float32".split()

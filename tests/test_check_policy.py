@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 import bench
-from experiments import run
-from experiments.console import explain
-from experiments.workload import Arrival, prompts
+from cli.console import explain
+from config import EngineConfig
+from lab.commands import explore
+from lab.measure import load_run as run
+from lab.measure.workload import Arrival, prompts
+from lab.simulator.cost_model import CostModel
+from lab.simulator.simulation import simulate
 from policies import POLICIES
-from policies.config import EngineConfig
-from simulator import explore
-from simulator.cost_model import CostModel
-from simulator.simulation import simulate
 from tests.check_policy import main, referees
 from tests.helpers import tiny_model
 

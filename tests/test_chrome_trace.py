@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from experiments.metrics import find_stalls
+from lab.measure.metrics import find_stalls
 from tests.pages import LOADS, a_load, opened_runs, simulated
 from tests.test_metrics import a_completion, an_iteration, decode, prefill, three_requests
-from views.schedule_page import Recorder
+from views.page import Recorder
 
 
 def recorded(completions, iterations):

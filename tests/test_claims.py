@@ -7,11 +7,11 @@ from collections import defaultdict
 import pytest
 
 import bench
-from experiments import claims
-from experiments.batches import PRODUCTS
-from experiments.claims import Table, lookup, measure, not_so, over, points, tables_of, value
-from experiments.paper import CLAIMS
-from experiments.run import Bounded
+from lab.commands.batches import PRODUCTS
+from lab.commands.paper import CLAIMS
+from lab.measure.load_run import Bounded
+from lab.papers import claims
+from lab.papers.claims import Table, lookup, measure, not_so, over, points, tables_of, value
 
 SIZES = "gpu", "cpu", "quick"
 IDS = "S-F3 SS-F4 S-F4a SS-F3 S-F4b SS-F5 S-F7 SS-F6 S-F8 S-T2 S-T4 S-F9 S-F10 S-F11 S-F13 "

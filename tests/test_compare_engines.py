@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from engine import Engine
-from experiments import measure
-from experiments.workload import Arrival, prompts
+from lab.measure import timing as measure
+from lab.measure.workload import Arrival, prompts
 from model import GPT
 from pretrained.presets import PRESETS
 from tests import compare_engines

@@ -10,13 +10,22 @@ import pytest
 import torch
 
 from kv_cache import kv_bytes_per_token
+from lab.papers import simulated as papers
+from lab.papers.simulated import A6000_13B
+from lab.simulator.cost_model import CostModel, FittedCost, matrices, product_seconds
+from lab.simulator.devices import (
+    A100,
+    DEVICES,
+    GEOMETRIES,
+    LINKS,
+    PARALLEL_BLOCKS,
+    Device,
+    Link,
+    find,
+)
 from model import GPT, GPTConfig
 from policies.iteration_time import BatchShape, IterationTime
 from pretrained.presets import PRESETS
-from simulator import papers
-from simulator.cost_model import CostModel, FittedCost, matrices, product_seconds
-from simulator.devices import A100, DEVICES, GEOMETRIES, LINKS, PARALLEL_BLOCKS, Device, Link, find
-from simulator.papers import A6000_13B
 
 # Rates without limit leave one cost: arithmetic at 1 Mflop/s, bytes at 1 MB/s, a second a kernel
 MATH = Device("math", 1e6, inf, 1e6, inf, 1e6, tile=4, op_s=0.0)

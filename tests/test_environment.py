@@ -13,9 +13,9 @@ import torch
 
 import bench
 import sample
-from experiments import console, options
+from cli import console, options
+from config import check_memory, free_bytes
 from policies import find_policy, make_scheduler
-from policies.config import check_memory, free_bytes
 from tests.test_bench import HERE
 
 TINY = "--model llama-tiny --device cpu --dtype float32"
@@ -91,7 +91,7 @@ def test_what_is_written_is_whole_or_not_there(tmp_path, monkeypatch):
     link.symlink_to(file)
     options.write_text(link, "one")
     assert file.read_text() == "one" and link.is_symlink()
-    code = "from experiments.options import write_text; write_text('/dev/stdout', 'a'); print('b')"
+    code = "from cli.options import write_text; write_text('/dev/stdout', 'a'); print('b')"
     shell(f'$python -c "{code}" > {file}.out')
     assert "b" in (tmp_path / "file.out").read_text()  # still the file that is written to
     os.unlink(f"{file}.out")
@@ -125,7 +125,7 @@ def test_memory_is_asked_for_before_it_is_taken(monkeypatch):
         ):
             options.load_model(args, "seq_len")
     container = {"memory.max": "1000000", "memory.stat": "anon 400000\nfile 300000"}
-    monkeypatch.setattr("policies.config.Path.read_text", lambda path: container[path.name])
+    monkeypatch.setattr("config.Path.read_text", lambda path: container[path.name])
     assert free_bytes(cpu) == 600000
     with pytest.raises(ValueError, match="llama-7b and .*with-prompt 101: takes 13.5 GB, 0.0 GB"):
         sample.main("--preset llama-7b --device cpu --dtype bfloat16 --prompt x".split())
@@ -197,7 +197,7 @@ def test_an_odd_environment(command, status, message):
 
 PROGRAM = """
 import signal, sys, time
-from experiments.console import run
+from cli.console import run
 
 def main():
     print("ready")
@@ -240,6 +240,6 @@ def test_a_signal_ends_it_without_a_traceback(does, signals, status, printed, tm
 
 
 def test_a_program_under_nohup_outlives_a_hangup():
-    code = "import os, signal; from experiments.console import run\n"
+    code = "import os, signal; from cli.console import run\n"
     code += "run(lambda: (os.kill(os.getpid(), signal.SIGHUP), print('alive')))"
     assert shell(f'trap "" HUP; $python -c "{code}"') == (0, "alive\n", "")

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from engine import Completion, Iteration
-from experiments import measure, offline
-from experiments.metrics import steady
 from kv_cache import Pages
+from lab.commands import offline
+from lab.measure import timing as measure
+from lab.measure.metrics import steady
 from policies import POLICIES, make_scheduler
 from scheduler import Request
 from tests import explain_gain

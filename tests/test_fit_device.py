@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from lab.simulator.cost_model import matrices, product_seconds
+from lab.simulator.devices import A100
 from pretrained.presets import PRESETS
-from simulator.cost_model import matrices, product_seconds
-from simulator.devices import A100
 from tests.fit_device import COLUMNS, fit_products, main, product_errors, read_products
 from tests.test_cost_model import MATH, SMALL
 

@@ -9,35 +9,38 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PLAN = "checks kv_cache scheduler policies"
-CORE = f"{PLAN} attention kernels model sampling engine torch"
+PLAN = "errors kv_cache scheduler policies config"
+CORE = f"{PLAN} attention model sampling packed_linear engine torch"
+LAB = f"{CORE} pretrained parallel cli views lab"
 MAY_IMPORT = {  # a folder stands for all of its modules; `a.b` is that module alone
-    "checks": "",
-    "kv_cache": "checks",
-    "attention": "checks kv_cache torch",
-    "kernels": "checks kv_cache attention kernels torch",
-    "model": "checks kv_cache attention torch",
-    "sampling": "checks torch",
-    "scheduler": "checks kv_cache",
+    "errors": "",
+    "kv_cache": "errors",
+    "attention": "errors kv_cache attention torch",
+    "packed_linear": "torch",
+    "model": "errors kv_cache attention torch",
+    "sampling": "errors torch",
+    "scheduler": "errors kv_cache",
     "policies": PLAN,
+    "config": PLAN,
     "engine": CORE,
-    "pretrained": "checks kv_cache attention model pretrained torch",
+    "pretrained": "errors kv_cache attention model pretrained torch",
     "parallel": f"{CORE} pretrained parallel",
-    "views": "engine experiments.metrics views",
-    "experiments": f"{CORE} pretrained parallel views experiments",
-    "simulator": f"{CORE} pretrained parallel views experiments simulator",
-    "bench": f"{CORE} pretrained parallel views experiments simulator",
-    "sample": f"{CORE} pretrained parallel views experiments",
-    "server": f"{CORE} pretrained parallel views experiments server",
+    "cli": f"{CORE} pretrained parallel lab.measure.timing cli",
+    "views": "engine lab.measure.metrics views",
+    "lab": LAB,
+    "bench": LAB,
+    "sample": f"{CORE} pretrained parallel cli",
+    "server": f"{CORE} pretrained parallel cli views server",
 }
 LAZILY = {  # in functions
     "kv_cache": "torch",
-    "policies.config": "torch",
-    "attention": "kernels",
+    "config": "torch",
     "model": "pretrained",
-    "experiments.paper": "bench",  # it runs the other commands
+    "lab.commands.paper": "bench",  # it runs the other commands
 }
-PATHS = [path.relative_to(ROOT) for glob in ("*.py", "*/*.py") for path in ROOT.glob(glob)]
+PATHS = [
+    path.relative_to(ROOT) for glob in ("*.py", "*/*.py", "*/*/*.py") for path in ROOT.glob(glob)
+]
 MODULES = {  # dotted name -> source, of all but the tests
     ".".join(path.with_suffix("").parts).removesuffix(".__init__"): (ROOT / path).read_text("utf-8")
     for path in PATHS
@@ -85,19 +88,19 @@ def test_imports_point_down():
 @pytest.mark.parametrize(
     "module, source, wrong",
     [
-        ("scheduler", "from policies.slo import SLOS", "policies.slo"),
+        ("scheduler", "from policies.token_budget import SLOS", "policies.token_budget"),
         ("scheduler", "import modelling, model", "model"),
         ("scheduler", "def f():\n    import engine", "engine"),  # a lazy one counts too
         ("policies.own", "class A:\n    def f(self):\n        import torch", "torch"),
         ("policies.own", "from .slo import SLOS", ".slo"),  # imports are absolute
-        ("policies.config", "import torch.nn", "torch.nn"),  # only inside of a function
-        ("model", "def f():\n    from experiments import measure", "experiments.measure"),
+        ("config", "import torch.nn", "torch.nn"),  # only inside of a function
+        ("model", "def f():\n    from lab.measure import timing", "lab.measure.timing"),
         ("model", "import pretrained.presets as p", "pretrained.presets"),
-        ("views.own", "from experiments import metrics, tables", "experiments.tables"),
-        ("experiments.own", "if True:\n    import simulator.machine", "simulator.machine"),
-        ("sample", "from simulator import devices", "simulator.devices"),
+        ("views.own", "from cli import options", "cli.options"),
+        ("cli.own", "if True:\n    import lab.simulator.machine", "lab.simulator.machine"),
+        ("sample", "from lab.simulator import devices", "lab.simulator.devices"),
         ("engine", "from parallel.shard import Shard", "parallel.shard"),
-        ("parallel.own", "from experiments import options", "experiments.options"),
+        ("parallel.own", "from cli import options", "cli.options"),
         ("engine", "from tests.helpers import alone", "tests.helpers"),
     ],
 )
@@ -112,7 +115,7 @@ def test_a_cycle_is_seen():
 
 
 def test_planning_needs_no_torch():
-    modules = "scheduler, policies, policies.config, policies.slo"
+    modules = "scheduler, policies, config, policies.token_budget"
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (run.stdout, run.stderr) == ("False\n", "")

@@ -12,12 +12,12 @@ from collections import defaultdict
 import pytest
 
 import bench
-from experiments import measure
-from experiments.workload import poisson, sample_lengths
-from policies.slo import Profiled
-from simulator import machine
-from simulator.cost_model import CostModel
-from simulator.devices import A100, GEOMETRIES, LINKS
+from lab.measure import timing as measure
+from lab.measure.workload import poisson, sample_lengths
+from lab.simulator import machine
+from lab.simulator.cost_model import CostModel
+from lab.simulator.devices import A100, GEOMETRIES, LINKS
+from policies.token_budget import Profiled
 from tests.test_report import A100S, printed_tables
 
 YI = f"{A100S} --model yi-34b --tp 2".split()

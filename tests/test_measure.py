@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from engine import Runner
-from experiments import measure
 from kv_cache import Span
+from lab.measure import timing as measure
 from model import GPTConfig
 from tests.helpers import tiny_model
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from engine import Completion, Iteration
-from experiments.metrics import (
+from lab.measure.metrics import (
     find_stalls,
     missed,
     percentiles,

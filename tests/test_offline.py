@@ -8,8 +8,10 @@ import pytest
 
 import bench
 from engine import Completion, Iteration
-from experiments import measure, offline, workload
-from experiments.run import LoadRun, Run
+from lab.commands import offline
+from lab.measure import timing as measure
+from lab.measure import workload
+from lab.measure.load_run import LoadRun, Run
 from tests.helpers import tiny_model
 
 CALM = {"busy": False}

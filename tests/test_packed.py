@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn as nn
 
+import packed_linear as packed
 from engine import Engine
-from kernels import packed
 from kv_cache import Span
 from model import GPT
 from sampling import SamplingParams

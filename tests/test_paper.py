@@ -12,9 +12,11 @@ import pytest
 import torch
 
 import bench
-from experiments import measure, options, paper, serving
-from experiments.claims import Finding, Table
-from experiments.run import Bounded
+from cli import options
+from lab.commands import paper, serving
+from lab.measure import timing as measure
+from lab.measure.load_run import Bounded
+from lab.papers.claims import Finding, Table
 from tests.test_report import printed_tables
 
 ROOT = Path(__file__).parents[1]

@@ -5,12 +5,10 @@ import statistics
 
 import pytest
 
-from experiments.run import Bounded
-from experiments.workload import zipf_lengths
-from policies.slo import SLOS
-from simulator import papers
-from simulator.machine import base_of
-from simulator.papers import (
+from lab.measure.load_run import Bounded
+from lab.measure.workload import zipf_lengths
+from lab.papers import simulated as papers
+from lab.papers.simulated import (
     A6000_13B,
     PIPELINE,
     TP_ONLY,
@@ -21,6 +19,8 @@ from simulator.papers import (
     system,
     throughput,
 )
+from lab.simulator.machine import base_of
+from policies.token_budget import SLOS
 
 
 def test_sarathi_has_shorter_bubbles_than_orca_of_every_kind():

@@ -9,12 +9,12 @@ import torch
 import transformers
 from safetensors import safe_open
 
+from config import EngineConfig
+from lab.simulator.simulation import simulate
 from model import GPTConfig
 from parallel.shard import Shard, local_config
 from policies import POLICIES
-from policies.config import EngineConfig
 from pretrained import checkpoints
-from simulator.simulation import simulate
 from tests import rank_program
 from tests.helpers import GROWING, tiny_model
 from tests.rank_program import ABORTED, STOPPED

@@ -6,7 +6,7 @@ from collections import defaultdict
 import pytest
 
 import bench
-from simulator import pipeline
+from lab.commands import pipeline
 from tests.test_views import is_png
 
 WORDS = "pipeline --pp 2 --model llama-tiny --dtype float32 --threads 1 --max-len 64 --chunk 16 "

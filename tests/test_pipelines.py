@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 from matplotlib.colors import to_hex
 
-from policies.config import EngineConfig
+from config import EngineConfig
+from lab.simulator.cost_model import CostModel
+from lab.simulator.devices import DEVICES, GEOMETRIES
+from lab.simulator.simulation import bubble_kinds, simulate
 from policies.micro_batches import StageRun
-from simulator.cost_model import CostModel
-from simulator.devices import DEVICES, GEOMETRIES
-from simulator.simulation import bubble_kinds, simulate
 from tests.test_metrics import decode, prefill
 from tests.test_simulation import at_once
 from tests.test_views import is_png, near, points, texts

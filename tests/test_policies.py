@@ -4,9 +4,9 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
+from config import EngineConfig
 from kv_cache import Pages
 from policies import POLICIES, find_policy, make_scheduler, policy_options, where_it_failed
-from policies.config import EngineConfig
 from scheduler import Request, SarathiServe
 from tests.helpers import IN_ORDER, RESERVING
 

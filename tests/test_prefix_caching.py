@@ -10,11 +10,11 @@ from random import Random
 import pytest
 import torch
 
+from config import EngineConfig
 from engine import Engine
 from kv_cache import Pages, Span
 from model import GPT
 from policies import POLICIES, make_scheduler
-from policies.config import EngineConfig
 from sampling import SamplingParams, sample
 from scheduler import Request, Scheduler
 from tests.check_policy import Referee

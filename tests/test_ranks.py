@@ -17,8 +17,8 @@ import torch
 import transformers
 
 import sample
-from parallel.engine import Stage
-from policies.config import EngineConfig
+from config import EngineConfig
+from parallel.stages import Stage
 from tests.helpers import tiny_model
 from tests.test_checkpoints import llama_like
 from tests.worlds import ENVIRON, ROOT

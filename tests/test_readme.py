@@ -20,7 +20,7 @@ from tests.test_scheduler import simulate
 
 ROOT = Path(__file__).parents[1]
 # commands in each
-LEAST = {"": 5, "experiments/": 5, "simulator/": 2, "results/": 9, "server/": 2, "parallel/": 5}
+LEAST = {"": 5, "lab/": 5, "lab/simulator/": 2, "results/": 9, "server/": 2, "parallel/": 5}
 TEXTS = {room: (ROOT / f"{room}README.md").read_text("utf-8") for room in LEAST}
 MAIN = TEXTS[""]
 ALGORITHM_3, *CODE = re.findall(r"```python\n(.*?)```", MAIN, flags=re.DOTALL)
@@ -110,18 +110,17 @@ def test_what_the_template_wins_and_pays_is_what_its_command_prints(capsys):
         assert its == [printed[name, head] for head in heads[1:]]
 
 
-def test_files_are_named_counted_and_linked():
-    rooms = {f"{path.parent.name}/" for path in ROOT.glob("[!.]*/README.md")}
-    assert rooms | {""} == set(LEAST)
-    lines = {path.name: len(path.read_text("utf-8").splitlines()) for path in ROOT.glob("*.py")}
-    counts = {name: int(n) for name, n in re.findall(r"(?m)^\| `(\w+\.py)` \| (\d+) \|", MAIN)}
-    assert counts == {name: lines[name] for name in counts} and "scheduler.py" in counts
-    its = re.findall(r"(?m)^\| \[?`([\w./]+\.py)`\S* \| (\d+) \|", TEXTS["parallel/"])
-    paths = [ROOT / "parallel" / name for name, _ in its]
-    assert [len(p.read_text("utf-8").splitlines()) for p in paths] == [int(n) for _, n in its] != []
-    folders = [f"`{path.parent.name}/`" for path in ROOT.glob("*/__init__.py")]
-    named = [*folders, *lines.keys() - {"conftest.py"}]
-    assert len(counts) >= 7 and [name for name in named if name not in MAIN] == []
+def test_every_file_at_the_top_and_every_room_is_named():
+    top = {path.name for path in ROOT.glob("*.py")} - {"conftest.py"}
+    rooms = {f"{path.parent.name}/" for path in ROOT.glob("*/__init__.py")}
+    assert len(top) >= 9 and len(rooms) >= 9
+    assert [name for name in sorted(top | rooms) if f"`{name}`" not in MAIN and f"{name} " not in MAIN] == []
+
+
+def test_every_link_leads_to_a_file():
+    assert {path.parent.relative_to(ROOT) for path in ROOT.glob("[!.]*/**/README.md")} == {
+        Path(room) for room in LEAST if room
+    }
     for room, text in TEXTS.items():
         for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
-            assert (ROOT / room / link).exists(), link
+            assert (ROOT / room / link).exists(), f"{room}README.md links to {link}"

@@ -9,7 +9,7 @@ from sampling import SamplingParams
 from scheduler import Request
 from tests.helpers import tiny_model
 from tests.pages import Truth, in_turn
-from views.schedule_page import Recorder, why_head_waits
+from views.page import Recorder, why_head_waits
 
 
 def decided(policy, requests, pages=16, page_size=16, max_batch=4, **options):

@@ -14,9 +14,9 @@ from operator import getitem
 import pytest
 
 import bench
-from simulator import report
-from simulator.cost_model import matrices, product_seconds
-from simulator.devices import A100, GEOMETRIES
+from lab.commands import simulate as report
+from lab.simulator.cost_model import matrices, product_seconds
+from lab.simulator.devices import A100, GEOMETRIES
 from tests import fit_device
 from tests.fit_device import COLUMNS
 

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from config import EngineConfig
 from engine import Completion, Engine
-from experiments import measure
-from experiments import run as run_module
-from experiments.run import (
+from lab.measure import load_run as run_module
+from lab.measure import timing as measure
+from lab.measure.load_run import (
     Base,
     Bounded,
     EngineServer,
@@ -28,10 +29,10 @@ from experiments.run import (
     slo_seconds,
     summarize,
 )
-from experiments.workload import Arrival, chats, prompts
-from policies import POLICIES, slo
-from policies.config import EngineConfig
-from policies.slo import Profiled, hybrid_spans
+from lab.measure.workload import Arrival, chats, prompts
+from policies import POLICIES
+from policies import token_budget as slo
+from policies.token_budget import Profiled, hybrid_spans
 from sampling import SamplingParams
 from tests.helpers import alone, tiny_model
 

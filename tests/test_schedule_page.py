@@ -12,14 +12,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from bench import main
+from cli.options import write_text
 from engine import Engine
-from experiments.metrics import percentiles, summarize_run
-from experiments.options import write_text
-from experiments.workload import Arrival
+from lab.measure.metrics import percentiles, summarize_run
+from lab.measure.workload import Arrival
 from sampling import SamplingParams
 from tests.helpers import tiny_model
 from tests.pages import CHROMIUM, LOADS, SLO_S, a_load, in_turn, opened, opened_runs, simulated
-from views.schedule_page import Recorder, page
+from views.page import Recorder, page
 
 
 @pytest.mark.parametrize("policy", LOADS)

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments.console import explain
-from experiments.run import summarize
-from experiments.workload import Arrival
+from cli.console import explain
+from lab.measure.load_run import summarize
+from lab.measure.workload import Arrival
 from tests import serve_remote
 from tests.serve_remote import RemoteMachine
 from tests.test_bench import HERE

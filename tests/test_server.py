@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import Engine, Event
-from experiments.metrics import request_rows
-from experiments.run import summarize
-from experiments.workload import Arrival
+from lab.measure.load_run import summarize
+from lab.measure.metrics import request_rows
+from lab.measure.workload import Arrival
 from pretrained.tokenizers import byte_tokenizer, load_tokenizer
 from sampling import SamplingParams
 from server.__main__ import make_engine, parse_args

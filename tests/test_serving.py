@@ -6,11 +6,14 @@ import json
 import pytest
 
 import bench
-from experiments import measure, metrics, run, serving
-from experiments.measure import TOO_BUSY
-from experiments.run import Base
-from experiments.serving import RealMachine, conclude, make_workload, print_capacities
-from experiments.workload import Arrival, poisson, sample_lengths
+from lab.commands import serving
+from lab.commands.serving import RealMachine, conclude, make_workload, print_capacities
+from lab.measure import load_run as run
+from lab.measure import metrics
+from lab.measure import timing as measure
+from lab.measure.load_run import Base
+from lab.measure.timing import TOO_BUSY
+from lab.measure.workload import Arrival, poisson, sample_lengths
 from scheduler import Request
 from tests.helpers import VirtualRun
 from views import timelines

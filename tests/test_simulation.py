@@ -12,14 +12,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from config import EngineConfig
 from engine import Engine
-from experiments.run import LoadRun, serve
-from experiments.workload import Arrival, chats, prompts
+from lab.measure.load_run import LoadRun, serve
+from lab.measure.workload import Arrival, chats, prompts
+from lab.simulator.cost_model import CostModel
+from lab.simulator.devices import DEVICES, GEOMETRIES
+from lab.simulator.simulation import Simulation, bubble_kinds, simulate
 from policies import POLICIES
-from policies.config import EngineConfig
-from simulator.cost_model import CostModel
-from simulator.devices import DEVICES, GEOMETRIES
-from simulator.simulation import Simulation, bubble_kinds, simulate
 from tests.helpers import GROWING, check_integrity, tiny_model
 
 MODEL = tiny_model()

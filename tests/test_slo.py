@@ -8,8 +8,8 @@ import warnings
 import pytest
 
 from engine import Engine, Runner
-from policies import slo
-from policies.slo import Profiled, choose_budget, hybrid_spans
+from policies import token_budget as slo
+from policies.token_budget import Profiled, choose_budget, hybrid_spans
 from sampling import SamplingParams
 from tests.helpers import alone, poisoned_cache, tiny_model
 

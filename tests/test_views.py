@@ -4,7 +4,7 @@ import pytest
 from matplotlib.colors import LogNorm, to_hex
 from matplotlib.figure import Figure
 
-from experiments.run import Bounded
+from lab.measure.load_run import Bounded
 from policies import POLICIES
 from tests.test_metrics import a_completion, an_iteration, decode, prefill
 from views import style

@@ -8,8 +8,8 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from experiments import workload
-from experiments.workload import (
+from lab.measure import workload
+from lab.measure.workload import (
     LENGTHS,
     Arrival,
     make_lengths,

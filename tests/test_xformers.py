@@ -11,10 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attention
-from attention import SDPA
+from attention import SDPA, xformers
+from attention.xformers import XFormers
 from engine import Engine
-from kernels import xformers
-from kernels.xformers import XFormers
 from kv_cache import slot_mapping
 from model import FlatBatch
 from policies import POLICIES

@@ -1,4 +1,4 @@
-"""Draw the tables of a claim, lines side by side. Read first: style.py, experiments/claims.py."""
+"""Draw the tables of a claim, lines side by side. Read first: style.py, lab/papers/claims.py."""
 
 from itertools import cycle
 

@@ -1,5 +1,5 @@
 """Draw what the simulator saw: batches in a pipeline, and the bubbles between them. Read first:
-style.py, simulator/simulation.py. Read next: schedule_page.py."""
+style.py, lab/simulator/simulation.py. Read next: schedule_page.py."""
 
 from statistics import median
 from string import ascii_uppercase

@@ -12,7 +12,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import LogNorm
 from matplotlib.patches import Patch
 
-from experiments.metrics import MAX_DELAY_S, percentiles
+from lab.measure.metrics import MAX_DELAY_S, percentiles
 from views import style
 from views.style import DECODE, GAPS, HYBRID, PREFILL
 

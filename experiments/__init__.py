@@ -1,1 +1,0 @@
-"""What is measured: how to time, workloads, runs, capacities, budgets, and their tables."""

@@ -1,1 +1,0 @@
-"""What makes the forward pass fast on one kind of machine. Nothing in here changes a result."""

@@ -1,1 +1,0 @@
-"""The policies on machines that are not here: devices, a cost model, a virtual clock."""
