@@ -1,34 +1,75 @@
-"""Where numbers become text: the cells of a table, and tables in Markdown.
+"""Tables in Markdown, and the text of their cells.
 
-What the tables of the bench show, and the words around them, are in tables.toml. Read next:
-options.py, what the command lines share."""
+A command says beside its print what its table shows:
+
+    COLUMNS = [Column("tokens/s", lambda run: run.tokens_per_s, ",.0f"), ...]
+    print(format_table("policy", COLUMNS, {"vllm": run}))
+
+Read next: timelines.py, which draws."""
 
 import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
+Row = TypeVar("Row")
 TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 
-def show(value, spec=""):
-    """The text of a cell: None is "-", a string itself, and a number has the format `spec`; an "x"
-    at its end is printed, as in "1.33x"."""
-    if value is None or isinstance(value, str):
-        return "-" if value is None else value
-    return format(value, spec.removesuffix("x")) + "x" * spec.endswith("x")
+@dataclass(frozen=True)
+class Column(Generic[Row]):
+    """A column of a table: its head, what it shows of a row, and the format of that, see `show`."""
+
+    head: str
+    value: Callable[[Row], object]
+    format: str = ""
 
 
-def markdown(columns, rows):
-    """A table in Markdown of rows that `show` takes, under `columns`, {head: format}."""
-    lines = [[*columns], *([show(*cell) for cell in zip(row, columns.values())] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    rule = "|" + "|".join("-" * (w + 1) + ":" for w in widths).replace(":", "-", 1) + "|"
-    for number, line in enumerate(lines):
-        cells = [cell.rjust(width) for cell, width in zip(line, widths)]
-        lines[number] = " | ".join(["| " + line[0].ljust(widths[0]), *cells[1:]]) + " |"
-    return "\n".join([lines[0], rule, *lines[1:]])
+def show(value: object, spec: str = "") -> str:
+    """The text of a cell. None is "-" and a string is itself. A number has the format `spec`; an
+    "x" at its end is printed, as in "1.33x"."""
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return value
+    if spec.endswith("x"):
+        return format(value, spec.removesuffix("x")) + "x"
+    return format(value, spec)
 
 
-def print_rows(table, rows, /, **words):
+def format_table(row_head: str, columns: Sequence[Column[Row]], rows: Mapping[str, Row]) -> str:
+    """A table in Markdown with a line for each of `rows`, {its name: row}. The names stand in the
+    first column, under `row_head`."""
+    lines = [[row_head, *(column.head for column in columns)]]
+    for name, row in rows.items():
+        lines.append([name, *(show(column.value(row), column.format) for column in columns)])
+    return align(lines)
+
+
+def markdown(columns: Mapping[str, str], rows: Iterable[Iterable[object]]) -> str:
+    """A table in Markdown of rows of cells that `show` takes. `columns` is {head: format}."""
+    lines = [list(columns)]
+    for row in rows:
+        cells = zip(row, columns.values(), strict=True)
+        lines.append([show(value, spec) for value, spec in cells])
+    return align(lines)
+
+
+def align(lines: Sequence[Sequence[str]]) -> str:
+    """Lines of cells, the first of which are the heads, as Markdown with columns of equal width.
+    The first column is aligned to the left, all others to the right."""
+    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
+    rules = ["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])]
+    texts = []
+    for first, *others in lines:
+        cells = [first.ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        texts.append(f"| {' | '.join(cells)} |")
+    return "\n".join([texts[0], f"|{'|'.join(rules)}|", *texts[1:]])
+
+
+def print_rows(table: str, rows: Mapping[str, Mapping[str, Any]], /, **words: Any) -> None:
     """Print a table of tables.toml and the words around it, with an empty line after each. `rows`
     is {name: {key: value}}, where a value that is not there is None."""
     its = TABLES[table]
