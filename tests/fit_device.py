@@ -1,7 +1,7 @@
 """A device's constants from times of its matrix products: `python -m tests.fit_device times.csv`.
 
 Prints the constants that fit best, and the errors that are left, with and without tiles. The A100's
-in simulator/devices.toml come of it. Read first: lab/simulator/cost_model.py.
+in simulator/devices.py come of it. Read first: lab/simulator/cost_model.py.
 """
 
 import math
@@ -34,7 +34,7 @@ def read_products(file):
 
 def product_errors(device, config, tokens, times, tp=1):
     """|predicted / measured - 1| of a layer's products: in sum, (rows,), and of each, (4, rows)."""
-    shapes = matrices(config, tp).values()
+    shapes = matrices(config, tp)
     seconds = [[product_seconds(device, int(n), *shape) for n in tokens] for shape in shapes]
     return abs(np.sum(seconds, axis=0) / times.sum(axis=0) - 1), abs(seconds / times - 1)
 
@@ -45,7 +45,7 @@ def fit_products(device, config, tokens, times, tp=1, tiles=(1, 32, 64, 128, 256
     every tile, a grid over the three others narrows around its best point."""
     order, found = np.argsort(tokens), []
     tokens, measured = tokens[order], times[:, order]
-    shapes = np.array(list(matrices(config, tp).values()), float)  # (4, 2)
+    shapes = np.array(matrices(config, tp), float)  # (4, 2)
     counts = np.gradient(np.log(tokens)) if len(set(tokens)) > 2 else np.ones(len(tokens))
     weights = shapes.prod(axis=1)[:, None]
     moved = BYTES * (weights + tokens * shapes.sum(axis=1)[:, None])

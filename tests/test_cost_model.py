@@ -41,7 +41,7 @@ BATCH = [PREFILL, *DECODES]
 
 
 def num_weights(config, tp=1):
-    return config.n_layer * sum(rows * columns for rows, columns in matrices(config, tp).values())
+    return config.n_layer * sum(rows * columns for rows, columns in matrices(config, tp))
 
 
 def a6000(cpu_s=0.0):
@@ -57,9 +57,9 @@ def test_the_matrices_are_those_of_the_real_model(name):
     config = PRESETS[name]
     with torch.device("meta"):
         model = GPT(config, device="meta", seed=None)
-    real = {p: getattr(model.blocks[0], p).weight.shape[::-1] for p in matrices(config)}
-    assert matrices(config) == real
-    assert list(real) == ["preproj", "postproj", "ffn_ln1", "ffn_ln2"]
+    names = ("preproj", "postproj", "ffn_ln1", "ffn_ln2")
+    real = {p: getattr(model.blocks[0], p).weight.shape[::-1] for p in names}
+    assert matrices(config)._asdict() == real
     weights = {name: p.numel() for name, p in model.named_parameters() if p.ndim == 2}
     in_layers = sum(n for name, n in weights.items() if name.startswith("blocks."))
     assert num_weights(config) == in_layers
@@ -68,7 +68,7 @@ def test_the_matrices_are_those_of_the_real_model(name):
 
 
 def test_each_gpu_has_its_share_of_the_matrices():
-    shapes = {tp: list(matrices(SMALL, tp).values()) for tp in (1, 2, 4)}
+    shapes = {tp: list(matrices(SMALL, tp)) for tp in (1, 2, 4)}
     assert shapes[1] == [(8, 16), (8, 8), (8, 32), (16, 8)]
     assert shapes[2] == [(8, 8), (4, 8), (8, 16), (8, 8)]
     # each of four GPUs needs one of the two KV heads: preproj makes 1 + 2 heads of 2 numbers
@@ -120,7 +120,7 @@ def test_a_product_takes_whole_waves_of_tiles():
 
 def test_the_products_of_a_layer():
     for tp, weights in ((1, 128 + 64 + 256 + 128), (2, 64 + 32 + 128 + 64)):
-        seconds = CostModel(SMALL, MATH, tp).layer_seconds([(0, 0, 3)])["linear"]
+        seconds = CostModel(SMALL, MATH, tp).layer_seconds([(0, 0, 3)]).linear
         assert seconds == pytest.approx(2 * 4 * weights / 1e6)
 
 
@@ -128,8 +128,9 @@ def parts(cost, batch):
     """Seconds of an iteration by kind: of its layers, and the head, which `stages` has on top."""
     (*_, last), _ = cost.stages(batch)
     layer = cost.layer_seconds(batch)
-    head = last - cost.cpu_s - cost.layers * sum(layer.values())
-    return {kind: cost.config.n_layer * its for kind, its in layer.items()} | {"head": head}
+    head = last - cost.cpu_s - cost.layers * sum(layer)
+    of_layers = {k: cost.config.n_layer * seconds for k, seconds in layer._asdict().items()}
+    return of_layers | {"head": head}
 
 
 # In BATCH 7 tokens are 8 rows. The chunk's 8 padded queries see 10 + 5 / 2 keys: 2 flop for each of
@@ -164,7 +165,7 @@ def test_attention_takes_its_pairs_or_its_keys_whichever_is_longer(device, tp, c
 
 def test_decodes_beside_a_chunk_take_longer_in_attention():
     cost = CostModel(SMALL, replace(MOVE, riding=1.5))
-    attention = lambda batch: cost.layer_seconds(batch)["attention"] * 1e6
+    attention = lambda batch: cost.layer_seconds(batch).attention * 1e6
     assert attention(DECODES) == pytest.approx(16 * (8 + 20))  # bytes of the keys that they read
     assert attention([PREFILL]) == pytest.approx(16 * 15)
     assert attention(BATCH) == pytest.approx(16 * (15 + 1.5 * (8 + 20)))
@@ -181,7 +182,7 @@ def test_stages_of_a_pipeline():
     assert stages == pytest.approx([0.5 + 2 * layer, 0.5 + 2 * layer + head])
     assert hop == pytest.approx(0.25 + 7 * 8 * 2 / 1e3)
     assert cost.seconds(BATCH) == pytest.approx(1 + 4 * layer + head + hop)
-    assert cost.layer_seconds(BATCH)["attention"] == pytest.approx(8 * 12.5 * 32 / 1e6)
+    assert cost.layer_seconds(BATCH).attention == pytest.approx(8 * 12.5 * 32 / 1e6)
     divided = CostModel(SMALL, MATH, tp=2, pp=2, pp_link=link)
     assert divided.stages(BATCH)[1] == pytest.approx(0.25 + 7 * 8 / 1e3)
     *first, last = CostModel(SMALL, MATH, tp=2, pp=4).stages(BATCH)[0]
@@ -194,10 +195,10 @@ def test_all_reduces_of_an_iteration():
     once = 2 * 3 * (0.5 + 7 * 8 * 2 / 4 / 1e3)
     for parallel_block, all_reduces in ((False, 2), (True, 1)):
         cost = CostModel(SMALL, MATH, tp=4, tp_link=link, parallel_block=parallel_block)
-        assert cost.layer_seconds(BATCH)["all_reduce"] == pytest.approx(all_reduces * once)
+        assert cost.layer_seconds(BATCH).all_reduce == pytest.approx(all_reduces * once)
     two = CostModel(SMALL, START, tp=2, tp_link=link)
-    assert two.layer_seconds(BATCH)["all_reduce"] == pytest.approx(2 * (1 + 2 * (0.5 + 56e-3)))
-    assert CostModel(SMALL, START, tp_link=link).layer_seconds(BATCH)["all_reduce"] == 0
+    assert two.layer_seconds(BATCH).all_reduce == pytest.approx(2 * (1 + 2 * (0.5 + 56e-3)))
+    assert CostModel(SMALL, START, tp_link=link).layer_seconds(BATCH).all_reduce == 0
     assert set(PARALLEL_BLOCKS) == {"falcon-180b"}
 
 
@@ -206,7 +207,7 @@ def test_devices_have_a_name_and_a_link_unless_given():
     with pytest.raises(ValueError, match="device='b200': must be one of a100-80gb, a6000, a40, h1"):
         find(DEVICES, "device", "b200")
     cost = CostModel(SMALL, DEVICES["a40"], tp=2, pp=2)
-    assert (cost.tp_link, cost.pp_link) == (LINKS["pcie4"], LINKS["infiniband"])
+    assert (cost.stage_link, cost.pp_link) == (LINKS["pcie4"], LINKS["infiniband"])
     assert all(device.link in LINKS for device in DEVICES.values())
     # those that are known by their data sheets reach the share of it that an A100 reaches
     sheets = {"a40": (149.7e12, 696e9), "h100": (989e12, 3.35e12), "h200": (989e12, 4.8e12)}

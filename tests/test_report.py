@@ -133,7 +133,7 @@ def test_fit_prints_the_constants_that_times_were_made_from(tmp_path, capsys):
     sizes = [*range(1, 64, 9), *range(70, 1000, 62), *range(1100, 4097, 333)]
     lines, file = [["num_tokens", *COLUMNS]], tmp_path / "times.csv"
     for n in sizes:
-        shapes = matrices(GEOMETRIES["llama-13b"], 2).values()
+        shapes = matrices(GEOMETRIES["llama-13b"], 2)
         lines.append([n, *(1e3 * product_seconds(device, n, *shape) for shape in shapes)])
     file.write_text("\n".join(",".join(map(str, line)) for line in lines))
     fit = [str(file), "--model", "llama-13b", "--tp"]

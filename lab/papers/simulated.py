@@ -127,7 +127,8 @@ def sarathi_iterations(run, requests, cpu_s):
     """S-T2, S-F7, S-F3 and S-F8: single iterations of LLaMA-13B on an A6000; S-§4.3.1."""
     cost = A6000_13B
     batches = [(0, 0, 1024)], decodes(4, 1024), [(0, 0, 1021), *decodes(3, 1024)]
-    times = [cost.layer_seconds(its)[kind] for its in batches for kind in ("linear", "attention")]
+    layers = [cost.layer_seconds(batch) for batch in batches]
+    times = [seconds for layer in layers for seconds in (layer.linear, layer.attention)]
     yield Table("S-T2", [[1e3 * (cost.config.n_layer * seconds)] for seconds in times])
     yield Table("S-F7", [[1e3 * cost.seconds([(0, 0, n)])] for n in (128, 256, 257)])
     ratio = lambda n: cost.seconds(decodes(n, 1024)) / cost.seconds([(0, 0, 1024)] * n)

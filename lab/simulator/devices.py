@@ -1,21 +1,24 @@
-"""GPUs, what joins them, and models to be simulated: what devices.toml has. Next: cost_model.py."""
+"""GPUs, the links that join them, and models that are only simulated: all constants, with sources.
 
-import tomllib
+Next: cost_model.py."""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from errors import check_one_of
 from model import GPTConfig
 from pretrained.presets import PRESETS
 
+Entry = TypeVar("Entry")
+
 
 class Link(NamedTuple):
-    """What joins GPUs."""
+    """A connection between GPUs. A transfer takes `step_s` and its bytes at `bytes_per_s`."""
 
     bytes_per_s: float
-    step_s: float  # what each step of a transfer takes besides
-    per_gpu: bool = True  # each GPU of a node has one of its own to other nodes; else they share it
+    step_s: float  # the latency of each step of a transfer
+    per_gpu: bool = True  # each GPU of a node has its own link to other nodes; else they share one
 
 
 @dataclass(frozen=True)
@@ -24,27 +27,139 @@ class Device:
 
     name: str
     flops_per_s: float  # of matrix products in 16 bits
-    bytes_per_s: float  # of their weights, and of all others
-    attention_flops_per_s: float  # over chunks
-    attention_bytes_per_s: float  # over the cache of decodes
-    memory_bytes: float  # all there is, as the data sheet says it
+    bytes_per_s: float  # of reading their weights, and of all other operations
+    attention_flops_per_s: float  # of attention over chunks
+    attention_bytes_per_s: float  # of reading the cache for decodes
+    memory_bytes: float  # all of it, as in the data sheet
     tile: int = 128  # rows of a matrix product are rounded up to a multiple of it
     units: int = 0  # that compute a tile each, in whole waves; 0: as if tiles could be shared
-    riding: float = 1.0  # times longer that attention of decodes takes beside a chunk
+    riding: float = 1.0  # attention of decodes takes so many times longer beside a chunk
     op_s: float = 5e-6  # to start and drain one kernel
     link: str = "nvlink3"  # to others in its node, a name in LINKS
     source: str = ""
 
 
-_FILE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-LINKS = {name: Link(**its) for name, its in _FILE["links"].items()}
-DEVICES = {name: Device(**its) for name, its in _FILE["devices"].items()}
-A100 = DEVICES["a100-80gb"]
-GEOMETRIES = PRESETS | {name: GPTConfig(**its) for name, its in _FILE["geometries"].items()}
-PARALLEL_BLOCKS = ("falcon-180b",)  # whose attention and MLP share one all-reduce, side by side
+LINKS = {
+    # nccl-tests on a DGX A100: large all-reduces; 40 us for small ones
+    "nvlink3": Link(bytes_per_s=230e9, step_s=2.5e-6),
+    # that of nvlink3, times 900 / 600 GB/s
+    "nvlink4": Link(bytes_per_s=345e9, step_s=2.5e-6),
+    # half of the 32 GB/s of 16 lanes: data goes through host memory
+    "pcie4": Link(bytes_per_s=16e9, step_s=5e-6),
+    # HDR, 200 Gb/s for each GPU of a DGX A100, at 80 %
+    "infiniband": Link(bytes_per_s=20e9, step_s=5e-6),
+    # 100 Gb/s for a whole node: through TCP NCCL reaches 4 to 6 GB/s where it is tuned
+    # (NVIDIA/nccl issue 450)
+    "ethernet": Link(bytes_per_s=5e9, step_s=50e-6, per_gpu=False),
+}
+
+# The rates are rounded from what tests/fit_device.py finds in measured times of a LLaMA-2-7B layer
+# on one A100-80GB (Vidur's profile). Chunks reach the rate of FlashAttention-2 (Dao 2023, Figure 5)
+# with causal masks of about 1K keys. The cache of decodes is read as fast as weights.
+A100 = Device(
+    name="A100-80GB",
+    flops_per_s=227e12,
+    bytes_per_s=1.66e12,
+    attention_flops_per_s=120e12,
+    attention_bytes_per_s=1.66e12,
+    memory_bytes=80e9,
+    link="nvlink3",
+    source="fit to measured products; FlashAttention-2",
+)
+A100_SHEET_FLOPS_PER_S = 312e12  # of its data sheet
+A100_SHEET_BYTES_PER_S = 2.039e12
+
+# LLaMA-13B: 1,024 prefill tokens take 224.8 ms in linear layers and 10 ms in attention; four
+# decodes at 1,024 tokens take 44.28 ms and 5.68 ms. These rates give these times.
+A6000 = Device(
+    name="A6000",
+    flops_per_s=116e12,
+    bytes_per_s=584e9,
+    attention_flops_per_s=43.8e12,
+    attention_bytes_per_s=612e9,
+    memory_bytes=48e9,
+    link="pcie4",
+    source="SARATHI, Table 2",
+)
 
 
-def find(table, what, name):
-    """table[name]. Raises ValueError, naming what it should be, if it is not there."""
-    check_one_of(what, name, table)
+def from_data_sheet(
+    name: str,
+    *,
+    flops_per_s: float,
+    bytes_per_s: float,
+    memory_bytes: float,
+    link: str,
+) -> Device:
+    """A Device of which only the data sheet is known. It reaches the shares of its peak rates that
+    an A100 reaches: 227 / 312 in products, 120 / 312 in attention, 1.66 / 2.039 in bandwidth."""
+    times_flops = flops_per_s / A100_SHEET_FLOPS_PER_S
+    times_bytes = bytes_per_s / A100_SHEET_BYTES_PER_S
+    return Device(
+        name=name,
+        flops_per_s=times_flops * A100.flops_per_s,
+        bytes_per_s=times_bytes * A100.bytes_per_s,
+        attention_flops_per_s=times_flops * A100.attention_flops_per_s,
+        attention_bytes_per_s=times_bytes * A100.attention_bytes_per_s,
+        memory_bytes=memory_bytes,
+        link=link,
+        source="data sheet, and the shares of it that an A100 reaches",
+    )
+
+
+DEVICES = {
+    "a100-80gb": A100,
+    "a6000": A6000,
+    "a40": from_data_sheet(
+        "A40",
+        flops_per_s=149.7e12,
+        bytes_per_s=696e9,
+        memory_bytes=48e9,
+        link="pcie4",
+    ),
+    "h100": from_data_sheet(
+        "H100",
+        flops_per_s=989e12,
+        bytes_per_s=3.35e12,
+        memory_bytes=80e9,
+        link="nvlink4",
+    ),
+    "h200": from_data_sheet(
+        "H200",
+        flops_per_s=989e12,
+        bytes_per_s=4.8e12,
+        memory_bytes=141e9,
+        link="nvlink4",
+    ),
+}
+
+# No forward pass here: learned positions, and two matrices in the MLP, as in GPT-2.
+GEOMETRIES = PRESETS | {
+    "gpt3-175b": GPTConfig(
+        family="gpt2",
+        vocab_size=50257,
+        n_layer=96,
+        n_head=96,
+        n_embd=12288,
+        max_positions=4096,
+        tie_embeddings=True,
+    ),
+    "falcon-180b": GPTConfig(
+        family="gpt2",
+        vocab_size=65024,
+        n_layer=80,
+        n_head=232,
+        n_embd=14848,
+        n_kv_head=8,
+        head_dim=64,
+        max_positions=16384,
+        tie_embeddings=True,
+    ),
+}
+PARALLEL_BLOCKS = ("falcon-180b",)  # models whose attention and MLP share one all-reduce
+
+
+def find(table: Mapping[str, Entry], argument: str, name: str) -> Entry:
+    """table[name]. Raises ValueError, naming the argument and what is allowed, for another name."""
+    check_one_of(argument, name, table)
     return table[name]
