@@ -61,7 +61,13 @@ class Completion:
         logprobs = r.logprobs[: len(output)] if r.params and r.params.logprobs else None
         return cls(
             *(r.id, r.tokens[:n], r.arrival, r.priority, output, text, logprobs, r.finish_reason),
-            *(r.scheduled, r.token_times[: len(output)], r.preemptions, r.recomputed, r.cached),
+            *(
+                r.scheduled,
+                r.token_times[: len(output)],
+                r.preemptions,
+                r.recomputed_tokens,
+                r.cached_tokens,
+            ),
         )
 
     @property
@@ -126,7 +132,7 @@ class Iteration(NamedTuple):
 
 
 def state_of(schedulers, batch):
-    """What an Iteration says of when its batch was decided. Several schedulers have one line."""
+    """What an Iteration says of when its batch was decided. Several schedulers share one queue."""
     running = sum([len(its.running) for its in schedulers])
     free_pages = sum([its.pages.num_free for its in schedulers])
     return len(schedulers[0].waiting), running, free_pages, batch.budget, batch.preempted

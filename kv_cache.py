@@ -136,16 +136,16 @@ class Pages:
             self._readers[page] -= 1
             if not self._readers[page]:
                 self.num_free += 1
-                if self.is_named(page):
+                if self.is_cached(page):
                     self._evictable[page] = None
                 else:
                     self._taken[page] = 0
 
-    def is_named(self, page):
+    def is_cached(self, page):
         """Whether it can be found."""
         return self._named.get(self._name_of.get(page)) == page
 
-    def extend_names(self, names, tokens):
+    def extend_hashes(self, names, tokens):
         """Append the names of all full pages of `tokens` that the list `names` lacks."""
         size = self.page_size
         ends = range((len(names) + 1) * size, len(tokens) + 1, size) if self.prefix_caching else ()
@@ -153,13 +153,13 @@ class Pages:
             page = array("q", tokens[end - size : end]).tobytes()
             names.append(sha256(b"".join([*names[-1:], page])).digest())
 
-    def keep(self, pages, names):
+    def publish(self, pages, names):
         """Let these pages, which are full, be found by these names, if no others are found so."""
         for page, name in zip(pages, names):
             self._name_of[page] = name  # first: an interrupt must not leave a name that stays
             self._named.setdefault(name, page)
 
-    def find(self, names):
+    def match_prefix(self, names):
         """The pages of these names, a list: as far as all are there."""
         return list(takewhile(lambda page: page is not None, map(self._named.get, names)))
 
@@ -167,7 +167,7 @@ class Pages:
         """How many of these are free."""
         return sum(not self._readers[page] for page in pages)
 
-    def share(self, pages):
+    def acquire(self, pages):
         """Put pages that were found into one more block table."""
         for page in pages:
             if not self._readers[page]:

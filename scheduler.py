@@ -8,7 +8,7 @@ is one function, `schedule()`, from what waits and runs to a batch:
     tokens = ...                            # compute it (engine.py), or count its time (simulator/)
     scheduler.advance(batch, tokens, now)   # requests move on, and end
 
-All are first come, first served, the head of the line blocks, and decodes go beyond the budget if
+All are first come, first served, the head of the queue blocks, and decodes go beyond the budget if
 they must. policies/ has their names, and what goes beyond the papers. Read next: kv_cache.py."""
 
 import math
@@ -43,9 +43,9 @@ class Request:
     logprobs: list = field(default_factory=list)
     finish_reason: str | None = None  # "stop", "length" or "abort"
     preemptions: int = 0  # how often it lost its pages
-    recomputed: int = 0  # tokens that were in them
-    names: list = field(default_factory=list)  # of its full pages, see kv_cache.Pages
-    cached: int = 0  # tokens that were found in the cache when it was admitted, each time
+    recomputed_tokens: int = 0  # tokens that were in them
+    page_hashes: list = field(default_factory=list)  # of its full pages, see kv_cache.Pages
+    cached_tokens: int = 0  # tokens that were found in the cache when it was admitted, each time
 
     @property
     def is_decoding(self):
@@ -64,6 +64,15 @@ class Chunk(NamedTuple):
     def yields_token(self):
         """Whether it reaches the last known token, so that the next one can be sampled."""
         return self.start + self.length == len(self.request.tokens)
+
+
+class ChunkRecord(NamedTuple):
+    """What remains of a chunk when its request has moved on."""
+
+    request_id: int
+    start: int
+    length: int
+    is_decode: bool
 
 
 class Batch(list):
@@ -88,13 +97,13 @@ class Batch(list):
         self += [Chunk(request, request.num_computed, 1) for request in requests]
         self.left -= len(requests)
 
-    def record(self):
-        """[(request id, start, length, is_decode)], as long as its requests have not moved on."""
-        return [(r.id, start, length, r.is_decoding) for r, start, length in self]
+    def record(self) -> list[ChunkRecord]:
+        """A record of each chunk. Call it before the requests move on."""
+        return [ChunkRecord(r.id, start, length, r.is_decoding) for r, start, length in self]
 
 
 class Scheduler:
-    """What the policies share: the line, the running requests, admission, memory and preemption.
+    """What the policies share: the queue, the running requests, admission, memory and preemption.
     Takes C, the chunk size or token budget, B, the most requests that run at once, and the longest
     request, prompt and output; a policy has more options. Raises ValueError if these cannot be."""
 
@@ -121,9 +130,9 @@ class Scheduler:
             raise ValueError(f"{total}: must not exceed max_len={self.max_len}")
 
     def add(self, request):
-        """Put a request at the end of the line."""
+        """Put a request at the end of the queue."""
         self.mend()
-        self.pages.extend_names(request.names, request.tokens)
+        self.pages.extend_hashes(request.page_hashes, request.tokens)
         self.torn = True
         self.waiting.append(request)
         self.requests[request.id] = request
@@ -153,7 +162,7 @@ class Scheduler:
             self.waiting.clear()
             for request in self.requests.values():
                 request.preemptions += request.num_computed > 0
-                request.recomputed += request.num_computed
+                request.recomputed_tokens += request.num_computed
                 request.num_computed, request.pages, request.finish_reason = 0, [], None
                 self.waiting.append(request)
             self.torn = False
@@ -172,7 +181,7 @@ class Scheduler:
             if request.pages:  # or it lost them meanwhile
                 request.num_computed = start + length
                 if self.pages.prefix_caching:
-                    self._keep_pages(request, start)
+                    self._publish_pages(request, start)
             if token is not None:
                 n = start + length - request.prompt_len  # this is output token n
                 if n == len(request.token_times):
@@ -220,37 +229,41 @@ class Scheduler:
         """The running requests whose prompt is not yet computed to its end."""
         return [r for r in self.running if not r.is_decoding]
 
-    def pages_for(self, request):
+    def plan_admission(self, request):
         """What it is given if it is admitted: the pages that hold its first tokens already, and how
         many more. One token is left to compute, for its logits; two, if it was preempted while it
         generated: with one it would be a decode, and this batch has its decodes already."""
         left = 1 if len(request.tokens) == request.prompt_len else 2
         most = (len(request.tokens) - left) // self.pages.page_size
-        found = self.pages.find(request.names[:most])
+        found = self.pages.match_prefix(request.page_hashes[:most])
         tokens = self.max_len if self.reserves_max_len else len(request.tokens)
         return found, self.pages.needed(tokens) - len(found)
 
-    def found(self):
-        """How many tokens of the head of the line need not be computed."""
-        return len(self.pages_for(self.waiting[0])[0]) * self.pages.page_size if self.waiting else 0
+    def cached_tokens_of_head(self):
+        """How many tokens of the head of the queue need not be computed."""
+        return (
+            len(self.plan_admission(self.waiting[0])[0]) * self.pages.page_size
+            if self.waiting
+            else 0
+        )
 
     def room_for(self, request):
-        """What `pages_for` says if there is a place and memory for it, else None."""
+        """What `plan_admission` says if there is a place and memory for it, else None."""
         if len(self.running) >= self.max_batch:
             return None
-        found, more = self.pages_for(request)
+        found, more = self.plan_admission(request)
         free = self.pages.num_free - (self.watermark if self.running else 0)
         return (found, more) if more + self.pages.count_free(found) <= free else None
 
     def admit(self):
-        """Give the head of the line its pages and return it; None if there is none, or no room."""
+        """Give the head of the queue its pages and return it; None if there is none, or no room."""
         if not self.waiting or not (given := self.room_for(request := self.waiting[0])):
             return None
         found, more = given
-        self.pages.share(found)
+        self.pages.acquire(found)
         request.pages = found + self.pages.allocate(more)
         request.num_computed = len(found) * self.pages.page_size
-        request.cached += request.num_computed
+        request.cached_tokens += request.num_computed
         self.running.append(request)
         self.waiting.remove(request)
         request.scheduled = self.clock() if request.scheduled is None else request.scheduled
@@ -259,18 +272,18 @@ class Scheduler:
     def preempt(self, request):
         """Take a running request's pages: it waits in front, and all of it is computed again."""
         request.preemptions += 1
-        request.recomputed += request.num_computed
+        request.recomputed_tokens += request.num_computed
         request.num_computed = 0
         self.preempted.append(request.id)
         self._stop(request)
         self.waiting.appendleft(request)
 
-    def _keep_pages(self, request, start):
+    def _publish_pages(self, request, start):
         """Let others find the pages that became full since num_computed was `start`."""
         first, end = (n // self.pages.page_size for n in (start, request.num_computed))
         if first < end:
-            self.pages.extend_names(request.names, request.tokens)
-            self.pages.keep(request.pages[first:end], request.names[first:end])
+            self.pages.extend_hashes(request.page_hashes, request.tokens)
+            self.pages.publish(request.pages[first:end], request.page_hashes[first:end])
 
     def _stop(self, request):
         self.running.remove(request)
@@ -317,9 +330,9 @@ class VLLM(Scheduler):
     reserves_max_len = False
 
     def schedule(self):
-        batch, line = Batch(self.max_len), self.waiting  # §5.1: max_len tokens in whole prompts
-        most = lambda: batch.left + self.found()  # tokens of a prompt that fits
-        while line and len(line[0].tokens) <= most() and (request := self.admit()):
+        batch, queue = Batch(self.max_len), self.waiting  # §5.1: max_len tokens in whole prompts
+        most = lambda: batch.left + self.cached_tokens_of_head()  # tokens of a prompt that fits
+        while queue and len(queue[0].tokens) <= most() and (request := self.admit()):
             batch.add(request)
         if not batch:
             batch.add_decodes(self.decoding())

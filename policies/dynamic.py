@@ -27,17 +27,17 @@ class Dynamic(SarathiServe):
 
     def token_budget(self, decodes, prefills):
         """The decodes and the prefill that fits beside them: that of the slowest of `prefills`, or
-        if there are none of the head of the line. Where nobody can be stalled, max_len."""
+        if there are none of the head of the queue. Where nobody can be stalled, max_len."""
         tbt_slo, self.past = self.tbt_slo_of(decodes), math.inf
         if tbt_slo is None:
             return self.chunk
         if not decodes:
             return self.max_len
         left_s = tbt_slo - (self.clock() - max([r.token_times[-1] for r in decodes]))
-        self.past = max([r.num_computed for r in prefills] or [self.found()])
+        self.past = max([r.num_computed for r in prefills] or [self.cached_tokens_of_head()])
         shape, fits = BatchShape.of_decodes(decodes), self.iteration_time.prefill_that_fits
         return len(decodes) + fits(left_s, shape, self.past, self.max_len, self.tile)
 
     def admit(self):
         """As in Scheduler, but who would start behind more tokens than `past` waits."""
-        return super().admit() if self.found() <= self.past else None
+        return super().admit() if self.cached_tokens_of_head() <= self.past else None

@@ -2,7 +2,7 @@
 
 A batch goes through the S stages of a pipeline (SARATHI §5.3), and others follow it: there are S
 *micro-batches*, each with a scheduler, running requests and a share of the memory of its own, and
-all take from one line. A micro-batch goes on when its last batch has left the last stage.
+all take from one queue. A micro-batch goes on when its last batch has left the last stage.
 
 A *bubble* is the time that a stage has been idle when a batch reaches it, and is charged to every
 request in that batch (SARATHI §5.3). It is none while a micro-batch has no requests, and until a
@@ -37,9 +37,9 @@ class MicroBatches:
         self.reset()
         memory = config.pages // pp, config.page_size, config.prefix_caching
         self.schedulers = [config.scheduler(Pages(*memory), clock) for _ in self.free]
-        self.line, self.requests = self.schedulers[0].waiting, self.schedulers[0].requests
+        self.queue, self.requests = self.schedulers[0].waiting, self.schedulers[0].requests
         for scheduler in self.schedulers:
-            scheduler.waiting, scheduler.requests = self.line, self.requests
+            scheduler.waiting, scheduler.requests = self.queue, self.requests
             scheduler.mend = self.mend
 
     def reset(self):
@@ -63,7 +63,7 @@ class MicroBatches:
     def next_batch(self, number, now):
         """The next Batch of a micro-batch; None if it has no requests."""
         self.mend()
-        if not (self.line or self.schedulers[number].running):
+        if not (self.queue or self.schedulers[number].running):
             self.since[number] = math.inf
             return None
         batch = self.schedulers[number].next_batch()

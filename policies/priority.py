@@ -20,14 +20,14 @@ def check_promise(priority="normal", ttft_slo=None, tbt_slo=None):
     return its | {"priority": PRIORITIES.index(priority)}
 
 
-class ClassLine:
-    """A waiting line with the methods of a deque that a scheduler uses, and little more cost:
+class ClassQueue:
+    """A waiting queue with the methods of a deque that a scheduler uses, and little more cost:
     ordered by class, and within a class by `deadline`, a function of a request, asked when it
     joins. Each `ageing` seconds lift who waits by one class, so that no class starves."""
 
     def __init__(self, deadline, ageing, clock):
         self.deadline, self.ageing, self.clock = deadline, ageing, clock
-        self._line = []  # (class, deadline, arrival, id, request), sorted
+        self._queue = []  # (class, deadline, arrival, id, request), sorted
         self._lifts = []  # (when it is lifted by a class, id, request), sorted
         self._entries = {}  # request -> its entries in both
 
@@ -38,13 +38,13 @@ class ClassLine:
         return iter(self._entries)
 
     def __getitem__(self, index):
-        """line[0] is the head, and all that can be asked for. Raises IndexError if nobody waits."""
+        """queue[0] is the head, and all that can be asked for. Raises IndexError if nobody waits."""
         now = self.clock()
         while self._lifts and self._lifts[0][0] <= now:
             its_class, deadline, *_, request = self._entries[self._lifts[0][-1]][0]
             self.remove(request)
             self._join(request, its_class - 1, deadline)
-        return self._line[index][-1]
+        return self._queue[index][-1]
 
     def aged_class(self, request):
         """The class of a request after the time it has been there."""
@@ -64,12 +64,12 @@ class ClassLine:
         lifted_at = request.arrival + self.ageing * lifts if its_class else math.inf
         place = its_class, deadline, request.arrival, request.id, request
         self._entries[request] = place, (lifted_at, request.id, request)
-        for entries, entry in zip((self._line, self._lifts), self._entries[request]):
+        for entries, entry in zip((self._queue, self._lifts), self._entries[request]):
             insort(entries, entry)
 
     def remove(self, request):
         """Take a request out, wherever it stands. Raises KeyError if it does not wait."""
-        for entries, entry in zip((self._line, self._lifts), self._entries.pop(request)):
+        for entries, entry in zip((self._queue, self._lifts), self._entries.pop(request)):
             del entries[bisect_left(entries, entry)]
 
     def clear(self):
@@ -87,7 +87,7 @@ class Priority(Dynamic):
     def __init__(self, *args, ttft_slo=2.0, ageing=30.0, **options):
         super().__init__(*args, **options)
         self.ttft_slo = check_positive("ttft_slo", ttft_slo)
-        self.waiting = ClassLine(self.deadline, check_positive("ageing", ageing), self.clock)
+        self.waiting = ClassQueue(self.deadline, check_positive("ageing", ageing), self.clock)
         self.aged_class = self.waiting.aged_class
 
     def rank(self, request):
@@ -143,12 +143,12 @@ class Priority(Dynamic):
         return min(targets) if decodes and targets else None
 
     def schedule(self):
-        decodes, prefills, line = self.decoding(), self.prefilling(), self.waiting
+        decodes, prefills, queue = self.decoding(), self.prefilling(), self.waiting
         batch = Batch(self.token_budget(decodes, prefills))
         batch.add_decodes(decodes)
         prefills.sort(key=self.urgency)
         while batch.left > 0:
-            first = line and (not prefills or self.urgency(line[0]) < self.urgency(prefills[0]))
+            first = queue and (not prefills or self.urgency(queue[0]) < self.urgency(prefills[0]))
             request = first and self.admit() or prefills and prefills.pop(0)
             if not request:
                 break

@@ -6,12 +6,12 @@
 
 Change one of these; what each promises stands in scheduler.py:
 
-    admit()          take the next request off the line and give it pages, or return None
+    admit()          take the next request off the queue and give it pages, or return None
     rank(request)    of those that run the highest is preempted when memory runs out
     token_budget()   the most tokens in a batch
     schedule()       all of it: which chunks are computed next
 
-`self.waiting` is the line, `self.running` has the pages, `self.clock()` is the time in seconds."""
+`self.waiting` is the queue, `self.running` has the pages, `self.clock()` is the time in seconds."""
 
 from scheduler import SarathiServe
 

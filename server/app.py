@@ -99,7 +99,9 @@ class Answer(StreamingResponse):
     def usage(self):
         """How many tokens there were, and how many of the prompt were found in the cache."""
         its, prompt, output = self.request, len(self.prompt), self.count
-        details = {"cached_tokens": 0 if its.preemptions else its.cached}  # or maybe its own, too
+        details = {
+            "cached_tokens": 0 if its.preemptions else its.cached_tokens
+        }  # or maybe its own, too
         counts = {"prompt_tokens": prompt, "completion_tokens": output}
         return counts | {"total_tokens": prompt + output, "prompt_tokens_details": details}
 

@@ -90,7 +90,7 @@ class Referee:
             seen = f"{length} tokens from {start}: {done} are computed, {most} can be"
             self._must(right, "chunks", r.id, seen + ", and it has another" * (r in chunks))
             for page in r.pages[start // size : -(-(start + length) // size)]:
-                own = tables[page] == 1 and not self.scheduler.pages.is_named(page)
+                own = tables[page] == 1 and not self.scheduler.pages.is_cached(page)
                 self._must(own, "chunks", r.id, f"page {page} is written, and others read it")
             chunks[r] = length
         decodes = [r for r in running if r.is_decoding]

@@ -66,7 +66,7 @@ def poison(engine):
 
 def named(pages):
     """The pages that can be found, a set."""
-    return {page for page in range(pages.total) if pages.is_named(page)}
+    return {page for page in range(pages.total) if pages.is_cached(page)}
 
 
 def owned(pages):
@@ -83,7 +83,7 @@ def guard(engine):
     def guarded(layer, k, v, slots):
         readers = Counter(page for r in engine.scheduler.running for page in r.pages)
         for page in {slot // cache.page_size for slot in slots.tolist()}:
-            if readers[page] != 1 or engine.scheduler.pages.is_named(page):
+            if readers[page] != 1 or engine.scheduler.pages.is_cached(page):
                 raise RuntimeError(f"page {page} is written, in {readers[page]} block tables")
         write(layer, k, v, slots)
 

@@ -22,7 +22,7 @@ def schedule_us(running=128, waiting=1000):
         for i in range(running + waiting):
             scheduler.add(Request(i, [0] * 1000, 1000, 100))
         while request := scheduler.admit():
-            pages.keep(request.pages, request.names)
+            pages.publish(request.pages, request.page_hashes)
             request.tokens.append(0)
             request.num_computed = 1000  # it decodes
         times = timeit.repeat(scheduler.schedule, number=1, repeat=200)

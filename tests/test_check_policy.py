@@ -49,7 +49,9 @@ BROKEN = [  # (the method of a policy, what is said of it)
 ]
 
 
-TAKEN = "free(r.pages); self.pages.share(self.running[0].pages); r.pages = self.running[0].pages[:]"
+TAKEN = (
+    "free(r.pages); self.pages.acquire(self.running[0].pages); r.pages = self.running[0].pages[:]"
+)
 OTHERS = f"{BATCH}for r in self.running[1:2]: self.pages.{TAKEN}"
 EARLY = "admit(self):\n    if its := super().admit(): its.num_computed -= its.num_computed > 0"
 SHARED = [  # (the method of a policy, whether pages may be shared, what is said of it)

@@ -195,7 +195,7 @@ def test_a_prompt_that_is_found_has_its_past_counted():
     alone, lengths = BatchShape(0, 6, 6 * 500), []
     for prompt, found in (([8] * 4000, 0), ([1] * 3200 + [8] * 700, 3200)):
         request, start, length = first_chunk(prompt)
-        assert request.id == 7 and start == found == request.cached
+        assert request.id == 7 and start == found == request.cached_tokens
         lengths.append(length)
         assert cpu(alone.with_chunk(start, length)) <= SLO * 1.02
     assert lengths[1] < lengths[0]
@@ -257,7 +257,9 @@ def test_who_is_second_in_line_and_begins_far_behind_waits_for_a_budget_of_its_o
     its.come([55] * 8, 5)
     second = its.come([*its.LONG, *[5] * 2000], 1)
     lengths = [max(chunk.length for chunk in its.step()) for _ in range(20)]
-    assert max(seconds for _, seconds, *_ in its.log[-20:]) <= 0.06 and second.cached == 16_000
+    assert (
+        max(seconds for _, seconds, *_ in its.log[-20:]) <= 0.06 and second.cached_tokens == 16_000
+    )
     assert max(lengths[:2]) > 1 and second.num_computed > 16_000
 
 
@@ -268,4 +270,4 @@ def test_nobody_waits_for_a_budget_once_nobody_who_decodes_has_a_target():
         its.step()
     late = its.come([*its.LONG, 5, 5], 1)
     its.step()
-    assert late.finish_reason and late.cached == 16_000
+    assert late.finish_reason and late.cached_tokens == 16_000

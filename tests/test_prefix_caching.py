@@ -199,7 +199,7 @@ def test_the_next_turn_of_a_chat_finds_what_was_generated(policy):
         changed = [*first.tokens[:7], 7, *first.tokens[8:]]  # the last token of the second page
         turn, other = line.add([*first.tokens, 5, 5, 5], 1), line.add([*changed, 5, 5, 5], 1)
         line.run()
-        assert (first.cached, turn.cached, other.cached) == (0, found, 4)
+        assert (first.cached_tokens, turn.cached_tokens, other.cached_tokens) == (0, found, 4)
 
 
 @pytest.mark.parametrize("page_size, found", [(1, 7), (2, 6), (4, 4), (8, 0)])
@@ -209,7 +209,7 @@ def test_at_least_one_token_of_a_prompt_is_computed(policy, page_size, found):
     line.add(range(8), 2)
     assert line.run()[0] == {0: (0, 8)}
     again = line.add(range(8), 2)
-    assert line.run() == [{1: (found, 8 - found)}, {1: (8, 1)}] and again.cached == found
+    assert line.run() == [{1: (found, 8 - found)}, {1: (8, 1)}] and again.cached_tokens == found
 
 
 @pytest.mark.parametrize("gone, found", [(0, 8), (1, 8), (2, 4), (3, 0)])
@@ -224,7 +224,7 @@ def test_after_a_preemption_it_finds_what_is_still_there(policy, gone, found):
     pages.free(pages.allocate(32 - 3 + gone))  # others took them: first the end of the request
     assert line.step() == {0: (found, 13 - found)}
     line.run()
-    assert (request.cached, request.recomputed, request.preemptions) == (found, 12, 1)
+    assert (request.cached_tokens, request.recomputed_tokens, request.preemptions) == (found, 12, 1)
     line.scheduler.mend()
     assert len(request.tokens) == 19
 
@@ -242,7 +242,7 @@ def test_who_finds_all_but_its_last_token_is_not_taken_for_a_decode(policy, chun
     n = len(victim.tokens)
     line.scheduler.preempt(victim)
     chunks = [its[1] for its in line.run() if 1 in its]
-    assert chunks[0] in ((n - 2, 2), (n - 2, 1)) and victim.cached == n - 2
+    assert chunks[0] in ((n - 2, 2), (n - 2, 1)) and victim.cached_tokens == n - 2
 
 
 def test_pages_are_found_as_soon_as_they_are_computed_and_not_before():
@@ -251,7 +251,7 @@ def test_pages_are_found_as_soon_as_they_are_computed_and_not_before():
     line.scheduler.next_batch()
     assert named(line.pages) == set() and first.pages
     assert line.run() == [{0: (0, 8)}, {0: (8, 8)}, {0: (16, 4), 1: (16, 4)}]
-    assert again.cached == 16
+    assert again.cached_tokens == 16
 
 
 def test_two_at_the_same_time_compute_it_twice_and_one_of_both_is_found():
@@ -261,7 +261,7 @@ def test_two_at_the_same_time_compute_it_twice_and_one_of_both_is_found():
     assert line.step() == {0: (0, 20), 1: (0, 20)}  # the first one has ended
     assert len(named(line.pages)) == 5 and named(line.pages).isdisjoint(line.requests[1].pages)
     third = line.add(range(20), 1)
-    assert line.run()[0] == {1: (20, 1), 2: (16, 4)} and third.cached == 16
+    assert line.run()[0] == {1: (20, 1), 2: (16, 4)} and third.cached_tokens == 16
     assert len(named(line.pages)) == 5 and line.pages.num_free == 32
 
 
@@ -313,7 +313,7 @@ def test_off_nothing_is_named_and_nothing_is_found(policy, monkeypatch):
     for _ in range(3):
         line.add(range(20), 9)
     line.run()
-    assert not any(request.names or request.cached for request in line.requests)
+    assert not any(request.page_hashes or request.cached_tokens for request in line.requests)
     assert named(line.pages) == set()
 
 

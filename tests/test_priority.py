@@ -1,4 +1,4 @@
-"""The policy `priority` and its line: who goes first, who is preempted, and that nobody starves."""
+"""The policy `priority` and its queue: who goes first, who is preempted, and that nobody starves."""
 
 import itertools
 import random
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.iteration_time import BatchShape
-from policies.priority import PRIORITIES, ClassLine, check_promise
+from policies.priority import PRIORITIES, ClassQueue, check_promise
 from scheduler import Request
 from tests.helpers import VirtualRun, percentile
 
@@ -56,11 +56,11 @@ def test_a_promise_is_checked():
             check_promise(**{name: value})
 
 
-# the line
+# the queue
 
 
 class NaiveLine(list):
-    """ClassLine: sorted by class, then preempted ones, then deadline, then who came first."""
+    """ClassQueue: sorted by class, then preempted ones, then deadline, then who came first."""
 
     front = ()  # ids of the preempted
 
@@ -81,57 +81,57 @@ ACTIONS = st.lists(st.tuples(NAMES, *map(st.integers, [0] * 3, [3, 9, 40])), max
 @given(ACTIONS, st.sampled_from([1.0, 4.0, 64.0]))
 def test_the_line_is_a_sorted_list(actions, ageing):
     now, naive, gone = 0.0, NaiveLine(), []
-    line = ClassLine(lambda r: r.ttft_slo, ageing, lambda: now)
+    queue = ClassQueue(lambda r: r.ttft_slo, ageing, lambda: now)
     actions += [("pop", 0, 0, 0)] * len(actions)  # at last all leave in order
     for number, (name, its_class, a, b) in enumerate(actions):
         if name == "append":
             naive.append(request(number, its_class, arrival=now, ttft_slo=float(a % 6)))
-            line.append(naive[-1])
+            queue.append(naive[-1])
         elif name == "preempt":  # one that has run for a while
             naive.append(request(number, its_class, arrival=now - a, ttft_slo=0.0))
             naive.front = *naive.front, number
-            line.appendleft(naive[-1])
+            queue.appendleft(naive[-1])
         elif name == "sleep":
             now += b / 4  # a power of two, so that times are exact
         elif naive:
             gone.append(naive.head(now, ageing) if name == "pop" else naive[b % len(naive)])
-            line.remove(gone[-1])
+            queue.remove(gone[-1])
             naive.remove(gone[-1])
-        assert len(line) == len(naive) and set(line) == set(naive)
-        assert not any(r in line for r in gone) and all(r in line for r in naive)
+        assert len(queue) == len(naive) and set(queue) == set(naive)
+        assert not any(r in queue for r in gone) and all(r in queue for r in naive)
         if naive:
-            assert line[0] is naive.head(now, ageing)
+            assert queue[0] is naive.head(now, ageing)
         else:
             with pytest.raises(IndexError):
-                line[0]
+                queue[0]
     with pytest.raises(KeyError):
-        line.remove(request(-1))
+        queue.remove(request(-1))
 
 
 def test_the_line_keeps_nothing_of_those_who_left():
     now, draw, there = 0.0, random.Random(0), []
-    line = ClassLine(lambda r: r.arrival + r.ttft_slo, 10.0, lambda: now)
+    queue = ClassQueue(lambda r: r.arrival + r.ttft_slo, 10.0, lambda: now)
     for i in range(3000):
         now += 0.1
         there.append(request(i, draw.randrange(4), arrival=now, ttft_slo=draw.choice([1.0, 1e9])))
-        line.append(there[-1])
+        queue.append(there[-1])
         if i > 50:
-            r = line[0] if i % 2 else draw.choice(there)  # admitted, or aborted
+            r = queue[0] if i % 2 else draw.choice(there)  # admitted, or aborted
             there.remove(r)
-            line.remove(r)
-    assert len(line._line) + len(line._lifts) == 2 * len(there) == 2 * 51
-    line.clear()
-    assert not line and list(line) == []
+            queue.remove(r)
+    assert len(queue._queue) + len(queue._lifts) == 2 * len(there) == 2 * 51
+    queue.clear()
+    assert not queue and list(queue) == []
 
 
 def test_a_class_is_one_of_those_there_are_whatever_the_clock_says():
     for arrival in (-1e9, 0.0, 5.0, 99.0, 1e9):  # long ago, or yet to come
         for priority in range(4):
-            line = ClassLine(None, 2.0, lambda: 7.0)
-            assert 0 <= line.aged_class(request(0, priority, arrival=arrival)) <= priority
+            queue = ClassQueue(None, 2.0, lambda: 7.0)
+            assert 0 <= queue.aged_class(request(0, priority, arrival=arrival)) <= priority
     times = iter([0.0, 9.9, 10.0, 19.9, 20.0, 30, 99])
-    line = ClassLine(None, 10.0, lambda: next(times))
-    aged = [line.aged_class(request(0, LOW)) for _ in range(7)]
+    queue = ClassQueue(None, 10.0, lambda: next(times))
+    aged = [queue.aged_class(request(0, LOW)) for _ in range(7)]
     assert aged == [LOW, LOW, NORMAL, NORMAL, HIGH, REALTIME, REALTIME]
     sim = simulation()
     sim.add(request(0, LOW, arrival=1e9))
@@ -389,15 +389,15 @@ def test_a_preempted_request_waits_at_the_front_of_its_class_and_ends_as_if_it_w
         sim.add(request(i, priority, 700, 10, arrival=sim.now, ttft_slo=0.5))
     sim.add(request(9, REALTIME, 1800, 100, arrival=sim.now - 5.0))
     sim.step()
-    line, order = sim.scheduler.waiting, []
-    assert ids(sim.scheduler.running) == [9] and len(line) == 5
-    while line:
-        order.append(line[0])
-        line.remove(line[0])
+    queue, order = sim.scheduler.waiting, []
+    assert ids(sim.scheduler.running) == [9] and len(queue) == 5
+    while queue:
+        order.append(queue[0])
+        queue.remove(queue[0])
     assert ids(order) == [5, 0, 1, 2, 4]  # the newest was preempted first, and still comes later
     for r in order:
         assert r.num_computed == 0 and r.preemptions == (r.id < 3)
-        (line.appendleft if r.id < 3 else line.append)(r)
+        (queue.appendleft if r.id < 3 else queue.append)(r)
     sim.run([])
     assert [len(sim.token_times[i]) for i in (0, 1, 2, 4, 5, 9)] == [100, 100, 100, 10, 10, 100]
 
@@ -416,7 +416,7 @@ def test_under_overload_with_little_memory_all_ends_and_little_is_computed_twice
     assert all(len(sim.token_times[r.id]) == r.max_new_tokens for r in requests)
     assert sim.scheduler.pages.num_free == 130 and not sim.scheduler.requests
     total = sum(r.prompt_len + r.max_new_tokens for r in requests)
-    assert sum(r.recomputed for r in requests) < total
+    assert sum(r.recomputed_tokens for r in requests) < total
     waited = [max(sim.ttft(r) for r in requests if r.priority == p) for p in range(4)]
     if ageing == NEVER:
         assert max(waited[:NORMAL]) < 0.25 * waited[LOW]

@@ -104,8 +104,8 @@ class Watched:
         for r in self.live:
             assert r.tokens[r.prompt_len :] == self.got[r.id]
             assert 0 <= r.num_computed < len(r.tokens)
-            assert self.computed[r.id] == r.num_computed + r.recomputed - r.cached
-            assert r.cached == 0 or config.prefix_caching
+            assert self.computed[r.id] == r.num_computed + r.recomputed_tokens - r.cached_tokens
+            assert r.cached_tokens == 0 or config.prefix_caching
             assert not reserved or r.preemptions == self.forced[r.id]
 
     def add(self, prompt, params, promised):
@@ -137,7 +137,9 @@ class Watched:
                 forward(batch, cache)
             raise Fault
 
-        before = {r.id: (r.num_computed, r.cached, r.preemptions, r.tokens[:]) for r in self.live}
+        before = {
+            r.id: (r.num_computed, r.cached_tokens, r.preemptions, r.tokens[:]) for r in self.live
+        }
         MODEL.forward = broken
         try:
             if self.engine.has_work:
@@ -152,7 +154,7 @@ class Watched:
             # nobody has advanced, but a victim may have lost its pages to the batch that is kept,
             # and who was admitted to it may have found some
             allowed = (num_computed, preemptions), (0, preemptions + 1)
-            found = r.cached - cached
+            found = r.cached_tokens - cached
             assert (r.num_computed - found, r.preemptions) in allowed
         assert not before
         self.check()

@@ -218,7 +218,7 @@ def test_a_preempted_request_keeps_its_tokens_and_their_times(chunk, again):
     assert chunks == again  # prompt and output again, then one token more
     assert request.tokens == [0] * 4 + [7] * 3 + [8] * 2 and request.finish_reason == "length"
     assert request.token_times == [1.0, 2.0, 3.0, now - 1, now]  # the TTFT is the first time's
-    assert request.scheduled == 100 and request.preemptions == 1 and request.recomputed == 6
+    assert request.scheduled == 100 and request.preemptions == 1 and request.recomputed_tokens == 6
 
 
 def test_an_interrupted_schedule_is_begun_again(monkeypatch):
@@ -234,7 +234,7 @@ def test_an_interrupted_schedule_is_begun_again(monkeypatch):
         scheduler.next_batch()
     scheduler.mend()
     assert list(scheduler.waiting) == requests and not scheduler.running
-    assert [(r.preemptions, r.recomputed) for r in requests] == [(1, 3), (1, 3), (0, 0)]
+    assert [(r.preemptions, r.recomputed_tokens) for r in requests] == [(1, 3), (1, 3), (0, 0)]
     assert scheduler.pages.num_free == 8 and not any(r.pages or r.num_computed for r in requests)
     while batch := scheduler.next_batch():
         advance(scheduler, batch)
@@ -298,10 +298,10 @@ def test_the_newest_is_preempted_by_priority_of_the_lowest(policy, requests, vic
         assert len(request.tokens) == before + 1
         if request.id in victims:
             assert request.num_computed == 0 and request.pages == []
-            assert request.preemptions == 1 and request.recomputed == before
+            assert request.preemptions == 1 and request.recomputed_tokens == before
         else:
             assert request.num_computed == before and len(request.pages) == -(-(before + 1) // 4)
-            assert request.preemptions == request.recomputed == 0
+            assert request.preemptions == request.recomputed_tokens == 0
     check_integrity(scheduler.pages, [request.pages for request in scheduler.running])
 
 

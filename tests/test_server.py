@@ -220,7 +220,7 @@ def test_what_was_found_in_the_cache_is_counted_but_not_what_a_request_left_itse
         wait_for(lambda: "cached_tokens_total 80.0" in its.http.get("/metrics").text)
     asked = ChatRequest(model="tiny", messages=[{}], stream=stream)
     for preemptions, found in ((0, 32), (1, 0)):
-        request = SimpleNamespace(id=0, cached=32, preemptions=preemptions)
+        request = SimpleNamespace(id=0, cached_tokens=32, preemptions=preemptions)
         usage = Answer(its.api, asked, [1] * 60, request, None).usage()
         assert usage["prompt_tokens_details"] == {"cached_tokens": found}
 

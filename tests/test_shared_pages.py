@@ -15,7 +15,7 @@ from tests.helpers import check_integrity, named
 def names_of(pages, tokens):
     """The names of all full pages of these tokens."""
     names = []
-    pages.extend_names(names, tokens)
+    pages.extend_hashes(names, tokens)
     return names
 
 
@@ -53,12 +53,12 @@ class SharedPages:
             if tuple(tokens[:end]) not in self.content:
                 break
             found.append(self.content[tuple(tokens[:end])])
-        assert self.pages.find(names[: (len(tokens) - 1) // 2]) == found
+        assert self.pages.match_prefix(names[: (len(tokens) - 1) // 2]) == found
         more = -(-len(tokens) // 2) - len(found)
         unread = set(found).difference(self.readers)
         assert self.pages.count_free(found) == len(unread)
         if more + len(unread) <= self.pages.num_free:
-            self.pages.share(found)
+            self.pages.acquire(found)
             self.left = [page for page in self.left if page not in found]
             table = SimpleNamespace(tokens=tokens, names=names, pages=found, full=len(found))
             self.tables.append(table)
@@ -67,8 +67,8 @@ class SharedPages:
     def compute(self, table, count):
         """Some more of its pages are full."""
         end = min(table.full + count, len(table.tokens) // 2)
-        self.pages.extend_names(table.names, table.tokens)
-        self.pages.keep(table.pages[table.full : end], table.names[table.full : end])
+        self.pages.extend_hashes(table.names, table.tokens)
+        self.pages.publish(table.pages[table.full : end], table.names[table.full : end])
         for i in range(table.full, end):
             self.content.setdefault(tuple(table.tokens[: 2 * i + 2]), table.pages[i])
         table.full = end
@@ -96,7 +96,7 @@ class SharedPages:
         assert pages.num_free == self.total - len(readers)
         assert named(pages) == set(self.content.values())
         for tokens, page in self.content.items():  # whoever began so, and ended or not
-            assert pages.find(names_of(pages, tokens)[-1:]) == [page]
+            assert pages.match_prefix(names_of(pages, tokens)[-1:]) == [page]
         for page in set(range(self.total)).difference(readers):
             with pytest.raises(RuntimeError, match=f"page {page} was freed but is not owned"):
                 pages.free([page])
@@ -132,7 +132,7 @@ def test_a_name_stands_for_all_tokens_up_to_there():
     assert len(set(last)) == len(beginnings)
     assert names_of(pages, [1, 2, 3, 4, 5])[:1] == names_of(pages, (1, 2)) == last[:1]
     names = names_of(pages, [1, 2, 3])
-    pages.extend_names(names, [1, 2, 3, 4, 5, 6, 7])  # goes on where it was
+    pages.extend_hashes(names, [1, 2, 3, 4, 5, 6, 7])  # goes on where it was
     assert names == names_of(pages, [1, 2, 3, 4, 5, 6]) and len(names) == 3
     assert names_of(Pages(4, 2), [1, 2, 3, 4]) == []
 
@@ -141,9 +141,9 @@ def test_what_was_left_longest_ago_goes_first_and_of_a_request_its_end():
     pages = Pages(5, 1, prefix_caching=True)
     old, new = pages.allocate(3), pages.allocate(2)
     for table, tokens in ((old, [1, 2, 3]), (new, [4, 5])):
-        pages.keep(table, names_of(pages, tokens))
+        pages.publish(table, names_of(pages, tokens))
         pages.free(table)
-    pages.share(old[:1])
+    pages.acquire(old[:1])
     pages.free(old[:1])  # left later than all others
     went = [pages.allocate(1) for _ in range(5)]
     assert went == [old[2:], old[1:2], new[1:], new[:1], old[:1]]
@@ -163,26 +163,30 @@ def test_an_interrupt_in_keep_leaves_no_name_of_other_content(again):
     for at in range(1, 30):
         pages = Pages(2, 1, prefix_caching=True)
         before = pages.allocate(2)
-        pages.keep(before, names_of(pages, [1, 2]))
+        pages.publish(before, names_of(pages, [1, 2]))
         pages.free(before)
         table, names, lines = pages.allocate(2), names_of(pages, [3, 4]), []
         sys.settrace(trace)
         try:
-            pages.keep(table, names)
+            pages.publish(table, names)
         except KeyboardInterrupt:
             pass
         finally:
             sys.settrace(None)
         if again:
-            pages.keep(table, names)
-            assert pages.find(names) == table
+            pages.publish(table, names)
+            assert pages.match_prefix(names) == table
         check_integrity(pages, [table])
         pages.free(table)
         check_integrity(pages, [])
         table = pages.allocate(2)
-        assert named(pages) == set() and not pages.find(names) and not pages.find(names[1:])
-        pages.keep(table, names_of(pages, [5, 6]))
-        assert not pages.find(names) and not pages.find(names_of(pages, [1, 2]))
+        assert (
+            named(pages) == set()
+            and not pages.match_prefix(names)
+            and not pages.match_prefix(names[1:])
+        )
+        pages.publish(table, names_of(pages, [5, 6]))
+        assert not pages.match_prefix(names) and not pages.match_prefix(names_of(pages, [1, 2]))
         check_integrity(pages, [table])
         if sum(lines) < at:
             break

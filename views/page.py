@@ -6,7 +6,7 @@
     text = page(title, machine, {"vllm": recorder}, slo_s=slo_s)
 
 A record is what JSON takes: {"request": ...} when one is first seen, and for each iteration what
-was decided, and why the head of the line was not let in, both seen when the policy had decided it,
+was decided, and why the head of the queue was not let in, both seen when the policy had decided it,
 and how long it took. What can be counted from these is counted in schedule_page.html, which also
 saves it all as a trace for https://ui.perfetto.dev. Read first: engine.py."""
 
@@ -89,7 +89,7 @@ def describe(request):
 
 
 def why_head_waits(scheduler, batch):
-    """Why the head of the line is not in the batch, as facts: None if nobody waits, or ["batch",
+    """Why the head of the queue is not in the batch, as facts: None if nobody waits, or ["batch",
     how many run], ["pages", needed, free], ["budget", left, tokens to compute], ["policy"]."""
     if not scheduler.waiting:
         return None
@@ -97,9 +97,9 @@ def why_head_waits(scheduler, batch):
     if len(scheduler.running) >= scheduler.max_batch:
         return ["batch", len(scheduler.running)]
     if not scheduler.room_for(head):
-        found, more = scheduler.pages_for(head)  # what was found may be among the free
+        found, more = scheduler.plan_admission(head)  # what was found may be among the free
         return ["pages", more + pages.count_free(found), pages.num_free]
-    whole, left = len(head.tokens) - scheduler.found(), batch.left
+    whole, left = len(head.tokens) - scheduler.cached_tokens_of_head(), batch.left
     least = 1 if scheduler.cuts_prompts else whole
     return ["policy"] if left >= least else ["budget", max(0, int(left)), whole]
 

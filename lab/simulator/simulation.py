@@ -79,7 +79,7 @@ class Simulation(MicroBatches):
         self.schedulers[0].check_fits(arrival.prompt_len, arrival.output_len)
         self.bubbles[i] = 0.0
         self._wake()
-        if self.config.max_waiting is not None and len(self.line) >= self.config.max_waiting:
+        if self.config.max_waiting is not None and len(self.queue) >= self.config.max_waiting:
             raise QueueFull(f"max_waiting={self.config.max_waiting}: as many requests wait")
         time, n, output_len = arrival[:3]
         tokens, its = bytearray(n) if prompt is None else list(prompt), check_promise(*arrival[3:6])
@@ -100,7 +100,7 @@ class Simulation(MicroBatches):
         if batch is None:
             self.idle.append(number)
             return []
-        if self.line:
+        if self.queue:
             self._wake()  # what it left, or preempted, is for the others
         chunks, (seconds, hop) = batch.record() if self.record else None, self.cost.stages(batch)
         times, arrived = [], self.now
