@@ -112,7 +112,10 @@ def run(model, cache, spans, all_rows=False):
     return model(batch, cache)
 
 
-def alone(model, prompt, params=SamplingParams(), stop=()):
+GREEDY = SamplingParams()
+
+
+def alone(model, prompt, params=GREEDY, stop=()):
     """What a request must yield: no engine, no chunks, all computed again for each token."""
     tokens = list(prompt)
     for n in range(params.max_new_tokens):
