@@ -1,12 +1,13 @@
 """What is measured is what it says, and so are its limits. No timing is asserted here."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
 
 from engine import Runner
 from kv_cache import Span
+from lab.measure import machine_info
 from lab.measure import timing as measure
 from model import GPTConfig
 from tests.helpers import tiny_model
@@ -77,27 +78,47 @@ def test_on_a_busy_machine_it_is_tried_again(readings, tries, counts, calls, dri
 
 def test_bandwidth_and_ridge_are_bytes_and_rows(monkeypatch):
     ms = {"sum": measure.Timing(10.0, 0.0), "products": measure.Timing(2.0, 0.0)}
-    monkeypatch.setattr(measure, "interleaved", lambda *_, **__: ms)
+    monkeypatch.setattr(machine_info, "interleaved", lambda *_, **__: ms)
     monkeypatch.setattr(measure.Probe, "take", lambda self: 0.1)
-    assert measure.memory_bandwidth(CPU) == pytest.approx(512 * 2**20 / 0.010)
-    monkeypatch.setattr(measure, "memory_bandwidth", lambda device: 1e10)
+    assert machine_info.memory_bandwidth(CPU) == pytest.approx(512 * 2**20 / 0.010)
+    monkeypatch.setattr(machine_info, "memory_bandwidth", lambda device: 1e10)
     model = tiny_model(dtype=torch.float32)
-    args = SimpleNamespace(dtype="float32", init_from=None, model="tiny", compile=False)
-    found = measure.describe_machine(model, args, 16)
+    info = machine_info.measure_machine(model, "tiny", 16)
     weights = sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2)
-    assert found["flops_per_s"] == pytest.approx(2 * 16 * weights / 0.002)
+    assert info.flops_per_s == pytest.approx(2 * 16 * weights / 0.002)
     # at the ridge, 2 flops for each row of a weight take as long as reading its 4 bytes
-    ridge_s = 2 * found["ridge_tokens"] / found["flops_per_s"]
-    assert ridge_s == pytest.approx(4 / found["bytes_per_s"]) == 4e-10
-    said = {"dtype": "float32", "model": "tiny", "compiled": False}
-    assert said.items() <= found.items() and found["device"] == measure.device_name(CPU)
-    assert (found["torch"], found["threads"]) == (torch.__version__, torch.get_num_threads())
-    assert found["parameters"] == sum(p.numel() for p in model.parameters())
-    assert not found["busy"]
-    args.init_from = "a/checkpoint"
+    ridge_s = 2 * info.ridge_tokens / info.flops_per_s
+    assert ridge_s == pytest.approx(4 / info.bytes_per_s) == 4e-10
+    assert (info.dtype, info.model, info.compiled) == ("float32", "tiny", False)
+    assert info.device == measure.device_name(CPU)
+    assert (info.torch, info.threads) == (torch.__version__, torch.get_num_threads())
+    assert info.parameters == sum(p.numel() for p in model.parameters())
+    assert not info.busy
     monkeypatch.setattr(measure.Probe, "take", lambda self: 0.3)
-    assert measure.describe_machine(model, args, 16)["busy"]
-    assert measure.describe_machine(model, args, 16)["model"] == "a/checkpoint"
+    assert machine_info.measure_machine(model, "tiny", 16).busy
+
+
+def test_the_heading_names_the_device_and_the_model():
+    info = machine_info.RealMachineInfo(
+        device="a CPU",
+        threads=2,
+        torch="2.13",
+        model="llama-160m",
+        parameters=162_000_000,
+        dtype="bfloat16",
+        compiled=True,
+        flops_per_s=1e12,
+        bytes_per_s=1e10,
+        ridge_tokens=100.0,
+        busy=False,
+    )
+    assert info.heading() == (
+        "a CPU, threads: 2, torch 2.13\nllama-160m, 162,000,000 parameters, bfloat16, compiled\n"
+    )
+    sharded = replace(info, compiled=False, tp=2, pp=1)
+    assert sharded.heading().endswith("162,000,000 parameters, bfloat16, TP 2 x PP 1\n")
+    assert machine_info.RealMachineInfo(**sharded.to_json()) == sharded
+    assert sharded.to_json().keys() - info.to_json().keys() == {"tp", "pp"}
 
 
 def test_attention_cost_counts_every_visible_key():

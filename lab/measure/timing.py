@@ -5,13 +5,15 @@ that must be read over the measured bandwidth. Timings are warmed up, synchronis
 (A B C A B C …): a machine whose speed drifts slows all variants alike. Quoted are medians. And a
 machine that works for others cannot be timed: `steadily` finds that out, and tries again."""
 
+import importlib
 import math
 import os
 import platform
 import statistics
 import time
+from collections.abc import Callable
 from functools import cache, partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +22,7 @@ from tqdm import tqdm
 from kv_cache import kv_bytes_per_token
 from model import ROWS_PER_PIECE
 
+Result = TypeVar("Result")
 LINEAR = "preproj", "postproj", "ffn_ln1", "ffn_ln2"  # products of a block, SARATHI, Table 1
 WARMUP = 2  # runs that are not counted
 BUSY = 0.20  # drift, of a machine, or spread, of times: above it no number is believed
@@ -90,30 +93,32 @@ class Probe:
 probe_of = cache(Probe)  # one in a process for each device, as it remembers the fastest
 
 
-def steadily(function, device, tries=3, spread_of=None):
+def steadily(
+    function: Callable[[], Result],
+    device: torch.device,
+    tries: int = 3,
+    spread_of: Callable[[Result], float] | None = None,
+) -> tuple[Result, float]:
     """Call `function()` on a machine that is not BUSY: (what it returned, drift). The drift is the
     share of the machine that was missing in a probe before or after, or what `spread_of` says of
     the result, if that is more. Of at most `tries` calls the steadiest counts."""
-    probe, best = probe_of(device), (None, math.inf)
+    probe = probe_of(device)
+    runs: list[tuple[Result, float]] = []
     after = probe.take()
     for _ in range(tries):
-        before, result, after = after, function(), probe.take()
+        before = after
+        result = function()
+        after = probe.take()
         drift = max(before, after, spread_of(result) if spread_of else 0.0)
-        best = min(best, (result, drift), key=lambda found: found[1])
+        runs.append((result, drift))
         if drift <= BUSY:
             break
-    return best
+    return min(runs, key=lambda run: run[1])
 
 
 def mark(name, busy):
     """The name of a row in a table, marked if the machine was too busy for it to be believed."""
     return f"{name} (busy)" if busy else name
-
-
-def memory_bandwidth(device):
-    """Bytes per second at which an array much larger than any cache is read, to be summed."""
-    array = torch.ones(2**30 if device.type == "cuda" else 2**27, device=device)
-    return array.nbytes / (interleaved({"sum": array.sum}, device, repeats=7)["sum"].ms / 1e3)
 
 
 def fastest_cpu_dtype():
@@ -168,29 +173,20 @@ def attention_cost(config, spans, dtype):
 
 
 def describe_machine(model, args, rows):
-    """What the numbers depend on, and the limits that they are compared with, as a dict. `rows` are
-    those of the products; with `ridge_tokens` computing takes as long as reading the weights."""
-    device, layers = model.device, linear_layers(model)
-    products = {"products": bare_products(model, rows, layers)}
-    time_both = lambda: (interleaved(products, device)["products"], memory_bandwidth(device))
-    (timing, bandwidth), drift = steadily(time_both, device, spread_of=lambda its: its[0].spread)
-    weights = sum(layer.weight.numel() for layer in layers)
-    rate = 2 * rows * weights / (timing.ms / 1e3)
-    whole = model.whole_model() if hasattr(model, "ranks") else model
-    found = {"device": device_name(device), "dtype": args.dtype, "torch": torch.__version__}
-    found |= {"model": args.init_from or args.model, "threads": torch.get_num_threads()}
-    found |= {"parameters": sum(p.numel() for p in whole.parameters()), "compiled": args.compile}
-    found |= {"flops_per_s": rate, "bytes_per_s": bandwidth, "busy": drift > BUSY}
-    found["ridge_tokens"] = rate / bandwidth * model.dtype.itemsize / 2
-    return found | ({"tp": args.tp, "pp": args.pp} if whole is not model else {})
+    """machine_info.measure_machine as a dict, for those that take one."""
+    machine_info = importlib.import_module("lab.measure.machine_info")  # which imports this module
+    return machine_info.measure_machine(model, args.init_from or args.model, rows).to_json()
 
 
-def device_name(device):
+def device_name(device: torch.device) -> str:
     """The name of a GPU, or the CPU's as well as it can be found."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
         with open("/proc/cpuinfo") as file:
-            return next(s.split(":", 1)[1].strip() for s in file if s.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,116 @@
+"""The machine and the model that numbers depend on, and the limits that times are compared with.
+
+    info = measure_machine(model, "llama-160m", rows=256)
+    print(info.heading())       what stands above all tables
+    info.to_json()              what --json holds
+
+Read first: timing.py."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+
+from lab.measure.timing import (
+    BUSY,
+    Timing,
+    bare_products,
+    device_name,
+    interleaved,
+    linear_layers,
+    steadily,
+)
+from model import GPT
+from parallel.shard import Shard
+
+
+class MachineInfo(Protocol):
+    """What is known of a machine, measured or simulated."""
+
+    device: str
+    model: str
+    dtype: str
+
+    def heading(self) -> str:
+        """The lines that stand above all tables. Each ends with a newline."""
+        ...
+
+    def to_json(self) -> dict[str, Any]:
+        """What a report has as its "machine"."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RealMachineInfo:
+    """A model on the device of this process. Computing with a batch of `ridge_tokens` rows takes
+    as long as reading the weights for it."""
+
+    device: str  # the name of the CPU or GPU
+    threads: int
+    torch: str  # its version
+    model: str  # a preset or a checkpoint
+    parameters: int
+    dtype: str
+    compiled: bool
+    flops_per_s: float  # of the matrix products of this model
+    bytes_per_s: float  # of reading memory
+    ridge_tokens: float
+    busy: bool  # whether the machine was too busy while this was measured
+    tp: int | None = None  # None: one process
+    pp: int | None = None
+    base_busy: bool | None = None  # too busy while the base of SLOs was timed; None: was not timed
+
+    def heading(self) -> str:
+        """The device, and the model that runs on it."""
+        parallel = f", TP {self.tp} x PP {self.pp}" if self.tp else ""
+        compiled = ", compiled" if self.compiled else ""
+        return (
+            f"{self.device}, threads: {self.threads}, torch {self.torch}\n"
+            f"{self.model}, {self.parameters:,} parameters, {self.dtype}{parallel}{compiled}\n"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields but those that are None."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def measure_machine(model: GPT, name: str, rows: int) -> RealMachineInfo:
+    """Measure how fast this machine computes the products of `model`, for `rows` tokens at once,
+    and how fast it reads memory. `name` is that of the model."""
+    device = model.device
+    layers = linear_layers(model)
+    products = {"products": bare_products(model, rows, layers)}
+
+    def time_both() -> tuple[Timing, float]:
+        return interleaved(products, device)["products"], memory_bandwidth(device)
+
+    def spread_of(timed: tuple[Timing, float]) -> float:
+        return timed[0].spread
+
+    (timing, bandwidth), drift = steadily(time_both, device, spread_of=spread_of)
+    weights = sum(layer.weight.numel() for layer in layers)
+    flops_per_s = 2 * rows * weights / (timing.ms / 1e3)
+    parallel = isinstance(model, Shard)  # has a part of the whole model
+    whole = model.whole_model() if parallel else model
+    return RealMachineInfo(
+        device=device_name(device),
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        model=name,
+        parameters=sum(p.numel() for p in whole.parameters()),
+        dtype=str(model.dtype).removeprefix("torch."),
+        compiled=model.compiled,
+        flops_per_s=flops_per_s,
+        bytes_per_s=bandwidth,
+        ridge_tokens=flops_per_s / bandwidth * model.dtype.itemsize / 2,
+        busy=drift > BUSY,
+        tp=model.ranks.tp if parallel else None,
+        pp=model.ranks.pp if parallel else None,
+    )
+
+
+def memory_bandwidth(device: torch.device) -> float:
+    """Bytes per second at which an array much larger than any cache is read, to be summed."""
+    array = torch.ones(2**30 if device.type == "cuda" else 2**27, device=device)
+    timing = interleaved({"sum": array.sum}, device, repeats=7)["sum"]
+    return array.nbytes / (timing.ms / 1e3)
