@@ -4,6 +4,7 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from errors import check_whole
 from kv_cache import kv_bytes_per_token
@@ -25,7 +26,7 @@ class EngineConfig:
     prefix_caching: bool = False  # share the pages of prompts that begin alike
     max_waiting: int | None = None  # the most requests that may wait; None: no limit
     attention: str = "auto"  # the backend, see attention.make_attention
-    options: dict = field(default_factory=dict)  # of the policy, as tbt_slo; tile is 128 on CUDA
+    policy_options: dict[str, Any] = field(default_factory=dict)  # as tbt_slo; tile: 128 on CUDA
 
     def __post_init__(self):
         if self.chunk != "auto":
@@ -43,18 +44,12 @@ class EngineConfig:
             wanted = f"must be below max_len={self.max_len}, for prefix_caching"
             raise ValueError(f"page_size={self.page_size}: {wanted}")
 
-    @classmethod
-    def make(cls, config=None, **settings):
-        """`config`, or from keyword arguments of which some are options of the policy."""
-        if config is not None and settings:
-            raise ValueError(f"{', '.join(settings)}: beside a config, give these in it")
-        options = {name: settings.pop(name) for name in settings.keys() - cls.__dataclass_fields__}
-        return config or cls(**settings | {"options": settings.get("options", {}) | options})
-
     def scheduler(self, pages, clock, **changes):
         """A scheduler of this policy, for max_batch and max_len that are numbers."""
         sizes = dict(chunk=self.chunk, max_batch=self.max_batch, max_len=self.max_len)
-        return make_scheduler(self.policy, pages, clock=clock, **sizes | self.options | changes)
+        return make_scheduler(
+            self.policy, pages, clock=clock, **sizes | self.policy_options | changes
+        )
 
     def for_model(self, model):
         """The same with all numbers filled in. Raises ValueError if model or memory forbid it."""
@@ -79,7 +74,7 @@ class EngineConfig:
         """The same: a policy that goes by tiles takes whole ones of so many tokens, or its own."""
         if "tile" not in policy_options(find_policy(self.policy)):
             return self
-        return replace(self, options={"tile": tile} | self.options)
+        return replace(self, policy_options={"tile": tile} | self.policy_options)
 
 
 def pages_that_fit(model, max_len, page_size):

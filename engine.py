@@ -12,17 +12,18 @@ interrupt anywhere else is mended by whoever comes next, see Scheduler.mend."""
 import operator
 import sys
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from tqdm import tqdm
 
 from attention import check_backend, make_attention
 from config import EngineConfig, check_memory
-from errors import check_number, check_whole, shown
+from errors import check_number, check_whole, shorten
 from kv_cache import KVCache, Pages, Span, kv_bytes_per_token
-from model import FlatBatch
+from model import GPT, FlatBatch
 from packed_linear import pack
 from policies.priority import check_promise
 from policies.token_budget import auto_budget
@@ -175,7 +176,7 @@ class Runner:
 class Engine:
     """Serves requests with one model under one policy.
 
-    Takes an EngineConfig (config.py), or its fields and the policy's options as keywords;
+    Takes the fields of an EngineConfig (config.py) as keywords, or one to `from_config`;
     a tokenizer for prompts given as text, whose stop tokens end every request; a clock, in seconds.
     Raises ValueError: before anything is allocated, but for what only the attention backend (a
     page size) or chunk="auto" (an SLO that nothing meets) can tell."""
@@ -183,8 +184,55 @@ class Engine:
     make_runner = Runner
     schedulers = property(lambda self: [self.scheduler])  # of each micro-batch, in a pipeline
 
-    def __init__(self, model, config=None, *, tokenizer=None, clock=time.perf_counter, **settings):
-        config = EngineConfig.make(config, **settings).for_model(model)
+    def __init__(
+        self,
+        model: GPT,
+        *,
+        policy: str = "sarathi-serve",
+        chunk: int | str = 256,
+        max_batch: int | None = None,
+        max_len: int | None = None,
+        page_size: int | None = None,
+        pages: int | None = None,
+        prefix_caching: bool = False,
+        max_waiting: int | None = None,
+        attention: str = "auto",
+        policy_options: Mapping[str, Any] | None = None,
+        tokenizer: Any = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """The keywords are the fields of config.EngineConfig, which explains them."""
+        config = EngineConfig(
+            policy=policy,
+            chunk=chunk,
+            max_batch=max_batch,
+            max_len=max_len,
+            page_size=page_size,
+            pages=pages,
+            prefix_caching=prefix_caching,
+            max_waiting=max_waiting,
+            attention=attention,
+            policy_options=dict(policy_options or {}),
+        )
+        self._start(model, config, tokenizer, clock)
+
+    @classmethod
+    def from_config(
+        cls,
+        model: GPT,
+        config: EngineConfig,
+        *,
+        tokenizer: Any = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> Self:
+        """An engine with the fields of an EngineConfig."""
+        return cls(model, **vars(config), tokenizer=tokenizer, clock=clock)
+
+    def _start(
+        self, model: GPT, config: EngineConfig, tokenizer: Any, clock: Callable[[], float]
+    ) -> None:
+        """Allocate the cache, and begin with no requests."""
+        config = config.for_model(model)
         memory, auto = (config.pages, config.page_size), config.chunk == "auto"
         pages = Pages(*memory, config.prefix_caching)
         self.scheduler = config.scheduler(pages, clock, **{"chunk": 1} if auto else {})
@@ -249,21 +297,21 @@ class Engine:
     def _encode(self, prompt, params):
         """The prompt as a checked list of token ids."""
         if not isinstance(params, SamplingParams):
-            raise ValueError(f"params={shown(params)}: must be SamplingParams")
+            raise ValueError(f"params={shorten(params)}: must be SamplingParams")
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise ValueError(f"prompt={shown(prompt)}: no tokenizer here, give token ids")
+                raise ValueError(f"prompt={shorten(prompt)}: no tokenizer here, give token ids")
             prompt = self.tokenizer.encode(prompt)
         try:
             tokens = [operator.index(token) for token in prompt]
         except TypeError:
-            raise ValueError(f"prompt={shown(prompt)}: must be text or token ids") from None
+            raise ValueError(f"prompt={shorten(prompt)}: must be text or token ids") from None
         if not tokens:
             raise ValueError("prompt: must hold at least 1 token")
         size = self.runner.model.config.vocab_size
         if wrong := [token for token in tokens if not 0 <= token < size]:
             limit = f"the vocabulary is 0 … {size - 1}"
-            raise ValueError(f"prompt: token {shown(wrong[0])} is out of range, {limit}")
+            raise ValueError(f"prompt: token {shorten(wrong[0])} is out of range, {limit}")
         self.scheduler.check_fits(len(tokens), params.max_new_tokens)
         return tokens
 

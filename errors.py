@@ -7,7 +7,7 @@ from numbers import Integral, Real
 SMALLEST, LARGEST = sys.float_info.min, sys.float_info.max
 
 
-def shown(value):
+def shorten(value):
     """Its repr on one line, cut to 60 characters."""
     with suppress(ValueError):  # whole numbers of more than 4,300 digits have none
         return " ".join(repr(value).split())[:60]
@@ -20,7 +20,7 @@ def check_whole(name, value, least, most=2**63 - 1):
     if whole and least <= value <= most:
         return int(value)
     limit = f" and at most {most}" if whole and value > most else ""
-    raise ValueError(f"{name}={shown(value)}: must be a whole number of at least {least}{limit}")
+    raise ValueError(f"{name}={shorten(value)}: must be a whole number of at least {least}{limit}")
 
 
 def check_number(name, value, allowed, least=-LARGEST, most=LARGEST):
@@ -28,7 +28,7 @@ def check_number(name, value, allowed, least=-LARGEST, most=LARGEST):
     with suppress(OverflowError):  # 10**400
         if isinstance(value, Real) and least <= (number := float(value)) <= most:
             return number
-    raise ValueError(f"{name}={shown(value)}: must be {allowed}")
+    raise ValueError(f"{name}={shorten(value)}: must be {allowed}")
 
 
 def check_positive(name, value):
@@ -39,4 +39,4 @@ def check_positive(name, value):
 def check_one_of(name, value, allowed):
     """Raise ValueError unless `value` is one of the names in `allowed`."""
     if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name}={shown(value)}: must be one of {', '.join(allowed)}")
+        raise ValueError(f"{name}={shorten(value)}: must be one of {', '.join(allowed)}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from errors import SMALLEST, check_number, check_whole, shown
+from errors import SMALLEST, check_number, check_whole, shorten
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,11 @@ class SamplingParams:
         try:
             its["stop_token_ids"] = tuple(map(operator.index, ids))
         except TypeError:
-            raise ValueError(f"stop_token_ids={shown(ids)}: must be a list of token ids") from None
+            raise ValueError(
+                f"stop_token_ids={shorten(ids)}: must be a list of token ids"
+            ) from None
         if not isinstance(self.logprobs, bool):
-            raise ValueError(f"logprobs={shown(self.logprobs)}: must be True or False")
+            raise ValueError(f"logprobs={shorten(self.logprobs)}: must be True or False")
 
 
 def sample(logits, params, positions):

@@ -6,7 +6,9 @@ Read first: policies/micro_batches.py, ranks.py and shard.py."""
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as dist
 
 from config import MAX_BATCH, EngineConfig
 from engine import Engine, Iteration, Runner, state_of
+from parallel.shard import Shard
 from policies.micro_batches import MicroBatches
 from sampling import SamplingParams
 
@@ -95,14 +98,16 @@ class ParallelEngine(Engine):
 
     make_runner, schedulers, record = ParallelRunner, (), False
 
-    def __init__(self, model, config=None, *, tokenizer=None, clock=time.perf_counter, **settings):
-        config, pp = EngineConfig.make(config, **settings), model.ranks.pp
+    def _start(
+        self, model: Shard, config: EngineConfig, tokenizer: Any, clock: Callable[[], float]
+    ) -> None:
+        pp = model.ranks.pp
         whole = replace(config, max_batch=config.max_batch and config.max_batch * pp)
         alive = [its.key for its in model.ranks.work.alive]
         pages = min(model.ranks.call("room", alive, whole))
         batch = config.max_batch or min(pages // pp, MAX_BATCH)
         config = replace(config, pages=pages, max_batch=batch)
-        super().__init__(model, config, tokenizer=tokenizer, clock=clock)
+        super()._start(model, config, tokenizer, clock)
         self.micro_batches = MicroBatches(self.config, pp, clock)
         self.schedulers = self.micro_batches.schedulers
         self.scheduler = self.schedulers[0]  # that of the micro-batch whose turn it is

@@ -101,7 +101,7 @@ def choose_budget(runner, tbt_slo, decodes, contexts, tile, most, timed=None):
 def auto_budget(runner, config):
     """The EngineConfig with chunk="auto" replaced by the largest budget that meets its tbt_slo, or
     the strict SLO; a policy that predicts is given what was timed to find it."""
-    options, base, its = dict(config.options), [], runner
+    options, base, its = dict(config.policy_options), [], runner
     context = base_context(config.max_len)
     tile = options.get("tile", 128 if runner.model.device.type == "cuda" else 32)
     if (tbt_slo := options.get("tbt_slo")) is None:
@@ -116,7 +116,7 @@ def auto_budget(runner, config):
     chunk, rows = choose_budget(runner, tbt_slo, decodes, contexts, tile, config.max_len)
     if (spread := max(row.spread for row in base + rows)) > UNSTEADY:
         what = f"chunk='auto' is {chunk}; times spread by {spread:.0%}, is the machine busy?"
-        warnings.warn(what, stacklevel=3)  # of who makes the engine
+        warnings.warn(what, stacklevel=4)  # of who makes the engine
     if "profile" in policy_options(find_policy(config.policy)):
         options["profile"] = [(row.shape, row.seconds) for row in rows]
-    return replace(config, chunk=chunk, options=options)
+    return replace(config, chunk=chunk, policy_options=options)

@@ -13,7 +13,7 @@ import torch
 from pydantic import AliasChoices, BaseModel, Field, PositiveFloat, PositiveInt, ValidationError
 from safetensors import SafetensorError, safe_open
 
-from errors import shown
+from errors import shorten
 from model import GPTConfig, RopeScaling
 from pretrained.sharding import cut, views
 
@@ -50,7 +50,7 @@ class Schema(BaseModel, strict=True, validate_by_name=True, allow_inf_nan=False)
         problem = re.sub(r"^\w+ should", "must", wrong["msg"])
         names = [key for key in wrong["loc"] if str(key).isidentifier()]  # others are places, types
         if names:
-            value = "" if wrong["type"] == "missing" else f"={shown(wrong['input'])}"
+            value = "" if wrong["type"] == "missing" else f"={shorten(wrong['input'])}"
             problem = f"{names[-1]}{value}: {problem}"
         raise ValueError(f"{path}: {problem}")
 

@@ -27,9 +27,11 @@ def make_engine(args):
     """The engine.Engine of these options."""
     from cli.options import engine_for, load_model
 
-    names = "policy chunk max_batch prefix_caching max_len pages max_waiting attention tbt_slo"
+    names = "policy chunk max_batch prefix_caching max_len pages max_waiting attention"
     settings = {name: its for name in names.split() if (its := getattr(args, name)) is not None}
     settings["page_size"] = args.page_size or min(64, -(-(args.max_len or 2048) // 2))
+    if args.tbt_slo is not None:
+        settings["policy_options"] = {"tbt_slo": args.tbt_slo}
     model = load_model(args, "max_len")
     engine = engine_for(model)(model, **settings)
     engine.warm_up()

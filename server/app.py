@@ -159,7 +159,7 @@ class Api:
     async def page(self, request):
         """GET /: the schedule page. Red: longer than the SLO, or ten decode iterations."""
         its, last = self.engine.config, self.warmed_up
-        slo_s = its.options.get("tbt_slo") or last and 10 * (last.end - last.start)
+        slo_s = its.policy_options.get("tbt_slo") or last and 10 * (last.end - last.start)
         about = f"{its.policy}, chunk {its.chunk}, {its.max_batch} requests of {its.max_len} tokens"
         return HTMLResponse(page(self.name, about, live="/records", slo_s=slo_s))
 

@@ -107,10 +107,9 @@ def complete(its, prompt, **more):
 
 def generate(its, prompt, params=GREEDY):
     """What the engine itself makes of a prompt."""
-    config, tokenizer = its.engine.config, its.api.tokenizer
-    return Engine(its.engine.runner.model, config, tokenizer=tokenizer).generate([prompt], params)[
-        0
-    ]
+    model, config = its.engine.runner.model, its.engine.config
+    engine = Engine.from_config(model, config, tokenizer=its.api.tokenizer)
+    return engine.generate([prompt], params)[0]
 
 
 def generate_text(prompt):

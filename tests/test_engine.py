@@ -307,12 +307,15 @@ def test_a_bad_request_is_refused_and_changes_nothing(model, prompt, params, mes
     [
         (dict(policy="fifo"), "policy='fifo'.*request-level"),
         (dict(max_len=513), r"max_len=513: must be at most 512"),
-        (dict(policy="orca", tile=2), "tile=2.*'orca' has no such option"),
-        (dict(policy="priority", ttft_slo=float("nan")), "ttft_slo=nan"),
-        (dict(policy="vllm", tbt_slo=0.1), "tbt_slo=0.1.*'vllm' has no such option"),
+        (dict(policy="orca", policy_options=dict(tile=2)), "tile=2.*'orca' has no such option"),
+        (dict(policy="priority", policy_options=dict(ttft_slo=float("nan"))), "ttft_slo=nan"),
+        (
+            dict(policy="vllm", policy_options=dict(tbt_slo=0.1)),
+            "tbt_slo=0.1.*'vllm' has no such option",
+        ),
         (dict(page_size=41), "page_size=41: must be at most max_len=40"),
         (dict(page_size=8, pages=4), "pages=4: a request of max_len=40 takes 5 pages"),
-        (dict(prefills=2), "prefills=2.*sarathi-serve"),
+        (dict(policy_options=dict(prefills=2)), "prefills=2.*sarathi-serve"),
     ],
 )
 def test_a_bad_engine_is_refused(model, options, message):
@@ -321,7 +324,7 @@ def test_a_bad_engine_is_refused(model, options, message):
 
 
 ENGINE = dict(policy=[["orca"]], chunk=[0, 2.5, "8"], max_batch=[0, 2.0], max_len=[0])
-ENGINE |= dict(page_size=[0], max_waiting=[0], budget=[2], attention=["flash", "xformers"])
+ENGINE |= dict(page_size=[0], max_waiting=[0], attention=["flash", "xformers"])
 HUGE = 10**400, 10**5000
 PARAMS = dict(temperature=[-0.1, float("nan"), "1", *HUGE], top_k=[-1, 1.0, *HUGE])
 PARAMS |= dict(max_new_tokens=[0, 2.5, *HUGE], top_p=[0.0, 1.1, Fraction(1, 10**400), *HUGE])
@@ -354,7 +357,7 @@ def test_what_a_request_may_not_bring_is_refused_and_named(model):
     with pytest.raises(ValueError, match="^prompt: token .* is out of range"):
         engine.add_request([1, 10**5000])
     with pytest.raises(ValueError, match="ageing=5e-324: must be a finite number above 0"):
-        make_engine(model, "priority", ageing=5e-324)
+        make_engine(model, "priority", policy_options=dict(ageing=5e-324))
     assert not engine.has_work and engine.step() == []
 
 
@@ -367,9 +370,9 @@ def test_nothing_that_is_accepted_makes_a_step_fail(model, policy):
     params = [SamplingParams(whole(9), top_k=whole(200), seed=whole(7), stop_token_ids=ids)]
     params += [SamplingParams(9, t) for t in (5e-324, 1e308, np.float16(2), Fraction(1, 10**400))]
     params += [SamplingParams(9, 1.0, 2**62, 3e-308, seed) for seed in (-(2**63), 2**63 - 1)]
-    sizes = dict(
-        max_batch=4, page_size=4, pages=14, **{"ageing": 3e-308} if policy == "priority" else {}
-    )
+    sizes = dict(max_batch=4, page_size=4, pages=14)
+    if policy == "priority":
+        sizes["policy_options"] = {"ageing": 3e-308}
     engine, asked = make_engine(model, policy, **sizes), {}
     for i, (more, its) in enumerate(zip(extremes, itertools.cycle(params))):
         asked[engine.add_request(PROMPTS[i % 5], its, **more)] = PROMPTS[i % 5], its
@@ -384,6 +387,8 @@ def test_nothing_that_is_accepted_makes_a_step_fail(model, policy):
 def test_an_unknown_argument_or_preset_is_refused():
     with pytest.raises(TypeError):
         SamplingParams(temprature=1)
+    with pytest.raises(TypeError):
+        Engine(None, budget=2)
     with pytest.raises(ValueError, match="preset='llama-99b'.*llama-13b"):
         GPTConfig.preset("llama-99b")
 
@@ -477,7 +482,11 @@ def test_without_a_batch_size_memory_decides(model, monkeypatch):
 
 def test_sarathi_is_aligned_to_the_tile_on_cuda_only(model, monkeypatch):
     sizes = dict(chunk=300, max_batch=3, max_len=400)
-    budget = lambda **more: Engine(model, policy="sarathi", **sizes, **more).scheduler.budget
+
+    def budget(**options):
+        engine = Engine(model, policy="sarathi", **sizes, policy_options=options)
+        return engine.scheduler.budget
+
     assert budget() == 300
     monkeypatch.setattr(GPT, "device", torch.device("cuda"))
     for name in ("engine.KVCache", "engine.make_attention", "engine.check_memory"):

@@ -105,7 +105,8 @@ def test_all_families_and_heads(worlds, tp, pp, name):
 
 @pytest.mark.filterwarnings("ignore:chunk='auto' is")  # if the machine is busy
 def test_a_budget_found_at_start_up_changes_no_text(worlds):
-    auto = BIG | dict(policy="dynamic", chunk="auto", page_size=4, pages=24, tbt_slo=10)
+    auto = BIG | dict(policy="dynamic", chunk="auto", page_size=4, pages=24)
+    auto |= dict(policy_options=dict(tbt_slo=10))
     check(worlds, 1, 2, [auto], tiny=dict(n_layer=2))
 
 

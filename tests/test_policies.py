@@ -1,14 +1,17 @@
 """Policies by name, those in files of one's own, and what an engine is told about them."""
 
 from dataclasses import FrozenInstanceError, replace
+from functools import partial
+from inspect import signature
 
 import pytest
 
 from config import EngineConfig
+from engine import Engine
 from kv_cache import Pages
 from policies import POLICIES, find_policy, make_scheduler, policy_options, where_it_failed
 from scheduler import Request, SarathiServe
-from tests.helpers import IN_ORDER, RESERVING
+from tests.helpers import IN_ORDER, RESERVING, tiny_model
 
 OWN = """from scheduler import Request, SarathiServe
 class Shortest(SarathiServe):
@@ -115,10 +118,8 @@ def test_the_options_of_a_policy_are_those_of_its_signatures():
 
 
 def test_a_config_is_made_of_fields_and_options_of_the_policy():
-    config = EngineConfig.make(policy="dynamic", chunk=64, tbt_slo=0.2, options={"tile": 8})
-    assert config == EngineConfig("dynamic", 64, options={"tile": 8, "tbt_slo": 0.2})
-    assert EngineConfig.make(options={"tile": 8}, tile=4).options == {"tile": 4}
-    assert EngineConfig.make() == EngineConfig() and EngineConfig().policy == "sarathi-serve"
+    config = EngineConfig("dynamic", 64, policy_options={"tile": 8, "tbt_slo": 0.2})
+    assert EngineConfig().policy == "sarathi-serve" and EngineConfig().policy_options == {}
     with pytest.raises(FrozenInstanceError):
         config.chunk = 8
     sized = replace(config, max_batch=2, max_len=16)
@@ -135,13 +136,22 @@ def test_a_config_is_made_of_fields_and_options_of_the_policy():
 @pytest.mark.parametrize("name", "chunk max_batch max_len page_size pages max_waiting".split())
 @pytest.mark.parametrize("value", [0, -1, 2.0, "8"])
 def test_a_number_of_a_config_is_whole_and_positive_however_it_is_given(name, value):
-    for make in (EngineConfig, EngineConfig.make, lambda **given: replace(EngineConfig(), **given)):
+    for make in (EngineConfig, partial(replace, EngineConfig())):
         with pytest.raises(ValueError, match=f"{name}={value!r}: must be a whole number of at lea"):
             make(**{name: value})
 
 
-def test_a_config_is_all_that_is_given():
-    config = EngineConfig(chunk=8)
-    assert EngineConfig.make(config) is config
-    with pytest.raises(ValueError, match="chunk, tile: beside a config, give these in it"):
-        EngineConfig.make(config, chunk=9, tile=2)
+def test_an_engine_takes_the_fields_of_a_config_as_keywords():
+    """With the same defaults, or the config itself, and nothing else that decides anything."""
+    keywords = signature(Engine.__init__).parameters
+    given = {name: parameter.default for name, parameter in keywords.items()}
+    for name in ("self", "model", "tokenizer", "clock"):
+        del given[name]
+    given["policy_options"] = {}  # None stands for an empty dict, which could be changed
+    assert given == vars(EngineConfig())
+    changes = dict(policy="dynamic", chunk=8, max_batch=2, max_len=16, page_size=4, pages=8)
+    changes |= dict(prefix_caching=True, max_waiting=5, attention="sdpa")
+    config = EngineConfig(**changes, policy_options={"tbt_slo": 0.2})
+    assert Engine.from_config(tiny_model(), config).config == config
+    with pytest.raises(TypeError, match="tbt_slo"):
+        Engine(tiny_model(), policy="dynamic", tbt_slo=0.2)

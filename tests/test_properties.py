@@ -198,7 +198,8 @@ def test_every_request_ends_as_if_alone(
     sizes = dict(chunk=chunk, max_batch=max_batch, page_size=page_size)
     sizes |= dict(prefix_caching=shares and page_size < MAX_LEN)
     sizes |= dict(pages=-(-MAX_LEN // page_size) + spare // page_size)
-    watched = Watched(policy=policy, **sizes, **({"tile": tile} if policy == "sarathi" else {}))
+    options = {"tile": tile} if policy == "sarathi" else {}
+    watched = Watched(policy=policy, **sizes, policy_options=options)
     for action in actions:
         getattr(watched, action[0])(*action[1:])
     for _ in range(1000):

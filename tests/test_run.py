@@ -69,9 +69,9 @@ class Silent:
         return torch.zeros(len(batch.logit_rows), self.config.vocab_size)
 
 
-def serve_small(policy="vllm", tick=0.01, arrivals=ARRIVALS, model=Silent(), shared=(0, 1), **more):
+def serve_small(policy="vllm", tick=0.01, arrivals=ARRIVALS, model=Silent(), shared=(0, 1), **more):  # noqa: B008
     options = {"tbt_slo": 1.0} if policy == "dynamic" else {}
-    config, time = replace(SMALL, policy=policy, options=options, **more), Time(tick)
+    config, time = replace(SMALL, policy=policy, policy_options=options, **more), Time(tick)
     tokens = prompts(arrivals, 61, 0, shared)
     return serve(model, config, arrivals, tokens, now=time.now, sleep=time.sleep)
 
@@ -87,7 +87,9 @@ def test_the_rate_of_chats_is_that_at_which_they_are_offered():
     """Turns that wait for answers come no quicker than the server is; 4 chats, a second apart."""
     first = [Arrival(float(time), 9, 6) for time in range(4)]
     for turns, offered in ((1, None), (3, 11 / 3)):
-        run = LoadRun(EngineServer(Engine(Silent(), SMALL), lambda: 0.0), chats(first, turns))
+        run = LoadRun(
+            EngineServer(Engine.from_config(Silent(), SMALL), lambda: 0.0), chats(first, turns)
+        )
         assert run.result().offered_per_s == offered
     came = [20.0 * min(i, 5) + 10.0 * max(0, i - 5) for i in range(20)]  # and then no quicker
     done = [Completion(i, [1], time, scheduled=time + 12 + i / 10) for i, time in enumerate(came)]
@@ -181,7 +183,7 @@ def test_an_interrupted_run_is_what_was_seen_of_it(turns):
                 raise KeyboardInterrupt
             return time.now()
 
-        engine = Engine(Silent(), replace(SMALL, policy="vllm"), clock=clock)
+        engine = Engine.from_config(Silent(), replace(SMALL, policy="vllm"), clock=clock)
         return LoadRun(EngineServer(engine, clock, time.sleep), load, tokens)
 
     full, seen = load_run(10**6).run(), set()
@@ -367,7 +369,7 @@ def test_policies_share_the_memory_and_may_have_a_chunk_of_their_own(tmp_path):
     assert [(c.page_size, c.pages) for c in runs.values()] == [(64, 46), (1000, 3)] * 5
     assert list(plan(POLICIES, [64], config, 1.0)) == list(POLICIES)
     (dynamic,) = plan(["dynamic"], [64], config, 0.3).values()
-    assert dynamic.policy == "dynamic" and dynamic.options == {"tbt_slo": 0.3}
+    assert dynamic.policy == "dynamic" and dynamic.policy_options == {"tbt_slo": 0.3}
     assert not dynamic.prefix_caching
     runs = plan(["vllm", "orca"], [64], config, caching=[False, True])
     assert {name: its.prefix_caching for name, its in runs.items()} == {

@@ -282,7 +282,7 @@ def test_who_looks_sees_what_is_and_then_each_iteration():
 
 
 def test_the_page_says_who_serves_and_what_is_too_long():
-    with serving(policy="dynamic", tbt_slo=0.25) as its:
+    with serving(policy="dynamic", policy_options=dict(tbt_slo=0.25)) as its:
         text = its.http.get("/").text
         assert '"slo_s": 0.25' in text and "dynamic, chunk 16, 4 requests of 128 tokens" in text
     engine = Engine(tiny_model(), max_batch=2, max_len=64)

@@ -269,7 +269,7 @@ def test_the_engine_makes_the_same_schedule(policy, pages, line, clock, monkeypa
     options = OPTIONS.get(policy, {})
     if policy in ("priority", "dynamic"):
         monkeypatch.setattr(Engine, "warm_up", lambda engine: None)  # these would learn from it
-    config = replace(CONFIG, policy=policy, pages=pages, max_waiting=line, options=options)
+    config = replace(CONFIG, policy=policy, pages=pages, max_waiting=line, policy_options=options)
     preemptions = refused = 0
     for seed in range(3):
         rng, classes = random.Random(seed), ["realtime", "high", "normal", "low"]
@@ -292,7 +292,9 @@ def test_the_engine_finds_the_same_pages(policy, pages, clock, monkeypatch):
     """Chats of two turns that begin with one of two prefixes."""
     monkeypatch.setattr(Engine, "warm_up", lambda engine: None)
     options = OPTIONS.get(policy, {})
-    config = replace(CONFIG, policy=policy, pages=pages, options=options, prefix_caching=True)
+    config = replace(
+        CONFIG, policy=policy, pages=pages, policy_options=options, prefix_caching=True
+    )
     found = 0
     for seed in range(3):
         load = chats([a for a in random_arrivals(seed) if sum(a[1:3]) <= 22], 2)
@@ -444,7 +446,7 @@ def test_what_one_micro_batch_preempts_another_takes_at_once():
 def test_a_budget_is_of_whole_tiles_of_the_device_unless_told_otherwise():
     cost = CostModel(GEOMETRIES["gpt3-175b"], DEVICES["a100-80gb"], tp=8)
     for options, budget in (({}, 256), ({"tile": 1}, 300)):
-        config = replace(CONFIG, policy="sarathi", chunk=300, options=options)
+        config = replace(CONFIG, policy="sarathi", chunk=300, policy_options=options)
         assert Simulation(cost, config).schedulers[0].budget == budget
 
 
@@ -454,18 +456,18 @@ FEW, UNKNOWN = (
 )
 BAD = [(dict(policy="fifo"), "policy='fifo'.*sarathi-serve"), (dict(pages=7), FEW)]
 BAD += [(dict(cost=Law(2), pages=15), FEW)]  # enough for one, but not in each half
-BAD += [(dict(policy="sarathi", options={"tile": 0}), "tile=0")]
+BAD += [(dict(policy="sarathi", policy_options={"tile": 0}), "tile=0")]
 BAD += [(dict(policy="sarathi", chunk="auto"), "chunk='auto': must be a whole number")]
 BAD += [(dict(arrivals=at_once((3, 4), (20, 13))), "prompt of 20 .* max_new_tokens=13.*max_len=32")]
 BAD += [(dict(replicas=count), f"replicas={count}") for count in (0, 1.5)]
-BAD += [(dict(options={name: 1}), name + UNKNOWN) for name in ("prefills", "tile")]
+BAD += [(dict(policy_options={name: 1}), name + UNKNOWN) for name in ("prefills", "tile")]
 BAD += [(dict(prefix_caching=True), "prompts=None: prefix_caching needs their token ids")]
 BAD += [({name: None}, f"{name}=None") for name in ("max_batch", "max_len", "page_size", "pages")]
 
 
 @pytest.mark.parametrize("changes, message", BAD)
 def test_bad_arguments_are_refused(changes, message):
-    def served(cost=Law(), arrivals=at_once((3, 4)), replicas=1, **config):
+    def served(cost=Law(), arrivals=at_once((3, 4)), replicas=1, **config):  # noqa: B008
         return simulate(cost, replace(CONFIG, **config), arrivals, replicas=replicas).run
 
     assert len(served().completions[0].token_times) == 4

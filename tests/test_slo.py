@@ -114,7 +114,7 @@ def test_auto_warns_of_times_on_a_busy_machine(law, monkeypatch, tbt_slo, unstea
     monkeypatch.setattr(slo, "time_iterations", lambda *a, **b: [wobbly(r) for r in timed(*a, **b)])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        auto("dynamic", max_batch=8, max_len=256, tbt_slo=tbt_slo, tile=4)
+        auto("dynamic", max_batch=8, max_len=256, policy_options=dict(tbt_slo=tbt_slo, tile=4))
     said = [str(warning.message) for warning in caught if warning.filename == __file__]
     assert len(said) == (unsteady is not None)
     assert all("times spread by 30%, is the machine busy?" in text for text in said)
@@ -148,7 +148,7 @@ def test_auto_finds_a_budget_and_leaves_nothing_behind(policy, monkeypatch):
     monkeypatch.setitem(slo.SLOS, "strict", 1e6)  # the machine may be busy
     params = SamplingParams(8, temperature=1.0, seed=3)
     options = {"tbt_slo": 10.0} if policy in ("dynamic", "priority") else {}
-    engine = auto(policy, max_batch=3, max_len=64, page_size=16, **options)
+    engine = auto(policy, max_batch=3, max_len=64, page_size=16, policy_options=options)
     assert not engine.has_work and engine.scheduler.pages.num_free == 12
     assert engine.config.chunk == engine.scheduler.chunk in (32, 64)
     assert engine.last_iteration is None
@@ -161,7 +161,8 @@ def test_auto_finds_a_budget_and_leaves_nothing_behind(policy, monkeypatch):
 @pytest.mark.parametrize("policy", ["dynamic", "priority"])
 def test_auto_keeps_its_profile_for_the_dynamic_budget(law, policy):
     law(linear)
-    scheduler = auto(policy, max_batch=8, max_len=256, tbt_slo=0.1, tile=4).scheduler
+    options = dict(tbt_slo=0.1, tile=4)
+    scheduler = auto(policy, max_batch=8, max_len=256, policy_options=options).scheduler
     assert scheduler.chunk == 96  # 10 ms, 1 ms for 8 decodes at 128 keys, 88 tokens in 88 ms
     assert scheduler.iteration_time.largest_prefill >= 88
     predicted = scheduler.iteration_time.predict(Profiled(96, 128, 8, 0).shape)
@@ -169,14 +170,14 @@ def test_auto_keeps_its_profile_for_the_dynamic_budget(law, policy):
     for tbt_slo in (0.005, linear(8, 128, 8)):  # below a decode iteration; no room for a chunk
         message = f"tbt_slo={tbt_slo:.4g}: no token budget meets it, 8 decodes alone take 0.01102 s"
         with pytest.raises(ValueError, match=message):
-            auto(policy, max_batch=8, max_len=256, tbt_slo=tbt_slo)
+            auto(policy, max_batch=8, max_len=256, policy_options=dict(tbt_slo=tbt_slo))
 
 
 @pytest.mark.parametrize("policy, tile", [("sarathi-serve", 32), ("sarathi", 1)])
 def test_without_an_slo_auto_takes_the_strict_one(law, policy, tile):
     law(linear)
     options = {"tile": tile} if policy == "sarathi" else {}
-    chunk = auto(policy, max_batch=8, max_len=256, **options).scheduler.chunk
+    chunk = auto(policy, max_batch=8, max_len=256, policy_options=options).scheduler.chunk
     strict = 5 * linear(32, 128, 32)
     assert chunk == max(b for b in range(tile, 257, tile) if linear(b, 128, 8) <= strict)
 

@@ -69,8 +69,8 @@ def test_nothing_is_lost_and_nothing_leaks(policy, total, mean, shares, monkeypa
     model, requests = workload()
     sizes = dict(max_batch=MAX_BATCH, max_len=MAX_LEN, page_size=PAGE_SIZE, pages=PAGES)
     options = {"ageing": 0.01} if policy == "priority" else {}
-    options |= dict(chunk=24, max_waiting=60, prefix_caching=shares)
-    engine = guard(Engine(model, policy=policy, **sizes, **options))
+    sizes |= dict(chunk=24, max_waiting=60, prefix_caching=shares)
+    engine = guard(Engine(model, policy=policy, **sizes, policy_options=options))
     scheduler, rng, seen, measured = engine.scheduler, random.Random(3), Counter(), []
     live = {}  # id -> (index of the request, tokens that its events brought)
     forward, fault = GPT.forward, None

@@ -148,7 +148,7 @@ def serve_in_turns(model, configs, arrivals, tokens, progress, recorders):
     loads, began = {}, dict.fromkeys(configs, time.perf_counter())
     for name, config in configs.items():
         clock = lambda name=name: time.perf_counter() - began[name]
-        engine = options.engine_for(model)(model, config, clock=clock)
+        engine = options.engine_for(model).from_config(model, config, clock=clock)
         engine.warm_up()
         watching = dict(progress=progress, recorder=recorders.get(name))
         loads[name] = LoadRun(EngineServer(engine, clock), arrivals, tokens, **watching)

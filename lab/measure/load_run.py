@@ -180,7 +180,7 @@ def serve(model, config, arrivals, prompts, *, now=time.perf_counter, sleep=time
     gc.collect()  # the cache of the engine before
     start, made = now(), watching.pop("made", id)
     clock = lambda: now() - start  # sees what `start` becomes below
-    engine = options.engine_for(model)(model, config, clock=clock)
+    engine = options.engine_for(model).from_config(model, config, clock=clock)
     engine.warm_up()
     load = LoadRun(EngineServer(engine, clock, sleep), arrivals, prompts, **watching)
     gc.collect()
@@ -221,7 +221,7 @@ def plan(names, page_sizes, config, tbt_slo_s=None, caching=(False,)):
             raise ValueError(f"{label!r}: {name} does not go by a chunk size")
         its = replace(config, policy=name, chunk=int(chunk or config.chunk))
         if name == "dynamic":
-            its = replace(its, options=its.options | {"tbt_slo": tbt_slo_s})
+            its = replace(its, policy_options=its.policy_options | {"tbt_slo": tbt_slo_s})
         for size, shared in product(page_sizes, caching):
             key = label if len(page_sizes) == 1 else f"{label}, pages of {size}"
             key += ", shared" if shared and len(caching) > 1 else ""

@@ -93,7 +93,7 @@ Offline = namedtuple("Offline", "batch makespan utilisation bubble bubbles ends"
 def offline(cost, policy, lengths, replicas=1, chunk=256, tile=None, batch=None, longest=LONGEST):
     """Simulate requests of `lengths`, all there at 0: an Offline. None is what the device has."""
     batch, options = batch or cost.max_batch(longest), {"tile": tile} if tile else {}
-    sizes = dict(page_size=longest, pages=batch * cost.pp, options=options)
+    sizes = dict(page_size=longest, pages=batch * cost.pp, policy_options=options)
     config = EngineConfig(policy, chunk, batch, longest, **sizes)
     arrivals = [Arrival(0.0, *pair) for pair in lengths]
     seen = simulate(cost, config, arrivals, replicas=replicas, record=False)
