@@ -250,7 +250,8 @@ class Engine:
         self.start_over()  # what the cache holds is lost
         self.runner.cache.data.zero_()
         self.generate([[0] * max(1, longest - 1)], SamplingParams(min(2, longest)), progress=False)
-        sizes = range(min(config.max_batch, config.max_waiting or config.max_batch))
+        max_batch = self.scheduler.max_batch
+        sizes = range(min(max_batch, config.max_waiting or max_batch))
         params = [SamplingParams(min(n + 2, longest)) for n in sizes]
         self.generate([[0] for _ in sizes], params, progress=False)
         self._next_id = 0

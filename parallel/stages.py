@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from config import MAX_BATCH, EngineConfig
 from engine import Engine, Iteration, Runner, state_of
-from parallel.shard import Shard
 from policies.micro_batches import MicroBatches
 from sampling import SamplingParams
 
@@ -99,7 +98,7 @@ class ParallelEngine(Engine):
     make_runner, schedulers, record = ParallelRunner, (), False
 
     def _start(
-        self, model: Shard, config: EngineConfig, tokenizer: Any, clock: Callable[[], float]
+        self, model: Any, config: EngineConfig, tokenizer: Any, clock: Callable[[], float]
     ) -> None:
         pp = model.ranks.pp
         whole = replace(config, max_batch=config.max_batch and config.max_batch * pp)
