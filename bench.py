@@ -3,14 +3,26 @@
     python bench.py --chunk 256
 
 prints SARATHI's Table 2, what each policy makes of one load, and what to conclude; --help names the
-other commands. A command is a module with `add_options(parser)`, `main(args)` and maybe
-`check(parser, args)`. Read first: engine.py. Read next: lab/commands/offline.py."""
+other commands. A command is a module with
+
+    add_options(parser)              add its options
+    resolve(parser, args) -> options fill in and check them: a frozen dataclass
+    main(options)                    measure, print and write
+
+Read first: engine.py. Read next: lab/commands/offline.py."""
 
 import sys
+from argparse import Namespace
+from collections.abc import Sequence
 from importlib import import_module
+from types import ModuleType
+from typing import Any
 
 from cli.console import run
 
+DESCRIPTION = (
+    "Measure the claims of SARATHI and Sarathi-Serve on this machine, or on a simulated one."
+)
 COMMANDS = {  # name -> (its module, what it does)
     "offline": ("lab.commands.offline", "what a decode costs, and all policies end to end"),
     "batches": ("lab.commands.batches", "what single batches take, whole and by operation"),
@@ -34,37 +46,50 @@ COMMANDS = {  # name -> (its module, what it does)
 FIRST = "each has a --help; without one, bench.py --chunk 256 is bench.py offline --chunk 256"
 
 
-def parse_args(argv):
-    """The module of the command and its options. Exits with a message if these make no sense. The
-    command is offline if `argv` names none. Modules of other commands are not imported."""
-    from cli.options import ByDevice, OptionParser
+def parse_args(argv: Sequence[str]) -> tuple[ModuleType, Any]:
+    """The module of the command that `argv` names, and its options, as its `resolve` returns them.
+
+    The command is offline if `argv` names none. Exits with a message if the options make no sense.
+    Modules of other commands are not imported."""
+    from cli.options import OptionParser
 
     if not argv or argv[0].startswith("-") and argv[0] not in ("-h", "--help"):
         argv = ["offline", *argv]
-    what = "Measure the claims of SARATHI and Sarathi-Serve on this machine, or on a simulated one."
-    parser = OptionParser(prog="bench.py", description=what)
-    how = dict(title="commands", description=FIRST)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", **how)
-    for name, (_, what) in COMMANDS.items():
-        commands.add_parser(name, help=what, description=what).set_defaults(command=name)
+    parser = OptionParser(prog="bench.py", description=DESCRIPTION)
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", title="commands", description=FIRST
+    )
+    for name, (_, description) in COMMANDS.items():
+        command = commands.add_parser(name, help=description, description=description)
+        command.set_defaults(command=name)
     if argv[0] not in COMMANDS:
         parser.parse_args(argv)  # which ends here, after its help or an error
-    module, command = import_module(COMMANDS[argv[0]][0]), commands.choices[argv[0]]
+    module = import_module(COMMANDS[argv[0]][0])
+    command = commands.choices[argv[0]]
     module.add_options(command)
     args = parser.parse_args(argv)
-    elsewhere = getattr(args, "simulate", None) not in (None, "this")
-    for option, its in vars(args).items():
-        if isinstance(its, ByDevice):
-            setattr(args, option, its[elsewhere or args.device.startswith("cuda")])
+    if not hasattr(module, "resolve"):
+        return module, resolve_namespace(module, command, args)
+    return module, module.resolve(command, args)
+
+
+def resolve_namespace(module: ModuleType, command: Any, args: Namespace) -> Namespace:
+    """Only until all commands have a `resolve`: their `check`, and defaults by device."""
+    from cli.options import ByDevice
+
+    simulated = getattr(args, "simulate", None) not in (None, "this")
+    for option, value in vars(args).items():
+        if isinstance(value, ByDevice):
+            setattr(args, option, value.pick("cuda" if simulated else args.device))
     if hasattr(module, "check"):
         module.check(command, args)
-    return module, args
+    return args
 
 
-def main(argv=None):
-    """The command line, whose words are `argv`."""
-    module, args = parse_args(sys.argv[1:] if argv is None else argv)
-    module.main(args)
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line `argv`, or that of this process."""
+    module, options = parse_args(sys.argv[1:] if argv is None else argv)
+    module.main(options)
 
 
 if __name__ == "__main__":

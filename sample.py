@@ -5,45 +5,130 @@
 One prompt streams as it is generated, several (`--prompt` more than once) share batches. Without
 `--model` the weights are random and the text is noise."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 from cli.console import run
 
+if TYPE_CHECKING:
+    from cli.loading import ModelOptions
 
-def parse_args(argv):
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """All that the command line says."""
+
+    prompts: list[str]
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    policy: str
+    chunk: int
+    max_batch: int
+    prefix_caching: bool
+    model: ModelOptions
+
+
+def parse_args(argv: Sequence[str] | None) -> SampleOptions:
     """The options, checked. Exits with a message, like argparse, for one that makes no sense."""
-    from cli.options import OptionParser
+    from cli.loading import add_engine_options, add_model_options, model_options
+    from cli.options import OptionParser, number, whole
 
     parser = OptionParser(prog="sample.py", description="Text in, text out.")
-    parser.add_table("sample", "engine")
-    parser.add_model_options("llama-160m", names="engine_names")
-    return parser.parse_args(argv)
+    parser.add_option(
+        "--prompt",
+        help="text to continue; may be repeated",
+        action="append",
+        required=True,
+    )
+    parser.add_option(
+        "--max-new-tokens",
+        help="the most tokens to generate for each prompt",
+        type=whole(least=1),
+        default=100,
+    )
+    parser.add_option(
+        "--temperature", help="0 takes the likeliest token", type=number(least=0), default=0.8
+    )
+    parser.add_option(
+        "--top-k",
+        help="sample from the k likeliest tokens; 0: from all",
+        type=whole(least=0),
+        default=0,
+    )
+    parser.add_option(
+        "--top-p",
+        help="sample from the likeliest that make up this probability",
+        type=number(above=0, most=1),
+        default=1.0,
+    )
+    add_engine_options(parser)
+    add_model_options(parser, "llama-160m", geometry="--preset", checkpoint="--model")
+    args = parser.parse_args(argv)
+    return SampleOptions(
+        prompts=args.prompt,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        policy=args.policy,
+        chunk=args.chunk,
+        max_batch=args.max_batch,
+        prefix_caching=args.prefix_caching,
+        model=model_options(args),
+    )
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
     """The command line. Prompt i, counted from 0, is continued with the seed --seed + i."""
-    args = parse_args(argv)
-    from cli.options import engine_for, find_texts, load_model
+    options = parse_args(argv)
+    from cli.loading import find_text_model, load_model
+    from parallel import engine_for
     from pretrained.tokenizers import TextStream, Writer
     from sampling import SamplingParams
 
-    _, tokenizer = find_texts(args)
-    prompts = [tokenizer.encode(prompt) for prompt in args.prompt]
-    max_len = args.max_new_tokens_with_prompt = max(map(len, prompts)) + args.max_new_tokens
-    model = load_model(args, "max_new_tokens_with_prompt")
-    sizes = dict(chunk=args.chunk, max_batch=min(args.max_batch, len(prompts)), max_len=max_len)
-    more = dict(policy=args.policy, attention=args.attention, prefix_caching=args.prefix_caching)
-    engine = engine_for(model)(model, tokenizer=tokenizer, **sizes, **more)
-    given = args.max_new_tokens, args.temperature, args.top_k, args.top_p
-    params = [SamplingParams(*given, seed=args.seed + i) for i in range(len(prompts))]
+    text_model = find_text_model(options.model)
+    tokenizer = text_model.tokenizer
+    prompts = [tokenizer.encode(prompt) for prompt in options.prompts]
+    max_len = max(len(prompt) for prompt in prompts) + options.max_new_tokens
+    model = load_model(text_model.options, max_len, positions_from="max-new-tokens-with-prompt")
+    engine = engine_for(model)(
+        model,
+        tokenizer=tokenizer,
+        policy=options.policy,
+        chunk=options.chunk,
+        max_batch=min(options.max_batch, len(prompts)),
+        max_len=max_len,
+        attention=options.model.attention,
+        prefix_caching=options.prefix_caching,
+    )
+    params = [
+        SamplingParams(
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            seed=options.model.seed + i,
+        )
+        for i in range(len(prompts))
+    ]
     if len(prompts) > 1:
-        for text, completion in zip(args.prompt, engine.generate(prompts, params)):
-            print(f"--- {text}{completion.text}")
+        completions = engine.generate(prompts, params)
+        for prompt, completion in zip(options.prompts, completions, strict=True):
+            print(f"--- {prompt}{completion.text}")
         return
+
     writer = Writer(TextStream(tokenizer, prompts[0]), stops=[])
-    print(args.prompt[0], end="", flush=True)
+    print(options.prompts[0], end="", flush=True)
     engine.add_request(prompts[0], params[0])
     while engine.has_work:
         for event in engine.step():
-            print(writer.push(event)[0], end="", flush=True)
+            text, _ = writer.push(event)
+            print(text, end="", flush=True)
     print()
 
 

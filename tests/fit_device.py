@@ -7,7 +7,6 @@ in simulator/devices.py come of it. Read first: lab/simulator/cost_model.py.
 import math
 import sys
 from dataclasses import replace
-from functools import partial
 from itertools import product
 
 import numpy as np
@@ -73,7 +72,7 @@ def main(argv=None):
         option, help=f"{what} (default: {default})", default=default, **more
     )
     add("--model", "whose layer was measured", "llama-7b")
-    add("--tp", "on one of so many GPUs", 1, type=partial(whole, least=1))
+    add("--tp", "on one of so many GPUs", 1, type=whole(least=1))
     add("--simulate", "compare with this device's constants", "a100-80gb", metavar="DEVICE")
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     config, device = find(GEOMETRIES, "model", args.model), find(DEVICES, "simulate", args.simulate)

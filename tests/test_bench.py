@@ -201,10 +201,11 @@ def test_what_was_left_open_is_filled_in(monkeypatch):
     assert (args.requests, args.pd_ratio, args.device) == (16, 256 / 4, "cpu")
     model = options.load_model(args, "seq_len")
     assert model.config.max_positions == 9000 and args.dtype == str(model.dtype)[6:]
-    assert options.policy_names(" vllm, sarathi:64,,vllm ", chunks=True) == ["vllm", "sarathi:64"]
-    assert options.number("1", least=0, most=1) == 1
+    assert options.policies_with_chunks(" vllm, sarathi:64,,vllm ") == ["vllm", "sarathi:64"]
+    share = options.number(least=0, most=1)
+    assert share("1") == 1
     with pytest.raises(argparse.ArgumentTypeError, match="2: .* of at least 0 and at most 1"):
-        options.number("2", least=0, most=1)
+        share("2")
 
 
 @pytest.mark.parametrize(

@@ -45,19 +45,21 @@ def class_shares(text):
     shares = {name: share for name, _, share in parts}
     if len(shares) < len(parts) or not shares.keys() <= {*PRIORITIES}:
         raise ArgumentTypeError(f"{text}: must be some of {', '.join(PRIORITIES)}, each = a number")
-    return {name: number(share, above=0) for name, share in shares.items()}
+    return {name: number(above=0)(share) for name, share in shares.items()}
 
 
 def page_sizes(text):
     """--page-size: a list, in which "max" stays."""
-    return [part if part == "max" else whole(part, 1) for part in map(str.strip, text.split(","))]
+    return [
+        part if part == "max" else whole(least=1)(part) for part in map(str.strip, text.split(","))
+    ]
 
 
 def add_options(parser, command):
     """The options of `command`, "serve" or "capacity"."""
     words = dict(datasets=", ".join(workload.LENGTHS), columns=", ".join(workload.TRACE_COLUMNS))
     types = dict(shares=class_shares, prefix=shared_prefix, sizes=page_sizes, caching=CACHING)
-    slo = lambda text: text if text in MULTIPLES else number(text, above=0)
+    slo = lambda text: text if text in MULTIPLES else number(above=0)(text)
     parser.add_table(command, "serving", "json", **words, **types, slo=slo)
     if command == "capacity":
         parser.set_defaults(classes={"normal": 1}, qps=None, long_prompt=None, csv=None, html=None)

@@ -1,0 +1,330 @@
+"""The model that a command line names, and how it is loaded: --model, --device, --tp, ...
+
+A command adds the options, makes `ModelOptions` of what was parsed, fills in what was left open
+(`resolve_model`), and loads the model (`load_model`):
+
+    add_model_options(parser, default_model="llama-160m")
+    options = resolve_model(model_options(parser.parse_args()))
+    model = load_model(options, positions=2048, positions_from="--max-len")
+
+torch is imported in functions only, so that bench.py --help answers at once.
+Read next: console.py."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from argparse import Namespace
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from cli.options import OptionParser, policy_name, whole
+from policies import POLICIES
+
+if TYPE_CHECKING:
+    import torch
+
+    from model import GPT, GPTConfig
+    from parallel.ranks import Ranks
+    from pretrained.tokenizers import Tokenizer
+
+DTYPES = ("float32", "bfloat16", "float16")
+SMALL_MODEL = "llama-160m"  # the geometry where none is named, and no large GPU is there
+MAX_PROCESSES = 10_000
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model computes, and how. None is what `resolve_model` fills in."""
+
+    model: str | None  # a geometry with random weights, a name in PRESETS
+    init_from: str | None  # or a checkpoint: a directory, or a name on the Hub
+    device: str
+    dtype: str | None  # of weights and cache
+    attention: str  # a name in attention.BACKENDS
+    seed: int  # of random weights, and of prompts
+    compile: bool
+    threads: int | None  # None: torch's choice
+    tp: int  # processes that share each layer
+    pp: int  # stages of a pipeline
+
+
+def add_model_options(
+    parser: OptionParser,
+    default_model: str,
+    *,
+    geometry: str = "--model",
+    checkpoint: str = "--init-from",
+) -> None:
+    """Add the options of `ModelOptions`.
+
+    `default_model` describes the default geometry. `geometry` and `checkpoint` are the names of the
+    two options that choose a model: programs that write text call them --preset and --model."""
+    import torch
+
+    from attention import BACKENDS
+    from pretrained.presets import PRESETS
+
+    parser.add_option(
+        geometry,
+        dest="model",
+        metavar="NAME",
+        help=f"a geometry with random weights: {', '.join(PRESETS)}",
+        shown=default_model,
+    )
+    parser.add_option(
+        checkpoint,
+        dest="init_from",
+        metavar="MODEL",
+        help="a checkpoint instead: a local directory or a name on the Hub",
+    )
+    parser.add_option(
+        "--device",
+        help="where to run: cpu, cuda, cuda:1, ...",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+    )
+    parser.add_option(
+        "--dtype",
+        help="of weights and cache",
+        choices=DTYPES,
+        shown="bfloat16, or float32 on a CPU that is faster with it",
+    )
+    parser.add_option(
+        "--attention",
+        help="the backend; auto is xformers for 16 bits on CUDA, matmul for bfloat16 on a CPU",
+        choices=tuple(BACKENDS),
+        default="auto",
+    )
+    parser.add_option("--seed", help="of weights and prompts", type=whole(least=0), default=0)
+    parser.add_option(
+        "--compile", help="torch.compile the layers around attention", action="store_true"
+    )
+    parser.add_option(
+        "--threads", help="CPU threads", type=whole(least=1, most=10_000), shown="torch's choice"
+    )
+    parser.add_option(
+        "--tp",
+        help="processes that share each layer, started by torchrun, see parallel/README.md",
+        type=whole(least=1, most=MAX_PROCESSES),
+        default=1,
+    )
+    parser.add_option(
+        "--pp",
+        help="stages of a pipeline of processes, started by torchrun, see parallel/README.md",
+        type=whole(least=1, most=MAX_PROCESSES),
+        default=1,
+    )
+
+
+def model_options(args: Namespace) -> ModelOptions:
+    """The ModelOptions among what was parsed."""
+    return ModelOptions(
+        model=args.model,
+        init_from=args.init_from,
+        device=args.device,
+        dtype=args.dtype,
+        attention=args.attention,
+        seed=args.seed,
+        compile=args.compile,
+        threads=args.threads,
+        tp=args.tp,
+        pp=args.pp,
+    )
+
+
+def add_engine_options(parser: OptionParser) -> None:
+    """Add the options of an engine that writes text: of sample.py and of the server."""
+    parser.add_option(
+        "--policy",
+        help=f"the scheduling policy: {', '.join(POLICIES)}, or FILE.py:Class",
+        type=policy_name,
+        default="sarathi-serve",
+    )
+    parser.add_option(
+        "--chunk",
+        help="chunk size or token budget, in tokens",
+        type=whole(least=1),
+        default=256,
+    )
+    parser.add_option(
+        "--max-batch",
+        help="the most requests that run at once",
+        type=whole(least=1),
+        default=16,
+    )
+    parser.add_option(
+        "--prefix-caching",
+        help="share the pages of prompts that begin alike",
+        action="store_true",
+    )
+
+
+def find_device(name: str) -> torch.device:
+    """The torch.device of that name, a CPU or a CUDA device. Raises ValueError if there is none."""
+    import torch
+
+    if not re.fullmatch(r"cpu|cuda(:(\d|[1-9]\d))?", name):
+        raise ValueError(f"--device {name}: must be cpu, cuda, cuda:1, ...")
+    device = torch.device(name)
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ValueError(f"--device {name}: torch {torch.__version__} sees {count} CUDA devices")
+    return device
+
+
+def resolve_model(
+    options: ModelOptions, *, gpu_model: str = "llama-13b", gpu_bytes: float = 40e9
+) -> ModelOptions:
+    """The same options with a model and a dtype; also sets the number of threads.
+
+    The default model is `gpu_model` on a GPU with more than `gpu_bytes` of memory, else
+    SMALL_MODEL. The default dtype on a CPU is the faster of two, which takes milliseconds to
+    measure. Raises ValueError for what this machine cannot do."""
+    import torch
+
+    from attention import check_backend
+    from lab.measure.timing import fastest_cpu_dtype
+
+    device = find_device(options.device)
+    _check_processes(options)
+    if options.model and options.init_from:
+        both = f"{options.model} and {options.init_from}"
+        raise ValueError(f"{both}: a geometry and a checkpoint, give one of them")
+    check_backend(options.attention, device)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    dtype = options.dtype
+    if dtype is None:
+        fast = torch.bfloat16 if device.type == "cuda" else fastest_cpu_dtype()
+        dtype = str(fast).removeprefix("torch.")
+    model = options.model
+    if model is None and options.init_from is None:
+        memory_bytes = 0
+        if device.type == "cuda":
+            memory_bytes = torch.cuda.get_device_properties(device).total_memory
+        model = gpu_model if memory_bytes > gpu_bytes else SMALL_MODEL
+    return replace(options, model=model, dtype=dtype)
+
+
+def _check_processes(options: ModelOptions) -> None:
+    """Raise ValueError if torchrun has not started as many processes as --tp and --pp need."""
+    needed = options.tp * options.pp
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    if started != needed:
+        raise ValueError(
+            f"--tp {options.tp} --pp {options.pp}: needs {needed} processes, not {started}: "
+            f"torchrun --nproc-per-node {needed} {shlex.join(sys.argv)}"
+        )
+    if needed > 1 and options.compile:
+        raise ValueError("--compile: not with --tp or --pp")
+
+
+def load_model(options: ModelOptions, positions: int, *, positions_from: str) -> GPT:
+    """The model on its device; with --tp or --pp a Shard, on rank 0: on others this never returns.
+
+    It must have `positions` positions, which error messages call `positions_from`, as "--max-len".
+    What is open in `options` is filled in by `resolve_model`, which a command calls itself if it
+    has another default model, or writes the options. Raises ValueError for what this machine cannot
+    do."""
+    options = resolve_model(options)
+    length = f"{positions_from} {positions}"
+    device = find_device(options.device)
+    if options.tp * options.pp == 1:
+        return _load_here(options, positions, length, device, None)
+    from parallel.ranks import Ranks
+    from parallel.stages import Stage
+
+    ranks = Ranks(options.tp, options.pp, device.type)
+
+    def load_stage() -> Stage:
+        return Stage(_load_here(options, positions, length, ranks.device, ranks))
+
+    return ranks.start(load_stage).model
+
+
+def _load_here(
+    options: ModelOptions, positions: int, length: str, device: torch.device, ranks: Ranks | None
+) -> GPT:
+    """load_model in this process, maybe as one of several ranks. All of these take rank 0's dtype.
+    `length` is for error messages: the option and its value, as "--max-len 2048"."""
+    import torch
+
+    from config import check_memory
+    from kv_cache import kv_bytes_per_token
+    from model import GPT, GPTConfig
+    from packed_linear import pack
+    from parallel.shard import Shard
+    from pretrained import checkpoints
+
+    dtype_name = ranks.gather(options.dtype)[0] if ranks else options.dtype
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    directory = None
+    if options.init_from:
+        directory = checkpoints.find(options.init_from)
+        config = checkpoints.read_config(directory)
+    else:
+        config = GPTConfig.preset(options.model)
+    make_model = GPT
+    if ranks:
+        weights = checkpoints.fingerprint(directory) if directory else options.seed
+        _check_same_model(ranks, config, weights)
+        make_model = partial(Shard, ranks=ranks)
+
+    empty = make_model(config, device="meta", dtype=dtype, seed=None)
+    weight_bytes = sum(p.numel() for p in empty.parameters()) * dtype.itemsize
+    cache_bytes = positions * kv_bytes_per_token(empty.config, dtype)
+    name = options.init_from or options.model
+    check_memory(f"{name} and a request of {length}", weight_bytes + cache_bytes, device)
+    if not directory and config.family == "llama":  # random weights have learned no positions
+        config = replace(config, max_positions=max(config.max_positions, positions))
+    if positions > config.max_positions:
+        raise ValueError(f"{length}: this model is limited to {config.max_positions}")
+
+    if directory:
+        model = empty
+        checkpoints.load_weights(model, directory, device)
+    else:
+        model = make_model(config, device=device, dtype=dtype, seed=options.seed)
+    if options.compile:
+        model.compile()
+    return pack(model)
+
+
+def _check_same_model(ranks: Ranks, config: GPTConfig, weights: str | int) -> None:
+    """Raise ValueError on all ranks if one has another config or other weights than rank 0.
+    `weights` is the fingerprint of a checkpoint, or the seed of random weights."""
+    models = ranks.gather((config, weights))
+    for rank, model in enumerate(models):
+        if model != models[0]:
+            raise ValueError(f"rank {rank} has another model, or other weights, than rank 0")
+
+
+class TextModel(NamedTuple):
+    """A model that writes text, not loaded yet."""
+
+    name: str
+    tokenizer: Tokenizer
+    options: ModelOptions  # with the directory of a checkpoint, or the name of a geometry
+
+
+def find_text_model(options: ModelOptions) -> TextModel:
+    """The name and tokenizer of the model of these options, and what `load_model` needs.
+
+    A checkpoint has its own tokenizer. A geometry has random weights, which is said on stderr, and
+    its tokens are bytes. Raises as checkpoints.find and load_tokenizer."""
+    from pretrained import checkpoints
+    from pretrained.tokenizers import byte_tokenizer, load_tokenizer
+
+    if options.init_from:
+        directory = checkpoints.find(options.init_from)
+        return TextModel(
+            name=options.init_from,
+            tokenizer=load_tokenizer(directory),
+            options=replace(options, init_from=directory),
+        )
+    name = options.model or SMALL_MODEL
+    print(f"# {name} with random weights, the text will be noise", file=sys.stderr)
+    return TextModel(name, byte_tokenizer(), replace(options, model=name))
