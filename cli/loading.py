@@ -17,6 +17,7 @@ import re
 import shlex
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -260,14 +261,14 @@ def _load_here(
     from pretrained import checkpoints
 
     dtype_name = ranks.gather(options.dtype)[0] if ranks else options.dtype
-    dtype: torch.dtype = getattr(torch, dtype_name)
+    dtype: torch.dtype = getattr(torch, str(dtype_name))
     directory = None
     if options.init_from:
         directory = checkpoints.find(options.init_from)
         config = checkpoints.read_config(directory)
     else:
         config = GPTConfig.preset(options.model)
-    make_model = GPT
+    make_model: Callable[..., GPT] = GPT
     if ranks:
         weights = checkpoints.fingerprint(directory) if directory else options.seed
         _check_same_model(ranks, config, weights)

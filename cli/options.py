@@ -12,11 +12,11 @@ import os
 import re
 import tomllib
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from policies import POLICIES, find_policy, where_it_failed
 
@@ -50,10 +50,35 @@ class OptionParser(argparse.ArgumentParser):
             shown = "off"
         self.add_argument(name, help=f"{help} (default: {shown})", default=default, **settings)
 
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         """Exit with one line: "--chunk 0: must be ...", not argparse's usage and "argument"."""
         message = re.sub(r"^argument (\S+): ", r"\1 ", message.replace("\n", " "))
         self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
+
+    def add_table(self, *tables: str, **given: Any) -> None:
+        """Only until the last section of options.toml has become calls of add_option."""
+        given = GIVEN | given
+        for table in tables:
+            if table == "json":
+                add_json_option(self)
+                continue
+            for name, entry in OPTIONS[table].items():
+                row: dict[str, Any] = {}
+                for key, value in entry.items():
+                    row[key] = value.format_map(given) if isinstance(value, str) else value
+                    if key in ("type", "choices"):
+                        row[key] = given[value]
+                if "whole" in row:
+                    row["type"] = whole(**row.pop("whole"))
+                if "number" in row:
+                    row["type"] = number(**row.pop("number"))
+                if both := row.pop("by_device", None):
+                    row["default"] = ByDevice(*both)
+                self.add_option(f"--{name}", **row)
+
+    def add_model_options(self, default_model: str) -> None:
+        """Only until all call cli.loading.add_model_options."""
+        import_module("cli.loading").add_model_options(self, default_model)
 
 
 @dataclass(frozen=True)
@@ -203,7 +228,7 @@ def options_json(options: Any) -> dict[str, object]:
     return record
 
 
-def write_json(options: Any, report: dict[str, object]) -> None:
+def write_json(options: Any, report: Mapping[str, object]) -> None:
     """Write the options of a command and its report to the file `options.json`, if there is one."""
     if options.json:
         record = {"options": options_json(options), **report}
@@ -222,7 +247,7 @@ def write_text(file: str | os.PathLike[str], text: str) -> None:
     part.replace(path)
 
 
-def wrote(*files: str | None) -> None:
+def wrote(*files: str | Path | None) -> None:
     """Say which files were written: a line for each that is not None."""
     for file in files:
         if file:
@@ -255,33 +280,6 @@ GIVEN = {
 
 class ByDevice(PerDevice):
     """A default that bench.parse_args replaces after parsing."""
-
-
-def add_table(self: OptionParser, *tables: str, **given: Any) -> None:
-    """Add the options of some sections of options.toml."""
-    given = GIVEN | given
-    for table in tables:
-        if table == "json":
-            add_json_option(self)
-            continue
-        for name, row in OPTIONS[table].items():
-            texts = {k: x.format_map(given) if isinstance(x, str) else x for k, x in row.items()}
-            row = texts | {key: given[row[key]] for key in ("type", "choices") if key in row}
-            if "whole" in row:
-                row["type"] = whole(**row.pop("whole"))
-            if "number" in row:
-                row["type"] = number(**row.pop("number"))
-            if both := row.pop("by_device", None):
-                row["default"] = ByDevice(*both)
-            self.add_option(f"--{name}", **row)
-
-
-def _add_model_options(self: OptionParser, default_model: str) -> None:
-    import_module("cli.loading").add_model_options(self, default_model)
-
-
-OptionParser.add_table = add_table  # type: ignore
-OptionParser.add_model_options = _add_model_options  # type: ignore
 
 
 def find_device(name: str) -> Any:

@@ -14,12 +14,14 @@ from cli.console import run
 
 def parse_args(argv):
     """The options, checked. Exits with a message, like argparse, for one that makes no sense."""
+    from cli.loading import add_engine_options, add_model_options
     from cli.options import OptionParser
 
     parser = OptionParser(prog="python -m server", description="An OpenAI-compatible server.")
-    parser.add_table("server", "engine")
+    parser.add_table("server")
+    add_engine_options(parser)
     parser.set_defaults(api_key=os.environ.get("NANOSARATHI_API_KEY"))
-    parser.add_model_options("llama-160m", names="engine_names")
+    add_model_options(parser, "llama-160m", geometry="--preset", checkpoint="--model")
     return parser.parse_args(argv)
 
 
