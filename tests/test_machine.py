@@ -197,7 +197,7 @@ def test_all_micro_batches_are_counted_and_no_batch_overtakes_another(
     row = json.loads(report.read_text())["runs"]["orca"]
     assert row["running_peak"] == 40  # they come quicker than they end
     batches = defaultdict(list)
-    for iteration in drawn[0]["orca"][1]:
+    for iteration in drawn[0]["orca"].iterations:
         batches[iteration.micro_batch].append((iteration.start, iteration.end))
     assert len(batches) == 4
     for spans in map(sorted, batches.values()):

@@ -98,8 +98,8 @@ def test_serve_prints_and_writes_everything(tmp_path, capsys, plots):
     ((name, (runs, machine, file, slo_s), more),) = plots
     assert name == "plot_serving" and slo_s == report["slo_s"] and not more
     assert list(runs) == names and file == str(files["plot"]) and machine["threads"]
-    completions, iterations = runs["chunked-only"]
-    assert len(completions) == 5 and iterations[0].chunks
+    run = runs["chunked-only"]
+    assert len(run.completions) == 5 and run.iterations[0].chunks
 
 
 def test_capacity_prints_and_writes_everything(tmp_path, capsys, plots, monkeypatch):

@@ -1,15 +1,25 @@
-"""What pictures are made of, by hand: what was drawn is asked of the figure that was saved."""
+"""Pictures of runs that were worked out by hand, and what is drawn in them."""
+
+from typing import NamedTuple
 
 import pytest
-from matplotlib.colors import LogNorm, to_hex
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
+from engine import Completion, Iteration
 from lab.measure.load_run import Bounded
 from policies import POLICIES
 from tests.test_metrics import a_completion, an_iteration, decode, prefill
 from views import style
 from views.style import DECODE, HYBRID, OTHER_COLORS, OVER, POLICY_COLORS, PREFILL
-from views.timelines import draw_lanes, lane_bars, plot_capacity, plot_serving, plot_timelines
+from views.timelines import (
+    GapScale,
+    draw_lanes,
+    lane_bars,
+    plot_capacity,
+    plot_serving,
+    plot_timelines,
+)
 
 MACHINE = {"model": "llama-tiny", "dtype": "float32", "device": "a CPU", "threads": 2}
 LINE = "llama-tiny, float32, a CPU, 2 threads"
@@ -17,18 +27,28 @@ near = pytest.approx
 no_warnings = pytest.mark.filterwarnings("error")
 
 
+class History(NamedTuple):
+    """A run that was worked out by hand."""
+
+    completions: list[Completion]
+    iterations: list[Iteration]
+
+
 def a_run():
     """0 waits 4 s between two tokens while 1 is prefilled, as under vllm; 2 is never served."""
-    at = [0.0, 1.0, 2.0, 6.0, 7.0, 8.0]
-    batches = [[prefill(0, 4)], [decode(0)], [prefill(1, 4)], [decode(0), decode(1)], [decode(1)]]
-    counts = (0, 1, 8), (0, 1, 8), (1, 2, 4), (1, 2, 4), (1, 1, 6)  # waiting, running, free pages
-    iterations = [an_iteration(*its[:3], *its[3]) for its in zip(at, at[1:], batches, counts)]
+    iterations = [  # start, end, batch, waiting, running, free pages
+        an_iteration(0.0, 1.0, [prefill(0, 4)], 0, 1, 8),
+        an_iteration(1.0, 2.0, [decode(0)], 0, 1, 8),
+        an_iteration(2.0, 6.0, [prefill(1, 4)], 1, 2, 4),
+        an_iteration(6.0, 7.0, [decode(0), decode(1)], 1, 2, 4),
+        an_iteration(7.0, 8.0, [decode(1)], 1, 1, 6),
+    ]
     completions = [
-        a_completion(0, 4, at[0], "length", at[0], [at[1], at[2], at[4]]),
-        a_completion(1, 4, 1.5, "length", at[2], at[3:]),
+        a_completion(0, 4, 0.0, "length", 0.0, [1.0, 2.0, 7.0]),
+        a_completion(1, 4, 1.5, "length", 2.0, [6.0, 7.0, 8.0]),
         a_completion(2, 4, 2.5),
     ]
-    return completions, iterations
+    return History(completions, iterations)
 
 
 def axis_labelled(figure, label):
@@ -96,7 +116,7 @@ ALL = [(1.5, 2, 1), (1, 2, 0), (2, 7, 0), (6, 7, 1), (7, 8, 1), (0, 1, 0), (2, 6
 def test_lanes_show_the_requests_that_do_more_than_wait():
     axis = Figure().subplots()
     axis.set_xlim(0, 8)
-    draw_lanes(axis, lane_bars(*a_run()), LogNorm(0.4, 4.0))
+    draw_lanes(axis, lane_bars(*a_run()), GapScale(4.0, "the SLO"))
     assert spans_of(axis) == ALL and axis.get_xlim() == (0, 8)
     assert [label.get_text() for label in axis.get_yticklabels()] == ["0", "1"]
     long = [color for bar, color in zip(ALL, colors_of(axis)) if bar[:2] == (2, 7)]
@@ -107,7 +127,7 @@ def test_lanes_show_the_requests_that_do_more_than_wait():
 def test_timelines_have_lanes_and_the_tokens_of_each_batch_to_scale(tmp_path):
     hybrid = an_iteration(2.0, 4.0, [decode(0), prefill(1, 3)])
     done = a_completion(0, 4, 0.0, "length", 0.0, [1.0, 2.0, 4.0])
-    runs = {"vllm": a_run(), "orca": ([done], [*a_run()[1][:2], hybrid])}
+    runs = {"vllm": a_run(), "orca": History([done], [*a_run().iterations[:2], hybrid])}
     figure = plot_timelines(runs, MACHINE, tmp_path / "t.png", anchor_s=4.0)
     lanes, tokens, other, below, _ = figure.axes
     assert [axis.get_title(loc="left") for axis in (lanes, other)] == ["vllm", "orca"]
@@ -138,18 +158,18 @@ def test_a_gap_is_red_above_the_anchor_and_its_colour_depends_on_nothing_else(tm
     assert OVER not in met and [waits, *rest] == [style.WAITING, short, short, PREFILL, PREFILL]
     assert colors_of(offline(run, 4.99).axes[0])[2] == OVER
     assert colors_of(offline(run, 50.0).axes[0])[1:3] == [DECODE, DECODE]  # up to a tenth
-    quick = [a_completion(0, 4, 0.0, "length", 0.0, [1.0, 2.0])], [an_iteration(0, 1, [decode(0)])]
+    two_tokens = a_completion(0, 4, 0.0, "length", 0.0, [1.0, 2.0])
+    quick = History([two_tokens], [an_iteration(0, 1, [decode(0)])])
     assert colors_of(offline(quick, 5.0).axes[0]) == [short] and short != long
-    bar = axis_labelled(
-        offline(([], []), 5.0), "time between tokens in s; red: more than 10 decode"
-    )
+    nothing = offline(History([], []), 5.0)
+    bar = axis_labelled(nothing, "time between tokens in s; red: more than 10 decode")
     assert bar.get_xticklabels()[-1].get_text() == "5.00" and bar.get_xlim()[1] == 5
     assert texts(bar.get_legend())[0] == "prefill"
 
 
 def test_serving_draws_the_latencies_of_each_run(tmp_path):
     second = a_run()
-    second[0].pop()  # without the request that waits
+    second.completions.pop()  # without the request that waits
     runs = {"vllm": a_run(), "orca": second}
     figure = plot_serving(runs, MACHINE, tmp_path / "s.png", slo_s=0.5)
     labels = "time to first", "time between tokens (", "scheduling"
@@ -180,7 +200,7 @@ def test_serving_shows_the_time_around_the_longest_gap_of_all(tmp_path):
     both = ([1.0, 1.5, 2.0, 100.0], (0, 198), [["0"], ["0"]])
     for first, window, ids in both, ([1.0, 2.0], (18.5, 26.0), [[], ["0"]]):
         long = [a_completion(0, 4, 0.0, "length", 0.5, first)]
-        runs = {"vllm": (long, []), "orca": (longest, [])}
+        runs = {"vllm": History(long, []), "orca": History(longest, [])}
         figure = plot_serving(runs, MACHINE, tmp_path / "s.svg", 3.0)
         lanes = [axis for axis in figure.axes if axis.get_ylabel() == "request"]
         assert [axis.get_xlim() for axis in lanes] == [(near(window[0]), near(window[1]))] * 2
@@ -192,7 +212,7 @@ def test_serving_colours_gaps_by_their_length_and_puts_chunks_above_them(tmp_pat
     completions += [a_completion(8, 4, 0.0, "length", 6.0, [7.0])]
     iterations = [an_iteration(0.5, 1, [prefill(3, 4)]), an_iteration(1, 2, [decode(3)])]
     iterations += [an_iteration(5, 6, [prefill(3, 6)]), an_iteration(6, 7, [prefill(8, 4)])]
-    figure = plot_serving({"vllm": (completions, iterations)}, MACHINE, tmp_path / "s.svg", 3.0)
+    figure = plot_serving({"vllm": History(completions, iterations)}, MACHINE, tmp_path / "s.svg", 3.0)
     lanes = next(axis for axis in figure.axes if axis.get_ylabel() == "request")
     assert [label.get_text() for label in lanes.get_yticklabels()] == ["3", "8"]
     waits, gaps = [(0, 0.5, 0), (0, 6, 1)], [(1, 2, 0), (2, 6, 0)]
@@ -204,9 +224,23 @@ def test_serving_colours_gaps_by_their_length_and_puts_chunks_above_them(tmp_pat
 WAITS, ABORTED = a_completion(0, 4, 1.0), a_completion(1, 4, 1.0, "abort")
 CHUNK, NEXT = an_iteration(1.0, 2.0, [prefill(0, 4)]), an_iteration(2.0, 3.0, [decode(0)])
 ONCE = [an_iteration(1.0, 1.0, [prefill(0, 4)]), an_iteration(1.0, 1.0, [decode(0)])]
-TIMES = ([2], [CHUNK]), ([2, 3], [CHUNK, NEXT]), ([1, 1], ONCE), ([1, 2, 2, 3], [*ONCE, NEXT])
-LITTLE = [([], []), ([WAITS], []), ([ABORTED, WAITS], []), ([], [CHUNK, NEXT])]
-LITTLE += [([a_completion(0, 4, 1.0, "length", 1.0, times)], its) for times, its in TIMES]
+
+
+def served(*token_times):
+    """Request 0 with these times of tokens."""
+    return [a_completion(0, 4, 1.0, "length", 1.0, list(token_times))]
+
+
+LITTLE = [
+    History([], []),
+    History([WAITS], []),
+    History([ABORTED, WAITS], []),
+    History([], [CHUNK, NEXT]),
+    History(served(2), [CHUNK]),
+    History(served(2, 3), [CHUNK, NEXT]),
+    History(served(1, 1), ONCE),
+    History(served(1, 2, 2, 3), [*ONCE, NEXT]),
+]
 
 
 @pytest.mark.parametrize("run", LITTLE)

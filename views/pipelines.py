@@ -1,88 +1,169 @@
-"""Draw what the simulator saw: batches in a pipeline, and the bubbles between them. Read first:
-style.py, lab/simulator/simulation.py. Read next: schedule_page.py."""
+"""Pictures of pipelines: the batches on their stages, and the bubbles between them.
 
+Read first: style.py, lab/simulator/simulation.py. Read next: page.py."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from string import ascii_uppercase
+from typing import NamedTuple, Protocol
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 
+from policies.micro_batches import StageRun
 from views import style
-from views.style import DECODE, HYBRID, PREFILL
+from views.style import DECODE, HYBRID, PREFILL, duration
 
-COLORS = {PREFILL: "prefill only", HYBRID: "hybrid: prefill and decodes", DECODE: "decodes only"}
-BOX = 0.64  # the height of a box, as a share of its lane's
-MOST_SIGNS = 6  # in a box
-LANE_WIDTH, LANE_HEIGHT, SIGN = 7.8, 0.8, 0.145  # inches; SIGN: the width of one such as A_p
+LEGEND = {PREFILL: "prefill only", HYBRID: "hybrid: prefill and decodes", DECODE: "decodes only"}
+BOX_HEIGHT = 0.64  # as a share of the lane's
+MAX_LABELS = 6  # in a box: one for each chunk
+LANE_WIDTH = 7.8  # inches
+LANE_HEIGHT = 0.8  # inches
+LABEL_WIDTH = 0.145  # inches, of a label such as A_p
+LABEL_SPACE = 0.04  # inches between two labels
+EXPLANATION = """\
+$A_p$: a prefill chunk of request A, $A_d$: a decode of A. Bubbles, by what is before and after:
+PB1: prefills of different length; PB2: a prefill and decodes; PB3: decodes of different context"""
 
 
-def plot_pipeline(runs, kinds, title, file, machine=None, what="makespan"):
-    """Draw when the stages of a pipeline worked and when they waited, and write it to `file`: a
-    lane for each stage, a box for each batch (SARATHI, Figures 1 and 5; Sarathi-Serve, Figure 8).
-    `runs` maps a name to a replica's StageRuns, `kinds` to bubble_kinds; `what` is their end."""
-    stages = 1 + max(run.stage for own in runs.values() for run in own)
-    end = 1.01 * max(run.end for own in runs.values() for run in own)
-    figure = style.new_figure(1.9 + len(runs) * (0.6 + LANE_HEIGHT * stages))
-    axes = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
-    for axis, (name, own) in zip(axes, runs.items()):
-        for run in own:
-            _draw_batch(axis, run, LANE_WIDTH * (run.end - run.start) / end)
-        head = f"{what} {_duration(max(run.end for run in own))}; bubbles of all stages"
-        for kind, (share, side) in style.PLACES.items():
-            waits = [run for run, its in kinds[name] if its == kind]
-            head += f", {kind} {_duration(sum(run.bubble for run in waits))}"
-            # the longest; the last of those equal to the microsecond
-            for run in sorted(waits, key=lambda run: round(run.bubble, 6))[-1:]:
-                x, y = run.start - share * run.bubble, run.stage - BOX / 2 - 0.04
-                axis.text(x, y, f"{kind} {_duration(run.bubble)}", ha=side)
+class LabelPlace(NamedTuple):
+    """The place of a bubble's label, another one for each kind, so that labels do not collide."""
+
+    share_after: float  # of the bubble that comes after the place
+    alignment: str  # of the text, there
+
+
+LABEL_PLACES = {
+    "PB1": LabelPlace(0, "right"),
+    "PB2": LabelPlace(1, "left"),
+    "PB3": LabelPlace(0.5, "center"),
+}
+Bubbles = Sequence[tuple[StageRun, str]]  # what lab.simulator.simulation.bubble_kinds returns
+
+
+def plot_pipeline(
+    pipelines: Mapping[str, Sequence[StageRun]],
+    bubbles: Mapping[str, Bubbles],
+    title: str,
+    file: str | Path,
+    machine: Mapping[str, object] | None = None,
+    end_label: str = "makespan",
+) -> Figure:
+    """Draw when the stages of pipelines worked and when they waited, and write it to `file`.
+
+    A stage has a lane, and a batch a box (SARATHI, Figures 1 and 5; Sarathi-Serve, Figure 8).
+    Pipelines and their bubbles have the same names. `end_label` names the time of the last end."""
+    stage_runs = [run for runs in pipelines.values() for run in runs]
+    stages = 1 + max(run.stage for run in stage_runs)
+    end = 1.01 * max(run.end for run in stage_runs)
+    figure = style.new_figure(1.9 + len(pipelines) * (0.6 + LANE_HEIGHT * stages))
+    axes = figure.subplots(len(pipelines), 1, sharex=True, squeeze=False)[:, 0]
+    for axis, (name, runs) in zip(axes, pipelines.items(), strict=True):
+        for run in runs:
+            _draw_batch(axis, run, width=LANE_WIDTH * (run.end - run.start) / end)
+        last_end = max(run.end for run in runs)
+        heading = f"{end_label} {duration(last_end)}; bubbles of all stages"
+        for kind in LABEL_PLACES:
+            waits = [run for run, bubble_kind in bubbles[name] if bubble_kind == kind]
+            heading += f", {kind} {duration(sum(run.bubble for run in waits))}"
+            if waits:
+                _label_longest_bubble(axis, kind, waits)
         axis.set_title(name, **style.BOLD)
-        axis.set_title(head, loc="right")
+        axis.set_title(heading, loc="right")
         axis.set(xlim=(0, end), ylim=(stages - 0.5, -0.62))
         axis.set_yticks(range(stages), [f"stage {stage + 1}" for stage in range(stages)])
         axis.tick_params(axis="y", length=0)
         axis.spines[["top", "right", "left"]].set_visible(False)
     axes[-1].set_xlabel("time in s")
-    signs = [Patch(color=color, label=label) for color, label in COLORS.items()]
-    signs.append(Patch(**style.BUBBLE, label="bubble: the stage waits"))
-    figure.legend(handles=signs, ncols=3, **style.BELOW)
-    return style.finish(figure, style.PIPELINE.format(title), file, machine)
+    handles = [Patch(color=color, label=label) for color, label in LEGEND.items()]
+    handles.append(Patch(**style.BUBBLE, label="bubble: the stage waits"))
+    figure.legend(handles=handles, ncols=3, **style.LEGEND_BELOW)
+    return style.finish(figure, f"{title}\n{EXPLANATION}", file, machine)
 
 
-def _draw_batch(axis, run, width):
-    """A box for a StageRun, `width` inches wide, with its requests in it, and for its bubble."""
-    decodes, seconds = sum(is_decode for *_, is_decode in run.chunks), run.end - run.start
-    color = DECODE if decodes == len(run.chunks) else HYBRID if decodes else PREFILL
-    axis.barh(run.stage, seconds, BOX, run.start, color=color, edgecolor="white", lw=0.4)
+def _draw_batch(axis: Axes, run: StageRun, width: float) -> None:
+    """Draw the box of a batch on a stage, `width` inches wide, and its bubble.
+
+    The box names the chunks of the batch if there is room for them."""
+    decodes = sum(is_decode for *_, is_decode in run.chunks)
+    color = style.batch_color(len(run.chunks) - decodes, decodes)
+    seconds = run.end - run.start
+    axis.barh(run.stage, seconds, BOX_HEIGHT, run.start, color=color, edgecolor="white", lw=0.4)
     if run.bubble:
-        axis.barh(run.stage, run.bubble, BOX, run.start - run.bubble, lw=0.5, **style.BUBBLE)
-    if width >= SIGN and len(run.chunks) <= MOST_SIGNS:
-        signs = [f"${ascii_uppercase[i : i + 1]}_{'pd'[d]}$" for i, *_, d in run.chunks]
-        text = (" " if (SIGN + 0.04) * len(signs) <= width + 0.04 else "\n").join(signs)
-        look = {"fontsize": 7, "linespacing": 1.05, "color": "k" if color == HYBRID else "w"}
-        axis.text(run.start + seconds / 2, run.stage, text, ha="center", va="center", **look)
+        bubble_start = run.start - run.bubble
+        axis.barh(run.stage, run.bubble, BOX_HEIGHT, bubble_start, lw=0.5, **style.BUBBLE)
+    if width < LABEL_WIDTH or len(run.chunks) > MAX_LABELS:
+        return
+    labels = [_label(request_id, is_decode) for request_id, *_, is_decode in run.chunks]
+    width_in_a_row = (LABEL_WIDTH + LABEL_SPACE) * len(labels) - LABEL_SPACE
+    separator = " " if width_in_a_row <= width else "\n"
+    axis.text(
+        run.start + seconds / 2,
+        run.stage,
+        separator.join(labels),
+        ha="center",
+        va="center",
+        fontsize=7,
+        linespacing=1.05,
+        color="k" if color == HYBRID else "w",
+    )
 
 
-def _duration(seconds):
-    value, unit = (1000 * seconds, "ms") if 0 < seconds < 1 else (seconds, "s")
-    return f"{style.three_digits(value)} {unit}"
+def _label(request_id: int, is_decode: bool) -> str:
+    """A chunk's label in TeX: A_p for a prefill of request 0, B_d for a decode of request 1.
+
+    Requests after the 26th have no letter."""
+    letter = ascii_uppercase[request_id : request_id + 1]
+    return f"${letter}_{'d' if is_decode else 'p'}$"
 
 
-def plot_bubbles(systems, title, file):
-    """Draw how long bubbles held up requests, and how many were done by when (SARATHI, Figure 12).
-    `systems` maps a name, which begins with that of a policy and a comma, to a sarathi.Offline."""
+def _label_longest_bubble(axis: Axes, kind: str, waits: Sequence[StageRun]) -> None:
+    """Write the length of the longest of these bubbles above it.
+
+    Of those that are equal to the microsecond, the last has the label."""
+    longest = max(reversed(waits), key=lambda run: round(run.bubble, 6))
+    place = LABEL_PLACES[kind]
+    axis.text(
+        longest.start - place.share_after * longest.bubble,
+        longest.stage - BOX_HEIGHT / 2 - 0.04,
+        f"{kind} {duration(longest.bubble)}",
+        ha=place.alignment,
+    )
+
+
+class OfflineRun(Protocol):
+    """A simulated run of requests that are all there at the start, as `plot_bubbles` draws it."""
+
+    @property
+    def bubbles(self) -> Sequence[float]: ...  # the bubble time of each request, in s
+
+    @property
+    def ends(self) -> Sequence[float]: ...  # when each request was done, in s
+
+
+def plot_bubbles(runs: Mapping[str, OfflineRun], title: str, file: str | Path) -> Figure:
+    """Draw how long bubbles delayed requests, and how many were done by when, to `file`.
+
+    This is SARATHI's Figure 12. A name of a run begins with that of a policy and a comma."""
     figure = style.new_figure(4.6)
     left, right = figure.subplots(1, 2)
-    colors = style.policy_colors(name.split(",")[0] for name in systems)
-    for name, its in systems.items():
-        look = {"color": colors[name.split(",")[0]], "lw": 1.8}
-        left.ecdf(its.bubbles, label=f"{name}: median {_duration(median(its.bubbles))}", **look)
-        label = f"{name}: {len(its.ends):,} in {_duration(max(its.ends))}"
-        right.ecdf(its.ends, label=label, **look)
+    policy_of = {name: name.split(",")[0] for name in runs}
+    colors = style.policy_colors(policy_of.values())
+    for name, run in runs.items():
+        color = colors[policy_of[name]]
+        median_label = f"{name}: median {duration(median(run.bubbles))}"
+        left.ecdf(run.bubbles, label=median_label, color=color, lw=1.8)
+        count_label = f"{name}: {len(run.ends):,} in {duration(max(run.ends))}"
+        right.ecdf(run.ends, label=count_label, color=color, lw=1.8)
     left.set_xscale("symlog", linthresh=0.1)
-    left.set_xlabel("bubble time of a request in s")
+    left.set(xlabel="bubble time of a request in s")
+    left.set_ylabel("share of the requests, at most that long")
     right.set(xlabel="time in s", xlim=(0, None))
-    for axis, of_those in ((left, "at most that long"), (right, "completed")):
-        axis.set_ylabel(f"share of the requests, {of_those}")
+    right.set_ylabel("share of the requests, completed")
+    for axis in (left, right):
         axis.grid()
         axis.xaxis.set_major_formatter(style.PLAIN)
         axis.yaxis.set_major_formatter(PercentFormatter(1))

@@ -1,60 +1,143 @@
 """What all pictures share: colours, names, axes of plain numbers. Read next: timelines.py."""
 
-import tomllib
+from collections.abc import Iterable, Mapping
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 from matplotlib import rcParams
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-STYLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-rcParams.update(STYLE["matplotlib"])
-PREFILL, HYBRID, DECODE, OVER, WAITING, OTHER_COLORS, POLICY_COLORS = STYLE["colors"].values()
-BELOW, LIMIT, BOLD, BUBBLE, GAP_SCALE, TAIL, LINES, MARKERS, PLACES = STYLE["looks"].values()
-TIMELINES, SERVING, CAPACITY, PIPELINE = STYLE["titles"].values()
+WIDTH = 8.5  # inches. A README shows them as 830 pixels, so that a letter of 9 pt is 12 high.
+rcParams.update(
+    {
+        "font.size": 9,
+        "axes.titlesize": 10,
+        "figure.titlesize": 10,
+        "legend.frameon": False,
+        "grid.alpha": 0.25,
+        "savefig.dpi": 160,
+    }
+)
+
+# ---- Colours that colour-blind readers can tell apart (Okabe and Ito's, and others) -------------
+
+PREFILL = "#2f5d9b"
+HYBRID = "#a6d8d6"  # a batch of prefill and decodes
+DECODE = "#2aa98a"
+OVER = "#b5201c"  # a gap between tokens that exceeds its limit
+WAITING = "#d0d0d0"
+# gaps between tokens: from short to the limit, and above it
 GAPS = LinearSegmentedColormap.from_list("gaps", [DECODE, "#f2d53c"]).with_extremes(over=OVER)
+
+POLICY_COLORS = {
+    "request-level": "#7a7a7a",
+    "orca": "#e69f00",
+    "orca-best": "#8c5109",
+    "vllm": "#d55e00",
+    "sarathi": "#56b4e9",
+    "sarathi-serve": "#0072b2",
+    "chunked-only": "#cc79a7",
+    "hybrid-only": "#009e73",
+    "priority": "#a422e6",
+    "dynamic": "#000000",
+}
+OTHER_COLORS = ["#b3b36b", "#4c004c", "#000099", "#731300"]  # of policies that are not in there
+LINE_COLORS = [  # of lines that are no policies
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#7a7a7a",
+    "#000000",
+]
+MARKERS = "osD^vPX*"
+
+# ---- Keyword arguments that several pictures give to matplotlib ---------------------------------
+
+LEGEND_BELOW: dict[str, Any] = {"loc": "outside lower center"}
+LIMIT_LINE: dict[str, Any] = {"color": "#444444", "ls": "--", "lw": 1.2}
+BOLD: dict[str, Any] = {"loc": "left", "fontweight": "bold"}  # the title of a panel
+BUBBLE: dict[str, Any] = {  # where a stage waits
+    "facecolor": "#e4e4e4",
+    "edgecolor": "#777777",
+    "hatch": "////",
+}
 PLAIN = "{x:g}"  # ticks: 0.01 and 10 on a log scale, instead of powers
 
 
-def policy_colors(names):
-    """{name: colour}: that of POLICY_COLORS, or one of OTHER_COLORS, in the order of the names."""
+def batch_color(prefills: int, decodes: int) -> str:
+    """The colour of a batch: `prefills` are its chunks of prompts, or the tokens in them."""
+    if not decodes:
+        return PREFILL
+    return HYBRID if prefills else DECODE
+
+
+def policy_colors(names: Iterable[str]) -> dict[str, str]:
+    """The colour of each name: that of POLICY_COLORS, or else the next of OTHER_COLORS."""
     others = cycle(OTHER_COLORS)
     return {name: POLICY_COLORS.get(name) or next(others) for name in names}
 
 
-def three_digits(value):
+def three_digits(value: float | None) -> str:
     """0.500 or 12.3 or 1,234 as text; "none" for None."""
     if value is None:
         return "none"
-    return f"{value:#.3g}".rstrip(".") if 0 < value < 999.5 else f"{value:,.0f}"
+    if 0 < value < 999.5:
+        return f"{value:#.3g}".rstrip(".")
+    return f"{value:,.0f}"
 
 
-def log_scale(axes, panel):
-    """Give it a grid, and those `axes`, as "xy", that reach above 0 a log scale of plain ticks."""
+def duration(seconds: float) -> str:
+    """Seconds as text with three digits: "81.2 ms", "1.23 s" or "0 s"."""
+    if 0 < seconds < 1:
+        return f"{three_digits(1000 * seconds)} ms"
+    return f"{three_digits(seconds)} s"
+
+
+def log_scale(axes: str, panel: Axes) -> None:
+    """Draw a grid, and give the named axes ("x", "y" or "xy") a log scale with plain ticks.
+
+    An axis whose data does not reach above 0 stays linear."""
     panel.grid(True)
-    for which in axes:
-        if getattr(panel.dataLim, f"{which}1") > 0:
-            panel.set(**{f"{which}scale": "log"})
-            axis = getattr(panel, f"{which}axis")
-            low, high = axis.get_view_interval()
-            axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
-            axis.set_major_formatter(PLAIN)
-            axis.set_minor_formatter(NullFormatter())
+    if "x" in axes and panel.dataLim.x1 > 0:
+        panel.set_xscale("log")
+        _set_plain_ticks(panel.xaxis)
+    if "y" in axes and panel.dataLim.y1 > 0:
+        panel.set_yscale("log")
+        _set_plain_ticks(panel.yaxis)
 
 
-def new_figure(height):
-    """An empty picture, `height` in inches. No window holds it: it is gone with its last name."""
-    return Figure(figsize=(8.5, height), layout="constrained")
+def _set_plain_ticks(axis: Axis) -> None:
+    low, high = axis.get_view_interval()
+    digits = (1, 2, 5) if high < 100 * low else (1,)
+    axis.set_major_locator(LogLocator(subs=digits))
+    axis.set_major_formatter(PLAIN)
+    axis.set_minor_formatter(NullFormatter())
 
 
-def finish(figure, title, file, machine=None):
-    """Give a picture its title, with the machine it depends on, write it to `file`, return it."""
+def new_figure(height: float) -> Figure:
+    """An empty picture, `height` in inches. No window holds it, so nobody has to close it."""
+    return Figure(figsize=(WIDTH, height), layout="constrained")
+
+
+def finish(
+    figure: Figure, title: str, file: str | Path, machine: Mapping[str, object] | None = None
+) -> Figure:
+    """Give a picture its title and the machine it was measured on, and write it to `file`.
+
+    `machine` has the keys model, dtype and device, and threads if it is real. Returns figure."""
     if machine:
         title += "\n{model}, {dtype}, {device}".format_map(machine)
-        if threads := machine.get("threads"):  # a simulated machine has none
-            title += f", {threads} thread{'s' * (threads > 1)}"
+        threads = machine.get("threads")
+        if threads:
+            title += f", {threads} thread" if threads == 1 else f", {threads} threads"
     figure.suptitle(title)
     figure.savefig(file)
     return figure

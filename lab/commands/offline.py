@@ -180,7 +180,7 @@ def end_to_end(model, args, recorders, rows, timelines):
             runs = serve_in_turns(model, its, arrivals, tokens, bar.update, recorders)
             for name, run in runs.items():
                 row = rows[name] = row_of(run, args.batch)
-                timelines[name], base = run[:2], rows.get("request-level")
+                timelines[name], base = run, rows.get("request-level")
                 for part in ("", "whole_run_"):
                     its = base and base[f"{part}tokens_per_s"]
                     row[f"{part}gain"] = row[f"{part}tokens_per_s"] / its if its else None

@@ -150,7 +150,7 @@ class Session:
         self.args, self.arrivals_at, self.report = args, arrivals_at, report
         self.serving, self.slo_s = args.command == "serve", report["slo_s"]
         self.found = report.setdefault("runs" if self.serving else "results", {})
-        self.records, self.recorders = {}, {}  # of each run of `serve`: Completions and Iterations
+        self.records, self.recorders = {}, {}  # of each run of `serve`
 
     def run_all(self, servers, start):
         """Let each of `servers`, {name: a function of arrivals, as run.serve}, serve at the rate of
@@ -183,7 +183,7 @@ class Session:
         """Print and write what was seen of a run: run.summarize and its `qps`, which it returns."""
         row = {"qps": qps} | run.summarize(seen, self.slo_s)
         if self.serving:
-            self.records[name], self.found[name] = seen[:2], row
+            self.records[name], self.found[name] = seen, row
         else:
             before = self.found.get(name, {}).get("points", [])
             self.found[name] = run.found_so_far([*before, row], self.args.ratio)
@@ -192,7 +192,7 @@ class Session:
         options.write_json(self.args, self.report)
         if self.args.csv:
             rows_of, its = metrics.request_rows, self.records.items()
-            rows = [{"policy": name} | row for name, seen in its for row in rows_of(*seen)]
+            rows = [{"policy": name} | row for name, seen in its for row in rows_of(*seen[:2])]
             table = [*rows[:1], *map(dict.values, rows)]  # the keys of the first are the header
             csv.writer(text := io.StringIO(newline="")).writerows(table)
             options.write_text(self.args.csv, text.getvalue())
