@@ -212,7 +212,9 @@ def test_serving_colours_gaps_by_their_length_and_puts_chunks_above_them(tmp_pat
     completions += [a_completion(8, 4, 0.0, "length", 6.0, [7.0])]
     iterations = [an_iteration(0.5, 1, [prefill(3, 4)]), an_iteration(1, 2, [decode(3)])]
     iterations += [an_iteration(5, 6, [prefill(3, 6)]), an_iteration(6, 7, [prefill(8, 4)])]
-    figure = plot_serving({"vllm": History(completions, iterations)}, MACHINE, tmp_path / "s.svg", 3.0)
+    figure = plot_serving(
+        {"vllm": History(completions, iterations)}, MACHINE, tmp_path / "s.svg", 3.0
+    )
     lanes = next(axis for axis in figure.axes if axis.get_ylabel() == "request")
     assert [label.get_text() for label in lanes.get_yticklabels()] == ["3", "8"]
     waits, gaps = [(0, 0.5, 0), (0, 6, 1)], [(1, 2, 0), (2, 6, 0)]
