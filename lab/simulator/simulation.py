@@ -2,137 +2,225 @@
 
     simulated = simulate(CostModel(...), EngineConfig("vllm", ...), arrivals)
 
-Its pipelines are those of policies.micro_batches.py; no batch overtakes another: all its times are
-known when it enters. Read first: scheduler.py, policies.micro_batches.py, lab/measure/load_run.py,
-cost_model.py. Read next: papers.py."""
+Its pipelines are those of policies/micro_batches.py. No batch overtakes another, so that all times
+of a batch are known when it enters. Read first: scheduler.py, policies/micro_batches.py,
+lab/measure/load_run.py, cost_model.py. Read next: lab/papers/simulated.py."""
 
 import heapq
 import math
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import count
+from typing import Any, NamedTuple
 
+from config import EngineConfig
 from engine import Completion, Event, Iteration, QueueFull, state_of
 from errors import check_whole
-from lab.measure.load_run import LoadRun
-from policies.micro_batches import MicroBatches
+from lab.measure.load_run import LoadRun, Run
+from lab.measure.workload import Arrival
+from lab.simulator.cost_model import Cost
+from policies.micro_batches import MicroBatches, StageRun
 from policies.priority import check_promise
 from scheduler import Request
 
 
-def simulate(cost, config, arrivals, prompts=None, *, replicas=1, record=True, **watching):
-    """Serve `arrivals`: a Simulation. Its `run` is as of a real engine, its `utilisation` the share
-    of the time that the stages worked, on average. `prompts` and `watching`: as of LoadRun. Raises
-    ValueError where an engine would, and for prefix caching without prompts."""
+@dataclass(frozen=True)
+class Simulated:
+    """What was seen of a simulation."""
+
+    run: Run  # as of a real engine
+    batches: int
+    busy: dict[tuple[int, int], float]  # (replica, stage) -> seconds that it worked
+    utilisation: float  # share of the time that the stages worked, on average
+    bubbles: dict[int, float]  # request -> seconds that stages waited for its batches
+    stage_runs: list[StageRun]  # [] without a record
+
+
+def simulate(
+    cost: Cost,
+    config: EngineConfig,
+    arrivals: Sequence[Arrival],
+    prompts: Sequence[list[int]] | None = None,
+    *,
+    replicas: int = 1,
+    record: bool = True,
+    **watching: Any,
+) -> Simulated:
+    """Serve `arrivals` on a clock that counts. `record` is as of Simulation, `prompts` and
+    `watching` as of LoadRun. Raises ValueError where an engine would, and for prefix caching
+    without prompts."""
     if config.prefix_caching and prompts is None:
         raise ValueError("prompts=None: prefix_caching needs their token ids")
     simulation = Simulation(cost, config, replicas=replicas, record=record)
     run = LoadRun(simulation, arrivals, prompts, **watching).run()
-    busy_s, stages = sum(simulation.busy.values()), len(simulation.busy)
-    own = simulation.batches * cost.pp * cost.cpu_s / (busy_s or 1.0)
-    simulation.run = run._replace(own_fraction=own)
-    simulation.utilisation = busy_s / (stages * run.seconds or 1.0)
-    return simulation
+    busy_s = sum(simulation.busy.values())
+    cpu_s = simulation.batches * cost.pp * cost.cpu_s
+    return Simulated(
+        run=run._replace(own_fraction=cpu_s / (busy_s or 1.0)),
+        batches=simulation.batches,
+        busy=simulation.busy,
+        utilisation=busy_s / (len(simulation.busy) * run.seconds or 1.0),
+        bubbles=simulation.bubbles,
+        stage_runs=simulation.stage_runs,
+    )
+
+
+class Ready(NamedTuple):
+    """An entry of the heap of micro-batches that can go on. The smallest goes first: the earliest,
+    then the one that asked for the earliest time, then the one that asked first."""
+
+    time: float  # when it can go on: when it asked to, or when its first stage is free
+    asked_time: float
+    turn: int
+    micro_batch: int
 
 
 class Simulation(MicroBatches):
-    """A server for lab.measure.load_run.LoadRun, on a clock of its own, `now`. `cost` is a CostModel, or
-    has its `stages`, `pp`, `cpu_s` and `tile`; `config` is as of MicroBatches. `record`: make an
-    Iteration of each batch, its StageRuns, and an Event of each token, not only of the last."""
+    """A server for LoadRun, on a clock of its own, `now`. `config` is as of MicroBatches. `record`:
+    make an Iteration of each batch, its StageRuns, and an Event of each token, not only of a
+    request's last."""
 
-    missing = ()  # of the machine: nobody else uses it
+    missing = ()  # no other process takes time of the machine
 
-    def __init__(self, cost, config, *, replicas=1, record=True):
+    def __init__(
+        self, cost: Cost, config: EngineConfig, *, replicas: int = 1, record: bool = True
+    ) -> None:
         sizes = {"replicas": replicas, "page_size": config.page_size, "pages": config.pages}
         for name, size in sizes.items():  # a scheduler checks the other numbers
             check_whole(name, size, least=1)
-        config = config.with_tile(cost.tile)
-        self.cost, self.config, self.record = cost, config, record
-        self.clock = lambda: self.now  # in seconds
-        self.now, self.turns, self.batches, self.last_iteration = 0.0, count(), 0, None
-        super().__init__(config, cost.pp, self.clock, replicas)
-        # micro-batches: a heap of when they can go on, and those that are without work
-        self.ready, self.idle = [], deque(range(len(self.schedulers)))
+        self.cost = cost
+        self.config = config.with_tile(cost.tile)
+        self.record = record
+        self.now = 0.0  # in seconds
+        self.batches = 0
+        self.last_iteration: Iteration | None = None
+        super().__init__(self.config, cost.pp, self.clock, replicas)
+        self.turns = count()
+        self.ready: list[Ready] = []  # a heap
+        self.idle = deque(range(len(self.schedulers)))  # micro-batches that found no work
         self._wake()
 
-    def _push(self, time, number):
-        """Let it go on at that time, after all that may go on earlier, or were told so before."""
-        heapq.heappush(self.ready, (time, time, next(self.turns), number))
+    def clock(self) -> float:
+        """The time of the simulation, in seconds."""
+        return self.now
 
-    def _wake(self):
+    def _push(self, time: float, micro_batch: int) -> None:
+        """Let a micro-batch go on at that time."""
+        heapq.heappush(self.ready, Ready(time, time, next(self.turns), micro_batch))
+
+    def _wake(self) -> None:
         """Let all that are idle look for work, the one that has been idle longest first."""
         while self.idle:
             self._push(self.now, self.idle.popleft())
 
-    def ready_at(self):
+    def ready_at(self) -> float:
         """When the next micro-batch can go on, in seconds; infinity if all wait for requests."""
         ready = self.ready
-        while ready and (free := self.free[ready[0][3] // self.pp, 0]) > ready[0][0]:
-            heapq.heapreplace(ready, (free, *ready[0][1:]))  # another one has just entered
-        return ready[0][0] if ready else math.inf
+        while ready:
+            first = ready[0]
+            free = self.free[first.micro_batch // self.pp, 0]  # its replica's first stage
+            if free <= first.time:
+                return first.time
+            heapq.heapreplace(ready, first._replace(time=free))  # another one has just entered
+        return math.inf
 
-    def wait_until(self, time):
+    def wait_until(self, time: float) -> None:
         """Let time pass until then."""
         self.now = time
 
-    def add(self, i, arrival, prompt=None):
-        """Queue a request; without a prompt its tokens are alike. Raises QueueFull, ValueError."""
+    def add(self, i: int, arrival: Arrival, prompt: Sequence[int] | None = None) -> None:
+        """Queue request i; without a prompt its tokens are alike. Raises QueueFull, ValueError."""
         self.schedulers[0].check_fits(arrival.prompt_len, arrival.output_len)
         self.bubbles[i] = 0.0
         self._wake()
         if self.config.max_waiting is not None and len(self.queue) >= self.config.max_waiting:
             raise QueueFull(f"max_waiting={self.config.max_waiting}: as many requests wait")
-        time, n, output_len = arrival[:3]
-        tokens, its = bytearray(n) if prompt is None else list(prompt), check_promise(*arrival[3:6])
-        self.schedulers[0].add(Request(i, tokens, n, output_len, time, **its))
+        tokens: Any = bytearray(arrival.prompt_len) if prompt is None else list(prompt)
+        promise: dict[str, Any] = check_promise(arrival.priority, arrival.ttft_slo, arrival.tbt_slo)
+        request = Request(
+            id=i,
+            tokens=tokens,
+            prompt_len=arrival.prompt_len,
+            max_new_tokens=arrival.output_len,
+            arrival=arrival.time,
+            **promise,
+        )
+        self.schedulers[0].add(request)
 
-    def abort(self, i):
-        """Give a request up. Returns its Completion."""
+    def abort(self, i: int) -> Completion:
+        """Give request i up."""
         request = self.requests[i]
         self.running_in(i).finish(request, "abort")
         return Completion.of(request)
 
-    def step(self):
-        """Let the next micro-batch that is ready send a batch through its pipeline, if it has work:
-        the Events of its tokens, which are known when it leaves the last stage."""
-        self.now, self.last_iteration = self.ready_at(), None
-        number = heapq.heappop(self.ready)[3]
-        scheduler, batch = self.schedulers[number], self.next_batch(number, self.now)
+    def step(self) -> list[Event]:
+        """Let the next micro-batch that is ready send a batch through its pipeline, if it has work.
+        Returns the Events of its tokens, which are known when it leaves the last stage."""
+        self.now = self.ready_at()
+        self.last_iteration = None
+        micro_batch = heapq.heappop(self.ready).micro_batch
+        scheduler = self.schedulers[micro_batch]
+        batch = self.next_batch(micro_batch, self.now)
         if batch is None:
-            self.idle.append(number)
+            self.idle.append(micro_batch)
             return []
         if self.queue:
-            self._wake()  # what it left, or preempted, is for the others
-        chunks, (seconds, hop) = batch.record() if self.record else None, self.cost.stages(batch)
-        times, arrived = [], self.now
+            self._wake()  # the others may take requests that it left, or preempted
+        chunks = batch.record() if self.record else None
+        seconds, hop_s = self.cost.stages(batch)
+        times = []
+        arrived = end = self.now
         for stage, duration in enumerate(seconds):
-            start = max(arrived, self.free[number // self.pp, stage])  # it may still be at work
-            times.append((start, end := start + duration, math.inf))
-            arrived = end + hop
-        self.book(number, times, self.full_since(number), batch, chunks)
-        self._push(end, number)
-        scheduler.observe(batch, end - self.now)  # a TBT has what it waits for stages, too
+            start = max(arrived, self.free[micro_batch // self.pp, stage])  # it may still be busy
+            end = start + duration
+            times.append((start, end, math.inf))
+            arrived = end + hop_s
+        self.book(micro_batch, times, self.full_since(micro_batch), batch, chunks)
+        self._push(end, micro_batch)
+        scheduler.observe(batch, end - self.now)  # a TBT includes waiting for stages, too
         self.batches += 1
-        if self.record:
-            its = self.now, end, chunks, self.now + self.cost.cpu_s
-            self.last_iteration = Iteration(*its, *state_of(self.schedulers, batch), number)
-        tokens = [0 if start + n == len(request.tokens) else None for request, start, n in batch]
-        return [
-            Event(r.id, token, None, r.finish_reason, Completion.of(r) if r.finish_reason else None)
-            for r, token in scheduler.advance(batch, tokens, end)
-            if self.record or r.finish_reason
-        ]
+        if chunks is not None:
+            waiting, running, free_pages, budget, preempted = state_of(self.schedulers, batch)
+            self.last_iteration = Iteration(
+                start=self.now,
+                end=end,
+                chunks=chunks,
+                launch=self.now + self.cost.cpu_s,
+                waiting=waiting,
+                running=running,
+                free_pages=free_pages,
+                budget=budget,
+                preempted=preempted,
+                micro_batch=micro_batch,
+            )
+        tokens = [0 if chunk.yields_token else None for chunk in batch]
+        events = []
+        for request, token in scheduler.advance(batch, tokens, end):
+            reason = request.finish_reason
+            if self.record or reason:
+                completion = Completion.of(request) if reason else None
+                events.append(Event(request.id, token, None, reason, completion))
+        return events
 
 
-def bubble_kinds(stage_runs):
-    """[(StageRun, "PB1", "PB2" or "PB3")] for each that a stage waited for, idle after one batch
-    while another was still computed elsewhere (SARATHI §3.2). PB1: both have prefill, of different
-    length; PB2: one has and one has not; PB3: both are decodes alone, of different context."""
-    done, last, kinds = {}, {}, []  # whether there was prefill: last on a stage, in a micro-batch
+def bubble_kinds(stage_runs: Sequence[StageRun]) -> list[tuple[StageRun, str]]:
+    """The kind of each bubble, "PB1", "PB2" or "PB3", with the StageRun that ended it (SARATHI
+    §3.2). A stage was idle after one batch, while another was still computed elsewhere. PB1: both
+    have prefill, of different length. PB2: one of them has. PB3: neither, contexts differ."""
+    stage_had_prefill: dict[tuple[int, int], bool] = {}  # the last batch of (replica, stage)
+    had_prefill: dict[int, bool] = {}  # the last batch of a micro-batch
+    kinds = []
     for run in stage_runs:
-        stage, micro_batch = (run.replica, run.stage), run.micro_batch
-        prefill = any(not is_decode for *_, is_decode in run.chunks)
-        if run.bubble:  # the first stage waits for this micro-batch's last batch, others for this
-            both = (prefill if run.stage else last.get(micro_batch, prefill)) + done[stage]
-            kinds.append((run, ("PB3", "PB2", "PB1")[both]))
-        done[stage] = last[micro_batch] = prefill
+        stage = (run.replica, run.stage)
+        has_prefill = any(not is_decode for *_, is_decode in run.chunks)
+        if run.bubble:
+            # the first stage waited for this micro-batch's previous batch, others for this batch
+            waited_for_prefill = has_prefill
+            if run.stage == 0:
+                waited_for_prefill = had_prefill.get(run.micro_batch, has_prefill)
+            prefills = waited_for_prefill + stage_had_prefill[stage]
+            kinds.append((run, ("PB3", "PB2", "PB1")[prefills]))
+        stage_had_prefill[stage] = has_prefill
+        had_prefill[run.micro_batch] = has_prefill
     return kinds
