@@ -52,6 +52,11 @@ class ModelOptions:
     tp: int  # processes that share each layer
     pp: int  # stages of a pipeline
 
+    @property
+    def name(self) -> str:
+        """What the model is called: its checkpoint or its geometry."""
+        return self.init_from or self.model or SMALL_MODEL
+
 
 def add_model_options(
     parser: OptionParser,

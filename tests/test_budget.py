@@ -5,41 +5,67 @@ import json
 import pytest
 
 import bench
-from lab.measure import timing as measure
-from policies import token_budget as slo
+from lab.commands import budget
+from lab.measure import timing
+from lab.measure.machine_info import RealMachineInfo
+from policies import token_budget
 
-MACHINE = dict(device="-", threads=1, torch="-", model="-", parameters=1, dtype="-", compiled=0)
-TINY = "--model llama-tiny --device cpu --dtype float32".split()
+MACHINE = RealMachineInfo(
+    device="-",
+    threads=1,
+    torch="-",
+    model="-",
+    parameters=1,
+    dtype="-",
+    compiled=False,
+    flops_per_s=1.0,
+    bytes_per_s=1.0,
+    ridge_tokens=1.0,
+    busy=False,
+)
+TINY = ["--model", "llama-tiny", "--device", "cpu", "--dtype", "float32"]
 
 
 @pytest.mark.parametrize("decodes, max_len", [(3, 64), (1, 16), (40, 16)])
 def test_it_prints_why_and_writes_everything(decodes, max_len, tmp_path, capsys, monkeypatch):
-    missing, times = 0.1, slo.time_iterations
-    law = lambda row: row._replace(seconds=1e-3 * row.budget, spread=0.0)
-    steady = lambda *args, **more: [law(row) for row in times(*args, **more)]
-    monkeypatch.setattr(slo, "time_iterations", steady)
-    monkeypatch.setattr(measure.Probe, "take", lambda *_: missing)
-    monkeypatch.setattr(measure, "describe_machine", lambda *_: MACHINE)
+    missing_share = 0.1
+    time_iterations = token_budget.time_iterations
+
+    def time_by_law(*args, **settings):
+        rows = time_iterations(*args, **settings)
+        return [row._replace(seconds=1e-3 * row.budget, spread=0.0) for row in rows]
+
+    monkeypatch.setattr(token_budget, "time_iterations", time_by_law)
+    monkeypatch.setattr(timing.Probe, "take", lambda *_: missing_share)
+    monkeypatch.setattr(budget, "measure_machine", lambda *_: MACHINE)
     options = [*TINY, "--decodes", str(decodes), "--max-len", str(max_len)]
     files = ["--json", str(tmp_path / "b.json")]
     bench.main(["budget", "--slo-tbt", "100", *options, *files])
-    text, report = capsys.readouterr().out, json.loads((tmp_path / "b.json").read_text())
+
+    text = capsys.readouterr().out
+    report = json.loads((tmp_path / "b.json").read_text())
     tile = min(32, max_len)
-    most = max(max_len, (decodes // tile + 1) * tile)  # an SLO that all meet
-    assert report["budget"] == most // tile * tile and report["machine"] == MACHINE
+    largest = max(max_len, (decodes // tile + 1) * tile)  # an SLO that all meet
+    assert report["budget"] == largest // tile * tile
+    assert report["machine"] == MACHINE.to_json()
     assert f"Token budget {report['budget']}: the largest of whole tiles of {tile}" in text
     assert report["conclusion"] in text
-    assert {row["context"] for row in report["profile"]} == {max(1, max_len // 8), max_len // 2}
-    rows = [line.replace(" ", "").split("|")[1:-1] for line in text.splitlines() if line[:1] == "|"]
+    contexts = [max(1, max_len // 8), max_len // 2]
+    assert {row["context"] for row in report["profile"]} == set(contexts)
+    assert report["options"]["contexts"] == contexts and report["options"]["tile"] == tile
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    rows = [line.replace(" ", "").split("|")[1:-1] for line in lines]
     budgets = sorted({row["budget"] for row in report["profile"]})
     expected = [[str(b), f"{b - decodes}+{decodes}", "yes"] for b in budgets]
     assert [[*row[:2], row[-1]] for row in rows[2:]] == expected
     assert text.endswith(f"wrote {tmp_path}/b.json\n")
+
     with pytest.raises(ValueError, match="tbt_slo=1e-09: no token budget meets it"):
         bench.main(["budget", "--slo-tbt", "1e-9", *options])
-    missing = 0.3
+    missing_share = 0.3
     bench.main(["budget", "--slo-tbt", "100", *options, *files])
-    text, report = capsys.readouterr().out, json.loads((tmp_path / "b.json").read_text())
+    text = capsys.readouterr().out
+    report = json.loads((tmp_path / "b.json").read_text())
     assert report["budget"] is None
-    assert f"\nToken budget: {measure.TOO_BUSY}.\n" in text
+    assert f"\nToken budget: {timing.TOO_BUSY}.\n" in text
     assert text.count(" (busy) ") == len(budgets)

@@ -2,51 +2,187 @@
 
     python bench.py budget --slo-tbt 0.3
 
-Read first: policies/token_budget.py, which times hybrid batches and chooses; what it found is said here."""
+Read first: policies/token_budget.py, which times hybrid batches and chooses the budget. This
+command prints the times that the choice rests on."""
 
-from functools import partial
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from cli import options
-from lab.measure import timing as measure
-from policies import token_budget as slo
-from views import tables
+from cli.loading import ModelOptions, add_model_options, load_model, model_options, resolve_model
+from cli.options import (
+    OptionParser,
+    PerDevice,
+    add_json_option,
+    number,
+    whole,
+    write_json,
+    wrote,
+)
+from engine import Runner
+from lab.measure import timing
+from lab.measure.machine_info import measure_machine
+from model import GPT
+from parallel import runner_for
+from policies import token_budget
+from policies.token_budget import Profiled
+from views.tables import Column, format_table
+
+DECODES = PerDevice(cpu=16, gpu=64)
+MAX_LEN = PerDevice(cpu=1024, gpu=8192)
+TILE = PerDevice(cpu=32, gpu=128)
 
 
-def add_options(parser):
+@dataclass(frozen=True)
+class BudgetOptions:
     """The options of `bench.py budget`."""
-    parser.add_table("budget", "json")
-    parser.add_model_options("llama3-8b on a GPU with 75 GB or more, else llama-160m")
+
+    command: str
+    slo_tbt: float  # seconds
+    decodes: int
+    max_len: int
+    tile: int
+    json: str | None
+    contexts: list[int]  # of the decodes, and at the end of the chunk: a short and a long one
+    model: ModelOptions
 
 
-def main(args):
-    """The command. Sets args.contexts: of the decodes, and at the chunk's end."""
-    args.tile = min(args.tile, args.max_len)
-    args.contexts = [max(1, args.max_len // 8), max(1, args.max_len // 2)]
-    model = options.load_model(args, "max_len", "llama3-8b", 75e9)
-    machine = measure.describe_machine(model, args, args.tile)
-    print(options.machine_lines(machine))
-    size = min(64, args.max_len)
-    pages = -(-args.contexts[-1] // size) * args.decodes + -(-args.max_len // size)
-    runner = options.runner_for(model)(model, pages, size, args.max_len, args.attention)
+@dataclass(frozen=True)
+class BudgetRow:
+    """A token budget with its times at both contexts, in seconds."""
 
-    def timed(*cases):
-        work, worst = partial(slo.time_iterations, *cases), lambda rows: max(r.spread for r in rows)
-        rows, drift = measure.steadily(work, model.device, tries=2, spread_of=worst)
-        return [row._replace(spread=drift) for row in rows]
+    budget: int
+    decodes: int
+    short_s: float
+    long_s: float
+    meets_slo: bool
+    busy: bool
 
-    sizes = args.decodes, args.contexts, args.tile, args.max_len
-    budget, profile = slo.choose_budget(runner, args.slo_tbt, *sizes, timed)
-    shown, ordered, (short, long) = {}, sorted(profile), args.contexts
-    for a, b in zip(ordered[::2], ordered[1::2]):  # at both contexts
-        its = {"what": f"{a.budget - args.decodes} + {args.decodes}"}
-        its |= {"short_ms": 1e3 * a.seconds, "long_ms": 1e3 * b.seconds}
-        its["met"] = "yes" if max(a.seconds, b.seconds) <= args.slo_tbt else "no"
-        shown[measure.mark(a.budget, max(a.spread, b.spread) > measure.BUSY)] = its
-    tables.print_rows("profile", shown, short=short, long=long, slo_ms=1e3 * args.slo_tbt)
-    text = f"Token budget {budget}: the largest of whole tiles of {args.tile} that meets the SLO."
-    if max(row.spread for row in profile) > measure.BUSY:
-        budget, text = None, f"Token budget: {measure.TOO_BUSY}."
-    print(text)
-    report = {"machine": machine, "profile": [row._asdict() for row in profile]}
-    options.write_json(args, report | {"budget": budget, "conclusion": text})
-    options.wrote(args.json)
+
+def add_options(parser: OptionParser) -> None:
+    """Add the options of the command."""
+    parser.add_option(
+        "--slo-tbt",
+        help="the SLO of the time between tokens, in seconds; required",
+        type=number(above=0),
+        required=True,
+    )
+    parser.add_option(
+        "--decodes",
+        help="requests that decode beside the chunk",
+        type=whole(least=1),
+        shown=DECODES,
+    )
+    parser.add_option(
+        "--max-len",
+        help="the longest request and largest budget",
+        type=whole(least=1),
+        shown=MAX_LEN,
+    )
+    parser.add_option("--tile", help="budgets are multiples of it", type=whole(least=1), shown=TILE)
+    add_json_option(parser)
+    add_model_options(parser, "llama3-8b on a GPU with 75 GB or more, else llama-160m")
+
+
+def resolve(parser: OptionParser, args: Namespace) -> BudgetOptions:
+    """The options, with those filled in that depend on the device."""
+    max_len = args.max_len or MAX_LEN.pick(args.device)
+    model = resolve_model(model_options(args), gpu_model="llama3-8b", gpu_bytes=75e9)
+    return BudgetOptions(
+        command=args.command,
+        slo_tbt=args.slo_tbt,
+        decodes=args.decodes or DECODES.pick(args.device),
+        max_len=max_len,
+        tile=min(args.tile or TILE.pick(args.device), max_len),
+        json=args.json,
+        contexts=[max(1, max_len // 8), max(1, max_len // 2)],
+        model=model,
+    )
+
+
+def main(options: BudgetOptions) -> None:
+    """The command."""
+    model = load_model(options.model, options.max_len, positions_from="--max-len")
+    machine = measure_machine(model, options.model.name, options.tile)
+    print(machine.heading())
+    budget, profile = token_budget.choose_budget(
+        make_runner(model, options),
+        options.slo_tbt,
+        options.decodes,
+        options.contexts,
+        options.tile,
+        options.max_len,
+        time_steadily,
+    )
+    print_profile(rows_of(profile, options), options)
+    conclusion = (
+        f"Token budget {budget}: the largest of whole tiles of {options.tile} that meets the SLO."
+    )
+    if max(row.spread for row in profile) > timing.BUSY:
+        budget = None
+        conclusion = f"Token budget: {timing.TOO_BUSY}."
+    print(conclusion)
+    report = {
+        "machine": machine.to_json(),
+        "profile": [row._asdict() for row in profile],
+        "budget": budget,
+        "conclusion": conclusion,
+    }
+    write_json(options, report)
+    wrote(options.json)
+
+
+def make_runner(model: GPT, options: BudgetOptions) -> Runner:
+    """A runner with room for the decodes at the long context, and for the largest chunk."""
+    page_size = min(64, options.max_len)
+    decode_pages = -(-options.contexts[-1] // page_size) * options.decodes
+    chunk_pages = -(-options.max_len // page_size)
+    make = runner_for(model)
+    return make(
+        model, decode_pages + chunk_pages, page_size, options.max_len, options.model.attention
+    )
+
+
+def time_steadily(runner: Runner, cases: Sequence[tuple[int, int, int]]) -> list[Profiled]:
+    """token_budget.time_iterations on a machine that is not busy, whose drift is the spread."""
+
+    def time_cases() -> list[Profiled]:
+        return token_budget.time_iterations(runner, cases)
+
+    def largest_spread(rows: list[Profiled]) -> float:
+        return max(row.spread for row in rows)
+
+    device = runner.model.device
+    rows, drift = timing.steadily(time_cases, device, tries=2, spread_of=largest_spread)
+    return [row._replace(spread=drift) for row in rows]
+
+
+def rows_of(profile: Sequence[Profiled], options: BudgetOptions) -> list[BudgetRow]:
+    """A row for each budget that was timed, from the smallest to the largest."""
+    ordered = sorted(profile)  # by budget, then by context
+    return [
+        BudgetRow(
+            budget=short.budget,
+            decodes=options.decodes,
+            short_s=short.seconds,
+            long_s=long.seconds,
+            meets_slo=max(short.seconds, long.seconds) <= options.slo_tbt,
+            busy=max(short.spread, long.spread) > timing.BUSY,
+        )
+        for short, long in zip(ordered[::2], ordered[1::2], strict=True)
+    ]
+
+
+def print_profile(rows: Sequence[BudgetRow], options: BudgetOptions) -> None:
+    """Print the table of what was timed."""
+    short, long = options.contexts
+    columns: list[Column[BudgetRow]] = [
+        Column("prefill + decodes", lambda row: f"{row.budget - row.decodes} + {row.decodes}"),
+        Column(f"ms at {short}", lambda row: 1e3 * row.short_s, ".1f"),
+        Column(f"at {long}", lambda row: 1e3 * row.long_s, ".1f"),
+        Column(
+            f"meets {1e3 * options.slo_tbt:.0f} ms", lambda row: "yes" if row.meets_slo else "no"
+        ),
+    ]
+    marked = {timing.mark(str(row.budget), row.busy): row for row in rows}
+    print(format_table("token budget", columns, marked) + "\n")

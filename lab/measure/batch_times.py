@@ -1,0 +1,265 @@
+"""Time single batches, whole and by operation, each beside its limit (SARATHI, Table 1 and §3).
+
+    times = time_batches(runner, machine, {"decodes": decodes(6, context=1024)}, repeats=5)
+    times["decodes"].total_ms
+
+A batch is a tuple of `TimedChunk`: what one iteration computes of each request. Its matrix products
+and its attention are timed alone, too, by the operations of SARATHI's Table 1. Read first:
+timing.py. Read next: decode_maximal.py."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from statistics import median
+from typing import NamedTuple, TypeVar
+
+from engine import Runner
+from kv_cache import Span
+from lab.measure import timing
+from lab.measure.machine_info import RealMachineInfo
+from model import GPT
+from parallel import runner_for
+from parallel.shard import Shard
+
+PRODUCTS = (*timing.LINEAR, "head")
+BatchName = TypeVar("BatchName")
+
+
+class TimedChunk(NamedTuple):
+    """What one iteration computes of a request: its last `tokens` tokens, up to length `end`.
+
+    A decode is a chunk of one token. A prompt that is computed whole ends where it is long."""
+
+    tokens: int
+    end: int
+
+
+Batch = tuple[TimedChunk, ...]
+
+
+def decodes(count: int, context: int) -> Batch:
+    """A batch of `count` decodes, each of which reads `context` tokens, its own included."""
+    return (TimedChunk(1, context),) * count
+
+
+def prompts(count: int, length: int) -> Batch:
+    """A batch of `count` whole prompts of `length` tokens."""
+    return (TimedChunk(length, length),) * count
+
+
+def chunks_of(length: int, chunk: int, context: int | None = None) -> list[Batch]:
+    """The last `length` tokens of a prompt of `context` tokens, cut into chunks: a batch for each.
+
+    The last chunk may be shorter. By default the prompt has `length` tokens."""
+    end = context or length
+    starts = range(end - length, end, chunk)
+    return [(TimedChunk(min(chunk, end - start), min(start + chunk, end)),) for start in starts]
+
+
+def spans_of(batch: Batch, wants_logits: bool = False) -> list[Span]:
+    """A batch as the Spans of requests that have one page each."""
+    return [
+        Span(
+            pages=[page],
+            start=chunk.end - chunk.tokens,
+            tokens=[1] * chunk.tokens,
+            wants_logits=wants_logits,
+        )
+        for page, chunk in enumerate(batch)
+    ]
+
+
+def count_tokens(batches: Sequence[Batch]) -> int:
+    """How many tokens these batches compute."""
+    return sum(chunk.tokens for batch in batches for chunk in batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchTime:
+    """What a batch takes, in milliseconds: medians. The parts are timed alone."""
+
+    total_ms: float
+    attention_ms: float
+    preproj_ms: float
+    postproj_ms: float
+    ffn_ln1_ms: float
+    ffn_ln2_ms: float
+    head_ms: float  # 0 if the head is left out, as in the papers
+    products_ms: float  # the five before, together
+    attention_limit_ms: float  # flops at the rate of the products, or K and V at the bandwidth
+    other_ms: float  # norms, rotation, activation, embedding, and what lies between
+    spread: float  # between the quartiles of the total, as a fraction of it
+    busy: bool  # whether the machine was too busy for these numbers to be believed
+
+    def to_json(self) -> dict[str, object]:
+        """All fields by their names."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceTime(BatchTime):
+    """What some batches take, one after another: the sums of their times."""
+
+    tokens: int
+    tokens_per_ms: float
+    intensity: dict[str, float]  # flops per byte of each operation
+
+
+def time_batches(
+    runner: Runner,
+    machine: RealMachineInfo,
+    batches: Mapping[BatchName, Batch],
+    repeats: int,
+    *,
+    head: bool = False,
+    title: str | None = None,
+) -> dict[BatchName, BatchTime]:
+    """Time these batches in turn, whole and by operation; with `head` the model's head, too.
+
+    A `title` shows a progress bar. What the runner's cache holds is lost."""
+    device = runner.model.device
+    runner.cache.data.normal_()
+    variants: dict[tuple[BatchName, str], Callable[[], object]] = {}
+    for name, batch in batches.items():
+        for part, function in _parts_of(runner, batch, head).items():
+            variants[name, part] = function
+
+    def time_all() -> dict[tuple[BatchName, str], timing.Timing]:
+        return timing.interleaved(variants, device, repeats, title=title)
+
+    def typical_spread(timings: dict[tuple[BatchName, str], timing.Timing]) -> float:
+        return median(timings[name, "total"].spread for name in batches)
+
+    timings, drift = timing.steadily(time_all, device, tries=2, spread_of=typical_spread)
+    times = {}
+    for name, batch in batches.items():
+        parts = {part: timings[name, part] for part in ("total", "attention", *PRODUCTS)}
+        times[name] = _batch_time(runner.model, machine, batch, parts, drift)
+    return times
+
+
+def _parts_of(runner: Runner, batch: Batch, head: bool) -> dict[str, Callable[[], object]]:
+    """Functions that run a batch, and each of its operations alone."""
+    model = runner.model
+    spans = spans_of(batch, wants_logits=head)
+    head_layers = [model.head] if head and model.head else []
+    parts: dict[str, Callable[[], object]] = {
+        "total": partial(runner.greedy, spans),
+        "attention": timing.attention_alone(runner, spans),
+        "head": timing.bare_products(model, len(batch), head_layers),
+    }
+    for operation in timing.LINEAR:
+        layers = timing.linear_layers(model, [operation])
+        parts[operation] = timing.bare_products(model, count_tokens([batch]), layers)
+    return parts
+
+
+def _batch_time(
+    model: GPT,
+    machine: RealMachineInfo,
+    batch: Batch,
+    parts: Mapping[str, timing.Timing],
+    drift: float,
+) -> BatchTime:
+    """The BatchTime of a batch, from the Timing of each of its parts and the machine's drift."""
+    total = parts["total"]
+    products_ms = sum(parts[operation].ms for operation in PRODUCTS)
+    flops, moved_bytes = timing.attention_cost(model.config, spans_of(batch), model.dtype)
+    limit_s = max(flops / machine.flops_per_s, moved_bytes / machine.bytes_per_s)
+    return BatchTime(
+        total_ms=total.ms,
+        attention_ms=parts["attention"].ms,
+        preproj_ms=parts["preproj"].ms,
+        postproj_ms=parts["postproj"].ms,
+        ffn_ln1_ms=parts["ffn_ln1"].ms,
+        ffn_ln2_ms=parts["ffn_ln2"].ms,
+        head_ms=parts["head"].ms,
+        products_ms=products_ms,
+        attention_limit_ms=1e3 * model.stages * limit_s,
+        other_ms=max(0.0, total.ms - products_ms - parts["attention"].ms),
+        spread=total.spread,
+        busy=max(drift, total.spread) > timing.BUSY,
+    )
+
+
+def time_sequences(
+    model: GPT,
+    machine: RealMachineInfo,
+    sequences: Mapping[str, Sequence[Batch]],
+    *,
+    repeats: int = 5,
+    attention: str = "auto",
+) -> dict[str, SequenceTime]:
+    """Time sequences of batches, by their names. A batch that occurs twice is timed once."""
+    batches = {batch: batch for sequence in sequences.values() for batch in sequence}
+    max_requests = max(len(batch) for batch in batches)
+    max_len = longest(sequences)
+    runner = runner_for(model)(model, max_requests, max_len, max_len, attention)
+    times = time_batches(runner, machine, batches, repeats, title="batches")
+    return {
+        name: add_up(model, sequence, [times[batch] for batch in sequence])
+        for name, sequence in sequences.items()
+    }
+
+
+def longest(sequences: Mapping[str, Sequence[Batch]]) -> int:
+    """The longest request of these sequences, in tokens."""
+    return max(
+        chunk.end for sequence in sequences.values() for batch in sequence for chunk in batch
+    )
+
+
+def add_up(model: GPT, batches: Sequence[Batch], times: Sequence[BatchTime]) -> SequenceTime:
+    """The SequenceTime of batches that follow each other, from the time of each."""
+    sums = {
+        field.name: sum(getattr(time, field.name) for time in times)
+        for field in fields(BatchTime)
+        if field.name.endswith("_ms")
+    }
+    tokens = count_tokens(batches)
+    return SequenceTime(
+        **sums,
+        spread=max(time.spread for time in times),
+        busy=any(time.busy for time in times),
+        tokens=tokens,
+        tokens_per_ms=tokens / sums["total_ms"],
+        intensity=intensities(model, batches),
+    )
+
+
+def intensities(model: GPT, batches: Sequence[Batch]) -> dict[str, float]:
+    """Flops per byte of each operation, where all that goes in or out is moved once.
+
+    `products` are the linear layers together. This is arithmetic; nothing is timed."""
+    config = model.config
+    item_bytes = model.dtype.itemsize
+    tokens = count_tokens(batches)
+
+    attention_flops = 0
+    attention_bytes = 2 * config.n_layer * tokens * config.n_head * config.head_dim * item_bytes
+    for batch in batches:  # above are the queries and the outputs, here come the keys and values
+        flops, kv_bytes = timing.attention_cost(config, spans_of(batch), model.dtype)
+        attention_flops += flops
+        attention_bytes += kv_bytes
+
+    found = {"attention": attention_flops / attention_bytes}
+    linear_flops = 0
+    linear_bytes = 0
+    for operation in timing.LINEAR:
+        layer = getattr(model.blocks[0], operation)
+        weights = layer.weight.numel()
+        columns = layer.in_features + weights // layer.in_features
+        flops = config.n_layer * 2 * tokens * weights
+        moved_bytes = config.n_layer * item_bytes * (len(batches) * weights + tokens * columns)
+        found[operation] = flops / moved_bytes
+        linear_flops += flops
+        linear_bytes += moved_bytes
+    return found | {"products": linear_flops / linear_bytes}
+
+
+def keep_layers(model: GPT, n_layer: int, seed: int) -> GPT:
+    """A model of the same shape with `n_layer` layers and random weights. Raises ValueError for a
+    model that is compiled or spread over ranks."""
+    if model.compiled or isinstance(model, Shard):
+        raise ValueError("--layers: does not go with --compile, --tp, --pp")
+    return GPT(replace(model.config, n_layer=n_layer), model.device, model.dtype, seed)
