@@ -42,6 +42,9 @@ COMMANDS = {  # name -> (its module, what it does)
         "lab.commands.simulate",
         "the papers' experiments on many GPUs, from a cost model",
     ),
+    "check": ("lab.commands.check", "the first rule that a policy of your own breaks"),
+    "fit": ("lab.commands.fit", "a device's constants, from times of its matrix products"),
+    "overhead": ("lab.commands.overhead", "what scheduling and the HTTP server cost"),
 }
 FIRST = "each has a --help; without one, bench.py --chunk 256 is bench.py offline --chunk 256"
 

@@ -2,7 +2,7 @@
 
     cp policies/template.py my_policy.py
     python bench.py explore my_policy.py:ShortestFirst              beside others, step by step
-    python -m tests.check_policy my_policy.py:ShortestFirst         names a rule that it breaks
+    python bench.py check my_policy.py:ShortestFirst                names a rule that it breaks
 
 Change one of these; what each promises stands in scheduler.py:
 

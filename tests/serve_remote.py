@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from contextlib import suppress
-from functools import partial
 from http.client import HTTPException
 from queue import SimpleQueue
 from threading import Thread
@@ -51,8 +50,8 @@ def parse_args(words):
     add("--url", required=True, help=url)
     add("--model", help="one that it knows (default: its first)")
     rate = "requests per second on average (default: the trace's own; without one required)"
-    add("--qps", help=rate, type=partial(number, least=1e-4))
-    add("--slo", required=True, help="of P99 TBT, in seconds", type=partial(number, above=0))
+    add("--qps", help=rate, type=number(least=1e-4))
+    add("--slo", required=True, help="of P99 TBT, in seconds", type=number(above=0))
     parser.set_defaults(command="serve")
     args = parser.parse_args(words)
     if not (args.qps or args.trace):

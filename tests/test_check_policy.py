@@ -1,7 +1,7 @@
-"""The rule that a policy breaks is named; policies of one's own are shown beside others."""
+"""The rule that a policy breaks is named; custom policies are shown beside the others."""
 
 import re
-from argparse import Namespace
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -11,148 +11,202 @@ import bench
 from cli.console import explain
 from config import EngineConfig
 from lab.commands import explore
-from lab.measure import load_run as run
+from lab.measure import load_run
+from lab.measure.load_run import Run
 from lab.measure.workload import Arrival, prompts
 from lab.simulator.cost_model import CostModel
+from lab.simulator.referee import Referees, check_policy
 from lab.simulator.simulation import simulate
 from policies import POLICIES
-from tests.check_policy import main, referees
 from tests.helpers import tiny_model
 
 TEMPLATE = "policies/template.py:ShortestFirst"
-COST, MODEL = CostModel.named("llama3-8b"), tiny_model(max_positions=64)
+COST = CostModel.named("llama3-8b")
+MODEL = tiny_model(max_positions=64)
 ARRIVALS = [Arrival(0.0, 9 + i, 12) for i in range(6)]
 PROMPTS = prompts(ARRIVALS, 61, 0)
-GPU = Namespace(serve=lambda *its, **more: simulate(COST, *its, **more).run)
-ENGINE = Namespace(serve=lambda *its, **more: run.serve(MODEL, *its, PROMPTS, **more))
 ALIKE = [[5] * arrival.prompt_len for arrival in ARRIVALS]
-SHARING = Namespace(serve=lambda *its, **more: simulate(COST, *its, ALIKE, **more).run)
-OWN = "from scheduler import Chunk, SarathiServe\nclass Own(SarathiServe):\n  def "
-BATCH, DONE = "schedule(self):\n    its = super().schedule()\n    ", "return super().schedule()"
-LOST, ENDS, LEAKS = (
-    rf"request .*'{r}'.*" for r in ("nothing lost", "everybody ends", "no page l.*")
-)
-BROKEN = [  # (the method of a policy, what is said of it)
-    (f"schedule(self): self.waiting.pop(); {DONE}", LOST + "not ended.*runs 0 times"),
-    (f"schedule(self): self.waiting += self.running; {DONE}", LOST + "runs 2 times"),
-    ("preempt(self, r): super().preempt(r); self.waiting.remove(r)", LOST + "runs 0 times"),
-    (f"{BATCH}self.finish(its[0][0], 'length')", LOST + "length, lacks 12 tokens"),
-    (f"schedule(self): self.max_batch += 1; {DONE}", "request .*'at most max_batch'.* of 4"),
-    (f"{BATCH}its[0][0].is_decoding and its[0][0].pages.pop()", LEAKS + "in 0"),
-    (f"{BATCH}self.running[-1].pages = self.running[0].pages", LEAKS + "in 2"),
-    (f"{BATCH}its[0] = Chunk(its[0][0], 1, 2)", "request 0: .*'chunks'.*2 tokens from 1"),
-    (f"{BATCH}its.append(its[0])", "request 0: .*'chunks'.*another"),
-    (f"{BATCH}del its[: len(its) > 1]", "request 0: .*'no decode dropped'.* 1 others"),
+
+HEADER = "from scheduler import Chunk, SarathiServe\nclass Own(SarathiServe):\n  def "
+BATCH = "schedule(self):\n    batch = super().schedule()\n    "
+RETURN = "\n    return batch"
+UNCHANGED = "return super().schedule()"
+LOST = r"request .*'nothing lost'.*"
+ENDS = r"request .*'everybody ends'.*"
+LEAKS = r"request .*'no page l.*'.*"
+LOSES_PREEMPTED = "preempt(self, r): super().preempt(r); self.waiting.remove(r)"
+BROKEN = [  # (the method of a policy, what the violation says)
+    (f"schedule(self): self.waiting.pop(); {UNCHANGED}", LOST + "not ended.*runs 0 times"),
+    (f"schedule(self): self.waiting += self.running; {UNCHANGED}", LOST + "runs 2 times"),
+    (LOSES_PREEMPTED, LOST + "runs 0 times"),
+    (f"{BATCH}self.finish(batch[0][0], 'length'){RETURN}", LOST + "length, lacks 12 tokens"),
+    (f"schedule(self): self.max_batch += 1; {UNCHANGED}", "request .*'at most max_batch'.* of 4"),
+    (f"{BATCH}batch[0][0].is_decoding and batch[0][0].pages.pop(){RETURN}", LEAKS + "in 0"),
+    (f"{BATCH}self.running[-1].pages = self.running[0].pages{RETURN}", LEAKS + "in 2"),
+    (
+        f"{BATCH}batch[0] = Chunk(batch[0][0], 1, 2){RETURN}",
+        "request 0: .*'chunks'.*2 tokens from 1",
+    ),
+    (f"{BATCH}batch.append(batch[0]){RETURN}", "request 0: .*'chunks'.*another"),
+    (f"{BATCH}del batch[: len(batch) > 1]{RETURN}", "request 0: .*'no decode dropped'.* 1 others"),
     ("schedule(self): return []", ENDS + "returned .*nothing to do"),
     ("schedule(self): return {}['none']", ENDS + "own.py line 3: KeyError: 'none'"),
-    (f"schedule(self): list(map(self.preempt, self.prefilling())); {DONE}", ENDS + "last new one"),
+    (
+        f"schedule(self): list(map(self.preempt, self.prefilling())); {UNCHANGED}",
+        ENDS + "last new one",
+    ),
 ]
 
-
-TAKEN = (
-    "free(r.pages); self.pages.acquire(self.running[0].pages); r.pages = self.running[0].pages[:]"
+SHARES_FIRST = (
+    f"{BATCH}for r in self.running[1:2]:\n"
+    "      self.pages.free(r.pages)\n"
+    "      self.pages.acquire(self.running[0].pages)\n"
+    f"      r.pages = self.running[0].pages[:]{RETURN}"
 )
-OTHERS = f"{BATCH}for r in self.running[1:2]: self.pages.{TAKEN}"
-EARLY = "admit(self):\n    if its := super().admit(): its.num_computed -= its.num_computed > 0"
-SHARED = [  # (the method of a policy, whether pages may be shared, what is said of it)
-    (OTHERS, False, LEAKS + "in 2 block tables, and must be in 1"),
-    (OTHERS, True, r"request 0: .*'chunks'.* page \d is written, and others read it"),
-    (EARLY, True, r"request \d: .*'chunks'.* page \d is written, and others read it"),
+COMPUTES_AGAIN = (
+    "admit(self):\n"
+    "    request = super().admit()\n"
+    "    if request: request.num_computed -= request.num_computed > 0\n"
+    "    return request"
+)
+SHARED = [  # (the method of a policy, whether pages may be shared, what the violation says)
+    (SHARES_FIRST, False, LEAKS + "in 2 block tables, and must be in 1"),
+    (SHARES_FIRST, True, r"request 0: .*'chunks'.* page \d is written, and others read it"),
+    (COMPUTES_AGAIN, True, r"request \d: .*'chunks'.* page \d is written, and others read it"),
 ]
 
+Serve = Callable[[EngineConfig, Referees], Run]
 
-def check(name, machine=GPU, **more):
-    """Serve with much memory and with little under a referee: the tokens of both runs."""
-    runs = []
+
+def serve_simulated(config: EngineConfig, referees: Referees) -> Run:
+    return simulate(COST, config, ARRIVALS, recorder=referees).run
+
+
+def serve_alike(config: EngineConfig, referees: Referees) -> Run:
+    return simulate(COST, config, ARRIVALS, ALIKE, recorder=referees).run
+
+
+def serve_by_engine(config: EngineConfig, referees: Referees) -> Run:
+    return load_run.serve(MODEL, config, ARRIVALS, PROMPTS, recorder=referees)
+
+
+def check(policy: str, serve: Serve = serve_simulated, prefix_caching: bool = False) -> list:
+    """Serve with much memory and with little under referees: the tokens of both runs."""
+    tokens = []
     for pages in (128, 16):
-        sizes = dict(max_batch=3, max_len=64, page_size=4, pages=pages)
-        config = EngineConfig(name, 8, **sizes, **more)
-        runs.append(machine.serve(config, ARRIVALS, recorder=referees(f"a load, {pages} pages")))
-    return [[c.tokens for c in seen.completions] for seen in runs]
+        config = EngineConfig(
+            policy,
+            chunk=8,
+            max_batch=3,
+            max_len=64,
+            page_size=4,
+            pages=pages,
+            prefix_caching=prefix_caching,
+        )
+        run = serve(config, Referees(f"a load, {pages} pages"))
+        tokens.append([completion.tokens for completion in run.completions])
+    return tokens
 
 
 @cache
-def said_alone():
-    """What is said under a policy that is beyond doubt."""
-    return check("request-level", ENGINE)
+def reference_tokens() -> list:
+    """What an engine generates under a policy that is beyond doubt."""
+    return check("request-level", serve_by_engine)
 
 
-@pytest.mark.parametrize("text, message", BROKEN)
-def test_the_rule_that_is_broken_is_named_with_iteration_and_request(text, message, tmp_path):
-    (tmp_path / "own.py").write_text(f"{OWN}{text}" + "\n    return its" * ("its" in text))
+def write_policy(folder: Path, method: str) -> str:
+    """The name of a policy with this method in a file of its own."""
+    (folder / "own.py").write_text(f"{HEADER}{method}")
+    return f"{folder}/own.py:Own"
+
+
+@pytest.mark.parametrize("method, message", BROKEN)
+def test_a_broken_rule_is_named_with_iteration_and_request(method, message, tmp_path):
+    policy = write_policy(tmp_path, method)
     with pytest.raises(ValueError, match=r"^a load, (128|16) pages, iteration \d+, " + message):
-        check(f"{tmp_path}/own.py:Own")
+        check(policy)
 
 
-@pytest.mark.parametrize("text, sharing, message", SHARED)
-def test_pages_are_shared_by_prefix_caching_only_and_nobody_writes_there(
-    text, sharing, message, tmp_path
+@pytest.mark.parametrize("method, sharing, message", SHARED)
+def test_only_prefix_caching_shares_pages_and_nobody_writes_there(
+    method, sharing, message, tmp_path
 ):
-    (tmp_path / "own.py").write_text(f"{OWN}{text}\n    return its")
+    policy = write_policy(tmp_path, method)
     with pytest.raises(ValueError, match=r"^a load, 128 pages, iteration \d+, " + message):
-        check(f"{tmp_path}/own.py:Own", SHARING, prefix_caching=sharing)
-    check("sarathi-serve", SHARING, prefix_caching=sharing)
+        check(policy, serve_alike, prefix_caching=sharing)
+    check("sarathi-serve", serve_alike, prefix_caching=sharing)
 
 
 @pytest.mark.parametrize("name", [*POLICIES, TEMPLATE])
-def test_every_policy_keeps_the_rules_and_an_engine_says_the_same_in_any_company(name):
+def test_every_policy_keeps_the_rules_and_does_not_change_the_text(name):
     check(name)
-    assert check(name, ENGINE) == said_alone()
+    assert check(name, serve_by_engine) == reference_tokens()
 
 
 @pytest.mark.parametrize(
-    "text, said",
+    "method, load, rule",
     [
-        (BROKEN[2][0], "tight memory, iteration .*'nothing lost'"),  # who is preempted
-        (EARLY + "\n    return its", "ample memory, prefix caching, iteration .*'chunks'"),
+        (LOSES_PREEMPTED, "tight memory", "nothing lost"),
+        (COMPUTES_AGAIN, "ample memory, prefix caching", "chunks"),
     ],
 )
-def test_the_program_names_the_policy_that_breaks_a_rule_and_the_load_in_one_line(
-    text, said, tmp_path, capsys
-):
-    (tmp_path / "own.py").write_text(f"{OWN}{text}")
-    names = f"{TEMPLATE},{tmp_path}/own.py:Own"
+def test_the_command_names_policy_load_and_rule_in_one_line(method, load, rule, tmp_path, capsys):
+    policy = write_policy(tmp_path, method)
     with pytest.raises(ValueError) as broken:
-        main([names])
-    line = rf"error: {tmp_path}/own.py:Own, chunk \d+, {said}.*"
+        bench.main(["check", f"{TEMPLATE},{policy}"])
+    line = rf"error: {policy}, chunk \d+, {load}, iteration .*'{rule}'.*"
     assert re.fullmatch(line, explain(broken.value))
     line = rf"{TEMPLATE} keeps all rules: nothing lost, .*, everybody ends \([\d,]{{5,}} iter.*\n"
     assert re.fullmatch(line, capsys.readouterr().out)
 
 
-def test_a_policy_that_there_is_not_is_refused_in_one_line(capsys):
+def test_a_violation_says_where_which_rule_and_what_was_seen(tmp_path):
+    policy = write_policy(tmp_path, LOSES_PREEMPTED)
+    verdict = check_policy(policy)
+    violation = verdict.violation
+    assert violation.rule == "nothing lost" and violation.iteration > 1
+    assert re.fullmatch(rf"{policy}, chunk \d+, tight memory", violation.policy)
+    assert violation.observation.endswith("waits or runs 0 times")
+    assert verdict.iterations > 100  # of the loads that fit the memory
+
+
+def test_a_missing_policy_is_refused_in_one_line(capsys):
     with pytest.raises(SystemExit):
-        main(["my_own.py:Mine"])
+        bench.main(["check", "my_own.py:Mine"])
     error = capsys.readouterr().err
-    assert "tests.check_policy: error: " in error and "there is no file my_own.py" in error
+    assert "bench.py check: error: " in error and "there is no file my_own.py" in error
 
 
 def explored(tmp_path, monkeypatch, names):
-    """The names of the runs on the page of `bench.py explore`, for policies of one's own alone."""
+    """The names of the runs on the page of `bench.py explore`, for custom policies alone."""
     monkeypatch.setattr(explore, "POLICIES", ())
     monkeypatch.setattr(explore, "LOADS", {"heavy": 1.6})
-    seen, page = [], explore.page
-    monkeypatch.setattr(
-        explore, "page", lambda *its, **more: seen.extend(its[2]) or page(*its, **more)
-    )
+    runs = []
+    make_page = explore.page
+
+    def spy(title, heading, recorders, **options):
+        runs.extend(recorders)
+        return make_page(title, heading, recorders, **options)
+
+    monkeypatch.setattr(explore, "page", spy)
     bench.main(["explore", names, f"--html={tmp_path}/e.html"])
     text = (tmp_path / "e.html").read_text()
-    assert all(name in text for name in seen)
-    return seen
+    assert all(name in text for name in runs)
+    return runs
 
 
 def test_explore_ends_with_the_line_where_a_policy_fails(tmp_path, monkeypatch):
-    (tmp_path / "own.py").write_text(f"{OWN}schedule(self): return {{}}['none']")
+    policy = write_policy(tmp_path, "schedule(self): return {}['none']")
     with pytest.raises(KeyError) as failed:
-        explored(tmp_path, monkeypatch, f"{tmp_path}/own.py:Own")
+        explored(tmp_path, monkeypatch, policy)
     assert explain(failed.value) == f"error: {tmp_path}/own.py line 3: KeyError: 'none'"
 
 
 def test_two_files_with_a_class_of_one_name_are_two_policies(tmp_path, monkeypatch):
+    source = Path(TEMPLATE.partition(":")[0]).read_text()
     for file in ("one", "two"):
-        (tmp_path / f"{file}.py").write_text(Path(TEMPLATE.partition(":")[0]).read_text())
+        (tmp_path / f"{file}.py").write_text(source)
     names = [f"{tmp_path}/{file}.py:ShortestFirst" for file in ("one", "two")]
-    shown = dict.fromkeys(
-        name.split(" | ")[0] for name in explored(tmp_path, monkeypatch, ",".join(names))
-    )
-    assert [*shown] == names  # "ShortestFirst" would be either
+    runs = explored(tmp_path, monkeypatch, ",".join(names))
+    policies = dict.fromkeys(run.split(" | ")[0] for run in runs)
+    assert [*policies] == names  # "ShortestFirst" would be either

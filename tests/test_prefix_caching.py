@@ -13,11 +13,11 @@ import torch
 from config import EngineConfig
 from engine import Engine
 from kv_cache import Pages, Span
+from lab.simulator.referee import Referee
 from model import GPT
 from policies import POLICIES, make_scheduler
 from sampling import SamplingParams, sample
 from scheduler import Request, Scheduler
-from tests.check_policy import Referee
 from tests.helpers import (
     alone,
     check_integrity,

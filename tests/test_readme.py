@@ -14,7 +14,7 @@ import server.__main__
 from engine import Engine
 from sampling import SamplingParams
 from scheduler import SarathiServe
-from tests import check_policy, serve_remote
+from tests import serve_remote
 from tests.helpers import alone, tiny_model
 from tests.test_scheduler import simulate
 
@@ -29,7 +29,6 @@ OWN = "\n".join(block for block in CODE if "(SarathiServe):" in block)
 TEMPLATE = (ROOT / "policies/template.py").read_text("utf-8")
 PARSERS = {"bench.py": bench.parse_args, "sample.py": sample.parse_args}
 PARSERS |= {"server": server.__main__.parse_args, "tests.serve_remote": serve_remote.parse_args}
-PARSERS |= {"tests.check_policy": check_policy.parse_args}
 NEEDS = {"budget": ["--slo-tbt", "1"], "batches": ["64"]}  # where a sentence only names the command
 
 
@@ -70,7 +69,7 @@ def commands(text):
     blocks = re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)
     lines = [line for block in blocks for line in re.split(r"&&|(?<!\\)\n", block)]
     text = re.sub("```.*?```|<!--.*?-->", "", text, flags=re.DOTALL)
-    programs = r"(?:bench\.py|sample\.py|-m server|-m tests\.(?:serve_remote|check_policy))"
+    programs = r"(?:bench\.py|sample\.py|-m server|-m tests\.serve_remote)"
     lines += re.findall(rf"`([^`]*{programs} [^`…]+)`", text)
     for table in re.findall(r"(?m)^\| claim +\| +command \|.*\n.*\n((?:\|.*\n)*)", text):
         lines += ["bench.py " + row.split(" | ")[1].strip(" `") for row in table.splitlines()]
@@ -114,7 +113,9 @@ def test_every_file_at_the_top_and_every_room_is_named():
     top = {path.name for path in ROOT.glob("*.py")} - {"conftest.py"}
     rooms = {f"{path.parent.name}/" for path in ROOT.glob("*/__init__.py")}
     assert len(top) >= 9 and len(rooms) >= 9
-    assert [name for name in sorted(top | rooms) if f"`{name}`" not in MAIN and f"{name} " not in MAIN] == []
+    assert [
+        name for name in sorted(top | rooms) if f"`{name}`" not in MAIN and f"{name} " not in MAIN
+    ] == []
 
 
 def test_every_link_leads_to_a_file():

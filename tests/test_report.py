@@ -1,4 +1,4 @@
-"""What `simulate` and tests/fit_device.py print, write and refuse, and how they end."""
+"""What `simulate` and `fit` print, write and refuse, and how they end."""
 
 import json
 import multiprocessing
@@ -17,8 +17,7 @@ import bench
 from lab.commands import simulate as report
 from lab.simulator.cost_model import matrices, product_seconds
 from lab.simulator.devices import A100, GEOMETRIES
-from tests import fit_device
-from tests.fit_device import COLUMNS
+from lab.simulator.fit import COLUMNS
 
 A100S = "--simulate a100-80gb"
 
@@ -137,7 +136,7 @@ def test_fit_prints_the_constants_that_times_were_made_from(tmp_path, capsys):
         lines.append([n, *(1e3 * product_seconds(device, n, *shape) for shape in shapes)])
     file.write_text("\n".join(",".join(map(str, line)) for line in lines))
     fit = [str(file), "--model", "llama-13b", "--tp"]
-    fit_device.main([*fit, "2"])
+    bench.main(["fit", *fit, "2"])
     text = capsys.readouterr().out
     ((head, *rows),) = printed_tables(text)
     assert f"{file}: matrix products of a layer of llama-13b, TP 2, {len(sizes)} sizes" in text
@@ -150,10 +149,10 @@ def test_fit_prints_the_constants_that_times_were_made_from(tmp_path, capsys):
         assert found["fitted"][error] < 0.01 < found["fitted, without tiles"][error]
     assert found["A100-80GB"]["TFLOP/s"] == pytest.approx(A100.flops_per_s / 1e12, abs=0.5)
     with pytest.raises(ValueError, match="tp=3: must divide n_head=40"):
-        fit_device.main([*fit, "3"])
+        bench.main(["fit", *fit, "3"])
     for option, one in {"model": "llama", "simulate": "a1"}.items():
         with pytest.raises(ValueError, match=f"{option}='{one}': must be one of "):
-            fit_device.main(["times.csv", f"--{option}", one])
+            bench.main(["fit", "times.csv", f"--{option}", one])
 
 
 SENSELESS = {  # words -> what the line of error says, of any simulated machine

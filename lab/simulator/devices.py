@@ -53,7 +53,7 @@ LINKS = {
     "ethernet": Link(bytes_per_s=5e9, step_s=50e-6, per_gpu=False),
 }
 
-# The rates are rounded from what tests/fit_device.py finds in measured times of a LLaMA-2-7B layer
+# The rates are rounded from what `bench.py fit` finds in measured times of a LLaMA-2-7B layer
 # on one A100-80GB (Vidur's profile). Chunks reach the rate of FlashAttention-2 (Dao 2023, Figure 5)
 # with causal masks of about 1K keys. The cache of decodes is read as fast as weights.
 A100 = Device(

@@ -5,32 +5,32 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lab.simulator.cost_model import matrices, product_seconds
+import bench
+from lab.simulator.cost_model import LayerMatrices, matrices, product_seconds
 from lab.simulator.devices import A100
+from lab.simulator.fit import COLUMNS, fit_products, product_errors, read_products
 from pretrained.presets import PRESETS
-from tests.fit_device import COLUMNS, fit_products, main, product_errors, read_products
 from tests.test_cost_model import MATH, SMALL
 
 
 @pytest.mark.parametrize("seed, tile", [(0, 1), (1, 32), (2, 64), (3, 128)])
 def test_measured_times_give_back_the_device(seed, tile):
     device = replace(A100, flops_per_s=180e12, bytes_per_s=1.2e12, tile=tile, op_s=8e-6)
-    config, noise = PRESETS["llama-7b"], np.random.default_rng(seed)
-    tokens = noise.permutation([*range(1, 64, 3), *range(64, 1024, 24), *range(1024, 4097, 96)])
-    times = np.array(
-        [
-            np.array([product_seconds(device, int(n), *shape) for n in tokens])
-            * np.exp(noise.normal(0, 0.05, len(tokens)))
-            for shape in matrices(config)
-        ]
-    )
-    found = fit_products(replace(A100, name="new"), config, tokens, times)
-    assert found.tile == tile
-    assert found.flops_per_s == pytest.approx(180e12, rel=0.03)
-    assert found.bytes_per_s == pytest.approx(1.2e12, rel=0.05)
-    assert found.op_s == pytest.approx(8e-6, abs=4e-6)
-    assert (found.name, found.memory_bytes) == ("new", 80e9)
-    layer, _ = product_errors(found, config, tokens, times)
+    config = PRESETS["llama-7b"]
+    rng = np.random.default_rng(seed)
+    tokens = rng.permutation([*range(1, 64, 3), *range(64, 1024, 24), *range(1024, 4097, 96)])
+    rows = []
+    for shape in matrices(config):
+        exact = np.array([product_seconds(device, int(n), *shape) for n in tokens])
+        rows.append(exact * np.exp(rng.normal(0, 0.05, len(tokens))))
+    seconds = np.array(rows)
+    fitted = fit_products(replace(A100, name="new"), config, tokens, seconds)
+    assert fitted.tile == tile
+    assert fitted.flops_per_s == pytest.approx(180e12, rel=0.03)
+    assert fitted.bytes_per_s == pytest.approx(1.2e12, rel=0.05)
+    assert fitted.op_s == pytest.approx(8e-6, abs=4e-6)
+    assert (fitted.name, fitted.memory_bytes) == ("new", 80e9)
+    layer, _ = product_errors(fitted, config, tokens, seconds)
     assert np.median(layer) < 0.05
 
 
@@ -47,19 +47,30 @@ def test_read_products(tmp_path):
     file = tmp_path / "profile.csv"
     columns = "mlp_down_proj,note,num_tokens,attn_pre_proj,attn_post_proj,mlp_up_proj"
     file.write_text(f"{columns}\n4,x,16,1,2,3\n8,,32,5,6,7\n")
-    tokens, times = read_products(file)
+    tokens, seconds = read_products(file)
     assert tokens.tolist() == [16, 32]
-    assert matrices(SMALL)._fields == ("preproj", "postproj", "ffn_ln1", "ffn_ln2")  # in this order
-    assert times == pytest.approx(np.array([[1, 5], [2, 6], [3, 7], [4, 8]]) / 1e3)
+    # COLUMNS are in the order of the matrices
+    assert LayerMatrices._fields == ("preproj", "postproj", "ffn_ln1", "ffn_ln2")
+    assert seconds == pytest.approx(np.array([[1, 5], [2, 6], [3, 7], [4, 8]]) / 1e3)
 
 
 HEADER = ",".join(["num_tokens", *COLUMNS])
 ONCE = "must have each of num_tokens, attn_pre_proj, .* once"
 MS = "a number of ms from 1e-6 to 1e9"
-WRONG = dict.fromkeys(["1,1,1,1,", "1,-1,1,1,1", "1,1,1,nan,1", "1,1,1,1,inf", "2,1,fast,1,1"], MS)
-WRONG |= dict.fromkeys(["1,1,1,1,1e-300", "1,1e300,1,1,1"], MS)
-WRONG["0,1,1,1,1"] = "a whole number of 1 to 1e9"
-BAD = {f"{HEADER}\n1,1,1,1,1\n{line}\n": f"line 3: .* be {its}" for line, its in WRONG.items()}
+WRONG_LINES = {
+    "1,1,1,1,": MS,
+    "1,-1,1,1,1": MS,
+    "1,1,1,nan,1": MS,
+    "1,1,1,1,inf": MS,
+    "2,1,fast,1,1": MS,
+    "1,1,1,1,1e-300": MS,
+    "1,1e300,1,1,1": MS,
+    "0,1,1,1,1": "a whole number of 1 to 1e9",
+}
+BAD = {
+    f"{HEADER}\n1,1,1,1,1\n{line}\n": f"line 3: .* be {allowed}"
+    for line, allowed in WRONG_LINES.items()
+}
 BAD[HEADER.replace(",mlp_up_proj", "") + "\n1,1,1,1\n"] = f"'mlp_up_proj' is 0 times .*: {ONCE}"
 
 
@@ -83,6 +94,6 @@ EXTREME = {  # lines: each number is allowed, and nothing of all this may overfl
 def test_extreme_times_end_in_a_table(tmp_path, capsys, lines):
     file = tmp_path / "profile.csv"
     file.write_text("\n".join([HEADER, *lines]))
-    main([str(file)])
+    bench.main(["fit", str(file)])
     text = capsys.readouterr().out
     assert text.count("\n| ") == 5 and "nan" not in text and "inf" not in text

@@ -1,0 +1,43 @@
+"""What one call of a policy's `schedule()` costs.
+
+Many requests decode and share pages, and many more wait. Read first: scheduler.py. Read next:
+lab/commands/overhead.py, which prints the times.
+"""
+
+import statistics
+import timeit
+
+from kv_cache import Pages
+from policies import POLICIES, make_scheduler
+from scheduler import Request, Scheduler
+
+CALLS = 200
+PROMPT_LEN = 1000
+PAGE_SIZE = 64
+PAGES_EACH = 32  # for each running request: enough for max_len
+MAX_LEN = PAGE_SIZE * PAGES_EACH
+CHUNK = 512
+
+
+def schedule_us(running: int = 128, waiting: int = 1000) -> dict[str, float]:
+    """The median microseconds of one `schedule()` of each policy, with so many requests."""
+    medians = {}
+    for policy in POLICIES:
+        scheduler = loaded_scheduler(policy, running, waiting)
+        seconds = timeit.repeat(scheduler.schedule, number=1, repeat=CALLS)
+        medians[policy] = statistics.median(seconds) * 1e6
+    return medians
+
+
+def loaded_scheduler(policy: str, running: int, waiting: int) -> Scheduler:
+    """A scheduler under load: `running` requests decode, with shared pages, and `waiting` wait."""
+    pages = Pages(PAGES_EACH * running, PAGE_SIZE, prefix_caching=True)
+    scheduler = make_scheduler(policy, pages, chunk=CHUNK, max_batch=running, max_len=MAX_LEN)
+    for i in range(running + waiting):
+        prompt = [0] * PROMPT_LEN
+        scheduler.add(Request(i, prompt, PROMPT_LEN, max_new_tokens=100))
+    while request := scheduler.admit():
+        pages.publish(request.pages, request.page_hashes)
+        request.tokens.append(0)
+        request.num_computed = PROMPT_LEN  # it decodes
+    return scheduler

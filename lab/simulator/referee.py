@@ -1,0 +1,287 @@
+"""The rules that every policy keeps, and a referee that names the first rule a policy breaks.
+
+    violation = check_policy("my_policy.py:Eager").violation
+
+`check_policy` simulates loads with ample and with tight memory, with small and large chunks, with
+and without prefix caching. A `Referee` watches each scheduler: after every change it applies the
+rules, one function each. Read first: scheduler.py, policies/template.py. Read next: simulation.py.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+from config import EngineConfig
+from engine import Iteration
+from lab.measure import load_run
+from lab.measure.workload import poisson, sample_lengths
+from lab.simulator.cost_model import CostModel
+from lab.simulator.machine import base_of
+from lab.simulator.simulation import simulate
+from policies import where_it_failed
+from scheduler import Batch, Request, Scheduler
+
+RULES = (
+    "nothing lost",
+    "at most max_batch",
+    "no page leaked",
+    "chunks",
+    "no decode dropped",
+    "everybody ends",
+)
+
+# The loads: llama3-8b on one simulated A100, more requests than it can serve.
+REQUESTS = 60
+CHUNKS = (128, 1024)
+MAX_BATCH = 32
+MAX_LEN = 2048
+PAGE_SIZE = 64
+MEMORY = {"ample": 24, "tight": 5}  # how many requests of MAX_LEN fit
+LOAD = 1.6  # the rate of arrivals, as a multiple of the highest rate that is possible
+BASE_CHUNK = 512  # of the iteration that measures how fast prefills are
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A rule that a policy broke, where, and what was seen."""
+
+    policy: str  # and its load
+    iteration: int
+    rule: str  # one of RULES
+    request: str  # id, or ids
+    observation: str
+
+    @property
+    def sentence(self) -> str:
+        """The violation in one line."""
+        where = f"{self.policy}, iteration {self.iteration}, request {self.request}"
+        return f"{where}: breaks the rule {self.rule!r}: {self.observation}"
+
+
+class BrokenRuleError(ValueError):
+    """Ends a run at its first violation."""
+
+    def __init__(self, violation: Violation) -> None:
+        super().__init__(violation.sentence)
+        self.violation = violation
+
+
+class Breach(NamedTuple):
+    """What a rule finds wrong with a request."""
+
+    request: object  # id, or ids
+    observation: str
+
+
+def nothing_lost(scheduler: Scheduler, requests: Sequence[Request]) -> Iterator[Breach]:
+    """A request waits or runs, once, until it ends; one that has ended got all its output."""
+    places = Counter([*scheduler.running, *scheduler.waiting])
+    for request in requests:
+        lacking = request.prompt_len + request.max_new_tokens - len(request.tokens)
+        if request.finish_reason:
+            is_kept = places[request] == 0 and lacking == 0
+        else:
+            is_kept = places[request] == 1
+        if not is_kept:
+            state = request.finish_reason or "not ended"
+            lacks = f"lacks {lacking} tokens"
+            yield Breach(request.id, f"{state}, {lacks}, waits or runs {places[request]} times")
+
+
+def at_most_max_batch(scheduler: Scheduler, max_batch: int) -> Iterator[Breach]:
+    """At most max_batch requests run."""
+    running = scheduler.running
+    for request in running[max_batch:]:
+        yield Breach(request.id, f"is one of {len(running)} that run")
+
+
+def no_page_leaked(scheduler: Scheduler) -> Iterator[Breach]:
+    """Each page is free or in one block table; only prefix caching puts it in several."""
+    running = scheduler.running
+    in_tables = Counter(page for request in running for page in request.pages)
+    max_tables = len(running) if scheduler.pages.prefix_caching else 1
+    expected = Counter(
+        {page: min(readers, max_tables) for page, readers in enumerate(scheduler.pages._readers)}
+    )
+    for page in (in_tables - expected) | (expected - in_tables):
+        owners = [request.id for request in running if page in request.pages]
+        tables = f"{in_tables[page]} block tables, and must be in {expected[page]}"
+        yield Breach(owners or "-", f"page {page} is in {tables}")
+
+
+def chunks_come_next(scheduler: Scheduler, batch: Batch) -> Iterator[Breach]:
+    """A chunk holds the next tokens of a running request, and writes only to pages of its own."""
+    pages = scheduler.pages
+    block_tables = Counter(page for request in scheduler.running for page in request.pages)
+    has_chunk = set()
+    for request, start, length in batch:
+        computed = request.num_computed
+        end = start + length
+        limit = min(len(request.tokens), len(request.pages) * pages.page_size)
+        is_running = request in scheduler.running
+        is_next = start == computed < end <= limit
+        if not is_running or not is_next or request in has_chunk:
+            observation = f"{length} tokens from {start}: {computed} are computed, {limit} can be"
+            if request in has_chunk:
+                observation += ", and it has another"
+            yield Breach(request.id, observation)
+        for page in request.pages[start // pages.page_size : pages.needed(end)]:
+            if block_tables[page] != 1 or pages.is_cached(page):
+                yield Breach(request.id, f"page {page} is written, and others read it")
+        has_chunk.add(request)
+
+
+def no_decode_dropped(scheduler: Scheduler, batch: Batch) -> Iterator[Breach]:
+    """A batch has all running decodes, or none of them if it is of prefill alone."""
+    has_chunk = {chunk.request for chunk in batch}
+    decodes = [request for request in scheduler.running if request.is_decoding]
+    computed = sum(request in has_chunk for request in decodes)
+    for request in decodes:
+        if computed and request not in has_chunk:
+            yield Breach(request.id, f"waits while {computed} others decode")
+
+
+def everybody_ends(
+    requests: Sequence[Request], batch: Batch, tokens_in_vain: int
+) -> Iterator[Breach]:
+    """There is a new token before twice the tokens of all requests were computed."""
+    limit = 2 * sum(len(request.tokens) for request in requests)
+    if tokens_in_vain > limit:
+        ids = list(dict.fromkeys(chunk.request.id for chunk in batch))
+        yield Breach(ids, f"{tokens_in_vain} tokens were computed since the last new one")
+
+
+class Referee:
+    """Watches a scheduler. Raises BrokenRuleError, a ValueError, at the first violation."""
+
+    def __init__(self, scheduler: Scheduler, policy: str) -> None:
+        self.scheduler = scheduler
+        self.policy = policy  # and its load, for the violation
+        self.iterations = 0
+        self.requests: dict[Request, None] = {}  # all that have not ended, in order of arrival
+        self.tokens_in_vain = 0  # computed since the last new token
+        self.max_batch = scheduler.max_batch  # before the policy can change it
+        self._next_batch = scheduler.next_batch
+        self._advance = scheduler.advance
+        scheduler.next_batch = self.next_batch
+        scheduler.advance = self.advance
+
+    def next_batch(self) -> Batch:
+        """The scheduler's next batch, if it breaks no rule."""
+        self.iterations += 1
+        self.requests.update(dict.fromkeys(self.scheduler.requests.values()))
+        try:
+            batch = self._next_batch()
+        except Exception as error:
+            place = where_it_failed(error) or "schedule()"
+            first_request = next(iter(self.scheduler.requests), "-")
+            breach = Breach(first_request, f"{place}: {type(error).__name__}: {error}")
+            raise self._broken("everybody ends", breach) from error
+        self._check_requests()
+        self._check_batch(batch)
+        return batch
+
+    def advance(
+        self, batch: Batch, tokens: Sequence[int | None], now: float
+    ) -> list[tuple[Request, int]]:
+        """What the scheduler's `advance` returns; requests that end give their pages back."""
+        moved = self._advance(batch, tokens, now)
+        self._check_requests()
+        return moved
+
+    def _broken(self, rule: str, breach: Breach) -> BrokenRuleError:
+        """The error for a rule that is broken in this iteration."""
+        return BrokenRuleError(
+            Violation(
+                policy=self.policy,
+                iteration=self.iterations,
+                rule=rule,
+                request=str(breach.request),
+                observation=breach.observation,
+            )
+        )
+
+    def _expect_none(self, rule: str, breaches: Iterator[Breach]) -> None:
+        """Raise BrokenRuleError for the first breach, if there is one."""
+        for breach in breaches:
+            raise self._broken(rule, breach)
+
+    def _check_requests(self) -> None:
+        """Apply the rules that hold between any two calls of the scheduler."""
+        self._expect_none("nothing lost", nothing_lost(self.scheduler, list(self.requests)))
+        live = [request for request in self.requests if not request.finish_reason]
+        self.requests = dict.fromkeys(live)
+        self._expect_none("at most max_batch", at_most_max_batch(self.scheduler, self.max_batch))
+        self._expect_none("no page leaked", no_page_leaked(self.scheduler))
+
+    def _check_batch(self, batch: Batch) -> None:
+        """Apply the rules of a batch."""
+        self._expect_none("chunks", chunks_come_next(self.scheduler, batch))
+        self._expect_none("no decode dropped", no_decode_dropped(self.scheduler, batch))
+        if any(chunk.yields_token for chunk in batch):
+            self.tokens_in_vain = 0
+        else:
+            self.tokens_in_vain += sum(chunk.length for chunk in batch)
+        breaches = everybody_ends(list(self.requests), batch, self.tokens_in_vain)
+        self._expect_none("everybody ends", breaches)
+
+
+class Referees:
+    """A recorder of load_run.LoadRun that sets a Referee beside each scheduler."""
+
+    def __init__(self, policy: str) -> None:
+        self.policy = policy
+
+    def watch(self, schedulers: Sequence[Scheduler]) -> None:
+        """Watch each of these schedulers."""
+        for scheduler in schedulers:
+            Referee(scheduler, self.policy)
+
+    def add(self, iteration: Iteration) -> None:
+        """Referees watch the schedulers, not what comes of them."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the referees say about a policy."""
+
+    iterations: int  # that kept all rules
+    violation: Violation | None  # the first; None if all rules were kept
+
+
+def check_policy(policy: str) -> Verdict:
+    """Simulate the loads under a policy, until it breaks a rule.
+
+    Raises ValueError if there is no such policy.
+    """
+    cost = CostModel.named("llama3-8b")
+    base = base_of(cost, MAX_LEN, BASE_CHUNK)
+    slo_s = load_run.slo_seconds("strict", base)
+    lengths = sample_lengths("sharegpt4", REQUESTS, MAX_LEN, seed=0)
+    possible_qps = load_run.estimated_qps(base, poisson(lengths, 1.0, seed=0))
+    arrivals = poisson(lengths, LOAD * possible_qps, seed=0)
+    prompts = [[i % 4] * arrival.prompt_len for i, arrival in enumerate(arrivals)]  # share prefixes
+    iterations = 0
+    for (memory, longest_that_fit), chunk, sharing in product(
+        MEMORY.items(), CHUNKS, (False, True)
+    ):
+        load = f"{policy}, chunk {chunk}, {memory} memory"
+        if sharing:
+            load += ", prefix caching"
+        config = EngineConfig(
+            chunk=chunk,
+            max_batch=MAX_BATCH,
+            max_len=MAX_LEN,
+            page_size=PAGE_SIZE,
+            pages=longest_that_fit * MAX_LEN // PAGE_SIZE,
+        )
+        configs = load_run.plan([policy], [PAGE_SIZE], config, slo_s, caching=[sharing])
+        (config,) = configs.values()
+        try:
+            simulation = simulate(cost, config, arrivals, prompts, recorder=Referees(load))
+        except BrokenRuleError as broken:
+            return Verdict(iterations, broken.violation)
+        iterations += len(simulation.run.iterations)
+    return Verdict(iterations, None)
