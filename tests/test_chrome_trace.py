@@ -30,7 +30,7 @@ def recorded(completions, iterations):
         for c in completions:
             if c.finish_reason in ("stop", "length") and c.token_times[-1] == it.end:
                 ended.append([c.request_id, c.finish_reason])
-        more = dict(chunks=chunks, decodes=decodes, pages=pages, ended=ended, line=[], why=None)
+        more = dict(chunks=chunks, decodes=decodes, pages=pages, ended=ended, queue=[], why=None)
         recorder.records.append(it._asdict() | more)
     return recorder
 

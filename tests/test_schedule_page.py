@@ -160,10 +160,10 @@ def test_a_sentence_says_in_words_why_the_batch_is_as_it_is(browser, tmp_path):
     like = dict(
         budget=256, preempted=[], micro_batch=0, ended=[], free_pages=9, decodes=[], chunks=[]
     )
-    like |= dict(start=0.0, launch=0.5, end=1.0, pages=[], line=[6], waiting=1, why=None)
+    like |= dict(start=0.0, launch=0.5, end=1.0, pages=[], queue=[6], waiting=1, why=None)
     first = dict(chunks=[[i, 0, 10] for i in range(3)], pages=[[i, 0, i] for i in range(3)])
     second = dict(decodes=[0, 1, 2], chunks=[[5, 0, 253]], pages=[[5, 0, 5, 6]], start=1.0, end=2.0)
-    third = dict(decodes=[0, 1, 2], start=2.0, end=3.0, preempted=[5], waiting=2, line=[5, 6])
+    third = dict(decodes=[0, 1, 2], start=2.0, end=3.0, preempted=[5], waiting=2, queue=[5, 6])
     third |= dict(why=["pages", 15, 1])
     fourth = dict(chunks=[[3, 0, 10]], pages=[[3, 0, 3]], budget=None, start=3.0, end=4.0)
     fourth |= dict(why=["policy"])

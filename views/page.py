@@ -5,114 +5,274 @@
     ...                                # after each iteration: recorder.add(iteration)
     text = page(title, machine, {"vllm": recorder}, slo_s=slo_s)
 
-A record is what JSON takes: {"request": ...} when one is first seen, and for each iteration what
-was decided, and why the head of the queue was not let in, both seen when the policy had decided it,
-and how long it took. What can be counted from these is counted in schedule_page.html, which also
-saves it all as a trace for https://ui.perfetto.dev. Read first: engine.py."""
+A Recorder writes a record when a request arrives, and one for each iteration: the decisions of the
+policy, the reason why the first request of the queue waits, and the times. Everything that can be
+counted from these is counted in page.js, which also saves it as a trace for
+https://ui.perfetto.dev. Read first: engine.py. Read next: page.html, page.js."""
 
 import base64
 import gzip
 import json
 import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any, TypedDict
 
-LINE = 40  # of those who wait, so many are recorded in order
+from engine import Iteration
+from scheduler import Batch, Request, Scheduler
+
+MAX_QUEUE = 40  # this many waiting requests are recorded, in their order
+
+
+class RequestInfo(TypedDict):
+    """A request as it arrived."""
+
+    id: int
+    arrival: float
+    prompt_len: int
+    max_new_tokens: int
+    priority: int
+
+
+class RequestProgress(RequestInfo):
+    """A request that has arrived before the first record."""
+
+    num_computed: int
+    pages: list[int]
+    output: int  # tokens
+    times: list[float]  # of its first and its last token; empty if there is none
+
+
+class Arrived(TypedDict):
+    """The record of a new request."""
+
+    request: RequestInfo
+
+
+class Snapshot(TypedDict):
+    """The record with which a page begins that is opened in the middle of a run."""
+
+    settings: dict[str, Any]
+    live: list[RequestProgress]
+
+
+class Iterated(TypedDict):
+    """The record of an iteration. Requests are named by their ids."""
+
+    start: float  # in s, as launch and end: see engine.Iteration
+    launch: float | None
+    end: float
+    micro_batch: int
+    budget: int | None  # tokens; None: no limit
+    chunks: list[list[int]]  # [request, first token, number of tokens] of each prefill
+    decodes: list[int]
+    preempted: list[int]
+    ended: list[list[Any]]  # [request, finish_reason] since the record before
+    waiting: int
+    running: int
+    free_pages: int
+    pages: list[list[int]]  # [request, index in its block table, page, page, ...]: the new pages
+    queue: list[int]  # the first MAX_QUEUE requests that wait
+    why: list[Any] | None  # see why_head_waits
+
+
+Record = Arrived | Snapshot | Iterated
+
+
+class Decision(TypedDict):
+    """The part of a record that is known once a batch is made."""
+
+    pages: list[list[int]]
+    queue: list[int]
+    why: list[Any] | None
 
 
 class Recorder:
-    """Keeps the records of a run in `records`. `settings` are what the schedulers were told:
-    policy, chunk, max_batch, max_len, pages, page_size, micro_batches."""
+    """Keeps the records of a run in `records`.
 
-    def __init__(self):
-        self.records, self.settings, self.live = [], {}, {}  # live: id -> Request
-        self._tables = {}  # request id -> (its block table, how many pages of it were recorded)
-        self._decided = {}  # micro-batch -> what was decided, until its iteration is known
+    `settings` are those of the schedulers: policy, chunk, max_batch, max_len, pages, page_size,
+    micro_batches."""
 
-    def watch(self, schedulers):
-        """From here on, look at each batch that these schedulers make. They share one line."""
-        its, count = schedulers[0], len(schedulers)
-        self.settings = dict(chunk=its.chunk, max_batch=its.max_batch, max_len=its.max_len)
-        self.settings |= dict(policy=type(its).__name__, micro_batches=count)
-        self.settings |= dict(pages=count * its.pages.total, page_size=its.pages.page_size)
-        for number, scheduler in enumerate(schedulers):
-            scheduler.next_batch = partial(self._decide, number, scheduler, scheduler.next_batch)
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.settings: dict[str, Any] = {}
+        self.live: dict[int, Request] = {}  # requests that have arrived and not ended, by id
+        # request id -> its block table, and how many pages of it have been recorded
+        self._tables: dict[int, tuple[list[int], int]] = {}
+        # micro-batch -> the decision whose iteration has not been added
+        self._decisions: dict[int, Decision] = {}
 
-    def _decide(self, number, scheduler, next_batch):
-        if not (batch := next_batch()):
+    def watch(self, schedulers: Sequence[Scheduler]) -> None:
+        """From here on, look at each batch that these schedulers make. They share one queue."""
+        first = schedulers[0]
+        self.settings = {
+            "chunk": first.chunk,
+            "max_batch": first.max_batch,
+            "max_len": first.max_len,
+            "policy": type(first).__name__,
+            "micro_batches": len(schedulers),
+            "pages": len(schedulers) * first.pages.total,
+            "page_size": first.pages.page_size,
+        }
+        for micro_batch, scheduler in enumerate(schedulers):
+            decide = partial(self._decide, micro_batch, scheduler, scheduler.next_batch)
+            scheduler.next_batch = decide
+
+    def _decide(
+        self, micro_batch: int, scheduler: Scheduler, next_batch: Callable[[], Batch | None]
+    ) -> Batch | None:
+        """Make the next batch, and note what was decided with it."""
+        batch = next_batch()
+        if not batch:
             return batch
-        before = self._decided.get(number, {})  # the same batch once more, if a step failed
-        pages = before.get("pages", [])  # [request id, place in its block table, page, ...]
-        for r in scheduler.running:
-            table, first = self._tables.get(r.id, (None, 0))
-            first = first if table is r.pages else 0  # admitted once more
-            if len(r.pages) > first:
-                pages.append([r.id, first, *r.pages[first:]])
-                self._tables[r.id] = r.pages, len(r.pages)
-        line, why = list(islice(scheduler.waiting, LINE)), why_head_waits(scheduler, batch)
-        self._decided[number] = {"pages": pages, "line": [r.id for r in line], "why": why}
-        for request in (its for its in scheduler.requests.values() if its.id not in self.live):
-            self.live[request.id] = request
-            self.records.append({"request": describe(request)})
+        # if a step failed, the same batch comes again: its pages have been noted already
+        earlier = self._decisions.get(micro_batch)
+        self._decisions[micro_batch] = {
+            "pages": (earlier["pages"] if earlier else []) + self._new_pages(scheduler.running),
+            "queue": [request.id for request in islice(scheduler.waiting, MAX_QUEUE)],
+            "why": why_head_waits(scheduler, batch),
+        }
+        for request in scheduler.requests.values():
+            if request.id not in self.live:
+                self.live[request.id] = request
+                self.records.append({"request": describe(request)})
         return batch
 
-    def add(self, iteration):
-        """Record an engine.Iteration, the one that was decided last in its micro-batch."""
-        if not (its := self._decided.pop(iteration.micro_batch, None)):
-            return  # of a batch that was made before `watch`
-        ended = [[i, r.finish_reason] for i, r in self.live.items() if r.finish_reason]
+    def _new_pages(self, running: Sequence[Request]) -> list[list[int]]:
+        """The pages that these requests got since the last call, as in Iterated.pages."""
+        new_pages = []
+        for request in running:
+            table, recorded = self._tables.get(request.id, (None, 0))
+            if table is not request.pages:  # it was admitted again, and has a new table
+                recorded = 0
+            if len(request.pages) > recorded:
+                new_pages.append([request.id, recorded, *request.pages[recorded:]])
+                self._tables[request.id] = (request.pages, len(request.pages))
+        return new_pages
+
+    def add(self, iteration: Iteration) -> None:
+        """Record an iteration: that of the last decision in its micro-batch."""
+        decision = self._decisions.pop(iteration.micro_batch, None)
+        if decision is None:  # the batch was made before `watch`
+            return
+        ended = [[r.id, r.finish_reason] for r in self.live.values() if r.finish_reason]
         for request_id, _ in ended:
             del self.live[request_id]
             self._tables.pop(request_id, None)
-        its |= iteration._asdict() | {"ended": ended}
-        its |= {name: round(its[name], 6) for name in ("start", "launch", "end")}
-        its["chunks"] = [[i, start, n] for i, start, n, decodes in iteration.chunks if not decodes]
-        its["decodes"] = [request_id for request_id, *_, decodes in iteration.chunks if decodes]
-        its["budget"] = None if its["budget"] in (None, math.inf) else int(its["budget"])
-        self.records.append(its)
+        budget = iteration.budget
+        if budget is not None:
+            budget = int(budget) if budget < math.inf else None
+        record: Iterated = {
+            "start": round(iteration.start, 6),
+            "launch": None if iteration.launch is None else round(iteration.launch, 6),
+            "end": round(iteration.end, 6),
+            "micro_batch": iteration.micro_batch,
+            "budget": budget,
+            "chunks": [list(chunk[:3]) for chunk in iteration.chunks if not chunk.is_decode],
+            "decodes": [chunk.request_id for chunk in iteration.chunks if chunk.is_decode],
+            "preempted": list(iteration.preempted),
+            "ended": ended,
+            "waiting": iteration.waiting,
+            "running": iteration.running,
+            "free_pages": iteration.free_pages,
+            "pages": decision["pages"],
+            "queue": decision["queue"],
+            "why": decision["why"],
+        }
+        self.records.append(record)
 
-    def snapshot(self):
-        """A record of what is, between two steps, for who begins to look in the middle of a run:
-        of each request how far it has come, too, and the `times` of its first and last token."""
-        live = []
-        for r in (request for request in self.live.values() if not request.finish_reason):
-            how_far = dict(num_computed=r.num_computed, pages=r.pages, output=len(r.token_times))
-            live.append(describe(r) | how_far | {"times": r.token_times[:1] + r.token_times[-1:]})
-        return {"settings": self.settings, "live": live}
+    def snapshot(self) -> Snapshot:
+        """The state between two steps, for a page that is opened in the middle of a run."""
+        requests = [request for request in self.live.values() if not request.finish_reason]
+        return {"settings": self.settings, "live": [describe_progress(r) for r in requests]}
 
 
-def describe(request):
-    """What is known of a scheduler.Request when it arrives."""
-    names = "id", "arrival", "prompt_len", "max_new_tokens", "priority"
-    return {name: getattr(request, name) for name in names}
+def describe(request: Request) -> RequestInfo:
+    """The facts about a request that are known when it arrives."""
+    return {
+        "id": request.id,
+        "arrival": request.arrival,
+        "prompt_len": request.prompt_len,
+        "max_new_tokens": request.max_new_tokens,
+        "priority": request.priority,
+    }
 
 
-def why_head_waits(scheduler, batch):
-    """Why the head of the queue is not in the batch, as facts: None if nobody waits, or ["batch",
-    how many run], ["pages", needed, free], ["budget", left, tokens to compute], ["policy"]."""
+def describe_progress(request: Request) -> RequestProgress:
+    """The facts about a request that is being served."""
+    return {
+        **describe(request),
+        "num_computed": request.num_computed,
+        "pages": request.pages,
+        "output": len(request.token_times),
+        "times": request.token_times[:1] + request.token_times[-1:],
+    }
+
+
+def why_head_waits(scheduler: Scheduler, batch: Batch) -> list[Any] | None:
+    """The reason why the first request of the queue is not in the batch, as facts.
+
+    It is one of these, or None if nobody waits:
+
+    ["batch", how many run]                     max_batch requests run already
+    ["pages", needed, free]                     it does not fit into the cache
+    ["budget", tokens left, tokens to compute]  the budget is used up
+    ["policy"]                                  there would be room, but the policy admits no more
+    """
     if not scheduler.waiting:
         return None
-    head, pages = scheduler.waiting[0], scheduler.pages
+    head = scheduler.waiting[0]
+    pages = scheduler.pages
     if len(scheduler.running) >= scheduler.max_batch:
         return ["batch", len(scheduler.running)]
     if not scheduler.room_for(head):
-        found, more = scheduler.plan_admission(head)  # what was found may be among the free
-        return ["pages", more + pages.count_free(found), pages.num_free]
-    whole, left = len(head.tokens) - scheduler.cached_tokens_of_head(), batch.left
-    least = 1 if scheduler.cuts_prompts else whole
-    return ["policy"] if left >= least else ["budget", max(0, int(left)), whole]
+        cached, new = scheduler.plan_admission(head)
+        # a cached page that no request uses counts among the free ones until it is acquired
+        return ["pages", new + pages.count_free(cached), pages.num_free]
+    uncached = len(head.tokens) - scheduler.cached_tokens_of_head()
+    shortest_chunk = 1 if scheduler.cuts_prompts else uncached
+    if batch.left >= shortest_chunk:
+        return ["policy"]
+    return ["budget", max(0, int(batch.left)), uncached]
 
 
-def page(title, machine="", runs=(), *, live=None, slo_s=None, choices=None):
-    """The page as text. `runs` is {name: Recorder}, or `live` the address that is asked for records
-    (server/engine_thread.py, `look`); `slo_s` what a gap between tokens must not exceed, in
-    seconds; `choices` for many runs: {slider: values}, which joined by " | " are a run's name."""
-    packed = []
-    for name, recorder in dict(runs).items():
-        text = json.dumps(recorder.records, separators=(",", ":"))
-        data = base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
-        packed.append({"name": name, "settings": recorder.settings, "data": data})
-    data = dict(title=title, machine=machine, slo_s=slo_s, live=live, choices=choices, runs=packed)
-    template = Path(__file__).with_name("page.html").read_text("utf-8")
-    return template.replace("{{data}}", json.dumps(data).replace("<", "\\u003c"))
+def page(
+    title: str,
+    machine: str = "",
+    recorders: Mapping[str, Recorder] | None = None,
+    *,
+    live: str | None = None,
+    slo_s: float | None = None,
+    choices: Mapping[str, Sequence[str]] | None = None,
+) -> str:
+    """The page as text.
+
+    It shows the runs of `recorders`, by their names. A live page has none; it asks the address
+    `live` for records, which EngineThread.records_since of server/ answers. A gap between tokens
+    above `slo_s` seconds is a stall. Where there are many runs, `choices` maps the name of a slider
+    to its values, and a run's name is one value of each, joined by " | "."""
+    runs = []
+    for name, recorder in (recorders or {}).items():
+        records = json.dumps(recorder.records, separators=(",", ":"))
+        compressed = gzip.compress(records.encode(), 6, mtime=0)
+        data = base64.b64encode(compressed).decode()
+        runs.append({"name": name, "settings": recorder.settings, "data": data})
+    content = {
+        "title": title,
+        "machine": machine,
+        "slo_s": slo_s,
+        "live": live,
+        "choices": choices,
+        "runs": runs,
+    }
+    text = _read("page.html")
+    text = text.replace("{{css}}", _read("page.css"))
+    text = text.replace("{{js}}", _read("page.js"))
+    # a "<" could end the element that holds the data. The data comes last, as it may hold anything
+    return text.replace("{{data}}", json.dumps(content).replace("<", "\\u003c"))
+
+
+def _read(name: str) -> str:
+    return Path(__file__).with_name(name).read_text("utf-8")
