@@ -15,7 +15,8 @@ Read first: kv_cache.py and attention.py. Read next: sampling.py and engine.py."
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -23,6 +24,9 @@ import torch.nn.functional as F
 
 from errors import check_one_of, check_positive, check_whole
 from kv_cache import slot_mapping
+from pretrained import checkpoints
+from pretrained.presets import PRESETS
+from pretrained.sharding import Slices, slices_of
 
 
 @dataclass(frozen=True)
@@ -75,12 +79,21 @@ class GPTConfig:
             raise ValueError(f"head_dim={self.head_dim}: must be even, RoPE rotates pairs")
 
     @classmethod
-    def preset(cls, name, **changes):
+    def preset(cls, name: str, **changes: Any) -> "GPTConfig":
         """A geometry by name (pretrained/presets.py), some fields changed. Raises ValueError."""
-        from pretrained.presets import PRESETS
-
         check_one_of("preset", name, PRESETS)
-        return replace(PRESETS[name], **changes)
+        return replace(cls(**PRESETS[name]), **changes)
+
+    @classmethod
+    def from_checkpoint(cls, directory: str | Path) -> "GPTConfig":
+        """The geometry of a checkpoint, from config.json. Raises as checkpoints.read_config."""
+        fields = checkpoints.read_config(directory)
+        if "rope_scaling" in fields:
+            fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"])
+        try:
+            return cls(**fields)
+        except ValueError as error:
+            raise ValueError(f"{Path(directory) / checkpoints.CONFIG_FILE}: {error}") from error
 
 
 class FlatBatch(NamedTuple):
@@ -254,13 +267,19 @@ class GPT(nn.Module):
         `max_positions` may be the checkpoint's sliding window. Raises ValueError for an unknown
         architecture, an unsupported option, or a tensor that is unknown or missing,
         FileNotFoundError where there is nothing to load."""
-        from pretrained import checkpoints
-
         directory = checkpoints.find(name)
         with torch.device("meta"):  # nothing is allocated before all is known to fit
-            model = cls(checkpoints.read_config(directory), "meta", dtype, seed=None)
+            model = cls(GPTConfig.from_checkpoint(directory), "meta", dtype, seed=None)
         checkpoints.load_weights(model, directory, device)
         return model
+
+    def whole_model(self) -> "GPT":
+        """Itself. A parallel.shard.Shard is a part of another model, without memory."""
+        return self
+
+    def slices_of(self, name: str) -> Slices:
+        """The slices of the whole model that the parameter `name` holds: here, all of it."""
+        return slices_of(self.config, 1, 1, 0, name, self.get_parameter(name).shape)
 
     def _apply(self, function, recurse=True):
         # to(...), to_empty(...) and their like: tied weights stay tied, and the table follows, but

@@ -270,7 +270,7 @@ def _load_here(
     directory = None
     if options.init_from:
         directory = checkpoints.find(options.init_from)
-        config = checkpoints.read_config(directory)
+        config = GPTConfig.from_checkpoint(directory)
     else:
         config = GPTConfig.preset(options.model)
     make_model: Callable[..., GPT] = GPT

@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from model import GPT
-from pretrained.sharding import cut, local_config, random_weights
+from model import GPT, init_weight
+from pretrained.sharding import Slices, local_config, slices_of, views
 
 
 class Shard(GPT):
@@ -33,16 +33,33 @@ class Shard(GPT):
             block.sum_up = self.sum_up
         self.to_empty(device=device)
         if seed is not None:
-            random_weights(self, torch.Generator(device).manual_seed(seed))
+            self.init_weights(torch.Generator(device).manual_seed(seed))
 
-    def whole_model(self):
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Fill the parameters with what a whole GPT would have there: all of its weights are made,
+        one by one, and each rank keeps its slices."""
+        local = {}
+        for name, parameter in self.named_parameters():
+            slices = self.slices_of(name)
+            local[slices.source] = parameter, slices
+        for name, empty in self.whole_model().named_parameters():
+            weights = torch.empty(empty.shape, dtype=self.dtype, device=self.device)
+            init_weight(name, weights, self.whole.n_layer, generator)
+            if name not in local:
+                continue
+            parameter, slices = local[name]
+            for view, (start, end) in zip(views(parameter, slices), slices.ranges, strict=True):
+                view.copy_(weights.narrow(slices.dim, start, end - start))
+
+    def whole_model(self) -> GPT:
         """A GPT of the whole geometry, without memory."""
         return GPT(self.whole, "meta", self.dtype, seed=None)
 
-    def cut(self, name):
-        """What pretrained.sharding.cut says of a parameter."""
-        shape, its = self.get_parameter(name).shape, self.ranks
-        return cut(self.whole, its.tp, its.pp, its.rank, name, shape)
+    def slices_of(self, name: str) -> Slices:
+        """The slices of the whole model that the parameter `name` holds."""
+        ranks = self.ranks
+        shape = self.get_parameter(name).shape
+        return slices_of(self.whole, ranks.tp, ranks.pp, ranks.rank, name, shape)
 
     def sum_up(self, x):
         """The sum over all ranks of this stage, in place."""

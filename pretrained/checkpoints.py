@@ -1,28 +1,75 @@
 """Checkpoints in the Hugging Face format: config.json and model.safetensors -> our GPT.
 
-What the model cannot compute exactly is refused. Read first: model.py. Read next: tokenizers.py."""
+An option that the model cannot compute exactly raises an error. Read first: sharding.py. Read next:
+model.py, which has the parameters that are filled here; tokenizers.py."""
 
 import re
-import tomllib
+from collections.abc import Collection, Iterator
 from hashlib import sha256
-from itertools import cycle
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import torch
 from pydantic import AliasChoices, BaseModel, Field, PositiveFloat, PositiveInt, ValidationError
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from errors import shorten
-from model import GPTConfig, RopeScaling
-from pretrained.sharding import cut, views
+from pretrained.sharding import Geometry, Slices, views
 
-FORMAT = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-FILES, TENSORS = FORMAT["files"], FORMAT["tensors"]
-GPT2_LAYER = "h."  # how the names of what is stored as (in, out) begin
+CONFIG_FILE = "config.json"
+TEXT_FILES = [CONFIG_FILE, "generation_config.json"]  # both may say which tokens end a text
+TOKENIZER_FILES = ["tokenizer.json", "tokenizer.model", "original/tokenizer.model"]
+WEIGHTS_FILE = "model.safetensors"
+SHARD_FILES = "model-*-of-*.safetensors"
+CHAT_FILES = ["tokenizer_config.json", "chat_template.jinja"]
+DOWNLOADED = [*TEXT_FILES, *TOKENIZER_FILES, WEIGHTS_FILE, SHARD_FILES, *CHAT_FILES]  # no pickles
+
+DTYPES = ["F64", "F32", "F16", "BF16"]  # as stored; integers would have scales
+PREFIX = r"^(transformer|model)\."  # which some files have before each name
+NO_WEIGHTS = r"h\.\d+\.attn\.(masked_)?bias|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+HEAD = "lm_head.weight"
+
+# Fields of GPTConfig by `model_type`, where they are not as its defaults say.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "gpt2": {"family": "gpt2", "tie_embeddings": True},
+    "llama": {},
+    "mistral": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+}
+
+# Our modules -> those of a checkpoint. Where there are several, each fills some rows of our matrix.
+GPT2_BLOCKS = "h"
+GPT2_MODULES = {
+    "token_embedding": ["wte"],
+    "position_embedding": ["wpe"],
+    "attn_norm": ["ln_1"],
+    "preproj": ["attn.c_attn"],
+    "postproj": ["attn.c_proj"],
+    "ffn_norm": ["ln_2"],
+    "ffn_ln1": ["mlp.c_fc"],
+    "ffn_ln2": ["mlp.c_proj"],
+    "final_norm": ["ln_f"],
+    "head": ["lm_head"],
+}
+LLAMA_BLOCKS = "layers"
+LLAMA_MODULES = {
+    "token_embedding": ["embed_tokens"],
+    "attn_norm": ["input_layernorm"],
+    "preproj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "q_norm": ["self_attn.q_norm"],
+    "k_norm": ["self_attn.k_norm"],
+    "postproj": ["self_attn.o_proj"],
+    "ffn_norm": ["post_attention_layernorm"],
+    "ffn_ln1": ["mlp.gate_proj", "mlp.up_proj"],
+    "ffn_ln2": ["mlp.down_proj"],
+    "final_norm": ["norm"],
+    "head": ["lm_head"],
+}
 
 
-def find(name):
+def find(name: str | Path) -> Path:
     """The directory `name`, or that of the Hub's files of that name. Raises FileNotFoundError."""
     try:
         directory = Path(name).expanduser()
@@ -30,7 +77,7 @@ def find(name):
             return directory
         from huggingface_hub import snapshot_download  # a directory needs no Hub
 
-        return Path(snapshot_download(str(name), allow_patterns=sum(FILES.values(), [])))
+        return Path(snapshot_download(str(name), allow_patterns=DOWNLOADED))
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: ~nobody
         missing = f"no directory here, and not to be had from the Hub ({type(error).__name__})"
         wanted = "config.json, model.safetensors (or its shards) and tokenizer.json must be there"
@@ -38,28 +85,32 @@ def find(name):
 
 
 class Schema(BaseModel, strict=True, validate_by_name=True, allow_inf_nan=False):
-    """What is read of a JSON object, in exact types; what else it holds is passed over."""
+    """The part of a JSON object that is read, in exact types. Its other keys are ignored."""
 
     @classmethod
-    def read(cls, path):
-        """Raises OSError; or ValueError, naming the file, the first wrong key, what it must be."""
+    def read(cls, path: Path) -> Self:
+        """Raises OSError; or ValueError, naming the file, the first wrong key and what it must be.
+
+        A key of several types has an error for each type; the types are not named."""
         try:
             return cls.model_validate_json(path.read_bytes())
         except ValidationError as error:
-            wrong = error.errors()[0]
-        problem = re.sub(r"^\w+ should", "must", wrong["msg"])
-        names = [key for key in wrong["loc"] if str(key).isidentifier()]  # others are places, types
-        if names:
-            value = "" if wrong["type"] == "missing" else f"={shorten(wrong['input'])}"
-            problem = f"{names[-1]}{value}: {problem}"
+            details = error.errors()[0]
+        problem = re.sub(r"^\w+ should", "must", details["msg"])
+        keys = [key for key in details["loc"] if str(key).isidentifier()]  # not indexes and types
+        if keys:
+            value = "" if details["type"] == "missing" else f"={shorten(details['input'])}"
+            problem = f"{keys[-1]}{value}: {problem}"
         raise ValueError(f"{path}: {problem}")
 
 
-either = lambda llama, gpt2: Field(alias=llama, validation_alias=AliasChoices(llama, gpt2))
+def either(llama: str, gpt2: str) -> Any:
+    """A field that LLaMA's config.json and GPT-2's have under different names."""
+    return Field(alias=llama, validation_alias=AliasChoices(llama, gpt2))
 
 
 class Rope(Schema, extra="forbid"):
-    """The rotation: one rule for all layers, and no option that is not known."""
+    """The rotation: one rule for all layers, and no unknown option."""
 
     rope_type: Literal["default", "llama3"] | None = None
     type: Literal["default", "llama3"] | None = None  # its name in old files
@@ -71,10 +122,9 @@ class Rope(Schema, extra="forbid"):
     original_max_position_embeddings: PositiveInt | None = None
 
 
-class ModelFile(Schema):
-    """config.json: GPTConfig's fields by LLaMA's names or GPT-2's, then what has one way only."""
+class GeometryFields(Schema):
+    """Fields of GPTConfig that config.json has under LLaMA's names or GPT-2's."""
 
-    model_type: Literal["gpt2", "llama", "mistral", "qwen2", "qwen3"]
     vocab_size: PositiveInt
     n_layer: PositiveInt = Field(alias="num_hidden_layers")
     n_head: PositiveInt = Field(alias="num_attention_heads")
@@ -86,8 +136,14 @@ class ModelFile(Schema):
     norm_eps: PositiveFloat = either("rms_norm_eps", "layer_norm_epsilon")
     tie_embeddings: bool | None = Field(None, alias="tie_word_embeddings")
     rope_theta: PositiveFloat = 10000.0
+
+
+class ModelFile(GeometryFields):
+    """config.json: the geometry, and options of which one value only is computed here."""
+
+    model_type: Literal["gpt2", "llama", "mistral", "qwen2", "qwen3"]
     rope_parameters: Rope | None = None
-    rope: Rope | None = Field(None, alias="rope_scaling")  # what they were in transformers 4
+    rope: Rope | None = Field(None, alias="rope_scaling")  # the name in transformers 4
     sliding_window: PositiveInt | None = 4096
     use_sliding_window: bool | None = None
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
@@ -99,115 +155,205 @@ class ModelFile(Schema):
     quantization_config: None = None
 
 
-def read_config(directory):
-    """The GPTConfig of a checkpoint, from config.json as transformers 4 or 5 writes it. A sliding
-    window changes nothing up to its length: `max_positions` ends there. Raises FileNotFoundError,
-    or ValueError, naming the option, its value and what is supported."""
-    path = Path(directory) / "config.json"
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """The fields of model.GPTConfig, from config.json as transformers 4 or 5 writes it.
+
+    `rope_scaling`, if there is any, is a dict of the fields of model.RopeScaling. A sliding window
+    changes nothing up to its length: `max_positions` ends there. Raises FileNotFoundError, or
+    ValueError, naming the option, its value and what is supported."""
+    path = Path(directory) / CONFIG_FILE
     file = ModelFile.read(path)
-    known = file.model_dump(include=set(GPTConfig.__dataclass_fields__), exclude_none=True)
-    config = FORMAT["architectures"][file.model_type] | known
+    fields = dict(ARCHITECTURES[file.model_type])
+    fields.update(file.model_dump(include=set(GeometryFields.model_fields), exclude_none=True))
     slides = file.use_sliding_window or "sliding_attention" in (file.layer_types or ())
     if file.sliding_window and (slides or file.model_type == "mistral"):
-        config["max_positions"] = min(file.max_positions, file.sliding_window)
+        fields["max_positions"] = min(file.max_positions, file.sliding_window)
     rope = file.rope or file.rope_parameters or Rope()
-    config["rope_theta"] = rope.rope_theta or file.rope_theta
+    fields["rope_theta"] = rope.rope_theta or file.rope_theta
     if "llama3" in (rope.rope_type, rope.type):
-        trained = rope.original_max_position_embeddings or file.max_positions
-        factors = rope.factor, rope.low_freq_factor, rope.high_freq_factor
-        if None in factors or factors[1] >= factors[2]:
+        low = rope.low_freq_factor
+        high = rope.high_freq_factor
+        if rope.factor is None or low is None or high is None or low >= high:
             raise ValueError(f"{path}: llama3 needs factor and low_freq_factor < high_freq_factor")
-        config["rope_scaling"] = RopeScaling(*factors, trained)
-    try:
-        return GPTConfig(**config)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        fields["rope_scaling"] = {
+            "factor": rope.factor,
+            "low_freq_factor": low,
+            "high_freq_factor": high,
+            "original_max_positions": rope.original_max_position_embeddings or file.max_positions,
+        }
+    return fields
+
+
+class StoredTensor(Protocol):
+    """A tensor in a safetensors file: indexing it reads those slices."""
+
+    def get_shape(self) -> list[int]: ...
+    def get_dtype(self) -> str: ...
+    def __getitem__(self, slices: Any) -> Tensor: ...
+
+
+class LoadableModel(Protocol):
+    """A model.GPT, or a parallel.shard.Shard, which is a part of one."""
+
+    @property
+    def config(self) -> Geometry: ...
+    @property
+    def device(self) -> torch.device: ...
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]: ...
+    def to_empty(self, *, device: Any) -> Any: ...
+
+    def whole_model(self) -> "LoadableModel":
+        """Itself, or the model that it is a part of, without memory."""
+        ...
+
+    def slices_of(self, name: str) -> Slices:
+        """The slices of the whole model that its parameter `name` holds."""
+        ...
+
+
+class Source(NamedTuple):
+    """A tensor of a checkpoint that fills some rows of a parameter of a whole model, or all."""
+
+    name: str
+    first_row: int  # of the parameter
+    shape: list[int]  # in the checkpoint
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether it is stored as (in, out): GPT-2's matrices are."""
+        return self.name.startswith(f"{GPT2_BLOCKS}.")
 
 
 @torch.no_grad()
-def load_weights(model, directory, device=None):
-    """Fill the model's parameters, one by one, after all are known to fit; only then is a model on
-    "meta" given memory, on `device`. Of a parallel.shard.Shard's checkpoint only its own slices are
-    read. Raises FileNotFoundError where there are no weights, or ValueError, naming what is
-    unknown, missing, there twice, misshapen or not finite."""
+def load_weights(
+    model: LoadableModel, directory: str | Path, device: torch.device | str | None = None
+) -> None:
+    """Fill the model's parameters from a checkpoint, one by one, after all are known to fit.
+
+    Only then is a model on "meta" given memory, on `device`. A Shard reads only its own slices.
+    Raises FileNotFoundError where there are no weights, or ValueError, naming what is unknown,
+    missing, there twice, misshapen or not finite."""
     directory = Path(directory)
-    whole = model.whole_model() if hasattr(model, "whole_model") else model
-    config, sources, tensors = whole.config, _sources(whole), _stored_tensors(directory)
-    head = tensors.pop("lm_head.weight", None) if config.tie_embeddings else None
-    shapes = {name: shape for its in sources.values() for name, _, shape in its}
-    _refuse(directory, "unknown tensors", tensors.keys() - shapes.keys())
-    _refuse(directory, "missing tensors", shapes.keys() - tensors.keys())
-    misfits, floats = [], TENSORS["floats"]
-    for name, expected in shapes.items():
-        shape, dtype = tensors[name].get_shape(), tensors[name].get_dtype()
-        if shape != expected or dtype not in floats:
-            misfits.append(f"{name} {shape} {dtype} (expected {expected}, one of {floats})")
-    _refuse(directory, "tensors that do not fit", misfits)
-    embedding = next(iter(shapes))  # the first of all parameters
-    if head is not None and not torch.equal(head[:], tensors[embedding][:]):
-        raise ValueError(f"{directory}: tie_word_embeddings, but lm_head.weight is not {embedding}")
+    whole = model.whole_model()
+    sources = _sources(whole)
+    tensors = _stored_tensors(directory)
+    _check_tensors(directory, whole, sources, tensors)
     if model.device.type == "meta":
         model.to_empty(device=device)
-    for own, p in model.named_parameters():
-        name, dim, ranges = cut(config, 1, 1, 0, own, p.shape) if whole is model else model.cut(own)
-        parts = zip(views(p, dim, ranges), ranges, cycle(sources[name]))  # one each, or one for all
-        for view, (start, end), (stored, first, _) in parts:
-            slices = [slice(None)] * p.ndim
-            slices[dim] = slice(start - first, end - first)
-            if stored.startswith(GPT2_LAYER):
-                view, slices = view.t(), slices[::-1]
-            view.copy_(tensors[stored][tuple(slices)])
-            # a sum takes one fast pass over what was just written; it may overflow in 16 bits
-            if not view.sum().isfinite() and not view.isfinite().all():
-                raise ValueError(f"{directory}: {stored} holds NaN or infinity as {view.dtype}")
+    for name, parameter in model.named_parameters():
+        slices = model.slices_of(name)
+        stored = sources[slices.source]  # one for each range, or one for all
+        for index, view in enumerate(views(parameter, slices)):
+            source = stored[index] if len(stored) > 1 else stored[0]
+            start, end = slices.ranges[index]
+            rows = slice(start - source.first_row, end - source.first_row)
+            _fill(view, tensors[source.name], source, slices.dim, rows, directory)
 
 
-def _sources(model):
-    """{parameter of a whole model: [(name in the checkpoint, first of the parameter's rows that it
-    fills, shape there)]}: one for all rows, or one for each range that slices.cut tells apart."""
-    sources, modules = {}, FORMAT["modules"][model.config.family]
-    for own, p in model.named_parameters():
-        *block, module, kind = own.replace("blocks", modules["blocks"]).split(".")
-        names = [".".join([*block, its, kind]) for its in modules[module]]  # "layers.3.….weight"
-        _, _, ranges = cut(model.config, 1, 1, 0, own, p.shape)
-        sources[own] = []
-        for name, (start, end) in zip(names, ranges if len(names) > 1 else [(0, len(p))]):
-            shape = [end - start, *p.shape[1:]]
-            shape = shape[::-1] if name.startswith(GPT2_LAYER) else shape
-            sources[own].append((name, start, shape))
+def _fill(
+    view: Tensor, tensor: StoredTensor, source: Source, dim: int, rows: slice, directory: Path
+) -> None:
+    """Copy the `rows` in dimension `dim` of a tensor to a view of a parameter. Raises ValueError if
+    they are not finite."""
+    slices = [slice(None)] * view.ndim
+    slices[dim] = rows
+    target = view
+    if source.is_transposed:
+        target = view.t()
+        slices.reverse()
+    target.copy_(tensor[tuple(slices)])
+    # a sum takes one fast pass over what was just written; it may overflow in 16 bits
+    if not view.sum().isfinite() and not view.isfinite().all():
+        raise ValueError(f"{directory}: {source.name} holds NaN or infinity as {view.dtype}")
+
+
+def _check_tensors(
+    directory: Path,
+    whole: LoadableModel,
+    sources: dict[str, list[Source]],
+    tensors: dict[str, StoredTensor],
+) -> None:
+    """Raise ValueError if the stored tensors are not those of a whole model."""
+    shapes = {source.name: source.shape for group in sources.values() for source in group}
+    stored = set(tensors)
+    if whole.config.tie_embeddings:
+        stored.discard(HEAD)
+    _refuse(directory, "unknown tensors", stored - shapes.keys())
+    _refuse(directory, "missing tensors", shapes.keys() - stored)
+    misfits = []
+    for name, expected in shapes.items():
+        shape = tensors[name].get_shape()
+        dtype = tensors[name].get_dtype()
+        if shape != expected or dtype not in DTYPES:
+            misfits.append(f"{name} {shape} {dtype} (expected {expected}, one of {DTYPES})")
+    _refuse(directory, "tensors that do not fit", misfits)
+    if whole.config.tie_embeddings and HEAD in tensors:
+        embedding = sources["token_embedding.weight"][0].name
+        if not torch.equal(tensors[HEAD][:], tensors[embedding][:]):
+            raise ValueError(f"{directory}: tie_word_embeddings, but {HEAD} is not {embedding}")
+
+
+def _sources(whole: LoadableModel) -> dict[str, list[Source]]:
+    """The tensors of a checkpoint that fill each parameter of a whole model: one for all rows, or
+    one for each range of its slices."""
+    is_gpt2 = whole.config.family == "gpt2"
+    blocks = GPT2_BLOCKS if is_gpt2 else LLAMA_BLOCKS
+    modules = GPT2_MODULES if is_gpt2 else LLAMA_MODULES
+    sources: dict[str, list[Source]] = {}
+    for name, parameter in whole.named_parameters():
+        *block, module, kind = name.replace("blocks", blocks).split(".")  # "layers", "3", ...
+        stored_modules = modules[module]
+        ranges = [(0, len(parameter))]
+        if len(stored_modules) > 1:
+            ranges = whole.slices_of(name).ranges
+        sources[name] = []
+        for stored_module, (start, end) in zip(stored_modules, ranges, strict=True):
+            source = Source(
+                name=".".join([*block, stored_module, kind]),
+                first_row=start,
+                shape=[end - start, *parameter.shape[1:]],
+            )
+            if source.is_transposed:
+                source.shape.reverse()
+            sources[name].append(source)
     return sources
 
 
-def _stored_tensors(directory):
-    """{name without prefix: a slice of a file, which can be read} of all weights."""
-    (single, shards), tensors = FILES["weights"], {}
-    if not (paths := sorted(directory.glob(single)) or sorted(directory.glob(shards))):
-        why = "not there, nor shards of it (pickles are not read)"
-        raise FileNotFoundError(f"{directory / single}: {why}")
+def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """The tensors of all files of weights, by their names without a prefix."""
+    paths = sorted(directory.glob(WEIGHTS_FILE)) or sorted(directory.glob(SHARD_FILES))
+    if not paths:
+        missing = "not there, nor shards of it (pickles are not read)"
+        raise FileNotFoundError(f"{directory / WEIGHTS_FILE}: {missing}")
+    tensors: dict[str, StoredTensor] = {}
     for path in paths:
         try:
-            file = safe_open(path, framework="pt")
+            file: Any = safe_open(path, framework="pt")
         except SafetensorError as error:
             raise ValueError(f"{path}: not a safetensors file: {str(error)!r}") from error
-        for name in file.keys():
-            short = re.sub(TENSORS["prefixes"], "", name)
-            if short in tensors:
-                raise ValueError(f"{path}: {short} is there twice")
-            if not re.fullmatch(TENSORS["no_weights"], short):
-                tensors[short] = file.get_slice(name)
+        for name in file.keys():  # noqa: SIM118 (a file is no iterable)
+            short_name = re.sub(PREFIX, "", name)
+            if short_name in tensors:
+                raise ValueError(f"{path}: {short_name} is there twice")
+            if not re.fullmatch(NO_WEIGHTS, short_name):
+                tensors[short_name] = file.get_slice(name)
     return tensors
 
 
-def fingerprint(directory):
+def fingerprint(directory: Path) -> str:
     """A digest of config.json and the first row of each tensor, to tell checkpoints apart."""
-    digest = sha256((directory / "config.json").read_bytes())
-    for name, tensor in sorted(_stored_tensors(directory).items()):
-        digest.update(f"{name}: {tensor[:1].double().tolist()}".encode())
+    digest = sha256((directory / CONFIG_FILE).read_bytes())
+    tensors = _stored_tensors(directory)
+    for name in sorted(tensors):
+        first_row = tensors[name][:1]
+        digest.update(f"{name}: {first_row.double().tolist()}".encode())
     return digest.hexdigest()
 
 
-def _refuse(directory, problem, names):
+def _refuse(directory: Path, problem: str, names: Collection[str]) -> None:
     """Raise ValueError if there are any `names`, with how many and the first few."""
     if names:
-        few = ", ".join(sorted(names)[:5]) + (", …" if len(names) > 5 else "")
+        few = ", ".join(sorted(names)[:5])
+        if len(names) > 5:
+            few += ", …"
         raise ValueError(f"{directory}: {len(names)} {problem}: {few}")

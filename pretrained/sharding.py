@@ -1,75 +1,156 @@
 """Which slices of a model's weights one of several ranks has: Megatron-LM's (Shoeybi et al. 2019).
 
-Of preproj and ffn_ln1 a rank has columns, by head and gate with up; of postproj and ffn_ln2 the
-rows that go with them; of embedding and head some of the vocabulary. KV heads are repeated where
-there are fewer than ranks. A pipeline's stages have layers that follow each other. Read next:
-checkpoints.py, parallel/shard.py."""
+Tensor parallelism divides each layer among `tp` ranks: the columns of preproj and ffn_ln1, the rows
+of postproj and ffn_ln2, the vocabulary of embedding and head. Pipeline parallelism divides the
+layers among `pp` stages. Rank r is part r % tp of stage r // tp.
+
+Read next: checkpoints.py, which loads these slices, and parallel/shard.py, which computes with
+them."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
-import torch
+from torch import Tensor
 
 from errors import check_whole
-from model import init_weight
+
+Range = tuple[int, int]  # from a start to an end, which is not in it
 
 
-def local_config(config, tp, pp=1):
-    """The GPTConfig of what one rank has. Raises ValueError, naming what does not divide."""
+class Geometry(Protocol):
+    """The fields of model.GPTConfig that decide how its weights are divided."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def family(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def n_layer(self) -> int: ...
+    @property
+    def n_head(self) -> int: ...
+    @property
+    def n_kv_head(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def n_inner(self) -> int: ...
+    @property
+    def tie_embeddings(self) -> bool: ...
+
+
+AnyGeometry = TypeVar("AnyGeometry", bound=Geometry)
+
+
+class Slices(NamedTuple):
+    """The part of a whole model's parameter that a rank's parameter holds."""
+
+    source: str  # the name of the parameter in the whole model
+    dim: int  # the dimension that is divided
+    ranges: list[Range]  # in that dimension of the whole one; in the rank's they follow each other
+
+
+def local_config(config: AnyGeometry, tp: int, pp: int = 1) -> AnyGeometry:
+    """The geometry of one rank's part. Where KV heads are fewer than ranks, they are repeated.
+    Raises ValueError, naming what does not divide."""
     for name, size, field in (("tp", tp, "n_head"), ("tp", tp, "n_inner"), ("pp", pp, "n_layer")):
-        if (n := getattr(config, field)) % check_whole(name, size, least=1):
-            raise ValueError(f"{name}={size}: must divide {field}={n}")
-    if (n := config.n_kv_head) % tp and tp % n:
-        raise ValueError(f"tp={tp}: must divide n_kv_head={n}, or be a multiple of it")
-    own = dict(n_head=config.n_head // tp, n_kv_head=max(1, n // tp), n_inner=config.n_inner // tp)
-    return replace(config, n_layer=config.n_layer // pp, **own)
+        check_whole(name, size, least=1)
+        count = getattr(config, field)
+        if count % size:
+            raise ValueError(f"{name}={size}: must divide {field}={count}")
+    n_kv_head = config.n_kv_head
+    if n_kv_head % tp and tp % n_kv_head:
+        raise ValueError(f"tp={tp}: must divide n_kv_head={n_kv_head}, or be a multiple of it")
+    return replace(
+        config,
+        n_layer=config.n_layer // pp,
+        n_head=config.n_head // tp,
+        n_kv_head=max(1, n_kv_head // tp),
+        n_inner=config.n_inner // tp,
+    )
 
 
-def cut(config, tp, pp, rank, name, shape):
-    """What a rank has of the parameter that it calls `name`, of local `shape`: its name in the
-    whole model of this GPTConfig, the dimension that is divided, and [(start, end)] of it there.
-    These follow each other in the local one, and then zeros. Rank r is part r % tp of its stage."""
+def slices_of(
+    config: Geometry, tp: int, pp: int, rank: int, name: str, shape: Sequence[int]
+) -> Slices:
+    """The slices of a whole model of this geometry that a rank's parameter holds.
+
+    `name` and `shape` are those of the parameter on the rank. If it is larger than its slices,
+    zeros follow.
+
+        parameter                   dim   a rank has
+        preproj                      0    its heads' queries, then their keys, then their values
+        ffn_ln1                      0    its share of gate, then of up; of GPT-2 there is only one
+        postproj, ffn_ln2 (weight)   1    the inputs that its preproj or ffn_ln1 makes
+        postproj, ffn_ln2 (bias)     0    all of it in part 0, nothing elsewhere: parts are added up
+        token_embedding, head        0    its share of the vocabulary; the last may have fewer
+        all others                   0    all of it
+    """
     stage, part = divmod(rank, tp)
-    local, (*_, module, kind) = local_config(config, tp, pp), name.split(".")
-    layer = lambda match: str(int(match[0]) + stage * local.n_layer)
-    name = re.sub(r"(?<=blocks\.)\d+", layer, name)
-    if module == "head" and config.tie_embeddings:
-        name = "token_embedding.weight"
-    share = lambda n, first=0: (first + n * part // tp, first + n * (part + 1) // tp)
-    dim, ranges = 0, [(0, shape[0])]
+    source = _name_in_whole_model(config, name, first_layer=stage * (config.n_layer // pp))
+    module, kind = name.split(".")[-2:]
     if module == "preproj":
-        q, kv = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
-        a = q + config.n_kv_head * part // tp * config.head_dim  # the first of its keys
-        b = a + local.n_kv_head * config.head_dim
-        ranges = [share(q), (a, b), (a + kv, b + kv)]
-    elif module == "ffn_ln1":
-        starts = range(0, shape[0] * tp, config.n_inner)  # of gate and up, or of the only one
-        ranges = [share(config.n_inner, first) for first in starts]
-    elif module in ("postproj", "ffn_ln2") and kind == "weight":
-        dim, ranges = 1, [share(shape[1] * tp)]
-    elif module in ("postproj", "ffn_ln2") and part:
-        ranges = []  # all parts are added up, and the bias once
-    elif module in ("token_embedding", "head"):
-        ranges = [tuple(min(config.vocab_size, shape[0] * n) for n in (part, part + 1))]
-    return name, dim, ranges
+        return Slices(source, 0, _qkv_ranges(config, tp, part))
+    if module == "ffn_ln1":
+        return Slices(source, 0, _gate_up_ranges(config.n_inner, shape[0] * tp, tp, part))
+    if module in ("postproj", "ffn_ln2") and kind == "weight":
+        return Slices(source, 1, [_share(shape[1] * tp, tp, part)])
+    if module in ("postproj", "ffn_ln2"):
+        return Slices(source, 0, [(0, shape[0])] if part == 0 else [])
+    if module in ("token_embedding", "head"):
+        return Slices(source, 0, [_vocabulary_range(config.vocab_size, shape[0], part)])
+    return Slices(source, 0, [(0, shape[0])])
 
 
-def views(p, dim, ranges):
-    """A view of each of the `ranges` in a rank's parameter `p`, as of `cut`; what is left is 0."""
-    sizes = [end - start for start, end in ranges]
-    *parts, rest = p.split([*sizes, p.shape[dim] - sum(sizes)], dim)
+def _name_in_whole_model(config: Geometry, name: str, first_layer: int) -> str:
+    """The name of a rank's parameter in the whole model, where its stage begins at `first_layer`.
+    Tied embeddings are one parameter there."""
+
+    def layer_in_whole_model(match: re.Match[str]) -> str:
+        return str(first_layer + int(match[0]))
+
+    if config.tie_embeddings and name == "head.weight":
+        return "token_embedding.weight"
+    return re.sub(r"(?<=blocks\.)\d+", layer_in_whole_model, name)
+
+
+def _share(size: int, tp: int, part: int, start: int = 0) -> Range:
+    """Part `part` of `tp` equal parts of the range that has this size and start."""
+    return start + size * part // tp, start + size * (part + 1) // tp
+
+
+def _qkv_ranges(config: Geometry, tp: int, part: int) -> list[Range]:
+    """The rows of queries, keys and values. KV heads are repeated if they are fewer than ranks."""
+    q_rows = config.n_head * config.head_dim
+    kv_rows = config.n_kv_head * config.head_dim
+    local_kv_rows = max(1, config.n_kv_head // tp) * config.head_dim
+    first_kv_head = config.n_kv_head * part // tp
+    key_start = q_rows + first_kv_head * config.head_dim
+    value_start = key_start + kv_rows
+    return [
+        _share(q_rows, tp, part),
+        (key_start, key_start + local_kv_rows),
+        (value_start, value_start + local_kv_rows),
+    ]
+
+
+def _gate_up_ranges(n_inner: int, rows: int, tp: int, part: int) -> list[Range]:
+    """The share of each matrix of n_inner rows among all `rows`: gate and up, or the only one."""
+    return [_share(n_inner, tp, part, start) for start in range(0, rows, n_inner)]
+
+
+def _vocabulary_range(vocab_size: int, rows: int, part: int) -> Range:
+    """The tokens of a part that has room for `rows` of them."""
+    return min(vocab_size, rows * part), min(vocab_size, rows * (part + 1))
+
+
+def views(parameter: Tensor, slices: Slices) -> list[Tensor]:
+    """A view of a rank's parameter for each of its ranges. What is behind them becomes 0."""
+    sizes = [end - start for start, end in slices.ranges]
+    padding = parameter.shape[slices.dim] - sum(sizes)
+    *parts, rest = parameter.split([*sizes, padding], slices.dim)
     rest.zero_()
     return parts
-
-
-def random_weights(shard, generator):
-    """Give a parallel.shard.Shard what a GPT would have there: all weights of the whole model are
-    made, one by one, and it keeps its own."""
-    own = {name: (p, *its) for n, p in shard.named_parameters() for name, *its in [shard.cut(n)]}
-    for name, p in shard.whole_model().named_parameters():
-        p = torch.empty(p.shape, dtype=shard.dtype, device=shard.device)
-        init_weight(name, p, shard.whole.n_layer, generator)
-        if name in own:
-            target, dim, ranges = own[name]
-            for view, (start, end) in zip(views(target, dim, ranges), ranges):
-                view.copy_(p.narrow(dim, start, end - start))

@@ -1,151 +1,252 @@
 """Text <-> token ids: a checkpoint's own tokenizer, or bytes for a model with random weights.
 
-A token is a piece of text only in company: an emoji may take three, and some tokenizers drop the
-space before the first word. So text is streamed by decoding a few tokens together, never one alone,
-up to a stop string. And chat templates. Read next: sample.py, which prints what is streamed."""
+A single token may have no text: an emoji may take three, and some tokenizers drop the space before
+the first word. So text is streamed by decoding a few tokens together, up to a stop string. Chat
+templates are here, too. Read next: sample.py, which prints the stream."""
 
 import base64
-from collections.abc import Callable
-from functools import partial
-from itertools import count
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import tiktoken
 import tokenizers
 from pydantic import NonNegativeInt
 
-from pretrained.checkpoints import FILES, FORMAT, Schema
+from pretrained.checkpoints import TEXT_FILES, TOKENIZER_FILES, Schema
 
 CONTEXT = 32  # tokens, of which many are a word
 BYTES = {bytes([i]) for i in range(256)}
+HALF_A_CHARACTER = "\ufffd"  # how bytes that are no text yet are decoded
+Message = dict[str, str]  # {"role": ..., "content": ...}
+
+# How LLaMA 3 cuts text into words before merging bytes, as published.
+LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3_SPECIALS = {  # of its 256 special tokens; the others are <|reserved_special_token_0|>, ...
+    0: "begin_of_text",
+    1: "end_of_text",
+    6: "start_header_id",
+    7: "end_header_id",
+    9: "eot_id",
+}
 
 
 class Tokenizer(NamedTuple):
     """Text to token ids and back."""
 
-    encode: Callable  # text -> a list of ids, BOS first if there is one; it may spell special ones
-    decode: Callable  # ids -> text; special tokens have none
-    stop_token_ids: frozenset = frozenset()  # these end a text
+    encode: Callable[[str], list[int]]  # BOS comes first, if there is one
+    decode: Callable[[Sequence[int]], str]  # special tokens have no text
+    stop_token_ids: frozenset[int] = frozenset()  # these end a text
 
 
 class TextStream:
-    """Decodes what comes after a prompt, one token at a time. What it returns, joined, is `decode`
-    of all tokens (not quite where rare characters are spelt in bytes, and bytes are no text)."""
+    """Decodes the tokens that follow a prompt, one at a time.
 
-    def __init__(self, tokenizer, prompt=()):
+    Its texts, joined, are `decode` of all tokens. (Not quite, where rare characters are spelt in
+    bytes and the bytes are no text.)"""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._decode = tokenizer.decode
-        self._context = []  # the tokens of the last text: they decide on the next one's space
-        self._pending = []  # tokens whose text is not out yet
+        self._context: list[int] = []  # of the last text: they decide on the next one's space
+        self._pending: list[int] = []  # tokens whose text is not out yet
         for token in prompt[-CONTEXT:]:
             self.push(token)
 
-    def push(self, token_id):
+    def push(self, token_id: int) -> str:
         """The text that `token_id` completes; "" if it completes none."""
         self._pending.append(token_id)
-        return self.flush(whole=True)
+        return self.flush(whole_characters=True)
 
-    def flush(self, whole=False):
-        """The text that is left after the last token; `whole`: unless it ends in a character."""
+    def flush(self, whole_characters: bool = False) -> str:
+        """The text that is left after the last token. With `whole_characters` it is "" if that ends
+        within a character: the next token may complete it."""
         before = self._decode(self._context)
         text = self._decode(self._context + self._pending)[len(before) :]
-        if not text or whole and text.endswith("\ufffd"):  # the next token may complete it
+        if not text or whole_characters and text.endswith(HALF_A_CHARACTER):
             return ""
-        self._context, self._pending = self._pending, []
+        self._context = self._pending
+        self._pending = []
         return text
 
 
+class TokenEvent(Protocol):
+    """The part of an engine.Event that a Writer reads."""
+
+    @property
+    def token(self) -> int: ...
+    @property
+    def finish_reason(self) -> str | None: ...
+
+
 class Writer:
-    """Writes what a TextStream says of a request, up to the first of the strings `stops`: nothing
-    that may be the beginning of one is out before it is certain."""
+    """Writes the text of a request, up to the first of the strings `stops`.
 
-    def __init__(self, stream, stops):
-        self.stream, self.stops = stream, stops
-        self.held, self.length = "", 0  # text that is not certain; characters, with that
+    Text that may be the beginning of a stop string is held back until that is certain."""
 
-    def push(self, event):
-        """(text, finish_reason) of an engine.Event: what is certain with it, and "stop" also for a
-        stop string. A stop token is no part of the text."""
+    def __init__(self, stream: TextStream, stops: Sequence[str]) -> None:
+        self.stream = stream
+        self.stops = stops
+        self.held = ""  # text that is not certain
+        self.length = 0  # in characters, with `held`
+
+    def push(self, event: TokenEvent) -> tuple[str, str | None]:
+        """(text, finish_reason) of an event: the text that is certain with it, and "stop" for a
+        stop string, too. A stop token is no part of the text."""
         reason = event.finish_reason
         text = "" if reason == "stop" else self.stream.push(event.token)
-        text += self.stream.flush() if reason else ""
-        self.held, self.length = self.held + text, self.length + len(text)
-        if found := [i for stop in self.stops if (i := self.held.find(stop)) >= 0]:
-            return self.held[: min(found)], "stop"
-        certain = len(self.held)
-        if not reason:  # what may be the beginning of a stop string waits
-            begins = lambda i: any(stop.startswith(self.held[i:]) for stop in self.stops)
-            certain = next(filter(begins, range(certain)), certain)
-        text, self.held = self.held[:certain], self.held[certain:]
+        if reason:
+            text += self.stream.flush()
+        self.held += text
+        self.length += len(text)
+        stop_at = [self.held.find(stop) for stop in self.stops if stop in self.held]
+        if stop_at:
+            return self.held[: min(stop_at)], "stop"
+        certain = len(self.held) if reason else self._certain_length()
+        text = self.held[:certain]
+        self.held = self.held[certain:]
         return text, reason
 
+    def _certain_length(self) -> int:
+        """How many characters of `held` come before what may be the beginning of a stop string."""
+        for i in range(len(self.held)):
+            if any(stop.startswith(self.held[i:]) for stop in self.stops):
+                return i
+        return len(self.held)
 
-def byte_tokenizer():
-    """One token per byte, its id the byte's value: for models with random weights. A larger id,
-    of which such a model yields many, is shown as a box."""
-    encode = lambda text: list(text.encode(errors="replace"))
-    spell = lambda i: bytes([i]) if i < 256 else "□".encode()
-    decode = lambda ids: b"".join(map(spell, ids)).decode(errors="replace")
+
+def byte_tokenizer() -> Tokenizer:
+    """One token per byte, its id the byte's value: for models with random weights.
+
+    Such a model also yields larger ids, which are shown as boxes."""
+    box = "□".encode()
+
+    def encode(text: str) -> list[int]:
+        return list(text.encode(errors="replace"))
+
+    def decode(ids: Sequence[int]) -> str:
+        spelled = b"".join(bytes([i]) if i < 256 else box for i in ids)
+        return spelled.decode(errors="replace")
+
     return Tokenizer(encode, decode)
 
 
 class TextFile(Schema):
-    """What config.json and generation_config.json say about text."""
+    """The part of config.json and generation_config.json that is about text."""
 
     eos_token_id: NonNegativeInt | list[NonNegativeInt] | None = None
 
 
-def load_tokenizer(directory):
+def load_tokenizer(directory: str | Path) -> Tokenizer:
     """The tokenizer of a checkpoint. Raises FileNotFoundError, or ValueError for a broken file."""
-    there = lambda kind: [p for name in FILES[kind] if (p := Path(directory, name)).is_file()]
-    stop = []
-    for path in there("texts"):  # of both, the second
-        ids = TextFile.read(path).eos_token_id
-        stop = stop if ids is None else [ids] if isinstance(ids, int) else ids
-    if not (paths := there("tokenizers")):
+    stop_token_ids = _read_stop_tokens(Path(directory))
+    paths = [Path(directory, name) for name in TOKENIZER_FILES]
+    paths = [path for path in paths if path.is_file()]
+    if not paths:
         raise FileNotFoundError(f"{directory}: has no tokenizer.json. Put the checkpoint's there")
-    if (path := paths[0]).suffix == ".model":
-        return _llama3(path, stop)
+    path = paths[0]
+    if path.suffix == ".model":
+        return _load_llama3(path, stop_token_ids)
     try:
         inner = tokenizers.Tokenizer.from_file(str(path))
-        inner.encode("")  # some of what is broken only shows here
+        inner.encode("")  # some broken files only show here
     except BaseException as error:  # Exception, and what a panic in Rust becomes
         if isinstance(error, KeyboardInterrupt):
             raise
         raise ValueError(f"{path}: not a tokenizer: {str(error)!r}") from error
-    inner.no_truncation()  # a prompt is never cut or filled up without being told
+    inner.no_truncation()  # a prompt is never cut or filled up silently
     inner.no_padding()
-    return Tokenizer(lambda text: inner.encode(text).ids, inner.decode, frozenset(stop))
+
+    def encode(text: str) -> list[int]:
+        return inner.encode(text).ids
+
+    return Tokenizer(encode, inner.decode, frozenset(stop_token_ids))
 
 
-def load_chat(directory):
-    """A function from messages, [{"role", "content", ...}], to the prompt that a checkpoint's chat
-    template makes of them; it raises what the template raises. Of None: a line for each."""
+def _read_stop_tokens(directory: Path) -> list[int]:
+    """The ids that end a text. generation_config.json goes before config.json."""
+    stop_token_ids: list[int] = []
+    for name in TEXT_FILES:
+        path = directory / name
+        if not path.is_file():
+            continue
+        ids = TextFile.read(path).eos_token_id
+        if isinstance(ids, int):
+            stop_token_ids = [ids]
+        elif ids is not None:
+            stop_token_ids = ids
+    return stop_token_ids
+
+
+def load_chat(directory: str | Path | None) -> Callable[[list[Message]], str]:
+    """A function from messages to the prompt that a checkpoint's chat template makes of them.
+
+    It raises the template's own errors. Without a checkpoint each message is a line."""
     if directory is None:
-        line = "{role}: {content}\n".format_map
-        return lambda messages: "".join(map(line, messages)) + "assistant:"
+        return _lines_of_chat
     from transformers import PreTrainedTokenizerFast
 
     inner = PreTrainedTokenizerFast.from_pretrained(directory)
-    return partial(inner.apply_chat_template, tokenize=False, add_generation_prompt=True)
+
+    def apply_template(messages: list[Message]) -> str:
+        prompt: Any = inner.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        return prompt
+
+    return apply_template
 
 
-def _llama3(path, stop):
-    """LLaMA 3's own tokenizer, from its file of byte-pair ranks: a line has base64 and a rank."""
+def _lines_of_chat(messages: list[Message]) -> str:
+    lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+    return "".join(lines) + "assistant:"
+
+
+def _load_llama3(path: Path, stop_token_ids: list[int]) -> Tokenizer:
+    """LLaMA 3's own tokenizer. Raises ValueError for a file of another kind."""
     try:
-        lines = [line.split() for line in path.read_bytes().splitlines() if line]
-        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
-        if sorted(ranks.values()) != list(range(len(lines))) or not BYTES <= ranks.keys():
-            raise ValueError("ranks must go from 0 by one, and every byte have its own")
+        ranks = _read_ranks(path)
     except ValueError as error:
-        wants = "put the checkpoint's tokenizer.json next to its config.json"
-        raise ValueError(f"{path}: not a list of byte-pair ranks as of LLaMA 3: {wants}") from error
-    its, reserved = FORMAT["llama3"], map("reserved_special_token_{}".format, count())
-    names = [its["specials"].get(str(i)) or next(reserved) for i in range(256)]
-    specials = {f"<|{name}|>": i for i, name in enumerate(names, len(ranks))}
-    rules = dict(pat_str=its["words"], mergeable_ranks=ranks, special_tokens=specials)
-    inner, bos = tiktoken.Encoding("llama3", **rules), specials["<|begin_of_text|>"]
-    encode = lambda text: [bos, *inner.encode(text, allowed_special="all")]
-    decode = lambda ids: inner.decode([i for i in ids if i < len(ranks)])
-    stop = stop or [specials["<|end_of_text|>"], specials["<|eot_id|>"]]
-    return Tokenizer(encode, decode, frozenset(stop))
+        wanted = "put the checkpoint's tokenizer.json next to its config.json"
+        raise ValueError(
+            f"{path}: not a list of byte-pair ranks as of LLaMA 3: {wanted}"
+        ) from error
+    specials = _llama3_specials(first_id=len(ranks))
+    begin_of_text = specials["<|begin_of_text|>"]
+    inner = tiktoken.Encoding(
+        "llama3", pat_str=LLAMA3_WORDS, mergeable_ranks=ranks, special_tokens=specials
+    )
+
+    def encode(text: str) -> list[int]:
+        return [begin_of_text, *inner.encode(text, allowed_special="all")]
+
+    def decode(ids: Sequence[int]) -> str:
+        return inner.decode([i for i in ids if i < len(ranks)])
+
+    if not stop_token_ids:
+        stop_token_ids = [specials["<|end_of_text|>"], specials["<|eot_id|>"]]
+    return Tokenizer(encode, decode, frozenset(stop_token_ids))
+
+
+def _read_ranks(path: Path) -> dict[bytes, int]:
+    """The rank of each byte pair, from a file whose lines have base64 and a rank."""
+    lines = [line.split() for line in path.read_bytes().splitlines() if line]
+    ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    if sorted(ranks.values()) != list(range(len(lines))) or not ranks.keys() >= BYTES:
+        raise ValueError("ranks must go from 0 by one, and every byte must have one")
+    return ranks
+
+
+def _llama3_specials(first_id: int) -> dict[str, int]:
+    """The ids of LLaMA 3's 256 special tokens, of which the first is `first_id`."""
+    specials: dict[str, int] = {}
+    reserved = 0
+    for i in range(256):
+        name = LLAMA3_SPECIALS.get(i)
+        if name is None:
+            name = f"reserved_special_token_{reserved}"
+            reserved += 1
+        specials[f"<|{name}|>"] = first_id + i
+    return specials

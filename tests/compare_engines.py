@@ -25,6 +25,7 @@ from engine import Engine
 from lab.commands import offline
 from lab.measure import timing as measure
 from lab.measure.workload import Arrival, prompts
+from model import GPTConfig
 from pretrained import checkpoints
 from pretrained.presets import PRESETS
 from sampling import SamplingParams
@@ -61,7 +62,7 @@ def parse_args(words):
     parser.set_defaults(policies=OURS)  # what else offline.check reads
     args = parser.parse_args(words)
     offline.check(parser, args)
-    c = PRESETS.get(args.model, PRESETS["llama-160m"])
+    c = GPTConfig.preset(args.model if args.model in PRESETS else "llama-160m")
     if c.family != "llama" or c.qkv_bias or c.qk_norm or c.rope_scaling:
         parser.error(f"--against: random weights like those of {args.model} cannot be saved")
     return args

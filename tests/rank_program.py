@@ -52,7 +52,7 @@ def shard_of(model, ranks):
     shard = Shard(model.config, ranks, dtype=model.dtype, seed=None)
     whole = dict(model.named_parameters(remove_duplicate=False))
     for name, p in shard.named_parameters():
-        source, dim, ranges = shard.cut(name)
+        source, dim, ranges = shard.slices_of(name)
         parts = [whole[source].narrow(dim, a, b - a) for a, b in ranges]
         p.zero_()
         if parts:

@@ -157,7 +157,7 @@ def test_logits_equal_transformers_float32_and_every_number_is_filled(saved):
     reference, single, sharded = saved
     assert len(list(sharded.glob("*.safetensors"))) > 3
     for directory in (single, sharded):
-        model = GPT(checkpoints.read_config(directory))
+        model = GPT(GPTConfig.from_checkpoint(directory))
         for p in model.parameters():
             p.fill_(float("nan"))
         checkpoints.load_weights(model, directory)
@@ -234,7 +234,7 @@ def test_loading_holds_one_tensor_at_a_time_and_fills_the_parameters_in_place(sa
         return SimpleNamespace(keys=file.keys, get_slice=partial(Counted, file))
 
     monkeypatch.setattr(checkpoints, "safe_open", counting)
-    model = GPT(checkpoints.read_config(directory), seed=None)
+    model = GPT(GPTConfig.from_checkpoint(directory), seed=None)
     before = {name: p.data_ptr() for name, p in model.named_parameters()}
     checkpoints.load_weights(model, directory)
     assert max(most) == 1 and len(most) == 21  # embedding, norm, head, and 9 tensors in each layer
@@ -278,16 +278,16 @@ QWEN2_SIZE = dict(n_kv_head=2, n_inner=4864, max_positions=131072, norm_eps=1e-6
 QWEN2_SIZE |= dict(qkv_bias=True, tie_embeddings=True)
 QWEN3_SIZE = dict(norm_eps=1e-6, rope_theta=1e6, tie_embeddings=True, qk_norm=True)
 SCALED = dict(max_positions=131072, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192))
-EXPECTED = PRESETS | {
+EXPECTED = {name: GPTConfig.preset(name) for name in PRESETS} | {
     "qwen2-0.5b": GPTConfig("llama", 151936, 24, 14, 896, **QWEN2_SIZE),
     "qwen3-0.6b": GPTConfig("llama", 151936, 28, 16, 1024, 8, 128, 3072, 40960, **QWEN3_SIZE),
-    "llama3.1-8b": replace(PRESETS["llama3-8b"], **SCALED),
+    "llama3.1-8b": GPTConfig.preset("llama3-8b", **SCALED),
 }
 
 
 def read(path, **config):
     (path / "config.json").write_text(json.dumps(config))
-    return checkpoints.read_config(path)
+    return GPTConfig.from_checkpoint(path)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -309,7 +309,7 @@ def test_missing_options_are_what_transformers_assumes_and_sizes_are_asked(tmp_p
     config = sized(model_type)
     silent = read(tmp_path, **config)
     transformers.CONFIG_MAPPING[model_type](**config).save_pretrained(tmp_path)
-    assert silent == checkpoints.read_config(tmp_path)
+    assert silent == GPTConfig.from_checkpoint(tmp_path)
     same = dict(reorder_and_upcast=1, partial_rotary_factor=1.0, pretraining_tp=2)
     same |= dict(quantization_config=None, activation_function="gelu_pytorch_tanh")
     assert read(tmp_path, **config | same) == silent
@@ -331,10 +331,10 @@ def test_config_of_transformers_4_and_5_mean_the_same(tmp_path, kind, type_keys)
         config.pop("layer_types", None)
 
     KINDS[kind].save_pretrained(tmp_path)
-    expected = checkpoints.read_config(tmp_path)
+    expected = GPTConfig.from_checkpoint(tmp_path)
     assert (expected.rope_scaling is not None) == (kind == "llama 3")
     edit(tmp_path / "config.json", as_transformers_4)
-    assert checkpoints.read_config(tmp_path) == expected
+    assert GPTConfig.from_checkpoint(tmp_path) == expected
 
 
 # model_type, window, options, positions
@@ -386,10 +386,10 @@ DEEP = '{"model_type": ' + "[" * 10**5
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", "\xff", "NaN", DEEP])
 def test_config_that_is_missing_or_broken_is_named(tmp_path, content):
     with pytest.raises(FileNotFoundError, match="config.json"):
-        checkpoints.read_config(tmp_path)
+        GPTConfig.from_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text(content, "latin-1")
     with pytest.raises(ValueError, match="config.json: (Invalid JSON|must be an object)"):
-        checkpoints.read_config(tmp_path)
+        GPTConfig.from_checkpoint(tmp_path)
 
 
 Q_BIAS, UP = "layers.0.self_attn.q_proj.bias", "layers.2.mlp.up_proj.weight"
@@ -411,7 +411,7 @@ MISFITS = [
 @pytest.mark.parametrize("kind, change, message", MISFITS)
 def test_tensors_that_do_not_fit_are_named_and_nothing_is_copied(save, kind, change, message):
     directory = save(kind)
-    model = GPT(checkpoints.read_config(directory))
+    model = GPT(GPTConfig.from_checkpoint(directory))
     before = copy.deepcopy(model.state_dict())
     edit(directory / "model.safetensors", change)
     with pytest.raises(ValueError, match=message):

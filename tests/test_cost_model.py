@@ -25,7 +25,6 @@ from lab.simulator.devices import (
 )
 from model import GPT, GPTConfig
 from policies.iteration_time import BatchShape, IterationTime
-from pretrained.presets import PRESETS
 
 # Rates without limit leave one cost: arithmetic at 1 Mflop/s, bytes at 1 MB/s, a second a kernel
 MATH = Device("math", 1e6, inf, 1e6, inf, 1e6, tile=4, op_s=0.0)
@@ -45,7 +44,7 @@ def num_weights(config, tp=1):
 
 
 def a6000(cpu_s=0.0):
-    return CostModel(PRESETS["llama-13b"], DEVICES["a6000"], cpu_s=cpu_s)
+    return CostModel(GEOMETRIES["llama-13b"], DEVICES["a6000"], cpu_s=cpu_s)
 
 
 def decodes(count, context):
@@ -54,7 +53,7 @@ def decodes(count, context):
 
 @pytest.mark.parametrize("name", ["llama-7b", "llama2-70b", "yi-34b", "mistral-7b", "gpt2"])
 def test_the_matrices_are_those_of_the_real_model(name):
-    config = PRESETS[name]
+    config = GEOMETRIES[name]
     with torch.device("meta"):
         model = GPT(config, device="meta", seed=None)
     names = ("preproj", "postproj", "ffn_ln1", "ffn_ln2")
@@ -73,7 +72,7 @@ def test_each_gpu_has_its_share_of_the_matrices():
     assert shapes[2] == [(8, 8), (4, 8), (8, 16), (8, 8)]
     # each of four GPUs needs one of the two KV heads: preproj makes 1 + 2 heads of 2 numbers
     assert shapes[4] == [(8, 6), (2, 8), (8, 8), (4, 8)]
-    llama = PRESETS["llama2-70b"]
+    llama = GEOMETRIES["llama2-70b"]
     assert 8 * num_weights(llama, 8) == num_weights(llama)
     repeated = 80 * 8192 * 2 * (16 - 8) * 128  # 8 more heads of keys and of values in each layer
     assert 16 * num_weights(llama, 16) == num_weights(llama) + repeated
@@ -221,10 +220,10 @@ def test_devices_have_a_name_and_a_link_unless_given():
 # Of all kinds: on one GPU, divided, in a pipeline, with fewer KV heads than GPUs
 COSTS = [
     lambda: a6000(cpu_s=5e-3),
-    lambda: CostModel(PRESETS["yi-34b"], A100, tp=2),
+    lambda: CostModel(GEOMETRIES["yi-34b"], A100, tp=2),
     lambda: CostModel(GEOMETRIES["gpt3-175b"], A100, tp=8, pp=8),
     lambda: CostModel(GEOMETRIES["falcon-180b"], A100, tp=4, pp=2, parallel_block=True),
-    lambda: CostModel(PRESETS["llama2-70b"], DEVICES["h100"], tp=16, pp=4),
+    lambda: CostModel(GEOMETRIES["llama2-70b"], DEVICES["h100"], tp=16, pp=4),
 ]
 
 
@@ -261,8 +260,8 @@ def test_weights_of_the_gpu_that_has_most():
 
 @pytest.mark.parametrize("name", ["llama-7b", "llama2-70b", "gpt2"])
 def test_memory_on_one_gpu_is_that_of_the_engine(name):
-    cost = CostModel(PRESETS[name], replace(A100, memory_bytes=200e9))
-    kv_bytes = kv_bytes_per_token(PRESETS[name], torch.float16)
+    cost = CostModel(GEOMETRIES[name], replace(A100, memory_bytes=200e9))
+    kv_bytes = kv_bytes_per_token(GEOMETRIES[name], torch.float16)
     assert cost.kv_bytes * cost.layers == kv_bytes
     most = (180_000_000_000 - cost.weight_bytes()) // (3000 * kv_bytes)  # SARATHI §4.3.1
     assert cost.max_batch(3000) == most > 0
@@ -281,7 +280,7 @@ def test_gpt3_runs_the_batches_of_sarathi_on_a100s(pp, batch):
 
 
 def test_a_model_that_does_not_fit_says_what_to_do():
-    large = CostModel(PRESETS["llama2-70b"], DEVICES["a6000"])
+    large = CostModel(GEOMETRIES["llama2-70b"], DEVICES["a6000"])
     # 80 * (8192 * (10240 + 8192) + 3 * 8192 * 28672) and 2 * 32000 * 8192 of two bytes
     message = "138.0 GB of weights do not fit 90% of the 48 GB of an A6000: try more tp or pp"
     for ask in (large.kv_tokens, lambda: large.max_batch(1)):
@@ -334,7 +333,7 @@ def test_figures_7_and_3_of_sarathi_and_the_strict_slos_of_sarathi_serve():
         prefill = a6000().seconds([(i, 0, 1024) for i in range(batch)]) / (batch * 1024)
         assert decode / prefill == pytest.approx(published, rel=0.15)
     for name, tp, strict_slo in (("yi-34b", 2, 0.2), ("mistral-7b", 1, 0.1)):
-        seconds = CostModel(PRESETS[name], A100, tp=tp).seconds(decodes(32, 4096))
+        seconds = CostModel(GEOMETRIES[name], A100, tp=tp).seconds(decodes(32, 4096))
         assert 5 * seconds == pytest.approx(strict_slo, rel=0.15)  # Sarathi-Serve, Table 3
 
 

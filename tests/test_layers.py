@@ -17,13 +17,13 @@ MAY_IMPORT = {  # a folder stands for all of its modules; `a.b` is that module a
     "kv_cache": "errors",
     "attention": "errors kv_cache attention torch",
     "packed_linear": "torch",
-    "model": "errors kv_cache attention torch",
+    "model": "errors kv_cache pretrained attention torch",
     "sampling": "errors torch",
     "scheduler": "errors kv_cache",
     "policies": PLAN,
     "config": PLAN,
     "engine": CORE,
-    "pretrained": "errors kv_cache attention model pretrained torch",
+    "pretrained": "errors pretrained torch",
     "parallel": f"{CORE} pretrained parallel",
     "cli": f"{CORE} pretrained parallel lab.measure.timing cli",
     "views": "scheduler policies engine lab.measure.metrics views",
@@ -36,7 +36,6 @@ MAY_IMPORT = {  # a folder stands for all of its modules; `a.b` is that module a
 LAZILY = {  # in functions
     "kv_cache": "torch",
     "config": "torch",
-    "model": "pretrained",
     "lab.commands.paper": "bench",  # it runs the other commands
 }
 PATHS = [
@@ -104,7 +103,7 @@ def test_imports_point_down():
         ("policies.own", "from .slo import SLOS", ".slo"),  # imports are absolute
         ("config", "import torch.nn", "torch.nn"),  # only inside of a function
         ("model", "def f():\n    from lab.measure import timing", "lab.measure.timing"),
-        ("model", "import pretrained.presets as p", "pretrained.presets"),
+        ("pretrained.own", "from model import GPT", "model"),
         ("views.own", "from cli import options", "cli.options"),
         ("cli.own", "if True:\n    import lab.simulator.machine", "lab.simulator.machine"),
         ("sample", "from lab.simulator import devices", "lab.simulator.devices"),

@@ -168,7 +168,7 @@ def test_the_parts_of_all_ranks_are_the_whole(tp, pp, name, vocab_size):
     for rank in range(tp * pp):
         ranks = SimpleNamespace(tp=tp, pp=pp, rank=rank, stage=rank // tp, part=rank % tp)
         shard = Shard(whole.config, ranks, seed=None)
-        for source, dim, ranges in map(shard.cut, dict(shard.named_parameters())):
+        for source, dim, ranges in map(shard.slices_of, dict(shard.named_parameters())):
             for start, end in ranges:
                 seen[source].narrow(dim, start, end - start).add_(1)
     for source, times in seen.items():
@@ -196,7 +196,7 @@ def test_a_rank_reads_no_more_of_a_checkpoint_than_it_keeps(tmp_path, monkeypatc
         return SimpleNamespace(keys=file.keys, get_slice=partial(Counted, file))
 
     monkeypatch.setattr(checkpoints, "safe_open", counting)
-    whole = checkpoints.read_config(tmp_path)
+    whole = GPTConfig.from_checkpoint(tmp_path)
     for rank in range(tp * pp):
         ranks = SimpleNamespace(tp=tp, pp=pp, rank=rank, stage=rank // tp, part=rank % tp)
         shard = Shard(whole, ranks, "meta", torch.float64, seed=None)

@@ -134,7 +134,7 @@ DEVICES = {
 }
 
 # No forward pass here: learned positions, and two matrices in the MLP, as in GPT-2.
-GEOMETRIES = PRESETS | {
+GEOMETRIES = {name: GPTConfig.preset(name) for name in PRESETS} | {
     "gpt3-175b": GPTConfig(
         family="gpt2",
         vocab_size=50257,
