@@ -5,7 +5,6 @@ import fnmatch
 import json
 import math
 import weakref
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
