@@ -32,6 +32,7 @@ MAY_IMPORT = {  # a folder stands for all of its modules; `a.b` is that module a
     "bench": LAB,
     "sample": f"{CORE} pretrained parallel cli",
     "server": f"{CORE} pretrained parallel cli views server",
+    "examples": CORE,
 }
 LAZILY = {  # in functions
     "kv_cache": "torch",
