@@ -1,16 +1,40 @@
-"""What an engine, real or simulated, is told besides its model. Read next: engine.py."""
+"""EngineConfig: all that an engine, real or simulated, is told besides its model.
+
+Read next: engine.py."""
+
+from __future__ import annotations
 
 import os
+import sys
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from errors import check_whole
-from kv_cache import kv_bytes_per_token
+from kv_cache import Pages, kv_bytes_per_token
 from policies import find_policy, make_scheduler, policy_options
+from scheduler import Scheduler
 
-MAX_BATCH = 256  # the most requests at once where no number is named, however much memory there is
+if TYPE_CHECKING:
+    import torch  # a simulation runs without
+
+MAX_BATCH = 256  # the largest default of max_batch, however much memory there is
+MAX_LEN = 2048  # the largest default of max_len
+CUDA_TILE = 128  # tokens in a tile of matrix products on a GPU (SARATHI §4.4)
+
+
+class ModelLike(Protocol):
+    """The parts of a model.GPT that decide on sizes; `config` is a GPTConfig."""
+
+    @property
+    def config(self) -> Any: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
 
 
 @dataclass(frozen=True)
@@ -18,7 +42,7 @@ class EngineConfig:
     """All that an engine is told besides its model. Raises ValueError, naming the argument."""
 
     policy: str = "sarathi-serve"  # a name in policies.POLICIES, or "my_policy.py:ClassName"
-    chunk: int | str = 256  # C, the chunk size or token budget; "auto": what meets an SLO (slo.py)
+    chunk: int | str = 256  # C, the chunk size or token budget; "auto": found by auto_budget
     max_batch: int | None = None  # B, the most requests at once; None: as many as fit, at most 256
     max_len: int | None = None  # the longest prompt and output; None: 2,048, or the model's limit
     page_size: int | None = None  # tokens in a page; None: max_len, or up to 64 if these are shared
@@ -26,91 +50,130 @@ class EngineConfig:
     prefix_caching: bool = False  # share the pages of prompts that begin alike
     max_waiting: int | None = None  # the most requests that may wait; None: no limit
     attention: str = "auto"  # the backend, see attention.make_attention
-    policy_options: dict[str, Any] = field(default_factory=dict)  # as tbt_slo; tile: 128 on CUDA
+    policy_options: dict[str, Any] = field(default_factory=dict)  # as {"tbt_slo": 0.1}
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.chunk != "auto":
             check_whole("chunk", self.chunk, least=1)
         elif not find_policy(self.policy).cuts_prompts:
             raise ValueError(f"chunk='auto': policy {self.policy!r} does not cut prompts")
         for name in ("max_batch", "max_len", "page_size", "pages", "max_waiting"):
-            if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name), least=1)
-        if self.max_len and self.page_size and self.page_size > self.max_len:
-            raise ValueError(f"page_size={self.page_size}: must be at most max_len={self.max_len}")
+            value = getattr(self, name)
+            if value is not None:
+                check_whole(name, value, least=1)
         if not isinstance(self.prefix_caching, bool):
             raise ValueError(f"prefix_caching={self.prefix_caching!r}: must be True or False")
-        if self.prefix_caching and self.page_size and self.page_size == self.max_len:
-            wanted = f"must be below max_len={self.max_len}, for prefix_caching"
-            raise ValueError(f"page_size={self.page_size}: {wanted}")
+        if self.max_len is None or self.page_size is None:
+            return
+        if self.page_size > self.max_len:
+            raise ValueError(f"page_size={self.page_size}: must be at most max_len={self.max_len}")
+        if self.prefix_caching and self.page_size == self.max_len:
+            limit = f"must be below max_len={self.max_len}, for prefix_caching"
+            raise ValueError(f"page_size={self.page_size}: {limit}")
 
-    def scheduler(self, pages, clock, **changes):
-        """A scheduler of this policy, for max_batch and max_len that are numbers."""
-        sizes = dict(chunk=self.chunk, max_batch=self.max_batch, max_len=self.max_len)
-        return make_scheduler(
-            self.policy, pages, clock=clock, **sizes | self.policy_options | changes
-        )
-
-    def for_model(self, model):
+    def for_model(self, model: ModelLike) -> Self:
         """The same with all numbers filled in. Raises ValueError if model or memory forbid it."""
         limit = model.config.max_positions
-        max_len = self.max_len or min(2048, limit)
+        max_len = self.max_len or min(MAX_LEN, limit)
         if max_len > limit:
-            why = "this model's limit (max_positions, or its sliding window)"
-            raise ValueError(f"max_len={max_len}: must be at most {limit}, {why}")
-        default = min(64, -(-max_len // 2)) if self.prefix_caching else max_len
-        page_size, pages = self.page_size or default, self.pages
+            reason = "this model's limit (max_positions, or its sliding window)"
+            raise ValueError(f"max_len={max_len}: must be at most {limit}, {reason}")
+        page_size = self.page_size
+        if page_size is None:
+            page_size = min(64, -(-max_len // 2)) if self.prefix_caching else max_len
+        pages = self.pages
         if pages is None:
             pages = (self.max_batch or MAX_BATCH) * -(-max_len // page_size)
             if self.max_batch is None:
                 pages = min(pages, pages_that_fit(model, max_len, page_size))
-        sizes = dict(max_len=max_len, pages=pages, page_size=page_size)
-        needed = pages * page_size * kv_bytes_per_token(model.config, model.dtype)
-        check_memory(f"pages={pages}, page_size={page_size}", needed, model.device)
-        its = replace(self, max_batch=self.max_batch or min(pages, MAX_BATCH), **sizes)
-        return its.with_tile(128) if model.device.type == "cuda" else its
+        cache_bytes = pages * page_size * kv_bytes_per_token(model.config, model.dtype)
+        check_memory(f"pages={pages}, page_size={page_size}", cache_bytes, model.device)
+        max_batch = self.max_batch or min(pages, MAX_BATCH)
+        config = replace(
+            self, max_batch=max_batch, max_len=max_len, page_size=page_size, pages=pages
+        )
+        return config.with_tile(CUDA_TILE) if model.device.type == "cuda" else config
 
-    def with_tile(self, tile):
-        """The same: a policy that goes by tiles takes whole ones of so many tokens, or its own."""
+    def with_tile(self, tile: int) -> Self:
+        """The same; a policy with the option `tile` gets this one, unless it has another."""
         if "tile" not in policy_options(find_policy(self.policy)):
             return self
         return replace(self, policy_options={"tile": tile} | self.policy_options)
 
+    def new_pages(self) -> Pages:
+        """The Pages of a cache of this size, all of them free. Its numbers must be filled in."""
+        if self.pages is None or self.page_size is None:
+            raise ValueError(f"pages={self.pages}, page_size={self.page_size}: see for_model")
+        return Pages(self.pages, self.page_size, self.prefix_caching)
 
-def pages_that_fit(model, max_len, page_size):
-    """How many pages the memory of the model's device has room for: with one for each request it
-    is SARATHI's B = floor((M_G - M_S) / (L * m_kv)), §4.3.1."""
-    import torch
+    def scheduler(self, pages: Pages, clock: Callable[[], float]) -> Scheduler:
+        """A scheduler of this policy. All numbers must be filled in."""
+        sizes = {"chunk": self.chunk, "max_batch": self.max_batch, "max_len": self.max_len}
+        return make_scheduler(self.policy, pages, clock=clock, **sizes | self.policy_options)
 
-    free, cuda = free_bytes(model.device), model.device.type == "cuda"
-    kept = torch.cuda.mem_get_info(model.device)[1] // 10 if cuda else free // 2  # for all the rest
-    per_token = kv_bytes_per_token(model.config, model.dtype)
-    pages = (free - kept) // (page_size * per_token)
+    def check_policy(self) -> None:
+        """Raise ValueError if the policy rejects these numbers or options.
+
+        A scheduler is made and thrown away, before the memory of a cache is allocated."""
+        config = replace(self, chunk=1) if self.chunk == "auto" else self
+        config.scheduler(self.new_pages(), time.monotonic)
+
+
+def pages_that_fit(model: ModelLike, max_len: int, page_size: int) -> int:
+    """How many pages fit into the free memory of the model's device, next to all the rest.
+
+    With one page for each request it is SARATHI's B = floor((M_G - M_S) / (L * m_kv)), §4.3.1.
+    Raises ValueError if not even one request of max_len tokens fits."""
+    free = free_bytes(model.device)
+    if model.device.type == "cuda":
+        import torch
+
+        total = torch.cuda.mem_get_info(model.device)[1]
+        room = free - total // 10  # a tenth is for activations
+    else:
+        room = free - free // 2  # half is for other processes
+    token_bytes = kv_bytes_per_token(model.config, model.dtype)
+    pages = room // (page_size * token_bytes)
     if pages * page_size < max_len:
-        takes = f"one request takes {max_len * per_token / 1e9:.1f} GB of KV cache"
-        raise ValueError(f"max_len={max_len}: {takes}, {(free - kept) / 1e9:.1f} GB are free")
+        takes = f"one request takes {max_len * token_bytes / 1e9:.1f} GB of KV cache"
+        raise ValueError(f"max_len={max_len}: {takes}, {room / 1e9:.1f} GB are free")
     return pages
 
 
-def free_bytes(device):
-    """The memory that a torch.device can still give, in bytes, swap aside."""
+def check_memory(description: str, wanted_bytes: int, device: torch.device) -> None:
+    """Raise ValueError if `description`, such as "max_len=8192", takes more than is free."""
+    free = free_bytes(device)
+    if wanted_bytes > free:
+        wanted = min(wanted_bytes, 10**30) / 1e9  # a larger number is no float
+        raise ValueError(f"{description}: takes {wanted:,.1f} GB, {free / 1e9:,.1f} GB are free")
+
+
+def free_bytes(device: torch.device) -> int:
+    """The memory that a device can still give, in bytes, without swap."""
     if device.type == "cuda":
         import torch
 
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + kept
-    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # all: macOS tells no more
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # those of torchrun share the memory
+    return min(_free_in_system(), _free_in_container()) // processes
+
+
+def _free_in_system() -> int:
+    """The bytes that Linux calls available; all memory on other systems, which do not say."""
     with suppress(OSError), open("/proc/meminfo") as file:
-        free = next((1024 * int(s.split()[1]) for s in file if s.startswith("MemAvailable:")), free)
-    with suppress(OSError, ValueError):  # a container's limit, or "max"; its caches can go
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return 1024 * int(line.split()[1])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _free_in_container() -> int:
+    """The bytes that the limit of this container leaves; its file caches count as free."""
+    with suppress(OSError, ValueError):  # there is no such file, or the limit is "max"
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = dict(map(str.split, Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()))
-        free = min(free, max(0, limit - int(used["anon"])))
-    return free // int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun's processes share it
-
-
-def check_memory(what, wanted_bytes, device):
-    """Raise ValueError if `what`, such as "max_len=8192", takes more than free_bytes(device)."""
-    if wanted_bytes > (free := free_bytes(device)):
-        wanted = min(wanted_bytes, 10**30) / 1e9
-        raise ValueError(f"{what}: takes {wanted:,.1f} GB, {free / 1e9:,.1f} GB are free")
+        for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines():
+            name, value = line.split()
+            if name == "anon":
+                return max(0, limit - int(value))
+    return sys.maxsize

@@ -5,89 +5,112 @@
     request_id = engine.add_request(prompt, params)                       # online: add, step, abort
     for event in engine.step(): ...                                       # tokens as they appear
 
-A step is atomic: until the sampled tokens are there no request has advanced, and if anything raises
-before that (out of memory, Ctrl-C), the batch is kept and the next `step()` computes it again. An
-interrupt anywhere else is mended by whoever comes next, see Scheduler.mend."""
+A step is atomic. No request advances before the sampled tokens are there. If anything raises before
+that (out of memory, Ctrl-C), the batch is kept and the next `step()` computes it again. After an
+interrupt anywhere else, the next call repairs what is inconsistent, see Scheduler.mend.
+
+Read first: scheduler.py, model.py and config.py."""
 
 import operator
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from attention import check_backend, make_attention
 from config import EngineConfig, check_memory
 from errors import check_number, check_whole, shorten
-from kv_cache import KVCache, Pages, Span, kv_bytes_per_token
+from kv_cache import KVCache, Span, kv_bytes_per_token
 from model import GPT, FlatBatch
 from packed_linear import pack
 from policies.priority import check_promise
 from policies.token_budget import auto_budget
 from sampling import SamplingParams, sample
-from scheduler import Request
+from scheduler import Batch, ChunkRecord, Request, Scheduler
+
+Clock = Callable[[], float]  # returns seconds
 
 
-class QueueFull(ValueError):
-    """A request was refused because max_waiting others wait."""
+class QueueFull(ValueError):  # noqa: N818
+    """A request was rejected because max_waiting others wait."""
+
+
+class TextCodec(Protocol):
+    """Translates text to token ids and back, as a pretrained.tokenizers.Tokenizer does."""
+
+    @property
+    def stop_token_ids(self) -> Collection[int]: ...  # these end every request
+    @property
+    def encode(self) -> Callable[[str], list[int]]: ...
+    @property
+    def decode(self) -> Callable[[list[int]], str]: ...
 
 
 @dataclass
 class Completion:
-    """What became of a request (Sarathi-Serve §2.4). Times are in seconds, on the engine's clock.
-    `tokens` is the output, a stop token included, `text` is without that one; `finish_reason` is
+    """The result of a request (Sarathi-Serve §2.4). Times are in seconds, on the engine's clock.
+
+    `tokens` is the output with its stop token, `text` is the output without it. `finish_reason` is
     "stop" (a stop token came), "length" (max_new_tokens reached) or "abort"."""
 
     request_id: int
-    prompt: list
+    prompt: Sequence[int]
     arrival: float
     priority: int = 2
-    tokens: list = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     text: str | None = None
-    logprobs: list | None = None
+    logprobs: list[float] | None = None
     finish_reason: str | None = None
-    scheduled: float | None = None
-    token_times: list = field(default_factory=list)
+    scheduled: float | None = None  # when it was first admitted
+    token_times: list[float] = field(default_factory=list)  # when each output token was known
     preemptions: int = 0
-    recomputed_tokens: int = 0  # lost with its pages, some of which may be found again
+    recomputed_tokens: int = 0  # lost with its pages; some are found in the cache again
     cached_tokens: int = 0  # found in the cache and not computed, after preemptions too
 
     @classmethod
-    def of(cls, request, text=None):
-        """That of a scheduler.Request that has ended."""
-        r, n, output = request, request.prompt_len, request.tokens[request.prompt_len :]
-        logprobs = r.logprobs[: len(output)] if r.params and r.params.logprobs else None
+    def of(cls, request: Request, text: str | None = None) -> Self:
+        """The completion of a scheduler.Request that has ended."""
+        output = request.tokens[request.prompt_len :]
+        wants_logprobs = request.params is not None and request.params.logprobs
         return cls(
-            *(r.id, r.tokens[:n], r.arrival, r.priority, output, text, logprobs, r.finish_reason),
-            *(
-                r.scheduled,
-                r.token_times[: len(output)],
-                r.preemptions,
-                r.recomputed_tokens,
-                r.cached_tokens,
-            ),
+            request_id=request.id,
+            prompt=request.tokens[: request.prompt_len],
+            arrival=request.arrival,
+            priority=request.priority,
+            tokens=output,
+            text=text,
+            logprobs=request.logprobs[: len(output)] if wants_logprobs else None,
+            finish_reason=request.finish_reason,
+            scheduled=request.scheduled,
+            token_times=request.token_times[: len(output)],
+            preemptions=request.preemptions,
+            recomputed_tokens=request.recomputed_tokens,
+            cached_tokens=request.cached_tokens,
         )
 
     @property
-    def ttft(self):
+    def ttft(self) -> float | None:
         """Time to first token: from arrival to the first output token. None if there was none."""
         return self.token_times[0] - self.arrival if self.token_times else None
 
     @property
-    def tbt(self):
-        """Times between tokens: the gaps between consecutive output tokens, a list."""
-        return [later - earlier for earlier, later in zip(self.token_times, self.token_times[1:])]
+    def tbt(self) -> list[float]:
+        """Times between tokens: the gaps between consecutive output tokens."""
+        return [later - earlier for earlier, later in pairwise(self.token_times)]
 
     @property
-    def scheduling_delay(self):
+    def scheduling_delay(self) -> float | None:
         """From arrival to first being scheduled. None if it never was."""
         return None if self.scheduled is None else self.scheduled - self.arrival
 
     @property
-    def latency(self):
+    def latency(self) -> float | None:
         """From arrival to the last output token, end to end. None if there was none."""
         return self.token_times[-1] - self.arrival if self.token_times else None
 
@@ -105,44 +128,84 @@ class Event(NamedTuple):
 class Iteration(NamedTuple):
     """What one step computed, and when. Times are in seconds, on the engine's clock.
 
-    start, end      when it began and when its tokens had arrived; `launch`: when forward was called
-    chunks          (request_id, start, length, is_decode) for each
-    waiting, running, free_pages   how many there were; `budget`, `preempted`: of scheduler.Batch
-    micro_batch     which one it was of, in a simulated pipeline or one with replicas"""
+    waiting, running, free_pages   how many there were after the batch was decided
+    budget, preempted              of the scheduler.Batch: tokens, and request ids"""
 
     start: float
-    end: float
-    chunks: list
-    launch: float | None = None
+    end: float  # when its tokens had arrived
+    chunks: list[ChunkRecord]
+    launch: float | None = None  # when forward was called
     waiting: int = 0
     running: int = 0
     free_pages: int = 0
     budget: int | None = None
-    preempted: list = ()
-    micro_batch: int = 0
+    preempted: Sequence[int] = ()
+    micro_batch: int = 0  # its number, in a pipeline or with replicas
+
+    @classmethod
+    def begin(
+        cls, batch: Batch, schedulers: Sequence[Scheduler], start: float, micro_batch: int = 0
+    ) -> Self:
+        """The iteration of a batch that was just decided; its `end` and `launch` are to come.
+
+        Several schedulers, one for each micro-batch, share one queue."""
+        return cls(
+            start=start,
+            end=start,
+            chunks=batch.record(),
+            waiting=len(schedulers[0].waiting),
+            running=sum(len(scheduler.running) for scheduler in schedulers),
+            free_pages=sum(scheduler.pages.num_free for scheduler in schedulers),
+            budget=batch.budget,
+            preempted=batch.preempted,
+            micro_batch=micro_batch,
+        )
 
     @property
-    def prefill_tokens(self):
+    def prefill_tokens(self) -> int:
         """How many tokens of prompts were computed."""
-        return sum(length for _, _, length, is_decode in self.chunks if not is_decode)
+        return sum(chunk.length for chunk in self.chunks if not chunk.is_decode)
 
     @property
-    def decode_tokens(self):
+    def decode_tokens(self) -> int:
         """How many decodes there were."""
-        return sum(is_decode for *_, is_decode in self.chunks)
+        return sum(chunk.is_decode for chunk in self.chunks)
 
 
-def state_of(schedulers, batch):
-    """What an Iteration says of when its batch was decided. Several schedulers share one queue."""
-    running = sum([len(its.running) for its in schedulers])
-    free_pages = sum([its.pages.num_free for its in schedulers])
-    return len(schedulers[0].waiting), running, free_pages, batch.budget, batch.preempted
+class StepInputs(NamedTuple):
+    """What a Runner needs to compute a batch and to sample from it."""
+
+    spans: list[Span]
+    params: list[SamplingParams]  # one for each span that wants logits
+    positions: list[int]  # which output token of its request each of those decides
+
+
+class Sampled(NamedTuple):
+    """A sampled token. `logprob` is None unless a request in the batch wants it."""
+
+    token: int
+    logprob: float | None
+
+
+class Computed(NamedTuple):
+    """A batch that was computed; its requests have not advanced yet."""
+
+    batch: Batch
+    sampled: list[Sampled | None]  # for each chunk; None if it yields no token
+    iteration: Iteration
 
 
 class Runner:
-    """A model, its cache and its attention: what launches a batch, and what fetches its tokens."""
+    """A model, its cache and its attention: launches a batch, and fetches its tokens."""
 
-    def __init__(self, model, pages, page_size, max_len=None, attention="auto"):
+    def __init__(
+        self,
+        model: GPT,
+        pages: int,
+        page_size: int,
+        max_len: int | None = None,
+        attention: str = "auto",
+    ) -> None:
         check_backend(attention, model.device)
         page_bytes = page_size * kv_bytes_per_token(model.config, model.dtype)
         check_memory(f"pages={pages}, page_size={page_size}", pages * page_bytes, model.device)
@@ -150,39 +213,43 @@ class Runner:
         self.attention = make_attention(model.config, self.cache, attention)
         self.model = pack(model)
 
-    def flatten(self, spans):
-        """The model.FlatBatch of these Spans, on the device."""
+    def flatten(self, spans: Sequence[Span]) -> FlatBatch:
+        """The FlatBatch of these spans, on the device."""
         return FlatBatch.build(spans, self.attention)
 
-    def greedy(self, spans):
-        """The likeliest token of each span that wants one, a list. Waits for a GPU."""
+    def greedy(self, spans: Sequence[Span]) -> list[int]:
+        """The likeliest next token of each span that wants logits. Waits for a GPU."""
         logits = self.model(self.flatten(spans), self.cache)
-        return logits.argmax(dim=-1).tolist() if len(logits) else self.fetch(logits, [], [])
+        if len(logits) == 0:
+            self.fetch(logits, [], [])  # waits
+            return []
+        return logits.argmax(dim=-1).tolist()
 
-    def fetch(self, logits, params, positions):
-        """Sample on the device and read from it, once: (token, logprob or None) for each row i,
-        which is output token positions[i] of a request with the SamplingParams params[i]."""
+    def fetch(
+        self, logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
+    ) -> list[Sampled]:
+        """Sample on the device and read the tokens from it, in one transfer.
+
+        Row i of logits decides output token positions[i] of a request with params[i]."""
         if not params:
             if logits.is_cuda:  # or the iteration would seem to end before it does
                 torch.cuda.current_stream(logits.device).synchronize()
             return []
         tokens, logprobs = sample(logits, params, positions)
         if logprobs is None:
-            return [(token, None) for token in tokens.tolist()]
-        tokens, logprobs = torch.stack([tokens.double(), logprobs.double()]).tolist()
-        return [(int(token), logprob) for token, logprob in zip(tokens, logprobs)]
+            return [Sampled(token, None) for token in tokens.tolist()]
+        token_row, logprob_row = torch.stack([tokens.double(), logprobs.double()]).tolist()
+        pairs = zip(token_row, logprob_row, strict=True)
+        return [Sampled(int(token), logprob) for token, logprob in pairs]
 
 
 class Engine:
     """Serves requests with one model under one policy.
 
-    Takes the fields of an EngineConfig (config.py) as keywords, or one to `from_config`;
-    a tokenizer for prompts given as text, whose stop tokens end every request; a clock, in seconds.
-    Raises ValueError: before anything is allocated, but for what only the attention backend (a
-    page size) or chunk="auto" (an SLO that nothing meets) can tell."""
+    Raises ValueError before anything is allocated. Only two errors come later: a page size that the
+    attention backend cannot use, and an SLO that no budget meets with chunk="auto"."""
 
-    make_runner = Runner
-    schedulers = property(lambda self: [self.scheduler])  # of each micro-batch, in a pipeline
+    make_runner: type[Runner] = Runner
 
     def __init__(
         self,
@@ -198,10 +265,12 @@ class Engine:
         max_waiting: int | None = None,
         attention: str = "auto",
         policy_options: Mapping[str, Any] | None = None,
-        tokenizer: Any = None,
-        clock: Callable[[], float] = time.perf_counter,
+        tokenizer: TextCodec | None = None,
+        clock: Clock = time.perf_counter,
     ) -> None:
-        """The keywords are the fields of config.EngineConfig, which explains them."""
+        """All keywords but the last two are the fields of config.EngineConfig, which explains them.
+
+        `tokenizer` is for prompts given as text; `clock` returns seconds."""
         config = EngineConfig(
             policy=policy,
             chunk=chunk,
@@ -222,80 +291,87 @@ class Engine:
         model: GPT,
         config: EngineConfig,
         *,
-        tokenizer: Any = None,
-        clock: Callable[[], float] = time.perf_counter,
+        tokenizer: TextCodec | None = None,
+        clock: Clock = time.perf_counter,
     ) -> Self:
         """An engine with the fields of an EngineConfig."""
         return cls(model, **vars(config), tokenizer=tokenizer, clock=clock)
 
     def _start(
-        self, model: GPT, config: EngineConfig, tokenizer: Any, clock: Callable[[], float]
+        self, model: GPT, config: EngineConfig, tokenizer: TextCodec | None, clock: Clock
     ) -> None:
-        """Allocate the cache, and begin with no requests."""
+        """Check the config, allocate the cache, and begin with no requests."""
         config = config.for_model(model)
-        memory, auto = (config.pages, config.page_size), config.chunk == "auto"
-        pages = Pages(*memory, config.prefix_caching)
-        self.scheduler = config.scheduler(pages, clock, **{"chunk": 1} if auto else {})
-        self.runner = self.make_runner(model, *memory, config.max_len, config.attention)
-        if auto:
+        config.check_policy()
+        pages = config.new_pages()
+        self.runner = self.make_runner(
+            model, pages.total, pages.page_size, config.max_len, config.attention
+        )
+        if config.chunk == "auto":
             config = auto_budget(self.runner, config)
-            self.scheduler = config.scheduler(pages, clock)
-        self.config, self.tokenizer, self.clock = config, tokenizer, clock
-        self.last_iteration, self._next_id = None, 0  # an Iteration, once there was one
-        self._computed = None  # (Batch, what was sampled, Iteration), until it was recorded
-
-    def warm_up(self):
-        """Let nothing happen for the first time later on: page faults, kernels of a batch size."""
-        config, longest = self.config, self.config.max_len - 1
-        self.start_over()  # what the cache holds is lost
-        self.runner.cache.data.zero_()
-        self.generate([[0] * max(1, longest - 1)], SamplingParams(min(2, longest)), progress=False)
-        max_batch = self.scheduler.max_batch
-        sizes = range(min(max_batch, config.max_waiting or max_batch))
-        params = [SamplingParams(min(n + 2, longest)) for n in sizes]
-        self.generate([[0] for _ in sizes], params, progress=False)
+        self.scheduler = config.scheduler(pages, clock)
+        self.schedulers: Sequence[Scheduler] = [self.scheduler]  # one for each micro-batch
+        self.config = config
+        self.tokenizer = tokenizer
+        self.clock = clock
+        self.last_iteration: Iteration | None = None
         self._next_id = 0
-        self.start_over()  # none of this is found later
-
-    def start_over(self):
-        """Let all requests wait and be computed again, in a cache where nothing is found."""
-        self._computed, self.scheduler.torn = None, True
-        self.scheduler.mend()
+        self._computed: Computed | None = None  # until its requests have advanced
 
     @property
-    def has_work(self):
-        """Whether any request has not ended, or did in a step() that was interrupted."""
+    def has_work(self) -> bool:
+        """Whether any request has not ended, or its last event was not returned yet."""
         return bool(self.scheduler.requests or self._computed)
 
-    def add_request(self, prompt, params=None, arrival=None, *, request_id=None, **promised):
+    def add_request(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        arrival: float | None = None,
+        *,
+        request_id: int | None = None,
+        priority: str = "normal",
+        ttft_slo: float | None = None,
+        tbt_slo: float | None = None,
+    ) -> int:
         """Queue a prompt (token ids, or text if there is a tokenizer) and return the request's id.
 
-        `arrival` is when it arrived, on the engine's clock, None is now; `request_id` a number that
-        no other has, None the next; `promised` are priority="normal", ttft_slo=None and
-        tbt_slo=None, see policies/priority.py. Raises ValueError, with nothing changed, if one of
-        these makes no sense, or the prompt is empty, holds a token the model does not know, or does
-        not fit max_len with its output; QueueFull if max_waiting requests wait."""
+        `arrival` is when it arrived, on the engine's clock (None: now). `request_id` is a number
+        that no other request has (None: the next). See policies/priority.py for the last three.
+        Raises ValueError, with nothing changed, if an argument makes no sense, or if the prompt is
+        empty, holds a token that the model does not know, or does not fit max_len with its output.
+        Raises QueueFull if max_waiting requests wait."""
         params = SamplingParams() if params is None else params
-        tokens, promised = self._encode(prompt, params), check_promise(**promised)
+        tokens = self._encode(prompt, params)
+        targets: dict[str, Any] = check_promise(priority, ttft_slo, tbt_slo)
         arrival = self.clock() if arrival is None else arrival
         arrival = check_number("arrival", arrival, "a finite number of seconds")
         if request_id is not None:
-            request_id = check_whole("request_id", request_id, least=0)
-            unseen = self._computed[0] if self._computed else ()  # some of these have ended
-            if request_id in {*self.scheduler.requests, *(c.request.id for c in unseen)}:
-                raise ValueError(f"request_id={request_id}: is the id of another request")
+            request_id = self._check_new_id(request_id)
         self.scheduler.mend()
-        most = self.config.max_waiting
-        if most is not None and len(self.scheduler.waiting) >= most:
-            raise QueueFull(f"max_waiting={most}: as many requests wait")
-        number = self._next_id if request_id is None else request_id
-        stop = {*params.stop_token_ids, *(self.tokenizer.stop_token_ids if self.tokenizer else ())}
-        its = len(tokens), params.max_new_tokens, arrival, frozenset(stop), params
-        self._next_id = max(self._next_id, number + 1)
-        self.scheduler.add(Request(number, tokens, *its, **promised))
-        return number
+        max_waiting = self.config.max_waiting
+        if max_waiting is not None and len(self.scheduler.waiting) >= max_waiting:
+            raise QueueFull(f"max_waiting={max_waiting}: as many requests wait")
+        if request_id is None:
+            request_id = self._next_id
+        stop = set(params.stop_token_ids)
+        if self.tokenizer is not None:
+            stop.update(self.tokenizer.stop_token_ids)
+        request = Request(
+            id=request_id,
+            tokens=tokens,
+            prompt_len=len(tokens),
+            max_new_tokens=params.max_new_tokens,
+            arrival=arrival,
+            stop=frozenset(stop),
+            params=params,
+            **targets,
+        )
+        self._next_id = max(self._next_id, request_id + 1)
+        self.scheduler.add(request)
+        return request_id
 
-    def _encode(self, prompt, params):
+    def _encode(self, prompt: str | Sequence[int], params: SamplingParams) -> list[int]:
         """The prompt as a checked list of token ids."""
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params={shorten(params)}: must be SamplingParams")
@@ -309,14 +385,24 @@ class Engine:
             raise ValueError(f"prompt={shorten(prompt)}: must be text or token ids") from None
         if not tokens:
             raise ValueError("prompt: must hold at least 1 token")
-        size = self.runner.model.config.vocab_size
-        if wrong := [token for token in tokens if not 0 <= token < size]:
-            limit = f"the vocabulary is 0 … {size - 1}"
-            raise ValueError(f"prompt: token {shorten(wrong[0])} is out of range, {limit}")
+        vocab_size = self.runner.model.config.vocab_size
+        for token in tokens:
+            if not 0 <= token < vocab_size:
+                limit = f"the vocabulary is 0 … {vocab_size - 1}"
+                raise ValueError(f"prompt: token {shorten(token)} is out of range, {limit}")
         self.scheduler.check_fits(len(tokens), params.max_new_tokens)
         return tokens
 
-    def abort(self, request_id):
+    def _check_new_id(self, request_id: int) -> int:
+        """The id, if no request has it whose last event was not returned yet."""
+        request_id = check_whole("request_id", request_id, least=0)
+        batch = self._computed.batch if self._computed else []
+        finishing = {chunk.request.id for chunk in batch}  # some of these have ended
+        if request_id in self.scheduler.requests or request_id in finishing:
+            raise ValueError(f"request_id={request_id}: is the id of another request")
+        return request_id
+
+    def abort(self, request_id: int) -> Completion:
         """End a request at once, return its Completion. Raises ValueError if there is none."""
         request = self.scheduler.requests.get(check_whole("request_id", request_id, 0, 2**64))
         if request is None:
@@ -325,97 +411,155 @@ class Engine:
         self.scheduler.finish(request, "abort")
         return completion
 
-    def drop(self, requests):
-        """End requests without asking the policy, which may have failed; others begin anew."""
-        self._computed, self.scheduler.torn = None, True
-        for request in requests:
-            request.finish_reason = "abort"
-            self.scheduler.requests.pop(request.id, None)
-        self.start_over()
-
-    def step(self):
+    def step(self) -> list[Event]:
         """Run one iteration and return an Event for each new token; [] if there is nothing to do.
+
         What the model raises passes through, and the next call computes the same batch again."""
-        if not self._computed:
-            start, batch = self.clock(), self.scheduler.next_batch()
+        if self._computed is None:
+            start = self.clock()
+            batch = self.scheduler.next_batch()
             if not batch:
                 return []
             self._computed = self._compute(batch, start)
-            self.scheduler.observe(batch, self._computed[-1].end - start)
-        events = self._advance(*self._computed)
+            self.scheduler.observe(batch, self._computed.iteration.end - start)
+        events = self._advance(self._computed)
         self._computed = None
         return events
 
-    def _compute(self, batch, start):
-        """The batch, (token, logprob) of each chunk, None where it yields none; the Iteration."""
-        runner, (spans, *drawn) = self.runner, self._inputs(batch)
-        state = state_of(self.schedulers, batch)
-        flat, launch = runner.flatten(spans), self.clock()
-        sampled = iter(runner.fetch(runner.model(flat, runner.cache), *drawn))
-        sampled = [next(sampled) if span.wants_logits else None for span in spans]
-        return batch, sampled, Iteration(start, self.clock(), batch.record(), launch, *state)
+    def _compute(self, batch: Batch, start: float) -> Computed:
+        """Forward and sample. `start` is when the step began."""
+        runner = self.runner
+        inputs = self._inputs(batch)
+        iteration = Iteration.begin(batch, self.schedulers, start)
+        flat = runner.flatten(inputs.spans)
+        launch = self.clock()
+        logits = runner.model(flat, runner.cache)
+        sampled = iter(runner.fetch(logits, inputs.params, inputs.positions))
+        results = [next(sampled) if span.wants_logits else None for span in inputs.spans]
+        return Computed(batch, results, iteration._replace(end=self.clock(), launch=launch))
 
-    def _inputs(self, batch):
-        """The Spans of a batch, and of each that yields a token the SamplingParams and which output
-        token it is: what a Runner computes and fetches."""
-        spans = [
-            Span(r.pages, start, r.tokens[start : start + length], start + length == len(r.tokens))
-            for r, start, length in batch
-        ]
-        requests = [chunk.request for chunk in batch if chunk.yields_token]
-        return spans, [r.params for r in requests], [len(r.tokens) - r.prompt_len for r in requests]
+    def _inputs(self, batch: Batch) -> StepInputs:
+        """The batch as model and sampler see it."""
+        spans, params, positions = [], [], []
+        for chunk in batch:
+            request, start, length = chunk
+            yields_token = chunk.yields_token
+            tokens = request.tokens[start : start + length]
+            spans.append(Span(request.pages, start, tokens, yields_token))
+            if yields_token:
+                params.append(request.params)
+                positions.append(len(request.tokens) - request.prompt_len)
+        return StepInputs(spans, params, positions)
 
-    def _advance(self, batch, sampled, iteration):
-        """Move the requests on. Doing it twice is as good as once, see Scheduler.advance."""
-        for (request, start, length), drawn in zip(batch, sampled):
-            if drawn and request.params.logprobs:
-                request.logprobs[start + length - request.prompt_len :] = (drawn[1],)
-        tokens, events = [drawn and drawn[0] for drawn in sampled], []
+    def _advance(self, computed: Computed) -> list[Event]:
+        """Move the requests on. A second call changes nothing more, see Scheduler.advance."""
+        batch, sampled, iteration = computed
+        for (request, start, length), result in zip(batch, sampled, strict=True):
+            if result is not None and request.params.logprobs:
+                position = start + length - request.prompt_len
+                request.logprobs[position:] = [result.logprob]
+        tokens = [None if result is None else result.token for result in sampled]
+        events = []
         for request, token in self.scheduler.advance(batch, tokens, iteration.end):
-            logprob = request.logprobs[-1] if request.logprobs else None
-            ended = request.finish_reason and self._complete(request)
-            events.append(Event(request.id, token, logprob, request.finish_reason, ended))
+            event = Event(
+                request_id=request.id,
+                token=token,
+                logprob=request.logprobs[-1] if request.logprobs else None,
+                finish_reason=request.finish_reason,
+                completion=self._complete(request) if request.finish_reason else None,
+            )
+            events.append(event)
         self.last_iteration = iteration
         return events
 
-    def _complete(self, request):
-        """Its Completion; with a tokenizer, the output as text too, without the stop token."""
-        if not self.tokenizer:
+    def _complete(self, request: Request) -> Completion:
+        """The request's Completion; with a tokenizer, the output as text, too."""
+        if self.tokenizer is None:
             return Completion.of(request)
-        # decoded after the prompt, which decides on the first word's space in some tokenizers
-        decode, end = self.tokenizer.decode, len(request.tokens) - (request.finish_reason == "stop")
-        before, whole = (decode(request.tokens[:n]) for n in (request.prompt_len, end))
-        text = whole[len(before.rstrip("\ufffd")) :]  # a prompt may end within a character
-        return Completion.of(request, text)
+        end = len(request.tokens)
+        if request.finish_reason == "stop":
+            end -= 1  # the stop token is no part of the text
+        # decoded after the prompt: in some tokenizers it decides on the first word's space
+        prompt_text = self.tokenizer.decode(request.tokens[: request.prompt_len])
+        full_text = self.tokenizer.decode(request.tokens[:end])
+        # a prompt may end within a character, which the output completes
+        return Completion.of(request, full_text[len(prompt_text.rstrip("\ufffd")) :])
 
-    def generate(self, prompts, params=None, progress=True):
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = True,
+    ) -> list[Completion]:
         """Complete all prompts and return their Completions, in order.
 
         `params` is one SamplingParams, or one for each. `progress` shows a bar on a terminal.
-        Raises what `add_request` raises, before anything is computed: then, and after an interrupt,
-        none of them is left. And ValueError while others run: it would lose their events."""
+        Raises what `add_request` raises, before anything is computed. After any exception none of
+        these requests is left. Raises ValueError while others run: their events would be lost."""
         if self.scheduler.requests or self._computed:
             running = len(self.scheduler.requests)
             raise ValueError(f"generate: {running} requests are running, step() or abort() them")
         if isinstance(prompts, str):
             raise ValueError("prompts: must be a list of prompts, not one text")
-        prompts, params = list(prompts), SamplingParams() if params is None else params
-        if isinstance(params, SamplingParams):
-            params = [params] * len(prompts)
+        prompts = list(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"params: {len(params)} given for {len(prompts)} prompts")
-        done, shown, next_id = {}, progress and sys.stderr, self._next_id
+        first_id = self._next_id
         try:
-            ids = [self.add_request(prompt, p) for prompt, p in zip(prompts, params)]
-            with tqdm(total=len(ids), desc="requests", disable=None if shown else True) as bar:
-                while self.has_work:
-                    ended = [event.completion for event in self.step() if event.completion]
-                    done |= {completion.request_id: completion for completion in ended}
-                    bar.update(len(ended))
-        except BaseException:  # wherever it came from, nothing of this stays behind
-            self._computed, self.scheduler.torn = None, True
+            ids = [self.add_request(*request) for request in zip(prompts, params, strict=True)]
+            completions = self._run_until_done(len(ids), progress)
+        except BaseException:  # a Ctrl-C, too: nothing of this stays behind
+            self._computed = None
+            self.scheduler.torn = True
             self.scheduler.requests.clear()
             self.start_over()
-            self._next_id = next_id
+            self._next_id = first_id
             raise
-        return [done[request_id] for request_id in ids]
+        return [completions[request_id] for request_id in ids]
+
+    def _run_until_done(self, count: int, progress: bool) -> dict[int, Completion]:
+        """Step until nothing is left: request id -> Completion. There are `count` requests."""
+        completions: dict[int, Completion] = {}
+        hide_bar = True if not progress or sys.stderr is None else None  # None: unless a terminal
+        with tqdm(total=count, desc="requests", disable=hide_bar) as bar:
+            while self.has_work:
+                for event in self.step():
+                    if event.completion is not None:
+                        completions[event.request_id] = event.completion
+                        bar.update()
+        return completions
+
+    def warm_up(self) -> None:
+        """Serve a few requests and forget them, so that nothing happens for the first time later.
+
+        First times are slow: page faults, kernels that are compiled for a batch size."""
+        self.start_over()  # what the cache holds is lost
+        self.runner.cache.data.zero_()
+        max_output = self.scheduler.max_len - 1
+        long_prompt = [0] * max(1, max_output - 1)
+        self.generate([long_prompt], SamplingParams(min(2, max_output)), progress=False)
+        max_batch = self.scheduler.max_batch
+        count = min(max_batch, self.config.max_waiting or max_batch)
+        params = [SamplingParams(min(n + 2, max_output)) for n in range(count)]
+        self.generate([[0]] * count, params, progress=False)
+        self._next_id = 0
+        self.start_over()  # none of this is found later
+
+    # Skip the rest on a first reading: how an interrupt leaves nothing behind.
+
+    def start_over(self) -> None:
+        """Let all requests wait and be computed again, in an empty cache."""
+        self._computed = None
+        self.scheduler.torn = True
+        self.scheduler.mend()
+
+    def drop(self, requests: Sequence[Request]) -> None:
+        """End requests without asking the policy, which may have failed; others begin anew."""
+        self._computed = None
+        self.scheduler.torn = True
+        for request in requests:
+            request.finish_reason = "abort"
+            self.scheduler.requests.pop(request.id, None)
+        self.start_over()

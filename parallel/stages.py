@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from config import MAX_BATCH, EngineConfig
-from engine import Engine, Iteration, Runner, state_of
+from engine import Computed, Engine, Iteration, Runner
 from policies.micro_batches import MicroBatches
 from sampling import SamplingParams
 
@@ -95,7 +95,7 @@ class ParallelEngine(Engine):
     """An engine on all ranks. `max_batch` is of each micro-batch; they share the pages, as many as
     the smallest rank has room for. With `record`, `micro_batches` learns what the stages do."""
 
-    make_runner, schedulers, record = ParallelRunner, (), False
+    make_runner, record = ParallelRunner, False
 
     def _start(
         self, model: Any, config: EngineConfig, tokenizer: Any, clock: Callable[[], float]
@@ -144,12 +144,16 @@ class ParallelEngine(Engine):
 
     def _launch(self, number, batch, start):
         """Let a Batch begin. The pages of micro-batches lie one behind the other."""
-        first, (spans, *drawn) = number * self.scheduler.pages.total, self._inputs(batch)
-        spans = [span._replace(pages=[first + page for page in span.pages]) for span in spans]
-        iteration = start, start, batch.record(), self.clock(), *state_of(self.schedulers, batch)
-        order = self.runner.ranks.order("run", self.runner.key, spans, *drawn)
+        first, inputs = number * self.scheduler.pages.total, self._inputs(batch)
+        spans = [
+            span._replace(pages=[first + page for page in span.pages]) for span in inputs.spans
+        ]
+        iteration = Iteration.begin(batch, self.schedulers, start, micro_batch=number)
+        iteration = iteration._replace(launch=self.clock())
+        arguments = spans, inputs.params, inputs.positions
+        order = self.runner.ranks.order("run", self.runner.key, *arguments)
         its = self.micro_batches
-        return order, its.begun, batch, Iteration(*iteration, number), its.full_since(number)
+        return order, its.begun, batch, iteration, its.full_since(number)
 
     def _land(self, batch, iteration, full_since, stages):
         """The Events of a Batch, from what Stage.run returned on each stage."""
@@ -162,5 +166,5 @@ class ParallelEngine(Engine):
             if self.record:
                 self.micro_batches.book(number, times, full_since, batch, iteration.chunks)
             self.scheduler.observe(batch, now - iteration.start)
-            self._computed = batch, sampled, iteration._replace(end=now)
-        return self._advance(*self._computed)
+            self._computed = Computed(batch, sampled, iteration._replace(end=now))
+        return self._advance(self._computed)

@@ -123,8 +123,8 @@ def test_a_config_is_made_of_fields_and_options_of_the_policy():
     with pytest.raises(FrozenInstanceError):
         config.chunk = 8
     sized = replace(config, max_batch=2, max_len=16)
-    scheduler = sized.scheduler(Pages(2, 16), clock=lambda: 7.0, chunk=32)
-    assert (scheduler.chunk, scheduler.max_batch, scheduler.max_len) == (32, 2, 16)
+    scheduler = sized.scheduler(Pages(2, 16), clock=lambda: 7.0)
+    assert (scheduler.chunk, scheduler.max_batch, scheduler.max_len) == (64, 2, 16)
     assert (scheduler.tbt_slo, scheduler.tile, scheduler.clock()) == (0.2, 8, 7.0)
     with pytest.raises(ValueError, match="'orca' has no such option"):
         replace(sized, policy="orca").scheduler(Pages(2, 16), clock=None)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine import Engine, Iteration, state_of
+from engine import Engine, Iteration
 from kv_cache import Pages
 from policies import make_scheduler
 from sampling import SamplingParams
@@ -23,8 +23,8 @@ def decided(policy, requests, pages=16, page_size=16, max_batch=4, **options):
     now = 0.0
     while scheduler.requests:
         batch = scheduler.next_batch()
-        state = state_of([scheduler], batch)
-        iteration = Iteration(now, now + 1, batch.record(), now + 0.25, *state)
+        iteration = Iteration.begin(batch, [scheduler], start=now)
+        iteration = iteration._replace(end=now + 1, launch=now + 0.25)
         tokens = [0 if chunk.yields_token else None for chunk in batch]
         now += 1
         scheduler.advance(batch, tokens, now)

@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from config import EngineConfig
-from engine import Completion, Event, Iteration, QueueFull, state_of
+from engine import Completion, Event, Iteration, QueueFull
 from errors import check_whole
 from lab.measure.load_run import LoadRun, Run
 from lab.measure.workload import Arrival
@@ -181,19 +181,9 @@ class Simulation(MicroBatches):
         scheduler.observe(batch, end - self.now)  # a TBT includes waiting for stages, too
         self.batches += 1
         if chunks is not None:
-            waiting, running, free_pages, budget, preempted = state_of(self.schedulers, batch)
-            self.last_iteration = Iteration(
-                start=self.now,
-                end=end,
-                chunks=chunks,
-                launch=self.now + self.cost.cpu_s,
-                waiting=waiting,
-                running=running,
-                free_pages=free_pages,
-                budget=budget,
-                preempted=preempted,
-                micro_batch=micro_batch,
-            )
+            iteration = Iteration.begin(batch, self.schedulers, self.now, micro_batch)
+            launch = self.now + self.cost.cpu_s
+            self.last_iteration = iteration._replace(end=end, launch=launch)
         tokens = [0 if chunk.yields_token else None for chunk in batch]
         events = []
         for request, token in scheduler.advance(batch, tokens, end):
