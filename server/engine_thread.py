@@ -1,88 +1,158 @@
-"""The engine in a thread of its own, which steps it while there is work; the rest is asyncio's.
+"""The thread that steps the engine while there is work. All else runs in asyncio's thread.
 
-Only that thread touches the engine: what `call` has done in it is done between two steps. It makes
-the engine, too: with OpenMP a thread is slow if another one used it before.
+Only this thread touches the engine: a function that is passed to `call` runs in it, between two
+steps. It also makes the engine, because with OpenMP a thread is slow if another one used it before.
 Read first: engine.py. Read next: app.py."""
 
 import asyncio
 import logging
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
+from typing import NamedTuple, ParamSpec, TypedDict, TypeVar
 
-from views.page import Recorder
+from engine import Completion, Engine, Event
+from sampling import SamplingParams
+from scheduler import Request
+from views.page import Record, Recorder
 
-RECORDS = 1000  # that are kept, at least, for who looks at the schedule page
+RECORDS = 1000  # at least this many are kept for the schedule page
 log = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
+EventQueue = asyncio.Queue[Event | None]
+
+
+class Submitted(NamedTuple):
+    """A request that was added. Its queue gets each Event, or None if a step of it failed."""
+
+    request: Request
+    events: EventQueue
+
+
+class RecordPage(TypedDict):
+    """Records for the schedule page, and the number of the record that comes after them."""
+
+    records: list[Record]
+    place: int
 
 
 class EngineThread:
-    """Steps the `engine` that `make_engine()` returns, and records what it does. `call` is for
-    asyncio, all other methods for its thread; `observe` is called there with each Completion."""
+    """Steps the `engine` that `make_engine()` returns, and records its iterations.
 
-    def __init__(self, make_engine):
-        self.thread, self.stepping = ThreadPoolExecutor(1, "engine"), False
-        self.engine = self.thread.submit(make_engine).result()
-        self.loop, self.queues = None, {}  # asyncio's; request id -> what `add` returns
-        self.recorder, self.forgotten = Recorder(), 0  # how many records are not kept any more
+    `call` is for asyncio's thread, all other methods for this one. `on_completion` is called with
+    each Completion, also in this thread."""
+
+    def __init__(self, make_engine: Callable[[], Engine]) -> None:
+        self.executor = ThreadPoolExecutor(1, "engine")
+        self.engine = self.executor.submit(make_engine).result()
+        self.on_completion: Callable[[Completion], None] = _ignore
+        self.queues: dict[int, EventQueue] = {}  # request id -> where its events go
+        self.loop: asyncio.AbstractEventLoop | None = None  # asyncio's, known after the first call
+        self.stepping = False  # whether a step runs or is due
+        self.recorder = Recorder()
         self.recorder.watch(self.engine.schedulers)
-        self.observe = lambda completion: None
+        self.forgotten = 0  # records that are not kept any more
 
-    async def call(self, function, *arguments):
-        """function(*arguments), between two steps. Raises what it raises."""
+    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """function(*args, **kwargs), between two steps. Raises what it raises."""
         self.loop = asyncio.get_running_loop()
-        return await self.loop.run_in_executor(self.thread, function, *arguments)
+        return await self.loop.run_in_executor(self.executor, partial(function, *args, **kwargs))
 
-    def add(self, prompt, params, arrival, promised):
-        """Engine.add_request, with a dict of what is `promised`: the scheduler.Request, and an
-        asyncio.Queue that gets each Event of it, or None if a step failed that computed it."""
-        request_id = self.engine.add_request(prompt, params, arrival, **promised)
-        queue = self.queues[request_id] = asyncio.Queue()
+    def add(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        arrival: float,
+        *,
+        priority: str,
+        ttft_slo: float | None,
+        tbt_slo: float | None,
+    ) -> Submitted:
+        """Queue a request, as Engine.add_request does, and step until it is done."""
+        request_id = self.engine.add_request(
+            prompt, params, arrival, priority=priority, ttft_slo=ttft_slo, tbt_slo=tbt_slo
+        )
+        events: EventQueue = asyncio.Queue()
+        self.queues[request_id] = events
         if not self.stepping:
             self.stepping = True
-            self.thread.submit(self.step)
-        return self.engine.scheduler.requests[request_id], queue
+            self.executor.submit(self.step)
+        return Submitted(self.engine.scheduler.requests[request_id], events)
 
-    def end(self, request_id):
+    def end(self, request_id: int) -> None:
         """End a request, if it has not ended, and free its pages."""
         del self.queues[request_id]
-        if request := self.engine.scheduler.requests.get(request_id):
-            try:
-                self.observe(self.engine.abort(request_id))
-            except Exception:  # of a policy of one's own
-                log.exception("a request could not be ended")
-                self.engine.drop([request])
+        request = self.engine.scheduler.requests.get(request_id)
+        if request is None:
+            return
+        try:
+            self.on_completion(self.engine.abort(request_id))
+        except Exception:  # of a custom policy
+            log.exception("a request could not be ended")
+            self.engine.drop([request])
 
-    def step(self):
+    def step(self) -> None:
         """Compute a batch, and have this called again if there is more work."""
         last = self.engine.last_iteration
+        events: list[Event] = []
+        failed: list[Request] = []
         try:
-            told = [(event.request_id, event) for event in self.engine.step()]
-        except BaseException:  # whatever it was, nobody may wait for ever
+            events = self.engine.step()
+        except BaseException:  # of any kind: no client may wait for ever
             log.exception("a step of the engine failed")
-            scheduler, failed = self.engine.scheduler, []
-            with suppress(Exception):  # the batch may hold anything
-                failed = [chunk.request for chunk in scheduler.batch]
-            failed = failed or [*scheduler.requests.values()]  # what might fail for ever
-            self.engine.drop(failed)
-            told = [(request.id, None) for request in failed]
+            failed = self._drop_failed_batch()
         if self.engine.last_iteration and self.engine.last_iteration is not last:
             self.recorder.add(self.engine.last_iteration)
+        self._forget_old_records()
+        for event in events:
+            if event.completion:
+                self.on_completion(event.completion)
+        self._deliver(events, failed)
+        self.stepping = self.engine.has_work
+        if self.stepping:
+            self.executor.submit(self.step)
+
+    def _drop_failed_batch(self) -> list[Request]:
+        """End the requests of the batch that failed, or all if there was none, and return them."""
+        scheduler = self.engine.scheduler
+        failed: list[Request] = []
+        with suppress(Exception):  # a custom policy may have put anything into the batch
+            failed = [chunk.request for chunk in scheduler.batch]
+        failed = failed or list(scheduler.requests.values())  # or they might fail for ever
+        self.engine.drop(failed)
+        return failed
+
+    def _forget_old_records(self) -> None:
         if len(self.recorder.records) > 2 * RECORDS:
             del self.recorder.records[:RECORDS]
             self.forgotten += RECORDS
-        for _, event in told:
-            if event and event.completion:
-                self.observe(event.completion)
-        told = [(self.queues[i], event) for i, event in told if i in self.queues]
-        self.loop.call_soon_threadsafe(lambda: [queue.put_nowait(event) for queue, event in told])
-        self.stepping = self.engine.has_work
-        if self.stepping:
-            self.thread.submit(self.step)
 
-    def look(self, place):
-        """What views/page.py can draw from there on: {"records", "place": the next one}.
-        A snapshot, for who comes from a place that is not there."""
-        records, first = self.recorder.records, self.forgotten
-        known = first <= place <= first + len(records)
-        new = records[place - first :] if known else [self.recorder.snapshot()]
-        return {"records": new, "place": first + len(records)}
+    def _deliver(self, events: Iterable[Event], failed: Iterable[Request]) -> None:
+        """Put events, and None for failed requests, into the queues of those who still wait."""
+        messages: list[tuple[int, Event | None]] = []
+        messages += [(event.request_id, event) for event in events]
+        messages += [(request.id, None) for request in failed]
+        deliveries = [(self.queues[i], event) for i, event in messages if i in self.queues]
+        if self.loop is not None:
+            self.loop.call_soon_threadsafe(_put_all, deliveries)
+
+    def records_since(self, place: int) -> RecordPage:
+        """The records from number `place` on, for the schedule page.
+
+        A snapshot of the present instead, if those records are not kept or not there yet."""
+        end = self.forgotten + len(self.recorder.records)
+        records: list[Record] = [self.recorder.snapshot()]
+        if self.forgotten <= place <= end:
+            records = self.recorder.records[place - self.forgotten :]
+        return {"records": records, "place": end}
+
+
+def _ignore(completion: Completion) -> None:
+    pass
+
+
+def _put_all(deliveries: list[tuple[EventQueue, Event | None]]) -> None:
+    for queue, event in deliveries:
+        queue.put_nowait(event)

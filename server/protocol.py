@@ -1,31 +1,73 @@
-"""What a request may say, in OpenAI's words, and the shapes of what is answered. What is not known
-or not done here is refused by name; what asks for nothing may be there. Read next: app.py."""
+"""The bodies of requests in OpenAI's words, and the shapes of the answers.
+
+A field that this server does not know, or a value that it cannot do, is an error that names it. A
+field that asks for nothing, such as n=1, is accepted. Read next: app.py."""
 
 import random
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import AliasChoices, BaseModel, Field, PositiveInt, ValidationError, model_validator
 from starlette.exceptions import HTTPException
 
 StopString = Annotated[str, Field(min_length=1)]
-NOTHING = dict(n=1, best_of=1, echo=False, suffix="", frequency_penalty=0, presence_penalty=0)
-NOTHING |= dict(logit_bias={}, tools=[], top_logprobs=0)  # is asked for by these, or by null
+NEUTRAL_VALUES: dict[str, object] = {  # fields that are accepted with this value and no other
+    "n": 1,
+    "best_of": 1,
+    "echo": False,
+    "suffix": "",
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "logit_bias": {},
+    "tools": [],
+    "top_logprobs": 0,
+}
 
 
-class Refused(HTTPException):
-    """A request that is refused: an HTTP status, and OpenAI's error object as its `detail`."""
+class ApiError(HTTPException):
+    """An error of a request: an HTTP status, and OpenAI's error object as its `detail`."""
 
-    def __init__(self, status, message, param=None, code=None, headers=None):
+    detail: Any  # a dict, which starlette declares a str
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         kind = "invalid_request_error" if status < 500 else "server_error"
-        its = {"message": message, "type": kind, "param": param, "code": code}
-        super().__init__(status, {"error": its}, headers)
+        error = {"message": message, "type": kind, "param": param, "code": code}
+        super().__init__(status, {"error": error}, headers)  # pyright: ignore[reportArgumentType]
 
 
-class Request(BaseModel, strict=True, extra="forbid"):
-    """What both kinds have in common. top_k, ignore_eos (generate all of max_tokens) and the class
-    and targets of policies/priority.py are not OpenAI's; `user` is for the caller's own books. What
-    else numbers must be is said by SamplingParams and the engine."""
+class WrittenToken(NamedTuple):
+    """A token of an answer."""
+
+    text: str
+    offset: int  # the place of its text in the answer, in characters
+    logprob: float | None
+
+
+class Piece(NamedTuple):
+    """The part of an answer that is certain with one more token, or the whole answer."""
+
+    text: str
+    tokens: list[WrittenToken]
+    finish_reason: str | None
+
+
+Place = Literal["whole", "first", "next"]  # of a piece in the answer
+
+
+class RequestBody(BaseModel, strict=True, extra="forbid"):
+    """The fields that completions and chats have in common.
+
+    top_k, ignore_eos (generate all of max_tokens), and the class and targets of
+    policies/priority.py are not OpenAI's. `user` is ignored. The limits of numbers that are not
+    given here are checked by SamplingParams and the engine."""
 
     model: str
     max_tokens: PositiveInt | None = None
@@ -42,46 +84,84 @@ class Request(BaseModel, strict=True, extra="forbid"):
     tbt_slo: float | None = None
     user: str = ""
 
-    stops = property(lambda self: [self.stop] if isinstance(self.stop, str) else self.stop)
-    wants_logprobs = property(lambda self: self.logprobs is not None and self.logprobs is not False)
+    id_prefix: ClassVar[str]
+    object_name: ClassVar[str]  # of a whole answer
+    chunk_object_name: ClassVar[str]  # of an event of a stream
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the log-probabilities of the chosen tokens are part of the answer."""
+        raise NotImplementedError
+
+    def choice(self, piece: Piece, place: Place) -> dict[str, object]:
+        """A piece of the answer as OpenAI's "choice"."""
+        raise NotImplementedError
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nothing(cls, its):
-        if not isinstance(its, dict):
-            return its
-        return {k: v for k, v in its.items() if v is not None and (k, v) not in NOTHING.items()}
+    def _without_neutral_values(cls, body: object) -> object:
+        """The body without fields that ask for nothing."""
+        if not isinstance(body, dict):
+            return body
+        return {name: value for name, value in body.items() if not _is_neutral(name, value)}
 
     @classmethod
-    def read(cls, body):
-        """From JSON in bytes. Raises Refused, which names the field that is wrong."""
+    def read(cls, json_bytes: bytes) -> Self:
+        """The body in these bytes of JSON. Raises ApiError, which names the field that is wrong."""
         try:
-            return cls.model_validate_json(body)
-        except ValidationError as error:
-            wrong = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, wrong["loc"]))[:100] or "body"
-        why = "is not supported here" if wrong["type"] == "extra_forbidden" else wrong["msg"]
-        raise Refused(400, f"{where}: {why}", where.partition(".")[0])
+            return cls.model_validate_json(json_bytes)
+        except ValidationError as validation:
+            error = validation.errors(include_url=False, include_input=False)[0]
+        path = ".".join(str(part) for part in error["loc"])[:100] or "body"
+        unknown = error["type"] == "extra_forbidden"
+        reason = "is not supported here" if unknown else error["msg"]
+        raise ApiError(400, f"{path}: {reason}", path.partition(".")[0])
 
 
-class CompletionRequest(Request):
+def _is_neutral(name: str, value: object) -> bool:
+    if value is None:
+        return True
+    return name in NEUTRAL_VALUES and value == NEUTRAL_VALUES[name]
+
+
+class CompletionRequest(RequestBody):
     """The body of POST /v1/completions. `logprobs` are those of the chosen tokens."""
 
     prompt: str | Annotated[list[int], Field(fail_fast=True)]
-    max_tokens: PositiveInt = 16
+    max_tokens: PositiveInt = 16  # pyright: ignore[reportIncompatibleVariableOverride]
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
-    names: ClassVar = ("cmpl", "text_completion", "text_completion")  # of an id, whole, a part
 
-    def choice(self, text, tokens, reason, place):
-        """The `text`; of its `tokens`, if logprobs are wanted, a list of (text, where it begins,
-        logprob); the finish_reason or None. `place` is "whole", "first" or "next" of the answer."""
-        texts, starts, logprobs = map(list, zip(*tokens)) if tokens else ([], [], [])
-        its = {"tokens": texts, "text_offset": starts, "token_logprobs": logprobs}
-        its = None if self.logprobs is None else its | {"top_logprobs": None}
-        return {"index": 0, "text": text, "logprobs": its, "finish_reason": reason}
+    id_prefix = "cmpl"
+    object_name = "text_completion"
+    chunk_object_name = "text_completion"
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+    def choice(self, piece: Piece, place: Place) -> dict[str, object]:
+        logprobs = None
+        if self.wants_logprobs:
+            logprobs = {
+                "tokens": [token.text for token in piece.tokens],
+                "text_offset": [token.offset for token in piece.tokens],
+                "token_logprobs": [token.logprob for token in piece.tokens],
+                "top_logprobs": None,
+            }
+        return {
+            "index": 0,
+            "text": piece.text,
+            "logprobs": logprobs,
+            "finish_reason": piece.finish_reason,
+        }
 
 
-class ChatRequest(Request):
+class ChatRequest(RequestBody):
     """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[dict], Field(min_length=1, fail_fast=True)]  # for the chat template
@@ -89,13 +169,38 @@ class ChatRequest(Request):
         None, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
     )
     logprobs: bool = False
-    names: ClassVar = ("chatcmpl", "chat.completion", "chat.completion.chunk")
 
-    def choice(self, text, tokens, reason, place):
-        """As that of a CompletionRequest."""
-        known = [(t, p, None if "\ufffd" in t else list(t.encode())) for t, _, p in tokens]
-        known = [{"token": t, "logprob": p, "bytes": b, "top_logprobs": []} for t, p, b in known]
-        its, key = {"content": known}, "message" if place == "whole" else "delta"
-        said = {"content": text} if place == "next" else {"role": "assistant", "content": text}
-        its = its if self.logprobs else None
-        return {"index": 0, key: said, "logprobs": its, "finish_reason": reason}
+    id_prefix = "chatcmpl"
+    object_name = "chat.completion"
+    chunk_object_name = "chat.completion.chunk"
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs
+
+    def choice(self, piece: Piece, place: Place) -> dict[str, object]:
+        message = {"content": piece.text}
+        if place != "next":
+            message = {"role": "assistant", "content": piece.text}
+        return {
+            "index": 0,
+            "message" if place == "whole" else "delta": message,
+            "logprobs": _chat_logprobs(piece.tokens) if self.logprobs else None,
+            "finish_reason": piece.finish_reason,
+        }
+
+
+def _chat_logprobs(tokens: Sequence[WrittenToken]) -> dict[str, object]:
+    """The log-probabilities of a chat. A token that is only a part of a character has no bytes."""
+    content = []
+    for token in tokens:
+        complete = "\ufffd" not in token.text
+        content.append(
+            {
+                "token": token.text,
+                "logprob": token.logprob,
+                "bytes": list(token.text.encode()) if complete else None,
+                "top_logprobs": [],
+            }
+        )
+    return {"content": content}

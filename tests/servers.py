@@ -27,7 +27,7 @@ from pretrained.tokenizers import Writer, load_chat  # noqa: E402, F401
 
 # what a test wants of server/ it imports from here: all of it is skipped where a package is missing
 from server import engine_thread  # noqa: E402, F401
-from server.app import Answer, Api  # noqa: E402, F401
+from server.app import Api, CompletionResponse  # noqa: E402, F401
 from server.engine_thread import EngineThread  # noqa: E402
 from server.protocol import ChatRequest  # noqa: E402, F401
 
@@ -74,7 +74,7 @@ def serving(model=None, tokenizer=letters, key=None, max_body=2**20, drain_s=1.0
         server.should_exit = True
         thread.join(20)
     assert not thread.is_alive()
-    api.thread.thread.shutdown()
+    api.thread.executor.shutdown()
 
 
 def wait_for(what, seconds=20):

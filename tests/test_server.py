@@ -25,9 +25,9 @@ from tests.helpers import check_integrity, tiny_model
 from tests.serve_remote import RemoteMachine
 from tests.servers import (
     LETTERS,
-    Answer,
     Api,
     ChatRequest,
+    CompletionResponse,
     EngineThread,
     Writer,
     circle,
@@ -221,7 +221,7 @@ def test_what_was_found_in_the_cache_is_counted_but_not_what_a_request_left_itse
     asked = ChatRequest(model="tiny", messages=[{}], stream=stream)
     for preemptions, found in ((0, 32), (1, 0)):
         request = SimpleNamespace(id=0, cached_tokens=32, preemptions=preemptions)
-        usage = Answer(its.api, asked, [1] * 60, request, None).usage()
+        usage = CompletionResponse(its.api, asked, [1] * 60, request, None).usage()
         assert usage["prompt_tokens_details"] == {"cached_tokens": found}
 
 
@@ -289,7 +289,7 @@ def test_the_page_says_who_serves_and_what_is_too_long():
     engine.warm_up()
     last, thread = engine.last_iteration, EngineThread(lambda: engine)
     api = Api(thread, letters, "tiny", load_chat(None))
-    thread.thread.shutdown()
+    thread.executor.shutdown()
     assert f'"slo_s": {10 * (last.end - last.start)}' in asyncio.run(api.page(None)).body.decode()
 
 
