@@ -1,57 +1,82 @@
 """The KV cache: allocated once, written in place, handed out in pages.
 
 A *page* holds the keys and values of `page_size` tokens in every layer. A request owns a list of
-pages, its *block table* (PagedAttention, Kwon et al. 2023, §4): token t lies in the *slot*
+pages, its *block table* (PagedAttention, Kwon et al. 2023, §4). Token t lies in the *slot*
 
     pages[t // page_size] * page_size + t % page_size
 
-of the one long row of slots that the cache is. Pages of max_len are SARATHI's layout, one for each
-request (§4.5: "we pre-allocate the KV cache as per the maximum sequence length"); small ones are
-taken as a request grows, and requests that begin alike can share them. `Pages` says who owns what
-and knows no tensors: a scheduler runs without. Read next: attention.py, which reads all this."""
+of the one long row of slots that the cache is. With pages of max_len tokens each request has one
+page. This is SARATHI's layout (§4.5: "we pre-allocate the KV cache as per the maximum sequence
+length"). Small pages are taken as a request grows, and prompts that begin alike can share them.
+
+`KVCache` holds the tensors. `Pages` says which request owns which page and knows no tensors, so a
+scheduler runs without them. Read next: attention/, which reads the cache.
+"""
+
+from __future__ import annotations
 
 import re
 from array import array
 from collections import OrderedDict
+from collections.abc import Sequence
 from hashlib import sha256
-from itertools import chain, islice, takewhile
-from typing import NamedTuple
+from itertools import chain, islice
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:  # a scheduler needs Pages, and no torch
+    import torch
+    from torch import Tensor
 
 
 class Span(NamedTuple):
-    """A chunk as model and attention see it: `tokens` are the tokens start, start + 1, … of a
-    request, `pages` its block table, `wants_logits` whether those after the last are needed."""
+    """A chunk as model and attention see it: tokens start, start + 1, ... of a request."""
 
-    pages: list
+    pages: list[int]  # the request's block table
     start: int
-    tokens: list
-    wants_logits: bool = True
+    tokens: Sequence[int]
+    wants_logits: bool = True  # those after the last token
 
     @property
-    def length(self):
-        """How many tokens are computed: queries."""
+    def length(self) -> int:
+        """The number of tokens that are computed, which are the queries of attention."""
         return len(self.tokens)
 
     @property
-    def end(self):
-        """How many keys the last of them sees: 0 … end - 1."""
+    def end(self) -> int:
+        """The number of keys that the last of these tokens attends to: 0, ..., end - 1."""
         return self.start + len(self.tokens)
 
-    def used_pages(self, page_size):
+    def used_pages(self, page_size: int) -> list[int]:
         """The pages that hold these keys, in order."""
         return self.pages[: -(-self.end // page_size)]
 
 
-def slot_mapping(pages, page_size, start, end):
-    """The slots of tokens start … end - 1 of a request with this block table, a list."""
-    slots = []
+def slot_mapping(pages: Sequence[int], page_size: int, start: int, end: int) -> list[int]:
+    """The slots of tokens start, ..., end - 1 of a request with the block table `pages`."""
+    slots: list[int] = []
     for i in range(start // page_size, -(-end // page_size)):
-        first, skipped = pages[i] * page_size, i * page_size
-        slots += range(first + max(start - skipped, 0), first + min(end - skipped, page_size))
+        first_token = i * page_size
+        first_slot = pages[i] * page_size
+        begin = max(start - first_token, 0)
+        stop = min(end - first_token, page_size)
+        slots += range(first_slot + begin, first_slot + stop)
     return slots
 
 
-def kv_bytes_per_token(config, dtype):
+class CacheConfig(Protocol):
+    """The fields of a model's config on which the size of its cache depends."""
+
+    @property
+    def n_layer(self) -> int: ...
+    @property
+    def n_kv_head(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def max_positions(self) -> int: ...
+
+
+def kv_bytes_per_token(config: CacheConfig, dtype: torch.dtype) -> int:
     """Bytes of the keys and values of one token in all layers (m_kv in SARATHI §4.3.1)."""
     return config.n_layer * 2 * config.n_kv_head * config.head_dim * dtype.itemsize
 
@@ -59,118 +84,167 @@ def kv_bytes_per_token(config, dtype):
 class KVCache:
     """Keys and values of `pages` pages of `page_size` tokens each.
 
-    Logical shape: (n_layer, K and V, n_kv_head, pages * page_size, head_dim). The strides depend on
-    the device, because kernels differ in what they like: on CUDA the heads of a slot lie side by
-    side, elsewhere the slots of a head. Slots that were never written hold whatever was there."""
+    `data` has the logical shape (n_layer, K and V, n_kv_head, pages * page_size, head_dim). Its
+    strides depend on the device, because kernels prefer different layouts: on CUDA the heads of a
+    slot lie side by side, elsewhere the slots of a head. A slot holds garbage until it is written.
+    """
 
-    def __init__(self, config, pages, page_size, device="cpu", dtype=None, max_len=None):
-        """`max_len`, the longest request, is by default what cache and model allow."""
-        import torch  # here, because a scheduler needs Pages alone
+    def __init__(
+        self,
+        config: CacheConfig,
+        pages: int,
+        page_size: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        max_len: int | None = None,
+    ) -> None:
+        """`max_len` is the longest request. By default cache and model set the limit."""
+        import torch
 
-        self.pages, self.page_size, slots = pages, page_size, pages * page_size
+        slots = pages * page_size
+        self.pages = pages
+        self.page_size = page_size
         self.max_len = min(slots, config.max_positions) if max_len is None else max_len
-        shape = config.n_layer, 2, config.n_kv_head, slots, config.head_dim
+        shape = (config.n_layer, 2, config.n_kv_head, slots, config.head_dim)
         order = (0, 1, 3, 2, 4) if torch.device(device).type == "cuda" else (0, 1, 2, 3, 4)
         self.data = torch.empty_permuted(shape, order, device=device, dtype=dtype)
 
-    def layer(self, layer):
-        """(keys, values) of one layer, two views of shape (n_kv_head, slots, head_dim)."""
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, two views of shape (n_kv_head, slots, head_dim)."""
         return self.data[layer, 0], self.data[layer, 1]
 
-    def write(self, layer, k, v, slot_mapping):
-        """Store k and v, (num_tokens, n_kv_head, head_dim), in those slots, (num_tokens,)."""
+    def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+        """Store k and v, (num_tokens, n_kv_head, head_dim), in the slots (num_tokens,)."""
         keys, values = self.layer(layer)
         keys.index_copy_(1, slot_mapping, k.transpose(0, 1))
         values.index_copy_(1, slot_mapping, v.transpose(0, 1))
 
 
 class Pages:
-    """Which pages are free, and which are in block tables. A request is given pages that follow
-    each other wherever possible: on a CPU attention then reads keys and values in place, no copy.
+    """Which pages are free, which are in block tables, and which hold a known prefix.
 
-    With `prefix_caching` a full page has a *name*, the SHA-256 of its tokens and of the name of the
-    page before. It stands for all tokens up to there: two contents of one name would be the first
-    collision ever found. Who begins with these tokens finds the page and reads it, too. A page that
-    nobody reads any more can be found until it is evicted, the least recently used one first."""
+    A request gets pages that follow each other wherever possible. On a CPU, attention then reads
+    its keys and values in place, without a copy.
 
-    def __init__(self, pages, page_size, prefix_caching=False):
-        self.total, self.page_size, self.prefix_caching = pages, page_size, prefix_caching
-        self.num_free, self._readers = pages, [0] * pages  # reference counts: block tables it is in
-        self._taken = bytearray(pages)  # 1 for pages that are read or have a name
-        self._named, self._name_of = {}, {}  # name -> page, page -> its name, or one it had
-        self._evictable = OrderedDict()  # those free with a name, the least recently used first
+    With `prefix_caching`, a full page is identified by a hash: the SHA-256 of its tokens and of the
+    hash of the page before. It stands for all tokens up to the end of the page. A request whose
+    prompt begins with these tokens reuses the page. (Collisions of SHA-256 are ignored.)
 
-    def needed(self, tokens):
-        """How many pages hold that many tokens."""
+    Pages are reference-counted. An unreferenced page stays in the cache until its memory is needed.
+    The least recently used page is evicted first.
+    """
+
+    def __init__(self, total: int, page_size: int, prefix_caching: bool = False) -> None:
+        self.total = total
+        self.page_size = page_size
+        self.prefix_caching = prefix_caching
+        self.num_free = total  # pages in no block table, cached or not
+        self.ref_counts = [0] * total  # of each page: in how many block tables it is
+        self._occupied = bytearray(total)  # 1 for pages in a block table or cached, else 0
+        self._page_of: dict[bytes, int] = {}  # hash -> the page that is cached under it
+        self._hash_of: dict[int, bytes] = {}  # page -> its hash, or the one it had last
+        # pages that are cached and in no block table, the least recently used first
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+
+    def needed(self, tokens: int) -> int:
+        """The number of pages that hold so many tokens."""
         return -(-tokens // self.page_size)
 
-    def allocate(self, count, after=None):
-        """Take `count` pages and return them in a list, or None if that many are not free. Pages
-        with names are evicted if there are too few without.
+    def allocate(self, count: int, after: int | None = None) -> list[int] | None:
+        """Take `count` pages. Returns None if fewer are free.
 
-        For a new request they come from the longest run of free pages. `after` is the last page of
-        a request that needs one more: the next one is taken if it is free, and any if not."""
+        A new request gets them from the longest runs of free pages. `after` is the last page of a
+        request that needs one page more. It gets the next page if that is free, or else any.
+        Cached pages are evicted if there are too few others.
+        """
         if count > self.num_free:
             return None
         while self.num_free - len(self._evictable) < count:
-            page, _ = self._evictable.popitem(last=False)
-            del self._named[self._name_of[page]]
-            self._taken[page] = 0
-        if after is None:
-            runs = [run.span() for run in re.finditer(rb"\0+", self._taken)]
-            runs.sort(key=lambda run: run[0] - run[1])  # the longest first
-            pages = list(islice(chain.from_iterable(range(*run) for run in runs), count))
-        else:
-            is_free = self._taken.startswith(b"\0", after + 1)
-            pages = [after + 1 if is_free else self._taken.index(0)]
+            self._evict()
+        pages = self._longest_runs(count) if after is None else [self._page_after(after)]
         for page in pages:
-            self._taken[page] = self._readers[page] = 1
+            self._occupied[page] = 1
+            self.ref_counts[page] = 1
         self.num_free -= count
         return pages
 
-    def free(self, pages):
-        """Give the pages of a block table back. Raises RuntimeError if one of them is in none."""
-        for page in reversed(pages):  # the last is evicted first: who finds it needs all before
-            if not self._readers[page]:
+    def free(self, pages: Sequence[int]) -> None:
+        """Take the pages out of one block table. Raises RuntimeError if one of them is in none."""
+        for page in reversed(
+            pages
+        ):  # a page is of use only with all before it: evict the last first
+            if not self.ref_counts[page]:
                 raise RuntimeError(f"page {page} was freed but is not owned")
-            self._readers[page] -= 1
-            if not self._readers[page]:
-                self.num_free += 1
-                if self.is_cached(page):
-                    self._evictable[page] = None
-                else:
-                    self._taken[page] = 0
+            self.ref_counts[page] -= 1
+            if self.ref_counts[page]:
+                continue
+            self.num_free += 1
+            if self.is_cached(page):
+                self._evictable[page] = None
+            else:
+                self._occupied[page] = 0
 
-    def is_cached(self, page):
-        """Whether it can be found."""
-        return self._named.get(self._name_of.get(page)) == page
+    # The rest is for prefix caching.
 
-    def extend_hashes(self, names, tokens):
-        """Append the names of all full pages of `tokens` that the list `names` lacks."""
+    def extend_hashes(self, hashes: list[bytes], tokens: Sequence[int]) -> None:
+        """Append the hashes of those full pages of `tokens` that are missing in `hashes`."""
+        if not self.prefix_caching:
+            return
         size = self.page_size
-        ends = range((len(names) + 1) * size, len(tokens) + 1, size) if self.prefix_caching else ()
-        for end in ends:
-            page = array("q", tokens[end - size : end]).tobytes()
-            names.append(sha256(b"".join([*names[-1:], page])).digest())
+        for end in range((len(hashes) + 1) * size, len(tokens) + 1, size):
+            page_tokens = array("q", tokens[end - size : end]).tobytes()
+            previous_hash = hashes[-1] if hashes else b""
+            hashes.append(sha256(previous_hash + page_tokens).digest())
 
-    def publish(self, pages, names):
-        """Let these pages, which are full, be found by these names, if no others are found so."""
-        for page, name in zip(pages, names):
-            self._name_of[page] = name  # first: an interrupt must not leave a name that stays
-            self._named.setdefault(name, page)
+    def publish(self, pages: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """Let other requests reuse the pages that have a hash. A hash keeps the page it has."""
+        for page, page_hash in zip(pages, hashes, strict=False):  # a last page may not be full
+            self._hash_of[page] = page_hash  # first: else an interrupt here would leave a page
+            self._page_of.setdefault(page_hash, page)  # that is never forgotten
 
-    def match_prefix(self, names):
-        """The pages of these names, a list: as far as all are there."""
-        return list(takewhile(lambda page: page is not None, map(self._named.get, names)))
+    def is_cached(self, page: int) -> bool:
+        """Whether other requests can reuse this page."""
+        page_hash = self._hash_of.get(page)
+        return page_hash is not None and self._page_of.get(page_hash) == page
 
-    def count_free(self, pages):
-        """How many of these are free."""
-        return sum(not self._readers[page] for page in pages)
+    def match_prefix(self, hashes: Sequence[bytes]) -> list[int]:
+        """The cached pages of these hashes, up to the first hash that has none."""
+        pages: list[int] = []
+        for page_hash in hashes:
+            page = self._page_of.get(page_hash)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
 
-    def acquire(self, pages):
-        """Put pages that were found into one more block table."""
+    def count_free(self, pages: Sequence[int]) -> int:
+        """How many of these pages are in no block table."""
+        return sum(not self.ref_counts[page] for page in pages)
+
+    def acquire(self, pages: Sequence[int]) -> None:
+        """Put cached pages into one more block table."""
         for page in pages:
-            if not self._readers[page]:
+            if not self.ref_counts[page]:
                 del self._evictable[page]
                 self.num_free -= 1
-            self._readers[page] += 1
+            self.ref_counts[page] += 1
+
+    def _evict(self) -> None:
+        """Forget the least recently used of the cached pages that are in no block table."""
+        page, _ = self._evictable.popitem(last=False)
+        del self._page_of[self._hash_of[page]]
+        self._occupied[page] = 0
+
+    def _longest_runs(self, count: int) -> list[int]:
+        """`count` unoccupied pages, from the longest runs of such pages."""
+        # The regular expression finds the runs of zero bytes much faster than a loop would.
+        runs = [range(*match.span()) for match in re.finditer(rb"\0+", self._occupied)]
+        runs.sort(key=len, reverse=True)
+        return list(islice(chain.from_iterable(runs), count))
+
+    def _page_after(self, page: int) -> int:
+        """The next page if it is unoccupied, else the first page that is."""
+        next_page = page + 1
+        if next_page < self.total and not self._occupied[next_page]:
+            return next_page
+        return self._occupied.index(0)

@@ -1,55 +1,75 @@
 """The policies: which tokens to compute next. Plain Python, no tensors.
 
-A chunk is (request, start, length), a batch is a list of chunks. A whole prefill is a chunk that
-covers the prompt, a decode is a chunk of length 1, and every scheduler of SARATHI and Sarathi-Serve
-is one function, `schedule()`, from what waits and runs to a batch:
+A chunk is (request, start, length), and a batch is a list of chunks. A whole prefill is a chunk
+that covers the prompt. A decode is a chunk of length 1. So every scheduler of SARATHI and
+Sarathi-Serve is one function, `schedule()`, from the waiting and running requests to a batch:
 
-    batch = scheduler.next_batch()          # admits and preempts
-    tokens = ...                            # compute it (engine.py), or count its time (simulator/)
+    batch = scheduler.next_batch()          # calls schedule(), which admits and preempts
+    tokens = ...                            # compute it (engine.py), or add up its time (simulator)
     scheduler.advance(batch, tokens, now)   # requests move on, and end
 
-All are first come, first served, the head of the queue blocks, and decodes go beyond the budget if
-they must. policies/ has their names, and what goes beyond the papers. Read next: kv_cache.py."""
+All policies here serve requests in order of arrival and never skip the first in the queue. Decodes
+may exceed the token budget. On a first reading, read Request, Chunk, Batch, and Scheduler down to
+the line "Skip on a first reading"; then the policies at the end of the file, which are short.
+
+policies/ has the names of all policies, and those beyond the papers. Read next: kv_cache.py.
+"""
 
 import math
+import sys
 import time
 from collections import deque
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from errors import check_whole
+from kv_cache import Pages
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """`tokens` holds the prompt, its first `prompt_len`, and up to `max_new_tokens` more so far;
-    `num_computed` of them have their keys and values in `pages`, its block table, empty while it
-    waits. Times are in seconds, on the scheduler's clock."""
+    """A prompt, and the output that is generated after it.
+
+    Three fields matter to a policy: `tokens`, `num_computed` and `pages`. The rest is bookkeeping.
+    While a request waits it has no pages, and nothing of it is computed.
+    """
 
     id: int
-    tokens: list
+    tokens: MutableSequence[int]  # the prompt, and the output so far
+    num_computed: int = field(default=0, kw_only=True)  # tokens whose keys and values are in pages
+    pages: list[int] = field(default_factory=list, kw_only=True)  # its block table, see kv_cache.py
+
+    # What was asked for. Times are in seconds, on the scheduler's clock.
     prompt_len: int
     max_new_tokens: int
     arrival: float = 0.0
-    stop: frozenset = frozenset()  # tokens that end it
-    params: object = None  # for the sampler
-    priority: int = 2  # this and the two targets in seconds: for policies/priority.py
+    stop: frozenset[int] = frozenset()  # tokens that end it
+    params: Any = None  # sampling.SamplingParams: a policy does not look at them
+    priority: int = 2  # this and the targets for TTFT and TBT are for policies/priority.py
     ttft_slo: float | None = None
     tbt_slo: float | None = None
-    num_computed: int = 0
-    pages: list = field(default_factory=list)
+
+    # What has happened to it.
     scheduled: float | None = None  # when it was first admitted
-    token_times: list = field(default_factory=list)  # when each output token was known
-    logprobs: list = field(default_factory=list)
+    token_times: list[float] = field(default_factory=list)  # when each output token was known
+    logprobs: list[float] = field(default_factory=list)  # of the output tokens, if asked for
     finish_reason: str | None = None  # "stop", "length" or "abort"
     preemptions: int = 0  # how often it lost its pages
-    recomputed_tokens: int = 0  # tokens that were in them
-    page_hashes: list = field(default_factory=list)  # of its full pages, see kv_cache.Pages
-    cached_tokens: int = 0  # tokens that were found in the cache when it was admitted, each time
+    recomputed_tokens: int = 0  # tokens that were in these pages, in all
+    page_hashes: list[bytes] = field(default_factory=list)  # of its full pages, see kv_cache.Pages
+    cached_tokens: int = 0  # tokens whose pages were cached when it was admitted, in all
 
     @property
-    def is_decoding(self):
-        """Whether all it waits for is the last token that it generated itself."""
+    def is_decoding(self) -> bool:
+        """Whether only its last token is left to compute, and is one that it generated.
+
+            tokens     p p p p o o      prompt_len = 4, 2 output tokens
+            computed   x x x x x .      num_computed = 5: it decodes
+
+        After a preemption num_computed is 0, and the same tokens are prefilled again.
+        """
         return self.num_computed + 1 == len(self.tokens) > self.prompt_len
 
 
@@ -61,13 +81,13 @@ class Chunk(NamedTuple):
     length: int
 
     @property
-    def yields_token(self):
+    def yields_token(self) -> bool:
         """Whether it reaches the last known token, so that the next one can be sampled."""
         return self.start + self.length == len(self.request.tokens)
 
 
 class ChunkRecord(NamedTuple):
-    """What remains of a chunk when its request has moved on."""
+    """A chunk as it is remembered after its request has moved on."""
 
     request_id: int
     start: int
@@ -75,15 +95,21 @@ class ChunkRecord(NamedTuple):
     is_decode: bool
 
 
-class Batch(list):
-    """The chunks of one iteration, at most one for each request. `budget` is the most tokens in it,
-    unless there are more decodes, or None; `left`, what is left; `preempted`, who lost pages."""
+class Batch(list[Chunk]):
+    """The chunks of one iteration, at most one for each request.
 
-    def __init__(self, budget=None):
-        self.budget, self.left, self.preempted = budget, math.inf if budget is None else budget, []
+    `budget` is the number of tokens that it may hold, None for any number. `left` is the unused
+    part of the budget, below 0 if there are more decodes than the budget allows.
+    """
 
-    def add(self, request):
-        """Add the next chunk of `request` within the budget. Returns its length; 0 adds nothing."""
+    def __init__(self, budget: int | None = None) -> None:
+        super().__init__()
+        self.budget = budget
+        self.left = sys.maxsize if budget is None else budget
+        self.preempted: list[int] = []  # ids of the requests that lost their pages for it
+
+    def add(self, request: Request) -> int:
+        """Add the request's next chunk, cut to the budget. Returns its length; 0 adds nothing."""
         length = len(request.tokens) - request.num_computed
         if length > self.left:
             length = max(0, self.left)
@@ -92,8 +118,8 @@ class Batch(list):
             self.left -= length
         return length
 
-    def add_decodes(self, requests):
-        """Add a decode of each of these requests, whatever the budget."""
+    def add_decodes(self, requests: Sequence[Request]) -> None:
+        """Add a decode of each of these requests, even beyond the budget."""
         self += [Chunk(request, request.num_computed, 1) for request in requests]
         self.left -= len(requests)
 
@@ -102,175 +128,232 @@ class Batch(list):
         return [ChunkRecord(r.id, start, length, r.is_decoding) for r, start, length in self]
 
 
+class Queue(Protocol):
+    """The waiting requests: a deque, or an object with those methods of a deque that are used."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Request]: ...
+    def __getitem__(self, index: int, /) -> Request: ...
+    def append(self, request: Request, /) -> None: ...
+    def appendleft(self, request: Request, /) -> None: ...
+    def remove(self, request: Request, /) -> None: ...
+    def clear(self) -> None: ...
+
+
+class Admission(NamedTuple):
+    """The memory that a request gets when it is admitted."""
+
+    cached_pages: list[int]  # these hold its first tokens already
+    new_pages: int  # so many are allocated
+
+
 class Scheduler:
-    """What the policies share: the queue, the running requests, admission, memory and preemption.
-    Takes C, the chunk size or token budget, B, the most requests that run at once, and the longest
-    request, prompt and output; a policy has more options. Raises ValueError if these cannot be."""
+    """What all policies share. A policy is a subclass that defines `schedule`.
+
+    `chunk` is C, the chunk size or token budget. `max_batch` is B, the number of requests that may
+    run at once. `max_len` is the length of the longest request, prompt and output. Some policies
+    take more options. Raises ValueError if the sizes make no sense.
+    """
 
     cuts_prompts = False  # into chunks of at most `chunk` tokens
-    reserves_max_len = True  # at admission; otherwise the tokens there are, and then page by page
+    reserves_max_len = True  # at admission; if not, the memory of a request grows page by page
 
-    def __init__(self, pages, chunk, max_batch, max_len, clock=time.monotonic):
-        for name, value in (("chunk", chunk), ("max_batch", max_batch), ("max_len", max_len)):
-            check_whole(name, value, least=1)
-        if pages.total < (needed := pages.needed(max_len)):
+    def __init__(
+        self,
+        pages: Pages,
+        chunk: int,
+        max_batch: int,
+        max_len: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        check_whole("chunk", chunk, least=1)
+        check_whole("max_batch", max_batch, least=1)
+        check_whole("max_len", max_len, least=1)
+        needed = pages.needed(max_len)
+        if pages.total < needed:
             takes = f"a request of max_len={max_len} takes {needed} pages"
             raise ValueError(f"pages={pages.total}: {takes} of page_size={pages.page_size}")
-        self.pages, self.chunk, self.max_batch, self.max_len = pages, chunk, max_batch, max_len
-        self.watermark = 0 if self.reserves_max_len else pages.total // 100  # left to growth
-        self.clock, self.requests = clock, {}  # id -> Request, all that have not ended
-        self.waiting, self.running = deque(), []  # in the order of admission
-        self.batch, self.preempted = Batch(), []  # not yet computed; ids, since the last that was
-        self.torn = False  # while any of these but `requests` changes, or if that was interrupted
+        self.pages = pages
+        self.chunk = chunk
+        self.max_batch = max_batch
+        self.max_len = max_len
+        self.clock = clock
+        self.waiting: Queue = deque()
+        self.running: list[Request] = []  # in the order of admission
+        self.requests: dict[int, Request] = {}  # by id: all that have not ended
+        # As vLLM, admission leaves 1 % of the pages free for running requests to grow into.
+        # Without that, the next decode would often preempt the request that was just admitted.
+        self.watermark = 0 if self.reserves_max_len else pages.total // 100
+        self.batch = Batch()  # the one that is not yet computed, if any
+        self.preempted: list[int] = []  # ids, since the last batch was computed
+        self.torn = False  # see `mend`
+        self.restarts = 0
+        self.peers = [self]
 
-    def check_fits(self, prompt_len, max_new_tokens):
+    def schedule(self) -> Batch:
+        """The next Batch, admitting waiting requests; empty only if there is nothing to do."""
+        raise NotImplementedError
+
+    # What a policy calls, and may override.
+
+    def decoding(self) -> list[Request]:
+        """The running requests that decode, each with a page for its next token.
+
+        If memory runs out, running requests are preempted, the one of the highest rank first.
+        """
+        decodes = [request for request in self.running if request.is_decoding]
+        size = self.pages.page_size
+        full = [request for request in decodes if request.num_computed == len(request.pages) * size]
+        if not full:
+            return decodes
+        for request in full:
+            self._grow(request)
+        return [request for request in decodes if request.pages]
+
+    def prefilling(self) -> list[Request]:
+        """The running requests whose prompt is not yet computed to its end."""
+        return [request for request in self.running if not request.is_decoding]
+
+    def rank(self, request: Request) -> tuple[float, ...]:
+        """The order of preemption: the highest rank goes first. Here it is the newest request."""
+        return request.arrival, request.id
+
+    def admit(self) -> Request | None:
+        """Give the first waiting request its pages and let it run.
+
+        Returns None if no request waits, or if there is no room for the first one.
+        """
+        if not self.waiting:
+            return None
+        request = self.waiting[0]
+        admission = self.room_for(request)
+        if admission is None:
+            return None
+        cached_pages, new_pages = admission
+        self.pages.acquire(cached_pages)
+        allocated_pages = self.pages.allocate(new_pages)
+        assert allocated_pages is not None  # room_for has counted the free pages
+        request.pages = cached_pages + allocated_pages
+        request.num_computed = len(cached_pages) * self.pages.page_size
+        request.cached_tokens += request.num_computed
+        self.running.append(request)
+        self.waiting.remove(request)
+        if request.scheduled is None:
+            request.scheduled = self.clock()
+        return request
+
+    # What an engine calls.
+
+    def check_fits(self, prompt_len: int, max_new_tokens: int) -> None:
         """Raise ValueError if such a request could never fit: it would be queued for ever."""
         if prompt_len + max_new_tokens > self.max_len:
             total = f"prompt of {prompt_len} tokens + max_new_tokens={max_new_tokens}"
             raise ValueError(f"{total}: must not exceed max_len={self.max_len}")
 
-    def add(self, request):
+    def add(self, request: Request) -> None:
         """Put a request at the end of the queue."""
-        self.mend()
-        self.pages.extend_hashes(request.page_hashes, request.tokens)
-        self.torn = True
-        self.waiting.append(request)
-        self.requests[request.id] = request
-        self.torn = False
+        with self._change():
+            self.pages.extend_hashes(request.page_hashes, request.tokens)
+            self.waiting.append(request)
+            self.requests[request.id] = request
 
-    def next_batch(self):
+    def next_batch(self) -> Batch:
         """The policy's next Batch, the same until `advance`; empty if there is nothing to do."""
         self.mend()
+        # A request without pages was aborted, or has ended, since the batch was made.
         self.batch[:] = [chunk for chunk in self.batch if chunk.request.pages]
-        if not self.batch:
-            self.torn = True
+        if self.batch:
+            return self.batch
+        with self._change():
             self.batch = self.schedule()
             if not self.batch and (self.running or self.waiting):
-                its = f"{type(self).__name__}.schedule() returned {self.batch!r}"
-                raise RuntimeError(f"{its}: nothing to do, but there are requests")
-            self.batch.preempted, self.torn = self.preempted, False
+                returned = f"{type(self).__name__}.schedule() returned {self.batch!r}"
+                raise RuntimeError(f"{returned}: nothing to do, but there are requests")
+            self.batch.preempted = self.preempted
         return self.batch
 
-    def mend(self):
-        """`requests` is the journal. After an interrupt that came while the rest changed, all of
-        them wait and are computed again. Whatever changes anything begins with this."""
-        if self.torn:
-            its = self.pages
-            self.pages = type(its)(its.total, its.page_size, its.prefix_caching)
-            self.preempted = [r.id for r in self.requests.values() if r.num_computed]
-            self.batch, self.running = Batch(), []
-            self.waiting.clear()
-            for request in self.requests.values():
-                request.preemptions += request.num_computed > 0
-                request.recomputed_tokens += request.num_computed
-                request.num_computed, request.pages, request.finish_reason = 0, [], None
-                self.waiting.append(request)
-            self.torn = False
+    def observe(self, batch: Batch, seconds: float) -> None:
+        """Called with the time that a batch took, before its requests move on."""
 
-    def observe(self, batch, seconds):
-        """Be told how long a batch took, before its requests move on."""
+    def advance(
+        self, batch: Batch, tokens: Sequence[int | None], now: float
+    ) -> list[tuple[Request, int]]:
+        """Move the requests of a computed batch on. Returns each new token with its request.
 
-    def advance(self, batch, tokens, now):
-        """Move the requests of a computed batch on: [(request, its new token)]. `tokens` are what
-        was sampled after each chunk at time `now`, or None. Twice is as good as once."""
+        `tokens` holds the token that was sampled after each chunk at time `now`, or None. An
+        interrupt may come between any two lines here. Then the engine calls this again with the
+        same arguments, so each line checks whether it has been done already.
+        """
         self.mend()
-        moved = []
-        for (request, start, length), token in zip(batch, tokens):
+        new_tokens: list[tuple[Request, int]] = []
+        for (request, start, length), token in zip(batch, tokens, strict=True):
             if request.finish_reason == "abort":
                 continue
-            if request.pages:  # or it lost them meanwhile
-                request.num_computed = start + length
+            end = start + length
+            if request.pages:  # if not, it has lost them since the batch was made
+                request.num_computed = end
                 if self.pages.prefix_caching:
                     self._publish_pages(request, start)
-            if token is not None:
-                n = start + length - request.prompt_len  # this is output token n
-                if n == len(request.token_times):
-                    request.token_times.append(now)
-                if start + length == len(request.tokens):
-                    request.tokens.append(token)
-                moved.append((request, token))
-                if token in request.stop or n + 1 == request.max_new_tokens:
-                    self.finish(request, "stop" if token in request.stop else "length")
-        self.batch, self.preempted = Batch(), []
-        return moved
+            if token is None:
+                continue
+            output_index = end - request.prompt_len  # 0 for the first output token
+            if output_index == len(request.token_times):
+                request.token_times.append(now)
+            if end == len(request.tokens):
+                request.tokens.append(token)
+            new_tokens.append((request, token))
+            if token in request.stop:
+                self.finish(request, "stop")
+            elif output_index + 1 == request.max_new_tokens:
+                self.finish(request, "length")
+        self.batch = Batch()
+        self.preempted = []
+        return new_tokens
 
-    def finish(self, request, reason):
-        """End a request, wherever it is, and free its pages. Does nothing more the second time."""
-        self.mend()
-        self.torn = True
-        if request in self.running:
-            self._stop(request)
-        elif request in self.waiting:
-            self.waiting.remove(request)
-        request.finish_reason = reason
-        self.requests.pop(request.id, None)
-        self.torn = False
+    def finish(self, request: Request, reason: str) -> None:
+        """End a waiting or running request and free its pages. The second time does nothing."""
+        with self._change():
+            if request in self.running:
+                self._stop(request)
+            elif request in self.waiting:
+                self.waiting.remove(request)
+            request.finish_reason = reason
+            self.requests.pop(request.id, None)
 
-    def schedule(self):
-        """The next Batch, admitting waiting requests; empty only if there is nothing to do."""
-        raise NotImplementedError
+    # Skip on a first reading: memory.
 
-    def decoding(self):
-        """The running decodes, each with a page for its token: the newest may be preempted."""
-        decodes, size = [r for r in self.running if r.is_decoding], self.pages.page_size
-        full = [request for request in decodes if request.num_computed == len(request.pages) * size]
-        for request in full:
-            while request.pages and not (page := self.pages.allocate(1, after=request.pages[-1])):
-                self.preempt(max(self.running, key=self.rank))
-            if request.pages:
-                request.pages += page
-        return [request for request in decodes if request.pages] if full else decodes
+    def plan_admission(self, request: Request) -> Admission:
+        """The cached pages that hold the first tokens of a request, and how many more it needs.
 
-    def rank(self, request):
-        """Requests of a higher rank are preempted first: the newest."""
-        return request.arrival, request.id
+        The last token is always computed, because its logits give the next one: with pages of 4
+        tokens, a prompt of 8 uses 1 cached page at most, and a prompt of 9 uses 2. A preempted
+        request that had begun its output leaves 2 tokens to compute. With 1 it would count as a
+        decode, and the batch that is being made has its decodes already.
+        """
+        to_compute = 1 if len(request.tokens) == request.prompt_len else 2
+        most_pages = (len(request.tokens) - to_compute) // self.pages.page_size
+        cached_pages = self.pages.match_prefix(request.page_hashes[:most_pages])
+        reserved_tokens = self.max_len if self.reserves_max_len else len(request.tokens)
+        return Admission(cached_pages, self.pages.needed(reserved_tokens) - len(cached_pages))
 
-    def prefilling(self):
-        """The running requests whose prompt is not yet computed to its end."""
-        return [r for r in self.running if not r.is_decoding]
+    def cached_tokens_of_head(self) -> int:
+        """How many tokens of the first waiting request need not be computed."""
+        if not self.waiting:
+            return 0
+        return len(self.plan_admission(self.waiting[0]).cached_pages) * self.pages.page_size
 
-    def plan_admission(self, request):
-        """What it is given if it is admitted: the pages that hold its first tokens already, and how
-        many more. One token is left to compute, for its logits; two, if it was preempted while it
-        generated: with one it would be a decode, and this batch has its decodes already."""
-        left = 1 if len(request.tokens) == request.prompt_len else 2
-        most = (len(request.tokens) - left) // self.pages.page_size
-        found = self.pages.match_prefix(request.page_hashes[:most])
-        tokens = self.max_len if self.reserves_max_len else len(request.tokens)
-        return found, self.pages.needed(tokens) - len(found)
-
-    def cached_tokens_of_head(self):
-        """How many tokens of the head of the queue need not be computed."""
-        return (
-            len(self.plan_admission(self.waiting[0])[0]) * self.pages.page_size
-            if self.waiting
-            else 0
-        )
-
-    def room_for(self, request):
-        """What `plan_admission` says if there is a place and memory for it, else None."""
+    def room_for(self, request: Request) -> Admission | None:
+        """The Admission of a waiting request. None if too many requests run, or memory is short."""
         if len(self.running) >= self.max_batch:
             return None
-        found, more = self.plan_admission(request)
-        free = self.pages.num_free - (self.watermark if self.running else 0)
-        return (found, more) if more + self.pages.count_free(found) <= free else None
+        admission = self.plan_admission(request)
+        free_pages = self.pages.num_free - (self.watermark if self.running else 0)
+        # cached pages that are in no block table count as free until they are acquired
+        taken_pages = admission.new_pages + self.pages.count_free(admission.cached_pages)
+        return admission if taken_pages <= free_pages else None
 
-    def admit(self):
-        """Give the head of the queue its pages and return it; None if there is none, or no room."""
-        if not self.waiting or not (given := self.room_for(request := self.waiting[0])):
-            return None
-        found, more = given
-        self.pages.acquire(found)
-        request.pages = found + self.pages.allocate(more)
-        request.num_computed = len(found) * self.pages.page_size
-        request.cached_tokens += request.num_computed
-        self.running.append(request)
-        self.waiting.remove(request)
-        request.scheduled = self.clock() if request.scheduled is None else request.scheduled
-        return request
-
-    def preempt(self, request):
-        """Take a running request's pages: it waits in front, and all of it is computed again."""
+    def preempt(self, request: Request) -> None:
+        """Take a running request's pages. It waits at the front, and is computed again."""
         request.preemptions += 1
         request.recomputed_tokens += request.num_computed
         request.num_computed = 0
@@ -278,23 +361,82 @@ class Scheduler:
         self._stop(request)
         self.waiting.appendleft(request)
 
-    def _publish_pages(self, request, start):
-        """Let others find the pages that became full since num_computed was `start`."""
-        first, end = (n // self.pages.page_size for n in (start, request.num_computed))
+    def _grow(self, request: Request) -> None:
+        """Give a running request one more page, which may cost it or others theirs."""
+        while request.pages:
+            new_page = self.pages.allocate(1, after=request.pages[-1])
+            if new_page is not None:
+                request.pages += new_page
+                return
+            self.preempt(max(self.running, key=self.rank))
+
+    def _publish_pages(self, request: Request, start: int) -> None:
+        """Let others reuse the pages that became full since num_computed was `start`."""
+        first = start // self.pages.page_size
+        end = request.num_computed // self.pages.page_size
         if first < end:
             self.pages.extend_hashes(request.page_hashes, request.tokens)
             self.pages.publish(request.pages[first:end], request.page_hashes[first:end])
 
-    def _stop(self, request):
+    def _stop(self, request: Request) -> None:
         self.running.remove(request)
         self.pages.free(request.pages)
         request.pages = []
+
+    # Skip on a first reading: what makes a Ctrl-C harmless, and several schedulers on one queue.
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Mark the state as torn until a change to it is complete."""
+        self.mend()
+        self.torn = True
+        yield
+        self.torn = False  # not reached if anything raises
+
+    def mend(self) -> None:
+        """If a change was interrupted, let all requests wait and be computed again.
+
+        A Ctrl-C may come between any two lines, and leave queue, block tables and free pages in
+        disagreement. `requests` survives it, as a journal does: the rest is made from it again.
+        Every method that changes anything begins with this.
+        """
+        if not any(peer.torn for peer in self.peers):
+            return
+        for peer in self.peers:  # until all of this is done
+            peer.torn = True
+        for peer in self.peers:
+            peer.pages = Pages(peer.pages.total, peer.pages.page_size, peer.pages.prefix_caching)
+            peer.batch = Batch()
+            peer.running = []
+            peer.preempted = []
+            peer.restarts += 1
+        self.waiting.clear()
+        self.peers[0].preempted = [r.id for r in self.requests.values() if r.num_computed]
+        for request in self.requests.values():
+            request.preemptions += request.num_computed > 0
+            request.recomputed_tokens += request.num_computed
+            request.num_computed = 0
+            request.pages = []
+            request.finish_reason = None
+            self.waiting.append(request)
+        for peer in self.peers:
+            peer.torn = False
+
+    def share_queue(self, other: "Scheduler") -> None:
+        """Serve the requests of another scheduler, too: as micro-batches of one pipeline do.
+
+        Each has its own pages and running requests. After an interrupt all of them begin anew.
+        """
+        self.waiting = other.waiting
+        self.requests = other.requests
+        self.peers = other.peers
+        self.peers.append(self)
 
 
 class RequestLevel(Scheduler):
     """FasterTransformer, Sarathi-Serve's Algorithm 1: a batch runs to its end, then the next."""
 
-    def schedule(self):
+    def schedule(self) -> Batch:
         batch = Batch()
         if not self.running:
             while self.admit():
@@ -307,21 +449,22 @@ class RequestLevel(Scheduler):
 class Orca(Scheduler):
     """Iteration-level scheduling with hybrid batches: whole prompts join the running decodes."""
 
-    prefills = None  # the most prompts in one batch
+    most_prefills: float = math.inf  # that may begin in one batch
 
-    def schedule(self):
-        batch, admitted = Batch(), 0
-        while admitted != self.prefills and self.admit():
+    def schedule(self) -> Batch:
+        batch = Batch()
+        admitted = 0
+        while admitted < self.most_prefills and self.admit():
             admitted += 1
         for request in self.running:
-            batch.add(request)
+            batch.add(request)  # max_len is reserved: no decode needs another page
         return batch
 
 
 class OrcaBest(Orca):
     """SARATHI's best case for Orca (§5.2): one whole prompt at a time beside the decodes."""
 
-    prefills = 1
+    most_prefills = 1
 
 
 class VLLM(Scheduler):
@@ -329,31 +472,43 @@ class VLLM(Scheduler):
 
     reserves_max_len = False
 
-    def schedule(self):
-        batch, queue = Batch(self.max_len), self.waiting  # §5.1: max_len tokens in whole prompts
-        most = lambda: batch.left + self.cached_tokens_of_head()  # tokens of a prompt that fits
-        while queue and len(queue[0].tokens) <= most() and (request := self.admit()):
+    def schedule(self) -> Batch:
+        batch = Batch(self.max_len)  # §5.1: max_len tokens in whole prompts
+        while self.head_fits(batch) and (request := self.admit()):
             batch.add(request)
         if not batch:
             batch.add_decodes(self.decoding())
         return batch
 
+    def head_fits(self, batch: Batch) -> bool:
+        """Whether the first waiting request has a prompt that fits into the batch uncut."""
+        if not self.waiting:
+            return False
+        return len(self.waiting[0].tokens) - self.cached_tokens_of_head() <= batch.left
+
 
 class Sarathi(Scheduler):
-    """SARATHI §4.3, decode-maximal: all decodes and one chunk, `chunk` tokens in whole tiles."""
+    """SARATHI §4.3, decode-maximal: all decodes and one chunk, `chunk` tokens together.
+
+    A GPU multiplies matrices in tiles: if these are of 128 rows, 129 rows cost as much as 256
+    (§4.4). So `chunk` is rounded down to a multiple of `tile` tokens, unless it is less than one.
+    """
 
     cuts_prompts = True
 
-    def __init__(self, *args, tile=1, **options):
+    def __init__(self, *args: Any, tile: int = 1, **options: Any) -> None:
         super().__init__(*args, **options)
         check_whole("tile", tile, least=1)
-        self.budget = self.chunk // tile * tile or self.chunk  # below one tile it stays as it is
+        self.budget = self.chunk // tile * tile or self.chunk
 
-    def schedule(self):
+    def schedule(self) -> Batch:
         batch = Batch(self.budget)
         batch.add_decodes(self.decoding())
-        if batch.left > 0 and (request := next(iter(self.prefilling()), None) or self.admit()):
-            batch.add(request)
+        if batch.left > 0:
+            prefills = self.prefilling()
+            request = prefills[0] if prefills else self.admit()
+            if request:
+                batch.add(request)
         return batch
 
 
@@ -363,12 +518,13 @@ class SarathiServe(Scheduler):
     cuts_prompts = True
     reserves_max_len = False
 
-    def token_budget(self, decodes, prefills):
-        """The most tokens in a batch with these decodes, beside prefills that have begun."""
+    def token_budget(self, decodes: list[Request], prefills: list[Request]) -> int:
+        """How many tokens a batch with these decodes may have; `prefills` have begun before."""
         return self.chunk
 
-    def schedule(self):
-        decodes, prefills = self.decoding(), self.prefilling()
+    def schedule(self) -> Batch:
+        decodes = self.decoding()
+        prefills = self.prefilling()
         batch = Batch(self.token_budget(decodes, prefills))
         batch.add_decodes(decodes)  # a running decode never waits
         for request in prefills:
@@ -383,7 +539,7 @@ class HybridOnly(SarathiServe):
 
     cuts_prompts = False
 
-    def token_budget(self, decodes, prefills):
+    def token_budget(self, decodes: list[Request], prefills: list[Request]) -> int:
         return self.max_len
 
 
@@ -392,8 +548,9 @@ class ChunkedOnly(SarathiServe):
 
     prefilled_last = False
 
-    def schedule(self):
-        decodes, batch = self.decoding(), Batch(self.chunk)
+    def schedule(self) -> Batch:
+        decodes = self.decoding()
+        batch = Batch(self.chunk)
         if not (self.prefilled_last and decodes):
             for request in self.prefilling():
                 batch.add(request)

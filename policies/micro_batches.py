@@ -33,14 +33,14 @@ class MicroBatches:
     each request, `stage_runs` what was booked with a record."""
 
     def __init__(self, config, pp, clock, replicas=1):
-        self.pp, self.replicas, self.begun = pp, replicas, 0
+        self.pp, self.replicas = pp, replicas
         self.reset()
         memory = config.pages // pp, config.page_size, config.prefix_caching
         self.schedulers = [config.scheduler(Pages(*memory), clock) for _ in self.free]
         self.queue, self.requests = self.schedulers[0].waiting, self.schedulers[0].requests
         for scheduler in self.schedulers:
-            scheduler.waiting, scheduler.requests = self.queue, self.requests
-            scheduler.mend = self.mend
+            if scheduler is not self.schedulers[0]:
+                scheduler.share_queue(self.schedulers[0])
 
     def reset(self):
         """Let time begin at 0."""
@@ -50,19 +50,14 @@ class MicroBatches:
         # of each micro-batch: since when it has had requests; infinity if it has none
         self.since = [0.0] * len(self.free)
 
-    def mend(self):
-        """As Scheduler.mend, for all of them: what one has torn, others hold. `begun` says how
-        often all requests have begun anew: batches from before are of no use."""
-        if any(scheduler.torn for scheduler in self.schedulers):
-            self.begun += 1
-            for scheduler in self.schedulers:
-                scheduler.torn = True
-            for scheduler in self.schedulers:
-                type(scheduler).mend(scheduler)
+    @property
+    def begun(self):
+        """How often all requests have begun anew: batches from before are of no use."""
+        return self.schedulers[0].restarts
 
     def next_batch(self, number, now):
         """The next Batch of a micro-batch; None if it has no requests."""
-        self.mend()
+        self.schedulers[0].mend()
         if not (self.queue or self.schedulers[number].running):
             self.since[number] = math.inf
             return None

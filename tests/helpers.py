@@ -71,7 +71,7 @@ def named(pages):
 
 def owned(pages):
     """The pages in block tables, a list in order, each as often as it is in one."""
-    return [page for page, readers in enumerate(pages._readers) for _ in range(readers)]
+    return [page for page, readers in enumerate(pages.ref_counts) for _ in range(readers)]
 
 
 def guard(engine):
@@ -210,7 +210,7 @@ def check_integrity(pages, tables=None):
         raise RuntimeError(f"block tables {tables} are not the pages owned, {read}")
     if not pages.prefix_caching and len(set(read)) != len(read):
         raise RuntimeError(f"pages are shared: {read}")
-    found, taken = named(pages), {page for page in range(pages.total) if pages._taken[page]}
+    found, taken = named(pages), {page for page in range(pages.total) if pages._occupied[page]}
     if found.difference(read) != set(pages._evictable) or found.union(read) != taken:
         seen = f"{pages._evictable.keys()} can be given away, {taken} are not blank"
         raise RuntimeError(f"pages {found} can be found, {read} are owned, {seen}")

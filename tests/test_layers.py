@@ -34,7 +34,7 @@ MAY_IMPORT = {  # a folder stands for all of its modules; `a.b` is that module a
     "server": f"{CORE} pretrained parallel cli views server",
     "examples": CORE,
 }
-LAZILY = {  # in functions
+LAZILY = {  # in functions, or for annotations alone
     "kv_cache": "torch",
     "config": "torch",
     "lab.commands.paper": "bench",  # it runs the other commands
@@ -51,10 +51,11 @@ OURS = {"torch", "tests", *(name.split(".")[0] for name in MODULES)}
 
 
 def imports_of(source):
-    """[(dotted name, whether it is inside of a function)] of what a source imports of OURS."""
+    """(dotted name, whether the program runs without it) of each module of OURS in a source."""
     found, lazy = [], set()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if for_types or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             lazy.update(ast.walk(node))
         names = [alias.name for alias in getattr(node, "names", []) if hasattr(alias, "name")]
         if isinstance(node, ast.ImportFrom):
