@@ -21,7 +21,11 @@ from tests.helpers import alone, check_integrity, guard, poison, tiny_model
 
 HERE = Path(__file__).parents[1]
 CORE = ("scheduler", "kv_cache", "model", "sampling", "engine", "config", "errors")
-FILES = {*(str(HERE / f"{name}.py") for name in CORE), *map(str, HERE.glob("policies/*.py")), *map(str, HERE.glob("attention/*.py"))}
+FILES = {
+    *(str(HERE / f"{name}.py") for name in CORE),
+    *map(str, HERE.glob("policies/*.py")),
+    *map(str, HERE.glob("attention/*.py")),
+}
 MODEL = tiny_model(n_kv_head=2, n_layer=1)
 PI = [3, 1, 4, 1, 5, 9, 2, 6]
 PROMPTS = [[7, 8, 9], [1] * 20, [1] * 9, PI * 2, [*PI, 60], [4]]

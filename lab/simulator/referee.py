@@ -103,7 +103,7 @@ def no_page_leaked(scheduler: Scheduler) -> Iterator[Breach]:
     in_tables = Counter(page for request in running for page in request.pages)
     max_tables = len(running) if scheduler.pages.prefix_caching else 1
     expected = Counter(
-        {page: min(readers, max_tables) for page, readers in enumerate(scheduler.pages._readers)}
+        {page: min(readers, max_tables) for page, readers in enumerate(scheduler.pages.ref_counts)}
     )
     for page in (in_tables - expected) | (expected - in_tables):
         owners = [request.id for request in running if page in request.pages]
