@@ -19,7 +19,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -37,7 +37,7 @@ class Request:
     """
 
     id: int
-    tokens: MutableSequence[int]  # the prompt, and the output so far
+    tokens: list[int]  # the prompt, and the output so far
     num_computed: int = field(default=0, kw_only=True)  # tokens whose keys and values are in pages
     pages: list[int] = field(default_factory=list, kw_only=True)  # its block table, see kv_cache.py
 
