@@ -1,11 +1,12 @@
-"""The processes that serve one model: rank 0 decides, all ranks do what it says.
+"""The processes that serve one model: rank 0 decides, all ranks carry out its commands.
 
     torchrun --nproc-per-node 4 bench.py serve --tp 2 --pp 2
 
-All run the same program up to `Ranks.start`. There rank 0 goes on; the others stay and follow its
-orders: names of methods of engine.Stage, and arguments. Activations and sums go through NCCL on
-CUDA, through gloo on a CPU; orders and what they return through gloo everywhere, where threads wait
-for them and see at once that a rank has ended. Then all end; rank 0 says which. Next: shard.py."""
+All run the same program up to `Ranks.start`. There rank 0 goes on; the others stay and wait for
+commands: the name of a method of stages.Stage, and its arguments. Activations and sums go through
+NCCL on CUDA, through gloo on a CPU. Commands and replies go through gloo everywhere: threads wait
+for them, and notice at once when a rank has ended. Then all ranks end, and rank 0 says which it
+was. Read next: shard.py."""
 
 import atexit
 import os
@@ -15,155 +16,258 @@ import signal
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from threading import Condition, Thread
 from traceback import extract_tb
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-LIMIT, IDLE = timedelta(minutes=10), timedelta(days=1000)  # to wait while others compute; or rest
-GRACE_S = 3  # that an exception waits for the news that the loss of another rank is its cause
+T = TypeVar("T")
+COMPUTE_LIMIT = timedelta(minutes=10)  # to wait for a tensor of another rank
+IDLE_LIMIT = timedelta(days=1000)  # to wait for a command or a reply
+GRACE_S = 3  # an exception waits so long for the news that the loss of another rank is its cause
+MOST_IN_FLIGHT = 999  # messages that are kept alive while they are sent
+STARTED = -1  # the number of a rank's first reply: it has loaded its part
+
+
+class Command(NamedTuple):
+    """A message of rank 0 to all others."""
+
+    number: int
+    method: str
+    arguments: tuple[Any, ...]
+
+
+class Reply(NamedTuple):
+    """What a method returned, sent to rank 0. A method that returns None sends nothing."""
+
+    number: int  # of the command
+    result: Any
+
+
+class Failure(NamedTuple):
+    """Why a rank ends."""
+
+    reason: str
 
 
 class Ranks:
-    """The tp * pp processes that torchrun has started, as one of them sees them: rank r is part
-    r % tp of stage r // tp. ConnectionError if they do not meet, ValueError if GPUs are missing."""
+    """The tp * pp processes that torchrun has started, as one of them sees them.
 
-    def __init__(self, tp, pp, device_type="cpu"):
-        cuda = device_type == "cuda"
-        self.device = torch.device(device_type, int(os.environ["LOCAL_RANK"]) if cuda else None)
-        if cuda:
-            if (here := int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > torch.cuda.device_count():
-                raise ValueError(f"{here} processes on a node: must be at most one for each GPU")
-            torch.cuda.set_device(self.device)
+    Rank r is part r % tp of stage r // tp. Raises ConnectionError if they do not meet, ValueError
+    if GPUs are missing."""
+
+    def __init__(self, tp: int, pp: int, device_type: str = "cpu") -> None:
+        self.tp = tp
+        self.pp = pp
+        self.size = tp * pp
+        self.device = _device_of_this_rank(device_type)
         try:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=LIMIT)
+            backends = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+            dist.init_process_group(backends, timeout=COMPUTE_LIMIT)
             mesh = init_device_mesh(device_type, (pp, tp), mesh_dim_names=("pp", "tp"))
-            self.down, self.up = (dist.new_group(backend="gloo", timeout=IDLE) for _ in range(2))
+            self.command_group = dist.new_group(backend="gloo", timeout=IDLE_LIMIT)
+            self.reply_group = dist.new_group(backend="gloo", timeout=IDLE_LIMIT)
         except dist.DistError as error:
-            where = "the ranks do not meet at {MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
-            raise ConnectionError(f"{where}: {error}") from error
-        (self.stage, self.part), self.tp_group = mesh.get_coordinate(), mesh["tp"].get_group()
-        self.rank, self.tp, self.pp, self.size = dist.get_rank(), tp, pp, tp * pp
-        clocks = self.gather(max(time.time() - time.perf_counter() for _ in range(99)))  # of nodes
-        self.clock = lambda: time.perf_counter() + clocks[self.rank] - clocks[0]  # s, on rank 0's
-        self.orders, self.numbers, self.waited = queue.SimpleQueue(), count(), 0.0  # in seconds
-        self.news, self.answers = Condition(), {}  # on rank 0: order -> {rank: what it returned}
-        self.broken, self.ended, self.sent = False, False, deque(maxlen=999)
+            address = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
+            raise ConnectionError(f"the ranks do not meet at {address}: {error}") from error
+        self.tp_group = mesh["tp"].get_group()
+        self.rank: int = dist.get_rank()
+        self.stage, self.part = divmod(self.rank, tp)
 
-    def gather(self, value):
-        """What each rank gives here, in their order."""
-        values = [None] * self.size
+        # the nodes' monotonic clocks begin at different times
+        offsets = self.gather(max(time.time() - time.perf_counter() for _ in range(99)))
+        self._clock_offset_s = offsets[self.rank] - offsets[0]
+        self.waited = 0.0  # seconds, for commands and for replies
+
+        self.work: Any = None  # the object whose methods are called, once `start` has made it
+        self.numbers = count()  # of commands, and of other things that all ranks must tell apart
+        self.threads: list[Thread] = []
+        self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()  # not on rank 0
+        self.replies: dict[int, dict[int, Any]] = {}  # on rank 0: command -> {rank: result}
+        self.reply_arrived = Condition()
+        self.in_flight: deque[tuple[Any, Tensor]] = deque(maxlen=MOST_IN_FLIGHT)
+        self.out_of_step = False  # a command was broken off on rank 0: others went on
+        self.has_ended = False
+
+    def clock(self) -> float:
+        """Seconds, on the clock of rank 0."""
+        return time.perf_counter() + self._clock_offset_s
+
+    def gather(self, value: T) -> list[T]:
+        """The values that all ranks give here, in their order."""
+        values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
 
-    def start(self, make):
-        """On rank 0 what `make()` returns, an object with the methods to order, when all ranks have
-        made theirs. On others this never returns: they do as they are told."""
-        peers, self.work = [0] if self.rank else range(1, self.size), None
-        self.threads = [Thread(target=self._listen, args=[peer], daemon=True) for peer in peers]
+    def start(self, make: Callable[[], T]) -> T:
+        """Let each rank make the object whose methods are called by commands.
+
+        Rank 0 returns its own when all ranks have made theirs. On others this never returns: they
+        carry out commands until rank 0 ends."""
+        peers = range(1, self.size) if self.rank == 0 else [0]
+        for peer in peers:
+            thread = Thread(target=self._receive_all, args=[peer], daemon=True)
+            self.threads.append(thread)
         for thread in self.threads:
             thread.start()
-        if self.rank == 0:
-            atexit.register(self.end)
-            self.work = make()
-            self.wait("start", self.size - 1)
-            return self.work
+        if self.rank > 0:
+            self._carry_out_commands(make)
+        atexit.register(self.end)
+        self.work = make()
+        self.wait_for_replies(STARTED, self.size - 1)
+        return self.work
+
+    def _carry_out_commands(self, make: Callable[[], object]) -> NoReturn:
+        """The life of a rank other than 0."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)  # rank 0 may keep what it has; then all end
         try:
-            self.work = self._patiently(make)
-            self._tell(("start", True))
+            self.work = self._call_patiently(make)
+            self._send(Reply(STARTED, True))
             while True:
-                began, order = time.perf_counter(), self.orders.get()
+                began = time.perf_counter()
+                command = self.commands.get()
                 self.waited += time.perf_counter() - began
-                self._do(*order)
+                self._carry_out(command)
         except BaseException as error:
-            why = f"{type(error).__name__} in {extract_tb(error.__traceback__)[-1].name}(): {error}"
-            self._tell(("failed", why.partition("\n")[0]))
+            function = extract_tb(error.__traceback__)[-1].name
+            reason = f"{type(error).__name__} in {function}(): {error}"
+            self._send(Failure(reason.partition("\n")[0]))
             time.sleep(GRACE_S)
         finally:
             os._exit(1)
 
-    def order(self, name, *args):
-        """Let all ranks call this method: the order's number, when this rank has done so. All end
-        if an order was broken off before: then the ranks are out of step."""
-        if self.broken:
-            self._lose("the ranks are out of step, as rank 0 broke an order off")
-        self.broken, number = True, next(self.numbers)
-        self._patiently(self._tell, (number, name, args))
-        self._do(number, name, args)
-        self.broken = False
-        return number
+    def command(self, method: str, *arguments: Any) -> int:
+        """Let all ranks call a method. Returns the command's number when rank 0 has called it.
 
-    def wait(self, number, answers):
-        """{rank: what it returned} for an order, once so many have. It stays in `answers`."""
-        began, its = time.perf_counter(), self.answers.setdefault(number, {})
-        with self.news:
-            self.news.wait_for(lambda: len(its) >= answers)
+        If an earlier command was broken off on rank 0, by an exception, the ranks are out of step:
+        then all of them end."""
+        if self.out_of_step:
+            self._on_peer_lost("the ranks are out of step, as rank 0 broke an order off")
+        self.out_of_step = True
+        command = Command(next(self.numbers), method, arguments)
+        self._call_patiently(self._send, command)
+        self._carry_out(command)
+        self.out_of_step = False
+        return command.number
+
+    def wait_for_replies(self, number: int, needed: int) -> dict[int, Any]:
+        """The replies to a command by rank, once there are so many. They stay in `replies`."""
+        began = time.perf_counter()
+        replies = self.replies.setdefault(number, {})
+        with self.reply_arrived:
+            self.reply_arrived.wait_for(lambda: len(replies) >= needed)
         self.waited += time.perf_counter() - began
-        return its
+        return replies
 
-    def call(self, name, *args):
-        """What all ranks return for this order, in their order."""
-        self.wait(number := self.order(name, *args), self.size)
-        return [its for _, its in sorted(self.answers.pop(number).items())]
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Let all ranks call a method that returns something: the results, in their order."""
+        number = self.command(method, *arguments)
+        self.wait_for_replies(number, self.size)
+        replies = self.replies.pop(number)
+        return [replies[rank] for rank in sorted(replies)]
 
-    def end(self):
+    def end(self) -> None:
         """Let the other ranks end."""
-        self.ended = True
-        with suppress(RuntimeError):  # of gloo: they have
-            self._tell(None)
-        for thread in self.threads:  # who has ended closes its connections
+        self.has_ended = True
+        with suppress(RuntimeError):  # of gloo: they have ended
+            self._send(None)
+        for thread in self.threads:  # a rank that has ended closes its connections
             thread.join(GRACE_S)
 
-    def _do(self, number, name, args):
-        result = self._patiently(getattr(self.work, name), *args)
-        if result is not None:
-            self._tell((number, result)) if self.rank else self._hear(0, number, result)
+    def _carry_out(self, command: Command) -> None:
+        method = getattr(self.work, command.method)
+        result = self._call_patiently(method, *command.arguments)
+        if result is None:
+            return
+        reply = Reply(command.number, result)
+        if self.rank == 0:
+            self._on_reply(0, reply)
+        else:
+            self._send(reply)
 
-    def _patiently(self, function, *args):
-        """function(*args). What it raises comes late: another rank may be why, as is known then."""
+    def _call_patiently(self, function: Callable[..., T], *arguments: Any) -> T:
+        """function(*arguments). An exception is held back for GRACE_S: if the loss of another rank
+        is its cause, all end before."""
         try:
-            return function(*args)
+            return function(*arguments)
         except Exception:
             time.sleep(GRACE_S)
             raise
 
-    def _tell(self, message):
-        """Send an object to all others, or up to rank 0, and do not wait: `sent` keeps it alive."""
+    def _send(self, message: Command | Reply | Failure | None) -> None:
+        """Send a message from rank 0 to all others, or from another to rank 0, without waiting.
+        None is the end."""
         body = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
-        send, *how = (dist.isend, 0, self.up) if self.rank else (dist.broadcast, 0, self.down, True)
-        self.sent += [(send(part, *how), part) for part in (torch.tensor([len(body)]), body)]
+        for part in (torch.tensor([len(body)]), body):
+            if self.rank == 0:
+                work = dist.broadcast(part, src=0, group=self.command_group, async_op=True)
+            else:
+                work = dist.isend(part, dst=0, group=self.reply_group)
+            self.in_flight.append((work, part))  # the tensor must live until it is sent
 
-    def _listen(self, peer):
-        """Receive what a peer sends, until it is gone."""
-        receive, *how = (dist.broadcast, 0, self.down) if self.rank else (dist.recv, peer, self.up)
+    def _receive(self, peer: int) -> Any:
+        """The next message of a peer. RuntimeError: it has closed the connection."""
+        size = torch.zeros(1, dtype=torch.int64)
+        self._receive_into(size, peer)
+        body = torch.empty(int(size), dtype=torch.uint8)
+        self._receive_into(body, peer)
+        return pickle.loads(body.numpy().tobytes())
+
+    def _receive_into(self, tensor: Tensor, peer: int) -> None:
+        if self.rank == 0:
+            dist.recv(tensor, src=peer, group=self.reply_group)
+        else:
+            dist.broadcast(tensor, src=0, group=self.command_group)
+
+    def _receive_all(self, peer: int) -> None:
+        """Receive the messages of a peer until it is gone: a thread for each peer."""
         with suppress(RuntimeError):  # of gloo: the connection is closed
             while True:
-                receive(size := torch.zeros(1, dtype=torch.int64), *how)
-                receive(body := torch.empty(int(size), dtype=torch.uint8), *how)
-                message = pickle.loads(body.numpy())
+                message = self._receive(peer)
                 if message is None:
                     os._exit(0)  # all is done
-                self.orders.put(message) if self.rank else self._hear(peer, *message)
-        self._lose(f"rank {peer} is gone: killed, or not to be reached")
+                if self.rank == 0:
+                    self._on_reply(peer, message)
+                else:
+                    self.commands.put(message)
+        self._on_peer_lost(f"rank {peer} is gone: killed, or not to be reached")
 
-    def _hear(self, rank, number, result):
-        """On rank 0: what a rank returned for an order, or why it ends."""
-        if number == "failed":
-            self._lose(f"rank {rank}: {result}")
-        with self.news:
-            self.answers.setdefault(number, {})[rank] = result
-            self.news.notify_all()
+    def _on_reply(self, rank: int, reply: Reply | Failure) -> None:
+        """On rank 0: keep the result of a rank, or end if the rank does."""
+        if isinstance(reply, Failure):
+            self._on_peer_lost(f"rank {rank}: {reply.reason}")
+            return
+        with self.reply_arrived:
+            self.replies.setdefault(reply.number, {})[rank] = reply.result
+            self.reply_arrived.notify_all()
 
-    def _lose(self, why):
-        """Without a rank there is nothing to do: rank 0 says so, and it ends, whatever it is at."""
-        with self.news:  # until the end
-            if self.rank == 0 and not self.ended:
-                print(f"\nerror: {why}", file=sys.stderr, flush=True)
-            self.ended or os._exit(1)
+    def _on_peer_lost(self, reason: str) -> None:
+        """End this process, whatever it does, as nothing is left to do; on rank 0 say why. After
+        `end` the loss of a peer is no loss."""
+        with self.reply_arrived:  # held until the end: one reason is enough
+            if self.has_ended:
+                return
+            if self.rank == 0:
+                print(f"\nerror: {reason}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+
+def _device_of_this_rank(device_type: str) -> torch.device:
+    """The CPU, or the GPU of this process. Raises ValueError if there is not one for each."""
+    if device_type != "cuda":
+        return torch.device(device_type)
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if processes > torch.cuda.device_count():
+        raise ValueError(f"{processes} processes on a node: must be at most one for each GPU")
+    device = torch.device(device_type, int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device

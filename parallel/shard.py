@@ -1,30 +1,47 @@
 """The part of a model.GPT that one rank has: some of its layers, some heads and columns of each.
 
 A rank multiplies with its columns of preproj and its rows of postproj, or of ffn_ln1 and ffn_ln2;
-then all ranks of a stage add up what they have (Shoeybi et al. 2019, §3). The first stage has the
-embeddings, the last the head. Read first: model.py, pretrained/sharding.py. Next: engine.py."""
+then all ranks of a stage add up their products (Shoeybi et al. 2019, §3). The first stage has the
+embeddings, the last the head. Read first: model.py, pretrained/sharding.py. Read next:
+stages.py."""
 
 import time
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from model import GPT, init_weight
+from model import GPT, FlatBatch, GPTConfig, init_weight
+from parallel.ranks import Ranks
 from pretrained.sharding import Slices, local_config, slices_of, views
 
 
 class Shard(GPT):
-    """What one of Ranks has of a GPT of the geometry `whole`, with the weights that one has.
-    `config` is the local geometry, with the whole vocabulary. Raises ValueError as local_config."""
+    """The part of a GPT of the geometry `whole` that one of several ranks has.
 
-    def __init__(self, whole, ranks, device="cpu", dtype=torch.float32, seed=0):
-        self.rows = -(-whole.vocab_size // ranks.tp)  # of the vocabulary; the last may have fewer
-        tied = whole.tie_embeddings and ranks.pp == 1
-        own = replace(local_config(whole, ranks.tp, ranks.pp), tie_embeddings=tied)
-        super().__init__(replace(own, vocab_size=self.rows), "meta", dtype, seed=None)
-        self.config, self.whole, self.ranks = own, whole, ranks
-        self.stages, self.summing_s = ranks.pp, 0.0  # seconds, in sums so far
+    Its random weights are those of the whole GPT of this seed. `config` is the local geometry, with
+    the whole vocabulary. Raises ValueError as local_config."""
+
+    def __init__(
+        self,
+        whole: GPTConfig,
+        ranks: Ranks,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        seed: int | None = 0,
+    ) -> None:
+        local = local_config(whole, ranks.tp, ranks.pp)
+        # embedding and head of a pipeline are on different ranks
+        local = replace(local, tie_embeddings=whole.tie_embeddings and ranks.pp == 1)
+        # the rows of the vocabulary that a rank has; the last may have fewer
+        self.rows = -(-whole.vocab_size // ranks.tp)
+        super().__init__(replace(local, vocab_size=self.rows), "meta", dtype, seed=None)
+        self.config = local
+        self.whole = whole
+        self.ranks = ranks
+        self.stages = ranks.pp
+        self.summing_s = 0.0  # seconds, in sums so far
         if ranks.stage > 0:
             self.token_embedding = self.position_embedding = None
         if ranks.stage < ranks.pp - 1:
@@ -61,7 +78,7 @@ class Shard(GPT):
         shape = self.get_parameter(name).shape
         return slices_of(self.whole, ranks.tp, ranks.pp, ranks.rank, name, shape)
 
-    def sum_up(self, x):
+    def sum_up(self, x: Tensor) -> Tensor:
         """The sum over all ranks of this stage, in place."""
         if self.ranks.tp > 1:
             began = time.perf_counter()
@@ -69,17 +86,18 @@ class Shard(GPT):
             self.summing_s += time.perf_counter() - began
         return x
 
-    def embed(self, batch):
+    def embed(self, batch: FlatBatch) -> Tensor:
         """As GPT.embed: each row comes from the rank that has the token."""
-        own = batch.tokens - self.rows * self.ranks.part
-        here = (own >= 0) & (own < self.rows)
-        return self.sum_up(super().embed(batch._replace(tokens=own.where(here, 0))) * here[:, None])
+        row = batch.tokens - self.rows * self.ranks.part  # of this rank's part of the embedding
+        is_here = (row >= 0) & (row < self.rows)
+        x = super().embed(batch._replace(tokens=row.where(is_here, 0)))
+        return self.sum_up(x * is_here[:, None])
 
-    def logits(self, x, batch):
+    def logits(self, x: Tensor, batch: FlatBatch) -> Tensor:
         """As GPT.logits, on all ranks of the last stage."""
         y = super().logits(x, batch)
-        if len(y) and self.ranks.tp > 1:
-            parts = [torch.empty_like(y) for _ in range(self.ranks.tp)]
-            dist.all_gather(parts, y, group=self.ranks.tp_group)
-            y = torch.cat(parts, dim=1)[:, : self.whole.vocab_size]
-        return y
+        if len(y) == 0 or self.ranks.tp == 1:
+            return y
+        parts = [torch.empty_like(y) for _ in range(self.ranks.tp)]
+        dist.all_gather(parts, y, group=self.ranks.tp_group)
+        return torch.cat(parts, dim=1)[:, : self.whole.vocab_size]

@@ -1,170 +1,293 @@
 """An Engine whose model is in several processes: micro-batches in flight through its stages.
 
-Rank 0 schedules. A batch's spans go to all ranks at once, its activations from stage to stage, sent
-without waiting for the next, and what the last stage has sampled comes back, with the times of all.
-Read first: policies/micro_batches.py, ranks.py and shard.py."""
+Rank 0 schedules. A batch's spans go to all ranks at once, its activations from stage to stage,
+without waiting for the next one. The tokens that the last stage has sampled come back to rank 0,
+with the times of all stages. Read first: policies/micro_batches.py, ranks.py and shard.py."""
 
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
 from config import MAX_BATCH, EngineConfig
-from engine import Computed, Engine, Iteration, Runner
+from engine import Completion, Computed, Engine, Event, Iteration, Runner, Sampled, StepInputs
+from kv_cache import Span
+from parallel.shard import Shard
 from policies.micro_batches import MicroBatches
 from sampling import SamplingParams
+from scheduler import Batch
+
+
+class StageResult(NamedTuple):
+    """What a stage made of a batch. Times are in seconds, on Ranks.clock."""
+
+    start: float
+    end: float
+    waited: float  # since the batch before, for commands, replies and activations
+    sampled: list[Sampled]  # on the last stage
+
+
+class StageSeconds(NamedTuple):
+    """What a rank has spent its time with, in seconds."""
+
+    now: float  # on Ranks.clock
+    waited: float  # so far
+    summing: float  # so far, in sums over the ranks of its stage
 
 
 class Stage:
-    """What a rank does when it is told to: its Shard, and the cache of each runner of rank 0."""
+    """The methods that rank 0 lets all ranks call, on their Shard and the cache of each runner."""
 
-    def __init__(self, model):
-        self.model, self.runners, self.sent, self.waited = model, {}, deque(), 0.0  # seconds
-        self.alive = WeakSet()  # on rank 0: ParallelRunners
+    def __init__(self, model: Shard) -> None:
+        self.model = model
+        self.runners: dict[int, Runner] = {}  # by ParallelRunner.key
+        self.alive: WeakSet[ParallelRunner] = WeakSet()  # on rank 0: those that somebody uses
+        self.sending: deque[Any] = deque()  # activations on their way to the next stage
+        self.waited_before = 0.0  # Ranks.waited, when the last batch came
 
-    def room(self, alive, config):
-        """Forget all runners but those `alive`: how many pages a config has then, or ValueError."""
-        self.runners = {key: self.runners[key] for key in alive}
-        return config.for_model(self.model).pages
+    def free_caches_except(self, keys: Sequence[int]) -> None:
+        """Forget all runners but those of these keys."""
+        self.runners = {key: self.runners[key] for key in keys}
 
-    def make(self, alive, key, *sizes):
-        """Make a Runner, when all but those of the keys `alive` are gone."""
-        self.runners = {other: self.runners[other] for other in alive}
-        self.runners[key] = Runner(self.model, *sizes)
-        self.runners[key].cache.data.zero_()  # what never was written may be slow to compute with
+    def available_pages(self, config: EngineConfig) -> int:
+        """How many pages a cache has under this config. Raises ValueError if it does not fit."""
+        pages = config.for_model(self.model).pages
+        assert pages is not None
+        return pages
+
+    def make_runner(
+        self, key: int, pages: int, page_size: int, max_len: int | None, attention: str
+    ) -> bool:
+        """Make the Runner of this key. Returns True, so that rank 0 can wait for it."""
+        runner = Runner(self.model, pages, page_size, max_len, attention)
+        runner.cache.data.zero_()  # memory that was never written may be slow to compute with
+        self.runners[key] = runner
         return True
 
-    def account(self):
-        """Seconds so far: on Ranks.clock; waiting; in sums."""
-        return self.model.ranks.clock(), self.model.ranks.waited, self.model.summing_s
+    def seconds(self) -> StageSeconds:
+        """What this rank has spent its time with so far."""
+        ranks = self.model.ranks
+        return StageSeconds(ranks.clock(), ranks.waited, self.model.summing_s)
 
     @torch.inference_mode()
-    def run(self, key, spans, params, positions):
-        """Compute a batch from what the stage before sends, and send it on, or sample. Returns on
-        one rank of each stage (start, end, waited before, what Runner.fetch returns); seconds."""
-        model, ranks, runner = self.model, self.model.ranks, self.runners[key]
-        start, batch = ranks.clock(), runner.flatten(spans)
-        if ranks.stage:
+    def run(
+        self,
+        key: int,
+        spans: list[Span],
+        params: list[SamplingParams],
+        positions: list[int],
+    ) -> StageResult | None:
+        """Compute a batch: receive the activations of the stage before, compute the layers of this
+        one, and send the activations on, or sample. Part 0 of each stage returns a result."""
+        model = self.model
+        ranks = model.ranks
+        runner = self.runners[key]
+        is_last = ranks.stage == ranks.pp - 1
+        start = ranks.clock()
+        batch = runner.flatten(spans)
+        if ranks.stage == 0:
+            x = model.embed(batch)
+        else:
             ready = ranks.clock()
             x = model.final_norm.weight.new_empty(len(batch.tokens), model.config.n_embd)
             dist.recv(x, ranks.rank - ranks.tp)
             runner.fetch(x, [], [])  # waits for a GPU
             start = ranks.clock()
             ranks.waited += start - ready
-        waited, self.waited = ranks.waited - self.waited, ranks.waited
-        x = model.compute_layers(x if ranks.stage else model.embed(batch), batch, runner.cache)
-        last = ranks.stage == ranks.pp - 1
-        drawn = (model.logits(x, batch), params, positions) if last else (x, [], [])
-        sampled, end = runner.fetch(*drawn), ranks.clock()
-        if not last:
-            self.sent.append(dist.isend(x, ranks.rank + ranks.tp))
-            if len(self.sent) > 2 * ranks.pp:
-                self.sent.popleft().wait()
-        return None if ranks.part else (start, end, waited, sampled)
+        waited = ranks.waited - self.waited_before
+        self.waited_before = ranks.waited
+
+        x = model.compute_layers(x, batch, runner.cache)
+        if is_last:
+            sampled = runner.fetch(model.logits(x, batch), params, positions)
+        else:
+            sampled = runner.fetch(x, [], [])
+        end = ranks.clock()
+        if not is_last:
+            self._send_on(x)
+        if ranks.part > 0:
+            return None
+        return StageResult(start, end, waited, sampled)
+
+    def _send_on(self, x: torch.Tensor) -> None:
+        """Send activations to the next stage, and do not wait: but for those of long ago."""
+        ranks = self.model.ranks
+        self.sending.append(dist.isend(x, ranks.rank + ranks.tp))
+        if len(self.sending) > 2 * ranks.pp:
+            self.sending.popleft().wait()
 
 
 class ParallelRunner(Runner):
     """The runners of all ranks. Its model, cache and attention are those of rank 0."""
 
-    def __init__(self, model, pages, page_size, max_len=None, attention="auto"):
-        self.ranks, self.key = model.ranks, next(model.ranks.numbers)
-        work, sizes = self.ranks.work, (pages, page_size, max_len, attention)
-        self.ranks.call("make", [its.key for its in work.alive], self.key, *sizes)
-        vars(self).update(vars(work.runners[self.key]))
-        work.alive.add(self)
+    def __init__(
+        self,
+        model: Shard,
+        pages: int,
+        page_size: int,
+        max_len: int | None = None,
+        attention: str = "auto",
+    ) -> None:
+        self.ranks = model.ranks
+        self.key = next(model.ranks.numbers)
+        stage: Stage = self.ranks.work
+        self.ranks.command("free_caches_except", [runner.key for runner in stage.alive])
+        self.ranks.call("make_runner", self.key, pages, page_size, max_len, attention)
+        local_runner = stage.runners[self.key]
+        self.model = local_runner.model
+        self.cache = local_runner.cache
+        self.attention = local_runner.attention
+        stage.alive.add(self)
 
-    def collect(self, order):
-        """What Stage.run returns on each stage. Waits for it, and leaves it in ranks.answers."""
-        return [its for _, its in sorted(self.ranks.wait(order, self.ranks.pp).items())]
+    def send(self, inputs: StepInputs) -> int:
+        """Let all stages compute a batch. Returns the number of the command."""
+        return self.ranks.command("run", self.key, *inputs)
 
-    def greedy(self, spans):
+    def collect(self, command: int) -> list[StageResult]:
+        """The results of all stages for a command. Waits for them, and leaves them in
+        Ranks.replies."""
+        replies = self.ranks.wait_for_replies(command, self.ranks.pp)
+        return [replies[rank] for rank in sorted(replies)]
+
+    def forget(self, command: int) -> None:
+        """Drop the results that `collect` has left."""
+        del self.ranks.replies[command]
+
+    def greedy(self, spans: list[Span]) -> list[int]:
         """As Runner.greedy, through all stages."""
-        wanted = sum(span.wants_logits for span in spans)
-        order = self.ranks.order("run", self.key, spans, [SamplingParams()] * wanted, [0] * wanted)
-        *_, sampled = self.collect(order)[-1]
-        del self.ranks.answers[order]
+        num_logits = sum(span.wants_logits for span in spans)
+        inputs = StepInputs(spans, [SamplingParams()] * num_logits, [0] * num_logits)
+        command = self.send(inputs)
+        sampled = self.collect(command)[-1].sampled
+        self.forget(command)
         return [token for token, _ in sampled]
 
 
-class ParallelEngine(Engine):
-    """An engine on all ranks. `max_batch` is of each micro-batch; they share the pages, as many as
-    the smallest rank has room for. With `record`, `micro_batches` learns what the stages do."""
+@dataclass(frozen=True)
+class InFlight:
+    """A batch on its way through the stages."""
 
-    make_runner, record = ParallelRunner, False
+    command: int
+    generation: int  # MicroBatches.begun: a batch of an earlier one is of no use
+    batch: Batch
+    iteration: Iteration  # but for its end
+    full_since: float  # see MicroBatches
+
+
+@dataclass(frozen=True)
+class PipelineState:
+    """What the micro-batches do: each is ready, or in flight. It is replaced as a whole, so that
+    an interrupt leaves the old one or the new one."""
+
+    ready: tuple[int, ...]  # numbers of micro-batches
+    flights: tuple[InFlight, ...]  # the first was sent first
+
+
+class ParallelEngine(Engine):
+    """An engine on all ranks.
+
+    `max_batch` is of each micro-batch. They share the pages, as many as the smallest rank has room
+    for. With `record`, `micro_batches` learns what the stages do."""
+
+    make_runner = ParallelRunner
+    record = False
 
     def _start(
         self, model: Any, config: EngineConfig, tokenizer: Any, clock: Callable[[], float]
     ) -> None:
-        pp = model.ranks.pp
-        whole = replace(config, max_batch=config.max_batch and config.max_batch * pp)
-        alive = [its.key for its in model.ranks.work.alive]
-        pages = min(model.ranks.call("room", alive, whole))
-        batch = config.max_batch or min(pages // pp, MAX_BATCH)
-        config = replace(config, pages=pages, max_batch=batch)
+        ranks = model.ranks
+        of_all = replace(config, max_batch=config.max_batch and config.max_batch * ranks.pp)
+        ranks.command("free_caches_except", [runner.key for runner in ranks.work.alive])
+        pages = min(ranks.call("available_pages", of_all))
+        max_batch = config.max_batch or min(pages // ranks.pp, MAX_BATCH)
+        config = replace(config, pages=pages, max_batch=max_batch)
         super()._start(model, config, tokenizer, clock)
-        self.micro_batches = MicroBatches(self.config, pp, clock)
+        self.micro_batches = MicroBatches(self.config, ranks.pp, clock)
         self.schedulers = self.micro_batches.schedulers
         self.scheduler = self.schedulers[0]  # that of the micro-batch whose turn it is
-        self.state = tuple(range(pp)), ()  # who may go on; what `_launch` returned of the others
+        self.state = PipelineState(ready=tuple(range(ranks.pp)), flights=())
 
     @property
-    def has_work(self):
+    def has_work(self) -> bool:
         """Whether any request has not ended, or any batch is on its way."""
-        return bool(self.scheduler.requests or self.state[1])
+        return bool(self.scheduler.requests or self.state.flights)
 
-    def abort(self, request_id):
+    def abort(self, request_id: int) -> Completion:
         """As of Engine."""
         self.scheduler = self.micro_batches.running_in(request_id)
         return super().abort(request_id)
 
-    def step(self):
-        """Send the next batch on its way, or wait for the first: an Event for each new token.
-        As Ranks.order it may end all. All that it changes of `state` is one assignment."""
-        self.last_iteration, (ready, flights) = None, self.state
-        for number in () if self._computed else ready:  # what was computed is recorded first
-            self.scheduler = self.schedulers[number]
-            if batch := self.micro_batches.next_batch(number, start := self.clock()):
-                flight = self._launch(number, batch, start)
-                self.state = tuple(n for n in ready if n != number), (*flights, flight)
-                return []
-        events = []
-        if flights:
-            (order, begun, *flight), *others = flights
-            stages, number = self.runner.collect(order), flight[1].micro_batch
-            if self._computed or begun == self.micro_batches.begun:  # else its requests begin anew
-                events = self._land(*flight, stages)
-            self.state, self._computed = ((*ready, number), tuple(others)), None
-            del self.runner.ranks.answers[order]
-        return events
+    def step(self) -> list[Event]:
+        """Send the next batch on its way, or else wait for the first: an Event for each new token.
 
-    def _launch(self, number, batch, start):
-        """Let a Batch begin. The pages of micro-batches lie one behind the other."""
-        first, inputs = number * self.scheduler.pages.total, self._inputs(batch)
+        May end all processes, as Ranks.command does."""
+        self.last_iteration = None
+        if self._computed is None:  # else the tokens of a batch are there, and recorded first
+            for number in self.state.ready:
+                if self._send_batch(number):
+                    return []
+        if not self.state.flights:
+            return []
+        return self._land_first()
+
+    def _send_batch(self, number: int) -> bool:
+        """Let the next batch of a micro-batch begin, if it has any."""
+        self.scheduler = self.schedulers[number]
+        start = self.clock()
+        batch = self.micro_batches.next_batch(number, start)
+        if not batch:
+            return False
+        ready = tuple(other for other in self.state.ready if other != number)
+        flight = self._launch(number, batch, start)
+        self.state = PipelineState(ready, (*self.state.flights, flight))
+        return True
+
+    def _launch(self, number: int, batch: Batch, start: float) -> InFlight:
+        """Send a batch to all ranks. The cache has the pages of one micro-batch after the other."""
+        inputs = self._inputs(batch)
+        first_page = number * self.scheduler.pages.total
         spans = [
-            span._replace(pages=[first + page for page in span.pages]) for span in inputs.spans
+            span._replace(pages=[first_page + page for page in span.pages]) for span in inputs.spans
         ]
         iteration = Iteration.begin(batch, self.schedulers, start, micro_batch=number)
         iteration = iteration._replace(launch=self.clock())
-        arguments = spans, inputs.params, inputs.positions
-        order = self.runner.ranks.order("run", self.runner.key, *arguments)
-        its = self.micro_batches
-        return order, its.begun, batch, iteration, its.full_since(number)
+        generation = self.micro_batches.begun
+        full_since = self.micro_batches.full_since(number)
+        command = self.runner.send(inputs._replace(spans=spans))
+        return InFlight(command, generation, batch, iteration, full_since)
 
-    def _land(self, batch, iteration, full_since, stages):
-        """The Events of a Batch, from what Stage.run returned on each stage."""
-        self.scheduler = self.schedulers[number := iteration.micro_batch]
-        if not self._computed:  # else an interrupt came
-            now, drawn = self.clock(), iter(stages[-1][-1])
-            shift = now - time.perf_counter()  # to this engine's clock
-            times = [(start + shift, end + shift, waited) for start, end, waited, _ in stages]
-            sampled = [next(drawn) if chunk.yields_token else None for chunk in batch]
+    def _land_first(self) -> list[Event]:
+        """Wait for the batch that was sent first: its Events."""
+        flight, *others = self.state.flights
+        results = self.runner.collect(flight.command)
+        events: list[Event] = []
+        if self._computed or flight.generation == self.micro_batches.begun:
+            events = self._land(flight, results)  # else its requests have begun anew
+        ready = (*self.state.ready, flight.iteration.micro_batch)
+        landed = PipelineState(ready, tuple(others))
+        self.state, self._computed = landed, None  # in one statement: no interrupt in between
+        self.runner.forget(flight.command)
+        return events
+
+    def _land(self, flight: InFlight, results: list[StageResult]) -> list[Event]:
+        """The Events of a batch, from the results of all stages."""
+        batch = flight.batch
+        number = flight.iteration.micro_batch
+        self.scheduler = self.schedulers[number]
+        if self._computed is None:  # else an interrupt came while it was recorded
+            now = self.clock()
+            shift = now - time.perf_counter()  # from Ranks.clock to this engine's
+            times = [(its.start + shift, its.end + shift, its.waited) for its in results]
+            tokens = iter(results[-1].sampled)
+            sampled = [next(tokens) if chunk.yields_token else None for chunk in batch]
             if self.record:
-                self.micro_batches.book(number, times, full_since, batch, iteration.chunks)
-            self.scheduler.observe(batch, now - iteration.start)
-            self._computed = Computed(batch, sampled, iteration._replace(end=now))
+                chunks = flight.iteration.chunks
+                self.micro_batches.book(number, times, flight.full_since, batch, chunks)
+            self.scheduler.observe(batch, now - flight.iteration.start)
+            self._computed = Computed(batch, sampled, flight.iteration._replace(end=now))
         return self._advance(self._computed)

@@ -64,9 +64,9 @@ def shard_of(model, ranks):
 class SpoiltStage(Stage):
     """Whose caches hold big numbers until they are written: nobody may read them."""
 
-    def make(self, *given):
-        made = super().make(*given)
-        [*self.runners.values()][-1].cache.data.fill_(1e4)
+    def make_runner(self, key, *sizes):
+        made = super().make_runner(key, *sizes)
+        self.runners[key].cache.data.fill_(1e4)
         return made
 
 
@@ -194,19 +194,19 @@ def interrupted(job):
     model = model_of(job)
     params = [replace(its, logprobs=True) for its in PARAMS]
     expected = engine_of(model, job, job["engine"]).generate(PROMPTS, params, progress=False)
-    wait_for = model.ranks.news.wait_for
+    wait_for = model.ranks.reply_arrived.wait_for
     for seed in job["seeds"]:
         engine, random = engine_of(model, job, job["engine"]), Random(seed)
         done, counts = {}, Counter()
         for n, its in enumerate(zip(PROMPTS, params)):
             while len(engine.scheduler.requests) == n:
                 counted(engine.add_request, its, random, counts)
-        model.ranks.news.wait_for = partial(impatient, wait_for, random, counts)
+        model.ranks.reply_arrived.wait_for = partial(impatient, wait_for, random, counts)
         while engine.has_work:
             for event in counted(engine.step, (), random, counts) or ():
                 if event.completion:
                     done[event.request_id] = event.completion
-        model.ranks.news.wait_for = wait_for
+        model.ranks.reply_arrived.wait_for = wait_for
         done = [its for _, its in sorted(done.items())]
         assert [its.tokens for its in done] == [its.tokens for its in expected]
         for its, same in zip(done, expected):
@@ -236,7 +236,7 @@ class OutsideOfOrders(Interrupt):
 
     def profile(self, frame, event, arg):
         its = frame
-        while its and its.f_code is not Ranks.order.__code__:
+        while its and its.f_code is not Ranks.command.__code__:
             its = its.f_back
         if not its:
             super().profile(frame, event, arg)
@@ -248,7 +248,9 @@ def aborts(job):
     expected = engine_of(model, job, job["engine"]).generate(PROMPTS, PARAMS, progress=False)
     engine = engine_of(model, job, job["engine"])
     ids = [engine.add_request(*its) for its in zip(PROMPTS, PARAMS)]
-    while not all(its.running for its in engine.schedulers) or len(engine.state[1]) < job["pp"]:
+    while (
+        not all(its.running for its in engine.schedulers) or len(engine.state.flights) < job["pp"]
+    ):
         engine.step()
     aborted = [engine.abort(its.running[0].id).request_id for its in engine.schedulers]
     while engine.has_work:

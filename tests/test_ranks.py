@@ -196,8 +196,9 @@ def test_a_policy_that_raises_changes_no_text_and_an_order_broken_off_is_the_las
 def test_caches_of_runners_that_are_gone_are_free_before_there_is_room_for_others():
     stage = Stage(tiny_model())
     stage.runners = dict.fromkeys((1, 2, 3))
-    assert stage.room([2], EngineConfig(max_batch=2, max_len=32, page_size=16)) == 4
+    stage.free_caches_except([2])
     assert [*stage.runners] == [2]
+    assert stage.available_pages(EngineConfig(max_batch=2, max_len=32, page_size=16)) == 4
 
 
 def test_a_server_on_two_ranks_says_what_one_process_says(capsys):

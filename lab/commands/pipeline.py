@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from cli import options
 from config import EngineConfig
+from engine import StepInputs
 from lab.measure import load_run as run
 from lab.measure import timing as measure
 from lab.measure import workload
@@ -49,14 +50,14 @@ def seconds_of(batches):
 
 def fit(runner, max_len):
     """The FittedCost of the stages of a parallel.stages.ParallelRunner."""
-    ranks, timed, hops = runner.ranks, [], []
+    timed, hops = [], []
     cases = tqdm(profile_cases(max_len)[0], "profile", leave=False, disable=None)
     for case in cases:
         spans = hybrid_spans(runner.cache, *case)
-        drawn = [SamplingParams()] * len(spans), [0] * len(spans)
+        inputs = StepInputs(spans, [SamplingParams()] * len(spans), [0] * len(spans))
         for _ in range(2):  # of which the first does not count
-            orders = [ranks.order("run", runner.key, spans, *drawn) for _ in range(FOLLOWING)]
-            seen = [runner.collect(order) for order in orders]
+            commands = [runner.send(inputs) for _ in range(FOLLOWING)]
+            seen = [runner.collect(command) for command in commands]
         hops += [b[0] - a[1] for a, b in zip(seen[0], seen[0][1:])]  # to where nothing is
         timed.append([(Profiled(*case, 0.0).shape, seconds_of(its)) for its in zip(*seen)])
     return FittedCost(zip(*timed), max(0.0, median(hops or [0.0])))
@@ -70,11 +71,11 @@ def serve(model, config, arrivals, tokens):
     def made(engine):
         engine.micro_batches.reset()
         engine.record = True
-        engines.append((engine, ranks.call("account")))
+        engines.append((engine, ranks.call("seconds")))
 
     seen = run.serve(model, config, arrivals, tokens, made=made)
     ((engine, before),) = engines
-    pairs = zip(before[:: ranks.tp], ranks.call("account")[:: ranks.tp])
+    pairs = zip(before[:: ranks.tp], ranks.call("seconds")[:: ranks.tp])
     found = summarize(seen, engine.micro_batches)
     for its, two in zip(found["stages"], pairs):
         busy_s, (seconds, waited_s, sums_s) = its["busy_s"], (b - a for a, b in zip(*two))
