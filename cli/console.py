@@ -1,4 +1,4 @@
-"""What a program owes whoever runs it: streams, signals, and errors of one line.
+"""How a program begins and ends: streams, signals, and errors of one line.
 
 Imports next to nothing, so that `run` is in charge before anything slow is imported."""
 
@@ -7,62 +7,109 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from io import TextIOWrapper
+from types import FrameType
+from typing import NamedTuple
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TWICE_S = 0.5  # `timeout` and others send a signal to the process and then to its group
+BROKEN_PIPE_STATUS = 141  # 128 + SIGPIPE
+USER_ERRORS = (ValueError, ImportError, OSError, MemoryError)  # a user or a machine can cause them
 
 
-def run(main):
-    """Call main(). What a user can cause ends with a line and an exit status, not a traceback.
-    SIGINT, SIGTERM and SIGHUP are a KeyboardInterrupt in main(), which may keep what there is, then
-    an exit with status 130, 143 or 129; a second one, or one during an import, ends at once."""
-    ending = []  # (exit status, when that was known), once it is
+class Ending(NamedTuple):
+    """The exit status of this process, and when that was decided."""
 
-    def interrupt(signum, frame):
-        while frame and not frame.f_code.co_filename.startswith("<frozen importlib"):
-            frame = frame.f_back  # in an import it may be lost, or become another error
-        if frame or ending and time.monotonic() > ending[0][1] + TWICE_S:
-            os._exit(128 + signum)
-        if not ending:
-            ending.append((128 + signum, time.monotonic()))
+    status: int
+    time_s: float
+
+
+def run(main: Callable[[], object]) -> None:
+    """Call main(). An error that a user can cause ends with one line and an exit status.
+
+    SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt in main(), which may keep its results; then
+    the process exits with status 130, 143 or 129. A second signal, or one during an import, ends it
+    at once. Other errors are ours: they have their traceback."""
+    endings: list[Ending] = []  # at most one
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if _is_importing(frame):  # there it might be lost, or become another error
+            os._exit(128 + number)
+        if endings and time.monotonic() > endings[0].time_s + TWICE_S:
+            os._exit(128 + number)
+        if not endings:
+            endings.append(Ending(128 + number, time.monotonic()))
             raise KeyboardInterrupt
 
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
             signal.signal(number, interrupt)
-    if int(os.environ.get("RANK", 0)) and "WORLD_SIZE" in os.environ:
-        sys.stdout = None  # of torchrun's processes only the first speaks, but for errors:
-        sys.stderr = None if int(os.environ.get("LOCAL_RANK", 1)) else sys.stderr  # one on a node
-    sys.stdout, sys.stderr = (its or open(os.devnull, "w") for its in (sys.stdout, sys.stderr))
-    for stream in (sys.stdout, sys.stderr):  # a pipe sees each line when it is printed
-        stream.reconfigure(errors="replace", line_buffering=True)
+    _prepare_streams()
     try:
         try:
             main()
         finally:
             sys.stdout.flush()
     except (Exception, KeyboardInterrupt) as error:
-        status = ending[0][0] if ending else explain(error)
-        if status is None:  # an error of ours has its traceback
+        status = endings[0].status if endings else explain(error)
+        if status is None:
             raise
         raise SystemExit(status) from None
     finally:
-        ending.append((0, 0.0))
+        endings.append(Ending(0, 0.0))  # from here on a signal ends the process at once
 
 
-def explain(error):
-    """The exit status, or the message, for what a user can cause; else None."""
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether this frame, or one that it was called from, is an import."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _prepare_streams() -> None:
+    """Let stdout and stderr take every text, a line when it is printed. Of torchrun's processes
+    the first of all writes to stdout, and the first of each node to stderr."""
+    if "WORLD_SIZE" in os.environ and int(os.environ.get("RANK", 0)) > 0:
+        sys.stdout = _null_stream()
+        if int(os.environ.get("LOCAL_RANK", 1)) > 0:
+            sys.stderr = _null_stream()
+    if sys.stdout is None:  # it was closed before this process began
+        sys.stdout = _null_stream()
+    if sys.stderr is None:
+        sys.stderr = _null_stream()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace", line_buffering=True)
+
+
+def _null_stream() -> TextIOWrapper:
+    return open(os.devnull, "w")
+
+
+def explain(error: BaseException) -> int | str | None:
+    """The exit status, or the message, for an error that a user can cause; None for others."""
     from policies import where_it_failed
 
     if isinstance(error, KeyboardInterrupt):
         return 130
-    pipe = isinstance(error, BrokenPipeError)
-    if pipe or getattr(error, "errno", None) == errno.ENOSPC:  # do not fail again at exit
+    is_broken_pipe = isinstance(error, BrokenPipeError)
+    is_disk_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+    if is_broken_pipe or is_disk_full:  # do not fail again at exit, when stdout is flushed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    place, name = where_it_failed(error), type(error).__name__
+    if is_broken_pipe:
+        return BROKEN_PIPE_STATUS
+
+    name = type(error).__name__
     text = str(error).strip().split("\n")[0] or name
-    known = isinstance(error, (ValueError, ImportError, OSError, MemoryError))
-    known |= name == "OutOfMemoryError" or "can't allocate memory" in text  # torch's
-    compiling = type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
-    where = f"{place}: {name}: " if place else "--compile: " if compiling else ""
-    return 141 if pipe else f"error: {where}{text}" if where or known else None
+    place = where_it_failed(error)
+    if place:  # in a custom policy
+        return f"error: {place}: {name}: {text}"
+    if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        return f"error: --compile: {text}"
+    is_out_of_memory = name == "OutOfMemoryError" or "can't allocate memory" in text  # torch's
+    if isinstance(error, USER_ERRORS) or is_out_of_memory:
+        return f"error: {text}"
+    return None

@@ -73,8 +73,8 @@ class Ranks:
             backends = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
             dist.init_process_group(backends, timeout=COMPUTE_LIMIT)
             mesh = init_device_mesh(device_type, (pp, tp), mesh_dim_names=("pp", "tp"))
-            self.command_group = dist.new_group(backend="gloo", timeout=IDLE_LIMIT)
-            self.reply_group = dist.new_group(backend="gloo", timeout=IDLE_LIMIT)
+            self.command_group: Any = dist.new_group(backend="gloo", timeout=IDLE_LIMIT)
+            self.reply_group: Any = dist.new_group(backend="gloo", timeout=IDLE_LIMIT)
         except dist.DistError as error:
             address = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
             raise ConnectionError(f"the ranks do not meet at {address}: {error}") from error

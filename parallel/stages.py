@@ -13,6 +13,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from config import MAX_BATCH, EngineConfig
 from engine import Completion, Computed, Engine, Event, Iteration, Runner, Sampled, StepInputs
@@ -102,7 +103,7 @@ class Stage:
         waited = ranks.waited - self.waited_before
         self.waited_before = ranks.waited
 
-        x = model.compute_layers(x, batch, runner.cache)
+        x: Tensor = model.compute_layers(x, batch, runner.cache)
         if is_last:
             sampled = runner.fetch(model.logits(x, batch), params, positions)
         else:
@@ -114,7 +115,7 @@ class Stage:
             return None
         return StageResult(start, end, waited, sampled)
 
-    def _send_on(self, x: torch.Tensor) -> None:
+    def _send_on(self, x: Tensor) -> None:
         """Send activations to the next stage, and do not wait: but for those of long ago."""
         ranks = self.model.ranks
         self.sending.append(dist.isend(x, ranks.rank + ranks.tp))
@@ -158,10 +159,10 @@ class ParallelRunner(Runner):
         """Drop the results that `collect` has left."""
         del self.ranks.replies[command]
 
-    def greedy(self, spans: list[Span]) -> list[int]:
+    def greedy(self, spans: Sequence[Span]) -> list[int]:
         """As Runner.greedy, through all stages."""
         num_logits = sum(span.wants_logits for span in spans)
-        inputs = StepInputs(spans, [SamplingParams()] * num_logits, [0] * num_logits)
+        inputs = StepInputs(list(spans), [SamplingParams()] * num_logits, [0] * num_logits)
         command = self.send(inputs)
         sampled = self.collect(command)[-1].sampled
         self.forget(command)
@@ -195,6 +196,7 @@ class ParallelEngine(Engine):
     for. With `record`, `micro_batches` learns what the stages do."""
 
     make_runner = ParallelRunner
+    runner: ParallelRunner
     record = False
 
     def _start(
