@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from kv_cache import kv_bytes_per_token
-from lab.papers import simulated as papers
-from lab.papers.simulated import A6000_13B
+from lab.papers.systems import A100_33B, A6000_13B
 from lab.simulator.cost_model import CostModel, FittedCost, matrices, product_seconds
 from lab.simulator.devices import (
     A100,
@@ -164,12 +163,15 @@ def test_attention_takes_its_pairs_or_its_keys_whichever_is_longer(device, tp, c
 
 def test_decodes_beside_a_chunk_take_longer_in_attention():
     cost = CostModel(SMALL, replace(MOVE, riding=1.5))
-    attention = lambda batch: cost.layer_seconds(batch).attention * 1e6
+
+    def attention(batch):
+        return cost.layer_seconds(batch).attention * 1e6
+
     assert attention(DECODES) == pytest.approx(16 * (8 + 20))  # bytes of the keys that they read
     assert attention([PREFILL]) == pytest.approx(16 * 15)
     assert attention(BATCH) == pytest.approx(16 * (15 + 1.5 * (8 + 20)))
     assert {device.riding for device in DEVICES.values()} == {1}
-    riding = [its.device.riding for its in (papers.A6000_13B, papers.A100_33B)]
+    riding = [its.device.riding for its in (A6000_13B, A100_33B)]
     assert riding == [pytest.approx((15.2 - 10) / 3 / (5.68 / 4))] * 2  # SARATHI, Table 2
 
 
@@ -349,7 +351,7 @@ def test_a_fitted_cost_predicts_what_its_law_does():
     chunk, decodes = (prefills, 100, 50), [(its, len(its.tokens) - 1, 1) for its in decoding]
     batches = [[chunk], decodes, [chunk, *decodes], [chunk, (prefills, 0, 3)]]
     shapes = [(50, 0, 0, 6275), (0, 2, 710, 0), (50, 2, 710, 6275), (53, 0, 0, 6281)]
-    for batch, shape in zip(batches, shapes):
+    for batch, shape in zip(batches, shapes, strict=True):
         (seconds,), hop_s = cost.stages(batch)
         assert seconds == ours.predict(BatchShape(*shape)) and hop_s == 0.0
         assert seconds == pytest.approx(law @ [1, *shape], rel=0.02)

@@ -18,7 +18,7 @@ from lab.simulator import machine
 from lab.simulator.cost_model import CostModel
 from lab.simulator.devices import A100, GEOMETRIES, LINKS
 from policies.token_budget import Profiled
-from tests.test_report import A100S, printed_tables
+from tests.test_simulate import A100S, printed_tables
 
 YI = f"{A100S} --model yi-34b --tp 2".split()
 TINY = "--model llama-tiny --device cpu --dtype float32 --max-len 64 --chunk 16 --batch 4".split()

@@ -17,7 +17,7 @@ from lab.commands import paper, serving
 from lab.measure import timing as measure
 from lab.measure.load_run import Bounded
 from lab.papers.claims import Finding, Table
-from tests.test_report import printed_tables
+from tests.test_simulate import printed_tables
 
 ROOT = Path(__file__).parents[1]
 TINY = "paper --model llama-tiny --device cpu --dtype float32 --max-len 64".split()

@@ -9,12 +9,12 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
-from operator import getitem
+from operator import itemgetter
 
 import pytest
 
 import bench
-from lab.commands import simulate as report
+from lab.commands import simulate
 from lab.simulator.cost_model import matrices, product_seconds
 from lab.simulator.devices import A100, GEOMETRIES
 from lab.simulator.fit import COLUMNS
@@ -24,13 +24,14 @@ A100S = "--simulate a100-80gb"
 
 def printed_tables(text):
     """The Markdown tables in a text, as lists of rows of cells, their heads among them."""
-    tables, last = [], ""
+    tables = []
+    previous = ""
     for line in text.splitlines():
         if line.startswith("| "):
-            if not last.startswith("|"):
+            if not previous.startswith("|"):
                 tables.append([])
             tables[-1].append([cell.strip() for cell in line.strip("|").split("|")])
-        last = line
+        previous = line
     return tables
 
 
@@ -41,48 +42,61 @@ def number(cell):
     return float(cell.rstrip("x%").replace(",", "")) / scale, 0.501 * 10**-digits / scale
 
 
+def assert_printed(cell, value):
+    """A printed cell is that of the report: a text, a number but for rounding, or "-" of None."""
+    if isinstance(value, str | None):
+        assert cell == (value or "-")
+    else:
+        printed, rounding = number(cell)
+        assert printed == pytest.approx(value, abs=rounding)
+
+
+def comparisons(rows):
+    """(published, simulated, error) of all numbers in the rows of a report that were compared."""
+    for row in rows:
+        cells = list(row.items())
+        for (_, paper), (_, ours), (head, error) in zip(cells, cells[1:], cells[2:], strict=False):
+            if "error" in head and error is not None:
+                yield paper, ours, error
+
+
 def test_every_claim_is_printed_and_written_alike(tmp_path, capsys):
-    report = tmp_path / "all.json"
-    words = "simulate --requests 16 --cpu-ms 3 --processes 1 --only".split()
-    words.append("sarathi, bubbles,ablation")
-    bench.main([*words, "--json", str(report), "--plot", str(tmp_path / "p.png")])
-    text, found = capsys.readouterr().out, json.loads(report.read_text())
-    assert (found["options"]["requests"], found["options"]["cpu_ms"]) == (16, 3)
-    tables = {table["claim"]: table for table in found["tables"]}  # none has two here
+    file = tmp_path / "all.json"
+    argv = ["simulate", "--requests", "16", "--cpu-ms", "3", "--processes", "1"]
+    argv += ["--only", "sarathi, bubbles,ablation"]
+    bench.main([*argv, "--json", str(file), "--plot", str(tmp_path / "p.png")])
+    text = capsys.readouterr().out
+    report = json.loads(file.read_text())
+    assert (report["options"]["requests"], report["options"]["cpu_ms"]) == (16, 3)
+    tables = {table["claim"]: table for table in report["tables"]}  # none has two here
     assert list(tables) == ["S-T2", "S-F7", "S-F3", "S-F8", "S-§4.3.1", "SS-F8", "SS-T4"]
-    for (head, *printed), table in zip(printed_tables(text), found["tables"], strict=True):
+    for (head, *printed), table in zip(printed_tables(text), report["tables"], strict=True):
         for cells, row in zip(printed, table["rows"], strict=True):
             assert list(row) == head
             for cell, value in zip(cells, row.values(), strict=True):
-                if isinstance(value, str | None):
-                    assert cell == (value or "-")
-                else:
-                    assert number(cell)[0] == pytest.approx(value, abs=number(cell)[1])
+                assert_printed(cell, value)
     for claim, table in tables.items():
         assert f"{claim}: {table['title']}\n" in text and f"\n{table['note']}\n" in text
     assert "3 ms of CPU" in tables["SS-T4"]["title"]
     assert "prefill 1,024: linear" in text and "224.80" in text
-    rows = [list(row.items()) for table in tables.values() for row in table["rows"]]
-    triples = [its for row in rows for its in zip(row, row[1:], row[2:]) if "error" in its[2][0]]
-    pairs = [
-        (paper, ours, error) for (_, paper), (_, ours), (_, error) in triples if error is not None
-    ]
-    assert len(pairs) == 6 + 3 + 3 + 8 + 2 * 3 * 2
-    assert all(error == pytest.approx(ours / paper - 1) for paper, ours, error in pairs)
+    compared = list(comparisons(row for table in report["tables"] for row in table["rows"]))
+    assert len(compared) == 6 + 3 + 3 + 8 + 2 * 3 * 2
+    assert all(error == pytest.approx(ours / paper - 1) for paper, ours, error in compared)
     (picture,) = tmp_path.glob("*.png")
     assert picture.name == "p-SS-F8.png" and picture.read_bytes().startswith(b"\x89PNG")
-    assert text.endswith(f"wrote {report}\nwrote {picture}\n")
-    errors = [abs(error) for _, _, error in pairs]
-    near, nearer = (sum(error <= limit for error in errors) for limit in (0.25, 0.1))
-    found = f"Of {len(errors)} published numbers {nearer} came out within 10%, {near}\nwithin 25%,"
-    assert found in text
+    assert text.endswith(f"wrote {file}\nwrote {picture}\n")
+    within_10 = sum(abs(error) <= 0.1 for _, _, error in compared)
+    within_25 = sum(abs(error) <= 0.25 for _, _, error in compared)
+    counts = f"Of {len(compared)} published numbers {within_10} came out within 10%, {within_25}\n"
+    assert counts in text
 
 
 def processes_of(session):
     """The ids of the processes of a session that still run."""
-    table = subprocess.run(["ps", "-A", "-o", "pid=,sess=,stat="], capture_output=True, text=True)
+    command = ["ps", "-A", "-o", "pid=,sess=,stat="]
+    table = subprocess.run(command, capture_output=True, text=True)
     rows = [line.split() for line in table.stdout.splitlines()]
-    return [int(pid) for pid, its, state in rows if int(its) == session and state[0] != "Z"]
+    return [int(pid) for pid, sid, state in rows if int(sid) == session and state[0] != "Z"]
 
 
 def wait_for(done, seconds=120):
@@ -94,25 +108,37 @@ def wait_for(done, seconds=120):
 
 
 def test_jobs_in_other_processes_keep_their_order_and_their_errors():
-    assert report.run_all(1, "", max, [(1, 2), (5, 4, 3), ([6],)]) == [2, 5, 6]
+    assert simulate.run_all(1, "", max, [(1, 2), (5, 4, 3), [6]]) == [2, 5, 6]
     with pytest.raises(IndexError, match="^list index out of range$"):
-        report.run_all(1, "", getitem, [([1], 0), ([], 0)])
+        simulate.run_all(1, "", itemgetter(0), [[1], []])
     assert wait_for(lambda: not multiprocessing.active_children())
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())  # here all signals come through
 
 
 # how it is sent: by a terminal to the whole group, or to the process; and what that exits with
-ENDINGS = [(os.killpg, signal.SIGINT, 1, 130), (os.killpg, signal.SIGINT, 2, 130)]
-ENDINGS += [(os.kill, signal.SIGTERM, 1, 143), (os.kill, signal.SIGKILL, 1, -9)]
+ENDINGS = [
+    (os.killpg, signal.SIGINT, 1, 130),
+    (os.killpg, signal.SIGINT, 2, 130),
+    (os.kill, signal.SIGTERM, 1, 143),
+    (os.kill, signal.SIGKILL, 1, -9),
+]
 
 
 @pytest.mark.parametrize("send, number, times, status", ENDINGS)
 def test_no_signal_leaves_a_traceback_or_a_worker(send, number, times, status):
-    words = "bench.py simulate --only sarathi,nodes --requests 100000 --processes 6".split()
-    how = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    heard = partial(signal.signal, number, signal.SIG_DFL)  # also if this runs in the background
-    heard = None if number == signal.SIGKILL else heard
-    run = subprocess.Popen([sys.executable, *words], **how, preexec_fn=heard)
+    argv = ["bench.py", "simulate", "--only", "sarathi,nodes"]
+    argv += ["--requests", "100000", "--processes", "6"]
+    reset = None
+    if number != signal.SIGKILL:  # let it be heard, also if this runs in the background
+        reset = partial(signal.signal, number, signal.SIG_DFL)
+    run = subprocess.Popen(
+        [sys.executable, *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=reset,
+    )
     try:
         assert wait_for(lambda: len(processes_of(run.pid)) >= 7)  # four at work for long, two idle
         send(run.pid, number)
@@ -130,19 +156,23 @@ def test_no_signal_leaves_a_traceback_or_a_worker(send, number, times, status):
 def test_fit_prints_the_constants_that_times_were_made_from(tmp_path, capsys):
     device = replace(A100, flops_per_s=200e12, bytes_per_s=1.5e12, op_s=6e-6, tile=64)
     sizes = [*range(1, 64, 9), *range(70, 1000, 62), *range(1100, 4097, 333)]
-    lines, file = [["num_tokens", *COLUMNS]], tmp_path / "times.csv"
+    lines = [["num_tokens", *COLUMNS]]
     for n in sizes:
         shapes = matrices(GEOMETRIES["llama-13b"], 2)
         lines.append([n, *(1e3 * product_seconds(device, n, *shape) for shape in shapes)])
+    file = tmp_path / "times.csv"
     file.write_text("\n".join(",".join(map(str, line)) for line in lines))
     fit = [str(file), "--model", "llama-13b", "--tp"]
     bench.main(["fit", *fit, "2"])
     text = capsys.readouterr().out
     ((head, *rows),) = printed_tables(text)
     assert f"{file}: matrix products of a layer of llama-13b, TP 2, {len(sizes)} sizes" in text
-    found = {row[0]: dict(zip(head[1:], (number(cell)[0] for cell in row[1:]))) for row in rows}
+    found = {}
+    for name, *cells in rows:
+        found[name] = dict(zip(head[1:], (number(cell)[0] for cell in cells), strict=True))
     names = [name + tiles for name in ("fitted", "A100-80GB") for tiles in ("", ", without tiles")]
-    assert list(found) == names and [its["tile"] for its in found.values()] == [64, 1, A100.tile, 1]
+    assert list(found) == names
+    assert [row["tile"] for row in found.values()] == [64, 1, A100.tile, 1]
     constants = {"TFLOP/s": 200, "TB/s": 1.5, "us to start": 6, "tile": 64}
     assert {name: found["fitted"][name] for name in constants} == pytest.approx(constants, rel=0.02)
     for error in ("its P90", "P90"):
@@ -155,19 +185,21 @@ def test_fit_prints_the_constants_that_times_were_made_from(tmp_path, capsys):
             bench.main(["fit", "times.csv", f"--{option}", one])
 
 
-SENSELESS = {  # words -> what the line of error says, of any simulated machine
-    f"{A100S} --model gpt2": "--max-len 8192: this model is limited to 1024",
-    f"{A100S} --cpu-ms -1": "--cpu-ms -1: must be a finite number of at least 0",
-    f"{A100S} --kv-tokens 8191": "--kv-tokens 8191: must be at least 8192",
-    f"{A100S} --kv-tokens 400000": "--kv-tokens 400000: must be at least 8192",
-}
-WHOLE, REAL = "must be a whole number of at least", ("compile", "dtype float32", "init-from gpt2")
-SENSELESS |= {f"{A100S} --{name} 0": f"--{name} 0: {WHOLE} 1" for name in ("tp", "replicas")}
-SENSELESS |= {f"{A100S} --{it}": f"--{it.split()[0]}: does not go with --simulate" for it in REAL}
-SENSELESS |= {f"--{it} 5": f"--{it}: goes only with --simulate" for it in ("replicas", "cpu-ms")}
-WITH_MODEL = {w if "--model" in w else f"{w} --model yi-34b": m for w, m in SENSELESS.items()}
-REFUSED = {f"{command} {w}": m for command in ("serve", "capacity") for w, m in WITH_MODEL.items()}
-REFUSED |= {
+WHOLE = "must be a whole number of at least"
+SENSELESS = [  # options of serve and capacity, and what the line of error says
+    (f"{A100S} --model gpt2", "--max-len 8192: this model is limited to 1024"),
+    (f"{A100S} --cpu-ms -1", "--cpu-ms -1: must be a finite number of at least 0"),
+    (f"{A100S} --kv-tokens 8191", "--kv-tokens 8191: must be at least 8192"),
+    (f"{A100S} --kv-tokens 400000", "--kv-tokens 400000: must be at least 8192"),
+    (f"{A100S} --tp 0", f"--tp 0: {WHOLE} 1"),
+    (f"{A100S} --replicas 0", f"--replicas 0: {WHOLE} 1"),
+    (f"{A100S} --compile", "--compile: does not go with --simulate"),
+    (f"{A100S} --dtype float32", "--dtype: does not go with --simulate"),
+    (f"{A100S} --init-from gpt2", "--init-from: does not go with --simulate"),
+    ("--replicas 5", "--replicas: goes only with --simulate"),
+    ("--cpu-ms 5", "--cpu-ms: goes only with --simulate"),
+]
+REFUSED = {
     "simulate --requests 0": f"--requests 0: {WHOLE} 8",
     "simulate --processes 0": f"--processes 0: {WHOLE} 1",
     "simulate --processes 1000000": "--processes 1000000: must be a whole number of at least 1 and",
@@ -179,6 +211,10 @@ REFUSED |= {
     "simulate --plot x.txt": "--plot x.txt: must end in .png, .pdf, .svg",
     "simulate --only sarathi --plot p.png": "--plot: --only leaves out all that is drawn",
 }
+for command in ("serve", "capacity"):
+    for words, message in SENSELESS:
+        model = "" if "--model" in words else " --model yi-34b"
+        REFUSED[f"{command} {words}{model}"] = message
 
 
 @pytest.mark.parametrize("words", REFUSED)

@@ -1,0 +1,356 @@
+"""The papers' systems, models on machines, and what is simulated on them.
+
+S is SARATHI, SS is Sarathi-Serve. Each simulation takes one job, a dataclass, so that processes can
+share a list of them. Read first: lab/simulator/simulation.py. Read next: simulated_sarathi.py."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol, TypeVar
+
+from config import EngineConfig
+from lab.measure import metrics
+from lab.measure.load_run import Bounded, capacity, estimated_qps, plan
+from lab.measure.workload import LENGTHS, Arrival, poisson, sample_lengths
+from lab.simulator.cost_model import CostModel
+from lab.simulator.machine import base_of
+from lab.simulator.simulation import simulate
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+Lengths = Sequence[tuple[int, int]]  # (prompt_len, output_len) of each request
+Decode = tuple[int, int, int]  # (request, start, 1)
+
+
+class Runner(Protocol):
+    """Calls a function with each of some jobs, maybe in parallel, and keeps their order."""
+
+    def __call__(self, function: Callable[[Job], Result], jobs: Sequence[Job]) -> list[Result]: ...
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the command tells each experiment."""
+
+    run: Runner
+    requests: int  # in each run of the serving experiments
+    cpu_ms: float  # CPU time of each stage in an iteration, in Sarathi-Serve's experiments
+
+    @property
+    def cpu_s(self) -> float:
+        """The CPU time in seconds."""
+        return self.cpu_ms / 1e3
+
+
+# SARATHI's code on one GPU, nanoGPT's, takes 4 ms of CPU beside its operations. That is the average
+# of what its Figure 7 leaves.
+NANOGPT_CPU_S = 4e-3
+# It calls attention for decodes apart from that for a chunk beside them (S-§4.3.1), which takes
+# longer: three decodes add 5.2 ms to that of 1,021 prefill tokens, where four decodes alone take
+# 5.68 ms (S-T2).
+RIDING = (5.2 / 3) / (5.68 / 4)
+
+
+def nanogpt_on_one_gpu(model: str, device: str) -> CostModel:
+    """The CostModel of SARATHI's code on one GPU."""
+    cost = CostModel.named(model, device, cpu_s=NANOGPT_CPU_S)
+    return replace(cost, device=replace(cost.device, riding=RIDING))
+
+
+A6000_13B = nanogpt_on_one_gpu("llama-13b", "a6000")
+A100_33B = nanogpt_on_one_gpu("llama-33b", "a100-80gb")
+A6000_BATCHES = {1024: 18, 2048: 10, 3072: 6}  # length -> 13B's largest batch, S-§4.3.1
+
+GPT3_PIPELINE = CostModel.named("gpt3-175b", tp=8, pp=8)  # S-F12
+GPT3_REPLICA = CostModel.named("gpt3-175b", tp=8)
+GPT3_MAX_LEN = 4096  # tokens of a request
+
+
+@dataclass(frozen=True)
+class Server:
+    """A policy with the token budget that it has under each SLO, and its batch size."""
+
+    batch: int
+    strict: str
+    relaxed: str
+
+    def policy(self, kind: str) -> str:
+        """The policy under the "strict" or the "relaxed" SLO."""
+        return {"strict": self.strict, "relaxed": self.relaxed}[kind]
+
+
+@dataclass(frozen=True)
+class ServingSystem:
+    """One of Sarathi-Serve's systems (SS-T1, SS-§5). GPUs are joined in pairs by NVLink, so that
+    four or eight talk through PCIe."""
+
+    name: str
+    model: str
+    strict_s: float  # SLOs of P99 TBT (SS-T3)
+    relaxed_s: float
+    orca_batch: int  # that of the authors' scripts
+    relaxed_budget: int = (
+        2048  # tokens of sarathi-serve under the relaxed SLO; 512 under the strict
+    )
+    machine: dict[str, Any] = field(default_factory=dict)  # of CostModel.named
+
+    def cost(self, cpu_s: float) -> CostModel:
+        """The CostModel of this system with so much CPU time in each stage."""
+        return CostModel.named(self.model, cpu_s=cpu_s, **self.machine)
+
+    @property
+    def slos_s(self) -> dict[str, float]:
+        """The paper's SLOs in seconds, by kind."""
+        return {"strict": self.strict_s, "relaxed": self.relaxed_s}
+
+    @property
+    def servers(self) -> dict[str, Server]:
+        """The servers that are compared (SS-§5.1)."""
+        return {
+            "orca": Server(batch=self.orca_batch, strict="orca", relaxed="orca"),
+            "vllm": Server(batch=128, strict="vllm", relaxed="vllm"),
+            "sarathi-serve": Server(
+                batch=128,
+                strict="sarathi-serve:512",
+                relaxed=f"sarathi-serve:{self.relaxed_budget}",
+            ),
+        }
+
+
+MISTRAL_7B = ServingSystem(
+    name="Mistral-7B",
+    model="mistral-7b",
+    strict_s=0.1,
+    relaxed_s=0.5,
+    orca_batch=16,
+)
+YI_34B = ServingSystem(
+    name="Yi-34B",
+    model="yi-34b",
+    strict_s=0.2,
+    relaxed_s=1,
+    orca_batch=16,
+    machine={"tp": 2},
+)
+LLAMA2_70B = ServingSystem(
+    name="LLaMA2-70B",
+    model="llama2-70b",
+    strict_s=1,
+    relaxed_s=5,
+    orca_batch=8,
+    relaxed_budget=1536,
+    machine={"device": "a40", "tp": 4, "pp": 2, "tp_link": "pcie4", "pp_link": "pcie4"},
+)
+FALCON_180B = ServingSystem(
+    name="Falcon-180B",
+    model="falcon-180b",
+    strict_s=1,
+    relaxed_s=5,
+    orca_batch=8,
+    machine={"tp": 4, "pp": 2, "tp_link": "pcie4", "pp_link": "ethernet"},
+)
+
+
+def falcon_180b_without_pipeline(cpu_s: float) -> CostModel:
+    """Falcon-180B with each layer on all eight GPUs of two nodes."""
+    return CostModel.named("falcon-180b", tp=8, tp_link="ethernet", cpu_s=cpu_s)
+
+
+def llama2_70b_on_h100(cpu_s: float) -> CostModel:
+    """The system of the post: LLaMA2-70B on four H100."""
+    return CostModel.named("llama2-70b", "h100", tp=4, cpu_s=cpu_s)
+
+
+def decodes(count: int, context: int) -> list[Decode]:
+    """A batch of so many decodes. Each reads `context` tokens, its own among them."""
+    return [(0, context - 1, 1)] * count
+
+
+@dataclass(frozen=True)
+class OfflineJob:
+    """Requests that are all there at time 0."""
+
+    cost: CostModel
+    policy: str
+    lengths: Lengths
+    replicas: int = 1
+    chunk: int = 256
+    tile: int | None = None  # of the policy; None: the device's
+    batch: int | None = None  # None: what fits in memory
+    max_len: int = GPT3_MAX_LEN
+
+
+@dataclass(frozen=True)
+class OfflineRun:
+    """What was seen of an OfflineJob. Times are in seconds."""
+
+    batch: int
+    makespan_s: float
+    utilisation: float  # share of the time that the stages worked
+    median_bubble_s: float
+    bubbles: list[float]  # of each request
+    ends: list[float]  # when each request was done
+
+
+def offline(job: OfflineJob) -> OfflineRun:
+    """Simulate requests that are all there at time 0."""
+    batch = job.batch or job.cost.max_batch(job.max_len)
+    config = EngineConfig(
+        policy=job.policy,
+        chunk=job.chunk,
+        max_batch=batch,
+        max_len=job.max_len,
+        page_size=job.max_len,
+        pages=batch * job.cost.pp,
+        policy_options={"tile": job.tile} if job.tile else {},
+    )
+    arrivals = [Arrival(0.0, prompt_len, output_len) for prompt_len, output_len in job.lengths]
+    simulated = simulate(job.cost, config, arrivals, replicas=job.replicas, record=False)
+    bubbles = list(simulated.bubbles.values())
+    return OfflineRun(
+        batch=batch,
+        makespan_s=simulated.run.seconds,
+        utilisation=simulated.utilisation,
+        median_bubble_s=median(bubbles),
+        bubbles=bubbles,
+        ends=[completion.token_times[-1] for completion in simulated.run.completions],
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """A load of SARATHI on one GPU: requests of equal length."""
+
+    cost: CostModel
+    batch: int  # B
+    length: int  # L, prompt and output tokens
+    pd_ratio: float  # prompt tokens per output token
+    chunk: int = 256  # C
+    rounds: int = 40  # there are so many times B requests
+
+
+def throughput(policy: str, case: Case) -> float:
+    """Tokens per second, prompts and outputs, of requests that are all there at time 0."""
+    output_len = max(1, round(case.length / (case.pd_ratio + 1)))
+    lengths = [(case.length - output_len, output_len)] * (case.rounds * case.batch)
+    job = OfflineJob(
+        cost=case.cost,
+        policy=policy,
+        lengths=lengths,
+        chunk=case.chunk,
+        batch=case.batch,
+        max_len=case.length,
+    )
+    return len(lengths) * case.length / offline(job).makespan_s
+
+
+def decode_speedup(cost: CostModel, batch: int, length: int, chunk: int = 256) -> float:
+    """How many times cheaper a decode is in a batch with a chunk than without, S-§5.1.1."""
+    riding = decodes(batch - 1, length)
+    prefill = (0, length - chunk, chunk - (batch - 1))
+    riding_s = (cost.seconds([prefill, *riding]) - cost.seconds([prefill])) / len(riding)
+    return cost.seconds(decodes(batch, length)) / batch / riding_s
+
+
+def sarathi_gain(case: Case) -> float:
+    """The `throughput` of SARATHI as a multiple of the baseline's."""
+    return throughput("sarathi", case) / throughput("request-level", case)
+
+
+@dataclass(frozen=True)
+class Gains:
+    """The throughput of two policies as multiples of the baseline's."""
+
+    sarathi: float
+    orca_best: float
+
+
+def gains(case: Case) -> Gains:
+    """The Gains in a case."""
+    baseline = throughput("request-level", case)
+    return Gains(
+        sarathi=throughput("sarathi", case) / baseline,
+        orca_best=throughput("orca-best", case) / baseline,
+    )
+
+
+@dataclass(frozen=True)
+class ServingJob:
+    """Poisson arrivals with lengths of a trace; all are there at time 0 if `qps` is infinite."""
+
+    cost: CostModel
+    policy: str  # as load_run.plan takes it; its token budget is 512 if it names none
+    trace: str  # a name in LENGTHS
+    qps: float
+    requests: int
+    seed: int = 0
+    batch: int = 128
+
+
+def latencies(job: ServingJob) -> dict[str, Any]:
+    """summarize_latencies of a run in all the memory there is."""
+    limit = LENGTHS[job.trace].limit
+    config = EngineConfig(
+        policy="vllm",
+        chunk=512,
+        max_batch=job.batch,
+        max_len=limit,
+        page_size=64,
+        pages=job.cost.kv_tokens() // 64,
+    )
+    lengths = sample_lengths(job.trace, job.requests, limit, job.seed)
+    arrivals = poisson(lengths, job.qps, job.seed)
+    config = plan([job.policy], [64], config)[job.policy]
+    run = simulate(job.cost, config, arrivals, record=False).run
+    return metrics.summarize_latencies(run.completions, run.seconds)
+
+
+@dataclass(frozen=True)
+class CapacityJob:
+    """Searches for capacities of one server on one trace."""
+
+    cost: CostModel
+    batch: int
+    trace: str
+    targets: Sequence[tuple[str, float]]  # (policy, its SLO of P99 TBT in seconds) of each search
+    requests: int
+    ratio: float  # how close a search comes
+
+
+def find_capacities(job: CapacityJob) -> list[Bounded]:
+    """The capacity in requests per second for each target. Runs at one rate are shared."""
+    lengths = sample_lengths(job.trace, job.requests, LENGTHS[job.trace].limit, 0)
+    possible_qps = estimated_qps(base_of(job.cost), poisson(lengths, 1.0, 0))
+    start_qps = float(f"{0.3 * job.cost.pp * possible_qps:.1g}")
+
+    @cache
+    def serve(policy: str, qps: float) -> dict[str, Any]:
+        serving = ServingJob(
+            job.cost, policy, job.trace, qps=qps, requests=job.requests, batch=job.batch
+        )
+        return latencies(serving)
+
+    def run_at_rate(policy: str, slo_s: float, qps: float) -> dict[str, Any]:
+        return {"met": not metrics.missed(serve(policy, qps), slo_s)}
+
+    capacities = []
+    for policy, slo_s in job.targets:
+        qps, _ = capacity(partial(run_at_rate, policy, slo_s), start_qps, job.ratio)
+        capacities.append(qps)
+    return capacities
+
+
+@dataclass(frozen=True)
+class BubbleFigure:
+    """How long bubbles held up requests, and when these were done (S-F12)."""
+
+    systems: dict[str, OfflineRun]  # a name begins with that of a policy and a comma
+
+    def draw(self, title: str, file: Path) -> None:
+        """Draw it and write it to `file`."""
+        from views.pipelines import plot_bubbles  # matplotlib takes a second
+
+        plot_bubbles(self.systems, title, file)
