@@ -52,20 +52,24 @@ OURS = {"torch", "tests", *(name.split(".")[0] for name in MODULES)}
 
 def imports_of(source):
     """(dotted name, whether the program runs without it) of each module of OURS in a source."""
-    found, lazy = [], set()
+    imports = []
+    optional = set()  # nodes within functions, or for annotations alone
     for node in ast.walk(ast.parse(source)):
         for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         if for_types or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            lazy.update(ast.walk(node))
+            optional.update(ast.walk(node))
         names = [alias.name for alias in getattr(node, "names", []) if hasattr(alias, "name")]
         if isinstance(node, ast.ImportFrom):
             base = "." * node.level + (node.module or "")
-            whole = [f"{base}.{name}" for name in names]  # a module of that folder, or its content
-            names = [name if name in MODULES else base for name in whole]
-        found += [(name, node in lazy) for name in dict.fromkeys(names)]
-    return [
-        (name, lazily) for name, lazily in found if name[0] == "." or name.split(".")[0] in OURS
-    ]
+            dotted = [f"{base}.{name}" for name in names]  # modules of that folder, or its content
+            names = [name if name in MODULES else base for name in dotted]
+        imports += [(name, node in optional) for name in dict.fromkeys(names)]
+    return [(name, is_optional) for name, is_optional in imports if is_ours(name)]
+
+
+def is_ours(name):
+    """Whether an imported name is relative, or of this repository, or torch."""
+    return name[0] == "." or name.split(".")[0] in OURS
 
 
 def allowed_imports(module):
@@ -75,15 +79,20 @@ def allowed_imports(module):
     return next(MAY_IMPORT[folder] for folder in folders if folder in MAY_IMPORT)
 
 
+def is_within(name, modules):
+    """Whether a dotted name is one of these modules, or in one of these folders."""
+    return any(f"{name}.".startswith(f"{module}.") for module in modules.split())
+
+
 def wrong_imports(modules):
     """["module imports other"] that point up; a cycle among modules raises graphlib.CycleError."""
-    wrong, graph = [], {}
+    wrong = []
+    graph = {}
     for module, source in modules.items():
-        for name, lazily in imports_of(source):
-            within = lambda names: any(f"{name}.".startswith(f"{n}.") for n in names.split())  # noqa: B023
-            if within(allowed_imports(module)):
+        for name, is_optional in imports_of(source):
+            if is_within(name, allowed_imports(module)):
                 graph.setdefault(module, []).append(name)
-            elif not (lazily and within(LAZILY.get(module, ""))):
+            elif not (is_optional and is_within(name, LAZILY.get(module, ""))):
                 wrong.append(f"{module} imports {name}")
     graphlib.TopologicalSorter(graph).prepare()
     return wrong

@@ -1,4 +1,4 @@
-"""The READMEs' code runs, their commands parse, and what they say of files is so."""
+"""The code in the READMEs runs, their commands parse, and what they say of files is so."""
 
 import inspect
 import re
@@ -19,21 +19,36 @@ from tests.helpers import alone, tiny_model
 from tests.test_scheduler import simulate
 
 ROOT = Path(__file__).parents[1]
-# commands in each
-LEAST = {"": 5, "lab/": 5, "lab/simulator/": 2, "results/": 9, "server/": 2, "parallel/": 5}
-TEXTS = {room: (ROOT / f"{room}README.md").read_text("utf-8") for room in LEAST}
+MIN_COMMANDS = {  # in the README of each room
+    "": 5,
+    "lab/": 5,
+    "lab/simulator/": 2,
+    "results/": 9,
+    "server/": 2,
+    "parallel/": 5,
+}
+TEXTS = {room: (ROOT / f"{room}README.md").read_text("utf-8") for room in MIN_COMMANDS}
 MAIN = TEXTS[""]
 ALGORITHM_3, *CODE = re.findall(r"```python\n(.*?)```", MAIN, flags=re.DOTALL)
 USAGE = next(block for block in CODE if "Engine(" in block)
-OWN = "\n".join(block for block in CODE if "(SarathiServe):" in block)
+POLICIES = "\n".join(block for block in CODE if "(SarathiServe):" in block)
 TEMPLATE = (ROOT / "policies/template.py").read_text("utf-8")
-PARSERS = {"bench.py": bench.parse_args, "sample.py": sample.parse_args}
-PARSERS |= {"server": server.__main__.parse_args, "tests.serve_remote": serve_remote.parse_args}
-NEEDS = {"budget": ["--slo-tbt", "1"], "batches": ["64"]}  # where a sentence only names the command
+PARSERS = {
+    "bench.py": bench.parse_args,
+    "sample.py": sample.parse_args,
+    "server": server.__main__.parse_args,
+    "tests.serve_remote": serve_remote.parse_args,
+}
+REQUIRED = {  # arguments of a command, where a sentence only names the command
+    "batches": ["64"],
+    "budget": ["--slo-tbt", "1"],
+    "check": ["policies/template.py:ShortestFirst"],
+    "fit": ["times.csv"],
+}
 
 
 def test_algorithm_3_is_quoted_as_it_stands():
-    assert ALGORITHM_3 == textwrap.dedent(inspect.getsource(SarathiServe.schedule))
+    assert textwrap.dedent(inspect.getsource(SarathiServe.schedule)) == ALGORITHM_3
 
 
 def test_the_usage_runs(capsys):
@@ -44,84 +59,94 @@ def test_the_usage_runs(capsys):
 
 
 def test_a_policy_can_be_added_as_described(tmp_path):
-    (tmp_path / "my_policy.py").write_text(OWN + TEMPLATE)
-    eager = f"{tmp_path}/my_policy.py:Eager"
-    history, _ = simulate(eager, [(20, 4), (50, 1)], 8)
+    file = tmp_path / "my_policy.py"
+    file.write_text(POLICIES + TEMPLATE)
+    history, _ = simulate(f"{file}:Eager", [(20, 4), (50, 1)], 8)
     assert history == [{0: 20, 1: 44}, {0: "d", 1: 6}, {0: "d"}, {0: "d"}]
-    model, prompts, params = tiny_model(), [[1] * 9, [2], [3, 4, 5]], SamplingParams(5)
+    model = tiny_model()
+    prompts = [[1] * 9, [2], [3, 4, 5]]
+    params = SamplingParams(5)
     expected = [alone(model, prompt, params) for prompt in prompts]
-    classes = re.findall(r"(?m)^class (\w+)", OWN + TEMPLATE)
+    classes = re.findall(r"(?m)^class (\w+)", POLICIES + TEMPLATE)
     assert {"Eager", "ShortestFirst"} <= set(classes)
     for name in classes:
-        sizes = dict(policy=f"{tmp_path}/my_policy.py:{name}", chunk=4, max_batch=2, max_len=32)
-        done = Engine(model, **sizes).generate(prompts, params)
-        assert [c.tokens for c in done] == expected
+        engine = Engine(model, policy=f"{file}:{name}", chunk=4, max_batch=2, max_len=32)
+        completions = engine.generate(prompts, params)
+        assert [completion.tokens for completion in completions] == expected
 
 
-@pytest.mark.parametrize("block", re.findall(r"(?m)^class (?:.+\n|\n(?= ))+", OWN + "\n"))
-def test_a_policy_that_stands_in_the_template_too_is_the_same_there(block):
+@pytest.mark.parametrize("block", re.findall(r"(?m)^class (?:.+\n|\n(?= ))+", POLICIES + "\n"))
+def test_a_policy_that_the_template_has_too_is_the_same_there(block):
     name = block.partition("(")[0]
     assert f"{name}(" not in TEMPLATE or block.rstrip() in TEMPLATE
 
 
 def commands(text):
-    """The words after each bench.py and sample.py, in blocks, in sentences and in a table."""
+    """The programs and their arguments, [program, argument, ...]: those in blocks, in sentences and
+    in the table of claims."""
     blocks = re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)
     lines = [line for block in blocks for line in re.split(r"&&|(?<!\\)\n", block)]
-    text = re.sub("```.*?```|<!--.*?-->", "", text, flags=re.DOTALL)
+    prose = re.sub("```.*?```|<!--.*?-->", "", text, flags=re.DOTALL)
     programs = r"(?:bench\.py|sample\.py|-m server|-m tests\.serve_remote)"
-    lines += re.findall(rf"`([^`]*{programs} [^`…]+)`", text)
-    for table in re.findall(r"(?m)^\| claim +\| +command \|.*\n.*\n((?:\|.*\n)*)", text):
+    lines += re.findall(rf"`([^`]*{programs} [^`…]+)`", prose)
+    for table in re.findall(r"(?m)^\| claim +\| +command \|.*\n.*\n((?:\|.*\n)*)", prose):
         lines += ["bench.py " + row.split(" | ")[1].strip(" `") for row in table.splitlines()]
     for words in map(shlex.split, lines):
-        yield from (words[i:] for i, word in enumerate(words) if word in PARSERS)
+        for index, word in enumerate(words):
+            if word in PARSERS:
+                yield words[index:]
 
 
-@pytest.mark.parametrize("room", LEAST)
+@pytest.mark.parametrize("room", MIN_COMMANDS)
 def test_every_command_parses(room, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("my_policy.py").write_text(OWN)
+    Path("my_policy.py").write_text(POLICIES)
     Path("policies").mkdir()
     Path("policies/template.py").write_text(TEMPLATE)
-    found = list(commands(TEXTS[room]))
-    assert len(found) >= LEAST[room]
-    for script, *words in found:
+    in_readme = list(commands(TEXTS[room]))
+    assert len(in_readme) >= MIN_COMMANDS[room]
+    for program, *argv in in_readme:
+        if len(argv) == 1:
+            argv += REQUIRED.get(argv[0], [])
         try:
-            PARSERS[script](words + NEEDS.get(*words, []) if len(words) == 1 else words)
+            PARSERS[program](argv)
         except SystemExit as error:
-            assert error.code == 0 and "--help" in words, (script, words)
+            assert error.code == 0 and "--help" in argv, (program, argv)
 
 
-def test_what_the_template_wins_and_pays_is_what_its_command_prints(capsys):
-    cells = lambda line: [cell.strip() for cell in line.strip("|\n").split("|")]
+def cells(line):
+    """The cells of a line of a Markdown table."""
+    return [cell.strip() for cell in line.strip("|\n").split("|")]
+
+
+def test_the_template_wins_and_pays_what_its_command_prints(capsys):
     section = MAIN.partition("## Add a policy")[2].partition("\n## ")[0]
-    (words,) = (words for words in commands(section) if "--simulate" in words)
-    bench.main(words[1:])
+    (command,) = (command for command in commands(section) if "--simulate" in command)
+    bench.main(command[1:])
     printed = {}  # (policy, head of a column) -> the cell
     for table in capsys.readouterr().out.split("\n\n"):
         if table.startswith("| "):
             heads, _, *rows = map(cells, table.splitlines())
-            for name, *its in rows:
-                printed |= {(name.split(":")[-1], head): x for head, x in zip(heads[1:], its)}
+            for policy, *values in rows:
+                for head, value in zip(heads[1:], values, strict=True):
+                    printed[policy.split(":")[-1], head] = value
     heads, _, *rows = map(cells, re.findall(r"(?m)^\|.*", section))
     assert len(rows) == 3
-    for name, *its in rows:
-        assert its == [printed[name, head] for head in heads[1:]]
+    for policy, *values in rows:
+        assert values == [printed[policy, head] for head in heads[1:]]
 
 
 def test_every_file_at_the_top_and_every_room_is_named():
-    top = {path.name for path in ROOT.glob("*.py")} - {"conftest.py"}
+    files = {path.name for path in ROOT.glob("*.py")} - {"conftest.py"}
     rooms = {f"{path.parent.name}/" for path in ROOT.glob("*/__init__.py")}
-    assert len(top) >= 9 and len(rooms) >= 9
-    assert [
-        name for name in sorted(top | rooms) if f"`{name}`" not in MAIN and f"{name} " not in MAIN
-    ] == []
+    assert len(files) >= 9 and len(rooms) >= 9
+    for name in sorted(files | rooms):
+        assert f"`{name}`" in MAIN or f"{name} " in MAIN, name
 
 
 def test_every_link_leads_to_a_file():
-    assert {path.parent.relative_to(ROOT) for path in ROOT.glob("[!.]*/**/README.md")} == {
-        Path(room) for room in LEAST if room
-    }
+    folders = {path.parent.relative_to(ROOT) for path in ROOT.glob("[!.]*/**/README.md")}
+    assert folders == {Path(room) for room in MIN_COMMANDS if room}
     for room, text in TEXTS.items():
         for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
             assert (ROOT / room / link).exists(), f"{room}README.md links to {link}"
