@@ -14,10 +14,10 @@ Read first: scheduler.py, model.py and config.py."""
 import operator
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from model import GPT, FlatBatch
 from packed_linear import pack
 from policies.priority import check_promise
 from policies.token_budget import auto_budget
+from pretrained.tokenizers import Tokenizer
 from sampling import SamplingParams, sample
 from scheduler import Batch, ChunkRecord, Request, Scheduler
 
@@ -39,17 +40,6 @@ Clock = Callable[[], float]  # returns seconds
 
 class QueueFull(ValueError):  # noqa: N818
     """A request was rejected because max_waiting others wait."""
-
-
-class TextCodec(Protocol):
-    """Translates text to token ids and back, as a pretrained.tokenizers.Tokenizer does."""
-
-    @property
-    def stop_token_ids(self) -> Collection[int]: ...  # these end every request
-    @property
-    def encode(self) -> Callable[[str], list[int]]: ...
-    @property
-    def decode(self) -> Callable[[list[int]], str]: ...
 
 
 @dataclass
@@ -265,7 +255,7 @@ class Engine:
         max_waiting: int | None = None,
         attention: str = "auto",
         policy_options: Mapping[str, Any] | None = None,
-        tokenizer: TextCodec | None = None,
+        tokenizer: Tokenizer | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
         """All keywords but the last two are the fields of config.EngineConfig, which explains them.
@@ -291,14 +281,14 @@ class Engine:
         model: GPT,
         config: EngineConfig,
         *,
-        tokenizer: TextCodec | None = None,
+        tokenizer: Tokenizer | None = None,
         clock: Clock = time.perf_counter,
     ) -> Self:
         """An engine with the fields of an EngineConfig."""
         return cls(model, **vars(config), tokenizer=tokenizer, clock=clock)
 
     def _start(
-        self, model: GPT, config: EngineConfig, tokenizer: TextCodec | None, clock: Clock
+        self, model: GPT, config: EngineConfig, tokenizer: Tokenizer | None, clock: Clock
     ) -> None:
         """Check the config, allocate the cache, and begin with no requests."""
         config = config.for_model(model)

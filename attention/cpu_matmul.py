@@ -1,143 +1,247 @@
-"""Attention as matrix products, for bfloat16 on a CPU: a backend of attention.py.
+"""Attention as matrix products, for bfloat16 on a CPU: a backend of attention/.
 
-A softmax between two products takes a third of the time of torch's fused kernel there."""
+There a softmax between two products takes a third of the time of torch's fused kernel. Chunks are
+computed one by one, as in sdpa.py. Decodes are computed together: each page is read once for all
+decodes that share it. Pages with about as many readers form a *group*, which is one product.
+
+    block tables        group of 1 reader       group of 2 readers
+    A: pages 3, 7       page 7    page 5        page 3
+    B: pages 3, 5       row 0 A   row 1 B       row 2 A, row 3 B
+
+    slot             0: A's page 3   1: A's page 7   2: B's page 3   3: B's page 5
+    product_row      2               0               3               1
+    owner_slot       of rows 0 to 3: slots 1, 3, 0, 2
+
+A *slot* is a page of a decode, in the order of the block tables. Before the softmax the scores are
+brought from rows to slots, so that those of a decode lie side by side; after it, back to rows."""
 
 from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import takewhile
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from attention.sdpa import SDPA
+from attention.plan import AttentionPlan, HeadConfig
+from attention.sdpa import SDPA, ChunkPlan
+from kv_cache import KVCache, Span
 
 KEY_BLOCK = 64  # oneDNN compiles a kernel for each shape: keys are read in whole blocks,
 PAGE_BLOCK = 16  # and pages that are copied, too
+
+Product = Callable[[Tensor, Tensor], Tensor]
 
 
 class Matmul(SDPA):
     """Chunks one by one; all decodes together, each page once for all of its readers.
 
-    Keys are read in whole KEY_BLOCKs, the last ones behind a mask. What lies there must be finite:
-    who begins a page puts zeros behind its tokens."""
+    Keys are read in whole KEY_BLOCKs, the last ones behind a mask. The masked keys and values must
+    be finite numbers, so the first chunk that writes to a page fills the rest of it with zeros."""
 
-    def __init__(self, config, cache):
+    def __init__(self, config: HeadConfig, cache: KVCache) -> None:
         super().__init__(config, cache, past=0, key_block=KEY_BLOCK)
-        self.n_kv_head, self.head_dim = config.n_kv_head, config.head_dim
+        self.n_kv_head = config.n_kv_head
+        self.head_dim = config.head_dim
 
-    def plan(self, spans):
-        """See the top of attention.py. Decodes must come first, or they count as chunks."""
-        tails = []  # slots behind the tokens of the pages that are begun here: (first, end)
-        for span in spans:
-            used = (span.end - 1) // self.page_size * self.page_size
-            if span.start <= used:
-                page = span.pages[used // self.page_size] * self.page_size
-                tails.append((page + span.end - used, page + self.page_size))
+    def plan(self, spans: Sequence[Span]) -> AttentionPlan:
+        """The plan of a batch, see plan.AttentionBackend."""
         decodes = list(takewhile(lambda span: span.length == 1, spans))
-        together = self.plan_decodes(decodes) if decodes else None
-        n = len(decodes) if together else 0
-        one_by_one = super().plan(spans[n:])
+        decode_plan = self.plan_decodes(decodes)
+        together = len(decodes) if decode_plan else 0
+        chunks = self.plan_chunks(spans[together:])
+        return partial(self.attend_batch, self.unwritten_tails(spans), decode_plan, chunks)
 
-        def attend(q, keys, values):
-            for first, end in tails:
-                keys[:, first:end] = 0
-                values[:, first:end] = 0
-            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-            if together:
-                out[:n] = together(q[:n], keys, values)
-            one_by_one(q[n:], keys, values, out[n:])
-            return out
+    def unwritten_tails(self, spans: Sequence[Span]) -> list[tuple[int, int]]:
+        """(first slot, end) of the rest of each page that is begun by one of these spans."""
+        tails = []
+        for span in spans:
+            page_start = (span.end - 1) // self.page_size * self.page_size  # of the last page
+            if span.start <= page_start:
+                first_slot = span.pages[page_start // self.page_size] * self.page_size
+                tails.append((first_slot + span.end - page_start, first_slot + self.page_size))
+        return tails
 
-        return attend
-
-    def plan_decodes(self, decodes):
-        """The plan of decodes, None if they are better computed one by one. There are two products
-        over pages; between them the scores of each decode are put side by side for a softmax."""
-        size, tables = self.page_size, [span.used_pages(self.page_size) for span in decodes]
-        asked = {page for table in tables for page in table}
-        width = max(map(len, tables))  # to which all scores are filled up
-        too_few = len(asked) < min(PAGE_BLOCK, self.cache.pages / 2)
-        if too_few or width * len(tables) > 8 * sum(map(len, tables)):
+    def plan_decodes(self, decodes: Sequence[Span]) -> "DecodePlan | None":
+        """The plan of all decodes together, None if they are better computed one by one."""
+        if not decodes:
             return None
-        groups, *numbers = arrange(tables, self.cache.pages)
-        whose, where = map(torch.tensor, numbers)
-        heads = torch.arange(self.n_kv_head)[:, None] * self.cache.pages
-        copied = [  # rows of keys and values, or None: all of them, where they are
-            None if isinstance(pages, range) else (heads + torch.tensor(pages)).flatten()
-            for pages, _ in groups
-        ]
-        ends = torch.tensor([span.end for span in decodes])
-        read = size if width > 1 else min(-(-int(ends.max()) // KEY_BLOCK) * KEY_BLOCK, size)
-        if in_order := width == 1 and copied == [None]:  # all scores of a decode are side by side
-            ends = torch.zeros(len(whose), dtype=ends.dtype).index_copy_(0, where, ends)
-        hidden = torch.arange(width * read) >= ends[:, None, None]  # (decodes, 1, width * read)
-        mask = torch.zeros(hidden.shape, dtype=self.bias.dtype).masked_fill_(hidden, float("-inf"))
-        used = (torch.arange(width) * read < ends[:, None])[..., None]  # (decodes, width, 1)
-        whose = whose.split([places * len(pages) for pages, places in groups])
-        asks = [pages // width for pages in whose]  # of which decodes they are
-        whose = [None] if in_order else whose
+        tables = [span.used_pages(self.page_size) for span in decodes]
+        pages = {page for table in tables for page in table}
+        if len(pages) < min(PAGE_BLOCK, self.cache.pages / 2):
+            return None
+        padded = len(tables) * max(map(len, tables))  # all are filled up to the longest
+        if padded > 8 * sum(map(len, tables)):
+            return None
+        return DecodePlan(self, [span.end for span in decodes], tables)
 
-        def product(multiply, x, index, y):
-            """multiply(rows of x, pages of y) for each group: (n_kv_head, total, ...)"""
-            parts, x = [], x.flatten(2)
-            for picked, rows in zip(index, copied):
-                mine = x if picked is None else x.index_select(1, picked)
-                pages = y if rows is None else y.index_select(0, rows)
-                out = multiply(mine.view(len(pages), -1, x.shape[2] // self.group), pages)
-                parts.append(out.view(self.n_kv_head, -1, self.group, out.shape[-1]))
-            return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+    def attend_batch(
+        self,
+        tails: Sequence[tuple[int, int]],
+        decode_plan: "DecodePlan | None",
+        chunks: Sequence[ChunkPlan],
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> Tensor:
+        """Attention of a batch; shapes as in plan.AttentionPlan."""
+        for first, end in tails:
+            keys[:, first:end] = 0
+            values[:, first:end] = 0
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        together = 0
+        if decode_plan is not None:
+            together = decode_plan.decodes
+            out[:together] = decode_plan(q[:together], keys, values)
+        self.attend(chunks, q[together:], keys, values, out[together:])
+        return out
 
-        def attend(q, keys, values):
-            k, v = (x.reshape(-1, size, self.head_dim)[:, :read] for x in (keys, values))
-            # k and v (n_kv_head * pages, read, head_dim)
-            q_of_heads = q.view(len(q), self.n_kv_head, -1).transpose(0, 1)
-            weights = product(self.scores, q_of_heads, asks, k)  # (n_kv_head, total, group, read)
-            if not in_order:
-                weights = weights.index_select(1, where)
-            weights = weights.unflatten(1, (-1, width)).transpose(2, 3).flatten(3).add_(mask)
-            weights = weights.softmax(-1)  # (n_kv_head, decodes, group, width * read)
-            weights = weights.unflatten(3, (width, read)).transpose(2, 3).flatten(1, 2)
-            y = product(torch.bmm, weights, whose, v).flatten(2)
-            y = y.index_select(1, where).unflatten(1, (-1, width))
-            y = y[:, :, 0] if width == 1 else (y * used).sum(2)  # (n_kv_head, decodes, ...)
-            return y.transpose(0, 1).reshape(q.shape)
-
-        return attend
-
-    def scores(self, q, k):
-        """q (n, rows, head_dim), k (n, keys, head_dim) -> (n, rows, keys)"""
-        scores = q.new_empty(*q.shape[:2], k.shape[1])
-        return scores.baddbmm_(q, k.transpose(1, 2), beta=0, alpha=self.head_dim**-0.5)
-
-    def attend_block(self, q, k, v, mask):
+    def attend_block(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """As SDPA.attend_block, by two products."""
         if mask is None:  # a decode on its own
             return super().attend_block(q, k, v, mask)
         scores = self.scores(q, k)
         scores[..., k.shape[1] - mask.shape[-1] :] += mask
         return torch.bmm(scores.softmax(-1), v)
 
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """q (n, rows, head_dim), k (n, keys, head_dim) -> (n, rows, keys)"""
+        scores = q.new_empty(*q.shape[:2], k.shape[1])
+        return scores.baddbmm_(q, k.transpose(1, 2), beta=0, alpha=self.head_dim**-0.5)
 
-def arrange(tables, all_pages):
-    """How decodes with these block tables ask the pages of a cache of `all_pages`: each page is
-    read once for all who share it, each of whom has a *place* in its product. Returns
 
-    groups         [(pages, places of each)], for pages with about as many readers
-    where          for each page of each decode, as many as the longest has: its place
-    whose          for each place: whose page it is, counted as in `where`"""
-    readers, groups = Counter(page for table in tables for page in table), defaultdict(list)
-    for page, count in readers.items():
-        groups[1 << (count - 1).bit_length()].append(page)  # a power of 2: few shapes
-    place, total = {}, 0  # page -> its next free place
-    for places, pages in sorted(groups.items()):
-        if places == 1 and all_pages <= 2 * len(pages):
-            pages = groups[places] = range(all_pages)  # most are asked: no copy is made
+class Group(NamedTuple):
+    """Pages that are read by up to `readers` decodes each: rows of one product."""
+
+    pages: Sequence[int]  # a range: all pages of the cache, which are read in place
+    readers: int  # a power of 2, so that there are few shapes
+
+    @property
+    def rows(self) -> int:
+        """How many rows the product has for each KV head."""
+        return len(self.pages) * self.readers
+
+
+def group_pages(tables: Sequence[Sequence[int]], cache_pages: int) -> list[Group]:
+    """Group the pages of these block tables, in a cache of `cache_pages`, by their readers."""
+    readers_of = Counter(page for table in tables for page in table)
+    pages_by_readers: dict[int, list[int]] = defaultdict(list)
+    for page, count in readers_of.items():
+        pages_by_readers[1 << (count - 1).bit_length()].append(page)
+    groups = []
+    for readers, pages in sorted(pages_by_readers.items()):
+        if readers == 1 and cache_pages <= 2 * len(pages):
+            groups.append(Group(range(cache_pages), readers))  # most are read: no copy is made
         else:
-            pages += pages[-1:] * (-len(pages) % PAGE_BLOCK)
-        place |= {page: total + i * places for i, page in enumerate(pages)}
-        total += places * len(pages)
-    whose, where, width = [0] * total, [], max(map(len, tables))
+            padding = pages[-1:] * (-len(pages) % PAGE_BLOCK)
+            groups.append(Group(pages + padding, readers))
+    return groups
+
+
+def number_rows(
+    tables: Sequence[Sequence[int]], groups: Sequence[Group]
+) -> tuple[list[int], list[int]]:
+    """(product_row of each slot, owner_slot of each row), see the picture at the top of this file.
+
+    Short tables are filled up with their last page: it is read again, and hidden."""
+    next_row: dict[int, int] = {}  # page -> its next free row
+    total = 0
+    for group in groups:
+        for page in group.pages:
+            next_row[page] = total
+            total += group.readers
+    pages_per_decode = max(map(len, tables))
+    owner_slot = [0] * total
+    product_row = []
     for table in tables:
         for page in table:
-            whose[place[page]] = len(where)
-            where.append(place[page])
-            place[page] += 1
-        where += where[-1:] * (width - len(table))  # read, but hidden
-    return [(groups[places], places) for places in sorted(groups)], whose, where
+            row = next_row[page]
+            owner_slot[row] = len(product_row)
+            product_row.append(row)
+            next_row[page] = row + 1
+        product_row += product_row[-1:] * (pages_per_decode - len(table))
+    return product_row, owner_slot
+
+
+class DecodePlan:
+    """The plan of some decodes: a product with the keys of all pages, softmax, one with values."""
+
+    def __init__(
+        self, backend: Matmul, ends: Sequence[int], tables: Sequence[Sequence[int]]
+    ) -> None:
+        """`ends` says how many keys each decode sees, `tables` which pages hold them."""
+        self.decodes = len(tables)
+        self.scores = backend.scores
+        self.group, self.n_kv_head = backend.group, backend.n_kv_head
+        self.page_size, self.head_dim = backend.page_size, backend.head_dim
+        self.pages_per_decode = max(map(len, tables))
+        self.keys_per_page = self.page_size
+        if self.pages_per_decode == 1:  # pages of max_len: only as many keys as the longest has
+            longest = -(-max(ends) // KEY_BLOCK) * KEY_BLOCK
+            self.keys_per_page = min(longest, self.page_size)
+        cache_pages = backend.cache.pages
+        groups = group_pages(tables, cache_pages)
+        product_row, owner_slot = map(torch.tensor, number_rows(tables, groups))
+        self.product_row: Tensor = product_row
+        self.gather_rows = [page_rows_of(group, self.n_kv_head, cache_pages) for group in groups]
+        owner_slots = owner_slot.split([group.rows for group in groups])
+        self.decode_of_row = [slots // self.pages_per_decode for slots in owner_slots]
+        self.owner_slots: Sequence[Tensor | None] = owner_slots
+        # With one page for each decode, and none copied, rows take the place of slots: there is
+        # nothing to bring together. Rows without an owner yield NaN, which nobody selects.
+        self.rows_are_slots = self.pages_per_decode == 1 and self.gather_rows == [None]
+        slot_ends = torch.tensor(ends)
+        if self.rows_are_slots:
+            self.owner_slots = [None]
+            slot_ends = torch.zeros(len(owner_slot), dtype=slot_ends.dtype)
+            slot_ends.index_copy_(0, product_row, torch.tensor(ends))
+        keys = torch.arange(self.pages_per_decode * self.keys_per_page)
+        hidden = keys >= slot_ends[:, None, None]  # (decodes, 1, keys)
+        mask = torch.zeros(hidden.shape, dtype=backend.bias.dtype)
+        self.mask = mask.masked_fill_(hidden, float("-inf"))
+        first_keys = torch.arange(self.pages_per_decode) * self.keys_per_page
+        self.is_page_used = (first_keys < slot_ends[:, None])[..., None]  # or the slot is filled up
+
+    def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Shapes as in plan.AttentionPlan."""
+        pages, read = self.pages_per_decode, self.keys_per_page
+        k = keys.reshape(-1, self.page_size, self.head_dim)[:, :read]
+        v = values.reshape(-1, self.page_size, self.head_dim)[:, :read]
+        # k and v (n_kv_head * pages of the cache, read, head_dim)
+        q_of_heads = q.view(len(q), self.n_kv_head, -1).transpose(0, 1)
+        weights = self.multiply(self.scores, q_of_heads, self.decode_of_row, k)
+        # weights (n_kv_head, rows, group, read)
+        if not self.rows_are_slots:
+            weights = weights.index_select(1, self.product_row)
+        weights = weights.unflatten(1, (-1, pages)).transpose(2, 3).flatten(3).add_(self.mask)
+        weights = weights.softmax(-1)  # (n_kv_head, decodes, group, pages * read)
+        weights = weights.unflatten(3, (pages, read)).transpose(2, 3).flatten(1, 2)
+        y = self.multiply(torch.bmm, weights.flatten(2), self.owner_slots, v).flatten(2)
+        y = y.index_select(1, self.product_row).unflatten(1, (-1, pages))
+        # y (n_kv_head, decodes, pages, group * head_dim), to be summed over pages
+        y = y[:, :, 0] if pages == 1 else (y * self.is_page_used).sum(2)
+        return y.transpose(0, 1).reshape(q.shape)
+
+    def multiply(
+        self, product: Product, x: Tensor, indices: Sequence[Tensor | None], pages: Tensor
+    ) -> Tensor:
+        """product(rows of x, pages) for each group: (n_kv_head, rows, group, ...).
+
+        x (n_kv_head, ..., group * n); `indices` select from it what each row of a group needs, None
+        selects all; pages (n_kv_head * pages of the cache, read, head_dim)."""
+        parts = []
+        for index, gather_rows in zip(indices, self.gather_rows, strict=True):
+            rows = x if index is None else x.index_select(1, index)
+            read = pages if gather_rows is None else pages.index_select(0, gather_rows)
+            out = product(rows.view(len(read), -1, x.shape[2] // self.group), read)
+            parts.append(out.view(self.n_kv_head, -1, self.group, out.shape[-1]))
+        return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+
+
+def page_rows_of(group: Group, n_kv_head: int, cache_pages: int) -> Tensor | None:
+    """The rows of a group's pages, of keys and values (n_kv_head * cache_pages, ...); None: all."""
+    if isinstance(group.pages, range):
+        return None
+    heads = torch.arange(n_kv_head)[:, None] * cache_pages
+    return (heads + torch.tensor(group.pages)).flatten()

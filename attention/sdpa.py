@@ -1,11 +1,34 @@
 """Attention by torch's own kernel, one call for each chunk: a backend for any device."""
 
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from attention.plan import SIXTEEN_BITS, gather, page_rows, staircase
+from attention.plan import SIXTEEN_BITS, AttentionPlan, HeadConfig, gather, page_rows, staircase
+from kv_cache import KVCache, Span
 
 QUERY_BLOCK = 128  # queries per call on a CPU: a block skips the keys that lie after its last query
+
+
+class Block(NamedTuple):
+    """Some queries of a chunk, computed by one call of the kernel."""
+
+    first_row: int  # of q
+    queries: int
+    keys: int  # read from the first on
+    mask: Tensor | None  # (queries * group, keys), or of the last keys; None: all are seen
+
+
+class ChunkPlan(NamedTuple):
+    """A chunk, and where its request's keys are."""
+
+    first_slot: int  # of the cache, if the pages follow each other
+    gather_rows: Tensor | None  # else the page_rows to copy
+    blocks: list[Block]
 
 
 class SDPA:
@@ -17,65 +40,105 @@ class SDPA:
     into the query length, (length, n_kv_head, group, head_dim) -> (n_kv_head, length * group,
     head_dim), so keys and values are read once per group and not once per head."""
 
-    def __init__(self, config, cache, past=None, key_block=1):
-        """Keys are read in whole blocks, behind a mask that is cut from a staircase with `past`."""
-        self.cache, self.key_block, self.group = cache, key_block, config.n_head // config.n_kv_head
-        self.page_size, self.device = cache.page_size, cache.data.device
+    def __init__(
+        self, config: HeadConfig, cache: KVCache, past: int | None = None, key_block: int = 1
+    ) -> None:
+        """The last two are for cpu_matmul.py, which masks only the chunk's own keys (past=0) and
+        reads keys in whole blocks."""
+        self.cache = cache
+        self.page_size = cache.page_size
+        self.device = cache.data.device
+        self.group = config.n_head // config.n_kv_head
+        self.key_block = key_block
         self.past = cache.max_len if past is None else past
         if self.device.type == "cuda":  # cuDNN plans for each new number of keys: for each decode
             torch.backends.cuda.enable_cudnn_sdp(False)
-        sizes = min(QUERY_BLOCK, cache.max_len), self.past, self.group
-        self.bias = staircase(*sizes, cache.data.dtype, self.device, beyond=key_block - 1)
+        self.bias = staircase(
+            queries=min(QUERY_BLOCK, cache.max_len),
+            past=self.past,
+            group=self.group,
+            dtype=cache.data.dtype,
+            device=self.device,
+            beyond=key_block - 1,
+        )
 
-    def mask(self, start, length, keys):
-        """The additive mask of some queries, (length * group, keys), or of the last keys, if all
-        queries see those before; None if they see all."""
+    def plan(self, spans: Sequence[Span]) -> AttentionPlan:
+        """The plan of a batch, see plan.AttentionBackend."""
+        return partial(self.attend, self.plan_chunks(spans))
+
+    def plan_chunks(self, spans: Sequence[Span]) -> list[ChunkPlan]:
+        """Where the keys of each span are, and its blocks."""
+        tables = [span.used_pages(self.page_size) for span in spans]
+        scattered = [table != list(range(table[0], table[0] + len(table))) for table in tables]
+        copied_pages = []
+        for table, is_scattered in zip(tables, scattered, strict=True):
+            if is_scattered:
+                copied_pages += table
+        rows = page_rows(copied_pages, self.cache) if copied_pages else None  # all in one transfer
+        chunks = []
+        first_row = copied = 0
+        for span, table, is_scattered in zip(spans, tables, scattered, strict=True):
+            blocks = self.plan_blocks(span, first_row, len(table) * self.page_size)
+            first_row += span.length
+            if rows is not None and is_scattered:
+                gather_rows = rows[..., copied : copied + len(table)].flatten()
+                copied += len(table)
+                chunks.append(ChunkPlan(0, gather_rows, blocks))
+            else:
+                chunks.append(ChunkPlan(table[0] * self.page_size, None, blocks))
+        return chunks
+
+    def plan_blocks(self, span: Span, first_row: int, max_keys: int) -> list[Block]:
+        """The blocks of a span whose first query is row `first_row` of q."""
+        key_block = self.key_block if span.length > 1 else 1
+        blocks = []
+        for start in range(span.start, span.end, QUERY_BLOCK):
+            queries = min(QUERY_BLOCK, span.end - start)
+            keys = -(-(start + queries) // key_block) * key_block  # rounded up to whole blocks
+            keys = min(keys, max_keys)
+            blocks.append(Block(first_row, queries, keys, self.mask(start, queries, keys)))
+            first_row += queries
+        return blocks
+
+    def mask(self, start: int, length: int, keys: int) -> Tensor | None:
+        """The additive mask of queries start, start + 1, ... over the first `keys` keys.
+
+        (length * group, keys), or fewer columns: of the last keys, if all queries see those before.
+        None if they see all."""
         if start + 1 == keys:
             return None
         first = self.past - start  # the column of key 0
         window = self.bias[: length * self.group, max(0, first) : first + keys]
         return window.contiguous() if window.is_cuda else window  # CUDA wants aligned rows
 
-    def plan(self, spans):
-        """See the top of this file. `spans` are in the order of the rows of q."""
-        chunks, scattered, row = [], [], 0
-        for span in spans:
-            pages, blocks = span.used_pages(self.page_size), []  # (row of q, queries, keys, mask)
-            whole = self.key_block if span.length > 1 else 1
-            for start in range(span.start, span.end, QUERY_BLOCK):
-                n = min(QUERY_BLOCK, span.end - start)
-                keys = min(-(-(start + n) // whole) * whole, len(pages) * self.page_size)
-                blocks.append((row, n, keys, self.mask(start, n, keys)))
-                row += n
-            if pages == list(range(pages[0], pages[0] + len(pages))):  # one piece of memory
-                chunks.append((pages[0] * self.page_size, None, blocks))
+    def attend(
+        self,
+        chunks: Sequence[ChunkPlan],
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of these chunks, written to `out` if given; shapes as in AttentionPlan."""
+        if out is None:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        head_dim = q.shape[2]
+        for chunk in chunks:
+            if chunk.gather_rows is None:
+                k, v = keys[:, chunk.first_slot :], values[:, chunk.first_slot :]
             else:
-                chunks.append((0, slice(len(scattered), len(scattered) + len(pages)), blocks))
-                scattered += pages
-        if scattered:
-            rows = page_rows(scattered, self.cache)
-            chunks = [(first, c and rows[..., c].flatten(), blocks) for first, c, blocks in chunks]
+                k = gather(keys, chunk.gather_rows, self.page_size)
+                v = gather(values, chunk.gather_rows, self.page_size)
+            for row, n, read, mask in chunk.blocks:
+                folded = q[row : row + n].view(n, -1, self.group, head_dim).transpose(0, 1)
+                folded = folded.reshape(-1, n * self.group, head_dim)
+                y = self.attend_block(folded, k[:, :read], v[:, :read], mask)
+                # y (n_kv_head, n * group, head_dim)
+                y = y.unflatten(1, (n, self.group)).transpose(0, 1)
+                out[row : row + n].view(n, -1, self.group, head_dim).copy_(y)
+        return out
 
-        def attend(q, keys, values, out=None):
-            out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-            head_dim = q.shape[2]
-            for first, copied, blocks in chunks:
-                if copied is None:
-                    k, v = keys[:, first:], values[:, first:]
-                else:
-                    k, v = (gather(x, copied, self.page_size) for x in (keys, values))
-                for row, n, read, mask in blocks:
-                    folded = q[row : row + n].view(n, -1, self.group, head_dim).transpose(0, 1)
-                    folded = folded.reshape(-1, n * self.group, head_dim)
-                    y = self.attend_block(folded, k[:, :read], v[:, :read], mask)
-                    # y (n_kv_head, n * group, head_dim)
-                    y = y.unflatten(1, (n, self.group)).transpose(0, 1)
-                    out[row : row + n].view(n, -1, self.group, head_dim).copy_(y)
-            return out
-
-        return attend
-
-    def attend_block(self, q, k, v, mask):
+    def attend_block(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """q (n_kv_head, rows, head_dim), k and v (n_kv_head, keys, head_dim), `mask` as made above
         -> (n_kv_head, rows, head_dim)"""
         # torch's CPU kernel is slow for one query in 16 bits: two of them take half the time
