@@ -4,15 +4,12 @@ Read next: engine.py."""
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
+import memory
 from errors import check_whole
 from kv_cache import Pages, kv_bytes_per_token
 from policies import find_policy, make_scheduler, policy_options
@@ -87,7 +84,7 @@ class EngineConfig:
             if self.max_batch is None:
                 pages = min(pages, pages_that_fit(model, max_len, page_size))
         cache_bytes = pages * page_size * kv_bytes_per_token(model.config, model.dtype)
-        check_memory(f"pages={pages}, page_size={page_size}", cache_bytes, model.device)
+        memory.check_memory(f"pages={pages}, page_size={page_size}", cache_bytes, model.device)
         max_batch = self.max_batch or min(pages, MAX_BATCH)
         config = replace(
             self, max_batch=max_batch, max_len=max_len, page_size=page_size, pages=pages
@@ -124,7 +121,7 @@ def pages_that_fit(model: ModelLike, max_len: int, page_size: int) -> int:
 
     With one page for each request it is SARATHI's B = floor((M_G - M_S) / (L * m_kv)), §4.3.1.
     Raises ValueError if not even one request of max_len tokens fits."""
-    free = free_bytes(model.device)
+    free = memory.free_bytes(model.device)
     if model.device.type == "cuda":
         import torch
 
@@ -138,42 +135,3 @@ def pages_that_fit(model: ModelLike, max_len: int, page_size: int) -> int:
         takes = f"one request takes {max_len * token_bytes / 1e9:.1f} GB of KV cache"
         raise ValueError(f"max_len={max_len}: {takes}, {room / 1e9:.1f} GB are free")
     return pages
-
-
-def check_memory(description: str, wanted_bytes: int, device: torch.device) -> None:
-    """Raise ValueError if `description`, such as "max_len=8192", takes more than is free."""
-    free = free_bytes(device)
-    if wanted_bytes > free:
-        wanted = min(wanted_bytes, 10**30) / 1e9  # a larger number is no float
-        raise ValueError(f"{description}: takes {wanted:,.1f} GB, {free / 1e9:,.1f} GB are free")
-
-
-def free_bytes(device: torch.device) -> int:
-    """The memory that a device can still give, in bytes, without swap."""
-    if device.type == "cuda":
-        import torch
-
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # those of torchrun share the memory
-    return min(_free_in_system(), _free_in_container()) // processes
-
-
-def _free_in_system() -> int:
-    """The bytes that Linux calls available; all memory on other systems, which do not say."""
-    with suppress(OSError), open("/proc/meminfo") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return 1024 * int(line.split()[1])
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _free_in_container() -> int:
-    """The bytes that the limit of this container leaves; its file caches count as free."""
-    with suppress(OSError, ValueError):  # there is no such file, or the limit is "max"
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines():
-            name, value = line.split()
-            if name == "anon":
-                return max(0, limit - int(value))
-    return sys.maxsize

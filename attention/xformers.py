@@ -86,7 +86,7 @@ class XFormers:
         return gappy_bias(decodes, self.cache.pages, self.page_size, self.device)
 
     def chunk_mask(self, chunks: Sequence[Span]) -> tuple[Any, list[int]]:
-        """xformers' mask of some chunks; if pages must be copied, these, and the mask of the copy."""
+        """xformers' mask of some chunks; and pages to copy, whose copy it then masks."""
         if not self.paged:
             return gappy_bias(chunks, self.cache.pages, self.page_size, self.device), []
         copied_pages = []

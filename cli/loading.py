@@ -258,8 +258,8 @@ def _load_here(
     `length` is for error messages: the option and its value, as "--max-len 2048"."""
     import torch
 
-    from config import check_memory
     from kv_cache import kv_bytes_per_token
+    from memory import check_memory
     from model import GPT, GPTConfig
     from packed_linear import pack
     from parallel.shard import Shard

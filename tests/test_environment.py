@@ -14,7 +14,7 @@ import torch
 import bench
 import sample
 from cli import console, options
-from config import check_memory, free_bytes
+from memory import check_memory, free_bytes
 from policies import find_policy, make_scheduler
 from tests.test_bench import HERE
 
@@ -125,10 +125,12 @@ def test_memory_is_asked_for_before_it_is_taken(monkeypatch):
         ):
             options.load_model(args, "seq_len")
     container = {"memory.max": "1000000", "memory.stat": "anon 400000\nfile 300000"}
-    monkeypatch.setattr("config.Path.read_text", lambda path: container[path.name])
+    monkeypatch.setattr("memory.Path.read_text", lambda path: container[path.name])
     assert free_bytes(cpu) == 600000
     with pytest.raises(ValueError, match="llama-7b and .*with-prompt 101: takes 13.5 GB, 0.0 GB"):
-        sample.main("--preset llama-7b --device cpu --dtype bfloat16 --prompt x".split())
+        sample.main(
+            ["--preset", "llama-7b", "--device", "cpu", "--dtype", "bfloat16", "--prompt", "x"]
+        )
 
 
 def exit_code(main):
