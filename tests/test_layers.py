@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PLAN = "errors kv_cache scheduler policies config"
-CORE = f"{PLAN} attention model sampling packed_linear engine torch"
+PLAN = "errors kv_cache scheduler policies memory config"
+CORE = f"{PLAN} pretrained attention model sampling packed_linear outputs engine torch"
 LAB = f"{CORE} pretrained parallel cli views lab"
 MAY_IMPORT = {  # a folder stands for all of its modules; `a.b` is that module alone
     "errors": "",
+    "memory": "",
+    "outputs": "scheduler",
     "kv_cache": "errors",
     "attention": "errors kv_cache attention torch",
     "packed_linear": "torch",
@@ -37,6 +39,7 @@ MAY_IMPORT = {  # a folder stands for all of its modules; `a.b` is that module a
 LAZILY = {  # in functions, or for annotations alone
     "kv_cache": "torch",
     "config": "torch",
+    "memory": "torch",
     "lab.commands.paper": "bench",  # it runs the other commands
 }
 PATHS = [
