@@ -7,18 +7,16 @@ import threading
 import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
 
 import pytest
 
 from cli.console import explain
 from lab.measure.load_run import summarize
-from lab.measure.workload import Arrival
+from lab.measure.remote_server import RemoteServer
+from lab.measure.workload import Arrival, prompts
 from tests import serve_remote
-from tests.serve_remote import RemoteMachine
 from tests.test_bench import HERE
 
-OWN = dict(seed=0, shared_prefix=(0, 1))
 USUAL = {"model", "prompt", "max_tokens", "temperature", "ignore_eos", "stream", "stream_options"}
 
 
@@ -79,14 +77,13 @@ def direct(monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
-def test_tokens_that_share_an_event_are_counted_and_those_without_iterations_unknown(monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+def test_tokens_that_share_an_event_are_counted_and_those_without_iterations_unknown():
     ended = []
     with another() as (url, asked):
-        machine = RemoteMachine(SimpleNamespace(url=f"{url}/", model=None, **OWN))
+        server = RemoteServer(f"{url}/", api_key="sesame")
         high = Arrival(0.1, 3, 8, "high", 0.5, 0.25)
         arrivals = [high, Arrival(0.0, 4, 4), Arrival(0.0, 5, 9)]
-        seen = machine.serve(arrivals, progress=lambda: ended.append(1), recorder=None)
+        seen = server.serve(arrivals, prompts(arrivals, 256, 0), lambda: ended.append(1))
     assert [len(c.token_times) for c in seen.completions] == [8, 4, 0] and len(ended) == 3
     times = seen.completions[0].token_times
     assert times == sorted(times) and times[-1] == times[-2] > times[-3] and times[0] >= 0.1
@@ -95,7 +92,7 @@ def test_tokens_that_share_an_event_are_counted_and_those_without_iterations_unk
     bodies = {len(body["prompt"]): body for body, _ in asked}
     promise = {"priority": "high", "ttft_slo": 0.5, "tbt_slo": 0.25}
     assert bodies[3].items() >= promise.items() and bodies[3].keys() == USUAL | promise.keys()
-    assert bodies[4].keys() == USUAL and bodies[4]["model"] == "x" == machine.model
+    assert bodies[4].keys() == USUAL and bodies[4]["model"] == "x" == server.model
     expected = dict(max_tokens=4, temperature=0, ignore_eos=True, stream=True)
     assert bodies[4].items() >= expected.items()
     assert bodies[4]["stream_options"] == {"include_usage": True}
@@ -106,13 +103,15 @@ def test_tokens_that_share_an_event_are_counted_and_those_without_iterations_unk
     assert row["tokens_per_s"] == pytest.approx((3 + 8 + 4 + 4) / seen.seconds)
 
 
-def test_prompts_that_begin_alike_are_sent_so(capsys):
+def test_prompts_that_begin_alike_are_sent_so(capsys, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
     with another() as (url, asked):
         words = f"--url {url} --qps 50 --slo 0.2 --lengths 3+4 --requests 6".split()
         serve_remote.main([*words, "--shared-prefix", "20:2"])
-    prompts = [tuple(body["prompt"]) for body, _ in asked]
-    assert {len(prompt) for prompt in prompts} == {23} and len(set(prompts)) == 6
-    assert len({prompt[:20] for prompt in prompts}) == 2
+    sent = [tuple(body["prompt"]) for body, _ in asked]
+    assert {len(prompt) for prompt in sent} == {23} and len(set(sent)) == 6
+    assert len({prompt[:20] for prompt in sent}) == 2
+    assert all(headers["Authorization"] == "Bearer sesame" for _, headers in asked)
     heading = "6 requests of 3+4 tokens, each after a prefix of 20 (2 in all), Poisson"
     assert heading in capsys.readouterr().out
 
@@ -157,9 +156,10 @@ def test_what_goes_wrong_is_one_line(path, more, message):
 
 def test_who_is_not_there_is_a_connection_error():
     with another() as (url, _):
-        machine = RemoteMachine(SimpleNamespace(url=url, model="x", **OWN))
+        server = RemoteServer(url, model="x")
+    arrivals = [Arrival(0.0, 3, 8), Arrival(30.0, 3, 8)]
     with pytest.raises(ConnectionError, match="refused"):
-        machine.serve([Arrival(0.0, 3, 8), Arrival(30.0, 3, 8)])  # at once, not after 30 s
+        server.serve(arrivals, prompts(arrivals, 256, 0))  # at once, not after 30 s
 
 
 def test_an_interrupt_ends_it_at_once():

@@ -1,0 +1,186 @@
+"""A load for a server that speaks OpenAI's HTTP, and what its clients see of it.
+
+    server = RemoteServer("http://127.0.0.1:8000/v1")
+    run = server.serve(arrivals, prompts)
+
+Clients see when each event of an answer comes; of batches and iterations they see nothing. Read
+first: workload.py, load_run.py. Read next: server/README.md.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from http.client import HTTPException, HTTPResponse
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from engine import Completion
+from lab.measure.load_run import Run
+from lab.measure.workload import Arrival
+from policies.priority import PRIORITIES
+
+TIMEOUT_S = 600
+TOO_MANY_REQUESTS = 429  # the status of an answer to a request that is refused
+NO_KEY = "none"
+
+
+@dataclass(frozen=True)
+class RemoteMachineInfo:
+    """A machine that is only known by its address."""
+
+    device: str  # the URL
+    model: str
+    dtype: str = "as it was started"
+
+    def heading(self) -> str:
+        """The lines that stand above all tables."""
+        return f"{self.device}\n{self.model}, {self.dtype}\n"
+
+    def to_json(self) -> dict[str, Any]:
+        """What a report has as its "machine"."""
+        return asdict(self)
+
+
+class RemoteServer:
+    """A server at a URL. Whatever goes wrong is a ConnectionError of one line."""
+
+    def __init__(self, url: str, model: str | None = None, api_key: str = NO_KEY) -> None:
+        """`model` is by default the first that the server names."""
+        self.url = url.rstrip("/")
+        self.api_key = api_key
+        self.model = model or self._first_model()
+        self.info = RemoteMachineInfo(device=url, model=self.model)
+
+    def serve(
+        self,
+        arrivals: Sequence[Arrival],
+        prompts: Sequence[list[int]],
+        progress: Callable[[], object] = lambda: None,
+    ) -> Run:
+        """Send each request when it is due: a Run without iterations.
+
+        A request that is answered 429 is refused. `progress` is called after each request that
+        ended. Raises ConnectionError at once when one fails.
+        """
+        completions = []
+        ended: SimpleQueue[Exception | None] = SimpleQueue()
+        start = time.perf_counter()
+        for i, (arrival, prompt) in enumerate(zip(arrivals, prompts, strict=True)):
+            completion = Completion(
+                request_id=i,
+                prompt=prompt,
+                arrival=arrival.time,
+                priority=PRIORITIES.index(arrival.priority),
+            )
+            completions.append(completion)
+            client = Thread(
+                target=self._complete, args=(completion, arrival, start, ended), daemon=True
+            )
+            client.start()
+        for _ in completions:
+            error = ended.get()
+            if error:
+                raise self._connection_error(error)
+            progress()
+        return Run(
+            completions=completions,
+            iterations=[],
+            seconds=time.perf_counter() - start,
+            own_fraction=None,
+            refused=sum(not completion.token_times for completion in completions),
+        )
+
+    def _first_model(self) -> str:
+        """The first of the models that the server names."""
+        try:
+            with self._open("/models") as response:
+                return json.load(response)["data"][0]["id"]
+        except Exception as error:  # any server may be there, and answer anything
+            raise self._connection_error(error) from error
+
+    def _open(self, path: str, body: dict[str, Any] | None = None) -> HTTPResponse:
+        """The response to a GET, or to a POST of `body`."""
+        headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
+        data = json.dumps(body).encode() if body else None
+        return urlopen(Request(self.url + path, data, headers), timeout=TIMEOUT_S)
+
+    def _connection_error(self, error: Exception) -> ConnectionError:
+        """An error of one line, with the beginning of the server's answer, if it sent one."""
+        answer = ""
+        if isinstance(error, HTTPError):
+            with suppress(OSError, HTTPException):
+                answer = error.read(300).decode(errors="replace")
+        return ConnectionError(" ".join(f"--url {self.url}: {error!r} {answer}".split()))
+
+    def _complete(
+        self,
+        completion: Completion,
+        arrival: Arrival,
+        start: float,
+        ended: SimpleQueue[Exception | None],
+    ) -> None:
+        """Send one request when it is due, and fill in the completion; runs in a thread.
+
+        Puts into `ended` what went wrong, or None.
+        """
+        time.sleep(max(0.0, start + arrival.time - time.perf_counter()))
+        failure = None
+        try:
+            self._stream(completion, arrival, start)
+        except HTTPError as error:
+            completion.finish_reason = "abort"
+            if error.code != TOO_MANY_REQUESTS:
+                failure = error
+        except Exception as error:
+            completion.finish_reason = "abort"
+            failure = error
+        ended.put(failure)
+
+    def _stream(self, completion: Completion, arrival: Arrival, start: float) -> None:
+        """Stream one completion: its token times and finish reason.
+
+        Tokens may share an event, and some events have none: the last one says how many there were.
+        """
+        times = completion.token_times
+        event: dict[str, Any] = {}
+        with self._open("/completions", self._body(completion.prompt, arrival)) as response:
+            for event in events(response):
+                if event.get("choices"):
+                    times.append(time.perf_counter() - start)
+        if not (event.get("usage") and times):
+            raise ValueError(f"no tokens, or no usage: the last event was {event}")
+        count = event["usage"]["completion_tokens"]
+        shared = times[-1:] * (count - len(times))
+        completion.token_times = times[:count] + shared
+        completion.finish_reason = "stop" if count < arrival.output_len else "length"
+
+    def _body(self, prompt: Sequence[int], arrival: Arrival) -> dict[str, Any]:
+        """The body of a request. Its class and SLOs are sent if it has any."""
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": arrival.output_len,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if arrival.priority != "normal":
+            body["priority"] = arrival.priority
+        if arrival.ttft_slo is not None:
+            body["ttft_slo"] = arrival.ttft_slo
+        if arrival.tbt_slo is not None:
+            body["tbt_slo"] = arrival.tbt_slo
+        return body
+
+
+def events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
+    """The events of a stream, until its end."""
+    for line in response:
+        if line.startswith(b"data:") and b"[DONE]" not in line[:12]:
+            yield json.loads(line.removeprefix(b"data:"))
