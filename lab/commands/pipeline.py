@@ -2,179 +2,366 @@
 
     torchrun --nproc-per-node 2 bench.py pipeline --pp 2
 
-Requests of unequal length are all there at the start (SARATHI §5.3, scaled down). Each stage says
-when it computed what; what it waited for is a bubble, of one of three kinds (§3.2). The cost model
-is fitted to batches that are timed on each stage while the others work, too. Read first:
-simulation.py, parallel/stages.py."""
+Requests of unequal length are all there at the start (SARATHI §5.3, scaled down). Each stage
+reports what it computed when. The time that it waited is a bubble, of one of three kinds (§3.2).
+The cost model is fitted to batches that are timed on each stage while the others work, too. Read
+first: lab/simulator/pipeline.py."""
 
 import json
-from statistics import median
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from cli import options
+from cli.loading import ModelOptions, add_model_options, load_model, model_options, resolve_model
+from cli.options import (
+    OptionParser,
+    PerDevice,
+    add_json_option,
+    number,
+    output_file,
+    picture_file,
+    policies_with_chunks,
+    whole,
+    write_json,
+    write_text,
+    wrote,
+)
 from config import EngineConfig
-from engine import StepInputs
-from lab.measure import load_run as run
-from lab.measure import timing as measure
 from lab.measure import workload
+from lab.measure.load_run import plan as run_plan
+from lab.measure.machine_info import measure_machine
+from lab.measure.timing import TOO_BUSY, mark
 from lab.simulator.cost_model import FittedCost
 from lab.simulator.machine import profile_cases
+from lab.simulator.pipeline import (
+    PipelineSummary,
+    StageSummary,
+    fit_stages,
+    serve_pipeline,
+    summarize,
+)
 from lab.simulator.simulation import bubble_kinds, simulate
-from policies.token_budget import Profiled, hybrid_spans
-from sampling import SamplingParams
-from views import tables
+from parallel.shard import Shard
+from parallel.stages import ParallelRunner
+from policies.micro_batches import StageRun
+from views.tables import Column, format_table
 
-KINDS = "PB1", "PB2", "PB3"
-FOLLOWING, DRAWN = 4, 40  # batches behind each other that are timed; on any stage that are drawn
+BATCH = PerDevice(cpu=27, gpu=6)
+MAX_LEN = PerDevice(cpu=1024, gpu=4096)
+REQUESTS = PerDevice(cpu=80, gpu=500)
+POLICIES = (
+    "request-level,orca-best,vllm,sarathi,sarathi-serve:128,sarathi-serve:256"  # comma-separated
+)
+ZIPF_THETA = 0.4  # of the lengths, SARATHI §5.3
+PROFILE_SLOTS = 18  # requests of max_len whose memory the timed batches have
+DRAWN = 40  # batches on any stage
 
 
-def add_options(parser):
-    """The options of the command."""
-    parser.add_table("pipeline", "json")
-    parser.add_model_options("llama-13b on a GPU with 40 GB or more, else llama-160m")
+@dataclass(frozen=True)
+class PipelineOptions:
+    """The options of `bench.py pipeline`."""
+
+    command: str
+    policies: list[str]
+    chunk: int
+    batch: int
+    max_len: int
+    requests: int
+    pd_ratio: float
+    plot: str | None
+    chrome_trace: str | None
+    json: str | None
+    model: ModelOptions
 
 
-def check(parser, args):
-    """Exit with a message if there is no pipeline."""
+@dataclass(frozen=True)
+class PipelineRow:
+    """A policy on this machine, and simulated."""
+
+    real: PipelineSummary
+    simulated: PipelineSummary
+
+    @property
+    def makespan_off(self) -> float:
+        """How far the simulated makespan is off, as a share."""
+        return self.simulated.makespan_s / self.real.makespan_s - 1
+
+    @property
+    def bubbles_off(self) -> float | None:
+        """How far the simulated bubbles are off, as a share; None if there were none."""
+        if not self.real.bubbles_s:
+            return None
+        return self.simulated.bubbles_s / self.real.bubbles_s - 1
+
+    def to_json(self) -> list[dict[str, object]]:
+        """Both summaries."""
+        return [self.real.to_json(), self.simulated.to_json()]
+
+
+RUN_COLUMNS: list[Column[PipelineRow]] = [
+    Column("tokens/s", lambda row: row.real.tokens_per_s, ",.0f"),
+    Column("makespan", lambda row: row.real.makespan_s, ".2f"),
+    Column("simulated", lambda row: row.simulated.makespan_s, ".2f"),
+    Column("off", lambda row: row.makespan_off, "+.0%"),
+    Column("bubbles", lambda row: row.real.bubbles_s, ".2f"),
+    Column("simulated", lambda row: row.simulated.bubbles_s, ".2f"),
+    Column("off", lambda row: row.bubbles_off, "+.0%"),
+    Column("PB1", lambda row: row.real.kinds_s["PB1"], ".2f"),
+    Column("PB2", lambda row: row.real.kinds_s["PB2"], ".2f"),
+    Column("PB3", lambda row: row.real.kinds_s["PB3"], ".2f"),
+    Column("median", lambda row: row.real.median_bubble_s, ".2f"),
+]
+STAGE_COLUMNS: list[Column[StageSummary]] = [
+    Column("busy s", lambda stage: stage.busy_s, ".2f"),
+    Column("bubble s", lambda stage: stage.bubble_s, ".2f"),
+    Column("idle s", lambda stage: stage.idle_s, ".2f"),
+    Column("own", lambda stage: stage.own, ".1%"),
+    Column("sums", lambda stage: stage.sums, ".1%"),
+]
+
+
+def add_options(parser: OptionParser) -> None:
+    """Add the options of the command."""
+    parser.add_option(
+        "--policies",
+        help="comma-separated; sarathi-serve:64 has a chunk of its own",
+        type=policies_with_chunks,
+        default=POLICIES,
+    )
+    parser.add_option(
+        "--chunk",
+        help="C, the chunk size and token budget, in tokens",
+        type=whole(least=1),
+        default=256,
+    )
+    parser.add_option(
+        "--batch",
+        help="B, the most requests at once in each micro-batch",
+        type=whole(least=1),
+        shown=BATCH,
+    )
+    parser.add_option(
+        "--max-len",
+        help="L: requests have L/4 to L tokens",
+        type=whole(least=16),
+        shown=MAX_LEN,
+    )
+    parser.add_option(
+        "--requests",
+        help="how many there are",
+        type=whole(least=1, most=1_000_000),
+        shown=REQUESTS,
+    )
+    parser.add_option(
+        "--pd-ratio",
+        help="prompt tokens per output token",
+        type=number(above=0),
+        default=10.0,
+    )
+    parser.add_option(
+        "--plot",
+        help="draw some of the batches, real and simulated",
+        type=picture_file,
+        metavar="FILE",
+    )
+    parser.add_option(
+        "--chrome-trace",
+        help="write what each stage did when, for Perfetto or chrome://tracing",
+        type=output_file,
+        metavar="FILE",
+    )
+    add_json_option(parser)
+    add_model_options(parser, "llama-13b on a GPU with 40 GB or more, else llama-160m")
+
+
+def resolve(parser: OptionParser, args: Namespace) -> PipelineOptions:
+    """The options, with those filled in that depend on the device. Exits with a message if there is
+    no pipeline."""
     if args.pp * args.tp < 2:
         parser.error("--pp 1: a pipeline has two stages or more (--tp 2 shows what sums cost)")
+    return PipelineOptions(
+        command=args.command,
+        policies=args.policies,
+        chunk=args.chunk,
+        batch=args.batch or BATCH.pick(args.device),
+        max_len=args.max_len or MAX_LEN.pick(args.device),
+        requests=args.requests or REQUESTS.pick(args.device),
+        pd_ratio=args.pd_ratio,
+        plot=args.plot,
+        chrome_trace=args.chrome_trace,
+        json=args.json,
+        model=resolve_model(model_options(args)),
+    )
 
 
-def seconds_of(batches):
-    """How long a stage takes for one of some batches behind each other, and for what it does in
-    between, but for waiting."""
-    between = [b[0] - a[1] - b[2] for a, b in zip(batches, batches[1:])]
-    return median(end - start for start, end, *_ in batches) + max(0.0, median(between))
+def main(options: PipelineOptions) -> None:
+    """The command. What is done when rank 0 is interrupted is printed and kept."""
+    model = load_model(options.model, options.max_len, positions_from="--max-len")
+    assert isinstance(model, Shard)  # there are several processes
+    machine = measure_machine(model, options.model.name, options.chunk)
+    page_size = min(64, options.max_len)
+    cost = fit_cost(model, options, page_size)
+    arrivals = make_arrivals(options)
+    prompts = workload.prompts(arrivals, model.config.vocab_size, options.model.seed)
+    print(machine.heading())
+    rows: dict[str, PipelineRow] = {}
+    stage_runs: dict[str, list[StageRun]] = {}
+    try:
+        for name, config in plan_configs(options, page_size).items():
+            real = serve_pipeline(model, config, arrivals, prompts)
+            simulated = simulate(cost, real.config, arrivals)
+            summary = summarize(
+                simulated.run, simulated.busy, simulated.bubbles, simulated.stage_runs
+            )
+            rows[name] = PipelineRow(real=real.summary, simulated=summary)
+            stage_runs[name] = real.stage_runs
+            stage_runs[f"{name}, simulated"] = simulated.stage_runs
+    finally:
+        if rows:
+            conclusion = conclude(rows)
+            print_rows(rows)
+            print(conclusion)
+            report = {
+                "machine": machine.to_json(),
+                "hop_s": cost.hop_s,
+                "runs": {name: row.to_json() for name, row in rows.items()},
+                "conclusion": conclusion,
+            }
+            write_json(options, report)
+            if options.chrome_trace:
+                write_text(options.chrome_trace, chrome_trace(stage_runs))
+            wrote(options.json, options.chrome_trace)
+    if options.plot:
+        draw_beginnings(rows, stage_runs, options.plot, machine.to_json())
+        wrote(options.plot)
 
 
-def fit(runner, max_len):
-    """The FittedCost of the stages of a parallel.stages.ParallelRunner."""
-    timed, hops = [], []
-    cases = tqdm(profile_cases(max_len)[0], "profile", leave=False, disable=None)
-    for case in cases:
-        spans = hybrid_spans(runner.cache, *case)
-        inputs = StepInputs(spans, [SamplingParams()] * len(spans), [0] * len(spans))
-        for _ in range(2):  # of which the first does not count
-            commands = [runner.send(inputs) for _ in range(FOLLOWING)]
-            seen = [runner.collect(command) for command in commands]
-        hops += [b[0] - a[1] for a, b in zip(seen[0], seen[0][1:])]  # to where nothing is
-        timed.append([(Profiled(*case, 0.0).shape, seconds_of(its)) for its in zip(*seen)])
-    return FittedCost(zip(*timed), max(0.0, median(hops or [0.0])))
+def fit_cost(model: Shard, options: PipelineOptions, page_size: int) -> FittedCost:
+    """The cost model of the stages, fitted to times of batches."""
+    runner = ParallelRunner(
+        model,
+        pages=PROFILE_SLOTS * pages_of_request(options, page_size),
+        page_size=page_size,
+        max_len=options.max_len,
+        attention=options.model.attention,
+    )
+    fitted, _ = profile_cases(options.max_len)
+    return fit_stages(runner, tqdm(fitted, "profile", leave=False, disable=None))
 
 
-def serve(model, config, arrivals, tokens):
-    """(`summarize` of a Run, the engine's EngineConfig, its StageRuns), with two more of a stage:
-    when it neither computed nor waited, and sums over ranks, as shares of its busy time."""
-    engines, ranks = [], model.ranks
-
-    def made(engine):
-        engine.micro_batches.reset()
-        engine.record = True
-        engines.append((engine, ranks.call("seconds")))
-
-    seen = run.serve(model, config, arrivals, tokens, made=made)
-    ((engine, before),) = engines
-    pairs = zip(before[:: ranks.tp], ranks.call("seconds")[:: ranks.tp])
-    found = summarize(seen, engine.micro_batches)
-    for its, two in zip(found["stages"], pairs):
-        busy_s, (seconds, waited_s, sums_s) = its["busy_s"], (b - a for a, b in zip(*two))
-        its |= {"own": (seconds - waited_s - busy_s) / busy_s, "sums": sums_s / busy_s}
-    return found, engine.config, engine.micro_batches.stage_runs
+def pages_of_request(options: PipelineOptions, page_size: int) -> int:
+    """How many pages a request of max_len has."""
+    return -(-options.max_len // page_size)
 
 
-def summarize(seen, pipeline):
-    """What is known of a Run and its MicroBatches, a dict: in seconds, of stages in lists."""
-    kinds, bubbles, busy = dict.fromkeys(KINDS, 0.0), [0.0] * pipeline.pp, pipeline.busy.values()
-    for stage_run, kind in bubble_kinds(pipeline.stage_runs):
-        kinds[kind] += stage_run.bubble
-        bubbles[stage_run.stage] += stage_run.bubble
-    its, tokens = seen.seconds, sum(len(c.prompt) + len(c.tokens) for c in seen.completions)
-    stages = [dict(busy_s=a, bubble_s=b, idle_s=its - a - b) for a, b in zip(busy, bubbles)]
-    found = {"makespan_s": its, "tokens_per_s": tokens / its, "bubbles_s": sum(bubbles)}
-    found |= {"median_bubble_s": median(pipeline.bubbles.values()), "stages": stages}
-    return found | kinds | {"busy": seen.drift > measure.BUSY}
+def plan_configs(options: PipelineOptions, page_size: int) -> dict[str, EngineConfig]:
+    """The EngineConfig of each policy, with memory for full batches of the longest requests."""
+    requests = options.model.pp * options.batch
+    config = EngineConfig(
+        chunk=options.chunk,
+        max_batch=options.batch,
+        max_len=options.max_len,
+        page_size=page_size,
+        pages=requests * pages_of_request(options, page_size),
+        attention=options.model.attention,
+    )
+    return run_plan(options.policies, [page_size], config)
 
 
-def print_runs(rows):
-    """The tables: {policy: (real, simulated)} as of `summarize`."""
-    shown, stages = {}, {}
-    for policy, (real, simulated) in rows.items():
-        name = measure.mark(policy, real["busy"])
-        shown[name] = real | {f"simulated_{key}": its for key, its in simulated.items()}
-        for key in ("makespan_s", "bubbles_s"):
-            shown[name][f"{key}_off"] = simulated[key] / real[key] - 1 if real[key] else None
-        stages |= {f"{name}, {i + 1}": stage for i, stage in enumerate(real["stages"])}
-    tables.print_rows("pipeline", shown)
-    tables.print_rows("stages", stages)
+def make_arrivals(options: PipelineOptions) -> list[workload.Arrival]:
+    """Requests of max_len / 4 to max_len tokens, which are all there at time 0."""
+    lengths = workload.zipf_lengths(
+        options.max_len // 4,
+        options.max_len,
+        ZIPF_THETA,
+        options.pd_ratio,
+        options.requests,
+        options.model.seed,
+    )
+    return [workload.Arrival(0.0, prompt_len, output_len) for prompt_len, output_len in lengths]
 
 
-def pair(rows):
-    """Whom to compare: orca-best and the stall-free schedule that is done first; [] if not both."""
-    ours = [name for name in rows if name.startswith("sarathi-serve")]
-    makespan_s = lambda name: rows[name][0]["makespan_s"]
-    return ["orca-best", min(ours, key=makespan_s)] if ours and "orca-best" in rows else []
+def print_rows(rows: Mapping[str, PipelineRow]) -> None:
+    """Print the tables of policies and of stages."""
+    policies = {}
+    stages = {}
+    for policy, row in rows.items():
+        name = mark(policy, row.real.busy)
+        policies[name] = row
+        for number_of_stage, stage in enumerate(row.real.stages, start=1):
+            stages[f"{name}, {number_of_stage}"] = stage
+    print(format_table("seconds", RUN_COLUMNS, policies))
+    print(
+        "\nbubbles: of all stages, by what is before and after: PB1, prefills of different length;"
+        "\nPB2, a prefill and decodes; PB3, decodes of different context; median: of a request\n"
+    )
+    print(format_table("policy, stage", STAGE_COLUMNS, stages))
+    print(
+        "\nidle: all else, at the start, at the end, between batches; own: scheduling, messages,"
+        "\nPython, and sums: all-reduces with their waiting, as shares of busy\n"
+    )
 
 
-def conclude(rows):
-    """What chunks are for, in a pipeline."""
-    if not (names := pair(rows)):
+def compared_policies(rows: Mapping[str, PipelineRow]) -> list[str]:
+    """orca-best, and the stall-free schedule that ends first; [] unless both were run."""
+    stall_free = [name for name in rows if name.startswith("sarathi-serve")]
+    if not stall_free or "orca-best" not in rows:
+        return []
+    return ["orca-best", min(stall_free, key=lambda name: rows[name].real.makespan_s)]
+
+
+def conclude(rows: Mapping[str, PipelineRow]) -> str:
+    """What chunks change in a pipeline."""
+    names = compared_policies(rows)
+    if not names:
         return "Conclusion: needs orca-best and sarathi-serve."
-    a, b = (rows[name][0] for name in names)
-    if a["busy"] or b["busy"]:
-        return f"Conclusion: {measure.TOO_BUSY}."
-    bubble, makespan = (a[key] / (b[key] or 1) for key in ("median_bubble_s", "makespan_s"))
-    text = f"{names[1]} beside orca-best: the median bubble of a request is {bubble:.1f}x smaller,"
-    return f"{text} the makespan {makespan:.2f}x shorter."
+    orca, sarathi = (rows[name].real for name in names)
+    if orca.busy or sarathi.busy:
+        return f"Conclusion: {TOO_BUSY}."
+    bubbles = orca.median_bubble_s / (sarathi.median_bubble_s or 1)
+    makespan = orca.makespan_s / (sarathi.makespan_s or 1)
+    return (
+        f"{names[1]} beside orca-best: the median bubble of a request is {bubbles:.1f}x smaller, "
+        f"the makespan {makespan:.2f}x shorter."
+    )
 
 
-def chrome_trace(stage_runs):
-    """{name: StageRuns} as a trace: a process for each name, a track for each stage."""
+def chrome_trace(stage_runs: Mapping[str, Sequence[StageRun]]) -> str:
+    """A trace for Perfetto: a process for each name, a track for each stage."""
     events = []
-    for name, own in stage_runs.items():
-        for i in own:
-            said = {"chunks": [f"{who}: {n} from {start}" for who, start, n, _ in i.chunks]}
-            its = dict(name=f"micro-batch {i.micro_batch}", tid=f"stage {i.stage + 1}", args=said)
-            its |= dict(ph="X", pid=name, ts=1e6 * i.start, dur=1e6 * (i.end - i.start))
-            events.append(its)
+    for name, runs in stage_runs.items():
+        for run in runs:
+            chunks = [
+                f"{chunk.request_id}: {chunk.length} from {chunk.start}" for chunk in run.chunks
+            ]
+            event = {
+                "name": f"micro-batch {run.micro_batch}",
+                "pid": name,
+                "tid": f"stage {run.stage + 1}",
+                "ph": "X",  # a complete event
+                "ts": 1e6 * run.start,
+                "dur": 1e6 * (run.end - run.start),
+                "args": {"chunks": chunks},
+            }
+            events.append(event)
     return json.dumps({"traceEvents": events})
 
 
-def main(args):
-    """The command. What is done when rank 0 is interrupted is printed and kept."""
-    model = options.load_model(args, "max_len")
-    machine, size = measure.describe_machine(model, args, args.chunk), min(64, args.max_len)
-    pages, fits = -(-args.max_len // size), options.runner_for(model)
-    cost = fit(fits(model, 18 * pages, size, args.max_len, args.attention), args.max_len)
-    limits = dict(chunk=args.chunk, max_batch=args.batch, max_len=args.max_len, page_size=size)
-    limits |= dict(pages=args.pp * args.batch * pages, attention=args.attention)
-    configs = run.plan(args.policies, [size], EngineConfig(**limits))
-    most = args.max_len // 4, args.max_len, 0.4, args.pd_ratio, args.requests, args.seed
-    arrivals = [workload.Arrival(0.0, *pair) for pair in workload.zipf_lengths(*most)]
-    tokens = workload.prompts(arrivals, model.config.vocab_size, args.seed)
-    print(options.machine_lines(machine))
-    rows, stage_runs = {}, {}
-    try:
-        for name, config in configs.items():
-            real, config, its = serve(model, config, arrivals, tokens)
-            simulated = simulate(cost, config, arrivals)
-            rows[name] = real, summarize(simulated.run, simulated)
-            stage_runs |= {name: its, f"{name}, simulated": simulated.stage_runs}
-    finally:
-        if rows:
-            print_runs(rows)
-            print(conclusion := conclude(rows))
-            report = {"machine": machine, "hop_s": cost.hop_s, "runs": rows}
-            options.write_json(args, report | {"conclusion": conclusion})
-            if args.chrome_trace:
-                options.write_text(args.chrome_trace, chrome_trace(stage_runs))
-            options.wrote(args.json, args.chrome_trace)
-    if args.plot:  # how two of the runs begin
-        from views.pipelines import plot_pipeline  # after all that is long
+def draw_beginnings(
+    rows: Mapping[str, PipelineRow],
+    stage_runs: Mapping[str, Sequence[StageRun]],
+    file: str,
+    machine: Mapping[str, object],
+) -> None:
+    """Draw how two of the runs begin, or all if these two are not there."""
+    from views.pipelines import plot_pipeline  # matplotlib takes a second
 
-        names = [f"{name}{side}" for name in pair(rows) or rows for side in ("", ", simulated")]
-        end_s = stage_runs[names[0]][:DRAWN][-1].end
-        drawn = {name: [i for i in stage_runs[name] if i.end <= end_s] for name in names}
-        kinds = {name: bubble_kinds(own) for name, own in drawn.items()}
-        plot_pipeline(drawn, kinds, "The beginning of each run", args.plot, machine, "in")
-        options.wrote(args.plot)
+    names = []
+    for name in compared_policies(rows) or rows:
+        names += [name, f"{name}, simulated"]
+    end_s = stage_runs[names[0]][:DRAWN][-1].end
+    drawn = {name: [run for run in stage_runs[name] if run.end <= end_s] for name in names}
+    kinds = {name: bubble_kinds(runs) for name, runs in drawn.items()}
+    plot_pipeline(drawn, kinds, "The beginning of each run", file, machine, end_label="in")
