@@ -30,7 +30,7 @@ from memory import check_memory
 from model import GPT, FlatBatch
 from outputs import Completion, Event, Iteration
 from packed_linear import pack
-from policies.priority import check_promise
+from policies.priority import check_service_level
 from policies.token_budget import auto_budget
 from pretrained.tokenizers import Tokenizer
 from sampling import SamplingParams, sample
@@ -214,7 +214,7 @@ class Engine:
         Raises QueueFull if max_waiting requests wait."""
         params = SamplingParams() if params is None else params
         tokens = self._encode(prompt, params)
-        targets: dict[str, Any] = check_promise(priority, ttft_slo, tbt_slo)
+        service = check_service_level(priority, ttft_slo, tbt_slo)
         arrival = self.clock() if arrival is None else arrival
         arrival = check_number("arrival", arrival, "a finite number of seconds")
         if request_id is not None:
@@ -236,7 +236,9 @@ class Engine:
             arrival=arrival,
             stop=frozenset(stop),
             params=params,
-            **targets,
+            priority=service.priority,
+            ttft_slo=service.ttft_slo,
+            tbt_slo=service.tbt_slo,
         )
         self._next_id = max(self._next_id, request_id + 1)
         self.scheduler.add(request)

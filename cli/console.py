@@ -91,7 +91,7 @@ def _null_stream() -> TextIOWrapper:
 
 def explain(error: BaseException) -> int | str | None:
     """The exit status, or the message, for an error that a user can cause; None for others."""
-    from policies import where_it_failed
+    from policies.custom import where_it_failed
 
     if isinstance(error, KeyboardInterrupt):
         return 130

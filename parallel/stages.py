@@ -19,7 +19,7 @@ from config import MAX_BATCH, EngineConfig
 from engine import Completion, Computed, Engine, Event, Iteration, Runner, Sampled, StepInputs
 from kv_cache import Span
 from parallel.shard import Shard
-from policies.micro_batches import MicroBatches
+from policies.micro_batches import MicroBatches, StageTime
 from sampling import SamplingParams
 from scheduler import Batch
 
@@ -284,7 +284,7 @@ class ParallelEngine(Engine):
         if self._computed is None:  # else an interrupt came while it was recorded
             now = self.clock()
             shift = now - time.perf_counter()  # from Ranks.clock to this engine's
-            times = [(its.start + shift, its.end + shift, its.waited) for its in results]
+            times = [StageTime(its.start + shift, its.end + shift, its.waited) for its in results]
             tokens = iter(results[-1].sampled)
             sampled = [next(tokens) if chunk.yields_token else None for chunk in batch]
             if self.record:

@@ -1,43 +1,71 @@
 """Sarathi-Serve with a token budget that changes. Read next: iteration_time.py, which predicts."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 from errors import check_positive, check_whole
 from policies.iteration_time import BatchShape, IterationTime
-from scheduler import SarathiServe
+from scheduler import Batch, Request, SarathiServe
 
 
 class Dynamic(SarathiServe):
-    """Algorithm 3 with as much prefill beside the decodes as is predicted to meet `tbt_slo`, of the
-    time between tokens, in seconds (None: the budget is `chunk`), in whole tiles of `tile` tokens.
-    `profile` is what the prediction begins with, [(BatchShape, seconds)], see slo.py."""
+    """Algorithm 3 with as much prefill beside the decodes as the SLO allows.
 
-    def __init__(self, *args, tbt_slo=None, profile=(), tile=1, **options):
+    `tbt_slo` limits the time between tokens, in seconds; without it the budget is `chunk`. The
+    prefill is a multiple of `tile` tokens. IterationTime predicts how long a batch takes. It may
+    begin with a `profile`, a list of (BatchShape, seconds), see token_budget.py.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        tbt_slo: float | None = None,
+        profile: Sequence[tuple[BatchShape, float]] = (),
+        tile: int = 1,
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
         self.tbt_slo = None if tbt_slo is None else check_positive("tbt_slo", tbt_slo)
-        self.tile, self.iteration_time = check_whole("tile", tile, least=1), IterationTime(profile)
-        self.past = math.inf  # the budget is for prefills that start behind at most so many tokens
+        self.tile = check_whole("tile", tile, least=1)
+        self.iteration_time = IterationTime(profile)
+        # The budget is right for prefills that start after at most so many tokens of their request.
+        self.max_start = math.inf
 
-    def observe(self, batch, seconds):
+    def observe(self, batch: Batch, seconds: float) -> None:
         self.iteration_time.observe(BatchShape.of(batch), seconds)
 
-    def tbt_slo_of(self, decodes):
-        """What the time between their tokens must not exceed, in seconds; None: the budget is C."""
+    def tbt_slo_of(self, decodes: list[Request]) -> float | None:
+        """The limit of the time between tokens of these decodes, in seconds; None: no limit."""
         return self.tbt_slo
 
-    def token_budget(self, decodes, prefills):
-        """The decodes and the prefill that fits beside them: that of the slowest of `prefills`, or
-        if there are none of the head of the queue. Where nobody can be stalled, max_len."""
-        tbt_slo, self.past = self.tbt_slo_of(decodes), math.inf
+    def token_budget(self, decodes: list[Request], prefills: list[Request]) -> int:
+        """The decodes, and the prefill that fits beside them.
+
+        The prefill is that of the slowest of `prefills`, or else of the first waiting request.
+        Without decodes nothing can stall, and the budget is max_len.
+        """
+        self.max_start = math.inf
+        tbt_slo = self.tbt_slo_of(decodes)
         if tbt_slo is None:
             return self.chunk
         if not decodes:
             return self.max_len
-        left_s = tbt_slo - (self.clock() - max([r.token_times[-1] for r in decodes]))
-        self.past = max([r.num_computed for r in prefills] or [self.cached_tokens_of_head()])
-        shape, fits = BatchShape.of_decodes(decodes), self.iteration_time.prefill_that_fits
-        return len(decodes) + fits(left_s, shape, self.past, self.max_len, self.tile)
+        last_token_time = max([request.token_times[-1] for request in decodes])
+        seconds_left = tbt_slo - (self.clock() - last_token_time)
+        starts = [request.num_computed for request in prefills]
+        self.max_start = max(starts or [self.cached_tokens_of_head()])
+        prefill_tokens = self.iteration_time.prefill_that_fits(
+            seconds_left,
+            BatchShape.of_decodes(decodes),
+            start=self.max_start,
+            limit=self.max_len,
+            tile=self.tile,
+        )
+        return len(decodes) + prefill_tokens
 
-    def admit(self):
-        """As in Scheduler, but who would start behind more tokens than `past` waits."""
-        return super().admit() if self.cached_tokens_of_head() <= self.past else None
+    def admit(self) -> Request | None:
+        """As in Scheduler. A request that would start after more than `max_start` tokens waits."""
+        if self.cached_tokens_of_head() > self.max_start:
+            return None
+        return super().admit()

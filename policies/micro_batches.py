@@ -1,22 +1,28 @@
-"""The micro-batches of a pipeline: who schedules each, and when the stages worked on its batches.
+"""The micro-batches of a pipeline: their schedulers, and when the stages worked on their batches.
 
-A batch goes through the S stages of a pipeline (SARATHI §5.3), and others follow it: there are S
-*micro-batches*, each with a scheduler, running requests and a share of the memory of its own, and
-all take from one queue. A micro-batch goes on when its last batch has left the last stage.
+A batch goes through the S stages of a pipeline, and others follow it (SARATHI §5.3). So there are S
+*micro-batches*. Each has its own scheduler, running requests and share of the memory, and all take
+requests from one queue. A micro-batch goes on when its last batch has left the last stage.
 
-A *bubble* is the time that a stage has been idle when a batch reaches it, and is charged to every
-request in that batch (SARATHI §5.3). It is none while a micro-batch has no requests, and until a
-stage has had its first batch after that. Read next: parallel/stages.py, lab/simulator/simulation.py."""
+A *bubble* is the time that a stage has been idle when a batch reaches it. It is charged to every
+request in that batch (SARATHI §5.3). Idle time is no bubble while some micro-batch has no requests,
+nor before the stage's first batch after that.
+
+Read next: parallel/stages.py, lab/simulator/simulation.py.
+"""
 
 import math
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from config import EngineConfig
 from kv_cache import Pages
+from scheduler import Batch, ChunkRecord, Scheduler
 
 
 class StageRun(NamedTuple):
-    """A batch on a stage. Times in seconds; `chunks` as in engine.Iteration."""
+    """A batch on a stage. Times are in seconds."""
 
     replica: int
     stage: int
@@ -24,69 +30,107 @@ class StageRun(NamedTuple):
     start: float
     end: float
     bubble: float
-    chunks: list
+    chunks: list[ChunkRecord]
+
+
+class StageTime(NamedTuple):
+    """When a batch was on a stage, in seconds."""
+
+    start: float
+    end: float
+    most_waited: float  # the stage waited for this batch at most so long
 
 
 class MicroBatches:
-    """Those of some pipelines of `pp` stages, under an EngineConfig with all numbers given, where
-    max_batch is of each, and pages are what those of a replica share. `bubbles` has the seconds of
-    each request, `stage_runs` what was booked with a record."""
+    """The micro-batches of `replicas` pipelines of `pp` stages.
 
-    def __init__(self, config, pp, clock, replicas=1):
-        self.pp, self.replicas = pp, replicas
+    `config` is an EngineConfig with all numbers given. Its max_batch is of each micro-batch. Its
+    pages are shared by the micro-batches of a replica. Times are in seconds.
+    """
+
+    def __init__(
+        self, config: EngineConfig, pp: int, clock: Callable[[], float], replicas: int = 1
+    ) -> None:
+        assert config.pages is not None
+        assert config.page_size is not None
+        self.pp = pp
+        self.replicas = replicas
         self.reset()
-        memory = config.pages // pp, config.page_size, config.prefix_caching
-        self.schedulers = [config.scheduler(Pages(*memory), clock) for _ in self.free]
-        self.queue, self.requests = self.schedulers[0].waiting, self.schedulers[0].requests
-        for scheduler in self.schedulers:
-            if scheduler is not self.schedulers[0]:
-                scheduler.share_queue(self.schedulers[0])
+        self.schedulers: list[Scheduler] = []
+        for _ in range(replicas * pp):
+            pages = Pages(config.pages // pp, config.page_size, config.prefix_caching)
+            self.schedulers.append(config.scheduler(pages, clock))
+        first, *others = self.schedulers
+        for scheduler in others:
+            scheduler.share_queue(first)
+        self.queue = first.waiting
+        self.requests = first.requests
 
-    def reset(self):
+    def reset(self) -> None:
         """Let time begin at 0."""
-        # (replica, stage) -> when it has finished all that entered, and seconds that it worked
-        self.free = {(i, stage): 0.0 for i in range(self.replicas) for stage in range(self.pp)}
-        self.busy, self.bubbles, self.stage_runs = dict(self.free), defaultdict(float), []
+        stages = [(i, stage) for i in range(self.replicas) for stage in range(self.pp)]
+        self.free = dict.fromkeys(stages, 0.0)  # when a stage has finished all that entered it
+        self.busy = dict.fromkeys(stages, 0.0)  # how long a stage worked
+        self.bubbles: dict[int, float] = defaultdict(float)  # by request id
+        self.stage_runs: list[StageRun] = []  # of the batches that were booked with their chunks
         # of each micro-batch: since when it has had requests; infinity if it has none
-        self.since = [0.0] * len(self.free)
+        self.since = [0.0] * len(stages)
 
     @property
-    def begun(self):
-        """How often all requests have begun anew: batches from before are of no use."""
+    def begun(self) -> int:
+        """How often all requests have begun anew. Batches from before that are of no use."""
         return self.schedulers[0].restarts
 
-    def next_batch(self, number, now):
+    def next_batch(self, number: int, now: float) -> Batch | None:
         """The next Batch of a micro-batch; None if it has no requests."""
-        self.schedulers[0].mend()
-        if not (self.queue or self.schedulers[number].running):
+        scheduler = self.schedulers[number]
+        scheduler.mend()
+        if not (self.queue or scheduler.running):
             self.since[number] = math.inf
             return None
-        batch = self.schedulers[number].next_batch()
+        batch = scheduler.next_batch()
         self.since[number] = min(self.since[number], now)
         return batch
 
-    def full_since(self, number):
+    def full_since(self, number: int) -> float:
         """Since when all micro-batches of its replica have had requests; infinity if one has none.
-        A stage that has had no batch since then waits for no bubble."""
+
+        The idle time of a stage that has had no batch since then is no bubble.
+        """
         first = number // self.pp * self.pp
         return max(self.since[first : first + self.pp])
 
-    def running_in(self, request_id):
+    def running_in(self, request_id: int) -> Scheduler:
         """The scheduler under which a request runs; any, if it waits."""
-        its = (s for s in self.schedulers if any(r.id == request_id for r in s.running))
-        return next(its, self.schedulers[0])
+        for scheduler in self.schedulers:
+            if any(request.id == request_id for request in scheduler.running):
+                return scheduler
+        return self.schedulers[0]
 
-    def book(self, number, times, full_since, batch, chunks=None):
-        """A batch was on its replica's stages, each with (start, end, most seconds that the stage
-        waited for it) of `times`: account for it. With its `chunks` there is a record."""
-        replica, waited = number // self.pp, 0.0
-        for stage, (start, end, most) in enumerate(times):
+    def book(
+        self,
+        number: int,
+        times: Sequence[StageTime],
+        full_since: float,
+        batch: Batch,
+        chunks: list[ChunkRecord] | None = None,
+    ) -> None:
+        """Account for a batch: it was on each stage of its replica at these StageTimes.
+
+        With its `chunks` it is recorded in `stage_runs`, too.
+        """
+        replica = number // self.pp
+        bubbles_s = 0.0
+        for stage, time in enumerate(times):
+            start, end, most_waited = time
             free = self.free[replica, stage]
-            bubble = min(start - free, most) if free > full_since else 0.0  # else: too little to do
+            bubble = 0.0
+            if free > full_since:  # before that, a micro-batch had nothing to do
+                bubble = min(start - free, most_waited)
             if chunks is not None:
                 self.stage_runs.append(StageRun(replica, stage, number, start, end, bubble, chunks))
             self.free[replica, stage] = end
             self.busy[replica, stage] += end - start
-            waited += bubble
-        for request, _, _ in batch:
-            self.bubbles[request.id] += waited
+            bubbles_s += bubble
+        for chunk in batch:
+            self.bubbles[chunk.request.id] += bubbles_s

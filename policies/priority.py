@@ -2,155 +2,240 @@
 
 import math
 from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from errors import check_one_of, check_positive
 from policies.dynamic import Dynamic
 from policies.iteration_time import BatchShape
-from scheduler import Batch
+from scheduler import Batch, Request
 
-PRIORITIES = ("realtime", "high", "normal", "low")  # Request.priority is the index: less is urgent
+PRIORITIES = ("realtime", "high", "normal", "low")  # Request.priority is the index: 0 is urgent
 HIGH = 1
 
 
-def check_promise(priority="normal", ttft_slo=None, tbt_slo=None):
-    """These fields of a Request: its class by name, its targets in seconds. Raises ValueError."""
+class ServiceLevel(NamedTuple):
+    """The fields of a Request that this policy reads."""
+
+    priority: int  # the class: an index of PRIORITIES
+    ttft_slo: float | None  # targets in seconds
+    tbt_slo: float | None
+
+
+def check_service_level(
+    priority: str = "normal", ttft_slo: float | None = None, tbt_slo: float | None = None
+) -> ServiceLevel:
+    """The ServiceLevel of these. Raises ValueError if one makes no sense."""
     check_one_of("priority", priority, PRIORITIES)
-    targets = {"ttft_slo": ttft_slo, "tbt_slo": tbt_slo}.items()
-    its = {name: None if s is None else check_positive(name, s) for name, s in targets}
-    return its | {"priority": PRIORITIES.index(priority)}
+    return ServiceLevel(
+        priority=PRIORITIES.index(priority),
+        ttft_slo=None if ttft_slo is None else check_positive("ttft_slo", ttft_slo),
+        tbt_slo=None if tbt_slo is None else check_positive("tbt_slo", tbt_slo),
+    )
+
+
+class Place(NamedTuple):
+    """Where a request stands in a ClassQueue. The smallest goes first."""
+
+    request_class: int
+    deadline: float
+    arrival: float
+    id: int
+    request: Request
+
+
+class Lift(NamedTuple):
+    """When a request rises by one class."""
+
+    time: float
+    id: int
+    request: Request
 
 
 class ClassQueue:
-    """A waiting queue with the methods of a deque that a scheduler uses, and little more cost:
-    ordered by class, and within a class by `deadline`, a function of a request, asked when it
-    joins. Each `ageing` seconds lift who waits by one class, so that no class starves."""
+    """A queue ordered by class, and within a class by `deadline`, a function of a request.
 
-    def __init__(self, deadline, ageing, clock):
-        self.deadline, self.ageing, self.clock = deadline, ageing, clock
-        self._queue = []  # (class, deadline, arrival, id, request), sorted
-        self._lifts = []  # (when it is lifted by a class, id, request), sorted
-        self._entries = {}  # request -> its entries in both
+    It has the methods of a deque that a scheduler uses, and costs little more. A deadline is
+    computed when a request joins. Every `ageing` seconds a waiting request rises by one class, so
+    that no class starves.
+    """
 
-    def __len__(self):
+    def __init__(
+        self,
+        deadline: Callable[[Request], float],
+        ageing: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.deadline = deadline
+        self.ageing = ageing
+        self.clock = clock
+        self._places: list[Place] = []  # sorted
+        self._lifts: list[Lift] = []  # sorted
+        self._entries: dict[Request, tuple[Place, Lift]] = {}
+
+    def __len__(self) -> int:
         return len(self._entries)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Request]:
         return iter(self._entries)
 
-    def __getitem__(self, index):
-        """queue[0] is the head, and all that can be asked for. Raises IndexError if nobody waits."""
+    def __getitem__(self, index: int) -> Request:
+        """queue[0] is the first request. Raises IndexError if the queue is empty."""
         now = self.clock()
-        while self._lifts and self._lifts[0][0] <= now:
-            its_class, deadline, *_, request = self._entries[self._lifts[0][-1]][0]
+        while self._lifts and self._lifts[0].time <= now:
+            request = self._lifts[0].request
+            place, _ = self._entries[request]
             self.remove(request)
-            self._join(request, its_class - 1, deadline)
-        return self._queue[index][-1]
+            self._join(request, place.request_class - 1, place.deadline)
+        return self._places[index].request
 
-    def aged_class(self, request):
-        """The class of a request after the time it has been there."""
+    def aged_class(self, request: Request) -> int:
+        """The class of a request after the time that has passed since its arrival."""
         lifts = max(0.0, (self.clock() - request.arrival) / self.ageing)
         return request.priority - int(min(lifts, request.priority))  # it may be infinity
 
-    def append(self, request):
+    def append(self, request: Request) -> None:
         """Let a request join its class."""
         self._join(request, self.aged_class(request), self.deadline(request))
 
-    def appendleft(self, request):
-        """Let a request join its class in front, behind those in front that arrived earlier."""
+    def appendleft(self, request: Request) -> None:
+        """Let a request join its class in front, but behind earlier ones that are in front."""
         self._join(request, self.aged_class(request), -math.inf)
 
-    def _join(self, request, its_class, deadline):
-        lifts = request.priority - its_class + 1
-        lifted_at = request.arrival + self.ageing * lifts if its_class else math.inf
-        place = its_class, deadline, request.arrival, request.id, request
-        self._entries[request] = place, (lifted_at, request.id, request)
-        for entries, entry in zip((self._queue, self._lifts), self._entries[request]):
-            insort(entries, entry)
+    def _join(self, request: Request, request_class: int, deadline: float) -> None:
+        lift_time = math.inf
+        if request_class > 0:
+            lifts = request.priority - request_class + 1
+            lift_time = request.arrival + self.ageing * lifts
+        place = Place(request_class, deadline, request.arrival, request.id, request)
+        lift = Lift(lift_time, request.id, request)
+        self._entries[request] = (place, lift)
+        insort(self._places, place)
+        insort(self._lifts, lift)
 
-    def remove(self, request):
-        """Take a request out, wherever it stands. Raises KeyError if it does not wait."""
-        for entries, entry in zip((self._queue, self._lifts), self._entries.pop(request)):
-            del entries[bisect_left(entries, entry)]
+    def remove(self, request: Request) -> None:
+        """Take a request out of the queue. Raises KeyError if it is not in it."""
+        place, lift = self._entries.pop(request)
+        del self._places[bisect_left(self._places, place)]
+        del self._lifts[bisect_left(self._lifts, lift)]
 
-    def clear(self):
-        """Take all of them out."""
-        self.__init__(self.deadline, self.ageing, self.clock)
+    def clear(self) -> None:
+        """Take all requests out of the queue."""
+        self._places.clear()
+        self._lifts.clear()
+        self._entries.clear()
 
 
 class Priority(Dynamic):
-    """Stall-free batching in which prefills are ordered by class, then by deadline: arrival, TTFT
-    target (`ttft_slo` seconds for those without one) and the time its own prefill takes. So the
-    short prompt goes first, even if the long one has begun. `ageing` seconds lift a request by one
-    class. The token budget is dynamic where decodes have TBT targets, and meets the tightest; else
-    it is `chunk`. Lower classes are preempted for a realtime or high request at risk."""
+    """Stall-free batching in which prefills are ordered by class, then by deadline.
 
-    def __init__(self, *args, ttft_slo=2.0, ageing=30.0, **options):
+    A deadline is arrival + TTFT target (`ttft_slo` seconds for requests without one) + the time of
+    the request's own prefill. So a short prompt goes first, even if a long one has begun. Every
+    `ageing` seconds lift a request by one class. The token budget is dynamic where decodes have TBT
+    targets, and meets the tightest; else it is `chunk`. Requests of lower classes are preempted for
+    a realtime or high request at risk.
+    """
+
+    def __init__(
+        self, *args: Any, ttft_slo: float = 2.0, ageing: float = 30.0, **options: Any
+    ) -> None:
         super().__init__(*args, **options)
         self.ttft_slo = check_positive("ttft_slo", ttft_slo)
-        self.waiting = ClassQueue(self.deadline, check_positive("ageing", ageing), self.clock)
-        self.aged_class = self.waiting.aged_class
+        ageing = check_positive("ageing", ageing)
+        self._class_queue = ClassQueue(self.deadline, ageing, self.clock)
+        self.waiting = self._class_queue
 
-    def rank(self, request):
+    def aged_class(self, request: Request) -> int:
+        """The class of a request after the time that has passed since its arrival."""
+        return self._class_queue.aged_class(request)
+
+    def rank(self, request: Request) -> tuple[float, ...]:
         return self.aged_class(request), request.arrival, request.id
 
-    def deadline(self, request):
+    def deadline(self, request: Request) -> float:
         """When its first token is due."""
-        whole = BatchShape().with_chunk(0, len(request.tokens))  # all of it, half-way too
+        whole_prefill = BatchShape().with_chunk(0, len(request.tokens))  # even if it has begun
         target = request.ttft_slo or self.ttft_slo
-        return request.arrival + target + self.iteration_time.predict(whole)
+        return request.arrival + target + self.iteration_time.predict(whole_prefill)
 
-    def urgency(self, request):
-        """What prefills are ordered by, the smallest first."""
+    def urgency(self, request: Request) -> tuple[float, ...]:
+        """The order of prefills: the smallest goes first."""
         return self.aged_class(request), self.deadline(request), request.id
 
-    def too_slow(self, decodes):
-        """Whether these miss the TBT target of a realtime or high one even without any prefill."""
-        targets = [r.tbt_slo for r in decodes if r.tbt_slo and r.priority <= HIGH]
-        predicted = self.iteration_time.predict(BatchShape.of_decodes(decodes))
-        return predicted > min(targets, default=math.inf)
+    def tbt_slo_of(self, decodes: list[Request]) -> float | None:
+        if not decodes:
+            return None
+        targets = [request.tbt_slo for request in decodes if request.tbt_slo]
+        if self.tbt_slo:
+            targets.append(self.tbt_slo)
+        return min(targets, default=None)
 
-    def in_the_way(self, decodes):
-        """The lower classes whose decodes or memory put a realtime or high request at risk. It is
-        at risk if these decodes take too long for its TBT target, or if half its TTFT target has
-        gone and there is no token budget left for it beside them, or no room."""
-        prefills = self.prefilling()
-        head = self.waiting[0] if self.waiting else None
-        urgent = [r for r in (head, *prefills) if r and r.priority <= HIGH]
-        late = [r for r in urgent if self.clock() - r.arrival >= (r.ttft_slo or self.ttft_slo) / 2]
-        full = late and self.token_budget(decodes, prefills) <= len(decodes)
-        slow = self.too_slow(decodes) or full
-        lower = [r for r in decodes if slow and self.aged_class(r) > HIGH]
-        if not lower and head in late and not self.room_for(head):
-            lower = [r for r in self.running if self.aged_class(r) > HIGH]
-        return lower
-
-    def decoding(self):
-        """As in Scheduler, after lower classes were preempted for those at risk."""
+    def decoding(self) -> list[Request]:
+        """As in Scheduler, after the preemption of lower classes for requests at risk."""
         decodes = super().decoding()
         while lower := self.in_the_way(decodes):
             self.preempt(max(lower, key=self.rank))
             decodes = [request for request in decodes if request.pages]
         return decodes
 
-    def admit(self):
-        if self.waiting and self.aged_class(head := self.waiting[0]) > HIGH:
-            if self.too_slow([*self.running, head]):
-                return None  # it would be preempted once it and those that prefill now decode
+    def in_the_way(self, decodes: list[Request]) -> list[Request]:
+        """The running requests of lower classes that put a realtime or high request at risk.
+
+        It is at risk if these decodes take too long for its TBT target. It is also at risk if half
+        its TTFT target has gone, and there is no room for it or no token budget beside the decodes.
+        """
+        prefills = self.prefilling()
+        head = self.waiting[0] if self.waiting else None
+        urgent = [r for r in (head, *prefills) if r and r.priority <= HIGH]
+        late = [request for request in urgent if self.is_late(request)]
+        no_budget = late and self.token_budget(decodes, prefills) <= len(decodes)
+        lower: list[Request] = []
+        if self.too_slow(decodes) or no_budget:
+            lower = self.lower_classes(decodes)
+        if not lower and head and head in late and not self.room_for(head):
+            lower = self.lower_classes(self.running)
+        return lower
+
+    def is_late(self, request: Request) -> bool:
+        """Whether half its TTFT target has gone."""
+        return self.clock() - request.arrival >= (request.ttft_slo or self.ttft_slo) / 2
+
+    def too_slow(self, decodes: list[Request]) -> bool:
+        """Whether these miss the TBT target of a realtime or high one even without any prefill."""
+        targets = [r.tbt_slo for r in decodes if r.tbt_slo and r.priority <= HIGH]
+        predicted = self.iteration_time.predict(BatchShape.of_decodes(decodes))
+        return predicted > min(targets, default=math.inf)
+
+    def lower_classes(self, requests: list[Request]) -> list[Request]:
+        """Those of these requests that are neither realtime nor high."""
+        return [request for request in requests if self.aged_class(request) > HIGH]
+
+    def admit(self) -> Request | None:
+        """As in Dynamic, but a lower class waits if it would make the decodes too slow."""
+        if self.waiting:
+            head = self.waiting[0]
+            if self.aged_class(head) > HIGH and self.too_slow([*self.running, head]):
+                return None  # it would be preempted as soon as all these requests decode
         return super().admit()
 
-    def tbt_slo_of(self, decodes):
-        targets = [slo for slo in (self.tbt_slo, *(r.tbt_slo for r in decodes)) if slo]
-        return min(targets) if decodes and targets else None
-
-    def schedule(self):
-        decodes, prefills, queue = self.decoding(), self.prefilling(), self.waiting
+    def schedule(self) -> Batch:
+        decodes = self.decoding()
+        prefills = self.prefilling()
         batch = Batch(self.token_budget(decodes, prefills))
         batch.add_decodes(decodes)
         prefills.sort(key=self.urgency)
-        while batch.left > 0:
-            first = queue and (not prefills or self.urgency(queue[0]) < self.urgency(prefills[0]))
-            request = first and self.admit() or prefills and prefills.pop(0)
-            if not request:
-                break
+        while batch.left > 0 and (request := self.next_prefill(prefills)):
             batch.add(request)
         return batch
+
+    def next_prefill(self, prefills: list[Request]) -> Request | None:
+        """Take the most urgent request: a waiting one, which is admitted, or the first prefill."""
+        if self.waiting and self.head_is_first(prefills):
+            request = self.admit()
+            if request:
+                return request
+        return prefills.pop(0) if prefills else None
+
+    def head_is_first(self, prefills: list[Request]) -> bool:
+        """Whether the first waiting request is more urgent than the first of `prefills`."""
+        return not prefills or self.urgency(self.waiting[0]) < self.urgency(prefills[0])

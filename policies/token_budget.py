@@ -1,25 +1,29 @@
 """SLOs of the time between tokens, and the token budget that meets one (Sarathi-Serve §4.3, §5.1).
 
 Hybrid batches are timed, and the largest budget that meets the SLO is taken: by the engine when it
-starts with chunk="auto", and by `python bench.py budget`. Read first: iteration_time.py."""
+starts with chunk="auto", and by `python bench.py budget`. Read first: iteration_time.py.
+"""
 
 import statistics
 import time
 import warnings
-from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from kv_cache import Span
+from config import EngineConfig
+from kv_cache import KVCache, Span
 from policies import find_policy, policy_options
 from policies.iteration_time import BatchShape
 
-BASE_BATCH = 32  # of the decode iteration that SLOs are multiples of, at base_context
+BASE_BATCH = 32  # decodes, at base_context, in the decode iteration that SLOs are multiples of
 SLOS = {"strict": 5, "relaxed": 25}  # §5.1: of TBT, as multiples of the time of a decode iteration
 MULTIPLES = SLOS | {f"{n}x": n for n in range(1, 101)}  # others, by their names
 MAX_DELAY_S = 2.0  # §5.1: of the median scheduling delay
 UNSTEADY = 0.2  # spread above which a time is not believed
+
+Case = tuple[int, int, int]  # a batch to time: (budget, context, decodes)
 
 
 class Profiled(NamedTuple):
@@ -32,91 +36,181 @@ class Profiled(NamedTuple):
     spread: float = 0.0  # between the quartiles, as a fraction, or more if the machine drifted
 
     @property
-    def shape(self):
-        """What IterationTime wants to know of it."""
-        shape = BatchShape(0, self.decodes, self.decodes * self.context)
+    def shape(self) -> BatchShape:
+        """The same batch for IterationTime."""
         chunk = self.budget - self.decodes
-        return shape.with_chunk(max(0, self.context - chunk), chunk)
+        decodes = BatchShape(decodes=self.decodes, context_tokens=self.decodes * self.context)
+        return decodes.with_chunk(max(0, self.context - chunk), chunk)
 
 
-def hybrid_spans(cache, budget, context, decodes):
-    """Spans of `decodes` requests that decode at `context`, and a chunk up to there, or a longer
-    one from 0, that fills the budget. They take the cache's pages in turn, and share them where
-    there are too few, which may take less time."""
-    pages, chunk = cycle(range(cache.pages)), budget - decodes
-    table = lambda tokens: list(islice(pages, -(-tokens // cache.page_size)))
-    spans = [Span(table(context), context - 1, [0]) for _ in range(decodes)]
+class TimedRunner(Protocol):
+    """A model with a cache that can compute spans, such as engine.Runner."""
+
+    cache: KVCache
+
+    def greedy(self, spans: Sequence[Span]) -> list[int]: ...
+
+
+class EngineRunner(TimedRunner, Protocol):
+    """A TimedRunner of which another one with other pages can be made."""
+
+    model: Any
+
+    def __init__(
+        self,
+        model: Any,
+        pages: int,
+        page_size: int,
+        max_len: int | None = None,
+        attention: str = "auto",
+    ) -> None: ...
+
+
+TimeIterations = Callable[[Any, Sequence[Case]], list[Profiled]]
+
+
+def hybrid_spans(cache: KVCache, budget: int, context: int, decodes: int) -> list[Span]:
+    """Spans of `decodes` requests that decode at `context`, and of a chunk that fills the budget.
+
+    The chunk ends at `context`, or begins at 0 if it is longer. The spans take the cache's pages in
+    turn. Where there are too few they share pages, which may take less time.
+    """
+    pages = cycle(range(cache.pages))
+    chunk = budget - decodes
+    spans = []
+    for _ in range(decodes):
+        spans.append(Span(_block_table(pages, context, cache.page_size), context - 1, [0]))
     if chunk > 0:
         start = max(0, context - chunk)
-        spans.append(Span(table(start + chunk), start, [0] * chunk))
+        block_table = _block_table(pages, start + chunk, cache.page_size)
+        spans.append(Span(block_table, start, [0] * chunk))
     return spans
 
 
-def time_iterations(runner, cases, repeats=2):
-    """A Profiled for each of `cases`, (budget, context, decodes), in order. Each runs `repeats`
-    times after a first that does not count, the cases in turn. What the cache holds is lost."""
-    samples, batches = [[] for _ in cases], [hybrid_spans(runner.cache, *case) for case in cases]
-    last = max(page for spans in batches for span in spans for page in span.pages)
-    slots = (last + 1) * runner.cache.page_size
-    runner.cache.data[:, :, :, :slots].zero_()  # what never was written may be slow to compute with
+def _block_table(pages: Iterator[int], tokens: int, page_size: int) -> list[int]:
+    """The next pages, as many as hold so many tokens."""
+    return list(islice(pages, -(-tokens // page_size)))
+
+
+def time_iterations(runner: TimedRunner, cases: Sequence[Case], repeats: int = 2) -> list[Profiled]:
+    """A Profiled for each case, in order. The content of the cache is lost.
+
+    Each case runs `repeats` times after a first time that does not count, all cases in turn.
+    """
+    batches = [hybrid_spans(runner.cache, *case) for case in cases]
+    _zero_pages(runner.cache, batches)
+    samples: list[list[float]] = [[] for _ in cases]
     for repeat in range(repeats + 1):
-        for spans, seconds in zip(batches, samples):
+        for spans, seconds in zip(batches, samples, strict=True):
             start = time.perf_counter()
             runner.greedy(spans)
             if repeat:
                 seconds.append(time.perf_counter() - start)
-    quartiles = [statistics.quantiles(seconds, n=4, method="inclusive") for seconds in samples]
-    return [Profiled(*case, b, (c - a) / b) for case, (a, b, c) in zip(cases, quartiles)]
+    profile = []
+    for (budget, context, decodes), seconds in zip(cases, samples, strict=True):
+        lower, median, upper = statistics.quantiles(seconds, n=4, method="inclusive")
+        spread = (upper - lower) / median
+        profile.append(Profiled(budget, context, decodes, median, spread))
+    return profile
 
 
-def base_context(max_len):
+def _zero_pages(cache: KVCache, batches: Sequence[Sequence[Span]]) -> None:
+    """Fill the pages of these spans: garbage may be slow to compute with."""
+    last_page = max(page for spans in batches for span in spans for page in span.pages)
+    slots = (last_page + 1) * cache.page_size
+    cache.data[:, :, :, :slots].zero_()
+
+
+def base_context(max_len: int) -> int:
     """Context of the base decode iteration: 4,096 tokens, or max_len / 2 where that is less."""
     return max(1, min(4096, max_len // 2))
 
 
-def choose_budget(runner, tbt_slo, decodes, contexts, tile, most, timed=None):
-    """The static token budget for an SLO, and a list of what was Profiled, by `timed`: budgets of
-    whole tiles, up to `most` tokens, with `decodes` at each context, doubling until the SLO is
-    missed, then by halves. Raises ValueError if none meets it."""
-    tile, timed = min(tile, most), timed or time_iterations
-    profile = timed(runner, [(decodes, context, decodes) for context in contexts])
-    alone = max(row.seconds for row in profile)
+def choose_budget(
+    runner: TimedRunner,
+    tbt_slo: float,
+    decodes: int,
+    contexts: Sequence[int],
+    tile: int,
+    max_budget: int,
+    timed: TimeIterations | None = None,
+) -> tuple[int, list[Profiled]]:
+    """The static token budget for an SLO, and the profile of all batches that were timed.
 
-    def meets(budget):
+    Budgets of whole tiles up to `max_budget` are timed, with `decodes` at each context. They double
+    until one misses the SLO. A binary search follows. `timed` takes the place of time_iterations.
+    Raises ValueError if no budget meets the SLO.
+    """
+    timed = timed or time_iterations
+    tile = min(tile, max_budget)
+    profile = timed(runner, [(decodes, context, decodes) for context in contexts])
+    decode_s = max(row.seconds for row in profile)
+
+    def meets(budget: int) -> bool:
         rows = timed(runner, [(budget, context, decodes) for context in contexts])
         profile.extend(rows)
         return all(row.seconds <= tbt_slo for row in rows)
 
-    good, budget = 0, (decodes // tile + 1) * tile  # the first with room for a chunk
-    most = max(most, budget)
-    while budget <= most and meets(budget):
-        good, budget = budget, 2 * budget
-    if not good:
-        takes = f"{decodes} decodes alone take {alone:.4g} s at a context of {max(contexts)}"
+    best = 0
+    budget = (decodes // tile + 1) * tile  # the first with room for a chunk
+    max_budget = max(max_budget, budget)
+    while budget <= max_budget and meets(budget):
+        best = budget
+        budget = 2 * budget
+    if not best:
+        takes = f"{decodes} decodes alone take {decode_s:.4g} s at a context of {max(contexts)}"
         raise ValueError(f"tbt_slo={tbt_slo:.4g}: no token budget meets it, {takes}")
-    larger = range(good + tile, min(budget, most // tile * tile + tile), tile)
-    return good + tile * bisect_left(larger, True, key=lambda its: not meets(its)), profile
+    good = best // tile  # in tiles: it meets the SLO
+    bad = min(budget // tile, max_budget // tile + 1)  # it misses the SLO, or is too large
+    while bad - good > 1:
+        middle = (good + bad + 1) // 2
+        if meets(middle * tile):
+            good = middle
+        else:
+            bad = middle
+    return good * tile, profile
 
 
-def auto_budget(runner, config):
-    """The EngineConfig with chunk="auto" replaced by the largest budget that meets its tbt_slo, or
-    the strict SLO; a policy that predicts is given what was timed to find it."""
-    options, base, its = dict(config.policy_options), [], runner
-    context = base_context(config.max_len)
-    tile = options.get("tile", 128 if runner.model.device.type == "cuda" else 32)
-    if (tbt_slo := options.get("tbt_slo")) is None:
-        if not runner.cache.data.is_cuda:  # there pages that decodes share may be read once
-            pages = BASE_BATCH * -(-context // config.page_size)
-            its = type(runner)(runner.model, pages, config.page_size, attention=config.attention)
-        base = time_iterations(its, [(BASE_BATCH, context, BASE_BATCH)], repeats=5)
-        tbt_slo = SLOS["strict"] * base[0].seconds
-    contexts = [max(1, config.max_len // 2)]
-    fit = max(1, config.pages * config.page_size // contexts[0])
-    decodes = min(BASE_BATCH, config.max_batch, fit)
-    chunk, rows = choose_budget(runner, tbt_slo, decodes, contexts, tile, config.max_len)
-    if (spread := max(row.spread for row in base + rows)) > UNSTEADY:
-        what = f"chunk='auto' is {chunk}; times spread by {spread:.0%}, is the machine busy?"
-        warnings.warn(what, stacklevel=4)  # of who makes the engine
+def auto_budget(runner: EngineRunner, config: EngineConfig) -> EngineConfig:
+    """The EngineConfig with chunk="auto" replaced by the largest budget that meets its SLO.
+
+    This is the policy's tbt_slo, or the strict SLO. A policy that predicts gets the profile.
+    """
+    assert config.max_len is not None
+    assert config.max_batch is not None
+    assert config.pages is not None
+    assert config.page_size is not None
+    on_gpu = runner.cache.data.is_cuda
+    options = dict(config.policy_options)
+    tile = options.get("tile", 128 if on_gpu else 32)
+    tbt_slo = options.get("tbt_slo")
+    timed: list[Profiled] = []
+    if tbt_slo is None:
+        base = time_base_iteration(runner, config)
+        tbt_slo = SLOS["strict"] * base.seconds
+        timed.append(base)
+    context = max(1, config.max_len // 2)
+    requests_that_fit = max(1, config.pages * config.page_size // context)
+    decodes = min(BASE_BATCH, config.max_batch, requests_that_fit)
+    chunk, profile = choose_budget(runner, tbt_slo, decodes, [context], tile, config.max_len)
+    spread = max(row.spread for row in timed + profile)
+    if spread > UNSTEADY:
+        message = f"chunk='auto' is {chunk}; times spread by {spread:.0%}, is the machine busy?"
+        warnings.warn(message, stacklevel=4)  # the caller of Engine()
     if "profile" in policy_options(find_policy(config.policy)):
-        options["profile"] = [(row.shape, row.seconds) for row in rows]
+        options["profile"] = [(row.shape, row.seconds) for row in profile]
     return replace(config, chunk=chunk, policy_options=options)
+
+
+def time_base_iteration(runner: EngineRunner, config: EngineConfig) -> Profiled:
+    """The decode iteration that SLOs are multiples of."""
+    assert config.max_len is not None
+    assert config.page_size is not None
+    context = base_context(config.max_len)
+    base_runner = runner
+    if not runner.cache.data.is_cuda:  # on a CPU, pages that decodes share may be read only once
+        pages = BASE_BATCH * -(-context // config.page_size)
+        runner_type = type(runner)
+        base_runner = runner_type(runner.model, pages, config.page_size, attention=config.attention)
+    [base] = time_iterations(base_runner, [(BASE_BATCH, context, BASE_BATCH)], repeats=5)
+    return base

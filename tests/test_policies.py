@@ -9,7 +9,8 @@ import pytest
 from config import EngineConfig
 from engine import Engine
 from kv_cache import Pages
-from policies import POLICIES, find_policy, make_scheduler, policy_options, where_it_failed
+from policies import POLICIES, find_policy, make_scheduler, policy_options
+from policies.custom import where_it_failed
 from scheduler import Request, SarathiServe
 from tests.helpers import IN_ORDER, RESERVING, tiny_model
 

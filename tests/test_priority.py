@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.iteration_time import BatchShape
-from policies.priority import PRIORITIES, ClassQueue, check_promise
+from policies.priority import PRIORITIES, ClassQueue, ServiceLevel, check_service_level
 from scheduler import Request
 from tests.helpers import VirtualRun, percentile
 
@@ -44,16 +44,21 @@ step = lambda sim: ids(chunk.request for chunk in sim.step())  # the ids in the 
 
 
 def test_a_promise_is_checked():
-    assert check_promise() == dict(priority=NORMAL, ttft_slo=None, tbt_slo=None)
-    assert [check_promise(name)["priority"] for name in PRIORITIES] == [REALTIME, HIGH, NORMAL, LOW]
+    assert check_service_level() == (NORMAL, None, None)
+    assert [check_service_level(name).priority for name in PRIORITIES] == [
+        REALTIME,
+        HIGH,
+        NORMAL,
+        LOW,
+    ]
     targets = dict(ttft_slo=2, tbt_slo=0.1)
-    assert check_promise("low", **targets) == dict(priority=LOW, **targets)
+    assert check_service_level("low", **targets) == ServiceLevel(priority=LOW, **targets)
     for bad in ("urgent", 0, None):
         with pytest.raises(ValueError, match=f"priority={bad!r}: must be one of realtime, high"):
-            check_promise(bad)
+            check_service_level(bad)
     for name, value in itertools.product(("ttft_slo", "tbt_slo"), (0, -1.0, "1", float("nan"))):
         with pytest.raises(ValueError, match=f"{name}={value!r}: must be a finite number above 0"):
-            check_promise(**{name: value})
+            check_service_level(**{name: value})
 
 
 # the queue
@@ -119,7 +124,7 @@ def test_the_line_keeps_nothing_of_those_who_left():
             r = queue[0] if i % 2 else draw.choice(there)  # admitted, or aborted
             there.remove(r)
             queue.remove(r)
-    assert len(queue._queue) + len(queue._lifts) == 2 * len(there) == 2 * 51
+    assert len(queue._places) + len(queue._lifts) == 2 * len(there) == 2 * 51
     queue.clear()
     assert not queue and list(queue) == []
 

@@ -20,7 +20,7 @@ from lab.measure.workload import poisson, sample_lengths
 from lab.simulator.cost_model import CostModel
 from lab.simulator.machine import base_of
 from lab.simulator.simulation import simulate
-from policies import where_it_failed
+from policies.custom import where_it_failed
 from scheduler import Batch, Request, Scheduler
 
 RULES = (

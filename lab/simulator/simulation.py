@@ -20,8 +20,8 @@ from errors import check_whole
 from lab.measure.load_run import LoadRun, Run
 from lab.measure.workload import Arrival
 from lab.simulator.cost_model import Cost
-from policies.micro_batches import MicroBatches, StageRun
-from policies.priority import check_promise
+from policies.micro_batches import MicroBatches, StageRun, StageTime
+from policies.priority import check_service_level
 from scheduler import Request
 
 
@@ -137,14 +137,16 @@ class Simulation(MicroBatches):
         if self.config.max_waiting is not None and len(self.queue) >= self.config.max_waiting:
             raise QueueFull(f"max_waiting={self.config.max_waiting}: as many requests wait")
         tokens: Any = bytearray(arrival.prompt_len) if prompt is None else list(prompt)
-        promise: dict[str, Any] = check_promise(arrival.priority, arrival.ttft_slo, arrival.tbt_slo)
+        service = check_service_level(arrival.priority, arrival.ttft_slo, arrival.tbt_slo)
         request = Request(
             id=i,
             tokens=tokens,
             prompt_len=arrival.prompt_len,
             max_new_tokens=arrival.output_len,
             arrival=arrival.time,
-            **promise,
+            priority=service.priority,
+            ttft_slo=service.ttft_slo,
+            tbt_slo=service.tbt_slo,
         )
         self.schedulers[0].add(request)
 
@@ -174,7 +176,7 @@ class Simulation(MicroBatches):
         for stage, duration in enumerate(seconds):
             start = max(arrived, self.free[micro_batch // self.pp, stage])  # it may still be busy
             end = start + duration
-            times.append((start, end, math.inf))
+            times.append(StageTime(start, end, most_waited=math.inf))
             arrived = end + hop_s
         self.book(micro_batch, times, self.full_since(micro_batch), batch, chunks)
         self._push(end, micro_batch)
