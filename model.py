@@ -11,22 +11,27 @@ ride with it. This is SARATHI's fused linear path (§4.3.1, "we fuse all the lin
 letting the attention computations for the prefill and decodes happen separately"). The linear
 layers are called as in SARATHI's Table 1: preproj, postproj, ffn_ln1, ffn_ln2.
 
-Read first: kv_cache.py and attention.py. Read next: sampling.py and engine.py."""
+Read first: kv_cache.py and attention/. Read next: sampling.py and engine.py."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 
-from errors import check_one_of, check_positive, check_whole
-from kv_cache import slot_mapping
+from attention.plan import AttentionBackend, AttentionPlan
+from errors import check_one_of, check_positive, check_whole, set_field
+from kv_cache import KVCache, Span, slot_mapping
 from pretrained import checkpoints
 from pretrained.presets import PRESETS
 from pretrained.sharding import Slices, slices_of
+
+DERIVED: Any = None  # the default of a field that is computed from others
 
 
 @dataclass(frozen=True)
@@ -44,16 +49,16 @@ class GPTConfig:
     """The geometry of a model. Raises ValueError, naming the field, where it makes no sense.
 
     `family` is "gpt2" (LayerNorm, learned positions, GELU, biases) or "llama" (RMSNorm, RoPE,
-    SwiGLU). n_kv_head, head_dim and n_inner default to n_head, n_embd // n_head, 4 * n_embd."""
+    SwiGLU)."""
 
     family: str = "llama"
     vocab_size: int = 32000
     n_layer: int = 32
     n_head: int = 32
     n_embd: int = 4096
-    n_kv_head: int | None = None
-    head_dim: int | None = None
-    n_inner: int | None = None
+    n_kv_head: int = DERIVED  # n_head
+    head_dim: int = DERIVED  # n_embd // n_head
+    n_inner: int = DERIVED  # 4 * n_embd
     max_positions: int = 2048
     norm_eps: float = 1e-5
     qkv_bias: bool = False  # GPT-2 has biases everywhere in any case
@@ -62,15 +67,17 @@ class GPTConfig:
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_one_of("family", self.family, ("gpt2", "llama"))
         for field in ("vocab_size", "n_layer", "n_head", "n_embd", "max_positions"):
             check_whole(field, getattr(self, field), least=1)
-        head_dim, n_inner = self.n_embd // self.n_head, 4 * self.n_embd
-        defaults = {"n_kv_head": self.n_head, "head_dim": head_dim, "n_inner": n_inner}
-        for field, default in defaults.items():
-            if getattr(self, field) is None:
-                object.__setattr__(self, field, default)
+        if self.n_kv_head is DERIVED:
+            set_field(self, "n_kv_head", self.n_head)
+        if self.head_dim is DERIVED:
+            set_field(self, "head_dim", self.n_embd // self.n_head)
+        if self.n_inner is DERIVED:
+            set_field(self, "n_inner", 4 * self.n_embd)
+        for field in ("n_kv_head", "head_dim", "n_inner"):
             check_whole(field, getattr(self, field), least=1)
         check_positive("rope_theta", self.rope_theta)
         if self.n_head % self.n_kv_head:
@@ -79,13 +86,13 @@ class GPTConfig:
             raise ValueError(f"head_dim={self.head_dim}: must be even, RoPE rotates pairs")
 
     @classmethod
-    def preset(cls, name: str, **changes: Any) -> "GPTConfig":
+    def preset(cls, name: str, **changes: Any) -> Self:
         """A geometry by name (pretrained/presets.py), some fields changed. Raises ValueError."""
         check_one_of("preset", name, PRESETS)
         return replace(cls(**PRESETS[name]), **changes)
 
     @classmethod
-    def from_checkpoint(cls, directory: str | Path) -> "GPTConfig":
+    def from_checkpoint(cls, directory: str | Path) -> Self:
         """The geometry of a checkpoint, from config.json. Raises as checkpoints.read_config."""
         fields = checkpoints.read_config(directory)
         if "rope_scaling" in fields:
@@ -99,21 +106,22 @@ class GPTConfig:
 class FlatBatch(NamedTuple):
     """A hybrid batch as one row per token, with all that depends on it but not on the layer."""
 
-    tokens: torch.Tensor  # (num_tokens,)
-    positions: torch.Tensor  # (num_tokens,)
-    slot_mapping: torch.Tensor  # (num_tokens,), where keys and values go, see kv_cache.py
-    logit_rows: torch.Tensor  # (num_logits,), in the order in which the spans were given
-    attend: object  # the attention plan, see attention.py
+    tokens: Tensor  # (num_tokens,)
+    positions: Tensor  # (num_tokens,)
+    slot_mapping: Tensor  # (num_tokens,), where keys and values go, see kv_cache.py
+    logit_rows: Tensor  # (num_logits,), in the order in which the spans were given
+    attend: AttentionPlan
 
     @classmethod
-    def build(cls, spans, attention):
+    def build(cls, spans: Sequence[Span], attention: AttentionBackend) -> Self:
         """Flatten `spans`, decodes first, and copy the result to the device at once.
 
-        `attention` is a backend of attention.py, made for the cache that the batch will be run on.
-        A page that is written may be in one span alone."""
-        tokens, positions, slots, last_row = [], [], [], {}
+        `attention` was made for the cache that the batch will be run on. A page that is written
+        may be in one span alone."""
         # decodes first: xformers computes them in one call
         order = sorted(range(len(spans)), key=lambda i: spans[i].length > 1)
+        tokens, positions, slots = [], [], []
+        last_row = {}  # of each span
         for i in order:
             span = spans[i]
             tokens += span.tokens
@@ -124,115 +132,8 @@ class FlatBatch(NamedTuple):
         pinned = attention.device.type == "cuda"  # or the copy might wait for the GPU
         flat = torch.tensor(tokens + positions + slots + logit_rows, pin_memory=pinned)
         flat = flat.to(attention.device, non_blocking=True)
-        sizes = [len(tokens)] * 3 + [len(logit_rows)]
-        return cls(*flat.split(sizes), attention.plan([spans[i] for i in order]))
-
-
-def rope_table(config, device, dtype):
-    """What `rotate` multiplies with, (max_positions, 2, 1, head_dim), at least float32: at every
-    position the cosines of all angles, twice, and their sines, first negative.
-
-    With `rope_scaling`, LLaMA 3's rule: wavelengths longer than the trained context are stretched
-    by `factor`, those much shorter are kept, and those in between are interpolated."""
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-    frequency = config.rope_theta**-exponent  # (head_dim / 2,), the angle per position
-    if s := config.rope_scaling:
-        turns = s.original_max_positions * frequency / (2 * math.pi)  # within the trained context
-        keep = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
-        keep = keep.clamp(0, 1)
-        frequency = frequency * (keep + (1 - keep) / s.factor)
-    angle = torch.outer(torch.arange(config.max_positions, dtype=torch.float64), frequency)
-    cos, sin = angle.cos(), angle.sin()
-    table = torch.stack([torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)], dim=1).unsqueeze(2)
-    return table.to(device=device, dtype=torch.promote_types(dtype, torch.float32))
-
-
-def rotate(x, cos, sin):
-    """RoPE. x (num_tokens, heads, head_dim); cos and sin (num_tokens, 1, head_dim), of the table.
-
-    Dimension i is paired with i + head_dim / 2, as in checkpoints in the Hugging Face format."""
-    wide = x.to(cos.dtype)  # at least float32
-    return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
-
-
-class Block(nn.Module):
-    """One transformer layer: `project`, then attention over the cache, then `finish`."""
-
-    def __init__(self, config, **factory):
-        super().__init__()
-        self.config = config
-        bias = config.family == "gpt2"
-        qkv_dim = (config.n_head + 2 * config.n_kv_head) * config.head_dim
-        ffn_in = config.n_inner if bias else 2 * config.n_inner  # SwiGLU: gate and up in one matrix
-        self.attn_norm = _norm(config, **factory)
-        self.preproj = nn.Linear(config.n_embd, qkv_dim, bias or config.qkv_bias, **factory)
-        if config.qk_norm:
-            self.q_norm = nn.RMSNorm(config.head_dim, config.norm_eps, **factory)
-            self.k_norm = nn.RMSNorm(config.head_dim, config.norm_eps, **factory)
-        self.postproj = nn.Linear(config.n_head * config.head_dim, config.n_embd, bias, **factory)
-        self.ffn_norm = _norm(config, **factory)
-        self.ffn_ln1 = nn.Linear(config.n_embd, ffn_in, bias, **factory)
-        self.ffn_ln2 = nn.Linear(config.n_inner, config.n_embd, bias, **factory)
-
-    def project(self, x, rope=None):
-        """x (num_tokens, n_embd) -> q (num_tokens, n_head, head_dim) and
-        k, v (num_tokens, n_kv_head, head_dim)."""
-        n_head, n_kv_head = self.config.n_head, self.config.n_kv_head
-        qkv = self.preproj(self.attn_norm(x)).view(len(x), -1, self.config.head_dim)
-        qk, v = qkv.split([n_head + n_kv_head, n_kv_head], dim=1)
-        if self.config.qk_norm:
-            qk = torch.cat([self.q_norm(qk[:, :n_head]), self.k_norm(qk[:, n_head:])], dim=1)
-        if rope is not None:
-            qk = rotate(qk, *rope.unbind(1))
-        q, k = qk.split([n_head, n_kv_head], dim=1)
-        return q, k, v
-
-    def finish(self, x, y):
-        """The rest of the layer: x (num_tokens, n_embd), y (num_tokens, n_head, head_dim) -> x."""
-        x = self.sum_up(self.postproj(y.flatten(1))).add_(x)
-        h = self.ffn_ln1(self.ffn_norm(x))
-        if self.config.family == "gpt2":
-            h = F.gelu(h, approximate="tanh")
-        else:
-            gate, up = h.chunk(2, dim=-1)
-            h = F.silu(gate).mul_(up)
-        return self.sum_up(self.ffn_ln2(h)).add_(x)
-
-    def sum_up(self, x):
-        """x itself: all of the layer is here. See parallel/shard.py for where it is not."""
-        return x
-
-
-def _norm(config, **factory):
-    cls = nn.LayerNorm if config.family == "gpt2" else nn.RMSNorm
-    return cls(config.n_embd, eps=config.norm_eps, **factory)
-
-
-# Long prefills go through a layer in pieces: a CPU's allocator returns blocks of over 32 MB to the
-# system, and new ones mean page faults. On CUDA it only bounds the memory of activations.
-ROWS_PER_PIECE = {"cpu": 1024, "cuda": 8192}
-
-
-def _by_rows(function, *tensors):
-    """function(*tensors), a tensor or a tuple, in pieces. It must treat rows independently."""
-    most = ROWS_PER_PIECE.get(tensors[0].device.type, 8192)
-    if len(tensors[0]) <= most:
-        return function(*tensors)
-    parts = [function(*rows) for rows in zip(*(tensor.split(most) for tensor in tensors))]
-    if isinstance(parts[0], tuple):
-        return tuple(torch.cat(columns) for columns in zip(*parts))
-    return torch.cat(parts)
-
-
-def init_weight(name, p, n_layer, generator):
-    """Fill the parameter of that name by GPT-2's rule: normal(0, 0.02), scaled down where a layer
-    adds to the residual stream."""
-    if p.ndim == 1:
-        p.fill_(1.0 if name.endswith("norm.weight") else 0.0)
-    else:
-        residual = name.endswith(("postproj.weight", "ffn_ln2.weight"))
-        std = 0.02 / math.sqrt(2 * n_layer) if residual else 0.02
-        p.normal_(0, std, generator=generator)
+        sizes = [len(tokens), len(tokens), len(tokens), len(logit_rows)]
+        return cls(*flat.split(sizes), attend=attention.plan([spans[i] for i in order]))
 
 
 class GPT(nn.Module):
@@ -240,28 +141,81 @@ class GPT(nn.Module):
 
     stages = 1  # so many times the layers that are here make up the model, see parallel/shard.py
 
-    def __init__(self, config, device="cpu", dtype=torch.float32, seed=0):
+    def __init__(
+        self,
+        config: GPTConfig,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        seed: int | None = 0,
+    ) -> None:
         """A model with random weights, or with memory that is not filled if `seed` is None.
 
         The weights are made in `dtype` on `device`: there is never a second copy of them."""
         super().__init__()
-        self.config, self.compiled = config, False
-        factory = dict(device="meta", dtype=dtype)
+        self.config = config
+        self.compiled = False
+        factory: dict[str, Any] = {"device": "meta", "dtype": dtype}  # allocated by to_empty below
         self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd, **factory)
         if config.family == "gpt2":
             self.position_embedding = nn.Embedding(config.max_positions, config.n_embd, **factory)
-        self.blocks = nn.ModuleList(Block(config, **factory) for _ in range(config.n_layer))
-        self.final_norm = _norm(config, **factory)
+        self.blocks: Any = nn.ModuleList(Block(config, **factory) for _ in range(config.n_layer))
+        self.final_norm = new_norm(config, **factory)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False, **factory)
         self.to_empty(device=device)
         self.requires_grad_(False)
         if seed is not None:
             generator = torch.Generator(device).manual_seed(seed)
-            for name, p in self.named_parameters():
-                init_weight(name, p, config.n_layer, generator)
+            for name, parameter in self.named_parameters():
+                init_weight(name, parameter, config.n_layer, generator)
+
+    @torch.inference_mode()
+    def forward(self, batch: FlatBatch, cache: KVCache) -> Tensor:
+        """Compute a batch, write its keys and values into `cache`, return logits.
+
+        (num_logits, vocab_size): a row for each span that wants them, in the order of the spans."""
+        x = self.compute_layers(self.embed(batch), batch, cache)
+        return self.logits(x, batch)
+
+    def embed(self, batch: FlatBatch) -> Tensor:
+        """The first part of forward: (num_tokens, n_embd)."""
+        x = self.token_embedding(batch.tokens)
+        return x if self.config.family == "llama" else x + self.position_embedding(batch.positions)
+
+    def compute_layers(self, x: Tensor, batch: FlatBatch, cache: KVCache) -> Tensor:
+        """The second part, with attention: (num_tokens, n_embd) -> the same."""
+        rope = () if self.rope is None else (self.rope[batch.positions],)
+        for layer, block in enumerate(self.blocks):
+            q, k, v = by_rows(block.project, x, *rope)
+            cache.write(layer, k, v, batch.slot_mapping)
+            y = batch.attend(q, *cache.layer(layer))
+            x = by_rows(block.finish, x, y)
+        return x
+
+    def logits(self, x: Tensor, batch: FlatBatch) -> Tensor:
+        """The last part: x (num_tokens, n_embd) -> (num_logits, vocab_size)."""
+        return self.head(self.final_norm(x[batch.logit_rows]))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.final_norm.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weights."""
+        return self.final_norm.weight.dtype
+
+    def compile(self) -> None:
+        """torch.compile each layer around attention, which fuses what lies between the products."""
+        self.compiled = True
+        for block in self.blocks:
+            block.project = torch.compile(block.project, dynamic=True)
+            block.finish = torch.compile(block.finish, dynamic=True)
 
     @classmethod
-    def from_pretrained(cls, name, device="cpu", dtype=torch.float32):
+    def from_pretrained(
+        cls, name: str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> Self:
         """Load a checkpoint in the Hugging Face format: a local directory, or a name on the Hub.
 
         `max_positions` may be the checkpoint's sliding window. Raises ValueError for an unknown
@@ -281,55 +235,123 @@ class GPT(nn.Module):
         """The slices of the whole model that the parameter `name` holds: here, all of it."""
         return slices_of(self.config, 1, 1, 0, name, self.get_parameter(name).shape)
 
-    def _apply(self, function, recurse=True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # to(...), to_empty(...) and their like: tied weights stay tied, and the table follows, but
         # is never rounded to 16 bits
-        super()._apply(function, recurse)
+        super()._apply(fn, recurse)
         if self.config.tie_embeddings:
             self.head.weight = self.token_embedding.weight
         llama = self.config.family == "llama"
         self.rope = rope_table(self.config, self.device, self.dtype) if llama else None
         return self
 
-    @property
-    def device(self):
-        """Where the weights are."""
-        return self.final_norm.weight.device
 
-    @property
-    def dtype(self):
-        """What the weights are."""
-        return self.final_norm.weight.dtype
+class Block(nn.Module):
+    """One transformer layer: `project`, then attention over the cache, then `finish`."""
 
-    def compile(self):
-        """torch.compile each layer around attention, which fuses what lies between the products."""
-        self.compiled = True
-        for block in self.blocks:
-            block.project = torch.compile(block.project, dynamic=True)
-            block.finish = torch.compile(block.finish, dynamic=True)
+    def __init__(self, config: GPTConfig, **factory: Any) -> None:
+        super().__init__()
+        self.config = config
+        bias = config.family == "gpt2"
+        qkv_dim = (config.n_head + 2 * config.n_kv_head) * config.head_dim
+        ffn_in = config.n_inner if bias else 2 * config.n_inner  # SwiGLU: gate and up in one matrix
+        self.attn_norm = new_norm(config, **factory)
+        self.preproj = nn.Linear(config.n_embd, qkv_dim, bias or config.qkv_bias, **factory)
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(config.head_dim, config.norm_eps, **factory)
+            self.k_norm = nn.RMSNorm(config.head_dim, config.norm_eps, **factory)
+        self.postproj = nn.Linear(config.n_head * config.head_dim, config.n_embd, bias, **factory)
+        self.ffn_norm = new_norm(config, **factory)
+        self.ffn_ln1 = nn.Linear(config.n_embd, ffn_in, bias, **factory)
+        self.ffn_ln2 = nn.Linear(config.n_inner, config.n_embd, bias, **factory)
 
-    @torch.inference_mode()
-    def forward(self, batch, cache):
-        """Compute a FlatBatch, write its keys and values into `cache`, return logits.
+    def project(self, x: Tensor, rope: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """x (num_tokens, n_embd), rope (num_tokens, 2, 1, head_dim), rows of the rope_table
+        -> q (num_tokens, n_head, head_dim) and k, v (num_tokens, n_kv_head, head_dim)."""
+        n_head, n_kv_head = self.config.n_head, self.config.n_kv_head
+        qkv = self.preproj(self.attn_norm(x)).view(len(x), -1, self.config.head_dim)
+        qk, v = qkv.split([n_head + n_kv_head, n_kv_head], dim=1)
+        if self.config.qk_norm:
+            qk = torch.cat([self.q_norm(qk[:, :n_head]), self.k_norm(qk[:, n_head:])], dim=1)
+        if rope is not None:
+            qk = rotate(qk, *rope.unbind(1))
+        q, k = qk.split([n_head, n_kv_head], dim=1)
+        return q, k, v
 
-        (num_logits, vocab_size): a row for each span that wants them, in the order of the spans."""
-        x = self.compute_layers(self.embed(batch), batch, cache)
-        return self.logits(x, batch)
+    def finish(self, x: Tensor, y: Tensor) -> Tensor:
+        """The rest of the layer: x (num_tokens, n_embd), y (num_tokens, n_head, head_dim) -> x."""
+        x = self.sum_up(self.postproj(y.flatten(1))).add_(x)
+        h = self.ffn_ln1(self.ffn_norm(x))
+        if self.config.family == "gpt2":
+            h = F.gelu(h, approximate="tanh")
+        else:
+            gate, up = h.chunk(2, dim=-1)
+            h = F.silu(gate).mul_(up)
+        return self.sum_up(self.ffn_ln2(h)).add_(x)
 
-    def embed(self, batch):
-        """The first part of forward: (num_tokens, n_embd)."""
-        x = self.token_embedding(batch.tokens)
-        return x if self.config.family == "llama" else x + self.position_embedding(batch.positions)
-
-    def compute_layers(self, x, batch, cache):
-        """The second part, with attention: (num_tokens, n_embd) -> the same."""
-        rope = () if self.rope is None else (self.rope[batch.positions],)
-        for layer, block in enumerate(self.blocks):
-            q, k, v = _by_rows(block.project, x, *rope)
-            cache.write(layer, k, v, batch.slot_mapping)
-            x = _by_rows(block.finish, x, batch.attend(q, *cache.layer(layer)))
+    def sum_up(self, x: Tensor) -> Tensor:
+        """x itself: all of the layer is here. See parallel/shard.py for where it is not."""
         return x
 
-    def logits(self, x, batch):
-        """The last part: x (num_tokens, n_embd) -> (num_logits, vocab_size)."""
-        return self.head(self.final_norm(x[batch.logit_rows]))
+
+def new_norm(config: GPTConfig, **factory: Any) -> nn.LayerNorm | nn.RMSNorm:
+    """The family's normalization of x (num_tokens, n_embd)."""
+    if config.family == "gpt2":
+        return nn.LayerNorm(config.n_embd, eps=config.norm_eps, **factory)
+    return nn.RMSNorm(config.n_embd, eps=config.norm_eps, **factory)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE. x (num_tokens, heads, head_dim); cos and sin (num_tokens, 1, head_dim), of the table.
+
+    Dimension i is paired with i + head_dim / 2, as in checkpoints in the Hugging Face format."""
+    wide = x.to(cos.dtype)  # at least float32
+    return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
+
+
+def rope_table(config: GPTConfig, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+    """The factors of `rotate`, (max_positions, 2, 1, head_dim), at least float32.
+
+    At every position there are the cosines of all angles, twice, and their sines, first negative.
+    With `rope_scaling`, LLaMA 3's rule: wavelengths longer than the trained context are stretched
+    by `factor`, those much shorter are kept, and those in between are interpolated."""
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    frequency = config.rope_theta**-exponent  # (head_dim / 2,), the angle per position
+    scaling = config.rope_scaling
+    if scaling is not None:
+        turns = scaling.original_max_positions * frequency / (2 * math.pi)  # in trained contexts
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        frequency = frequency * (keep + (1 - keep) / scaling.factor)
+    angle = torch.outer(torch.arange(config.max_positions, dtype=torch.float64), frequency)
+    cos, sin = angle.cos(), angle.sin()
+    table = torch.stack([torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)], dim=1).unsqueeze(2)
+    return table.to(device=device, dtype=torch.promote_types(dtype, torch.float32))
+
+
+# Long prefills go through a layer in pieces: a CPU's allocator returns blocks of over 32 MB to the
+# system, and new ones mean page faults. On CUDA it only bounds the memory of activations.
+ROWS_PER_PIECE = {"cpu": 1024, "cuda": 8192}
+
+
+def by_rows(function: Callable[..., Any], *tensors: Tensor) -> Any:
+    """function(*tensors), a tensor or a tuple, in pieces. It must treat rows independently."""
+    piece = ROWS_PER_PIECE.get(tensors[0].device.type, 8192)
+    if len(tensors[0]) <= piece:
+        return function(*tensors)
+    pieces = zip(*(tensor.split(piece) for tensor in tensors), strict=True)
+    results = [function(*rows) for rows in pieces]
+    if isinstance(results[0], tuple):
+        return tuple(torch.cat(columns) for columns in zip(*results, strict=True))
+    return torch.cat(results)
+
+
+def init_weight(name: str, p: Tensor, n_layer: int, generator: torch.Generator) -> None:
+    """Fill the parameter of that name by GPT-2's rule: normal(0, 0.02), scaled down where a layer
+    adds to the residual stream."""
+    if p.ndim == 1:
+        p.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+    else:
+        residual = name.endswith(("postproj.weight", "ffn_ln2.weight"))
+        std = 0.02 / math.sqrt(2 * n_layer) if residual else 0.02
+        p.normal_(0, std, generator=generator)

@@ -6,11 +6,13 @@ step was repeated, as far as rounding leaves its logits alone. Read next: engine
 
 import operator
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from errors import SMALLEST, check_number, check_whole, shorten
+from errors import SMALLEST, check_number, check_whole, set_field, shorten
 
 
 @dataclass(frozen=True)
@@ -30,18 +32,19 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
-    stop_token_ids: tuple = ()
+    stop_token_ids: tuple[int, ...] = ()
     logprobs: bool = False
 
-    def __post_init__(self):
-        its, ids = vars(self), self.stop_token_ids
+    def __post_init__(self) -> None:
         for name, least in (("max_new_tokens", 1), ("top_k", 0), ("seed", -(2**63))):
-            its[name] = check_whole(name, its[name], least)
+            set_field(self, name, check_whole(name, getattr(self, name), least))
         greedy_or = "0 (greedy) or a positive number"
-        its["temperature"] = check_number("temperature", self.temperature, greedy_or, least=0)
-        its["top_p"] = check_number("top_p", self.top_p, "in (0, 1]", SMALLEST, most=1)
+        temperature = check_number("temperature", self.temperature, greedy_or, least=0)
+        set_field(self, "temperature", temperature)
+        set_field(self, "top_p", check_number("top_p", self.top_p, "in (0, 1]", SMALLEST, most=1))
+        ids = self.stop_token_ids
         try:
-            its["stop_token_ids"] = tuple(map(operator.index, ids))
+            set_field(self, "stop_token_ids", tuple(map(operator.index, ids)))
         except TypeError:
             raise ValueError(
                 f"stop_token_ids={shorten(ids)}: must be a list of token ids"
@@ -49,49 +52,62 @@ class SamplingParams:
         if not isinstance(self.logprobs, bool):
             raise ValueError(f"logprobs={shorten(self.logprobs)}: must be True or False")
 
+    @property
+    def truncates(self) -> bool:
+        """Whether the likeliest tokens alone can be chosen."""
+        return self.top_k > 0 or self.top_p < 1
 
-def sample(logits, params, positions):
+
+def sample(
+    logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
+) -> tuple[Tensor, Tensor | None]:
     """Choose one token for each row of logits, (rows, vocab_size).
 
     `params` holds the SamplingParams of each row and `positions` which output token of its request
-    the row decides. Returns (tokens, logprobs), both (rows,) on the device of the logits; reads
-    nothing back from it. `logprobs` is None unless some row asked for it."""
+    the row decides. Returns (tokens, logprobs), both (rows,) on the device of the logits; nothing
+    is read back from it. `logprobs` is None unless the params of some row want it."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     tokens = logits.argmax(dim=-1)
     # Whether a row is sorted depends on its own parameters only: the order decides what is drawn.
     for truncated in (False, True):
         rows = [row for row, p in enumerate(params) if p.temperature > 0]
-        rows = [r for r in rows if (params[r].top_k > 0 or params[r].top_p < 1) == truncated]
+        rows = [row for row in rows if params[row].truncates == truncated]
         if rows:
             index = _column(rows, logits, torch.int64)[:, 0]
-            streams = [random.Random(f"{params[r].seed}/{positions[r]}") for r in rows]
+            streams = [random.Random(f"{params[row].seed}/{positions[row]}") for row in rows]
             uniforms = [stream.random() for stream in streams]  # in [0, 1), one decides each token
-            tokens[index] = _draw(logits[index], [params[r] for r in rows], uniforms, truncated)
+            row_params = [params[row] for row in rows]
+            tokens[index] = _draw(logits[index], row_params, uniforms, truncated)
     if not any(p.logprobs for p in params):
         return tokens, None
     return tokens, logits.log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0]
 
 
-def _draw(logits, params, uniforms, truncated):
+def _draw(
+    logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float], truncated: bool
+) -> Tensor:
     """Inverse transform sampling: the first token at which the cumulated probability passes the
     row's number. `truncated`: over the likeliest tokens only, from the likeliest down."""
     logits = logits.double()
     logits = logits - logits.amax(dim=-1, keepdim=True)  # a tiny temperature cannot overflow
     probs = (logits / _column([p.temperature for p in params], logits)).softmax(dim=-1)
+    vocab_size = probs.shape[1]
+    order = None  # token ids, the likeliest first
     if truncated:
         probs, order = probs.sort(dim=-1, descending=True, stable=True)
-        rank = torch.arange(probs.shape[1], device=probs.device)
-        probs = probs * (rank < _column([p.top_k or probs.shape[1] for p in params], probs))
+        rank = torch.arange(vocab_size, device=probs.device)
+        probs = probs * (rank < _column([p.top_k or vocab_size for p in params], probs))
         probs = probs / probs.sum(dim=-1, keepdim=True)
         before = probs.cumsum(dim=-1) - probs  # a token stays while those before do not reach top_p
         probs = probs * (before < _column([p.top_p for p in params], probs))
-    cumulated, uniforms = probs.cumsum(dim=-1), _column(uniforms, probs)
-    tokens = torch.searchsorted(cumulated / cumulated[:, -1:], uniforms, right=True)
-    tokens = tokens.clamp_(max=probs.shape[1] - 1)  # beyond it only if the logits hold NaN
-    return (order.gather(1, tokens) if truncated else tokens)[:, 0]
+    cumulated = probs.cumsum(dim=-1)
+    cumulated = cumulated / cumulated[:, -1:]
+    tokens = torch.searchsorted(cumulated, _column(uniforms, probs), right=True)
+    tokens = tokens.clamp_(max=vocab_size - 1)  # beyond it only if the logits hold NaN
+    return (tokens if order is None else order.gather(1, tokens))[:, 0]
 
 
-def _column(values, like, dtype=torch.float64):
+def _column(values: Sequence[float], like: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """One number per row, (rows, 1), on the device of `like`."""
     column = torch.tensor(values, dtype=dtype, pin_memory=like.is_cuda)  # or the copy would wait
     return column.to(like.device, non_blocking=True)[:, None]

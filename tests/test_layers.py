@@ -18,7 +18,7 @@ MAY_IMPORT = {  # a folder stands for all of its modules; `a.b` is that module a
     "outputs": "scheduler",
     "kv_cache": "errors",
     "attention": "errors kv_cache attention torch",
-    "packed_linear": "torch",
+    "packed_linear": "model torch",
     "model": "errors kv_cache pretrained attention torch",
     "sampling": "errors torch",
     "scheduler": "errors kv_cache",
