@@ -197,8 +197,8 @@ def resolve_model(
     device = find_device(options.device)
     _check_processes(options)
     if options.model and options.init_from:
-        both = f"{options.model} and {options.init_from}"
-        raise ValueError(f"{both}: a geometry and a checkpoint, give one of them")
+        models = f"{options.model} and {options.init_from}"
+        raise ValueError(f"{models}: a geometry and a checkpoint, give one of them")
     check_backend(options.attention, device)
     if options.threads:
         torch.set_num_threads(options.threads)

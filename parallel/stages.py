@@ -265,13 +265,13 @@ class ParallelEngine(Engine):
 
     def _land_first(self) -> list[Event]:
         """Wait for the batch that was sent first: its Events."""
-        flight, *others = self.state.flights
+        flight, *later_flights = self.state.flights
         results = self.runner.collect(flight.command)
         events: list[Event] = []
         if self._computed or flight.generation == self.micro_batches.begun:
             events = self._land(flight, results)  # else its requests have begun anew
         ready = (*self.state.ready, flight.iteration.micro_batch)
-        landed = PipelineState(ready, tuple(others))
+        landed = PipelineState(ready, tuple(later_flights))
         self.state, self._computed = landed, None  # in one statement: no interrupt in between
         self.runner.forget(flight.command)
         return events
@@ -284,7 +284,7 @@ class ParallelEngine(Engine):
         if self._computed is None:  # else an interrupt came while it was recorded
             now = self.clock()
             shift = now - time.perf_counter()  # from Ranks.clock to this engine's
-            times = [StageTime(its.start + shift, its.end + shift, its.waited) for its in results]
+            times = [StageTime(r.start + shift, r.end + shift, r.waited) for r in results]
             tokens = iter(results[-1].sampled)
             sampled = [next(tokens) if chunk.yields_token else None for chunk in batch]
             if self.record:

@@ -79,9 +79,11 @@ def find(name: str | Path) -> Path:
 
         return Path(snapshot_download(str(name), allow_patterns=DOWNLOADED))
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: ~nobody
-        missing = f"no directory here, and not to be had from the Hub ({type(error).__name__})"
-        wanted = "config.json, model.safetensors (or its shards) and tokenizer.json must be there"
-        raise FileNotFoundError(f"{str(name)!r}: {missing}; {wanted}") from error
+        cause = type(error).__name__
+        raise FileNotFoundError(
+            f"{str(name)!r}: no directory here, and not to be had from the Hub ({cause}); "
+            "config.json, model.safetensors (or its shards) and tokenizer.json must be there"
+        ) from error
 
 
 class Schema(BaseModel, strict=True, validate_by_name=True, allow_inf_nan=False):
@@ -234,10 +236,10 @@ def load_weights(
     Raises FileNotFoundError where there are no weights, or ValueError, naming what is unknown,
     missing, there twice, misshapen or not finite."""
     directory = Path(directory)
-    whole = model.whole_model()
-    sources = _sources(whole)
+    whole_model = model.whole_model()
+    sources = _sources(whole_model)
     tensors = _stored_tensors(directory)
-    _check_tensors(directory, whole, sources, tensors)
+    _check_tensors(directory, sources, tensors, whole_model.config.tie_embeddings)
     if model.device.type == "meta":
         model.to_empty(device=device)
     for name, parameter in model.named_parameters():
@@ -269,14 +271,14 @@ def _fill(
 
 def _check_tensors(
     directory: Path,
-    whole: LoadableModel,
     sources: dict[str, list[Source]],
     tensors: dict[str, StoredTensor],
+    tie_embeddings: bool,
 ) -> None:
     """Raise ValueError if the stored tensors are not those of a whole model."""
     shapes = {source.name: source.shape for group in sources.values() for source in group}
     stored = set(tensors)
-    if whole.config.tie_embeddings:
+    if tie_embeddings:
         stored.discard(HEAD)
     _refuse(directory, "unknown tensors", stored - shapes.keys())
     _refuse(directory, "missing tensors", shapes.keys() - stored)
@@ -287,25 +289,25 @@ def _check_tensors(
         if shape != expected or dtype not in DTYPES:
             misfits.append(f"{name} {shape} {dtype} (expected {expected}, one of {DTYPES})")
     _refuse(directory, "tensors that do not fit", misfits)
-    if whole.config.tie_embeddings and HEAD in tensors:
+    if tie_embeddings and HEAD in tensors:
         embedding = sources["token_embedding.weight"][0].name
         if not torch.equal(tensors[HEAD][:], tensors[embedding][:]):
             raise ValueError(f"{directory}: tie_word_embeddings, but {HEAD} is not {embedding}")
 
 
-def _sources(whole: LoadableModel) -> dict[str, list[Source]]:
+def _sources(whole_model: LoadableModel) -> dict[str, list[Source]]:
     """The tensors of a checkpoint that fill each parameter of a whole model: one for all rows, or
     one for each range of its slices."""
-    is_gpt2 = whole.config.family == "gpt2"
+    is_gpt2 = whole_model.config.family == "gpt2"
     blocks = GPT2_BLOCKS if is_gpt2 else LLAMA_BLOCKS
     modules = GPT2_MODULES if is_gpt2 else LLAMA_MODULES
     sources: dict[str, list[Source]] = {}
-    for name, parameter in whole.named_parameters():
+    for name, parameter in whole_model.named_parameters():
         *block, module, kind = name.replace("blocks", blocks).split(".")  # "layers", "3", ...
         stored_modules = modules[module]
         ranges = [(0, len(parameter))]
         if len(stored_modules) > 1:
-            ranges = whole.slices_of(name).ranges
+            ranges = whole_model.slices_of(name).ranges
         sources[name] = []
         for stored_module, (start, end) in zip(stored_modules, ranges, strict=True):
             source = Source(
@@ -323,8 +325,8 @@ def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """The tensors of all files of weights, by their names without a prefix."""
     paths = sorted(directory.glob(WEIGHTS_FILE)) or sorted(directory.glob(SHARD_FILES))
     if not paths:
-        missing = "not there, nor shards of it (pickles are not read)"
-        raise FileNotFoundError(f"{directory / WEIGHTS_FILE}: {missing}")
+        problem = "not there, nor shards of it (pickles are not read)"
+        raise FileNotFoundError(f"{directory / WEIGHTS_FILE}: {problem}")
     tensors: dict[str, StoredTensor] = {}
     for path in paths:
         try:

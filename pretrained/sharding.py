@@ -151,6 +151,6 @@ def views(parameter: Tensor, slices: Slices) -> list[Tensor]:
     """A view of a rank's parameter for each of its ranges. What is behind them becomes 0."""
     sizes = [end - start for start, end in slices.ranges]
     padding = parameter.shape[slices.dim] - sum(sizes)
-    *parts, rest = parameter.split([*sizes, padding], slices.dim)
-    rest.zero_()
+    *parts, zeros = parameter.split([*sizes, padding], slices.dim)
+    zeros.zero_()
     return parts

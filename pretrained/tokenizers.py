@@ -209,9 +209,9 @@ def _load_llama3(path: Path, stop_token_ids: list[int]) -> Tokenizer:
     try:
         ranks = _read_ranks(path)
     except ValueError as error:
-        wanted = "put the checkpoint's tokenizer.json next to its config.json"
+        advice = "put the checkpoint's tokenizer.json next to its config.json"
         raise ValueError(
-            f"{path}: not a list of byte-pair ranks as of LLaMA 3: {wanted}"
+            f"{path}: not a list of byte-pair ranks as of LLaMA 3: {advice}"
         ) from error
     specials = _llama3_specials(first_id=len(ranks))
     begin_of_text = specials["<|begin_of_text|>"]
