@@ -1,4 +1,4 @@
-"""What several processes run together in the tests of parallel/, and who starts them.
+"""The programs that several processes run together in the tests of parallel/, and their start.
 
     python -m tests.rank_program           read jobs, run each in a world of processes, say how
     torchrun ... -m tests.rank_program     be one process of a world, whose job is $RANK_JOB
@@ -20,14 +20,15 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 
 import torch
 
 import bench
 import parallel.stages
-from cli import console, options
+from cli import console
+from cli.loading import ModelOptions, load_model
 from model import GPT, GPTConfig
+from parallel import engine_for
 from parallel.ranks import Ranks
 from parallel.shard import Shard
 from parallel.stages import Stage
@@ -39,30 +40,33 @@ LIMIT_S = 40  # for a job: a world that hangs is a failure
 PI = [3, 1, 4, 1, 5, 9, 2, 6]
 PROMPTS = [[7, 8, 9], [1] * 20, [*PI, *PI, 60], [*PI, *PI, 33], PI, [4], [5, 6]]
 PARAMS = [
-    *(SamplingParams(8, logprobs=True), SamplingParams(5, 1.5, seed=3, logprobs=True)),
-    *(SamplingParams(9, 0.9, top_p=0.9, seed=4, logprobs=True), SamplingParams(9, 0.8, seed=6)),
-    *(SamplingParams(14, 1.2, top_k=9, seed=5, logprobs=True), SamplingParams(16, logprobs=True)),
+    SamplingParams(8, logprobs=True),
+    SamplingParams(5, 1.5, seed=3, logprobs=True),
+    SamplingParams(9, 0.9, top_p=0.9, seed=4, logprobs=True),
+    SamplingParams(9, 0.8, seed=6),
+    SamplingParams(14, 1.2, top_k=9, seed=5, logprobs=True),
+    SamplingParams(16, logprobs=True),
     SamplingParams(1),
 ]
 STOPPED, ABORTED = 0, 3  # of these requests, when they come one after another
 
 
 def shard_of(model, ranks):
-    """What a rank has of a GPT, as a Shard."""
+    """The part of a GPT that a rank has, as a Shard."""
     shard = Shard(model.config, ranks, dtype=model.dtype, seed=None)
     whole = dict(model.named_parameters(remove_duplicate=False))
-    for name, p in shard.named_parameters():
+    for name, parameter in shard.named_parameters():
         source, dim, ranges = shard.slices_of(name)
-        parts = [whole[source].narrow(dim, a, b - a) for a, b in ranges]
-        p.zero_()
+        parts = [whole[source].narrow(dim, start, end - start) for start, end in ranges]
+        parameter.zero_()
         if parts:
-            parts = torch.cat(parts, dim)
-            p.narrow(dim, 0, parts.shape[dim]).copy_(parts)
+            joined = torch.cat(parts, dim)
+            parameter.narrow(dim, 0, joined.shape[dim]).copy_(joined)
     return shard
 
 
 class SpoiltStage(Stage):
-    """Whose caches hold big numbers until they are written: nobody may read them."""
+    """A stage whose caches hold big numbers until they are written: nobody may read them."""
 
     def make_runner(self, key, *sizes):
         made = super().make_runner(key, *sizes)
@@ -76,16 +80,20 @@ class FaultyStage(SpoiltStage):
 
     fault = None
 
-    def run(self, key, spans, *more):
+    def run(self, key, spans, params, positions):
         kind = "prefill" if any(span.length > 1 for span in spans) else "decode"
-        if self.fault and (self.fault["rank"], self.fault["when"]) == (self.model.ranks.rank, kind):
-            block, self.fault["project"] = self.model.blocks[-1], self.model.blocks[-1].project
+        rank = self.model.ranks.rank
+        if self.fault and self.fault["rank"] == rank and self.fault["when"] == kind:
+            block = self.model.blocks[-1]
+            self.fault["project"] = block.project
             block.project = self.strike
-        return super().run(key, spans, *more)
+        return super().run(key, spans, params, positions)
 
     def strike(self, *rows):
         """Be killed, interrupted or late, or raise something, once."""
-        what, self.model.blocks[-1].project = self.fault["what"], self.fault["project"]
+        what = self.fault["what"]
+        project = self.fault["project"]
+        self.model.blocks[-1].project = project
         self.fault = None
         if what == "wait":
             Path(os.environ["STRUCK"]).touch()
@@ -93,34 +101,53 @@ class FaultyStage(SpoiltStage):
         if what == "raise":
             raise ArithmeticError("the model fails")
         os.kill(os.getpid(), getattr(signal, what))
-        return self.model.blocks[-1].project(*rows)
+        return project(*rows)
 
 
 def model_of(job, stage=SpoiltStage):
-    """The model of a job: that of one process, or of this one of several; from `tiny`, arguments of
-    tiny_model, from `random`, a GPTConfig whose weights have a seed, or from a `checkpoint`, which
-    may be one for each rank."""
-    tp, pp, alone = job["tp"], job["pp"], job["tp"] * job["pp"] == 1
-    if directory := job.get("checkpoint"):
-        if isinstance(directory, list):
-            directory = directory[int(os.environ["RANK"])]
-        args = dict(tp=tp, pp=pp, init_from=directory, model=None, device="cpu", dtype="float64")
-        args |= dict(attention="auto", compile=False, threads=1, seed=0, max_len=32)
-        return options.load_model(SimpleNamespace(**args), "max_len")
-    tiny = lambda: tiny_model(**job["tiny"])
-    if "random" in job:
-        config, how = GPTConfig(**job["random"]), dict(dtype=torch.float64, seed=7)
-        make = lambda ranks: Shard(config, ranks, **how) if ranks else GPT(config, **how)
-    else:
-        make = lambda ranks: shard_of(tiny(), ranks) if ranks else tiny()
-    if alone:
+    """The model of a job, that of one process or of several: from `tiny`, arguments of tiny_model;
+    from `random`, a GPTConfig whose weights have a seed; or from a `checkpoint`, which may be one
+    for each rank."""
+    if "checkpoint" in job:
+        return load_checkpoint(job)
+
+    def make(ranks):
+        if "random" in job:
+            config = GPTConfig(**job["random"])
+            if ranks is None:
+                return GPT(config, dtype=torch.float64, seed=7)
+            return Shard(config, ranks, dtype=torch.float64, seed=7)
+        model = tiny_model(**job["tiny"])
+        return model if ranks is None else shard_of(model, ranks)
+
+    if job["tp"] * job["pp"] == 1:
         return make(None)
-    ranks = Ranks(tp, pp)
+    ranks = Ranks(job["tp"], job["pp"])
     return ranks.start(lambda: stage(make(ranks))).model
 
 
+def load_checkpoint(job):
+    """The checkpoint of a job, as the command line loads it."""
+    directory = job["checkpoint"]
+    if isinstance(directory, list):
+        directory = directory[int(os.environ["RANK"])]
+    options = ModelOptions(
+        model=None,
+        init_from=directory,
+        device="cpu",
+        dtype="float64",
+        attention="auto",
+        seed=0,
+        compile=False,
+        threads=1,
+        tp=job["tp"],
+        pp=job["pp"],
+    )
+    return load_model(options, 32, positions_from="--max-len")
+
+
 def serve(job):
-    """What requests get under each of the job's `engines`, with the job's `fault`, if any."""
+    """The answers to all requests under each of the job's `engines`, with its `fault`, if any."""
     FaultyStage.fault = job.get("fault")
     model = model_of(job, FaultyStage if "fault" in job else SpoiltStage)
     return [serve_all(engine_of(model, job, settings), job) for settings in job["engines"]]
@@ -129,7 +156,7 @@ def serve(job):
 def engine_of(model, job, settings):
     """An engine of these settings, of which `pages` is of each micro-batch."""
     pages = settings["pages"] * job["pp"]
-    return options.engine_for(model)(model, **settings | dict(pages=pages))
+    return engine_for(model)(model, **settings | dict(pages=pages))
 
 
 def serve_all(engine, job):
@@ -144,29 +171,35 @@ def serve_all(engine, job):
         check_integrity(scheduler.pages, [])
         assert scheduler.pages.num_free == scheduler.pages.total and not scheduler.running
     assert not engine.has_work and engine.step() == []
-    its = [completion for way in done.values() for completion in way]
-    counts = sum(c.preemptions for c in its), sum(c.cached_tokens for c in its)
-    got = {way: [(c.tokens, c.logprobs, c.finish_reason) for c in done[way]] for way in done}
-    return got | dict(zip(("preempted", "cached"), counts))
+    answers = {}
+    for way, completions in done.items():
+        answers[way] = [(c.tokens, c.logprobs, c.finish_reason) for c in completions]
+    every = [completion for completions in done.values() for completion in completions]
+    answers["preempted"] = sum(completion.preemptions for completion in every)
+    answers["cached"] = sum(completion.cached_tokens for completion in every)
+    return answers
 
 
 def serve_as_they_come(engine, stop=None):
     """The Completions of requests that come while others run, the last first. STOPPED has a
     stop token; ABORTED is aborted after two tokens, and another step: the next is on its way."""
-    ids, done, seen, coming = {}, {}, Counter(), list(enumerate(PROMPTS))
+    ids = {}  # number -> request id
+    done = {}
+    tokens = Counter()  # of each request id
+    coming = list(enumerate(PROMPTS))
     while coming or engine.has_work:
-        if coming and (len(ids) < 3 or seen.total() > 3):
+        if coming and (len(ids) < 3 or tokens.total() > 3):
             number, prompt = coming.pop()
             params = PARAMS[number]
             if number == STOPPED and stop is not None:
                 params = replace(params, stop_token_ids=[stop])
             ids[number] = engine.add_request(prompt, params)
-        two = ABORTED in ids and seen[ids[ABORTED]] >= 2
+        has_two = ABORTED in ids and tokens[ids[ABORTED]] >= 2
         for event in engine.step():
-            seen[event.request_id] += 1
+            tokens[event.request_id] += 1
             if event.completion:
                 done[event.request_id] = event.completion
-        if two and ids[ABORTED] not in done:
+        if has_two and ids[ABORTED] not in done:
             done[ids[ABORTED]] = engine.abort(ids[ABORTED])
     return [done[ids[number]] for number in range(len(PROMPTS))]
 
@@ -174,113 +207,144 @@ def serve_as_they_come(engine, stop=None):
 def batches(job):
     """[(micro-batch, chunks)] of each batch of the job's `arrivals` under each of its `engines`,
     in order."""
-    model, all_batches = model_of(job), []
+    model = model_of(job)
+    all_batches = []
     for settings in job["engines"]:
-        engine, found = engine_of(model, job, settings), []
+        engine = engine_of(model, job, settings)
         for prompt_len, output_len in job["arrivals"]:
             engine.add_request([1] * prompt_len, SamplingParams(output_len))
+        iterations = []
         while engine.has_work:
             engine.step()
-            if its := engine.last_iteration:
-                found.append((its.micro_batch, its.chunks))
-        all_batches.append(found)
+            if engine.last_iteration:
+                iterations.append(engine.last_iteration)
+        all_batches.append([(i.micro_batch, i.chunks) for i in iterations])
     return all_batches
 
 
 def interrupted(job):
-    """Serve while KeyboardInterrupt is raised again and again, anywhere in what rank 0 decides or
-    waits for, but not while all ranks are given an order. How many there were, of the last seed."""
+    """Serve while KeyboardInterrupt is raised again and again, wherever rank 0 decides or waits, but
+    not while all ranks are given a command. How many there were, of the last seed."""
     FILES.add(str(Path(parallel.stages.__file__)))
     model = model_of(job)
-    params = [replace(its, logprobs=True) for its in PARAMS]
+    params = [replace(each, logprobs=True) for each in PARAMS]
     expected = engine_of(model, job, job["engine"]).generate(PROMPTS, params, progress=False)
-    wait_for = model.ranks.reply_arrived.wait_for
     for seed in job["seeds"]:
-        engine, random = engine_of(model, job, job["engine"]), Random(seed)
-        done, counts = {}, Counter()
-        for n, its in enumerate(zip(PROMPTS, params)):
-            while len(engine.scheduler.requests) == n:
-                counted(engine.add_request, its, random, counts)
-        model.ranks.reply_arrived.wait_for = partial(impatient, wait_for, random, counts)
-        while engine.has_work:
-            for event in counted(engine.step, (), random, counts) or ():
-                if event.completion:
-                    done[event.request_id] = event.completion
-        model.ranks.reply_arrived.wait_for = wait_for
-        done = [its for _, its in sorted(done.items())]
-        assert [its.tokens for its in done] == [its.tokens for its in expected]
-        for its, same in zip(done, expected):
-            assert max(abs(a - b) for a, b in zip(its.logprobs, same.logprobs)) < 1e-10
+        engine = engine_of(model, job, job["engine"])
+        done, counts = serve_interrupted(engine, params, Random(seed))
+        assert [c.tokens for c in done] == [c.tokens for c in expected]
+        for completion, same in zip(done, expected, strict=True):
+            pairs = zip(completion.logprobs, same.logprobs, strict=True)
+            assert max(abs(a - b) for a, b in pairs) < 1e-10
     return counts
 
 
-def impatient(wait_for, random, counts, *given):
-    """wait_for(*given), or KeyboardInterrupt."""
-    if random.random() < 0.1:
+def serve_interrupted(engine, params, random):
+    """(Completions of PROMPTS, how often what was interrupted)."""
+    counts = Counter()
+    for number, request in enumerate(zip(PROMPTS, params, strict=True)):
+        while len(engine.scheduler.requests) == number:
+            counted(engine.add_request, request, random, counts)
+    reply_arrived = engine.runner.ranks.reply_arrived
+    wait_for = reply_arrived.wait_for
+    reply_arrived.wait_for = partial(impatient, wait_for, random, counts)
+    done = {}
+    while engine.has_work:
+        for event in counted(engine.step, (), random, counts) or ():
+            if event.completion:
+                done[event.request_id] = event.completion
+    reply_arrived.wait_for = wait_for
+    return [done[request_id] for request_id in sorted(done)], counts
+
+
+def impatient(wait_for, random, counts, condition):
+    """wait_for(condition), or KeyboardInterrupt."""
+    if random.random() < 0.2:
         counts["waiting"] += 1
         raise KeyboardInterrupt
-    return wait_for(*given)
+    return wait_for(condition)
 
 
-def counted(function, given, random, counts):
-    """function(*given), interrupted at random, 30 times and then no more; what it returned."""
-    interrupt = OutsideOfOrders(random.randint(1, 600 if counts["interrupts"] < 30 else NEVER))
+def counted(function, arguments, random, counts):
+    """function(*arguments), interrupted at random, 30 times and then no more; its result."""
+    interrupt = OutsideOfCommands(random.randint(1, 600 if counts["interrupts"] < 30 else NEVER))
     try:
-        return interrupt(function, *given)
+        return interrupt(function, *arguments)
     finally:
         counts["interrupts"] += interrupt.raised
 
 
-class OutsideOfOrders(Interrupt):
-    """Interrupts while no order is given."""
+class OutsideOfCommands(Interrupt):
+    """Interrupts while no command is given."""
 
     def profile(self, frame, event, arg):
-        its = frame
-        while its and its.f_code is not Ranks.command.__code__:
-            its = its.f_back
-        if not its:
+        caller = frame
+        while caller and caller.f_code is not Ranks.command.__code__:
+            caller = caller.f_back
+        if caller is None:
             super().profile(frame, event, arg)
 
 
 def aborts(job):
     """Abort a request of each micro-batch while batches are on their way: how many were aborted."""
-    model, done = model_of(job), {}
+    model = model_of(job)
     expected = engine_of(model, job, job["engine"]).generate(PROMPTS, PARAMS, progress=False)
     engine = engine_of(model, job, job["engine"])
-    ids = [engine.add_request(*its) for its in zip(PROMPTS, PARAMS)]
-    while (
-        not all(its.running for its in engine.schedulers) or len(engine.state.flights) < job["pp"]
-    ):
+    ids = add_all(engine)
+
+    def all_run():
+        in_flight = len(engine.state.flights) == job["pp"]
+        return in_flight and all(scheduler.running for scheduler in engine.schedulers)
+
+    while not all_run():
         engine.step()
-    aborted = [engine.abort(its.running[0].id).request_id for its in engine.schedulers]
+    aborted = [engine.abort(s.running[0].id).request_id for s in engine.schedulers]
+    done = {}
     while engine.has_work:
-        done |= {e.request_id: e.completion.tokens for e in engine.step() if e.completion}
-    assert done == {i: its.tokens for i, its in zip(ids, expected) if i not in aborted}
+        for event in engine.step():
+            if event.completion:
+                done[event.request_id] = event.completion.tokens
+    expected_tokens = {i: c.tokens for i, c in zip(ids, expected, strict=True)}
+    assert done == {i: tokens for i, tokens in expected_tokens.items() if i not in aborted}
     for scheduler in engine.schedulers:
         check_integrity(scheduler.pages, [])
         assert not scheduler.running
     return len(aborted)
 
 
+def add_all(engine):
+    """Add all requests: their ids."""
+    return [
+        engine.add_request(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)
+    ]
+
+
 def policy_raises(job):
-    """Serve, while the policy raises once: what it raised."""
+    """Serve, while the policy raises once: the message."""
     model = model_of(job)
     engine = engine_of(model, job, job["engine"])
-    expected = [its.tokens for its in engine.generate(PROMPTS, PARAMS, progress=False)]
-    for its in zip(PROMPTS, PARAMS):
-        engine.add_request(*its)
+    expected = [c.tokens for c in engine.generate(PROMPTS, PARAMS, progress=False)]
+    add_all(engine)
     for _ in range(5):
         engine.step()
-    scheduler, tokens, why = engine.schedulers[-1], {}, None
-    schedule, scheduler.schedule = scheduler.schedule, fail
+    scheduler = engine.schedulers[-1]
+    schedule = scheduler.schedule
+    scheduler.schedule = fail
+    message = None
+    tokens = {}
     while engine.has_work:
         try:
             events = engine.step()
         except ArithmeticError as error:
-            why, scheduler.schedule, events = str(error), schedule, []
-        tokens |= {its.request_id: its.completion.tokens for its in events if its.completion}
-    assert [its for _, its in sorted(tokens.items())][-len(PROMPTS) :] == expected
-    return why
+            message = str(error)
+            scheduler.schedule = schedule
+            continue
+        for event in events:
+            if event.completion:
+                tokens[event.request_id] = event.completion.tokens
+    in_order = [tokens[request_id] for request_id in sorted(tokens)]
+    assert in_order[-len(PROMPTS) :] == expected
+    return message
 
 
 def fail():
@@ -294,8 +358,8 @@ def idle(job):
     time.sleep(LIMIT_S)
 
 
-def order_broken_off(job):
-    """The model raises on rank 0 while it serves, and whoever serves goes on."""
+def command_broken_off(job):
+    """The model raises on rank 0 while it serves, and rank 0 goes on."""
     FaultyStage.fault = dict(what="raise", when="decode", rank=0)
     engine = engine_of(model_of(job, FaultyStage), job, job["engine"])
     engine.add_request([1, 2, 3], SamplingParams(9))
@@ -326,17 +390,19 @@ def be_a_rank(job):
 
 
 def fork(job):
-    """Start a job's world: [(pid, rank)], or None in its processes, which are to be ranks now."""
-    world, pids = job["tp"] * job["pp"], []
+    """Start a job's world: [(pid, rank)], or None in its processes, which are to be ranks."""
+    world = job["tp"] * job["pp"]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    its = dict(WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=job.get("port", port))
+    environ = dict(WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=job.get("port", port))
+    pids = []
     for rank in range(job.get("start", world)):
-        if pid := os.fork():
+        pid = os.fork()
+        if pid > 0:
             pids.append((pid, rank))
             continue
-        its |= dict(RANK=rank, LOCAL_RANK=rank)
-        os.environ.update({name: str(value) for name, value in its.items()})
+        environ |= dict(RANK=rank, LOCAL_RANK=rank)
+        os.environ.update({name: str(value) for name, value in environ.items()})
         error = os.open(f"{job['out']}.{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         for stream, file in enumerate([os.open(os.devnull, os.O_RDONLY), error, error]):
             os.dup2(file, stream)
@@ -345,36 +411,41 @@ def fork(job):
 
 
 def wait(worlds):
-    """[{rank: (status, seconds after the first had ended)}] of each world; who hangs is killed."""
-    waiting, started = {pid: its for its in worlds for pid, _ in its}, time.monotonic()
-    ended = {}
-    while len(ended) < len(waiting):
-        late = time.monotonic() > started + LIMIT_S
-        for pid in waiting.keys() - ended.keys():
-            if late:
+    """[{rank: (status, seconds after the first had ended)}] of each world. A rank that hangs is
+    killed."""
+    pids = [pid for world in worlds for pid, _ in world]
+    started = time.monotonic()
+    ended = {}  # pid -> (status, when)
+    while len(ended) < len(pids):
+        is_late = time.monotonic() > started + LIMIT_S
+        for pid in set(pids) - ended.keys():
+            if is_late:
                 os.kill(pid, signal.SIGKILL)
-            found, status = os.waitpid(pid, 0 if late else os.WNOHANG)
-            if found:
-                status = "hangs" if late else os.waitstatus_to_exitcode(status)
+            has_ended, status = os.waitpid(pid, 0 if is_late else os.WNOHANG)
+            if has_ended:
+                status = "hangs" if is_late else os.waitstatus_to_exitcode(status)
                 ended[pid] = status, time.monotonic()
         time.sleep(0.01)
-    said = []
-    for its in worlds:
-        first = min(ended[pid][1] for pid, _ in its)
-        said.append({rank: (ended[pid][0], ended[pid][1] - first) for pid, rank in its})
-    return said
+    results = []
+    for world in worlds:
+        first = min(ended[pid][1] for pid, _ in world)
+        results.append({rank: (ended[pid][0], ended[pid][1] - first) for pid, rank in world})
+    return results
 
 
 def main():
     """As the heading says; each line has jobs whose worlds run at the same time."""
     if job := os.environ.get("RANK_JOB"):
-        return console.run(lambda: be_a_rank(json.loads(job)))
+        console.run(partial(be_a_rank, json.loads(job)))
+        return
     tiny_model()  # what torch imports late is imported before the forks
     for line in sys.stdin:
         worlds = []
         for job in json.loads(line):
-            if (pids := fork(job)) is None:
-                return console.run(lambda: be_a_rank(job))  # noqa: B023
+            pids = fork(job)
+            if pids is None:
+                console.run(partial(be_a_rank, job))
+                return
             worlds.append(pids)
         print(json.dumps(wait(worlds)), flush=True)
 

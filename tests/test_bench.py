@@ -12,12 +12,14 @@ import pytest
 import torch
 
 import bench
-from cli import options
+from cli.loading import add_model_options, load_model, model_options, resolve_model
+from cli.options import OptionParser, number, policies_with_chunks
 from lab.measure import timing as measure
 from policies import POLICIES
 
 HERE = Path(__file__).parent.parent
-TINY = "--model llama-tiny --device cpu --dtype float32 --chunk 32 --batch 3 --seq-len 80".split()
+TINY_MODEL = ["--model", "llama-tiny", "--device", "cpu", "--dtype", "float32"]
+TINY = [*TINY_MODEL, "--chunk", "32", "--batch", "3", "--seq-len", "80"]
 OWN = """
 from scheduler import VLLM
 
@@ -28,9 +30,10 @@ class Mine(VLLM):
 
 
 def process(*command):
-    """A script of this folder in a process of its own, without a network. Returns what it did."""
-    env, words = os.environ | {"HF_HUB_OFFLINE": "1"}, [sys.executable, *command]
-    return subprocess.run(words, capture_output=True, text=True, cwd=HERE, env=env)
+    """Run a script of this folder in a process of its own, without a network."""
+    env = os.environ | {"HF_HUB_OFFLINE": "1"}
+    argv = [sys.executable, *command]
+    return subprocess.run(argv, capture_output=True, text=True, cwd=HERE, env=env)
 
 
 @pytest.fixture
@@ -44,13 +47,15 @@ def test_offline_prints_and_writes_everything(tmp_path, capsys, own):
     policies = [name for name in POLICIES if name != "dynamic"] + [f"{own}:Mine"]
     files = [f"--json={tmp_path / 'r.json'}", f"--plot={tmp_path / 't.png'}"]
     bench.main([*TINY, "--policies", ",".join(policies), *files])
-    text, report = capsys.readouterr().out, json.loads((tmp_path / "r.json").read_text())
+    text = capsys.readouterr().out
+    report = json.loads((tmp_path / "r.json").read_text())
     assert report["options"]["chunk"] == 32 and report["options"]["pd_ratio"] == 16
     assert report["options"]["policies"] == policies
-    here, model = report["machine"], {"dtype": "float32", "model": "llama-tiny"}
-    assert (model | {"torch": torch.__version__}).items() <= here.items()
-    headings = "TFLOP/s|GB/s|SARATHI, Table 2|2. End to end|3. "
-    for heading in (*headings.split("|"), here["device"], report["conclusion"]):
+    here = report["machine"]
+    model = {"dtype": "float32", "model": "llama-tiny", "torch": torch.__version__}
+    assert model.items() <= here.items()
+    headings = ["TFLOP/s", "GB/s", "SARATHI, Table 2", "2. End to end", "3. "]
+    for heading in (*headings, here["device"], report["conclusion"]):
         assert heading in text
     table = report["decode_maximal"]
     assert list(table) == ["prompt", "prefill-only", "decode-only", "decode-maximal"]
@@ -74,25 +79,33 @@ def test_offline_prints_and_writes_everything(tmp_path, capsys, own):
     assert (tmp_path / "t.png").stat().st_size > 10_000
 
 
+MODEL_OPTIONS = {
+    *("model", "init-from", "device", "dtype", "attention"),
+    *("seed", "compile", "threads", "tp", "pp"),
+}
+
+
 @pytest.mark.parametrize("command", bench.COMMANDS)
 def test_help_explains_every_option_with_its_default(command, capsys):
     with pytest.raises(SystemExit) as done:
         bench.main([command, "--help"])
     text = capsys.readouterr().out
-    found = re.findall(r"^  --([\w-]+)", text, re.MULTILINE)
-    assert done.value.code == 0 and text.count("(default:") + text.count("(default\n") == len(found)
-    model = {*"model init-from device dtype attention seed compile threads tp pp".split()}
+    options = re.findall(r"^  --([\w-]+)", text, re.MULTILINE)
+    defaults = text.count("(default:") + text.count("(default\n")
+    assert done.value.code == 0 and defaults == len(options)
     if command == "offline":
-        own = {*"batch seq-len pd-ratio lockstep chunk policies requests".split()}
-        assert set(found) == model | own | {"json", "plot", "html"}
+        files = {"json", "plot", "html"}
+        sizes = {"batch", "seq-len", "pd-ratio", "lockstep", "chunk", "policies", "requests"}
+        assert set(options) == MODEL_OPTIONS | sizes | files
         text = " ".join(text.split())
-        assert all(f"(default: {its})" in text for its in ("256", "off", "none"))
+        assert all(f"(default: {default})" in text for default in ("256", "off", "none"))
     elif command not in ("simulate", "explore"):
-        assert model < set(found) and ("qps" in found) == (command == "serve")
+        assert set(options) > MODEL_OPTIONS and ("qps" in options) == (command == "serve")
     if command == "budget":
         assert "(default: 16 on a CPU, 64 on a GPU)" in " ".join(text.split())
     if command in ("serve", "capacity"):
-        assert set("requests lengths trace slo page-size kv-tokens".split()) < set(found)
+        load = {"requests", "lengths", "trace", "slo", "page-size", "kv-tokens"}
+        assert load < set(options)
 
 
 def test_help_names_the_commands_and_does_not_wait_for_torch():
@@ -109,8 +122,8 @@ WORDS = [*ALIASES.items(), *((f"{name} {NEEDED.get(name, '')}", name) for name i
 
 @pytest.mark.parametrize("words, command", WORDS)
 def test_the_first_word_is_a_command(words, command):
-    module, args = bench.parse_args(words.split())
-    assert args.command == command and module.__name__ == bench.COMMANDS[command][0]
+    module, options = bench.parse_args(words.split())
+    assert options.command == command and module.__name__ == bench.COMMANDS[command][0]
 
 
 NONSENSE = {  # options whose value is refused by the name of the option
@@ -177,10 +190,17 @@ def test_what_makes_no_sense_is_refused_at_once(words, message, capsys, monkeypa
     assert message in capsys.readouterr().err and done.value.code == 2
 
 
+def parse_model(argv):
+    """The ModelOptions of a command line."""
+    parser = OptionParser()
+    add_model_options(parser, default_model="llama-160m")
+    return model_options(parser.parse_args(argv))
+
+
 NO_MODEL = [
     ("--model llama-9b", "'llama-9b': must be one of "),
     ("--model gpt2 --init-from x", "gpt2 and x: a geometry and a checkpoint, give one of them"),
-    ("--model gpt2 --seq-len 2000", "--seq-len 2000: this model is limited to 1024"),
+    ("--model gpt2", "--seq-len 2000: this model is limited to 1024"),
     ("--device foo", "--device foo: must be cpu, cuda"),
     ("--device cuda:99", "--device cuda:99: torch .* sees . CUDA devices"),
     ("--attention xformers", "xformers"),
@@ -190,19 +210,25 @@ NO_MODEL = [
 
 @pytest.mark.parametrize("words, message", NO_MODEL)
 def test_a_model_that_cannot_be_had_is_refused(words, message):
-    _, args = bench.parse_args(f"--device cpu --dtype bfloat16 {words}".split())
+    model = parse_model(f"--device cpu --dtype bfloat16 {words}".split())
     with pytest.raises(ValueError, match=message):
-        options.load_model(args, "seq_len")
+        load_model(model, 2000, positions_from="--seq-len")
 
 
 def test_what_was_left_open_is_filled_in(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    _, args = bench.parse_args(["--model", "llama-tiny", "--seq-len", "9000", "--batch", "5"])
-    assert (args.requests, args.pd_ratio, args.device) == (16, 256 / 4, "cpu")
-    model = options.load_model(args, "seq_len")
-    assert model.config.max_positions == 9000 and args.dtype == str(model.dtype)[6:]
-    assert options.policies_with_chunks(" vllm, sarathi:64,,vllm ") == ["vllm", "sarathi:64"]
-    share = options.number(least=0, most=1)
+    _, options = bench.parse_args(["--model", "llama-tiny", "--seq-len", "9000", "--batch", "5"])
+    assert (options.requests, options.pd_ratio) == (16, 256 / 4)
+    resolved = resolve_model(parse_model(["--model", "llama-tiny"]))
+    assert (resolved.device, resolved.model) == ("cpu", "llama-tiny")
+    assert resolve_model(parse_model([])).model == "llama-160m"
+    model = load_model(resolved, 9000, positions_from="--seq-len")
+    assert model.config.max_positions == 9000 and resolved.dtype == str(model.dtype)[6:]
+
+
+def test_types_of_options_say_what_is_allowed():
+    assert policies_with_chunks(" vllm, sarathi:64,,vllm ") == ["vllm", "sarathi:64"]
+    share = number(least=0, most=1)
     assert share("1") == 1
     with pytest.raises(argparse.ArgumentTypeError, match="2: .* of at least 0 and at most 1"):
         share("2")
@@ -219,6 +245,6 @@ def test_a_reader_that_goes_away_is_no_error(command):
     assert process.stderr.read() == "" and process.wait() == 141
 
 
-def test_a_chunk_size_of_a_policy_that_has_none_is_refused_before_a_model_is_loaded():
+def test_a_chunk_size_of_a_policy_that_has_none_is_refused():
     with pytest.raises(ValueError, match="'vllm:64': vllm does not go by a chunk size"):
         bench.parse_args(["--policies", "sarathi:64,vllm:64"])

@@ -212,20 +212,24 @@ def test_weights_are_converted_to_the_dtype_of_the_model(save, widened):
     assert (qkv.dtype, loaded.dtype) == (stored, wanted) and torch.equal(loaded, qkv.to(wanted))
 
 
-def test_loading_holds_one_tensor_at_a_time_and_fills_the_parameters_in_place(save, monkeypatch):
+def test_loading_holds_one_tensor_and_fills_parameters_in_place(save, monkeypatch):
     directory = save("llama 1", max_shard_size="10KB")
-    alive, most = set(), []
+    alive = set()
+    counts = []
 
     class Counted:
         def __init__(self, file, name):
-            self.file, self.name, its = file, name, file.get_slice(name)
-            self.get_shape, self.get_dtype = its.get_shape, its.get_dtype
+            self.file = file
+            self.name = name
+            tensor = file.get_slice(name)
+            self.get_shape = tensor.get_shape
+            self.get_dtype = tensor.get_dtype
 
         def __getitem__(self, slices):
             tensor = self.file.get_slice(self.name)[slices]
             alive.add(self.name)
             weakref.finalize(tensor, alive.discard, self.name)
-            most.append(len(alive))
+            counts.append(len(alive))
             return tensor
 
     def counting(*args, **more):
@@ -236,7 +240,9 @@ def test_loading_holds_one_tensor_at_a_time_and_fills_the_parameters_in_place(sa
     model = GPT(GPTConfig.from_checkpoint(directory), seed=None)
     before = {name: p.data_ptr() for name, p in model.named_parameters()}
     checkpoints.load_weights(model, directory)
-    assert max(most) == 1 and len(most) == 21  # embedding, norm, head, and 9 tensors in each layer
+    assert (
+        max(counts) == 1 and len(counts) == 21
+    )  # embedding, norm, head, and 9 tensors in each layer
     assert before == {name: p.data_ptr() for name, p in model.named_parameters()}
 
 
@@ -294,7 +300,9 @@ def test_published_config_gives_the_preset(tmp_path, name):
     assert read(tmp_path, **PUBLISHED[name]) == EXPECTED[name]
 
 
-LLAMA_SIZES = dict(zip(SIZES, (128, 2, 32, 8, 48, 5000, 1e-5)), vocab_size=97, head_dim=16)
+LLAMA_SIZES = dict(
+    zip(SIZES, (128, 2, 32, 8, 48, 5000, 1e-5), strict=True), vocab_size=97, head_dim=16
+)
 
 
 def sized(model_type, **options):
@@ -458,7 +466,7 @@ def test_weights_that_are_not_finite_in_their_dtype_are_refused(save, value):
         GPT.from_pretrained(file.parent, dtype=torch.float16)
 
 
-def test_sizes_that_do_not_fit_the_weights_are_refused_before_anything_is_allocated(save):
+def test_sizes_that_do_not_fit_are_refused_before_allocation(save):
     directory = save()
     edit(directory / "config.json", lambda c: c.update(hidden_size=2**22, intermediate_size=2**22))
     with pytest.raises(ValueError, match="21 tensors that do not fit"):
@@ -475,17 +483,28 @@ def test_weights_in_no_file_or_one_that_is_not_safetensors(save):
         GPT.from_pretrained(file.parent)
 
 
-WANTED = f"config.json generation_config.json model.safetensors {SHARD} tokenizer.json"
-WANTED += " tokenizer_config.json chat_template.jinja"
-OTHERS = "pytorch_model.bin consolidated.safetensors original/consolidated.00.pth onnx/model.onnx"
-OTHERS += " README.md tf_model.h5 model.fp16.safetensors model.safetensors.index.json"
+READ = [
+    *("config.json", "generation_config.json", "model.safetensors", SHARD, "tokenizer.json"),
+    *("tokenizer.model", "original/tokenizer.model", "tokenizer_config.json"),
+    "chat_template.jinja",
+]
+NEVER_READ = [
+    *("pytorch_model.bin", "consolidated.safetensors", "original/consolidated.00.pth"),
+    *("onnx/model.onnx", "README.md", "tf_model.h5", "model.fp16.safetensors"),
+    "model.safetensors.index.json",
+]
 
 
-def test_only_what_is_read_is_downloaded_and_nothing_if_a_directory_is_there(tmp_path, monkeypatch):
+def test_only_files_that_are_read_are_downloaded(tmp_path, monkeypatch):
+    """And nothing if a directory is there."""
+
     def snapshot_download(name, allow_patterns):
         assert name == "owner/model"
-        matches = lambda file: any(fnmatch.fnmatch(file, pattern) for pattern in allow_patterns)
-        assert [file for file in f"{WANTED} {OTHERS}".split() if matches(file)] == WANTED.split()
+        downloaded = []
+        for file in READ + NEVER_READ:
+            if any(fnmatch.fnmatch(file, pattern) for pattern in allow_patterns):
+                downloaded.append(file)
+        assert downloaded == READ
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)

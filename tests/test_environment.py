@@ -14,11 +14,11 @@ import torch
 import bench
 import sample
 from cli import console, options
+from cli.loading import load_model
 from memory import check_memory, free_bytes
 from policies import find_policy, make_scheduler
-from tests.test_bench import HERE
+from tests.test_bench import HERE, TINY_MODEL, parse_model
 
-TINY = "--model llama-tiny --device cpu --dtype float32"
 SERVE = "serve --simulate a100-80gb --model yi-34b --tp 2 --requests 8 --policies vllm"
 SAMPLE = "sample.py --preset llama-tiny --dtype float32 --device cpu --max-new-tokens 9 --prompt"
 OWN = """
@@ -119,18 +119,15 @@ def test_memory_is_asked_for_before_it_is_taken(monkeypatch):
         check_memory("much", 10**400, cpu)
     monkeypatch.setattr("model.init_weight", lambda *_: pytest.fail("made a model"))
     for length in (10**12, 10**15):
-        _, args = bench.parse_args(f"{TINY} --seq-len {length} --chunk 64".split())
-        with pytest.raises(
-            ValueError, match=f"llama-tiny and a .* --seq-len {length}: takes .* free"
-        ):
-            options.load_model(args, "seq_len")
+        message = f"llama-tiny and a .* --seq-len {length}: takes .* free"
+        with pytest.raises(ValueError, match=message):
+            load_model(parse_model(TINY_MODEL), length, positions_from="--seq-len")
     container = {"memory.max": "1000000", "memory.stat": "anon 400000\nfile 300000"}
     monkeypatch.setattr("memory.Path.read_text", lambda path: container[path.name])
     assert free_bytes(cpu) == 600000
     with pytest.raises(ValueError, match="llama-7b and .*with-prompt 101: takes 13.5 GB, 0.0 GB"):
-        sample.main(
-            ["--preset", "llama-7b", "--device", "cpu", "--dtype", "bfloat16", "--prompt", "x"]
-        )
+        argv = ["--preset", "llama-7b", "--device", "cpu", "--dtype", "bfloat16", "--prompt", "x"]
+        sample.main(argv)
 
 
 def exit_code(main):

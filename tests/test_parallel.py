@@ -33,40 +33,45 @@ def one_process(job):
 
 
 def check(worlds, tp, pp, engines, **job):
-    """Hold a world to what one process makes of a job. Returns what the world made of it."""
+    """Compare a world with what one process makes of a job. Returns what the world made of it."""
     job = dict(program="serve", engines=engines) | job
-    alone = one_process(json.dumps(job | dict(tp=1, pp=1)))
-    stop = alone[0]["as they come"][STOPPED][0][3]  # its fourth token
+    first = one_process(json.dumps(job | dict(tp=1, pp=1)))
+    stop = first[0]["as they come"][STOPPED][0][3]  # its fourth token
     job |= dict(tp=tp, pp=pp, stop=stop)
-    alone, got = one_process(json.dumps(job | dict(tp=1, pp=1))), worlds.result(**job)
-    for settings, expected, its in zip(engines, alone, got):
-        for way, requests in expected.items():
-            if way in ("preempted", "cached"):
-                continue
-            for number, (expects, found) in enumerate(zip(requests, its[way])):
-                where = f"{settings}, {way}, request {number}"
-                same_text(expects, found, where, number == ABORTED and way == "as they come")
+    expected = one_process(json.dumps(job | dict(tp=1, pp=1)))
+    got = worlds.result(**job)
+    for settings, one, several in zip(engines, expected, got, strict=True):
+        for way in one.keys() - {"preempted", "cached"}:
+            for number, answers in enumerate(zip(one[way], several[way], strict=True)):
+                is_aborted = number == ABORTED and way == "as they come"
+                check_same_text(*answers, f"{settings}, {way}, request {number}", is_aborted)
     return got
 
 
-def same_text(expected, found, where, aborted):
+def check_same_text(expected, got, where, is_aborted):
     """Tokens, logprobs and reason are the same; of what was aborted, so far as both got."""
-    (tokens, logprobs, reason), (its_tokens, its_logprobs, its_reason) = expected, found
-    assert reason == its_reason, where
-    n = min(len(tokens), len(its_tokens)) if aborted else len(tokens)
-    assert its_tokens[: n if aborted else None] == tokens[:n], where
-    assert (its_reason == "abort") == aborted and n >= (2 if aborted else 1)
-    assert (its_logprobs is None) == (logprobs is None), where
+    tokens, logprobs, reason = expected
+    got_tokens, got_logprobs, got_reason = got
+    assert reason == got_reason, where
+    count = min(len(tokens), len(got_tokens)) if is_aborted else len(tokens)
+    compared = got_tokens[:count] if is_aborted else got_tokens
+    assert compared == tokens[:count], where
+    assert (got_reason == "abort") == is_aborted and count >= (2 if is_aborted else 1)
+    assert (got_logprobs is None) == (logprobs is None), where
     if logprobs is not None:
-        its, expects = torch.tensor([its_logprobs[:n], logprobs[:n]], dtype=torch.float64)
-        torch.testing.assert_close(its, expects, rtol=0, atol=1e-10, msg=lambda m: f"{where}: {m}")
+        actual = torch.tensor(got_logprobs[:count], dtype=torch.float64)
+        wanted = torch.tensor(logprobs[:count], dtype=torch.float64)
+        torch.testing.assert_close(
+            actual, wanted, rtol=0, atol=1e-10, msg=lambda text: f"{where}: {text}"
+        )
 
 
 @pytest.mark.parametrize("tp, pp", [world for world in WORLDS if world != (4, 1)])
 def test_ranks_give_what_one_process_gives_under_all_policies(worlds, tp, pp):
     engines = [FEW | dict(policy=policy) for policy in POLICIES]
     got = check(worlds, tp, pp, engines, tiny=dict(n_kv_head=2, n_layer=pp))
-    preempting = {its["policy"] for its, found in zip(engines, got) if found["preempted"]}
+    answers = zip(engines, got, strict=True)
+    preempting = {settings["policy"] for settings, done in answers if done["preempted"]}
     assert preempting == set(GROWING) if pp < 4 else preempting
 
 
@@ -78,9 +83,9 @@ PAGES = [  # of 16 tokens, which are found again, and of max_len
 
 
 @pytest.mark.parametrize("tp, pp", [(2, 1), (1, 2), (2, 2)])
-def test_pages_of_any_size_and_those_that_are_found_twice_on_one_engine(worlds, tp, pp):
+def test_pages_of_any_size_may_be_shared_and_an_engine_serves_twice(worlds, tp, pp):
     job = dict(tiny=dict(n_kv_head=2, n_layer=pp), at_once=2, warm_up=pp == 2)
-    assert [bool(its["cached"]) for its in check(worlds, tp, pp, PAGES, **job)] == [1, 0]
+    assert [bool(done["cached"]) for done in check(worlds, tp, pp, PAGES, **job)] == [1, 0]
 
 
 SIZES = dict(vocab_size=61, n_head=4, n_embd=32, n_inner=48, max_positions=64)
@@ -151,11 +156,11 @@ def test_micro_batches_are_those_of_the_simulator(worlds, pp):
     engines = [SMALL | dict(policy=policy, pages=10) for policy in policies]
     job = dict(tiny=dict(n_layer=pp), engines=engines, arrivals=LOAD)
     got = worlds.result(program="batches", tp=1, pp=pp, **job)
-    for settings, batches in zip(engines, got):
+    for settings, batches in zip(engines, got, strict=True):
         config = EngineConfig(**settings | dict(pages=10 * pp))
         law = Law(pp, seconds=lambda batch: 1.0)
         run = simulate(law, config, at_once(*LOAD)).run
-        expected = [[its.micro_batch, [[*chunk] for chunk in its.chunks]] for its in run.iterations]
+        expected = [[i.micro_batch, [[*chunk] for chunk in i.chunks]] for i in run.iterations]
         assert batches == expected, settings["policy"]
 
 
@@ -164,15 +169,15 @@ def test_micro_batches_are_those_of_the_simulator(worlds, pp):
 @pytest.mark.parametrize("tp, pp", [*WORLDS, (4, 2)])
 def test_the_parts_of_all_ranks_are_the_whole(tp, pp, name, vocab_size):
     whole = tiny_model(**MODELS[name]["tiny"], n_layer=4, vocab_size=vocab_size)
-    seen = {n: torch.zeros_like(p) for n, p in whole.named_parameters()}
+    times = {name: torch.zeros_like(p) for name, p in whole.named_parameters()}
     for rank in range(tp * pp):
         ranks = SimpleNamespace(tp=tp, pp=pp, rank=rank, stage=rank // tp, part=rank % tp)
         shard = Shard(whole.config, ranks, seed=None)
         for source, dim, ranges in map(shard.slices_of, dict(shard.named_parameters())):
             for start, end in ranges:
-                seen[source].narrow(dim, start, end - start).add_(1)
-    for source, times in seen.items():
-        assert (times.min(), times.max()) == copies(whole.config, tp, pp, source), source
+                times[source].narrow(dim, start, end - start).add_(1)
+    for source, count in times.items():
+        assert (count.min(), count.max()) == copies(whole.config, tp, pp, source), source
 
 
 @pytest.mark.parametrize("tp, pp", [(4, 1), (2, 2)])
@@ -184,11 +189,12 @@ def test_a_rank_reads_no_more_of_a_checkpoint_than_it_keeps(tmp_path, monkeypatc
 
     class Counted:
         def __init__(self, file, name):
-            self.its = file.get_slice(name)
-            self.get_shape, self.get_dtype = self.its.get_shape, self.its.get_dtype
+            self.tensor = file.get_slice(name)
+            self.get_shape = self.tensor.get_shape
+            self.get_dtype = self.tensor.get_dtype
 
         def __getitem__(self, slices):
-            read.append(self.its[slices])
+            read.append(self.tensor[slices])
             return read[-1]
 
     def counting(path, framework):

@@ -33,12 +33,11 @@ FAULTS = {  # of a rank, in a batch with prefill or one without
 }
 
 
-def said(errors, *words):
-    """The one line that begins with "error: ", in which all `words` must be."""
+def check_error(errors, *parts):
+    """One line begins with "error: ", and all `parts` are in it."""
     (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
-    assert all(word in line for word in words), line
+    assert all(part in line for part in parts), line
     assert "Traceback" not in errors
-    return line
 
 
 def test_when_a_rank_is_lost_all_end_and_one_line_names_it(worlds):
@@ -47,17 +46,19 @@ def test_when_a_rank_is_lost_all_end_and_one_line_names_it(worlds):
         for tp, pp in ((2, 1), (1, 2), (2, 2)):
             rank = tp * pp - 1
             jobs[name, rank, tp, pp] = JOB | dict(tp=tp, pp=pp, fault=fault | dict(rank=rank))
-    for (name, rank, *_), ended in zip(jobs, worlds.run(*jobs.values())):
-        all_end(ended)
-        why = ("ArithmeticError", "the model fails") if name == "raises" else ("gone",)
-        said(ended.errors, f"rank {rank}", *why)
+    worlds_ended = worlds.run(*jobs.values())
+    for (name, rank, *_), ended in zip(jobs, worlds_ended, strict=True):
+        check_all_end(ended)
+        reason = ["ArithmeticError", "the model fails"] if name == "raises" else ["gone"]
+        check_error(ended.errors, f"rank {rank}", *reason)
 
 
 def test_signals_are_for_rank_0(worlds):
     """Others end with it: it may have something to print."""
-    jobs = [JOB | dict(tp=1, pp=2)]
+    job = JOB | dict(tp=1, pp=2)
+    jobs = [job]
     for signal_name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        jobs.append(jobs[0] | dict(fault=dict(what=signal_name, when="decode", rank=1)))
+        jobs.append(job | dict(fault=dict(what=signal_name, when="decode", rank=1)))
     undisturbed, *others = worlds.run(*jobs)
     for ended in others:
         assert ended.result == undisturbed.result and set(ended.statuses.values()) == {0}
@@ -65,12 +66,12 @@ def test_signals_are_for_rank_0(worlds):
 
 def test_a_rank_is_missed_while_nobody_has_anything_to_do(worlds):
     (ended,) = worlds.run(JOB | dict(program="idle", tp=2, pp=2, victim=3))
-    all_end(ended)
-    said(ended.errors, "rank 3 is gone")
+    check_all_end(ended)
+    check_error(ended.errors, "rank 3 is gone")
 
 
-def all_end(ended):
-    """Soon, and not as if all had gone well."""
+def check_all_end(ended):
+    """All ranks end soon, and not as if all had gone well."""
     assert ended.result is None and 0 not in ended.statuses.values(), ended
     assert "hangs" not in ended.statuses.values() and max(ended.seconds.values()) < LIMIT_S, ended
 
@@ -83,7 +84,7 @@ def test_when_rank_0_is_lost_all_end(worlds):
             jobs.append(JOB | dict(tp=tp, pp=pp, fault=fault))
     jobs.append(JOB | dict(program="idle", tp=2, pp=1, victim=0))
     for ended in worlds.run(*jobs):
-        all_end(ended)
+        check_all_end(ended)
 
 
 def test_ranks_that_cannot_work_together_say_so(worlds, tmp_path):
@@ -99,61 +100,69 @@ def test_ranks_that_cannot_work_together_say_so(worlds, tmp_path):
         others, divided, in_use = worlds.run(*jobs)
     for ended in (others, in_use, divided):
         assert ended.statuses[0] not in (0, "hangs") and max(ended.seconds.values()) < LIMIT_S
-    said(others.errors, "rank 1 has another model, or other weights, than rank 0")
-    said(in_use.errors, str(port), "in use")
-    said(divided.errors, "pp=3: must divide n_layer=2")
+    check_error(others.errors, "rank 1 has another model, or other weights, than rank 0")
+    check_error(in_use.errors, str(port), "in use")
+    check_error(divided.errors, "pp=3: must divide n_layer=2")
 
 
-def torchrun(*words, world=2, **environ):
+def torchrun(*argv, world=2, **environ):
     """torchrun of so many processes, in a session of its own."""
-    words = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}", *words]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    env = ENVIRON | environ
-    return subprocess.Popen(words, cwd=ROOT, env=env, start_new_session=True, **pipes)
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}", *argv],
+        cwd=ROOT,
+        env=ENVIRON | environ,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
-SAMPLE = "sample.py --preset llama-tiny --device cpu --dtype float32 --temperature 0".split()
-SAMPLE += "--prompt abc --prompt d --max-new-tokens 9".split()
+SAMPLE = [
+    *("sample.py", "--preset", "llama-tiny", "--device", "cpu", "--dtype", "float32"),
+    *("--temperature", "0", "--prompt", "abc", "--prompt", "d", "--max-new-tokens", "9"),
+]
 
 
-def test_torchrun_starts_the_programs_and_says_how_if_it_is_not_told_enough(capsys):
+def test_torchrun_starts_the_programs_or_is_told_how(capsys):
     worlds = [torchrun("--standalone", *SAMPLE, "--tp", tp, "--pp", "1") for tp in ("2", "4")]
     with pytest.raises(ValueError, match="--tp 2 --pp 1: needs 2 processes, not 1: torchrun "):
         sample.main([*SAMPLE[1:], "--tp", "2"])
     capsys.readouterr()
     sample.main(SAMPLE[1:])
-    (text, errors), (none, wrong) = (its.communicate(timeout=60) for its in worlds)
+    text, errors = worlds[0].communicate(timeout=60)
+    no_text, wrong = worlds[1].communicate(timeout=60)
     assert worlds[0].returncode == 0 and text == capsys.readouterr().out, errors
-    assert worlds[1].returncode != 0 and not none
+    assert worlds[1].returncode != 0 and not no_text
     command = "torchrun --nproc-per-node 4 sample.py --preset llama-tiny"
-    assert (
-        wrong.count("error: ") == 1
-        and f"--tp 4 --pp 1: needs 4 processes, not 2: {command}" in wrong
-    )
+    assert wrong.count("error: ") == 1
+    assert f"--tp 4 --pp 1: needs 4 processes, not 2: {command}" in wrong
 
 
-def struck(file):
-    """Wait until a rank has been struck."""
+def wait_for_file(file):
+    """Wait until a rank has been struck, which makes this file."""
     end = time.monotonic() + 60
     while not file.exists():
         assert time.monotonic() < end
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("who", ["a rank", "all"])
-def test_under_torchrun_nothing_is_left_behind(tmp_path, who):
+@pytest.mark.parametrize("target", ["a rank", "all"])
+def test_under_torchrun_nothing_is_left_behind(tmp_path, target):
     """A rank is killed from outside, or a Ctrl-C comes for all: then rank 0 keeps what it has."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    out, mark = tmp_path / "out", tmp_path / "struck"
+    out = tmp_path / "out"
+    mark = tmp_path / "struck"
     job = JOB | dict(tp=2, pp=1, out=str(out), fault=dict(what="wait", when="decode", rank=0))
-    its = dict(RANK_JOB=json.dumps(job), STRUCK=str(mark))
-    world, pids = torchrun(f"--master-port={port}", "-m", "tests.rank_program", **its), []
+    environ = dict(RANK_JOB=json.dumps(job), STRUCK=str(mark))
+    world = torchrun(f"--master-port={port}", "-m", "tests.rank_program", **environ)
+    pids = []
     try:
-        struck(mark)
+        wait_for_file(mark)
         pids = [int((tmp_path / f"out.{rank}.pid").read_text()) for rank in (0, 1)]
         began = time.monotonic()
-        if who == "a rank":
+        if target == "a rank":
             os.kill(pids[1], signal.SIGKILL)
         else:
             for pid in (world.pid, *pids):
@@ -166,8 +175,8 @@ def test_under_torchrun_nothing_is_left_behind(tmp_path, who):
                 os.kill(pid, signal.SIGKILL)
                 pytest.fail(f"process {pid} is left behind")
     assert world.returncode != 0 and not out.exists()
-    assert Path(f"{out}.kept").exists() == (who == "all")
-    if who == "a rank":
+    assert Path(f"{out}.kept").exists() == (target == "all")
+    if target == "a rank":
         (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
         assert "rank 1 is gone" in line
     socket.create_server(("127.0.0.1", port)).close()
@@ -176,8 +185,8 @@ def test_under_torchrun_nothing_is_left_behind(tmp_path, who):
 def test_an_interrupt_while_rank_0_decides_or_waits_changes_no_text(worlds):
     for tp, pp, seeds in ((2, 1, [1]), (1, 4, [1, 2])):
         job = dict(program="interrupted", tp=tp, pp=pp, tiny=dict(n_kv_head=2, n_layer=pp))
-        its = worlds.result(**job, seeds=seeds, engine=ENGINE | dict(page_size=4, pages=8))
-        assert its["interrupts"] >= 20 and its["waiting"] > 2
+        counts = worlds.result(**job, seeds=seeds, engine=ENGINE | dict(page_size=4, pages=8))
+        assert counts["interrupts"] >= 20 and counts["waiting"] > 2
 
 
 def test_a_request_on_its_way_is_aborted_in_its_micro_batch(worlds):
@@ -185,15 +194,15 @@ def test_a_request_on_its_way_is_aborted_in_its_micro_batch(worlds):
     assert worlds.result(**job) == 2
 
 
-def test_a_policy_that_raises_changes_no_text_and_an_order_broken_off_is_the_last(worlds):
+def test_a_policy_may_raise_but_a_command_broken_off_is_the_last(worlds):
     job = dict(tp=1, pp=2, tiny=dict(n_layer=2), engine=ENGINE)
     assert worlds.result(program="policy_raises", **job) == "my policy"
-    (ended,) = worlds.run(dict(program="order_broken_off") | job)
-    all_end(ended)
-    said(ended.errors, "the ranks are out of step, as rank 0 broke an order off")
+    (ended,) = worlds.run(dict(program="command_broken_off") | job)
+    check_all_end(ended)
+    check_error(ended.errors, "the ranks are out of step, as rank 0 broke an order off")
 
 
-def test_caches_of_runners_that_are_gone_are_free_before_there_is_room_for_others():
+def test_caches_of_runners_that_are_gone_are_free():
     stage = Stage(tiny_model())
     stage.runners = dict.fromkeys((1, 2, 3))
     stage.free_caches_except([2])
@@ -207,14 +216,15 @@ def test_a_server_on_two_ranks_says_what_one_process_says(capsys):
     expected = capsys.readouterr().out.removeprefix("abc").removesuffix("\n")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    words = "-m server --preset llama-tiny --device cpu --dtype float32 --max-len 32 --pp 2"
-    world = torchrun("--standalone", *words.split(), f"--port={port}")
-    ask = dict(model="llama-tiny", prompt="abc", max_tokens=9, temperature=0)
-    url, head = f"http://127.0.0.1:{port}/v1/completions", {"content-type": "application/json"}
+    command = "-m server --preset llama-tiny --device cpu --dtype float32 --max-len 32 --pp 2"
+    world = torchrun("--standalone", *command.split(), f"--port={port}")
+    body = json.dumps(dict(model="llama-tiny", prompt="abc", max_tokens=9, temperature=0))
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    headers = {"content-type": "application/json"}
     try:
         for left in range(300, -1, -1):
             try:
-                request = Request(url, json.dumps(ask).encode(), head)
+                request = Request(url, body.encode(), headers)
                 answer = json.load(urlopen(request, timeout=30))
                 break
             except URLError:  # not yet

@@ -49,13 +49,16 @@ def test_options_are_passed_on(monkeypatch):
         return generate(engine, prompts, params)
 
     monkeypatch.setattr(Engine, "generate", spy)
-    words = "--prompt a --prompt b --max-new-tokens 3 --temperature 0.5 --top-k 4 --top-p 0.6"
-    sample.main([*COMMON, *words.split(), *"--seed 7 --policy vllm --chunk 9".split()])
+    argv = [
+        *(*COMMON, "--prompt", "a", "--prompt", "b", "--max-new-tokens", "3"),
+        *("--temperature", "0.5", "--top-k", "4", "--top-p", "0.6"),
+    ]
+    sample.main([*argv, "--seed", "7", "--policy", "vllm", "--chunk", "9"])
     params, made = seen
     params = [(p.max_new_tokens, p.temperature, p.top_k, p.top_p, p.seed) for p in params]
     assert params == [(3, 0.5, 4, 0.6, 7), (3, 0.5, 4, 0.6, 8)]
     assert made == ("VLLM", 9, 2)
-    sample.main([*COMMON, *words.split(), "--prefix-caching"])
+    sample.main([*argv, "--prefix-caching"])
     assert seen[-1] == ("SarathiServe", 256, 2, 2)  # a page has half of the longest, 4
 
 

@@ -96,7 +96,7 @@ def test_text_comes_back_whole_and_any_tokens_are_streamed_as_they_decode(every,
 
 
 @every_kind
-def test_stream_never_shows_half_a_character_and_never_waits_for_a_whole_one(every, kind):
+def test_a_stream_shows_each_character_as_soon_as_it_is_whole(every, kind):
     pieces = streamed(every[kind], every[kind].encode("a👍b"))
     assert [piece for piece in pieces if piece] == ["a", "👍", "b"] and pieces[-1] == ""
 

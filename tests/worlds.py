@@ -5,56 +5,64 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRON = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 class Ended(NamedTuple):
-    """How a world ended: what rank 0 made of its job, None if nothing; {rank: its exit status},
-    {rank: seconds after the first had ended}, and what rank 0 wrote to stderr."""
+    """How a world ended."""
 
-    result: object
-    statuses: dict
-    seconds: dict
-    errors: str
+    result: Any  # what rank 0 made of its job; None if nothing
+    statuses: dict[int, int | str]  # rank -> its exit status, or "hangs"
+    seconds: dict[int, float]  # rank -> how long after the first it ended
+    errors: str  # what rank 0 wrote to stderr
 
 
 class Worlds:
-    """Starts worlds. `folder` is for what they write."""
+    """Starts worlds. `folder` is for their files."""
 
-    def __init__(self, folder):
-        self.folder, self.count = folder, 0
-        words = sys.executable, "-m", "tests.rank_program"
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.process = subprocess.Popen(words, cwd=ROOT, env=ENVIRON, **pipes)
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.count = 0
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.rank_program"],
+            cwd=ROOT,
+            env=ENVIRON,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
-    def out(self):
-        """A path for what a job makes."""
+    def out(self) -> Path:
+        """A path for the result of a job."""
         self.count += 1
         return self.folder / f"{self.count}.json"
 
-    def run(self, *jobs):
-        """How the worlds of some jobs ended, that ran at the same time."""
+    def run(self, *jobs: dict[str, Any]) -> list[Ended]:
+        """How the worlds of some jobs ended that ran at the same time."""
         outs = [self.out() for _ in jobs]
-        lines = json.dumps([job | {"out": str(out)} for job, out in zip(jobs, outs)])
-        print(lines, file=self.process.stdin, flush=True)
-        found = json.loads(self.process.stdout.readline())
-        return [self._ended(*its) for its in zip(outs, found)]
+        line = json.dumps([job | {"out": str(out)} for job, out in zip(jobs, outs, strict=True)])
+        print(line, file=self.process.stdin, flush=True)
+        worlds = json.loads(self.process.stdout.readline())
+        return [self._ended(out, world) for out, world in zip(outs, worlds, strict=True)]
 
-    def _ended(self, out, ranks):
-        result = json.loads(out.read_text()) if out.exists() else None
-        statuses, seconds = ({int(rank): its[i] for rank, its in ranks.items()} for i in (0, 1))
-        return Ended(result, statuses, seconds, Path(f"{out}.0").read_text())
+    def _ended(self, out: Path, world: dict[str, Any]) -> Ended:
+        return Ended(
+            result=json.loads(out.read_text()) if out.exists() else None,
+            statuses={int(rank): status for rank, (status, _) in world.items()},
+            seconds={int(rank): seconds for rank, (_, seconds) in world.items()},
+            errors=Path(f"{out}.0").read_text(),
+        )
 
-    def result(self, **job):
+    def result(self, **job: Any) -> Any:
         """What rank 0 made of a job in which all goes well."""
-        (its,) = self.run(job)
-        assert {*its.statuses.values()} == {0}, its.errors
-        return its.result
+        (ended,) = self.run(job)
+        assert set(ended.statuses.values()) == {0}, ended.errors
+        return ended.result
 
-    def close(self):
-        """End it."""
+    def close(self) -> None:
+        """End the process."""
         self.process.stdin.close()
         self.process.wait(10)
