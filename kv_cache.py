@@ -9,9 +9,8 @@ of the one long row of slots that the cache is. With pages of max_len tokens eac
 page. This is SARATHI's layout (§4.5: "we pre-allocate the KV cache as per the maximum sequence
 length"). Small pages are taken as a request grows, and prompts that begin alike can share them.
 
-`KVCache` holds the tensors. `Pages` says which request owns which page and knows no tensors, so a
-scheduler runs without them. Read next: attention/, which reads the cache.
-"""
+`KVCache` holds the tensors. `Pages` knows the owners of pages, and no tensors: a scheduler runs
+without. Read next: attention/, which reads the cache."""
 
 from __future__ import annotations
 
@@ -86,8 +85,7 @@ class KVCache:
 
     `data` has the logical shape (n_layer, K and V, n_kv_head, pages * page_size, head_dim). Its
     strides depend on the device, because kernels prefer different layouts: on CUDA the heads of a
-    slot lie side by side, elsewhere the slots of a head. A slot holds garbage until it is written.
-    """
+    slot lie side by side, elsewhere the slots of a head. Unwritten slots hold garbage."""
 
     def __init__(
         self,
@@ -131,8 +129,7 @@ class Pages:
     prompt begins with these tokens reuses the page. (Collisions of SHA-256 are ignored.)
 
     Pages are reference-counted. An unreferenced page stays in the cache until its memory is needed.
-    The least recently used page is evicted first.
-    """
+    The least recently used page is evicted first."""
 
     def __init__(self, total: int, page_size: int, prefix_caching: bool = False) -> None:
         self.total = total
@@ -154,13 +151,14 @@ class Pages:
         """Take `count` pages. Returns None if fewer are free.
 
         A new request gets them from the longest runs of free pages. `after` is the last page of a
-        request that needs one page more. It gets the next page if that is free, or else any.
-        Cached pages are evicted if there are too few others.
-        """
+        request that needs one page more: the next page if that is free, or else any. Cached pages
+        are evicted, the least recently used first, if there are too few others."""
         if count > self.num_free:
             return None
         while self.num_free - len(self._evictable) < count:
-            self._evict()
+            page, _ = self._evictable.popitem(last=False)
+            del self._page_of[self._hash_of[page]]
+            self._occupied[page] = 0
         pages = self._longest_runs(count) if after is None else [self._page_after(after)]
         for page in pages:
             self._occupied[page] = 1
@@ -199,8 +197,8 @@ class Pages:
     def publish(self, pages: Sequence[int], hashes: Sequence[bytes]) -> None:
         """Let other requests reuse the pages that have a hash. A hash keeps the page it has."""
         for page, page_hash in zip(pages, hashes, strict=False):  # a last page may not be full
-            self._hash_of[page] = page_hash  # first: else an interrupt here would leave a page
-            self._page_of.setdefault(page_hash, page)  # that is never forgotten
+            self._hash_of[page] = page_hash  # first, or an interrupt could leave a page for ever
+            self._page_of.setdefault(page_hash, page)
 
     def is_cached(self, page: int) -> bool:
         """Whether other requests can reuse this page."""
@@ -228,12 +226,6 @@ class Pages:
                 del self._evictable[page]
                 self.num_free -= 1
             self.ref_counts[page] += 1
-
-    def _evict(self) -> None:
-        """Forget the least recently used of the cached pages that are in no block table."""
-        page, _ = self._evictable.popitem(last=False)
-        del self._page_of[self._hash_of[page]]
-        self._occupied[page] = 0
 
     def _longest_runs(self, count: int) -> list[int]:
         """`count` unoccupied pages, from the longest runs of such pages."""

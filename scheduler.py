@@ -12,8 +12,7 @@ All policies here serve requests in order of arrival and never skip the first in
 may exceed the token budget. On a first reading, read Request, Chunk, Batch, and Scheduler down to
 the line "Skip on a first reading"; then the policies at the end of the file, which are short.
 
-policies/ has the names of all policies, and those beyond the papers. Read next: kv_cache.py.
-"""
+policies/ has the names of all policies, and those beyond the papers. Read next: kv_cache.py."""
 
 import math
 import sys
@@ -33,8 +32,7 @@ class Request:
     """A prompt, and the output that is generated after it.
 
     Three fields matter to a policy: `tokens`, `num_computed` and `pages`. The rest is bookkeeping.
-    While a request waits it has no pages, and nothing of it is computed.
-    """
+    While a request waits it has no pages, and nothing of it is computed."""
 
     id: int
     tokens: list[int]  # the prompt, and the output so far
@@ -68,8 +66,7 @@ class Request:
             tokens     p p p p o o      prompt_len = 4, 2 output tokens
             computed   x x x x x .      num_computed = 5: it decodes
 
-        After a preemption num_computed is 0, and the same tokens are prefilled again.
-        """
+        After a preemption num_computed is 0, and the same tokens are prefilled again."""
         return self.num_computed + 1 == len(self.tokens) > self.prompt_len
 
 
@@ -99,8 +96,7 @@ class Batch(list[Chunk]):
     """The chunks of one iteration, at most one for each request.
 
     `budget` is the number of tokens that it may hold, None for any number. `left` is the unused
-    part of the budget, below 0 if there are more decodes than the budget allows.
-    """
+    part of the budget, below 0 if there are more decodes than the budget allows."""
 
     def __init__(self, budget: int | None = None) -> None:
         super().__init__()
@@ -152,8 +148,7 @@ class Scheduler:
 
     `chunk` is C, the chunk size or token budget. `max_batch` is B, the number of requests that may
     run at once. `max_len` is the length of the longest request, prompt and output. Some policies
-    take more options. Raises ValueError if the sizes make no sense.
-    """
+    take more options. Raises ValueError if the sizes make no sense."""
 
     cuts_prompts = False  # into chunks of at most `chunk` tokens
     reserves_max_len = True  # at admission; if not, the memory of a request grows page by page
@@ -166,9 +161,8 @@ class Scheduler:
         max_len: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        check_whole("chunk", chunk, least=1)
-        check_whole("max_batch", max_batch, least=1)
-        check_whole("max_len", max_len, least=1)
+        for name, size in (("chunk", chunk), ("max_batch", max_batch), ("max_len", max_len)):
+            check_whole(name, size, least=1)
         needed = pages.needed(max_len)
         if pages.total < needed:
             takes = f"a request of max_len={max_len} takes {needed} pages"
@@ -199,8 +193,7 @@ class Scheduler:
     def decoding(self) -> list[Request]:
         """The running requests that decode, each with a page for its next token.
 
-        If memory runs out, running requests are preempted, the one of the highest rank first.
-        """
+        If memory runs out, running requests are preempted, the one of the highest rank first."""
         decodes = [request for request in self.running if request.is_decoding]
         size = self.pages.page_size
         full = [request for request in decodes if request.num_computed == len(request.pages) * size]
@@ -221,8 +214,7 @@ class Scheduler:
     def admit(self) -> Request | None:
         """Give the first waiting request its pages and let it run.
 
-        Returns None if no request waits, or if there is no room for the first one.
-        """
+        Returns None if no request waits, or if there is no room for the first one."""
         if not self.waiting:
             return None
         request = self.waiting[0]
@@ -282,8 +274,7 @@ class Scheduler:
 
         `tokens` holds the token that was sampled after each chunk at time `now`, or None. An
         interrupt may come between any two lines here. Then the engine calls this again with the
-        same arguments, so each line checks whether it has been done already.
-        """
+        same arguments, so each line checks whether it has been done already."""
         self.mend()
         new_tokens: list[tuple[Request, int]] = []
         for (request, start, length), token in zip(batch, tokens, strict=True):
@@ -326,10 +317,9 @@ class Scheduler:
         """The cached pages that hold the first tokens of a request, and how many more it needs.
 
         The last token is always computed, because its logits give the next one: with pages of 4
-        tokens, a prompt of 8 uses 1 cached page at most, and a prompt of 9 uses 2. A preempted
-        request that had begun its output leaves 2 tokens to compute. With 1 it would count as a
-        decode, and the batch that is being made has its decodes already.
-        """
+        tokens, a prompt of 8 uses 1 cached page at most, and a prompt of 9 uses 2. After a
+        preemption with some output, 2 tokens are left to compute. With 1 the request would count as
+        a decode, and the batch that is being made has its decodes already."""
         to_compute = 1 if len(request.tokens) == request.prompt_len else 2
         most_pages = (len(request.tokens) - to_compute) // self.pages.page_size
         cached_pages = self.pages.match_prefix(request.page_hashes[:most_pages])
@@ -396,10 +386,8 @@ class Scheduler:
     def mend(self) -> None:
         """If a change was interrupted, let all requests wait and be computed again.
 
-        A Ctrl-C may come between any two lines, and leave queue, block tables and free pages in
-        disagreement. `requests` survives it, as a journal does: the rest is made from it again.
-        Every method that changes anything begins with this.
-        """
+        A Ctrl-C between two lines may leave queue, block tables and free pages in disagreement. All
+        is made again from `requests`, the journal. Each method that changes anything begins so."""
         if not any(peer.torn for peer in self.peers):
             return
         for peer in self.peers:  # until all of this is done
@@ -425,8 +413,7 @@ class Scheduler:
     def share_queue(self, other: "Scheduler") -> None:
         """Serve the requests of another scheduler, too: as micro-batches of one pipeline do.
 
-        Each has its own pages and running requests. After an interrupt all of them begin anew.
-        """
+        Each has its own pages and running requests. After an interrupt all of them begin anew."""
         self.waiting = other.waiting
         self.requests = other.requests
         self.peers = other.peers
@@ -491,8 +478,7 @@ class Sarathi(Scheduler):
     """SARATHI §4.3, decode-maximal: all decodes and one chunk, `chunk` tokens together.
 
     A GPU multiplies matrices in tiles: if these are of 128 rows, 129 rows cost as much as 256
-    (§4.4). So `chunk` is rounded down to a multiple of `tile` tokens, unless it is less than one.
-    """
+    (§4.4). So `chunk` is rounded down to a multiple of `tile` tokens, but not to 0."""
 
     cuts_prompts = True
 

@@ -3,8 +3,7 @@
     make_scheduler("sarathi-serve", Pages(64, 16), chunk=256, max_batch=16, max_len=512)
     make_scheduler("my_policy.py:ShortestFirst", ...)       a Scheduler subclass in that file
 
-Plain Python, like scheduler.py. Read next: dynamic.py, priority.py.
-"""
+Plain Python, like scheduler.py. Read next: dynamic.py, priority.py."""
 
 from inspect import getfullargspec, signature
 from typing import Any
@@ -33,8 +32,7 @@ POLICIES: dict[str, type[Scheduler]] = {
 def find_policy(name: str) -> type[Scheduler]:
     """The class of a policy: a name in POLICIES, or "path/to/file.py:ClassName".
 
-    Raises ValueError if there is no such policy. An error in the file passes through.
-    """
+    Raises ValueError if there is no such policy. An error in the file passes through."""
     if str(name) in POLICIES:
         return POLICIES[name]
     file, _, class_name = str(name).rpartition(":")

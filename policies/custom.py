@@ -18,8 +18,7 @@ class MissingPolicyError(ValueError):
 def load_policy(file: str, class_name: str) -> type[Scheduler]:
     """The class of that name in a file, which runs once. An error in the file passes through.
 
-    Raises MissingPolicyError if there is no such file or class.
-    """
+    Raises MissingPolicyError if there is no such file or class."""
     path = Path(file).resolve()
     if not path.is_file():
         raise MissingPolicyError(f"there is no file {file}")
@@ -38,8 +37,7 @@ def where_it_failed(error: BaseException) -> str | None:
     """The place in a custom policy where an error came from, such as "my_policy.py line 12".
 
     There is no line if the error came from something that the policy returned. Returns None if
-    the error has nothing to do with a custom policy.
-    """
+    the error has nothing to do with a custom policy."""
     if isinstance(error, SyntaxError):
         file = error.filename or "the policy's file"  # a null byte has no file name
         return f"{file} line {error.lineno}"

@@ -14,8 +14,7 @@ class Dynamic(SarathiServe):
 
     `tbt_slo` limits the time between tokens, in seconds; without it the budget is `chunk`. The
     prefill is a multiple of `tile` tokens. IterationTime predicts how long a batch takes. It may
-    begin with a `profile`, a list of (BatchShape, seconds), see token_budget.py.
-    """
+    begin with a `profile`, a list of (BatchShape, seconds), see token_budget.py."""
 
     def __init__(
         self,
@@ -43,8 +42,7 @@ class Dynamic(SarathiServe):
         """The decodes, and the prefill that fits beside them.
 
         The prefill is that of the slowest of `prefills`, or else of the first waiting request.
-        Without decodes nothing can stall, and the budget is max_len.
-        """
+        Without decodes nothing can stall, and the budget is max_len."""
         self.max_start = math.inf
         tbt_slo = self.tbt_slo_of(decodes)
         if tbt_slo is None:

@@ -5,8 +5,7 @@ token_budget.py). But the prefill that fits changes with the decodes, their cont
 part of the prompt, and the machine. So `IterationTime` predicts the time of a batch from its
 contents, instead of an average per token. It learns from each batch that ran.
 
-Read next: dynamic.py.
-"""
+Read next: dynamic.py."""
 
 import math
 from bisect import bisect_right
@@ -78,8 +77,7 @@ class IterationTime:
     the prediction and the margin. It falls with all others, by a two-hundredth as much.
 
     **Profile.** A list of (BatchShape, seconds) to begin with, which should reach beyond the SLO.
-    Without one, nothing is known at first, and `prefill_that_fits` goes up in steps.
-    """
+    Without one, nothing is known at first, and `prefill_that_fits` goes up in steps."""
 
     def __init__(self, profile: Iterable[tuple[BatchShape, float]] = ()) -> None:
         self.scale = 1.0
@@ -141,8 +139,7 @@ class IterationTime:
         result is a multiple of `tile` tokens, the tile of the matrix products (§4.3), or `limit`.
 
         It is at most half as much again as the largest prefill that was ever timed, or one tile
-        more (16 tokens at first). So the unknown is tried in steps.
-        """
+        more (16 tokens at first). So the unknown is tried in steps."""
         slowest = 1 + self.margin
         largest = self.largest_prefill
         limit = max(0, limit)

@@ -8,8 +8,7 @@ A *bubble* is the time that a stage has been idle when a batch reaches it. It is
 request in that batch (SARATHI §5.3). Idle time is no bubble while some micro-batch has no requests,
 nor before the stage's first batch after that.
 
-Read next: parallel/stages.py, lab/simulator/simulation.py.
-"""
+Read next: parallel/stages.py, lab/simulator/simulation.py."""
 
 import math
 from collections import defaultdict
@@ -45,8 +44,7 @@ class MicroBatches:
     """The micro-batches of `replicas` pipelines of `pp` stages.
 
     `config` is an EngineConfig with all numbers given. Its max_batch is of each micro-batch. Its
-    pages are shared by the micro-batches of a replica. Times are in seconds.
-    """
+    pages are shared by the micro-batches of a replica. Times are in seconds."""
 
     def __init__(
         self, config: EngineConfig, pp: int, clock: Callable[[], float], replicas: int = 1
@@ -95,8 +93,7 @@ class MicroBatches:
     def full_since(self, number: int) -> float:
         """Since when all micro-batches of its replica have had requests; infinity if one has none.
 
-        The idle time of a stage that has had no batch since then is no bubble.
-        """
+        The idle time of a stage that has had no batch since then is no bubble."""
         first = number // self.pp * self.pp
         return max(self.since[first : first + self.pp])
 
@@ -117,8 +114,7 @@ class MicroBatches:
     ) -> None:
         """Account for a batch: it was on each stage of its replica at these StageTimes.
 
-        With its `chunks` it is recorded in `stage_runs`, too.
-        """
+        With its `chunks` it is recorded in `stage_runs`, too."""
         replica = number // self.pp
         bubbles_s = 0.0
         for stage, time in enumerate(times):

@@ -57,8 +57,7 @@ class ClassQueue:
 
     It has the methods of a deque that a scheduler uses, and costs little more. A deadline is
     computed when a request joins. Every `ageing` seconds a waiting request rises by one class, so
-    that no class starves.
-    """
+    that no class starves."""
 
     def __init__(
         self,
@@ -133,8 +132,7 @@ class Priority(Dynamic):
     the request's own prefill. So a short prompt goes first, even if a long one has begun. Every
     `ageing` seconds lift a request by one class. The token budget is dynamic where decodes have TBT
     targets, and meets the tightest; else it is `chunk`. Requests of lower classes are preempted for
-    a realtime or high request at risk.
-    """
+    a realtime or high request at risk."""
 
     def __init__(
         self, *args: Any, ttft_slo: float = 2.0, ageing: float = 30.0, **options: Any
@@ -182,8 +180,7 @@ class Priority(Dynamic):
         """The running requests of lower classes that put a realtime or high request at risk.
 
         It is at risk if these decodes take too long for its TBT target. It is also at risk if half
-        its TTFT target has gone, and there is no room for it or no token budget beside the decodes.
-        """
+        its TTFT target has gone, and there is no room for it, or no budget beside the decodes."""
         prefills = self.prefilling()
         head = self.waiting[0] if self.waiting else None
         urgent = [r for r in (head, *prefills) if r and r.priority <= HIGH]

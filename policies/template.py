@@ -12,8 +12,7 @@ Override one of these methods, which scheduler.py explains:
     schedule()       all of it: which chunks are computed next
 
 `self.waiting` is the queue. `self.running` are the requests that have pages. `self.clock()` is the
-time in seconds.
-"""
+time in seconds."""
 
 from scheduler import Request, SarathiServe
 

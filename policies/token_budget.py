@@ -1,8 +1,7 @@
 """SLOs of the time between tokens, and the token budget that meets one (Sarathi-Serve §4.3, §5.1).
 
 Hybrid batches are timed, and the largest budget that meets the SLO is taken: by the engine when it
-starts with chunk="auto", and by `python bench.py budget`. Read first: iteration_time.py.
-"""
+starts with chunk="auto", and by `python bench.py budget`. Read first: iteration_time.py."""
 
 import statistics
 import time
@@ -73,8 +72,7 @@ def hybrid_spans(cache: KVCache, budget: int, context: int, decodes: int) -> lis
     """Spans of `decodes` requests that decode at `context`, and of a chunk that fills the budget.
 
     The chunk ends at `context`, or begins at 0 if it is longer. The spans take the cache's pages in
-    turn. Where there are too few they share pages, which may take less time.
-    """
+    turn. Where there are too few they share pages, which may take less time."""
     pages = cycle(range(cache.pages))
     chunk = budget - decodes
     spans = []
@@ -95,8 +93,7 @@ def _block_table(pages: Iterator[int], tokens: int, page_size: int) -> list[int]
 def time_iterations(runner: TimedRunner, cases: Sequence[Case], repeats: int = 2) -> list[Profiled]:
     """A Profiled for each case, in order. The content of the cache is lost.
 
-    Each case runs `repeats` times after a first time that does not count, all cases in turn.
-    """
+    Each case runs `repeats` times after a first time that does not count, all cases in turn."""
     batches = [hybrid_spans(runner.cache, *case) for case in cases]
     _zero_pages(runner.cache, batches)
     samples: list[list[float]] = [[] for _ in cases]
@@ -139,8 +136,7 @@ def choose_budget(
 
     Budgets of whole tiles up to `max_budget` are timed, with `decodes` at each context. They double
     until one misses the SLO. A binary search follows. `timed` takes the place of time_iterations.
-    Raises ValueError if no budget meets the SLO.
-    """
+    Raises ValueError if no budget meets the SLO."""
     timed = timed or time_iterations
     tile = min(tile, max_budget)
     profile = timed(runner, [(decodes, context, decodes) for context in contexts])
@@ -174,8 +170,7 @@ def choose_budget(
 def auto_budget(runner: EngineRunner, config: EngineConfig) -> EngineConfig:
     """The EngineConfig with chunk="auto" replaced by the largest budget that meets its SLO.
 
-    This is the policy's tbt_slo, or the strict SLO. A policy that predicts gets the profile.
-    """
+    This is the policy's tbt_slo, or the strict SLO. A policy that predicts gets the profile."""
     assert config.max_len is not None
     assert config.max_batch is not None
     assert config.pages is not None
