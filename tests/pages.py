@@ -1,4 +1,4 @@
-"""Recorded runs, and their pages in a real browser: what the tests of views/schedule_page share."""
+"""Recorded runs, and their pages in a real browser: what the tests of views/page.py share."""
 
 import shutil
 from contextlib import contextmanager
@@ -67,7 +67,7 @@ LOADS = {  # policies, and after a comma what is special
 }
 
 
-DRAWN = "document.getElementById('where').textContent != ''"
+DRAWN = "document.getElementById('position').textContent != ''"
 
 
 @contextmanager

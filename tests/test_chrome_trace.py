@@ -180,7 +180,7 @@ def test_who_looks_late_sees_no_waiting_from_before_the_last_token(browser, tmp_
     both = an_iteration(7.0, 8.0, [prefill(1, 4), prefill(0, 6)])
     (record,) = recorded([], [both]).records
     late = {"live": live, "settings": {"micro_batches": 1}}
-    show = "records => { for (const its of records) focused.run.apply(its); }"
+    show = "records => { for (const record of records) focused.run.apply(record); }"
     with opened_runs(browser, tmp_path, {"a": recorded([], [])}, until="focused") as tab:
         tab.evaluate(show, [late, record])
         slices = read(save(tab))[1]

@@ -1,4 +1,4 @@
-"""schedule_page.py: what a Recorder says of the batches that it watched."""
+"""views/page.py: what a Recorder says of the batches that it watched."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""schedule_page.html: what a real browser makes of the records.
+"""The schedule page: what a real browser makes of the records.
 
 python -m tests.test_schedule_page      frames per second while 10,000 iterations scroll
 """
@@ -34,15 +34,15 @@ def test_every_iteration_shows_what_really_was(browser, tmp_path, policy):
     with opened_runs(browser, tmp_path, {policy: truth}) as tab:
         shown = tab.evaluate(
             """order => order.map(k => {
-                const {run} = focused, state = run.at(k), its = run.iterations[k];
-                const of = [...state.of.values()].filter(
-                    r => r.pages.length && r.micro === its.micro_batch);
-                return [of.map(r => [r.id, r.computed, r.output, [...r.pages]]),
-                        run.waiting(state, its).map(r => r.id)];
+                const {run} = focused, state = run.at(k), iteration = run.iterations[k];
+                const running = [...state.progress.values()].filter(
+                    r => r.pages.length && r.micro_batch === iteration.micro_batch);
+                return [running.map(r => [r.id, r.computed, r.output, [...r.pages]]),
+                        run.waiting(state, iteration).map(r => r.id)];
             })""",
             order,
         )
-        cached = tab.evaluate("focused.run.iterations.at(-1).cached")
+        cached = tab.evaluate("focused.run.iterations.at(-1).cached_tokens")
     assert cached == sum(c.cached_tokens for c in run.completions)
     assert (cached > 5000) == ("shared" in policy)
     for k, (of, line) in zip(order, shown):
@@ -91,7 +91,7 @@ def test_the_numbers_are_those_of_metrics(browser, tmp_path):
 
 def test_the_keyboard_is_enough(browser, tmp_path):
     runs = {name: simulated(name)[1] for name in ("vllm", "sarathi-serve")}
-    where = lambda tab: int(re.search(r"[\d,]+", tab.text_content("#where"))[0].replace(",", ""))
+    where = lambda tab: int(re.search(r"[\d,]+", tab.text_content("#position"))[0].replace(",", ""))
     with opened_runs(browser, tmp_path, runs) as tab:
         press = lambda *keys: [(tab.keyboard.press(key), tab.wait_for_timeout(60)) for key in keys]
         assert where(tab) == 1
@@ -135,7 +135,7 @@ def test_the_tour_has_seven_stops_and_shows_what_it_says(browser, tmp_path):
         told = []
         for n in range(7):
             tab.wait_for_function(f"document.getElementById('stop').textContent[0] == '{n + 1}'")
-            told.append((tab.text_content("#told"), tab.evaluate("focused.run.iterations[cursor]")))
+            told.append((tab.text_content("#stoptext"), tab.evaluate("focused.run.iterations[cursor]")))
             tab.keyboard.press("Enter")  # the button "next" has the focus
         assert tab.is_hidden("#tour")
     (stall, its), (_, chunk), (_, ride), (_, budget), (_, memory), (_, load), _ = told
@@ -258,7 +258,7 @@ def test_explore_has_a_run_for_every_place_of_the_sliders(browser, tmp_path, cap
         tab.evaluate("loaded.clear()")
         tab.evaluate("choose({policy: 'sarathi-serve', chunk: data.choices.chunk[0]})")
         assert tab.evaluate(quick).split(" | ")[1] == choices["chunk"][0]
-        tab.evaluate("look(-Infinity, Infinity), go(focused.run, 9)")
+        tab.evaluate("set_view(-Infinity, Infinity), go(focused.run, 9)")
         moment = tab.evaluate("moment")
         for name in ("request-level", "sarathi-serve", "orca"):
             tab.evaluate(f"choose({{policy: '{name}', load: 'heavy'}})")
@@ -334,7 +334,7 @@ def test_a_live_page_follows_an_engine(browser):
                 step()
             count = len(in_turn(recorder)) - 2
             tab.wait_for_function(f"focused.run.iterations.length == {count}")
-            state = tab.evaluate("[...focused.run.state.of.values()].map(r => [r.output, r.ended])")
+            state = tab.evaluate("[...focused.run.state.progress.values()].map(r => [r.output, r.ended])")
             assert state == [[16, "length"], [16, "length"]]
             with tab.expect_download() as download:
                 tab.click("#save")
@@ -364,7 +364,7 @@ def measure_frames():
                 const next = now => {
                     began ??= now;
                     const t = (now - began) / 3000, from = t * (run.end - span);
-                    look(from, from + span);
+                    set_view(from, from + span);
                     go(run, index_at(run, from + span / 2));
                     ++n;
                     t < 1 ? requestAnimationFrame(next) : end(1000 * n / (now - began));
