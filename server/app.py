@@ -26,7 +26,8 @@ from starlette.responses import (
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from engine import Completion, QueueFull
+from engine import QueueFull
+from outputs import Completion
 from pretrained.tokenizers import TextStream, Tokenizer, Writer
 from sampling import SamplingParams
 from scheduler import Request, Scheduler

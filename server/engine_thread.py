@@ -12,7 +12,8 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple, ParamSpec, TypedDict, TypeVar
 
-from engine import Completion, Engine, Event
+from engine import Engine
+from outputs import Completion, Event
 from sampling import SamplingParams
 from scheduler import Request
 from views.page import Record, Recorder

@@ -28,7 +28,7 @@ MAY_IMPORT = {  # a folder stands for all of its modules; `a.b` is that module a
     "pretrained": "errors pretrained torch",
     "parallel": f"{CORE} pretrained parallel",
     "cli": f"{CORE} pretrained parallel lab.measure.timing cli",
-    "views": "scheduler policies engine lab.measure.metrics views",
+    "views": "scheduler policies outputs lab.measure.metrics views",
     "lab": LAB,
     "lab.commands": f"{LAB} server",
     "bench": LAB,

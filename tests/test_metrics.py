@@ -18,6 +18,7 @@ from lab.measure.metrics import (
     summarize_queue,
     summarize_run,
 )
+from scheduler import ChunkRecord
 
 
 def an_iteration(start, end, chunks, waiting=0, running=0, free_pages=0, **more):
@@ -33,12 +34,12 @@ def a_completion(request_id, prompt_len, arrival, reason=None, scheduled=None, t
 
 def prefill(request_id, length, start=0):
     """A record of a chunk."""
-    return (request_id, start, length, False)
+    return ChunkRecord(request_id, start, length, is_decode=False)
 
 
 def decode(request_id, start=50):
     """A record of a decode."""
-    return (request_id, start, 1, True)
+    return ChunkRecord(request_id, start, 1, is_decode=True)
 
 
 def three_requests():

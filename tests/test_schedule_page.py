@@ -135,7 +135,9 @@ def test_the_tour_has_seven_stops_and_shows_what_it_says(browser, tmp_path):
         told = []
         for n in range(7):
             tab.wait_for_function(f"document.getElementById('stop').textContent[0] == '{n + 1}'")
-            told.append((tab.text_content("#stoptext"), tab.evaluate("focused.run.iterations[cursor]")))
+            told.append(
+                (tab.text_content("#stoptext"), tab.evaluate("focused.run.iterations[cursor]"))
+            )
             tab.keyboard.press("Enter")  # the button "next" has the focus
         assert tab.is_hidden("#tour")
     (stall, its), (_, chunk), (_, ride), (_, budget), (_, memory), (_, load), _ = told
@@ -334,7 +336,9 @@ def test_a_live_page_follows_an_engine(browser):
                 step()
             count = len(in_turn(recorder)) - 2
             tab.wait_for_function(f"focused.run.iterations.length == {count}")
-            state = tab.evaluate("[...focused.run.state.progress.values()].map(r => [r.output, r.ended])")
+            state = tab.evaluate(
+                "[...focused.run.state.progress.values()].map(r => [r.output, r.ended])"
+            )
             assert state == [[16, "length"], [16, "length"]]
             with tab.expect_download() as download:
                 tab.click("#save")

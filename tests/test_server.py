@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import Engine, Event
+from engine import Engine
 from lab.measure.load_run import summarize
 from lab.measure.metrics import request_rows
 from lab.measure.workload import Arrival
+from outputs import Event
 from pretrained.tokenizers import byte_tokenizer, load_tokenizer
 from sampling import SamplingParams
 from server.__main__ import make_engine, parse_args

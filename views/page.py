@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypedDict
 
-from engine import Iteration
+from outputs import Iteration
 from scheduler import Batch, Request, Scheduler
 
 MAX_QUEUE = 40  # this many waiting requests are recorded, in their order

@@ -20,8 +20,8 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.patches import Patch
 
-from engine import Completion, Iteration
 from lab.measure.metrics import MAX_DELAY_S
+from outputs import Completion, Iteration
 from views import style
 from views.style import DECODE, GAPS, HYBRID, PREFILL
 
