@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from engine import Engine
 from lab.measure.load_run import summarize
 from lab.measure.metrics import request_rows
-from lab.measure.workload import Arrival
+from lab.measure.remote_server import RemoteServer
+from lab.measure.workload import Arrival, prompts
 from outputs import Event
 from pretrained.tokenizers import byte_tokenizer, load_tokenizer
 from sampling import SamplingParams
 from server.__main__ import make_engine, parse_args
 from tests.helpers import check_integrity, tiny_model
-from tests.serve_remote import RemoteMachine
 from tests.servers import (
     LETTERS,
     Api,
@@ -392,17 +392,16 @@ def test_the_template_of_a_checkpoint(tmp_path):
 
 def test_a_remote_server_is_measured_as_this_machine_is():
     lengths = [(0.0, 5, 20), (0.02, 9, 1), (0.04, 60, 30)]
-    arrivals = [Arrival(*its, priority="high") for its in lengths]
-    args = SimpleNamespace(model=None, seed=0, shared_prefix=(0, 1))
+    arrivals = [Arrival(*row, priority="high") for row in lengths]
     with serving(circle(), byte_tokenizer()) as its:
-        machine = RemoteMachine(SimpleNamespace(**vars(args), url=f"{its.url}/v1"))
+        remote = RemoteServer(f"{its.url}/v1")
         ended = []
-        seen = machine.serve(arrivals, progress=lambda: ended.append(1), recorder=None)
-        assert machine.model == "tiny" and len(ended) == 3
+        seen = remote.serve(arrivals, prompts(arrivals, 256, 0), lambda: ended.append(1))
+        assert remote.model == "tiny" and len(ended) == 3
     with serving(circle(), byte_tokenizer(), max_waiting=1) as its:
         its.engine.runner.flatten = slow(its.engine.runner.flatten, 0.2)
-        machine = RemoteMachine(SimpleNamespace(**vars(args), url=f"{its.url}/v1"))
-        crowd = machine.serve([Arrival(0.0, 5, 2)] * 8)
+        arrivals = [Arrival(0.0, 5, 2)] * 8
+        crowd = RemoteServer(f"{its.url}/v1").serve(arrivals, prompts(arrivals, 256, 0))
     assert [(len(c.prompt), len(c.token_times)) for c in seen.completions] == [
         its[1:] for its in lengths
     ]
