@@ -9,7 +9,7 @@ import pytest
 import bench
 from lab.commands.batches import PRODUCTS
 from lab.commands.paper import CLAIMS
-from lab.measure.load_run import Bounded
+from lab.measure.capacity import Bounded
 from lab.papers import claims
 from lab.papers.claims import Table, lookup, measure, not_so, over, points, tables_of, value
 

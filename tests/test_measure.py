@@ -78,7 +78,7 @@ def test_on_a_busy_machine_it_is_tried_again(readings, tries, counts, calls, dri
 
 def test_bandwidth_and_ridge_are_bytes_and_rows(monkeypatch):
     ms = {"sum": measure.Timing(10.0, 0.0), "products": measure.Timing(2.0, 0.0)}
-    monkeypatch.setattr(machine_info, "interleaved", lambda *_, **__: ms)
+    monkeypatch.setattr(measure, "interleaved", lambda *_, **__: ms)
     monkeypatch.setattr(measure.Probe, "take", lambda self: 0.1)
     assert machine_info.memory_bandwidth(CPU) == pytest.approx(512 * 2**20 / 0.010)
     monkeypatch.setattr(machine_info, "memory_bandwidth", lambda device: 1e10)

@@ -5,12 +5,15 @@ import io
 import json
 import random
 from collections import Counter, defaultdict
+from dataclasses import asdict, astuple
 
 import numpy as np
 import pytest
 
 from engine import Completion, Iteration
 from lab.measure.metrics import (
+    Percentiles,
+    Stall,
     find_stalls,
     missed,
     percentiles,
@@ -65,15 +68,23 @@ def three_requests():
     return completions, iterations
 
 
-def marks(p50, p90, p99, most):
+class Marks:
     """What `percentiles` returns, nearly."""
-    return pytest.approx({"p50": p50, "p90": p90, "p99": p99, "max": most})
+
+    def __init__(self, p50, p90, p99, largest):
+        self.expected = pytest.approx((p50, p90, p99, largest))
+
+    def __eq__(self, percentiles):
+        return astuple(percentiles) == self.expected
+
+
+marks = Marks
 
 
 def test_percentiles_are_interpolated_linearly_and_none_is_no_value():
     assert percentiles([3, 1, 2, 0]) == marks(1.5, 2.7, 2.97, 3)
     assert percentiles([None, 5.0]) == marks(5.0, 5.0, 5.0, 5.0)
-    nothing = {"p50": None, "p90": None, "p99": None, "max": None}
+    nothing = Percentiles(p50=None, p90=None, p99=None, max=None)
     assert percentiles([]) == percentiles([None]) == nothing
 
 
@@ -86,6 +97,7 @@ def test_a_stall_is_a_gap_with_others_prefill_and_names_its_cause():
         (1, 4.0, 4.75, 3, 2, 0.75),  # but not 4.75 to 6.0: nobody prefilled but itself
         (2, 5.0, 6.25, 12, 1, 1.25),  # recomputation of others is prefill of others
     ]
+    stalls = [Stall(*fields) for fields in stalls]
     completions, iterations = three_requests()
     assert find_stalls(completions, iterations) == stalls
     assert [s.seconds for s in find_stalls(completions, iterations)][:3] == [2.25, 0.5, 0.75]
@@ -138,7 +150,8 @@ def stalls_by_definition(completions, iterations):
                         tokens[request_id] += length
             if tokens:
                 cause = tokens.most_common(1)[0][0]
-                stalls.append((c.request_id, start, end, tokens.total(), cause, end - start))
+                stall = Stall(c.request_id, start, end, tokens.total(), cause, end - start)
+                stalls.append(stall)
     return stalls
 
 
@@ -163,30 +176,33 @@ def test_the_summary_of_a_run_is_what_one_gets_by_hand():
         "tokens_per_iteration": 40 / 9, "running_peak": 3,
         "running_mean": (1 * 1.5 + 2 * 3.5 + 3 * 1.25) / 6.25,  # not 17 / 9
     }  # fmt: skip
-    assert {key: summary[key] for key in expected} == pytest.approx(expected)
+    assert {key: getattr(summary, key) for key in expected} == pytest.approx(expected)
     # the gaps: 0.25 five times, 0.5 and 0.75 and 1.25 twice, 2.25
-    assert summary["tbt_s"] == marks(0.5, 1.25, 1.25 + 0.89, 2.25)
-    assert summary["ttft_s"] == marks(2.25, 2.65, 2.74, 2.75)
-    assert summary["scheduling_delay_s"] == marks(0.25, 1.25, 1.475, 1.5)
-    assert summary["latency_s"] == marks(5.125, 5.225, 5.2475, 5.25)
-    stalls, longest = summary["stalls"], dict(request_id=0, start=1.25, end=3.5, caused_by=1)
-    assert stalls["longest"] == longest | dict(seconds=2.25, prefill_tokens=8)
-    assert (stalls["count"], stalls["over_slo"]) == (6, None)
-    assert stalls["length_s"] == marks(0.75, 1.75, 2.2, 2.25)
+    assert summary.tbt_s == marks(0.5, 1.25, 1.25 + 0.89, 2.25)
+    assert summary.ttft_s == marks(2.25, 2.65, 2.74, 2.75)
+    assert summary.scheduling_delay_s == marks(0.25, 1.25, 1.475, 1.5)
+    assert summary.latency_s == marks(5.125, 5.225, 5.2475, 5.25)
+    stalls = summary.stalls
+    assert stalls.longest == Stall(
+        request_id=0, start=1.25, end=3.5, prefill_tokens=8, caused_by=1, seconds=2.25
+    )
+    assert (stalls.count, stalls.over_slo) == (6, None)
+    assert stalls.length_s == marks(0.75, 1.75, 2.2, 2.25)
     told = dict(p50_tbt_s=0.5, p99_tbt_s=2.14, p50_ttft_s=2.25, p99_ttft_s=2.74)
     told |= dict(longest_stall_s=2.25, p50_delay_s=0.25)
-    assert {key: summary[key] for key in told} == pytest.approx(told)
-    over = [of(tbt_slo_s=slo)["stalls"]["over_slo"] for slo in (1.0, 1.25)]
+    report = summary.to_json()
+    assert {key: report[key] for key in told} == pytest.approx(told)
+    over = [of(tbt_slo_s=slo).stalls.over_slo for slo in (1.0, 1.25)]
     assert over == [2, 1]  # 1.25 meets 1.25
 
 
 def test_a_run_of_nothing_has_counts_but_no_measurements():
     summary, nothing = summarize_run([], [], seconds=0.0), percentiles([])
-    stalls, times = summary["stalls"], ("ttft_s", "tbt_s", "scheduling_delay_s", "latency_s")
-    assert [summary[key] for key in ("requests", "finished", "iterations")] == [0, 0, 0]
-    assert [stalls["length_s"], *(summary[key] for key in times)] == [nothing] * 5
+    assert (summary.requests, summary.finished, summary.iterations) == (0, 0, 0)
+    times = [summary.ttft_s, summary.tbt_s, summary.scheduling_delay_s, summary.latency_s]
+    assert [summary.stalls.length_s, *times] == [nothing] * 5
     rates = ("tokens_per_s", "hybrid", "running_mean", "tokens_per_iteration", "running_peak")
-    assert {summary[key] for key in rates} == {None}
+    assert {getattr(summary, key) for key in rates} == {None}
 
 
 def test_what_only_iterations_tell_is_not_known_without_them():
@@ -194,13 +210,13 @@ def test_what_only_iterations_tell_is_not_known_without_them():
     known = summarize_run(completions, iterations, 8.0, tbt_slo_s=1.0)
     summary = summarize_run(completions, [], 8.0, tbt_slo_s=1.0)
     for key in ("preemptions", "recomputed_tokens", "cached_tokens", "cached"):
-        assert summary[key] is None is not known[key]
+        assert getattr(summary, key) is None is not getattr(known, key)
     for key in ("count", "over_slo", "longest"):
-        assert summary["stalls"][key] is None is not known["stalls"][key]
-    assert summary["longest_stall_s"] is None
+        assert getattr(summary.stalls, key) is None is not getattr(known.stalls, key)
+    assert summary.longest_stall_s is None
     quiet = summarize_run(completions, iterations[:1], 8.0)
-    assert quiet["longest_stall_s"] == quiet["stalls"]["count"] == 0
-    assert [summary[key] for key in ("ttft_s", "tbt_s")] == [known["ttft_s"], known["tbt_s"]]
+    assert quiet.longest_stall_s == quiet.stalls.count == 0
+    assert (summary.ttft_s, summary.tbt_s) == (known.ttft_s, known.tbt_s)
     for row in request_rows(completions, []):
         none = "stalls longest_stall_s caused_by preemptions recomputed_tokens cached_tokens"
         assert {row[key] for key in none.split()} == {None}
@@ -219,8 +235,8 @@ def test_what_was_found_is_a_share_of_what_was_to_prefill():
         summarize_run(completions, iterations, 2.0),
         request_rows(completions, iterations),
     )
-    assert summary["cached_tokens"] == 20 and [row["cached_tokens"] for row in rows] == [0, 20, 0]
-    assert summary["cached"] == pytest.approx(20 / (10 + 10 + 13))
+    assert summary.cached_tokens == 20 and [row["cached_tokens"] for row in rows] == [0, 20, 0]
+    assert summary.cached == pytest.approx(20 / (10 + 10 + 13))
 
 
 def test_each_request_has_a_row_with_its_own_numbers():
@@ -243,7 +259,8 @@ def test_each_request_has_a_row_with_its_own_numbers():
     last = "3,normal,5.5,6,0,,,,,,,,0,,,0,0,0"  # empty: what it never had
     assert text.getvalue().splitlines()[-1] == last
     queue = summarize_queue(one_server([1.0] * 40, [1.1] * 40))
-    report = [summarize_run(completions, iterations, 8.0), rows, queue]
+    summary = summarize_run(completions, iterations, 8.0)
+    report = [summary.to_json(), rows, asdict(queue)]
     assert json.loads(json.dumps(report, allow_nan=False)) == report
 
 
@@ -260,27 +277,25 @@ def one_server(gaps, services):
 def test_a_queue_grows_where_more_arrive_than_are_scheduled():
     steady, late_rush = [1.0] * 40, [1.0] * 30 + [0.25] * 10
     grows = summarize_queue(one_server(steady, [1.1] * 40))
-    assert grows["grew"] and (grows["arrived_per_s"], grows["scheduled_per_s"]) == (
-        pytest.approx(1.0),
-        pytest.approx(1 / 1.1),
-    )
-    delays = grows["second_quarter_s"], grows["last_quarter_s"]
+    assert grows.grew
+    assert (grows.arrived_per_s, grows.scheduled_per_s) == pytest.approx((1.0, 1 / 1.1))
+    delays = grows.second_quarter_s, grows.last_quarter_s
     assert delays == pytest.approx((14.5 * 0.1, 34.5 * 0.1))  # of requests 10 … 19, 30 … 39
     said = "the queue grew: median delay of 1.45 s in the second quarter and 3.45 s in the last"
     assert missed(summarize_run(one_server(steady, [1.1] * 40), [], 44.0), 1.0) == said
     shuffled = one_server(steady, [1.1] * 40)
     for one, other in zip(shuffled[::2], shuffled[1::2]):  # not first come, first served
         one.scheduled, other.scheduled = other.scheduled, one.scheduled
-    assert summarize_queue(shuffled)["grew"]
+    assert summarize_queue(shuffled).grew
     idle = summarize_queue(one_server(steady, [0.5] * 40))
-    assert not idle["grew"] and idle["scheduled_per_s"] is None  # nobody waited
+    assert not idle.grew and idle.scheduled_per_s is None  # nobody waited
     rush = summarize_queue(one_server(late_rush, [0.5] * 40))  # the server can do 2 a second
-    assert rush["last_quarter_s"] > rush["second_quarter_s"] + 1 and not rush["grew"]
+    assert rush.last_quarter_s > rush.second_quarter_s + 1 and not rush.grew
     drained = one_server([0.25] * 20 + [2.5] * 20, [1.5] * 40)  # more than can be, but at first
-    assert not summarize_queue(drained)["grew"]
+    assert not summarize_queue(drained).grew
     together = one_server([0.0] * 40, [1.0] * 40)
-    assert summarize_queue(together)["arrived_per_s"] is None  # all at once: at no rate
-    assert not any(summarize_queue(one_server(steady[:n], [2.0] * n))["grew"] for n in range(6))
+    assert summarize_queue(together).arrived_per_s is None  # all at once: at no rate
+    assert not any(summarize_queue(one_server(steady[:n], [2.0] * n)).grew for n in range(6))
 
 
 @pytest.mark.parametrize("load, share", [(0.8, 0.0), (0.9, 0.0), (1.1, 1.0), (1.25, 1.0)])
@@ -291,7 +306,7 @@ def test_an_overloaded_queue_is_told_from_a_busy_one(load, share):
         rng = np.random.default_rng(seed)
         gaps, services = rng.exponential(size=240), rng.lognormal(0.0, 0.7, size=240)
         done = one_server(gaps / gaps.mean(), load * services / services.mean())
-        found += summarize_queue(done)["grew"]
+        found += summarize_queue(done).grew
     assert found / 20 == pytest.approx(share, abs=0.1)
 
 

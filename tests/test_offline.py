@@ -1,6 +1,7 @@
 """Table 2, the policies end to end and the advice are what was seen. No timing is asserted here."""
 
 import json
+from dataclasses import replace
 from itertools import count, pairwise
 from types import SimpleNamespace
 
@@ -91,13 +92,13 @@ def test_rows_of_the_policies_are_what_was_seen(monkeypatch):
     let_in = [(3.0, [(3, 0, 5)]), (5.0, [(4, 0, 5)]), (6.5, [(5, 0, 6)]), (8.0, [(6, 0, 9)])]
     full = [Iteration(at, at + 1, [(*chunk, False) for chunk in its]) for at, its in let_in]
     runs = [Run(completions, its, 4.0, 0.0) for its in (iterations, iterations + full)]
-    runs[1] = runs[1]._replace(seconds=2.0)
+    runs[1] = replace(runs[1], seconds=2.0)
     served, drift = [], 0.1
 
     def serve(model, configs, arrivals, tokens, progress, recorders):
         served.extend((c.policy, c.chunk, c.max_batch, c.max_len) for c in configs.values())
         assert [len(prompt) for prompt in tokens] == [a.prompt_len for a in arrivals] == [15] * 7
-        return {name: runs.pop(0)._replace(drift=drift) for name in configs}
+        return {name: replace(runs.pop(0), drift=drift) for name in configs}
 
     monkeypatch.setattr(offline, "serve_in_turns", serve)
     args = options(policies=["vllm", "request-level"], requests=7, pd_ratio=3.0)

@@ -15,7 +15,7 @@ import bench
 from cli import options
 from lab.commands import paper, serving
 from lab.measure import timing as measure
-from lab.measure.load_run import Bounded
+from lab.measure.capacity import Bounded
 from lab.papers.claims import Finding, Table
 from tests.test_simulate import printed_tables
 

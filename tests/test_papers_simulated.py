@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from lab.measure.load_run import Bounded
+from lab.measure.capacity import Bounded
 from lab.measure.workload import zipf_lengths
 from lab.papers.comparison import Table, only_simulated, paper_beside
 from lab.papers.simulated_sarathi import (
@@ -243,7 +243,7 @@ def test_twice_as_long_across_nodes_is_within_the_range_shown():
 
 def p50_ttft_s(policy, qps, seed):
     cost = YI_34B.cost(10e-3)
-    return latencies(ServingJob(cost, policy, "arxiv", qps, 128, seed))["ttft_s"]["p50"]
+    return latencies(ServingJob(cost, policy, "arxiv", qps, 128, seed)).ttft_s.p50
 
 
 def test_table_4_of_sarathi_serve_lies_between_the_loads_shown():
@@ -277,7 +277,7 @@ def test_p99_tbt_of_the_ablation(trace, qps, published):
     cost = YI_34B.cost(10e-3)
     for policy, p99_s in zip(("sarathi-serve", "chunked-only"), published, strict=True):
         jobs = [ServingJob(cost, policy, trace, qps, 128, seed) for seed in range(3)]
-        simulated_s = statistics.median(latencies(job)["tbt_s"]["p99"] for job in jobs)
+        simulated_s = statistics.median(latencies(job).tbt_s.p99 for job in jobs)
         assert simulated_s == pytest.approx(p99_s, rel=0.2)
 
 

@@ -14,21 +14,21 @@ import torch
 
 from config import EngineConfig
 from engine import Completion, Engine
-from lab.measure import load_run as run_module
+from lab.measure import capacity
 from lab.measure import timing as measure
-from lab.measure.load_run import (
+from lab.measure.capacity import (
     Base,
     Bounded,
-    EngineServer,
-    LoadRun,
-    Run,
-    capacity,
-    found_so_far,
-    plan,
-    serve,
+    Verdict,
+    estimated_qps,
+    judge,
+    measure_base,
+    search_capacity,
     slo_seconds,
-    summarize,
+    summarize_search,
 )
+from lab.measure.load_run import EngineServer, LoadRun, Run, serve
+from lab.measure.run_plan import run_plan
 from lab.measure.workload import Arrival, chats, prompts
 from policies import POLICIES
 from policies import token_budget as slo
@@ -94,8 +94,8 @@ def test_the_rate_of_chats_is_that_at_which_they_are_offered():
     came = [20.0 * min(i, 5) + 10.0 * max(0, i - 5) for i in range(20)]  # and then no quicker
     done = [Completion(i, [1], time, scheduled=time + 12 + i / 10) for i, time in enumerate(came)]
     for offered, grew in ((None, False), (0.05, False), (5.0, True)):
-        queue = summarize(Run(done, [], 200.0, None, offered_per_s=offered), 1.0)["queue"]
-        assert queue["arrived_per_s"] == (offered or 19 / 240) and queue["grew"] == grew
+        queue = judge(Run(done, [], 200.0, None, offered_per_s=offered), 1.0).summary.queue
+        assert queue.arrived_per_s == (offered or 19 / 240) and queue.grew == grew
 
 
 @pytest.fixture(scope="module")
@@ -165,8 +165,8 @@ def test_a_full_queue_refuses_and_the_slo_is_not_met():
     assert [c.finish_reason for c in run.completions] == ["length"] * 3 + ["abort"] * 5
     seen = [(c.request_id, len(c.prompt), c.priority) for c in run.completions]
     assert seen == [(i, 8, 3) for i in range(8)]
-    summary = summarize(run, 1000.0)
-    assert not summary["met"] and run.refused == summary["aborted"] == 5
+    judged = judge(run, 1000.0)
+    assert not judged.met and run.refused == judged.summary.aborted == 5
 
 
 @pytest.mark.parametrize("turns", [1, 2])
@@ -194,7 +194,7 @@ def test_an_interrupted_run_is_what_was_seen_of_it(turns):
             run = interrupt.run
         else:
             break  # it was done before
-        assert run.cut_short == "interrupted" and not summarize(run, 1000.0)["met"]
+        assert run.cut_short == "interrupted" and not judge(run, 1000.0).met
         assert run.iterations == full.iterations[: len(run.iterations)]
         last = run.iterations[-1].end if run.iterations else 0.0
         for c in full.completions:
@@ -224,8 +224,8 @@ def test_a_chat_ends_with_a_turn_that_was_refused():
     run = serve_small(arrivals=load, max_batch=1, max_waiting=1, tick=0.5)
     ended = [(c.request_id, c.finish_reason) for c in run.completions]
     assert ended == [(0, "length"), (1, "abort"), (2, "abort"), (3, "length")]
-    summary = summarize(run, 1000.0)
-    assert (summary["requests"], summary["aborted"], run.refused) == (4, 2, 2)
+    summary = judge(run, 1000.0).summary
+    assert (summary.requests, summary.aborted, run.refused) == (4, 2, 2)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -263,7 +263,7 @@ def test_a_run_looks_every_second_at_who_else_computes(monkeypatch):
     monkeypatch.setattr(measure.Probe, "take", lambda probe, *_: took.append(len(took)) or took[-1])
     done = serve_small()
     assert 5 < done.seconds < 6 and len(took) == 3  # at 0, 4 and 5 s: in between all is done
-    assert done.drift == sum(took) / len(took) > 0 and summarize(done, 1.0)["busy"]
+    assert done.drift == sum(took) / len(took) > 0 and judge(done, 1.0).busy
 
 
 def test_what_is_made_of_a_base():
@@ -274,19 +274,19 @@ def test_what_is_made_of_a_base():
     with pytest.raises(ValueError, match="^SLO of 0.01 s: below .*, which takes 0.064 s here"):
         slo_seconds(0.01, base)
     rate = 1 / (0.2 + 50 * 0.002)
-    assert run_module.estimated_qps(base, [Arrival(0.0, 200, 50)] * 3) == pytest.approx(rate)
+    assert estimated_qps(base, [Arrival(0.0, 200, 50)] * 3) == pytest.approx(rate)
     chat = chats([Arrival(0.0, 200, 50)] * 3, 2)  # 100 + 25, and 225 + 25
     rate = 1 / (0.325 + 50 * 0.002)
-    assert run_module.estimated_qps(base, chat) == pytest.approx(rate)
+    assert estimated_qps(base, chat) == pytest.approx(rate)
 
 
 @pytest.mark.parametrize("max_len, context", [(512, 256), (9000, 4096), (2048, 1024), (1, 1)])
 def test_the_base_is_a_decode_of_32_at_half_the_longest_context(max_len, context, monkeypatch):
     timed = lambda runner, cases, **_: [Profiled(*case, 0.064) for case in cases]
-    monkeypatch.setattr(run_module.options, "runner_for", lambda model: lambda *_: None)
+    monkeypatch.setattr(capacity, "runner_for", lambda model: lambda *_: None)
     monkeypatch.setattr(slo, "time_iterations", timed)
-    base, _ = run_module.measure_base(MODEL, EngineConfig(chunk=128, max_len=max_len))
-    assert base == (0.064, 0.064 / min(128, max_len), 32, context)
+    base, _ = measure_base(MODEL, 128, max_len)
+    assert base == Base(0.064, 0.064 / min(128, max_len), 32, context)
     # both cases are what they say: decodes only, and a chunk only
     cache = SimpleNamespace(pages=40, page_size=64)
     for case, spans in (((32, 32, 32), [(31, 1)] * 32), ((64, 64, 0), [(0, 64)])):
@@ -295,8 +295,13 @@ def test_the_base_is_a_decode_of_32_at_half_the_longest_context(max_len, context
 
 def test_the_base_is_measured_in_a_cache_with_room_for_it():
     for chunk, max_len in ((40, 64), (128, 64), (128, 3)):
-        base, _ = run_module.measure_base(MODEL, EngineConfig(chunk=chunk, max_len=max_len))
+        base, _ = measure_base(MODEL, chunk, max_len)
         assert base.seconds > 0 and base.prefill_token_s > 0 and base.context == max_len // 2
+
+
+def verdict(met, busy=False):
+    """What a run at one rate found."""
+    return Verdict(missed="" if met else "x", busy=busy)
 
 
 @pytest.mark.parametrize("limit", [0.21, 0.9, 1.0, 1.3, 2.0, 7.7, 15.0])
@@ -305,30 +310,35 @@ def test_capacity_is_found_to_five_percent_and_one_failure_does_not_decide(limit
     seen = []
 
     def run_at_rate(rate):
-        seen.append({"qps": rate, "met": rate <= limit and len(seen) != unlucky})
-        return seen[-1]
+        met = rate <= limit and len(seen) != unlucky
+        seen.append((rate, met))
+        return verdict(met)
 
-    qps, points = capacity(run_at_rate, start=1.0)
-    assert limit / 1.05 <= qps <= limit and points == seen and qps.bound == ""
-    assert min(p["qps"] for p in points if p["qps"] > qps) <= 1.05 * qps  # and not just by luck
-    assert max(Counter(point["qps"] for point in points if not point["met"]).values()) == 2
-    assert unlucky is not None or len(points) <= 13
+    result = search_capacity(run_at_rate, start=1.0)
+    qps = result.capacity_qps
+    assert limit / 1.05 <= qps <= limit and qps.bound == ""
+    assert [(trial.qps, trial.verdict.met) for trial in result.trials] == seen
+    assert result.best.qps == qps and result.best.verdict.met
+    assert min(rate for rate, _ in seen if rate > qps) <= 1.05 * qps  # and not just by luck
+    assert max(Counter(rate for rate, met in seen if not met).values()) == 2
+    assert unlucky is not None or len(seen) <= 13
 
 
 def test_capacity_ends_where_every_answer_is_the_same_or_chance():
     for met, text, last in ((False, "below 0.06", 1 / 16), (True, "at least 16.00", 16)):
-        qps, points = capacity(lambda rate, met=met: {"qps": rate, "met": met}, start=1.0)
-        assert (f"{qps:.2f}", points[-1]["qps"], len(points)) == (text, last, 8)  # 1.5 ** 7 > 16
+        result = search_capacity(lambda rate, met=met: verdict(met), start=1.0)
+        assert f"{result.capacity_qps:.2f}" == text
+        assert (result.trials[-1].qps, len(result.trials)) == (last, 8)  # 1.5 ** 7 > 16
+        assert (result.best is not None) == met
     rng = np.random.default_rng(0)
     for _ in range(100):
-        _, points = capacity(lambda rate: {"met": rng.random() < 1 / (1 + rate**4)}, start=1.0)
-        assert len(points) < run_module.MAX_RUNS
-    rates = iter([True, *[False] * run_module.MAX_RUNS])  # a machine that becomes ever slower
-    ever = lambda rate: {"met": next(rates)}
+        result = search_capacity(lambda rate: verdict(rng.random() < 1 / (1 + rate**4)), start=1.0)
+        assert len(result.trials) < capacity.MAX_RUNS
+    answers = iter([True, *[False] * capacity.MAX_RUNS])  # a machine that becomes ever slower
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_module, "MAX_RUNS", 3)
-        qps, points = capacity(ever, start=1.0)
-    assert f"{qps:g}" == "at least 1" and len(points) == 3
+        patch.setattr(capacity, "MAX_RUNS", 3)
+        result = search_capacity(lambda rate: verdict(next(answers)), start=1.0)
+    assert f"{result.capacity_qps:g}" == "at least 1" and len(result.trials) == 3
 
 
 def test_what_failed_while_others_used_the_machine_is_run_again():
@@ -337,13 +347,15 @@ def test_what_failed_while_others_used_the_machine_is_run_again():
     def run_at_rate(rate):
         seen[rate] += 1
         busy = seen[rate] == 1
-        return {"met": rate <= 4 and not busy, "busy": busy, "missed": "x"}
+        return verdict(rate <= 4 and not busy, busy)
 
-    qps, points = capacity(run_at_rate, start=1.0)
-    assert 4 / 1.05 <= qps <= 4 and set(seen.values()) == {2}
-    assert not found_so_far(points)["busy"]
-    busy = [point | {"busy": True} for point in points]
-    assert found_so_far(busy)["busy"] and found_so_far(busy)["missed"] == "x"
+    result = search_capacity(run_at_rate, start=1.0)
+    assert 4 / 1.05 <= result.capacity_qps <= 4 and set(seen.values()) == {2}
+    assert not result.busy
+    always_busy = [
+        replace(trial, verdict=replace(trial.verdict, busy=True)) for trial in result.trials
+    ]
+    assert summarize_search(always_busy).busy and summarize_search(always_busy).missed == "x"
 
 
 @pytest.mark.parametrize("ours, other, text", [
@@ -361,27 +373,27 @@ def test_policies_share_the_memory_and_may_have_a_chunk_of_their_own(tmp_path):
     mine = f"{tmp_path}/mine.py:Mine"
     names = ["vllm", "orca-best", "sarathi:64", mine, f"{mine}:32"]
     config = EngineConfig(chunk=256, max_len=1000, page_size=1, pages=3000)  # pages of a token
-    runs = plan(names, [64, 1000], config)
+    runs = run_plan(names, [64, 1000], config)
     assert list(runs) == [f"{name}, pages of {size}" for name in names for size in (64, 1000)]
     policies = ["vllm", "orca-best", "sarathi", mine, mine]
     assert [c.policy for c in runs.values()][::2] == policies
     assert [c.chunk for c in runs.values()] == [256] * 4 + [64] * 2 + [256] * 2 + [32] * 2
     assert [(c.page_size, c.pages) for c in runs.values()] == [(64, 46), (1000, 3)] * 5
-    assert list(plan(POLICIES, [64], config, 1.0)) == list(POLICIES)
-    (dynamic,) = plan(["dynamic"], [64], config, 0.3).values()
+    assert list(run_plan(POLICIES, [64], config, 1.0)) == list(POLICIES)
+    (dynamic,) = run_plan(["dynamic"], [64], config, 0.3).values()
     assert dynamic.policy == "dynamic" and dynamic.policy_options == {"tbt_slo": 0.3}
     assert not dynamic.prefix_caching
-    runs = plan(["vllm", "orca"], [64], config, caching=[False, True])
+    runs = run_plan(["vllm", "orca"], [64], config, caching=[False, True])
     assert {name: its.prefix_caching for name, its in runs.items()} == {
         "vllm": False, "vllm, shared": True, "orca": False, "orca, shared": True
     }  # fmt: skip
-    both = plan(["vllm"], [64, 128], config, caching=[False, True])
+    both = run_plan(["vllm"], [64, 128], config, caching=[False, True])
     assert list(both)[:2] == ["vllm, pages of 64", "vllm, pages of 64, shared"] and len(both) == 4
-    (on,) = plan(["vllm"], [64], config, caching=[True]).items()
+    (on,) = run_plan(["vllm"], [64], config, caching=[True]).items()
     assert on[0] == "vllm" and on[1].prefix_caching  # the only one
     for label in ("vllm:64", "orca:64", "request-level:64", "hybrid-only:64", "dynamic:64"):
         with pytest.raises(ValueError, match=f"'{label}': .* does not go by a chunk size"):
-            plan([label], [64], config)
+            run_plan([label], [64], config)
     for label in ("sarathi:x", "sarathi:0", "fifo", "fifo:8"):
         with pytest.raises(ValueError, match="chunk=0: must be|'(sarathi:x|fifo)': must be one of"):
-            plan([label], [64], config)
+            run_plan([label], [64], config)

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from cli.console import explain
-from lab.measure.load_run import summarize
+from lab.measure.capacity import judge
 from lab.measure.remote_server import RemoteServer
 from lab.measure.workload import Arrival, prompts
 from tests import serve_remote
@@ -98,9 +98,9 @@ def test_tokens_that_share_an_event_are_counted_and_those_without_iterations_unk
     assert bodies[4]["stream_options"] == {"include_usage": True}
     assert all(type(token) is int and 0 <= token < 256 for token in bodies[4]["prompt"])
     assert all(headers["Authorization"] == "Bearer sesame" for _, headers in asked)
-    row = summarize(seen, 10.0)
-    assert row["scheduling_delay_s"]["p50"] is row["hybrid"] is row["stalls"]["count"] is None
-    assert row["tokens_per_s"] == pytest.approx((3 + 8 + 4 + 4) / seen.seconds)
+    summary = judge(seen, 10.0).summary
+    assert summary.scheduling_delay_s.p50 is summary.hybrid is summary.stalls.count is None
+    assert summary.tokens_per_s == pytest.approx((3 + 8 + 4 + 4) / seen.seconds)
 
 
 def test_prompts_that_begin_alike_are_sent_so(capsys, monkeypatch):

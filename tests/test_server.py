@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import Engine
-from lab.measure.load_run import summarize
+from lab.measure.capacity import judge
 from lab.measure.metrics import request_rows
 from lab.measure.remote_server import RemoteServer
 from lab.measure.workload import Arrival, prompts
@@ -408,9 +408,14 @@ def test_a_remote_server_is_measured_as_this_machine_is():
     for c, (arrival, *_) in zip(seen.completions, lengths):
         assert (c.arrival, c.priority, c.finish_reason) == (arrival, 1, "length")
         assert c.token_times == sorted(c.token_times) and 0 < c.ttft < 10
-    row = summarize(seen, 10.0)
-    assert row["met"] and row["ttft_s"]["max"] == max(c.ttft for c in seen.completions)
-    assert row["scheduling_delay_s"]["p50"] is None and row["hybrid"] is None
-    assert row["tokens_per_s"] == pytest.approx(125 / seen.seconds)
-    assert [r["output_tokens"] for r in request_rows(*seen[:2])] == [20, 1, 30]
+    judged = judge(seen, 10.0)
+    summary = judged.summary
+    assert judged.met and summary.ttft_s.max == max(c.ttft for c in seen.completions)
+    assert summary.scheduling_delay_s.p50 is None and summary.hybrid is None
+    assert summary.tokens_per_s == pytest.approx(125 / seen.seconds)
+    assert [r["output_tokens"] for r in request_rows(seen.completions, seen.iterations)] == [
+        20,
+        1,
+        30,
+    ]
     assert crowd.refused == sum(not c.token_times for c in crowd.completions) > 0

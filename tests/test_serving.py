@@ -7,11 +7,10 @@ import pytest
 
 import bench
 from lab.commands import serving
-from lab.commands.serving import RealMachine, conclude, make_workload, print_capacities
-from lab.measure import load_run as run
-from lab.measure import metrics
+from lab.commands.serving import RealMachine, conclude, make_workload, print_capacities, search_json
+from lab.measure import capacity, load_run, metrics
 from lab.measure import timing as measure
-from lab.measure.load_run import Base
+from lab.measure.capacity import Base, Trial, summarize_search
 from lab.measure.timing import TOO_BUSY
 from lab.measure.workload import Arrival, poisson, sample_lengths
 from scheduler import Request
@@ -106,7 +105,7 @@ def test_capacity_prints_and_writes_everything(tmp_path, capsys, plots, monkeypa
     monkeypatch.setattr(metrics, "missed", lambda *_: "")
     search_two = lambda at, start, ratio: ratio == 1.5 and (at(8.0), at(400.0))
     monkeypatch.setattr(measure, "describe_machine", lambda *_: dict(MACHINE))
-    monkeypatch.setattr(run, "capacity", search_two)
+    monkeypatch.setattr(capacity, "search_capacity", search_two)
     files = [f"--json={tmp_path / 'c.json'}", f"--plot={tmp_path / 'c.png'}"]
     names = ["vllm", "sarathi-serve"]
     load = f"--requests 4 --slo 50 --ratio 1.5 --policies {','.join(names)}"
@@ -132,11 +131,20 @@ def rows_of(text):
 
 def found(rates_met, rates_failed, missed="P99 TBT of 3 s", busy=False, **at):
     """What the search for a capacity has found."""
-    seen = dict(busy=busy, cut_short=None, tokens_per_s=100, p50_ttft_s=0.5, p99_tbt_s=0.25) | at
-    points = [seen | dict(qps=qps, met=True, missed="") for qps in rates_met]
-    return run.found_so_far(
-        points + [seen | dict(qps=q, met=False, missed=missed) for q in rates_failed]
-    )
+    row = dict(busy=busy, cut_short=None, tokens_per_s=100, p50_ttft_s=0.5, p99_tbt_s=0.25) | at
+    trials = [Trial(qps, FakeVerdict(row)) for qps in rates_met]
+    trials += [Trial(qps, FakeVerdict(row, missed, busy)) for qps in rates_failed]
+    return search_json(summarize_search(trials))
+
+
+class FakeVerdict:
+    """A JudgedRun with the numbers of `row`."""
+
+    def __init__(self, row, missed="", busy=False):
+        self.row, self.missed, self.busy, self.met = row, missed, busy, not missed
+
+    def to_json(self):
+        return self.row | {"met": self.met, "missed": self.missed}
 
 
 RESULTS = {
@@ -211,7 +219,7 @@ def test_a_busy_machine_is_marked_and_nothing_concluded(
 def test_an_interrupt_keeps_what_there_is(tmp_path, capsys, monkeypatch, plots):
     """The first policy as a whole, the second as far as it came; each was written when done."""
     csv_file, json_file = tmp_path / "i.csv", tmp_path / "i.json"
-    served, steps, step = [], [], run.LoadRun.step
+    served, steps, step = [], [], load_run.LoadRun.step
 
     def interrupted(load):
         if not load.arrived:
@@ -221,7 +229,7 @@ def test_an_interrupt_keeps_what_there_is(tmp_path, capsys, monkeypatch, plots):
             raise KeyboardInterrupt
         return step(load)
 
-    monkeypatch.setattr(run.LoadRun, "step", interrupted)
+    monkeypatch.setattr(load_run.LoadRun, "step", interrupted)
     files = ["--csv", str(csv_file), "--json", str(json_file), "--plot", str(tmp_path / "i.png")]
     with pytest.raises(KeyboardInterrupt):
         bench.main(["serve", *TINY, *SERVE.split(), "50", *files])
@@ -246,7 +254,7 @@ def test_an_interrupted_search_keeps_its_points(tmp_path, capsys, monkeypatch, p
         if len(points) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "capacity", search)
+    monkeypatch.setattr(capacity, "search_capacity", search)
     load = "--requests 2 --policies vllm,orca,sarathi-serve --slo 50 --json".split()
     with pytest.raises(KeyboardInterrupt):
         bench.main(["capacity", *TINY, *load, str(file)])
@@ -312,9 +320,9 @@ def test_what_is_shared_is_found_and_side_by_side_with_a_run_that_shares_nothing
 def test_chats_are_served_and_find_their_own_past(tmp_path, capsys, monkeypatch):
     """A prefix of 8 and 12 + 4 tokens, then 12 more. Two pages of 8 stay of the first turn; the
     third lacks the last token, whose keys nobody needed."""
-    sent, serve = [], run.serve
+    sent, serve = [], load_run.serve
     spy = lambda *its, **more: sent.append(its[3]) or serve(*its, **more)
-    monkeypatch.setattr(run, "serve", spy)
+    monkeypatch.setattr(load_run, "serve", spy)
     files = f"--csv {tmp_path}/c.csv --json {tmp_path}/c.json --html {tmp_path}/c.html"
     load = "--requests 3 --qps 30 --policies sarathi-serve --lengths 24+8 --kv-tokens 1024"
     load += " --turns 2 --shared-prefix 8:1 --slo 50"
@@ -391,7 +399,7 @@ def test_a_load_that_makes_no_sense_is_refused_before_a_model_is_loaded(
 @pytest.mark.parametrize("command", ["serve", "capacity"])
 def test_an_slo_below_a_decode_iteration_is_refused_before_anything_is_served(command, monkeypatch):
     monkeypatch.setattr(RealMachine, "serve", None)
-    monkeypatch.setattr(run, "measure_base", lambda *_: (Base(0.065, 0.001, 32, 512), 0.0))
+    monkeypatch.setattr(capacity, "measure_base", lambda *_: (Base(0.065, 0.001, 32, 512), 0.0))
     message = "SLO of 0.01 s: below one decode iteration, which takes 0.065 s"
     with pytest.raises(ValueError, match=message):
         bench.main([command, *TINY, "--slo", "0.01"])

@@ -252,7 +252,7 @@ def seen_of(run):
     lengths = lambda done: dict(prompt=len(done.prompt), tokens=len(done.tokens))
     completions = [replace(done, **lengths(done)) for done in run.completions]
     iterations = [iteration._replace(launch=None) for iteration in run.iterations]
-    return run._replace(completions=completions, iterations=iterations, own_fraction=None)
+    return replace(run, completions=completions, iterations=iterations, own_fraction=None)
 
 
 # policy, pages, max_waiting
@@ -279,7 +279,7 @@ def test_the_engine_makes_the_same_schedule(policy, pages, line, clock, monkeypa
         ]
         tokens = prompts(arrivals, MODEL.config.vocab_size, seed)
         real = serve(MODEL, config, arrivals, tokens, now=clock.now, sleep=clock.sleep)
-        assert seen_of(simulate(Law(), config, arrivals).run) == seen_of(real._replace(drift=0.0))
+        assert seen_of(simulate(Law(), config, arrivals).run) == seen_of(replace(real, drift=0.0))
         preemptions += sum(c.preemptions for c in real.completions)
         refused += real.refused
     assert bool(preemptions) == (policy in GROWING and pages == LITTLE)
@@ -302,7 +302,7 @@ def test_the_engine_finds_the_same_pages(policy, pages, clock, monkeypatch):
         tokens = prompts(load, MODEL.config.vocab_size, seed, (10, 2))
         real = serve(MODEL, config, load, tokens, now=clock.now, sleep=clock.sleep)
         simulated = simulate(Law(), config, load, tokens).run
-        assert seen_of(simulated) == seen_of(real._replace(drift=0.0))
+        assert seen_of(simulated) == seen_of(replace(real, drift=0.0))
         found += sum(c.cached_tokens for c in real.completions)
     assert found > 100
 

@@ -6,7 +6,7 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from lab.measure.load_run import Bounded
+from lab.measure.capacity import Bounded
 from outputs import Completion, Iteration
 from policies import POLICIES
 from tests.test_metrics import a_completion, an_iteration, decode, prefill

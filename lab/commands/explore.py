@@ -15,8 +15,8 @@ from tqdm import tqdm
 from cli.options import OptionParser, output_file, policy_names, whole, write_text, wrote
 from config import EngineConfig
 from lab.measure import workload
-from lab.measure.load_run import estimated_qps, goes_by_chunk, slo_seconds
-from lab.measure.load_run import plan as run_plan
+from lab.measure.capacity import estimated_qps, slo_seconds
+from lab.measure.run_plan import goes_by_chunk, run_plan
 from lab.simulator.cost_model import CostModel
 from lab.simulator.machine import base_of
 from lab.simulator.simulation import simulate
@@ -50,7 +50,7 @@ class Choice:
 
     policy: str
     chunk: str
-    label: str  # the same as load_run.plan takes it: "sarathi:128"
+    label: str  # the same as run_plan takes it: "sarathi:128"
 
 
 def add_options(parser: OptionParser) -> None:

@@ -15,7 +15,8 @@ from engine import EngineConfig
 from lab.commands import batches
 from lab.measure import metrics, workload
 from lab.measure import timing as measure
-from lab.measure.load_run import EngineServer, LoadRun, plan
+from lab.measure.load_run import EngineServer, LoadRun
+from lab.measure.run_plan import run_plan
 from views import tables
 from views.page import Recorder, page
 
@@ -33,7 +34,7 @@ def check(parser, args):
         parser.error(f"--chunk {args.chunk}: must be {limits}")
     if "dynamic" in args.policies:
         parser.error("--policies dynamic: follows an SLO, see bench.py serve and capacity")
-    plan(args.policies, [1], EngineConfig(page_size=1, pages=1))  # may refuse a chunk size
+    run_plan(args.policies, [1], EngineConfig(page_size=1, pages=1))  # may refuse a chunk size
     args.pd_ratio = args.pd_ratio or args.chunk / (args.batch - 1)
     args.requests = args.requests or 3 * args.batch + 1
 
@@ -176,7 +177,7 @@ def end_to_end(model, args, recorders, rows, timelines):
     alone = model.device.type == "cuda" or model.stages > 1
     with tqdm(desc="requests", total=len(names) * len(arrivals), leave=False, disable=None) as bar:
         for group in [[name] for name in names] if alone else [names]:
-            its = plan(group, [args.seq_len], config)
+            its = run_plan(group, [args.seq_len], config)
             runs = serve_in_turns(model, its, arrivals, tokens, bar.update, recorders)
             for name, run in runs.items():
                 row = rows[name] = row_of(run, args.batch)
@@ -188,7 +189,7 @@ def end_to_end(model, args, recorders, rows, timelines):
 
 def row_of(run, batch):
     """The row of a Run in the table of policies, but for the gains."""
-    row = metrics.summarize_run(run.completions, run.iterations, run.seconds)
+    row = metrics.summarize_run(run.completions, run.iterations, run.seconds).to_json()
     row |= {"busy": run.drift > measure.BUSY, "whole_run_tokens_per_s": row["tokens_per_s"]}
     _, row["tokens_per_s"], _ = metrics.steady(run.iterations, batch)
     return row

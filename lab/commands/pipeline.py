@@ -30,8 +30,8 @@ from cli.options import (
 )
 from config import EngineConfig
 from lab.measure import workload
-from lab.measure.load_run import plan as run_plan
 from lab.measure.machine_info import measure_machine
+from lab.measure.run_plan import run_plan
 from lab.measure.timing import TOO_BUSY, mark
 from lab.simulator.cost_model import FittedCost
 from lab.simulator.machine import profile_cases

@@ -13,6 +13,7 @@ import re
 import statistics
 import textwrap
 from argparse import ArgumentTypeError
+from dataclasses import asdict
 from functools import partial
 from itertools import product
 
@@ -21,9 +22,9 @@ from tqdm import tqdm
 from cli import options
 from cli.options import number, whole
 from config import EngineConfig
-from lab.measure import load_run as run
-from lab.measure import metrics, workload
+from lab.measure import capacity, load_run, metrics, workload
 from lab.measure import timing as measure
+from lab.measure.run_plan import run_plan
 from policies.priority import PRIORITIES
 from policies.token_budget import MAX_DELAY_S, MULTIPLES
 from views import tables
@@ -132,14 +133,16 @@ class RealMachine:
 
     def __init__(self, args, config, model=None):
         self.model = model = model or options.load_model(args, "max_len", "llama3-8b", 75e9)
-        self.base, drift = run.measure_base(model, config)
+        self.base, drift = capacity.measure_base(
+            model, config.chunk, config.max_len, config.attention
+        )
         self.machine, self.args = measure.describe_machine(model, args, config.chunk), args
         self.machine["base_busy"] = drift > measure.BUSY
 
     def serve(self, config, arrivals, **more):
         """run.serve with random prompts."""
         load = arrivals, self.model.config.vocab_size, self.args.seed, self.args.shared_prefix
-        return run.serve(self.model, config, arrivals, workload.prompts(*load), **more)
+        return load_run.serve(self.model, config, arrivals, workload.prompts(*load), **more)
 
 
 class Session:
@@ -150,6 +153,7 @@ class Session:
         self.args, self.arrivals_at, self.report = args, arrivals_at, report
         self.serving, self.slo_s = args.command == "serve", report["slo_s"]
         self.found = report.setdefault("runs" if self.serving else "results", {})
+        self.trials = {}
         self.records, self.recorders = {}, {}  # of each run of `serve`
 
     def run_all(self, servers, start):
@@ -161,9 +165,9 @@ class Session:
                 if self.serving:
                     run_at_rate(self.args.qps)
                 else:
-                    run.capacity(run_at_rate, start, self.args.ratio)
+                    capacity.search_capacity(run_at_rate, start, self.args.ratio)
         except KeyboardInterrupt as interrupt:
-            if self.serving and hasattr(interrupt, "run"):
+            if self.serving and isinstance(interrupt, load_run.LoadInterrupted):
                 self.add(name, self.args.qps, interrupt.run)
             print("interrupted: what was seen until then is kept")
             raise
@@ -181,22 +185,28 @@ class Session:
 
     def add(self, name, qps, seen):
         """Print and write what was seen of a run: run.summarize and its `qps`, which it returns."""
-        row = {"qps": qps} | run.summarize(seen, self.slo_s)
+        judged = capacity.judge(seen, self.slo_s)
+        row = {"qps": qps} | judged.to_json()
         if self.serving:
             self.records[name], self.found[name] = seen, row
         else:
-            before = self.found.get(name, {}).get("points", [])
-            self.found[name] = run.found_so_far([*before, row], self.args.ratio)
+            trials = self.trials.setdefault(name, [])
+            trials.append(capacity.Trial(qps, judged))
+            self.found[name] = search_json(capacity.summarize_search(trials, self.args.ratio))
         print_point(name, row, self.report["unit"])
         self.report["conclusion"] = conclude(self.report)
         options.write_json(self.args, self.report)
         if self.args.csv:
             rows_of, its = metrics.request_rows, self.records.items()
-            rows = [{"policy": name} | row for name, seen in its for row in rows_of(*seen[:2])]
+            rows = [
+                {"policy": name} | row
+                for name, seen in its
+                for row in rows_of(seen.completions, seen.iterations)
+            ]
             table = [*rows[:1], *map(dict.values, rows)]  # the keys of the first are the header
             csv.writer(text := io.StringIO(newline="")).writerows(table)
             options.write_text(self.args.csv, text.getvalue())
-        return row
+        return judged
 
     def finish(self):
         """Print the tables and what to conclude, draw, and say which files were written."""
@@ -224,21 +234,21 @@ def main(args, make_machine):
     Raises ValueError for a bad load or SLO."""
     same = {name: getattr(args, name) for name in ("chunk", "max_len", "max_waiting", "attention")}
     config = EngineConfig(**same, max_batch=args.batch, page_size=1, pages=args.kv_tokens)
-    plan = partial(run.plan, args.policies, args.page_size, config, caching=args.prefix_caching)
+    plan = partial(run_plan, args.policies, args.page_size, config, caching=args.prefix_caching)
     plan(1.0)  # what is wrong with it, or with the load, ends here, before a model is loaded
     arrivals_at, load = make_workload(args)
     serving = args.command == "serve"
     own_rate = serving and args.trace and args.qps is None
     arrivals = arrivals_at(None if own_rate else 1.0)
     machine = make_machine(args, config)
-    base, slo_s = machine.base, run.slo_seconds(args.slo, machine.base)
-    start = float(f"{machine.micro_batches * run.estimated_qps(base, arrivals) / 2:.2g}")
+    base, slo_s = machine.base, capacity.slo_seconds(args.slo, machine.base)
+    start = float(f"{machine.micro_batches * capacity.estimated_qps(base, arrivals) / 2:.2g}")
     if serving and not own_rate:
         args.qps = args.qps or start
         arrivals = arrivals_at(args.qps)
     report = {"command": args.command, "machine": machine.machine, "load": load, "slo_s": slo_s}
     report["slo_busy"] = args.slo in MULTIPLES and machine.machine.get("base_busy", False)
-    report |= {"base": base._asdict(), "unit": ("requests/s", "chats/s")[args.turns > 1]}
+    report |= {"base": asdict(base), "unit": ("requests/s", "chats/s")[args.turns > 1]}
     print_heading(machine, args, report, arrivals)
     sides = getattr(machine, "sides", {"": machine})  # a simulation of this machine has two
     pairs = product(plan(slo_s).items(), sides.items())
@@ -289,8 +299,23 @@ def print_runs(rows, tbt_slo_s):
     tables.print_rows("batches", shown, slo_s=tbt_slo_s)
 
 
+def search_json(result):
+    """A SearchResult as --json has it: its best run, and all of them."""
+    points = [{"qps": trial.qps} | trial.verdict.to_json() for trial in result.trials]
+    best = {"qps": 0.0}
+    if result.best:
+        best = {"qps": result.best.qps} | result.best.verdict.to_json()
+    return best | {
+        "capacity_qps": result.capacity_qps,
+        "bound": result.capacity_qps.bound,
+        "points": points,
+        "missed": result.missed,
+        "busy": result.busy,
+    }
+
+
 def print_capacities(results, unit):
-    """The table of `capacity`: name -> run.found_so_far, rates in `unit`."""
+    """The table of `capacity`: name -> run.search_json, rates in `unit`."""
     shown, vllm = {}, results.get("vllm")
     for name, its in results.items():
         gain = 1.0 if its is vllm else vllm and its["capacity_qps"].over(vllm["capacity_qps"])

@@ -11,15 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lab.measure.timing import (
-    BUSY,
-    Timing,
-    bare_products,
-    device_name,
-    interleaved,
-    linear_layers,
-    steadily,
-)
+from lab.measure import timing
 from model import GPT
 from parallel.shard import Shard
 
@@ -78,22 +70,22 @@ def measure_machine(model: GPT, name: str, rows: int) -> RealMachineInfo:
     """Measure how fast this machine computes the products of `model`, for `rows` tokens at once,
     and how fast it reads memory. `name` is that of the model."""
     device = model.device
-    layers = linear_layers(model)
-    products = {"products": bare_products(model, rows, layers)}
+    layers = timing.linear_layers(model)
+    products = {"products": timing.bare_products(model, rows, layers)}
 
-    def time_both() -> tuple[Timing, float]:
-        return interleaved(products, device)["products"], memory_bandwidth(device)
+    def time_both() -> tuple[timing.Timing, float]:
+        return timing.interleaved(products, device)["products"], memory_bandwidth(device)
 
-    def spread_of(timed: tuple[Timing, float]) -> float:
+    def spread_of(timed: tuple[timing.Timing, float]) -> float:
         return timed[0].spread
 
-    (timing, bandwidth), drift = steadily(time_both, device, spread_of=spread_of)
+    (products_timing, bandwidth), drift = timing.steadily(time_both, device, spread_of=spread_of)
     weights = sum(layer.weight.numel() for layer in layers)
-    flops_per_s = 2 * rows * weights / (timing.ms / 1e3)
+    flops_per_s = 2 * rows * weights / (products_timing.ms / 1e3)
     parallel = isinstance(model, Shard)  # has a part of the whole model
     whole = model.whole_model() if parallel else model
     return RealMachineInfo(
-        device=device_name(device),
+        device=timing.device_name(device),
         threads=torch.get_num_threads(),
         torch=torch.__version__,
         model=name,
@@ -103,7 +95,7 @@ def measure_machine(model: GPT, name: str, rows: int) -> RealMachineInfo:
         flops_per_s=flops_per_s,
         bytes_per_s=bandwidth,
         ridge_tokens=flops_per_s / bandwidth * model.dtype.itemsize / 2,
-        busy=drift > BUSY,
+        busy=drift > timing.BUSY,
         tp=model.ranks.tp if parallel else None,
         pp=model.ranks.pp if parallel else None,
     )
@@ -112,5 +104,5 @@ def measure_machine(model: GPT, name: str, rows: int) -> RealMachineInfo:
 def memory_bandwidth(device: torch.device) -> float:
     """Bytes per second at which an array much larger than any cache is read, to be summed."""
     array = torch.ones(2**30 if device.type == "cuda" else 2**27, device=device)
-    timing = interleaved({"sum": array.sum}, device, repeats=7)["sum"]
-    return array.nbytes / (timing.ms / 1e3)
+    reading = timing.interleaved({"sum": array.sum}, device, repeats=7)["sum"]
+    return array.nbytes / (reading.ms / 1e3)

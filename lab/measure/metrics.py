@@ -1,191 +1,384 @@
 """From records to numbers: latencies, generation stalls, throughput, what the batches were made of.
 
-Pure functions of completions and iterations (engine.py; in the order of time), in seconds on one
-clock. They return plain numbers that json can write; what does not exist is None, never 0 or NaN.
-Latencies are those of Sarathi-Serve §2.4, stalls those of §3.2 and Figure 1, the condition for
-capacity that of §5.1. A TTFT, TBT or scheduling delay counts as soon as it was seen, a latency only
-of a request that finished. Read next: run.py."""
+Pure functions of Completions and Iterations (engine.py; iterations in the order of time). All times
+are in seconds on one clock. A value that does not exist is None, never 0 or NaN. Latencies are
+those of Sarathi-Serve §2.4, stalls those of §3.2 and Figure 1, the condition for capacity that of
+§5.1. TTFT, TBT and scheduling delay count for every request that has them, also for one that was
+aborted; the latency counts only for requests that finished.
+
+Read next: load_run.py."""
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from operator import attrgetter
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from outputs import Completion, Iteration
 from policies.priority import PRIORITIES
 from policies.token_budget import MAX_DELAY_S
 
-FINISHED = ("stop", "length")  # the reasons of a request that got all its output
-COUNTS = ("preemptions", "recomputed_tokens", "cached_tokens")  # that a Completion has
+FINISHED = ("stop", "length")  # finish reasons of requests that got all of their output
 
 
-class Stall(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Percentiles of a list of numbers; all None if the list is empty."""
+
+    p50: float | None
+    p90: float | None
+    p99: float | None
+    max: float | None
+
+
+def percentiles(values: Iterable[float | None]) -> Percentiles:
+    """The Percentiles of the values that are not None, interpolated linearly."""
+    numbers = [value for value in values if value is not None]
+    if not numbers:
+        return Percentiles(None, None, None, None)
+    p50, p90, p99, largest = np.quantile(numbers, [0.5, 0.9, 0.99, 1.0]).tolist()
+    return Percentiles(p50, p90, p99, largest)
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
     """A generation stall: a gap between two tokens of a request that holds prefill of others."""
 
-    request_id: int  # who waited
+    request_id: int  # the request that waited
     start: float  # when its previous token was known, in s
     end: float  # when its next token was known, in s
     prefill_tokens: int  # of others, computed in the gap
     caused_by: int  # the request with most of these tokens; of equals, the one computed first
-    seconds: float  # all of it: a hybrid batch does not tell the chunk's time from the decode's own
+    seconds: float  # the whole gap: a hybrid batch does not tell the chunk's time from the decode's
 
 
-def percentiles(values):
-    """{"p50", "p90", "p99", "max"} of the values that are not None, interpolated linearly."""
-    values = [value for value in values if value is not None]
-    found = np.quantile(values, [0.5, 0.9, 0.99, 1.0]).tolist() if values else [None] * 4
-    return dict(zip(("p50", "p90", "p99", "max"), found))
+class _Prefill(NamedTuple):
+    """A prefill chunk, as find_stalls needs it."""
+
+    start: float  # of its iteration
+    request_id: int
+    length: int
 
 
-def find_stalls(completions, iterations):
-    """Every generation stall, as [Stall], request by request. A gap holds the iterations that began
-    in it: from a token until before the next. Who prefills itself again after a preemption does not
-    stall itself. A decode waits for a chunk that it rides with, too: an SLO tells if that harms."""
-    stalls, group_of = [], {}  # request -> the micro-batch that computes it
-    groups = defaultdict(list)  # micro-batch -> its prefills, (start of the iteration, who, tokens)
-    for its in iterations:
-        prefills = [(its.start, who, n) for who, _, n, is_decode in its.chunks if not is_decode]
-        groups[its.micro_batch] += prefills
-        group_of |= {who: its.micro_batch for _, who, _ in prefills}
+def find_stalls(completions: Sequence[Completion], iterations: Sequence[Iteration]) -> list[Stall]:
+    """Every generation stall, request by request.
+
+    A gap holds the iterations that began in it: at one token or later, and before the next token.
+    A request that prefills itself again after a preemption does not stall itself. A decode that
+    rides with a chunk of another request waits for it, and counts: the SLO says whether that harms.
+    """
+    prefills_of: dict[int, list[_Prefill]] = defaultdict(list)  # of each micro-batch
+    micro_batch_of: dict[int, int] = {}  # request id -> the micro-batch that computes it
+    for iteration in iterations:
+        for request_id, _, length, is_decode in iteration.chunks:
+            if not is_decode:
+                prefill = _Prefill(iteration.start, request_id, length)
+                prefills_of[iteration.micro_batch].append(prefill)
+                micro_batch_of[request_id] = iteration.micro_batch
+    starts_of = {
+        micro_batch: [prefill.start for prefill in prefills]
+        for micro_batch, prefills in prefills_of.items()
+    }
+    stalls = []
     for completion in completions:
-        own, times = completion.request_id, completion.token_times
-        prefills = groups[group_of.get(own, 0)]
-        begun = [bisect_left(prefills, (time,)) for time in times]  # until a token
-        for start, end, first, last in zip(times, times[1:], begun, begun[1:]):
-            tokens = Counter()  # of prefill by request, in the order of computation
-            for _, who, length in prefills[first:last]:
-                tokens[who] += length
-            del tokens[own]
-            if tokens:
-                cause = max(tokens, key=tokens.get)
-                stalls.append(Stall(own, start, end, tokens.total(), cause, end - start))
+        micro_batch = micro_batch_of.get(completion.request_id, 0)
+        prefills = prefills_of.get(micro_batch, [])
+        stalls += _stalls_of(completion, prefills, starts_of.get(micro_batch, []))
     return stalls
 
 
-def _ratio(amount, whole):
-    return float(amount / whole) if whole else None
+def _stalls_of(
+    completion: Completion, prefills: list[_Prefill], starts: list[float]
+) -> Iterator[Stall]:
+    """The stalls of one request. `prefills` are those of its micro-batch, `starts` their starts."""
+    times = completion.token_times
+    firsts = [bisect_left(starts, time) for time in times]  # the first prefill after each token
+    for i in range(1, len(times)):
+        tokens: Counter[int] = Counter()  # request id -> prefill tokens, in order of computation
+        for prefill in prefills[firsts[i - 1] : firsts[i]]:
+            if prefill.request_id != completion.request_id:
+                tokens[prefill.request_id] += prefill.length
+        if tokens:
+            yield Stall(
+                request_id=completion.request_id,
+                start=times[i - 1],
+                end=times[i],
+                prefill_tokens=tokens.total(),
+                caused_by=max(tokens, key=lambda request_id: tokens[request_id]),
+                seconds=times[i] - times[i - 1],
+            )
 
 
-def summarize_queue(completions, offered_per_s=None):
-    """Whether the queue `grew`: the last quarter of the requests waited for longer than the second,
-    in the median, and more arrive, or are `offered_per_s` where arrivals wait for answers, than
-    the server can do: how many it schedules per second while others wait, counted if half of them
-    do, but not in the first quarter, as few decode yet."""
-    seen = sorted((c.arrival, c.scheduled) for c in completions if c.scheduled is not None)
-    n, delays = len(seen) // 4, [scheduled - arrival for arrival, scheduled in seen]
-    early, late = (percentiles(quarter)["p50"] for quarter in (delays[n : 2 * n], delays[-n:]))
-    arrived, in_turn = np.sort(np.reshape(seen, (-1, 2)), axis=0).T  # (requests,), each in order
-    waits = (arrived[1:] <= in_turn[:-1])[n:]  # the next is there when one is scheduled
-    rate, can = offered_per_s or _ratio(len(seen) - 1, np.diff(arrived).sum()), None
+def longest_stall(stalls: Iterable[Stall]) -> Stall | None:
+    """The longest of the stalls, the first of equals; None if there are none."""
+    return max(stalls, key=lambda stall: stall.seconds, default=None)
+
+
+def _ratio(amount: float, total: float) -> float | None:
+    """The quotient, None if `total` is 0."""
+    return float(amount / total) if total else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueSummary:
+    """Whether requests wait longer and longer: see `summarize_queue`."""
+
+    second_quarter_s: float | None  # median scheduling delay of the second quarter of the requests
+    last_quarter_s: float | None  # and of the last
+    arrived_per_s: float | None  # requests
+    scheduled_per_s: float | None  # requests, while others wait; None: few ever waited
+    grew: bool
+
+
+def summarize_queue(
+    completions: Iterable[Completion], offered_per_s: float | None = None
+) -> QueueSummary:
+    """Find out whether the queue grew: whether delays became longer, and more requests arrive than
+    the server can do.
+
+    Delays became longer if the last quarter of the requests waited longer than the second, in the
+    median. The rate of arrivals is counted, or is `offered_per_s` where arrivals wait for answers.
+    What the server can do is the rate at which it schedules requests while others wait. That is
+    counted if half of the requests wait, and not in the first quarter, where few decode yet."""
+    scheduled = sorted((c.arrival, c.scheduled) for c in completions if c.scheduled is not None)
+    quarter = len(scheduled) // 4
+    delays = [start - arrival for arrival, start in scheduled]
+    early = percentiles(delays[quarter : 2 * quarter]).p50
+    late = percentiles(delays[-quarter:]).p50
+    arrivals, starts = np.sort(np.reshape(scheduled, (-1, 2)), axis=0).T  # (requests,), in order
+    arrived_per_s = offered_per_s or _ratio(len(scheduled) - 1, np.diff(arrivals).sum())
+    # whether the next request is there already when one is scheduled
+    waits = (arrivals[1:] <= starts[:-1])[quarter:]
+    scheduled_per_s = None
     if 2 * waits.sum() >= max(8, len(waits)):
-        can = _ratio(waits.sum(), np.diff(in_turn)[n:][waits].sum())
-    delays = {"second_quarter_s": early, "last_quarter_s": late}
-    grew = bool(rate and can and can < rate and early < late)
-    return delays | {"arrived_per_s": rate, "scheduled_per_s": can, "grew": grew}
+        scheduled_per_s = _ratio(waits.sum(), np.diff(starts)[quarter:][waits].sum())
+    overloaded = bool(arrived_per_s and scheduled_per_s and scheduled_per_s < arrived_per_s)
+    slower = early is not None and late is not None and early < late
+    return QueueSummary(
+        second_quarter_s=early,
+        last_quarter_s=late,
+        arrived_per_s=arrived_per_s,
+        scheduled_per_s=scheduled_per_s,
+        grew=overloaded and slower,
+    )
 
 
-def summarize_latencies(completions, seconds, offered_per_s=None):
-    """The part of `summarize_run` that needs no iterations."""
+@dataclass(frozen=True, kw_only=True)
+class LatencySummary:
+    """What a client can see of a run."""
+
+    requests: int
+    finished: int
+    aborted: int
+    ttft_s: Percentiles
+    tbt_s: Percentiles  # of all gaps of all requests
+    scheduling_delay_s: Percentiles
+    queue: QueueSummary
+    latency_s: Percentiles
+    tokens_per_s: float | None  # prompt and output; of prompts, computed or found in the cache
+
+
+def summarize_latencies(
+    completions: Sequence[Completion], seconds: float, offered_per_s: float | None = None
+) -> LatencySummary:
+    """Summarize a run of so many seconds without its iterations."""
     finished = [c for c in completions if c.finish_reason in FINISHED]
     tokens = sum(len(c.prompt) + len(c.token_times) for c in completions if c.token_times)
-    return {
-        "requests": len(completions),
-        "finished": len(finished),
-        "aborted": sum(c.finish_reason == "abort" for c in completions),
-        "ttft_s": percentiles(c.ttft for c in completions),
-        "tbt_s": percentiles(gap for c in completions for gap in c.tbt),  # all gaps of all requests
-        "scheduling_delay_s": percentiles(c.scheduling_delay for c in completions),
-        "queue": summarize_queue(completions, offered_per_s),
-        "latency_s": percentiles(c.latency for c in finished),
-        "tokens_per_s": _ratio(tokens, seconds),  # of prompts too, computed or found
-    }
+    return LatencySummary(
+        requests=len(completions),
+        finished=len(finished),
+        aborted=sum(c.finish_reason == "abort" for c in completions),
+        ttft_s=percentiles(c.ttft for c in completions),
+        tbt_s=percentiles(gap for c in completions for gap in c.tbt),
+        scheduling_delay_s=percentiles(c.scheduling_delay for c in completions),
+        queue=summarize_queue(completions, offered_per_s),
+        latency_s=percentiles(c.latency for c in finished),
+        tokens_per_s=_ratio(tokens, seconds),
+    )
 
 
-def steady(iterations, B, rounds=None):
-    """A run while its pipeline of requests was full: (iterations, tokens per second, seconds), or
-    ([], None, None) if there were fewer than 2 B + 1 requests. It goes from the iteration that lets
-    in request B, counted from 0, to that which lets in the last whose number is a multiple of B; or
-    only over the last `rounds` of B: every B requests of one length a policy repeats itself."""
-    let_in = {who: n for n, i in [*enumerate(iterations)][::-1] for who, *_ in i.chunks}  # first
-    numbers = sorted(let_in.values())
-    last = (len(numbers) - 1) // B
-    if last < 2:
-        return [], None, None
-    first, end = numbers[max(1, last - (rounds or last)) * B], numbers[last * B]
-    seconds, its = iterations[end].start - iterations[first].start, iterations[first:end]
-    return its, sum(i.prefill_tokens + i.decode_tokens for i in its) / seconds, seconds
+class SteadyPart(NamedTuple):
+    """A part of a run in which the batch was full."""
+
+    iterations: list[Iteration]
+    tokens_per_s: float | None
+    seconds: float | None
 
 
-def summarize_run(completions, iterations, seconds, tbt_slo_s=None, offered_per_s=None):
-    """What the table prints and the JSON holds of a run, a dict: `summarize_latencies`, generation
-    stalls (`over_slo`: longer than `tbt_slo_s`) and what the iterations were made of, None where
-    they are not known; `cached`: the share of what was to prefill, again too, that was found."""
-    stalls, count = find_stalls(completions, iterations), len(iterations)
-    kinds = Counter((i.prefill_tokens > 0, i.decode_tokens > 0) for i in iterations)
-    tokens = sum(i.prefill_tokens + i.decode_tokens for i in iterations)
-    busy_s = sum(i.end - i.start for i in iterations)
-    longest = max(stalls, key=attrgetter("seconds"), default=None)
-    over_slo = sum(s.seconds > tbt_slo_s for s in stalls) if count and tbt_slo_s else None
-    stalled = {"count": len(stalls) if count else None, "longest": longest and longest._asdict()}
-    stalled |= {"over_slo": over_slo, "length_s": percentiles(stall.seconds for stall in stalls)}
-    begun = [c for c in completions if c.scheduled is not None and count]
-    counts = {key: sum(getattr(c, key) for c in begun) if count else None for key in COUNTS}
-    prefill = sum(len(c.prompt) + c.recomputed_tokens for c in begun)
-    its = summarize_latencies(completions, seconds, offered_per_s)
-    its |= {f"{p}_{key}": its[key][p] for key in ("ttft_s", "tbt_s") for p in ("p50", "p99")}
-    return its | {
-        **counts,
-        "p50_delay_s": its["scheduling_delay_s"]["p50"],
-        "longest_stall_s": longest.seconds if longest else 0.0 if count else None,
-        "cached": _ratio(counts["cached_tokens"], prefill),
-        "stalls": stalled,
-        "iterations": count,
-        "prefill_only": _ratio(kinds[True, False], count),
-        "decode_only": _ratio(kinds[False, True], count),
-        "hybrid": _ratio(kinds[True, True], count),
-        "tokens_per_iteration": _ratio(tokens, count),
-        "running_mean": _ratio(sum(i.running * (i.end - i.start) for i in iterations), busy_s),
-        "running_peak": max((i.running for i in iterations), default=None),
-    }
+def steady(iterations: Sequence[Iteration], B: int, rounds: int | None = None) -> SteadyPart:
+    """The part of a run in which its batch of B requests was full; empty if there were fewer than
+    2 B + 1 requests.
+
+    It begins with the iteration that admits request B, counted from 0. It ends before the one that
+    admits the last request whose number is a multiple of B. With `rounds` only the last rounds of B
+    requests count: with requests of one length, a policy repeats itself every B requests."""
+    admitted_in: dict[int, int] = {}  # request id -> the index of its first iteration
+    for index, iteration in enumerate(iterations):
+        for request_id, *_ in iteration.chunks:
+            admitted_in.setdefault(request_id, index)
+    admissions = sorted(admitted_in.values())
+    last_round = (len(admissions) - 1) // B
+    if last_round < 2:
+        return SteadyPart([], None, None)
+    first_round = max(1, last_round - rounds) if rounds else 1
+    first = admissions[first_round * B]
+    end = admissions[last_round * B]
+    seconds = iterations[end].start - iterations[first].start
+    part = list(iterations[first:end])
+    tokens = sum(i.prefill_tokens + i.decode_tokens for i in part)
+    return SteadyPart(part, tokens / seconds, seconds)
 
 
-def request_rows(completions, iterations):
-    """A dict for each request of a run, for csv.DictWriter."""
-    stalls_of = defaultdict(list)
-    for stall in find_stalls(completions, iterations):
-        stalls_of[stall.request_id].append(stall)
-    for c in completions:
-        tbt, its = percentiles(c.tbt), stalls_of[c.request_id]
-        longest = max(its, key=attrgetter("seconds"), default=None)
-        yield {
-            "request_id": c.request_id,
-            "class": PRIORITIES[c.priority],
-            "arrival": c.arrival,
-            "prompt_tokens": len(c.prompt),
-            "output_tokens": len(c.token_times),
-            "finish_reason": c.finish_reason,
-            "scheduling_delay_s": c.scheduling_delay,
-            "ttft_s": c.ttft,
-            **{f"{p}_tbt_s": tbt[p] for p in ("p50", "p99", "max")},
-            "latency_s": c.latency if c.finish_reason in FINISHED else None,
-            "stalls": len(its) if iterations else None,
-            "longest_stall_s": longest and longest.seconds,
-            "caused_by": longest and longest.caused_by,
-            **{key: getattr(c, key) if iterations else None for key in COUNTS},
+@dataclass(frozen=True, kw_only=True)
+class StallSummary:
+    """The generation stalls of a run."""
+
+    count: int | None  # None: iterations are not known
+    longest: Stall | None
+    over_slo: int | None  # how many were longer than the SLO of TBT; None: there is none
+    length_s: Percentiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary(LatencySummary):
+    """What is known of a run. Without iterations, as of a remote server, what they tell is None."""
+
+    preemptions: int | None
+    recomputed_tokens: int | None
+    cached_tokens: int | None
+    cached: float | None  # the share of tokens to prefill, again too, that the cache held already
+    stalls: StallSummary
+    iterations: int
+    prefill_only: float | None  # shares of the iterations
+    decode_only: float | None
+    hybrid: float | None
+    tokens_per_iteration: float | None
+    running_mean: float | None  # requests at once, over the time of the iterations
+    running_peak: int | None
+
+    @property
+    def longest_stall_s(self) -> float | None:
+        """The length of the longest stall: 0 without stalls, None if iterations are not known."""
+        if self.stalls.longest:
+            return self.stalls.longest.seconds
+        return 0.0 if self.iterations else None
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, and those numbers once more by a name of their own that tables print."""
+        return asdict(self) | {
+            "p50_ttft_s": self.ttft_s.p50,
+            "p99_ttft_s": self.ttft_s.p99,
+            "p50_tbt_s": self.tbt_s.p50,
+            "p99_tbt_s": self.tbt_s.p99,
+            "p50_delay_s": self.scheduling_delay_s.p50,
+            "longest_stall_s": self.longest_stall_s,
         }
 
 
-def missed(summary, tbt_slo_s):
-    """What of the SLO a run missed, in words; "" if its rate can be kept up: P99 TBT and median
-    delay are within limits, the queue does not grow, which would lift the median only in a long
-    run, and every request has finished. `summary` is that of `summarize_latencies`."""
-    tbt, delay = summary["tbt_s"]["p99"] or 0.0, summary["scheduling_delay_s"]["p50"] or 0.0
-    finished, count, queue = summary["finished"], summary["requests"], summary["queue"]
-    wrong = {f"{finished} of {count} requests finished": finished < count or not count}
-    wrong |= {f"P99 TBT of {tbt:,.3f} s": tbt > tbt_slo_s}
-    wrong |= {f"median delay of {delay:,.2f} s": delay > MAX_DELAY_S}
-    early, late = (queue[key] or 0.0 for key in ("second_quarter_s", "last_quarter_s"))
-    delays = f"{early:,.2f} s in the second quarter and {late:,.2f} s in the last"
-    wrong |= {f"the queue grew: median delay of {delays}": queue["grew"]}
-    return ", ".join(what for what, so in wrong.items() if so)
+def summarize_run(
+    completions: Sequence[Completion],
+    iterations: Sequence[Iteration],
+    seconds: float,
+    tbt_slo_s: float | None = None,
+    offered_per_s: float | None = None,
+) -> RunSummary:
+    """Summarize a run of so many seconds: latencies, stalls, and what its batches were made of."""
+    count = len(iterations)
+    kinds = Counter((i.prefill_tokens > 0, i.decode_tokens > 0) for i in iterations)
+    tokens = sum(i.prefill_tokens + i.decode_tokens for i in iterations)
+    busy_s = sum(i.end - i.start for i in iterations)
+    scheduled = [c for c in completions if c.scheduled is not None]
+    cached_tokens = sum(c.cached_tokens for c in scheduled)
+    prefill_tokens = sum(len(c.prompt) + c.recomputed_tokens for c in scheduled)
+    latencies = summarize_latencies(completions, seconds, offered_per_s)
+    return RunSummary(
+        **vars(latencies),
+        preemptions=sum(c.preemptions for c in scheduled) if count else None,
+        recomputed_tokens=sum(c.recomputed_tokens for c in scheduled) if count else None,
+        cached_tokens=cached_tokens if count else None,
+        cached=_ratio(cached_tokens, prefill_tokens) if count else None,
+        stalls=_summarize_stalls(find_stalls(completions, iterations), count > 0, tbt_slo_s),
+        iterations=count,
+        prefill_only=_ratio(kinds[True, False], count),
+        decode_only=_ratio(kinds[False, True], count),
+        hybrid=_ratio(kinds[True, True], count),
+        tokens_per_iteration=_ratio(tokens, count),
+        running_mean=_ratio(sum(i.running * (i.end - i.start) for i in iterations), busy_s),
+        running_peak=max((i.running for i in iterations), default=None),
+    )
+
+
+def _summarize_stalls(
+    stalls: Sequence[Stall], iterations_are_known: bool, tbt_slo_s: float | None
+) -> StallSummary:
+    """Summarize stalls; there are none to be seen if iterations are not known."""
+    over_slo = None
+    if iterations_are_known and tbt_slo_s:
+        over_slo = sum(stall.seconds > tbt_slo_s for stall in stalls)
+    return StallSummary(
+        count=len(stalls) if iterations_are_known else None,
+        longest=longest_stall(stalls),
+        over_slo=over_slo,
+        length_s=percentiles(stall.seconds for stall in stalls),
+    )
+
+
+def request_rows(
+    completions: Iterable[Completion], iterations: Sequence[Iteration]
+) -> Iterator[dict[str, Any]]:
+    """A dict for each request of a run, for csv.DictWriter."""
+    completions = list(completions)
+    stalls_of: dict[int, list[Stall]] = defaultdict(list)
+    for stall in find_stalls(completions, iterations):
+        stalls_of[stall.request_id].append(stall)
+    for completion in completions:
+        tbt = percentiles(completion.tbt)
+        stalls = stalls_of[completion.request_id]
+        longest = longest_stall(stalls)
+        finished = completion.finish_reason in FINISHED
+        yield {
+            "request_id": completion.request_id,
+            "class": PRIORITIES[completion.priority],
+            "arrival": completion.arrival,
+            "prompt_tokens": len(completion.prompt),
+            "output_tokens": len(completion.token_times),
+            "finish_reason": completion.finish_reason,
+            "scheduling_delay_s": completion.scheduling_delay,
+            "ttft_s": completion.ttft,
+            "p50_tbt_s": tbt.p50,
+            "p99_tbt_s": tbt.p99,
+            "max_tbt_s": tbt.max,
+            "latency_s": completion.latency if finished else None,
+            "stalls": len(stalls) if iterations else None,
+            "longest_stall_s": longest.seconds if longest else None,
+            "caused_by": longest.caused_by if longest else None,
+            "preemptions": completion.preemptions if iterations else None,
+            "recomputed_tokens": completion.recomputed_tokens if iterations else None,
+            "cached_tokens": completion.cached_tokens if iterations else None,
+        }
+
+
+def missed(summary: LatencySummary, tbt_slo_s: float) -> str:
+    """What a run missed of its SLO, in words; "" if its rate can be sustained.
+
+    The SLO is met if P99 TBT and the median scheduling delay are within their limits, every request
+    has finished, and the queue does not grow. A growing queue would lift the median delay only in a
+    longer run."""
+    failures = []
+    if summary.finished < summary.requests or not summary.requests:
+        failures.append(f"{summary.finished} of {summary.requests} requests finished")
+    p99_tbt_s = summary.tbt_s.p99 or 0.0
+    if p99_tbt_s > tbt_slo_s:
+        failures.append(f"P99 TBT of {p99_tbt_s:,.3f} s")
+    median_delay_s = summary.scheduling_delay_s.p50 or 0.0
+    if median_delay_s > MAX_DELAY_S:
+        failures.append(f"median delay of {median_delay_s:,.2f} s")
+    queue = summary.queue
+    if queue.grew:
+        failures.append(
+            f"the queue grew: median delay of {queue.second_quarter_s:,.2f} s in the second "
+            f"quarter and {queue.last_quarter_s:,.2f} s in the last"
+        )
+    return ", ".join(failures)

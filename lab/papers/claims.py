@@ -11,7 +11,7 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import NamedTuple
 
-from lab.measure.load_run import Bounded
+from lab.measure.capacity import Bounded
 from views.tables import markdown, show
 
 TRACE = Path(__file__).with_name("a_to_d.csv")  # two requests, and two more in the midst of them

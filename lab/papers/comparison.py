@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from lab.measure.load_run import Bounded
+from lab.measure.capacity import Bounded
 from views.tables import markdown
 
 Cell = float | str | None  # None: not published, or not known

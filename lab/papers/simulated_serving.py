@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import combinations, product
 from statistics import median
 
-from lab.measure.load_run import Bounded, slo_seconds
+from lab.measure.capacity import Bounded, slo_seconds
 from lab.measure.workload import LENGTHS
 from lab.papers.comparison import (
     Cell,

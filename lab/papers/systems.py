@@ -12,7 +12,9 @@ from typing import Any, Protocol, TypeVar
 
 from config import EngineConfig
 from lab.measure import metrics
-from lab.measure.load_run import Bounded, capacity, estimated_qps, plan
+from lab.measure.capacity import Bounded, Verdict, estimated_qps, search_capacity
+from lab.measure.metrics import LatencySummary
+from lab.measure.run_plan import run_plan
 from lab.measure.workload import LENGTHS, Arrival, poisson, sample_lengths
 from lab.simulator.cost_model import CostModel
 from lab.simulator.machine import base_of
@@ -282,7 +284,7 @@ class ServingJob:
     """Poisson arrivals with lengths of a trace; all are there at time 0 if `qps` is infinite."""
 
     cost: CostModel
-    policy: str  # as load_run.plan takes it; its token budget is 512 if it names none
+    policy: str  # as run_plan takes it; its token budget is 512 if it names none
     trace: str  # a name in LENGTHS
     qps: float
     requests: int
@@ -290,7 +292,7 @@ class ServingJob:
     batch: int = 128
 
 
-def latencies(job: ServingJob) -> dict[str, Any]:
+def latencies(job: ServingJob) -> LatencySummary:
     """summarize_latencies of a run in all the memory there is."""
     limit = LENGTHS[job.trace].limit
     config = EngineConfig(
@@ -303,7 +305,7 @@ def latencies(job: ServingJob) -> dict[str, Any]:
     )
     lengths = sample_lengths(job.trace, job.requests, limit, job.seed)
     arrivals = poisson(lengths, job.qps, job.seed)
-    config = plan([job.policy], [64], config)[job.policy]
+    config = run_plan([job.policy], [64], config)[job.policy]
     run = simulate(job.cost, config, arrivals, record=False).run
     return metrics.summarize_latencies(run.completions, run.seconds)
 
@@ -327,19 +329,19 @@ def find_capacities(job: CapacityJob) -> list[Bounded]:
     start_qps = float(f"{0.3 * job.cost.pp * possible_qps:.1g}")
 
     @cache
-    def serve(policy: str, qps: float) -> dict[str, Any]:
+    def serve(policy: str, qps: float) -> LatencySummary:
         serving = ServingJob(
             job.cost, policy, job.trace, qps=qps, requests=job.requests, batch=job.batch
         )
         return latencies(serving)
 
-    def run_at_rate(policy: str, slo_s: float, qps: float) -> dict[str, Any]:
-        return {"met": not metrics.missed(serve(policy, qps), slo_s)}
+    def run_at_rate(policy: str, slo_s: float, qps: float) -> Verdict:
+        return Verdict(missed=metrics.missed(serve(policy, qps), slo_s))
 
     capacities = []
     for policy, slo_s in job.targets:
-        qps, _ = capacity(partial(run_at_rate, policy, slo_s), start_qps, job.ratio)
-        capacities.append(qps)
+        search = search_capacity(partial(run_at_rate, policy, slo_s), start_qps, job.ratio)
+        capacities.append(search.capacity_qps)
     return capacities
 
 

@@ -6,7 +6,7 @@
 
 Read first: simulation.py, and lab/commands/serving.py, whose RealMachine has the same face."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
 
@@ -14,7 +14,7 @@ from cli import options
 from lab.commands import serving
 from lab.measure import metrics, workload
 from lab.measure import timing as measure
-from lab.measure.load_run import Base
+from lab.measure.capacity import Base
 from lab.simulator.cost_model import CostModel, FittedCost
 from lab.simulator.devices import DEVICES, GEOMETRIES, LINKS
 from lab.simulator.simulation import simulate
@@ -89,7 +89,7 @@ class SimulatedMachine:
         if config.prefix_caching:
             prompts = workload.prompts(arrivals, 256, args.seed, args.shared_prefix)
         run = simulate(self.cost, config, arrivals, prompts, replicas=args.replicas, **more).run
-        return run._replace(drift=self.drift)
+        return replace(run, drift=self.drift)
 
 
 def profile_cases(max_len):
@@ -119,10 +119,10 @@ class FittedMachine(SimulatedMachine):
         (law,), rest = self.cost.laws, timed[len(fitted) :]
         off = metrics.percentiles(abs(law.predict(shape) / seconds - 1) for shape, seconds in rest)
         found = "off by {p50:.1%} in the median, {p90:.1%} at P90, {max:.1%} at most"
-        found = measure.TOO_BUSY if busy else found.format_map(off)
+        found = measure.TOO_BUSY if busy else found.format_map(asdict(off))
         self.lines = f"{real.lines}fitted to {len(fitted)} batches\n"
         self.lines += f"predictions of {len(others)} others: {found}\n"
-        more = {"law": law.law, "prediction_error": off, "profile_busy": busy}
+        more = {"law": law.law, "prediction_error": asdict(off), "profile_busy": busy}
         self.machine, self.sides = real.machine | more, {"": real, ", simulated": self}
         if args.command != "serve":
             self.machine["device"] = f"simulated: {real.machine['device']}"

@@ -151,7 +151,7 @@ def serve_pipeline(
         engines.append(engine)
         before.extend(ranks.call("seconds"))
 
-    run = load_run.serve(model, config, arrivals, prompts, made=begin)
+    run = load_run.serve(model, config, arrivals, prompts, before_start=begin)
     after: list[StageSeconds] = ranks.call("seconds")
     (engine,) = engines
     pipeline = engine.micro_batches

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from config import EngineConfig
 from engine import Iteration
-from lab.measure import load_run
+from lab.measure.capacity import estimated_qps, slo_seconds
+from lab.measure.run_plan import run_plan
 from lab.measure.workload import poisson, sample_lengths
 from lab.simulator.cost_model import CostModel
 from lab.simulator.machine import base_of
@@ -258,9 +259,9 @@ def check_policy(policy: str) -> Verdict:
     """
     cost = CostModel.named("llama3-8b")
     base = base_of(cost, MAX_LEN, BASE_CHUNK)
-    slo_s = load_run.slo_seconds("strict", base)
+    slo_s = slo_seconds("strict", base)
     lengths = sample_lengths("sharegpt4", REQUESTS, MAX_LEN, seed=0)
-    possible_qps = load_run.estimated_qps(base, poisson(lengths, 1.0, seed=0))
+    possible_qps = estimated_qps(base, poisson(lengths, 1.0, seed=0))
     arrivals = poisson(lengths, LOAD * possible_qps, seed=0)
     prompts = [[i % 4] * arrival.prompt_len for i, arrival in enumerate(arrivals)]  # share prefixes
     iterations = 0
@@ -277,7 +278,7 @@ def check_policy(policy: str) -> Verdict:
             page_size=PAGE_SIZE,
             pages=longest_that_fit * MAX_LEN // PAGE_SIZE,
         )
-        configs = load_run.plan([policy], [PAGE_SIZE], config, slo_s, caching=[sharing])
+        configs = run_plan([policy], [PAGE_SIZE], config, slo_s, caching=[sharing])
         (config,) = configs.values()
         try:
             simulation = simulate(cost, config, arrivals, prompts, recorder=Referees(load))

@@ -10,7 +10,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -57,7 +57,7 @@ def simulate(
     busy_s = sum(simulation.busy.values())
     cpu_s = simulation.batches * cost.pp * cost.cpu_s
     return Simulated(
-        run=run._replace(own_fraction=cpu_s / (busy_s or 1.0)),
+        run=replace(run, own_fraction=cpu_s / (busy_s or 1.0)),
         batches=simulation.batches,
         busy=simulation.busy,
         utilisation=busy_s / (len(simulation.busy) * run.seconds or 1.0),
@@ -81,7 +81,7 @@ class Simulation(MicroBatches):
     make an Iteration of each batch, its StageRuns, and an Event of each token, not only of a
     request's last."""
 
-    missing = ()  # no other process takes time of the machine
+    probe_readings = ()  # no other process takes time of the machine
 
     def __init__(
         self, cost: Cost, config: EngineConfig, *, replicas: int = 1, record: bool = True

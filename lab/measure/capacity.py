@@ -1,0 +1,254 @@
+"""Whether a run meets its SLO, and the highest rate that does: the capacity (Sarathi-Serve §5.1).
+
+    base, drift = measure_base(model, chunk, max_len)    how fast this machine is
+    slo_s = slo_seconds("strict", base)                  the SLO of P99 TBT, a multiple of that
+    judged = judge(run, slo_s)                           what a run measured, and if it met the SLO
+    result = search_capacity(run_at_rate, start=1.0)     the highest rate that meets it
+
+Read first: load_run.py, metrics.py."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from lab.measure import metrics
+from lab.measure import timing as measure
+from lab.measure.load_run import Run
+from lab.measure.metrics import RunSummary
+from lab.measure.workload import Arrival
+from model import GPT
+from parallel import runner_for
+from policies import token_budget
+from policies.token_budget import Profiled
+
+MAX_RUNS = 60  # of a search, which takes a dozen
+
+
+@dataclass(frozen=True)
+class Base:
+    """How fast a machine is. SLOs are multiples of this (§5.1)."""
+
+    seconds: float  # of an iteration that decodes `decodes` requests at `context` tokens
+    prefill_token_s: float  # of a prefill chunk in a batch of its own
+    decodes: int
+    context: int
+
+
+def measure_base(
+    model: GPT, chunk: int, max_len: int, attention: str = "auto"
+) -> tuple[Base, float]:
+    """The Base of this machine for requests of up to max_len tokens, and the machine's drift, see
+    timing.steadily."""
+    context = token_budget.base_context(max_len)
+    chunk = min(chunk, max_len)
+    longest = max(context, chunk)
+    runner = runner_for(model)(model, token_budget.BASE_BATCH, longest, longest, attention)
+    cases = [(token_budget.BASE_BATCH, context, token_budget.BASE_BATCH), (chunk, chunk, 0)]
+
+    def time_both() -> list[Profiled]:
+        return token_budget.time_iterations(runner, cases, repeats=5)
+
+    def largest_spread(rows: list[Profiled]) -> float:
+        return max(row.spread for row in rows)
+
+    (decode, prefill), drift = measure.steadily(time_both, model.device, spread_of=largest_spread)
+    base = Base(
+        seconds=decode.seconds,
+        prefill_token_s=prefill.seconds / chunk,
+        decodes=decode.decodes,
+        context=context,
+    )
+    return base, drift
+
+
+def slo_seconds(target: str | float, base: Base) -> float:
+    """The SLO of TBT in seconds. `target` is "strict", "relaxed", another name in MULTIPLES, or a
+    number of seconds. Raises ValueError if it is below one decode iteration, which no policy can
+    meet."""
+    if target in token_budget.MULTIPLES:
+        seconds = token_budget.MULTIPLES[target] * base.seconds
+    else:
+        seconds = float(target)
+    if seconds < base.seconds:
+        takes = f"one decode iteration, which takes {base.seconds:.3g} s here"
+        raise ValueError(f"SLO of {seconds:g} s: below {takes}")
+    return seconds
+
+
+def estimated_qps(base: Base, arrivals: Iterable[Arrival]) -> float:
+    """Requests per second, or chats, with full chunks and batches, and nothing shared. This is an
+    upper bound."""
+    arrivals = list(arrivals)
+    prefill_s = sum(arrival.prompt_len for arrival in arrivals) * base.prefill_token_s
+    decode_s = sum(arrival.output_len for arrival in arrivals) * base.seconds / base.decodes
+    chats = sum(arrival.follows is None for arrival in arrivals)
+    return chats / (prefill_s + decode_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Whether a run met its SLO."""
+
+    missed: str = ""  # what of the SLO it missed, in words; "": it met the SLO
+    busy: bool = False  # whether others used the machine, so that the verdict is not believed
+
+    @property
+    def met(self) -> bool:
+        """Whether the run met its SLO."""
+        return not self.missed
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgedRun(Verdict):
+    """The numbers of a Run, and whether it met its SLO."""
+
+    summary: RunSummary
+    own_fraction: float | None
+    refused: int
+    cut_short: str | None
+    drift: float
+
+    def to_json(self) -> dict[str, Any]:
+        """One flat dict, with that of the RunSummary in it."""
+        return self.summary.to_json() | {
+            "own_fraction": self.own_fraction,
+            "refused": self.refused,
+            "cut_short": self.cut_short,
+            "drift": self.drift,
+            "met": self.met,
+            "missed": self.missed,
+            "busy": self.busy,
+        }
+
+
+def judge(run: Run, tbt_slo_s: float) -> JudgedRun:
+    """Summarize a Run, and find out whether it met an SLO of P99 TBT in seconds. A run that was cut
+    short did not, as everything before the cut may have ended well."""
+    summary = metrics.summarize_run(
+        run.completions, run.iterations, run.seconds, tbt_slo_s, run.offered_per_s
+    )
+    return JudgedRun(
+        summary=summary,
+        own_fraction=run.own_fraction,
+        refused=run.refused,
+        cut_short=run.cut_short,
+        drift=run.drift,
+        missed=run.cut_short or metrics.missed(summary, tbt_slo_s),
+        busy=run.drift > measure.BUSY,
+    )
+
+
+class Bounded(float):
+    """A number, or a bound of one: `bound` is "", "at least" or "below", and is printed with it."""
+
+    bound: str
+
+    def __new__(cls, number: float, bound: str = "") -> "Bounded":
+        """The number, and what it is a bound of."""
+        self = super().__new__(cls, number)
+        self.bound = bound
+        return self
+
+    def __format__(self, spec: str) -> str:
+        return f"{self.bound} {super().__format__(spec)}".lstrip()
+
+    def over(self, other: "Bounded") -> "Bounded | None":
+        """The quotient of both; None if their bounds leave it open."""
+        turned = {"": "", "below": "at least", "at least": "below"}[other.bound]
+        bounds = {self.bound, turned} - {""}
+        if len(bounds) > 1:
+            return None
+        return Bounded(self / other, "".join(bounds))
+
+
+AnyVerdict = TypeVar("AnyVerdict", bound=Verdict)
+
+
+@dataclass(frozen=True)
+class Trial(Generic[AnyVerdict]):
+    """One run of a search: its rate, and whether it met the SLO there."""
+
+    qps: float
+    verdict: AnyVerdict
+
+
+@dataclass(frozen=True)
+class SearchResult(Generic[AnyVerdict]):
+    """What the runs of a search show, whether it was finished or not."""
+
+    capacity_qps: Bounded
+    trials: list[Trial[AnyVerdict]]
+    best: Trial[AnyVerdict] | None  # the run at the capacity; None if every run failed
+    missed: str  # what was missed at the lowest rate above the capacity
+    busy: bool  # whether the machine was busy whenever that rate was tried
+
+
+def summarize_search(
+    trials: Sequence[Trial[AnyVerdict]], ratio: float = 1.05
+) -> SearchResult[AnyVerdict]:
+    """What the runs of a search show.
+
+    The capacity is the highest rate that met the SLO. It is "at least" that if no rate up to
+    `ratio` times above it failed, and "below" the lowest rate if none met the SLO."""
+    met = [trial for trial in trials if trial.verdict.met]
+    best = max(met, key=lambda trial: trial.qps, default=None)
+    best_qps = best.qps if best else 0.0
+    failed_qps = min((trial.qps for trial in trials if trial.qps > best_qps), default=math.inf)
+    failed = [trial.verdict for trial in trials if trial.qps == failed_qps]
+    if failed_qps <= ratio * best_qps:
+        capacity = Bounded(best_qps)
+    elif best:
+        capacity = Bounded(best_qps, "at least")
+    else:
+        capacity = Bounded(failed_qps, "below")
+    return SearchResult(
+        capacity_qps=capacity,
+        trials=list(trials),
+        best=best,
+        missed=failed[-1].missed if failed else "",
+        busy=bool(failed) and all(verdict.busy for verdict in failed),
+    )
+
+
+def search_capacity(
+    run_at_rate: Callable[[float], AnyVerdict],
+    start: float,
+    ratio: float = 1.05,
+    max_factor: float = 16,
+) -> SearchResult[AnyVerdict]:
+    """Find the highest rate that meets the SLO, within a factor of `ratio`. `run_at_rate(qps)` runs
+    the load at a rate and says whether that met it.
+
+    From `start` the rate goes up or down by half, at most to start * max_factor or start /
+    max_factor, until one rate was met and one was not. From there it goes by logarithmic halves
+    between them. One run is no proof on a machine that others use. So a rate that failed while the
+    machine was busy is run again, and so is the lowest rate that failed; if it is met then, the
+    search goes on above it. The search ends after MAX_RUNS."""
+    trials: list[Trial[AnyVerdict]] = []
+    highest = start * max_factor
+    lowest = start / max_factor
+    good = 0.0  # the highest rate that was met
+    rate = start
+    while len(trials) < MAX_RUNS:
+        verdict = run_at_rate(rate)
+        trials.append(Trial(rate, verdict))
+        if verdict.met:
+            good = max(good, rate)
+        failed = [trial.qps for trial in trials if trial.qps > good]
+        bad = min(failed, default=None)  # the lowest rate that failed above it
+        if verdict.busy and failed.count(rate) == 1:
+            continue
+        if good == highest or bad == lowest:
+            break
+        if bad is None:
+            rate = min(1.5 * good, highest)
+        elif not good:
+            rate = max(bad / 1.5, lowest)
+        elif bad > ratio * good:
+            rate = math.sqrt(good * bad)
+        elif failed.count(bad) < 2:
+            rate = bad
+        else:
+            break
+    return summarize_search(trials, ratio)
