@@ -260,7 +260,7 @@ class LoadRun:
         if follows is None:
             return self.prompts[i]
         previous = self.completions[follows]
-        return previous.prompt + previous.tokens + self.prompts[i]
+        return [*previous.prompt, *previous.tokens, *self.prompts[i]]
 
 
 class EngineServer:
@@ -304,7 +304,9 @@ class EngineServer:
             self.sleep(seconds)
 
     def add(self, i: int, arrival: Arrival, prompt: list[int] | None) -> None:
-        """Queue request i. Raises QueueFull."""
+        """Queue request i. Raises QueueFull, and ValueError without a prompt."""
+        if prompt is None:
+            raise ValueError("prompt=None: an engine needs token ids")
         self.engine.add_request(
             prompt,
             SamplingParams(max_new_tokens=arrival.output_len),

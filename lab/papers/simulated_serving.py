@@ -345,8 +345,8 @@ def ablation(setup: Setup) -> Iterator[Table]:
             f"{trace}, {qps}, {policy}",
             published={"P50 TTFT s": ttft_s, "P99 TBT s": tbt_s},
             simulated={
-                "P50 TTFT s": median(summary["ttft_s"]["p50"] for summary in summaries),
-                "P99 TBT s": median(summary["tbt_s"]["p99"] for summary in summaries),
+                "P50 TTFT s": median(summary.ttft_s.p50 for summary in summaries),
+                "P99 TBT s": median(summary.tbt_s.p99 for summary in summaries),
             },
         )
     yield table
@@ -387,8 +387,8 @@ def post(setup: Setup) -> Iterator[Table]:
     for name, published in POST.items():
         simulated[name] = {
             "tokens/s": at_full_load[name]["tokens_per_s"],
-            "P99 TBT s": at_full_load[name]["tbt_s"]["p99"],
-            "P99 TTFT s": with_arrivals[name]["ttft_s"]["p99"],
+            "P99 TBT s": at_full_load[name].tbt_s.p99,
+            "P99 TTFT s": with_arrivals[name].ttft_s.p99,
         }
         table.add(name, simulated[name], published)
     yield table
