@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, product
 from statistics import median
+from typing import Any
 
 from lab.measure.capacity import Bounded, slo_seconds
 from lab.measure.workload import LENGTHS
@@ -383,10 +384,10 @@ def post(setup: Setup) -> Iterator[Table]:
     results = iter(setup.run(latencies, full_load + arrivals))
     at_full_load = {name: next(results) for name in POST}
     with_arrivals = {name: next(results) for name in POST}
-    simulated: dict[str, dict[str, float]] = {}
+    simulated: dict[str, dict[str, Any]] = {}
     for name, published in POST.items():
         simulated[name] = {
-            "tokens/s": at_full_load[name]["tokens_per_s"],
+            "tokens/s": at_full_load[name].tokens_per_s,
             "P99 TBT s": at_full_load[name].tbt_s.p99,
             "P99 TTFT s": with_arrivals[name].ttft_s.p99,
         }
@@ -395,7 +396,7 @@ def post(setup: Setup) -> Iterator[Table]:
     yield post_order(simulated)
 
 
-def post_order(simulated: dict[str, dict[str, float]]) -> Table:
+def post_order(simulated: dict[str, dict[str, Any]]) -> Table:
     """How many pairs of schedulers are in the post's order, by each number."""
     table = Table(
         claim="B-7",
