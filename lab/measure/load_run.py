@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from config import EngineConfig
-from engine import Engine
+from engine import Engine, QueueFull
 from lab.measure import timing as measure
 from lab.measure.workload import Arrival
 from model import GPT
-from outputs import Completion, Event, Iteration, QueueFull
+from outputs import Completion, Event, Iteration
 from parallel import engine_for
 from policies.priority import PRIORITIES
 from sampling import SamplingParams
