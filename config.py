@@ -97,16 +97,20 @@ class EngineConfig:
             return self
         return replace(self, policy_options={"tile": tile} | self.policy_options)
 
-    def new_pages(self) -> Pages:
-        """The Pages of a cache of this size, all of them free. Its numbers must be filled in."""
+    def new_pages(self, parts: int = 1) -> Pages:
+        """The Pages of one of `parts` equal parts of the cache, all free. See for_model first."""
         if self.pages is None or self.page_size is None:
             raise ValueError(f"pages={self.pages}, page_size={self.page_size}: see for_model")
-        return Pages(self.pages, self.page_size, self.prefix_caching)
+        return Pages(self.pages // parts, self.page_size, self.prefix_caching)
 
     def scheduler(self, pages: Pages, clock: Callable[[], float]) -> Scheduler:
         """A scheduler of this policy. All numbers must be filled in."""
         sizes = {"chunk": self.chunk, "max_batch": self.max_batch, "max_len": self.max_len}
         return make_scheduler(self.policy, pages, clock=clock, **sizes | self.policy_options)
+
+    def schedulers(self, clock: Callable[[], float], pp: int, replicas: int = 1) -> list[Scheduler]:
+        """One for each micro-batch of some pipelines of pp stages: those of one share its pages."""
+        return [self.scheduler(self.new_pages(pp), clock) for _ in range(replicas * pp)]
 
     def check_policy(self) -> None:
         """Raise ValueError if the policy rejects these numbers or options.

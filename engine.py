@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from attention import check_backend, make_attention
-from config import EngineConfig
+from config import MAX_BATCH, EngineConfig
 from errors import check_number, check_whole, shorten
 from kv_cache import KVCache, Span, kv_bytes_per_token
 from memory import check_memory
@@ -179,7 +179,14 @@ class Engine:
             model, pages.total, pages.page_size, config.max_len, config.attention
         )
         if config.chunk == "auto":
-            config = auto_budget(self.runner, config)
+            chunk, options = auto_budget(
+                self.runner,
+                policy=config.policy,
+                options=config.policy_options,
+                max_batch=config.max_batch or MAX_BATCH,
+                attention=config.attention,
+            )
+            config = replace(config, chunk=chunk, policy_options=options)
         self.scheduler = config.scheduler(pages, clock)
         self.schedulers: Sequence[Scheduler] = [self.scheduler]  # one for each micro-batch
         self.config = config

@@ -209,7 +209,7 @@ class ParallelEngine(Engine):
         max_batch = config.max_batch or min(pages // ranks.pp, MAX_BATCH)
         config = replace(config, pages=pages, max_batch=max_batch)
         super()._start(model, config, tokenizer, clock)
-        self.micro_batches = MicroBatches(self.config, ranks.pp, clock)
+        self.micro_batches = MicroBatches(self.config.schedulers(clock, ranks.pp), ranks.pp)
         self.schedulers = self.micro_batches.schedulers
         self.scheduler = self.schedulers[0]  # that of the micro-batch whose turn it is
         self.state = PipelineState(ready=tuple(range(ranks.pp)), flights=())

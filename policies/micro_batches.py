@@ -12,11 +12,9 @@ Read next: parallel/stages.py, lab/simulator/simulation.py."""
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from config import EngineConfig
-from kv_cache import Pages
 from scheduler import Batch, ChunkRecord, Scheduler
 
 
@@ -41,24 +39,16 @@ class StageTime(NamedTuple):
 
 
 class MicroBatches:
-    """The micro-batches of `replicas` pipelines of `pp` stages.
+    """The micro-batches of one pipeline of `pp` stages, or of several, its replicas.
 
-    `config` is an EngineConfig with all numbers given. Its max_batch is of each micro-batch. Its
-    pages are shared by the micro-batches of a replica. Times are in seconds."""
+    Each has one of the `schedulers`; EngineConfig.schedulers makes them. Times are in seconds."""
 
-    def __init__(
-        self, config: EngineConfig, pp: int, clock: Callable[[], float], replicas: int = 1
-    ) -> None:
-        assert config.pages is not None
-        assert config.page_size is not None
+    def __init__(self, schedulers: Sequence[Scheduler], pp: int) -> None:
         self.pp = pp
-        self.replicas = replicas
+        self.replicas = len(schedulers) // pp
+        self.schedulers = schedulers
         self.reset()
-        self.schedulers: list[Scheduler] = []
-        for _ in range(replicas * pp):
-            pages = Pages(config.pages // pp, config.page_size, config.prefix_caching)
-            self.schedulers.append(config.scheduler(pages, clock))
-        first, *others = self.schedulers
+        first, *others = schedulers
         for scheduler in others:
             scheduler.share_queue(first)
         self.queue = first.waiting

@@ -6,12 +6,10 @@ starts with chunk="auto", and by `python bench.py budget`. Read first: iteration
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle, islice
 from typing import Any, NamedTuple, Protocol
 
-from config import EngineConfig
 from kv_cache import KVCache, Span
 from policies import find_policy, policy_options
 from policies.iteration_time import BatchShape
@@ -167,45 +165,44 @@ def choose_budget(
     return good * tile, profile
 
 
-def auto_budget(runner: EngineRunner, config: EngineConfig) -> EngineConfig:
-    """The EngineConfig with chunk="auto" replaced by the largest budget that meets its SLO.
+def auto_budget(
+    runner: EngineRunner,
+    policy: str,
+    options: Mapping[str, Any],
+    max_batch: int,
+    attention: str = "auto",
+) -> tuple[int, dict[str, Any]]:
+    """The largest budget that meets the policy's tbt_slo, or the strict SLO; and its options.
 
-    This is the policy's tbt_slo, or the strict SLO. A policy that predicts gets the profile."""
-    assert config.max_len is not None
-    assert config.max_batch is not None
-    assert config.pages is not None
-    assert config.page_size is not None
-    on_gpu = runner.cache.data.is_cuda
-    options = dict(config.policy_options)
-    tile = options.get("tile", 128 if on_gpu else 32)
+    Those are `options`, and the profile for a policy that predicts."""
+    cache = runner.cache
+    tile = options.get("tile", 128 if cache.data.is_cuda else 32)
     tbt_slo = options.get("tbt_slo")
     timed: list[Profiled] = []
     if tbt_slo is None:
-        base = time_base_iteration(runner, config)
+        base = time_base_iteration(runner, attention)
         tbt_slo = SLOS["strict"] * base.seconds
         timed.append(base)
-    context = max(1, config.max_len // 2)
-    requests_that_fit = max(1, config.pages * config.page_size // context)
-    decodes = min(BASE_BATCH, config.max_batch, requests_that_fit)
-    chunk, profile = choose_budget(runner, tbt_slo, decodes, [context], tile, config.max_len)
+    context = max(1, cache.max_len // 2)
+    requests_that_fit = max(1, cache.pages * cache.page_size // context)
+    decodes = min(BASE_BATCH, max_batch, requests_that_fit)
+    chunk, profile = choose_budget(runner, tbt_slo, decodes, [context], tile, cache.max_len)
     spread = max(row.spread for row in timed + profile)
     if spread > UNSTEADY:
         message = f"chunk='auto' is {chunk}; times spread by {spread:.0%}, is the machine busy?"
         warnings.warn(message, stacklevel=4)  # the caller of Engine()
-    if "profile" in policy_options(find_policy(config.policy)):
-        options["profile"] = [(row.shape, row.seconds) for row in profile]
-    return replace(config, chunk=chunk, policy_options=options)
+    if "profile" in policy_options(find_policy(policy)):
+        return chunk, {**options, "profile": [(row.shape, row.seconds) for row in profile]}
+    return chunk, dict(options)
 
 
-def time_base_iteration(runner: EngineRunner, config: EngineConfig) -> Profiled:
+def time_base_iteration(runner: EngineRunner, attention: str = "auto") -> Profiled:
     """The decode iteration that SLOs are multiples of."""
-    assert config.max_len is not None
-    assert config.page_size is not None
-    context = base_context(config.max_len)
+    cache = runner.cache
+    context = base_context(cache.max_len)
     base_runner = runner
-    if not runner.cache.data.is_cuda:  # on a CPU, pages that decodes share may be read only once
-        pages = BASE_BATCH * -(-context // config.page_size)
-        runner_type = type(runner)
-        base_runner = runner_type(runner.model, pages, config.page_size, attention=config.attention)
+    if not cache.data.is_cuda:  # on a CPU, pages that decodes share may be read only once
+        pages = BASE_BATCH * -(-context // cache.page_size)
+        base_runner = type(runner)(runner.model, pages, cache.page_size, attention=attention)
     [base] = time_iterations(base_runner, [(BASE_BATCH, context, BASE_BATCH)], repeats=5)
     return base

@@ -1,4 +1,7 @@
-"""Imports point down: no file knows what is built on it, and what only plans needs no torch."""
+"""Imports point down: no room knows what is built on it, and what only plans needs no torch.
+
+A *room* is a module at the top, a folder, or a folder of lab/. An import within a function, or for
+annotations alone, counts like any other."""
 
 import ast
 import graphlib
@@ -9,39 +12,48 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PLAN = "errors kv_cache scheduler policies memory config"
-CORE = f"{PLAN} pretrained attention model sampling packed_linear outputs engine torch"
-LAB = f"{CORE} pretrained parallel cli views lab"
-MAY_IMPORT = {  # a folder stands for all of its modules; `a.b` is that module alone
+
+PLANNING = "errors kv_cache scheduler policies memory config outputs"
+ENGINE = f"{PLANNING} pretrained attention model sampling packed_linear engine torch"
+LIBRARIES = f"{ENGINE} parallel lab.measure lab.simulator views"
+MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
     "errors": "",
-    "memory": "",
-    "outputs": "scheduler",
     "kv_cache": "errors",
-    "attention": "errors kv_cache attention torch",
-    "packed_linear": "model torch",
+    "scheduler": "errors kv_cache",
+    "policies": "errors kv_cache scheduler",
+    "memory": "",
+    "config": "errors kv_cache scheduler policies memory",
+    "outputs": "scheduler",
+    "pretrained": "errors torch",
+    "attention": "errors kv_cache torch",
     "model": "errors kv_cache pretrained attention torch",
     "sampling": "errors torch",
-    "scheduler": "errors kv_cache",
-    "policies": PLAN,
-    "config": PLAN,
-    "engine": CORE,
-    "pretrained": "errors pretrained torch",
-    "parallel": f"{CORE} pretrained parallel",
-    "cli": f"{CORE} pretrained parallel lab.measure.timing cli",
-    "views": "scheduler policies outputs lab.measure.metrics views",
-    "lab": LAB,
-    "lab.commands": f"{LAB} server",
-    "bench": LAB,
-    "sample": f"{CORE} pretrained parallel cli",
-    "server": f"{CORE} pretrained parallel cli views server",
-    "examples": CORE,
+    "packed_linear": "model torch",
+    "engine": f"{PLANNING} pretrained attention model sampling packed_linear torch",
+    "parallel": ENGINE,
+    "lab.measure": f"{ENGINE} parallel",
+    "lab.simulator": f"{ENGINE} parallel lab.measure",
+    "views": "scheduler policies outputs lab.measure",
+    "cli": f"{ENGINE} parallel lab.measure",
+    "lab.papers": f"{LIBRARIES} cli",
+    "server": f"{ENGINE} parallel views cli",
+    "lab.commands": f"{LIBRARIES} cli lab.papers server",
+    "bench": f"{LIBRARIES} cli lab.commands",
+    "sample": f"{ENGINE} parallel cli",
+    "examples": ENGINE,
 }
-LAZILY = {  # in functions, or for annotations alone
+MAY_IMPORT_LATE = {  # other packages, within functions or for annotations alone
     "kv_cache": "torch",
-    "config": "torch",
     "memory": "torch",
-    "lab.commands.paper": "bench",  # it runs the other commands
+    "config": "torch",
 }
+WRONG_FOR_NOW = {  # (room, room that it must not import): whose work this is. To become empty
+    ("lab.measure", "cli"): "measure",
+    ("lab.simulator", "cli"): "sim",
+    ("lab.simulator", "lab.commands"): "sim",
+    ("lab.commands", "bench"): "papers",
+}
+
 PATHS = [
     path.relative_to(ROOT) for glob in ("*.py", "*/*.py", "*/*/*.py") for path in ROOT.glob(glob)
 ]
@@ -50,61 +62,91 @@ MODULES = {  # dotted name -> source, of all but the tests
     for path in PATHS
     if not str(path).startswith((".", "tests", "test_", "conftest"))
 }
-OURS = {"torch", "tests", *(name.split(".")[0] for name in MODULES)}
+TOPS = {"tests", *(name.split(".")[0] for name in MODULES)}
 
 
-def imports_of(source):
-    """(dotted name, whether the program runs without it) of each module of OURS in a source."""
+def room_of(module):
+    """The room of a dotted name: its first part, or two parts in lab/."""
+    parts = module.split(".")
+    return ".".join(parts[:2] if parts[0] == "lab" else parts[:1])
+
+
+def imports_of(source, modules):
+    """[(dotted name, whether it is imported late)] of what a source imports."""
     imports = []
-    optional = set()  # nodes within functions, or for annotations alone
+    late_nodes = set()
     for node in ast.walk(ast.parse(source)):
         for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         if for_types or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            optional.update(ast.walk(node))
-        names = [alias.name for alias in getattr(node, "names", []) if hasattr(alias, "name")]
+            late_nodes.update(ast.walk(node))
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
         if isinstance(node, ast.ImportFrom):
             base = "." * node.level + (node.module or "")
-            dotted = [f"{base}.{name}" for name in names]  # modules of that folder, or its content
-            names = [name if name in MODULES else base for name in dotted]
-        imports += [(name, node in optional) for name in dict.fromkeys(names)]
-    return [(name, is_optional) for name, is_optional in imports if is_ours(name)]
-
-
-def is_ours(name):
-    """Whether an imported name is relative, or of this repository, or torch."""
-    return name[0] == "." or name.split(".")[0] in OURS
-
-
-def allowed_imports(module):
-    """The names that a module may import: those of the innermost folder that the table has."""
-    parts = module.split(".")
-    folders = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
-    return next(MAY_IMPORT[folder] for folder in folders if folder in MAY_IMPORT)
-
-
-def is_within(name, modules):
-    """Whether a dotted name is one of these modules, or in one of these folders."""
-    return any(f"{name}.".startswith(f"{module}.") for module in modules.split())
+            dotted = [f"{base}.{alias.name}" for alias in node.names]  # modules, or their content
+            names = [name if name in modules else base for name in dotted]
+        imports += [(name, node in late_nodes) for name in dict.fromkeys(names)]
+    return imports
 
 
 def wrong_imports(modules):
-    """["module imports other"] that point up; a cycle among modules raises graphlib.CycleError."""
+    """["module imports other"] where the table does not allow it."""
     wrong = []
-    graph = {}
     for module, source in modules.items():
-        for name, is_optional in imports_of(source):
-            if is_within(name, allowed_imports(module)):
-                graph.setdefault(module, []).append(name)
-            elif not (is_optional and is_within(name, LAZILY.get(module, ""))):
+        room = room_of(module)
+        for name, is_late in imports_of(source, modules):
+            other = room_of(name)
+            if other == room or (other != "torch" and name.split(".")[0] not in {"", *TOPS}):
+                continue  # of the same room; another package
+            late = MAY_IMPORT_LATE.get(room, "") if is_late else ""
+            allowed = other in MAY_IMPORT[room].split() or other in late.split()
+            if not allowed and (room, other) not in WRONG_FOR_NOW:
                 wrong.append(f"{module} imports {name}")
-    graphlib.TopologicalSorter(graph).prepare()
     return wrong
 
 
+def circle(modules, of=room_of):
+    """A list of rooms that import each other in a circle, the first one twice; [] if none do."""
+    graph = {}
+    for module, source in modules.items():
+        for name, _ in imports_of(source, modules):
+            edge = of(module), of(name)
+            if edge[0] != edge[1] and edge not in WRONG_FOR_NOW:
+                graph.setdefault(edge[0], set()).add(edge[1])
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
 def test_imports_point_down():
-    tops = {name.split(".")[0] for name in MODULES}
-    assert tops == {name.split(".")[0] for name in MAY_IMPORT} and len(MODULES) > 40
     assert wrong_imports(MODULES) == []
+
+
+def test_no_rooms_and_no_modules_import_each_other_in_a_circle():
+    assert circle(MODULES) == []
+    assert circle(MODULES, of=str) == []  # within a room, too
+
+
+def test_the_table_has_all_rooms_and_points_up_its_own_lines():
+    assert {room_of(module) for module in MODULES} - {"lab"} == MAY_IMPORT.keys()
+    assert len(MODULES) > 40
+    rooms = ["torch"]
+    for room, allowed in MAY_IMPORT.items():
+        assert set(allowed.split()) <= set(rooms), room
+        rooms.append(room)
+
+
+def test_what_is_still_wrong_is_still_there():
+    """So that a line of WRONG_FOR_NOW goes as soon as it can."""
+    edges = {
+        (room_of(module), room_of(name))
+        for module, source in MODULES.items()
+        for name, _ in imports_of(source, MODULES)
+    }
+    assert WRONG_FOR_NOW.keys() <= edges
 
 
 @pytest.mark.parametrize(
@@ -112,15 +154,20 @@ def test_imports_point_down():
     [
         ("scheduler", "from policies.token_budget import SLOS", "policies.token_budget"),
         ("scheduler", "import modelling, model", "model"),
-        ("scheduler", "def f():\n    import engine", "engine"),  # a lazy one counts too
+        ("scheduler", "def f():\n    import engine", "engine"),  # a late one counts too
+        ("scheduler", "if TYPE_CHECKING:\n    import engine", "engine"),
         ("policies.own", "class A:\n    def f(self):\n        import torch", "torch"),
         ("policies.own", "from .slo import SLOS", ".slo"),  # imports are absolute
+        ("policies.own", "from config import EngineConfig", "config"),
         ("config", "import torch.nn", "torch.nn"),  # only inside of a function
         ("model", "def f():\n    from lab.measure import timing", "lab.measure.timing"),
         ("pretrained.own", "from model import GPT", "model"),
         ("views.own", "from cli import options", "cli.options"),
         ("cli.own", "if True:\n    import lab.simulator.machine", "lab.simulator.machine"),
+        ("lab.measure.own", "from lab.papers import claims", "lab.papers.claims"),
+        ("lab.papers.own", "from lab.commands import paper", "lab.commands.paper"),
         ("sample", "from lab.simulator import devices", "lab.simulator.devices"),
+        ("server.own", "from lab.commands import serving", "lab.commands.serving"),
         ("engine", "from parallel.shard import Shard", "parallel.shard"),
         ("parallel.own", "from cli import options", "cli.options"),
         ("engine", "from tests.helpers import alone", "tests.helpers"),
@@ -130,14 +177,20 @@ def test_a_wrong_import_is_seen(module, source, wrong):
     assert wrong_imports(MODULES | {module: source}) == [f"{module} imports {wrong}"]
 
 
-def test_a_cycle_is_seen():
-    made_up = {"policies.a": "import policies.b", "policies.b": "def f():\n    import policies.a"}
-    with pytest.raises(graphlib.CycleError):
-        wrong_imports(MODULES | made_up)
+def test_a_circle_is_seen():
+    modules = {"policies.a": "import policies.b", "policies.b": "def f():\n    import policies.a"}
+    assert circle(MODULES | modules) == []
+    assert circle(MODULES | modules, of=str) in [
+        ["policies.a", "policies.b", "policies.a"],
+        ["policies.b", "policies.a", "policies.b"],
+    ]
+    longer = {"errors": "def f():\n    import sampling", "sampling": "import kv_cache"}
+    longer["kv_cache"] = "from errors import check_whole"
+    assert set(circle(MODULES | longer)) == {"errors", "kv_cache", "sampling"}
 
 
 def test_planning_needs_no_torch():
-    modules = "scheduler, policies, config, policies.token_budget"
+    modules = "scheduler, policies, config, outputs, policies.token_budget"
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (run.stdout, run.stderr) == ("False\n", "")

@@ -95,7 +95,7 @@ class Simulation(MicroBatches):
         self.now = 0.0  # in seconds
         self.batches = 0
         self.last_iteration: Iteration | None = None
-        super().__init__(self.config, cost.pp, self.clock, replicas)
+        super().__init__(self.config.schedulers(self.clock, cost.pp, replicas), cost.pp)
         self.turns = count()
         self.ready: list[Ready] = []  # a heap
         self.idle = deque(range(len(self.schedulers)))  # micro-batches that found no work
