@@ -241,12 +241,15 @@ def load_model(options: ModelOptions, positions: int, *, positions_from: str) ->
     if options.tp * options.pp == 1:
         return _load_here(options, positions, length, device, None)
     from parallel.ranks import Ranks
+    from parallel.shard import Shard
     from parallel.stages import Stage
 
     ranks = Ranks(options.tp, options.pp, device.type)
 
     def load_stage() -> Stage:
-        return Stage(_load_here(options, positions, length, ranks.device, ranks))
+        shard = _load_here(options, positions, length, ranks.device, ranks)
+        assert isinstance(shard, Shard)
+        return Stage(shard)
 
     return ranks.start(load_stage).model
 
@@ -272,7 +275,7 @@ def _load_here(
         directory = checkpoints.find(options.init_from)
         config = GPTConfig.from_checkpoint(directory)
     else:
-        config = GPTConfig.preset(options.model)
+        config = GPTConfig.preset(options.model or SMALL_MODEL)
     make_model: Callable[..., GPT] = GPT
     if ranks:
         weights = checkpoints.fingerprint(directory) if directory else options.seed
