@@ -332,7 +332,7 @@ def find_text_model(options: ModelOptions) -> TextModel:
         return TextModel(
             name=options.init_from,
             tokenizer=load_tokenizer(directory),
-            options=replace(options, init_from=directory),
+            options=replace(options, init_from=str(directory)),
         )
     name = options.model or SMALL_MODEL
     print(f"# {name} with random weights, the text will be noise", file=sys.stderr)
