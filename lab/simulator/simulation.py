@@ -169,7 +169,6 @@ class Simulation(MicroBatches):
             return []
         if self.queue:
             self._wake()  # the others may take requests that it left, or preempted
-        chunks = batch.record() if self.record else None
         seconds, hop_s = self.cost.stages(batch)
         times = []
         arrived = end = self.now
@@ -178,15 +177,18 @@ class Simulation(MicroBatches):
             end = start + duration
             times.append(StageTime(start, end, most_waited=math.inf))
             arrived = end + hop_s
+        chunks = None
+        if self.record:
+            iteration = Iteration.begin(batch, self.schedulers, self.now, micro_batch)
+            launch = self.now + self.cost.cpu_s
+            self.last_iteration = iteration._replace(end=end, launch=launch)
+            chunks = iteration.chunks
         self.book(micro_batch, times, self.full_since(micro_batch), batch, chunks)
         self._push(end, micro_batch)
         scheduler.observe(batch, end - self.now)  # a TBT includes waiting for stages, too
         self.batches += 1
-        if chunks is not None:
-            iteration = Iteration.begin(batch, self.schedulers, self.now, micro_batch)
-            launch = self.now + self.cost.cpu_s
-            self.last_iteration = iteration._replace(end=end, launch=launch)
-        tokens = [0 if chunk.yields_token else None for chunk in batch]
+        # chunk.yields_token, written out: there are many chunks
+        tokens = [0 if start + n == len(request.tokens) else None for request, start, n in batch]
         events = []
         for request, token in scheduler.advance(batch, tokens, end):
             reason = request.finish_reason
