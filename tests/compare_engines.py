@@ -57,11 +57,13 @@ def parse_args(words):
     what = "Serve the same requests, in whole batches, with our engine and others, in turns."
     parser = options.OptionParser(prog="python -m tests.compare_engines", description=what)
     parser.add_argument("--against", help=HELP, required=True, metavar="ENGINES", type=opponents)
-    parser.add_table("offline_load", "json")
+    offline.add_load_options(parser)
+    options.add_json_option(parser)
     parser.add_model_options("llama-13b on a GPU with 40 GB or more, else llama-160m")
-    parser.set_defaults(policies=OURS)  # what else offline.check reads
     args = parser.parse_args(words)
-    offline.check(parser, args)
+    args.load = offline.resolve_load(parser, args)
+    args.requests = args.load.requests
+    args.pd_ratio = args.load.pd_ratio
     c = GPTConfig.preset(args.model if args.model in PRESETS else "llama-160m")
     if c.family != "llama" or c.qkv_bias or c.qk_norm or c.rope_scaling:
         parser.error(f"--against: random weights like those of {args.model} cannot be saved")
@@ -162,11 +164,12 @@ def main(argv=None):
     began, model = time.perf_counter(), options.load_model(args, "seq_len")
     machine = measure.describe_machine(model, args, args.chunk)
     print(options.machine_lines(machine))
-    prompt_len = offline.make_load(args)[0].prompt_len
+    prompt_len = args.load.prompt_len
     rows = against(model, prompt_len, args)
     print_against(rows, prompt_len, args)
     seconds = time.perf_counter() - began
     print(f"\ntook {seconds:.0f} s")
+    del args.load
     options.write_json(args, {"machine": machine, "against": rows, "seconds": seconds})
     options.wrote(args.json)
 

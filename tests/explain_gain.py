@@ -18,6 +18,7 @@ from kv_cache import Span
 from lab.commands import offline
 from lab.measure import timing as measure
 from lab.measure.metrics import steady
+from lab.measure.offline_load import run_policies
 from sampling import SamplingParams
 from views.tables import markdown
 
@@ -28,11 +29,13 @@ def parse_args(words):
     """The options. Exits with a message if these make no sense, or give no full pipeline."""
     what = "Serve a load under request-level and sarathi, and add up where the gain goes."
     parser = options.OptionParser(prog="python -m tests.explain_gain", description=what)
-    parser.add_table("offline_load", "json")
+    offline.add_load_options(parser)
+    options.add_json_option(parser)
     parser.add_model_options("llama-13b on a GPU with 40 GB or more, else llama-160m")
-    parser.set_defaults(policies=COMPARED)
     args = parser.parse_args(words)
-    offline.check(parser, args)
+    args.load = offline.resolve_load(parser, args)
+    args.requests = args.load.requests
+    args.pd_ratio = args.load.pd_ratio
     if args.requests < (least := 2 * args.batch + 1):
         parser.error(f"--requests {args.requests}: must be at least {least}, 2 B + 1")
     return args
@@ -49,7 +52,7 @@ def products_of(model, rows, logits):
 def explain(model, policies, timelines, args):
     """The gain of sarathi over request-level, from what the products promise to what was measured:
     "steps", each with the ms per token of both so far and the gain; the "difference" of what they
-    add up to from the run's, a fraction; whether "busy". The rest is of offline.end_to_end."""
+    add up to from the run's, a fraction; whether "busy". The rest is of run_policies."""
     runner = runner_for(model)(model, args.batch, args.seq_len, args.seq_len, args.attention)
     runner.cache.data.normal_()
     full = {name: steady(timelines[name][1], args.batch, rounds=1) for name in COMPARED}
@@ -121,16 +124,20 @@ def main(argv=None):
     args = parse_args(sys.argv[1:] if argv is None else argv)
     began, model = time.perf_counter(), options.load_model(args, "seq_len")
     machine = measure.describe_machine(model, args, args.chunk)
-    prompt_len = offline.make_load(args)[0].prompt_len
+    prompt_len = args.load.prompt_len
     sizes = f"{prompt_len} + {args.seq_len - prompt_len} tokens, batch {args.batch}"
     heading = options.machine_lines(machine)
     print(f"{heading}{args.requests} requests of {sizes}, chunk {args.chunk}\n")
-    offline.end_to_end(model, args, {}, policies := {}, timelines := {})
+    sizes = {"chunk": args.chunk, "attention": args.attention}
+    rows = dict(run_policies(model, COMPARED, args.load, **sizes))
+    policies = {name: row.to_json() for name, row in rows.items()}
+    timelines = {name: (row.run.completions, row.run.iterations) for name, row in rows.items()}
     explained = explain(model, policies, timelines, args)
     print_explained(explained)
     seconds = time.perf_counter() - began
     print(f"\ntook {seconds:.0f} s")
     report = {"machine": machine, "end_to_end": policies, "explained": explained}
+    del args.load
     options.write_json(args, report | {"seconds": seconds})
     options.wrote(args.json)
 

@@ -9,6 +9,7 @@ import torch
 
 from attention import make_attention
 from kv_cache import KVCache, Pages, Span, slot_mapping
+from lab.measure.machine_info import RealMachineInfo
 from model import GPT, FlatBatch, GPTConfig
 from policies import POLICIES, make_scheduler
 from policies.iteration_time import BatchShape
@@ -214,3 +215,11 @@ def check_integrity(pages, tables=None):
     if found.difference(read) != set(pages._evictable) or found.union(read) != taken:
         seen = f"{pages._evictable.keys()} can be given away, {taken} are not blank"
         raise RuntimeError(f"pages {found} can be found, {read} are owned, {seen}")
+
+
+def machine_info(**changes):
+    """A RealMachineInfo that was never measured."""
+    numbers = {"flops_per_s": 1.0, "bytes_per_s": 1.0, "ridge_tokens": 1.0, "parameters": 1}
+    names = {"device": "-", "torch": "-", "model": "-", "dtype": "-"}
+    states = {"threads": 1, "compiled": False, "busy": False}
+    return RealMachineInfo(**numbers | names | states | changes)

@@ -1,4 +1,4 @@
-"""Batches as a text, and what is said of each when it was timed. No timing is asserted here."""
+"""Batches as a text, and how long they take by operation. No timing is asserted here."""
 
 import json
 from argparse import ArgumentTypeError
@@ -8,14 +8,26 @@ import torch
 
 import bench
 from engine import Runner
-from lab.commands import batches as module
-from lab.commands.batches import intensities, series, spans, timed
-from lab.commands.paper import CLAIMS
-from lab.measure import timing as measure
+from lab.commands import batches as command
+from lab.commands.batches import named_sequence
+from lab.measure import batch_times, timing
+from lab.measure.batch_times import (
+    PRODUCTS,
+    BatchTime,
+    TimedChunk,
+    chunks_of,
+    decodes,
+    intensities,
+    keep_layers,
+    prompts,
+    spans_of,
+    time_batches,
+    time_sequences,
+)
 from model import GPT, GPTConfig
-from tests.helpers import tiny_model
+from tests.helpers import machine_info, tiny_model
 
-MACHINE = {"flops_per_s": 1e9, "bytes_per_s": 1e6}
+MACHINE = machine_info(flops_per_s=1e9, bytes_per_s=1e6)
 TEXTS = {  # and the batches of each, with (tokens, the length where they end)
     "512": [[(512, 512)]],
     "1@1024": [[(1, 1024)]],
@@ -28,150 +40,193 @@ TEXTS = {  # and the batches of each, with (tokens, the length where they end)
     "2 * 4/2, 3x1@6": [[(2, 2)], [(2, 4)], [(2, 2)], [(2, 4)], [(1, 6)] * 3],
     "2x6/3": [[(3, 3)] * 2, [(3, 6)] * 2],
 }
+WRONG = ["", "a", "0", "4@3", "1@0", "2x", "x2", "4/0", "0x4", "4,", "4+", "-1 * 4", "a=", "4.5"]
+WRONG += ["0 * 4", "99999999999", "2 * 2 * 4"]
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch):
+def idle_machine(monkeypatch):
     """Nobody else uses the machine."""
-    monkeypatch.setattr(measure.Probe, "take", lambda self, *_: 0.0)
+    monkeypatch.setattr(timing.Probe, "take", lambda self, *_: 0.0)
+
+
+def batch_of(*chunks):
+    """A batch of (tokens, end)."""
+    return tuple(TimedChunk(tokens, end) for tokens, end in chunks)
 
 
 @pytest.mark.parametrize("text, batches", TEXTS.items())
 def test_a_text_says_which_batches(text, batches):
     expected = [tuple(batch) for batch in batches]
-    assert series(text) == (text, expected)
-    assert series(f"a name={text}") == ("a name", expected)
-
-
-WRONG = ("", "a", "0", "4@3", "1@0", "2x", "x2", "4/0", "0x4", "4,", "4+", "-1 * 4", "a=", "4.5")
-WRONG += ("0 * 4", "99999999999")
+    assert named_sequence(text) == (text, expected)
+    assert named_sequence(f"a name={text}") == ("a name", expected)
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_what_is_no_batch_is_refused(text, capsys):
+def test_a_text_that_is_no_batch_is_refused(text, capsys):
     with pytest.raises(ArgumentTypeError, match="must be like 6x1@1024 or 2048/256"):
-        series(text)
+        named_sequence(text)
     with pytest.raises(SystemExit):
         bench.parse_args(["batches", "--", text])
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "must be" in err
 
 
+def test_batches_are_made_by_name():
+    assert decodes(2, context=9) == ((1, 9), (1, 9))
+    assert prompts(2, 8) == ((8, 8), (8, 8))
+    assert chunks_of(5, 2) == [((2, 2),), ((2, 4),), ((1, 5),)]
+    assert chunks_of(4, 3, context=10) == [((3, 9),), ((1, 10),)]
+
+
 def test_spans_are_of_requests_with_a_page_each():
-    chunk, decode = spans(((4, 10), (1, 7)))
+    chunk, decode = spans_of(batch_of((4, 10), (1, 7)))
     assert (chunk.start, chunk.length, chunk.end, chunk.pages) == (6, 4, 10, [0])
     assert (decode.start, decode.length, decode.end, decode.pages) == (6, 1, 7, [1])
-    assert not chunk.wants_logits and spans(((1, 7),), True)[0].wants_logits
+    assert not chunk.wants_logits and spans_of(batch_of((1, 7)), True)[0].wants_logits
 
 
-def rows_of(monkeypatch, batches, ms, head=False, spread=0.1, **more):
-    """What `timed` finds if everything takes as many ms as the function `ms` says of its key."""
-    times = lambda variants, *_, **how: {
-        key: measure.Timing(ms(key), spread)
-        for key in variants
-        if [run() for run in [variants[key]]]
-    }
-    monkeypatch.setattr(measure, "interleaved", times)
-    model = tiny_model()
-    runner = Runner(model, 4, 16)
-    return timed(runner, MACHINE, batches, 3, head=head, **more)
+def times_of(monkeypatch, batches, ms_of, head=False, spread=0.1):
+    """What `time_batches` returns if each part takes as long as `ms_of` says of its key."""
+
+    def interleaved(variants, device, repeats, title=None):
+        for run in variants.values():
+            run()
+        return {key: timing.Timing(ms_of(key), spread) for key in variants}
+
+    monkeypatch.setattr(timing, "interleaved", interleaved)
+    return time_batches(Runner(tiny_model(), 4, 16), MACHINE, batches, 3, head=head)
 
 
 def test_parts_of_an_iteration_add_up(monkeypatch):
     ms = {"total": 100, "attention": 20, "preproj": 1, "postproj": 2, "ffn_ln1": 4, "ffn_ln2": 8}
-    batches = {"a": ((5, 9), (1, 7)), "b": ((1, 3),)}
-    rows = rows_of(monkeypatch, batches, lambda key: (ms | {"head": 16}).get(key[1], 0))
-    assert list(rows) == ["a", "b"] and rows["a"]["total_ms"] == 100
-    for row in rows.values():
-        assert row["products_ms"] == 1 + 2 + 4 + 8 + 16 and row["other_ms"] == 100 - 31 - 20
-        assert {row[f"{name}_ms"] for name in measure.LINEAR} == {1, 2, 4, 8}
-        assert row["spread"] == 0.1 and row["busy"] is False
+    ms["head"] = 16
+    batches = {"a": batch_of((5, 9), (1, 7)), "b": batch_of((1, 3))}
+    times = times_of(monkeypatch, batches, lambda key: ms[key[1]])
+    assert list(times) == ["a", "b"] and times["a"].total_ms == 100
     model = tiny_model()
     for name, batch in batches.items():
-        flops, moved = measure.attention_cost(model.config, spans(batch), model.dtype)
-        assert rows[name]["attention_limit_ms"] == 1e3 * max(flops / 1e9, moved / 1e6)
-    rows = rows_of(monkeypatch, batches, lambda key: 1 + (key[1] == "ffn_ln1"), spread=0.21)
-    assert all(row["busy"] and row["other_ms"] == 0 for row in rows.values())
+        time = times[name]
+        assert time.products_ms == 1 + 2 + 4 + 8 + 16 and time.other_ms == 100 - 31 - 20
+        row = time.to_json()
+        assert [row[f"{part}_ms"] for part in PRODUCTS] == [1, 2, 4, 8, 16]
+        assert time.spread == 0.1 and time.busy is False
+        flops, moved_bytes = timing.attention_cost(model.config, spans_of(batch), model.dtype)
+        assert time.attention_limit_ms == 1e3 * max(flops / 1e9, moved_bytes / 1e6)
+    times = times_of(monkeypatch, batches, lambda key: 1 + (key[1] == "ffn_ln1"), spread=0.21)
+    assert all(time.busy and time.other_ms == 0 for time in times.values())
 
 
 @pytest.mark.parametrize("head", [False, True])
-def test_what_is_timed_is_that_batch(monkeypatch, head):
-    """Each operation has the rows of the batch, the head those of its chunks, if any."""
-    seen, linear = {}, torch.nn.functional.linear
-    batch = ((5, 9), (1, 7), (1, 3))
+def test_each_operation_is_timed_on_the_rows_of_the_batch(monkeypatch, head):
+    """The head has the rows of the chunks, if it is timed."""
+    shapes = {}  # of the products in each variant
+    linear = torch.nn.functional.linear
 
-    def interleaved(variants, *_, **how):
+    def interleaved(variants, *_, **settings):
         for key, run in variants.items():
-            shapes = seen.setdefault(key, [])
-            spy = lambda x, w, *b, shapes=shapes: (
-                shapes.append((len(x), *w.shape)) or linear(x, w, *b)
-            )
+            shapes[key] = []
+
+            def spy(x, weight, *bias, key=key):
+                shapes[key].append((len(x), *weight.shape))
+                return linear(x, weight, *bias)
+
             with monkeypatch.context() as patch:
                 patch.setattr(torch.nn.functional, "linear", spy)
                 run()
-        return {key: measure.Timing(1.0, 0.0) for key in variants}
+        return {key: timing.Timing(1.0, 0.0) for key in variants}
 
-    monkeypatch.setattr(measure, "interleaved", interleaved)
+    monkeypatch.setattr(timing, "interleaved", interleaved)
     model = tiny_model()
-    timed(Runner(model, 3, 16), MACHINE, {"a": batch}, 3, head=head)
-    vocabulary = (3, model.config.vocab_size, model.config.n_embd)
-    assert seen["a", "head"] == [vocabulary] * head
-    layers = [(7, *its.weight.shape) for its in measure.linear_layers(model)]
-    assert [its for its in seen["a", "total"] if its[0]] == layers + [vocabulary] * head
-    for i, name in enumerate(measure.LINEAR):
-        assert seen["a", name] == layers[i::4]
-    assert not seen["a", "attention"]
+    batch = batch_of((5, 9), (1, 7), (1, 3))
+    time_batches(Runner(model, 3, 16), MACHINE, {"a": batch}, 3, head=head)
+    vocabulary = [(3, model.config.vocab_size, model.config.n_embd)] if head else []
+    assert shapes["a", "head"] == vocabulary
+    layers = [(7, *layer.weight.shape) for layer in timing.linear_layers(model)]
+    linear_shapes = [shape for shape in shapes["a", "total"] if shape[0]]
+    assert linear_shapes == layers + vocabulary
+    for i, name in enumerate(timing.LINEAR):
+        assert shapes["a", name] == layers[i::4]
+    assert not shapes["a", "attention"]
 
 
 def test_intensity_is_flops_over_all_that_is_moved_once():
     config = GPTConfig("llama", 64, 3, 4, 64, n_kv_head=2, n_inner=96, max_positions=32)
     model = GPT(config, torch.device("cpu"), torch.bfloat16)
-    found = intensities(model, [((4, 10), (1, 8)), ((2, 2),)])
+    intensity = intensities(model, [batch_of((4, 10), (1, 8)), batch_of((2, 2))])
     # 5 rows, then 2; 16 bits; columns of q, k and v: 64 + 2 * 32
     shapes = {"preproj": (64, 128), "postproj": (64, 64), "ffn_ln1": (64, 192), "ffn_ln2": (96, 64)}
-    costs = {
-        name: [(2 * r * a * b, 2 * (a * b + r * (a + b))) for r in (5, 2)]
-        for name, (a, b) in shapes.items()
-    }
-    sums = {name: [sum(column) for column in zip(*its)] for name, its in costs.items()}
-    assert {name: found[name] for name in shapes} == pytest.approx(
-        {name: flops / moved for name, (flops, moved) in sums.items()}
-    )
-    flops, moved = (sum(column) for column in zip(*sums.values()))
-    assert found["products"] == pytest.approx(flops / moved)
+    all_flops = 0
+    all_bytes = 0
+    for name, (rows_in, rows_out) in shapes.items():
+        flops = sum(2 * rows * rows_in * rows_out for rows in (5, 2))
+        moved = sum(2 * (rows_in * rows_out + rows * (rows_in + rows_out)) for rows in (5, 2))
+        assert intensity[name] == pytest.approx(flops / moved)
+        all_flops += flops
+        all_bytes += moved
+    assert intensity["products"] == pytest.approx(all_flops / all_bytes)
     pairs = 7 + 8 + 9 + 10 + 8 + 1 + 2  # visible keys; four heads of 16, q k and p v
     keys = 10 + 8 + 2  # K and V of two heads; q and out of four
     moved = 2 * (2 * keys * 32 + 2 * 7 * 64)
-    assert found["attention"] == pytest.approx(4 * pairs * 64 / moved)
+    assert intensity["attention"] == pytest.approx(4 * pairs * 64 / moved)
 
 
-def run(tmp_path, capsys, *words):
-    """(the report, what was printed) of the command, on the smallest model."""
-    file = tmp_path / "found.json"
-    bench.main(["batches", *words, "--model", "llama-tiny", "--json", str(file)])
+def batch_time(ms, *, spread=0.0, busy=False):
+    """A BatchTime in which each part takes `ms`."""
+    parts = dict.fromkeys(("total_ms", "attention_ms", "other_ms", "products_ms"), ms)
+    parts |= {f"{part}_ms": ms for part in PRODUCTS}
+    return BatchTime(**parts, attention_limit_ms=ms, spread=spread, busy=busy)
+
+
+def test_batches_that_follow_each_other_are_added_up(monkeypatch):
+    times = {
+        batch_of((8, 8)): batch_time(1.0, spread=0.01),
+        batch_of((8, 16)): batch_time(2.0, spread=0.02, busy=True),
+        decodes(2, 5): batch_time(10.0, spread=0.1),
+    }
+    timed = []
+
+    def time_batches(runner, machine, batches, repeats, title):
+        timed.extend(batches.values())
+        return {batch: times[batch] for batch in batches}
+
+    monkeypatch.setattr(batch_times, "time_batches", time_batches)
+    sequences = {"16/8": chunks_of(16, 8), "three": [*[decodes(2, 5)] * 3, *prompts_alone(8)]}
+    rows = time_sequences(tiny_model(), MACHINE, sequences)
+    assert len(timed) == 3  # one that occurs twice is timed once
+    assert rows["16/8"].total_ms == 3 and rows["three"].attention_ms == 31
+    assert rows["16/8"].tokens == 16 and rows["three"].tokens == 14
+    assert rows["16/8"].tokens_per_ms == pytest.approx(16 / 3)
+    assert rows["16/8"].busy and not rows["three"].busy
+    assert rows["three"].spread == 0.1
+
+
+def prompts_alone(length):
+    """A sequence of one prompt."""
+    return [prompts(1, length)]
+
+
+def run(tmp_path, capsys, *argv):
+    """The rows that the command writes for the smallest model, and what it prints."""
+    file = tmp_path / "report.json"
+    bench.main(["batches", *argv, "--model", "llama-tiny", "--json", str(file)])
     return json.loads(file.read_text())["batches"], capsys.readouterr().out
 
 
-def test_batches_that_follow_each_other_are_added_up(tmp_path, capsys, monkeypatch):
-    rows = {((8, 8),): 1.0, ((8, 16),): 2.0, ((1, 5),) * 2: 10.0}
-    keys = [f"{name}_ms" for name in ("total", "attention", "products", *measure.LINEAR)]
-    more = lambda ms: {"busy": ms == 2.0, "spread": ms / 100}
-    fake = lambda runner, machine, batches, *_, **how: {
-        batch: dict.fromkeys(keys, rows[batch]) | more(rows[batch]) for batch in batches
-    }
-    monkeypatch.setattr(module, "timed", fake)
-    its, text = run(tmp_path, capsys, "16/8", "three=3 * 2x1@5, 8")
-    assert its["16/8"]["total_ms"] == 3 and its["three"]["attention_ms"] == 31
-    assert its["16/8"]["tokens"] == 16 and its["three"]["tokens"] == 14
-    assert its["16/8"]["tokens_per_ms"] == pytest.approx(16 / 3)
-    assert its["16/8"]["busy"] and not its["three"]["busy"]
-    assert its["three"]["spread"] == 0.1 and "| 16/8 (busy) " in text and "| three " in text
+def test_the_command_prints_a_row_for_each_name(tmp_path, capsys, monkeypatch):
+    def times(runner, machine, batches, *_, **settings):
+        return {batch: batch_time(len(batch), busy=len(batch) > 1) for batch in batches}
+
+    monkeypatch.setattr(batch_times, "time_batches", times)
+    rows, text = run(tmp_path, capsys, "16/8", "three=3 * 2x1@5, 8")
+    assert rows["16/8"]["total_ms"] == 2 and rows["three"]["attention_ms"] == 3 * 2 + 1
+    assert "| 16/8 " in text and "| three (busy) " in text
 
 
 def test_the_command_times_layers_too(tmp_path, capsys):
-    its, text = run(tmp_path, capsys, "4@8 + 1@8", "--layers", "1", "--repeats", "2")
-    (row,) = its.values()
-    assert row["total_ms"] > 0 and all(row[f"{name}_ms"] > 0 for name in measure.LINEAR)
+    rows, text = run(tmp_path, capsys, "4@8 + 1@8", "--layers", "1", "--repeats", "2")
+    (row,) = rows.values()
+    assert row["total_ms"] > 0 and all(row[f"{name}_ms"] > 0 for name in timing.LINEAR)
     assert "| 4@8 + 1@8 " in text
     assert "cut to --layers 1" in text
 
@@ -185,9 +240,8 @@ def test_a_name_has_one_meaning(capsys):
 def test_layers_of_a_model_that_is_compiled_are_refused():
     model = tiny_model()
     model.compiled = True
-    _, args = bench.parse_args(["batches", "4", "--layers", "1"])
     with pytest.raises(ValueError, match="^--layers: does not go with --compile, --tp, --pp$"):
-        module.main(args, model, MACHINE | {"model": "tiny"})
+        keep_layers(model, 1, seed=0)
 
 
 def test_a_batch_that_is_too_long_is_refused_by_its_length():
@@ -195,34 +249,24 @@ def test_a_batch_that_is_too_long_is_refused_by_its_length():
         bench.main(["batches", "1@9999", "--model", "gpt2"])
 
 
-LEAVES = {
-    path.partition(".")[2].partition(".")[2]
-    for its in CLAIMS.values()
-    for shown in its["shows"]
-    for paths in [shown["value"]]
-    for value in (paths.values() if isinstance(paths, dict) else [paths])
-    for path in value.split(" / ")
-    if path.startswith("batches.")
-}
+def test_as_many_layers_are_timed_as_are_asked_for(monkeypatch, tmp_path, capsys):
+    runners = []
+    real = batch_times.time_batches
 
+    def time_batches(runner, *args, **settings):
+        runners.append(runner)
+        return real(runner, *args, **settings)
 
-def test_what_claims_ask_for_is_in_the_report(tmp_path, capsys):
-    its, _ = run(tmp_path, capsys, "4", "--repeats", "2")
-    assert len(LEAVES) > 10
-    for leaf in LEAVES:
-        value = its["4"]
-        for key in leaf.split("."):
-            value = value[key]
-        assert value >= 0
-
-
-def test_as_many_layers_as_are_asked_for(monkeypatch, tmp_path, capsys):
-    seen = []
-    known = module.timed
-    monkeypatch.setattr(module, "timed", lambda r, *a, **b: seen.append(r) or known(r, *a, **b))
+    monkeypatch.setattr(batch_times, "time_batches", time_batches)
     run(tmp_path, capsys, "4", "3x1@9", "--layers", "3", "--repeats", "2")
     run(tmp_path, capsys, "4", "--repeats", "2")
-    assert (
-        len(seen[0].model.blocks) == 3 and seen[0].cache.pages == 3 and seen[0].cache.max_len == 9
-    )
-    assert len(seen[1].model.blocks) == GPTConfig.preset("llama-tiny").n_layer
+    cut, whole = runners
+    assert len(cut.model.blocks) == 3 and cut.cache.pages == 3 and cut.cache.max_len == 9
+    assert len(whole.model.blocks) == GPTConfig.preset("llama-tiny").n_layer
+
+
+def test_the_table_has_a_column_for_each_operation(tmp_path, capsys):
+    rows, text = run(tmp_path, capsys, "4", "--repeats", "2")
+    heads = [column.head for column in command.COLUMNS]
+    assert {*timing.LINEAR, "attention", "limit", "other", "total"} <= set(heads)
+    assert text.count("\n| 4 ") == 1 and set(rows["4"]["intensity"]) >= set(timing.LINEAR)

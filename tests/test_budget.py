@@ -7,22 +7,10 @@ import pytest
 import bench
 from lab.commands import budget
 from lab.measure import timing
-from lab.measure.machine_info import RealMachineInfo
 from policies import token_budget
+from tests.helpers import machine_info
 
-MACHINE = RealMachineInfo(
-    device="-",
-    threads=1,
-    torch="-",
-    model="-",
-    parameters=1,
-    dtype="-",
-    compiled=False,
-    flops_per_s=1.0,
-    bytes_per_s=1.0,
-    ridge_tokens=1.0,
-    busy=False,
-)
+MACHINE = machine_info()
 TINY = ["--model", "llama-tiny", "--device", "cpu", "--dtype", "float32"]
 
 

@@ -7,11 +7,11 @@ import pytest
 
 from engine import Completion, Iteration
 from kv_cache import Pages
-from lab.commands import offline
 from lab.measure import timing as measure
 from lab.measure.metrics import steady
+from lab.measure.offline_load import OfflineLoad
 from policies import POLICIES, make_scheduler
-from scheduler import Request
+from scheduler import ChunkRecord, Request
 from tests import explain_gain
 from tests.explain_gain import COMPARED
 from tests.helpers import tiny_model
@@ -24,6 +24,13 @@ CUT = (
 )  # a chunk may hold the end of a prompt and begin another
 
 
+def load_of(args):
+    """The OfflineLoad of these options."""
+    return OfflineLoad(
+        seq_len=args.seq_len, pd_ratio=args.pd_ratio, batch=args.batch, requests=args.requests
+    )
+
+
 def simulate(policy, args, cost=None):
     """The completions and Iterations of a run in which each takes `cost(chunks)`, the seconds until
     the launch, until the tokens are there, and until the next; (0, 1, 0) if it is None."""
@@ -31,7 +38,7 @@ def simulate(policy, args, cost=None):
     sizes = dict(chunk=args.chunk, max_batch=args.batch, max_len=args.seq_len)
     pages = Pages(args.batch, args.seq_len)
     scheduler = make_scheduler(policy, pages, clock=lambda: now, **sizes)
-    for i, arrival in enumerate(offline.make_load(args)):
+    for i, arrival in enumerate(load_of(args).arrivals()):
         n = arrival.prompt_len
         requests.append(Request(i, [0] * n, n, arrival.output_len))
         scheduler.add(requests[-1])
@@ -58,7 +65,7 @@ def test_a_full_pipeline_turns_out_what_it_takes_in(policy, chunk):
     """A round computes all of B requests, but for the last token: neither more nor fewer decodes
     beside its prefills; and a longer run, from the middle of it, is no faster."""
     args = load(3, chunk=chunk, pd_ratio=chunk / 5)
-    _, prompt, output, *_ = offline.make_load(args)[-1]
+    _, prompt, output, *_ = load_of(args).arrivals()[-1]
     _, iterations = simulate(policy, args)
     its, rate, seconds = steady(iterations, args.batch, rounds=1)
     prefill, decode = sum(i.prefill_tokens for i in its), sum(i.decode_tokens for i in its)
@@ -78,7 +85,8 @@ def test_a_full_pipeline_turns_out_what_it_takes_in(policy, chunk):
 
 def test_ramp_and_tail_are_not_counted():
     def iteration(start, *chunks):
-        return Iteration(start, start + 0.75, [(*chunk, chunk[1] > 0) for chunk in chunks])
+        records = [ChunkRecord(*chunk, is_decode=chunk[1] > 0) for chunk in chunks]
+        return Iteration(start, start + 0.75, records)
 
     batches = [[(i, 0, 9), (i + 1, 0, 9)] for i in (0, 2, 4)] + [[(6, 0, 9)]]
     iterations = []
@@ -159,7 +167,7 @@ def known_costs(monkeypatch):
 
 def run_of(policy, args):
     """(completions, iterations) at the known costs, and the row of the table of policies."""
-    prompt = offline.make_load(args)[0].prompt_len
+    prompt = load_of(args).arrivals()[0].prompt_len
 
     def cost(chunks):
         logits = sum(start + length >= prompt for _, start, length, _ in chunks)

@@ -1,4 +1,4 @@
-"""Table 2, the policies end to end and the advice are what was seen. No timing is asserted here."""
+"""Table 2, the policies end to end and the conclusion. No timing is asserted here."""
 
 import json
 from dataclasses import replace
@@ -8,191 +8,251 @@ from types import SimpleNamespace
 import pytest
 
 import bench
-from engine import Completion, Iteration
 from lab.commands import offline
-from lab.measure import timing as measure
-from lab.measure import workload
+from lab.measure import metrics, offline_load, timing, workload
+from lab.measure.decode_maximal import DecodeMaximal, HybridTime, measure_decode_maximal
 from lab.measure.load_run import LoadRun, Run
-from tests.helpers import tiny_model
-
-CALM = {"busy": False}
+from lab.measure.offline_load import OfflineLoad, PolicyRun, run_policies
+from outputs import Completion, Iteration
+from scheduler import ChunkRecord
+from tests.helpers import machine_info, tiny_model
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch):
+def idle_machine(monkeypatch):
     """Nobody else uses the machine."""
-    monkeypatch.setattr(measure.Probe, "take", lambda self, *_: 0.0)
+    monkeypatch.setattr(timing.Probe, "take", lambda self, *_: 0.0)
 
 
-def options(**changes):
-    """What the functions read of the command line."""
-    defaults = dict(batch=3, chunk=12, seq_len=20, attention="auto", compile=False, seed=4)
-    defaults["lockstep"] = False
-    return SimpleNamespace(**defaults | changes)
+def load_of(**changes):
+    """An OfflineLoad that is small."""
+    defaults = {"seq_len": 20, "pd_ratio": 3.0, "batch": 3, "requests": 7, "seed": 4}
+    return OfflineLoad(**defaults | changes)
 
 
 def test_a_cost_below_the_noise_is_not_a_speedup(monkeypatch):
     """Only the hybrid batch's total is worth a number here: its products are lost in the noise.
 
-    And what is promised: the products of 10 tokens of whole prompts and 2 / 3 of a decode-only
-    batch, over those of 12 rows that all cost what one of a whole prompt does.
+    And the gain that is promised: the products of 10 tokens of whole prompts and 2 / 3 of a
+    decode-only batch, over those of 12 rows that all cost what one of a whole prompt does.
     """
-    ms = {"prefill-only": (100, 80), "decode-maximal": (110, 81), "decode-only": (30, 20)}
-    ms = {(name, part): x for name, row in ms.items() for part, x in zip(("total", "ffn_ln1"), row)}
-    ms |= {("prompt", "total"): 200, ("prompt", "ffn_ln1"): 140}
+    milliseconds = {
+        ("prompt", "total"): 200,
+        ("prompt", "ffn_ln1"): 140,
+        ("prefill-only", "total"): 100,
+        ("prefill-only", "ffn_ln1"): 80,
+        ("decode-maximal", "total"): 110,
+        ("decode-maximal", "ffn_ln1"): 81,
+        ("decode-only", "total"): 30,
+        ("decode-only", "ffn_ln1"): 20,
+    }
+    spread = 0.1
 
     def interleaved(variants, device, repeats, title=None):
-        return {key: measure.Timing(ms.get(key, 0), spread) for key in variants}
+        return {key: timing.Timing(milliseconds.get(key, 0), spread) for key in variants}
 
-    spread = 0.1
-    monkeypatch.setattr(measure, "interleaved", interleaved)
-    machine = {"flops_per_s": 1e12, "bytes_per_s": 1e10}
-    rows, speedup, promise = offline.decode_maximal(tiny_model(), machine, options())
-    assert promise == pytest.approx((10 * 140 / 20 + 20 * 2 / 3) / (12 * 140 / 20))
-    prompt, prefill, decode, hybrid = rows.values()
-    assert prompt["prefill_token_ms"] == 200 / 20 and prompt["decode_token_ms"] is None
-    assert speedup["total"] == pytest.approx((30 / 3) / (10 / 2)) and speedup["products"] is None
-    assert hybrid["decode_token_ms"] == 5 and decode["decode_token_ms"] == 10
-    assert prefill["prefill_token_ms"] == hybrid["prefill_token_ms"] == 100 / 10
-    assert prefill["decode_token_ms"] is decode["prefill_token_ms"] is None
-    counts = [(row["prefill_tokens"], row["decodes"]) for row in rows.values()]
+    monkeypatch.setattr(timing, "interleaved", interleaved)
+    machine = machine_info(flops_per_s=1e12, bytes_per_s=1e10)
+    sizes = {"context": 20, "batch": 3, "chunk": 12}
+    table = measure_decode_maximal(tiny_model(), machine, **sizes)
+    promised = (10 * 140 / 20 + 20 * 2 / 3) / (12 * 140 / 20)
+    assert table.promised_gain == pytest.approx(promised)
+    assert table.prompt.prefill_token_ms == 200 / 20 and table.prompt.decode_token_ms is None
+    assert table.speedup == pytest.approx((30 / 3) / (10 / 2))
+    assert table.products_speedup is None
+    assert table.decode_maximal.decode_token_ms == 5 and table.decode_only.decode_token_ms == 10
+    assert table.prefill_only.prefill_token_ms == 100 / 10
+    assert table.decode_maximal.prefill_token_ms == 100 / 10
+    assert table.prefill_only.decode_token_ms is None
+    assert table.decode_only.prefill_token_ms is None
+    counts = [(row.prefill_tokens, row.decodes) for row in table.rows.values()]
     assert counts == [(20, 0), (10, 0), (0, 3), (10, 2)]
-    for row in rows.values():
-        parts = row["products_ms"] + row["attention_ms"] + row["other_ms"]
-        assert parts == pytest.approx(row["total_ms"]) or row["other_ms"] == 0
-        assert not row["busy"]
+    for row in table.rows.values():
+        parts_ms = row.products_ms + row.attention_ms + row.other_ms
+        assert parts_ms == pytest.approx(row.total_ms) or row.other_ms == 0
+        assert not row.busy
+    report = table.to_json()
+    assert list(report["decode_maximal"]) == list(table.rows)
+    assert report["decode_speedup"] == {"total": table.speedup, "products": None}
+
     spread = 0.21
-    rows, *_ = offline.decode_maximal(tiny_model(), machine, options())
-    assert all(row["busy"] for row in rows.values())
+    table = measure_decode_maximal(tiny_model(), machine, **sizes)
+    assert table.busy and all(row.busy for row in table.rows.values())
+
+
+def hybrid_time(decode_token_ms=1.0, busy=False):
+    """A HybridTime in which all else is 7."""
+    parts = ("total", "attention", "preproj", "postproj", "ffn_ln1", "ffn_ln2", "head", "products")
+    row = {f"{part}_ms": 7.0 for part in (*parts, "attention_limit", "other")}
+    row |= {"spread": 0.0, "prefill_tokens": 7, "decodes": 7, "prefill_token_ms": 7.0}
+    return HybridTime(**row, decode_token_ms=decode_token_ms, busy=busy)
+
+
+def table_2(**changes):
+    """A DecodeMaximal in which a decode costs 8 ms alone and 2 ms riding."""
+    rows = {"prompt": hybrid_time(), "prefill_only": hybrid_time()}
+    rows |= {"decode_only": hybrid_time(8.0), "decode_maximal": hybrid_time(2.0)}
+    numbers = {"speedup": 4.0, "products_speedup": 4.0, "promised_gain": 1.25}
+    return DecodeMaximal(**rows | numbers | changes)
 
 
 def test_no_negative_cost_is_printed(capsys):
-    row = dict.fromkeys("prefill_tokens decodes products_ms".split(), 7) | {"total_ms": -6.33}
-    offline.print_decode_maximal({"a": row | {"busy": False}}, {"a": 1, "b": 2}, options())
-    assert "6.33" not in (text := capsys.readouterr().out) and "| 7 + 7" in text.replace("  ", "")
+    table = table_2(decode_maximal=hybrid_time(-6.33))
+    offline.print_decode_maximal(table, SimpleNamespace(chunk=12, batch=3, seq_len=20))
+    text = capsys.readouterr().out
+    assert "6.33" not in text and "| 7 + 7" in text.replace("  ", "")
 
 
-def end_to_end(args):
-    """What offline.end_to_end fills in: rows, timelines."""
-    offline.end_to_end(tiny_model(), args, {}, rows := {}, timelines := {})
-    return rows, timelines
+def rows_of(policies, load=None):
+    """What run_policies yields, by policy."""
+    return dict(run_policies(tiny_model(), policies, load or load_of(), chunk=12))
 
 
-def test_rows_of_the_policies_are_what_was_seen(monkeypatch):
+def run_of(iterations, seconds, drift=0.1):
+    """A Run of two requests."""
     completions = [
         Completion(0, [1] * 6, 0.0, tokens=[1], token_times=[1.5]),
         Completion(1, [2] * 6, 0.5, tokens=[1, 2, 3], token_times=[1.5, 1.7, 2.7]),
     ]
-    iterations = [
-        Iteration(0.0, 1.5, [(0, 0, 6, False), (1, 0, 6, False)]),
-        Iteration(1.5, 1.7, [(1, 6, 1, True)]),
-        Iteration(1.7, 2.7, [(1, 7, 1, True), (2, 0, 4, False)]),
-    ]
-    # request 3 is let in at 3.0 and request 6 at 8.0: 5 + 5 + 6 tokens in between
-    let_in = [(3.0, [(3, 0, 5)]), (5.0, [(4, 0, 5)]), (6.5, [(5, 0, 6)]), (8.0, [(6, 0, 9)])]
-    full = [Iteration(at, at + 1, [(*chunk, False) for chunk in its]) for at, its in let_in]
-    runs = [Run(completions, its, 4.0, 0.0) for its in (iterations, iterations + full)]
-    runs[1] = replace(runs[1], seconds=2.0)
-    served, drift = [], 0.1
+    return Run(completions, iterations, seconds, 0.0, drift=drift)
 
-    def serve(model, configs, arrivals, tokens, progress, recorders):
+
+STALLING = [
+    Iteration(0.0, 1.5, [ChunkRecord(0, 0, 6, False), ChunkRecord(1, 0, 6, False)]),
+    Iteration(1.5, 1.7, [ChunkRecord(1, 6, 1, True)]),
+    Iteration(1.7, 2.7, [ChunkRecord(1, 7, 1, True), ChunkRecord(2, 0, 4, False)]),
+]
+FULL = [  # request 3 is admitted at 3.0 and request 6 at 8.0: 5 + 5 + 6 tokens in between
+    Iteration(3.0, 4.0, [ChunkRecord(3, 0, 5, False)]),
+    Iteration(5.0, 6.0, [ChunkRecord(4, 0, 5, False)]),
+    Iteration(6.5, 7.5, [ChunkRecord(5, 0, 6, False)]),
+    Iteration(8.0, 9.0, [ChunkRecord(6, 0, 9, False)]),
+]
+
+
+def test_rows_of_the_policies_summarize_their_runs(monkeypatch):
+    runs = {}
+    served = []
+
+    def serve_in_turns(model, configs, arrivals, prompts, progress, recorders):
         served.extend((c.policy, c.chunk, c.max_batch, c.max_len) for c in configs.values())
-        assert [len(prompt) for prompt in tokens] == [a.prompt_len for a in arrivals] == [15] * 7
-        return {name: replace(runs.pop(0), drift=drift) for name in configs}
+        lengths = [len(prompt) for prompt in prompts]
+        assert lengths == [arrival.prompt_len for arrival in arrivals] == [15] * 7
+        return {name: runs[name] for name in configs}
 
-    monkeypatch.setattr(offline, "serve_in_turns", serve)
-    args = options(policies=["vllm", "request-level"], requests=7, pd_ratio=3.0)
-    rows, timelines = end_to_end(args)
-    assert list(rows) == list(timelines) == ["request-level", "vllm"]
-    assert served == [(name, 12, 3, 20) for name in timelines]
-    expected = dict(iterations=3, tokens_per_iteration=6, longest_stall_s=1.0)
-    expected |= dict(p50_ttft_s=(1.5 + 1.0) / 2, p99_tbt_s=0.2 + 0.99 * 0.8)
-    expected |= dict(whole_run_tokens_per_s=(6 + 1 + 6 + 3) / 4, whole_run_gain=1)
-    row = rows["request-level"]
-    assert {key: row[key] for key in expected} == pytest.approx(expected)
-    assert row["tokens_per_s"] is row["gain"] is None and not row["busy"]  # too few requests
-    assert rows["vllm"]["tokens_per_s"] == pytest.approx(16 / 5)
-    assert rows["vllm"]["whole_run_gain"] == 2 and rows["vllm"]["gain"] is None  # over nothing
-    assert timelines["request-level"][:2] == (completions, iterations)
-    runs, drift = (
-        [
-            Run(completions, full_run, s, 0.0)
-            for full_run, s in (
-                (iterations + full, 4.0),
-                (iterations + [i._replace(start=i.start / 2) for i in full], 2.0),
-            )
-        ],
-        0.3,
-    )
-    rows, _ = end_to_end(args)
-    assert rows["request-level"]["gain"] == 1 and rows["vllm"]["gain"] == pytest.approx(2)
-    assert rows["vllm"]["busy"]
-    runs, args.policies = [Run(completions, iterations + full, 4.0, 0.0)], ["orca"]
-    rows, _ = end_to_end(args)
-    assert rows["orca"]["gain"] is rows["orca"]["whole_run_gain"] is None  # over nobody
+    monkeypatch.setattr(offline_load, "serve_in_turns", serve_in_turns)
+    runs["request-level"] = run_of(STALLING, 4.0)
+    runs["vllm"] = run_of(STALLING + FULL, 2.0)
+    rows = rows_of(["vllm", "request-level"])
+    assert list(rows) == ["request-level", "vllm"]
+    assert served == [(name, 12, 3, 20) for name in rows]
+    base = rows["request-level"]
+    report = base.to_json()
+    expected = {
+        "iterations": 3,
+        "tokens_per_iteration": 6,
+        "longest_stall_s": 1.0,
+        "p50_ttft_s": (1.5 + 1.0) / 2,
+        "p99_tbt_s": 0.2 + 0.99 * 0.8,
+        "whole_run_tokens_per_s": (6 + 1 + 6 + 3) / 4,
+        "whole_run_gain": 1,
+    }
+    assert {key: report[key] for key in expected} == pytest.approx(expected)
+    assert base.tokens_per_s is base.gain is None and not base.busy  # too few requests
+    assert report["tokens_per_s"] is None
+    assert rows["vllm"].tokens_per_s == pytest.approx(16 / 5)
+    assert rows["vllm"].whole_run_gain == 2 and rows["vllm"].gain is None  # the base has none
+    assert base.run == runs["request-level"]
+
+    fast = [replace_start(iteration, iteration.start / 2) for iteration in FULL]
+    runs["request-level"] = run_of(STALLING + FULL, 4.0, drift=0.3)
+    runs["vllm"] = run_of(STALLING + fast, 2.0, drift=0.3)
+    rows = rows_of(["vllm", "request-level"])
+    assert rows["request-level"].gain == 1 and rows["vllm"].gain == pytest.approx(2)
+    assert rows["vllm"].busy
+
+    runs["orca"] = run_of(STALLING + FULL, 4.0)
+    rows = rows_of(["orca"])
+    assert rows["orca"].gain is rows["orca"].whole_run_gain is None  # request-level was not run
 
 
-def test_the_engine_that_has_used_the_least_time_is_next_and_its_clock_goes_on(monkeypatch):
-    used, order, looks = {}, [], count()  # of each that is not done; a look at the clock takes 1 s
+def replace_start(iteration, start):
+    """The same Iteration with another start."""
+    return iteration._replace(start=start)
+
+
+def test_the_engine_that_has_used_the_least_time_is_next(monkeypatch):
+    """And its clock stands still while it is the turn of others."""
+    used_s = {}  # of each that is not done
+    order = []
+    looks = count()  # a look at the clock takes 1 s
 
     class Spy(LoadRun):
+        def __init__(self, *args, **settings):
+            super().__init__(*args, **settings)
+            used_s[self] = 0.0
+
         def step(self):
-            assert used[self] < self.server.clock() <= min(used.values()) + 2  # and two looks
+            clock_s = self.server.clock()
+            assert used_s[self] < clock_s <= min(used_s.values()) + 2  # and two looks
             order.append(self)
-            if alive := super().step():
-                used[self] = self.server.clock()
+            alive = super().step()
+            if alive:
+                used_s[self] = self.server.clock()
             else:
-                del used[self]
+                del used_s[self]
             return alive
 
-    def spy(*args, **more):
-        load = Spy(*args, **more)
-        used[load] = 0.0
-        return load
-
-    monkeypatch.setattr(offline, "LoadRun", spy)
-    monkeypatch.setattr(offline.time, "perf_counter", lambda: float(next(looks)))
-    args = options(policies=["vllm", "request-level", "sarathi"], requests=7, pd_ratio=3.0)
-    rows, _ = end_to_end(args)
+    monkeypatch.setattr(offline_load, "LoadRun", Spy)
+    monkeypatch.setattr(offline_load.time, "perf_counter", lambda: float(next(looks)))
+    rows = rows_of(["vllm", "request-level", "sarathi"])
     assert list(rows) == ["request-level", "vllm", "sarathi"]
-    turns = [(a, b) for a, b in zip(order, order[1:]) if a is not b]
-    assert not used and len(set(order)) == 3 and len(turns) > 3  # not one after the other
-    assert rows["request-level"]["gain"] == rows["request-level"]["whole_run_gain"] == 1
-    assert all(row["gain"] > 0 and row["whole_run_gain"] > 0 for row in rows.values())
+    turns = [pair for pair in pairwise(order) if pair[0] is not pair[1]]
+    assert not used_s and len(set(order)) == 3 and len(turns) > 3  # not one after the other
+    assert rows["request-level"].gain == rows["request-level"].whole_run_gain == 1
+    assert all(row.gain > 0 and row.whole_run_gain > 0 for row in rows.values())
     for load in order:
         assert len(load.completions) == 7
         assert all(a.start < a.end < b.start for a, b in pairwise(load.iterations))
 
 
 def test_requests_in_lockstep_are_all_alike():
-    args = options(seq_len=1000, pd_ratio=256 / 5, requests=9, batch=6, lockstep=True)
-    assert {its[:3] for its in offline.make_load(args)} == {(0.0, 981, 19)}
+    load = load_of(seq_len=1000, pd_ratio=256 / 5, requests=9, batch=6, lockstep=True)
+    assert {arrival[:3] for arrival in load.arrivals()} == {(0.0, 981, 19)}
 
 
 def test_the_load_is_balanced_and_the_same_for_all():
-    args = options(seq_len=1000, pd_ratio=256 / 5, requests=9, batch=6)
-    arrivals = offline.make_load(args)
+    load = load_of(seq_len=1000, pd_ratio=256 / 5, requests=9, batch=6)
+    arrivals = load.arrivals()
     assert [(a.time, a.prompt_len) for a in arrivals] == [(0.0, 981)] * 9
     assert [a.output_len for a in arrivals] == [3, 6, 9, 12, 15, 19, 19, 19, 19]
-    tokens = workload.prompts(arrivals, 256, args.seed)
-    assert tokens == workload.prompts(offline.make_load(args), 256, args.seed)
+    tokens = workload.prompts(arrivals, 256, load.seed)
+    assert tokens == workload.prompts(load.arrivals(), 256, load.seed)
     assert [len(prompt) for prompt in tokens] == [981] * 9
     for ratio, output in ((1e9, 1), (1e-9, 999)):  # at least a token of each
-        load = offline.make_load(options(seq_len=1000, pd_ratio=ratio, requests=3))
-        assert load[-1][1:3] == (1000 - output, output)
+        arrivals = load_of(seq_len=1000, pd_ratio=ratio, requests=3).arrivals()
+        assert arrivals[-1][1:3] == (1000 - output, output)
+
+
+def policy_run(longest_stall_s, *, gain=None, busy=False):
+    """A PolicyRun with this longest stall."""
+    stall = metrics.Stall(0, 0.0, longest_stall_s, 1, 1, longest_stall_s)
+    summary = metrics.summarize_run([], [], 1.0)
+    summary = replace(summary, stalls=replace(summary.stalls, longest=stall))
+    return PolicyRun(run=None, summary=summary, busy=busy, tokens_per_s=None, gain=gain)
 
 
 @pytest.mark.parametrize("busy", ["", "table", "policies"])
 def test_the_conclusion_says_what_was_measured(busy):
-    table = {"decode-only": {"decode_token_ms": 8.0, "busy": busy == "table"}}
-    table["decode-maximal"] = dict(decode_token_ms=2.0, busy=False)
-    policies = {"vllm": {"longest_stall_s": 1.1149, "busy": busy == "policies"}}
-    policies["sarathi"] = dict(longest_stall_s=0.25, gain=1.0) | CALM
-    report = {"decode_maximal": table, "end_to_end": policies, "promised_gain": 1.25}
+    decode_only = hybrid_time(8.0, busy=busy == "table")
+    rows = {
+        "vllm": policy_run(1.1149, busy=busy == "policies"),
+        "sarathi": policy_run(0.25, gain=1.0),
+    }
 
-    def conclude(total=4.0):
-        its = report | {"decode_speedup": {"total": total}}
-        return " ".join(offline.conclude(its, options(chunk=32)).split())
+    def conclude(speedup=4.0):
+        table = table_2(decode_only=decode_only, speedup=speedup)
+        return " ".join(offline.conclude(table, rows, chunk=32).split())
 
     text = conclude()
     parts = {
@@ -201,38 +261,40 @@ def test_the_conclusion_says_what_was_measured(busy):
         "both": "Throughput at chunk 32: bare products promise 1.25x request-level's, sarathi "
         "runs at 1.00x.",
     }
-    for part, said in parts.items():
-        told = part != busy and not (busy and part == "both")
-        assert (said in text) == told
-        assert (said.split(":")[0] + f": {measure.TOO_BUSY}." in text) != told
+    for part, sentence in parts.items():
+        is_sure = part != busy and not (busy and part == "both")
+        subject = sentence.split(":")[0]
+        assert (sentence in text) == is_sure
+        assert (f"{subject}: {timing.TOO_BUSY}." in text) != is_sure
     if not busy:
-        assert "its own, less than the noise riding with a chunk." in conclude(total=None)
-        policies["sarathi"]["gain"] = None
+        assert "its own, less than the noise riding with a chunk." in conclude(speedup=None)
+        rows["sarathi"] = policy_run(0.25)
         text = conclude()
         assert text.startswith("3. Longest") and text.endswith("promise 1.25x request-level's.")
 
 
-def test_what_was_measured_before_an_interrupt_is_kept(monkeypatch, tmp_path, capsys):
-    def row_of(run, batch, real=offline.row_of):
-        if seen:  # while the second is summed up
-            raise KeyboardInterrupt
-        seen.append(run)
-        return real(run, batch)
+def test_the_table_before_an_interrupt_is_kept(monkeypatch, tmp_path, capsys):
+    summarized = []
+    summarize_policy = offline_load.summarize_policy
 
-    seen = []
-    monkeypatch.setattr(offline, "row_of", row_of)
-    monkeypatch.setattr(measure.Probe, "take", lambda self, *_: 0.5)
-    words = "--model llama-tiny --chunk 32 --batch 3 --seq-len 80 --device cpu --dtype float32"
-    files = [f"--{what}={tmp_path / what}.png" for what in ("json", "plot")]
+    def interrupted(run, batch):
+        if summarized:  # while the second is summed up
+            raise KeyboardInterrupt
+        summarized.append(run)
+        return summarize_policy(run, batch)
+
+    monkeypatch.setattr(offline_load, "summarize_policy", interrupted)
+    monkeypatch.setattr(timing.Probe, "take", lambda self, *_: 0.5)
+    argv = "--model llama-tiny --chunk 32 --batch 3 --seq-len 80 --device cpu --dtype float32"
+    json_file = tmp_path / "json.png"
+    plot_file = tmp_path / "plot.png"
     with pytest.raises(KeyboardInterrupt):
-        bench.main([*words.split(), *files])
-    text, report = capsys.readouterr().out, json.loads((tmp_path / "json.png").read_text())
+        bench.main([*argv.split(), f"--json={json_file}", f"--plot={plot_file}"])
+    text = capsys.readouterr().out
+    report = json.loads(json_file.read_text())
     assert "decode speedup: this machine is too busy to tell\n" in text
     assert "measured limits (busy): " in text and "| decode-only (busy) " in text
     assert "| request-level" in text and list(report["end_to_end"]) == ["request-level"]
-    assert text.endswith(f"interrupted: what was measured is above\nwrote {tmp_path}/json.png\n")
-    assert (
-        report["decode_maximal"]
-        and "conclusion" not in report
-        and not (tmp_path / "plot.png").exists()
-    )
+    assert text.endswith(f"interrupted: what was measured is above\nwrote {json_file}\n")
+    assert report["decode_maximal"] and "conclusion" not in report
+    assert not plot_file.exists()

@@ -5,6 +5,8 @@ The claims themselves are tested in test_claims.py."""
 import json
 import re
 import shutil
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,61 +14,80 @@ import pytest
 import torch
 
 import bench
-from cli import options
-from lab.commands import paper, serving
-from lab.measure import timing as measure
+from lab.commands import paper
+from lab.measure import timing
 from lab.measure.capacity import Bounded
-from lab.papers.claims import Finding, Table
+from lab.papers import report
+from lab.papers.bench import Bench
+from lab.papers.finding import Check, Finding, Plot
+from lab.papers.measured import CLAIMS
+from tests.helpers import machine_info
 from tests.test_simulate import printed_tables
+from views.panels import plot_panels
 
 ROOT = Path(__file__).parents[1]
-TINY = "paper --model llama-tiny --device cpu --dtype float32 --max-len 64".split()
+TINY = ["paper", "--model", "llama-tiny", "--device", "cpu", "--dtype", "float32"]
+TINY += ["--max-len", "64"]
+CLAIM = {claim.id: claim for claim in CLAIMS}
 LINES = {"vllm": {1: 0.5, 2: None, 3: Bounded(2.5, "at least")}, "dynamic": {1: 1.0}}
-TABLE = Table("Time over tokens", "tokens", "ms", "x", ".2f", LINES)
+PLOT = Plot("Time over tokens", x="tokens", y="ms", log="x", spec=".2f", lines=LINES)
 
 
-class Claims:
-    """Made-up claims. `does` maps some to what happens: a Finding, or an error that is raised; all
-    others hold. `seen` lists the claims that were measured, with their Setups."""
+def finding(here, *failures):
+    """A Finding that quotes `here` and has these failures."""
+    quoted = SimpleNamespace(text=lambda: here)
+    checks = [Check("1.02 < sarathi", holds=not failures, reason="; ".join(failures))]
+    return Finding(plots=[PLOT], checks=checks, quoted=[quoted], because="no tiles here")
+
+
+class MadeUpClaims:
+    """Claims that measure nothing. `results` maps some ids to a Finding, or an error that is
+    raised; "busy" means a machine that is; all other claims hold."""
 
     def __init__(self):
-        self.does, self.seen = {}, []
+        self.results = {}
+        self.measured = []  # (id, Bench) of each measurement
 
-    def measure(self, its, setup):
-        (key,) = (key for key, claim in paper.CLAIMS.items() if claim is its)
-        self.seen.append((key, setup))
-        its = self.does.get(key, Finding([TABLE], "55 ms", [], False))
-        if isinstance(its, Finding):
-            return its
-        raise its
+    def measure(self, claim_id, bench):
+        self.measured.append((claim_id, bench))
+        result = self.results.get(claim_id, finding("55 ms"))
+        if result == "busy":
+            bench.busy = True
+            return finding("1", "not so")
+        if isinstance(result, Finding):
+            return result
+        raise result
 
     def take(self):
-        """The names of those that were measured since this was asked."""
-        names = [key for key, _ in self.seen]
-        self.seen.clear()
-        return names
+        """The ids of the claims that were measured since the last call."""
+        ids = [claim_id for claim_id, _ in self.measured]
+        self.measured.clear()
+        return ids
 
 
 @pytest.fixture
 def claims(monkeypatch):
-    its = Claims()
-    monkeypatch.setattr(paper.claims, "measure", its.measure)
-    machine = {"flops_per_s": 1.0, "bytes_per_s": 1.0, "ridge_tokens": 1.0, "busy": False}
-    machine |= {"threads": 1, "compiled": False}
+    made_up = MadeUpClaims()
+    replaced = [replace(claim, function=partial(made_up.measure, claim.id)) for claim in CLAIMS]
+    monkeypatch.setattr(paper, "CLAIMS", replaced)
 
-    def describe(model, args, rows):
-        its = {"dtype": args.dtype, "model": args.init_from or args.model, "parameters": 10}
-        its |= {"device": measure.device_name(model.device), "torch": torch.__version__}
-        return machine | its
+    def measure_machine(model, name, rows):
+        return machine_info(
+            device=timing.device_name(model.device),
+            torch=torch.__version__,
+            model=name,
+            dtype=str(getattr(model, "dtype", "float32")).removeprefix("torch."),
+            parameters=10,
+        )
 
-    monkeypatch.setattr(measure, "describe_machine", describe)
-    monkeypatch.setattr(measure, "device_name", lambda device: "A machine")
-    return its
+    monkeypatch.setattr(paper, "measure_machine", measure_machine)
+    monkeypatch.setattr(timing, "device_name", lambda device: "A machine")
+    return made_up
 
 
-def run(directory, words):
+def run(directory, argv):
     """Run the command; what paper.json says then of each claim."""
-    bench.main([*TINY, "--out", str(directory), *words.split()])
+    bench.main([*TINY, "--out", str(directory), *argv.split()])
     return json.loads((directory / "paper.json").read_text())["claims"]
 
 
@@ -82,7 +103,7 @@ ONLY = {
 
 @pytest.mark.parametrize("text, keys", ONLY.items())
 def test_only_takes_ids_and_patterns(text, keys):
-    assert paper.some_claims(text) == keys
+    assert [claim.id for claim in paper.some_claims(text)] == keys
 
 
 @pytest.mark.parametrize("word", ["S-F99", "s-f9", "S-F", "", "sim", "B-1x"])
@@ -113,11 +134,11 @@ def test_a_machine_has_a_folder(machine, slug):
 
 
 def test_results_are_kept_by_machine(claims, tmp_path, monkeypatch):
-    monkeypatch.setattr(paper, "RESULTS", tmp_path)
-    (tmp_path / "README.md").write_text(paper.BEGIN + paper.END)
-    monkeypatch.setattr(measure, "device_name", lambda device: "AMD EPYC")
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    (tmp_path / "README.md").write_text(report.BEGIN + report.END)
+    monkeypatch.setattr(timing, "device_name", lambda device: "AMD EPYC")
     bench.main([*TINY, "--threads", "2", "--only", "SS-F10"])
-    assert [its.name for its in tmp_path.iterdir() if its.is_dir()] == ["epyc-2-threads"]
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["epyc-2-threads"]
 
 
 def test_what_is_done_is_not_measured_again(claims, tmp_path, capsys):
@@ -132,7 +153,7 @@ def test_what_is_done_is_not_measured_again(claims, tmp_path, capsys):
 def test_fresh_measures_again_what_is_asked_for_and_keeps_the_rest(claims, tmp_path):
     records = run(tmp_path, "--only SS-F10,S-F8")
     claims.take()
-    claims.does["SS-F10"] = Finding([TABLE], "60 ms", ["why not"], False)
+    claims.results["SS-F10"] = finding("60 ms", "not at 1")
     fresh = run(tmp_path, "--only SS-F10 --fresh")
     assert claims.take() == ["SS-F10"] and fresh["SS-F10"]["here"] == "60 ms"
     assert fresh["S-F8"] == records["S-F8"]
@@ -153,7 +174,7 @@ def test_another_option_is_another_measurement(change, claims, tmp_path):
 
 def test_another_machine_or_torch_is_another_measurement(claims, tmp_path, monkeypatch):
     run(tmp_path, "--only SS-F10")
-    monkeypatch.setattr(measure, "device_name", lambda device: "another")
+    monkeypatch.setattr(timing, "device_name", lambda device: "another")
     run(tmp_path, "--only SS-F10")
     monkeypatch.setattr(torch, "__version__", "9.9")
     kept = run(tmp_path, "--only SS-F10")
@@ -164,8 +185,9 @@ def test_another_machine_or_torch_is_another_measurement(claims, tmp_path, monke
 
 def test_a_full_run_is_good_for_a_quick_one_but_not_the_other_way_round(claims, tmp_path):
     run(tmp_path, "--only SS-F10 --quick")
-    ((_, setup),) = claims.seen
-    assert setup.size == "quick" and "--seed=0" in setup.options and setup.model.config.n_layer
+    ((_, measured_with),) = claims.measured
+    assert measured_with.size == "quick" and measured_with.options.seed == 0
+    assert measured_with.model.config.n_layer
     run(tmp_path, "--only SS-F10")
     run(tmp_path, "--only SS-F10")
     kept = run(tmp_path, "--only SS-F10 --quick")
@@ -173,9 +195,9 @@ def test_a_full_run_is_good_for_a_quick_one_but_not_the_other_way_round(claims, 
 
 
 def test_what_was_busy_or_failed_is_tried_again(claims, tmp_path, capsys):
-    claims.does["S-F8"] = Finding([TABLE], "1", ["noise"], True)
-    claims.does["SS-F10"] = ValueError("--batch 18: takes 40 GB, 20 GB are free\nand more")
-    claims.does["SS-F12"] = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+    claims.results["S-F8"] = "busy"
+    claims.results["SS-F10"] = ValueError("--batch 18: takes 40 GB, 20 GB are free\nand more")
+    claims.results["SS-F12"] = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
     records = run(tmp_path, "--only S-F8,SS-F10,SS-F12,B-1")
     assert claims.take() == ["S-F8", "SS-F10", "SS-F12", "B-1"]
     assert records["SS-F10"]["why"] == "--batch 18: takes 40 GB, 20 GB are free"
@@ -184,7 +206,7 @@ def test_what_was_busy_or_failed_is_tried_again(claims, tmp_path, capsys):
     verdicts = re.findall(r"- verdict: (.*)", text)
     assert verdicts == ["too busy to tell", "not measured", "not measured", "holds"]
     assert "- why: --batch 18: takes 40 GB, 20 GB are free\n" in text
-    claims.does.clear()
+    claims.results.clear()
     records = run(tmp_path, "--only S-F8,SS-F10,SS-F12,B-1")
     assert claims.take() == ["S-F8", "SS-F10", "SS-F12"] and all(
         r["verdict"] == "holds" for r in records.values()
@@ -192,35 +214,37 @@ def test_what_was_busy_or_failed_is_tried_again(claims, tmp_path, capsys):
 
 
 def test_an_error_of_ours_is_not_hidden(claims, tmp_path):
-    claims.does["SS-F10"] = RuntimeError("nothing to do with memory")
+    claims.results["SS-F10"] = RuntimeError("nothing to do with memory")
     with pytest.raises(RuntimeError):
         run(tmp_path, "--only S-F8,SS-F10")
     assert list(json.loads((tmp_path / "paper.json").read_text())["claims"]) == ["S-F8"]
 
 
 def test_an_interrupted_run_keeps_what_is_done_and_goes_on_there(claims, tmp_path, capsys):
-    claims.does["SS-F10"] = KeyboardInterrupt()
+    claims.results["SS-F10"] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, "--only S-F8,SS-F10,SS-F12")
     assert claims.take() == ["S-F8", "SS-F10"]
     assert "3 of 3 claims left to do\n" in capsys.readouterr().out
     assert "S-F8" in (tmp_path / "paper.md").read_text()
-    claims.does.clear()
+    claims.results.clear()
     assert list(run(tmp_path, "--only S-F8,SS-F10,SS-F12")) == ["S-F8", "SS-F10", "SS-F12"]
     assert claims.take() == ["SS-F10", "SS-F12"]
 
 
 def test_the_list_says_what_there_is_and_what_is_done(claims, tmp_path, capsys):
     run(tmp_path, "--only SS-F10 --quick")
-    claims.take(), capsys.readouterr()
+    claims.take()
+    capsys.readouterr()
     before = (tmp_path / "paper.json").stat().st_mtime_ns
     bench.main([*TINY, "--out", str(tmp_path), "--list", "--quick"])
     text = capsys.readouterr().out
-    title, (quick, full) = paper.NAMES["SS-F10"], paper.CLAIMS["SS-F10"]["seconds"]
+    title = CLAIM["SS-F10"].name
+    quick, full = CLAIM["SS-F10"].seconds
     heads = [line for line in text.splitlines() if line[0] != " "]
     done = [line for line in heads if line.endswith(", done)")]
-    assert len(heads) == len(paper.CLAIMS) and done == [f"{title} ({quick} s, done)"]
-    assert all(its["paper"] in text for its in paper.CLAIMS.values())
+    assert len(heads) == len(CLAIMS) and done == [f"{title} ({quick} s, done)"]
+    assert all(claim.paper in text for claim in CLAIMS)
     bench.main([*TINY, "--out", str(tmp_path / "new"), "--list", "--only", "SS-F10"])
     assert f"{title} ({full} s)\n" in capsys.readouterr().out
     assert claims.take() == [] and not (tmp_path / "new").exists()
@@ -228,32 +252,33 @@ def test_the_list_says_what_there_is_and_what_is_done(claims, tmp_path, capsys):
 
 
 def test_the_report_is_markdown_of_what_is_kept(claims, tmp_path, capsys):
-    claims.does["S-T4"] = Finding([TABLE], "50 / 60 ms", ["there are no tiles"], False)
+    claims.results["S-T4"] = finding("50 / 60 ms", "not at 1")
     kept = run(tmp_path, "--only S-F9,S-T4")
-    text, page = capsys.readouterr().out, (tmp_path / "paper.md").read_text()
+    text = capsys.readouterr().out
+    page = (tmp_path / "paper.md").read_text()
     summary, timed, _ = printed_tables(page)
-    said, names = paper.CLAIMS, [paper.NAMES[key] for key in ("S-T4", "S-F9")]
+    names = [CLAIM[key].name for key in ("S-T4", "S-F9")]
     found = [("50 / 60 ms", "does not hold"), ("55 ms", "holds")]
     commands = [f"`paper --only {key}`" for key in kept]
-    papers = [said[key]["paper"] for key in kept]
+    papers = [CLAIM[key].paper for key in kept]
     assert summary[0] == ["claim", "command", "paper", "here", "verdict"]
     assert [tuple(row) for row in summary[1:]] == [
-        (*words, *its) for *words, its in zip(names, commands, papers, found, strict=True)
+        (name, command, published, *cells)
+        for name, command, published, cells in zip(names, commands, papers, found, strict=True)
     ]
     assert timed[0] == ["tokens", "vllm", "dynamic"]
     assert timed[1:] == [["1", "0.50", "1.00"], ["2", "-", "-"], ["3", "at least 2.50", "-"]]
-    lines = f"- paper: {said['S-T4']['paper']}\n- must show: 1.02 < sarathi\n"
-    lines += "- here: 50 / 60 ms\n- verdict: does not hold\n- why: there are no tiles; "
-    lines += said["S-T4"]["because"].format(ridge_tokens=1)
-    lines += "\n\nTime over tokens: ms\n\n| tokens"
+    lines = f"- paper: {CLAIM['S-T4'].paper}\n- must show: 1.02 < sarathi\n"
+    lines += "- here: 50 / 60 ms\n- verdict: does not hold\n- why: 1.02 < sarathi: not at 1; "
+    lines += "no tiles here\n\nTime over tokens: ms\n\n| tokens"
     assert lines in text and lines in page
     assert re.findall(r"(?m)^## (.*)", page) == names
     assert "A machine, threads: 1, torch " in page and "llama-tiny, 10 parameters" in page
     assert "](paper-S-T4.png)" in page
     assert (tmp_path / "paper-S-T4.png").read_bytes().startswith(b"\x89PNG")
-    (its,) = kept["S-T4"]["tables"]
-    assert its["title"] == "Time over tokens"
-    assert its["lines"]["vllm"] == {"1": 0.5, "2": None, "3": 2.5}
+    (table,) = kept["S-T4"]["tables"]
+    assert table["title"] == "Time over tokens"
+    assert table["lines"]["vllm"] == {"1": 0.5, "2": None, "3": 2.5}
 
 
 def test_nobody_learns_where_files_lie(claims, tmp_path):
@@ -261,7 +286,7 @@ def test_nobody_learns_where_files_lie(claims, tmp_path):
     args = ["paper", "--device", "cpu", "--dtype", "float32", "--max-len", "64", "--init-from"]
     model = SimpleNamespace(device=torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paper.options, "load_model", lambda args, length: model)
+        patch.setattr(paper, "load_model", lambda *_, **settings: model)
         bench.main(
             [*args, str(checkpoint), "--out", str(tmp_path / "o"), "--only", "SS-F10,SS-F12"]
         )
@@ -275,24 +300,24 @@ def test_the_index_of_results_is_made_and_what_stands_around_it_stays(
 ):
     results = tmp_path / "results"
     results.mkdir()
-    monkeypatch.setattr(paper, "RESULTS", results)
+    monkeypatch.setattr(report, "RESULTS", results)
     readme = results / "README.md"
     shutil.copy(ROOT / "results/README.md", readme)
-    before, begin, rest = readme.read_text().partition(paper.BEGIN)
-    assert begin and paper.END in rest
-    after = rest.partition(paper.END)[2]
+    before, begin, rest = readme.read_text().partition(report.BEGIN)
+    assert begin and report.END in rest
+    after = rest.partition(report.END)[2]
     run(results / "one", "--only SS-F10")
-    claims.does["SS-F10"] = Finding([TABLE], "none", ["why"], False)
+    claims.results["SS-F10"] = finding("none", "not at 1")
     run(results / "two", "--only SS-F10,B-1 --quick")
     run(tmp_path / "elsewhere", "--only SS-F12")
     text = readme.read_text()
-    assert text.startswith(before + begin) and text.endswith(paper.END + after)
+    assert text.startswith(before + begin) and text.endswith(report.END + after)
     one, two = printed_tables(text.partition(begin)[2])
     heads = ["[one](one/paper.md)", "[two](two/paper.md)"]
     assert re.findall(r"(?m)^### (.*)", text) == heads and one[0] == two[0]
     assert one[0] == ["claim", "command", "paper", "here", "verdict"]
-    cells = [paper.NAMES["SS-F10"], "`paper --only SS-F10`"]
-    assert one[1:] == [[*cells, paper.CLAIMS["SS-F10"]["paper"], "55 ms", "holds"]]
+    cells = [CLAIM["SS-F10"].name, "`paper --only SS-F10`"]
+    assert one[1:] == [[*cells, CLAIM["SS-F10"].paper, "55 ms", "holds"]]
     assert [row[1] for row in two[1:]] == [
         "`paper --only SS-F10 --quick`",
         "`paper --only B-1 --quick`",
@@ -309,9 +334,9 @@ def test_several_ranks_are_refused(claims, tmp_path):
 
 
 def test_a_claim_that_failed_shows_no_older_picture(claims, tmp_path):
-    claims.does["SS-F10"] = Finding([TABLE], "1", [], False)
+    claims.results["SS-F10"] = finding("1")
     assert "](paper-SS-F10.png)" in run(tmp_path, "--only SS-F10")["SS-F10"]["text"]
-    claims.does["SS-F10"] = ValueError("no memory")
+    claims.results["SS-F10"] = ValueError("no memory")
     run(tmp_path, "--only SS-F10 --fresh")
     assert "](" not in (tmp_path / "paper.md").read_text()
 
@@ -328,15 +353,13 @@ def test_a_directory_that_cannot_be_written_is_one_line(claims, tmp_path):
 
 
 def test_the_name_of_a_device():
-    assert measure.device_name(torch.device("cpu"))
+    assert timing.device_name(torch.device("cpu"))
 
 
 def test_tables_are_drawn_side_by_side(tmp_path):
-    from views.panels import plot_panels
-
-    more = TABLE._replace(title="Another", lines={"vllm": {1: 4.0}, "own": {1: 2.0, 2: 3.0}})
+    more = replace(PLOT, title="Another", lines={"vllm": {1: 4.0}, "own": {1: 2.0, 2: 3.0}})
     machine = {"model": "m", "dtype": "float32", "device": "D", "threads": 2}
-    figure = plot_panels([TABLE, more, TABLE], "SS-F10", tmp_path / "p.png", machine)
+    figure = plot_panels([PLOT, more, PLOT], "SS-F10", tmp_path / "p.png", machine)
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     titles = [axis.get_title(loc="left") for axis in figure.axes]
     assert titles == ["Time over tokens", "Another", "Time over tokens"]
@@ -352,22 +375,33 @@ def test_tables_are_drawn_side_by_side(tmp_path):
     assert "SS-F10" in title and "D, 2 threads" in title
 
 
-def test_commands_run_on_the_model_that_is_there_and_what_is_alike_runs_once(monkeypatch, capsys):
-    _, args = bench.parse_args(TINY)
-    model = options.load_model(args, "max_len")
-    its, made = paper.Setup(args, model, {}).bench, []
-    monkeypatch.setattr(options, "load_model", lambda *_: pytest.fail("loaded"))
-    words = (
-        "offline --seq-len 16 --batch 2 --chunk 4 --requests 5 --policies request-level,sarathi:2"
-    )
-    report = its(words)
-    assert report["end_to_end"].keys() == {"request-level", "sarathi:2"}
-    assert its(words) is report and capsys.readouterr().out == ""
-    real = serving.RealMachine.__init__
-    monkeypatch.setattr(
-        serving.RealMachine, "__init__", lambda *given: (made.append(1), real(*given))[1]
-    )
-    load = "--lengths 8+4 --max-len 64 --requests 6 --ratio 2 --policies vllm"
+def test_serving_claims_share_a_machine_and_print_nothing(monkeypatch, capsys):
+    _, options = bench.parse_args(TINY)
+    model = paper.load_model(options.model, options.max_len, positions_from="--max-len")
+    tiny = Bench(model, machine_info(), options.model, "cpu")
+    load = {"lengths": "8+4", "max_len": 64, "requests": 6, "batch": 4}
     for multiple in ("50x", "100x"):
-        assert its(f"capacity --slo {multiple} {load}")["results"].keys() == {"vllm"}
-    assert made == [1]
+        found = tiny.capacity(["vllm"], slo=multiple, **load)
+        assert found.results.keys() == {"vllm"} and found.slo_s > 0
+    assert len(tiny.machines) == 1
+    served = tiny.serve(["vllm", "sarathi-serve:8"], **load)
+    assert tiny.serve(["vllm", "sarathi-serve:8"], **load) is served
+    assert list(served.runs) == ["vllm", "sarathi-serve:8"]
+    assert served.runs["vllm"].summary.finished == 6
+    rows = tiny.run_policies(
+        ["request-level", "sarathi:2"], seq_len=16, batch=2, chunk=4, requests=5, pd_ratio=4
+    )
+    assert rows.keys() == {"request-level", "sarathi:2"} and rows["request-level"].gain == 1
+    assert capsys.readouterr().out == ""
+
+
+def test_capacities_of_a_quick_run_are_simulated(monkeypatch):
+    _, options = bench.parse_args(TINY)
+    model = paper.load_model(options.model, options.max_len, positions_from="--max-len")
+    quick = Bench(model, machine_info(), options.model, "quick")
+    load = {"lengths": "8+4", "max_len": 64, "requests": 12, "batch": 4}
+    found = quick.capacity(["vllm"], slo="50x", **load)
+    (trial, *_) = found.results["vllm"].trials
+    assert trial.verdict.summary.finished == 12
+    ((is_simulated, *_),) = quick.machines
+    assert is_simulated

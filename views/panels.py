@@ -1,10 +1,10 @@
-"""Draw the tables of a claim, lines side by side. Read first: style.py, lab/papers/claims.py."""
+"""Draw the tables of a claim, lines side by side. Read first: style.py, lab/papers/finding.py."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from math import nan
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from matplotlib.figure import Figure
 
@@ -15,7 +15,7 @@ LEGEND_LETTERS = 110  # in a row of the legend
 
 
 class Panel(Protocol):
-    """A diagram with a line for each name. lab.papers.claims.Table is one."""
+    """A diagram with a line for each name. lab.papers.finding.Plot is one."""
 
     @property
     def title(self) -> str: ...
@@ -30,7 +30,7 @@ class Panel(Protocol):
     def log(self) -> str: ...  # the axes that are logarithmic: "", "x", "y" or "xy"
 
     @property
-    def lines(self) -> Mapping[str, Mapping[float, float | None]]: ...  # name -> {x: y}
+    def lines(self) -> Mapping[str, Mapping[Any, float | None]]: ...  # name -> {x: y}
 
 
 def plot_panels(

@@ -2,146 +2,161 @@
 
     python bench.py batches 2048 2048/256 6x1@1024 "250@2048 + 6x1@1024"
 
-times a prompt; the same in chunks, one after another; six decodes that read 1,024 tokens each; and
-a chunk beside them. Timed are the iteration, without the model's head as in the papers, and alone
-its attention and its matrix products, by the names of SARATHI's Table 1. Read first: measure.py."""
+times a prompt; the same prompt in chunks, one after another; six decodes that read 1,024 tokens
+each; and a chunk beside them. The iteration is timed without the model's head, as in the papers;
+its attention and its matrix products are also timed alone, by the names of SARATHI's Table 1. Read
+first: lab/measure/batch_times.py."""
 
 import re
-from argparse import ArgumentTypeError
-from dataclasses import replace
-from functools import partial
-from statistics import median
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import product
 
-import numpy as np
+from cli.loading import ModelOptions, add_model_options, load_model, model_options, resolve_model
+from cli.options import OptionParser, add_json_option, whole, write_json, wrote
+from lab.measure import timing
+from lab.measure.batch_times import (
+    Batch,
+    SequenceTime,
+    chunks_of,
+    keep_layers,
+    longest,
+    time_sequences,
+)
+from lab.measure.machine_info import measure_machine
+from views.tables import Column, format_table
 
-from cli import options
-from kv_cache import Span
-from lab.measure import timing as measure
-from model import GPT
-from views import tables
+NUMBER = r"([1-9]\d{0,6})"
+CHUNKS = re.compile(
+    rf"(?:{NUMBER}x)?{NUMBER}(?:@{NUMBER})?(?:/{NUMBER})?"
+)  # "6x1@1024", "2048/256"
+TIMES = re.compile(rf"(?:{NUMBER} *\*)?(.*)", re.DOTALL)  # "2 * 2048/256"
 
-N = r"([1-9]\d{0,6})"
-CHUNKS = re.compile(rf"(?:{N}x)?{N}(?:@{N})?(?:/{N})?")  # "6x1@1024", "2048/256"
-PRODUCTS = *measure.LINEAR, "head"
-
-
-def series(text):
-    """A type of options: (name, batches) of "name=2 * 2048/256 + 6x1@1024, 512"; a batch is a tuple
-    of (tokens, the length where they end). "512" is a prompt, "1@1024" a decode that reads 1,024
-    tokens, "6x" so many of them, "/256" in chunks, a batch for each; "+" is beside, "2 *" twice,
-    "," and after that."""
-    name, _, batches = text.rpartition("=")
-    found = []
-    for sequence in batches.split(","):
-        times, _, summands = sequence.rpartition("*")
-        beside = [()]  # the batches of the words so far
-        for word in map(str.strip, summands.split("+")):
-            match = CHUNKS.fullmatch(word)
-            count, tokens, end, size = (int(n or 0) for n in match.groups()) if match else [0] * 4
-            end, size = end or tokens, size or tokens
-            if not match or tokens > end or not re.fullmatch(N, times.strip() or "1"):
-                raise ArgumentTypeError(f"{text:.60}: {word!r} must be like 6x1@1024 or 2048/256")
-            starts = range(end - tokens, end, size)
-            chunks = [(min(size, end - at), min(at + size, end)) for at in starts]
-            beside = [batch + (chunk,) * (count or 1) for batch in beside for chunk in chunks]
-        found += beside * int(times or 1)
-    return name or text, found
-
-
-def add_options(parser):
-    """The options of `batches`."""
-    what = "each maybe with a name, as in 'chunks=2048/256'; 2 * 6x1@512 are twice six decodes"
-    parser.add_argument("batches", help=what, nargs="+", type=series)
-    parser.add_table("batches", "json")
-    parser.add_model_options("llama-13b on a GPU with 40 GB or more, else llama-160m")
+COLUMNS: list[Column[SequenceTime]] = [
+    Column("tokens", lambda row: row.tokens, ",d"),
+    Column("preproj", lambda row: row.preproj_ms, ",.2f"),
+    Column("postproj", lambda row: row.postproj_ms, ",.2f"),
+    Column("ffn_ln1", lambda row: row.ffn_ln1_ms, ",.2f"),
+    Column("ffn_ln2", lambda row: row.ffn_ln2_ms, ",.2f"),
+    Column("attention", lambda row: row.attention_ms, ",.2f"),
+    Column("limit", lambda row: row.attention_limit_ms, ",.2f"),
+    Column("other", lambda row: row.other_ms, ",.2f"),
+    Column("total", lambda row: row.total_ms, ",.2f"),
+    Column("spread", lambda row: row.spread, ".0%"),
+    Column("tokens/ms", lambda row: row.tokens_per_ms, ".3g"),
+]
+NOTE = (
+    "the parts are timed alone; limit of attention: flops at the rate of the products, or K and V "
+    "at the bandwidth,\n"
+    "whichever takes longer; other: norms, rotation, activation, what lies between, embedding\n"
+)
 
 
-def check(parser, args):
-    """Exit with a message if one name has two meanings. Sets args.batch_length: the longest."""
-    if len(names := dict(args.batches)) < len(args.batches):
-        parser.error(f"batches: {len(args.batches)} have {len(names)} names, {', '.join(names)}")
-    args.batch_length = max(end for its in names.values() for batch in its for _, end in batch)
+def named_sequence(text: str) -> tuple[str, list[Batch]]:
+    """The type of one argument: the name of "name=2 * 2048/256 + 6x1@1024, 512", and its batches.
+
+    "512" is a prompt, "1@1024" a decode that reads 1,024 tokens, "6x" repeats it for six requests,
+    and "/256" cuts it into chunks, a batch for each. "+" puts requests into the same batch, "2 *"
+    repeats the batches, and "," appends others. Without a name the text is the name."""
+    name, _, sequences = text.rpartition("=")
+    batches: list[Batch] = []
+    for sequence in sequences.split(","):
+        match = TIMES.fullmatch(sequence.strip())
+        assert match  # it matches every text
+        times, summands = match.groups()
+        alternatives = [parse_chunks(summand.strip(), text) for summand in summands.split("+")]
+        combined = [sum(parts, start=()) for parts in product(*alternatives)]
+        batches += combined * int(times or 1)
+    return name or text, batches
 
 
-def spans(batch, wants_logits=False):
-    """A batch as Spans of requests that have one page each."""
-    return [Span([i], end - n, [1] * n, wants_logits) for i, (n, end) in enumerate(batch)]
+def parse_chunks(word: str, text: str) -> list[Batch]:
+    """The batches of a word such as "6x1@1024" or "2048/256" in an argument `text`."""
+    match = CHUNKS.fullmatch(word)
+    if match:
+        count, tokens, end, chunk = (int(number or 0) for number in match.groups())
+        end = end or tokens
+        if tokens <= end:
+            return [batch * (count or 1) for batch in chunks_of(tokens, chunk or tokens, end)]
+    raise ArgumentTypeError(f"{text:.60}: {word!r} must be like 6x1@1024 or 2048/256")
 
 
-def timed(runner, machine, batches, repeats, head=False, title=None):
-    """{name: row} of {name: batch}, timed in turn. In a row are ms of the `total`, of each of
-    measure.LINEAR, and of the `head` with it, of these `products` together, of `attention`, with
-    its limit, and of `other`; whether the machine was `busy`."""
-    model, runs = runner.model, {}
-    heads = [model.head] if head and model.head else []
-    runner.cache.data.normal_()
-    for name, batch in batches.items():
-        rows, chunks = sum(n for n, _ in batch), spans(batch, head)
-        runs[name, "total"] = partial(runner.greedy, chunks)
-        runs[name, "attention"] = measure.attention_alone(runner, chunks)
-        runs[name, "head"] = measure.bare_products(model, len(batch), heads)
-        for part in measure.LINEAR:
-            layers = measure.linear_layers(model, [part])
-            runs[name, part] = measure.bare_products(model, rows, layers)
-    time_all = partial(measure.interleaved, runs, model.device, repeats, title=title)
-    typical = lambda timings: median(timings[name, "total"].spread for name in batches)
-    timings, drift = measure.steadily(time_all, model.device, tries=2, spread_of=typical)
-    found = {}
-    for name, batch in batches.items():
-        row = {f"{part}_ms": timings[name, part].ms for part in ("total", "attention", *PRODUCTS)}
-        row["products_ms"] = sum(row[f"{part}_ms"] for part in PRODUCTS)
-        other_ms = row["total_ms"] - row["products_ms"] - row["attention_ms"]
-        cost = measure.attention_cost(model.config, spans(batch), model.dtype)
-        limits_s = [x / machine[rate] for x, rate in zip(cost, ("flops_per_s", "bytes_per_s"))]
-        row |= {"attention_limit_ms": 1e3 * model.stages * max(limits_s)}
-        row |= {"other_ms": max(0.0, other_ms), "spread": timings[name, "total"].spread}
-        found[name] = row | {"busy": max(drift, row["spread"]) > measure.BUSY}
-    return found
+@dataclass(frozen=True)
+class BatchesOptions:
+    """The options of `bench.py batches`."""
+
+    command: str
+    batches: list[tuple[str, list[Batch]]]  # names, and the batches that follow each other
+    layers: int | None
+    repeats: int
+    json: str | None
+    batch_length: int  # of the longest request
+    model: ModelOptions
 
 
-def intensities(model, batches):
-    """{operation: flops per byte}, where all that goes in or out is moved once."""
-    config, size = model.config, model.dtype.itemsize
-    rows = sum(n for batch in batches for n, _ in batch)
-    costs = [measure.attention_cost(config, spans(batch), model.dtype) for batch in batches]
-    q_and_out = 2 * config.n_layer * rows * config.n_head * config.head_dim * size
-    costs = {"attention": np.sum(costs, axis=0) + (0, q_and_out)}  # (flops, bytes) of each
-    for name in measure.LINEAR:
-        layer = getattr(model.blocks[0], name)
-        weights, n = layer.weight.numel(), layer.in_features
-        moved = size * (len(batches) * weights + rows * (n + weights // n))
-        costs[name] = config.n_layer * np.array([2 * rows * weights, moved])
-    costs["products"] = sum(map(costs.get, measure.LINEAR))
-    return {name: flops / moved for name, (flops, moved) in costs.items()}
-
-
-def main(args, model=None, machine=None):
-    """The command, maybe with a model and a machine that are known: its report."""
-    model = model or options.load_model(args, "batch_length")
-    machine = machine or measure.describe_machine(model, args, rows=256)
-    if args.layers:
-        if model.compiled or hasattr(model, "ranks"):
-            raise ValueError("--layers: does not go with --compile, --tp, --pp")
-        config = replace(model.config, n_layer=args.layers)
-        model = GPT(config, model.device, model.dtype, args.seed)
-        machine = machine | {"model": f"{machine['model']}, cut to --layers {args.layers}"}
-        machine["parameters"] = sum(p.numel() for p in model.parameters())
-    batches = {batch: batch for _, its in args.batches for batch in its}
-    sizes = max(map(len, batches)), args.batch_length, args.batch_length
-    runner = options.runner_for(model)(model, *sizes, args.attention)
-    rows = timed(runner, machine, batches, args.repeats, title="batches")
-    found = {}
-    for name, its in args.batches:
-        row = found[name] = {key: sum(rows[batch][key] for batch in its) for key in rows[its[0]]}
-        row |= {key: max(rows[batch][key] for batch in its) for key in ("spread", "busy")}
-        row["tokens"] = sum(n for batch in its for n, _ in batch)
-        row["tokens_per_ms"] = row["tokens"] / row["total_ms"]
-        row["intensity"] = intensities(model, its)
-    print(options.machine_lines(machine))
-    tables.print_rows(
-        "timed", {measure.mark(name, row["busy"]): row for name, row in found.items()}
+def add_options(parser: OptionParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument(
+        "batches",
+        help="each maybe with a name, as in 'chunks=2048/256'; 2 * 6x1@512 are twice six decodes",
+        nargs="+",
+        type=named_sequence,
     )
-    report = {"machine": machine, "batches": found}
-    options.write_json(args, report)
-    options.wrote(args.json)
-    return report
+    parser.add_option(
+        "--layers",
+        help="of so many, with random weights",
+        type=whole(least=1),
+        shown="all of the model",
+    )
+    parser.add_option("--repeats", help="how often each is timed", type=whole(least=2), default=5)
+    add_json_option(parser)
+    add_model_options(parser, "llama-13b on a GPU with 40 GB or more, else llama-160m")
+
+
+def resolve(parser: OptionParser, args: Namespace) -> BatchesOptions:
+    """The options. Exits with a message if two batches have one name."""
+    names = dict(args.batches)
+    if len(names) < len(args.batches):
+        parser.error(f"batches: {len(args.batches)} have {len(names)} names, {', '.join(names)}")
+    return BatchesOptions(
+        command=args.command,
+        batches=args.batches,
+        layers=args.layers,
+        repeats=args.repeats,
+        json=args.json,
+        batch_length=longest(names),
+        model=resolve_model(model_options(args)),
+    )
+
+
+def main(options: BatchesOptions) -> None:
+    """The command."""
+    model = load_model(options.model, options.batch_length, positions_from="batch-length")
+    machine = measure_machine(model, options.model.name, rows=256)
+    if options.layers:
+        model = keep_layers(model, options.layers, options.model.seed)
+        machine = replace(
+            machine,
+            model=f"{machine.model}, cut to --layers {options.layers}",
+            parameters=sum(p.numel() for p in model.parameters()),
+        )
+    rows = time_sequences(
+        model,
+        machine,
+        dict(options.batches),
+        repeats=options.repeats,
+        attention=options.model.attention,
+    )
+    print(machine.heading())
+    print_batches(rows)
+    report = {"machine": machine.to_json()}
+    report["batches"] = {name: row.to_json() for name, row in rows.items()}
+    write_json(options, report)
+    wrote(options.json)
+
+
+def print_batches(rows: Mapping[str, SequenceTime]) -> None:
+    """Print the table of what was timed."""
+    marked = {timing.mark(name, row.busy): row for name, row in rows.items()}
+    print(f"{format_table('ms', COLUMNS, marked)}\n\n{NOTE}")

@@ -1,222 +1,353 @@
 """SARATHI's claims on this machine: `bench.py --chunk 256`.
 
-Prints Table 2, what a decode costs alone and riding with a prefill chunk, each time beside its
-limit; the policies end to end at the balanced ratio of prefill to decode tokens, P:D = C / (B - 1);
-and a conclusion. Read first: engine.py and measure.py. Read next: serving.py, for requests that
-arrive while others run: Sarathi-Serve's half."""
+Prints Table 2, what a decode costs alone and beside a prefill chunk, each time with its limit; then
+the policies end to end at the balanced ratio of prefill to decode tokens, P:D = C / (B - 1); then
+a conclusion. Read first: engine.py, lab/measure/decode_maximal.py and offline_load.py. Read next:
+serving.py, where requests arrive while others run: Sarathi-Serve's half."""
 
 import textwrap
 import time
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from cli import options
-from engine import EngineConfig
-from lab.commands import batches
-from lab.measure import metrics, workload
-from lab.measure import timing as measure
-from lab.measure.load_run import EngineServer, LoadRun
+from cli.loading import ModelOptions, add_model_options, load_model, model_options, resolve_model
+from cli.options import (
+    OptionParser,
+    add_json_option,
+    number,
+    output_file,
+    picture_file,
+    policies_with_chunks,
+    whole,
+    write_json,
+    write_text,
+    wrote,
+)
+from config import EngineConfig
+from lab.measure import timing
+from lab.measure.decode_maximal import DecodeMaximal, HybridTime, measure_decode_maximal
+from lab.measure.machine_info import RealMachineInfo, measure_machine
+from lab.measure.offline_load import OfflineLoad, PolicyRun, run_policies
 from lab.measure.run_plan import run_plan
-from views import tables
+from model import GPT
+from policies import POLICIES
 from views.page import Recorder, page
+from views.tables import Column, format_table, show
+
+DEFAULT_POLICIES = "request-level,orca-best,vllm,sarathi,sarathi-serve"
 
 
-def add_options(parser):
-    """The options of the command."""
-    parser.add_table("offline", "json", "offline_load")
-    parser.add_model_options("llama-13b on a GPU with 40 GB or more, else llama-160m")
+def cost(milliseconds: float | None) -> float | None:
+    """A cost as it is printed: one that is negative is noise."""
+    return None if milliseconds is None or milliseconds < 0 else milliseconds
 
 
-def check(parser, args):
-    """Fill in what was left open; exit with a message if options make no sense together."""
+DECODE_MAXIMAL_COLUMNS: list[Column[HybridTime]] = [
+    Column("prefill + decodes", lambda row: f"{row.prefill_tokens} + {row.decodes}"),
+    Column("products", lambda row: row.products_ms, ".1f"),
+    Column("attention", lambda row: row.attention_ms, ".1f"),
+    Column("limit", lambda row: row.attention_limit_ms, ".1f"),
+    Column("other", lambda row: row.other_ms, ".1f"),
+    Column("total", lambda row: row.total_ms, ".1f"),
+    Column("spread", lambda row: row.spread, ".0%"),
+    Column("per prefill token", lambda row: cost(row.prefill_token_ms), ".3f"),
+    Column("per decode token", lambda row: cost(row.decode_token_ms), ".3f"),
+]
+END_TO_END_COLUMNS: list[Column[PolicyRun]] = [
+    Column("tokens/s", lambda row: row.tokens_per_s, ",.0f"),
+    Column("gain", lambda row: row.gain, ".2fx"),
+    Column("whole run", lambda row: row.whole_run_gain, ".2fx"),
+    Column("P50 TTFT s", lambda row: row.summary.ttft_s.p50, ".2f"),
+    Column("P99 TBT s", lambda row: row.summary.tbt_s.p99, ".3f"),
+    Column("longest stall s", lambda row: row.summary.longest_stall_s, ".3f"),
+    Column("iterations", lambda row: row.summary.iterations),
+    Column("tokens/iteration", lambda row: row.summary.tokens_per_iteration, ".0f"),
+]
+
+
+@dataclass(frozen=True)
+class OfflineOptions:
+    """The options of `bench.py offline`."""
+
+    command: str
+    policies: list[str]
+    plot: str | None
+    html: str | None
+    json: str | None
+    chunk: int
+    batch: int
+    lockstep: bool
+    seq_len: int
+    pd_ratio: float
+    requests: int
+    model: ModelOptions
+
+    @property
+    def load(self) -> OfflineLoad:
+        """The requests that the policies serve."""
+        return OfflineLoad(
+            seq_len=self.seq_len,
+            pd_ratio=self.pd_ratio,
+            batch=self.batch,
+            requests=self.requests,
+            lockstep=self.lockstep,
+            seed=self.model.seed,
+        )
+
+
+def add_options(parser: OptionParser) -> None:
+    """Add the options of the command."""
+    parser.add_option(
+        "--policies",
+        help=f"comma-separated, from {', '.join(POLICIES)} (dynamic follows an SLO: see serve), or "
+        "my_policy.py:ClassName; orca-best lets one prompt into a batch, vllm is its scheduler of "
+        "2023",
+        type=policies_with_chunks,
+        default=DEFAULT_POLICIES,
+    )
+    parser.add_option(
+        "--plot", help="draw each policy's iterations", type=picture_file, metavar="FILE"
+    )
+    parser.add_option(
+        "--html",
+        help="write a page to step through the decisions of each policy",
+        type=output_file,
+        metavar="FILE",
+    )
+    add_json_option(parser)
+    add_load_options(parser)
+    add_model_options(parser, "llama-13b on a GPU with 40 GB or more, else llama-160m")
+
+
+def add_load_options(parser: OptionParser) -> None:
+    """Add the options of an OfflineLoad, and the chunk size."""
+    parser.add_option(
+        "--chunk",
+        help="C, the chunk size and token budget, in tokens",
+        type=whole(least=1),
+        default=256,
+    )
+    parser.add_option(
+        "--batch", help="B, the most requests at once", type=whole(least=2), default=6
+    )
+    parser.add_option(
+        "--lockstep",
+        help="requests that begin and end together, where the policy lets them: the worst case of "
+        "Orca",
+        action="store_true",
+    )
+    parser.add_option(
+        "--seq-len",
+        help="prompt and output tokens of a request, together",
+        type=whole(least=3),
+        default=1000,
+    )
+    parser.add_option(
+        "--pd-ratio",
+        help="prompt tokens per output token",
+        type=number(above=0),
+        shown="C / (B - 1), which is balanced",
+    )
+    parser.add_option(
+        "--requests",
+        help="requests to serve",
+        type=whole(least=1, most=1_000_000),
+        shown="3 B + 1",
+    )
+
+
+def resolve(parser: OptionParser, args: Namespace) -> OfflineOptions:
+    """The options, with those filled in that were left open. Exits with a message if they make no
+    sense together."""
+    load = resolve_load(parser, args)
+    if "dynamic" in args.policies:
+        parser.error("--policies dynamic: follows an SLO, see bench.py serve and capacity")
+    # raises ValueError for a chunk size of a policy that has none
+    run_plan(args.policies, [1], EngineConfig(page_size=1, pages=1))
+    return OfflineOptions(
+        command=args.command,
+        policies=args.policies,
+        plot=args.plot,
+        html=args.html,
+        json=args.json,
+        chunk=args.chunk,
+        batch=args.batch,
+        lockstep=args.lockstep,
+        seq_len=args.seq_len,
+        pd_ratio=load.pd_ratio,
+        requests=load.requests,
+        model=resolve_model(model_options(args)),
+    )
+
+
+def resolve_load(parser: OptionParser, args: Namespace) -> OfflineLoad:
+    """The OfflineLoad that the options of `add_load_options` describe. Exits with a message if they
+    make no sense together."""
     if not args.batch <= args.chunk <= args.seq_len:
         limits = f"at least --batch {args.batch} and at most --seq-len {args.seq_len}"
         parser.error(f"--chunk {args.chunk}: must be {limits}")
-    if "dynamic" in args.policies:
-        parser.error("--policies dynamic: follows an SLO, see bench.py serve and capacity")
-    run_plan(args.policies, [1], EngineConfig(page_size=1, pages=1))  # may refuse a chunk size
-    args.pd_ratio = args.pd_ratio or args.chunk / (args.batch - 1)
-    args.requests = args.requests or 3 * args.batch + 1
+    return OfflineLoad(
+        seq_len=args.seq_len,
+        pd_ratio=args.pd_ratio or args.chunk / (args.batch - 1),
+        batch=args.batch,
+        requests=args.requests or 3 * args.batch + 1,
+        lockstep=args.lockstep,
+        seed=args.seed,
+    )
 
 
-def main(args, model=None, machine=None):
-    """The command, maybe with a model and a machine that are known: its report, which --json
-    writes. The parts that are done when it is interrupted are kept."""
-    began, model = time.perf_counter(), model or options.load_model(args, "seq_len")
-    machine = machine or measure.describe_machine(model, args, args.chunk)
-    heading, tera = options.machine_lines(machine), machine["flops_per_s"] / 1e12
-    words = dict(machine=machine, tera=tera, giga=machine["bytes_per_s"] / 1e9)
-    words["limits"] = measure.mark("measured limits", machine["busy"])
-    print(heading + tables.TABLES["limits"]["text"].format(**words))
-    recorders = {name: Recorder() for name in args.policies if args.html}
-    policies, timelines = {}, {}
-    report = {"machine": machine, "end_to_end": policies}
+def main(options: OfflineOptions) -> None:
+    """The command. What is done when it is interrupted is printed and written."""
+    began = time.perf_counter()
+    model = load_model(options.model, options.seq_len, positions_from="--seq-len")
+    machine = measure_machine(model, options.model.name, options.chunk)
+    print(machine.heading() + limits_line(machine))
+    recorders = {name: Recorder() for name in options.policies} if options.html else {}
+    rows: dict[str, PolicyRun] = {}
+    report: dict[str, object] = {"machine": machine.to_json(), "end_to_end": {}}
     try:
-        table, speedup, promise = decode_maximal(model, machine, args)
-        report |= {"decode_maximal": table, "decode_speedup": speedup, "promised_gain": promise}
-        print_decode_maximal(table, speedup, args)
+        table = measure_decode_maximal(
+            model,
+            machine,
+            context=options.seq_len,
+            batch=options.batch,
+            chunk=options.chunk,
+            attention=options.model.attention,
+        )
+        report |= table.to_json()
+        print_decode_maximal(table, options)
         try:
-            end_to_end(model, args, recorders, policies, timelines)
+            for name, row in run_with_progress(model, options, recorders):
+                rows[name] = row
         finally:
-            if policies:
-                print_end_to_end(policies, args)
-        report["conclusion"] = conclude(report, args)
-        report["seconds"] = time.perf_counter() - began
-        print(f"{report['conclusion']}\n\ntook {report['seconds']:.0f} s")
+            report["end_to_end"] = {name: row.to_json() for name, row in rows.items()}
+            if rows:
+                print_end_to_end(rows, options)
+        conclusion = conclude(table, rows, options.chunk)
+        seconds = time.perf_counter() - began
+        report |= {"conclusion": conclusion, "seconds": seconds}
+        print(f"{conclusion}\n\ntook {seconds:.0f} s")
     except KeyboardInterrupt:
         print("\ninterrupted: what was measured is above")
         raise
     finally:
-        options.write_json(args, report)
-        options.wrote(args.json)
-    anchor_s = 10 * table["decode-only"]["total_ms"] / 1e3
-    if args.plot:
+        write_json(options, report)
+        wrote(options.json)
+    anchor_s = 10 * table.decode_only.total_ms / 1e3
+    draw(rows, machine, recorders, options, anchor_s)
+
+
+def run_with_progress(
+    model: GPT, options: OfflineOptions, recorders: Mapping[str, Recorder]
+) -> Iterator[tuple[str, PolicyRun]]:
+    """Serve the load under each policy, see run_policies, with a progress bar."""
+    count = len(options.policies) * options.requests
+    with tqdm(desc="requests", total=count, leave=False, disable=None) as bar:
+        yield from run_policies(
+            model,
+            options.policies,
+            options.load,
+            chunk=options.chunk,
+            attention=options.model.attention,
+            progress=bar.update,
+            recorders=recorders,
+        )
+
+
+def limits_line(machine: RealMachineInfo) -> str:
+    """The limits that times are compared with."""
+    name = timing.mark("measured limits", machine.busy)
+    tera_flops = machine.flops_per_s / 1e12
+    giga_bytes = machine.bytes_per_s / 1e9
+    return (
+        f"{name}: {tera_flops:,.2f} TFLOP/s in matrix products of these shapes, "
+        f"{giga_bytes:,.0f} GB/s of memory; ridge: {machine.ridge_tokens:,.0f} tokens\n"
+    )
+
+
+def print_decode_maximal(table: DecodeMaximal, options: OfflineOptions) -> None:
+    """Print Table 2 of this machine."""
+    speedup = (
+        f"{show_speedup(table.speedup)}; of the products {show_speedup(table.products_speedup)}"
+    )
+    rows = {timing.mark(name, row.busy): row for name, row in table.rows.items()}
+    print(
+        f"1. What a decode costs (SARATHI, Table 2): chunk {options.chunk}, batch {options.batch}, "
+        f"context {options.seq_len}, times in ms\n\n"
+        f"{format_table('batch', DECODE_MAXIMAL_COLUMNS, rows)}\n\n"
+        f"decode speedup: {timing.TOO_BUSY if table.busy else speedup}\n"
+        "products, operation by operation, and attention are timed alone; limit of attention: "
+        "flops at the rate of the\n"
+        "products, or K and V at the bandwidth, whichever takes longer\n"
+    )
+
+
+def show_speedup(speedup: float | None) -> str:
+    """A speedup of a decode as it is printed."""
+    return show(speedup, ".1fx") if speedup else "lost in the noise"
+
+
+def print_end_to_end(rows: Mapping[str, PolicyRun], options: OfflineOptions) -> None:
+    """Print the table of the policies."""
+    load = options.load
+    batch = options.batch
+    lengths = f"{load.prompt_len} + {load.output_len}"
+    ratio = load.prompt_len / load.output_len
+    marked = {timing.mark(name, row.busy): row for name, row in rows.items()}
+    print(
+        f"2. End to end: {options.requests} requests of {lengths} tokens "
+        f"(P:D {ratio:.0f}; the first {batch} want 1/{batch}, 2/{batch}, ...\n"
+        f"   of the output), batch {batch}, chunk {options.chunk}, all there at time 0\n\n"
+        f"{format_table('policy', END_TO_END_COLUMNS, marked)}\n\n"
+        "tokens/s (prompt and output) and gain over request-level are those of a full pipeline: "
+        "whole rounds\n"
+        f"of {batch} requests, after the first (-: fewer than {2 * batch + 1}); whole run: gain "
+        "with ramp and tail; a stall is\n"
+        "a gap between two tokens with others' prefill in it\n"
+    )
+
+
+def conclude(table: DecodeMaximal, rows: Mapping[str, PolicyRun], chunk: int) -> str:
+    """Three paragraphs to take home. One about a busy machine says that it was busy."""
+    rows_busy = any(row.busy for row in rows.values())
+    stalls = ", ".join(f"{name} {row.summary.longest_stall_s:.3g} s" for name, row in rows.items())
+    alone = f"{table.decode_only.decode_token_ms:.2f} ms in a batch of its own"
+    riding = f"{table.decode_maximal.decode_token_ms:.2f} ms"
+    if not table.speedup:
+        riding = "less than the noise"
+    throughput = f"bare products promise {table.promised_gain:.2f}x request-level's"
+    sarathi = rows.get("sarathi")
+    if sarathi and sarathi.gain:
+        throughput += f", sarathi runs at {sarathi.gain:.2f}x"
+    paragraphs = [
+        ("3. Longest stalls, which chunks are for", stalls, rows_busy),
+        ("   Cost of a decode", f"{alone}, {riding} riding with a chunk", table.busy),
+        (f"   Throughput at chunk {chunk}", throughput, table.busy or rows_busy),
+    ]
+    texts = []
+    for subject, text, busy in paragraphs:
+        paragraph = f"{subject}: {timing.TOO_BUSY if busy else text}."
+        texts.append(textwrap.fill(paragraph, 100, subsequent_indent="   "))
+    return "\n".join(texts)
+
+
+def draw(
+    rows: Mapping[str, PolicyRun],
+    machine: RealMachineInfo,
+    recorders: Mapping[str, Recorder],
+    options: OfflineOptions,
+    anchor_s: float,
+) -> None:
+    """Write the files of --plot and --html. Gaps between tokens above `anchor_s` are red."""
+    if options.plot:
         from views.timelines import plot_timelines
 
-        plot_timelines(timelines, machine, args.plot, anchor_s)
-    if args.html:
-        title = f"{args.requests} requests, all there at the start"
-        options.write_text(args.html, page(title, heading, recorders, slo_s=anchor_s))
-    options.wrote(args.plot, args.html)
-    return report
-
-
-def decode_maximal(model, machine, args):
-    """Time a whole prompt of seq_len tokens, and at its end a chunk, B decodes, and the chunk with
-    B - 1 decodes.
-
-    Returns (rows, speedup, promise). `rows` maps the batch to its numbers, times in ms; products
-    and attention are timed alone. A decode of the hybrid batch costs what it takes longer than the
-    same chunk alone (SARATHI §5.1.1); `speedup` says how many times more it costs in the
-    decode-only one, in all and in the products; None where that is lost in the noise, half the
-    spread of the chunk's times. `promise` is the gain in throughput over request-level at the
-    balanced ratio if each row of a hybrid batch cost what one of a whole prompt costs, in the
-    products (§4.4, §5.1.3)."""
-    B, context, length = args.batch, args.seq_len, args.chunk - (args.batch - 1)
-    runner = options.runner_for(model)(model, B, context, context, args.attention)
-    chunk, *decodes = (length, context), *[(1, context)] * B
-    cases = {"prompt": ((context, context),), "prefill-only": (chunk,), "decode-only": decodes}
-    cases["decode-maximal"] = chunk, *decodes[1:]
-    rows = batches.timed(runner, machine, cases, 7, head=True, title="Table 2")
-    prompt, prefill, decode, hybrid = rows.values()
-    its = (prompt, context, 0), (prefill, length, 0), (decode, 0, B), (hybrid, length, B - 1)
-    for row, tokens, riding in its:
-        alone_ms = (prompt if row is prompt else prefill)["total_ms"] if tokens else 0.0
-        row |= {"prefill_tokens": tokens, "decodes": riding}
-        row["prefill_token_ms"] = alone_ms / tokens if tokens else None
-        row["decode_token_ms"] = (row["total_ms"] - alone_ms) / riding if riding else None
-    speedup = {}
-    for part in ("total", "products"):
-        its = f"{part}_ms"
-        extra, noise = hybrid[its] - prefill[its], prefill[its] * prefill["spread"] / 2
-        speedup[part] = decode[its] / B / (extra / (B - 1)) if extra > noise else None
-    row_ms = (prompt["products_ms"] - prompt["head_ms"]) / context
-    apart_ms = (B - 1) * decode["products_ms"] / B
-    return rows, speedup, (length * row_ms + apart_ms) / (args.chunk * row_ms)
-
-
-def print_decode_maximal(rows, speedup, args):
-    """Table 2, on this machine: what `decode_maximal` returned."""
-    shown = {}
-    for name, row in rows.items():
-        its = {key: None if x is not None and x < 0 else x for key, x in row.items()}  # noise
-        its["tokens"] = f"{row['prefill_tokens']} + {row['decodes']}"
-        shown[measure.mark(name, row["busy"])] = its
-    total, products = (tables.show(x or "lost in the noise", ".1fx") for x in speedup.values())
-    found = measure.TOO_BUSY if is_busy(rows) else f"{total}; of the products {products}"
-    tables.print_rows("decode_maximal", shown, speedup=found, **vars(args))
-
-
-def is_busy(rows):
-    """Was the machine too busy for one of these rows to be believed?"""
-    return any(row["busy"] for row in rows.values())
-
-
-def make_load(args):
-    """The Arrivals, all at time 0: prompt + output = seq_len tokens at the ratio pd_ratio. The
-    first B want 1/B, 2/B, … of the output, or requests begin and end in `lockstep` for ever."""
-    B, output = args.batch, round(args.seq_len / (1 + args.pd_ratio))
-    output = min(max(1, output), args.seq_len - 1)
-    shares = [B if args.lockstep else min(i + 1, B) for i in range(args.requests)]
-    outputs = [max(1, output * share // B) for share in shares]
-    return [workload.Arrival(0.0, args.seq_len - output, wanted) for wanted in outputs]
-
-
-def serve_in_turns(model, configs, arrivals, tokens, progress, recorders):
-    """{name: Run} of `arrivals`, prompts `tokens`, under {name: EngineConfig}; see LoadRun. The
-    engine that has used the least time is next: when the machine slows down for a while, it slows
-    down for all of them. The clock of each stands still while it is the turn of others."""
-    loads, began = {}, dict.fromkeys(configs, time.perf_counter())
-    for name, config in configs.items():
-        clock = lambda name=name: time.perf_counter() - began[name]
-        engine = options.engine_for(model).from_config(model, config, clock=clock)
-        engine.warm_up()
-        watching = dict(progress=progress, recorder=recorders.get(name))
-        loads[name] = LoadRun(EngineServer(engine, clock), arrivals, tokens, **watching)
-    used = dict.fromkeys(configs, 0.0)  # seconds, of each that is not done
-    while used:
-        name = min(used, key=used.get)
-        began[name] = time.perf_counter() - used[name]
-        if loads[name].step():
-            used[name] = loads[name].server.clock()
-        else:
-            del used[name]
-    return {name: load.result() for name, load in loads.items()}
-
-
-def end_to_end(model, args, recorders, rows, timelines):
-    """Serve one load under each policy, request-level first: `rows` of the table, and `timelines`,
-    (completions, iterations). They take turns, but on a GPU: it is steadier, with room for one; and
-    in a pipeline, where the batches of one are on their way when it is another's turn."""
-    arrivals = make_load(args)
-    tokens = workload.prompts(arrivals, model.config.vocab_size, args.seed)
-    limits = dict(chunk=args.chunk, max_batch=args.batch, max_len=args.seq_len)
-    limits |= dict(pages=args.batch, page_size=args.seq_len)  # a slot for each
-    config = EngineConfig(**limits, attention=args.attention)
-    names = sorted(args.policies, key=lambda name: name != "request-level")
-    alone = model.device.type == "cuda" or model.stages > 1
-    with tqdm(desc="requests", total=len(names) * len(arrivals), leave=False, disable=None) as bar:
-        for group in [[name] for name in names] if alone else [names]:
-            its = run_plan(group, [args.seq_len], config)
-            runs = serve_in_turns(model, its, arrivals, tokens, bar.update, recorders)
-            for name, run in runs.items():
-                row = rows[name] = row_of(run, args.batch)
-                timelines[name], base = run, rows.get("request-level")
-                for part in ("", "whole_run_"):
-                    its = base and base[f"{part}tokens_per_s"]
-                    row[f"{part}gain"] = row[f"{part}tokens_per_s"] / its if its else None
-
-
-def row_of(run, batch):
-    """The row of a Run in the table of policies, but for the gains."""
-    row = metrics.summarize_run(run.completions, run.iterations, run.seconds).to_json()
-    row |= {"busy": run.drift > measure.BUSY, "whole_run_tokens_per_s": row["tokens_per_s"]}
-    _, row["tokens_per_s"], _ = metrics.steady(run.iterations, batch)
-    return row
-
-
-def print_end_to_end(rows, args):
-    """The table of policies: the rows of `end_to_end`."""
-    prompt = make_load(args)[0].prompt_len
-    output, least = args.seq_len - prompt, 2 * args.batch + 1
-    words = dict(prompt=prompt, output=output, ratio=prompt / output, least=least)
-    shown = {measure.mark(name, row["busy"]): row for name, row in rows.items()}
-    tables.print_rows("end_to_end", shown, **words, **vars(args))
-
-
-def conclude(report, args):
-    """What to take home; of what was measured on a busy machine, that it was."""
-    table, policies = report["decode_maximal"], report["end_to_end"]
-    alone, riding = (table[name]["decode_token_ms"] for name in ("decode-only", "decode-maximal"))
-    riding = f"{riding:.2f} ms" if report["decode_speedup"]["total"] else "less than the noise"
-    words = dict(args=args, report=report, alone=alone, riding=riding)
-    its = (f"{name} {row['longest_stall_s']:.3g} s" for name, row in policies.items())
-    gain = policies.get("sarathi", {}).get("gain")
-    words |= dict(stalls=", ".join(its), gain=f", sarathi runs at {gain:.2f}x" if gain else "")
-    busy = {"stalls": is_busy(policies), "decode": is_busy(table)}
-    busy["throughput"] = any(busy.values())
-    texts = []
-    for about, (what, said) in tables.TABLES["conclusion"].items():
-        text = f"   {what}: {measure.TOO_BUSY if busy[about] else said}.".format(**words)
-        texts.append(textwrap.fill(text, 100, subsequent_indent="   "))
-    return "3." + "\n".join(texts)[2:]
+        runs = {name: row.run for name, row in rows.items()}
+        plot_timelines(runs, machine.to_json(), options.plot, anchor_s)
+    if options.html:
+        title = f"{options.requests} requests, all there at the start"
+        write_text(options.html, page(title, machine.heading(), recorders, slo_s=anchor_s))
+    wrote(options.plot, options.html)

@@ -108,7 +108,7 @@ class LoadInterrupted(KeyboardInterrupt):
         self.run = run
 
 
-def _no_progress() -> None:
+def no_progress() -> None:
     """Called in the place of a progress bar."""
 
 
@@ -124,7 +124,7 @@ class LoadRun:
         server: Server,
         arrivals: Sequence[Arrival],
         prompts: Sequence[list[int]] | None = None,
-        progress: Callable[[], object] = _no_progress,
+        progress: Callable[[], object] = no_progress,
         recorder: Recorder | None = None,
     ) -> None:
         self.server = server
@@ -352,7 +352,7 @@ def serve(
     arrivals: Sequence[Arrival],
     prompts: Sequence[list[int]],
     *,
-    progress: Callable[[], object] = _no_progress,
+    progress: Callable[[], object] = no_progress,
     recorder: Recorder | None = None,
     before_start: Callable[[Engine], object] | None = None,
     now: Callable[[], float] = time.perf_counter,
