@@ -14,7 +14,12 @@ from tests.test_iteration_time import cpu, gpu
 SLO = 0.2
 SEEDS = pytest.mark.parametrize("seed", range(2))
 LAWS = pytest.mark.parametrize("law, slo", [(cpu, SLO), (gpu, 25e-3)], ids=["cpu", "gpu"])
-under_slo = lambda seed, law, slo: VirtualRun("dynamic", law, 0.03, seed, tbt_slo=slo, tile=16)
+
+
+def under_slo(seed, law, slo):
+    return VirtualRun("dynamic", law, 0.03, seed, tbt_slo=slo, tile=16)
+
+
 COUNT = {cpu: 50, gpu: 150}  # requests: a gpu prefills most of a prompt in an iteration
 
 
@@ -81,13 +86,19 @@ def test_a_machine_that_changes_speed_is_followed(law, slo, slowdown, seed):
     hybrid = [row[:3] for row in simulation.log if row[2].decodes and row[2].prefill_tokens]
     first = next(i for i, (at, *_) in enumerate(hybrid) if at > change)
     learning, after = hybrid[first : first + 20], hybrid[first + 20 :]
-    learns = lambda at: learning[0][0] <= at <= learning[-1][0]
+
+    def learns(at):
+        return learning[0][0] <= at <= learning[-1][0]
+
     settled = [row for row in simulation.log if not learns(row[0])]
     tbt = [seconds for _, seconds, shape, _ in settled for _ in range(shape.decodes)]
     assert percentile(tbt, 99) <= slo and max(seconds for _, seconds, _ in hybrid) < 1.6 * slo
     assert sum(seconds > slo for _, seconds, _ in learning) <= 10 and len(after) > 40
     decodes = BatchShape(0, 15, 15 * 900)
-    slowed = lambda prefill: law(decodes.with_chunk(400, prefill)) * slowdown
+
+    def slowed(prefill):
+        return law(decodes.with_chunk(400, prefill)) * slowdown
+
     most = max(prefill for prefill in range(0, 2048, 16) if slowed(prefill) <= slo)
     assert max(shape.prefill_tokens for *_, shape in after) > 0.7 * most  # it takes what it may
 
@@ -216,7 +227,7 @@ class Deep(VirtualRun):
         shapes = [BatchShape(0, d, 500 * d) for d in (1, 4, 8)]
         chunks = [(0, 64), (0, 1024), (4000, 512), (8000, 128), (16_000, 512)]
         shapes += [shape.with_chunk(*chunk) for shape in shapes for chunk in chunks]
-        options = dict(profile=[(its, deep(its)) for its in shapes], tile=32, tbt_slo=tbt_slo)
+        options = dict(profile=[(shape, deep(shape)) for shape in shapes], tile=32, tbt_slo=tbt_slo)
         sizes = dict(chunk=512, max_batch=max_batch, max_len=20_000)
         super().__init__(policy, deep, pages=2200, shares=shares, **sizes, **options)
         self.come(self.LONG, 1)
@@ -229,9 +240,9 @@ class Deep(VirtualRun):
 
     def come(self, prompt, output_len):
         """A request that arrives now."""
-        its = Request(len(self.token_times), list(prompt), len(prompt), output_len, self.now)
-        self.add(its)
-        return its
+        request = Request(len(self.token_times), list(prompt), len(prompt), output_len, self.now)
+        self.add(request)
+        return request
 
 
 @pytest.mark.parametrize("policy", ["dynamic", "priority"])
@@ -239,13 +250,13 @@ def test_who_cannot_be_admitted_slows_nobody_down(policy):
     """At this SLO a chunk fits beside the decodes, but none behind so many tokens."""
     until_first_token = []
     for shares in (False, True):
-        its = Deep(policy, 0.034, 3, shares)
-        prefills = its.come([77] * 6000, 5)
-        its.step()
-        its.come([*its.LONG, 5, 5], 1)  # there is no place for it
+        run = Deep(policy, 0.034, 3, shares)
+        prefills = run.come([77] * 6000, 5)
+        run.step()
+        run.come([*run.LONG, 5, 5], 1)  # there is no place for it
         count = 0
         while not prefills.token_times and count < 500:
-            its.step()
+            run.step()
             count += 1
         until_first_token.append(count)
     assert until_first_token[0] == until_first_token[1] < 200
@@ -253,21 +264,21 @@ def test_who_cannot_be_admitted_slows_nobody_down(policy):
 
 @pytest.mark.parametrize("policy", ["dynamic", "priority"])
 def test_who_is_second_in_line_and_begins_far_behind_waits_for_a_budget_of_its_own(policy):
-    its = Deep(policy, 0.06, 6)
-    its.come([55] * 8, 5)
-    second = its.come([*its.LONG, *[5] * 2000], 1)
-    lengths = [max(chunk.length for chunk in its.step()) for _ in range(20)]
+    run = Deep(policy, 0.06, 6)
+    run.come([55] * 8, 5)
+    second = run.come([*run.LONG, *[5] * 2000], 1)
+    lengths = [max(chunk.length for chunk in run.step()) for _ in range(20)]
     assert (
-        max(seconds for _, seconds, *_ in its.log[-20:]) <= 0.06 and second.cached_tokens == 16_000
+        max(seconds for _, seconds, *_ in run.log[-20:]) <= 0.06 and second.cached_tokens == 16_000
     )
     assert max(lengths[:2]) > 1 and second.num_computed > 16_000
 
 
 def test_nobody_waits_for_a_budget_once_nobody_who_decodes_has_a_target():
-    its = Deep("priority", None, 6)
-    its.come([55] * 8, 3).tbt_slo = 0.5
+    run = Deep("priority", None, 6)
+    run.come([55] * 8, 3).tbt_slo = 0.5
     for _ in range(5):
-        its.step()
-    late = its.come([*its.LONG, 5, 5], 1)
-    its.step()
+        run.step()
+    late = run.come([*run.LONG, 5, 5], 1)
+    run.step()
     assert late.finish_reason and late.cached_tokens == 16_000

@@ -34,7 +34,7 @@ PARAMS = [
     *(SamplingParams(1), SamplingParams(9, temperature=0.9, top_p=0.9, seed=4)),
     *(SamplingParams(5, temperature=1.0, top_k=9, logprobs=True), SamplingParams(25)),
 ]
-EXPECTED = [alone(MODEL, *request) for request in zip(PROMPTS, PARAMS)]
+EXPECTED = [alone(MODEL, *request) for request in zip(PROMPTS, PARAMS, strict=True)]
 NEVER = 10**9
 
 
@@ -135,12 +135,15 @@ class Storm:
         assert len(completion.logprobs or ()) == n * params.logprobs
 
     def add(self):
-        its, before = self.random.randrange(len(PROMPTS)), set(self.engine.scheduler.requests)
-        more = dict(priority=self.random.choice(PRIORITIES), tbt_slo=self.random.choice([None, 1]))
-        i, _ = self.call(self.engine.add_request, PROMPTS[its], PARAMS[its], **more)
+        case = self.random.randrange(len(PROMPTS))
+        before = set(self.engine.scheduler.requests)
+        service = dict(
+            priority=self.random.choice(PRIORITIES), tbt_slo=self.random.choice([None, 1])
+        )
+        i, _ = self.call(self.engine.add_request, PROMPTS[case], PARAMS[case], **service)
         new = self.engine.scheduler.requests.keys() - before
         assert new == {i} if i is not None else len(new) < 2  # it is in, or nothing of it is
-        self.asked |= dict.fromkeys(new, its)
+        self.asked |= dict.fromkeys(new, case)
 
     def abort(self):
         """Once, or until it is done: who is interrupted may try again."""

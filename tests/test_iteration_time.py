@@ -65,7 +65,10 @@ class Machine:
         return errors
 
 
-median = lambda values: sorted(values)[len(values) // 2]
+def median(values):
+    return sorted(values)[len(values) // 2]
+
+
 SEEDS = pytest.mark.parametrize("seed", range(5))
 PROFILES = pytest.mark.parametrize("profile", [True, False], ids=["profile", "cold"])
 
@@ -97,7 +100,10 @@ def test_after_thirty_iterations_the_prediction_is_better_than_the_noise(profile
 @PROFILES
 def test_decode_only_iterations_do_not_poison_the_prefill_rate(profile, seed):
     machine = Machine(cpu, 0.03, seed, profile, mixed=60)
-    prefill = lambda: machine.model.predict(HYBRID) - machine.model.predict(DECODES)
+
+    def prefill():
+        return machine.model.predict(HYBRID) - machine.model.predict(DECODES)
+
     before = prefill()
     for i in range(500):
         machine.run(batch(0, 6, 700 + i))
@@ -180,7 +186,7 @@ def test_without_any_knowledge_it_finds_out_in_steps():
         shape = batch(sizes[-1], past=0)
         assert cpu(shape) <= 0.8
         model.observe(shape, cpu(shape))
-    assert all(b <= 1.5 * a for a, b in zip(sizes, sizes[1:])) and sizes[-1] > 300
+    assert all(b <= 1.5 * a for a, b in itertools.pairwise(sizes)) and sizes[-1] > 300
     crowded = DECODES.with_chunk(0, 2 * max(sizes))  # the whole batch must not grow in a leap
     assert fits(9.0, crowded, 0, 100) == 0
 
@@ -195,7 +201,10 @@ def test_prefill_that_fits_is_the_most_of_all_sizes(seed):
         slo, past, limit = draw.uniform(0.01, 0.8), draw.randrange(2000), draw.randrange(-9, 900)
         tile = draw.choice([1, 7, 64])
         shape = batch(draw.choice([0, 0, 33]), draw.randrange(9), draw.randrange(2000))
-        time = lambda size: machine.model.predict(shape.with_chunk(past, size)) * margin  # noqa: B023
+
+        def time(size, shape=shape, past=past):
+            return machine.model.predict(shape.with_chunk(past, size)) * margin
+
         sizes = [size for size in range(1, limit + 1) if size % tile == 0 or size == limit]
         answer = machine.fits(slo, shape, past, limit, tile)
         assert answer == max([size for size in sizes if time(size) <= slo], default=0)
@@ -217,7 +226,7 @@ def test_the_margin_is_bounded():
 def told(decodes, errors, prefill=100):
     """A model that knows the law, and saw batches of so many decodes that were so far off."""
     model = Machine(cpu, 0.0, profile=True).model
-    for n, error in zip(decodes, errors):
+    for n, error in zip(decodes, errors, strict=True):
         shape = batch(prefill, n)
         model.observe(shape, model.predict(shape) * (1 + error))
     return model

@@ -134,7 +134,9 @@ def test_a_config_is_made_of_fields_and_options_of_the_policy():
         EngineConfig(max_len=8, page_size=9)
 
 
-@pytest.mark.parametrize("name", "chunk max_batch max_len page_size pages max_waiting".split())
+@pytest.mark.parametrize(
+    "name", ["chunk", "max_batch", "max_len", "page_size", "pages", "max_waiting"]
+)
 @pytest.mark.parametrize("value", [0, -1, 2.0, "8"])
 def test_a_number_of_a_config_is_whole_and_positive_however_it_is_given(name, value):
     for make in (EngineConfig, partial(replace, EngineConfig())):

@@ -26,7 +26,7 @@ PARAMS = [
     SamplingParams(4, temperature=0.8, top_p=0.9, seed=5),
     SamplingParams(9, **SAMPLED, stop_token_ids=(FREE[3],)),
 ]
-EXPECTED = [alone(MODEL, *request) for request in zip(PROMPTS, PARAMS)]
+EXPECTED = [alone(MODEL, *request) for request in zip(PROMPTS, PARAMS, strict=True)]
 
 
 def make_engine(policy, pages=36, **more):
@@ -48,7 +48,9 @@ def serve(policy, preempt_at=None, victim=None):
     times so far).
     """
     engine = make_engine(policy, clock=map(float, itertools.count(1)).__next__)
-    ids = [engine.add_request(prompt, params) for prompt, params in zip(PROMPTS, PARAMS)]
+    ids = [
+        engine.add_request(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)
+    ]
     done, running, request, times = {}, [], None, None
     while engine.has_work:
         running.append(len(engine.scheduler.running))
@@ -87,7 +89,7 @@ def test_preemption_at_every_iteration_leaves_no_trace(policy):
         assert [c.tokens for c in done] == EXPECTED
         assert [c.finish_reason for c in done] == ["length", "length", "length", "stop"]
         assert [c.preemptions for c in done] == [int(i == request.id) for i in range(4)]
-        for c, other in zip(done, usual):
+        for c, other in zip(done, usual, strict=True):
             assert c.token_times == sorted(set(c.token_times))
             assert len(c.token_times) == len(c.tokens)
             assert c.logprobs == pytest.approx(other.logprobs, abs=1e-10)
@@ -105,8 +107,10 @@ def test_preemption_at_every_iteration_leaves_no_trace(policy):
 def test_preemption_in_every_iteration_is_only_slow(policy):
     """As often as it can be without standing still: of whoever has just been given a token."""
     engine = make_engine(policy, pages=20)
-    ids = [engine.add_request(prompt, params) for prompt, params in zip(PROMPTS, PARAMS)]
-    done, lengths = {}, dict(zip(ids, map(len, PROMPTS)))
+    ids = [
+        engine.add_request(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)
+    ]
+    done, lengths = {}, dict(zip(ids, map(len, PROMPTS), strict=True))
     for _ in itertools.takewhile(lambda _: engine.has_work, range(2000)):
         stepped(engine, done)
         for request in list(engine.scheduler.running):
@@ -150,7 +154,10 @@ def test_an_iteration_names_its_victims(policy, fails, aborted, monkeypatch):
     engine = make_engine(policy, pages=6, chunk=20, max_batch=2)
     scheduler, params = engine.scheduler, SamplingParams(10)
     stays, victim = (engine.add_request([i] * 10, params) for i in (1, 2))
-    in_need = lambda r: r.is_decoding and r.num_computed % 4 == 0
+
+    def in_need(r):
+        return r.is_decoding and r.num_computed % 4 == 0
+
     while scheduler.pages.num_free or not all(in_need(r) for r in scheduler.running):
         assert engine.step(), "memory is never short"
     if fails:

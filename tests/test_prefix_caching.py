@@ -50,8 +50,10 @@ def logits_alone(prompt, tokens):
     return logits[len(prompt) - 1 : -1]
 
 
-TOKENS = [alone(MODEL, *its) for its in zip(PROMPTS, map(SamplingParams, OUTPUTS))]
-LOGITS = [logits_alone(*its) for its in zip(PROMPTS, TOKENS)]
+TOKENS = [
+    alone(MODEL, *request) for request in zip(PROMPTS, map(SamplingParams, OUTPUTS), strict=True)
+]
+LOGITS = [logits_alone(*request) for request in zip(PROMPTS, TOKENS, strict=True)]
 
 
 @pytest.fixture
@@ -62,7 +64,7 @@ def watched(monkeypatch):
     forward = GPT.forward
 
     def compared(logits, params, positions):
-        for row, p, n in zip(logits, params, positions):
+        for row, p, n in zip(logits, params, positions, strict=True):
             torch.testing.assert_close(row, LOGITS[p.seed][n], rtol=0, atol=1e-10)
         return sample(logits, params, positions)
 
@@ -172,60 +174,60 @@ class Line:
 
 
 def test_vllm_counts_what_is_to_be_computed_of_whole_prompts():
-    line = Line("vllm")  # of at most 64 tokens in a batch of prompts
-    line.add(range(60), 1)
-    line.run()
+    queue = Line("vllm")  # of at most 64 tokens in a batch of prompts
+    queue.add(range(60), 1)
+    queue.run()
     for _ in range(4):
-        line.add(range(60), 1)
-    assert line.step() == {n: (56, 4) for n in range(1, 5)}
+        queue.add(range(60), 1)
+    assert queue.step() == {n: (56, 4) for n in range(1, 5)}
 
 
 def test_what_others_read_takes_no_memory_again():
-    line = Line("sarathi-serve", pages=17)
-    line.add(range(60), 4)  # 15 pages, and one to grow into
-    line.step()
-    line.add([*range(56), 9, 9], 2)  # 14 of them, and the last one that is left
-    line.step()
-    assert len(line.scheduler.running) == 2
+    queue = Line("sarathi-serve", pages=17)
+    queue.add(range(60), 4)  # 15 pages, and one to grow into
+    queue.step()
+    queue.add([*range(56), 9, 9], 2)  # 14 of them, and the last one that is left
+    queue.step()
+    assert len(queue.scheduler.running) == 2
 
 
 @EVERY
 def test_the_next_turn_of_a_chat_finds_what_was_generated(policy):
     # the last token is not computed: of 6 + 6 tokens 11 are, of 6 + 7 it is 12
     for output_len, found in ((6, 8), (7, 12)):
-        line = Line(policy)
-        first = line.add(range(6), output_len)
-        line.run()
+        queue = Line(policy)
+        first = queue.add(range(6), output_len)
+        queue.run()
         changed = [*first.tokens[:7], 7, *first.tokens[8:]]  # the last token of the second page
-        turn, other = line.add([*first.tokens, 5, 5, 5], 1), line.add([*changed, 5, 5, 5], 1)
-        line.run()
+        turn, other = queue.add([*first.tokens, 5, 5, 5], 1), queue.add([*changed, 5, 5, 5], 1)
+        queue.run()
         assert (first.cached_tokens, turn.cached_tokens, other.cached_tokens) == (0, found, 4)
 
 
 @pytest.mark.parametrize("page_size, found", [(1, 7), (2, 6), (4, 4), (8, 0)])
 @EVERY
 def test_at_least_one_token_of_a_prompt_is_computed(policy, page_size, found):
-    line = Line(policy, page_size, pages=256 // page_size)
-    line.add(range(8), 2)
-    assert line.run()[0] == {0: (0, 8)}
-    again = line.add(range(8), 2)
-    assert line.run() == [{1: (found, 8 - found)}, {1: (8, 1)}] and again.cached_tokens == found
+    queue = Line(policy, page_size, pages=256 // page_size)
+    queue.add(range(8), 2)
+    assert queue.run()[0] == {0: (0, 8)}
+    again = queue.add(range(8), 2)
+    assert queue.run() == [{1: (found, 8 - found)}, {1: (8, 1)}] and again.cached_tokens == found
 
 
 @pytest.mark.parametrize("gone, found", [(0, 8), (1, 8), (2, 4), (3, 0)])
 @EVERY
 def test_after_a_preemption_it_finds_what_is_still_there(policy, gone, found):
-    line = Line(policy)
-    request, pages = line.add(range(10), 9), line.pages
+    queue = Line(policy)
+    request, pages = queue.add(range(10), 9), queue.pages
     while len(request.tokens) < 13:
-        line.step()
-    line.scheduler.preempt(request)
+        queue.step()
+    queue.scheduler.preempt(request)
     assert len(named(pages)) == 3
     pages.free(pages.allocate(32 - 3 + gone))  # others took them: first the end of the request
-    assert line.step() == {0: (found, 13 - found)}
-    line.run()
+    assert queue.step() == {0: (found, 13 - found)}
+    queue.run()
     assert (request.cached_tokens, request.recomputed_tokens, request.preemptions) == (found, 12, 1)
-    line.scheduler.mend()
+    queue.scheduler.mend()
     assert len(request.tokens) == 19
 
 
@@ -234,35 +236,35 @@ def test_after_a_preemption_it_finds_what_is_still_there(policy, gone, found):
 def test_who_finds_all_but_its_last_token_is_not_taken_for_a_decode(policy, chunk):
     """That the batch has not counted: it would be the only one in a batch without decodes, which
     breaks a rule of the referee's."""
-    line = Line(policy, page_size=1, pages=256, chunk=chunk)
-    line.add(range(3), 9)
-    victim = line.add(range(50, 53), 9)
+    queue = Line(policy, page_size=1, pages=256, chunk=chunk)
+    queue.add(range(3), 9)
+    victim = queue.add(range(50, 53), 9)
     while not (victim.is_decoding and len(victim.tokens) > 4):
-        line.step()
+        queue.step()
     n = len(victim.tokens)
-    line.scheduler.preempt(victim)
-    chunks = [its[1] for its in line.run() if 1 in its]
+    queue.scheduler.preempt(victim)
+    chunks = [batch[1] for batch in queue.run() if 1 in batch]
     assert chunks[0] in ((n - 2, 2), (n - 2, 1)) and victim.cached_tokens == n - 2
 
 
 def test_pages_are_found_as_soon_as_they_are_computed_and_not_before():
-    line = Line("sarathi-serve", chunk=8)
-    first, again = line.add(range(20), 1), line.add(range(20), 1)
-    line.scheduler.next_batch()
-    assert named(line.pages) == set() and first.pages
-    assert line.run() == [{0: (0, 8)}, {0: (8, 8)}, {0: (16, 4), 1: (16, 4)}]
+    queue = Line("sarathi-serve", chunk=8)
+    first, again = queue.add(range(20), 1), queue.add(range(20), 1)
+    queue.scheduler.next_batch()
+    assert named(queue.pages) == set() and first.pages
+    assert queue.run() == [{0: (0, 8)}, {0: (8, 8)}, {0: (16, 4), 1: (16, 4)}]
     assert again.cached_tokens == 16
 
 
 def test_two_at_the_same_time_compute_it_twice_and_one_of_both_is_found():
-    line = Line("orca")
-    line.add(range(20), 1)
-    line.add(range(20), 3)
-    assert line.step() == {0: (0, 20), 1: (0, 20)}  # the first one has ended
-    assert len(named(line.pages)) == 5 and named(line.pages).isdisjoint(line.requests[1].pages)
-    third = line.add(range(20), 1)
-    assert line.run()[0] == {1: (20, 1), 2: (16, 4)} and third.cached_tokens == 16
-    assert len(named(line.pages)) == 5 and line.pages.num_free == 32
+    queue = Line("orca")
+    queue.add(range(20), 1)
+    queue.add(range(20), 3)
+    assert queue.step() == {0: (0, 20), 1: (0, 20)}  # the first one has ended
+    assert len(named(queue.pages)) == 5 and named(queue.pages).isdisjoint(queue.requests[1].pages)
+    third = queue.add(range(20), 1)
+    assert queue.run()[0] == {1: (20, 1), 2: (16, 4)} and third.cached_tokens == 16
+    assert len(named(queue.pages)) == 5 and queue.pages.num_free == 32
 
 
 def test_cached_tokens_are_those_that_were_found(watched):
@@ -300,21 +302,32 @@ def test_where_nothing_can_be_found_the_batches_and_events_are_the_same(policy):
             engine.add_request(prompt, SamplingParams(3 + n))
         while engine.has_work:
             events = [event[:2] for event in engine.step()]
-            its, running = engine.last_iteration, engine.scheduler.running
-            state = its.chunks, its.waiting, its.running, its.free_pages, its.budget, its.preempted
-            seen[-1].append((*state, events, [len(r.pages) for r in running]))
+            pages = [len(request.pages) for request in engine.scheduler.running]
+            iteration = engine.last_iteration
+            seen[-1].append(
+                (
+                    iteration.chunks,
+                    iteration.waiting,
+                    iteration.running,
+                    iteration.free_pages,
+                    iteration.budget,
+                    iteration.preempted,
+                    events,
+                    pages,
+                )
+            )
     assert seen[0] == seen[1] and len(seen[0]) > 5
 
 
 @EVERY
 def test_off_nothing_is_named_and_nothing_is_found(policy, monkeypatch):
     monkeypatch.setattr("kv_cache.sha256", None)
-    line = Line(policy, shares=False)
+    queue = Line(policy, shares=False)
     for _ in range(3):
-        line.add(range(20), 9)
-    line.run()
-    assert not any(request.page_hashes or request.cached_tokens for request in line.requests)
-    assert named(line.pages) == set()
+        queue.add(range(20), 9)
+    queue.run()
+    assert not any(request.page_hashes or request.cached_tokens for request in queue.requests)
+    assert named(queue.pages) == set()
 
 
 @pytest.mark.parametrize(

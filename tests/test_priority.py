@@ -1,4 +1,4 @@
-"""The policy `priority` and its queue: who goes first, who is preempted, and that nobody starves."""
+"""The policy `priority` and its queue: the order, the preemptions, and that no class starves."""
 
 import itertools
 import random
@@ -21,7 +21,10 @@ def linear(shape):
     return 10e-3 + 1e-3 * (shape.prefill_tokens + shape.decodes)
 
 
-of_decodes = lambda count: linear(BatchShape(decodes=count))
+def of_decodes(count):
+    return linear(BatchShape(decodes=count))
+
+
 PROFILE = [
     (shape, linear(shape))
     for prefill, decodes in [(0, 1), (0, 16), (64, 0), (64, 8), (512, 0), (512, 4), (2048, 1)]
@@ -39,8 +42,12 @@ def request(id, priority=NORMAL, prompt_len=100, output=20, arrival=0.0, **targe
     return Request(id, [0] * prompt_len, prompt_len, output, arrival, priority=priority, **targets)
 
 
-ids = lambda requests: [r.id for r in requests]
-step = lambda sim: ids(chunk.request for chunk in sim.step())  # the ids in the next batch
+def ids(requests):
+    return [r.id for r in requests]
+
+
+def step(sim):
+    return ids(chunk.request for chunk in sim.step())  # the ids in the next batch
 
 
 def test_a_promise_is_checked():
@@ -207,7 +214,10 @@ def test_nobody_is_admitted_past_a_higher_class_that_finds_no_room():
 @pytest.mark.parametrize("arrival, tbt_slo", [(1.0, None), (9.0, None), (1.0, 0.2)])
 def test_a_short_prompt_is_not_stuck_behind_a_long_one_of_its_class(arrival, tbt_slo):
     for policy, options in (("sarathi-serve", {}), ("priority", dict(tbt_slo=tbt_slo))):
-        machine = lambda: simulation(policy, max_len=20_000, **options)  # noqa: B023
+
+        def machine(policy=policy, options=options):
+            return simulation(policy, max_len=20_000, **options)
+
         long, short, alone = (request(i, prompt_len=(16_000, 100)[i % 2]) for i in range(3))
         short.arrival = arrival
         sim, own = machine().run([long, short]), machine().run([alone]).ttft(alone)

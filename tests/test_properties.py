@@ -25,7 +25,7 @@ def expected(prompt, params):
     return alone(MODEL, prompt, params)
 
 
-class Fault(Exception):
+class ModelError(Exception):
     """What a broken forward raises."""
 
 
@@ -135,7 +135,7 @@ class Watched:
         def broken(batch, cache):
             if after:
                 forward(batch, cache)
-            raise Fault
+            raise ModelError
 
         before = {
             r.id: (r.num_computed, r.cached_tokens, r.preemptions, r.tokens[:]) for r in self.live
@@ -144,7 +144,7 @@ class Watched:
         try:
             if self.engine.has_work:
                 poison(self.engine)
-                with pytest.raises(Fault):
+                with pytest.raises(ModelError):
                     self.engine.step()
         finally:
             del MODEL.forward
@@ -163,8 +163,8 @@ class Watched:
         if i in self.asked and i not in self.ended:
             r = self.engine.scheduler.requests[i]
             self.ended[i] = self.engine.abort(i)
-            its = self.ended[i]
-            assert self.computed[i] == r.num_computed + its.recomputed_tokens - its.cached_tokens
+            done = self.ended[i]
+            assert self.computed[i] == r.num_computed + done.recomputed_tokens - done.cached_tokens
             self.check()
 
     def preempt(self, n):

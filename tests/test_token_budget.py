@@ -91,7 +91,10 @@ def test_the_budget_is_the_largest_of_whole_tiles_that_meets_the_slo(law, tile, 
     first = (decodes // tile + 1) * tile
     for target in (0.0101, 0.02, 0.045, 0.08, 0.15, 0.31, 2.0):
         limits = target, decodes, contexts, tile, most
-        meets = lambda b, t=target: all(linear(b, c, decodes) <= t for c in contexts)
+
+        def meets(b, t=target):
+            return all(linear(b, c, decodes) <= t for c in contexts)
+
         every = range(first, max(most, first) + 1, tile)
         if not any(meets(budget) for budget in every):
             message = f"tbt_slo={target:.4g}: no token budget meets it, {decodes} decodes"
@@ -110,7 +113,10 @@ def test_the_budget_is_the_largest_of_whole_tiles_that_meets_the_slo(law, tile, 
 def test_auto_warns_of_times_on_a_busy_machine(law, monkeypatch, tbt_slo, unsteady):
     law(linear)
     timed = slo.time_iterations
-    wobbly = lambda row: row._replace(spread=0.3 if row.budget == unsteady else 0.2)
+
+    def wobbly(row):
+        return row._replace(spread=0.3 if row.budget == unsteady else 0.2)
+
     monkeypatch.setattr(slo, "time_iterations", lambda *a, **b: [wobbly(r) for r in timed(*a, **b)])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -134,11 +140,16 @@ def auto(policy, **settings):
 
 def test_the_base_iteration_reads_pages_of_its_own_however_few_an_engine_has(law, monkeypatch):
     law(linear)
-    seen, timed = [], slo.time_iterations
-    look = lambda runner, *more, **its: seen.append(runner) or timed(runner, *more, **its)
+    runners = []
+    timed = slo.time_iterations
+
+    def look(runner, *arguments, **options):
+        runners.append(runner)
+        return timed(runner, *arguments, **options)
+
     monkeypatch.setattr(slo, "time_iterations", look)
     auto("sarathi-serve", max_batch=4, max_len=64, page_size=16, pages=5)
-    spans = hybrid_spans(seen[0].cache, 32, 32, 32)  # at a context of max_len / 2
+    spans = hybrid_spans(runners[0].cache, 32, 32, 32)  # at a context of max_len / 2
     pages = [page for span in spans for page in span.pages]
     assert len(spans) == 32 and len(set(pages)) == len(pages)
 
