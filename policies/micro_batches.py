@@ -107,8 +107,7 @@ class MicroBatches:
         With its `chunks` it is recorded in `stage_runs`, too."""
         replica = number // self.pp
         bubbles_s = 0.0
-        for stage, time in enumerate(times):
-            start, end, most_waited = time
+        for stage, (start, end, most_waited) in enumerate(times):
             free = self.free[replica, stage]
             bubble = 0.0
             if free > full_since:  # before that, a micro-batch had nothing to do
