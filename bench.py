@@ -28,7 +28,7 @@ COMMANDS = {  # name -> (its module, what it does)
     "batches": ("lab.commands.batches", "what single batches take, whole and by operation"),
     "serve": (
         "lab.simulator.machine",
-        "requests arrive while others run: latencies of all policies",
+        "requests arrive while others run: latencies of all policies, or of another server, --url",
     ),
     "capacity": ("lab.simulator.machine", "the highest rate at which each policy meets an SLO"),
     "explore": (
@@ -46,6 +46,7 @@ COMMANDS = {  # name -> (its module, what it does)
     "fit": ("lab.commands.fit", "a device's constants, from times of its matrix products"),
     "overhead": ("lab.commands.overhead", "what scheduling and the HTTP server cost"),
 }
+SERVE_REMOTE = "lab.commands.serve_remote"  # serve with --url: a server elsewhere
 FIRST = "each has a --help; without one, bench.py --chunk 256 is bench.py offline --chunk 256"
 
 
@@ -67,13 +68,22 @@ def parse_args(argv: Sequence[str]) -> tuple[ModuleType, Any]:
         command.set_defaults(command=name)
     if argv[0] not in COMMANDS:
         parser.parse_args(argv)  # which ends here, after its help or an error
-    module = import_module(COMMANDS[argv[0]][0])
+    module = import_module(module_name(argv))
     command = commands.choices[argv[0]]
     module.add_options(command)
     args = parser.parse_args(argv)
     if not hasattr(module, "resolve"):
         return module, resolve_namespace(module, command, args)
     return module, module.resolve(command, args)
+
+
+def module_name(argv: Sequence[str]) -> str:
+    """The module of the command that `argv` names. `serve --url` has options of its own."""
+    command = argv[0]
+    options = {word.partition("=")[0] for word in argv}
+    if command == "serve" and "--url" in options:
+        return SERVE_REMOTE
+    return COMMANDS[command][0]
 
 
 def resolve_namespace(module: ModuleType, command: Any, args: Namespace) -> Namespace:

@@ -14,7 +14,6 @@ import server.__main__
 from engine import Engine
 from sampling import SamplingParams
 from scheduler import SarathiServe
-from tests import serve_remote
 from tests.helpers import alone, tiny_model
 from tests.test_scheduler import simulate
 
@@ -37,7 +36,6 @@ PARSERS = {
     "bench.py": bench.parse_args,
     "sample.py": sample.parse_args,
     "server": server.__main__.parse_args,
-    "tests.serve_remote": serve_remote.parse_args,
 }
 REQUIRED = {  # arguments of a command, where a sentence only names the command
     "batches": ["64"],
@@ -87,7 +85,7 @@ def commands(text):
     blocks = re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)
     lines = [line for block in blocks for line in re.split(r"&&|(?<!\\)\n", block)]
     prose = re.sub("```.*?```|<!--.*?-->", "", text, flags=re.DOTALL)
-    programs = r"(?:bench\.py|sample\.py|-m server|-m tests\.serve_remote)"
+    programs = r"(?:bench\.py|sample\.py|-m server)"
     lines += re.findall(rf"`([^`]*{programs} [^`…]+)`", prose)
     for table in re.findall(r"(?m)^\| claim +\| +command \|.*\n.*\n((?:\|.*\n)*)", prose):
         lines += ["bench.py " + row.split(" | ")[1].strip(" `") for row in table.splitlines()]

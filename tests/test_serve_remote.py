@@ -1,4 +1,4 @@
-"""`tests.serve_remote`: what is sent to another's server, what is seen of it, and its errors."""
+"""`bench.py serve --url`: what another server is sent, what is seen of it, and its errors."""
 
 import json
 import subprocess
@@ -10,11 +10,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+import bench
 from cli.console import explain
 from lab.measure.capacity import judge
 from lab.measure.remote_server import RemoteServer
 from lab.measure.workload import Arrival, prompts
-from tests import serve_remote
 from tests.test_bench import HERE
 
 USUAL = {"model", "prompt", "max_tokens", "temperature", "ignore_eos", "stream", "stream_options"}
@@ -35,28 +35,37 @@ class Another(BaseHTTPRequestHandler):
         self.answer(200 if self.path in at else 404, at.get(self.path, "<html>not here</html>"))
 
     def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.server.asked.append((asked, self.headers))
-        n = len(asked["prompt"])
-        if asked["model"] != "x" or n == 5:
-            return self.answer(404 if asked["model"] != "x" else 429, '{"error":\n "no, as it is"}')
-        usage = {"usage": {"completion_tokens": asked["max_tokens"]}}
-        if n == 7:
-            return self.answer(200, json.dumps({"choices": [{"text": "xx"}]} | usage))
-        self.answer(200, ": welcome\n\n", "text/event-stream")
-        if n == 8:
-            return time.sleep(30)
-        if n == 6:
-            return self.wfile.write(b'data: {"error": "a shard died"}\n\ndata: [DONE]\n\n')
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.requests.append((body, self.headers))
+        prompt_len = len(body["prompt"])
+        max_tokens = body["max_tokens"]
+        usage = {"usage": {"completion_tokens": max_tokens}}
+        if body["model"] != "x":
+            self.answer(404, '{"error":\n "no, as it is"}')
+        elif prompt_len == 5:
+            self.answer(429, '{"error":\n "no, as it is"}')
+        elif prompt_len == 7:
+            self.answer(200, json.dumps({"choices": [{"text": "xx"}]} | usage))
+        else:
+            self.answer(200, ": welcome\n\n", "text/event-stream")
+            self.stream(prompt_len, max_tokens, usage)
+
+    def stream(self, prompt_len, max_tokens, usage):
+        if prompt_len == 8:
+            time.sleep(30)
+            return
+        if prompt_len == 6:
+            self.wfile.write(b'data: {"error": "a shard died"}\n\ndata: [DONE]\n\n')
+            return
         # two tokens share an event, or the last event has none
-        events = asked["max_tokens"] - 1 if asked["max_tokens"] > 4 else asked["max_tokens"] + 1
+        events = max_tokens - 1 if max_tokens > 4 else max_tokens + 1
         for _ in range(events):
             self.wfile.write(b'data: {"choices": [{"text": "x"}], "usage": null}\r\n\r\n')
             time.sleep(0.01)
         text = f"data: {json.dumps({'choices': []} | usage)}\n\ndata: [DONE]\n\n"
         self.wfile.write(text.encode())
 
-    def log_message(self, *its):
+    def log_message(self, *args):
         """Nothing."""
 
 
@@ -64,9 +73,11 @@ class Another(BaseHTTPRequestHandler):
 def another():
     """(its address, [(body, headers) that it was sent])."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Another) as server:
-        server.asked, server.daemon_threads, server.block_on_close = [], True, False
+        server.requests = []
+        server.daemon_threads = True
+        server.block_on_close = False
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1", server.asked
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1", server.requests
         server.shutdown()
 
 
@@ -77,19 +88,19 @@ def direct(monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
-def test_tokens_that_share_an_event_are_counted_and_those_without_iterations_unknown():
+def test_all_tokens_are_counted_and_what_no_client_sees_is_unknown():
     ended = []
-    with another() as (url, asked):
+    with another() as (url, requests):
         server = RemoteServer(f"{url}/", api_key="sesame")
         high = Arrival(0.1, 3, 8, "high", 0.5, 0.25)
         arrivals = [high, Arrival(0.0, 4, 4), Arrival(0.0, 5, 9)]
-        seen = server.serve(arrivals, prompts(arrivals, 256, 0), lambda: ended.append(1))
-    assert [len(c.token_times) for c in seen.completions] == [8, 4, 0] and len(ended) == 3
-    times = seen.completions[0].token_times
+        run = server.serve(arrivals, prompts(arrivals, 256, 0), lambda: ended.append(1))
+    assert [len(c.token_times) for c in run.completions] == [8, 4, 0] and len(ended) == 3
+    times = run.completions[0].token_times
     assert times == sorted(times) and times[-1] == times[-2] > times[-3] and times[0] >= 0.1
-    assert [c.finish_reason for c in seen.completions] == ["length", "length", "abort"]
-    assert [c.priority for c in seen.completions] == [1, 2, 2] and seen.refused == 1
-    bodies = {len(body["prompt"]): body for body, _ in asked}
+    assert [c.finish_reason for c in run.completions] == ["length", "length", "abort"]
+    assert [c.priority for c in run.completions] == [1, 2, 2] and run.refused == 1
+    bodies = {len(body["prompt"]): body for body, _ in requests}
     promise = {"priority": "high", "ttft_slo": 0.5, "tbt_slo": 0.25}
     assert bodies[3].items() >= promise.items() and bodies[3].keys() == USUAL | promise.keys()
     assert bodies[4].keys() == USUAL and bodies[4]["model"] == "x" == server.model
@@ -97,31 +108,32 @@ def test_tokens_that_share_an_event_are_counted_and_those_without_iterations_unk
     assert bodies[4].items() >= expected.items()
     assert bodies[4]["stream_options"] == {"include_usage": True}
     assert all(type(token) is int and 0 <= token < 256 for token in bodies[4]["prompt"])
-    assert all(headers["Authorization"] == "Bearer sesame" for _, headers in asked)
-    summary = judge(seen, 10.0).summary
+    assert all(headers["Authorization"] == "Bearer sesame" for _, headers in requests)
+    summary = judge(run, 10.0).summary
     assert summary.scheduling_delay_s.p50 is summary.hybrid is summary.stalls.count is None
-    assert summary.tokens_per_s == pytest.approx((3 + 8 + 4 + 4) / seen.seconds)
+    assert summary.tokens_per_s == pytest.approx((3 + 8 + 4 + 4) / run.seconds)
 
 
 def test_prompts_that_begin_alike_are_sent_so(capsys, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sesame")
-    with another() as (url, asked):
+    with another() as (url, requests):
         words = f"--url {url} --qps 50 --slo 0.2 --lengths 3+4 --requests 6".split()
-        serve_remote.main([*words, "--shared-prefix", "20:2"])
-    sent = [tuple(body["prompt"]) for body, _ in asked]
+        bench.main(["serve", *words, "--shared-prefix", "20:2"])
+    sent = [tuple(body["prompt"]) for body, _ in requests]
     assert {len(prompt) for prompt in sent} == {23} and len(set(sent)) == 6
     assert len({prompt[:20] for prompt in sent}) == 2
-    assert all(headers["Authorization"] == "Bearer sesame" for _, headers in asked)
+    assert all(headers["Authorization"] == "Bearer sesame" for _, headers in requests)
     heading = "6 requests of 3+4 tokens, each after a prefix of 20 (2 in all), Poisson"
     assert heading in capsys.readouterr().out
 
 
 def test_serve_prints_and_writes_what_is_seen(tmp_path, capsys):
     files = [f"--{name}={tmp_path / name}" for name in ("json", "csv")]
-    with another() as (url, asked):
+    with another() as (url, requests):
         words = f"--url {url} --qps 50 --slo 0.2 --lengths 3+8,4+4 --requests 4".split()
-        serve_remote.main([*words, *files])
-    text, report = capsys.readouterr().out, json.loads((tmp_path / "json").read_text())
+        bench.main(["serve", *words, *files])
+    text = capsys.readouterr().out
+    report = json.loads((tmp_path / "json").read_text())
     assert text.startswith(f"{url}\nx, as it was started\nload: 4 requests of 3+8,4+4 tokens")
     assert f"\n{url}: 50.000 requests/s, P50 TTFT " in text and "memory: " not in text
     assert text.count(f"\n| {url} ") == 2 and f"SLO of 0.200 s: met by {url}." in text
@@ -129,7 +141,7 @@ def test_serve_prints_and_writes_what_is_seen(tmp_path, capsys):
     assert row["finished"] == 4 and row["met"] and report["slo_s"] == 0.2
     assert row["preemptions"] is row["stalls"]["count"] is report["base"] is None
     rows = [line.split(",") for line in (tmp_path / "csv").read_text().splitlines()]
-    assert [row[5] for row in rows] == ["output_tokens", "8", "8", "4", "4"] and len(asked) == 4
+    assert [row[5] for row in rows] == ["output_tokens", "8", "8", "4", "4"] and len(requests) == 4
     assert {row[0] for row in rows[1:]} == {url}
 
 
@@ -149,7 +161,7 @@ def test_what_goes_wrong_is_one_line(path, more, message):
         url = url.removesuffix("/v1") + path
         words = f"--url {url} --qps 2 --slo 1 --requests 3 {more}".split()
         with pytest.raises(ConnectionError) as failed:
-            serve_remote.main(words)
+            bench.main(["serve", *words])
     line = explain(failed.value)
     assert line.startswith(f"error: --url {url}: ") and message in line and "\n" not in line
 
@@ -163,11 +175,11 @@ def test_who_is_not_there_is_a_connection_error():
 
 
 def test_an_interrupt_ends_it_at_once():
-    with another() as (url, asked):
+    with another() as (url, requests):
         words = f"--url {url} --qps 2 --slo 1 --requests 3 --lengths 8+2".split()
         how = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=HERE)
-        run = subprocess.Popen([sys.executable, "-m", "tests.serve_remote", *words], **how)
-        while not asked and run.poll() is None:
+        run = subprocess.Popen([sys.executable, "bench.py", "serve", *words], **how)
+        while not requests and run.poll() is None:
             time.sleep(0.05)
         run.terminate()
         _, error = run.communicate(timeout=15)
@@ -180,23 +192,27 @@ SENSELESS = {
     "--qps 2 --slo strict": "--slo strict: must be a finite number above 0",
     "--qps 2 --slo 1 --trace x.csv --lengths 3+4": "--trace: has its own lengths",
 }
-BESIDE = "--simulate=this --policies=vllm --chunk=9 --page-size=8 --max-waiting=3 --device=cuda "
-BESIDE += "--dtype=float32 --html=x --plot=x.png --tp=2 --init-from=x --turns=2 --compile"
-SENSELESS |= {f"--qps 2 --slo 1 {its}": f"unrecognized arguments: {its}" for its in BESIDE.split()}
+NOT_OPTIONS = (
+    "--simulate=this --policies=vllm --chunk=9 --page-size=8 --max-waiting=3 --device=cuda "
+)
+NOT_OPTIONS += "--dtype=float32 --html=x --plot=x.png --tp=2 --init-from=x --turns=2 --compile"
+for option in NOT_OPTIONS.split():
+    SENSELESS[f"--qps 2 --slo 1 {option}"] = f"unrecognized arguments: {option}"
 
 
 @pytest.mark.parametrize("words", SENSELESS)
 def test_options_that_make_no_sense_are_refused(words, capsys):
     with pytest.raises(SystemExit):
-        serve_remote.parse_args(["--url", "http://127.0.0.1:8000/v1", *words.split()])
+        bench.parse_args(["serve", "--url", "http://127.0.0.1:8000/v1", *words.split()])
     assert SENSELESS[words] in capsys.readouterr().err
 
 
 def test_a_trace_keeps_its_own_rate(tmp_path, capsys):
-    file, columns = tmp_path / "trace.csv", "arrived_at,num_prefill_tokens,num_decode_tokens"
+    file = tmp_path / "trace.csv"
+    columns = "arrived_at,num_prefill_tokens,num_decode_tokens"
     file.write_text(f"{columns}\n5,3,4\n5.2,4,4\n")
     with another() as (url, _):
-        serve_remote.main(["--url", url, "--slo", "0.2", "--trace", str(file)])
+        bench.main(["serve", "--url", url, "--slo", "0.2", "--trace", str(file)])
     text = capsys.readouterr().out
     assert "(0 left out) at its own rate; median prompt 3.5, output 4 tokens" in text
     assert f"\n{url}: P50 TTFT " in text

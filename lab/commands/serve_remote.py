@@ -1,0 +1,180 @@
+"""The load of `bench.py serve` for a server that speaks OpenAI's HTTP, and the same tables.
+
+    python bench.py serve --url http://127.0.0.1:8000/v1 --qps 1.5 --slo 0.3
+
+The numbers are what a client sees: when each event came. Read first: lab/measure/remote_server.py,
+lab/commands/serving.py.
+"""
+
+import os
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cli.options import OptionParser, add_json_option, number, output_file, whole
+from lab.commands import serving
+from lab.measure import workload
+from lab.measure.load_run import Run
+from lab.measure.remote_server import NO_KEY, RemoteServer
+
+VOCABULARY = 256  # the smallest that a model has: every server knows these tokens
+DEFAULT_LENGTHS = "sharegpt4"
+
+
+@dataclass(frozen=True)
+class RemoteOptions:
+    """The options of `serve --url`."""
+
+    command: str
+    url: str
+    model: str | None  # None: the first that the server names
+    qps: float | None  # None: the trace's own
+    slo: float  # seconds
+    requests: int
+    lengths: str
+    trace: str | None
+    trace_scale: float
+    shared_prefix: tuple[int, int]  # (length, count)
+    long_prompt: int | None
+    classes: dict[str, float]  # class -> its share of the requests
+    max_len: int
+    seed: int
+    json: str | None
+    csv: str | None
+    turns: int = 1
+    plot: None = None
+    html: None = None
+
+
+def add_options(parser: OptionParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument(
+        "--url",
+        help="a server that speaks OpenAI's HTTP, as http://127.0.0.1:8000/v1, required; its key "
+        "is read from OPENAI_API_KEY",
+        required=True,
+    )
+    parser.add_option("--model", help="one that the server knows", shown="its first")
+    parser.add_option(
+        "--qps",
+        help="requests per second on average",
+        type=number(least=1e-4),
+        shown="the trace's own; without a trace required",
+    )
+    parser.add_argument(
+        "--slo",
+        help="the SLO of P99 TBT, in seconds, required",
+        required=True,
+        type=number(above=0),
+    )
+    parser.add_option(
+        "--requests",
+        help="how many requests arrive",
+        type=whole(least=1, most=1_000_000),
+        default=48,
+    )
+    parser.add_option(
+        "--lengths",
+        help=f"of requests: {', '.join(workload.LENGTHS)}, scaled to --max-len, or PROMPT+OUTPUT "
+        "tokens; several, with commas, follow each other",
+        default=DEFAULT_LENGTHS,
+    )
+    parser.add_option(
+        "--trace",
+        help="lengths and arrivals from a log with columns " + ", ".join(workload.TRACE_COLUMNS),
+        metavar="FILE.csv",
+    )
+    parser.add_option(
+        "--trace-scale",
+        help="multiplies the lengths in it",
+        type=number(above=0, most=1),
+        default=1.0,
+    )
+    parser.add_option(
+        "--shared-prefix",
+        help="each prompt begins with one of COUNT prefixes of LENGTH tokens, before its own",
+        metavar="LENGTH:COUNT",
+        type=serving.shared_prefix,
+        default=(0, 1),
+        shown="none",
+    )
+    parser.add_option(
+        "--long-prompt",
+        help="one more request, the first, has so many prompt tokens",
+        type=whole(least=1),
+    )
+    parser.add_option(
+        "--classes",
+        help="shares of the classes of `priority`, as in realtime=1,normal=4,low=5; see --csv",
+        type=serving.class_shares,
+        default={"normal": 1.0},
+        shown="normal=1",
+    )
+    parser.add_option(
+        "--max-len", help="the longest prompt and output", type=whole(least=3), default=1024
+    )
+    parser.add_option("--seed", help="of lengths and prompts", type=whole(least=0), default=0)
+    add_json_option(parser)
+    parser.add_option(
+        "--csv", help="write a row for each request", type=output_file, metavar="FILE"
+    )
+
+
+def resolve(parser: OptionParser, args: Namespace) -> RemoteOptions:
+    """The options, checked. Exits with a message if they make no sense together."""
+    options = RemoteOptions(**vars(args))
+    prefix, _ = options.shared_prefix
+    longest = options.max_len - prefix
+    if not (options.qps or options.trace):
+        parser.error("the following arguments are required: --qps, or --trace")
+    if longest < 2:
+        parser.error(
+            f"--shared-prefix {prefix}: must leave 2 of --max-len {options.max_len} tokens"
+        )
+    if options.long_prompt and options.long_prompt >= longest:
+        limit = f"below {longest}, --max-len less --shared-prefix"
+        parser.error(f"--long-prompt {options.long_prompt}: must be {limit}")
+    makes_lengths = options.lengths != DEFAULT_LENGTHS or options.long_prompt or prefix
+    if options.trace and makes_lengths:
+        parser.error("--trace: has its own lengths, no --lengths, --long-prompt, --shared-prefix")
+    if options.trace_scale != 1 and not options.trace:
+        parser.error("--trace-scale: goes with --trace")
+    return options
+
+
+def main(options: RemoteOptions) -> None:
+    """Send the load, print the tables, and write the files."""
+    arrivals_at, load = serving.make_workload(options)
+    arrivals = arrivals_at(options.qps)
+    server = RemoteServer(options.url, options.model, os.environ.get("OPENAI_API_KEY", NO_KEY))
+    report = {
+        "command": options.command,
+        "machine": server.info.to_json(),
+        "load": load,
+        "slo_s": options.slo,
+        "slo_busy": False,
+        "base": None,  # how fast the machine is, no client knows
+        "unit": "requests/s",
+    }
+    print(
+        f"{server.info.heading()}{serving.describe_load(options, load, arrivals)}\n"
+        f"SLO: P99 TBT at most {options.slo:.3f} s (as asked for), median delay not known\n"
+    )
+    session = serving.Session(options, arrivals_at, report)
+    session.run_all({options.url: server_of_session(server, options)}, None)
+
+
+def server_of_session(server: RemoteServer, options: RemoteOptions) -> Callable[..., Run]:
+    """A function that serves arrivals, as serving.Session calls it."""
+
+    def serve(
+        arrivals: Sequence[workload.Arrival], progress: Callable[[], object], recorder: None
+    ) -> Run:
+        prompts = workload.prompts(arrivals, VOCABULARY, options.seed, options.shared_prefix)
+        run = server.serve(arrivals, prompts, progress)
+        early = sum(completion.finish_reason == "stop" for completion in run.completions)
+        if early:
+            print(f"{early} outputs ended early: the server does not know ignore_eos")
+        return run
+
+    return serve
