@@ -186,14 +186,14 @@ class Metrics:
         self._gauge("running_requests", self._running_requests)
         self._gauge("free_pages", self._free_pages)
 
-    def _histogram(self, name: str, about: str) -> Histogram:
+    def _histogram(self, name: str, description: str) -> Histogram:
         return Histogram(
-            name, about, namespace="nanosarathi", registry=self.registry, buckets=BUCKETS_S
+            name, description, namespace="nanosarathi", registry=self.registry, buckets=BUCKETS_S
         )
 
     def _counter(self, name: str) -> Counter:
-        about = "of requests that have ended"
-        return Counter(name, about, namespace="nanosarathi", registry=self.registry)
+        description = "of requests that have ended"
+        return Counter(name, description, namespace="nanosarathi", registry=self.registry)
 
     def _gauge(self, name: str, value: Callable[[], float]) -> None:
         gauge = Gauge(name, "at this moment", namespace="nanosarathi", registry=self.registry)
@@ -278,8 +278,8 @@ class Api:
         """GET /: the live schedule page. A gap is red above --tbt-slo, or ten decode iterations."""
         config = self.engine.config
         sizes = f"{config.max_batch} requests of {config.max_len} tokens"
-        about = f"{config.policy}, chunk {config.chunk}, {sizes}"
-        return HTMLResponse(page(self.name, about, live="/records", slo_s=self.slo_s))
+        description = f"{config.policy}, chunk {config.chunk}, {sizes}"
+        return HTMLResponse(page(self.name, description, live="/records", slo_s=self.slo_s))
 
     async def records(self, request: HttpRequest) -> Response:
         """GET /records/N: the records from number N on, as JSON."""

@@ -21,8 +21,8 @@ def tiny():
     """A server of the tiny model, its tokens are letters."""
     from tests.servers import serving
 
-    with serving(max_waiting=100) as its:
-        yield its
+    with serving(max_waiting=100) as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,8 @@ def turning():
     from pretrained.tokenizers import byte_tokenizer
     from tests.servers import circle, serving
 
-    with serving(circle(), byte_tokenizer()) as its:
-        yield its
+    with serving(circle(), byte_tokenizer()) as served:
+        yield served
 
 
 @pytest.fixture(scope="session")
@@ -40,6 +40,6 @@ def worlds(tmp_path_factory):
     """Who starts worlds of ranks."""
     from tests.worlds import Worlds
 
-    its = Worlds(tmp_path_factory.mktemp("worlds"))
-    yield its
-    its.close()
+    worlds = Worlds(tmp_path_factory.mktemp("worlds"))
+    yield worlds
+    worlds.close()

@@ -47,7 +47,7 @@ def circle(text=TEXT):
         if p.ndim == 2:
             p.zero_()
     model.token_embedding.weight.copy_(torch.eye(256))
-    for this, following in zip(text.encode(), text.encode()[1:] + text.encode()[:1]):
+    for this, following in zip(text.encode(), text.encode()[1:] + text.encode()[:1], strict=True):
         model.head.weight[following, this] = 0.1
     return model
 
@@ -68,8 +68,9 @@ def serving(model=None, tokenizer=letters, key=None, max_body=2**20, drain_s=1.0
     client = openai.OpenAI(base_url=f"{url}/v1", api_key=key or "none", max_retries=0, timeout=30)
     try:
         with httpx.Client(base_url=url, timeout=30) as http, client:
-            its = dict(engine=engine, api=api, server=server, client=client, http=http, url=url)
-            yield SimpleNamespace(**its)
+            yield SimpleNamespace(
+                engine=engine, api=api, server=server, client=client, http=http, url=url
+            )
     finally:
         server.should_exit = True
         thread.join(20)
@@ -91,24 +92,24 @@ def idle(engine):
     return not engine.has_work and pages.num_free == pages.total
 
 
-def complete(its, prompt, **more):
+def complete(served, prompt, **more):
     """(text, finish_reason, the usage, the choices) of a completion, greedy if not told."""
     asked = dict(model="tiny", prompt=prompt, max_tokens=20, temperature=0) | more
     if not asked.get("stream"):
-        done = its.client.completions.create(**asked)
+        done = served.client.completions.create(**asked)
         return done.choices[0].text, done.choices[0].finish_reason, done.usage, done.choices
     asked["stream_options"] = {"include_usage": True}
-    *parts, last = its.client.completions.create(**asked)
+    *parts, last = served.client.completions.create(**asked)
     assert last.choices == [] and all(part.usage is None for part in parts)
     choices = [part.choices[0] for part in parts]
     assert [c.finish_reason for c in choices[:-1]] == [None] * (len(choices) - 1)
     return "".join(c.text for c in choices), choices[-1].finish_reason, last.usage, choices
 
 
-def generate(its, prompt, params=GREEDY):
+def generate(served, prompt, params=GREEDY):
     """What the engine itself makes of a prompt."""
-    model, config = its.engine.runner.model, its.engine.config
-    engine = Engine.from_config(model, config, tokenizer=its.api.tokenizer)
+    model, config = served.engine.runner.model, served.engine.config
+    engine = Engine.from_config(model, config, tokenizer=served.api.tokenizer)
     return engine.generate([prompt], params)[0]
 
 

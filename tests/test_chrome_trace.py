@@ -17,8 +17,8 @@ def recorded(completions, iterations):
     sizes = dict(chunk=256, max_batch=8, max_len=64, pages=64, page_size=16)
     recorder.settings = sizes | dict(policy="VLLM", micro_batches=1 + max(seen, default=0))
     for c in completions:
-        its = dict(id=c.request_id, arrival=c.arrival, prompt_len=len(c.prompt), priority=2)
-        recorder.records.append({"request": its | {"max_new_tokens": 9}})
+        request = dict(id=c.request_id, arrival=c.arrival, prompt_len=len(c.prompt), priority=2)
+        recorder.records.append({"request": request | {"max_new_tokens": 9}})
     for it in iterations:
         chunks = [chunk[:3] for chunk in it.chunks if not chunk[3]]
         pages = [[who, 0, who] for who, start, _ in chunks if start == 0]
@@ -133,8 +133,9 @@ def test_a_preempted_request_that_is_aborted_ends_where_it_lost_its_pages(trace)
 def test_the_engines_lane_shows_every_iteration_with_its_curves(trace):
     completions, iterations = three_requests()
     events, slices = trace({"vllm": (completions, iterations)})
-    names = "prefill decode prefill decode hybrid hybrid decode prefill decode".split()
-    expected = [(name, i.start, i.end) for name, i in zip(names, iterations)]
+    names = ["prefill", "decode", "prefill", "decode", "hybrid", "hybrid", "decode", "prefill"]
+    names.append("decode")
+    expected = [(name, i.start, i.end) for name, i in zip(names, iterations, strict=True)]
     assert slices["vllm: engine", "iterations"] == expected
     curves, last = {}, {}
     for it in iterations:
@@ -198,11 +199,13 @@ def test_a_trace_holds_all_that_happened_in_a_run(name, browser, tmp_path):
     run, recorder = simulated(name.split()[0].strip(","), arrivals=late, **RUNS[name])
     with opened_runs(browser, tmp_path, {"run": recorder}) as tab:
         events, slices = read(save(tab))
-    for its in slices.values():  # are apart, or one in the other
-        for i, (_, _, end) in enumerate(its):
-            assert all(b[1] >= end or b[2] <= end for b in its[i + 1 :])
+    for rows in slices.values():  # are apart, or one in the other
+        for i, (_, _, end) in enumerate(rows):
+            assert all(b[1] >= end or b[2] <= end for b in rows[i + 1 :])
 
-    us = lambda seconds: round(1e6 * round(seconds, 6))
+    def us(seconds):
+        return round(1e6 * round(seconds, 6))
+
     found = {"stall": [], "decodes": [], "prefill": [], "preempted": [], "finished": []}
     for e in events:
         kind = e["name"].split(",")[0].split(" ")[0]
@@ -225,8 +228,8 @@ def test_a_trace_holds_all_that_happened_in_a_run(name, browser, tmp_path):
     decodes = [(chunk[0], it.end) for it in run.iterations for chunk in it.chunks if chunk[3]]
     assert sum(row[-1] for row in found.pop("decodes")) == sum(it not in ended for it in decodes)
     del expected["decodes"]
-    assert {kind: sorted(its) for kind, its in found.items()} == {
-        kind: sorted(its) for kind, its in expected.items()
+    assert {kind: sorted(rows) for kind, rows in found.items()} == {
+        kind: sorted(rows) for kind, rows in expected.items()
     }
     assert len(stalls) > 100
 

@@ -52,7 +52,7 @@ def boxes(axis):
 def test_a_pipeline_has_a_box_for_each_batch_and_bubble_and_names_the_longest(tmp_path):
     axes, figure = draw(two_stages(), tmp_path, "GPT-3")
     assert figure.get_suptitle().startswith("GPT-3\n")
-    for axis, (name, stage_runs) in zip(axes, two_stages().items()):
+    for axis, (name, stage_runs) in zip(axes, two_stages().items(), strict=True):
         expected, hybrid = [], {False: PREFILL, True: DECODE}
         for run in stage_runs:
             kinds = {is_decode for *_, is_decode in run.chunks}
@@ -65,7 +65,7 @@ def test_a_pipeline_has_a_box_for_each_batch_and_bubble_and_names_the_longest(tm
         assert [label.get_text() for label in axis.get_yticklabels()] == ["stage 1", "stage 2"]
         labels = sorted(text for text in texts(axis) if text.startswith("PB"))
         assert axis.get_title(loc="left") == name and len(labels) == 3
-        for kind, label in zip(("PB1", "PB2", "PB3"), labels):
+        for kind, label in zip(("PB1", "PB2", "PB3"), labels, strict=True):
             bubbles = [run.bubble for run, k in bubble_kinds(stage_runs) if k == kind]
             total = axis.get_title(loc="right").split(f"{kind} ")[1].split()[0]
             seen = [float(label.removeprefix(kind).split()[0]), float(total)]

@@ -55,7 +55,7 @@ def test_a_record_says_what_was_computed_and_what_the_budget_was():
 )
 def test_why_the_head_of_the_line_waits_is_told_by_the_facts(policy, options, why):
     records = decided(policy, [(40, 9), (40, 9), (40, 9)], **options)
-    assert why in [its["why"] for its in records]
+    assert why in [record["why"] for record in records]
 
 
 def test_a_prompt_that_is_not_cut_waits_for_budget_of_its_whole_length():
@@ -64,9 +64,9 @@ def test_a_prompt_that_is_not_cut_waits_for_budget_of_its_whole_length():
 
 
 def test_who_shares_pages_needs_fewer_but_also_those_found_that_nobody_reads():
-    make = lambda: make_scheduler(
-        "sarathi-serve", Pages(8, 16, prefix_caching=True), chunk=64, max_batch=4, max_len=128
-    )
+    def make():
+        pages = Pages(8, 16, prefix_caching=True)
+        return make_scheduler("sarathi-serve", pages, chunk=64, max_batch=4, max_len=128)
 
     def step(scheduler):
         batch = scheduler.next_batch()
@@ -105,8 +105,8 @@ def test_a_step_that_failed_is_recorded_once_with_all_pages_it_was_given(monkeyp
             engine.step()
     engine.step()
     recorder.add(engine.last_iteration)
-    (its,) = in_turn(recorder)
-    assert its["pages"] == [[0, 0, 0, 1, 2]] and its["chunks"] == [[0, 0, 16]]
+    (record,) = in_turn(recorder)
+    assert record["pages"] == [[0, 0, 0, 1, 2]] and record["chunks"] == [[0, 0, 16]]
     (live,) = recorder.snapshot()["live"]
     assert (live["num_computed"], live["pages"], live["output"]) == (16, [0, 1, 2], 0)
 
@@ -122,4 +122,4 @@ def test_an_aborted_request_has_ended_in_the_next_record():
             engine.abort(0)
         engine.step()
         recorder.add(engine.last_iteration)
-    assert [its["ended"] for its in in_turn(recorder)] == [[], [[0, "abort"]], []]
+    assert [record["ended"] for record in in_turn(recorder)] == [[], [[0, "abort"]], []]

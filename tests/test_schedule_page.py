@@ -8,6 +8,7 @@ import random
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 
 import pytest
 
@@ -45,11 +46,11 @@ def test_every_iteration_shows_what_really_was(browser, tmp_path, policy):
         cached = tab.evaluate("focused.run.iterations.at(-1).cached_tokens")
     assert cached == sum(c.cached_tokens for c in run.completions)
     assert (cached > 5000) == ("shared" in policy)
-    for k, (of, line) in zip(order, shown):
-        assert {i: its for i, *its in of} == truth.states[k]
-        # a pipeline's line is seen when its batch is made, not later
+    for k, (running, queue) in zip(order, shown, strict=True):
+        assert {i: progress for i, *progress in running} == truth.states[k]
+        # a pipeline's queue is seen when its batch is made, not later
         if "pp" not in LOADS[policy]:
-            assert line == truth.waiting[k]
+            assert queue == truth.waiting[k]
 
 
 def seconds(text):
@@ -69,11 +70,13 @@ def test_the_numbers_are_those_of_metrics(browser, tmp_path):
         )
         tab.keyboard.press("End")
         tab.wait_for_timeout(400)
-        for key, found in zip(("ttft", "tbt"), exact):
-            its = [getattr(getattr(summary, f"{key}_s"), name) for name in ("p50", "p99", "max")]
-            assert found == pytest.approx(its, abs=3e-6)  # times are written in microseconds
+        for key, found in zip(("ttft", "tbt"), exact, strict=True):
+            expected = [
+                getattr(getattr(summary, f"{key}_s"), name) for name in ("p50", "p99", "max")
+            ]
+            assert found == pytest.approx(expected, abs=3e-6)  # times are written in microseconds
             cells = [tab.text_content(f"[data-k='{key}-{q}']") for q in (0.5, 0.99, 1)]
-            assert list(map(seconds, cells)) == pytest.approx(its, rel=5e-3)
+            assert list(map(seconds, cells)) == pytest.approx(expected, rel=5e-3)
         rows = dict(
             re.findall(r"<tr><td>([^<]*)</td>.*?>([^<]*)</td></tr>", tab.inner_html("#numbers"))
         )
@@ -83,7 +86,7 @@ def test_the_numbers_are_those_of_metrics(browser, tmp_path):
         assert tab.evaluate("focused.run.requests.size") == len(run.completions)
         half = tab.evaluate("[...focused.run.so_far(200).tbt]")
     end = in_turn(truth)[200]["end"]
-    times = [pair for c in run.completions for pair in zip(c.token_times, c.token_times[1:])]
+    times = [pair for c in run.completions for pair in pairwise(c.token_times)]
     expected = percentiles(b - a for a, b in times if b < end + 1e-6)
     assert len(half) == sum(b < end + 1e-6 for _, b in times)
     assert half[-1] == pytest.approx(expected.max, abs=3e-6)
@@ -91,9 +94,17 @@ def test_the_numbers_are_those_of_metrics(browser, tmp_path):
 
 def test_the_keyboard_is_enough(browser, tmp_path):
     runs = {name: simulated(name)[1] for name in ("vllm", "sarathi-serve")}
-    where = lambda tab: int(re.search(r"[\d,]+", tab.text_content("#position"))[0].replace(",", ""))
+
+    def where(tab):
+        return int(re.search(r"[\d,]+", tab.text_content("#position"))[0].replace(",", ""))
+
     with opened_runs(browser, tmp_path, runs) as tab:
-        press = lambda *keys: [(tab.keyboard.press(key), tab.wait_for_timeout(60)) for key in keys]
+
+        def press(*keys):
+            for key in keys:
+                tab.keyboard.press(key)
+                tab.wait_for_timeout(60)
+
         assert where(tab) == 1
         press("ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft")
         assert where(tab) == 3
@@ -103,7 +114,10 @@ def test_the_keyboard_is_enough(browser, tmp_path):
         assert where(tab) == len(in_turn(runs["vllm"]))
         press("Home")
         assert where(tab) == 1
-        span = lambda: tab.evaluate("view.to - view.from")
+
+        def span():
+            return tab.evaluate("view.to - view.from")
+
         whole = span()
         press("+")
         assert span() == pytest.approx(0.6 * whole)
@@ -140,7 +154,7 @@ def test_the_tour_has_seven_stops_and_shows_what_it_says(browser, tmp_path):
             )
             tab.keyboard.press("Enter")  # the button "next" has the focus
         assert tab.is_hidden("#tour")
-    (stall, its), (_, chunk), (_, ride), (_, budget), (_, memory), (_, load), _ = told
+    (stall, _), (_, chunk), (_, ride), (_, budget), (_, memory), (_, load), _ = told
     assert f"{max(gap for c in run.completions for gap in c.tbt):.3g} s" in stall
     lengths = {
         r["request"]["id"]: r["request"]["prompt_len"] for r in truth.records if "request" in r
@@ -157,8 +171,8 @@ def test_a_sentence_says_in_words_why_the_batch_is_as_it_is(browser, tmp_path):
     recorder.settings = dict(chunk=256, max_batch=4, max_len=2048, policy="SarathiServe")
     recorder.settings |= dict(pages=64, page_size=64, micro_batches=1)
     for i, prompt in enumerate((10, 10, 10, 10, 10, 900, 500)):
-        its = dict(id=i, arrival=0.0, prompt_len=prompt, max_new_tokens=9, priority=2)
-        recorder.records.append({"request": its})
+        request = dict(id=i, arrival=0.0, prompt_len=prompt, max_new_tokens=9, priority=2)
+        recorder.records.append({"request": request})
     like = dict(
         budget=256, preempted=[], micro_batch=0, ended=[], free_pages=9, decodes=[], chunks=[]
     )
@@ -211,7 +225,7 @@ def test_it_fits_a_phone(browser, tmp_path, scheme):
 
 
 def long_run():
-    """(its Recorder, a run of 10,000 iterations and more) with a batch that is always full."""
+    """The Recorder of a run of 10,000 iterations and more) with a batch that is always full."""
     arrivals = [Arrival(0.1 * i, 300 + 37 * i % 400, 700 + 53 * i % 600) for i in range(240)]
     _, recorder = simulated("sarathi-serve", pages=512, arrivals=arrivals)
     return recorder
@@ -283,7 +297,15 @@ def test_the_bench_writes_a_page(command, tmp_path, capsys):
     words = {
         "offline": [*tiny, "--chunk", "16", "--seq-len", "40", "--batch", "2"],
         "serve": ["serve", *tiny, "--max-len", "64", "--chunk", "16", "--requests", "3"],
-        "simulated": "serve --simulate a100-80gb --model llama3-8b --requests 5".split(),
+        "simulated": [
+            "serve",
+            "--simulate",
+            "a100-80gb",
+            "--model",
+            "llama3-8b",
+            "--requests",
+            "5",
+        ],
     }[command]
     names = ["request-level", "sarathi-serve"]
     main([*words, "--policies", ",".join(names), "--html", str(file)])
@@ -309,7 +331,8 @@ def test_a_live_page_follows_an_engine(browser):
             self.send_response(200)
             self.end_headers()
             if not place:
-                return self.wfile.write(page("live", live="/records").encode())
+                self.wfile.write(page("live", live="/records").encode())
+                return
             records, end = recorder.records, len(recorder.records)
             new = snapshot if int(place) == 10**15 else records[int(place) :]
             said = {"records": new, "place": begun if int(place) == 10**15 else end}
@@ -321,7 +344,11 @@ def test_a_live_page_follows_an_engine(browser):
     recorder = Recorder()
     engine = Engine(tiny_model(), chunk=16, max_batch=2, max_len=64, page_size=16)
     recorder.watch([engine.scheduler])
-    step = lambda: (engine.step(), recorder.add(engine.last_iteration))
+
+    def step():
+        engine.step()
+        recorder.add(engine.last_iteration)
+
     for prompt in ([1] * 30, [2] * 20):
         engine.add_request(prompt, SamplingParams(max_new_tokens=16))
     step()

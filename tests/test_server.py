@@ -51,10 +51,10 @@ from tests.test_tokenizers import sentencepiece_directory
 
 @pytest.mark.parametrize("prompt", ["hello", "a", "What is it? " * 5])
 def test_text_is_that_of_the_engine_streamed_or_whole(tiny, turning, prompt):
-    for its in (tiny, turning):
-        expected = generate(its, prompt)
+    for served in (tiny, turning):
+        expected = generate(served, prompt)
         for stream in (False, True):
-            text, reason, usage, _ = complete(its, prompt, stream=stream)
+            text, reason, usage, _ = complete(served, prompt, stream=stream)
             assert (text, reason) == (expected.text, "length")
             counts = usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
             assert counts == (len(prompt), 20, len(prompt) + 20)
@@ -118,27 +118,27 @@ def test_logprobs_are_those_of_the_engine_and_go_with_their_text(turning):
     expected = generate(turning, "!", SamplingParams(20, logprobs=True))
     for stream in (False, True):
         text, _, _, choices = complete(turning, "!", logprobs=0, stream=stream)
-        its = [c.logprobs for c in choices]
-        assert sum((i.token_logprobs for i in its), []) == pytest.approx(expected.logprobs)
+        logprobs = [c.logprobs for c in choices]
+        assert sum((i.token_logprobs for i in logprobs), []) == pytest.approx(expected.logprobs)
         assert text == expected.text
-        offsets = sum((i.text_offset for i in its), [])
+        offsets = sum((i.text_offset for i in logprobs), [])
         assert offsets == [0, 1, 2, 3, 4, 5, 5, 6, 6, 6, 7, 7, 7, 7, 8, 9, 10, 11, 12, 13]
         text, _, _, choices = complete(turning, "!", logprobs=1, stream=stream, stop="👍")
-        its = [c.logprobs for c in choices]
-        assert sum((i.text_offset for i in its), []) == offsets[:14]  # the stop string's too
+        logprobs = [c.logprobs for c in choices]
+        assert sum((i.text_offset for i in logprobs), []) == offsets[:14]  # the stop string's too
 
 
 def test_a_stop_token_ends_a_text_and_is_not_in_it():
     prompt, sixth = "hello", letters.encode(generate_text("hello"))[5]
     stops = letters._replace(stop_token_ids=frozenset([sixth]))
-    with serving(tokenizer=stops) as its:
+    with serving(tokenizer=stops) as served:
         expected = generate_text(prompt).partition(LETTERS[sixth])[0]
         for stream in (False, True):
-            text, reason, usage, choices = complete(its, prompt, logprobs=0, stream=stream)
+            text, reason, usage, choices = complete(served, prompt, logprobs=0, stream=stream)
             assert (text, reason) == (expected, "stop")
             assert usage.completion_tokens == len(expected) + 1
             assert sum(len(c.logprobs.tokens) for c in choices) == len(expected)
-        text, reason, *_ = complete(its, prompt, extra_body={"ignore_eos": True})
+        text, reason, *_ = complete(served, prompt, extra_body={"ignore_eos": True})
         assert (text, reason) == (generate_text(prompt), "length")
 
 
@@ -191,48 +191,51 @@ def test_many_clients_of_whom_a_third_leave(tiny):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_goes_away_frees_its_pages_also_in_the_line(stream):
-    with serving(circle(), byte_tokenizer(), max_batch=1, max_len=512) as its:
+    with serving(circle(), byte_tokenizer(), max_batch=1, max_len=512) as served:
         asked = dict(model="tiny", prompt="a", max_tokens=500, stream=stream)
-        its.engine.runner.flatten = slow(its.engine.runner.flatten, 0.02)  # 10 s
-        before = socket.create_connection(its.http.base_url.netloc.decode().split(":"))
-        behind = socket.create_connection(its.http.base_url.netloc.decode().split(":"))
+        served.engine.runner.flatten = slow(served.engine.runner.flatten, 0.02)  # 10 s
+        before = socket.create_connection(served.http.base_url.netloc.decode().split(":"))
+        behind = socket.create_connection(served.http.base_url.netloc.decode().split(":"))
         for connection, waiting in ((before, 0), (behind, 1)):
             body = json.dumps(asked).encode()
             head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             connection.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-            wait_for(lambda: len(its.engine.scheduler.requests) == waiting + 1)  # noqa: B023
-            wait_for(lambda: len(its.engine.scheduler.running) == 1)
+            wait_for(lambda: len(served.engine.scheduler.requests) == waiting + 1)  # noqa: B023
+            wait_for(lambda: len(served.engine.scheduler.running) == 1)
         behind.close()
-        wait_for(lambda: len(its.engine.scheduler.requests) == 1, 4)
+        wait_for(lambda: len(served.engine.scheduler.requests) == 1, 4)
         before.close()
-        wait_for(lambda: idle(its.engine), 4)
+        wait_for(lambda: idle(served.engine), 4)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_was_found_in_the_cache_is_counted_but_not_what_a_request_left_itself(stream):
-    cached = lambda usage: usage.prompt_tokens_details.cached_tokens
-    with serving(prefix_caching=True) as its:  # in pages of 16
+
+    def cached(usage):
+        return usage.prompt_tokens_details.cached_tokens
+
+    with serving(prefix_caching=True) as served:  # in pages of 16
         before = generate_text("a" * 40)
         for found in (0, 32):
-            text, _, usage, _ = complete(its, "a" * 40, stream=stream)
+            text, _, usage, _ = complete(served, "a" * 40, stream=stream)
             assert (text, cached(usage), usage.total_tokens) == (before, found, 60)
         for prompt, found in ("a" * 33, 32), ("a" * 32, 16), ("b" + "a" * 31, 0):
-            assert cached(complete(its, prompt, stream=stream, stop=[before[0]])[2]) == found
-        wait_for(lambda: "cached_tokens_total 80.0" in its.http.get("/metrics").text)
+            assert cached(complete(served, prompt, stream=stream, stop=[before[0]])[2]) == found
+        wait_for(lambda: "cached_tokens_total 80.0" in served.http.get("/metrics").text)
     asked = ChatRequest(model="tiny", messages=[{}], stream=stream)
     for preemptions, found in ((0, 32), (1, 0)):
         request = SimpleNamespace(id=0, cached_tokens=32, preemptions=preemptions)
-        usage = CompletionResponse(its.api, asked, [1] * 60, request, None).usage()
+        usage = CompletionResponse(served.api, asked, [1] * 60, request, None).usage()
         assert usage["prompt_tokens_details"] == {"cached_tokens": found}
 
 
 def test_metrics_count():
-    with serving() as its:
-        complete(its, "hello")
-        complete(its, "you", stream=True)
+    with serving() as served:
+        complete(served, "hello")
+        complete(served, "you", stream=True)
         with pytest.raises(openai.BadRequestError):
-            complete(its, "you", n=2)
-        rows = (line.split() for line in its.http.get("/metrics").text.splitlines())
+            complete(served, "you", n=2)
+        rows = (line.split() for line in served.http.get("/metrics").text.splitlines())
         found = {
             row[0].removeprefix("nanosarathi_"): float(row[1]) for row in rows if row[0] != "#"
         }
@@ -244,11 +247,11 @@ def test_metrics_count():
 
 
 def test_what_a_stop_string_ends_with_its_last_token_is_counted():
-    with serving(circle(), byte_tokenizer(), max_len=512) as its:
+    with serving(circle(), byte_tokenizer(), max_len=512) as served:
         for _ in range(20):  # the engine ends some of them before it is told of the stop string
-            complete(its, "!", max_tokens=5, stop="abc ")
-        wait_for(lambda: idle(its.engine))
-        wait_for(lambda: "prompt_tokens_total 20.0" in its.http.get("/metrics").text)
+            complete(served, "!", max_tokens=5, stop="abc ")
+        wait_for(lambda: idle(served.engine))
+        wait_for(lambda: "prompt_tokens_total 20.0" in served.http.get("/metrics").text)
 
 
 def test_long_stop_strings_hold_nobody_up():
@@ -266,25 +269,28 @@ def test_long_stop_strings_hold_nobody_up():
 
 
 def test_who_looks_sees_what_is_and_then_each_iteration():
-    with serving() as its:
-        look = lambda place: its.http.get(f"/records/{place}").json()
-        assert "/records" in its.http.get("/").text
-        first = look(10**15)
+    with serving() as served:
+
+        def records_since(place):
+            return served.http.get(f"/records/{place}").json()
+
+        assert "/records" in served.http.get("/").text
+        first = records_since(10**15)
         assert [record["live"] for record in first["records"]] == [[]]
-        complete(its, "hello")
-        seen = look(first["place"])
+        complete(served, "hello")
+        seen = records_since(first["place"])
         assert seen["records"][0]["request"]["prompt_len"] == 5
         assert seen["records"][1]["chunks"] == [[0, 0, 5]]
         assert seen["records"][2]["decodes"] == [0] and len(seen["records"]) == 21
         assert seen["records"][-1]["ended"] == [[0, "length"]]
-        assert look(seen["place"]) == {"records": [], "place": 21}
+        assert records_since(seen["place"]) == {"records": [], "place": 21}
         for beyond in (22, 10**30):
-            assert look(beyond)["records"][0].keys() == {"settings", "live"}
+            assert records_since(beyond)["records"][0].keys() == {"settings", "live"}
 
 
 def test_the_page_says_who_serves_and_what_is_too_long():
-    with serving(policy="dynamic", policy_options=dict(tbt_slo=0.25)) as its:
-        text = its.http.get("/").text
+    with serving(policy="dynamic", policy_options=dict(tbt_slo=0.25)) as served:
+        text = served.http.get("/").text
         assert '"slo_s": 0.25' in text and "dynamic, chunk 16, 4 requests of 128 tokens" in text
     engine = Engine(tiny_model(), max_batch=2, max_len=64)
     engine.warm_up()
@@ -296,29 +302,33 @@ def test_the_page_says_who_serves_and_what_is_too_long():
 
 def test_records_that_are_too_old_are_a_snapshot(monkeypatch):
     monkeypatch.setattr(engine_thread, "RECORDS", 5)
-    with serving() as its:
-        look = lambda place: its.http.get(f"/records/{place}").json()
-        complete(its, "hello")
-        assert 5 <= len(its.api.thread.recorder.records) <= 10
-        whole, part = look(0), look(18)
+    with serving() as served:
+
+        def records_since(place):
+            return served.http.get(f"/records/{place}").json()
+
+        complete(served, "hello")
+        assert 5 <= len(served.api.thread.recorder.records) <= 10
+        whole, part = records_since(0), records_since(18)
         assert whole["records"][0].keys() == {"settings", "live"} and whole["place"] == 21
         assert part["place"] == 21 and len(part["records"]) == 3
         assert part["records"][-1]["ended"] == [[0, "length"]]
 
 
 def test_what_takes_too_long_is_cut_off_when_the_server_ends(capfd):
-    with serving(drain_s=0.3) as its:
-        its.engine.runner.flatten = slow(its.engine.runner.flatten, 0.05)
+    with serving(drain_s=0.3) as served:
+        served.engine.runner.flatten = slow(served.engine.runner.flatten, 0.05)
         asked = dict(model="tiny", prompt="a", max_tokens=120, stream=True)
-        running = its.client.completions.create(**asked)
+        running = served.client.completions.create(**asked)
         next(iter(running))
-        its.server.should_exit = True
+        served.server.should_exit = True
         with pytest.raises((openai.APIError, httpx.TransportError)):
             list(running)
     assert "Cancel 1 running task" in (log := capfd.readouterr().err) and "Traceback" not in log
 
 
-PROGRAM = "-m server --preset llama-tiny --device cpu --dtype float32 --port 0 --threads 1".split()
+PROGRAM = ["-m", "server", "--preset", "llama-tiny", "--device", "cpu", "--dtype", "float32"]
+PROGRAM += ["--port", "0", "--threads", "1"]
 
 
 def test_after_a_signal_it_finishes_what_runs():
@@ -358,7 +368,9 @@ def test_a_command_line_that_makes_no_sense_is_refused(words):
 
 
 def test_pages_are_shared_if_told_and_must_be_shorter_than_the_longest():
-    make = lambda words: make_engine(parse_args([*PROGRAM[2:-2], *words.split()])).config
+    def make(words):
+        return make_engine(parse_args([*PROGRAM[2:-2], *words.split()])).config
+
     assert not make("--max-len 64").prefix_caching
     for max_len, page_size in ((128, 64), (64, 32), (31, 16)):
         config = make(f"--max-len {max_len} --prefix-caching")
@@ -393,19 +405,19 @@ def test_the_template_of_a_checkpoint(tmp_path):
 def test_a_remote_server_is_measured_as_this_machine_is():
     lengths = [(0.0, 5, 20), (0.02, 9, 1), (0.04, 60, 30)]
     arrivals = [Arrival(*row, priority="high") for row in lengths]
-    with serving(circle(), byte_tokenizer()) as its:
-        remote = RemoteServer(f"{its.url}/v1")
+    with serving(circle(), byte_tokenizer()) as served:
+        remote = RemoteServer(f"{served.url}/v1")
         ended = []
         seen = remote.serve(arrivals, prompts(arrivals, 256, 0), lambda: ended.append(1))
         assert remote.model == "tiny" and len(ended) == 3
-    with serving(circle(), byte_tokenizer(), max_waiting=1) as its:
-        its.engine.runner.flatten = slow(its.engine.runner.flatten, 0.2)
+    with serving(circle(), byte_tokenizer(), max_waiting=1) as served:
+        served.engine.runner.flatten = slow(served.engine.runner.flatten, 0.2)
         arrivals = [Arrival(0.0, 5, 2)] * 8
-        crowd = RemoteServer(f"{its.url}/v1").serve(arrivals, prompts(arrivals, 256, 0))
+        crowd = RemoteServer(f"{served.url}/v1").serve(arrivals, prompts(arrivals, 256, 0))
     assert [(len(c.prompt), len(c.token_times)) for c in seen.completions] == [
-        its[1:] for its in lengths
+        row[1:] for row in lengths
     ]
-    for c, (arrival, *_) in zip(seen.completions, lengths):
+    for c, (arrival, *_) in zip(seen.completions, lengths, strict=True):
         assert (c.arrival, c.priority, c.finish_reason) == (arrival, 1, "length")
         assert c.token_times == sorted(c.token_times) and 0 < c.ttft < 10
     judged = judge(seen, 10.0)

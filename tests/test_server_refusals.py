@@ -15,16 +15,16 @@ from tests.servers import complete, generate, generate_text, idle, openai, servi
 
 
 def test_a_full_queue_is_answered_429():
-    with serving(max_batch=1, max_waiting=1) as its:
-        its.engine.runner.flatten = slow(its.engine.runner.flatten, 0.01)
+    with serving(max_batch=1, max_waiting=1) as served:
+        served.engine.runner.flatten = slow(served.engine.runner.flatten, 0.01)
         with ThreadPoolExecutor() as pool:
             asking = []
             for requests in (1, 2):
-                asking.append(pool.submit(complete, its, "a", max_tokens=60, stream=True))
-                wait_for(lambda: len(its.engine.scheduler.requests) == requests)  # noqa: B023
-                wait_for(lambda: len(its.engine.scheduler.running) == 1)
+                asking.append(pool.submit(complete, served, "a", max_tokens=60, stream=True))
+                wait_for(lambda: len(served.engine.scheduler.requests) == requests)  # noqa: B023
+                wait_for(lambda: len(served.engine.scheduler.running) == 1)
             with pytest.raises(openai.RateLimitError, match="max_waiting=1") as refused:
-                complete(its, "b")
+                complete(served, "b")
             assert refused.value.response.headers["retry-after"] == "1"
             assert refused.value.code == "queue_full"
             assert [len(text) for text, *_ in (done.result() for done in asking)] == [60, 60]
@@ -129,7 +129,9 @@ objects = st.dictionaries(st.sampled_from(NAMES.split()), values, max_size=5)
 @given(
     st.binary(max_size=40)
     | values.map(json.dumps)
-    | objects.map(lambda its: json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 2} | its)),
+    | objects.map(
+        lambda body: json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 2} | body)
+    ),
     st.sampled_from(["completions", "chat/completions"]),
 )
 def test_no_body_breaks_it(tiny, body, address):
@@ -146,20 +148,23 @@ def test_it_serves_on_after_all_that(tiny):
 
 
 def test_an_api_key():
-    with serving(key="sésame") as its:
-        ask = lambda key: its.http.get("/v1/models", headers={"authorization": key})
+    with serving(key="sésame") as served:
+
+        def ask(key):
+            return served.http.get("/v1/models", headers={"authorization": key})
+
         right = "Bearer sésame".encode()
         assert ask(right).status_code == 200
         for wrong in (b"", b"Bearer", b"Bearer x", b"Bearer s\xe9same", right + b"x"):
             assert ask(wrong).status_code == 401
-        post = its.http.post("/v1/completions", json={})
+        post = served.http.post("/v1/completions", json={})
         assert post.status_code == 401 and post.json()["error"]["code"] == "invalid_api_key"
-        assert its.http.get("/health").status_code == 200
+        assert served.http.get("/health").status_code == 200
 
 
 def test_a_step_that_fails_is_a_500_for_its_requests_and_no_others():
-    with serving(max_batch=1) as its:
-        flatten, runner = its.engine.runner.flatten, its.engine.runner
+    with serving(max_batch=1) as served:
+        flatten, runner = served.engine.runner.flatten, served.engine.runner
         failing = threading.Event()
 
         def broken(spans):
@@ -171,20 +176,20 @@ def test_a_step_that_fails_is_a_500_for_its_requests_and_no_others():
 
         runner.flatten = broken
         asked = dict(model="tiny", max_tokens=50, stream=True, temperature=0)
-        first = its.client.completions.create(prompt="a", **asked)
+        first = served.client.completions.create(prompt="a", **asked)
         with ThreadPoolExecutor() as pool:
-            second = pool.submit(complete, its, "hello", max_tokens=50)  # waits meanwhile
-            wait_for(lambda: len(its.engine.scheduler.requests) == 2)
+            second = pool.submit(complete, served, "hello", max_tokens=50)  # waits meanwhile
+            wait_for(lambda: len(served.engine.scheduler.requests) == 2)
             failing.set()
             with pytest.raises(openai.APIError, match="the engine failed"):
                 list(first)
-            expected = generate(its, "hello", SamplingParams(50)).text
+            expected = generate(served, "hello", SamplingParams(50)).text
             assert second.result()[0] == expected
         failing.set()
         with pytest.raises(openai.InternalServerError, match="the engine failed"):
-            complete(its, "a")
-        assert complete(its, "hello")[0] == expected[:20]
-        wait_for(lambda: idle(its.engine))
+            complete(served, "a")
+        assert complete(served, "hello")[0] == expected[:20]
+        wait_for(lambda: idle(served.engine))
 
 
 FAILING = {  # where a policy of one's own may fail, and how
@@ -204,23 +209,23 @@ def test_a_policy_that_fails_leaves_nobody_waiting(method, tmp_path, caplog):
     own, name = tmp_path / "own.py", method.strip()
     own.write_text(
         "from scheduler import SarathiServe\n\nclass Own(SarathiServe):\n    broken = False\n"
-        f"    def {name}(self, *its):\n        if self.broken:\n            {FAILING[method]}\n"
-        f"        return super().{name}(*its)\n"
+        f"    def {name}(self, *args):\n        if self.broken:\n            {FAILING[method]}\n"
+        f"        return super().{name}(*args)\n"
     )
-    with serving(policy=f"{own}:Own") as its:
-        its.engine.scheduler.broken = True
+    with serving(policy=f"{own}:Own") as served:
+        served.engine.scheduler.broken = True
         for stream in (False, True):
             with pytest.raises(openai.APIError):
-                complete(its, "a", stream=stream)
+                complete(served, "a", stream=stream)
         if name == "finish":  # also if it fails as a client goes
-            stream = its.client.completions.create(model="tiny", prompt="a", stream=True)
+            stream = served.client.completions.create(model="tiny", prompt="a", stream=True)
             next(stream)
             stream.close()
-        wait_for(lambda: idle(its.engine))
-        check_integrity(its.engine.scheduler.pages, [])
+        wait_for(lambda: idle(served.engine))
+        check_integrity(served.engine.scheduler.pages, [])
         count = len(caplog.records)
         time.sleep(0.1)
         assert len(caplog.records) == count <= 4  # it does not try for ever
-        its.engine.scheduler.broken = False
-        assert complete(its, "hello")[0] == generate_text("hello")
-        wait_for(lambda: idle(its.engine))
+        served.engine.scheduler.broken = False
+        assert complete(served, "hello")[0] == generate_text("hello")
+        wait_for(lambda: idle(served.engine))

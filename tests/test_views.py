@@ -59,7 +59,7 @@ def axis_labelled(figure, label):
 
 
 def points(line):
-    return list(zip(*(data.tolist() for data in line.get_data())))
+    return list(zip(*(data.tolist() for data in line.get_data()), strict=True))
 
 
 def texts(axis_or_legend):
@@ -90,7 +90,7 @@ def test_every_policy_has_a_colour_of_its_own_whoever_else_is_drawn():
 def test_texts_are_short_and_plain(tmp_path):
     one, simulated = MACHINE | {"threads": 1}, MACHINE | {"threads": None}
     lines = [LINE, LINE.replace("2 threads", "1 thread"), LINE[: -len(", 2 threads")]]
-    for machine, line in zip((MACHINE, one, simulated), lines):
+    for machine, line in zip((MACHINE, one, simulated), lines, strict=True):
         figure = style.finish(style.new_figure(1), "Title", tmp_path / "p.png", machine)
         assert figure.get_suptitle() == f"Title\n{line}"
     seen = [style.three_digits(value) for value in (None, 0, 0.5, 12.345, 123.4, 999.9, 12345)]
@@ -119,7 +119,7 @@ def test_lanes_show_the_requests_that_do_more_than_wait():
     draw_lanes(axis, lane_bars(*a_run()), GapScale(4.0, "the SLO"))
     assert spans_of(axis) == ALL and axis.get_xlim() == (0, 8)
     assert [label.get_text() for label in axis.get_yticklabels()] == ["0", "1"]
-    long = [color for bar, color in zip(ALL, colors_of(axis)) if bar[:2] == (2, 7)]
+    long = [color for bar, color in zip(ALL, colors_of(axis), strict=True) if bar[:2] == (2, 7)]
     assert set(long) <= {OVER}  # its whole length counts, not what is seen of it
     assert axis.get_title(loc="right") == "longest time between tokens: 5.00 s"
 
@@ -183,7 +183,7 @@ def test_serving_draws_the_latencies_of_each_run(tmp_path):
         curve, dots = axis.lines[:2]
         assert curve.get_label() == "vllm" and curve.get_drawstyle() == "steps-pre"
         assert curve.get_color() == dots.get_color() == POLICY_COLORS["vllm"]
-        assert points(curve) == [near(step) for step in zip(x, share)]
+        assert points(curve) == [near(step) for step in zip(x, share, strict=True)]
         assert points(dots)[1] == near((p99, 0.01))
     assert tbt.lines[-1].get_xdata() == [0.5, 0.5] and tbt.get_xlim()[0] < 0.5  # the SLO, in view
     assert tbt.get_title() == "dashed: SLO 0.5 s" and figure.get_suptitle().endswith(LINE)
@@ -204,7 +204,7 @@ def test_serving_shows_the_time_around_the_longest_gap_of_all(tmp_path):
         figure = plot_serving(runs, MACHINE, tmp_path / "s.svg", 3.0)
         lanes = [axis for axis in figure.axes if axis.get_ylabel() == "request"]
         assert [axis.get_xlim() for axis in lanes] == [(near(window[0]), near(window[1]))] * 2
-        assert [[its.get_text() for its in axis.get_yticklabels()] for axis in lanes] == ids
+        assert [[label.get_text() for label in axis.get_yticklabels()] for axis in lanes] == ids
 
 
 def test_serving_colours_gaps_by_their_length_and_puts_chunks_above_them(tmp_path):
@@ -251,7 +251,7 @@ def test_serving_draws_runs_in_which_little_happened(run, tmp_path):
     little = {"vllm": run}
     figure = plot_serving(little, MACHINE, tmp_path / "1.png", slo_s=1.0)
     lanes = next(axis for axis in figure.axes if axis.get_ylabel() == "request")
-    assert all(color[3] == 1 for its in lanes.collections for color in its.get_facecolors())
+    assert all(color[3] == 1 for bars in lanes.collections for color in bars.get_facecolors())
     plot_serving(little | {"orca": a_run()}, MACHINE, tmp_path / "2.png", slo_s=0.1)
     assert is_png(tmp_path / "1.png") and is_png(tmp_path / "2.png")
 

@@ -81,8 +81,8 @@ def batch_color(prefills: int, decodes: int) -> str:
 
 def policy_colors(names: Iterable[str]) -> dict[str, str]:
     """The colour of each name: that of POLICY_COLORS, or else the next of OTHER_COLORS."""
-    others = cycle(OTHER_COLORS)
-    return {name: POLICY_COLORS.get(name) or next(others) for name in names}
+    spare_colors = cycle(OTHER_COLORS)
+    return {name: POLICY_COLORS.get(name) or next(spare_colors) for name in names}
 
 
 def three_digits(value: float | None) -> str:
