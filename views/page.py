@@ -15,7 +15,6 @@ import gzip
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypedDict
@@ -117,8 +116,16 @@ class Recorder:
             "page_size": first.pages.page_size,
         }
         for micro_batch, scheduler in enumerate(schedulers):
-            decide = partial(self._decide, micro_batch, scheduler, scheduler.next_batch)
-            scheduler.next_batch = decide
+            self._watch(micro_batch, scheduler)
+
+    def _watch(self, micro_batch: int, scheduler: Scheduler) -> None:
+        """Have each batch of this scheduler made by `_decide`."""
+        next_batch = scheduler.next_batch
+
+        def decide() -> Batch | None:
+            return self._decide(micro_batch, scheduler, next_batch)
+
+        scheduler.next_batch = decide
 
     def _decide(
         self, micro_batch: int, scheduler: Scheduler, next_batch: Callable[[], Batch | None]
