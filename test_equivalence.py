@@ -145,20 +145,26 @@ def test_hybrid_batch_in_scattered_pages_equals_its_parts(model, page_size):
     prompts = [tokens_of(model, n, n) for n in lengths]
     tables = block_tables([-(-n // page_size) for n in lengths], scattered=True)
     tables[1] = sorted(tables[1])  # pages in order, but not side by side
-    spans = [Span(table, n, prompt[n:]) for prompt, table, n in zip(prompts, tables, done)]
+    spans = [
+        Span(table, n, prompt[n:]) for prompt, table, n in zip(prompts, tables, done, strict=True)
+    ]
     ends = [-(-s.end // page_size) * page_size for s in spans]  # of the last pages
-    own = [i for s, end in zip(spans, ends) for i in slot_mapping(s.pages, page_size, s.start, end)]
-    expected = [prefill(model, prompt)[n:] for prompt, n in zip(prompts, done)]
+    own = [
+        i
+        for s, end in zip(spans, ends, strict=True)
+        for i in slot_mapping(s.pages, page_size, s.start, end)
+    ]
+    expected = [prefill(model, prompt)[n:] for prompt, n in zip(prompts, done, strict=True)]
     rows = sorted(range(len(spans)), key=lambda i: spans[i].length > 1)  # decodes first
     caches = []
     for position_major in (False, True):
         cache = poisoned_cache(model, 2 * sum(map(len, tables)), page_size, 70, position_major)
-        for prompt, table, n in zip(prompts, tables, done):
+        for prompt, table, n in zip(prompts, tables, done, strict=True):
             if n:
                 run(model, cache, [Span(table, 0, prompt[:n])])
         before, parts = cache.data.clone(), copy.deepcopy(cache)
         close(run(model, cache, spans, all_rows=True), torch.cat([expected[i] for i in rows]))
-        for span, logits in zip(spans, expected):
+        for span, logits in zip(spans, expected, strict=True):
             close(run(model, parts, [span]), logits[-1:])
         close(cache.data, parts.data, equal_nan=True)
         before[:, :, :, own] = cache.data[:, :, :, own]
@@ -168,7 +174,7 @@ def test_hybrid_batch_in_scattered_pages_equals_its_parts(model, page_size):
     assert caches[0].data.stride() != caches[1].data.stride() or model.config.n_kv_head == 1
 
 
-def test_decodes_come_first_in_a_flat_batch_and_logits_only_for_the_spans_that_want_them():
+def test_a_flat_batch_has_decodes_first_and_only_the_logits_asked_for():
     backend = SimpleNamespace(device=torch.device("cpu"), page_size=16, plan=lambda spans: spans)
     first, last = Span([3], 4, [7, 8]), Span([0], 0, [1, 2, 3], False)
     decodes = [Span([1], 9, [5]), Span([2], 6, [4])]
@@ -196,7 +202,7 @@ def test_greedy_tokens_are_the_same_under_every_policy_and_alone(
     sizes = dict(chunk=8, max_batch=3, max_len=64, page_size=page_size, pages=pages)
     engine, forward = Engine(model, policy=policy, **sizes), GPT.forward
     monkeypatch.setattr(GPT, "forward", lambda *args: poison(engine) or forward(*args))
-    prompts, params, expected = zip(*requests)
+    prompts, params, expected = zip(*requests, strict=True)
     done = engine.generate(prompts, params, progress=False)
     assert [c.tokens for c in done] == list(expected)
 
@@ -272,7 +278,10 @@ def test_gather_copies_exactly_these_pages(n_kv_head, page_size, position_major)
 def test_pages_that_follow_each_other_are_read_in_place(monkeypatch):
     model, copied = tiny_model(n_kv_head=2), []
     cache = poisoned_cache(model, 8, 4, max_len=32)
-    counted = lambda x, rows, size: copied.append(len(rows)) or gather(x, rows, size)
+
+    def counted(x, rows, size):
+        return copied.append(len(rows)) or gather(x, rows, size)
+
     monkeypatch.setattr(sdpa, "gather", counted)
     in_pieces = [[5, 1, 6], [1, 0], [3, 5], [3, 4, 6], [4, 3, 5]]
     tables = [(table, 0) for table in ([2, 3, 4], [7], [0], [3, 4, 5, 6])]
@@ -329,7 +338,7 @@ def test_decodes_that_share_pages_equal_each_alone(
         tables = [[order[page] for page in its] for its in block_tables([*shared, *own], False)]
         cache = poisoned_cache(model, times * pages + 1, page_size, longest)
         spans, k, v = [], *cache.layer(0)
-        for (i, end), its in zip(ends, tables[len(shared) :]):
+        for (i, end), its in zip(ends, tables[len(shared) :], strict=True):
             spans.append(a_span(tables[i] + its, end - 1, 1))
             begun = -(-(end - 1) // page_size) * page_size
             for x in (k, v):

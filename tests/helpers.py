@@ -3,6 +3,7 @@
 import math
 import random
 from collections import Counter, defaultdict, deque
+from itertools import pairwise
 
 import pytest
 import torch
@@ -42,7 +43,10 @@ def poisoned_cache(model, pages, page_size, max_len=None, position_major=False):
     """A cache whose slots hold NaN until they are written. `max_len` is by default one page's,
     `position_major` the layout that a cache has on CUDA."""
     device, empty = "cuda" if position_major else "cpu", torch.empty_permuted
-    here = lambda *sizes, device, dtype: empty(*sizes, dtype=dtype)
+
+    def here(*sizes, device, dtype):
+        return empty(*sizes, dtype=dtype)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty_permuted", here)
         sizes = pages, page_size, device, model.dtype, max_len or page_size
@@ -192,7 +196,7 @@ class VirtualRun:
     def tbt(self, requests=None):
         """All times between tokens, of these requests or of all, sorted."""
         times = self.token_times.values() if requests is None else [r.token_times for r in requests]
-        return sorted(later - earlier for t in times for earlier, later in zip(t, t[1:]))
+        return sorted(later - earlier for t in times for earlier, later in pairwise(t))
 
 
 def percentile(values, p):

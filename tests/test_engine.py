@@ -57,10 +57,12 @@ class WordTokenizer:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_seeded_sampling_is_the_same_under_every_policy(model, policy):
     temperatures, seeds = (1.0, 0.7, 1.5, 1.0, 0.0), range(1, 6)
-    ways = zip(temperatures, (0, 5, 0, 9, 0), (1.0, 1.0, 0.8, 0.5, 1.0), seeds)
+    ways = zip(temperatures, (0, 5, 0, 9, 0), (1.0, 1.0, 0.8, 0.5, 1.0), seeds, strict=True)
     params = [SamplingParams(8, *way) for way in ways]
     done = make_engine(model, policy).generate(PROMPTS, params)
-    assert [c.tokens for c in done] == [alone(model, *request) for request in zip(PROMPTS, params)]
+    assert [c.tokens for c in done] == [
+        alone(model, *request) for request in zip(PROMPTS, params, strict=True)
+    ]
 
 
 def test_every_seed_and_every_position_has_its_own_random_numbers(model):
@@ -154,7 +156,7 @@ def test_events_are_the_tokens_in_order(model):
     engine = make_engine(model)
     ids = [engine.add_request(p, SamplingParams(4, logprobs=True)) for p in PROMPTS]
     events = finished(engine)
-    for i, prompt in zip(ids, PROMPTS):
+    for i, prompt in zip(ids, PROMPTS, strict=True):
         own = [event for event in events if event.request_id == i]
         *before, (_, _, logprob, reason, completion) = own
         assert all(e.finish_reason is None and e.completion is None for e in before)
@@ -187,7 +189,7 @@ def test_text_in_text_out():
     model.head.weight.mul_(0.3)  # flatter, so that the stop token comes up now and then
     prompts = ["0 1 2", "25 25 25", "7 4 11 11 14", "16"]
     done = make_engine(model, tokenizer=WordTokenizer()).generate(prompts, params)
-    for prompt, completion in zip(prompts, done):
+    for prompt, completion in zip(prompts, done, strict=True):
         expected = alone(model, [int(word) for word in prompt.split()], params, stop=(26,))
         assert completion.tokens == expected
         text = expected[:-1] if completion.finish_reason == "stop" else expected
@@ -205,7 +207,10 @@ def test_text_of_a_prompt_that_ends_within_a_character(monkeypatch):
 
 def test_a_request_may_bring_its_id(model):
     engine, params = make_engine(model), SamplingParams(2)
-    add = lambda number=None: engine.add_request([1], params, request_id=number)
+
+    def add(number=None):
+        return engine.add_request([1], params, request_id=number)
+
     assert [add(), add(7), add(), add(3), add()] == [0, 7, 8, 3, 9]
     for taken in (7, 8):
         with pytest.raises(ValueError, match=f"request_id={taken}: is the id of another"):
@@ -222,9 +227,10 @@ def test_a_request_may_bring_its_id(model):
 def test_warm_up_leaves_no_trace(model, more, monkeypatch):
     engine, params, sizes = make_engine(model, **more), SamplingParams(4), []
     forward = GPT.forward
-    count = lambda self, batch, cache: (
-        sizes.append(len(batch.tokens)) or forward(self, batch, cache)
-    )
+
+    def count(self, batch, cache):
+        return sizes.append(len(batch.tokens)) or forward(self, batch, cache)
+
     with monkeypatch.context() as patch:
         patch.setattr(GPT, "forward", count)
         engine.warm_up()
@@ -240,7 +246,10 @@ def test_warm_up_leaves_no_trace(model, more, monkeypatch):
 def test_greedy_of_the_runner_is_the_likeliest_token_of_whoever_wants_one(model):
     runner = Runner(model, pages=3, page_size=40)
     runner.cache.data.fill_(float("nan"))
-    whole = lambda i, **more: Span([i], 0, PROMPTS[i], **more)
+
+    def whole(i, **more):
+        return Span([i], 0, PROMPTS[i], **more)
+
     assert runner.greedy([whole(0), whole(1, wants_logits=False), whole(2)]) == [
         alone(model, PROMPTS[i], SamplingParams(1))[0] for i in (0, 2)
     ]
@@ -265,7 +274,10 @@ def test_a_failed_step_is_computed_again(model, policy, error, monkeypatch):
         return logits
 
     requests = engine.scheduler.requests
-    state = lambda: {i: (r.num_computed, len(r.tokens)) for i, r in requests.items()}
+
+    def state():
+        return {i: (r.num_computed, len(r.tokens)) for i, r in requests.items()}
+
     monkeypatch.setattr(GPT, "forward", flaky)
     while engine.has_work:
         before = state()

@@ -28,11 +28,17 @@ def test_packed_is_as_near_to_the_exact_logits_as_plain(family):
     model = tiny_model(family, dtype=bf16)
     exact = GPT(model.config, dtype=torch.float64)
     exact.load_state_dict(model.state_dict())
-    logits = lambda m: run(m, poisoned_cache(m, 1, 40), [Span([0], 0, PROMPT)], all_rows=True)
+
+    def logits(m):
+        return run(m, poisoned_cache(m, 1, 40), [Span([0], 0, PROMPT)], all_rows=True)
+
     expected, plain = logits(exact), logits(model)
     fast = logits(packed.pack(model))
     assert all(isinstance(layer, packed.PackedLinear) for layer in linear_layers(model.blocks))
-    error = lambda found: (found - expected).abs().max()
+
+    def error(found):
+        return (found - expected).abs().max()
+
     assert 0 < error(fast) <= 2 * error(plain)
 
 

@@ -39,7 +39,7 @@ def workload():
     return model, requests
 
 
-class Fault(Exception):
+class Fault(Exception):  # noqa: N818
     """What a broken forward raises."""
 
 

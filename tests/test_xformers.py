@@ -43,7 +43,9 @@ def seen_by_split_k(mask, slots):
     Not `materialize`: it goes on behind a request's end, and a table's padding would hide a page.
     """
     seen = torch.zeros(len(mask.block_tables), slots, dtype=torch.bool)
-    for row, table, n in zip(seen, mask.block_tables.tolist(), mask.k_seqinfo.seqlen.tolist()):
+    for row, table, n in zip(
+        seen, mask.block_tables.tolist(), mask.k_seqinfo.seqlen.tolist(), strict=True
+    ):
         row[slot_mapping(table, mask.page_size, 0, n)] = True
     return seen
 
@@ -56,7 +58,7 @@ DECODES = [[([4], 0, 1)], [([0], 0, 1)], [([2, 0], 7, 1), ([3, 4], 4, 1)], LAST_
 def test_paged_mask_is_figure_6_in_every_block_table(spans):
     pytest.importorskip("xformers")
     n, expected = len(spans), torch.zeros(len(spans), 24, dtype=torch.bool)
-    for row, (pages, start, length) in zip(expected, spans):  # pages of 4 tokens
+    for row, (pages, start, length) in zip(expected, spans, strict=True):  # pages of 4 tokens
         row[slot_mapping(pages, 4, 0, start + 1)] = figure_6(start, length)[0]
     mask = xformers.paged_bias([a_span(*span) for span in spans], page_size=4, max_len=12)
     assert torch.equal(seen_by_split_k(mask, 24), expected)
@@ -162,7 +164,10 @@ class NoWaiting(TorchDispatchMode):
 def test_xformers_and_sampling_do_not_wait_for_the_device(case, on_a_pretended_gpu, monkeypatch):
     model, (decodes, chunks, sizes) = tiny_model(head_dim=16), case
     for operator in (on_a_pretended_gpu.flash.FwOp, on_a_pretended_gpu.triton_splitk.FwOp):
-        attends = lambda op, inputs, needs_gradient: (inputs.query, None)
+
+        def attends(op, inputs, needs_gradient):
+            return (inputs.query, None)
+
         monkeypatch.setattr(operator, "apply", classmethod(attends))
     cache = poisoned_cache(model, *sizes, position_major=True)
     backend, spans = XFormers(model.config, cache), [a_span(*span) for span in decodes + chunks]
@@ -187,10 +192,8 @@ def test_pages_that_xformers_cannot_read_are_refused_or_go_to_torch(page_size, o
 
 
 CUDA_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
-ON_CUDA = "sdpa float32 720 16, sdpa bfloat16 720 64, xformers bfloat16 720 64".split(", ")
-ON_CUDA += "xformers float16 720 64 128, xformers-split-k bfloat16 720, auto bfloat16 64".split(
-    ", "
-)
+ON_CUDA = ["sdpa float32 720 16", "sdpa bfloat16 720 64", "xformers bfloat16 720 64"]
+ON_CUDA += ["xformers float16 720 64 128", "xformers-split-k bfloat16 720", "auto bfloat16 64"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
