@@ -12,6 +12,7 @@ import bench
 import sample
 import server.__main__
 from engine import Engine
+from lab.commands import compare
 from sampling import SamplingParams
 from scheduler import SarathiServe
 from tests.helpers import alone, tiny_model
@@ -98,6 +99,7 @@ def commands(text):
 @pytest.mark.parametrize("room", MIN_COMMANDS)
 def test_every_command_parses(room, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compare, "has_package", lambda python, engine: True)
     Path("my_policy.py").write_text(POLICIES)
     Path("policies").mkdir()
     Path("policies/template.py").write_text(TEMPLATE)

@@ -1,0 +1,140 @@
+"""Other engines on the same requests: `bench.py compare --against transformers,openvino`.
+
+Prints the tokens per second of each engine, in turns with ours. Random weights, of llama-160m or of
+--model, are saved first, for all to load. Read next: lab/measure/other_engines.py.
+"""
+
+import sys
+import time
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from tempfile import TemporaryDirectory
+
+import torch
+
+from cli.loading import ModelOptions, add_model_options, load_model
+from cli.options import OptionParser, add_json_option, write_json, wrote
+from lab.commands import offline
+from lab.commands.offline import OfflineOptions
+from lab.measure import timing
+from lab.measure.machine_info import measure_machine
+from lab.measure.offline_load import OfflineLoad
+from lab.measure.other_engines import (
+    OUR_POLICIES,
+    PACKAGES,
+    EngineResult,
+    can_save_random,
+    compare_engines,
+    has_package,
+    save_random,
+)
+from model import GPTConfig
+from pretrained import checkpoints
+from views.tables import Column, format_table
+
+COMPARE_COLUMNS: list[Column[EngineResult]] = [
+    Column("tokens/s", lambda result: result.tokens_per_s, ",.0f"),
+    Column("ours, sarathi-serve", lambda result: result.sarathi_serve_gain, ".2fx"),
+    Column("ours, vllm", lambda result: result.vllm_gain, ".2fx"),
+    Column("equal tokens", lambda result: result.equal_tokens, ".0%"),
+]
+
+
+@dataclass(frozen=True)
+class CompareOptions(OfflineOptions):
+    """The options of `compare`: those of `offline`, and the other engines."""
+
+    against: dict[str, str]  # engine -> the Python that has its packages
+
+
+def engines(text: str) -> dict[str, str]:
+    """The type of --against: {engine: the Python that has its packages}."""
+    pythons = {}
+    for part in text.split(","):
+        engine, _, python = part.strip().partition("=")
+        if engine not in PACKAGES:
+            raise ArgumentTypeError(f"{engine!r}: must be one of {', '.join(PACKAGES)}")
+        pythons[engine] = python or sys.executable
+        if not has_package(pythons[engine], engine):
+            missing = f"{pythons[engine]} is no Python with {PACKAGES[engine]}"
+            raise ArgumentTypeError(f"{engine}: {missing}")
+    return pythons
+
+
+def add_options(parser: OptionParser) -> None:
+    """Add the options of the command: the engines, and the load of `offline`."""
+    parser.add_argument(
+        "--against",
+        help=f"engines that serve the requests too, comma-separated, of {', '.join(PACKAGES)} "
+        "(packages openvino-genai, optimum-intel), required; openvino=/its/bin/python where "
+        "another has them",
+        required=True,
+        metavar="ENGINES",
+        type=engines,
+    )
+    offline.add_load_options(parser)
+    add_json_option(parser)
+    add_model_options(parser, "llama-13b on a GPU with 40 GB or more, else llama-160m")
+    parser.set_defaults(policies=list(OUR_POLICIES), plot=None, html=None)
+
+
+def resolve(parser: OptionParser, args: Namespace) -> CompareOptions:
+    """The options, checked. Exits with a message for random weights that cannot be saved."""
+    options = CompareOptions(**vars(offline.resolve(parser, args)), against=args.against)
+    model = options.model
+    if not model.init_from and not can_save_random(GPTConfig.preset(model.name)):
+        parser.error(f"--against: random weights like those of {model.model} cannot be saved")
+    return options
+
+
+def main(options: CompareOptions) -> None:
+    """Compare, print and write."""
+    began = time.perf_counter()
+    load = options.load
+    with TemporaryDirectory() as folder:
+        model_options = with_checkpoint(options.model, load.seq_len, folder)
+        model = load_model(model_options, load.seq_len, positions_from="--seq-len")
+        machine = measure_machine(model, options.model.name, options.chunk)
+        print(machine.heading())
+        results = compare_engines(
+            model,
+            checkpoints.find(str(model_options.init_from)),
+            options.against,
+            load,
+            chunk=options.chunk,
+            attention=options.model.attention,
+        )
+    print_results(results, load, options.chunk, machine.dtype)
+    seconds = time.perf_counter() - began
+    print(f"\ntook {seconds:.0f} s")
+    report = {
+        "machine": machine.to_json(),
+        "against": {name: asdict(result) for name, result in results.items()},
+        "seconds": seconds,
+    }
+    write_json(options, report)
+    wrote(options.json)
+
+
+def with_checkpoint(options: ModelOptions, positions: int, folder: str) -> ModelOptions:
+    """The options of a checkpoint. Random weights become one, in this folder."""
+    if options.init_from:
+        return options
+    config = GPTConfig.preset(options.name)
+    config = replace(config, max_positions=max(config.max_positions, positions))
+    save_random(config, folder, options.seed, getattr(torch, str(options.dtype)))
+    return replace(options, model=None, init_from=folder)
+
+
+def print_results(
+    results: Mapping[str, EngineResult], load: OfflineLoad, chunk: int, dtype: str
+) -> None:
+    """Print the table of `compare_engines`."""
+    print(
+        f"Engines of others: same weights, {dtype}, batches of {load.batch} requests of "
+        f"{load.prompt_len} + {load.output_len} tokens,\nchunk {chunk}; medians of 3\n"
+    )
+    rows = {timing.mark(name, result.busy): result for name, result in results.items()}
+    print(format_table("engine, policy", COMPARE_COLUMNS, rows))
+    print("\nours: over the tokens/s of that engine; equal to sarathi-serve's, but for rounding")

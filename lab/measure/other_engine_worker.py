@@ -1,0 +1,115 @@
+"""Another engine, in a process of its own: the program that other_engines.py starts.
+
+It runs under any Python that has the engine's packages, and imports nothing of this repository. It
+reads a Job as a line of JSON and answers with the engine's policies. Each further line names one of
+them; the answer is the tokens that it generated for the job's prompts.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+Serve = Callable[[], list[list[int]]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """The engine and the requests. Matrices, keys and values have the dtype."""
+
+    engine: str  # a name in ENGINES
+    checkpoint: str
+    folder: str  # for files of the engine's own
+    prompts: list[list[int]]  # all of one length
+    output_len: int
+    seq_len: int  # prompt and output
+    max_batch: int
+    chunk: int
+    dtype: str
+    device: str
+    threads: int
+
+
+def load_transformers(job: Job) -> dict[str, Serve]:
+    """`generate` in batches, each until its last token: what request-level does."""
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    torch.set_num_threads(job.threads)
+    model: Any = AutoModelForCausalLM.from_pretrained(job.checkpoint, dtype=job.dtype)
+    model.to(job.device)
+    no_end = GenerationConfig(max_new_tokens=job.output_len, pad_token_id=0)
+    model.generation_config = no_end
+    batches = torch.tensor(job.prompts, device=job.device).split(job.max_batch)
+
+    def serve() -> list[list[int]]:
+        outputs = [model.generate(ids, attention_mask=torch.ones_like(ids)) for ids in batches]
+        return torch.cat(outputs)[:, -job.output_len :].tolist()
+
+    return {"request-level": serve}
+
+
+def load_openvino(job: Job) -> dict[str, Serve]:
+    """ContinuousBatchingPipeline, stall-free (dynamic split-fuse) and with prompts first."""
+    import openvino_genai as genai  # pyright: ignore[reportMissingImports]
+    from optimum.intel import OVModelForCausalLM  # pyright: ignore[reportMissingImports]
+
+    model = OVModelForCausalLM.from_pretrained(
+        job.checkpoint, export=True, load_in_8bit=False, compile=False
+    )
+    model.save_pretrained(job.folder)
+    precision = job.dtype.replace("float", "f")  # as in "bf16"
+    hints = {
+        "INFERENCE_PRECISION_HINT": precision,
+        "KV_CACHE_PRECISION": precision,
+        "INFERENCE_NUM_THREADS": job.threads,
+    }
+    block_size = 32  # tokens
+    max_tokens = {"sarathi-serve": job.chunk, "vllm": job.max_batch * job.seq_len}
+    serves: dict[str, Serve] = {}
+    for policy, max_batched_tokens in max_tokens.items():
+        config = genai.SchedulerConfig()
+        config.dynamic_split_fuse = policy != "vllm"
+        config.max_num_batched_tokens = max_batched_tokens
+        config.max_num_seqs = job.max_batch
+        config.enable_prefix_caching = False
+        config.num_kv_blocks = job.max_batch * (job.seq_len // block_size + 2)
+        pipeline = genai.ContinuousBatchingPipeline(job.folder, config, "CPU", hints)
+        serves[policy] = partial(serve_with_openvino, pipeline, job)
+    return serves
+
+
+def serve_with_openvino(pipeline: Any, job: Job) -> list[list[int]]:
+    """The tokens that a ContinuousBatchingPipeline generates for the prompts, greedily."""
+    import openvino_genai as genai  # pyright: ignore[reportMissingImports]
+    from openvino import Tensor  # pyright: ignore[reportMissingImports]
+
+    greedy = genai.GenerationConfig(max_new_tokens=job.output_len, ignore_eos=True)
+    prompts = [Tensor([prompt]) for prompt in job.prompts]
+    handles = [pipeline.add_request(i, prompt, greedy) for i, prompt in enumerate(prompts)]
+    while pipeline.has_non_finished_requests():
+        pipeline.step()
+    return [list(handle.read_all()[0].generated_ids) for handle in handles]
+
+
+ENGINES = {"transformers": load_transformers, "openvino": load_openvino}
+
+
+def main() -> None:
+    """Answer the lines of the standard input."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the packages print is no answer
+    job = Job(**json.loads(sys.stdin.readline()))
+    serves = ENGINES[job.engine](job)
+    print(json.dumps(list(serves)), file=answers, flush=True)
+    for line in sys.stdin:
+        tokens = serves[line.strip()]()
+        print(json.dumps(tokens), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    del sys.path[0]  # this folder, whose files have names that packages use too
+    main()

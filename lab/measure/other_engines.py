@@ -1,0 +1,208 @@
+"""Other engines and ours, with the same weights and the same requests, in turns.
+
+Each other engine runs in a process of its own, under a Python that has its packages. Engines that
+are servers are compared by remote_server.py. Read first: timing.py. Read next:
+other_engine_worker.py, the program of these processes; lab/commands/compare.py.
+"""
+
+import json
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from config import EngineConfig
+from engine import Engine
+from lab.measure import timing, workload
+from lab.measure.offline_load import OfflineLoad
+from lab.measure.other_engine_worker import Job
+from model import GPT, GPTConfig
+from pretrained import checkpoints
+from sampling import SamplingParams
+
+PACKAGES = {"transformers": "transformers", "openvino": "openvino_genai"}  # of each engine
+OUR_POLICIES = ("sarathi-serve", "vllm")
+WORKER = Path(__file__).with_name("other_engine_worker.py")
+FIND_PACKAGE = "import sys, importlib.util as util; sys.exit(not util.find_spec(sys.argv[1]))"
+
+Tokens = list[list[int]]  # of each request
+
+
+@dataclass(frozen=True)
+class EngineResult:
+    """What an engine made of the load under one of its policies."""
+
+    tokens_per_s: float  # prompt and output
+    sarathi_serve_gain: float  # how many times as many tokens per second our sarathi-serve gives
+    vllm_gain: float  # and our vllm
+    equal_tokens: float  # the share of the output that is that of our sarathi-serve
+    busy: bool  # whether the machine was
+
+
+def has_package(python: str, engine: str) -> bool:
+    """Whether this Python exists and has the package that the engine needs."""
+    executable = shutil.which(python)
+    if executable is None:
+        return False
+    find = [executable, "-c", FIND_PACKAGE, PACKAGES[engine]]
+    return subprocess.run(find).returncode == 0
+
+
+def compare_engines(
+    model: GPT,
+    checkpoint: str | Path,
+    pythons: Mapping[str, str],
+    load: OfflineLoad,
+    *,
+    chunk: int,
+    attention: str = "auto",
+) -> dict[str, EngineResult]:
+    """Serve the load with our engine and with others, in turns: {"engine, policy": result}.
+
+    The model's weights are those of the checkpoint, which the others load. `pythons` maps an
+    engine to the Python that has its packages. There are as many requests as fill whole batches.
+    All decode greedily, with the same batch, dtype and number of threads; openvino on the CPU.
+    Raises ChildProcessError if an engine fails.
+    """
+    count = max(load.batch, load.requests // load.batch * load.batch)
+    arrivals = [workload.Arrival(0.0, load.prompt_len, load.output_len)] * count
+    prompts = workload.prompts(arrivals, model.config.vocab_size, load.seed)
+    config = EngineConfig(
+        max_batch=load.batch, max_len=load.seq_len, chunk=chunk, attention=attention
+    )
+    serves = {
+        f"ours, {policy}": our_engine(model, replace(config, policy=policy), prompts, load)
+        for policy in OUR_POLICIES
+    }
+    tokens: dict[str, Tokens] = {}
+
+    def serve_and_keep(name: str) -> None:
+        tokens[name] = serves[name]()
+
+    with ExitStack() as stack:
+        for engine, python in pythons.items():
+            folder = stack.enter_context(TemporaryDirectory())
+            job = Job(
+                engine=engine,
+                checkpoint=str(checkpoint),
+                folder=folder,
+                prompts=prompts,
+                output_len=load.output_len,
+                seq_len=load.seq_len,
+                max_batch=load.batch,
+                chunk=chunk,
+                dtype=str(model.dtype).removeprefix("torch."),
+                device=str(model.device),
+                threads=torch.get_num_threads(),
+            )
+            process = stack.enter_context(other_engine(python, job))
+            for policy in process.ask(json.dumps(asdict(job))):
+                serves[f"{engine}, {policy}"] = partial(process.ask, policy)
+        variants = {name: partial(serve_and_keep, name) for name in serves}
+        time_all = partial(timing.interleaved, variants, model.device, repeats=3, title="engines")
+        timings, drift = timing.steadily(time_all, model.device, tries=1)
+    stall_free, prefill_first = (f"ours, {policy}" for policy in OUR_POLICIES)
+    return {
+        name: EngineResult(
+            tokens_per_s=len(prompts) * load.seq_len / timed.ms * 1e3,
+            sarathi_serve_gain=timed.ms / timings[stall_free].ms,
+            vllm_gain=timed.ms / timings[prefill_first].ms,
+            equal_tokens=share_of_equal_tokens(tokens[name], tokens[stall_free]),
+            busy=max(drift, timed.spread) > timing.BUSY,
+        )
+        for name, timed in timings.items()
+    }
+
+
+def our_engine(
+    model: GPT, config: EngineConfig, prompts: Tokens, load: OfflineLoad
+) -> Callable[[], Tokens]:
+    """A function that serves the prompts of the load with an engine of this config."""
+    engine = Engine.from_config(model, config)
+    params = SamplingParams(load.output_len)
+
+    def serve() -> Tokens:
+        completions = engine.generate(prompts, params, progress=False)
+        return [completion.tokens for completion in completions]
+
+    return serve
+
+
+def share_of_equal_tokens(outputs: Tokens, reference: Tokens) -> float:
+    """The share of tokens that are those of the reference, place by place."""
+    return fmean(
+        token == expected
+        for output, expected_output in zip(outputs, reference, strict=True)
+        for token, expected in zip(output, expected_output, strict=False)
+    )
+
+
+class OtherEngine:
+    """A process of other_engine_worker.py."""
+
+    def __init__(self, process: subprocess.Popen[str], engine: str, log: Path) -> None:
+        self.process = process
+        self.engine = engine
+        self.log = log  # its errors
+
+    def ask(self, line: str) -> Any:
+        """The answer to a line. Raises ChildProcessError, with its last error, if it has ended."""
+        try:
+            self.process.send_signal(signal.SIGCONT)
+            print(line, file=self.process.stdin, flush=True)
+            answer = json.loads(self.process.stdout.readline() if self.process.stdout else "")
+            self.process.send_signal(signal.SIGSTOP)  # its idle threads would spin beside others
+            return answer
+        except (OSError, ValueError) as error:
+            last_line = self.log.read_text().strip().split("\n")[-1]
+            raise ChildProcessError(f"--against {self.engine}: {last_line}") from error
+
+
+@contextmanager
+def other_engine(python: str, job: Job) -> Iterator[OtherEngine]:
+    """Start the worker under this Python; it is killed at the end."""
+    log = Path(job.folder, "log")
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            [python, WORKER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+        with process:
+            try:
+                yield OtherEngine(process, job.engine, log)
+            finally:
+                process.kill()
+
+
+def can_save_random(config: GPTConfig) -> bool:
+    """Whether transformers' LLaMA has this geometry, so that `save_random` can save it."""
+    is_llama = config.family == "llama"
+    return is_llama and not (config.qkv_bias or config.qk_norm or config.rope_scaling)
+
+
+def save_random(config: GPTConfig, folder: str | Path, seed: int, dtype: torch.dtype) -> None:
+    """Save a LLaMA of this geometry with random weights in a folder, for all engines to load."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    aliases = {
+        field.alias or name: name for name, field in checkpoints.ModelFile.model_fields.items()
+    }
+    geometry = {
+        alias: getattr(config, name) for alias, name in aliases.items() if hasattr(config, name)
+    }
+    torch.manual_seed(seed)
+    llama: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**geometry))
+    llama.to(dtype).save_pretrained(folder)

@@ -1,0 +1,314 @@
+"""What is measured is a full pipeline, whatever the policy; and what is explained adds up."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+import bench
+from kv_cache import Pages
+from lab.commands import explain
+from lab.measure import gain, timing
+from lab.measure.gain import COMPARED, explain_gain
+from lab.measure.metrics import steady
+from lab.measure.offline_load import OfflineLoad
+from outputs import Completion, Iteration
+from policies import POLICIES, make_scheduler
+from scheduler import ChunkRecord, Request
+from tests.helpers import tiny_model
+
+BATCH = 6
+CHUNK = 128
+CUTS_AND_BEGINS = ("chunked-only", "sarathi-serve", "priority")  # in one chunk: two prompts
+
+
+def load_of(rounds, chunk=CHUNK):
+    """A load of so many whole rounds of requests, and one more, at the balanced ratio."""
+    return OfflineLoad(
+        seq_len=1000, pd_ratio=chunk / (BATCH - 1), batch=BATCH, requests=rounds * BATCH + 1
+    )
+
+
+def simulate(policy, load, chunk=CHUNK, cost=None):
+    """The completions and Iterations of a run in which each takes `cost(chunks)`, the seconds until
+    the launch, until the tokens are there, and until the next; (0, 1, 0) if it is None."""
+    now = 0.0
+    iterations = []
+    requests = []
+    scheduler = make_scheduler(
+        policy,
+        Pages(load.batch, load.seq_len),
+        clock=lambda: now,
+        chunk=chunk,
+        max_batch=load.batch,
+        max_len=load.seq_len,
+    )
+    for i, arrival in enumerate(load.arrivals()):
+        prompt = [0] * arrival.prompt_len
+        request = Request(i, prompt, arrival.prompt_len, arrival.output_len)
+        requests.append(request)
+        scheduler.add(request)
+    while batch := scheduler.next_batch():
+        before, during, after = cost(batch.record()) if cost else (0.0, 1.0, 0.0)
+        launch = now + before
+        end = launch + during
+        iterations.append(Iteration(now, end, batch.record(), launch))
+        now = end + after
+        tokens = [0 if chunk.yields_token else None for chunk in batch]
+        scheduler.advance(batch, tokens, now - after)
+    return [Completion.of(request) for request in requests], iterations
+
+
+def first_iteration_of(request_id, iterations):
+    """The index of the first iteration that computes tokens of a request."""
+    return next(
+        index
+        for index, iteration in enumerate(iterations)
+        if request_id in {chunk.request_id for chunk in iteration.chunks}
+    )
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "dynamic"])
+@pytest.mark.parametrize("chunk", [64, 256])
+def test_a_full_pipeline_turns_out_what_it_takes_in(policy, chunk):
+    """A round computes all of B requests, but for the last token: neither more nor fewer decodes
+    beside its prefills; and a longer run, from the middle of it, is no faster."""
+    load = load_of(3, chunk)
+    _, iterations = simulate(policy, load, chunk)
+    in_round, rate, seconds = steady(iterations, BATCH, rounds=1)
+    prefill = sum(iteration.prefill_tokens for iteration in in_round)
+    decode = sum(iteration.decode_tokens for iteration in in_round)
+    assert rate == (prefill + decode) / seconds and seconds == len(in_round)
+    slack = chunk if policy in CUTS_AND_BEGINS else 0
+    assert prefill == pytest.approx(BATCH * load.prompt_len, abs=slack)
+    assert decode == pytest.approx(BATCH * (load.output_len - 1), abs=BATCH if slack else 0)
+
+    _, iterations = simulate(policy, load_of(9, chunk), chunk)
+    first, end = (first_iteration_of(request_id, iterations) for request_id in (24, 48))
+    tokens = sum(i.prefill_tokens + i.decode_tokens for i in iterations[first:end])
+    assert rate == pytest.approx(tokens / (end - first), rel=0.01)
+
+
+def test_ramp_and_tail_are_not_counted():
+    def iteration(start, *chunks):
+        return Iteration(
+            start, start + 0.75, [ChunkRecord(*chunk, is_decode=chunk[1] > 0) for chunk in chunks]
+        )
+
+    batches = [[(i, 0, 9), (i + 1, 0, 9)] for i in (0, 2, 4)] + [[(6, 0, 9)]]
+    iterations = []
+    for requests in batches:
+        iterations.append(iteration(len(iterations), *requests))
+        decodes = [(request_id, 9, 1) for request_id, *_ in requests]
+        iterations.append(iteration(len(iterations), *decodes))
+    assert steady(iterations, 2) == (iterations[2:6], 40 / 4, 4)  # and not request 6's
+    assert steady(iterations, 2, rounds=1) == (iterations[4:6], 20 / 2, 2)
+    assert steady(iterations[:5], 2) == (iterations[2:4], 20 / 2, 2)  # 5's come with those of 4
+    alone = iterations[:4] + [iteration(6, (4, 0, 9))]  # 2 B + 1 requests are just enough
+    assert steady(alone, 2) == (iterations[2:4], 20 / 4, 4)
+    in_turn = [iteration(i, (i, 0, 9)) for i in range(6)]  # the last begins no round
+    assert steady(in_turn, 2) == (in_turn[2:4], 18 / 2, 2)
+    assert steady(iterations[:4], 2) == steady([], 2) == ([], None, None)
+
+
+def products_s(rows, logits):
+    """Seconds of the products of a batch: dearer per row beyond 500, and beside a pass over all."""
+    return 0.02 + 1e-3 * rows + 2e-4 * max(0, rows - 500) + 1e-4 * logits
+
+
+def attention_s(shapes):
+    """Seconds of the attention of [(start, length)]."""
+    return 1e-7 * sum(length * (start + length) for start, length in shapes)
+
+
+FLATTEN = 0.003  # seconds per batch, as all of these
+SAMPLING = 0.002
+SMALL = 0.03
+SCHEDULE = 0.004
+BETWEEN = 0.001
+
+
+def shapes_of(spans):
+    """[(start, length)] of spans or chunks."""
+    return [(span.start, span.length) for span in spans]
+
+
+class FakeRunner:
+    """Takes the times above, on a clock that is not real; keeps the batches that it computed."""
+
+    def __init__(self, model):
+        self.model = model
+        self.cache = SimpleNamespace(data=model.head.weight)
+        self.now = 0.0
+        self.batches = []
+
+    def wait(self, seconds):
+        """Let time pass."""
+        self.now += seconds
+
+    def flatten(self, spans):
+        """All that is not computed on the device."""
+        self.wait(FLATTEN)
+
+    def fetch(self, logits, params, positions):
+        """Sampling alone."""
+        assert len(logits) == len(params) == len(positions)
+        self.wait(SAMPLING)
+
+    def greedy(self, spans):
+        """All of it."""
+        pages = [page for span in spans for page in span.pages]
+        assert len(set(pages)) == len(spans) and set(pages) <= set(range(BATCH))
+        self.batches.append(spans)
+        self.flatten(spans)
+        rows = sum(span.length for span in spans)
+        logits = sum(span.wants_logits for span in spans)
+        self.wait(products_s(rows, logits) + attention_s(shapes_of(spans)) + SMALL)
+        self.fetch(*[range(logits)] * 3)
+
+
+@pytest.fixture
+def runner(monkeypatch):
+    """A FakeRunner, on whose clock every part of an iteration takes what it is known to take."""
+    fake = FakeRunner(tiny_model())
+
+    def products_alone(model, rows, logits):
+        return lambda: fake.wait(products_s(rows, logits))
+
+    def attention_alone(runner, spans):
+        return lambda: fake.wait(attention_s(shapes_of(spans)))
+
+    monkeypatch.setattr(gain, "products_alone", products_alone)
+    monkeypatch.setattr(timing, "attention_alone", attention_alone)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: fake.now)
+    monkeypatch.setattr(timing.Probe, "take", lambda self, *_: 0.0)
+    return fake
+
+
+def run_at_known_costs(policy, load):
+    """What run_policies would return for a policy, of the attributes that explain_gain reads."""
+
+    def cost(chunks):
+        logits = sum(chunk.start + chunk.length >= load.prompt_len for chunk in chunks)
+        seconds = products_s(sum(chunk.length for chunk in chunks), logits) + SMALL + SAMPLING
+        return SCHEDULE + FLATTEN, seconds + attention_s(shapes_of(chunks)), BETWEEN
+
+    completions, iterations = simulate(policy, load, cost=cost)
+    whole_run_rate = len(completions) * load.seq_len / iterations[-1].end
+    return SimpleNamespace(
+        run=SimpleNamespace(completions=completions, iterations=iterations),
+        summary=SimpleNamespace(tokens_per_s=whole_run_rate),
+        tokens_per_s=steady(iterations, load.batch)[1],
+        busy=False,
+    )
+
+
+def ms_per_token(step, policy):
+    """A step's cost under one policy."""
+    return step.request_level_ms if policy == "request-level" else step.sarathi_ms
+
+
+def test_the_steps_add_up_to_the_gain(runner):
+    load = load_of(2)
+    runs = {name: run_at_known_costs(name, load) for name in ("vllm", *COMPARED)}
+    explanation = explain_gain(runner, runs, CHUNK, BATCH)
+    steps = explanation.steps
+    assert steps[0].step.startswith("products, ") and len(steps) == 8 and not explanation.busy
+    assert explanation.difference == pytest.approx(0, abs=1e-9)
+    for policy in COMPARED:
+        summed, run, whole_run = (ms_per_token(step, policy) for step in steps[-3:])
+        assert summed == pytest.approx(run)
+        assert whole_run == pytest.approx(1e3 / runs[policy].summary.tokens_per_s)
+
+        iterations = steady(runs[policy].run.iterations, BATCH).iterations
+        shapes = [shapes_of(iteration.chunks) for iteration in iterations]
+        rows = [sum(length for _, length in shape) for shape in shapes]
+        logits = [
+            sum(start + length >= load.prompt_len for start, length in shape) for shape in shapes
+        ]
+        parts = [
+            sum(map(products_s, rows, logits)),
+            sum(map(attention_s, shapes)),
+            SMALL * len(shapes),
+            (SAMPLING + SCHEDULE + FLATTEN + BETWEEN) * len(shapes),
+        ]
+        for n, step in enumerate(steps[2:6]):
+            expected = 1e3 * sum(parts[: n + 1]) / sum(rows)
+            assert ms_per_token(step, policy) == pytest.approx(expected), (policy, n)
+        run_again = [shapes_of(spans) for spans in runner.batches]
+        assert all(shape in run_again for shape in shapes)
+
+    promise, chunk_rate, filled, *_ = steps
+    assert promise.request_level_ms == chunk_rate.request_level_ms == filled.request_level_ms
+    prompts = BATCH * load.prompt_len  # request-level computes them in one batch
+    assert promise.sarathi_ms == pytest.approx(1e3 * products_s(prompts, BATCH) / prompts)
+    assert chunk_rate.sarathi_ms == pytest.approx(1e3 * products_s(CHUNK, BATCH) / CHUNK)
+    assert filled.sarathi_ms > chunk_rate.sarathi_ms  # the last chunks of prompts are shorter
+
+
+def test_a_busy_machine_explains_nothing(runner, capsys):
+    load = load_of(3)
+    runs = {name: run_at_known_costs(name, load) for name in COMPARED}
+    for busy, title in ((False, "Where the gain goes: "), (True, "Where the gain goes (busy)")):
+        runs["sarathi"].busy = busy
+        explanation = explain_gain(runner, runs, CHUNK, BATCH)
+        explain.print_explanation(explanation)
+        text = capsys.readouterr().out
+        assert explanation.busy == busy and title in text
+        assert all(f"{step.gain:.3f}x |" in text for step in explanation.steps)
+        losses = {}
+        for before, after in zip(explanation.parts, explanation.parts[1:], strict=False):
+            losses[after.step] = after.gain / before.gain
+        largest = min(losses, key=losses.get)
+        assert (f"most is lost to {largest.strip('+ ')}, " in text) != busy
+    last_rounds = [
+        len(steady(run.run.iterations, BATCH, rounds=1).iterations) for run in runs.values()
+    ]
+    repeats = timing.WARMUP + 3
+    assert len(runner.batches) == 2 * repeats * sum(last_rounds)  # one round is enough
+
+
+TINY = [
+    "--model",
+    "llama-tiny",
+    "--chunk",
+    "32",
+    "--batch",
+    "3",
+    "--seq-len",
+    "80",
+    "--device",
+    "cpu",
+    "--dtype",
+    "float32",
+]
+
+
+def test_what_is_explained_is_written(tmp_path, capsys):
+    file = tmp_path / "r.json"
+    bench.main(["explain", *TINY, f"--json={file}"])
+    text = capsys.readouterr().out
+    report = json.loads(file.read_text())
+    assert "10 requests of 75 + 5 tokens, batch 3, chunk 32\n" in text
+    assert "Where the gain goes" in text and f"\nwrote {file}" in text
+    steps = report["explained"]["steps"]
+    runs = report["end_to_end"]
+    assert steps[0].keys() == {"step", "request-level", "sarathi", "gain"}
+    assert len(steps) == 8 and all(f"| {step['step']} " in text for step in steps)
+    assert steps[-2]["gain"] == pytest.approx(runs["sarathi"]["gain"])
+    assert steps[-1]["gain"] == pytest.approx(runs["sarathi"]["whole_run_gain"])
+    assert report["options"]["chunk"] == 32 and report["options"]["requests"] == 10
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--requests 12", "--requests 12: must be at least 13, 2 B + 1"),
+        ("--chunk 4", "--chunk 4: must be at least --batch 6"),
+    ],
+)
+def test_what_cannot_be_explained_is_refused(words, message, capsys):
+    bench.parse_args(["explain", "--requests", "13"])
+    with pytest.raises(SystemExit):
+        bench.parse_args(["explain", *words.split()])
+    assert message in capsys.readouterr().err

@@ -1,0 +1,248 @@
+"""Results of other engines are told as they were; a missing package is named."""
+
+import json
+import os
+import sys
+from argparse import ArgumentTypeError
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import bench
+from engine import Engine
+from lab.commands import compare
+from lab.commands.compare import engines
+from lab.measure import timing
+from lab.measure.machine_info import RealMachineInfo
+from lab.measure.offline_load import OfflineLoad
+from lab.measure.other_engine_worker import ENGINES
+from lab.measure.other_engines import PACKAGES, EngineResult, compare_engines, save_random
+from lab.measure.workload import Arrival, prompts
+from model import GPT
+from pretrained.presets import PRESETS
+from tests.helpers import tiny_model
+
+FAKE = """#!{python}
+import json, os, sys
+if "-c" in sys.argv:
+    sys.exit()
+job = json.loads(sys.stdin.readline())
+with open({seen!r}, "w") as file:
+    json.dump(job | {{"pid": os.getpid()}}, file)
+print(json.dumps(["vllm", "orca"]), flush=True)
+for line in sys.stdin:
+    if line == "orca\\n" and os.environ.get("FAILS"):
+        raise ValueError("one word\\nand the last")
+    texts = [list(prompt[:5]) for prompt in job["prompts"]]
+    print(json.dumps([text if line == "vllm\\n" else [-1] * 5 for text in texts]), flush=True)
+"""
+LOAD = OfflineLoad(seq_len=20, pd_ratio=3, batch=3, requests=7, seed=4)  # 15 + 5 tokens
+CHUNK = 12
+
+
+@pytest.fixture
+def fake(tmp_path):
+    """A Python in which every package is, and where every program is one that parrots."""
+    path = tmp_path / "python"
+    seen = tmp_path / "seen.json"
+    path.write_text(FAKE.format(python=sys.executable, seen=str(seen)))
+    path.chmod(0o755)
+    return SimpleNamespace(python=str(path), seen=seen)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A directory with a random LLaMA."""
+    pytest.importorskip("transformers")
+    folder = tmp_path / "llama"
+    save_random(tiny_model().config, folder, seed=4, dtype=torch.float32)
+    return str(folder)
+
+
+def compare_with(checkpoint, **pythons):
+    """compare_engines with the weights of a checkpoint, on LOAD."""
+    return compare_engines(GPT.from_pretrained(checkpoint), checkpoint, pythons, LOAD, chunk=CHUNK)
+
+
+def test_engines_are_named_with_their_pythons(fake):
+    pythons = engines(f"transformers, openvino={fake.python}")
+    assert pythons == {"transformers": sys.executable, "openvino": fake.python}
+    assert PACKAGES.keys() == ENGINES.keys()
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "'': must be one of transformers, openvino"),
+        ("vllm", "'vllm': must be one of"),
+        ("openvino=/no/python", "openvino: /no/python is no Python with openvino_genai"),
+        (f"openvino={sys.executable}", f"{sys.executable} is no Python with openvino_genai"),
+    ],
+)
+def test_an_engine_that_is_not_there_is_refused_at_once(text, message):
+    with pytest.raises(ArgumentTypeError) as refused:
+        engines(text)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("model, refused", [("gpt2", True), ("qwen", False), ("llama-7b", False)])
+def test_random_weights_that_cannot_be_saved_are_refused(model, refused, fake, tmp_path, capsys):
+    which = ["--model", model] if model in PRESETS else ["--init-from", str(tmp_path)]
+    argv = ["compare", "--against", f"openvino={fake.python}", *which]
+    if not refused:
+        _, options = bench.parse_args(argv)
+        assert options.against == {"openvino": fake.python}
+        return
+    with pytest.raises(SystemExit):
+        bench.parse_args(argv)
+    assert "--against: random weights like those of gpt2 cannot be saved" in capsys.readouterr().err
+
+
+def test_options_that_make_no_sense_are_refused_in_one_line(fake, capsys):
+    argv = ["compare", "--against", f"openvino={fake.python}"]
+    wrong = {"--chunk 5": "--chunk 5: must be at least --batch 6", "--batch 1": "--batch 1: must"}
+    for words, message in wrong.items():
+        with pytest.raises(SystemExit):
+            bench.parse_args([*argv, *words.split()])
+        error = capsys.readouterr().err
+        assert f"compare: error: {message}" in error and error.count("\n") == 1
+    with pytest.raises(SystemExit):
+        bench.parse_args(["compare"])
+    assert "--against" in capsys.readouterr().err
+    _, options = bench.parse_args([*argv, "--chunk", "100"])
+    assert (options.requests, options.pd_ratio, options.seq_len) == (19, 20, 1000)
+
+
+def test_the_command_prints_machine_and_table_and_writes_both(fake, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    result = EngineResult(
+        tokens_per_s=9, sarathi_serve_gain=1, vllm_gain=1, equal_tokens=1, busy=False
+    )
+    machine = RealMachineInfo(
+        device="here",
+        threads=2,
+        torch="2",
+        model="m",
+        parameters=3,
+        dtype="float32",
+        compiled=False,
+        flops_per_s=1,
+        bytes_per_s=1,
+        ridge_tokens=1,
+        busy=False,
+    )
+    calls = []
+
+    def fake_compare(model, checkpoint, pythons, load, **settings):
+        saved = GPT.from_pretrained(checkpoint).state_dict()  # what others would load
+        calls.append((load.prompt_len, load.output_len, pythons, settings))
+        assert all(torch.equal(saved[name], p) for name, p in model.state_dict().items())
+        return {"ours, vllm": result}
+
+    monkeypatch.setattr(compare, "compare_engines", fake_compare)
+    monkeypatch.setattr(compare, "measure_machine", lambda *_: machine)
+    file = tmp_path / "report.json"
+    words = "--model llama-tiny --dtype float32 --device cpu --chunk 12 --batch 3 --seq-len 21"
+    against = f"--against=openvino={fake.python}"
+    bench.main(["compare", *words.split(), against, f"--json={file}"])
+    text = capsys.readouterr().out
+    report = json.loads(file.read_text())
+    assert text.startswith("here, threads: 2, torch 2\n")
+    settings = {"chunk": 12, "attention": "auto"}
+    assert calls == [(18, 3, {"openvino": fake.python}, settings)]  # P:D = 12 / 2
+    assert "| ours, vllm " in text and text.endswith(f" s\nwrote {file}\n")
+    row = dict(tokens_per_s=9, sarathi_serve_gain=1, vllm_gain=1, equal_tokens=1, busy=False)
+    assert report["against"] == {"ours, vllm": row} and report["machine"]["device"] == "here"
+    assert report["options"]["chunk"] == 12 and report["seconds"] > 0
+
+
+def test_rates_gains_and_equal_tokens_are_what_was_seen(fake, checkpoint, monkeypatch, capsys):
+    """The fake repeats five tokens of each prompt, sarathi-serve three, vllm one."""
+    ms = {
+        "ours, sarathi-serve": 100.0,
+        "ours, vllm": 50.0,
+        "openvino, vllm": 200.0,
+        "openvino, orca": 400.0,
+    }
+
+    def generate(engine, prompts, params, progress):
+        config = engine.config
+        assert params.max_new_tokens == 5 and config.max_len == 20
+        assert (config.chunk, config.max_batch) == (12, 3)
+        n = 3 if config.policy == "sarathi-serve" else 1
+        return [SimpleNamespace(tokens=prompt[:n] + [-2] * (5 - n)) for prompt in prompts]
+
+    def interleaved(variants, device, repeats, title):
+        for serve in variants.values():
+            serve()
+        spread = {"ours, vllm": 0.5}
+        return {key: timing.Timing(ms[key], spread.get(key, 0.0)) for key in variants}
+
+    monkeypatch.setattr(Engine, "generate", generate)
+    monkeypatch.setattr(timing, "interleaved", interleaved)
+    monkeypatch.setattr(timing.Probe, "take", lambda self, *_: 0.0)
+    results = compare_with(checkpoint, openvino=fake.python)
+    assert {key: result.tokens_per_s for key, result in results.items()} == pytest.approx(
+        {key: 6 * 20 / (timed / 1e3) for key, timed in ms.items()}  # two whole batches
+    )
+    rows = list(results.values())
+    assert [row.sarathi_serve_gain for row in rows] == [1.0, 0.5, 2.0, 4.0]
+    assert [row.vllm_gain for row in rows] == [2.0, 1.0, 4.0, 8.0]
+    assert [row.equal_tokens for row in rows] == [1.0, 0.6, 0.6, 0.0]
+    assert [row.busy for row in rows] == [False, True, False, False]
+
+    job = json.loads(fake.seen.read_text())
+    assert job["prompts"] == prompts([Arrival(0.0, 15, 5)] * 6, tiny_model().config.vocab_size, 4)
+    assert job["threads"] == torch.get_num_threads() and job["checkpoint"] == checkpoint
+    expected = dict(output_len=5, max_batch=3, seq_len=20, chunk=12)
+    expected |= dict(dtype="float32", engine="openvino", device="cpu")
+    assert expected.items() <= job.items()
+
+    compare.print_results(results, LOAD, CHUNK, "float32")
+    text = capsys.readouterr().out
+    assert "3 requests of 15 + 5 tokens,\nchunk 12" in text and "| ours, vllm (busy) " in text
+    cells = [line.split("|")[1:-1] for line in text.splitlines() if "openvino, vllm" in line]
+    assert [cell.strip() for cell in cells[0][1:]] == ["600", "2.00x", "4.00x", "60%"]
+
+
+def test_a_process_that_fails_is_told_with_its_last_line(fake, checkpoint, monkeypatch):
+    monkeypatch.setenv("FAILS", "1")
+    with pytest.raises(ChildProcessError, match="--against openvino: and the last"):
+        compare_with(checkpoint, openvino=fake.python)
+    job = json.loads(fake.seen.read_text())
+    assert not os.path.exists(job["folder"])
+
+
+def test_an_idle_process_is_stopped_and_none_outlives_an_interrupt(fake, checkpoint, monkeypatch):
+    def interrupted(*_, **settings):
+        pid = json.loads(fake.seen.read_text())["pid"]
+        assert Path(f"/proc/{pid}/stat").read_text().split()[2] == "T"  # stopped: it does not spin
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(timing, "interleaved", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compare_with(checkpoint, openvino=fake.python)
+    with pytest.raises(ProcessLookupError):
+        os.kill(json.loads(fake.seen.read_text())["pid"], 0)
+
+
+def test_a_missing_package_is_named_with_the_engine_in_one_line(tmp_path, checkpoint):
+    bare = tmp_path / "python"
+    bare.write_text(f"#!/bin/sh\nexec {sys.executable} -S $*\n")  # without any package
+    bare.chmod(0o755)
+    message = "^--against transformers: ModuleNotFoundError: No module named 'torch'$"
+    with pytest.raises(ChildProcessError, match=message):
+        compare_with(checkpoint, transformers=str(bare))
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_says_what_ours_says(name, tmp_path):
+    """Random weights in float32, which leaves no doubt; heads of a size and number of their own."""
+    pytest.importorskip(PACKAGES[name])
+    small = tiny_model(dtype=torch.float32, n_layer=1, n_kv_head=2, head_dim=16, vocab_size=97)
+    save_random(small.config, tmp_path, seed=4, dtype=torch.float32)
+    results = compare_with(str(tmp_path), **engines(name))
+    assert results.keys() > {"ours, sarathi-serve", "ours, vllm"} and len(results) in (3, 4)
+    assert {result.equal_tokens for result in results.values()} == {1.0}
