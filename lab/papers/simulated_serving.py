@@ -7,7 +7,7 @@ are of 512 tokens, but for policies such as "sarathi-serve:2048". Read first: sy
 comparison.py. Read next: simulated.py."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, product
 from statistics import median
@@ -101,8 +101,8 @@ def capacities_of(
             )
             for server in system.servers.values()
         ]
-        found = setup.run(find_capacities, jobs)
-        capacities = dict(zip(system.servers, found, strict=True))  # of each target
+        rates_of_servers = setup.run(find_capacities, jobs)
+        capacities = dict(zip(system.servers, rates_of_servers, strict=True))  # of each target
         for i, (table, kind, slo_s) in enumerate(targets):
             rates = {server: capacities[server][i] for server in system.servers}
             sarathi = rates["sarathi-serve"]
@@ -191,8 +191,8 @@ def capacities_over_slos(
         for policy, batch in FIGURE_12_SERVERS.values()
     ]
     capacities = {}  # server -> {SLO: its capacity}
-    for server, found in zip(FIGURE_12_SERVERS, setup.run(find_capacities, jobs), strict=True):
-        capacities[server] = dict(zip(slos_s, found, strict=True))
+    for server, rates in zip(FIGURE_12_SERVERS, setup.run(find_capacities, jobs), strict=True):
+        capacities[server] = dict(zip(slos_s, rates, strict=True))
         row = {heads[slo_s]: qps for slo_s, qps in capacities[server].items()}
         table.add(f"{system.name}: {server}", row)
     gains = {}
@@ -280,8 +280,8 @@ def capacity_across_nodes(setup: Setup) -> Iterator[Table]:
         quantities=[only_simulated(head, ".3f") for head in heads.values()],
     )
     capacities = {}  # system -> {kind of SLO: its capacity}
-    for name, found in zip(systems, setup.run(find_capacities, jobs), strict=True):
-        capacities[name] = dict(zip(slos_s, found, strict=True))
+    for name, rates in zip(systems, setup.run(find_capacities, jobs), strict=True):
+        capacities[name] = dict(zip(slos_s, rates, strict=True))
         table.add(name, {heads[kind]: qps for kind, qps in capacities[name].items()})
     yield table
 
@@ -346,11 +346,16 @@ def ablation(setup: Setup) -> Iterator[Table]:
             f"{trace}, {qps}, {policy}",
             published={"P50 TTFT s": ttft_s, "P99 TBT s": tbt_s},
             simulated={
-                "P50 TTFT s": median(summary.ttft_s.p50 for summary in summaries),
-                "P99 TBT s": median(summary.tbt_s.p99 for summary in summaries),
+                "P50 TTFT s": median_of(summary.ttft_s.p50 for summary in summaries),
+                "P99 TBT s": median_of(summary.tbt_s.p99 for summary in summaries),
             },
         )
     yield table
+
+
+def median_of(seconds: Iterable[float | None]) -> float:
+    """The median of those that are known."""
+    return median(value for value in seconds if value is not None)
 
 
 # --- the post
