@@ -10,7 +10,7 @@ first: lab/simulator/pipeline.py."""
 import json
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tqdm import tqdm
 
@@ -192,12 +192,13 @@ def resolve(parser: OptionParser, args: Namespace) -> PipelineOptions:
         plot=args.plot,
         chrome_trace=args.chrome_trace,
         json=args.json,
-        model=resolve_model(model_options(args)),
+        model=model_options(args),
     )
 
 
 def main(options: PipelineOptions) -> None:
     """The command. What is done when rank 0 is interrupted is printed and kept."""
+    options = replace(options, model=resolve_model(options.model))  # in all processes
     model = load_model(options.model, options.max_len, positions_from="--max-len")
     assert isinstance(model, Shard)  # there are several processes
     machine = measure_machine(model, options.model.name, options.chunk)
