@@ -64,7 +64,7 @@ def engines(text: str) -> dict[str, str]:
 
 def add_options(parser: OptionParser) -> None:
     """Add the options of the command: the engines, and the load of `offline`."""
-    parser.add_argument(
+    parser.add_option(
         "--against",
         help=f"engines that serve the requests too, comma-separated, of {', '.join(PACKAGES)} "
         "(packages openvino-genai, optimum-intel), required; openvino=/its/bin/python where "

@@ -48,7 +48,7 @@ class RemoteOptions:
 
 def add_options(parser: OptionParser) -> None:
     """Add the options of the command."""
-    parser.add_argument(
+    parser.add_option(
         "--url",
         help="a server that speaks OpenAI's HTTP, as http://127.0.0.1:8000/v1, required; its key "
         "is read from OPENAI_API_KEY",
@@ -61,7 +61,7 @@ def add_options(parser: OptionParser) -> None:
         type=number(least=1e-4),
         shown="the trace's own; without a trace required",
     )
-    parser.add_argument(
+    parser.add_option(
         "--slo",
         help="the SLO of P99 TBT, in seconds, required",
         required=True,
