@@ -27,10 +27,10 @@ COMMANDS = {  # name -> (its module, what it does)
     "offline": ("lab.commands.offline", "what a decode costs, and all policies end to end"),
     "batches": ("lab.commands.batches", "what single batches take, whole and by operation"),
     "serve": (
-        "lab.simulator.machine",
+        "lab.commands.serve",
         "requests arrive while others run: latencies of all policies, or of another server, --url",
     ),
-    "capacity": ("lab.simulator.machine", "the highest rate at which each policy meets an SLO"),
+    "capacity": ("lab.commands.serve", "the highest rate at which each policy meets an SLO"),
     "explore": (
         "lab.commands.explore",
         "a page with sliders: what policies do with a load, and why",

@@ -12,12 +12,14 @@ from collections import defaultdict
 import pytest
 
 import bench
+from lab.measure import machine as real_machine
 from lab.measure import timing as measure
 from lab.measure.workload import poisson, sample_lengths
 from lab.simulator import machine
 from lab.simulator.cost_model import CostModel
 from lab.simulator.devices import A100, GEOMETRIES, LINKS
 from policies.token_budget import Profiled
+from tests.test_serving import MACHINE
 from tests.test_simulate import A100S, printed_tables
 
 YI = f"{A100S} --model yi-34b --tp 2".split()
@@ -25,9 +27,7 @@ TINY = "--model llama-tiny --device cpu --dtype float32 --max-len 64 --chunk 16 
 
 
 def test_a_simulated_machine_is_served_like_a_real_one(tmp_path, capsys, monkeypatch):
-    here = dict.fromkeys(["torch", "model", "dtype", "device"], "-")
-    here |= dict(parameters=1, compiled=False, threads=1)
-    monkeypatch.setattr(measure, "describe_machine", lambda *_: here)
+    monkeypatch.setattr(real_machine, "measure_machine", lambda *_: MACHINE)
     load = ["--qps", "1", "--classes", "realtime=0.5", "--policies", "vllm,sarathi-serve"]
     bench.main(["serve", *TINY, "--page-size", "8", *load, "--requests", "2"])
     real = printed_tables(capsys.readouterr().out)

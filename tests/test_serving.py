@@ -6,11 +6,14 @@ import json
 import pytest
 
 import bench
-from lab.commands import serving
-from lab.commands.serving import RealMachine, conclude, make_workload, print_capacities, search_json
-from lab.measure import capacity, load_run, metrics
+from lab.commands import serve as serving
+from lab.commands import serve_options
+from lab.commands.serve import RealMachine, conclude, make_workload, print_capacities, search_json
+from lab.measure import capacity, load_run, machine, metrics
 from lab.measure import timing as measure
 from lab.measure.capacity import Base, Trial, summarize_search
+from lab.measure.machine_info import RealMachineInfo
+from lab.measure.metrics import summarize_run
 from lab.measure.timing import TOO_BUSY
 from lab.measure.workload import Arrival, poisson, sample_lengths
 from scheduler import Request
@@ -19,7 +22,19 @@ from views import timelines
 
 TINY = "--model llama-tiny --device cpu --dtype float32 --max-len 64 --chunk 16 --batch 4"
 TINY = f"{TINY} --page-size 8".split()
-MACHINE = dict(device="-", threads=1, torch="-", model="-", parameters=1, dtype="-", compiled=False)
+MACHINE = RealMachineInfo(
+    device="-",
+    threads=1,
+    torch="-",
+    model="-",
+    parameters=1,
+    dtype="-",
+    compiled=False,
+    flops_per_s=1.0,
+    bytes_per_s=1.0,
+    ridge_tokens=1.0,
+    busy=False,
+)
 
 
 def parse(command, *words):
@@ -104,7 +119,7 @@ def test_serve_prints_and_writes_everything(tmp_path, capsys, plots):
 def test_capacity_prints_and_writes_everything(tmp_path, capsys, plots, monkeypatch):
     monkeypatch.setattr(metrics, "missed", lambda *_: "")
     search_two = lambda at, start, ratio: ratio == 1.5 and (at(8.0), at(400.0))
-    monkeypatch.setattr(measure, "describe_machine", lambda *_: dict(MACHINE))
+    monkeypatch.setattr(machine, "measure_machine", lambda *_: MACHINE)
     monkeypatch.setattr(capacity, "search_capacity", search_two)
     files = [f"--json={tmp_path / 'c.json'}", f"--plot={tmp_path / 'c.png'}"]
     names = ["vllm", "sarathi-serve"]
@@ -129,38 +144,40 @@ def rows_of(text):
     return [(row[2].strip(), row[3].strip()) for row in rows]
 
 
-def found(rates_met, rates_failed, missed="P99 TBT of 3 s", busy=False, **at):
-    """What the search for a capacity has found."""
-    row = dict(busy=busy, cut_short=None, tokens_per_s=100, p50_ttft_s=0.5, p99_tbt_s=0.25) | at
-    trials = [Trial(qps, FakeVerdict(row)) for qps in rates_met]
-    trials += [Trial(qps, FakeVerdict(row, missed, busy)) for qps in rates_failed]
-    return search_json(summarize_search(trials))
+def a_search(rates_met, rates_failed, missed="P99 TBT of 3 s"):
+    """A search for a capacity."""
+    trials = [Trial(qps, FakeVerdict()) for qps in rates_met]
+    trials += [Trial(qps, FakeVerdict(missed)) for qps in rates_failed]
+    return summarize_search(trials)
 
 
 class FakeVerdict:
-    """A JudgedRun with the numbers of `row`."""
+    """A JudgedRun of nothing."""
 
-    def __init__(self, row, missed="", busy=False):
-        self.row, self.missed, self.busy, self.met = row, missed, busy, not missed
+    summary, busy = summarize_run([], [], 0.0), False
+
+    def __init__(self, missed=""):
+        self.missed, self.met = missed, not missed
 
     def to_json(self):
-        return self.row | {"met": self.met, "missed": self.missed}
+        return {"busy": False, "cut_short": None, "met": self.met, "missed": self.missed}
 
 
-RESULTS = {
-    "vllm": found([1.0, 2.0], [2.05, 3.0], p50_ttft_s=0.25, tokens_per_s=50),
-    "orca": found([], [4.0, 0.5]),
-    "sarathi-serve": found([6.0, 9.0], [], p99_tbt_s=0.125),
-    "dynamic": found([7.0], [7.2], missed="the queue grew"),
+SEARCHES = {
+    "vllm": a_search([1.0, 2.0], [2.05, 3.0]),
+    "orca": a_search([], [4.0, 0.5]),
+    "sarathi-serve": a_search([6.0, 9.0], []),
+    "dynamic": a_search([7.0], [7.2], missed="the queue grew"),
 }
+RESULTS = {name: search_json(search) for name, search in SEARCHES.items()}
 
 
 def test_bounds_are_kept_in_capacities_their_ratios_and_the_conclusion(capsys):
-    print_capacities(RESULTS, "requests/s")
+    print_capacities(SEARCHES, "requests/s")
     expected = [("2.00", "1.00x"), ("below 0.50", "below 0.25x")]
     expected += [("at least 9.00", "at least 4.50x"), ("7.00", "3.50x")]
     assert rows_of(capsys.readouterr().out) == expected
-    two = {"vllm": found([1.0], []), "dynamic": found([3.0], [])}
+    two = {"vllm": a_search([1.0], []), "dynamic": a_search([3.0], [])}
     print_capacities(two, "chats/s")  # an unknown gain
     text = capsys.readouterr().out
     assert rows_of(text)[1] == ("at least 3.00", "-") and "| capacity in chats/s |" in text
@@ -281,8 +298,8 @@ def test_a_trace_keeps_its_own_rate_or_takes_that_of_qps(tmp_path, monkeypatch, 
         "(1 left out) of up to 2 turns, 1 s after each answer"
     )
     served = []
-    monkeypatch.setattr(measure, "describe_machine", lambda *_: dict(MACHINE))
-    run_all = lambda self, *_: served.append(self.arrivals_at(self.args.qps))
+    monkeypatch.setattr(machine, "measure_machine", lambda *_: MACHINE)
+    run_all = lambda self, *_: served.append(self.arrivals_at(self.options.qps))
     monkeypatch.setattr(serving.Session, "run_all", run_all)
     for more, rate in (([], "at its own rate"), (["--qps", "2"], "at 2 a second")):
         bench.main([*words, *more, *TINY, "--slo", "1000"])
@@ -362,7 +379,8 @@ def test_classes_are_drawn_in_their_shares_and_the_same_at_every_rate():
 
 
 @pytest.mark.parametrize("on_gpu, some", [(0, (128, 32, 1024, 10)), (1, (512, 128, 8192, 42))])
-def test_the_default_memory_is_a_third_and_pages_shrink_with_the_longest_request(on_gpu, some):
+def test_the_default_memory_is_a_third_of_the_batch_in_small_pages(on_gpu, some, monkeypatch):
+    monkeypatch.setattr(serve_options, "resolve_model", lambda model, **_: model)  # no GPU is here
     args, (*sizes, max_len, requests) = parse("serve", "--device", ("cpu", "cuda")[on_gpu]), some
     assert [args.chunk, args.batch, args.max_len] == [*sizes, max_len]
     assert args.page_size == [64] and args.kv_tokens == requests * max_len
@@ -389,7 +407,7 @@ LOADS = [
 def test_a_load_that_makes_no_sense_is_refused_before_a_model_is_loaded(
     command, arguments, message, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(serving.options, "load_model", None)
+    monkeypatch.setattr(serving, "load_model", None)
     (tmp_path / "trace.csv").write_text("arrived_at,num_prefill_tokens\n1,2\n")
     arguments = arguments.replace("TMP", str(tmp_path)).split()
     with pytest.raises(ValueError, match=message):

@@ -3,7 +3,7 @@
     python bench.py serve --url http://127.0.0.1:8000/v1 --qps 1.5 --slo 0.3
 
 The numbers are what a client sees: when each event came. Read first: lab/measure/remote_server.py,
-lab/commands/serving.py.
+lab/commands/serve.py.
 """
 
 import os
@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cli.options import OptionParser, add_json_option, number, output_file, whole
-from lab.commands import serving
+from lab.commands import serve as serving
+from lab.commands.serve_options import class_shares, shared_prefix
 from lab.measure import workload
 from lab.measure.load_run import Run
 from lab.measure.remote_server import NO_KEY, RemoteServer
@@ -94,7 +95,7 @@ def add_options(parser: OptionParser) -> None:
         "--shared-prefix",
         help="each prompt begins with one of COUNT prefixes of LENGTH tokens, before its own",
         metavar="LENGTH:COUNT",
-        type=serving.shared_prefix,
+        type=shared_prefix,
         default=(0, 1),
         shown="none",
     )
@@ -106,7 +107,7 @@ def add_options(parser: OptionParser) -> None:
     parser.add_option(
         "--classes",
         help="shares of the classes of `priority`, as in realtime=1,normal=4,low=5; see --csv",
-        type=serving.class_shares,
+        type=class_shares,
         default={"normal": 1.0},
         shown="normal=1",
     )
@@ -160,7 +161,7 @@ def main(options: RemoteOptions) -> None:
         f"{server.info.heading()}{serving.describe_load(options, load, arrivals)}\n"
         f"SLO: P99 TBT at most {options.slo:.3f} s (as asked for), median delay not known\n"
     )
-    session = serving.Session(options, arrivals_at, report)
+    session = serving.Session(options, arrivals_at, report, server.info.heading())
     session.run_all({options.url: server_of_session(server, options)}, None)
 
 

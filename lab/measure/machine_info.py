@@ -19,9 +19,20 @@ from parallel.shard import Shard
 class MachineInfo(Protocol):
     """What is known of a machine, measured or simulated."""
 
-    device: str
-    model: str
-    dtype: str
+    @property
+    def device(self) -> str:
+        """The name of the CPU or GPUs."""
+        ...
+
+    @property
+    def model(self) -> str:
+        """The name of the model."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """The type of its numbers."""
+        ...
 
     def heading(self) -> str:
         """The lines that stand above all tables. Each ends with a newline."""

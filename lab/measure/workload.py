@@ -109,7 +109,9 @@ def rescale(arrivals, qps):
     return [a._replace(time=(a.time - first) / span * (len(arrivals) - 1) / qps) for a in arrivals]
 
 
-def read_trace(file, max_len, scale=1, count=10**9):
+def read_trace(
+    file: str, max_len: int, scale: float = 1, count: int = 10**9
+) -> tuple[list[Arrival], int]:
     """Read a server's log, CSV with TRACE_COLUMNS. Returns (arrivals, left_out), the first at 0.
     Lengths are multiplied by `scale` and rounded, to at least one token. The first `count` requests
     with prompt + output <= max_len are kept; `left_out` were passed over. ValueError, OSError."""

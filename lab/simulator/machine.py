@@ -1,144 +1,288 @@
-"""The commands serve and capacity, here or on a simulated machine: a clock that counts.
+"""Simulated machines that serve loads: GPUs of a cost model, or this machine as it was profiled.
 
-    python bench.py serve --simulate a100-80gb --model yi-34b --tp 2 --cpu-ms 5
-    python bench.py capacity --simulate this        seconds, in the place of real time
-    python bench.py serve --simulate this           the engine, and its simulation beside it
+Both are a lab.measure.machine.Machine whose clock counts instead of running.
 
-Read first: simulation.py, and lab/commands/serving.py, whose RealMachine has the same face."""
+Read first: simulation.py, lab/measure/machine.py. Read next: lab/commands/serve.py."""
 
-from dataclasses import asdict, replace
-from functools import partial
-from itertools import product
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
-from cli import options
-from lab.commands import serving
-from lab.measure import metrics, workload
-from lab.measure import timing as measure
+from config import EngineConfig
+from lab.measure import load_run, timing, workload
 from lab.measure.capacity import Base
-from lab.simulator.cost_model import CostModel, FittedCost
-from lab.simulator.devices import DEVICES, GEOMETRIES, LINKS
+from lab.measure.load_run import Recorder, Run
+from lab.measure.machine import RealMachine
+from lab.measure.machine_info import RealMachineInfo
+from lab.measure.metrics import Percentiles, percentiles
+from lab.measure.workload import Arrival
+from lab.simulator.cost_model import Cost, CostModel, FittedCost
 from lab.simulator.simulation import simulate
-from policies.token_budget import BASE_BATCH, base_context, time_iterations
-from pretrained.presets import PRESETS
+from parallel import runner_for
+from policies.token_budget import BASE_BATCH, Profiled, base_context, time_iterations
 
-THIS = "this"  # the name of the machine that is here
-SIMULATED = ("replicas", "tp_link", "pp_link", "cpu_ms")  # options of one that is not
-REAL = ("init_from", "device", "dtype", "attention", "compile", "threads")  # and of one that is
+VOCABULARY = 256  # of random prompts, which matter only where prefixes are shared
 
 
-def add_options(parser):
-    """Those of serving, and the options that put a simulated machine in the place of this one."""
-    serving.add_options(parser, parser.get_default("command"))
-    more = ", ".join(name for name in GEOMETRIES if name not in PRESETS)
-    devices, links = ", ".join(DEVICES), ", ".join(LINKS)
-    parser.add_table("simulated", devices=devices, this=THIS, geometries=more, links=links)
+def base_of(cost: CostModel, max_len: int = 8192, chunk: int = 2048) -> Base:
+    """The Base of a simulated machine, as capacity.measure_base measures that of a real one."""
+    context = base_context(max_len)
+    chunk = min(chunk, max_len)
+    return Base(
+        seconds=cost.seconds([(0, context - 1, 1)] * BASE_BATCH),
+        prefill_token_s=cost.seconds([(0, 0, chunk)]) / chunk,
+        decodes=BASE_BATCH,
+        context=context,
+    )
 
 
-def check(parser, args):
-    """serving.check, with what goes only with --simulate, or without; kv_tokens is, where it was
-    left open, all that fits. Raises ValueError as CostModel does."""
-    here = args.simulate in (None, THIS)
-    for option in SIMULATED if here else REAL:
-        if getattr(args, option) != parser.get_default(option):
-            goes = f"{'goes only' if here else 'does not go'} with --simulate DEVICE"
-            parser.error(f"--{option.replace('_', '-')}: {goes}")
-    if args.simulate == THIS and args.tp * args.pp > 1:
-        parser.error(f"--tp, --pp: do not go with --simulate {THIS}; see bench.py pipeline")
-    if not here:
-        cost, longest = SimulatedMachine(args).cost, args.max_len
-        config, most, least = cost.config, cost.kv_tokens(), args.pp * longest
-        if config.family != "llama" and longest > config.max_positions:
-            parser.error(f"--max-len {longest}: this model is limited to {config.max_positions}")
-        args.kv_tokens = args.kv_tokens or most
-        if not least <= args.kv_tokens <= most:
-            limits = f"at least {least}, --max-len per micro-batch, and at most {most}, what fits"
-            parser.error(f"--kv-tokens {args.kv_tokens}: must be {limits} beside the weights")
-    serving.check(parser, args)
+@dataclass(frozen=True, kw_only=True)
+class SimulatedMachineOptions:
+    """The GPUs of a SimulatedMachine, and the load that it is for."""
+
+    device: str  # a name in DEVICES
+    model: str  # a name in GEOMETRIES
+    tp: int
+    pp: int
+    replicas: int
+    tp_link: str | None  # a name in LINKS; None: the device's own
+    pp_link: str | None  # None: InfiniBand
+    cpu_ms: float  # on the CPU, of each iteration and stage
+    max_len: int
+    chunk: int
+    seed: int
+    shared_prefix: tuple[int, int]
+
+    def cost(self) -> CostModel:
+        """The cost model of these GPUs. Raises ValueError for unknown names, and sizes that do not
+        divide the model."""
+        return CostModel.named(
+            self.model,
+            self.device,
+            tp=self.tp,
+            pp=self.pp,
+            tp_link=self.tp_link,
+            pp_link=self.pp_link,
+            cpu_s=self.cpu_ms / 1e3,
+        )
 
 
-def base_of(cost, max_len=8192, chunk=2048):
-    """The Base of a simulated machine, as run.measure_base measures that of a real one."""
-    context, chunk = base_context(max_len), min(chunk, max_len)
-    decode_s = cost.seconds([(0, context - 1, 1)] * BASE_BATCH)
-    return Base(decode_s, cost.seconds([(0, 0, chunk)]) / chunk, BASE_BATCH, context)
+@dataclass(frozen=True, kw_only=True)
+class SimulatedMachineInfo:
+    """What is known of simulated GPUs."""
+
+    device: str
+    model: str
+    dtype: str
+    constants: dict[str, Any]  # of the device
+
+    def heading(self) -> str:
+        """The GPUs and the model."""
+        return f"{self.device}\n{self.model}, {self.dtype}\n"
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields."""
+        return asdict(self)
 
 
 class SimulatedMachine:
-    """What serving.RealMachine is for this machine. Raises ValueError for options of no sense."""
+    """GPUs of a cost model. Raises ValueError as SimulatedMachineOptions.cost."""
 
-    drift = 0.0  # nobody else uses it
+    def __init__(self, options: SimulatedMachineOptions) -> None:
+        """The machine of these options."""
+        self.options = options
+        self.cost = options.cost()
+        self.base = base_of(self.cost, options.max_len, options.chunk)
+        self.micro_batches = options.pp * options.replicas
+        device = self.cost.device
+        gpus = options.tp * self.micro_batches
+        replicas = f", {options.replicas} replicas" if options.replicas > 1 else ""
+        self.info = SimulatedMachineInfo(
+            device=(
+                f"simulated: {gpus} x {device.name}, TP {options.tp} x PP {options.pp}{replicas}, "
+                f"{options.cpu_ms:g} ms of CPU per iteration and stage"
+            ),
+            model=options.model,
+            dtype="16 bits",
+            constants=asdict(device),
+        )
+        self.notes = f"constants: {device.source}\n"
+        if self.micro_batches > 1:
+            self.notes += (
+                f"the batch of each of {self.micro_batches} micro-batches, "
+                f"the memory of each of {options.replicas} replicas\n"
+            )
 
-    def __init__(self, args):
-        more = args.tp_link, args.pp_link, args.cpu_ms / 1e3
-        self.cost = CostModel.named(args.model, args.simulate, args.tp, args.pp, *more)
-        self.args, self.base = args, base_of(self.cost, args.max_len, args.chunk)
-        device, count = self.cost.device, args.pp * args.replicas
-        replicas = f", {args.replicas} replicas" if args.replicas > 1 else ""
-        name = f"{args.tp * count} x {device.name}, TP {args.tp} x PP {args.pp}{replicas}"
-        name = f"simulated: {name}, {args.cpu_ms:g} ms of CPU per iteration and stage"
-        self.machine = {"device": name, "model": args.model, "dtype": "16 bits"}
-        self.machine["constants"] = asdict(device)
-        self.micro_batches, self.lines = count, f"constants: {device.source}\n"
-        if count > 1:
-            each = f"the batch of each of {count} micro-batches"
-            self.lines += f"{each}, the memory of each of {args.replicas} replicas\n"
-
-    def serve(self, config, arrivals, **more):
-        """A simulated Run."""
-        args, prompts = self.args, None  # only lengths matter
-        if config.prefix_caching:
-            prompts = workload.prompts(arrivals, 256, args.seed, args.shared_prefix)
-        run = simulate(self.cost, config, arrivals, prompts, replicas=args.replicas, **more).run
-        return replace(run, drift=self.drift)
-
-
-def profile_cases(max_len):
-    """Batches as time_iterations takes them, whose chunks and contexts are of at most `max_len`
-    tokens: those that a FittedCost is fitted to, and others."""
-    most, contexts = 3 * max_len // 4, (max_len // 32, max_len // 2, max_len)
-    fitted = [*product((0, 32, 256), (max_len // 8, most), (0, 4, 16)), (512, max_len, 0)]
-    others = product((0, min(48, most), min(300, most)), contexts, (0, 6, 12))
-    case = lambda n, context, decodes: (min(n, max_len) + decodes, max(1, context), decodes)
-    return [[case(*its) for its in cases if its[0] or its[2]] for cases in (fitted, others)]
+    def serve(
+        self,
+        config: EngineConfig,
+        arrivals: Sequence[Arrival],
+        *,
+        progress: Callable[[], object] = load_run.no_progress,
+        recorder: Recorder | None = None,
+    ) -> Run:
+        """Serve a load by simulated engines of `config`."""
+        options = self.options
+        prompts = _prompts(config, arrivals, options.seed, options.shared_prefix)
+        simulated = simulate(
+            self.cost,
+            config,
+            arrivals,
+            prompts,
+            replicas=options.replicas,
+            progress=progress,
+            recorder=recorder,
+        )
+        return simulated.run
 
 
-class FittedMachine(SimulatedMachine):
-    """A serving.RealMachine, simulated with what a profile of it tells; batches that are not in it
-    tell how well. `serve` has two `sides`, {what follows the name of a policy: who serves}."""
+def _prompts(
+    config: EngineConfig, arrivals: Sequence[Arrival], seed: int, shared_prefix: tuple[int, int]
+) -> list[list[int]] | None:
+    """The prompts of a load if prefixes may be shared. Else only their lengths matter: None."""
+    if not config.prefix_caching:
+        return None
+    return workload.prompts(arrivals, VOCABULARY, seed, shared_prefix)
+
+
+class BatchCase(NamedTuple):
+    """A batch as time_iterations takes it: `budget` tokens, `decodes` of them decodes at
+    `context`, the others a chunk that ends there."""
+
+    budget: int
+    context: int
+    decodes: int
+
+
+class ProfileCases(NamedTuple):
+    """The batches that a FittedCost is fitted to, and others, which tell how well."""
+
+    fitted: list[BatchCase]
+    others: list[BatchCase]
+
+
+def profile_cases(max_len: int) -> ProfileCases:
+    """The batches to be timed. Chunks and contexts are of at most max_len tokens."""
+    longest_chunk = 3 * max_len // 4
+    fitted = list(_grid(max_len, (0, 32, 256), (max_len // 8, longest_chunk), (0, 4, 16)))
+    fitted.append(_case(max_len, 512, max_len, 0))
+    other_chunks = (0, min(48, longest_chunk), min(300, longest_chunk))
+    contexts = (max_len // 32, max_len // 2, max_len)
+    return ProfileCases(fitted, list(_grid(max_len, other_chunks, contexts, (0, 6, 12))))
+
+
+def _grid(
+    max_len: int, chunks: Sequence[int], contexts: Sequence[int], decode_counts: Sequence[int]
+) -> Iterator[BatchCase]:
+    """Each chunk at each context with each count of decodes, but for empty batches."""
+    for chunk in chunks:
+        for context in contexts:
+            for decodes in decode_counts:
+                if chunk or decodes:
+                    yield _case(max_len, chunk, context, decodes)
+
+
+def _case(max_len: int, chunk: int, context: int, decodes: int) -> BatchCase:
+    """A batch within the limits of a model."""
+    return BatchCase(min(chunk, max_len) + decodes, max(1, context), decodes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FittedMachineInfo:
+    """What is known of a real machine, and of the law that predicts its iterations."""
+
+    real: RealMachineInfo
+    device: str
+    law: Any  # of an IterationTime
+    prediction_error: Percentiles  # relative, of batches that were not fitted
+    profile_busy: bool
+
+    @property
+    def model(self) -> str:
+        """The model."""
+        return self.real.model
+
+    @property
+    def dtype(self) -> str:
+        """The type of its numbers."""
+        return self.real.dtype
+
+    def heading(self) -> str:
+        """That of the real machine, with the name of this one."""
+        return replace(self.real, device=self.device).heading()
+
+    def to_json(self) -> dict[str, Any]:
+        """All that is known of the real machine, and of the law."""
+        return self.real.to_json() | {
+            "device": self.device,
+            "law": self.law,
+            "prediction_error": asdict(self.prediction_error),
+            "profile_busy": self.profile_busy,
+        }
+
+
+class FittedMachine:
+    """A real machine, simulated with laws that are fitted to batches that are timed on it."""
 
     micro_batches = 1
 
-    def __init__(self, real, args):
-        fitted, others = profile_cases(args.max_len)
-        cases, size, model = fitted + others, min(64, args.max_len), real.model
-        pages = max(-(-c // size) * n + -(-max(budget - n, c) // size) for budget, c, n in cases)
-        runner = options.runner_for(model)(model, pages, size, args.max_len, args.attention)
-        rows, self.drift = measure.steadily(partial(time_iterations, runner, cases), model.device)
-        timed, busy = [(row.shape, row.seconds) for row in rows], self.drift > measure.BUSY
-        self.cost, self.base, self.args = FittedCost([timed[: len(fitted)]]), real.base, args
-        (law,), rest = self.cost.laws, timed[len(fitted) :]
-        off = metrics.percentiles(abs(law.predict(shape) / seconds - 1) for shape, seconds in rest)
-        found = "off by {p50:.1%} in the median, {p90:.1%} at P90, {max:.1%} at most"
-        found = measure.TOO_BUSY if busy else found.format_map(asdict(off))
-        self.lines = f"{real.lines}fitted to {len(fitted)} batches\n"
-        self.lines += f"predictions of {len(others)} others: {found}\n"
-        more = {"law": law.law, "prediction_error": asdict(off), "profile_busy": busy}
-        self.machine, self.sides = real.machine | more, {"": real, ", simulated": self}
-        if args.command != "serve":
-            self.machine["device"] = f"simulated: {real.machine['device']}"
-            self.sides = {"": self}
+    def __init__(self, real: RealMachine, *, max_len: int, attention: str, is_alone: bool) -> None:
+        """Times the batches. `is_alone`: nothing runs on the real machine afterwards, and the
+        heading says that all is simulated."""
+        self.real = real
+        self.base = real.base
+        cases = profile_cases(max_len)
+        count = len(cases.fitted)
+        rows, self.drift = _time(real, [*cases.fitted, *cases.others], max_len, attention)
+        timed = [(row.shape, row.seconds) for row in rows]
+        busy = self.drift > timing.BUSY
+        self.cost: Cost = FittedCost([timed[:count]])
+        (law,) = self.cost.laws
+        error = percentiles(abs(law.predict(shape) / s - 1) for shape, s in timed[count:])
+        self.info = FittedMachineInfo(
+            real=real.info,
+            device=f"simulated: {real.info.device}" if is_alone else real.info.device,
+            law=law.law,
+            prediction_error=error,
+            profile_busy=busy,
+        )
+        quality = (
+            f"off by {error.p50:.1%} in the median, {error.p90:.1%} at P90, {error.max:.1%} at most"
+        )
+        self.notes = (
+            f"{real.notes}fitted to {count} batches\n"
+            f"predictions of {len(cases.others)} others: {timing.TOO_BUSY if busy else quality}\n"
+        )
+
+    def serve(
+        self,
+        config: EngineConfig,
+        arrivals: Sequence[Arrival],
+        *,
+        progress: Callable[[], object] = load_run.no_progress,
+        recorder: Recorder | None = None,
+    ) -> Run:
+        """Serve a load by a simulated engine of `config`. The drift is that of the profile."""
+        prompts = _prompts(config, arrivals, self.real.seed, self.real.shared_prefix)
+        simulated = simulate(
+            self.cost, config, arrivals, prompts, progress=progress, recorder=recorder
+        )
+        return replace(simulated.run, drift=self.drift)
 
 
-def make_machine(args, config, model=None):
-    """The machine of --simulate, or this one, maybe with a model that is there. ValueError for
-    options of no sense."""
-    if args.simulate not in (None, THIS):
-        return SimulatedMachine(args)
-    real = serving.RealMachine(args, config, model)
-    return FittedMachine(real, args) if args.simulate else real
+def _time(
+    real: RealMachine, cases: Sequence[BatchCase], max_len: int, attention: str
+) -> tuple[list[Profiled], float]:
+    """The times of batches on a real machine, and its drift."""
+    page_size = min(64, max_len)
+    pages = 0  # that the largest batch needs
+    for case in cases:
+        decode_pages = -(-case.context // page_size) * case.decodes
+        chunk_pages = -(-max(case.budget - case.decodes, case.context) // page_size)
+        pages = max(pages, decode_pages + chunk_pages)
+    runner = runner_for(real.model)(real.model, pages, page_size, max_len, attention)
 
+    def time_all() -> list[Profiled]:
+        return time_iterations(runner, cases)
 
-def main(args, known=None):
-    """The command args.command, on the machine of --simulate: see serving.main. Who knows machines
-    has a function known(args, config, make_machine) that says which."""
-    return serving.main(args, partial(known, make=make_machine) if known else make_machine)
+    return timing.steadily(time_all, real.model.device)

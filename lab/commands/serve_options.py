@@ -1,0 +1,437 @@
+"""The options of `bench.py serve` and `bench.py capacity`, and how they depend on each other.
+
+Read next: serve.py."""
+
+import re
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cli.loading import MAX_PROCESSES, ModelOptions, add_model_options, model_options, resolve_model
+from cli.options import (
+    OptionParser,
+    PerDevice,
+    add_json_option,
+    number,
+    output_file,
+    picture_file,
+    policies_with_chunks,
+    whole,
+)
+from lab.measure.workload import LENGTHS, TRACE_COLUMNS
+from lab.simulator.devices import DEVICES, GEOMETRIES, LINKS
+from lab.simulator.machine import SimulatedMachineOptions
+from policies import POLICIES
+from policies.priority import PRIORITIES
+from policies.token_budget import MULTIPLES
+from pretrained.presets import PRESETS
+
+THIS = "this"  # --simulate this: the machine that is here
+CACHING = {"off": [False], "on": [True], "both": [False, True]}  # --prefix-caching
+CHUNK = PerDevice(cpu=128, gpu=512)
+BATCH = PerDevice(cpu=32, gpu=128)
+MAX_LEN = PerDevice(cpu=1024, gpu=8192)
+REQUESTS = {"serve": PerDevice(cpu=48, gpu=500), "capacity": PerDevice(cpu=80, gpu=400)}
+ONLY_SIMULATED = ("replicas", "tp_link", "pp_link", "cpu_ms")  # go with --simulate DEVICE
+ONLY_REAL = ("init_from", "device", "dtype", "attention", "compile", "threads")  # do not
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """The options of `bench.py serve`. Those of `capacity` are the same, and CapacityOptions."""
+
+    command: str
+    qps: float | None  # None: estimated, or the trace's own
+    long_prompt: int | None
+    classes: dict[str, float]  # class -> share
+    requests: int
+    plot: str | None
+    csv: str | None
+    html: str | None
+    lengths: str
+    trace: str | None
+    trace_scale: float
+    shared_prefix: tuple[int, int]  # (length, count)
+    turns: int
+    prefix_caching: list[bool]  # one run each
+    policies: list[str]
+    chunk: int
+    batch: int
+    max_len: int
+    page_size: list[int]  # one run each
+    kv_tokens: int
+    max_waiting: int | None
+    slo: str | float
+    json: str | None
+    model: ModelOptions
+    simulate: str | None  # a name in DEVICES, or THIS
+    replicas: int
+    tp_link: str | None
+    pp_link: str | None
+    cpu_ms: float
+
+    @property
+    def seed(self) -> int:
+        """Of lengths, arrivals and prompts."""
+        return self.model.seed
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another machine is simulated."""
+        return self.simulate not in (None, THIS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapacityOptions(ServeOptions):
+    """The options of `bench.py capacity`. `qps`, `long_prompt`, `csv` and `html` are None, and all
+    requests are of one class."""
+
+    ratio: float
+
+
+def shared_prefix(text: str) -> tuple[int, int]:
+    """The type of --shared-prefix: (length, count)."""
+    pair = re.fullmatch(r"0*([1-9]\d{0,8}):0*([1-9]\d{0,8})", text)
+    if not pair:
+        raise ArgumentTypeError(f"{text:.60}: must be LENGTH:COUNT, two whole numbers, as in 512:4")
+    return int(pair[1]), int(pair[2])
+
+
+def class_shares(text: str) -> dict[str, float]:
+    """The type of --classes: {class: its requests, in relation to those of the others}."""
+    parts = [part.strip().partition("=") for part in text.split(",")]
+    shares = {name: share for name, _, share in parts}
+    if len(shares) < len(parts) or not shares.keys() <= {*PRIORITIES}:
+        raise ArgumentTypeError(f"{text}: must be some of {', '.join(PRIORITIES)}, each = a number")
+    parse_share = number(above=0)
+    return {name: parse_share(share) for name, share in shares.items()}
+
+
+def page_sizes(text: str) -> list[int | str]:
+    """The type of --page-size: numbers, or "max"."""
+    parse_size = whole(least=1)
+    parts = [part.strip() for part in text.split(",")]
+    return [part if part == "max" else parse_size(part) for part in parts]
+
+
+def slo_target(text: str) -> str | float:
+    """The type of --slo: a name of a multiple, or a number of seconds."""
+    return text if text in MULTIPLES else number(above=0)(text)
+
+
+def add_options(parser: OptionParser) -> None:
+    """Add the options of the parser's command, "serve" or "capacity"."""
+    command = parser.get_default("command")
+    if command == "serve":
+        _add_serve_options(parser)
+    else:
+        _add_capacity_options(parser)
+    parser.add_option(
+        "--requests",
+        help="how many requests arrive",
+        type=whole(least=1, most=1_000_000),
+        shown=REQUESTS[command],
+    )
+    _add_load_options(parser)
+    _add_engine_options(parser)
+    parser.add_option(
+        "--slo",
+        help="of P99 TBT: strict or relaxed, which are 5x or 25x a decode iteration, another such "
+        "multiple, or seconds",
+        type=slo_target,
+        default="strict",
+    )
+    add_json_option(parser)
+    add_model_options(parser, "llama3-8b on a GPU with 75 GB or more, else llama-160m")
+    _add_simulated_options(parser)
+
+
+def _add_serve_options(parser: OptionParser) -> None:
+    """Add the options that only serve has."""
+    parser.add_option(
+        "--qps",
+        help="requests per second on average",
+        type=number(least=1e-4),
+        shown="half of what is estimated to be possible, or the trace's own",
+    )
+    parser.add_option(
+        "--long-prompt",
+        help="one more request, the first, has so many prompt tokens",
+        type=whole(least=1),
+    )
+    parser.add_option(
+        "--classes",
+        help="shares of the classes of `priority`, as in realtime=1,normal=4,low=5; see --csv",
+        type=class_shares,
+        default="normal=1",
+    )
+    parser.add_option(
+        "--plot", help="draw latencies and timelines", type=picture_file, metavar="FILE"
+    )
+    parser.add_option(
+        "--csv",
+        help="write a row for each request and policy",
+        type=output_file,
+        metavar="FILE",
+    )
+    parser.add_option(
+        "--html",
+        help="write a page to step through what was decided, and why",
+        type=output_file,
+        metavar="FILE",
+    )
+
+
+def _add_capacity_options(parser: OptionParser) -> None:
+    """Add the options that only capacity has, and defaults for those that it lacks."""
+    parser.add_option(
+        "--plot",
+        help="draw capacities, and latency against rate",
+        type=picture_file,
+        metavar="FILE",
+    )
+    parser.add_option(
+        "--ratio",
+        help="the steps of the search: a rate above the capacity by so much fails",
+        type=number(above=1, most=2),
+        default=1.05,
+    )
+    parser.set_defaults(qps=None, long_prompt=None, classes={"normal": 1}, csv=None, html=None)
+
+
+def _add_load_options(parser: OptionParser) -> None:
+    """Add the options of what arrives."""
+    parser.add_option(
+        "--lengths",
+        help=f"of requests: {', '.join(LENGTHS)}, scaled to --max-len, or PROMPT+OUTPUT tokens; "
+        "several, with commas, follow each other",
+        default="sharegpt4",
+    )
+    parser.add_option(
+        "--trace",
+        help=f"lengths and arrivals from a log with columns {', '.join(TRACE_COLUMNS)}",
+        metavar="FILE.csv",
+    )
+    parser.add_option(
+        "--trace-scale",
+        help="multiplies the lengths in it",
+        type=number(above=0, most=1),
+        default=1.0,
+    )
+    parser.add_option(
+        "--shared-prefix",
+        help="each prompt begins with one of COUNT prefixes of LENGTH tokens, before its own",
+        type=shared_prefix,
+        metavar="LENGTH:COUNT",
+        default=(0, 1),
+        shown="none",
+    )
+    parser.add_option(
+        "--turns",
+        help="each request is a chat of up to so many; --requests and --qps count chats",
+        type=whole(least=1, most=10_000),
+        default=1,
+    )
+
+
+def _add_engine_options(parser: OptionParser) -> None:
+    """Add the options of what serves it."""
+    parser.add_option(
+        "--prefix-caching",
+        help="share pages of prompts that begin alike; both is side by side with not doing so",
+        choices=tuple(CACHING),
+        shown="both if a prefix is shared, else off",
+    )
+    parser.add_option(
+        "--policies",
+        help=f"comma-separated, from {', '.join(POLICIES)}, or my_policy.py:ClassName; vllm is its "
+        "scheduler of 2023, as in the paper; sarathi-serve:64 has a chunk of its own",
+        type=policies_with_chunks,
+        default="vllm,orca,sarathi-serve,dynamic",
+    )
+    parser.add_option(
+        "--chunk",
+        help="C, the chunk size and token budget, in tokens",
+        type=whole(least=1),
+        shown=CHUNK,
+    )
+    parser.add_option(
+        "--batch", help="B, the most requests at once", type=whole(least=1), shown=BATCH
+    )
+    parser.add_option(
+        "--max-len", help="the longest prompt and output", type=whole(least=3), shown=MAX_LEN
+    )
+    parser.add_option(
+        "--page-size",
+        help="tokens in a page, or max for a slot per request; several, with commas: each with "
+        "each",
+        type=page_sizes,
+        shown="64, or half of --max-len",
+    )
+    parser.add_option(
+        "--kv-tokens",
+        help="tokens in the cache, for every policy and page size",
+        type=whole(least=1),
+        shown="a third of --batch requests of --max-len",
+    )
+    parser.add_option(
+        "--max-waiting",
+        help="reject a request that finds so many in the queue",
+        type=whole(least=1),
+        shown="no limit",
+    )
+
+
+def _add_simulated_options(parser: OptionParser) -> None:
+    """Add the options that put a simulated machine in the place of this one."""
+    geometries = ", ".join(name for name in GEOMETRIES if name not in PRESETS)
+    parser.add_option(
+        "--simulate",
+        help=f"count time as a device would take it: {', '.join(DEVICES)}; or {THIS}, fitted to a "
+        "profile of this machine, and in serve beside it. With a DEVICE --model is required, may "
+        f"also be {geometries}, and --kv-tokens all that fits",
+        metavar="DEVICE",
+    )
+    parser.add_option(
+        "--replicas",
+        help="simulated copies of the GPUs of --tp and --pp, which share one queue",
+        type=whole(least=1, most=MAX_PROCESSES),
+        default=1,
+    )
+    parser.add_option(
+        "--tp-link",
+        help=f"what joins the GPUs of a stage: {', '.join(LINKS)}",
+        shown="the device's own",
+    )
+    parser.add_option("--pp-link", help="what joins the stages", shown="infiniband")
+    parser.add_option(
+        "--cpu-ms",
+        help="simulated milliseconds that an iteration costs each stage on the CPU",
+        type=number(least=0, most=1e6),
+        default=0.0,
+    )
+
+
+def resolve(parser: OptionParser, args: Namespace) -> ServeOptions:
+    """The options, with those filled in that depend on others. Exits with a message if they make no
+    sense together. Raises ValueError as CostModel does."""
+    _check_machine(parser, args)
+    is_elsewhere = args.simulate not in (None, THIS)
+    device = "cuda" if is_elsewhere else args.device
+    max_len = args.max_len or MAX_LEN.pick(device)
+    chunk = args.chunk or CHUNK.pick(device)
+    batch = args.batch or BATCH.pick(device)
+    kv_tokens = args.kv_tokens
+    model = model_options(args)
+    if is_elsewhere:
+        kv_tokens = _simulated_kv_tokens(parser, args, max_len, chunk)
+    _check_load(parser, args, max_len)
+    sizes = args.page_size or [min(64, -(-max_len // 2))]
+    sizes = list(dict.fromkeys(max_len if size == "max" else size for size in sizes))
+    if max(sizes) > max_len:
+        parser.error(f"--page-size {max(sizes)}: must be at most --max-len {max_len}")
+    shares = args.shared_prefix[0] > 0 or args.turns > 1
+    caching = CACHING[args.prefix_caching or ("both" if shares else "off")]
+    if True in caching and max(sizes) == max_len:
+        parser.error(f"--page-size {max_len}: must be below --max-len, or --prefix-caching off")
+    request_tokens = max(-(-max_len // size) * size for size in sizes)
+    kv_tokens = kv_tokens or max(args.pp, batch // 3) * request_tokens
+    if kv_tokens < request_tokens:
+        needed = f"must be at least {request_tokens}, for one request"
+        parser.error(f"--kv-tokens {kv_tokens}: {needed}")
+    make: Callable[..., ServeOptions] = ServeOptions
+    only_capacity = {}
+    if args.command == "capacity":
+        make = CapacityOptions
+        only_capacity = {"ratio": args.ratio}
+    return make(
+        command=args.command,
+        qps=args.qps,
+        long_prompt=args.long_prompt,
+        classes=args.classes,
+        requests=args.requests or REQUESTS[args.command].pick(device),
+        plot=args.plot,
+        csv=args.csv,
+        html=args.html,
+        lengths=args.lengths,
+        trace=args.trace,
+        trace_scale=args.trace_scale,
+        shared_prefix=args.shared_prefix,
+        turns=args.turns,
+        prefix_caching=caching,
+        policies=args.policies,
+        chunk=chunk,
+        batch=batch,
+        max_len=max_len,
+        page_size=sizes,
+        kv_tokens=kv_tokens,
+        max_waiting=args.max_waiting,
+        slo=args.slo,
+        json=args.json,
+        model=model if is_elsewhere else _resolve_real_model(model),
+        simulate=args.simulate,
+        replicas=args.replicas,
+        tp_link=args.tp_link,
+        pp_link=args.pp_link,
+        cpu_ms=args.cpu_ms,
+        **only_capacity,
+    )
+
+
+def _resolve_real_model(model: ModelOptions) -> ModelOptions:
+    """The model on this machine, with what was left open filled in."""
+    return resolve_model(model, gpu_model="llama3-8b", gpu_bytes=75e9)
+
+
+def _check_machine(parser: OptionParser, args: Namespace) -> None:
+    """Exit with a message if an option goes only with a simulated device, or only without."""
+    is_here = args.simulate in (None, THIS)
+    for name in ONLY_SIMULATED if is_here else ONLY_REAL:
+        if getattr(args, name) != parser.get_default(name):
+            goes = "goes only" if is_here else "does not go"
+            parser.error(f"--{name.replace('_', '-')}: {goes} with --simulate DEVICE")
+    if args.simulate == THIS and args.tp * args.pp > 1:
+        parser.error(f"--tp, --pp: do not go with --simulate {THIS}; see bench.py pipeline")
+
+
+def _simulated_kv_tokens(parser: OptionParser, args: Namespace, max_len: int, chunk: int) -> int:
+    """The memory of a simulated machine in tokens: --kv-tokens, or all that fits."""
+    cost = SimulatedMachineOptions(
+        device=args.simulate,
+        model=args.model,
+        tp=args.tp,
+        pp=args.pp,
+        replicas=args.replicas,
+        tp_link=args.tp_link,
+        pp_link=args.pp_link,
+        cpu_ms=args.cpu_ms,
+        max_len=max_len,
+        chunk=chunk,
+        seed=args.seed,
+        shared_prefix=args.shared_prefix,
+    ).cost()
+    largest = cost.kv_tokens()
+    if cost.config.family != "llama" and max_len > cost.config.max_positions:
+        limit = f"this model is limited to {cost.config.max_positions}"
+        parser.error(f"--max-len {max_len}: {limit}")
+    kv_tokens = args.kv_tokens or largest
+    smallest = args.pp * max_len
+    if not smallest <= kv_tokens <= largest:
+        limits = f"at least {smallest}, --max-len per micro-batch, and at most {largest}, what fits"
+        parser.error(f"--kv-tokens {kv_tokens}: must be {limits} beside the weights")
+    return kv_tokens
+
+
+def _check_load(parser: OptionParser, args: Namespace, max_len: int) -> None:
+    """Exit with a message if the options of a load make no sense together."""
+    prefix = args.shared_prefix[0]
+    if prefix > max_len - 2:
+        parser.error(f"--shared-prefix {prefix}: must leave 2 of --max-len {max_len} tokens")
+    longest = max_len - prefix
+    if args.long_prompt and (args.long_prompt >= longest or args.turns > 1):
+        limit = f"below {longest}, --max-len less --shared-prefix, and not with --turns"
+        parser.error(f"--long-prompt {args.long_prompt}: must be {limit}")
+    if args.trace and (args.lengths != "sharegpt4" or args.long_prompt or prefix):
+        parser.error("--trace: has its own lengths, no --lengths, --long-prompt, --shared-prefix")
+    if args.trace_scale != 1 and not args.trace:
+        parser.error("--trace-scale: goes with --trace")

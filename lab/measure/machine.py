@@ -1,0 +1,93 @@
+"""A machine that serves loads: this one with a model, or another kind with the same interface.
+
+Read first: load_run.py, capacity.py. Other kinds: lab/simulator/machine.py."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from config import EngineConfig
+from lab.measure import capacity, load_run, timing, workload
+from lab.measure.capacity import Base
+from lab.measure.load_run import Recorder, Run
+from lab.measure.machine_info import MachineInfo, measure_machine
+from lab.measure.workload import Arrival
+from model import GPT
+
+
+class Machine(Protocol):
+    """What a load is served by, real or simulated."""
+
+    @property
+    def info(self) -> MachineInfo:
+        """What is known of it."""
+        ...
+
+    @property
+    def base(self) -> Base:
+        """How fast it is."""
+        ...
+
+    @property
+    def micro_batches(self) -> int:
+        """How many batches it computes at once."""
+        ...
+
+    @property
+    def notes(self) -> str:
+        """More lines for a heading. Each ends with a newline."""
+        ...
+
+    def serve(
+        self,
+        config: EngineConfig,
+        arrivals: Sequence[Arrival],
+        *,
+        progress: Callable[[], object],
+        recorder: Recorder | None,
+    ) -> Run:
+        """Serve a load by an engine of `config`."""
+        ...
+
+
+class RealMachine:
+    """This machine with a model. Prompts are random, and begin with one of `shared_prefix`'s
+    (length, count) prefixes."""
+
+    micro_batches = 1
+    notes = ""
+
+    def __init__(
+        self,
+        model: GPT,
+        name: str,
+        *,
+        chunk: int,
+        max_len: int,
+        attention: str,
+        seed: int,
+        shared_prefix: tuple[int, int],
+    ) -> None:
+        """Measures the base of SLOs and the limits of the machine. `name` is that of the model."""
+        self.model = model
+        self.seed = seed
+        self.shared_prefix = shared_prefix
+        self.base, drift = capacity.measure_base(model, chunk, max_len, attention)
+        info = measure_machine(model, name, chunk)
+        self.info = replace(info, base_busy=drift > timing.BUSY)
+
+    def serve(
+        self,
+        config: EngineConfig,
+        arrivals: Sequence[Arrival],
+        *,
+        progress: Callable[[], object] = load_run.no_progress,
+        recorder: Recorder | None = None,
+    ) -> Run:
+        """Serve a load by an engine of `config`, in real time."""
+        prompts = workload.prompts(
+            arrivals, self.model.config.vocab_size, self.seed, self.shared_prefix
+        )
+        return load_run.serve(
+            self.model, config, arrivals, prompts, progress=progress, recorder=recorder
+        )
