@@ -48,8 +48,6 @@ MAY_IMPORT_LATE = {  # other packages, within functions or for annotations alone
     "config": "torch",
 }
 WRONG_FOR_NOW = {  # (room, room that it must not import): whose work this is. To become empty
-    ("lab.simulator", "cli"): "sim",
-    ("lab.simulator", "lab.commands"): "sim",
     ("lab.commands", "bench"): "papers",
 }
 
