@@ -161,8 +161,8 @@ def print_list(options: PaperOptions, results: report.Results) -> None:
     for claim in options.claims:
         record = results.claims.get(claim.id)
         is_done = record is not None and record.verdict not in report.TRIED_AGAIN
-        done = ", done" if is_done else ""
-        print(f"{claim.name} ({claim.seconds_of(options.quick)} s{done})\n    {claim.paper}")
+        status = ", done" if is_done else ""
+        print(f"{claim.name} ({claim.seconds_of(options.quick)} s{status})\n    {claim.paper}")
 
 
 def claims_to_measure(

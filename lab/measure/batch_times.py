@@ -242,7 +242,7 @@ def intensities(model: GPT, batches: Sequence[Batch]) -> dict[str, float]:
         attention_flops += flops
         attention_bytes += kv_bytes
 
-    found = {"attention": attention_flops / attention_bytes}
+    intensity = {"attention": attention_flops / attention_bytes}
     linear_flops = 0
     linear_bytes = 0
     for operation in timing.LINEAR:
@@ -251,10 +251,10 @@ def intensities(model: GPT, batches: Sequence[Batch]) -> dict[str, float]:
         columns = layer.in_features + weights // layer.in_features
         flops = config.n_layer * 2 * tokens * weights
         moved_bytes = config.n_layer * item_bytes * (len(batches) * weights + tokens * columns)
-        found[operation] = flops / moved_bytes
+        intensity[operation] = flops / moved_bytes
         linear_flops += flops
         linear_bytes += moved_bytes
-    return found | {"products": linear_flops / linear_bytes}
+    return intensity | {"products": linear_flops / linear_bytes}
 
 
 def keep_layers(model: GPT, n_layer: int, seed: int) -> GPT:

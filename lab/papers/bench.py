@@ -133,8 +133,8 @@ class Bench:
                 attention=self.options.attention,
             )
 
-        asked = tuple((name, tuple(sequence)) for name, sequence in sequences.items())
-        times = self._once(("batches", asked, repeats, layers), time_all)
+        cases = tuple((name, tuple(batches)) for name, batches in sequences.items())
+        times = self._once(("batches", cases, repeats, layers), time_all)
         self._note_busy(times.values())
         return times
 
@@ -269,10 +269,10 @@ class Bench:
             return Capacities(slo_s, machine.base_busy, results)
 
         key = ("capacity", tuple(policies), slo, lengths, requests, batch, max_len, kv_tokens)
-        found = self._once(key, search_all)
-        self.busy = self.busy or found.slo_busy
-        self._note_busy(found.results.values())
-        return found
+        capacities = self._once(key, search_all)
+        self.busy = self.busy or capacities.slo_busy
+        self._note_busy(capacities.results.values())
+        return capacities
 
     def _limits(
         self, batch: int | None, max_len: int | None, kv_tokens: int | None

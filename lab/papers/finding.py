@@ -171,7 +171,7 @@ def less(*terms: Line | float, at: Literal["start", "end", ""] = "") -> Check:
     if at == "end":
         description += ", at the end"
         xs = xs[-1:]
-    wrong: list[str] = []
+    failed_at: list[str] = []
     is_known = False
     for x in xs:
         numbers = [term.at(x) if isinstance(term, Line) else term for term in terms]
@@ -180,9 +180,9 @@ def less(*terms: Line | float, at: Literal["start", "end", ""] = "") -> Check:
             continue
         is_known = True
         if not all(low < high for low, high in pairwise(known)):
-            wrong.append(show(x, ","))
-    reason = f"not at {', '.join(wrong)}" if is_known else "not known"
-    holds = is_known and not wrong
+            failed_at.append(show(x, ","))
+    reason = f"not at {', '.join(failed_at)}" if is_known else "not known"
+    holds = is_known and not failed_at
     return Check(description, holds, line.title, "" if holds else reason)
 
 

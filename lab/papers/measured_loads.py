@@ -188,7 +188,7 @@ def ss_f10(bench: Bench) -> Finding:
     for lengths, count in requests.items():
         plot = Plot(capacity_title(bench, lengths), x="SLO s", y="requests/s", spec=".2f", log="x")
         for slo in ("strict", "relaxed"):
-            found = bench.capacity(
+            capacities = bench.capacity(
                 ["orca", "vllm", *chunked],
                 slo=slo,
                 lengths=lengths,
@@ -197,8 +197,8 @@ def ss_f10(bench: Bench) -> Finding:
                 max_len=bench.pick(gpu=2048, cpu=None, quick=None),
                 kv_tokens=bench.pick(gpu=40960, cpu=None, quick=None),
             )
-            for name, result in found.results.items():
-                plot.add(name, round(found.slo_s, 3), result.capacity_qps)
+            for name, result in capacities.results.items():
+                plot.add(name, round(capacities.slo_s, 3), result.capacity_qps)
         sarathi_serve = plot.best("sarathi-serve", chunked)
         vllm = plot.line("vllm")
         orca = plot.line("orca")
@@ -240,7 +240,7 @@ def ss_f12(bench: Bench) -> Finding:
     cases.append((large_batch, ["orca", "vllm", *chunked]))
     for batch, policies in cases:
         for slo in multiples:
-            found = bench.capacity(
+            capacities = bench.capacity(
                 policies,
                 slo=slo,
                 lengths="sharegpt4",
@@ -249,8 +249,8 @@ def ss_f12(bench: Bench) -> Finding:
                 max_len=bench.pick(gpu=2048, cpu=None, quick=None),
                 kv_tokens=bench.pick(gpu=40960, cpu=10240, quick=10240),  # whatever the batch
             )
-            for name, result in found.results.items():
-                plot.add(f"{name}, batch {batch}", round(found.slo_s, 3), result.capacity_qps)
+            for name, result in capacities.results.items():
+                plot.add(f"{name}, batch {batch}", round(capacities.slo_s, 3), result.capacity_qps)
     sarathi_serve = plot.best("sarathi-serve", [f"{name}, batch {large_batch}" for name in chunked])
     vllm = plot.best("vllm", [f"vllm, batch {batch}" for batch in (*small_batches, large_batch)])
     return Finding(
