@@ -12,7 +12,6 @@ other commands. A command is a module with
 Read first: engine.py. Read next: lab/commands/offline.py."""
 
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
@@ -74,8 +73,6 @@ def parse_args(argv: Sequence[str]) -> tuple[ModuleType, Any]:
     command = commands.choices[argv[0]]
     module.add_options(command)
     args = parser.parse_args(argv)
-    if not hasattr(module, "resolve"):
-        return module, resolve_namespace(module, command, args)
     return module, module.resolve(command, args)
 
 
@@ -86,19 +83,6 @@ def module_name(argv: Sequence[str]) -> str:
     if command == "serve" and "--url" in options:
         return SERVE_REMOTE
     return COMMANDS[command][0]
-
-
-def resolve_namespace(module: ModuleType, command: Any, args: Namespace) -> Namespace:
-    """Only until all commands have a `resolve`: their `check`, and defaults by device."""
-    from cli.options import ByDevice
-
-    simulated = getattr(args, "simulate", None) not in (None, "this")
-    for option, value in vars(args).items():
-        if isinstance(value, ByDevice):
-            setattr(args, option, value.pick("cuda" if simulated else args.device))
-    if hasattr(module, "check"):
-        module.check(command, args)
-    return args
 
 
 def main(argv: Sequence[str] | None = None) -> None:

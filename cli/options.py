@@ -10,15 +10,13 @@ import json
 import math
 import os
 import re
-import tomllib
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from policies import POLICIES, find_policy
+from policies import find_policy
 from policies.custom import where_it_failed
 
 MAX_WHOLE = 10**15  # torch can count so far
@@ -55,31 +53,6 @@ class OptionParser(argparse.ArgumentParser):
         """Exit with one line: "--chunk 0: must be ...", not argparse's usage and "argument"."""
         message = re.sub(r"^argument (\S+): ", r"\1 ", message.replace("\n", " "))
         self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
-
-    def add_table(self, *tables: str, **given: Any) -> None:
-        """Only until the last section of options.toml has become calls of add_option."""
-        given = GIVEN | given
-        for table in tables:
-            if table == "json":
-                add_json_option(self)
-                continue
-            for name, entry in OPTIONS[table].items():
-                row: dict[str, Any] = {}
-                for key, value in entry.items():
-                    row[key] = value.format_map(given) if isinstance(value, str) else value
-                    if key in ("type", "choices"):
-                        row[key] = given[value]
-                if "whole" in row:
-                    row["type"] = whole(**row.pop("whole"))
-                if "number" in row:
-                    row["type"] = number(**row.pop("number"))
-                if both := row.pop("by_device", None):
-                    row["default"] = ByDevice(*both)
-                self.add_option(f"--{name}", **row)
-
-    def add_model_options(self, default_model: str) -> None:
-        """Only until all call cli.loading.add_model_options."""
-        import_module("cli.loading").add_model_options(self, default_model)
 
 
 @dataclass(frozen=True)
@@ -217,8 +190,6 @@ def add_json_option(parser: OptionParser) -> None:
 
 def options_json(options: Any) -> dict[str, object]:
     """The options of a command as one flat dict: a dataclass within the dataclass is spread out."""
-    if isinstance(options, argparse.Namespace):
-        return vars(options)
     record: dict[str, object] = {}
     for field in fields(options):
         value = getattr(options, field.name)
@@ -253,63 +224,3 @@ def wrote(*files: str | Path | None) -> None:
     for file in files:
         if file:
             print(f"wrote {file}")
-
-
-def machine_lines(machine: dict[str, Any]) -> str:
-    """The first lines of every heading: the machine and the model, measured or simulated."""
-    if "threads" not in machine:
-        return "{device}\n{model}, {dtype}\n".format_map(machine)
-    text = "{device}, threads: {threads}, torch {torch}\n{model}, {parameters:,} parameters, "
-    text += "{dtype}"
-    if "tp" in machine:
-        text += ", TP {tp} x PP {pp}"
-    if machine["compiled"]:
-        text += ", compiled"
-    return text.format_map(machine) + "\n"
-
-
-# ---- Only until the last section of options.toml has become calls of add_option ----
-
-OPTIONS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-GIVEN = {
-    "all_policies": ", ".join(POLICIES),
-    "policies with chunks": policies_with_chunks,
-    "file": output_file,
-    "picture": picture_file,
-}
-
-
-class ByDevice(PerDevice):
-    """A default that bench.parse_args replaces after parsing."""
-
-
-def find_device(name: str) -> Any:
-    return import_module("cli.loading").find_device(name)
-
-
-def load_model(args: Any, length: str, *default: Any) -> Any:
-    """cli.loading.load_model, which also changes args."""
-    loading = import_module("cli.loading")
-    names = dict(zip(("gpu_model", "gpu_bytes"), default, strict=False))
-    resolved = loading.resolve_model(loading.model_options(args), **names)
-    args.model = resolved.model
-    args.dtype = resolved.dtype
-    dashes = "--" if length in ("max_len", "seq_len") else ""
-    option = f"{dashes}{length.replace('_', '-')}"
-    return loading.load_model(resolved, getattr(args, length) or 1, positions_from=option)
-
-
-def engine_for(model: Any) -> Any:
-    return import_module("parallel").engine_for(model)
-
-
-def runner_for(model: Any) -> Any:
-    return import_module("parallel").runner_for(model)
-
-
-def find_texts(args: Any) -> Any:
-    loading = import_module("cli.loading")
-    found = loading.find_text_model(loading.model_options(args))
-    args.model = found.options.model
-    args.init_from = found.options.init_from
-    return found.name, found.tokenizer
