@@ -223,8 +223,10 @@ def batches(job):
 
 
 def interrupted(job):
-    """Serve while KeyboardInterrupt is raised again and again, wherever rank 0 decides or waits, but
-    not while all ranks are given a command. How many there were, of the last seed."""
+    """Serve while KeyboardInterrupt is raised again and again. Returns its counts of the last seed.
+
+    It is raised wherever rank 0 decides or waits, but not while all ranks are given a command.
+    """
     FILES.add(str(Path(parallel.stages.__file__)))
     model = model_of(job)
     params = [replace(each, logprobs=True) for each in PARAMS]

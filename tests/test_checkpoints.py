@@ -312,7 +312,7 @@ def sized(model_type, **options):
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "llama", "mistral", "qwen2", "qwen3"])
-def test_missing_options_are_what_transformers_assumes_and_sizes_are_asked(tmp_path, model_type):
+def test_missing_options_default_as_in_transformers_but_not_sizes(tmp_path, model_type):
     config = sized(model_type)
     silent = read(tmp_path, **config)
     transformers.CONFIG_MAPPING[model_type](**config).save_pretrained(tmp_path)
@@ -381,7 +381,7 @@ REFUSED += [(dict(num_key_value_heads=3), "n_kv_head=3: must divide n_head=32")]
 
 
 @pytest.mark.parametrize("options, message", REFUSED)
-def test_what_is_not_computed_or_makes_no_sense_is_refused_in_one_line(tmp_path, options, message):
+def test_unsupported_or_invalid_options_are_refused_in_one_line(tmp_path, options, message):
     with pytest.raises(ValueError, match=f"{tmp_path}/config.json: .*{message}") as error:
         read(tmp_path, **sized("llama") | options)
     assert str(error.value).isprintable()

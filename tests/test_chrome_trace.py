@@ -82,7 +82,7 @@ def instants(events):
     return [(e["lane"][1], e["name"], e["ts"] / 1e6) for e in events if e["ph"] == "i"]
 
 
-def test_a_requests_lane_shows_its_waiting_its_chunks_its_decodes_and_its_end(trace):
+def test_the_lane_of_a_request_shows_waiting_chunks_decodes_and_end(trace):
     completions, iterations = three_requests()
     completions[-1].finish_reason = "abort"  # it never ran
     events, slices = trace({"vllm": (completions, iterations)})
@@ -101,7 +101,7 @@ def test_a_requests_lane_shows_its_waiting_its_chunks_its_decodes_and_its_end(tr
     assert sorted(instants(events)) == ends + more
 
 
-def test_what_was_found_in_the_cache_is_said_where_the_first_chunk_begins(browser, tmp_path):
+def test_the_first_chunk_shows_the_cached_tokens(browser, tmp_path):
     first = an_iteration(1.0, 2.0, [prefill(0, 4, 64)])
     run = [a_completion(0, 70, 0.0)], [first, an_iteration(2.0, 3.0, [prefill(0, 2, 68)])]
     recorder = recorded(*run)
@@ -124,7 +124,7 @@ def test_decodes_in_a_row_are_one_slice(trace):
     assert next(e for e in events if e["name"] == "decodes")["args"] == {"tokens": 998}
 
 
-def test_a_preempted_request_that_is_aborted_ends_where_it_lost_its_pages(trace):
+def test_a_request_aborted_while_preempted_ends_at_its_preemption(trace):
     batches = [an_iteration(0, 1, [prefill(0, 4)]), an_iteration(2, 3, [], preempted=(0,))]
     events, _ = trace({"vllm": ([a_completion(0, 4, 0.0, "abort", 0.0, [1.0])], batches)})
     assert instants(events) == [("request 0", name, 2.0) for name in ("preempted", "aborted")]
@@ -149,7 +149,7 @@ def test_the_engines_lane_shows_every_iteration_with_its_curves(trace):
         assert last == curves
 
 
-def test_runs_that_are_compared_are_processes_and_micro_batches_are_lanes(trace):
+def test_each_run_is_a_process_and_each_micro_batch_a_lane(trace):
     late = an_iteration(0.5, 1.0, [prefill(7, 3)])
     run = [a_completion(7, 3, 0.0, "length", 0.5, [1.0])], [late]
     slices = trace({"vllm": three_requests(), "orca": run})[1]

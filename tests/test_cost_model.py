@@ -97,7 +97,7 @@ def test_a_product_computes_whole_tiles():
     assert of[129] == of[256] < of[257] == pytest.approx(1.5 * of[256])
 
 
-def test_a_product_takes_its_arithmetic_or_its_bytes_whichever_is_longer():
+def test_a_product_takes_the_longer_of_arithmetic_and_memory_time():
     device = Device("round", 1e12, 1e9, 1e12, 1e9, 1e9, tile=4, op_s=0.0)
     # one row: 200 weights, 10 numbers in, 20 out are 460 bytes, 460 ns; 2 * 4 * 200 flop are 1.6 ns
     assert product_seconds(device, 1, 10, 20) == pytest.approx(460e-9)
@@ -157,7 +157,7 @@ ATTENTION += [(MOVE, 2, (10, 5), 15 * 8), (MOVE, 4, (10, 5), 15 * 8)]
 
 
 @pytest.mark.parametrize("device, tp, chunk, microseconds", ATTENTION)
-def test_attention_takes_its_pairs_or_its_keys_whichever_is_longer(device, tp, chunk, microseconds):
+def test_attention_takes_the_longer_of_arithmetic_and_memory_time(device, tp, chunk, microseconds):
     assert CostModel(SMALL, device, tp).chunk_seconds(*chunk) == pytest.approx(microseconds / 1e6)
 
 

@@ -246,7 +246,7 @@ class Deep(VirtualRun):
 
 
 @pytest.mark.parametrize("policy", ["dynamic", "priority"])
-def test_who_cannot_be_admitted_slows_nobody_down(policy):
+def test_a_request_that_cannot_be_admitted_slows_no_other(policy):
     """At this SLO a chunk fits beside the decodes, but none behind so many tokens."""
     until_first_token = []
     for shares in (False, True):
@@ -263,7 +263,7 @@ def test_who_cannot_be_admitted_slows_nobody_down(policy):
 
 
 @pytest.mark.parametrize("policy", ["dynamic", "priority"])
-def test_who_is_second_in_line_and_begins_far_behind_waits_for_a_budget_of_its_own(policy):
+def test_a_second_request_with_a_deep_context_waits_for_its_own_budget(policy):
     run = Deep(policy, 0.06, 6)
     run.come([55] * 8, 5)
     second = run.come([*run.LONG, *[5] * 2000], 1)
@@ -274,7 +274,7 @@ def test_who_is_second_in_line_and_begins_far_behind_waits_for_a_budget_of_its_o
     assert max(lengths[:2]) > 1 and second.num_computed > 16_000
 
 
-def test_nobody_waits_for_a_budget_once_nobody_who_decodes_has_a_target():
+def test_no_request_waits_for_a_budget_without_a_decode_target():
     run = Deep("priority", None, 6)
     run.come([55] * 8, 3).tbt_slo = 0.5
     for _ in range(5):

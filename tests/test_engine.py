@@ -243,7 +243,7 @@ def test_warm_up_leaves_no_trace(model, more, monkeypatch):
     assert done == [(i, alone(model, PROMPTS[i], params)) for i in (0, 1)]
 
 
-def test_greedy_of_the_runner_is_the_likeliest_token_of_whoever_wants_one(model):
+def test_the_runner_picks_the_likeliest_token_of_each_span(model):
     runner = Runner(model, pages=3, page_size=40)
     runner.cache.data.fill_(float("nan"))
 

@@ -150,7 +150,7 @@ def test_what_a_user_can_cause_is_an_exit():
             console.run(Mock(side_effect=kind("nothing")))
 
 
-def test_an_error_in_a_policy_of_ones_own_says_where_it_is(tmp_path, capsys):
+def test_an_error_in_a_custom_policy_names_its_place(tmp_path, capsys):
     (tmp_path / "own.py").write_text(OWN)
     broken = find_policy(f"{tmp_path}/own.py:Broken")
     assert exit_code(lambda: broken.schedule(None)).endswith("own.py line 6: KeyError: 'nothing'")

@@ -198,7 +198,7 @@ class Storm:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a generator
 @pytest.mark.parametrize("policy", POLICIES)
-def test_an_interrupt_anywhere_loses_nothing_leaks_nothing_and_changes_no_text(policy):
+def test_an_interrupt_anywhere_loses_no_page_and_changes_no_text(policy):
     seen = Storm(policy, seed=1).run(interrupts=250)
     assert min(seen[name] for name in ("step", "add_request", "abort", "again")) > 0
 

@@ -164,7 +164,7 @@ def test_a_run_under_an_slo_keeps_it_and_uses_it(law, slo, profile, seed):
 
 
 @SEEDS
-def test_on_a_flat_then_linear_law_errors_near_the_operating_point_are_small(seed):
+def test_errors_near_the_operating_point_of_a_bent_law_are_small(seed):
     machine = Machine(gpu, 0.03, seed)
     for _ in range(80):
         machine.run(batch(machine.random.choice([0, 0, 640, 704, 768])))

@@ -8,6 +8,7 @@ import json
 import re
 import statistics
 from collections import defaultdict
+from itertools import pairwise
 
 import pytest
 
@@ -107,9 +108,7 @@ NO_MACHINE |= dict.fromkeys(LINKED, "link='rope': must be one of nvlink3")
 
 @pytest.mark.parametrize("command", ["serve", "capacity"])
 @pytest.mark.parametrize("words, message", NO_MACHINE.items())
-def test_a_machine_that_cannot_be_is_refused_before_anything_is_printed(
-    command, words, message, capsys
-):
+def test_an_impossible_machine_is_refused_before_any_output(command, words, message, capsys):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         bench.main([command, *words.split()])
     assert capsys.readouterr() == ("", "")
@@ -122,19 +121,24 @@ def test_this_machine_is_simulated_with_the_law_of_its_profile(
 ):
     """By both in `serve`, in the same tables and files; predictions are off by 1 to 24 %."""
     fitted, others = machine.profile_cases(64)
-    law = lambda budget, context, d: 0.5 + 0.25 * (budget - d) + 0.125 * d
-    asked, drawn = [], []
+    timed_cases = []
+    drawn_runs = []
+
+    def law(budget, context, decodes):
+        return 0.5 + 0.25 * (budget - decodes) + 0.125 * decodes
 
     def time_iterations(runner, cases):
-        asked.extend(cases)
-        off = [0] * len(fitted) + [i / 100 for i in range(1, 25)]
-        its = [law(*case) / (1 + error) for case, error in zip(cases, off, strict=True)]
-        return [Profiled(*case, seconds) for case, seconds in zip(cases, its)]
+        timed_cases.extend(cases)
+        errors = [0] * len(fitted) + [i / 100 for i in range(1, 25)]
+        return [
+            Profiled(*case, law(*case) / (1 + error))
+            for case, error in zip(cases, errors, strict=True)
+        ]
 
     monkeypatch.setattr(machine, "time_iterations", time_iterations)
     monkeypatch.setattr(measure, "steadily", lambda function, *_, **__: (function(), drift))
     monkeypatch.setattr(measure.Probe, "take", lambda *_: 0.0)  # of real runs: nobody else is here
-    monkeypatch.setattr("views.timelines.plot_serving", lambda runs, *_: drawn.append(runs))
+    monkeypatch.setattr("views.timelines.plot_serving", lambda runs, *_: drawn_runs.append(runs))
     file, load = tmp_path / "this.json", "--lengths 10+3 --policies sarathi-serve,vllm --slo 1000"
     words = [*TINY, "--page-size", "8", *load.split(), "--json", str(file)]
     if command == "serve":
@@ -145,7 +149,7 @@ def test_this_machine_is_simulated_with_the_law_of_its_profile(
         words += ["--requests", "8"]
     bench.main([command, *words, "--simulate", "this"])
     text, report = capsys.readouterr().out, json.loads(file.read_text())
-    assert asked == fitted + others and not set(fitted) & set(others)
+    assert timed_cases == fitted + others and not set(fitted) & set(others)
     assert text.startswith("simulated: ") == (command == "capacity")
     assert f"fitted to {len(fitted)} batches" in text
     here, busy = report["machine"], drift > measure.BUSY
@@ -167,7 +171,7 @@ def test_this_machine_is_simulated_with_the_law_of_its_profile(
             assert row["ttft_s"]["p50"] == pytest.approx(3.0, rel=1e-3)
             assert row["tbt_s"]["max"] == pytest.approx(0.625, rel=1e-3)
     rows = list(csv.DictReader((tmp_path / "a.csv").read_text().splitlines()))
-    assert [row["policy"] for row in rows] == names == list(drawn[0])
+    assert [row["policy"] for row in rows] == names == list(drawn_runs[0])
     page = (tmp_path / "a.html").read_text()
     assert all(f'"name": "{name}"' in page for name in names)
     sure = names[::2] if busy else names
@@ -201,4 +205,4 @@ def test_all_micro_batches_are_counted_and_no_batch_overtakes_another(
         batches[iteration.micro_batch].append((iteration.start, iteration.end))
     assert len(batches) == 4
     for spans in map(sorted, batches.values()):
-        assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:]))
+        assert all(end <= start for (_, end), (start, _) in pairwise(spans))

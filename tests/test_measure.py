@@ -63,10 +63,15 @@ STEADY = [  # readings of the probe, tries; which call counts, how many there we
 
 @pytest.mark.parametrize("readings, tries, counts, calls, drift", STEADY)
 def test_on_a_busy_machine_it_is_tried_again(readings, tries, counts, calls, drift, monkeypatch):
-    left, called = iter(readings), []
+    left = iter(readings)
+    called = []
+
+    def work():
+        called.append(1)
+        return len(called)
+
     monkeypatch.setattr(measure.Probe, "take", lambda self, *_: next(left))
     monkeypatch.setattr(measure, "probe_of", lambda *_: object.__new__(measure.Probe))
-    work = lambda: called.append(1) or len(called)
     assert measure.steadily(work, CPU, tries) == (counts, drift)
     assert len(called) == calls and not list(left)
     left = iter([0.0] * 9)
@@ -133,12 +138,17 @@ def test_attention_cost_counts_every_visible_key():
 
 def test_bare_products_are_those_of_an_iteration(monkeypatch, model):
     def shapes_of(function):
-        seen, linear = [], torch.nn.functional.linear
+        shapes = []
+        linear = torch.nn.functional.linear
+
+        def spy(x, weight, *bias):
+            shapes.append((*x.shape, *weight.shape))
+            return linear(x, weight, *bias)
+
         with monkeypatch.context() as patch:
-            spy = lambda x, w, *bias: seen.append((*x.shape, *w.shape)) or linear(x, w, *bias)
             patch.setattr(torch.nn.functional, "linear", spy)
             function()
-        return seen
+        return shapes
 
     runner = Runner(model, 2, 8)
     batch = runner.flatten([Span([0], 0, [1, 2, 3]), Span([1], 0, [4])])
@@ -148,21 +158,27 @@ def test_bare_products_are_those_of_an_iteration(monkeypatch, model):
     assert shapes_of(measure.bare_products(model, 2, [model.head])) == expected[-1:]
     assert len(layers) == 4 * model.config.n_layer
     each = [measure.linear_layers(model, [name]) for name in measure.LINEAR]
-    assert [its for block in zip(*each) for its in block] == layers
+    assert [layer for block in zip(*each, strict=True) for layer in block] == layers
 
 
 def test_attention_alone_attends_once_in_every_layer_and_writes_nothing(model):
-    runner, seen = Runner(model, 1, 8), []
+    runner = Runner(model, 1, 8)
+    query_shapes = []
     runner.greedy([Span([0], 0, [1, 2, 3])])
-    before, flatten = runner.cache.data.clone(), runner.flatten
+    before = runner.cache.data.clone()
+    flatten = runner.flatten
 
     def spy(spans):
         batch = flatten(spans)
-        attend = lambda q, k, v: seen.append(tuple(q.shape)) or batch.attend(q, k, v)
+
+        def attend(q, k, v):
+            query_shapes.append(tuple(q.shape))
+            return batch.attend(q, k, v)
+
         return batch._replace(attend=attend)
 
     runner.flatten = spy
     measure.attention_alone(runner, [Span([0], 1, [2, 3])])()
     config = model.config
-    assert seen == [(2, config.n_head, config.head_dim)] * config.n_layer
+    assert query_shapes == [(2, config.n_head, config.head_dim)] * config.n_layer
     assert torch.equal(runner.cache.data[:, :, :, :3], before[:, :, :, :3])

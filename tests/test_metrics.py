@@ -6,6 +6,7 @@ import json
 import random
 from collections import Counter, defaultdict
 from dataclasses import asdict, astuple
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -141,7 +142,7 @@ def stalls_by_definition(completions, iterations):
     """The definition, word by word: for each gap, all iterations are searched for its own."""
     stalls = []
     for c in completions:
-        for start, end in zip(c.token_times, c.token_times[1:]):
+        for start, end in pairwise(c.token_times):
             tokens = Counter()
             for iteration in iterations:
                 for request_id, _, length, is_decode in iteration.chunks:
@@ -165,9 +166,11 @@ def test_stalls_equal_their_definition_on_random_histories():
     assert found > 1000
 
 
-def test_the_summary_of_a_run_is_what_one_gets_by_hand():
-    of = lambda **slo: summarize_run(*three_requests(), seconds=8.0, **slo)
-    summary = of()
+def test_the_summary_of_a_run_equals_a_calculation_by_hand():
+    def summary_of(**slo):
+        return summarize_run(*three_requests(), seconds=8.0, **slo)
+
+    summary = summary_of()
     expected = {
         "requests": 4, "finished": 2, "aborted": 1,
         "tokens_per_s": (4 + 8 + 5 + 6 + 6 + 3) / 8,  # not the prompt of 3, which nobody computed
@@ -192,7 +195,7 @@ def test_the_summary_of_a_run_is_what_one_gets_by_hand():
     told |= dict(longest_stall_s=2.25, p50_delay_s=0.25)
     report = summary.to_json()
     assert {key: report[key] for key in told} == pytest.approx(told)
-    over = [of(tbt_slo_s=slo).stalls.over_slo for slo in (1.0, 1.25)]
+    over = [summary_of(tbt_slo_s=slo).stalls.over_slo for slo in (1.0, 1.25)]
     assert over == [2, 1]  # 1.25 meets 1.25
 
 
@@ -205,7 +208,7 @@ def test_a_run_of_nothing_has_counts_but_no_measurements():
     assert {getattr(summary, key) for key in rates} == {None}
 
 
-def test_what_only_iterations_tell_is_not_known_without_them():
+def test_metrics_of_iterations_are_unknown_without_iterations():
     completions, iterations = three_requests()
     known = summarize_run(completions, iterations, 8.0, tbt_slo_s=1.0)
     summary = summarize_run(completions, [], 8.0, tbt_slo_s=1.0)
@@ -222,7 +225,7 @@ def test_what_only_iterations_tell_is_not_known_without_them():
         assert {row[key] for key in none.split()} == {None}
 
 
-def test_what_was_found_is_a_share_of_what_was_to_prefill():
+def test_the_cached_share_is_relative_to_the_prompt_tokens():
     """1 finds 8 tokens of its prompt, and after a preemption 12 of the 13 that it had."""
     iterations = [an_iteration(0.0, 1.0, [prefill(0, 10), prefill(1, 2, 8)])]
     lost = dict(preemptions=1, recomputed_tokens=13, cached_tokens=8 + 12)
@@ -266,8 +269,10 @@ def test_each_request_has_a_row_with_its_own_numbers():
 
 def one_server(gaps, services):
     """Completions of requests that came with these gaps, served one by one in so many seconds."""
-    arrived, free, done = np.cumsum(gaps).tolist(), 0.0, []
-    for i, (arrival, service) in enumerate(zip(arrived, services)):
+    arrivals = np.cumsum(gaps).tolist()
+    free = 0.0
+    done = []
+    for i, (arrival, service) in enumerate(zip(arrivals, services, strict=True)):
         start = max(arrival, free)
         free = start + service
         done.append(a_completion(i, 1, arrival, "length", start, [free]))
@@ -284,7 +289,9 @@ def test_a_queue_grows_where_more_arrive_than_are_scheduled():
     said = "the queue grew: median delay of 1.45 s in the second quarter and 3.45 s in the last"
     assert missed(summarize_run(one_server(steady, [1.1] * 40), [], 44.0), 1.0) == said
     shuffled = one_server(steady, [1.1] * 40)
-    for one, other in zip(shuffled[::2], shuffled[1::2]):  # not first come, first served
+    for one, other in zip(
+        shuffled[::2], shuffled[1::2], strict=True
+    ):  # not first come, first served
         one.scheduled, other.scheduled = other.scheduled, one.scheduled
     assert summarize_queue(shuffled).grew
     idle = summarize_queue(one_server(steady, [0.5] * 40))

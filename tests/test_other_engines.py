@@ -158,7 +158,7 @@ def test_the_command_prints_machine_and_table_and_writes_both(fake, tmp_path, mo
     assert report["options"]["chunk"] == 12 and report["seconds"] > 0
 
 
-def test_rates_gains_and_equal_tokens_are_what_was_seen(fake, checkpoint, monkeypatch, capsys):
+def test_rates_gains_and_equal_tokens_are_reported(fake, checkpoint, monkeypatch, capsys):
     """The fake repeats five tokens of each prompt, sarathi-serve three, vllm one."""
     ms = {
         "ours, sarathi-serve": 100.0,

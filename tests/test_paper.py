@@ -183,7 +183,7 @@ def test_another_machine_or_torch_is_another_measurement(claims, tmp_path, monke
     assert (options["device"], options["torch"]) == ("another", "9.9")
 
 
-def test_a_full_run_is_good_for_a_quick_one_but_not_the_other_way_round(claims, tmp_path):
+def test_a_full_result_serves_a_quick_run_but_not_the_reverse(claims, tmp_path):
     run(tmp_path, "--only SS-F10 --quick")
     ((_, measured_with),) = claims.measured
     assert measured_with.size == "quick" and measured_with.options.seed == 0

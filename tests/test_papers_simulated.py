@@ -287,7 +287,7 @@ def gain(policy, pd_ratio, chunk=256):
     return throughput(policy, case) / throughput("request-level", case)
 
 
-def test_orca_gains_little_and_sarathi_most_where_every_chunk_has_its_decodes():
+def test_orca_gains_little_and_sarathi_most_at_the_balanced_ratio():
     """S-F11: at 1K, 1.11x for Orca's best case. S-F9: near P:D = C / (B - 1), of those shown."""
     orca = max(gain("orca-best", pd_ratio) for pd_ratio in (7, 14, 28, 56, 112))
     assert orca == pytest.approx(1.11, rel=0.05)

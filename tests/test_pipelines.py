@@ -49,7 +49,7 @@ def boxes(axis):
     return [(round(b.get_center()[1]), x, end, to_hex(b.get_facecolor())) for b, x, end in found]
 
 
-def test_a_pipeline_has_a_box_for_each_batch_and_bubble_and_names_the_longest(tmp_path):
+def test_a_pipeline_plot_has_a_box_for_each_batch_and_bubble(tmp_path):
     axes, figure = draw(two_stages(), tmp_path, "GPT-3")
     assert figure.get_suptitle().startswith("GPT-3\n")
     for axis, (name, stage_runs) in zip(axes, two_stages().items(), strict=True):
@@ -72,7 +72,7 @@ def test_a_pipeline_has_a_box_for_each_batch_and_bubble_and_names_the_longest(tm
             assert seen == near([1000 * max(bubbles), 1000 * sum(bubbles)], rel=5e-3)
 
 
-def test_all_runs_share_a_time_axis_and_each_label_is_at_the_last_of_the_longest(tmp_path):
+def test_runs_share_a_time_axis_and_label_their_longest_bubbles(tmp_path):
     first, second = draw(two_stages(), tmp_path)[0]
     runs = two_stages()["orca-best"]
     assert first.get_xlim() == second.get_xlim() and first.get_xlim()[1] >= runs[-1].end

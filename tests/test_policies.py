@@ -42,7 +42,7 @@ def own(tmp_path, monkeypatch):
     return path
 
 
-def test_a_policy_of_ones_own_is_found_wherever_its_file_is_and_loaded_once(own):
+def test_a_custom_policy_is_loaded_once_from_any_path(own):
     found = find_policy(NAME)
     assert found is find_policy(f"{own}:Shortest") is find_policy(f"./{NAME}")
     assert issubclass(found, SarathiServe) and policy_options(found) == {"limit"}
@@ -103,7 +103,7 @@ def test_it_is_told_where_a_policy_fails_while_it_runs(own):
     assert where_it_failed(ValueError("never raised")) is None
 
 
-def test_it_is_derived_what_a_policy_reserves_and_whether_it_is_first_come_first_served():
+def test_reserving_and_in_order_policies_are_derived_from_their_classes():
     papers = [name for name, cls in POLICIES.items() if cls.__module__ == "scheduler"]
     whole = {"request-level", "orca", "orca-best", "sarathi"}
     assert set(RESERVING) & set(papers) == whole and len(papers) == 8
@@ -138,7 +138,7 @@ def test_a_config_is_made_of_fields_and_options_of_the_policy():
     "name", ["chunk", "max_batch", "max_len", "page_size", "pages", "max_waiting"]
 )
 @pytest.mark.parametrize("value", [0, -1, 2.0, "8"])
-def test_a_number_of_a_config_is_whole_and_positive_however_it_is_given(name, value):
+def test_config_numbers_must_be_positive_integers(name, value):
     for make in (EngineConfig, partial(replace, EngineConfig())):
         with pytest.raises(ValueError, match=f"{name}={value!r}: must be a whole number of at lea"):
             make(**{name: value})

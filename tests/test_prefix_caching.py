@@ -122,7 +122,7 @@ def finish(engine):
 
 
 @EVERY
-def test_whoever_starts_one_token_too_early_is_caught_when_it_writes(watched, policy, monkeypatch):
+def test_a_write_one_token_too_early_is_caught(watched, policy, monkeypatch):
     engine, admit = watched(policy, pages=60), Scheduler.admit
 
     def early(self):
@@ -182,7 +182,7 @@ def test_vllm_counts_what_is_to_be_computed_of_whole_prompts():
     assert queue.step() == {n: (56, 4) for n in range(1, 5)}
 
 
-def test_what_others_read_takes_no_memory_again():
+def test_pages_of_running_requests_take_no_memory_again():
     queue = Line("sarathi-serve", pages=17)
     queue.add(range(60), 4)  # 15 pages, and one to grow into
     queue.step()
@@ -216,7 +216,7 @@ def test_at_least_one_token_of_a_prompt_is_computed(policy, page_size, found):
 
 @pytest.mark.parametrize("gone, found", [(0, 8), (1, 8), (2, 4), (3, 0)])
 @EVERY
-def test_after_a_preemption_it_finds_what_is_still_there(policy, gone, found):
+def test_a_preempted_request_finds_its_remaining_pages(policy, gone, found):
     queue = Line(policy)
     request, pages = queue.add(range(10), 9), queue.pages
     while len(request.tokens) < 13:
@@ -233,7 +233,7 @@ def test_after_a_preemption_it_finds_what_is_still_there(policy, gone, found):
 
 @pytest.mark.parametrize("chunk", [2, 64])
 @EVERY
-def test_who_finds_all_but_its_last_token_is_not_taken_for_a_decode(policy, chunk):
+def test_a_prefill_of_one_uncached_token_is_not_a_decode(policy, chunk):
     """That the batch has not counted: it would be the only one in a batch without decodes, which
     breaks a rule of the referee's."""
     queue = Line(policy, page_size=1, pages=256, chunk=chunk)
@@ -256,7 +256,7 @@ def test_pages_are_found_as_soon_as_they_are_computed_and_not_before():
     assert again.cached_tokens == 16
 
 
-def test_two_at_the_same_time_compute_it_twice_and_one_of_both_is_found():
+def test_two_equal_prompts_at_once_are_computed_twice_and_cached_once():
     queue = Line("orca")
     queue.add(range(20), 1)
     queue.add(range(20), 3)
@@ -291,7 +291,7 @@ NO_SHARING = [[n, *Random(n).choices(range(61), k=3 * n)] for n in (9, 1, 5, 7, 
 
 
 @EVERY
-def test_where_nothing_can_be_found_the_batches_and_events_are_the_same(policy):
+def test_prefix_caching_without_a_hit_changes_no_batch_and_no_event(policy):
     seen = []
     for shares in (False, True):
         sizes = dict(chunk=6, max_batch=3, max_len=MAX_LEN, page_size=4, pages=90)
@@ -320,7 +320,7 @@ def test_where_nothing_can_be_found_the_batches_and_events_are_the_same(policy):
 
 
 @EVERY
-def test_off_nothing_is_named_and_nothing_is_found(policy, monkeypatch):
+def test_without_prefix_caching_no_page_is_hashed_or_found(policy, monkeypatch):
     monkeypatch.setattr("kv_cache.sha256", None)
     queue = Line(policy, shares=False)
     for _ in range(3):
@@ -346,7 +346,7 @@ def test_slots_cannot_be_shared(given, message):
         Engine(MODEL, **{"prefix_caching": True} | given)
 
 
-def test_pages_hold_64_tokens_or_half_of_a_request_where_no_other_number_is_given():
+def test_pages_hold_64_tokens_or_half_of_max_len_by_default():
     assert EngineConfig().prefix_caching is False
     engine = Engine(MODEL, prefix_caching=True, max_batch=2)
     assert engine.config.page_size == engine.scheduler.pages.page_size == 64
@@ -360,7 +360,7 @@ def test_pages_hold_64_tokens_or_half_of_a_request_where_no_other_number_is_give
 # what must not be found
 
 
-def test_warm_up_leaves_nothing_to_be_found_and_may_be_called_again():
+def test_warm_up_leaves_no_cached_page_and_can_be_repeated():
     sizes = dict(chunk=6, max_batch=3, max_len=MAX_LEN, page_size=4, pages=60)
     engine, params = guard(Engine(MODEL, prefix_caching=True, **sizes)), SamplingParams(4)
     for prompt in ([0] * 30, SYSTEM, SYSTEM):
@@ -389,7 +389,7 @@ def test_a_warm_up_that_is_refused_has_spoilt_nothing():
 
 
 @EVERY
-def test_what_a_failed_batch_wrote_is_not_found(watched, policy, monkeypatch):
+def test_pages_of_a_failed_batch_are_not_cached(watched, policy, monkeypatch):
     engine, found = watched(policy, chunk=6, pages=60), []
     ask(engine, 0)
     forward = GPT.forward
@@ -410,7 +410,7 @@ def test_what_a_failed_batch_wrote_is_not_found(watched, policy, monkeypatch):
 
 
 @EVERY
-def test_after_a_drop_nothing_is_found(watched, policy):
+def test_a_dropped_cache_finds_nothing(watched, policy):
     engine = watched(policy, pages=60)
     ask(engine, 3)
     finish(engine)

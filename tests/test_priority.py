@@ -91,7 +91,7 @@ ACTIONS = st.lists(st.tuples(NAMES, *map(st.integers, [0] * 3, [3, 9, 40])), max
 
 @settings(max_examples=200, deadline=None)
 @given(ACTIONS, st.sampled_from([1.0, 4.0, 64.0]))
-def test_the_line_is_a_sorted_list(actions, ageing):
+def test_the_queue_is_sorted_by_rank(actions, ageing):
     now, naive, gone = 0.0, NaiveLine(), []
     queue = ClassQueue(lambda r: r.ttft_slo, ageing, lambda: now)
     actions += [("pop", 0, 0, 0)] * len(actions)  # at last all leave in order
@@ -120,7 +120,7 @@ def test_the_line_is_a_sorted_list(actions, ageing):
         queue.remove(request(-1))
 
 
-def test_the_line_keeps_nothing_of_those_who_left():
+def test_the_queue_keeps_nothing_of_removed_requests():
     now, draw, there = 0.0, random.Random(0), []
     queue = ClassQueue(lambda r: r.arrival + r.ttft_slo, 10.0, lambda: now)
     for i in range(3000):
@@ -172,7 +172,7 @@ def test_classes_go_first_and_within_one_the_least_slack():
     assert list(dict(chunks)) == [5, 4, 3, 2, 7, 6, 1, 0]
 
 
-def test_a_prefill_that_has_begun_gives_way_to_a_higher_class_with_a_later_deadline():
+def test_a_prefill_yields_to_a_higher_class_with_a_later_deadline():
     sim = simulation(chunk=32)
     sim.add(request(0, LOW, ttft_slo=0.1))
     assert step(sim) == [0]
@@ -202,7 +202,7 @@ def test_ties_go_to_who_came_first_even_if_both_have_begun(begun, first):
     assert sim.log[-1][3] == first
 
 
-def test_nobody_is_admitted_past_a_higher_class_that_finds_no_room():
+def test_no_request_passes_a_higher_class_that_finds_no_room():
     sim = simulation(pages=130)  # 128 pages for the longest
     sim.add(request(0, HIGH, 1600, 300))
     sim.step()
@@ -286,7 +286,7 @@ def crowded(*priorities, **options):
 
 
 @pytest.mark.parametrize("priority", [REALTIME, HIGH])
-def test_a_low_class_is_preempted_when_half_of_a_ttft_target_has_gone_and_not_before(priority):
+def test_a_low_class_is_preempted_after_half_of_a_ttft_target(priority):
     sim = crowded(LOW, LOW)
     sim.add(request(9, REALTIME, 10, 5, arrival=sim.now - 50.0))
     assert 9 in step(sim) and len(sim.scheduler.running) == 3  # it has room: nobody goes
@@ -301,7 +301,7 @@ def test_a_low_class_is_preempted_when_half_of_a_ttft_target_has_gone_and_not_be
 
 
 @pytest.mark.parametrize("priority, running", [(2, 3), (3, 3), (1, 1), (0, 1)])
-def test_nobody_is_preempted_for_a_low_one_nor_a_high_one_for_another(priority, running):
+def test_normal_requests_preempt_none_and_high_ones_are_not_preempted(priority, running):
     sim = crowded(*[running] * 3, ageing=NEVER)
     sim.add(request(9, priority, 500, 5, arrival=sim.now - 50.0, ttft_slo=1.0))
     for _ in range(60):
@@ -316,7 +316,7 @@ def until_first_token(sim, request):
     return sim.ttft(request)
 
 
-def test_a_late_realtime_request_gets_token_budget_from_the_decodes_of_lower_classes():
+def test_a_late_realtime_request_takes_the_budget_of_lower_decodes():
     # eight decodes fill a budget of eight; there are places and pages, but no tokens
     sim = simulation(chunk=8)
     for i in range(8):
@@ -330,7 +330,7 @@ def test_a_late_realtime_request_gets_token_budget_from_the_decodes_of_lower_cla
     assert {*ids(sim.scheduler.waiting)} <= {1, 3, 5, 7}  # the lowest
 
 
-def test_a_low_request_with_a_hopeless_target_does_not_hold_up_a_realtime_prefill():
+def test_a_low_request_with_a_hopeless_target_delays_no_realtime_one():
     sim = simulation()
     sim.add(request(0, LOW, 100, 1500, tbt_slo=1e-6))
     sim.step()
@@ -354,7 +354,7 @@ def decodes_with_a_target(fit, lower=6):
     return sim
 
 
-def test_lower_decodes_are_preempted_that_make_the_iteration_too_slow_and_nothing_more():
+def test_only_lower_decodes_that_break_a_tbt_target_are_preempted():
     assert len(decodes_with_a_target(7).step()) == 7  # no risk, no preemption
     sim = decodes_with_a_target(4)  # of the seven
     assert len(sim.step()) == 4 and sim.log[-1][1] <= of_decodes(4) + 2e-4
@@ -374,7 +374,7 @@ def test_decodes_of_the_same_class_are_never_preempted_for_a_target():
     assert all(row[2].decodes == 6 for row in sim.log[2:-8])
 
 
-def test_no_more_are_let_in_at_once_than_may_decode_together():
+def test_admission_at_once_is_limited_to_what_can_decode_together():
     sim = decodes_with_a_target(4, lower=1)
     for i in range(10):
         sim.add(request(20 + i, LOW, 5, 400, arrival=sim.now))
@@ -384,7 +384,7 @@ def test_no_more_are_let_in_at_once_than_may_decode_together():
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_who_was_preempted_for_a_target_is_not_let_in_to_be_preempted_again(seed):
+def test_a_request_preempted_for_a_target_is_not_preempted_repeatedly(seed):
     # low requests for ever, and one realtime decode whose target leaves room for about four of them
     sim = simulation(noise=0.05, seed=seed, ageing=NEVER)
     first = request(0, REALTIME, 10, 1500, tbt_slo=of_decodes(5) * 1.05)
@@ -398,7 +398,7 @@ def test_who_was_preempted_for_a_target_is_not_let_in_to_be_preempted_again(seed
     assert sum(r.preemptions for r in low) <= 0.1 * ended
 
 
-def test_a_preempted_request_waits_at_the_front_of_its_class_and_ends_as_if_it_were_alone():
+def test_a_preempted_request_waits_at_the_front_of_its_class():
     sim = crowded(LOW, LOW, LOW)
     for i, priority in ((4, LOW), (5, NORMAL)):
         sim.add(request(i, priority, 700, 10, arrival=sim.now, ttft_slo=0.5))
@@ -419,7 +419,7 @@ def test_a_preempted_request_waits_at_the_front_of_its_class_and_ends_as_if_it_w
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("ageing", [5.0, NEVER])
-def test_under_overload_with_little_memory_all_ends_and_little_is_computed_twice(ageing, seed):
+def test_an_overload_with_little_memory_ends_and_recomputes_little(ageing, seed):
     draw, requests = random.Random(seed), []
     for i in range(200):
         sizes = draw.randrange(4), draw.randrange(1, 600), draw.randrange(1, 80)

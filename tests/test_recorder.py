@@ -53,7 +53,7 @@ def test_a_record_says_what_was_computed_and_what_the_budget_was():
         ("orca", dict(chunk=32), ["pages", 8, 0]),  # of max_len
     ],
 )
-def test_why_the_head_of_the_line_waits_is_told_by_the_facts(policy, options, why):
+def test_the_reason_why_the_head_of_the_queue_waits_is_recorded(policy, options, why):
     records = decided(policy, [(40, 9), (40, 9), (40, 9)], **options)
     assert why in [record["why"] for record in records]
 
@@ -63,7 +63,7 @@ def test_a_prompt_that_is_not_cut_waits_for_budget_of_its_whole_length():
     assert first["why"] == ["budget", 28, 40]
 
 
-def test_who_shares_pages_needs_fewer_but_also_those_found_that_nobody_reads():
+def test_pages_needed_are_fewer_when_shared_and_include_unread_ones():
     def make():
         pages = Pages(8, 16, prefix_caching=True)
         return make_scheduler("sarathi-serve", pages, chunk=64, max_batch=4, max_len=128)
@@ -90,7 +90,7 @@ def test_who_shares_pages_needs_fewer_but_also_those_found_that_nobody_reads():
     assert step(scheduler) == ["pages", 5, 3]
 
 
-def test_a_step_that_failed_is_recorded_once_with_all_pages_it_was_given(monkeypatch):
+def test_a_failed_step_is_recorded_once_with_all_its_pages(monkeypatch):
     recorder, model = Truth(), tiny_model()
     engine = Engine(model, chunk=16, max_batch=2, max_len=128, page_size=16)
     recorder.watch([engine.scheduler])

@@ -101,7 +101,9 @@ def test_the_rate_of_chats_is_that_at_which_they_are_offered():
 @pytest.fixture(scope="module")
 def expected():
     """The text of each request, computed without an engine."""
-    return [alone(MODEL, p, SamplingParams(a.output_len)) for p, a in zip(TOKENS, ARRIVALS)]
+    return [
+        alone(MODEL, p, SamplingParams(a.output_len)) for p, a in zip(TOKENS, ARRIVALS, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("page_size", [4, 32])
@@ -122,7 +124,7 @@ def test_every_policy_serves_the_same_arrivals_to_their_full_length(name, page_s
     assert run.seconds == run.iterations[-1].end == max(c.token_times[-1] for c in run.completions)
 
 
-def test_nobody_is_computed_before_arrival_and_nobody_waits_for_an_idle_engine():
+def test_no_request_runs_before_arrival_or_waits_for_an_idle_engine():
     run = serve_small("sarathi-serve")
     for iteration in run.iterations:
         assert all(ARRIVALS[i].time <= iteration.start for i, *_ in iteration.chunks)
@@ -148,7 +150,7 @@ def test_classes_and_targets_come_with_the_arrival(monkeypatch):
     assert seen == targets and [c.priority for c in run.completions] == [3, 0]
 
 
-def test_a_preempted_request_is_known_and_own_time_is_a_step_without_its_forward_pass():
+def test_a_run_counts_preemptions_and_the_time_outside_the_forward_pass():
     run = serve_small("vllm", pages=8)
     preempted = Counter(i for iteration in run.iterations for i in iteration.preempted)
     assert preempted and all(preempted[c.request_id] == c.preemptions for c in run.completions)
@@ -210,7 +212,7 @@ def test_a_turn_comes_a_second_after_the_answer_and_continues_it():
     run, own = serve_small("sarathi-serve", arrivals=load, model=MODEL), prompts(load, 61, 0)
     assert [c.request_id for c in run.completions] == list(range(3 + 2 + 0 + 1))
     assert max(c.arrival for c in run.completions[:3]) == 1.0
-    for c, arrival, tokens in zip(run.completions, load, own):
+    for c, arrival, tokens in zip(run.completions, load, own, strict=True):
         assert c.tokens == alone(MODEL, c.prompt, SamplingParams(arrival.output_len))
         assert len(c.prompt) == arrival.prompt_len and c.arrival <= c.scheduled
         if arrival.follows is not None:
@@ -282,7 +284,9 @@ def test_what_is_made_of_a_base():
 
 @pytest.mark.parametrize("max_len, context", [(512, 256), (9000, 4096), (2048, 1024), (1, 1)])
 def test_the_base_is_a_decode_of_32_at_half_the_longest_context(max_len, context, monkeypatch):
-    timed = lambda runner, cases, **_: [Profiled(*case, 0.064) for case in cases]
+    def timed(runner, cases, **_):
+        return [Profiled(*case, 0.064) for case in cases]
+
     monkeypatch.setattr(capacity, "runner_for", lambda model: lambda *_: None)
     monkeypatch.setattr(slo, "time_iterations", timed)
     base, _ = measure_base(MODEL, 128, max_len)
@@ -368,7 +372,7 @@ def test_a_ratio_of_bounds_is_a_bound_or_not_known(ours, other, text):
     assert ratio is None if text is None else f"{ratio:g}" == text
 
 
-def test_policies_share_the_memory_and_may_have_a_chunk_of_their_own(tmp_path):
+def test_policies_share_the_memory_and_can_have_their_own_chunk(tmp_path):
     (tmp_path / "mine.py").write_text("from scheduler import SarathiServe as Mine\n")
     mine = f"{tmp_path}/mine.py:Mine"
     names = ["vllm", "orca-best", "sarathi:64", mine, f"{mine}:32"]

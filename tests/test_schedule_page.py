@@ -1,7 +1,4 @@
-"""The schedule page: what a real browser makes of the records.
-
-python -m tests.test_schedule_page      frames per second while 10,000 iterations scroll
-"""
+"""The schedule page: what a real browser makes of the records."""
 
 import json
 import random
@@ -19,7 +16,7 @@ from lab.measure.metrics import percentiles, summarize_run
 from lab.measure.workload import Arrival
 from sampling import SamplingParams
 from tests.helpers import tiny_model
-from tests.pages import CHROMIUM, LOADS, SLO_S, a_load, in_turn, opened, opened_runs, simulated
+from tests.pages import LOADS, SLO_S, a_load, in_turn, opened, opened_runs, simulated
 from views.page import Recorder, page
 
 
@@ -373,40 +370,3 @@ def test_a_live_page_follows_an_engine(browser):
             assert [e["name"] for e in events if e["ph"] == "i"] == ["finished"] * 2
     finally:
         server.shutdown()
-
-
-def measure_frames():
-    """Print the size of a page of 10,000 iterations, and its frames per second as it plays."""
-    import tempfile
-    from pathlib import Path
-
-    from playwright.sync_api import sync_playwright
-
-    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
-        file = Path(folder) / "page.html"
-        runs = {name: long_run() for name in ("one", "two")}
-        write_text(file, page("frames", "", runs, slo_s=SLO_S))
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        with opened(browser, f"file://{file}") as tab:
-            print(f"{file.stat().st_size / 1e6:.1f} MB, {len(in_turn(runs['one'])):,} iterations")
-            count = """share => new Promise(end => {
-                const {run} = focused, span = run.end * share;
-                let n = 0, began;
-                const next = now => {
-                    began ??= now;
-                    const t = (now - began) / 3000, from = t * (run.end - span);
-                    set_view(from, from + span);
-                    go(run, index_at(run, from + span / 2));
-                    ++n;
-                    t < 1 ? requestAnimationFrame(next) : end(1000 * n / (now - began));
-                };
-                requestAnimationFrame(next);
-            })"""
-            for share in (0.02, 0.2, 1):
-                found = tab.evaluate(count, share)
-                print(f"{found:.0f} frames/s with {share:.0%} of the run in sight, two runs")
-        browser.close()
-
-
-if __name__ == "__main__":
-    measure_frames()

@@ -189,7 +189,7 @@ def test_a_request_ends_by_a_stop_token_or_its_length(sampled, stop, output):
     check_integrity(scheduler.pages, [other.pages])
 
 
-def test_who_was_aborted_is_left_out_of_advance():
+def test_advance_skips_an_aborted_request():
     scheduler, (gone, stays, waits) = started((3, 4), (3, 4), (3, 4))
     batch = scheduler.next_batch()
     assert [chunk.request for chunk in batch] == [gone, stays]
@@ -332,7 +332,7 @@ def test_a_little_memory_is_enough_and_no_decode_is_skipped(policy, page_size, p
 
 
 @EVERY
-def test_the_watermark_is_left_to_those_who_run_but_who_is_alone_may_have_every_page(policy):
+def test_admission_keeps_the_watermark_free_unless_nothing_runs(policy):
     scheduler, _ = queue(policy, 250, 1, (50, 0), (50, 0), max_len=50)
     assert scheduler.admit() and scheduler.pages.num_free == 200
     taken = scheduler.pages.allocate(149)  # 51 are free, and a hundredth of 250 is 2
@@ -358,7 +358,7 @@ def test_memory_must_hold_one_request_of_max_len(policy):
 
 
 @given(st.data(), st.integers(1, 24))
-def test_pages_are_a_set_of_which_some_are_taken(data, total):
+def test_pages_are_a_set_with_some_taken(data, total):
     pages, free, tables = Pages(total, 4), set(range(total)), []
     for _ in range(data.draw(st.integers(0, 30))):
         action = data.draw(st.sampled_from(["new", "grow", "free", "free one"]))
@@ -429,7 +429,7 @@ def test_bad_options_are_refused():
 
 
 @pytest.mark.parametrize("policy", [*IN_ORDER, "priority"])
-def test_the_work_of_schedule_does_not_grow_with_the_line(policy):
+def test_the_work_of_schedule_does_not_grow_with_the_queue(policy):
     def calls_in_schedule(waiting):
         requests = [(8, 9, 0.0, frozenset(), None, i % 4) for i in range(8 + waiting)]
         options = dict(chunk=16, max_batch=8, max_len=64, clock=lambda: 0.0)

@@ -166,7 +166,7 @@ def test_what_goes_wrong_is_one_line(path, more, message):
     assert line.startswith(f"error: --url {url}: ") and message in line and "\n" not in line
 
 
-def test_who_is_not_there_is_a_connection_error():
+def test_an_absent_server_is_a_connection_error():
     with another() as (url, _):
         server = RemoteServer(url, model="x")
     arrivals = [Arrival(0.0, 3, 8), Arrival(30.0, 3, 8)]

@@ -161,7 +161,7 @@ def test_what_is_written_is_certain_and_ends_before_a_stop_string(pieces, stops)
     assert reason == ("stop" if ends else "length")
 
 
-def test_many_clients_of_whom_a_third_leave(tiny):
+def test_a_third_of_many_clients_may_leave(tiny):
     prompts = ["".join(LETTERS[(7 * i + j * j) % 61] for j in range(1 + i)) for i in range(64)]
     expected = [generate(tiny, prompt).text for prompt in prompts]
     client = openai.AsyncOpenAI(base_url=f"{tiny.url}/v1", api_key="none", timeout=60)
@@ -190,7 +190,7 @@ def test_many_clients_of_whom_a_third_leave(tiny):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_goes_away_frees_its_pages_also_in_the_line(stream):
+def test_a_client_that_leaves_frees_its_pages_even_while_waiting(stream):
     with serving(circle(), byte_tokenizer(), max_batch=1, max_len=512) as served:
         asked = dict(model="tiny", prompt="a", max_tokens=500, stream=stream)
         served.engine.runner.flatten = slow(served.engine.runner.flatten, 0.02)  # 10 s
@@ -209,7 +209,7 @@ def test_who_goes_away_frees_its_pages_also_in_the_line(stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_was_found_in_the_cache_is_counted_but_not_what_a_request_left_itself(stream):
+def test_usage_counts_cached_tokens_but_not_those_of_a_preempted_self(stream):
 
     def cached(usage):
         return usage.prompt_tokens_details.cached_tokens
@@ -246,7 +246,7 @@ def test_metrics_count():
         assert 0 < found["ttft_seconds_sum"] < 20 and found['tbt_seconds_bucket{le="+Inf"}'] == 38
 
 
-def test_what_a_stop_string_ends_with_its_last_token_is_counted():
+def test_the_last_token_of_a_stop_string_is_counted():
     with serving(circle(), byte_tokenizer(), max_len=512) as served:
         for _ in range(20):  # the engine ends some of them before it is told of the stop string
             complete(served, "!", max_tokens=5, stop="abc ")
@@ -268,7 +268,7 @@ def test_long_stop_strings_hold_nobody_up():
     assert 5 <= len(seen) <= 15  # no longer than the text that is held
 
 
-def test_who_looks_sees_what_is_and_then_each_iteration():
+def test_a_viewer_sees_the_state_and_then_each_iteration():
     with serving() as served:
 
         def records_since(place):
@@ -367,7 +367,7 @@ def test_a_command_line_that_makes_no_sense_is_refused(words):
     assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) <= 2
 
 
-def test_pages_are_shared_if_told_and_must_be_shorter_than_the_longest():
+def test_pages_are_shared_by_option_and_must_be_shorter_than_max_len():
     def make(words):
         return make_engine(parse_args([*PROGRAM[2:-2], *words.split()])).config
 

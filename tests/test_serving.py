@@ -72,9 +72,15 @@ def test_static_batching_leaves_slots_empty():
 def plots(monkeypatch):
     """What was to be drawn."""
     drawn = []
-    for module, name in ((timelines, "plot_serving"), (timelines, "plot_capacity")):
-        draw = lambda *args, name=name, **more: drawn.append((name, args, more))
-        monkeypatch.setattr(module, name, draw)
+
+    def recorder(name):
+        def draw(*args, **options):
+            drawn.append((name, args, options))
+
+        return draw
+
+    for name in ("plot_serving", "plot_capacity"):
+        monkeypatch.setattr(timelines, name, recorder(name))
     return drawn
 
 
@@ -117,8 +123,10 @@ def test_serve_prints_and_writes_everything(tmp_path, capsys, plots):
 
 
 def test_capacity_prints_and_writes_everything(tmp_path, capsys, plots, monkeypatch):
+    def search_two(at, start, ratio):
+        return ratio == 1.5 and (at(8.0), at(400.0))
+
     monkeypatch.setattr(metrics, "missed", lambda *_: "")
-    search_two = lambda at, start, ratio: ratio == 1.5 and (at(8.0), at(400.0))
     monkeypatch.setattr(machine, "measure_machine", lambda *_: MACHINE)
     monkeypatch.setattr(capacity, "search_capacity", search_two)
     files = [f"--json={tmp_path / 'c.json'}", f"--plot={tmp_path / 'c.png'}"]
@@ -182,15 +190,18 @@ def test_bounds_are_kept_in_capacities_their_ratios_and_the_conclusion(capsys):
     text = capsys.readouterr().out
     assert rows_of(text)[1] == ("at least 3.00", "-") and "| capacity in chats/s |" in text
     report = dict(results=RESULTS, slo_s=0.3, slo_busy=False, unit="chats/s")
-    said = lambda **more: " ".join(conclude(report | more).split())
-    text = said()
+
+    def conclusion(**changes):
+        return " ".join(conclude(report | changes).split())
+
+    text = conclusion()
     each = "2.00 under vllm, below 0.50 under orca, at least 9.00 under sarathi-serve, 7.00 under"
     assert each in text
     ends = "vllm (P99 TBT of 3 s), orca (P99 TBT of 3 s), dynamic (the queue grew)."
     assert text.endswith(f"Higher rates fail under {ends}") and "Capacity in chats/s" in text
-    busy = {name: its | {"busy": True} for name, its in RESULTS.items()}
-    assert TOO_BUSY in said(results=busy) == said(slo_busy=True)
-    assert "dynamic" not in said(results=RESULTS | {"dynamic": busy["dynamic"]})
+    busy = {name: result | {"busy": True} for name, result in RESULTS.items()}
+    assert TOO_BUSY in conclusion(results=busy) == conclusion(slo_busy=True)
+    assert "dynamic" not in conclusion(results=RESULTS | {"dynamic": busy["dynamic"]})
 
 
 def said(runs, **more):
@@ -298,8 +309,11 @@ def test_a_trace_keeps_its_own_rate_or_takes_that_of_qps(tmp_path, monkeypatch, 
         "(1 left out) of up to 2 turns, 1 s after each answer"
     )
     served = []
+
+    def run_all(self, *_):
+        served.append(self.arrivals_at(self.options.qps))
+
     monkeypatch.setattr(machine, "measure_machine", lambda *_: MACHINE)
-    run_all = lambda self, *_: served.append(self.arrivals_at(self.options.qps))
     monkeypatch.setattr(serving.Session, "run_all", run_all)
     for more, rate in (([], "at its own rate"), (["--qps", "2"], "at 2 a second")):
         bench.main([*words, *more, *TINY, "--slo", "1000"])
@@ -307,7 +321,7 @@ def test_a_trace_keeps_its_own_rate_or_takes_that_of_qps(tmp_path, monkeypatch, 
         assert served.pop() == at_rate(float(more[-1]) if more else None)
 
 
-def test_what_is_shared_is_found_and_side_by_side_with_a_run_that_shares_nothing(tmp_path, capsys):
+def test_serve_compares_runs_with_and_without_prefix_caching(tmp_path, capsys):
     """Each prefix of 20 tokens has two pages of 8. They are found by all but who came first."""
     machine = "--simulate a100-80gb --model llama3-8b --max-len 64 --page-size 8"
     load = "--requests 6 --qps 1 --policies vllm,orca --lengths 12+4 --shared-prefix 20:1"
@@ -337,8 +351,13 @@ def test_what_is_shared_is_found_and_side_by_side_with_a_run_that_shares_nothing
 def test_chats_are_served_and_find_their_own_past(tmp_path, capsys, monkeypatch):
     """A prefix of 8 and 12 + 4 tokens, then 12 more. Two pages of 8 stay of the first turn; the
     third lacks the last token, whose keys nobody needed."""
-    sent, serve = [], load_run.serve
-    spy = lambda *its, **more: sent.append(its[3]) or serve(*its, **more)
+    sent = []
+    serve = load_run.serve
+
+    def spy(*args, **options):
+        sent.append(args[3])
+        return serve(*args, **options)
+
     monkeypatch.setattr(load_run, "serve", spy)
     files = f"--csv {tmp_path}/c.csv --json {tmp_path}/c.json --html {tmp_path}/c.html"
     load = "--requests 3 --qps 30 --policies sarathi-serve --lengths 24+8 --kv-tokens 1024"
@@ -359,8 +378,11 @@ def test_chats_are_served_and_find_their_own_past(tmp_path, capsys, monkeypatch)
     assert len({tuple(prompt[:8]) for prompt in sent[0][:3]}) == 1
 
 
-def test_lengths_of_one_s_own_follow_each_other():
-    lengths = lambda *argv: [a[1:3] for a in make_workload(parse(*argv))[0](1.0)]
+def test_custom_lengths_follow_each_other():
+    def lengths(*argv):
+        at_rate, _ = make_workload(parse(*argv))
+        return [arrival[1:3] for arrival in at_rate(1.0)]
+
     one = ["capacity", "--lengths", "50+7", "--requests", "3"]
     two = ["serve", "--lengths", "50+7, 4+5", "--requests", "3", "--long-prompt", "900"]
     assert lengths(*one) == [(50, 7)] * 3
@@ -404,7 +426,7 @@ LOADS = [
 
 @pytest.mark.parametrize("arguments, message", LOADS)
 @pytest.mark.parametrize("command", ["serve", "capacity"])
-def test_a_load_that_makes_no_sense_is_refused_before_a_model_is_loaded(
+def test_an_invalid_load_is_refused_before_a_model_is_loaded(
     command, arguments, message, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(serving, "load_model", None)
@@ -415,7 +437,7 @@ def test_a_load_that_makes_no_sense_is_refused_before_a_model_is_loaded(
 
 
 @pytest.mark.parametrize("command", ["serve", "capacity"])
-def test_an_slo_below_a_decode_iteration_is_refused_before_anything_is_served(command, monkeypatch):
+def test_an_slo_below_a_decode_iteration_is_refused_before_serving(command, monkeypatch):
     monkeypatch.setattr(RealMachine, "serve", None)
     monkeypatch.setattr(capacity, "measure_base", lambda *_: (Base(0.065, 0.001, 32, 512), 0.0))
     message = "SLO of 0.01 s: below one decode iteration, which takes 0.065 s"

@@ -124,7 +124,7 @@ def test_pages_are_found_shared_and_given_away_as_they_promise(data, total):
     assert named(it.pages) == set()
 
 
-def test_a_name_stands_for_all_tokens_up_to_there():
+def test_a_page_hash_stands_for_all_tokens_up_to_its_end():
     pages = Pages(4, 2, prefix_caching=True)
     beginnings = [[1, 2], [2, 1], [1, 258], [0, 1], [256, 1], [1, 0], [1, 2, 1, 2], [3, 4, 1, 2]]
     beginnings += [[1, 2, 1, 2, 1, 2], [0, 0], [0, 0, 0, 0], [2**40, 1], [1, 2**40]]
@@ -137,7 +137,7 @@ def test_a_name_stands_for_all_tokens_up_to_there():
     assert names_of(Pages(4, 2), [1, 2, 3, 4]) == []
 
 
-def test_what_was_left_longest_ago_goes_first_and_of_a_request_its_end():
+def test_the_least_recently_used_page_goes_first_from_the_end():
     pages = Pages(5, 1, prefix_caching=True)
     old, new = pages.allocate(3), pages.allocate(2)
     for table, tokens in ((old, [1, 2, 3]), (new, [4, 5])):

@@ -79,14 +79,17 @@ def replay(result, arrivals, law):
     """
     computed, times, running = Counter(), [[] for _ in arrivals], defaultdict(set)
     assert len(result.stage_runs) == law.pp * len(result.run.iterations)
-    known = lambda i: arrivals[i].prompt_len + len(times[i])
+
+    def num_tokens(i):
+        return arrivals[i].prompt_len + len(times[i])
+
     for n, iteration in enumerate(result.run.iterations):
         runs = result.stage_runs[n * law.pp : (n + 1) * law.pp]
         mine = running[runs[0].replica, runs[0].micro_batch]
         for i in iteration.preempted:
             mine.remove(i)
             computed[i] = 0
-        decoding = {i for i in mine if times[i] and computed[i] + 1 == known(i)}
+        decoding = {i for i in mine if times[i] and computed[i] + 1 == num_tokens(i)}
         batch = [(i, start, length) for i, start, length, _ in iteration.chunks]
         assert batch == [(i, computed[i], length) for i, _, length in batch]
         yield iteration, runs, set(mine), decoding, batch, running
@@ -94,7 +97,7 @@ def replay(result, arrivals, law):
             assert is_decode == (i in decoding)
             mine.add(i)
             computed[i] += length
-            if computed[i] == known(i):
+            if computed[i] == num_tokens(i):
                 times[i].append(runs[-1].end)
                 if len(times[i]) == arrivals[i].output_len:
                     mine.remove(i)
@@ -158,9 +161,7 @@ def test_every_token_is_computed_once_and_all_memory_comes_back(policy, pages, p
 
 @in_all_shapes
 @under_all_policies
-def test_no_batch_starts_before_its_stage_its_requests_and_its_micro_batch_are_ready(
-    policy, pp, replicas
-):
+def test_a_batch_starts_when_stage_requests_and_micro_batch_are_ready(policy, pp, replicas):
     for seed, mean_gap in enumerate((0.0, 0.1, 0.25, 1.0)):
         pages = (AMPLE, LITTLE)[seed % 2]
         law, arrivals, result = simulated(policy, pp, replicas, seed, pages, mean_gap)
@@ -220,7 +221,7 @@ def gaps(policy, pp, replicas, seed, mean_gap):
 
 @in_all_shapes
 @under_all_policies
-def test_a_bubble_is_the_time_that_a_stage_was_idle_though_all_had_work(policy, pp, replicas):
+def test_a_bubble_is_idle_time_of_a_stage_with_work(policy, pp, replicas):
     found = [gap for seed in range(3) for gap in gaps(policy, pp, replicas, seed, mean_gap=0.0)]
     bubbles = [(run.bubble, run.start - since) for run, since, work in found if work == "all"]
     assert all(bubble == idle for bubble, idle in bubbles) and (len(bubbles) > 20 or pp == 1)
@@ -249,8 +250,9 @@ def clock(monkeypatch):
 
 def seen_of(run):
     """A Run without what a simulation does not know: tokens, but for their number, and `launch`."""
-    lengths = lambda done: dict(prompt=len(done.prompt), tokens=len(done.tokens))
-    completions = [replace(done, **lengths(done)) for done in run.completions]
+    completions = [
+        replace(done, prompt=len(done.prompt), tokens=len(done.tokens)) for done in run.completions
+    ]
     iterations = [iteration._replace(launch=None) for iteration in run.iterations]
     return replace(run, completions=completions, iterations=iterations, own_fraction=None)
 
@@ -359,7 +361,10 @@ def test_bubbles_are_of_three_kinds():
     #   stage 0   A 0-1   B 1-4       a 4-6   (idle 6-7)   b 7-8   (idle 8-9)     a 9-12   b 12-13
     #   stage 1   A 1-2   (idle 2-4)  B 4-7    a 7-9       b 9-10  (idle 10-12)   a 12-15  b 15-16
     takes = {("A", 0): 1, ("B", 0): 3, ("A", 1): 2, ("B", 3): 1, ("A", 2): 3, ("B", 4): 1}
-    seconds = lambda batch: takes["AB"[batch[0].request.id], batch[0].start]
+
+    def seconds(batch):
+        return takes["AB"[batch[0].request.id], batch[0].start]
+
     result = alone(at_once((1, 3), (3, 3)), 2, seconds=seconds)
     kinds = [(r.stage, r.start, r.bubble, kind) for r, kind in bubble_kinds(result.stage_runs)]
     assert kinds == [(1, 4, 2, "PB1"), (0, 7, 1, "PB2"), (0, 9, 1, "PB3"), (1, 12, 2, "PB3")]
@@ -374,7 +379,7 @@ def test_a_request_that_comes_later_has_missed_nothing():
     assert [(run.stage, run.start, run.bubble) for run in second] == [(0, 5.5, 0), (1, 6.5, 0.5)]
 
 
-def test_who_has_waited_or_been_idle_longest_goes_first():
+def test_the_request_that_waited_longest_goes_first():
     # B keeps stage 0 of 3 until 3.5, or 3. C comes at 2.75, A has left the last stage at 3
     for b, ends in ((2.5, [[3, 7.5], [5.5], [6.5]]), (2.0, [[3, 7], [5], [6]])):
         run = alone([Arrival(0.0, 1, 2), Arrival(b, 1, 1), Arrival(2.75, 1, 1)], 3).run
@@ -393,7 +398,9 @@ def test_a_policy_observes_what_its_requests_wait_for_stages_too(pp, replicas):
     assert observed == [iteration.end - iteration.start for iteration in run.iterations]
     computing = [sum(law.stages([c[:3] for c in it.chunks])[0]) for it in run.iterations]
     hops = (pp - 1) * law.hop
-    assert any(took > its + hops for took, its in zip(observed, computing)) == (pp > 1)
+    assert any(
+        took > compute_s + hops for took, compute_s in zip(observed, computing, strict=True)
+    ) == (pp > 1)
 
 
 @pytest.mark.parametrize("pp", [1, 2, 4])
@@ -433,7 +440,7 @@ def test_a_simulation_is_a_server():
     assert all(s.pages.num_free == s.pages.total for s in simulation.schedulers)
 
 
-def test_what_one_micro_batch_preempts_another_takes_at_once():
+def test_a_micro_batch_takes_what_another_preempted_at_once():
     # two requests of 3 + 5 tokens run on one replica, whose 8 tokens of memory are full at 2; the
     # other has been idle since 0 and computes the newer one again, so that it misses no token
     config = replace(CONFIG, max_len=8, page_size=1, pages=8)
@@ -443,7 +450,7 @@ def test_what_one_micro_batch_preempts_another_takes_at_once():
     assert lost == [(0, 0), (1, 4)]
 
 
-def test_a_budget_is_of_whole_tiles_of_the_device_unless_told_otherwise():
+def test_a_budget_is_in_whole_tiles_of_the_device_by_default():
     cost = CostModel(GEOMETRIES["gpt3-175b"], DEVICES["a100-80gb"], tp=8)
     for options, budget in (({}, 256), ({"tile": 1}, 300)):
         config = replace(CONFIG, policy="sarathi", chunk=300, policy_options=options)
@@ -482,7 +489,7 @@ REFUSED = [  # replicas, times of arrivals, who is refused
 ]
 
 
-def test_what_begins_alike_takes_no_time_again_on_the_same_replica():
+def test_a_shared_prefix_costs_no_time_again_on_the_same_replica():
     """Prefixes of 9 tokens, two pages of 4; a token takes a second. The third is on the other."""
     config = replace(ALONE, page_size=4, prefix_caching=True)
     load = [Arrival(time, 12, 1) for time in (0.0, 20.0, 20.0)]
@@ -516,7 +523,7 @@ def test_a_turn_that_is_refused_is_the_last_of_its_chat():
 
 
 @pytest.mark.parametrize("replicas, times, refused", REFUSED)
-def test_a_full_line_refuses(replicas, times, refused):
+def test_a_full_queue_refuses_requests(replicas, times, refused):
     arrivals, config = [Arrival(time, 1, 1) for time in times], replace(ALONE, max_waiting=1)
     run = alone(arrivals, config=config, replicas=replicas).run
     reasons = [completion.finish_reason for completion in run.completions]

@@ -138,7 +138,7 @@ def auto(policy, **settings):
     return Engine(tiny_model(), policy=policy, chunk="auto", **settings)
 
 
-def test_the_base_iteration_reads_pages_of_its_own_however_few_an_engine_has(law, monkeypatch):
+def test_the_base_iteration_reads_distinct_pages_even_if_few_exist(law, monkeypatch):
     law(linear)
     runners = []
     timed = slo.time_iterations

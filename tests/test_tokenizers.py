@@ -79,7 +79,7 @@ def every(tmp_path_factory):
 
 
 @every_kind
-def test_text_comes_back_whole_and_any_tokens_are_streamed_as_they_decode(every, kind):
+def test_text_survives_a_round_trip_and_streams_as_it_decodes(every, kind):
     tokenizer, ids = every[kind], range(700)
     plain = st.text().filter(lambda text: "<" not in text)  # no special token spelt out
     if kind == "sentencepiece":  # bytes that are no text change what is before them, see TextStream

@@ -149,7 +149,7 @@ def colors_of(axis):
     return [to_hex(color) for color in axis.collections[0].get_facecolors()]
 
 
-def test_a_gap_is_red_above_the_anchor_and_its_colour_depends_on_nothing_else(tmp_path):
+def test_the_color_of_a_gap_depends_only_on_the_anchor(tmp_path):
     def offline(run, anchor_s):
         return plot_timelines({"vllm": run}, MACHINE, tmp_path / "t.png", anchor_s)
 

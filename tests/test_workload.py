@@ -53,8 +53,8 @@ def test_the_published_statistics_are_those_of_table_2():
 def test_without_a_limit_the_samples_have_the_published_statistics(name, monkeypatch):
     n, statistics = 100_000, LENGTHS[name]
     monkeypatch.setitem(LENGTHS, name, statistics._replace(limit=10**9))
-    samples = list(zip(*sample_lengths(name, n, 10**9, seed=0)))
-    for lengths, (median, p90) in zip(samples, statistics[:2]):
+    samples = list(zip(*sample_lengths(name, n, 10**9, seed=0), strict=True))
+    for lengths, (median, p90) in zip(samples, statistics[:2], strict=True):
         assert share_below(lengths, median) == pytest.approx(0.5, abs=tolerance(0.5, n))
         assert share_below(lengths, p90) == pytest.approx(0.9, abs=tolerance(0.9, n))
     correlation = np.corrcoef(*np.log(samples))[0, 1]
@@ -64,7 +64,7 @@ def test_without_a_limit_the_samples_have_the_published_statistics(name, monkeyp
 @pytest.mark.parametrize("name", LENGTHS)
 def test_the_limit_shortens_the_samples_as_redrawing_must(name):
     lengths = sample_lengths(name, 20_000, 10**9, seed=0)
-    for which, values in enumerate(zip(*lengths)):
+    for which, values in enumerate(zip(*lengths, strict=True)):
         for share in (0.5, 0.9):
             found = share_below(values, quantile_under_limit(name, share, which))
             assert found == pytest.approx(share, abs=tolerance(share, 20_000))
@@ -93,7 +93,7 @@ def test_every_sample_fits_the_model(name, max_len):
 
 
 @pytest.mark.parametrize("name", LENGTHS)
-def test_a_small_model_gets_the_same_samples_in_proportion_and_a_large_one_the_same(name):
+def test_samples_shrink_for_a_small_model_and_stay_for_a_large_one(name):
     limit = LENGTHS[name].limit
     full = sample_lengths(name, 500, limit, seed=1)
     small = sample_lengths(name, 500, limit // 4, seed=1)
@@ -141,8 +141,13 @@ def test_two_rates_see_the_same_requests_and_the_same_gaps_up_to_a_factor():
 
 
 def test_lengths_gaps_and_prompts_of_one_seed_do_not_share_random_numbers(monkeypatch):
-    streams, make_rng = [], workload.make_rng
-    spy = lambda stream, seed: streams.append(stream) or make_rng(stream, seed)
+    streams = []
+    make_rng = workload.make_rng
+
+    def spy(stream, seed):
+        streams.append(stream)
+        return make_rng(stream, seed)
+
     monkeypatch.setattr(workload, "make_rng", spy)
     arrivals = poisson(sample_lengths("arxiv", 9, 64, 9), 1.0, 9)
     assert workload.prompts(arrivals, 7, 9, (2, 1)) and workload.zipf_lengths(4, 9, 0, 1.0, 9, 9)
@@ -207,7 +212,7 @@ def test_prompts_begin_with_one_of_some_prefixes_and_go_on_as_without():
     assert not prefixes & others
 
 
-def test_what_was_asked_for_is_sampled_or_follows_each_other_in_equal_shares():
+def test_lengths_are_sampled_or_repeated_in_equal_shares():
     assert make_lengths("arxiv", 9, 64, 5) == sample_lengths("arxiv", 9, 64, 5)
     assert make_lengths("5+3", 2, 8, 0) == [(5, 3), (5, 3)]
     assert make_lengths(" 5 + 3,1+1,2+2", 5, 8, 0) == [(5, 3), *[(1, 1)] * 2, *[(2, 2)] * 2]
@@ -320,7 +325,9 @@ def test_a_huge_field_does_not_flood_the_terminal(write):
 
 
 def test_zipf_lengths_have_their_shares():
-    draw = lambda theta, seed=7: zipf_lengths(100, 400, theta, 10, 4000, seed)
+    def draw(theta, seed=7):
+        return zipf_lengths(100, 400, theta, 10, 4000, seed)
+
     assert draw(0.4) == draw(0.4) != draw(0.4, seed=8)
     shares = {}
     for theta in (0, 0.4, 1):
