@@ -62,11 +62,13 @@ def slot_mapping(pages: Sequence[int], page_size: int, start: int, end: int) -> 
     return slots
 
 
-class CacheConfig(Protocol):
-    """The fields of a model's config on which the size of its cache depends."""
+class ModelShape(Protocol):
+    """The fields of a model.GPTConfig that cache and attention read."""
 
     @property
     def n_layer(self) -> int: ...
+    @property
+    def n_head(self) -> int: ...
     @property
     def n_kv_head(self) -> int: ...
     @property
@@ -75,7 +77,7 @@ class CacheConfig(Protocol):
     def max_positions(self) -> int: ...
 
 
-def kv_bytes_per_token(config: CacheConfig, dtype: torch.dtype) -> int:
+def kv_bytes_per_token(config: ModelShape, dtype: torch.dtype) -> int:
     """Bytes of the keys and values of one token in all layers (m_kv in SARATHI §4.3.1)."""
     return config.n_layer * 2 * config.n_kv_head * config.head_dim * dtype.itemsize
 
@@ -89,7 +91,7 @@ class KVCache:
 
     def __init__(
         self,
-        config: CacheConfig,
+        config: ModelShape,
         pages: int,
         page_size: int,
         device: torch.device | str = "cpu",
@@ -168,9 +170,7 @@ class Pages:
 
     def free(self, pages: Sequence[int]) -> None:
         """Take the pages out of one block table. Raises RuntimeError if one of them is in none."""
-        for page in reversed(
-            pages
-        ):  # a page is of use only with all before it: evict the last first
+        for page in reversed(pages):  # evict the last first: it needs those before it
             if not self.ref_counts[page]:
                 raise RuntimeError(f"page {page} was freed but is not owned")
             self.ref_counts[page] -= 1
@@ -229,7 +229,7 @@ class Pages:
 
     def _longest_runs(self, count: int) -> list[int]:
         """`count` unoccupied pages, from the longest runs of such pages."""
-        # The regular expression finds the runs of zero bytes much faster than a loop would.
+        # finds the runs of zero bytes much faster than a loop would
         runs = [range(*match.span()) for match in re.finditer(rb"\0+", self._occupied)]
         runs.sort(key=len, reverse=True)
         return list(islice(chain.from_iterable(runs), count))

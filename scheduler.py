@@ -1,8 +1,8 @@
 """The policies: which tokens to compute next. Plain Python, no tensors.
 
-A chunk is (request, start, length), and a batch is a list of chunks. A whole prefill is a chunk
-that covers the prompt. A decode is a chunk of length 1. So every scheduler of SARATHI and
-Sarathi-Serve is one function, `schedule()`, from the waiting and running requests to a batch:
+A batch is a list of chunks. A whole prefill is a chunk that covers the prompt. A decode is a chunk
+of length 1. So every scheduler of SARATHI and Sarathi-Serve is one function, `schedule()`, from the
+waiting and running requests to a batch:
 
     batch = scheduler.next_batch()          # calls schedule(), which admits and preempts
     tokens = ...                            # compute it (engine.py), or add up its time (simulator)
@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from errors import check_whole
 from kv_cache import Pages
@@ -124,18 +124,6 @@ class Batch(list[Chunk]):
         return [ChunkRecord(r.id, start, length, r.is_decoding) for r, start, length in self]
 
 
-class Queue(Protocol):
-    """The waiting requests: a deque, or an object with those methods of a deque that are used."""
-
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[Request]: ...
-    def __getitem__(self, index: int, /) -> Request: ...
-    def append(self, request: Request, /) -> None: ...
-    def appendleft(self, request: Request, /) -> None: ...
-    def remove(self, request: Request, /) -> None: ...
-    def clear(self) -> None: ...
-
-
 class Admission(NamedTuple):
     """The memory that a request gets when it is admitted."""
 
@@ -172,7 +160,7 @@ class Scheduler:
         self.max_batch = max_batch
         self.max_len = max_len
         self.clock = clock
-        self.waiting: Queue = deque()
+        self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in the order of admission
         self.requests: dict[int, Request] = {}  # by id: all that have not ended
         # As vLLM, admission leaves 1 % of the pages free for running requests to grow into.
@@ -181,8 +169,8 @@ class Scheduler:
         self.batch = Batch()  # the one that is not yet computed, if any
         self.preempted: list[int] = []  # ids, since the last batch was computed
         self.torn = False  # see `mend`
-        self.restarts = 0
-        self.peers = [self]
+        self.restarts = 0  # how often it has mended
+        self.peers: Sequence[Scheduler] = [self]  # all on one queue: a pipeline's
 
     def schedule(self) -> Batch:
         """The next Batch, admitting waiting requests; empty only if there is nothing to do."""
@@ -373,7 +361,7 @@ class Scheduler:
         self.pages.free(request.pages)
         request.pages = []
 
-    # Skip on a first reading: what makes a Ctrl-C harmless, and several schedulers on one queue.
+    # Skip on a first reading: what makes a Ctrl-C harmless.
 
     @contextmanager
     def _change(self) -> Iterator[None]:
@@ -390,8 +378,6 @@ class Scheduler:
         is made again from `requests`, the journal. Each method that changes anything begins so."""
         if not any(peer.torn for peer in self.peers):
             return
-        for peer in self.peers:  # until all of this is done
-            peer.torn = True
         for peer in self.peers:
             peer.pages = Pages(peer.pages.total, peer.pages.page_size, peer.pages.prefix_caching)
             peer.batch = Batch()
@@ -407,17 +393,8 @@ class Scheduler:
             request.pages = []
             request.finish_reason = None
             self.waiting.append(request)
-        for peer in self.peers:
+        for peer in self.peers:  # not before all of this is done
             peer.torn = False
-
-    def share_queue(self, other: "Scheduler") -> None:
-        """Serve the requests of another scheduler, too: as micro-batches of one pipeline do.
-
-        Each has its own pages and running requests. After an interrupt all of them begin anew."""
-        self.waiting = other.waiting
-        self.requests = other.requests
-        self.peers = other.peers
-        self.peers.append(self)
 
 
 class RequestLevel(Scheduler):

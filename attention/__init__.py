@@ -19,16 +19,16 @@ from typing import NamedTuple
 import torch
 
 from attention.cpu_matmul import Matmul
-from attention.plan import SIXTEEN_BITS, AttentionBackend, HeadConfig
+from attention.plan import SIXTEEN_BITS, AttentionBackend
 from attention.sdpa import SDPA
 from attention.xformers import XFormers
 from errors import check_one_of
-from kv_cache import KVCache
+from kv_cache import KVCache, ModelShape
 
 BY_MATMUL = (torch.bfloat16,)  # on a CPU; the scores of float16 could overflow
 
 
-def fastest_backend(config: HeadConfig, cache: KVCache) -> AttentionBackend:
+def fastest_backend(config: ModelShape, cache: KVCache) -> AttentionBackend:
     """xformers for 16 bits on CUDA, matmul for bfloat16 on a CPU, else sdpa.
 
     If xformers cannot run, a warning says so, and it is sdpa."""
@@ -47,7 +47,7 @@ class BackendSpec(NamedTuple):
     """How a backend is made, and the type of device that it needs; None: any."""
 
     device: str | None
-    make: Callable[[HeadConfig, KVCache], AttentionBackend]
+    make: Callable[[ModelShape, KVCache], AttentionBackend]
 
 
 BACKENDS = {
@@ -59,7 +59,7 @@ BACKENDS = {
 }
 
 
-def make_attention(config: HeadConfig, cache: KVCache, backend: str = "auto") -> AttentionBackend:
+def make_attention(config: ModelShape, cache: KVCache, backend: str = "auto") -> AttentionBackend:
     """The backend of that name, for a cache. Raises what `XFormers` raises."""
     return BACKENDS[backend].make(config, cache)
 

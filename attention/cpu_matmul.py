@@ -24,9 +24,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attention.plan import AttentionPlan, HeadConfig
+from attention.plan import AttentionPlan
 from attention.sdpa import SDPA, ChunkPlan
-from kv_cache import KVCache, Span
+from kv_cache import KVCache, ModelShape, Span
 
 KEY_BLOCK = 64  # oneDNN compiles a kernel for each shape: keys are read in whole blocks,
 PAGE_BLOCK = 16  # and pages that are copied, too
@@ -40,7 +40,7 @@ class Matmul(SDPA):
     Keys are read in whole KEY_BLOCKs, the last ones behind a mask. The masked keys and values must
     be finite numbers, so the first chunk that writes to a page fills the rest of it with zeros."""
 
-    def __init__(self, config: HeadConfig, cache: KVCache) -> None:
+    def __init__(self, config: ModelShape, cache: KVCache) -> None:
         super().__init__(config, cache, past=0, key_block=KEY_BLOCK)
         self.n_kv_head = config.n_kv_head
         self.head_dim = config.head_dim

@@ -13,17 +13,6 @@ from kv_cache import KVCache, Span
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
-class HeadConfig(Protocol):
-    """The fields of a model.GPTConfig that attention reads."""
-
-    @property
-    def n_head(self) -> int: ...
-    @property
-    def n_kv_head(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-
-
 class AttentionPlan(Protocol):
     """Attention for one batch: made once, called in each layer."""
 

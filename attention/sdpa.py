@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.plan import SIXTEEN_BITS, AttentionPlan, HeadConfig, gather, page_rows, staircase
-from kv_cache import KVCache, Span
+from attention.plan import SIXTEEN_BITS, AttentionPlan, gather, page_rows, staircase
+from kv_cache import KVCache, ModelShape, Span
 
 QUERY_BLOCK = 128  # queries per call on a CPU: a block skips the keys that lie after its last query
 
@@ -41,7 +41,7 @@ class SDPA:
     head_dim), so keys and values are read once per group and not once per head."""
 
     def __init__(
-        self, config: HeadConfig, cache: KVCache, past: int | None = None, key_block: int = 1
+        self, config: ModelShape, cache: KVCache, past: int | None = None, key_block: int = 1
     ) -> None:
         """The last two are for cpu_matmul.py, which masks only the chunk's own keys (past=0) and
         reads keys in whole blocks."""

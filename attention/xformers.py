@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attention.plan import SIXTEEN_BITS, AttentionPlan, HeadConfig, gather, page_rows
-from kv_cache import KVCache, Span
+from attention.plan import SIXTEEN_BITS, AttentionPlan, gather, page_rows
+from kv_cache import KVCache, ModelShape, Span
 
 CPU = torch.device("cpu")
 
@@ -35,7 +35,7 @@ class XFormers:
     The kernel for chunks does not know these: the pages of the chunks' requests are copied side by
     side first, little beside what a chunk computes."""
 
-    def __init__(self, config: HeadConfig, cache: KVCache, split_k: bool = False) -> None:
+    def __init__(self, config: ModelShape, cache: KVCache, split_k: bool = False) -> None:
         """Raises ImportError without xformers, ValueError where its operators do not run."""
         self.cache = cache
         self.device = cache.data.device

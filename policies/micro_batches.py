@@ -48,11 +48,12 @@ class MicroBatches:
         self.replicas = len(schedulers) // pp
         self.schedulers = schedulers
         self.reset()
-        first, *others = schedulers
-        for scheduler in others:
-            scheduler.share_queue(first)
-        self.queue = first.waiting
-        self.requests = first.requests
+        self.queue = schedulers[0].waiting
+        self.requests = schedulers[0].requests
+        for scheduler in schedulers:  # after an interrupt all of them begin anew
+            scheduler.waiting = self.queue
+            scheduler.requests = self.requests
+            scheduler.peers = schedulers
 
     def reset(self) -> None:
         """Let time begin at 0."""

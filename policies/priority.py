@@ -2,8 +2,9 @@
 
 import math
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from errors import check_one_of, check_positive
 from policies.dynamic import Dynamic
@@ -141,7 +142,7 @@ class Priority(Dynamic):
         self.ttft_slo = check_positive("ttft_slo", ttft_slo)
         ageing = check_positive("ageing", ageing)
         self._class_queue = ClassQueue(self.deadline, ageing, self.clock)
-        self.waiting = self._class_queue
+        self.waiting = cast("deque[Request]", self._class_queue)  # what is used of one
 
     def aged_class(self, request: Request) -> int:
         """The class of a request after the time that has passed since its arrival."""
