@@ -1,15 +1,20 @@
-"""Who arrives when, and how long they are: the load that an experiment puts on an engine.
+"""The load that an experiment puts on an engine: when requests arrive, and how long they are.
 
 Sarathi-Serve (§5, "Workloads") takes the lengths of two datasets and lets requests arrive as a
-Poisson process. A workload is a list of `Arrival`, sorted by time: `poisson(lengths, qps, seed)`,
-of `make_lengths` or `zipf_lengths`; or `read_trace`, from the log of a real server; `chats` of
-either. The same arguments and seed give the same workload. Read next: run.py, which serves it."""
+Poisson process. A workload is a list of `Arrival`, sorted by time:
+
+    arrivals = poisson(make_lengths("sharegpt4", 100, 8192, seed=0), qps=1.5, seed=0)
+    arrivals, left_out = read_trace("log.csv", max_len=8192)    the log of a real server
+    arrivals = chats(arrivals, turns=3)                         each as a chat
+
+The same arguments and seed give the same workload. Read next: load_run.py, which serves it."""
 
 import csv
 import re
 import reprlib
-from collections import namedtuple
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -17,110 +22,168 @@ import numpy as np
 
 
 class Arrival(NamedTuple):
-    """One request: seconds from the start of the run, tokens, and its class and SLOs in seconds. If
-    it `follows` the request of that index, it continues its conversation, comes `time` seconds
-    after its last token, and `prompt_len` is of the whole conversation so far."""
+    """One request: when it arrives, its tokens, its class and its SLOs.
 
-    time: float
+    A request that `follows` another, which is an index, continues its conversation. It comes `time`
+    seconds after the last token of that one, and `prompt_len` is of the conversation so far."""
+
+    time: float  # in seconds from the start of the run
     prompt_len: int
     output_len: int
     priority: str = "normal"
-    ttft_slo: float | None = None
+    ttft_slo: float | None = None  # in seconds, as tbt_slo
     tbt_slo: float | None = None
     follows: int | None = None
 
 
+class LengthStatistics(NamedTuple):
+    """The published lengths of a dataset, in tokens."""
+
+    prompt: tuple[int, int]  # the median, and the 90th percentile
+    output: tuple[int, int]
+    limit: int  # of prompt + output
+
+
+class FieldType(NamedTuple):
+    """The numbers that a field of a CSV file may hold."""
+
+    description: str
+    allows: Callable[[float], bool]
+
+
+def _is_time(value: float) -> bool:
+    """Whether a number is a time. It may count from 1970."""
+    return 0 <= value <= 4e9
+
+
+def _is_token_count(value: float) -> bool:
+    """Whether a number is a number of tokens."""
+    return 1 <= value <= 1e9 and value.is_integer()
+
+
 THINK_S = 1.0  # seconds from an answer to the next turn of a chat
-# what is published of a dataset, in tokens: (median, 90th percentile) of each, the longest sum
-LengthStatistics = namedtuple("LengthStatistics", "prompt output limit")
 LENGTHS = {  # Sarathi-Serve, Table 2; the limits are in the text beside it
     "sharegpt4": LengthStatistics(prompt=(1730, 5696), output=(415, 834), limit=8192),
     "arxiv": LengthStatistics(prompt=(7059, 12985), output=(208, 371), limit=16384),
 }
-# what a column may hold, in words and as a function of a float; seconds may be those since 1970
-SECONDS = "a number of seconds from 0 to 4e9", lambda x: 0 <= x <= 4e9
-TOKENS = "a whole number of 1 to 1e9", lambda x: 1 <= x <= 1e9 and x.is_integer()
+SECONDS = FieldType("a number of seconds from 0 to 4e9", _is_time)
+TOKENS = FieldType("a whole number of 1 to 1e9", _is_token_count)
 TRACE_COLUMNS = {"arrived_at": SECONDS, "num_prefill_tokens": TOKENS, "num_decode_tokens": TOKENS}
 
 
-def make_rng(stream, seed):
+def make_rng(stream: int, seed: int) -> np.random.Generator:
     """A random generator for one purpose: lengths, gaps and prompts of one seed are independent."""
     return np.random.default_rng([stream, seed])
 
 
-def make_lengths(asked, count, max_len, seed):
-    """`count` pairs (prompt_len, output_len): sampled from the LENGTHS of that name, or those of a
-    text like "500+50,20+5", which follow each other in equal shares. Raises ValueError."""
-    if asked in LENGTHS:
-        return sample_lengths(asked, count, max_len, seed)
-    own = [re.fullmatch(r" *(\d{1,15}) *\+ *(\d{1,15}) *", pair) for pair in asked.split(",")]
-    own = [tuple(map(int, pair.groups())) if pair else (0, 0) for pair in own]
-    if any(min(pair) < 1 or sum(pair) > max_len for pair in own):
+# ---- Lengths ------------------------------------------------------------------------------------
+
+
+def make_lengths(text: str, count: int, max_len: int, seed: int) -> list[tuple[int, int]]:
+    """`count` pairs (prompt_len, output_len), by the text of --lengths.
+
+    Those of a name in LENGTHS are sampled. Those of a text like "500+50,20+5" follow each other in
+    equal shares. Raises ValueError."""
+    if text in LENGTHS:
+        return sample_lengths(text, count, max_len, seed)
+    pairs = [_parse_pair(part) for part in text.split(",")]
+    if any(min(pair) < 1 or sum(pair) > max_len for pair in pairs):
         form = f"{', '.join(LENGTHS)} or PROMPT+OUTPUT, as in 500+50,20+5, of at most {max_len}"
-        raise ValueError(f"--lengths {asked!r:.60}: must be {form}, --max-len less --shared-prefix")
-    if len(own) > count:
-        raise ValueError(f"--requests {count}: must be at least {len(own)}, as --lengths has")
-    return [own[(i * len(own) - 1) // count] for i in range(1, count + 1)]
+        raise ValueError(f"--lengths {text!r:.60}: must be {form}, --max-len less --shared-prefix")
+    if len(pairs) > count:
+        raise ValueError(f"--requests {count}: must be at least {len(pairs)}, as --lengths has")
+    return [pairs[(i * len(pairs) - 1) // count] for i in range(1, count + 1)]
 
 
-def sample_lengths(name, count, max_len, seed):
-    """`count` random (prompt_len, output_len) like those of LENGTHS[name]. Prompts and outputs are
-    drawn apart, each log-normal, and again if above the limit, as the authors removed such
-    requests; their statistics are of what was left: the median prompt falls to 1,623 tokens
-    (sharegpt4) and 6,887 (arxiv), its 90th percentile to 4,553 and 11,876. A max_len below the
-    limit shrinks all in proportion. Fewer are the first of the same pairs."""
-    prompt, output, limit = LENGTHS[name]
-    median, p90 = np.transpose([prompt, output])
-    rng, z = make_rng(1, seed), NormalDist().inv_cdf(0.9)  # standard deviations, median to p90
+def _parse_pair(text: str) -> tuple[int, int]:
+    """The pair of a text like "500+50". (0, 0) if it is none."""
+    pair = re.fullmatch(r" *(\d{1,15}) *\+ *(\d{1,15}) *", text)
+    if not pair:
+        return 0, 0
+    return int(pair[1]), int(pair[2])
+
+
+def sample_lengths(name: str, count: int, max_len: int, seed: int) -> list[tuple[int, int]]:
+    """`count` random (prompt_len, output_len) like those of LENGTHS[name].
+
+    Prompts and outputs are drawn apart, each log-normal. A pair above the limit is drawn again, as
+    the authors removed such requests. Their statistics are of what was left: the median prompt
+    falls to 1,623 tokens (sharegpt4) and 6,887 (arxiv), its 90th percentile to 4,553 and 11,876.
+    A max_len below the limit shrinks all in proportion. Fewer are the first of the same pairs."""
+    statistics = LENGTHS[name]
+    limit = statistics.limit
+    median, p90 = np.transpose([statistics.prompt, statistics.output])
+    rng = make_rng(1, seed)
+    p90_deviations = NormalDist().inv_cdf(0.9)  # standard deviations from the median to the p90
     pairs = np.empty((0, 2))
     while missing := count - len(pairs):
-        drawn = np.rint(median * (p90 / median) ** (rng.standard_normal((missing, 2)) / z))
-        pairs = np.concatenate([pairs, drawn[drawn.sum(axis=1) <= limit]])  # (count - missing, 2)
+        deviations = rng.standard_normal((missing, 2)) / p90_deviations
+        candidates = np.rint(median * (p90 / median) ** deviations)
+        fitting = candidates[candidates.sum(axis=1) <= limit]
+        pairs = np.concatenate([pairs, fitting])  # (count - missing, 2)
     prompt, output = np.rint(pairs * (min(max_len, limit) / limit)).T
     output = output.clip(1, max_len - 1)
     prompt = prompt.clip(1, max_len - output)  # both may have been rounded up
-    return list(zip(prompt.astype(int).tolist(), output.astype(int).tolist()))
+    return list(zip(prompt.astype(int).tolist(), output.astype(int).tolist(), strict=True))
 
 
-def zipf_lengths(shortest, longest, theta, pd_ratio, count, seed):
+def zipf_lengths(
+    shortest: int, longest: int, theta: float, pd_ratio: float, count: int, seed: int
+) -> list[tuple[int, int]]:
     """`count` random (prompt_len, output_len), "sampled from a Zipf distribution" (SARATHI §5.3).
+
     The n-th of the totals from `shortest` to `longest` has a probability that falls as 1 / n**theta
-    (0 makes all alike); 1 / (pd_ratio + 1) of a total is output."""
-    places = np.arange(1, longest - shortest + 2)
-    odds = places ** -float(theta)
-    totals = make_rng(4, seed).choice(places + shortest - 1, size=count, p=odds / odds.sum())
+    (0 makes all alike). A share of 1 / (pd_ratio + 1) of a total is output."""
+    ranks = np.arange(1, longest - shortest + 2)
+    weights = ranks ** -float(theta)
+    probabilities = weights / weights.sum()
+    totals = make_rng(4, seed).choice(ranks + shortest - 1, size=count, p=probabilities)
     output = np.rint(totals / (pd_ratio + 1)).clip(1, totals - 1).astype(int)
-    return list(zip((totals - output).tolist(), output.tolist()))
+    return list(zip((totals - output).tolist(), output.tolist(), strict=True))
 
 
-def poisson(lengths, qps, seed):
-    """Arrivals for [(prompt_len, output_len)], in order, as a Poisson process of `qps` per second,
-    the first at 0. With one seed, two rates see the same gaps up to a factor."""
+# ---- Arrivals -----------------------------------------------------------------------------------
+
+
+def poisson(lengths: Sequence[tuple[int, int]], qps: float, seed: int) -> list[Arrival]:
+    """Arrivals for [(prompt_len, output_len)], in order, as a Poisson process of `qps` per second.
+
+    The first comes at 0. With one seed, two rates see the same gaps up to a factor."""
     gaps = make_rng(2, seed).exponential(size=len(lengths))
     gaps[:1] = 0
-    return [Arrival(time, *pair) for time, pair in zip((gaps.cumsum() / qps).tolist(), lengths)]
+    times = (gaps.cumsum() / qps).tolist()
+    return [
+        Arrival(time, prompt_len, output_len)
+        for time, (prompt_len, output_len) in zip(times, lengths, strict=True)
+    ]
 
 
-def rescale(arrivals, qps):
+def rescale(arrivals: Sequence[Arrival], qps: float) -> list[Arrival]:
     """The same at `qps` per second on average, from 0 on. Raises ValueError if all come at once."""
-    first, span = arrivals[0].time, arrivals[-1].time - arrivals[0].time
+    first = arrivals[0].time
+    span = arrivals[-1].time - first
     if not span:
         raise ValueError(f"arrivals: {len(arrivals)}, all at one time, have no rate")
     return [a._replace(time=(a.time - first) / span * (len(arrivals) - 1) / qps) for a in arrivals]
 
 
 def read_trace(
-    file: str, max_len: int, scale: float = 1, count: int = 10**9
+    file: str | Path, max_len: int, scale: float = 1, count: int = 10**9
 ) -> tuple[list[Arrival], int]:
-    """Read a server's log, CSV with TRACE_COLUMNS. Returns (arrivals, left_out), the first at 0.
-    Lengths are multiplied by `scale` and rounded, to at least one token. The first `count` requests
-    with prompt + output <= max_len are kept; `left_out` were passed over. ValueError, OSError."""
-    rows = sorted(read_columns(file, TRACE_COLUMNS), key=lambda row: row[0])  # ties stay in order
-    arrivals, left_out = [], 0
-    for time, *lengths in rows:
+    """Read a server's log, a CSV file with TRACE_COLUMNS. Returns (arrivals, left_out).
+
+    The first arrives at 0. Lengths are multiplied by `scale` and rounded, to at least one token.
+    The first `count` requests with prompt + output <= max_len are kept; `left_out` were passed
+    over. Raises ValueError and OSError."""
+    rows = read_columns(file, TRACE_COLUMNS)
+    rows.sort(key=lambda row: row[0])  # ties stay in order
+    arrivals: list[Arrival] = []
+    left_out = 0
+    for time, prompt_tokens, output_tokens in rows:
         if len(arrivals) == count:
             break
-        prompt_len, output_len = (max(1, round(length * scale)) for length in lengths)
+        prompt_len = max(1, round(prompt_tokens * scale))
+        output_len = max(1, round(output_tokens * scale))
         if prompt_len + output_len > max_len:
             left_out += 1
         else:
@@ -130,23 +193,25 @@ def read_trace(
     return [a._replace(time=a.time - arrivals[0].time) for a in arrivals], left_out
 
 
-def read_columns(file, columns):
-    """The rows of a CSV file with a header and at least these columns: lists of floats. `columns`
-    is {name: (what it may hold, a function that says so of a float)}. ValueError or OSError."""
+def read_columns(file: str | Path, columns: Mapping[str, FieldType]) -> list[list[float]]:
+    """The rows of a CSV file that has a header and at least these columns, in their order.
+
+    Raises ValueError or OSError."""
     rows = []
     with open(file, encoding="utf-8-sig", errors="replace", newline="") as log:
         reader = csv.reader(log, strict=True, skipinitialspace=True)
         try:
             header = [name.strip() for name in next(reader, [])]
-            for name in columns:
-                if (times := header.count(name)) != 1:
-                    given = f"column {name!r} is {times} times in the header {reprlib.repr(header)}"
-                    raise ValueError(f"{given}: must have each of {', '.join(columns)} once")
-            for fields in filter(None, reader):  # a blank line has no fields
+            _check_header(header, columns)
+            for fields in reader:
+                if not fields:  # a blank line
+                    continue
                 if len(fields) != len(header):
                     raise ValueError(f"{len(fields)} fields: must be {len(header)}")
-                row = dict(zip(header, fields))
-                rows.append([parse_field(name, row[name], *its) for name, its in columns.items()])
+                row = dict(zip(header, fields, strict=True))
+                rows.append(
+                    [parse_field(name, row[name], field) for name, field in columns.items()]
+                )
         except (ValueError, csv.Error) as error:
             raise ValueError(f"{file} line {reader.line_num or 1}: {error}") from error
     if not rows:
@@ -154,41 +219,72 @@ def read_columns(file, columns):
     return rows
 
 
-def parse_field(column, text, words, allowed):
-    """The number in one field, a float. ValueError if the column may not hold it."""
+def _check_header(header: Sequence[str], columns: Mapping[str, FieldType]) -> None:
+    """Raises ValueError unless each of the columns is once in the header."""
+    for name in columns:
+        times = header.count(name)
+        if times != 1:
+            given = f"column {name!r} is {times} times in the header {reprlib.repr(header)}"
+            raise ValueError(f"{given}: must have each of {', '.join(columns)} once")
+
+
+def parse_field(column: str, text: str, field: FieldType) -> float:
+    """The number in a field. Raises ValueError if the column may not hold it."""
     with suppress(ValueError):
-        if allowed(value := float(text)):
+        value = float(text)
+        if field.allows(value):
             return value
-    raise ValueError(f"{column}={reprlib.repr(text)}: must be {words}")
+    raise ValueError(f"{column}={reprlib.repr(text)}: must be {field.description}")
 
 
-def chats(arrivals, turns):
-    """The same, each as a chat of `turns` requests, which share its prompt and output in nearly
-    equal parts, at least a token; of fewer turns where there are not so many. First turns keep
-    their places, all others come behind them, each THINK_S after the answer before."""
-    made = list(arrivals)
+def chats(arrivals: Sequence[Arrival], turns: int) -> list[Arrival]:
+    """The same, each as a chat of `turns` requests, or fewer where there are not so many tokens.
+
+    The turns share the prompt and the output in nearly equal parts, of at least a token. First
+    turns keep their places, all others come behind them, each THINK_S after the answer before."""
+    load = list(arrivals)
     for i, arrival in enumerate(arrivals):
         count = min(turns, arrival.prompt_len, arrival.output_len)
         for n in range(count):
-            answered, end = (arrival.output_len * k // count for k in (n, n + 1))
-            prompt_len = arrival.prompt_len * (n + 1) // count + answered
-            turn = arrival._replace(prompt_len=prompt_len, output_len=end - answered)
+            answered = arrival.output_len * n // count  # tokens of all answers before this one
+            end = arrival.output_len * (n + 1) // count
+            turn = arrival._replace(
+                prompt_len=arrival.prompt_len * (n + 1) // count + answered,
+                output_len=end - answered,
+            )
             if n == 0:
-                made[i] = turn
+                load[i] = turn
             else:
-                made.append(turn._replace(time=THINK_S, follows=i if n == 1 else len(made) - 1))
-    return made
+                previous = i if n == 1 else len(load) - 1
+                load.append(turn._replace(time=THINK_S, follows=previous))
+    return load
 
 
-def prompts(arrivals, vocab_size, seed, shared=(0, 1)):
-    """A list of random token ids below `vocab_size` for each arrival: `prompt_len` of them, or, if
-    it follows another, those after that one's prompt and output. With `shared`, (length, count),
-    all that follow none begin with one of `count` prefixes of `length` tokens, drawn at random."""
-    rng, (length, count), made = make_rng(3, seed), shared, []
-    drawn = make_rng(5, seed).integers(count, size=len(arrivals)).tolist()
-    for arrival, which in zip(arrivals, drawn):
-        first = arrival.follows is None
-        tokens = make_rng(6 + which, seed).integers(vocab_size, size=length * first).tolist()
-        known = length if first else sum(arrivals[arrival.follows][1:3])
-        made.append(tokens + rng.integers(vocab_size, size=arrival.prompt_len - known).tolist())
-    return made
+# ---- Prompts ------------------------------------------------------------------------------------
+
+
+def prompts(
+    arrivals: Sequence[Arrival], vocab_size: int, seed: int, shared: tuple[int, int] = (0, 1)
+) -> list[list[int]]:
+    """A list of random token ids below `vocab_size` for each arrival, `prompt_len` of them.
+
+    If a request follows another, its tokens are those after that one's prompt and output. With
+    `shared`, (length, count), all others begin with one of `count` prefixes of `length` tokens,
+    drawn at random."""
+    rng = make_rng(3, seed)
+    length, count = shared
+    prefix_of = make_rng(5, seed).integers(count, size=len(arrivals)).tolist()
+    token_ids = []
+    for arrival, prefix_number in zip(arrivals, prefix_of, strict=True):
+        prefix = []
+        given = 0  # tokens of the conversation before
+        if arrival.follows is None:
+            prefix_rng = make_rng(6 + prefix_number, seed)
+            prefix = prefix_rng.integers(vocab_size, size=length).tolist()
+            given = length
+        else:
+            previous = arrivals[arrival.follows]
+            given = previous.prompt_len + previous.output_len
+        rest = rng.integers(vocab_size, size=arrival.prompt_len - given).tolist()
+        token_ids.append(prefix + rest)
+    return token_ids

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lab.measure.workload import TOKENS, read_columns
+from lab.measure.workload import TOKENS, FieldType, read_columns
 from lab.simulator.cost_model import BYTES, matrices, product_seconds
 from lab.simulator.devices import Device
 from model import GPTConfig
@@ -35,7 +35,7 @@ def is_milliseconds(value: float) -> bool:
     return 1e-6 <= value <= 1e9
 
 
-MILLISECONDS = ("a number of ms from 1e-6 to 1e9", is_milliseconds)
+MILLISECONDS = FieldType("a number of ms from 1e-6 to 1e9", is_milliseconds)
 
 
 def read_products(file: str | Path) -> tuple[IntArray, FloatArray]:
