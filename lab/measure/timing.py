@@ -2,32 +2,38 @@
 
 A time says little without its limit: the matrix products of the same shapes run bare, the bytes
 that must be read over the measured bandwidth. Timings are warmed up, synchronised and interleaved
-(A B C A B C …): a machine whose speed drifts slows all variants alike. Quoted are medians. And a
-machine that works for others cannot be timed: `steadily` finds that out, and tries again."""
+(A B C A B C ...): a machine whose speed drifts slows all variants alike. Quoted are medians. A
+machine that works for others cannot be timed: `steadily` finds that out, and tries again.
 
-import importlib
+Read next: machine_info.py."""
+
 import math
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import NamedTuple, TypeVar
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 from tqdm import tqdm
 
-from kv_cache import kv_bytes_per_token
-from model import ROWS_PER_PIECE
+from engine import Runner
+from kv_cache import Span, kv_bytes_per_token
+from model import GPT, ROWS_PER_PIECE, GPTConfig
 
+Name = TypeVar("Name")
 Result = TypeVar("Result")
-LINEAR = "preproj", "postproj", "ffn_ln1", "ffn_ln2"  # products of a block, SARATHI, Table 1
+LINEAR = ("preproj", "postproj", "ffn_ln1", "ffn_ln2")  # products of a block, SARATHI, Table 1
 WARMUP = 2  # runs that are not counted
 BUSY = 0.20  # drift, of a machine, or spread, of times: above it no number is believed
 TOO_BUSY = "this machine is too busy to tell"
-PROBE_S, GLANCE_S = 0.02, 0.01  # of a probe: beside a measurement; every second within one
+PROBE_S = 0.02  # of a probe beside a measurement
+GLANCE_S = 0.01  # of a probe within one, every second
 
 
 class Timing(NamedTuple):
@@ -37,16 +43,22 @@ class Timing(NamedTuple):
     spread: float
 
 
-def synchronize(device):
+def synchronize(device: torch.device) -> None:
     """Wait until the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def interleaved(variants, device, repeats=9, title=None):
+def interleaved(
+    variants: Mapping[Name, Callable[[], object]],
+    device: torch.device,
+    repeats: int = 9,
+    title: str | None = None,
+) -> dict[Name, Timing]:
     """Time {name: function} in turn: {name: Timing}. With a title there is a progress bar."""
-    samples, hidden = {name: [] for name in variants}, None if title else True
-    for repeat in tqdm(range(WARMUP + repeats), title, leave=False, disable=hidden):
+    samples: dict[Name, list[float]] = {name: [] for name in variants}
+    disable = None if title else True  # None: where there is no terminal
+    for repeat in tqdm(range(WARMUP + repeats), title, leave=False, disable=disable):
         for name, function in variants.items():
             synchronize(device)
             start = time.perf_counter()
@@ -57,37 +69,54 @@ def interleaved(variants, device, repeats=9, title=None):
     return {name: summarize(values) for name, values in samples.items()}
 
 
-def summarize(values_ms):
+def summarize(values_ms: Sequence[float]) -> Timing:
     """The Timing of two or more samples in milliseconds."""
     low, median, high = statistics.quantiles(values_ms, n=4, method="inclusive")
     return Timing(median, (high - low) / median if median else 0.0)
 
 
 class Probe:
-    """Asks a device how much of itself it gives: the same short computation, over and over. All
-    threads get an equal share of it; matrix products some libraries spread otherwise."""
+    """Asks a device how much of itself it gives: the same short computation, over and over.
 
-    def __init__(self, device):
-        here = getattr(os, "sched_getaffinity", lambda process: range(os.cpu_count() or 1))(0)
-        self.device, self.threads = device, min(torch.get_num_threads(), len(here))
+    All threads get an equal share of it. Some libraries spread matrix products otherwise."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.threads = min(torch.get_num_threads(), available_processors())
         x = torch.ones(2**24 if device.type == "cuda" else self.threads * 2**17, device=device)
-        self.compute, self.fastest = partial(torch.sin, x, out=torch.empty_like(x)), math.inf
+        self.compute: Callable[[], object] = partial(torch.sin, x, out=torch.empty_like(x))
+        self.fastest = math.inf  # seconds of one computation
 
-    def take(self, at_least_s=PROBE_S):
-        """The share of the machine that is missing, 0 … 1, the larger of two: of its speed, beside
-        the fastest that this process has seen; and on a CPU of the time that the threads asked for,
-        which was all of it: that tells of a load that never went away."""
+    def take(self, at_least_s: float = PROBE_S) -> float:
+        """The share of the machine that is missing, from 0 to 1.
+
+        It is the larger of two shares. One is of the speed, beside the fastest that this process
+        has measured. The other, on a CPU, is of the time that the threads could have had: it tells
+        of a load that never went away."""
         self.compute()  # wakes threads up
         synchronize(self.device)
-        count, start, cpu_start = 0, time.perf_counter(), time.process_time()
-        while (seconds := time.perf_counter() - start) < at_least_s or not count:
+        count = 0
+        seconds = 0.0
+        start = time.perf_counter()
+        cpu_start = time.process_time()
+        while seconds < at_least_s or not count:
             self.compute()
             synchronize(self.device)
             count += 1
+            seconds = time.perf_counter() - start
+        cpu_s = time.process_time() - cpu_start
         self.fastest = min(self.fastest, seconds / count)
-        got = (time.process_time() - cpu_start) / seconds / self.threads
-        got = got if self.device.type == "cpu" else 1.0
-        return 1 - min(got, self.fastest * count / seconds)
+        speed = self.fastest * count / seconds
+        if self.device.type != "cpu":
+            return 1 - min(1.0, speed)
+        return 1 - min(cpu_s / seconds / self.threads, speed)
+
+
+def available_processors() -> int:
+    """The processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 probe_of = cache(Probe)  # one in a process for each device, as it remembers the fastest
@@ -99,9 +128,10 @@ def steadily(
     tries: int = 3,
     spread_of: Callable[[Result], float] | None = None,
 ) -> tuple[Result, float]:
-    """Call `function()` on a machine that is not BUSY: (what it returned, drift). The drift is the
-    share of the machine that was missing in a probe before or after, or what `spread_of` says of
-    the result, if that is more. Of at most `tries` calls the steadiest counts."""
+    """Call `function()` on a machine that is not BUSY. Returns (its result, drift).
+
+    The drift is the share of the machine that was missing in a probe before or after, or the
+    `spread_of` the result, if that is larger. Of at most `tries` calls the steadiest counts."""
     probe = probe_of(device)
     runs: list[tuple[Result, float]] = []
     after = probe.take()
@@ -116,66 +146,74 @@ def steadily(
     return min(runs, key=lambda run: run[1])
 
 
-def mark(name, busy):
+def mark(name: str, busy: bool) -> str:
     """The name of a row in a table, marked if the machine was too busy for it to be believed."""
     return f"{name} (busy)" if busy else name
 
 
-def fastest_cpu_dtype():
+def fastest_cpu_dtype() -> torch.dtype:
     """bfloat16 if this CPU multiplies it faster than float32, else float32. Takes milliseconds."""
-    dtypes, shapes = (torch.bfloat16, torch.float32), ((128, 1024), (1024, 1024))
-    products = {d: partial(F.linear, *(torch.ones(s, dtype=d) for s in shapes)) for d in dtypes}
-    timings = interleaved(products, torch.device("cpu"), repeats=25)  # somebody may disturb some
-    return min(dtypes, key=lambda dtype: timings[dtype].ms)
+    products = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.ones(128, 1024, dtype=dtype)
+        weight = torch.ones(1024, 1024, dtype=dtype)
+        products[dtype] = partial(F.linear, x, weight)
+    timings = interleaved(products, torch.device("cpu"), repeats=25)  # others may disturb some
+    return min(products, key=lambda dtype: timings[dtype].ms)
 
 
-def linear_layers(model, names=LINEAR):
-    """The linear layers of these names of a model's blocks, in the order of computation. Of a
-    parallel.shard.Shard its own, once for each stage."""
+def linear_layers(model: GPT, names: Sequence[str] = LINEAR) -> list[nn.Linear]:
+    """The linear layers of these names of a model's blocks, in the order of computation.
+
+    Of a parallel.shard.Shard those that it has, once for each stage."""
     blocks = [*model.blocks] * model.stages
     return [getattr(block, name) for block in blocks for name in names]
 
 
-def bare_products(model, rows, layers):
-    """A function that runs some linear layers on so many rows, in the model's pieces, alone."""
-    like = dict(device=model.device, dtype=model.dtype)
-    x = {n: torch.randn(rows, n, **like) for n in {layer.in_features for layer in layers}}
-    x = {n: its.split(ROWS_PER_PIECE.get(model.device.type, 8192)) for n, its in x.items()}
+def bare_products(model: GPT, rows: int, layers: Sequence[nn.Linear]) -> Callable[[], None]:
+    """A function that runs linear layers on so many rows, in the model's pieces, alone."""
+    piece_rows = ROWS_PER_PIECE.get(model.device.type, 8192)
+    pieces_of: dict[int, Sequence[Tensor]] = {}  # by width
+    for width in {layer.in_features for layer in layers}:
+        x = torch.randn(rows, width, device=model.device, dtype=model.dtype)
+        pieces_of[width] = x.split(piece_rows)
 
     @torch.inference_mode()
-    def run():
+    def run() -> None:
         for layer in layers:
-            for piece in x[layer.in_features]:
+            for piece in pieces_of[layer.in_features]:
                 layer(piece)
 
     return run
 
 
-def attention_alone(runner, spans):
+def attention_alone(runner: Runner, spans: Sequence[Span]) -> Callable[[], None]:
     """A function that runs the attention of one iteration of engine.Runner, nothing else."""
-    model, batch = runner.model, runner.flatten(spans)
-    shape = (len(batch.tokens), model.config.n_head, model.config.head_dim)
-    q = torch.randn(shape, device=model.device, dtype=model.dtype)
+    model = runner.model
+    batch = runner.flatten(spans)
+    q = torch.randn(
+        len(batch.tokens),
+        model.config.n_head,
+        model.config.head_dim,
+        device=model.device,
+        dtype=model.dtype,
+    )
 
     @torch.inference_mode()
-    def run():
-        for layer in [*range(model.config.n_layer)] * model.stages:
-            batch.attend(q, *runner.cache.layer(layer))
+    def run() -> None:
+        for _ in range(model.stages):
+            for layer in range(model.config.n_layer):
+                keys, values = runner.cache.layer(layer)
+                batch.attend(q, keys, values)
 
     return run
 
 
-def attention_cost(config, spans, dtype):
+def attention_cost(config: GPTConfig, spans: Sequence[Span], dtype: torch.dtype) -> tuple[int, int]:
     """(flops, bytes) in all layers: two products per visible key, each key and value read once."""
     visible = sum(s.length * s.start + s.length * (s.length + 1) // 2 for s in spans)
     flops = config.n_layer * 4 * visible * config.n_head * config.head_dim
     return flops, sum(span.end for span in spans) * kv_bytes_per_token(config, dtype)
-
-
-def describe_machine(model, args, rows):
-    """machine_info.measure_machine as a dict, for those that take one."""
-    machine_info = importlib.import_module("lab.measure.machine_info")  # which imports this module
-    return machine_info.measure_machine(model, args.init_from or args.model, rows).to_json()
 
 
 def device_name(device: torch.device) -> str:
