@@ -122,14 +122,14 @@ class Recorder:
         """Have each batch of this scheduler made by `_decide`."""
         next_batch = scheduler.next_batch
 
-        def decide() -> Batch | None:
+        def decide() -> Batch:
             return self._decide(micro_batch, scheduler, next_batch)
 
         scheduler.next_batch = decide
 
     def _decide(
-        self, micro_batch: int, scheduler: Scheduler, next_batch: Callable[[], Batch | None]
-    ) -> Batch | None:
+        self, micro_batch: int, scheduler: Scheduler, next_batch: Callable[[], Batch]
+    ) -> Batch:
         """Make the next batch, and note what was decided with it."""
         batch = next_batch()
         if not batch:

@@ -26,6 +26,7 @@ from config import EngineConfig
 from lab.commands.serve_options import (
     THIS,
     CapacityOptions,
+    LoadOptions,
     ServeOptions,
     add_options,
     resolve,
@@ -37,7 +38,6 @@ from lab.measure.machine import Machine, RealMachine
 from lab.measure.run_plan import run_plan
 from lab.measure.workload import Arrival
 from lab.simulator.machine import FittedMachine, SimulatedMachine, SimulatedMachineOptions
-from model import GPT
 from policies.token_budget import MAX_DELAY_S, MULTIPLES
 from views.page import Recorder, page
 from views.tables import Column, format_table, show
@@ -112,7 +112,7 @@ def _longest(run: JudgedRun, field: str) -> Any:
     return getattr(longest, field) if longest else None
 
 
-def make_workload(options: ServeOptions) -> tuple[ArrivalsAt, str]:
+def make_workload(options: LoadOptions) -> tuple[ArrivalsAt, str]:
     """The arrivals at a rate, and a description of them. Without a rate a trace keeps its own."""
     prefix, prefixes = options.shared_prefix
     longest = options.max_len - prefix
@@ -145,9 +145,11 @@ def make_workload(options: ServeOptions) -> tuple[ArrivalsAt, str]:
         description += ", Poisson arrivals"
 
     def first_turns(qps: float | None) -> list[Arrival]:
-        if logged is None:
-            return workload.poisson(lengths, qps, options.seed)
-        return workload.rescale(logged, qps) if qps else logged
+        if logged is not None:
+            return workload.rescale(logged, qps) if qps else logged
+        if qps is None:
+            raise ValueError("qps=None: only a trace has a rate of its own")
+        return workload.poisson(lengths, qps, options.seed)
 
     def arrivals_at(qps: float | None) -> list[Arrival]:
         arrivals = first_turns(qps)
@@ -162,13 +164,12 @@ def make_workload(options: ServeOptions) -> tuple[ArrivalsAt, str]:
     return arrivals_at, description
 
 
-def make_machine(options: ServeOptions, model: GPT | None = None) -> Machine:
-    """The machine of --simulate, or this one, maybe with a model that is loaded already. Raises
-    ValueError for options that make no sense together."""
+def make_machine(options: ServeOptions) -> Machine:
+    """The machine of --simulate, or this one. Raises ValueError for options that make no sense
+    together."""
     if options.is_elsewhere:
         return SimulatedMachine(simulated_options(options))
-    if model is None:
-        model = load_model(options.model, options.max_len, positions_from="--max-len")
+    model = load_model(options.model, options.max_len, positions_from="--max-len")
     attention = options.model.attention
     real = RealMachine(
         model,
@@ -217,7 +218,7 @@ class Session:
     holds: each number is printed and written when it is known."""
 
     def __init__(
-        self, options: ServeOptions, arrivals_at: ArrivalsAt, report: dict[str, Any], heading: str
+        self, options: LoadOptions, arrivals_at: ArrivalsAt, report: dict[str, Any], heading: str
     ) -> None:
         self.options = options
         self.arrivals_at = arrivals_at
@@ -237,9 +238,10 @@ class Session:
         """Whether the command is serve, not capacity."""
         return self.options.command == "serve"
 
-    def run_all(self, servers: Mapping[str, Callable[..., Run]], start: float) -> None:
-        """Let each of `servers`, {name: a function as Machine.serve of a load}, serve at --qps, or
-        search its capacity from `start`. What there is at an interrupt is kept."""
+    def run_all(self, servers: Mapping[str, Callable[..., Run]], start: float = 0.0) -> None:
+        """Let each of `servers` serve at --qps, or search its capacity from the rate `start`.
+
+        A server is a function as Machine.serve of a load. What there is at an interrupt is kept."""
         name = ""
         try:
             for name, serve in servers.items():
@@ -323,12 +325,8 @@ def requests_csv(runs: Mapping[str, Run]) -> str:
     return text.getvalue()
 
 
-def main(
-    options: ServeOptions,
-    known: Callable[[ServeOptions, EngineConfig, Callable[..., Machine]], Machine] | None = None,
-) -> dict[str, Any]:
-    """The command: its report, which --json writes. `known` finds a machine that was made before;
-    it is given a function that makes one. Raises ValueError for a bad load or SLO."""
+def main(options: ServeOptions) -> dict[str, Any]:
+    """The command: its report, which --json writes. Raises ValueError for a bad load or SLO."""
     config = EngineConfig(
         chunk=options.chunk,
         max_batch=options.batch,
@@ -346,10 +344,7 @@ def main(
     is_serving = options.command == "serve"
     has_own_rate = is_serving and options.trace is not None and options.qps is None
     arrivals = arrivals_at(None if has_own_rate else 1.0)
-    if known:
-        machine = known(options, config, lambda options, _, model: make_machine(options, model))
-    else:
-        machine = make_machine(options)
+    machine = make_machine(options)
     slo_s = capacity.slo_seconds(options.slo, machine.base)
     possible_qps = machine.micro_batches * capacity.estimated_qps(machine.base, arrivals)
     start = float(f"{possible_qps / 2:.2g}")
@@ -375,7 +370,7 @@ def main(
     return report
 
 
-def describe_load(options: ServeOptions, load: str, arrivals: Sequence[Arrival]) -> str:
+def describe_load(options: LoadOptions, load: str, arrivals: Sequence[Arrival]) -> str:
     """The load of `make_workload`, at its rate, in a line."""
     prompt_len = statistics.median(arrival.prompt_len for arrival in arrivals)
     output_len = statistics.median(arrival.output_len for arrival in arrivals)

@@ -6,6 +6,7 @@ import re
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from cli.loading import MAX_PROCESSES, ModelOptions, add_model_options, model_options, resolve_model
 from cli.options import (
@@ -34,6 +35,43 @@ MAX_LEN = PerDevice(cpu=1024, gpu=8192)
 REQUESTS = {"serve": PerDevice(cpu=48, gpu=500), "capacity": PerDevice(cpu=80, gpu=400)}
 ONLY_SIMULATED = ("replicas", "tp_link", "pp_link", "cpu_ms")  # go with --simulate DEVICE
 ONLY_REAL = ("init_from", "device", "dtype", "attention", "compile", "threads")  # do not
+
+
+class LoadOptions(Protocol):
+    """The options of a load and of its report: those of ServeOptions and of `serve --url`."""
+
+    @property
+    def command(self) -> str: ...
+    @property
+    def qps(self) -> float | None: ...  # requests per second; None: estimated, or the trace's own
+    @property
+    def long_prompt(self) -> int | None: ...
+    @property
+    def classes(self) -> dict[str, float]: ...  # class -> share
+    @property
+    def requests(self) -> int: ...
+    @property
+    def lengths(self) -> str: ...
+    @property
+    def trace(self) -> str | None: ...
+    @property
+    def trace_scale(self) -> float: ...
+    @property
+    def shared_prefix(self) -> tuple[int, int]: ...  # (length, count)
+    @property
+    def turns(self) -> int: ...
+    @property
+    def max_len(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def plot(self) -> str | None: ...
+    @property
+    def csv(self) -> str | None: ...
+    @property
+    def html(self) -> str | None: ...
+    @property
+    def json(self) -> str | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -162,7 +162,7 @@ def main(options: RemoteOptions) -> None:
         f"SLO: P99 TBT at most {options.slo:.3f} s (as asked for), median delay not known\n"
     )
     session = serving.Session(options, arrivals_at, report, server.info.heading())
-    session.run_all({options.url: server_of_session(server, options)}, None)
+    session.run_all({options.url: server_of_session(server, options)})
 
 
 def server_of_session(server: RemoteServer, options: RemoteOptions) -> Callable[..., Run]:
