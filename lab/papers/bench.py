@@ -1,12 +1,18 @@
-"""What claims are measured with: a model, and the machine that it runs on.
+"""A Bench measures claims with a model on this machine.
 
     def s_f3(bench: Bench) -> Finding:
         times = bench.time_batches({"decode": [decodes(6, context=1024)]}, repeats=5)
 
-A Bench calls the libraries of lab/measure. It keeps what they return, so that claims share what
-they measure alike, and it remembers whether the machine was busy. Read first:
-lab/measure/batch_times.py, decode_maximal.py, offline_load.py, capacity.py. Read next:
-measured_batches.py."""
+Each method calls a library of lab/measure, with the options of the command line:
+
+    time_batches, time_batch    single iterations, whole and by operation    batch_times.py
+    decode_maximal              decodes alone and beside a chunk             decode_maximal.py
+    run_policies                requests that are all there at the start     offline_load.py
+    serve                       requests that arrive while others run        load_run.py
+    capacity                    the highest rate that meets an SLO           capacity.py
+
+A Bench keeps all results: claims that need the same measurement share it. It also notes whether the
+machine was busy. Read first: finding.py. Read next: measured_batches.py."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,36 +42,38 @@ from lab.measure.capacity import (
 )
 from lab.measure.decode_maximal import DecodeMaximal, measure_decode_maximal
 from lab.measure.load_run import Run
+from lab.measure.machine import Machine, RealMachine
 from lab.measure.machine_info import RealMachineInfo
 from lab.measure.offline_load import OfflineLoad, PolicyRun, run_policies
 from lab.measure.run_plan import run_plan
 from lab.measure.workload import Arrival
-from lab.papers.serving_machines import FittedMachine, RealMachine, ServingLimits, ServingMachine
+from lab.simulator.machine import FittedMachine
 from model import GPT
 
-Size = Literal["gpu", "cpu", "quick"]  # which sizes claims are measured at
+Size = Literal["gpu", "cpu", "quick"]  # each claim has three lists of sizes
 Sized = TypeVar("Sized")
 Result = TypeVar("Result")
-CAPACITY_RATIO = 1.25  # the last step of a search: a rate so much higher fails
+NO_PREFIX = (0, 1)  # one prefix of no tokens: prompts share nothing
+CAPACITY_RATIO = 1.25  # a search ends when a rate that is so many times higher fails
 
 
 class Measured(Protocol):
-    """Something that was measured."""
+    """A result that says whether the machine was busy."""
 
     @property
     def busy(self) -> bool:
-        """Whether the machine was too busy for it to be believed."""
+        """Whether the machine was too busy for the result to be believed."""
         ...
 
 
 @dataclass(frozen=True)
 class Served:
-    """What several policies made of requests that arrive while others run."""
+    """Runs of several policies on one load, and their SLO."""
 
     slo_s: float
     slo_busy: bool  # whether the machine was too busy while the base of the SLO was timed
-    records: dict[str, Run]  # by policy
-    runs: dict[str, JudgedRun]  # their numbers
+    records: dict[str, Run]  # by policy: every iteration and every request
+    runs: dict[str, JudgedRun]  # by policy: the numbers, and whether the SLO was met
 
 
 @dataclass(frozen=True)
@@ -77,9 +85,31 @@ class Capacities:
     results: dict[str, SearchResult[JudgedRun]]  # by policy
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServingLimits:
+    """The limits of a server, whatever its policy."""
+
+    chunk: int  # tokens
+    batch: int  # requests that run at once
+    max_len: int  # tokens of a request
+    page_size: int
+    kv_tokens: int  # tokens that fit into the cache
+
+    def config(self, attention: str) -> EngineConfig:
+        """The EngineConfig of such a server, without a policy."""
+        return EngineConfig(
+            chunk=self.chunk,
+            max_batch=self.batch,
+            max_len=self.max_len,
+            page_size=self.page_size,
+            pages=self.kv_tokens // self.page_size,
+            attention=attention,
+        )
+
+
 @dataclass
 class Bench:
-    """A model on this machine, and everything that claims measure with it."""
+    """Measures one claim with a model on this machine. It shares its results with other claims."""
 
     model: GPT
     machine: RealMachineInfo
@@ -87,32 +117,15 @@ class Bench:
     size: Size
     picture: str = ""  # the file in which the claim is drawn
     busy: bool = False  # whether the machine was too busy during a measurement of this claim
-    measured: dict[Hashable, Any] = field(default_factory=dict)  # {what was asked for: result}
-    machines: dict[Hashable, ServingMachine] = field(default_factory=dict)
+    measured: dict[Hashable, Any] = field(default_factory=dict)  # results, by their arguments
 
     def for_claim(self, picture: str) -> "Bench":
-        """A Bench for the next claim, which shares what was measured for those before."""
+        """A Bench for the next claim, with all results of the claims before it."""
         return replace(self, picture=picture, busy=False)
 
     def pick(self, *, gpu: Sized, cpu: Sized, quick: Sized) -> Sized:
-        """The size for this device, and for --quick."""
+        """The size of these three that the claim is measured at."""
         return {"gpu": gpu, "cpu": cpu, "quick": quick}[self.size]
-
-    def _once(self, key: Hashable, measure: Callable[[], Result]) -> Result:
-        """What `measure()` returns, or returned the first time that `key` was asked for."""
-        if key not in self.measured:
-            self.measured[key] = measure()
-        return self.measured[key]
-
-    def _note_busy(self, results: Iterable[Measured]) -> None:
-        """Remember if the machine was too busy for one of these results."""
-        self.busy = self.busy or any(result.busy for result in results)
-
-    def _check_length(self, tokens: int) -> None:
-        """Raise ValueError for a request that is too long for the model."""
-        limit = self.model.config.max_positions
-        if tokens > limit:
-            raise ValueError(f"{tokens} tokens: this model is limited to {limit}")
 
     def time_batches(
         self,
@@ -120,7 +133,9 @@ class Bench:
         repeats: int,
         layers: int | None = None,
     ) -> dict[str, SequenceTime]:
-        """What sequences of batches take, whole and by operation; maybe with so many layers."""
+        """Time sequences of batches, by their names: whole, and each operation alone.
+
+        `layers`: with a model of so many layers; None: with all of them."""
         self._check_length(longest(sequences))
 
         def time_all() -> dict[str, SequenceTime]:
@@ -141,11 +156,12 @@ class Bench:
     def time_batch(
         self, sequence: Sequence[Batch], repeats: int, layers: int | None = None
     ) -> SequenceTime:
-        """What one sequence of batches takes, timed alone."""
+        """Time one sequence of batches, without others in turn."""
         return self.time_batches({"batch": sequence}, repeats, layers)["batch"]
 
     def decode_maximal(self, *, context: int, batch: int, chunk: int) -> DecodeMaximal:
-        """SARATHI's Table 2: what a decode costs alone and beside a chunk."""
+        """Time batches as SARATHI's Table 2 does: `batch` decodes alone, and all but one beside a
+        chunk."""
         self._check_length(context)
         measure = partial(
             measure_decode_maximal,
@@ -170,7 +186,10 @@ class Bench:
         requests: int,
         pd_ratio: float,
     ) -> dict[str, PolicyRun]:
-        """What policies make of requests in lockstep that are all there at the start."""
+        """Serve requests that are all there at the start, and begin and end together (lockstep).
+
+        Prompt and output are `seq_len` tokens together, with `pd_ratio` prompt tokens per output
+        token. The result has a row for each policy, with its gain over request-level."""
         self._check_length(seq_len)
         load = OfflineLoad(
             seq_len=seq_len,
@@ -210,17 +229,17 @@ class Bench:
         max_len: int | None = None,
         kv_tokens: int | None = None,
     ) -> Served:
-        """What policies make of requests that arrive while others run.
+        """Serve requests that arrive while others run, under each policy.
 
-        They come at `qps`, by default at half of what is estimated to be possible; or they are
-        those of a trace, at its times. Other defaults are those of `bench.py serve`."""
+        They arrive at `qps`; None: at half of the estimated capacity. A trace has its own requests
+        and times. Other defaults are those of `bench.py serve`. The SLO is the strict one."""
         limits = self._limits(batch, max_len, kv_tokens)
 
         def serve_all() -> Served:
-            machine = self._machine_for(limits, simulated=False)
+            machine = self._real_machine(limits)
             slo_s = slo_seconds("strict", machine.base)
             if trace:
-                arrivals, _ = workload.read_trace(trace, limits.max_len)
+                arrivals, _ = workload.read_trace(str(trace), limits.max_len)
             else:
                 pairs = workload.make_lengths(lengths, requests, limits.max_len, self.options.seed)
                 rate = qps or starting_rate(machine, self._arrivals(pairs, 1.0))
@@ -229,7 +248,7 @@ class Bench:
             for name, policy_config in self._plan(policies, limits, slo_s).items():
                 records[name] = serve_one(machine, name, policy_config, arrivals)
             runs = {name: judge(run, slo_s) for name, run in records.items()}
-            return Served(slo_s, machine.base_busy, records, runs)
+            return Served(slo_s, bool(machine.info.base_busy), records, runs)
 
         key = ("serve", tuple(policies), lengths, requests, qps, trace, batch, max_len, kv_tokens)
         served = self._once(key, serve_all)
@@ -248,11 +267,12 @@ class Bench:
         max_len: int | None = None,
         kv_tokens: int | None = None,
     ) -> Capacities:
-        """The highest rates at which policies meet an SLO; with --quick simulated."""
+        """Search the highest rate at which each policy meets an SLO; with --quick simulated."""
         limits = self._limits(batch, max_len, kv_tokens)
 
         def search_all() -> Capacities:
-            machine = self._machine_for(limits, simulated=self.size == "quick")
+            real = self._real_machine(limits)
+            machine = self._fitted_machine(limits) if self.size == "quick" else real
             slo_s = slo_seconds(slo, machine.base)
             pairs = workload.make_lengths(lengths, requests, limits.max_len, self.options.seed)
             start = starting_rate(machine, self._arrivals(pairs, 1.0))
@@ -266,7 +286,7 @@ class Bench:
                     return judge(serve_one(machine, name, policy_config, arrivals), slo_s)
 
                 results[name] = search_capacity(run_at_rate, start, CAPACITY_RATIO)
-            return Capacities(slo_s, machine.base_busy, results)
+            return Capacities(slo_s, bool(real.info.base_busy), results)
 
         key = ("capacity", tuple(policies), slo, lengths, requests, batch, max_len, kv_tokens)
         capacities = self._once(key, search_all)
@@ -277,8 +297,8 @@ class Bench:
     def _limits(
         self, batch: int | None, max_len: int | None, kv_tokens: int | None
     ) -> ServingLimits:
-        """What a server is limited to. None takes the default of `bench.py serve`: the cache has
-        room for a third of the requests if each has `max_len` tokens."""
+        """The limits of a server. None: the default of `bench.py serve`, where the cache has room
+        for a third of the requests if each has `max_len` tokens."""
         batch = batch or self.pick(gpu=128, cpu=32, quick=32)
         max_len = max_len or self.pick(gpu=8192, cpu=1024, quick=1024)
         self._check_length(max_len)
@@ -290,36 +310,69 @@ class Bench:
             max_len=max_len,
             page_size=page_size,
             kv_tokens=kv_tokens or max(1, batch // 3) * pages_of_request * page_size,
-            attention=self.options.attention,
         )
 
     def _plan(
         self, policies: Sequence[str], limits: ServingLimits, slo_s: float
     ) -> dict[str, EngineConfig]:
         """The EngineConfig of each policy."""
-        return run_plan(policies, [limits.page_size], limits.config, slo_s)
+        config = limits.config(self.options.attention)
+        return run_plan(policies, [limits.page_size], config, slo_s)
 
     def _arrivals(self, lengths: Sequence[tuple[int, int]], qps: float) -> list[Arrival]:
-        """Requests of these lengths that arrive at a rate."""
+        """Requests of these lengths that arrive at a rate, as a Poisson process."""
         return workload.poisson(lengths, qps, self.options.seed)
 
-    def _machine_for(self, limits: ServingLimits, simulated: bool) -> ServingMachine:
-        """What serves requests, measured once: this machine, or its simulation."""
-        key = (simulated, limits.max_len, limits.chunk)
-        if key not in self.machines:
-            make_machine = FittedMachine if simulated else RealMachine
-            self.machines[key] = make_machine(self.model, limits, self.options.seed)
-        return self.machines[key]
+    def _real_machine(self, limits: ServingLimits) -> RealMachine:
+        """This machine as a server. The base of its SLOs is timed once for all claims."""
+        make_machine = partial(
+            RealMachine,
+            self.model,
+            self.machine.model,
+            chunk=limits.chunk,
+            max_len=limits.max_len,
+            attention=self.options.attention,
+            seed=self.options.seed,
+            shared_prefix=NO_PREFIX,
+        )
+        return self._once(("real machine", limits.max_len, limits.chunk), make_machine)
+
+    def _fitted_machine(self, limits: ServingLimits) -> FittedMachine:
+        """A simulation of this machine. The batches that it is fitted to are timed once."""
+        make_machine = partial(
+            FittedMachine,
+            self._real_machine(limits),
+            max_len=limits.max_len,
+            attention=self.options.attention,
+            is_alone=True,
+        )
+        return self._once(("fitted machine", limits.max_len, limits.chunk), make_machine)
+
+    def _once(self, key: Hashable, measure: Callable[[], Result]) -> Result:
+        """The result of `measure()`, which is called only if `key` is new."""
+        if key not in self.measured:
+            self.measured[key] = measure()
+        return self.measured[key]
+
+    def _note_busy(self, results: Iterable[Measured]) -> None:
+        """Set `busy` if the machine was too busy for one of these results."""
+        self.busy = self.busy or any(result.busy for result in results)
+
+    def _check_length(self, tokens: int) -> None:
+        """Raise ValueError for a request that is too long for the model."""
+        limit = self.model.config.max_positions
+        if tokens > limit:
+            raise ValueError(f"{tokens} tokens: this model is limited to {limit}")
 
 
-def starting_rate(machine: ServingMachine, arrivals: Sequence[Arrival]) -> float:
-    """Half of the rate that is estimated to be possible, with two digits."""
+def starting_rate(machine: Machine, arrivals: Sequence[Arrival]) -> float:
+    """Half of the estimated capacity in requests per second, with two digits."""
     return float(f"{estimated_qps(machine.base, arrivals) / 2:.2g}")
 
 
 def serve_one(
-    machine: ServingMachine, name: str, config: EngineConfig, arrivals: Sequence[Arrival]
+    machine: Machine, name: str, config: EngineConfig, arrivals: Sequence[Arrival]
 ) -> Run:
     """Serve the arrivals under one policy, with a progress bar of that name."""
     with tqdm(total=len(arrivals), desc=name, disable=None, leave=False) as bar:
-        return machine.serve(config, arrivals, progress=bar.update)
+        return machine.serve(config, arrivals, progress=bar.update, recorder=None)
