@@ -47,10 +47,6 @@ MAY_IMPORT_LATE = {  # other packages, within functions or for annotations alone
     "memory": "torch",
     "config": "torch",
 }
-WRONG_FOR_NOW = {  # (room, room that it must not import): whose work this is. To become empty
-    ("lab.commands", "bench"): "papers",
-}
-
 PATHS = [
     path.relative_to(ROOT) for glob in ("*.py", "*/*.py", "*/*/*.py") for path in ROOT.glob(glob)
 ]
@@ -98,7 +94,7 @@ def wrong_imports(modules):
                 continue  # of the same room; another package
             late = MAY_IMPORT_LATE.get(room, "") if is_late else ""
             allowed = other in MAY_IMPORT[room].split() or other in late.split()
-            if not allowed and (room, other) not in WRONG_FOR_NOW:
+            if not allowed:
                 wrong.append(f"{module} imports {name}")
     return wrong
 
@@ -109,7 +105,7 @@ def circle(modules, of=room_of):
     for module, source in modules.items():
         for name, _ in imports_of(source, modules):
             edge = of(module), of(name)
-            if edge[0] != edge[1] and edge not in WRONG_FOR_NOW:
+            if edge[0] != edge[1]:
                 graph.setdefault(edge[0], set()).add(edge[1])
     try:
         graphlib.TopologicalSorter(graph).prepare()
@@ -134,16 +130,6 @@ def test_the_table_has_all_rooms_and_points_up_its_own_lines():
     for room, allowed in MAY_IMPORT.items():
         assert set(allowed.split()) <= set(rooms), room
         rooms.append(room)
-
-
-def test_what_is_still_wrong_is_still_there():
-    """So that a line of WRONG_FOR_NOW goes as soon as it can."""
-    edges = {
-        (room_of(module), room_of(name))
-        for module, source in MODULES.items()
-        for name, _ in imports_of(source, MODULES)
-    }
-    assert WRONG_FOR_NOW.keys() <= edges
 
 
 @pytest.mark.parametrize(
