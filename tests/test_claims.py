@@ -235,6 +235,10 @@ def test_each_claim_can_be_measured_at_each_size(claim, size):
     finding = claim.function(bench)
     assert finding.plots and finding.checks and finding.quoted and finding.here
     assert finding.must_show and not bench.busy
+    number = claim.headline.number(finding)
+    assert number == "-" or any(
+        number.removesuffix(claim.headline.unit) in line.text() for line in finding.quoted
+    )
 
 
 def test_a_claim_that_is_arithmetic_measures_nothing():

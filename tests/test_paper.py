@@ -5,7 +5,7 @@ The claims themselves are tested in test_claims.py."""
 import json
 import re
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +40,14 @@ def finding(here, *failures):
     return Finding(plots=[PLOT], checks=checks, quoted=[quoted], because="no tiles here")
 
 
+@dataclass(frozen=True)
+class MadeUpHeadline:
+    """A headline whose number is all that is quoted."""
+
+    def number(self, finding):
+        return finding.here
+
+
 class MadeUpClaims:
     """Claims that measure nothing. `results` maps some ids to a Finding, or an error that is
     raised; "busy" means a machine that is; all other claims hold."""
@@ -68,7 +76,10 @@ class MadeUpClaims:
 @pytest.fixture
 def claims(monkeypatch):
     made_up = MadeUpClaims()
-    replaced = [replace(claim, function=partial(made_up.measure, claim.id)) for claim in CLAIMS]
+    replaced = []
+    for claim in CLAIMS:
+        function = partial(made_up.measure, claim.id)
+        replaced.append(replace(claim, function=function, headline=MadeUpHeadline()))
     monkeypatch.setattr(paper, "CLAIMS", replaced)
 
     def measure_machine(model, name, rows):
@@ -259,13 +270,15 @@ def test_the_report_is_markdown_of_what_is_kept(claims, tmp_path, capsys):
     summary, timed, _ = printed_tables(page)
     names = [CLAIM[key].name for key in ("S-T4", "S-F9")]
     found = [("50 / 60 ms", "does not hold"), ("55 ms", "holds")]
-    commands = [f"`paper --only {key}`" for key in kept]
-    papers = [CLAIM[key].paper for key in kept]
-    assert summary[0] == ["claim", "command", "paper", "here", "verdict"]
-    assert [tuple(row) for row in summary[1:]] == [
-        (name, command, published, *cells)
-        for name, command, published, cells in zip(names, commands, papers, found, strict=True)
-    ]
+    assert summary[0] == ["claim", "here", "paper", "verdict"]
+    expected = []
+    for key, (here, verdict) in zip(kept, found, strict=True):
+        headline = CLAIM[key].headline
+        link = f"[{key}](#{key.lower()}): {headline.text}"
+        expected.append([link, here, headline.paper, verdict])
+        assert f'<a id="{key.lower()}"></a>\n\n## {key}' in page
+    assert summary[1:] == expected
+    assert [kept[key]["command"] for key in kept] == [f"`paper --only {key}`" for key in kept]
     assert timed[0] == ["tokens", "vllm", "dynamic"]
     assert timed[1:] == [["1", "0.50", "1.00"], ["2", "-", "-"], ["3", "at least 2.50", "-"]]
     lines = f"- paper: {CLAIM['S-T4'].paper}\n- must show: 1.02 < sarathi\n"
@@ -315,14 +328,20 @@ def test_the_index_of_results_is_made_and_what_stands_around_it_stays(
     one, two = printed_tables(text.partition(begin)[2])
     heads = ["[one](one/paper.md)", "[two](two/paper.md)"]
     assert re.findall(r"(?m)^### (.*)", text) == heads and one[0] == two[0]
-    assert one[0] == ["claim", "command", "paper", "here", "verdict"]
-    cells = [CLAIM["SS-F10"].name, "`paper --only SS-F10`"]
-    assert one[1:] == [[*cells, CLAIM["SS-F10"].paper, "55 ms", "holds"]]
-    assert [row[1] for row in two[1:]] == [
+    assert one[0] == ["claim", "here", "paper", "verdict"]
+    headline = CLAIM["SS-F10"].headline
+    link = f"[SS-F10](one/paper.md#ss-f10): {headline.text}"
+    assert one[1:] == [[link, "55 ms", headline.paper, "holds"]]
+    assert [row[0].partition(":")[0] for row in two[1:]] == [
+        "[SS-F10](two/paper.md#ss-f10)",
+        "[B-1](two/paper.md#b-1)",
+    ]
+    assert two[1][1:] == ["none", headline.paper, "does not hold"]
+    kept = json.loads((results / "two/paper.json").read_text())["claims"]
+    assert [record["command"] for record in kept.values()] == [
         "`paper --only SS-F10 --quick`",
         "`paper --only B-1 --quick`",
     ]
-    assert two[1][-2:] == ["none", "does not hold"]
     run(results / "two", "--only B-1 --quick")  # nothing is new
     assert readme.read_text() == text
 
@@ -338,7 +357,7 @@ def test_a_claim_that_failed_shows_no_older_picture(claims, tmp_path):
     assert "](paper-SS-F10.png)" in run(tmp_path, "--only SS-F10")["SS-F10"]["text"]
     claims.results["SS-F10"] = ValueError("no memory")
     run(tmp_path, "--only SS-F10 --fresh")
-    assert "](" not in (tmp_path / "paper.md").read_text()
+    assert "](paper-SS-F10.png)" not in (tmp_path / "paper.md").read_text()
 
 
 def test_a_directory_that_cannot_be_written_is_one_line(claims, tmp_path):

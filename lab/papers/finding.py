@@ -210,3 +210,31 @@ class Finding:
     def failures(self) -> list[str]:
         """What must show, but does not."""
         return [str(check) for check in self.checks if not check.holds]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headline:
+    """The one number of a claim that a summary shows, and the paper's number beside it."""
+
+    text: str  # what the number is
+    paper: str  # the published number, with its unit
+    line: str = ""  # the name of the quoted line that has it; "": of any quoted line
+    title: str = ""  # of the plot of that line
+    pick: Literal["first", "largest"] = "first"
+    unit: str = ""  # stands after our number
+
+    def number(self, finding: Finding) -> str:
+        """Our number with its unit, "-" if it is not known. Raises KeyError if no line has it."""
+        lines = [
+            line
+            for line in finding.quoted
+            if self.line in ("", line.name) and self.title in ("", line.title)
+        ]
+        if not lines:
+            raise KeyError(f"no line {self.line!r} is quoted, to be the headline {self.text!r}")
+        line = lines[0]
+        number = line.at(line.xs[0])
+        if self.pick == "largest":
+            known = [y for each in lines for x in each.xs if (y := each.at(x)) is not None]
+            number = max(known, default=None)
+        return "-" if number is None else f"{show(number, line.spec)}{self.unit}"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lab.papers.bench import Bench
-from lab.papers.finding import Finding
+from lab.papers.finding import Finding, Headline
 from lab.papers.measured_batches import (
     b_2,
     s_f3,
@@ -43,6 +43,7 @@ class Claim:
     covers: tuple[str, ...] = ()  # other claims that are measured with it
     title: str
     paper: str  # the published numbers, and the GPU they were measured on
+    headline: Headline  # the one of them that summaries show, with ours
     seconds: tuple[int, int]  # how long it takes, about, with --quick and without, on two CPU cores
     function: Callable[[Bench], Finding]
 
@@ -72,6 +73,11 @@ CLAIMS = [
             "others below 5 % (LLaMA-13B, A6000); linear layers above 80 %, a decode token's as "
             "much as 128 prefill tokens' (Mistral-7B, A100)"
         ),
+        headline=Headline(
+            text="prefill tokens that cost as much as one decode, smallest batch",
+            paper="200",
+            line="decode / prefill",
+        ),
         seconds=(10, 100),
         function=s_f3,
     ),
@@ -82,6 +88,11 @@ CLAIMS = [
         paper=(
             "in one layer prefill saturates at 512 tokens, at 180 tokens/ms, 256 are 12.5 % "
             "below; decode only at a batch of 256 (LLaMA-13B, A6000)"
+        ),
+        headline=Headline(
+            text="throughput of a prefill of 256 tokens over one of 512, one layer",
+            paper="88%",
+            line="256 tokens",
         ),
         seconds=(5, 50),
         function=s_f4a,
@@ -94,6 +105,12 @@ CLAIMS = [
             "decode more than 100x below prefill (LLaMA-13B, A6000: 53 flops per byte at the "
             "ridge; A100: 156)"
         ),
+        headline=Headline(
+            text="arithmetic intensity of attention, prefill over decode",
+            paper="above 100x",
+            line="prefill / decode",
+            unit="x",
+        ),
         seconds=(5, 10),
         function=s_f4b,
     ),
@@ -102,6 +119,11 @@ CLAIMS = [
         covers=("SS-F6",),
         title="Time of an iteration, over its tokens: are there steps?",
         paper=("128, 256, 257 tokens: 55, 69.8, 92.33 ms, +32 % for one token (LLaMA-13B, A6000)"),
+        headline=Headline(
+            text="time of an iteration of 257 tokens over one of 256",
+            paper="1.32x",
+            line="to 257 tokens",
+        ),
         seconds=(15, 80),
         function=s_f7,
     ),
@@ -113,6 +135,10 @@ CLAIMS = [
             "12.49 ms alone, 1.2 ms riding, B = 4 at 1,024 tokens; 2.8x to 10x over all "
             "(LLaMA-13B, A6000)"
         ),
+        headline=Headline(
+            text="how many times cheaper a decode is beside a chunk, smallest context",
+            paper="10x",
+        ),
         seconds=(22, 100),
         function=s_f8,
     ),
@@ -122,6 +148,11 @@ CLAIMS = [
         paper=(
             "1.33x, 1.26x, 1.22x at 1K, 2K, 3K, decodes 5.45x, 3.26x, 2.51x (LLaMA-13B, A6000); "
             "1.25x, 1.22x, 1.14x (LLaMA-33B, A100)"
+        ),
+        headline=Headline(
+            text="throughput of sarathi over request-level, shortest context",
+            paper="1.33x",
+            line="sarathi",
         ),
         seconds=(45, 90),
         function=s_t4,
@@ -133,6 +164,11 @@ CLAIMS = [
             "1.27x at P:D 14 with 256, 1.23x at 28 with 512, lower with 128 (LLaMA-13B, A6000, B "
             "= 18, 1K)"
         ),
+        headline=Headline(
+            text="throughput of sarathi over request-level, best chunk and P:D",
+            paper="1.27x",
+            pick="largest",
+        ),
         seconds=(55, 140),
         function=s_f9,
     ),
@@ -143,6 +179,11 @@ CLAIMS = [
             "SARATHI 1.27x, 1.25x, 1.23x at 1K, 2K, 3K; Orca at best 1.11x, near 1, near 1; at "
             "worst 1 (LLaMA-13B, A6000)"
         ),
+        headline=Headline(
+            text="throughput of orca-best over request-level, shortest context",
+            paper="1.11x",
+            line="orca-best",
+        ),
         seconds=(1, 1),
         function=s_f11,
     ),
@@ -151,6 +192,11 @@ CLAIMS = [
         title="Time by operation for the same requests, request-level against SARATHI",
         paper=(
             "ffn 1.3x to 1.6x less, preproj and postproj 1.05x to 1.38x less (LLaMA-13B, A6000)"
+        ),
+        headline=Headline(
+            text="time of ffn_ln1, request-level over sarathi, smallest batch",
+            paper="1.3x to 1.6x",
+            line="ffn_ln1",
         ),
         seconds=(5, 40),
         function=s_f10,
@@ -162,6 +208,11 @@ CLAIMS = [
             "chunks of 64: attention 3x, prefill 5x; 256: prefill within 20 %, 512: within 10 %; "
             "end to end 1.16x at 128 (LLaMA-13B, A6000; see S-F9)"
         ),
+        headline=Headline(
+            text="time of a prefill in the smallest chunks over a whole one",
+            paper="5x",
+            line="prefill",
+        ),
         seconds=(10, 70),
         function=s_f13,
     ),
@@ -172,6 +223,11 @@ CLAIMS = [
             "as drawn: vLLM and Orca stall A and B while C and D are prefilled, FasterTransformer "
             "lets C and D wait, Sarathi-Serve does neither"
         ),
+        headline=Headline(
+            text="prompt tokens in the longest stall under sarathi-serve",
+            paper="-",
+            line="sarathi-serve",
+        ),
         seconds=(15, 25),
         function=ss_f7,
     ),
@@ -180,6 +236,12 @@ CLAIMS = [
         title="Decodes beside a whole prompt and beside a chunk, against decodes alone",
         paper=(
             "up to 28.3x beside a whole prompt, a small multiple of decodes alone beside a chunk"
+        ),
+        headline=Headline(
+            text="decodes beside a whole prompt over decodes alone, at most",
+            paper="28.3x",
+            line="with a prompt",
+            pick="largest",
         ),
         seconds=(10, 50),
         function=ss_f9,
@@ -190,6 +252,12 @@ CLAIMS = [
         paper=(
             "at most about 25 % at 512, next to nothing at 2,048 (Yi-34B, two A100; the authors' "
             "measurements for 512: +15, +19, +12, 0 % at 2K, 4K, 8K, 16K)"
+        ),
+        headline=Headline(
+            text="time of a prefill in small chunks over a whole one, at most",
+            paper="1.25x",
+            line="small",
+            pick="largest",
         ),
         seconds=(8, 100),
         function=ss_f14,
@@ -202,6 +270,12 @@ CLAIMS = [
             "over Orca and vLLM up to 4.0x and 3.7x (Yi-34B), 6.3x and 4.3x (LLaMA2-70B); over "
             "vLLM up to 2.6x (Mistral-7B), 5.6x (Falcon-180B)"
         ),
+        headline=Headline(
+            text="capacity of sarathi-serve over vllm, strict SLO, chats",
+            paper="2.6x to 3.7x",
+            line="sarathi-serve / vllm",
+            unit="x",
+        ),
         seconds=(15, 680),
         function=ss_f10,
     ),
@@ -209,6 +283,12 @@ CLAIMS = [
         id="SS-F12",
         title="Capacity over the SLO: vllm with three batch sizes, two token budgets",
         paper="best budget over vllm 3.5x at 100 ms (Mistral-7B), 1.65x at 1 s (Yi-34B)",
+        headline=Headline(
+            text="capacity of the best budget over the best vllm, strictest SLO",
+            paper="3.5x",
+            line="sarathi-serve / vllm",
+            unit="x",
+        ),
         seconds=(3, 520),
         function=ss_f12,
     ),
@@ -218,6 +298,13 @@ CLAIMS = [
         paper=(
             "sharegpt4: 0.53 / 0.68, 1.04 / 0.17, 0.76 / 0.14 s; arxiv: 3.78 / 1.38, 5.38 / 0.20, "
             "3.90 / 0.17 s (Yi-34B, two A100)"
+        ),
+        headline=Headline(
+            text="P99 TBT of hybrid batches and chunks together, chats",
+            paper="0.14 s",
+            line="sarathi-serve",
+            title="P99 TBT",
+            unit=" s",
         ),
         seconds=(40, 100),
         function=ss_t4,
@@ -229,6 +316,11 @@ CLAIMS = [
             "100, 75, 50 and 25 % in turn, 50.2 % of 628 steps on average: a step for each token "
             "of the longest"
         ),
+        headline=Headline(
+            text="share of the slots that static batching uses",
+            paper="0.502",
+            line="tokens / 4",
+        ),
         seconds=(15, 15),
         function=b_1,
     ),
@@ -238,6 +330,13 @@ CLAIMS = [
         paper=(
             "2,048 tokens whole: one stall of 300 ms; in chunks of 256: steps of 35 ms where a "
             "decode alone takes 30 ms"
+        ),
+        headline=Headline(
+            text="time of an iteration with a whole prompt beside six decodes",
+            paper="300 ms",
+            line="with the prompt",
+            pick="largest",
+            unit=" ms",
         ),
         seconds=(10, 40),
         function=b_2,
@@ -251,6 +350,13 @@ CLAIMS = [
         paper=(
             "throughput 1,200, 2,800, 2,650, 2,550, 2,400; P99 TBT 850, 420, 85, 65, 55 ms; P99 "
             "TTFT 3.2, 1.8, 2.1, 2.4, 2.8 s (70B, 128 users)"
+        ),
+        headline=Headline(
+            text="P99 TBT of orca, all requests at once",
+            paper="0.42 s",
+            line="orca",
+            title="P99 TBT",
+            unit=" s",
         ),
         seconds=(65, 120),
         function=b_7,

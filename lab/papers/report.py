@@ -6,7 +6,6 @@ lab/commands/paper.py."""
 
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,13 +43,21 @@ class Record:
     options: dict[str, Any]  # what it was measured with and on, see `conditions_of`
     text: str  # in Markdown
     tables: list[dict[str, Any]]  # the plots, see Plot.to_json
+    number: str = "-"  # of the claim's Headline
 
 
-SUMMARY_COLUMNS: list[Column[Record]] = [
-    Column("command", lambda record: record.command),
-    Column("paper", lambda record: record.paper),
-    Column("here", lambda record: record.here),
-    Column("verdict", lambda record: record.verdict),
+@dataclass(frozen=True)
+class SummaryRow:
+    """A row of the summary."""
+
+    claim: Claim
+    record: Record
+
+
+SUMMARY_COLUMNS: list[Column[SummaryRow]] = [
+    Column("here", lambda row: row.record.number),
+    Column("paper", lambda row: row.claim.headline.paper),
+    Column("verdict", lambda row: row.record.verdict),
 ]
 
 
@@ -62,15 +69,15 @@ class Results:
 
     def to_json(self, machine: RealMachineInfo) -> dict[str, Any]:
         """What paper.json holds: the records in the order of CLAIMS, and the last machine."""
-        records = {claim.id: self.claims[claim.id] for claim in CLAIMS if claim.id in self.claims}
         return {
-            "claims": {claim_id: asdict(record) for claim_id, record in records.items()},
+            "claims": {row.claim.id: asdict(row.record) for row in self.rows()},
             "machine": machine.to_json(),
         }
 
-    def in_order(self) -> list[Record]:
-        """The records in the order of CLAIMS."""
-        return [self.claims[claim.id] for claim in CLAIMS if claim.id in self.claims]
+    def rows(self) -> list[SummaryRow]:
+        """The claims that were measured, and their records, in the order of CLAIMS."""
+        measured = [claim for claim in CLAIMS if claim.id in self.claims]
+        return [SummaryRow(claim, self.claims[claim.id]) for claim in measured]
 
 
 def conditions_of(machine: RealMachineInfo, bench: Bench) -> dict[str, Any]:
@@ -98,6 +105,7 @@ def measure_claim(claim: Claim, bench: Bench, conditions: dict[str, Any]) -> Rec
         finding = claim.function(bench)
         if not finding.has_picture:
             plot_panels(finding.plots, claim.name, bench.picture, bench.machine.to_json())
+        number = claim.headline.number(finding)
         verdict = verdict_of(finding, bench.busy)
         why = reasons(finding)
     except (ValueError, RuntimeError, MemoryError) as error:
@@ -105,6 +113,7 @@ def measure_claim(claim: Claim, bench: Bench, conditions: dict[str, Any]) -> Rec
         if not isinstance(message, str):  # an error of ours
             raise
         finding = Finding(plots=[], checks=[])
+        number = "-"
         verdict = NOT_MEASURED
         why = message.removeprefix("error: ")
         picture = ""
@@ -131,6 +140,7 @@ def measure_claim(claim: Claim, bench: Bench, conditions: dict[str, Any]) -> Rec
         options=conditions,
         text="\n\n".join(part for part in parts if part),
         tables=[plot.to_json() for plot in finding.plots],
+        number=number,
     )
 
 
@@ -161,17 +171,22 @@ def save_results(results: Results, machine: RealMachineInfo, directory: Path) ->
     """Write paper.json and paper.md and, if they lie in results/, the tables of its README."""
     text = json.dumps(results.to_json(machine), indent=1)
     write_text(directory / "paper.json", text)
-    records = results.in_order()
-    parts = [TITLE, machine.heading().removesuffix("\n"), summary(records)]
-    parts += [record.text for record in records]
+    parts = [TITLE, machine.heading().removesuffix("\n"), summary(results, page="")]
+    for row in results.rows():
+        parts += [f'<a id="{row.claim.id.lower()}"></a>', row.record.text]
     write_text(directory / "paper.md", "\n\n".join(parts) + "\n")
     if directory.resolve().parent == RESULTS:
         write_index()
 
 
-def summary(records: Sequence[Record]) -> str:
-    """A table in Markdown with a line for each claim."""
-    return format_table("claim", SUMMARY_COLUMNS, {record.claim: record for record in records})
+def summary(results: Results, page: str) -> str:
+    """A table in Markdown with a line for each claim: its headline, and the verdict. The ids are
+    links to the details in `page`, the address of paper.md; "": in the same page."""
+    rows: dict[str, SummaryRow] = {}
+    for row in results.rows():
+        claim = row.claim
+        rows[f"[{claim.id}]({page}#{claim.id.lower()}): {claim.headline.text}"] = row
+    return format_table("claim", SUMMARY_COLUMNS, rows)
 
 
 def write_index() -> None:
@@ -182,6 +197,6 @@ def write_index() -> None:
     parts = [before + BEGIN]
     for file in sorted(RESULTS.glob("*/paper.json")):
         directory = file.parent
-        parts.append(f"### [{directory.name}]({directory.name}/paper.md)")
-        parts.append(summary(read_results(directory).in_order()))
+        page = f"{directory.name}/paper.md"
+        parts += [f"### [{directory.name}]({page})", summary(read_results(directory), page)]
     write_text(readme, "\n\n".join([*parts, END + after]))
