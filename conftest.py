@@ -23,8 +23,8 @@ def model(request):
 @pytest.fixture(autouse=True)
 def no_collection_before_a_run(monkeypatch):
     """run.serve looks for garbage first: half a second each time, in all that tests have made."""
-    its = SimpleNamespace(collect=lambda: 0, freeze=gc.freeze, unfreeze=gc.unfreeze)
-    monkeypatch.setattr("lab.measure.load_run.gc", its)
+    collector = SimpleNamespace(collect=lambda: 0, freeze=gc.freeze, unfreeze=gc.unfreeze)
+    monkeypatch.setattr("lab.measure.load_run.gc", collector)
 
 
 def pytest_collection_modifyitems(items):

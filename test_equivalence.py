@@ -77,7 +77,8 @@ def prefill(model, tokens, chunk=None, page_size=None, scattered=False, position
 
 def by_definition(model, tokens):
     """Logits of every token, from the papers' formulas: no cache, no chunks, no folded heads."""
-    c, n = model.config, len(tokens)
+    c = model.config
+    n = len(tokens)
     x = model.token_embedding.weight[tokens]
     if c.family == "gpt2":
         x = x + model.position_embedding.weight[:n]
@@ -141,33 +142,36 @@ def test_rows_go_through_a_layer_in_pieces_without_a_trace():
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64, 70])
 def test_hybrid_batch_in_scattered_pages_equals_its_parts(model, page_size):
     # three decode, two are in the middle, one begins
-    lengths, done = (9, 70, 1, 30, 17, 64), (8, 69, 0, 11, 16, 3)
+    lengths = (9, 70, 1, 30, 17, 64)
+    num_cached = (8, 69, 0, 11, 16, 3)
     prompts = [tokens_of(model, n, n) for n in lengths]
     tables = block_tables([-(-n // page_size) for n in lengths], scattered=True)
     tables[1] = sorted(tables[1])  # pages in order, but not side by side
     spans = [
-        Span(table, n, prompt[n:]) for prompt, table, n in zip(prompts, tables, done, strict=True)
+        Span(table, n, prompt[n:])
+        for prompt, table, n in zip(prompts, tables, num_cached, strict=True)
     ]
     ends = [-(-s.end // page_size) * page_size for s in spans]  # of the last pages
-    own = [
+    own_slots = [
         i
         for s, end in zip(spans, ends, strict=True)
         for i in slot_mapping(s.pages, page_size, s.start, end)
     ]
-    expected = [prefill(model, prompt)[n:] for prompt, n in zip(prompts, done, strict=True)]
+    expected = [prefill(model, prompt)[n:] for prompt, n in zip(prompts, num_cached, strict=True)]
     rows = sorted(range(len(spans)), key=lambda i: spans[i].length > 1)  # decodes first
     caches = []
     for position_major in (False, True):
         cache = poisoned_cache(model, 2 * sum(map(len, tables)), page_size, 70, position_major)
-        for prompt, table, n in zip(prompts, tables, done, strict=True):
+        for prompt, table, n in zip(prompts, tables, num_cached, strict=True):
             if n:
                 run(model, cache, [Span(table, 0, prompt[:n])])
-        before, parts = cache.data.clone(), copy.deepcopy(cache)
+        before = cache.data.clone()
+        parts = copy.deepcopy(cache)
         close(run(model, cache, spans, all_rows=True), torch.cat([expected[i] for i in rows]))
         for span, logits in zip(spans, expected, strict=True):
             close(run(model, parts, [span]), logits[-1:])
         close(cache.data, parts.data, equal_nan=True)
-        before[:, :, :, own] = cache.data[:, :, :, own]
+        before[:, :, :, own_slots] = cache.data[:, :, :, own_slots]
         close(cache.data, before, atol=0, equal_nan=True)  # nothing else was touched
         caches.append(cache)
     close(caches[0].data, caches[1].data, equal_nan=True)
@@ -176,7 +180,8 @@ def test_hybrid_batch_in_scattered_pages_equals_its_parts(model, page_size):
 
 def test_a_flat_batch_has_decodes_first_and_only_the_logits_asked_for():
     backend = SimpleNamespace(device=torch.device("cpu"), page_size=16, plan=lambda spans: spans)
-    first, last = Span([3], 4, [7, 8]), Span([0], 0, [1, 2, 3], False)
+    first = Span([3], 4, [7, 8])
+    last = Span([0], 0, [1, 2, 3], False)
     decodes = [Span([1], 9, [5]), Span([2], 6, [4])]
     batch = FlatBatch.build([first, decodes[0], last, decodes[1]], backend)
     assert batch.attend == [*decodes, first, last]
@@ -190,8 +195,10 @@ def test_a_flat_batch_has_decodes_first_and_only_the_logits_asked_for():
 def requests(model):
     """(prompt, params, what it must yield) of some requests."""
     sizes = [(1, 9), (30, 1), (7, 12), (2, 5), (45, 3), (16, 8), (8, 2)]  # prompt, output
-    asked = [(tokens_of(model, n, n), SamplingParams(max_new_tokens=out)) for n, out in sizes]
-    return [(prompt, params, alone(model, prompt, params)) for prompt, params in asked]
+    prompts_and_params = [
+        (tokens_of(model, n, n), SamplingParams(max_new_tokens=out)) for n, out in sizes
+    ]
+    return [(prompt, params, alone(model, prompt, params)) for prompt, params in prompts_and_params]
 
 
 @pytest.mark.parametrize("page_size, pages", [(64, 3), (16, 5), (4, 17), (1, 70)])
@@ -200,11 +207,12 @@ def test_greedy_tokens_are_the_same_under_every_policy_and_alone(
     model, requests, policy, page_size, pages, monkeypatch
 ):
     sizes = dict(chunk=8, max_batch=3, max_len=64, page_size=page_size, pages=pages)
-    engine, forward = Engine(model, policy=policy, **sizes), GPT.forward
+    engine = Engine(model, policy=policy, **sizes)
+    forward = GPT.forward
     monkeypatch.setattr(GPT, "forward", lambda *args: poison(engine) or forward(*args))
     prompts, params, expected = zip(*requests, strict=True)
-    done = engine.generate(prompts, params, progress=False)
-    assert [c.tokens for c in done] == list(expected)
+    completions = engine.generate(prompts, params, progress=False)
+    assert [c.tokens for c in completions] == list(expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -212,7 +220,8 @@ def test_sixteen_bits_lose_no_more_than_rounding(model, dtype):
     rounded = in_dtype(in_dtype(model, dtype), torch.float64)
     for p in rounded.parameters():  # the softmax of a small model is so sharp that rounding shows
         p.copy_(p / 10 if p.ndim > 1 else p)
-    tokens, small = tokens_of(model, 300), in_dtype(rounded, dtype)
+    tokens = tokens_of(model, 300)
+    small = in_dtype(rounded, dtype)
     expected = prefill(rounded, tokens)
     for chunk in (1, 7, 129, 300):
         got = prefill(small, tokens, chunk).double()
@@ -223,7 +232,8 @@ def test_sixteen_bits_lose_no_more_than_rounding(model, dtype):
 
 
 def test_compile_takes_both_halves_of_every_layer(monkeypatch):
-    model, compiled = tiny_model(), []
+    model = tiny_model()
+    compiled = []
     monkeypatch.setattr(torch, "compile", lambda f, dynamic: compiled.append(f) or f)
     model.compile()
     assert [f.__name__ for f in compiled] == ["project", "finish"] * model.config.n_layer
@@ -276,7 +286,8 @@ def test_gather_copies_exactly_these_pages(n_kv_head, page_size, position_major)
 
 
 def test_pages_that_follow_each_other_are_read_in_place(monkeypatch):
-    model, copied = tiny_model(n_kv_head=2), []
+    model = tiny_model(n_kv_head=2)
+    copied = []
     cache = poisoned_cache(model, 8, 4, max_len=32)
 
     def counted(x, rows, size):
@@ -325,31 +336,35 @@ def test_decodes_that_share_pages_equal_each_alone(
     """So many decodes each read the same full pages first, and then their own. NaN lies wherever
     nobody may read, and big numbers behind the tokens of pages that were begun before."""
     monkeypatch.setattr("attention.cpu_matmul.PAGE_BLOCK", 4)
-    model, rng = tiny_model(n_kv_head=n_kv_head), random.Random(1)
+    model = tiny_model(n_kv_head=n_kv_head)
+    rng = random.Random(1)
     for readers in ((1,) * 9, (2,), (3, 3), (5,), (5, 1, 2, 3, 1, 1), (1,)):
         shared = [rng.randint(0, (longest - 5) // page_size) * (n > 1) for n in readers]
         ends = [(i, rng.randint(shared[i] * page_size + 1, longest)) for i in whose(readers)]
         ends += [(0, min(longest, shared[0] * page_size + 3))]  # of a chunk
-        own = [-(-end // page_size) - shared[i] for i, end in ends]
-        pages = sum(shared) + sum(own)
+        own_pages = [-(-end // page_size) - shared[i] for i, end in ends]
+        pages = sum(shared) + sum(own_pages)
         order = range(pages + 1)
         if scattered:
             order = rng.sample(order, pages + 1)
-        tables = [[order[page] for page in its] for its in block_tables([*shared, *own], False)]
+        tables = [
+            [order[page] for page in table] for table in block_tables([*shared, *own_pages], False)
+        ]
         cache = poisoned_cache(model, times * pages + 1, page_size, longest)
         spans, k, v = [], *cache.layer(0)
-        for (i, end), its in zip(ends, tables[len(shared) :], strict=True):
-            spans.append(a_span(tables[i] + its, end - 1, 1))
-            begun = -(-(end - 1) // page_size) * page_size
+        for (i, end), own_table in zip(ends, tables[len(shared) :], strict=True):
+            spans.append(a_span(tables[i] + own_table, end - 1, 1))
+            page_end = -(-(end - 1) // page_size) * page_size
             for x in (k, v):
-                x[:, slot_mapping(spans[-1].pages, page_size, end, begun)] = 1e4
+                x[:, slot_mapping(spans[-1].pages, page_size, end, page_end)] = 1e4
                 slots = slot_mapping(spans[-1].pages, page_size, 0, end)
                 x[:, slots] = torch.randn_like(x[:, slots])
         start = shared[0] * page_size
         spans[-1] = a_span(spans[-1].pages, start, ends[-1][1] - start)
         rows = sum(span.length for span in spans)
         q = torch.randn(rows, 4, model.config.head_dim, dtype=torch.float64)
-        expected, n = SDPA(model.config, cache).plan(spans)(q, k, v), len(spans) - 1
+        expected = SDPA(model.config, cache).plan(spans)(q, k, v)
+        n = len(spans) - 1
         together = Matmul(model.config, cache)
         close(together.plan(spans)(q, k, v), expected)
         close(together.plan(spans[:-1])(q[:n], k, v), expected[:n])

@@ -42,13 +42,14 @@ def tiny_model(family="llama", n_kv_head=4, dtype=torch.float64, **changes):
 def poisoned_cache(model, pages, page_size, max_len=None, position_major=False):
     """A cache whose slots hold NaN until they are written. `max_len` is by default one page's,
     `position_major` the layout that a cache has on CUDA."""
-    device, empty = "cuda" if position_major else "cpu", torch.empty_permuted
+    device = "cuda" if position_major else "cpu"
+    empty = torch.empty_permuted
 
-    def here(*sizes, device, dtype):
+    def permuted(*sizes, device, dtype):
         return empty(*sizes, dtype=dtype)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "empty_permuted", here)
+        patch.setattr(torch, "empty_permuted", permuted)
         sizes = pages, page_size, device, model.dtype, max_len or page_size
         cache = KVCache(model.config, *sizes)
     cache.data.fill_(float("nan"))
@@ -59,13 +60,14 @@ def poison(engine):
     """Spoil whatever nobody may read: NaN, but in the pages that are begun, where attention may
     read what it hides, big numbers behind num_computed. What running requests have computed may be
     read, and pages that can be found."""
-    cache, size = engine.runner.cache, engine.runner.cache.page_size
+    cache = engine.runner.cache
+    size = engine.runner.cache.page_size
     unused = torch.ones(cache.data.shape[3], dtype=torch.bool)
     unused.view(-1, size)[list(named(engine.scheduler.pages))] = False
     for r in engine.scheduler.running:
-        begun = -(-r.num_computed // size) * size
-        unused[slot_mapping(r.pages, size, 0, begun)] = False
-        cache.data[:, :, :, slot_mapping(r.pages, size, r.num_computed, begun)] = 1e4
+        page_end = -(-r.num_computed // size) * size
+        unused[slot_mapping(r.pages, size, 0, page_end)] = False
+        cache.data[:, :, :, slot_mapping(r.pages, size, r.num_computed, page_end)] = 1e4
     cache.data[:, :, :, unused] = float("nan")
 
 
@@ -142,10 +144,15 @@ class VirtualRun:
     def __init__(
         self, policy, law, noise=0.0, seed=0, pages=4096, page_size=16, shares=False, **options
     ):
-        self.now, self.law, self.noise, self.random = 0.0, law, noise, random.Random(seed)
+        self.now = 0.0
+        self.law = law
+        self.noise = noise
+        self.random = random.Random(seed)
         options = dict(chunk=256, max_batch=16, max_len=2048, clock=lambda: self.now) | options
         self.scheduler = make_scheduler(policy, Pages(pages, page_size, shares), **options)
-        self.token_times, self.scheduled, self.log = {}, defaultdict(list), []
+        self.token_times = {}
+        self.scheduled = defaultdict(list)
+        self.log = []
 
     def add(self, request):
         """Let a request arrive."""
@@ -156,7 +163,8 @@ class VirtualRun:
         """One iteration. Returns its batch, which is empty only if there is nothing to do."""
         scheduler = self.scheduler
         batch = scheduler.next_batch()
-        running, requests = scheduler.running, [chunk.request for chunk in batch]
+        running = scheduler.running
+        requests = [chunk.request for chunk in batch]
         assert batch or not (running or scheduler.waiting)
         check_integrity(scheduler.pages, [request.pages for request in running])
         assert len({r.id for r in requests}) == len(batch) and len(running) <= scheduler.max_batch
@@ -215,10 +223,11 @@ def check_integrity(pages, tables=None):
         raise RuntimeError(f"block tables {tables} are not the pages owned, {read}")
     if not pages.prefix_caching and len(set(read)) != len(read):
         raise RuntimeError(f"pages are shared: {read}")
-    found, taken = named(pages), {page for page in range(pages.total) if pages._occupied[page]}
-    if found.difference(read) != set(pages._evictable) or found.union(read) != taken:
-        seen = f"{pages._evictable.keys()} can be given away, {taken} are not blank"
-        raise RuntimeError(f"pages {found} can be found, {read} are owned, {seen}")
+    cached = named(pages)
+    occupied = {page for page in range(pages.total) if pages._occupied[page]}
+    if cached.difference(read) != set(pages._evictable) or cached.union(read) != occupied:
+        summary = f"{pages._evictable.keys()} can be given away, {occupied} are not blank"
+        raise RuntimeError(f"pages {cached} can be found, {read} are owned, {summary}")
 
 
 def machine_info(**changes):

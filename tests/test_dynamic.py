@@ -40,7 +40,9 @@ def serve(seed, law=cpu, noise=0.03, **options):
 @LAWS
 @pytest.mark.parametrize("noise", [0.03, 0.1])
 def test_it_is_as_fast_as_the_best_static_budget_that_meets_the_same_slo(law, slo, noise):
-    low, high, best = 0, 64, 0.0  # of the static ones, in tiles, the largest: found by halves
+    low = 0
+    high = 64
+    best = 0.0  # of the static ones, in tiles, the largest: found by halves
     while high - low > 1:
         middle = (low + high) // 2
         throughput, p99, _ = serve(0, law, noise, chunk=middle * 16)
@@ -53,7 +55,8 @@ def test_it_is_as_fast_as_the_best_static_budget_that_meets_the_same_slo(law, sl
 
 @SEEDS
 def test_the_slo_is_kept_where_some_iterations_take_twice_as_long(seed):
-    chance, simulation = random.Random(seed), under_slo(seed, cpu, SLO)
+    chance = random.Random(seed)
+    simulation = under_slo(seed, cpu, SLO)
     simulation.run(work(seed), slowdown=lambda now: 2.0 if chance.random() < 0.02 else 1.0)
     late = [seconds > SLO for _, seconds, *_ in simulation.log]
     assert sum(late) > 1 and percentile(simulation.tbt(), 99) <= SLO
@@ -62,7 +65,8 @@ def test_the_slo_is_kept_where_some_iterations_take_twice_as_long(seed):
 @SEEDS
 @LAWS
 def test_the_slo_is_kept_when_contexts_double_in_mid_run(law, slo, seed):
-    first, second = work(seed, COUNT[law], (100, 700)), work(seed + 9, COUNT[law], (700, 1400))
+    first = work(seed, COUNT[law], (100, 700))
+    second = work(seed + 9, COUNT[law], (700, 1400))
     for request in second:
         request.id += len(first)
     simulation = under_slo(seed, law, slo).run(first + second)
@@ -81,11 +85,13 @@ def test_the_slo_is_kept_when_contexts_double_in_mid_run(law, slo, seed):
 @pytest.mark.parametrize("slowdown", [1.4, 0.6])
 def test_a_machine_that_changes_speed_is_followed(law, slo, slowdown, seed):
     _, _, before = serve(seed, law, tbt_slo=slo, tile=16)
-    change, simulation = before.now / 2, under_slo(seed, law, slo)
+    change = before.now / 2
+    simulation = under_slo(seed, law, slo)
     simulation.run(work(seed, COUNT[law]), slowdown=lambda now: slowdown if now > change else 1.0)
     hybrid = [row[:3] for row in simulation.log if row[2].decodes and row[2].prefill_tokens]
     first = next(i for i, (at, *_) in enumerate(hybrid) if at > change)
-    learning, after = hybrid[first : first + 20], hybrid[first + 20 :]
+    learning = hybrid[first : first + 20]
+    after = hybrid[first + 20 :]
 
     def learns(at):
         return learning[0][0] <= at <= learning[-1][0]
@@ -99,8 +105,10 @@ def test_a_machine_that_changes_speed_is_followed(law, slo, slowdown, seed):
     def slowed(prefill):
         return law(decodes.with_chunk(400, prefill)) * slowdown
 
-    most = max(prefill for prefill in range(0, 2048, 16) if slowed(prefill) <= slo)
-    assert max(shape.prefill_tokens for *_, shape in after) > 0.7 * most  # it takes what it may
+    max_prefill = max(prefill for prefill in range(0, 2048, 16) if slowed(prefill) <= slo)
+    assert (
+        max(shape.prefill_tokens for *_, shape in after) > 0.7 * max_prefill
+    )  # it takes what it may
 
 
 def scheduler_with(decodes, policy="dynamic", context=500, **options):
@@ -120,8 +128,10 @@ def scheduler_with(decodes, policy="dynamic", context=500, **options):
 
 def timed(pasts, decodes, contexts, prefills):
     """A profile of the law `cpu`."""
-    alone = [BatchShape(0, n, n * context) for n in decodes for context in contexts]
-    shapes = [shape.with_chunk(p, length) for shape in alone for p in pasts for length in prefills]
+    decode_shapes = [BatchShape(0, n, n * context) for n in decodes for context in contexts]
+    shapes = [
+        shape.with_chunk(p, length) for shape in decode_shapes for p in pasts for length in prefills
+    ]
     return [(shape, cpu(shape)) for shape in shapes]
 
 
@@ -153,7 +163,8 @@ def test_a_profile_is_used_from_the_first_iteration(slo, decodes, tile):
     margin = 1 + 3 * 0.1  # wide, as no errors were seen yet
     fits = max(p for p in range(0, 769, tile) if margin * cpu(shape.with_chunk(0, p)) <= slo)
     batch = scheduler.next_batch()
-    total, near = sum(chunk.length for chunk in batch), max(1, tile if fits % tile else 0)
+    total = sum(chunk.length for chunk in batch)
+    near = max(1, tile if fits % tile else 0)
     assert total == pytest.approx(decodes + fits, abs=near)
     assert batch.budget == total or not fits
 
@@ -203,12 +214,13 @@ def test_a_prompt_that_is_found_has_its_past_counted():
                     run.step()
         return run.scheduler.next_batch()[-1]
 
-    alone, lengths = BatchShape(0, 6, 6 * 500), []
-    for prompt, found in (([8] * 4000, 0), ([1] * 3200 + [8] * 700, 3200)):
+    decodes = BatchShape(0, 6, 6 * 500)
+    lengths = []
+    for prompt, cached_tokens in (([8] * 4000, 0), ([1] * 3200 + [8] * 700, 3200)):
         request, start, length = first_chunk(prompt)
-        assert request.id == 7 and start == found == request.cached_tokens
+        assert request.id == 7 and start == cached_tokens == request.cached_tokens
         lengths.append(length)
-        assert cpu(alone.with_chunk(start, length)) <= SLO * 1.02
+        assert cpu(decodes.with_chunk(start, length)) <= SLO * 1.02
     assert lengths[1] < lengths[0]
 
 

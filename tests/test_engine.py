@@ -56,20 +56,22 @@ class WordTokenizer:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_seeded_sampling_is_the_same_under_every_policy(model, policy):
-    temperatures, seeds = (1.0, 0.7, 1.5, 1.0, 0.0), range(1, 6)
+    temperatures = (1.0, 0.7, 1.5, 1.0, 0.0)
+    seeds = range(1, 6)
     ways = zip(temperatures, (0, 5, 0, 9, 0), (1.0, 1.0, 0.8, 0.5, 1.0), seeds, strict=True)
     params = [SamplingParams(8, *way) for way in ways]
-    done = make_engine(model, policy).generate(PROMPTS, params)
-    assert [c.tokens for c in done] == [
+    completions = make_engine(model, policy).generate(PROMPTS, params)
+    assert [c.tokens for c in completions] == [
         alone(model, *request) for request in zip(PROMPTS, params, strict=True)
     ]
 
 
 def test_every_seed_and_every_position_has_its_own_random_numbers(model):
     params = [SamplingParams(8, temperature=2.0, seed=seed) for seed in range(8)]
-    done = make_engine(model).generate([[1, 2, 3]] * 8, params)
-    assert len({tuple(completion.tokens) for completion in done}) > 4
-    params, logits = [SamplingParams(temperature=1.0, seed=3)] * 50, torch.zeros(50, 1000)
+    completions = make_engine(model).generate([[1, 2, 3]] * 8, params)
+    assert len({tuple(completion.tokens) for completion in completions}) > 4
+    params = [SamplingParams(temperature=1.0, seed=3)] * 50
+    logits = torch.zeros(50, 1000)
     assert len(set(sample(logits, params, list(range(50)))[0].tolist())) > 40
     assert len(set(sample(logits, params, [7] * 50)[0].tolist())) == 1
 
@@ -85,13 +87,14 @@ def frequencies(logits, draws=4000, **options):
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 3.0])
 def test_sampling_follows_the_distribution(temperature):
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, float("-inf")])
-    drawn = frequencies(logits.tolist(), temperature=temperature)
-    assert (drawn - (logits / temperature).softmax(-1)).abs().max() < 0.03 and drawn[4] == 0
+    shares = frequencies(logits.tolist(), temperature=temperature)
+    assert (shares - (logits / temperature).softmax(-1)).abs().max() < 0.03 and shares[4] == 0
     assert frequencies([1.0, 3.0, 2.0], draws=20, temperature=1e-300)[1] == 1  # greedy and finite
     assert len(frequencies([float("nan"), 1.0, 2.0], draws=1, temperature=temperature)) == 3
 
 
-UNEQUAL, HALVES = [0.05, 0.4, 0.3, 0.2, 0.05], [0.5, 0.25, 0.25]
+UNEQUAL = [0.05, 0.4, 0.3, 0.2, 0.05]
+HALVES = [0.5, 0.25, 0.25]
 
 
 @pytest.mark.parametrize(
@@ -106,17 +109,20 @@ UNEQUAL, HALVES = [0.05, 0.4, 0.3, 0.2, 0.05], [0.5, 0.25, 0.25]
     ],
 )
 def test_top_k_and_top_p_keep_what_they_say(probs, options, kept):
-    drawn, probs = frequencies(torch.tensor(probs).log().tolist(), **options), torch.tensor(probs)
-    assert drawn.nonzero().flatten().tolist() == [*kept]
+    probs = torch.tensor(probs)
+    shares = frequencies(probs.log().tolist(), **options)
+    assert shares.nonzero().flatten().tolist() == [*kept]
     expected = torch.zeros(len(probs)).index_copy(0, torch.tensor(kept), probs[[*kept]])
-    assert (drawn - expected / expected.sum()).abs().max() < 0.03
+    assert (shares - expected / expected.sum()).abs().max() < 0.03
 
 
 def test_logprobs_are_those_of_the_model(model):
     params = SamplingParams(6, temperature=1.3, top_k=7, seed=3, logprobs=True)
-    done = make_engine(model).generate(PROMPTS, [params, SamplingParams(6), params, params, params])
-    assert done.pop(1).logprobs is None
-    for completion in done:
+    completions = make_engine(model).generate(
+        PROMPTS, [params, SamplingParams(6), params, params, params]
+    )
+    assert completions.pop(1).logprobs is None
+    for completion in completions:
         tokens = completion.prompt + completion.tokens
         logits = run(model, poisoned_cache(model, 1, 40), [Span([0], 0, tokens)], all_rows=True)
         rows = logits[len(completion.prompt) - 1 : -1].log_softmax(-1)
@@ -130,14 +136,15 @@ def test_finish_reasons(model):
     stop = dict(stop_token_ids=(free[2],))
     # a stop token that is also the last one allowed counts as a stop
     params = [SamplingParams(10, **stop), SamplingParams(10), SamplingParams(3, **stop)]
-    done = make_engine(model).generate([PROMPTS[0]] * 3, params)
-    assert [completion.finish_reason for completion in done] == ["stop", "length", "stop"]
-    assert [completion.tokens for completion in done] == [free[:3], free, free[:3]]
+    completions = make_engine(model).generate([PROMPTS[0]] * 3, params)
+    assert [completion.finish_reason for completion in completions] == ["stop", "length", "stop"]
+    assert [completion.tokens for completion in completions] == [free[:3], free, free[:3]]
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
 def test_abort_frees_the_slot_and_keeps_what_was_generated(model, steps):
-    engine, params = make_engine(model, max_batch=1), SamplingParams(10)
+    engine = make_engine(model, max_batch=1)
+    params = SamplingParams(10)
     first = engine.add_request(PROMPTS[1], params)
     second = engine.add_request(PROMPTS[2], SamplingParams(3))
     for _ in range(steps):
@@ -157,14 +164,16 @@ def test_events_are_the_tokens_in_order(model):
     ids = [engine.add_request(p, SamplingParams(4, logprobs=True)) for p in PROMPTS]
     events = finished(engine)
     for i, prompt in zip(ids, PROMPTS, strict=True):
-        own = [event for event in events if event.request_id == i]
-        *before, (_, _, logprob, reason, completion) = own
+        own_events = [event for event in events if event.request_id == i]
+        *before, (_, _, logprob, reason, completion) = own_events
         assert all(e.finish_reason is None and e.completion is None for e in before)
         assert reason == completion.finish_reason == "length" and completion.prompt == prompt
         assert (
-            [e.token for e in own] == completion.tokens == alone(model, prompt, SamplingParams(4))
+            [e.token for e in own_events]
+            == completion.tokens
+            == alone(model, prompt, SamplingParams(4))
         )
-        assert [e.logprob for e in own] == completion.logprobs and logprob is not None
+        assert [e.logprob for e in own_events] == completion.logprobs and logprob is not None
 
 
 def test_latencies():
@@ -185,16 +194,18 @@ def test_latencies():
 
 
 def test_text_in_text_out():
-    model, params = tiny_model(), SamplingParams(15, temperature=3.0)
+    model = tiny_model()
+    params = SamplingParams(15, temperature=3.0)
     model.head.weight.mul_(0.3)  # flatter, so that the stop token comes up now and then
     prompts = ["0 1 2", "25 25 25", "7 4 11 11 14", "16"]
-    done = make_engine(model, tokenizer=WordTokenizer()).generate(prompts, params)
-    for prompt, completion in zip(prompts, done, strict=True):
+    completions = make_engine(model, tokenizer=WordTokenizer()).generate(prompts, params)
+    for prompt, completion in zip(prompts, completions, strict=True):
         expected = alone(model, [int(word) for word in prompt.split()], params, stop=(26,))
         assert completion.tokens == expected
         text = expected[:-1] if completion.finish_reason == "stop" else expected
         assert completion.text == "".join(f" {token}" for token in text)  # it begins with a space
-    assert {c.finish_reason for c in done} == {"stop", "length"}  # or not both would be tested
+    finish_reasons = {completion.finish_reason for completion in completions}
+    assert finish_reasons == {"stop", "length"}  # or not both would be tested
     assert make_engine(model).generate([[1]], SamplingParams(1))[0].text is None
 
 
@@ -206,7 +217,8 @@ def test_text_of_a_prompt_that_ends_within_a_character(monkeypatch):
 
 
 def test_a_request_may_bring_its_id(model):
-    engine, params = make_engine(model), SamplingParams(2)
+    engine = make_engine(model)
+    params = SamplingParams(2)
 
     def add(number=None):
         return engine.add_request([1], params, request_id=number)
@@ -223,9 +235,11 @@ def test_a_request_may_bring_its_id(model):
     assert add(7) == 7 and add() == 11  # it has ended
 
 
-@pytest.mark.parametrize("more", [{}, dict(max_waiting=2), dict(max_len=24, page_size=4)])
-def test_warm_up_leaves_no_trace(model, more, monkeypatch):
-    engine, params, sizes = make_engine(model, **more), SamplingParams(4), []
+@pytest.mark.parametrize("options", [{}, dict(max_waiting=2), dict(max_len=24, page_size=4)])
+def test_warm_up_leaves_no_trace(model, options, monkeypatch):
+    engine = make_engine(model, **options)
+    params = SamplingParams(4)
+    sizes = []
     forward = GPT.forward
 
     def count(self, batch, cache):
@@ -234,21 +248,21 @@ def test_warm_up_leaves_no_trace(model, more, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(GPT, "forward", count)
         engine.warm_up()
-    most = more.get("max_waiting", 3)
-    assert {*range(1, most + 1), 6} <= set(sizes)  # decodes, a chunk
+    max_waiting = options.get("max_waiting", 3)
+    assert {*range(1, max_waiting + 1), 6} <= set(sizes)  # decodes, a chunk
     assert not engine.runner.cache.data.isnan().any()  # all of it was touched
     assert finished(engine) == [] and not engine.scheduler.requests
     poison(engine)
-    done = [(c.request_id, c.tokens) for c in engine.generate(PROMPTS[:2], params)]
-    assert done == [(i, alone(model, PROMPTS[i], params)) for i in (0, 1)]
+    tokens = [(c.request_id, c.tokens) for c in engine.generate(PROMPTS[:2], params)]
+    assert tokens == [(i, alone(model, PROMPTS[i], params)) for i in (0, 1)]
 
 
 def test_the_runner_picks_the_likeliest_token_of_each_span(model):
     runner = Runner(model, pages=3, page_size=40)
     runner.cache.data.fill_(float("nan"))
 
-    def whole(i, **more):
-        return Span([i], 0, PROMPTS[i], **more)
+    def whole(i, **options):
+        return Span([i], 0, PROMPTS[i], **options)
 
     assert runner.greedy([whole(0), whole(1, wants_logits=False), whole(2)]) == [
         alone(model, PROMPTS[i], SamplingParams(1))[0] for i in (0, 2)
@@ -264,7 +278,9 @@ def test_the_runner_picks_the_likeliest_token_of_each_span(model):
 def test_a_failed_step_is_computed_again(model, policy, error, monkeypatch):
     engine = make_engine(model, policy)
     ids = [engine.add_request(p, SamplingParams(5)) for p in PROMPTS]
-    forward, batches, tokens = GPT.forward, [], {i: [] for i in ids}
+    forward = GPT.forward
+    batches = []
+    tokens = {i: [] for i in ids}
 
     def flaky(self, batch, cache):
         batches.append([t.tolist() for t in (batch.tokens, batch.positions, batch.slot_mapping)])
@@ -348,11 +364,11 @@ SENSELESS = [(make_engine, ENGINE), (SamplingParams, PARAMS), (GPTConfig.preset,
 
 @pytest.mark.parametrize("make, arguments", SENSELESS, ids=["engine", "params", "geometry"])
 def test_a_senseless_argument_is_named(model, make, arguments):
-    given = {make_engine: [model], GPTConfig.preset: ["llama-tiny"]}.get(make, [])
+    positional = {make_engine: [model], GPTConfig.preset: ["llama-tiny"]}.get(make, [])
     for name, values in arguments.items():
         for value in values:
             with pytest.raises(ValueError, match=f"^{name}=.*: ") as error:
-                make(*given, **{name: value})
+                make(*positional, **{name: value})
             assert len(str(error.value)) < 250 and "\n" not in str(error.value)
 
 
@@ -363,9 +379,9 @@ def test_what_a_request_may_not_bring_is_refused_and_named(model):
     for name, value in ((key, value) for key in senseless for value in senseless[key]):
         with pytest.raises(ValueError, match=f"^{name}=.*: must be .*$"):
             engine.add_request([1], SamplingParams(1), **{name: value})
-    for wrong in ([], "1", 10**5000, 7, None):
+    for unknown_id in ([], "1", 10**5000, 7, None):
         with pytest.raises(ValueError, match="^request_id="):
-            engine.abort(wrong)
+            engine.abort(unknown_id)
     with pytest.raises(ValueError, match="^prompt: token .* is out of range"):
         engine.add_request([1, 10**5000])
     with pytest.raises(ValueError, match="ageing=5e-324: must be a finite number above 0"):
@@ -378,20 +394,28 @@ def test_nothing_that_is_accepted_makes_a_step_fail(model, policy):
     extremes = [dict(arrival=at, priority=p) for at in (-1e308, 1e308) for p in ("low", "realtime")]
     extremes += [{name: s} for name in ("ttft_slo", "tbt_slo") for s in (3e-308, 1e308, 1e-9)]
     extremes += [dict(request_id=2**62), dict(priority="high", tbt_slo=Fraction(1, 9))]
-    whole, ids = np.uint8, torch.tensor([60, 60])
-    params = [SamplingParams(whole(9), top_k=whole(200), seed=whole(7), stop_token_ids=ids)]
+    small_int = np.uint8
+    ids = torch.tensor([60, 60])
+    params = [
+        SamplingParams(small_int(9), top_k=small_int(200), seed=small_int(7), stop_token_ids=ids)
+    ]
     params += [SamplingParams(9, t) for t in (5e-324, 1e308, np.float16(2), Fraction(1, 10**400))]
     params += [SamplingParams(9, 1.0, 2**62, 3e-308, seed) for seed in (-(2**63), 2**63 - 1)]
     sizes = dict(max_batch=4, page_size=4, pages=14)
     if policy == "priority":
         sizes["policy_options"] = {"ageing": 3e-308}
-    engine, asked = make_engine(model, policy, **sizes), {}
-    for i, (more, its) in enumerate(zip(extremes, itertools.cycle(params))):
-        asked[engine.add_request(PROMPTS[i % 5], its, **more)] = PROMPTS[i % 5], its
-    done = {e.request_id: e.completion.tokens for e in finished(engine) if e.completion}
-    assert done == {i: alone(model, *its) for i, its in asked.items()}
+    engine = make_engine(model, policy, **sizes)
+    requests = {}
+    for i, (fields, request_params) in enumerate(zip(extremes, itertools.cycle(params))):
+        prompt = PROMPTS[i % 5]
+        request_id = engine.add_request(prompt, request_params, **fields)
+        requests[request_id] = (prompt, request_params)
+    tokens = {e.request_id: e.completion.tokens for e in finished(engine) if e.completion}
+    assert tokens == {
+        i: alone(model, *prompt_and_params) for i, prompt_and_params in requests.items()
+    }
     with pytest.raises(ValueError, match="max_new_tokens=200: must not exceed max_len=40"):
-        engine.add_request([1] * 60, SamplingParams(whole(200)))  # 260 is 4 in eight bits
+        engine.add_request([1] * 60, SamplingParams(small_int(200)))  # 260 is 4 in eight bits
     numbers = params[0].max_new_tokens, params[0].stop_token_ids[0], params[4].temperature
     assert [*map(type, numbers)] == [int, int, float]
 
@@ -424,8 +448,8 @@ def test_generate_checks_its_arguments(model):
 
 def test_a_closed_stderr_costs_the_bar_and_no_request(model, monkeypatch):
     monkeypatch.setattr("sys.stderr", None)
-    done = make_engine(model).generate([[1, 2]], SamplingParams(3))
-    assert [len(c.tokens) for c in done] == [3]
+    completions = make_engine(model).generate([[1, 2]], SamplingParams(3))
+    assert [len(c.tokens) for c in completions] == [3]
 
 
 def test_a_model_that_could_not_be_moved_is_as_it_was():

@@ -29,15 +29,17 @@ PARAMS = [
 EXPECTED = [alone(MODEL, *request) for request in zip(PROMPTS, PARAMS, strict=True)]
 
 
-def make_engine(policy, pages=36, **more):
-    small = dict(chunk=6, max_batch=3, max_len=20, page_size=4) | more
+def make_engine(policy, pages=36, **sizes):
+    small = dict(chunk=6, max_batch=3, max_len=20, page_size=4) | sizes
     return Engine(MODEL, policy=policy, pages=pages, **small)
 
 
-def stepped(engine, done):
+def stepped(engine, completions):
     """One step in a cache of NaN wherever nothing is computed; who ended is put in `done`."""
     poison(engine)
-    done |= {e.request_id: e.completion for e in engine.step() if e.completion}
+    completions |= {
+        event.request_id: event.completion for event in engine.step() if event.completion
+    }
     check_integrity(engine.scheduler.pages, [r.pages for r in engine.scheduler.running])
 
 
@@ -51,7 +53,10 @@ def serve(policy, preempt_at=None, victim=None):
     ids = [
         engine.add_request(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)
     ]
-    done, running, request, times = {}, [], None, None
+    completions = {}
+    running = []
+    request = None
+    times = None
     while engine.has_work:
         running.append(len(engine.scheduler.running))
         if len(running) - 1 == preempt_at:
@@ -60,10 +65,10 @@ def serve(policy, preempt_at=None, victim=None):
             engine.scheduler.preempt(request)
             assert engine.scheduler.waiting[0] is request
             assert not request.pages and request.num_computed == 0
-        stepped(engine, done)
+        stepped(engine, completions)
         assert len(running) < 200
     assert engine.scheduler.pages.num_free == 36
-    return [done[i] for i in ids], running, request, times
+    return [completions[i] for i in ids], running, request, times
 
 
 @functools.cache
@@ -85,15 +90,16 @@ def test_preemption_at_every_iteration_leaves_no_trace(policy):
     assert [c.tokens for c in usual] == EXPECTED
     decoding = prefilling = 0
     for n, victim in ((n, victim) for n, count in enumerate(running) for victim in range(count)):
-        done, _, request, times = serve(policy, n, victim)
-        assert [c.tokens for c in done] == EXPECTED
-        assert [c.finish_reason for c in done] == ["length", "length", "length", "stop"]
-        assert [c.preemptions for c in done] == [int(i == request.id) for i in range(4)]
-        for c, other in zip(done, usual, strict=True):
+        completions, _, request, times = serve(policy, n, victim)
+        assert [c.tokens for c in completions] == EXPECTED
+        assert [c.finish_reason for c in completions] == ["length", "length", "length", "stop"]
+        assert [c.preemptions for c in completions] == [int(i == request.id) for i in range(4)]
+        for c, other in zip(completions, usual, strict=True):
             assert c.token_times == sorted(set(c.token_times))
             assert len(c.token_times) == len(c.tokens)
             assert c.logprobs == pytest.approx(other.logprobs, abs=1e-10)
-        c, other = done[request.id], usual[request.id]
+        c = completions[request.id]
+        other = usual[request.id]
         assert c.token_times[: len(times)] == times == other.token_times[: len(times)]
         assert not times or c.ttft == other.ttft
         assert c.scheduled == other.scheduled and c.recomputed_tokens > 0
@@ -110,22 +116,24 @@ def test_preemption_in_every_iteration_is_only_slow(policy):
     ids = [
         engine.add_request(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)
     ]
-    done, lengths = {}, dict(zip(ids, map(len, PROMPTS), strict=True))
+    completions = {}
+    lengths = dict(zip(ids, map(len, PROMPTS), strict=True))
     for _ in itertools.takewhile(lambda _: engine.has_work, range(2000)):
-        stepped(engine, done)
+        stepped(engine, completions)
         for request in list(engine.scheduler.running):
             if len(request.tokens) > lengths[request.id]:
                 lengths[request.id] = len(request.tokens)
                 engine.scheduler.preempt(request)
-    assert [done[i].tokens for i in ids] == EXPECTED
+    assert [completions[i].tokens for i in ids] == EXPECTED
     for i in ids:  # after each token but the last
         outputs = range(len(EXPECTED[i]) - 1)
-        assert done[i].preemptions == len(outputs)
-        assert done[i].recomputed_tokens == sum(len(PROMPTS[i]) + n for n in outputs)
+        assert completions[i].preemptions == len(outputs)
+        assert completions[i].recomputed_tokens == sum(len(PROMPTS[i]) + n for n in outputs)
 
 
 def test_an_abort_while_a_victim_waits_returns_what_it_had():
-    engine, done = make_engine("sarathi-serve"), {}
+    engine = make_engine("sarathi-serve")
+    completions = {}
     ids = [engine.add_request(PROMPTS[i], PARAMS[i]) for i in (1, 0)]
     for _ in range(4):
         engine.step()
@@ -138,8 +146,8 @@ def test_an_abort_while_a_victim_waits_returns_what_it_had():
     assert c.preemptions == 1 and c.recomputed_tokens == len(PROMPTS[1]) + had - 1
     assert len(c.token_times) == had
     while engine.has_work:
-        stepped(engine, done)
-    assert [(i, c.tokens) for i, c in done.items()] == [(ids[1], EXPECTED[0])]
+        stepped(engine, completions)
+    assert [(i, c.tokens) for i, c in completions.items()] == [(ids[1], EXPECTED[0])]
 
 
 @pytest.mark.parametrize("policy", ["vllm", "sarathi-serve", "chunked-only", "hybrid-only"])
@@ -152,7 +160,8 @@ def test_an_iteration_names_its_victims(policy, fails, aborted, monkeypatch):
         raise MemoryError
 
     engine = make_engine(policy, pages=6, chunk=20, max_batch=2)
-    scheduler, params = engine.scheduler, SamplingParams(10)
+    scheduler = engine.scheduler
+    params = SamplingParams(10)
     stays, victim = (engine.add_request([i] * 10, params) for i in (1, 2))
 
     def in_need(r):

@@ -29,7 +29,8 @@ from tests.helpers import (
     tiny_model,
 )
 
-MODEL, MAX_LEN = tiny_model(n_kv_head=2), 48
+MODEL = tiny_model(n_kv_head=2)
+MAX_LEN = 48
 EVERY = pytest.mark.parametrize("policy", POLICIES)
 
 
@@ -45,8 +46,13 @@ ARRIVE = [0, 0, 2, 3, 5, 6, 9, 9]  # after so many steps
 
 def logits_alone(prompt, tokens):
     """Logits of each output token of a request that shares nothing."""
-    whole = [*prompt, *tokens]
-    logits = run(MODEL, poisoned_cache(MODEL, 1, len(whole)), [Span([0], 0, whole)], all_rows=True)
+    tokens_so_far = [*prompt, *tokens]
+    logits = run(
+        MODEL,
+        poisoned_cache(MODEL, 1, len(tokens_so_far)),
+        [Span([0], 0, tokens_so_far)],
+        all_rows=True,
+    )
     return logits[len(prompt) - 1 : -1]
 
 
@@ -78,9 +84,9 @@ def watched(monkeypatch):
     return make
 
 
-def ask(engine, which):
+def ask(engine, index):
     """Add one of PROMPTS."""
-    return engine.add_request(PROMPTS[which], SamplingParams(OUTPUTS[which], seed=which))
+    return engine.add_request(PROMPTS[index], SamplingParams(OUTPUTS[index], seed=index))
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "matmul"])
@@ -88,42 +94,48 @@ def ask(engine, which):
 @EVERY
 def test_logits_are_those_without_sharing(watched, policy, page_size, pages, backend):
     """Whoever is preempted or given up meanwhile, and the first is one who computed for others."""
-    rng, cached = Random(page_size), 0
+    rng = Random(page_size)
+    cached = 0
     for disturbed in range(3):
         options = dict(page_size=page_size, pages=pages, attention=backend)
-        engine, ids, done, step = watched(policy, **options), {}, {}, 0
+        engine = watched(policy, **options)
+        ids = {}
+        completions = {}
+        step = 0
         scheduler = engine.scheduler
         while engine.has_work or len(ids) < len(PROMPTS):
-            for which in range(len(ids), len(PROMPTS)):
-                if ARRIVE[which] <= step:
-                    ids[ask(engine, which)] = which
+            for index in range(len(ids), len(PROMPTS)):
+                if ARRIVE[index] <= step:
+                    ids[ask(engine, index)] = index
             if disturbed and step % 4 == disturbed and scheduler.running:
                 scheduler.preempt(rng.choice(scheduler.running))
             if disturbed == 2 and step == 7 and 0 in scheduler.requests:
                 engine.abort(0)
             events = engine.step()
-            done |= {e.request_id: e.completion for e in events if e.completion}
+            completions |= {e.request_id: e.completion for e in events if e.completion}
             check_integrity(scheduler.pages, [r.pages for r in scheduler.running])
             step += 1
             assert step < 500
-        for i, completion in done.items():
+        for i, completion in completions.items():
             assert completion.tokens == TOKENS[ids[i]]
             cached += completion.cached_tokens
-        assert {*range(len(PROMPTS))}.difference(done) <= {0} and scheduler.pages.num_free == pages
+        assert {*range(len(PROMPTS))}.difference(completions) <= {0}
+        assert scheduler.pages.num_free == pages
     assert cached > 0
 
 
 def finish(engine):
     """Completions of all that is asked, in the order in which they end."""
-    done = []
+    completions = []
     while engine.has_work:
-        done += [event.completion for event in engine.step() if event.completion]
-    return done
+        completions += [event.completion for event in engine.step() if event.completion]
+    return completions
 
 
 @EVERY
 def test_a_write_one_token_too_early_is_caught(watched, policy, monkeypatch):
-    engine, admit = watched(policy, pages=60), Scheduler.admit
+    engine = watched(policy, pages=60)
+    admit = Scheduler.admit
 
     def early(self):
         if request := admit(self):
@@ -147,7 +159,8 @@ class Line:
     def __init__(self, policy, page_size=4, pages=32, shares=True, **options):
         options = dict(chunk=64, max_batch=9, max_len=64) | options
         self.scheduler = make_scheduler(policy, Pages(pages, page_size, shares), **options)
-        self.pages, self.requests = self.scheduler.pages, []
+        self.pages = self.scheduler.pages
+        self.requests = []
         Referee(self.scheduler, policy)
 
     def add(self, prompt, output_len):
@@ -194,14 +207,17 @@ def test_pages_of_running_requests_take_no_memory_again():
 @EVERY
 def test_the_next_turn_of_a_chat_finds_what_was_generated(policy):
     # the last token is not computed: of 6 + 6 tokens 11 are, of 6 + 7 it is 12
-    for output_len, found in ((6, 8), (7, 12)):
+    for output_len, cached_tokens in ((6, 8), (7, 12)):
         queue = Line(policy)
         first = queue.add(range(6), output_len)
         queue.run()
         changed = [*first.tokens[:7], 7, *first.tokens[8:]]  # the last token of the second page
-        turn, other = queue.add([*first.tokens, 5, 5, 5], 1), queue.add([*changed, 5, 5, 5], 1)
+        turn = queue.add([*first.tokens, 5, 5, 5], 1)
+        other = queue.add([*changed, 5, 5, 5], 1)
         queue.run()
-        assert (first.cached_tokens, turn.cached_tokens, other.cached_tokens) == (0, found, 4)
+        assert first.cached_tokens == 0
+        assert turn.cached_tokens == cached_tokens
+        assert other.cached_tokens == 4
 
 
 @pytest.mark.parametrize("page_size, found", [(1, 7), (2, 6), (4, 4), (8, 0)])
@@ -218,7 +234,8 @@ def test_at_least_one_token_of_a_prompt_is_computed(policy, page_size, found):
 @EVERY
 def test_a_preempted_request_finds_its_remaining_pages(policy, gone, found):
     queue = Line(policy)
-    request, pages = queue.add(range(10), 9), queue.pages
+    request = queue.add(range(10), 9)
+    pages = queue.pages
     while len(request.tokens) < 13:
         queue.step()
     queue.scheduler.preempt(request)
@@ -249,7 +266,8 @@ def test_a_prefill_of_one_uncached_token_is_not_a_decode(policy, chunk):
 
 def test_pages_are_found_as_soon_as_they_are_computed_and_not_before():
     queue = Line("sarathi-serve", chunk=8)
-    first, again = queue.add(range(20), 1), queue.add(range(20), 1)
+    first = queue.add(range(20), 1)
+    again = queue.add(range(20), 1)
     queue.scheduler.next_batch()
     assert named(queue.pages) == set() and first.pages
     assert queue.run() == [{0: (0, 8)}, {0: (8, 8)}, {0: (16, 4), 1: (16, 4)}]
@@ -268,15 +286,16 @@ def test_two_equal_prompts_at_once_are_computed_twice_and_cached_once():
 
 
 def test_cached_tokens_are_those_that_were_found(watched):
-    engine, found = watched("sarathi-serve", pages=60), []
-    for which in (0, 3, 2, 5, 1, 7):  # 21, 21, 16, 20, 11 and 22 tokens, in pages of 4
-        ask(engine, which)
+    engine = watched("sarathi-serve", pages=60)
+    cached_tokens = []
+    for index in (0, 3, 2, 5, 1, 7):  # 21, 21, 16, 20, 11 and 22 tokens, in pages of 4
+        ask(engine, index)
         engine.step()
         [(_, start, *_)] = engine.last_iteration.chunks
         [completion] = finish(engine)
         assert completion.cached_tokens == start
-        found.append(start)
-    assert found == [0, 20, 12, 0, 4, 20]
+        cached_tokens.append(start)
+    assert cached_tokens == [0, 20, 12, 0, 4, 20]
     ask(engine, 4)  # of 28 tokens 16 are found, 6 are computed: one page more
     engine.step()
     engine.scheduler.preempt(engine.scheduler.running[0])
@@ -292,19 +311,19 @@ NO_SHARING = [[n, *Random(n).choices(range(61), k=3 * n)] for n in (9, 1, 5, 7, 
 
 @EVERY
 def test_prefix_caching_without_a_hit_changes_no_batch_and_no_event(policy):
-    seen = []
+    iterations = []
     for shares in (False, True):
         sizes = dict(chunk=6, max_batch=3, max_len=MAX_LEN, page_size=4, pages=90)
         sizes |= dict(prefix_caching=shares, clock=lambda: 0.0)
         engine = Engine(MODEL, policy=policy, **sizes)
-        seen.append([])
+        iterations.append([])
         for n, prompt in enumerate(NO_SHARING):
             engine.add_request(prompt, SamplingParams(3 + n))
         while engine.has_work:
             events = [event[:2] for event in engine.step()]
             pages = [len(request.pages) for request in engine.scheduler.running]
             iteration = engine.last_iteration
-            seen[-1].append(
+            iterations[-1].append(
                 (
                     iteration.chunks,
                     iteration.waiting,
@@ -316,7 +335,7 @@ def test_prefix_caching_without_a_hit_changes_no_batch_and_no_event(policy):
                     pages,
                 )
             )
-    assert seen[0] == seen[1] and len(seen[0]) > 5
+    assert iterations[0] == iterations[1] and len(iterations[0]) > 5
 
 
 @EVERY
@@ -362,7 +381,8 @@ def test_pages_hold_64_tokens_or_half_of_max_len_by_default():
 
 def test_warm_up_leaves_no_cached_page_and_can_be_repeated():
     sizes = dict(chunk=6, max_batch=3, max_len=MAX_LEN, page_size=4, pages=60)
-    engine, params = guard(Engine(MODEL, prefix_caching=True, **sizes)), SamplingParams(4)
+    engine = guard(Engine(MODEL, prefix_caching=True, **sizes))
+    params = SamplingParams(4)
     for prompt in ([0] * 30, SYSTEM, SYSTEM):
         for _ in range(2):
             engine.warm_up()
@@ -390,7 +410,8 @@ def test_a_warm_up_that_is_refused_has_spoilt_nothing():
 
 @EVERY
 def test_pages_of_a_failed_batch_are_not_cached(watched, policy, monkeypatch):
-    engine, found = watched(policy, chunk=6, pages=60), []
+    engine = watched(policy, chunk=6, pages=60)
+    num_cached = []
     ask(engine, 0)
     forward = GPT.forward
 
@@ -403,10 +424,11 @@ def test_pages_of_a_failed_batch_are_not_cached(watched, policy, monkeypatch):
             patch.setattr(GPT, "forward", failing)
             engine.step()
         [request] = engine.scheduler.running
-        found.append(len(named(engine.scheduler.pages)))
-        assert found[-1] == request.num_computed // 4
+        num_cached.append(len(named(engine.scheduler.pages)))
+        assert num_cached[-1] == request.num_computed // 4
         engine.step()
-    assert found[0] == 0 and sorted(found) == found and found[-1] == (21 + 7 - 2) // 4
+    assert num_cached[0] == 0 and num_cached[-1] == (21 + 7 - 2) // 4
+    assert sorted(num_cached) == num_cached
 
 
 @EVERY
@@ -414,8 +436,8 @@ def test_a_dropped_cache_finds_nothing(watched, policy):
     engine = watched(policy, pages=60)
     ask(engine, 3)
     finish(engine)
-    for which in (0, 1):
-        ask(engine, which)
+    for index in (0, 1):
+        ask(engine, index)
     while not any(request.num_computed for request in engine.scheduler.requests.values()):
         engine.step()
     assert named(engine.scheduler.pages)

@@ -34,8 +34,8 @@ PROFILE = [
 
 def simulation(policy="priority", **options):
     """With a model of the iteration time that knows the law."""
-    known = dict(profile=PROFILE) if policy == "priority" else {}
-    return VirtualRun(policy, linear, **known | options)
+    defaults = dict(profile=PROFILE) if policy == "priority" else {}
+    return VirtualRun(policy, linear, **defaults | options)
 
 
 def request(id, priority=NORMAL, prompt_len=100, output=20, arrival=0.0, **targets):
@@ -92,7 +92,9 @@ ACTIONS = st.lists(st.tuples(NAMES, *map(st.integers, [0] * 3, [3, 9, 40])), max
 @settings(max_examples=200, deadline=None)
 @given(ACTIONS, st.sampled_from([1.0, 4.0, 64.0]))
 def test_the_queue_is_sorted_by_rank(actions, ageing):
-    now, naive, gone = 0.0, NaiveLine(), []
+    now = 0.0
+    naive = NaiveLine()
+    gone = []
     queue = ClassQueue(lambda r: r.ttft_slo, ageing, lambda: now)
     actions += [("pop", 0, 0, 0)] * len(actions)  # at last all leave in order
     for number, (name, its_class, a, b) in enumerate(actions):
@@ -121,17 +123,19 @@ def test_the_queue_is_sorted_by_rank(actions, ageing):
 
 
 def test_the_queue_keeps_nothing_of_removed_requests():
-    now, draw, there = 0.0, random.Random(0), []
+    now = 0.0
+    draw = random.Random(0)
+    waiting = []
     queue = ClassQueue(lambda r: r.arrival + r.ttft_slo, 10.0, lambda: now)
     for i in range(3000):
         now += 0.1
-        there.append(request(i, draw.randrange(4), arrival=now, ttft_slo=draw.choice([1.0, 1e9])))
-        queue.append(there[-1])
+        waiting.append(request(i, draw.randrange(4), arrival=now, ttft_slo=draw.choice([1.0, 1e9])))
+        queue.append(waiting[-1])
         if i > 50:
-            r = queue[0] if i % 2 else draw.choice(there)  # admitted, or aborted
-            there.remove(r)
+            r = queue[0] if i % 2 else draw.choice(waiting)  # admitted, or aborted
+            waiting.remove(r)
             queue.remove(r)
-    assert len(queue._places) + len(queue._lifts) == 2 * len(there) == 2 * 51
+    assert len(queue._places) + len(queue._lifts) == 2 * len(waiting) == 2 * 51
     queue.clear()
     assert not queue and list(queue) == []
 
@@ -165,8 +169,15 @@ def test_a_class_that_is_lifted_in_the_middle_of_schedule_does_no_harm():
 
 def test_classes_go_first_and_within_one_the_least_slack():
     # 4 has a target of 2 s, as nothing else was asked for; 6 and 7 that of 2, but 6 has more to do
-    asked = [(LOW, 0.1), (NORMAL, 9.0), (NORMAL, 3.0), (HIGH, 8.0), (HIGH, None), (REALTIME, 30.0)]
-    requests = [request(i, c, ttft_slo=slo) for i, (c, slo) in enumerate(asked)]
+    targets = [
+        (LOW, 0.1),
+        (NORMAL, 9.0),
+        (NORMAL, 3.0),
+        (HIGH, 8.0),
+        (HIGH, None),
+        (REALTIME, 30.0),
+    ]
+    requests = [request(i, c, ttft_slo=slo) for i, (c, slo) in enumerate(targets)]
     requests += [request(6, NORMAL, 1500, ttft_slo=3.0), request(7, NORMAL, ttft_slo=3.0)]
     chunks = [chunk for row in simulation(chunk=32).run(requests).log for chunk in row[3]]
     assert list(dict(chunks)) == [5, 4, 3, 2, 7, 6, 1, 0]
@@ -218,26 +229,27 @@ def test_a_short_prompt_is_not_stuck_behind_a_long_one_of_its_class(arrival, tbt
         def machine(policy=policy, options=options):
             return simulation(policy, max_len=20_000, **options)
 
-        long, short, alone = (request(i, prompt_len=(16_000, 100)[i % 2]) for i in range(3))
+        long, short, undisturbed = (request(i, prompt_len=(16_000, 100)[i % 2]) for i in range(3))
         short.arrival = arrival
-        sim, own = machine().run([long, short]), machine().run([alone]).ttft(alone)
+        sim = machine().run([long, short])
+        own_ttft = machine().run([undisturbed]).ttft(undisturbed)
         if policy == "sarathi-serve":  # it waits for what the long one still has to do
-            assert sim.ttft(short) > own - arrival > 4
+            assert sim.ttft(short) > own_ttft - arrival > 4
         else:  # the iteration that runs, and its own
             assert sim.ttft(short) <= 2 * linear(BatchShape(256)) < 0.6
-            assert sim.ttft(long) <= own + 20 * linear(BatchShape(256, 1))
+            assert sim.ttft(long) <= own_ttft + 20 * linear(BatchShape(256, 1))
 
 
 def test_a_long_prompt_ends_in_bounded_time_under_a_stream_of_short_ones():
     # short ones alone would fill 90 % of the machine: 100 tokens take 0.11 s, or less if they share
-    long, alone = (request(0, prompt_len=16_000, output=1) for _ in range(2))
+    long, undisturbed = (request(0, prompt_len=16_000, output=1) for _ in range(2))
     stream = [request(1 + i, output=1, arrival=0.12 * i) for i in range(2000)]
     sim = simulation(max_len=20_000, ageing=NEVER).run([long, *stream])
-    own = simulation(max_len=20_000).run([alone]).ttft(alone)
+    own_ttft = simulation(max_len=20_000).run([undisturbed]).ttft(undisturbed)
     # those that come later than its own prefill takes have a later deadline and do not hold it up
-    before = sum(r.arrival <= own for r in stream)
-    assert sim.ttft(long) <= before * linear(BatchShape(100)) + own + linear(BatchShape(256))
-    early = [sim.ttft(r) for r in stream[: int(0.9 * own / 0.12)]]
+    before = sum(r.arrival <= own_ttft for r in stream)
+    assert sim.ttft(long) <= before * linear(BatchShape(100)) + own_ttft + linear(BatchShape(256))
+    early = [sim.ttft(r) for r in stream[: int(0.9 * own_ttft / 0.12)]]
     assert percentile(early, 99) < 1.0  # and these did not wait for it
 
 
@@ -262,7 +274,8 @@ def test_no_class_starves_under_an_endless_stream_of_realtime_requests(priority,
 
 @pytest.mark.parametrize("age, preemptions", [(0.0, 1), (25.0, 0)])
 def test_a_request_that_has_aged_is_not_preempted_for_a_younger_one(age, preemptions):
-    sim, old = simulation(pages=130, ageing=10.0), request(0, LOW, 1600, 300)
+    sim = simulation(pages=130, ageing=10.0)
+    old = request(0, LOW, 1600, 300)
     sim.now = age
     sim.add(old)
     sim.step()
@@ -349,7 +362,8 @@ def decodes_with_a_target(fit, lower=6):
         r.pages = sim.scheduler.pages.allocate(1)
         sim.scheduler.running.append(r)
         sim.scheduler.waiting.remove(r)
-        r.num_computed, r.tokens = 10, [0] * 11
+        r.num_computed = 10
+        r.tokens = [0] * 11
         r.token_times.append(0.0)
     return sim
 
@@ -361,8 +375,10 @@ def test_only_lower_decodes_that_break_a_tbt_target_are_preempted():
     assert step(sim) == [0, 1, 3, 5]  # the three of the lowest class are gone
     assert set(ids(sim.scheduler.waiting)) == {2, 4, 6}
     # a prefill is not preempted for decodes that are too slow
-    sim, prefills = decodes_with_a_target(2, lower=3), request(20, LOW, 1500, 5)
-    prefills.pages, prefills.num_computed = sim.scheduler.pages.allocate(100), 1000
+    sim = decodes_with_a_target(2, lower=3)
+    prefills = request(20, LOW, 1500, 5)
+    prefills.pages = sim.scheduler.pages.allocate(100)
+    prefills.num_computed = 1000
     sim.scheduler.running.append(prefills)
     sim.step()
     assert len(sim.scheduler.running) == 3 and prefills.preemptions == 0
@@ -404,7 +420,8 @@ def test_a_preempted_request_waits_at_the_front_of_its_class():
         sim.add(request(i, priority, 700, 10, arrival=sim.now, ttft_slo=0.5))
     sim.add(request(9, REALTIME, 1800, 100, arrival=sim.now - 5.0))
     sim.step()
-    queue, order = sim.scheduler.waiting, []
+    queue = sim.scheduler.waiting
+    order = []
     assert ids(sim.scheduler.running) == [9] and len(queue) == 5
     while queue:
         order.append(queue[0])
@@ -420,7 +437,8 @@ def test_a_preempted_request_waits_at_the_front_of_its_class():
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("ageing", [5.0, NEVER])
 def test_an_overload_with_little_memory_ends_and_recomputes_little(ageing, seed):
-    draw, requests = random.Random(seed), []
+    draw = random.Random(seed)
+    requests = []
     for i in range(200):
         sizes = draw.randrange(4), draw.randrange(1, 600), draw.randrange(1, 80)
         r = request(i, *sizes, draw.uniform(0, 60), ttft_slo=draw.choice([None, 0.5, 5.0]))

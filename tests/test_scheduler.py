@@ -26,7 +26,7 @@ def queue(policy, pages, page_size, *requests, **options):
     """A scheduler and the Requests (prompt_len, max_new_tokens, more fields) in its line."""
     options = dict(chunk=64, max_batch=9, max_len=pages * page_size) | options
     scheduler = make_scheduler(policy, Pages(pages, page_size), **options)
-    requests = [Request(i, [0] * n, n, *more) for i, (n, *more) in enumerate(requests)]
+    requests = [Request(i, [0] * n, n, *fields) for i, (n, *fields) in enumerate(requests)]
     for request in requests:
         scheduler.add(request)
     return scheduler, requests
@@ -37,7 +37,10 @@ def simulate(policy, requests, chunk=8, max_batch=4, page_size=64, pages=4, max_
     Returns {request id: length of its chunk, or 'd'} of each iteration, and the ids of victims."""
     options |= dict(chunk=chunk, max_batch=max_batch, max_len=max_len)
     scheduler, _ = queue(policy, pages, page_size, *requests, **options)
-    preempt, history, victims, preempted = scheduler.preempt, [], [], []
+    preempt = scheduler.preempt
+    history = []
+    victims = []
+    preempted = []
 
     def watched(request):
         running = [r.id for r in scheduler.running]
@@ -83,12 +86,12 @@ hybrid-only 4 5+3 40+2 30+1 = 0:5 1:40 2:19 | 0:d 1:d 2:11 | 0:d  # cuts only at
 
 @pytest.mark.parametrize("row", PAPERS.strip().splitlines())
 def test_a_policy_does_what_its_paper_says(row):
-    given, expected = row.split("  #")[0].split(" = ")
-    policy, max_batch, *requests = given.split()
+    load, expected = row.split("  #")[0].split(" = ")
+    policy, max_batch, *requests = load.split()
     lengths = [tuple(map(int, request.split("+"))) for request in requests]
     history, _ = simulate(policy, lengths, max_batch=int(max_batch))
-    shown = [" ".join(f"{i}:{length}" for i, length in batch.items()) for batch in history]
-    assert shown == expected.split(" | ")
+    batches = [" ".join(f"{i}:{length}" for i, length in batch.items()) for batch in history]
+    assert batches == expected.split(" | ")
 
 
 TILES = [(256, 128, 256), (300, 128, 256), (128, 128, 128), (100, 128, 100), (100, 1, 100)]
@@ -105,7 +108,7 @@ def test_sarathi_aligns_chunk_and_decodes_to_the_tile(chunk, tile, total):
 
 def decoding(policy, page_size, pages, *requests, **options):
     """A scheduler with running requests (prompt_len, arrival, priority) that all decode next."""
-    fields = [(n, 4, arrival, frozenset(), None, *rest) for n, arrival, *rest in requests]
+    fields = [(n, 4, arrival, frozenset(), None, *priority) for n, arrival, *priority in requests]
     options = dict(max_batch=len(requests) + 1, clock=lambda: 10.0) | options
     scheduler, _ = queue(policy, pages, page_size, *fields, **options)
     while request := scheduler.admit():
@@ -138,7 +141,8 @@ def test_a_batch_keeps_within_its_budget():
     sizes = enumerate([(3, 2), (9, 9), (9, 9)])
     decode, prompt, late = (Request(i, [0] * n, prompt_len, 9) for i, (n, prompt_len) in sizes)
     decode.num_computed, prompt.num_computed = 2, 4
-    batch, unlimited = Batch(5), Batch()
+    batch = Batch(5)
+    unlimited = Batch()
     batch.add_decodes([decode])
     assert [batch.add(prompt), batch.add(late), batch.left] == [4, 0, 0] and batch.budget == 5
     assert batch == [(decode, 2, 1), (prompt, 4, 4)]
@@ -155,16 +159,24 @@ def started(*requests, **options):
 
 def test_advance_is_exact_and_twice_is_as_good_as_once():
     scheduler, (a, b) = started((8, 3), (3, 1))
-    computed, seen = [], []
+    computed = []
+    tokens_by_call = []
     for now in (1.0, 2.0, 3.0, 4.0):
-        batch, states = scheduler.next_batch(), []
+        batch = scheduler.next_batch()
+        states = []
         tokens = [10 * now if chunk.yields_token else None for chunk in batch]
         for _ in range(2):
-            seen.append([(r.id, token) for r, token in scheduler.advance(batch, tokens, now)])
+            tokens_by_call.append(
+                [(r.id, token) for r, token in scheduler.advance(batch, tokens, now)]
+            )
             states.append(repr((a, b, vars(scheduler), vars(scheduler.pages))))
         assert states[0] == states[1]
         computed.append((a.num_computed, b.num_computed))
-    assert seen[::2] == seen[1::2] == [[], [(0, 20), (1, 20)], [(0, 30)], [(0, 40)]]
+    assert (
+        tokens_by_call[::2]
+        == tokens_by_call[1::2]
+        == [[], [(0, 20), (1, 20)], [(0, 30)], [(0, 40)]]
+    )
     assert computed == [(6, 0), (8, 3), (9, 3), (10, 3)]  # the last token is never computed
     assert a.tokens == [0] * 8 + [20, 30, 40] and a.token_times == [2.0, 3.0, 4.0]
     assert b.tokens == [0] * 3 + [20] and b.token_times == [2.0]
@@ -204,7 +216,8 @@ def test_advance_skips_an_aborted_request():
 
 @pytest.mark.parametrize("chunk, again", [(6, [(0, 6), (6, 1), (7, 1)]), (16, [(0, 7), (7, 1)])])
 def test_a_preempted_request_keeps_its_tokens_and_their_times(chunk, again):
-    clock, chunks = iter(range(100, 200)), []
+    clock = iter(range(100, 200))
+    chunks = []
     scheduler, [request] = started((4, 5), clock=lambda: next(clock), chunk=chunk)
     for now in (1.0, 2.0, 3.0):
         advance(scheduler, scheduler.next_batch(), now, token=7)
@@ -222,7 +235,8 @@ def test_a_preempted_request_keeps_its_tokens_and_their_times(chunk, again):
 
 
 def test_an_interrupted_schedule_is_begun_again(monkeypatch):
-    (scheduler, requests), add = started((3, 4), (6, 4), (2, 4)), Batch.add
+    scheduler, requests = started((3, 4), (6, 4), (2, 4))
+    add = Batch.add
     advance(scheduler, scheduler.next_batch())
 
     def interrupted(batch, request):
@@ -259,7 +273,8 @@ def test_a_request_holds_what_its_policy_reserves(policy, page_size):
         batch = scheduler.next_batch()
         [chunk] = batch
         assert chunk.start + chunk.length == computed
-        holds, first = 32 if policy in RESERVING else computed, request.pages[0]
+        holds = 32 if policy in RESERVING else computed
+        first = request.pages[0]
         count = -(-holds // page_size)
         assert request.pages == list(range(first, first + count))  # and there is room to grow
         assert pages.num_free == pages.total - count
@@ -359,7 +374,9 @@ def test_memory_must_hold_one_request_of_max_len(policy):
 
 @given(st.data(), st.integers(1, 24))
 def test_pages_are_a_set_with_some_taken(data, total):
-    pages, free, tables = Pages(total, 4), set(range(total)), []
+    pages = Pages(total, 4)
+    free = set(range(total))
+    tables = []
     for _ in range(data.draw(st.integers(0, 30))):
         action = data.draw(st.sampled_from(["new", "grow", "free", "free one"]))
         table = data.draw(st.sampled_from(tables)) if tables and action != "new" else []
@@ -373,7 +390,8 @@ def test_pages_are_a_set_with_some_taken(data, total):
                 assert got == list(range(got[0], got[0] + count)) or count > max(map(len, runs))
                 tables.append(got)
         elif action == "grow":
-            got, following = pages.allocate(1, after=table[-1]), table[-1] + 1
+            got = pages.allocate(1, after=table[-1])
+            following = table[-1] + 1
             assert (got is None) == (not free)
             if got:
                 assert len(got) == 1 and free.issuperset(got)
