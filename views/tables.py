@@ -7,14 +7,11 @@ A command says beside its print what its table shows:
 
 Read next: timelines.py, which draws."""
 
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 Row = TypeVar("Row")
-TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 
 @dataclass(frozen=True)
@@ -67,17 +64,3 @@ def align(lines: Sequence[Sequence[str]]) -> str:
         cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
         texts.append(f"| {' | '.join(cells)} |")
     return "\n".join([texts[0], f"|{'|'.join(rules)}|", *texts[1:]])
-
-
-def print_rows(table: str, rows: Mapping[str, Mapping[str, Any]], /, **words: Any) -> None:
-    """Print a table of tables.toml and the words around it, with an empty line after each. `rows`
-    is {name: {key: value}}, where a value that is not there is None."""
-    its = TABLES[table]
-    columns = {head.format_map(words): spec for head, (_, spec) in its["columns"].items()}
-    keys = [key for key, _ in its["columns"].values()]
-    cells = [[name, *map(row.get, keys)] for name, row in rows.items()]
-    if "title" in its:
-        print(its["title"].format_map(words), end="\n\n")
-    print(markdown({its["rows"]: ""} | columns, cells), end="\n\n")
-    if "note" in its:
-        print(its["note"].format_map(words), end="\n\n")

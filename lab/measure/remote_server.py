@@ -19,9 +19,9 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from engine import Completion
 from lab.measure.load_run import Run
 from lab.measure.workload import Arrival
+from outputs import Completion
 from policies.priority import PRIORITIES
 
 TIMEOUT_S = 600
