@@ -139,7 +139,8 @@ def test_parts_of_an_iteration():
     flops = (8 * 8 * 576, 4 * 8 * 12.5 * 4 * 8, 0, 2 * 4 * 8 * 100)
     moved = [4 * 2 * (576 + 7 * 104), 4 * 16 * (15 + 8 + 20), 4 * 2 * 7 * (8 * 8 + 2 * 16 + 2 * 32)]
     moved, kernels = [*moved, 2 * (800 + 3 * 108)], (16, 8, 20, 1)
-    names, start = ("linear", "attention", "others", "head"), CostModel(SMALL, START)
+    names = ("linear", "attention", "others", "head")
+    start = CostModel(SMALL, START)
     for device, counts, unit in ((MATH, flops, 1e-6), (MOVE, moved, 1e-6), (START, kernels, 1)):
         expected = {name: part * unit for name, part in zip(names, counts, strict=True)}
         assert parts(CostModel(SMALL, device), BATCH) == pytest.approx(expected | {"all_reduce": 0})
@@ -171,14 +172,15 @@ def test_decodes_beside_a_chunk_take_longer_in_attention():
     assert attention([PREFILL]) == pytest.approx(16 * 15)
     assert attention(BATCH) == pytest.approx(16 * (15 + 1.5 * (8 + 20)))
     assert {device.riding for device in DEVICES.values()} == {1}
-    riding = [its.device.riding for its in (A6000_13B, A100_33B)]
+    riding = [model.device.riding for model in (A6000_13B, A100_33B)]
     assert riding == [pytest.approx((15.2 - 10) / 3 / (5.68 / 4))] * 2  # SARATHI, Table 2
 
 
 def test_stages_of_a_pipeline():
     link = Link(bytes_per_s=1e3, step_s=0.25)
     cost = CostModel(SMALL, MATH, pp=2, pp_link=link, cpu_s=0.5)
-    layer, head = (2 * 8 * 576 + 8 * 12.5 * 32) / 1e6, 6400e-6
+    layer = (2 * 8 * 576 + 8 * 12.5 * 32) / 1e6
+    head = 6400e-6
     stages, hop = cost.stages(BATCH)
     assert stages == pytest.approx([0.5 + 2 * layer, 0.5 + 2 * layer + head])
     assert hop == pytest.approx(0.25 + 7 * 8 * 2 / 1e3)
@@ -231,22 +233,26 @@ COSTS = [
 
 @pytest.mark.parametrize("make", COSTS)
 def test_more_work_is_never_faster(make):
-    draw, used = random.Random(0), make()
+    draw = random.Random(0)
+    used = make()
 
     def chunk():
         return (0, draw.randrange(4000), draw.choice([1, 1, 1, 2, draw.randrange(2, 1500)]))
 
     for _ in range(300):
         batch = [chunk() for _ in range(draw.randrange(1, 30))]
-        seconds, its, i = used.seconds(batch), parts(used, batch), draw.randrange(len(batch))
+        seconds = used.seconds(batch)
+        parts_s = parts(used, batch)
+        i = draw.randrange(len(batch))
         assert 0 < seconds < inf
-        rest = (used.pp - 1) * used.stages(batch)[1] + used.pp * used.cpu_s
-        assert sum(its.values()) + rest == pytest.approx(seconds) and min(its.values()) >= 0
+        fixed_s = (used.pp - 1) * used.stages(batch)[1] + used.pp * used.cpu_s
+        assert sum(parts_s.values()) + fixed_s == pytest.approx(seconds)
+        assert min(parts_s.values()) >= 0
         shuffled = draw.sample(batch, len(batch))
         assert used.seconds(shuffled) == pytest.approx(seconds, rel=1e-12)  # in any order
         _, start, length = batch[i]
-        more = draw.choice([1, draw.randrange(1, 600)])
-        for longer in ((0, start, length + more), (0, start + more, length)):
+        new_tokens = draw.choice([1, draw.randrange(1, 600)])
+        for longer in ((0, start, length + new_tokens), (0, start + new_tokens, length)):
             assert used.seconds([*batch[:i], longer, *batch[i + 1 :]]) > seconds
         assert used.seconds([*batch, chunk()]) > seconds
 
@@ -265,8 +271,8 @@ def test_memory_on_one_gpu_is_that_of_the_engine(name):
     cost = CostModel(GEOMETRIES[name], replace(A100, memory_bytes=200e9))
     kv_bytes = kv_bytes_per_token(GEOMETRIES[name], torch.float16)
     assert cost.kv_bytes * cost.layers == kv_bytes
-    most = (180_000_000_000 - cost.weight_bytes()) // (3000 * kv_bytes)  # SARATHI §4.3.1
-    assert cost.max_batch(3000) == most > 0
+    max_requests = (180_000_000_000 - cost.weight_bytes()) // (3000 * kv_bytes)  # SARATHI §4.3.1
+    assert cost.max_batch(3000) == max_requests > 0
 
 
 @pytest.mark.parametrize("pp, batch", [(8, 27), (1, 11)])
@@ -274,7 +280,8 @@ def test_gpt3_runs_the_batches_of_sarathi_on_a100s(pp, batch):
     cost = CostModel(GEOMETRIES["gpt3-175b"], A100, tp=8, pp=pp)
     assert cost.max_batch(4096) == batch  # §5.3
     # 12 h^2 weights in a layer; the embedding; a token's keys and values: of 16 bits, on 8 GPUs
-    h, layers = 12288, 96 // pp
+    h = 12288
+    layers = 96 // pp
     weights = (layers * 12 * h * h + 50257 * h) * 2 // 8
     tokens = int((0.9 * 80e9 - weights) / (layers * 2 * h * 2 / 8))
     assert (cost.weight_bytes(), cost.kv_tokens()) == (weights, tokens)
@@ -315,13 +322,14 @@ def test_batches_and_table_2_of_sarathi():
     batches = {(224.8, 10): [(0, 0, 1024)], (44.28, 5.68): decodes(4, 1024)}
     batches[223.2, 15.2] = [(9, 0, 1021), *decodes(3, 1024)]
     for published, batch in batches.items():
-        its = parts(cost, batch)
-        ours = 1e3 * its["linear"], 1e3 * its["attention"]
+        parts_s = parts(cost, batch)
+        ours = 1e3 * parts_s["linear"], 1e3 * parts_s["attention"]
         assert ours == pytest.approx(published, rel=0.02)
     prefill = (9, 0, 1021)
-    alone = cost.seconds(decodes(4, 1024)) / 4
+    decode_alone_s = cost.seconds(decodes(4, 1024)) / 4
     riding = (cost.seconds([prefill, *decodes(3, 1024)]) - cost.seconds([prefill])) / 3
-    assert 5 < alone / riding < 15  # 12.49 and 1.2 ms: a decode that rides costs a fraction
+    # 12.49 and 1.2 ms: a decode that rides costs a fraction
+    assert 5 < decode_alone_s / riding < 15
 
 
 def test_figures_7_and_3_of_sarathi_and_the_strict_slos_of_sarathi_serve():
@@ -344,18 +352,20 @@ def test_a_fitted_cost_predicts_what_its_law_does():
     shapes = [(64, 0, 0, 2080), (64, 4, 800, 59_680), (300, 9, 8100, 105_150)]
     shapes += [(0, 4, 800, 0), (0, 9, 8100, 0)]
     profile = [(BatchShape(*shape), float(law @ [1, *shape])) for shape in shapes]
-    cost, ours = FittedCost([profile]), IterationTime(profile)
+    cost = FittedCost([profile])
+    ours = IterationTime(profile)
     # 100 * 50 + (1 + ... + 50) pairs; 10 + 700 keys
     prefills = SimpleNamespace(is_decoding=False)
     decoding = [SimpleNamespace(is_decoding=True, tokens=[0] * n) for n in (10, 700)]
-    chunk, decodes = (prefills, 100, 50), [(its, len(its.tokens) - 1, 1) for its in decoding]
+    chunk = (prefills, 100, 50)
+    decodes = [(request, len(request.tokens) - 1, 1) for request in decoding]
     batches = [[chunk], decodes, [chunk, *decodes], [chunk, (prefills, 0, 3)]]
     shapes = [(50, 0, 0, 6275), (0, 2, 710, 0), (50, 2, 710, 6275), (53, 0, 0, 6281)]
     for batch, shape in zip(batches, shapes, strict=True):
         (seconds,), hop_s = cost.stages(batch)
         assert seconds == ours.predict(BatchShape(*shape)) and hop_s == 0.0
         assert seconds == pytest.approx(law @ [1, *shape], rel=0.02)
-        quicker = [(its, of_one / 2) for its, of_one in profile]
+        quicker = [(batch_shape, of_one / 2) for batch_shape, of_one in profile]
         stages, hop_s = FittedCost([profile, quicker], 0.25).stages(batch)
         assert stages == pytest.approx([seconds, seconds / 2])
         assert hop_s == 0.25

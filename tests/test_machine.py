@@ -35,7 +35,8 @@ def test_a_simulated_machine_is_served_like_a_real_one(tmp_path, capsys, monkeyp
     files = {option: tmp_path / f"run.{option}" for option in ("csv", "json")}
     options = [word for option, file in files.items() for word in (f"--{option}", str(file))]
     bench.main(["serve", *YI, *load, "--requests", "20", *options])
-    text, report = capsys.readouterr().out, json.loads(files["json"].read_text())
+    text = capsys.readouterr().out
+    report = json.loads(files["json"].read_text())
     tables = printed_tables(text)
     assert [table[0] for table in tables] == [table[0] for table in real] and len(tables) == 2
     heading = "2 x A100-80GB, TP 2 x PP 1, 0 ms of CPU per iteration and stage\nyi-34b, 16 bits\n"
@@ -47,10 +48,12 @@ def test_a_simulated_machine_is_served_like_a_real_one(tmp_path, capsys, monkeyp
     rows = list(csv.DictReader(files["csv"].read_text().splitlines()))
     sizes = ("prompt_tokens", "output_tokens", "arrival")
     served = [tuple(float(row[name]) for name in sizes) for row in rows]
-    asked = poisson(sample_lengths("sharegpt4", 20, 8192, 0), 1.0, 0)
-    assert served == [(a.prompt_len, a.output_len, a.time) for a in asked] * 2
+    arrivals = poisson(sample_lengths("sharegpt4", 20, 8192, 0), 1.0, 0)
+    assert served == [(a.prompt_len, a.output_len, a.time) for a in arrivals] * 2
     for line, (name, row) in zip(tables[0][1:], report["runs"].items(), strict=True):
-        p50 = statistics.median(float(its["ttft_s"]) for its in rows if its["policy"] == name)
+        p50 = statistics.median(
+            float(request["ttft_s"]) for request in rows if request["policy"] == name
+        )
         assert row["ttft_s"]["p50"] == pytest.approx(p50) and line[:2] == [name, f"{p50:.2f}"]
         assert row["finished"] == 20 and row["own_fraction"] == 0
 
@@ -67,8 +70,8 @@ ALONE = [  # options, what they make, replicas, how the heading says that
 @pytest.mark.parametrize("options, cost, replicas, heading", ALONE)
 def test_alone_it_takes_what_the_model_says(options, cost, replicas, heading, tmp_path, capsys):
     file = tmp_path / "alone.csv"  # of requests all at once, each on its own replica
-    words = f"serve {A100S} {options} --lengths 500+3 --requests {replicas} --qps 1e6"
-    bench.main([*words.split(), "--policies", "sarathi-serve:200", "--csv", str(file)])
+    argv = f"serve {A100S} {options} --lengths 500+3 --requests {replicas} --qps 1e6"
+    bench.main([*argv.split(), "--policies", "sarathi-serve:200", "--csv", str(file)])
     assert capsys.readouterr().out.startswith(f"simulated: {heading}")
     chunks = sum(cost.seconds([(0, *chunk)]) for chunk in ((0, 200), (200, 200), (400, 100)))
     decodes = sum(cost.seconds([(0, start, 1)]) for start in (500, 501))
@@ -81,7 +84,8 @@ def test_a_capacity_is_searched_on_a_simulated_machine(tmp_path, capsys):
     file = tmp_path / "capacity.json"
     load = ["--requests", "40", "--policies", "vllm,sarathi-serve", "--cpu-ms", "5"]
     bench.main(["capacity", *YI, *load, "--json", str(file)])
-    text, results = capsys.readouterr().out, json.loads(file.read_text())["results"]
+    text = capsys.readouterr().out
+    results = json.loads(file.read_text())["results"]
     assert "TP 2 x PP 1, 5 ms of CPU" in text
     ((head, *rows),) = printed_tables(text)
     assert head[0] == "policy" and [row[0] for row in rows] == list(results)
@@ -120,7 +124,7 @@ def test_this_machine_is_simulated_with_the_law_of_its_profile(
     command, drift, tmp_path, capsys, monkeypatch
 ):
     """By both in `serve`, in the same tables and files; predictions are off by 1 to 24 %."""
-    fitted, others = machine.profile_cases(64)
+    fitted, checked = machine.profile_cases(64)
     timed_cases = []
     drawn_runs = []
 
@@ -139,24 +143,29 @@ def test_this_machine_is_simulated_with_the_law_of_its_profile(
     monkeypatch.setattr(measure, "steadily", lambda function, *_, **__: (function(), drift))
     monkeypatch.setattr(measure.Probe, "take", lambda *_: 0.0)  # of real runs: nobody else is here
     monkeypatch.setattr("views.timelines.plot_serving", lambda runs, *_: drawn_runs.append(runs))
-    file, load = tmp_path / "this.json", "--lengths 10+3 --policies sarathi-serve,vllm --slo 1000"
-    words = [*TINY, "--page-size", "8", *load.split(), "--json", str(file)]
+    file = tmp_path / "this.json"
+    load = "--lengths 10+3 --policies sarathi-serve,vllm --slo 1000"
+    argv = [*TINY, "--page-size", "8", *load.split(), "--json", str(file)]
     if command == "serve":
         files = {"csv": "a.csv", "html": "a.html", "plot": "a.png"}
-        more = [f"--{option}={tmp_path / name}" for option, name in files.items()]
-        words += ["--requests", "1", "--qps", "1", *more]
+        file_options = [f"--{option}={tmp_path / name}" for option, name in files.items()]
+        argv += ["--requests", "1", "--qps", "1", *file_options]
     else:
-        words += ["--requests", "8"]
-    bench.main([command, *words, "--simulate", "this"])
-    text, report = capsys.readouterr().out, json.loads(file.read_text())
-    assert timed_cases == fitted + others and not set(fitted) & set(others)
+        argv += ["--requests", "8"]
+    bench.main([command, *argv, "--simulate", "this"])
+    text = capsys.readouterr().out
+    report = json.loads(file.read_text())
+    assert timed_cases == fitted + checked and not set(fitted) & set(checked)
     assert text.startswith("simulated: ") == (command == "capacity")
     assert f"fitted to {len(fitted)} batches" in text
-    here, busy = report["machine"], drift > measure.BUSY
+    info = report["machine"]
+    busy = drift > measure.BUSY
     off = {"p50": 0.125, "p90": 0.217, "p99": 0.2377, "max": 0.24}
-    assert here["prediction_error"] == pytest.approx(off, abs=1e-4)
-    found = measure.TOO_BUSY if busy else "off by 12.5% in the median, 21.7% at P90, 24.0% at most"
-    assert f"\npredictions of 24 others: {found}\n" in text and here["profile_busy"] == busy
+    assert info["prediction_error"] == pytest.approx(off, abs=1e-4)
+    conclusion = (
+        measure.TOO_BUSY if busy else "off by 12.5% in the median, 21.7% at P90, 24.0% at most"
+    )
+    assert f"\npredictions of 24 others: {conclusion}\n" in text and info["profile_busy"] == busy
     if command == "capacity":
         assert list(report["results"]) == ["sarathi-serve", "vllm"]
         return
@@ -180,17 +189,18 @@ def test_this_machine_is_simulated_with_the_law_of_its_profile(
 
 def test_cases_fit_a_machine_of_any_length():
     for max_len in (3, 64, 1024, 8192):
-        fitted, others = machine.profile_cases(max_len)
-        for budget, context, decodes in fitted + others:
+        fitted, checked = machine.profile_cases(max_len)
+        for budget, context, decodes in fitted + checked:
             assert max(0, budget - max_len) <= decodes <= budget > 0 and 1 <= context <= max_len
-        assert len(fitted) == 17 and len(others) == 24
+        assert len(fitted) == 17 and len(checked) == 24
 
 
 def test_all_micro_batches_are_counted_and_no_batch_overtakes_another(
     tmp_path, capsys, monkeypatch
 ):
-    drawn, report = [], tmp_path / "two.json"
-    monkeypatch.setattr("views.timelines.plot_serving", lambda runs, *_: drawn.append(runs))
+    drawn_runs = []
+    report = tmp_path / "two.json"
+    monkeypatch.setattr("views.timelines.plot_serving", lambda runs, *_: drawn_runs.append(runs))
     options = "--pp 2 --replicas 2 --requests 40 --lengths 900+30 --qps 50 --policies orca".split()
     files = ["--json", str(report), "--plot", str(tmp_path / "two.png")]
     bench.main(["serve", *YI, *options, *files])
@@ -201,7 +211,7 @@ def test_all_micro_batches_are_counted_and_no_batch_overtakes_another(
     row = json.loads(report.read_text())["runs"]["orca"]
     assert row["running_peak"] == 40  # they come quicker than they end
     batches = defaultdict(list)
-    for iteration in drawn[0]["orca"].iterations:
+    for iteration in drawn_runs[0]["orca"].iterations:
         batches[iteration.micro_batch].append((iteration.start, iteration.end))
     assert len(batches) == 4
     for spans in map(sorted, batches.values()):

@@ -115,15 +115,17 @@ def test_prefill_in_another_micro_batch_stalls_nobody():
     chunks = [prefill(0, 3), decode(0), decode(0)]
     waiting = a_completion(0, 1, 0.0, times=[1.0, 2.0, 3.0])
     for mine, other, stalls in ((0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 1)):
-        its = [an_iteration(i, i + 1.0, [c], micro_batch=mine) for i, c in enumerate(chunks)]
-        its.append(an_iteration(1.25, 1.75, [prefill(1, 50)], micro_batch=other))
-        assert len(find_stalls([waiting], sorted(its, key=lambda i: i.start))) == stalls
+        iterations = [an_iteration(i, i + 1.0, [c], micro_batch=mine) for i, c in enumerate(chunks)]
+        iterations.append(an_iteration(1.25, 1.75, [prefill(1, 50)], micro_batch=other))
+        assert len(find_stalls([waiting], sorted(iterations, key=lambda i: i.start))) == stalls
 
 
 def random_history(seed):
     """Nonsense, as an engine would record it: random batches, idle times, preemptions, aborts."""
     rng = random.Random(seed)
-    iterations, times, now = [], defaultdict(list), 0.0
+    iterations = []
+    times = defaultdict(list)
+    now = 0.0
     for _ in range(rng.randint(1, 30)):
         now += rng.choice([0.0, 0.0, rng.random()])
         end = now + 0.01 + rng.random()
@@ -157,13 +159,13 @@ def stalls_by_definition(completions, iterations):
 
 
 def test_stalls_equal_their_definition_on_random_histories():
-    found = 0
+    num_stalls = 0
     for seed in range(300):
         history = random_history(seed)
         stalls = find_stalls(*history)
         assert stalls == stalls_by_definition(*history), f"seed {seed}"
-        found += len(stalls)
-    assert found > 1000
+        num_stalls += len(stalls)
+    assert num_stalls > 1000
 
 
 def test_the_summary_of_a_run_equals_a_calculation_by_hand():
@@ -191,16 +193,17 @@ def test_the_summary_of_a_run_equals_a_calculation_by_hand():
     )
     assert (stalls.count, stalls.over_slo) == (6, None)
     assert stalls.length_s == marks(0.75, 1.75, 2.2, 2.25)
-    told = dict(p50_tbt_s=0.5, p99_tbt_s=2.14, p50_ttft_s=2.25, p99_ttft_s=2.74)
-    told |= dict(longest_stall_s=2.25, p50_delay_s=0.25)
+    summary_fields = dict(p50_tbt_s=0.5, p99_tbt_s=2.14, p50_ttft_s=2.25, p99_ttft_s=2.74)
+    summary_fields |= dict(longest_stall_s=2.25, p50_delay_s=0.25)
     report = summary.to_json()
-    assert {key: report[key] for key in told} == pytest.approx(told)
+    assert {key: report[key] for key in summary_fields} == pytest.approx(summary_fields)
     over = [summary_of(tbt_slo_s=slo).stalls.over_slo for slo in (1.0, 1.25)]
     assert over == [2, 1]  # 1.25 meets 1.25
 
 
 def test_a_run_of_nothing_has_counts_but_no_measurements():
-    summary, nothing = summarize_run([], [], seconds=0.0), percentiles([])
+    summary = summarize_run([], [], seconds=0.0)
+    nothing = percentiles([])
     assert (summary.requests, summary.finished, summary.iterations) == (0, 0, 0)
     times = [summary.ttft_s, summary.tbt_s, summary.scheduling_delay_s, summary.latency_s]
     assert [summary.stalls.length_s, *times] == [nothing] * 5
@@ -210,16 +213,16 @@ def test_a_run_of_nothing_has_counts_but_no_measurements():
 
 def test_metrics_of_iterations_are_unknown_without_iterations():
     completions, iterations = three_requests()
-    known = summarize_run(completions, iterations, 8.0, tbt_slo_s=1.0)
+    with_iterations = summarize_run(completions, iterations, 8.0, tbt_slo_s=1.0)
     summary = summarize_run(completions, [], 8.0, tbt_slo_s=1.0)
     for key in ("preemptions", "recomputed_tokens", "cached_tokens", "cached"):
-        assert getattr(summary, key) is None is not getattr(known, key)
+        assert getattr(summary, key) is None is not getattr(with_iterations, key)
     for key in ("count", "over_slo", "longest"):
-        assert getattr(summary.stalls, key) is None is not getattr(known.stalls, key)
+        assert getattr(summary.stalls, key) is None is not getattr(with_iterations.stalls, key)
     assert summary.longest_stall_s is None
     quiet = summarize_run(completions, iterations[:1], 8.0)
     assert quiet.longest_stall_s == quiet.stalls.count == 0
-    assert (summary.ttft_s, summary.tbt_s) == (known.ttft_s, known.tbt_s)
+    assert (summary.ttft_s, summary.tbt_s) == (with_iterations.ttft_s, with_iterations.tbt_s)
     for row in request_rows(completions, []):
         none = "stalls longest_stall_s caused_by preemptions recomputed_tokens cached_tokens"
         assert {row[key] for key in none.split()} == {None}
@@ -234,10 +237,8 @@ def test_the_cached_share_is_relative_to_the_prompt_tokens():
         a_completion(1, 10, 0.0, "length", 0.0, [1.0, 2.0], **lost),
         a_completion(2, 10, 0.0, "abort"),  # which waited
     ]
-    summary, rows = (
-        summarize_run(completions, iterations, 2.0),
-        request_rows(completions, iterations),
-    )
+    summary = summarize_run(completions, iterations, 2.0)
+    rows = request_rows(completions, iterations)
     assert summary.cached_tokens == 20 and [row["cached_tokens"] for row in rows] == [0, 20, 0]
     assert summary.cached == pytest.approx(20 / (10 + 10 + 13))
 
@@ -271,23 +272,24 @@ def one_server(gaps, services):
     """Completions of requests that came with these gaps, served one by one in so many seconds."""
     arrivals = np.cumsum(gaps).tolist()
     free = 0.0
-    done = []
+    completions = []
     for i, (arrival, service) in enumerate(zip(arrivals, services, strict=True)):
         start = max(arrival, free)
         free = start + service
-        done.append(a_completion(i, 1, arrival, "length", start, [free]))
-    return done
+        completions.append(a_completion(i, 1, arrival, "length", start, [free]))
+    return completions
 
 
 def test_a_queue_grows_where_more_arrive_than_are_scheduled():
-    steady, late_rush = [1.0] * 40, [1.0] * 30 + [0.25] * 10
+    steady = [1.0] * 40
+    late_rush = [1.0] * 30 + [0.25] * 10
     grows = summarize_queue(one_server(steady, [1.1] * 40))
     assert grows.grew
     assert (grows.arrived_per_s, grows.scheduled_per_s) == pytest.approx((1.0, 1 / 1.1))
     delays = grows.second_quarter_s, grows.last_quarter_s
     assert delays == pytest.approx((14.5 * 0.1, 34.5 * 0.1))  # of requests 10 … 19, 30 … 39
-    said = "the queue grew: median delay of 1.45 s in the second quarter and 3.45 s in the last"
-    assert missed(summarize_run(one_server(steady, [1.1] * 40), [], 44.0), 1.0) == said
+    message = "the queue grew: median delay of 1.45 s in the second quarter and 3.45 s in the last"
+    assert missed(summarize_run(one_server(steady, [1.1] * 40), [], 44.0), 1.0) == message
     shuffled = one_server(steady, [1.1] * 40)
     for one, other in zip(
         shuffled[::2], shuffled[1::2], strict=True
@@ -308,13 +310,14 @@ def test_a_queue_grows_where_more_arrive_than_are_scheduled():
 @pytest.mark.parametrize("load, share", [(0.8, 0.0), (0.9, 0.0), (1.1, 1.0), (1.25, 1.0)])
 def test_an_overloaded_queue_is_told_from_a_busy_one(load, share):
     """Poisson arrivals, services that vary like the lengths of requests, 240 of them, 20 times."""
-    found = 0
+    num_grown = 0
     for seed in range(20):
         rng = np.random.default_rng(seed)
-        gaps, services = rng.exponential(size=240), rng.lognormal(0.0, 0.7, size=240)
-        done = one_server(gaps / gaps.mean(), load * services / services.mean())
-        found += summarize_queue(done).grew
-    assert found / 20 == pytest.approx(share, abs=0.1)
+        gaps = rng.exponential(size=240)
+        services = rng.lognormal(0.0, 0.7, size=240)
+        completions = one_server(gaps / gaps.mean(), load * services / services.mean())
+        num_grown += summarize_queue(completions).grew
+    assert num_grown / 20 == pytest.approx(share, abs=0.1)
 
 
 def finished_run(delays, gaps):

@@ -47,7 +47,8 @@ class Time:
     """A clock that advances by `tick` seconds whenever it is looked at, and by what is slept."""
 
     def __init__(self, tick):
-        self.time, self.tick = 1000.0, tick
+        self.time = 1000.0
+        self.tick = tick
 
     def now(self):
         self.time += self.tick
@@ -60,7 +61,10 @@ class Time:
 class Silent:
     """A model that computes nothing: for runs of which only the times matter."""
 
-    config, device, dtype, compiled = MODEL.config, MODEL.device, MODEL.dtype, False
+    config = MODEL.config
+    device = MODEL.device
+    dtype = MODEL.dtype
+    compiled = False
 
     def pack(self):
         return self
@@ -71,7 +75,8 @@ class Silent:
 
 def serve_small(policy="vllm", tick=0.01, arrivals=ARRIVALS, model=Silent(), shared=(0, 1), **more):  # noqa: B008
     options = {"tbt_slo": 1.0} if policy == "dynamic" else {}
-    config, time = replace(SMALL, policy=policy, policy_options=options, **more), Time(tick)
+    config = replace(SMALL, policy=policy, policy_options=options, **more)
+    time = Time(tick)
     tokens = prompts(arrivals, 61, 0, shared)
     return serve(model, config, arrivals, tokens, now=time.now, sleep=time.sleep)
 
@@ -92,9 +97,11 @@ def test_the_rate_of_chats_is_that_at_which_they_are_offered():
         )
         assert run.result().offered_per_s == offered
     came = [20.0 * min(i, 5) + 10.0 * max(0, i - 5) for i in range(20)]  # and then no quicker
-    done = [Completion(i, [1], time, scheduled=time + 12 + i / 10) for i, time in enumerate(came)]
+    completions = [
+        Completion(i, [1], time, scheduled=time + 12 + i / 10) for i, time in enumerate(came)
+    ]
     for offered, grew in ((None, False), (0.05, False), (5.0, True)):
-        queue = judge(Run(done, [], 200.0, None, offered_per_s=offered), 1.0).summary.queue
+        queue = judge(Run(completions, [], 200.0, None, offered_per_s=offered), 1.0).summary.queue
         assert queue.arrived_per_s == (offered or 19 / 240) and queue.grew == grew
 
 
@@ -128,7 +135,8 @@ def test_no_request_runs_before_arrival_or_waits_for_an_idle_engine():
     run = serve_small("sarathi-serve")
     for iteration in run.iterations:
         assert all(ARRIVALS[i].time <= iteration.start for i, *_ in iteration.chunks)
-    idle_until, meanwhile = run.completions[4], run.completions[1]
+    idle_until = run.completions[4]
+    meanwhile = run.completions[1]
     before = [i.end for i in run.iterations if i.start < idle_until.arrival]
     assert before[-1] < idle_until.arrival - 1  # the engine was idle, and slept
     assert idle_until.scheduling_delay < 0.1
@@ -137,17 +145,18 @@ def test_no_request_runs_before_arrival_or_waits_for_an_idle_engine():
 
 
 def test_classes_and_targets_come_with_the_arrival(monkeypatch):
-    seen, add = [], Engine.add_request
+    added = []
+    add = Engine.add_request
 
     def watched(self, *args, **more):
         if "request_id" in more:  # not of the warm-up
-            seen.append((more.get("priority"), more.get("ttft_slo"), more.get("tbt_slo")))
+            added.append((more.get("priority"), more.get("ttft_slo"), more.get("tbt_slo")))
         return add(self, *args, **more)
 
     monkeypatch.setattr(Engine, "add_request", watched)
     targets = [("low", None, None), ("realtime", 0.5, 0.1)]
     run = serve_small("priority", arrivals=[Arrival(0.0, 8, 4, *its) for its in targets])
-    assert seen == targets and [c.priority for c in run.completions] == [3, 0]
+    assert added == targets and [c.priority for c in run.completions] == [3, 0]
 
 
 def test_a_run_counts_preemptions_and_the_time_outside_the_forward_pass():
@@ -165,8 +174,8 @@ def test_a_full_queue_refuses_and_the_slo_is_not_met():
     arrivals = [Arrival(0.0, 8, 4, "low")] * 8
     run = serve_small(arrivals=arrivals, max_batch=2, max_waiting=3, tick=0.5)
     assert [c.finish_reason for c in run.completions] == ["length"] * 3 + ["abort"] * 5
-    seen = [(c.request_id, len(c.prompt), c.priority) for c in run.completions]
-    assert seen == [(i, 8, 3) for i in range(8)]
+    ended = [(c.request_id, len(c.prompt), c.priority) for c in run.completions]
+    assert ended == [(i, 8, 3) for i in range(8)]
     judged = judge(run, 1000.0)
     assert not judged.met and run.refused == judged.summary.aborted == 5
 
@@ -178,7 +187,8 @@ def test_an_interrupted_run_is_what_was_seen_of_it(turns):
     tokens = prompts(load, 61, 0)
 
     def load_run(limit):
-        time, looks = Time(0.01), iter(range(limit))
+        time = Time(0.01)
+        looks = iter(range(limit))
 
         def clock():
             if next(looks, None) is None:
@@ -188,7 +198,8 @@ def test_an_interrupted_run_is_what_was_seen_of_it(turns):
         engine = Engine.from_config(Silent(), replace(SMALL, policy="vllm"), clock=clock)
         return LoadRun(EngineServer(engine, clock, time.sleep), load, tokens)
 
-    full, seen = load_run(10**6).run(), set()
+    full = load_run(10**6).run()
+    num_completed = set()
     for limit in range(1, 500):
         try:
             load_run(limit).run()
@@ -200,19 +211,27 @@ def test_an_interrupted_run_is_what_was_seen_of_it(turns):
         assert run.iterations == full.iterations[: len(run.iterations)]
         last = run.iterations[-1].end if run.iterations else 0.0
         for c in full.completions:
-            its = [own for own in run.completions if own.request_id == c.request_id]
-            assert its == [c] or c.token_times[-1] > last
-            assert all(own.token_times == c.token_times[: len(own.tokens)] for own in its)
-        seen.add(len(run.completions))
-    assert seen >= set(range(1, 7)) and max(seen) == len(load)
+            interrupted = [
+                completion
+                for completion in run.completions
+                if completion.request_id == c.request_id
+            ]
+            assert interrupted == [c] or c.token_times[-1] > last
+            assert all(
+                completion.token_times == c.token_times[: len(completion.tokens)]
+                for completion in interrupted
+            )
+        num_completed.add(len(run.completions))
+    assert num_completed >= set(range(1, 7)) and max(num_completed) == len(load)
 
 
 def test_a_turn_comes_a_second_after_the_answer_and_continues_it():
     load = chats([Arrival(0.0, 9, 6), Arrival(0.1, 4, 1), Arrival(1.0, 7, 2)], 3)
-    run, own = serve_small("sarathi-serve", arrivals=load, model=MODEL), prompts(load, 61, 0)
+    run = serve_small("sarathi-serve", arrivals=load, model=MODEL)
+    own_prompts = prompts(load, 61, 0)
     assert [c.request_id for c in run.completions] == list(range(3 + 2 + 0 + 1))
     assert max(c.arrival for c in run.completions[:3]) == 1.0
-    for c, arrival, tokens in zip(run.completions, load, own, strict=True):
+    for c, arrival, tokens in zip(run.completions, load, own_prompts, strict=True):
         assert c.tokens == alone(MODEL, c.prompt, SamplingParams(arrival.output_len))
         assert len(c.prompt) == arrival.prompt_len and c.arrival <= c.scheduled
         if arrival.follows is not None:
@@ -234,18 +253,19 @@ def test_a_chat_ends_with_a_turn_that_was_refused():
 def test_a_shared_prefix_is_found_and_so_is_what_was_generated(policy):
     """In pages of 4 tokens. A prefix of 10 fills two. A turn of 6 + 4 tokens fills two as well, the
     last token is never computed, and its prompt alone would have filled one."""
-    apart, chat = [Arrival(2.0 * i, 13, 2) for i in range(3)], chats([Arrival(0.0, 12, 8)], 2)
-    for load, shared, found in ((apart, (10, 1), [0, 8, 8]), (chat, (0, 1), [0, 8])):
-        how = dict(arrivals=load, shared=shared, model=MODEL)
-        off, on = (serve_small(policy, prefix_caching=on, **how) for on in (False, True))
-        assert [c.cached_tokens for c in on.completions] == found
+    apart = [Arrival(2.0 * i, 13, 2) for i in range(3)]
+    chat = chats([Arrival(0.0, 12, 8)], 2)
+    for load, shared, cached_tokens in ((apart, (10, 1), [0, 8, 8]), (chat, (0, 1), [0, 8])):
+        options = dict(arrivals=load, shared=shared, model=MODEL)
+        off, on = (serve_small(policy, prefix_caching=on, **options) for on in (False, True))
+        assert [c.cached_tokens for c in on.completions] == cached_tokens
         assert [c.cached_tokens for c in off.completions] == [0] * len(load)
         assert [c.tokens for c in on.completions] == [c.tokens for c in off.completions]
         starts = {}
         for iteration in on.iterations:
             for i, start, _, _ in iteration.chunks:
                 starts.setdefault(i, start)
-        assert [starts[i] for i in range(len(load))] == found
+        assert [starts[i] for i in range(len(load))] == cached_tokens
 
 
 def test_garbage_collection_is_as_it_was_after_a_run_that_failed(monkeypatch):
@@ -263,9 +283,9 @@ def test_garbage_collection_is_as_it_was_after_a_run_that_failed(monkeypatch):
 def test_a_run_looks_every_second_at_who_else_computes(monkeypatch):
     took = []
     monkeypatch.setattr(measure.Probe, "take", lambda probe, *_: took.append(len(took)) or took[-1])
-    done = serve_small()
-    assert 5 < done.seconds < 6 and len(took) == 3  # at 0, 4 and 5 s: in between all is done
-    assert done.drift == sum(took) / len(took) > 0 and judge(done, 1.0).busy
+    run = serve_small()
+    assert 5 < run.seconds < 6 and len(took) == 3  # at 0, 4 and 5 s: in between all is done
+    assert run.drift == sum(took) / len(took) > 0 and judge(run, 1.0).busy
 
 
 def test_what_is_made_of_a_base():
@@ -311,21 +331,21 @@ def verdict(met, busy=False):
 @pytest.mark.parametrize("limit", [0.21, 0.9, 1.0, 1.3, 2.0, 7.7, 15.0])
 @pytest.mark.parametrize("unlucky", [None, *range(6)])  # which of the runs fails by bad luck
 def test_capacity_is_found_to_five_percent_and_one_failure_does_not_decide(limit, unlucky):
-    seen = []
+    calls = []
 
     def run_at_rate(rate):
-        met = rate <= limit and len(seen) != unlucky
-        seen.append((rate, met))
+        met = rate <= limit and len(calls) != unlucky
+        calls.append((rate, met))
         return verdict(met)
 
     result = search_capacity(run_at_rate, start=1.0)
     qps = result.capacity_qps
     assert limit / 1.05 <= qps <= limit and qps.bound == ""
-    assert [(trial.qps, trial.verdict.met) for trial in result.trials] == seen
+    assert [(trial.qps, trial.verdict.met) for trial in result.trials] == calls
     assert result.best.qps == qps and result.best.verdict.met
-    assert min(rate for rate, _ in seen if rate > qps) <= 1.05 * qps  # and not just by luck
-    assert max(Counter(rate for rate, met in seen if not met).values()) == 2
-    assert unlucky is not None or len(seen) <= 13
+    assert min(rate for rate, _ in calls if rate > qps) <= 1.05 * qps  # and not just by luck
+    assert max(Counter(rate for rate, met in calls if not met).values()) == 2
+    assert unlucky is not None or len(calls) <= 13
 
 
 def test_capacity_ends_where_every_answer_is_the_same_or_chance():
@@ -346,15 +366,15 @@ def test_capacity_ends_where_every_answer_is_the_same_or_chance():
 
 
 def test_what_failed_while_others_used_the_machine_is_run_again():
-    seen = Counter()
+    counts = Counter()
 
     def run_at_rate(rate):
-        seen[rate] += 1
-        busy = seen[rate] == 1
+        counts[rate] += 1
+        busy = counts[rate] == 1
         return verdict(rate <= 4 and not busy, busy)
 
     result = search_capacity(run_at_rate, start=1.0)
-    assert 4 / 1.05 <= result.capacity_qps <= 4 and set(seen.values()) == {2}
+    assert 4 / 1.05 <= result.capacity_qps <= 4 and set(counts.values()) == {2}
     assert not result.busy
     always_busy = [
         replace(trial, verdict=replace(trial.verdict, busy=True)) for trial in result.trials
@@ -388,11 +408,11 @@ def test_policies_share_the_memory_and_can_have_their_own_chunk(tmp_path):
     assert dynamic.policy == "dynamic" and dynamic.policy_options == {"tbt_slo": 0.3}
     assert not dynamic.prefix_caching
     runs = run_plan(["vllm", "orca"], [64], config, caching=[False, True])
-    assert {name: its.prefix_caching for name, its in runs.items()} == {
+    assert {name: options.prefix_caching for name, options in runs.items()} == {
         "vllm": False, "vllm, shared": True, "orca": False, "orca, shared": True
     }  # fmt: skip
-    both = run_plan(["vllm"], [64, 128], config, caching=[False, True])
-    assert list(both)[:2] == ["vllm, pages of 64", "vllm, pages of 64, shared"] and len(both) == 4
+    plans = run_plan(["vllm"], [64, 128], config, caching=[False, True])
+    assert list(plans)[:2] == ["vllm, pages of 64", "vllm, pages of 64, shared"] and len(plans) == 4
     (on,) = run_plan(["vllm"], [64], config, caching=[True]).items()
     assert on[0] == "vllm" and on[1].prefix_caching  # the only one
     for label in ("vllm:64", "orca:64", "request-level:64", "hybrid-only:64", "dynamic:64"):

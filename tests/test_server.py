@@ -63,32 +63,30 @@ def test_text_is_that_of_the_engine_streamed_or_whole(tiny, turning, prompt):
 
 
 def test_sampling_is_that_of_the_engine(tiny):
-    drawn = dict(temperature=0.9, top_p=0.8, seed=5)
-    expected = generate(tiny, "hello", SamplingParams(20, **drawn)).text
-    assert complete(tiny, "hello", **drawn)[0] == expected
-    drawn = SamplingParams(20, temperature=0.9, top_k=3, seed=5)
-    asked = dict(temperature=0.9, seed=5, extra_body={"top_k": 3})
-    assert complete(tiny, "hello", **asked)[0] == generate(tiny, "hello", drawn).text
+    sampling = dict(temperature=0.9, top_p=0.8, seed=5)
+    expected = generate(tiny, "hello", SamplingParams(20, **sampling)).text
+    assert complete(tiny, "hello", **sampling)[0] == expected
+    sampling = SamplingParams(20, temperature=0.9, top_k=3, seed=5)
+    options = dict(temperature=0.9, seed=5, extra_body={"top_k": 3})
+    assert complete(tiny, "hello", **options)[0] == generate(tiny, "hello", sampling).text
     texts = {complete(tiny, "hello", temperature=1.5)[0] for _ in range(4)}
     assert len(texts) > 1  # a seed of its own for each
 
 
 def test_chat(tiny):
-    said = [{"role": "user", "content": "hi"}]
+    messages = [{"role": "user", "content": "hi"}]
     expected = generate(tiny, "user: hi\nassistant:", SamplingParams(20, logprobs=True))
-    chat, asked = (
-        tiny.client.chat.completions.create,
-        dict(model="tiny", temperature=0, logprobs=True),
-    )
-    whole = chat(messages=said, max_completion_tokens=20, **asked).choices[0]
-    assert (whole.message.role, whole.message.content) == ("assistant", expected.text)
-    assert [t.logprob for t in whole.logprobs.content] == pytest.approx(expected.logprobs)
-    assert "".join(bytes(t.bytes).decode() for t in whole.logprobs.content) == expected.text
-    chunks = list(chat(messages=said, max_tokens=20, stream=True, **asked))
+    chat = tiny.client.chat.completions.create
+    asked = dict(model="tiny", temperature=0, logprobs=True)
+    choice = chat(messages=messages, max_completion_tokens=20, **asked).choices[0]
+    assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
+    assert [t.logprob for t in choice.logprobs.content] == pytest.approx(expected.logprobs)
+    assert "".join(bytes(t.bytes).decode() for t in choice.logprobs.content) == expected.text
+    chunks = list(chat(messages=messages, max_tokens=20, stream=True, **asked))
     deltas = [chunk.choices[0].delta for chunk in chunks]
     assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
     assert "".join(delta.content for delta in deltas) == expected.text
-    long = chat(messages=said, **asked)  # without a limit: as much as fits
+    long = chat(messages=messages, **asked)  # without a limit: as much as fits
     assert long.usage.total_tokens == 128 and long.choices[0].finish_reason == "length"
 
 
@@ -129,7 +127,8 @@ def test_logprobs_are_those_of_the_engine_and_go_with_their_text(turning):
 
 
 def test_a_stop_token_ends_a_text_and_is_not_in_it():
-    prompt, sixth = "hello", letters.encode(generate_text("hello"))[5]
+    prompt = "hello"
+    sixth = letters.encode(generate_text("hello"))[5]
     stops = letters._replace(stop_token_ids=frozenset([sixth]))
     with serving(tokenizer=stops) as served:
         expected = generate_text(prompt).partition(LETTERS[sixth])[0]
@@ -148,16 +147,19 @@ def test_a_stop_token_ends_a_text_and_is_not_in_it():
 )
 def test_what_is_written_is_certain_and_ends_before_a_stop_string(pieces, stops):
     stream = SimpleNamespace(push=pieces.__getitem__, flush=lambda: "")
-    writer, whole, reason = Writer(stream, stops), "", None
+    writer = Writer(stream, stops)
+    written_text = ""
+    reason = None
     for i in range(len(pieces)):
         last = "length" if i == len(pieces) - 1 else None
         text, reason = writer.push(Event(0, i, None, last, None))
-        whole, seen = whole + text, "".join(pieces[: i + 1])
-        assert not any(stop in whole for stop in stops) and writer.length == len(seen)
+        written_text += text
+        pushed = "".join(pieces[: i + 1])
+        assert not any(stop in written_text for stop in stops) and writer.length == len(pushed)
         if reason:
             break
-    ends = [seen.find(stop) for stop in stops if stop in seen]
-    assert whole == seen[: min(ends, default=len(seen))]
+    ends = [pushed.find(stop) for stop in stops if stop in pushed]
+    assert written_text == pushed[: min(ends, default=len(pushed))]
     assert reason == ("stop" if ends else "length")
 
 
@@ -167,11 +169,11 @@ def test_a_third_of_many_clients_may_leave(tiny):
     client = openai.AsyncOpenAI(base_url=f"{tiny.url}/v1", api_key="none", timeout=60)
 
     async def one(i):
-        asked = dict(model="tiny", prompt=prompts[i], max_tokens=20, temperature=0)
+        fields = dict(model="tiny", prompt=prompts[i], max_tokens=20, temperature=0)
         if i % 3 == 1:
-            return (await client.completions.create(**asked)).choices[0].text
+            return (await client.completions.create(**fields)).choices[0].text
         text = ""
-        async with await client.completions.create(**asked, stream=True) as stream:
+        async with await client.completions.create(**fields, stream=True) as stream:
             async for part in stream:
                 text += part.choices[0].text
                 if i % 3 == 2 and len(text) > i % 5:
@@ -192,12 +194,12 @@ def test_a_third_of_many_clients_may_leave(tiny):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_pages_even_while_waiting(stream):
     with serving(circle(), byte_tokenizer(), max_batch=1, max_len=512) as served:
-        asked = dict(model="tiny", prompt="a", max_tokens=500, stream=stream)
+        fields = dict(model="tiny", prompt="a", max_tokens=500, stream=stream)
         served.engine.runner.flatten = slow(served.engine.runner.flatten, 0.02)  # 10 s
         before = socket.create_connection(served.http.base_url.netloc.decode().split(":"))
         behind = socket.create_connection(served.http.base_url.netloc.decode().split(":"))
         for connection, waiting in ((before, 0), (behind, 1)):
-            body = json.dumps(asked).encode()
+            body = json.dumps(fields).encode()
             head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             connection.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
             wait_for(lambda: len(served.engine.scheduler.requests) == waiting + 1)  # noqa: B023
@@ -216,17 +218,20 @@ def test_usage_counts_cached_tokens_but_not_those_of_a_preempted_self(stream):
 
     with serving(prefix_caching=True) as served:  # in pages of 16
         before = generate_text("a" * 40)
-        for found in (0, 32):
+        for cached_tokens in (0, 32):
             text, _, usage, _ = complete(served, "a" * 40, stream=stream)
-            assert (text, cached(usage), usage.total_tokens) == (before, found, 60)
-        for prompt, found in ("a" * 33, 32), ("a" * 32, 16), ("b" + "a" * 31, 0):
-            assert cached(complete(served, prompt, stream=stream, stop=[before[0]])[2]) == found
+            assert (text, cached(usage), usage.total_tokens) == (before, cached_tokens, 60)
+        for prompt, cached_tokens in ("a" * 33, 32), ("a" * 32, 16), ("b" + "a" * 31, 0):
+            assert (
+                cached(complete(served, prompt, stream=stream, stop=[before[0]])[2])
+                == cached_tokens
+            )
         wait_for(lambda: "cached_tokens_total 80.0" in served.http.get("/metrics").text)
-    asked = ChatRequest(model="tiny", messages=[{}], stream=stream)
-    for preemptions, found in ((0, 32), (1, 0)):
+    chat_request = ChatRequest(model="tiny", messages=[{}], stream=stream)
+    for preemptions, cached_tokens in ((0, 32), (1, 0)):
         request = SimpleNamespace(id=0, cached_tokens=32, preemptions=preemptions)
-        usage = CompletionResponse(served.api, asked, [1] * 60, request, None).usage()
-        assert usage["prompt_tokens_details"] == {"cached_tokens": found}
+        usage = CompletionResponse(served.api, chat_request, [1] * 60, request, None).usage()
+        assert usage["prompt_tokens_details"] == {"cached_tokens": cached_tokens}
 
 
 def test_metrics_count():
@@ -236,14 +241,14 @@ def test_metrics_count():
         with pytest.raises(openai.BadRequestError):
             complete(served, "you", n=2)
         rows = (line.split() for line in served.http.get("/metrics").text.splitlines())
-        found = {
+        values = {
             row[0].removeprefix("nanosarathi_"): float(row[1]) for row in rows if row[0] != "#"
         }
-        assert (found["prompt_tokens_total"], found["output_tokens_total"]) == (8, 40)
-        assert (found["ttft_seconds_count"], found["tbt_seconds_count"]) == (2, 38)
-        assert (found["waiting_requests"], found["running_requests"]) == (0, 0)
-        assert (found["free_pages"], found["preemptions_total"]) == (32, 0)
-        assert 0 < found["ttft_seconds_sum"] < 20 and found['tbt_seconds_bucket{le="+Inf"}'] == 38
+        assert (values["prompt_tokens_total"], values["output_tokens_total"]) == (8, 40)
+        assert (values["ttft_seconds_count"], values["tbt_seconds_count"]) == (2, 38)
+        assert (values["waiting_requests"], values["running_requests"]) == (0, 0)
+        assert (values["free_pages"], values["preemptions_total"]) == (32, 0)
+        assert 0 < values["ttft_seconds_sum"] < 20 and values['tbt_seconds_bucket{le="+Inf"}'] == 38
 
 
 def test_the_last_token_of_a_stop_string_is_counted():
@@ -255,17 +260,18 @@ def test_the_last_token_of_a_stop_string_is_counted():
 
 
 def test_long_stop_strings_hold_nobody_up():
-    seen, stream = [], SimpleNamespace(push=lambda token: "q", flush=lambda: "")
+    held_texts = []
+    stream = SimpleNamespace(push=lambda token: "q", flush=lambda: "")
 
     class Counted(str):
         def startswith(self, held):
-            seen.append(held)
+            held_texts.append(held)
             return str.startswith(self, held)
 
     writer = Writer(stream, [Counted("q" * 10_000 + "!")])
     for i in range(5):
         assert writer.push(Event(0, i, None, None, None)) == ("", None)
-    assert 5 <= len(seen) <= 15  # no longer than the text that is held
+    assert 5 <= len(held_texts) <= 15  # no longer than the text that is held
 
 
 def test_a_viewer_sees_the_state_and_then_each_iteration():
@@ -278,12 +284,12 @@ def test_a_viewer_sees_the_state_and_then_each_iteration():
         first = records_since(10**15)
         assert [record["live"] for record in first["records"]] == [[]]
         complete(served, "hello")
-        seen = records_since(first["place"])
-        assert seen["records"][0]["request"]["prompt_len"] == 5
-        assert seen["records"][1]["chunks"] == [[0, 0, 5]]
-        assert seen["records"][2]["decodes"] == [0] and len(seen["records"]) == 21
-        assert seen["records"][-1]["ended"] == [[0, "length"]]
-        assert records_since(seen["place"]) == {"records": [], "place": 21}
+        answer = records_since(first["place"])
+        assert answer["records"][0]["request"]["prompt_len"] == 5
+        assert answer["records"][1]["chunks"] == [[0, 0, 5]]
+        assert answer["records"][2]["decodes"] == [0] and len(answer["records"]) == 21
+        assert answer["records"][-1]["ended"] == [[0, "length"]]
+        assert records_since(answer["place"]) == {"records": [], "place": 21}
         for beyond in (22, 10**30):
             assert records_since(beyond)["records"][0].keys() == {"settings", "live"}
 
@@ -294,7 +300,8 @@ def test_the_page_says_who_serves_and_what_is_too_long():
         assert '"slo_s": 0.25' in text and "dynamic, chunk 16, 4 requests of 128 tokens" in text
     engine = Engine(tiny_model(), max_batch=2, max_len=64)
     engine.warm_up()
-    last, thread = engine.last_iteration, EngineThread(lambda: engine)
+    last = engine.last_iteration
+    thread = EngineThread(lambda: engine)
     api = Api(thread, letters, "tiny", load_chat(None))
     thread.executor.shutdown()
     assert f'"slo_s": {10 * (last.end - last.start)}' in asyncio.run(api.page(None)).body.decode()
@@ -309,17 +316,19 @@ def test_records_that_are_too_old_are_a_snapshot(monkeypatch):
 
         complete(served, "hello")
         assert 5 <= len(served.api.thread.recorder.records) <= 10
-        whole, part = records_since(0), records_since(18)
-        assert whole["records"][0].keys() == {"settings", "live"} and whole["place"] == 21
-        assert part["place"] == 21 and len(part["records"]) == 3
-        assert part["records"][-1]["ended"] == [[0, "length"]]
+        all_records = records_since(0)
+        later_records = records_since(18)
+        assert all_records["records"][0].keys() == {"settings", "live"}
+        assert all_records["place"] == 21
+        assert later_records["place"] == 21 and len(later_records["records"]) == 3
+        assert later_records["records"][-1]["ended"] == [[0, "length"]]
 
 
 def test_what_takes_too_long_is_cut_off_when_the_server_ends(capfd):
     with serving(drain_s=0.3) as served:
         served.engine.runner.flatten = slow(served.engine.runner.flatten, 0.05)
-        asked = dict(model="tiny", prompt="a", max_tokens=120, stream=True)
-        running = served.client.completions.create(**asked)
+        fields = dict(model="tiny", prompt="a", max_tokens=120, stream=True)
+        running = served.client.completions.create(**fields)
         next(iter(running))
         served.server.should_exit = True
         with pytest.raises((openai.APIError, httpx.TransportError)):
@@ -337,13 +346,13 @@ def test_after_a_signal_it_finishes_what_runs():
     try:
         url = re.search(r"http://\S+", process.stdout.readline()).group()
         client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
-        asked = dict(model="llama-tiny", prompt="a", max_tokens=500)
-        stream = client.completions.create(**asked, stream=True)
+        fields = dict(model="llama-tiny", prompt="a", max_tokens=500)
+        stream = client.completions.create(**fields, stream=True)
         next(stream)
         process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
         with pytest.raises(openai.APIConnectionError):
-            client.completions.create(**asked)
+            client.completions.create(**fields)
         assert sum(1 for _ in stream) == 499
         assert process.wait(20) == 0
     finally:
@@ -362,14 +371,14 @@ def test_a_signal_as_soon_as_it_listens_ends_it():
 @pytest.mark.parametrize("words", [["--api-key", ""], ["--port", "x"], ["--policy", "x"]])
 def test_a_command_line_that_makes_no_sense_is_refused(words):
     pipes = dict(cwd=HERE, capture_output=True, text=True)
-    done = subprocess.run([sys.executable, *PROGRAM, *words], **pipes)
-    assert done.returncode and words[0].strip("-") in done.stderr
-    assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) <= 2
+    process = subprocess.run([sys.executable, *PROGRAM, *words], **pipes)
+    assert process.returncode and words[0].strip("-") in process.stderr
+    assert "Traceback" not in process.stderr and len(process.stderr.splitlines()) <= 2
 
 
 def test_pages_are_shared_by_option_and_must_be_shorter_than_max_len():
-    def make(words):
-        return make_engine(parse_args([*PROGRAM[2:-2], *words.split()])).config
+    def make(arguments):
+        return make_engine(parse_args([*PROGRAM[2:-2], *arguments.split()])).config
 
     assert not make("--max-len 64").prefix_caching
     for max_len, page_size in ((128, 64), (64, 32), (31, 16)):
@@ -383,23 +392,23 @@ def test_the_template_of_a_checkpoint(tmp_path):
     transformers = pytest.importorskip("transformers")
     sentencepiece_directory(tmp_path)
     chat = load_chat(tmp_path)
-    said = [{"role": "user", "content": "hello"}]
+    messages = [{"role": "user", "content": "hello"}]
     with pytest.raises(Exception, match="chat_template is not set"):
-        chat(said)
+        chat(messages)
     template = "{{ bos_token }}{% for m in messages %}{% if m.role == 'x' %}"
     template += "{{ raise_exception('no x here') }}{% endif %}{{ m.content }} {% endfor %}"
     template += "{% if add_generation_prompt %}hell{% endif %}"
     config = {"chat_template": template, "bos_token": "<s>", "tokenizer_class": "LlamaTokenizer"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     chat = load_chat(tmp_path)
-    assert chat(said) == "<s>hello hell"
+    assert chat(messages) == "<s>hello hell"
     with pytest.raises(Exception, match="no x here"):
         chat([{"role": "x", "content": "hello"}])
     inner = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    expected = inner.apply_chat_template(said, add_generation_prompt=True, return_dict=False)
+    expected = inner.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     api = SimpleNamespace(tokenizer=load_tokenizer(tmp_path), chat=chat)
-    asked = ChatRequest(model="x", messages=said)
-    assert Api.encode(api, asked) == expected
+    chat_request = ChatRequest(model="x", messages=messages)
+    assert Api.encode(api, chat_request) == expected
 
 
 def test_a_remote_server_is_measured_as_this_machine_is():
@@ -408,24 +417,26 @@ def test_a_remote_server_is_measured_as_this_machine_is():
     with serving(circle(), byte_tokenizer()) as served:
         remote = RemoteServer(f"{served.url}/v1")
         ended = []
-        seen = remote.serve(arrivals, prompts(arrivals, 256, 0), lambda: ended.append(1))
+        run_result = remote.serve(arrivals, prompts(arrivals, 256, 0), lambda: ended.append(1))
         assert remote.model == "tiny" and len(ended) == 3
     with serving(circle(), byte_tokenizer(), max_waiting=1) as served:
         served.engine.runner.flatten = slow(served.engine.runner.flatten, 0.2)
         arrivals = [Arrival(0.0, 5, 2)] * 8
         crowd = RemoteServer(f"{served.url}/v1").serve(arrivals, prompts(arrivals, 256, 0))
-    assert [(len(c.prompt), len(c.token_times)) for c in seen.completions] == [
+    assert [(len(c.prompt), len(c.token_times)) for c in run_result.completions] == [
         row[1:] for row in lengths
     ]
-    for c, (arrival, *_) in zip(seen.completions, lengths, strict=True):
+    for c, (arrival, *_) in zip(run_result.completions, lengths, strict=True):
         assert (c.arrival, c.priority, c.finish_reason) == (arrival, 1, "length")
         assert c.token_times == sorted(c.token_times) and 0 < c.ttft < 10
-    judged = judge(seen, 10.0)
+    judged = judge(run_result, 10.0)
     summary = judged.summary
-    assert judged.met and summary.ttft_s.max == max(c.ttft for c in seen.completions)
+    assert judged.met and summary.ttft_s.max == max(c.ttft for c in run_result.completions)
     assert summary.scheduling_delay_s.p50 is None and summary.hybrid is None
-    assert summary.tokens_per_s == pytest.approx(125 / seen.seconds)
-    assert [r["output_tokens"] for r in request_rows(seen.completions, seen.iterations)] == [
+    assert summary.tokens_per_s == pytest.approx(125 / run_result.seconds)
+    assert [
+        r["output_tokens"] for r in request_rows(run_result.completions, run_result.iterations)
+    ] == [
         20,
         1,
         30,

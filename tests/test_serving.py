@@ -91,7 +91,8 @@ def test_serve_prints_and_writes_everything(tmp_path, capsys, plots):
     names = ["hybrid-only", "chunked-only", "sarathi-serve:8"]
     load = f"--requests 5 --qps 30 --classes low=2,normal=3 --policies {','.join(names)}"
     bench.main(["serve", *TINY, *load.split(), *to_files])
-    text, report = capsys.readouterr().out, json.loads(files["json"].read_text())
+    text = capsys.readouterr().out
+    report = json.loads(files["json"].read_text())
     heading = "llama-tiny|batch 32, context 32|64 tokens of KV cache|30 a second|strict, 5 of these"
     assert all(part in text for part in heading.split("|"))
     assert report["options"]["seed"] == 0 and report["machine"]["model"] == "llama-tiny"
@@ -133,7 +134,8 @@ def test_capacity_prints_and_writes_everything(tmp_path, capsys, plots, monkeypa
     names = ["vllm", "sarathi-serve"]
     load = f"--requests 4 --slo 50 --ratio 1.5 --policies {','.join(names)}"
     bench.main(["capacity", *TINY, *load.split(), *files])
-    text, report = capsys.readouterr().out, json.loads((tmp_path / "c.json").read_text())
+    text = capsys.readouterr().out
+    report = json.loads((tmp_path / "c.json").read_text())
     assert list(report["results"]) == names and report["slo_s"] == 50
     for name, result in report["results"].items():
         assert [point["qps"] for point in result["points"]] == [8.0, 400.0]
@@ -142,8 +144,8 @@ def test_capacity_prints_and_writes_everything(tmp_path, capsys, plots, monkeypa
         assert f"{name}: 8.000 requests/s, P50 TTFT" in text
     assert rows_of(text) == [("at least 400.00", "1.00x"), ("at least 400.00", "-")]
     assert "as asked for" in text and report["conclusion"] in text
-    drawn = (report["results"], report["machine"], str(tmp_path / "c.png"), 50.0)
-    assert plots == [("plot_capacity", drawn, {})]
+    expected = (report["results"], report["machine"], str(tmp_path / "c.png"), 50.0)
+    assert plots == [("plot_capacity", expected, {})]
 
 
 def rows_of(text):
@@ -162,10 +164,12 @@ def a_search(rates_met, rates_failed, missed="P99 TBT of 3 s"):
 class FakeVerdict:
     """A JudgedRun of nothing."""
 
-    summary, busy = summarize_run([], [], 0.0), False
+    summary = summarize_run([], [], 0.0)
+    busy = False
 
     def __init__(self, missed=""):
-        self.missed, self.met = missed, not missed
+        self.missed = missed
+        self.met = not missed
 
     def to_json(self):
         return {"busy": False, "cut_short": None, "met": self.met, "missed": self.missed}
@@ -220,7 +224,7 @@ def test_the_conclusion_of_serve_names_who_meets_the_slo():
     for more in ({"busy": True}, {"cut_short": "interrupted"}):
         assert "vllm" not in said(runs | {"vllm": runs["vllm"] | more})
     assert TOO_BUSY in said(runs, slo_busy=True)
-    assert TOO_BUSY in said({name: its | {"busy": True} for name, its in runs.items()})
+    assert TOO_BUSY in said({name: run | {"busy": True} for name, run in runs.items()})
     assert "no run came to its end" in said({"vllm": row | {"cut_short": "interrupted"}})
 
 
@@ -235,19 +239,23 @@ def test_a_busy_machine_is_marked_and_nothing_concluded(
     steady.append(0.5)
     load = f"{SERVE} strict" if command == "serve" else "--requests 2 --policies vllm --slo 1e4"
     bench.main([command, *TINY, *load.split(), "--json", str(tmp_path / "b.json")])
-    text, report = capsys.readouterr().out, json.loads((tmp_path / "b.json").read_text())
+    text = capsys.readouterr().out
+    report = json.loads((tmp_path / "b.json").read_text())
     assert report["machine"]["base_busy"]
     assert "\nvllm (busy): " in text and text.count("| vllm (busy) ") == 2 * (command == "serve")
     assert "\na decode iteration (busy) takes " in text or command == "capacity"
     assert text.count(TOO_BUSY) == (command == "serve")  # that every rate was met is no chance
-    found = report.get("runs") or report["results"]
-    assert found["vllm"]["busy"] == (command == "serve")
+    rows = report.get("runs") or report["results"]
+    assert rows["vllm"]["busy"] == (command == "serve")
 
 
 def test_an_interrupt_keeps_what_there_is(tmp_path, capsys, monkeypatch, plots):
     """The first policy as a whole, the second as far as it came; each was written when done."""
-    csv_file, json_file = tmp_path / "i.csv", tmp_path / "i.json"
-    served, steps, step = [], [], load_run.LoadRun.step
+    csv_file = tmp_path / "i.csv"
+    json_file = tmp_path / "i.json"
+    served = []
+    steps = []
+    step = load_run.LoadRun.step
 
     def interrupted(load):
         if not load.arrived:
@@ -261,7 +269,8 @@ def test_an_interrupt_keeps_what_there_is(tmp_path, capsys, monkeypatch, plots):
     files = ["--csv", str(csv_file), "--json", str(json_file), "--plot", str(tmp_path / "i.png")]
     with pytest.raises(KeyboardInterrupt):
         bench.main(["serve", *TINY, *SERVE.split(), "50", *files])
-    text, report = capsys.readouterr().out, json.loads(json_file.read_text())
+    text = capsys.readouterr().out
+    report = json.loads(json_file.read_text())
     assert [list(runs) for runs in served] == [[], ["vllm"]]
     assert [row["cut_short"] for row in report["runs"].values()] == [None, "interrupted"]
     rows = list(csv.DictReader(csv_file.read_text().splitlines()))
@@ -274,7 +283,8 @@ def test_an_interrupt_keeps_what_there_is(tmp_path, capsys, monkeypatch, plots):
 
 def test_an_interrupted_search_keeps_its_points(tmp_path, capsys, monkeypatch, plots):
     monkeypatch.setattr(metrics, "missed", lambda *_: "")
-    file, points = tmp_path / "i.json", []
+    file = tmp_path / "i.json"
+    points = []
 
     def search(at, start, ratio):
         points.append([at(5.0), at(7.0)])
@@ -286,7 +296,8 @@ def test_an_interrupted_search_keeps_its_points(tmp_path, capsys, monkeypatch, p
     load = "--requests 2 --policies vllm,orca,sarathi-serve --slo 50 --json".split()
     with pytest.raises(KeyboardInterrupt):
         bench.main(["capacity", *TINY, *load, str(file)])
-    text, results = capsys.readouterr().out, json.loads(file.read_text())["results"]
+    text = capsys.readouterr().out
+    results = json.loads(file.read_text())["results"]
     assert [len(result["points"]) for result in results.values()] == [2, 2]
     assert "\ninterrupted: " in text and rows_of(text) == [
         ("at least 7.00", "1.00x"),
@@ -296,15 +307,17 @@ def test_an_interrupted_search_keeps_its_points(tmp_path, capsys, monkeypatch, p
 
 
 def test_a_trace_keeps_its_own_rate_or_takes_that_of_qps(tmp_path, monkeypatch, capsys):
-    file, rows = tmp_path / "trace.csv", "5,100,20\n9,40,8\n10,900,10\n13,60,4\n"
+    file = tmp_path / "trace.csv"
+    rows = "5,100,20\n9,40,8\n10,900,10\n13,60,4\n"
     file.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + rows)
-    words = ["serve", "--trace", str(file), "--trace-scale", "0.5", "--max-len", "64"]
-    at_rate, name = make_workload(parse(*words))
+    argv = ["serve", "--trace", str(file), "--trace-scale", "0.5", "--max-len", "64"]
+    at_rate, name = make_workload(parse(*argv))
     assert at_rate(None) == [Arrival(0, 50, 10), Arrival(4, 20, 4), Arrival(8, 30, 2)]
     assert [a.time for a in at_rate(2.0)] == [0, 0.5, 1.0] and "1 left out" in name
-    chats, name = make_workload(parse(*words, "--turns", "2", "--page-size", "8"))
-    firsts, others = chats(None)[:3], chats(None)[3:]
-    assert [a.time for a in firsts] == [0, 4, 8] and [a.follows for a in others] == [0, 1, 2]
+    chats, name = make_workload(parse(*argv, "--turns", "2", "--page-size", "8"))
+    firsts = chats(None)[:3]
+    later_turns = chats(None)[3:]
+    assert [a.time for a in firsts] == [0, 4, 8] and [a.follows for a in later_turns] == [0, 1, 2]
     assert "3 chats of" in name and name.endswith(
         "(1 left out) of up to 2 turns, 1 s after each answer"
     )
@@ -315,37 +328,38 @@ def test_a_trace_keeps_its_own_rate_or_takes_that_of_qps(tmp_path, monkeypatch, 
 
     monkeypatch.setattr(machine, "measure_machine", lambda *_: MACHINE)
     monkeypatch.setattr(serving.Session, "run_all", run_all)
-    for more, rate in (([], "at its own rate"), (["--qps", "2"], "at 2 a second")):
-        bench.main([*words, *more, *TINY, "--slo", "1000"])
+    for rate_options, rate in (([], "at its own rate"), (["--qps", "2"], "at 2 a second")):
+        bench.main([*argv, *rate_options, *TINY, "--slo", "1000"])
         assert f"(1 left out) {rate}; median prompt 30, output 4" in capsys.readouterr().out
-        assert served.pop() == at_rate(float(more[-1]) if more else None)
+        assert served.pop() == at_rate(float(rate_options[-1]) if rate_options else None)
 
 
 def test_serve_compares_runs_with_and_without_prefix_caching(tmp_path, capsys):
     """Each prefix of 20 tokens has two pages of 8. They are found by all but who came first."""
     machine = "--simulate a100-80gb --model llama3-8b --max-len 64 --page-size 8"
     load = "--requests 6 --qps 1 --policies vllm,orca --lengths 12+4 --shared-prefix 20:1"
-    for more, names in (
+    for options, names in (
         ("", ["vllm", "vllm, shared", "orca", "orca, shared"]),
         ("--prefix-caching off", ["vllm", "orca"]),
         ("--prefix-caching on", ["vllm", "orca"]),
     ):
-        words = f"serve {machine} {load} {more} --json {tmp_path}/s.json".split()
-        bench.main(words)
-        text, runs = capsys.readouterr().out, json.loads((tmp_path / "s.json").read_text())["runs"]
+        argv = f"serve {machine} {load} {options} --json {tmp_path}/s.json".split()
+        bench.main(argv)
+        text = capsys.readouterr().out
+        runs = json.loads((tmp_path / "s.json").read_text())["runs"]
         assert list(runs) == names and text.count("| vllm ") == 2
         for name, row in runs.items():
-            found = 5 * 16 if "shared" in name or "on" in more else 0
-            assert (row["finished"], row["cached_tokens"]) == (6, found)
-            assert row["cached"] == pytest.approx(found / (6 * 32))
+            cached_tokens = 5 * 16 if "shared" in name or "on" in options else 0
+            assert (row["finished"], row["cached_tokens"]) == (6, cached_tokens)
+            assert row["cached"] == pytest.approx(cached_tokens / (6 * 32))
         assert "6 requests of 12+4 tokens, each after a prefix of 20 (1 in all), Poisson" in text
-        assert ("; pages of 8 tokens; shared: by prompts" in text) == (more[-3:] != "off")
-        assert "|    42% |" in text or more[-3:] == "off"
-    for seen, expected in (
+        assert ("; pages of 8 tokens; shared: by prompts" in text) == (options[-3:] != "off")
+        assert "|    42% |" in text or options[-3:] == "off"
+    for parsed, expected in (
         (parse("serve"), [False]),
         (parse("serve", "--turns", "2"), [False, True]),
     ):
-        assert seen.prefix_caching == expected
+        assert parsed.prefix_caching == expected
 
 
 def test_chats_are_served_and_find_their_own_past(tmp_path, capsys, monkeypatch):
@@ -363,7 +377,8 @@ def test_chats_are_served_and_find_their_own_past(tmp_path, capsys, monkeypatch)
     load = "--requests 3 --qps 30 --policies sarathi-serve --lengths 24+8 --kv-tokens 1024"
     load += " --turns 2 --shared-prefix 8:1 --slo 50"
     bench.main(["serve", *TINY, *load.split(), *files.split()])
-    text, report = capsys.readouterr().out, json.loads((tmp_path / "c.json").read_text())
+    text = capsys.readouterr().out
+    report = json.loads((tmp_path / "c.json").read_text())
     assert (
         "load: 3 chats of 24+8 tokens of up to 2 turns, 1 s after each answer, each after a" in text
     )
@@ -393,17 +408,18 @@ def test_classes_are_drawn_in_their_shares_and_the_same_at_every_rate():
     args = parse("serve", "--requests", "4000", "--classes", "realtime=1, low=5,normal=4")
     assert args.classes == {"realtime": 1, "low": 5, "normal": 4}
     at_rate, _ = make_workload(args)
-    drawn = [arrival.priority for arrival in at_rate(1.0)]
-    assert drawn == [arrival.priority for arrival in at_rate(7.0)]
+    priorities = [arrival.priority for arrival in at_rate(1.0)]
+    assert priorities == [arrival.priority for arrival in at_rate(7.0)]
     for name, share in args.classes.items():
-        assert drawn.count(name) / 4000 == pytest.approx(share / 10, abs=0.03)
+        assert priorities.count(name) / 4000 == pytest.approx(share / 10, abs=0.03)
     assert {a.priority for a in make_workload(parse("serve"))[0](1.0)} == {"normal"}
 
 
 @pytest.mark.parametrize("on_gpu, some", [(0, (128, 32, 1024, 10)), (1, (512, 128, 8192, 42))])
 def test_the_default_memory_is_a_third_of_the_batch_in_small_pages(on_gpu, some, monkeypatch):
     monkeypatch.setattr(serve_options, "resolve_model", lambda model, **_: model)  # no GPU is here
-    args, (*sizes, max_len, requests) = parse("serve", "--device", ("cpu", "cuda")[on_gpu]), some
+    args = parse("serve", "--device", ("cpu", "cuda")[on_gpu])
+    *sizes, max_len, requests = some
     assert [args.chunk, args.batch, args.max_len] == [*sizes, max_len]
     assert args.page_size == [64] and args.kv_tokens == requests * max_len
     assert args.requests == (500 if on_gpu else 48)

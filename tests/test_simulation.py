@@ -37,11 +37,15 @@ class Law:
     cpu_s, tile = 0.0, 1
 
     def __init__(self, pp=1, hop=0.0, seconds=None, uneven=False):
-        self.pp, self.hop, self.seconds, self.uneven = pp, hop, seconds or by_tokens, uneven
+        self.pp = pp
+        self.hop = hop
+        self.seconds = seconds or by_tokens
+        self.uneven = uneven
 
     def stages(self, batch):
-        seconds, more = self.seconds(batch), 1.5 if self.uneven else 1
-        return [seconds * (more if stage % 2 else 1) for stage in range(self.pp)], self.hop
+        seconds = self.seconds(batch)
+        factor = 1.5 if self.uneven else 1
+        return [seconds * (factor if stage % 2 else 1) for stage in range(self.pp)], self.hop
 
 
 def by_tokens(batch):
@@ -52,7 +56,9 @@ def by_tokens(batch):
 
 def random_arrivals(seed, count=16, mean_gap=0.25):
     """Requests of 2 to 32 tokens, at random multiples of 1 / 1024 s, or some of them at once."""
-    rng, time, arrivals = random.Random(seed), 0, []
+    rng = random.Random(seed)
+    time = 0
+    arrivals = []
     for _ in range(count):
         time += rng.choice([0, 1]) * round(1024 * rng.expovariate(1 / mean_gap)) if mean_gap else 0
         arrivals.append(Arrival(time / 1024, rng.randint(1, 20), rng.randint(1, 12)))
@@ -65,7 +71,8 @@ def at_once(*lengths, time=0.0):
 
 def simulated(policy, pp, replicas, seed, pages, mean_gap):
     """A law, 16 requests for each micro-batch of a pipeline, and all that was seen of them."""
-    law, arrivals = Law(pp, 1 / 64, uneven=True), random_arrivals(seed, 16 * pp, mean_gap)
+    law = Law(pp, 1 / 64, uneven=True)
+    arrivals = random_arrivals(seed, 16 * pp, mean_gap)
     config = replace(CONFIG, policy=policy, pages=pp * pages)
     return law, arrivals, simulate(law, config, arrivals, replicas=replicas)
 
@@ -77,7 +84,9 @@ def replay(result, arrivals, law):
     before it, those of them that decode, the batch as (id, start, length), and what runs in all
     micro-batches: (replica, number) -> ids.
     """
-    computed, times, running = Counter(), [[] for _ in arrivals], defaultdict(set)
+    computed = Counter()
+    times = [[] for _ in arrivals]
+    running = defaultdict(set)
     assert len(result.stage_runs) == law.pp * len(result.run.iterations)
 
     def num_tokens(i):
@@ -106,7 +115,8 @@ def replay(result, arrivals, law):
 
 def checked(scheduler):
     """The scheduler, whose batches are checked before they are computed."""
-    schedule, pages = scheduler.schedule, scheduler.pages
+    schedule = scheduler.schedule
+    pages = scheduler.pages
 
     def checked_schedule():
         batch = schedule()
@@ -125,9 +135,11 @@ def checked(scheduler):
 @pytest.mark.parametrize("pages", [AMPLE, LITTLE])
 @under_all_policies
 def test_every_token_is_computed_once_and_all_memory_comes_back(policy, pages, pp, replicas):
-    preemptions, config = 0, replace(CONFIG, policy=policy, pages=pp * pages)
+    preemptions = 0
+    config = replace(CONFIG, policy=policy, pages=pp * pages)
     for seed, mean_gap in ((0, 0.25), (1, 0.0), (2, 2.0)):
-        arrivals, ended = random_arrivals(seed, 24 * pp, mean_gap), []
+        arrivals = random_arrivals(seed, 24 * pp, mean_gap)
+        ended = []
         simulation = Simulation(Law(pp, 1 / 64, uneven=True), config, replicas=replicas)
         schedulers = [checked(scheduler) for scheduler in simulation.schedulers]
         run = LoadRun(simulation, arrivals, progress=partial(ended.append, 1)).run()
@@ -135,27 +147,34 @@ def test_every_token_is_computed_once_and_all_memory_comes_back(policy, pages, p
         for iteration in run.iterations:
             for i, _, length, _ in iteration.chunks:
                 computed[i] += length
-        for i, (arrival, done) in enumerate(zip(arrivals, run.completions, strict=True)):
-            found = done.request_id, done.finish_reason, done.arrival, len(done.prompt)
-            assert found == (i, "length", arrival.time, arrival.prompt_len)
-            assert len(done.tokens) == len(done.token_times) == arrival.output_len
+        for i, (arrival, completion) in enumerate(zip(arrivals, run.completions, strict=True)):
+            recorded = (
+                completion.request_id,
+                completion.finish_reason,
+                completion.arrival,
+                len(completion.prompt),
+            )
+            assert recorded == (i, "length", arrival.time, arrival.prompt_len)
+            assert len(completion.tokens) == len(completion.token_times) == arrival.output_len
             once = arrival.prompt_len + arrival.output_len - 1
-            assert computed[i] == once + done.recomputed_tokens
-            assert bool(done.preemptions) == bool(done.recomputed_tokens)
-            assert arrival.time <= done.scheduled < done.token_times[0]
-            assert all(gap > 0 for gap in done.tbt)
+            assert computed[i] == once + completion.recomputed_tokens
+            assert bool(completion.preemptions) == bool(completion.recomputed_tokens)
+            assert arrival.time <= completion.scheduled < completion.token_times[0]
+            assert all(gap > 0 for gap in completion.tbt)
         preempted = Counter(i for iteration in run.iterations for i in iteration.preempted)
-        assert all(preempted[i] == done.preemptions for i, done in enumerate(run.completions))
+        assert all(
+            preempted[i] == completion.preemptions for i, completion in enumerate(run.completions)
+        )
         preemptions += preempted.total()
         assert simulation.batches == len(run.iterations)
-        assert run.seconds == max(done.token_times[-1] for done in run.completions)
+        assert run.seconds == max(completion.token_times[-1] for completion in run.completions)
         assert len(ended) == len(arrivals) and not run.refused and run.cut_short is None
         assert len(schedulers) == pp * replicas and not schedulers[0].waiting
-        for its in schedulers:
-            assert its.waiting is schedulers[0].waiting and not its.running
-            assert its.requests is schedulers[0].requests and not its.requests
-            assert its.pages.total == its.pages.num_free == pages
-            check_integrity(its.pages, [])
+        for each in schedulers:
+            assert each.waiting is schedulers[0].waiting and not each.running
+            assert each.requests is schedulers[0].requests and not each.requests
+            assert each.pages.total == each.pages.num_free == pages
+            check_integrity(each.pages, [])
     assert bool(preemptions) == (policy in GROWING and pages == LITTLE)  # or it tests nothing
 
 
@@ -165,14 +184,17 @@ def test_a_batch_starts_when_stage_requests_and_micro_batch_are_ready(policy, pp
     for seed, mean_gap in enumerate((0.0, 0.1, 0.25, 1.0)):
         pages = (AMPLE, LITTLE)[seed % 2]
         law, arrivals, result = simulated(policy, pp, replicas, seed, pages, mean_gap)
-        free, left, busy = Counter(), Counter(), Counter()
+        free = Counter()
+        left = Counter()
+        busy = Counter()
         for iteration, runs, mine, decoding, batch, _ in replay(result, arrivals, law):
             ids = {i for i, *_ in batch}
             promises = {"sarathi-serve": decoding <= ids, "request-level": mine in (set(), ids)}
             assert promises.get(policy, True)  # in each micro-batch
             [micro_batch] = {(run.replica, run.micro_batch) for run in runs}
             seconds, hop = law.stages(batch)
-            ready, came = runs[0].start, max(arrivals[i].time for i, _, _ in batch)
+            ready = runs[0].start
+            came = max(arrivals[i].time for i, _, _ in batch)
             assert ready >= max(left[micro_batch], free[micro_batch[0], 0], came)
             assert [run.stage for run in runs] == list(range(pp))
             for run in runs:
@@ -180,7 +202,8 @@ def test_a_batch_starts_when_stage_requests_and_micro_batch_are_ready(policy, pp
                 assert run.start == max(ready, free[stage])
                 assert run.end == run.start + seconds[run.stage]
                 assert run.chunks == iteration.chunks and 0 <= run.bubble <= run.start - free[stage]
-                ready, free[stage] = run.end + hop, run.end
+                ready = run.end + hop
+                free[stage] = run.end
                 busy[stage] += seconds[run.stage]
             left[micro_batch] = runs[-1].end
             assert (iteration.start, iteration.end) == (runs[0].start, runs[-1].end)
@@ -197,19 +220,23 @@ def gaps(policy, pp, replicas, seed, mean_gap):
     had none all the time (told only of the first stage), and None for what lies between.
     """
     law, arrivals, result = simulated(policy, pp, replicas, seed, LITTLE, mean_gap)
-    free, left, found, charged = {}, Counter(), [], Counter()
+    free = {}
+    left = Counter()
+    found = []
+    charged = Counter()
     for iteration, runs, mine, _, _, running in replay(result, arrivals, law):
-        replica, number = runs[0].replica, runs[0].micro_batch
-        others = [(replica, other) for other in range(replica * pp, (replica + 1) * pp)]
-        others.remove((replica, number))
-        all_had = mine and all(running[other] for other in others)
+        replica = runs[0].replica
+        number = runs[0].micro_batch
+        other_batches = [(replica, other) for other in range(replica * pp, (replica + 1) * pp)]
+        other_batches.remove((replica, number))
+        all_had = mine and all(running[other] for other in other_batches)
         for run in runs:
             charged.update({i: run.bubble for i, *_ in iteration.chunks})
             since = free.get((replica, run.stage))
             if since is None:
                 assert not run.bubble  # before its first batch a stage waits for nothing
             elif run.start > since:
-                none = any(not running[m] and left[m] <= since for m in others)
+                none = any(not running[m] and left[m] <= since for m in other_batches)
                 none |= not mine and left[replica, number] <= since
                 work = "all" if all_had else "not all" if none and not run.stage else None
                 found.append((run, since, work))
@@ -222,19 +249,24 @@ def gaps(policy, pp, replicas, seed, mean_gap):
 @in_all_shapes
 @under_all_policies
 def test_a_bubble_is_idle_time_of_a_stage_with_work(policy, pp, replicas):
-    found = [gap for seed in range(3) for gap in gaps(policy, pp, replicas, seed, mean_gap=0.0)]
-    bubbles = [(run.bubble, run.start - since) for run, since, work in found if work == "all"]
+    gaps_found = [
+        gap for seed in range(3) for gap in gaps(policy, pp, replicas, seed, mean_gap=0.0)
+    ]
+    bubbles = [(run.bubble, run.start - since) for run, since, work in gaps_found if work == "all"]
     assert all(bubble == idle for bubble, idle in bubbles) and (len(bubbles) > 20 or pp == 1)
     # and it is none while a micro-batch has no requests
-    found = [gap for seed in range(3) for gap in gaps(policy, pp, replicas, seed, mean_gap=1.0)]
-    found = [run for run, _, work in found if work == "not all"]
-    assert len(found) > 3 and not any(run.bubble for run in found)
+    gaps_found = [
+        gap for seed in range(3) for gap in gaps(policy, pp, replicas, seed, mean_gap=1.0)
+    ]
+    gaps_found = [run for run, _, work in gaps_found if work == "not all"]
+    assert len(gaps_found) > 3 and not any(run.bubble for run in gaps_found)
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that advances by what is slept and what batches take in a simulation: `time`."""
-    clock, compute = SimpleNamespace(time=0.0), Engine._compute
+    clock = SimpleNamespace(time=0.0)
+    compute = Engine._compute
 
     def sleep(seconds):
         clock.time += seconds
@@ -244,14 +276,16 @@ def clock(monkeypatch):
         return compute(engine, batch, start)
 
     monkeypatch.setattr(Engine, "_compute", takes_its_time)
-    clock.sleep, clock.now = sleep, lambda: clock.time
+    clock.sleep = sleep
+    clock.now = lambda: clock.time
     return clock
 
 
 def seen_of(run):
     """A Run without what a simulation does not know: tokens, but for their number, and `launch`."""
     completions = [
-        replace(done, prompt=len(done.prompt), tokens=len(done.tokens)) for done in run.completions
+        replace(completion, prompt=len(completion.prompt), tokens=len(completion.tokens))
+        for completion in run.completions
     ]
     iterations = [iteration._replace(launch=None) for iteration in run.iterations]
     return replace(run, completions=completions, iterations=iterations, own_fraction=None)
@@ -274,7 +308,8 @@ def test_the_engine_makes_the_same_schedule(policy, pages, line, clock, monkeypa
     config = replace(CONFIG, policy=policy, pages=pages, max_waiting=line, policy_options=options)
     preemptions = refused = 0
     for seed in range(3):
-        rng, classes = random.Random(seed), ["realtime", "high", "normal", "low"]
+        rng = random.Random(seed)
+        classes = ["realtime", "high", "normal", "low"]
         arrivals = [
             arrival._replace(priority=rng.choice(classes), tbt_slo=rng.choice([None, 0.5]))
             for arrival in random_arrivals(seed, 16, 0.3)
@@ -297,7 +332,7 @@ def test_the_engine_finds_the_same_pages(policy, pages, clock, monkeypatch):
     config = replace(
         CONFIG, policy=policy, pages=pages, policy_options=options, prefix_caching=True
     )
-    found = 0
+    cached_tokens = 0
     for seed in range(3):
         load = chats([a for a in random_arrivals(seed) if sum(a[1:3]) <= 22], 2)
         load = [turn._replace(prompt_len=turn.prompt_len + 10) for turn in load]
@@ -305,8 +340,8 @@ def test_the_engine_finds_the_same_pages(policy, pages, clock, monkeypatch):
         real = serve(MODEL, config, load, tokens, now=clock.now, sleep=clock.sleep)
         simulated = simulate(Law(), config, load, tokens).run
         assert seen_of(simulated) == seen_of(replace(real, drift=0.0))
-        found += sum(c.cached_tokens for c in real.completions)
-    assert found > 100
+        cached_tokens += sum(c.cached_tokens for c in real.completions)
+    assert cached_tokens > 100
 
 
 # one request in a micro-batch
@@ -323,7 +358,9 @@ def alone(arrivals, pp=1, hop=0.0, seconds=lambda batch: 1.0, config=ALONE, **mo
 def test_equal_batches_fill_the_pipeline(pp, replicas, start, hop):
     # each of the pp micro-batches has one request at a time: all of them are in flight, one second
     # apart, and when the first leaves the last stage, the last has left the first stage
-    iteration, requests, output = pp + (pp - 1) * hop, 2 * 2 * pp, 5
+    iteration = pp + (pp - 1) * hop
+    requests = 2 * 2 * pp
+    output = 5
     arrivals = at_once(*[(3, output)] * requests, time=start)
     result = alone(arrivals, pp, hop, replicas=replicas)
     rounds = requests * output // pp // replicas  # each micro-batch makes one batch in each
@@ -340,7 +377,11 @@ def test_unequal_batches_leave_bubbles():
     # seconds on each of two stages: A 1, B 3, C 2, D 1. C waits for stage 0, D for B on stage 1
     #   stage 0   A 0-1   B 1-4           C 4-6   (idle 6-7)   D 7-8
     #   stage 1   A 1-2   (idle 2-4)      B 4-7    C 7-9       D 9-10
-    arrivals, seconds = at_once((1, 1), (3, 1), (2, 1), (1, 1)), lambda batch: batch[0].length
+    arrivals = at_once((1, 1), (3, 1), (2, 1), (1, 1))
+
+    def seconds(batch):
+        return batch[0].length
+
     result = alone(arrivals, 2, seconds=seconds)
     assert [run[1:6] for run in result.stage_runs] == [
         *((0, 0, 0, 1, 0), (1, 0, 1, 2, 0)),  # A: stage, micro-batch, start, end, bubble
@@ -349,7 +390,12 @@ def test_unequal_batches_leave_bubbles():
         *((0, 1, 7, 8, 1), (1, 1, 9, 10, 0)),
     ]
     assert [*result.bubbles.values()] == [0, 2, 0, 1]
-    assert [done.token_times for done in result.run.completions] == [[2], [7], [9], [10]]
+    assert [completion.token_times for completion in result.run.completions] == [
+        [2],
+        [7],
+        [9],
+        [10],
+    ]
     assert result.busy == {(0, 0): 7, (0, 1): 7} and result.utilisation == 14 / 20
     waited = [result.stage_runs[3], result.stage_runs[6]]
     assert bubble_kinds(result.stage_runs) == [(run, "PB1") for run in waited]
@@ -383,15 +429,17 @@ def test_the_request_that_waited_longest_goes_first():
     # B keeps stage 0 of 3 until 3.5, or 3. C comes at 2.75, A has left the last stage at 3
     for b, ends in ((2.5, [[3, 7.5], [5.5], [6.5]]), (2.0, [[3, 7], [5], [6]])):
         run = alone([Arrival(0.0, 1, 2), Arrival(b, 1, 1), Arrival(2.75, 1, 1)], 3).run
-        assert [done.token_times for done in run.completions] == ends
+        assert [completion.token_times for completion in run.completions] == ends
     run = alone([Arrival(2.0 * i, 1, 1) for i in range(4)], replicas=2).run
     assert [iteration.micro_batch for iteration in run.iterations] == [0, 1, 0, 1]
 
 
 @in_all_shapes
 def test_a_policy_observes_what_its_requests_wait_for_stages_too(pp, replicas):
-    law, arrivals = Law(pp, 1 / 64, uneven=True), random_arrivals(0, 16 * pp)
-    simulation, observed = Simulation(law, CONFIG, replicas=replicas), []
+    law = Law(pp, 1 / 64, uneven=True)
+    arrivals = random_arrivals(0, 16 * pp)
+    simulation = Simulation(law, CONFIG, replicas=replicas)
+    observed = []
     for scheduler in simulation.schedulers:
         scheduler.observe = lambda batch, seconds: observed.append(seconds)
     run = LoadRun(simulation, arrivals).run()
@@ -412,8 +460,9 @@ def test_the_cpu_takes_its_time_on_every_stage(pp):
         assert with_cpu.busy[0, stage] == pytest.approx(without.busy[0, stage] + 5 * 0.125)
     assert with_cpu.run.seconds == pytest.approx(without.run.seconds + 5 * pp * 0.125)
     assert all(i.launch == i.start + 0.125 for i in with_cpu.run.iterations)
-    own = 5 * pp * 0.125 / sum(with_cpu.busy.values())
-    assert with_cpu.run.own_fraction == pytest.approx(own) and without.run.own_fraction == 0
+    own_fraction = 5 * pp * 0.125 / sum(with_cpu.busy.values())
+    assert with_cpu.run.own_fraction == pytest.approx(own_fraction)
+    assert without.run.own_fraction == 0
 
 
 def test_a_simulation_is_a_server():
@@ -431,7 +480,8 @@ def test_a_simulation_is_a_server():
     assert simulation.last_iteration.chunks == [(0, 0, 2, False)]
     assert simulation.ready_at() == 2.5 and simulation.step()[0].request_id == 1
     assert simulation.ready_at() == 3.5
-    running, waiting = simulation.abort(1), simulation.abort(2)
+    running = simulation.abort(1)
+    waiting = simulation.abort(2)
     assert (running.finish_reason, running.token_times) == ("abort", [3.5])
     assert (waiting.finish_reason, waiting.token_times) == ("abort", [])
     events = [event for _ in range(3) for event in simulation.step()]
@@ -445,9 +495,11 @@ def test_a_micro_batch_takes_what_another_preempted_at_once():
     # other has been idle since 0 and computes the newer one again, so that it misses no token
     config = replace(CONFIG, max_len=8, page_size=1, pages=8)
     run = alone(at_once((3, 5), (3, 5)), config=config, replicas=2).run
-    assert [done.token_times for done in run.completions] == 2 * [[1, 2, 3, 4, 5]]
-    lost = [(done.preemptions, done.recomputed_tokens) for done in run.completions]
-    assert lost == [(0, 0), (1, 4)]
+    assert [completion.token_times for completion in run.completions] == 2 * [[1, 2, 3, 4, 5]]
+    losses = [
+        (completion.preemptions, completion.recomputed_tokens) for completion in run.completions
+    ]
+    assert losses == [(0, 0), (1, 4)]
 
 
 def test_a_budget_is_in_whole_tiles_of_the_device_by_default():
@@ -497,15 +549,17 @@ def test_a_shared_prefix_costs_no_time_again_on_the_same_replica():
     law = Law(seconds=lambda batch: sum(chunk.length for chunk in batch))
     run = simulate(law, config, load, tokens, replicas=2).run
     assert [i.micro_batch for i in run.iterations] == [0, 1, 0]
-    assert [done.ttft for done in run.completions] == [12, 12, 12 - 8]
-    assert [done.cached_tokens for done in run.completions] == [0, 0, 8]
+    assert [completion.ttft for completion in run.completions] == [12, 12, 12 - 8]
+    assert [completion.cached_tokens for completion in run.completions] == [0, 0, 8]
     run = simulate(law, replace(config, prefix_caching=False), load, tokens, replicas=2).run
-    assert [done.ttft for done in run.completions] == [12, 12, 12]
+    assert [completion.ttft for completion in run.completions] == [12, 12, 12]
 
 
 def test_requests_come_in_the_order_in_which_they_are_due():
     crowd = [*random_arrivals(0, 16, 0.0), *(Arrival(4.0 + i / 4, 9, 5) for i in range(40))]
-    simulation, times, load = Simulation(Law(), CONFIG), [], chats(crowd, 3)
+    simulation = Simulation(Law(), CONFIG)
+    times = []
+    load = chats(crowd, 3)
     add = simulation.add
     simulation.add = lambda i, arrival, prompt: times.append(arrival.time) or add(i, arrival)
     LoadRun(simulation, load).run()
@@ -514,17 +568,19 @@ def test_requests_come_in_the_order_in_which_they_are_due():
 
 def test_a_turn_that_is_refused_is_the_last_of_its_chat():
     # of 1 + 1 tokens in a second, and a second later the next; a long one and one more are there
-    others = [Arrival(1.75, 1, 4), Arrival(1.875, 1, 1)]
+    later_arrivals = [Arrival(1.75, 1, 4), Arrival(1.875, 1, 1)]
     first, second, third = chats([Arrival(0.0, 3, 3)], 3)
-    load = [first, *others, second, third._replace(follows=3)]
+    load = [first, *later_arrivals, second, third._replace(follows=3)]
     run = alone(load, config=replace(ALONE, max_waiting=1)).run
-    assert [done.finish_reason for done in run.completions] == ["length"] * 3 + ["abort"]
+    reasons = [completion.finish_reason for completion in run.completions]
+    assert reasons == ["length"] * 3 + ["abort"]
     assert run.completions[3].arrival == 2.0 and run.refused == 1
 
 
 @pytest.mark.parametrize("replicas, times, refused", REFUSED)
 def test_a_full_queue_refuses_requests(replicas, times, refused):
-    arrivals, config = [Arrival(time, 1, 1) for time in times], replace(ALONE, max_waiting=1)
+    arrivals = [Arrival(time, 1, 1) for time in times]
+    config = replace(ALONE, max_waiting=1)
     run = alone(arrivals, config=config, replicas=replicas).run
     reasons = [completion.finish_reason for completion in run.completions]
     assert reasons == ["abort" if i in refused else "length" for i in range(len(times))]

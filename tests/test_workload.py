@@ -20,7 +20,8 @@ from lab.measure.workload import (
 )
 
 HEADER, LINES = "arrived_at,num_prefill_tokens,num_decode_tokens\n", "1,374,44\n3,5,6\n"
-NO_TIME, NO_LEN = ("-0.5", "nan", "inf", "1e12"), ("", "0", "2.5", "-3", "inf", "nan", "1e10")
+NO_TIME = ("-0.5", "nan", "inf", "1e12")
+NO_LEN = ("", "0", "2.5", "-3", "inf", "nan", "1e10")
 
 
 def share_below(values, threshold):
@@ -34,11 +35,14 @@ def tolerance(share, count):
     return 4 * math.sqrt(share * (1 - share) / count)
 
 
-def quantile_under_limit(name, share, which):
+def quantile_under_limit(name, share, index):
     """Quantile of the prompt (0) or output (1), given prompt + output <= limit, by quadrature."""
-    *known, limit = LENGTHS[name]
-    logs = [NormalDist(math.log(m), math.log(p90 / m) / 1.2815515655446004) for m, p90 in known]
-    own, other = logs[which], logs[1 - which]
+    *statistics, limit = LENGTHS[name]
+    logs = [
+        NormalDist(math.log(m), math.log(p90 / m) / 1.2815515655446004) for m, p90 in statistics
+    ]
+    own = logs[index]
+    other = logs[1 - index]
     lengths = [math.exp(own.inv_cdf((i + 0.5) / 4000)) for i in range(4000)]
     weights = [other.cdf(math.log(limit - n)) if n < limit else 0.0 for n in lengths]
     return lengths[int(np.searchsorted(np.cumsum(weights), share * sum(weights)))]
@@ -51,7 +55,8 @@ def test_the_published_statistics_are_those_of_table_2():
 
 @pytest.mark.parametrize("name", LENGTHS)
 def test_without_a_limit_the_samples_have_the_published_statistics(name, monkeypatch):
-    n, statistics = 100_000, LENGTHS[name]
+    n = 100_000
+    statistics = LENGTHS[name]
     monkeypatch.setitem(LENGTHS, name, statistics._replace(limit=10**9))
     samples = list(zip(*sample_lengths(name, n, 10**9, seed=0), strict=True))
     for lengths, (median, p90) in zip(samples, statistics[:2], strict=True):
@@ -64,10 +69,10 @@ def test_without_a_limit_the_samples_have_the_published_statistics(name, monkeyp
 @pytest.mark.parametrize("name", LENGTHS)
 def test_the_limit_shortens_the_samples_as_redrawing_must(name):
     lengths = sample_lengths(name, 20_000, 10**9, seed=0)
-    for which, values in enumerate(zip(*lengths, strict=True)):
+    for index, values in enumerate(zip(*lengths, strict=True)):
         for share in (0.5, 0.9):
-            found = share_below(values, quantile_under_limit(name, share, which))
-            assert found == pytest.approx(share, abs=tolerance(share, 20_000))
+            share_found = share_below(values, quantile_under_limit(name, share, index))
+            assert share_found == pytest.approx(share, abs=tolerance(share, 20_000))
     totals = [prompt + output for prompt, output in lengths]
     assert max(totals) <= LENGTHS[name].limit
     assert totals.count(LENGTHS[name].limit) < 20  # nothing piles up there
@@ -106,7 +111,8 @@ def test_rounding_up_never_takes_the_last_token(monkeypatch):
         monkeypatch.setitem(LENGTHS, "arxiv", workload.LengthStatistics(*statistics))
         return set(sample_lengths("arxiv", 100, max_len, seed=0))
 
-    uneven, halves = ((10, 11), (80, 90), 100), ((500, 501), (500, 501), 1000)
+    uneven = ((10, 11), (80, 90), 100)
+    halves = ((500, 501), (500, 501), 1000)
     assert lengths(uneven, 3) == {(1, 2)}  # 0.3 and 2.4 of 3 tokens
     assert lengths(uneven, 2) == {(1, 1)}  # 0.2 and 1.6 of 2
     assert max(sum(pair) for pair in lengths(halves, 3)) <= 3  # 1.5 and 1.5 are rounded to 2
@@ -132,7 +138,8 @@ def test_gaps_are_exponential_at_the_rate(qps):
 
 def test_two_rates_see_the_same_requests_and_the_same_gaps_up_to_a_factor():
     lengths = sample_lengths("arxiv", 200, 4096, seed=2)
-    slow, fast = poisson(lengths, 3, seed=2), poisson(lengths, 7.5, seed=2)
+    slow = poisson(lengths, 3, seed=2)
+    fast = poisson(lengths, 7.5, seed=2)
     assert [a[1:3] for a in slow] == [a[1:3] for a in fast] == lengths
     assert [a.time / 2.5 for a in slow] == pytest.approx([a.time for a in fast])
     assert {a[3:] for a in slow} == {("normal", None, None, None)}  # of no class, promised nothing
@@ -164,19 +171,24 @@ def test_rescale_runs_a_trace_at_another_rate():
 
 def test_prompts_are_random_tokens_of_the_vocabulary():
     arrivals = [Arrival(0.0, 700, 1), Arrival(1.0, 1, 5), Arrival(1.0, 300, 2)]
-    made = workload.prompts(arrivals, vocab_size=7, seed=0)
-    tokens = [token for prompt in made for token in prompt]
-    assert [len(prompt) for prompt in made] == [700, 1, 300]
+    token_lists = workload.prompts(arrivals, vocab_size=7, seed=0)
+    tokens = [token for prompt in token_lists for token in prompt]
+    assert [len(prompt) for prompt in token_lists] == [700, 1, 300]
     assert set(tokens) == set(range(7)) and {type(token) for token in tokens} == {int}
     assert (
-        made[0][:300] != made[2]
-        and made[0] == workload.make_rng(3, 0).integers(7, size=700).tolist()
+        token_lists[0][:300] != token_lists[2]
+        and token_lists[0] == workload.make_rng(3, 0).integers(7, size=700).tolist()
     )
-    assert workload.prompts(arrivals, 7, seed=0) == made != workload.prompts(arrivals, 7, seed=1)
+    assert (
+        workload.prompts(arrivals, 7, seed=0)
+        == token_lists
+        != workload.prompts(arrivals, 7, seed=1)
+    )
 
 
 def test_a_chat_shares_the_tokens_of_its_request_among_its_turns():
-    one, other = Arrival(2.0, 10, 7, "high", 1.0, 0.5), Arrival(3.0, 5, 2)
+    one = Arrival(2.0, 10, 7, "high", 1.0, 0.5)
+    other = Arrival(3.0, 5, 2)
     firsts = [one._replace(prompt_len=3, output_len=2), Arrival(3.0, 2, 1)]
     # prompts of 3, 3 and 4, outputs of 2, 2 and 3; of the other 2 and 3, 1 and 1
     promise = ("high", 1.0, 0.5)
@@ -202,24 +214,26 @@ def test_a_chat_shares_the_tokens_of_its_request_among_its_turns():
 def test_prompts_begin_with_one_of_some_prefixes_and_go_on_as_without():
     arrivals = workload.chats([Arrival(0.0, 10, 5)] * 40, 2)  # first prompts of 5, and 5 more
     longer = [arrival._replace(prompt_len=arrival.prompt_len + 20) for arrival in arrivals]
-    made = workload.prompts(longer, 1000, 3, shared=(20, 4))
-    prefixes = {tuple(prompt[:20]) for prompt in made[:40]}
-    assert len(prefixes) == 4 and all(len(prompt) == 25 for prompt in made[:40])
-    own = [prompt[20:] for prompt in made[:40]] + made[40:]
-    assert own == workload.prompts(arrivals, 1000, 3) and len(set(map(tuple, own))) == 80
-    assert workload.prompts(longer, 1000, 3, (20, 4)) == made
-    others = {tuple(prompt[:20]) for prompt in workload.prompts(longer, 1000, 4, (20, 4))[:40]}
-    assert not prefixes & others
+    token_lists = workload.prompts(longer, 1000, 3, shared=(20, 4))
+    prefixes = {tuple(prompt[:20]) for prompt in token_lists[:40]}
+    assert len(prefixes) == 4 and all(len(prompt) == 25 for prompt in token_lists[:40])
+    suffixes = [prompt[20:] for prompt in token_lists[:40]] + token_lists[40:]
+    assert suffixes == workload.prompts(arrivals, 1000, 3) and len(set(map(tuple, suffixes))) == 80
+    assert workload.prompts(longer, 1000, 3, (20, 4)) == token_lists
+    other_prefixes = {
+        tuple(prompt[:20]) for prompt in workload.prompts(longer, 1000, 4, (20, 4))[:40]
+    }
+    assert not prefixes & other_prefixes
 
 
 def test_lengths_are_sampled_or_repeated_in_equal_shares():
     assert make_lengths("arxiv", 9, 64, 5) == sample_lengths("arxiv", 9, 64, 5)
     assert make_lengths("5+3", 2, 8, 0) == [(5, 3), (5, 3)]
     assert make_lengths(" 5 + 3,1+1,2+2", 5, 8, 0) == [(5, 3), *[(1, 1)] * 2, *[(2, 2)] * 2]
-    for asked in ("sharegpt", "0+1", "1+0", "5+4", "5", "5+3,", "-5+3", "5+3+1", "5.0+3"):
+    for lengths in ("sharegpt", "0+1", "1+0", "5+4", "5", "5+3,", "-5+3", "5+3+1", "5.0+3"):
         allowed = "must be sharegpt4, arxiv or PROMPT.OUTPUT, .* of at most 8, --max-len less "
-        with pytest.raises(ValueError, match=f"^--lengths {re.escape(repr(asked))}: {allowed}"):
-            make_lengths(asked, 9, 8, 0)
+        with pytest.raises(ValueError, match=f"^--lengths {re.escape(repr(lengths))}: {allowed}"):
+            make_lengths(lengths, 9, 8, 0)
     with pytest.raises(ValueError, match="--requests 2: must be at least 3, as --lengths has"):
         make_lengths("5+3,1+1,2+2", 2, 8, 0)
 
@@ -331,14 +345,16 @@ def test_zipf_lengths_have_their_shares():
     assert draw(0.4) == draw(0.4) != draw(0.4, seed=8)
     shares = {}
     for theta in (0, 0.4, 1):
-        lengths, odds = draw(theta), np.arange(1, 302) ** -float(theta)
+        lengths = draw(theta)
+        odds = np.arange(1, 302) ** -float(theta)
         assert lengths == draw(float(theta))  # a whole number will do
         assert all(isinstance(n, int) and n >= 1 for pair in lengths for n in pair)
         assert all(abs(output - (prompt + output) / 11) <= 0.5 for prompt, output in lengths)
         total = np.array(lengths).sum(axis=1)
         assert total.min() >= 100 and total.max() <= 400 and (theta or len(set(total)) == 301)
         for longest in (150, 250, 350):  # six standard deviations of a share of 4,000
-            expected, shares[theta, longest] = odds[: longest - 99].sum(), (total <= longest).mean()
+            expected = odds[: longest - 99].sum()
+            shares[theta, longest] = (total <= longest).mean()
             assert shares[theta, longest] == pytest.approx(expected / odds.sum(), abs=0.0474)
     assert shares[0, 150] < shares[0.4, 150] < shares[1, 150]
     assert set(zipf_lengths(2, 3, 0.4, 1000, 50, 0)) == {(1, 1), (2, 1)}  # a request has an output

@@ -27,10 +27,11 @@ SEVERAL = [([3], 6, 1), ([0], 0, 1), ([2], 9, 1)], [([4], 5, 2), ([1], 0, 12), (
 @pytest.mark.parametrize("spans", [*([([0], start, 4)] for start in (0, 4, 8)), *SEVERAL])
 def test_xformers_mask_is_figure_6_in_every_page(spans):
     pytest.importorskip("xformers")
-    expected, row = torch.zeros(sum(length for *_, length in spans), 60, dtype=torch.bool), 0
+    expected = torch.zeros(sum(length for *_, length in spans), 60, dtype=torch.bool)
+    row = 0
     for (page,), start, length in spans:  # pages of 12 tokens
-        here = slice(page * 12, page * 12 + start + length)
-        expected[row : row + length, here] = figure_6(start, length)
+        slots_of_page = slice(page * 12, page * 12 + start + length)
+        expected[row : row + length, slots_of_page] = figure_6(start, length)
         row += length
     mask = xformers.gappy_bias([a_span(*span) for span in spans], pages=5, page_size=12)
     assert torch.equal(mask.materialize(expected.shape) == 0, expected)
@@ -50,14 +51,16 @@ def seen_by_split_k(mask, slots):
     return seen
 
 
-LAST_PAGE, TO_GROW = [([0, 5, 2], 8, 1), ([1], 3, 1), ([4, 3], 5, 1)], [([5, 1, 2], 2, 1)]
+LAST_PAGE = [([0, 5, 2], 8, 1), ([1], 3, 1), ([4, 3], 5, 1)]
+TO_GROW = [([5, 1, 2], 2, 1)]
 DECODES = [[([4], 0, 1)], [([0], 0, 1)], [([2, 0], 7, 1), ([3, 4], 4, 1)], LAST_PAGE, TO_GROW]
 
 
 @pytest.mark.parametrize("spans", DECODES)
 def test_paged_mask_is_figure_6_in_every_block_table(spans):
     pytest.importorskip("xformers")
-    n, expected = len(spans), torch.zeros(len(spans), 24, dtype=torch.bool)
+    n = len(spans)
+    expected = torch.zeros(len(spans), 24, dtype=torch.bool)
     for row, (pages, start, length) in zip(expected, spans, strict=True):  # pages of 4 tokens
         row[slot_mapping(pages, 4, 0, start + 1)] = figure_6(start, length)[0]
     mask = xformers.paged_bias([a_span(*span) for span in spans], page_size=4, max_len=12)
@@ -66,9 +69,9 @@ def test_paged_mask_is_figure_6_in_every_block_table(spans):
     assert mask.block_tables.shape == (n, 3)  # always, or Triton would compile in each iteration
     assert mask.k_seqinfo.padding == 12 and mask.q_seqinfo.seqstart.tolist() == list(range(n + 1))
     if not any(0 in pages for pages, *_ in spans):  # where xformers' own reading can be read
-        own = mask.materialize((n, 12 * n)) == 0
-        assert torch.equal(own, expected[:, : own.shape[1]])
-        assert not expected[:, own.shape[1] :].any()
+        own_mask = mask.materialize((n, 12 * n)) == 0
+        assert torch.equal(own_mask, expected[:, : own_mask.shape[1]])
+        assert not expected[:, own_mask.shape[1] :].any()
 
 
 # CUDA
@@ -99,38 +102,44 @@ SMALL_PAGES = [  # request 3 has a page to grow into
 def test_xformers_plan_equals_sdpa(model, case, split_k, on_a_pretended_gpu, monkeypatch):
     """The CUDA path, with an operator on a CPU that follows xformers' contract. Nothing is copied
     but small pages, and only those of chunks: decodes follow the block tables."""
-    (decodes, chunks, sizes), fmha, calls = case, on_a_pretended_gpu, []
+    decodes, chunks, sizes = case
+    fmha = on_a_pretended_gpu
+    calls = []
     model = tiny_model(model.config.family, model.config.n_kv_head, head_dim=16)
-    (pages, page_size, _), paged = sizes, case is SMALL_PAGES
-    split_k_operator, flash = fmha.triton_splitk.FwOp, fmha.flash.FwOp
+    pages, page_size, _ = sizes
+    paged = case is SMALL_PAGES
+    split_k_operator = fmha.triton_splitk.FwOp
+    flash = fmha.flash.FwOp
     of_this_machine = ("device=", "dtype=", "requires", "operator wasn't built", "triton is not")
 
     def apply(operator, inputs, needs_gradient):
-        mask, arguments = inputs.attn_bias, (inputs.query, inputs.key, inputs.value)
+        mask = inputs.attn_bias
+        arguments = (inputs.query, inputs.key, inputs.value)
         q, keys, values = (x.flatten(2, 3)[0].transpose(0, 1) for x in arguments)
         calls.append((operator, q.shape[1], keys.shape[1] // page_size))
         assert inputs.key.stride(3) == inputs.value.stride(3) == 0 or inputs.key.shape[3] == 1
         inputs.validate_inputs()
-        wrong = operator.not_supported_reasons(inputs)  # of shapes, strides and mask
-        assert not [reason for reason in wrong if not reason.startswith(of_this_machine)]
+        reasons = operator.not_supported_reasons(inputs)  # of shapes, strides and mask
+        assert not [reason for reason in reasons if not reason.startswith(of_this_machine)]
         if not paged or operator is split_k_operator:
             assert inputs.key.data_ptr() == cache.data.data_ptr()  # a view, not a copy
         if hasattr(mask, "block_tables"):
-            seen = seen_by_split_k(mask, keys.shape[1])
+            visible = seen_by_split_k(mask, keys.shape[1])
         else:
             assert keys.shape[1] == mask.k_seqinfo.seqstart_py[-1]
             assert mask.k_seqinfo.max_seqlen >= max(mask.k_seqinfo.seqlen_py)
-            seen = mask.materialize((q.shape[1], keys.shape[1])) == 0
-        read = seen.any(dim=0)  # the operators do not touch what no query sees
+            visible = mask.materialize((q.shape[1], keys.shape[1])) == 0
+        read = visible.any(dim=0)  # the operators do not touch what no query sees
         scores = q @ keys[:, read].transpose(1, 2) * inputs.scale_float
-        scores = scores.masked_fill(~seen[:, read], float("-inf"))
+        scores = scores.masked_fill(~visible[:, read], float("-inf"))
         y = (scores.softmax(dim=-1) @ values[:, read]).transpose(0, 1)[None]
         return y.unflatten(2, inputs.query.shape[2:4]), None
 
     for operator in (flash, split_k_operator):
         monkeypatch.setattr(operator, "apply", classmethod(apply))
     cache = poisoned_cache(model, *sizes, position_major=True)
-    data, layer = cache.data[0], cache.layer(0)
+    data = cache.data[0]
+    layer = cache.layer(0)
     decodes, chunks = ([a_span(*span) for span in spans] for spans in (decodes, chunks))
     for span in decodes + chunks:
         slots = slot_mapping(span.pages, page_size, 0, span.end)
@@ -139,11 +148,14 @@ def test_xformers_plan_equals_sdpa(model, case, split_k, on_a_pretended_gpu, mon
     decode_operator = split_k_operator if split_k or paged else flash
     assert [operator for operator, *_ in calls] == [decode_operator, flash]  # the probe
     del calls[:]
-    n, more = len(decodes), sum(span.length for span in chunks)
-    q = torch.randn(n + more, model.config.n_head, model.config.head_dim, dtype=torch.float64)
+    n = len(decodes)
+    num_chunk_tokens = sum(span.length for span in chunks)
+    q = torch.randn(
+        n + num_chunk_tokens, model.config.n_head, model.config.head_dim, dtype=torch.float64
+    )
     expected = SDPA(model.config, cache).plan(decodes + chunks)(q, *layer)
     close(backend.plan(decodes + chunks)(q, *layer), expected)
-    assert calls == [(decode_operator, n, pages), (flash, more, 9 if paged else pages)]
+    assert calls == [(decode_operator, n, pages), (flash, num_chunk_tokens, 9 if paged else pages)]
     close(backend.plan(decodes[:-1])(q[: n - 1], *layer), expected[: n - 1])
     close(backend.plan(chunks)(q[n:], *layer), expected[n:])
 
@@ -162,7 +174,8 @@ class NoWaiting(TorchDispatchMode):
 
 @pytest.mark.parametrize("case", [ONE_PAGE_EACH, SMALL_PAGES], ids=["one page each", "small"])
 def test_xformers_and_sampling_do_not_wait_for_the_device(case, on_a_pretended_gpu, monkeypatch):
-    model, (decodes, chunks, sizes) = tiny_model(head_dim=16), case
+    model = tiny_model(head_dim=16)
+    decodes, chunks, sizes = case
     for operator in (on_a_pretended_gpu.flash.FwOp, on_a_pretended_gpu.triton_splitk.FwOp):
 
         def attends(op, inputs, needs_gradient):
@@ -170,7 +183,8 @@ def test_xformers_and_sampling_do_not_wait_for_the_device(case, on_a_pretended_g
 
         monkeypatch.setattr(operator, "apply", classmethod(attends))
     cache = poisoned_cache(model, *sizes, position_major=True)
-    backend, spans = XFormers(model.config, cache), [a_span(*span) for span in decodes + chunks]
+    backend = XFormers(model.config, cache)
+    spans = [a_span(*span) for span in decodes + chunks]
     chosen = [(0, 0, 1), (1, 0, 1), (0.7, 5, 1), (2, 0, 0.5)] * 2
     params = [SamplingParams(1, t, k, p, logprobs=True) for t, k, p in chosen[: len(spans)]]
     with NoWaiting():
@@ -217,7 +231,8 @@ def test_cuda_equals_cpu(n_kv_head, case):
         engine = Engine(model, policy=policy, attention=backend, **sizes)
         engine.runner.cache.data.fill_(float("nan"))
         for completion in engine.generate(prompts, params, progress=False):
-            n, tokens = len(completion.prompt), completion.prompt + completion.tokens
+            n = len(completion.prompt)
+            tokens = completion.prompt + completion.tokens
             logprobs = prefill(reference, tokens).log_softmax(-1)[n - 1 : -1]
             expected = logprobs.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
             got = torch.tensor(completion.logprobs, dtype=torch.float64)
