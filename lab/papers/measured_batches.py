@@ -1,9 +1,11 @@
-"""The papers' claims about single iterations, measured on this device: a function for each.
+"""Functions that measure the papers' claims about single iterations on this device.
 
-A function times batches, plots them, and says what must show on any device, as it follows from the
-arithmetic. Published numbers stand in measured.py. S is SARATHI, SS Sarathi-Serve, B a post on
-schedulers; F is a figure, T a table. Read first: finding.py, bench.py and
-lab/measure/batch_times.py. Read next: measured_loads.py."""
+Each function times batches, plots the times, and checks the plots. A check must hold on any device:
+it follows from the arithmetic. The published numbers stand in measured.py. To add a claim, write
+such a function and list it there. Short ones to begin with: s_f13 and b_2.
+
+S is SARATHI, SS Sarathi-Serve, B a post on schedulers; F is a figure, T a table. Read first:
+finding.py, bench.py and lab/measure/batch_times.py. Read next: measured_loads.py."""
 
 from lab.measure.batch_times import (
     Batch,
@@ -23,24 +25,24 @@ def prefill_and_decodes(bench: Bench) -> dict[int, dict[str, list[Batch]]]:
     """{batch size: {"prefill": whole prompts, "decode": as many decodes}}, as in SARATHI's Figures
     3 and 4b. Large batches of prompts are left out where they take long."""
     length = bench.pick(gpu=1024, cpu=1024, quick=256)
-    most_prompts = bench.pick(gpu=18, cpu=4, quick=2)
+    max_prompts = bench.pick(gpu=18, cpu=4, quick=2)
     cases = {}
     for size in BATCH_SIZES:
-        case = {"prefill": [prompts(size, length)]} if size <= most_prompts else {}
+        case = {"prefill": [prompts(size, length)]} if size <= max_prompts else {}
         cases[size] = case | {"decode": [decodes(size, length)]}
     return cases
 
 
 def chunk_behind_a_token(tokens: int) -> Batch:
-    """A chunk of so many tokens behind one that is in the cache.
+    """A chunk of so many tokens after one that is in the cache.
 
-    The first token of a page also costs the zeros that are put behind it, on a CPU. Where batches
-    differ in their tokens only, none of them begins a page."""
+    On a CPU the first token of a page also costs the zeros that fill the page. A chunk after
+    another token does not begin a page, so that its time depends on its tokens alone."""
     return (TimedChunk(tokens, tokens + 1),)
 
 
 def reads_weights(bench: Bench) -> str:
-    """Why something may not show on a device that is fast at reading weights."""
+    """The reason why a claim may not show on a device that reads weights fast."""
     return f"weights are read in the time of {bench.machine.ridge_tokens:.0f} rows"
 
 
@@ -205,16 +207,18 @@ def s_f7(bench: Bench) -> Finding:
         iteration.add("iteration", tokens, time.total_ms)
         iteration.add("linear layers", tokens, time.products_ms)
         per_token.add("linear layers", tokens, time.products_ms / tokens)
-    among = Plot("a token of linear layers, alone and among 256", x="", y="ms", spec=".3f")
-    among.add("alone", "tokens", times[1].products_ms / 1)
-    among.add("among", "tokens", times[256].products_ms / 256)
+    alone_and_among = Plot(
+        "a token of linear layers, alone and among 256", x="", y="ms", spec=".3f"
+    )
+    alone_and_among.add("alone", "tokens", times[1].products_ms / 1)
+    alone_and_among.add("among", "tokens", times[256].products_ms / 256)
     steps = Plot("by one token more", x="more", y="times as long", spec=".2fx")
     for tokens in (128, 129, 256, 257):
         ratio = times[tokens].total_ms / times[tokens - 1].total_ms
         steps.add(f"to {tokens} tokens", "tokens", ratio)
     return Finding(
-        plots=[iteration, per_token, among, steps],
-        checks=[less(among.line("among").times(2), among.line("alone"))],
+        plots=[iteration, per_token, alone_and_among, steps],
+        checks=[less(alone_and_among.line("among").times(2), alone_and_among.line("alone"))],
         quoted=steps.all_lines(),
         because=f"{reads_weights(bench)}, and steps at whole tiles need not show on a CPU",
     )

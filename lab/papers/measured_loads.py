@@ -1,9 +1,12 @@
-"""The papers' claims about whole loads, measured on this device: a function for each.
+"""Functions that measure the papers' claims about whole loads on this device.
 
-A function serves requests under several policies, plots the results, and says what must show on
-any device, as it follows from the arithmetic. Published numbers stand in measured.py. S is SARATHI,
-SS Sarathi-Serve, B a post on schedulers; F is a figure, T a table. Read first: finding.py, bench.py
-and measured_batches.py. Read next: report.py."""
+Each function serves requests under several policies, plots the results, and checks the plots. A
+check must hold on any device: it follows from the arithmetic. The published numbers stand in
+measured.py. To add a claim, write such a function and list it there. A short one to begin with:
+ss_t4.
+
+S is SARATHI, SS Sarathi-Serve, B a post on schedulers; F is a figure, T a table. Read first:
+finding.py, bench.py and measured_batches.py. Read next: measured.py."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +16,12 @@ from lab.papers.bench import Bench
 from lab.papers.finding import Finding, Plot, falls, less, rises
 from views.timelines import plot_serving
 
-TRACE = Path(__file__).with_name("a_to_d.csv")  # two requests, and two more in the midst of them
+TRACE = Path(__file__).with_name("a_to_d.csv")  # A and B, then C and D while those run
 EVERYTHING_AT_ONCE = 1e9  # requests per second
 
 
 def hides_a_read(bench: Bench) -> str:
-    """Why the gain of decode-maximal batches may not show on this device."""
+    """The reason why the gain of decode-maximal batches may not show on this device."""
     return (
         "a chunk hides no more than the time in which weights are read, that of "
         f"{bench.machine.ridge_tokens:.0f} rows here"
@@ -36,7 +39,7 @@ class Lockstep:
 
 
 def in_lockstep(bench: Bench, case: Lockstep) -> dict[str, PolicyRun]:
-    """SARATHI's policies and baselines end to end, as in its Table 4 and Figure 11."""
+    """Serve the load under SARATHI and its baselines, as in its Table 4 and Figure 11."""
     return bench.run_policies(
         ["request-level", "orca", "orca-best", "sarathi"],
         seq_len=case.context,

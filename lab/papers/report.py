@@ -1,4 +1,4 @@
-"""What is kept of the claims that were measured: paper.json, paper.md, and tables in results/.
+"""Measures a claim and keeps its record: in paper.json, paper.md, and tables in results/.
 
 paper.json has a record of each claim. paper.md is made of the records, and so are the tables at the
 end of results/README.md. Read first: finding.py and measured.py. Read next:
@@ -32,14 +32,14 @@ TRIED_AGAIN = (BUSY, NOT_MEASURED)  # by the next run
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What is kept of a claim that was measured."""
+    """The result of a claim that was measured."""
 
     claim: str  # its name
     command: str  # that measures it again
     paper: str
-    here: str | None  # the numbers to be held against the paper's
+    here: str | None  # the numbers of this device, to compare with the paper's
     verdict: str
-    why: str  # it does not hold, or was not measured
+    why: str  # the reason why it does not hold, or was not measured
     options: dict[str, Any]  # what it was measured with and on, see `conditions_of`
     text: str  # in Markdown
     tables: list[dict[str, Any]]  # the plots, see Plot.to_json
@@ -63,12 +63,12 @@ SUMMARY_COLUMNS: list[Column[SummaryRow]] = [
 
 @dataclass
 class Results:
-    """What is kept in one folder."""
+    """The records of one machine, which lie in one folder."""
 
     claims: dict[str, Record] = field(default_factory=dict)  # by the id of the claim
 
     def to_json(self, machine: RealMachineInfo) -> dict[str, Any]:
-        """What paper.json holds: the records in the order of CLAIMS, and the last machine."""
+        """The content of paper.json: the records in the order of CLAIMS, and the last machine."""
         return {
             "claims": {row.claim.id: asdict(row.record) for row in self.rows()},
             "machine": machine.to_json(),
@@ -81,7 +81,7 @@ class Results:
 
 
 def conditions_of(machine: RealMachineInfo, bench: Bench) -> dict[str, Any]:
-    """What a number depends on. Claims are measured again where one of these differs."""
+    """The conditions that numbers depend on. If one differs, a claim is measured again."""
     return {
         "device": machine.device,
         "threads": machine.threads,
@@ -145,21 +145,21 @@ def measure_claim(claim: Claim, bench: Bench, conditions: dict[str, Any]) -> Rec
 
 
 def verdict_of(finding: Finding, busy: bool) -> str:
-    """Whether what must show does show; nothing is said of a busy machine."""
+    """HOLDS if all checks hold, else FAILS; BUSY if the machine was busy."""
     if busy:
         return BUSY
     return FAILS if finding.failures else HOLDS
 
 
 def reasons(finding: Finding) -> str:
-    """Which checks fail, and why that may be; "" if all hold."""
+    """The checks that fail, and the reason why they may; "" if all hold."""
     if not finding.failures:
         return ""
     return "; ".join([*finding.failures, finding.because]).removesuffix("; ")
 
 
 def read_results(directory: Path) -> Results:
-    """What is kept in a directory, if anything."""
+    """The records in a directory; none if it has no paper.json."""
     file = directory / "paper.json"
     if not file.exists():
         return Results()
