@@ -88,7 +88,6 @@ def test_a_missing_annotation_is_seen(source, annotated):
     assert all(map(is_annotated, functions(ast.parse(source)))) == annotated
 
 
-@pytest.mark.xfail(reason="some rooms are not annotated yet", strict=False)
 def test_every_function_outside_of_tests_is_annotated():
     missing = [
         f"{path}:{function.lineno} {function.name}"
@@ -110,7 +109,6 @@ def test_the_name_of_a_test_is_a_short_sentence():
     assert too_long == []
 
 
-@pytest.mark.xfail(reason="some rooms have tables in TOML yet", strict=False)
 def test_there_is_no_toml_but_the_projects():
     assert list(files(".toml")) == ["pyproject.toml"]
 
