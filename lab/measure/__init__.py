@@ -1,0 +1,1 @@
+"""Libraries that measure: timing, workloads, the run loop, metrics, capacity. They print nothing."""

@@ -180,9 +180,9 @@ CLAIMS = [
             "worst 1 (LLaMA-13B, A6000)"
         ),
         headline=Headline(
-            text="throughput of orca-best over request-level, shortest context",
-            paper="1.11x",
-            line="orca-best",
+            text="throughput of sarathi over request-level, beside orca",
+            paper="1.27x",
+            line="sarathi",
         ),
         seconds=(1, 1),
         function=s_f11,

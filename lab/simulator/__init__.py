@@ -1,0 +1,1 @@
+"""Devices, a cost model, and the policies on a clock that only counts. Read first: devices.py."""
