@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import memory
 from errors import check_whole
-from kv_cache import Pages, kv_bytes_per_token
+from kv_cache import ModelShape, Pages, kv_bytes_per_token
 from policies import find_policy, make_scheduler, policy_options
 from scheduler import Scheduler
 
@@ -24,10 +24,10 @@ CUDA_TILE = 128  # tokens in a tile of matrix products on a GPU (SARATHI §4.4)
 
 
 class ModelLike(Protocol):
-    """The parts of a model.GPT that decide on sizes; `config` is a GPTConfig."""
+    """The parts of a model.GPT that decide on sizes."""
 
     @property
-    def config(self) -> Any: ...
+    def config(self) -> ModelShape: ...
     @property
     def device(self) -> torch.device: ...
     @property
@@ -65,8 +65,8 @@ class EngineConfig:
         if self.page_size > self.max_len:
             raise ValueError(f"page_size={self.page_size}: must be at most max_len={self.max_len}")
         if self.prefix_caching and self.page_size == self.max_len:
-            limit = f"must be below max_len={self.max_len}, for prefix_caching"
-            raise ValueError(f"page_size={self.page_size}: {limit}")
+            below = f"must be below max_len={self.max_len}, for prefix_caching"
+            raise ValueError(f"page_size={self.page_size}: {below}")
 
     def for_model(self, model: ModelLike) -> Self:
         """The same with all numbers filled in. Raises ValueError if model or memory forbid it."""
@@ -86,10 +86,10 @@ class EngineConfig:
         cache_bytes = pages * page_size * kv_bytes_per_token(model.config, model.dtype)
         memory.check_memory(f"pages={pages}, page_size={page_size}", cache_bytes, model.device)
         max_batch = self.max_batch or min(pages, MAX_BATCH)
-        config = replace(
-            self, max_batch=max_batch, max_len=max_len, page_size=page_size, pages=pages
+        tiled = self.with_tile(CUDA_TILE) if model.device.type == "cuda" else self
+        return replace(
+            tiled, max_batch=max_batch, max_len=max_len, page_size=page_size, pages=pages
         )
-        return config.with_tile(CUDA_TILE) if model.device.type == "cuda" else config
 
     def with_tile(self, tile: int) -> Self:
         """The same; a policy with the option `tile` gets this one, unless it has another."""
@@ -113,26 +113,22 @@ class EngineConfig:
         return [self.scheduler(self.new_pages(pp), clock) for _ in range(replicas * pp)]
 
     def check_policy(self) -> None:
-        """Raise ValueError if the policy rejects these numbers or options.
-
-        A scheduler is made and thrown away, before the memory of a cache is allocated."""
+        """Make a scheduler and drop it: raises ValueError if the policy rejects these options."""
         config = replace(self, chunk=1) if self.chunk == "auto" else self
         config.scheduler(self.new_pages(), time.monotonic)
 
 
 def pages_that_fit(model: ModelLike, max_len: int, page_size: int) -> int:
-    """How many pages fit into the free memory of the model's device, next to all the rest.
+    """How many pages fit into the free memory of the model's device.
 
     With one page for each request it is SARATHI's B = floor((M_G - M_S) / (L * m_kv)), §4.3.1.
     Raises ValueError if not even one request of max_len tokens fits."""
     free = memory.free_bytes(model.device)
+    room = free - free // 2  # half is for other processes
     if model.device.type == "cuda":
         import torch
 
-        total = torch.cuda.mem_get_info(model.device)[1]
-        room = free - total // 10  # a tenth is for activations
-    else:
-        room = free - free // 2  # half is for other processes
+        room = free - torch.cuda.mem_get_info(model.device)[1] // 10  # a tenth is for activations
     token_bytes = kv_bytes_per_token(model.config, model.dtype)
     pages = room // (page_size * token_bytes)
     if pages * page_size < max_len:

@@ -5,16 +5,15 @@
     request_id = engine.add_request(prompt, params)                       # online: add, step, abort
     for event in engine.step(): ...                                       # tokens as they appear
 
-A step is atomic. No request advances before the sampled tokens are there. If anything raises before
-that (out of memory, Ctrl-C), the batch is kept and the next `step()` computes it again. After an
-interrupt anywhere else, the next call repairs what is inconsistent, see Scheduler.mend.
+A step is atomic: if anything raises before the sampled tokens are there (out of memory, Ctrl-C),
+the next `step()` computes the batch again. For interrupts anywhere else see Scheduler.mend.
 
 Read first: scheduler.py, model.py, config.py and outputs.py."""
 
 import operator
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
@@ -32,7 +31,7 @@ from outputs import Completion, Event, Iteration
 from packed_linear import pack
 from policies.priority import check_service_level
 from policies.token_budget import auto_budget
-from pretrained.tokenizers import Tokenizer
+from pretrained.tokenizers import Tokenizer, decode_output
 from sampling import SamplingParams, sample
 from scheduler import Batch, Request, Scheduler
 
@@ -78,8 +77,8 @@ class Runner:
         attention: str = "auto",
     ) -> None:
         check_backend(attention, model.device)
-        page_bytes = page_size * kv_bytes_per_token(model.config, model.dtype)
-        check_memory(f"pages={pages}, page_size={page_size}", pages * page_bytes, model.device)
+        cache_bytes = pages * page_size * kv_bytes_per_token(model.config, model.dtype)
+        check_memory(f"pages={pages}, page_size={page_size}", cache_bytes, model.device)
         self.cache = KVCache(model.config, pages, page_size, model.device, model.dtype, max_len)
         self.attention = make_attention(model.config, self.cache, attention)
         self.model = pack(model)
@@ -109,8 +108,7 @@ class Runner:
         tokens, logprobs = sample(logits, params, positions)
         if logprobs is None:
             return [Sampled(token, None) for token in tokens.tolist()]
-        token_row, logprob_row = torch.stack([tokens.double(), logprobs.double()]).tolist()
-        pairs = zip(token_row, logprob_row, strict=True)
+        pairs = torch.stack([tokens.double(), logprobs.double()], dim=1).tolist()
         return [Sampled(int(token), logprob) for token, logprob in pairs]
 
 
@@ -139,9 +137,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        """All keywords but the last two are the fields of config.EngineConfig, which explains them.
-
-        `tokenizer` is for prompts given as text; `clock` returns seconds."""
+        """See config.EngineConfig for all but the last two. `tokenizer` is for prompts as text."""
         config = EngineConfig(
             policy=policy,
             chunk=chunk,
@@ -214,24 +210,20 @@ class Engine:
     ) -> int:
         """Queue a prompt (token ids, or text if there is a tokenizer) and return the request's id.
 
-        `arrival` is when it arrived, on the engine's clock (None: now). `request_id` is a number
-        that no other request has (None: the next). See policies/priority.py for the last three.
-        Raises ValueError, with nothing changed, if an argument makes no sense, or if the prompt is
-        empty, holds a token that the model does not know, or does not fit max_len with its output.
-        Raises QueueFull if max_waiting requests wait."""
+        `arrival` is on the engine's clock (None: now). `request_id` is a number that no other
+        request has (None: the next). See policies/priority.py for the last three. Raises
+        ValueError, with nothing changed, if an argument makes no sense or the request can never
+        run; QueueFull if max_waiting requests wait."""
         params = SamplingParams() if params is None else params
         tokens = self._encode(prompt, params)
         service = check_service_level(priority, ttft_slo, tbt_slo)
         arrival = self.clock() if arrival is None else arrival
         arrival = check_number("arrival", arrival, "a finite number of seconds")
-        if request_id is not None:
-            request_id = self._check_new_id(request_id)
+        request_id = self._next_id if request_id is None else self._check_new_id(request_id)
         self.scheduler.mend()
         max_waiting = self.config.max_waiting
         if max_waiting is not None and len(self.scheduler.waiting) >= max_waiting:
             raise QueueFull(f"max_waiting={max_waiting}: as many requests wait")
-        if request_id is None:
-            request_id = self._next_id
         stop = set(params.stop_token_ids)
         if self.tokenizer is not None:
             stop.update(self.tokenizer.stop_token_ids)
@@ -276,8 +268,8 @@ class Engine:
     def _check_new_id(self, request_id: int) -> int:
         """The id, if no request has it whose last event was not returned yet."""
         request_id = check_whole("request_id", request_id, least=0)
-        batch = self._computed.batch if self._computed else []
-        finishing = {chunk.request.id for chunk in batch}  # some of these have ended
+        batch = self._computed.batch if self._computed else []  # some of these have ended
+        finishing = {chunk.request.id for chunk in batch}
         if request_id in self.scheduler.requests or request_id in finishing:
             raise ValueError(f"request_id={request_id}: is the id of another request")
         return request_id
@@ -308,14 +300,13 @@ class Engine:
 
     def _compute(self, batch: Batch, start: float) -> Computed:
         """Forward and sample. `start` is when the step began."""
-        runner = self.runner
-        inputs = self._inputs(batch)
+        spans, params, positions = self._inputs(batch)
         iteration = Iteration.begin(batch, self.schedulers, start)
-        flat = runner.flatten(inputs.spans)
+        flat = self.runner.flatten(spans)
         launch = self.clock()
-        logits = runner.model(flat, runner.cache)
-        sampled = iter(runner.fetch(logits, inputs.params, inputs.positions))
-        results = [next(sampled) if span.wants_logits else None for span in inputs.spans]
+        logits = self.runner.model(flat, self.runner.cache)
+        sampled = iter(self.runner.fetch(logits, params, positions))
+        results = [next(sampled) if span.wants_logits else None for span in spans]
         return Computed(batch, results, iteration._replace(end=self.clock(), launch=launch))
 
     def _inputs(self, batch: Batch) -> StepInputs:
@@ -340,16 +331,16 @@ class Engine:
             if result is not None and result.logprob is not None and request.params.logprobs:
                 position = start + length - request.prompt_len
                 request.logprobs[position:] = [result.logprob]
-        events = []
-        for request, token in self.scheduler.advance(batch, tokens, iteration.end):
-            event = Event(
+        events = [
+            Event(
                 request_id=request.id,
                 token=token,
                 logprob=request.logprobs[-1] if request.logprobs else None,
                 finish_reason=request.finish_reason,
                 completion=self._complete(request) if request.finish_reason else None,
             )
-            events.append(event)
+            for request, token in self.scheduler.advance(batch, tokens, iteration.end)
+        ]
         self.last_iteration = iteration
         return events
 
@@ -357,14 +348,11 @@ class Engine:
         """The request's Completion; with a tokenizer, the output as text, too."""
         if self.tokenizer is None:
             return Completion.of(request)
-        end = len(request.tokens)
+        tokens = request.tokens
         if request.finish_reason == "stop":
-            end -= 1  # the stop token is no part of the text
-        # decoded after the prompt: in some tokenizers it decides on the first word's space
-        prompt_text = self.tokenizer.decode(request.tokens[: request.prompt_len])
-        full_text = self.tokenizer.decode(request.tokens[:end])
-        # a prompt may end within a character, which the output completes
-        return Completion.of(request, full_text[len(prompt_text.rstrip("\ufffd")) :])
+            tokens = tokens[:-1]  # the stop token is no part of the text
+        text = decode_output(self.tokenizer, tokens, request.prompt_len)
+        return Completion.of(request, text)
 
     def generate(
         self,
@@ -375,8 +363,8 @@ class Engine:
         """Complete all prompts and return their Completions, in order.
 
         `params` is one SamplingParams, or one for each. `progress` shows a bar on a terminal.
-        Raises what `add_request` raises, before anything is computed. After any exception none of
-        these requests is left. Raises ValueError while others run: their events would be lost."""
+        Raises what `add_request` raises, before anything is computed, and ValueError while other
+        requests run. After any exception none of these requests is left."""
         if self.scheduler.requests or self._computed:
             running = len(self.scheduler.requests)
             raise ValueError(f"generate: {running} requests are running, step() or abort() them")
@@ -390,7 +378,14 @@ class Engine:
         first_id = self._next_id
         try:
             ids = [self.add_request(*request) for request in zip(prompts, params, strict=True)]
-            completions = self._run_until_done(len(ids), progress)
+            completions: dict[int, Completion] = {}
+            hide_bar = None if progress and sys.stderr else True  # None: unless on a terminal
+            with tqdm(total=len(ids), desc="requests", disable=hide_bar) as bar:
+                while self.has_work:
+                    for event in self.step():
+                        if event.completion is not None:
+                            completions[event.request_id] = event.completion
+                            bar.update()
         except BaseException:  # a Ctrl-C, too: nothing of this stays behind
             self._computed = None
             self.scheduler.torn = True
@@ -400,22 +395,8 @@ class Engine:
             raise
         return [completions[request_id] for request_id in ids]
 
-    def _run_until_done(self, count: int, progress: bool) -> dict[int, Completion]:
-        """Step until nothing is left: request id -> Completion. There are `count` requests."""
-        completions: dict[int, Completion] = {}
-        hide_bar = True if not progress or sys.stderr is None else None  # None: unless a terminal
-        with tqdm(total=count, desc="requests", disable=hide_bar) as bar:
-            while self.has_work:
-                for event in self.step():
-                    if event.completion is not None:
-                        completions[event.request_id] = event.completion
-                        bar.update()
-        return completions
-
     def warm_up(self) -> None:
-        """Serve a few requests and forget them, so that nothing happens for the first time later.
-
-        First times are slow: page faults, kernels that are compiled for a batch size."""
+        """Serve a few requests and forget them, so that page faults and compilations are over."""
         self.start_over()  # what the cache holds is lost
         self.runner.cache.data.zero_()
         max_output = self.scheduler.max_len - 1
@@ -430,17 +411,13 @@ class Engine:
 
     # Skip the rest on a first reading: how an interrupt leaves nothing behind.
 
-    def start_over(self) -> None:
-        """Let all requests wait and be computed again, in an empty cache."""
-        self._computed = None
-        self.scheduler.torn = True
-        self.scheduler.mend()
+    def start_over(self, dropped: Iterable[Request] = ()) -> None:
+        """Let all requests wait and be computed again, in an empty cache; but end the `dropped`.
 
-    def drop(self, requests: Sequence[Request]) -> None:
-        """End requests without asking the policy, which may have failed; others begin anew."""
+        The policy is not asked: it may have failed."""
         self._computed = None
         self.scheduler.torn = True
-        for request in requests:
+        for request in dropped:
             request.finish_reason = "abort"
             self.scheduler.requests.pop(request.id, None)
-        self.start_over()
+        self.scheduler.mend()

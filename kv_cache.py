@@ -37,7 +37,7 @@ class Span(NamedTuple):
 
     @property
     def length(self) -> int:
-        """The number of tokens that are computed, which are the queries of attention."""
+        """The number of tokens that are computed: the queries of attention."""
         return len(self.tokens)
 
     @property
@@ -85,9 +85,9 @@ def kv_bytes_per_token(config: ModelShape, dtype: torch.dtype) -> int:
 class KVCache:
     """Keys and values of `pages` pages of `page_size` tokens each.
 
-    `data` has the logical shape (n_layer, K and V, n_kv_head, pages * page_size, head_dim). Its
-    strides depend on the device, because kernels prefer different layouts: on CUDA the heads of a
-    slot lie side by side, elsewhere the slots of a head. Unwritten slots hold garbage."""
+    `data` has the logical shape (n_layer, K and V, n_kv_head, pages * page_size, head_dim). As the
+    kernels prefer, on CUDA the heads of a slot lie side by side, elsewhere the slots of a head.
+    Unwritten slots hold garbage."""
 
     def __init__(
         self,
@@ -123,15 +123,13 @@ class KVCache:
 class Pages:
     """Which pages are free, which are in block tables, and which hold a known prefix.
 
-    A request gets pages that follow each other wherever possible. On a CPU, attention then reads
-    its keys and values in place, without a copy.
+    A request gets pages that follow each other wherever possible: then attention on a CPU reads
+    its keys and values in place.
 
     With `prefix_caching`, a full page is identified by a hash: the SHA-256 of its tokens and of the
     hash of the page before. It stands for all tokens up to the end of the page. A request whose
-    prompt begins with these tokens reuses the page. (Collisions of SHA-256 are ignored.)
-
-    Pages are reference-counted. An unreferenced page stays in the cache until its memory is needed.
-    The least recently used page is evicted first."""
+    prompt begins with these tokens reuses the page. Pages are reference-counted. An unreferenced
+    page stays cached until its memory is needed. The least recently used page is evicted first."""
 
     def __init__(self, total: int, page_size: int, prefix_caching: bool = False) -> None:
         self.total = total
@@ -142,8 +140,7 @@ class Pages:
         self._occupied = bytearray(total)  # 1 for pages in a block table or cached, else 0
         self._page_of: dict[bytes, int] = {}  # hash -> the page that is cached under it
         self._hash_of: dict[int, bytes] = {}  # page -> its hash, or the one it had last
-        # pages that are cached and in no block table, the least recently used first
-        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # the least recently used first
 
     def needed(self, tokens: int) -> int:
         """The number of pages that hold so many tokens."""
@@ -153,8 +150,7 @@ class Pages:
         """Take `count` pages. Returns None if fewer are free.
 
         A new request gets them from the longest runs of free pages. `after` is the last page of a
-        request that needs one page more: the next page if that is free, or else any. Cached pages
-        are evicted, the least recently used first, if there are too few others."""
+        request that needs one page more: the next page if that is free, or else any."""
         if count > self.num_free:
             return None
         while self.num_free - len(self._evictable) < count:

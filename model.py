@@ -29,6 +29,7 @@ from errors import check_one_of, check_positive, check_whole, set_field
 from kv_cache import KVCache, Span, slot_mapping
 from pretrained import checkpoints
 from pretrained.presets import PRESETS
+from pretrained.random_weights import init_weight
 from pretrained.sharding import Slices, slices_of
 
 DERIVED: Any = None  # the default of a field that is computed from others
@@ -36,7 +37,7 @@ DERIVED: Any = None  # the default of a field that is computed from others
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """LLaMA 3's frequency scaling (`rope_type: llama3`), for contexts longer than trained."""
+    """LLaMA 3's scaling of RoPE's frequencies, for contexts longer than trained."""
 
     factor: float
     low_freq_factor: float
@@ -46,12 +47,9 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The geometry of a model. Raises ValueError, naming the field, where it makes no sense.
+    """The geometry of a model. Raises ValueError, naming the field, where it makes no sense."""
 
-    `family` is "gpt2" (LayerNorm, learned positions, GELU, biases) or "llama" (RMSNorm, RoPE,
-    SwiGLU)."""
-
-    family: str = "llama"
+    family: str = "llama"  # RMSNorm, RoPE, SwiGLU; "gpt2": LayerNorm, learned positions, GELU
     vocab_size: int = 32000
     n_layer: int = 32
     n_head: int = 32
@@ -71,13 +69,11 @@ class GPTConfig:
         check_one_of("family", self.family, ("gpt2", "llama"))
         for field in ("vocab_size", "n_layer", "n_head", "n_embd", "max_positions"):
             check_whole(field, getattr(self, field), least=1)
-        if self.n_kv_head is DERIVED:
-            set_field(self, "n_kv_head", self.n_head)
-        if self.head_dim is DERIVED:
-            set_field(self, "head_dim", self.n_embd // self.n_head)
-        if self.n_inner is DERIVED:
-            set_field(self, "n_inner", 4 * self.n_embd)
-        for field in ("n_kv_head", "head_dim", "n_inner"):
+        head_dim = self.n_embd // self.n_head
+        derived = {"n_kv_head": self.n_head, "head_dim": head_dim, "n_inner": 4 * self.n_embd}
+        for field, default in derived.items():
+            if getattr(self, field) is DERIVED:
+                set_field(self, field, default)
             check_whole(field, getattr(self, field), least=1)
         check_positive("rope_theta", self.rope_theta)
         if self.n_head % self.n_kv_head:
@@ -118,7 +114,6 @@ class FlatBatch(NamedTuple):
 
         `attention` was made for the cache that the batch will be run on. A page that is written
         may be in one span alone."""
-        # decodes first: xformers computes them in one call
         order = sorted(range(len(spans)), key=lambda i: spans[i].length > 1)
         tokens, positions, slots = [], [], []
         last_row = {}  # of each span
@@ -218,9 +213,8 @@ class GPT(nn.Module):
     ) -> Self:
         """Load a checkpoint in the Hugging Face format: a local directory, or a name on the Hub.
 
-        `max_positions` may be the checkpoint's sliding window. Raises ValueError for an unknown
-        architecture, an unsupported option, or a tensor that is unknown or missing,
-        FileNotFoundError where there is nothing to load."""
+        `max_positions` may be its sliding window. Raises ValueError for all that is unknown,
+        unsupported or missing in it, FileNotFoundError where there is nothing to load."""
         directory = checkpoints.find(name)
         with torch.device("meta"):  # nothing is allocated before all is known to fit
             model = cls(GPTConfig.from_checkpoint(directory), "meta", dtype, seed=None)
@@ -228,7 +222,7 @@ class GPT(nn.Module):
         return model
 
     def whole_model(self) -> "GPT":
-        """Itself. A parallel.shard.Shard is a part of another model, without memory."""
+        """Itself; that of a parallel.shard.Shard has no memory."""
         return self
 
     def slices_of(self, name: str) -> Slices:
@@ -236,8 +230,7 @@ class GPT(nn.Module):
         return slices_of(self.config, 1, 1, 0, name, self.get_parameter(name).shape)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # to(...), to_empty(...) and their like: tied weights stay tied, and the table follows, but
-        # is never rounded to 16 bits
+        # to(...), to_empty(...): tied weights stay tied, and rope is never rounded to 16 bits
         super()._apply(fn, recurse)
         if self.config.tie_embeddings:
             self.head.weight = self.token_embedding.weight
@@ -313,8 +306,8 @@ def rope_table(config: GPTConfig, device: torch.device | str, dtype: torch.dtype
     """The factors of `rotate`, (max_positions, 2, 1, head_dim), at least float32.
 
     At every position there are the cosines of all angles, twice, and their sines, first negative.
-    With `rope_scaling`, LLaMA 3's rule: wavelengths longer than the trained context are stretched
-    by `factor`, those much shorter are kept, and those in between are interpolated."""
+    LLaMA 3's `rope_scaling` stretches wavelengths longer than the trained context by `factor`,
+    keeps those much shorter, and interpolates between."""
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
     frequency = config.rope_theta**-exponent  # (head_dim / 2,), the angle per position
     scaling = config.rope_scaling
@@ -344,14 +337,3 @@ def by_rows(function: Callable[..., Any], *tensors: Tensor) -> Any:
     if isinstance(results[0], tuple):
         return tuple(torch.cat(columns) for columns in zip(*results, strict=True))
     return torch.cat(results)
-
-
-def init_weight(name: str, p: Tensor, n_layer: int, generator: torch.Generator) -> None:
-    """Fill the parameter of that name by GPT-2's rule: normal(0, 0.02), scaled down where a layer
-    adds to the residual stream."""
-    if p.ndim == 1:
-        p.fill_(1.0 if name.endswith("norm.weight") else 0.0)
-    else:
-        residual = name.endswith(("postproj.weight", "ffn_ln2.weight"))
-        std = 0.02 / math.sqrt(2 * n_layer) if residual else 0.02
-        p.normal_(0, std, generator=generator)

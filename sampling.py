@@ -42,19 +42,17 @@ class SamplingParams:
         temperature = check_number("temperature", self.temperature, greedy_or, least=0)
         set_field(self, "temperature", temperature)
         set_field(self, "top_p", check_number("top_p", self.top_p, "in (0, 1]", SMALLEST, most=1))
-        ids = self.stop_token_ids
         try:
-            set_field(self, "stop_token_ids", tuple(map(operator.index, ids)))
+            set_field(self, "stop_token_ids", tuple(map(operator.index, self.stop_token_ids)))
         except TypeError:
-            raise ValueError(
-                f"stop_token_ids={shorten(ids)}: must be a list of token ids"
-            ) from None
+            value = shorten(self.stop_token_ids)
+            raise ValueError(f"stop_token_ids={value}: must be a list of token ids") from None
         if not isinstance(self.logprobs, bool):
             raise ValueError(f"logprobs={shorten(self.logprobs)}: must be True or False")
 
     @property
     def truncates(self) -> bool:
-        """Whether the likeliest tokens alone can be chosen."""
+        """Whether only some of the tokens, the likeliest, can be chosen."""
         return self.top_k > 0 or self.top_p < 1
 
 
@@ -63,15 +61,14 @@ def sample(
 ) -> tuple[Tensor, Tensor | None]:
     """Choose one token for each row of logits, (rows, vocab_size).
 
-    `params` holds the SamplingParams of each row and `positions` which output token of its request
-    the row decides. Returns (tokens, logprobs), both (rows,) on the device of the logits; nothing
-    is read back from it. `logprobs` is None unless the params of some row want it."""
+    Row i decides output token positions[i] of a request with params[i]. Returns (tokens, logprobs),
+    both (rows,) on the device of the logits. `logprobs` is None unless some params want it."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     tokens = logits.argmax(dim=-1)
     # Whether a row is sorted depends on its own parameters only: the order decides what is drawn.
+    sampled_rows = [row for row, p in enumerate(params) if p.temperature > 0]
     for truncated in (False, True):
-        rows = [row for row, p in enumerate(params) if p.temperature > 0]
-        rows = [row for row in rows if params[row].truncates == truncated]
+        rows = [row for row in sampled_rows if params[row].truncates == truncated]
         if rows:
             index = _column(rows, logits, torch.int64)[:, 0]
             streams = [random.Random(f"{params[row].seed}/{positions[row]}") for row in rows]

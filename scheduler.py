@@ -12,7 +12,7 @@ All policies here serve requests in order of arrival and never skip the first in
 may exceed the token budget. On a first reading, read Request, Chunk, Batch, and Scheduler down to
 the line "Skip on a first reading"; then the policies at the end of the file, which are short.
 
-policies/ has the names of all policies, and those beyond the papers. Read next: kv_cache.py."""
+policies/ names them all, and has the ablations and newer ones. Read next: kv_cache.py."""
 
 import math
 import sys
@@ -135,8 +135,7 @@ class Scheduler:
     """What all policies share. A policy is a subclass that defines `schedule`.
 
     `chunk` is C, the chunk size or token budget. `max_batch` is B, the number of requests that may
-    run at once. `max_len` is the length of the longest request, prompt and output. Some policies
-    take more options. Raises ValueError if the sizes make no sense."""
+    run at once. `max_len` is the length of the longest request, prompt and output."""
 
     cuts_prompts = False  # into chunks of at most `chunk` tokens
     reserves_max_len = True  # at admission; if not, the memory of a request grows page by page
@@ -260,9 +259,8 @@ class Scheduler:
     ) -> list[tuple[Request, int]]:
         """Move the requests of a computed batch on. Returns each new token with its request.
 
-        `tokens` holds the token that was sampled after each chunk at time `now`, or None. An
-        interrupt may come between any two lines here. Then the engine calls this again with the
-        same arguments, so each line checks whether it has been done already."""
+        `tokens` holds the token that was sampled after each chunk at time `now`, or None. After an
+        interrupt the engine calls this again, so each line checks whether it was done already."""
         self.mend()
         new_tokens: list[tuple[Request, int]] = []
         for (request, start, length), token in zip(batch, tokens, strict=True):
@@ -306,8 +304,8 @@ class Scheduler:
 
         The last token is always computed, because its logits give the next one: with pages of 4
         tokens, a prompt of 8 uses 1 cached page at most, and a prompt of 9 uses 2. After a
-        preemption with some output, 2 tokens are left to compute. With 1 the request would count as
-        a decode, and the batch that is being made has its decodes already."""
+        preemption with some output, 2 tokens are computed: with 1 it would count as a decode, and
+        the batch that is being made has its decodes already."""
         to_compute = 1 if len(request.tokens) == request.prompt_len else 2
         most_pages = (len(request.tokens) - to_compute) // self.pages.page_size
         cached_pages = self.pages.match_prefix(request.page_hashes[:most_pages])
@@ -374,8 +372,8 @@ class Scheduler:
     def mend(self) -> None:
         """If a change was interrupted, let all requests wait and be computed again.
 
-        A Ctrl-C between two lines may leave queue, block tables and free pages in disagreement. All
-        is made again from `requests`, the journal. Each method that changes anything begins so."""
+        A Ctrl-C may leave queue, block tables and free pages in disagreement. So all is made again
+        from `requests`, the journal. Each method that changes anything begins so."""
         if not any(peer.torn for peer in self.peers):
             return
         for peer in self.peers:
@@ -494,32 +492,4 @@ class SarathiServe(Scheduler):
             batch.add(request)  # finish what was started
         while batch.left > 0 and (request := self.admit()):
             batch.add(request)  # then let new requests in
-        return batch
-
-
-class HybridOnly(SarathiServe):
-    """Ablation (§5.4.2): a budget of max_len; a prompt is cut only where several share it."""
-
-    cuts_prompts = False
-
-    def token_budget(self, decodes: list[Request], prefills: list[Request]) -> int:
-        return self.max_len
-
-
-class ChunkedOnly(SarathiServe):
-    """Ablation (§5.4.2): chunks, but prefill and decode batches alternate."""
-
-    prefilled_last = False
-
-    def schedule(self) -> Batch:
-        decodes = self.decoding()
-        batch = Batch(self.chunk)
-        if not (self.prefilled_last and decodes):
-            for request in self.prefilling():
-                batch.add(request)
-            while batch.left > 0 and (request := self.admit()):
-                batch.add(request)
-        self.prefilled_last = bool(batch)
-        if not batch:
-            batch.add_decodes(decodes)
         return batch

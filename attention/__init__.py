@@ -5,16 +5,14 @@ and values. A chunk [start, start + length) attends to its request's past, keys 
 causally to itself (SARATHI §4.2, Figure 6); a decode is a chunk of length 1.
 
 There are three backends. Each is made once for a cache, and makes a *plan* once per iteration:
-masks and index tensors depend on the batch only, so they are not built again for each layer. The
-shapes are in plan.AttentionPlan. Grouped-query attention: `group = n_head // n_kv_head`
-consecutive query heads share one KV head.
+masks and index tensors depend on the batch only, so they are not built again for each layer.
+Grouped-query attention: `group = n_head // n_kv_head` consecutive query heads share one KV head.
 
 Read next: plan.py and sdpa.py, then model.py, which calls the plan."""
 
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -43,30 +41,24 @@ def fastest_backend(config: ModelShape, cache: KVCache) -> AttentionBackend:
     return SDPA(config, cache)
 
 
-class BackendSpec(NamedTuple):
-    """How a backend is made, and the type of device that it needs; None: any."""
-
-    device: str | None
-    make: Callable[[ModelShape, KVCache], AttentionBackend]
-
-
-BACKENDS = {
-    "auto": BackendSpec(None, fastest_backend),
-    "sdpa": BackendSpec(None, SDPA),
-    "matmul": BackendSpec("cpu", Matmul),
-    "xformers": BackendSpec("cuda", XFormers),
-    "xformers-split-k": BackendSpec("cuda", partial(XFormers, split_k=True)),
+BACKENDS: dict[str, Callable[[ModelShape, KVCache], AttentionBackend]] = {
+    "auto": fastest_backend,
+    "sdpa": SDPA,
+    "matmul": Matmul,
+    "xformers": XFormers,
+    "xformers-split-k": partial(XFormers, split_k=True),
 }
+DEVICES = {"matmul": "cpu", "xformers": "cuda", "xformers-split-k": "cuda"}  # the others: any
 
 
 def make_attention(config: ModelShape, cache: KVCache, backend: str = "auto") -> AttentionBackend:
     """The backend of that name, for a cache. Raises what `XFormers` raises."""
-    return BACKENDS[backend].make(config, cache)
+    return BACKENDS[backend](config, cache)
 
 
 def check_backend(backend: str, device: torch.device) -> None:
     """Raise ValueError for an unknown name, or one that is not for this device."""
     check_one_of("attention", backend, BACKENDS)
-    needed = BACKENDS[backend].device
-    if needed is not None and device.type != needed:
+    needed = DEVICES.get(backend, device.type)
+    if device.type != needed:
         raise ValueError(f"attention={backend!r}: runs on {needed} alone, 'sdpa' anywhere")

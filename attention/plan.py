@@ -71,8 +71,7 @@ def staircase(
 
         staircase[: length * group, past - start : past + length]
 
-    which is SARATHI's Figure 6 for that chunk, every row repeated for the group's heads. The window
-    may go on to the right, up to `beyond` more columns: keys that no query attends to. With
+    and up to `beyond` more columns: keys that no query attends to. It is SARATHI's Figure 6. With
     past = 4 and group = 1, the chunk of length 3 at start 2 (o: 0, .: -inf) is
 
         key     -   -   0   1   2   3   4   -

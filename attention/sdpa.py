@@ -35,16 +35,14 @@ class SDPA:
     """One `scaled_dot_product_attention` call per chunk, or per block of QUERY_BLOCK queries of it.
 
     Each call reads exactly the keys it needs. Pages that follow each other are read in place, as a
-    view of the cache; scattered ones are first copied side by side, for one request at a time, so
-    that the copy stays in the processor's cache. The query heads that share a KV head are folded
-    into the query length, (length, n_kv_head, group, head_dim) -> (n_kv_head, length * group,
-    head_dim), so keys and values are read once per group and not once per head."""
+    view of the cache. Scattered ones are first copied side by side, one request at a time. The
+    query heads that share a KV head are folded into the query length, (length, n_kv_head, group,
+    head_dim) -> (n_kv_head, length * group, head_dim), so keys are read once per group."""
 
     def __init__(
         self, config: ModelShape, cache: KVCache, past: int | None = None, key_block: int = 1
     ) -> None:
-        """The last two are for cpu_matmul.py, which masks only the chunk's own keys (past=0) and
-        reads keys in whole blocks."""
+        """cpu_matmul.py masks only a chunk's own keys (past=0), and reads keys in whole blocks."""
         self.cache = cache
         self.page_size = cache.page_size
         self.device = cache.data.device
@@ -78,14 +76,13 @@ class SDPA:
         chunks = []
         first_row = copied = 0
         for span, table, is_scattered in zip(spans, tables, scattered, strict=True):
-            blocks = self.plan_blocks(span, first_row, len(table) * self.page_size)
-            first_row += span.length
+            gather_rows = None
             if rows is not None and is_scattered:
                 gather_rows = rows[..., copied : copied + len(table)].flatten()
                 copied += len(table)
-                chunks.append(ChunkPlan(0, gather_rows, blocks))
-            else:
-                chunks.append(ChunkPlan(table[0] * self.page_size, None, blocks))
+            blocks = self.plan_blocks(span, first_row, len(table) * self.page_size)
+            chunks.append(ChunkPlan(table[0] * self.page_size, gather_rows, blocks))
+            first_row += span.length
         return chunks
 
     def plan_blocks(self, span: Span, first_row: int, max_keys: int) -> list[Block]:

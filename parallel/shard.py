@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model import GPT, FlatBatch, GPTConfig, init_weight
+from model import GPT, FlatBatch, GPTConfig
 from parallel.ranks import Ranks
+from pretrained.random_weights import init_weight
 from pretrained.sharding import Slices, local_config, slices_of, views
 
 

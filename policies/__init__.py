@@ -10,6 +10,7 @@ from typing import Any
 
 import scheduler
 from kv_cache import Pages
+from policies.ablations import ChunkedOnly, HybridOnly
 from policies.custom import MissingPolicyError, load_policy
 from policies.dynamic import Dynamic
 from policies.priority import Priority
@@ -22,8 +23,8 @@ POLICIES: dict[str, type[Scheduler]] = {
     "vllm": scheduler.VLLM,
     "sarathi": scheduler.Sarathi,
     "sarathi-serve": scheduler.SarathiServe,
-    "chunked-only": scheduler.ChunkedOnly,
-    "hybrid-only": scheduler.HybridOnly,
+    "chunked-only": ChunkedOnly,
+    "hybrid-only": HybridOnly,
     "dynamic": Dynamic,
     "priority": Priority,
 }

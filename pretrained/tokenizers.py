@@ -42,6 +42,15 @@ class Tokenizer(NamedTuple):
     stop_token_ids: frozenset[int] = frozenset()  # these end a text
 
 
+def decode_output(tokenizer: Tokenizer, tokens: Sequence[int], prompt_len: int) -> str:
+    """The text of tokens[prompt_len:].
+
+    It is decoded after the prompt: in some tokenizers that decides on the first word's space. A
+    prompt may end within a character that the output completes."""
+    prompt = tokenizer.decode(tokens[:prompt_len]).rstrip(HALF_A_CHARACTER)
+    return tokenizer.decode(tokens)[len(prompt) :]
+
+
 class TextStream:
     """Decodes the tokens that follow a prompt, one at a time.
 

@@ -92,7 +92,7 @@ class EngineThread:
             self.on_completion(self.engine.abort(request_id))
         except Exception:  # of a custom policy
             log.exception("a request could not be ended")
-            self.engine.drop([request])
+            self.engine.start_over(dropped=[request])
 
     def step(self) -> None:
         """Compute a batch, and have this called again if there is more work."""
@@ -122,7 +122,7 @@ class EngineThread:
         with suppress(Exception):  # a custom policy may have put anything into the batch
             failed = [chunk.request for chunk in scheduler.batch]
         failed = failed or list(scheduler.requests.values())  # or they might fail for ever
-        self.engine.drop(failed)
+        self.engine.start_over(dropped=failed)
         return failed
 
     def _forget_old_records(self) -> None:

@@ -441,7 +441,7 @@ def test_a_dropped_cache_finds_nothing(watched, policy):
     while not any(request.num_computed for request in engine.scheduler.requests.values()):
         engine.step()
     assert named(engine.scheduler.pages)
-    engine.drop([engine.scheduler.requests[1]])
+    engine.start_over(dropped=[engine.scheduler.requests[1]])
     assert named(engine.scheduler.pages) == set()
     ask(engine, 7)
     assert len(finish(engine)) == 2 and engine.scheduler.pages.num_free == 60

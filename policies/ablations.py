@@ -1,0 +1,33 @@
+"""Sarathi-Serve without one of its two ideas, for the ablation of §5.4.2.
+
+Read first: scheduler.py."""
+
+from scheduler import Batch, Request, SarathiServe
+
+
+class HybridOnly(SarathiServe):
+    """Hybrid batches alone: with a budget of max_len, only prompts that share a batch are cut."""
+
+    cuts_prompts = False
+
+    def token_budget(self, decodes: list[Request], prefills: list[Request]) -> int:
+        return self.max_len
+
+
+class ChunkedOnly(SarathiServe):
+    """Chunks alone: prefill and decode batches alternate."""
+
+    prefilled_last = False
+
+    def schedule(self) -> Batch:
+        decodes = self.decoding()
+        batch = Batch(self.chunk)
+        if not (self.prefilled_last and decodes):
+            for request in self.prefilling():
+                batch.add(request)
+            while batch.left > 0 and (request := self.admit()):
+                batch.add(request)
+        self.prefilled_last = bool(batch)
+        if not batch:
+            batch.add_decodes(decodes)
+        return batch
