@@ -2,36 +2,20 @@
 
 Read next: engine.py."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Self
 
-import memory
 from errors import check_whole
-from kv_cache import ModelShape, Pages, kv_bytes_per_token
+from kv_cache import Pages, kv_bytes_per_token
+from memory import ModelLike, check_memory, pages_that_fit
 from policies import find_policy, make_scheduler, policy_options
 from scheduler import Scheduler
-
-if TYPE_CHECKING:
-    import torch  # a simulation runs without
 
 MAX_BATCH = 256  # the largest default of max_batch, however much memory there is
 MAX_LEN = 2048  # the largest default of max_len
 CUDA_TILE = 128  # tokens in a tile of matrix products on a GPU (SARATHI §4.4)
-
-
-class ModelLike(Protocol):
-    """The parts of a model.GPT that decide on sizes."""
-
-    @property
-    def config(self) -> ModelShape: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
 
 
 @dataclass(frozen=True)
@@ -84,7 +68,7 @@ class EngineConfig:
             if self.max_batch is None:
                 pages = min(pages, pages_that_fit(model, max_len, page_size))
         cache_bytes = pages * page_size * kv_bytes_per_token(model.config, model.dtype)
-        memory.check_memory(f"pages={pages}, page_size={page_size}", cache_bytes, model.device)
+        check_memory(f"pages={pages}, page_size={page_size}", cache_bytes, model.device)
         max_batch = self.max_batch or min(pages, MAX_BATCH)
         tiled = self.with_tile(CUDA_TILE) if model.device.type == "cuda" else self
         return replace(
@@ -116,22 +100,3 @@ class EngineConfig:
         """Make a scheduler and drop it: raises ValueError if the policy rejects these options."""
         config = replace(self, chunk=1) if self.chunk == "auto" else self
         config.scheduler(self.new_pages(), time.monotonic)
-
-
-def pages_that_fit(model: ModelLike, max_len: int, page_size: int) -> int:
-    """How many pages fit into the free memory of the model's device.
-
-    With one page for each request it is SARATHI's B = floor((M_G - M_S) / (L * m_kv)), §4.3.1.
-    Raises ValueError if not even one request of max_len tokens fits."""
-    free = memory.free_bytes(model.device)
-    room = free - free // 2  # half is for other processes
-    if model.device.type == "cuda":
-        import torch
-
-        room = free - torch.cuda.mem_get_info(model.device)[1] // 10  # a tenth is for activations
-    token_bytes = kv_bytes_per_token(model.config, model.dtype)
-    pages = room // (page_size * token_bytes)
-    if pages * page_size < max_len:
-        takes = f"one request takes {max_len * token_bytes / 1e9:.1f} GB of KV cache"
-        raise ValueError(f"max_len={max_len}: {takes}, {room / 1e9:.1f} GB are free")
-    return pages

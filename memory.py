@@ -1,4 +1,4 @@
-"""How much memory a device can still give."""
+"""How much memory a device can still give, and how many pages fit into it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,23 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+from kv_cache import ModelShape, kv_bytes_per_token
 
 if TYPE_CHECKING:
     import torch  # a simulation runs without
+
+
+class ModelLike(Protocol):
+    """The parts of a model.GPT that decide on sizes."""
+
+    @property
+    def config(self) -> ModelShape: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
 
 
 def check_memory(description: str, wanted_bytes: int, device: torch.device) -> None:
@@ -29,6 +42,25 @@ def free_bytes(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0] + cached
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # those of torchrun share the memory
     return min(_free_in_system(), _free_in_container()) // processes
+
+
+def pages_that_fit(model: ModelLike, max_len: int, page_size: int) -> int:
+    """How many pages fit into the free memory of the model's device.
+
+    With one page for each request it is SARATHI's B = floor((M_G - M_S) / (L * m_kv)), §4.3.1.
+    Raises ValueError if not even one request of max_len tokens fits."""
+    free = free_bytes(model.device)
+    room = free - free // 2  # half is for other processes
+    if model.device.type == "cuda":
+        import torch
+
+        room = free - torch.cuda.mem_get_info(model.device)[1] // 10  # a tenth is for activations
+    token_bytes = kv_bytes_per_token(model.config, model.dtype)
+    pages = room // (page_size * token_bytes)
+    if pages * page_size < max_len:
+        takes = f"one request takes {max_len * token_bytes / 1e9:.1f} GB of KV cache"
+        raise ValueError(f"max_len={max_len}: {takes}, {room / 1e9:.1f} GB are free")
+    return pages
 
 
 def _free_in_system() -> int:

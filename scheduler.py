@@ -18,8 +18,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -231,10 +230,12 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Put a request at the end of the queue."""
-        with self._change():
-            self.pages.extend_hashes(request.page_hashes, request.tokens)
-            self.waiting.append(request)
-            self.requests[request.id] = request
+        self.mend()
+        self.pages.extend_hashes(request.page_hashes, request.tokens)
+        self.torn = True
+        self.waiting.append(request)
+        self.requests[request.id] = request
+        self.torn = False
 
     def next_batch(self) -> Batch:
         """The policy's next Batch, the same until `advance`; empty if there is nothing to do."""
@@ -243,12 +244,13 @@ class Scheduler:
         self.batch[:] = [chunk for chunk in self.batch if chunk.request.pages]
         if self.batch:
             return self.batch
-        with self._change():
-            self.batch = self.schedule()
-            if not self.batch and (self.running or self.waiting):
-                returned = f"{type(self).__name__}.schedule() returned {self.batch!r}"
-                raise RuntimeError(f"{returned}: nothing to do, but there are requests")
-            self.batch.preempted = self.preempted
+        self.torn = True
+        self.batch = self.schedule()
+        if not self.batch and (self.running or self.waiting):
+            returned = f"{type(self).__name__}.schedule() returned {self.batch!r}"
+            raise RuntimeError(f"{returned}: nothing to do, but there are requests")
+        self.batch.preempted = self.preempted
+        self.torn = False
         return self.batch
 
     def observe(self, batch: Batch, seconds: float) -> None:
@@ -289,13 +291,15 @@ class Scheduler:
 
     def finish(self, request: Request, reason: str) -> None:
         """End a waiting or running request and free its pages. The second time does nothing."""
-        with self._change():
-            if request in self.running:
-                self._stop(request)
-            elif request in self.waiting:
-                self.waiting.remove(request)
-            request.finish_reason = reason
-            self.requests.pop(request.id, None)
+        self.mend()
+        self.torn = True
+        if request in self.running:
+            self._stop(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        request.finish_reason = reason
+        self.requests.pop(request.id, None)
+        self.torn = False
 
     # Skip on a first reading: memory.
 
@@ -361,20 +365,13 @@ class Scheduler:
 
     # Skip on a first reading: what makes a Ctrl-C harmless.
 
-    @contextmanager
-    def _change(self) -> Iterator[None]:
-        """Mark the state as torn until a change to it is complete."""
-        self.mend()
-        self.torn = True
-        yield
-        self.torn = False  # not reached if anything raises
-
     def mend(self) -> None:
         """If a change was interrupted, let all requests wait and be computed again.
 
-        A Ctrl-C may leave queue, block tables and free pages in disagreement. So all is made again
-        from `requests`, the journal. Each method that changes anything begins so."""
-        if not any(peer.torn for peer in self.peers):
+        A Ctrl-C may leave queue, block tables and free pages in disagreement: `torn` is True while
+        they change. Then all is made again from `requests`, the journal. Each method that changes
+        anything begins with this."""
+        if not any([peer.torn for peer in self.peers]):  # a list: this is called for each token
             return
         for peer in self.peers:
             peer.pages = Pages(peer.pages.total, peer.pages.page_size, peer.pages.prefix_caching)

@@ -20,7 +20,8 @@ from sampling import SamplingParams, sample
 # dynamic.py's, which at most lets the head of the line wait
 DECIDE = ("admit", "rank", "decoding", "schedule")
 HOMES = {p: {getattr(cls, part).__module__ for part in DECIDE} for p, cls in POLICIES.items()}
-IN_ORDER = [policy for policy, homes in HOMES.items() if homes <= {"scheduler", "policies.dynamic"}]
+FIRST_COME = {"scheduler", "policies.ablations", "policies.dynamic"}
+IN_ORDER = [policy for policy, homes in HOMES.items() if homes <= FIRST_COME]
 RESERVING = [name for name, cls in POLICIES.items() if cls.reserves_max_len]  # at admission
 GROWING = [name for name in POLICIES if name not in RESERVING]  # page by page
 

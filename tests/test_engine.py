@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from config import pages_that_fit
 from engine import Completion, Engine, QueueFull, Runner
 from kv_cache import KVCache, Span, kv_bytes_per_token
+from memory import pages_that_fit
 from model import GPT, GPTConfig
 from policies import POLICIES
 from pretrained.tokenizers import byte_tokenizer
@@ -527,7 +527,7 @@ def test_sarathi_is_aligned_to_the_tile_on_cuda_only(model, monkeypatch):
     monkeypatch.setattr(GPT, "device", torch.device("cuda"))
     for name in ("engine.KVCache", "engine.make_attention", "engine.check_memory"):
         monkeypatch.setattr(name, lambda *_: None)
-    monkeypatch.setattr("memory.check_memory", lambda *_: None)
+    monkeypatch.setattr("config.check_memory", lambda *_: None)
     assert [budget(), budget(tile=64), budget(tile=100)] == [256, 256, 300]
 
 
