@@ -35,13 +35,13 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.chunk != "auto":
-            check_whole("chunk", self.chunk, least=1)
+            check_whole("chunk", self.chunk, minimum=1)
         elif not find_policy(self.policy).cuts_prompts:
             raise ValueError(f"chunk='auto': policy {self.policy!r} does not cut prompts")
         for name in ("max_batch", "max_len", "page_size", "pages", "max_waiting"):
             value = getattr(self, name)
             if value is not None:
-                check_whole(name, value, least=1)
+                check_whole(name, value, minimum=1)
         if not isinstance(self.prefix_caching, bool):
             raise ValueError(f"prefix_caching={self.prefix_caching!r}: must be True or False")
         if self.max_len is None or self.page_size is None:

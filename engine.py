@@ -267,7 +267,7 @@ class Engine:
 
     def _check_new_id(self, request_id: int) -> int:
         """The id, if no request has it whose last event was not returned yet."""
-        request_id = check_whole("request_id", request_id, least=0)
+        request_id = check_whole("request_id", request_id, minimum=0)
         batch = self._computed.batch if self._computed else []  # some of these have ended
         finishing = {chunk.request.id for chunk in batch}
         if request_id in self.scheduler.requests or request_id in finishing:

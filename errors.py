@@ -15,25 +15,27 @@ def shorten(value: object) -> str:
     return "a huge number"
 
 
-def check_whole(name: str, value: object, least: int, most: int = 2**63 - 1) -> int:
-    """`value` as an int. Raises ValueError unless it is a whole number in [least, most]."""
+def check_whole(name: str, value: object, minimum: int, maximum: int = 2**63 - 1) -> int:
+    """`value` as an int. Raises ValueError unless it is a whole number in [minimum, maximum]."""
     limit = ""
     if isinstance(value, Integral):
         number = int(value)
-        if least <= number <= most:
+        if minimum <= number <= maximum:
             return number
-        limit = f" and at most {most}" if number > most else ""
-    raise ValueError(f"{name}={shorten(value)}: must be a whole number of at least {least}{limit}")
+        limit = f" and at most {maximum}" if number > maximum else ""
+    raise ValueError(
+        f"{name}={shorten(value)}: must be a whole number of at least {minimum}{limit}"
+    )
 
 
 def check_number(
-    name: str, value: object, allowed: str, least: float = -LARGEST, most: float = LARGEST
+    name: str, value: object, allowed: str, minimum: float = -LARGEST, maximum: float = LARGEST
 ) -> float:
-    """`value` as a float. Raises ValueError unless it is in [least, most], which is `allowed`."""
+    """`value` as a float. Raises ValueError, with the text `allowed`, if it is out of limits."""
     with suppress(OverflowError):  # 10**400
         if isinstance(value, Real):
             number = float(value)
-            if least <= number <= most:
+            if minimum <= number <= maximum:
                 return number
     raise ValueError(f"{name}={shorten(value)}: must be {allowed}")
 

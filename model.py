@@ -68,13 +68,13 @@ class GPTConfig:
     def __post_init__(self) -> None:
         check_one_of("family", self.family, ("gpt2", "llama"))
         for field in ("vocab_size", "n_layer", "n_head", "n_embd", "max_positions"):
-            check_whole(field, getattr(self, field), least=1)
+            check_whole(field, getattr(self, field), minimum=1)
         head_dim = self.n_embd // self.n_head
         derived = {"n_kv_head": self.n_head, "head_dim": head_dim, "n_inner": 4 * self.n_embd}
         for field, default in derived.items():
             if getattr(self, field) is DERIVED:
                 set_field(self, field, default)
-            check_whole(field, getattr(self, field), least=1)
+            check_whole(field, getattr(self, field), minimum=1)
         check_positive("rope_theta", self.rope_theta)
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_kv_head={self.n_kv_head}: must divide n_head={self.n_head}")

@@ -48,22 +48,22 @@ def parse_args(argv: Sequence[str] | None) -> SampleOptions:
     parser.add_option(
         "--max-new-tokens",
         help="the most tokens to generate for each prompt",
-        type=whole(least=1),
+        type=whole(minimum=1),
         default=100,
     )
     parser.add_option(
-        "--temperature", help="0 takes the likeliest token", type=number(least=0), default=0.8
+        "--temperature", help="0 takes the likeliest token", type=number(minimum=0), default=0.8
     )
     parser.add_option(
         "--top-k",
         help="sample from the k likeliest tokens; 0: from all",
-        type=whole(least=0),
+        type=whole(minimum=0),
         default=0,
     )
     parser.add_option(
         "--top-p",
         help="sample from the likeliest that make up this probability",
-        type=number(above=0, most=1),
+        type=number(above=0, maximum=1),
         default=1.0,
     )
     add_engine_options(parser)

@@ -39,9 +39,11 @@ class SamplingParams:
         for name, least in (("max_new_tokens", 1), ("top_k", 0), ("seed", -(2**63))):
             set_field(self, name, check_whole(name, getattr(self, name), least))
         greedy_or = "0 (greedy) or a positive number"
-        temperature = check_number("temperature", self.temperature, greedy_or, least=0)
+        temperature = check_number("temperature", self.temperature, greedy_or, minimum=0)
         set_field(self, "temperature", temperature)
-        set_field(self, "top_p", check_number("top_p", self.top_p, "in (0, 1]", SMALLEST, most=1))
+        set_field(
+            self, "top_p", check_number("top_p", self.top_p, "in (0, 1]", SMALLEST, maximum=1)
+        )
         try:
             set_field(self, "stop_token_ids", tuple(map(operator.index, self.stop_token_ids)))
         except TypeError:

@@ -79,7 +79,7 @@ def add_model_options(
         dest="model",
         metavar="NAME",
         help=f"a geometry with random weights: {', '.join(PRESETS)}",
-        shown=default_model,
+        default_text=default_model,
     )
     parser.add_option(
         checkpoint,
@@ -96,7 +96,7 @@ def add_model_options(
         "--dtype",
         help="of weights and cache",
         choices=DTYPES,
-        shown="bfloat16, or float32 on a CPU that is faster with it",
+        default_text="bfloat16, or float32 on a CPU that is faster with it",
     )
     parser.add_option(
         "--attention",
@@ -104,23 +104,26 @@ def add_model_options(
         choices=tuple(BACKENDS),
         default="auto",
     )
-    parser.add_option("--seed", help="of weights and prompts", type=whole(least=0), default=0)
+    parser.add_option("--seed", help="of weights and prompts", type=whole(minimum=0), default=0)
     parser.add_option(
         "--compile", help="torch.compile the layers around attention", action="store_true"
     )
     parser.add_option(
-        "--threads", help="CPU threads", type=whole(least=1, most=10_000), shown="torch's choice"
+        "--threads",
+        help="CPU threads",
+        type=whole(minimum=1, maximum=10_000),
+        default_text="torch's choice",
     )
     parser.add_option(
         "--tp",
         help="processes that share each layer, started by torchrun, see parallel/README.md",
-        type=whole(least=1, most=MAX_PROCESSES),
+        type=whole(minimum=1, maximum=MAX_PROCESSES),
         default=1,
     )
     parser.add_option(
         "--pp",
         help="stages of a pipeline of processes, started by torchrun, see parallel/README.md",
-        type=whole(least=1, most=MAX_PROCESSES),
+        type=whole(minimum=1, maximum=MAX_PROCESSES),
         default=1,
     )
 
@@ -152,13 +155,13 @@ def add_engine_options(parser: OptionParser) -> None:
     parser.add_option(
         "--chunk",
         help="chunk size or token budget, in tokens",
-        type=whole(least=1),
+        type=whole(minimum=1),
         default=256,
     )
     parser.add_option(
         "--max-batch",
         help="the most requests that run at once",
-        type=whole(least=1),
+        type=whole(minimum=1),
         default=16,
     )
     parser.add_option(

@@ -1,7 +1,7 @@
 """Options that the command lines share: a parser, types of values, and the files they write.
 
     parser = OptionParser(prog="bench.py", description="...")
-    parser.add_option("--chunk", help="C, in tokens", type=whole(least=1), default=256)
+    parser.add_option("--chunk", help="C, in tokens", type=whole(minimum=1), default=256)
 
 Read next: loading.py, the options of a model."""
 
@@ -32,22 +32,24 @@ class OptionParser(argparse.ArgumentParser):
         *,
         help: str,
         default: object = None,
-        shown: object = None,
+        default_text: object = None,
         **settings: Any,
     ) -> None:
         """Add an option, as `add_argument` does, whose help ends with "(default: ...)".
 
-        `shown` stands there in the place of `default`: for one that is computed later, say. With
-        action="store_true" the default is False."""
+        `default_text` stands there instead of `default`: for one that is computed later, say.
+        With action="store_true" the default is False."""
         if settings.get("action") == "store_true":
             default = False
-        if shown is None:
-            shown = default
-        if shown is None:
-            shown = "none"
-        elif shown is False:
-            shown = "off"
-        self.add_argument(name, help=f"{help} (default: {shown})", default=default, **settings)
+        if default_text is None:
+            default_text = default
+        if default_text is None:
+            default_text = "none"
+        elif default_text is False:
+            default_text = "off"
+        self.add_argument(
+            name, help=f"{help} (default: {default_text})", default=default, **settings
+        )
 
     def error(self, message: str) -> NoReturn:
         """Exit with one line: "--chunk 0: must be ...", not argparse's usage and "argument"."""
@@ -60,7 +62,7 @@ class PerDevice:
     """A default that depends on the device: the help shows both, `resolve` picks one.
 
     BATCH = PerDevice(cpu=32, gpu=128)
-    parser.add_option("--batch", help="...", type=whole(least=1), shown=BATCH)
+    parser.add_option("--batch", help="...", type=whole(minimum=1), default_text=BATCH)
     batch = args.batch or BATCH.pick(args.device)"""
 
     cpu: int
@@ -75,48 +77,48 @@ class PerDevice:
 
 
 def number(
-    *, above: float = -math.inf, least: float = -math.inf, most: float = math.inf
+    *, above: float = -math.inf, minimum: float = -math.inf, maximum: float = math.inf
 ) -> Callable[[str], float]:
-    """The type of a finite number that is above `above`, at least `least` and at most `most`."""
+    """The type of a finite number above `above`, at least `minimum` and at most `maximum`."""
 
     def parse_number(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if above < value < math.inf and least <= value <= most:
+        if above < value < math.inf and minimum <= value <= maximum:
             return value
-        raise _out_of_limits(text, "a finite", above, least, most)
+        raise _out_of_limits(text, "a finite", above, minimum, maximum)
 
     return parse_number
 
 
-def whole(*, least: int, most: int = MAX_WHOLE) -> Callable[[str], int]:
-    """The type of a whole number of at least `least` and at most `most`."""
+def whole(*, minimum: int, maximum: int = MAX_WHOLE) -> Callable[[str], int]:
+    """The type of a whole number of at least `minimum` and at most `maximum`."""
 
     def parse_whole(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
-            value = least - 1
-        if least <= value <= most:
+            value = minimum - 1
+        if minimum <= value <= maximum:
             return value
-        raise _out_of_limits(text, "a whole", -math.inf, least, most)
+        raise _out_of_limits(text, "a whole", -math.inf, minimum, maximum)
 
     return parse_whole
 
 
 def _out_of_limits(
-    text: str, kind: str, above: float, least: float, most: float
+    text: str, kind: str, above: float, minimum: float, maximum: float
 ) -> ArgumentTypeError:
     """The error for a text that is no such number: "0: must be a whole number of at least 1"."""
     limits = [f"{kind} number"]
     if math.isfinite(above):
         limits.append(f"above {above:g}")
-    if math.isfinite(least):
-        limits.append(f"of at least {least:g}")
-    if math.isfinite(most):
-        limits.append(f"and at most {most:g}")
+    if math.isfinite(minimum):
+        limits.append(f"of at least {minimum:g}")
+    if math.isfinite(maximum):
+        limits.append(f"and at most {maximum:g}")
     return ArgumentTypeError(f"{text:.60}: must be {' '.join(limits)}")
 
 

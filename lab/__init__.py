@@ -1,1 +1,1 @@
-"""The laboratory: it measures and simulates the engine, and is no part of it. Read lab/README.md."""
+"""What measures and simulates the engine, and is no part of it. Read lab/README.md."""

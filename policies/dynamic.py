@@ -26,7 +26,7 @@ class Dynamic(SarathiServe):
     ) -> None:
         super().__init__(*args, **options)
         self.tbt_slo = None if tbt_slo is None else check_positive("tbt_slo", tbt_slo)
-        self.tile = check_whole("tile", tile, least=1)
+        self.tile = check_whole("tile", tile, minimum=1)
         self.iteration_time = IterationTime(profile)
         # The budget is right for prefills that start after at most so many tokens of their request.
         self.max_start = math.inf

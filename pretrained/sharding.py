@@ -57,7 +57,7 @@ def local_config(config: AnyGeometry, tp: int, pp: int = 1) -> AnyGeometry:
     """The geometry of one rank's part. Where KV heads are fewer than ranks, they are repeated.
     Raises ValueError, naming what does not divide."""
     for name, size, field in (("tp", tp, "n_head"), ("tp", tp, "n_inner"), ("pp", pp, "n_layer")):
-        check_whole(name, size, least=1)
+        check_whole(name, size, minimum=1)
         count = getattr(config, field)
         if count % size:
             raise ValueError(f"{name}={size}: must divide {field}={count}")

@@ -60,49 +60,49 @@ def parse_args(argv: Sequence[str] | None) -> ServerOptions:
     parser.add_option(
         "--port",
         help="the port to listen at; 0 takes any that is free",
-        type=whole(least=0, most=65535),
+        type=whole(minimum=0, maximum=65535),
         default=8000,
     )
     parser.add_option(
         "--api-key",
         help="the key that clients of /v1 must send",
         default=os.environ.get("NANOSARATHI_API_KEY"),
-        shown="NANOSARATHI_API_KEY, or none",
+        default_text="NANOSARATHI_API_KEY, or none",
     )
     parser.add_option(
         "--max-body",
         help="the longest body of a request, in bytes",
-        type=whole(least=1),
+        type=whole(minimum=1),
         default=1_048_576,
     )
     parser.add_option(
         "--drain",
         help="seconds that requests have to finish after a signal",
-        type=number(least=0),
+        type=number(minimum=0),
         default=10.0,
     )
     parser.add_option(
         "--max-len",
         help="the longest prompt and output, in tokens",
-        type=whole(least=1),
-        shown="2048 or less",
+        type=whole(minimum=1),
+        default_text="2048 or less",
     )
     parser.add_option(
         "--page-size",
         help="tokens in a page of the cache",
-        type=whole(least=1),
-        shown="64, or half of --max-len",
+        type=whole(minimum=1),
+        default_text="64, or half of --max-len",
     )
     parser.add_option(
         "--pages",
         help="pages in the cache",
-        type=whole(least=1),
-        shown="enough for --max-batch of --max-len",
+        type=whole(minimum=1),
+        default_text="enough for --max-batch of --max-len",
     )
     parser.add_option(
         "--max-waiting",
         help="the most requests that may wait; others are answered 429",
-        type=whole(least=1),
+        type=whole(minimum=1),
         default=256,
     )
     parser.add_option(

@@ -243,7 +243,7 @@ def test_what_was_left_open_is_filled_in(monkeypatch):
 
 def test_types_of_options_say_what_is_allowed():
     assert policies_with_chunks(" vllm, sarathi:64,,vllm ") == ["vllm", "sarathi:64"]
-    share = number(least=0, most=1)
+    share = number(minimum=0, maximum=1)
     assert share("1") == 1
     with pytest.raises(argparse.ArgumentTypeError, match="2: .* of at least 0 and at most 1"):
         share("2")

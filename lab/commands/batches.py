@@ -106,10 +106,10 @@ def add_options(parser: OptionParser) -> None:
     parser.add_option(
         "--layers",
         help="of so many, with random weights",
-        type=whole(least=1),
-        shown="all of the model",
+        type=whole(minimum=1),
+        default_text="all of the model",
     )
-    parser.add_option("--repeats", help="how often each is timed", type=whole(least=2), default=5)
+    parser.add_option("--repeats", help="how often each is timed", type=whole(minimum=2), default=5)
     add_json_option(parser)
     add_model_options(parser, "llama-13b on a GPU with 40 GB or more, else llama-160m")
 

@@ -70,16 +70,18 @@ def add_options(parser: OptionParser) -> None:
     parser.add_option(
         "--decodes",
         help="requests that decode beside the chunk",
-        type=whole(least=1),
-        shown=DECODES,
+        type=whole(minimum=1),
+        default_text=DECODES,
     )
     parser.add_option(
         "--max-len",
         help="the longest request and largest budget",
-        type=whole(least=1),
-        shown=MAX_LEN,
+        type=whole(minimum=1),
+        default_text=MAX_LEN,
     )
-    parser.add_option("--tile", help="budgets are multiples of it", type=whole(least=1), shown=TILE)
+    parser.add_option(
+        "--tile", help="budgets are multiples of it", type=whole(minimum=1), default_text=TILE
+    )
     add_json_option(parser)
     add_model_options(parser, "llama3-8b on a GPU with 75 GB or more, else llama-160m")
 

@@ -65,7 +65,7 @@ def add_options(parser: OptionParser) -> None:
     parser.add_option(
         "--requests",
         help="how many arrive in each run",
-        type=whole(least=1, most=1000),
+        type=whole(minimum=1, maximum=1000),
         default=60,
     )
     parser.add_option(

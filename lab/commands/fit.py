@@ -52,7 +52,7 @@ def add_options(parser: OptionParser) -> None:
     """Add the options of the command."""
     parser.add_argument("file", help=f"CSV with num_tokens and, in ms, {', '.join(COLUMNS)}")
     parser.add_option("--model", default="llama-7b", help="whose layer was measured")
-    parser.add_option("--tp", default=1, type=whole(least=1), help="on one of so many GPUs")
+    parser.add_option("--tp", default=1, type=whole(minimum=1), help="on one of so many GPUs")
     parser.add_option(
         "--simulate",
         default="a100-80gb",

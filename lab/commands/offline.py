@@ -127,11 +127,11 @@ def add_load_options(parser: OptionParser) -> None:
     parser.add_option(
         "--chunk",
         help="C, the chunk size and token budget, in tokens",
-        type=whole(least=1),
+        type=whole(minimum=1),
         default=256,
     )
     parser.add_option(
-        "--batch", help="B, the most requests at once", type=whole(least=2), default=6
+        "--batch", help="B, the most requests at once", type=whole(minimum=2), default=6
     )
     parser.add_option(
         "--lockstep",
@@ -142,20 +142,20 @@ def add_load_options(parser: OptionParser) -> None:
     parser.add_option(
         "--seq-len",
         help="prompt and output tokens of a request, together",
-        type=whole(least=3),
+        type=whole(minimum=3),
         default=1000,
     )
     parser.add_option(
         "--pd-ratio",
         help="prompt tokens per output token",
         type=number(above=0),
-        shown="C / (B - 1), which is balanced",
+        default_text="C / (B - 1), which is balanced",
     )
     parser.add_option(
         "--requests",
         help="requests to serve",
-        type=whole(least=1, most=1_000_000),
-        shown="3 B + 1",
+        type=whole(minimum=1, maximum=1_000_000),
+        default_text="3 B + 1",
     )
 
 

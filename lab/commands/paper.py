@@ -52,7 +52,7 @@ class PaperOptions:
 
 def add_options(parser: OptionParser) -> None:
     """Add the options of the command."""
-    parser.add_option("--only", help="such as S-F9,SS-F12", type=some_claims, shown="all")
+    parser.add_option("--only", help="such as S-F9,SS-F12", type=some_claims, default_text="all")
     parser.add_option(
         "--quick",
         help="on a CPU: fewer sizes, shorter runs, capacities by a fitted law",
@@ -65,13 +65,16 @@ def add_options(parser: OptionParser) -> None:
     )
     parser.add_option("--fresh", help="measure again what is done already", action="store_true")
     parser.add_option(
-        "--out", help="where results are kept", shown="results/<machine>", metavar="DIRECTORY"
+        "--out",
+        help="where results are kept",
+        default_text="results/<machine>",
+        metavar="DIRECTORY",
     )
     parser.add_option(
         "--max-len",
         help="the longest request on the device",
-        type=whole(least=64),
-        shown=MAX_LEN,
+        type=whole(minimum=64),
+        default_text=MAX_LEN,
     )
     add_model_options(parser, "llama-13b on a GPU with 40 GB or more, else llama-160m")
 

@@ -133,26 +133,26 @@ def add_options(parser: OptionParser) -> None:
     parser.add_option(
         "--chunk",
         help="C, the chunk size and token budget, in tokens",
-        type=whole(least=1),
+        type=whole(minimum=1),
         default=256,
     )
     parser.add_option(
         "--batch",
         help="B, the most requests at once in each micro-batch",
-        type=whole(least=1),
-        shown=BATCH,
+        type=whole(minimum=1),
+        default_text=BATCH,
     )
     parser.add_option(
         "--max-len",
         help="L: requests have L/4 to L tokens",
-        type=whole(least=16),
-        shown=MAX_LEN,
+        type=whole(minimum=16),
+        default_text=MAX_LEN,
     )
     parser.add_option(
         "--requests",
         help="how many there are",
-        type=whole(least=1, most=1_000_000),
-        shown=REQUESTS,
+        type=whole(minimum=1, maximum=1_000_000),
+        default_text=REQUESTS,
     )
     parser.add_option(
         "--pd-ratio",

@@ -147,7 +147,7 @@ def class_shares(text: str) -> dict[str, float]:
 
 def page_sizes(text: str) -> list[int | str]:
     """The type of --page-size: numbers, or "max"."""
-    parse_size = whole(least=1)
+    parse_size = whole(minimum=1)
     parts = [part.strip() for part in text.split(",")]
     return [part if part == "max" else parse_size(part) for part in parts]
 
@@ -167,8 +167,8 @@ def add_options(parser: OptionParser) -> None:
     parser.add_option(
         "--requests",
         help="how many requests arrive",
-        type=whole(least=1, most=1_000_000),
-        shown=REQUESTS[command],
+        type=whole(minimum=1, maximum=1_000_000),
+        default_text=REQUESTS[command],
     )
     _add_load_options(parser)
     _add_engine_options(parser)
@@ -189,13 +189,13 @@ def _add_serve_options(parser: OptionParser) -> None:
     parser.add_option(
         "--qps",
         help="requests per second on average",
-        type=number(least=1e-4),
-        shown="half of what is estimated to be possible, or the trace's own",
+        type=number(minimum=1e-4),
+        default_text="half of what is estimated to be possible, or the trace's own",
     )
     parser.add_option(
         "--long-prompt",
         help="one more request, the first, has so many prompt tokens",
-        type=whole(least=1),
+        type=whole(minimum=1),
     )
     parser.add_option(
         "--classes",
@@ -231,7 +231,7 @@ def _add_capacity_options(parser: OptionParser) -> None:
     parser.add_option(
         "--ratio",
         help="the steps of the search: a rate above the capacity by so much fails",
-        type=number(above=1, most=2),
+        type=number(above=1, maximum=2),
         default=1.05,
     )
     parser.set_defaults(qps=None, long_prompt=None, classes={"normal": 1}, csv=None, html=None)
@@ -253,7 +253,7 @@ def _add_load_options(parser: OptionParser) -> None:
     parser.add_option(
         "--trace-scale",
         help="multiplies the lengths in it",
-        type=number(above=0, most=1),
+        type=number(above=0, maximum=1),
         default=1.0,
     )
     parser.add_option(
@@ -262,12 +262,12 @@ def _add_load_options(parser: OptionParser) -> None:
         type=shared_prefix,
         metavar="LENGTH:COUNT",
         default=(0, 1),
-        shown="none",
+        default_text="none",
     )
     parser.add_option(
         "--turns",
         help="each request is a chat of up to so many; --requests and --qps count chats",
-        type=whole(least=1, most=10_000),
+        type=whole(minimum=1, maximum=10_000),
         default=1,
     )
 
@@ -278,7 +278,7 @@ def _add_engine_options(parser: OptionParser) -> None:
         "--prefix-caching",
         help="share pages of prompts that begin alike; both is side by side with not doing so",
         choices=tuple(CACHING),
-        shown="both if a prefix is shared, else off",
+        default_text="both if a prefix is shared, else off",
     )
     parser.add_option(
         "--policies",
@@ -290,33 +290,36 @@ def _add_engine_options(parser: OptionParser) -> None:
     parser.add_option(
         "--chunk",
         help="C, the chunk size and token budget, in tokens",
-        type=whole(least=1),
-        shown=CHUNK,
+        type=whole(minimum=1),
+        default_text=CHUNK,
     )
     parser.add_option(
-        "--batch", help="B, the most requests at once", type=whole(least=1), shown=BATCH
+        "--batch", help="B, the most requests at once", type=whole(minimum=1), default_text=BATCH
     )
     parser.add_option(
-        "--max-len", help="the longest prompt and output", type=whole(least=3), shown=MAX_LEN
+        "--max-len",
+        help="the longest prompt and output",
+        type=whole(minimum=3),
+        default_text=MAX_LEN,
     )
     parser.add_option(
         "--page-size",
         help="tokens in a page, or max for a slot per request; several, with commas: each with "
         "each",
         type=page_sizes,
-        shown="64, or half of --max-len",
+        default_text="64, or half of --max-len",
     )
     parser.add_option(
         "--kv-tokens",
         help="tokens in the cache, for every policy and page size",
-        type=whole(least=1),
-        shown="a third of --batch requests of --max-len",
+        type=whole(minimum=1),
+        default_text="a third of --batch requests of --max-len",
     )
     parser.add_option(
         "--max-waiting",
         help="reject a request that finds so many in the queue",
-        type=whole(least=1),
-        shown="no limit",
+        type=whole(minimum=1),
+        default_text="no limit",
     )
 
 
@@ -333,19 +336,19 @@ def _add_simulated_options(parser: OptionParser) -> None:
     parser.add_option(
         "--replicas",
         help="simulated copies of the GPUs of --tp and --pp, which share one queue",
-        type=whole(least=1, most=MAX_PROCESSES),
+        type=whole(minimum=1, maximum=MAX_PROCESSES),
         default=1,
     )
     parser.add_option(
         "--tp-link",
         help=f"what joins the GPUs of a stage: {', '.join(LINKS)}",
-        shown="the device's own",
+        default_text="the device's own",
     )
-    parser.add_option("--pp-link", help="what joins the stages", shown="infiniband")
+    parser.add_option("--pp-link", help="what joins the stages", default_text="infiniband")
     parser.add_option(
         "--cpu-ms",
         help="simulated milliseconds that an iteration costs each stage on the CPU",
-        type=number(least=0, most=1e6),
+        type=number(minimum=0, maximum=1e6),
         default=0.0,
     )
 

@@ -55,12 +55,12 @@ def add_options(parser: OptionParser) -> None:
         "is read from OPENAI_API_KEY",
         required=True,
     )
-    parser.add_option("--model", help="one that the server knows", shown="its first")
+    parser.add_option("--model", help="one that the server knows", default_text="its first")
     parser.add_option(
         "--qps",
         help="requests per second on average",
-        type=number(least=1e-4),
-        shown="the trace's own; without a trace required",
+        type=number(minimum=1e-4),
+        default_text="the trace's own; without a trace required",
     )
     parser.add_option(
         "--slo",
@@ -71,7 +71,7 @@ def add_options(parser: OptionParser) -> None:
     parser.add_option(
         "--requests",
         help="how many requests arrive",
-        type=whole(least=1, most=1_000_000),
+        type=whole(minimum=1, maximum=1_000_000),
         default=48,
     )
     parser.add_option(
@@ -88,7 +88,7 @@ def add_options(parser: OptionParser) -> None:
     parser.add_option(
         "--trace-scale",
         help="multiplies the lengths in it",
-        type=number(above=0, most=1),
+        type=number(above=0, maximum=1),
         default=1.0,
     )
     parser.add_option(
@@ -97,24 +97,24 @@ def add_options(parser: OptionParser) -> None:
         metavar="LENGTH:COUNT",
         type=shared_prefix,
         default=(0, 1),
-        shown="none",
+        default_text="none",
     )
     parser.add_option(
         "--long-prompt",
         help="one more request, the first, has so many prompt tokens",
-        type=whole(least=1),
+        type=whole(minimum=1),
     )
     parser.add_option(
         "--classes",
         help="shares of the classes of `priority`, as in realtime=1,normal=4,low=5; see --csv",
         type=class_shares,
         default={"normal": 1.0},
-        shown="normal=1",
+        default_text="normal=1",
     )
     parser.add_option(
-        "--max-len", help="the longest prompt and output", type=whole(least=3), default=1024
+        "--max-len", help="the longest prompt and output", type=whole(minimum=3), default=1024
     )
-    parser.add_option("--seed", help="of lengths and prompts", type=whole(least=0), default=0)
+    parser.add_option("--seed", help="of lengths and prompts", type=whole(minimum=0), default=0)
     add_json_option(parser)
     parser.add_option(
         "--csv", help="write a row for each request", type=output_file, metavar="FILE"

@@ -65,26 +65,26 @@ def add_options(parser: OptionParser) -> None:
         help=f"from {', '.join(names)}",
         type=split_names,
         default=list(EXPERIMENTS),
-        shown="all",
+        default_text="all",
     )
     parser.add_option(
         "--requests",
         help="in each run of the serving experiments",
-        type=whole(least=8, most=1_000_000),
+        type=whole(minimum=8, maximum=1_000_000),
         default=512,
     )
     parser.add_option(
         "--cpu-ms",
         help="CPU time of an iteration on each stage, in the experiments of Sarathi-Serve, in ms",
-        type=number(least=0, most=1e6),
+        type=number(minimum=0, maximum=1e6),
         default=10.0,
     )
     parser.add_option(
         "--processes",
         help="simulate so many at once",
-        type=whole(least=1, most=256),
+        type=whole(minimum=1, maximum=256),
         default=os.cpu_count() or 1,
-        shown="the number of cores",
+        default_text="the number of cores",
     )
     parser.add_option(
         "--plot",

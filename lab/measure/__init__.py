@@ -1,1 +1,1 @@
-"""Libraries that measure: timing, workloads, the run loop, metrics, capacity. They print nothing."""
+"""Libraries that print nothing: timing, workloads, the run loop, metrics, capacity."""

@@ -277,14 +277,14 @@ def prompts(
     token_ids = []
     for arrival, prefix_number in zip(arrivals, prefix_of, strict=True):
         prefix = []
-        given = 0  # tokens of the conversation before
+        previous_tokens = 0  # of the conversation before, or of the prefix
         if arrival.follows is None:
             prefix_rng = make_rng(6 + prefix_number, seed)
             prefix = prefix_rng.integers(vocab_size, size=length).tolist()
-            given = length
+            previous_tokens = length
         else:
             previous = arrivals[arrival.follows]
-            given = previous.prompt_len + previous.output_len
-        rest = rng.integers(vocab_size, size=arrival.prompt_len - given).tolist()
-        token_ids.append(prefix + rest)
+            previous_tokens = previous.prompt_len + previous.output_len
+        new_tokens = rng.integers(vocab_size, size=arrival.prompt_len - previous_tokens).tolist()
+        token_ids.append(prefix + new_tokens)
     return token_ids

@@ -114,7 +114,7 @@ class CostModel:
 
     def __post_init__(self) -> None:
         self.layers = local_config(self.config, self.tp, self.pp).n_layer  # of a stage
-        check_number("cpu_s", self.cpu_s, "a finite number of seconds, at least 0", least=0)
+        check_number("cpu_s", self.cpu_s, "a finite number of seconds, at least 0", minimum=0)
         self.tile = self.device.tile
         self.stage_link = self.tp_link or LINKS[self.device.link]
         self.matrices = matrices(self.config, self.tp)

@@ -88,7 +88,7 @@ class Simulation(MicroBatches):
     ) -> None:
         sizes = {"replicas": replicas, "page_size": config.page_size, "pages": config.pages}
         for name, size in sizes.items():  # a scheduler checks the other numbers
-            check_whole(name, size, least=1)
+            check_whole(name, size, minimum=1)
         self.cost = cost
         self.config = config.with_tile(cost.tile)
         self.record = record
