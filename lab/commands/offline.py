@@ -3,7 +3,7 @@
 Prints Table 2, what a decode costs alone and beside a prefill chunk, each time with its limit; then
 the policies end to end at the balanced ratio of prefill to decode tokens, P:D = C / (B - 1); then
 a conclusion. Read first: engine.py, lab/measure/decode_maximal.py and offline_load.py. Read next:
-serving.py, where requests arrive while others run: Sarathi-Serve's half."""
+serve.py, where requests arrive while others run: Sarathi-Serve's half."""
 
 import textwrap
 import time
