@@ -7,9 +7,13 @@ One prompt streams as it is generated, several (`--prompt` more than once) share
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).parent))  # where python -P does not look
 
 from cli.console import run
 
@@ -67,7 +71,7 @@ def parse_args(argv: Sequence[str] | None) -> SampleOptions:
         default=1.0,
     )
     add_engine_options(parser)
-    add_model_options(parser, "llama-160m", geometry="--preset", checkpoint="--model")
+    add_model_options(parser, "llama-160m")
     args = parser.parse_args(argv)
     return SampleOptions(
         prompts=args.prompt,

@@ -1,9 +1,9 @@
-"""The model that a command line names, and how it is loaded: --model, --device, --tp, ...
+"""The model that a command line names, and how it is loaded: --preset, --model, --device, ...
 
 A command adds the options, makes `ModelOptions` of what was parsed, fills in what was left open
 (`resolve_model`), and loads the model (`load_model`):
 
-    add_model_options(parser, default_model="llama-160m")
+    add_model_options(parser, default_preset="llama-160m")
     options = resolve_model(model_options(parser.parse_args()))
     model = load_model(options, positions=2048, positions_from="--max-len")
 
@@ -16,13 +16,13 @@ import os
 import re
 import shlex
 import sys
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from cli.options import OptionParser, policy_name, whole
+from cli.options import OptionParser, add_chunk_option, nonempty_text, policy_name, whole
 from policies import POLICIES
 
 if TYPE_CHECKING:
@@ -33,16 +33,18 @@ if TYPE_CHECKING:
     from pretrained.tokenizers import Tokenizer
 
 DTYPES = ("float32", "bfloat16", "float16")
-SMALL_MODEL = "llama-160m"  # the geometry where none is named, and no large GPU is there
+SMALL_PRESET = "llama-160m"  # the geometry where none is named, and no large GPU is there
 MAX_PROCESSES = 10_000
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which model computes, and how. None is what `resolve_model` fills in."""
+    """Which model computes, and how. None is what `resolve_model` fills in.
 
-    model: str | None  # a geometry with random weights, a name in PRESETS
-    init_from: str | None  # or a checkpoint: a directory, or a name on the Hub
+    Raises ValueError for a preset and a model."""
+
+    preset: str | None  # a geometry with random weights, a name in PRESETS
+    model: str | None  # or a checkpoint: a directory, or a name on the Hub
     device: str
     dtype: str | None  # of weights and cache
     attention: str  # a name in attention.BACKENDS
@@ -52,44 +54,40 @@ class ModelOptions:
     tp: int  # processes that share each layer
     pp: int  # stages of a pipeline
 
+    def __post_init__(self) -> None:
+        if self.preset and self.model:
+            both = f"--preset {self.preset}, --model {self.model}"
+            raise ValueError(f"{both}: a geometry and a checkpoint, give one of them")
+
     @property
     def name(self) -> str:
         """What the model is called: its checkpoint or its geometry."""
-        return self.init_from or self.model or SMALL_MODEL
+        return self.model or self.preset or SMALL_PRESET
 
 
-def add_model_options(
-    parser: OptionParser,
-    default_model: str,
-    *,
-    geometry: str = "--model",
-    checkpoint: str = "--init-from",
-) -> None:
-    """Add the options of `ModelOptions`.
-
-    `default_model` describes the default geometry. `geometry` and `checkpoint` are the names of the
-    two options that choose a model: programs that write text call them --preset and --model."""
+def add_model_options(parser: OptionParser, default_preset: str) -> None:
+    """Add the options of `ModelOptions`. `default_preset` describes the default geometry."""
     import torch
 
     from attention import BACKENDS
     from pretrained.presets import PRESETS
 
     parser.add_option(
-        geometry,
-        dest="model",
+        "--preset",
         metavar="NAME",
+        type=nonempty_text,
         help=f"a geometry with random weights: {', '.join(PRESETS)}",
-        default_text=default_model,
+        default_text=default_preset,
     )
     parser.add_option(
-        checkpoint,
-        dest="init_from",
-        metavar="MODEL",
+        "--model",
         help="a checkpoint instead: a local directory or a name on the Hub",
+        type=checkpoint_name,
     )
     parser.add_option(
         "--device",
         help="where to run: cpu, cuda, cuda:1, ...",
+        type=nonempty_text,
         default="cuda" if torch.cuda.is_available() else "cpu",
     )
     parser.add_option(
@@ -128,11 +126,24 @@ def add_model_options(
     )
 
 
+def checkpoint_name(text: str) -> str:
+    """The type of --model: a directory, or a name on the Hub.
+
+    A preset of that name is meant by mistake, but for those of GPT-2: the Hub has them, too."""
+    from pretrained.presets import PRESETS
+
+    nonempty_text(text)
+    is_preset = text in PRESETS and not text.startswith("gpt2")
+    if is_preset and not os.path.isdir(text):
+        raise ArgumentTypeError(f"{text}: is a preset, write --preset {text}")
+    return text
+
+
 def model_options(args: Namespace) -> ModelOptions:
     """The ModelOptions among what was parsed."""
     return ModelOptions(
+        preset=args.preset,
         model=args.model,
-        init_from=args.init_from,
         device=args.device,
         dtype=args.dtype,
         attention=args.attention,
@@ -152,12 +163,7 @@ def add_engine_options(parser: OptionParser) -> None:
         type=policy_name,
         default="sarathi-serve",
     )
-    parser.add_option(
-        "--chunk",
-        help="chunk size or token budget, in tokens",
-        type=whole(minimum=1),
-        default=256,
-    )
+    add_chunk_option(parser)
     parser.add_option(
         "--max-batch",
         help="the most requests that run at once",
@@ -185,12 +191,12 @@ def find_device(name: str) -> torch.device:
 
 
 def resolve_model(
-    options: ModelOptions, *, gpu_model: str = "llama-13b", gpu_bytes: float = 40e9
+    options: ModelOptions, *, gpu_preset: str = "llama-13b", gpu_bytes: float = 40e9
 ) -> ModelOptions:
-    """The same options with a model and a dtype; also sets the number of threads.
+    """The same options with a preset or a model, and a dtype; also sets the number of threads.
 
-    The default model is `gpu_model` on a GPU with more than `gpu_bytes` of memory, else
-    SMALL_MODEL. The default dtype on a CPU is the faster of two, which takes milliseconds to
+    The default preset is `gpu_preset` on a GPU with more than `gpu_bytes` of memory, else
+    SMALL_PRESET. The default dtype on a CPU is the faster of two, which takes milliseconds to
     measure. Raises ValueError for what this machine cannot do."""
     import torch
 
@@ -199,9 +205,6 @@ def resolve_model(
 
     device = find_device(options.device)
     _check_processes(options)
-    if options.model and options.init_from:
-        models = f"{options.model} and {options.init_from}"
-        raise ValueError(f"{models}: a geometry and a checkpoint, give one of them")
     check_backend(options.attention, device)
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -209,13 +212,13 @@ def resolve_model(
     if dtype is None:
         fast = torch.bfloat16 if device.type == "cuda" else fastest_cpu_dtype()
         dtype = str(fast).removeprefix("torch.")
-    model = options.model
-    if model is None and options.init_from is None:
+    preset = options.preset
+    if preset is None and options.model is None:
         memory_bytes = 0
         if device.type == "cuda":
             memory_bytes = torch.cuda.get_device_properties(device).total_memory
-        model = gpu_model if memory_bytes > gpu_bytes else SMALL_MODEL
-    return replace(options, model=model, dtype=dtype)
+        preset = gpu_preset if memory_bytes > gpu_bytes else SMALL_PRESET
+    return replace(options, preset=preset, dtype=dtype)
 
 
 def _check_processes(options: ModelOptions) -> None:
@@ -274,11 +277,11 @@ def _load_here(
     dtype_name = ranks.gather(options.dtype)[0] if ranks else options.dtype
     dtype: torch.dtype = getattr(torch, str(dtype_name))
     directory = None
-    if options.init_from:
-        directory = checkpoints.find(options.init_from)
+    if options.model:
+        directory = checkpoints.find(options.model)
         config = GPTConfig.from_checkpoint(directory)
     else:
-        config = GPTConfig.preset(options.model or SMALL_MODEL)
+        config = GPTConfig.preset(options.preset or SMALL_PRESET)
     make_model: Callable[..., GPT] = GPT
     if ranks:
         weights = checkpoints.fingerprint(directory) if directory else options.seed
@@ -288,8 +291,7 @@ def _load_here(
     empty = make_model(config, device="meta", dtype=dtype, seed=None)
     weight_bytes = sum(p.numel() for p in empty.parameters()) * dtype.itemsize
     cache_bytes = positions * kv_bytes_per_token(empty.config, dtype)
-    name = options.init_from or options.model
-    check_memory(f"{name} and a request of {length}", weight_bytes + cache_bytes, device)
+    check_memory(f"{options.name} and a request of {length}", weight_bytes + cache_bytes, device)
     if not directory and config.family == "llama":  # random weights have learned no positions
         config = replace(config, max_positions=max(config.max_positions, positions))
     if positions > config.max_positions:
@@ -330,13 +332,13 @@ def find_text_model(options: ModelOptions) -> TextModel:
     from pretrained import checkpoints
     from pretrained.tokenizers import byte_tokenizer, load_tokenizer
 
-    if options.init_from:
-        directory = checkpoints.find(options.init_from)
+    if options.model:
+        directory = checkpoints.find(options.model)
         return TextModel(
-            name=options.init_from,
+            name=options.model,
             tokenizer=load_tokenizer(directory),
-            options=replace(options, init_from=str(directory)),
+            options=replace(options, model=str(directory)),
         )
-    name = options.model or SMALL_MODEL
-    print(f"# {name} with random weights, the text will be noise", file=sys.stderr)
-    return TextModel(name, byte_tokenizer(), replace(options, model=name))
+    print(f"# {options.name} with random weights, the text will be noise", file=sys.stderr)
+    preset_options = replace(options, preset=options.name)
+    return TextModel(options.name, byte_tokenizer(), preset_options)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from policies import find_policy
+from policies import POLICIES, find_policy
 from policies.custom import where_it_failed
 
 MAX_WHOLE = 10**15  # torch can count so far
@@ -122,6 +122,13 @@ def _out_of_limits(
     return ArgumentTypeError(f"{text:.60}: must be {' '.join(limits)}")
 
 
+def nonempty_text(text: str) -> str:
+    """The type of a text that says something: not "", and not only blanks."""
+    if not text.strip():
+        raise ArgumentTypeError(f"{text!r}: must not be empty")
+    return text
+
+
 def policy_name(text: str) -> str:
     """The type of a policy: a name that `find_policy` takes."""
     return _check_policy(text, text)
@@ -161,6 +168,7 @@ def output_file(text: str, suffixes: Sequence[str] = ()) -> str:
 
     Whether it can be written is found out before the run, not after: it is opened, and nothing
     in it is changed."""
+    nonempty_text(text)
     file = Path(os.path.realpath(text))
     if suffixes and file.suffix not in suffixes:
         raise ArgumentTypeError(f"{text}: must end in {', '.join(suffixes)}")
@@ -178,6 +186,31 @@ def output_file(text: str, suffixes: Sequence[str] = ()) -> str:
 def picture_file(text: str) -> str:
     """The type of a picture that can be written."""
     return output_file(text, PICTURE_SUFFIXES)
+
+
+def add_policies_option(parser: OptionParser, default: str) -> None:
+    """Add --policies, several that are compared."""
+    parser.add_option(
+        "--policies",
+        help=f"comma-separated, from {', '.join(POLICIES)}, or my_policy.py:ClassName; "
+        "sarathi-serve:64 has a chunk of its own, orca-best lets one prompt into a batch, vllm is "
+        "its scheduler of 2023",
+        type=policies_with_chunks,
+        default=default,
+    )
+
+
+def add_chunk_option(
+    parser: OptionParser, default: int | None = 256, default_text: object = None
+) -> None:
+    """Add --chunk. `default_text` describes a default that is not known yet, None."""
+    parser.add_option(
+        "--chunk",
+        help="C, the chunk size and token budget, in tokens",
+        type=whole(minimum=1),
+        default=default,
+        default_text=default_text,
+    )
 
 
 def add_json_option(parser: OptionParser) -> None:
@@ -226,3 +259,11 @@ def wrote(*files: str | Path | None) -> None:
     for file in files:
         if file:
             print(f"wrote {file}")
+
+
+def wrote_page(file: str | None) -> None:
+    """Say where a page was written, if it was, and at which address a browser opens it."""
+    if file and Path(file).is_file():
+        print(f"wrote {file}, open {Path(file).resolve().as_uri()}")
+    elif file:  # a pipe, or nowhere
+        print(f"wrote {file}")

@@ -2,7 +2,7 @@
 
     OWN=examples/my_policy.py:Eager
     python bench.py check $OWN                 names a rule that it breaks
-    python bench.py serve --simulate a100-80gb --model llama3-8b --policies sarathi-serve,$OWN
+    python bench.py serve --simulate a100-80gb --preset llama3-8b --policies sarathi-serve,$OWN
 
 Read next: policies/template.py.
 """

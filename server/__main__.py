@@ -111,7 +111,7 @@ def parse_args(argv: Sequence[str] | None) -> ServerOptions:
         type=number(above=0),
     )
     add_engine_options(parser)
-    add_model_options(parser, "llama-160m", geometry="--preset", checkpoint="--model")
+    add_model_options(parser, "llama-160m")
     args = parser.parse_args(argv)
     if args.api_key == "":
         parser.error("--api-key, NANOSARATHI_API_KEY: must not be empty")
@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = replace(options, model=text_model.options)
     if int(os.environ.get("RANK", 0)):
         load(options)  # this process follows rank 0, and never returns from here
-    chat = load_chat(options.model.init_from)
+    chat = load_chat(options.model.model)
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     with socket.create_server((options.host, options.port), family=family) as listener:
         # a signal ends the process at once while the engine's thread, which cannot be

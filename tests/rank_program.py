@@ -132,8 +132,8 @@ def load_checkpoint(job):
     if isinstance(directory, list):
         directory = directory[int(os.environ["RANK"])]
     options = ModelOptions(
-        model=None,
-        init_from=directory,
+        preset=None,
+        model=directory,
         device="cpu",
         dtype="float64",
         attention="auto",

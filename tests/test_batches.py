@@ -209,7 +209,7 @@ def prompts_alone(length):
 def run(tmp_path, capsys, *argv):
     """The rows that the command writes for the smallest model, and what it prints."""
     file = tmp_path / "report.json"
-    bench.main(["batches", *argv, "--model", "llama-tiny", "--json", str(file)])
+    bench.main(["batches", *argv, "--preset", "llama-tiny", "--json", str(file)])
     return json.loads(file.read_text())["batches"], capsys.readouterr().out
 
 
@@ -246,7 +246,7 @@ def test_layers_of_a_model_that_is_compiled_are_refused():
 
 def test_a_batch_that_is_too_long_is_refused_by_its_length():
     with pytest.raises(ValueError, match="^batch-length 9999: this model is limited to "):
-        bench.main(["batches", "1@9999", "--model", "gpt2"])
+        bench.main(["batches", "1@9999", "--preset", "gpt2"])
 
 
 def test_as_many_layers_are_timed_as_are_asked_for(monkeypatch, tmp_path, capsys):

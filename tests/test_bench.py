@@ -12,13 +12,15 @@ import pytest
 import torch
 
 import bench
+import sample
+import server.__main__
 from cli.loading import add_model_options, load_model, model_options, resolve_model
 from cli.options import OptionParser, number, policies_with_chunks
 from lab.measure import timing as measure
 from policies import POLICIES
 
 HERE = Path(__file__).parent.parent
-TINY_MODEL = ["--model", "llama-tiny", "--device", "cpu", "--dtype", "float32"]
+TINY_MODEL = ["--preset", "llama-tiny", "--device", "cpu", "--dtype", "float32"]
 TINY = [*TINY_MODEL, "--chunk", "32", "--batch", "3", "--seq-len", "80"]
 OWN = """
 from scheduler import VLLM
@@ -75,12 +77,16 @@ def test_offline_prints_and_writes_everything(tmp_path, capsys, own):
         assert round(row["tokens_per_iteration"] * row["iterations"]) == computed
     assert rows[f"{own}:Mine"]["iterations"] == rows["vllm"]["iterations"]
     assert rows["request-level"]["longest_stall_s"] == 0 and rows["vllm"]["longest_stall_s"] > 0
+    before, _, after = text.partition("2. End to end")
+    for name in policies:  # a line when it is done, then the table
+        assert re.search(rf"(?m)^{re.escape(name)}: 10 requests in \d+\.\d s$", before)
+        assert f"\n| {name} " in after
     assert f"promise {report['promised_gain']:.2f}x" in text or measure.TOO_BUSY in text
     assert (tmp_path / "t.png").stat().st_size > 10_000
 
 
 MODEL_OPTIONS = {
-    *("model", "init-from", "device", "dtype", "attention"),
+    *("preset", "model", "device", "dtype", "attention"),
     *("seed", "compile", "threads", "tp", "pp"),
 }
 
@@ -192,8 +198,10 @@ REFUSED += [
     ("serve --prefix-caching yes", "--prefix-caching invalid choice: 'yes'"),
     ("serve --prefix-caching on --page-size 16,max", f"{SLOTS.format(1024)}"),
     ("capacity --turns 2 --max-len 64 --page-size 64", f"{SLOTS.format(64)}"),
-    ("serve --turns 2 --long-prompt 9", "--long-prompt 9: must be below 1024, --max-len less"),
+    ("serve --turns 2 --long-prompt 9", "--long-prompt: does not go with --turns"),
     ("budget", "the following arguments are required: --slo-tbt"),
+    ("--model llama-160m", "--model llama-160m: is a preset, write --preset llama-160m"),
+    ("capacity --simulate h100", "--simulate h100: needs --preset, from llama-tiny, gpt2"),
 ]
 
 
@@ -208,14 +216,14 @@ def test_what_makes_no_sense_is_refused_at_once(words, message, capsys, monkeypa
 def parse_model(argv):
     """The ModelOptions of a command line."""
     parser = OptionParser()
-    add_model_options(parser, default_model="llama-160m")
+    add_model_options(parser, default_preset="llama-160m")
     return model_options(parser.parse_args(argv))
 
 
 NO_MODEL = [
-    ("--model llama-9b", "'llama-9b': must be one of "),
-    ("--model gpt2 --init-from x", "gpt2 and x: a geometry and a checkpoint, give one of them"),
-    ("--model gpt2", "--seq-len 2000: this model is limited to 1024"),
+    ("--preset llama-9b", "'llama-9b': must be one of "),
+    ("--preset gpt2 --model x", "--preset gpt2, --model x: a geometry and a checkpoint"),
+    ("--preset gpt2", "--seq-len 2000: this model is limited to 1024"),
     ("--device foo", "--device foo: must be cpu, cuda"),
     ("--device cuda:99", "--device cuda:99: torch .* sees . CUDA devices"),
     ("--attention xformers", "xformers"),
@@ -225,18 +233,34 @@ NO_MODEL = [
 
 @pytest.mark.parametrize("words, message", NO_MODEL)
 def test_a_model_that_cannot_be_had_is_refused(words, message):
-    model = parse_model(f"--device cpu --dtype bfloat16 {words}".split())
     with pytest.raises(ValueError, match=message):
+        model = parse_model(f"--device cpu --dtype bfloat16 {words}".split())
         load_model(model, 2000, positions_from="--seq-len")
+
+
+@pytest.mark.parametrize("program", [bench, sample, server.__main__])
+def test_a_preset_that_is_given_as_a_model_is_named_in_the_error(program, capsys):
+    with pytest.raises(SystemExit):
+        program.parse_args(["--model", "llama-tiny"])
+    error = capsys.readouterr().err
+    assert "--model llama-tiny: is a preset, write --preset llama-tiny" in error
+
+
+def test_a_model_of_the_hub_or_a_directory_may_have_a_name_of_a_preset(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("llama-tiny").mkdir()
+    for name in ("gpt2", "llama-tiny"):
+        _, options = bench.parse_args(["--model", name])
+        assert (options.model.model, options.model.preset) == (name, None)
 
 
 def test_what_was_left_open_is_filled_in(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    _, options = bench.parse_args(["--model", "llama-tiny", "--seq-len", "9000", "--batch", "5"])
+    _, options = bench.parse_args(["--preset", "llama-tiny", "--seq-len", "9000", "--batch", "5"])
     assert (options.requests, options.pd_ratio) == (16, 256 / 4)
-    resolved = resolve_model(parse_model(["--model", "llama-tiny"]))
-    assert (resolved.device, resolved.model) == ("cpu", "llama-tiny")
-    assert resolve_model(parse_model([])).model == "llama-160m"
+    resolved = resolve_model(parse_model(["--preset", "llama-tiny"]))
+    assert (resolved.device, resolved.preset) == ("cpu", "llama-tiny")
+    assert resolve_model(parse_model([])).preset == "llama-160m"
     model = load_model(resolved, 9000, positions_from="--seq-len")
     assert model.config.max_positions == 9000 and resolved.dtype == str(model.dtype)[6:]
 
@@ -258,6 +282,15 @@ def test_a_reader_that_goes_away_is_no_error(command):
     process = subprocess.Popen([sys.executable, *command.split()], **pipes)
     process.stdout.close()
     assert process.stderr.read() == "" and process.wait() == 141
+
+
+def test_explore_ends_with_the_address_of_its_page(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    bench.main(["explore", "--requests", "1"])
+    page = tmp_path / "explore.html"
+    assert capsys.readouterr().out == f"wrote explore.html, open {page.as_uri()}\n"
+    bench.main(["explore", "--requests", "1", "--html", "/dev/null"])
+    assert capsys.readouterr().out == "wrote /dev/null\n"
 
 
 def test_a_chunk_size_of_a_policy_that_has_none_is_refused():

@@ -11,7 +11,7 @@ from policies import token_budget
 from tests.helpers import machine_info
 
 MACHINE = machine_info()
-TINY = ["--model", "llama-tiny", "--device", "cpu", "--dtype", "float32"]
+TINY = ["--preset", "llama-tiny", "--device", "cpu", "--dtype", "float32"]
 
 
 @pytest.mark.parametrize("decodes, max_len", [(3, 64), (1, 16), (40, 16)])

@@ -19,7 +19,7 @@ from memory import check_memory, free_bytes
 from policies import find_policy, make_scheduler
 from tests.test_bench import HERE, TINY_MODEL, parse_model
 
-SERVE = "serve --simulate a100-80gb --model yi-34b --tp 2 --requests 8 --policies vllm"
+SERVE = "serve --simulate a100-80gb --preset yi-34b --tp 2 --requests 8 --policies vllm"
 SAMPLE = "sample.py --preset llama-tiny --dtype float32 --device cpu --max-new-tokens 9 --prompt"
 OWN = """
 from scheduler import VLLM

@@ -269,7 +269,7 @@ def test_a_busy_machine_explains_nothing(runner, capsys):
 
 
 TINY = [
-    "--model",
+    "--preset",
     "llama-tiny",
     "--chunk",
     "32",

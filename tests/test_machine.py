@@ -23,8 +23,8 @@ from policies.token_budget import Profiled
 from tests.test_serving import MACHINE
 from tests.test_simulate import A100S, printed_tables
 
-YI = f"{A100S} --model yi-34b --tp 2".split()
-TINY = "--model llama-tiny --device cpu --dtype float32 --max-len 64 --chunk 16 --batch 4".split()
+YI = f"{A100S} --preset yi-34b --tp 2".split()
+TINY = "--preset llama-tiny --device cpu --dtype float32 --max-len 64 --chunk 16 --batch 4".split()
 
 
 def test_a_simulated_machine_is_served_like_a_real_one(tmp_path, capsys, monkeypatch):
@@ -60,10 +60,10 @@ def test_a_simulated_machine_is_served_like_a_real_one(tmp_path, capsys, monkeyp
 
 YI_PIPELINE = CostModel(GEOMETRIES["yi-34b"], A100, 4, 2, LINKS["pcie4"], LINKS["ethernet"], 2.5e-3)
 FALCON = CostModel(GEOMETRIES["falcon-180b"], A100, 8, parallel_block=True)
-YI_WORDS = "--model yi-34b --tp 4 --pp 2 --tp-link pcie4 --pp-link ethernet --cpu-ms 2.5"
+YI_WORDS = "--preset yi-34b --tp 4 --pp 2 --tp-link pcie4 --pp-link ethernet --cpu-ms 2.5"
 ALONE = [  # options, what they make, replicas, how the heading says that
     (YI_WORDS, YI_PIPELINE, 1, "8 x A100-80GB, TP 4 x PP 2, 2.5 ms"),
-    ("--model falcon-180b --tp 8 --replicas 3", FALCON, 3, "24 x A100-80GB, TP 8 x PP 1, 3 replic"),
+    ("--preset falcon-180b --tp 8 --replicas 3", FALCON, 3, "24 x A100-80GB, TP 8 x PP 1, 3 rep"),
 ]
 
 
@@ -100,13 +100,13 @@ def test_a_capacity_is_searched_on_a_simulated_machine(tmp_path, capsys):
 
 
 NO_MACHINE = {  # words -> what the ValueError says
-    "--simulate a1000 --model yi-34b": "device='a1000': must be one of a100-80gb, a6000",
-    f"{A100S} --model yi": "model='yi': must be one of ",
-    f"{A100S} --model llama2-70b": "138.0 GB of weights do not fit 90% of the 80 GB of an A100",
-    f"{A100S} --model yi-34b --pp 7": "pp=7: must divide n_layer=60",
-    f"{A100S} --model yi-34b --tp 3": "tp=3: must divide n_head=56",
+    "--simulate a1000 --preset yi-34b": "device='a1000': must be one of a100-80gb, a6000",
+    f"{A100S} --preset yi": "preset='yi': must be one of ",
+    f"{A100S} --preset llama2-70b": "138.0 GB of weights do not fit 90% of the 80 GB of an A100",
+    f"{A100S} --preset yi-34b --pp 7": "pp=7: must divide n_layer=60",
+    f"{A100S} --preset yi-34b --tp 3": "tp=3: must divide n_head=56",
 }
-LINKED = [f"{A100S} --model yi-34b --{which}-link rope" for which in ("tp", "pp")]
+LINKED = [f"{A100S} --preset yi-34b --{which}-link rope" for which in ("tp", "pp")]
 NO_MACHINE |= dict.fromkeys(LINKED, "link='rope': must be one of nvlink3")
 
 

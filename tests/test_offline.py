@@ -134,7 +134,7 @@ def test_rows_of_the_policies_summarize_their_runs(monkeypatch):
     runs = {}
     served = []
 
-    def serve_in_turns(model, configs, arrivals, prompts, progress, recorders):
+    def serve_in_turns(model, configs, arrivals, prompts, progress, ended, recorders):
         served.extend((c.policy, c.chunk, c.max_batch, c.max_len) for c in configs.values())
         lengths = [len(prompt) for prompt in prompts]
         assert lengths == [arrival.prompt_len for arrival in arrivals] == [15] * 7
@@ -285,7 +285,7 @@ def test_the_table_before_an_interrupt_is_kept(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(offline_load, "summarize_policy", interrupted)
     monkeypatch.setattr(timing.Probe, "take", lambda self, *_: 0.5)
-    argv = "--model llama-tiny --chunk 32 --batch 3 --seq-len 80 --device cpu --dtype float32"
+    argv = "--preset llama-tiny --chunk 32 --batch 3 --seq-len 80 --device cpu --dtype float32"
     json_file = tmp_path / "json.png"
     plot_file = tmp_path / "plot.png"
     with pytest.raises(KeyboardInterrupt):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tqdm import tqdm
 
 import bench
 from engine import Engine
@@ -18,7 +19,13 @@ from lab.measure import timing
 from lab.measure.machine_info import RealMachineInfo
 from lab.measure.offline_load import OfflineLoad
 from lab.measure.other_engine_worker import ENGINES
-from lab.measure.other_engines import PACKAGES, EngineResult, compare_engines, save_random
+from lab.measure.other_engines import (
+    PACKAGES,
+    EngineResult,
+    compare_engines,
+    no_report,
+    save_random,
+)
 from lab.measure.workload import Arrival, prompts
 from model import GPT
 from pretrained.presets import PRESETS
@@ -61,9 +68,10 @@ def checkpoint(tmp_path):
     return str(folder)
 
 
-def compare_with(checkpoint, **pythons):
+def compare_with(checkpoint, report=no_report, **pythons):
     """compare_engines with the weights of a checkpoint, on LOAD."""
-    return compare_engines(GPT.from_pretrained(checkpoint), checkpoint, pythons, LOAD, chunk=CHUNK)
+    model = GPT.from_pretrained(checkpoint)
+    return compare_engines(model, checkpoint, pythons, LOAD, chunk=CHUNK, report=report)
 
 
 def test_engines_are_named_with_their_pythons(fake):
@@ -89,7 +97,7 @@ def test_an_engine_that_is_not_there_is_refused_at_once(text, message):
 
 @pytest.mark.parametrize("model, refused", [("gpt2", True), ("qwen", False), ("llama-7b", False)])
 def test_random_weights_that_cannot_be_saved_are_refused(model, refused, fake, tmp_path, capsys):
-    which = ["--model", model] if model in PRESETS else ["--init-from", str(tmp_path)]
+    which = ["--preset", model] if model in PRESETS else ["--model", str(tmp_path)]
     argv = ["compare", "--against", f"openvino={fake.python}", *which]
     if not refused:
         _, options = bench.parse_args(argv)
@@ -144,13 +152,13 @@ def test_the_command_prints_machine_and_table_and_writes_both(fake, tmp_path, mo
     monkeypatch.setattr(compare, "compare_engines", fake_compare)
     monkeypatch.setattr(compare, "measure_machine", lambda *_: machine)
     file = tmp_path / "report.json"
-    words = "--model llama-tiny --dtype float32 --device cpu --chunk 12 --batch 3 --seq-len 21"
+    words = "--preset llama-tiny --dtype float32 --device cpu --chunk 12 --batch 3 --seq-len 21"
     against = f"--against=openvino={fake.python}"
     bench.main(["compare", *words.split(), against, f"--json={file}"])
     text = capsys.readouterr().out
     report = json.loads(file.read_text())
     assert text.startswith("here, threads: 2, torch 2\n")
-    settings = {"chunk": 12, "attention": "auto"}
+    settings = {"chunk": 12, "attention": "auto", "report": tqdm.write}
     assert calls == [(18, 3, {"openvino": fake.python}, settings)]  # P:D = 12 / 2
     assert "| ours, vllm " in text and text.endswith(f" s\nwrote {file}\n")
     row = dict(tokens_per_s=9, sarathi_serve_gain=1, vllm_gain=1, equal_tokens=1, busy=False)
@@ -205,6 +213,24 @@ def test_rates_gains_and_equal_tokens_are_reported(fake, checkpoint, monkeypatch
     assert "3 requests of 15 + 5 tokens,\nchunk 12" in text and "| ours, vllm (busy) " in text
     cells = [line.split("|")[1:-1] for line in text.splitlines() if "openvino, vllm" in line]
     assert [cell.strip() for cell in cells[0][1:]] == ["600", "2.00x", "4.00x", "60%"]
+
+
+def test_a_line_tells_that_an_engine_is_loaded_and_that_it_is_done(fake, checkpoint, monkeypatch):
+    lines = []
+    rounds = timing.WARMUP + 3
+
+    def interleaved(variants, device, repeats, title):
+        assert lines == ["openvino: loaded"] and repeats == 3
+        for name, serve in variants.items():
+            for _ in range(rounds):
+                assert not any(line.startswith(f"{name}: ") for line in lines)
+                serve()
+            assert lines[-1] == f"{name}: served 6 requests {rounds} times"
+        return {name: timing.Timing(1.0, 0.0) for name in variants}
+
+    monkeypatch.setattr(timing, "interleaved", interleaved)
+    results = compare_with(checkpoint, report=lines.append, openvino=fake.python)
+    assert len(lines) == 1 + len(results) == 5
 
 
 def test_a_process_that_fails_is_told_with_its_last_line(fake, checkpoint, monkeypatch):

@@ -26,7 +26,7 @@ from tests.test_simulate import printed_tables
 from views.panels import plot_panels
 
 ROOT = Path(__file__).parents[1]
-TINY = ["paper", "--model", "llama-tiny", "--device", "cpu", "--dtype", "float32"]
+TINY = ["paper", "--preset", "llama-tiny", "--device", "cpu", "--dtype", "float32"]
 TINY += ["--max-len", "64"]
 CLAIM = {claim.id: claim for claim in CLAIMS}
 LINES = {"vllm": {1: 0.5, 2: None, 3: Bounded(2.5, "at least")}, "dynamic": {1: 1.0}}
@@ -170,7 +170,7 @@ def test_fresh_measures_again_what_is_asked_for_and_keeps_the_rest(claims, tmp_p
     assert fresh["S-F8"] == records["S-F8"]
 
 
-CHANGES = ["--dtype bfloat16", "--seed 1", "--attention sdpa", "--model gpt2"]
+CHANGES = ["--dtype bfloat16", "--seed 1", "--attention sdpa", "--preset gpt2"]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -296,7 +296,7 @@ def test_the_report_is_markdown_of_what_is_kept(claims, tmp_path, capsys):
 
 def test_nobody_learns_where_files_lie(claims, tmp_path):
     checkpoint = tmp_path / "a-model"
-    args = ["paper", "--device", "cpu", "--dtype", "float32", "--max-len", "64", "--init-from"]
+    args = ["paper", "--device", "cpu", "--dtype", "float32", "--max-len", "64", "--model"]
     model = SimpleNamespace(device=torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paper, "load_model", lambda *_, **settings: model)

@@ -14,7 +14,7 @@ from lab.simulator.pipeline import PipelineSummary, StageSummary
 from tests.test_views import is_png
 
 ARGV = (
-    "pipeline --pp 2 --model llama-tiny --dtype float32 --threads 1 --max-len 64 --chunk 16 "
+    "pipeline --pp 2 --preset llama-tiny --dtype float32 --threads 1 --max-len 64 --chunk 16 "
     "--batch 3 --requests 9 --policies orca-best,sarathi-serve"
 )
 
@@ -33,7 +33,7 @@ def test_what_stages_do_is_their_time_and_bubbles_are_of_three_kinds(files):
     report, _, _ = files
     assert report["runs"].keys() == {"orca-best", "sarathi-serve"}
     assert report["machine"]["tp"] == 1 and report["machine"]["pp"] == 2
-    assert (report["options"]["pp"], report["options"]["model"]) == (2, "llama-tiny")
+    assert (report["options"]["pp"], report["options"]["preset"]) == (2, "llama-tiny")
     lengths = zipf_lengths(16, 64, 0.4, 10, 9, 0)
     for real, simulated in report["runs"].values():
         for row in (real, simulated):

@@ -239,7 +239,7 @@ def test_ten_thousand_iterations_are_less_than_five_megabytes(browser, tmp_path)
 def test_explore_has_a_run_for_every_place_of_the_sliders(browser, tmp_path, capsys):
     file = tmp_path / "explore.html"
     main(["explore", "policies/template.py:ShortestFirst", "--requests", "6", "--html", str(file)])
-    assert str(file) in capsys.readouterr().out
+    assert capsys.readouterr().out == f"wrote {file}, open {file.as_uri()}\n"
     with opened(browser, f"file://{file}") as tab:
         choices = tab.evaluate("data.choices")
         assert choices["policy"][0] == "ShortestFirst" and len(choices["load"]) == 3
@@ -290,7 +290,7 @@ def test_explore_has_a_run_for_every_place_of_the_sliders(browser, tmp_path, cap
 
 @pytest.mark.parametrize("command", ["offline", "serve", "simulated"])
 def test_the_bench_writes_a_page(command, tmp_path, capsys):
-    file, tiny = tmp_path / "page.html", ["--model", "llama-tiny", "--dtype", "float32"]
+    file, tiny = tmp_path / "page.html", ["--preset", "llama-tiny", "--dtype", "float32"]
     words = {
         "offline": [*tiny, "--chunk", "16", "--seq-len", "40", "--batch", "2"],
         "serve": ["serve", *tiny, "--max-len", "64", "--chunk", "16", "--requests", "3"],
@@ -298,7 +298,7 @@ def test_the_bench_writes_a_page(command, tmp_path, capsys):
             "serve",
             "--simulate",
             "a100-80gb",
-            "--model",
+            "--preset",
             "llama3-8b",
             "--requests",
             "5",
@@ -306,7 +306,7 @@ def test_the_bench_writes_a_page(command, tmp_path, capsys):
     }[command]
     names = ["request-level", "sarathi-serve"]
     main([*words, "--policies", ",".join(names), "--html", str(file)])
-    assert f"wrote {file}" in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith(f"wrote {file}, open {file.as_uri()}\n")
     text = file.read_text()
     data = json.loads(text.split('id="data">')[1].split("</script>")[0])
     assert [run["name"] for run in data["runs"]] == names

@@ -195,7 +195,7 @@ SENSELESS = {
 NOT_OPTIONS = (
     "--simulate=this --policies=vllm --chunk=9 --page-size=8 --max-waiting=3 --device=cuda "
 )
-NOT_OPTIONS += "--dtype=float32 --html=x --plot=x.png --tp=2 --init-from=x --turns=2 --compile"
+NOT_OPTIONS += "--dtype=float32 --html=x --plot=x.png --tp=2 --preset=x --turns=2 --compile"
 for option in NOT_OPTIONS.split():
     SENSELESS[f"--qps 2 --slo 1 {option}"] = f"unrecognized arguments: {option}"
 

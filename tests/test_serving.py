@@ -20,7 +20,7 @@ from scheduler import Request
 from tests.helpers import VirtualRun
 from views import timelines
 
-TINY = "--model llama-tiny --device cpu --dtype float32 --max-len 64 --chunk 16 --batch 4"
+TINY = "--preset llama-tiny --device cpu --dtype float32 --max-len 64 --chunk 16 --batch 4"
 TINY = f"{TINY} --page-size 8".split()
 MACHINE = RealMachineInfo(
     device="-",
@@ -111,7 +111,8 @@ def test_serve_prints_and_writes_everything(tmp_path, capsys, plots):
         assert (
             text.count(f"\n{name}: 30.000 requests/s, P50 TTFT {row['ttft_s']['p50']:.3f} s") == 1
         )
-    wrote = [f"wrote {files[option]}" for option in ("json", "csv", "plot", "html")]
+    wrote = [f"wrote {files[option]}" for option in ("json", "csv", "plot")]
+    wrote.append(f"wrote {files['html']}, open {files['html'].as_uri()}")
     assert text.splitlines()[-4:] == wrote
     assert report["conclusion"] in text
     assert report["runs"]["chunked-only"]["hybrid"] == 0
@@ -336,7 +337,7 @@ def test_a_trace_keeps_its_own_rate_or_takes_that_of_qps(tmp_path, monkeypatch, 
 
 def test_serve_compares_runs_with_and_without_prefix_caching(tmp_path, capsys):
     """Each prefix of 20 tokens has two pages of 8. They are found by all but who came first."""
-    machine = "--simulate a100-80gb --model llama3-8b --max-len 64 --page-size 8"
+    machine = "--simulate a100-80gb --preset llama3-8b --max-len 64 --page-size 8"
     load = "--requests 6 --qps 1 --policies vllm,orca --lengths 12+4 --shared-prefix 20:1"
     for options, names in (
         ("", ["vllm", "vllm, shared", "orca", "orca, shared"]),

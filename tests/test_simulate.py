@@ -162,7 +162,7 @@ def test_fit_prints_the_constants_that_times_were_made_from(tmp_path, capsys):
         lines.append([n, *(1e3 * product_seconds(device, n, *shape) for shape in shapes)])
     file = tmp_path / "times.csv"
     file.write_text("\n".join(",".join(map(str, line)) for line in lines))
-    fit = [str(file), "--model", "llama-13b", "--tp"]
+    fit = [str(file), "--preset", "llama-13b", "--tp"]
     bench.main(["fit", *fit, "2"])
     text = capsys.readouterr().out
     ((head, *rows),) = printed_tables(text)
@@ -180,14 +180,14 @@ def test_fit_prints_the_constants_that_times_were_made_from(tmp_path, capsys):
     assert found["A100-80GB"]["TFLOP/s"] == pytest.approx(A100.flops_per_s / 1e12, abs=0.5)
     with pytest.raises(ValueError, match="tp=3: must divide n_head=40"):
         bench.main(["fit", *fit, "3"])
-    for option, one in {"model": "llama", "simulate": "a1"}.items():
+    for option, one in {"preset": "llama", "simulate": "a1"}.items():
         with pytest.raises(ValueError, match=f"{option}='{one}': must be one of "):
             bench.main(["fit", "times.csv", f"--{option}", one])
 
 
 WHOLE = "must be a whole number of at least"
 SENSELESS = [  # options of serve and capacity, and what the line of error says
-    (f"{A100S} --model gpt2", "--max-len 8192: this model is limited to 1024"),
+    (f"{A100S} --preset gpt2", "--max-len 8192: this model is limited to 1024"),
     (f"{A100S} --cpu-ms -1", "--cpu-ms -1: must be a finite number of at least 0"),
     (f"{A100S} --kv-tokens 8191", "--kv-tokens 8191: must be at least 8192"),
     (f"{A100S} --kv-tokens 400000", "--kv-tokens 400000: must be at least 8192"),
@@ -195,7 +195,7 @@ SENSELESS = [  # options of serve and capacity, and what the line of error says
     (f"{A100S} --replicas 0", f"--replicas 0: {WHOLE} 1"),
     (f"{A100S} --compile", "--compile: does not go with --simulate"),
     (f"{A100S} --dtype float32", "--dtype: does not go with --simulate"),
-    (f"{A100S} --init-from gpt2", "--init-from: does not go with --simulate"),
+    (f"{A100S} --model gpt2", "--model gpt2: a simulated device takes --preset gpt2"),
     ("--replicas 5", "--replicas: goes only with --simulate"),
     ("--cpu-ms 5", "--cpu-ms: goes only with --simulate"),
 ]
@@ -213,8 +213,8 @@ REFUSED = {
 }
 for command in ("serve", "capacity"):
     for words, message in SENSELESS:
-        model = "" if "--model" in words else " --model yi-34b"
-        REFUSED[f"{command} {words}{model}"] = message
+        preset = "" if "--preset" in words or "--model" in words else " --preset yi-34b"
+        REFUSED[f"{command} {words}{preset}"] = message
 
 
 @pytest.mark.parametrize("words", REFUSED)

@@ -89,7 +89,7 @@ def add_options(parser: OptionParser) -> None:
 def resolve(parser: OptionParser, args: Namespace) -> BudgetOptions:
     """The options, with those filled in that depend on the device."""
     max_len = args.max_len or MAX_LEN.pick(args.device)
-    model = resolve_model(model_options(args), gpu_model="llama3-8b", gpu_bytes=75e9)
+    model = resolve_model(model_options(args), gpu_preset="llama3-8b", gpu_bytes=75e9)
     return BudgetOptions(
         command=args.command,
         slo_tbt=args.slo_tbt,

@@ -1,7 +1,7 @@
 """Other engines on the same requests: `bench.py compare --against transformers,openvino`.
 
 Prints the tokens per second of each engine, in turns with ours. Random weights, of llama-160m or of
---model, are saved first, for all to load. Read next: lab/measure/other_engines.py.
+--preset, are saved first, for all to load. Read next: lab/measure/other_engines.py.
 """
 
 import sys
@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from tempfile import TemporaryDirectory
 
 import torch
+from tqdm import tqdm
 
 from cli.loading import ModelOptions, add_model_options, load_model
 from cli.options import OptionParser, add_json_option, write_json, wrote
@@ -83,8 +84,8 @@ def resolve(parser: OptionParser, args: Namespace) -> CompareOptions:
     """The options, checked. Exits with a message for random weights that cannot be saved."""
     options = CompareOptions(**vars(offline.resolve(parser, args)), against=args.against)
     model = options.model
-    if not model.init_from and not can_save_random(GPTConfig.preset(model.name)):
-        parser.error(f"--against: random weights like those of {model.model} cannot be saved")
+    if not model.model and not can_save_random(GPTConfig.preset(model.name)):
+        parser.error(f"--against: random weights like those of {model.name} cannot be saved")
     return options
 
 
@@ -99,12 +100,14 @@ def main(options: CompareOptions) -> None:
         print(machine.heading())
         results = compare_engines(
             model,
-            checkpoints.find(str(model_options.init_from)),
+            checkpoints.find(str(model_options.model)),
             options.against,
             load,
             chunk=options.chunk,
             attention=options.model.attention,
+            report=tqdm.write,
         )
+    print()
     print_results(results, load, options.chunk, machine.dtype)
     seconds = time.perf_counter() - began
     print(f"\ntook {seconds:.0f} s")
@@ -119,12 +122,12 @@ def main(options: CompareOptions) -> None:
 
 def with_checkpoint(options: ModelOptions, positions: int, folder: str) -> ModelOptions:
     """The options of a checkpoint. Random weights become one, in this folder."""
-    if options.init_from:
+    if options.model:
         return options
     config = GPTConfig.preset(options.name)
     config = replace(config, max_positions=max(config.max_positions, positions))
     save_random(config, folder, options.seed, getattr(torch, str(options.dtype)))
-    return replace(options, model=None, init_from=folder)
+    return replace(options, preset=None, model=folder)
 
 
 def print_results(

@@ -12,7 +12,7 @@ from itertools import product
 
 from tqdm import tqdm
 
-from cli.options import OptionParser, output_file, policy_names, whole, write_text, wrote
+from cli.options import OptionParser, output_file, policy_names, whole, write_text, wrote_page
 from config import EngineConfig
 from lab.measure import workload
 from lab.measure.capacity import estimated_qps, slo_seconds
@@ -129,7 +129,7 @@ def main(options: ExploreOptions) -> None:
         },
     )
     write_text(options.html, text)
-    wrote(options.html)
+    wrote_page(options.html)
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cli.options import OptionParser, whole
+from cli.options import OptionParser, nonempty_text, whole
 from lab.simulator.devices import DEVICES, GEOMETRIES, Device, find
 from lab.simulator.fit import COLUMNS, fit_products, product_errors, read_products
 from views.tables import Column, format_table
@@ -20,7 +20,7 @@ class FitOptions:
     """The options of `fit`."""
 
     file: str
-    model: str
+    preset: str
     tp: int
     simulate: str
 
@@ -50,11 +50,22 @@ FIT_COLUMNS: list[Column[FitRow]] = [
 
 def add_options(parser: OptionParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("file", help=f"CSV with num_tokens and, in ms, {', '.join(COLUMNS)}")
-    parser.add_option("--model", default="llama-7b", help="whose layer was measured")
+    parser.add_argument(
+        "file",
+        help=f"CSV with num_tokens and, in ms, {', '.join(COLUMNS)}",
+        type=nonempty_text,
+    )
+    parser.add_option(
+        "--preset",
+        metavar="NAME",
+        type=nonempty_text,
+        default="llama-7b",
+        help="the geometry whose layer was measured",
+    )
     parser.add_option("--tp", default=1, type=whole(minimum=1), help="on one of so many GPUs")
     parser.add_option(
         "--simulate",
+        type=nonempty_text,
         default="a100-80gb",
         metavar="DEVICE",
         help="compare with this device's constants",
@@ -63,12 +74,12 @@ def add_options(parser: OptionParser) -> None:
 
 def resolve(parser: OptionParser, args: argparse.Namespace) -> FitOptions:
     """The options of the command line."""
-    return FitOptions(file=args.file, model=args.model, tp=args.tp, simulate=args.simulate)
+    return FitOptions(file=args.file, preset=args.preset, tp=args.tp, simulate=args.simulate)
 
 
 def main(options: FitOptions) -> None:
     """Fit the constants and print them. Raises ValueError for unknown names and for a bad file."""
-    config = find(GEOMETRIES, "model", options.model)
+    config = find(GEOMETRIES, "preset", options.preset)
     known = find(DEVICES, "simulate", options.simulate)
     tokens, seconds = read_products(options.file)
     devices = {
@@ -86,6 +97,6 @@ def main(options: FitOptions) -> None:
         product_median, product_p90 = np.quantile(of_each, (0.5, 0.9))
         rows[name] = FitRow(device, layer_median, layer_p90, product_median, product_p90)
     sizes = f"TP {options.tp}, {len(tokens)} sizes"
-    print(f"{options.file}: matrix products of a layer of {options.model}, {sizes}\n")
+    print(f"{options.file}: matrix products of a layer of {options.preset}, {sizes}\n")
     print(format_table("constants", FIT_COLUMNS, rows))
     print("\nerrors, over all sizes: of a layer's four products in sum, and of each of them alone")

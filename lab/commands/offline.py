@@ -16,15 +16,17 @@ from tqdm import tqdm
 from cli.loading import ModelOptions, add_model_options, load_model, model_options, resolve_model
 from cli.options import (
     OptionParser,
+    add_chunk_option,
     add_json_option,
+    add_policies_option,
     number,
     output_file,
     picture_file,
-    policies_with_chunks,
     whole,
     write_json,
     write_text,
     wrote,
+    wrote_page,
 )
 from config import EngineConfig
 from lab.measure import timing
@@ -33,7 +35,6 @@ from lab.measure.machine_info import RealMachineInfo, measure_machine
 from lab.measure.offline_load import OfflineLoad, PolicyRun, run_policies
 from lab.measure.run_plan import run_plan
 from model import GPT
-from policies import POLICIES
 from views.page import Recorder, page
 from views.tables import Column, format_table, show
 
@@ -100,14 +101,7 @@ class OfflineOptions:
 
 def add_options(parser: OptionParser) -> None:
     """Add the options of the command."""
-    parser.add_option(
-        "--policies",
-        help=f"comma-separated, from {', '.join(POLICIES)} (dynamic follows an SLO: see serve), or "
-        "my_policy.py:ClassName; orca-best lets one prompt into a batch, vllm is its scheduler of "
-        "2023",
-        type=policies_with_chunks,
-        default=DEFAULT_POLICIES,
-    )
+    add_policies_option(parser, DEFAULT_POLICIES)
     parser.add_option(
         "--plot", help="draw each policy's iterations", type=picture_file, metavar="FILE"
     )
@@ -124,12 +118,7 @@ def add_options(parser: OptionParser) -> None:
 
 def add_load_options(parser: OptionParser) -> None:
     """Add the options of an OfflineLoad, and the chunk size."""
-    parser.add_option(
-        "--chunk",
-        help="C, the chunk size and token budget, in tokens",
-        type=whole(minimum=1),
-        default=256,
-    )
+    add_chunk_option(parser)
     parser.add_option(
         "--batch", help="B, the most requests at once", type=whole(minimum=2), default=6
     )
@@ -243,7 +232,12 @@ def main(options: OfflineOptions) -> None:
 def run_with_progress(
     model: GPT, options: OfflineOptions, recorders: Mapping[str, Recorder]
 ) -> Iterator[tuple[str, PolicyRun]]:
-    """Serve the load under each policy, see run_policies, with a progress bar."""
+    """Serve the load under each policy, see run_policies, with a progress bar and, when a policy is
+    done, a line."""
+
+    def print_ended(name: str, seconds: float) -> None:
+        tqdm.write(f"{name}: {options.requests} requests in {seconds:.1f} s")
+
     count = len(options.policies) * options.requests
     with tqdm(desc="requests", total=count, leave=False, disable=None) as bar:
         yield from run_policies(
@@ -253,8 +247,10 @@ def run_with_progress(
             chunk=options.chunk,
             attention=options.model.attention,
             progress=bar.update,
+            ended=print_ended,
             recorders=recorders,
         )
+    print()
 
 
 def limits_line(machine: RealMachineInfo) -> str:
@@ -350,4 +346,5 @@ def draw(
     if options.html:
         title = f"{options.requests} requests, all there at the start"
         write_text(options.html, page(title, machine.heading(), recorders, slo_s=anchor_s))
-    wrote(options.plot, options.html)
+    wrote(options.plot)
+    wrote_page(options.html)

@@ -25,7 +25,7 @@ from cli.loading import (
     model_options,
     resolve_model,
 )
-from cli.options import OptionParser, PerDevice, whole, wrote
+from cli.options import OptionParser, PerDevice, nonempty_text, whole, wrote
 from lab.measure import timing
 from lab.measure.machine_info import measure_machine
 from lab.papers import report
@@ -67,6 +67,7 @@ def add_options(parser: OptionParser) -> None:
     parser.add_option(
         "--out",
         help="where results are kept",
+        type=nonempty_text,
         default_text="results/<machine>",
         metavar="DIRECTORY",
     )

@@ -18,11 +18,12 @@ from cli.loading import ModelOptions, add_model_options, load_model, model_optio
 from cli.options import (
     OptionParser,
     PerDevice,
+    add_chunk_option,
     add_json_option,
+    add_policies_option,
     number,
     output_file,
     picture_file,
-    policies_with_chunks,
     whole,
     write_json,
     write_text,
@@ -124,18 +125,8 @@ STAGE_COLUMNS: list[Column[StageSummary]] = [
 
 def add_options(parser: OptionParser) -> None:
     """Add the options of the command."""
-    parser.add_option(
-        "--policies",
-        help="comma-separated; sarathi-serve:64 has a chunk of its own",
-        type=policies_with_chunks,
-        default=POLICIES,
-    )
-    parser.add_option(
-        "--chunk",
-        help="C, the chunk size and token budget, in tokens",
-        type=whole(minimum=1),
-        default=256,
-    )
+    add_policies_option(parser, POLICIES)
+    add_chunk_option(parser)
     parser.add_option(
         "--batch",
         help="B, the most requests at once in each micro-batch",

@@ -2,7 +2,7 @@
 
     python bench.py serve --qps 1.5                     every policy on the same arrivals
     python bench.py capacity --slo strict               the highest rate at which each meets the SLO
-    python bench.py serve --simulate a100-80gb --model yi-34b --tp 2      on a simulated machine
+    python bench.py serve --simulate a100-80gb --preset yi-34b --tp 2     on a simulated machine
     python bench.py serve --simulate this               this machine, and its simulation beside it
 
 The SLO is a multiple of the time of a decode iteration, which is measured first (Sarathi-Serve
@@ -21,7 +21,7 @@ from typing import Any
 from tqdm import tqdm
 
 from cli.loading import load_model
-from cli.options import write_json, write_text, wrote
+from cli.options import write_json, write_text, wrote, wrote_page
 from config import EngineConfig
 from lab.commands.serve_options import (
     THIS,
@@ -188,10 +188,10 @@ def make_machine(options: ServeOptions) -> Machine:
 
 def simulated_options(options: ServeOptions) -> SimulatedMachineOptions:
     """The simulated machine that the options name."""
-    assert options.simulate is not None and options.model.model is not None
+    assert options.simulate is not None and options.model.preset is not None
     return SimulatedMachineOptions(
         device=options.simulate,
-        model=options.model.model,
+        preset=options.model.preset,
         tp=options.model.tp,
         pp=options.model.pp,
         replicas=options.replicas,
@@ -308,7 +308,8 @@ class Session:
         if options.html:
             html = page(self.report["load"], self.heading, self.recorders, slo_s=self.slo_s)
             write_text(options.html, html)
-        wrote(options.json, options.csv, options.plot, options.html)
+        wrote(options.json, options.csv, options.plot)
+        wrote_page(options.html)
 
 
 def requests_csv(runs: Mapping[str, Run]) -> str:

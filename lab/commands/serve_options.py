@@ -6,27 +6,29 @@ import re
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from cli.loading import MAX_PROCESSES, ModelOptions, add_model_options, model_options, resolve_model
 from cli.options import (
     OptionParser,
     PerDevice,
+    add_chunk_option,
     add_json_option,
+    add_policies_option,
+    nonempty_text,
     number,
     output_file,
     picture_file,
-    policies_with_chunks,
     whole,
 )
 from lab.measure.workload import LENGTHS, TRACE_COLUMNS
 from lab.simulator.devices import DEVICES, GEOMETRIES, LINKS
 from lab.simulator.machine import SimulatedMachineOptions
-from policies import POLICIES
 from policies.priority import PRIORITIES
 from policies.token_budget import MULTIPLES
 from pretrained.presets import PRESETS
 
+DEFAULT_LENGTHS = "sharegpt4"
+DEFAULT_POLICIES = "vllm,orca,sarathi-serve,dynamic"
 THIS = "this"  # --simulate this: the machine that is here
 CACHING = {"off": [False], "on": [True], "both": [False, True]}  # --prefix-caching
 CHUNK = PerDevice(cpu=128, gpu=512)
@@ -34,84 +36,49 @@ BATCH = PerDevice(cpu=32, gpu=128)
 MAX_LEN = PerDevice(cpu=1024, gpu=8192)
 REQUESTS = {"serve": PerDevice(cpu=48, gpu=500), "capacity": PerDevice(cpu=80, gpu=400)}
 ONLY_SIMULATED = ("replicas", "tp_link", "pp_link", "cpu_ms")  # go with --simulate DEVICE
-ONLY_REAL = ("init_from", "device", "dtype", "attention", "compile", "threads")  # do not
-
-
-class LoadOptions(Protocol):
-    """The options of a load and of its report: those of ServeOptions and of `serve --url`."""
-
-    @property
-    def command(self) -> str: ...
-    @property
-    def qps(self) -> float | None: ...  # requests per second; None: estimated, or the trace's own
-    @property
-    def long_prompt(self) -> int | None: ...
-    @property
-    def classes(self) -> dict[str, float]: ...  # class -> share
-    @property
-    def requests(self) -> int: ...
-    @property
-    def lengths(self) -> str: ...
-    @property
-    def trace(self) -> str | None: ...
-    @property
-    def trace_scale(self) -> float: ...
-    @property
-    def shared_prefix(self) -> tuple[int, int]: ...  # (length, count)
-    @property
-    def turns(self) -> int: ...
-    @property
-    def max_len(self) -> int: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def plot(self) -> str | None: ...
-    @property
-    def csv(self) -> str | None: ...
-    @property
-    def html(self) -> str | None: ...
-    @property
-    def json(self) -> str | None: ...
+ONLY_REAL = ("device", "dtype", "attention", "compile", "threads")  # do not
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions:
-    """The options of `bench.py serve`. Those of `capacity` are the same, and CapacityOptions."""
+class LoadOptions:
+    """The options of a load and of its report, which serve, capacity and `serve --url` share."""
 
     command: str
-    qps: float | None  # None: estimated, or the trace's own
-    long_prompt: int | None
-    classes: dict[str, float]  # class -> share
+    qps: float | None  # requests per second; None: estimated, or the trace's own
     requests: int
-    plot: str | None
-    csv: str | None
-    html: str | None
     lengths: str
     trace: str | None
     trace_scale: float
     shared_prefix: tuple[int, int]  # (length, count)
     turns: int
+    long_prompt: int | None
+    classes: dict[str, float]  # class -> its share of the requests
+    max_len: int
+    seed: int  # of lengths, arrivals and prompts
+    plot: str | None
+    csv: str | None
+    html: str | None
+    json: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(LoadOptions):
+    """The options of `bench.py serve`. Those of `capacity` are the same, and CapacityOptions."""
+
     prefix_caching: list[bool]  # one run each
     policies: list[str]
     chunk: int
     batch: int
-    max_len: int
     page_size: list[int]  # one run each
     kv_tokens: int
     max_waiting: int | None
-    slo: str | float
-    json: str | None
+    slo: str | float  # a name in MULTIPLES, or seconds
     model: ModelOptions
     simulate: str | None  # a name in DEVICES, or THIS
     replicas: int
     tp_link: str | None
     pp_link: str | None
     cpu_ms: float
-
-    @property
-    def seed(self) -> int:
-        """Of lengths, arrivals and prompts."""
-        return self.model.seed
 
     @property
     def is_elsewhere(self) -> bool:
@@ -170,7 +137,13 @@ def add_options(parser: OptionParser) -> None:
         type=whole(minimum=1, maximum=1_000_000),
         default_text=REQUESTS[command],
     )
-    _add_load_options(parser)
+    add_load_options(parser)
+    parser.add_option(
+        "--turns",
+        help="each request is a chat of up to so many; --requests and --qps count chats",
+        type=whole(minimum=1, maximum=10_000),
+        default=1,
+    )
     _add_engine_options(parser)
     parser.add_option(
         "--slo",
@@ -192,17 +165,7 @@ def _add_serve_options(parser: OptionParser) -> None:
         type=number(minimum=1e-4),
         default_text="half of what is estimated to be possible, or the trace's own",
     )
-    parser.add_option(
-        "--long-prompt",
-        help="one more request, the first, has so many prompt tokens",
-        type=whole(minimum=1),
-    )
-    parser.add_option(
-        "--classes",
-        help="shares of the classes of `priority`, as in realtime=1,normal=4,low=5; see --csv",
-        type=class_shares,
-        default="normal=1",
-    )
+    add_single_load_options(parser)
     parser.add_option(
         "--plot", help="draw latencies and timelines", type=picture_file, metavar="FILE"
     )
@@ -237,17 +200,34 @@ def _add_capacity_options(parser: OptionParser) -> None:
     parser.set_defaults(qps=None, long_prompt=None, classes={"normal": 1}, csv=None, html=None)
 
 
-def _add_load_options(parser: OptionParser) -> None:
-    """Add the options of what arrives."""
+def add_single_load_options(parser: OptionParser) -> None:
+    """Add the options of what arrives where one load is served, not one for each rate."""
+    parser.add_option(
+        "--long-prompt",
+        help="one more request, the first, has so many prompt tokens",
+        type=whole(minimum=1),
+    )
+    parser.add_option(
+        "--classes",
+        help="shares of the classes of `priority`, as in realtime=1,normal=4,low=5; see --csv",
+        type=class_shares,
+        default="normal=1",
+    )
+
+
+def add_load_options(parser: OptionParser) -> None:
+    """Add the options of what arrives, but for the rate."""
     parser.add_option(
         "--lengths",
         help=f"of requests: {', '.join(LENGTHS)}, scaled to --max-len, or PROMPT+OUTPUT tokens; "
         "several, with commas, follow each other",
-        default="sharegpt4",
+        type=nonempty_text,
+        default=DEFAULT_LENGTHS,
     )
     parser.add_option(
         "--trace",
         help=f"lengths and arrivals from a log with columns {', '.join(TRACE_COLUMNS)}",
+        type=nonempty_text,
         metavar="FILE.csv",
     )
     parser.add_option(
@@ -264,12 +244,6 @@ def _add_load_options(parser: OptionParser) -> None:
         default=(0, 1),
         default_text="none",
     )
-    parser.add_option(
-        "--turns",
-        help="each request is a chat of up to so many; --requests and --qps count chats",
-        type=whole(minimum=1, maximum=10_000),
-        default=1,
-    )
 
 
 def _add_engine_options(parser: OptionParser) -> None:
@@ -280,19 +254,8 @@ def _add_engine_options(parser: OptionParser) -> None:
         choices=tuple(CACHING),
         default_text="both if a prefix is shared, else off",
     )
-    parser.add_option(
-        "--policies",
-        help=f"comma-separated, from {', '.join(POLICIES)}, or my_policy.py:ClassName; vllm is its "
-        "scheduler of 2023, as in the paper; sarathi-serve:64 has a chunk of its own",
-        type=policies_with_chunks,
-        default="vllm,orca,sarathi-serve,dynamic",
-    )
-    parser.add_option(
-        "--chunk",
-        help="C, the chunk size and token budget, in tokens",
-        type=whole(minimum=1),
-        default_text=CHUNK,
-    )
+    add_policies_option(parser, DEFAULT_POLICIES)
+    add_chunk_option(parser, default=None, default_text=CHUNK)
     parser.add_option(
         "--batch", help="B, the most requests at once", type=whole(minimum=1), default_text=BATCH
     )
@@ -329,8 +292,9 @@ def _add_simulated_options(parser: OptionParser) -> None:
     parser.add_option(
         "--simulate",
         help=f"count time as a device would take it: {', '.join(DEVICES)}; or {THIS}, fitted to a "
-        "profile of this machine, and in serve beside it. With a DEVICE --model is required, may "
+        "profile of this machine, and in serve beside it. With a DEVICE --preset is required, may "
         f"also be {geometries}, and --kv-tokens all that fits",
+        type=nonempty_text,
         metavar="DEVICE",
     )
     parser.add_option(
@@ -342,9 +306,15 @@ def _add_simulated_options(parser: OptionParser) -> None:
     parser.add_option(
         "--tp-link",
         help=f"what joins the GPUs of a stage: {', '.join(LINKS)}",
+        type=nonempty_text,
         default_text="the device's own",
     )
-    parser.add_option("--pp-link", help="what joins the stages", default_text="infiniband")
+    parser.add_option(
+        "--pp-link",
+        help="what joins the stages",
+        type=nonempty_text,
+        default_text="infiniband",
+    )
     parser.add_option(
         "--cpu-ms",
         help="simulated milliseconds that an iteration costs each stage on the CPU",
@@ -366,7 +336,7 @@ def resolve(parser: OptionParser, args: Namespace) -> ServeOptions:
     model = model_options(args)
     if is_elsewhere:
         kv_tokens = _simulated_kv_tokens(parser, args, max_len, chunk)
-    _check_load(parser, args, max_len)
+    check_load(parser, args, max_len)
     sizes = args.page_size or [min(64, -(-max_len // 2))]
     sizes = list(dict.fromkeys(max_len if size == "max" else size for size in sizes))
     if max(sizes) > max_len:
@@ -404,6 +374,7 @@ def resolve(parser: OptionParser, args: Namespace) -> ServeOptions:
         chunk=chunk,
         batch=batch,
         max_len=max_len,
+        seed=args.seed,
         page_size=sizes,
         kv_tokens=kv_tokens,
         max_waiting=args.max_waiting,
@@ -421,12 +392,16 @@ def resolve(parser: OptionParser, args: Namespace) -> ServeOptions:
 
 def _resolve_real_model(model: ModelOptions) -> ModelOptions:
     """The model on this machine, with what was left open filled in."""
-    return resolve_model(model, gpu_model="llama3-8b", gpu_bytes=75e9)
+    return resolve_model(model, gpu_preset="llama3-8b", gpu_bytes=75e9)
 
 
 def _check_machine(parser: OptionParser, args: Namespace) -> None:
     """Exit with a message if an option goes only with a simulated device, or only without."""
     is_here = args.simulate in (None, THIS)
+    if args.model and not is_here:
+        parser.error(f"--model {args.model}: a simulated device takes --preset {args.model}")
+    if args.preset is None and not is_here:
+        parser.error(f"--simulate {args.simulate}: needs --preset, from {', '.join(GEOMETRIES)}")
     for name in ONLY_SIMULATED if is_here else ONLY_REAL:
         if getattr(args, name) != parser.get_default(name):
             goes = "goes only" if is_here else "does not go"
@@ -439,7 +414,7 @@ def _simulated_kv_tokens(parser: OptionParser, args: Namespace, max_len: int, ch
     """The memory of a simulated machine in tokens: --kv-tokens, or all that fits."""
     cost = SimulatedMachineOptions(
         device=args.simulate,
-        model=args.model,
+        preset=args.preset,
         tp=args.tp,
         pp=args.pp,
         replicas=args.replicas,
@@ -463,16 +438,18 @@ def _simulated_kv_tokens(parser: OptionParser, args: Namespace, max_len: int, ch
     return kv_tokens
 
 
-def _check_load(parser: OptionParser, args: Namespace, max_len: int) -> None:
+def check_load(parser: OptionParser, args: Namespace, max_len: int) -> None:
     """Exit with a message if the options of a load make no sense together."""
     prefix = args.shared_prefix[0]
     if prefix > max_len - 2:
         parser.error(f"--shared-prefix {prefix}: must leave 2 of --max-len {max_len} tokens")
     longest = max_len - prefix
-    if args.long_prompt and (args.long_prompt >= longest or args.turns > 1):
-        limit = f"below {longest}, --max-len less --shared-prefix, and not with --turns"
+    if args.long_prompt and args.turns > 1:
+        parser.error("--long-prompt: does not go with --turns")
+    if args.long_prompt and args.long_prompt >= longest:
+        limit = f"below {longest}, --max-len less --shared-prefix"
         parser.error(f"--long-prompt {args.long_prompt}: must be {limit}")
-    if args.trace and (args.lengths != "sharegpt4" or args.long_prompt or prefix):
+    if args.trace and (args.lengths != DEFAULT_LENGTHS or args.long_prompt or prefix):
         parser.error("--trace: has its own lengths, no --lengths, --long-prompt, --shared-prefix")
     if args.trace_scale != 1 and not args.trace:
         parser.error("--trace-scale: goes with --trace")

@@ -11,40 +11,28 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cli.options import OptionParser, add_json_option, number, output_file, whole
+from cli.options import OptionParser, add_json_option, nonempty_text, number, output_file, whole
 from lab.commands import serve as serving
-from lab.commands.serve_options import class_shares, shared_prefix
+from lab.commands.serve_options import (
+    LoadOptions,
+    add_load_options,
+    add_single_load_options,
+    check_load,
+)
 from lab.measure import workload
 from lab.measure.load_run import Run
 from lab.measure.remote_server import NO_KEY, RemoteServer
 
 VOCABULARY = 256  # the smallest that a model has: every server knows these tokens
-DEFAULT_LENGTHS = "sharegpt4"
 
 
-@dataclass(frozen=True)
-class RemoteOptions:
-    """The options of `serve --url`."""
+@dataclass(frozen=True, kw_only=True)
+class RemoteOptions(LoadOptions):
+    """The options of `serve --url`. `turns` is 1, `plot` and `html` are None."""
 
-    command: str
     url: str
     model: str | None  # None: the first that the server names
-    qps: float | None  # None: the trace's own
     slo: float  # seconds
-    requests: int
-    lengths: str
-    trace: str | None
-    trace_scale: float
-    shared_prefix: tuple[int, int]  # (length, count)
-    long_prompt: int | None
-    classes: dict[str, float]  # class -> its share of the requests
-    max_len: int
-    seed: int
-    json: str | None
-    csv: str | None
-    turns: int = 1
-    plot: None = None
-    html: None = None
 
 
 def add_options(parser: OptionParser) -> None:
@@ -53,9 +41,15 @@ def add_options(parser: OptionParser) -> None:
         "--url",
         help="a server that speaks OpenAI's HTTP, as http://127.0.0.1:8000/v1, required; its key "
         "is read from OPENAI_API_KEY",
+        type=nonempty_text,
         required=True,
     )
-    parser.add_option("--model", help="one that the server knows", default_text="its first")
+    parser.add_option(
+        "--model",
+        help="one that the server knows",
+        type=nonempty_text,
+        default_text="its first",
+    )
     parser.add_option(
         "--qps",
         help="requests per second on average",
@@ -74,43 +68,8 @@ def add_options(parser: OptionParser) -> None:
         type=whole(minimum=1, maximum=1_000_000),
         default=48,
     )
-    parser.add_option(
-        "--lengths",
-        help=f"of requests: {', '.join(workload.LENGTHS)}, scaled to --max-len, or PROMPT+OUTPUT "
-        "tokens; several, with commas, follow each other",
-        default=DEFAULT_LENGTHS,
-    )
-    parser.add_option(
-        "--trace",
-        help="lengths and arrivals from a log with columns " + ", ".join(workload.TRACE_COLUMNS),
-        metavar="FILE.csv",
-    )
-    parser.add_option(
-        "--trace-scale",
-        help="multiplies the lengths in it",
-        type=number(above=0, maximum=1),
-        default=1.0,
-    )
-    parser.add_option(
-        "--shared-prefix",
-        help="each prompt begins with one of COUNT prefixes of LENGTH tokens, before its own",
-        metavar="LENGTH:COUNT",
-        type=shared_prefix,
-        default=(0, 1),
-        default_text="none",
-    )
-    parser.add_option(
-        "--long-prompt",
-        help="one more request, the first, has so many prompt tokens",
-        type=whole(minimum=1),
-    )
-    parser.add_option(
-        "--classes",
-        help="shares of the classes of `priority`, as in realtime=1,normal=4,low=5; see --csv",
-        type=class_shares,
-        default={"normal": 1.0},
-        default_text="normal=1",
-    )
+    add_load_options(parser)
+    add_single_load_options(parser)
     parser.add_option(
         "--max-len", help="the longest prompt and output", type=whole(minimum=3), default=1024
     )
@@ -119,28 +78,15 @@ def add_options(parser: OptionParser) -> None:
     parser.add_option(
         "--csv", help="write a row for each request", type=output_file, metavar="FILE"
     )
+    parser.set_defaults(turns=1, plot=None, html=None)
 
 
 def resolve(parser: OptionParser, args: Namespace) -> RemoteOptions:
     """The options, checked. Exits with a message if they make no sense together."""
-    options = RemoteOptions(**vars(args))
-    prefix, _ = options.shared_prefix
-    longest = options.max_len - prefix
-    if not (options.qps or options.trace):
+    if not (args.qps or args.trace):
         parser.error("the following arguments are required: --qps, or --trace")
-    if longest < 2:
-        parser.error(
-            f"--shared-prefix {prefix}: must leave 2 of --max-len {options.max_len} tokens"
-        )
-    if options.long_prompt and options.long_prompt >= longest:
-        limit = f"below {longest}, --max-len less --shared-prefix"
-        parser.error(f"--long-prompt {options.long_prompt}: must be {limit}")
-    makes_lengths = options.lengths != DEFAULT_LENGTHS or options.long_prompt or prefix
-    if options.trace and makes_lengths:
-        parser.error("--trace: has its own lengths, no --lengths, --long-prompt, --shared-prefix")
-    if options.trace_scale != 1 and not options.trace:
-        parser.error("--trace-scale: goes with --trace")
-    return options
+    check_load(parser, args, args.max_len)
+    return RemoteOptions(**vars(args))
 
 
 def main(options: RemoteOptions) -> None:

@@ -73,6 +73,10 @@ class PolicyRun:
         }
 
 
+def nothing_to_say(name: str, seconds: float) -> None:
+    """Called in the place of a line about a policy that is done."""
+
+
 def run_policies(
     model: GPT,
     policies: Sequence[str],
@@ -81,13 +85,15 @@ def run_policies(
     chunk: int,
     attention: str = "auto",
     progress: Callable[[], object] = no_progress,
+    ended: Callable[[str, float], object] = nothing_to_say,
     recorders: Mapping[str, Recorder] | None = None,
 ) -> Iterator[tuple[str, PolicyRun]]:
     """Serve the load under each policy, request-level first: (name, PolicyRun), one by one.
 
     On a CPU the policies take turns, which is steadier. On a GPU there is room for one at a time;
     in a pipeline the batches of one would be on their way when it is another's turn. `progress` is
-    called after each request, and each of `recorders` sees the run of its policy."""
+    called after each request, `ended` with the name of a policy that is done and its seconds, and
+    each of `recorders` sees the run of its policy."""
     arrivals = load.arrivals()
     prompts = workload.prompts(arrivals, model.config.vocab_size, load.seed)
     config = EngineConfig(
@@ -104,7 +110,7 @@ def run_policies(
     base: PolicyRun | None = None
     for group in groups:
         configs = run_plan(group, [load.seq_len], config)
-        runs = serve_in_turns(model, configs, arrivals, prompts, progress, recorders or {})
+        runs = serve_in_turns(model, configs, arrivals, prompts, progress, ended, recorders or {})
         for name, run in runs.items():
             row = summarize_policy(run, load.batch)
             if name == "request-level":
@@ -118,6 +124,7 @@ def serve_in_turns(
     arrivals: Sequence[workload.Arrival],
     prompts: Sequence[list[int]],
     progress: Callable[[], object],
+    ended: Callable[[str, float], object],
     recorders: Mapping[str, Recorder],
 ) -> dict[str, Run]:
     """Serve the arrivals by an engine of each config, {name: Run}, a step of one after another.
@@ -142,6 +149,7 @@ def serve_in_turns(
             used_s[name] = clocks[name]()
         else:
             del used_s[name]
+            ended(name, clocks[name]())
     return {name: load.result() for name, load in loads.items()}
 
 

@@ -9,6 +9,7 @@ import json
 import shutil
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -31,6 +32,7 @@ from sampling import SamplingParams
 
 PACKAGES = {"transformers": "transformers", "openvino": "openvino_genai"}  # of each engine
 OUR_POLICIES = ("sarathi-serve", "vllm")
+REPEATS = 3  # turns of each engine that count
 WORKER = Path(__file__).with_name("other_engine_worker.py")
 FIND_PACKAGE = "import sys, importlib.util as util; sys.exit(not util.find_spec(sys.argv[1]))"
 
@@ -57,6 +59,10 @@ def has_package(python: str, engine: str) -> bool:
     return subprocess.run(find).returncode == 0
 
 
+def no_report(line: str) -> None:
+    """Called in the place of a line that is printed."""
+
+
 def compare_engines(
     model: GPT,
     checkpoint: str | Path,
@@ -65,12 +71,14 @@ def compare_engines(
     *,
     chunk: int,
     attention: str = "auto",
+    report: Callable[[str], object] = no_report,
 ) -> dict[str, EngineResult]:
     """Serve the load with our engine and with others, in turns: {"engine, policy": result}.
 
     The model's weights are those of the checkpoint, which the others load. `pythons` maps an
     engine to the Python that has its packages. There are as many requests as fill whole batches.
     All decode greedily, with the same batch, dtype and number of threads; openvino on the CPU.
+    `report` is called with a line when an engine is loaded, and when it has served its last turn.
     Raises ChildProcessError if an engine fails.
     """
     count = max(load.batch, load.requests // load.batch * load.batch)
@@ -84,9 +92,13 @@ def compare_engines(
         for policy in OUR_POLICIES
     }
     tokens: dict[str, Tokens] = {}
+    turns: Counter[str] = Counter()
 
     def serve_and_keep(name: str) -> None:
         tokens[name] = serves[name]()
+        turns[name] += 1
+        if turns[name] == timing.WARMUP + REPEATS:
+            report(f"{name}: served {len(prompts)} requests {turns[name]} times")
 
     with ExitStack() as stack:
         for engine, python in pythons.items():
@@ -107,8 +119,11 @@ def compare_engines(
             process = stack.enter_context(other_engine(python, job))
             for policy in process.ask(json.dumps(asdict(job))):
                 serves[f"{engine}, {policy}"] = partial(process.ask, policy)
+            report(f"{engine}: loaded")
         variants = {name: partial(serve_and_keep, name) for name in serves}
-        time_all = partial(timing.interleaved, variants, model.device, repeats=3, title="engines")
+        time_all = partial(
+            timing.interleaved, variants, model.device, repeats=REPEATS, title="engines"
+        )
         timings, drift = timing.steadily(time_all, model.device, tries=1)
     stall_free, prefill_first = (f"ours, {policy}" for policy in OUR_POLICIES)
     return {

@@ -56,9 +56,9 @@ NANOGPT_CPU_S = 4e-3
 RIDING = (5.2 / 3) / (5.68 / 4)
 
 
-def nanogpt_on_one_gpu(model: str, device: str) -> CostModel:
+def nanogpt_on_one_gpu(preset: str, device: str) -> CostModel:
     """The CostModel of SARATHI's code on one GPU."""
-    cost = CostModel.named(model, device, cpu_s=NANOGPT_CPU_S)
+    cost = CostModel.named(preset, device, cpu_s=NANOGPT_CPU_S)
     return replace(cost, device=replace(cost.device, riding=RIDING))
 
 
@@ -90,7 +90,7 @@ class ServingSystem:
     four or eight talk through PCIe."""
 
     name: str
-    model: str
+    preset: str  # a name in GEOMETRIES
     strict_s: float  # SLOs of P99 TBT (SS-T3)
     relaxed_s: float
     orca_batch: int  # that of the authors' scripts
@@ -101,7 +101,7 @@ class ServingSystem:
 
     def cost(self, cpu_s: float) -> CostModel:
         """The CostModel of this system with so much CPU time in each stage."""
-        return CostModel.named(self.model, cpu_s=cpu_s, **self.machine)
+        return CostModel.named(self.preset, cpu_s=cpu_s, **self.machine)
 
     @property
     def slos_s(self) -> dict[str, float]:
@@ -124,14 +124,14 @@ class ServingSystem:
 
 MISTRAL_7B = ServingSystem(
     name="Mistral-7B",
-    model="mistral-7b",
+    preset="mistral-7b",
     strict_s=0.1,
     relaxed_s=0.5,
     orca_batch=16,
 )
 YI_34B = ServingSystem(
     name="Yi-34B",
-    model="yi-34b",
+    preset="yi-34b",
     strict_s=0.2,
     relaxed_s=1,
     orca_batch=16,
@@ -139,7 +139,7 @@ YI_34B = ServingSystem(
 )
 LLAMA2_70B = ServingSystem(
     name="LLaMA2-70B",
-    model="llama2-70b",
+    preset="llama2-70b",
     strict_s=1,
     relaxed_s=5,
     orca_batch=8,
@@ -148,7 +148,7 @@ LLAMA2_70B = ServingSystem(
 )
 FALCON_180B = ServingSystem(
     name="Falcon-180B",
-    model="falcon-180b",
+    preset="falcon-180b",
     strict_s=1,
     relaxed_s=5,
     orca_batch=8,

@@ -127,7 +127,7 @@ class CostModel:
     @classmethod
     def named(
         cls,
-        model: str,
+        preset: str,
         device: str = "a100-80gb",
         tp: int = 1,
         pp: int = 1,
@@ -137,14 +137,14 @@ class CostModel:
     ) -> "CostModel":
         """The CostModel of names in devices.py. Raises ValueError for other names."""
         return cls(
-            config=find(GEOMETRIES, "model", model),
+            config=find(GEOMETRIES, "preset", preset),
             device=find(DEVICES, "device", device),
             tp=tp,
             pp=pp,
             tp_link=None if tp_link is None else find(LINKS, "link", tp_link),
             pp_link=find(LINKS, "link", "infiniband" if pp_link is None else pp_link),
             cpu_s=cpu_s,
-            parallel_block=model in PARALLEL_BLOCKS,
+            parallel_block=preset in PARALLEL_BLOCKS,
         )
 
     def weight_bytes(self) -> int:

@@ -41,7 +41,7 @@ class SimulatedMachineOptions:
     """The GPUs of a SimulatedMachine, and the load that it is for."""
 
     device: str  # a name in DEVICES
-    model: str  # a name in GEOMETRIES
+    preset: str  # a name in GEOMETRIES
     tp: int
     pp: int
     replicas: int
@@ -57,7 +57,7 @@ class SimulatedMachineOptions:
         """The cost model of these GPUs. Raises ValueError for unknown names, and sizes that do not
         divide the model."""
         return CostModel.named(
-            self.model,
+            self.preset,
             self.device,
             tp=self.tp,
             pp=self.pp,
@@ -102,7 +102,7 @@ class SimulatedMachine:
                 f"simulated: {gpus} x {device.name}, TP {options.tp} x PP {options.pp}{replicas}, "
                 f"{options.cpu_ms:g} ms of CPU per iteration and stage"
             ),
-            model=options.model,
+            model=options.preset,
             dtype="16 bits",
             constants=asdict(device),
         )
