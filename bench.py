@@ -14,8 +14,11 @@ Read first: engine.py. Read next: lab/commands/offline.py."""
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))  # where python -P does not look
 
 from cli.console import run
 

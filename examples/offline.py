@@ -1,9 +1,12 @@
 """Three prompts at once, and what each cost: `python -m examples.offline`, in the top folder."""
 
+from argparse import ArgumentParser
+
 from engine import Engine
 from model import GPT, GPTConfig
 from sampling import SamplingParams
 
+ArgumentParser(description=__doc__).parse_args()  # --help prints the text above
 model = GPT(GPTConfig.preset("llama-tiny"))  # random weights; or GPT.from_pretrained("path/or/hub")
 engine = Engine(model, policy="sarathi-serve", chunk=64, max_batch=4, max_len=512)
 

@@ -4,10 +4,13 @@ Under "sarathi-serve" request 0 gets a token in each iteration, beside a chunk o
 prompt. Under "vllm" it waits until the whole prompt has been computed.
 """
 
+from argparse import ArgumentParser
+
 from engine import Engine
 from model import GPT, GPTConfig
 from sampling import SamplingParams
 
+ArgumentParser(description=__doc__).parse_args()  # --help prints the text above
 model = GPT(GPTConfig.preset("llama-tiny"))
 engine = Engine(model, policy="sarathi-serve", chunk=64, max_batch=4, max_len=512)
 

@@ -20,6 +20,7 @@ from policies import find_policy, make_scheduler
 from tests.test_bench import HERE, TINY_MODEL, parse_model
 
 SERVE = "serve --simulate a100-80gb --preset yi-34b --tp 2 --requests 8 --policies vllm"
+ASCII = "PYTHONCOERCECLOCALE=0 PYTHONUTF8=0"  # or C would not be ASCII
 SAMPLE = "sample.py --preset llama-tiny --dtype float32 --device cpu --max-new-tokens 9 --prompt"
 OWN = """
 from scheduler import VLLM
@@ -185,6 +186,11 @@ def shell(command, **more):
             "# llama-tiny with random.*\n",
         ),
         ("$python -OO bench.py --help", 0, ""),
+        ("PYTHONSAFEPATH=1 $python bench.py --help", 0, ""),
+        (f"$python -P {SAMPLE} x", 0, "# llama-tiny with random.*\n"),
+        ("PYTHONSAFEPATH=1 $python -m server --help", 1, ".*: No module named server\n"),
+        (f"env -u HOME TERM=dumb LC_ALL=C {ASCII} $python {SAMPLE} 'é…'", 0, "# llama.*\n"),
+        (f"TERM=dumb LC_ALL=C {ASCII} $python bench.py {SERVE} --html /dev/null <&-", 0, ""),
         ("$python sample.py --model '~who/x' --prompt x", 1, "error: .*~who/x.*\n"),
     ],
 )

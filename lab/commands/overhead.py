@@ -10,6 +10,7 @@ the server's. Read first: lab/measure/schedule_cost.py. Read next: server/README
 
 import argparse
 import json
+import os
 import re
 import selectors
 import socket
@@ -102,7 +103,8 @@ def print_server_cost(cost: ServerCost) -> None:
 def measure_server_cost() -> ServerCost:
     """Serve the same requests by an engine in this process and by a server, in turns."""
     command = [sys.executable, "-m", "server", *SERVER_OPTIONS]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
+    env = os.environ | {"PYTHONSAFEPATH": ""}  # the server is found in ROOT
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env) as server:
         try:
             port = port_of(server)
             engine = make_engine(parse_args(SERVER_OPTIONS))

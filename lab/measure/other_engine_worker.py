@@ -5,6 +5,7 @@ reads a Job as a line of JSON and answers with the engine's policies. Each furth
 them; the answer is the tokens that it generated for the job's prompts.
 """
 
+import argparse
 import json
 import os
 import sys
@@ -100,9 +101,13 @@ ENGINES = {"transformers": load_transformers, "openvino": load_openvino}
 
 def main() -> None:
     """Answer the lines of the standard input."""
+    argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__).parse_args()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the packages print is no answer
-    job = Job(**json.loads(sys.stdin.readline()))
+    try:
+        job = Job(**json.loads(sys.stdin.readline()))
+    except (TypeError, ValueError) as error:
+        sys.exit(f"error: the first line must be a job in JSON: {error}")
     serves = ENGINES[job.engine](job)
     print(json.dumps(list(serves)), file=answers, flush=True)
     for line in sys.stdin:
@@ -111,5 +116,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder, whose files have names that packages use too
+    # without this folder, whose files have names that packages use, too
+    folder = os.path.dirname(os.path.abspath(__file__))
+    sys.path = [path for path in sys.path if os.path.abspath(path) != folder]
     main()
