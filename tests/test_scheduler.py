@@ -313,6 +313,15 @@ def test_a_token_budget_that_is_no_whole_number_is_refused(budget, monkeypatch):
     assert [chunk.length for chunk in scheduler.next_batch()] == [20]
 
 
+def test_a_batch_with_more_decodes_than_its_budget_takes_no_prefill():
+    batch = Batch(2)
+    decodes = [Request(i, [0] * 9, 8, 4, num_computed=8) for i in range(3)]
+    batch.add_decodes(decodes)
+    assert batch.left == -1
+    assert batch.add(Request(3, [0] * 20, 20, 4)) == 0
+    assert [chunk.request for chunk in batch] == decodes and batch.left == -1
+
+
 def test_integers_of_numpy_are_whole_numbers(monkeypatch):
     scheduler, _ = queue("sarathi-serve", 8, 8, (20, 3))
     monkeypatch.setattr(SarathiServe, "token_budget", lambda *_: np.int32(8))
