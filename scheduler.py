@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, NamedTuple
 
 from errors import check_whole
@@ -99,6 +100,8 @@ class Batch(list[Chunk]):
 
     def __init__(self, budget: int | None = None) -> None:
         super().__init__()
+        if isinstance(budget, Integral):
+            budget = int(budget)  # numpy's, too
         self.budget = budget
         self.left = sys.maxsize if budget is None else budget
         self.preempted: list[int] = []  # ids of the requests that lost their pages for it
@@ -246,9 +249,7 @@ class Scheduler:
             return self.batch
         self.torn = True
         self.batch = self.schedule()
-        if not self.batch and (self.running or self.waiting):
-            returned = f"{type(self).__name__}.schedule() returned {self.batch!r}"
-            raise RuntimeError(f"{returned}: nothing to do, but there are requests")
+        self._check_batch()
         self.batch.preempted = self.preempted
         self.torn = False
         return self.batch
@@ -334,6 +335,7 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Take a running request's pages. It waits at the front, and is computed again."""
+        self.pages.extend_hashes(request.page_hashes, request.tokens)  # it may find its pages again
         request.preemptions += 1
         request.recomputed_tokens += request.num_computed
         request.num_computed = 0
@@ -362,6 +364,25 @@ class Scheduler:
         self.running.remove(request)
         self.pages.free(request.pages)
         request.pages = []
+
+    # Skip on a first reading: the mistakes of a policy.
+
+    def _check_batch(self) -> None:
+        """Raise RuntimeError if schedule() lost a request, or returned what cannot be computed."""
+        schedule = f"{type(self).__name__}.schedule()"
+        if not self.batch and self.requests:
+            kept = {r.id for peer in self.peers for r in (*peer.running, *peer.waiting)}
+            lost = sorted(self.requests.keys() - kept)
+            if lost:
+                raise RuntimeError(f"{schedule} lost requests {lost}: they neither wait nor run")
+            if self.running or self.waiting:
+                hint = ", did you forget return?" if self.batch is None else ""
+                reason = f"nothing to do, but there are requests{hint}"
+                raise RuntimeError(f"{schedule} returned {self.batch!r}: {reason}")
+        budget = self.batch.budget
+        if budget is not None and not isinstance(budget, int):
+            returned = f"{schedule} returned a token budget of {budget!r}"
+            raise RuntimeError(f"{returned}: must be a whole number")
 
     # Skip on a first reading: what makes a Ctrl-C harmless.
 

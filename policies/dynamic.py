@@ -38,6 +38,14 @@ class Dynamic(SarathiServe):
         """The limit of the time between tokens of these decodes, in seconds; None: no limit."""
         return self.tbt_slo
 
+    def latest_start(self, prefills: list[Request]) -> int:
+        """After how many tokens of its request the slowest prefill of the next batch starts.
+
+        The first waiting request counts only if no prefill has begun."""
+        if not prefills:
+            return self.cached_tokens_of_head()
+        return max([request.num_computed for request in prefills])
+
     def token_budget(self, decodes: list[Request], prefills: list[Request]) -> int:
         """The decodes, and the prefill that fits beside them.
 
@@ -51,8 +59,7 @@ class Dynamic(SarathiServe):
             return self.max_len
         last_token_time = max([request.token_times[-1] for request in decodes])
         seconds_left = tbt_slo - (self.clock() - last_token_time)
-        starts = [request.num_computed for request in prefills]
-        self.max_start = max(starts or [self.cached_tokens_of_head()])
+        self.max_start = self.latest_start(prefills)
         prefill_tokens = self.iteration_time.prefill_that_fits(
             seconds_left,
             BatchShape.of_decodes(decodes),

@@ -71,11 +71,14 @@ class MicroBatches:
         return self.schedulers[0].restarts
 
     def next_batch(self, number: int, now: float) -> Batch | None:
-        """The next Batch of a micro-batch; None if it has no requests."""
+        """The next Batch of a micro-batch; None if it has no requests. Raises RuntimeError if the
+        policy has lost some, and nothing else is left to do."""
         scheduler = self.schedulers[number]
         scheduler.mend()
         if not (self.queue or scheduler.running):
             self.since[number] = math.inf
+            if self.requests and not any([other.running for other in self.schedulers]):
+                scheduler.next_batch()  # names the lost requests
             return None
         batch = scheduler.next_batch()
         self.since[number] = min(self.since[number], now)

@@ -169,6 +169,19 @@ class Priority(Dynamic):
             targets.append(self.tbt_slo)
         return min(targets, default=None)
 
+    def latest_start(self, prefills: list[Request]) -> int:
+        """As in Dynamic, but a waiting request that is more urgent than all prefills counts, too.
+
+        It may find most of its prompt in the cache, and so start later than all of them."""
+        start = super().latest_start(prefills)
+        cached_tokens = self.cached_tokens_of_head()
+        if cached_tokens <= start:
+            return start
+        by_urgency = sorted(prefills, key=self.urgency)
+        if self.head_is_first(by_urgency) and self.room_for(self.waiting[0]):
+            return cached_tokens
+        return start
+
     def decoding(self) -> list[Request]:
         """As in Scheduler, after the preemption of lower classes for requests at risk."""
         decodes = super().decoding()

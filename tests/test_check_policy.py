@@ -1,7 +1,10 @@
 """The rule that a policy breaks is named; custom policies are shown beside the others."""
 
+import json
 import re
+import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -14,8 +17,9 @@ from lab.commands import explore
 from lab.measure import load_run
 from lab.measure.load_run import Run
 from lab.measure.workload import Arrival, prompts
+from lab.simulator import referee
 from lab.simulator.cost_model import CostModel
-from lab.simulator.referee import Referees, check_policy
+from lab.simulator.referee import Referees, broken_rules, check_policy
 from lab.simulator.simulation import simulate
 from policies import POLICIES
 from tests.helpers import tiny_model
@@ -31,26 +35,34 @@ HEADER = "from scheduler import Chunk, SarathiServe\nclass Own(SarathiServe):\n 
 BATCH = "schedule(self):\n    batch = super().schedule()\n    "
 RETURN = "\n    return batch"
 UNCHANGED = "return super().schedule()"
-LOST = r"request .*'nothing lost'.*"
-ENDS = r"request .*'everybody ends'.*"
-LEAKS = r"request .*'no page l.*'.*"
+LOST = "'nothing lost' is broken: .*"
+ENDS = "'everybody ends' is broken: .*"
+LEAKS = "'no page leaked' is broken: .*"
+CHUNKS = "'chunks' is broken: .*"
+LOOPS = "schedule(self):\n    while True: pass"
+DROPS = f"{BATCH}del batch[: len(batch) > 1]{RETURN}"
 LOSES_PREEMPTED = "preempt(self, r): super().preempt(r); self.waiting.remove(r)"
 BROKEN = [  # (the method of a policy, what the violation says)
     (f"schedule(self): self.waiting.pop(); {UNCHANGED}", LOST + "not ended.*runs 0 times"),
     (f"schedule(self): self.waiting += self.running; {UNCHANGED}", LOST + "runs 2 times"),
     (LOSES_PREEMPTED, LOST + "runs 0 times"),
     (f"{BATCH}self.finish(batch[0][0], 'length'){RETURN}", LOST + "length, lacks 12 tokens"),
-    (f"schedule(self): self.max_batch += 1; {UNCHANGED}", "request .*'at most max_batch'.* of 4"),
+    (f"schedule(self): self.max_batch += 1; {UNCHANGED}", "'at most max_batch' is broken.* of 4"),
     (f"{BATCH}batch[0][0].is_decoding and batch[0][0].pages.pop(){RETURN}", LEAKS + "in 0"),
     (f"{BATCH}self.running[-1].pages = self.running[0].pages{RETURN}", LEAKS + "in 2"),
     (
         f"{BATCH}batch[0] = Chunk(batch[0][0], 1, 2){RETURN}",
-        "request 0: .*'chunks'.*2 tokens from 1",
+        rf"{CHUNKS}2 tokens from 1.*\(request 0,",
     ),
-    (f"{BATCH}batch.append(batch[0]){RETURN}", "request 0: .*'chunks'.*another"),
-    (f"{BATCH}del batch[: len(batch) > 1]{RETURN}", "request 0: .*'no decode dropped'.* 1 others"),
+    (f"{BATCH}batch.append(batch[0]){RETURN}", CHUNKS + r"another.*\(request 0,"),
+    (
+        DROPS,
+        r"'no decode dropped' is broken: .* 1 others decode \(request 0,",
+    ),
     ("schedule(self): return []", ENDS + "returned .*nothing to do"),
-    ("schedule(self): return {}['none']", ENDS + "own.py line 3: KeyError: 'none'"),
+    ("schedule(self): return {}['none']", ENDS + "KeyError: 'none', in .*own.py line 3"),
+    ("schedule(self): pass", ENDS + "Own.* returned None: .*did you forget return"),
+    ("token_budget(self, *_): return self.chunk / 3", ENDS + "Own.* 2.66.*: must be a whole num"),
     (
         f"schedule(self): list(map(self.preempt, self.prefilling())); {UNCHANGED}",
         ENDS + "last new one",
@@ -71,8 +83,8 @@ COMPUTES_AGAIN = (
 )
 SHARED = [  # (the method of a policy, whether pages may be shared, what the violation says)
     (SHARES_FIRST, False, LEAKS + "in 2 block tables, and must be in 1"),
-    (SHARES_FIRST, True, r"request 0: .*'chunks'.* page \d is written, and others read it"),
-    (COMPUTES_AGAIN, True, r"request \d: .*'chunks'.* page \d is written, and others read it"),
+    (SHARES_FIRST, True, CHUNKS + r"page \d is written, and others read it \(request 0,"),
+    (COMPUTES_AGAIN, True, CHUNKS + r"page \d is written, and others read it \(request \d,"),
 ]
 
 Serve = Callable[[EngineConfig, Referees], Run]
@@ -123,8 +135,11 @@ def write_policy(folder: Path, method: str) -> str:
 @pytest.mark.parametrize("method, message", BROKEN)
 def test_a_broken_rule_is_named_with_iteration_and_request(method, message, tmp_path):
     policy = write_policy(tmp_path, method)
-    with pytest.raises(ValueError, match=r"^a load, (128|16) pages, iteration \d+, " + message):
+    with pytest.raises(ValueError) as broken:
         check(policy)
+    assert re.match(f"the rule {message}", str(broken.value))
+    where = r" \(request \S.*, iteration \d+ of a load, (128|16) pages\)$"
+    assert re.search(where, str(broken.value))
 
 
 @pytest.mark.parametrize("method, sharing, message", SHARED)
@@ -132,7 +147,8 @@ def test_only_prefix_caching_shares_pages_and_nobody_writes_there(
     method, sharing, message, tmp_path
 ):
     policy = write_policy(tmp_path, method)
-    with pytest.raises(ValueError, match=r"^a load, 128 pages, iteration \d+, " + message):
+    where = r".* iteration \d+ of a load, 128 pages\)$"
+    with pytest.raises(ValueError, match=f"^the rule {message}{where}"):
         check(policy, serve_alike, prefix_caching=sharing)
     check("sarathi-serve", serve_alike, prefix_caching=sharing)
 
@@ -154,7 +170,7 @@ def test_the_command_names_policy_load_and_rule_in_one_line(method, load, rule, 
     policy = write_policy(tmp_path, method)
     with pytest.raises(ValueError) as broken:
         bench.main(["check", f"{TEMPLATE},{policy}"])
-    line = rf"error: {policy}, chunk \d+, {load}, iteration .*'{rule}'.*"
+    line = rf"error: the rule '{rule}' is broken: .* iteration \d+ of {policy}, chunk \d+, {load}\)"
     assert re.fullmatch(line, explain(broken.value))
     line = rf"{TEMPLATE} keeps all rules: nothing lost, .*, everybody ends \([\d,]{{5,}} iter.*\n"
     assert re.fullmatch(line, capsys.readouterr().out)
@@ -168,6 +184,102 @@ def test_a_violation_says_where_which_rule_and_what_was_seen(tmp_path):
     assert re.fullmatch(rf"{policy}, chunk \d+, tight memory", violation.policy)
     assert violation.observation.endswith("waits or runs 0 times")
     assert verdict.iterations > 100  # of the loads that fit the memory
+
+
+def test_a_schedule_that_never_returns_is_stopped_and_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(referee, "CALL_LIMIT_S", 0.2)
+    handler = signal.getsignal(signal.SIGVTALRM)
+    policy = write_policy(tmp_path, LOOPS)
+    violation = check_policy(policy).violation
+    cause = r"TimeoutError: one call took more than 0.2 s, in .*own.py line 4"
+    assert re.fullmatch(cause, violation.observation) and violation.rule == "everybody ends"
+    assert signal.getsignal(signal.SIGVTALRM) is handler
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+    with pytest.raises(TimeoutError):  # nothing is measured under such a policy
+        broken_rules([policy])
+
+
+def test_a_limit_that_a_policy_catches_comes_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(referee, "CALL_LIMIT_S", 0.2)
+    catches = "\n".join([
+        "schedule(self):",
+        "    try:",
+        "      while self.chunk: self.prefilling()",
+        "    except TimeoutError:",
+        "      while self.chunk: self.prefilling()",
+    ])  # fmt: skip
+    violation = check_policy(write_policy(tmp_path, catches)).violation
+    assert "TimeoutError" in violation.observation and "line 7" in violation.observation
+
+
+def test_outside_of_the_main_thread_there_is_no_limit(monkeypatch):
+    monkeypatch.setattr(referee, "CALL_LIMIT_S", 0.001)
+    thread = ThreadPoolExecutor(1)
+    with thread:
+        check_in_thread = thread.submit(check, "sarathi-serve")
+    assert check_in_thread.result()
+
+
+def test_only_custom_policies_are_checked_before_they_are_measured(tmp_path, monkeypatch):
+    checked = []
+
+    def check_spy(policy):
+        checked.append(policy)
+        return check_policy(policy)
+
+    monkeypatch.setattr(referee, "check_policy", check_spy)
+    policy = write_policy(tmp_path, DROPS)
+    violations = broken_rules(["vllm", policy, TEMPLATE, policy])
+    assert checked == [policy, TEMPLATE]
+    assert {name: violation.rule for name, violation in violations.items()} == {
+        policy: "no decode dropped"
+    }
+
+
+SIMULATED = "--simulate a100-80gb --model llama3-8b --max-len 512 --requests 16 --batch 4"
+BREAKS = "(breaks 'no decode dropped')"
+
+
+@pytest.mark.parametrize("command", ["serve", "capacity"])
+def test_a_policy_that_breaks_a_rule_meets_no_slo(command, tmp_path, capsys):
+    policy = write_policy(tmp_path, DROPS)
+    rate = "--qps 1" if command == "serve" else ""
+    file = tmp_path / "run.json"
+    argv = f"{command} {SIMULATED} {rate} --policies sarathi-serve,{policy} --json {file}"
+    bench.main(argv.split())
+    text = capsys.readouterr().out
+    sentence = "the rule 'no decode dropped' is broken: waits while 1 others decode (request "
+    assert text.count(f"\n{sentence}") == 1
+    assert f"| {policy} {BREAKS} " in text and "sarathi-serve (breaks" not in text
+    report = json.loads(file.read_text())
+    conclusion = " ".join(report["conclusion"].split())
+    assert f"{policy} (the rule 'no decode dropped' is broken)" in conclusion
+    results = report.get("runs") or report["results"]
+    assert results["sarathi-serve"].get("met") and not results[policy].get("met")
+    if command == "serve":
+        assert results[policy]["broken_rule"] == "no decode dropped"
+        assert f"met by sarathi-serve; not met by {policy}" in conclusion
+    else:
+        assert results[policy]["bound"] == "below" and len(results[policy]["points"]) == 1
+
+
+def test_offline_marks_a_policy_that_breaks_a_rule(tmp_path, capsys):
+    policy = write_policy(tmp_path, DROPS)
+    sizes = "--model llama-tiny --device cpu --seq-len 40 --chunk 8 --batch 2 --requests 3"
+    bench.main(["offline", *sizes.split(), "--policies", f"sarathi-serve,{policy}:8"])
+    text = capsys.readouterr().out
+    assert "the rule 'no decode dropped' is broken: waits while" in text
+    assert f"| {policy}:8 {BREAKS}" in text
+    assert "sarathi-serve (breaks" not in text
+    conclusion = " ".join(text.split())
+    assert f"Rules that were broken: 'no decode dropped' by {policy}:8." in conclusion
+
+
+def test_explore_marks_a_policy_that_breaks_a_rule(tmp_path, monkeypatch, capsys):
+    policy = write_policy(tmp_path, DROPS)
+    runs = explored(tmp_path, monkeypatch, policy)
+    assert {run.split(" | ")[0] for run in runs} == {f"Own {BREAKS}"}
+    assert "the rule 'no decode dropped' is broken: waits while" in capsys.readouterr().out
 
 
 def test_a_missing_policy_is_refused_in_one_line(capsys):

@@ -472,6 +472,33 @@ def test_a_policy_that_returns_nothing_is_an_error_and_not_a_loop(model, monkeyp
     assert [event.token for event in finished(engine)] == expected
 
 
+def test_generate_ends_with_the_ids_that_a_policy_lost(model, monkeypatch):
+    engine = make_engine(model)
+    admit = SarathiServe.admit
+
+    def lose_one(scheduler):
+        if scheduler.waiting and scheduler.waiting[0].id == 1:
+            scheduler.waiting.popleft()
+        return admit(scheduler)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SarathiServe, "admit", lose_one)
+        with pytest.raises(RuntimeError, match=r"lost requests \[1\]: they neither wait nor run"):
+            engine.generate(PROMPTS, SamplingParams(3), progress=False)
+        assert not engine.has_work
+        kept = [engine.add_request(prompt, SamplingParams(3)) for prompt in PROMPTS]
+        while list(engine.scheduler.requests) != [1]:
+            engine.step()
+        assert engine.abort(kept[1]).finish_reason == "abort"
+        assert finished(engine) == []
+        engine.add_request(PROMPTS[0], SamplingParams(2), request_id=1)
+        with pytest.raises(RuntimeError, match=r"lost requests \[1\]"):
+            engine.step()
+        engine.start_over()
+    [_, event] = finished(engine)
+    assert event.request_id == 1 and event.finish_reason == "length"
+
+
 def test_kv_bytes_are_known_before_they_are_allocated(model):
     for slots, max_len, dtype in [(1, 7, torch.float64), (5, 40, torch.bfloat16)]:
         data = KVCache(model.config, slots, max_len, dtype=dtype).data

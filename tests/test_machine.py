@@ -82,7 +82,7 @@ def test_alone_it_takes_what_the_model_says(options, cost, replicas, heading, tm
 
 def test_a_capacity_is_searched_on_a_simulated_machine(tmp_path, capsys):
     file = tmp_path / "capacity.json"
-    load = ["--requests", "40", "--policies", "vllm,sarathi-serve", "--cpu-ms", "5"]
+    load = "--requests 40 --batch 10 --policies vllm,sarathi-serve --cpu-ms 5".split()
     bench.main(["capacity", *YI, *load, "--json", str(file)])
     text = capsys.readouterr().out
     results = json.loads(file.read_text())["results"]
@@ -151,7 +151,7 @@ def test_this_machine_is_simulated_with_the_law_of_its_profile(
         file_options = [f"--{option}={tmp_path / name}" for option, name in files.items()]
         argv += ["--requests", "1", "--qps", "1", *file_options]
     else:
-        argv += ["--requests", "8"]
+        argv += ["--requests", "16"]
     bench.main([command, *argv, "--simulate", "this"])
     text = capsys.readouterr().out
     report = json.loads(file.read_text())

@@ -5,7 +5,7 @@ import io
 import json
 import random
 from collections import Counter, defaultdict
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, replace
 from itertools import pairwise
 
 import numpy as np
@@ -305,6 +305,46 @@ def test_a_queue_grows_where_more_arrive_than_are_scheduled():
     together = one_server([0.0] * 40, [1.0] * 40)
     assert summarize_queue(together).arrived_per_s is None  # all at once: at no rate
     assert not any(summarize_queue(one_server(steady[:n], [2.0] * n)).grew for n in range(6))
+
+
+def all_at_once(rate, count=80, seconds_of_work=0.25):
+    """Completions of requests that all run at once on a server which can do 4 a second.
+
+    They arrive at `rate`, have 8 output tokens each, and the server does them in turn, token by
+    token, without letting one wait for its first."""
+    arrivals = [i / rate for i in range(count)]
+    times = [[] for _ in arrivals]
+    now = 0.0
+    while not all(len(known) == 8 for known in times):
+        ready = [i for i in range(count) if arrivals[i] <= now and len(times[i]) < 8]
+        if not ready:
+            now = min(time for time, known in zip(arrivals, times, strict=True) if not known)
+            continue
+        i = min(ready, key=lambda i: len(times[i]))
+        now += seconds_of_work / 8
+        times[i].append(now)
+    return [
+        a_completion(i, 0, arrival, "length", arrival, known)
+        for i, (arrival, known) in enumerate(zip(arrivals, times, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("rate, served", [(1.0, 1.0), (3.5, 3.5), (8.0, 4.0), (30.0, 4.0)])
+def test_what_is_served_is_counted_while_requests_arrive(rate, served):
+    summary = summarize_run(all_at_once(rate), [], 100.0)
+    assert summary.queue.arrived_per_s == pytest.approx(rate)
+    assert summary.queue.served_per_s == pytest.approx(served, rel=0.15)
+    assert not summary.queue.grew  # nobody waited to be scheduled
+    text = f"{summary.queue.served_per_s:,.3g} of {rate:.3g} requests a second served"
+    assert missed(summary, tbt_slo_s=100.0) == (text if rate > 4 else "")
+
+
+def test_chats_and_few_requests_have_no_rate_that_is_served():
+    assert summarize_queue(all_at_once(30.0), offered_per_s=30.0).served_per_s is None
+    assert summarize_queue(all_at_once(30.0)[:7]).served_per_s is None
+    assert summarize_queue(all_at_once(30.0)[:8]).served_per_s is not None
+    together = [replace(completion, arrival=0.0) for completion in all_at_once(30.0)]
+    assert summarize_queue(together).served_per_s is None
 
 
 @pytest.mark.parametrize("load, share", [(0.8, 0.0), (0.9, 0.0), (1.1, 1.0), (1.25, 1.0)])

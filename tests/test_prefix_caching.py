@@ -248,6 +248,23 @@ def test_a_preempted_request_finds_its_remaining_pages(policy, gone, found):
     assert len(request.tokens) == 19
 
 
+def test_a_request_finds_all_pages_after_it_lost_its_own_again_and_again():
+    """It loses them while its batch is computed, which yields a token each time."""
+    queue = Line("sarathi-serve")
+    queue.add(range(6), 10)
+    queue.run()  # three pages of these tokens stay in the cache
+    request = queue.add(range(6), 10)
+    starts = []
+    for _ in range(9):
+        batch = queue.scheduler.next_batch()
+        starts.append(batch[0].start)
+        queue.scheduler.preempt(request)
+        queue.scheduler.advance(batch, [99], 0.0)
+    assert len(request.tokens) == 15
+    # all full pages but the last two tokens, of which one is to be computed beside the decode
+    assert starts == [4, 4, 4, 4, 8, 8, 8, 8, 12]
+
+
 @pytest.mark.parametrize("chunk", [2, 64])
 @EVERY
 def test_a_prefill_of_one_uncached_token_is_not_a_decode(policy, chunk):

@@ -240,6 +240,43 @@ def test_a_short_prompt_is_not_stuck_behind_a_long_one_of_its_class(arrival, tbt
             assert sim.ttft(long) <= own_ttft + 20 * linear(BatchShape(256, 1))
 
 
+@pytest.mark.parametrize("shares, delay", [(True, 2), (False, 20)])
+def test_an_urgent_request_with_a_cached_prompt_passes_a_begun_prefill(shares, delay):
+    """Of its 2,010 tokens 2,000 are cached: it starts later than the prefill that has begun."""
+    sim = simulation(shares=shares, max_len=20_000)
+    cached = list(range(2000))
+    sim.run([Request(0, [*cached, *range(10)], 2010, 1)])
+    decode = request(1, NORMAL, 10, 500, arrival=sim.now, tbt_slo=0.1)
+    sim.add(decode)
+    while not decode.token_times:
+        sim.step()
+    begun = request(2, LOW, 16_000, 1, arrival=sim.now)
+    sim.add(begun)
+    sim.step()
+    assert 0 < begun.num_computed < 1000
+    urgent = Request(3, [*cached, *range(10)], 2010, 1, sim.now, priority=REALTIME)
+    sim.add(urgent)
+    while not urgent.token_times:
+        sim.step()
+    assert urgent.cached_tokens == (2000 if shares else 0)
+    assert (sim.ttft(urgent) <= 0.1) == shares
+    assert max(seconds for _, seconds, *_ in sim.log[-delay:]) <= 0.1  # the decode's target holds
+
+
+def test_a_cached_request_that_is_less_urgent_waits_for_a_begun_prefill():
+    sim = simulation(shares=True, max_len=20_000)
+    cached = list(range(2000))
+    sim.run([Request(0, [*cached, *range(10)], 2010, 1)])
+    sim.add(request(1, NORMAL, 10, 500, arrival=sim.now, tbt_slo=0.1))
+    sim.step()
+    begun = request(2, HIGH, 3000, 1, arrival=sim.now)
+    sim.add(begun)
+    sim.step()
+    start = begun.num_computed
+    sim.add(Request(3, [*cached, *range(10)], 2010, 1, sim.now, priority=LOW))
+    assert step(sim) == [1, 2] and sim.scheduler.max_start == start
+
+
 def test_a_long_prompt_ends_in_bounded_time_under_a_stream_of_short_ones():
     # short ones alone would fill 90 % of the machine: 100 tokens take 0.11 s, or less if they share
     long, undisturbed = (request(0, prompt_len=16_000, output=1) for _ in range(2))

@@ -1,9 +1,12 @@
 """Each policy does what its paper says, batch by batch. No model is needed."""
 
 import gc
+import math
 import random
+import re
 import sys
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -262,6 +265,77 @@ def test_a_policy_with_nothing_to_do_though_there_is_work_is_an_error(monkeypatc
         scheduler.next_batch()
     scheduler.finish(request, "abort")
     assert scheduler.next_batch() == []
+
+
+class Loses(SarathiServe):
+    """Loses request 1 when it is first in the queue."""
+
+    def admit(self):
+        if self.waiting and self.waiting[0].id == 1:
+            self.waiting.popleft()
+        return super().admit()
+
+
+def test_a_lost_request_is_named_when_nothing_else_is_left_to_do():
+    scheduler, requests = queue("sarathi-serve", 8, 8, (4, 3), (4, 3), (4, 3), (4, 3))
+    scheduler.__class__ = Loses
+    while requests[3].finish_reason is None:
+        advance(scheduler, scheduler.next_batch())
+    for _ in range(2):  # all begin anew, and it is lost again
+        lost = r"^Loses.schedule\(\) lost requests \[1\]: they neither wait nor run$"
+        with pytest.raises(RuntimeError, match=lost):
+            scheduler.next_batch()
+    scheduler.finish(requests[1], "abort")
+    assert scheduler.next_batch() == [] and not scheduler.requests
+    check_integrity(scheduler.pages, [])
+
+
+def test_a_lost_request_is_found_again_by_a_policy_that_was_mended():
+    scheduler, requests = queue("sarathi-serve", 8, 8, (4, 3), (4, 3))
+    scheduler.__class__ = Loses
+    with pytest.raises(RuntimeError, match=r"lost requests \[1\]"):
+        while batch := scheduler.next_batch():
+            advance(scheduler, batch)
+    scheduler.__class__ = SarathiServe
+    while batch := scheduler.next_batch():
+        advance(scheduler, batch)
+    assert [len(request.tokens) for request in requests] == [7, 7]
+
+
+@pytest.mark.parametrize("budget", [170.67, math.inf, np.float32(8)])
+def test_a_token_budget_that_is_no_whole_number_is_refused(budget, monkeypatch):
+    scheduler, _ = queue("sarathi-serve", 8, 8, (20, 3))
+    with monkeypatch.context() as patch:
+        patch.setattr(SarathiServe, "token_budget", lambda *_: budget)
+        refused = re.escape(f"returned a token budget of {budget!r}: must be a whole number")
+        with pytest.raises(RuntimeError, match=rf"^SarathiServe.schedule\(\) {refused}$"):
+            scheduler.next_batch()
+    assert [chunk.length for chunk in scheduler.next_batch()] == [20]
+
+
+def test_a_batch_with_more_decodes_than_its_budget_takes_no_prefill():
+    batch = Batch(2)
+    decodes = [Request(i, [0] * 9, 8, 4, num_computed=8) for i in range(3)]
+    batch.add_decodes(decodes)
+    assert batch.left == -1
+    assert batch.add(Request(3, [0] * 20, 20, 4)) == 0
+    assert [chunk.request for chunk in batch] == decodes and batch.left == -1
+
+
+def test_integers_of_numpy_are_whole_numbers(monkeypatch):
+    scheduler, _ = queue("sarathi-serve", 8, 8, (20, 3))
+    monkeypatch.setattr(SarathiServe, "token_budget", lambda *_: np.int32(8))
+    batch = scheduler.next_batch()
+    assert [chunk.length for chunk in batch] == [8]
+    assert type(batch[0].length) is int and type(batch.budget) is int
+
+
+def test_a_schedule_without_a_return_is_asked_for_it(monkeypatch):
+    scheduler, _ = queue("sarathi-serve", 8, 8, (20, 3))
+    monkeypatch.setattr(SarathiServe, "schedule", lambda self: None)
+    forgot = r"^SarathiServe.schedule\(\) returned None: .*, did you forget return\?$"
+    with pytest.raises(RuntimeError, match=forgot):
+        scheduler.next_batch()
 
 
 @EVERY

@@ -196,6 +196,8 @@ FAILING = {  # where a policy of one's own may fail, and how
     "schedule": "raise SystemExit",
     "schedule ": "return None",
     "schedule  ": "return [4]",
+    "admit": "self.waiting.popleft(); return None",
+    "token_budget": "return self.chunk / 3",
     "advance": "1 / 0",
     "observe": "1 / 0",
     "add": "1 / 0",

@@ -133,7 +133,7 @@ def test_capacity_prints_and_writes_everything(tmp_path, capsys, plots, monkeypa
     monkeypatch.setattr(capacity, "search_capacity", search_two)
     files = [f"--json={tmp_path / 'c.json'}", f"--plot={tmp_path / 'c.png'}"]
     names = ["vllm", "sarathi-serve"]
-    load = f"--requests 4 --slo 50 --ratio 1.5 --policies {','.join(names)}"
+    load = f"--requests 4 --batch 1 --slo 50 --ratio 1.5 --policies {','.join(names)}"
     bench.main(["capacity", *TINY, *load.split(), *files])
     text = capsys.readouterr().out
     report = json.loads((tmp_path / "c.json").read_text())
@@ -147,6 +147,37 @@ def test_capacity_prints_and_writes_everything(tmp_path, capsys, plots, monkeypa
     assert "as asked for" in text and report["conclusion"] in text
     expected = (report["results"], report["machine"], str(tmp_path / "c.png"), 50.0)
     assert plots == [("plot_capacity", expected, {})]
+
+
+FEW = [  # options, the fewest requests
+    ("--batch 4 --requests 15", 16),
+    ("--batch 3 --requests 8 --turns 3 --page-size 8", 12),  # chats count, not their turns
+    ("--simulate a100-80gb --model llama3-8b --batch 3 --pp 2 --replicas 2 --requests 47", 48),
+]
+
+
+@pytest.mark.parametrize("options, fewest", FEW)
+def test_a_capacity_of_requests_that_all_run_at_once_is_refused(options, fewest, capsys):
+    message = f"must be at least {fewest}, 4 times what may run at once"
+    with pytest.raises(ValueError, match=message):
+        bench.main(["capacity", "--max-len", "64", *options.split()])
+    assert capsys.readouterr() == ("", "")  # before anything is loaded
+
+
+def test_by_default_four_times_what_may_run_at_once_arrives(tmp_path):
+    assert parse("capacity").requests == 128 == 4 * parse("capacity").batch
+    assert parse("capacity", "--batch", "50").requests == 200
+    assert parse("capacity", "--batch", "2").requests == 128
+    assert parse("serve", "--batch", "50").requests == 48
+    simulated = "capacity --simulate a100-80gb --model llama3-8b --pp 2 --replicas 2".split()
+    _, options = bench.parse_args(simulated)
+    assert options.requests == options.fewest_requests == 4 * 128 * 4
+    trace = tmp_path / "short.csv"
+    rows = [f"{second},8,4" for second in range(15)]
+    trace.write_text("\n".join(["arrived_at,num_prefill_tokens,num_decode_tokens", *rows]))
+    few = ["capacity", "--batch", "4", "--max-len", "64", "--trace", str(trace)]
+    with pytest.raises(ValueError, match="--requests 15: must be at least 16"):
+        bench.main(few)
 
 
 def rows_of(text):
@@ -167,6 +198,7 @@ class FakeVerdict:
 
     summary = summarize_run([], [], 0.0)
     busy = False
+    broken_rule = None
 
     def __init__(self, missed=""):
         self.missed = missed
@@ -229,6 +261,7 @@ def test_the_conclusion_of_serve_names_who_meets_the_slo():
     assert "no run came to its end" in said({"vllm": row | {"cut_short": "interrupted"}})
 
 
+CAPACITY = "--requests 4 --batch 1 --policies vllm --slo 1e4"
 SERVE = "--requests 4 --qps 40 --policies vllm,orca,sarathi-serve --slo"
 
 
@@ -238,7 +271,7 @@ def test_a_busy_machine_is_marked_and_nothing_concluded(
 ):
     monkeypatch.setattr(metrics, "missed", lambda *_: "")
     steady.append(0.5)
-    load = f"{SERVE} strict" if command == "serve" else "--requests 2 --policies vllm --slo 1e4"
+    load = f"{SERVE} strict" if command == "serve" else CAPACITY
     bench.main([command, *TINY, *load.split(), "--json", str(tmp_path / "b.json")])
     text = capsys.readouterr().out
     report = json.loads((tmp_path / "b.json").read_text())
@@ -294,7 +327,7 @@ def test_an_interrupted_search_keeps_its_points(tmp_path, capsys, monkeypatch, p
             raise KeyboardInterrupt
 
     monkeypatch.setattr(capacity, "search_capacity", search)
-    load = "--requests 2 --policies vllm,orca,sarathi-serve --slo 50 --json".split()
+    load = "--requests 4 --batch 1 --policies vllm,orca,sarathi-serve --slo 50 --json".split()
     with pytest.raises(KeyboardInterrupt):
         bench.main(["capacity", *TINY, *load, str(file)])
     text = capsys.readouterr().out

@@ -20,6 +20,7 @@ from lab.simulator.cost_model import CostModel
 from lab.simulator.devices import DEVICES, GEOMETRIES
 from lab.simulator.simulation import Simulation, bubble_kinds, simulate
 from policies import POLICIES
+from scheduler import SarathiServe
 from tests.helpers import GROWING, check_integrity, tiny_model
 
 MODEL = tiny_model()
@@ -52,6 +53,26 @@ def by_tokens(batch):
     """Flat for a few tokens, then as many as there are, and time for each (query, key) pair."""
     tokens = sum(length for _, _, length in batch)
     return max(8, tokens) / 64 + sum(length * (start + 1) for _, start, length in batch) / 1024
+
+
+@pytest.mark.parametrize("pp, replicas", [(1, 1), (2, 1), (2, 2)])
+def test_a_pipeline_names_a_request_that_its_policy_lost(pp, replicas, monkeypatch):
+    admit = SarathiServe.admit
+
+    def lose_one(scheduler):
+        if scheduler.waiting and scheduler.waiting[0].id == 3:
+            scheduler.waiting.popleft()
+        return admit(scheduler)
+
+    monkeypatch.setattr(SarathiServe, "admit", lose_one)
+    config = replace(CONFIG, policy="sarathi-serve", pages=pp * CONFIG.pages)
+    arrivals = [Arrival(0.0, 8, 4) for _ in range(12)]
+    simulation = Simulation(Law(pp), config, replicas=replicas)
+    run = LoadRun(simulation, arrivals)
+    with pytest.raises(RuntimeError, match=r"^SarathiServe.schedule\(\) lost requests \[3\]"):
+        run.run()
+    assert len(run.completions) == 11  # all others have ended
+    assert simulation.abort(3).finish_reason == "abort" and not simulation.requests
 
 
 def random_arrivals(seed, count=16, mean_gap=0.25):

@@ -280,6 +280,7 @@ def test_capacity_draws_a_bar_and_its_number_and_a_point_for_each_rate(tmp_path)
     bars, (tbt, delay) = axis_labelled(figure, "capacity"), figure.axes[-2:]
     assert [bar.get_width() for bar in bars.patches] == [1, 2, 1.234]
     assert texts(bars) == ["1.00", "below 2.00", "at least 1.23"]
+    assert [bool(bar.get_hatch()) for bar in bars.patches] == [False, True, True]
     names = ["vllm", "orca (busy)", "sarathi-serve"]
     assert [label.get_text() for label in bars.get_yticklabels()] == names
     drawn = [[*points(line)] for line in tbt.lines[:6]]  # of each those that were met, and not

@@ -328,12 +328,15 @@ def plot_capacity(
 
 
 def draw_capacity_bars(axis: Axes, results: Mapping[str, Mapping]) -> None:
-    """Draw a bar for each capacity, with its number behind it."""
+    """Draw a bar for each capacity, with its number behind it; hatched, if that is a bound."""
     colors = style.policy_colors(results)
     names = [f"{name} (busy)" if result["busy"] else name for name, result in results.items()]
     capacities = [result["capacity_qps"] for result in results.values()]
     bars = axis.barh(names, capacities, 0.7, color=list(colors.values()))
     axis.bar_label(bars, [style.three_digits(capacity) for capacity in capacities], padding=4)
+    for bar, capacity in zip(bars, capacities, strict=True):
+        if capacity.bound:  # the capacity is not where the bar ends
+            bar.set(hatch="////", alpha=0.5)
     axis.margins(x=0.2)
     axis.set(ylim=(len(results) - 0.4, -0.6), xlabel="capacity per second", xlim=(0, None))
     axis.spines[["top", "right"]].set_visible(False)

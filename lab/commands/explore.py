@@ -19,6 +19,7 @@ from lab.measure.capacity import estimated_qps, slo_seconds
 from lab.measure.run_plan import goes_by_chunk, run_plan
 from lab.simulator.cost_model import CostModel
 from lab.simulator.machine import base_of
+from lab.simulator.referee import broken_rules, mark_broken
 from lab.simulator.simulation import simulate
 from views.page import Recorder, page
 
@@ -94,7 +95,11 @@ def main(options: ExploreOptions) -> None:
     lengths = workload.sample_lengths("sharegpt4", options.requests, MAX_LEN, 0)
     possible_qps = estimated_qps(base, workload.poisson(lengths, 1.0, 0))
     slo_s = slo_seconds("strict", base)
-    policies = short_names([*options.policies, *POLICIES])
+    violations = broken_rules(options.policies)
+    policies = {
+        mark_broken(short_name, violations[name].rule if name in violations else None): name
+        for short_name, name in short_names([*options.policies, *POLICIES]).items()
+    }
     rates = {  # what the slider shows -> requests per second
         f"{name}, {share * possible_qps:.2g}/s": share * possible_qps
         for name, share in LOADS.items()
@@ -129,6 +134,8 @@ def main(options: ExploreOptions) -> None:
         },
     )
     write_text(options.html, text)
+    for violation in violations.values():
+        print(violation.sentence)
     wrote_page(options.html)
 
 

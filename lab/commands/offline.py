@@ -8,7 +8,7 @@ serve.py, where requests arrive while others run: Sarathi-Serve's half."""
 import textwrap
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tqdm import tqdm
@@ -34,6 +34,7 @@ from lab.measure.decode_maximal import DecodeMaximal, HybridTime, measure_decode
 from lab.measure.machine_info import RealMachineInfo, measure_machine
 from lab.measure.offline_load import OfflineLoad, PolicyRun, run_policies
 from lab.measure.run_plan import run_plan
+from lab.simulator.referee import Violation, broken_rules, mark_broken
 from model import GPT
 from views.page import Recorder, page
 from views.tables import Column, format_table, show
@@ -194,6 +195,9 @@ def main(options: OfflineOptions) -> None:
     model = load_model(options.model, options.seq_len, positions_from="--seq-len")
     machine = measure_machine(model, options.model.name, options.chunk)
     print(machine.heading() + limits_line(machine))
+    violations = violations_of(options.policies)
+    for violation in violations.values():
+        print(f"{violation.sentence}\n")
     recorders = {name: Recorder() for name in options.policies} if options.html else {}
     rows: dict[str, PolicyRun] = {}
     report: dict[str, object] = {"machine": machine.to_json(), "end_to_end": {}}
@@ -214,8 +218,8 @@ def main(options: OfflineOptions) -> None:
         finally:
             report["end_to_end"] = {name: row.to_json() for name, row in rows.items()}
             if rows:
-                print_end_to_end(rows, options)
-        conclusion = conclude(table, rows, options.chunk)
+                print_end_to_end(rows, options, violations)
+        conclusion = conclude(table, rows, options.chunk, violations)
         seconds = time.perf_counter() - began
         report |= {"conclusion": conclusion, "seconds": seconds}
         print(f"{conclusion}\n\ntook {seconds:.0f} s")
@@ -227,6 +231,18 @@ def main(options: OfflineOptions) -> None:
         wrote(options.json)
     anchor_s = 10 * table.decode_only.total_ms / 1e3
     draw(rows, machine, recorders, options, anchor_s)
+
+
+def violations_of(labels: Sequence[str]) -> dict[str, Violation]:
+    """{label: the first Violation of its policy} of those that break a rule. A label is a policy,
+    or one with a chunk size."""
+    configs = run_plan(labels, [1], EngineConfig(page_size=1, pages=1))
+    violations = broken_rules(config.policy for config in configs.values())
+    return {
+        label: violations[config.policy]
+        for label, config in configs.items()
+        if config.policy in violations
+    }
 
 
 def run_with_progress(
@@ -286,13 +302,18 @@ def show_speedup(speedup: float | None) -> str:
     return show(speedup, ".1fx") if speedup else "lost in the noise"
 
 
-def print_end_to_end(rows: Mapping[str, PolicyRun], options: OfflineOptions) -> None:
-    """Print the table of the policies."""
+def print_end_to_end(
+    rows: Mapping[str, PolicyRun], options: OfflineOptions, violations: Mapping[str, Violation]
+) -> None:
+    """Print the table of the policies. Those that break a rule are marked with it."""
     load = options.load
     batch = options.batch
     lengths = f"{load.prompt_len} + {load.output_len}"
     ratio = load.prompt_len / load.output_len
-    marked = {timing.mark(name, row.busy): row for name, row in rows.items()}
+    marked = {}
+    for name, row in rows.items():
+        rule = violations[name].rule if name in violations else None
+        marked[timing.mark(mark_broken(name, rule), row.busy)] = row
     print(
         f"2. End to end: {options.requests} requests of {lengths} tokens "
         f"(P:D {ratio:.0f}; the first {batch} want 1/{batch}, 2/{batch}, ...\n"
@@ -306,8 +327,14 @@ def print_end_to_end(rows: Mapping[str, PolicyRun], options: OfflineOptions) -> 
     )
 
 
-def conclude(table: DecodeMaximal, rows: Mapping[str, PolicyRun], chunk: int) -> str:
-    """Three paragraphs to take home. One about a busy machine says that it was busy."""
+def conclude(
+    table: DecodeMaximal,
+    rows: Mapping[str, PolicyRun],
+    chunk: int,
+    violations: Mapping[str, Violation] | None = None,
+) -> str:
+    """Three paragraphs to take home. One about a busy machine says that it was busy. If policies
+    break a rule, a fourth names them."""
     rows_busy = any(row.busy for row in rows.values())
     stalls = ", ".join(f"{name} {row.summary.longest_stall_s:.3g} s" for name, row in rows.items())
     alone = f"{table.decode_only.decode_token_ms:.2f} ms in a batch of its own"
@@ -323,10 +350,13 @@ def conclude(table: DecodeMaximal, rows: Mapping[str, PolicyRun], chunk: int) ->
         ("   Cost of a decode", f"{alone}, {riding} riding with a chunk", table.busy),
         (f"   Throughput at chunk {chunk}", throughput, table.busy or rows_busy),
     ]
+    if violations:
+        broken = [f"{violation.rule!r} by {name}" for name, violation in violations.items()]
+        paragraphs.append(("   Rules that were broken", ", ".join(broken), False))
     texts = []
     for subject, text, busy in paragraphs:
         paragraph = f"{subject}: {timing.TOO_BUSY if busy else text}."
-        texts.append(textwrap.fill(paragraph, 100, subsequent_indent="   "))
+        texts.append(textwrap.fill(paragraph, 100, subsequent_indent="   ", break_on_hyphens=False))
     return "\n".join(texts)
 
 

@@ -38,6 +38,7 @@ from lab.measure.machine import Machine, RealMachine
 from lab.measure.run_plan import run_plan
 from lab.measure.workload import Arrival
 from lab.simulator.machine import FittedMachine, SimulatedMachine, SimulatedMachineOptions
+from lab.simulator.referee import broken_rules, mark_broken
 from policies.token_budget import MAX_DELAY_S, MULTIPLES
 from views.page import Recorder, page
 from views.tables import Column, format_table, show
@@ -102,7 +103,7 @@ mean over time and peak; cached: prefill that was found, not computed; own time:
 forward pass and fetching its tokens"""  # noqa: E501
 CAPACITY_NOTE = (
     "capacity: the highest rate that was met, a step of --ratio (5 % without) below one that was "
-    "not, twice"
+    "not, twice; at least: no rate\nthat was tried was too high; below: none was low enough"
 )
 
 
@@ -218,8 +219,15 @@ class Session:
     holds: each number is printed and written when it is known."""
 
     def __init__(
-        self, options: LoadOptions, arrivals_at: ArrivalsAt, report: dict[str, Any], heading: str
+        self,
+        options: LoadOptions,
+        arrivals_at: ArrivalsAt,
+        report: dict[str, Any],
+        heading: str,
+        broken: Mapping[str, str] | None = None,
     ) -> None:
+        """`broken` names the rule that the policy of a run breaks, by the name of the run."""
+        self.broken = broken or {}
         self.options = options
         self.arrivals_at = arrivals_at
         self.report = report
@@ -246,7 +254,9 @@ class Session:
         try:
             for name, serve in servers.items():
                 run_at_rate = partial(self.run_at_rate, name, serve)
-                if isinstance(self.options, CapacityOptions):
+                if isinstance(self.options, CapacityOptions) and name in self.broken:
+                    run_at_rate(start)  # no rate is met
+                elif isinstance(self.options, CapacityOptions):
                     capacity.search_capacity(run_at_rate, start, self.options.ratio)
                 else:
                     run_at_rate(self.options.qps)
@@ -269,7 +279,7 @@ class Session:
 
     def add(self, name: str, qps: float | None, run: Run) -> JudgedRun:
         """Print and write what was measured in a run."""
-        judged = capacity.judge(run, self.slo_s)
+        judged = capacity.judge(run, self.slo_s, self.broken.get(name))
         if self.is_serving:
             self.runs[name] = run
             self.rows[name] = ServedRow(qps, judged)
@@ -345,6 +355,8 @@ def main(options: ServeOptions) -> dict[str, Any]:
     is_serving = options.command == "serve"
     has_own_rate = is_serving and options.trace is not None and options.qps is None
     arrivals = arrivals_at(None if has_own_rate else 1.0)
+    if isinstance(options, CapacityOptions):
+        check_enough(arrivals, options)
     machine = make_machine(options)
     slo_s = capacity.slo_seconds(options.slo, machine.base)
     possible_qps = machine.micro_batches * capacity.estimated_qps(machine.base, arrivals)
@@ -363,12 +375,29 @@ def main(options: ServeOptions) -> dict[str, Any]:
         "unit": "chats/s" if options.turns > 1 else "requests/s",
     }
     print(format_heading(machine, options, report, arrivals))
+    configs = plan(slo_s)
+    violations = broken_rules(run_config.policy for run_config in configs.values())
+    for violation in violations.values():
+        print(f"{violation.sentence}: no SLO is met\n")
     servers = {}
-    for name, run_config in plan(slo_s).items():
+    broken = {}
+    for name, run_config in configs.items():
         for suffix, server in machines_of(options, machine).items():
             servers[name + suffix] = partial(server.serve, run_config)
-    Session(options, arrivals_at, report, machine.info.heading()).run_all(servers, start)
+            if run_config.policy in violations:
+                broken[name + suffix] = violations[run_config.policy].rule
+    session = Session(options, arrivals_at, report, machine.info.heading(), broken)
+    session.run_all(servers, start)
     return report
+
+
+def check_enough(arrivals: Sequence[Arrival], options: CapacityOptions) -> None:
+    """Raise ValueError for a load of too few requests, or chats, to search a capacity with."""
+    requests = sum(arrival.follows is None for arrival in arrivals)
+    fewest = options.fewest_requests
+    if requests < fewest:
+        limit = f"must be at least {fewest}, {capacity.ROUNDS} times what may run at once"
+        raise ValueError(f"--requests {requests}: {limit} (--batch {options.batch})")
 
 
 def describe_load(options: LoadOptions, load: str, arrivals: Sequence[Arrival]) -> str:
@@ -431,7 +460,7 @@ def print_runs(runs: Mapping[str, JudgedRun], tbt_slo_s: float) -> None:
     marked = {}
     for name, run in runs.items():
         cut = f"{name} (cut short)" if run.cut_short else name
-        marked[timing.mark(cut, run.busy)] = run
+        marked[timing.mark(mark_broken(cut, run.broken_rule), run.busy)] = run
     print(format_table("seconds", LATENCY_COLUMNS, marked), end="\n\n")
     print(format_table("batches", BATCH_COLUMNS, marked), end="\n\n")
     print(BATCH_NOTE.format(slo_s=tbt_slo_s).removeprefix("\n"), end="\n\n")
@@ -455,7 +484,8 @@ def print_capacities(searches: Mapping[str, SearchResult[JudgedRun]], unit: str)
             gain = capacity.Bounded(1.0)
         elif vllm:
             gain = search.capacity_qps.over(vllm.capacity_qps)
-        rows[timing.mark(name, search.busy)] = CapacityRow(search, gain)
+        marked = mark_broken(name, search.trials[-1].verdict.broken_rule)
+        rows[timing.mark(marked, search.busy)] = CapacityRow(search, gain)
     print(format_table("policy", columns, rows), end="\n\n")
     print(CAPACITY_NOTE, end="\n\n")
 

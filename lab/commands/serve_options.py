@@ -20,6 +20,7 @@ from cli.options import (
     picture_file,
     whole,
 )
+from lab.measure.capacity import ROUNDS
 from lab.measure.workload import LENGTHS, TRACE_COLUMNS
 from lab.simulator.devices import DEVICES, GEOMETRIES, LINKS
 from lab.simulator.machine import SimulatedMachineOptions
@@ -34,7 +35,7 @@ CACHING = {"off": [False], "on": [True], "both": [False, True]}  # --prefix-cach
 CHUNK = PerDevice(cpu=128, gpu=512)
 BATCH = PerDevice(cpu=32, gpu=128)
 MAX_LEN = PerDevice(cpu=1024, gpu=8192)
-REQUESTS = {"serve": PerDevice(cpu=48, gpu=500), "capacity": PerDevice(cpu=80, gpu=400)}
+REQUESTS = {"serve": PerDevice(cpu=48, gpu=500), "capacity": PerDevice(cpu=128, gpu=512)}
 ONLY_SIMULATED = ("replicas", "tp_link", "pp_link", "cpu_ms")  # go with --simulate DEVICE
 ONLY_REAL = ("device", "dtype", "attention", "compile", "threads")  # do not
 
@@ -93,6 +94,11 @@ class CapacityOptions(ServeOptions):
 
     ratio: float
 
+    @property
+    def fewest_requests(self) -> int:
+        """Fewer would all run at once at any rate, and no rate would be too high for them."""
+        return ROUNDS * self.batch * self.model.pp * self.replicas
+
 
 def shared_prefix(text: str) -> tuple[int, int]:
     """The type of --shared-prefix: (length, count)."""
@@ -131,11 +137,14 @@ def add_options(parser: OptionParser) -> None:
         _add_serve_options(parser)
     else:
         _add_capacity_options(parser)
+    requests_text = str(REQUESTS[command])
+    if command == "capacity":
+        requests_text += f", and at least {ROUNDS} times what may run at once"
     parser.add_option(
         "--requests",
         help="how many requests arrive",
         type=whole(minimum=1, maximum=1_000_000),
-        default_text=REQUESTS[command],
+        default_text=requests_text,
     )
     add_load_options(parser)
     parser.add_option(
@@ -352,7 +361,9 @@ def resolve(parser: OptionParser, args: Namespace) -> ServeOptions:
         parser.error(f"--kv-tokens {kv_tokens}: {needed}")
     make: Callable[..., ServeOptions] = ServeOptions
     only_capacity = {}
+    default_requests = REQUESTS[args.command].pick(device)
     if args.command == "capacity":
+        default_requests = max(default_requests, ROUNDS * batch * args.pp * args.replicas)
         make = CapacityOptions
         only_capacity = {"ratio": args.ratio}
     return make(
@@ -360,7 +371,7 @@ def resolve(parser: OptionParser, args: Namespace) -> ServeOptions:
         qps=args.qps,
         long_prompt=args.long_prompt,
         classes=args.classes,
-        requests=args.requests or REQUESTS[args.command].pick(device),
+        requests=args.requests or default_requests,
         plot=args.plot,
         csv=args.csv,
         html=args.html,

@@ -23,6 +23,7 @@ from policies import token_budget
 from policies.token_budget import Profiled
 
 MAX_RUNS = 60  # of a search, which takes a dozen
+ROUNDS = 4  # how many times the requests that may run at once must arrive
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ class JudgedRun(Verdict):
     refused: int
     cut_short: str | None
     drift: float
+    broken_rule: str | None = None  # of a policy from a file, see lab/simulator/referee.py
 
     def to_json(self) -> dict[str, Any]:
         """One flat dict, with that of the RunSummary in it."""
@@ -116,25 +118,31 @@ class JudgedRun(Verdict):
             "refused": self.refused,
             "cut_short": self.cut_short,
             "drift": self.drift,
+            "broken_rule": self.broken_rule,
             "met": self.met,
             "missed": self.missed,
             "busy": self.busy,
         }
 
 
-def judge(run: Run, tbt_slo_s: float) -> JudgedRun:
+def judge(run: Run, tbt_slo_s: float, broken_rule: str | None = None) -> JudgedRun:
     """Summarize a Run, and find out whether it met an SLO of P99 TBT in seconds. A run that was cut
-    short did not, as everything before the cut may have ended well."""
+    short did not, as everything before the cut may have ended well. Nor did a run of a policy that
+    breaks a rule, such as one that lets some decodes wait for ever."""
     summary = metrics.summarize_run(
         run.completions, run.iterations, run.seconds, tbt_slo_s, run.offered_per_s
     )
+    missed = run.cut_short or metrics.missed(summary, tbt_slo_s)
+    if broken_rule:
+        missed = f"the rule {broken_rule!r} is broken"
     return JudgedRun(
         summary=summary,
         own_fraction=run.own_fraction,
         refused=run.refused,
         cut_short=run.cut_short,
         drift=run.drift,
-        missed=run.cut_short or metrics.missed(summary, tbt_slo_s),
+        broken_rule=broken_rule,
+        missed=missed,
         busy=run.drift > measure.BUSY,
     )
 

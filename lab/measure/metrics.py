@@ -8,7 +8,7 @@ aborted; the latency counts only for requests that finished.
 
 Read next: load_run.py."""
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +21,8 @@ from policies.priority import PRIORITIES
 from policies.token_budget import MAX_DELAY_S
 
 FINISHED = ("stop", "length")  # finish reasons of requests that got all of their output
+SERVED = 0.75  # share of the rate of arrivals that must be served meanwhile; few are in the making
+FEWEST = 8  # requests that tell anything about a rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +131,32 @@ class QueueSummary:
     last_quarter_s: float | None  # and of the last
     arrived_per_s: float | None  # requests
     scheduled_per_s: float | None  # requests, while others wait; None: few ever waited
+    served_per_s: float | None  # requests, while others arrive, see served_rate
     grew: bool
 
 
+def served_rate(completions: Sequence[Completion]) -> float | None:
+    """How many requests per second were served until the last one arrived; None if few arrived.
+
+    The tail after the last arrival does not count: it tells how long a request takes, not how many
+    are served. Nor need a request have ended: it counts by the share of its tokens that were there,
+    those of the prompt from the first output token on."""
+    if len(completions) < FEWEST:
+        return None
+    first = min(completion.arrival for completion in completions)
+    last = max(completion.arrival for completion in completions)
+    served = 0.0
+    for completion in completions:
+        prompt_len = len(completion.prompt)
+        times = completion.token_times
+        output_len = bisect_right(times, last)
+        if output_len:
+            served += (prompt_len + output_len) / (prompt_len + len(times))
+    return _ratio(served, last - first)
+
+
 def summarize_queue(
-    completions: Iterable[Completion], offered_per_s: float | None = None
+    completions: Sequence[Completion], offered_per_s: float | None = None
 ) -> QueueSummary:
     """Find out whether the queue grew: whether delays became longer, and more requests arrive than
     the server can do.
@@ -141,7 +164,9 @@ def summarize_queue(
     Delays became longer if the last quarter of the requests waited longer than the second, in the
     median. The rate of arrivals is counted, or is `offered_per_s` where arrivals wait for answers.
     What the server can do is the rate at which it schedules requests while others wait. That is
-    counted if half of the requests wait, and not in the first quarter, where few decode yet."""
+    counted if half of the requests wait, and not in the first quarter, where few decode yet.
+
+    `served_per_s` is for loads whose arrivals do not wait for answers."""
     scheduled = sorted((c.arrival, c.scheduled) for c in completions if c.scheduled is not None)
     quarter = len(scheduled) // 4
     delays = [start - arrival for arrival, start in scheduled]
@@ -152,7 +177,7 @@ def summarize_queue(
     # whether the next request is there already when one is scheduled
     waits = (arrivals[1:] <= starts[:-1])[quarter:]
     scheduled_per_s = None
-    if 2 * waits.sum() >= max(8, len(waits)):
+    if 2 * waits.sum() >= max(FEWEST, len(waits)):
         scheduled_per_s = _ratio(waits.sum(), np.diff(starts)[quarter:][waits].sum())
     overloaded = bool(arrived_per_s and scheduled_per_s and scheduled_per_s < arrived_per_s)
     slower = early is not None and late is not None and early < late
@@ -161,6 +186,7 @@ def summarize_queue(
         last_quarter_s=late,
         arrived_per_s=arrived_per_s,
         scheduled_per_s=scheduled_per_s,
+        served_per_s=None if offered_per_s else served_rate(completions),
         grew=overloaded and slower,
     )
 
@@ -364,8 +390,9 @@ def missed(summary: LatencySummary, tbt_slo_s: float) -> str:
     """What a run missed of its SLO, in words; "" if its rate can be sustained.
 
     The SLO is met if P99 TBT and the median scheduling delay are within their limits, every request
-    has finished, and the queue does not grow. A growing queue would lift the median delay only in a
-    longer run."""
+    has finished, requests are served about as fast as they arrive, and the queue does not grow. A
+    growing queue would lift the median delay only in a longer run. If all requests fit into one
+    batch, none waits, and only the rate at which they are served tells that there are too many."""
     failures = []
     if summary.finished < summary.requests or not summary.requests:
         failures.append(f"{summary.finished} of {summary.requests} requests finished")
@@ -376,6 +403,10 @@ def missed(summary: LatencySummary, tbt_slo_s: float) -> str:
     if median_delay_s > MAX_DELAY_S:
         failures.append(f"median delay of {median_delay_s:,.2f} s")
     queue = summary.queue
+    offered_per_s = queue.arrived_per_s or 0.0
+    if queue.served_per_s is not None and queue.served_per_s < SERVED * offered_per_s:
+        rates = f"{queue.served_per_s:,.3g} of {offered_per_s:,.3g}"
+        failures.append(f"{rates} requests a second served")
     if queue.grew:
         failures.append(
             f"the queue grew: median delay of {queue.second_quarter_s:,.2f} s in the second "

@@ -7,10 +7,14 @@ and without prefix caching. A `Referee` watches each scheduler: after every chan
 rules, one function each. Read first: scheduler.py, policies/template.py. Read next: simulation.py.
 """
 
+import signal
+import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
+from types import FrameType
 from typing import NamedTuple
 
 from config import EngineConfig
@@ -21,6 +25,7 @@ from lab.measure.workload import poisson, sample_lengths
 from lab.simulator.cost_model import CostModel
 from lab.simulator.machine import base_of
 from lab.simulator.simulation import simulate
+from policies import POLICIES
 from policies.custom import where_it_failed
 from scheduler import Batch, Request, Scheduler
 
@@ -42,6 +47,7 @@ PAGE_SIZE = 64
 MEMORY = {"ample": 24, "tight": 5}  # how many requests of MAX_LEN fit
 LOAD = 1.6  # the rate of arrivals, as a multiple of the highest rate that is possible
 BASE_CHUNK = 512  # of the iteration that measures how fast prefills are
+CALL_LIMIT_S = 10.0  # of CPU time: what takes longer is a loop without an end
 
 
 @dataclass(frozen=True)
@@ -53,12 +59,13 @@ class Violation:
     rule: str  # one of RULES
     request: str  # id, or ids
     observation: str
+    error: Exception | None = None  # what the policy raised, if that ended it
 
     @property
     def sentence(self) -> str:
-        """The violation in one line."""
-        where = f"{self.policy}, iteration {self.iteration}, request {self.request}"
-        return f"{where}: breaks the rule {self.rule!r}: {self.observation}"
+        """The violation in one line: the rule, the cause, and then where."""
+        where = f"request {self.request}, iteration {self.iteration} of {self.policy}"
+        return f"the rule {self.rule!r} is broken: {self.observation} ({where})"
 
 
 class BrokenRuleError(ValueError):
@@ -74,6 +81,7 @@ class Breach(NamedTuple):
 
     request: object  # id, or ids
     observation: str
+    error: Exception | None = None  # what the policy raised, if that is what is wrong
 
 
 def nothing_lost(scheduler: Scheduler, requests: Sequence[Request]) -> Iterator[Breach]:
@@ -154,6 +162,27 @@ def everybody_ends(
         yield Breach(ids, f"{tokens_in_vain} tokens were computed since the last new one")
 
 
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError within the `with` block after so many seconds of CPU time.
+
+    Signals reach only the main thread: in another one there is no limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"one call took more than {seconds:g} s")
+
+    handler = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)  # and again: it may be caught
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, handler)
+
+
 class Referee:
     """Watches a scheduler. Raises BrokenRuleError, a ValueError, at the first violation."""
 
@@ -170,16 +199,17 @@ class Referee:
         scheduler.advance = self.advance
 
     def next_batch(self) -> Batch:
-        """The scheduler's next batch, if it breaks no rule."""
+        """The scheduler's next batch, if it breaks no rule and is made within CALL_LIMIT_S."""
         self.iterations += 1
         self.requests.update(dict.fromkeys(self.scheduler.requests.values()))
         try:
-            batch = self._next_batch()
+            with time_limit(CALL_LIMIT_S):
+                batch = self._next_batch()
         except Exception as error:
             place = where_it_failed(error) or "schedule()"
             first_request = next(iter(self.scheduler.requests), "-")
-            breach = Breach(first_request, f"{place}: {type(error).__name__}: {error}")
-            raise self._broken("everybody ends", breach) from error
+            cause = f"{type(error).__name__}: {error}, in {place}"
+            raise self._broken("everybody ends", Breach(first_request, cause, error)) from error
         self._check_requests()
         self._check_batch(batch)
         return batch
@@ -201,6 +231,7 @@ class Referee:
                 rule=rule,
                 request=str(breach.request),
                 observation=breach.observation,
+                error=breach.error,
             )
         )
 
@@ -286,3 +317,27 @@ def check_policy(policy: str) -> Verdict:
             return Verdict(iterations, broken.violation)
         iterations += len(simulation.run.iterations)
     return Verdict(iterations, None)
+
+
+def broken_rules(policies: Iterable[str]) -> dict[str, Violation]:
+    """{policy: its first Violation} of those policies from files that break a rule.
+
+    Commands that measure call this before: a referee takes time in each iteration, and would take
+    it from the policy. So the loads are those of `check_policy`, not the measured one. Raises
+    TimeoutError for a policy that loops without an end, as every run of it would."""
+    violations: dict[str, Violation] = {}
+    for policy in dict.fromkeys(policies):
+        if policy in POLICIES:
+            continue
+        violation = check_policy(policy).violation
+        if violation is None:
+            continue
+        if isinstance(violation.error, TimeoutError):
+            raise violation.error
+        violations[policy] = violation
+    return violations
+
+
+def mark_broken(name: str, rule: str | None) -> str:
+    """The name of a run as tables show it, with the rule that its policy broke, if it did."""
+    return f"{name} (breaks {rule!r})" if rule else name
