@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from kv_cache import ModelShape, kv_bytes_per_token
+from torchrun import find_place
 
 if TYPE_CHECKING:
     import torch  # a simulation runs without
@@ -40,7 +41,7 @@ def free_bytes(device: torch.device) -> int:
 
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # those of torchrun share the memory
+    processes = find_place().local_world_size  # they share the memory
     return min(_free_in_system(), _free_in_container()) // processes
 
 

@@ -12,6 +12,8 @@ from io import TextIOWrapper
 from types import FrameType
 from typing import NamedTuple
 
+from torchrun import find_place
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TWICE_S = 0.5  # `timeout` and others send a signal to the process and then to its group
 BROKEN_PIPE_STATUS = 141  # 128 + SIGPIPE
@@ -45,9 +47,10 @@ def run(main: Callable[[], object]) -> None:
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
             signal.signal(number, interrupt)
-    _prepare_streams()
     try:
+        _open_streams()
         try:
+            _prepare_streams()
             main()
         finally:
             sys.stdout.flush()
@@ -69,16 +72,21 @@ def _is_importing(frame: FrameType | None) -> bool:
     return False
 
 
+def _open_streams() -> None:
+    """Open stdout and stderr if they were closed before this process began."""
+    if sys.stdout is None:
+        sys.stdout = _null_stream()
+    if sys.stderr is None:
+        sys.stderr = _null_stream()
+
+
 def _prepare_streams() -> None:
     """Let stdout and stderr take every text, a line when it is printed. Of torchrun's processes
     the first of all writes to stdout, and the first of each node to stderr."""
-    if "WORLD_SIZE" in os.environ and int(os.environ.get("RANK", 0)) > 0:
+    place = find_place()
+    if place.rank > 0:
         sys.stdout = _null_stream()
-        if int(os.environ.get("LOCAL_RANK", 1)) > 0:
-            sys.stderr = _null_stream()
-    if sys.stdout is None:  # it was closed before this process began
-        sys.stdout = _null_stream()
-    if sys.stderr is None:
+    if place.local_rank > 0:
         sys.stderr = _null_stream()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):

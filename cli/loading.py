@@ -12,7 +12,6 @@ Read next: console.py."""
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import sys
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cli.options import OptionParser, add_chunk_option, nonempty_text, policy_name, whole
 from policies import POLICIES
+from torchrun import find_place
 
 if TYPE_CHECKING:
     import torch
@@ -224,7 +224,7 @@ def resolve_model(
 def _check_processes(options: ModelOptions) -> None:
     """Raise ValueError if torchrun has not started as many processes as --tp and --pp need."""
     needed = options.tp * options.pp
-    started = int(os.environ.get("WORLD_SIZE", 1))
+    started = find_place().world_size
     if started != needed:
         raise ValueError(
             f"--tp {options.tp} --pp {options.pp}: needs {needed} processes, not {started}: "

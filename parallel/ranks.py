@@ -4,23 +4,34 @@
 
 All run the same program up to `Ranks.start`. There rank 0 goes on; the others stay and wait for
 commands: the name of a method of stages.Stage, and its arguments. Activations and sums go through
-NCCL on CUDA, through gloo on a CPU. Commands and replies go through gloo everywhere: threads wait
-for them, and notice at once when a rank has ended. Then all ranks end, and rank 0 says which it
-was. Read next: shard.py."""
+NCCL on CUDA, through gloo on a CPU. Commands and replies go through gloo everywhere, and threads
+wait for them. So three faults are noticed whatever the main threads do. Then all ranks end, and one
+line names a rank:
+
+- A rank ends. Its connections close, which the others notice at once.
+- A rank is silent: its process is stopped, or its machine, or the network. Each rank sends
+  heartbeats, from a thread; the others give it up after SILENCE_LIMIT_S. Code in C that holds
+  Python's lock for as long looks the same.
+- A rank is stuck in a kernel or in a loop, while its heartbeats go on. It ends by itself: after
+  COMPUTE_LIMIT in a command, LOAD_LIMIT in `start`. A rank that waits for it may be named instead.
+
+Read next: shard.py."""
 
 import atexit
 import os
 import pickle
 import queue
 import signal
+import socket
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
-from threading import Condition, Thread
+from threading import Condition, Event, Lock, Thread
 from traceback import extract_tb
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -28,10 +39,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.rendezvous import rendezvous
+
+from torchrun import Place, find_meeting, find_place
 
 T = TypeVar("T")
-COMPUTE_LIMIT = timedelta(minutes=10)  # to wait for a tensor of another rank
-IDLE_LIMIT = timedelta(days=1000)  # to wait for a command or a reply
+MEETING_LIMIT = timedelta(minutes=2)  # to wait for a rank to come at all
+LOAD_LIMIT = timedelta(hours=2)  # to load the model
+COMPUTE_LIMIT = timedelta(minutes=10)  # for a command, and to wait for a tensor of another rank
+IDLE_LIMIT = timedelta(days=1000)  # to wait for a message: heartbeats come all the time
+BEAT_S = 2  # between two heartbeats
+SILENCE_LIMIT_S = 20  # a rank that sends no message for so long is lost
 GRACE_S = 3  # an exception waits so long for the news that the loss of another rank is its cause
 MOST_IN_FLIGHT = 999  # messages that are kept alive while they are sent
 STARTED = -1  # the number of a rank's first reply: it has loaded its part
@@ -53,49 +71,98 @@ class Reply(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Why a rank ends."""
+    """Why a rank ends, sent to rank 0."""
 
     reason: str
+
+
+class Heartbeat(NamedTuple):
+    """A message to say that a rank is alive."""
+
+
+@dataclass
+class Timer:
+    """A limit, and the time that has passed since: but for that in which this process is stopped.
+    So all processes can be stopped and continued, as by Ctrl-Z and fg."""
+
+    limit_s: float
+    passed_s: float = 0.0
+    began: float = field(default_factory=time.monotonic)
+
+    def beat(self) -> bool:
+        """Let another BEAT_S pass: whether the limit is reached."""
+        self.passed_s += BEAT_S
+        return self.passed_s >= self.limit_s
+
+    def stopped_s(self) -> float:
+        """For how many seconds since its beginning this process was stopped."""
+        return time.monotonic() - self.began - self.passed_s
 
 
 class Ranks:
     """The tp * pp processes that torchrun has started, as one of them sees them.
 
-    Rank r is part r % tp of stage r // tp. Raises ConnectionError if they do not meet, ValueError
-    if GPUs are missing."""
+    Rank r is part r % tp of stage r // tp. Raises ConnectionError if they do not meet; ValueError
+    if torchrun has started another number, its variables make no sense, or GPUs are missing."""
 
     def __init__(self, tp: int, pp: int, device_type: str = "cpu") -> None:
         self.tp = tp
         self.pp = pp
         self.size = tp * pp
-        self.device = _device_of_this_rank(device_type)
-        try:
-            backends = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-            dist.init_process_group(backends, timeout=COMPUTE_LIMIT)
-            mesh = init_device_mesh(device_type, (pp, tp), mesh_dim_names=("pp", "tp"))
-            self.command_group: Any = dist.new_group(backend="gloo", timeout=IDLE_LIMIT)
-            self.reply_group: Any = dist.new_group(backend="gloo", timeout=IDLE_LIMIT)
-        except dist.DistError as error:
-            address = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
-            raise ConnectionError(f"the ranks do not meet at {address}: {error}") from error
-        self.tp_group = mesh["tp"].get_group()
-        self.rank: int = dist.get_rank()
+        self.place = find_place()
+        self.rank = self.place.rank
         self.stage, self.part = divmod(self.rank, tp)
-
-        # the nodes' monotonic clocks begin at different times
-        offsets = self.gather(max(time.time() - time.perf_counter() for _ in range(99)))
-        self._clock_offset_s = offsets[self.rank] - offsets[0]
-        self.waited = 0.0  # seconds, for commands and for replies
+        if self.place.world_size != self.size:
+            started = self.place.world_size
+            raise ValueError(f"tp={tp}, pp={pp}: needs {self.size} processes, not {started}")
+        self.device = _device_of_this_rank(device_type, self.place)
 
         self.work: Any = None  # the object whose methods are called, once `start` has made it
         self.numbers = count()  # of commands, and of other things that all ranks must tell apart
-        self.threads: list[Thread] = []
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()  # not on rank 0
         self.replies: dict[int, dict[int, Any]] = {}  # on rank 0: command -> {rank: result}
         self.reply_arrived = Condition()
-        self.in_flight: deque[tuple[Any, Tensor]] = deque(maxlen=MOST_IN_FLIGHT)
+        self.in_flight: deque[tuple[list[Any], list[Tensor]]] = deque(maxlen=MOST_IN_FLIGHT)
+        self.send_lock = Lock()
         self.out_of_step = False  # a command was broken off on rank 0: others went on
-        self.has_ended = False
+        self.waited = 0.0  # seconds, for commands and for replies
+        self.has_ended = Event()
+
+        self.peers = range(1, self.size) if self.rank == 0 else range(1)  # they send messages
+        self.silence = {peer: Timer(SILENCE_LIMIT_S) for peer in self.peers}
+        self.call_time: Timer | None = None  # of what the main thread calls, if that has a limit
+        self._connect(device_type)
+        self.receivers = {
+            peer: Thread(target=self._receive_all, args=[peer], daemon=True) for peer in self.peers
+        }
+        self.watcher = Thread(target=self._watch, daemon=True)
+        for thread in (*self.receivers.values(), self.watcher):
+            thread.start()
+        if self.rank == 0:
+            atexit.register(self.end)
+
+        # the nodes' monotonic clocks begin at different times
+        offset = max(time.time() - time.perf_counter() for _ in range(99))
+        offsets = self._call_patiently(MEETING_LIMIT, self.gather, offset)
+        self._clock_offset_s = offsets[self.rank] - offsets[0]
+
+    def _connect(self, device_type: str) -> None:
+        """Meet the other ranks, and make the groups through which tensors are sent."""
+        host, port = find_meeting()
+        backends = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+        try:
+            dist.init_process_group(
+                backends,
+                store=_meet(self.place, host, port),
+                rank=self.rank,
+                world_size=self.size,
+                timeout=COMPUTE_LIMIT,
+            )
+            mesh = init_device_mesh(device_type, (self.pp, self.tp), mesh_dim_names=("pp", "tp"))
+            self.tp_group = mesh["tp"].get_group()
+            self.message_group: Any = dist.new_group(backend="gloo", timeout=COMPUTE_LIMIT)
+        except RuntimeError as error:  # of torch
+            raise ConnectionError(f"the ranks do not meet at {host}:{port}: {error}") from error
 
     def clock(self) -> float:
         """Seconds, on the clock of rank 0."""
@@ -112,16 +179,9 @@ class Ranks:
 
         Rank 0 returns its own when all ranks have made theirs. On others this never returns: they
         carry out commands until rank 0 ends."""
-        peers = range(1, self.size) if self.rank == 0 else [0]
-        for peer in peers:
-            thread = Thread(target=self._receive_all, args=[peer], daemon=True)
-            self.threads.append(thread)
-        for thread in self.threads:
-            thread.start()
         if self.rank > 0:
             self._carry_out_commands(make)
-        atexit.register(self.end)
-        self.work = make()
+        self.work = self._call_patiently(LOAD_LIMIT, make)
         self.wait_for_replies(STARTED, self.size - 1)
         return self.work
 
@@ -130,7 +190,7 @@ class Ranks:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)  # rank 0 may keep what it has; then all end
         try:
-            self.work = self._call_patiently(make)
+            self.work = self._call_patiently(LOAD_LIMIT, make)
             self._send(Reply(STARTED, True))
             while True:
                 began = time.perf_counter()
@@ -140,10 +200,7 @@ class Ranks:
         except BaseException as error:
             function = extract_tb(error.__traceback__)[-1].name
             reason = f"{type(error).__name__} in {function}(): {error}"
-            self._send(Failure(reason.partition("\n")[0]))
-            time.sleep(GRACE_S)
-        finally:
-            os._exit(1)
+            self._resign(reason.partition("\n")[0])
 
     def command(self, method: str, *arguments: Any) -> int:
         """Let all ranks call a method. Returns the command's number when rank 0 has called it.
@@ -151,16 +208,18 @@ class Ranks:
         If an earlier command was broken off on rank 0, by an exception, the ranks are out of step:
         then all of them end."""
         if self.out_of_step:
-            self._on_peer_lost("the ranks are out of step, as rank 0 broke an order off")
+            self._end_all("the ranks are out of step, as rank 0 broke an order off")
         self.out_of_step = True
         command = Command(next(self.numbers), method, arguments)
-        self._call_patiently(self._send, command)
+        self._call_patiently(COMPUTE_LIMIT, self._send, command)
         self._carry_out(command)
         self.out_of_step = False
         return command.number
 
     def wait_for_replies(self, number: int, needed: int) -> dict[int, Any]:
-        """The replies to a command by rank, once there are so many. They stay in `replies`."""
+        """The replies to a command by rank, once there are so many. They stay in `replies`.
+
+        There is no limit: when a rank is gone, silent or stuck, all end."""
         began = time.perf_counter()
         replies = self.replies.setdefault(number, {})
         with self.reply_arrived:
@@ -176,16 +235,23 @@ class Ranks:
         return [replies[rank] for rank in sorted(replies)]
 
     def end(self) -> None:
-        """Let the other ranks end."""
-        self.has_ended = True
+        """Let the other ranks end, and wait for it. If one does not in SILENCE_LIMIT_S, it hangs:
+        then this process ends with an error, and torchrun kills the other."""
+        self.has_ended.set()
         with suppress(RuntimeError):  # of gloo: they have ended
             self._send(None)
-        for thread in self.threads:  # a rank that has ended closes its connections
-            thread.join(GRACE_S)
+        limit = time.monotonic() + SILENCE_LIMIT_S
+        for peer, thread in self.receivers.items():  # a rank that has ended closes its connections
+            thread.join(max(0.0, limit - time.monotonic()))
+            if thread.is_alive():
+                sys.stdout.flush()
+                self._say(f"rank {peer} has not ended in {SILENCE_LIMIT_S} s")
+                os._exit(1)
+        self.watcher.join(GRACE_S)
 
     def _carry_out(self, command: Command) -> None:
         method = getattr(self.work, command.method)
-        result = self._call_patiently(method, *command.arguments)
+        result = self._call_patiently(COMPUTE_LIMIT, method, *command.arguments)
         if result is None:
             return
         reply = Reply(command.number, result)
@@ -194,25 +260,47 @@ class Ranks:
         else:
             self._send(reply)
 
-    def _call_patiently(self, function: Callable[..., T], *arguments: Any) -> T:
-        """function(*arguments). An exception is held back for GRACE_S: if the loss of another rank
-        is its cause, all end before."""
+    def _call_patiently(self, limit: timedelta, function: Callable[..., T], *arguments: Any) -> T:
+        """function(*arguments). All ranks end if it takes longer than the limit.
+
+        An exception is held back for GRACE_S. If the loss of another rank is its cause, as it may
+        be of torch's, all end before. If rank 0 raises the same, it says so before others do."""
+        self.call_time = Timer(limit.total_seconds())
         try:
             return function(*arguments)
-        except Exception:
-            time.sleep(GRACE_S)
+        except Exception as error:
+            if self.rank > 0 or isinstance(error, RuntimeError):
+                time.sleep(GRACE_S)
             raise
+        finally:
+            self.call_time = None
 
-    def _send(self, message: Command | Reply | Failure | None) -> None:
+    def _watch(self) -> None:
+        """Tell the peers every BEAT_S that this rank is alive, and end if a peer is silent or the
+        main thread is stuck: a thread of its own."""
+        while not self.has_ended.wait(BEAT_S):
+            with suppress(RuntimeError):  # of gloo: a peer has ended, which its receiver notices
+                self._send(Heartbeat())
+            for peer, silence in self.silence.items():
+                if silence.beat():
+                    self._end_all(f"rank {peer} was silent for {SILENCE_LIMIT_S} s: it hangs")
+            call_time = self.call_time
+            if call_time and call_time.beat():
+                self._resign(
+                    f"a call took {call_time.limit_s:.0f} s: it is stuck, or waits for a stuck rank"
+                )
+
+    def _send(self, message: Command | Reply | Failure | Heartbeat | None) -> None:
         """Send a message from rank 0 to all others, or from another to rank 0, without waiting.
         None is the end."""
         body = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
-        for part in (torch.tensor([len(body)]), body):
-            if self.rank == 0:
-                work = dist.broadcast(part, src=0, group=self.command_group, async_op=True)
-            else:
-                work = dist.isend(part, dst=0, group=self.reply_group)
-            self.in_flight.append((work, part))  # the tensor must live until it is sent
+        parts = [torch.tensor([len(body)]), body]
+        works: list[Any] = []
+        self.in_flight.append((works, parts))  # the tensors must live until they are sent
+        with self.send_lock:  # the parts of two threads' messages must not mix
+            for peer in self.peers:
+                for part in parts:
+                    works.append(dist.isend(part, dst=peer, group=self.message_group))
 
     def _receive(self, peer: int) -> Any:
         """The next message of a peer. RuntimeError: it has closed the connection."""
@@ -223,51 +311,108 @@ class Ranks:
         return pickle.loads(body.numpy().tobytes())
 
     def _receive_into(self, tensor: Tensor, peer: int) -> None:
-        if self.rank == 0:
-            dist.recv(tensor, src=peer, group=self.reply_group)
-        else:
-            dist.broadcast(tensor, src=0, group=self.command_group)
+        work: Any = dist.irecv(tensor, src=peer, group=self.message_group)
+        work.wait(IDLE_LIMIT)
 
     def _receive_all(self, peer: int) -> None:
         """Receive the messages of a peer until it is gone: a thread for each peer."""
         with suppress(RuntimeError):  # of gloo: the connection is closed
             while True:
                 message = self._receive(peer)
+                self.silence[peer] = Timer(SILENCE_LIMIT_S)
                 if message is None:
                     os._exit(0)  # all is done
-                if self.rank == 0:
-                    self._on_reply(peer, message)
-                else:
+                if isinstance(message, Command):
                     self.commands.put(message)
-        self._on_peer_lost(f"rank {peer} is gone: killed, or not to be reached")
+                elif not isinstance(message, Heartbeat):
+                    self._on_reply(peer, message)
+        if self.rank > 0:
+            os._exit(1)  # rank 0 has said why
+        stopped_s = self.silence[peer].stopped_s()
+        if stopped_s > SILENCE_LIMIT_S / 2:  # else it is the time between two beats
+            self._end_all(f"rank 0 was stopped for {stopped_s:.0f} s: the others have ended")
+        self._end_all(f"rank {peer} is gone: killed, or not to be reached")
 
     def _on_reply(self, rank: int, reply: Reply | Failure) -> None:
         """On rank 0: keep the result of a rank, or end if the rank does."""
         if isinstance(reply, Failure):
-            self._on_peer_lost(f"rank {rank}: {reply.reason}")
+            self._end_all(f"rank {rank}: {reply.reason}")
             return
         with self.reply_arrived:
             self.replies.setdefault(reply.number, {})[rank] = reply.result
             self.reply_arrived.notify_all()
 
-    def _on_peer_lost(self, reason: str) -> None:
-        """End this process, whatever it does, as nothing is left to do; on rank 0 say why. After
-        `end` the loss of a peer is no loss."""
-        with self.reply_arrived:  # held until the end: one reason is enough
-            if self.has_ended:
-                return
-            if self.rank == 0:
-                print(f"\nerror: {reason}", file=sys.stderr, flush=True)
+    def _resign(self, reason: str) -> None:
+        """End, as this rank has failed. If it is not rank 0, that one says why."""
+        if self.rank == 0:
+            self._end_all(f"rank 0: {reason}")
+            return
+        try:
+            self._send(Failure(reason))
+            time.sleep(GRACE_S)
+        finally:
             os._exit(1)
 
+    def _end_all(self, reason: str) -> None:
+        """End this process, whatever it does, as nothing is left to do, and say why. The others end
+        when it is gone. After `end` the loss of a peer is no loss."""
+        with self.reply_arrived:  # held until the end: one reason is enough
+            if self.has_ended.is_set():
+                return
+            self._say(reason)
+            os._exit(1)
 
-def _device_of_this_rank(device_type: str) -> torch.device:
+    def _say(self, reason: str) -> None:
+        """Print why all end: on rank 0; where that hangs on rank 1, and on the first rank of each
+        other node. Only the first ranks of nodes have a stderr, see cli/console.py."""
+        if self.place.local_rank == 0:
+            print(f"\nerror: {reason}", file=sys.stderr, flush=True)
+        elif self.rank == 1:
+            print(f"\nerror: {reason}", file=sys.__stderr__, flush=True)
+
+
+def _meet(place: Place, host: str, port: int) -> dist.Store:
+    """The store of all ranks, once they are there. Raises ConnectionError, or a RuntimeError of
+    torch, if one has not come in MEETING_LIMIT."""
+    if place.rank > 0:
+        _wait_for_port(host, port)
+    store, _, _ = next(rendezvous("env://", timeout=MEETING_LIMIT))
+    store.set(f"rank {place.rank}", "is here")
+    for rank in range(place.world_size):
+        try:
+            store.wait([f"rank {rank}"], MEETING_LIMIT)
+        except dist.DistStoreError:
+            limit_s = MEETING_LIMIT.total_seconds()
+            message = f"rank {rank} has not come to {host}:{port} in {limit_s:.0f} s"
+            raise ConnectionError(message) from None
+    store.set_timeout(COMPUTE_LIMIT)
+    return store
+
+
+def _wait_for_port(host: str, port: int) -> None:
+    """Wait until somebody listens there. Raises ConnectionError after MEETING_LIMIT. torch would
+    wait as well, but a Ctrl-C with it, and print its own stack."""
+    limit_s = MEETING_LIMIT.total_seconds()
+    end = time.monotonic() + limit_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=GRACE_S).close()
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                message = f"nobody listens at {host}:{port} in {limit_s:.0f} s: {error}"
+                raise ConnectionError(message) from None
+        time.sleep(0.1)
+
+
+def _device_of_this_rank(device_type: str, place: Place) -> torch.device:
     """The CPU, or the GPU of this process. Raises ValueError if there is not one for each."""
     if device_type != "cuda":
         return torch.device(device_type)
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if processes > torch.cuda.device_count():
-        raise ValueError(f"{processes} processes on a node: must be at most one for each GPU")
-    device = torch.device(device_type, int(os.environ["LOCAL_RANK"]))
+    processes = place.local_world_size
+    gpus = torch.cuda.device_count()
+    if processes > gpus:
+        raise ValueError(f"LOCAL_WORLD_SIZE={processes}: must be at most {gpus}, as many GPUs")
+    device = torch.device(device_type, place.local_rank)
     torch.cuda.set_device(device)
     return device

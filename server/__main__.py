@@ -173,10 +173,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     from pretrained.tokenizers import load_chat
     from server.app import Api
     from server.engine_thread import EngineThread
+    from torchrun import find_place
 
     text_model = find_text_model(options.model)
     options = replace(options, model=text_model.options)
-    if int(os.environ.get("RANK", 0)):
+    if find_place().rank:
         load(options)  # this process follows rank 0, and never returns from here
     chat = load_chat(options.model.model)
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET

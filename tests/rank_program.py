@@ -8,15 +8,18 @@ Worlds that are started here are forked after torch was imported: that takes no 
 """
 
 import atexit
+import ctypes
 import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -24,6 +27,7 @@ from random import Random
 import torch
 
 import bench
+import parallel.ranks
 import parallel.stages
 from cli import console
 from cli.loading import ModelOptions, load_model
@@ -36,7 +40,7 @@ from sampling import SamplingParams
 from tests.helpers import check_integrity, tiny_model
 from tests.test_interrupt import FILES, NEVER, Interrupt
 
-LIMIT_S = 40  # for a job: a world that hangs is a failure
+LIMIT_S = 60  # for a job: a world that hangs is a failure
 PI = [3, 1, 4, 1, 5, 9, 2, 6]
 PROMPTS = [[7, 8, 9], [1] * 20, [*PI, *PI, 60], [*PI, *PI, 33], PI, [4], [5, 6]]
 PARAMS = [
@@ -75,10 +79,16 @@ class SpoiltStage(Stage):
 
 
 class FaultyStage(SpoiltStage):
-    """A stage that fails as `fault` says: `what` happens on `rank` in the first batch that has
-    prefill, or else the first that has none, between two parts of a layer."""
+    """A stage that fails as `fault` says: `what` happens on `rank` when it is loaded, in the first
+    batch that has prefill, or the first that has none, between two parts of a layer."""
 
     fault = None
+
+    def __init__(self, model):
+        super().__init__(model)
+        fault = self.fault
+        if fault and fault["when"] == "load" and fault["rank"] == model.ranks.rank:
+            suffer(fault)
 
     def run(self, key, spans, params, positions):
         kind = "prefill" if any(span.length > 1 for span in spans) else "decode"
@@ -90,18 +100,29 @@ class FaultyStage(SpoiltStage):
         return super().run(key, spans, params, positions)
 
     def strike(self, *rows):
-        """Be killed, interrupted or late, or raise something, once."""
-        what = self.fault["what"]
-        project = self.fault["project"]
-        self.model.blocks[-1].project = project
+        """Suffer the fault, once."""
+        fault = self.fault
         self.fault = None
-        if what == "wait":
-            Path(os.environ["STRUCK"]).touch()
-            time.sleep(LIMIT_S)
-        if what == "raise":
-            raise ArithmeticError("the model fails")
-        os.kill(os.getpid(), getattr(signal, what))
+        project = fault["project"]
+        self.model.blocks[-1].project = project
+        suffer(fault)
         return project(*rows)
+
+
+def suffer(fault):
+    """Get a signal, be late, or raise something."""
+    what = fault["what"]
+    if what == "wait":
+        Path(os.environ["STRUCK"]).touch()
+        time.sleep(LIMIT_S)
+    elif what == "be late":
+        time.sleep(fault["seconds"])
+    elif what == "be late in C":
+        ctypes.PyDLL(None).sleep(fault["seconds"])  # holds Python's lock
+    elif what == "raise":
+        raise ArithmeticError("the model fails")
+    else:
+        os.kill(os.getpid(), getattr(signal, what))
 
 
 def model_of(job, stage=SpoiltStage):
@@ -354,10 +375,36 @@ def fail():
 
 
 def idle(job):
-    """Kill a rank, which may be this one, while all have nothing to do."""
+    """Send `what` to a rank, which may be this one, while all have nothing to do."""
     model_of(job)
-    os.kill(int(Path(f"{job['out']}.{job['victim']}.pid").read_text()), signal.SIGKILL)
+    os.kill(pid_of(job, job["victim"]), getattr(signal, job["what"]))
     time.sleep(LIMIT_S)
+
+
+def stopped_at_the_end(job):
+    """Stop a rank, and end."""
+    model_of(job)
+    os.kill(pid_of(job, job["victim"]), signal.SIGSTOP)
+
+
+def suspended(job):
+    """Serve; then stop all ranks for so many `seconds`, as Ctrl-Z does, and serve again."""
+    engine = engine_of(model_of(job), job, job["engines"][0])
+    before = serve_as_they_come(engine)
+    pids = [pid_of(job, rank) for rank in range(job["tp"] * job["pp"])]
+    numbers = " ".join(map(str, pids))
+    wakes = subprocess.Popen(["sh", "-c", f"sleep {job['seconds']}; kill -CONT {numbers}"])
+    for pid in reversed(pids):  # this one is the last
+        os.kill(pid, signal.SIGSTOP)
+    wakes.wait()
+    time.sleep(3 * parallel.ranks.BEAT_S)
+    after = serve_as_they_come(engine)
+    return [c.tokens for c in before] == [c.tokens for c in after]
+
+
+def pid_of(job, rank):
+    """The process of a rank."""
+    return int(Path(f"{job['out']}.{rank}.pid").read_text())
 
 
 def command_broken_off(job):
@@ -378,6 +425,8 @@ def command(job):
 def be_a_rank(job):
     """Run a job's program, and on rank 0 write what it returns to the job's `out`."""
     torch.set_num_threads(1)
+    for name, seconds in job.get("limits", {}).items():
+        setattr(parallel.ranks, name, timedelta(seconds=seconds))
     Path(f"{job['out']}.{os.environ['RANK']}.pid").write_text(str(os.getpid()))
     try:
         result = globals()[job["program"]](job)
@@ -398,12 +447,12 @@ def fork(job):
         port = free.getsockname()[1]
     environ = dict(WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=job.get("port", port))
     pids = []
-    for rank in range(job.get("start", world)):
+    for rank in job.get("start", range(world)):
         pid = os.fork()
         if pid > 0:
             pids.append((pid, rank))
             continue
-        environ |= dict(RANK=rank, LOCAL_RANK=rank)
+        environ |= dict(RANK=rank, LOCAL_RANK=rank) | job.get("environ", {})
         os.environ.update({name: str(value) for name, value in environ.items()})
         error = os.open(f"{job['out']}.{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         for stream, file in enumerate([os.open(os.devnull, os.O_RDONLY), error, error]):
@@ -413,24 +462,33 @@ def fork(job):
 
 
 def wait(worlds):
-    """[{rank: (status, seconds after the first had ended)}] of each world. A rank that hangs is
+    """[{rank: (status, seconds after the first had ended, or was stopped)}] of each world.
+
+    A rank that is stopped goes on when all others of its world have ended. One that hangs is
     killed."""
     pids = [pid for world in worlds for pid, _ in world]
     started = time.monotonic()
     ended = {}  # pid -> (status, when)
+    stopped = {}  # pid -> when
     while len(ended) < len(pids):
         is_late = time.monotonic() > started + LIMIT_S
         for pid in set(pids) - ended.keys():
             if is_late:
                 os.kill(pid, signal.SIGKILL)
-            has_ended, status = os.waitpid(pid, 0 if is_late else os.WNOHANG)
-            if has_ended:
-                status = "hangs" if is_late else os.waitstatus_to_exitcode(status)
-                ended[pid] = status, time.monotonic()
+            changed, status = os.waitpid(pid, 0 if is_late else os.WNOHANG | os.WUNTRACED)
+            now = time.monotonic()
+            if changed and os.WIFSTOPPED(status):
+                stopped[pid] = now
+            elif changed:
+                ended[pid] = "hangs" if is_late else os.waitstatus_to_exitcode(status), now
+        for world in worlds:
+            left = {pid for pid, _ in world} - ended.keys()
+            if left <= stopped.keys() and len(left) == 1:
+                os.kill(*left, signal.SIGCONT)
         time.sleep(0.01)
     results = []
     for world in worlds:
-        first = min(ended[pid][1] for pid, _ in world)
+        first = min(stopped.get(pid, ended[pid][1]) for pid, _ in world)
         results.append({rank: (ended[pid][0], ended[pid][1] - first) for pid, rank in world})
     return results
 

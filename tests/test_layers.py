@@ -13,15 +13,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-PLANNING = "errors kv_cache scheduler policies memory config outputs"
+PLANNING = "errors torchrun kv_cache scheduler policies memory config outputs"
 ENGINE = f"{PLANNING} pretrained attention model sampling packed_linear engine torch"
 LIBRARIES = f"{ENGINE} parallel lab.measure lab.simulator views"
 MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
     "errors": "",
+    "torchrun": "errors",
     "kv_cache": "errors",
     "scheduler": "errors kv_cache",
     "policies": "errors kv_cache scheduler",
-    "memory": "kv_cache",
+    "memory": "torchrun kv_cache",
     "config": "errors kv_cache scheduler policies memory",
     "outputs": "scheduler",
     "pretrained": "errors torch",

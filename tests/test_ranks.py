@@ -2,31 +2,38 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 
 import sample
 from config import EngineConfig
+from parallel import ranks
 from parallel.stages import Stage
 from tests.helpers import tiny_model
 from tests.test_checkpoints import llama_like
 from tests.worlds import ENVIRON, ROOT
+from torchrun import Place
 
 LIMIT_S = 15
 ENGINE = dict(policy="sarathi-serve", chunk=6, max_batch=3, max_len=32, page_size=16, pages=6)
 JOB = dict(program="serve", engines=[ENGINE], tiny=dict(n_kv_head=2, n_layer=2))
+IDLE = JOB | dict(program="idle", what="SIGKILL")
 FAULTS = {  # of a rank, in a batch with prefill or one without
+    "killed in load": dict(what="SIGKILL", when="load"),
     "killed in prefill": dict(what="SIGKILL", when="prefill"),
     "killed in decode": dict(what="SIGKILL", when="decode"),
     "raises": dict(what="raise", when="decode"),
@@ -65,7 +72,7 @@ def test_signals_are_for_rank_0(worlds):
 
 
 def test_a_rank_is_missed_while_nobody_has_anything_to_do(worlds):
-    (ended,) = worlds.run(JOB | dict(program="idle", tp=2, pp=2, victim=3))
+    (ended,) = worlds.run(IDLE | dict(tp=2, pp=2, victim=3))
     check_all_end(ended)
     check_error(ended.errors, "rank 3 is gone")
 
@@ -78,11 +85,11 @@ def check_all_end(ended):
 
 def test_when_rank_0_is_lost_all_end(worlds):
     jobs = []
-    for when in ("prefill", "decode"):
+    for when in ("load", "prefill", "decode"):
         for tp, pp in ((2, 1), (1, 2), (2, 2)):
             fault = dict(what="SIGKILL", when=when, rank=0)
             jobs.append(JOB | dict(tp=tp, pp=pp, fault=fault))
-    jobs.append(JOB | dict(program="idle", tp=2, pp=1, victim=0))
+    jobs.append(IDLE | dict(tp=2, pp=1, victim=0))
     for ended in worlds.run(*jobs):
         check_all_end(ended)
 
@@ -95,7 +102,7 @@ def test_ranks_that_cannot_work_together_say_so(worlds, tmp_path):
     both = dict(program="serve", engines=[ENGINE], checkpoint=[f"{tmp_path}/{n}" for n in (0, 1)])
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
-        alone = JOB | dict(tp=2, pp=1, port=port, start=1)
+        alone = JOB | dict(tp=2, pp=1, port=port, start=[0])
         jobs = both | dict(tp=2, pp=1), JOB | dict(tp=1, pp=3), alone
         others, divided, in_use = worlds.run(*jobs)
     for ended in (others, in_use, divided):
@@ -103,6 +110,138 @@ def test_ranks_that_cannot_work_together_say_so(worlds, tmp_path):
     check_error(others.errors, "rank 1 has another model, or other weights, than rank 0")
     check_error(in_use.errors, str(port), "in use")
     check_error(divided.errors, "pp=3: must divide n_layer=2")
+
+
+HANGS = {}  # name -> job: rank 0 and the last rank are stopped
+for when, tp, pp in (("load", 2, 2), ("prefill", 2, 1), ("decode", 1, 2)):
+    for rank in (0, tp * pp - 1):
+        fault = dict(what="SIGSTOP", when=when, rank=rank)
+        HANGS[f"rank {rank} in {when}"] = JOB | dict(tp=tp, pp=pp, fault=fault)
+for rank in (0, 3):
+    at_rest = IDLE | dict(what="SIGSTOP", tp=2, pp=2, victim=rank)
+    HANGS[f"rank {rank} at rest"] = at_rest
+PAUSE_S = 24  # longer than a silence may be
+LATE = {}  # name -> job
+for when in ("load", "decode"):
+    for what, seconds in (("be late", PAUSE_S), ("be late in C", 10)):
+        fault = dict(what=what, seconds=seconds, when=when, rank=1)
+        LATE[f"{what} in {when}"] = JOB | dict(tp=1, pp=2, fault=fault)
+AT_THE_END = JOB | dict(program="stopped_at_the_end", tp=2, pp=1, victim=1)
+SUSPENDED = JOB | dict(program="suspended", tp=2, pp=1, seconds=PAUSE_S)
+
+
+STUCK = {}  # name -> job: only threads go on, and nobody waits for the rank in a sum
+for when, limit in (("load", "LOAD_LIMIT"), ("decode", "COMPUTE_LIMIT")):
+    for rank in (0, 1):
+        fault = dict(what="be late", seconds=60, when=when, rank=rank)
+        STUCK[f"rank {rank} in {when}"] = JOB | dict(tp=1, pp=2, limits={limit: 4}, fault=fault)
+OTHER_NODE = dict(LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)  # both processes write errors
+ALONE = {  # name -> job: one rank of two
+    f"only rank {rank}": JOB
+    | dict(tp=2, pp=1, environ=OTHER_NODE, limits=dict(MEETING_LIMIT=3), start=[rank])
+    for rank in (0, 1)
+}
+
+
+@pytest.fixture(scope="module")
+def slow_worlds(worlds):
+    """{name: Ended} of all worlds that take long, which they do at the same time."""
+    jobs = HANGS | LATE | ALONE | {"at the end": AT_THE_END, "suspended": SUSPENDED}
+    jobs |= {f"stuck {name}": job for name, job in STUCK.items()}
+    return dict(zip(jobs, worlds.run(*jobs.values()), strict=True))
+
+
+def error_lines(ended):
+    """The lines of all ranks that say why they end."""
+    return [line for line in ended.errors.splitlines() if line.startswith("error: ")]
+
+
+def check_hang_ends(ended):
+    """All ranks end soon, also the one that was stopped, when it goes on."""
+    assert "hangs" not in ended.statuses.values() and max(ended.seconds.values()) < 60, ended
+    assert "Traceback" not in ended.errors
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_when_a_rank_is_stopped_all_end_and_one_line_names_it(slow_worlds, name):
+    ended = slow_worlds[name]
+    check_hang_ends(ended)
+    assert ended.result is None and 0 not in ended.statuses.values()
+    rank = name.split()[1]
+    lines = [f"error: rank {rank} was silent for 20 s: it hangs"]
+    if rank == "0":  # which goes on when the others have ended
+        own, *others = error_lines(ended)
+        assert re.fullmatch(r"error: rank 0 was stopped for \d+ s: the others have ended", own)
+        assert others == lines
+    else:
+        assert error_lines(ended) == lines
+
+
+def test_a_rank_that_does_not_end_makes_rank_0_fail(slow_worlds):
+    ended = slow_worlds["at the end"]
+    check_hang_ends(ended)
+    assert ended.statuses[0] == 1
+    assert error_lines(ended) == ["error: rank 1 has not ended in 20 s"]
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_who_loads_or_computes_for_long_does_not_hang(slow_worlds, name):
+    ended = slow_worlds[name]
+    assert set(ended.statuses.values()) == {0} and ended.result, ended
+    assert error_lines(ended) == []
+
+
+def test_ranks_that_are_stopped_together_go_on_together(slow_worlds):
+    ended = slow_worlds["suspended"]
+    assert ended.result is True and set(ended.statuses.values()) == {0}, ended
+
+
+@pytest.mark.parametrize("name", STUCK)
+def test_a_rank_that_is_stuck_ends_all(slow_worlds, name):
+    ended = slow_worlds[f"stuck {name}"]
+    check_all_end(ended)
+    (line,) = error_lines(ended)
+    why = "a call took 4 s: it is stuck, or waits for a stuck rank"
+    assert line == f"error: {name[:6]}: {why}" or name == "rank 0 in decode"  # rank 1 waits for it
+    assert line.endswith(why)
+
+
+def test_who_waits_for_others_in_vain_says_so(slow_worlds):
+    first, last = (slow_worlds[name] for name in ALONE)
+    check_error(first.errors, "the ranks do not meet at 127.0.0.1:", "1/2 clients joined")
+    check_error(last.errors, "nobody listens at 127.0.0.1:", " in 3 s: ")
+    assert {*first.statuses.values(), *last.statuses.values()} == {1}
+
+
+def test_the_rank_that_does_not_come_is_named(monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr(ranks, "rendezvous", lambda *_, **__: iter([(store, 0, 3)]))
+    monkeypatch.setattr(ranks, "MEETING_LIMIT", timedelta(seconds=1))
+    place = Place(rank=0, world_size=3, local_rank=0, local_world_size=3)
+    store.set("rank 1", "is here")
+    with pytest.raises(ConnectionError, match="^rank 2 has not come to node:29500 in 1 s$"):
+        ranks._meet(place, "node", 29500)
+    store.set("rank 2", "is here")
+    assert ranks._meet(place, "node", 29500) is store
+
+
+def test_another_number_of_processes_is_an_error(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ValueError, match="^tp=2, pp=2: needs 4 processes, not 3$"):
+        ranks.Ranks(2, 2)
+
+
+def test_each_process_of_a_node_has_a_gpu_of_its_own(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    place = Place(rank=5, world_size=6, local_rank=1, local_world_size=2)
+    assert ranks._device_of_this_rank("cuda", place) == torch.device("cuda:1")
+    assert chosen == [torch.device("cuda:1")]
+    assert ranks._device_of_this_rank("cpu", place) == torch.device("cpu")
+    with pytest.raises(ValueError, match="^LOCAL_WORLD_SIZE=3: must be at most 2, as many GPUs$"):
+        ranks._device_of_this_rank("cuda", place._replace(local_world_size=3))
 
 
 def torchrun(*argv, world=2, **environ):

@@ -16,8 +16,8 @@ class Ended(NamedTuple):
 
     result: Any  # what rank 0 made of its job; None if nothing
     statuses: dict[int, int | str]  # rank -> its exit status, or "hangs"
-    seconds: dict[int, float]  # rank -> how long after the first it ended
-    errors: str  # what rank 0 wrote to stderr
+    seconds: dict[int, float]  # rank -> when it ended, after the first ended or was stopped
+    errors: str  # what all ranks wrote to stderr
 
 
 class Worlds:
@@ -53,7 +53,7 @@ class Worlds:
             result=json.loads(out.read_text()) if out.exists() else None,
             statuses={int(rank): status for rank, (status, _) in world.items()},
             seconds={int(rank): seconds for rank, (_, seconds) in world.items()},
-            errors=Path(f"{out}.0").read_text(),
+            errors="".join(Path(f"{out}.{rank}").read_text() for rank in world),
         )
 
     def result(self, **job: Any) -> Any:

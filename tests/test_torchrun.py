@@ -1,0 +1,136 @@
+"""torchrun's environment variables: a value of no sense is one line that names the variable."""
+
+import subprocess
+import sys
+
+import pytest
+
+from memory import free_bytes
+from tests.helpers import tiny_model
+from tests.worlds import ENVIRON, ROOT
+from torchrun import Place, find_meeting, find_place
+
+NAMES = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
+
+
+@pytest.fixture(autouse=True)
+def no_torchrun(monkeypatch):
+    """A process that torchrun has not started."""
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def set_all(monkeypatch, text):
+    """Set the variables in a text like "RANK=1 WORLD_SIZE=2"."""
+    for assignment in text.split():
+        name, _, value = assignment.partition("=")
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    "environ, place",
+    [
+        ("", (0, 1, 0, 1)),
+        ("RANK=3 WORLD_SIZE=4", (3, 4, 3, 4)),  # of one node
+        ("RANK=3 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2", (3, 4, 1, 2)),
+        ("RANK=3 WORLD_SIZE=4 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1", (3, 4, 0, 1)),
+    ],
+)
+def test_a_process_finds_its_place(monkeypatch, environ, place):
+    set_all(monkeypatch, environ)
+    assert find_place() == Place(*place)
+
+
+WHOLE = "must be a whole number of at least"
+
+
+@pytest.mark.parametrize(
+    "environ, message",
+    [
+        ("RANK=x", f"RANK='x': {WHOLE} 0"),
+        ("RANK=-1", f"RANK=-1: {WHOLE} 0"),
+        ("RANK=1.0", f"RANK='1.0': {WHOLE} 0"),
+        (f"RANK={10**20}", f"RANK={10**20}: {WHOLE} 0 and at most {2**63 - 1}"),
+        ("WORLD_SIZE=", f"WORLD_SIZE='': {WHOLE} 1"),
+        ("WORLD_SIZE=0", f"WORLD_SIZE=0: {WHOLE} 1"),
+        ("LOCAL_WORLD_SIZE=0", f"LOCAL_WORLD_SIZE=0: {WHOLE} 1"),
+        ("LOCAL_RANK=-1", f"LOCAL_RANK=-1: {WHOLE} 0"),
+        ("RANK=5 WORLD_SIZE=2", "RANK=5: must be below WORLD_SIZE=2"),
+        ("RANK=2 WORLD_SIZE=2", "RANK=2: must be below WORLD_SIZE=2"),
+        ("LOCAL_RANK=2 LOCAL_WORLD_SIZE=2", "LOCAL_RANK=2: must be below LOCAL_WORLD_SIZE=2"),
+    ],
+)
+def test_a_place_of_no_sense_is_one_line(monkeypatch, environ, message):
+    set_all(monkeypatch, environ)
+    with pytest.raises(ValueError) as error:
+        find_place()
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_process_finds_where_all_meet(monkeypatch, host):
+    set_all(monkeypatch, f"MASTER_ADDR={host} MASTER_PORT=29500")
+    assert find_meeting() == (host, 29500)
+
+
+@pytest.mark.parametrize(
+    "environ, message",
+    [
+        ("MASTER_PORT=1", "MASTER_ADDR is not set: torchrun sets it"),
+        ("MASTER_ADDR=localhost", "MASTER_PORT is not set: torchrun sets it"),
+        ("MASTER_ADDR=localhost MASTER_PORT=x", f"MASTER_PORT='x': {WHOLE} 1"),
+        ("MASTER_ADDR=localhost MASTER_PORT=0", f"MASTER_PORT=0: {WHOLE} 1"),
+        (
+            "MASTER_ADDR=localhost MASTER_PORT=65536",
+            f"MASTER_PORT=65536: {WHOLE} 1 and at most 65535",
+        ),
+        ("MASTER_ADDR= MASTER_PORT=1", "MASTER_ADDR='': must be the name or address of a machine"),
+        (
+            "MASTER_ADDR=no.such.machine.invalid MASTER_PORT=1",
+            "MASTER_ADDR='no.such.machine.invalid': must be the name or address of a machine",
+        ),
+        (f"MASTER_ADDR={'a' * 300} MASTER_PORT=1", "MASTER_ADDR='aaa"),
+    ],
+)
+def test_a_meeting_of_no_sense_is_one_line(monkeypatch, environ, message):
+    set_all(monkeypatch, environ)
+    with pytest.raises(ValueError) as error:
+        find_meeting()
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
+def test_processes_of_a_node_share_its_memory(monkeypatch):
+    monkeypatch.setattr("memory._free_in_container", lambda: 1200)
+    device = tiny_model().device
+    assert free_bytes(device) == 1200
+    set_all(monkeypatch, "LOCAL_WORLD_SIZE=3 WORLD_SIZE=6 RANK=4")
+    assert free_bytes(device) == 400
+
+
+PROGRAMS = {
+    "bench.py": ["bench.py", "--model", "llama-tiny"],
+    "sample.py": ["sample.py", "--preset", "llama-tiny", "--prompt", "a"],
+    "server": ["-m", "server", "--preset", "llama-tiny"],
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "environ, message",
+    [
+        ("RANK=x", f"RANK='x': {WHOLE} 0"),
+        ("LOCAL_WORLD_SIZE=0", f"LOCAL_WORLD_SIZE=0: {WHOLE} 1"),
+        ("WORLD_SIZE=2 RANK=5", "RANK=5: must be below WORLD_SIZE=2"),
+    ],
+)
+def test_every_program_says_it_in_one_line(program, environ, message):
+    variables = dict(assignment.split("=") for assignment in environ.split())
+    run = subprocess.run(
+        [sys.executable, *PROGRAMS[program]],
+        cwd=ROOT,
+        env=ENVIRON | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (1, "", f"error: {message}\n")
