@@ -1,10 +1,15 @@
-"""Weights as oneDNN multiplies 16-bit matrices fastest on a CPU: packed once, at load.
+"""Weights as a CPU's libraries multiply matrices fastest: packed once, at load.
 
-A plain weight is packed into the tiles of the processor's dot products at each call, which for a
-decode-only batch takes a third of the time of the products. torch.compile uses them, too."""
+A plain weight is packed into the tiles of the processor at each call. For a decode-only batch that
+takes a third of the time of the products or more, and for a chunk it costs more of each row than
+for a whole prompt. 16-bit weights are packed by oneDNN, float32 by MKL. torch.compile uses the same
+operators."""
 
+import math
+import time
 from collections.abc import Callable
-from typing import Self
+from functools import cache
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn as nn
@@ -12,38 +17,129 @@ from torch import Tensor
 
 from model import GPT
 
+ROWS = 256  # of a typical chunk: kinds of layers are compared on it, and MKL packs for it
+IN_FEATURES = 512  # of the layer that is timed
+OUT_FEATURES = 1024
+TURNS = 5
+
 
 class PackedLinear(nn.Module):
-    """An nn.Linear for inference. Its weight (out_features, in_features) is opaque: an operand."""
+    """An nn.Linear for inference. Its weight is opaque: an operand of the library's product."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, packed_weight: Tensor) -> None:
         super().__init__()
         self.in_features = linear.in_features
+        self.out_features = linear.out_features
         self.bias = linear.bias
-        packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
-        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.weight = nn.Parameter(packed_weight, requires_grad=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         raise ValueError("packed weights cannot be moved or converted: load the model anew")
+
+
+class OneDNNLinear(PackedLinear):
+    """Packed by oneDNN, for bfloat16."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        packed_weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
+        super().__init__(linear, packed_weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (rows, in_features) -> (rows, out_features)"""
         return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
 
 
+class MKLLinear(PackedLinear):
+    """Packed by MKL, for float32. With its padding a small matrix takes up to twice its memory."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        weight = linear.weight.detach()
+        super().__init__(linear, torch.ops.mkl._mkl_reorder_linear_weight(weight, ROWS))
+        # The product asks for the plain weight, too, but reads its shape alone: one number with
+        # the strides of a whole matrix, so that the weight is not held twice.
+        self.plain_weight = weight.new_zeros(1).expand(weight.shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (rows, in_features) -> (rows, out_features)"""
+        return torch.ops.mkl._mkl_linear(x, self.weight, self.plain_weight, self.bias, len(x))
+
+
+def packings_of(dtype: torch.dtype) -> list[type[PackedLinear]]:
+    """The packings that exist for a type on this CPU."""
+    packings: list[type[PackedLinear]] = []
+    has_onednn = torch.backends.mkldnn.is_available()
+    if dtype == torch.float32:
+        if torch.backends.mkl.is_available():
+            packings.append(MKLLinear)
+        if has_onednn:
+            packings.append(OneDNNLinear)
+    elif dtype == torch.bfloat16 and has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        packings.append(OneDNNLinear)
+    return packings
+
+
+class TimedLayer(NamedTuple):
+    """A kind of layer, and how fast it multiplies ROWS rows."""
+
+    kind: type[nn.Module]
+    flops_per_s: float
+
+
+def measure_layers(dtype: torch.dtype) -> list[TimedLayer]:
+    """Time each kind of layer that multiplies this type on this CPU, in some milliseconds.
+
+    They run in turns, and the shortest time of each counts: others on this machine can only make a
+    time longer."""
+    linear = nn.Linear(IN_FEATURES, OUT_FEATURES, bias=False, dtype=dtype).requires_grad_(False)
+    layers: list[nn.Module] = [linear, *(packing(linear) for packing in packings_of(dtype))]
+    x = torch.ones(ROWS, IN_FEATURES, dtype=dtype)
+    seconds = [math.inf] * len(layers)
+    with torch.inference_mode():
+        for _ in range(TURNS):
+            for i, layer in enumerate(layers):
+                start = time.perf_counter()
+                layer(x)
+                seconds[i] = min(seconds[i], time.perf_counter() - start)
+    flops = 2 * ROWS * IN_FEATURES * OUT_FEATURES
+    return [TimedLayer(type(layer), flops / s) for layer, s in zip(layers, seconds, strict=True)]
+
+
+@cache
+def fastest_layer(dtype: torch.dtype, threads: int) -> type[nn.Module]:
+    """The kind of layer that multiplies a chunk of this type fastest on this CPU: as measured.
+
+    Libraries differ between processors: MKL's product of packed float32 weights is the fastest on
+    an Intel Xeon, oneDNN's on an AMD EPYC. `threads` is torch's number of threads."""
+    return max(measure_layers(dtype), key=lambda timed: timed.flops_per_s).kind
+
+
 def pack(model: GPT) -> GPT:
     """Pack the linear layers of a model in place, and return it. Engines do it to their model.
 
-    It is done if the model is in bfloat16 on a CPU that multiplies that itself; layer by layer, so
-    that no two copies of the weights are held. A head that is tied to the embedding stays as it is:
-    rows of an opaque weight cannot be looked up."""
-    if model.compiled or model.device.type != "cpu" or model.dtype != torch.bfloat16:
+    It is done on a CPU, if a packing is faster there than plain weights."""
+    if model.compiled or model.device.type != "cpu":
         return model  # inductor takes no packed weights
-    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return model
+    kind = fastest_layer(model.dtype, torch.get_num_threads())
+    return pack_as(kind, model) if issubclass(kind, PackedLinear) else model
+
+
+def pack_as(kind: type[PackedLinear], model: GPT) -> GPT:
+    """Replace the plain linear layers of a model by packed ones of this kind, and return it.
+
+    It is done layer by layer, so that no two copies of the weights are held. A head that is tied to
+    the embedding stays as it is: rows of an opaque weight cannot be looked up."""
     for parent in [*model.blocks, model]:
         for name, child in list(parent.named_children()):
             tied = child is model.head and model.config.tie_embeddings
             if isinstance(child, nn.Linear) and not tied:
-                setattr(parent, name, PackedLinear(child))
+                setattr(parent, name, kind(child))
     return model
+
+
+def count_parameters(model: nn.Module) -> int:
+    """The number of parameters of a model, packed or not, without the padding of packed ones."""
+    count = sum(parameter.numel() for parameter in model.parameters())
+    for layer in model.modules():
+        if isinstance(layer, PackedLinear):
+            count += layer.in_features * layer.out_features - layer.weight.numel()
+    return count

@@ -4,28 +4,52 @@ import pytest
 import torch
 import torch.nn as nn
 
-import packed_linear as packed
+import packed_linear
 from engine import Engine
 from kv_cache import Span
 from model import GPT
+from packed_linear import (
+    MKLLinear,
+    OneDNNLinear,
+    PackedLinear,
+    count_parameters,
+    pack,
+    pack_as,
+    packings_of,
+)
 from sampling import SamplingParams
 from tests.helpers import alone, poisoned_cache, run, tiny_model
 
-bf16 = torch.bfloat16
-can = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-needs_packing = pytest.mark.skipif(not can, reason="no bfloat16 products on this CPU")
 PROMPT = [(7 * i) % 50 for i in range(40)]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+CASES = [
+    pytest.param(
+        kind,
+        dtype,
+        id=f"{kind.__name__}, {name}",
+        marks=pytest.mark.skipif(kind not in packings_of(dtype), reason="no such product here"),
+    )
+    for name, dtype in DTYPES.items()
+    for kind in (MKLLinear, OneDNNLinear)
+    if (kind, dtype) != (MKLLinear, torch.bfloat16)
+]
+each_packing = pytest.mark.parametrize(("kind", "dtype"), CASES)
 
 
 def linear_layers(model):
     """The linear layers of a model, packed or not."""
-    return [m for m in model.modules() if isinstance(m, (nn.Linear, packed.PackedLinear))]
+    return [m for m in model.modules() if isinstance(m, (nn.Linear, PackedLinear))]
 
 
-@needs_packing
+def packed_layers(model):
+    """Those of them that are packed."""
+    return [layer for layer in linear_layers(model) if isinstance(layer, PackedLinear)]
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_packed_is_as_near_to_the_exact_logits_as_plain(family):
-    model = tiny_model(family, dtype=bf16)
+@each_packing
+def test_packed_is_as_near_to_the_exact_logits_as_plain(kind, dtype, family):
+    model = tiny_model(family, dtype=dtype)
     exact = GPT(model.config, dtype=torch.float64)
     exact.load_state_dict(model.state_dict())
 
@@ -33,8 +57,8 @@ def test_packed_is_as_near_to_the_exact_logits_as_plain(family):
         return run(m, poisoned_cache(m, 1, 40), [Span([0], 0, PROMPT)], all_rows=True)
 
     expected, plain = logits(exact), logits(model)
-    fast = logits(packed.pack(model))
-    assert all(isinstance(layer, packed.PackedLinear) for layer in linear_layers(model.blocks))
+    fast = logits(pack_as(kind, model))
+    assert packed_layers(model.blocks) == linear_layers(model.blocks)
 
     def error(found):
         return (found - expected).abs().max()
@@ -42,34 +66,84 @@ def test_packed_is_as_near_to_the_exact_logits_as_plain(family):
     assert 0 < error(fast) <= 2 * error(plain)
 
 
-@needs_packing
+@pytest.mark.parametrize("bias", [False, True])
+@each_packing
+def test_every_number_of_rows_is_multiplied_exactly(kind, dtype, bias):
+    generator = torch.Generator().manual_seed(0)
+    linear = nn.Linear(96, 80, bias=bias, dtype=dtype).requires_grad_(False)
+    packed = kind(linear)
+    ulp = torch.finfo(dtype).eps
+    for rows in (1, 2, 3, 6, 7, 16, 31, 64, 100, 251, 255, 256, 257, 300, 1000):
+        x = torch.randn(rows, 96, generator=generator).to(dtype)
+        exact = nn.functional.linear(
+            x.double(), linear.weight.double(), linear.bias.double() if bias else None
+        )
+        scale = x.double().abs() @ linear.weight.double().abs().T + 1
+        with torch.inference_mode():
+            assert ((packed(x) - exact).abs() <= 4 * ulp * scale).all(), rows
+
+
 @pytest.mark.parametrize("tied", [False, True])
-def test_weights_are_held_once(tied):
-    model = tiny_model(dtype=bf16, tie_embeddings=tied)
+@each_packing
+def test_weights_are_held_once(kind, dtype, tied):
+    model = tiny_model(dtype=dtype, tie_embeddings=tied)
     count = sum(p.numel() for p in model.parameters())
+    assert count_parameters(model) == count
     for _ in range(2):  # the second time changes nothing
-        assert packed.pack(model) is model
-    assert sum(p.numel() for p in model.parameters()) == count
-    assert (model.device.type, model.dtype) == ("cpu", bf16)
+        assert pack_as(kind, model) is model
+    assert count_parameters(model) == count
+    if kind is OneDNNLinear:  # MKL's have padding
+        assert sum(p.numel() for p in model.parameters()) == count
+    assert (model.device.type, model.dtype) == ("cpu", dtype)
     plain = [layer for layer in linear_layers(model) if not layer.weight.is_mkldnn]
     assert plain == ([model.head] if tied else [])
     assert (model.head.weight is model.token_embedding.weight) == tied
+    for layer in packed_layers(model):
+        for value in vars(layer).values():  # beside the parameters
+            if isinstance(value, torch.Tensor):
+                assert value.untyped_storage().nbytes() <= 8
     with pytest.raises(ValueError, match="packed weights cannot be moved"):
-        model.to(torch.float32)
+        model.to(torch.float64)
 
 
-@needs_packing
-def test_an_engine_packs_its_model_and_serves_the_same_tokens():
+@each_packing
+def test_an_engine_packs_its_model_and_serves_the_same_tokens(kind, dtype, monkeypatch):
+    monkeypatch.setattr(packed_linear, "fastest_layer", lambda dtype, threads: kind)
     prompts, params = [PROMPT, PROMPT[:7]], SamplingParams(6)
-    model = tiny_model(dtype=bf16)
+    model = tiny_model(dtype=dtype)
     engine = Engine(model, policy="sarathi-serve", chunk=16, max_batch=2, max_len=64)
-    assert any(isinstance(layer, packed.PackedLinear) for layer in linear_layers(model))
+    assert packed_layers(model)
     done = engine.generate(prompts, params, progress=False)
     assert [c.tokens for c in done] == [alone(model, prompt, params) for prompt in prompts]
 
 
-def test_other_numbers_and_other_machines_stay_plain(monkeypatch):
-    for dtype in (torch.float32, torch.float64, torch.float16):
-        assert not any(p.is_mkldnn for p in packed.pack(tiny_model(dtype=dtype)).parameters())
+def test_a_model_stays_plain_where_that_is_fastest(monkeypatch):
+    monkeypatch.setattr(packed_linear, "fastest_layer", lambda dtype, threads: nn.Linear)
+    assert not packed_layers(pack(tiny_model(dtype=torch.float32)))
+
+
+def test_other_types_and_other_machines_have_no_packing(monkeypatch):
+    for dtype in (torch.float64, torch.float16):
+        assert packings_of(dtype) == []
+        assert not packed_layers(pack(tiny_model(dtype=dtype)))
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert not any(p.is_mkldnn for p in packed.pack(tiny_model(dtype=bf16)).parameters())
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    for dtype in DTYPES.values():
+        assert packings_of(dtype) == []
+
+
+def test_the_fastest_kind_is_the_one_of_the_highest_rate(monkeypatch):
+    rates = {MKLLinear: 2.0, OneDNNLinear: 3.0, nn.Linear: 1.0}
+    timed = [packed_linear.TimedLayer(kind, rate) for kind, rate in rates.items()]
+    monkeypatch.setattr(packed_linear, "measure_layers", lambda dtype: timed)
+    packed_linear.fastest_layer.cache_clear()
+    try:
+        assert packed_linear.fastest_layer(torch.float32, threads=1) is OneDNNLinear
+    finally:
+        packed_linear.fastest_layer.cache_clear()
+
+
+def test_every_kind_of_layer_is_timed():
+    kinds = [timed.kind for timed in packed_linear.measure_layers(torch.float32)]
+    assert kinds == [nn.Linear, *packings_of(torch.float32)]
+    assert all(timed.flops_per_s > 0 for timed in packed_linear.measure_layers(torch.float32))

@@ -25,6 +25,7 @@ from lab.measure.batch_times import (
     time_sequences,
 )
 from lab.measure.machine_info import measure_machine
+from packed_linear import count_parameters
 from views.tables import Column, format_table
 
 NUMBER = r"([1-9]\d{0,6})"
@@ -139,7 +140,7 @@ def main(options: BatchesOptions) -> None:
         machine = replace(
             machine,
             model=f"{machine.model}, cut to --layers {options.layers}",
-            parameters=sum(p.numel() for p in model.parameters()),
+            parameters=count_parameters(model),
         )
     rows = time_sequences(
         model,

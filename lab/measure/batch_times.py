@@ -247,8 +247,8 @@ def intensities(model: GPT, batches: Sequence[Batch]) -> dict[str, float]:
     linear_bytes = 0
     for operation in timing.LINEAR:
         layer = getattr(model.blocks[0], operation)
-        weights = layer.weight.numel()
-        columns = layer.in_features + weights // layer.in_features
+        weights = layer.in_features * layer.out_features
+        columns = layer.in_features + layer.out_features
         flops = config.n_layer * 2 * tokens * weights
         moved_bytes = config.n_layer * item_bytes * (len(batches) * weights + tokens * columns)
         intensity[operation] = flops / moved_bytes

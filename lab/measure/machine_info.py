@@ -13,6 +13,7 @@ import torch
 
 from lab.measure import timing
 from model import GPT
+from packed_linear import count_parameters
 from parallel.shard import Shard
 
 
@@ -59,6 +60,7 @@ class RealMachineInfo:
     bytes_per_s: float  # of reading memory
     ridge_tokens: float
     busy: bool  # whether the machine was too busy while this was measured
+    cpu_flops_per_s: dict[str, float] | None = None  # of a chunk, by type; None on a GPU
     tp: int | None = None  # None: one process
     pp: int | None = None
     base_busy: bool | None = None  # too busy while the base of SLOs was timed; None: was not timed
@@ -67,9 +69,14 @@ class RealMachineInfo:
         """The device, and the model that runs on it."""
         parallel = f", TP {self.tp} x PP {self.pp}" if self.tp else ""
         compiled = ", compiled" if self.compiled else ""
+        rates = ""
+        if self.cpu_flops_per_s:
+            terms = [f"{flops / 1e12:.2f} in {t}" for t, flops in self.cpu_flops_per_s.items()]
+            rates = f"TFLOP/s of this CPU for a chunk: {', '.join(terms)}\n"
         return (
             f"{self.device}, threads: {self.threads}, torch {self.torch}\n"
             f"{self.model}, {self.parameters:,} parameters, {self.dtype}{parallel}{compiled}\n"
+            f"{rates}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -91,22 +98,27 @@ def measure_machine(model: GPT, name: str, rows: int) -> RealMachineInfo:
         return timed[0].spread
 
     (products_timing, bandwidth), drift = timing.steadily(time_both, device, spread_of=spread_of)
-    weights = sum(layer.weight.numel() for layer in layers)
+    weights = sum(layer.in_features * layer.out_features for layer in layers)
     flops_per_s = 2 * rows * weights / (products_timing.ms / 1e3)
     parallel = isinstance(model, Shard)  # has a part of the whole model
     whole = model.whole_model() if parallel else model
+    cpu_flops_per_s = None
+    if device.type == "cpu":
+        rates = timing.cpu_rates(torch.get_num_threads())
+        cpu_flops_per_s = {str(t).removeprefix("torch."): rate for t, rate in rates.items()}
     return RealMachineInfo(
         device=timing.device_name(device),
         threads=torch.get_num_threads(),
         torch=torch.__version__,
         model=name,
-        parameters=sum(p.numel() for p in whole.parameters()),
+        parameters=count_parameters(whole),
         dtype=str(model.dtype).removeprefix("torch."),
         compiled=model.compiled,
         flops_per_s=flops_per_s,
         bytes_per_s=bandwidth,
         ridge_tokens=flops_per_s / bandwidth * model.dtype.itemsize / 2,
         busy=drift > timing.BUSY,
+        cpu_flops_per_s=cpu_flops_per_s,
         tp=model.ranks.tp if parallel else None,
         pp=model.ranks.pp if parallel else None,
     )

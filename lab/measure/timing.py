@@ -18,13 +18,13 @@ from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
 from engine import Runner
 from kv_cache import Span, kv_bytes_per_token
 from model import GPT, ROWS_PER_PIECE, GPTConfig
+from packed_linear import measure_layers
 
 Name = TypeVar("Name")
 Result = TypeVar("Result")
@@ -33,6 +33,7 @@ WARMUP = 2  # runs that are not counted
 BUSY = 0.20  # drift, of a machine, or spread, of times: above it no number is believed
 TOO_BUSY = "this machine is too busy to tell"
 PROBE_S = 0.02  # of a probe beside a measurement
+RATE_TURNS = 3  # of cpu_rates
 GLANCE_S = 0.01  # of a probe within one, every second
 
 
@@ -151,15 +152,24 @@ def mark(name: str, busy: bool) -> str:
     return f"{name} (busy)" if busy else name
 
 
+@cache
+def cpu_rates(threads: int) -> dict[torch.dtype, float]:
+    """Flops per second of a chunk's product on this CPU, with the fastest kind of layer, by type.
+
+    Takes a tenth of a second. The types take turns, and the highest rate of each counts: so others
+    on this machine do not decide which one is faster. `threads` is torch's number of threads."""
+    rates = dict.fromkeys((torch.bfloat16, torch.float32), 0.0)
+    for _ in range(RATE_TURNS):
+        for dtype in rates:
+            fastest = max(timed.flops_per_s for timed in measure_layers(dtype))
+            rates[dtype] = max(rates[dtype], fastest)
+    return rates
+
+
 def fastest_cpu_dtype() -> torch.dtype:
-    """bfloat16 if this CPU multiplies it faster than float32, else float32. Takes milliseconds."""
-    products = {}
-    for dtype in (torch.bfloat16, torch.float32):
-        x = torch.ones(128, 1024, dtype=dtype)
-        weight = torch.ones(1024, 1024, dtype=dtype)
-        products[dtype] = partial(F.linear, x, weight)
-    timings = interleaved(products, torch.device("cpu"), repeats=25)  # others may disturb some
-    return min(products, key=lambda dtype: timings[dtype].ms)
+    """bfloat16 if this CPU multiplies it faster than float32, else float32. See cpu_rates."""
+    rates = cpu_rates(torch.get_num_threads())
+    return max(rates, key=lambda dtype: rates[dtype])
 
 
 def linear_layers(model: GPT, names: Sequence[str] = LINEAR) -> list[nn.Linear]:
