@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from cli.options import OptionParser, policy_name, whole
+from cli.options import OptionParser, nonempty_text, policy_name, whole
 from policies import POLICIES
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ def add_model_options(
         geometry,
         dest="model",
         metavar="NAME",
+        type=nonempty_text,
         help=f"a geometry with random weights: {', '.join(PRESETS)}",
         default_text=default_model,
     )
@@ -85,6 +86,7 @@ def add_model_options(
         checkpoint,
         dest="init_from",
         metavar="MODEL",
+        type=nonempty_text,
         help="a checkpoint instead: a local directory or a name on the Hub",
     )
     parser.add_option(

@@ -122,6 +122,13 @@ def _out_of_limits(
     return ArgumentTypeError(f"{text:.60}: must be {' '.join(limits)}")
 
 
+def nonempty_text(text: str) -> str:
+    """The type of a text with more than spaces."""
+    if not text.strip():
+        raise ArgumentTypeError(f"{text!r:.60}: must not be empty")
+    return text
+
+
 def policy_name(text: str) -> str:
     """The type of a policy: a name that `find_policy` takes."""
     return _check_policy(text, text)
