@@ -12,6 +12,7 @@ Read next: console.py."""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -81,6 +82,7 @@ def add_model_options(parser: OptionParser, default_preset: str) -> None:
     )
     parser.add_option(
         "--model",
+        metavar="MODEL",
         help="a checkpoint instead: a local directory or a name on the Hub",
         type=checkpoint_name,
     )

@@ -125,7 +125,7 @@ def _out_of_limits(
 def nonempty_text(text: str) -> str:
     """The type of a text that says something: not "", and not only blanks."""
     if not text.strip():
-        raise ArgumentTypeError(f"{text!r}: must not be empty")
+        raise ArgumentTypeError(f"{text!r:.60}: must not be empty")
     return text
 
 

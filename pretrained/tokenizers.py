@@ -5,6 +5,7 @@ the first word. So text is streamed by decoding a few tokens together, up to a s
 templates are here, too. Read next: sample.py, which prints the stream."""
 
 import base64
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -12,11 +13,13 @@ from typing import Any, NamedTuple, Protocol
 import tiktoken
 import tokenizers
 from pydantic import NonNegativeInt
+from tokenizers import models, pre_tokenizers
 
 from pretrained.checkpoints import TEXT_FILES, TOKENIZER_FILES, Schema
 
 CONTEXT = 32  # tokens, of which many are a word
 BYTES = {bytes([i]) for i in range(256)}
+KEEPING_STEPS = {"ByteLevel", "Digits", "Split"}  # cut a text and drop nothing
 HALF_A_CHARACTER = "\ufffd"  # how bytes that are no text yet are decoded
 Message = dict[str, str]  # {"role": ..., "content": ...}
 
@@ -35,11 +38,21 @@ LLAMA3_SPECIALS = {  # of its 256 special tokens; the others are <|reserved_spec
 
 
 class Tokenizer(NamedTuple):
-    """Text to token ids and back."""
+    """Text to token ids and back.
+
+    `encode` raises ValueError for a text that it cannot encode. While a checkpoint's tokenizer
+    encodes, other threads run."""
 
     encode: Callable[[str], list[int]]  # BOS comes first, if there is one
     decode: Callable[[Sequence[int]], str]  # special tokens have no text
     stop_token_ids: frozenset[int] = frozenset()  # these end a text
+    longest_token: int | None = None  # in characters; None if a token may stand for any number
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that the text has at least. It is found without encoding the text."""
+        if self.longest_token is None:
+            return 0
+        return -(-len(text) // self.longest_token)
 
 
 def decode_output(tokenizer: Tokenizer, tokens: Sequence[int], prompt_len: int) -> str:
@@ -139,7 +152,7 @@ def byte_tokenizer() -> Tokenizer:
         spelled = b"".join(bytes([i]) if i < 256 else box for i in ids)
         return spelled.decode(errors="replace")
 
-    return Tokenizer(encode, decode)
+    return Tokenizer(encode, decode, longest_token=1)
 
 
 class TextFile(Schema):
@@ -169,9 +182,35 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     inner.no_padding()
 
     def encode(text: str) -> list[int]:
-        return inner.encode(text).ids
+        # unlike inner.encode() this lets other threads run meanwhile
+        return inner.encode_batch_fast([text])[0].ids
 
-    return Tokenizer(encode, inner.decode, frozenset(stop_token_ids))
+    return Tokenizer(encode, inner.decode, frozenset(stop_token_ids), _longest_token(inner))
+
+
+def _longest_token(inner: tokenizers.Tokenizer) -> int | None:
+    """The most characters of a text that one token stands for, or None if that is not certain.
+
+    It is certain for byte-level BPE as of GPT-2 and LLaMA 3, which names a token by one letter for
+    each of its bytes. A normalizer may shorten a text, a special token may swallow the spaces
+    beside it, and other models may write many characters as one unknown token."""
+    if inner.normalizer is not None or not isinstance(inner.model, models.BPE):
+        return None
+    rules = json.loads(inner.pre_tokenizer.__getstate__()) if inner.pre_tokenizer else {}
+    steps = rules.get("pretokenizers", [rules])
+    keeps_all = all(step.get("behavior") != "Removed" for step in steps)
+    names = [step.get("type") for step in steps]
+    if not keeps_all or names[-1] != "ByteLevel" or not KEEPING_STEPS.issuperset(names):
+        return None
+    if inner.model.continuing_subword_prefix or inner.model.end_of_word_suffix:
+        return None
+    added_tokens = inner.get_added_tokens_decoder().values()
+    vocabulary = inner.get_vocab()
+    if any(token.lstrip or token.rstrip for token in added_tokens):
+        return None
+    if not vocabulary.keys() >= set(pre_tokenizers.ByteLevel.alphabet()):
+        return None
+    return max(map(len, vocabulary))
 
 
 def _read_stop_tokens(directory: Path) -> list[int]:
@@ -224,6 +263,7 @@ def _load_llama3(path: Path, stop_token_ids: list[int]) -> Tokenizer:
         ) from error
     specials = _llama3_specials(first_id=len(ranks))
     begin_of_text = specials["<|begin_of_text|>"]
+    longest_token = max(map(len, [*ranks, *specials]))
     inner = tiktoken.Encoding(
         "llama3", pat_str=LLAMA3_WORDS, mergeable_ranks=ranks, special_tokens=specials
     )
@@ -236,7 +276,7 @@ def _load_llama3(path: Path, stop_token_ids: list[int]) -> Tokenizer:
 
     if not stop_token_ids:
         stop_token_ids = [specials["<|end_of_text|>"], specials["<|eot_id|>"]]
-    return Tokenizer(encode, decode, frozenset(stop_token_ids))
+    return Tokenizer(encode, decode, frozenset(stop_token_ids), longest_token)
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:

@@ -2,27 +2,29 @@
 
     python -m server --model path/or/hub-name --policy sarathi-serve --chunk 256 --port 8000
 
-Without --model the weights are random and the text is noise. Read next: README.md, app.py."""
+Without --model the weights are random and the text is noise. Read first: README.md, app.py,
+connections.py."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cli.console import run  # other modules are imported once it is in charge of signals
+
+STEP_S = 10.0  # after the last request a step has this time to end
 
 if TYPE_CHECKING:
     from cli.loading import ModelOptions
     from engine import Engine
     from model import GPT
-
-SignalHandler = Callable[[int, FrameType | None], Any] | signal.Handlers
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class ServerOptions:
 
     host: str
     port: int
+    allowed_hosts: list[str]
     api_key: str | None
     max_body: int  # bytes
     drain: float  # seconds
@@ -49,13 +52,21 @@ class ServerOptions:
 def parse_args(argv: Sequence[str] | None) -> ServerOptions:
     """The options, checked. Exits with a message, like argparse, for one that makes no sense."""
     from cli.loading import add_engine_options, add_model_options, model_options
-    from cli.options import OptionParser, number, whole
+    from cli.options import OptionParser, nonempty_text, number, whole
 
     parser = OptionParser(prog="python -m server", description="An OpenAI-compatible server.")
     parser.add_option(
         "--host",
         help="the address to listen at; 0.0.0.0 lets in all who reach this machine",
+        type=nonempty_text,
         default="127.0.0.1",
+    )
+    parser.add_option(
+        "--allowed-host",
+        help="a name that clients without a key may call this server by; may be repeated",
+        type=nonempty_text,
+        action="append",
+        default_text="--host, localhost and all IP addresses",
     )
     parser.add_option(
         "--port",
@@ -113,11 +124,12 @@ def parse_args(argv: Sequence[str] | None) -> ServerOptions:
     add_engine_options(parser)
     add_model_options(parser, "llama-160m")
     args = parser.parse_args(argv)
-    if args.api_key == "":
+    if args.api_key is not None and not args.api_key.strip():
         parser.error("--api-key, NANOSARATHI_API_KEY: must not be empty")
     return ServerOptions(
         host=args.host,
         port=args.port,
+        allowed_hosts=args.allowed_host or [],
         api_key=args.api_key,
         max_body=args.max_body,
         drain=args.drain,
@@ -160,6 +172,7 @@ def make_engine(options: ServerOptions) -> Engine:
         attention=options.model.attention,
         policy_options={"tbt_slo": options.tbt_slo} if options.tbt_slo else {},
     )
+    print("# warming up", file=sys.stderr, flush=True)
     engine.warm_up()
     return engine
 
@@ -167,11 +180,10 @@ def make_engine(options: ServerOptions) -> Engine:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line: load the model, and serve until a signal comes."""
     options = parse_args(argv)
-    import uvicorn
-
     from cli.loading import find_text_model
     from pretrained.tokenizers import load_chat
     from server.app import Api
+    from server.connections import Server
     from server.engine_thread import EngineThread
     from torchrun import find_place
 
@@ -184,7 +196,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with socket.create_server((options.host, options.port), family=family) as listener:
         # a signal ends the process at once while the engine's thread, which cannot be
         # interrupted, loads the model; then it lets the server finish
-        on_signals(signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         thread = EngineThread(partial(make_engine, options))
         api = Api(
             thread,
@@ -193,24 +206,27 @@ def main(argv: Sequence[str] | None = None) -> None:
             chat=chat,
             key=options.api_key,
             max_body=options.max_body,
+            hosts=[options.host, *options.allowed_hosts],
         )
-        config = uvicorn.Config(
-            api.app(),
-            access_log=False,
-            log_level="error",
-            timeout_graceful_shutdown=options.drain,  # pyright: ignore[reportArgumentType]
-        )
-        server = uvicorn.Server(config)
-        on_signals(server.handle_exit)
-        host, port = listener.getsockname()[:2]
-        print(f"{text_model.name} at http://{host}:{port}/v1", flush=True)
+        server = Server(api, options.drain)
+        server.on_signals()
+        url = url_of(listener)
+        print(f"{text_model.name} at {url}/v1", flush=True)
+        print(f"schedule page at {url}/", flush=True)
+        gc.collect()
+        gc.freeze()  # a search for garbage takes a moment: it leaves out what is loaded
         server.run(sockets=[listener])
+    if not thread.answers(within_s=STEP_S):  # or the process would wait for it for ever
+        print("error: a step of the engine does not end", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
-def on_signals(handler: SignalHandler) -> None:
-    """Handle Ctrl-C and SIGTERM this way."""
-    signal.signal(signal.SIGINT, handler)
-    signal.signal(signal.SIGTERM, handler)
+def url_of(listener: socket.socket) -> str:
+    """The URL of what listens at a socket."""
+    host, port = listener.getsockname()[:2]
+    return (
+        f"http://[{host}]:{port}" if listener.family == socket.AF_INET6 else f"http://{host}:{port}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,17 +1,16 @@
 """The routes: OpenAI's /v1, /health, /metrics, and the schedule page with its records.
 
-Read first: protocol.py, engine_thread.py, pretrained/tokenizers.py."""
+Read first: protocol.py, engine_thread.py, pretrained/tokenizers.py. Read next: connections.py."""
 
 import asyncio
-import hmac
 import json
+import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Collection
 from functools import partial
+from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -27,11 +26,12 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from engine import QueueFull
-from outputs import Completion
 from pretrained.tokenizers import TextStream, Tokenizer, Writer
 from sampling import SamplingParams
-from scheduler import Request, Scheduler
+from scheduler import Request
+from server.checks import check_host, check_key, read_body
 from server.engine_thread import EngineThread, EventQueue
+from server.metrics import Metrics
 from server.protocol import (
     ApiError,
     ChatRequest,
@@ -43,8 +43,11 @@ from server.protocol import (
 )
 from views.page import page
 
-BUCKETS_S = [0.005 * 2**n for n in range(15)]  # upper ends of the histograms' buckets, to 82 s
+MAX_DIGITS = 100  # of the number of a record
+SERVER_ENDS = "the server ends"
+TOO_LONG = "context_length_exceeded"
 Chat = Callable[[list[dict]], str]  # messages -> the prompt
+Progress = Literal["waiting", "begun", "complete"]  # of a response: "begun" sent its status
 
 
 async def error_response(request: HttpRequest, error: Exception) -> Response:
@@ -78,6 +81,7 @@ class CompletionResponse(StreamingResponse):
         self.request = request
         self.events = events
         self.output_tokens = 0  # so far
+        self.progress: Progress = "waiting"
         stream = request_body.stream
         self.head: dict[str, object] = {
             "id": f"{request_body.id_prefix}-{uuid.uuid4().hex}",
@@ -100,14 +104,27 @@ class CompletionResponse(StreamingResponse):
 
         async def send_with_body(message: Message) -> None:
             held.append(message)
-            while held and "body" in message:
+            if "body" not in message:
+                return
+            self.progress = "begun" if message["more_body"] else "complete"
+            while held:
                 await send(held.pop(0))
 
-        with suppress(asyncio.CancelledError):  # the server ends before the response does
-            try:
-                await super().__call__(scope, receive, send_with_body)
-            finally:
-                await self.api.thread.call(self.api.thread.end, self.request.id)
+        try:
+            await super().__call__(scope, receive, send_with_body)
+        except asyncio.CancelledError:  # the server ends before the response does
+            await self.cut_off(scope, receive, send)
+        finally:
+            self.api.thread.executor.submit(self.api.thread.end, self.request.id)
+
+    async def cut_off(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """End the response with an error: its status, or an event if a stream has begun."""
+        error = ApiError(503, SERVER_ENDS)
+        if self.progress == "waiting":
+            await JSONResponse(error.detail, error.status_code)(scope, receive, send)
+        elif self.progress == "begun":
+            event = f"data: {json.dumps(error.detail)}\n\n" if self.request_body.stream else ""
+            await send({"type": "http.response.body", "body": event.encode(), "more_body": False})
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """The answer, token by token. Raises ApiError if the engine fails."""
@@ -170,65 +187,12 @@ class CompletionResponse(StreamingResponse):
         }
 
 
-class Metrics:
-    """The numbers for Prometheus: of requests that have ended, and of the present."""
-
-    def __init__(self, schedulers: Sequence[Scheduler]) -> None:
-        self.schedulers = schedulers
-        self.registry = CollectorRegistry()
-        self.ttft = self._histogram("ttft_seconds", "arrival to first token")
-        self.tbt = self._histogram("tbt_seconds", "between two tokens")
-        self.prompt_tokens = self._counter("prompt_tokens")
-        self.output_tokens = self._counter("output_tokens")
-        self.preemptions = self._counter("preemptions")
-        self.cached_tokens = self._counter("cached_tokens")
-        self._gauge("waiting_requests", self._waiting_requests)
-        self._gauge("running_requests", self._running_requests)
-        self._gauge("free_pages", self._free_pages)
-
-    def _histogram(self, name: str, description: str) -> Histogram:
-        return Histogram(
-            name, description, namespace="nanosarathi", registry=self.registry, buckets=BUCKETS_S
-        )
-
-    def _counter(self, name: str) -> Counter:
-        description = "of requests that have ended"
-        return Counter(name, description, namespace="nanosarathi", registry=self.registry)
-
-    def _gauge(self, name: str, value: Callable[[], float]) -> None:
-        gauge = Gauge(name, "at this moment", namespace="nanosarathi", registry=self.registry)
-        gauge.set_function(value)
-
-    def _waiting_requests(self) -> int:
-        return len(self.schedulers[0].waiting)  # all schedulers share one queue
-
-    def _running_requests(self) -> int:
-        return sum(len(scheduler.running) for scheduler in self.schedulers)
-
-    def _free_pages(self) -> int:
-        return sum(scheduler.pages.num_free for scheduler in self.schedulers)
-
-    def observe(self, completion: Completion) -> None:
-        """Count a request that has ended."""
-        self.prompt_tokens.inc(len(completion.prompt))
-        self.output_tokens.inc(len(completion.tokens))
-        self.preemptions.inc(completion.preemptions)
-        self.cached_tokens.inc(completion.cached_tokens)
-        if completion.ttft is not None:
-            self.ttft.observe(completion.ttft)
-        for seconds in completion.tbt:
-            self.tbt.observe(seconds)
-
-    def text(self) -> bytes:
-        """All numbers, in Prometheus' format."""
-        return generate_latest(self.registry)
-
-
 class Api:
     """The HTTP interface to an EngineThread, whose engine has no tokenizer of its own.
 
     `chat` makes a prompt of messages, see load_chat. Clients of /v1 must send `key`, if there is
-    one. A body has at most `max_body` bytes."""
+    one. A body has at most `max_body` bytes. `hosts` are names that clients may call this server
+    by, see checks.check_host."""
 
     def __init__(
         self,
@@ -238,6 +202,7 @@ class Api:
         chat: Chat,
         key: str | None = None,
         max_body: int = 2**20,
+        hosts: Collection[str] = (),
     ) -> None:
         self.thread = thread
         self.engine = thread.engine
@@ -246,6 +211,8 @@ class Api:
         self.chat = chat
         self.key = key
         self.max_body = max_body
+        self.max_len = thread.engine.scheduler.max_len
+        self.hosts = {"localhost", *(host.lower() for host in hosts)}
         self.metrics = Metrics(thread.engine.schedulers)
         thread.on_completion = self.metrics.observe
         self.slo_s: float | None = self.engine.config.policy_options.get("tbt_slo")
@@ -264,7 +231,7 @@ class Api:
                 Route("/v1/models", self.models),
                 Route("/health", self.health),
                 Route("/metrics", self.metrics_text),
-                Route("/records/{place:int}", self.records),
+                Route("/records/{place}", self.records),
                 Route("/", self.page),
             ],
             exception_handlers={
@@ -276,6 +243,7 @@ class Api:
 
     async def page(self, request: HttpRequest) -> Response:
         """GET /: the live schedule page. A gap is red above --tbt-slo, or ten decode iterations."""
+        self.check_host(request)
         config = self.engine.config
         sizes = f"{config.max_batch} requests of {config.max_len} tokens"
         description = f"{config.policy}, chunk {config.chunk}, {sizes}"
@@ -283,8 +251,11 @@ class Api:
 
     async def records(self, request: HttpRequest) -> Response:
         """GET /records/N: the records from number N on, as JSON."""
-        place: int = request.path_params["place"]
-        return JSONResponse(await self.thread.call(self.thread.records_since, place))
+        self.check_host(request)
+        digits: str = request.path_params["place"]
+        if not re.fullmatch(f"[0-9]{{1,{MAX_DIGITS}}}", digits):
+            raise ApiError(404, f"/records/N: N must have 1 to {MAX_DIGITS} digits")
+        return JSONResponse(await self.thread.call(self.thread.records_since, int(digits)))
 
     async def health(self, request: HttpRequest) -> Response:
         """GET /health."""
@@ -296,22 +267,29 @@ class Api:
 
     async def models(self, request: HttpRequest) -> Response:
         """GET /v1/models."""
-        self.check_key(request)
+        self.check_client(request)
         model = {"id": self.name, "object": "model", "created": 0, "owned_by": "nanosarathi"}
         return JSONResponse({"object": "list", "data": [model]})
 
     async def create(self, kind: type[RequestBody], request: HttpRequest) -> Response:
         """POST /v1/completions or /v1/chat/completions: queue a request. Raises ApiError."""
+        try:
+            return await self._create(kind, request)
+        except asyncio.CancelledError as error:  # the server ends first
+            raise ApiError(503, SERVER_ENDS) from error
+
+    async def _create(self, kind: type[RequestBody], request: HttpRequest) -> Response:
         arrival = self.engine.clock()
-        self.check_key(request)
-        self.check_headers(request)
-        body = kind.read(await request.body())
+        self.check_client(request)
+        body = kind.read(await read_body(request, self.max_body))
         if body.model != self.name:
             message = f"model: there is only {self.name}"
             raise ApiError(404, message, "model", "model_not_found")
-        prompt = await asyncio.to_thread(self.encode, body)
-        max_len = self.engine.scheduler.max_len
-        max_new_tokens = body.max_tokens or max(1, max_len - len(prompt))
+        # in another thread, because it may take long
+        prompt = await asyncio.to_thread(
+            encode_prompt, body, self.tokenizer, self.chat, self.max_len
+        )
+        max_new_tokens = body.limit or max(1, self.max_len - len(prompt))
         try:
             params = SamplingParams(
                 max_new_tokens=max_new_tokens,
@@ -322,6 +300,7 @@ class Api:
                 stop_token_ids=() if body.ignore_eos else tuple(self.tokenizer.stop_token_ids),
                 logprobs=body.wants_logprobs,
             )
+            self.check_length(body, len(prompt), max_new_tokens)
             submitted = await self.thread.call(
                 self.thread.add,
                 prompt,
@@ -334,41 +313,54 @@ class Api:
         except QueueFull as error:
             raise ApiError(429, str(error), None, "queue_full", {"Retry-After": "1"}) from error
         except ValueError as error:
-            too_long = len(prompt) + max_new_tokens > max_len
-            code = "context_length_exceeded" if too_long else None
-            raise ApiError(400, str(error), None, code) from error
+            raise body.refusal(error) from error
         return CompletionResponse(self, body, prompt, submitted.request, submitted.events)
 
-    def check_key(self, request: HttpRequest) -> None:
-        """Raise ApiError if the request does not send the key."""
+    def check_client(self, request: HttpRequest) -> None:
+        """Raise ApiError unless the request sends the key, or there is none."""
+        if self.key:
+            check_key(request, self.key)
+        else:
+            self.check_host(request)
+
+    def check_host(self, request: HttpRequest) -> None:
+        """Raise ApiError if there is no key, and the request calls this server by a wrong name."""
         if not self.key:
+            check_host(request, self.hosts)
+
+    def check_length(self, body: RequestBody, prompt_len: int, max_new_tokens: int) -> None:
+        """Raise ApiError if prompt and output do not fit."""
+        if prompt_len + max_new_tokens <= self.max_len:
             return
-        sent = request.headers.get("authorization", "").encode("latin-1")
-        if not hmac.compare_digest(sent, f"Bearer {self.key}".encode()):
-            message = "Authorization: must be Bearer and the key"
-            raise ApiError(401, message, None, "invalid_api_key")
+        limit_is_wrong = body.limit_name in body.model_fields_set and prompt_len < self.max_len
+        total = f"{body.prompt_name} of {prompt_len} tokens + {body.limit_name}={max_new_tokens}"
+        message = f"{total}: must not exceed {self.max_len}"
+        param = body.limit_name if limit_is_wrong else body.prompt_name
+        raise ApiError(400, message, param, TOO_LONG)
 
-    def check_headers(self, request: HttpRequest) -> None:
-        """Raise ApiError unless the body is JSON with a length of at most max_body bytes."""
-        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if content_type != "application/json":
-            raise ApiError(415, "Content-Type: must be application/json")
-        length = request.headers.get("content-length")
-        limit = f"Content-Length: must be there, and at most {self.max_body:,}"
-        if not length:
-            raise ApiError(411, limit)
-        if int(length) > self.max_body:
-            raise ApiError(413, limit)
 
-    def encode(self, body: RequestBody) -> list[int]:
-        """The tokens of a request's prompt, or of its messages. Raises ApiError."""
-        encode = self.tokenizer.encode
-        if isinstance(body, CompletionRequest):
-            return encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
-        assert isinstance(body, ChatRequest)
+def encode_prompt(body: RequestBody, tokenizer: Tokenizer, chat: Chat, max_len: int) -> list[int]:
+    """The tokens of a request's prompt, or of its messages. Raises ApiError.
+
+    A text that certainly has `max_len` tokens or more is refused before it is encoded."""
+    text = ""
+    tokens_to_drop = 0
+    if isinstance(body, CompletionRequest):
+        if not isinstance(body.prompt, str):
+            return body.prompt
+        text = body.prompt
+    elif isinstance(body, ChatRequest):
         try:
-            text = self.chat(body.messages)
+            text = chat(body.messages)
         except Exception as error:  # a template may raise anything
             raise ApiError(400, f"messages: no chat: {error!r}", "messages") from error
-        added = len(encode(""))  # tokens that encode() begins with, as BOS: the template has them
-        return encode(text)[added:]
+        tokens_to_drop = len(tokenizer.encode(""))  # as BOS, which a template has, too
+    fewest_tokens = tokenizer.fewest_tokens(text)
+    if fewest_tokens >= max_len:
+        message = f"{body.prompt_name} of at least {fewest_tokens} tokens: must be below {max_len}"
+        raise ApiError(400, message, body.prompt_name, TOO_LONG)
+    try:
+        return tokenizer.encode(text)[tokens_to_drop:]
+    except ValueError as error:
+        message = f"{body.prompt_name}: cannot be encoded: {error}"
+        raise ApiError(400, message, body.prompt_name) from error

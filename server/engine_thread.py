@@ -7,7 +7,7 @@ Read first: engine.py. Read next: app.py."""
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple, ParamSpec, TypedDict, TypeVar
@@ -60,6 +60,11 @@ class EngineThread:
         """function(*args, **kwargs), between two steps. Raises what it raises."""
         self.loop = asyncio.get_running_loop()
         return await self.loop.run_in_executor(self.executor, partial(function, *args, **kwargs))
+
+    def answers(self, within_s: float) -> bool:
+        """Whether this thread does what it was told to do so far within so many seconds."""
+        nothing = self.executor.submit(lambda: None)
+        return bool(wait([nothing], within_s).done)
 
     def add(
         self,

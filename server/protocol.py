@@ -3,15 +3,21 @@
 A field that this server does not know, or a value that it cannot do, is an error that names it. A
 field that asks for nothing, such as n=1, is accepted. Read next: app.py."""
 
+import json
 import random
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import AliasChoices, BaseModel, Field, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, Field, PositiveInt, ValidationError, ValidationInfo, field_validator
+from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 
-StopString = Annotated[str, Field(min_length=1)]
+MAX_FIELDS = 100  # of a body, also those that are not known
+MAX_ITEMS = 10_000  # keys and items in a field: each costs time, in which all streams wait
+MAX_STOP = 1000  # characters of a stop string
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
 NEUTRAL_VALUES: dict[str, object] = {  # fields that are accepted with this value and no other
     "n": 1,
     "best_of": 1,
@@ -22,6 +28,10 @@ NEUTRAL_VALUES: dict[str, object] = {  # fields that are accepted with this valu
     "logit_bias": {},
     "tools": [],
     "top_logprobs": 0,
+}
+FIELDS_OF_TWO_TYPES = {  # and what they must be
+    "prompt": "a text or a list of token ids",
+    "stop": f"one to four texts of 1 to {MAX_STOP:,} characters",
 }
 
 
@@ -84,6 +94,7 @@ class RequestBody(BaseModel, strict=True, extra="forbid"):
     tbt_slo: float | None = None
     user: str = ""
 
+    prompt_name: ClassVar[str]  # the field that the prompt is made of
     id_prefix: ClassVar[str]
     object_name: ClassVar[str]  # of a whole answer
     chunk_object_name: ClassVar[str]  # of an event of a stream
@@ -94,6 +105,16 @@ class RequestBody(BaseModel, strict=True, extra="forbid"):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
+    def limit_name(self) -> str:
+        """The field that limits the output."""
+        return "max_tokens"
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens to generate, if the client said so."""
+        return self.max_tokens
+
+    @property
     def wants_logprobs(self) -> bool:
         """Whether the log-probabilities of the chosen tokens are part of the answer."""
         raise NotImplementedError
@@ -102,31 +123,78 @@ class RequestBody(BaseModel, strict=True, extra="forbid"):
         """A piece of the answer as OpenAI's "choice"."""
         raise NotImplementedError
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_neutral_values(cls, body: object) -> object:
-        """The body without fields that ask for nothing."""
-        if not isinstance(body, dict):
-            return body
-        return {name: value for name, value in body.items() if not _is_neutral(name, value)}
-
     @classmethod
     def read(cls, json_bytes: bytes) -> Self:
         """The body in these bytes of JSON. Raises ApiError, which names the field that is wrong."""
         try:
-            return cls.model_validate_json(json_bytes)
+            fields = from_json(json_bytes)
+        except ValueError as error:
+            raise ApiError(400, f"body: must be JSON: {error}") from error
+        if not isinstance(fields, dict):
+            raise ApiError(400, "body: must be a JSON object")
+        _check_size(fields)
+        try:
+            return cls.model_validate(_without_neutral_values(fields))
         except ValidationError as validation:
             error = validation.errors(include_url=False, include_input=False)[0]
-        path = ".".join(str(part) for part in error["loc"])[:100] or "body"
-        unknown = error["type"] == "extra_forbidden"
-        reason = "is not supported here" if unknown else error["msg"]
-        raise ApiError(400, f"{path}: {reason}", path.partition(".")[0])
+        path = [str(part)[:100] for part in error["loc"] if part != "[key]"]
+        field = path[0]
+        if error["type"] == "extra_forbidden":
+            reason = "is not supported here"
+        elif error["type"] != "missing" and field in FIELDS_OF_TWO_TYPES:
+            path = [field]
+            reason = f"must be {FIELDS_OF_TWO_TYPES[field]}"
+        else:
+            reason = error["msg"].removeprefix("Value error, ")
+        raise ApiError(400, f"{'.'.join(path)}: {reason}", field)
+
+    def refusal(self, error: ValueError) -> ApiError:
+        """An error of the engine in the words of the client, with the field that it is about."""
+        message = str(error).replace("max_new_tokens", self.limit_name)
+        message = re.sub(r"^prompt\b", self.prompt_name, message)
+        first_word = re.match(r"\w*", message)
+        field = first_word[0] if first_word else ""
+        return ApiError(400, message, field if field in type(self).model_fields else None)
 
 
-def _is_neutral(name: str, value: object) -> bool:
-    if value is None:
-        return True
-    return name in NEUTRAL_VALUES and value == NEUTRAL_VALUES[name]
+def _check_size(fields: dict[str, object]) -> None:
+    """Raise ApiError if reading the fields takes too long. Token ids are read fast."""
+    if len(fields) > MAX_FIELDS:
+        raise ApiError(400, f"body: must have at most {MAX_FIELDS} fields")
+    for name, value in fields.items():
+        if name != "prompt" and not _holds_at_most(value, MAX_ITEMS):
+            message = f"must hold at most {MAX_ITEMS:,} keys and items"
+            raise ApiError(400, f"{name[:100]}: {message}", name[:100])
+
+
+def _holds_at_most(value: object, limit: int) -> bool:
+    """Whether a JSON value has at most `limit` keys and items, those of its parts included."""
+    count = 0
+    parts = [value]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict | list):
+            count += len(part)
+            if count > limit:
+                return False
+            parts += part.values() if isinstance(part, dict) else part
+    return True
+
+
+def _without_neutral_values(fields: dict[str, object]) -> dict[str, object]:
+    """The fields that ask for something. Raises ApiError for those that can only be neutral."""
+    asking: dict[str, object] = {}
+    for name, value in fields.items():
+        if value is None:
+            continue
+        if name not in NEUTRAL_VALUES:
+            asking[name] = value
+            continue
+        neutral = NEUTRAL_VALUES[name]
+        same_kind = isinstance(value, bool) == isinstance(neutral, bool)  # True == 1
+        if not same_kind or value != neutral:
+            raise ApiError(400, f"{name}: must be {json.dumps(neutral)}", name)
+    return asking
 
 
 class CompletionRequest(RequestBody):
@@ -136,6 +204,7 @@ class CompletionRequest(RequestBody):
     max_tokens: PositiveInt = 16  # pyright: ignore[reportIncompatibleVariableOverride]
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
 
+    prompt_name = "prompt"
     id_prefix = "cmpl"
     object_name = "text_completion"
     chunk_object_name = "text_completion"
@@ -165,18 +234,32 @@ class ChatRequest(RequestBody):
     """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[dict], Field(min_length=1, fail_fast=True)]  # for the chat template
-    max_tokens: PositiveInt | None = Field(
-        None, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
-    )
+    max_completion_tokens: PositiveInt | None = None
     logprobs: bool = False
 
+    prompt_name = "messages"
     id_prefix = "chatcmpl"
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
 
     @property
+    def limit_name(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
     def wants_logprobs(self) -> bool:
         return self.logprobs
+
+    @field_validator("max_completion_tokens")
+    @classmethod
+    def _only_one_limit(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if info.data.get("max_tokens") is not None:
+            raise ValueError("must not be there beside max_tokens")
+        return value
 
     def choice(self, piece: Piece, place: Place) -> dict[str, object]:
         message = {"content": piece.text}

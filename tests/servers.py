@@ -21,15 +21,15 @@ openai, httpx, *_ = [
     for name in ("openai", "httpx2", "starlette", "uvicorn", "prometheus_client", "jinja2")
 ]
 
-import uvicorn  # noqa: E402
-
 from pretrained.tokenizers import Writer, load_chat  # noqa: E402, F401
 
 # what a test wants of server/ it imports from here: all of it is skipped where a package is missing
-from server import engine_thread  # noqa: E402, F401
-from server.app import Api, CompletionResponse  # noqa: E402, F401
+from server import checks, connections, engine_thread, protocol  # noqa: E402, F401
+from server.__main__ import url_of  # noqa: E402, F401
+from server.app import Api, CompletionResponse, encode_prompt  # noqa: E402, F401
+from server.connections import Server  # noqa: E402
 from server.engine_thread import EngineThread  # noqa: E402
-from server.protocol import ChatRequest  # noqa: E402, F401
+from server.protocol import ChatRequest, CompletionRequest  # noqa: E402, F401
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:!?-()"[:61]
 letters = Tokenizer(
@@ -53,13 +53,16 @@ def circle(text=TEXT):
 
 
 @contextmanager
-def serving(model=None, tokenizer=letters, key=None, max_body=2**20, drain_s=1.0, **settings):
+def serving(
+    model=None, tokenizer=letters, key=None, max_body=2**20, hosts=(), drain_s=1.0, **settings
+):
     """A server in a thread, at a port of its own."""
     sizes = dict(max_batch=4, max_len=128, page_size=16, chunk=16) | settings
     engine = Engine(model or tiny_model(), **sizes)
-    api = Api(EngineThread(lambda: engine), tokenizer, "tiny", load_chat(None), key, max_body)
-    how = dict(log_level="error", timeout_graceful_shutdown=drain_s)
-    server, listener = uvicorn.Server(uvicorn.Config(api.app(), **how)), socket.socket()
+    steps = EngineThread(lambda: engine)
+    api = Api(steps, tokenizer, "tiny", load_chat(None), key, max_body, hosts)
+    server = Server(api, drain_s)
+    listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     url = "http://{}:{}".format(*listener.getsockname())
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
@@ -69,7 +72,13 @@ def serving(model=None, tokenizer=letters, key=None, max_body=2**20, drain_s=1.0
     try:
         with httpx.Client(base_url=url, timeout=30) as http, client:
             yield SimpleNamespace(
-                engine=engine, api=api, server=server, client=client, http=http, url=url
+                engine=engine,
+                api=api,
+                server=server,
+                thread=thread,
+                client=client,
+                http=http,
+                url=url,
             )
     finally:
         server.should_exit = True

@@ -33,6 +33,7 @@ from tests.servers import (
     Writer,
     circle,
     complete,
+    encode_prompt,
     engine_thread,
     generate,
     generate_text,
@@ -200,7 +201,8 @@ def test_a_client_that_leaves_frees_its_pages_even_while_waiting(stream):
         behind = socket.create_connection(served.http.base_url.netloc.decode().split(":"))
         for connection, waiting in ((before, 0), (behind, 1)):
             body = json.dumps(fields).encode()
-            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+            head += b"content-type: application/json\r\n"
             connection.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
             wait_for(lambda: len(served.engine.scheduler.requests) == waiting + 1)  # noqa: B023
             wait_for(lambda: len(served.engine.scheduler.running) == 1)
@@ -304,7 +306,8 @@ def test_the_page_says_who_serves_and_what_is_too_long():
     thread = EngineThread(lambda: engine)
     api = Api(thread, letters, "tiny", load_chat(None))
     thread.executor.shutdown()
-    assert f'"slo_s": {10 * (last.end - last.start)}' in asyncio.run(api.page(None)).body.decode()
+    response = asyncio.run(api.page(SimpleNamespace(headers={"host": "localhost"})))
+    assert f'"slo_s": {10 * (last.end - last.start)}' in response.body.decode()
 
 
 def test_records_that_are_too_old_are_a_snapshot(monkeypatch):
@@ -406,9 +409,8 @@ def test_the_template_of_a_checkpoint(tmp_path):
         chat([{"role": "x", "content": "hello"}])
     inner = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     expected = inner.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    api = SimpleNamespace(tokenizer=load_tokenizer(tmp_path), chat=chat)
     chat_request = ChatRequest(model="x", messages=messages)
-    assert Api.encode(api, chat_request) == expected
+    assert encode_prompt(chat_request, load_tokenizer(tmp_path), chat, max_len=100) == expected
 
 
 def test_a_remote_server_is_measured_as_this_machine_is():

@@ -2,6 +2,8 @@
 
 import base64
 import json
+import threading
+import time
 
 import pytest
 import tokenizers
@@ -53,15 +55,19 @@ def sentencepiece_directory(path):
     return path
 
 
-def byte_level_directory(path):
-    """tokenizer.json as GPT-2, LLaMA 3 and Qwen2 have it: merges of bytes, trained on TEXTS."""
+def byte_level_tokenizer():
+    """A tokenizer as of GPT-2, LLaMA 3 and Qwen2: merges of bytes, trained on TEXTS."""
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     rules = dict(vocab_size=300, special_tokens=["<eos>"], show_progress=False)
     rules["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
     inner.train_from_iterator(TEXTS * 3, tokenizers.trainers.BpeTrainer(**rules))
-    inner.save(str(path / "tokenizer.json"))
+    return inner
+
+
+def byte_level_directory(path):
+    byte_level_tokenizer().save(str(path / "tokenizer.json"))
     return path
 
 
@@ -145,6 +151,117 @@ def test_llama3_merges_words_and_starts_with_bos(every, tmp_path):
     assert tokenizer.decode([begin, 256, eot, 259 + 255]) == "he"
     elsewhere = load_tokenizer(llama3_directory(tmp_path, "original/tokenizer.model"))
     assert elsewhere.encode("he") == [begin, 256]
+
+
+LONGEST = {"bytes": 1, "byte level": 7, "llama 3": len("<|reserved_special_token_250|>")}
+
+
+@every_kind
+def test_a_text_has_at_least_its_fewest_tokens(every, kind):
+    tokenizer = every[kind]
+    assert tokenizer.longest_token == LONGEST.get(kind)
+
+    @given(st.text() | st.sampled_from(TEXTS).map(lambda text: text * 9))
+    def check(text):
+        assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text))
+
+    check()
+    for length in (0, 1, 9, 10, 11, 1000):
+        fewest = tokenizer.fewest_tokens("a" * length)
+        assert fewest == (-(-length // LONGEST[kind]) if kind in LONGEST else 0)
+
+
+def with_normalizer(inner):
+    inner.normalizer = normalizers.NFC()
+
+
+def with_greedy_special(side):
+    def change(inner):
+        inner.add_special_tokens([tokenizers.AddedToken("<wide>", **{side: True})])
+
+    return change
+
+
+def with_pre_tokenizer(*steps):
+    def change(inner):
+        inner.pre_tokenizer = pre_tokenizers.Sequence(list(steps))
+
+    return change
+
+
+def with_letters(letters, **rules):
+    def change(inner):
+        inner.model = models.BPE({letter: i for i, letter in enumerate(letters)}, [], **rules)
+
+    return change
+
+
+BYTES_TO_LETTERS = pre_tokenizers.ByteLevel(add_prefix_space=False)
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+ISOLATED = pre_tokenizers.Split(tokenizers.Regex(r"\d"), "isolated")
+REMOVED = pre_tokenizers.Split(tokenizers.Regex(r"\s+"), "removed")
+CHANGED = {  # (a change of a byte-level tokenizer, what is known of its longest token then)
+    "as it is": (lambda inner: None, 7),
+    "digits": (with_pre_tokenizer(pre_tokenizers.Digits(True), BYTES_TO_LETTERS), 7),
+    "split": (with_pre_tokenizer(ISOLATED, BYTES_TO_LETTERS), 7),
+    "long special": (lambda inner: inner.add_special_tokens(["<long special token>"]), 20),
+    "removed": (with_pre_tokenizer(REMOVED, BYTES_TO_LETTERS), None),
+    "whitespace": (with_pre_tokenizer(pre_tokenizers.WhitespaceSplit(), BYTES_TO_LETTERS), None),
+    "letters first": (with_pre_tokenizer(BYTES_TO_LETTERS, ISOLATED), None),
+    "normalizer": (with_normalizer, None),
+    "wide on the left": (with_greedy_special("lstrip"), None),
+    "wide on the right": (with_greedy_special("rstrip"), None),
+    "no merges": (with_letters(ALPHABET), 5),
+    "prefix": (with_letters(ALPHABET, continuing_subword_prefix="#"), None),
+    "suffix": (with_letters(ALPHABET, end_of_word_suffix="#"), None),
+    "a byte is missing": (with_letters(ALPHABET[1:]), None),
+}
+SQUEEZED = ["x" + " " * 500, " " * 500 + "<wide>" + " " * 500, "Z" * 500, "\u0958" * 9, "a1 " * 99]
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_where_tokens_may_swallow_text_nothing_is_known_of_the_longest(name, tmp_path):
+    change, longest_token = CHANGED[name]
+    inner = byte_level_tokenizer()
+    change(inner)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.longest_token == longest_token
+    for text in SQUEEZED:
+        assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text))
+
+
+@pytest.mark.parametrize("model", [models.WordLevel({"a": 0}, "a"), models.Unigram([("a", 0.0)])])
+def test_nothing_is_known_of_the_longest_token_of_other_models(model, tmp_path):
+    inner = tokenizers.Tokenizer(model)
+    inner.pre_tokenizer = BYTES_TO_LETTERS
+    inner.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).longest_token is None
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_other_threads_run_while_a_text_is_encoded(every, kind):
+    ticks = 0
+    has_ended = threading.Event()
+
+    def tick():
+        nonlocal ticks
+        while not has_ended.is_set():
+            time.sleep(0.001)
+            ticks += 1
+
+    ticks_meanwhile = []
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        for _ in range(5):
+            before = ticks
+            every[kind].encode("hello naïve café 日本語 " * 40_000)
+            ticks_meanwhile.append(ticks - before)
+    finally:
+        has_ended.set()
+        thread.join()
+    assert max(ticks_meanwhile) >= 5  # a call that lets nobody run has two, as it begins and ends
 
 
 STOPS = [(byte_level_directory, set()), (llama3_directory, {260, 268})]

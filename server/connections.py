@@ -1,0 +1,99 @@
+"""How the server listens: connections that send nothing are closed, and signals end it.
+
+Read first: app.py. Read next: __main__.py."""
+
+import asyncio
+import os
+import signal
+import time
+from types import FrameType
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from cli.console import TWICE_S
+from server.app import Api
+
+HEADERS_S = 10.0  # a connection is closed if the headers of a request take longer
+MAX_HEADER_BYTES = 65_536  # or if they are longer
+
+
+class Connection(HttpToolsProtocol):
+    """A connection whose requests have headers that end.
+
+    Between two requests uvicorn's own timeout holds. While a response is under way the connection
+    stays open: the next request's headers may wait for it."""
+
+    header_deadline: asyncio.TimerHandle | None = None
+    header_bytes = 0  # of headers that have not ended
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        self._expect_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._expect_nothing()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.header_deadline is None:
+            return
+        self.header_bytes += len(data)
+        if self.header_bytes > MAX_HEADER_BYTES:
+            self.transport.close()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._expect_headers()
+
+    def on_headers_complete(self) -> None:
+        self._expect_nothing()
+        super().on_headers_complete()
+
+    def _expect_headers(self) -> None:
+        self._expect_nothing()
+        self.header_deadline = self.loop.call_later(HEADERS_S, self._close_unless_responding)
+
+    def _expect_nothing(self) -> None:
+        if self.header_deadline is not None:
+            self.header_deadline.cancel()
+        self.header_deadline = None
+        self.header_bytes = 0
+
+    def _close_unless_responding(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+        else:
+            self._expect_headers()
+
+
+class Server(uvicorn.Server):
+    """Serves an Api until a signal comes.
+
+    After the first signal the requests that are there have `drain_s` seconds to finish. A second
+    one, if it is not the first again, ends the process at once, whatever the engine does."""
+
+    def __init__(self, api: Api, drain_s: float) -> None:
+        config = uvicorn.Config(
+            api.app(),
+            http=Connection,
+            access_log=False,
+            log_level="error",
+            timeout_graceful_shutdown=drain_s,  # pyright: ignore[reportArgumentType]
+        )
+        super().__init__(config)
+        self.signalled_s: float | None = None  # when the first signal came
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
+        if self.signalled_s is None:
+            self.signalled_s = time.monotonic()
+            self.should_exit = True
+        elif time.monotonic() > self.signalled_s + TWICE_S:
+            os._exit(128 + sig)
+
+    def on_signals(self) -> None:
+        """Let Ctrl-C and SIGTERM end this server from here on, also before and after it runs."""
+        signal.signal(signal.SIGINT, self.handle_exit)
+        signal.signal(signal.SIGTERM, self.handle_exit)
