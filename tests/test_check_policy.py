@@ -236,7 +236,7 @@ def test_only_custom_policies_are_checked_before_they_are_measured(tmp_path, mon
     }
 
 
-SIMULATED = "--simulate a100-80gb --model llama3-8b --max-len 512 --requests 16 --batch 4"
+SIMULATED = "--simulate a100-80gb --preset llama3-8b --max-len 512 --requests 16 --batch 4"
 BREAKS = "(breaks 'no decode dropped')"
 
 
@@ -265,7 +265,7 @@ def test_a_policy_that_breaks_a_rule_meets_no_slo(command, tmp_path, capsys):
 
 def test_offline_marks_a_policy_that_breaks_a_rule(tmp_path, capsys):
     policy = write_policy(tmp_path, DROPS)
-    sizes = "--model llama-tiny --device cpu --seq-len 40 --chunk 8 --batch 2 --requests 3"
+    sizes = "--preset llama-tiny --device cpu --seq-len 40 --chunk 8 --batch 2 --requests 3"
     bench.main(["offline", *sizes.split(), "--policies", f"sarathi-serve,{policy}:8"])
     text = capsys.readouterr().out
     assert "the rule 'no decode dropped' is broken: waits while" in text

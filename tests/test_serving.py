@@ -152,7 +152,7 @@ def test_capacity_prints_and_writes_everything(tmp_path, capsys, plots, monkeypa
 FEW = [  # options, the fewest requests
     ("--batch 4 --requests 15", 16),
     ("--batch 3 --requests 8 --turns 3 --page-size 8", 12),  # chats count, not their turns
-    ("--simulate a100-80gb --model llama3-8b --batch 3 --pp 2 --replicas 2 --requests 47", 48),
+    ("--simulate a100-80gb --preset llama3-8b --batch 3 --pp 2 --replicas 2 --requests 47", 48),
 ]
 
 
@@ -169,7 +169,7 @@ def test_by_default_four_times_what_may_run_at_once_arrives(tmp_path):
     assert parse("capacity", "--batch", "50").requests == 200
     assert parse("capacity", "--batch", "2").requests == 128
     assert parse("serve", "--batch", "50").requests == 48
-    simulated = "capacity --simulate a100-80gb --model llama3-8b --pp 2 --replicas 2".split()
+    simulated = "capacity --simulate a100-80gb --preset llama3-8b --pp 2 --replicas 2".split()
     _, options = bench.parse_args(simulated)
     assert options.requests == options.fewest_requests == 4 * 128 * 4
     trace = tmp_path / "short.csv"
