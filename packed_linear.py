@@ -26,23 +26,27 @@ TURNS = 5
 class PackedLinear(nn.Module):
     """An nn.Linear for inference. Its weight is opaque: an operand of the library's product."""
 
-    def __init__(self, linear: nn.Linear, packed_weight: Tensor) -> None:
+    def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.bias = linear.bias
+        packed_weight = self.pack_weight(linear.weight.detach())
         self.weight = nn.Parameter(packed_weight, requires_grad=False)
+
+    def pack_weight(self, weight: Tensor) -> Tensor:
+        """The packed form of a plain weight, (out_features, in_features)."""
+        raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         raise ValueError("packed weights cannot be moved or converted: load the model anew")
 
 
 class OneDNNLinear(PackedLinear):
-    """Packed by oneDNN, for bfloat16."""
+    """Packed by oneDNN, for bfloat16 and float32."""
 
-    def __init__(self, linear: nn.Linear) -> None:
-        packed_weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
-        super().__init__(linear, packed_weight)
+    def pack_weight(self, weight: Tensor) -> Tensor:
+        return torch.ops.mkldnn._reorder_linear_weight(weight, None)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (rows, in_features) -> (rows, out_features)"""
@@ -52,12 +56,11 @@ class OneDNNLinear(PackedLinear):
 class MKLLinear(PackedLinear):
     """Packed by MKL, for float32. With its padding a small matrix takes up to twice its memory."""
 
-    def __init__(self, linear: nn.Linear) -> None:
-        weight = linear.weight.detach()
-        super().__init__(linear, torch.ops.mkl._mkl_reorder_linear_weight(weight, ROWS))
+    def pack_weight(self, weight: Tensor) -> Tensor:
         # The product asks for the plain weight, too, but reads its shape alone: one number with
         # the strides of a whole matrix, so that the weight is not held twice.
         self.plain_weight = weight.new_zeros(1).expand(weight.shape)
+        return torch.ops.mkl._mkl_reorder_linear_weight(weight, ROWS)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (rows, in_features) -> (rows, out_features)"""
@@ -91,7 +94,8 @@ def measure_layers(dtype: torch.dtype) -> list[TimedLayer]:
     They run in turns, and the shortest time of each counts: others on this machine can only make a
     time longer."""
     linear = nn.Linear(IN_FEATURES, OUT_FEATURES, bias=False, dtype=dtype).requires_grad_(False)
-    layers: list[nn.Module] = [linear, *(packing(linear) for packing in packings_of(dtype))]
+    layers: list[nn.Module] = [linear]
+    layers += [packing(linear) for packing in packings_of(dtype)]
     x = torch.ones(ROWS, IN_FEATURES, dtype=dtype)
     seconds = [math.inf] * len(layers)
     with torch.inference_mode():
