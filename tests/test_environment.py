@@ -174,6 +174,7 @@ def shell(command, **more):
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "command, status, message",  # the whole of stderr
     [
