@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -50,6 +51,17 @@ class OptionParser(argparse.ArgumentParser):
         self.add_argument(
             name, help=f"{help} (default: {default_text})", default=default, **settings
         )
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """As in argparse, but "--chunk=--" is an error: argparse would make it an empty list."""
+        words = sys.argv[1:] if args is None else args
+        for word in words:
+            name, _, value = word.partition("=")
+            if name.startswith("--") and value == "--":
+                self.error(f"{name} --: is no value")
+        return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Exit with one line: "--chunk 0: must be ...", not argparse's usage and "argument"."""

@@ -15,6 +15,7 @@ import bench
 import sample
 from cli import console, options
 from cli.loading import load_model
+from lab.commands import overhead
 from memory import check_memory, free_bytes
 from policies import find_policy, make_scheduler
 from tests.test_bench import HERE, TINY_MODEL, parse_model
@@ -174,6 +175,7 @@ def shell(command, **more):
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "command, status, message",  # the whole of stderr
     [
@@ -248,3 +250,13 @@ def test_a_program_under_nohup_outlives_a_hangup():
     code = "import os, signal; from cli.console import run\n"
     code += "run(lambda: (os.kill(os.getpid(), signal.SIGHUP), print('alive')))"
     assert shell(f'trap "" HUP; $python -c "{code}"') == (0, "alive\n", "")
+
+
+@pytest.mark.timeout(900)
+def test_the_server_of_overhead_is_found_where_python_looks_nowhere(monkeypatch):
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    tiny = ("--preset", "llama-tiny", "--device", "cpu", "--max-len", "64", "--port", "0")
+    monkeypatch.setattr(overhead, "SERVER_OPTIONS", tiny)
+    monkeypatch.setattr(overhead, "tokens_per_s", lambda serve: 1.0)
+    cost = overhead.measure_server_cost()
+    assert (cost.engine_tokens_per_s, cost.server_tokens_per_s) == (1.0, 1.0)

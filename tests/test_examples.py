@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import bench
 from examples import my_policy
 
@@ -16,11 +18,12 @@ POLICY = "examples/my_policy.py:Eager"
 def run_example(name):
     """The lines that an example prints, run as a newcomer would."""
     command = [sys.executable, "-m", f"examples.{name}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.splitlines()
 
 
+@pytest.mark.timeout(900)
 def test_offline_prints_the_tokens_and_times_of_each_request():
     lines = run_example("offline")
     assert len(lines) == 6
@@ -33,6 +36,7 @@ def test_offline_prints_the_tokens_and_times_of_each_request():
         assert re.fullmatch(r"  first token after \d+\.\d{3} s, longest gap \d+\.\d{3} s", line)
 
 
+@pytest.mark.timeout(900)
 def test_online_decodes_beside_the_long_prompt():
     lines = run_example("online")
     requests = [

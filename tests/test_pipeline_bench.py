@@ -13,6 +13,7 @@ from lab.measure.workload import zipf_lengths
 from lab.simulator.pipeline import PipelineSummary, StageSummary
 from tests.test_views import is_png
 
+pytestmark = pytest.mark.timeout(900)  # the first test waits for processes
 ARGV = (
     "pipeline --pp 2 --preset llama-tiny --dtype float32 --threads 1 --max-len 64 --chunk 16 "
     "--batch 3 --requests 9 --policies orca-best,sarathi-serve"

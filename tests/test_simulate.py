@@ -60,6 +60,7 @@ def comparisons(rows):
                 yield paper, ours, error
 
 
+@pytest.mark.timeout(900)  # by several processes
 def test_every_claim_is_printed_and_written_alike(tmp_path, capsys):
     file = tmp_path / "all.json"
     argv = ["simulate", "--requests", "16", "--cpu-ms", "3", "--processes", "1"]
@@ -144,7 +145,7 @@ def test_no_signal_leaves_a_traceback_or_a_worker(send, number, times, status):
         send(run.pid, number)
         if times == 2 and not wait_for(lambda: run.poll() is not None, 0.7):
             send(run.pid, number)
-        out, err = run.communicate(timeout=120)
+        out, err = run.communicate(timeout=250)
         assert run.returncode in (status, -number) and not err
         assert number == signal.SIGKILL or times == 2 or " published numbers " in out  # there were
         assert wait_for(lambda: not processes_of(run.pid))

@@ -85,16 +85,65 @@ class SimulatedMachineInfo:
         return asdict(self)
 
 
-class SimulatedMachine:
+class CountingMachine:
+    """A machine that serves by the times of a cost model, not by those of a clock."""
+
+    def __init__(
+        self,
+        cost: Cost,
+        *,
+        seed: int,
+        shared_prefix: tuple[int, int],
+        replicas: int = 1,
+        drift: float = 0.0,
+    ) -> None:
+        """`seed` and `shared_prefix` are those of the prompts; `drift` is that of the cost model:
+        how far the real machine changed while it was fitted."""
+        self.cost = cost
+        self.seed = seed
+        self.shared_prefix = shared_prefix
+        self.replicas = replicas
+        self.drift = drift
+
+    def serve(
+        self,
+        config: EngineConfig,
+        arrivals: Sequence[Arrival],
+        *,
+        progress: Callable[[], object] = load_run.no_progress,
+        recorder: Recorder | None = None,
+    ) -> Run:
+        """Serve a load by simulated engines of `config`."""
+        prompts = None  # only their lengths matter
+        if config.prefix_caching:
+            prompts = workload.prompts(arrivals, VOCABULARY, self.seed, self.shared_prefix)
+        simulated = simulate(
+            self.cost,
+            config,
+            arrivals,
+            prompts,
+            replicas=self.replicas,
+            progress=progress,
+            recorder=recorder,
+        )
+        return replace(simulated.run, drift=self.drift)
+
+
+class SimulatedMachine(CountingMachine):
     """GPUs of a cost model. Raises ValueError as SimulatedMachineOptions.cost."""
 
     def __init__(self, options: SimulatedMachineOptions) -> None:
         """The machine of these options."""
-        self.options = options
-        self.cost = options.cost()
-        self.base = base_of(self.cost, options.max_len, options.chunk)
+        cost = options.cost()
+        super().__init__(
+            cost,
+            seed=options.seed,
+            shared_prefix=options.shared_prefix,
+            replicas=options.replicas,
+        )
+        self.base = base_of(cost, options.max_len, options.chunk)
         self.micro_batches = options.pp * options.replicas
-        device = self.cost.device
+        device = cost.device
         gpus = options.tp * self.micro_batches
         replicas = f", {options.replicas} replicas" if options.replicas > 1 else ""
         self.info = SimulatedMachineInfo(
@@ -112,37 +161,6 @@ class SimulatedMachine:
                 f"the batch of each of {self.micro_batches} micro-batches, "
                 f"the memory of each of {options.replicas} replicas\n"
             )
-
-    def serve(
-        self,
-        config: EngineConfig,
-        arrivals: Sequence[Arrival],
-        *,
-        progress: Callable[[], object] = load_run.no_progress,
-        recorder: Recorder | None = None,
-    ) -> Run:
-        """Serve a load by simulated engines of `config`."""
-        options = self.options
-        prompts = _prompts(config, arrivals, options.seed, options.shared_prefix)
-        simulated = simulate(
-            self.cost,
-            config,
-            arrivals,
-            prompts,
-            replicas=options.replicas,
-            progress=progress,
-            recorder=recorder,
-        )
-        return simulated.run
-
-
-def _prompts(
-    config: EngineConfig, arrivals: Sequence[Arrival], seed: int, shared_prefix: tuple[int, int]
-) -> list[list[int]] | None:
-    """The prompts of a load if prefixes may be shared. Else only their lengths matter: None."""
-    if not config.prefix_caching:
-        return None
-    return workload.prompts(arrivals, VOCABULARY, seed, shared_prefix)
 
 
 class BatchCase(NamedTuple):
@@ -221,7 +239,7 @@ class FittedMachineInfo:
         }
 
 
-class FittedMachine:
+class FittedMachine(CountingMachine):
     """A real machine, simulated with laws that are fitted to batches that are timed on it."""
 
     micro_batches = 1
@@ -233,11 +251,12 @@ class FittedMachine:
         self.base = real.base
         cases = profile_cases(max_len)
         count = len(cases.fitted)
-        rows, self.drift = _time(real, [*cases.fitted, *cases.others], max_len, attention)
+        rows, drift = _time(real, [*cases.fitted, *cases.others], max_len, attention)
         timed = [(row.shape, row.seconds) for row in rows]
-        busy = self.drift > timing.BUSY
-        self.cost: Cost = FittedCost([timed[:count]])
-        (law,) = self.cost.laws
+        busy = drift > timing.BUSY
+        cost = FittedCost([timed[:count]])
+        super().__init__(cost, seed=real.seed, shared_prefix=real.shared_prefix, drift=drift)
+        (law,) = cost.laws
         error = percentiles(abs(law.predict(shape) / s - 1) for shape, s in timed[count:])
         self.info = FittedMachineInfo(
             real=real.info,
@@ -253,21 +272,6 @@ class FittedMachine:
             f"{real.notes}fitted to {count} batches\n"
             f"predictions of {len(cases.others)} others: {timing.TOO_BUSY if busy else quality}\n"
         )
-
-    def serve(
-        self,
-        config: EngineConfig,
-        arrivals: Sequence[Arrival],
-        *,
-        progress: Callable[[], object] = load_run.no_progress,
-        recorder: Recorder | None = None,
-    ) -> Run:
-        """Serve a load by a simulated engine of `config`. The drift is that of the profile."""
-        prompts = _prompts(config, arrivals, self.real.seed, self.real.shared_prefix)
-        simulated = simulate(
-            self.cost, config, arrivals, prompts, progress=progress, recorder=recorder
-        )
-        return replace(simulated.run, drift=self.drift)
 
 
 def _time(

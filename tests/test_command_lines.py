@@ -1,0 +1,293 @@
+"""Random command lines of all programs end with status 0, or with one line that says why not.
+
+NANOSARATHI_COMMAND_LINES=1000 tries so many, 300 are the default. Most are parsed and resolved in
+this process; one in 25 is run as a process, with the smallest model."""
+
+import contextlib
+import io
+import os
+import random
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import bench
+import sample
+import server.__main__
+from cli.console import explain
+
+ROOT = Path(__file__).parents[1]
+COUNT = int(os.environ.get("NANOSARATHI_COMMAND_LINES", "300"))
+BATCH = 20  # command lines of one test
+PROCESSES = COUNT // 25
+TIMEOUT_S = 240  # of a process: far more than it takes, on a machine that has more to do
+MODULES = ("server", "examples.offline", "examples.online", "lab.measure.other_engine_worker")
+SCRIPTS = ("bench.py", "sample.py", "lab/measure/other_engine_worker.py")
+POSITIONALS = {  # arguments of each command, each list one choice
+    "batches": [["8"], ["6x1@1024"], ["2 * 2048/256 + 6x1@512", "b=512"], ["0"], ["a=8", "a=9"]],
+    "check": [["vllm"], ["own.py:Own"], ["x.py:Mine"], ["binary:X"], [""]],
+    "compare": [["--against", "openvino"], ["--against", ""]],
+    "fit": [["times.csv"], ["."], ["binary"], ["empty"], ["trace.csv"], [""]],
+    "explore": [[], ["vllm"], ["x"]],
+    "overhead": [["schedule"], ["all"]],
+    "budget": [["--slo-tbt", "0.3"]],
+    "serve": [[], ["--url", "http://127.0.0.1:9/v1", "--qps", "2", "--slo", "1"]],
+    "sample": [["--prompt", "x"], ["--prompt", ""]],
+}
+NONSENSE = [
+    *("1e300", "1e-300", str(10**15)),
+    *("0", "-1", "1.5", "nan", "inf", "-inf", "1e400", "1e-400", str(10**30), "9" * 5000, "0x10"),
+    *("", " ", "x", "--", "-", ",", "=", "x,y", "1,2", "é…", "\u202eabc", "😀", "x" * 5000, "\n"),
+    *(".", "..", "/", "/dev/null", "/dev/null/x", "/no/such", "~nobody", "*", "%s", "{}", "\\"),
+]
+FILES = {  # what lies in the folder of each command line
+    "trace.csv": b"arrived_at,num_prefill_tokens,num_decode_tokens\n0,5,3\n0.1,9,2\n",
+    "late.csv": b"arrived_at,num_prefill_tokens,num_decode_tokens\n4e9,5,3\nnan,9,2\n",
+    "heads.csv": b"arrived_at,num_prefill_tokens,num_decode_tokens\n",
+    "empty": b"",
+    "binary": bytes(range(256)),
+    "own.py": b"from scheduler import VLLM\nclass Own(VLLM):\n    def schedule(self): 1 / 0\n",
+    "config.json": b"[]",
+}
+GOOD = {  # values that some options take
+    "--preset": ["llama-tiny", "gpt2", "llama3-8b", "falcon-180b"],
+    "--model": ["gpt2", "llama-tiny", "."],
+    "--policies": ["vllm", "sarathi:16,sarathi-serve", "dynamic", "priority", "own.py:Own"],
+    "--policy": ["vllm", "priority", "own.py:Own", "own.py:Other", "binary:Own"],
+    "--trace": [*FILES],
+    "--simulate": ["a100-80gb", "h100", "this"],
+    "--tp-link": ["pcie4"],
+    "--pp-link": ["ethernet"],
+    "--page-size": ["16", "max", "16,max"],
+    "--lengths": ["sharegpt4", "5+5", "100+20,30+60"],
+    "--shared-prefix": ["16:2"],
+    "--classes": ["low=1,high=2"],
+    "--slo": ["strict", "relaxed", "0.5"],
+    "--device": ["cpu", "cuda", "cuda:1"],
+    "--dtype": ["float32", "bfloat16"],
+    "--attention": ["sdpa", "matmul", "xformers"],
+    "--only": ["S-F9", "SS-*", "bubbles", "all"],
+    "--url": ["http://127.0.0.1:9/v1", "ftp://x", "127.0.0.1"],
+    "--prefix-caching": ["on", "off", "both"],
+    "--against": ["openvino=/no/python"],
+    "--ratio": ["1.5"],
+}
+SIZES = ["1", "2", "7", "16", "64"]
+TINY = "--preset llama-tiny --device cpu --dtype float32 --threads 1"
+SIMULATED = "--simulate a100-80gb --preset llama3-8b --requests 4 --max-len 64 --policies vllm"
+RUN = {  # command lines that end soon, to which options are added
+    "offline": f"bench.py {TINY} --chunk 8 --batch 2 --seq-len 32 --requests 5 --policies vllm",
+    "batches": f"bench.py batches 8 4x1@16 {TINY} --repeats 2",
+    "budget": f"bench.py budget --slo-tbt 0.3 {TINY} --decodes 2 --max-len 32 --tile 16",
+    "serve": f"bench.py serve {TINY} --requests 2 --max-len 32 --policies vllm --qps 100",
+    "simulated": f"bench.py serve {SIMULATED}",
+    "capacity": f"bench.py capacity {SIMULATED}",
+    "explain": f"bench.py explain {TINY} --chunk 8 --batch 2 --seq-len 32 --requests 5",
+    "paper": f"bench.py paper --list {TINY}",
+    "pipeline": f"bench.py pipeline --pp 2 {TINY}",
+    "check": "bench.py check vllm",
+    "fit": "bench.py fit trace.csv",
+    "trace": f"bench.py serve {SIMULATED} --trace trace.csv",
+    "custom": f"bench.py serve {SIMULATED} --policies own.py:Own",
+    "remote": "bench.py serve --url http://127.0.0.1:9/v1 --qps 5 --slo 1 --requests 2",
+    "sample": f"sample.py --prompt x --max-new-tokens 4 {TINY}",
+    "offline example": "-m examples.offline",
+    "worker": "-m lab.measure.other_engine_worker",
+}
+TAKES_LONG = {"--compile", "--preset", "--qps", "--repeats"}  # with some values
+
+
+def help_of(command):
+    """What a command's --help prints."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), pytest.raises(SystemExit):
+        parse([*command, "--help"])
+    return text.getvalue()
+
+
+def parse(words):
+    """The options of a command line of bench.py, or of "sample" or "server" and its options."""
+    program, *argv = words
+    if program == "sample":
+        return sample.parse_args(argv)
+    if program == "server":
+        return server.__main__.parse_args(argv)
+    return bench.parse_args(words)
+
+
+def options_of(command):
+    """{option: whether it takes a value} of a command, as its --help tells."""
+    lines = re.findall(r"(?m)^  (--[\w-]+)( \S+)?", help_of(command))
+    return {"--help": False} | {name: bool(value) for name, value in lines}
+
+
+COMMANDS = {(name,): options_of([name]) for name in [*bench.COMMANDS, "sample", "server"]}
+URL = ("serve", "--url", "http://127.0.0.1:9/v1")
+COMMANDS[URL] = options_of(URL)
+
+
+def random_option(rng, options):
+    """The words of a random option, with a value that may make no sense."""
+    name = rng.choice(sorted(options))
+    if rng.random() < 0.05:
+        name = rng.choice(["--no-such", "-x", "--", "---", name[:-1], name + "s"])
+    if not options.get(name, True):
+        return [name]
+    values = NONSENSE if rng.random() < 0.5 else GOOD.get(name, SIZES)
+    value = rng.choice(values)
+    return [f"{name}={value}"] if rng.random() < 0.5 else [name, value]
+
+
+def random_command(rng):
+    """The words of a random command line, for `parse`."""
+    command = rng.choice(sorted(COMMANDS))
+    words = [*command, *rng.choice(POSITIONALS.get(command[0], [[]]))]
+    for _ in range(rng.randint(0, 4)):
+        words += random_option(rng, COMMANDS[command])
+    return words
+
+
+def complaint_about(words):
+    """What is wrong with the end of a command line that is parsed here; "" if nothing is."""
+    errors = io.StringIO()
+    output = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(output):
+            parse(words)
+    except SystemExit as end:
+        text = errors.getvalue()
+        if end.code == 0 and not text and output.getvalue():  # --help
+            return ""
+        if end.code != 2 or text.count("\n") != 1 or not text.endswith("\n"):
+            return f"status {end.code}, {text!r}"
+        return ""
+    except Exception as error:  # as console.run does
+        message = explain(error)
+        if not isinstance(message, str) or "\n" in message:
+            return repr(error)
+        return ""
+    return errors.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with FILES."""
+    for name, content in FILES.items():
+        (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
+@pytest.fixture
+def quick(folder, monkeypatch):
+    """No GPU, no other Python, no change of threads, in a folder with FILES."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr("lab.measure.timing.fastest_cpu_dtype", lambda: torch.float32)
+    monkeypatch.setattr("lab.commands.compare.has_package", lambda python, engine: True)
+
+
+@pytest.mark.parametrize("seed", range(-(-COUNT // BATCH)))
+def test_a_random_command_line_is_parsed_or_refused_in_a_line(seed, quick):
+    rng = random.Random(seed)
+    for _ in range(BATCH):
+        words = random_command(rng)
+        assert complaint_about(words) == "", shlex.join(words)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_no_option_takes_a_text_that_is_empty(command, quick, capsys):
+    for option, takes_value in COMMANDS[command].items():
+        if not takes_value or option in ("--prompt", "--api-key", "--host"):
+            continue
+        for value in ("", " ", "--"):
+            with pytest.raises(SystemExit) as end:
+                parse([*command, f"{option}={value}"])
+            error = capsys.readouterr().err
+            assert end.value.code == 2 and error.count("\n") == 1, (option, value)
+            assert f"error: {option} " in error, (option, value)
+
+
+def run_process(words, folder, **environment):
+    """The status, stdout and stderr of a program that runs in a folder and has no input."""
+    env = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        **environment,
+    }
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def random_process(rng):
+    """The words of a random program that ends soon."""
+    name = rng.choice(sorted(RUN))
+    program, *words = shlex.split(RUN[name])
+    if program == "-m":
+        return [program, *words, *rng.choice([[], ["--help"], ["x"], ["--no-such"], ["--x=1"]])]
+    command = {"bench.py": words[0], "sample.py": "sample"}[program]
+    options = COMMANDS.get((command,), COMMANDS["offline",])
+    if name == "remote":
+        options = COMMANDS[URL]
+    options = {option: value for option, value in options.items() if option not in TAKES_LONG}
+    for _ in range(rng.randint(0, 2)):
+        words += random_option(rng, options)
+    words = [word for word in words if "\0" not in word]
+    return [str(ROOT / program), *words]
+
+
+@pytest.mark.timeout(TIMEOUT_S + 60)
+@pytest.mark.parametrize("seed", range(PROCESSES))
+def test_a_random_program_ends_well_or_says_why_not_in_a_line(seed, folder):
+    words = random_process(random.Random(seed))
+    status, out, error = run_process(words, folder)
+    lines = [line for line in error.splitlines() if not line.startswith("# ")]
+    if status == 0:
+        assert out and not lines, (words, error)
+    elif words[0] == "-m":
+        assert lines and "Traceback" not in error, (words, error)
+    else:
+        assert len(lines) == 1 and "error: " in lines[0], (words, error)
+
+
+@pytest.mark.timeout(2 * TIMEOUT_S + 60)
+@pytest.mark.parametrize("program", [*SCRIPTS, *(f"-m {module}" for module in MODULES)])
+def test_a_program_explains_itself_and_knows_its_options(program, tmp_path):
+    words = program.split()
+    if words[0] != "-m":
+        words = [str(ROOT / program)]
+    status, out, error = run_process([*words, "--help"], tmp_path)
+    assert (status, error) == (0, "") and len(out.split()) > 10
+    status, out, error = run_process([*words, "--no-such-option"], tmp_path)
+    assert (status, out) == (2, "") and "Traceback" not in error
+    assert "error: " in error.splitlines()[-1] and len(error.splitlines()) <= 2
+
+
+def test_all_modules_that_are_programs_are_tried():
+    programs = {"-m": set(), "file": set()}
+    for path in ROOT.rglob("*.py"):
+        name = str(path.relative_to(ROOT))
+        if name.startswith((".", "tests/")):
+            continue
+        text = path.read_text("utf-8")
+        if '__name__ == "__main__"' in text:
+            programs["file"].add(name)
+        if "python -m examples" in text.partition("import")[0]:
+            programs["-m"].add(name)
+    assert programs["file"] == {*SCRIPTS, "server/__main__.py"}
+    examples = {"examples/offline.py", "examples/online.py"}
+    assert programs["-m"] - {"examples/__init__.py"} == examples
