@@ -94,8 +94,8 @@ class ChunkRecord(NamedTuple):
 class Batch(list[Chunk]):
     """The chunks of one iteration, at most one for each request.
 
-    `budget` is the number of tokens that it may hold, None for any number. `left` is the unused
-    part of the budget, below 0 if there are more decodes than the budget allows."""
+    `budget` is the whole number of tokens that it may hold, None for any. `left` is the unused part
+    of the budget, below 0 if there are more decodes than the budget allows."""
 
     def __init__(self, budget: int | None = None) -> None:
         super().__init__()
