@@ -20,7 +20,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any, NamedTuple
 
 from errors import check_whole
@@ -95,13 +94,13 @@ class ChunkRecord(NamedTuple):
 class Batch(list[Chunk]):
     """The chunks of one iteration, at most one for each request.
 
-    `budget` is the number of tokens that it may hold, None for any number. `left` is the unused
-    part of the budget, below 0 if there are more decodes than the budget allows."""
+    `budget` is the whole number of tokens that it may hold, None for any. `left` is the unused part
+    of the budget, below 0 if there are more decodes than the budget allows."""
 
     def __init__(self, budget: int | None = None) -> None:
         super().__init__()
-        if isinstance(budget, Integral):
-            budget = int(budget)  # numpy's, too
+        if budget is not None:
+            budget = check_whole("token_budget", budget, minimum=0)
         self.budget = budget
         self.left = sys.maxsize if budget is None else budget
         self.preempted: list[int] = []  # ids of the requests that lost their pages for it
@@ -249,10 +248,23 @@ class Scheduler:
             return self.batch
         self.torn = True
         self.batch = self.schedule()
-        self._check_batch()
+        if not self.batch:
+            self._check_nothing_to_do()
         self.batch.preempted = self.preempted
         self.torn = False
         return self.batch
+
+    def _check_nothing_to_do(self) -> None:
+        """Raise RuntimeError if schedule() made no batch, but there are requests, or lost ones."""
+        schedule = f"{type(self).__name__}.schedule()"
+        kept = {r.id for peer in self.peers for r in (*peer.running, *peer.waiting)}
+        lost = sorted(self.requests.keys() - kept)
+        if lost:
+            raise RuntimeError(f"{schedule} lost requests {lost}: they neither wait nor run")
+        if self.running or self.waiting:
+            hint = ", did you forget return?" if self.batch is None else ""
+            reason = f"nothing to do, but there are requests{hint}"
+            raise RuntimeError(f"{schedule} returned {self.batch!r}: {reason}")
 
     def observe(self, batch: Batch, seconds: float) -> None:
         """Called with the time that a batch took, before its requests move on."""
@@ -364,25 +376,6 @@ class Scheduler:
         self.running.remove(request)
         self.pages.free(request.pages)
         request.pages = []
-
-    # Skip on a first reading: the mistakes of a policy.
-
-    def _check_batch(self) -> None:
-        """Raise RuntimeError if schedule() lost a request, or returned what cannot be computed."""
-        schedule = f"{type(self).__name__}.schedule()"
-        if not self.batch and self.requests:
-            kept = {r.id for peer in self.peers for r in (*peer.running, *peer.waiting)}
-            lost = sorted(self.requests.keys() - kept)
-            if lost:
-                raise RuntimeError(f"{schedule} lost requests {lost}: they neither wait nor run")
-            if self.running or self.waiting:
-                hint = ", did you forget return?" if self.batch is None else ""
-                reason = f"nothing to do, but there are requests{hint}"
-                raise RuntimeError(f"{schedule} returned {self.batch!r}: {reason}")
-        budget = self.batch.budget
-        if budget is not None and not isinstance(budget, int):
-            returned = f"{schedule} returned a token budget of {budget!r}"
-            raise RuntimeError(f"{returned}: must be a whole number")
 
     # Skip on a first reading: what makes a Ctrl-C harmless.
 

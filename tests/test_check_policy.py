@@ -62,7 +62,7 @@ BROKEN = [  # (the method of a policy, what the violation says)
     ("schedule(self): return []", ENDS + "returned .*nothing to do"),
     ("schedule(self): return {}['none']", ENDS + "KeyError: 'none', in .*own.py line 3"),
     ("schedule(self): pass", ENDS + "Own.* returned None: .*did you forget return"),
-    ("token_budget(self, *_): return self.chunk / 3", ENDS + "Own.* 2.66.*: must be a whole num"),
+    ("token_budget(self, *_): return self.chunk / 3", ENDS + "token_budget=2.6.*whole num.*own.py"),
     (
         f"schedule(self): list(map(self.preempt, self.prefilling())); {UNCHANGED}",
         ENDS + "last new one",

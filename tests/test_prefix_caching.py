@@ -260,6 +260,7 @@ def test_a_request_finds_all_pages_after_it_lost_its_own_again_and_again():
         starts.append(batch[0].start)
         queue.scheduler.preempt(request)
         queue.scheduler.advance(batch, [99], 0.0)
+        assert request.num_computed == 0 and request.pages == []  # it waits
     assert len(request.tokens) == 15
     # all full pages but the last two tokens, of which one is to be computed beside the decode
     assert starts == [4, 4, 4, 4, 8, 8, 8, 8, 12]

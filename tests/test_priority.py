@@ -263,18 +263,53 @@ def test_an_urgent_request_with_a_cached_prompt_passes_a_begun_prefill(shares, d
     assert max(seconds for _, seconds, *_ in sim.log[-delay:]) <= 0.1  # the decode's target holds
 
 
-def test_a_cached_request_that_is_less_urgent_waits_for_a_begun_prefill():
+BEGUN = [  # classes of prefills that have begun, class and cached tokens of a new one, requests
+    ((LOW,), REALTIME, 2000, [1, 3, 2]),  # it goes first
+    ((HIGH,), LOW, 2000, [1, 2]),  # it waits for one that is more urgent
+    ((LOW, HIGH), NORMAL, 2000, [1, 4]),  # also if that is not the first that has begun
+    ((LOW,), REALTIME, 16, [1, 3, 2]),  # the others start later
+]
+
+
+@pytest.mark.parametrize("begun, priority, cached_tokens, batch", BEGUN)
+def test_the_budget_is_for_the_latest_start_of_all_that_may_run(
+    begun, priority, cached_tokens, batch
+):
     sim = simulation(shares=True, max_len=20_000)
+    cached = list(range(cached_tokens))
+    sim.run([Request(0, [*cached, *range(10)], cached_tokens + 10, 1)])
+    sim.add(request(1, NORMAL, 10, 500, arrival=sim.now, tbt_slo=0.2))
+    sim.step()
+    prefills = []
+    for number, prefill_class in zip((2, 4), begun, strict=False):
+        prefills.append(request(number, prefill_class, 600, 1, arrival=sim.now))
+        sim.add(prefills[-1])
+        sim.step()
+    starts = [prefill.num_computed for prefill in prefills]
+    assert min(starts) > 16 and max(starts) < 600
+    fresh = [*cached, *range(10)]
+    sim.add(Request(3, fresh, len(fresh), 1, sim.now, priority=priority))
+    assert step(sim) == batch
+    is_first = batch[1] == 3
+    assert sim.scheduler.max_start == max([*starts, cached_tokens * is_first])
+
+
+def test_a_cached_request_without_room_does_not_shrink_the_budget_of_others():
+    sim = simulation(shares=True, max_len=2048, pages=256)
     cached = list(range(2000))
     sim.run([Request(0, [*cached, *range(10)], 2010, 1)])
-    sim.add(request(1, NORMAL, 10, 500, arrival=sim.now, tbt_slo=0.1))
+    sim.add(request(1, NORMAL, 10, 500, arrival=sim.now, tbt_slo=0.2))
     sim.step()
-    begun = request(2, HIGH, 3000, 1, arrival=sim.now)
+    begun = request(2, LOW, 1900, 1, arrival=sim.now)
     sim.add(begun)
     sim.step()
     start = begun.num_computed
-    sim.add(Request(3, [*cached, *range(10)], 2010, 1, sim.now, priority=LOW))
-    assert step(sim) == [1, 2] and sim.scheduler.max_start == start
+    taken = sim.scheduler.pages.allocate(sim.scheduler.pages.num_free - 120)
+    assert taken and start < 1000
+    sim.add(Request(3, [*cached, *range(10)], 2010, 1, sim.now, priority=REALTIME))
+    assert sim.scheduler.cached_tokens_of_head() > start
+    sim.scheduler.next_batch()
+    assert sim.scheduler.max_start == start
 
 
 def test_a_long_prompt_ends_in_bounded_time_under_a_stream_of_short_ones():

@@ -302,13 +302,13 @@ def test_a_lost_request_is_found_again_by_a_policy_that_was_mended():
     assert [len(request.tokens) for request in requests] == [7, 7]
 
 
-@pytest.mark.parametrize("budget", [170.67, math.inf, np.float32(8)])
+@pytest.mark.parametrize("budget", [170.67, math.inf, "8", np.float32(8), -1])
 def test_a_token_budget_that_is_no_whole_number_is_refused(budget, monkeypatch):
     scheduler, _ = queue("sarathi-serve", 8, 8, (20, 3))
     with monkeypatch.context() as patch:
         patch.setattr(SarathiServe, "token_budget", lambda *_: budget)
-        refused = re.escape(f"returned a token budget of {budget!r}: must be a whole number")
-        with pytest.raises(RuntimeError, match=rf"^SarathiServe.schedule\(\) {refused}$"):
+        refused = re.escape(f"token_budget={budget!r}: must be a whole number of at least 0")
+        with pytest.raises(ValueError, match=f"^{refused}$"):
             scheduler.next_batch()
     assert [chunk.length for chunk in scheduler.next_batch()] == [20]
 

@@ -1,7 +1,9 @@
 """Name the first rule that a policy breaks: `bench.py check my_policy.py:Eager`.
 
-Loads are simulated under a referee. Read first: policies/template.py, to break rules with a copy of
-it. Read next: lab/simulator/referee.py, the rules and the loads.
+Loads are simulated under a referee. A schedule() that loops without an end is stopped after 10 s of
+CPU time. Other commands check policies from files, too, before they measure them. Read first:
+policies/template.py, to break rules with a copy of it. Read next: lab/simulator/referee.py, the
+rules and the loads.
 """
 
 import argparse

@@ -111,13 +111,17 @@ def no_page_leaked(scheduler: Scheduler) -> Iterator[Breach]:
     running = scheduler.running
     in_tables = Counter(page for request in running for page in request.pages)
     max_tables = len(running) if scheduler.pages.prefix_caching else 1
-    expected = Counter(
-        {page: min(readers, max_tables) for page, readers in enumerate(scheduler.pages.ref_counts)}
-    )
-    for page in (in_tables - expected) | (expected - in_tables):
-        owners = [request.id for request in running if page in request.pages]
-        tables = f"{in_tables[page]} block tables, and must be in {expected[page]}"
-        yield Breach(owners or "-", f"page {page} is in {tables}")
+    expected = {
+        page: min(readers, max_tables)
+        for page, readers in enumerate(scheduler.pages.ref_counts)
+        if readers
+    }
+    for page in {**in_tables, **expected}:
+        must_be_in = expected.get(page, 0)
+        if in_tables[page] != must_be_in:
+            owners = [request.id for request in running if page in request.pages]
+            tables = f"{in_tables[page]} block tables, and must be in {must_be_in}"
+            yield Breach(owners or "-", f"page {page} is in {tables}")
 
 
 def chunks_come_next(scheduler: Scheduler, batch: Batch) -> Iterator[Breach]:
