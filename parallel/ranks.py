@@ -160,7 +160,11 @@ class Ranks:
             )
             mesh = init_device_mesh(device_type, (self.pp, self.tp), mesh_dim_names=("pp", "tp"))
             self.tp_group = mesh["tp"].get_group()
-            self.message_group: Any = dist.new_group(backend="gloo", timeout=COMPUTE_LIMIT)
+            # one for each direction: within one group a send waits for a receiver's lock
+            commands: Any = dist.new_group(backend="gloo", timeout=COMPUTE_LIMIT)
+            replies: Any = dist.new_group(backend="gloo", timeout=COMPUTE_LIMIT)
+            self.send_group = commands if self.rank == 0 else replies
+            self.receive_group = replies if self.rank == 0 else commands
         except RuntimeError as error:  # of torch
             raise ConnectionError(f"the ranks do not meet at {host}:{port}: {error}") from error
 
@@ -300,7 +304,7 @@ class Ranks:
         with self.send_lock:  # the parts of two threads' messages must not mix
             for peer in self.peers:
                 for part in parts:
-                    works.append(dist.isend(part, dst=peer, group=self.message_group))
+                    works.append(dist.isend(part, dst=peer, group=self.send_group))
 
     def _receive(self, peer: int) -> Any:
         """The next message of a peer. RuntimeError: it has closed the connection."""
@@ -311,7 +315,7 @@ class Ranks:
         return pickle.loads(body.numpy().tobytes())
 
     def _receive_into(self, tensor: Tensor, peer: int) -> None:
-        work: Any = dist.irecv(tensor, src=peer, group=self.message_group)
+        work: Any = dist.irecv(tensor, src=peer, group=self.receive_group)
         work.wait(IDLE_LIMIT)
 
     def _receive_all(self, peer: int) -> None:
