@@ -27,6 +27,7 @@ from random import Random
 import torch
 
 import bench
+import parallel.meeting
 import parallel.ranks
 import parallel.stages
 from cli import console
@@ -464,7 +465,8 @@ def be_a_rank(job):
     """Run a job's program, and on rank 0 write what it returns to the job's `out`."""
     torch.set_num_threads(1)
     for name, seconds in job.get("limits", {}).items():
-        setattr(parallel.ranks, name, timedelta(seconds=seconds))
+        module = parallel.meeting if name == "MEETING_LIMIT" else parallel.ranks
+        setattr(module, name, timedelta(seconds=seconds))
     Path(f"{job['out']}.{os.environ['RANK']}.pid").write_text(str(os.getpid()))
     try:
         result = globals()[job["program"]](job)

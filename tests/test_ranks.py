@@ -21,7 +21,8 @@ import transformers
 
 import sample
 from config import EngineConfig
-from parallel import ranks
+from parallel import meeting
+from parallel.ranks import Ranks
 from parallel.stages import Stage
 from tests.helpers import tiny_model
 from tests.test_checkpoints import llama_like
@@ -242,22 +243,22 @@ def test_who_waits_for_others_in_vain_says_so(slow_worlds):
 
 def test_the_rank_that_does_not_come_is_named(monkeypatch):
     store = dist.HashStore()
-    monkeypatch.setattr(ranks, "rendezvous", lambda *_, **__: iter([(store, 0, 3)]))
-    monkeypatch.setattr(ranks, "MEETING_LIMIT", timedelta(seconds=1))
+    monkeypatch.setattr(meeting, "rendezvous", lambda *_, **__: iter([(store, 0, 3)]))
+    monkeypatch.setattr(meeting, "MEETING_LIMIT", timedelta(seconds=1))
     place = Place(rank=0, world_size=3, local_rank=0, local_world_size=3)
     store.set("rank 1", "is here")
     with pytest.raises(ConnectionError, match="^rank 2 has not come to node:29500 in 1 s$"):
-        ranks._meet(place, "node", 29500)
+        meeting.meet(place, "node", 29500, timedelta(hours=1))
     store.set("rank 2", "is here")
-    assert ranks._meet(place, "node", 29500) is store
-    assert store.timeout == ranks.COMPUTE_LIMIT  # from then on it is for what is computed
+    assert meeting.meet(place, "node", 29500, timedelta(hours=1)) is store
+    assert store.timeout == timedelta(hours=1)
 
 
 def test_another_number_of_processes_is_an_error(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(ValueError, match="^tp=2, pp=2: needs 4 processes, not 3$"):
-        ranks.Ranks(2, 2)
+        Ranks(2, 2)
 
 
 def test_each_process_of_a_node_has_a_gpu_of_its_own(monkeypatch):
@@ -265,11 +266,11 @@ def test_each_process_of_a_node_has_a_gpu_of_its_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     place = Place(rank=5, world_size=6, local_rank=1, local_world_size=2)
-    assert ranks._device_of_this_rank("cuda", place) == torch.device("cuda:1")
+    assert meeting.device_of("cuda", place) == torch.device("cuda:1")
     assert chosen == [torch.device("cuda:1")]
-    assert ranks._device_of_this_rank("cpu", place) == torch.device("cpu")
+    assert meeting.device_of("cpu", place) == torch.device("cpu")
     with pytest.raises(ValueError, match="^LOCAL_WORLD_SIZE=3: must be at most 2, as many GPUs$"):
-        ranks._device_of_this_rank("cuda", place._replace(local_world_size=3))
+        meeting.device_of("cuda", place._replace(local_world_size=3))
 
 
 def torchrun(*argv, world=2, **environ):
