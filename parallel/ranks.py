@@ -22,7 +22,6 @@ import os
 import pickle
 import queue
 import signal
-import socket
 import sys
 import time
 from collections import deque
@@ -39,12 +38,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.rendezvous import rendezvous
 
-from torchrun import Place, find_meeting, find_place
+from parallel.meeting import device_of, meet
+from torchrun import find_meeting, find_place
 
 T = TypeVar("T")
-MEETING_LIMIT = timedelta(minutes=2)  # to wait for a rank to come at all
 LOAD_LIMIT = timedelta(hours=2)  # to load the model
 COMPUTE_LIMIT = timedelta(minutes=10)  # for a command, and to wait for a tensor of another rank
 IDLE_LIMIT = timedelta(days=1000)  # to wait for a message: heartbeats come all the time
@@ -115,7 +113,7 @@ class Ranks:
         if self.place.world_size != self.size:
             started = self.place.world_size
             raise ValueError(f"tp={tp}, pp={pp}: needs {self.size} processes, not {started}")
-        self.device = _device_of_this_rank(device_type, self.place)
+        self.device = device_of(device_type, self.place)
 
         self.work: Any = None  # the object whose methods are called, once `start` has made it
         self.numbers = count()  # of commands, and of other things that all ranks must tell apart
@@ -143,7 +141,7 @@ class Ranks:
 
         # the nodes' monotonic clocks begin at different times
         offset = max(time.time() - time.perf_counter() for _ in range(99))
-        offsets = self._call_patiently(MEETING_LIMIT, self.gather, offset)
+        offsets: list[Any] = self._call_patiently(COMPUTE_LIMIT, self.gather, offset)
         self._clock_offset_s = offsets[self.rank] - offsets[0]
 
     def _connect(self, device_type: str) -> None:
@@ -153,14 +151,18 @@ class Ranks:
         try:
             dist.init_process_group(
                 backends,
-                store=_meet(self.place, host, port),
+                store=meet(self.place, host, port, COMPUTE_LIMIT),
                 rank=self.rank,
                 world_size=self.size,
                 timeout=COMPUTE_LIMIT,
             )
             mesh = init_device_mesh(device_type, (self.pp, self.tp), mesh_dim_names=("pp", "tp"))
             self.tp_group = mesh["tp"].get_group()
-            self.message_group: Any = dist.new_group(backend="gloo", timeout=COMPUTE_LIMIT)
+            # one for each direction: in a common group a call takes twice as long
+            commands: Any = dist.new_group(backend="gloo", timeout=COMPUTE_LIMIT)
+            replies: Any = dist.new_group(backend="gloo", timeout=COMPUTE_LIMIT)
+            self.send_group = commands if self.rank == 0 else replies
+            self.receive_group = replies if self.rank == 0 else commands
         except RuntimeError as error:  # of torch
             raise ConnectionError(f"the ranks do not meet at {host}:{port}: {error}") from error
 
@@ -300,7 +302,7 @@ class Ranks:
         with self.send_lock:  # the parts of two threads' messages must not mix
             for peer in self.peers:
                 for part in parts:
-                    works.append(dist.isend(part, dst=peer, group=self.message_group))
+                    works.append(dist.isend(part, dst=peer, group=self.send_group))
 
     def _receive(self, peer: int) -> Any:
         """The next message of a peer. RuntimeError: it has closed the connection."""
@@ -311,7 +313,7 @@ class Ranks:
         return pickle.loads(body.numpy().tobytes())
 
     def _receive_into(self, tensor: Tensor, peer: int) -> None:
-        work: Any = dist.irecv(tensor, src=peer, group=self.message_group)
+        work: Any = dist.irecv(tensor, src=peer, group=self.receive_group)
         work.wait(IDLE_LIMIT)
 
     def _receive_all(self, peer: int) -> None:
@@ -342,16 +344,15 @@ class Ranks:
             self.replies.setdefault(reply.number, {})[rank] = reply.result
             self.reply_arrived.notify_all()
 
-    def _resign(self, reason: str) -> None:
+    def _resign(self, reason: str) -> NoReturn:
         """End, as this rank has failed. If it is not rank 0, that one says why."""
         if self.rank == 0:
             self._end_all(f"rank 0: {reason}")
-            return
-        try:
-            self._send(Failure(reason))
-            time.sleep(GRACE_S)
-        finally:
-            os._exit(1)
+        else:
+            with suppress(RuntimeError):  # of gloo: rank 0 has ended
+                self._send(Failure(reason))
+            time.sleep(GRACE_S)  # until it has read that
+        os._exit(1)
 
     def _end_all(self, reason: str) -> None:
         """End this process, whatever it does, as nothing is left to do, and say why. The others end
@@ -369,50 +370,3 @@ class Ranks:
             print(f"\nerror: {reason}", file=sys.stderr, flush=True)
         elif self.rank == 1:
             print(f"\nerror: {reason}", file=sys.__stderr__, flush=True)
-
-
-def _meet(place: Place, host: str, port: int) -> dist.Store:
-    """The store of all ranks, once they are there. Raises ConnectionError, or a RuntimeError of
-    torch, if one has not come in MEETING_LIMIT."""
-    if place.rank > 0:
-        _wait_for_port(host, port)
-    store, _, _ = next(rendezvous("env://", timeout=MEETING_LIMIT))
-    store.set(f"rank {place.rank}", "is here")
-    for rank in range(place.world_size):
-        try:
-            store.wait([f"rank {rank}"], MEETING_LIMIT)
-        except dist.DistStoreError:
-            limit_s = MEETING_LIMIT.total_seconds()
-            message = f"rank {rank} has not come to {host}:{port} in {limit_s:.0f} s"
-            raise ConnectionError(message) from None
-    store.set_timeout(COMPUTE_LIMIT)
-    return store
-
-
-def _wait_for_port(host: str, port: int) -> None:
-    """Wait until somebody listens there. Raises ConnectionError after MEETING_LIMIT. torch would
-    wait as well, but a Ctrl-C with it, and print its own stack."""
-    limit_s = MEETING_LIMIT.total_seconds()
-    end = time.monotonic() + limit_s
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=GRACE_S).close()
-            return
-        except OSError as error:
-            if time.monotonic() > end:
-                message = f"nobody listens at {host}:{port} in {limit_s:.0f} s: {error}"
-                raise ConnectionError(message) from None
-        time.sleep(0.1)
-
-
-def _device_of_this_rank(device_type: str, place: Place) -> torch.device:
-    """The CPU, or the GPU of this process. Raises ValueError if there is not one for each."""
-    if device_type != "cuda":
-        return torch.device(device_type)
-    processes = place.local_world_size
-    gpus = torch.cuda.device_count()
-    if processes > gpus:
-        raise ValueError(f"LOCAL_WORLD_SIZE={processes}: must be at most {gpus}, as many GPUs")
-    device = torch.device(device_type, place.local_rank)
-    torch.cuda.set_device(device)
-    return device

@@ -27,13 +27,16 @@ from random import Random
 import torch
 
 import bench
+import parallel.meeting
 import parallel.ranks
 import parallel.stages
 from cli import console
 from cli.loading import ModelOptions, load_model
+from engine import StepInputs
+from kv_cache import Span
 from model import GPT, GPTConfig
-from parallel import engine_for
-from parallel.ranks import Ranks
+from parallel import engine_for, runner_for
+from parallel.ranks import STARTED, Ranks
 from parallel.shard import Shard
 from parallel.stages import Stage
 from sampling import SamplingParams
@@ -192,6 +195,8 @@ def serve_all(engine, job):
         check_integrity(scheduler.pages, [])
         assert scheduler.pages.num_free == scheduler.pages.total and not scheduler.running
     assert not engine.has_work and engine.step() == []
+    if job["tp"] * job["pp"] > 1:
+        assert engine.runner.ranks.replies.keys() <= {STARTED}  # all were collected
     answers = {}
     for way, completions in done.items():
         answers[way] = [(c.tokens, c.logprobs, c.finish_reason) for c in completions]
@@ -381,6 +386,40 @@ def idle(job):
     time.sleep(LIMIT_S)
 
 
+def rests(job):
+    """Serve, rest for so many `seconds`, and serve again: how long each rank has waited since."""
+    model = model_of(job)
+    ranks = model.ranks
+    engine = engine_of(model, job, job["engines"][0])
+    serve_as_they_come(engine)
+    before = ranks.call("seconds")
+    time.sleep(job["seconds"])
+    serve_as_they_come(engine)
+    return [b.waited - a.waited for a, b in zip(before, ranks.call("seconds"), strict=True)]
+
+
+def clocks(job):
+    """The time on each rank, of which the last is on a node whose clock began earlier."""
+    if int(os.environ["RANK"]) == job["tp"] * job["pp"] - 1:
+        perf_counter = time.perf_counter
+        time.perf_counter = lambda: perf_counter() + 1000
+    return [seconds.now for seconds in model_of(job).ranks.call("seconds")]
+
+
+def waits(job):
+    """How long each stage has waited before each of two batches. Rank 0 is late in the first."""
+    FaultyStage.fault = job["fault"]
+    model = model_of(job, FaultyStage)
+    runner = runner_for(model)(model, pages=1, page_size=16, max_len=16)
+    waited = []
+    for start in (0, 3):
+        span = Span(pages=[0], start=start, tokens=[1, 2, 3])
+        command = runner.send(StepInputs([span], [SamplingParams()], [0]))
+        waited.append([result.waited for result in runner.collect(command)])
+        runner.forget(command)
+    return waited
+
+
 def stopped_at_the_end(job):
     """Stop a rank, and end."""
     model_of(job)
@@ -426,7 +465,8 @@ def be_a_rank(job):
     """Run a job's program, and on rank 0 write what it returns to the job's `out`."""
     torch.set_num_threads(1)
     for name, seconds in job.get("limits", {}).items():
-        setattr(parallel.ranks, name, timedelta(seconds=seconds))
+        module = parallel.meeting if name == "MEETING_LIMIT" else parallel.ranks
+        setattr(module, name, timedelta(seconds=seconds))
     Path(f"{job['out']}.{os.environ['RANK']}.pid").write_text(str(os.getpid()))
     try:
         result = globals()[job["program"]](job)
@@ -452,7 +492,8 @@ def fork(job):
         if pid > 0:
             pids.append((pid, rank))
             continue
-        environ |= dict(RANK=rank, LOCAL_RANK=rank) | job.get("environ", {})
+        node_size = job.get("node_size", world)
+        environ |= dict(RANK=rank, LOCAL_RANK=rank % node_size, LOCAL_WORLD_SIZE=node_size)
         os.environ.update({name: str(value) for name, value in environ.items()})
         error = os.open(f"{job['out']}.{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         for stream, file in enumerate([os.open(os.devnull, os.O_RDONLY), error, error]):

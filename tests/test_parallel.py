@@ -1,6 +1,7 @@
 """Several processes give what one gives: the same tokens, and logprobs to 1e-10 in float64."""
 
 import json
+import time
 from functools import cache, partial
 from types import SimpleNamespace
 
@@ -178,6 +179,21 @@ def test_the_parts_of_all_ranks_are_the_whole(tp, pp, name, vocab_size):
                 times[source].narrow(dim, start, end - start).add_(1)
     for source, count in times.items():
         assert (count.min(), count.max()) == copies(whole.config, tp, pp, source), source
+
+
+def test_the_time_of_all_sums_is_added_up(monkeypatch):
+    ranks = SimpleNamespace(tp=2, pp=1, rank=0, stage=0, part=0, tp_group="these two")
+    shard = Shard(tiny_model(n_kv_head=2).config, ranks, seed=None)
+    groups = []
+
+    def all_reduce(x, group):
+        time.sleep(0.02)
+        groups.append(group)
+
+    monkeypatch.setattr("parallel.shard.dist.all_reduce", all_reduce)
+    for _ in range(3):
+        shard.sum_up(torch.zeros(1))
+    assert shard.summing_s >= 0.06 and groups == ["these two"] * 3
 
 
 @pytest.mark.parametrize("tp, pp", [(4, 1), (2, 2)])

@@ -21,7 +21,8 @@ import transformers
 
 import sample
 from config import EngineConfig
-from parallel import ranks
+from parallel import meeting
+from parallel.ranks import Ranks
 from parallel.stages import Stage
 from tests.helpers import tiny_model
 from tests.test_checkpoints import llama_like
@@ -109,7 +110,7 @@ def test_ranks_that_cannot_work_together_say_so(worlds, tmp_path):
         assert ended.statuses[0] not in (0, "hangs") and max(ended.seconds.values()) < LIMIT_S
     check_error(others.errors, "rank 1 has another model, or other weights, than rank 0")
     check_error(in_use.errors, str(port), "in use")
-    check_error(divided.errors, "pp=3: must divide n_layer=2")
+    assert error_lines(divided) == ["error: pp=3: must divide n_layer=2"]
 
 
 HANGS = {}  # name -> job: rank 0 and the last rank are stopped
@@ -135,18 +136,19 @@ for when, limit in (("load", "LOAD_LIMIT"), ("decode", "COMPUTE_LIMIT")):
     for rank in (0, 1):
         fault = dict(what="be late", seconds=60, when=when, rank=rank)
         STUCK[f"rank {rank} in {when}"] = JOB | dict(tp=1, pp=2, limits={limit: 4}, fault=fault)
-OTHER_NODE = dict(LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)  # both processes write errors
-ALONE = {  # name -> job: one rank of two
-    f"only rank {rank}": JOB
-    | dict(tp=2, pp=1, environ=OTHER_NODE, limits=dict(MEETING_LIMIT=3), start=[rank])
-    for rank in (0, 1)
-}
+ALONE = {}  # name -> job: one rank of two
+for rank in (0, 1):
+    alone = dict(tp=2, pp=1, node_size=1, limits=dict(MEETING_LIMIT=3), start=[rank])
+    ALONE[f"only rank {rank}"] = JOB | alone
+TWO_NODES = HANGS["rank 0 at rest"] | dict(node_size=2)
+RESTS = JOB | dict(program="rests", tp=2, pp=1, limits=dict(COMPUTE_LIMIT=4), seconds=9)
 
 
 @pytest.fixture(scope="module")
 def slow_worlds(worlds):
     """{name: Ended} of all worlds that take long, which they do at the same time."""
     jobs = HANGS | LATE | ALONE | {"at the end": AT_THE_END, "suspended": SUSPENDED}
+    jobs |= {"two nodes": TWO_NODES, "rests": RESTS}
     jobs |= {f"stuck {name}": job for name, job in STUCK.items()}
     return dict(zip(jobs, worlds.run(*jobs.values()), strict=True))
 
@@ -177,6 +179,13 @@ def test_when_a_rank_is_stopped_all_end_and_one_line_names_it(slow_worlds, name)
         assert error_lines(ended) == lines
 
 
+def test_each_other_node_says_that_rank_0_hangs(slow_worlds):
+    ended = slow_worlds["two nodes"]
+    check_hang_ends(ended)
+    _, *others = error_lines(ended)
+    assert others == ["error: rank 0 was silent for 20 s: it hangs"] * 2  # of ranks 1 and 2
+
+
 def test_a_rank_that_does_not_end_makes_rank_0_fail(slow_worlds):
     ended = slow_worlds["at the end"]
     check_hang_ends(ended)
@@ -194,6 +203,25 @@ def test_who_loads_or_computes_for_long_does_not_hang(slow_worlds, name):
 def test_ranks_that_are_stopped_together_go_on_together(slow_worlds):
     ended = slow_worlds["suspended"]
     assert ended.result is True and set(ended.statuses.values()) == {0}, ended
+
+
+def test_ranks_may_rest_for_longer_than_a_command_may_take(slow_worlds):
+    ended = slow_worlds["rests"]
+    assert set(ended.statuses.values()) == {0}, ended
+    of_rank_0, of_rank_1 = ended.result
+    assert of_rank_0 < 9 <= of_rank_1 + 0.1  # for commands, but for the way of the last
+
+
+def test_nodes_whose_clocks_differ_agree_on_the_time(worlds):
+    job = dict(program="clocks", tp=2, pp=1, tiny=dict(n_kv_head=2, n_layer=2))
+    times = worlds.result(**job)
+    assert max(times) - min(times) < 30
+
+
+def test_a_stage_waits_for_the_stage_before_it(worlds):
+    fault = dict(what="be late", seconds=3, when="prefill", rank=0)
+    (_, first), (_, second) = worlds.result(**JOB | dict(program="waits", tp=1, pp=2, fault=fault))
+    assert second < 2.9 < first < 20
 
 
 @pytest.mark.parametrize("name", STUCK)
@@ -215,21 +243,22 @@ def test_who_waits_for_others_in_vain_says_so(slow_worlds):
 
 def test_the_rank_that_does_not_come_is_named(monkeypatch):
     store = dist.HashStore()
-    monkeypatch.setattr(ranks, "rendezvous", lambda *_, **__: iter([(store, 0, 3)]))
-    monkeypatch.setattr(ranks, "MEETING_LIMIT", timedelta(seconds=1))
+    monkeypatch.setattr(meeting, "rendezvous", lambda *_, **__: iter([(store, 0, 3)]))
+    monkeypatch.setattr(meeting, "MEETING_LIMIT", timedelta(seconds=1))
     place = Place(rank=0, world_size=3, local_rank=0, local_world_size=3)
     store.set("rank 1", "is here")
     with pytest.raises(ConnectionError, match="^rank 2 has not come to node:29500 in 1 s$"):
-        ranks._meet(place, "node", 29500)
+        meeting.meet(place, "node", 29500, timedelta(hours=1))
     store.set("rank 2", "is here")
-    assert ranks._meet(place, "node", 29500) is store
+    assert meeting.meet(place, "node", 29500, timedelta(hours=1)) is store
+    assert store.timeout == timedelta(hours=1)
 
 
 def test_another_number_of_processes_is_an_error(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(ValueError, match="^tp=2, pp=2: needs 4 processes, not 3$"):
-        ranks.Ranks(2, 2)
+        Ranks(2, 2)
 
 
 def test_each_process_of_a_node_has_a_gpu_of_its_own(monkeypatch):
@@ -237,11 +266,11 @@ def test_each_process_of_a_node_has_a_gpu_of_its_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     place = Place(rank=5, world_size=6, local_rank=1, local_world_size=2)
-    assert ranks._device_of_this_rank("cuda", place) == torch.device("cuda:1")
+    assert meeting.device_of("cuda", place) == torch.device("cuda:1")
     assert chosen == [torch.device("cuda:1")]
-    assert ranks._device_of_this_rank("cpu", place) == torch.device("cpu")
+    assert meeting.device_of("cpu", place) == torch.device("cpu")
     with pytest.raises(ValueError, match="^LOCAL_WORLD_SIZE=3: must be at most 2, as many GPUs$"):
-        ranks._device_of_this_rank("cuda", place._replace(local_world_size=3))
+        meeting.device_of("cuda", place._replace(local_world_size=3))
 
 
 def torchrun(*argv, world=2, **environ):
