@@ -332,17 +332,27 @@ def test_a_connection_whose_headers_do_not_end_is_closed(requests_before, sent, 
         assert complete(served, "hello")[0] == generate_text("hello")
 
 
-@pytest.mark.parametrize("part", [b"a" * 10_000, b"x: y\r\n" * 2000])
+@pytest.mark.parametrize("part", [b"a" * 4000, b"x: y\r\n" * 700])
 def test_headers_without_end_are_closed_at_64_kib(part, monkeypatch):
     monkeypatch.setattr(connections, "HEADERS_S", 1000)
     with serving() as served, connect(served) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n")
         sent = 0
         with pytest.raises(ConnectionError):
-            while sent < 2**27:
+            while sent < 2**20:
                 connection.sendall(part)
                 sent += len(part)
+                time.sleep(0.01)  # so that it arrives in parts
         assert sent >= 60_000
+
+
+def test_headers_of_many_requests_may_be_longer_than_64_kib():
+    with serving() as served, connect(served) as connection:
+        for _ in range(20):
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 4000)
+            time.sleep(0.02)  # so that it arrives before the end
+            connection.sendall(b"\r\n\r\n")
+            assert connection.recv(65_536).endswith(b"ok")
 
 
 def test_a_body_may_be_longer_than_headers():
