@@ -41,9 +41,10 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        deadline = self.header_deadline
         super().data_received(data)
-        if self.header_deadline is None:
-            return
+        if deadline is None or self.header_deadline is not deadline:
+            return  # headers began or ended in this data, beside a body perhaps
         self.header_bytes += len(data)
         if self.header_bytes > MAX_HEADER_BYTES:
             self.transport.close()

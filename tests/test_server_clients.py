@@ -361,6 +361,22 @@ def test_a_body_may_be_longer_than_headers():
         assert b"200 OK" in connection.recv(65_536)
 
 
+def test_headers_that_begin_behind_a_long_body_are_not_too_long():
+    with serving() as served, connect(served) as connection:
+        served.engine.runner.flatten = slow(served.engine.runner.flatten, 0.01)
+        long_body = http_post(body_of(user="x" * 500_000))
+        for _ in range(3):
+            connection.sendall(long_body + b"GET /health HT")
+            assert b"200 OK" in connection.recv(65_536)
+            time.sleep(0.1)  # for the rest of the answer
+            connection.sendall(b"TP/1.1\r\nhost: localhost\r\n\r\n")
+            answer = b""
+            while not answer.endswith(b"ok"):
+                part = connection.recv(65_536)
+                assert part, "the connection was closed"
+                answer += part
+
+
 def test_a_response_goes_on_while_the_next_headers_wait(monkeypatch):
     monkeypatch.setattr(connections, "HEADERS_S", 0.1)
     with serving() as served, connect(served) as connection:
