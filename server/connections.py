@@ -7,9 +7,10 @@ import os
 import signal
 import time
 from types import FrameType
+from weakref import WeakSet
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from cli.console import TWICE_S
 from server.app import Api
@@ -19,7 +20,7 @@ MAX_HEADER_BYTES = 65_536  # or if they are longer
 
 
 class Connection(HttpToolsProtocol):
-    """A connection whose requests have headers that end.
+    """A connection whose requests have headers that end, and all end when it is lost.
 
     Between two requests uvicorn's own timeout holds. While a response is under way the connection
     stays open: the next request's headers may wait for it."""
@@ -29,16 +30,21 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
+        self.cycles: WeakSet[RequestResponseCycle] = WeakSet()  # requests and their responses
         self._expect_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect_nothing()
+        for cycle in self.cycles:  # uvicorn knows of the last only
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        deadline = self.header_deadline
         super().data_received(data)
-        if self.header_deadline is None:
-            return
+        if deadline is None or self.header_deadline is not deadline:
+            return  # headers began or ended in this data, beside a body perhaps
         self.header_bytes += len(data)
         if self.header_bytes > MAX_HEADER_BYTES:
             self.transport.close()
@@ -50,6 +56,8 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._expect_nothing()
         super().on_headers_complete()
+        if self.cycle is not None:  # there is none for an upgrade
+            self.cycles.add(self.cycle)
 
     def _expect_headers(self) -> None:
         self._expect_nothing()

@@ -42,8 +42,8 @@ class RecordPage(TypedDict):
 class EngineThread:
     """Steps the `engine` that `make_engine()` returns, and records its iterations.
 
-    `call` is for asyncio's thread, all other methods for this one. `on_completion` is called with
-    each Completion, also in this thread."""
+    `call` is for asyncio's thread, `answers` for any, all other methods for this one.
+    `on_completion` is called with each Completion, also in this thread."""
 
     def __init__(self, make_engine: Callable[[], Engine]) -> None:
         self.executor = ThreadPoolExecutor(1, "engine")

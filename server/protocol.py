@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 
 MAX_FIELDS = 100  # of a body, also those that are not known
 MAX_ITEMS = 10_000  # keys and items in a field: each costs time, in which all streams wait
+MAX_PARTS = 20_000  # lists and objects in a body
 MAX_STOP = 1000  # characters of a stop string
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
 NEUTRAL_VALUES: dict[str, object] = {  # fields that are accepted with this value and no other
@@ -126,6 +127,8 @@ class RequestBody(BaseModel, strict=True, extra="forbid"):
     @classmethod
     def read(cls, json_bytes: bytes) -> Self:
         """The body in these bytes of JSON. Raises ApiError, which names the field that is wrong."""
+        if _count_parts(json_bytes) > MAX_PARTS:
+            raise ApiError(400, f"body: must hold at most {MAX_PARTS:,} lists and objects")
         try:
             fields = from_json(json_bytes)
         except ValueError as error:
@@ -155,6 +158,18 @@ class RequestBody(BaseModel, strict=True, extra="forbid"):
         first_word = re.match(r"\w*", message)
         field = first_word[0] if first_word else ""
         return ApiError(400, message, field if field in type(self).model_fields else None)
+
+
+def _count_parts(json_bytes: bytes) -> int:
+    """How many lists and objects begin in these bytes of JSON, found without parsing them.
+
+    Brackets in strings count too, as long as there are few."""
+    count = json_bytes.count(b"[") + json_bytes.count(b"{")
+    if count <= MAX_PARTS:
+        return count
+    without_escapes = json_bytes.replace(rb"\\", b"").replace(rb"\"", b"")
+    outside_strings = b"".join(without_escapes.split(b'"')[::2])
+    return outside_strings.count(b"[") + outside_strings.count(b"{")
 
 
 def _check_size(fields: dict[str, object]) -> None:

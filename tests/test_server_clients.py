@@ -213,6 +213,32 @@ def test_a_body_with_too_many_keys_is_refused_before_pydantic_reads_it(name, mon
     assert error["message"] == limit
 
 
+PARTS = ["[]", "{}", "[" * 190 + "]" * 190, '{"a":[]}', '"", []', r'"\"", []', r'"\\", []']
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_body_of_too_many_lists_is_refused_before_it_is_parsed(part, monkeypatch):
+    monkeypatch.setattr(protocol, "from_json", no_encoding)
+    parts = ", ".join([part] * 20_000)
+    with pytest.raises(protocol.ApiError) as refused:
+        CompletionRequest.read(f'{{"model": "tiny", "prompt": [{parts}]}}'.encode())
+    error = refused.value.detail["error"]
+    assert error["message"] == "body: must hold at most 20,000 lists and objects"
+
+
+@pytest.mark.parametrize("prompt", ["[" * 20_001, '{"\\' * 20_001, '\\" [' * 20_001, [1] * 20_001])
+def test_brackets_in_a_text_are_no_lists(prompt):
+    body = CompletionRequest.read(json.dumps(dict(model="tiny", prompt=prompt)).encode())
+    assert body.prompt == prompt
+
+
+def test_a_body_of_as_many_lists_as_may_be_is_parsed():
+    for lists, message in ((19_998, "prompt: must be a text or"), (19_999, "20,000 lists")):
+        with pytest.raises(protocol.ApiError) as refused:
+            CompletionRequest.read(json.dumps(dict(model="a", prompt=[[]] * lists)).encode())
+        assert message in refused.value.detail["error"]["message"]
+
+
 def test_a_body_with_as_many_keys_as_may_be_is_read():
     messages = [{"role": "user"}] * 5000  # an item and a key each
     body = ChatRequest.read(json.dumps(dict(model="tiny", messages=messages)).encode())
@@ -306,23 +332,49 @@ def test_a_connection_whose_headers_do_not_end_is_closed(requests_before, sent, 
         assert complete(served, "hello")[0] == generate_text("hello")
 
 
-@pytest.mark.parametrize("part", [b"a" * 10_000, b"x: y\r\n" * 2000])
+@pytest.mark.parametrize("part", [b"a" * 4000, b"x: y\r\n" * 700])
 def test_headers_without_end_are_closed_at_64_kib(part, monkeypatch):
     monkeypatch.setattr(connections, "HEADERS_S", 1000)
     with serving() as served, connect(served) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n")
         sent = 0
         with pytest.raises(ConnectionError):
-            while sent < 2**27:
+            while sent < 2**20:
                 connection.sendall(part)
                 sent += len(part)
+                time.sleep(0.01)  # so that it arrives in parts
         assert sent >= 60_000
+
+
+def test_headers_of_many_requests_may_be_longer_than_64_kib():
+    with serving() as served, connect(served) as connection:
+        for _ in range(20):
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 4000)
+            time.sleep(0.02)  # so that it arrives before the end
+            connection.sendall(b"\r\n\r\n")
+            assert connection.recv(65_536).endswith(b"ok")
 
 
 def test_a_body_may_be_longer_than_headers():
     with serving(max_body=2**21) as served, connect(served) as connection:
         connection.sendall(http_post(body_of(user="x" * 2**20)))
         assert b"200 OK" in connection.recv(65_536)
+
+
+def test_headers_that_begin_behind_a_long_body_are_not_too_long():
+    with serving() as served, connect(served) as connection:
+        served.engine.runner.flatten = slow(served.engine.runner.flatten, 0.01)
+        long_body = http_post(body_of(user="x" * 500_000))
+        for _ in range(3):
+            connection.sendall(long_body + b"GET /health HT")
+            assert b"200 OK" in connection.recv(65_536)
+            time.sleep(0.1)  # for the rest of the answer
+            connection.sendall(b"TP/1.1\r\nhost: localhost\r\n\r\n")
+            answer = b""
+            while not answer.endswith(b"ok"):
+                part = connection.recv(65_536)
+                assert part, "the connection was closed"
+                answer += part
 
 
 def test_a_response_goes_on_while_the_next_headers_wait(monkeypatch):
@@ -357,6 +409,7 @@ LEAVING = {
     "waiting for a whole answer": http_post(body_of()),
     "in a stream": http_post(body_of(stream=True)),
     "with a wrong body": http_post(b"{"),
+    "in the first of two": http_post(body_of(stream=True)) + http_post(body_of()),
     "on the page": b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n" * 20,
 }
 
@@ -375,6 +428,15 @@ def test_a_client_that_leaves_leaves_no_traceback(moment, leave, capfd, caplog):
         wait_for(lambda: idle(served.engine))
     assert "Traceback" not in capfd.readouterr().err
     assert caplog.records == []
+
+
+def test_a_client_that_leaves_ends_all_its_requests():
+    with serving(max_len=512) as served:
+        served.engine.runner.flatten = slow(served.engine.runner.flatten, 0.1)  # 50 s for one
+        with connect(served) as connection:
+            connection.sendall(http_post(body_of(max_tokens=500)) + http_post(body_of()))
+            wait_for(lambda: served.engine.has_work)
+        wait_for(lambda: idle(served.engine))
 
 
 # How it ends

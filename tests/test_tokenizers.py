@@ -112,7 +112,8 @@ def test_a_stream_goes_on_where_the_prompt_ends(every):
     assert TextStream(inner).push(hello) == "hello"
     assert TextStream(inner, [1, hello]).push(hello) == " hello"
     first, second = "é".encode()
-    assert TextStream(every["bytes"], [*b"as caf", first]).push(second) == "é"
+    for words in (b"as ", b"as " * 50):
+        assert TextStream(every["bytes"], [*words, *b"caf", first]).push(second) == "é"
 
 
 @every_kind
@@ -182,6 +183,10 @@ def with_greedy_special(side):
     return change
 
 
+def without_pre_tokenizer(inner):
+    inner.pre_tokenizer = None
+
+
 def with_pre_tokenizer(*steps):
     def change(inner):
         inner.pre_tokenizer = pre_tokenizers.Sequence(list(steps))
@@ -207,6 +212,7 @@ CHANGED = {  # (a change of a byte-level tokenizer, what is known of its longest
     "long special": (lambda inner: inner.add_special_tokens(["<long special token>"]), 20),
     "removed": (with_pre_tokenizer(REMOVED, BYTES_TO_LETTERS), None),
     "whitespace": (with_pre_tokenizer(pre_tokenizers.WhitespaceSplit(), BYTES_TO_LETTERS), None),
+    "nothing cut": (without_pre_tokenizer, None),
     "letters first": (with_pre_tokenizer(BYTES_TO_LETTERS, ISOLATED), None),
     "normalizer": (with_normalizer, None),
     "wide on the left": (with_greedy_special("lstrip"), None),
