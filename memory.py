@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from errors import check_type, refusing, shorten
+from errors import check_type, check_whole, refusing, shorten
 from kv_cache import ModelShape, kv_bytes_per_token
 
 if TYPE_CHECKING:
@@ -80,8 +80,10 @@ def free_bytes(device: torch.device) -> int:
 
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # those of torchrun share the memory
-    return min(_free_in_system(), _free_in_container()) // processes
+    started = os.environ.get("LOCAL_WORLD_SIZE", "1")  # the processes of torchrun share the memory
+    processes = int(started) if started.isdecimal() else started
+    share = check_whole("LOCAL_WORLD_SIZE", processes, minimum=1)
+    return min(_free_in_system(), _free_in_container()) // share
 
 
 def pages_that_fit(model: ModelLike, max_len: int, page_size: int) -> int:

@@ -220,7 +220,7 @@ ENGINE = CONFIG | dict(
     model=instance(GPT),
     policy=POLICY,
     chunk=size,  # and not "auto": the policy is orca
-    max_len=optional(whole(8, 64)),  # from a page to all pages
+    max_len=whole(8, 64),  # from a page to all pages, so that the model's limit is too much
     page_size=optional(whole(4, 32)),  # from an eighth of max_len to max_len
     pages=optional(whole(4, 2**20)),
     attention=one_of(set(BACKENDS) - {"xformers", "xformers-split-k"}),
@@ -246,7 +246,7 @@ REQUEST = dict(
 GENERATE = dict(prompts=prompts, params=params_of_two, progress=flag)
 ABORT = dict(request_id=lambda value: is_whole(value) and value in (0, 1))
 SCHEDULER = dict(
-    policy=one_of(["dynamic", "priority"]),  # those that have all the options
+    policy=POLICY,
     pages=lambda value: isinstance(value, Pages) and value.total == 8,
     chunk=size,
     max_batch=size,
@@ -346,7 +346,8 @@ def state(engine):
 
 def busy_engine():
     """An engine with two requests, of which one runs."""
-    engine = Engine(**SMALL | dict(policy="sarathi-serve", chunk=4, max_batch=1))
+    sizes = dict(chunk=4, max_batch=1, max_len=128, pages=16)
+    engine = Engine(**SMALL | sizes | dict(policy="sarathi-serve"))
     for _ in range(2):
         engine.add_request([1, 2, 3], SamplingParams(4))
     engine.step()
@@ -436,3 +437,22 @@ def test_an_unknown_keyword_is_a_type_error():
     for _, call in TARGETS.values():
         with pytest.raises((TypeError, ValueError), match="nonsense"):
             call(busy_engine(), nonsense=1)
+
+
+def test_small_integers_of_numpy_do_not_overflow():
+    sizes = {name: np.uint8(200) for name in ("chunk", "max_batch", "max_len")}
+    made = make_scheduler("sarathi", Pages(np.uint8(100), np.uint8(16)), tile=np.uint8(7), **sizes)
+    assert (made.chunk, made.max_batch, made.max_len, made.budget) == (200, 200, 200, 196)
+    assert {type(made.max_len), type(made.budget), type(made.pages.total)} == {int}
+    assert make_scheduler("sarathi", Pages(9, 64), **sizes | dict(chunk=500), tile=np.uint8(7))
+    config = GPTConfig.preset("llama-tiny", n_head=np.uint8(16), n_embd=np.uint8(224))
+    assert type(config.n_head) is int and config.n_embd * config.n_head == 3584
+    config = EngineConfig(max_batch=np.uint8(200), max_len=np.uint8(200), pages=np.uint8(9))
+    assert type(config.max_batch * config.max_len * config.pages) is int
+
+
+@pytest.mark.parametrize("processes", ["0", "", "two", "-1", "1.5"])
+def test_a_number_of_processes_that_makes_no_sense_is_named(processes, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    with pytest.raises(ValueError, match=f"^LOCAL_WORLD_SIZE='?{processes}'?: must be a whole"):
+        Engine(**SMALL)
