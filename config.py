@@ -2,15 +2,14 @@
 
 Read next: engine.py."""
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from errors import check_whole
+from errors import MAX_WHOLE, check_bool, check_sizes, check_type, set_field
 from kv_cache import Pages, kv_bytes_per_token
 from memory import ModelLike, check_memory, pages_that_fit
-from policies import find_policy, make_scheduler, policy_options
+from policies import check_options, find_policy, make_scheduler, policy_options
 from scheduler import Scheduler
 
 MAX_BATCH = 256  # the largest default of max_batch, however much memory there is
@@ -31,19 +30,20 @@ class EngineConfig:
     prefix_caching: bool = False  # share the pages of prompts that begin alike
     max_waiting: int | None = None  # the most requests that may wait; None: no limit
     attention: str = "auto"  # the backend, see attention.make_attention
-    policy_options: dict[str, Any] = field(default_factory=dict)  # as {"tbt_slo": 0.1}
+    policy_options: Mapping[str, Any] = field(default_factory=dict)  # as {"tbt_slo": 0.1}
 
     def __post_init__(self) -> None:
-        if self.chunk != "auto":
-            check_whole("chunk", self.chunk, minimum=1)
+        check_options(self.policy, self.policy_options)
+        set_field(self, "policy_options", dict(self.policy_options))
+        check_type("attention", self.attention, str, "the name of a backend")
+        check_bool("prefix_caching", self.prefix_caching)
+        optional = ("max_batch", "max_len", "page_size", "pages", "max_waiting")
+        sizes = [name for name in optional if getattr(self, name) is not None]
+        if not isinstance(self.chunk, str) or self.chunk != "auto":
+            sizes.append("chunk")
         elif not find_policy(self.policy).cuts_prompts:
             raise ValueError(f"chunk='auto': policy {self.policy!r} does not cut prompts")
-        for name in ("max_batch", "max_len", "page_size", "pages", "max_waiting"):
-            value = getattr(self, name)
-            if value is not None:
-                check_whole(name, value, minimum=1)
-        if not isinstance(self.prefix_caching, bool):
-            raise ValueError(f"prefix_caching={self.prefix_caching!r}: must be True or False")
+        check_sizes(self, dict.fromkeys(sizes, MAX_WHOLE))
         if self.max_len is None or self.page_size is None:
             return
         if self.page_size > self.max_len:
@@ -79,7 +79,7 @@ class EngineConfig:
         """The same; a policy with the option `tile` gets this one, unless it has another."""
         if "tile" not in policy_options(find_policy(self.policy)):
             return self
-        return replace(self, policy_options={"tile": tile} | self.policy_options)
+        return replace(self, policy_options={"tile": tile, **self.policy_options})
 
     def new_pages(self, parts: int = 1) -> Pages:
         """The Pages of one of `parts` equal parts of the cache, all free. See for_model first."""
@@ -90,13 +90,13 @@ class EngineConfig:
     def scheduler(self, pages: Pages, clock: Callable[[], float]) -> Scheduler:
         """A scheduler of this policy. All numbers must be filled in."""
         sizes = {"chunk": self.chunk, "max_batch": self.max_batch, "max_len": self.max_len}
-        return make_scheduler(self.policy, pages, clock=clock, **sizes | self.policy_options)
+        return make_scheduler(self.policy, pages, clock=clock, **{**sizes, **self.policy_options})
 
     def schedulers(self, clock: Callable[[], float], pp: int, replicas: int = 1) -> list[Scheduler]:
         """One for each micro-batch of some pipelines of pp stages: those of one share its pages."""
         return [self.scheduler(self.new_pages(pp), clock) for _ in range(replicas * pp)]
 
-    def check_policy(self) -> None:
+    def check_policy(self, clock: Callable[[], float]) -> None:
         """Make a scheduler and drop it: raises ValueError if the policy rejects these options."""
         config = replace(self, chunk=1) if self.chunk == "auto" else self
-        config.scheduler(self.new_pages(), time.monotonic)
+        config.scheduler(self.new_pages(), clock)

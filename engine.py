@@ -10,7 +10,6 @@ the next `step()` computes the batch again. For interrupts anywhere else see Sch
 
 Read first: scheduler.py, model.py, config.py and outputs.py."""
 
-import operator
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +22,7 @@ from tqdm import tqdm
 
 from attention import check_backend, make_attention
 from config import MAX_BATCH, EngineConfig
-from errors import check_number, check_whole, shorten
+from errors import check_list, check_number, check_prompt, check_type, check_whole, shorten
 from kv_cache import KVCache, Span, kv_bytes_per_token
 from memory import check_memory
 from model import GPT, FlatBatch
@@ -138,6 +137,8 @@ class Engine:
         clock: Clock = time.perf_counter,
     ) -> None:
         """See config.EngineConfig for all but the last two. `tokenizer` is for prompts as text."""
+        check_type("model", model, GPT, "a model.GPT")
+        check_type("tokenizer", tokenizer, Tokenizer | None, "a Tokenizer, as of load_tokenizer")
         config = EngineConfig(
             policy=policy,
             chunk=chunk,
@@ -148,7 +149,7 @@ class Engine:
             prefix_caching=prefix_caching,
             max_waiting=max_waiting,
             attention=attention,
-            policy_options=dict(policy_options or {}),
+            policy_options={} if policy_options is None else policy_options,
         )
         self._start(model, config, tokenizer, clock)
 
@@ -162,6 +163,7 @@ class Engine:
         clock: Clock = time.perf_counter,
     ) -> Self:
         """An engine with the fields of an EngineConfig."""
+        check_type("config", config, EngineConfig, "an EngineConfig")
         return cls(model, **vars(config), tokenizer=tokenizer, clock=clock)
 
     def _start(
@@ -169,7 +171,7 @@ class Engine:
     ) -> None:
         """Check the config, allocate the cache, and begin with no requests."""
         config = config.for_model(model)
-        config.check_policy()
+        config.check_policy(clock)
         pages = config.new_pages()
         self.runner = self.make_runner(
             model, pages.total, pages.page_size, config.max_len, config.attention
@@ -245,23 +247,12 @@ class Engine:
 
     def _encode(self, prompt: str | Sequence[int], params: SamplingParams) -> list[int]:
         """The prompt as a checked list of token ids."""
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params={shorten(params)}: must be SamplingParams")
+        check_type("params", params, SamplingParams, "SamplingParams")
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError(f"prompt={shorten(prompt)}: no tokenizer here, give token ids")
             prompt = self.tokenizer.encode(prompt)
-        try:
-            tokens = [operator.index(token) for token in prompt]
-        except TypeError:
-            raise ValueError(f"prompt={shorten(prompt)}: must be text or token ids") from None
-        if not tokens:
-            raise ValueError("prompt: must hold at least 1 token")
-        vocab_size = self.runner.model.config.vocab_size
-        for token in tokens:
-            if not 0 <= token < vocab_size:
-                limit = f"the vocabulary is 0 … {vocab_size - 1}"
-                raise ValueError(f"prompt: token {shorten(token)} is out of range, {limit}")
+        tokens = check_prompt(prompt, self.runner.model.config.vocab_size)
         self.scheduler.check_fits(len(tokens), params.max_new_tokens)
         return tokens
 
@@ -368,16 +359,17 @@ class Engine:
         if self.scheduler.requests or self._computed:
             running = len(self.scheduler.requests)
             raise ValueError(f"generate: {running} requests are running, step() or abort() them")
-        if isinstance(prompts, str):
-            raise ValueError("prompts: must be a list of prompts, not one text")
-        prompts = list(prompts)
+        check_type("progress", progress, bool, "True or False")
+        prompts = check_list("prompts", prompts, "a list of prompts")
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
+        params = check_list("params", params, "SamplingParams, or a list of them")
         if len(params) != len(prompts):
             raise ValueError(f"params: {len(params)} given for {len(prompts)} prompts")
+        requests = [(self._encode(*pair), pair[1]) for pair in zip(prompts, params, strict=True)]
         first_id = self._next_id
         try:
-            ids = [self.add_request(*request) for request in zip(prompts, params, strict=True)]
+            ids = [self.add_request(*request) for request in requests]
             completions: dict[int, Completion] = {}
             hide_bar = None if progress and sys.stderr else True  # None: unless on a terminal
             with tqdm(total=len(ids), desc="requests", disable=hide_bar) as bar:

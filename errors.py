@@ -1,24 +1,78 @@
-"""Errors of one line that name the argument, its value and what is allowed. Plain Python."""
+"""Errors of one line that name the argument, its value and what is allowed. Plain Python.
 
+A number may be of any type that is one, numpy's too, and becomes an int or a float. A bool is no
+number. Only True and False are bools: 1, "yes" and the bools of numpy and torch are not."""
+
+import operator
 import sys
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
 from numbers import Integral, Real
+from types import UnionType
+from typing import Any, Protocol, runtime_checkable
 
 SMALLEST, LARGEST = sys.float_info.min, sys.float_info.max
+MAX_WHOLE = 2**63 - 1
+NO_LISTS = (str, bytes, bytearray, Mapping, Set)  # text is one element, others have no order
+
+
+@runtime_checkable
+class Array(Protocol):
+    """An array of numpy, a tensor of torch."""
+
+    def tolist(self) -> Any: ...
 
 
 def shorten(value: object) -> str:
     """The repr of a value on one line, cut to 60 characters."""
-    with suppress(ValueError):  # whole numbers of more than 4,300 digits have none
-        return " ".join(repr(value).split())[:60]
-    return "a huge number"
+    try:
+        text = repr(value)
+    except ValueError:  # whole numbers of more than 4,300 digits have none
+        return "a huge number"
+    except RecursionError:
+        return "a value that is nested too deep"
+    return one_line(text)[:60]
 
 
-def check_whole(name: str, value: object, minimum: int, maximum: int = 2**63 - 1) -> int:
+def one_line(text: str) -> str:
+    """The text on one line; its repr if there is more in it that cannot be printed."""
+    line = " ".join(text.split())
+    return line if line.isprintable() else repr(line)
+
+
+@contextmanager
+def refusing(problem: str) -> Iterator[None]:
+    """Turn whatever a library raises into a ValueError of one line: `problem`, and the reason."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic in Rust is no Exception
+        reason = one_line(f"{type(error).__name__}: {error}")
+        raise ValueError(f"{problem}: {reason[:200]}") from error
+
+
+def check_type(name: str, value: object, kind: type | UnionType, allowed: str) -> None:
+    """Raise ValueError, with the text `allowed`, unless `value` is of this type."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name}={shorten(value)}: must be {allowed}")
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is True or False."""
+    check_type(name, value, bool, "True or False")
+
+
+def check_clock(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is a function."""
+    if not callable(value):
+        raise ValueError(f"{name}={shorten(value)}: must be a function that returns seconds")
+
+
+def check_whole(name: str, value: object, minimum: int, maximum: int = MAX_WHOLE) -> int:
     """`value` as an int. Raises ValueError unless it is a whole number in [minimum, maximum]."""
     limit = ""
-    if isinstance(value, Integral):
+    if isinstance(value, Integral) and not isinstance(value, bool):
         number = int(value)
         if minimum <= number <= maximum:
             return number
@@ -33,7 +87,7 @@ def check_number(
 ) -> float:
     """`value` as a float. Raises ValueError, with the text `allowed`, if it is out of limits."""
     with suppress(OverflowError):  # 10**400
-        if isinstance(value, Real):
+        if isinstance(value, Real) and not isinstance(value, bool):
             number = float(value)
             if minimum <= number <= maximum:
                 return number
@@ -51,6 +105,53 @@ def check_one_of(name: str, value: object, allowed: Collection[str]) -> None:
         raise ValueError(f"{name}={shorten(value)}: must be one of {', '.join(allowed)}")
 
 
+def check_list(name: str, value: object, allowed: str) -> list[Any]:
+    """`value` as a list. Raises ValueError, with the text `allowed`, unless it has elements."""
+    if isinstance(value, Iterable) and not isinstance(value, NO_LISTS):
+        with suppress(TypeError):  # an array without dimensions
+            return list(value.tolist() if isinstance(value, Array) else value)
+    raise ValueError(f"{name}={shorten(value)}: must be {allowed}")
+
+
+def check_whole_list(name: str, value: object, allowed: str) -> list[int]:
+    """`value` as a list of ints. Raises ValueError, with the text `allowed`, unless it is one."""
+    elements = check_list(name, value, allowed)
+    with suppress(TypeError):  # an element is no whole number
+        numbers = [operator.index(element) for element in elements]
+        if bool not in map(type, elements):
+            return numbers
+    raise ValueError(f"{name}={shorten(value)}: must be {allowed}")
+
+
+def check_prompt(prompt: object, vocab_size: int) -> list[int]:
+    """The token ids of a prompt. Raises ValueError if there are none, or one is out of range."""
+    tokens = check_whole_list("prompt", prompt, "text or a list of token ids")
+    if not tokens:
+        raise ValueError("prompt: must hold at least 1 token")
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            limit = f"the vocabulary is 0 … {vocab_size - 1}"
+            raise ValueError(f"prompt: token {shorten(token)} is out of range, {limit}")
+    return tokens
+
+
+def check_token_ids(name: str, value: object) -> tuple[int, ...]:
+    """`value`, in any order, as a tuple of ints. Raises ValueError unless it has token ids only."""
+    allowed = "a list of token ids"
+    elements = list(value) if isinstance(value, Set) else value
+    token_ids = check_whole_list(name, elements, allowed)
+    if min(token_ids, default=0) < 0:
+        raise ValueError(f"{name}={shorten(value)}: must be {allowed}")
+    return tuple(token_ids)
+
+
 def set_field(record: object, name: str, value: object) -> None:
     """Set a field of a frozen dataclass, in its __post_init__ alone: a default, a checked value."""
     object.__setattr__(record, name, value)
+
+
+def check_sizes(record: object, maximums: Mapping[str, int]) -> None:
+    """Check and set those fields of a frozen dataclass, in its __post_init__ alone, that are whole
+    numbers from 1 to a maximum. Raises ValueError."""
+    for name, maximum in maximums.items():
+        set_field(record, name, check_whole(name, getattr(record, name), 1, maximum))

@@ -22,9 +22,14 @@ from hashlib import sha256
 from itertools import chain, islice
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from errors import check_bool, check_whole
+
 if TYPE_CHECKING:  # a scheduler needs Pages, and no torch
     import torch
     from torch import Tensor
+
+
+MAX_PAGES = 2**28  # they take some gigabytes to count
 
 
 class Span(NamedTuple):
@@ -132,12 +137,13 @@ class Pages:
     page stays cached until its memory is needed. The least recently used page is evicted first."""
 
     def __init__(self, total: int, page_size: int, prefix_caching: bool = False) -> None:
-        self.total = total
-        self.page_size = page_size
+        self.total = check_whole("total", total, minimum=0, maximum=MAX_PAGES)
+        self.page_size = check_whole("page_size", page_size, minimum=1)
+        check_bool("prefix_caching", prefix_caching)
         self.prefix_caching = prefix_caching
-        self.num_free = total  # pages in no block table, cached or not
-        self.ref_counts = [0] * total  # of each page: in how many block tables it is
-        self._occupied = bytearray(total)  # 1 for pages in a block table or cached, else 0
+        self.num_free = self.total  # pages in no block table, cached or not
+        self.ref_counts = [0] * self.total  # of each page: in how many block tables it is
+        self._occupied = bytearray(self.total)  # 1 for pages in a block table or cached, else 0
         self._page_of: dict[bytes, int] = {}  # hash -> the page that is cached under it
         self._hash_of: dict[int, bytes] = {}  # page -> its hash, or the one it had last
         self._evictable: OrderedDict[int, None] = OrderedDict()  # the least recently used first

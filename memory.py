@@ -1,18 +1,23 @@
-"""How much memory a device can still give, and how many pages fit into it."""
+"""Where a model can be: on which devices, and how much memory these can still give."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from errors import check_type, refusing, shorten
 from kv_cache import ModelShape, kv_bytes_per_token
 from torchrun import find_place
 
 if TYPE_CHECKING:
     import torch  # a simulation runs without
+    from torch import Tensor
+
+ROPE_COPIES = 7  # model.rope_table takes so many times the memory of its result for a while
 
 
 class ModelLike(Protocol):
@@ -24,6 +29,41 @@ class ModelLike(Protocol):
     def device(self) -> torch.device: ...
     @property
     def dtype(self) -> torch.dtype: ...
+
+
+class ModelWithWeights(Protocol):
+    """The parts of a model.GPT that decide on its own size."""
+
+    @property
+    def config(self) -> ModelShape: ...
+    def parameters(self) -> Iterator[Tensor]: ...
+
+
+def check_placement(device: torch.device | str, dtype: torch.dtype) -> None:
+    """Raise ValueError unless models can be on this device, in this type."""
+    import torch
+
+    check_type("device", device, str | torch.device, "a device, as 'cpu', 'cuda' or 'cuda:1'")
+    with refusing(f"device={shorten(device)}"):
+        torch.empty(0, device=device)
+    allowed = "torch.float64, float32, bfloat16 or float16"
+    check_type("dtype", dtype, torch.dtype, allowed)
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ValueError(f"dtype={dtype}: must be {allowed}")
+
+
+def check_model_fits(description: str, model: ModelWithWeights, device: torch.device | str) -> None:
+    """Raise ValueError if the weights of a model, which has no memory yet, do not fit.
+
+    `description` is as of check_memory."""
+    import torch
+
+    device = torch.device(device)
+    if device.type == "meta":  # which takes none
+        return
+    weight_bytes = sum(weights.numel() * weights.itemsize for weights in model.parameters())
+    rope_bytes = model.config.max_positions * 2 * model.config.head_dim * torch.float32.itemsize
+    check_memory(description, max(weight_bytes + rope_bytes, ROPE_COPIES * rope_bytes), device)
 
 
 def check_memory(description: str, wanted_bytes: int, device: torch.device) -> None:

@@ -25,24 +25,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.plan import AttentionBackend, AttentionPlan
-from errors import check_one_of, check_positive, check_whole, set_field
+from errors import check_one_of, check_sizes, check_type, set_field
 from kv_cache import KVCache, Span, slot_mapping
+from memory import check_model_fits, check_placement
 from pretrained import checkpoints
+from pretrained.geometry import DERIVED_SIZES, GIVEN_SIZES, RopeScaling, check_geometry
 from pretrained.presets import PRESETS
 from pretrained.random_weights import init_weight
 from pretrained.sharding import Slices, slices_of
 
 DERIVED: Any = None  # the default of a field that is computed from others
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """LLaMA 3's scaling of RoPE's frequencies, for contexts longer than trained."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
 
 
 @dataclass(frozen=True)
@@ -66,20 +58,14 @@ class GPTConfig:
     rope_scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
-        check_one_of("family", self.family, ("gpt2", "llama"))
-        for field in ("vocab_size", "n_layer", "n_head", "n_embd", "max_positions"):
-            check_whole(field, getattr(self, field), minimum=1)
+        check_sizes(self, GIVEN_SIZES)
         head_dim = self.n_embd // self.n_head
         derived = {"n_kv_head": self.n_head, "head_dim": head_dim, "n_inner": 4 * self.n_embd}
         for field, default in derived.items():
             if getattr(self, field) is DERIVED:
                 set_field(self, field, default)
-            check_whole(field, getattr(self, field), minimum=1)
-        check_positive("rope_theta", self.rope_theta)
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f"n_kv_head={self.n_kv_head}: must divide n_head={self.n_head}")
-        if self.family == "llama" and self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim}: must be even, RoPE rotates pairs")
+        check_sizes(self, DERIVED_SIZES)
+        check_geometry(self)
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:
@@ -91,8 +77,6 @@ class GPTConfig:
     def from_checkpoint(cls, directory: str | Path) -> Self:
         """The geometry of a checkpoint, from config.json. Raises as checkpoints.read_config."""
         fields = checkpoints.read_config(directory)
-        if "rope_scaling" in fields:
-            fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"])
         try:
             return cls(**fields)
         except ValueError as error:
@@ -145,7 +129,10 @@ class GPT(nn.Module):
     ) -> None:
         """A model with random weights, or with memory that is not filled if `seed` is None.
 
-        The weights are made in `dtype` on `device`: there is never a second copy of them."""
+        The weights are made in `dtype` on `device`: there is never a second copy of them. Raises
+        ValueError, before that, for what cannot be there."""
+        check_type("config", config, GPTConfig, "a GPTConfig")
+        check_placement(device, dtype)
         super().__init__()
         self.config = config
         self.compiled = False
@@ -156,6 +143,7 @@ class GPT(nn.Module):
         self.blocks: Any = nn.ModuleList(Block(config, **factory) for _ in range(config.n_layer))
         self.final_norm = new_norm(config, **factory)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False, **factory)
+        check_model_fits(f"n_layer={config.n_layer}, n_embd={config.n_embd}", self, device)
         self.to_empty(device=device)
         self.requires_grad_(False)
         if seed is not None:
@@ -215,9 +203,10 @@ class GPT(nn.Module):
 
         `max_positions` may be its sliding window. Raises ValueError for all that is unknown,
         unsupported or missing in it, FileNotFoundError where there is nothing to load."""
+        check_placement(device, dtype)
         directory = checkpoints.find(name)
-        with torch.device("meta"):  # nothing is allocated before all is known to fit
-            model = cls(GPTConfig.from_checkpoint(directory), "meta", dtype, seed=None)
+        # nothing is allocated before all is known to fit
+        model = cls(GPTConfig.from_checkpoint(directory), "meta", dtype, seed=None)
         checkpoints.load_weights(model, directory, device)
         return model
 
@@ -234,8 +223,8 @@ class GPT(nn.Module):
         super()._apply(fn, recurse)
         if self.config.tie_embeddings:
             self.head.weight = self.token_embedding.weight
-        llama = self.config.family == "llama"
-        self.rope = rope_table(self.config, self.device, self.dtype) if llama else None
+        has_rope = self.config.family == "llama" and self.device.type != "meta"
+        self.rope = rope_table(self.config, self.device, self.dtype) if has_rope else None
         return self
 
 

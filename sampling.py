@@ -4,7 +4,6 @@ Every request has its own stream of random numbers: its n-th output token depend
 `seed` and n. So its text does not depend on who shares its batch, on the policy, or on how often a
 step was repeated, as far as rounding leaves its logits alone. Read next: engine.py."""
 
-import operator
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from errors import SMALLEST, check_number, check_whole, set_field, shorten
+from errors import SMALLEST, check_bool, check_number, check_token_ids, check_whole, set_field
 
 
 @dataclass(frozen=True)
@@ -44,13 +43,9 @@ class SamplingParams:
         set_field(
             self, "top_p", check_number("top_p", self.top_p, "in (0, 1]", SMALLEST, maximum=1)
         )
-        try:
-            set_field(self, "stop_token_ids", tuple(map(operator.index, self.stop_token_ids)))
-        except TypeError:
-            value = shorten(self.stop_token_ids)
-            raise ValueError(f"stop_token_ids={value}: must be a list of token ids") from None
-        if not isinstance(self.logprobs, bool):
-            raise ValueError(f"logprobs={shorten(self.logprobs)}: must be True or False")
+        stop_token_ids = check_token_ids("stop_token_ids", self.stop_token_ids)
+        set_field(self, "stop_token_ids", stop_token_ids)
+        check_bool("logprobs", self.logprobs)
 
     @property
     def truncates(self) -> bool:

@@ -149,8 +149,9 @@ class Scheduler:
         max_len: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        for name, size in (("chunk", chunk), ("max_batch", max_batch), ("max_len", max_len)):
-            check_whole(name, size, minimum=1)
+        chunk = check_whole("chunk", chunk, minimum=1)
+        max_batch = check_whole("max_batch", max_batch, minimum=1)
+        max_len = check_whole("max_len", max_len, minimum=1)
         needed = pages.needed(max_len)
         if pages.total < needed:
             takes = f"a request of max_len={max_len} takes {needed} pages"
@@ -470,7 +471,7 @@ class Sarathi(Scheduler):
 
     def __init__(self, *args: Any, tile: int = 1, **options: Any) -> None:
         super().__init__(*args, **options)
-        check_whole("tile", tile, minimum=1)
+        tile = check_whole("tile", tile, minimum=1)
         self.budget = self.chunk // tile * tile or self.chunk
 
     def schedule(self) -> Batch:

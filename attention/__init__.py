@@ -52,7 +52,8 @@ DEVICES = {"matmul": "cpu", "xformers": "cuda", "xformers-split-k": "cuda"}  # t
 
 
 def make_attention(config: ModelShape, cache: KVCache, backend: str = "auto") -> AttentionBackend:
-    """The backend of that name, for a cache. Raises what `XFormers` raises."""
+    """The backend of that name, for a cache. Raises as check_backend and `XFormers`."""
+    check_backend(backend, cache.data.device)
     return BACKENDS[backend](config, cache)
 
 

@@ -5,10 +5,13 @@
 
 Plain Python, like scheduler.py. Read next: dynamic.py, priority.py."""
 
+import time
+from collections.abc import Mapping
 from inspect import getfullargspec, signature
 from typing import Any
 
 import scheduler
+from errors import check_clock, check_type, shorten
 from kv_cache import Pages
 from policies.ablations import ChunkedOnly, HybridOnly
 from policies.custom import MissingPolicyError, load_policy
@@ -34,15 +37,17 @@ def find_policy(name: str) -> type[Scheduler]:
     """The class of a policy: a name in POLICIES, or "path/to/file.py:ClassName".
 
     Raises ValueError if there is no such policy. An error in the file passes through."""
-    if str(name) in POLICIES:
+    allowed = f"one of {', '.join(POLICIES)}, or FILE.py:Class"
+    check_type("policy", name, str, allowed)
+    if name in POLICIES:
         return POLICIES[name]
-    file, _, class_name = str(name).rpartition(":")
+    file, _, class_name = name.rpartition(":")
     if not file.endswith(".py"):
-        raise ValueError(f"policy={name!r}: must be one of {', '.join(POLICIES)}, or FILE.py:Class")
+        raise ValueError(f"policy={shorten(name)}: must be {allowed}")
     try:
         return load_policy(file, class_name)
     except MissingPolicyError as error:
-        raise ValueError(f"policy={name!r}: {error}") from None
+        raise ValueError(f"policy={shorten(name)}: {error}") from None
 
 
 def policy_options(policy: type[Scheduler]) -> set[str]:
@@ -50,16 +55,27 @@ def policy_options(policy: type[Scheduler]) -> set[str]:
     return {name for cls in policy.__mro__ for name in getfullargspec(cls.__init__).kwonlyargs}
 
 
+def check_options(policy: str, options: Mapping[str, Any], arguments: tuple[str, ...] = ()) -> None:
+    """Raise ValueError unless `options` are options of this policy, by their names.
+
+    `arguments` are those that all policies have, and that are allowed, too."""
+    check_type("policy_options", options, Mapping, "a dict from names to values")
+    allowed = {*policy_options(find_policy(policy)), *arguments}
+    for option, value in options.items():
+        if option not in allowed:
+            reason = f"policy {policy!r} has no such option, only {sorted(allowed)}"
+            raise ValueError(f"{option}={shorten(value)}: {reason}")
+
+
 def make_scheduler(policy: str, pages: Pages, **options: Any) -> Scheduler:
     """A scheduler of the policy `policy`. Raises ValueError for an unknown policy or option."""
     cls = find_policy(policy)
-    allowed = {"chunk", "max_batch", "max_len", "clock", *policy_options(cls)}
-    for option in options.keys() - allowed:
-        reason = f"policy {policy!r} has no such option, only {sorted(allowed)}"
-        raise ValueError(f"{option}={options[option]!r}: {reason}")
+    check_options(policy, options, ("chunk", "max_batch", "max_len", "clock"))
     try:
         signature(cls).bind(pages, **options)
     except TypeError as error:
         reason = f"its __init__ must take pages and {list(options)}: {error}"
         raise ValueError(f"policy={policy!r}: cannot be made: {reason}") from error
+    check_type("pages", pages, Pages, "the kv_cache.Pages of a cache")
+    check_clock("clock", options.get("clock", time.monotonic))
     return cls(pages, **options)

@@ -2,10 +2,12 @@
 
 import runpy
 import traceback
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from errors import one_line
 from scheduler import Scheduler
 
 MODULE_PREFIX = "nanosarathi_policy_"  # with the path behind it, the __name__ of such a file
@@ -19,13 +21,18 @@ def load_policy(file: str, class_name: str) -> type[Scheduler]:
     """The class of that name in a file, which runs once. An error in the file passes through.
 
     Raises MissingPolicyError if there is no such file or class."""
-    path = Path(file).resolve()
-    if not path.is_file():
-        raise MissingPolicyError(f"there is no file {file}")
-    policy = _run_file(str(path)).get(class_name)
+    if not _is_file(file):
+        raise MissingPolicyError(f"there is no file {one_line(file)[:200]}")
+    policy = _run_file(str(Path(file).resolve())).get(class_name)
     if not (isinstance(policy, type) and issubclass(policy, Scheduler)):
         raise MissingPolicyError(f"{file} has no subclass of Scheduler of that name")
     return policy
+
+
+def _is_file(path: str) -> bool:
+    with suppress(OSError, ValueError, RuntimeError):  # too long, a null byte, links in a circle
+        return Path(path).resolve().is_file()
+    return False
 
 
 @cache  # a file that raises is not remembered, and can be mended

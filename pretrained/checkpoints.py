@@ -11,10 +11,12 @@ from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import torch
 from pydantic import AliasChoices, BaseModel, Field, PositiveFloat, PositiveInt, ValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
-from errors import shorten
+from errors import check_type, one_line, refusing, shorten
+from memory import check_model_fits
+from pretrained.geometry import RopeScaling
 from pretrained.sharding import Geometry, Slices, views
 
 CONFIG_FILE = "config.json"
@@ -22,13 +24,15 @@ TEXT_FILES = [CONFIG_FILE, "generation_config.json"]  # both may say which token
 TOKENIZER_FILES = ["tokenizer.json", "tokenizer.model", "original/tokenizer.model"]
 WEIGHTS_FILE = "model.safetensors"
 SHARD_FILES = "model-*-of-*.safetensors"
-CHAT_FILES = ["tokenizer_config.json", "chat_template.jinja"]
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"  # it may have a chat template
+CHAT_FILES = [TOKENIZER_CONFIG_FILE, "chat_template.jinja"]
 DOWNLOADED = [*TEXT_FILES, *TOKENIZER_FILES, WEIGHTS_FILE, SHARD_FILES, *CHAT_FILES]  # no pickles
 
 DTYPES = ["F64", "F32", "F16", "BF16"]  # as stored; integers would have scales
 PREFIX = r"^(transformer|model)\."  # which some files have before each name
 NO_WEIGHTS = r"h\.\d+\.attn\.(masked_)?bias|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 HEAD = "lm_head.weight"
+MAX_JSON_BYTES = 2**24  # of a file that is read at once
 
 # Fields of GPTConfig by `model_type`, where they are not as its defaults say.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -71,6 +75,7 @@ LLAMA_MODULES = {
 
 def find(name: str | Path) -> Path:
     """The directory `name`, or that of the Hub's files of that name. Raises FileNotFoundError."""
+    check_type("name", name, str | Path, "a directory or a name on the Hub")
     try:
         directory = Path(name).expanduser()
         if directory.is_dir():
@@ -81,7 +86,7 @@ def find(name: str | Path) -> Path:
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: ~nobody
         cause = type(error).__name__
         raise FileNotFoundError(
-            f"{str(name)!r}: no directory here, and not to be had from the Hub ({cause}); "
+            f"{shorten(str(name))}: no directory here, and not to be had from the Hub ({cause}); "
             "config.json, model.safetensors (or its shards) and tokenizer.json must be there"
         ) from error
 
@@ -91,9 +96,15 @@ class Schema(BaseModel, strict=True, validate_by_name=True, allow_inf_nan=False)
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises OSError; or ValueError, naming the file, the first wrong key and what it must be.
+        """Raises FileNotFoundError, OSError if the file cannot be read, or ValueError, naming the
+        file, the first wrong key and what it must be.
 
         A key of several types has an error for each type; the types are not named."""
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: there is no such file")
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise ValueError(f"{path}: has {size:,} bytes, must have at most {MAX_JSON_BYTES:,}")
         try:
             return cls.model_validate_json(path.read_bytes())
         except ValidationError as error:
@@ -160,9 +171,9 @@ class ModelFile(GeometryFields):
 def read_config(directory: str | Path) -> dict[str, Any]:
     """The fields of model.GPTConfig, from config.json as transformers 4 or 5 writes it.
 
-    `rope_scaling`, if there is any, is a dict of the fields of model.RopeScaling. A sliding window
-    changes nothing up to its length: `max_positions` ends there. Raises FileNotFoundError, or
-    ValueError, naming the option, its value and what is supported."""
+    A sliding window changes nothing up to its length: `max_positions` ends there. Raises
+    FileNotFoundError, or ValueError, naming the option, its value and what is supported."""
+    check_type("directory", directory, str | Path, "that of a checkpoint")
     path = Path(directory) / CONFIG_FILE
     file = ModelFile.read(path)
     fields = dict(ARCHITECTURES[file.model_type])
@@ -175,14 +186,17 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     if "llama3" in (rope.rope_type, rope.type):
         low = rope.low_freq_factor
         high = rope.high_freq_factor
-        if rope.factor is None or low is None or high is None or low >= high:
-            raise ValueError(f"{path}: llama3 needs factor and low_freq_factor < high_freq_factor")
-        fields["rope_scaling"] = {
-            "factor": rope.factor,
-            "low_freq_factor": low,
-            "high_freq_factor": high,
-            "original_max_positions": rope.original_max_position_embeddings or file.max_positions,
-        }
+        if rope.factor is None or low is None or high is None:
+            raise ValueError(f"{path}: llama3 needs factor, low_freq_factor and high_freq_factor")
+        try:
+            fields["rope_scaling"] = RopeScaling(
+                factor=rope.factor,
+                low_freq_factor=low,
+                high_freq_factor=high,
+                original_max_positions=rope.original_max_position_embeddings or file.max_positions,
+            )
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
     return fields
 
 
@@ -201,6 +215,7 @@ class LoadableModel(Protocol):
     def config(self) -> Geometry: ...
     @property
     def device(self) -> torch.device: ...
+    def parameters(self) -> Iterator[Tensor]: ...
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]: ...
     def to_empty(self, *, device: Any) -> Any: ...
 
@@ -234,13 +249,17 @@ def load_weights(
 
     Only then is a model on "meta" given memory, on `device`. A Shard reads only its own slices.
     Raises FileNotFoundError where there are no weights, or ValueError, naming what is unknown,
-    missing, there twice, misshapen or not finite."""
+    missing, there twice, misshapen or not finite, or that memory is short."""
     directory = Path(directory)
     whole_model = model.whole_model()
     sources = _sources(whole_model)
     tensors = _stored_tensors(directory)
     _check_tensors(directory, sources, tensors, whole_model.config.tie_embeddings)
     if model.device.type == "meta":
+        device = torch.device(device or "cpu")
+        if device.type == "meta":
+            raise ValueError("device='meta': has no memory for weights")
+        check_model_fits(f"{directory}: this model", model, device)
         model.to_empty(device=device)
     for name, parameter in model.named_parameters():
         slices = model.slices_of(name)
@@ -324,19 +343,18 @@ def _sources(whole_model: LoadableModel) -> dict[str, list[Source]]:
 def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """The tensors of all files of weights, by their names without a prefix."""
     paths = sorted(directory.glob(WEIGHTS_FILE)) or sorted(directory.glob(SHARD_FILES))
+    paths = [path for path in paths if path.is_file()]
     if not paths:
         problem = "not there, nor shards of it (pickles are not read)"
         raise FileNotFoundError(f"{directory / WEIGHTS_FILE}: {problem}")
     tensors: dict[str, StoredTensor] = {}
     for path in paths:
-        try:
+        with refusing(f"{path}: not a safetensors file"):
             file: Any = safe_open(path, framework="pt")
-        except SafetensorError as error:
-            raise ValueError(f"{path}: not a safetensors file: {str(error)!r}") from error
         for name in file.keys():  # noqa: SIM118 (a file is no iterable)
             short_name = re.sub(PREFIX, "", name)
             if short_name in tensors:
-                raise ValueError(f"{path}: {short_name} is there twice")
+                raise ValueError(f"{path}: {one_line(short_name)[:100]} is there twice")
             if not re.fullmatch(NO_WEIGHTS, short_name):
                 tensors[short_name] = file.get_slice(name)
     return tensors
@@ -347,15 +365,16 @@ def fingerprint(directory: Path) -> str:
     digest = sha256((directory / CONFIG_FILE).read_bytes())
     tensors = _stored_tensors(directory)
     for name in sorted(tensors):
-        first_row = tensors[name][:1]
-        digest.update(f"{name}: {first_row.double().tolist()}".encode())
+        if tensors[name].get_shape():  # others fit no parameter
+            first_row = tensors[name][:1]
+            digest.update(f"{name}: {first_row.double().tolist()}".encode())
     return digest.hexdigest()
 
 
 def _refuse(directory: Path, problem: str, names: Collection[str]) -> None:
     """Raise ValueError if there are any `names`, with how many and the first few."""
     if names:
-        few = ", ".join(sorted(names)[:5])
+        few = ", ".join(one_line(name)[:100] for name in sorted(names)[:5])
         if len(names) > 5:
             few += ", …"
         raise ValueError(f"{directory}: {len(names)} {problem}: {few}")

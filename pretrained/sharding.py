@@ -15,11 +15,12 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from errors import check_whole
+from kv_cache import ModelShape
 
 Range = tuple[int, int]  # from a start to an end, which is not in it
 
 
-class Geometry(Protocol):
+class Geometry(ModelShape, Protocol):
     """The fields of model.GPTConfig that decide how its weights are divided."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -28,14 +29,6 @@ class Geometry(Protocol):
     def family(self) -> str: ...
     @property
     def vocab_size(self) -> int: ...
-    @property
-    def n_layer(self) -> int: ...
-    @property
-    def n_head(self) -> int: ...
-    @property
-    def n_kv_head(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
     @property
     def n_inner(self) -> int: ...
     @property

@@ -15,12 +15,20 @@ import tokenizers
 from pydantic import NonNegativeInt
 from tokenizers import models, pre_tokenizers
 
-from pretrained.checkpoints import TEXT_FILES, TOKENIZER_FILES, Schema
+from errors import check_type, refusing
+from pretrained.checkpoints import (
+    CHAT_FILES,
+    TEXT_FILES,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILES,
+    Schema,
+)
 
 CONTEXT = 32  # tokens, of which many are a word
 BYTES = {bytes([i]) for i in range(256)}
 KEEPING_STEPS = {"ByteLevel", "Digits", "Split"}  # cut a text and drop nothing
 HALF_A_CHARACTER = "\ufffd"  # how bytes that are no text yet are decoded
+SOME_TEXT = "Tell me 1 story, né?\n"
 Message = dict[str, str]  # {"role": ..., "content": ...}
 
 # How LLaMA 3 cuts text into words before merging bytes, as published.
@@ -163,6 +171,7 @@ class TextFile(Schema):
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
     """The tokenizer of a checkpoint. Raises FileNotFoundError, or ValueError for a broken file."""
+    check_type("directory", directory, str | Path, "that of a checkpoint")
     stop_token_ids = _read_stop_tokens(Path(directory))
     paths = [Path(directory, name) for name in TOKENIZER_FILES]
     paths = [path for path in paths if path.is_file()]
@@ -171,13 +180,10 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     path = paths[0]
     if path.suffix == ".model":
         return _load_llama3(path, stop_token_ids)
-    try:
+    with refusing(f"{path}: not a tokenizer"):
         inner = tokenizers.Tokenizer.from_file(str(path))
-        inner.encode("")  # some broken files only show here
-    except BaseException as error:  # Exception, and what a panic in Rust becomes
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        raise ValueError(f"{path}: not a tokenizer: {str(error)!r}") from error
+        for text in ("", SOME_TEXT):  # some broken files only show here
+            inner.decode(inner.encode(text).ids)
     inner.no_truncation()  # a prompt is never cut or filled up silently
     inner.no_padding()
 
@@ -231,19 +237,34 @@ def _read_stop_tokens(directory: Path) -> list[int]:
 def load_chat(directory: str | Path | None) -> Callable[[list[Message]], str]:
     """A function from messages to the prompt that a checkpoint's chat template makes of them.
 
-    It raises the template's own errors. Without a checkpoint each message is a line."""
+    Without a checkpoint each message is a line. Raises ValueError for broken files. The function
+    raises ValueError if there is no template, and where the template raises anything."""
     if directory is None:
         return _lines_of_chat
+    from jinja2 import TemplateSyntaxError
     from transformers import PreTrainedTokenizerFast
 
-    inner = PreTrainedTokenizerFast.from_pretrained(directory)
+    path = Path(directory, TOKENIZER_CONFIG_FILE)
+    if path.is_file():
+        Schema.read(path)  # it is a JSON object
+    with refusing(f"{directory}: no tokenizer can be made of {' and '.join(CHAT_FILES)}"):
+        inner = PreTrainedTokenizerFast.from_pretrained(directory)
+    template = inner.chat_template
+    if template is not None:
+        check_type(f"{path}: chat_template", template, str | dict, "text")
 
     def apply_template(messages: list[Message]) -> str:
-        prompt: Any = inner.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
+        with refusing(f"{directory}: chat template"):
+            prompt: Any = inner.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
         return prompt
 
+    try:
+        apply_template([{"role": "user", "content": SOME_TEXT}])
+    except ValueError as error:
+        if isinstance(error.__cause__, TemplateSyntaxError | RecursionError):
+            raise  # any other error may be about these messages
     return apply_template
 
 

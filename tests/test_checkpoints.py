@@ -376,7 +376,8 @@ for rope in ("rope_scaling", "rope_parameters"):
         REFUSED += [({rope: ROPE | {k: v}}, f"{k}={v!r}: (must be|Extra)") for v in values]
 REFUSED += [(dict(model_type="phi3"), "must be 'gpt2', 'llama', 'mistral', 'qwen2' or 'qwen3'")]
 REFUSED += [(dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "needs.* low_freq_factor")]
-REFUSED += [(dict(rope_scaling=ROPE | dict(low_freq_factor=4.0)), "low_freq_factor < high_freq")]
+BELOW = "low_freq_factor=4.0: must be below high_freq_factor=4.0"
+REFUSED += [(dict(rope_scaling=ROPE | dict(low_freq_factor=4.0)), BELOW)]
 REFUSED += [(dict(num_key_value_heads=3), "n_kv_head=3: must divide n_head=32")]
 
 

@@ -12,7 +12,7 @@ from kv_cache import KVCache, Span, kv_bytes_per_token
 from memory import pages_that_fit
 from model import GPT, GPTConfig
 from policies import POLICIES
-from pretrained.tokenizers import byte_tokenizer
+from pretrained.tokenizers import Tokenizer, byte_tokenizer
 from sampling import SamplingParams, sample
 from scheduler import Batch, SarathiServe
 from tests.helpers import alone, poison, poisoned_cache, run, tiny_model
@@ -42,16 +42,16 @@ def finished(engine):
     return events
 
 
-class WordTokenizer:
+def word_tokenizer():
     """Every token is a word; the space before the first is dropped, as sentencepiece does."""
 
-    stop_token_ids = (26,)
-
-    def encode(self, text):
+    def encode(text):
         return [int(word) for word in text.split()]
 
-    def decode(self, ids):
+    def decode(ids):
         return " ".join(map(str, ids))
+
+    return Tokenizer(encode, decode, stop_token_ids=frozenset({26}))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -198,7 +198,7 @@ def test_text_in_text_out():
     params = SamplingParams(15, temperature=3.0)
     model.head.weight.mul_(0.3)  # flatter, so that the stop token comes up now and then
     prompts = ["0 1 2", "25 25 25", "7 4 11 11 14", "16"]
-    completions = make_engine(model, tokenizer=WordTokenizer()).generate(prompts, params)
+    completions = make_engine(model, tokenizer=word_tokenizer()).generate(prompts, params)
     for prompt, completion in zip(prompts, completions, strict=True):
         expected = alone(model, [int(word) for word in prompt.split()], params, stop=(26,))
         assert completion.tokens == expected
@@ -431,7 +431,7 @@ def test_an_unknown_argument_or_preset_is_refused():
 
 def test_generate_checks_its_arguments(model):
     engine = make_engine(model)
-    with pytest.raises(ValueError, match="prompts: must be a list"):
+    with pytest.raises(ValueError, match="prompts='abc': must be a list"):
         engine.generate("abc")
     with pytest.raises(ValueError, match="params: 1 given for 2 prompts"):
         engine.generate([[1], [2]], [SamplingParams()])

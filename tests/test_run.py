@@ -30,6 +30,7 @@ from lab.measure.capacity import (
 from lab.measure.load_run import EngineServer, LoadRun, Run, serve
 from lab.measure.run_plan import run_plan
 from lab.measure.workload import Arrival, chats, prompts
+from model import GPT
 from policies import POLICIES
 from policies import token_budget as slo
 from policies.token_budget import Profiled, hybrid_spans
@@ -58,7 +59,7 @@ class Time:
         self.time += seconds
 
 
-class Silent:
+class Silent(GPT):
     """A model that computes nothing: for runs of which only the times matter."""
 
     config = MODEL.config
@@ -66,8 +67,8 @@ class Silent:
     dtype = MODEL.dtype
     compiled = False
 
-    def pack(self):
-        return self
+    def __init__(self):
+        """It has no weights."""
 
     def __call__(self, batch, cache):
         return torch.zeros(len(batch.logit_rows), self.config.vocab_size)

@@ -1,0 +1,317 @@
+"""Whatever the files of a checkpoint hold: it loads and computes, or one line names the file.
+
+NANOSARATHI_WRONG_VALUES=2000 breaks 1,000 checkpoints at random, 100 by default."""
+
+import json
+import math
+import os
+import random
+import re
+import resource
+import shutil
+import struct
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kv_cache import KVCache, Span
+from model import GPT, GPTConfig
+from pretrained import checkpoints
+from pretrained.tokenizers import load_chat, load_tokenizer
+from tests.helpers import run
+from tests.test_checkpoints import LLAMA_3, llama_like
+from tests.test_tokenizers import sentencepiece_directory
+
+CASES = int(os.environ.get("NANOSARATHI_WRONG_VALUES", "200")) // 2
+LIMIT_S = 60  # for all that is loaded
+LIMIT_KB = 2**20  # by which the memory of the process may grow
+MESSAGES = [{"role": "user", "content": "hello"}]
+TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}{{ eos_token }}"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+JSON_FILES = ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"]
+FILES = [*JSON_FILES, INDEX, WEIGHTS, "chat_template.jinja"]
+DEEP = "[" * 90_000
+CONTENTS = ["", "null", "[]", "{}", "5", '"x"', "{", "\xff", "\x00", "NaN", DEEP, '{"a": ' + DEEP]
+CONTENTS += ["9" * 5000, '{"chat_template": "{% if %}"}', "{{ 1 / 0 }}", "{% for %}", "{{ x.y.z }}"]
+VALUES = [None, True, False, 0, 1, -1, 2, 7, 10**9, 10**18, 10**30, 10**400, 0.5, 1e-320, 1e308]
+VALUES += [
+    math.nan,
+    math.inf,
+    "",
+    "x",
+    "é\n",
+    "{% if %}",
+    "{{ [] + 1 }}",
+    "llama",
+    "gpt2",
+    "a" * 999,
+]
+VALUES += [[], [[]], [None], ["x"], [10**18], {}, {"x": 1}, {"content": 5}, {"rope_type": "yarn"}]
+TENSORS = ["model.norm.weight", "model.layers.0.self_attn.k_proj.weight", "lm_head.weight", "a\nb"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The directory of a small checkpoint with all files that are read."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("jinja2")
+    directory = tmp_path_factory.mktemp("whole")
+    config = llama_like(**LLAMA_3)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(directory)
+    sentencepiece_directory(directory)
+    tokens = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    files = {
+        "generation_config.json": {"eos_token_id": [2, 3]},
+        "tokenizer_config.json": {"chat_template": TEMPLATE, "model_max_length": 64, **tokens},
+        INDEX: {"weight_map": dict.fromkeys(model.state_dict(), WEIGHTS)},
+    }
+    for name, content in files.items():
+        (directory / name).write_text(json.dumps(content))
+    return directory
+
+
+def load_all(directory):
+    """Load all of a checkpoint, and use it: its logits are numbers, its text is text."""
+    model = GPT.from_pretrained(directory)
+    cache = KVCache(model.config, pages=1, page_size=1)
+    assert run(model, cache, [Span([0], 0, [0])]).isfinite().all()
+    tokenizer = load_tokenizer(directory)
+    assert isinstance(tokenizer.decode(tokenizer.encode("hello")), str)
+    assert isinstance(load_chat(directory)(MESSAGES), str)
+
+
+def check(directory):
+    """Assert that a checkpoint loads, or that one line says which file is wrong. Returns it."""
+    began = time.monotonic()
+    before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    message = ""
+    try:
+        load_all(directory)
+    except (ValueError, FileNotFoundError) as error:
+        message = str(error)
+        assert message.startswith(str(directory)), message
+        assert message.isprintable() and len(message) < 1000, message
+    assert time.monotonic() - began < LIMIT_S
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < LIMIT_KB
+    return message
+
+
+def places(content):
+    """All (container, key) in a JSON value."""
+    keys = []
+    if isinstance(content, dict):
+        keys = list(content)
+    if isinstance(content, list):
+        keys = list(range(len(content)))
+    for key in keys:
+        yield content, key
+        yield from places(content[key])
+
+
+def change_json(path, rng):
+    """Give one place in a JSON file another value, or none, or a new key."""
+    content = json.loads(path.read_text())
+    container, key = rng.choice(list(places(content))[:400])
+    kind = rng.random()
+    if kind < 0.2:
+        del container[key]
+    elif kind < 0.9 or isinstance(container, list):
+        container[key] = rng.choice(VALUES)
+    else:
+        container[f"{key}x"] = rng.choice(VALUES)
+    path.write_text(json.dumps(content))
+
+
+def change_bytes(path, rng):
+    """Cut a file short, or change a byte of its first 2,000."""
+    data = bytearray(path.read_bytes())
+    if rng.random() < 0.5:
+        data = data[: rng.randrange(len(data))]
+    else:
+        data[rng.randrange(min(len(data), 2000))] = rng.randrange(256)
+    path.write_bytes(data)
+
+
+def change_content(path, rng):
+    """Replace all of a file."""
+    path.write_text(rng.choice(CONTENTS), "latin-1")
+
+
+def change_kind(path, rng):
+    """Remove a file, or put a directory there, or a link to itself."""
+    path.unlink()
+    kind = rng.randrange(3)
+    if kind == 1:
+        path.mkdir()
+    elif kind == 2:
+        path.symlink_to(path)
+
+
+def change_header(path, rng):
+    """Change a number or a name in the header of a safetensors file."""
+    data = path.read_bytes()
+    [size] = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + size])
+    container, key = rng.choice(list(places(header)))
+    container[key] = rng.choice([*VALUES, "F64", "I64", "BF16", [2**40, 2**40], [0, 10**18]])
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
+
+
+def change_tensor(path, rng):
+    """Change a tensor of a safetensors file: its values, its shape, its type, or all of it."""
+    tensors = load_file(path)
+    name = rng.choice(TENSORS)
+    tensor = tensors.pop(name, torch.zeros(()))
+    others = [tensor * math.nan, tensor / 0, tensor[None], tensor.to(torch.int32), torch.ones(0)]
+    others += [tensor.to(torch.float8_e4m3fn), tensor.bool(), torch.zeros(()), None]
+    other = rng.choice(others)
+    if other is not None:
+        tensors[name] = other
+    save_file({key: value.contiguous() for key, value in tensors.items()}, path)
+
+
+def change_index(path, rng):
+    """Let the index name files elsewhere."""
+    content = json.loads(path.read_text())
+    for name in content["weight_map"]:
+        content["weight_map"][name] = rng.choice(["../../etc/passwd", "/etc/passwd", "", "x", 5])
+    path.write_text(json.dumps(content))
+
+
+CHANGES = {name: [change_json, change_json, change_json] for name in JSON_FILES}
+CHANGES |= {INDEX: [change_index], WEIGHTS: [change_header, change_tensor, change_tensor]}
+
+
+def break_at_random(directory, rng):
+    """Change one of the files. Returns how."""
+    name = rng.choice(FILES)
+    path = directory / name
+    if not path.exists():
+        path.write_text(TEMPLATE)
+    change = rng.choice([*CHANGES.get(name, []), change_bytes, change_content, change_kind])
+    change(path, rng)
+    return f"{change.__name__} of {name}"
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    """A function that makes a copy of the checkpoint, which may be broken."""
+
+    def copy(number=0):
+        directory = tmp_path / f"{number}"
+        shutil.copytree(whole, directory)
+        return directory
+
+    return copy
+
+
+def test_the_whole_checkpoint_loads(whole):
+    assert check(whole) == ""
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_checkpoint_that_is_broken_at_random_ends_in_one_line(copy, seed):
+    refused = 0
+    for number in range(-(-CASES // 10)):
+        rng = random.Random(f"{seed}/{number}")
+        directory = copy(number)
+        change = break_at_random(directory, rng)
+        try:
+            refused += check(directory) != ""
+        except BaseException as error:
+            error.add_note(f"after {change}, seed {seed}/{number}")
+            raise
+        shutil.rmtree(directory)
+    assert refused > 0
+
+
+def put(**changes):
+    """A change of a JSON object: these values."""
+    return lambda content: content | changes
+
+
+HUGE_SIZES = [
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
+    *("intermediate_size", "max_position_embeddings", "num_key_value_heads"),
+]
+EDITS = [("config.json", put(**{name: 10**18}), "at most") for name in HUGE_SIZES]
+EDITS += [
+    ("config.json", put(max_position_embeddings=2**24, head_dim=2**14), "do not fit"),
+    ("config.json", put(rope_parameters=LLAMA_3["rope_parameters"] | {"factor": 1e-320}), "factor"),
+    ("tokenizer_config.json", put(bos_token=5), "bos_token"),
+    ("tokenizer_config.json", put(eos_token=["</s>"]), "eos_token"),
+    ("tokenizer_config.json", put(chat_template=5), "chat_template=5: must be text"),
+    ("tokenizer_config.json", put(chat_template="{% if %}"), "chat template: TemplateSyntaxError"),
+    ("tokenizer_config.json", put(chat_template="{{ [] + 1 }}"), "chat template: TypeError"),
+]
+
+
+@pytest.mark.parametrize("name, edit, message", EDITS)
+def test_a_value_that_makes_no_sense_is_named_with_its_file(copy, name, edit, message):
+    directory = copy()
+    path = directory / name
+    path.write_text(json.dumps(edit(json.loads(path.read_text()))))
+    assert re.search(message, check(directory))
+
+
+@pytest.mark.parametrize("content", ["null", "[]", DEEP, '{"chat_template": ' + DEEP, "5", ""])
+@pytest.mark.parametrize("name", JSON_FILES)
+def test_json_that_is_something_else_is_named(copy, name, content):
+    directory = copy()
+    (directory / name).write_text(content)
+    assert check(directory).startswith(f"{directory / name}: ")
+
+
+def test_a_long_context_that_does_not_fit_is_refused_before_it_is_made(copy, monkeypatch):
+    directory = copy()
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 2**24}))
+    monkeypatch.setattr("model.rope_table", lambda *_: pytest.fail("made a table"))
+    monkeypatch.setattr("memory.free_bytes", lambda device: 2**30)
+    assert "this model: takes 7.5 GB, 1.1 GB are free" in check(directory)
+
+
+def test_an_index_is_not_read_and_cannot_name_other_files(copy):
+    directory = copy()
+    change_index(directory / INDEX, random.Random(0))
+    assert check(directory) == ""
+
+
+def test_weights_that_are_no_file_are_refused(copy):
+    directory = copy()
+    path = directory / WEIGHTS
+    path.unlink()
+    os.mkfifo(path)  # to open it would wait for ever
+    assert "not there" in check(directory)
+
+
+@pytest.mark.parametrize("name", [None, 5, b"x", True, ["x"], "\0", "no/such/model", "a" * 5000])
+def test_a_model_name_of_no_sense_is_refused_in_one_line(name, tmp_path, monkeypatch):
+    constants = pytest.importorskip("huggingface_hub").constants
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
+        GPT.from_pretrained(name)
+    assert re.match(r"name=|'.*no directory here", str(error.value))
+    assert str(error.value).isprintable() and len(str(error.value)) < 400
+    if not isinstance(name, str):
+        for read in (checkpoints.read_config, load_tokenizer):
+            with pytest.raises(ValueError, match="^directory=.*: must be that of a checkpoint"):
+                read(name)
+
+
+@pytest.mark.parametrize("device", ["meta", "nonsense", "cuda:99", None])
+def test_weights_are_loaded_only_to_a_device_that_is_there(whole, device):
+    with pytest.raises(ValueError, match="^device="):
+        GPT.from_pretrained(whole, device=device)
+
+
+def test_a_geometry_that_does_not_fit_is_refused_before_allocation():
+    with pytest.raises(ValueError, match="n_layer=100, n_embd=65536: takes .* GB are free"):
+        GPT(GPTConfig(n_layer=100, n_embd=65536))

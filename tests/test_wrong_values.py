@@ -1,0 +1,458 @@
+"""Whatever is passed to the Python API: it is right, or one line says what is wrong.
+
+Each argument has a rule here, which says independently of the code which values are right. Random
+values of all kinds are refused if and only if the rule says so: 200 of them, or as many as
+NANOSARATHI_WRONG_VALUES says."""
+
+import math
+import os
+import random
+import re
+import time
+from contextlib import suppress
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from attention import BACKENDS
+from config import EngineConfig
+from engine import Engine
+from kv_cache import Pages
+from model import GPT, GPTConfig, RopeScaling
+from policies import POLICIES, make_scheduler
+from policies.iteration_time import BatchShape
+from policies.priority import PRIORITIES
+from pretrained.tokenizers import Tokenizer, byte_tokenizer
+from sampling import SamplingParams
+from tests.helpers import tiny_model
+
+CASES = int(os.environ.get("NANOSARATHI_WRONG_VALUES", "200"))
+MODEL = tiny_model()
+VOCAB_SIZE = MODEL.config.vocab_size
+ONE_TOKEN = SamplingParams(1)
+LIMIT_S = 60  # for all calls on one target; a second more for each
+
+
+class Unprintable:
+    """A value whose repr has several lines."""
+
+    def __repr__(self):
+        return "two\nlines\x1b"
+
+
+NESTED = []
+for _ in range(10**5):
+    NESTED = [NESTED]
+VALUES = [
+    *(None, True, False, np.True_, torch.tensor(True), torch.tensor([True])),
+    *(0, 1, 2, 3, 4, 8, 60, 61, -1, 2**40, 2**63 - 1, 2**63, -(2**63) - 1, 10**400, 10**5000),
+    *(np.int64(2), np.uint8(4), np.int32(-1), torch.tensor(2), np.array([1, 2])),
+    *(0.0, -0.0, 0.5, 1.0, 2.5, -1.0, math.nan, math.inf, -math.inf, 5e-324, 1e-300, 1e308),
+    *(np.float32(0.5), np.float64("nan"), Fraction(1, 2), Fraction(1, 10**400), 1j),
+    *("", "auto", "x", "2", "vllm", "low", "sdpa", "llama", "gpt2", "no.py:X", "\0.py:X", "é\n"),
+    *("a" * 5000 + ".py:X", "cpu", "meta", "cuda:99", b"", b"ab", bytearray(b"ab")),
+    *([], [1], [1, 2], [True], [61], [-1], [1.5], ["1"], [None], [[1]], [[1], [2, 3]], [[True]]),
+    *([[]], ["x"], (), (1, 2), range(3), {1}, {"x"}, {}, {"x": 1}, {1: 2}, {"chunk": 2}),
+    *(torch.tensor([1, 2]), torch.tensor([0.5]), torch.ones(2, 2), NESTED, [NESTED]),
+    *(Unprintable(), object(), int, print, len, ValueError("x"), Path("/"), Path("/no/such")),
+    *(torch.float32, torch.int64, torch.float16, torch.complex64, torch.device("cpu")),
+    *(MODEL, MODEL.config, ONE_TOKEN, [ONE_TOKEN], [ONE_TOKEN] * 2, [0], EngineConfig()),
+    *(Pages(8, 8), Pages(2, 8), byte_tokenizer(), Tokenizer, time.monotonic, GPT),
+    *([(BatchShape(decodes=1), 0.5)], [(BatchShape(decodes=1), "1")], [(1, 2)]),
+    RopeScaling(8.0, 1.0, 4.0, 64),
+]
+
+
+# The rules: whether a value is right.
+
+
+def is_whole(value):
+    """Whether it is a whole number."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def whole(minimum, maximum=2**63 - 1):
+    """The rule of a whole number in limits."""
+    return lambda value: is_whole(value) and minimum <= value <= maximum
+
+
+def number(is_allowed):
+    """The rule of a finite number for which `is_allowed` is true as a float."""
+
+    def is_right(value):
+        is_real = isinstance(value, (int, float, Fraction, np.integer, np.floating))
+        with suppress(OverflowError):  # 10**400
+            if is_real and not isinstance(value, bool):
+                return math.isfinite(value) and is_allowed(float(value))
+        return False
+
+    return is_right
+
+
+def flag(value):
+    """The rule of a bool."""
+    return value is True or value is False
+
+
+def one_of(names):
+    """The rule of a name."""
+    return lambda value: isinstance(value, str) and value in names
+
+
+def instance(kind):
+    """The rule of an object."""
+    return lambda value: isinstance(value, kind)
+
+
+def optional(rule):
+    """The rule of an argument that may be None."""
+    return lambda value: value is None or rule(value)
+
+
+def either(*rules):
+    """The rule of an argument of several kinds."""
+    return lambda value: any(rule(value) for rule in rules)
+
+
+def token_ids(value):
+    """The rule of a prompt, and of stop tokens if these are no set."""
+    if not isinstance(value, (list, tuple, range, np.ndarray, torch.Tensor)):
+        return False
+    with suppress(TypeError):
+        return all(is_whole(t) and t >= 0 for t in elements(value))
+    return False
+
+
+def elements(value):
+    """The elements of a sequence, those of a tensor as numbers."""
+    return value.tolist() if isinstance(value, (np.ndarray, torch.Tensor)) else list(value)
+
+
+def prompt(value):
+    """The rule of a prompt."""
+    return token_ids(value) and len(value) > 0 and all(t < VOCAB_SIZE for t in elements(value))
+
+
+def prompts(value):
+    """The rule of a list of prompts."""
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        return value.ndim == 2 and value.dtype in (torch.int64, np.int64)
+    return isinstance(value, (list, tuple, range)) and all(prompt(each) for each in value)
+
+
+def params_of_two(value):
+    """The rule of the params of two prompts."""
+    is_list = isinstance(value, list) and value == [ONE_TOKEN] * 2
+    return value is None or isinstance(value, SamplingParams) or is_list
+
+
+def stop_tokens(value):
+    """The rule of stop tokens."""
+    return token_ids(value) or isinstance(value, set) and token_ids(list(value))
+
+
+def no_options(value):
+    """The rule of the options of a policy that has none."""
+    return isinstance(value, dict) and not value
+
+
+def profile(value):
+    """The rule of a profile."""
+    return isinstance(value, (list, tuple, range)) and all(
+        isinstance(row, tuple) and isinstance(row[0], BatchShape) and row[1] == 0.5 for row in value
+    )
+
+
+positive = number(lambda value: value > 1e-307)
+size = whole(1)
+POLICY = one_of(POLICIES)
+
+# What is called, with one argument changed; and the rule of each argument.
+
+SAMPLING = dict(
+    max_new_tokens=size,
+    temperature=number(lambda value: value >= 0),
+    top_k=whole(0),
+    top_p=number(lambda value: 1e-307 < value <= 1),
+    seed=whole(-(2**63)),
+    stop_token_ids=stop_tokens,
+    logprobs=flag,
+)
+GEOMETRY = dict(
+    family=one_of(["gpt2", "llama"]),
+    vocab_size=whole(1, 2**24),
+    n_layer=whole(1, 2**10),
+    n_head=lambda value: whole(1, 2**16)(value) and value % 2 == 0,
+    n_embd=whole(1, 2**24),
+    n_kv_head=lambda value: value is None or is_whole(value) and value in (1, 2, 4),
+    head_dim=lambda value: value is None or whole(1, 2**16)(value) and value % 2 == 0,
+    n_inner=optional(whole(1, 2**26)),
+    max_positions=whole(1, 2**24),
+    norm_eps=number(lambda value: 1e-307 < value <= 1),
+    qkv_bias=flag,
+    qk_norm=flag,
+    tie_embeddings=flag,
+    rope_theta=number(lambda value: value >= 1),
+    rope_scaling=optional(instance(RopeScaling)),
+)
+SCALING = dict(
+    factor=number(lambda value: value >= 1),
+    low_freq_factor=number(lambda value: 1e-307 < value < 4),
+    high_freq_factor=number(lambda value: value > 1),
+    original_max_positions=whole(1, 2**24),
+)
+CONFIG = dict(
+    policy=POLICY,
+    chunk=either(size, one_of(["auto"])),
+    max_batch=optional(size),
+    max_len=optional(size),
+    page_size=optional(size),
+    pages=optional(size),
+    prefix_caching=flag,
+    max_waiting=optional(size),
+    attention=instance(str),
+    policy_options=no_options,
+)
+ENGINE = CONFIG | dict(
+    model=instance(GPT),
+    policy=POLICY,
+    chunk=size,  # and not "auto": the policy is orca
+    max_len=whole(8, 64),  # from a page to all pages, so that the model's limit is too much
+    page_size=optional(whole(4, 32)),  # from an eighth of max_len to max_len
+    pages=optional(whole(4, 2**20)),
+    attention=one_of(set(BACKENDS) - {"xformers", "xformers-split-k"}),
+    policy_options=optional(no_options),
+    tokenizer=optional(instance(Tokenizer)),
+    clock=callable,
+)
+FROM_CONFIG = dict(
+    model=instance(GPT),
+    config=instance(EngineConfig),
+    tokenizer=optional(instance(Tokenizer)),
+    clock=callable,
+)
+REQUEST = dict(
+    prompt=lambda value: prompt(value) and len(value) < 32,
+    params=optional(instance(SamplingParams)),
+    arrival=optional(number(lambda value: True)),
+    request_id=optional(whole(2)),  # 0 and 1 are there
+    priority=one_of(PRIORITIES),
+    ttft_slo=optional(positive),
+    tbt_slo=optional(positive),
+)
+GENERATE = dict(prompts=prompts, params=params_of_two, progress=flag)
+ABORT = dict(request_id=lambda value: is_whole(value) and value in (0, 1))
+SCHEDULER = dict(
+    policy=POLICY,
+    pages=lambda value: isinstance(value, Pages) and value.total == 8,
+    chunk=size,
+    max_batch=size,
+    max_len=whole(1, 64),
+    clock=callable,
+    tile=size,
+    tbt_slo=optional(positive),
+    profile=profile,
+)
+PRIORITY = dict(ttft_slo=positive, ageing=positive)
+PAGES = dict(total=whole(0, 2**28), page_size=size, prefix_caching=flag)
+MODEL_ARGUMENTS = dict(
+    config=instance(GPTConfig),
+    device=either(one_of(["cpu", "meta"]), instance(torch.device)),
+    dtype=lambda value: isinstance(value, torch.dtype) and value.is_floating_point,
+)
+SMALL = dict(model=MODEL, policy="orca", chunk=8, max_batch=2, max_len=32, page_size=8, pages=8)
+
+
+def preset(engine, **changes):
+    """A small geometry with changes."""
+    return GPTConfig.preset("llama-tiny", **changes)
+
+
+def scaling(engine, **changes):
+    """A RopeScaling with changes."""
+    sizes = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=64)
+    return RopeScaling(**sizes | changes)
+
+
+def from_config(engine, **changes):
+    """An engine with the config of another."""
+    return Engine.from_config(**dict(model=MODEL, config=engine.config) | changes)
+
+
+def add_request(engine, **changes):
+    """A third request."""
+    return engine.add_request(**dict(prompt=[1, 2], params=ONE_TOKEN) | changes)
+
+
+def generate(engine, **changes):
+    """The completions of two prompts, or of others."""
+    for request_id in list(engine.scheduler.requests):
+        engine.abort(request_id)
+    before = state(engine)
+    try:
+        return engine.generate(**dict(prompts=[[1], [2]], params=ONE_TOKEN) | changes)
+    except (ValueError, TypeError):
+        assert state(engine) == before
+        raise
+
+
+def scheduler(engine, **changes):
+    """A scheduler with options."""
+    sizes = dict(policy="dynamic", pages=Pages(8, 8), chunk=8, max_batch=2, max_len=32)
+    return make_scheduler(**sizes | changes)
+
+
+def priority(engine, **options):
+    """A scheduler of the policy `priority`, made by an engine."""
+    return Engine(**SMALL | dict(policy="priority", policy_options=options))
+
+
+TARGETS = {
+    "SamplingParams": (SAMPLING, lambda engine, **changes: SamplingParams(**changes)),
+    "GPTConfig": (GEOMETRY, preset),
+    "RopeScaling": (SCALING, scaling),
+    "EngineConfig": (CONFIG, lambda engine, **changes: EngineConfig(**changes)),
+    "Engine": (ENGINE, lambda engine, **changes: Engine(**SMALL | changes)),
+    "from_config": (FROM_CONFIG, from_config),
+    "add_request": (REQUEST, add_request),
+    "generate": (GENERATE, generate),
+    "abort": (ABORT, lambda engine, **changes: engine.abort(**changes)),
+    "make_scheduler": (SCHEDULER, scheduler),
+    "priority": (PRIORITY, priority),
+    "Pages": (PAGES, lambda engine, **changes: Pages(**dict(total=8, page_size=8) | changes)),
+    "GPT": (
+        MODEL_ARGUMENTS,
+        lambda engine, **changes: GPT(**dict(config=MODEL.config) | changes, seed=None),
+    ),
+}
+METHODS = ("from_config", "add_request", "generate", "abort")  # of an engine, or with one
+NAMES = {  # what errors may call an argument
+    "prompts": "prompts?",  # one of several
+    "policy_options": "policy_options|policy",
+}
+
+
+def state(engine):
+    """All that a refused call may not change."""
+    scheduler = engine.scheduler
+    requests = [(r.id, r.num_computed, tuple(r.tokens)) for r in scheduler.requests.values()]
+    queues = [[r.id for r in queue] for queue in (scheduler.waiting, scheduler.running)]
+    counts = (scheduler.pages.num_free, scheduler.restarts, scheduler.torn, engine._next_id)
+    return requests, queues, counts, engine.config, engine.has_work
+
+
+def busy_engine():
+    """An engine with two requests, of which one runs."""
+    sizes = dict(chunk=4, max_batch=1, max_len=128, pages=16)
+    engine = Engine(**SMALL | sizes | dict(policy="sarathi-serve"))
+    for _ in range(2):
+        engine.add_request([1, 2, 3], SamplingParams(4))
+    engine.step()
+    return engine
+
+
+def check(target, argument, value):
+    """Assert that the value is refused in one line if and only if it is wrong."""
+    rules, call = TARGETS[target]
+    engine = busy_engine() if target in METHODS else None
+    before = engine and state(engine)
+    message = ""
+    try:
+        call(engine, **{argument: value})
+    except ValueError as error:
+        message = str(error)
+        assert engine is None or target == "generate" or state(engine) == before
+        names = NAMES.get(argument, argument)
+        assert re.search(rf"\b({names})[=:]|{names} \S+ has no such option", message), message
+        assert message.isprintable() and len(message) < 400
+    is_right = bool(rules[argument](value))
+    assert is_right == (not message), f"{argument}: {message or 'accepted'}"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_random_values_are_refused_exactly_where_they_are_wrong(target):
+    rng = random.Random(target)
+    rules = TARGETS[target][0]
+    began = time.monotonic()
+    for _ in range(-(-CASES // len(TARGETS))):
+        check(target, rng.choice(list(rules)), rng.choice(VALUES))
+    assert time.monotonic() - began < LIMIT_S + CASES
+
+
+REFUSED = [  # (target, argument, values): each would lead to an error far away, or to noise
+    ("GPTConfig", "norm_eps", [math.nan, -1, 0, 2.0, True, "1e-5", 10**400]),
+    ("GPTConfig", "rope_theta", [True, 0.5, 5e-324, math.inf]),
+    ("GPTConfig", "rope_scaling", [{"factor": 8.0}, "llama3", True]),
+    ("GPTConfig", "qkv_bias", ["yes", 1, None]),
+    ("GPTConfig", "tie_embeddings", ["no", 0]),
+    ("GPTConfig", "n_layer", [True, 10**18, 2.0]),
+    ("GPTConfig", "max_positions", [10**18]),
+    ("RopeScaling", "factor", [math.nan, 5e-324, True, "8"]),
+    ("SamplingParams", "max_new_tokens", [True, 1.0]),
+    ("SamplingParams", "temperature", [False, math.inf]),
+    ("SamplingParams", "stop_token_ids", [[True], [-1], {5: 6}, b"ab", 0]),
+    ("EngineConfig", "chunk", [True, None]),
+    ("EngineConfig", "policy", [5, None, "fifo", "\0.py:X", "a" * 5000 + ".py:X"]),
+    ("EngineConfig", "policy_options", [0, None, [], {"x": 1}, {1: 2}, {"chunk": 2}]),
+    ("EngineConfig", "attention", [5, None]),
+    ("EngineConfig", "prefix_caching", [1, np.True_]),
+    ("Engine", "model", [None, "llama-tiny", MODEL.config, GPT]),
+    ("Engine", "tokenizer", ["x", 0, Tokenizer]),
+    ("Engine", "clock", [5, None]),
+    ("Engine", "policy_options", [0, False, "", {"clock": time.monotonic}]),
+    ("from_config", "config", [None, 5, {}]),
+    ("add_request", "params", [0, False, "", {}]),
+    ("add_request", "prompt", [None, [True], {1: 2}, {1, 2}, b"ab", torch.tensor([True]), NESTED]),
+    ("add_request", "arrival", [math.nan, True, "now"]),
+    ("add_request", "request_id", [True, 0]),
+    ("generate", "prompts", [None, 5, "text", {1: 2}, {(1, 2)}, [[1], [61]]]),
+    ("generate", "params", [0, False, [ONE_TOKEN], [ONE_TOKEN, 0], "xy"]),
+    ("generate", "progress", [1, "yes"]),
+    ("abort", "request_id", ["x", None, True, -1, 7]),
+    ("make_scheduler", "pages", [None, 8, Pages(2, 8)]),
+    ("make_scheduler", "clock", [5, None]),
+    ("make_scheduler", "tile", [True]),
+    ("make_scheduler", "profile", [5, [(1, 2)], [(BatchShape(decodes=1), "1")]]),
+    ("Pages", "total", [True, -1, 2.0, None, 2**40]),
+    ("Pages", "page_size", [0, "8"]),
+    ("Pages", "prefix_caching", [1]),
+    ("GPT", "config", [None, "llama-tiny"]),
+    ("GPT", "device", ["nonsense", "cuda:99", 5, None]),
+    ("GPT", "dtype", ["float32", torch.int64, torch.complex64, None]),
+]
+KNOWN = [(target, argument, v) for target, argument, values in REFUSED for v in values]
+IDS = [f"{target} {argument}" for target, argument, _ in KNOWN]
+
+
+@pytest.mark.parametrize("target, argument, value", KNOWN, ids=IDS)
+def test_a_wrong_value_is_refused_in_one_line(target, argument, value):
+    check(target, argument, value)
+    assert not TARGETS[target][0][argument](value)
+
+
+def test_an_unknown_keyword_is_a_type_error():
+    for _, call in TARGETS.values():
+        with pytest.raises((TypeError, ValueError), match="nonsense"):
+            call(busy_engine(), nonsense=1)
+
+
+def test_small_integers_of_numpy_do_not_overflow():
+    sizes = {name: np.uint8(200) for name in ("chunk", "max_batch", "max_len")}
+    made = make_scheduler("sarathi", Pages(np.uint8(100), np.uint8(16)), tile=np.uint8(7), **sizes)
+    assert (made.chunk, made.max_batch, made.max_len, made.budget) == (200, 200, 200, 196)
+    assert {type(made.max_len), type(made.budget), type(made.pages.total)} == {int}
+    assert make_scheduler("sarathi", Pages(9, 64), **sizes | dict(chunk=500), tile=np.uint8(7))
+    config = GPTConfig.preset("llama-tiny", n_head=np.uint8(16), n_embd=np.uint8(224))
+    assert type(config.n_head) is int and config.n_embd * config.n_head == 3584
+    config = EngineConfig(max_batch=np.uint8(200), max_len=np.uint8(200), pages=np.uint8(9))
+    assert type(config.max_batch * config.max_len * config.pages) is int
+
+
+@pytest.mark.parametrize("processes", ["0", "", "two", "-1", "1.5"])
+def test_a_number_of_processes_that_makes_no_sense_is_named(processes, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    with pytest.raises(ValueError, match=f"^LOCAL_WORLD_SIZE='?{processes}'?: must be a whole"):
+        Engine(**SMALL)
