@@ -204,6 +204,17 @@ def test_pages_of_running_requests_take_no_memory_again():
     assert len(queue.scheduler.running) == 2
 
 
+def test_cached_pages_of_nobody_take_memory_when_they_are_found():
+    queue = Line("sarathi-serve", pages=15, max_len=60)
+    queue.add(range(56), 1)  # leaves 14 pages in the cache
+    queue.run()
+    queue.add([100], 3)  # takes the last one
+    queue.step()
+    assert queue.pages.num_free == 14
+    queue.add([*range(56), 9, 9], 1)  # needs the 14, and one more
+    assert queue.run() == [{1: (1, 1)}, {1: (2, 1)}, {2: (56, 2)}]
+
+
 @EVERY
 def test_the_next_turn_of_a_chat_finds_what_was_generated(policy):
     # the last token is not computed: of 6 + 6 tokens 11 are, of 6 + 7 it is 12

@@ -356,6 +356,16 @@ def test_a_request_that_has_aged_is_not_preempted_for_a_younger_one(age, preempt
     assert old.preemptions == preemptions
 
 
+def test_an_aged_request_is_preempted_after_younger_ones_of_its_class():
+    sim = simulation(ageing=10.0)
+    aged = request(0, LOW, arrival=0.0)
+    young = request(1, NORMAL, arrival=9.0)
+    sim.now = 9.0
+    assert sim.scheduler.rank(aged) > sim.scheduler.rank(young)
+    sim.now = 11.0
+    assert sim.scheduler.rank(aged) < sim.scheduler.rank(young)
+
+
 # preemption
 
 

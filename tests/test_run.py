@@ -19,6 +19,7 @@ from lab.measure import timing as measure
 from lab.measure.capacity import (
     Base,
     Bounded,
+    Trial,
     Verdict,
     estimated_qps,
     judge,
@@ -364,6 +365,12 @@ def test_capacity_ends_where_every_answer_is_the_same_or_chance():
         patch.setattr(capacity, "MAX_RUNS", 3)
         result = search_capacity(lambda rate: verdict(next(answers)), start=1.0)
     assert f"{result.capacity_qps:g}" == "at least 1" and len(result.trials) == 3
+
+
+@pytest.mark.parametrize("failed, text", [(1.05, "1"), (1.06, "at least 1"), (1.1, "at least 1")])
+def test_a_capacity_is_a_bound_unless_a_rate_one_step_above_failed(failed, text):
+    trials = [Trial(1.0, verdict(True)), Trial(failed, verdict(False))]
+    assert f"{summarize_search(trials, ratio=1.05).capacity_qps:g}" == text
 
 
 def test_what_failed_while_others_used_the_machine_is_run_again():

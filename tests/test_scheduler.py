@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from config import EngineConfig
 from kv_cache import Pages
 from policies import POLICIES, make_scheduler
-from scheduler import Batch, Request, SarathiServe
+from policies.micro_batches import MicroBatches
+from scheduler import VLLM, Batch, Request, SarathiServe
 from tests.helpers import GROWING, IN_ORDER, RESERVING, check_integrity, owned
 
 EVERY = pytest.mark.parametrize("policy", POLICIES)
@@ -288,6 +290,18 @@ def test_a_lost_request_is_named_when_nothing_else_is_left_to_do():
     scheduler.finish(requests[1], "abort")
     assert scheduler.next_batch() == [] and not scheduler.requests
     check_integrity(scheduler.pages, [])
+
+
+def test_a_request_that_runs_in_another_micro_batch_is_not_lost(monkeypatch):
+    config = EngineConfig("vllm", chunk=8, max_batch=1, max_len=8, page_size=8, pages=2)
+    schedulers = config.schedulers(clock=lambda: 0.0, pp=2)
+    micro_batches = MicroBatches(schedulers, pp=2)
+    for i in range(2):
+        schedulers[0].add(Request(i, [0] * 4, 4, 2))
+    assert [chunk.request.id for chunk in micro_batches.next_batch(0, 0.0)] == [0]
+    monkeypatch.setattr(VLLM, "schedule", lambda self: Batch())
+    with pytest.raises(RuntimeError, match=r"VLLM.schedule\(\) returned \[\]: nothing to do"):
+        micro_batches.next_batch(1, 0.0)
 
 
 def test_a_lost_request_is_found_again_by_a_policy_that_was_mended():

@@ -150,6 +150,14 @@ def test_the_least_recently_used_page_goes_first_from_the_end():
     assert pages.allocate(1) is None and named(pages) == set()
 
 
+def test_a_request_grows_into_the_next_page_even_if_that_is_the_last():
+    pages = Pages(4, 2)
+    assert pages.allocate(3) == [0, 1, 2]
+    pages.free([0])
+    assert pages.allocate(1, after=2) == [3]
+    assert pages.allocate(1, after=3) == [0]
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_an_interrupt_in_keep_leaves_no_name_of_other_content(again):
     """At each line of it, of two pages that had other names; and then it is done again, or not."""

@@ -55,6 +55,29 @@ def by_tokens(batch):
     return max(8, tokens) / 64 + sum(length * (start + 1) for _, start, length in batch) / 1024
 
 
+def test_a_policy_observes_also_the_time_that_a_batch_waits_for_a_stage(monkeypatch):
+    observed = []
+    monkeypatch.setattr(
+        SarathiServe, "observe", lambda self, batch, seconds: observed.append(seconds)
+    )
+    config = replace(CONFIG, policy="sarathi-serve", pages=2 * CONFIG.pages)
+    law = Law(2, uneven=True)  # the second stage is slower: batches wait for it
+    run = simulate(law, config, [Arrival(0.0, 8, 6) for _ in range(8)]).run
+    assert observed == [iteration.end - iteration.start for iteration in run.iterations]
+    shortest_s = 8 / 64 * (1 + 1.5)  # of a batch on both stages
+    assert max(observed[2:]) > 1.2 * shortest_s
+
+
+def test_the_micro_batch_that_has_been_idle_longest_takes_the_next_request():
+    config = replace(CONFIG, policy="sarathi-serve", pages=2 * CONFIG.pages)
+    apart = [Arrival(100.0 * i, 8, 3) for i in range(6)]
+    run = simulate(Law(2), config, apart).run
+    micro_batches = {}
+    for iteration in run.iterations:
+        micro_batches[iteration.chunks[0].request_id] = iteration.micro_batch
+    assert micro_batches == {0: 0, 1: 1, 2: 0, 3: 1, 4: 0, 5: 1}
+
+
 @pytest.mark.parametrize("pp, replicas", [(1, 1), (2, 1), (2, 2)])
 def test_a_pipeline_names_a_request_that_its_policy_lost(pp, replicas, monkeypatch):
     admit = SarathiServe.admit

@@ -291,8 +291,8 @@ def test_a_trace_is_cut_to_what_fits_and_the_rest_is_counted(write):
     assert read_trace(file, max_len=100) == read_trace(file, max_len=100, count=9) == (fit, 3)
     assert read_trace(file, max_len=100, count=2) == (fit[:2], 2)  # of those before the last
     assert read_trace(file, max_len=100, count=3) == (fit, 2)
-    file = write(HEADER + "0,1006,204\n1,3,4000\n2,9000,2000\n")
-    scaled = [Arrival(0.0, 101, 20), Arrival(1.0, 1, 400)]  # rounded, not cut
+    file = write(HEADER + "0,1006,206\n1,3,4000\n2,9000,2000\n")
+    scaled = [Arrival(0.0, 101, 21), Arrival(1.0, 1, 400)]  # rounded, not cut
     assert read_trace(file, max_len=401, scale=0.1) == (scaled, 1)
     match = "trace.csv: none of its 2 requests fits max_len=100 at scale=1"
     with pytest.raises(ValueError, match=match):
