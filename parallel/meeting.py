@@ -20,8 +20,6 @@ CONNECT_S = 3  # for one attempt
 def meet(place: Place, host: str, port: int, timeout: timedelta) -> Any:
     """The torch.distributed.Store of all ranks, once they are there. Its timeout is for what comes
     after. Raises ConnectionError or RuntimeError if a rank has not come in MEETING_LIMIT."""
-    if place.rank > 0:
-        _wait_for_port(host, port)
     store, _, _ = next(rendezvous("env://", timeout=MEETING_LIMIT))
     store.set(f"rank {place.rank}", "is here")
     for rank in range(place.world_size):
@@ -35,7 +33,7 @@ def meet(place: Place, host: str, port: int, timeout: timedelta) -> Any:
     return store
 
 
-def _wait_for_port(host: str, port: int) -> None:
+def wait_for_port(host: str, port: int) -> None:
     """Wait until somebody listens there. Raises ConnectionError after MEETING_LIMIT. torch would
     wait as well, but a Ctrl-C with it, and print its own stack."""
     limit_s = MEETING_LIMIT.total_seconds()

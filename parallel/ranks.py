@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from parallel.meeting import device_of, meet
+from parallel.meeting import device_of, meet, wait_for_port
 from torchrun import find_meeting, find_place
 
 T = TypeVar("T")
@@ -146,7 +146,13 @@ class Ranks:
 
     def _connect(self, device_type: str) -> None:
         """Meet the other ranks, and make the groups through which tensors are sent."""
-        host, port = find_meeting()
+        try:
+            host, port = find_meeting()
+            if self.rank > 0:
+                wait_for_port(host, port)
+        except (OSError, ValueError):
+            sys.stderr = sys.__stderr__  # see `_say`: no rank 0 is there to say this
+            raise
         backends = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         try:
             dist.init_process_group(

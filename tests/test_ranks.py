@@ -138,7 +138,7 @@ for when, limit in (("load", "LOAD_LIMIT"), ("decode", "COMPUTE_LIMIT")):
         STUCK[f"rank {rank} in {when}"] = JOB | dict(tp=1, pp=2, limits={limit: 4}, fault=fault)
 ALONE = {}  # name -> job: one rank of two
 for rank in (0, 1):
-    alone = dict(tp=2, pp=1, node_size=1, limits=dict(MEETING_LIMIT=3), start=[rank])
+    alone = dict(tp=2, pp=1, limits=dict(MEETING_LIMIT=3), start=[rank])
     ALONE[f"only rank {rank}"] = JOB | alone
 TWO_NODES = HANGS["rank 0 at rest"] | dict(node_size=2)
 RESTS = JOB | dict(program="rests", tp=2, pp=1, limits=dict(COMPUTE_LIMIT=4), seconds=9)
@@ -252,6 +252,27 @@ def test_the_rank_that_does_not_come_is_named(monkeypatch):
     store.set("rank 2", "is here")
     assert meeting.meet(place, "node", 29500, timedelta(hours=1)) is store
     assert store.timeout == timedelta(hours=1)
+
+
+@pytest.mark.parametrize(
+    "rank, error, is_held_back",
+    [(0, RuntimeError, True), (0, ValueError, False), (1, ValueError, True)],
+)
+def test_an_error_is_held_back_if_others_may_know_better(monkeypatch, rank, error, is_held_back):
+    """Those of torch on rank 0, whose cause may be a lost rank; all on others, which it may have,
+    too."""
+    ranks = object.__new__(Ranks)
+    ranks.rank = rank
+    sleeps = []
+    monkeypatch.setattr("parallel.ranks.time.sleep", sleeps.append)
+
+    def fail():
+        assert ranks.call_time.limit_s == 60
+        raise error
+
+    with pytest.raises(error):
+        ranks._call_patiently(timedelta(minutes=1), fail)
+    assert bool(sleeps) == is_held_back and ranks.call_time is None
 
 
 def test_another_number_of_processes_is_an_error(monkeypatch):

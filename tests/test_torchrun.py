@@ -114,6 +114,19 @@ PROGRAMS = {
 }
 
 
+def run(argv, variables):
+    """(status, stdout, stderr) of a program with these environment variables."""
+    done = subprocess.run(
+        [sys.executable, *argv],
+        cwd=ROOT,
+        env=ENVIRON | variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize(
     "environ, message",
@@ -125,12 +138,12 @@ PROGRAMS = {
 )
 def test_every_program_says_it_in_one_line(program, environ, message):
     variables = dict(assignment.split("=") for assignment in environ.split())
-    run = subprocess.run(
-        [sys.executable, *PROGRAMS[program]],
-        cwd=ROOT,
-        env=ENVIRON | variables,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert (run.returncode, run.stdout, run.stderr) == (1, "", f"error: {message}\n")
+    assert run(PROGRAMS[program], variables) == (1, "", f"error: {message}\n")
+
+
+def test_a_process_that_finds_no_other_says_so():
+    """Also one that writes no errors of its own where rank 0 does."""
+    place = dict(RANK="1", WORLD_SIZE="2", MASTER_ADDR="no.such.machine.invalid", MASTER_PORT="1")
+    status, output, errors = run([*PROGRAMS["sample.py"], "--tp", "2"], place)
+    assert (status, output) == (1, "") and errors.count("\n") == 1
+    assert errors.startswith("error: MASTER_ADDR='no.such.machine.invalid': must be the name or ")
