@@ -253,6 +253,20 @@ def test_metrics_count():
         assert 0 < values["ttft_seconds_sum"] < 20 and values['tbt_seconds_bucket{le="+Inf"}'] == 38
 
 
+def test_metrics_show_who_runs_and_who_waits():
+    with serving(max_batch=1) as served:
+        for tokens in ([1] * 5, [2] * 5, [3] * 5):
+            served.engine.add_request(tokens)
+        served.engine.step()
+        text = served.http.get("/metrics").text
+        assert "nanosarathi_running_requests 1.0" in text
+        assert "nanosarathi_waiting_requests 2.0" in text
+        served.api.metrics.observe(served.engine.abort(2))  # which has no token, so no TTFT
+        text = served.http.get("/metrics").text
+        assert "nanosarathi_prompt_tokens_total 5.0" in text
+        assert "nanosarathi_ttft_seconds_count 0.0" in text
+
+
 def test_the_last_token_of_a_stop_string_is_counted():
     with serving(circle(), byte_tokenizer(), max_len=512) as served:
         for _ in range(20):  # the engine ends some of them before it is told of the stop string

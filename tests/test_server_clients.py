@@ -1,5 +1,6 @@
 """server/: what one client sends, or leaves out, does not hurt the others."""
 
+import asyncio
 import json
 import signal
 import socket
@@ -13,10 +14,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from outputs import Event
 from pretrained.tokenizers import Tokenizer, load_tokenizer
 from tests.servers import (
     ChatRequest,
     CompletionRequest,
+    CompletionResponse,
     checks,
     complete,
     connections,
@@ -137,6 +140,29 @@ def test_errors_of_a_chat_name_the_fields_that_it_has(tiny, field):
     )
 
 
+def test_errors_of_the_engine_are_told_in_the_words_of_the_client():
+    completion = CompletionRequest(model="x", prompt="a")
+    chat = ChatRequest(model="x", messages=[{}])
+    limited = ChatRequest(model="x", messages=[{}], max_completion_tokens=5)
+    for body, error, message, param in [
+        (completion, "prompt: is empty", "prompt: is empty", "prompt"),
+        (chat, "prompt: is empty", "messages: is empty", "messages"),
+        (chat, "prompts=3: no", "prompts=3: no", None),
+        (chat, "max_new_tokens=0: no", "max_tokens=0: no", "max_tokens"),
+        (limited, "max_new_tokens=0: no", "max_completion_tokens=0: no", "max_completion_tokens"),
+        (chat, "tbt_slo=-1: no", "tbt_slo=-1: no", "tbt_slo"),
+    ]:
+        refused = body.refusal(ValueError(error)).detail["error"]
+        assert (refused["message"], refused["param"]) == (message, param)
+
+
+def test_a_prompt_is_too_long_if_the_client_set_no_limit(tiny):
+    body = dict(model="tiny", prompt="a" * 120)
+    error = tiny.http.post("/v1/completions", json=body).json()["error"]
+    assert error["message"] == "prompt of 120 tokens + max_tokens=16: must not exceed 128"
+    assert error["param"] == "prompt"
+
+
 def test_text_is_encoded_and_chats_are_made_in_threads_of_their_own():
     threads = []
 
@@ -192,6 +218,7 @@ MANY = {  # a field that takes long to look through, and the field that the erro
     "logit_bias": (dict(logit_bias=many_keys(85_000)), "logit_bias"),
     "tools": (dict(tools=[{}] * 10_001), "tools"),
     "a key in a list": (dict(tools=[[[many_keys(10_000)]]]), "tools"),
+    "a list in a key": (dict(tools=[{"a": [1] * 10_000}]), "tools"),
     "lists in a list": (dict(stop=[[[], []]] * 3334), "stop"),
     "messages": (dict(messages=[{"role": "user"}] * 5001), "messages"),
     "a message": (dict(messages=[many_keys(10_000)]), "messages"),
@@ -474,6 +501,32 @@ def test_what_the_end_cuts_off_gets_an_error(capfd):
     wait_for(lambda: idle(served.engine))
     log = capfd.readouterr().err
     assert "Traceback" not in log
+
+
+def test_a_response_that_is_complete_is_not_cut_off():
+    async def messages_of(stream):
+        events = asyncio.Queue()
+        for finish_reason in (None, "length"):
+            events.put_nowait(Event(0, 1, None, finish_reason, None))
+        executor = SimpleNamespace(submit=lambda *args: None)
+        thread = SimpleNamespace(executor=executor, end=None)
+        api = SimpleNamespace(tokenizer=letters, name="tiny", thread=thread)
+        request = SimpleNamespace(id=0, cached_tokens=0, preemptions=0)
+        body = CompletionRequest(model="tiny", prompt="a", stream=stream)
+        response = CompletionResponse(api, body, [0], request, events)
+        messages = []
+
+        async def send(message):
+            messages.append(message)
+
+        await response({"type": "http"}, asyncio.Event().wait, send)
+        count = len(messages)
+        assert messages[-1]["more_body"] is False
+        await response.cut_off({"type": "http"}, asyncio.Event().wait, send)
+        return messages[count:]
+
+    for stream in (False, True):
+        assert asyncio.run(messages_of(stream)) == []
 
 
 STUCK = """
