@@ -294,7 +294,7 @@ def test_the_budget_is_for_the_latest_start_of_all_that_may_run(
     assert sim.scheduler.max_start == max([*starts, cached_tokens * is_first])
 
 
-def test_a_cached_request_without_room_does_not_shrink_the_budget_of_others():
+def test_a_cached_request_without_room_leaves_the_budget_of_others():
     sim = simulation(shares=True, max_len=2048, pages=256)
     cached = list(range(2000))
     sim.run([Request(0, [*cached, *range(10)], 2010, 1)])

@@ -253,6 +253,7 @@ def test_an_interrupted_schedule_is_begun_again(monkeypatch):
         scheduler.next_batch()
     scheduler.mend()
     assert list(scheduler.waiting) == requests and not scheduler.running
+    assert scheduler.restarts == 1 and scheduler.preempted == [0, 1]
     assert [(r.preemptions, r.recomputed_tokens) for r in requests] == [(1, 3), (1, 3), (0, 0)]
     assert scheduler.pages.num_free == 8 and not any(r.pages or r.num_computed for r in requests)
     while batch := scheduler.next_batch():
