@@ -406,6 +406,31 @@ def clocks(job):
     return [seconds.now for seconds in model_of(job).ranks.call("seconds")]
 
 
+class UnequalStage(SpoiltStage):
+    """A stage with room for 40 pages on rank 0, 24 on others."""
+
+    def available_pages(self, config):
+        self.max_batch_asked = config.max_batch
+        return 40 if self.model.ranks.rank == 0 else 24
+
+
+def sizes(job):
+    """What engines of several `max_batches` have decided, and for how many requests they asked."""
+    model = model_of(job, UnequalStage)
+    decided = []
+    for max_batch in job["max_batches"]:
+        config = engine_for(model)(model, max_batch=max_batch, **job["sizes"]).config
+        asked = model.ranks.work.max_batch_asked
+        decided.append(dict(pages=config.pages, max_batch=config.max_batch, asked=asked))
+    return decided
+
+
+def loads(job):
+    """How long rank 0 has waited until all had loaded."""
+    FaultyStage.fault = job["fault"]
+    return model_of(job, FaultyStage).ranks.waited
+
+
 def waits(job):
     """How long each stage has waited before each of two batches. Rank 0 is late in the first."""
     FaultyStage.fault = job["fault"]

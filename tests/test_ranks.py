@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from threading import Timer
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
@@ -21,7 +22,7 @@ import transformers
 
 import sample
 from config import EngineConfig
-from parallel import meeting
+from parallel import meeting, ranks
 from parallel.ranks import Ranks
 from parallel.stages import Stage
 from tests.helpers import tiny_model
@@ -224,6 +225,11 @@ def test_a_stage_waits_for_the_stage_before_it(worlds):
     assert second < 2.9 < first < 20
 
 
+def test_rank_0_goes_on_when_all_have_loaded(worlds):
+    fault = dict(what="be late", seconds=3, when="load", rank=1)
+    assert worlds.result(**JOB | dict(program="loads", tp=2, pp=1, fault=fault)) > 2
+
+
 @pytest.mark.parametrize("name", STUCK)
 def test_a_rank_that_is_stuck_ends_all(slow_worlds, name):
     ended = slow_worlds[f"stuck {name}"]
@@ -239,6 +245,24 @@ def test_who_waits_for_others_in_vain_says_so(slow_worlds):
     check_error(first.errors, "the ranks do not meet at 127.0.0.1:", "1/2 clients joined")
     check_error(last.errors, "nobody listens at 127.0.0.1:", " in 3 s: ")
     assert {*first.statuses.values(), *last.statuses.values()} == {1}
+
+
+def test_a_rank_waits_for_a_port_that_opens_late():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    servers = []
+    opens = Timer(0.5, lambda: servers.append(socket.create_server(("127.0.0.1", port))))
+    opens.start()
+    meeting.wait_for_port("127.0.0.1", port)
+    opens.join()
+    servers[0].close()
+
+
+def test_a_timer_knows_for_how_long_its_process_was_stopped(monkeypatch):
+    timer = ranks.Timer(limit_s=3 * ranks.BEAT_S, began=100.0)
+    assert [timer.beat() for _ in range(3)] == [False, False, True]
+    monkeypatch.setattr("parallel.ranks.time.monotonic", lambda: 150.0)
+    assert timer.stopped_s() == 50 - 3 * ranks.BEAT_S
 
 
 def test_the_rank_that_does_not_come_is_named(monkeypatch):
@@ -261,18 +285,18 @@ def test_the_rank_that_does_not_come_is_named(monkeypatch):
 def test_an_error_is_held_back_if_others_may_know_better(monkeypatch, rank, error, is_held_back):
     """Those of torch on rank 0, whose cause may be a lost rank; all on others, which it may have,
     too."""
-    ranks = object.__new__(Ranks)
-    ranks.rank = rank
+    this = object.__new__(Ranks)
+    this.rank = rank
     sleeps = []
     monkeypatch.setattr("parallel.ranks.time.sleep", sleeps.append)
 
     def fail():
-        assert ranks.call_time.limit_s == 60
+        assert this.call_time.limit_s == 60
         raise error
 
     with pytest.raises(error):
-        ranks._call_patiently(timedelta(minutes=1), fail)
-    assert bool(sleeps) == is_held_back and ranks.call_time is None
+        this._call_patiently(timedelta(minutes=1), fail)
+    assert bool(sleeps) == is_held_back and this.call_time is None
 
 
 def test_another_number_of_processes_is_an_error(monkeypatch):
@@ -389,6 +413,14 @@ def test_a_policy_may_raise_but_a_command_broken_off_is_the_last(worlds):
     (ended,) = worlds.run(dict(program="command_broken_off") | job)
     check_all_end(ended)
     check_error(ended.errors, "the ranks are out of step, as rank 0 broke an order off")
+
+
+def test_the_smallest_rank_decides_how_many_pages_there_are(worlds):
+    """Micro-batches share them, and by default each takes as many requests as it has pages."""
+    job = JOB | dict(program="sizes", tp=1, pp=2, sizes=dict(max_len=16, page_size=16))
+    by_default, given = worlds.result(**job, max_batches=[None, 3])
+    assert by_default == dict(pages=24, max_batch=12, asked=None)
+    assert given == dict(pages=24, max_batch=3, asked=6)
 
 
 def test_caches_of_runners_that_are_gone_are_free():
