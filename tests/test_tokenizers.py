@@ -237,7 +237,9 @@ def test_where_tokens_may_swallow_text_nothing_is_known_of_the_longest(name, tmp
         assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text))
 
 
-@pytest.mark.parametrize("model", [models.WordLevel({"a": 0}, "a"), models.Unigram([("a", 0.0)])])
+@pytest.mark.parametrize(
+    "model", [models.WordLevel({"a": 0}, "a"), models.Unigram([("a", 0.0), ("?", -1.0)], 1)]
+)
 def test_nothing_is_known_of_the_longest_token_of_other_models(model, tmp_path):
     inner = tokenizers.Tokenizer(model)
     inner.pre_tokenizer = BYTES_TO_LETTERS

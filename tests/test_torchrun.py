@@ -4,9 +4,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from memory import free_bytes
-from tests.helpers import tiny_model
 from tests.worlds import ENVIRON, ROOT
 from torchrun import Place, find_meeting, find_place
 
@@ -101,7 +101,7 @@ def test_a_meeting_of_no_sense_is_one_line(monkeypatch, environ, message):
 
 def test_processes_of_a_node_share_its_memory(monkeypatch):
     monkeypatch.setattr("memory._free_in_container", lambda: 1200)
-    device = tiny_model().device
+    device = torch.device("cpu")
     assert free_bytes(device) == 1200
     set_all(monkeypatch, "LOCAL_WORLD_SIZE=3 WORLD_SIZE=6 RANK=4")
     assert free_bytes(device) == 400
