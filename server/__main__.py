@@ -181,6 +181,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The command line: load the model, and serve until a signal comes."""
     options = parse_args(argv)
     from cli.loading import find_text_model
+    from lab.simulator.referee import broken_rules
     from pretrained.tokenizers import load_chat
     from server.app import Api
     from server.connections import Server
@@ -191,6 +192,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = replace(options, model=text_model.options)
     if find_place().rank:
         load(options)  # this process follows rank 0, and never returns from here
+    for violation in broken_rules([options.policy]).values():
+        print(f"warning: {violation.sentence}", file=sys.stderr, flush=True)
     chat = load_chat(options.model.model)
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     with socket.create_server((options.host, options.port), family=family) as listener:

@@ -37,7 +37,7 @@ MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
     "views": "scheduler policies outputs lab.measure",
     "cli": f"{ENGINE} parallel lab.measure",
     "lab.papers": f"{LIBRARIES} cli",
-    "server": f"{ENGINE} parallel views cli",
+    "server": f"{LIBRARIES} cli",
     "lab.commands": f"{LIBRARIES} cli lab.papers server",
     "bench": f"{LIBRARIES} cli lab.commands",
     "sample": f"{ENGINE} parallel cli",

@@ -385,6 +385,28 @@ def test_a_signal_as_soon_as_it_listens_ends_it():
         assert process.wait(20) == 0 and "Traceback" not in process.stderr.read()
 
 
+DROPS_DECODES = """
+from scheduler import SarathiServe
+
+class DropsDecodes(SarathiServe):
+    def decoding(self):
+        return super().decoding()[:1]
+"""
+
+
+def test_a_policy_that_breaks_a_rule_is_served_with_a_warning(tmp_path):
+    file = tmp_path / "drops.py"
+    file.write_text(DROPS_DECODES)
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=HERE)
+    words = ["--max-len", "64", "--policy", f"{file}:DropsDecodes"]
+    with subprocess.Popen([sys.executable, *PROGRAM, *words], **pipes) as process:
+        ready = process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        errors = process.stderr.read()
+    assert ready.startswith("llama-tiny at http://")
+    assert errors.startswith("warning: the rule 'no decode dropped' is broken: ")
+
+
 @pytest.mark.parametrize("words", [["--api-key", ""], ["--port", "x"], ["--policy", "x"]])
 def test_a_command_line_that_makes_no_sense_is_refused(words):
     pipes = dict(cwd=HERE, capture_output=True, text=True)
