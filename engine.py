@@ -366,10 +366,11 @@ class Engine:
         params = check_list("params", params, "SamplingParams, or a list of them")
         if len(params) != len(prompts):
             raise ValueError(f"params: {len(params)} given for {len(prompts)} prompts")
-        requests = [(self._encode(*pair), pair[1]) for pair in zip(prompts, params, strict=True)]
+        pairs = list(zip(prompts, params, strict=True))
+        encoded = [self._encode(prompt, p) for prompt, p in pairs]  # all, before any is queued
         first_id = self._next_id
         try:
-            ids = [self.add_request(*request) for request in requests]
+            ids = [self.add_request(*pair) for pair in zip(encoded, params, strict=True)]
             completions: dict[int, Completion] = {}
             hide_bar = None if progress and sys.stderr else True  # None: unless on a terminal
             with tqdm(total=len(ids), desc="requests", disable=hide_bar) as bar:

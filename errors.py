@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 SMALLEST, LARGEST = sys.float_info.min, sys.float_info.max
 MAX_WHOLE = 2**63 - 1
-NO_LISTS = (str, bytes, bytearray, Mapping, Set)  # text is one element, others have no order
+NO_LISTS = (str, bytes, bytearray, Mapping, Set)  # text is one element, a dict or a set is no list
 
 
 @runtime_checkable

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch  # a simulation runs without
     from torch import Tensor
 
-ROPE_COPIES = 7  # model.rope_table takes so many times the memory of its result for a while
+ROPE_COPIES = 7  # of its result: what model.rope_table takes of the CPU's memory for a while
 
 
 class ModelLike(Protocol):
@@ -63,26 +63,37 @@ def check_model_fits(description: str, model: ModelWithWeights, device: torch.de
         return
     weight_bytes = sum(weights.numel() * weights.itemsize for weights in model.parameters())
     rope_bytes = model.config.max_positions * 2 * model.config.head_dim * torch.float32.itemsize
-    check_memory(description, max(weight_bytes + rope_bytes, ROPE_COPIES * rope_bytes), device)
+    _check_free(description, ROPE_COPIES * rope_bytes, _free_in_all(torch.device("cpu")))
+    # Other processes of torchrun may have loaded their part already: this one's share may be less
+    # than it takes, and all of the rest is enough.
+    _check_free(description, weight_bytes + rope_bytes, _free_in_all(device))
 
 
 def check_memory(description: str, wanted_bytes: int, device: torch.device) -> None:
     """Raise ValueError if `description`, such as "max_len=8192", takes more than is free."""
-    free = free_bytes(device)
+    _check_free(description, wanted_bytes, free_bytes(device))
+
+
+def _check_free(description: str, wanted_bytes: int, free: int) -> None:
     if wanted_bytes > free:
         wanted = min(wanted_bytes, 10**30) / 1e9  # a larger number is no float
         raise ValueError(f"{description}: takes {wanted:,.1f} GB, {free / 1e9:,.1f} GB are free")
 
 
 def free_bytes(device: torch.device) -> int:
-    """The memory that a device can still give, in bytes, without swap."""
+    """The memory that a device can still give to this process, in bytes, without swap."""
+    processes = 1 if device.type == "cuda" else find_place().local_world_size
+    return _free_in_all(device) // processes  # they share it
+
+
+def _free_in_all(device: torch.device) -> int:
+    """The memory that a device can still give to all processes."""
     if device.type == "cuda":
         import torch
 
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
-    processes = find_place().local_world_size  # they share the memory
-    return min(_free_in_system(), _free_in_container()) // processes
+    return min(_free_in_system(), _free_in_container())
 
 
 def pages_that_fit(model: ModelLike, max_len: int, page_size: int) -> int:

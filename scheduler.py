@@ -348,7 +348,8 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Take a running request's pages. It waits at the front, and is computed again."""
-        self.pages.extend_hashes(request.page_hashes, request.tokens)  # it may find its pages again
+        # A page that it has filled since its last chunk may be found again, too.
+        self.pages.extend_hashes(request.page_hashes, request.tokens)
         request.preemptions += 1
         request.recomputed_tokens += request.num_computed
         request.num_computed = 0

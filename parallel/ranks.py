@@ -216,7 +216,7 @@ class Ranks:
         If an earlier command was broken off on rank 0, by an exception, the ranks are out of step:
         then all of them end."""
         if self.out_of_step:
-            self._end_all("the ranks are out of step, as rank 0 broke an order off")
+            self._end_all("the ranks are out of step, as rank 0 broke a command off")
         self.out_of_step = True
         command = Command(next(self.numbers), method, arguments)
         self._call_patiently(COMPUTE_LIMIT, self._send, command)

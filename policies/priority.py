@@ -177,8 +177,8 @@ class Priority(Dynamic):
         cached_tokens = self.cached_tokens_of_head()
         if cached_tokens <= start:
             return start
-        by_urgency = sorted(prefills, key=self.urgency)
-        if self.head_is_first(by_urgency) and self.room_for(self.waiting[0]):
+        most_urgent = [min(prefills, key=self.urgency)] if prefills else []
+        if self.head_is_first(most_urgent) and self.room_for(self.waiting[0]):
             return cached_tokens
         return start
 

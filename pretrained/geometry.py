@@ -11,6 +11,7 @@ from errors import (
     check_positive,
     check_sizes,
     check_type,
+    set_field,
 )
 
 # The largest sizes: far above those of any model, so that no product of them overflows, and no
@@ -41,9 +42,10 @@ class RopeScaling:
     original_max_positions: int
 
     def __post_init__(self) -> None:
-        check_number("factor", self.factor, "a finite number of at least 1", minimum=1)
-        check_positive("low_freq_factor", self.low_freq_factor)
-        check_positive("high_freq_factor", self.high_freq_factor)
+        at_least_1 = "a finite number of at least 1"
+        set_field(self, "factor", check_number("factor", self.factor, at_least_1, minimum=1))
+        for field in ("low_freq_factor", "high_freq_factor"):
+            set_field(self, field, check_positive(field, getattr(self, field)))
         if self.low_freq_factor >= self.high_freq_factor:
             allowed = f"must be below high_freq_factor={self.high_freq_factor}"
             raise ValueError(f"low_freq_factor={self.low_freq_factor}: {allowed}")
@@ -51,12 +53,17 @@ class RopeScaling:
 
 
 def check_geometry(config: Any) -> None:
-    """Raise ValueError for fields of a model.GPTConfig, other than sizes, that make no sense."""
+    """Check the fields of a model.GPTConfig that are no sizes, in its __post_init__ alone.
+
+    Raises ValueError, naming the field, where one makes no sense."""
     check_one_of("family", config.family, ("gpt2", "llama"))
     for field in ("qkv_bias", "qk_norm", "tie_embeddings"):
         check_bool(field, getattr(config, field))
-    check_number("norm_eps", config.norm_eps, "a number above 0 and at most 1", SMALLEST, 1)
-    check_number("rope_theta", config.rope_theta, "a finite number of at least 1", minimum=1)
+    allowed = "a number above 0 and at most 1"
+    set_field(config, "norm_eps", check_number("norm_eps", config.norm_eps, allowed, SMALLEST, 1))
+    allowed = "a finite number of at least 1"
+    theta = check_number("rope_theta", config.rope_theta, allowed, minimum=1)
+    set_field(config, "rope_theta", theta)
     check_type("rope_scaling", config.rope_scaling, RopeScaling | None, "a RopeScaling or None")
     if config.n_head % config.n_kv_head:
         raise ValueError(f"n_kv_head={config.n_kv_head}: must divide n_head={config.n_head}")

@@ -15,7 +15,7 @@ import tokenizers
 from pydantic import NonNegativeInt
 from tokenizers import models, pre_tokenizers
 
-from errors import check_type, refusing
+from errors import check_type, refusing, shorten
 from pretrained.checkpoints import (
     CHAT_FILES,
     TEXT_FILES,
@@ -188,8 +188,9 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     inner.no_padding()
 
     def encode(text: str) -> list[int]:
-        # unlike inner.encode() this lets other threads run meanwhile
-        return inner.encode_batch_fast([text])[0].ids
+        with refusing(f"text={shorten(text)}: this tokenizer cannot encode it"):
+            # unlike inner.encode() this lets other threads run meanwhile
+            return inner.encode_batch_fast([text])[0].ids
 
     return Tokenizer(encode, inner.decode, frozenset(stop_token_ids), _longest_token(inner))
 

@@ -243,7 +243,7 @@ class Api:
 
     async def page(self, request: HttpRequest) -> Response:
         """GET /: the live schedule page. A gap is red above --tbt-slo, or ten decode iterations."""
-        self.check_host(request)
+        self.reject_other_names(request)
         config = self.engine.config
         sizes = f"{config.max_batch} requests of {config.max_len} tokens"
         description = f"{config.policy}, chunk {config.chunk}, {sizes}"
@@ -251,7 +251,7 @@ class Api:
 
     async def records(self, request: HttpRequest) -> Response:
         """GET /records/N: the records from number N on, as JSON."""
-        self.check_host(request)
+        self.reject_other_names(request)
         digits: str = request.path_params["place"]
         if not re.fullmatch(f"[0-9]{{1,{MAX_DIGITS}}}", digits):
             raise ApiError(404, f"/records/N: N must have 1 to {MAX_DIGITS} digits")
@@ -321,9 +321,9 @@ class Api:
         if self.key:
             check_key(request, self.key)
         else:
-            self.check_host(request)
+            self.reject_other_names(request)
 
-    def check_host(self, request: HttpRequest) -> None:
+    def reject_other_names(self, request: HttpRequest) -> None:
         """Raise ApiError if there is no key, and the request calls this server by a wrong name."""
         if not self.key:
             check_host(request, self.hosts)

@@ -337,6 +337,7 @@ def test_what_is_served_is_counted_while_requests_arrive(rate, served):
     assert not summary.queue.grew  # nobody waited to be scheduled
     text = f"{summary.queue.served_per_s:,.3g} of {rate:.3g} requests a second served"
     assert missed(summary, tbt_slo_s=100.0) == (text if rate > 4 else "")
+    assert missed(summary, tbt_slo_s=100.0, rate_counts=False) == ""
 
 
 def test_chats_and_few_requests_have_no_rate_that_is_served():

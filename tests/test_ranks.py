@@ -412,7 +412,7 @@ def test_a_policy_may_raise_but_a_command_broken_off_is_the_last(worlds):
     assert worlds.result(program="policy_raises", **job) == "my policy"
     (ended,) = worlds.run(dict(program="command_broken_off") | job)
     check_all_end(ended)
-    check_error(ended.errors, "the ranks are out of step, as rank 0 broke an order off")
+    check_error(ended.errors, "the ranks are out of step, as rank 0 broke a command off")
 
 
 def test_the_smallest_rank_decides_how_many_pages_there_are(worlds):

@@ -404,7 +404,7 @@ def test_a_policy_that_breaks_a_rule_is_served_with_a_warning(tmp_path):
         process.send_signal(signal.SIGTERM)
         errors = process.stderr.read()
     assert ready.startswith("llama-tiny at http://")
-    assert errors.startswith("warning: the rule 'no decode dropped' is broken: ")
+    assert "\nwarning: the rule 'no decode dropped' is broken: " in errors
 
 
 @pytest.mark.parametrize("words", [["--api-key", ""], ["--port", "x"], ["--policy", "x"]])

@@ -247,6 +247,17 @@ def test_nothing_is_known_of_the_longest_token_of_other_models(model, tmp_path):
     assert load_tokenizer(tmp_path).longest_token is None
 
 
+def test_a_text_that_a_tokenizer_cannot_encode_is_a_value_error(tmp_path):
+    pieces = [(character, 0.0) for character in "▁abcdefghijklmnopqrstuvwxyzTé?,1\n "]
+    inner = tokenizers.Tokenizer(models.Unigram(pieces))  # it has no token for what is unknown
+    inner.save(str(tmp_path / "tokenizer.json"))
+    encode = load_tokenizer(tmp_path).encode
+    assert len(encode("tell")) == 4
+    for text in ("tell 2", "\ud800"):
+        with pytest.raises(ValueError, match="this tokenizer cannot encode it"):
+            encode(text)
+
+
 @pytest.mark.parametrize("kind", MAKERS)
 def test_other_threads_run_while_a_text_is_encoded(every, kind):
     ticks = 0

@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 
-from memory import free_bytes
+from memory import check_memory, check_model_fits, free_bytes
+from tests.helpers import tiny_model
 from tests.worlds import ENVIRON, ROOT
 from torchrun import Place, find_meeting, find_place
 
@@ -105,6 +106,21 @@ def test_processes_of_a_node_share_its_memory(monkeypatch):
     assert free_bytes(device) == 1200
     set_all(monkeypatch, "LOCAL_WORLD_SIZE=3 WORLD_SIZE=6 RANK=4")
     assert free_bytes(device) == 400
+    with pytest.raises(ValueError, match="a cache: takes"):
+        check_memory("a cache", 401, device)
+
+
+def test_a_rank_may_load_into_what_others_have_left(monkeypatch):
+    model = tiny_model()
+    needed = sum(weights.nbytes for weights in model.parameters()) + 100_000  # with RoPE's table
+    monkeypatch.setattr("memory._free_in_container", lambda: needed)
+    set_all(monkeypatch, "LOCAL_WORLD_SIZE=3 WORLD_SIZE=3 RANK=2")
+    check_model_fits("this part", model, model.device)
+    with pytest.raises(ValueError, match="all parts: takes"):
+        check_memory("all parts", needed // 2, model.device)
+    monkeypatch.setattr("memory._free_in_container", lambda: needed // 2)
+    with pytest.raises(ValueError, match="this part: takes"):
+        check_model_fits("this part", model, model.device)
 
 
 PROGRAMS = {

@@ -456,3 +456,11 @@ def test_a_number_of_processes_that_makes_no_sense_is_named(processes, monkeypat
     monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
     with pytest.raises(ValueError, match=f"^LOCAL_WORLD_SIZE='?{processes}'?: must be a whole"):
         Engine(**SMALL)
+
+
+def test_numbers_of_numpy_become_floats_in_a_geometry():
+    scaling = RopeScaling(np.float32(8), np.float32(1), np.float32(4), np.int64(64))
+    config = GPTConfig(norm_eps=np.float32(0.5), rope_theta=np.int64(500), rope_scaling=scaling)
+    floats = [config.norm_eps, config.rope_theta, scaling.factor, scaling.low_freq_factor]
+    assert floats == [0.5, 500.0, 8.0, 1.0]
+    assert {type(value) for value in floats} == {float}

@@ -246,6 +246,12 @@ class Session:
         """Whether the command is serve, not capacity."""
         return self.options.command == "serve"
 
+    @property
+    def has_enough_requests(self) -> bool:
+        """Whether there are several times the requests that may run at once, as far as is known."""
+        options = self.options
+        return isinstance(options, ServeOptions) and options.requests >= options.fewest_requests
+
     def run_all(self, servers: Mapping[str, Callable[..., Run]], start: float = 0.0) -> None:
         """Let each of `servers` serve at --qps, or search its capacity from the rate `start`.
 
@@ -279,7 +285,9 @@ class Session:
 
     def add(self, name: str, qps: float | None, run: Run) -> JudgedRun:
         """Print and write what was measured in a run."""
-        judged = capacity.judge(run, self.slo_s, self.broken.get(name))
+        judged = capacity.judge(
+            run, self.slo_s, self.broken.get(name), rate_counts=self.has_enough_requests
+        )
         if self.is_serving:
             self.runs[name] = run
             self.rows[name] = ServedRow(qps, judged)
@@ -397,7 +405,8 @@ def check_enough(arrivals: Sequence[Arrival], options: CapacityOptions) -> None:
     fewest = options.fewest_requests
     if requests < fewest:
         limit = f"must be at least {fewest}, {capacity.ROUNDS} times what may run at once"
-        raise ValueError(f"--requests {requests}: {limit} (--batch {options.batch})")
+        name = f"--trace {options.trace}: its requests" if options.trace else "--requests"
+        raise ValueError(f"{name} {requests}: {limit} (--batch {options.batch})")
 
 
 def describe_load(options: LoadOptions, load: str, arrivals: Sequence[Arrival]) -> str:

@@ -86,6 +86,11 @@ class ServeOptions(LoadOptions):
         """Whether another machine is simulated."""
         return self.simulate not in (None, THIS)
 
+    @property
+    def fewest_requests(self) -> int:
+        """Fewer would all run at once at any rate, and no rate would be too high for them."""
+        return ROUNDS * self.batch * self.model.pp * self.replicas
+
 
 @dataclass(frozen=True, kw_only=True)
 class CapacityOptions(ServeOptions):
@@ -93,11 +98,6 @@ class CapacityOptions(ServeOptions):
     requests are of one class."""
 
     ratio: float
-
-    @property
-    def fewest_requests(self) -> int:
-        """Fewer would all run at once at any rate, and no rate would be too high for them."""
-        return ROUNDS * self.batch * self.model.pp * self.replicas
 
 
 def shared_prefix(text: str) -> tuple[int, int]:

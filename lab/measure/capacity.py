@@ -125,14 +125,17 @@ class JudgedRun(Verdict):
         }
 
 
-def judge(run: Run, tbt_slo_s: float, broken_rule: str | None = None) -> JudgedRun:
+def judge(
+    run: Run, tbt_slo_s: float, broken_rule: str | None = None, *, rate_counts: bool = True
+) -> JudgedRun:
     """Summarize a Run, and find out whether it met an SLO of P99 TBT in seconds. A run that was cut
     short did not, as everything before the cut may have ended well. Nor did a run of a policy that
-    breaks a rule, such as one that lets some decodes wait for ever."""
+    breaks a rule, such as one that lets some decodes wait for ever. See metrics.missed for
+    `rate_counts`."""
     summary = metrics.summarize_run(
         run.completions, run.iterations, run.seconds, tbt_slo_s, run.offered_per_s
     )
-    missed = run.cut_short or metrics.missed(summary, tbt_slo_s)
+    missed = run.cut_short or metrics.missed(summary, tbt_slo_s, rate_counts=rate_counts)
     if broken_rule:
         missed = f"the rule {broken_rule!r} is broken"
     return JudgedRun(

@@ -386,13 +386,15 @@ def request_rows(
         }
 
 
-def missed(summary: LatencySummary, tbt_slo_s: float) -> str:
+def missed(summary: LatencySummary, tbt_slo_s: float, *, rate_counts: bool = True) -> str:
     """What a run missed of its SLO, in words; "" if its rate can be sustained.
 
     The SLO is met if P99 TBT and the median scheduling delay are within their limits, every request
     has finished, requests are served about as fast as they arrive, and the queue does not grow. A
     growing queue would lift the median delay only in a longer run. If all requests fit into one
-    batch, none waits, and only the rate at which they are served tells that there are too many."""
+    batch, none waits, and only the rate at which they are served tells that there are too many.
+    That rate counts if there were several times as many requests as may run at once: else too
+    large a part of them is under way when the last one arrives."""
     failures = []
     if summary.finished < summary.requests or not summary.requests:
         failures.append(f"{summary.finished} of {summary.requests} requests finished")
@@ -404,8 +406,9 @@ def missed(summary: LatencySummary, tbt_slo_s: float) -> str:
         failures.append(f"median delay of {median_delay_s:,.2f} s")
     queue = summary.queue
     offered_per_s = queue.arrived_per_s or 0.0
-    if queue.served_per_s is not None and queue.served_per_s < SERVED * offered_per_s:
-        rates = f"{queue.served_per_s:,.3g} of {offered_per_s:,.3g}"
+    served_per_s = queue.served_per_s if rate_counts else None
+    if served_per_s is not None and served_per_s < SERVED * offered_per_s:
+        rates = f"{served_per_s:,.3g} of {offered_per_s:,.3g}"
         failures.append(f"{rates} requests a second served")
     if queue.grew:
         failures.append(
