@@ -449,6 +449,7 @@ def stopped_at_the_end(job):
     """Stop a rank, and end."""
     model_of(job)
     os.kill(pid_of(job, job["victim"]), signal.SIGSTOP)
+    time.sleep(1)  # until all of its threads stand still
 
 
 def suspended(job):

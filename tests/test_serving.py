@@ -128,7 +128,7 @@ def test_capacity_prints_and_writes_everything(tmp_path, capsys, plots, monkeypa
     def search_two(at, start, ratio):
         return ratio == 1.5 and (at(8.0), at(400.0))
 
-    monkeypatch.setattr(metrics, "missed", lambda *_: "")
+    monkeypatch.setattr(metrics, "missed", lambda *_, **__: "")
     monkeypatch.setattr(machine, "measure_machine", lambda *_: MACHINE)
     monkeypatch.setattr(capacity, "search_capacity", search_two)
     files = [f"--json={tmp_path / 'c.json'}", f"--plot={tmp_path / 'c.png'}"]
@@ -176,7 +176,7 @@ def test_by_default_four_times_what_may_run_at_once_arrives(tmp_path):
     rows = [f"{second},8,4" for second in range(15)]
     trace.write_text("\n".join(["arrived_at,num_prefill_tokens,num_decode_tokens", *rows]))
     few = ["capacity", "--batch", "4", "--max-len", "64", "--trace", str(trace)]
-    with pytest.raises(ValueError, match="--requests 15: must be at least 16"):
+    with pytest.raises(ValueError, match=r"short\.csv with 15 requests: must be at least 16"):
         bench.main(few)
 
 
@@ -269,7 +269,7 @@ SERVE = "--requests 4 --qps 40 --policies vllm,orca,sarathi-serve --slo"
 def test_a_busy_machine_is_marked_and_nothing_concluded(
     command, capsys, steady, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(metrics, "missed", lambda *_: "")
+    monkeypatch.setattr(metrics, "missed", lambda *_, **__: "")
     steady.append(0.5)
     load = f"{SERVE} strict" if command == "serve" else CAPACITY
     bench.main([command, *TINY, *load.split(), "--json", str(tmp_path / "b.json")])
@@ -316,7 +316,7 @@ def test_an_interrupt_keeps_what_there_is(tmp_path, capsys, monkeypatch, plots):
 
 
 def test_an_interrupted_search_keeps_its_points(tmp_path, capsys, monkeypatch, plots):
-    monkeypatch.setattr(metrics, "missed", lambda *_: "")
+    monkeypatch.setattr(metrics, "missed", lambda *_, **__: "")
     file = tmp_path / "i.json"
     points = []
 

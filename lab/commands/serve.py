@@ -405,8 +405,10 @@ def check_enough(arrivals: Sequence[Arrival], options: CapacityOptions) -> None:
     fewest = options.fewest_requests
     if requests < fewest:
         limit = f"must be at least {fewest}, {capacity.ROUNDS} times what may run at once"
-        name = f"--trace {options.trace}: its requests" if options.trace else "--requests"
-        raise ValueError(f"{name} {requests}: {limit} (--batch {options.batch})")
+        given = f"--requests {requests}"
+        if options.trace:
+            given = f"--trace {options.trace} with {requests} requests"
+        raise ValueError(f"{given}: {limit} (--batch {options.batch})")
 
 
 def describe_load(options: LoadOptions, load: str, arrivals: Sequence[Arrival]) -> str:
