@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from errors import MAX_WHOLE, check_bool, check_sizes, check_type, set_field
+from errors import INT64_MAX, check_bool, check_sizes, check_type, set_field
 from kv_cache import Pages, kv_bytes_per_token
 from memory import ModelLike, check_memory, pages_that_fit
 from policies import check_options, find_policy, make_scheduler, policy_options
@@ -43,7 +43,7 @@ class EngineConfig:
             sizes.append("chunk")
         elif not find_policy(self.policy).cuts_prompts:
             raise ValueError(f"chunk='auto': policy {self.policy!r} does not cut prompts")
-        check_sizes(self, dict.fromkeys(sizes, MAX_WHOLE))
+        check_sizes(self, dict.fromkeys(sizes, INT64_MAX))
         if self.max_len is None or self.page_size is None:
             return
         if self.page_size > self.max_len:

@@ -12,7 +12,7 @@ from types import UnionType
 from typing import Any, Protocol, runtime_checkable
 
 SMALLEST, LARGEST = sys.float_info.min, sys.float_info.max
-MAX_WHOLE = 2**63 - 1
+INT64_MAX = 2**63 - 1
 NO_LISTS = (str, bytes, bytearray, Mapping, Set)  # text is one element, a dict or a set is no list
 
 
@@ -69,7 +69,7 @@ def check_clock(name: str, value: object) -> None:
         raise ValueError(f"{name}={shorten(value)}: must be a function that returns seconds")
 
 
-def check_whole(name: str, value: object, minimum: int, maximum: int = MAX_WHOLE) -> int:
+def check_whole(name: str, value: object, minimum: int, maximum: int = INT64_MAX) -> int:
     """`value` as an int. Raises ValueError unless it is a whole number in [minimum, maximum]."""
     limit = ""
     if isinstance(value, Integral) and not isinstance(value, bool):

@@ -7,7 +7,7 @@ import socket
 from contextlib import suppress
 from typing import NamedTuple
 
-from errors import MAX_WHOLE, check_whole, shorten
+from errors import INT64_MAX, check_whole, shorten
 
 
 class Place(NamedTuple):
@@ -51,7 +51,7 @@ def find_meeting() -> tuple[str, int]:
     return host, port
 
 
-def _whole(name: str, default: int, minimum: int, maximum: int = MAX_WHOLE) -> int:
+def _whole(name: str, default: int, minimum: int, maximum: int = INT64_MAX) -> int:
     """The whole number in an environment variable, or the default if it is not set."""
     text = os.environ.get(name)
     if text is None:
