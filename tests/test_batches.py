@@ -89,7 +89,7 @@ def test_spans_are_of_requests_with_a_page_each():
 def times_of(monkeypatch, batches, ms_of, head=False, spread=0.1):
     """What `time_batches` returns if each part takes as long as `ms_of` says of its key."""
 
-    def interleaved(variants, device, repeats, title=None):
+    def interleaved(variants, device, repeats, title=None, limit_s=None):
         for run in variants.values():
             run()
         return {key: timing.Timing(ms_of(key), spread) for key in variants}

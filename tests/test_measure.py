@@ -1,5 +1,6 @@
 """What is measured is what it says, and so are its limits. No timing is asserted here."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,30 @@ from model import GPTConfig
 from tests.helpers import tiny_model
 
 CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "limit_s, warmup, calls",
+    [
+        (math.inf, 2, 2 + 9),
+        (60.0, 2, 7),  # the sixth round ends after 60 s: one more begins
+        (59.0, 2, 6),
+        (1.0, 2, 2 + 3),  # three count, however long they take
+        (1.0, 0, 3),
+    ],
+)
+def test_a_slow_machine_is_timed_less_often(limit_s, warmup, calls, monkeypatch):
+    now = 0.0
+    called = []
+
+    def slow():
+        nonlocal now
+        now += 10.0
+        called.append(now)
+
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now)
+    timings = measure.interleaved({"slow": slow}, CPU, 9, warmup=warmup, limit_s=limit_s)
+    assert len(called) == calls and timings == {"slow": (10_000.0, 0.0)}
 
 
 def test_medians_and_quartiles_of_runs_in_turn_that_are_warmed_up(monkeypatch):

@@ -48,7 +48,7 @@ def test_a_cost_below_the_noise_is_not_a_speedup(monkeypatch):
     }
     spread = 0.1
 
-    def interleaved(variants, device, repeats, title=None):
+    def interleaved(variants, device, repeats, title=None, limit_s=None):
         return {key: timing.Timing(milliseconds.get(key, 0), spread) for key in variants}
 
     monkeypatch.setattr(timing, "interleaved", interleaved)
@@ -101,6 +101,32 @@ def test_no_negative_cost_is_printed(capsys):
     offline.print_decode_maximal(table, SimpleNamespace(chunk=12, batch=3, seq_len=20))
     text = capsys.readouterr().out
     assert "6.33" not in text and "| 7 + 7" in text.replace("  ", "")
+
+
+@pytest.mark.parametrize(
+    "token_ms, requests",
+    [
+        (0.5, 19),  # 3 B + 1 for a fast machine: 36 would take 90 s
+        (1.125, 16),  # 5 policies x 1,000 tokens x 1.125 ms = 5.625 s for each request
+        (9.0, 13),  # 2 B + 1 for a slow one: 2 would take 90 s
+    ],
+)
+def test_a_slow_machine_serves_fewer_requests_but_a_full_round(token_ms, requests):
+    hybrid = replace(hybrid_time(), prefill_tokens=7, decodes=3, total_ms=10 * token_ms)
+    options = SimpleNamespace(policies=["vllm"] * 5, seq_len=1000, batch=6)
+    assert offline.affordable_requests(table_2(decode_maximal=hybrid), options) == requests
+
+
+@pytest.mark.parametrize("given, served", [([], 7), (["--requests", "8"], 8)])
+def test_fewer_requests_are_served_only_where_none_are_asked_for(
+    given, served, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(offline, "END_TO_END_S", 0)
+    file = tmp_path / "report.json"
+    argv = "--preset llama-tiny --chunk 16 --batch 3 --seq-len 40 --device cpu --policies vllm"
+    bench.main([*argv.split(), *given, f"--json={file}"])
+    assert f"\n2. End to end: {served} requests of" in capsys.readouterr().out
+    assert json.loads(file.read_text())["options"]["requests"] == served
 
 
 def rows_of(policies, load=None):

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from argparse import ArgumentTypeError
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,12 +39,13 @@ if "-c" in sys.argv:
 job = json.loads(sys.stdin.readline())
 with open({seen!r}, "w") as file:
     json.dump(job | {{"pid": os.getpid()}}, file)
-print(json.dumps(["vllm", "orca"]), flush=True)
+print(json.dumps({{"vllm": job["dtype"], "orca": "float64"}}), flush=True)
 for line in sys.stdin:
-    if line == "orca\\n" and os.environ.get("FAILS"):
+    policy, count = json.loads(line)
+    if policy == "orca" and os.environ.get("FAILS"):
         raise ValueError("one word\\nand the last")
-    texts = [list(prompt[:5]) for prompt in job["prompts"]]
-    print(json.dumps([text if line == "vllm\\n" else [-1] * 5 for text in texts]), flush=True)
+    texts = [list(prompt[:5]) for prompt in job["prompts"][:count]]
+    print(json.dumps([text if policy == "vllm" else [-1] * 5 for text in texts]), flush=True)
 """
 LOAD = OfflineLoad(seq_len=20, pd_ratio=3, batch=3, requests=7, seed=4)  # 15 + 5 tokens
 CHUNK = 12
@@ -120,13 +122,20 @@ def test_options_that_make_no_sense_are_refused_in_one_line(fake, capsys):
         bench.parse_args(["compare"])
     assert "--against" in capsys.readouterr().err
     _, options = bench.parse_args([*argv, "--chunk", "100"])
-    assert (options.requests, options.pd_ratio, options.seq_len) == (19, 20, 1000)
+    assert (options.requests, options.pd_ratio, options.seq_len) == (12, 20, 1000)
+    _, options = bench.parse_args([*argv, "--batch", "4", "--requests", "9"])
+    assert (options.requests, options.batch) == (9, 4)
 
 
 def test_the_command_prints_machine_and_table_and_writes_both(fake, tmp_path, monkeypatch, capsys):
     pytest.importorskip("transformers")
     result = EngineResult(
-        tokens_per_s=9, sarathi_serve_gain=1, vllm_gain=1, equal_tokens=1, busy=False
+        dtype="float64",
+        tokens_per_s=9,
+        sarathi_serve_gain=1,
+        vllm_gain=1,
+        equal_tokens=1,
+        busy=False,
     )
     machine = RealMachineInfo(
         device="here",
@@ -163,8 +172,10 @@ def test_the_command_prints_machine_and_table_and_writes_both(fake, tmp_path, mo
     settings = {"chunk": 12, "attention": "auto", "report": tqdm.write}
     assert calls == [(18, 3, {"openvino": fake.python}, settings)]  # P:D = 12 / 2
     assert "| ours, vllm " in text and text.endswith(f" s\nwrote {file}\n")
-    row = dict(tokens_per_s=9, sarathi_serve_gain=1, vllm_gain=1, equal_tokens=1, busy=False)
-    assert report["against"] == {"ours, vllm": row} and report["machine"]["device"] == "here"
+    assert (
+        report["against"] == {"ours, vllm": asdict(result)}
+        and report["machine"]["device"] == "here"
+    )
     assert report["options"]["chunk"] == 12 and report["seconds"] > 0
 
 
@@ -177,14 +188,17 @@ def test_rates_gains_and_equal_tokens_are_reported(fake, checkpoint, monkeypatch
         "openvino, orca": 400.0,
     }
 
+    served = []  # how many requests, by our engines
+
     def generate(engine, prompts, params, progress):
+        served.append(len(prompts))
         config = engine.config
         assert params.max_new_tokens == 5 and config.max_len == 20
         assert (config.chunk, config.max_batch) == (12, 3)
         n = 3 if config.policy == "sarathi-serve" else 1
         return [SimpleNamespace(tokens=prompt[:n] + [-2] * (5 - n)) for prompt in prompts]
 
-    def interleaved(variants, device, repeats, title):
+    def interleaved(variants, device, repeats, title, warmup):
         for serve in variants.values():
             serve()
         spread = {"ours, vllm": 0.5}
@@ -194,6 +208,7 @@ def test_rates_gains_and_equal_tokens_are_reported(fake, checkpoint, monkeypatch
     monkeypatch.setattr(timing, "interleaved", interleaved)
     monkeypatch.setattr(timing.Probe, "take", lambda self, *_: 0.0)
     results = compare_with(checkpoint, openvino=fake.python)
+    assert served == [3, 3, 6, 6]  # a batch to warm up, then all
     assert {key: result.tokens_per_s for key, result in results.items()} == pytest.approx(
         {key: 6 * 20 / (timed / 1e3) for key, timed in ms.items()}  # two whole batches
     )
@@ -202,6 +217,7 @@ def test_rates_gains_and_equal_tokens_are_reported(fake, checkpoint, monkeypatch
     assert [row.vllm_gain for row in rows] == [2.0, 1.0, 4.0, 8.0]
     assert [row.equal_tokens for row in rows] == [1.0, 0.6, 0.6, 0.0]
     assert [row.busy for row in rows] == [False, True, False, False]
+    assert [row.dtype for row in rows] == ["float32", "float32", "float32", "float64"]
 
     job = json.loads(fake.seen.read_text())
     assert job["prompts"] == prompts([Arrival(0.0, 15, 5)] * 6, tiny_model().config.vocab_size, 4)
@@ -210,29 +226,34 @@ def test_rates_gains_and_equal_tokens_are_reported(fake, checkpoint, monkeypatch
     expected |= dict(dtype="float32", engine="openvino", device="cpu")
     assert expected.items() <= job.items()
 
-    compare.print_results(results, LOAD, CHUNK, "float32")
+    compare.print_results(results, LOAD, CHUNK)
     text = capsys.readouterr().out
-    assert "3 requests of 15 + 5 tokens,\nchunk 12" in text and "| ours, vllm (busy) " in text
+    assert (
+        "6 requests of 15 + 5 tokens, in batches\nof 3, chunk 12; medians of 3" in text
+        and "| ours, vllm (busy) " in text
+    )
     cells = [line.split("|")[1:-1] for line in text.splitlines() if "openvino, vllm" in line]
-    assert [cell.strip() for cell in cells[0][1:]] == ["600", "2.00x", "4.00x", "60%"]
+    assert [cell.strip() for cell in cells[0][1:]] == ["float32", "600", "2.00x", "4.00x", "60%"]
 
 
-def test_a_line_tells_that_an_engine_is_loaded_and_that_it_is_done(fake, checkpoint, monkeypatch):
+def test_a_line_tells_that_an_engine_is_loaded_warm_and_done(fake, checkpoint, monkeypatch):
     lines = []
-    rounds = timing.WARMUP + 3
 
-    def interleaved(variants, device, repeats, title):
-        assert lines == ["openvino: loaded"] and repeats == 3
+    def interleaved(variants, device, repeats, title, warmup):
+        assert (repeats, warmup) == (3, 0)
+        assert lines[0] == "openvino: loaded" and len(lines) == 1 + len(variants)
+        for name, line in zip(variants, lines[1:], strict=True):
+            assert line.startswith(f"{name}: warm after ")
         for name, serve in variants.items():
-            for _ in range(rounds):
-                assert not any(line.startswith(f"{name}: ") for line in lines)
+            for _ in range(repeats):
+                assert not any(line.startswith(f"{name}: served") for line in lines)
                 serve()
-            assert lines[-1] == f"{name}: served 6 requests {rounds} times"
+            assert lines[-1] == f"{name}: served 6 requests 3 times"
         return {name: timing.Timing(1.0, 0.0) for name in variants}
 
     monkeypatch.setattr(timing, "interleaved", interleaved)
     results = compare_with(checkpoint, report=lines.append, openvino=fake.python)
-    assert len(lines) == 1 + len(results) == 5
+    assert len(lines) == 1 + 2 * len(results) == 9
 
 
 def test_a_process_that_fails_is_told_with_its_last_line(fake, checkpoint, monkeypatch):

@@ -175,7 +175,8 @@ def test_nothing_is_lost_and_nothing_leaks(policy, total, mean, shares, monkeypa
     assert seen["cached"] > total if shares else not seen["cached"]
     assert bool(seen["preemptions"]) == (policy not in ("request-level", "orca", "sarathi"))
     # up to 80 requests are inside at either moment; 8,000 have gone through
-    containers, small_objects, malloced = (end - begin for begin, end in zip(*measured, strict=True))
+    growth = [end - begin for begin, end in zip(*measured, strict=True)]
+    containers, small_objects, malloced = growth
     assert containers < 2000
     assert small_objects < 4000
     assert malloced < 1e6

@@ -24,10 +24,12 @@ from lab.measure.offline_load import OfflineLoad
 from lab.measure.other_engines import (
     OUR_POLICIES,
     PACKAGES,
+    REPEATS,
     EngineResult,
     can_save_random,
     compare_engines,
     has_package,
+    requests_served,
     save_random,
 )
 from model import GPTConfig
@@ -35,6 +37,7 @@ from pretrained import checkpoints
 from views.tables import Column, format_table
 
 COMPARE_COLUMNS: list[Column[EngineResult]] = [
+    Column("dtype", lambda result: result.dtype),
     Column("tokens/s", lambda result: result.tokens_per_s, ",.0f"),
     Column("ours, sarathi-serve", lambda result: result.sarathi_serve_gain, ".2fx"),
     Column("ours, vllm", lambda result: result.vllm_gain, ".2fx"),
@@ -74,7 +77,7 @@ def add_options(parser: OptionParser) -> None:
         metavar="ENGINES",
         type=engines,
     )
-    offline.add_load_options(parser)
+    offline.add_load_options(parser, requests_text="2 B")
     add_json_option(parser)
     add_model_options(parser, "llama-13b on a GPU with 40 GB or more, else llama-160m")
     parser.set_defaults(policies=list(OUR_POLICIES), plot=None, html=None)
@@ -82,6 +85,7 @@ def add_options(parser: OptionParser) -> None:
 
 def resolve(parser: OptionParser, args: Namespace) -> CompareOptions:
     """The options, checked. Exits with a message for random weights that cannot be saved."""
+    args.requests = args.requests or 2 * args.batch
     options = CompareOptions(**vars(offline.resolve(parser, args)), against=args.against)
     model = options.model
     if not model.model and not can_save_random(GPTConfig.preset(model.name)):
@@ -108,7 +112,7 @@ def main(options: CompareOptions) -> None:
             report=tqdm.write,
         )
     print()
-    print_results(results, load, options.chunk, machine.dtype)
+    print_results(results, load, options.chunk)
     seconds = time.perf_counter() - began
     print(f"\ntook {seconds:.0f} s")
     report = {
@@ -130,13 +134,12 @@ def with_checkpoint(options: ModelOptions, positions: int, folder: str) -> Model
     return replace(options, preset=None, model=folder)
 
 
-def print_results(
-    results: Mapping[str, EngineResult], load: OfflineLoad, chunk: int, dtype: str
-) -> None:
+def print_results(results: Mapping[str, EngineResult], load: OfflineLoad, chunk: int) -> None:
     """Print the table of `compare_engines`."""
     print(
-        f"Engines of others: same weights, {dtype}, batches of {load.batch} requests of "
-        f"{load.prompt_len} + {load.output_len} tokens,\nchunk {chunk}; medians of 3\n"
+        f"Engines of others: same weights, {requests_served(load)} requests of {load.prompt_len} "
+        f"+ {load.output_len} tokens, in batches\nof {load.batch}, chunk {chunk}; medians of "
+        f"{REPEATS}\n"
     )
     rows = {timing.mark(name, result.busy): result for name, result in results.items()}
     print(format_table("engine, policy", COMPARE_COLUMNS, rows))

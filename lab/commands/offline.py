@@ -9,7 +9,7 @@ import textwrap
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tqdm import tqdm
 
@@ -40,6 +40,7 @@ from views.page import Recorder, page
 from views.tables import Column, format_table, show
 
 DEFAULT_POLICIES = "request-level,orca-best,vllm,sarathi,sarathi-serve"
+END_TO_END_S = 90  # all policies together take about as long, where --requests is left open
 
 
 def cost(milliseconds: float | None) -> float | None:
@@ -85,6 +86,7 @@ class OfflineOptions:
     seq_len: int
     pd_ratio: float
     requests: int
+    requests_given: bool  # or fewer may be served, see affordable_requests
     model: ModelOptions
 
     @property
@@ -113,12 +115,13 @@ def add_options(parser: OptionParser) -> None:
         metavar="FILE",
     )
     add_json_option(parser)
-    add_load_options(parser)
+    add_load_options(parser, "2 B + 1, and up to 3 B + 1 while that takes 90 s for all policies")
     add_model_options(parser, "llama-13b on a GPU with 40 GB or more, else llama-160m")
 
 
-def add_load_options(parser: OptionParser) -> None:
-    """Add the options of an OfflineLoad, and the chunk size."""
+def add_load_options(parser: OptionParser, requests_text: str = "3 B + 1") -> None:
+    """Add the options of an OfflineLoad, and the chunk size. The help says `requests_text` of how
+    many requests there are by default."""
     add_chunk_option(parser)
     parser.add_option(
         "--batch", help="B, the most requests at once", type=whole(minimum=2), default=6
@@ -145,7 +148,7 @@ def add_load_options(parser: OptionParser) -> None:
         "--requests",
         help="requests to serve",
         type=whole(minimum=1, maximum=1_000_000),
-        default_text="3 B + 1",
+        default_text=requests_text,
     )
 
 
@@ -169,6 +172,7 @@ def resolve(parser: OptionParser, args: Namespace) -> OfflineOptions:
         seq_len=args.seq_len,
         pd_ratio=load.pd_ratio,
         requests=load.requests,
+        requests_given=args.requests is not None,
         model=resolve_model(model_options(args)),
     )
 
@@ -212,6 +216,8 @@ def main(options: OfflineOptions) -> None:
         )
         report |= table.to_json()
         print_decode_maximal(table, options)
+        if not options.requests_given:
+            options = replace(options, requests=affordable_requests(table, options))
         try:
             for name, row in run_with_progress(model, options, recorders):
                 rows[name] = row
@@ -231,6 +237,18 @@ def main(options: OfflineOptions) -> None:
         wrote(options.json)
     anchor_s = 10 * table.decode_only.total_ms / 1e3
     draw(rows, machine, recorders, options, anchor_s)
+
+
+def affordable_requests(table: DecodeMaximal, options: OfflineOptions) -> int:
+    """How many requests all policies together serve in about END_TO_END_S.
+
+    At least 2 B + 1, or there is no full round of requests to measure, at most 3 B + 1. A token is
+    taken to cost what it costs in the hybrid batch."""
+    hybrid = table.decode_maximal
+    token_ms = hybrid.total_ms / (hybrid.prefill_tokens + hybrid.decodes)
+    request_s = len(options.policies) * options.seq_len * token_ms / 1e3
+    least, most = 2 * options.batch + 1, 3 * options.batch + 1
+    return min(max(least, int(END_TO_END_S / request_s)), most)
 
 
 def violations_of(labels: Sequence[str]) -> dict[str, Violation]:

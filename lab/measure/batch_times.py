@@ -7,6 +7,7 @@ A batch is a tuple of `TimedChunk`: what one iteration computes of each request.
 and its attention are timed alone, too, by the operations of SARATHI's Table 1. Read first:
 timing.py. Read next: decode_maximal.py."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -113,10 +114,12 @@ def time_batches(
     *,
     head: bool = False,
     title: str | None = None,
+    limit_s: float = math.inf,
 ) -> dict[BatchName, BatchTime]:
     """Time these batches in turn, whole and by operation; with `head` the model's head, too.
 
-    A `title` shows a progress bar. What the runner's cache holds is lost."""
+    There are fewer repeats where they take longer than `limit_s`, see timing.interleaved. A `title`
+    shows a progress bar. What the runner's cache holds is lost."""
     device = runner.model.device
     runner.cache.data.normal_()
     variants: dict[tuple[BatchName, str], Callable[[], object]] = {}
@@ -125,7 +128,7 @@ def time_batches(
             variants[name, part] = function
 
     def time_all() -> dict[tuple[BatchName, str], timing.Timing]:
-        return timing.interleaved(variants, device, repeats, title=title)
+        return timing.interleaved(variants, device, repeats, title=title, limit_s=limit_s)
 
     def typical_spread(timings: dict[tuple[BatchName, str], timing.Timing]) -> float:
         return median(timings[name, "total"].spread for name in batches)

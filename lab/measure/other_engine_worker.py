@@ -1,8 +1,9 @@
 """Another engine, in a process of its own: the program that other_engines.py starts.
 
-It runs under any Python that has the engine's packages, and imports nothing of this repository. It
-reads a Job as a line of JSON and answers with the engine's policies. Each further line names one of
-them; the answer is the tokens that it generated for the job's prompts.
+It runs under any Python that has the engine's packages, and imports nothing of this repository.
+Lines of JSON come and go. The first is a Job; the answer maps the engine's policies to the types
+that they compute with. Each further one is [policy, count]; the answer is the tokens that the
+engine generated for the first `count` of the job's prompts.
 """
 
 import argparse
@@ -14,12 +15,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-Serve = Callable[[], list[list[int]]]
+Serve = Callable[[int], list[list[int]]]  # serves so many of the prompts
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One way in which the engine serves."""
+
+    serve: Serve
+    dtype: str  # that it computes with
 
 
 @dataclass(frozen=True)
 class Job:
-    """The engine and the requests. Matrices, keys and values have the dtype."""
+    """The engine and the requests. Matrices, keys and values are to have the dtype."""
 
     engine: str  # a name in ENGINES
     checkpoint: str
@@ -34,7 +43,7 @@ class Job:
     threads: int
 
 
-def load_transformers(job: Job) -> dict[str, Serve]:
+def load_transformers(job: Job) -> dict[str, Policy]:
     """`generate` in batches, each until its last token: what request-level does."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
@@ -44,17 +53,19 @@ def load_transformers(job: Job) -> dict[str, Serve]:
     model.to(job.device)
     no_end = GenerationConfig(max_new_tokens=job.output_len, pad_token_id=0)
     model.generation_config = no_end
-    batches = torch.tensor(job.prompts, device=job.device).split(job.max_batch)
+    prompts = torch.tensor(job.prompts, device=job.device)
 
-    def serve() -> list[list[int]]:
+    def serve(count: int) -> list[list[int]]:
+        batches = prompts[:count].split(job.max_batch)
         outputs = [model.generate(ids, attention_mask=torch.ones_like(ids)) for ids in batches]
         return torch.cat(outputs)[:, -job.output_len :].tolist()
 
-    return {"request-level": serve}
+    return {"request-level": Policy(serve, str(model.dtype).removeprefix("torch."))}
 
 
-def load_openvino(job: Job) -> dict[str, Serve]:
+def load_openvino(job: Job) -> dict[str, Policy]:
     """ContinuousBatchingPipeline, stall-free (dynamic split-fuse) and with prompts first."""
+    import openvino  # pyright: ignore[reportMissingImports]
     import openvino_genai as genai  # pyright: ignore[reportMissingImports]
     from optimum.intel import OVModelForCausalLM  # pyright: ignore[reportMissingImports]
 
@@ -63,6 +74,9 @@ def load_openvino(job: Job) -> dict[str, Serve]:
     )
     model.save_pretrained(job.folder)
     precision = job.dtype.replace("float", "f")  # as in "bf16"
+    capabilities = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    if precision.upper() not in capabilities:
+        precision = "f32"  # what openvino computes with where the CPU lacks a type
     hints = {
         "INFERENCE_PRECISION_HINT": precision,
         "KV_CACHE_PRECISION": precision,
@@ -70,7 +84,7 @@ def load_openvino(job: Job) -> dict[str, Serve]:
     }
     block_size = 32  # tokens
     max_tokens = {"sarathi-serve": job.chunk, "vllm": job.max_batch * job.seq_len}
-    serves: dict[str, Serve] = {}
+    policies: dict[str, Policy] = {}
     for policy, max_batched_tokens in max_tokens.items():
         config = genai.SchedulerConfig()
         config.dynamic_split_fuse = policy != "vllm"
@@ -79,17 +93,20 @@ def load_openvino(job: Job) -> dict[str, Serve]:
         config.enable_prefix_caching = False
         config.num_kv_blocks = job.max_batch * (job.seq_len // block_size + 2)
         pipeline = genai.ContinuousBatchingPipeline(job.folder, config, "CPU", hints)
-        serves[policy] = partial(serve_with_openvino, pipeline, job)
-    return serves
+        policies[policy] = Policy(
+            serve=partial(serve_with_openvino, pipeline, job),
+            dtype=precision.replace("f", "float"),
+        )
+    return policies
 
 
-def serve_with_openvino(pipeline: Any, job: Job) -> list[list[int]]:
-    """The tokens that a ContinuousBatchingPipeline generates for the prompts, greedily."""
+def serve_with_openvino(pipeline: Any, job: Job, count: int) -> list[list[int]]:
+    """The tokens that a ContinuousBatchingPipeline generates for some prompts, greedily."""
     import openvino_genai as genai  # pyright: ignore[reportMissingImports]
     from openvino import Tensor  # pyright: ignore[reportMissingImports]
 
     greedy = genai.GenerationConfig(max_new_tokens=job.output_len, ignore_eos=True)
-    prompts = [Tensor([prompt]) for prompt in job.prompts]
+    prompts = [Tensor([prompt]) for prompt in job.prompts[:count]]
     handles = [pipeline.add_request(i, prompt, greedy) for i, prompt in enumerate(prompts)]
     while pipeline.has_non_finished_requests():
         pipeline.step()
@@ -108,11 +125,12 @@ def main() -> None:
         job = Job(**json.loads(sys.stdin.readline()))
     except (TypeError, ValueError) as error:
         sys.exit(f"error: the first line must be a job in JSON: {error}")
-    serves = ENGINES[job.engine](job)
-    print(json.dumps(list(serves)), file=answers, flush=True)
+    policies = ENGINES[job.engine](job)
+    dtypes = {name: policy.dtype for name, policy in policies.items()}
+    print(json.dumps(dtypes), file=answers, flush=True)
     for line in sys.stdin:
-        tokens = serves[line.strip()]()
-        print(json.dumps(tokens), file=answers, flush=True)
+        name, count = json.loads(line)
+        print(json.dumps(policies[name].serve(count)), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import json
 import shutil
 import signal
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -37,12 +38,14 @@ WORKER = Path(__file__).with_name("other_engine_worker.py")
 FIND_PACKAGE = "import sys, importlib.util as util; sys.exit(not util.find_spec(sys.argv[1]))"
 
 Tokens = list[list[int]]  # of each request
+Serve = Callable[[int], Tokens]  # serves so many of the requests
 
 
 @dataclass(frozen=True)
 class EngineResult:
     """What an engine made of the load under one of its policies."""
 
+    dtype: str  # that it computes with
     tokens_per_s: float  # prompt and output
     sarathi_serve_gain: float  # how many times as many tokens per second our sarathi-serve gives
     vllm_gain: float  # and our vllm
@@ -76,29 +79,33 @@ def compare_engines(
     """Serve the load with our engine and with others, in turns: {"engine, policy": result}.
 
     The model's weights are those of the checkpoint, which the others load. `pythons` maps an
-    engine to the Python that has its packages. There are as many requests as fill whole batches.
-    All decode greedily, with the same batch, dtype and number of threads; openvino on the CPU.
-    `report` is called with a line when an engine is loaded, and when it has served its last turn.
-    Raises ChildProcessError if an engine fails.
+    engine to the Python that has its packages. As many requests as fill whole batches are served,
+    and before it is timed each engine serves one batch to warm up. All decode greedily, with the
+    same batch, dtype and number of threads; openvino on the CPU. `report` is called with a line
+    when an engine is loaded, when it is warm, and when it has served its last turn. Raises
+    ChildProcessError if an engine fails.
     """
-    count = max(load.batch, load.requests // load.batch * load.batch)
+    count = requests_served(load)
     arrivals = [workload.Arrival(0.0, load.prompt_len, load.output_len)] * count
     prompts = workload.prompts(arrivals, model.config.vocab_size, load.seed)
     config = EngineConfig(
         max_batch=load.batch, max_len=load.seq_len, chunk=chunk, attention=attention
     )
-    serves = {
-        f"ours, {policy}": our_engine(model, replace(config, policy=policy), prompts, load)
-        for policy in OUR_POLICIES
-    }
+    dtype = str(model.dtype).removeprefix("torch.")
+    serves: dict[str, Serve] = {}
+    dtypes: dict[str, str] = {}
+    for policy in OUR_POLICIES:
+        name = f"ours, {policy}"
+        serves[name] = our_engine(model, replace(config, policy=policy), prompts, load)
+        dtypes[name] = dtype
     tokens: dict[str, Tokens] = {}
     turns: Counter[str] = Counter()
 
     def serve_and_keep(name: str) -> None:
-        tokens[name] = serves[name]()
+        tokens[name] = serves[name](count)
         turns[name] += 1
-        if turns[name] == timing.WARMUP + REPEATS:
-            report(f"{name}: served {len(prompts)} requests {turns[name]} times")
+        if turns[name] == REPEATS:
+            report(f"{name}: served {count} requests {REPEATS} times")
 
     with ExitStack() as stack:
         for engine, python in pythons.items():
@@ -112,22 +119,33 @@ def compare_engines(
                 seq_len=load.seq_len,
                 max_batch=load.batch,
                 chunk=chunk,
-                dtype=str(model.dtype).removeprefix("torch."),
+                dtype=dtype,
                 device=str(model.device),
                 threads=torch.get_num_threads(),
             )
             process = stack.enter_context(other_engine(python, job))
-            for policy in process.ask(json.dumps(asdict(job))):
-                serves[f"{engine}, {policy}"] = partial(process.ask, policy)
+            for policy, policy_dtype in process.ask(json.dumps(asdict(job))).items():
+                serves[f"{engine}, {policy}"] = partial(process.serve, policy)
+                dtypes[f"{engine}, {policy}"] = policy_dtype
             report(f"{engine}: loaded")
+        for name, serve in serves.items():
+            began = time.perf_counter()
+            serve(load.batch)
+            report(f"{name}: warm after {time.perf_counter() - began:.0f} s")
         variants = {name: partial(serve_and_keep, name) for name in serves}
         time_all = partial(
-            timing.interleaved, variants, model.device, repeats=REPEATS, title="engines"
+            timing.interleaved,
+            variants,
+            model.device,
+            repeats=REPEATS,
+            title="engines",
+            warmup=0,
         )
         timings, drift = timing.steadily(time_all, model.device, tries=1)
     stall_free, prefill_first = (f"ours, {policy}" for policy in OUR_POLICIES)
     return {
         name: EngineResult(
+            dtype=dtypes[name],
             tokens_per_s=len(prompts) * load.seq_len / timed.ms * 1e3,
             sarathi_serve_gain=timed.ms / timings[stall_free].ms,
             vllm_gain=timed.ms / timings[prefill_first].ms,
@@ -138,15 +156,18 @@ def compare_engines(
     }
 
 
-def our_engine(
-    model: GPT, config: EngineConfig, prompts: Tokens, load: OfflineLoad
-) -> Callable[[], Tokens]:
+def requests_served(load: OfflineLoad) -> int:
+    """How many of its requests are served: as many as fill whole batches, at least one."""
+    return max(load.batch, load.requests // load.batch * load.batch)
+
+
+def our_engine(model: GPT, config: EngineConfig, prompts: Tokens, load: OfflineLoad) -> Serve:
     """A function that serves the prompts of the load with an engine of this config."""
     engine = Engine.from_config(model, config)
     params = SamplingParams(load.output_len)
 
-    def serve() -> Tokens:
-        completions = engine.generate(prompts, params, progress=False)
+    def serve(count: int) -> Tokens:
+        completions = engine.generate(prompts[:count], params, progress=False)
         return [completion.tokens for completion in completions]
 
     return serve
@@ -168,6 +189,10 @@ class OtherEngine:
         self.process = process
         self.engine = engine
         self.log = log  # its errors
+
+    def serve(self, policy: str, count: int) -> Tokens:
+        """The tokens that the engine generates for the first `count` prompts of its job."""
+        return self.ask(json.dumps([policy, count]))
 
     def ask(self, line: str) -> Any:
         """The answer to a line. Raises ChildProcessError, with its last error, if it has ended."""

@@ -30,10 +30,13 @@ Name = TypeVar("Name")
 Result = TypeVar("Result")
 LINEAR = ("preproj", "postproj", "ffn_ln1", "ffn_ln2")  # products of a block, SARATHI, Table 1
 WARMUP = 2  # runs that are not counted
+LEAST_REPEATS = 3  # runs that are, however long they take
 BUSY = 0.20  # drift, of a machine, or spread, of times: above it no number is believed
 TOO_BUSY = "this machine is too busy to tell"
 PROBE_S = 0.02  # of a probe beside a measurement
-RATE_TURNS = 3  # of cpu_rates
+RATE_GROWTH = 1.02  # cpu_rates ends when for 4 turns in a row no rate has grown by more
+RATE_TURNS = 4
+MOST_RATE_TURNS = 40  # 3 s
 GLANCE_S = 0.01  # of a probe within one, every second
 
 
@@ -55,17 +58,26 @@ def interleaved(
     device: torch.device,
     repeats: int = 9,
     title: str | None = None,
+    warmup: int = WARMUP,
+    limit_s: float = math.inf,
 ) -> dict[Name, Timing]:
-    """Time {name: function} in turn: {name: Timing}. With a title there is a progress bar."""
+    """Time {name: function} in turn: {name: Timing}. The first `warmup` runs of each do not count.
+
+    After `limit_s` no further round begins, if at least LEAST_REPEATS count. With a title there is
+    a progress bar."""
+    began = time.perf_counter()
     samples: dict[Name, list[float]] = {name: [] for name in variants}
     disable = None if title else True  # None: where there is no terminal
-    for repeat in tqdm(range(WARMUP + repeats), title, leave=False, disable=disable):
+    for repeat in tqdm(range(warmup + repeats), title, leave=False, disable=disable):
+        enough = repeat >= warmup + LEAST_REPEATS
+        if enough and time.perf_counter() - began > limit_s:
+            break
         for name, function in variants.items():
             synchronize(device)
             start = time.perf_counter()
             function()
             synchronize(device)
-            if repeat >= WARMUP:
+            if repeat >= warmup:
                 samples[name].append((time.perf_counter() - start) * 1e3)
     return {name: summarize(values) for name, values in samples.items()}
 
@@ -156,13 +168,20 @@ def mark(name: str, busy: bool) -> str:
 def cpu_rates(threads: int) -> dict[torch.dtype, float]:
     """Flops per second of a chunk's product on this CPU, with the fastest kind of layer, by type.
 
-    Takes a tenth of a second. The types take turns, and the highest rate of each counts: so others
-    on this machine do not decide which one is faster. `threads` is torch's number of threads."""
+    Takes a third of a second. The types take turns, and the highest rate of each counts, once it
+    has stopped growing: so others on this machine, who can only make a product slower, do not
+    decide which type is faster. `threads` is torch's number of threads."""
     rates = dict.fromkeys((torch.bfloat16, torch.float32), 0.0)
-    for _ in range(RATE_TURNS):
+    steady_turns = 0
+    for _ in range(MOST_RATE_TURNS):
+        steady_turns += 1
         for dtype in rates:
             fastest = max(timed.flops_per_s for timed in measure_layers(dtype))
+            if fastest > RATE_GROWTH * rates[dtype]:
+                steady_turns = 0
             rates[dtype] = max(rates[dtype], fastest)
+        if steady_turns == RATE_TURNS:
+            break
     return rates
 
 
