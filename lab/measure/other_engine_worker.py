@@ -73,10 +73,10 @@ def load_openvino(job: Job) -> dict[str, Policy]:
         job.checkpoint, export=True, load_in_8bit=False, compile=False
     )
     model.save_pretrained(job.folder)
-    precision = job.dtype.replace("float", "f")  # as in "bf16"
-    capabilities = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-    if precision.upper() not in capabilities:
-        precision = "f32"  # what openvino computes with where the CPU lacks a type
+    capability = {"float32": "FP32", "bfloat16": "BF16", "float16": "FP16"}[job.dtype]
+    is_there = capability in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    dtype = job.dtype if is_there else "float32"  # what openvino computes with where it is not
+    precision = dtype.replace("float", "f")  # as in "bf16"
     hints = {
         "INFERENCE_PRECISION_HINT": precision,
         "KV_CACHE_PRECISION": precision,
@@ -95,7 +95,7 @@ def load_openvino(job: Job) -> dict[str, Policy]:
         pipeline = genai.ContinuousBatchingPipeline(job.folder, config, "CPU", hints)
         policies[policy] = Policy(
             serve=partial(serve_with_openvino, pipeline, job),
-            dtype=precision.replace("f", "float"),
+            dtype=dtype,
         )
     return policies
 
