@@ -198,7 +198,7 @@ def resolve_model(
     """The same options with a preset or a model, and a dtype; also sets the number of threads.
 
     The default preset is `gpu_preset` on a GPU with more than `gpu_bytes` of memory, else
-    SMALL_PRESET. The default dtype on a CPU is the faster of two, which takes a tenth of a second
+    SMALL_PRESET. The default dtype on a CPU is the faster of two, which takes a third of a second
     to measure. Raises ValueError for what this machine cannot do."""
     import torch
 

@@ -1,16 +1,19 @@
 """What is measured is what it says, and so are its limits. No timing is asserted here."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn as nn
 
 from engine import Runner
 from kv_cache import Span
 from lab.measure import machine_info
 from lab.measure import timing as measure
 from model import GPTConfig
+from packed_linear import OneDNNLinear, TimedLayer
 from tests.helpers import tiny_model
 
 CPU = torch.device("cpu")
@@ -207,3 +210,41 @@ def test_attention_alone_attends_once_in_every_layer_and_writes_nothing(model):
     config = model.config
     assert query_shapes == [(2, config.n_head, config.head_dim)] * config.n_layer
     assert torch.equal(runner.cache.data[:, :, :, :3], before[:, :, :, :3])
+
+
+@pytest.fixture
+def no_rates():
+    """No rates of this CPU are kept, before and after."""
+    measure.cpu_rates.cache_clear()
+    yield
+    measure.cpu_rates.cache_clear()
+
+
+@pytest.mark.parametrize("busy_turns", [0, 1, 9])
+def test_a_busy_moment_does_not_decide_which_type_is_fastest(busy_turns, no_rates, monkeypatch):
+    """Others let bfloat16 run at a tenth of its rate for some turns, float32 at half of its."""
+    turns = Counter()
+
+    def measure_layers(dtype):
+        turns[dtype] += 1
+        slow, fast = (0.4, 4.0) if dtype == torch.bfloat16 else (1.0, 2.0)
+        rate = fast if turns[dtype] > busy_turns else slow * (1 + turns[dtype] / 20)
+        return [TimedLayer(nn.Linear, rate), TimedLayer(OneDNNLinear, 0)]
+
+    monkeypatch.setattr(measure, "measure_layers", measure_layers)
+    rates = measure.cpu_rates(threads=1)
+    assert measure.cpu_rates(threads=1) is rates
+    assert rates == {torch.bfloat16: 4.0, torch.float32: 2.0}
+    assert turns[torch.bfloat16] == turns[torch.float32] == busy_turns + 5  # as steady for 4
+
+
+def test_rates_that_never_settle_are_measured_for_some_seconds(no_rates, monkeypatch):
+    calls = []
+
+    def measure_layers(dtype):
+        calls.append(dtype)
+        return [TimedLayer(nn.Linear, 1.1 ** len(calls))]
+
+    monkeypatch.setattr(measure, "measure_layers", measure_layers)
+    measure.cpu_rates(threads=1)
+    assert len(calls) == 2 * measure.MOST_RATE_TURNS

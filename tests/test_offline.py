@@ -113,7 +113,7 @@ def test_no_negative_cost_is_printed(capsys):
 )
 def test_a_slow_machine_serves_fewer_requests_but_a_full_round(token_ms, requests):
     hybrid = replace(hybrid_time(), prefill_tokens=7, decodes=3, total_ms=10 * token_ms)
-    options = SimpleNamespace(policies=["vllm"] * 5, seq_len=1000, batch=6)
+    options = SimpleNamespace(policies=["vllm"] * 5, seq_len=1000, batch=6, requests=19)
     assert offline.affordable_requests(table_2(decode_maximal=hybrid), options) == requests
 
 

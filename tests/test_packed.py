@@ -1,8 +1,5 @@
 """Packed weights compute what plain ones do, and are held once."""
 
-from collections import Counter
-from itertools import count
-
 import pytest
 import torch
 import torch.nn as nn
@@ -10,7 +7,6 @@ import torch.nn as nn
 import packed_linear
 from engine import Engine
 from kv_cache import Span
-from lab.measure import timing
 from model import GPT
 from packed_linear import (
     MKLLinear,
@@ -151,40 +147,3 @@ def test_every_kind_of_layer_is_timed():
     kinds = [timed.kind for timed in packed_linear.measure_layers(torch.float32)]
     assert kinds == [nn.Linear, *packings_of(torch.float32)]
     assert all(timed.flops_per_s > 0 for timed in packed_linear.measure_layers(torch.float32))
-
-
-@pytest.mark.parametrize("busy_turns", [0, 1, 9])
-def test_a_busy_moment_does_not_decide_which_type_is_fastest(busy_turns, monkeypatch):
-    """Others let bfloat16 run at a tenth of its rate for some turns, float32 at half of its."""
-    turns = Counter()
-
-    def measure_layers(dtype):
-        turns[dtype] += 1
-        slow, fast = (0.4, 4.0) if dtype == torch.bfloat16 else (1.0, 2.0)
-        rate = fast if turns[dtype] > busy_turns else slow * (1 + turns[dtype] / 20)
-        return [
-            packed_linear.TimedLayer(nn.Linear, rate),
-            packed_linear.TimedLayer(OneDNNLinear, 0),
-        ]
-
-    monkeypatch.setattr(timing, "measure_layers", measure_layers)
-    timing.cpu_rates.cache_clear()
-    try:
-        rates = timing.cpu_rates(threads=1)
-        assert timing.cpu_rates(threads=1) is rates
-    finally:
-        timing.cpu_rates.cache_clear()
-    assert rates == {torch.bfloat16: 4.0, torch.float32: 2.0}
-    assert turns[torch.bfloat16] == turns[torch.float32] == busy_turns + 5  # as steady for 4
-
-
-def test_rates_that_never_settle_are_measured_for_some_seconds(monkeypatch):
-    rate = count(1)
-    growing = lambda dtype: [packed_linear.TimedLayer(nn.Linear, 1.1 ** next(rate))]  # noqa: E731
-    monkeypatch.setattr(timing, "measure_layers", growing)
-    timing.cpu_rates.cache_clear()
-    try:
-        timing.cpu_rates(threads=1)
-    finally:
-        timing.cpu_rates.cache_clear()
-    assert next(rate) == 1 + 2 * timing.MOST_RATE_TURNS

@@ -115,7 +115,8 @@ def add_options(parser: OptionParser) -> None:
         metavar="FILE",
     )
     add_json_option(parser)
-    add_load_options(parser, "2 B + 1, and up to 3 B + 1 while that takes 90 s for all policies")
+    limit = f"while that takes {END_TO_END_S} s for all policies"
+    add_load_options(parser, f"2 B + 1, and up to 3 B + 1 {limit}")
     add_model_options(parser, "llama-13b on a GPU with 40 GB or more, else llama-160m")
 
 
@@ -242,13 +243,13 @@ def main(options: OfflineOptions) -> None:
 def affordable_requests(table: DecodeMaximal, options: OfflineOptions) -> int:
     """How many requests all policies together serve in about END_TO_END_S.
 
-    At least 2 B + 1, or there is no full round of requests to measure, at most 3 B + 1. A token is
-    taken to cost what it costs in the hybrid batch."""
+    At least 2 B + 1, or there is no full round of requests to measure, at most the default. A token
+    is taken to cost what it costs in the hybrid batch."""
     hybrid = table.decode_maximal
     token_ms = hybrid.total_ms / (hybrid.prefill_tokens + hybrid.decodes)
     request_s = len(options.policies) * options.seq_len * token_ms / 1e3
-    least, most = 2 * options.batch + 1, 3 * options.batch + 1
-    return min(max(least, int(END_TO_END_S / request_s)), most)
+    least = 2 * options.batch + 1
+    return min(max(least, int(END_TO_END_S / request_s)), options.requests)
 
 
 def violations_of(labels: Sequence[str]) -> dict[str, Violation]:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-Serve = Callable[[int], list[list[int]]]  # serves so many of the prompts
+Tokens = list[list[int]]  # of each prompt, those that were generated
+Serve = Callable[[int], Tokens]  # serves so many of the prompts
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def load_transformers(job: Job) -> dict[str, Policy]:
     model.generation_config = no_end
     prompts = torch.tensor(job.prompts, device=job.device)
 
-    def serve(count: int) -> list[list[int]]:
+    def serve(count: int) -> Tokens:
         batches = prompts[:count].split(job.max_batch)
         outputs = [model.generate(ids, attention_mask=torch.ones_like(ids)) for ids in batches]
         return torch.cat(outputs)[:, -job.output_len :].tolist()
@@ -100,7 +101,7 @@ def load_openvino(job: Job) -> dict[str, Policy]:
     return policies
 
 
-def serve_with_openvino(pipeline: Any, job: Job, count: int) -> list[list[int]]:
+def serve_with_openvino(pipeline: Any, job: Job, count: int) -> Tokens:
     """The tokens that a ContinuousBatchingPipeline generates for some prompts, greedily."""
     import openvino_genai as genai  # pyright: ignore[reportMissingImports]
     from openvino import Tensor  # pyright: ignore[reportMissingImports]

@@ -26,7 +26,7 @@ from config import EngineConfig
 from engine import Engine
 from lab.measure import timing, workload
 from lab.measure.offline_load import OfflineLoad
-from lab.measure.other_engine_worker import Job
+from lab.measure.other_engine_worker import Job, Policy, Serve, Tokens
 from model import GPT, GPTConfig
 from pretrained import checkpoints
 from sampling import SamplingParams
@@ -36,9 +36,6 @@ OUR_POLICIES = ("sarathi-serve", "vllm")
 REPEATS = 3  # turns of each engine that count
 WORKER = Path(__file__).with_name("other_engine_worker.py")
 FIND_PACKAGE = "import sys, importlib.util as util; sys.exit(not util.find_spec(sys.argv[1]))"
-
-Tokens = list[list[int]]  # of each request
-Serve = Callable[[int], Tokens]  # serves so many of the requests
 
 
 @dataclass(frozen=True)
@@ -92,17 +89,15 @@ def compare_engines(
         max_batch=load.batch, max_len=load.seq_len, chunk=chunk, attention=attention
     )
     dtype = str(model.dtype).removeprefix("torch.")
-    serves: dict[str, Serve] = {}
-    dtypes: dict[str, str] = {}
-    for policy in OUR_POLICIES:
-        name = f"ours, {policy}"
-        serves[name] = our_engine(model, replace(config, policy=policy), prompts, load)
-        dtypes[name] = dtype
+    policies: dict[str, Policy] = {}
+    for policy_name in OUR_POLICIES:
+        serve = our_engine(model, replace(config, policy=policy_name), prompts, load)
+        policies[f"ours, {policy_name}"] = Policy(serve, dtype)
     tokens: dict[str, Tokens] = {}
     turns: Counter[str] = Counter()
 
     def serve_and_keep(name: str) -> None:
-        tokens[name] = serves[name](count)
+        tokens[name] = policies[name].serve(count)
         turns[name] += 1
         if turns[name] == REPEATS:
             report(f"{name}: served {count} requests {REPEATS} times")
@@ -124,15 +119,15 @@ def compare_engines(
                 threads=torch.get_num_threads(),
             )
             process = stack.enter_context(other_engine(python, job))
-            for policy, policy_dtype in process.ask(json.dumps(asdict(job))).items():
-                serves[f"{engine}, {policy}"] = partial(process.serve, policy)
-                dtypes[f"{engine}, {policy}"] = policy_dtype
+            for policy_name, used_dtype in process.ask(json.dumps(asdict(job))).items():
+                serve = partial(process.serve, policy_name)
+                policies[f"{engine}, {policy_name}"] = Policy(serve, used_dtype)
             report(f"{engine}: loaded")
-        for name, serve in serves.items():
+        for name, policy in policies.items():
             began = time.perf_counter()
-            serve(load.batch)
+            policy.serve(load.batch)
             report(f"{name}: warm after {time.perf_counter() - began:.0f} s")
-        variants = {name: partial(serve_and_keep, name) for name in serves}
+        variants = {name: partial(serve_and_keep, name) for name in policies}
         time_all = partial(
             timing.interleaved,
             variants,
@@ -145,7 +140,7 @@ def compare_engines(
     stall_free, prefill_first = (f"ours, {policy}" for policy in OUR_POLICIES)
     return {
         name: EngineResult(
-            dtype=dtypes[name],
+            dtype=policies[name].dtype,
             tokens_per_s=len(prompts) * load.seq_len / timed.ms * 1e3,
             sarathi_serve_gain=timed.ms / timings[stall_free].ms,
             vllm_gain=timed.ms / timings[prefill_first].ms,
