@@ -71,6 +71,9 @@ class Matmul(SDPA):
         pages = {page for table in tables for page in table}
         if len(pages) < min(PAGE_BLOCK, self.cache.pages / 2):
             return None
+        longest = max(span.end for span in decodes)
+        if max(KEY_BLOCK, 2 * longest) < self.page_size:  # pages are read whole
+            return None
         padded = len(tables) * max(map(len, tables))  # all are filled up to the longest
         if padded > 8 * sum(map(len, tables)):
             return None
@@ -176,10 +179,6 @@ class DecodePlan:
         self.group, self.n_kv_head = backend.group, backend.n_kv_head
         self.page_size, self.head_dim = backend.page_size, backend.head_dim
         self.pages_per_decode = max(map(len, tables))
-        self.keys_per_page = self.page_size
-        if self.pages_per_decode == 1:  # pages of max_len: only as many keys as the longest has
-            longest = -(-max(ends) // KEY_BLOCK) * KEY_BLOCK
-            self.keys_per_page = min(longest, self.page_size)
         cache_pages = backend.cache.pages
         groups = group_pages(tables, cache_pages)
         product_row, owner_slot = map(torch.tensor, number_rows(tables, groups))
@@ -196,27 +195,27 @@ class DecodePlan:
             self.owner_slots = [None]
             slot_ends = torch.zeros(len(owner_slot), dtype=slot_ends.dtype)
             slot_ends.index_copy_(0, product_row, torch.tensor(ends))
-        keys = torch.arange(self.pages_per_decode * self.keys_per_page)
+        keys = torch.arange(self.pages_per_decode * self.page_size)
         hidden = keys >= slot_ends[:, None, None]  # (decodes, 1, keys)
         mask = torch.zeros(hidden.shape, dtype=backend.bias.dtype)
         self.mask = mask.masked_fill_(hidden, float("-inf"))
-        first_keys = torch.arange(self.pages_per_decode) * self.keys_per_page
+        first_keys = torch.arange(self.pages_per_decode) * self.page_size
         self.is_page_used = (first_keys < slot_ends[:, None])[..., None]  # or the slot is filled up
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Shapes as in plan.AttentionPlan."""
-        pages, read = self.pages_per_decode, self.keys_per_page
-        k = keys.reshape(-1, self.page_size, self.head_dim)[:, :read]
-        v = values.reshape(-1, self.page_size, self.head_dim)[:, :read]
-        # k and v (n_kv_head * pages of the cache, read, head_dim)
+        pages = self.pages_per_decode
+        k = keys.reshape(-1, self.page_size, self.head_dim)
+        v = values.reshape(-1, self.page_size, self.head_dim)
+        # k and v (n_kv_head * pages of the cache, page_size, head_dim)
         q_of_heads = q.view(len(q), self.n_kv_head, -1).transpose(0, 1)
         weights = self.multiply(self.scores, q_of_heads, self.decode_of_row, k)
-        # weights (n_kv_head, rows, group, read)
+        # weights (n_kv_head, rows, group, page_size)
         if not self.rows_are_slots:
             weights = weights.index_select(1, self.product_row)
         weights = weights.unflatten(1, (-1, pages)).transpose(2, 3).flatten(3).add_(self.mask)
-        weights = weights.softmax(-1)  # (n_kv_head, decodes, group, pages * read)
-        weights = weights.unflatten(3, (pages, read)).transpose(2, 3).flatten(1, 2)
+        weights = weights.softmax(-1)  # (n_kv_head, decodes, group, pages * page_size)
+        weights = weights.unflatten(3, (pages, self.page_size)).transpose(2, 3).flatten(1, 2)
         y = self.multiply(torch.bmm, weights.flatten(2), self.owner_slots, v).flatten(2)
         y = y.index_select(1, self.product_row).unflatten(1, (-1, pages))
         # y (n_kv_head, decodes, pages, group * head_dim), to be summed over pages
@@ -229,7 +228,7 @@ class DecodePlan:
         """product(rows of x, pages) for each group: (n_kv_head, rows, group, ...).
 
         x (n_kv_head, ..., group * n); `indices` select from it what each row of a group needs, None
-        selects all; pages (n_kv_head * pages of the cache, read, head_dim)."""
+        selects all; pages (n_kv_head * pages of the cache, page_size, head_dim)."""
         parts = []
         for index, gather_rows in zip(indices, self.gather_rows, strict=True):
             rows = x if index is None else x.index_select(1, index)

@@ -1,7 +1,6 @@
 """What is measured is what it says, and so are its limits. No timing is asserted here."""
 
 import math
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,7 @@ from kv_cache import Span
 from lab.measure import machine_info
 from lab.measure import timing as measure
 from model import GPTConfig
-from packed_linear import OneDNNLinear, TimedLayer
+from packed_linear import OneDNNLinear
 from tests.helpers import tiny_model
 
 CPU = torch.device("cpu")
@@ -81,11 +80,12 @@ def test_a_probe_tells_what_share_of_the_machine_is_missing(monkeypatch):
 STEADY = [  # readings of the probe, tries; which call counts, how many there were, drift
     ([0.0, 0.1], 3, 1, 1, 0.1),
     ([0.2, 0.2], 3, 1, 1, 0.2),
-    ([0.5, 0.1, 0.0], 3, 2, 2, 0.1),
-    ([0.0, 0.5, 0.1, 0.1], 3, 3, 3, 0.1),
-    ([0.5, 0.6, 0.3, 0.4], 3, 3, 3, 0.4),
-    ([0.3, 0.3, 0.9, 0.9], 3, 1, 3, 0.3),
-    ([0.5, 0.0], 1, 1, 1, 0.5),
+    ([0.5, 0.1, 0.0], 3, 1, 1, 0.1),  # the busy moment ended before the first call
+    ([0.5, 0.4, 0.1, 0.0], 3, 2, 2, 0.1),
+    ([0.0, 0.5, 0.1, 0.1], 3, 2, 2, 0.1),
+    ([0.5, 0.6, 0.3, 0.4, 0.3, 0.5, 0.3], 3, 2, 3, 0.4),
+    ([0.3, 0.3, 0.3, 0.9, 0.9, 0.9, 0.9], 3, 1, 3, 0.3),
+    ([0.5, 0.4, 0.0], 1, 1, 1, 0.4),
 ]
 
 
@@ -212,39 +212,15 @@ def test_attention_alone_attends_once_in_every_layer_and_writes_nothing(model):
     assert torch.equal(runner.cache.data[:, :, :, :3], before[:, :, :, :3])
 
 
-@pytest.fixture
-def no_rates():
-    """No rates of this CPU are kept, before and after."""
+def test_the_rate_of_a_type_is_that_of_its_fastest_kind_of_layer(monkeypatch):
+    rates = {
+        torch.bfloat16: {nn.Linear: 1.0, OneDNNLinear: 4.0},
+        torch.float32: {nn.Linear: 2.0, OneDNNLinear: 1.0},
+    }
+    monkeypatch.setattr(measure, "steady_rates", lambda dtypes: {t: rates[t] for t in dtypes})
     measure.cpu_rates.cache_clear()
-    yield
-    measure.cpu_rates.cache_clear()
-
-
-@pytest.mark.parametrize("busy_turns", [0, 1, 9])
-def test_a_busy_moment_does_not_decide_which_type_is_fastest(busy_turns, no_rates, monkeypatch):
-    """Others let bfloat16 run at a tenth of its rate for some turns, float32 at half of its."""
-    turns = Counter()
-
-    def measure_layers(dtype):
-        turns[dtype] += 1
-        slow, fast = (0.4, 4.0) if dtype == torch.bfloat16 else (1.0, 2.0)
-        rate = fast if turns[dtype] > busy_turns else slow * (1 + turns[dtype] / 20)
-        return [TimedLayer(nn.Linear, rate), TimedLayer(OneDNNLinear, 0)]
-
-    monkeypatch.setattr(measure, "measure_layers", measure_layers)
-    rates = measure.cpu_rates(threads=1)
-    assert measure.cpu_rates(threads=1) is rates
-    assert rates == {torch.bfloat16: 4.0, torch.float32: 2.0}
-    assert turns[torch.bfloat16] == turns[torch.float32] == busy_turns + 5  # as steady for 4
-
-
-def test_rates_that_never_settle_are_measured_for_some_seconds(no_rates, monkeypatch):
-    calls = []
-
-    def measure_layers(dtype):
-        calls.append(dtype)
-        return [TimedLayer(nn.Linear, 1.1 ** len(calls))]
-
-    monkeypatch.setattr(measure, "measure_layers", measure_layers)
-    measure.cpu_rates(threads=1)
-    assert len(calls) == 2 * measure.MOST_RATE_TURNS
+    try:
+        assert measure.cpu_rates(threads=1) == {torch.bfloat16: 4.0, torch.float32: 2.0}
+        assert measure.fastest_cpu_dtype() == torch.bfloat16
+    finally:
+        measure.cpu_rates.cache_clear()

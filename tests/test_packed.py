@@ -1,5 +1,7 @@
 """Packed weights compute what plain ones do, and are held once."""
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.nn as nn
@@ -12,6 +14,7 @@ from packed_linear import (
     MKLLinear,
     OneDNNLinear,
     PackedLinear,
+    TimedLayer,
     count_parameters,
     pack,
     pack_as,
@@ -132,15 +135,57 @@ def test_other_types_and_other_machines_have_no_packing(monkeypatch):
         assert packings_of(dtype) == []
 
 
-def test_the_fastest_kind_is_the_one_of_the_highest_rate(monkeypatch):
-    rates = {MKLLinear: 2.0, OneDNNLinear: 3.0, nn.Linear: 1.0}
-    timed = [packed_linear.TimedLayer(kind, rate) for kind, rate in rates.items()]
-    monkeypatch.setattr(packed_linear, "measure_layers", lambda dtype: timed)
+@pytest.fixture
+def no_fastest_layer():
+    """No fastest kind of layer is known, before and after."""
     packed_linear.fastest_layer.cache_clear()
-    try:
-        assert packed_linear.fastest_layer(torch.float32, threads=1) is OneDNNLinear
-    finally:
-        packed_linear.fastest_layer.cache_clear()
+    yield
+    packed_linear.fastest_layer.cache_clear()
+
+
+def test_the_fastest_kind_is_the_one_of_the_highest_rate(no_fastest_layer, monkeypatch):
+    rates = {MKLLinear: 2.0, OneDNNLinear: 3.0, nn.Linear: 1.0}
+    monkeypatch.setattr(packed_linear, "packings_of", lambda dtype: [MKLLinear, OneDNNLinear])
+    monkeypatch.setattr(packed_linear, "steady_rates", lambda dtypes: {t: rates for t in dtypes})
+    assert packed_linear.fastest_layer(torch.float32, threads=1) is OneDNNLinear
+
+
+def test_a_type_without_packings_is_not_timed(no_fastest_layer, monkeypatch):
+    monkeypatch.delattr(packed_linear, "steady_rates")
+    assert packed_linear.fastest_layer(torch.float64, threads=1) is nn.Linear
+
+
+@pytest.mark.parametrize("busy_rounds", [0, 1, 9])
+def test_a_busy_moment_does_not_decide_which_type_is_fastest(busy_rounds, monkeypatch):
+    """Others let bfloat16 run at a tenth of its rate for some rounds, float32 at half of its."""
+    rounds = Counter()
+
+    def measure_layers(dtype):
+        rounds[dtype] += 1
+        slow, fast = (0.4, 4.0) if dtype == torch.bfloat16 else (1.0, 2.0)
+        rate = fast if rounds[dtype] > busy_rounds else slow * (1 + rounds[dtype] / 20)
+        return [TimedLayer(nn.Linear, rate), TimedLayer(OneDNNLinear, 0.1)]
+
+    monkeypatch.setattr(packed_linear, "measure_layers", measure_layers)
+    rates = packed_linear.steady_rates([torch.bfloat16, torch.float32])
+    assert rates == {
+        torch.bfloat16: {nn.Linear: 4.0, OneDNNLinear: 0.1},
+        torch.float32: {nn.Linear: 2.0, OneDNNLinear: 0.1},
+    }
+    steady_for_4 = busy_rounds + 5
+    assert rounds == {torch.bfloat16: steady_for_4, torch.float32: steady_for_4}
+
+
+def test_rates_that_never_settle_are_measured_for_some_seconds(monkeypatch):
+    calls = []
+
+    def measure_layers(dtype):
+        calls.append(dtype)
+        return [TimedLayer(nn.Linear, 1.1 ** len(calls))]
+
+    monkeypatch.setattr(packed_linear, "measure_layers", measure_layers)
+    packed_linear.steady_rates([torch.bfloat16, torch.float32])
+    assert len(calls) == 2 * packed_linear.MOST_ROUNDS
 
 
 def test_every_kind_of_layer_is_timed():

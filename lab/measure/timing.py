@@ -24,7 +24,7 @@ from tqdm import tqdm
 from engine import Runner
 from kv_cache import Span, kv_bytes_per_token
 from model import GPT, ROWS_PER_PIECE, GPTConfig
-from packed_linear import measure_layers
+from packed_linear import steady_rates
 
 Name = TypeVar("Name")
 Result = TypeVar("Result")
@@ -34,9 +34,6 @@ LEAST_REPEATS = 3  # runs that are, however long they take
 BUSY = 0.20  # drift, of a machine, or spread, of times: above it no number is believed
 TOO_BUSY = "this machine is too busy to tell"
 PROBE_S = 0.02  # of a probe beside a measurement
-RATE_GROWTH = 1.02  # cpu_rates ends when for 4 turns in a row no rate has grown by more
-RATE_TURNS = 4
-MOST_RATE_TURNS = 40  # 3 s
 GLANCE_S = 0.01  # of a probe within one, every second
 
 
@@ -149,7 +146,7 @@ def steadily(
     runs: list[tuple[Result, float]] = []
     after = probe.take()
     for _ in range(tries):
-        before = after
+        before = after if after <= BUSY else probe.take()  # that moment may be over
         result = function()
         after = probe.take()
         drift = max(before, after, spread_of(result) if spread_of else 0.0)
@@ -168,21 +165,9 @@ def mark(name: str, busy: bool) -> str:
 def cpu_rates(threads: int) -> dict[torch.dtype, float]:
     """Flops per second of a chunk's product on this CPU, with the fastest kind of layer, by type.
 
-    Takes a third of a second. The types take turns, and the highest rate of each counts, once it
-    has stopped growing: so others on this machine, who can only make a product slower, do not
-    decide which type is faster. `threads` is torch's number of threads."""
-    rates = dict.fromkeys((torch.bfloat16, torch.float32), 0.0)
-    steady_turns = 0
-    for _ in range(MOST_RATE_TURNS):
-        steady_turns += 1
-        for dtype in rates:
-            fastest = max(timed.flops_per_s for timed in measure_layers(dtype))
-            if fastest > RATE_GROWTH * rates[dtype]:
-                steady_turns = 0
-            rates[dtype] = max(rates[dtype], fastest)
-        if steady_turns == RATE_TURNS:
-            break
-    return rates
+    Takes a third of a second. `threads` is torch's number of threads."""
+    rates = steady_rates((torch.bfloat16, torch.float32))
+    return {dtype: max(rate_of.values()) for dtype, rate_of in rates.items()}
 
 
 def fastest_cpu_dtype() -> torch.dtype:
