@@ -4,7 +4,7 @@ The linear layers of a hybrid batch see one matrix. Attention cannot: every requ
 and values. A chunk [start, start + length) attends to its request's past, keys 0 … start - 1, and
 causally to itself (SARATHI §4.2, Figure 6); a decode is a chunk of length 1.
 
-There are three backends. Each is made once for a cache, and makes a *plan* once per iteration:
+There are several backends. Each is made once for a cache, and makes a *plan* once per iteration:
 masks and index tensors depend on the batch only, so they are not built again for each layer.
 Grouped-query attention: `group = n_head // n_kv_head` consecutive query heads share one KV head.
 
@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from attention.cpu_matmul import Matmul
+from attention.flash import Flash
 from attention.plan import SIXTEEN_BITS, AttentionBackend
 from attention.sdpa import SDPA
 from attention.xformers import XFormers
@@ -27,28 +28,39 @@ BY_MATMUL = (torch.bfloat16,)  # on a CPU; the scores of float16 could overflow
 
 
 def fastest_backend(config: ModelShape, cache: KVCache) -> AttentionBackend:
-    """xformers for 16 bits on CUDA, matmul for bfloat16 on a CPU, else sdpa.
+    """flash for 16 bits on CUDA, else xformers; matmul for bfloat16 on a CPU; else sdpa.
 
-    If xformers cannot run, a warning says so, and it is sdpa."""
-    if cache.data.is_cuda and cache.data.dtype in SIXTEEN_BITS:
+    If flash or xformers cannot run, a warning says why, and which backend does."""
+    dtype = cache.data.dtype
+    if not cache.data.is_cuda:
+        return Matmul(config, cache) if dtype in BY_MATMUL else SDPA(config, cache)
+    failures = []
+    for name in ("flash", "xformers", "sdpa") if dtype in SIXTEEN_BITS else ("sdpa",):
         try:
-            return XFormers(config, cache)
-        except (ImportError, ValueError, RuntimeError) as error:
-            slower = "attention runs on torch alone, one call per chunk, which is slower"
-            warnings.warn(f"{slower}: {error}", stacklevel=3)
-    if not cache.data.is_cuda and cache.data.dtype in BY_MATMUL:
-        return Matmul(config, cache)
-    return SDPA(config, cache)
+            backend = BACKENDS[name](config, cache)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # those of Triton's compiler have no type in common
+            failures.append(f"{name} cannot run, {type(error).__name__}: {error}")
+            continue
+        if failures:
+            warnings.warn(
+                f"attention={name!r}, which is slower: {'; '.join(failures)}", stacklevel=3
+            )
+        return backend
+    raise ValueError(f"attention='auto': {'; '.join(failures)}")
 
 
 BACKENDS: dict[str, Callable[[ModelShape, KVCache], AttentionBackend]] = {
     "auto": fastest_backend,
     "sdpa": SDPA,
     "matmul": Matmul,
+    "flash": Flash,
     "xformers": XFormers,
     "xformers-split-k": partial(XFormers, split_k=True),
 }
-DEVICES = {"matmul": "cpu", "xformers": "cuda", "xformers-split-k": "cuda"}  # the others: any
+CUDA_ONLY = ("flash", "xformers", "xformers-split-k")
+DEVICES = {"matmul": "cpu", **dict.fromkeys(CUDA_ONLY, "cuda")}  # the others: any
 
 
 def make_attention(config: ModelShape, cache: KVCache, backend: str = "auto") -> AttentionBackend:

@@ -1,5 +1,7 @@
 """FlashAttention and Triton split-K through xformers, on CUDA: a backend of attention/."""
 
+import logging
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from itertools import takewhile
@@ -51,8 +53,7 @@ class XFormers:
         head_dims = (16, 32, 64, 128, 256) if split_k else range(8, 257, 8)
         if config.head_dim not in head_dims:
             raise ValueError(f"attention='xformers': head_dim={config.head_dim} is not supported")
-        from xformers.ops import fmha  # imported only where it is used: it has no CPU operator
-
+        fmha = import_xformers()
         if fmha.flash.FLASH_VERSION == "0.0.0":
             raise ValueError("attention='xformers': this torch was built without FlashAttention")
         # The operators are applied directly: xformers' own dispatch refuses them all when its C++
@@ -60,8 +61,10 @@ class XFormers:
         self.inputs = fmha.Inputs
         self.chunk_operator = fmha.flash.FwOp
         self.decode_operator = fmha.triton_splitk.FwOp if split_k else fmha.flash.FwOp
-        probe = torch.zeros(3, config.n_head, config.head_dim, device=self.device, dtype=dtype)
-        spans = [Span([0], 0, [0]), Span([cache.pages - 1], 0, [0, 0])]
+        chunk = [0] * min(2, cache.max_len)
+        spans = [Span([0], 0, [0]), Span([cache.pages - 1], 0, chunk)]
+        rows = 1 + len(chunk)
+        probe = torch.zeros(rows, config.n_head, config.head_dim, device=self.device, dtype=dtype)
         self.plan(spans)(probe, *cache.layer(0))  # fails here if at all
 
     def plan(self, spans: Sequence[Span]) -> AttentionPlan:
@@ -118,6 +121,23 @@ class XFormers:
 
         Heads of a group are the same memory, with a stride of 0, which the operators recognise."""
         return x.transpose(0, 1)[None, :, :, None].expand(-1, -1, -1, self.group, -1)
+
+
+def import_xformers() -> Any:
+    """xformers.ops.fmha, imported only where it is used. Raises ImportError.
+
+    Its alarms are silenced: that extensions of its own cannot be loaded, of which none is used
+    here, and that it calls Triton in deprecated ways."""
+    logger = logging.getLogger("xformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from xformers.ops import fmha
+    finally:
+        logger.setLevel(level)
+    return fmha
 
 
 def gappy_bias(

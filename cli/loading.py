@@ -100,7 +100,7 @@ def add_model_options(parser: OptionParser, default_preset: str) -> None:
     )
     parser.add_option(
         "--attention",
-        help="the backend; auto is xformers for 16 bits on CUDA, matmul for bfloat16 on a CPU",
+        help="the backend; auto is flash for 16 bits on CUDA, matmul for bfloat16 on a CPU",
         choices=tuple(BACKENDS),
         default="auto",
     )

@@ -228,6 +228,7 @@ NO_MODEL = [
     ("--device foo", "--device foo: must be cpu, cuda"),
     ("--device cuda:99", "--device cuda:99: torch .* sees . CUDA devices"),
     ("--attention xformers", "xformers"),
+    ("--attention flash", "flash"),
     ("--pp 2", "--pp 2: needs 2 processes, not 1: torchrun --nproc-per-node 2 "),
 ]
 

@@ -70,7 +70,7 @@ GOOD = {  # values that some options take
     "--slo": ["strict", "relaxed", "0.5"],
     "--device": ["cpu", "cuda", "cuda:1"],
     "--dtype": ["float32", "bfloat16"],
-    "--attention": ["sdpa", "matmul", "xformers"],
+    "--attention": ["sdpa", "matmul", "flash", "xformers"],
     "--only": ["S-F9", "SS-*", "bubbles", "all"],
     "--url": ["http://127.0.0.1:9/v1", "ftp://x", "127.0.0.1"],
     "--prefix-caching": ["on", "off", "both"],

@@ -352,7 +352,7 @@ def test_a_bad_engine_is_refused(model, options, message):
 
 
 ENGINE = dict(policy=[["orca"]], chunk=[0, 2.5, "8"], max_batch=[0, 2.0], max_len=[0])
-ENGINE |= dict(page_size=[0], max_waiting=[0], attention=["flash", "xformers"])
+ENGINE |= dict(page_size=[0], max_waiting=[0], attention=["cudnn", "flash", "xformers"])
 HUGE = 10**400, 10**5000
 PARAMS = dict(temperature=[-0.1, float("nan"), "1", *HUGE], top_k=[-1, 1.0, *HUGE])
 PARAMS |= dict(max_new_tokens=[0, 2.5, *HUGE], top_p=[0.0, 1.1, Fraction(1, 10**400), *HUGE])

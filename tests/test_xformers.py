@@ -4,6 +4,8 @@ Where there is no GPU, stand-ins that follow xformers' contract take the place o
 """
 
 import itertools
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -72,6 +74,13 @@ def test_paged_mask_is_figure_6_in_every_block_table(spans):
         own_mask = mask.materialize((n, 12 * n)) == 0
         assert torch.equal(own_mask, expected[:, : own_mask.shape[1]])
         assert not expected[:, own_mask.shape[1] :].any()
+
+
+def test_nothing_is_printed_when_xformers_is_imported():
+    pytest.importorskip("xformers")
+    program = "from attention.xformers import import_xformers; import_xformers()"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
 # CUDA
@@ -208,6 +217,7 @@ def test_pages_that_xformers_cannot_read_are_refused_or_go_to_torch(page_size, o
 CUDA_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 ON_CUDA = ["sdpa float32 720 16", "sdpa bfloat16 720 64", "xformers bfloat16 720 64"]
 ON_CUDA += ["xformers float16 720 64 128", "xformers-split-k bfloat16 720", "auto bfloat16 64"]
+ON_CUDA += ["flash bfloat16 720 256", "flash float16 720"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -215,7 +225,7 @@ ON_CUDA += ["xformers float16 720 64 128", "xformers-split-k bfloat16 720", "aut
 @pytest.mark.parametrize("n_kv_head", [4, 2, 1])
 def test_cuda_equals_cpu(n_kv_head, case):
     backend, dtype, *page_sizes = case.split()
-    if backend != "sdpa":
+    if backend not in ("sdpa", "flash"):
         pytest.importorskip("xformers")
     dtype = getattr(torch, dtype)
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -227,7 +237,9 @@ def test_cuda_equals_cpu(n_kv_head, case):
     sizes = dict(chunk=48, max_batch=3, max_len=720)
     params = SamplingParams(max_new_tokens=6, logprobs=True)
     for policy, page_size in itertools.product(POLICIES, map(int, page_sizes)):
-        sizes |= dict(page_size=page_size, pages={720: 3, 128: 7, 64: 15, 16: 60}[page_size])
+        sizes |= dict(
+            page_size=page_size, pages={720: 3, 256: 5, 128: 7, 64: 15, 16: 60}[page_size]
+        )
         engine = Engine(model, policy=policy, attention=backend, **sizes)
         engine.runner.cache.data.fill_(float("nan"))
         for completion in engine.generate(prompts, params, progress=False):

@@ -1,0 +1,129 @@
+"""torch's own FlashAttention over sequences of many lengths, on CUDA: a backend of attention/.
+
+It calls the operator below `torch.nn.attention.varlen.varlen_attn`. That function asks for causal
+masks in a way that keeps the kernel from folding the query heads of a decode that share a KV head.
+It also fills a tensor of random state in each layer, which nothing reads here."""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, takewhile
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attention.plan import SIXTEEN_BITS
+from kv_cache import KVCache, ModelShape, Span
+
+PAGE_MULTIPLE = 256  # what the kernel demands of the size of pages
+
+
+class Call(NamedTuple):
+    """One call of the operator, for n spans of one length or of several. Tensors are int32."""
+
+    num_tokens: int  # rows of q, of all spans
+    max_q: int  # rows of the longest span
+    cu_seqlens_q: Tensor  # (n + 1,), span i has rows cu_seqlens_q[i], ... before the next one's
+    cu_seqlens_k: Tensor  # (n + 1,), the slot of span i's first key; 0 with block tables; and a 0
+    seqused_k: Tensor  # (n,), the number of keys of span i
+    block_table: Tensor | None  # (n, pages of max_len tokens), padded with 0; None: keys in a row
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], tensors: Iterator[Tensor], paged: bool) -> "Call":
+        """The call of these spans. Takes four of the tensors: those of `call_numbers`."""
+        lengths = [span.length for span in spans]
+        cu_seqlens_q, cu_seqlens_k, seqused_k, table = (next(tensors) for _ in range(4))
+        block_table = table.view(len(spans), -1) if paged else None
+        return cls(sum(lengths), max(lengths), cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
+
+
+class FlashPlan(NamedTuple):
+    """Attention for one batch, see plan.AttentionPlan."""
+
+    calls: list[Call]
+    page_size: int
+    max_len: int
+
+    def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attention of all rows of q; shapes as in AttentionPlan."""
+        if len(self.calls) == 1:
+            return self.attend(self.calls[0], q, keys, values)
+        parts = []
+        for call, rows in zip(self.calls, q.split([c.num_tokens for c in self.calls]), strict=True):
+            parts.append(self.attend(call, rows, keys, values))
+        return torch.cat(parts)
+
+    def attend(self, call: Call, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attention of the rows of one call."""
+        k, v = keys.transpose(0, 1), values.transpose(0, 1)  # (slots, n_kv_head, head_dim)
+        if call.block_table is not None:
+            k, v = k.unflatten(0, (-1, self.page_size)), v.unflatten(0, (-1, self.page_size))
+        return torch.ops.aten._flash_attention_forward(
+            q,
+            k,
+            v,
+            call.cu_seqlens_q,
+            call.cu_seqlens_k,
+            call.max_q,
+            self.max_len,  # a bound: so nobody's rounding depends on who shares the batch
+            0.0,  # dropout
+            True,  # causal, aligned at the last query and the last key of each span
+            False,  # no debug mask
+            seqused_k=call.seqused_k,
+            block_table=call.block_table,
+        )[0]
+
+
+class Flash:
+    """All decodes in one call, all longer chunks in another.
+
+    A kernel of its own folds the query heads of decodes, and cuts their keys into pieces where
+    they are too few to fill the GPU. The operator sees the cache of a layer as one long sequence of
+    keys. With one page for each request it is told where in it each request's keys begin, and how
+    many there are. With small pages it follows the block tables. Nothing is copied."""
+
+    def __init__(self, config: ModelShape, cache: KVCache) -> None:
+        """Raises ValueError for what is not supported, and whatever the operator raises."""
+        self.device = cache.data.device
+        self.page_size = cache.page_size
+        self.max_len = cache.max_len
+        self.paged = cache.page_size < cache.max_len
+        dtype = cache.data.dtype
+        if dtype not in SIXTEEN_BITS or torch.cuda.get_device_capability(self.device) < (8, 0):
+            raise ValueError("attention='flash': needs 16 bits and a GPU of sm80 or newer")
+        if self.paged and cache.page_size % PAGE_MULTIPLE:
+            allowed = f"must be max_len or a multiple of {PAGE_MULTIPLE} for attention='flash'"
+            raise ValueError(f"page_size={cache.page_size}: {allowed}")
+        if config.head_dim % 8 or config.head_dim > 256:
+            raise ValueError(f"attention='flash': head_dim={config.head_dim} is not supported")
+        chunk = [0] * min(2, self.max_len)
+        spans = [Span([0], 0, [0]), Span([cache.pages - 1], 0, chunk)]
+        rows = 1 + len(chunk)
+        probe = torch.zeros(rows, config.n_head, config.head_dim, device=self.device, dtype=dtype)
+        self.plan(spans)(probe, *cache.layer(0))  # fails here if at all
+
+    def plan(self, spans: Sequence[Span]) -> FlashPlan:
+        """The plan of a batch, see plan.AttentionBackend."""
+        decodes = list(takewhile(lambda span: span.length == 1, spans))
+        groups = [group for group in (decodes, spans[len(decodes) :]) if group]
+        arguments = [numbers for group in groups for numbers in self.call_numbers(group)]
+        flat = [number for numbers in arguments for number in numbers]
+        pinned = self.device.type == "cuda"  # or the copy would wait
+        on_device = torch.tensor(flat, dtype=torch.int32, pin_memory=pinned)
+        on_device = on_device.to(self.device, non_blocking=True)  # all in one transfer
+        tensors = iter(on_device.split([len(numbers) for numbers in arguments]))
+        calls = [Call.of(group, tensors, self.paged) for group in groups]
+        return FlashPlan(calls, self.page_size, self.max_len)
+
+    def call_numbers(self, spans: Sequence[Span]) -> list[list[int]]:
+        """The numbers in the four tensors of a Call, in their order."""
+        width = -(-self.max_len // self.page_size)
+        starts = [0] * len(spans)
+        tables: list[int] = []
+        if self.paged:
+            for span in spans:
+                pages = span.used_pages(self.page_size)
+                tables += pages + [0] * (width - len(pages))
+        else:
+            starts = [span.pages[0] * self.page_size for span in spans]
+        cu_seqlens_q = list(accumulate((span.length for span in spans), initial=0))
+        return [cu_seqlens_q, [*starts, 0], [span.end for span in spans], tables]
