@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from attention import check_backend, make_attention
 from config import MAX_BATCH, EngineConfig
+from cuda_graphs import compile_decodes
 from errors import check_list, check_number, check_prompt, check_type, check_whole, shorten
 from kv_cache import KVCache, Span, kv_bytes_per_token
 from memory import check_memory
@@ -392,6 +393,7 @@ class Engine:
         """Serve a few requests and forget them, so that page faults and compilations are over."""
         self.start_over()  # what the cache holds is lost
         self.runner.cache.data.zero_()
+        compile_decodes(self.runner, self.scheduler.max_batch)
         max_output = self.scheduler.max_len - 1
         long_prompt = [0] * max(1, max_output - 1)
         self.generate([long_prompt], SamplingParams(min(2, max_output)), progress=False)

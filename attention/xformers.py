@@ -8,12 +8,15 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from attention.decode_sizes import padded_size
 from attention.plan import SIXTEEN_BITS, AttentionPlan, gather, page_rows
 from kv_cache import KVCache, ModelShape, Span
 
 CPU = torch.device("cpu")
+PADDING = Span([0], 0, [0])  # a decode that attends to one key, the first of page 0
 
 
 class Call(NamedTuple):
@@ -22,7 +25,8 @@ class Call(NamedTuple):
     rows: slice  # of q
     mask: Any  # one of xformers.ops.fmha.attn_bias
     operator: Any  # one of xformers.ops.fmha
-    gather_rows: Tensor | None  # the page_rows that are copied side by side first
+    gather_rows: Tensor | None = None  # the page_rows that are copied side by side first
+    padding: int = 0  # queries that are added, and whose outputs are cut off
 
 
 class XFormers:
@@ -32,6 +36,8 @@ class XFormers:
     a block-diagonal mask with *gappy keys* says where in it each request's keys begin and how many
     there are, so the pages may lie in any order, and nothing is copied. With `split_k` the decodes
     go to Triton split-K, which cuts the keys into pieces so that a few decodes fill the GPU.
+
+    Their number is padded to one of few sizes, as Triton compiles a kernel for each.
 
     With small pages they go there in any case, with a *paged* mask, which follows the block tables.
     The kernel for chunks does not know these: the pages of the chunks' requests are copied side by
@@ -61,6 +67,7 @@ class XFormers:
         self.inputs = fmha.Inputs
         self.chunk_operator = fmha.flash.FwOp
         self.decode_operator = fmha.triton_splitk.FwOp if split_k else fmha.flash.FwOp
+        self.pads_decodes = split_k  # Triton compiles a kernel for each number of decodes
         chunk = [0] * min(2, cache.max_len)
         spans = [Span([0], 0, [0]), Span([cache.pages - 1], 0, chunk)]
         rows = 1 + len(chunk)
@@ -73,8 +80,11 @@ class XFormers:
         chunks = spans[len(decodes) :]
         calls = []
         if decodes:
+            size = padded_size(len(decodes)) if self.pads_decodes else len(decodes)
+            padding = size - len(decodes)
+            mask = self.decode_mask(decodes + padding * [PADDING])
             rows = slice(len(decodes))
-            calls.append(Call(rows, self.decode_mask(decodes), self.decode_operator, None))
+            calls.append(Call(rows, mask, self.decode_operator, padding=padding))
         if chunks:
             rows = slice(len(decodes), None)
             mask, copied_pages = self.chunk_mask(chunks)
@@ -110,9 +120,12 @@ class XFormers:
                 v = gather(values, call.gather_rows, self.page_size)
             q_rows = q[None, call.rows].unflatten(2, (-1, self.group))
             # q_rows (1, n, n_kv_head, group, head_dim)
+            if call.padding:
+                q_rows = F.pad(q_rows, (0, 0, 0, 0, 0, 0, 0, call.padding))
             inputs = self.inputs(q_rows, self.merge(k), self.merge(v), attn_bias=call.mask)
             with torch.cuda.device_of(q):  # where Triton launches its kernels
                 y, _ = call.operator.apply(inputs, needs_gradient=False)
+            y = y[0, : y.shape[1] - call.padding]
             parts.append(y.reshape(-1, *q.shape[1:]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -6,6 +6,7 @@ Where there is no GPU, stand-ins that follow xformers' contract take the place o
 import itertools
 import subprocess
 import sys
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attention
 from attention import SDPA, xformers
+from attention.decode_sizes import padded_size, padded_sizes
 from attention.xformers import XFormers
 from engine import Engine
 from kv_cache import slot_mapping
@@ -141,7 +143,7 @@ def test_xformers_plan_equals_sdpa(model, case, split_k, on_a_pretended_gpu, mon
         read = visible.any(dim=0)  # the operators do not touch what no query sees
         scores = q @ keys[:, read].transpose(1, 2) * inputs.scale_float
         scores = scores.masked_fill(~visible[:, read], float("-inf"))
-        y = (scores.softmax(dim=-1) @ values[:, read]).transpose(0, 1)[None]
+        y = (scores.softmax(dim=-1) @ values[:, read].nan_to_num()).transpose(0, 1)[None]
         return y.unflatten(2, inputs.query.shape[2:4]), None
 
     for operator in (flash, split_k_operator):
@@ -158,13 +160,17 @@ def test_xformers_plan_equals_sdpa(model, case, split_k, on_a_pretended_gpu, mon
     assert [operator for operator, *_ in calls] == [decode_operator, flash]  # the probe
     del calls[:]
     n = len(decodes)
+    size = padded_size(n) if decode_operator is split_k_operator else n
     num_chunk_tokens = sum(span.length for span in chunks)
     q = torch.randn(
         n + num_chunk_tokens, model.config.n_head, model.config.head_dim, dtype=torch.float64
     )
     expected = SDPA(model.config, cache).plan(decodes + chunks)(q, *layer)
     close(backend.plan(decodes + chunks)(q, *layer), expected)
-    assert calls == [(decode_operator, n, pages), (flash, num_chunk_tokens, 9 if paged else pages)]
+    assert calls == [
+        (decode_operator, size, pages),
+        (flash, num_chunk_tokens, 9 if paged else pages),
+    ]
     close(backend.plan(decodes[:-1])(q[: n - 1], *layer), expected[: n - 1])
     close(backend.plan(chunks)(q[n:], *layer), expected[n:])
 
@@ -200,6 +206,59 @@ def test_xformers_and_sampling_do_not_wait_for_the_device(case, on_a_pretended_g
         tokens, _ = sample(model(FlatBatch.build(spans, backend), cache), params, range(9))
     with pytest.raises(RuntimeError, match="waits for the device"), NoWaiting():
         tokens[0].item()
+
+
+def test_numbers_of_decodes_are_padded_to_few_sizes():
+    assert [padded_size(n) for n in (1, 2, 3, 8, 9, 17, 33, 128, 129, 160, 161)] == [
+        *(1, 2, 4, 8, 16, 24, 48, 128, 160, 160, 192)
+    ]
+    assert padded_sizes(6) == [1, 2, 4, 8]
+    assert len(padded_sizes(128)) == 11
+    for n in range(1, 257):
+        assert n <= padded_size(n) <= max(2 * n, 8) and padded_size(padded_size(n)) == padded_size(
+            n
+        )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("paged", [True, False], ids=["pages", "slots"])
+def test_no_kernel_is_left_to_compile_after_warm_up(policy, paged, on_a_pretended_gpu, monkeypatch):
+    """Triton compiles split-K for the number of decodes, a bound of keys, the tables' width."""
+    kernels = Counter()
+
+    def split_k(operator, inputs, needs_gradient):
+        mask = inputs.attn_bias
+        width = mask.block_tables.shape[1] if hasattr(mask, "block_tables") else None
+        kernels[
+            inputs.query.shape[1], mask.k_seqinfo.max_seqlen if width is None else None, width
+        ] += 1
+        return inputs.query, None
+
+    def flash(operator, inputs, needs_gradient):
+        return inputs.query, None
+
+    fmha = on_a_pretended_gpu
+    monkeypatch.setattr(fmha.triton_splitk.FwOp, "apply", classmethod(split_k))
+    monkeypatch.setattr(fmha.flash.FwOp, "apply", classmethod(flash))
+    monkeypatch.setitem(attention.DEVICES, "xformers-split-k", "cpu")
+    model = tiny_model(n_layer=1, head_dim=16)
+    max_batch = 13
+    engine = Engine(
+        model,
+        policy=policy,
+        chunk=48,
+        max_batch=max_batch,
+        max_len=256,
+        page_size=64 if paged else 256,
+        attention="xformers-split-k",
+        policy_options={"tbt_slo": 1.0} if policy == "dynamic" else {},
+    )
+    engine.warm_up()
+    warm = set(kernels)
+    assert len(warm) == len(padded_sizes(max_batch))
+    prompts = [[1] * (10 + 5 * i) for i in range(2 * max_batch)]
+    engine.generate(prompts, [SamplingParams(4 + i) for i in range(2 * max_batch)], progress=False)
+    assert set(kernels) == warm
 
 
 @pytest.mark.parametrize("page_size", [16, 96])
