@@ -1,18 +1,133 @@
-"""Batches of decodes alone on CUDA: their sizes are few, and all is compiled before it is timed.
+"""Batches of decodes alone on CUDA, replayed as CUDA graphs.
+
+A decode-only iteration of a large model launches hundreds of small kernels, and the CPU needs about
+as long to launch them as a fast GPU to run them. A CUDA graph is recorded once for each size of
+batch, and then launched as a whole. It reads the tensors that it was recorded with: each batch is
+copied into them first. What differs between two batches of decodes is only
+
+    tokens, positions, slot_mapping     of FlatBatch
+    seqused_k                           how many keys each decode attends to
+    cu_seqlens_k, or block_table        where these keys are
+
+while logit_rows and cu_seqlens_q count 0, 1, 2, ... in all of them.
+
+Sizes are padded (attention/decode_sizes.py). The rows that are added hold any token at any place.
+They write their keys and values to the cache's scratch slot, attend to one key, and nobody reads
+their logits.
 
 Read first: model.py. Read next: engine.py."""
 
 import sys
-from collections.abc import Sequence
-from typing import Protocol
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
+import torch
+from torch import Tensor
 from tqdm import tqdm
 
-from attention.decode_sizes import padded_sizes
-from attention.flash import Flash
+from attention.decode_sizes import padded_size, padded_sizes
+from attention.flash import Flash, FlashPlan
 from attention.plan import AttentionBackend
 from attention.xformers import XFormers
 from kv_cache import KVCache, Span
+from model import GPT, FlatBatch
+
+
+class Recording(NamedTuple):
+    """A recorded computation: `replay` computes `output` again, in the same memory."""
+
+    replay: Callable[[], None]
+    output: Tensor
+
+
+def record(compute: Callable[[], Tensor], device: torch.device, pool: Any) -> Recording:
+    """Record a computation on CUDA. Recordings with one `pool` share their temporary memory."""
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            compute()  # libraries allocate what they keep, which they cannot while recording
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            output = compute()
+    return Recording(graph.replay, output)
+
+
+class DecodeGraph(NamedTuple):
+    """The recording of a batch of some size."""
+
+    batch: FlatBatch  # whose tensors it reads
+    plan: FlashPlan  # the batch's
+    recording: Recording  # its output is the logits
+
+
+class DecodeGraphs:
+    """Computes batches: those of decodes alone by CUDA graphs, where attention is flash's."""
+
+    def __init__(self, model: GPT, cache: KVCache, attention: AttentionBackend) -> None:
+        self.model = model
+        self.cache = cache
+        self.attention = attention
+        self.enabled = isinstance(attention, Flash)
+        self.graphs: dict[int, DecodeGraph] = {}  # by size, recorded when the size first comes
+        self.pool: Any = None
+
+    @torch.inference_mode()
+    def forward(self, batch: FlatBatch) -> Tensor:
+        """Logits, as of GPT.forward. Those of a graph are overwritten by the next batch."""
+        decodes = len(batch.tokens)
+        all_decode = len(batch.logit_rows) == decodes  # a span has at most one row of logits
+        if self.enabled and all_decode and isinstance(batch.attend, FlashPlan):
+            graph = self.graph_of(padded_size(decodes))
+            if graph is not None:
+                self.copy_into(graph, batch, batch.attend)
+                graph.recording.replay()
+                return graph.recording.output[:decodes]
+        return self.model(batch, self.cache)
+
+    def graph_of(self, size: int) -> DecodeGraph | None:
+        """The graph of a size. None if recording fails; then a warning says why, once."""
+        if size not in self.graphs:
+            try:
+                self.graphs[size] = self.record_size(size)
+            except Exception as error:  # libraries that cannot be recorded have no type in common
+                self.enabled = False
+                reason = f"{type(error).__name__}: {error}"
+                warnings.warn(f"decodes run without CUDA graphs, slower: {reason}", stacklevel=4)
+                return None
+        return self.graphs[size]
+
+    def record_size(self, size: int) -> DecodeGraph:
+        """Record a batch of that many decodes, all of which are padding."""
+        batch = FlatBatch.build(size * [Span([0], 0, [0])], self.attention)
+        batch.slot_mapping.fill_(self.cache.scratch_slot)
+        if self.pool is None and self.cache.data.is_cuda:
+            self.pool = torch.cuda.graph_pool_handle()
+        assert isinstance(batch.attend, FlashPlan)
+
+        def compute() -> Tensor:
+            return self.model(batch, self.cache)
+
+        recording = record(compute, self.cache.data.device, self.pool)
+        return DecodeGraph(batch, batch.attend, recording)
+
+    def copy_into(self, graph: DecodeGraph, batch: FlatBatch, plan: FlashPlan) -> None:
+        """Let the graph's first rows be those of a batch, and the others padding."""
+        decodes = len(batch.tokens)
+        static, static_call, call = graph.batch, graph.plan.calls[0], plan.calls[0]
+        static.tokens[:decodes].copy_(batch.tokens)
+        static.positions[:decodes].copy_(batch.positions)
+        static.slot_mapping[:decodes].copy_(batch.slot_mapping)
+        static.slot_mapping[decodes:].fill_(self.cache.scratch_slot)
+        static_call.seqused_k[:decodes].copy_(call.seqused_k)
+        static_call.seqused_k[decodes:].fill_(1)
+        if call.block_table is None:
+            static_call.cu_seqlens_k[:decodes].copy_(call.cu_seqlens_k[:decodes])
+        else:
+            assert static_call.block_table is not None
+            static_call.block_table[:decodes].copy_(call.block_table)
 
 
 class DecodeRunner(Protocol):
@@ -25,10 +140,10 @@ class DecodeRunner(Protocol):
 
 
 def compile_decodes(runner: DecodeRunner, max_batch: int) -> None:
-    """Compute a batch of decodes of each size, so that no kernel is left to be compiled.
+    """Compute a batch of decodes of each size: nothing is left to be compiled or recorded.
 
-    Spoils the first slot of up to max_batch pages. Where decodes are not padded to a size, as on a
-    CPU, nothing is done."""
+    Spoils the first slot of up to max_batch pages. Where sizes are not padded, as on a CPU, nothing
+    is done."""
     if not isinstance(runner.attention, Flash | XFormers):
         return
     hide_bar = None if sys.stderr else True  # None: unless on a terminal

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from attention import check_backend, make_attention
 from config import MAX_BATCH, EngineConfig
-from cuda_graphs import compile_decodes
+from cuda_graphs import DecodeGraphs, compile_decodes
 from errors import check_list, check_number, check_prompt, check_type, check_whole, shorten
 from kv_cache import KVCache, Span, kv_bytes_per_token
 from memory import check_memory
@@ -82,6 +82,7 @@ class Runner:
         self.cache = KVCache(model.config, pages, page_size, model.device, model.dtype, max_len)
         self.attention = make_attention(model.config, self.cache, attention)
         self.model = pack(model)
+        self.forward = DecodeGraphs(self.model, self.cache, self.attention).forward
 
     def flatten(self, spans: Sequence[Span]) -> FlatBatch:
         """The FlatBatch of these spans, on the device."""
@@ -89,7 +90,7 @@ class Runner:
 
     def greedy(self, spans: Sequence[Span]) -> list[int]:
         """The likeliest next token of each span that wants logits. Waits for a GPU."""
-        logits = self.model(self.flatten(spans), self.cache)
+        logits = self.forward(self.flatten(spans))
         if len(logits) == 0:
             self.fetch(logits, [], [])  # waits
             return []
@@ -296,7 +297,7 @@ class Engine:
         iteration = Iteration.begin(batch, self.schedulers, start)
         flat = self.runner.flatten(spans)
         launch = self.clock()
-        logits = self.runner.model(flat, self.runner.cache)
+        logits = self.runner.forward(flat)
         sampled = iter(self.runner.fetch(logits, params, positions))
         results = [next(sampled) if span.wants_logits else None for span in spans]
         return Computed(batch, results, iteration._replace(end=self.clock(), launch=launch))

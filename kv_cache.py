@@ -92,7 +92,8 @@ class KVCache:
 
     `data` has the logical shape (n_layer, K and V, n_kv_head, pages * page_size, head_dim). As the
     kernels prefer, on CUDA the heads of a slot lie side by side, elsewhere the slots of a head.
-    Unwritten slots hold garbage."""
+    Unwritten slots hold garbage. On CUDA there is a *scratch slot* behind them, for rows that only
+    fill up a batch."""
 
     def __init__(
         self,
@@ -109,10 +110,13 @@ class KVCache:
         slots = pages * page_size
         self.pages = pages
         self.page_size = page_size
+        self.scratch_slot = slots
         self.max_len = min(slots, config.max_positions) if max_len is None else max_len
-        shape = (config.n_layer, 2, config.n_kv_head, slots, config.head_dim)
-        order = (0, 1, 3, 2, 4) if torch.device(device).type == "cuda" else (0, 1, 2, 3, 4)
-        self.data = torch.empty_permuted(shape, order, device=device, dtype=dtype)
+        on_cuda = torch.device(device).type == "cuda"
+        shape = (config.n_layer, 2, config.n_kv_head, slots + on_cuda, config.head_dim)
+        order = (0, 1, 3, 2, 4) if on_cuda else (0, 1, 2, 3, 4)
+        self._data = torch.empty_permuted(shape, order, device=device, dtype=dtype)
+        self.data = self._data[:, :, :, :slots]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, two views of shape (n_kv_head, slots, head_dim)."""
@@ -120,7 +124,7 @@ class KVCache:
 
     def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         """Store k and v, (num_tokens, n_kv_head, head_dim), in the slots (num_tokens,)."""
-        keys, values = self.layer(layer)
+        keys, values = self._data[layer]
         keys.index_copy_(1, slot_mapping, k.transpose(0, 1))
         values.index_copy_(1, slot_mapping, v.transpose(0, 1))
 

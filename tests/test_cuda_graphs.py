@@ -1,0 +1,146 @@
+"""CUDA graphs compute what the model does, for any policy, and padding touches nobody's keys.
+
+A recording on a CPU takes the place of a graph: the same callable, on the same tensors."""
+
+import itertools
+
+import pytest
+import torch
+
+import attention
+import cuda_graphs
+import engine as engine_module
+from attention.decode_sizes import padded_sizes
+from cuda_graphs import Recording
+from engine import Engine, Runner
+from kv_cache import Span
+from policies import POLICIES
+from sampling import SamplingParams
+from test_equivalence import close
+from tests.fake_cuda import flash_attention, pretend_flash
+from tests.helpers import poisoned_cache, tiny_model
+
+MODEL = tiny_model(n_kv_head=2, head_dim=16, max_positions=1024)
+PROMPTS = [
+    [(7 * i + j) % 61 for j in range(n)] for i, n in enumerate((1, 30, 7, 290, 12, 3, 44, 9))
+]
+PARAMS = [SamplingParams(4 + 3 * i) for i in range(len(PROMPTS))]
+SIZES = {"slots": dict(max_len=330, page_size=330), "pages": dict(max_len=330, page_size=256)}
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """Flash and graphs on a CPU, in a poisoned cache of CUDA's layout: the size of each replay."""
+    pretend_flash(monkeypatch)
+    sizes = []
+
+    def record(compute, device, pool):
+        output = compute().clone()
+
+        def replay():
+            sizes.append(len(output))
+            output.copy_(compute())
+
+        return Recording(replay, output)
+
+    def cuda_cache(config, pages, page_size, device, dtype, max_len):
+        return poisoned_cache(MODEL, pages, page_size, max_len, position_major=True)
+
+    monkeypatch.setattr(cuda_graphs, "record", record)
+    monkeypatch.setattr(engine_module, "KVCache", cuda_cache)
+    monkeypatch.setitem(attention.DEVICES, "flash", "cpu")
+    return sizes
+
+
+def new_engine(policy="sarathi-serve", backend="flash", max_batch=7, **sizes):
+    options = {"tbt_slo": 1e6} if policy == "dynamic" else {}
+    return Engine(
+        MODEL,
+        policy=policy,
+        attention=backend,
+        chunk=48,
+        max_batch=max_batch,
+        policy_options=options,
+        clock=itertools.count().__next__,
+        **sizes or SIZES["slots"],
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("layout", SIZES)
+def test_graphs_give_the_same_tokens_and_the_same_cache(policy, layout, replays):
+    eager = new_engine(policy, "sdpa", **SIZES[layout])
+    expected = [c.tokens for c in eager.generate(PROMPTS, PARAMS, progress=False)]
+    assert not replays
+    engine = new_engine(policy, **SIZES[layout])
+    tokens = [c.tokens for c in engine.generate(PROMPTS, PARAMS, progress=False)]
+    assert tokens == expected
+    assert len(set(replays)) > 1
+    close(engine.runner.cache.data, eager.runner.cache.data, equal_nan=True)
+
+
+@pytest.mark.parametrize("layout", SIZES)
+def test_only_batches_of_decodes_are_replayed(layout, replays):
+    runner = Runner(MODEL, 8, SIZES[layout]["page_size"], 330, "flash")
+    decodes = [Span([i], 0, [5 + i]) for i in range(5)]
+    chunk = Span([7], 0, [1, 2, 3])
+    no_logits = Span([6], 0, [1], wants_logits=False)
+    tokens = runner.greedy(decodes)
+    assert replays == [8]
+    assert runner.greedy([*decodes, chunk])[:5] == tokens
+    assert runner.greedy([*decodes, no_logits]) == tokens
+    assert runner.greedy([chunk])
+    assert replays == [8]
+    assert runner.greedy(decodes[:1]) == tokens[:1]
+    assert runner.greedy(decodes[1:4]) == tokens[1:4]
+    assert replays == [8, 1, 4]
+
+
+def test_padding_writes_to_the_scratch_slot_alone(replays):
+    runner = Runner(MODEL, 8, 330, 330, "flash")
+    whole = runner.cache._data
+    runner.greedy([Span([i], 3, [9]) for i in range(8)])  # fills all rows of a graph
+    whole.fill_(float("nan"))
+    runner.cache.data[:, :, :, ::330] = 1.0
+    runner.greedy([Span([i], 0, [9]) for i in range(5)])
+    written = ~whole.isnan().any(dim=(0, 1, 2, 4))
+    expected = [*range(0, 8 * 330, 330), runner.cache.scratch_slot]
+    assert written.nonzero()[:, 0].tolist() == expected
+    assert (whole[:, :, :, [5 * 330, 6 * 330, 7 * 330]] == 1).all()
+
+
+def test_padding_attends_to_one_key(replays, monkeypatch):
+    key_counts = []
+
+    def operator(*arguments, **options):
+        key_counts.append(options["seqused_k"].tolist())
+        return flash_attention(*arguments, **options)
+
+    runner = Runner(MODEL, 8, 330, 330, "flash")
+    runner.cache.data.fill_(1)
+    runner.greedy([Span([i], 10 + i, [9]) for i in range(8)])
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", operator)
+    runner.greedy([Span([i], 20 + i, [9]) for i in range(5)])
+    assert key_counts == [[21, 22, 23, 24, 25, 1, 1, 1]] * MODEL.config.n_layer
+
+
+def test_a_failed_recording_is_said_once_and_decodes_go_on(replays, monkeypatch):
+    def fails(*arguments):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(cuda_graphs, "record", fails)
+    expected = new_engine(backend="sdpa").generate(PROMPTS, PARAMS, progress=False)
+    engine = new_engine()
+    with pytest.warns(UserWarning, match="without CUDA graphs.*not permitted") as warned:
+        completions = engine.generate(PROMPTS, PARAMS, progress=False)
+    assert len(warned) == 1
+    assert [c.tokens for c in completions] == [c.tokens for c in expected]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nothing_is_recorded_after_warm_up(policy, replays, monkeypatch):
+    engine = new_engine(policy)
+    engine.warm_up()
+    assert set(replays) == set(padded_sizes(7))
+    monkeypatch.setattr(cuda_graphs, "record", None)
+    engine.generate(PROMPTS, PARAMS, progress=False)
