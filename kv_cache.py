@@ -122,11 +122,10 @@ class KVCache:
         """Keys and values of one layer, two views of shape (n_kv_head, slots, head_dim)."""
         return self.data[layer, 0], self.data[layer, 1]
 
-    def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-        """Store k and v, (num_tokens, n_kv_head, head_dim), in the slots (num_tokens,)."""
-        keys, values = self._data[layer]
-        keys.index_copy_(1, slot_mapping, k.transpose(0, 1))
-        values.index_copy_(1, slot_mapping, v.transpose(0, 1))
+    def write(self, layer: int, kv: Tensor, slot_mapping: Tensor) -> None:
+        """Store kv, (num_tokens, 2 * n_kv_head, head_dim), in the slots (num_tokens,)."""
+        kv = kv.unflatten(1, (2, -1)).permute(1, 2, 0, 3)  # as a layer of the cache
+        self._data[layer].index_copy_(2, slot_mapping, kv)
 
 
 class Pages:

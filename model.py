@@ -168,8 +168,8 @@ class GPT(nn.Module):
         """The second part, with attention: (num_tokens, n_embd) -> the same."""
         rope = () if self.rope is None else (self.rope[batch.positions],)
         for layer, block in enumerate(self.blocks):
-            q, k, v = by_rows(block.project, x, *rope)
-            cache.write(layer, k, v, batch.slot_mapping)
+            q, kv = by_rows(block.project, x, *rope)
+            cache.write(layer, kv, batch.slot_mapping)
             y = batch.attend(q, *cache.layer(layer))
             x = by_rows(block.finish, x, y)
         return x
@@ -247,18 +247,17 @@ class Block(nn.Module):
         self.ffn_ln1 = nn.Linear(config.n_embd, ffn_in, bias, **factory)
         self.ffn_ln2 = nn.Linear(config.n_inner, config.n_embd, bias, **factory)
 
-    def project(self, x: Tensor, rope: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, rope: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x (num_tokens, n_embd), rope (num_tokens, 2, 1, head_dim), rows of the rope_table
-        -> q (num_tokens, n_head, head_dim) and k, v (num_tokens, n_kv_head, head_dim)."""
+        -> q (num_tokens, n_head, head_dim), k and v (num_tokens, 2 * n_kv_head, head_dim)."""
         n_head, n_kv_head = self.config.n_head, self.config.n_kv_head
         qkv = self.preproj(self.attn_norm(x)).view(len(x), -1, self.config.head_dim)
-        qk, v = qkv.split([n_head + n_kv_head, n_kv_head], dim=1)
         if self.config.qk_norm:
-            qk = torch.cat([self.q_norm(qk[:, :n_head]), self.k_norm(qk[:, n_head:])], dim=1)
+            q, k, v = qkv.split([n_head, n_kv_head, n_kv_head], dim=1)
+            qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=1)
         if rope is not None:
-            qk = rotate(qk, *rope.unbind(1))
-        q, k = qk.split([n_head, n_kv_head], dim=1)
-        return q, k, v
+            rotate_(qkv[:, : n_head + n_kv_head], *rope.unbind(1))
+        return qkv[:, :n_head], qkv[:, n_head:]
 
     def finish(self, x: Tensor, y: Tensor) -> Tensor:
         """The rest of the layer: x (num_tokens, n_embd), y (num_tokens, n_head, head_dim) -> x."""
@@ -283,16 +282,16 @@ def new_norm(config: GPTConfig, **factory: Any) -> nn.LayerNorm | nn.RMSNorm:
     return nn.RMSNorm(config.n_embd, eps=config.norm_eps, **factory)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE. x (num_tokens, heads, head_dim); cos and sin (num_tokens, 1, head_dim), of the table.
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """RoPE, in place, computed in the type of cos and sin, (num_tokens, 1, head_dim) of the table.
 
-    Dimension i is paired with i + head_dim / 2, as in checkpoints in the Hugging Face format."""
-    wide = x.to(cos.dtype)  # at least float32
-    return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
+    Dimension i of x (num_tokens, heads, head_dim) is paired with i + head_dim / 2, as in
+    checkpoints in the Hugging Face format."""
+    torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin, out=x)
 
 
 def rope_table(config: GPTConfig, device: torch.device | str, dtype: torch.dtype) -> Tensor:
-    """The factors of `rotate`, (max_positions, 2, 1, head_dim), at least float32.
+    """The factors of `rotate_`, (max_positions, 2, 1, head_dim), at least float32.
 
     At every position there are the cosines of all angles, twice, and their sines, first negative.
     LLaMA 3's `rope_scaling` stretches wavelengths longer than the trained context by `factor`,

@@ -88,12 +88,12 @@ def guard(engine):
     cache = engine.runner.cache
     write = cache.write
 
-    def guarded(layer, k, v, slots):
+    def guarded(layer, kv, slots):
         readers = Counter(page for r in engine.scheduler.running for page in r.pages)
         for page in {slot // cache.page_size for slot in slots.tolist()}:
             if readers[page] != 1 or engine.scheduler.pages.is_cached(page):
                 raise RuntimeError(f"page {page} is written, in {readers[page]} block tables")
-        write(layer, k, v, slots)
+        write(layer, kv, slots)
 
     cache.write = guarded
     return engine
