@@ -94,7 +94,7 @@ class DecodeGraphs:
                 self.graphs[size] = self.record_size(size)
             except Exception as error:  # libraries that cannot be recorded have no type in common
                 self.enabled = False
-                reason = f"{type(error).__name__}: {error}"
+                reason = f"{type(error).__name__}: {error}".partition("\n")[0]
                 warnings.warn(f"decodes run without CUDA graphs, slower: {reason}", stacklevel=4)
                 return None
         return self.graphs[size]

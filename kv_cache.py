@@ -92,8 +92,7 @@ class KVCache:
 
     `data` has the logical shape (n_layer, K and V, n_kv_head, pages * page_size, head_dim). As the
     kernels prefer, on CUDA the heads of a slot lie side by side, elsewhere the slots of a head.
-    Unwritten slots hold garbage. On CUDA there is a *scratch slot* behind them, for rows that only
-    fill up a batch."""
+    Unwritten slots hold garbage. On CUDA a *scratch slot* behind them takes rows of padding."""
 
     def __init__(
         self,

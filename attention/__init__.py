@@ -10,13 +10,13 @@ Grouped-query attention: `group = n_head // n_kv_head` consecutive query heads s
 
 Read next: plan.py and sdpa.py, then model.py, which calls the plan."""
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from attention.cpu_matmul import Matmul
+from attention.fallback import first_that_runs
 from attention.flash import Flash
 from attention.plan import SIXTEEN_BITS, AttentionBackend
 from attention.sdpa import SDPA
@@ -25,39 +25,23 @@ from errors import check_one_of
 from kv_cache import KVCache, ModelShape
 
 BY_MATMUL = (torch.bfloat16,)  # on a CPU; the scores of float16 could overflow
+ON_CUDA = {"flash": Flash, "xformers": XFormers, "sdpa": SDPA}  # for 16 bits, the fastest first
 
 
 def fastest_backend(config: ModelShape, cache: KVCache) -> AttentionBackend:
-    """flash for 16 bits on CUDA, else xformers; matmul for bfloat16 on a CPU; else sdpa.
-
-    If flash or xformers cannot run, a warning says why, and which backend does."""
-    dtype = cache.data.dtype
-    if not cache.data.is_cuda:
-        return Matmul(config, cache) if dtype in BY_MATMUL else SDPA(config, cache)
-    failures = []
-    for name in ("flash", "xformers", "sdpa") if dtype in SIXTEEN_BITS else ("sdpa",):
-        try:
-            backend = BACKENDS[name](config, cache)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # those of Triton's compiler have no type in common
-            failures.append(f"{name} cannot run, {type(error).__name__}: {error}")
-            continue
-        if failures:
-            warnings.warn(
-                f"attention={name!r}, which is slower: {'; '.join(failures)}", stacklevel=3
-            )
-        return backend
-    raise ValueError(f"attention='auto': {'; '.join(failures)}")
+    """Of ON_CUDA the first that runs; on a CPU matmul for bfloat16; elsewhere sdpa."""
+    if cache.data.is_cuda and cache.data.dtype in SIXTEEN_BITS:
+        return first_that_runs(ON_CUDA, config, cache)
+    if not cache.data.is_cuda and cache.data.dtype in BY_MATMUL:
+        return Matmul(config, cache)
+    return SDPA(config, cache)
 
 
 BACKENDS: dict[str, Callable[[ModelShape, KVCache], AttentionBackend]] = {
     "auto": fastest_backend,
-    "sdpa": SDPA,
     "matmul": Matmul,
-    "flash": Flash,
-    "xformers": XFormers,
     "xformers-split-k": partial(XFormers, split_k=True),
+    **ON_CUDA,
 }
 CUDA_ONLY = ("flash", "xformers", "xformers-split-k")
 DEVICES = {"matmul": "cpu", **dict.fromkeys(CUDA_ONLY, "cuda")}  # the others: any

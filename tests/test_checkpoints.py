@@ -148,9 +148,7 @@ def in_float64(model):
 def rope_of(model, n):
     """transformers' cos and sin of n positions, computed in float32, (n, 2, 1, head_dim)."""
     cos, sin = model.model.rotary_emb(torch.zeros(1, dtype=torch.float64), torch.arange(n)[None])
-    minus = torch.tensor([-1.0, 1.0]).repeat_interleave(
-        cos.shape[-1] // 2
-    )  # as model.rotate_ wants
+    minus = torch.tensor([-1.0, 1.0]).repeat_interleave(cos.shape[-1] // 2)  # as rotate_ wants
     return torch.stack([cos[0], minus * sin[0]], dim=1).unsqueeze(2)
 
 

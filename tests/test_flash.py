@@ -144,13 +144,13 @@ def test_auto_falls_back_on_whatever_a_backend_raises(error, monkeypatch):
     def fails(*arguments):
         raise error("no kernel here")
 
-    monkeypatch.setitem(attention.BACKENDS, "flash", fails)
-    monkeypatch.setitem(attention.BACKENDS, "xformers", lambda *_: "made by xformers")
+    monkeypatch.setitem(attention.ON_CUDA, "flash", fails)
+    monkeypatch.setitem(attention.ON_CUDA, "xformers", lambda *_: "made by xformers")
     said = f"'xformers'.*flash cannot run, {error.__name__}: no kernel here$"
     with pytest.warns(UserWarning, match=said) as warned:
         assert attention.make_attention(model.config, pretended_cache(model)) == "made by xformers"
     assert len(warned) == 1
-    monkeypatch.setitem(attention.BACKENDS, "xformers", fails)
+    monkeypatch.setitem(attention.ON_CUDA, "xformers", fails)
     said = "attention='sdpa'.*flash cannot run.*xformers cannot run"
     with pytest.warns(UserWarning, match=said) as warned:
         assert isinstance(attention.make_attention(model.config, pretended_cache(model)), SDPA)
