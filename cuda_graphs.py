@@ -63,6 +63,12 @@ class DecodeGraph(NamedTuple):
     recording: Recording  # its output is the logits
 
 
+def all_decode(batch: FlatBatch, plan: FlashPlan) -> bool:
+    """Whether a batch is decodes alone, and all of them want logits, or none does."""
+    longest = max(call.max_q for call in plan.calls)
+    return longest == 1 and len(batch.logit_rows) in (0, len(batch.tokens))
+
+
 class DecodeGraphs:
     """Computes batches: those of decodes alone by CUDA graphs, where attention is flash's."""
 
@@ -71,37 +77,39 @@ class DecodeGraphs:
         self.cache = cache
         self.attention = attention
         self.enabled = isinstance(attention, Flash)
-        self.graphs: dict[int, DecodeGraph] = {}  # by size, recorded when the size first comes
+        # recorded when they are first needed: by size, and whether logits are wanted
+        self.graphs: dict[tuple[int, bool], DecodeGraph] = {}
         self.pool: Any = None
 
     @torch.inference_mode()
     def forward(self, batch: FlatBatch) -> Tensor:
         """Logits, as of GPT.forward. Those of a graph are overwritten by the next batch."""
-        decodes = len(batch.tokens)
-        all_decode = len(batch.logit_rows) == decodes  # a span has at most one row of logits
-        if self.enabled and all_decode and isinstance(batch.attend, FlashPlan):
-            graph = self.graph_of(padded_size(decodes))
+        plan = batch.attend
+        if self.enabled and isinstance(plan, FlashPlan) and all_decode(batch, plan):
+            num_logits = len(batch.logit_rows)
+            graph = self.graph_of(padded_size(len(batch.tokens)), num_logits > 0)
             if graph is not None:
-                self.copy_into(graph, batch, batch.attend)
+                self.copy_into(graph, batch, plan)
                 graph.recording.replay()
-                return graph.recording.output[:decodes]
+                return graph.recording.output[:num_logits]
         return self.model(batch, self.cache)
 
-    def graph_of(self, size: int) -> DecodeGraph | None:
+    def graph_of(self, size: int, wants_logits: bool) -> DecodeGraph | None:
         """The graph of a size. None if recording fails; then a warning says why, once."""
-        if size not in self.graphs:
+        key = size, wants_logits
+        if key not in self.graphs:
             try:
-                self.graphs[size] = self.record_size(size)
+                self.graphs[key] = self.record_size(size, wants_logits)
             except Exception as error:  # libraries that cannot be recorded have no type in common
                 self.enabled = False
                 reason = f"{type(error).__name__}: {error}".partition("\n")[0]
                 warnings.warn(f"decodes run without CUDA graphs, slower: {reason}", stacklevel=4)
                 return None
-        return self.graphs[size]
+        return self.graphs[key]
 
-    def record_size(self, size: int) -> DecodeGraph:
+    def record_size(self, size: int, wants_logits: bool) -> DecodeGraph:
         """Record a batch of that many decodes, all of which are padding."""
-        batch = FlatBatch.build(size * [Span([0], 0, [0])], self.attention)
+        batch = FlatBatch.build(size * [Span([0], 0, [0], wants_logits)], self.attention)
         batch.slot_mapping.fill_(self.cache.scratch_slot)
         if self.pool is None and self.cache.data.is_cuda:
             self.pool = torch.cuda.graph_pool_handle()
@@ -152,3 +160,4 @@ def compile_decodes(runner: DecodeRunner, max_batch: int) -> None:
             bar.set_postfix_str(f"batch of {size}")
             decodes = min(size, max_batch)
             runner.greedy([Span([i % runner.cache.pages], 0, [0]) for i in range(decodes)])
+    runner.greedy([Span([0], 0, [0], wants_logits=False)])  # a prompt whose last token is left

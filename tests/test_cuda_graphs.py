@@ -94,6 +94,9 @@ def test_only_batches_of_decodes_are_replayed(layout, replays):
     assert runner.greedy(decodes[:1]) == tokens[:1]
     assert runner.greedy(decodes[1:4]) == tokens[1:4]
     assert replays == [8, 1, 4]
+    assert runner.greedy([span._replace(wants_logits=False) for span in decodes]) == []
+    assert runner.greedy([no_logits]) == []
+    assert replays == [8, 1, 4, 0, 0]  # without a row of logits
 
 
 def test_padding_writes_to_the_scratch_slot_alone(replays):
@@ -141,6 +144,6 @@ def test_a_failed_recording_is_said_once_and_decodes_go_on(replays, monkeypatch)
 def test_nothing_is_recorded_after_warm_up(policy, replays, monkeypatch):
     engine = new_engine(policy)
     engine.warm_up()
-    assert set(replays) == set(padded_sizes(7))
+    assert set(replays) == {0, *padded_sizes(7)}
     monkeypatch.setattr(cuda_graphs, "record", None)
     engine.generate(PROMPTS, PARAMS, progress=False)
