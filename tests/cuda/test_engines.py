@@ -1,0 +1,167 @@
+"""Engines on a pretended GPU: every policy and backend serves, and waits once an iteration."""
+
+import pytest
+import torch
+
+import bench
+from attention import SDPA
+from engine import Engine, Runner
+from lab.measure import timing
+from model import GPT, GPTConfig
+from policies import POLICIES
+from sampling import SamplingParams
+from tests.cuda.batches import CUDA_BACKENDS, reads_pages
+from tests.cuda.fake_gpu import NEEDS_CUDA_BUILD
+
+pytestmark = [
+    NEEDS_CUDA_BUILD,
+    pytest.mark.filterwarnings("ignore:.*which is slower"),  # auto, where its first choice cannot
+    pytest.mark.filterwarnings("error:.*without CUDA graphs"),
+]
+
+MAX_LEN = 720
+PAGES = {MAX_LEN: 3, 256: 7, 128: 12, 64: 15, 16: 60}  # by their size; one page for each request
+SERVED = [  # backend, page_size
+    (backend, page_size)
+    for backend in ("auto", "sdpa", *CUDA_BACKENDS)
+    for page_size in (MAX_LEN, 256, 64)
+    if backend in ("auto", "sdpa") or reads_pages(backend, page_size, MAX_LEN)
+]
+OF_EVERY_POLICY = [pair for pair in SERVED if pair[1] != 256 or pair[0] == "flash"]
+# temperature, top_k, top_p, logprobs
+SAMPLED = [
+    (0, 0, 1, True),
+    (0.7, 5, 1, False),
+    (1, 0, 0.5, True),
+    (2, 0, 1, False),
+    (0, 0, 1, False),
+]
+
+
+def new_model(family="llama", n_kv_head=2, dtype=torch.bfloat16, head_dim=64, **changes):
+    """A model on the pretended GPU."""
+    sizes = dict(vocab_size=61, n_layer=1, n_head=4, n_embd=4 * head_dim, n_inner=48)
+    sizes |= dict(n_kv_head=n_kv_head, head_dim=head_dim, max_positions=1024)
+    return GPT(GPTConfig(family, **sizes | changes), "cuda", dtype)
+
+
+def serve(gpu, model, policy="sarathi-serve", attention="auto", page_size=MAX_LEN, **options):
+    """The engine that served five requests after it was warmed up.
+
+    It must not wait for the GPU but once an iteration, to fetch its tokens, or see it end; and
+    launch no Triton kernel that was not compiled in the warm-up."""
+    engine = Engine(
+        model,
+        policy=policy,
+        attention=attention,
+        chunk=256,
+        max_batch=3,
+        max_len=MAX_LEN,
+        page_size=page_size,
+        pages=PAGES[page_size],
+        policy_options={"tbt_slo": 1.0} if policy == "dynamic" else {},
+        **options,
+    )
+    engine.warm_up()
+    compiled = set(gpu.compiled)
+    params = [SamplingParams(3, t, k, p, logprobs=wanted) for t, k, p, wanted in SAMPLED]
+    prompts = [[1] * n for n in (1, 30, 7, 150, 400)]
+    for prompt, param in zip(prompts, params, strict=True):
+        engine.add_request(prompt, param)
+    completions = []
+    while engine.has_work:
+        gpu.waits.clear()
+        events = engine.step()
+        completions += [event.completion for event in events if event.completion]
+        (wait,) = gpu.waits
+        assert wait.reason == ("tolist" if events else "synchronize")
+        assert wait.place.startswith("engine.py:")
+    assert sorted(len(completion.tokens) for completion in completions) == [3] * 5
+    assert gpu.compiled == compiled
+    return engine
+
+
+@pytest.mark.parametrize("attention, page_size", OF_EVERY_POLICY)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_serves_with_every_backend(gpu, policy, attention, page_size):
+    serve(gpu, new_model(), policy, attention, page_size)
+
+
+@pytest.mark.parametrize("attention, page_size", [pair for pair in SERVED if pair[1] == 256])
+def test_pages_that_any_backend_reads_are_served(gpu, attention, page_size):
+    serve(gpu, new_model(), attention=attention, page_size=page_size)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", *CUDA_BACKENDS])
+@pytest.mark.parametrize("family, n_kv_head", [("gpt2", 4), ("llama", 4), ("llama", 1)])
+def test_every_family_serves_with_every_backend(gpu, family, n_kv_head, attention):
+    serve(gpu, new_model(family, n_kv_head, torch.float16), attention=attention)
+
+
+@pytest.mark.parametrize("page_size", [MAX_LEN, 16])
+def test_float32_is_served_by_torch(gpu, page_size):
+    engine = serve(gpu, new_model(dtype=torch.float32), page_size=page_size)
+    assert isinstance(engine.runner.attention, SDPA)
+
+
+@pytest.mark.parametrize("part", ["qk_norm", "qkv_bias", "tie_embeddings"])
+def test_every_part_of_a_model_is_served(gpu, part):
+    serve(gpu, new_model(**{part: True}))
+
+
+@pytest.mark.parametrize("page_size", [MAX_LEN, 64])
+@pytest.mark.parametrize("head_dim", [8, 80, 128, 256])
+def test_every_head_dim_is_served(gpu, head_dim, page_size):
+    serve(gpu, new_model(head_dim=head_dim), page_size=page_size)
+
+
+@pytest.mark.parametrize("page_size", [256, 64])
+def test_prefix_caching_is_served(gpu, page_size):
+    serve(gpu, new_model(), page_size=page_size, prefix_caching=True)
+
+
+@pytest.mark.parametrize("policy", ["sarathi", "orca-best"])
+def test_nothing_is_compiled_after_warm_up(gpu, policy):
+    """These policies admit one prompt an iteration: few requests never decode together."""
+    sizes = dict(chunk=256, max_batch=12, max_len=512, page_size=64, pages=96)
+    engine = Engine(new_model(), policy=policy, attention="xformers", **sizes)
+    engine.warm_up()
+    compiled = set(gpu.compiled)
+    engine.generate([[1]] * 12, SamplingParams(16), progress=False)
+    assert gpu.compiled == compiled
+
+
+@pytest.mark.parametrize("gpu", [(8, 6), (8, 9), (9, 0)], indirect=True)
+def test_newer_gpus_are_served(gpu):
+    engine = serve(gpu, new_model(), page_size=64)
+    assert not isinstance(engine.runner.attention, SDPA)
+
+
+@pytest.mark.parametrize("gpu", [(7, 0), (7, 5)], indirect=True)
+def test_older_gpus_are_served_by_torch_which_is_said_once(gpu):
+    with pytest.warns(UserWarning, match="sm80") as said:
+        engine = serve(gpu, new_model(dtype=torch.float16))
+    assert len(said) == 1 and isinstance(engine.runner.attention, SDPA)
+
+
+def test_memory_of_model_and_cache_is_counted(gpu):
+    model = new_model(n_layer=4)
+    weight_bytes = sum(p.numel() * p.itemsize for p in model.parameters())
+    assert gpu.allocated_bytes >= weight_bytes + model.rope.numel() * model.rope.itemsize
+    before = gpu.allocated_bytes
+    runner = Runner(model, 3, MAX_LEN, MAX_LEN)
+    assert gpu.allocated_bytes - before >= runner.cache.data.numel() * 2
+    with pytest.raises(ValueError, match="pages=1000000.*GB are free"):
+        Runner(model, 1_000_000, MAX_LEN, MAX_LEN)
+
+
+BATCHES = "batches 6x1@1024 256+5x1@1024 --preset llama-13b --layers 2"  # of 40: it takes long here
+
+
+@pytest.mark.parametrize("command", [BATCHES, "--chunk 256 --preset llama-tiny --seq-len 600"])
+def test_bench_commands_run_on_an_a100(gpu, command, monkeypatch, tmp_path, capsys):
+    """Times mean nothing here, memory does."""
+    monkeypatch.setattr(timing.Probe, "take", lambda self, *_: 0.0)
+    bench.main([*command.split(), "--json", str(tmp_path / "report.json")])
+    assert "a pretended GPU" in capsys.readouterr().out
+    assert 0 < gpu.peak_bytes < gpu.total_bytes

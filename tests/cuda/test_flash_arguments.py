@@ -1,0 +1,86 @@
+"""Attention computed from exactly what flash's operator is given equals its definition."""
+
+import random
+
+import pytest
+import torch
+
+from attention import BACKENDS
+from kv_cache import slot_mapping
+from tests.cuda.batches import (
+    CUDA_BACKENDS,
+    capability,
+    config_of,
+    fill,
+    new_cache,
+    random_ends,
+    random_queries,
+    reads_pages,
+    scattered_spans,
+)
+from tests.cuda.flash import FlashByDefinition, attend, attend_spans
+
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # results are rounded to these types
+LAYOUTS = [(300, 300), (64, 313), (256, 505)]  # page_size, max_len
+BATCHES = 40  # of random spans, for each backend and layout
+CASES = [(name, *sizes) for name in CUDA_BACKENDS for sizes in LAYOUTS if reads_pages(name, *sizes)]
+
+
+@pytest.fixture
+def split_k_by_definition(monkeypatch):
+    """Split-K, which test_split_k.py runs, is replaced by what its paged or gappy mask says."""
+    triton_splitk = pytest.importorskip("xformers.ops.fmha.triton_splitk")
+
+    def apply(operator, inputs, needs_gradient):
+        mask = inputs.attn_bias
+        q, k, v = (x.flatten(2, 3)[0] for x in (inputs.query, inputs.key, inputs.value))
+        rows = []
+        for i, count in enumerate(mask.k_seqinfo.seqlen.tolist()):
+            first = mask.k_seqinfo.seqstart_py[i]
+            slots = range(first, first + count)
+            if hasattr(mask, "block_tables"):
+                slots = slot_mapping(mask.block_tables[i].tolist(), mask.page_size, 0, count)
+            rows.append(attend(q[i : i + 1], k[list(slots)], v[list(slots)], None, causal=True))
+        return torch.cat(rows).to(q.dtype)[None].unflatten(2, inputs.query.shape[2:4]), None
+
+    monkeypatch.setattr(triton_splitk.FwOp, "apply", classmethod(apply))
+
+
+@pytest.mark.parametrize("name, page_size, max_len", CASES)
+def test_what_flash_is_given_yields_attention(name, page_size, max_len, split_k_by_definition):
+    """NaN lies in all slots that a span may not read."""
+    if name.startswith("xformers") and torch.version.cuda is None:
+        pytest.skip("xformers' FlashAttention needs the CUDA build of torch, see tests/README.md")
+    rng = random.Random(f"{name}/{page_size}")
+    torch.manual_seed(rng.randrange(2**32))
+    calls = 0
+    for _ in range(BATCHES):
+        dtype = rng.choice([torch.float16, torch.bfloat16])
+        n_kv_head = rng.choice([1, 2, 4])
+        any_head_dim = "split" not in name and (name == "flash" or page_size == max_len)
+        head_dim = rng.choice([32, 64, 128, 256, *([8, 80] if any_head_dim else [])])
+        config = config_of(n_kv_head * rng.choice([1, 2, 8]), n_kv_head, head_dim)
+        ends = random_ends(rng, rng.randint(1, 7), max_len)
+        spans, pages = scattered_spans(rng, ends, page_size)
+        cache = new_cache(config, pages, page_size, max_len, dtype)
+        q = random_queries(spans, config, dtype)
+        with FlashByDefinition() as flash, capability(8, 0):
+            backend = BACKENDS[name](config, cache)  # tries its operators
+            fill(cache, spans)
+            del flash.calls[:]
+            y = backend.plan(spans)(q, *cache.layer(1))
+        expected = attend_spans(q, *cache.layer(1), spans, page_size)
+        assert y.shape == q.shape and y.dtype == dtype
+        torch.testing.assert_close(y.double(), expected, rtol=0, atol=TOLERANCE[dtype])
+        calls += len(flash.calls)
+    assert calls > BATCHES / 2  # or it was not flash that computed
+
+
+def test_the_definition_is_that_of_torch():
+    q, k, v = (torch.randn(n, heads, 16) for n, heads in ((3, 4), (7, 2), (7, 2)))
+    ours = attend(q, k, v, None, causal=True)
+    q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
+    visible = torch.ones(3, 7, dtype=torch.bool).tril(4)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    theirs = attention(q, k, v, attn_mask=visible, enable_gqa=True)
+    torch.testing.assert_close(ours, theirs.transpose(0, 1))
