@@ -10,7 +10,7 @@ tokens has. So the prefill that fits is found anew for each batch, from a predic
 
 **Stays true.** The predicted time is at most the SLO, and later chunks of a prompt are smaller.
 
-**Predict.** A prompt of 200 tokens arrives beside 4 decodes. The first chunk has 34 tokens. Has the
+**Predict.** A prompt of 200 tokens arrives beside 4 decodes. The first chunk has 29 tokens. Has the
 fifth one half as many, a third less, or nearly as many?
 
 **You may use**

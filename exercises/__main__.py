@@ -21,8 +21,7 @@ from exercises.problems import Problem, find_problem
 from exercises.report import (
     answer_question,
     describe_problem,
-    page_of_problem,
-    page_of_solution,
+    draw_page,
     shorten_path,
 )
 from policies.custom import MissingPolicyError, load_policy, where_it_failed
@@ -94,16 +93,16 @@ def check_exercise(exercise: Exercise, file: str, html: str | None) -> int:
     if policy is not None:
         problem = find_problem(policy, exercise.finder, exercise.loads(), exercise.shrinks)
     if problem:
-        print(describe_problem(exercise, policy, problem))
-        text = page_of_problem(exercise, policy, problem) if policy else None
+        is_elsewhere = file != str(exercise.file)
+        command = f"python -m exercises {exercise.number}" + f" --file {file}" * is_elsewhere
+        print(describe_problem(exercise, policy, problem, command))
     else:
         assert policy is not None
         print(f"Exercise {exercise.number}, {exercise.title}: it holds.\n")
         print(f"The answer to the question: {answer_question(exercise, policy)}\n")
         print(f"Now read {exercise.read_next}. Then: `python -m exercises`.")
-        text = page_of_solution(exercise, policy)
-    if html and text:
-        write_text(html, text)
+    if html and policy is not None:
+        write_text(html, draw_page(exercise, policy, problem))
         wrote_page(html)
     return 1 if problem else 0
 

@@ -8,8 +8,9 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from exercises import questions, rules
-from exercises.given import CutsPrompts
+from exercises.given import CutsPrompts, batch_seconds, seconds_without_attention
 from exercises.loads import Load, mixed_loads, slo_loads, small_loads
+from exercises.lockstep import Seconds
 from exercises.problems import Finder, differs_from
 from exercises.questions import Question
 from exercises.targets import misses_the_slo, misses_the_targets
@@ -32,6 +33,7 @@ class Exercise:
     question: Question
     beside: type[Scheduler]  # the policy that the page shows beside a solution
     read_next: str
+    seconds: Seconds = batch_seconds  # how long a batch takes, for the question and the page
     shrinks: bool = True  # whether the load of a problem is made smaller
 
     @cached_property
@@ -287,6 +289,7 @@ EXERCISES = (
         finder=misses_the_targets,
         loads=mixed_loads,
         shrinks=False,
+        seconds=seconds_without_attention,
         hints=(
             "The order of prefills is yours: those that have begun need not come first. How much "
             "does the long one lose if a prompt of 30 tokens passes it?",

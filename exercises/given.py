@@ -9,7 +9,7 @@ from scheduler import Batch, Request, SarathiServe, Scheduler
 BASE_S = 0.010
 PREFILL_TOKEN_S = 0.001
 DECODE_S = 0.0005
-CONTEXT_TOKEN_S = 0.00001  # a key that a decode reads
+CONTEXT_TOKEN_S = 0.00005  # a key that a decode reads
 PAIR_S = 0.00001  # a token of a chunk with one that it attends to
 TBT_SLO_S = 0.050
 
@@ -25,20 +25,26 @@ def batch_seconds(batch: Batch) -> float:
     return predict(BatchShape.of(batch))
 
 
+def seconds_without_attention(batch: Batch) -> float:
+    """The seconds that a batch takes where contexts are short: its tokens count, no pairs."""
+    decodes = sum(chunk.request.is_decoding for chunk in batch)
+    prefill_tokens = sum(chunk.length for chunk in batch) - decodes
+    return BASE_S + PREFILL_TOKEN_S * prefill_tokens + DECODE_S * decodes
+
+
 class CutsPrompts(Scheduler):
-    """Chunks of prompts until all are computed, then decodes. Its batches are `batch_class`es."""
+    """All decodes, and chunks of all prompts that fit, in batches of the class `batch_class`."""
 
     cuts_prompts = True
     batch_class: type[Batch] = Batch
 
     def schedule(self) -> Batch:
         batch = self.batch_class(self.chunk)
+        batch.add_decodes(self.decoding())
+        while self.admit():
+            pass
         for request in self.prefilling():
             self.add_chunk(batch, request)
-        while batch.left > 0 and (request := self.admit()):
-            self.add_chunk(batch, request)
-        if not batch:
-            batch.add_decodes(self.decoding())
         return batch
 
     def add_chunk(self, batch: Batch, request: Request) -> None:

@@ -24,7 +24,7 @@ COMMON = 1  # the token of the beginning that prompts share; others begin at 2
 class LoadRequest:
     """A request that arrives. The first `shared` tokens of its prompt are those of all others."""
 
-    arrival: float
+    arrival: float  # in seconds
     prompt_len: int
     output_len: int
     shared: int = 0
@@ -122,10 +122,10 @@ def random_load(random: Random, size: float, prefix_caching: bool = False) -> Lo
     return replace(load, pages=random.randint(fewest, most), page_size=page_size)
 
 
-def shrink(load: Load, fails: Callable[[Load], bool], attempts: int) -> Load:
+def shrink(load: Load, fails: Callable[[Load], bool]) -> Load:
     """A load that fails as this one does, and of which no smaller neighbour fails.
 
-    It has ample memory, if that fails, too. `fails` is called at most `attempts` times."""
+    It has ample memory, if that fails, too."""
     ample = replace(load, pages=MAX_PAGES)
     if fails(ample):
         load = ample
@@ -133,9 +133,6 @@ def shrink(load: Load, fails: Callable[[Load], bool], attempts: int) -> Load:
     while shrunk:
         shrunk = False
         for smaller in smaller_loads(load):
-            attempts -= 1
-            if attempts < 0:
-                return load
             if fails(smaller):
                 load = smaller
                 shrunk = True
@@ -174,7 +171,7 @@ def smaller_requests(request: LoadRequest) -> Iterator[LoadRequest]:
         yield replace(request, output_len=output_len)
     if request.arrival > 0:
         yield replace(request, arrival=0)
-        yield replace(request, arrival=request.arrival - 1)
+        yield replace(request, arrival=request.arrival // 2)
 
 
 def smaller_numbers(number: int) -> list[int]:
@@ -193,18 +190,21 @@ def small_loads(number: int, prefix_caching: bool = False) -> Iterator[Load]:
 
 def slo_loads() -> Iterator[Load]:
     """Loads for exercise 9: long prompts, and ample memory."""
-    for i in range(20):
+    for i in range(15):
         random = Random(f"9 {i}")
         arrivals = sorted(random.sample(range(40), k=random.randint(2, 6)))
         requests = [
             LoadRequest(
                 arrival=0.02 * arrival,
                 prompt_len=random.choice([random.randint(1, 30), random.randint(30, 300)]),
-                output_len=random.randint(2, 20),
+                output_len=random.randint(2, 30),
             )
             for arrival in arrivals
         ]
         yield ample(*requests, chunk=random.choice([8, 16, 32, 64]))
+    # three decodes of such contexts leave no time for any prefill
+    three = [LoadRequest(arrival=0.0, prompt_len=250, output_len=120) for _ in range(3)]
+    yield ample(*three, LoadRequest(arrival=0.0, prompt_len=20, output_len=2), chunk=32)
 
 
 def mixed_loads() -> Iterator[Load]:

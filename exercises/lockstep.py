@@ -27,7 +27,7 @@ from scheduler import Batch, ChunkRecord, Scheduler
 from views.page import Recorder
 
 CALL_LIMIT_S = 0.5  # of CPU time: a call that takes longer is a loop without an end
-MAX_ITERATIONS = 5000  # of one run
+MAX_ITERATIONS = 2000  # of one run
 TOKEN = 0  # each request generates this one, again and again
 
 Seconds = Callable[[Batch], float]  # how long a batch takes
@@ -175,7 +175,9 @@ class Trial:
         return Decision(chunks, admitted, preempted, capacity, self.batch.budget)
 
     def advance(self) -> None:
-        """Compute the batch: its requests move on."""
+        """Compute the batch: its requests move on. Raises PolicyError if they never end."""
+        if len(self.iterations) == MAX_ITERATIONS:
+            raise PolicyError(f"its requests have not ended after {MAX_ITERATIONS} iterations")
         iteration = Iteration.begin(self.batch, [self.scheduler], self.now)
         seconds = self.seconds(self.batch)
         self.now += seconds
@@ -198,8 +200,6 @@ class Trial:
             if broken_rule:
                 raise PolicyError(broken_rule)
             self.advance()
-            if len(self.iterations) > MAX_ITERATIONS:
-                raise PolicyError(f"its requests have not ended after {MAX_ITERATIONS} iterations")
 
     def broken_rule(self) -> str | None:
         """The first rule of policies/referee.py that this decision breaks, as a sentence."""

@@ -4,6 +4,7 @@
 
 Read first: lockstep.py, rules.py. Read next: targets.py, the finders of exercises 9 and 10."""
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from exercises.lockstep import Moment, PolicyError, compare
 from exercises.rules import Rule, first_broken
 from scheduler import Scheduler
 
-SHRINK_ATTEMPTS = 400
+SHRINK_S = 0.5  # of CPU time: then a load is small enough
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Problem:
     moment: Moment | None = None  # where it was seen first
     place: str | None = None  # file and line, where an error came from one
     reference: type[Scheduler] | None = None  # the policy that decides otherwise
+    details: str = ""  # a table
 
 
 Finder = Callable[[type[Scheduler], Load], Problem | None]
@@ -40,12 +42,15 @@ def find_problem(
         if not shrinks or problem.moment is None:
             return problem
         rule = problem.rule
+        deadline = time.process_time() + SHRINK_S
 
-        def fails_alike(smaller: Load, rule: str = rule) -> bool:
+        def fails_alike(smaller: Load, rule: str = rule, deadline: float = deadline) -> bool:
+            if time.process_time() > deadline:
+                return False
             found = find(policy, finder, smaller)
             return found is not None and found.rule == rule
 
-        return find(policy, finder, shrink(load, fails_alike, SHRINK_ATTEMPTS))
+        return find(policy, finder, shrink(load, fails_alike))
     return None
 
 

@@ -28,25 +28,28 @@ from views.tables import align
 MAX_HISTORY = 6  # iterations before the one that differs
 
 
-def describe_problem(exercise: Exercise, policy: type[Scheduler] | None, problem: Problem) -> str:
-    """The problem as text: one line, or a load, an iteration, a table and the rule."""
+def describe_problem(
+    exercise: Exercise, policy: type[Scheduler] | None, problem: Problem, command: str
+) -> str:
+    """The problem as text: one line, or a load, an iteration, a table and the rule.
+
+    `command` is the one that was run, without --html."""
     moment = problem.moment
-    if moment is None:
+    if moment is None and not problem.details:
         return f"{place_of(exercise, policy, problem)}: {problem.sentence}"
-    parts = [
-        f"Exercise {exercise.number}, {exercise.title}: not yet.",
-        describe_load(moment.load),
-    ]
-    if moment.history:
-        parts.append(describe_history(moment.history))
-    parts.append(f"Iteration {moment.iteration}:")
-    parts.append(describe_decisions(moment))
-    parts.append(f"The rule: {problem.sentence}")
-    see = f"python -m exercises {exercise.number} --html difference.html"
-    parts.append(
-        f"To see it: `{see}`, iteration {moment.iteration}.\n"
-        f"For a hint: `python -m exercises {exercise.number} --hint`."
-    )
+    see = f"To see it: `{command} --html difference.html`"
+    parts = [f"Exercise {exercise.number}, {exercise.title}: not yet."]
+    if moment is None:
+        parts.append(problem.details)
+    else:
+        parts.append(describe_load(moment.load))
+        if moment.history:
+            parts.append(describe_history(moment.history))
+        parts.append(f"Iteration {moment.iteration}:")
+        parts.append(describe_decisions(moment))
+        see += f", iteration {moment.iteration}"
+    parts.append(problem.sentence)
+    parts.append(f"{see}.\nFor a hint: `python -m exercises {exercise.number} --hint`.")
     return "\n\n".join(parts)
 
 
@@ -123,7 +126,7 @@ def describe_decisions(moment: Moment) -> str:
         rows.append([f"{i}{mark}", describe_state(state), *cells])
     totals = [f"{decision.num_tokens} tokens" for decision in decisions]
     rows.append(["all", f"{moment.free_pages} pages free", *totals])
-    return align([columns, *rows])
+    return align([columns, *rows], numbers=False)
 
 
 def describe_state(state: State) -> str:
@@ -157,41 +160,34 @@ def describe_chunk(decision: Decision, i: int) -> str:
 # The page.
 
 
-def page_of_problem(exercise: Exercise, policy: type[Scheduler], problem: Problem) -> str | None:
-    """The page of a problem: your schedule and the reference's, on the load where they differ.
+def draw_page(exercise: Exercise, policy: type[Scheduler], problem: Problem | None) -> str:
+    """The page of two schedules: yours and the reference's, on the load where they differ.
 
-    None if the problem has no load, as an error has none."""
-    if problem.moment is None:
-        return None
+    Without such a load it is yours and another policy's, on the load of the question."""
+    if problem is None or problem.moment is None:
+        return _page_of_question(exercise, policy)
     load = problem.moment.load
     seconds = one_second if problem.reference else batch_seconds
     other = problem.reference or exercise.beside
     runs = {
         "yours": record(policy, load, seconds),
-        _other_name(problem.reference, other): record(other, load, seconds),
+        "reference" if problem.reference else other.__name__: record(other, load, seconds),
     }
     title = f"Exercise {exercise.number}: {exercise.title}, iteration {problem.moment.iteration}"
     slo_s = 1.5 if problem.reference else TBT_SLO_S
     return page(title, problem.sentence, runs, slo_s=slo_s)
 
 
-def page_of_solution(exercise: Exercise, policy: type[Scheduler]) -> str:
-    """The page of a solution, beside another policy, on the load of the exercise's question."""
+def _page_of_question(exercise: Exercise, policy: type[Scheduler]) -> str:
+    """The page of your schedule beside another policy's, on the load of the question."""
     question = exercise.question
     other = exercise.beside
     runs = {
-        "yours": record(policy, question.load, batch_seconds),
-        _other_name(None, other): record(
-            other, question.load_beside or question.load, batch_seconds
-        ),
+        "yours": record(policy, question.load, exercise.seconds),
+        other.__name__: record(other, question.load_beside or question.load, exercise.seconds),
     }
     title = f"Exercise {exercise.number}: {exercise.title}, beside {other.__name__}"
     return page(title, "the load of the question; simulated", runs, slo_s=TBT_SLO_S)
-
-
-def _other_name(reference: type[Scheduler] | None, other: type[Scheduler]) -> str:
-    """The name of the second run of a page."""
-    return "reference" if reference else other.__name__
 
 
 def record(policy: type[Scheduler], load: Load, seconds: Seconds) -> Recorder:
@@ -212,6 +208,6 @@ def record(policy: type[Scheduler], load: Load, seconds: Seconds) -> Recorder:
 
 def answer_question(exercise: Exercise, policy: type[Scheduler]) -> str:
     """The answer to the question of the docstring, from a run of a solution."""
-    trial = Trial(policy, exercise.question.load, batch_seconds)
+    trial = Trial(policy, exercise.question.load, exercise.seconds)
     trial.run()
     return exercise.question.answer(trial)

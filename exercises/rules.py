@@ -216,6 +216,8 @@ def over_budget(difference: Difference) -> str | None:
             f"{prompt_tokens} of prompts and {decodes} of decodes. The budget is spent twice: "
             "the decodes have to be taken off before the prompts."
         )
+    if len(difference.yours.chunks) == 1:
+        return text + f"{prompt_tokens}. A longer prompt has to be cut."
     return text + f"{decodes + prompt_tokens}. Each chunk has to be taken off what is left."
 
 
