@@ -1,6 +1,6 @@
 """Exercise 4. Cut a prompt: a batch with a budget takes as much of a request as fits.
 
-Source: SARATHI, §4.2; Sarathi-Serve, Algorithm 3, lines 11 and 15.
+Source: SARATHI, §4.2; Sarathi-Serve, Algorithm 3.
 
 **Idea.** Attention needs the keys and values of all tokens before, and these lie in the cache. So a
 prompt can be computed in parts, in one iteration after the other, with the same result. Such a part

@@ -57,7 +57,7 @@ def place_of(exercise: Exercise, policy: type[Scheduler] | None, problem: Proble
     """File and line of a problem: where the error came from, or else where the method begins."""
     place = problem.place
     if (place is None or " line " not in place) and policy is not None:
-        place = _definition_of(exercise, policy)
+        place = _definition_of(exercise, policy) or policy.__module__.removeprefix(MODULE_PREFIX)
     return shorten_path(place or str(exercise.file))
 
 
