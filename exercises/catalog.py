@@ -8,13 +8,18 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from exercises import questions, rules
-from exercises.given import CutsPrompts, batch_seconds, seconds_without_attention
+from exercises.given import (
+    TBT_SLO_S,
+    CutsPrompts,
+    batch_seconds,
+    seconds_without_attention,
+)
 from exercises.loads import Load, mixed_loads, slo_loads, small_loads
 from exercises.lockstep import Seconds
 from exercises.problems import Finder, differs_from
 from exercises.questions import Question
 from exercises.targets import misses_the_slo, misses_the_targets
-from scheduler import VLLM, Orca, RequestLevel, Sarathi, SarathiServe, Scheduler
+from scheduler import VLLM, Orca, RequestLevel, Sarathi, SarathiServe
 
 FOLDER = Path(__file__).parent
 
@@ -31,9 +36,10 @@ class Exercise:
     loads: Callable[[], Iterator[Load]]
     hints: tuple[str, str]
     question: Question
-    beside: type[Scheduler]  # the policy that the page shows beside a solution
+    beside: str  # the policy that the page shows beside a solution
     read_next: str
     seconds: Seconds = batch_seconds  # how long a batch takes, for the question and the page
+    slo_s: float = TBT_SLO_S  # a longer gap between tokens is a stall on the page
     shrinks: bool = True  # whether the load of a problem is made smaller
 
     @cached_property
@@ -84,7 +90,7 @@ EXERCISES = (
             "request of self.running to a Batch(), and return it.",
         ),
         question=questions.LATE_ONE,
-        beside=Orca,
+        beside="orca",
         read_next="scheduler.py: RequestLevel",
     ),
     Exercise(
@@ -108,7 +114,7 @@ EXERCISES = (
             "of self.running, old and new, to a Batch().",
         ),
         question=questions.LATE_ONE,
-        beside=RequestLevel,
+        beside="request-level",
         read_next="scheduler.py: Orca",
     ),
     Exercise(
@@ -136,7 +142,7 @@ EXERCISES = (
             "returns it: add it. If the batch is still empty, add the decodes of self.decoding().",
         ),
         question=questions.THREE_PROMPTS,
-        beside=Orca,
+        beside="orca",
         read_next="scheduler.py: VLLM",
     ),
     Exercise(
@@ -165,7 +171,7 @@ EXERCISES = (
             "Chunk(request, start, length) and take it off self.left. Return it in any case.",
         ),
         question=questions.TWO_PROMPTS,
-        beside=Orca,
+        beside="orca",
         read_next="scheduler.py: Batch.add",
     ),
     Exercise(
@@ -194,7 +200,7 @@ EXERCISES = (
             "of self.prefilling(), or, if there is none, self.admit(), and add it if it is one.",
         ),
         question=questions.SIX_DECODES,
-        beside=Orca,
+        beside="orca",
         read_next="scheduler.py: Sarathi",
     ),
     Exercise(
@@ -214,7 +220,7 @@ EXERCISES = (
             "then each of the prefills. While batch.left is above 0, add what admit() returns.",
         ),
         question=questions.THREE_SHORT,
-        beside=VLLM,
+        beside="vllm",
         read_next="scheduler.py: SarathiServe",
     ),
     Exercise(
@@ -233,7 +239,7 @@ EXERCISES = (
             "only those that still have pages.",
         ),
         question=questions.TWO_GROW,
-        beside=Orca,
+        beside="orca",
         read_next="scheduler.py: Scheduler.decoding and Scheduler._grow",
     ),
     Exercise(
@@ -260,7 +266,7 @@ EXERCISES = (
             "those that hold all of its tokens, less the cached ones.",
         ),
         question=questions.SAME_AGAIN,
-        beside=SarathiServe,
+        beside="sarathi-serve",
         read_next="scheduler.py: Scheduler.plan_admission, and kv_cache.py: Pages",
     ),
     Exercise(
@@ -278,7 +284,7 @@ EXERCISES = (
             "self.tbt_slo. The budget is that and one token for each decode.",
         ),
         question=questions.BESIDE_FOUR,
-        beside=SarathiServe,
+        beside="sarathi-serve",
         read_next="policies/dynamic.py, which learns how to predict",
     ),
     Exercise(
@@ -290,6 +296,7 @@ EXERCISES = (
         loads=mixed_loads,
         shrinks=False,
         seconds=seconds_without_attention,
+        slo_s=0.080,
         hints=(
             "The order of prefills is yours: those that have begun need not come first. How much "
             "does the long one lose if a prompt of 30 tokens passes it?",
@@ -297,7 +304,7 @@ EXERCISES = (
             "the order of what they still have to compute, the least first.",
         ),
         question=questions.ONE_LONG_PROMPT,
-        beside=SarathiServe,
+        beside="sarathi-serve",
         read_next="policies/priority.py, where urgent requests pass others",
     ),
 )

@@ -134,8 +134,9 @@ SIX_DECODES = Question(
 )
 THREE_SHORT = Question(
     ample(
-        *(LoadRequest(0.0, 1, 12) for _ in range(3)),
+        *(LoadRequest(0.0, 1, 24) for _ in range(3)),
         *(LoadRequest(0.03, 5, 2) for _ in range(3)),
+        LoadRequest(0.13, 100, 2),  # which would stall them under other policies
         chunk=16,
     ),
     when_three_are_done,

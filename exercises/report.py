@@ -6,7 +6,6 @@ import inspect
 from pathlib import Path
 
 from exercises.catalog import Exercise
-from exercises.given import TBT_SLO_S, batch_seconds
 from exercises.loads import MAX_PAGES, Load
 from exercises.lockstep import (
     Decision,
@@ -20,6 +19,7 @@ from exercises.lockstep import (
 )
 from exercises.problems import Problem
 from exercises.rules import tokens
+from policies import find_policy
 from policies.custom import MODULE_PREFIX
 from scheduler import Scheduler
 from views.page import Recorder, page
@@ -167,27 +167,36 @@ def draw_page(exercise: Exercise, policy: type[Scheduler], problem: Problem | No
     if problem is None or problem.moment is None:
         return _page_of_question(exercise, policy)
     load = problem.moment.load
-    seconds = one_second if problem.reference else batch_seconds
-    other = problem.reference or exercise.beside
+    name = "reference" if problem.reference else exercise.beside
+    other = problem.reference or find_policy(name)
+    seconds = one_second if problem.reference else exercise.seconds
     runs = {
         "yours": record(policy, load, seconds),
-        "reference" if problem.reference else other.__name__: record(other, load, seconds),
+        name: record(other, load, seconds),
     }
-    title = f"Exercise {exercise.number}: {exercise.title}, iteration {problem.moment.iteration}"
-    slo_s = 1.5 if problem.reference else TBT_SLO_S
-    return page(title, problem.sentence, runs, slo_s=slo_s)
+    return page(
+        f"Exercise {exercise.number}: {exercise.title}",
+        problem.sentence,
+        runs,
+        slo_s=1.5 if problem.reference else exercise.slo_s,
+        iteration=problem.moment.iteration,
+    )
 
 
 def _page_of_question(exercise: Exercise, policy: type[Scheduler]) -> str:
     """The page of your schedule beside another policy's, on the load of the question."""
     question = exercise.question
-    other = exercise.beside
+    other = find_policy(exercise.beside)
     runs = {
         "yours": record(policy, question.load, exercise.seconds),
-        other.__name__: record(other, question.load_beside or question.load, exercise.seconds),
+        exercise.beside: record(other, question.load_beside or question.load, exercise.seconds),
     }
-    title = f"Exercise {exercise.number}: {exercise.title}, beside {other.__name__}"
-    return page(title, "the load of the question; simulated", runs, slo_s=TBT_SLO_S)
+    return page(
+        f"Exercise {exercise.number}: {exercise.title}",
+        f"your schedule beside {exercise.beside}, simulated",
+        runs,
+        slo_s=exercise.slo_s,
+    )
 
 
 def record(policy: type[Scheduler], load: Load, seconds: Seconds) -> Recorder:

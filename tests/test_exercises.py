@@ -742,10 +742,10 @@ def test_a_page_can_be_drawn_of_every_difference(number, old, new, tmp_path, cap
     status, text = check(number, source, tmp_path, capsys, "--html", str(page))
     assert status == 1 and f"wrote {page}, open file://" in text
     runs = page.read_text("utf-8").partition('"runs":')[2]
-    assert re.findall(r'"name": "([\w ]+)"', runs) in (
+    assert re.findall(r'"name": "([\w-]+)"', runs) in (
         ["yours", "reference"],
-        ["yours", "SarathiServe"],
-        ["yours", "Orca"],  # an error has no load
+        ["yours", "sarathi-serve"],
+        ["yours", "orca"],  # an error has no load
     )
 
 
@@ -757,6 +757,7 @@ def test_the_page_shows_both_decisions_in_the_iteration_that_was_named(browser, 
     with opened(browser, f"file://{page}") as tab:
         chunks = "k => panes.map(pane => pane.run.iterations[k].chunks)"
         yours, reference = tab.evaluate(chunks, iteration - 1)
+        assert tab.text_content("#position").startswith(f"iteration {iteration} of ")
     assert yours != reference
     (row,) = re.findall(r"(?m)^\| 0 <.*\| +(\S.*?) +\| +(\S.*?) +\|$", text)
     assert row[1] == f"token {reference[0][1]}"

@@ -1180,6 +1180,7 @@ async function start() {
   $("scrub").max = 0;
   if (data.live) connect();
   else await add_pickers();
+  if (data.iteration) go(focused.run, data.iteration - 1);
   requestAnimationFrame(frame);
 }
 start();
