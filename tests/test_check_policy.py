@@ -22,6 +22,7 @@ from lab.simulator.cost_model import CostModel
 from lab.simulator.referee import Referees, broken_rules, check_policy
 from lab.simulator.simulation import simulate
 from policies import POLICIES
+from policies import referee as rules
 from tests.helpers import tiny_model
 
 TEMPLATE = "policies/template.py:ShortestFirst"
@@ -187,7 +188,7 @@ def test_a_violation_says_where_which_rule_and_what_was_seen(tmp_path):
 
 
 def test_a_schedule_that_never_returns_is_stopped_and_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(referee, "CALL_LIMIT_S", 0.2)
+    monkeypatch.setattr(rules, "CALL_LIMIT_S", 0.2)
     handler = signal.getsignal(signal.SIGVTALRM)
     policy = write_policy(tmp_path, LOOPS)
     violation = check_policy(policy).violation
@@ -200,7 +201,7 @@ def test_a_schedule_that_never_returns_is_stopped_and_named(tmp_path, monkeypatc
 
 
 def test_a_limit_that_a_policy_catches_comes_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(referee, "CALL_LIMIT_S", 0.2)
+    monkeypatch.setattr(rules, "CALL_LIMIT_S", 0.2)
     catches = "\n".join([
         "schedule(self):",
         "    try:",
@@ -213,7 +214,7 @@ def test_a_limit_that_a_policy_catches_comes_again(tmp_path, monkeypatch):
 
 
 def test_outside_of_the_main_thread_there_is_no_limit(monkeypatch):
-    monkeypatch.setattr(referee, "CALL_LIMIT_S", 0.001)
+    monkeypatch.setattr(rules, "CALL_LIMIT_S", 0.001)
     thread = ThreadPoolExecutor(1)
     with thread:
         check_in_thread = thread.submit(check, "sarathi-serve")

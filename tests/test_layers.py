@@ -39,6 +39,7 @@ MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
     "lab.papers": f"{LIBRARIES} cli",
     "server": f"{LIBRARIES} cli",
     "lab.commands": f"{LIBRARIES} cli lab.papers server",
+    "exercises": f"{PLANNING} views cli",
     "bench": f"{LIBRARIES} cli lab.commands",
     "sample": f"{ENGINE} parallel cli",
     "examples": ENGINE,
@@ -148,6 +149,7 @@ def test_the_table_has_all_rooms_and_points_up_its_own_lines():
         ("views.own", "from cli import options", "cli.options"),
         ("cli.own", "if True:\n    import lab.simulator.machine", "lab.simulator.machine"),
         ("lab.measure.own", "from lab.papers import measured", "lab.papers.measured"),
+        ("exercises.own", "from lab.measure.workload import Arrival", "lab.measure.workload"),
         ("lab.papers.own", "from lab.commands import paper", "lab.commands.paper"),
         ("sample", "from lab.simulator import devices", "lab.simulator.devices"),
         ("server.own", "from lab.commands import serve", "lab.commands.serve"),
@@ -173,7 +175,7 @@ def test_a_circle_is_seen():
 
 
 def test_planning_needs_no_torch():
-    modules = "scheduler, policies, config, outputs, policies.token_budget"
+    modules = "scheduler, policies, config, outputs, policies.token_budget, policies.referee"
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (run.stdout, run.stderr) == ("False\n", "")

@@ -13,9 +13,9 @@ import torch
 from config import EngineConfig
 from engine import Engine
 from kv_cache import Pages, Span
-from lab.simulator.referee import Referee
 from model import GPT
 from policies import POLICIES, make_scheduler
+from policies.referee import Referee
 from sampling import SamplingParams, sample
 from scheduler import Request, Scheduler
 from tests.helpers import (

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import bench
+import exercises.__main__
 import sample
 import server.__main__
 from engine import Engine
@@ -26,6 +27,7 @@ MIN_COMMANDS = {  # in the README of each room
     "lab/simulator/": 2,
     "results/": 9,
     "server/": 2,
+    "exercises/": 4,
     "parallel/": 5,
     "tests/": 0,
 }
@@ -40,6 +42,7 @@ PARSERS = {
     "bench.py": bench.parse_args,
     "sample.py": sample.parse_args,
     "server": server.__main__.parse_args,
+    "exercises": exercises.__main__.parse_args,
 }
 REQUIRED = {  # arguments of a command, where a sentence only names the command
     "batches": ["64"],
@@ -89,7 +92,7 @@ def commands(text):
     blocks = re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)
     lines = [line for block in blocks for line in re.split(r"&&|(?<!\\)\n", block)]
     prose = re.sub("```.*?```|<!--.*?-->", "", text, flags=re.DOTALL)
-    programs = r"(?:bench\.py|sample\.py|-m server)"
+    programs = r"(?:bench\.py|sample\.py|-m server|-m exercises)"
     lines += re.findall(rf"`([^`]*{programs} [^`…]+)`", prose)
     for table in re.findall(r"(?m)^\| claim +\| +command \|.*\n.*\n((?:\|.*\n)*)", prose):
         lines += ["bench.py " + row.split(" | ")[1].strip(" `") for row in table.splitlines()]

@@ -1179,7 +1179,10 @@ async function start() {
   $("slo").textContent = SLO < Infinity ? format_seconds(SLO) : "an SLO";
   $("scrub").max = 0;
   if (data.live) connect();
-  else await add_pickers();
+  else {
+    await add_pickers();
+    go(focused?.run, data.iteration - 1);
+  }
   requestAnimationFrame(frame);
 }
 start();

@@ -253,13 +253,15 @@ def page(
     live: str | None = None,
     slo_s: float | None = None,
     choices: Mapping[str, Sequence[str]] | None = None,
+    iteration: int = 1,
 ) -> str:
     """The page as text.
 
     It shows the runs of `recorders`, by their names. A live page has none; it asks the address
     `live` for records, which EngineThread.records_since of server/ answers. A gap between tokens
     above `slo_s` seconds is a stall. Where there are many runs, `choices` maps the name of a slider
-    to its values, and a run's name is one value of each, joined by " | "."""
+    to its values, and a run's name is one value of each, joined by " | ". The page opens with the
+    first run's `iteration`, which counts from 1."""
     runs = []
     for name, recorder in (recorders or {}).items():
         records = json.dumps(recorder.records, separators=(",", ":"))
@@ -272,6 +274,7 @@ def page(
         "slo_s": slo_s,
         "live": live,
         "choices": choices,
+        "iteration": iteration,
         "runs": runs,
     }
     text = _read("page.html")

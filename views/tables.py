@@ -53,14 +53,17 @@ def markdown(columns: Mapping[str, str], rows: Iterable[Iterable[object]]) -> st
     return align(lines)
 
 
-def align(lines: Sequence[Sequence[str]]) -> str:
+def align(lines: Sequence[Sequence[str]], numbers: bool = True) -> str:
     """Lines of cells, the first of which are the heads, as Markdown with columns of equal width.
-    The first column is aligned to the left, all others to the right."""
+    The first column is aligned to the left, the others too if they hold words, no `numbers`."""
     widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-    rules = ["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])]
+    rules = ["-" * (widths[0] + 2)]
+    for width in widths[1:]:
+        rules.append("-" * (width + 1) + ":" if numbers else "-" * (width + 2))
     texts = []
     for first, *others in lines:
         cells = [first.ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        for cell, width in zip(others, widths[1:], strict=True):
+            cells.append(cell.rjust(width) if numbers else cell.ljust(width))
         texts.append(f"| {' | '.join(cells)} |")
     return "\n".join([texts[0], f"|{'|'.join(rules)}|", *texts[1:]])

@@ -2,15 +2,16 @@
 
 Loads are simulated under a referee. A schedule() that loops without an end is stopped after 10 s of
 CPU time. Other commands check policies from files, too, before they measure them. Read first:
-policies/template.py, to break rules with a copy of it. Read next: lab/simulator/referee.py, the
-rules and the loads.
+policies/template.py, to break rules with a copy of it. Read next: policies/referee.py, the
+rules, and lab/simulator/referee.py, the loads.
 """
 
 import argparse
 from dataclasses import dataclass
 
 from cli.options import OptionParser, policy_names
-from lab.simulator.referee import RULES, check_policy
+from lab.simulator.referee import check_policy
+from policies.referee import RULES
 
 
 @dataclass(frozen=True)

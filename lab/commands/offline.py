@@ -34,8 +34,9 @@ from lab.measure.decode_maximal import DecodeMaximal, HybridTime, measure_decode
 from lab.measure.machine_info import RealMachineInfo, measure_machine
 from lab.measure.offline_load import OfflineLoad, PolicyRun, run_policies
 from lab.measure.run_plan import run_plan
-from lab.simulator.referee import Violation, broken_rules, mark_broken
+from lab.simulator.referee import broken_rules, mark_broken
 from model import GPT
+from policies.referee import Violation
 from views.page import Recorder, page
 from views.tables import Column, format_table, show
 

@@ -109,7 +109,7 @@ class JudgedRun(Verdict):
     refused: int
     cut_short: str | None
     drift: float
-    broken_rule: str | None = None  # of a policy from a file, see lab/simulator/referee.py
+    broken_rule: str | None = None  # of a policy from a file, see policies/referee.py
 
     def to_json(self) -> dict[str, Any]:
         """One flat dict, with that of the RunSummary in it."""

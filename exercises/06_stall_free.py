@@ -1,0 +1,31 @@
+"""Exercise 6. Stall-free batches: decodes first, then prefills in the budget that is left.
+
+Source: Sarathi-Serve, §4.2 and Algorithm 3.
+
+**Idea.** The TBT that is allowed limits how many tokens a batch may have: the token budget. First
+all decodes are packed, so none of them ever waits. Then the prompts that have begun are continued,
+because they hold memory already. What is left of the budget goes to new requests, in order of
+arrival, and the last one may get only a part of its prompt. Short prompts share a batch, which a
+decode-maximal batch does not allow.
+
+**Stays true.** Decodes never wait, and prefills that have begun come before new ones.
+
+**Predict.** The budget is 16. Three requests decode, and three prompts of 5 tokens arrive together.
+After how many iterations are they computed? (A decode-maximal batch needs 3.)
+
+**You may use** what exercise 5 lists: `self.chunk`, which is the token budget here, `Batch`,
+`batch.left`, `self.decoding()`, `self.prefilling()`, `self.admit()`, `batch.add_decodes()` and
+`batch.add()`. Call `self.decoding()` first: to find pages it may preempt a request whose prompt has
+begun, and that one waits again.
+"""
+
+from scheduler import Batch, Scheduler
+
+
+class StallFree(Scheduler):
+    cuts_prompts = True
+    reserves_max_len = False
+
+    def schedule(self) -> Batch:
+        """The batch of the next iteration."""
+        raise NotImplementedError  # some seven lines

@@ -1,0 +1,1 @@
+"""Policies to write oneself, each checked against the reference: `python -m exercises`."""

@@ -1,0 +1,310 @@
+"""The ten exercises: what is compared, the rules that name a mistake, hints, and the question.
+
+Read first: problems.py. Read next: report.py, __main__.py."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+from exercises import questions, rules
+from exercises.given import (
+    TBT_SLO_S,
+    CutsPrompts,
+    batch_seconds,
+    seconds_without_attention,
+)
+from exercises.loads import Load, mixed_loads, slo_loads, small_loads
+from exercises.lockstep import Seconds
+from exercises.problems import Finder, differs_from
+from exercises.questions import Question
+from exercises.targets import misses_the_slo, misses_the_targets
+from scheduler import VLLM, Orca, RequestLevel, Sarathi, SarathiServe
+
+FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """An exercise, and how it is checked."""
+
+    number: int
+    title: str
+    class_name: str
+    method: str  # the one to be written
+    finder: Finder
+    loads: Callable[[], Iterator[Load]]
+    hints: tuple[str, str]
+    question: Question
+    beside: str  # the policy that the page shows beside a solution
+    read_next: str
+    seconds: Seconds = batch_seconds  # how long a batch takes, for the question and the page
+    slo_s: float = TBT_SLO_S  # a longer gap between tokens is a stall on the page
+    shrinks: bool = True  # whether the load of a problem is made smaller
+
+    @cached_property
+    def file(self) -> Path:
+        """The file with the stub."""
+        (file,) = FOLDER.glob(f"{self.number:02}_*.py")
+        return file
+
+
+# The exercises.
+
+BUDGETED = (
+    rules.decode_waits,
+    rules.over_budget,
+    rules.new_before_begun,
+    rules.admits_without_budget,
+)
+MEMORY = (
+    rules.token_without_page,
+    rules.older_one_pays,
+    rules.preempts_without_need,
+    rules.nobody_pays,
+    rules.decode_waits,
+    rules.too_many_pages,
+)
+
+EXERCISES = (
+    Exercise(
+        number=1,
+        title="request-level batching",
+        class_name="RequestLevel",
+        method="schedule",
+        finder=differs_from(
+            RequestLevel,
+            (
+                rules.joins_a_running_batch,
+                rules.running_left_out,
+                rules.prompt_is_cut,
+                rules.waits_without_need,
+                rules.admitted_and_left_out,
+            ),
+        ),
+        loads=partial(small_loads, 1),
+        hints=(
+            "There are two cases: somebody runs, or nobody does. What differs between them is "
+            "only whether admit() is called. In both, all that run are in the batch.",
+            "If self.running is empty, call self.admit() until it returns None. Then add every "
+            "request of self.running to a Batch(), and return it.",
+        ),
+        question=questions.LATE_ONE,
+        beside="orca",
+        read_next="scheduler.py: RequestLevel",
+    ),
+    Exercise(
+        number=2,
+        title="iteration-level batching",
+        class_name="IterationLevel",
+        method="schedule",
+        finder=differs_from(
+            Orca,
+            (
+                rules.running_left_out,
+                rules.prompt_is_cut,
+                rules.waits_without_need,
+                rules.admitted_and_left_out,
+            ),
+        ),
+        loads=partial(small_loads, 2),
+        hints=(
+            "One condition of exercise 1 is gone: does it matter whether anybody runs?",
+            "In every iteration call self.admit() until it returns None. Then add every request "
+            "of self.running, old and new, to a Batch().",
+        ),
+        question=questions.LATE_ONE,
+        beside="request-level",
+        read_next="scheduler.py: Orca",
+    ),
+    Exercise(
+        number=3,
+        title="prompts first and alone",
+        class_name="PromptsFirst",
+        method="schedule",
+        finder=differs_from(
+            VLLM,
+            (
+                rules.hybrid_batch,
+                rules.too_many_prompt_tokens,
+                rules.prompt_is_cut,
+                rules.decodes_come_first,
+                rules.room_for_another_prompt,
+                rules.admitted_and_left_out,
+                *MEMORY,
+            ),
+        ),
+        loads=partial(small_loads, 3),
+        hints=(
+            "Fill the batch with prompts first. Before you admit the first of the queue, ask "
+            "whether all of its tokens fit into batch.left. After that, is the batch empty?",
+            "While somebody waits, and the first one has at most batch.left tokens, and admit() "
+            "returns it: add it. If the batch is still empty, add the decodes of self.decoding().",
+        ),
+        question=questions.THREE_PROMPTS,
+        beside="orca",
+        read_next="scheduler.py: VLLM",
+    ),
+    Exercise(
+        number=4,
+        title="cut a prompt",
+        class_name="CutAPrompt",
+        method="CutBatch.add",
+        finder=differs_from(
+            CutsPrompts,
+            (
+                rules.starts_elsewhere,
+                rules.beyond_the_end,
+                rules.empty_chunk,
+                rules.over_budget,
+                rules.unused_budget,
+                rules.prefill_left_out,
+                rules.waits_without_need,
+                rules.admits_without_budget,
+            ),
+        ),
+        loads=partial(small_loads, 4),
+        hints=(
+            "Two numbers limit the length: how many tokens are not computed yet, and what is left "
+            "of the budget, which may be 0 or less.",
+            "length = the smaller of the two, and at least 0. If it is above 0: append "
+            "Chunk(request, start, length) and take it off self.left. Return it in any case.",
+        ),
+        question=questions.TWO_PROMPTS,
+        beside="orca",
+        read_next="scheduler.py: Batch.add",
+    ),
+    Exercise(
+        number=5,
+        title="decode-maximal batches",
+        class_name="DecodeMaximal",
+        method="schedule",
+        finder=differs_from(
+            Sarathi,
+            (
+                rules.decode_waits,
+                rules.over_budget,
+                rules.several_prefills,
+                rules.new_before_begun,
+                rules.admits_beside_begun,
+                rules.unused_budget,
+                rules.admits_without_budget,
+                rules.prefill_left_out,
+            ),
+        ),
+        loads=partial(small_loads, 5),
+        hints=(
+            "Decodes first, all of them. Then at most one request gets a chunk, and only if "
+            "something is left: which one, if a prompt has begun, and which one, if none has?",
+            "Add self.decoding() to Batch(self.chunk). If batch.left is above 0, take the first "
+            "of self.prefilling(), or, if there is none, self.admit(), and add it if it is one.",
+        ),
+        question=questions.SIX_DECODES,
+        beside="orca",
+        read_next="scheduler.py: Sarathi",
+    ),
+    Exercise(
+        number=6,
+        title="stall-free batches",
+        class_name="StallFree",
+        method="schedule",
+        finder=differs_from(
+            SarathiServe,
+            (*BUDGETED, rules.unused_budget, rules.prefill_left_out, *MEMORY),
+        ),
+        loads=partial(small_loads, 6),
+        hints=(
+            "Three groups in this order: those who decode, those whose prompt has begun, those "
+            "who wait. The first group ignores the budget, the third needs some to be left.",
+            "Take self.decoding(), then self.prefilling(). Add the decodes to Batch(self.chunk), "
+            "then each of the prefills. While batch.left is above 0, add what admit() returns.",
+        ),
+        question=questions.THREE_SHORT,
+        beside="vllm",
+        read_next="scheduler.py: SarathiServe",
+    ),
+    Exercise(
+        number=7,
+        title="out of memory",
+        class_name="OutOfMemory",
+        method="decoding",
+        finder=differs_from(SarathiServe, MEMORY),
+        loads=partial(small_loads, 7),
+        hints=(
+            "A request needs a page if num_computed == len(request.pages) * page_size. Give each "
+            "such request one in order of arrival. While allocate(1) returns None, preempt the "
+            "last of self.running and try again.",
+            "The one you preempt may be the request itself: stop as soon as request.pages is "
+            "empty. Collect the decoding requests before, since self.running changes, and return "
+            "only those that still have pages.",
+        ),
+        question=questions.TWO_GROW,
+        beside="orca",
+        read_next="scheduler.py: Scheduler.decoding and Scheduler._grow",
+    ),
+    Exercise(
+        number=8,
+        title="shared pages",
+        class_name="SharedPages",
+        method="plan_admission",
+        finder=differs_from(
+            SarathiServe,
+            (
+                rules.last_token_is_cached,
+                rules.counts_as_decode,
+                rules.shares_too_little,
+                rules.wrong_number_of_new_pages,
+                *MEMORY,
+            ),
+        ),
+        loads=partial(small_loads, 8, prefix_caching=True),
+        hints=(
+            "How many whole pages can be reused at most, if one token (or two) must be left to "
+            "compute? Look up only so many of request.page_hashes.",
+            "at_most = (len(request.tokens) - left_to_compute) // page_size, where "
+            "left_to_compute is 2 if the request has output already, and else 1. New pages: "
+            "those that hold all of its tokens, less the cached ones.",
+        ),
+        question=questions.SAME_AGAIN,
+        beside="sarathi-serve",
+        read_next="scheduler.py: Scheduler.plan_admission, and kv_cache.py: Pages",
+    ),
+    Exercise(
+        number=9,
+        title="a budget for an SLO",
+        class_name="BudgetForSLO",
+        method="token_budget",
+        finder=misses_the_slo,
+        loads=slo_loads,
+        hints=(
+            "Begin with the shape of the decodes alone. Where does the next chunk start? Make it "
+            "longer, token by token, as long as the prediction meets the SLO.",
+            "start = the largest num_computed of `prefills`, or 0 if there is none. length = the "
+            "last one for which self.predict(shape.with_chunk(start, length)) is at most "
+            "self.tbt_slo. The budget is that and one token for each decode.",
+        ),
+        question=questions.BESIDE_FOUR,
+        beside="sarathi-serve",
+        read_next="policies/dynamic.py, which learns how to predict",
+    ),
+    Exercise(
+        number=10,
+        title="one long prompt among short ones",
+        class_name="OneLongPrompt",
+        method="schedule",
+        finder=misses_the_targets,
+        loads=mixed_loads,
+        shrinks=False,
+        seconds=seconds_without_attention,
+        slo_s=0.080,
+        hints=(
+            "The order of prefills is yours: those that have begun need not come first. How much "
+            "does the long one lose if a prompt of 30 tokens passes it?",
+            "Admit all that fit. Then give the budget that the decodes leave to the prefills in "
+            "the order of what they still have to compute, the least first.",
+        ),
+        question=questions.ONE_LONG_PROMPT,
+        beside="sarathi-serve",
+        read_next="policies/priority.py, where urgent requests pass others",
+    ),
+)

@@ -1,0 +1,320 @@
+"""Two policies on one load, iteration by iteration, until they decide differently.
+
+    problem = compare(load, policy=Mine, reference=SarathiServe)
+
+Both schedulers get the same requests at the same times, and the same tokens. An iteration takes one
+second. After each one the chunks, the admitted and the preempted requests are compared. Read first:
+loads.py. Read next: rules.py, which names the rule behind a difference."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from errors import one_line
+from exercises.loads import Load
+from outputs import Iteration
+from policies.custom import where_it_failed
+from policies.referee import (
+    at_most_max_batch,
+    chunks_come_next,
+    no_decode_dropped,
+    no_page_leaked,
+    nothing_lost,
+    time_limit,
+)
+from scheduler import Batch, ChunkRecord, Scheduler
+from views.page import Recorder
+
+CALL_LIMIT_S = 0.5  # of CPU time: a call that takes longer is a loop without an end
+MAX_ITERATIONS = 2000  # of one run
+TOKEN = 0  # each request generates this one, again and again
+
+Seconds = Callable[[Batch], float]  # how long a batch takes
+
+
+def one_second(batch: Batch) -> float:
+    """Every iteration takes as long."""
+    return 1.0
+
+
+class PolicyError(Exception):
+    """A policy cannot go on. `place` is a file and a line, where an error came from one."""
+
+    def __init__(self, problem: str, place: str | None = None) -> None:
+        super().__init__(problem)
+        self.place = place
+
+
+@contextmanager
+def naming_the_line() -> Iterator[None]:
+    """Turn whatever a policy raises into a PolicyError with file and line."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        place = where_it_failed(error)
+        if isinstance(error, NotImplementedError):
+            problem = "not written yet"
+        elif isinstance(error, TimeoutError):
+            problem = f"a loop without an end? {error}"
+        else:
+            problem = one_line(f"{type(error).__name__}: {error}")[:200]
+        raise PolicyError(problem, place) from error
+
+
+class Decision(NamedTuple):
+    """The decision of a policy in one iteration. Requests are named by their ids."""
+
+    chunks: dict[int, ChunkRecord]
+    admitted: frozenset[int]
+    preempted: frozenset[int]
+    capacity: dict[int, int]  # of each running request: how many tokens its pages hold
+    budget: int | None
+
+    @property
+    def compared(self) -> tuple[object, ...]:
+        """The part that two policies must agree on."""
+        return self.chunks, self.admitted, self.preempted, self.capacity
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens are computed."""
+        return sum(chunk.length for chunk in self.chunks.values())
+
+
+class State(NamedTuple):
+    """A request between two iterations."""
+
+    is_running: bool
+    is_decoding: bool
+    num_computed: int
+    num_tokens: int  # that are known: its prompt and its output so far
+    prompt_len: int
+    arrival: float
+
+
+class Trial:
+    """A scheduler that serves a load. Call `arrive`, `decide` and `advance`, until it `has_ended`.
+
+    `recorder` keeps the records of a page, see views/page.py."""
+
+    def __init__(
+        self,
+        policy: type[Scheduler],
+        load: Load,
+        seconds: Seconds = one_second,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.now = 0.0
+        self.seconds = seconds
+        self.recorder = recorder
+        self.requests = load.make_requests()
+        self.coming = self.requests[:]
+        self.batch = Batch()
+        self.iterations: list[Iteration] = []
+        with naming_the_line():
+            self.scheduler = load.make_scheduler(policy, self.clock)
+        if recorder:
+            recorder.watch([self.scheduler])
+
+    def clock(self) -> float:
+        """The time, in seconds."""
+        return self.now
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all requests have ended."""
+        return not self.coming and not self.scheduler.requests
+
+    @property
+    def states(self) -> dict[int, State]:
+        """All requests that have arrived and not ended, by id."""
+        running = {request.id for request in self.scheduler.running}
+        return {
+            r.id: State(
+                is_running=r.id in running,
+                is_decoding=r.is_decoding,
+                num_computed=r.num_computed,
+                num_tokens=len(r.tokens),
+                prompt_len=r.prompt_len,
+                arrival=r.arrival,
+            )
+            for r in self.scheduler.requests.values()
+        }
+
+    def arrive(self) -> None:
+        """Queue the requests that have arrived. If there is nothing to do, wait for the next."""
+        if not self.scheduler.requests and self.coming:
+            self.now = max(self.now, self.coming[0].arrival)
+        while self.coming and self.coming[0].arrival <= self.now:
+            self.scheduler.add(self.coming.pop(0))
+
+    def decide(self) -> Decision:
+        """The policy's decision. Raises PolicyError if it makes none, or changes what it must not.
+
+        An empty batch is a decision, too: nothing is computed."""
+        before = self.states
+        sizes = self._sizes()
+        self.batch = self._make_batch()
+        if self._sizes() != sizes:
+            raise PolicyError("it changes chunk, max_batch or max_len of the scheduler")
+        after = self.states
+        preempted = frozenset(self.scheduler.preempted)
+        running = {i for i, state in after.items() if state.is_running}
+        was_waiting = {i for i, state in before.items() if not state.is_running}
+        admitted = frozenset(running & (was_waiting | preempted))
+        for i, state in after.items():
+            self._check_unchanged(before[i], state, i, may_move=i in admitted | preempted)
+        records = self.batch.record()
+        chunks = {chunk.request_id: chunk for chunk in records}
+        if len(chunks) < len(records):
+            twice = next(chunk for chunk in records if chunks[chunk.request_id] is not chunk)
+            raise PolicyError(f"request {twice.request_id} has two chunks in one batch")
+        page_size = self.scheduler.pages.page_size
+        capacity = {r.id: len(r.pages) * page_size for r in self.scheduler.running}
+        return Decision(chunks, admitted, preempted, capacity, self.batch.budget)
+
+    def advance(self) -> None:
+        """Compute the batch: its requests move on. Raises PolicyError if they never end."""
+        if len(self.iterations) == MAX_ITERATIONS:
+            raise PolicyError(f"its requests have not ended after {MAX_ITERATIONS} iterations")
+        iteration = Iteration.begin(self.batch, [self.scheduler], self.now)
+        seconds = self.seconds(self.batch)
+        self.now += seconds
+        tokens = [TOKEN if chunk.yields_token else None for chunk in self.batch]
+        with naming_the_line():
+            self.scheduler.observe(self.batch, seconds)
+            self.scheduler.advance(self.batch, tokens, self.now)
+        iteration = iteration._replace(end=self.now)
+        self.iterations.append(iteration)
+        if self.recorder:
+            self.recorder.add(iteration)
+
+    def run(self) -> None:
+        """Serve the load to its end. Raises PolicyError if the policy cannot, or never ends."""
+        while not self.has_ended:
+            self.arrive()
+            if not self.decide().chunks:
+                raise PolicyError("it makes an empty batch, but there are requests")
+            broken_rule = self.broken_rule()
+            if broken_rule:
+                raise PolicyError(broken_rule)
+            self.advance()
+
+    def broken_rule(self) -> str | None:
+        """The first rule of policies/referee.py that this decision breaks, as a sentence."""
+        scheduler = self.scheduler
+        arrived = [request for request in self.requests if request not in self.coming]
+        rules = {
+            "nothing is lost": nothing_lost(scheduler, arrived),
+            "at most max_batch run": at_most_max_batch(scheduler, scheduler.max_batch),
+            "no page is leaked": no_page_leaked(scheduler),
+            "a chunk holds the next tokens": chunks_come_next(scheduler, self.batch),
+            "a batch has all decodes or none": no_decode_dropped(scheduler, self.batch),
+        }
+        for rule, breaches in rules.items():
+            for breach in breaches:
+                where = f"request {breach.request}: {breach.observation}"
+                return f"The rule that {rule} is broken, {where}."
+        return None
+
+    def _make_batch(self) -> Batch:
+        """The scheduler's next batch, which may be empty."""
+        scheduler = self.scheduler
+        previous = scheduler.batch
+        try:
+            with naming_the_line(), time_limit(CALL_LIMIT_S):
+                return scheduler.next_batch()
+        except PolicyError:
+            batch: Any = scheduler.batch
+            if batch is previous:  # schedule() itself has failed
+                raise
+        if batch is None:
+            raise PolicyError("schedule() returned None: did you forget return?")
+        if not isinstance(batch, Batch):
+            kind = type(batch).__name__
+            raise PolicyError(f"schedule() returned a {kind}, and must return a Batch")
+        scheduler.torn = False  # the batch is empty, which next_batch does not accept
+        batch.preempted = scheduler.preempted
+        return batch
+
+    def _sizes(self) -> tuple[int, int, int]:
+        """The sizes that a policy must not change."""
+        return self.scheduler.chunk, self.scheduler.max_batch, self.scheduler.max_len
+
+    def _check_unchanged(self, before: State, after: State, i: int, may_move: bool) -> None:
+        """Raise PolicyError if a request's tokens or counter were changed by a decision."""
+        if after.num_tokens != before.num_tokens:
+            raise PolicyError(f"it changes the tokens of request {i}: only advance() appends one")
+        if not may_move and after.num_computed != before.num_computed:
+            change = f"from {before.num_computed} to {after.num_computed}"
+            raise PolicyError(f"it changes num_computed of request {i} {change}: advance() does")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The iteration of a load in which a policy decides wrongly."""
+
+    load: Load
+    iteration: int  # counts from 1
+    states: dict[int, State]  # before it, of all requests that had arrived
+    free_pages: int  # before it
+    history: tuple[Decision, ...]  # before it
+    yours: Decision
+
+    @property
+    def running(self) -> list[int]:
+        """The requests that ran before, in order of arrival."""
+        return [i for i, state in self.states.items() if state.is_running]
+
+    @property
+    def decodes(self) -> list[int]:
+        """Those of them that decode."""
+        return [i for i in self.running if self.states[i].is_decoding]
+
+    @property
+    def prefills(self) -> list[int]:
+        """Those of them whose prompt has begun and is not computed to its end."""
+        return [i for i in self.running if not self.states[i].is_decoding]
+
+
+@dataclass(frozen=True)
+class Difference(Moment):
+    """The first iteration of a load in which two policies decide differently.
+
+    Or the first one in which your policy breaks a rule of policies/referee.py."""
+
+    reference: Decision
+    broken_rule: str | None  # a sentence
+
+
+def compare(load: Load, policy: type[Scheduler], reference: type[Scheduler]) -> Difference | None:
+    """The first difference between two policies on this load. None if they always agree.
+
+    Raises PolicyError if `policy` fails."""
+    trial = Trial(policy, load)
+    expected = Trial(reference, load)
+    history: list[Decision] = []
+    while not expected.has_ended:
+        trial.arrive()
+        expected.arrive()
+        states = trial.states
+        free_pages = trial.scheduler.pages.num_free
+        reference_decision = expected.decide()
+        decision = trial.decide()
+        broken_rule = trial.broken_rule()
+        if broken_rule or decision.compared != reference_decision.compared:
+            return Difference(
+                load=load,
+                iteration=len(history) + 1,
+                states=states,
+                free_pages=free_pages,
+                history=tuple(history),
+                yours=decision,
+                reference=reference_decision,
+                broken_rule=broken_rule,
+            )
+        history.append(decision)
+        trial.advance()
+        expected.advance()
+    return None

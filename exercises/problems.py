@@ -1,0 +1,75 @@
+"""How the exercises are checked: a finder returns the Problem of a policy on one load, or None.
+
+    differs_from(Orca, rules)    exercises 1 to 8: the reference decides otherwise
+
+Read first: lockstep.py, rules.py. Read next: targets.py, the finders of exercises 9 and 10."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from exercises.loads import Load, shrink
+from exercises.lockstep import Moment, PolicyError, compare
+from exercises.rules import Rule, first_broken
+from scheduler import Scheduler
+
+SHRINK_S = 0.5  # of CPU time: then a load is small enough
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with a policy."""
+
+    rule: str  # its name, by which two problems can be told apart
+    sentence: str
+    moment: Moment | None = None  # where it was seen first
+    place: str | None = None  # file and line, where an error came from one
+    reference: type[Scheduler] | None = None  # the policy that decides otherwise
+    details: str = ""  # a table
+
+
+Finder = Callable[[type[Scheduler], Load], Problem | None]
+
+
+def find_problem(
+    policy: type[Scheduler], finder: Finder, loads: Iterable[Load], shrinks: bool
+) -> Problem | None:
+    """The first problem of a policy on these loads, on a load as small as can be found."""
+    for load in loads:
+        problem = find(policy, finder, load)
+        if problem is None:
+            continue
+        if not shrinks or problem.moment is None:
+            return problem
+        rule = problem.rule
+        deadline = time.process_time() + SHRINK_S
+
+        def fails_alike(smaller: Load, rule: str = rule, deadline: float = deadline) -> bool:
+            if time.process_time() > deadline:
+                return False
+            found = find(policy, finder, smaller)
+            return found is not None and found.rule == rule
+
+        return find(policy, finder, shrink(load, fails_alike))
+    return None
+
+
+def find(policy: type[Scheduler], finder: Finder, load: Load) -> Problem | None:
+    """The problem of a policy on one load, an error of it included."""
+    try:
+        return finder(policy, load)
+    except PolicyError as error:
+        return Problem(rule="error", sentence=str(error), place=error.place)
+
+
+def differs_from(reference: type[Scheduler], rules: Sequence[Rule]) -> Finder:
+    """The finder of the first decision that is not the reference's."""
+
+    def find_difference(policy: type[Scheduler], load: Load) -> Problem | None:
+        difference = compare(load, policy, reference)
+        if difference is None:
+            return None
+        rule, sentence = first_broken(difference, rules)
+        return Problem(rule, sentence, difference, reference=reference)
+
+    return find_difference

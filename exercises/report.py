@@ -1,0 +1,222 @@
+"""What an exercise prints: the problem of a solution as text, and both schedules as a page.
+
+Read first: catalog.py. Read next: __main__.py."""
+
+import inspect
+from pathlib import Path
+
+from exercises.catalog import Exercise
+from exercises.loads import MAX_PAGES, Load
+from exercises.lockstep import (
+    Decision,
+    Difference,
+    Moment,
+    PolicyError,
+    Seconds,
+    State,
+    Trial,
+    one_second,
+)
+from exercises.problems import Problem
+from exercises.rules import tokens
+from policies import find_policy
+from policies.custom import MODULE_PREFIX
+from scheduler import Scheduler
+from views.page import Recorder, page
+from views.tables import align
+
+MAX_HISTORY = 6  # iterations before the one that differs
+
+
+def describe_problem(
+    exercise: Exercise, policy: type[Scheduler] | None, problem: Problem, command: str
+) -> str:
+    """The problem as text: one line, or a load, an iteration, a table and the rule.
+
+    `command` is the one that was run, without --html."""
+    moment = problem.moment
+    if moment is None and not problem.details:
+        return f"{place_of(exercise, policy, problem)}: {problem.sentence}"
+    see = f"To see it: `{command} --html difference.html`"
+    parts = [f"Exercise {exercise.number}, {exercise.title}: not yet."]
+    if moment is None:
+        parts.append(problem.details)
+    else:
+        parts.append(describe_load(moment.load))
+        if moment.history:
+            parts.append(describe_history(moment.history))
+        parts.append(f"Iteration {moment.iteration}:")
+        parts.append(describe_decisions(moment))
+        see += f", iteration {moment.iteration}"
+    parts.append(problem.sentence)
+    parts.append(f"{see}.\nFor a hint: `python -m exercises {exercise.number} --hint`.")
+    return "\n\n".join(parts)
+
+
+def place_of(exercise: Exercise, policy: type[Scheduler] | None, problem: Problem) -> str:
+    """File and line of a problem: where the error came from, or else where the method begins."""
+    place = problem.place
+    if (place is None or " line " not in place) and policy is not None:
+        place = _definition_of(exercise, policy) or policy.__module__.removeprefix(MODULE_PREFIX)
+    return shorten_path(place or str(exercise.file))
+
+
+def shorten_path(path: str) -> str:
+    """A path, with a line perhaps, from the current folder if it lies there."""
+    return path.removeprefix(f"{Path.cwd()}/")
+
+
+def _definition_of(exercise: Exercise, policy: type[Scheduler]) -> str | None:
+    """File and line of the method of an exercise; None if the policy does not define it."""
+    owner: object = policy
+    *_, name = exercise.method.split(".")
+    if "." in exercise.method:
+        owner = vars(policy).get("batch_class")
+    method = getattr(owner, name, None)
+    if not inspect.isfunction(method) or not method.__module__.startswith(MODULE_PREFIX):
+        return None
+    return f"{method.__code__.co_filename} line {method.__code__.co_firstlineno}"
+
+
+def describe_load(load: Load) -> str:
+    """The sizes of a load in a sentence, and a table of its requests."""
+    memory = f"{load.pages} pages of {load.page_size} tokens"
+    if load.pages == MAX_PAGES:
+        memory += ", ample"
+    caching = ", prefix caching" if load.prefix_caching else ""
+    head = (
+        f"The load: C = {load.chunk}, at most {load.max_batch} run, {memory}{caching}, "
+        f"max_len = {load.max_len}."
+    )
+    columns = ["request", "arrives", "prompt", "output"]
+    rows = [
+        [str(i), f"{r.arrival:g} s", str(r.prompt_len), str(r.output_len)]
+        for i, r in enumerate(load.requests)
+    ]
+    if load.prefix_caching:
+        columns.append("shared")
+        for row, request in zip(rows, load.requests, strict=True):
+            row.append(str(request.shared))
+    return f"{head}\n\n{align([columns, *rows])}"
+
+
+def describe_history(history: tuple[Decision, ...]) -> str:
+    """A line for each of the last decisions before the one that differs."""
+    lines = []
+    skipped = max(0, len(history) - MAX_HISTORY)
+    for number, decision in enumerate(history[skipped:], start=skipped + 1):
+        chunks = [f"{i}: {describe_chunk(decision, i)}" for i in decision.chunks]
+        lost = [f"{i}: preempted" for i in sorted(decision.preempted - decision.chunks.keys())]
+        lines.append(f"  {number}.  {'; '.join(chunks + lost)}")
+    head = "So far all is well:" if not skipped else f"So far all is well, after {skipped} others:"
+    return "\n".join([head, *lines])
+
+
+def describe_decisions(moment: Moment) -> str:
+    """A table of what is done with each request, by you and by the reference, if there is one."""
+    columns = ["request", "before", "yours"]
+    decisions = [moment.yours]
+    if isinstance(moment, Difference):
+        columns.append("reference")
+        decisions.append(moment.reference)
+    rows = []
+    for i, state in moment.states.items():
+        cells = [describe_chunk(decision, i) for decision in decisions]
+        mark = " <" if len(set(cells)) > 1 else ""
+        rows.append([f"{i}{mark}", describe_state(state), *cells])
+    totals = [f"{decision.num_tokens} tokens" for decision in decisions]
+    rows.append(["all", f"{moment.free_pages} pages free", *totals])
+    return align([columns, *rows], numbers=False)
+
+
+def describe_state(state: State) -> str:
+    """A request before an iteration: "prompt of 9, 4 computed", "decodes, 12 computed"."""
+    if not state.is_running:
+        output = state.num_tokens - state.prompt_len
+        kept = f" and {output} of output" if output else ""
+        return f"waits, prompt of {state.prompt_len}{kept}"
+    if state.is_decoding:
+        return f"decodes, {state.num_computed} computed"
+    return f"prompt of {state.num_tokens}, {state.num_computed} computed"
+
+
+def describe_chunk(decision: Decision, i: int) -> str:
+    """What a decision does with request i: "tokens 0 to 3", "decode", "waits"."""
+    chunk = decision.chunks.get(i)
+    parts = []
+    if i in decision.preempted:
+        parts.append("preempted")
+    if i in decision.admitted:
+        parts.append("admitted")
+    if chunk is None:
+        parts.append("nothing" if i in decision.capacity else "waits")
+    elif chunk.is_decode:
+        parts.append("decode")
+    else:
+        parts.append(tokens(chunk))
+    return ", ".join(parts)
+
+
+# The page.
+
+
+def draw_page(exercise: Exercise, policy: type[Scheduler], problem: Problem | None) -> str:
+    """The page of two schedules: yours and the reference's, on the load where they differ.
+
+    Without such a load it is yours and another policy's, on the load of the question."""
+    if problem is None or problem.moment is None:
+        return _page_of_question(exercise, policy)
+    load = problem.moment.load
+    name = "reference" if problem.reference else exercise.beside
+    other = problem.reference or find_policy(name)
+    seconds = one_second if problem.reference else exercise.seconds
+    runs = {
+        "yours": record(policy, load, seconds),
+        name: record(other, load, seconds),
+    }
+    return page(
+        f"Exercise {exercise.number}: {exercise.title}",
+        problem.sentence,
+        runs,
+        slo_s=1.5 if problem.reference else exercise.slo_s,
+        iteration=problem.moment.iteration,
+    )
+
+
+def _page_of_question(exercise: Exercise, policy: type[Scheduler]) -> str:
+    """The page of your schedule beside another policy's, on the load of the question."""
+    question = exercise.question
+    other = find_policy(exercise.beside)
+    runs = {
+        "yours": record(policy, question.load, exercise.seconds),
+        exercise.beside: record(other, question.load_beside or question.load, exercise.seconds),
+    }
+    return page(
+        f"Exercise {exercise.number}: {exercise.title}",
+        f"your schedule beside {exercise.beside}, simulated",
+        runs,
+        slo_s=exercise.slo_s,
+    )
+
+
+def record(policy: type[Scheduler], load: Load, seconds: Seconds) -> Recorder:
+    """The records of a run, as far as the policy goes."""
+    recorder = Recorder()
+    trial = Trial(policy, load, seconds, recorder)
+    while not trial.has_ended:
+        trial.arrive()
+        try:
+            decision = trial.decide()
+            if not decision.chunks:
+                break
+            trial.advance()
+        except PolicyError:
+            break
+    return recorder
+
+
+def answer_question(exercise: Exercise, policy: type[Scheduler]) -> str:
+    """The answer to the question of the docstring, from a run of a solution."""
+    trial = Trial(policy, exercise.question.load, exercise.seconds)
+    trial.run()
+    return exercise.question.answer(trial)

@@ -1,0 +1,431 @@
+"""The rules behind a difference, one function each: a sentence, or None if the rule is kept.
+
+    rule, sentence = first_broken(difference, (decode_waits, over_budget))
+
+A sentence names the requests and the mistake. Read first: lockstep.py. Read next: catalog.py."""
+
+from collections.abc import Callable, Sequence
+
+from exercises.lockstep import Difference
+from scheduler import ChunkRecord
+
+Rule = Callable[[Difference], str | None]
+
+
+def first_broken(difference: Difference, rules: Sequence[Rule]) -> tuple[str, str]:
+    """The name of the first rule that is broken, and its sentence."""
+    for rule in rules:
+        sentence = rule(difference)
+        if sentence:
+            return rule.__name__, sentence
+    if difference.broken_rule:
+        return "referee", difference.broken_rule
+    return "other", "No rule of this exercise explains it: compare the two columns."
+
+
+def names(requests: Sequence[int]) -> str:
+    """ "request 1", or "requests 1 and 2"."""
+    numbers = [str(i) for i in requests]
+    if len(numbers) == 1:
+        return f"request {numbers[0]}"
+    return f"requests {', '.join(numbers[:-1])} and {numbers[-1]}"
+
+
+def tokens(chunk: ChunkRecord) -> str:
+    """ "tokens 0 to 3", "token 4"."""
+    last = chunk.start + chunk.length - 1
+    return f"token {last}" if chunk.length == 1 else f"tokens {chunk.start} to {last}"
+
+
+def prompt_chunks(difference: Difference) -> list[ChunkRecord]:
+    """Your chunks that are no decodes."""
+    return [chunk for chunk in difference.yours.chunks.values() if not chunk.is_decode]
+
+
+def num_decodes(difference: Difference) -> int:
+    """How many decodes are in your batch."""
+    return len(difference.yours.chunks) - len(prompt_chunks(difference))
+
+
+def to_compute(difference: Difference, i: int) -> int:
+    """How many tokens of a request were to be computed before this iteration."""
+    state = difference.states[i]
+    return state.num_tokens - state.num_computed
+
+
+# Who is in the batch.
+
+
+def joins_a_running_batch(difference: Difference) -> str | None:
+    """Request-level: nobody joins while anybody runs."""
+    new = sorted(difference.yours.admitted - difference.reference.admitted)
+    if not (new and difference.running):
+        return None
+    return (
+        f"Nobody joins while anybody runs: you admit {names(new)}, "
+        f"and {names(difference.running)} had not ended."
+    )
+
+
+def running_left_out(difference: Difference) -> str | None:
+    """Each running request is in each batch."""
+    left_out = [i for i in difference.running if i not in difference.yours.chunks]
+    left_out = [i for i in left_out if i in difference.reference.chunks]
+    if not left_out:
+        return None
+    return f"Each running request is in each batch: yours lacks {names(left_out)}."
+
+
+def decode_waits(difference: Difference) -> str | None:
+    """A running decode never waits."""
+    late = [i for i in difference.decodes if i not in difference.yours.chunks]
+    late = [i for i in late if i in difference.reference.chunks]
+    if not late:
+        return None
+    return f"A running decode never waits: your batch lacks that of {names(late)}."
+
+
+def waits_without_need(difference: Difference) -> str | None:
+    """A request that fits is admitted at once."""
+    late = sorted(difference.reference.admitted - difference.yours.admitted)
+    if not late:
+        return None
+    return (
+        f"A request that fits is admitted at once: {names(late[:1])} waits, "
+        "and there is room. Call admit() until it returns None."
+    )
+
+
+def admitted_and_left_out(difference: Difference) -> str | None:
+    """Whoever is admitted is computed in the same iteration."""
+    idle = sorted(difference.yours.admitted - difference.yours.chunks.keys())
+    if not idle:
+        return None
+    return (
+        f"Whoever is admitted is computed in the same iteration: {names(idle)} "
+        "gets pages, and no token of the prompt is in the batch."
+    )
+
+
+def prompt_is_cut(difference: Difference) -> str | None:
+    """Prompts are computed whole."""
+    for chunk in prompt_chunks(difference):
+        missing = difference.states[chunk.request_id].num_tokens - chunk.start - chunk.length
+        if missing > 0:
+            return (
+                f"This policy computes prompts whole: you cut that of request "
+                f"{chunk.request_id} after {chunk.length} tokens, {missing} are missing."
+            )
+    return None
+
+
+# Prompts first and alone.
+
+
+def hybrid_batch(difference: Difference) -> str | None:
+    """A batch has no prefill or no decode."""
+    prompts = [chunk.request_id for chunk in prompt_chunks(difference)]
+    decodes = [i for i in difference.yours.chunks if i not in prompts]
+    if not (prompts and decodes):
+        return None
+    return (
+        f"A batch has no prefill or no decode: yours has the prompt of {names(prompts[:1])} "
+        f"and the decode of {names(decodes[:1])}."
+    )
+
+
+def decodes_come_first(difference: Difference) -> str | None:
+    """Prompts come first."""
+    late = sorted(difference.reference.admitted - difference.yours.admitted)
+    if not late or prompt_chunks(difference):
+        return None
+    return (
+        f"Prompts come first: {names(late[:1])} can be admitted, and your batch decodes. "
+        "Decode only if no prompt fits."
+    )
+
+
+def too_many_prompt_tokens(difference: Difference) -> str | None:
+    """The prompts of a batch have at most max_len tokens together."""
+    total = sum(chunk.length for chunk in prompt_chunks(difference))
+    max_len = difference.load.max_len
+    if total <= max_len:
+        return None
+    return f"The prompts of a batch have at most max_len = {max_len} tokens: yours have {total}."
+
+
+def room_for_another_prompt(difference: Difference) -> str | None:
+    """As many prompts as fit share a batch."""
+    late = sorted(difference.reference.admitted - difference.yours.admitted)
+    if not late:
+        return None
+    return (
+        f"As many prompts as fit share a batch, up to max_len = {difference.load.max_len} "
+        f"tokens: {names(late[:1])} fits, and waits."
+    )
+
+
+# Chunks and the budget.
+
+
+def starts_elsewhere(difference: Difference) -> str | None:
+    """Chunks cover the prompt once, in order."""
+    for i, chunk in difference.yours.chunks.items():
+        computed = difference.states[i].num_computed
+        if chunk.start != computed and i not in difference.yours.admitted:
+            return (
+                f"Chunks cover the prompt once, in order: {computed} tokens of request {i} are "
+                f"computed, so its next chunk starts at {computed}, not at {chunk.start}."
+            )
+    return None
+
+
+def beyond_the_end(difference: Difference) -> str | None:
+    """A chunk ends where the tokens end."""
+    for i, chunk in difference.yours.chunks.items():
+        known = difference.states[i].num_tokens
+        if chunk.start + chunk.length > known:
+            return (
+                f"A chunk ends where the tokens end: request {i} has {known}, and your chunk "
+                f"reaches to {chunk.start + chunk.length}."
+            )
+    return None
+
+
+def empty_chunk(difference: Difference) -> str | None:
+    """A chunk has at least one token."""
+    for i, chunk in difference.yours.chunks.items():
+        if chunk.length < 1:
+            return (
+                f"A chunk has at least one token: that of request {i} has {chunk.length}. "
+                "If nothing is left of the budget, add no chunk, and return 0."
+            )
+    return None
+
+
+def over_budget(difference: Difference) -> str | None:
+    """Decodes and prefills together have at most C tokens."""
+    chunk_size = difference.load.chunk
+    prompt_tokens = sum(chunk.length for chunk in prompt_chunks(difference))
+    decodes = num_decodes(difference)
+    if not prompt_tokens or decodes + prompt_tokens <= chunk_size:
+        return None
+    text = f"All tokens of a batch share one budget, C = {chunk_size}: yours has "
+    if decodes and prompt_tokens <= chunk_size:
+        return text + (
+            f"{prompt_tokens} of prompts and {decodes} of decodes. The budget is spent twice: "
+            "the decodes have to be taken off before the prompts."
+        )
+    if len(difference.yours.chunks) == 1:
+        return text + f"{prompt_tokens}. A longer prompt has to be cut."
+    return text + f"{decodes + prompt_tokens}. Each chunk has to be taken off what is left."
+
+
+def unused_budget(difference: Difference) -> str | None:
+    """A chunk is as long as the budget allows."""
+    spare = difference.load.chunk - difference.yours.num_tokens
+    for i, chunk in difference.yours.chunks.items():
+        expected = difference.reference.chunks.get(i)
+        if expected and chunk.length < expected.length and spare > 0:
+            return (
+                f"A chunk is as long as the budget and the prompt allow: request {i} gets "
+                f"{chunk.length}, could get {expected.length}, and {spare} tokens stay unused."
+            )
+    return None
+
+
+def prefill_left_out(difference: Difference) -> str | None:
+    """What is left of the budget goes to prompts."""
+    spare = difference.load.chunk - difference.yours.num_tokens
+    expected = [c.request_id for c in difference.reference.chunks.values() if not c.is_decode]
+    left_out = [i for i in expected if i not in difference.yours.chunks]
+    if not left_out or spare <= 0:
+        return None
+    return (
+        f"What the decodes leave of the budget goes to prompts: {spare} of C = "
+        f"{difference.load.chunk} tokens stay unused, and {names(left_out[:1])} gets none."
+    )
+
+
+def several_prefills(difference: Difference) -> str | None:
+    """A decode-maximal batch has one prompt chunk at most."""
+    prompts = [chunk.request_id for chunk in prompt_chunks(difference)]
+    if len(prompts) < 2:
+        return None
+    return f"A decode-maximal batch has a chunk of one prompt at most: yours of {names(prompts)}."
+
+
+def new_before_begun(difference: Difference) -> str | None:
+    """A prompt that has begun comes before a new one."""
+    new = sorted(difference.yours.admitted)
+    for i in difference.prefills:
+        chunk = difference.yours.chunks.get(i)
+        expected = difference.reference.chunks.get(i)
+        length = chunk.length if chunk else 0
+        if new and expected and length < expected.length:
+            return (
+                f"A prompt that has begun comes before a new one: request {i} has begun and gets "
+                f"{length} tokens, could get {expected.length}, and you admit {names(new[:1])}."
+            )
+    return None
+
+
+def admits_beside_begun(difference: Difference) -> str | None:
+    """Nobody is admitted while a prompt has begun."""
+    new = sorted(difference.yours.admitted - difference.reference.admitted)
+    if not (new and difference.prefills):
+        return None
+    return (
+        f"One prompt at a time: you admit {names(new[:1])}, and the prompt of "
+        f"{names(difference.prefills[:1])} has begun and is not done."
+    )
+
+
+def admits_without_budget(difference: Difference) -> str | None:
+    """Nobody is admitted once the budget is used up."""
+    new = sorted(difference.yours.admitted - difference.reference.admitted)
+    idle = [i for i in new if i not in difference.yours.chunks]
+    if not idle:
+        return None
+    return (
+        f"Nobody is admitted once the budget is used up: {names(idle[:1])} "
+        "would hold pages, and nothing of it is computed."
+    )
+
+
+# Memory.
+
+
+def token_without_page(difference: Difference) -> str | None:
+    """A token is computed only if there is a page for it."""
+    page_size = difference.load.page_size
+    for i, chunk in difference.yours.chunks.items():
+        if i in difference.yours.preempted and i not in difference.yours.admitted:
+            return (
+                f"No token without a page: request {i} has just been preempted, and your list "
+                "of decodes still has it."
+            )
+        capacity = difference.yours.capacity.get(i, 0)
+        if chunk.start + chunk.length > capacity:
+            pages = capacity // page_size
+            return (
+                f"No token without a page: the {pages} pages of request {i} hold {capacity} "
+                f"tokens, and {tokens(chunk)} is in the batch. Allocate one page more."
+            )
+    return None
+
+
+def older_one_pays(difference: Difference) -> str | None:
+    """The newest running request is preempted."""
+    yours = difference.yours
+    for i in sorted(yours.preempted):
+        newer = [
+            other
+            for other in difference.running
+            if other not in yours.preempted
+            and difference.states[other].arrival > difference.states[i].arrival
+        ]
+        if newer:
+            return (
+                f"The newest pays: you preempt request {i}, and request {newer[-1]}, which "
+                "arrived later, keeps its pages."
+            )
+    return None
+
+
+def preempts_without_need(difference: Difference) -> str | None:
+    """Nobody is preempted while a page is free."""
+    victims = sorted(difference.yours.preempted - difference.reference.preempted)
+    if not victims:
+        return None
+    if not difference.reference.preempted:
+        return (
+            f"Nobody is preempted while a page is free: {difference.free_pages} are, and "
+            f"you preempt {names(victims)}."
+        )
+    return (
+        f"No more are preempted than needed: the pages of "
+        f"{names(sorted(difference.reference.preempted))} are enough, and you preempt "
+        f"{names(victims)}, too. Try to allocate again after each preemption."
+    )
+
+
+def nobody_pays(difference: Difference) -> str | None:
+    """If no page is free, the newest is preempted."""
+    spared = sorted(difference.reference.preempted - difference.yours.preempted)
+    if not spared:
+        return None
+    return (
+        f"If no page is free, the newest is preempted: {names(spared)} should lose its pages, "
+        "so that those who arrived before can go on."
+    )
+
+
+def too_many_pages(difference: Difference) -> str | None:
+    """A request gets the pages that it needs."""
+    page_size = difference.load.page_size
+    for i, expected in difference.reference.capacity.items():
+        capacity = difference.yours.capacity.get(i, expected)
+        if capacity != expected:
+            return (
+                f"A request gets the pages that it needs: request {i} needs "
+                f"{expected // page_size}, and has {capacity // page_size} with you."
+            )
+    return None
+
+
+# Shared pages.
+
+
+def last_token_is_cached(difference: Difference) -> str | None:
+    """The last token is always computed."""
+    for i in sorted(difference.yours.admitted):
+        if i not in difference.yours.chunks and i in difference.reference.chunks:
+            return (
+                f"The last token is always computed: the cached pages hold all "
+                f"{difference.states[i].num_tokens} tokens of request {i}, nothing is computed, "
+                "and so there are no logits for its next token."
+            )
+    return None
+
+
+def counts_as_decode(difference: Difference) -> str | None:
+    """After a preemption with some output, two tokens are computed."""
+    for i in sorted(difference.yours.admitted):
+        chunk = difference.yours.chunks.get(i)
+        if chunk and chunk.is_decode:
+            return (
+                f"A request that was preempted with some output computes two tokens at least: "
+                f"request {i} computes one, which counts as a decode, and this batch has its "
+                "decodes already."
+            )
+    return None
+
+
+def shares_too_little(difference: Difference) -> str | None:
+    """All cached pages that can be reused are reused."""
+    page_size = difference.load.page_size
+    for i in sorted(difference.yours.admitted):
+        chunk = difference.yours.chunks.get(i)
+        expected = difference.reference.chunks.get(i)
+        if chunk and expected and chunk.start < expected.start:
+            return (
+                f"All pages that can be reused are reused: the first {expected.start} tokens of "
+                f"request {i} lie in {expected.start // page_size} cached pages, and you reuse "
+                f"{chunk.start // page_size} of them."
+            )
+    return None
+
+
+def wrong_number_of_new_pages(difference: Difference) -> str | None:
+    """Cached pages need not be allocated again."""
+    sentence = too_many_pages(difference)
+    if sentence:
+        return sentence + " Those that are cached need not be allocated again."
+    late = sorted(difference.reference.admitted - difference.yours.admitted)
+    if late:
+        return (
+            f"Cached pages need not be allocated again: {names(late[:1])} waits, because your "
+            "Admission asks for more new pages than are free."
+        )
+    return None

@@ -1,0 +1,255 @@
+"""Exercises 9 and 10, where many solutions are right: an SLO to meet, latencies to reach.
+
+Read first: problems.py, given.py. Read next: catalog.py."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median, quantiles
+
+from exercises.given import TBT_SLO_S, batch_seconds, predict, seconds_without_attention
+from exercises.loads import Load
+from exercises.lockstep import Moment, Trial
+from exercises.problems import Problem
+from policies.iteration_time import BatchShape
+from scheduler import Request, SarathiServe, Scheduler
+from views.tables import Column, format_table
+
+ROUNDING = 1e-9
+
+# Exercise 9.
+
+
+def misses_the_slo(policy: type[Scheduler], load: Load) -> Problem | None:
+    """A batch that takes longer than the SLO, or that leaves time for more of a prompt."""
+    trial = Trial(policy, load, batch_seconds)
+    history = []
+    while not trial.has_ended:
+        trial.arrive()
+        states = trial.states
+        free_pages = trial.scheduler.pages.num_free
+        decision = trial.decide()
+        moment = Moment(
+            load=load,
+            iteration=len(history) + 1,
+            states=states,
+            free_pages=free_pages,
+            history=tuple(history),
+            yours=decision,
+        )
+        problem = _slo_problem(trial, moment)
+        if problem:
+            return problem
+        history.append(decision)
+        trial.advance()
+    return None
+
+
+def _slo_problem(trial: Trial, moment: Moment) -> Problem | None:
+    """The problem of the batch that was just made."""
+    broken_rule = trial.broken_rule()
+    if broken_rule:
+        return Problem("referee", broken_rule, moment)
+    if not trial.batch:
+        sentence = "The batch is empty: a budget of 0 is not enough where nobody decodes."
+        return Problem("empty", sentence, moment)
+    decoding = [request for request in trial.scheduler.running if request.is_decoding]
+    chunks = [chunk for chunk in trial.batch if not chunk.request.is_decoding]
+    if not decoding:
+        return None
+    shape = BatchShape.of(trial.batch)
+    if shape.decodes < len(decoding):
+        return Problem("decode_waits", "A running decode never waits: the batch lacks one.", moment)
+    seconds = predict(shape)
+    alone = BatchShape.of_decodes(decoding)
+    if chunks and seconds > TBT_SLO_S + ROUNDING:
+        return _too_slow(moment, shape, alone)
+    if len(chunks) > 1 or len(moment.prefills) > 1:
+        return None  # several prompts share the time: the safe side is allowed
+    request = chunks[0].request if chunks else _next_prefill(trial)
+    if request is None:
+        return None
+    length = chunks[0].length if chunks else 0
+    start = request.num_computed
+    if start + length == len(request.tokens):
+        return None
+    larger = predict(alone.with_chunk(start, length + 1))
+    if larger > TBT_SLO_S + ROUNDING:
+        return None
+    spare = _spare_tokens(alone, start, length)
+    text = (
+        f"The budget is the largest that meets the SLO: request {request.id} gets {length} tokens, "
+        f"and with {spare} more the batch would still take at most {TBT_SLO_S * 1e3:g} ms"
+    )
+    if spare == len(decoding):
+        return Problem(
+            "decodes_not_counted",
+            f"{text}. {spare} is the number of decodes: they are part of the budget, too.",
+            moment,
+        )
+    return Problem("too_small", f"{text}.", moment)
+
+
+def _next_prefill(trial: Trial) -> Request | None:
+    """The request whose prompt could have been continued or begun."""
+    scheduler = trial.scheduler
+    prefills = scheduler.prefilling()
+    if prefills:
+        return prefills[0]
+    head = scheduler.waiting[0] if scheduler.waiting else None
+    if head and not scheduler.preempted and scheduler.room_for(head):
+        return head
+    return None
+
+
+def _spare_tokens(alone: BatchShape, start: int, length: int) -> int:
+    """By how many tokens a chunk of this length could be longer and meet the SLO."""
+    spare = 0
+    while predict(alone.with_chunk(start, length + spare + 1)) <= TBT_SLO_S + ROUNDING:
+        spare += 1
+    return spare
+
+
+def _too_slow(moment: Moment, shape: BatchShape, alone: BatchShape) -> Problem:
+    """The problem of a batch that misses the SLO, and what its prediction may have left out."""
+    text = (
+        f"The predicted time is at most the SLO: this batch takes {predict(shape) * 1e3:.1f} ms, "
+        f"and {TBT_SLO_S * 1e3:g} ms are allowed"
+    )
+    chunks = [chunk for chunk in moment.yours.chunks.values() if not chunk.is_decode]
+    if len(chunks) > 1:
+        return Problem("too_large", f"{text}.", moment)
+    i, start, length, _ = chunks[0]
+    earlier = _earlier_length(moment, i)
+    if earlier is not None and length > earlier:
+        text += f". Later chunks of a prompt are smaller: request {i} got {earlier} tokens before"
+        return Problem("grows", f"{text}, and now {length}.", moment)
+    # the seconds that a wrong prediction would give: the closest one below the SLO explains it
+    mistakes = {
+        "decodes_forgotten": predict(BatchShape().with_chunk(start, length)),
+        "start_ignored": predict(alone.with_chunk(0, length)),
+    }
+    believed = {name: s for name, s in mistakes.items() if s <= TBT_SLO_S + ROUNDING}
+    rule = max(believed, key=believed.__getitem__, default="too_large")
+    if rule == "decodes_forgotten":
+        decode_ms = 1e3 * (predict(shape) - mistakes[rule])
+        text += f". Its decodes take {decode_ms:.1f} ms of them: without these it would meet it"
+    elif rule == "start_ignored":
+        text += (
+            f". Each of the {length} tokens of request {i} attends to the {start} before it: "
+            "at the beginning of the prompt they would meet it"
+        )
+    return Problem(rule, f"{text}.", moment)
+
+
+def _earlier_length(moment: Moment, i: int) -> int | None:
+    """The length of the last chunk of a request that had all the time beside some decodes."""
+    for decision in reversed(moment.history):
+        prompts = [chunk for chunk in decision.chunks.values() if not chunk.is_decode]
+        if i in decision.chunks and len(prompts) == 1 < len(decision.chunks):
+            return decision.chunks[i].length
+    return None
+
+
+# Exercise 10.
+
+LONG_PROMPT = 1000  # from here on a prompt is a long one
+MEDIAN_TTFT = 1 / 3  # the targets, as multiples of Algorithm 3's values
+LONG_TTFT = 1.3
+P99_TBT = 1.05
+
+
+@dataclass(frozen=True)
+class Latencies:
+    """The three values of exercise 10, in seconds."""
+
+    short_ttft: float  # the median of the short ones that arrive while the long one is prefilled
+    long_ttft: float
+    p99_tbt: float
+
+
+@dataclass(frozen=True)
+class Target:
+    """One of the targets of exercise 10, in seconds."""
+
+    name: str
+    yours: float
+    algorithm_3: float
+    allowed: float
+    cause: str  # why it may be missed
+
+
+TARGET_COLUMNS: list[Column[Target]] = [
+    Column("yours", lambda target: target.yours, ".3f"),
+    Column("exercise 6", lambda target: target.algorithm_3, ".3f"),
+    Column("allowed", lambda target: target.allowed, ".3f"),
+]
+
+
+def misses_the_targets(policy: type[Scheduler], load: Load) -> Problem | None:
+    """A target of exercise 10 that is missed, or a rule that is broken on the way."""
+    reference = serve(SarathiServe, load)
+    (long_one,) = (r for r in reference.requests if r.prompt_len >= LONG_PROMPT)
+    disturbed = [
+        request.id
+        for request in reference.requests
+        if request is not long_one and request.arrival < long_one.token_times[0]
+    ]
+    trial = serve(policy, load)
+    yours = latencies(trial, long_one.id, disturbed)
+    algorithm_3 = latencies(reference, long_one.id, disturbed)
+    targets = [
+        Target(
+            name="P99 TBT",
+            yours=yours.p99_tbt,
+            algorithm_3=algorithm_3.p99_tbt,
+            allowed=P99_TBT * algorithm_3.p99_tbt,
+            cause="Are your batches larger than C, or do decodes wait?",
+        ),
+        Target(
+            name="long TTFT",
+            yours=yours.long_ttft,
+            algorithm_3=algorithm_3.long_ttft,
+            allowed=LONG_TTFT * algorithm_3.long_ttft,
+            cause="The long prompt has to go on, or to begin, while short ones come.",
+        ),
+        Target(
+            name="median short TTFT",
+            yours=yours.short_ttft,
+            algorithm_3=algorithm_3.short_ttft,
+            allowed=MEDIAN_TTFT * algorithm_3.short_ttft,
+            cause="Do short prompts get some of the budget once the long one has begun?",
+        ),
+    ]
+    missed = [target for target in targets if target.yours > target.allowed + ROUNDING]
+    if not missed:
+        return None
+    first = missed[0]
+    sentence = f"The {first.name} is above its target. {first.cause}"
+    table = format_table("seconds", TARGET_COLUMNS, {target.name: target for target in targets})
+    return Problem(first.name, sentence, details=table)
+
+
+def serve(policy: type[Scheduler], load: Load) -> Trial:
+    """The trial of a load that was served to its end. Raises PolicyError."""
+    trial = Trial(policy, load, seconds_without_attention)
+    trial.run()
+    return trial
+
+
+def latencies(trial: Trial, long_id: int, short_ids: Sequence[int]) -> Latencies:
+    """The values of exercise 10 in a trial."""
+
+    def ttft(i: int) -> float:
+        request = trial.requests[i]
+        return request.token_times[0] - request.arrival
+
+    gaps = []
+    for request in trial.requests:
+        times = request.token_times
+        gaps += [after - before for before, after in pairwise(times)]
+    return Latencies(
+        short_ttft=median([ttft(i) for i in short_ids]),
+        long_ttft=ttft(long_id),
+        p99_tbt=quantiles(gaps, n=100, method="inclusive")[98],
+    )

@@ -1,0 +1,243 @@
+"""The rules that every policy keeps, and a referee that names the first rule a policy breaks.
+
+A `Referee` watches a scheduler: after every change it applies the rules, one function each. Plain
+Python. Read first: template.py, custom.py. Read next: lab/simulator/referee.py, which simulates
+loads under a referee, and exercises/, which does without a simulator.
+"""
+
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import NamedTuple
+
+from policies.custom import where_it_failed
+from scheduler import Batch, Request, Scheduler
+
+RULES = (
+    "nothing lost",
+    "at most max_batch",
+    "no page leaked",
+    "chunks",
+    "no decode dropped",
+    "everybody ends",
+)
+
+CALL_LIMIT_S = 10.0  # of CPU time: what takes longer is a loop without an end
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A rule that a policy broke, where, and what was seen."""
+
+    policy: str  # and its load
+    iteration: int
+    rule: str  # one of RULES
+    request: str  # id, or ids
+    observation: str
+    error: Exception | None = None  # what the policy raised, if that ended it
+
+    @property
+    def sentence(self) -> str:
+        """The violation in one line: the rule, the cause, and then where."""
+        where = f"request {self.request}, iteration {self.iteration} of {self.policy}"
+        return f"the rule {self.rule!r} is broken: {self.observation} ({where})"
+
+
+class BrokenRuleError(ValueError):
+    """Ends a run at its first violation."""
+
+    def __init__(self, violation: Violation) -> None:
+        super().__init__(violation.sentence)
+        self.violation = violation
+
+
+class Breach(NamedTuple):
+    """What a rule finds wrong with a request."""
+
+    request: object  # id, or ids
+    observation: str
+    error: Exception | None = None  # what the policy raised, if that is what is wrong
+
+
+def nothing_lost(scheduler: Scheduler, requests: Sequence[Request]) -> Iterator[Breach]:
+    """A request waits or runs, once, until it ends; one that has ended got all its output."""
+    places = Counter([*scheduler.running, *scheduler.waiting])
+    for request in requests:
+        lacking = request.prompt_len + request.max_new_tokens - len(request.tokens)
+        if request.finish_reason:
+            is_kept = places[request] == 0 and lacking == 0
+        else:
+            is_kept = places[request] == 1
+        if not is_kept:
+            state = request.finish_reason or "not ended"
+            lacks = f"lacks {lacking} tokens"
+            yield Breach(request.id, f"{state}, {lacks}, waits or runs {places[request]} times")
+
+
+def at_most_max_batch(scheduler: Scheduler, max_batch: int) -> Iterator[Breach]:
+    """At most max_batch requests run."""
+    running = scheduler.running
+    for request in running[max_batch:]:
+        yield Breach(request.id, f"is one of {len(running)} that run")
+
+
+def no_page_leaked(scheduler: Scheduler) -> Iterator[Breach]:
+    """Each page is free or in one block table; only prefix caching puts it in several."""
+    running = scheduler.running
+    in_tables = Counter(page for request in running for page in request.pages)
+    max_tables = len(running) if scheduler.pages.prefix_caching else 1
+    expected = {
+        page: min(readers, max_tables)
+        for page, readers in enumerate(scheduler.pages.ref_counts)
+        if readers
+    }
+    for page in {**in_tables, **expected}:
+        must_be_in = expected.get(page, 0)
+        if in_tables[page] != must_be_in:
+            owners = [request.id for request in running if page in request.pages]
+            tables = f"{in_tables[page]} block tables, and must be in {must_be_in}"
+            yield Breach(owners or "-", f"page {page} is in {tables}")
+
+
+def chunks_come_next(scheduler: Scheduler, batch: Batch) -> Iterator[Breach]:
+    """A chunk holds the next tokens of a running request, and writes only to pages of its own."""
+    pages = scheduler.pages
+    block_tables = Counter(page for request in scheduler.running for page in request.pages)
+    has_chunk = set()
+    for request, start, length in batch:
+        computed = request.num_computed
+        end = start + length
+        limit = min(len(request.tokens), len(request.pages) * pages.page_size)
+        is_running = request in scheduler.running
+        is_next = start == computed < end <= limit
+        if not is_running or not is_next or request in has_chunk:
+            observation = f"{length} tokens from {start}: {computed} are computed, {limit} can be"
+            if request in has_chunk:
+                observation += ", and it has another"
+            yield Breach(request.id, observation)
+        for page in request.pages[start // pages.page_size : pages.needed(end)]:
+            if block_tables[page] != 1 or pages.is_cached(page):
+                yield Breach(request.id, f"page {page} is written, and others read it")
+        has_chunk.add(request)
+
+
+def no_decode_dropped(scheduler: Scheduler, batch: Batch) -> Iterator[Breach]:
+    """A batch has all running decodes, or none of them if it is of prefill alone."""
+    has_chunk = {chunk.request for chunk in batch}
+    decodes = [request for request in scheduler.running if request.is_decoding]
+    computed = sum(request in has_chunk for request in decodes)
+    for request in decodes:
+        if computed and request not in has_chunk:
+            yield Breach(request.id, f"waits while {computed} others decode")
+
+
+def everybody_ends(
+    requests: Sequence[Request], batch: Batch, tokens_in_vain: int
+) -> Iterator[Breach]:
+    """There is a new token before twice the tokens of all requests were computed."""
+    limit = 2 * sum(len(request.tokens) for request in requests)
+    if tokens_in_vain > limit:
+        ids = list(dict.fromkeys(chunk.request.id for chunk in batch))
+        yield Breach(ids, f"{tokens_in_vain} tokens were computed since the last new one")
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError within the `with` block after so many seconds of CPU time.
+
+    Signals reach only the main thread: in another one there is no limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"one call took more than {seconds:g} s")
+
+    handler = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)  # and again: it may be caught
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, handler)
+
+
+class Referee:
+    """Watches a scheduler. Raises BrokenRuleError, a ValueError, at the first violation."""
+
+    def __init__(self, scheduler: Scheduler, policy: str) -> None:
+        self.scheduler = scheduler
+        self.policy = policy  # and its load, for the violation
+        self.iterations = 0
+        self.requests: dict[Request, None] = {}  # all that have not ended, in order of arrival
+        self.tokens_in_vain = 0  # computed since the last new token
+        self.max_batch = scheduler.max_batch  # before the policy can change it
+        self._next_batch = scheduler.next_batch
+        self._advance = scheduler.advance
+        scheduler.next_batch = self.next_batch
+        scheduler.advance = self.advance
+
+    def next_batch(self) -> Batch:
+        """The scheduler's next batch, if it breaks no rule and is made within CALL_LIMIT_S."""
+        self.iterations += 1
+        self.requests.update(dict.fromkeys(self.scheduler.requests.values()))
+        try:
+            with time_limit(CALL_LIMIT_S):
+                batch = self._next_batch()
+        except Exception as error:
+            place = where_it_failed(error) or "schedule()"
+            first_request = next(iter(self.scheduler.requests), "-")
+            cause = f"{type(error).__name__}: {error}, in {place}"
+            raise self._broken("everybody ends", Breach(first_request, cause, error)) from error
+        self._check_requests()
+        self._check_batch(batch)
+        return batch
+
+    def advance(
+        self, batch: Batch, tokens: Sequence[int | None], now: float
+    ) -> list[tuple[Request, int]]:
+        """What the scheduler's `advance` returns; requests that end give their pages back."""
+        moved = self._advance(batch, tokens, now)
+        self._check_requests()
+        return moved
+
+    def _broken(self, rule: str, breach: Breach) -> BrokenRuleError:
+        """The error for a rule that is broken in this iteration."""
+        return BrokenRuleError(
+            Violation(
+                policy=self.policy,
+                iteration=self.iterations,
+                rule=rule,
+                request=str(breach.request),
+                observation=breach.observation,
+                error=breach.error,
+            )
+        )
+
+    def _expect_none(self, rule: str, breaches: Iterator[Breach]) -> None:
+        """Raise BrokenRuleError for the first breach, if there is one."""
+        for breach in breaches:
+            raise self._broken(rule, breach)
+
+    def _check_requests(self) -> None:
+        """Apply the rules that hold between any two calls of the scheduler."""
+        self._expect_none("nothing lost", nothing_lost(self.scheduler, list(self.requests)))
+        live = [request for request in self.requests if not request.finish_reason]
+        self.requests = dict.fromkeys(live)
+        self._expect_none("at most max_batch", at_most_max_batch(self.scheduler, self.max_batch))
+        self._expect_none("no page leaked", no_page_leaked(self.scheduler))
+
+    def _check_batch(self, batch: Batch) -> None:
+        """Apply the rules of a batch."""
+        self._expect_none("chunks", chunks_come_next(self.scheduler, batch))
+        self._expect_none("no decode dropped", no_decode_dropped(self.scheduler, batch))
+        if any(chunk.yields_token for chunk in batch):
+            self.tokens_in_vain = 0
+        else:
+            self.tokens_in_vain += sum(chunk.length for chunk in batch)
+        breaches = everybody_ends(list(self.requests), batch, self.tokens_in_vain)
+        self._expect_none("everybody ends", breaches)
