@@ -95,9 +95,8 @@ def test_the_rate_of_chats_is_that_at_which_they_are_offered():
     """Turns that wait for answers come no quicker than the server is; 4 chats, a second apart."""
     first = [Arrival(float(time), 9, 6) for time in range(4)]
     for turns, offered in ((1, None), (3, 11 / 3)):
-        run = LoadRun(
-            EngineServer(Engine.from_config(Silent(), SMALL), Clock(lambda: 0.0)), chats(first, turns)
-        )
+        server = EngineServer(Engine.from_config(Silent(), SMALL), Clock(lambda: 0.0))
+        run = LoadRun(server, chats(first, turns))
         assert run.result().offered_per_s == offered
     came = [20.0 * min(i, 5) + 10.0 * max(0, i - 5) for i in range(20)]  # and then no quicker
     completions = [
@@ -295,14 +294,16 @@ def test_a_run_looks_every_second_at_who_else_computes(monkeypatch):
 
 def test_no_measured_time_holds_a_glance_at_the_machine(monkeypatch):
     """A probe of any length changes nothing of a run: not the times of tokens, not its end."""
-    runs = []
-    for glance_s in (0.0, 0.3):
+    arrivals = [Arrival(0.0, 9, 22), Arrival(0.9, 9, 22), Arrival(1.1, 3, 20)]
+    tokens = prompts(arrivals, 61, 0)
+
+    def run(glance_s):
         time = Time(0.01)
         monkeypatch.setattr(measure.Probe, "take", lambda *_: time.sleep(glance_s) or 0.125)
-        arrivals = [Arrival(0.0, 9, 22), Arrival(0.9, 9, 22), Arrival(1.1, 3, 20)]
-        tokens = prompts(arrivals, 61, 0)
-        runs.append(serve(Silent(), SMALL, arrivals, tokens, now=time.now, sleep=time.sleep))
-    without, with_probes = runs
+        return serve(Silent(), SMALL, arrivals, tokens, now=time.now, sleep=time.sleep)
+
+    without = run(glance_s=0.0)
+    with_probes = run(glance_s=0.3)
     assert max(without.completions[1].tbt) < 0.3
     for quick, slow in zip(without.completions, with_probes.completions, strict=True):
         assert slow.token_times == pytest.approx(quick.token_times)
