@@ -221,6 +221,13 @@ def fastest_cpu_dtype() -> torch.dtype:
     return max(rates, key=lambda dtype: rates[dtype])
 
 
+def fastest_gpu_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 if the tensor cores of this GPU multiply it, as from Ampere on, else float16.
+
+    Before (V100, T4) bfloat16 is emulated in float32."""
+    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+
+
 def linear_layers(model: GPT, names: Sequence[str] = LINEAR) -> list[nn.Linear]:
     """The linear layers of these names of a model's blocks, in the order of computation.
 
