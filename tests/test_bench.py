@@ -93,7 +93,7 @@ MODEL_OPTIONS = {
 }
 
 
-WITHOUT_MODEL = ("simulate", "explore", "check", "fit", "overhead")
+WITHOUT_MODEL = ("simulate", "explore", "check", "fit", "overhead", "gpu")
 
 
 @pytest.mark.parametrize("command", bench.COMMANDS)
