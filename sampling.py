@@ -13,6 +13,9 @@ from torch import Tensor
 
 from errors import SMALLEST, check_bool, check_number, check_token_ids, check_whole, set_field
 
+FEW_TOKENS = 1024  # are sorted for a smaller top_k, as a vocabulary may be 100 times as large
+ROWS_AT_ONCE = 32  # are drawn, so that memory is bounded: 33 MB a tensor with llama3-8b
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -39,18 +42,11 @@ class SamplingParams:
             set_field(self, name, check_whole(name, getattr(self, name), least))
         greedy_or = "0 (greedy) or a positive number"
         temperature = check_number("temperature", self.temperature, greedy_or, minimum=0)
+        top_p = check_number("top_p", self.top_p, "in (0, 1]", SMALLEST, maximum=1)
         set_field(self, "temperature", temperature)
-        set_field(
-            self, "top_p", check_number("top_p", self.top_p, "in (0, 1]", SMALLEST, maximum=1)
-        )
-        stop_token_ids = check_token_ids("stop_token_ids", self.stop_token_ids)
-        set_field(self, "stop_token_ids", stop_token_ids)
+        set_field(self, "top_p", top_p)
+        set_field(self, "stop_token_ids", check_token_ids("stop_token_ids", self.stop_token_ids))
         check_bool("logprobs", self.logprobs)
-
-    @property
-    def truncates(self) -> bool:
-        """Whether only some of the tokens, the likeliest, can be chosen."""
-        return self.top_k > 0 or self.top_p < 1
 
 
 def sample(
@@ -62,43 +58,47 @@ def sample(
     both (rows,) on the device of the logits. `logprobs` is None unless some params want it."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     tokens = logits.argmax(dim=-1)
-    # Whether a row is sorted depends on its own parameters only: the order decides what is drawn.
-    sampled_rows = [row for row, p in enumerate(params) if p.temperature > 0]
-    for truncated in (False, True):
-        rows = [row for row in sampled_rows if params[row].truncates == truncated]
-        if rows:
-            index = _column(rows, logits, torch.int64)[:, 0]
-            streams = [random.Random(f"{params[row].seed}/{positions[row]}") for row in rows]
-            uniforms = [stream.random() for stream in streams]  # in [0, 1), one decides each token
-            row_params = [params[row] for row in rows]
-            tokens[index] = _draw(logits[index], row_params, uniforms, truncated)
+    vocab_size = logits.shape[1]
+    # Rows are drawn with those that sort as many tokens. The order decides what is drawn, so how
+    # many that are depends on the row's own parameters only; 0 if all tokens can be drawn.
+    groups: dict[tuple[int, int], list[int]] = {}
+    for row, p in enumerate(params):
+        count = FEW_TOKENS if 0 < p.top_k <= FEW_TOKENS else vocab_size
+        count = min(count, vocab_size) if p.top_k or p.top_p < 1 else 0
+        if p.temperature > 0:
+            groups.setdefault((count, row // ROWS_AT_ONCE), []).append(row)
+    for (count, _), rows in groups.items():
+        index = _column(rows, logits, torch.int64)[:, 0]
+        uniforms = [random.Random(f"{params[row].seed}/{positions[row]}").random() for row in rows]
+        tokens[index] = _draw(logits[index].double(), [params[i] for i in rows], uniforms, count)
     if not any(p.logprobs for p in params):
         return tokens, None
     return tokens, logits.log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0]
 
 
 def _draw(
-    logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float], truncated: bool
+    logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float], count: int
 ) -> Tensor:
     """Inverse transform sampling: the first token at which the cumulated probability passes the
-    row's number. `truncated`: over the likeliest tokens only, from the likeliest down."""
-    logits = logits.double()
+    row's uniform. `count` > 0: over so many of the likeliest tokens, from the likeliest down."""
     logits = logits - logits.amax(dim=-1, keepdim=True)  # a tiny temperature cannot overflow
     probs = (logits / _column([p.temperature for p in params], logits)).softmax(dim=-1)
-    vocab_size = probs.shape[1]
-    order = None  # token ids, the likeliest first
-    if truncated:
-        probs, order = probs.sort(dim=-1, descending=True, stable=True)
-        rank = torch.arange(vocab_size, device=probs.device)
-        probs = probs * (rank < _column([p.top_k or vocab_size for p in params], probs))
-        probs = probs / probs.sum(dim=-1, keepdim=True)
-        before = probs.cumsum(dim=-1) - probs  # a token stays while those before do not reach top_p
-        probs = probs * (before < _column([p.top_p for p in params], probs))
-    cumulated = probs.cumsum(dim=-1)
+    likeliest = kept = probs.topk(count).values if count else probs
+    if count:
+        rank = torch.arange(count, device=probs.device)
+        kept = kept * (rank < _column([p.top_k or count for p in params], probs))
+        kept = kept / kept.sum(dim=-1, keepdim=True)
+        before = kept.cumsum(dim=-1) - kept  # a token stays while those before do not reach top_p
+        kept = kept * (before < _column([p.top_p for p in params], probs))
+    cumulated = kept.cumsum(dim=-1)
     cumulated = cumulated / cumulated[:, -1:]
-    tokens = torch.searchsorted(cumulated, _column(uniforms, probs), right=True)
-    tokens = tokens.clamp_(max=vocab_size - 1)  # beyond it only if the logits hold NaN
-    return (tokens if order is None else order.gather(1, tokens))[:, 0]
+    drawn = torch.searchsorted(cumulated, _column(uniforms, probs), right=True)
+    drawn = drawn.clamp_(max=kept.shape[1] - 1)  # beyond it only if the logits hold NaN
+    if count:  # `drawn` is a rank: of equal tokens the first ones have the smaller ids
+        prob = likeliest.gather(1, drawn)
+        rank = drawn - (likeliest > prob).sum(dim=-1, keepdim=True)  # among the equal ones
+        drawn = torch.searchsorted((probs == prob).cumsum(dim=-1), rank + 1)
+    return drawn.clamp_(max=probs.shape[1] - 1)[:, 0]
 
 
 def _column(values: Sequence[float], like: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:

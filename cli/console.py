@@ -117,7 +117,11 @@ def explain(error: BaseException) -> int | str | None:
         return f"error: {place}: {name}: {text}"
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         return f"error: --compile: {text}"
-    is_out_of_memory = name == "OutOfMemoryError" or "can't allocate memory" in text  # torch's
-    if isinstance(error, USER_ERRORS) or is_out_of_memory:
-        return f"error: {text}"
-    return None
+    if isinstance(error, RuntimeError):  # torch's
+        is_cuda = name == "OutOfMemoryError" or "CUDA error: out of memory" in text
+        if is_cuda or "_ALLOC_FAILED" in text:  # of cuBLAS and its like
+            reason = text.partition(" is free.")[0]  # the rest is about how torch reserves memory
+            return f"error: no memory on the GPU for this model, batch and length: {reason}"
+        if "can't allocate memory" in text:
+            return f"error: {text}"
+    return f"error: {text}" if isinstance(error, USER_ERRORS) else None

@@ -96,7 +96,8 @@ def add_model_options(parser: OptionParser, default_preset: str) -> None:
         "--dtype",
         help="of weights and cache",
         choices=DTYPES,
-        default_text="bfloat16, or float32 on a CPU that is faster with it",
+        default_text="bfloat16; float16 on a GPU before Ampere, float32 on a CPU that is faster "
+        "with it",
     )
     parser.add_option(
         "--attention",
@@ -203,7 +204,7 @@ def resolve_model(
     import torch
 
     from attention import check_backend
-    from lab.measure.timing import fastest_cpu_dtype
+    from lab.measure.timing import fastest_cpu_dtype, fastest_gpu_dtype
 
     device = find_device(options.device)
     _check_processes(options)
@@ -212,7 +213,7 @@ def resolve_model(
         torch.set_num_threads(options.threads)
     dtype = options.dtype
     if dtype is None:
-        fast = torch.bfloat16 if device.type == "cuda" else fastest_cpu_dtype()
+        fast = fastest_gpu_dtype(device) if device.type == "cuda" else fastest_cpu_dtype()
         dtype = str(fast).removeprefix("torch.")
     preset = options.preset
     if preset is None and options.model is None:

@@ -6,6 +6,8 @@ embeddings, the last the head. Read first: model.py, pretrained/sharding.py. Rea
 stages.py."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -16,6 +18,42 @@ from model import GPT, FlatBatch, GPTConfig
 from parallel.ranks import Ranks
 from pretrained.random_weights import init_weight
 from pretrained.sharding import Slices, local_config, slices_of, views
+
+
+class SumTimer:
+    """Adds up the seconds that a rank spends in sums, waiting for the others included.
+
+    NCCL's sums have only been launched when all_reduce returns. So on CUDA two events are recorded
+    around each, in the stream whose next kernels wait for it, and read once the device is done."""
+
+    def __init__(self) -> None:
+        self.total_s = 0.0  # of the sums that were read
+        self.unread: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.free: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def timing(self, x: Tensor) -> Iterator[None]:
+        """Time the sum of x in this block."""
+        if not x.is_cuda:
+            began = time.perf_counter()
+            yield
+            self.total_s += time.perf_counter() - began
+            return
+        if not self.free:
+            pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            self.free.append(pair)
+        start, end = self.free.pop()
+        start.record()
+        yield
+        end.record()
+        self.unread.append((start, end))
+
+    def read(self) -> None:
+        """Add the sums since the last call, when the device has done what it was given."""
+        for start, end in self.unread:
+            self.total_s += start.elapsed_time(end) / 1e3
+        self.free += self.unread
+        self.unread = []
 
 
 class Shard(GPT):
@@ -42,7 +80,7 @@ class Shard(GPT):
         self.whole = whole
         self.ranks = ranks
         self.stages = ranks.pp
-        self.summing_s = 0.0  # seconds, in sums so far
+        self.sum_timer = SumTimer()
         if ranks.stage > 0:
             self.token_embedding = self.position_embedding = None
         if ranks.stage < ranks.pp - 1:
@@ -82,9 +120,8 @@ class Shard(GPT):
     def sum_up(self, x: Tensor) -> Tensor:
         """The sum over all ranks of this stage, in place."""
         if self.ranks.tp > 1:
-            began = time.perf_counter()
-            dist.all_reduce(x, group=self.ranks.tp_group)
-            self.summing_s += time.perf_counter() - began
+            with self.sum_timer.timing(x):
+                dist.all_reduce(x, group=self.ranks.tp_group)
         return x
 
     def embed(self, batch: FlatBatch) -> Tensor:

@@ -73,7 +73,7 @@ class Stage:
     def seconds(self) -> StageSeconds:
         """What this rank has spent its time with so far."""
         ranks = self.model.ranks
-        return StageSeconds(ranks.clock(), ranks.waited, self.model.summing_s)
+        return StageSeconds(ranks.clock(), ranks.waited, self.model.sum_timer.total_s)
 
     @torch.inference_mode()
     def run(
@@ -111,6 +111,7 @@ class Stage:
         end = ranks.clock()
         if not is_last:
             self._send_on(x)
+        model.sum_timer.read()
         if ranks.part > 0:
             return None
         return StageResult(start, end, waited, sampled)

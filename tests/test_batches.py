@@ -15,6 +15,7 @@ from lab.measure.batch_times import (
     PRODUCTS,
     BatchTime,
     TimedChunk,
+    add_up,
     chunks_of,
     decodes,
     intensities,
@@ -118,6 +119,31 @@ def test_parts_of_an_iteration_add_up(monkeypatch):
 
 
 @pytest.mark.parametrize("head", [False, True])
+def test_a_batch_is_launched_as_it_is_computed_and_not_waited_for(monkeypatch, head):
+    """On a GPU its row has the times of CPU and GPU. `greedy`, which waits, is not called."""
+    runner = Runner(tiny_model(), 4, 16)
+    rows = []
+
+    def launch_timings(launches, device):
+        monkeypatch.setattr(runner, "greedy", None)
+        rows.extend(len(launch()) for launch in launches.values())
+        return {name: timing.LaunchTiming(5.0, 3.0) for name in launches}
+
+    monkeypatch.setattr(timing, "launch_timings", launch_timings)
+    batches = {"a": batch_of((5, 9), (1, 7)), "b": batch_of((1, 3))}
+    times = time_batches(runner, MACHINE, batches, 2, head=head)
+    assert rows == ([2, 1] if head else [0, 0])  # logits of each batch
+    assert [(time.launch_ms, time.device_ms) for time in times.values()] == [(5.0, 3.0)] * 2
+    assert times["a"].launch_bound
+
+
+def test_on_a_cpu_no_launches_are_timed():
+    times = time_batches(Runner(tiny_model(), 4, 16), MACHINE, {"a": batch_of((5, 9))}, 2)
+    assert times["a"].launch_ms is None and times["a"].device_ms is None
+    assert not times["a"].launch_bound
+
+
+@pytest.mark.parametrize("head", [False, True])
 def test_each_operation_is_timed_on_the_rows_of_the_batch(monkeypatch, head):
     """The head has the rows of the chunks, if it is timed."""
     shapes = {}  # of the products in each variant
@@ -171,11 +197,11 @@ def test_intensity_is_flops_over_all_that_is_moved_once():
     assert intensity["attention"] == pytest.approx(4 * pairs * 64 / moved)
 
 
-def batch_time(ms, *, spread=0.0, busy=False):
-    """A BatchTime in which each part takes `ms`."""
+def batch_time(ms, *, spread=0.0, busy=False, **launch):
+    """A BatchTime in which each part takes `ms`. `launch`: launch_ms and device_ms of a GPU."""
     parts = dict.fromkeys(("total_ms", "attention_ms", "other_ms", "products_ms"), ms)
     parts |= {f"{part}_ms": ms for part in PRODUCTS}
-    return BatchTime(**parts, attention_limit_ms=ms, spread=spread, busy=busy)
+    return BatchTime(**parts, attention_limit_ms=ms, spread=spread, busy=busy, **launch)
 
 
 def test_batches_that_follow_each_other_are_added_up(monkeypatch):
@@ -199,6 +225,26 @@ def test_batches_that_follow_each_other_are_added_up(monkeypatch):
     assert rows["16/8"].tokens_per_ms == pytest.approx(16 / 3)
     assert rows["16/8"].busy and not rows["three"].busy
     assert rows["three"].spread == 0.1
+    assert rows["three"].launch_ms is None
+    gpu = [batch_time(9.0, launch_ms=6.0, device_ms=8.0)] * 2
+    added = add_up(tiny_model(), chunks_of(16, 8), gpu)
+    assert (added.launch_ms, added.device_ms, added.launch_bound) == (12.0, 16.0, False)
+
+
+def test_the_table_of_a_gpu_tells_launches_from_kernels(capsys):
+    """That of a CPU has no such columns: it computes what it launches."""
+    times = {
+        "6x1@8": batch_time(7.0, launch_ms=6.5, device_ms=2.25),
+        "8": batch_time(9.0, launch_ms=6.0, device_ms=8.0),
+    }
+    model = tiny_model()
+    rows = {name: add_up(model, named_sequence(name)[1], [time]) for name, time in times.items()}
+    command.print_batches(rows)
+    text = capsys.readouterr().out
+    assert "launch | device |" in text and "|   6.50 |   2.25 |" in text
+    assert "bound by launches, not by the device: 6x1@8\n" in text
+    command.print_batches({"8": add_up(model, [prompts(1, 8)], [batch_time(9.0)])})
+    assert "launch" not in capsys.readouterr().out
 
 
 def prompts_alone(length):

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,7 +93,7 @@ MODEL_OPTIONS = {
 }
 
 
-WITHOUT_MODEL = ("simulate", "explore", "check", "fit", "overhead")
+WITHOUT_MODEL = ("simulate", "explore", "check", "fit", "overhead", "gpu")
 
 
 @pytest.mark.parametrize("command", bench.COMMANDS)
@@ -265,6 +266,27 @@ def test_what_was_left_open_is_filled_in(monkeypatch):
     assert resolve_model(parse_model([])).preset == "llama-160m"
     model = load_model(resolved, 9000, positions_from="--seq-len")
     assert model.config.max_positions == 9000 and resolved.dtype == str(model.dtype)[6:]
+
+
+@pytest.mark.parametrize(
+    "gpu, capability, dtype",
+    [
+        ("V100", (7, 0), "float16"),
+        ("T4", (7, 5), "float16"),
+        ("A100", (8, 0), "bfloat16"),
+        ("A6000", (8, 6), "bfloat16"),
+        ("H100", (9, 0), "bfloat16"),
+        ("B200", (10, 0), "bfloat16"),
+    ],
+)
+def test_the_default_type_is_one_that_the_tensor_cores_multiply(
+    gpu, capability, dtype, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    options = parse_model(["--preset", "llama-tiny", "--device", "cuda"])
+    assert resolve_model(options).dtype == dtype
+    assert resolve_model(replace(options, dtype="float32")).dtype == "float32"
 
 
 def test_types_of_options_say_what_is_allowed():

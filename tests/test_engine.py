@@ -1,12 +1,15 @@
 """The engine: its answers, its records, its errors, and what a failing step leaves behind."""
 
 import itertools
+import random
 from fractions import Fraction
+from itertools import accumulate
 
 import numpy as np
 import pytest
 import torch
 
+import sampling
 from engine import Completion, Engine, QueueFull, Runner
 from kv_cache import KVCache, Span, kv_bytes_per_token
 from memory import pages_that_fit
@@ -114,6 +117,74 @@ def test_top_k_and_top_p_keep_what_they_say(probs, options, kept):
     assert shares.nonzero().flatten().tolist() == [*kept]
     expected = torch.zeros(len(probs)).index_copy(0, torch.tensor(kept), probs[[*kept]])
     assert (shares - expected / expected.sum()).abs().max() < 0.03
+
+
+def drawn_by_definition(logits, p, position):
+    """The token of a row of logits: tokens sorted by probability and then id, top_k of them, the
+    fewest of those that make up top_p, and the first at which the sum passes a random number."""
+    uniform = random.Random(f"{p.seed}/{position}").random()
+    scores = logits.double() - logits.double().max()
+    probs = (scores / p.temperature).softmax(-1).tolist()
+    tokens = list(range(len(probs)))
+    if p.top_k or p.top_p < 1:
+        tokens.sort(key=lambda token: (-probs[token], token))
+        tokens = tokens[: p.top_k or len(tokens)]
+        total = sum(probs[token] for token in tokens)
+        before = [0.0, *accumulate(probs[token] / total for token in tokens)]
+        tokens = [
+            token for token, sum_before in zip(tokens, before, strict=False) if sum_before < p.top_p
+        ]
+    total = sum(probs[token] for token in tokens)
+    sums = accumulate(probs[token] / total for token in tokens)
+    return next(
+        (token for token, end in zip(tokens, sums, strict=True) if end > uniform), tokens[-1]
+    )
+
+
+@pytest.mark.parametrize("vocab_size", [1, 40, 1500])
+@pytest.mark.parametrize("kind", ["all differ", "ties", "few are possible"])
+def test_each_token_is_the_one_that_the_definition_draws(kind, vocab_size, monkeypatch):
+    """Also where only some tokens are sorted, where these end within a tie, and where rows are
+    drawn in several blocks: none of it depends on the other rows."""
+    monkeypatch.setattr(sampling, "FEW_TOKENS", 32)
+    rng = random.Random(vocab_size)
+    logits = torch.randn(400, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
+    if kind == "ties":
+        logits = (2 * logits).round() / 2
+    if kind == "few are possible":
+        logits[:, 1:].masked_fill_(logits[:, 1:] < 1, float("-inf"))
+    params = [
+        SamplingParams(
+            temperature=rng.choice([0.5, 1.0, 4.0]),
+            top_k=rng.choice([0, 0, 1, 5, 31, 32, 33, 10**6]),
+            top_p=rng.choice([1.0, 1.0, 0.9, 0.3]),
+            seed=seed,
+        )
+        for seed in range(len(logits))
+    ]
+    positions = [rng.randrange(9) for _ in params]
+    tokens = sample(logits, params, positions)[0].tolist()
+    rows = zip(logits, params, positions, strict=True)
+    assert tokens == [drawn_by_definition(*row) for row in rows]
+    few = rng.sample(range(len(logits)), 3)
+    alone = sample(logits[few], [params[i] for i in few], [positions[i] for i in few])[0]
+    assert alone.tolist() == [tokens[i] for i in few]
+
+
+def test_sampling_never_sorts_more_than_some_rows_of_a_large_vocabulary(monkeypatch):
+    shapes = []
+    topk = torch.Tensor.topk
+
+    def spy(probs, count):
+        shapes.append((*probs.shape, count))
+        return topk(probs, count)
+
+    monkeypatch.setattr(torch.Tensor, "topk", spy)
+    monkeypatch.setattr(torch.Tensor, "sort", None)
+    params = [SamplingParams(temperature=1.0, top_k=50)] * 70 + [SamplingParams(temperature=1.0)]
+    params += [SamplingParams(temperature=1.0, top_p=0.9)] * 3
+    sample(torch.zeros(74, 5000), params, [0] * 74)
+    assert shapes == [(32, 5000, 1024), (32, 5000, 1024), (6, 5000, 1024), (3, 5000, 5000)]
 
 
 def test_logprobs_are_those_of_the_model(model):

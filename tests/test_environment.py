@@ -15,6 +15,7 @@ import bench
 import sample
 from cli import console, options
 from cli.loading import load_model
+from engine import Engine
 from lab.commands import overhead
 from memory import check_memory, free_bytes
 from policies import find_policy, make_scheduler
@@ -68,6 +69,36 @@ def test_a_number_of_no_sense_is_refused_in_one_line(command, option, capsys):
         error = capsys.readouterr().err
         assert done.value.code == 2 and error.count("\n") == 1
         assert re.match(rf"(sample|bench)\.py( {command})?: error: --{option}\b", error)
+
+
+OUT_OF_MEMORY = [  # as torch 2.13 raises them
+    torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 14.56 GiB "
+        "of which 1.02 GiB is free. Including non-PyTorch memory, this process has 13.54 GiB "
+        "memory in use. If reserved but unallocated memory is large try setting PYTORCH_ALLOC_CONF"
+    ),
+    torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported later"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["torch", "driver", "cublas"])
+@pytest.mark.parametrize("command", ["", "batches 8", "engine"])
+def test_no_memory_on_a_gpu_is_said_as_such_in_one_line(command, error, monkeypatch):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("kv_cache.KVCache.__init__", fail)
+    with pytest.raises(SystemExit) as end:
+        if command == "engine":
+            model = load_model(parse_model(TINY_MODEL), 16, positions_from="--max-len")
+            console.run(lambda: Engine(model, max_len=16, max_batch=1))
+        else:
+            console.run(lambda: bench.main([*command.split(), *TINY_MODEL]))
+    line = end.value.code
+    assert line.startswith("error: no memory on the GPU for this model, batch and length: CUDA ")
+    assert "\n" not in line and "non-PyTorch" not in line and len(line) < 250
+    assert command or "2.00 GiB" in line or error is not OUT_OF_MEMORY[0]
 
 
 @pytest.mark.parametrize("option", ["json", "csv", "html", "plot"])
@@ -140,7 +171,7 @@ def exit_code(main):
 
 
 def test_what_a_user_can_cause_is_an_exit():
-    for kind in (ValueError, ImportError, OSError, MemoryError, torch.OutOfMemoryError):
+    for kind in (ValueError, ImportError, OSError, MemoryError):
         assert exit_code(Mock(side_effect=kind("what is wrong\nmore"))) == "error: what is wrong"
     assert exit_code(Mock(side_effect=MemoryError)) == "error: MemoryError"
     compiler = torch._inductor.exc.InvalidCxxCompiler()

@@ -224,3 +224,58 @@ def test_the_rate_of_a_type_is_that_of_its_fastest_kind_of_layer(monkeypatch):
         assert measure.fastest_cpu_dtype() == torch.bfloat16
     finally:
         measure.cpu_rates.cache_clear()
+
+
+class PretendedGPU:
+    """A CPU that launches kernels and a device that computes them in turn, in pretended seconds."""
+
+    def __init__(self, monkeypatch):
+        self.now_s = 0.0  # on the CPU
+        self.done_s = 0.0  # when the device has computed all that was launched
+        monkeypatch.setattr(measure.time, "perf_counter", lambda: self.now_s)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.compute(cycles / 1e9))
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                self.time_s = max(gpu.now_s, gpu.done_s)
+
+            def elapsed_time(self, end):
+                assert end.time_s <= gpu.now_s, "read before the device was done"
+                return 1e3 * (end.time_s - self.time_s)
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+
+    def compute(self, seconds):
+        """Launch a kernel. The device begins with it when it is done with those before."""
+        self.done_s = max(self.now_s, self.done_s) + seconds
+
+    def synchronize(self, device):
+        self.now_s = max(self.now_s, self.done_s)
+
+    def batch(self, kernels, launch_s, kernel_s):
+        """A function that launches so many kernels."""
+
+        def launch():
+            for _ in range(kernels):
+                self.now_s += launch_s
+                self.compute(kernel_s)
+
+        return launch
+
+
+def test_launches_and_kernels_are_timed_apart(monkeypatch):
+    """A device that waits for launches is not taken for a slow one, nor a CPU that waits for it."""
+    gpu = PretendedGPU(monkeypatch)
+    launches = {
+        "decodes": gpu.batch(kernels=100, launch_s=1e-4, kernel_s=2e-5),  # bound by the CPU
+        "prompt": gpu.batch(kernels=100, launch_s=1e-4, kernel_s=1e-3),  # bound by the GPU
+    }
+    timings = measure.launch_timings(launches, torch.device("cuda"))
+    assert timings["decodes"] == pytest.approx((10.0, 2.0))
+    assert timings["prompt"] == pytest.approx((10.0, 100.0))
+    assert measure.launch_timings(launches, CPU) == {}

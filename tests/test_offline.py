@@ -73,11 +73,37 @@ def test_a_cost_below_the_noise_is_not_a_speedup(monkeypatch):
         assert not row.busy
     report = table.to_json()
     assert list(report["decode_maximal"]) == list(table.rows)
-    assert report["decode_speedup"] == {"total": table.speedup, "products": None}
+    speedups = {"total": table.speedup, "products": None, "device": None}
+    assert report["decode_speedup"] == speedups
 
     spread = 0.21
     table = measure_decode_maximal(tiny_model(), machine, **sizes)
     assert table.busy and all(row.busy for row in table.rows.values())
+
+
+def test_decodes_that_ride_for_nothing_are_not_launches_that_do(monkeypatch, capsys):
+    """Every batch takes 40 ms to launch, decodes 5 ms to compute and a chunk 20, both together 24:
+    the device's time tells that a decode costs 2 ms riding and 5 / 3 ms alone."""
+    device_ms = {"prompt": 35.0, "prefill-only": 20.0, "decode-only": 5.0, "decode-maximal": 24.0}
+
+    def interleaved(variants, device, repeats, title=None, limit_s=None):
+        return {key: timing.Timing(40.0, 0.0) for key in variants}
+
+    def launch_timings(launches, device):
+        return {name: timing.LaunchTiming(39.0, device_ms[name]) for name in launches}
+
+    monkeypatch.setattr(timing, "interleaved", interleaved)
+    monkeypatch.setattr(timing, "launch_timings", launch_timings)
+    table = measure_decode_maximal(tiny_model(), machine_info(), context=20, batch=3, chunk=12)
+    assert table.speedup is None  # for nothing, it seems
+    assert table.device_speedup == pytest.approx((5 / 3) / (4 / 2))
+    assert table.to_json()["decode_speedup"]["device"] == table.device_speedup
+    options = SimpleNamespace(chunk=12, batch=3, seq_len=20)
+    offline.print_decode_maximal(table, options)
+    text = capsys.readouterr().out
+    assert "of the time of the device 0.8x" in text and "launch | device |" in text
+    bound = "prompt, prefill-only, decode-only, decode-maximal"
+    assert f"bound by launches, not by the device: {bound}\n" in text
 
 
 def hybrid_time(decode_token_ms=1.0, busy=False):

@@ -14,6 +14,7 @@ from config import EngineConfig
 from lab.simulator.simulation import simulate
 from model import GPTConfig
 from parallel.shard import Shard, local_config
+from parallel.stages import Stage
 from policies import POLICIES
 from pretrained import checkpoints
 from tests import rank_program
@@ -181,9 +182,14 @@ def test_the_parts_of_all_ranks_are_the_whole(tp, pp, name, vocab_size):
         assert (count.min(), count.max()) == copies(whole.config, tp, pp, source), source
 
 
-def test_the_time_of_all_sums_is_added_up(monkeypatch):
+def two_parts():
+    """One of two ranks that share each layer."""
     ranks = SimpleNamespace(tp=2, pp=1, rank=0, stage=0, part=0, tp_group="these two")
-    shard = Shard(tiny_model(n_kv_head=2).config, ranks, seed=None)
+    return Shard(tiny_model(n_kv_head=2).config, ranks, seed=None)
+
+
+def test_the_time_of_all_sums_is_added_up(monkeypatch):
+    shard = two_parts()
     groups = []
 
     def all_reduce(x, group):
@@ -193,7 +199,70 @@ def test_the_time_of_all_sums_is_added_up(monkeypatch):
     monkeypatch.setattr("parallel.shard.dist.all_reduce", all_reduce)
     for _ in range(3):
         shard.sum_up(torch.zeros(1))
-    assert shard.summing_s >= 0.06 and groups == ["these two"] * 3
+    assert shard.sum_timer.total_s >= 0.06 and groups == ["these two"] * 3
+
+
+def test_the_time_of_sums_on_a_gpu_is_the_devices(monkeypatch):
+    """all_reduce returns at once; the device computes 30 ms, then sums for 20 ms, each time."""
+    stream = SimpleNamespace(device_s=0.0, done_s=0.0)
+    events = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+            events.append(self)
+
+        def record(self):
+            self.time_s = stream.device_s
+
+        def elapsed_time(self, end):
+            assert end.time_s <= stream.done_s, "read before the device was done"
+            return 1e3 * (end.time_s - self.time_s)
+
+    def all_reduce(x, group):
+        stream.device_s += 0.02
+
+    monkeypatch.setattr("parallel.shard.dist.all_reduce", all_reduce)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    shard = two_parts()
+    x = SimpleNamespace(is_cuda=True)
+    for iteration in (1, 2):
+        for _ in range(3):
+            stream.device_s += 0.03
+            assert shard.sum_up(x) is x
+        assert shard.sum_timer.total_s == pytest.approx((iteration - 1) * 0.06)
+        stream.done_s = stream.device_s
+        shard.sum_timer.read()
+        assert shard.sum_timer.total_s == pytest.approx(iteration * 0.06)
+    assert len(events) == 2 * 3  # of the first iteration: they are used again
+
+
+@pytest.mark.parametrize("stage_number", [0, 1])
+def test_a_stage_reads_the_times_of_sums_when_its_device_is_done(stage_number, monkeypatch):
+    calls = []
+
+    def note(name):
+        return lambda *_: calls.append(name) or [1.0]
+
+    model = SimpleNamespace(
+        ranks=SimpleNamespace(
+            clock=lambda: 0.0, waited=0.0, stage=stage_number, pp=2, tp=2, rank=0, part=1
+        ),
+        config=SimpleNamespace(n_embd=1),
+        final_norm=SimpleNamespace(weight=torch.ones(1)),
+        embed=note("sum"),
+        compute_layers=note("sum"),
+        logits=note("sum"),
+        sum_timer=SimpleNamespace(read=note("read")),
+    )
+    monkeypatch.setattr("parallel.stages.dist.recv", note("recv"))
+    monkeypatch.setattr("parallel.stages.dist.isend", note("send"))
+    stage = Stage(model)
+    batch = SimpleNamespace(tokens=[1])
+    stage.runners[7] = SimpleNamespace(flatten=lambda _: batch, fetch=note("fetch"), cache=None)
+    assert stage.run(7, [], [], []) is None
+    after_sums = [call for call in calls[calls.index("sum") :] if call != "sum"]
+    assert after_sums == (["fetch", "send", "read"] if stage_number == 0 else ["fetch", "read"])
 
 
 @pytest.mark.parametrize("tp, pp", [(4, 1), (2, 2)])

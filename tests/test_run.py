@@ -28,10 +28,11 @@ from lab.measure.capacity import (
     slo_seconds,
     summarize_search,
 )
-from lab.measure.load_run import EngineServer, LoadRun, Run, serve
+from lab.measure.load_run import Clock, EngineServer, LoadRun, Run, serve
 from lab.measure.run_plan import run_plan
 from lab.measure.workload import Arrival, chats, prompts
 from model import GPT
+from parallel.stages import ParallelEngine, PipelineState
 from policies import POLICIES
 from policies import token_budget as slo
 from policies.token_budget import Profiled, hybrid_spans
@@ -94,9 +95,8 @@ def test_the_rate_of_chats_is_that_at_which_they_are_offered():
     """Turns that wait for answers come no quicker than the server is; 4 chats, a second apart."""
     first = [Arrival(float(time), 9, 6) for time in range(4)]
     for turns, offered in ((1, None), (3, 11 / 3)):
-        run = LoadRun(
-            EngineServer(Engine.from_config(Silent(), SMALL), lambda: 0.0), chats(first, turns)
-        )
+        server = EngineServer(Engine.from_config(Silent(), SMALL), Clock(lambda: 0.0))
+        run = LoadRun(server, chats(first, turns))
         assert run.result().offered_per_s == offered
     came = [20.0 * min(i, 5) + 10.0 * max(0, i - 5) for i in range(20)]  # and then no quicker
     completions = [
@@ -197,8 +197,9 @@ def test_an_interrupted_run_is_what_was_seen_of_it(turns):
                 raise KeyboardInterrupt
             return time.now()
 
-        engine = Engine.from_config(Silent(), replace(SMALL, policy="vllm"), clock=clock)
-        return LoadRun(EngineServer(engine, clock, time.sleep), load, tokens)
+        run_clock = Clock(clock)
+        engine = Engine.from_config(Silent(), replace(SMALL, policy="vllm"), clock=run_clock)
+        return LoadRun(EngineServer(engine, run_clock, time.sleep), load, tokens)
 
     full = load_run(10**6).run()
     num_completed = set()
@@ -286,8 +287,43 @@ def test_a_run_looks_every_second_at_who_else_computes(monkeypatch):
     took = []
     monkeypatch.setattr(measure.Probe, "take", lambda probe, *_: took.append(len(took)) or took[-1])
     run = serve_small()
-    assert 5 < run.seconds < 6 and len(took) == 3  # at 0, 4 and 5 s: in between all is done
+    assert 5 < run.seconds < 6
+    assert len(took) == 4  # at 0, 1, 4 and 5 s: from 1.2 to 4 s it waits
     assert run.drift == sum(took) / len(took) > 0 and judge(run, 1.0).busy
+
+
+def test_no_measured_time_holds_a_glance_at_the_machine(monkeypatch):
+    """A probe of any length changes nothing of a run: not the times of tokens, not its end."""
+    arrivals = [Arrival(0.0, 9, 22), Arrival(0.9, 9, 22), Arrival(1.1, 3, 20)]
+    tokens = prompts(arrivals, 61, 0)
+
+    def run(glance_s):
+        time = Time(0.01)
+        monkeypatch.setattr(measure.Probe, "take", lambda *_: time.sleep(glance_s) or 0.125)
+        return serve(Silent(), SMALL, arrivals, tokens, now=time.now, sleep=time.sleep)
+
+    without = run(glance_s=0.0)
+    with_probes = run(glance_s=0.3)
+    assert max(without.completions[1].tbt) < 0.3
+    for quick, slow in zip(without.completions, with_probes.completions, strict=True):
+        assert slow.token_times == pytest.approx(quick.token_times)
+    assert with_probes.seconds == pytest.approx(without.seconds)
+
+
+def test_a_pipeline_is_probed_when_no_batch_is_in_flight(monkeypatch):
+    """Its other stages would go on while the clock of the run stands still."""
+    took = []
+    monkeypatch.setattr(measure.Probe, "take", lambda probe, *_: took.append(1) or 0.0)
+    engine = object.__new__(ParallelEngine)
+    engine.runner = SimpleNamespace(model=MODEL)
+    engine.step = engine.abort = None
+    engine.schedulers = ()
+    engine.scheduler = SimpleNamespace(requests={})
+    server = EngineServer(engine, Clock(lambda: 0.0))
+    for flights, probes in [(("a batch",), 0), ((), 1), ((), 1)]:
+        engine.state = PipelineState(ready=(), flights=flights)
+        assert server.ready_at() == (0.0 if flights else np.inf)
+        assert len(took) == probes
 
 
 def test_what_is_made_of_a_base():

@@ -12,12 +12,14 @@ from argparse import ArgumentTypeError, Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from cli.loading import ModelOptions, add_model_options, load_model, model_options, resolve_model
 from cli.options import OptionParser, add_json_option, whole, write_json, wrote
 from lab.measure import timing
 from lab.measure.batch_times import (
     Batch,
+    BatchTime,
     SequenceTime,
     chunks_of,
     keep_layers,
@@ -160,4 +162,28 @@ def main(options: BatchesOptions) -> None:
 def print_batches(rows: Mapping[str, SequenceTime]) -> None:
     """Print the table of what was timed."""
     marked = {timing.mark(name, row.busy): row for name, row in rows.items()}
-    print(f"{format_table('ms', COLUMNS, marked)}\n\n{NOTE}")
+    columns = [*COLUMNS, *launch_columns(rows)]
+    print(f"{format_table('ms', columns, marked)}\n\n{NOTE}{launch_note(rows)}")
+
+
+def launch_columns(rows: Mapping[str, BatchTime]) -> list[Column[Any]]:
+    """The columns of a GPU's table: the CPU's time to launch a batch, and the GPU's to compute it.
+    [] on a CPU, which computes what it launches."""
+    if all(row.device_ms is None for row in rows.values()):
+        return []
+    return [
+        Column("launch", lambda row: row.launch_ms, ",.2f"),
+        Column("device", lambda row: row.device_ms, ",.2f"),
+    ]
+
+
+def launch_note(rows: Mapping[str, BatchTime]) -> str:
+    """What these columns are, and which rows say more of the CPU than of the GPU."""
+    if not launch_columns(rows):
+        return ""
+    slow = [name for name, row in rows.items() if row.launch_bound]
+    bound = f"bound by launches, not by the device: {', '.join(slow) or 'none'}"
+    return (
+        "launch: of the CPU, until all kernels are launched; device: of the GPU, when it need not "
+        f"wait for launches\n{bound}\n"
+    )

@@ -29,6 +29,7 @@ from cli.options import (
     wrote_page,
 )
 from config import EngineConfig
+from lab.commands.batches import launch_columns, launch_note
 from lab.measure import timing
 from lab.measure.decode_maximal import DecodeMaximal, HybridTime, measure_decode_maximal
 from lab.measure.machine_info import RealMachineInfo, measure_machine
@@ -305,15 +306,19 @@ def print_decode_maximal(table: DecodeMaximal, options: OfflineOptions) -> None:
     speedup = (
         f"{show_speedup(table.speedup)}; of the products {show_speedup(table.products_speedup)}"
     )
+    if table.decode_only.device_ms is not None:
+        speedup += f"; of the time of the device {show_speedup(table.device_speedup)}"
     rows = {timing.mark(name, row.busy): row for name, row in table.rows.items()}
+    columns = [*DECODE_MAXIMAL_COLUMNS, *launch_columns(table.rows)]
     print(
         f"1. What a decode costs (SARATHI, Table 2): chunk {options.chunk}, batch {options.batch}, "
         f"context {options.seq_len}, times in ms\n\n"
-        f"{format_table('batch', DECODE_MAXIMAL_COLUMNS, rows)}\n\n"
+        f"{format_table('batch', columns, rows)}\n\n"
         f"decode speedup: {timing.TOO_BUSY if table.busy else speedup}\n"
         "products, operation by operation, and attention are timed alone; limit of attention: "
         "flops at the rate of the\n"
         "products, or K and V at the bandwidth, whichever takes longer\n"
+        f"{launch_note(table.rows)}"
     )
 
 

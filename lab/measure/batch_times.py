@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from statistics import median
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
 
 from engine import Runner
 from kv_cache import Span
@@ -91,6 +93,13 @@ class BatchTime:
     other_ms: float  # norms, rotation, activation, embedding, and what lies between
     spread: float  # between the quartiles of the total, as a fraction of it
     busy: bool  # whether the machine was too busy for these numbers to be believed
+    launch_ms: float | None = None  # of the CPU, until a GPU has got all work; None on a CPU
+    device_ms: float | None = None  # of the GPU, without waiting for launches; None on a CPU
+
+    @property
+    def launch_bound(self) -> bool:
+        """Whether the CPU takes longer to launch the batch than the GPU to compute it."""
+        return (self.launch_ms or 0.0) > (self.device_ms or 0.0)
 
     def to_json(self) -> dict[str, object]:
         """All fields by their names."""
@@ -134,11 +143,29 @@ def time_batches(
         return median(timings[name, "total"].spread for name in batches)
 
     timings, drift = timing.steadily(time_all, device, tries=2, spread_of=typical_spread)
+    launches: dict[BatchName, timing.LaunchTiming] = {}
+    if not isinstance(runner.model, Shard):  # whose other ranks launch, too
+        functions = {name: _launch_of(runner, batch, head) for name, batch in batches.items()}
+        launches = timing.launch_timings(functions, device)
     times = {}
     for name, batch in batches.items():
         parts = {part: timings[name, part] for part in ("total", "attention", *PRODUCTS)}
-        times[name] = _batch_time(runner.model, machine, batch, parts, drift)
+        batch_time = _batch_time(runner.model, machine, batch, parts, drift)
+        if name in launches:
+            cpu_ms, device_ms = launches[name]
+            batch_time = replace(batch_time, launch_ms=cpu_ms, device_ms=device_ms)
+        times[name] = batch_time
     return times
+
+
+def _launch_of(runner: Runner, batch: Batch, head: bool) -> Callable[[], object]:
+    """A function that launches a batch, and does not wait for its tokens."""
+    spans = spans_of(batch, wants_logits=head)
+
+    def launch() -> Tensor:
+        return runner.forward(runner.flatten(spans))
+
+    return launch
 
 
 def _parts_of(runner: Runner, batch: Batch, head: bool) -> dict[str, Callable[[], object]]:
@@ -214,11 +241,11 @@ def longest(sequences: Mapping[str, Sequence[Batch]]) -> int:
 
 def add_up(model: GPT, batches: Sequence[Batch], times: Sequence[BatchTime]) -> SequenceTime:
     """The SequenceTime of batches that follow each other, from the time of each."""
-    sums = {
-        field.name: sum(getattr(time, field.name) for time in times)
-        for field in fields(BatchTime)
-        if field.name.endswith("_ms")
-    }
+    sums: dict[str, Any] = {}
+    for field in fields(BatchTime):
+        if field.name.endswith("_ms"):
+            parts_ms = [getattr(time, field.name) for time in times]
+            sums[field.name] = None if None in parts_ms else sum(parts_ms)
     tokens = count_tokens(batches)
     return SequenceTime(
         **sums,

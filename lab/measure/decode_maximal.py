@@ -47,6 +47,7 @@ class DecodeMaximal:
     speedup: float | None  # of a decode, over one in the decode-only batch; None: lost in the noise
     products_speedup: float | None  # the same of the matrix products alone
     promised_gain: float  # in throughput over request-level, see `promise_gain`
+    device_speedup: float | None = None  # the same as speedup of a GPU's time alone; None on a CPU
 
     @property
     def rows(self) -> dict[str, HybridTime]:
@@ -67,7 +68,11 @@ class DecodeMaximal:
         """What the report of `bench.py offline` holds of the table."""
         return {
             "decode_maximal": {name: row.to_json() for name, row in self.rows.items()},
-            "decode_speedup": {"total": self.speedup, "products": self.products_speedup},
+            "decode_speedup": {
+                "total": self.speedup,
+                "products": self.products_speedup,
+                "device": self.device_speedup,
+            },
             "promised_gain": self.promised_gain,
         }
 
@@ -124,6 +129,7 @@ def measure_decode_maximal(
             spread=prefill_only.spread,
         ),
         promised_gain=promise_gain(prompt, decode_only, context, batch, chunk),
+        device_speedup=device_speedup(prefill_only, decode_only, hybrid),
     )
 
 
@@ -152,6 +158,25 @@ def decode_speedup(
     added_ms = hybrid_ms - prefill_ms
     noise_ms = prefill_ms * spread / 2
     return decode_ms / (added_ms / riding) if added_ms > noise_ms else None
+
+
+def device_speedup(
+    prefill_only: BatchTime, decode_only: HybridTime, hybrid: HybridTime
+) -> float | None:
+    """The decode speedup, of the time that a GPU computes: the time of launches is no part of it.
+    None on a CPU, or lost in the noise."""
+    decode_ms = decode_only.device_ms
+    hybrid_ms = hybrid.device_ms
+    prefill_ms = prefill_only.device_ms
+    if decode_ms is None or hybrid_ms is None or prefill_ms is None:
+        return None
+    return decode_speedup(
+        decode_ms=decode_ms / decode_only.decodes,
+        hybrid_ms=hybrid_ms,
+        prefill_ms=prefill_ms,
+        riding=hybrid.decodes,
+        spread=prefill_only.spread,
+    )
 
 
 def promise_gain(

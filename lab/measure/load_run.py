@@ -23,7 +23,7 @@ from lab.measure import timing as measure
 from lab.measure.workload import Arrival
 from model import GPT
 from outputs import Completion, Event, Iteration
-from parallel import engine_for
+from parallel import ParallelEngine, engine_for
 from policies.priority import PRIORITIES
 from sampling import SamplingParams
 from scheduler import Scheduler
@@ -263,6 +263,22 @@ class LoadRun:
         return [*previous.prompt, *previous.tokens, *self.prompts[i]]
 
 
+class Clock:
+    """Seconds since it was made, or set to 0 again."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self.now = now
+        self.start = now()
+
+    def __call__(self) -> float:
+        """The time in seconds."""
+        return self.now() - self.start
+
+    def set(self, seconds: float = 0.0) -> None:
+        """Let it be `seconds`, and go on from there."""
+        self.start = self.now() - seconds
+
+
 class EngineServer:
     """An engine as a Server. Outputs have the lengths of the load, as there are no stop tokens.
     Latencies count from the arrival, also if that is during an iteration."""
@@ -270,7 +286,7 @@ class EngineServer:
     def __init__(
         self,
         engine: Engine,
-        clock: Callable[[], float],
+        clock: Clock,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self.engine = engine
@@ -290,13 +306,19 @@ class EngineServer:
 
     def ready_at(self) -> float:
         """The time if there is work, else infinity. Probes the machine every second."""
-        if not self.engine.has_work:
-            return math.inf
+        self._glance()
+        return self.clock() if self.engine.has_work else math.inf
+
+    def _glance(self) -> None:
+        """Probe the machine if that is due. The clock stands still meanwhile, so that the glance
+        lies in no measured time. A pipeline is probed when no batch is in flight: its other stages
+        would go on."""
         now = self.clock()
-        if now >= self.next_glance:
+        in_flight = isinstance(self.engine, ParallelEngine) and self.engine.state.flights
+        if now >= self.next_glance and not in_flight:
             self.probe_readings.append(self.probe.take(measure.GLANCE_S))
             self.next_glance = now + GLANCE_EVERY_S
-        return now
+            self.clock.set(now)
 
     def wait_until(self, time: float) -> None:
         """Sleep for as long as it takes."""
@@ -316,22 +338,6 @@ class EngineServer:
             ttft_slo=arrival.ttft_slo,
             tbt_slo=arrival.tbt_slo,
         )
-
-
-class Clock:
-    """Seconds since it was made, or set to 0 again."""
-
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self.now = now
-        self.start = now()
-
-    def __call__(self) -> float:
-        """The time in seconds."""
-        return self.now() - self.start
-
-    def set(self, seconds: float = 0.0) -> None:
-        """Let it be `seconds`, and go on from there."""
-        self.start = self.now() - seconds
 
 
 @contextmanager

@@ -35,6 +35,8 @@ BUSY = 0.20  # drift, of a machine, or spread, of times: above it no number is b
 TOO_BUSY = "this machine is too busy to tell"
 PROBE_S = 0.02  # of a probe beside a measurement
 GLANCE_S = 0.01  # of a probe within one, every second
+LAUNCH_REPEATS = 5
+PAUSE_HZ = 2e9  # no GPU's clock is much faster: a pause of so many cycles takes a second or longer
 
 
 class Timing(NamedTuple):
@@ -42,6 +44,13 @@ class Timing(NamedTuple):
 
     ms: float
     spread: float
+
+
+class LaunchTiming(NamedTuple):
+    """Medians in milliseconds: the CPU's time to launch a computation, and the device's for it."""
+
+    cpu_ms: float
+    device_ms: float
 
 
 def synchronize(device: torch.device) -> None:
@@ -83,6 +92,42 @@ def summarize(values_ms: Sequence[float]) -> Timing:
     """The Timing of two or more samples in milliseconds."""
     low, median, high = statistics.quantiles(values_ms, n=4, method="inclusive")
     return Timing(median, (high - low) / median if median else 0.0)
+
+
+def launch_timings(
+    launches: Mapping[Name, Callable[[], object]], device: torch.device
+) -> dict[Name, LaunchTiming]:
+    """Time the CPU and the device apart, {name: function}: for functions that launch and do not
+    wait. {} unless the device is CUDA's: a CPU computes what it launches.
+
+    The CPU is timed until the function returns, with an idle device. The device is timed by events,
+    in a second call: it pauses until that has launched all, or its kernels would wait for launches,
+    and it would seem as slow as the CPU. (CUDA holds about a thousand launches back, not more.)"""
+    if device.type != "cuda":
+        return {}
+    cpu_ms: dict[Name, list[float]] = {name: [] for name in launches}
+    device_ms: dict[Name, list[float]] = {name: [] for name in launches}
+    begin = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    for _ in range(LAUNCH_REPEATS):
+        for name, launch in launches.items():
+            synchronize(device)
+            start = time.perf_counter()
+            launch()
+            launch_s = time.perf_counter() - start
+            cpu_ms[name].append(launch_s * 1e3)
+
+            synchronize(device)
+            torch.cuda._sleep(int(2 * launch_s * PAUSE_HZ))
+            begin.record()
+            launch()
+            end.record()
+            synchronize(device)
+            device_ms[name].append(begin.elapsed_time(end))
+    return {
+        name: LaunchTiming(statistics.median(cpu_ms[name]), statistics.median(device_ms[name]))
+        for name in launches
+    }
 
 
 class Probe:
@@ -174,6 +219,13 @@ def fastest_cpu_dtype() -> torch.dtype:
     """bfloat16 if this CPU multiplies it faster than float32, else float32. See cpu_rates."""
     rates = cpu_rates(torch.get_num_threads())
     return max(rates, key=lambda dtype: rates[dtype])
+
+
+def fastest_gpu_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 if the tensor cores of this GPU multiply it, as from Ampere on, else float16.
+
+    Before (V100, T4) bfloat16 is emulated in float32."""
+    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
 
 
 def linear_layers(model: GPT, names: Sequence[str] = LINEAR) -> list[nn.Linear]:
