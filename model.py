@@ -287,7 +287,7 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
     Dimension i of x (num_tokens, heads, head_dim) is paired with i + head_dim / 2, as in
     checkpoints in the Hugging Face format."""
-    torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin, out=x)
+    x.copy_(torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin))
 
 
 def rope_table(config: GPTConfig, device: torch.device | str, dtype: torch.dtype) -> Tensor:

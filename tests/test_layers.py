@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 PLANNING = "errors torchrun kv_cache scheduler policies memory config outputs"
-ENGINE = f"{PLANNING} pretrained attention model sampling packed_linear engine torch"
+ENGINE = f"{PLANNING} pretrained attention model sampling packed_linear cuda_graphs engine torch"
 LIBRARIES = f"{ENGINE} parallel lab.measure lab.simulator views"
 MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
     "errors": "",
@@ -30,7 +30,8 @@ MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
     "model": "errors kv_cache memory pretrained attention torch",
     "sampling": "errors torch",
     "packed_linear": "model torch",
-    "engine": f"{PLANNING} pretrained attention model sampling packed_linear torch",
+    "cuda_graphs": "kv_cache attention model torch",
+    "engine": f"{PLANNING} pretrained attention model sampling packed_linear cuda_graphs torch",
     "parallel": ENGINE,
     "lab.measure": f"{ENGINE} parallel",
     "lab.simulator": f"{ENGINE} parallel lab.measure",
