@@ -1,0 +1,265 @@
+"""A pretended GPU: tensors on "cuda" that have shapes, types and a device, and no numbers.
+
+    with FakeGPU(capability=(9, 0), total_bytes=80e9) as gpu:
+        model = GPT(config, device="cuda", dtype=torch.bfloat16)
+        ...
+
+Everything in it runs as on a real GPU up to the kernels. torch refuses to mix devices, `gpu.kernels`
+counts what would be launched, `gpu.waits` lists where the host would wait for the device, and what
+flash attention is given is checked as its C++ checks it. It needs the CUDA build of torch."""
+
+import contextlib
+import sys
+import weakref
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Self
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tests.cuda.flash import check_flash_call, flash_call
+
+ROOT = Path(__file__).parents[2]
+NEEDS_CUDA_BUILD = pytest.mark.skipif(
+    torch.version.cuda is None,
+    reason="needs the CUDA build of torch (and no GPU), see tests/README.md",
+)
+BLOCK_BYTES = 512  # of torch's allocator on CUDA
+# These give the host a number from the device, or a shape that depends on one.
+DATA_DEPENDENT = {"_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero"}
+DATA_DEPENDENT |= {"_unique2", "unique_dim", "unique_consecutive", "bincount"}
+# These only make another view, or take memory.
+LAUNCH_NOTHING = {"_reshape_alias", "_unsafe_view", "alias", "as_strided", "chunk", "detach"}
+LAUNCH_NOTHING |= {"empty", "empty_like", "empty_permuted", "empty_strided", "expand", "lift_fresh"}
+LAUNCH_NOTHING |= {"new_empty", "permute", "reshape", "select", "slice", "split"}
+LAUNCH_NOTHING |= {"split_with_sizes", "squeeze", "t", "transpose", "unbind", "unflatten"}
+LAUNCH_NOTHING |= {"unsqueeze", "view", "device"}
+
+
+class Wait(NamedTuple):
+    """A place where the host waits for the device."""
+
+    reason: str
+    place: str  # file:line, of the code of the project that led there
+
+
+class FakeDevice(FakeTensorMode):
+    """Makes tensors that have no memory, on a device that does not exist."""
+
+    @property
+    def avoid_device_init(self) -> bool:
+        return True
+
+
+class FakeGPU(TorchDispatchMode):
+    """The GPU of this process, as long as the context lasts: see the top of this file."""
+
+    def __init__(self, capability: tuple[int, int] = (8, 0), total_bytes: float = 80e9) -> None:
+        super().__init__()
+        self.capability = capability
+        self.total_bytes = int(total_bytes)
+        self.allocated_bytes = 0
+        self.peak_bytes = 0
+        self.kernels: Counter[str] = Counter()  # launched, by the name of the operator
+        self.waits: list[Wait] = []
+        self.triton_launches: list[tuple[str, dict[str, Any]]] = []  # (kernel, its arguments)
+        self.storages: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.pinned = WeakIdKeyDictionary()  # tensors of the host, as a set
+        self.patches = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        self.patch_xformers()
+        self.patch_torch()
+        self.patches.enter_context(FakeDevice())
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.patches.close()
+
+    # What is pretended.
+
+    def patch(self, target: Any, name: str, value: Any) -> None:
+        """Replace an attribute until the context ends."""
+        self.patches.enter_context(mock.patch.object(target, name, value))
+
+    def patch_torch(self) -> None:
+        """Let torch.cuda answer as if there were a driver."""
+        real_tensor = torch.tensor
+        stream = SimpleNamespace(synchronize=lambda: self.wait("synchronize"))
+
+        def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+            x = real_tensor(*args, **kwargs)
+            if pin_memory:
+                self.pinned[x] = True
+            return x
+
+        def tolist(x: Tensor) -> list[Any]:
+            if x.is_cuda:
+                self.wait("tolist")
+            return zeros(x)
+
+        answers = {
+            "current_device": 0,
+            "current_stream": stream,
+            "device_count": 1,
+            "device_of": contextlib.nullcontext(),
+            "get_device_capability": self.capability,
+            "get_device_name": "a pretended GPU",
+            "is_available": True,
+        }
+        for name, answer in answers.items():
+            self.patch(torch.cuda, name, mock.Mock(return_value=answer))
+        self.patch(torch.cuda, "mem_get_info", lambda device=None: self.memory())
+        for name in ("memory_allocated", "memory_reserved"):
+            self.patch(torch.cuda, name, lambda device=None: self.allocated_bytes)
+        self.patch(torch.cuda, "synchronize", lambda device=None: self.wait("synchronize"))
+        self.patch(torch, "tensor", tensor)
+        self.patch(torch, "Generator", HostGenerator)
+        self.patch(FakeTensor, "tolist", tolist)
+        self.patch(torch.nn.Module, "_apply", replace_parameters)
+
+    def patch_xformers(self) -> None:
+        """Record the launches of xformers' two Triton kernels."""
+        pytest.importorskip("triton", reason="the CUDA build of torch brings Triton")
+        from xformers.ops.fmha import triton_splitk
+        from xformers.ops.fmha._triton import splitk_kernels
+
+        kernel = Launcher("split_k", self)
+        self.patch(triton_splitk.FwOp, "get_kernel", classmethod(lambda operator: kernel))
+        self.patch(splitk_kernels, "_splitK_reduce", Launcher("split_k_reduce", self))
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes, as torch.cuda.mem_get_info."""
+        return self.total_bytes - self.allocated_bytes, self.total_bytes
+
+    # What is recorded.
+
+    def wait(self, reason: str) -> None:
+        """Record that the host waits for the device here."""
+        frame = sys._getframe(1)
+        while frame.f_back is not None and not is_of_project(frame.f_code.co_filename):
+            frame = frame.f_back
+        place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        self.waits.append(Wait(reason, place))
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = op.overloadpacket.__name__
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if any(x.is_cuda for x in tensors):
+            self.note_waits(name, tensors, args, kwargs)
+        call = flash_call(op, args, kwargs)
+        if call is not None:
+            check_flash_call(call)
+        result = op(*args, **kwargs)
+        results = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.is_cuda]
+        for x in results:
+            self.allocate(x)
+        if name in ("_to_copy", "copy_") and not any(x.is_cuda for x in tensors) and results:
+            self.note_copy(name, tensors[-1], args, kwargs)  # the host's tensors alone go in
+        if (results or any(x.is_cuda for x in tensors)) and name not in LAUNCH_NOTHING:
+            self.kernels[name] += 1
+        return result
+
+    def note_waits(
+        self, name: str, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Record what an operator waits for that is given tensors on the device."""
+        if name in DATA_DEPENDENT:
+            self.wait(name)
+        if name.startswith("index") and any(x.ndim and not x.is_cuda for x in tensors):
+            self.wait(f"{name} with an index of the host")
+        if name == "index" and any(x.is_cuda and x.dtype == torch.bool for x in tensors[1:]):
+            self.wait("index with a mask")  # how many rows there are is a number on the device
+        if name == "_to_copy" and torch.device(kwargs.get("device", "cuda")).type != "cuda":
+            self.note_copy(name, tensors[0], args, kwargs)
+        if name == "copy_" and len({x.device.type for x in tensors}) == 2:
+            self.note_copy(name, tensors[-1], args, kwargs)
+
+    def note_copy(
+        self, name: str, source: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Record a copy between host and device, unless it runs on while the host does.
+
+        That takes non_blocking, and memory of the host that is pinned."""
+        non_blocking = kwargs.get("non_blocking") or (name == "copy_" and True in args[2:])
+        if source.is_cuda or source not in self.pinned:
+            self.wait(f"{name} of memory that is not pinned")
+        elif not non_blocking:
+            self.wait(f"{name} that blocks")
+
+    def allocate(self, x: Tensor) -> None:
+        """Count the memory of a tensor, until it is freed."""
+        storage = x.untyped_storage()
+        if storage in self.storages:
+            return
+        size = -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
+        self.storages.add(storage)
+        self.allocated_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+        weakref.finalize(storage, self.free, size)
+
+    def free(self, size: int) -> None:
+        """Count memory as free again."""
+        self.allocated_bytes -= size
+
+
+class HostGenerator(torch.Generator):
+    """A generator on the host, whatever its device is to be."""
+
+    def __new__(cls, device: Any = "cpu") -> Self:
+        return super().__new__(cls, "cpu")
+
+
+class Launcher:
+    """Stands for a Triton kernel: records its launches, and where its tensors are."""
+
+    def __init__(self, name: str, gpu: FakeGPU) -> None:
+        self.name = name
+        self.gpu = gpu
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self.launch
+
+    def launch(self, *args: Any, **kwargs: Any) -> None:
+        """Record a launch. Raises RuntimeError for a tensor that is not on the device."""
+        arguments = dict(enumerate(args)) | kwargs
+        for key, x in arguments.items():
+            if isinstance(x, Tensor) and not x.is_cuda:
+                raise RuntimeError(f"{self.name}: argument {key} is on {x.device}")
+        self.gpu.kernels[self.name] += 1
+        self.gpu.triton_launches.append((self.name, {str(k): v for k, v in arguments.items()}))
+
+
+def is_of_project(file: str) -> bool:
+    """Whether this is code of the project, and not of the stand-in."""
+    return file.startswith(str(ROOT)) and "site-packages" not in file and file != __file__
+
+
+def zeros(x: Tensor) -> Any:
+    """Nested lists of zeros in the shape of x."""
+    nested: Any = 0.0 if x.is_floating_point() else 0
+    for size in reversed(x.shape):
+        nested = [nested] * size
+    return nested
+
+
+def replace_parameters(module: Any, fn: Any, recurse: bool = True) -> Any:
+    """nn.Module._apply by new parameters: torch's own swaps the memory of pretended ones."""
+    for child in module.children():
+        child._apply(fn)
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            module._parameters[name] = torch.nn.Parameter(fn(parameter), requires_grad=False)
+    return module

@@ -1,0 +1,122 @@
+"""Engines on a pretended GPU: every policy and backend serves requests, and waits once an iteration."""
+
+import warnings
+
+import pytest
+import torch
+
+from attention import BACKENDS, DEVICES, SDPA
+from engine import Engine, Runner
+from model import GPT, GPTConfig
+from policies import POLICIES
+from sampling import SamplingParams
+from tests.cuda.fake_gpu import NEEDS_CUDA_BUILD
+
+pytestmark = NEEDS_CUDA_BUILD
+
+MAX_LEN = 720
+PAGES = {MAX_LEN: 3, 256: 7, 128: 12, 64: 15, 16: 60}  # by their size; one page for each request
+SIXTEEN_BIT_BACKENDS = [name for name in BACKENDS if DEVICES.get(name) == "cuda"]
+# temperature, top_k, top_p, logprobs
+SAMPLED = [(0, 0, 1, True), (0.7, 5, 1, False), (1, 0, 0.5, True), (2, 0, 1, False), (0, 0, 1, False)]
+
+
+def new_model(family="llama", n_kv_head=2, dtype=torch.bfloat16, head_dim=64, **changes):
+    """A model on the pretended GPU."""
+    sizes = dict(vocab_size=61, n_layer=1, n_head=4, n_embd=4 * head_dim, n_inner=48)
+    sizes |= dict(n_kv_head=n_kv_head, head_dim=head_dim, max_positions=1024)
+    return GPT(GPTConfig(family, **sizes | changes), "cuda", dtype)
+
+
+def serve(gpu, model, policy="sarathi-serve", attention="auto", page_size=MAX_LEN, **options):
+    """The engine that served five requests after it was warmed up.
+
+    It must not wait for the GPU but once an iteration, to fetch its tokens, or see it end."""
+    engine = Engine(
+        model,
+        policy=policy,
+        attention=attention,
+        chunk=256,
+        max_batch=3,
+        max_len=MAX_LEN,
+        page_size=page_size,
+        pages=PAGES[page_size],
+        policy_options={"tbt_slo": 1.0} if policy == "dynamic" else {},
+        **options,
+    )
+    engine.warm_up()
+    params = [SamplingParams(3, t, k, p, logprobs=wanted) for t, k, p, wanted in SAMPLED]
+    prompts = [[1] * n for n in (1, 30, 7, 150, 400)]
+    for prompt, param in zip(prompts, params, strict=True):
+        engine.add_request(prompt, param)
+    completions = []
+    while engine.has_work:
+        gpu.waits.clear()
+        events = engine.step()
+        completions += [event.completion for event in events if event.completion]
+        (wait,) = gpu.waits
+        assert wait.reason == ("tolist" if events else "synchronize")
+        assert wait.place.startswith("engine.py:")
+    assert sorted(len(completion.tokens) for completion in completions) == [3] * 5
+    return engine
+
+
+@pytest.mark.parametrize("page_size", [MAX_LEN, 256, 64])
+@pytest.mark.parametrize("attention", ["auto", "sdpa", *SIXTEEN_BIT_BACKENDS])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_serves_with_every_backend(gpu, policy, attention, page_size):
+    serve(gpu, new_model(), policy, attention, page_size)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", *SIXTEEN_BIT_BACKENDS])
+@pytest.mark.parametrize("family, n_kv_head", [("gpt2", 4), ("llama", 4), ("llama", 1)])
+def test_every_family_serves_with_every_backend(gpu, family, n_kv_head, attention):
+    serve(gpu, new_model(family, n_kv_head, torch.float16), attention=attention)
+
+
+@pytest.mark.parametrize("page_size", [MAX_LEN, 16])
+def test_float32_is_served_by_torch(gpu, page_size):
+    engine = serve(gpu, new_model(dtype=torch.float32), page_size=page_size)
+    assert isinstance(engine.runner.attention, SDPA)
+
+
+@pytest.mark.parametrize("part", ["qk_norm", "qkv_bias", "tie_embeddings"])
+def test_every_part_of_a_model_is_served(gpu, part):
+    serve(gpu, new_model(**{part: True}))
+
+
+@pytest.mark.parametrize("page_size", [MAX_LEN, 64])
+@pytest.mark.parametrize("head_dim", [8, 80, 128, 256])
+def test_every_head_dim_is_served(gpu, head_dim, page_size):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that torch takes over what others cannot
+        serve(gpu, new_model(head_dim=head_dim), page_size=page_size)
+
+
+@pytest.mark.parametrize("page_size", [256, 64])
+def test_prefix_caching_is_served(gpu, page_size):
+    serve(gpu, new_model(), page_size=page_size, prefix_caching=True)
+
+
+@pytest.mark.parametrize("gpu", [(8, 6), (8, 9), (9, 0)], indirect=True)
+def test_newer_gpus_are_served(gpu):
+    engine = serve(gpu, new_model(), page_size=64)
+    assert not isinstance(engine.runner.attention, SDPA)
+
+
+@pytest.mark.parametrize("gpu", [(7, 0), (7, 5)], indirect=True)
+def test_older_gpus_are_served_by_torch_which_is_said_once(gpu):
+    with pytest.warns(UserWarning, match="sm80") as said:
+        engine = serve(gpu, new_model(dtype=torch.float16))
+    assert len(said) == 1 and isinstance(engine.runner.attention, SDPA)
+
+
+def test_memory_of_model_and_cache_is_counted(gpu):
+    model = new_model(n_layer=4)
+    weight_bytes = sum(p.numel() * p.itemsize for p in model.parameters())
+    assert gpu.allocated_bytes >= weight_bytes + model.rope.numel() * model.rope.itemsize
+    before = gpu.allocated_bytes
+    runner = Runner(model, 3, MAX_LEN, MAX_LEN)
+    assert gpu.allocated_bytes - before >= runner.cache.data.numel() * 2
+    with pytest.raises(ValueError, match="pages=1000000.*GB are free"):
+        Runner(model, 1_000_000, MAX_LEN, MAX_LEN)
