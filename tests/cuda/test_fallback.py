@@ -1,0 +1,143 @@
+"""Where the operators for CUDA fail, `auto` takes torch's attention, and says so once."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attention import BACKENDS, SDPA, make_attention
+from tests.cuda.batches import (
+    CUDA_BACKENDS,
+    capability,
+    config_of,
+    fill,
+    new_cache,
+    random_queries,
+    scattered_spans,
+)
+from tests.cuda.flash import attend_spans, flash_call
+
+CONFIG = config_of(4, 2, 64)
+LAYOUTS = [(256, 256), (256, 512), (64, 512)]  # page_size, max_len: flash, or split-K, is tried
+
+
+def out_of_resources():
+    """Triton's, where a kernel wants more shared memory than the GPU has."""
+    errors = pytest.importorskip("triton.runtime.errors", reason="Triton comes with CUDA's torch")
+    return errors.OutOfResources(200_000, 101_376, "shared memory")
+
+
+def compilation_error():
+    """Triton's, where a kernel is not legal for this version."""
+    errors = pytest.importorskip("triton.compiler.errors", reason="Triton comes with CUDA's torch")
+    return errors.CompilationError("source", None, "no such function")
+
+
+def no_compiler():
+    return RuntimeError("Failed to find C compiler")
+
+
+def failed_assertion():
+    return AssertionError("x.ndim == 3")
+
+
+def other_signature():
+    return TypeError("unexpected keyword argument")
+
+
+def other_module():
+    return AttributeError("no attribute 'FwOp'")
+
+
+def not_in_this_build():
+    return NotImplementedError("no kernel for CUDA")
+
+
+ERRORS = [out_of_resources, compilation_error, no_compiler, failed_assertion, other_signature]
+ERRORS += [other_module, not_in_this_build]
+
+
+class FailingFlash(TorchDispatchMode):
+    """Raises an error in place of torch's flash attention."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if flash_call(op, args, kwargs or {}) is not None:
+            raise self.error
+        return op(*args, **kwargs or {})
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """A function that lets all operators for CUDA raise an error."""
+    fmha = pytest.importorskip("xformers.ops.fmha")
+    new_tensor = torch.tensor
+
+    def unpinned(*args, pin_memory=False, **kwargs):  # that would take a driver
+        return new_tensor(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "tensor", unpinned)
+
+    def fail(error):
+        def apply(operator, inputs, needs_gradient):
+            raise error
+
+        for operator in (fmha.flash.FwOp, fmha.triton_splitk.FwOp):
+            monkeypatch.setattr(operator, "apply", classmethod(apply))
+        monkeypatch.setattr(fmha.flash, "FLASH_VERSION", "2.5.7")
+        return FailingFlash(error)
+
+    return fail
+
+
+def on_cuda(cache):
+    """A cache of the CPU that says that it is on a GPU."""
+    data = SimpleNamespace(
+        is_cuda=True, dtype=cache.data.dtype, device=cache.data.device, shape=cache.data.shape
+    )
+    return SimpleNamespace(**dict(vars(cache), layer=cache.layer, data=data))
+
+
+@pytest.mark.parametrize("page_size, max_len", LAYOUTS)
+@pytest.mark.parametrize("make_error", ERRORS, ids=lambda make_error: make_error.__name__)
+def test_auto_falls_back_on_whatever_is_raised(make_error, page_size, max_len, failing):
+    error = make_error()
+    spans, pages = scattered_spans(random.Random(0), [(200, 1), (256, 130), (9, 9)], page_size)
+    cache = new_cache(CONFIG, pages, page_size, max_len, torch.float16)
+    with failing(error), capability(8, 0), pytest.warns(UserWarning) as warned:
+        backend = make_attention(CONFIG, on_cuda(cache))
+    assert isinstance(backend, SDPA)
+    (warning,) = warned
+    assert "slower" in str(warning.message) and str(error).split("\n")[0] in str(warning.message)
+    fill(cache, spans)
+    q = random_queries(spans, CONFIG, torch.float16)
+    y = backend.plan(spans)(q, *cache.layer(1))
+    expected = attend_spans(q, *cache.layer(1), spans, page_size)
+    torch.testing.assert_close(y.double(), expected, rtol=0, atol=3e-3)
+
+
+@pytest.mark.parametrize("name", CUDA_BACKENDS)
+def test_a_backend_that_is_asked_for_by_name_raises(name, failing):
+    cache = new_cache(CONFIG, 3, 256, 256, torch.float16)
+    with failing(TypeError("other")), capability(8, 0), pytest.raises(TypeError, match="other"):
+        BACKENDS[name](CONFIG, on_cuda(cache))
+
+
+def test_memory_that_is_used_up_is_not_taken_for_a_lack_of_kernels(failing):
+    cache = new_cache(CONFIG, 3, 256, 256, torch.float16)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    with failing(error), capability(8, 0), pytest.raises(torch.OutOfMemoryError):
+        make_attention(CONFIG, on_cuda(cache))
+
+
+def test_gpus_before_sm80_run_on_torch(failing):
+    cache = new_cache(CONFIG, 3, 256, 256, torch.float16)
+    unused = failing(AssertionError("was called"))
+    with unused, capability(7, 5), pytest.warns(UserWarning, match="sm80") as warned:
+        assert isinstance(make_attention(CONFIG, on_cuda(cache)), SDPA)
+    assert len(warned) == 1
