@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 HIDDEN_OR_FOREIGN = re.compile(r"(^|/)(\.|__pycache__|results/)")
-PROGRAMS_OF_TESTS = {"rank_program.py", "test_lockstep.py"}  # which tests start
+PROGRAMS_OF_TESTS = {"cpu_time.py", "rank_program.py", "test_lockstep.py"}
 MAX_NAME = 70
 LINE_COUNT = re.compile(r"\b\d[\d,]* lines\b", re.IGNORECASE)
 

@@ -8,5 +8,5 @@ from tests.cuda.fake_gpu import FakeGPU
 @pytest.fixture
 def gpu(request):
     """A pretended A100; another compute capability by indirect parametrization."""
-    with FakeGPU(getattr(request, "param", (8, 0))) as gpu:
+    with FakeGPU(getattr(request, "param", (8, 0))).plugged_in() as gpu:
         yield gpu

@@ -1,6 +1,6 @@
 """A pretended GPU: tensors on "cuda" that have shapes, types and a device, and no numbers.
 
-    with FakeGPU(capability=(9, 0), total_bytes=80e9) as gpu:
+    with FakeGPU(capability=(9, 0), total_bytes=80e9).plugged_in() as gpu:
         model = GPT(config, device="cuda", dtype=torch.bfloat16)
         ...
 
@@ -12,6 +12,7 @@ import contextlib
 import sys
 import weakref
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Self
@@ -34,7 +35,7 @@ NEEDS_CUDA_BUILD = pytest.mark.skipif(
 )
 BLOCK_BYTES = 512  # of torch's allocator on CUDA
 # These give the host a number from the device, or a shape that depends on one.
-DATA_DEPENDENT = {"_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero"}
+DATA_DEPENDENT = {"_local_scalar_dense", "equal", "masked_select", "nonzero"}
 DATA_DEPENDENT |= {"_unique2", "unique_dim", "unique_consecutive", "bincount"}
 # These only make another view, or take memory.
 LAUNCH_NOTHING = {"_reshape_alias", "_unsafe_view", "alias", "as_strided", "chunk", "detach"}
@@ -69,21 +70,21 @@ class FakeGPU(TorchDispatchMode):
         self.allocated_bytes = 0
         self.peak_bytes = 0
         self.kernels: Counter[str] = Counter()  # launched, by the name of the operator
+        self.capturing = False  # a CUDA graph
         self.waits: list[Wait] = []
         self.triton_launches: list[tuple[str, dict[str, Any]]] = []  # (kernel, its arguments)
         self.storages: weakref.WeakSet[Any] = weakref.WeakSet()
         self.pinned = WeakIdKeyDictionary()  # tensors of the host, as a set
         self.patches = contextlib.ExitStack()
 
-    def __enter__(self) -> Self:
-        self.patch_xformers()
-        self.patch_torch()
-        self.patches.enter_context(FakeDevice())
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self.patches.close()
+    @contextlib.contextmanager
+    def plugged_in(self) -> Iterator[Self]:
+        """The context in which the device "cuda" is this one."""
+        with self.patches:
+            self.patch_xformers()
+            self.patch_torch()
+            with FakeDevice(), self:
+                yield self
 
     # What is pretended.
 
@@ -94,7 +95,9 @@ class FakeGPU(TorchDispatchMode):
     def patch_torch(self) -> None:
         """Let torch.cuda answer as if there were a driver."""
         real_tensor = torch.tensor
-        stream = SimpleNamespace(synchronize=lambda: self.wait("synchronize"))
+        stream = SimpleNamespace(
+            synchronize=lambda: self.wait("synchronize"), wait_stream=lambda stream: None
+        )
 
         def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
             x = real_tensor(*args, **kwargs)
@@ -119,6 +122,16 @@ class FakeGPU(TorchDispatchMode):
         for name, answer in answers.items():
             self.patch(torch.cuda, name, mock.Mock(return_value=answer))
         self.patch(torch.cuda, "mem_get_info", lambda device=None: self.memory())
+        graphs = {
+            "CUDAGraph": lambda: FakeGraph(self),
+            "Stream": lambda device=None: stream,
+            "device": lambda device: contextlib.nullcontext(),
+            "graph": self.capture,
+            "graph_pool_handle": lambda: (0, 1),
+            "stream": lambda stream: contextlib.nullcontext(),
+        }
+        for name, function in graphs.items():
+            self.patch(torch.cuda, name, function)
         for name in ("memory_allocated", "memory_reserved"):
             self.patch(torch.cuda, name, lambda device=None: self.allocated_bytes)
         self.patch(torch.cuda, "synchronize", lambda device=None: self.wait("synchronize"))
@@ -143,8 +156,22 @@ class FakeGPU(TorchDispatchMode):
 
     # What is recorded.
 
+    @contextlib.contextmanager
+    def capture(self, graph: "FakeGraph", pool: Any = None) -> Iterator[None]:
+        """As torch.cuda.graph: kernels are not launched but become part of a graph."""
+        launched = self.kernels
+        self.kernels = graph.kernels
+        self.capturing = True
+        try:
+            yield
+        finally:
+            self.kernels = launched
+            self.capturing = False
+
     def wait(self, reason: str) -> None:
-        """Record that the host waits for the device here."""
+        """Record that the host waits for the device here. Raises RuntimeError in a capture."""
+        if self.capturing:
+            raise RuntimeError(f"{reason}: not permitted when the stream is capturing")
         frame = sys._getframe(1)
         while frame.f_back is not None and not is_of_project(frame.f_code.co_filename):
             frame = frame.f_back
@@ -155,6 +182,9 @@ class FakeGPU(TorchDispatchMode):
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if is_made_of_others(op):
+            with self:
+                return op.decompose(*args, **kwargs)
         name = op.overloadpacket.__name__
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if any(x.is_cuda for x in tensors):
@@ -215,6 +245,18 @@ class FakeGPU(TorchDispatchMode):
         self.allocated_bytes -= size
 
 
+class FakeGraph:
+    """Stands for a torch.cuda.CUDAGraph: each replay is one launch."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        self.gpu = gpu
+        self.kernels: Counter[str] = Counter()  # that were captured
+
+    def replay(self) -> None:
+        """Launch all of it."""
+        self.gpu.kernels["cuda_graph"] += 1
+
+
 class HostGenerator(torch.Generator):
     """A generator on the host, whatever its device is to be."""
 
@@ -240,6 +282,14 @@ class Launcher:
                 raise RuntimeError(f"{self.name}: argument {key} is on {x.device}")
         self.gpu.kernels[self.name] += 1
         self.gpu.triton_launches.append((self.name, {str(k): v for k, v in arguments.items()}))
+
+
+def is_made_of_others(op: Any) -> bool:
+    """Whether an operator only calls others on CUDA. In inference_mode it is dispatched whole."""
+    if op.namespace != "aten":
+        return False
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(op.name(), "CompositeImplicitAutograd") and not has_kernel(op.name(), "CUDA")
 
 
 def is_of_project(file: str) -> bool:

@@ -1,22 +1,29 @@
 """Engines on a pretended GPU: every policy and backend serves requests, and waits once an iteration."""
 
-import warnings
-
 import pytest
 import torch
 
-from attention import BACKENDS, DEVICES, SDPA
+from attention import SDPA
 from engine import Engine, Runner
 from model import GPT, GPTConfig
 from policies import POLICIES
 from sampling import SamplingParams
+from tests.cuda.batches import CUDA_BACKENDS, reads_pages
 from tests.cuda.fake_gpu import NEEDS_CUDA_BUILD
 
-pytestmark = NEEDS_CUDA_BUILD
+pytestmark = [
+    NEEDS_CUDA_BUILD,
+    pytest.mark.filterwarnings("ignore:.*which is slower"),  # auto, where its first choice cannot
+]
 
 MAX_LEN = 720
 PAGES = {MAX_LEN: 3, 256: 7, 128: 12, 64: 15, 16: 60}  # by their size; one page for each request
-SIXTEEN_BIT_BACKENDS = [name for name in BACKENDS if DEVICES.get(name) == "cuda"]
+SERVED = [  # backend, page_size
+    (backend, page_size)
+    for backend in ("auto", "sdpa", *CUDA_BACKENDS)
+    for page_size in (MAX_LEN, 256, 64)
+    if backend in ("auto", "sdpa") or reads_pages(backend, page_size, MAX_LEN)
+]
 # temperature, top_k, top_p, logprobs
 SAMPLED = [(0, 0, 1, True), (0.7, 5, 1, False), (1, 0, 0.5, True), (2, 0, 1, False), (0, 0, 1, False)]
 
@@ -61,14 +68,13 @@ def serve(gpu, model, policy="sarathi-serve", attention="auto", page_size=MAX_LE
     return engine
 
 
-@pytest.mark.parametrize("page_size", [MAX_LEN, 256, 64])
-@pytest.mark.parametrize("attention", ["auto", "sdpa", *SIXTEEN_BIT_BACKENDS])
+@pytest.mark.parametrize("attention, page_size", SERVED)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_serves_with_every_backend(gpu, policy, attention, page_size):
     serve(gpu, new_model(), policy, attention, page_size)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", *SIXTEEN_BIT_BACKENDS])
+@pytest.mark.parametrize("attention", ["sdpa", *CUDA_BACKENDS])
 @pytest.mark.parametrize("family, n_kv_head", [("gpt2", 4), ("llama", 4), ("llama", 1)])
 def test_every_family_serves_with_every_backend(gpu, family, n_kv_head, attention):
     serve(gpu, new_model(family, n_kv_head, torch.float16), attention=attention)
@@ -88,9 +94,7 @@ def test_every_part_of_a_model_is_served(gpu, part):
 @pytest.mark.parametrize("page_size", [MAX_LEN, 64])
 @pytest.mark.parametrize("head_dim", [8, 80, 128, 256])
 def test_every_head_dim_is_served(gpu, head_dim, page_size):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that torch takes over what others cannot
-        serve(gpu, new_model(head_dim=head_dim), page_size=page_size)
+    serve(gpu, new_model(head_dim=head_dim), page_size=page_size)
 
 
 @pytest.mark.parametrize("page_size", [256, 64])

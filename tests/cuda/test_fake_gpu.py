@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.cuda.fake_gpu import BLOCK_BYTES, NEEDS_CUDA_BUILD
+from tests.cuda.fake_gpu import BLOCK_BYTES, NEEDS_CUDA_BUILD, FakeGPU
 
 pytestmark = NEEDS_CUDA_BUILD
 
@@ -88,10 +88,13 @@ WAITING = [
 ]
 
 
+@pytest.mark.parametrize("inference", [True, False], ids=["inference", "plain"])
 @pytest.mark.parametrize("wait", WAITING, ids=lambda wait: wait.__name__)
-def test_each_kind_of_wait_is_seen(gpu, wait):
+def test_each_kind_of_wait_is_seen(gpu, wait, inference):
+    """Where torch shows operators that are made of others whole, and where it does not."""
     try:
-        wait()
+        with torch.inference_mode(inference):
+            wait()
     except RuntimeError:  # numbers that the host wants to know do not exist
         assert wait in (read_a_number, decide_on_a_number, look_for_nonzero, select_by_mask)
     assert len(gpu.waits) == 1
@@ -137,9 +140,20 @@ def test_kernels_are_counted_and_views_are_not(gpu):
 
 
 def test_the_pretended_gpu_is_gone_after_the_context():
-    from tests.cuda.fake_gpu import FakeGPU
-
     functions = (torch.cuda.is_available, torch.tensor, torch.nn.Module._apply)
-    with FakeGPU():
+    with FakeGPU().plugged_in():
         assert torch.cuda.is_available() and torch.empty(1, device="cuda").is_cuda
     assert functions == (torch.cuda.is_available, torch.tensor, torch.nn.Module._apply)
+
+
+def test_a_graph_is_one_launch_and_must_not_wait(gpu):
+    x = torch.empty(3, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    gpu.kernels.clear()
+    with torch.cuda.graph(graph):
+        x.add_(1).mul_(2)
+    assert gpu.kernels.total() == 0 and graph.kernels == {"add_": 1, "mul_": 1}
+    graph.replay()
+    assert gpu.kernels == {"cuda_graph": 1}
+    with pytest.raises(RuntimeError, match="capturing"), torch.cuda.graph(graph):
+        x.tolist()
