@@ -209,7 +209,8 @@ def prompts_alone(length):
 def run(tmp_path, capsys, *argv):
     """The rows that the command writes for the smallest model, and what it prints."""
     file = tmp_path / "report.json"
-    bench.main(["batches", *argv, "--preset", "llama-tiny", "--json", str(file)])
+    options = ["--preset", "llama-tiny", "--device", "cpu", "--json", str(file)]
+    bench.main(["batches", *argv, *options])
     return json.loads(file.read_text())["batches"], capsys.readouterr().out
 
 

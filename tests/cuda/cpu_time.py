@@ -71,7 +71,9 @@ def cpu_us(function: Callable[[], Any], repeats: int) -> float:
     return 1e6 * sorted(seconds[2:])[repeats // 4]
 
 
-def measure(attention: str, page_size: int, decodes: int, n_layer: int, repeats: int) -> list[float]:
+def measure(
+    attention: str, page_size: int, decodes: int, n_layer: int, repeats: int
+) -> list[float]:
     """Microseconds of each of the PARTS, of one layer; "build" is once an iteration."""
     config = GPTConfig(
         vocab_size=16, n_layer=n_layer, n_head=4, n_kv_head=2, n_embd=32, n_inner=16, head_dim=16

@@ -4,9 +4,12 @@
         model = GPT(config, device="cuda", dtype=torch.bfloat16)
         ...
 
-Everything in it runs as on a real GPU up to the kernels. torch refuses to mix devices, `gpu.kernels`
-counts what would be launched, `gpu.waits` lists where the host would wait for the device, and what
-flash attention is given is checked as its C++ checks it. It needs the CUDA build of torch."""
+Everything in it runs as on a real GPU up to the kernels, and torch refuses to mix devices.
+`gpu.kernels` counts what would be launched, `gpu.compiled` what Triton would compile. `gpu.waits`
+lists where the host would wait for the device. What flash attention is given is checked as its C++
+checks it.
+
+It needs the CUDA build of torch, see tests/README.md."""
 
 import contextlib
 import sys
@@ -72,7 +75,7 @@ class FakeGPU(TorchDispatchMode):
         self.kernels: Counter[str] = Counter()  # launched, by the name of the operator
         self.capturing = False  # a CUDA graph
         self.waits: list[Wait] = []
-        self.triton_launches: list[tuple[str, dict[str, Any]]] = []  # (kernel, its arguments)
+        self.compiled: set[tuple[Any, ...]] = set()  # Triton's kernels, see Launcher
         self.storages: weakref.WeakSet[Any] = weakref.WeakSet()
         self.pinned = WeakIdKeyDictionary()  # tensors of the host, as a set
         self.patches = contextlib.ExitStack()
@@ -146,9 +149,10 @@ class FakeGPU(TorchDispatchMode):
         from xformers.ops.fmha import triton_splitk
         from xformers.ops.fmha._triton import splitk_kernels
 
-        kernel = Launcher("split_k", self)
-        self.patch(triton_splitk.FwOp, "get_kernel", classmethod(lambda operator: kernel))
-        self.patch(splitk_kernels, "_splitK_reduce", Launcher("split_k_reduce", self))
+        split_k = Launcher("split_k", splitk_kernels._get_splitk_kernel(1), self)
+        reduce = Launcher("split_k_reduce", splitk_kernels._splitK_reduce, self)
+        self.patch(triton_splitk.FwOp, "get_kernel", classmethod(lambda operator: split_k))
+        self.patch(splitk_kernels, "_splitK_reduce", reduce)
 
     def memory(self) -> tuple[int, int]:
         """Free and total bytes, as torch.cuda.mem_get_info."""
@@ -265,23 +269,35 @@ class HostGenerator(torch.Generator):
 
 
 class Launcher:
-    """Stands for a Triton kernel: records its launches, and where its tensors are."""
+    """Stands for a Triton kernel: counts its launches, and what would be compiled for them.
 
-    def __init__(self, name: str, gpu: FakeGPU) -> None:
+    Triton compiles a kernel for each set of constants, types, and kinds of whole numbers."""
+
+    def __init__(self, name: str, kernel: Any, gpu: FakeGPU) -> None:
         self.name = name
         self.gpu = gpu
+        while not hasattr(kernel, "params"):
+            kernel = kernel.fn  # below heuristics that choose some constants
+        self.names = [parameter.name for parameter in kernel.params]
+        self.constants = {p.name for p in kernel.params if p.is_constexpr}
 
     def __getitem__(self, grid: Any) -> Any:
         return self.launch
 
     def launch(self, *args: Any, **kwargs: Any) -> None:
-        """Record a launch. Raises RuntimeError for a tensor that is not on the device."""
-        arguments = dict(enumerate(args)) | kwargs
-        for key, x in arguments.items():
-            if isinstance(x, Tensor) and not x.is_cuda:
-                raise RuntimeError(f"{self.name}: argument {key} is on {x.device}")
+        """Note a launch. Raises RuntimeError for a tensor that is not on the device."""
+        arguments = dict(zip(self.names, args, strict=False)) | kwargs
+        key = [self.name]
+        for name, x in sorted(arguments.items()):
+            if isinstance(x, Tensor):
+                if not x.is_cuda:
+                    raise RuntimeError(f"{self.name}: {name} is on {x.device}")
+                x = x.dtype
+            elif isinstance(x, int) and name not in self.constants:
+                x = "1" if x == 1 else f"multiple of 16: {x % 16 == 0}"
+            key.append(f"{name}={x}")
         self.gpu.kernels[self.name] += 1
-        self.gpu.triton_launches.append((self.name, {str(k): v for k, v in arguments.items()}))
+        self.gpu.compiled.add(tuple(key))
 
 
 def is_made_of_others(op: Any) -> bool:

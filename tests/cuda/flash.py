@@ -179,5 +179,5 @@ def keys_of(call: FlashCall, x: Tensor, i: int, count: int) -> Tensor:
         slots = slot_mapping(call.block_table[i].tolist(), x.shape[1], 0, count)
         return x.flatten(0, 1)[slots]
     first = int(call.cu_seqlens_k[i])
-    assert 0 <= first and first + count <= len(x)
+    assert first >= 0 and first + count <= len(x)
     return x[first : first + count]

@@ -1,10 +1,12 @@
-"""Engines on a pretended GPU: every policy and backend serves requests, and waits once an iteration."""
+"""Engines on a pretended GPU: every policy and backend serves, and waits once an iteration."""
 
 import pytest
 import torch
 
+import bench
 from attention import SDPA
 from engine import Engine, Runner
+from lab.measure import timing
 from model import GPT, GPTConfig
 from policies import POLICIES
 from sampling import SamplingParams
@@ -14,6 +16,7 @@ from tests.cuda.fake_gpu import NEEDS_CUDA_BUILD
 pytestmark = [
     NEEDS_CUDA_BUILD,
     pytest.mark.filterwarnings("ignore:.*which is slower"),  # auto, where its first choice cannot
+    pytest.mark.filterwarnings("error:.*without CUDA graphs"),
 ]
 
 MAX_LEN = 720
@@ -24,8 +27,15 @@ SERVED = [  # backend, page_size
     for page_size in (MAX_LEN, 256, 64)
     if backend in ("auto", "sdpa") or reads_pages(backend, page_size, MAX_LEN)
 ]
+OF_EVERY_POLICY = [pair for pair in SERVED if pair[1] != 256 or pair[0] == "flash"]
 # temperature, top_k, top_p, logprobs
-SAMPLED = [(0, 0, 1, True), (0.7, 5, 1, False), (1, 0, 0.5, True), (2, 0, 1, False), (0, 0, 1, False)]
+SAMPLED = [
+    (0, 0, 1, True),
+    (0.7, 5, 1, False),
+    (1, 0, 0.5, True),
+    (2, 0, 1, False),
+    (0, 0, 1, False),
+]
 
 
 def new_model(family="llama", n_kv_head=2, dtype=torch.bfloat16, head_dim=64, **changes):
@@ -38,7 +48,8 @@ def new_model(family="llama", n_kv_head=2, dtype=torch.bfloat16, head_dim=64, **
 def serve(gpu, model, policy="sarathi-serve", attention="auto", page_size=MAX_LEN, **options):
     """The engine that served five requests after it was warmed up.
 
-    It must not wait for the GPU but once an iteration, to fetch its tokens, or see it end."""
+    It must not wait for the GPU but once an iteration, to fetch its tokens, or see it end; and
+    launch no Triton kernel that was not compiled in the warm-up."""
     engine = Engine(
         model,
         policy=policy,
@@ -52,6 +63,7 @@ def serve(gpu, model, policy="sarathi-serve", attention="auto", page_size=MAX_LE
         **options,
     )
     engine.warm_up()
+    compiled = set(gpu.compiled)
     params = [SamplingParams(3, t, k, p, logprobs=wanted) for t, k, p, wanted in SAMPLED]
     prompts = [[1] * n for n in (1, 30, 7, 150, 400)]
     for prompt, param in zip(prompts, params, strict=True):
@@ -65,13 +77,19 @@ def serve(gpu, model, policy="sarathi-serve", attention="auto", page_size=MAX_LE
         assert wait.reason == ("tolist" if events else "synchronize")
         assert wait.place.startswith("engine.py:")
     assert sorted(len(completion.tokens) for completion in completions) == [3] * 5
+    assert gpu.compiled == compiled
     return engine
 
 
-@pytest.mark.parametrize("attention, page_size", SERVED)
+@pytest.mark.parametrize("attention, page_size", OF_EVERY_POLICY)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_serves_with_every_backend(gpu, policy, attention, page_size):
     serve(gpu, new_model(), policy, attention, page_size)
+
+
+@pytest.mark.parametrize("attention, page_size", [pair for pair in SERVED if pair[1] == 256])
+def test_pages_that_any_backend_reads_are_served(gpu, attention, page_size):
+    serve(gpu, new_model(), attention=attention, page_size=page_size)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", *CUDA_BACKENDS])
@@ -124,3 +142,15 @@ def test_memory_of_model_and_cache_is_counted(gpu):
     assert gpu.allocated_bytes - before >= runner.cache.data.numel() * 2
     with pytest.raises(ValueError, match="pages=1000000.*GB are free"):
         Runner(model, 1_000_000, MAX_LEN, MAX_LEN)
+
+
+BATCHES = "batches 6x1@1024 256+5x1@1024 --preset llama-13b --layers 2"  # of 40: it takes long here
+
+
+@pytest.mark.parametrize("command", [BATCHES, "--chunk 256 --preset llama-tiny --seq-len 600"])
+def test_bench_commands_run_on_an_a100(gpu, command, monkeypatch, tmp_path, capsys):
+    """Times mean nothing here, memory does."""
+    monkeypatch.setattr(timing.Probe, "take", lambda self, *_: 0.0)
+    bench.main([*command.split(), "--json", str(tmp_path / "report.json")])
+    assert "a pretended GPU" in capsys.readouterr().out
+    assert 0 < gpu.peak_bytes < gpu.total_bytes

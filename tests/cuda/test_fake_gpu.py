@@ -157,3 +157,15 @@ def test_a_graph_is_one_launch_and_must_not_wait(gpu):
     assert gpu.kernels == {"cuda_graph": 1}
     with pytest.raises(RuntimeError, match="capturing"), torch.cuda.graph(graph):
         x.tolist()
+
+
+def test_triton_compiles_for_each_constant_and_each_kind_of_number(gpu):
+    from xformers.ops.fmha import triton_splitk
+
+    kernel = triton_splitk.FwOp.get_kernel()[(1,)]
+    x = torch.empty(3, device="cuda")
+    for stride, page_size in ((1, 64), (16, 64), (32, 64), (3, 64), (7, 64), (3, 128)):
+        kernel(x, x, x, stride_qz=stride, PAGE_SIZE=page_size)
+    assert len(gpu.compiled) == 4 and gpu.kernels["split_k"] == 6
+    with pytest.raises(RuntimeError, match="Q is on cpu"):
+        kernel(torch.ones(3))

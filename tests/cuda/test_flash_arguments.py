@@ -1,4 +1,4 @@
-"""Attention computed from exactly what flash attention's operator is given equals its definition."""
+"""Attention computed from exactly what flash's operator is given equals its definition."""
 
 import random
 

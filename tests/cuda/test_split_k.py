@@ -1,4 +1,4 @@
-"""xformers' split-K kernels compute attention with the project's masks, and compile for each GPU."""
+"""xformers' split-K computes attention with the masks made here, and compiles for each GPU."""
 
 import pytest
 
@@ -10,7 +10,13 @@ pytestmark = NEEDS_CUDA_BUILD
 TOLERANCE = 3e-3  # of float16, and results of up to about 3
 PAGED = [(64, 512, (1, 63, 64, 65, 129, 300)), (128, 512, (5, 128, 129, 255)), (64, 512, (500,))]
 ONE_PAGE_EACH = [(500, 500, (1, 20, 300)), (500, 500, (499,)), (200, 200, (7,) * 9)]
-HEADS = [(4, 4, 16), (4, 2, 64), (8, 1, 16), (4, 2, 128), (2, 1, 256)]  # n_head, n_kv_head, head_dim
+HEADS = [
+    (4, 4, 16),
+    (4, 2, 64),
+    (8, 1, 16),
+    (4, 2, 128),
+    (2, 1, 256),
+]  # n_head, n_kv_head, head_dim
 INTERPRETED = [
     *(Decodes("xformers", *heads, *pages) for heads in HEADS for pages in PAGED),
     *(Decodes("xformers-split-k", *heads, *pages) for heads in HEADS for pages in ONE_PAGE_EACH),

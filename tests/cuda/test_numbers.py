@@ -1,0 +1,154 @@
+"""Every policy on CUDA yields the log probabilities of a plain float64 prefill on the CPU.
+
+This needs a GPU. Without one the same engines run on a pretended GPU, where no numbers are
+compared, and on the CPU in the same types, which shows how far from the tolerances rounding is."""
+
+import random
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from attention import BACKENDS
+from engine import Engine
+from model import GPT, GPTConfig
+from policies import POLICIES
+from sampling import SamplingParams
+from test_equivalence import in_dtype, prefill
+from tests.cuda.fake_gpu import NEEDS_CUDA_BUILD
+from tests.helpers import tiny_model
+
+MAX_LEN = 720
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+
+
+class Load(NamedTuple):
+    """Some prompts, all of them beginnings of one text, and how they are served."""
+
+    prompt_lengths: tuple[int, ...]
+    chunk: int
+    max_batch: int
+    params: tuple[SamplingParams, ...]  # of the prompts, again and again
+    prefix_caching: bool = False
+
+
+GREEDY = SamplingParams(max_new_tokens=6, logprobs=True)
+SAMPLED = [dict(temperature=0.7, top_k=5), dict(temperature=1.0, top_p=0.5), dict(temperature=2.0)]
+MIXED = (GREEDY, *(SamplingParams(max_new_tokens=9, logprobs=True, **how) for how in SAMPLED))
+FEW = Load((1, 30, 7, 150, 700), chunk=48, max_batch=3, params=(GREEDY,))
+MANY = Load((1, 30, 7, 150, 700, 260, 300, 12, 650, 3), chunk=200, max_batch=9, params=MIXED)
+LOADS = {"few": FEW, "many": MANY, "shared": MANY._replace(prefix_caching=True)}
+GEOMETRIES = {  # n_head, n_kv_head, head_dim
+    "mha": (4, 4, 64),
+    "gqa": (4, 2, 64),
+    "mqa": (4, 1, 64),
+    "groups of 8": (16, 2, 128),
+}
+ON_CUDA = [  # attention, dtype, page_size
+    "sdpa float32 720",
+    "sdpa float32 16",
+    "sdpa bfloat16 720",
+    "sdpa bfloat16 64",
+    "xformers bfloat16 720",
+    "xformers bfloat16 64",
+    "xformers float16 64",
+    "xformers float16 128",
+    "xformers-split-k bfloat16 720",
+    "flash bfloat16 720",
+    "flash bfloat16 256",
+    "flash float16 720",
+    "auto bfloat16 64",
+]
+CASES = [
+    (geometry, load, case)
+    for geometry in GEOMETRIES
+    for load in LOADS
+    for case in ON_CUDA
+    if case.split()[0] in BACKENDS and not (load == "shared" and case.endswith("720"))
+]
+
+
+def reference_model(geometry, dtype):
+    """A float64 model whose weights are numbers of `dtype`."""
+    n_head, n_kv_head, head_dim = GEOMETRIES[geometry]
+    sizes = dict(n_head=n_head, n_kv_head=n_kv_head, head_dim=head_dim, max_positions=1024)
+    model = tiny_model(**sizes)
+    for p in model.parameters():  # of a size that attention decides on the outcome
+        p.copy_((p / 3 if p.ndim > 1 else p).to(dtype))
+    return model
+
+
+def serve(model, load, policy, attention, page_size):
+    """The completions of a load."""
+    pages = load.max_batch * -(-MAX_LEN // page_size)
+    engine = Engine(
+        model,
+        policy=policy,
+        attention=attention,
+        chunk=load.chunk,
+        max_batch=load.max_batch,
+        max_len=MAX_LEN,
+        page_size=page_size,
+        pages=pages * 2 // 3 if page_size < MAX_LEN else pages,  # some are preempted
+        prefix_caching=load.prefix_caching,
+        policy_options={"tbt_slo": 1.0} if policy == "dynamic" else {},
+    )
+    engine.runner.cache.data.fill_(float("nan"))  # nobody reads what was not written
+    rng = random.Random(0)
+    text = [rng.randrange(model.config.vocab_size) for _ in range(MAX_LEN)]
+    prompts = [text[:n] for n in load.prompt_lengths]
+    params = [load.params[i % len(load.params)] for i in range(len(prompts))]
+    return engine.generate(prompts, params, progress=False)
+
+
+def largest_difference(reference, completions):
+    """Of the log probabilities of all chosen tokens, from those of a plain prefill."""
+    differences = []
+    for completion in completions:
+        n = len(completion.prompt)
+        logits = prefill(reference, completion.prompt + completion.tokens)
+        logprobs = logits.log_softmax(dim=-1)[n - 1 : -1]
+        expected = logprobs.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
+        chosen = torch.tensor(completion.logprobs, dtype=torch.float64)
+        assert len(chosen) == len(expected) and not chosen.isnan().any()
+        differences.append((chosen - expected).abs().max().item())
+    return max(differences)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("geometry, load, case", CASES)
+def test_cuda_equals_cpu(geometry, load, case):
+    attention, dtype_name, page_size = case.split()
+    if attention.startswith("xformers"):
+        pytest.importorskip("xformers")
+    dtype = getattr(torch, dtype_name)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    reference = reference_model(geometry, dtype)
+    model = in_dtype(reference, dtype, "cuda")
+    for policy in POLICIES if load == "few" else ("sarathi-serve", "vllm"):
+        completions = serve(model, LOADS[load], policy, attention, int(page_size))
+        assert largest_difference(reference, completions) < TOLERANCE[dtype], policy
+
+
+@NEEDS_CUDA_BUILD
+@pytest.mark.filterwarnings("ignore:.*which is slower")
+@pytest.mark.parametrize("geometry, load, case", CASES)
+def test_the_engines_of_cuda_equals_cpu_run(geometry, load, case, gpu):
+    attention, dtype_name, page_size = case.split()
+    n_head, n_kv_head, head_dim = GEOMETRIES[geometry]
+    sizes = dict(vocab_size=61, n_layer=1, n_embd=32, n_inner=48, max_positions=1024)
+    config = GPTConfig(n_head=n_head, n_kv_head=n_kv_head, head_dim=head_dim, **sizes)
+    model = GPT(config, "cuda", getattr(torch, dtype_name))
+    completions = serve(model, LOADS[load], "sarathi-serve", attention, int(page_size))
+    lengths = [len(completion.tokens) for completion in completions]
+    params = LOADS[load].params
+    assert lengths == [params[i % len(params)].max_new_tokens for i in range(len(lengths))]
+    assert gpu.kernels
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_rounding_stays_far_below_the_tolerances(geometry, dtype):
+    reference = reference_model(geometry, dtype)
+    completions = serve(in_dtype(reference, dtype), MANY, "sarathi-serve", "sdpa", 64)
+    assert largest_difference(reference, completions) < TOLERANCE[dtype] / 3
