@@ -120,6 +120,17 @@ def test_prefix_caching_is_served(gpu, page_size):
     serve(gpu, new_model(), page_size=page_size, prefix_caching=True)
 
 
+@pytest.mark.parametrize("policy", ["sarathi", "orca-best"])
+def test_nothing_is_compiled_after_warm_up(gpu, policy):
+    """These policies admit one prompt an iteration: few requests never decode together."""
+    sizes = dict(chunk=256, max_batch=12, max_len=512, page_size=64, pages=96)
+    engine = Engine(new_model(), policy=policy, attention="xformers", **sizes)
+    engine.warm_up()
+    compiled = set(gpu.compiled)
+    engine.generate([[1]] * 12, SamplingParams(16), progress=False)
+    assert gpu.compiled == compiled
+
+
 @pytest.mark.parametrize("gpu", [(8, 6), (8, 9), (9, 0)], indirect=True)
 def test_newer_gpus_are_served(gpu):
     engine = serve(gpu, new_model(), page_size=64)
