@@ -95,13 +95,13 @@ def time_parts(
     block = model.blocks[0]
     x = model.embed(batch)
     rope = model.rope[batch.positions]
-    q, k, v = block.project(x, rope)
+    q, kv = block.project(x, rope)
     y = batch.attend(q, *cache.layer(0))
     yield cpu_us(lambda: FlatBatch.build(spans, backend), repeats)
     forward_us = cpu_us(lambda: model.compute_layers(x, batch, cache), repeats)
     yield forward_us / model.config.n_layer
     yield cpu_us(lambda: block.project(x, rope), repeats)
-    yield cpu_us(lambda: cache.write(0, k, v, batch.slot_mapping), repeats)
+    yield cpu_us(lambda: cache.write(0, kv, batch.slot_mapping), repeats)
     yield cpu_us(lambda: batch.attend(q, *cache.layer(0)), repeats)
     yield cpu_us(lambda: block.finish(x, y), repeats)
 
