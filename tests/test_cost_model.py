@@ -108,14 +108,6 @@ def test_a_product_takes_the_longer_of_arithmetic_and_memory_time():
         assert product_seconds(device, 4000, 1000, 1000) == pytest.approx(seconds)
 
 
-def test_a_product_takes_whole_waves_of_tiles():
-    three = replace(MATH, units=3)  # tiles of 4 x 4
-    for tokens, columns, tiles in ((1, 4, 3), (4, 12, 3), (5, 12, 6), (5, 20, 12), (4, 20, 6)):
-        assert product_seconds(three, tokens, 10, columns) * 1e6 == pytest.approx(tiles * 16 * 20)
-    assert product_seconds(replace(MATH, units=1), 5, 10, 20) == product_seconds(MATH, 5, 10, 20)
-    assert not any(device.units for device in DEVICES.values())  # only where it is tried
-
-
 def test_the_products_of_a_layer():
     for tp, weights in ((1, 128 + 64 + 256 + 128), (2, 64 + 32 + 128 + 64)):
         seconds = CostModel(SMALL, MATH, tp).layer_seconds([(0, 0, 3)]).linear
@@ -160,6 +152,56 @@ ATTENTION += [(MOVE, 2, (10, 5), 15 * 8), (MOVE, 4, (10, 5), 15 * 8)]
 @pytest.mark.parametrize("device, tp, chunk, microseconds", ATTENTION)
 def test_attention_takes_the_longer_of_arithmetic_and_memory_time(device, tp, chunk, microseconds):
     assert CostModel(SMALL, device, tp).chunk_seconds(*chunk) == pytest.approx(microseconds / 1e6)
+
+
+def test_a_kernel_that_skips_no_masked_pair_computes_all_of_a_chunk():
+    for skips_masked, own_keys in ((True, 5 / 2), (False, 5)):
+        cost = CostModel(SMALL, replace(MATH, skips_masked=skips_masked))
+        assert cost.chunk_seconds(10, 5) == pytest.approx(8 * (10 + own_keys) * 32 / 1e6)
+
+
+# (tokens, keys before, measured us): FlashAttention on an A100, 32 query and 4 KV heads of 128,
+# from Vidur's data/profiling/a100/attention.csv
+MEASURED_ATTENTION = [(576, 0, 89), (576, 512, 121.6), (576, 1024, 159), (544, 3072, 308.8)]
+MEASURED_ATTENTION += [(1984, 0, 651), (1984, 1024, 809.6), (1984, 2048, 988.4), (2048, 0, 681.4)]
+MEASURED_ATTENTION += [(3392, 512, 1777), (3456, 0, 1699.4), (3584, 0, 1821.8), (3584, 256, 1874.8)]
+
+
+def test_attention_over_chunks_of_an_a100_was_measured():
+    two_gpus = CostModel(GEOMETRIES["llama2-70b"], A100, tp=2)
+    errors = [
+        abs(two_gpus.chunk_seconds(start, length) / (microseconds * 1e-6) - 1)
+        for length, start, microseconds in MEASURED_ATTENTION
+    ]
+    assert np.median(errors) < 0.15
+
+
+# (GPUs, link, MB, measured us), from Vidur's data/profiling/network and data/profiling/a40
+ALL_REDUCES = [(2, "nvlink3-pair", mb, us) for mb, us in ((0.46, 57), (26, 172), (131, 718))]
+ALL_REDUCES += [(4, "nvlink3-pairs", mb, us) for mb, us in ((0.05, 59), (0.5, 89), (1.57, 163))]
+ALL_REDUCES += [(4, "a40-pairs", mb, us) for mb, us in ((4.19, 190), (33.6, 1260), (100.7, 3754))]
+ALL_REDUCES += [
+    (8, "nvlink3", mb, us) for mb, us in ((0.5, 32), (6.3, 122), (14.7, 230), (65, 668))
+]
+
+
+@pytest.mark.parametrize("gpus, link, megabytes, microseconds", ALL_REDUCES)
+def test_an_all_reduce_takes_what_was_measured(gpus, link, megabytes, microseconds):
+    wide = GPTConfig("llama", vocab_size=64, n_layer=1, n_head=8, n_embd=5000, head_dim=64)
+    cost = CostModel(wide, A100, tp=gpus, tp_link=LINKS[link])
+    tokens = round(megabytes * 1e6 / (2 * 5000))
+    of_two = cost.layer_seconds([(0, 0, tokens)]).all_reduce
+    assert of_two / 2 == pytest.approx(microseconds * 1e-6, rel=0.2)
+
+
+# Yi-34B on two A100, in ms: the data of Sarathi-Serve's Figure 14
+WHOLE_PROMPTS = {2047: 378, 4095: 775, 8191: 1754, 16383: 4535}
+
+
+@pytest.mark.parametrize("prompt_len, published_ms", WHOLE_PROMPTS.items())
+def test_whole_prompts_take_as_long_as_published(prompt_len, published_ms):
+    cost = CostModel.named("yi-34b", tp=2, tp_link="nvlink3-pair")
+    assert 1e3 * cost.seconds([(0, 0, prompt_len)]) == pytest.approx(published_ms, rel=0.07)
 
 
 def test_decodes_beside_a_chunk_take_longer_in_attention():

@@ -116,6 +116,21 @@ def test_jobs_in_other_processes_keep_their_order_and_their_errors():
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())  # here all signals come through
 
 
+def times_called(file):
+    """How often this was called with the file, in any process."""
+    with open(file, "a") as log:
+        log.write("x")
+    return os.path.getsize(file)
+
+
+def test_a_job_of_two_experiments_is_simulated_once(tmp_path):
+    one, other = str(tmp_path / "one"), str(tmp_path / "other")
+    workers = simulate.Workers(1)
+    assert workers(times_called, [one, other, one]) == [1, 1, 1]
+    assert workers(times_called, [other]) == [1]
+    assert workers(os.path.getsize, [other]) == [1]
+
+
 # how it is sent: by a terminal to the whole group, or to the process; and what that exits with
 ENDINGS = [
     (os.killpg, signal.SIGINT, 1, 130),

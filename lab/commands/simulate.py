@@ -6,16 +6,16 @@
 Read first: lab/simulator/simulation.py and lab/papers/simulated.py, which makes these tables."""
 
 import os
+import pickle
 import signal
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing import active_children, parent_process
 from pathlib import Path
 from threading import Thread
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
@@ -77,7 +77,7 @@ def add_options(parser: OptionParser) -> None:
         "--cpu-ms",
         help="CPU time of an iteration on each stage, in the experiments of Sarathi-Serve, in ms",
         type=number(minimum=0, maximum=1e6),
-        default=10.0,
+        default=0.0,
     )
     parser.add_option(
         "--processes",
@@ -121,11 +121,12 @@ def resolve(parser: OptionParser, args: Namespace) -> SimulateOptions:
 def main(options: SimulateOptions) -> None:
     """Run the experiments, print their tables and how many numbers came out, draw and write."""
     tables: list[Table] = []
+    workers = Workers(options.processes)
     print(INTRODUCTION)
     try:
         for name in options.only:
-            run = partial(run_all, options.processes, name)
-            setup = Setup(run=run, requests=options.requests, cpu_ms=options.cpu_ms)
+            workers.name = name
+            setup = Setup(run=workers, requests=options.requests, cpu_ms=options.cpu_ms)
             for table in EXPERIMENTS[name].function(setup):
                 print_table(table)
                 tables.append(table)
@@ -176,6 +177,26 @@ def end_with_parent() -> None:
         os._exit(1)
 
     Thread(target=wait_for_parent, daemon=True).start()
+
+
+class Workers:
+    """Processes that simulate the jobs of all experiments. A job that was simulated before, maybe
+    for another table, is not simulated again."""
+
+    def __init__(self, processes: int) -> None:
+        self.processes = processes
+        self.name = ""  # of the experiment, for its progress bar
+        self.results: dict[bytes, Any] = {}  # pickled function and job -> its result
+
+    def __call__(self, function: Callable[[Job], Result], jobs: Sequence[Job]) -> list[Result]:
+        """[function(job) for job in jobs]. All processes have ended when this returns."""
+        keys = [pickle.dumps((function, job)) for job in jobs]
+        new_jobs = {
+            key: job for key, job in zip(keys, jobs, strict=True) if key not in self.results
+        }
+        results = run_all(self.processes, self.name, function, list(new_jobs.values()))
+        self.results.update(zip(new_jobs, results, strict=True))
+        return [self.results[key] for key in keys]
 
 
 def run_all(

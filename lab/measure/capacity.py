@@ -18,9 +18,10 @@ from lab.measure.load_run import Run
 from lab.measure.metrics import RunSummary
 from lab.measure.workload import Arrival
 from model import GPT
+from outputs import Completion
 from parallel import runner_for
 from policies import token_budget
-from policies.token_budget import Profiled
+from policies.token_budget import MAX_DELAY_S, Profiled
 
 MAX_RUNS = 60  # of a search, which takes a dozen
 ROUNDS = 4  # how many times the requests that may run at once must arrive
@@ -148,6 +149,32 @@ def judge(
         missed=missed,
         busy=run.drift > measure.BUSY,
     )
+
+
+class Hopeless:
+    """Tells from the requests that have ended whether a run will miss an SLO of P99 TBT, or the
+    limit of the median scheduling delay, whatever comes after. A LoadRun's `gives_up`."""
+
+    def __init__(self, arrivals: Sequence[Arrival], tbt_slo_s: float) -> None:
+        self.tbt_slo_s = tbt_slo_s
+        gaps = sum(arrival.output_len - 1 for arrival in arrivals)
+        self.too_many_gaps = values_above_quantile(gaps, 0.99)
+        self.too_many_delays = values_above_quantile(len(arrivals), 0.5)
+        self.long_gaps = 0
+        self.long_delays = 0
+
+    def __call__(self, completion: Completion) -> bool:
+        """Count a request that has ended. Whether the run is hopeless now."""
+        self.long_gaps += sum(gap > self.tbt_slo_s for gap in completion.tbt)
+        delay_s = completion.scheduling_delay
+        self.long_delays += delay_s is not None and delay_s > MAX_DELAY_S
+        return self.long_gaps >= self.too_many_gaps or self.long_delays >= self.too_many_delays
+
+
+def values_above_quantile(count: int, quantile: float) -> int:
+    """How many of `count` values must be above a limit, so that the quantile of all of them, as
+    metrics.percentiles interpolates it, is above it, too; 1 of no values."""
+    return max(1, count - math.floor(quantile * (count - 1)))
 
 
 class Bounded(float):

@@ -95,7 +95,7 @@ class Run:
     seconds: float  # until the last token
     own_fraction: float | None  # share of the steps' time outside of forward and token transfer
     refused: int = 0  # requests that found max_waiting others in the queue
-    cut_short: str | None = None  # "interrupted" if the run was
+    cut_short: str | None = None  # "interrupted" or "given up" if the run was
     drift: float = 0.0  # share of the machine that others used, see timing.steadily
     offered_per_s: float | None = None  # requests; None: their arrivals do not depend on answers
 
@@ -115,6 +115,7 @@ def no_progress() -> None:
 class LoadRun:
     """Brings `arrivals` to a server, with the token ids of workload.prompts, or None where lengths
     are enough. `progress` is called after each request that ended; a `recorder` sees every batch.
+    The run is cut short if `gives_up` says so of a request that ended.
 
     A turn of a chat is due when the turn before has ended, and continues its prompt and output. A
     chat ends with a turn that is rejected; the turns after it are counted nowhere."""
@@ -126,12 +127,14 @@ class LoadRun:
         prompts: Sequence[list[int]] | None = None,
         progress: Callable[[], object] = no_progress,
         recorder: Recorder | None = None,
+        gives_up: Callable[[Completion], bool] | None = None,
     ) -> None:
         self.server = server
         self.arrivals = arrivals
         self.prompts = prompts
         self.progress = progress
         self.recorder = recorder
+        self.gives_up = gives_up
         self.completions: dict[int, Completion] = {}  # by request
         self.iterations: list[Iteration] = []
         self.arrived: set[int] = set()
@@ -181,7 +184,7 @@ class LoadRun:
     def run(self) -> Run:
         """Step until all is done. Raises LoadInterrupted for a KeyboardInterrupt."""
         try:
-            while self.step():
+            while not self.cut_short and self.step():
                 pass
         except KeyboardInterrupt as interrupt:
             self.cut_short = "interrupted"
@@ -231,6 +234,8 @@ class LoadRun:
         if turn is not None:
             due_at = completion.token_times[-1] + self.arrivals[turn].time
             heapq.heappush(self.due, (due_at, turn))
+        if self.gives_up and self.gives_up(completion):
+            self.cut_short = "given up"
         self.progress()
 
     def _add_first_due(self) -> None:

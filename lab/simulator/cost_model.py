@@ -8,7 +8,6 @@ bandwidth, whichever is longer (Sarathi-Serve §3.1, T = max(T_math, T_mem)), an
 to start and drain. The rows of a matrix product are rounded up to whole tiles (SARATHI §4.4). Read
 first: devices.py. Read next: simulation.py, which runs the policies on it."""
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -89,12 +88,10 @@ def matrices(config: GPTConfig, tp: int = 1) -> LayerMatrices:
 
 
 def product_seconds(device: Device, tokens: int, rows: int, columns: int) -> float:
-    """Seconds of (tokens, rows) times (rows, columns). It computes whole tiles, in whole waves of
-    them if the device says how many units share a wave; or it moves bytes, if that is longer."""
-    tiles = -(-tokens // device.tile) * columns / device.tile
-    if device.units:
-        tiles = -(-math.ceil(tiles) // device.units) * device.units
-    flops = 2 * tiles * device.tile**2 * rows
+    """Seconds of (tokens, rows) times (rows, columns). It computes whole tiles of tokens, or it
+    moves bytes, if that is longer."""
+    whole_tiles = -(-tokens // device.tile) * device.tile
+    flops = 2 * whole_tiles * rows * columns
     moved_bytes = BYTES * (rows * columns + tokens * (rows + columns))
     return device.op_s + max(flops / device.flops_per_s, moved_bytes / device.bytes_per_s)
 
@@ -123,6 +120,7 @@ class CostModel:
         self.kv_bytes = BYTES * (qkv - queries)  # of a token in a layer, on one GPU
         self._pair_s = 4 * queries / self.device.attention_flops_per_s
         self._key_s = self.kv_bytes / self.device.attention_bytes_per_s
+        self._token_seconds: dict[int, tuple[float, float, float]] = {}  # see token_seconds
 
     @classmethod
     def named(
@@ -173,10 +171,23 @@ class CostModel:
 
     def layer_seconds(self, batch: Chunks) -> LayerSeconds:
         """The LayerSeconds of a batch. Attention goes chunk by chunk, and over all chunks of one
-        token (decodes) at once. An all-reduce goes around a ring of tp GPUs in 2 (tp - 1) steps,
-        each with a part of the numbers."""
+        token (decodes) at once."""
+        linear_s, others_s, all_reduce_s = self.token_seconds(sum([n for _, _, n in batch]))
+        attention_s = sum([self.chunk_seconds(start, n) for _, start, n in batch if n > 1])
+        keys = sum([start + 1 for _, start, n in batch if n == 1])  # that decodes read
+        if keys:
+            riding = self.device.riding if attention_s else 1  # SARATHI, Table 2
+            attention_s += self.device.op_s + riding * self._key_s * keys
+        return LayerSeconds(linear_s, others_s, all_reduce_s, attention_s)
+
+    def token_seconds(self, tokens: int) -> tuple[float, float, float]:
+        """Seconds of what one layer does for `tokens` tokens, whichever requests they are of:
+        products, other operations, all-reduces. An all-reduce goes around a ring of tp GPUs in
+        2 (tp - 1) steps, each with a part of the numbers."""
+        known = self._token_seconds.get(tokens)
+        if known is not None:
+            return known
         device = self.device
-        tokens = sum([length for _, _, length in batch])
         linear_s = sum([product_seconds(device, tokens, *matrix) for matrix in self.matrices])
 
         n_embd = self.config.n_embd
@@ -191,18 +202,15 @@ class CostModel:
             step_s = link.step_s + BYTES * tokens * n_embd / self.tp / link.bytes_per_s
             all_reduces = 1 if self.parallel_block else 2
             all_reduce_s = all_reduces * (device.op_s + 2 * (self.tp - 1) * step_s)
-
-        attention_s = sum([self.chunk_seconds(start, n) for _, start, n in batch if n > 1])
-        keys = sum([start + 1 for _, start, n in batch if n == 1])  # that decodes read
-        if keys:
-            riding = device.riding if attention_s else 1  # SARATHI, Table 2
-            attention_s += device.op_s + riding * self._key_s * keys
-        return LayerSeconds(linear_s, others_s, all_reduce_s, attention_s)
+        self._token_seconds[tokens] = linear_s, others_s, all_reduce_s
+        return linear_s, others_s, all_reduce_s
 
     def chunk_seconds(self, start: int, length: int) -> float:
         """Seconds of one layer's attention for a chunk: whole tiles of queries, with all tokens
-        before it and half of the chunk; or to read its keys and values, if that takes longer."""
-        pairs = -(-length // self.tile) * self.tile * (start + length / 2)
+        before it and the chunk, or half of it if masked keys are skipped; or to read its keys and
+        values, if that takes longer."""
+        own_keys = length / 2 if self.device.skips_masked else length
+        pairs = -(-length // self.tile) * self.tile * (start + own_keys)
         return self.device.op_s + max(self._pair_s * pairs, self._key_s * (start + length))
 
     def stages(self, batch: Chunks) -> StageTimes:

@@ -189,13 +189,17 @@ class Simulation(MicroBatches):
         self.batches += 1
         # chunk.yields_token, written out: there are many chunks
         tokens = [0 if start + n == len(request.tokens) else None for request, start, n in batch]
-        events = []
-        for request, token in scheduler.advance(batch, tokens, end):
-            reason = request.finish_reason
-            if self.record or reason:
-                completion = Completion.of(request) if reason else None
-                events.append(Event(request.id, token, None, reason, completion))
-        return events
+        new_tokens = scheduler.advance(batch, tokens, end)
+        if not self.record:  # nobody looks at the others
+            new_tokens = [new for new in new_tokens if new[0].finish_reason]
+        return [event_of(request, token) for request, token in new_tokens]
+
+
+def event_of(request: Request, token: int) -> Event:
+    """The Event of a new token of a request."""
+    reason = request.finish_reason
+    completion = Completion.of(request) if reason else None
+    return Event(request.id, token, None, reason, completion)
 
 
 def bubble_kinds(stage_runs: Sequence[StageRun]) -> list[tuple[StageRun, str]]:
