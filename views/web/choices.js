@@ -74,7 +74,7 @@ async function choose(wanted = {}) {
 function mark_buttons(entries) {
   for (const button of document.querySelectorAll("#choices button[data-axis]")) {
     const {axis, label} = button.dataset;
-    button.setAttribute("aria-pressed", chosen[axis] === label);
+    button.setAttribute("aria-pressed", String(chosen[axis] === label));
     const place = axes.findIndex(([name]) => name === axis);
     button.disabled = place > 0 && entries.every(({name}) => parts_of(name)[place] === NOT_CHOSEN);
   }
@@ -166,12 +166,12 @@ function address() {
     if (data.runs.length > 1) values.set(axis, chosen[axis]);
   if (chosen.beside !== NOBODY) values.set("beside", chosen.beside);
   if (panes[1] && focused === panes[1]) values.set("look", "beside");
-  values.set("i", cursor + 1);
+  values.set("i", String(cursor + 1));
   if (!is_all_in_view()) {
     values.set("from", view.from.toFixed(4));
     values.set("to", view.to.toFixed(4));
   }
-  if (pinned_request !== null) values.set("request", pinned_request);
+  if (pinned_request !== null) values.set("request", String(pinned_request));
   return values.toString();
 }
 /** Show what the address says; returns whether it says anything. */

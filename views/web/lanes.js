@@ -13,7 +13,7 @@ const css = name => getComputedStyle(document.documentElement).getPropertyValue(
 const is_dark = () => document.documentElement.dataset.theme === "dark";
 const is_narrow = () => innerWidth < 600;
 /** The hue of a request in lists and in the cache: from orange to violet, never a stall's red. */
-const hue_of = id => 30 + (id * 137.508) % 280;
+const hue_of = id => 30 + (id * 173.05) % 280;  // neighbours differ: the golden section of 280
 const color_of = id => `hsl(${hue_of(id)} 55% ${is_dark() ? 62 : 45}%)`;
 
 /** The colours of a theme. Gaps are green up to a tenth of the SLO, then turn yellow on a
@@ -173,7 +173,7 @@ class Lanes {
     pen.restore();
     this.draw_axes(pen);
   }
-  /** Draw the history of a request. Its stalls lie above all else, or zoomed out they would hide. */
+  /** Draw the history of a request. Stalls lie above all else, or zoomed out they would hide. */
   draw_lane(pen, id) {
     const {waits, chunks, gaps} = this.run.lanes.get(id);
     const y = this.lane_y(id), height = this.bar_height;
@@ -302,10 +302,11 @@ class Lanes {
     const [batches_top, batches_bottom] = this.band("batches");
     const budget = is_narrow() ? "tokens in each batch" : "tokens in each batch; line: its budget";
     const slo = SLO < Infinity ? `; dashed: the SLO, ${format_seconds(SLO)}` : "";
+    const gap = is_narrow() ? "longest gap" : "longest gap that ends in each iteration";
     pen.fillStyle = palette.soft;
     pen.font = "11px system-ui, sans-serif";
     pen.textAlign = "left";
-    pen.fillText(`longest gap that ends in each iteration${slo}`, LEFT, gaps_top - 5);
+    pen.fillText(gap + slo, LEFT, gaps_top - 5);
     pen.fillText(budget, LEFT, batches_top - 5);
     const absent = [];
     if (this.ended) absent.push(`${format_count(this.ended)} have ended`);

@@ -2,7 +2,7 @@
 // A run: its records, and the state of every request at every iteration. Read next: sentences.js.
 
 /** @typedef {{id: number, arrival: number, prompt_len: number, max_new_tokens: number,
- *             priority: number}} RequestInfo */
+ *             priority: number}} Arrived */
 /** @typedef {[from: number, to: number, iteration: number]} Span seconds, and where it ends */
 /** The history of a request. Each gap leads from one token to the next, without a hole.
  * `first_token`: the number of the token with which its first gap begins, from 1.
@@ -12,8 +12,7 @@
  * @typedef {{id: number, since: number, computed: number, cached: number, output: number,
  *            pages: number[], waits: boolean, ended: ?string, micro_batch?: number,
  *            first?: number, last?: number}} Progress */
-/** A record of page.py (Iterated), and what is counted from it: tokens, prefill, preemptions and
- * cached_tokens so far, cache_hits, and the longest gap that ends in it.
+/** A gap between two tokens of request `id`, in seconds. `token`: the number of the later one.
  * @typedef {{id: number, since: number, until: number, token: number}} Gap */
 
 /** @param {string} id */
@@ -27,7 +26,7 @@ class Run {
     this.name = name;
     this.settings = settings;
     this.iterations = [];
-    this.requests = new Map();  // id -> RequestInfo
+    this.requests = new Map();  // id -> Arrived
     this.lanes = new Map();  // id -> Lane
     this.ttfts = [];  // [iteration, seconds], in order
     this.tbts = [];  // [iteration, seconds, request id, start of the gap], in order
@@ -70,6 +69,8 @@ class Run {
     }
     this.state.progress.set(request.id, progress);
   }
+  /** Add what is counted from a record (Iterated of page.py) to it: tokens, prefill, cache_hits,
+   * preemptions and cached_tokens so far, and the longest_gap that ends in it. */
   add_iteration(iteration) {
     const k = this.iterations.length, {progress} = this.state;
     const before = this.iterations[k - 1];
@@ -248,9 +249,9 @@ function begin_iteration({progress}, iteration) {
 /** Apply what was computed: counters move on, and tokens appear.
  * @param on_token called with id, time of the token before, its own time, whether it is the first
  */
-function finish_iteration({progress}, iteration, requests, on_token = () => {}) {
+function finish_iteration({progress}, iteration, requests, on_token = null) {
   const add_token = request => {
-    on_token(request.id, request.last, iteration.end, request.first === undefined);
+    on_token?.(request.id, request.last, iteration.end, request.first === undefined);
     request.first ??= iteration.end;
     request.last = iteration.end;
     request.output++;

@@ -17,7 +17,7 @@ function list_names(run, ids) {
 function format_seconds(s) {
   if (s === null) return "–";
   if (s >= 100) return `${s.toFixed(0)} s`;
-  return s < 0.1 ? `${(1e3 * s).toPrecision(3)} ms` : `${s.toPrecision(3)} s`;
+  return s < 0.9995 ? `${(1e3 * s).toPrecision(3)} ms` : `${s.toPrecision(3)} s`;
 }
 function sentence(text) {
   return text[0].toUpperCase() + text.slice(1) + ".";
@@ -25,7 +25,7 @@ function sentence(text) {
 
 // ---- A gap --------------------------------------------------------------------------------------
 
-/** Why a request waited between two of its tokens, in words. @param {Gap} gap */
+/** Why a request waited between two of its tokens, a Gap, in words. */
 function explain_gap(run, {id, since, until, token}) {
   const {iterations} = run;
   const subject = `request ${name_of(run, id)}, token ${format_count(token)}`;
@@ -48,7 +48,7 @@ function micro_batch_at({iterations}, id, since, until) {
   const iteration = iterations.slice(first, first + 8).find(yields);
   return iteration?.micro_batch ?? 0;
 }
-/** "request 44's prompt of 977 tokens". @param others [[request, tokens computed]] */
+/** "request 44's prompt of 977 tokens". `others`: [[request, tokens computed]]. */
 function name_prompts(run, others) {
   const total = others.reduce((sum, [, tokens]) => sum + tokens, 0);
   if (others.length > 1) {
@@ -64,12 +64,11 @@ function name_prompts(run, others) {
 function summarize_gap(run) {
   const gap = run.longest_gap();
   if (!gap) return "No request has two tokens yet.";
-  const usual = quantile(run.so_far(Infinity).tbt, 0.5);
-  const times = (gap.until - gap.since) / usual;
-  const compared = times >= 1.5 ? ` That is ${times.toPrecision(2)} times the usual gap` : "";
-  const verdict = gap.until - gap.since > SLO ? "a stall" : "within the SLO";
-  const start = compared ? `${compared}, ${verdict}.` : "";
-  return `Longest gap: ${explain_gap(run, gap)}.${start}`;
+  const seconds = gap.until - gap.since;
+  const times = seconds / quantile(run.so_far(Infinity).tbt, 0.5);
+  const verdict = seconds > SLO ? "a stall" : "within the SLO";
+  const usual = times >= 1.5 ? ` ${times.toPrecision(2)} times the usual gap, ${verdict}.` : "";
+  return `Longest gap: ${explain_gap(run, gap)}.${usual}`;
 }
 
 // ---- An iteration -------------------------------------------------------------------------------
@@ -112,7 +111,7 @@ function explain(run, k) {
   }
   return sentence(sentences.join("; "));
 }
-/** @param length_of (id) => the tokens of a request */
+/** The chunks and decodes of a batch, in words. `length_of(id)`: the tokens of a request. */
 function explain_batch(run, iteration, length_of) {
   const {budget, chunks, decodes, tokens} = iteration, parts = [];
   const cache_hits = new Map(iteration.cache_hits);
@@ -138,7 +137,7 @@ function explain_batch(run, iteration, length_of) {
   }
   return parts.join(", ");
 }
-/** @param reason as in why_head_waits of page.py, with its one or two numbers */
+/** The reason of why_head_waits of page.py, with its one or two numbers, in words. */
 function explain_waiting(reason, a, b) {
   switch (reason) {
     case "batch":

@@ -1,6 +1,6 @@
 // The tour: seven stops, each with the iteration that shows it. Read next: live.js.
 
-/** The iteration in a gap with the most prefill of others. @param {Gap} gap */
+/** The iteration in a Gap with the most prefill. */
 function iteration_of_gap({iterations}, {since, until}) {
   const first = search(iterations.length, i => iterations[i].start >= since);
   const last = search(iterations.length, i => iterations[i].start >= until);
@@ -16,13 +16,14 @@ function fullest_memory(run) {
     ?? index_of_largest(run.iterations, ({free_pages}) => 1 / (1 + free_pages));
 }
 const colored = (name, text) => `<b class="${name}">${text}</b>`;
-const PREFILL_WORDS = colored("prefill", "prompt is computed"), DECODES = colored("decode", "decodes");
+const DECODES = colored("decode", "decodes");
 
 /** A stop. `at`: the choices that show it, on a page with choices; `marks`: the bands of the lanes
  * and the elements that it names; `find`: the iteration that shows it, or null; `seconds`: how many
- * must be in view; `text`: HTML.
- * @typedef {{name: string, at: Object, marks: string[], find: function(Run): ?number,
- *            seconds?: function(Run): number, text: function(Run, ?number): string[]}} Stop */
+ * must be in view; `text`: sentences in HTML.
+ * @typedef {{name: string, at: Object<string, string>, marks: string[],
+ *            find: (run: Run) => ?number, seconds?: (run: Run) => number,
+ *            text: (run: Run, k: ?number) => string[]}} Stop */
 /** @type {Stop[]} */
 const TOUR = [
   {
@@ -31,8 +32,8 @@ const TOUR = [
     text: run => [
       run.settings.letters ? "Four people ask an LLM server, A to D. Each has a lane."
         : "Each request to the server has a lane.",
-      `First its ${PREFILL_WORDS}, then it writes one token after another: each tick is a token,`,
-      "the colour says how long it took.",
+      `First its ${colored("prefill", "prompt is computed")}, then it writes one token after`,
+      "another: each tick is a token, the colour says how long it took.",
       run.settings.letters ? "C and D come later, with long prompts. Look at A and B then." : ""],
   },
   {
@@ -40,7 +41,8 @@ const TOUR = [
     find: run => run.longest_gap() && iteration_of_gap(run, run.longest_gap()),
     seconds: run => run.longest_gap().until - run.longest_gap().since,
     text: (run, k) => [
-      k === null ? "" : `${sentence(explain_gap(run, run.longest_gap()))} It is the longest gap here.`,
+      k === null ? "" : sentence(explain_gap(run, run.longest_gap())),
+      k === null ? "" : "It is the longest gap here.",
       "While somebody's prompt is computed alone, nobody else gets a token: their text stands",
       `still. This is a ${colored("stall", "generation stall")}, red where it is longer than the`,
       `allowed ${format_seconds(SLO < Infinity ? SLO : null)}, the dashed line.`],
@@ -51,8 +53,8 @@ const TOUR = [
     find: largest_cut_chunk,
     text: (run, k) => [
       k === null ? "No prompt is cut in this run: each is computed whole."
-        : `sarathi-serve cuts the prompt: here ${run.iterations[k].chunks[0][2]} tokens of it are ` +
-          `computed, a ${colored("prefill", "chunk")}, and nobody stops.`,
+        : `sarathi-serve cuts the prompt: here ${run.iterations[k].chunks[0][2]} tokens of it,` +
+          ` a ${colored("prefill", "chunk")}, are computed, and nobody stops.`,
       "The answer is the same: a chunk only moves on the counter of computed tokens.",
       panes.length > 1 ? `Below, on the same clock: ${title_of(panes[1].run)}.` : ""],
   },
@@ -127,14 +129,12 @@ async function tour(n) {
   $("tournext").textContent = n === TOUR.length - 1 ? "done" : "next";
   document.body.classList.add("touring");
   $("tour").hidden = false;
-  if (k === null || data.choices && chosen.load === "A to D") set_view(-Infinity, Infinity);
-  if (k === null) {
-    go(run, 0);
-  } else {
+  set_view(-Infinity, Infinity);
+  go(run, k ?? 0);
+  if (k !== null && !run.settings.letters) {  // a few requests are seen whole
     const {start, end} = run.iterations[k];
     const half = Math.max((end - start) * 7, (run.end - run.begin) / 80, stop.seconds?.(run) ?? 0);
-    go(run, k);
-    if (!is_all_in_view() || chosen.load !== "A to D") set_view(start - half, start + half);
+    set_view(start - half, start + half);
   }
   mark_named(stop.marks);
   $("tournext").focus({preventScroll: true});
@@ -155,5 +155,5 @@ function mark_named(marks) {
   dirty = dirty || "cursor";
   if (!marks.length) return;
   const target = marks[0][0] === "#" ? document.querySelector(marks[0]) : focused.box;
-  target.scrollIntoView({block: "start"});
+  requestAnimationFrame(() => target.scrollIntoView({block: "start"}));  // once it is drawn
 }
