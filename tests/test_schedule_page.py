@@ -15,8 +15,11 @@ import pytest
 from bench import main
 from cli.options import write_text
 from engine import Engine
+from lab.commands import explore
+from lab.measure.capacity import slo_seconds
 from lab.measure.metrics import percentiles, summarize_run
 from lab.measure.workload import Arrival
+from lab.simulator.cost_model import CostModel
 from policies import POLICIES
 from sampling import SamplingParams
 from tests.helpers import tiny_model
@@ -296,6 +299,33 @@ def test_explore_has_a_run_for_every_button(browser, explored):
         tab.wait_for_function("document.getElementById('stop').textContent[0] == '1'")
 
 
+def test_the_loads_of_explore_are_as_they_are_called():
+    cost = CostModel.named(explore.MODEL)
+    slo_s = slo_seconds("strict", explore.base_of(cost, explore.MAX_LEN, explore.BASE_CHUNK))
+    loads = explore.make_loads(cost, 60)
+    runs = {name: explore.record_run("sarathi-serve:256", loads[name], slo_s) for name in loads}
+
+    def preemptions(name):
+        return sum(len(record["preempted"]) for record in in_turn(runs[name]))
+
+    assert preemptions("tight memory") and not preemptions("overload")
+    assert max(r["waiting"] for r in in_turn(runs["overload"])) > 10
+    assert max(r["waiting"] for r in in_turn(runs["burst"])) >= 14  # a quarter of 60 at once
+    assert max(r["waiting"] for r in in_turn(runs["steady"])) < 10
+    prompts = [arrival.prompt_len for arrival in loads["long among short"].arrivals]
+    assert sorted(set(prompts)) == [60, 1800] and prompts.count(1800) == 6
+    starts = {
+        i: start for r in reversed(in_turn(runs["shared prefixes"])) for i, start, _ in r["chunks"]
+    }
+    assert sum(start >= 448 for start in starts.values()) > 50  # first chunks behind the prefix
+    assert runs["pipeline bubbles"].settings["micro_batches"] == 2
+    assert [name for name in runs if runs[name].settings.get("letters")] == ["A to D"]
+    alone = [cost.seconds([span] * n) for span, n in (((0, 1024, 1), 32), ((0, 0, 224), 1))]
+    costs = explore.measure_costs(cost)
+    assert [costs["decodes_s"], costs["chunk_s"]] == pytest.approx(alone)
+    assert costs["both_s"] < 0.75 * sum(alone)  # decodes ride along
+
+
 def test_explore_opens_with_four_requests_and_the_longest_gap(browser, explored):
     with opened(browser, f"file://{explored}#policy=vllm&beside=sarathi-serve&i=11") as tab:
         titles = tab.eval_on_selector_all(".run h2", "all => all.map(h => h.textContent)")
@@ -476,6 +506,22 @@ def test_only_requests_in_the_window_have_a_lane(browser, tmp_path):
             assert tab.evaluate("panes[0].ids") == ids
 
 
+def test_the_tour_stands_in_a_gap_where_iterations_pause(browser, tmp_path):
+    recorder = a_stall(20, 10)
+    iterations = in_turn(recorder)
+    iterations[9]["chunks"] = [[2, 0, 900]]  # as much prefill, but before the gap
+    iterations[9]["pages"] = [[2, 0, 3]]
+    for number, iteration in enumerate(iterations):  # each begins 0.01 s after the last has ended
+        for key in ("start", "launch", "end"):
+            iteration[key] = round(iteration[key] + 0.01 * number, 6)
+    del recorder.records[-1]
+    with opened_runs(browser, tmp_path, {"vllm": recorder}) as tab:
+        gap = tab.evaluate("focused.run.longest_gap()")
+        k = tab.evaluate("iteration_of_gap(focused.run, focused.run.longest_gap())")
+    assert gap["until"] - gap["since"] == pytest.approx(0.22)
+    assert iterations[k]["chunks"] == [[1, 0, 900]]
+
+
 def test_no_request_has_the_red_of_a_stall(browser, tmp_path):
     with opened_runs(browser, tmp_path, {"vllm": a_stall(20, 10)}) as tab:
         hues = tab.evaluate("Array.from({length: 1000}, (_, id) => hue_of(id))")
@@ -572,6 +618,12 @@ def test_a_live_page_follows_an_engine(browser):
                 "[...focused.run.state.progress.values()].map(r => [r.output, r.ended])"
             )
             assert state == [[16, "length"], [16, "length"]]
+            assert tab.text_content(".run h2") == "sarathi-serve"
+            assert tab.text_content(".run .gap").startswith("The last minute: ")
+            tab.keyboard.press("Home")
+            tab.wait_for_function("cursor == 0")
+            start = tab.evaluate("focused.run.iterations[0].start - focused.run.begin")
+            tab.wait_for_function(f"$('position').textContent.endsWith('at {start:.3f} s')")
             with tab.expect_download() as download:
                 tab.click("#save")
             events = json.loads(download.value.path().read_text())["traceEvents"]

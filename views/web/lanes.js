@@ -91,7 +91,6 @@ class Lanes {
     this.gap_text.classList.toggle("over", gap_seconds({longest_gap: run.longest_gap()}) > SLO);
     this.canvas.setAttribute("aria-label", `timeline of ${title_of(run)}. ${summarize_gap(run)}`);
   }
-  get width() { return this.canvas.clientWidth - LEFT - RIGHT; }
   get seconds_per_pixel() { return (view.to - view.from) / this.width; }
   x(t) { return LEFT + (t - view.from) / (view.to - view.from) * this.width; }
   time_at(x) { return view.from + (x - LEFT) / this.width * (view.to - view.from); }
@@ -114,6 +113,7 @@ class Lanes {
   /** A lane for each request that is there in these seconds; where there are many, one for several
    * that follow each other. The height of all lanes does not depend on the seconds. */
   layout() {
+    this.width = this.canvas.clientWidth - LEFT - RIGHT;  // to ask for it takes time
     const {run} = this, lane_ends = [];  // when the last request in a lane has ended
     this.ended = 0;  // requests before and after what is seen
     this.to_come = 0;
@@ -320,7 +320,8 @@ class Lanes {
     const label_every = Math.ceil(12 / this.lane_height);
     for (const [id, lane] of this.shared ? [] : this.lane_of) {
       if (lane % label_every) continue;
-      pen.fillText(name_of(this.run, id), LEFT - 4, (lane + 0.5) * this.lane_height + 4);
+      const y = Math.max(9, (lane + 0.5) * this.lane_height + 4);
+      pen.fillText(name_of(this.run, id), LEFT - 4, y);
     }
     if (!is_narrow()) this.draw_lane_title(pen);
     this.draw_time_axis(pen);
