@@ -73,7 +73,8 @@ class Lanes {
       drag = null;
     };
     canvas.onpointercancel = () => { drag = null; };
-    canvas.onpointerleave = () => {
+    canvas.onpointerleave = event => {
+      if (event.pointerType === "touch") return;  // the tip stays when the finger has gone
       hide_tip();
       light_request(null);
     };

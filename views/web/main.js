@@ -90,6 +90,7 @@ document.addEventListener("click", event => {
   const id = event.target.closest?.("[data-request]")?.dataset.request;
   if (id) pin_request(Number(id));
 });
+addEventListener("scroll", hide_tip, {passive: true});
 addEventListener("hashchange", restore);
 async function start() {
   $("title").textContent = data.title;
