@@ -28,7 +28,9 @@ WEB = Path(__file__).with_name("web")
 SCRIPTS = (  # they become one script, in this order
     "run.js",
     "sentences.js",
+    "colors.js",
     "lanes.js",
+    "highlight.js",
     "view.js",
     "details.js",
     "choices.js",

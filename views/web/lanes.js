@@ -1,41 +1,13 @@
 // Lanes: a canvas for each run. A lane for each request, and two strips on the same clock: the
-// longest gap that ends in each iteration, and the tokens of each batch. Read next: view.js.
+// longest gap that ends in each iteration, and the tokens of each batch. Read next: highlight.js.
 
 const LEFT = 48, RIGHT = 8;  // pixels beside the plot
 const CAPTION_HEIGHT = 18, AXIS_HEIGHT = 22;
 const LANES_HEIGHT = 300, MAX_LANE_HEIGHT = 24;  // of a run alone; two share the height
 const MAX_LANES = 60;  // with a request each
 const TICK_WIDTH = 3;  // pixels that a gap must have to be drawn by itself
-const SHADES = 16;  // of gaps within the SLO
-const YELLOW = [0xf2, 0xd5, 0x3c];
 
-const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const is_dark = () => document.documentElement.dataset.theme === "dark";
 const is_narrow = () => innerWidth < 600;
-/** The hue of a request in lists and in the cache: from orange to violet, never a stall's red. */
-const hue_of = id => 30 + (id * 173.05) % 280;  // neighbours differ: the golden section of 280
-const color_of = id => `hsl(${hue_of(id)} 55% ${is_dark() ? 62 : 45}%)`;
-
-/** The colours of a theme. Gaps are green up to a tenth of the SLO, then turn yellow on a
- * logarithmic scale, and are red above it, as in views/timelines.py. */
-class Palette {
-  constructor() {
-    for (const name of ["wait", "prefill", "decode", "stall", "ink", "soft", "line",
-      "accent", "back", "free"]) this[name] = css(`--${name}`);
-    const green = [1, 3, 5].map(i => parseInt(this.decode.slice(i, i + 2), 16));
-    this.shades = Array.from({length: SHADES}, (_, shade) => {
-      const share = shade / (SHADES - 1);
-      const rgb = green.map((value, i) => Math.round(value + share * (YELLOW[i] - value)));
-      return `rgb(${rgb.join(" ")})`;
-    });
-  }
-  gap(seconds) {
-    if (seconds > SLO) return this.stall;
-    const share = SLO < Infinity ? 1 + Math.log10(Math.max(seconds / SLO, 0.1)) : 0;
-    return this.shades[Math.round(share * (SHADES - 1))];
-  }
-}
-let palette = null;  // of the theme that is shown
 
 class Lanes {
   constructor(run) {
@@ -458,35 +430,3 @@ function common_scales() {
     gap_s: SLO < Infinity ? Math.max(gap_s, 1.3 * SLO) : gap_s || 1,
   };
 }
-
-// ---- A request that is lit everywhere, and the tip at the pointer -------------------------------
-
-let lit_request = null;  // its id: that under the pointer, or else the pinned one
-let pinned_request = null;  // its id: that which was clicked last
-let named_bands = [];  // of the lanes, by the tour
-function light_request(id) {
-  const lit = id ?? pinned_request;
-  if (lit === lit_request) return;
-  lit_request = lit;
-  mark_lit();
-  dirty = dirty || "cursor";
-}
-function pin_request(id) {
-  pinned_request = id === pinned_request ? null : id;
-  light_request(id);
-  mark_lit();
-}
-function mark_lit() {
-  for (const element of document.querySelectorAll("[data-request]"))
-    element.classList.toggle("lit", element.dataset.request === String(lit_request));
-}
-function show_tip(text, x, y) {
-  const tip = $("tip");
-  tip.textContent = text;
-  tip.hidden = false;
-  const left = Math.min(x + 14, innerWidth - tip.offsetWidth - 8);
-  const above = y + 22 + tip.offsetHeight > innerHeight;
-  tip.style.left = `${Math.max(8, left)}px`;
-  tip.style.top = `${above ? y - tip.offsetHeight - 12 : y + 18}px`;
-}
-function hide_tip() { $("tip").hidden = true; }

@@ -1,4 +1,4 @@
-// Numbers and sentences: what is said of an iteration, and of a gap. Read next: lanes.js.
+// Numbers and sentences: what is said of an iteration, and of a gap. Read next: colors.js.
 
 const format_count = n => n.toLocaleString("en");
 function counted(n, singular, plural = singular + "s") {
