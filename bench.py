@@ -35,7 +35,7 @@ COMMANDS = {  # name -> (its module, what it does)
     "capacity": ("lab.commands.serve", "the highest rate at which each policy meets an SLO"),
     "explore": (
         "lab.commands.explore",
-        "a page with sliders: what policies do with a load, and why",
+        "a page to play with: what policies do with a load, and why",
     ),
     "budget": ("lab.commands.budget", "the largest token budget that meets an SLO"),
     "pipeline": ("lab.commands.pipeline", "what bubbles cost, in stages that are processes here"),

@@ -71,10 +71,13 @@ DRAWN = "document.getElementById('position').textContent != ''"
 
 
 @contextmanager
-def opened(browser, address, width=1200, scheme="light", until=DRAWN):
+def opened(browser, address, width=1200, scheme="light", until=DRAWN, touch=False):
     """The page at an address, drawn; nothing it logs is an error, and no file asks the network."""
     context = browser.new_context(
-        viewport={"width": width, "height": 800}, color_scheme=scheme, offline="file:" in address
+        viewport={"width": width, "height": 800},
+        color_scheme=scheme,
+        offline="file:" in address,
+        has_touch=touch,
     )
     tab, errors = context.new_page(), []
     tab.on("pageerror", lambda error: errors.append(str(error)))

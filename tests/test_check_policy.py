@@ -293,7 +293,12 @@ def test_a_missing_policy_is_refused_in_one_line(capsys):
 def explored(tmp_path, monkeypatch, names):
     """The names of the runs on the page of `bench.py explore`, for custom policies alone."""
     monkeypatch.setattr(explore, "POLICIES", ())
-    monkeypatch.setattr(explore, "LOADS", {"heavy": 1.6})
+    make_loads = explore.make_loads
+
+    def one_load(cost, requests):
+        return {"overload": make_loads(cost, requests)["overload"]}
+
+    monkeypatch.setattr(explore, "make_loads", one_load)
     runs = []
     make_page = explore.page
 

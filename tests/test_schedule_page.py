@@ -3,21 +3,29 @@
 import json
 import random
 import re
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from bench import main
 from cli.options import write_text
 from engine import Engine
-from lab.measure.metrics import percentiles, summarize_run
+from lab.commands import explore
+from lab.measure.capacity import slo_seconds
+from lab.measure.metrics import find_stalls, percentiles, summarize_run
 from lab.measure.workload import Arrival
+from lab.simulator.cost_model import CostModel
+from policies import POLICIES
 from sampling import SamplingParams
 from tests.helpers import tiny_model
 from tests.pages import LOADS, SLO_S, a_load, in_turn, opened, opened_runs, simulated
 from views.page import Recorder, page
+from views.policy_notes import NOTES
 
 
 @pytest.mark.parametrize("policy", LOADS)
@@ -151,8 +159,9 @@ def test_the_tour_has_seven_stops_and_shows_what_it_says(browser, tmp_path):
             )
             tab.keyboard.press("Enter")  # the button "next" has the focus
         assert tab.is_hidden("#tour")
-    (stall, _), (_, chunk), (_, ride), (_, budget), (_, memory), (_, load), _ = told
-    assert f"{max(gap for c in run.completions for gap in c.tbt):.3g} s" in stall
+    _, (stall, _), (_, chunk), (_, ride), (_, budget), (_, memory), (_, load) = told
+    longest = max(gap for c in run.completions for gap in c.tbt)
+    assert f"waited {1e3 * longest:.3g} ms" in stall or f"waited {longest:.3g} s" in stall
     lengths = {
         r["request"]["id"]: r["request"]["prompt_len"] for r in truth.records if "request" in r
     }
@@ -194,7 +203,7 @@ def test_a_sentence_says_in_words_why_the_batch_is_as_it_is(browser, tmp_path):
                 return [2, 14].map(y => pen.getImageData(2 * 18 + 2, y, 1, 1).data.join()); }"""
         )
     assert said[1] == (
-        "3 decodes first, then 253 of 256 tokens for request 5 (its 0 to 252 of 900); "
+        "3 decodes first, then tokens 0 to 252 of request 5's 900, and the budget of 256 is full; "
         "request 6 waits: no budget left."
     )
     assert said[2] == (
@@ -202,10 +211,13 @@ def test_a_sentence_says_in_words_why_the_batch_is_as_it_is(browser, tmp_path):
         "prefill; request 5 waits, and 1 behind it: it needs 15 pages and 1 is free."
     )
     assert said[3] == (
-        "10 tokens for request 3 (its whole prompt); 3 running decodes wait: this batch is of "
+        "Request 3's whole prompt of 10 tokens; 3 running decodes wait: this batch is of "
         "prefill alone; request 6 waits: this policy lets in nobody more in this iteration."
     )
-    assert "100 of 256 tokens for request 6 (its 64 to 163 of 500; 64 tokens found in" in said[4]
+    assert said[4].startswith(
+        "Tokens 64 to 163 of request 6's 500 (64 tokens found in the cache), and the budget "
+        "of 256: 156 are left"
+    )
     assert "6: tokens 64 to 163, prefill, 64 found in the cache" in chips
     # request 6 reads page 2 beside its own request 2; 0, 1 and 3 have a page each
     assert (
@@ -236,56 +248,351 @@ def test_ten_thousand_iterations_are_less_than_five_megabytes(browser, tmp_path)
     assert (tmp_path / "page.html").stat().st_size < 5e6
 
 
-def test_explore_has_a_run_for_every_place_of_the_sliders(browser, tmp_path, capsys):
-    file = tmp_path / "explore.html"
-    main(["explore", "policies/template.py:ShortestFirst", "--requests", "6", "--html", str(file)])
-    assert capsys.readouterr().out == f"wrote {file}, open {file.as_uri()}\n"
-    with opened(browser, f"file://{file}") as tab:
+@pytest.fixture(scope="module")
+def explored(tmp_path_factory):
+    """The page of `bench.py explore` with few requests and a policy of a file."""
+    file = tmp_path_factory.mktemp("explore") / "explore.html"
+    main(["explore", "policies/template.py:ShortestFirst", "--requests", "12", "--html", str(file)])
+    return file
+
+
+def test_explore_has_a_run_for_every_button(browser, explored):
+    with opened(browser, f"file://{explored}") as tab:
         choices = tab.evaluate("data.choices")
-        assert choices["policy"][0] == "ShortestFirst" and len(choices["load"]) == 3
+        assert choices["policy"][0] == "ShortestFirst" and len(choices["load"]) == 8
         found = tab.evaluate(
-            """async () => { const names = new Set();
-                for (const policy of data.choices.policy.keys())
-                for (const chunk of data.choices.chunk.keys())
-                for (const load of [0, 2]) for (const memory of [0, 1]) {
-                    const at = {policy, chunk, load, memory};
-                    for (const [name, n] of Object.entries(at)) $(`choose-${name}`).value = n;
-                    await choose();
-                    names.add(panes[0].run.name);
-                } return [...names]; }"""
+            """async () => { const names = [];
+                for (const policy of data.choices.policy)
+                for (const chunk of data.choices.chunk)
+                for (const load of data.choices.load) {
+                    await choose({policy, chunk, load, beside: "nothing"});
+                    names.push([policy, chunk, load, panes[0].run.name.split(" | ")]);
+                } return names; }"""
         )
-        cut = [name for name in found if " | * | " not in name]
-        assert len(found) == len(set(found)) and {name.split(" | ")[1] for name in cut} == {
-            *choices["chunk"]
-        }
+        assert len({tuple(name) for *_, name in found}) == len(tab.evaluate("data.runs"))
+        for policy, chunk, load, name in found:
+            assert name in ([policy, chunk, load], [policy, "*", load])
         quick = """async () => {
-            const slider = $("choose-chunk"), wait = () => new Promise(end => setTimeout(end, 400));
-            const move = value => {
-                slider.value = value;
-                slider.dispatchEvent(new Event("input"));
-            };
-            move(3);
-            move(0);  // is loaded, the one before is not
-            await wait();
+            const click = label => document.querySelector(`[data-label="${label}"]`).click();
+            click("1024");
+            click("128");  // is loaded, the one before is not
+            await new Promise(end => setTimeout(end, 400));
             return panes[0].run.name; }"""
         tab.evaluate("loaded.clear()")
-        tab.evaluate("choose({policy: 'sarathi-serve', chunk: data.choices.chunk[0]})")
-        assert tab.evaluate(quick).split(" | ")[1] == choices["chunk"][0]
+        tab.evaluate("choose({policy: 'sarathi-serve', chunk: '128'})")
+        assert tab.evaluate(quick).split(" | ")[1] == "128"
         tab.evaluate("set_view(-Infinity, Infinity), go(focused.run, 9)")
         moment = tab.evaluate("moment")
         for name in ("request-level", "sarathi-serve", "orca"):
-            tab.evaluate(f"choose({{policy: '{name}', load: 'heavy'}})")
+            tab.evaluate(f"choose({{policy: '{name}', load: 'overload'}})")
             whole = "[view.from <= focused.run.begin, view.to >= focused.run.end, moment]"
             assert tab.evaluate(whole) == [True, True, moment]  # what was seen and chosen stays
         tab.evaluate("choose({policy: 'vllm'})")
-        assert tab.is_disabled("#choose-chunk")  # which it does not go by
+        assert tab.is_disabled("[data-label='256']")  # which it does not go by
         tab.evaluate("tour(0); tour(-1)")
         tab.wait_for_timeout(300)
         assert tab.is_hidden("#tour")
         tab.select_option("#beside", "vllm")
+        tab.evaluate("choose({policy: 'orca'})")
         tab.wait_for_function("panes.length == 2 && panes[1].run.name.startsWith('vllm')")
-        tab.click("text=tour")
+        tab.click("#start")
         tab.wait_for_function("document.getElementById('stop').textContent[0] == '1'")
+
+
+def test_the_loads_of_explore_are_as_they_are_called():
+    cost = CostModel.named(explore.MODEL)
+    slo_s = slo_seconds("strict", explore.base_of(cost, explore.MAX_LEN, explore.BASE_CHUNK))
+    loads = explore.make_loads(cost, 60)
+    runs = {name: explore.record_run("sarathi-serve:256", loads[name], slo_s) for name in loads}
+
+    def preemptions(name):
+        return sum(len(record["preempted"]) for record in in_turn(runs[name]))
+
+    assert preemptions("tight memory") and not preemptions("overload")
+    longest_queue = {name: max(r["waiting"] for r in in_turn(runs[name])) for name in runs}
+    assert longest_queue["overload"] > 2 * longest_queue["steady"]
+    assert longest_queue["burst"] >= 14  # a quarter of 60 at once
+    prompts = [arrival.prompt_len for arrival in loads["long among short"].arrivals]
+    assert sorted(set(prompts)) == [60, 1800] and prompts.count(1800) == 6
+    first_starts = {}
+    for record in in_turn(runs["shared prefixes"]):
+        for request_id, start, _ in record["chunks"]:
+            first_starts.setdefault(request_id, start)
+    assert sum(start >= 448 for start in first_starts.values()) > 50  # behind the shared prefix
+    assert runs["pipeline bubbles"].settings["micro_batches"] == 2
+    assert [name for name in runs if runs[name].settings.get("letters")] == ["A to D"]
+    alone = [cost.seconds([span] * n) for span, n in (((0, 1024, 1), 32), ((0, 0, 224), 1))]
+    costs = explore.measure_costs(cost)
+    assert [costs["decodes_s"], costs["chunk_s"]] == pytest.approx(alone)
+    assert costs["both_s"] < 0.75 * sum(alone)  # decodes ride along
+
+
+def test_explore_opens_with_four_requests_and_the_longest_gap(browser, explored):
+    with opened(browser, f"file://{explored}#policy=vllm&beside=sarathi-serve&i=11") as tab:
+        titles = tab.eval_on_selector_all(".run h2", "all => all.map(h => h.textContent)")
+        assert titles == ["vllm", "sarathi-serve, chunk 256"]
+        stalled, served = tab.eval_on_selector_all(
+            ".run .gap", "all => all.map(p => p.textContent)"
+        )
+        assert "request A, token 11: waited 152 ms for the prompts of requests C and D" in stalled
+        assert "times the usual gap, a stall" in stalled and "stall" not in served
+        assert tab.evaluate("panes.map(pane => pane.scales)[0] === panes[1].scales")
+    with opened(browser, f"file://{explored}") as tab:  # a policy of one's own comes first
+        assert tab.evaluate("panes.map(pane => pane.run.name)") == [
+            "ShortestFirst | 256 | A to D",
+            "sarathi-serve | 256 | A to D",
+        ]
+        gap = tab.evaluate("focused.run.longest_gap()")
+        iteration = tab.evaluate("focused.run.iterations[cursor]")
+        assert gap["since"] <= iteration["start"] < gap["until"] and iteration["chunks"]
+
+
+def test_the_address_restores_what_was_shown(browser, explored):
+    with opened(browser, f"file://{explored}") as tab:
+        tab.click("[data-label='vllm']")
+        tab.wait_for_function("panes[0].run.name.startsWith('vllm')")
+        tab.click("[data-label='burst']")
+        tab.wait_for_function("panes[0].run.name.endsWith('burst')")
+        tab.keyboard.press("g")
+        tab.wait_for_timeout(400)
+        shown = "[panes.map(pane => pane.run.name), cursor, pinned_request, view.from, view.to]"
+        address, before = tab.url, tab.evaluate(shown)
+    assert "policy=vllm&chunk=256&load=burst&beside=sarathi-serve&i=" in address
+    with opened(browser, address) as tab:
+        names, cursor, request, *window = tab.evaluate(shown)
+        assert [names, cursor, request] == before[:3] and request is not None
+        assert window == pytest.approx(before[3:], abs=1e-3)
+        tab.evaluate("location.hash = '#policy=orca&load=steady&i=7'")
+        tab.wait_for_function("panes.length == 1 && panes[0].run.name == 'orca | * | steady'")
+        tab.wait_for_function("cursor == 6")
+
+
+def test_the_table_has_the_numbers_of_the_library(browser, tmp_path):
+    runs = {name: simulated(name) for name in ("vllm", "sarathi-serve")}
+    recorders = {name: recorder for name, (_, recorder) in runs.items()}
+    with opened_runs(browser, tmp_path, recorders) as tab:
+        tab.wait_for_function("document.querySelectorAll('#policytable tbody tr').length == 2")
+        rows = tab.evaluate(
+            """() => [...$("policytable").tBodies[0].rows].map(row => Object.fromEntries(
+                [...row.querySelectorAll("[data-k]")].map(td => [td.dataset.k, td.textContent])))"""
+        )
+        exact = tab.evaluate(
+            "Promise.all(data.runs.map(load)).then(runs => runs.map(run => run.metrics()))"
+        )
+        marked = "all => all.map(row => row.className)"
+        assert tab.eval_on_selector_all("#policytable tbody tr", marked) == ["shown", "shown"]
+    for (run, recorder), row, numbers in zip(runs.values(), rows, exact, strict=True):
+        summary = summarize_run(run.completions, run.iterations, run.seconds)
+        pages = recorder.settings["pages"]
+        busy = sum(i.end - i.start for i in run.iterations)
+        used = sum((pages - i.free_pages) * (i.end - i.start) for i in run.iterations)
+        expected = {
+            "ttft_p50": summary.ttft_s.p50,
+            "tbt_p99": summary.tbt_s.p99,
+            "longest": summary.tbt_s.max,
+            "tokens_per_s": summary.tokens_per_s,
+            "cache": used / pages / busy,
+        }
+        assert numbers == pytest.approx(expected, rel=1e-4)
+        for key in ("ttft_p50", "tbt_p99", "longest"):
+            assert seconds(row[key]) == pytest.approx(expected[key], rel=5e-3)
+        assert row["tokens_per_s"] == f"{expected['tokens_per_s']:,.0f}"
+        assert row["cache"] == f"{100 * expected['cache']:.0f} %"
+
+
+def a_stall(tokens=400, at=200):
+    """A Recorder of request 0 with gaps of 0.02 s, one of 0.2 s, in which 1 is prefilled whole."""
+    recorder = Recorder()
+    recorder.settings = dict(chunk=256, max_batch=4, max_len=2048, policy="vllm")
+    recorder.settings |= dict(pages=64, page_size=64, micro_batches=1)
+    like = dict(preempted=[], micro_batch=0, ended=[], free_pages=9, queue=[], waiting=0)
+    like |= dict(budget=None, running=1, why=None)
+    for i, (arrival, prompt) in enumerate(((0.0, 10), (0.5, 900), (900.0, 10))):
+        request = dict(id=i, arrival=arrival, prompt_len=prompt, max_new_tokens=tokens, priority=2)
+        recorder.records.append({"request": request})
+    batches = [dict(chunks=[[0, 0, 10]], decodes=[], pages=[[0, 0, 0]])]
+    batches += [dict(chunks=[], decodes=[0], pages=[]) for _ in range(tokens)]
+    batches.insert(at, dict(chunks=[[1, 0, 900]], decodes=[], pages=[[1, 0, 1]]))
+    time = 0.0
+    for number, batch in enumerate(batches):
+        end = time + (0.18 if number == at else 0.02)
+        recorder.records.append(like | batch | dict(start=time, launch=time, end=round(end, 6)))
+        time = round(end, 6)
+    recorder.records.append(
+        like
+        | dict(
+            chunks=[[2, 0, 10]], decodes=[], pages=[[2, 0, 2]], start=900.0, launch=900.0, end=901.0
+        )
+        | dict(ended=[[0, "length"], [1, "abort"]])
+    )
+    return recorder
+
+
+PIXELS = """([x0, y0, x1, y1]) => {  // how many pixels of a part of the picture have which colour
+    const {canvas} = panes[0], scale = devicePixelRatio, counts = {};
+    const {data} = canvas.getContext("2d").getImageData(
+        x0 * scale, y0 * scale, (x1 - x0) * scale, (y1 - y0) * scale);
+    for (let i = 0; i < data.length; i += 4) {
+        const rgb = data.slice(i, i + 3).join(" ");
+        counts[rgb] = (counts[rgb] ?? 0) + 1;
+    }
+    return counts; }"""
+RED = "201 33 28"
+
+
+@pytest.mark.parametrize("width", [1200, 375])
+def test_a_stall_is_red_at_every_zoom(browser, tmp_path, width):
+    with opened_runs(browser, tmp_path, {"vllm": a_stall()}, width=width) as tab:
+        for span in (1000, 99, 20, 9, 3, 1, 0.4, 0.1, 0.01):
+            tab.evaluate(f"set_view(4.1 - {span} / 2, 4.1 + {span} / 2)")
+            tab.wait_for_function("!dirty")
+            lane = tab.evaluate("[LEFT, 0, LEFT + panes[0].width, panes[0].lane_height - 1]")
+            counts = tab.evaluate(PIXELS, lane)
+            assert counts.get(RED, 0) >= 10, span
+            if span == 20:  # the other gaps are far below the SLO of 0.05 s: none is yellow or red
+                assert counts[RED] < 0.1 * sum(counts.values())
+            if span == 3:
+                strip = tab.evaluate("[LEFT, ...[panes[0].band('gaps')].flatMap(b => [b[0]])]")
+                bottom = tab.evaluate("panes[0].band('gaps')[1]")
+                right = tab.evaluate("LEFT + panes[0].width")
+                assert tab.evaluate(PIXELS, [*strip, right, bottom]).get(RED, 0) >= 10
+            if span == 0.4:  # a tick for each token
+                ink = counts.get(
+                    tab.evaluate(
+                        "palette.ink.match(/\\w\\w/g).map(h => parseInt(h, 16)).join(' ')"
+                    ),
+                    0,
+                )
+                assert ink > 5 * 20
+
+
+def test_the_tip_says_who_waited_for_whom(browser, tmp_path):
+    with opened_runs(browser, tmp_path, {"vllm": a_stall()}) as tab:
+        box = tab.locator("canvas[role=img]").first.bounding_box()
+
+        def tip_at(time, y):
+            x = tab.evaluate(f"panes[0].x({time})")
+            tab.mouse.move(box["x"] + x, box["y"] + y)
+            return tab.text_content("#tip")
+
+        stall = "equest 0, token 201: waited 200 ms for request 1's prompt of 900 tokens."
+        assert tip_at(4.1, 5) == "R" + stall
+        strip = tab.evaluate("panes[0].band('gaps')[1] - 3")
+        assert tip_at(4.19, strip).endswith(f"longest gap that ends here: r{stall}")
+        assert tip_at(2.01, 5).startswith("Request 0, token ")
+        assert "20.0 ms after the token before" in tab.text_content("#tip")
+        lane = tab.evaluate("panes[0].lane_height")
+        assert tip_at(4.1, 1.5 * lane) == (
+            "Request 1: tokens 0 to 899 of its prompt of 900, alone, in 180 ms."
+        )
+        assert tip_at(2, 1.5 * lane) == "Request 1 waits 3.50 s to be computed."
+        tab.mouse.click(box["x"] + tab.evaluate("panes[0].x(4.1)"), box["y"] + 5)
+        tab.mouse.move(5, 5)
+        assert tab.evaluate("[lit_request, pinned_request]") == [0, 0]
+        tab.wait_for_function("!dirty")
+        lit = tab.eval_on_selector_all(".lit", "all => all.map(e => e.dataset.request)")
+        assert lit and set(lit) == {"0"}  # also among those that run
+        assert tab.is_hidden("#tip")
+        tab.keyboard.press("Home")
+        tab.keyboard.press("g")
+        tab.wait_for_function("!dirty")
+        assert tab.text_content("#gapline") == f"Gap: r{stall}"
+
+
+def test_a_tap_says_who_waited_and_the_page_fits_a_phone(browser, explored):
+    with opened(browser, f"file://{explored}#policy=vllm", width=375, touch=True) as tab:
+        assert tab.evaluate("document.documentElement.scrollWidth") <= 375
+        box = tab.locator("canvas[role=img]").first.bounding_box()
+        assert box["y"] + tab.evaluate("panes[0].lanes_height") < 800  # seen without scrolling
+        x = tab.evaluate("panes[0].x(0.2)")
+        tab.touchscreen.tap(box["x"] + x, box["y"] + 5)
+        tab.wait_for_timeout(300)
+        assert tab.is_visible("#tip")
+        assert tab.text_content("#tip").startswith("Request A, token 11: waited 152 ms")
+        tab.evaluate("tour(1)")
+        tab.wait_for_function("stop_number == 1 && !$('tour').hidden && !dirty")
+        tab.wait_for_timeout(300)
+        lanes, card = tab.evaluate(
+            """['canvas[role=img]', '#tour'].map(
+                selector => document.querySelector(selector).getBoundingClientRect().top)"""
+        )
+        height = tab.evaluate("panes[0].height")
+        assert lanes >= 0 and lanes + height < card  # the card hides nothing of the picture
+
+
+def test_a_gap_names_the_preemption_or_else_the_prefill_in_it(browser, tmp_path):
+    run, truth = simulated("sarathi-serve", pages=40)
+    with opened_runs(browser, tmp_path, {"sarathi-serve": truth}) as tab:
+        told = tab.evaluate(
+            """() => { const {run} = focused, {lanes} = run;
+                return [...lanes].flatMap(([id, {gaps}]) => gaps.map(([since, until], i) =>
+                    [id, i, explain_gap(run, {id, since, until, token: i + 2})])); }"""
+        )
+    stalls = {
+        (stall.request_id, stall.end): stall
+        for stall in find_stalls(run.completions, run.iterations)
+    }
+    preempted = [(i, r["start"]) for r in in_turn(truth) for i in r["preempted"]]
+    times = {c.request_id: c.token_times for c in run.completions}
+    lost = 0
+    for request_id, i, text in told:
+        since, until = times[request_id][i : i + 2]
+        stall = stalls.get((request_id, until))
+        # a record has microseconds
+        window = round(since, 6), round(until, 6)
+        if any(r == request_id and window[0] <= s < window[1] for r, s in preempted):
+            lost += 1
+            assert text.endswith("as it had lost its pages and was computed again")
+        elif stall:
+            assert f"{stall.prefill_tokens:,} tokens" in text or "prompt of" in text
+            assert str(stall.caused_by) in text or " more: " in text
+        else:
+            assert text.endswith("after the token before")
+    assert lost >= 5 and len(told) == sum(len(c.tbt) for c in run.completions)
+
+
+def test_only_requests_in_the_window_have_a_lane(browser, tmp_path):
+    with opened_runs(browser, tmp_path, {"vllm": a_stall()}) as tab:
+        for window, ids in ([0, 0.4], [0]), ([1, 2], [0, 1]), ([899, 901], [2]):
+            tab.evaluate("window => set_view(...window)", window)
+            tab.wait_for_function("!dirty")
+            assert tab.evaluate("panes[0].ids") == ids
+
+
+def test_the_tour_stands_in_a_gap_where_iterations_pause(browser, tmp_path):
+    recorder = a_stall(20, 10)
+    iterations = in_turn(recorder)
+    iterations[9]["chunks"] = [[2, 0, 900]]  # as much prefill, but before the gap
+    iterations[9]["pages"] = [[2, 0, 3]]
+    for number, iteration in enumerate(iterations):  # each begins 0.01 s after the last has ended
+        for key in ("start", "launch", "end"):
+            iteration[key] = round(iteration[key] + 0.01 * number, 6)
+    del recorder.records[-1]
+    with opened_runs(browser, tmp_path, {"vllm": recorder}) as tab:
+        gap = tab.evaluate("focused.run.longest_gap()")
+        k = tab.evaluate("iteration_of_gap(focused.run, focused.run.longest_gap())")
+    assert gap["until"] - gap["since"] == pytest.approx(0.22)
+    assert iterations[k]["chunks"] == [[1, 0, 900]]
+
+
+def test_no_request_has_the_red_of_a_stall(browser, tmp_path):
+    with opened_runs(browser, tmp_path, {"vllm": a_stall(20, 10)}) as tab:
+        hues = tab.evaluate("Array.from({length: 1000}, (_, id) => hue_of(id))")
+        assert min(hues) >= 30 and max(hues) <= 310
+
+
+def test_notes_of_policies_are_those_of_the_readme():
+    readme = Path("README.md").read_text().partition("## The policies")[2].replace("`", "")
+    assert set(NOTES) == set(POLICIES)
+    for name, note in NOTES.items():
+        row = next(line for line in readme.splitlines() if line.startswith("|") and name in line)
+        for part in note.replace("one at a time", "or one").split(": "):
+            assert part in row, name
+
+
+def test_the_page_imports_no_torch():
+    code = "import sys, views.page; assert 'torch' not in sys.modules, 'torch was imported'"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("command", ["offline", "serve", "simulated"])
@@ -364,6 +671,12 @@ def test_a_live_page_follows_an_engine(browser):
                 "[...focused.run.state.progress.values()].map(r => [r.output, r.ended])"
             )
             assert state == [[16, "length"], [16, "length"]]
+            assert tab.text_content(".run h2") == "sarathi-serve"
+            assert tab.text_content(".run .gap").startswith("The last minute: ")
+            tab.keyboard.press("Home")
+            tab.wait_for_function("cursor == 0")
+            start = tab.evaluate("focused.run.iterations[0].start - focused.run.begin")
+            tab.wait_for_function(f"$('position').textContent.endsWith('at {start:.3f} s')")
             with tab.expect_download() as download:
                 tab.click("#save")
             events = json.loads(download.value.path().read_text())["traceEvents"]

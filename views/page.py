@@ -7,8 +7,8 @@
 
 A Recorder writes a record when a request arrives, and one for each iteration: the decisions of the
 policy, the reason why the first request of the queue waits, and the times. Everything that can be
-counted from these is counted in page.js, which also saves it as a trace for
-https://ui.perfetto.dev. Read first: engine.py. Read next: page.html, page.js."""
+counted from these is counted in the scripts of web/, which also save it as a trace for
+https://ui.perfetto.dev. Read first: engine.py. Read next: web/page.html, web/run.js."""
 
 import base64
 import gzip
@@ -21,8 +21,24 @@ from typing import Any, TypedDict
 
 from outputs import Iteration
 from scheduler import Batch, Request, Scheduler
+from views.policy_notes import policy_name, policy_note
 
 MAX_QUEUE = 40  # this many waiting requests are recorded, in their order
+WEB = Path(__file__).with_name("web")
+SCRIPTS = (  # they become one script, in this order
+    "run.js",
+    "sentences.js",
+    "colors.js",
+    "lanes.js",
+    "highlight.js",
+    "view.js",
+    "details.js",
+    "choices.js",
+    "tour.js",
+    "live.js",
+    "trace.js",
+    "main.js",
+)
 
 
 class RequestInfo(TypedDict):
@@ -80,6 +96,16 @@ class Iterated(TypedDict):
 Record = Arrived | Snapshot | Iterated
 
 
+class Costs(TypedDict):
+    """What a batch takes, in seconds: decodes alone, a chunk alone, and both together."""
+
+    decodes: int
+    chunk: int  # tokens
+    decodes_s: float
+    chunk_s: float
+    both_s: float
+
+
 class Decision(TypedDict):
     """The part of a record that is known once a batch is made."""
 
@@ -92,7 +118,8 @@ class Recorder:
     """Keeps the records of a run in `records`.
 
     `settings` are those of the schedulers: policy, chunk, max_batch, max_len, pages, page_size,
-    micro_batches."""
+    micro_batches; `note` says in a few words what the policy does. A caller may add `letters`, to
+    name the requests A, B, C instead of 0, 1, 2."""
 
     def __init__(self) -> None:
         self.records: list[Record] = []
@@ -110,7 +137,8 @@ class Recorder:
             "chunk": first.chunk,
             "max_batch": first.max_batch,
             "max_len": first.max_len,
-            "policy": type(first).__name__,
+            "policy": policy_name(type(first)),
+            "note": policy_note(type(first)),
             "micro_batches": len(schedulers),
             "pages": len(schedulers) * first.pages.total,
             "page_size": first.pages.page_size,
@@ -253,15 +281,17 @@ def page(
     live: str | None = None,
     slo_s: float | None = None,
     choices: Mapping[str, Sequence[str]] | None = None,
-    iteration: int = 1,
+    costs: Costs | None = None,
+    iteration: int | None = None,
 ) -> str:
     """The page as text.
 
     It shows the runs of `recorders`, by their names. A live page has none; it asks the address
     `live` for records, which EngineThread.records_since of server/ answers. A gap between tokens
-    above `slo_s` seconds is a stall. Where there are many runs, `choices` maps the name of a slider
-    to its values, and a run's name is one value of each, joined by " | ". The page opens with the
-    first run's `iteration`, which counts from 1."""
+    above `slo_s` seconds is a stall. Where there are many runs, `choices` maps the name of a row of
+    buttons to their labels, and a run's name is one label of each, joined by " | ": first its
+    policy, and "*" where there is no choice. The tour explains `costs`, if they are given. Without
+    choices the page opens with the first run's `iteration`, which counts from 1."""
     runs = []
     for name, recorder in (recorders or {}).items():
         records = json.dumps(recorder.records, separators=(",", ":"))
@@ -274,15 +304,16 @@ def page(
         "slo_s": slo_s,
         "live": live,
         "choices": choices,
+        "costs": costs,
         "iteration": iteration,
         "runs": runs,
     }
     text = _read("page.html")
     text = text.replace("{{css}}", _read("page.css"))
-    text = text.replace("{{js}}", _read("page.js"))
+    text = text.replace("{{js}}", "\n".join(_read(script) for script in SCRIPTS))
     # a "<" could end the element that holds the data. The data comes last, as it may hold anything
     return text.replace("{{data}}", json.dumps(content).replace("<", "\\u003c"))
 
 
 def _read(name: str) -> str:
-    return Path(__file__).with_name(name).read_text("utf-8")
+    return (WEB / name).read_text("utf-8")

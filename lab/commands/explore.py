@@ -1,9 +1,10 @@
-"""A page to play with: policies, chunk sizes, loads and memory, chosen by sliders.
+"""A page to play with: policies, chunk sizes and loads, chosen by buttons.
 
     python bench.py explore                           writes explore.html, which needs no network
     python bench.py explore my_policy.py:MyPolicy     with your own policy among the others
 
-All runs are simulated. Read first: policies/template.py, views/page.py."""
+All runs are simulated. It opens with four requests, two of them with long prompts that arrive while
+the others decode. Read first: policies/template.py, views/page.py."""
 
 from argparse import Namespace
 from collections.abc import Sequence
@@ -17,22 +18,37 @@ from config import EngineConfig
 from lab.measure import workload
 from lab.measure.capacity import estimated_qps, slo_seconds
 from lab.measure.run_plan import goes_by_chunk, run_plan
+from lab.measure.workload import Arrival
+from lab.papers.measured_loads import TRACE
 from lab.simulator.cost_model import CostModel
-from lab.simulator.machine import base_of
+from lab.simulator.machine import VOCABULARY, base_of
 from lab.simulator.referee import broken_rules, mark_broken
 from lab.simulator.simulation import simulate
-from views.page import Recorder, page
+from views.page import Costs, Recorder, page
 
 MODEL = "llama3-8b"  # on one A100
-POLICIES = ("vllm", "sarathi-serve", "request-level", "orca", "sarathi", "dynamic")
+POLICIES = (
+    "vllm",
+    "sarathi-serve",
+    "request-level",
+    "orca",
+    "sarathi",
+    "chunked-only",
+    "hybrid-only",
+    "dynamic",
+)
 CHUNKS = ("128", "256", "512", "1024")
 NO_CHUNK = "*"  # the chunk size of a policy that has none
-LOADS = {"light": 0.4, "steady": 0.7, "heavy": 1.6}  # shares of the rate that should be possible
-MEMORY = {"ample": 24, "tight": 5}  # requests of the longest that fit
+STEADY = 0.7  # share of the rate that should be possible
+OVERLOAD = 1.6
+TIGHT = 5  # requests of the longest that fit into tight memory
+AMPLE = 24
+SHARED = 512  # tokens of a prefix
 MAX_BATCH = 32
 MAX_LEN = 2048
 PAGE_SIZE = 64
 BASE_CHUNK = 512  # of the prefill that rates are estimated from
+LONG_EVERY = 10  # among short requests every tenth is long
 
 
 @dataclass(frozen=True)
@@ -47,11 +63,22 @@ class ExploreOptions:
 
 @dataclass(frozen=True)
 class Choice:
-    """A policy with a chunk size, as the page's sliders name them."""
+    """A policy with a chunk size, as the page's buttons name them."""
 
     policy: str
     chunk: str
     label: str  # the same as run_plan takes it: "sarathi:128"
+
+
+@dataclass(frozen=True)
+class Load:
+    """The requests of a run, and the machine that serves them."""
+
+    arrivals: Sequence[Arrival]
+    tokens: int = AMPLE * MAX_LEN  # of the KV cache
+    pp: int = 1  # stages of the pipeline
+    prompts: list[list[int]] | None = None  # if they share prefixes, which then are cached
+    letters: bool = False  # whether requests are named A, B, C
 
 
 def add_options(parser: OptionParser) -> None:
@@ -91,47 +118,29 @@ def resolve(parser: OptionParser, args: Namespace) -> ExploreOptions:
 def main(options: ExploreOptions) -> None:
     """Simulate all runs and write the page."""
     cost = CostModel.named(MODEL)
-    base = base_of(cost, MAX_LEN, BASE_CHUNK)
-    lengths = workload.sample_lengths("sharegpt4", options.requests, MAX_LEN, 0)
-    possible_qps = estimated_qps(base, workload.poisson(lengths, 1.0, 0))
-    slo_s = slo_seconds("strict", base)
+    slo_s = slo_seconds("strict", base_of(cost, MAX_LEN, BASE_CHUNK))
+    loads = make_loads(cost, options.requests)
     violations = broken_rules(options.policies)
     policies = {
         mark_broken(short_name, violations[name].rule if name in violations else None): name
         for short_name, name in short_names([*options.policies, *POLICIES]).items()
     }
-    rates = {  # what the slider shows -> requests per second
-        f"{name}, {share * possible_qps:.2g}/s": share * possible_qps
-        for name, share in LOADS.items()
-    }
-    memories = {  # what the slider shows -> tokens
-        f"{name}, {requests * MAX_LEN:,} tokens": requests * MAX_LEN
-        for name, requests in MEMORY.items()
-    }
     recorders = {}
-    runs = list(product(servers(policies), rates, memories))
-    for choice, load, memory in tqdm(runs, "runs", leave=False, disable=None):
-        name = " | ".join([choice.policy, choice.chunk, load, memory])
-        recorders[name] = Recorder()
-        simulate(
-            cost,
-            make_config(choice.label, memories[memory], slo_s),
-            workload.poisson(lengths, rates[load], 0),
-            recorder=recorders[name],
-        )
+    runs = list(product(servers(policies), loads))
+    for choice, load_name in tqdm(runs, "runs", leave=False, disable=None):
+        recorder = record_run(choice.label, loads[load_name], slo_s)
+        recorders[" | ".join([choice.policy, choice.chunk, load_name])] = recorder
     text = page(
         "How an LLM server schedules its work",
-        f"simulated: 1 x {cost.device.name}, TP 1 x PP 1, 0 ms of CPU per iteration and stage\n"
-        f"{MODEL}, 16 bits\n"
-        f"{options.requests} requests with the lengths of a chat dataset; simulated, in seconds",
+        f"All runs are simulated: {MODEL} with 16 bits on one {cost.device.name}, two for the load "
+        "of pipeline bubbles.\n"
+        f"Loads but A to D have {options.requests} requests, most with the lengths of a chat "
+        "dataset.\n"
+        "The SLO is five times a decode iteration of 32 requests.",
         recorders,
         slo_s=slo_s,
-        choices={
-            "policy": list(policies),
-            "chunk": CHUNKS,
-            "load": list(rates),
-            "memory": list(memories),
-        },
+        choices={"policy": list(policies), "chunk": CHUNKS, "load": list(loads)},
+        costs=measure_costs(cost),
     )
     write_text(options.html, text)
     for violation in violations.values():
@@ -161,13 +170,79 @@ def servers(policies: dict[str, str]) -> list[Choice]:
     return choices
 
 
-def make_config(label: str, tokens: int, slo_s: float) -> EngineConfig:
-    """The EngineConfig of a run with so many tokens of memory."""
+def make_loads(cost: CostModel, requests: int) -> dict[str, Load]:
+    """What the page's buttons call a load, and that load, for the machine of `cost`."""
+    base = base_of(cost, MAX_LEN, BASE_CHUNK)
+    lengths = workload.sample_lengths("sharegpt4", requests, MAX_LEN, 0)
+    possible_qps = estimated_qps(base, workload.poisson(lengths, 1.0, 0))
+    steady = workload.poisson(lengths, STEADY * possible_qps, 0)
+    short_and_long = [
+        (1800, 100) if number % LONG_EVERY == LONG_EVERY - 1 else (60, 200)
+        for number in range(requests)
+    ]
+    prefixed = [
+        (prompt_len + SHARED, output_len)
+        for prompt_len, output_len in workload.sample_lengths(
+            "sharegpt4", requests, MAX_LEN - SHARED, 0
+        )
+    ]
+    sharing = workload.poisson(prefixed, possible_qps, 0)
+    a_to_d, _ = workload.read_trace(TRACE, MAX_LEN)
+    return {
+        "A to D": Load(a_to_d, letters=True),
+        "steady": Load(steady),
+        "overload": Load(workload.poisson(lengths, OVERLOAD * possible_qps, 0)),
+        "burst": Load(with_burst(steady)),
+        "long among short": Load(workload.poisson(short_and_long, 2 * possible_qps, 0)),
+        "tight memory": Load(
+            workload.poisson(lengths, OVERLOAD * possible_qps, 0), tokens=TIGHT * MAX_LEN
+        ),
+        "shared prefixes": Load(
+            sharing, prompts=workload.prompts(sharing, VOCABULARY, 0, shared=(SHARED, 2))
+        ),
+        "pipeline bubbles": Load(steady, pp=2),
+    }
+
+
+def with_burst(arrivals: Sequence[Arrival]) -> list[Arrival]:
+    """The same, but the third quarter of them arrives at once."""
+    first = len(arrivals) // 2
+    end = first + len(arrivals) // 4
+    return [
+        arrival._replace(time=arrivals[first].time) if first <= number < end else arrival
+        for number, arrival in enumerate(arrivals)
+    ]
+
+
+def record_run(label: str, load: Load, slo_s: float) -> Recorder:
+    """Simulate a load under the policy of this label of run_plan."""
+    recorder = Recorder()
     config = EngineConfig(
         chunk=int(CHUNKS[-1]),
         max_batch=MAX_BATCH,
         max_len=MAX_LEN,
         page_size=1,
-        pages=tokens,
+        pages=load.tokens,
     )
-    return run_plan([label], [PAGE_SIZE], config, slo_s)[label]
+    config = run_plan([label], [PAGE_SIZE], config, slo_s, [load.prompts is not None])[label]
+    cost = CostModel.named(MODEL, pp=load.pp)
+    simulate(cost, config, load.arrivals, load.prompts, recorder=recorder)
+    if load.letters:
+        recorder.settings["letters"] = True
+    return recorder
+
+
+def measure_costs(cost: CostModel) -> Costs:
+    """What MAX_BATCH decodes at half of MAX_LEN, a chunk, and both together take.
+
+    Together they have as many rows as a whole number of tiles of the GPU."""
+    chunk = int(CHUNKS[1]) - MAX_BATCH
+    decode_spans = [(0, MAX_LEN // 2, 1)] * MAX_BATCH
+    chunk_span = (0, 0, chunk)
+    return {
+        "decodes": MAX_BATCH,
+        "chunk": chunk,
+        "decodes_s": cost.seconds(decode_spans),
+        "chunk_s": cost.seconds([chunk_span]),
+        "both_s": cost.seconds([*decode_spans, chunk_span]),
+    }

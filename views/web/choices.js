@@ -1,0 +1,199 @@
+// Choosing runs: rows of buttons, the table of all policies, and the address that holds what is
+// shown. Read next: tour.js.
+
+const NOT_CHOSEN = "*";  // the part of a run's name for which it has no choice
+const NOBODY = "nothing";  // with which a run is compared
+
+// What can be chosen: {row of buttons: labels}. The first row is that of policies.
+const axes = Object.entries(data.choices ?? {run: data.runs.map(({name}) => name)});
+const chosen = Object.fromEntries(axes.map(([axis, labels]) => {
+  const first = axis === "chunk" ? (labels.length - 1) >> 1 : 0;
+  return [axis, labels[first]];
+}));
+chosen.beside = NOBODY;
+
+// ---- Runs ---------------------------------------------------------------------------------------
+
+const loaded = new Map();
+async function load(entry) {
+  if (loaded.has(entry)) return loaded.get(entry);
+  const bytes = Uint8Array.from(atob(entry.data), c => c.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const run = new Run(entry.name, entry.settings);
+  for (const record of await new Response(stream).json()) run.apply(record);
+  loaded.set(entry, run);
+  return run;
+}
+const parts_of = name => data.choices ? name.split(" | ") : [name];
+/** The run of a policy at what is chosen besides, or undefined. */
+function entry_of(policy) {
+  const wanted = axes.slice(1).map(([axis]) => chosen[axis]);
+  return data.runs.find(({name}) => {
+    const [run_policy, ...parts] = parts_of(name);
+    const matches = parts.every((part, i) => part === NOT_CHOSEN || part === wanted[i]);
+    return run_policy === policy && matches;
+  });
+}
+/** "sarathi-serve, chunk 256": the policy of a run, and its chunk size. */
+function title_of(run) {
+  if (data.live) return run.settings.policy;
+  const [policy, chunk] = parts_of(run.name);
+  const has_chunk = axes[1]?.[0] === "chunk" && chunk !== NOT_CHOSEN;
+  return has_chunk ? `${policy}, chunk ${chunk}` : policy;
+}
+let show_calls = 0;
+async function show(entries) {
+  const call = ++show_calls, runs = [];
+  for (const entry of entries) runs.push(await load(entry));
+  if (call !== show_calls) return;  // something else was chosen meanwhile
+  const {from, to} = !panes.length || is_all_in_view() ? {from: -Infinity, to: Infinity} : view;
+  $("runs").innerHTML = "";
+  panes = runs.map(run => new Lanes(run));
+  for (const pane of panes) pane.label();
+  $("other").hidden = panes.length < 2;
+  focus(panes[0]);
+  set_view(from, to);
+  save_address();
+  show_table();
+}
+
+// ---- Buttons ------------------------------------------------------------------------------------
+
+/** Show what is chosen; first choose what `wanted` says, {row: the beginning of a label}. */
+async function choose(wanted = {}) {
+  for (const [axis, labels] of [...axes, ["beside", [NOBODY, ...axes[0][1]]]]) {
+    const label = labels.find(label => wanted[axis] === label)
+      ?? labels.find(label => wanted[axis] && label.startsWith(wanted[axis]));
+    if (label) chosen[axis] = label;
+  }
+  const policy = chosen[axes[0][0]];
+  const entries = [entry_of(policy), entry_of(chosen.beside)].filter(Boolean);
+  mark_buttons(entries);
+  return show([...new Set(entries)]);
+}
+function mark_buttons(entries) {
+  for (const button of document.querySelectorAll("#choices button[data-axis]")) {
+    const {axis, label} = button.dataset;
+    button.setAttribute("aria-pressed", String(chosen[axis] === label));
+    const place = axes.findIndex(([name]) => name === axis);
+    button.disabled = place > 0 && entries.every(({name}) => parts_of(name)[place] === NOT_CHOSEN);
+  }
+  if ($("beside")) $("beside").value = chosen.beside;
+}
+function add_buttons() {
+  for (const [axis, labels] of axes) {
+    const row = document.createElement("div");
+    row.className = "row";
+    row.setAttribute("role", "group");
+    row.setAttribute("aria-label", axis);
+    row.innerHTML = `<span class="axis"></span>`;
+    row.firstChild.textContent = axis;
+    row.append(...labels.map(label => {
+      const button = document.createElement("button");
+      button.textContent = label;
+      button.title = note_of(axis, label);
+      Object.assign(button.dataset, {axis, label});
+      button.onclick = () => choose({[axis]: label});
+      return button;
+    }));
+    $("choices").append(row);
+  }
+  const label = document.createElement("label"), select = document.createElement("select");
+  select.id = "beside";
+  select.append(...[NOBODY, ...axes[0][1]].map(name => new Option(name)));
+  select.oninput = () => choose({beside: select.value});
+  label.append("compare with ", select);
+  $("choices").lastChild.append(label);
+}
+/** What a policy does, as a run of it says. */
+function note_of(axis, label) {
+  if (axis !== axes[0][0]) return "";
+  const entry = data.runs.find(({name}) => parts_of(name)[0] === label);
+  return entry?.settings.note ?? "";
+}
+
+// ---- The table of all policies ------------------------------------------------------------------
+
+let table_calls = 0;
+/** Write a row for each policy at what is chosen besides, one after another: each takes a while. */
+async function show_table() {
+  const call = ++table_calls, shown = panes.map(pane => pane.run.name);
+  const entries = axes[0][1].map(entry_of).filter(Boolean);
+  $("policies").hidden = entries.length < 2;
+  if (entries.length < 2) return;
+  const besides = axes.slice(1).map(([axis]) => `${axis} ${chosen[axis]}`).join(", ");
+  $("tabletitle").textContent = besides ? `All policies at ${besides}` : "All policies";
+  const rows = [];
+  for (const entry of entries) {
+    if (!loaded.has(entry)) await new Promise(done => setTimeout(done, 30));
+    const run = await load(entry);
+    if (call !== table_calls) return;
+    rows.push(table_row(run, shown.includes(entry.name)));
+  }
+  $("policytable").tBodies[0].replaceChildren(...rows);
+}
+function table_row(run, is_shown) {
+  const {ttft_p50, tbt_p99, longest, tokens_per_s, cache} = run.metrics();
+  const row = document.createElement("tr"), [policy] = parts_of(run.name);
+  const over = seconds => seconds > SLO ? ` class="over"` : "";
+  row.className = is_shown ? "shown" : "";
+  row.innerHTML = `<td><button></button></td>
+    <td data-k="ttft_p50">${format_seconds(ttft_p50)}</td>
+    <td data-k="tbt_p99"${over(tbt_p99)}>${format_seconds(tbt_p99)}</td>
+    <td data-k="longest"${over(longest)}>${format_seconds(longest)}</td>
+    <td data-k="tokens_per_s">${format_count(Math.round(tokens_per_s))}</td>
+    <td data-k="cache">${(100 * cache).toFixed(0)} %</td>
+    <td class="soft note"></td>`;
+  const button = row.querySelector("button");
+  button.textContent = (is_shown ? "● " : "") + title_of(run);
+  button.onclick = () => choose({[axes[0][0]]: policy});
+  row.lastElementChild.textContent = run.settings.note ?? "";
+  return row;
+}
+
+// ---- The address --------------------------------------------------------------------------------
+
+let address_timer = 0;
+/** Write what is shown behind the # of the address, after a while without changes. */
+function save_address() {
+  if (data.live) return;
+  clearTimeout(address_timer);
+  address_timer = setTimeout(() => history.replaceState(null, "", "#" + address()), 200);
+}
+function address() {
+  const values = new URLSearchParams();
+  for (const [axis] of axes)
+    if (data.runs.length > 1) values.set(axis, chosen[axis]);
+  if (chosen.beside !== NOBODY) values.set("beside", chosen.beside);
+  if (panes[1] && focused === panes[1]) values.set("look", "beside");
+  values.set("i", String(cursor + 1));
+  if (!is_all_in_view()) {
+    values.set("from", view.from.toFixed(4));
+    values.set("to", view.to.toFixed(4));
+  }
+  if (pinned_request !== null) values.set("request", String(pinned_request));
+  return values.toString();
+}
+/** Show what the address says; returns whether it says anything. */
+async function restore() {
+  const values = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+  await choose({beside: NOBODY, ...values});
+  if (values.look && panes[1]) focus(panes[1]);
+  const from = Number(values.from), to = Number(values.to);
+  set_view(...(to > from ? [from, to] : [-Infinity, Infinity]));
+  if (Number(values.i) >= 1) go(focused.run, Number(values.i) - 1);
+  pinned_request = focused.run.requests.has(Number(values.request)) ? Number(values.request) : null;
+  light_request(null);
+  return Object.keys(values).length > 0;
+}
+/** The first thing that is seen: two runs on one clock, and the longest gap of the first. */
+async function open_first() {
+  if (await restore()) return;
+  const labels = axes[0][1], [first] = labels;
+  const second = data.choices ? ["sarathi-serve", "vllm"].find(name =>
+    name !== first && labels.includes(name)) : labels[1];
+  await choose({beside: second ?? NOBODY});
+  const gap = data.choices ? focused.run.longest_gap() : null;
+  if (gap) go(focused.run, iteration_of_gap(focused.run, gap));
+  else if (data.iteration) go(focused.run, data.iteration - 1);
+}

@@ -1,0 +1,159 @@
+// The tour: seven stops, each with the iteration that shows it. Read next: live.js.
+
+/** The iteration in a Gap with the most prefill. */
+function iteration_of_gap({iterations}, {since, until}) {
+  const first = search(iterations.length, i => iterations[i].start >= since);
+  const last = search(iterations.length, i => iterations[i].start >= until);
+  const largest = index_of_largest(iterations.slice(first, last), ({prefill}) => prefill);
+  return Math.min(first + (largest ?? 0), iterations.length - 1);
+}
+function largest_cut_chunk(run) {
+  const is_cut = ([id, , length]) => length < run.requests.get(id).prompt_len;
+  return index_of_largest(run.iterations, ({chunks}) => chunks.some(is_cut));
+}
+function fullest_memory(run) {
+  return index_of_largest(run.iterations, ({preempted}) => preempted.length)
+    ?? index_of_largest(run.iterations, ({free_pages}) => 1 / (1 + free_pages));
+}
+const colored = (name, text) => `<b class="${name}">${text}</b>`;
+const DECODES = colored("decode", "decodes");
+
+/** A stop. `at`: the choices that show it, on a page with choices; `marks`: the bands of the lanes
+ * and the elements that it names; `find`: the iteration that shows it, or null; `seconds`: how many
+ * must be in view; `text`: sentences in HTML.
+ * @typedef {{name: string, at: Object<string, string>, marks: string[],
+ *            find: (run: Run) => ?number, seconds?: (run: Run) => number,
+ *            text: (run: Run, k: ?number) => string[]}} Stop */
+/** @type {Stop[]} */
+const TOUR = [
+  {
+    name: "Tokens, one by one", at: {policy: "vllm", beside: NOBODY}, marks: ["lanes"],
+    find: () => null,
+    text: run => [
+      run.settings.letters ? "Four people ask an LLM server, A to D. Each has a lane."
+        : "Each request to the server has a lane.",
+      `First its ${colored("prefill", "prompt is computed")}, then it writes one token after`,
+      "another: each tick is a token, the colour says how long it took.",
+      run.settings.letters ? "C and D come later, with long prompts. Look at A and B then." : ""],
+  },
+  {
+    name: "What stalls", at: {policy: "vllm", beside: NOBODY}, marks: ["lanes", "gaps"],
+    find: run => run.longest_gap() && iteration_of_gap(run, run.longest_gap()),
+    seconds: run => run.longest_gap().until - run.longest_gap().since,
+    text: (run, k) => [
+      k === null ? "" : sentence(explain_gap(run, run.longest_gap())),
+      k === null ? "" : "It is the longest gap here.",
+      "While somebody's prompt is computed alone, nobody else gets a token: their text stands",
+      `still. This is a ${colored("stall", "generation stall")}, red where it is longer than the`,
+      `allowed ${format_seconds(SLO < Infinity ? SLO : null)}, the dashed line.`],
+  },
+  {
+    name: "What a chunk is", at: {policy: "sarathi-serve", beside: "vllm"},
+    marks: ["lanes"],
+    find: largest_cut_chunk,
+    text: (run, k) => [
+      k === null ? "No prompt is cut in this run: each is computed whole."
+        : `sarathi-serve cuts the prompt: here ${run.iterations[k].chunks[0][2]} tokens of it,` +
+          ` a ${colored("prefill", "chunk")}, are computed, and nobody stops.`,
+      "The answer is the same: a chunk only moves on the counter of computed tokens.",
+      panes.length > 1 ? `Below, on the same clock: ${title_of(panes[1].run)}.` : ""],
+  },
+  {
+    name: "Why decodes ride along", at: {policy: "sarathi-serve", load: "steady", beside: NOBODY},
+    marks: ["batches", "#batchbox"],
+    find: run => index_of_largest(run.iterations, ({chunks, decodes}) =>
+      chunks.length && decodes.length),
+    text: (run, k) => [
+      k === null ? "In this run no decode shares a batch with a prefill."
+        : `Here ${run.iterations[k].decodes.length} ${DECODES} share a batch with a chunk.`,
+      explain_costs(),
+      "All weights of the model are read once for the whole batch; for a few rows, reading them",
+      "takes longer than computing."],
+  },
+  {
+    name: "What the budget does", at: {policy: "sarathi-serve", load: "steady", beside: NOBODY},
+    marks: ["batches", "#why"],
+    find: run => index_of_largest(run.iterations, ({why, tokens}) =>
+      why?.[0] === "budget" && tokens),
+    text: (run, k) => [
+      k === null ? "Nobody waits for budget in this run."
+        : "The budget of this batch is used up, and somebody waits for the next one.",
+      "The token budget, the line over the bars, bounds an iteration, and so every gap. Small:",
+      "even gaps, slow prompts. Large: the other way round. Try another chunk size."],
+  },
+  {
+    name: "Memory and preemption", at: {policy: "sarathi-serve", load: "tight", beside: NOBODY},
+    marks: ["#cachebox"],
+    find: fullest_memory,
+    text: (run, k) => [
+      k === null || !run.iterations[k].preempted.length
+        ? "Nobody is preempted in this run; here memory is fullest."
+        : "Here a decode needed a page, none was free, and request " +
+          `${name_of(run, run.iterations[k].preempted[0])} lost its own: computed again later.`,
+      "Keys and values of all tokens stay in the KV cache, in pages. A request is admitted when",
+      "its prompt fits, and takes a page more as it grows."],
+  },
+  {
+    name: "Which policy?", at: {policy: "vllm", load: "overload", beside: "sarathi-serve"},
+    marks: ["#policies", "#choices"],
+    find: run => index_of_largest(run.iterations, ({waiting}) => waiting),
+    text: (run, k) => [
+      k === null ? "Nobody ever waits in this run."
+        : `Here the queue is longest: ${counted(run.iterations[k].waiting, "request")}.`,
+      "The table compares all policies at this load: first tokens (TTFT), gaps (TBT), throughput.",
+      "Now try your own question: choose a policy, a chunk size and a load; point at any tick."],
+  },
+];
+function explain_costs() {
+  if (!data.costs) return "";
+  const {decodes, chunk, decodes_s, chunk_s, both_s} = data.costs;
+  return `On this GPU ${decodes} ${DECODES} alone take <b>${format_seconds(decodes_s)}</b>, ` +
+    `${colored("prefill", `a chunk of ${chunk}`)} alone <b>${format_seconds(chunk_s)}</b>, ` +
+    `both together <b>${format_seconds(both_s)}</b>.`;
+}
+
+let stop_number = -1;  // of the tour; -1: it is closed
+async function tour(n) {
+  if (n < 0 || n >= TOUR.length) return end_tour();
+  stop_number = n;
+  pause();
+  follow = false;
+  const stop = TOUR[n];
+  if (data.choices) await choose({chunk: "256", load: "A to D", ...stop.at});
+  else if (data.runs.length > 1) await choose({run: stop.at.policy});
+  if (stop_number !== n) return;  // it was left meanwhile
+  const {run} = focused, k = stop.find(run);
+  $("stop").textContent = `${n + 1} of ${TOUR.length}: ${stop.name}`;
+  $("stoptext").innerHTML = stop.text(run, k).filter(Boolean).join(" ");
+  $("tourback").disabled = n === 0;
+  $("tournext").textContent = n === TOUR.length - 1 ? "done" : "next";
+  document.body.classList.add("touring");
+  $("tour").hidden = false;
+  set_view(-Infinity, Infinity);
+  go(run, k ?? 0);
+  if (k !== null && !run.settings.letters) {  // a few requests are seen whole
+    const {start, end} = run.iterations[k];
+    const half = Math.max((end - start) * 7, (run.end - run.begin) / 80, stop.seconds?.(run) ?? 0);
+    set_view(start - half, start + half);
+  }
+  mark_named(stop.marks);
+  $("tournext").focus({preventScroll: true});
+}
+function end_tour() {
+  $("tour").hidden = true;
+  stop_number = -1;
+  mark_named([]);
+  document.body.classList.remove("touring");
+  $("guide").focus();
+}
+/** Outline what a stop names, and bring the first of it into view above the card. */
+function mark_named(marks) {
+  named_bands = marks.filter(mark => mark[0] !== "#");
+  for (const element of document.querySelectorAll(".named")) element.classList.remove("named");
+  for (const mark of marks)
+    if (mark[0] === "#") document.querySelector(mark).classList.add("named");
+  dirty = dirty || "cursor";
+  if (!marks.length) return;
+  const target = marks[0][0] === "#" ? document.querySelector(marks[0]) : focused.box;
+  requestAnimationFrame(() => target.scrollIntoView({block: "start"}));  // once it is drawn
+}
