@@ -18,7 +18,8 @@ until both are computed, and how long is each chunk?
     request.tokens         the prompt, and the output so far, a list
     request.num_computed   so many of them are computed; a chunk does not change it, the engine
                            does when the batch has been computed
-    self.left              what is left of the budget: yours to keep up to date
+    self.left              what is left of the budget: yours to keep up to date. It is below 0
+                           where more requests decode than the budget allows
     self.append(Chunk(request, start, length))
 """
 

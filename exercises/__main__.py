@@ -15,8 +15,8 @@ from itertools import islice
 
 from cli.console import run
 from cli.options import OptionParser, output_file, whole, write_text, wrote_page
-from errors import one_line
 from exercises.catalog import EXERCISES, Exercise
+from exercises.lockstep import PolicyError, naming_the_line
 from exercises.problems import Problem, find_problem
 from exercises.report import (
     answer_question,
@@ -24,10 +24,10 @@ from exercises.report import (
     draw_page,
     shorten_path,
 )
-from policies.custom import MissingPolicyError, load_policy, where_it_failed
+from policies.custom import load_policy
 from scheduler import Scheduler
 
-OVERVIEW_LOADS = 40  # of each exercise in the list of all
+OVERVIEW_STEP = 3  # the list of all tries one load of so many
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Namespace:
@@ -79,12 +79,11 @@ def main(args: Namespace) -> int:
 def load_solution(exercise: Exercise, file: str) -> tuple[type[Scheduler] | None, Problem | None]:
     """The class of a solution; or None, and the problem of its file."""
     try:
-        return load_policy(file, exercise.class_name), None
-    except MissingPolicyError as error:
-        return None, Problem("missing", f"class {exercise.class_name}: {error}", place=file)
-    except (Exception, SystemExit) as error:
-        cause = one_line(f"{type(error).__name__}: {error}")[:200]
-        return None, Problem("error", cause, place=where_it_failed(error) or file)
+        with naming_the_line():
+            return load_policy(file, exercise.class_name), None
+    except PolicyError as error:
+        problem = f"{error}: class {exercise.class_name}" if error.place is None else str(error)
+        return None, Problem("error", problem, place=error.place or file)
 
 
 def check_exercise(exercise: Exercise, file: str, html: str | None) -> int:
@@ -113,7 +112,7 @@ def list_exercises() -> int:
     for exercise in EXERCISES:
         policy, problem = load_solution(exercise, str(exercise.file))
         if policy is not None:
-            loads = islice(exercise.loads(), OVERVIEW_LOADS)
+            loads = islice(exercise.loads(), 0, None, OVERVIEW_STEP)
             problem = find_problem(policy, exercise.finder, loads, shrinks=False)
         state = "solved"
         if problem:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from exercises import questions, rules
+from exercises import page_rules, questions, rules
 from exercises.given import (
     TBT_SLO_S,
     CutsPrompts,
@@ -58,12 +58,12 @@ BUDGETED = (
     rules.admits_without_budget,
 )
 MEMORY = (
-    rules.token_without_page,
-    rules.older_one_pays,
-    rules.preempts_without_need,
-    rules.nobody_pays,
+    page_rules.token_without_page,
+    page_rules.older_one_pays,
+    page_rules.preempts_without_need,
+    page_rules.nobody_pays,
     rules.decode_waits,
-    rules.too_many_pages,
+    page_rules.too_many_pages,
 )
 
 EXERCISES = (
@@ -250,10 +250,10 @@ EXERCISES = (
         finder=differs_from(
             SarathiServe,
             (
-                rules.last_token_is_cached,
-                rules.counts_as_decode,
-                rules.shares_too_little,
-                rules.wrong_number_of_new_pages,
+                page_rules.last_token_is_cached,
+                page_rules.counts_as_decode,
+                page_rules.shares_too_little,
+                page_rules.wrong_number_of_new_pages,
                 *MEMORY,
             ),
         ),

@@ -1,10 +1,10 @@
 """Two policies on one load, iteration by iteration, until they decide differently.
 
-    problem = compare(load, policy=Mine, reference=SarathiServe)
+    difference = compare(load, policy=Mine, reference=SarathiServe)
 
 Both schedulers get the same requests at the same times, and the same tokens. An iteration takes one
-second. After each one the chunks, the admitted and the preempted requests are compared. Read first:
-loads.py. Read next: rules.py, which names the rule behind a difference."""
+second. In each one the chunks, the admitted and the preempted requests, and the pages of all that
+run are compared. Read first: loads.py. Read next: rules.py, which names the broken rule."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from errors import one_line
 from exercises.loads import Load
 from outputs import Iteration
-from policies.custom import where_it_failed
+from policies.custom import MissingPolicyError, where_it_failed
 from policies.referee import (
     at_most_max_batch,
     chunks_come_next,
@@ -55,6 +55,8 @@ def naming_the_line() -> Iterator[None]:
         place = where_it_failed(error)
         if isinstance(error, NotImplementedError):
             problem = "not written yet"
+        elif isinstance(error, MissingPolicyError):
+            problem = str(error)
         elif isinstance(error, TimeoutError):
             problem = f"a loop without an end? {error}"
         else:

@@ -34,24 +34,27 @@ Finder = Callable[[type[Scheduler], Load], Problem | None]
 def find_problem(
     policy: type[Scheduler], finder: Finder, loads: Iterable[Load], shrinks: bool
 ) -> Problem | None:
-    """The first problem of a policy on these loads, on a load as small as can be found."""
+    """The first problem of a policy on these loads. `shrinks`: on a load as small as can be."""
     for load in loads:
         problem = find(policy, finder, load)
-        if problem is None:
-            continue
-        if not shrinks or problem.moment is None:
+        if problem and problem.moment and shrinks:
+            return find(policy, finder, smallest_load(policy, finder, load, problem.rule))
+        if problem:
             return problem
-        rule = problem.rule
-        deadline = time.process_time() + SHRINK_S
-
-        def fails_alike(smaller: Load, rule: str = rule, deadline: float = deadline) -> bool:
-            if time.process_time() > deadline:
-                return False
-            found = find(policy, finder, smaller)
-            return found is not None and found.rule == rule
-
-        return find(policy, finder, shrink(load, fails_alike))
     return None
+
+
+def smallest_load(policy: type[Scheduler], finder: Finder, load: Load, rule: str) -> Load:
+    """The smallest load near this one on which a policy breaks the same rule."""
+    deadline = time.process_time() + SHRINK_S
+
+    def fails_alike(smaller: Load) -> bool:
+        if time.process_time() > deadline:
+            return False
+        problem = find(policy, finder, smaller)
+        return problem is not None and problem.rule == rule
+
+    return shrink(load, fails_alike)
 
 
 def find(policy: type[Scheduler], finder: Finder, load: Load) -> Problem | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from exercises.loads import Load, LoadRequest, ample, mixed_loads
 from exercises.lockstep import Trial
+from exercises.rules import amount
 from scheduler import SarathiServe
 
 
@@ -29,8 +30,10 @@ def first_iteration(trial: Trial, i: int) -> int:
 
 def last_iteration(trial: Trial, i: int) -> int:
     """The iteration, from 1, with the last chunk of request i."""
-    iterations = enumerate(trial.iterations, start=1)
-    return max(n for n, it in iterations if any(c.request_id == i for c in it.chunks))
+    for number, iteration in reversed(list(enumerate(trial.iterations, start=1))):
+        if any(chunk.request_id == i for chunk in iteration.chunks):
+            return number
+    raise ValueError(f"request {i} was never computed")
 
 
 def prefill_lengths(trial: Trial, i: int) -> list[int]:
@@ -39,12 +42,8 @@ def prefill_lengths(trial: Trial, i: int) -> list[int]:
     return [c.length for c in chunks if c.request_id == i and not c.is_decode]
 
 
-def prefill_iterations(trial: Trial, i: int) -> int:
-    """After how many iterations the prompt of request i is computed, from its first chunk on."""
-    return len(prefill_lengths(trial, i))
-
-
 def when_the_late_one_begins(trial: Trial) -> str:
+    """When a late request begins, in exercises 1 and 2."""
     began = first_iteration(trial, 2)
     ended = last_iteration(trial, 0)
     longest = last_iteration(trial, 1)
@@ -55,6 +54,7 @@ def when_the_late_one_begins(trial: Trial) -> str:
 
 
 def how_long_the_decode_waits(trial: Trial) -> str:
+    """For how many iterations in a row a decode waits, in exercise 3."""
     waits = [0]
     for iteration in trial.iterations[1:]:
         if any(chunk.request_id == 0 for chunk in iteration.chunks):
@@ -65,32 +65,37 @@ def how_long_the_decode_waits(trial: Trial) -> str:
 
 
 def the_chunks_of_two(trial: Trial) -> str:
+    """The chunks of two prompts, in exercise 4."""
     chunks = [" + ".join(str(c.length) for c in it.chunks) for it in trial.iterations]
     return f"{len(chunks)} iterations, with chunks of {', then '.join(chunks)} tokens."
 
 
 def when_the_prompt_is_done(trial: Trial) -> str:
+    """How long a prompt takes beside six decodes, in exercise 5."""
     lengths = prefill_lengths(trial, 6)
     return f"{len(lengths)} iterations, of {', '.join(map(str, lengths))} tokens of the prompt."
 
 
 def when_three_are_done(trial: Trial) -> str:
+    """How long three short prompts take beside three decodes, in exercise 6."""
     first = min(first_iteration(trial, i) for i in (3, 4, 5))
-    done = max(first_iteration(trial, i) + prefill_iterations(trial, i) for i in (3, 4, 5))
+    done = max(first_iteration(trial, i) + len(prefill_lengths(trial, i)) for i in (3, 4, 5))
     return f"{done - first} iterations: short prompts share a batch, and the last one is cut."
 
 
 def who_was_preempted(trial: Trial) -> str:
+    """The preemptions of two requests that grow, in exercise 7."""
     times = sum(len(iteration.preempted) for iteration in trial.iterations)
     ends = [last_iteration(trial, i) for i in (0, 1)]
     again = trial.requests[1].recomputed_tokens
     return (
-        f"{times} preemption. Request 0 ends in iteration {ends[0]}, request 1 in {ends[1]}, "
-        f"after {again} tokens were computed again."
+        f"{amount(times, 'preemption')}. Request 0 ends in iteration {ends[0]}, request 1 in "
+        f"{ends[1]}, after {again} tokens were computed again."
     )
 
 
 def how_many_are_computed(trial: Trial) -> str:
+    """How much of a prompt is computed that comes again, in exercise 8."""
     lengths = prefill_lengths(trial, 1)
     return (
         f"{sum(lengths)}: the last token must be computed, and so must the other ones of its page."
@@ -98,11 +103,13 @@ def how_many_are_computed(trial: Trial) -> str:
 
 
 def the_fifth_chunk(trial: Trial) -> str:
+    """The chunks of a long prompt, in exercise 9."""
     lengths = prefill_lengths(trial, 4)
     return f"the chunks have {', '.join(map(str, lengths))} tokens; the last one is a rest."
 
 
 def how_much_slower(trial: Trial) -> str:
+    """The TTFT of the long prompt, in exercise 10."""
     beside = Trial(SarathiServe, next(mixed_loads()), trial.seconds)
     beside.run()
     long_id = max(trial.requests, key=lambda request: request.prompt_len).id

@@ -18,7 +18,7 @@ from exercises.lockstep import (
     one_second,
 )
 from exercises.problems import Problem
-from exercises.rules import tokens
+from exercises.rules import amount, tokens
 from policies import find_policy
 from policies.custom import MODULE_PREFIX
 from scheduler import Scheduler
@@ -80,7 +80,7 @@ def _definition_of(exercise: Exercise, policy: type[Scheduler]) -> str | None:
 
 def describe_load(load: Load) -> str:
     """The sizes of a load in a sentence, and a table of its requests."""
-    memory = f"{load.pages} pages of {load.page_size} tokens"
+    memory = f"{amount(load.pages, 'page')} of {amount(load.page_size, 'token')}"
     if load.pages == MAX_PAGES:
         memory += ", ample"
     caching = ", prefix caching" if load.prefix_caching else ""
@@ -124,8 +124,8 @@ def describe_decisions(moment: Moment) -> str:
         cells = [describe_chunk(decision, i) for decision in decisions]
         mark = " <" if len(set(cells)) > 1 else ""
         rows.append([f"{i}{mark}", describe_state(state), *cells])
-    totals = [f"{decision.num_tokens} tokens" for decision in decisions]
-    rows.append(["all", f"{moment.free_pages} pages free", *totals])
+    totals = [amount(decision.num_tokens, "token") for decision in decisions]
+    rows.append(["all", f"{amount(moment.free_pages, 'page')} free", *totals])
     return align([columns, *rows], numbers=False)
 
 

@@ -2,7 +2,7 @@
 
     rule, sentence = first_broken(difference, (decode_waits, over_budget))
 
-A sentence names the requests and the mistake. Read first: lockstep.py. Read next: catalog.py."""
+A sentence names the requests and the mistake. Read first: lockstep.py. Read next: page_rules.py."""
 
 from collections.abc import Callable, Sequence
 
@@ -29,6 +29,11 @@ def names(requests: Sequence[int]) -> str:
     if len(numbers) == 1:
         return f"request {numbers[0]}"
     return f"requests {', '.join(numbers[:-1])} and {numbers[-1]}"
+
+
+def amount(number: int, noun: str) -> str:
+    """ "1 token", "2 tokens"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def tokens(chunk: ChunkRecord) -> str:
@@ -113,8 +118,9 @@ def prompt_is_cut(difference: Difference) -> str | None:
         missing = difference.states[chunk.request_id].num_tokens - chunk.start - chunk.length
         if missing > 0:
             return (
-                f"This policy computes prompts whole: you cut that of request "
-                f"{chunk.request_id} after {chunk.length} tokens, {missing} are missing."
+                "This policy computes prompts whole: you cut that of request "
+                f"{chunk.request_id} after {amount(chunk.length, 'token')},"
+                f" {missing} before its end."
             )
     return None
 
@@ -174,8 +180,9 @@ def starts_elsewhere(difference: Difference) -> str | None:
         computed = difference.states[i].num_computed
         if chunk.start != computed and i not in difference.yours.admitted:
             return (
-                f"Chunks cover the prompt once, in order: {computed} tokens of request {i} are "
-                f"computed, so its next chunk starts at {computed}, not at {chunk.start}."
+                f"Chunks cover the prompt once, in order: request {i} has "
+                f"{amount(computed, 'token')} computed, so its next chunk starts at {computed}, "
+                f"not at {chunk.start}."
             )
     return None
 
@@ -229,7 +236,8 @@ def unused_budget(difference: Difference) -> str | None:
         if expected and chunk.length < expected.length and spare > 0:
             return (
                 f"A chunk is as long as the budget and the prompt allow: request {i} gets "
-                f"{chunk.length}, could get {expected.length}, and {spare} tokens stay unused."
+                f"{chunk.length}, could get {expected.length}, and {amount(spare, 'token')} of the "
+                "budget are not used."
             )
     return None
 
@@ -242,8 +250,8 @@ def prefill_left_out(difference: Difference) -> str | None:
     if not left_out or spare <= 0:
         return None
     return (
-        f"What the decodes leave of the budget goes to prompts: {spare} of C = "
-        f"{difference.load.chunk} tokens stay unused, and {names(left_out[:1])} gets none."
+        f"What is left of the budget goes to prompts: {spare} of C = {difference.load.chunk} "
+        f"are not used, and {names(left_out[:1])} gets no token."
     )
 
 
@@ -265,7 +273,8 @@ def new_before_begun(difference: Difference) -> str | None:
         if new and expected and length < expected.length:
             return (
                 f"A prompt that has begun comes before a new one: request {i} has begun and gets "
-                f"{length} tokens, could get {expected.length}, and you admit {names(new[:1])}."
+                f"{amount(length, 'token')}, could get {expected.length}, and you admit "
+                f"{names(new[:1])}."
             )
     return None
 
@@ -291,141 +300,3 @@ def admits_without_budget(difference: Difference) -> str | None:
         f"Nobody is admitted once the budget is used up: {names(idle[:1])} "
         "would hold pages, and nothing of it is computed."
     )
-
-
-# Memory.
-
-
-def token_without_page(difference: Difference) -> str | None:
-    """A token is computed only if there is a page for it."""
-    page_size = difference.load.page_size
-    for i, chunk in difference.yours.chunks.items():
-        if i in difference.yours.preempted and i not in difference.yours.admitted:
-            return (
-                f"No token without a page: request {i} has just been preempted, and your list "
-                "of decodes still has it."
-            )
-        capacity = difference.yours.capacity.get(i, 0)
-        if chunk.start + chunk.length > capacity:
-            pages = capacity // page_size
-            return (
-                f"No token without a page: the {pages} pages of request {i} hold {capacity} "
-                f"tokens, and {tokens(chunk)} is in the batch. Allocate one page more."
-            )
-    return None
-
-
-def older_one_pays(difference: Difference) -> str | None:
-    """The newest running request is preempted."""
-    yours = difference.yours
-    for i in sorted(yours.preempted):
-        newer = [
-            other
-            for other in difference.running
-            if other not in yours.preempted
-            and difference.states[other].arrival > difference.states[i].arrival
-        ]
-        if newer:
-            return (
-                f"The newest pays: you preempt request {i}, and request {newer[-1]}, which "
-                "arrived later, keeps its pages."
-            )
-    return None
-
-
-def preempts_without_need(difference: Difference) -> str | None:
-    """Nobody is preempted while a page is free."""
-    victims = sorted(difference.yours.preempted - difference.reference.preempted)
-    if not victims:
-        return None
-    if not difference.reference.preempted:
-        return (
-            f"Nobody is preempted while a page is free: {difference.free_pages} are, and "
-            f"you preempt {names(victims)}."
-        )
-    return (
-        f"No more are preempted than needed: the pages of "
-        f"{names(sorted(difference.reference.preempted))} are enough, and you preempt "
-        f"{names(victims)}, too. Try to allocate again after each preemption."
-    )
-
-
-def nobody_pays(difference: Difference) -> str | None:
-    """If no page is free, the newest is preempted."""
-    spared = sorted(difference.reference.preempted - difference.yours.preempted)
-    if not spared:
-        return None
-    return (
-        f"If no page is free, the newest is preempted: {names(spared)} should lose its pages, "
-        "so that those who arrived before can go on."
-    )
-
-
-def too_many_pages(difference: Difference) -> str | None:
-    """A request gets the pages that it needs."""
-    page_size = difference.load.page_size
-    for i, expected in difference.reference.capacity.items():
-        capacity = difference.yours.capacity.get(i, expected)
-        if capacity != expected:
-            return (
-                f"A request gets the pages that it needs: request {i} needs "
-                f"{expected // page_size}, and has {capacity // page_size} with you."
-            )
-    return None
-
-
-# Shared pages.
-
-
-def last_token_is_cached(difference: Difference) -> str | None:
-    """The last token is always computed."""
-    for i in sorted(difference.yours.admitted):
-        if i not in difference.yours.chunks and i in difference.reference.chunks:
-            return (
-                f"The last token is always computed: the cached pages hold all "
-                f"{difference.states[i].num_tokens} tokens of request {i}, nothing is computed, "
-                "and so there are no logits for its next token."
-            )
-    return None
-
-
-def counts_as_decode(difference: Difference) -> str | None:
-    """After a preemption with some output, two tokens are computed."""
-    for i in sorted(difference.yours.admitted):
-        chunk = difference.yours.chunks.get(i)
-        if chunk and chunk.is_decode:
-            return (
-                f"A request that was preempted with some output computes two tokens at least: "
-                f"request {i} computes one, which counts as a decode, and this batch has its "
-                "decodes already."
-            )
-    return None
-
-
-def shares_too_little(difference: Difference) -> str | None:
-    """All cached pages that can be reused are reused."""
-    page_size = difference.load.page_size
-    for i in sorted(difference.yours.admitted):
-        chunk = difference.yours.chunks.get(i)
-        expected = difference.reference.chunks.get(i)
-        if chunk and expected and chunk.start < expected.start:
-            return (
-                f"All pages that can be reused are reused: the first {expected.start} tokens of "
-                f"request {i} lie in {expected.start // page_size} cached pages, and you reuse "
-                f"{chunk.start // page_size} of them."
-            )
-    return None
-
-
-def wrong_number_of_new_pages(difference: Difference) -> str | None:
-    """Cached pages need not be allocated again."""
-    sentence = too_many_pages(difference)
-    if sentence:
-        return sentence + " Those that are cached need not be allocated again."
-    late = sorted(difference.reference.admitted - difference.yours.admitted)
-    if late:
-        return (
-            f"Cached pages need not be allocated again: {names(late[:1])} waits, because your "
-            "Admission asks for more new pages than are free."
-        )
-    return None

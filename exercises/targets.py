@@ -11,6 +11,7 @@ from exercises.given import TBT_SLO_S, batch_seconds, predict, seconds_without_a
 from exercises.loads import Load
 from exercises.lockstep import Moment, Trial
 from exercises.problems import Problem
+from exercises.rules import amount
 from policies.iteration_time import BatchShape
 from scheduler import Request, SarathiServe, Scheduler
 from views.tables import Column, format_table
@@ -78,16 +79,14 @@ def _slo_problem(trial: Trial, moment: Moment) -> Problem | None:
         return None
     spare = _spare_tokens(alone, start, length)
     text = (
-        f"The budget is the largest that meets the SLO: request {request.id} gets {length} tokens, "
-        f"and with {spare} more the batch would still take at most {TBT_SLO_S * 1e3:g} ms"
+        f"The budget is the largest that meets the SLO: request {request.id} gets "
+        f"{amount(length, 'token')}, and with {min(spare, len(request.tokens) - start - length)} "
+        f"more the batch would still take at most {TBT_SLO_S * 1e3:g} ms."
     )
     if spare == len(decoding):
-        return Problem(
-            "decodes_not_counted",
-            f"{text}. {spare} is the number of decodes: they are part of the budget, too.",
-            moment,
-        )
-    return Problem("too_small", f"{text}.", moment)
+        text += f" It is too small by {spare}, the number of decodes: they are part of it, too."
+        return Problem("decodes_not_counted", text, moment)
+    return Problem("too_small", text, moment)
 
 
 def _next_prefill(trial: Trial) -> Request | None:
