@@ -3,7 +3,8 @@
     make_scheduler("sarathi-serve", Pages(64, 16), chunk=256, max_batch=16, max_len=512)
     make_scheduler("my_policy.py:ShortestFirst", ...)       a Scheduler subclass in that file
 
-Plain Python, like scheduler.py. Read next: dynamic.py, priority.py."""
+Plain Python, like scheduler.py. Read next: dynamic.py, priority.py; today.py, what today's engines
+decide."""
 
 import time
 from collections.abc import Mapping
@@ -17,6 +18,26 @@ from policies.ablations import ChunkedOnly, HybridOnly
 from policies.custom import MissingPolicyError, load_policy
 from policies.dynamic import Dynamic
 from policies.priority import Priority
+from policies.remedies import (
+    PPAS,
+    VTC,
+    EqualProgress,
+    Peak,
+    ShortestUncached,
+    ThresholdUnderContention,
+    WaitForPrefix,
+)
+from policies.today import (
+    TGI,
+    VLLMV1,
+    FastGen,
+    HFTransformers,
+    Interval,
+    NanoVLLM,
+    NoEvict,
+    SGLang,
+    SGLangMixed,
+)
 from scheduler import Scheduler
 
 POLICIES: dict[str, type[Scheduler]] = {
@@ -30,6 +51,22 @@ POLICIES: dict[str, type[Scheduler]] = {
     "hybrid-only": HybridOnly,
     "dynamic": Dynamic,
     "priority": Priority,
+    "vllm-v1": VLLMV1,
+    "sglang": SGLang,
+    "sglang-mixed": SGLangMixed,
+    "no-evict": NoEvict,
+    "fastgen": FastGen,
+    "tgi": TGI,
+    "hf": HFTransformers,
+    "nano-vllm": NanoVLLM,
+    "interval": Interval,
+    "threshold-under-contention": ThresholdUnderContention,
+    "ppas": PPAS,
+    "equal-progress": EqualProgress,
+    "shortest-uncached": ShortestUncached,
+    "peak": Peak,
+    "wait-for-prefix": WaitForPrefix,
+    "vtc": VTC,
 }
 
 

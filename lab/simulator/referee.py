@@ -24,8 +24,9 @@ from lab.measure.run_plan import run_plan
 from lab.measure.workload import poisson, sample_lengths
 from lab.simulator.cost_model import CostModel
 from lab.simulator.machine import base_of
+from lab.simulator.random_loads import random_load
 from lab.simulator.simulation import simulate
-from policies import POLICIES
+from policies import POLICIES, find_policy
 from policies.custom import where_it_failed
 from scheduler import Batch, Request, Scheduler
 
@@ -82,6 +83,13 @@ class Breach(NamedTuple):
     request: object  # id, or ids
     observation: str
     error: Exception | None = None  # what the policy raised, if that is what is wrong
+
+
+def rules_of(policy: str) -> list[str]:
+    """The rules that hold for a policy. Raises ValueError if there is no such policy."""
+    if find_policy(policy).drops_decodes:
+        return [rule for rule in RULES if rule != "no decode dropped"]
+    return list(RULES)
 
 
 def nothing_lost(scheduler: Scheduler, requests: Sequence[Request]) -> Iterator[Breach]:
@@ -147,7 +155,11 @@ def chunks_come_next(scheduler: Scheduler, batch: Batch) -> Iterator[Breach]:
 
 
 def no_decode_dropped(scheduler: Scheduler, batch: Batch) -> Iterator[Breach]:
-    """A batch has all running decodes, or none of them if it is of prefill alone."""
+    """A batch has all running decodes, or none of them if it is of prefill alone.
+
+    Some policies say of themselves that they break this one."""
+    if scheduler.drops_decodes:
+        return
     has_chunk = {chunk.request for chunk in batch}
     decodes = [request for request in scheduler.running if request.is_decoding]
     computed = sum(request in has_chunk for request in decodes)
@@ -317,6 +329,26 @@ def check_policy(policy: str) -> Verdict:
         (config,) = configs.values()
         try:
             simulation = simulate(cost, config, arrivals, prompts, recorder=Referees(load))
+        except BrokenRuleError as broken:
+            return Verdict(iterations, broken.violation)
+        iterations += len(simulation.run.iterations)
+    return Verdict(iterations, None)
+
+
+def check_random_loads(policy: str, loads: int, first_seed: int = 0) -> Verdict:
+    """Simulate so many small random loads under a policy, until it breaks a rule.
+
+    Each has sizes of its own: of chunks, batches, pages, prompts and outputs, memory from tight to
+    ample, with and without prefix caching. Raises ValueError if there is no such policy."""
+    cost = CostModel.named("llama3-8b")
+    iterations = 0
+    for seed in range(first_seed, first_seed + loads):
+        load = random_load(policy, seed)
+        name = f"{policy}, random load {seed}"
+        try:
+            simulation = simulate(
+                cost, load.config, load.arrivals, load.prompts, recorder=Referees(name)
+            )
         except BrokenRuleError as broken:
             return Verdict(iterations, broken.violation)
         iterations += len(simulation.run.iterations)
