@@ -16,49 +16,57 @@ from scheduler import Admission, Batch, Request, SarathiServe
 WINDOW = 64  # so many waiting requests are looked at: a queue may be long, a decision may not
 
 
-class ThresholdUnderContention(VLLMV1):
-    """vLLM V1 that caps a prefill only while another one waits or runs.
+class ThresholdUnderContention(SarathiServe):
+    """Algorithm 3 that caps a prefill only while another one waits or runs.
 
-    The plain threshold cuts a lonely prompt, too, and leaves budget empty. Here the cap is a
-    quarter of the budget by default, and costs nothing to a prompt that has the engine to itself.
+    vLLM's threshold cuts a lonely prompt, too, and leaves budget empty. Here the cap is a quarter
+    of the budget by default, and costs nothing to a prompt that has the engine to itself. In
+    vLLM's single pass that prompt would then take the budget before younger decodes: so decodes
+    must come first.
     Source: vllm-project/vllm issue #57413, a comment there: 4,096 tokens of 16,384."""
 
     def __init__(
         self, *args: Any, long_prefill_token_threshold: int | None = None, **options: Any
     ) -> None:
         super().__init__(*args, **options)
-        default = max(1, self.chunk // 4)
-        threshold = long_prefill_token_threshold or default
+        threshold = long_prefill_token_threshold or max(1, self.chunk // 4)
         self.threshold = check_whole("long_prefill_token_threshold", threshold, minimum=1)
 
-    def prefill_limit(self) -> int:
-        return self.threshold if self.prefills_compete() else sys.maxsize
+    def schedule(self) -> Batch:
+        batch = Batch(self.chunk)
+        batch.add_decodes(self.decoding())
+        prefills = self.prefilling()
+        contended = len(prefills) + len(self.waiting) >= 2
+        limit = self.threshold if contended else sys.maxsize
+        for request in prefills:
+            batch.add(request, limit)
+        while batch.left > 0 and (request := self.admit()):
+            batch.add(request, limit)
+        return batch
 
-    def prefills_compete(self) -> bool:
-        """Whether two requests or more wait or prefill."""
-        return len(self.waiting) >= 2 or len(self.waiting) + len(self.prefilling()) >= 2
 
-
-class PPAS(ThresholdUnderContention):
-    """P-PAS: a smaller token budget while at least two prefills press on some decodes.
+class PPAS(VLLMV1):
+    """P-PAS: vLLM V1 with a smaller budget while two prefills or more press on some decodes.
 
     Under pressure the budget is `pressed_budget`, a quarter of `chunk` by default; else it is
-    `chunk`. It trades first tokens for shorter gaps only when there is somebody to stall.
+    `chunk`. It trades first tokens for shorter gaps only when there is somebody to stall. More
+    decodes than the pressed budget do not fit, and the newest wait.
     Source: vllm-project/vllm RFC #52906, arXiv 2608.15171; TimoSaemann/ppas-vllm
     scheduler/ppas_vllm_0.27.1.patch @3e4bf10b."""
+
+    drops_decodes = True
 
     def __init__(self, *args: Any, pressed_budget: int | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
         budget = pressed_budget or max(1, self.chunk // 4)
         self.pressed_budget = check_whole("pressed_budget", budget, minimum=1)
 
-    def prefill_limit(self) -> int:
-        return sys.maxsize
-
     def token_budget(self) -> int:
-        any_decodes = any(request.is_decoding for request in self.running)
-        pressed = any_decodes and self.prefills_compete()
-        return min(self.pressed_budget, self.chunk) if pressed else self.chunk
+        num_prefills = len(self.prefilling())
+        num_decodes = len(self.running) - num_prefills
+        if num_decodes > 0 and num_prefills + len(self.waiting) >= 2:
+            return min(self.pressed_budget, self.chunk)
+        return self.chunk
 
 
 class EqualProgress(SarathiServe):

@@ -17,16 +17,16 @@ from scheduler import VLLM, Admission, Batch, Request, SarathiServe, Scheduler
 class VLLMV1(Scheduler):
     """vLLM V1: one pass over all that run, in order of admission, then the queue.
 
-    There are no phases: a decode is one token of the budget, and a younger one waits if the budget
-    ends before it. `long_prefill_token_threshold` caps each prefill (0: no cap). The queue is left
-    alone in a step that has preempted anybody. A request is admitted if all its tokens fit, but
-    gets memory chunk by chunk. It trades a promise for simplicity: a decode may be left out.
+    There are no phases: a decode is a chunk of one token. `long_prefill_token_threshold` caps each
+    chunk (0: no cap). The queue is left alone in a step that has preempted anybody. A request is
+    admitted if all its tokens fit, but gets memory chunk by chunk: that admits more, and preempts
+    more. No decode is ever left out: who joins takes what those before it left, and those never
+    take more than they did then.
     Source: vllm/v1/core/sched/scheduler.py of vLLM 0.22.1, as copied in TimoSaemann/ppas-vllm
     @9ec75bc4 scheduler/scheduler_org.py, `schedule`, with scheduler_reserve_full_isl. One page may
     be computed again where vLLM finds it: see Scheduler.plan_admission on the last two tokens."""
 
     cuts_prompts = True
-    drops_decodes = True
 
     def __init__(self, *args: Any, long_prefill_token_threshold: int = 0, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -95,17 +95,17 @@ class Interval(SarathiServe):
 
     def schedule(self) -> Batch:
         batch = Batch(self.chunk)
-        any_decodes = any(request.is_decoding for request in self.running)
-        if self.decode_batches >= self.every or not any_decodes:
+        if self.decode_batches < self.every:
+            batch.add_decodes(self.decoding())
+        if not batch:
             for request in self.prefilling():
                 batch.add(request)
             while batch.left > 0 and (request := self.admit()):
                 batch.add(request)
-        if batch:
-            self.decode_batches = 0
-        else:
+            self.decode_batches = -1 if batch else self.decode_batches
+        if not batch:
             batch.add_decodes(self.decoding())
-            self.decode_batches += 1
+        self.decode_batches += 1
         return batch
 
 

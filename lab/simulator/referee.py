@@ -26,7 +26,7 @@ from lab.simulator.cost_model import CostModel
 from lab.simulator.machine import base_of
 from lab.simulator.random_loads import random_load
 from lab.simulator.simulation import simulate
-from policies import POLICIES, find_policy
+from policies import ALL_POLICIES, find_policy
 from policies.custom import where_it_failed
 from scheduler import Batch, Request, Scheduler
 
@@ -363,7 +363,7 @@ def broken_rules(policies: Iterable[str]) -> dict[str, Violation]:
     TimeoutError for a policy that loops without an end, as every run of it would."""
     violations: dict[str, Violation] = {}
     for policy in dict.fromkeys(policies):
-        if policy in POLICIES:
+        if policy in ALL_POLICIES:
             continue
         violation = check_policy(policy).violation
         if violation is None:
