@@ -18,10 +18,10 @@ class VLLMV1(Scheduler):
     """vLLM V1: one pass over all that run, in order of admission, then the queue.
 
     There are no phases: a decode is a chunk of one token. `long_prefill_token_threshold` caps each
-    chunk (0: no cap). The queue is left alone in a step that has preempted anybody. A request is
-    admitted if all its tokens fit, but gets memory chunk by chunk: that admits more, and preempts
-    more. No decode is ever left out: who joins takes what those before it left, and those never
-    take more than they did then.
+    chunk (0: no cap). A request is admitted if all its tokens fit, but gets memory chunk by chunk:
+    that admits more, and preempts more. vLLM leaves the queue alone in a step that has preempted;
+    that follows, as the one preempted last is then in front, and does not fit. No decode is ever
+    left out: who joins takes what those before it leave, and they never take more later.
     Source: vllm/v1/core/sched/scheduler.py of vLLM 0.22.1, as copied in TimoSaemann/ppas-vllm
     @9ec75bc4 scheduler/scheduler_org.py, `schedule`, with scheduler_reserve_full_isl. One page may
     be computed again where vLLM finds it: see Scheduler.plan_admission on the last two tokens."""
@@ -44,7 +44,6 @@ class VLLMV1(Scheduler):
     def schedule(self) -> Batch:
         self.batch = batch = Batch(self.token_budget())  # room_for looks at what is left of it
         limit = self.prefill_limit()
-        preempted_before = len(self.preempted)
         page_size = self.pages.page_size
         for request in self.running[:]:
             if batch.left == 0:
@@ -54,10 +53,7 @@ class VLLMV1(Scheduler):
                 self.grow(request, min(end, request.num_computed + min(limit, batch.left)))
             if request.pages:  # if not, it was preempted
                 batch.add(request, limit)
-        while batch.left > 0 and len(self.preempted) == preempted_before:
-            request = self.admit()
-            if request is None:
-                break
+        while batch.left > 0 and (request := self.admit()):
             batch.add(request, limit)
         return batch
 

@@ -330,7 +330,8 @@ def test_fastgen_lets_a_decode_wait_and_flushes_the_last_only_in_a_deadlock():
     world.run()
     assert second.preemptions == first.preemptions == 0
     world = World("fastgen", page_size=4, pages=5, max_len=20, chunk=16)
-    first, second, third = world.add(8, 12), world.add(8, 12), world.add(1, 2)
+    first, second = world.add(8, 12), world.add(8, 12)
+    world.add(1, 2)
     while not second.preemptions:
         world.step()
     assert first.preemptions == 0
@@ -364,7 +365,7 @@ def test_hf_lets_nobody_in_below_its_margin():
 def test_a_page_of_a_running_prefill_is_waited_for_not_computed_twice():
     prompt = [1] * 16
     for policy, computed in (("sarathi-serve", 16 + 16 + 5), ("wait-for-prefix", 16 + 4 + 5)):
-        world = World(policy, chunk=16, shares=True)
+        world = World(policy, chunk=32, shares=True)
         requests = [world.add(prompt, 2), world.add(prompt, 2), world.add(5, 2)]
         prefill = [length for batch in world.run() for length in batch.values() if length != "d"]
         assert sum(prefill) == computed
