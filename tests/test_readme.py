@@ -27,6 +27,7 @@ MIN_COMMANDS = {  # in the README of each room
     "results/": 9,
     "server/": 2,
     "parallel/": 5,
+    "policies/": 8,
 }
 TEXTS = {room: (ROOT / f"{room}README.md").read_text("utf-8") for room in MIN_COMMANDS}
 MAIN = TEXTS[""]

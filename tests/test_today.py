@@ -301,7 +301,7 @@ def test_sglang_retracts_the_fewest_outputs_and_adapts_its_ratio():
         world.step()
     assert scheduler.ratio == pytest.approx(0.7 - 4 * (0.7 - 0.098) / 600)
     scheduler.ratio = 0.0  # admits too much
-    young, longer = world.add(4, 12), world.add(5, 10)
+    longer, young = world.add(5, 10), world.add(4, 12)
     world.step()
     while not scheduler.next_batch().preempted:
         world.step()
@@ -406,13 +406,13 @@ def test_ppas_shrinks_the_budget_only_under_pressure():
 
 
 def test_shortest_uncached_counts_what_is_cached_as_computed():
-    world = World("shortest-uncached", chunk=8, shares=True)
+    world = World("shortest-uncached", chunk=4, shares=True)
     world.add([1] * 16, 1)
     world.run()
     long_but_cached, short = [1] * 16 + [2, 3], [4] * 5
     world.add(short, 1)
     world.add(long_but_cached, 1)
-    assert world.step() == {2: 2, 1: 5}
+    assert world.step() == {2: 2, 1: 2}
 
 
 def test_vtc_serves_the_user_with_the_fewest_tokens():

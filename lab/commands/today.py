@@ -13,7 +13,7 @@ from pathlib import Path
 from cli.options import OptionParser, write_text, wrote
 from lab.commands.simulate import run_all, split_names
 from lab.papers.today import PAGES, Page
-from views.trade_offs import plot_dots
+from views.bars import plot_bars
 
 INTRODUCTION = """\
 # What engines decide today
@@ -90,7 +90,7 @@ def main(options: TodayOptions) -> None:
         sections.append(page.to_markdown() + "\n")
         if page.chart is not None:
             file = folder / f"{page.name}.png"
-            plot_dots(page.chart.dots, page.chart.x, page.chart.y, page.question, file)
+            plot_bars(page.chart, page.question, file)
             wrote(file)
             sections.append(f"![{page.question}]({file.name})\n")
     readme = folder / "README.md"

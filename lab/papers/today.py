@@ -28,24 +28,6 @@ PAGE_SIZE = 64
 RANDOM_LOADS = 200  # in lock step
 
 
-class Dot(NamedTuple):
-    """A point of a picture."""
-
-    name: str
-    x: float
-    y: float
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A point for each policy: what it gains against what it costs."""
-
-    x: str
-    y: str
-    dots: list[Dot]
-    log: str = ""
-
-
 @dataclass(frozen=True)
 class Page:
     """The answer to a question: text with tables, and a picture if one says more."""
@@ -53,7 +35,7 @@ class Page:
     name: str  # of its picture's file
     question: str
     parts: Sequence[str]  # paragraphs and tables in Markdown
-    chart: Chart | None = None
+    chart: dict[str, dict[str, float]] | None = None  # {quantity: {policy: number}}
 
     def to_markdown(self) -> str:
         """The page as text."""
@@ -106,12 +88,13 @@ def who_does_what() -> Page:
         [
             "Each row was found out by trying the policy, not written down: prompts arrive while a "
             "request decodes; a short prompt comes behind a long one; two requests of 10 + 20 and "
-            "10 + 4 tokens want to run at once, and *memory for two* is the least, in tokens, with "
-            "which they do: 20 is prompts alone, 44 is prompt and output of both; two requests "
-            "decode, and the older one, with fewer outputs, finds no page.",
+            "10 + 12 tokens want to run at once, and *memory for two* is the least, in tokens, "
+            "with which they do (30 must fit in any case, for the longer one; 52 is prompt and "
+            "output of both; 44 is the most that they ever hold together); two requests decode, "
+            "and the older one, with fewer outputs, finds no page.",
             format_table("policy", columns, rows),
             "Nearly everywhere a long prompt blocks those behind it: that is why it is the "
-            "question asked most, and page 3 here.",
+            "question asked most, and answered below.",
         ],
     )
 
@@ -147,8 +130,9 @@ def is_vllm_sarathi_serve() -> Page:
             "`sarathi-serve` has given its pages away and must preempt; vLLM V1 computes one token "
             "more of the prompt, and the first request has ended before memory is short. The price "
             "comes under load: what was promised to a prompt is used by others, and it is "
-            "preempted half-way. Page 4 measures that. `long_prefill_token_threshold` is 0 by "
-            "default; with another value the batches differ, of course.",
+            "preempted half-way. *How much memory to reserve?* measures that. "
+            "`long_prefill_token_threshold` is 0 by default; with another value the batches "
+            "differ, of course.",
         ],
     )
 
@@ -318,17 +302,22 @@ def long_among_short() -> Page:
             "arrive within 5 s of a long one. All in seconds.",
             format_table("policy", columns, rows),
             "First come, first served makes every short prompt wait for the rest of the long one. "
-            "A threshold lets them in and slows the long one down; only under contention it costs "
-            "it less. Shortest first and deadlines give the short ones nearly all, and the long "
-            "one pays with the time that they take, no more. A smaller budget under pressure helps "
-            "the gaps, not the short prompts. Prefill first and alone (SGLang) is best for "
-            "the long prompt, and every answer stands still meanwhile; an interval cures that.",
+            "Whoever lets them pass, by shares, by length or by deadline, serves them within one "
+            "iteration or two, and the long one pays with the time that they take. A threshold "
+            "makes the iterations shorter, too, which is best for the short ones and worst for the "
+            "long one; only under contention it costs less of both. More answers then run while "
+            "the long prompt is computed, so more gaps are long: P99 TBT rises, the longest gap "
+            "does not. A smaller budget under pressure (P-PAS) cures the gaps, not the short "
+            "prompts. Prefill first and alone (SGLang) does nothing for the short ones either, and "
+            "all answers stand still meanwhile, which P99 TBT does not show; an interval cures "
+            "that, and both prompts wait longer.",
         ],
-        Chart(
-            "worst TTFT of a short request behind it, s",
-            "TTFT of the long prompt, s",
-            [Dot(label, row.short_max, row.long) for label, row in rows.items()],
-        ),
+        {
+            "worst short TTFT, s": {label: row.short_max for label, row in rows.items()},
+            "long TTFT, s": {label: row.long for label, row in rows.items()},
+            "P99 TBT, s": {label: row.tbt_p99 for label, row in rows.items()},
+            "longest gap, s": {label: row.tbt_max for label, row in rows.items()},
+        },
     )
 
 
@@ -367,7 +356,7 @@ def memory_to_reserve() -> Page:
         Column("computed again", lambda row: row.recomputed, ",d"),
         Column("TTFT P50", lambda row: row.ttft_p50, ".1f"),
         Column("TBT P99", lambda row: row.tbt_p99, ".3f"),
-        Column("longest gap", lambda row: row.tbt_max, ".1f"),
+        Column("longest gap", lambda row: row.tbt_max, ".2f"),
     ]
     return Page(
         "memory",
@@ -378,25 +367,42 @@ def memory_to_reserve() -> Page:
             "simulated; seconds. Outputs are as long as max_new_tokens says, which real ones "
             "seldom are: that favours whoever reserves them.",
             format_table("reserved", columns, rows),
-            "Reserving little runs more at once, preempts, and computes again; an answer that is "
-            "preempted stands still until it is computed again, which P99 TBT hardly shows and the "
-            "longest gap does. The peak admits nearly as many as the prompt alone, and preempts "
-            "next to nobody.",
+            "max_len wastes half of the memory or more. Reserving little runs more at once, "
+            "preempts, and computes again; an answer that is preempted stands still until then, "
+            "which P99 TBT does not show and the longest gap does. Letting decodes wait computes "
+            "least again, and an answer may stand still for as long as others run. The peak admits "
+            "nearly as many as the prompt alone, and preempts nobody here.",
         ],
-        Chart(
-            "preemptions",
-            "tokens/s",
-            [
-                Dot(name.split(" (`")[0], row.preemptions, row.tokens_per_s)
-                for name, row in rows.items()
-            ],
-        ),
+        {
+            "tokens/s": {label: row.tokens_per_s for label, row in rows.items()},
+            "preemptions": {label: row.preemptions for label, row in rows.items()},
+            "TTFT P50, s": {label: row.ttft_p50 for label, row in rows.items()},
+            "longest gap, s": {label: row.tbt_max for label, row in rows.items()},
+        },
     )
 
 
 # ---- 5. Chunking shows nothing here: why? --------------------------------------------------------
 
 CHECK_MAX_LEN = 4096
+SIMULATED = "--simulate a100-80gb --preset llama3-8b --max-len 4096"
+PAIR = "--policies vllm,sarathi-serve"
+CHECKLIST = {  # reason -> the options of `bench.py serve` that show it
+    "**It does show** in P99 TBT and the longest stall": f"{PAIR} --qps 6",
+    "**Offline**: all prompts come at once, stalls are few and huge, and the other gaps have no "
+    "chunk in them: P99 is even lower without chunks. Look at the longest": f"{PAIR} --qps 1000",
+    "**Prompts below the budget** are never cut": f"{PAIR} --qps 6 --lengths 100+400",
+    "**All slots are full**: a prompt waits for a slot, and overlaps with few "
+    "decodes": f"{PAIR} --qps 6 --batch 2",
+    "**The mean or P50 is looked at**: most gaps hold no prefill, with chunks or "
+    "without": f"{PAIR} --qps 5",
+    "**TPOT is looked at instead of TBT**, the column at the right: it averages the gaps of a "
+    "request before the percentile is taken; TBT = ITL takes every gap": f"{PAIR} --qps 4",
+    "**A low load**: stalls are rarer than 1 % of the gaps, so P99 does not see them; the longest "
+    "gap does": f"{PAIR} --qps 0.1",
+    "**The baseline chunks already**: vLLM V1 does by default, see "
+    "above": "--policies vllm-v1,sarathi-serve --qps 6",
+}
 
 
 class Setting(NamedTuple):
@@ -450,18 +456,10 @@ def chunking_shows_nothing() -> Page:
             "A100, simulated; seconds. The first load shows the gain, in P99 and in the longest "
             "gap. Each other one hides it.",
             format_table("load: policy", columns, rows),
-            "- **Offline**: all prompts come at once, and nobody is interrupted later. Look at "
-            "throughput, and expect little.\n"
-            "- **Prompts below the budget** are never cut.\n"
-            "- **All slots full**: a prompt waits for a slot, and never overlaps with many "
-            "decodes.\n"
-            "- **The mean or P50**: a stall is rare. The mean even grows, as more steps carry a "
-            "chunk.\n"
-            "- **TPOT** averages the gaps of a request before the percentile is taken. TBT takes "
-            "every gap.\n"
-            "- **A low load**: stalls are rarer than 1 % of the gaps, so P99 does not see them; "
-            "the longest gap does.\n"
-            "- **The baseline chunks already**: vLLM V1 does by default, see page 2.",
+            "\n".join(
+                f"- {reason}: `bench.py serve {SIMULATED} {options}`"
+                for reason, options in CHECKLIST.items()
+            ),
         ],
     )
 

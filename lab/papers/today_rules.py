@@ -4,8 +4,9 @@
 
 Schedulers on a clock that counts iterations: no model, no times. Read next: today.py."""
 
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
@@ -114,11 +115,11 @@ def _long_prompt(policy: str) -> str:
 
 
 def _pages_for_two(policy: str) -> int:
-    """The least memory, in tokens, with which two requests, 10 + 20 and 10 + 4, run at once."""
+    """The least memory, in tokens, with which two requests, 10 + 20 and 10 + 12, run at once."""
     for pages in range(LONGEST, 2 * LONGEST + 1):
         scheduler = new_scheduler(policy, pages, max_len=LONGEST)
         add(scheduler, 0, 10, 20)
-        add(scheduler, 1, 10, 4)
+        add(scheduler, 1, 10, 12)
         for _ in range(4):
             step(scheduler)
             if len(scheduler.running) == 2:
@@ -194,16 +195,11 @@ def smallest_difference(first: str, second: str, largest: int = 14) -> Differenc
 def differs(first: str, second: str, load: RandomLoad, ample: bool) -> bool:
     """Whether two policies decide differently on a random load, with its memory or with enough."""
     config = load.config
-    pages = config.pages if not ample else config.max_batch * config.max_len
+    if ample:
+        config = replace(config, pages=(config.max_batch or 1) * (config.max_len or 1))
     histories: list[Sequence[Step]] = []
     for policy in (first, second):
-        scheduler = make_scheduler(
-            policy,
-            Pages(pages, config.page_size, config.prefix_caching),
-            chunk=config.chunk,
-            max_batch=config.max_batch,
-            max_len=config.max_len,
-        )
+        scheduler = replace(config, policy=policy).scheduler(config.new_pages(), time.monotonic)
         for number, (arrival, prompt) in enumerate(zip(load.arrivals, load.prompts, strict=True)):
             length = len(prompt)
             scheduler.add(Request(number, list(prompt), length, arrival.output_len, float(number)))
