@@ -241,14 +241,14 @@ def test_a_policy_does_what_its_source_says(row):
     assert batches(policy, load, **options) == expected
 
 
-def test_interval_1_is_chunked_only_and_interval_0_is_prefill_first():
+def test_interval_1_is_chunked_only_and_0_is_prefill_first():
     load = "9+5 3+3 14+2 5+6 1+4"
     assert batches("interval", load, every=1) == batches("chunked-only", load)
     for batch in batches("interval", load, every=0).split(" | "):
         assert batch.endswith("d") or "d" not in batch
 
 
-def test_vllm_v1_gives_memory_chunk_by_chunk_to_a_prompt_that_fits_whole():
+def test_vllm_v1_gives_memory_chunk_by_chunk_if_all_would_fit():
     world = World("vllm-v1", pages=16, chunk=8)
     request = world.add(30)
     held = []
@@ -320,7 +320,7 @@ def test_no_evict_reserves_prompt_and_output_and_never_preempts():
         assert first.preemptions == second.preemptions == 0
 
 
-def test_fastgen_lets_a_decode_wait_and_flushes_the_last_only_in_a_deadlock():
+def test_fastgen_lets_a_decode_wait_and_flushes_in_a_deadlock():
     world = World("fastgen", page_size=4, pages=5, max_len=20, chunk=16)
     first, second = world.add(7, 13), world.add(8, 4)
     assert world.step() == {0: 7, 1: 8}
@@ -362,7 +362,7 @@ def test_hf_lets_nobody_in_below_its_margin():
         assert len(world.step()) == admitted
 
 
-def test_a_page_of_a_running_prefill_is_waited_for_not_computed_twice():
+def test_a_page_of_a_running_prefill_is_not_computed_twice():
     prompt = [1] * 16
     for policy, computed in (("sarathi-serve", 16 + 16 + 5), ("wait-for-prefix", 16 + 4 + 5)):
         world = World(policy, chunk=32, shares=True)
@@ -413,6 +413,18 @@ def test_shortest_uncached_counts_what_is_cached_as_computed():
     world.add(short, 1)
     world.add(long_but_cached, 1)
     assert world.step() == {2: 2, 1: 2}
+
+
+def test_a_long_prompt_that_has_begun_leaves_budget_to_shorter_ones():
+    world = World("shortest-uncached", chunk=8)
+    world.add(30, 1)
+    assert world.step() == {0: 8}
+    world.add(3, 1)
+    assert world.step() == {0: 5, 1: 3}
+    world.add(20, 1)  # longer than what is left of the first: 17
+    assert world.step() == {0: 8}
+    world.add(7, 1)
+    assert world.step() == {0: 4, 3: 4}  # it gets a page in any case
 
 
 def test_vtc_serves_the_user_with_the_fewest_tokens():

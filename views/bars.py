@@ -19,7 +19,7 @@ def plot_bars(panels: Mapping[str, Mapping[str, float]], title: str, file: str |
         axes, panels.items(), style.LINE_COLORS, strict=False
     ):
         bars = axis.barh(names, [numbers[name] for name in names], color=color, height=0.7)
-        labels = [style.three_digits(numbers[name]) for name in names]
+        labels = [_show(numbers[name]) for name in names]
         axis.bar_label(bars, labels, padding=2, fontsize=8)
         axis.margins(x=0.25)
         axis.set_title(quantity)
@@ -28,3 +28,7 @@ def plot_bars(panels: Mapping[str, Mapping[str, float]], title: str, file: str |
         axis.tick_params(left=False)
     axes[0].invert_yaxis()
     return style.finish(figure, title, file)
+
+
+def _show(number: float) -> str:
+    return f"{number:,}" if isinstance(number, int) else style.three_digits(number)

@@ -19,7 +19,7 @@ INTRODUCTION = """\
 # What engines decide today
 
 The papers' policies are in [`scheduler.py`](../scheduler.py). [`today.py`](today.py) has the rules
-of today's engines, each in 5 to 25 lines, with the file that it was read in.
+of today's engines, each a short class, with the file that it was read in.
 [`remedies.py`](remedies.py) has what their users propose. `--policy vllm-v1` serves with one of
 them, `bench.py check vllm-v1 --random-loads 2000` checks it, and `bench.py explore vllm-v1` shows
 each of its decisions. Everything below is printed by `bench.py today`, simulated, and

@@ -374,10 +374,10 @@ def memory_to_reserve() -> Page:
             "nearly as many as the prompt alone, and preempts nobody here.",
         ],
         {
-            "tokens/s": {label: row.tokens_per_s for label, row in rows.items()},
-            "preemptions": {label: row.preemptions for label, row in rows.items()},
-            "TTFT P50, s": {label: row.ttft_p50 for label, row in rows.items()},
-            "longest gap, s": {label: row.tbt_max for label, row in rows.items()},
+            "tokens/s": {name.replace("`", ""): row.tokens_per_s for name, row in rows.items()},
+            "preemptions": {name.replace("`", ""): row.preemptions for name, row in rows.items()},
+            "TTFT P50, s": {name.replace("`", ""): row.ttft_p50 for name, row in rows.items()},
+            "longest gap, s": {name.replace("`", ""): row.tbt_max for name, row in rows.items()},
         },
     )
 
