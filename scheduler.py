@@ -177,9 +177,8 @@ class Scheduler:
 
         If memory runs out, running requests are preempted, the one of the highest rank first."""
         decodes = [request for request in self.running if request.is_decoding]
-        size = self.pages.page_size
         for request in decodes:
-            if request.num_computed == len(request.pages) * size:
+            if request.num_computed == len(request.pages) * self.pages.page_size:
                 self.grow(request, request.num_computed + 1)
         return [request for request in decodes if request.pages]
 
