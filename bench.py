@@ -44,6 +44,10 @@ COMMANDS = {  # name -> (its module, what it does)
         "lab.commands.simulate",
         "the papers' experiments on many GPUs, from a cost model",
     ),
+    "today": (
+        "lab.commands.today",
+        "what today's engines decide, and the questions their users ask, simulated",
+    ),
     "check": ("lab.commands.check", "the first rule that a policy of your own breaks"),
     "fit": ("lab.commands.fit", "a device's constants, from times of its matrix products"),
     "explain": ("lab.commands.explain", "where the gain goes that the matrix products promise"),

@@ -21,7 +21,7 @@ CUDA_TILE = 128  # tokens in a tile of matrix products on a GPU (SARATHI §4.4)
 class EngineConfig:
     """All that an engine is told besides its model. Raises ValueError, naming the argument."""
 
-    policy: str = "sarathi-serve"  # a name in policies.POLICIES, or "my_policy.py:ClassName"
+    policy: str = "sarathi-serve"  # a name in ALL_POLICIES, or "my_policy.py:ClassName"
     chunk: int | str = 256  # C, the chunk size or token budget; "auto": found by auto_budget
     max_batch: int | None = None  # B, the most requests at once; None: as many as fit, at most 256
     max_len: int | None = None  # the longest prompt and output; None: 2,048, or the model's limit

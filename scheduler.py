@@ -47,6 +47,7 @@ class Request:
     priority: int = 2  # this and the targets for TTFT and TBT are for policies/priority.py
     ttft_slo: float | None = None
     tbt_slo: float | None = None
+    user: str = ""  # who asks, for policies that are fair between users
 
     # What has happened to it.
     scheduled: float | None = None  # when it was first admitted
@@ -99,17 +100,15 @@ class Batch(list[Chunk]):
 
     def __init__(self, budget: int | None = None) -> None:
         super().__init__()
-        if budget is not None:
-            budget = check_whole("token_budget", budget, minimum=0)
-        self.budget = budget
-        self.left = sys.maxsize if budget is None else budget
+        self.budget = None if budget is None else check_whole("token_budget", budget, minimum=0)
+        self.left = sys.maxsize if self.budget is None else self.budget
         self.preempted: list[int] = []  # ids of the requests that lost their pages for it
 
-    def add(self, request: Request) -> int:
-        """Add the request's next chunk, cut to the budget. Returns its length; 0 adds nothing."""
+    def add(self, request: Request, limit: int = sys.maxsize) -> int:
+        """Add the next chunk, cut to the budget and to `limit`. Returns its length; 0: none."""
         length = len(request.tokens) - request.num_computed
-        if length > self.left:
-            length = max(0, self.left)
+        if length > self.left or length > limit:
+            length = max(0, min(self.left, limit))
         if length:
             self.append(Chunk(request, request.num_computed, length))
             self.left -= length
@@ -139,7 +138,8 @@ class Scheduler:
     run at once. `max_len` is the length of the longest request, prompt and output."""
 
     cuts_prompts = False  # into chunks of at most `chunk` tokens
-    reserves_max_len = True  # at admission; if not, the memory of a request grows page by page
+    drops_decodes = False  # True: a batch may leave out running decodes that it has no room for
+    watermark_percent = 0  # of the pages: admission leaves them for running requests to grow into
 
     def __init__(
         self,
@@ -149,24 +149,17 @@ class Scheduler:
         max_len: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        chunk = check_whole("chunk", chunk, minimum=1)
-        max_batch = check_whole("max_batch", max_batch, minimum=1)
-        max_len = check_whole("max_len", max_len, minimum=1)
-        needed = pages.needed(max_len)
-        if pages.total < needed:
-            takes = f"a request of max_len={max_len} takes {needed} pages"
+        self.chunk = check_whole("chunk", chunk, minimum=1)
+        self.max_batch = check_whole("max_batch", max_batch, minimum=1)
+        self.max_len = check_whole("max_len", max_len, minimum=1)
+        if pages.total < pages.needed(max_len):
+            takes = f"a request of max_len={max_len} takes {pages.needed(max_len)} pages"
             raise ValueError(f"pages={pages.total}: {takes} of page_size={pages.page_size}")
         self.pages = pages
-        self.chunk = chunk
-        self.max_batch = max_batch
-        self.max_len = max_len
         self.clock = clock
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in the order of admission
         self.requests: dict[int, Request] = {}  # by id: all that have not ended
-        # As vLLM, admission leaves 1 % of the pages free for running requests to grow into.
-        # Without that, the next decode would often preempt the request that was just admitted.
-        self.watermark = 0 if self.reserves_max_len else pages.total // 100
         self.batch = Batch()  # the one that is not yet computed, if any
         self.preempted: list[int] = []  # ids, since the last batch was computed
         self.torn = False  # see `mend`
@@ -184,17 +177,18 @@ class Scheduler:
 
         If memory runs out, running requests are preempted, the one of the highest rank first."""
         decodes = [request for request in self.running if request.is_decoding]
-        size = self.pages.page_size
-        full = [request for request in decodes if request.num_computed == len(request.pages) * size]
-        if not full:
-            return decodes
-        for request in full:
-            self._grow(request)
+        for request in decodes:
+            if request.num_computed == len(request.pages) * self.pages.page_size:
+                self.grow(request, request.num_computed + 1)
         return [request for request in decodes if request.pages]
 
     def prefilling(self) -> list[Request]:
         """The running requests whose prompt is not yet computed to its end."""
         return [request for request in self.running if not request.is_decoding]
+
+    def reserved(self, request: Request) -> int:
+        """How many tokens it gets memory for when it is admitted. More comes page by page."""
+        return self.max_len
 
     def rank(self, request: Request) -> tuple[float, ...]:
         """The order of preemption: the highest rank goes first. Here it is the newest request."""
@@ -210,12 +204,11 @@ class Scheduler:
         admission = self.room_for(request)
         if admission is None:
             return None
-        cached_pages, new_pages = admission
-        self.pages.acquire(cached_pages)
-        allocated_pages = self.pages.allocate(new_pages)
+        self.pages.acquire(admission.cached_pages)
+        allocated_pages = self.pages.allocate(admission.new_pages)
         assert allocated_pages is not None  # room_for has counted the free pages
-        request.pages = cached_pages + allocated_pages
-        request.num_computed = len(cached_pages) * self.pages.page_size
+        request.pages = admission.cached_pages + allocated_pages
+        request.num_computed = len(admission.cached_pages) * self.pages.page_size
         request.cached_tokens += request.num_computed
         self.running.append(request)
         self.waiting.remove(request)
@@ -327,8 +320,8 @@ class Scheduler:
         to_compute = 1 if len(request.tokens) == request.prompt_len else 2
         most_pages = (len(request.tokens) - to_compute) // self.pages.page_size
         cached_pages = self.pages.match_prefix(request.page_hashes[:most_pages])
-        reserved_tokens = self.max_len if self.reserves_max_len else len(request.tokens)
-        return Admission(cached_pages, self.pages.needed(reserved_tokens) - len(cached_pages))
+        reserved_pages = self.pages.needed(self.reserved(request))
+        return Admission(cached_pages, reserved_pages - len(cached_pages))
 
     def cached_tokens_of_head(self) -> int:
         """How many tokens of the first waiting request need not be computed."""
@@ -341,10 +334,11 @@ class Scheduler:
         if len(self.running) >= self.max_batch:
             return None
         admission = self.plan_admission(request)
-        free_pages = self.pages.num_free - (self.watermark if self.running else 0)
         # cached pages that are in no block table count as free until they are acquired
-        taken_pages = admission.new_pages + self.pages.count_free(admission.cached_pages)
-        return admission if taken_pages <= free_pages else None
+        needed_pages = admission.new_pages + self.pages.count_free(admission.cached_pages)
+        if self.running:
+            needed_pages += self.pages.total * self.watermark_percent // 100
+        return admission if needed_pages <= self.pages.num_free else None
 
     def preempt(self, request: Request) -> None:
         """Take a running request's pages. It waits at the front, and is computed again."""
@@ -357,14 +351,14 @@ class Scheduler:
         self._stop(request)
         self.waiting.appendleft(request)
 
-    def _grow(self, request: Request) -> None:
-        """Give a running request one more page, which may cost it or others theirs."""
-        while request.pages:
+    def grow(self, request: Request, tokens: int) -> None:
+        """Give a running request memory for so many tokens, which may cost it or others theirs."""
+        while request.pages and len(request.pages) * self.pages.page_size < tokens:
             new_page = self.pages.allocate(1, after=request.pages[-1])
             if new_page is not None:
                 request.pages += new_page
-                return
-            self.preempt(max(self.running, key=self.rank))
+            else:
+                self.preempt(max(self.running, key=self.rank))
 
     def _publish_pages(self, request: Request, start: int) -> None:
         """Let others reuse the pages that became full since num_computed was `start`."""
@@ -445,7 +439,10 @@ class OrcaBest(Orca):
 class VLLM(Scheduler):
     """vLLM's scheduler of 2023, Sarathi-Serve's Algorithm 2: prompts first and alone."""
 
-    reserves_max_len = False
+    watermark_percent = 1  # or the next decode would often preempt who was just admitted
+
+    def reserved(self, request: Request) -> int:
+        return len(request.tokens)
 
     def schedule(self) -> Batch:
         batch = Batch(self.max_len)  # §5.1: max_len tokens in whole prompts
@@ -490,7 +487,10 @@ class SarathiServe(Scheduler):
     """Sarathi-Serve's Algorithm 3, stall-free: decodes first, then prefills in what is left."""
 
     cuts_prompts = True
-    reserves_max_len = False
+    watermark_percent = 1
+
+    def reserved(self, request: Request) -> int:
+        return len(request.tokens)
 
     def token_budget(self, decodes: list[Request], prefills: list[Request]) -> int:
         """How many tokens a batch with these decodes may have; `prefills` have begun before."""

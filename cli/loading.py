@@ -23,7 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from cli.options import OptionParser, add_chunk_option, nonempty_text, policy_name, whole
-from policies import POLICIES
+from policies import ALL_POLICIES
 from torchrun import find_place
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def add_engine_options(parser: OptionParser) -> None:
     """Add the options of an engine that writes text: of sample.py and of the server."""
     parser.add_option(
         "--policy",
-        help=f"the scheduling policy: {', '.join(POLICIES)}, or FILE.py:Class",
+        help=f"the scheduling policy: {', '.join(ALL_POLICIES)}, or FILE.py:Class",
         type=policy_name,
         default="sarathi-serve",
     )

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from policies import POLICIES, find_policy
+from policies import ALL_POLICIES, find_policy
 from policies.custom import where_it_failed
 
 MAX_WHOLE = 10**15  # torch can count so far
@@ -204,7 +204,7 @@ def add_policies_option(parser: OptionParser, default: str) -> None:
     """Add --policies, several that are compared."""
     parser.add_option(
         "--policies",
-        help=f"comma-separated, from {', '.join(POLICIES)}, or my_policy.py:ClassName; "
+        help=f"comma-separated, from {', '.join(ALL_POLICIES)}, or my_policy.py:ClassName; "
         "sarathi-serve:64 has a chunk of its own, orca-best lets one prompt into a batch, vllm is "
         "its scheduler of 2023",
         type=policies_with_chunks,

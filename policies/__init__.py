@@ -1,9 +1,10 @@
-"""All policies by name: the papers' (scheduler.py), those beyond them (here), and custom ones.
+"""All policies by name: the papers', those beyond them, those of today's engines, and custom ones.
 
     make_scheduler("sarathi-serve", Pages(64, 16), chunk=256, max_batch=16, max_len=512)
     make_scheduler("my_policy.py:ShortestFirst", ...)       a Scheduler subclass in that file
 
-Plain Python, like scheduler.py. Read next: dynamic.py, priority.py."""
+Plain Python, like scheduler.py. Read next: dynamic.py, priority.py; today.py, what today's engines
+decide."""
 
 import time
 from collections.abc import Mapping
@@ -17,6 +18,26 @@ from policies.ablations import ChunkedOnly, HybridOnly
 from policies.custom import MissingPolicyError, load_policy
 from policies.dynamic import Dynamic
 from policies.priority import Priority
+from policies.remedies import (
+    PPAS,
+    VTC,
+    EqualProgress,
+    Peak,
+    ShortestUncached,
+    ThresholdUnderContention,
+    WaitForPrefix,
+)
+from policies.today import (
+    TGI,
+    VLLMV1,
+    FastGen,
+    HFTransformers,
+    Interval,
+    NanoVLLM,
+    NoEvict,
+    SGLang,
+    SGLangMixed,
+)
 from scheduler import Scheduler
 
 POLICIES: dict[str, type[Scheduler]] = {
@@ -31,16 +52,35 @@ POLICIES: dict[str, type[Scheduler]] = {
     "dynamic": Dynamic,
     "priority": Priority,
 }
+TODAY: dict[str, type[Scheduler]] = {  # what engines decide today, and what their users ask for
+    "vllm-v1": VLLMV1,
+    "sglang": SGLang,
+    "sglang-mixed": SGLangMixed,
+    "no-evict": NoEvict,
+    "fastgen": FastGen,
+    "tgi": TGI,
+    "hf": HFTransformers,
+    "nano-vllm": NanoVLLM,
+    "interval": Interval,
+    "threshold-under-contention": ThresholdUnderContention,
+    "ppas": PPAS,
+    "equal-progress": EqualProgress,
+    "shortest-uncached": ShortestUncached,
+    "peak": Peak,
+    "wait-for-prefix": WaitForPrefix,
+    "vtc": VTC,
+}
+ALL_POLICIES = {**POLICIES, **TODAY}
 
 
 def find_policy(name: str) -> type[Scheduler]:
-    """The class of a policy: a name in POLICIES, or "path/to/file.py:ClassName".
+    """The class of a policy: a name in ALL_POLICIES, or "path/to/file.py:ClassName".
 
     Raises ValueError if there is no such policy. An error in the file passes through."""
-    allowed = f"one of {', '.join(POLICIES)}, or FILE.py:Class"
+    allowed = f"one of {', '.join(ALL_POLICIES)}, or FILE.py:Class"
     check_type("policy", name, str, allowed)
-    if name in POLICIES:
-        return POLICIES[name]
+    if name in ALL_POLICIES:
+        return ALL_POLICIES[name]
     file, _, class_name = name.rpartition(":")
     if not file.endswith(".py"):
         raise ValueError(f"policy={shorten(name)}: must be {allowed}")

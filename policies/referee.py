@@ -126,7 +126,11 @@ def chunks_come_next(scheduler: Scheduler, batch: Batch) -> Iterator[Breach]:
 
 
 def no_decode_dropped(scheduler: Scheduler, batch: Batch) -> Iterator[Breach]:
-    """A batch has all running decodes, or none of them if it is of prefill alone."""
+    """A batch has all running decodes, or none of them if it is of prefill alone.
+
+    Some policies say of themselves that they break this one."""
+    if scheduler.drops_decodes:
+        return
     has_chunk = {chunk.request for chunk in batch}
     decodes = [request for request in scheduler.running if request.is_decoding]
     computed = sum(request in has_chunk for request in decodes)

@@ -15,6 +15,7 @@ from model import GPT, FlatBatch, GPTConfig
 from policies import POLICIES, make_scheduler
 from policies.iteration_time import BatchShape
 from sampling import SamplingParams, sample
+from scheduler import Scheduler
 
 # first come, first served, and the newest is preempted: what decides on that is scheduler.py's, or
 # dynamic.py's, which at most lets the head of the line wait
@@ -22,7 +23,9 @@ DECIDE = ("admit", "rank", "decoding", "schedule")
 HOMES = {p: {getattr(cls, part).__module__ for part in DECIDE} for p, cls in POLICIES.items()}
 FIRST_COME = {"scheduler", "policies.ablations", "policies.dynamic"}
 IN_ORDER = [policy for policy, homes in HOMES.items() if homes <= FIRST_COME]
-RESERVING = [name for name, cls in POLICIES.items() if cls.reserves_max_len]  # at admission
+RESERVING = [  # max_len tokens at admission
+    name for name, cls in POLICIES.items() if cls.reserved is Scheduler.reserved
+]
 GROWING = [name for name in POLICIES if name not in RESERVING]  # page by page
 
 

@@ -21,7 +21,7 @@ from lab.simulator import referee
 from lab.simulator.cost_model import CostModel
 from lab.simulator.referee import Referees, broken_rules, check_policy
 from lab.simulator.simulation import simulate
-from policies import POLICIES
+from policies import ALL_POLICIES
 from policies import referee as rules
 from tests.helpers import tiny_model
 
@@ -154,7 +154,7 @@ def test_only_prefix_caching_shares_pages_and_nobody_writes_there(
     check("sarathi-serve", serve_alike, prefix_caching=sharing)
 
 
-@pytest.mark.parametrize("name", [*POLICIES, TEMPLATE])
+@pytest.mark.parametrize("name", [*ALL_POLICIES, TEMPLATE])
 def test_every_policy_keeps_the_rules_and_does_not_change_the_text(name):
     check(name)
     assert check(name, serve_by_engine) == reference_tokens()

@@ -10,13 +10,14 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from engine import Engine
-from policies import POLICIES
+from policies import ALL_POLICIES
 from policies.priority import PRIORITIES
 from sampling import SamplingParams
-from tests.helpers import alone, check_integrity, guard, poison, tiny_model
+from tests.helpers import RESERVING, alone, check_integrity, guard, poison, tiny_model
 
 MAX_LEN = 24
 MODEL = tiny_model(n_kv_head=2, vocab_size=17)
+NEVER_PREEMPT = {*RESERVING, "no-evict", "tgi", "sglang", "sglang-mixed", "peak"}  # or seldom
 
 
 @functools.cache
@@ -176,7 +177,7 @@ class Watched:
             self.check()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ALL_POLICIES)
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     actions=actions,
@@ -223,7 +224,7 @@ def test_every_request_ends_as_if_alone(
             assert watched.computed[i] == once + c.recomputed_tokens - c.cached_tokens
         assert c.token_times == watched.times[i] == sorted(watched.times[i])
         assert watched.preempted[i] + scheduler.preempted.count(i) == c.preemptions
-    if actions[:4] == long_ones and policy not in ("request-level", "orca", "orca-best", "sarathi"):
+    if actions[:4] == long_ones and policy not in NEVER_PREEMPT:
         assert watched.preempted  # or this test would not test it
     if actions == alike:
         assert sum(c.cached_tokens for c in watched.ended.values()) > 0

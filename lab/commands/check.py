@@ -1,17 +1,17 @@
 """Name the first rule that a policy breaks: `bench.py check my_policy.py:Eager`.
 
-Loads are simulated under a referee. A schedule() that loops without an end is stopped after 10 s of
-CPU time. Other commands check policies from files, too, before they measure them. Read first:
-policies/template.py, to break rules with a copy of it. Read next: policies/referee.py, the
-rules, and lab/simulator/referee.py, the loads.
+Loads are simulated under a referee; `--random-loads 2000` adds small ones of all sizes. A
+schedule() that loops without an end is stopped after 10 s of CPU time. Other commands check
+policies from files, too, before they measure them. Read first: policies/template.py, to break rules
+with a copy of it. Read next: policies/referee.py, the rules, and lab/simulator/referee.py, the
+loads.
 """
 
 import argparse
 from dataclasses import dataclass
 
-from cli.options import OptionParser, policy_names
-from lab.simulator.referee import check_policy
-from policies.referee import RULES
+from cli.options import OptionParser, policy_names, whole
+from lab.simulator.referee import check_policy, check_random_loads, rules_of
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class CheckOptions:
     """The options of `check`."""
 
     policies: list[str]
+    random_loads: int
 
 
 def add_options(parser: OptionParser) -> None:
@@ -28,17 +29,28 @@ def add_options(parser: OptionParser) -> None:
         type=policy_names,
         help="such as my_policy.py:Eager, several with commas",
     )
+    parser.add_option(
+        "--random-loads",
+        help="simulate so many small random loads, too",
+        type=whole(minimum=0, maximum=1_000_000),
+        default=0,
+    )
 
 
 def resolve(parser: OptionParser, args: argparse.Namespace) -> CheckOptions:
     """The options of the command line."""
-    return CheckOptions(policies=args.policies)
+    return CheckOptions(policies=args.policies, random_loads=args.random_loads)
 
 
 def main(options: CheckOptions) -> None:
     """Check the policies. Raises ValueError, which names the rule, for one that breaks a rule."""
     for policy in options.policies:
         verdict = check_policy(policy)
+        iterations = verdict.iterations
+        if verdict.violation is None and options.random_loads:
+            verdict = check_random_loads(policy, options.random_loads)
+            iterations += verdict.iterations
         if verdict.violation:
             raise ValueError(verdict.violation.sentence)
-        print(f"{policy} keeps all rules: {', '.join(RULES)} ({verdict.iterations:,} iterations)")
+        rules = ", ".join(rules_of(policy))
+        print(f"{policy} keeps all rules: {rules} ({iterations:,} iterations)")

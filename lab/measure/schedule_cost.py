@@ -8,7 +8,7 @@ import statistics
 import timeit
 
 from kv_cache import Pages
-from policies import POLICIES, make_scheduler
+from policies import ALL_POLICIES, make_scheduler
 from scheduler import Request, Scheduler
 
 CALLS = 200
@@ -22,7 +22,7 @@ CHUNK = 512
 def schedule_us(running: int = 128, waiting: int = 1000) -> dict[str, float]:
     """The median microseconds of one `schedule()` of each policy, with so many requests."""
     medians = {}
-    for policy in POLICIES:
+    for policy in ALL_POLICIES:
         scheduler = loaded_scheduler(policy, running, waiting)
         seconds = timeit.repeat(scheduler.schedule, number=1, repeat=CALLS)
         medians[policy] = statistics.median(seconds) * 1e6

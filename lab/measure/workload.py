@@ -22,7 +22,7 @@ import numpy as np
 
 
 class Arrival(NamedTuple):
-    """One request: when it arrives, its tokens, its class and its SLOs.
+    """One request: when it arrives, its tokens, its class, its SLOs, and who asks.
 
     A request that `follows` another, which is an index, continues its conversation. It comes `time`
     seconds after the last token of that one, and `prompt_len` is of the conversation so far."""
@@ -34,6 +34,7 @@ class Arrival(NamedTuple):
     ttft_slo: float | None = None  # in seconds, as tbt_slo
     tbt_slo: float | None = None
     follows: int | None = None
+    user: str = ""
 
 
 class LengthStatistics(NamedTuple):

@@ -16,10 +16,11 @@ from lab.measure.run_plan import run_plan
 from lab.measure.workload import poisson, sample_lengths
 from lab.simulator.cost_model import CostModel
 from lab.simulator.machine import base_of
+from lab.simulator.random_loads import random_load
 from lab.simulator.simulation import simulate
 from outputs import Iteration
-from policies import POLICIES
-from policies.referee import BrokenRuleError, Referee, Violation
+from policies import ALL_POLICIES, find_policy
+from policies.referee import RULES, BrokenRuleError, Referee, Violation
 from scheduler import Scheduler
 
 # The loads: llama3-8b on one simulated A100, more requests than it can serve.
@@ -31,6 +32,13 @@ PAGE_SIZE = 64
 MEMORY = {"ample": 24, "tight": 5}  # how many requests of MAX_LEN fit
 LOAD = 1.6  # the rate of arrivals, as a multiple of the highest rate that is possible
 BASE_CHUNK = 512  # of the iteration that measures how fast prefills are
+
+
+def rules_of(policy: str) -> list[str]:
+    """The rules that hold for a policy. Raises ValueError if there is no such policy."""
+    if find_policy(policy).drops_decodes:
+        return [rule for rule in RULES if rule != "no decode dropped"]
+    return list(RULES)
 
 
 class Referees:
@@ -92,6 +100,26 @@ def check_policy(policy: str) -> Verdict:
     return Verdict(iterations, None)
 
 
+def check_random_loads(policy: str, loads: int, first_seed: int = 0) -> Verdict:
+    """Simulate so many small random loads under a policy, until it breaks a rule.
+
+    Each has sizes of its own: of chunks, batches, pages, prompts and outputs, memory from tight to
+    ample, with and without prefix caching. Raises ValueError if there is no such policy."""
+    cost = CostModel.named("llama3-8b")
+    iterations = 0
+    for seed in range(first_seed, first_seed + loads):
+        load = random_load(policy, seed)
+        name = f"{policy}, random load {seed}"
+        try:
+            simulation = simulate(
+                cost, load.config, load.arrivals, load.prompts, recorder=Referees(name)
+            )
+        except BrokenRuleError as broken:
+            return Verdict(iterations, broken.violation)
+        iterations += len(simulation.run.iterations)
+    return Verdict(iterations, None)
+
+
 def broken_rules(policies: Iterable[str]) -> dict[str, Violation]:
     """{policy: its first Violation} of those policies from files that break a rule.
 
@@ -100,7 +128,7 @@ def broken_rules(policies: Iterable[str]) -> dict[str, Violation]:
     TimeoutError for a policy that loops without an end, as every run of it would."""
     violations: dict[str, Violation] = {}
     for policy in dict.fromkeys(policies):
-        if policy in POLICIES:
+        if policy in ALL_POLICIES:
             continue
         violation = check_policy(policy).violation
         if violation is None:

@@ -147,6 +147,7 @@ class Simulation(MicroBatches):
             priority=service.priority,
             ttft_slo=service.ttft_slo,
             tbt_slo=service.tbt_slo,
+            user=arrival.user,
         )
         self.schedulers[0].add(request)
 

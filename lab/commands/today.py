@@ -1,0 +1,98 @@
+"""What today's engines decide, and what their users ask: five pages of tables and pictures.
+
+    python bench.py today                       print them all; half a minute
+    python bench.py today --only long-prompt    one of them
+    python bench.py today --write policies      make policies/README.md and its pictures again
+
+All is simulated. Read first: policies/today.py. Read next: lab/papers/today.py, the pages."""
+
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+
+from cli.options import OptionParser, write_text, wrote
+from lab.commands.simulate import run_all, split_names
+from lab.papers.today import PAGES, Page
+from views.bars import plot_bars
+
+INTRODUCTION = """\
+# What engines decide today
+
+The papers' policies are in [`scheduler.py`](../scheduler.py). [`today.py`](today.py) has the rules
+of today's engines, each a short class, with the file that it was read in.
+[`remedies.py`](remedies.py) has what their users propose. `--policy vllm-v1` serves with one of
+them, `bench.py check vllm-v1 --random-loads 2000` checks it, and `bench.py explore vllm-v1` shows
+each of its decisions. Everything below is printed by `bench.py today`, simulated, and
+written here by `bench.py today --write policies`.
+"""
+
+
+@dataclass(frozen=True)
+class TodayOptions:
+    """The options of `bench.py today`."""
+
+    command: str
+    only: list[str]  # names of PAGES
+    processes: int
+    write: str | None
+
+
+def add_options(parser: OptionParser) -> None:
+    """Add the options of the command."""
+    parser.add_option(
+        "--only",
+        help=f"from {', '.join(PAGES)}",
+        type=split_names,
+        default=list(PAGES),
+        default_text="all",
+    )
+    parser.add_option(
+        "--processes",
+        help="make so many pages at once",
+        type=int,
+        choices=range(1, 6),
+        default=2,
+    )
+    parser.add_option(
+        "--write",
+        help="write README.md and the pictures there",
+        metavar="FOLDER",
+    )
+
+
+def resolve(parser: OptionParser, args: Namespace) -> TodayOptions:
+    """The options. Exits with a message if there is no such page or folder."""
+    unknown = [name for name in args.only if name not in PAGES]
+    if unknown:
+        parser.error(f"--only {unknown[0]}: must be from {', '.join(PAGES)}")
+    if args.write and not Path(args.write).is_dir():
+        parser.error(f"--write {args.write}: is no folder")
+    return TodayOptions(
+        command=args.command, only=args.only, processes=args.processes, write=args.write
+    )
+
+
+def make_page(name: str) -> Page:
+    """The page of that name."""
+    return PAGES[name]()
+
+
+def main(options: TodayOptions) -> None:
+    """Make the pages and print them; write them, too, if asked."""
+    pages = run_all(options.processes, "pages", make_page, options.only)
+    text = "\n\n".join(page.to_markdown() for page in pages)
+    print(text)
+    if not options.write:
+        return
+    folder = Path(options.write)
+    sections = [INTRODUCTION]
+    for page in pages:
+        sections.append(page.to_markdown() + "\n")
+        if page.chart is not None:
+            file = folder / f"{page.name}.png"
+            plot_bars(page.chart, page.question, file)
+            wrote(file)
+            sections.append(f"![{page.question}]({file.name})\n")
+    readme = folder / "README.md"
+    write_text(str(readme), "\n".join(sections))
+    wrote(readme)

@@ -1,0 +1,473 @@
+"""What today's engines decide, and the questions their users ask: five pages, all simulated.
+
+    for page in PAGES: print(page.function().to_markdown())
+
+Read first: policies/today.py, policies/remedies.py. Read next: lab/commands/today.py."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from config import EngineConfig
+from lab.measure.capacity import estimated_qps
+from lab.measure.load_run import Run
+from lab.measure.metrics import summarize_run
+from lab.measure.workload import Arrival, poisson, sample_lengths
+from lab.papers.today_rules import Step, conduct_of, differs, smallest_difference
+from lab.simulator.cost_model import CostModel
+from lab.simulator.machine import base_of
+from lab.simulator.random_loads import random_load
+from lab.simulator.simulation import simulate
+from policies import TODAY
+from views.tables import Column, format_table
+
+MODEL = "llama3-8b"  # on one A100
+PAGE_SIZE = 64
+RANDOM_LOADS = 200  # in lock step
+
+
+@dataclass(frozen=True)
+class Page:
+    """The answer to a question: text with tables, and a picture if one says more."""
+
+    name: str  # of its picture's file
+    question: str
+    parts: Sequence[str]  # paragraphs and tables in Markdown
+    chart: dict[str, dict[str, float]] | None = None  # {quantity: {policy: number}}
+
+    def to_markdown(self) -> str:
+        """The page as text."""
+        return "\n\n".join([f"## {self.question}", *self.parts])
+
+
+# ---- 1. Who does what today ----------------------------------------------------------------------
+
+ENGINES = {  # policy -> whose rule it is
+    "vllm-v1": "vLLM V1",
+    "sglang": "SGLang",
+    "sglang-mixed": "SGLang, mixed chunks",
+    "no-evict": "TensorRT-LLM; mini-sglang's admission",
+    "fastgen": "DeepSpeed-FastGen",
+    "tgi": "Text Generation Inference, whole prompts",
+    "hf": "Hugging Face transformers",
+    "nano-vllm": "nano-vLLM",
+    "sarathi-serve": "Sarathi-Serve, Algorithm 3",
+}
+REMEDIES = [name for name in TODAY if name not in ENGINES]
+
+
+@dataclass(frozen=True)
+class EngineRow:
+    """A row of the table of engines."""
+
+    engine: str
+    batch: str
+    long_prompt: str
+    pages_for_two: int
+    out_of_memory: str
+
+
+def who_does_what() -> Page:
+    """One table, engine by engine, found out by trying the policies."""
+    rows = {}
+    for policy in [*ENGINES, *REMEDIES]:
+        conduct = conduct_of(policy)
+        rows[policy] = EngineRow(ENGINES.get(policy, "proposed"), **vars(conduct))
+    columns: list[Column[EngineRow]] = [
+        Column("whose", lambda row: row.engine),
+        Column("a batch is", lambda row: row.batch),
+        Column("a long prompt in front", lambda row: row.long_prompt),
+        Column("memory for two", lambda row: row.pages_for_two),
+        Column("out of memory pays", lambda row: row.out_of_memory),
+    ]
+    return Page(
+        "engines",
+        "Who does what today?",
+        [
+            "Each row was found out by trying the policy, not written down: prompts arrive while a "
+            "request decodes; a short prompt comes behind a long one; two requests of 10 + 20 and "
+            "10 + 12 tokens want to run at once, and *memory for two* is the least, in tokens, "
+            "with which they do (30 must fit in any case, for the longer one; 52 is prompt and "
+            "output of both; 44 is the most that they ever hold together); two requests decode, "
+            "and the older one, with fewer outputs, finds no page.",
+            format_table("policy", columns, rows),
+            "Nearly everywhere a long prompt blocks those behind it: that is why it is the "
+            "question asked most, and answered below.",
+        ],
+    )
+
+
+# ---- 2. Is vLLM's default Sarathi-Serve? ---------------------------------------------------------
+
+
+def is_vllm_sarathi_serve() -> Page:
+    """vllm-v1 and sarathi-serve in lock step."""
+    pair = ("vllm-v1", "sarathi-serve")
+    loads = [random_load(pair[0], seed) for seed in range(RANDOM_LOADS)]
+    ample = sum(differs(*pair, load, ample=True) for load in loads)
+    tight = sum(differs(*pair, load, ample=False) for load in loads)
+    difference = smallest_difference(*pair)
+    assert difference is not None
+    load = difference.load
+    requests = ", ".join(f"{prompt} + {output}" for prompt, output in load.requests)
+    return Page(
+        "vllm-v1",
+        "Is vLLM's default Sarathi-Serve?",
+        [
+            f"In lock step on {RANDOM_LOADS} random loads, with enough memory for all: {ample} "
+            f"differ. With memory from tight to ample: {tight} differ. So yes, batch for batch, as "
+            "long as memory suffices. vLLM V1 has no phases and does not put decodes first; but a "
+            "request is admitted only into what those before it leave, and they never take more "
+            "later. So no decode is ever beyond the budget.",
+            "They differ in memory. `sarathi-serve` gives a prompt all its pages at once and keeps "
+            "1 % free; vLLM V1 looks whether the prompt fits, and takes the pages chunk by chunk. "
+            f"The smallest load that shows it: prompt + output {requests}, budget {load.chunk}, "
+            f"memory for {load.pages} tokens.",
+            _side_by_side(pair, difference.steps),
+            "The second request's whole prompt and the first one's next token do not fit together: "
+            "`sarathi-serve` has given its pages away and must preempt; vLLM V1 computes one token "
+            "more of the prompt, and the first request has ended before memory is short. The price "
+            "comes under load: what was promised to a prompt is used by others, and it is "
+            "preempted half-way. *How much memory to reserve?* measures that. "
+            "`long_prefill_token_threshold` is 0 by default; with another value the batches "
+            "differ, of course.",
+        ],
+    )
+
+
+def _side_by_side(names: tuple[str, str], steps: tuple[list[Step], list[Step]]) -> str:
+    """Both schedules as a table."""
+    rows = {}
+    for i in range(max(map(len, steps))):
+        rows[str(i)] = [_show(run[i]) if i < len(run) else "" for run in steps]
+    columns: list[Column[list[str]]] = [
+        Column(names[0], lambda cells: cells[0]),
+        Column(names[1], lambda cells: cells[1]),
+    ]
+    return format_table("iteration", columns, rows)
+
+
+def _show(step: Step) -> str:
+    return ", ".join(
+        f"{request}: {chunk if chunk == 'decode' else f'{chunk} of its prompt'}"
+        for request, chunk in step.items()
+    )
+
+
+# ---- Simulated loads -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Server:
+    """How a policy is run."""
+
+    policy: str
+    chunk: int
+    max_len: int
+    tokens: int  # of memory
+    max_batch: int = 64
+    options: dict[str, object] = field(default_factory=dict)
+
+
+def serve(server: Server, arrivals: Sequence[Arrival]) -> Run:
+    """Simulate a run on one A100."""
+    config = EngineConfig(
+        server.policy,
+        chunk=server.chunk,
+        max_batch=server.max_batch,
+        max_len=server.max_len,
+        page_size=PAGE_SIZE,
+        pages=server.tokens // PAGE_SIZE,
+        policy_options=server.options,
+    )
+    return simulate(CostModel.named(MODEL), config, arrivals).run
+
+
+@dataclass(frozen=True)
+class Latencies:
+    """What is printed of a run, in seconds."""
+
+    ttft_p50: float
+    ttft_p99: float
+    tbt_p50: float
+    tbt_mean: float
+    tbt_p99: float
+    tbt_max: float
+    tpot_p99: float
+    tokens_per_s: float
+    preemptions: int
+    recomputed: int
+    running: float
+
+
+def latencies(run: Run) -> Latencies:
+    """The Latencies of a run in which requests have ended."""
+    summary = summarize_run(run.completions, run.iterations, run.seconds)
+    gaps = [gap for completion in run.completions for gap in completion.tbt]
+    tpots = [float(np.mean(c.tbt)) for c in run.completions if c.tbt]
+    return Latencies(
+        ttft_p50=summary.ttft_s.p50 or 0.0,
+        ttft_p99=summary.ttft_s.p99 or 0.0,
+        tbt_p50=summary.tbt_s.p50 or 0.0,
+        tbt_mean=float(np.mean(gaps)),
+        tbt_p99=summary.tbt_s.p99 or 0.0,
+        tbt_max=summary.tbt_s.max or 0.0,
+        tpot_p99=float(np.quantile(tpots, 0.99)),
+        tokens_per_s=summary.tokens_per_s or 0.0,
+        preemptions=summary.preemptions or 0,
+        recomputed=summary.recomputed_tokens or 0,
+        running=summary.running_mean or 0.0,
+    )
+
+
+# ---- 3. One long prompt among short ones ---------------------------------------------------------
+
+LONG_PROMPT = 32_000
+LONG_MAX_LEN = 32_768
+LONG_CHUNK = 2048
+LONG_POLICIES: dict[str, tuple[str, dict[str, object]]] = {  # label -> policy, options
+    "sarathi-serve": ("sarathi-serve", {}),
+    "vllm-v1": ("vllm-v1", {}),
+    "vllm-v1, threshold 512": ("vllm-v1", {"long_prefill_token_threshold": 512}),
+    "threshold under contention": ("threshold-under-contention", {}),
+    "P-PAS, 512 under pressure": ("ppas", {}),
+    "4 prefills at once": ("equal-progress", {}),
+    "shortest uncached first": ("shortest-uncached", {}),
+    "priority (deadlines)": ("priority", {}),
+    "SGLang": ("sglang", {}),
+    "interval 4": ("interval", {"every": 4}),
+    "interval 8": ("interval", {"every": 8}),
+}
+
+
+@dataclass(frozen=True)
+class LongRow:
+    """A row of the table about the long prompt."""
+
+    short_p50: float
+    short_max: float
+    long: float
+    tbt_p99: float
+    tbt_max: float
+    seconds: float
+
+
+def long_among_short_load() -> list[Arrival]:
+    """Four short requests a second for 30 s; one long prompt after 5 s and one after 15 s."""
+    short = poisson([(200, 100)] * 120, 4.0, seed=0)
+    long = [Arrival(time, LONG_PROMPT, 100) for time in (5.0, 15.0)]
+    return sorted([*short, *long], key=lambda arrival: arrival.time)
+
+
+def long_among_short() -> Page:
+    """A long prompt among short ones under several policies."""
+    arrivals = long_among_short_load()
+    rows = {}
+    for label, (policy, options) in LONG_POLICIES.items():
+        tokens = 8 * LONG_MAX_LEN
+        run = serve(Server(policy, LONG_CHUNK, LONG_MAX_LEN, tokens, options=options), arrivals)
+        numbers = latencies(run)
+        pairs = list(zip(arrivals, run.completions, strict=True))
+        first_long = next(a.time for a in arrivals if a.prompt_len == LONG_PROMPT)
+        behind = [  # those that arrive while a long prompt is computed
+            c.ttft or 0.0
+            for a, c in pairs
+            if a.prompt_len < LONG_PROMPT
+            and 0 <= (a.time - first_long) % 10 < 5
+            and first_long <= a.time < first_long + 15
+        ]
+        rows[label] = LongRow(
+            short_p50=float(np.median(behind)),
+            short_max=max(behind),
+            long=max(c.ttft or 0.0 for a, c in pairs if a.prompt_len == LONG_PROMPT),
+            tbt_p99=numbers.tbt_p99,
+            tbt_max=numbers.tbt_max,
+            seconds=run.seconds,
+        )
+    columns: list[Column[LongRow]] = [
+        Column("short TTFT P50", lambda row: row.short_p50, ".2f"),
+        Column("worst", lambda row: row.short_max, ".2f"),
+        Column("long TTFT", lambda row: row.long, ".2f"),
+        Column("TBT P99", lambda row: row.tbt_p99, ".3f"),
+        Column("longest gap", lambda row: row.tbt_max, ".3f"),
+    ]
+    return Page(
+        "long-prompt",
+        "One long prompt among short ones",
+        [
+            f"Four requests of 200 + 100 tokens a second, and twice a prompt of {LONG_PROMPT:,}. "
+            f"Budget {LONG_CHUNK:,}; {MODEL} on one A100, simulated. *short* are the requests that "
+            "arrive within 5 s of a long one. All in seconds.",
+            format_table("policy", columns, rows),
+            "First come, first served makes every short prompt wait for the rest of the long one. "
+            "Whoever lets them pass, by shares, by length or by deadline, serves them within one "
+            "iteration or two, and the long one pays with the time that they take. A threshold "
+            "makes the iterations shorter, too, which is best for the short ones and worst for the "
+            "long one; only under contention it costs less of both. More answers then run while "
+            "the long prompt is computed, so more gaps are long: P99 TBT rises, the longest gap "
+            "does not. A smaller budget under pressure (P-PAS) cures the gaps, not the short "
+            "prompts. Prefill first and alone (SGLang) does nothing for the short ones either, and "
+            "all answers stand still meanwhile, which P99 TBT does not show; an interval cures "
+            "that, and both prompts wait longer.",
+        ],
+        {
+            "worst short TTFT, s": {label: row.short_max for label, row in rows.items()},
+            "long TTFT, s": {label: row.long for label, row in rows.items()},
+            "P99 TBT, s": {label: row.tbt_p99 for label, row in rows.items()},
+            "longest gap, s": {label: row.tbt_max for label, row in rows.items()},
+        },
+    )
+
+
+# ---- 4. How much memory to reserve ---------------------------------------------------------------
+
+MEMORY_MAX_LEN = 4096
+MEMORY_TOKENS = 6 * MEMORY_MAX_LEN
+MEMORY_POLICIES = {  # what is reserved at admission -> policy
+    "max_len": "sarathi",
+    "prompt + max_new": "no-evict",
+    "the peak": "peak",
+    "a ratio of outputs": "sglang-mixed",
+    "15 % margin": "hf",
+    "prompt, 1 % free": "sarathi-serve",
+    "prompt, decodes wait": "fastgen",
+    "first chunk": "vllm-v1",
+}
+
+
+def memory_to_reserve() -> Page:
+    """Reservations side by side on tight memory."""
+    lengths = sample_lengths("sharegpt4", 200, MEMORY_MAX_LEN, seed=0)
+    base = base_of(CostModel.named(MODEL), MEMORY_MAX_LEN, 512)
+    qps = 2.0 * estimated_qps(base, poisson(lengths, 1.0, seed=0))
+    arrivals = poisson(lengths, qps, seed=0)
+    rows = {
+        f"{reserved} (`{policy}`)": latencies(
+            serve(Server(policy, 512, MEMORY_MAX_LEN, MEMORY_TOKENS), arrivals)
+        )
+        for reserved, policy in MEMORY_POLICIES.items()
+    }
+    columns: list[Column[Latencies]] = [
+        Column("tokens/s", lambda row: row.tokens_per_s, ",.0f"),
+        Column("run at once", lambda row: row.running, ".1f"),
+        Column("preemptions", lambda row: row.preemptions, ",d"),
+        Column("computed again", lambda row: row.recomputed, ",d"),
+        Column("TTFT P50", lambda row: row.ttft_p50, ".1f"),
+        Column("TBT P99", lambda row: row.tbt_p99, ".3f"),
+        Column("longest gap", lambda row: row.tbt_max, ".2f"),
+    ]
+    return Page(
+        "memory",
+        "How much memory to reserve?",
+        [
+            f"200 chat requests, more than can be served, in memory for {MEMORY_TOKENS:,} tokens: "
+            f"six requests of max_len = {MEMORY_MAX_LEN:,}. Budget 512, {MODEL} on one A100, "
+            "simulated; seconds. Outputs are as long as max_new_tokens says, which real ones "
+            "seldom are: that favours whoever reserves them.",
+            format_table("reserved", columns, rows),
+            "max_len wastes half of the memory or more. Reserving little runs more at once, "
+            "preempts, and computes again; an answer that is preempted stands still until then, "
+            "which P99 TBT does not show and the longest gap does. Letting decodes wait computes "
+            "least again, and an answer may stand still for as long as others run. The peak admits "
+            "nearly as many as the prompt alone, and preempts nobody here.",
+        ],
+        {
+            "tokens/s": {name.replace("`", ""): row.tokens_per_s for name, row in rows.items()},
+            "preemptions": {name.replace("`", ""): row.preemptions for name, row in rows.items()},
+            "TTFT P50, s": {name.replace("`", ""): row.ttft_p50 for name, row in rows.items()},
+            "longest gap, s": {name.replace("`", ""): row.tbt_max for name, row in rows.items()},
+        },
+    )
+
+
+# ---- 5. Chunking shows nothing here: why? --------------------------------------------------------
+
+CHECK_MAX_LEN = 4096
+SIMULATED = "--simulate a100-80gb --preset llama3-8b --max-len 4096"
+PAIR = "--policies vllm,sarathi-serve"
+CHECKLIST = {  # reason -> the options of `bench.py serve` that show it
+    "**It does show** in P99 TBT and the longest stall": f"{PAIR} --qps 6",
+    "**Offline**: all prompts come at once, stalls are few and huge, and the other gaps have no "
+    "chunk in them: P99 is even lower without chunks. Look at the longest": f"{PAIR} --qps 1000",
+    "**Prompts below the budget** are never cut": f"{PAIR} --qps 6 --lengths 100+400",
+    "**All slots are full**: a prompt waits for a slot, and overlaps with few "
+    "decodes": f"{PAIR} --qps 6 --batch 2",
+    "**The mean or P50 is looked at**: most gaps hold no prefill, with chunks or "
+    "without": f"{PAIR} --qps 5",
+    "**TPOT is looked at instead of TBT**, the column at the right: it averages the gaps of a "
+    "request before the percentile is taken; TBT = ITL takes every gap": f"{PAIR} --qps 4",
+    "**A low load**: stalls are rarer than 1 % of the gaps, so P99 does not see them; the longest "
+    "gap does": f"{PAIR} --qps 0.1",
+    "**The baseline chunks already**: vLLM V1 does by default, see "
+    "above": "--policies vllm-v1,sarathi-serve --qps 6",
+}
+
+
+class Setting(NamedTuple):
+    """A load under which people look for the gain of chunks."""
+
+    description: str
+    arrivals: list[Arrival]
+    max_batch: int
+    policies: tuple[str, str]
+
+
+def checklist_settings() -> list[Setting]:
+    """The load that shows the gain, and those that hide it."""
+    lengths = sample_lengths("sharegpt4", 150, CHECK_MAX_LEN, seed=0)
+    base = base_of(CostModel.named(MODEL), CHECK_MAX_LEN, 512)
+    qps = 0.75 * estimated_qps(base, poisson(lengths, 1.0, seed=0))
+    chat = poisson(lengths, qps, seed=0)
+    short = [(min(prompt, 100), output) for prompt, output in lengths]
+    pair = ("vllm", "sarathi-serve")
+    return [
+        Setting("a chat load at 75 % of what is possible", chat, 64, pair),
+        Setting("offline: all at once", [a._replace(time=0.0) for a in chat], 150, pair),
+        Setting("prompts of 100 at most, below the budget", poisson(short, qps, 0), 64, pair),
+        Setting("all slots full: 2 at once", chat, 2, pair),
+        Setting("a load of 2 %", poisson(lengths, qps / 37.5, seed=0), 64, pair),
+        Setting("a baseline that chunks already", chat, 64, ("vllm-v1", "sarathi-serve")),
+    ]
+
+
+def chunking_shows_nothing() -> Page:
+    """Settings in which the gain does not show, with all metrics."""
+    rows = {}
+    for setting in checklist_settings():
+        for policy in setting.policies:
+            server = Server(policy, 512, CHECK_MAX_LEN, 64 * CHECK_MAX_LEN, setting.max_batch)
+            rows[f"{setting.description}: {policy}"] = latencies(serve(server, setting.arrivals))
+    columns: list[Column[Latencies]] = [
+        Column("TTFT P50", lambda row: row.ttft_p50, ".3f"),
+        Column("TBT = ITL P50", lambda row: row.tbt_p50, ".3f"),
+        Column("mean", lambda row: row.tbt_mean, ".3f"),
+        Column("P99", lambda row: row.tbt_p99, ".3f"),
+        Column("longest", lambda row: row.tbt_max, ".3f"),
+        Column("TPOT P99", lambda row: row.tpot_p99, ".3f"),
+        Column("tokens/s", lambda row: row.tokens_per_s, ",.0f"),
+    ]
+    return Page(
+        "checklist",
+        "Chunking shows nothing here: why?",
+        [
+            f"`vllm` computes whole prompts alone, `sarathi-serve` chunks of 512; {MODEL} on one "
+            "A100, simulated; seconds. The first load shows the gain, in P99 and in the longest "
+            "gap. Each other one hides it.",
+            format_table("load: policy", columns, rows),
+            "\n".join(
+                f"- {reason}: `bench.py serve {SIMULATED} {options}`"
+                for reason, options in CHECKLIST.items()
+            ),
+        ],
+    )
+
+
+PAGES: dict[str, Callable[[], Page]] = {
+    "engines": who_does_what,
+    "vllm-v1": is_vllm_sarathi_serve,
+    "long-prompt": long_among_short,
+    "memory": memory_to_reserve,
+    "checklist": chunking_shows_nothing,
+}

@@ -1,0 +1,249 @@
+"""What users of today's engines ask for: short prompts behind a long one, memory, fairness.
+
+Each is a small change of a policy in scheduler.py or today.py, and names where it was proposed.
+`python bench.py today` shows what it gains and what it costs. Read first: today.py."""
+
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import accumulate, islice
+from typing import Any
+
+from errors import check_whole
+from policies.today import VLLMV1
+from scheduler import Admission, Batch, Request, SarathiServe
+
+WINDOW = 64  # so many waiting requests are looked at: a queue may be long, a decision may not
+
+
+class ThresholdUnderContention(SarathiServe):
+    """Algorithm 3 that caps a prefill only while another one waits or runs.
+
+    vLLM's threshold cuts a lonely prompt, too, and leaves budget empty. Here the cap is a quarter
+    of the budget by default, and costs nothing to a prompt that has the engine to itself. In
+    vLLM's single pass that prompt would then take the budget before younger decodes: so decodes
+    must come first.
+    Source: vllm-project/vllm issue #57413, a comment there: 4,096 tokens of 16,384."""
+
+    def __init__(
+        self, *args: Any, long_prefill_token_threshold: int | None = None, **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
+        threshold = long_prefill_token_threshold or max(1, self.chunk // 4)
+        self.threshold = check_whole("long_prefill_token_threshold", threshold, minimum=1)
+
+    def schedule(self) -> Batch:
+        batch = Batch(self.chunk)
+        batch.add_decodes(self.decoding())
+        prefills = self.prefilling()
+        contended = len(prefills) + len(self.waiting) >= 2
+        limit = self.threshold if contended else sys.maxsize
+        for request in prefills:
+            batch.add(request, limit)
+        while batch.left > 0 and (request := self.admit()):
+            batch.add(request, limit)
+        return batch
+
+
+class PPAS(VLLMV1):
+    """P-PAS: vLLM V1 with a smaller budget while two prefills or more press on some decodes.
+
+    Under pressure the budget is `pressed_budget`, a quarter of `chunk` by default; else it is
+    `chunk`. It trades first tokens for shorter gaps only when there is somebody to stall. More
+    decodes than the pressed budget do not fit, and the newest wait.
+    Source: vllm-project/vllm RFC #52906, arXiv 2608.15171; TimoSaemann/ppas-vllm
+    scheduler/ppas_vllm_0.27.1.patch @3e4bf10b."""
+
+    drops_decodes = True
+
+    def __init__(self, *args: Any, pressed_budget: int | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        budget = pressed_budget or max(1, self.chunk // 4)
+        self.pressed_budget = check_whole("pressed_budget", budget, minimum=1)
+
+    def token_budget(self) -> int:
+        num_prefills = len(self.prefilling())
+        num_decodes = len(self.running) - num_prefills
+        if num_decodes > 0 and num_prefills + len(self.waiting) >= 2:
+            return min(self.pressed_budget, self.chunk)
+        return self.chunk
+
+
+class EqualProgress(SarathiServe):
+    """Algorithm 3 with up to `max_prefills` prefills at once, in equal shares of the budget.
+
+    What a short prompt leaves of its share goes to the others. A short one is done early, and the
+    long one takes longer; two long ones both end late.
+    Source: TensorRT-LLM's EQUAL_PROGRESS, cpp/tensorrt_llm/batch_manager/microBatchScheduler.cpp;
+    vLLM's concurrent partial prefills, pull requests #10235 and #41399."""
+
+    def __init__(self, *args: Any, max_prefills: int = 4, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.max_prefills = check_whole("max_prefills", max_prefills, minimum=1)
+
+    def schedule(self) -> Batch:
+        batch = Batch(self.chunk)
+        batch.add_decodes(self.decoding())
+        prefills = self.prefilling()
+        while len(prefills) < min(self.max_prefills, batch.left):
+            request = self.admit()
+            if request is None:
+                break
+            prefills.append(request)
+        prefills.sort(key=uncomputed)
+        for i, request in enumerate(prefills):
+            batch.add(request, max(1, batch.left // (len(prefills) - i)))
+        return batch
+
+
+def uncomputed(request: Request) -> int:
+    """How many tokens of a running request are left to compute."""
+    return len(request.tokens) - request.num_computed
+
+
+class ShortestUncached(SarathiServe):
+    """Algorithm 3 in which the request with the fewest uncached tokens goes first.
+
+    A prompt that has begun leaves budget to shorter ones that wait, but gets at least a page a
+    batch. Short prompts, and long ones whose beginning is cached, do not wait behind a long one;
+    under overload a long one waits long. Looks at the first WINDOW of the queue.
+    Source: SGLang's --schedule-policy shortest-prefill-first (sgl-project/sglang PR #40024),
+    python/sglang/srt/managers/schedule_policy.py @00550cd1, `shortest_prefill_chunk_limit`."""
+
+    def schedule(self) -> Batch:
+        batch = Batch(self.chunk)
+        batch.add_decodes(self.decoding())
+        waiting = self.by_uncached() if len(self.running) < self.max_batch else []
+        for request in sorted(self.prefilling(), key=uncomputed):
+            shorter = [tokens for tokens, _, _ in waiting if tokens < uncomputed(request)]
+            batch.add(request, max(self.pages.page_size, batch.left - sum(shorter)))
+        for _, _, request in waiting:
+            if batch.left <= 0:
+                break
+            self.waiting.remove(request)
+            self.waiting.appendleft(request)
+            if self.admit() is None:
+                break
+            batch.add(request)
+        return batch
+
+    def by_uncached(self) -> list[tuple[int, int, Request]]:
+        """(uncached tokens, place in the queue, request) of those that wait, the least first."""
+        page_size = self.pages.page_size
+        rows = []
+        for place, request in enumerate(islice(self.waiting, WINDOW)):
+            cached_pages = len(self.plan_admission(request).cached_pages)
+            rows.append((len(request.tokens) - cached_pages * page_size, place, request))
+        return sorted(rows, key=lambda row: row[:2])
+
+
+class Peak(SarathiServe):
+    """Algorithm 3 that admits a request if the largest memory ever needed still fits.
+
+    Memory is largest at a moment when some request ends. So the requests are sorted by the output
+    they may still have, the longest first: when the i-th ends, the first i hold what they hold now
+    and as many tokens more as it generates. That admits more than prompt + output for each, and
+    preempts seldom: only a slow prefill makes others meet later than was reckoned.
+    Source: ModelTC/lightllm lightllm/server/router/req_queue/chunked_prefill/impl.py @05936590,
+    `_can_add_new_req`; that estimates the outputs, and this takes max_new_tokens."""
+
+    watermark_percent = 0
+
+    def room_for(self, request: Request) -> Admission | None:
+        """As in Scheduler, if the peak with this request fits, too."""
+        admission = super().room_for(request)
+        if admission is None or not self.running:
+            return admission
+        fits = self.peak_tokens([*self.running, request]) <= self.pages.total * self.pages.page_size
+        return admission if fits else None
+
+    def peak_tokens(self, requests: Sequence[Request]) -> int:
+        """The most tokens of memory that they ever hold together, each with a page not full."""
+        spare = self.pages.page_size - 1
+        rows = [
+            (r.prompt_len + r.max_new_tokens - len(r.tokens), len(r.tokens) + spare)
+            for r in requests
+        ]
+        rows.sort(reverse=True)
+        held = accumulate(tokens for _, tokens in rows)
+        return max(
+            tokens + count * output_left
+            for count, (tokens, (output_left, _)) in enumerate(zip(held, rows, strict=True), 1)
+        )
+
+
+class WaitForPrefix(SarathiServe):
+    """Algorithm 3 in which a prompt waits while another one computes the beginning they share.
+
+    It then finds these pages in the cache, where both would compute them. Others pass it meanwhile.
+    It trades the order of arrival for tokens that are computed once. Looks at the first WINDOW.
+    Source: TensorRT-LLM cpp/tensorrt_llm/batch_manager/capacityScheduler.cpp @02a10fed,
+    `beneficialToSkip`; SGLang's in-batch prefix caching is alike."""
+
+    def admit(self) -> Request | None:
+        computing = self.hashes_being_computed() if self.waiting else set()
+        if not computing:
+            return super().admit()
+        for request in islice(self.waiting, WINDOW):
+            usable_pages = (len(request.tokens) - 1) // self.pages.page_size
+            if computing.isdisjoint(request.page_hashes[:usable_pages]):
+                self.waiting.remove(request)
+                self.waiting.appendleft(request)
+                return super().admit()
+        return None
+
+    def hashes_being_computed(self) -> set[bytes]:
+        """Of the pages that prefills which have begun will fill."""
+        hashes: set[bytes] = set()
+        if self.pages.prefix_caching and len(self.running) < self.max_batch:
+            for request in self.prefilling():
+                computed_pages = request.num_computed // self.pages.page_size
+                hashes.update(request.page_hashes[computed_pages:])
+        return hashes
+
+
+class VTC(SarathiServe):
+    """Virtual token counter: Algorithm 3 that is fair between users, not between requests.
+
+    A user's counter grows by the tokens of a prompt at its admission, and by 2 for each token of
+    output; the first request of the user with the least goes next. Who comes back after a pause is
+    lifted to the least of those that wait, so that a pause saves nothing up. A user with many
+    requests waits, others do not.
+    Source: arXiv 2401.00588; Ying1123/VTC-artifact slora/server/router/vtc_req_queue.py @14c19b70,
+    with equal weights. A prompt that is computed again after a preemption is not counted again."""
+
+    PROMPT_PRICE = 1
+    OUTPUT_PRICE = 2
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.served: defaultdict[str, float] = defaultdict(float)  # the counter of each user
+
+    def add(self, request: Request) -> None:
+        others = {waiting.user for waiting in self.waiting}
+        if others and request.user not in others:
+            least = min([self.served[user] for user in others])
+            self.served[request.user] = max(self.served[request.user], least)
+        super().add(request)
+
+    def admit(self) -> Request | None:
+        if self.waiting and len(self.running) < self.max_batch:
+            first = min(self.waiting, key=self.tokens_served)  # of equals the first
+            self.waiting.remove(first)
+            self.waiting.appendleft(first)
+        request = super().admit()
+        if request and not request.preemptions:
+            self.served[request.user] += self.PROMPT_PRICE * request.prompt_len
+        return request
+
+    def tokens_served(self, request: Request) -> float:
+        """The counter of its user."""
+        return self.served[request.user]
+
+    def advance(
+        self, batch: Batch, tokens: Sequence[int | None], now: float
+    ) -> list[tuple[Request, int]]:
+        moved = super().advance(batch, tokens, now)
+        for request, _ in moved:
+            self.served[request.user] += self.OUTPUT_PRICE
+        return moved

@@ -1,0 +1,442 @@
+"""What today's engines decide, and what their users ask for: each policy keeps its rule."""
+
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+
+from kv_cache import Pages
+from lab.simulator.referee import check_random_loads, rules_of
+from policies import ALL_POLICIES, TODAY, make_scheduler
+from scheduler import Request
+
+RANDOM_LOADS = 40  # of 2,000 that `bench.py check NAME --random-loads 2000` simulates
+
+
+class World:
+    """A scheduler that is driven by hand; each prompt is of tokens of its own, unless given."""
+
+    def __init__(self, policy, page_size=4, pages=64, max_batch=8, shares=False, **options):
+        options = dict(chunk=8, max_len=64) | options
+        self.scheduler = make_scheduler(
+            policy, Pages(pages, page_size, shares), max_batch=max_batch, **options
+        )
+        self.ids = 0
+
+    def add(self, prompt, max_new_tokens=4, user=""):
+        """Queue a prompt: its length, or its tokens. Returns the Request."""
+        tokens = [1000 + self.ids] * prompt if isinstance(prompt, int) else list(prompt)
+        request = Request(self.ids, tokens, len(tokens), max_new_tokens, self.ids, user=user)
+        self.ids += 1
+        self.scheduler.add(request)
+        return request
+
+    def step(self):
+        """One iteration: {request id: the length of its chunk, "d" for a decode}."""
+        batch = self.scheduler.next_batch()
+        chunks = {c.request.id: "d" if c.request.is_decoding else c.length for c in batch}
+        tokens = [0 if chunk.yields_token else None for chunk in batch]
+        self.scheduler.advance(batch, tokens, 0.0)
+        return chunks
+
+    def run(self):
+        """All iterations until nothing is left."""
+        return [self.step() for _ in iter(lambda: bool(self.scheduler.requests), False)]
+
+
+def batches(policy, text, **options):
+    """The batches of requests "prompt+output ..." that are all there at the beginning, as text."""
+    world = World(policy, **options)
+    for lengths in text.split():
+        world.add(*map(int, lengths.split("+")))
+    return " | ".join(
+        " ".join(f"{i}:{length}" for i, length in batch.items()) for batch in world.run()
+    )
+
+
+@pytest.mark.parametrize("policy", TODAY)
+def test_every_policy_keeps_the_rules_on_random_loads(policy):
+    verdict = check_random_loads(policy, RANDOM_LOADS)
+    assert verdict.violation is None and verdict.iterations > 20 * RANDOM_LOADS
+
+
+def test_only_policies_that_say_so_may_drop_decodes():
+    drops = {name for name, cls in ALL_POLICIES.items() if cls.drops_decodes}
+    assert drops == {"ppas", "fastgen"}
+    for name in ALL_POLICIES:
+        assert ("no decode dropped" in rules_of(name)) == (name not in drops)
+
+
+# ---- vLLM V1 against a model of its rule, which knows no scheduler.py ---------------------------
+
+
+@dataclass
+class Sequence:
+    """A request as the model sees it: four counters."""
+
+    id: int
+    prompt: int
+    max_new: int
+    known: int = 0  # tokens: the prompt, and the output so far
+    computed: int = 0
+    blocks: int = 0
+
+
+@dataclass
+class ModelOfV1:
+    """vLLM V1's rule in numbers: who gets how many tokens, who is preempted, who waits."""
+
+    blocks: int
+    block_size: int
+    budget: int
+    max_seqs: int
+    threshold: int
+    waiting: list = field(default_factory=list)
+    running: list = field(default_factory=list)
+
+    def blocks_for(self, tokens):
+        return (tokens + self.block_size - 1) // self.block_size
+
+    @property
+    def free(self):
+        return self.blocks - sum(sequence.blocks for sequence in self.running)
+
+    def share(self, sequence, budget):
+        wanted = sequence.known - sequence.computed
+        if 0 < self.threshold < wanted:
+            wanted = self.threshold
+        return min(wanted, budget)
+
+    def step(self):
+        """({id: tokens}, [preempted ids]) of one step; the sequences move on."""
+        budget = self.budget
+        scheduled, preempted = {}, []
+        index = 0
+        while index < len(self.running) and budget > 0:
+            sequence = self.running[index]
+            tokens = self.share(sequence, budget)
+            while True:
+                missing = self.blocks_for(sequence.computed + tokens) - sequence.blocks
+                if missing <= self.free:
+                    sequence.blocks += max(0, missing)
+                    break
+                victim = self.running.pop()
+                victim.blocks = victim.computed = 0
+                self.waiting.insert(0, victim)
+                preempted.append(victim.id)
+                if victim is sequence:
+                    break
+            if sequence not in self.running:
+                break
+            scheduled[sequence.id] = tokens
+            budget -= tokens
+            index += 1
+        while not preempted and self.waiting and budget > 0 and len(self.running) < self.max_seqs:
+            sequence = self.waiting[0]
+            if self.blocks_for(sequence.known) > self.free:
+                break
+            tokens = self.share(sequence, budget)
+            sequence.blocks = self.blocks_for(tokens)
+            self.running.append(self.waiting.pop(0))
+            scheduled[sequence.id] = tokens
+            budget -= tokens
+        for sequence in list(self.running):
+            sequence.computed += scheduled.get(sequence.id, 0)
+            if sequence.computed == sequence.known and sequence.id in scheduled:
+                sequence.known += 1
+                if sequence.known == sequence.prompt + sequence.max_new:
+                    self.running.remove(sequence)
+        return scheduled, preempted
+
+
+def differs(seed, seen):
+    """None if policy and model decide the same on a random load; else the first difference.
+
+    Counts in `seen` what happened, so that a test can ask whether anything did."""
+    draw = Random(seed)
+    max_len = draw.choice([8, 16, 24])
+    block_size = draw.choice([1, 2, 4, 8])
+    least = -(-max_len // block_size)
+    blocks = draw.randint(least, 3 * least)
+    budget = draw.choice([1, 2, 3, 5, 8, 16, 64])
+    max_seqs = draw.choice([1, 2, 4, 8])
+    threshold = draw.choice([0, 0, 1, 3, 7])
+    model = ModelOfV1(blocks, block_size, budget, max_seqs, threshold)
+    scheduler = make_scheduler(
+        "vllm-v1",
+        Pages(blocks, block_size),
+        chunk=budget,
+        max_batch=max_seqs,
+        max_len=max_len,
+        long_prefill_token_threshold=threshold,
+    )
+    coming = []
+    for i in range(draw.randint(1, 8)):
+        prompt = draw.randint(1, max_len - 1)
+        coming.append((draw.randint(0, 30), i, prompt, draw.randint(1, max_len - prompt)))
+    coming.sort()
+    for iteration in range(5000):
+        while coming and (coming[0][0] <= iteration or not scheduler.requests):
+            _, i, prompt, max_new = coming.pop(0)
+            scheduler.add(Request(i, [0] * prompt, prompt, max_new, arrival=float(iteration)))
+            model.waiting.append(Sequence(i, prompt, max_new, known=prompt))
+        if not scheduler.requests:
+            assert not model.running and not model.waiting
+            return None
+        decodes = [request for request in scheduler.running if request.is_decoding]
+        batch = scheduler.next_batch()
+        ours = {chunk.request.id: chunk.length for chunk in batch}, list(batch.preempted)
+        tokens = [0 if chunk.yields_token else None for chunk in batch]
+        scheduler.advance(batch, tokens, 0.0)
+        theirs = model.step()
+        ours += ([r.id for r in scheduler.running], [r.id for r in scheduler.waiting])
+        theirs += ([s.id for s in model.running], [s.id for s in model.waiting])
+        ours += (scheduler.pages.num_free,)
+        theirs += (model.free,)
+        if ours != theirs:
+            return seed, iteration, ours, theirs
+        lengths = ours[0]
+        seen["preemptions"] += len(ours[1])
+        assert all(r.id in lengths for r in decodes if r.id not in ours[1])  # nobody is left out
+        seen["capped"] += 0 < threshold == max(lengths.values())
+        seen["hybrid"] += any(r.id in lengths for r in decodes) and max(lengths.values()) > 1
+    raise AssertionError(f"load {seed} does not end")
+
+
+def test_vllm_v1_decides_what_a_model_of_its_rule_decides():
+    seen = dict.fromkeys(("preemptions", "capped", "hybrid"), 0)
+    for seed in range(2000):
+        assert differs(seed, seen) is None
+    assert min(seen.values()) > 200, seen  # or this test would not test it
+
+
+# ---- Each rule by hand ---------------------------------------------------------------------------
+
+# policy (options), prompt+output of each request = the chunks of each iteration, d for a decode
+RULES = """
+vllm-v1 chunk=8, 5+3 12+2 = 0:5 1:3 | 0:d 1:7 | 0:d 1:2 | 1:d  # decodes inside the budget
+vllm-v1 chunk=2, 1+3 1+3 1+3 = 0:1 1:1 | 0:d 1:d | 0:d 1:d | 2:1 | 2:d | 2:d  # nobody beyond it
+vllm-v1 chunk=8 long_prefill_token_threshold=3, 5+1 9+1 = 0:3 1:3 | 0:2 1:3 | 1:3  # the cap
+interval every=0 chunk=4, 3+3 6+2 = 0:3 1:1 | 1:4 | 1:1 | 0:d 1:d | 0:d  # prefill first
+interval every=1 chunk=4, 3+4 6+2 = 0:3 1:1 | 0:d | 1:4 | 0:d | 1:1 | 0:d 1:d  # chunked-only
+interval every=2 chunk=4, 3+6 6+2 = 0:3 1:1 | 0:d | 0:d | 1:4 | 0:d | 0:d | 1:1 | 0:d 1:d
+sglang chunk=4, 3+3 6+2 = 0:3 1:1 | 1:4 | 1:1 | 0:d 1:d | 0:d  # prefill first, alone
+sglang-mixed chunk=4, 3+3 6+2 = 0:3 1:1 | 0:d 1:3 | 0:d 1:2 | 1:d  # decodes ride along
+nano-vllm chunk=4, 6+2 3+2 1+2 = 0:4 | 0:2 | 1:3 2:1 | 0:d 1:d 2:d  # only the first is cut
+nano-vllm chunk=4, 2+2 3+2 2+2 = 0:2 | 1:3 | 2:2 | 0:d 1:d 2:d  # others go whole, in order
+equal-progress chunk=8, 9+1 3+1 9+1 = 1:2 0:3 2:3 | 1:1 0:3 2:4 | 2:2 0:3  # equal shares
+equal-progress max_prefills=1 chunk=8, 12+1 3+1 = 0:8 | 0:4 | 1:3
+shortest-uncached chunk=8, 12+1 3+1 2+1 = 2:2 1:3 0:3 | 0:8 | 0:1
+threshold-under-contention chunk=8, 20+1 = 0:8 | 0:8 | 0:4  # alone it has all
+threshold-under-contention chunk=8, 20+1 3+1 = 0:2 1:2 | 0:2 1:1 | 0:8 | 0:8
+"""
+
+
+@pytest.mark.parametrize("row", RULES.strip().splitlines())
+def test_a_policy_does_what_its_source_says(row):
+    given, expected = row.split("  #")[0].split(" = ")
+    head, load = given.split(", ")
+    policy, *options = head.split()
+    options = {key: int(value) for key, value in (option.split("=") for option in options)}
+    assert batches(policy, load, **options) == expected
+
+
+def test_interval_1_is_chunked_only_and_0_is_prefill_first():
+    load = "9+5 3+3 14+2 5+6 1+4"
+    assert batches("interval", load, every=1) == batches("chunked-only", load)
+    for batch in batches("interval", load, every=0).split(" | "):
+        assert batch.endswith("d") or "d" not in batch
+
+
+def test_vllm_v1_gives_memory_chunk_by_chunk_if_all_would_fit():
+    world = World("vllm-v1", pages=16, chunk=8)
+    request = world.add(30)
+    held = []
+    while len(request.tokens) == 30:
+        world.step()
+        held.append(len(request.pages))
+    assert held == [2, 4, 6, 8]
+    world = World("vllm-v1", pages=16, chunk=8)
+    world.add(30)
+    world.step()  # takes 2 of 16 pages
+    world.add(60)
+    assert world.step() == {0: 8} and len(world.scheduler.waiting) == 1  # 60 tokens do not fit
+
+
+def test_vllm_v1_lets_nobody_in_when_it_has_preempted():
+    world = World("vllm-v1", page_size=1, pages=16, max_len=16, chunk=16)
+    for prompt in (5, 4, 4):
+        world.add(prompt, 9)
+    world.add(1)  # would fit into what a preemption frees
+    world.step()
+    while not world.scheduler.preempted:
+        world.step()
+        batch = world.scheduler.next_batch()
+        if batch.preempted:
+            break
+    assert batch.preempted == [2] and [r.id for r in world.scheduler.waiting] == [2, 3]
+
+
+def test_sglang_expects_a_share_of_the_outputs():
+    """7 tokens of prompt, 20 of output: 0.7 * 20 for who runs, 20 and a page for who waits."""
+    admitted = {}
+    for pages in (44, 45, 46, 47, 48):
+        world = World("sglang", page_size=1, pages=pages, max_len=40, chunk=14)
+        world.add(7, 20)
+        world.add(7, 20)
+        admitted[pages] = len(world.step())
+    # 7 + 7 + 0.7 * 20 + 20 + 1 = 49, with a page that is a token
+    assert set(admitted.values()) == {1}
+    world = World("sglang", page_size=1, pages=49, max_len=40, chunk=14)
+    world.add(7, 20)
+    world.add(7, 20)
+    assert len(world.step()) == 2
+
+
+def test_sglang_retracts_the_fewest_outputs_and_adapts_its_ratio():
+    world = World("sglang", page_size=1, pages=40, max_len=40, chunk=40)
+    scheduler = world.scheduler
+    old = world.add(4, 30)
+    for _ in range(5):
+        world.step()
+    assert scheduler.ratio == pytest.approx(0.7 - 4 * (0.7 - 0.098) / 600)
+    scheduler.ratio = 0.0  # admits too much
+    longer, young = world.add(5, 10), world.add(4, 12)
+    world.step()
+    while not scheduler.next_batch().preempted:
+        world.step()
+    assert scheduler.batch.preempted == [longer.id]  # as many outputs, the longer prompt
+    outputs = len(old.tokens) - 4 + len(young.tokens) - 4
+    assert scheduler.ratio == pytest.approx(min(1, (outputs + 20 * 2) / (30 + 12 + 1)))
+
+
+def test_no_evict_reserves_prompt_and_output_and_never_preempts():
+    for policy in ("no-evict", "tgi"):
+        world = World(policy, pages=10, max_len=40)
+        first, second = world.add(9, 11), world.add(9, 12)
+        world.step()
+        assert len(first.pages) == 5 and second in world.scheduler.waiting  # 5 + 6 pages of 10
+        world.run()
+        assert first.preemptions == second.preemptions == 0
+
+
+def test_fastgen_lets_a_decode_wait_and_flushes_in_a_deadlock():
+    world = World("fastgen", page_size=4, pages=5, max_len=20, chunk=16)
+    first, second = world.add(7, 13), world.add(8, 4)
+    assert world.step() == {0: 7, 1: 8}
+    assert world.step() == {0: "d", 1: "d"}  # the second takes the fifth page
+    assert world.step() == {1: "d"}  # the first waits for one, and keeps its own
+    assert first.preemptions == 0
+    world.run()
+    assert second.preemptions == first.preemptions == 0
+    world = World("fastgen", page_size=4, pages=5, max_len=20, chunk=16)
+    first, second = world.add(8, 12), world.add(8, 12)
+    world.add(1, 2)
+    while not second.preemptions:
+        world.step()
+    assert first.preemptions == 0
+    assert [r.id for r in world.scheduler.waiting] in ([2, 1], [1])  # at the back
+
+
+def test_tgi_waits_for_many_or_for_long():
+    world = World("tgi", pages=64, waiting_served_ratio=1.0, max_waiting_tokens=6)
+    for _ in range(2):
+        world.add(4, 20)
+    assert world.step() == {0: 4, 1: 4}
+    world.add(4, 20)  # one, and two run
+    decodes = 0
+    while 2 not in world.step():
+        decodes += 1
+    assert decodes == 5
+    for _ in range(3):
+        world.add(4, 20)  # as many as run: at once, but after a decode batch
+    assert [*world.step().values()] == ["d"] * 3
+    assert world.step() == {3: 4, 4: 4, 5: 4}
+
+
+def test_hf_lets_nobody_in_below_its_margin():
+    for margin, admitted in ((0, 3), (30, 2)):
+        world = World("hf", page_size=1, pages=20, max_len=20, chunk=20, margin_percent=margin)
+        for prompt in (8, 7, 2):  # after two of them 5 of 20 pages are free: a quarter
+            world.add(prompt)
+        assert len(world.step()) == admitted
+
+
+def test_a_page_of_a_running_prefill_is_not_computed_twice():
+    prompt = [1] * 16
+    for policy, computed in (("sarathi-serve", 16 + 16 + 5), ("wait-for-prefix", 16 + 4 + 5)):
+        world = World(policy, chunk=32, shares=True)
+        requests = [world.add(prompt, 2), world.add(prompt, 2), world.add(5, 2)]
+        prefill = [length for batch in world.run() for length in batch.values() if length != "d"]
+        assert sum(prefill) == computed
+        assert requests[1].cached_tokens == (12 if policy == "wait-for-prefix" else 0)
+    world = World("wait-for-prefix", chunk=24, shares=True)
+    for tokens in (prompt, prompt, [2] * 5):
+        world.add(tokens, 2)
+    assert world.step() == {0: 16, 2: 5}  # who shares nothing passes
+
+
+def test_the_peak_is_where_a_request_ends():
+    """Outputs left 8 and 2: at the second's end both hold 2 more, at the first's only it 8."""
+    scheduler = World("peak", page_size=1).scheduler
+    long = Request(0, [0] * 10, 10, 8)
+    short = Request(1, [0] * 20, 20, 2)
+    assert scheduler.peak_tokens([long, short]) == 10 + 20 + 2 * 2
+    assert scheduler.peak_tokens([long]) == 18
+    world = World("peak", page_size=1, pages=34, max_len=30, chunk=40)
+    world.add(10, 8)
+    world.add(20, 2)
+    assert world.step() == {0: 10, 1: 20}  # prompt + output of both are 40
+    world = World("peak", page_size=1, pages=33, max_len=30, chunk=40)
+    world.add(10, 8)
+    world.add(20, 2)
+    assert world.step() == {0: 10}
+
+
+def test_ppas_shrinks_the_budget_only_under_pressure():
+    world = World("ppas", chunk=16, pressed_budget=4, pages=64)
+    world.add(20, 9)
+    assert world.step() == {0: 16}  # a prefill, and no decode
+    assert world.step() == {0: 4}
+    world.add(20)
+    assert world.step() == {0: "d", 1: 15}  # one prefill presses nobody
+    world.add(20)
+    assert world.step() == {0: "d", 1: 3}  # two do
+    assert world.step() == {0: "d", 1: 2, 2: 1}
+
+
+def test_shortest_uncached_counts_what_is_cached_as_computed():
+    world = World("shortest-uncached", chunk=4, shares=True)
+    world.add([1] * 16, 1)
+    world.run()
+    long_but_cached, short = [1] * 16 + [2, 3], [4] * 5
+    world.add(short, 1)
+    world.add(long_but_cached, 1)
+    assert world.step() == {2: 2, 1: 2}
+
+
+def test_a_long_prompt_that_has_begun_leaves_budget_to_shorter_ones():
+    world = World("shortest-uncached", chunk=8)
+    world.add(30, 1)
+    assert world.step() == {0: 8}
+    world.add(3, 1)
+    assert world.step() == {0: 5, 1: 3}
+    world.add(20, 1)  # longer than what is left of the first: 17
+    assert world.step() == {0: 8}
+    world.add(7, 1)
+    assert world.step() == {0: 4, 3: 4}  # it gets a page in any case
+
+
+def test_vtc_serves_the_user_with_the_fewest_tokens():
+    world = World("vtc", max_batch=1, chunk=16)
+    for user in "aaab":
+        world.add(6, 2, user=user)
+    order = []
+    for batch in world.run():
+        order += [i for i in batch if i not in order]
+    assert order == [0, 3, 1, 2]
+    served = world.scheduler.served
+    assert served == {"a": 3 * (6 + 2 * 2), "b": 6 + 2 * 2}
+    world.add(6, 2, user="a")
+    world.add(6, 2, user="c")  # new: lifted to the least of those that wait
+    assert served["c"] == served["a"] == 30
