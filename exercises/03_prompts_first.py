@@ -27,11 +27,13 @@ the one before is computed. How many iterations in a row does the decode wait?
     batch.add_decodes(requests) adds one token of each of these
 """
 
-from scheduler import Batch, Scheduler
+from scheduler import Batch, Request, Scheduler
 
 
 class PromptsFirst(Scheduler):
-    reserves_max_len = False  # memory grows with the output, page by page
+    def reserved(self, request: Request) -> int:
+        """Given: memory for the prompt. More comes page by page, as the output grows."""
+        return len(request.tokens)
 
     def schedule(self) -> Batch:
         """The batch of the next iteration."""

@@ -19,12 +19,15 @@ After how many iterations are they computed? (A decode-maximal batch needs 3.)
 begun, and that one waits again.
 """
 
-from scheduler import Batch, Scheduler
+from scheduler import Batch, Request, Scheduler
 
 
 class StallFree(Scheduler):
     cuts_prompts = True
-    reserves_max_len = False
+
+    def reserved(self, request: Request) -> int:
+        """Given: memory for the prompt. More comes page by page, as the output grows."""
+        return len(request.tokens)
 
     def schedule(self) -> Batch:
         """The batch of the next iteration."""

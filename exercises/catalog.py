@@ -240,7 +240,7 @@ EXERCISES = (
         ),
         question=questions.TWO_GROW,
         beside="orca",
-        read_next="scheduler.py: Scheduler.decoding and Scheduler._grow",
+        read_next="scheduler.py: Scheduler.decoding and Scheduler.grow",
     ),
     Exercise(
         number=8,

@@ -26,7 +26,13 @@ COUNT = int(os.environ.get("NANOSARATHI_COMMAND_LINES", "300"))
 BATCH = 20  # command lines of one test
 PROCESSES = COUNT // 25
 TIMEOUT_S = 240  # of a process: far more than it takes, on a machine that has more to do
-MODULES = ("server", "examples.offline", "examples.online", "lab.measure.other_engine_worker")
+MODULES = (
+    "server",
+    "exercises",
+    "examples.offline",
+    "examples.online",
+    "lab.measure.other_engine_worker",
+)
 SCRIPTS = ("bench.py", "sample.py", "lab/measure/other_engine_worker.py")
 POSITIONALS = {  # arguments of each command, each list one choice
     "batches": [["8"], ["6x1@1024"], ["2 * 2048/256 + 6x1@512", "b=512"], ["0"], ["a=8", "a=9"]],
@@ -288,6 +294,6 @@ def test_all_modules_that_are_programs_are_tried():
             programs["file"].add(name)
         if "python -m examples" in text.partition("import")[0]:
             programs["-m"].add(name)
-    assert programs["file"] == {*SCRIPTS, "server/__main__.py"}
+    assert programs["file"] == {*SCRIPTS, "server/__main__.py", "exercises/__main__.py"}
     examples = {"examples/offline.py", "examples/online.py"}
     assert programs["-m"] - {"examples/__init__.py"} == examples

@@ -50,7 +50,8 @@ class IterationLevel(Scheduler):
 """,
     3: """
 class PromptsFirst(Scheduler):
-    reserves_max_len = False
+    def reserved(self, request):
+        return len(request.tokens)
 
     def schedule(self):
         batch = Batch(self.max_len)
@@ -94,7 +95,8 @@ class DecodeMaximal(Scheduler):
     6: """
 class StallFree(Scheduler):
     cuts_prompts = True
-    reserves_max_len = False
+    def reserved(self, request):
+        return len(request.tokens)
 
     def schedule(self):
         decodes = self.decoding()

@@ -10,7 +10,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli.options import OptionParser, write_text, wrote
+from cli.options import OptionParser, nonempty_text, write_text, wrote
 from lab.commands.simulate import run_all, split_names
 from lab.papers.today import PAGES, Page
 from views.bars import plot_bars
@@ -56,6 +56,7 @@ def add_options(parser: OptionParser) -> None:
     parser.add_option(
         "--write",
         help="write README.md and the pictures there",
+        type=nonempty_text,
         metavar="FOLDER",
     )
 
