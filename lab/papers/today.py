@@ -370,8 +370,8 @@ def memory_to_reserve() -> Page:
             "max_len wastes half of the memory or more. Reserving little runs more at once, "
             "preempts, and computes again; an answer that is preempted stands still until then, "
             "which P99 TBT does not show and the longest gap does. Letting decodes wait computes "
-            "least again, and an answer may stand still for as long as others run. The peak admits "
-            "nearly as many as the prompt alone, and preempts nobody here.",
+            "least again; how long an answer then stands still depends on when others end. The "
+            "peak admits nearly as many as the prompt alone, and preempts nobody here.",
         ],
         {
             "tokens/s": {name.replace("`", ""): row.tokens_per_s for name, row in rows.items()},
