@@ -41,17 +41,19 @@ class Recording(NamedTuple):
     output: Tensor
 
 
-def record(compute: Callable[[], Tensor], device: torch.device, pool: Any) -> Recording:
-    """Record a computation on CUDA. Recordings with one `pool` share their temporary memory."""
-    with torch.cuda.device(device):
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            compute()  # libraries allocate what they keep, which they cannot while recording
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+def record(compute: Callable[[], Tensor], stream: Any, pool: Any) -> Recording:
+    """Record a computation on a CUDA stream.
+
+    cuBLAS keeps memory for each stream, so there is one for all recordings. Those with one `pool`
+    share their temporary memory."""
+    caller = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(caller)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):  # on its device
+        compute()  # libraries allocate what they keep, which they cannot while recording
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
             output = compute()
+    caller.wait_stream(stream)
     return Recording(graph.replay, output)
 
 
@@ -72,20 +74,23 @@ def all_decode(batch: FlatBatch, plan: FlashPlan) -> bool:
 class DecodeGraphs:
     """Computes batches: those of decodes alone by CUDA graphs, where attention is flash's."""
 
+    has_failed = False  # in this process: torch's allocator does not get over a broken recording
+
     def __init__(self, model: GPT, cache: KVCache, attention: AttentionBackend) -> None:
         self.model = model
         self.cache = cache
         self.attention = attention
-        self.enabled = isinstance(attention, Flash)
+        self.is_flash = isinstance(attention, Flash)
         # recorded when they are first needed: by size, and whether logits are wanted
         self.graphs: dict[tuple[int, bool], DecodeGraph] = {}
         self.pool: Any = None
+        self.stream: Any = None
 
     @torch.inference_mode()
     def forward(self, batch: FlatBatch) -> Tensor:
         """Logits, as of GPT.forward. Those of a graph are overwritten by the next batch."""
         plan = batch.attend
-        if self.enabled and isinstance(plan, FlashPlan) and all_decode(batch, plan):
+        if self.is_flash and isinstance(plan, FlashPlan) and all_decode(batch, plan):
             num_logits = len(batch.logit_rows)
             graph = self.graph_of(padded_size(len(batch.tokens)), num_logits > 0)
             if graph is not None:
@@ -97,15 +102,17 @@ class DecodeGraphs:
     def graph_of(self, size: int, wants_logits: bool) -> DecodeGraph | None:
         """The graph of a size. None if recording fails; then a warning says why, once."""
         key = size, wants_logits
-        if key not in self.graphs:
+        if key not in self.graphs and not self.has_failed:
             try:
                 self.graphs[key] = self.record_size(size, wants_logits)
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:  # libraries that cannot be recorded have no type in common
-                self.enabled = False
-                reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+                DecodeGraphs.has_failed = True
+                cause = error.__context__ or error  # before the end of the recording failed, too
+                reason = f"{type(cause).__name__}: {cause}".partition("\n")[0]
                 warnings.warn(f"decodes run without CUDA graphs, slower: {reason}", stacklevel=4)
-                return None
-        return self.graphs[key]
+        return self.graphs.get(key)
 
     def record_size(self, size: int, wants_logits: bool) -> DecodeGraph:
         """Record a batch of that many decodes, all of which are padding."""
@@ -113,12 +120,13 @@ class DecodeGraphs:
         batch.slot_mapping.fill_(self.cache.scratch_slot)
         if self.pool is None and self.cache.data.is_cuda:
             self.pool = torch.cuda.graph_pool_handle()
+            self.stream = torch.cuda.Stream(self.cache.data.device)
         assert isinstance(batch.attend, FlashPlan)
 
         def compute() -> Tensor:
             return self.model(batch, self.cache)
 
-        recording = record(compute, self.cache.data.device, self.pool)
+        recording = record(compute, self.stream, self.pool)
         return DecodeGraph(batch, batch.attend, recording)
 
     def copy_into(self, graph: DecodeGraph, batch: FlatBatch, plan: FlashPlan) -> None:
@@ -150,12 +158,13 @@ class DecodeRunner(Protocol):
 def compile_decodes(runner: DecodeRunner, max_batch: int) -> None:
     """Compute a batch of decodes of each size: nothing is left to be compiled or recorded.
 
-    Spoils the first slot of up to max_batch pages. Where sizes are not padded, as on a CPU, nothing
-    is done."""
+    Begins with the largest, whose memory the others share. Spoils the first slot of up to max_batch
+    pages. Where sizes are not padded, as on a CPU, nothing is done."""
     if not isinstance(runner.attention, Flash | XFormers):
         return
     hide_bar = None if sys.stderr else True  # None: unless on a terminal
-    with tqdm(padded_sizes(max_batch), desc="compile decodes", disable=hide_bar) as bar:
+    sizes = padded_sizes(max_batch)[::-1]
+    with tqdm(sizes, desc="compile decodes", disable=hide_bar) as bar:
         for size in bar:
             bar.set_postfix_str(f"batch of {size}")
             decodes = min(size, max_batch)

@@ -112,7 +112,7 @@ class KVCache:
         self.scratch_slot = slots
         self.max_len = min(slots, config.max_positions) if max_len is None else max_len
         on_cuda = torch.device(device).type == "cuda"
-        shape = (config.n_layer, 2, config.n_kv_head, slots + on_cuda, config.head_dim)
+        shape = (config.n_layer, 2, config.n_kv_head, slots + int(on_cuda), config.head_dim)
         order = (0, 1, 3, 2, 4) if on_cuda else (0, 1, 2, 3, 4)
         self._data = torch.empty_permuted(shape, order, device=device, dtype=dtype)
         self.data = self._data[:, :, :, :slots]

@@ -439,7 +439,7 @@ class OrcaBest(Orca):
 class VLLM(Scheduler):
     """vLLM's scheduler of 2023, Sarathi-Serve's Algorithm 2: prompts first and alone."""
 
-    watermark_percent = 1  # or the next decode would often preempt who was just admitted
+    watermark_percent = 1  # or the next decode would often preempt the request just admitted
 
     def reserved(self, request: Request) -> int:
         return len(request.tokens)

@@ -64,7 +64,7 @@ class FlashPlan(NamedTuple):
             call.cu_seqlens_q,
             call.cu_seqlens_k,
             call.max_q,
-            self.max_len,  # a bound: so nobody's rounding depends on who shares the batch
+            self.max_len,  # only a bound: the same for every batch that a CUDA graph replays
             0.0,  # dropout
             True,  # causal, aligned at the last query and the last key of each span
             False,  # no debug mask
@@ -76,10 +76,13 @@ class FlashPlan(NamedTuple):
 class Flash:
     """All decodes in one call, all longer chunks in another.
 
-    A kernel of its own folds the query heads of decodes, and cuts their keys into pieces where
-    they are too few to fill the GPU. The operator sees the cache of a layer as one long sequence of
-    keys. With one page for each request it is told where in it each request's keys begin, and how
-    many there are. With small pages it follows the block tables. Nothing is copied."""
+    The operator sees the cache of a layer as one long sequence of keys. With one page for each
+    request it is told where in it each request's keys begin, and how many there are. With small
+    pages it follows the block tables. Nothing is copied.
+
+    For decodes it folds the query heads that share a KV head, and cuts the keys into pieces where
+    there are too few decodes to fill the GPU. Without shared KV heads it does so only behind block
+    tables. So decodes have them wherever the size of pages allows it."""
 
     def __init__(self, config: ModelShape, cache: KVCache) -> None:
         """Raises ValueError for what is not supported, and whatever the operator raises."""
@@ -105,21 +108,31 @@ class Flash:
         """The plan of a batch, see plan.AttentionBackend."""
         decodes = list(takewhile(lambda span: span.length == 1, spans))
         groups = [group for group in (decodes, spans[len(decodes) :]) if group]
-        arguments = [numbers for group in groups for numbers in self.call_numbers(group)]
+        paged = [self.reads_block_tables(group) for group in groups]
+        arguments = []
+        for group, is_paged in zip(groups, paged, strict=True):
+            arguments += self.call_numbers(group, is_paged)
         flat = [number for numbers in arguments for number in numbers]
         pinned = self.device.type == "cuda"  # or the copy would wait
         on_device = torch.tensor(flat, dtype=torch.int32, pin_memory=pinned)
         on_device = on_device.to(self.device, non_blocking=True)  # all in one transfer
         tensors = iter(on_device.split([len(numbers) for numbers in arguments]))
-        calls = [Call.of(group, tensors, self.paged) for group in groups]
+        calls = [
+            Call.of(group, tensors, is_paged) for group, is_paged in zip(groups, paged, strict=True)
+        ]
         return FlashPlan(calls, self.page_size, self.max_len)
 
-    def call_numbers(self, spans: Sequence[Span]) -> list[list[int]]:
+    def reads_block_tables(self, spans: Sequence[Span]) -> bool:
+        """Whether the call of these spans follows block tables."""
+        decodes = spans[0].length == 1
+        return self.paged or (decodes and self.page_size % PAGE_MULTIPLE == 0)
+
+    def call_numbers(self, spans: Sequence[Span], paged: bool) -> list[list[int]]:
         """The numbers in the four tensors of a Call, in their order."""
         width = -(-self.max_len // self.page_size)
         starts = [0] * len(spans)
         tables: list[int] = []
-        if self.paged:
+        if paged:
             for span in spans:
                 pages = span.used_pages(self.page_size)
                 tables += pages + [0] * (width - len(pages))

@@ -3,6 +3,7 @@
 A recording on a CPU takes the place of a graph: the same callable, on the same tensors."""
 
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from kv_cache import Span
 from policies import POLICIES
 from sampling import SamplingParams
 from test_equivalence import close
-from tests.fake_cuda import flash_attention, pretend_flash
+from tests.cuda.flash import flash_attention, pretend_flash
 from tests.helpers import poisoned_cache, tiny_model
 
 MODEL = tiny_model(n_kv_head=2, head_dim=16, max_positions=1024)
@@ -34,7 +35,7 @@ def replays(monkeypatch):
     pretend_flash(monkeypatch)
     sizes = []
 
-    def record(compute, device, pool):
+    def record(compute, stream, pool):
         output = compute().clone()
 
         def replay():
@@ -47,6 +48,7 @@ def replays(monkeypatch):
         return poisoned_cache(MODEL, pages, page_size, max_len, position_major=True)
 
     monkeypatch.setattr(cuda_graphs, "record", record)
+    monkeypatch.setattr(cuda_graphs.DecodeGraphs, "has_failed", False)  # and again at the end
     monkeypatch.setattr(engine_module, "KVCache", cuda_cache)
     monkeypatch.setitem(attention.DEVICES, "flash", "cpu")
     return sizes
@@ -137,6 +139,9 @@ def test_a_failed_recording_is_said_once_and_decodes_go_on(replays, monkeypatch)
     with pytest.warns(UserWarning, match="without CUDA graphs.*not permitted") as warned:
         completions = engine.generate(PROMPTS, PARAMS, progress=False)
     assert len(warned) == 1
+    with warnings.catch_warnings():  # nor does another engine try
+        warnings.simplefilter("error")
+        assert new_engine().generate(PROMPTS[:2], PARAMS[:2], progress=False)
     assert [c.tokens for c in completions] == [c.tokens for c in expected]
 
 

@@ -1,6 +1,6 @@
 """Attention by torch's FlashAttention is that of the papers, from the arguments that it is given.
 
-The operator runs on CUDA alone: here its definition takes its place, see fake_cuda.py."""
+The operator runs on CUDA alone: here its definition takes its place, see cuda/flash.py."""
 
 import random
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from attention.flash import Flash
 from kv_cache import Span, slot_mapping
 from model import FlatBatch
 from test_equivalence import a_span, close
-from tests.fake_cuda import pretend_flash
+from tests.cuda.flash import pretend_flash
 from tests.helpers import poisoned_cache, tiny_model
 from tests.test_xformers import NoWaiting
 

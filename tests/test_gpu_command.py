@@ -146,7 +146,7 @@ def test_every_step_is_a_command_and_all_claims_are_among_them(preset, device, t
     names = []
     for step in all_steps(preset, device, tmp_path):
         names.append(step.name)
-        program, *argv = step.words
+        program, *argv = step.argv
         assert step.limit_s >= LIMIT_S
         if step.name == "tests":
             assert program == "-m" and "test_equivalence.py" in argv

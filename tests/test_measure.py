@@ -1,6 +1,7 @@
 """What is measured is what it says, and so are its limits. No timing is asserted here."""
 
 import math
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -235,6 +236,8 @@ class PretendedGPU:
         monkeypatch.setattr(measure.time, "perf_counter", lambda: self.now_s)
         monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
         monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.compute(cycles / 1e9))
+        monkeypatch.setattr(torch.cuda, "device", self.use)
+        self.device = torch.device("cuda:0")  # whose streams are current
         gpu = self
 
         class Event:
@@ -242,6 +245,7 @@ class PretendedGPU:
                 assert enable_timing
 
             def record(self):
+                assert gpu.device == torch.device("cuda:1")
                 self.time_s = max(gpu.now_s, gpu.done_s)
 
             def elapsed_time(self, end):
@@ -249,6 +253,12 @@ class PretendedGPU:
                 return 1e3 * (end.time_s - self.time_s)
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
+
+    @contextmanager
+    def use(self, device):
+        self.device = device
+        yield
+        self.device = torch.device("cuda:0")
 
     def compute(self, seconds):
         """Launch a kernel. The device begins with it when it is done with those before."""
@@ -275,7 +285,7 @@ def test_launches_and_kernels_are_timed_apart(monkeypatch):
         "decodes": gpu.batch(kernels=100, launch_s=1e-4, kernel_s=2e-5),  # bound by the CPU
         "prompt": gpu.batch(kernels=100, launch_s=1e-4, kernel_s=1e-3),  # bound by the GPU
     }
-    timings = measure.launch_timings(launches, torch.device("cuda"))
+    timings = measure.launch_timings(launches, torch.device("cuda:1"))
     assert timings["decodes"] == pytest.approx((10.0, 2.0))
     assert timings["prompt"] == pytest.approx((10.0, 100.0))
     assert measure.launch_timings(launches, CPU) == {}

@@ -48,10 +48,10 @@ DONE = "done"
 
 @dataclass(frozen=True)
 class Step:
-    """A process of this Python: `words` are its arguments, `limit_s` is the time that it has."""
+    """A process of this Python: `argv` are its arguments, `limit_s` is the time that it has."""
 
     name: str
-    words: Sequence[str]
+    argv: Sequence[str]
     limit_s: float = LIMIT_S
 
 
@@ -182,7 +182,7 @@ def run_step(step: Step, out: Path) -> str:
     with part.open("w") as output, log.open("w") as errors:
         print(f"{time.strftime('%Y-%m-%d %H:%M')} {command_of(step)}", file=errors, flush=True)
         process = subprocess.Popen(
-            [sys.executable, *step.words],
+            [sys.executable, *step.argv],
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -220,7 +220,7 @@ def end_process(process: "subprocess.Popen[bytes]") -> None:
 
 def command_of(step: Step) -> str:
     """The command line of a step."""
-    return f"python {shlex.join(step.words)}".replace(f"{ROOT}/", "")
+    return f"python {shlex.join(step.argv)}".replace(f"{ROOT}/", "")
 
 
 def all_steps(preset: str, device: str, out: Path, fresh: bool = False) -> list[Step]:

@@ -315,9 +315,9 @@ class EngineServer:
         return self.clock() if self.engine.has_work else math.inf
 
     def _glance(self) -> None:
-        """Probe the machine if that is due. The clock stands still meanwhile, so that the glance
-        lies in no measured time. A pipeline is probed when no batch is in flight: its other stages
-        would go on."""
+        """Probe the machine if that is due. The clock, which is the engine's, stands still
+        meanwhile, so that the glance lies in no measured time. A pipeline is probed when no batch
+        is in flight: its other stages would go on."""
         now = self.clock()
         in_flight = isinstance(self.engine, ParallelEngine) and self.engine.state.flights
         if now >= self.next_glance and not in_flight:

@@ -36,7 +36,7 @@ TOO_BUSY = "this machine is too busy to tell"
 PROBE_S = 0.02  # of a probe beside a measurement
 GLANCE_S = 0.01  # of a probe within one, every second
 LAUNCH_REPEATS = 5
-PAUSE_HZ = 2e9  # no GPU's clock is much faster: a pause of so many cycles takes a second or longer
+PAUSE_HZ = 3e9  # no GPU's clock is much faster: a pause of so many cycles takes a second or longer
 
 
 class Timing(NamedTuple):
@@ -102,9 +102,18 @@ def launch_timings(
 
     The CPU is timed until the function returns, with an idle device. The device is timed by events,
     in a second call: it pauses until that has launched all, or its kernels would wait for launches,
-    and it would seem as slow as the CPU. (CUDA holds about a thousand launches back, not more.)"""
+    and it would seem as slow as the CPU. (CUDA holds about a thousand launches back, not more: of
+    a computation with more of them both times are too long.)"""
     if device.type != "cuda":
         return {}
+    with torch.cuda.device(device):  # whose stream pauses and records events
+        return _launch_timings(launches, device)
+
+
+def _launch_timings(
+    launches: Mapping[Name, Callable[[], object]], device: torch.device
+) -> dict[Name, LaunchTiming]:
+    """See launch_timings."""
     cpu_ms: dict[Name, list[float]] = {name: [] for name in launches}
     device_ms: dict[Name, list[float]] = {name: [] for name in launches}
     begin = torch.cuda.Event(enable_timing=True)

@@ -161,7 +161,7 @@ class FakeGPU(TorchDispatchMode):
     # What is recorded.
 
     @contextlib.contextmanager
-    def capture(self, graph: "FakeGraph", pool: Any = None) -> Iterator[None]:
+    def capture(self, graph: "FakeGraph", pool: Any = None, stream: Any = None) -> Iterator[None]:
         """As torch.cuda.graph: kernels are not launched but become part of a graph."""
         launched = self.kernels
         self.kernels = graph.kernels

@@ -3,7 +3,7 @@
 xformers and torch call it by several names; all end in mha_varlen_fwd of torch's flash_api.cpp. Its
 conditions are those of `check_flash_call`. `FlashByDefinition` computes what it would."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import attention
+from attention import flash
 from attention.plan import SIXTEEN_BITS
 from kv_cache import Span, slot_mapping
 
@@ -21,6 +23,7 @@ OPERATORS = (
     "aten::_flash_attention_forward",
     "aten::_flash_attention_forward_no_dropout_inplace",
 )
+TORCH_OPERATOR = torch.ops.aten._flash_attention_forward.default
 ALIASES = {  # of arguments, by the name that they have here
     "cu_seqlens_q": ("cu_seqlens_q", "cu_seq_q", "cum_seq_q"),
     "cu_seqlens_k": ("cu_seqlens_k", "cu_seq_k", "cum_seq_k"),
@@ -72,12 +75,12 @@ def flash_call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlashC
     return FlashCall(**fields, causal=causal)
 
 
-def check_flash_call(call: FlashCall) -> None:
+def check_flash_call(call: FlashCall, dtypes: Sequence[torch.dtype] = SIXTEEN_BITS) -> None:
     """Raise AssertionError where mha_varlen_fwd would refuse this call.
 
     Reads no numbers of tensors."""
     device, dtype = call.query.device, call.query.dtype
-    assert dtype in SIXTEEN_BITS
+    assert dtype in dtypes
     for x in (call.query, call.key, call.value):
         assert x.device == device and x.dtype == dtype and x.stride(-1) == 1
         elements = ALIGNED_BYTES // dtype.itemsize
@@ -155,6 +158,22 @@ class FlashByDefinition(TorchDispatchMode):
             args[0].copy_(result)
             return unused
         return (result, *[unused] * (len(op._schema.returns) - 1))
+
+
+def flash_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None, None, None, None]:
+    """aten::_flash_attention_forward by definition, in float64."""
+    call = flash_call(TORCH_OPERATOR, args, kwargs)
+    assert call is not None
+    check_flash_call(call, dtypes=[torch.float64])
+    return compute(call), None, None, None, None
+
+
+def pretend_flash(monkeypatch: Any, operator: Callable[..., Any] = flash_attention) -> None:
+    """Let attention.flash run on a CPU in float64, by that operator."""
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", operator)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    for module in (attention, flash):
+        monkeypatch.setattr(module, "SIXTEEN_BITS", (torch.float64,))
 
 
 def compute(call: FlashCall) -> Tensor:

@@ -116,6 +116,7 @@ def largest_difference(reference, completions):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("error:.*without CUDA graphs")
 @pytest.mark.parametrize("geometry, load, case", CASES)
 def test_cuda_equals_cpu(geometry, load, case):
     attention, dtype_name, page_size = case.split()
