@@ -152,8 +152,8 @@ class Scheduler:
         self.chunk = check_whole("chunk", chunk, minimum=1)
         self.max_batch = check_whole("max_batch", max_batch, minimum=1)
         self.max_len = check_whole("max_len", max_len, minimum=1)
-        if pages.total < pages.needed(max_len):
-            takes = f"a request of max_len={max_len} takes {pages.needed(max_len)} pages"
+        if pages.total < pages.needed(self.max_len):
+            takes = f"a request of max_len={max_len} takes {pages.needed(self.max_len)} pages"
             raise ValueError(f"pages={pages.total}: {takes} of page_size={pages.page_size}")
         self.pages = pages
         self.clock = clock

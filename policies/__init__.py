@@ -77,7 +77,7 @@ def find_policy(name: str) -> type[Scheduler]:
     """The class of a policy: a name in ALL_POLICIES, or "path/to/file.py:ClassName".
 
     Raises ValueError if there is no such policy. An error in the file passes through."""
-    allowed = f"one of {', '.join(ALL_POLICIES)}, or FILE.py:Class"
+    allowed = f"one of {', '.join(POLICIES)}, FILE.py:Class, or in policies/today.py"
     check_type("policy", name, str, allowed)
     if name in ALL_POLICIES:
         return ALL_POLICIES[name]

@@ -93,7 +93,7 @@ MODEL_OPTIONS = {
 }
 
 
-WITHOUT_MODEL = ("simulate", "explore", "check", "fit", "overhead", "gpu")
+WITHOUT_MODEL = ("simulate", "explore", "check", "fit", "overhead", "gpu", "today")
 
 
 @pytest.mark.parametrize("command", bench.COMMANDS)

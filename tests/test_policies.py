@@ -9,7 +9,7 @@ import pytest
 from config import EngineConfig
 from engine import Engine
 from kv_cache import Pages
-from policies import ALL_POLICIES, POLICIES, find_policy, make_scheduler, policy_options
+from policies import POLICIES, find_policy, make_scheduler, policy_options
 from policies.custom import where_it_failed
 from scheduler import Request, SarathiServe
 from tests.helpers import IN_ORDER, RESERVING, tiny_model
@@ -53,7 +53,7 @@ def test_a_custom_policy_is_loaded_once_from_any_path(own):
         make_scheduler(NAME, Pages(2, 8), tile=3)
 
 
-ONE_OF = f"must be one of {', '.join(ALL_POLICIES)}, or FILE.py:Class"
+ONE_OF = f"must be one of {', '.join(POLICIES)}, FILE.py:Class, or in policies/today.py"
 UNKNOWN = [(bad, ONE_OF) for bad in ("sarathi_serve", "my_policy.py", "my_policy:Shortest", None)]
 UNKNOWN += [("other_policy.py:Shortest", "there is no file other_policy.py")]
 NO_CLASSES = [f"my_policy.py:{name}" for name in ("Longest", "three", "Request", "")]

@@ -142,7 +142,8 @@ def test_two_rates_see_the_same_requests_and_the_same_gaps_up_to_a_factor():
     fast = poisson(lengths, 7.5, seed=2)
     assert [a[1:3] for a in slow] == [a[1:3] for a in fast] == lengths
     assert [a.time / 2.5 for a in slow] == pytest.approx([a.time for a in fast])
-    assert {a[3:] for a in slow} == {("normal", None, None, None)}  # of no class, promised nothing
+    plain = ("normal", None, None, None, "")  # of no class, promised nothing
+    assert {a[3:] for a in slow} == {plain}
     assert poisson(lengths[:50], 3, seed=2) == slow[:50]
     assert poisson(lengths, 3, seed=4) != slow
 
@@ -192,8 +193,11 @@ def test_a_chat_shares_the_tokens_of_its_request_among_its_turns():
     firsts = [one._replace(prompt_len=3, output_len=2), Arrival(3.0, 2, 1)]
     # prompts of 3, 3 and 4, outputs of 2, 2 and 3; of the other 2 and 3, 1 and 1
     promise = ("high", 1.0, 0.5)
-    later = [(1.0, 3 + 2 + 3, 2, *promise, 0), (1.0, 8 + 2 + 4, 3, *promise, 2)]
-    later.append((1.0, 2 + 1 + 3, 1, "normal", None, None, 1))
+    later = [
+        Arrival(1.0, 3 + 2 + 3, 2, *promise, follows=0),
+        Arrival(1.0, 8 + 2 + 4, 3, *promise, follows=2),
+        Arrival(1.0, 2 + 1 + 3, 1, follows=1),
+    ]
     load = workload.chats([one, other], 3)
     assert load == [*firsts, *later] and workload.chats([one, other], 1) == [one, other]
     assert [len(prompt) for prompt in workload.prompts(load, 61, 0)] == [
