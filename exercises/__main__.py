@@ -91,6 +91,7 @@ def check_exercise(exercise: Exercise, file: str, html: str | None) -> int:
     policy, problem = load_solution(exercise, file)
     if policy is not None:
         problem = find_problem(policy, exercise.finder, exercise.loads(), exercise.shrinks)
+        problem = problem or exercise.last_check(policy)
     if problem:
         is_elsewhere = file != str(exercise.file)
         command = f"python -m exercises {exercise.number}" + f" --file {file}" * is_elsewhere
@@ -101,8 +102,12 @@ def check_exercise(exercise: Exercise, file: str, html: str | None) -> int:
         print(f"The answer to the question: {answer_question(exercise, policy)}\n")
         print(f"Now read {exercise.read_next}. Then: `python -m exercises`.")
     if html and policy is not None:
-        write_text(html, draw_page(exercise, policy, problem))
-        wrote_page(html)
+        page = draw_page(exercise, policy, problem)
+        if page is None:
+            print("no page: the policy made no batch")
+        else:
+            write_text(html, page)
+            wrote_page(html)
     return 1 if problem else 0
 
 
@@ -114,6 +119,7 @@ def list_exercises() -> int:
         if policy is not None:
             loads = islice(exercise.loads(), 0, None, OVERVIEW_STEP)
             problem = find_problem(policy, exercise.finder, loads, shrinks=False)
+            problem = problem or exercise.last_check(policy)
         state = "solved"
         if problem:
             state = "not written yet" if problem.sentence == "not written yet" else "not yet"

@@ -49,7 +49,9 @@ def describe_problem(
         parts.append(describe_decisions(moment))
         see += f", iteration {moment.iteration}"
     parts.append(problem.sentence)
-    parts.append(f"{see}.\nFor a hint: `python -m exercises {exercise.number} --hint`.")
+    hint = f"For a hint: `python -m exercises {exercise.number} --hint`."
+    has_page = moment is None or moment.history or moment.yours.chunks
+    parts.append(f"{see}.\n{hint}" if has_page else hint)
     return "\n\n".join(parts)
 
 
@@ -160,10 +162,11 @@ def describe_chunk(decision: Decision, i: int) -> str:
 # The page.
 
 
-def draw_page(exercise: Exercise, policy: type[Scheduler], problem: Problem | None) -> str:
+def draw_page(exercise: Exercise, policy: type[Scheduler], problem: Problem | None) -> str | None:
     """The page of two schedules: yours and the reference's, on the load where they differ.
 
-    Without such a load it is yours and another policy's, on the load of the question."""
+    Without such a load it is yours and another policy's, on the load of the question. Returns
+    None if yours makes no batch."""
     if problem is None or problem.moment is None:
         return _page_of_question(exercise, policy)
     load = problem.moment.load
@@ -174,6 +177,8 @@ def draw_page(exercise: Exercise, policy: type[Scheduler], problem: Problem | No
         "yours": record(policy, load, seconds),
         name: record(other, load, seconds),
     }
+    if not runs["yours"].records:
+        return None
     return page(
         f"Exercise {exercise.number}: {exercise.title}",
         problem.sentence,
@@ -183,7 +188,7 @@ def draw_page(exercise: Exercise, policy: type[Scheduler], problem: Problem | No
     )
 
 
-def _page_of_question(exercise: Exercise, policy: type[Scheduler]) -> str:
+def _page_of_question(exercise: Exercise, policy: type[Scheduler]) -> str | None:
     """The page of your schedule beside another policy's, on the load of the question."""
     question = exercise.question
     other = find_policy(exercise.beside)
@@ -191,6 +196,8 @@ def _page_of_question(exercise: Exercise, policy: type[Scheduler]) -> str:
         "yours": record(policy, question.load, exercise.seconds),
         exercise.beside: record(other, question.load_beside or question.load, exercise.seconds),
     }
+    if not runs["yours"].records:
+        return None
     return page(
         f"Exercise {exercise.number}: {exercise.title}",
         f"your schedule beside {exercise.beside}, simulated",
