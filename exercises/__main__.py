@@ -12,6 +12,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from itertools import islice
+from pathlib import Path
 
 from cli.console import run
 from cli.options import OptionParser, output_file, whole, write_text, wrote_page
@@ -24,7 +25,7 @@ from exercises.report import (
     draw_page,
     shorten_path,
 )
-from policies.custom import load_policy
+from policies.custom import MissingPolicyError, load_policy
 from scheduler import Scheduler
 
 OVERVIEW_STEP = 3  # the list of all tries one load of so many
@@ -82,7 +83,11 @@ def load_solution(exercise: Exercise, file: str) -> tuple[type[Scheduler] | None
         with naming_the_line():
             return load_policy(file, exercise.class_name), None
     except PolicyError as error:
-        problem = f"{error}: class {exercise.class_name}" if error.place is None else str(error)
+        problem = str(error)
+        if isinstance(error.__cause__, MissingPolicyError):
+            problem = "there is no such file"
+            if Path(file).exists():
+                problem = f"no class {exercise.class_name}(Scheduler) in it"
         return None, Problem("error", problem, place=error.place or file)
 
 

@@ -9,8 +9,8 @@ run are compared. Read first: loads.py. Read next: rules.py, which names the bro
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any, NamedTuple, cast
+from weakref import ref
 
 from errors import one_line
 from exercises.loads import Load
@@ -74,18 +74,19 @@ def check_what_methods_return(scheduler: Scheduler) -> None:
     }
     for name, check in checks.items():
         if hasattr(scheduler, name):
-            setattr(scheduler, name, checked(getattr(scheduler, name), check))
+            setattr(scheduler, name, checked(scheduler, name, check))
 
 
 def checked(
-    method: Callable[..., object], check: Callable[[str, object], None]
+    scheduler: Scheduler, name: str, check: Callable[[str, object], None]
 ) -> Callable[..., object]:
-    """A method that checks what it returns before it does."""
+    """A method of a scheduler that checks what it returns before it does."""
+    method = getattr(type(scheduler), name)
+    weak_scheduler = ref(scheduler)  # a strong one would close a circle, for the collector
 
-    @wraps(method)
     def call(*args: object) -> object:
-        value = method(*args)
-        check(method.__name__, value)
+        value = method(weak_scheduler(), *args)
+        check(name, value)
         return value
 
     return call

@@ -123,9 +123,11 @@ def last_token_is_cached(difference: Difference) -> str | None:
     """The last token is always computed."""
     for i in sorted(difference.yours.admitted):
         if i not in difference.yours.chunks and i in difference.reference.chunks:
+            num_tokens = difference.states[i].num_tokens
+            held = "the one token" if num_tokens == 1 else f"all {num_tokens} tokens"
             return (
-                f"The last token is always computed: the cached pages hold all "
-                f"{difference.states[i].num_tokens} tokens of request {i}, nothing is computed, "
+                "The last token is always computed: the cached pages hold "
+                f"{held} of request {i}, nothing is computed, "
                 "and so there are no logits for its next token."
             )
     return None
@@ -152,8 +154,9 @@ def shares_too_little(difference: Difference) -> str | None:
         expected = difference.reference.chunks.get(i)
         if chunk and expected and chunk.start < expected.start:
             cached = amount(expected.start // page_size, "cached page")
+            shared = amount(expected.start, "token")
             return (
-                f"All pages that can be reused are reused: the first {expected.start} tokens of "
+                f"All pages that can be reused are reused: the first {shared} of "
                 f"request {i} lie in {cached}, and you reuse "
                 f"{chunk.start // page_size} of them."
             )

@@ -42,7 +42,7 @@ def describe_problem(
     if moment is None:
         parts.append(problem.details)
     else:
-        parts.append(describe_load(moment.load))
+        parts.append(describe_load(moment.load, policy is None or policy.cuts_prompts))
         if moment.history:
             parts.append(describe_history(moment.history))
         parts.append(f"Iteration {moment.iteration}:")
@@ -80,15 +80,18 @@ def _definition_of(exercise: Exercise, policy: type[Scheduler]) -> str | None:
     return f"{method.__code__.co_filename} line {method.__code__.co_firstlineno}"
 
 
-def describe_load(load: Load) -> str:
-    """The sizes of a load in a sentence, and a table of its requests."""
+def describe_load(load: Load, cuts_prompts: bool) -> str:
+    """The sizes of a load in a sentence, and a table of its requests.
+
+    C is among the sizes only for a policy that cuts prompts."""
     memory = f"{amount(load.pages, 'page')} of {amount(load.page_size, 'token')}"
     if load.pages == MAX_PAGES:
-        memory += ", ample"
+        memory += ": enough for all"
     caching = ", prefix caching" if load.prefix_caching else ""
+    chunk = f"C = {load.chunk}, " if cuts_prompts else ""
     head = (
-        f"The load: C = {load.chunk}, at most {load.max_batch} run, {memory}{caching}, "
-        f"max_len = {load.max_len}."
+        f"The load: {chunk}at most {load.max_batch} run, max_len = {load.max_len}{caching}, "
+        f"{memory}."
     )
     columns = ["request", "arrives", "prompt", "output"]
     rows = [
@@ -110,7 +113,9 @@ def describe_history(history: tuple[Decision, ...]) -> str:
         chunks = [f"{i}: {describe_chunk(decision, i)}" for i in decision.chunks]
         lost = [f"{i}: preempted" for i in sorted(decision.preempted - decision.chunks.keys())]
         lines.append(f"  {number}.  {'; '.join(chunks + lost)}")
-    head = "So far all is well:" if not skipped else f"So far all is well, after {skipped} others:"
+    head = "So far all is well:"
+    if skipped:
+        head = f"So far all is well, after {amount(skipped, 'other')}:"
     return "\n".join([head, *lines])
 
 
