@@ -58,6 +58,8 @@ def naming_the_line() -> Iterator[None]:
             problem = "not written yet"
         elif isinstance(error, (MissingPolicyError, PolicyError)):
             problem = str(error)
+        elif isinstance(error, AttributeError) and error.obj is None and error.name == "tokens":
+            problem = "this request is None: admit() returned None, nobody fits"
         elif isinstance(error, TimeoutError):
             problem = f"a loop without an end? {error}"
         else:

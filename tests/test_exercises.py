@@ -385,6 +385,12 @@ WRONG = [  # (exercise, part of the solution, what takes its place, the message)
     ),
     (
         3,
+        "            if not request:\n                break\n",
+        "",
+        r"line \d+: this request is None: admit.. returned None, nobody fits",
+    ),
+    (
+        3,
         "<= batch.left",
         "< batch.left",
         "As many prompts as fit share a batch, up to max_len = 12 tokens: request 2 fits",
