@@ -242,7 +242,7 @@ class Trial:
                 problem += (
                     ": one that was admitted is in self.running (and in prefilling()) already"
                 )
-            elif twice.length == 1 and not twice.is_decode:
+            elif not twice.is_decode and twice.length == 1 < chunks[twice.request_id].length:
                 problem += ": it does not decode, ask request.is_decoding"
             raise PolicyError(problem)
         page_size = self.scheduler.pages.page_size
