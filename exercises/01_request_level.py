@@ -9,8 +9,9 @@ late waits for the longest of those before, and the batch shrinks as the short o
 
 **Stays true.** Nobody joins while anybody runs.
 
-**Predict.** A request of 2 output tokens and one of 30 run together. A third one arrives during the
-second iteration. In which iteration is its prompt computed?
+**Predict.** A request of 2 output tokens and one of 30 run together. The iteration that computes a
+prompt yields its first output token. A third request arrives during the second iteration. In which
+iteration is its prompt computed?
 
 **You may use**
 

@@ -11,7 +11,8 @@ goes on, and all end at last.
 **Stays true.** No token without a page, and the newest pays.
 
 **Predict.** There are 6 pages of 4 tokens. Two requests have prompts of 8 tokens and generate 16
-each. How often is one preempted, and in which iteration has each of them ended?
+each. The budget is 16 or more. How often is one preempted, and in which iteration has each of them
+ended?
 
 **You may use**
 

@@ -11,7 +11,8 @@ tokens has. So the prefill that fits is found anew for each batch, from a predic
 **Stays true.** The predicted time is at most the SLO, and later chunks of a prompt are smaller.
 
 **Predict.** A prompt of 200 tokens arrives beside 4 decodes. The first chunk has 29 tokens. Has the
-fifth one half as many, a third less, or nearly as many?
+fifth one a little more than half as many, a third less, or nearly as many? The times of the machine
+are in `exercises/given.py`.
 
 **You may use**
 

@@ -17,7 +17,8 @@ leaked.
     P99 TBT of all                                                              at most 1.05 times
 
 **Predict.** The budget is 64, and the long prompt has 2,000 tokens. Short ones of 20 to 40 tokens
-come every 0.2 s. By how much does the long one slow down if each short one passes it?
+come every 0.2 s. An iteration takes 10 ms, and 1 ms for each prompt token in it. By how much does
+the long one slow down if each short one passes it?
 
 **You may use** all that exercises 5 and 6 list, and
 

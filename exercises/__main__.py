@@ -12,6 +12,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from itertools import islice
+from pathlib import Path
 
 from cli.console import run
 from cli.options import OptionParser, output_file, whole, write_text, wrote_page
@@ -24,7 +25,7 @@ from exercises.report import (
     draw_page,
     shorten_path,
 )
-from policies.custom import load_policy
+from policies.custom import MissingPolicyError, load_policy
 from scheduler import Scheduler
 
 OVERVIEW_STEP = 3  # the list of all tries one load of so many
@@ -82,7 +83,11 @@ def load_solution(exercise: Exercise, file: str) -> tuple[type[Scheduler] | None
         with naming_the_line():
             return load_policy(file, exercise.class_name), None
     except PolicyError as error:
-        problem = f"{error}: class {exercise.class_name}" if error.place is None else str(error)
+        problem = str(error)
+        if isinstance(error.__cause__, MissingPolicyError):
+            problem = "there is no such file"
+            if Path(file).exists():
+                problem = f"no class {exercise.class_name}(Scheduler) in it"
         return None, Problem("error", problem, place=error.place or file)
 
 
@@ -91,6 +96,7 @@ def check_exercise(exercise: Exercise, file: str, html: str | None) -> int:
     policy, problem = load_solution(exercise, file)
     if policy is not None:
         problem = find_problem(policy, exercise.finder, exercise.loads(), exercise.shrinks)
+        problem = problem or exercise.last_check(policy)
     if problem:
         is_elsewhere = file != str(exercise.file)
         command = f"python -m exercises {exercise.number}" + f" --file {file}" * is_elsewhere
@@ -101,8 +107,12 @@ def check_exercise(exercise: Exercise, file: str, html: str | None) -> int:
         print(f"The answer to the question: {answer_question(exercise, policy)}\n")
         print(f"Now read {exercise.read_next}. Then: `python -m exercises`.")
     if html and policy is not None:
-        write_text(html, draw_page(exercise, policy, problem))
-        wrote_page(html)
+        page = draw_page(exercise, policy, problem)
+        if page is None:
+            print("no page: the policy made no batch")
+        else:
+            write_text(html, page)
+            wrote_page(html)
     return 1 if problem else 0
 
 
@@ -114,6 +124,7 @@ def list_exercises() -> int:
         if policy is not None:
             loads = islice(exercise.loads(), 0, None, OVERVIEW_STEP)
             problem = find_problem(policy, exercise.finder, loads, shrinks=False)
+            problem = problem or exercise.last_check(policy)
         state = "solved"
         if problem:
             state = "not written yet" if problem.sentence == "not written yet" else "not yet"

@@ -14,14 +14,18 @@ from exercises.given import (
     batch_seconds,
     seconds_without_attention,
 )
-from exercises.loads import Load, mixed_loads, slo_loads, small_loads
+from exercises.loads import Load, mixed_loads, prompt_loads, slo_loads, small_loads
 from exercises.lockstep import Seconds
-from exercises.problems import Finder, differs_from
+from exercises.problems import Finder, Problem, adds_below_zero, differs_from
 from exercises.questions import Question
 from exercises.targets import misses_the_slo, misses_the_targets
-from scheduler import VLLM, Orca, RequestLevel, Sarathi, SarathiServe
+from scheduler import VLLM, Orca, RequestLevel, Sarathi, SarathiServe, Scheduler
 
 FOLDER = Path(__file__).parent
+
+
+def no_last_check(policy: type[Scheduler]) -> None:
+    """Most exercises are checked by their loads alone."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class Exercise:
     read_next: str
     seconds: Seconds = batch_seconds  # how long a batch takes, for the question and the page
     slo_s: float = TBT_SLO_S  # a longer gap between tokens is a stall on the page
+    last_check: Callable[[type[Scheduler]], Problem | None] = no_last_check  # after the loads
     shrinks: bool = True  # whether the load of a problem is made smaller
 
     @cached_property
@@ -128,13 +133,14 @@ EXERCISES = (
                 rules.hybrid_batch,
                 rules.too_many_prompt_tokens,
                 rules.prompt_is_cut,
+                page_rules.takes_pages_in_vain,
                 rules.decodes_come_first,
                 rules.room_for_another_prompt,
                 rules.admitted_and_left_out,
                 *MEMORY,
             ),
         ),
-        loads=partial(small_loads, 3),
+        loads=prompt_loads,
         hints=(
             "Fill the batch with prompts first. Before you admit the first of the queue, ask "
             "whether all of its tokens fit into batch.left. After that, is the batch empty?",
@@ -170,6 +176,7 @@ EXERCISES = (
             "length = the smaller of the two, and at least 0. If it is above 0: append "
             "Chunk(request, start, length) and take it off self.left. Return it in any case.",
         ),
+        last_check=adds_below_zero,
         question=questions.TWO_PROMPTS,
         beside="orca",
         read_next="scheduler.py: Batch.add",
@@ -228,7 +235,10 @@ EXERCISES = (
         title="out of memory",
         class_name="OutOfMemory",
         method="decoding",
-        finder=differs_from(SarathiServe, MEMORY),
+        finder=differs_from(
+            SarathiServe,
+            (page_rules.older_one_pays, page_rules.decode_without_page, *MEMORY),
+        ),
         loads=partial(small_loads, 7),
         hints=(
             "A request needs a page if num_computed == len(request.pages) * page_size. Give each "

@@ -52,7 +52,10 @@ class CutsPrompts(Scheduler):
         returned = batch.add(request)
         added = sum(chunk.length for chunk in batch if chunk.request is request)
         if returned != added:
-            raise ValueError(f"add() returned {returned!r}, and the batch got {added} tokens")
+            problem = f"add() returned {returned!r}, and the batch got {added} tokens"
+            if returned and added == request.num_computed + returned:
+                problem += ": a Chunk is (request, start, length), not end"
+            raise ValueError(problem)
 
 
 class Predicts(SarathiServe):

@@ -188,6 +188,14 @@ def small_loads(number: int, prefix_caching: bool = False) -> Iterator[Load]:
         yield random_load(Random(f"{number} {i}"), i / NUM_LOADS, prefix_caching)
 
 
+def prompt_loads() -> Iterator[Load]:
+    """Loads for exercise 3: the small ones, and two prompts that wait together and just fit."""
+    yield from small_loads(3)
+    longest = LoadRequest(arrival=0, prompt_len=4, output_len=8)
+    halves = [LoadRequest(arrival=0.2 * i, prompt_len=6, output_len=2) for i in (1, 2)]
+    yield ample(longest, *halves, chunk=4)
+
+
 def slo_loads() -> Iterator[Load]:
     """Loads for exercise 9: long prompts, and ample memory."""
     for i in range(15):

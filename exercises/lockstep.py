@@ -9,7 +9,8 @@ run are compared. Read first: loads.py. Read next: rules.py, which names the bro
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
+from weakref import ref
 
 from errors import one_line
 from exercises.loads import Load
@@ -23,7 +24,7 @@ from policies.referee import (
     nothing_lost,
     time_limit,
 )
-from scheduler import Batch, ChunkRecord, Scheduler
+from scheduler import Admission, Batch, ChunkRecord, Request, Scheduler
 from views.page import Recorder
 
 CALL_LIMIT_S = 0.5  # of CPU time: a call that takes longer is a loop without an end
@@ -55,13 +56,76 @@ def naming_the_line() -> Iterator[None]:
         place = where_it_failed(error)
         if isinstance(error, NotImplementedError):
             problem = "not written yet"
-        elif isinstance(error, MissingPolicyError):
+        elif isinstance(error, (MissingPolicyError, PolicyError)):
             problem = str(error)
+        elif isinstance(error, AttributeError) and error.obj is None and error.name == "tokens":
+            problem = "this request is None: admit() returned None, nobody fits"
         elif isinstance(error, TimeoutError):
             problem = f"a loop without an end? {error}"
         else:
             problem = one_line(f"{type(error).__name__}: {error}")[:200]
         raise PolicyError(problem, place) from error
+
+
+def check_what_methods_return(scheduler: Scheduler) -> None:
+    """From here on a scheduler's methods raise PolicyError where they return something wrong."""
+    checks = {
+        "decoding": check_decodes,
+        "plan_admission": check_admission,
+        "token_budget": check_not_none,
+    }
+    for name, check in checks.items():
+        if hasattr(scheduler, name):
+            setattr(scheduler, name, checked(scheduler, name, check))
+
+
+def checked(
+    scheduler: Scheduler, name: str, check: Callable[[str, object], None]
+) -> Callable[..., object]:
+    """A method of a scheduler that checks what it returns before it does."""
+    method = getattr(type(scheduler), name)
+    weak_scheduler = ref(scheduler)  # a strong one would close a circle, for the collector
+
+    def call(*args: object) -> object:
+        value = method(weak_scheduler(), *args)
+        check(name, value)
+        return value
+
+    return call
+
+
+def check_not_none(name: str, value: object) -> None:
+    """Raise PolicyError for None."""
+    if value is None:
+        raise PolicyError(f"{name}() returned None: did you forget return?")
+
+
+def check_decodes(name: str, value: object) -> None:
+    """Raise PolicyError unless the value is a list of requests that decode, or were preempted."""
+    check_not_none(name, value)
+    if not isinstance(value, list):
+        kind = type(value).__name__
+        raise PolicyError(f"{name}() returned a {kind}, and must return a list of requests")
+    for request in cast("list[object]", value):
+        if not isinstance(request, Request):
+            raise PolicyError(f"{name}() must return a list of requests, not of {request!r:.40}")
+        if request.pages and not request.is_decoding:
+            raise PolicyError(
+                f"{name}() returned request {request.id}, and it does not decode: "
+                "ask request.is_decoding"
+            )
+
+
+def check_admission(name: str, value: object) -> None:
+    """Raise PolicyError unless the value is an Admission."""
+    check_not_none(name, value)
+    if not (
+        isinstance(value, Admission)
+        and isinstance(value.cached_pages, list)
+        and all(isinstance(page, int) for page in value.cached_pages)
+        and isinstance(value.new_pages, int)
+    ):
+        raise PolicyError(f"{name}() must return Admission(list of pages, number)")
 
 
 class Decision(NamedTuple):
@@ -116,6 +180,7 @@ class Trial:
         self.iterations: list[Iteration] = []
         with naming_the_line():
             self.scheduler = load.make_scheduler(policy, self.clock)
+        check_what_methods_return(self.scheduler)
         if recorder:
             recorder.watch([self.scheduler])
 
@@ -166,12 +231,20 @@ class Trial:
         was_waiting = {i for i, state in before.items() if not state.is_running}
         admitted = frozenset(running & (was_waiting | preempted))
         for i, state in after.items():
-            self._check_unchanged(before[i], state, i, may_move=i in admitted | preempted)
+            self._check_unchanged(before[i], state, i, has_moved=i in admitted | preempted)
+        self._check_pages()
         records = self.batch.record()
         chunks = {chunk.request_id: chunk for chunk in records}
         if len(chunks) < len(records):
             twice = next(chunk for chunk in records if chunks[chunk.request_id] is not chunk)
-            raise PolicyError(f"request {twice.request_id} has two chunks in one batch")
+            problem = f"request {twice.request_id} has two chunks in one batch"
+            if twice.request_id in admitted:
+                problem += (
+                    ": one that was admitted is in self.running (and in prefilling()) already"
+                )
+            elif not twice.is_decode and twice.length == 1 < chunks[twice.request_id].length:
+                problem += ": it does not decode, ask request.is_decoding"
+            raise PolicyError(problem)
         page_size = self.scheduler.pages.page_size
         capacity = {r.id: len(r.pages) * page_size for r in self.scheduler.running}
         return Decision(chunks, admitted, preempted, capacity, self.batch.budget)
@@ -216,6 +289,9 @@ class Trial:
         }
         for rule, breaches in rules.items():
             for breach in breaches:
+                if breach.request is None:
+                    cause = "did you preempt the request that it was for?"
+                    return f"The rule that {rule} is broken: {breach.observation}: {cause}"
                 where = f"request {breach.request}: {breach.observation}"
                 return f"The rule that {rule} is broken, {where}."
         return None
@@ -244,13 +320,30 @@ class Trial:
         """The sizes that a policy must not change."""
         return self.scheduler.chunk, self.scheduler.max_batch, self.scheduler.max_len
 
-    def _check_unchanged(self, before: State, after: State, i: int, may_move: bool) -> None:
-        """Raise PolicyError if a request's tokens or counter were changed by a decision."""
+    def _check_unchanged(self, before: State, after: State, i: int, has_moved: bool) -> None:
+        """Raise PolicyError if a request's tokens or counter were changed by a decision.
+
+        `has_moved`: it was admitted or preempted, which only cached pages let begin above 0."""
         if after.num_tokens != before.num_tokens:
             raise PolicyError(f"it changes the tokens of request {i}: only advance() appends one")
-        if not may_move and after.num_computed != before.num_computed:
-            change = f"from {before.num_computed} to {after.num_computed}"
-            raise PolicyError(f"it changes num_computed of request {i} {change}: advance() does")
+        if has_moved and self.scheduler.pages.prefix_caching:
+            return
+        expected = 0 if has_moved else before.num_computed
+        if after.num_computed != expected:
+            change = f"from {expected} to {after.num_computed}"
+            raise PolicyError(
+                f"it changes num_computed of request {i} {change}: the engine does that"
+            )
+
+    def _check_pages(self) -> None:
+        """Raise PolicyError if a request has something else than numbers among its pages."""
+        for request in self.scheduler.running:
+            for page in request.pages:
+                if not isinstance(page, int):
+                    raise PolicyError(
+                        f"request {request.id} has {one_line(repr(page))[:40]} among its pages: "
+                        "allocate() returns a list, so use `pages += ...`"
+                    )
 
 
 @dataclass(frozen=True)

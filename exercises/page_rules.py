@@ -3,27 +3,55 @@
 Read first: rules.py. Read next: catalog.py."""
 
 from exercises.lockstep import Difference
-from exercises.rules import amount, names, tokens
+from exercises.rules import amount, names, num_decodes, tokens
 
 # Memory that ends.
 
 
 def token_without_page(difference: Difference) -> str | None:
-    """A token is computed only if there is a page for it."""
+    """A token is computed only if there is a page for it, which decoding() finds."""
+    return _without_page(
+        difference, "Take the decodes from self.decoding(), which finds the pages."
+    )
+
+
+def decode_without_page(difference: Difference) -> str | None:
+    """A token is computed only if there is a page for it, which your decoding() has to find."""
+    return _without_page(difference, "Allocate one page more.")
+
+
+def _without_page(difference: Difference, remedy: str) -> str | None:
+    """A token is computed only if there is a page for it. `remedy` is for decodes."""
     page_size = difference.load.page_size
     for i, chunk in difference.yours.chunks.items():
         if i in difference.yours.preempted and i not in difference.yours.admitted:
-            return (
-                f"No token without a page: request {i} has just been preempted, and your list "
-                "of decodes still has it."
-            )
+            text = f"No token without a page: request {i} has just been preempted, and your list "
+            if difference.states[i].is_decoding:
+                return f"{text}of decodes still has it."
+            return f"{text}of prefills still has it: call self.decoding() before self.prefilling()."
         capacity = difference.yours.capacity.get(i, 0)
         if chunk.start + chunk.length > capacity:
             pages = capacity // page_size
-            return (
+            verb = "is" if chunk.length == 1 else "are"
+            text = (
                 f"No token without a page: request {i} has {amount(pages, 'page')} for "
-                f"{amount(capacity, 'token')}, and {tokens(chunk)} is in the batch. Allocate one "
-                "page more."
+                f"{amount(capacity, 'token')}, and {tokens(chunk)} {verb} in the batch."
+            )
+            return f"{text} {remedy}" if chunk.is_decode else text
+    return None
+
+
+def takes_pages_in_vain(difference: Difference) -> str | None:
+    """Only a batch of decodes takes pages for them."""
+    reference = difference.reference
+    if num_decodes(difference) or any(chunk.is_decode for chunk in reference.chunks.values()):
+        return None
+    for i in difference.decodes:
+        if difference.yours.capacity.get(i, 0) != reference.capacity.get(i, 0):
+            change = "loses its pages" if i in difference.yours.preempted else "gets a page"
+            return (
+                f"Request {i} {change}, and no request decodes in this iteration. "
+                "self.decoding() takes pages: call it only if the batch decodes."
             )
     return None
 
@@ -52,8 +80,9 @@ def preempts_without_need(difference: Difference) -> str | None:
     if not victims:
         return None
     if not difference.reference.preempted:
+        free = f"{difference.free_pages} {'was' if difference.free_pages == 1 else 'were'}"
         return (
-            f"Nobody is preempted while a page is free: {difference.free_pages} were free, "
+            f"Nobody is preempted while a page is free: {free} free, "
             f"and you preempt {names(victims)}."
         )
     return (
@@ -94,9 +123,11 @@ def last_token_is_cached(difference: Difference) -> str | None:
     """The last token is always computed."""
     for i in sorted(difference.yours.admitted):
         if i not in difference.yours.chunks and i in difference.reference.chunks:
+            num_tokens = difference.states[i].num_tokens
+            held = "the one token" if num_tokens == 1 else f"all {num_tokens} tokens"
             return (
-                f"The last token is always computed: the cached pages hold all "
-                f"{difference.states[i].num_tokens} tokens of request {i}, nothing is computed, "
+                "The last token is always computed: the cached pages hold "
+                f"{held} of request {i}, nothing is computed, "
                 "and so there are no logits for its next token."
             )
     return None
@@ -122,9 +153,11 @@ def shares_too_little(difference: Difference) -> str | None:
         chunk = difference.yours.chunks.get(i)
         expected = difference.reference.chunks.get(i)
         if chunk and expected and chunk.start < expected.start:
+            cached = amount(expected.start // page_size, "cached page")
+            shared = amount(expected.start, "token")
             return (
-                f"All pages that can be reused are reused: the first {expected.start} tokens of "
-                f"request {i} lie in {expected.start // page_size} cached pages, and you reuse "
+                f"All pages that can be reused are reused: the first {shared} of "
+                f"request {i} lie in {cached}, and you reuse "
                 f"{chunk.start // page_size} of them."
             )
     return None

@@ -1,6 +1,7 @@
 """How the exercises are checked: a finder returns the Problem of a policy on one load, or None.
 
     differs_from(Orca, rules)    exercises 1 to 8: the reference decides otherwise
+    adds_below_zero(CutAPrompt)  exercise 4, where the loads have found nothing
 
 Read first: lockstep.py, rules.py. Read next: targets.py, the finders of exercises 9 and 10."""
 
@@ -8,10 +9,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from exercises.loads import Load, shrink
-from exercises.lockstep import Moment, PolicyError, compare
+from exercises.loads import Load, LoadRequest, make_request, shrink
+from exercises.lockstep import CALL_LIMIT_S, Moment, PolicyError, compare, naming_the_line
 from exercises.rules import Rule, first_broken
-from scheduler import Scheduler
+from policies.referee import time_limit
+from scheduler import Batch, Scheduler
 
 SHRINK_S = 0.5  # of CPU time: then a load is small enough
 
@@ -76,3 +78,26 @@ def differs_from(reference: type[Scheduler], rules: Sequence[Rule]) -> Finder:
         return Problem(rule, sentence, difference, reference=reference)
 
     return find_difference
+
+
+def adds_below_zero(policy: type[Scheduler]) -> Problem | None:
+    """The problem of a policy of exercise 4 whose batch adds a chunk where `left` is below 0.
+
+    No load leads to such a batch: with a fixed budget no prefill begins where it is used up."""
+    batch_class: type[Batch] = getattr(policy, "batch_class", Batch)
+    request = make_request(0, LoadRequest(arrival=0, prompt_len=4, output_len=1))
+    try:
+        with naming_the_line(), time_limit(CALL_LIMIT_S):
+            batch = batch_class(1)
+            batch.left = -1
+            returned = batch.add(request)
+    except PolicyError as error:
+        return Problem(rule="error", sentence=str(error), place=error.place)
+    if returned == 0 and not batch:
+        return None
+    added = [chunk.length for chunk in batch]
+    return Problem(
+        "below_zero",
+        "Where left is -1, because more requests decode than the budget allows, add() adds "
+        f"nothing and returns 0: yours returned {returned!r}, and added chunks of {added} tokens.",
+    )

@@ -42,14 +42,16 @@ def describe_problem(
     if moment is None:
         parts.append(problem.details)
     else:
-        parts.append(describe_load(moment.load))
+        parts.append(describe_load(moment.load, policy is None or policy.cuts_prompts))
         if moment.history:
             parts.append(describe_history(moment.history))
         parts.append(f"Iteration {moment.iteration}:")
         parts.append(describe_decisions(moment))
         see += f", iteration {moment.iteration}"
     parts.append(problem.sentence)
-    parts.append(f"{see}.\nFor a hint: `python -m exercises {exercise.number} --hint`.")
+    hint = f"For a hint: `python -m exercises {exercise.number} --hint`."
+    has_page = moment is None or moment.history or moment.yours.chunks
+    parts.append(f"{see}.\n{hint}" if has_page else hint)
     return "\n\n".join(parts)
 
 
@@ -78,15 +80,18 @@ def _definition_of(exercise: Exercise, policy: type[Scheduler]) -> str | None:
     return f"{method.__code__.co_filename} line {method.__code__.co_firstlineno}"
 
 
-def describe_load(load: Load) -> str:
-    """The sizes of a load in a sentence, and a table of its requests."""
+def describe_load(load: Load, cuts_prompts: bool) -> str:
+    """The sizes of a load in a sentence, and a table of its requests.
+
+    C is among the sizes only for a policy that cuts prompts."""
     memory = f"{amount(load.pages, 'page')} of {amount(load.page_size, 'token')}"
     if load.pages == MAX_PAGES:
-        memory += ", ample"
+        memory += ": enough for all"
     caching = ", prefix caching" if load.prefix_caching else ""
+    chunk = f"C = {load.chunk}, " if cuts_prompts else ""
     head = (
-        f"The load: C = {load.chunk}, at most {load.max_batch} run, {memory}{caching}, "
-        f"max_len = {load.max_len}."
+        f"The load: {chunk}at most {load.max_batch} run, max_len = {load.max_len}{caching}, "
+        f"{memory}."
     )
     columns = ["request", "arrives", "prompt", "output"]
     rows = [
@@ -108,7 +113,9 @@ def describe_history(history: tuple[Decision, ...]) -> str:
         chunks = [f"{i}: {describe_chunk(decision, i)}" for i in decision.chunks]
         lost = [f"{i}: preempted" for i in sorted(decision.preempted - decision.chunks.keys())]
         lines.append(f"  {number}.  {'; '.join(chunks + lost)}")
-    head = "So far all is well:" if not skipped else f"So far all is well, after {skipped} others:"
+    head = "So far all is well:"
+    if skipped:
+        head = f"So far all is well, after {amount(skipped, 'other')}:"
     return "\n".join([head, *lines])
 
 
@@ -160,10 +167,11 @@ def describe_chunk(decision: Decision, i: int) -> str:
 # The page.
 
 
-def draw_page(exercise: Exercise, policy: type[Scheduler], problem: Problem | None) -> str:
+def draw_page(exercise: Exercise, policy: type[Scheduler], problem: Problem | None) -> str | None:
     """The page of two schedules: yours and the reference's, on the load where they differ.
 
-    Without such a load it is yours and another policy's, on the load of the question."""
+    Without such a load it is yours and another policy's, on the load of the question. Returns
+    None if yours makes no batch."""
     if problem is None or problem.moment is None:
         return _page_of_question(exercise, policy)
     load = problem.moment.load
@@ -174,6 +182,8 @@ def draw_page(exercise: Exercise, policy: type[Scheduler], problem: Problem | No
         "yours": record(policy, load, seconds),
         name: record(other, load, seconds),
     }
+    if not runs["yours"].records:
+        return None
     return page(
         f"Exercise {exercise.number}: {exercise.title}",
         problem.sentence,
@@ -183,7 +193,7 @@ def draw_page(exercise: Exercise, policy: type[Scheduler], problem: Problem | No
     )
 
 
-def _page_of_question(exercise: Exercise, policy: type[Scheduler]) -> str:
+def _page_of_question(exercise: Exercise, policy: type[Scheduler]) -> str | None:
     """The page of your schedule beside another policy's, on the load of the question."""
     question = exercise.question
     other = find_policy(exercise.beside)
@@ -191,6 +201,8 @@ def _page_of_question(exercise: Exercise, policy: type[Scheduler]) -> str:
         "yours": record(policy, question.load, exercise.seconds),
         exercise.beside: record(other, question.load_beside or question.load, exercise.seconds),
     }
+    if not runs["yours"].records:
+        return None
     return page(
         f"Exercise {exercise.number}: {exercise.title}",
         f"your schedule beside {exercise.beside}, simulated",

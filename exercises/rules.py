@@ -14,7 +14,7 @@ Rule = Callable[[Difference], str | None]
 
 def first_broken(difference: Difference, rules: Sequence[Rule]) -> tuple[str, str]:
     """The name of the first rule that is broken, and its sentence."""
-    for rule in rules:
+    for rule in (never_admitted, *rules):
         sentence = rule(difference)
         if sentence:
             return rule.__name__, sentence
@@ -37,7 +37,9 @@ def amount(number: int, noun: str) -> str:
 
 
 def tokens(chunk: ChunkRecord) -> str:
-    """ "tokens 0 to 3", "token 4"."""
+    """ "tokens 0 to 3", "token 4", "a chunk of 0 tokens"."""
+    if chunk.length < 1:
+        return f"a chunk of {chunk.length} tokens"
     last = chunk.start + chunk.length - 1
     return f"token {last}" if chunk.length == 1 else f"tokens {chunk.start} to {last}"
 
@@ -59,6 +61,15 @@ def to_compute(difference: Difference, i: int) -> int:
 
 
 # Who is in the batch.
+
+
+def never_admitted(difference: Difference) -> str | None:
+    """Only an admitted request has memory."""
+    yours = difference.yours
+    for i in yours.chunks:
+        if i not in yours.capacity and i not in yours.preempted:
+            return f"Request {i} was not admitted: only self.admit() gives it memory."
+    return None
 
 
 def joins_a_running_batch(difference: Difference) -> str | None:
@@ -192,10 +203,14 @@ def beyond_the_end(difference: Difference) -> str | None:
     for i, chunk in difference.yours.chunks.items():
         known = difference.states[i].num_tokens
         if chunk.start + chunk.length > known:
-            return (
+            text = (
                 f"A chunk ends where the tokens end: request {i} has {known}, and your chunk "
                 f"reaches to {chunk.start + chunk.length}."
             )
+            expected = difference.reference.chunks.get(i)
+            if expected and chunk.length == expected.start + expected.length != expected.length:
+                text += " A Chunk is (request, start, length), not end."
+            return text
     return None
 
 

@@ -121,7 +121,8 @@ def _too_slow(moment: Moment, shape: BatchShape, alone: BatchShape) -> Problem:
     i, start, length, _ = chunks[0]
     earlier = _earlier_length(moment, i)
     if earlier is not None and length > earlier:
-        text += f". Later chunks of a prompt are smaller: request {i} got {earlier} tokens before"
+        before = amount(earlier, "token")
+        text += f". Later chunks of a prompt are smaller: request {i} got {before} before"
         return Problem("grows", f"{text}, and now {length}.", moment)
     # the seconds that a wrong prediction would give: the closest one below the SLO explains it
     mistakes = {
@@ -135,8 +136,8 @@ def _too_slow(moment: Moment, shape: BatchShape, alone: BatchShape) -> Problem:
         text += f". Its decodes take {decode_ms:.1f} ms of them: without these it would meet it"
     elif rule == "start_ignored":
         text += (
-            f". Each of the {length} tokens of request {i} attends to the {start} before it: "
-            "at the beginning of the prompt they would meet it"
+            f". Each of the {amount(length, 'token')} of request {i} attends to the {start} "
+            "before it: at the beginning of the prompt they would meet it"
         )
     return Problem(rule, f"{text}.", moment)
 

@@ -36,14 +36,16 @@ class Violation:
     policy: str  # and its load
     iteration: int
     rule: str  # one of RULES
-    request: str  # id, or ids
+    request: str  # id, or ids; empty: no request is concerned
     observation: str
     error: Exception | None = None  # what the policy raised, if that ended it
 
     @property
     def sentence(self) -> str:
         """The violation in one line: the rule, the cause, and then where."""
-        where = f"request {self.request}, iteration {self.iteration} of {self.policy}"
+        where = f"iteration {self.iteration} of {self.policy}"
+        if self.request:
+            where = f"request {self.request}, {where}"
         return f"the rule {self.rule!r} is broken: {self.observation} ({where})"
 
 
@@ -58,7 +60,7 @@ class BrokenRuleError(ValueError):
 class Breach(NamedTuple):
     """What a rule finds wrong with a request."""
 
-    request: object  # id, or ids
+    request: object  # id, or ids; None: no request is concerned
     observation: str
     error: Exception | None = None  # what the policy raised, if that is what is wrong
 
@@ -99,8 +101,11 @@ def no_page_leaked(scheduler: Scheduler) -> Iterator[Breach]:
         must_be_in = expected.get(page, 0)
         if in_tables[page] != must_be_in:
             owners = [request.id for request in running if page in request.pages]
+            if not owners:
+                yield Breach(None, f"page {page} was allocated, and no running request has it")
+                continue
             tables = f"{in_tables[page]} block tables, and must be in {must_be_in}"
-            yield Breach(owners or "-", f"page {page} is in {tables}")
+            yield Breach(owners, f"page {page} is in {tables}")
 
 
 def chunks_come_next(scheduler: Scheduler, batch: Batch) -> Iterator[Breach]:
@@ -136,7 +141,8 @@ def no_decode_dropped(scheduler: Scheduler, batch: Batch) -> Iterator[Breach]:
     computed = sum(request in has_chunk for request in decodes)
     for request in decodes:
         if computed and request not in has_chunk:
-            yield Breach(request.id, f"waits while {computed} others decode")
+            others = "1 other decodes" if computed == 1 else f"{computed} others decode"
+            yield Breach(request.id, f"waits while {others}")
 
 
 def everybody_ends(
@@ -194,7 +200,7 @@ class Referee:
                 batch = self._next_batch()
         except Exception as error:
             place = where_it_failed(error) or "schedule()"
-            first_request = next(iter(self.scheduler.requests), "-")
+            first_request = next(iter(self.scheduler.requests), None)
             cause = f"{type(error).__name__}: {error}, in {place}"
             raise self._broken("everybody ends", Breach(first_request, cause, error)) from error
         self._check_requests()
@@ -216,7 +222,7 @@ class Referee:
                 policy=self.policy,
                 iteration=self.iterations,
                 rule=rule,
-                request=str(breach.request),
+                request="" if breach.request is None else str(breach.request),
                 observation=breach.observation,
                 error=breach.error,
             )

@@ -182,6 +182,7 @@ WRONG = [  # (exercise, part of the solution, what takes its place, the message)
         1,
         "Batch()",
         "Batch(self.chunk)",
+        "The load: at most . run, max_len = .*: enough for all(.|\n)*"
         "computes prompts whole: you cut that of request 0",
     ),
     (
@@ -302,6 +303,7 @@ WRONG = [  # (exercise, part of the solution, what takes its place, the message)
         5,
         "batch.add_decodes(self.decoding())",
         "batch.add_decodes(self.decoding()); batch.left = self.chunk",
+        "The load: C = .*, at most(.|\n)*"
         "The budget is spent twice: the decodes have to be taken off",
     ),
     (
@@ -382,6 +384,117 @@ WRONG = [  # (exercise, part of the solution, what takes its place, the message)
         "admitted at once|goes to prompts",
     ),
     (
+        3,
+        "            if not request:\n                break\n",
+        "",
+        r"line \d+: this request is None: admit.. returned None, nobody fits",
+    ),
+    (
+        3,
+        "<= batch.left",
+        "< batch.left",
+        "As many prompts as fit share a batch, up to max_len = 12 tokens: request 2 fits",
+    ),
+    (
+        3,
+        "self.decoding()",
+        "self.running",
+        "is in the batch. Take the decodes from self.decoding.., which finds the pages.",
+    ),
+    (
+        3,
+        "        batch = Batch(self.max_len)",
+        "        decodes = self.decoding()\n        batch = Batch(self.max_len)",
+        "self.decoding.. takes pages: call it only if the batch decodes.",
+    ),
+    (
+        3,
+        "            batch.add(request)\n",
+        "            batch.add(request)\n        for request in self.waiting:\n"
+        "            if not batch: batch.add(request)\n",
+        "was not admitted: only self.admit.. gives it memory",
+    ),
+    (
+        4,
+        "        length = max(0, min(self.left, len(request.tokens) - start))",
+        "        if self.left == 0:\n            return 0\n"
+        "        length = min(self.left, len(request.tokens) - start)",
+        r"Where left is -1, .* yours returned -1, and added chunks of \[-1\] tokens",
+    ),
+    (
+        4,
+        "            self.left -= length",
+        "            self.left -= length\n            request.num_computed += length",
+        r"line \d+: it changes num_computed of request 0 from 0 to \d+: the engine does that",
+    ),
+    (
+        4,
+        "Chunk(request, start, length)",
+        "Chunk(request, start, start + length)",
+        "a Chunk is .request, start, length., not end",
+    ),
+    (
+        4,
+        "if length:",
+        "if True:",
+        "a chunk of 0 tokens",
+    ),
+    (
+        6,
+        "        decodes = self.decoding()\n        prefills = self.prefilling()\n",
+        "        prefills = self.prefilling()\n        decodes = self.decoding()\n",
+        "prefills still has it: call self.decoding.. before self.prefilling..",
+    ),
+    (
+        6,
+        "while batch.left > 0:",
+        "while self.admit():\n            pass\n        for request in self.prefilling():\n"
+        "            batch.add(request)\n        while batch.left > 0:",
+        "two chunks in one batch",
+    ),
+    (
+        7,
+        "request.pages += page\n",
+        "request.pages.append(page)\n",
+        r"line \d+: request 0 has \[\d\] among its pages: .* so use `pages \+= \.\.\.`",
+    ),
+    (
+        7,
+        "return [request for request in decodes if request.pages]",
+        "pass",
+        r"line 6: decoding.. returned None: did you forget return\?",
+    ),
+    (
+        7,
+        "if request.is_decoding]",
+        "]",
+        "request 1, and it does not decode: ask request.is_decoding",
+    ),
+    (
+        7,
+        "while request.pages:",
+        "while request in decodes:",
+        "it does not decode",
+    ),
+    (
+        8,
+        "return Admission",
+        "Admission",
+        r"line 6: plan_admission.. returned None: did you forget return\?",
+    ),
+    (
+        8,
+        "Admission(cached, ",
+        "Admission(len(cached), ",
+        "must return Admission.list of pages, number.",
+    ),
+    (
+        9,
+        "return len(decodes) + length",
+        "pass",
+        r"line 6: token_budget.. returned None: did you forget return\?",
+    ),
+    (
         7,
         "self.running[-1]",
         "self.running[0]",
@@ -433,7 +546,7 @@ WRONG = [  # (exercise, part of the solution, what takes its place, the message)
         8,
         " else 1",
         " else 0",
-        "The last token is always computed: the cached pages hold all",
+        "The last token is always computed: the cached pages hold the one token of request",
     ),
     (
         8,
@@ -632,7 +745,7 @@ BROKEN = [  # (a solution of exercise 6, the line of it that is named, the messa
     (
         "class Other(SarathiServe): pass",
         None,
-        "no subclass of Scheduler of that name",
+        ": no class StallFree(Scheduler) in it",
     ),
 ]
 
@@ -647,10 +760,20 @@ def test_a_solution_that_cannot_go_on_gets_one_line(source, line, message, tmp_p
     assert text.startswith(f"{file} line {line}: " if line else str(file))
 
 
+def test_no_page_is_written_where_no_batch_was_made(tmp_path, capsys):
+    page = tmp_path / "blank.html"
+    stub = f"{SCHEDULE}        raise NotImplementedError\n"
+    for source in (stub, f"{SCHEDULE}        return Batch()\n"):
+        status, text = check(6, source, tmp_path, capsys, "--html", str(page))
+        assert status == 1 and not page.exists() and "To see it" not in text
+        print(text)
+        assert text.endswith("no page: the policy made no batch\n")
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path, capsys):
     file = tmp_path / "none.py"
     assert main(parse_args(["6", "--file", str(file)])) == 1
-    assert capsys.readouterr().out == f"{file}: there is no file {file}: class StallFree\n"
+    assert capsys.readouterr().out == f"{file}: there is no such file\n"
 
 
 @pytest.mark.parametrize(
@@ -676,7 +799,8 @@ def test_leaked_pages_are_found_where_both_decide_the_same(tmp_path, capsys):
     source = SOLUTIONS[6].replace("return batch", "self.pages.allocate(1)\n        return batch")
     status, text = check(6, source, tmp_path, capsys)
     assert status == 1
-    assert "The rule that no page is leaked is broken, request -: page" in text
+    assert "The rule that no page is leaked is broken: page 1 was allocated, and no running" in text
+    assert "did you preempt the request that it was for?" in text and "request -" not in text
 
 
 def test_all_are_listed_and_the_next_one_is_named(tmp_path, monkeypatch, capsys):
@@ -772,12 +896,17 @@ def test_a_page_can_be_drawn_of_every_difference(number, old, new, tmp_path, cap
     page = tmp_path / "difference.html"
     source = SOLUTIONS[number].replace(old, new)
     status, text = check(number, source, tmp_path, capsys, "--html", str(page))
-    assert status == 1 and f"wrote {page}, open file://" in text
+    assert status == 1
+    if text.endswith("no page: the policy made no batch\n"):
+        assert not page.exists()
+        return
+    assert f"wrote {page}, open file://" in text
     runs = page.read_text("utf-8").partition('"runs":')[2]
     assert re.findall(r'"name": "([\w-]+)"', runs) in (
         ["yours", "reference"],
         ["yours", "sarathi-serve"],
-        ["yours", "orca"],  # an error has no load
+        ["yours", "orca"],  # an error has no load: the page is that of the question
+        ["yours", "vllm"],
     )
 
 
