@@ -83,7 +83,8 @@ def _draw(
     row's uniform. `count` > 0: over so many of the likeliest tokens, from the likeliest down."""
     logits = logits - logits.amax(dim=-1, keepdim=True)  # a tiny temperature cannot overflow
     probs = (logits / _column([p.temperature for p in params], logits)).softmax(dim=-1)
-    likeliest = kept = probs.topk(count).values if count else probs
+    likeliest = probs.topk(count).values if count else probs
+    kept = likeliest
     if count:
         rank = torch.arange(count, device=probs.device)
         kept = kept * (rank < _column([p.top_k or count for p in params], probs))

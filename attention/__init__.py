@@ -43,8 +43,7 @@ BACKENDS: dict[str, Callable[[ModelShape, KVCache], AttentionBackend]] = {
     "xformers-split-k": partial(XFormers, split_k=True),
     **ON_CUDA,
 }
-CUDA_ONLY = ("flash", "xformers", "xformers-split-k")
-DEVICES = {"matmul": "cpu", **dict.fromkeys(CUDA_ONLY, "cuda")}  # the others: any
+DEVICES = {"matmul": "cpu", "flash": "cuda", "xformers": "cuda", "xformers-split-k": "cuda"}
 
 
 def make_attention(config: ModelShape, cache: KVCache, backend: str = "auto") -> AttentionBackend:

@@ -1,12 +1,29 @@
-"""The fastest attention backend that runs on this GPU, with this torch, for this cache."""
+"""Which attention backends run on this GPU, with this torch, for this cache."""
 
 import warnings
 from collections.abc import Callable, Mapping
 
 import torch
 
-from attention.plan import AttentionBackend
-from kv_cache import KVCache, ModelShape
+from attention.plan import SIXTEEN_BITS, AttentionBackend
+from kv_cache import KVCache, ModelShape, Span
+
+
+def check_gpu(name: str, cache: KVCache) -> None:
+    """Raise ValueError, for the backend of that name, unless the GPU runs FlashAttention 2."""
+    data = cache.data
+    is_new = torch.cuda.get_device_capability(data.device) >= (8, 0)
+    if data.dtype not in SIXTEEN_BITS or not is_new:
+        raise ValueError(f"attention={name!r}: needs 16 bits and a GPU of sm80 or newer")
+
+
+def probe(backend: AttentionBackend, config: ModelShape, cache: KVCache) -> None:
+    """Compute a decode and a chunk, in the first and the last page: it fails here if at all."""
+    chunk = [0] * min(2, cache.max_len)
+    spans = [Span([0], 0, [0]), Span([cache.pages - 1], 0, chunk)]
+    shape = (1 + len(chunk), config.n_head, config.head_dim)
+    q = torch.zeros(shape, device=cache.data.device, dtype=cache.data.dtype)
+    backend.plan(spans)(q, *cache.layer(0))
 
 
 def first_that_runs(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attention.plan import SIXTEEN_BITS
+from attention.fallback import check_gpu, probe
 from kv_cache import KVCache, ModelShape, Span
 
 PAGE_MULTIPLE = 256  # what the kernel demands of the size of pages
@@ -90,19 +90,13 @@ class Flash:
         self.page_size = cache.page_size
         self.max_len = cache.max_len
         self.paged = cache.page_size < cache.max_len
-        dtype = cache.data.dtype
-        if dtype not in SIXTEEN_BITS or torch.cuda.get_device_capability(self.device) < (8, 0):
-            raise ValueError("attention='flash': needs 16 bits and a GPU of sm80 or newer")
+        check_gpu("flash", cache)
         if self.paged and cache.page_size % PAGE_MULTIPLE:
             allowed = f"must be max_len or a multiple of {PAGE_MULTIPLE} for attention='flash'"
             raise ValueError(f"page_size={cache.page_size}: {allowed}")
         if config.head_dim % 8 or config.head_dim > 256:
             raise ValueError(f"attention='flash': head_dim={config.head_dim} is not supported")
-        chunk = [0] * min(2, self.max_len)
-        spans = [Span([0], 0, [0]), Span([cache.pages - 1], 0, chunk)]
-        rows = 1 + len(chunk)
-        probe = torch.zeros(rows, config.n_head, config.head_dim, device=self.device, dtype=dtype)
-        self.plan(spans)(probe, *cache.layer(0))  # fails here if at all
+        probe(self, config, cache)
 
     def plan(self, spans: Sequence[Span]) -> FlashPlan:
         """The plan of a batch, see plan.AttentionBackend."""

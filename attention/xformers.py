@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.decode_sizes import padded_size
-from attention.plan import SIXTEEN_BITS, AttentionPlan, gather, page_rows
+from attention.fallback import check_gpu, probe
+from attention.plan import AttentionPlan, gather, page_rows
 from kv_cache import KVCache, ModelShape, Span
 
 CPU = torch.device("cpu")
@@ -50,10 +51,8 @@ class XFormers:
         self.page_size = cache.page_size
         self.group = config.n_head // config.n_kv_head
         self.paged = cache.page_size < cache.max_len
-        dtype = cache.data.dtype
         split_k = split_k or self.paged
-        if dtype not in SIXTEEN_BITS or torch.cuda.get_device_capability(self.device) < (8, 0):
-            raise ValueError("attention='xformers': needs 16 bits and a GPU of sm80 or newer")
+        check_gpu("xformers", cache)
         if self.paged and cache.page_size % 64:
             raise ValueError(f"page_size={cache.page_size}: must be max_len or a multiple of 64")
         head_dims = (16, 32, 64, 128, 256) if split_k else range(8, 257, 8)
@@ -68,11 +67,7 @@ class XFormers:
         self.chunk_operator = fmha.flash.FwOp
         self.decode_operator = fmha.triton_splitk.FwOp if split_k else fmha.flash.FwOp
         self.pads_decodes = split_k  # Triton compiles a kernel for each number of decodes
-        chunk = [0] * min(2, cache.max_len)
-        spans = [Span([0], 0, [0]), Span([cache.pages - 1], 0, chunk)]
-        rows = 1 + len(chunk)
-        probe = torch.zeros(rows, config.n_head, config.head_dim, device=self.device, dtype=dtype)
-        self.plan(spans)(probe, *cache.layer(0))  # fails here if at all
+        probe(self, config, cache)
 
     def plan(self, spans: Sequence[Span]) -> AttentionPlan:
         """The plan of a batch, see plan.AttentionBackend."""

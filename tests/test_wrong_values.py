@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from attention import BACKENDS, CUDA_ONLY
+from attention import BACKENDS, DEVICES
 from config import EngineConfig
 from engine import Engine
 from kv_cache import Pages
@@ -223,7 +223,7 @@ ENGINE = CONFIG | dict(
     max_len=whole(8, 64),  # from a page to all pages, so that the model's limit is too much
     page_size=optional(whole(4, 32)),  # from an eighth of max_len to max_len
     pages=optional(whole(4, 2**20)),
-    attention=one_of(set(BACKENDS) - set(CUDA_ONLY)),
+    attention=one_of({name for name in BACKENDS if DEVICES.get(name) != "cuda"}),
     policy_options=optional(no_options),
     tokenizer=optional(instance(Tokenizer)),
     clock=callable,

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attention
-from attention import SDPA, xformers
+from attention import SDPA, fallback, xformers
 from attention.decode_sizes import padded_size, padded_sizes
 from attention.xformers import XFormers
 from engine import Engine
@@ -92,7 +92,7 @@ def on_a_pretended_gpu(monkeypatch):
     fmha = pytest.importorskip("xformers.ops.fmha")
     monkeypatch.setattr(fmha.flash, "FLASH_VERSION", "2.8.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    for module in (attention, xformers):
+    for module in (attention, fallback):
         monkeypatch.setattr(module, "SIXTEEN_BITS", (torch.float64,))
     return fmha
 

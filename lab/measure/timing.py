@@ -106,14 +106,6 @@ def launch_timings(
     a computation with more of them both times are too long.)"""
     if device.type != "cuda":
         return {}
-    with torch.cuda.device(device):  # whose stream pauses and records events
-        return _launch_timings(launches, device)
-
-
-def _launch_timings(
-    launches: Mapping[Name, Callable[[], object]], device: torch.device
-) -> dict[Name, LaunchTiming]:
-    """See launch_timings."""
     cpu_ms: dict[Name, list[float]] = {name: [] for name in launches}
     device_ms: dict[Name, list[float]] = {name: [] for name in launches}
     begin = torch.cuda.Event(enable_timing=True)
@@ -127,10 +119,11 @@ def _launch_timings(
             cpu_ms[name].append(launch_s * 1e3)
 
             synchronize(device)
-            torch.cuda._sleep(int(2 * launch_s * PAUSE_HZ))
-            begin.record()
-            launch()
-            end.record()
+            with torch.cuda.device(device):  # whose stream pauses and records events
+                torch.cuda._sleep(int(2 * launch_s * PAUSE_HZ))
+                begin.record()
+                launch()
+                end.record()
             synchronize(device)
             device_ms[name].append(begin.elapsed_time(end))
     return {

@@ -5,26 +5,21 @@
 Read first: policies/today.py, policies/remedies.py. Read next: lab/commands/today.py."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from config import EngineConfig
 from lab.measure.capacity import estimated_qps
-from lab.measure.load_run import Run
-from lab.measure.metrics import summarize_run
 from lab.measure.workload import Arrival, poisson, sample_lengths
+from lab.papers.today_loads import MODEL, Latencies, Server, latencies, serve
 from lab.papers.today_rules import Step, conduct_of, differs, smallest_difference
 from lab.simulator.cost_model import CostModel
 from lab.simulator.machine import base_of
 from lab.simulator.random_loads import random_load
-from lab.simulator.simulation import simulate
 from policies import TODAY
 from views.tables import Column, format_table
 
-MODEL = "llama3-8b"  # on one A100
-PAGE_SIZE = 64
 RANDOM_LOADS = 200  # in lock step
 
 
@@ -156,72 +151,6 @@ def _show(step: Step) -> str:
     )
 
 
-# ---- Simulated loads -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Server:
-    """How a policy is run."""
-
-    policy: str
-    chunk: int
-    max_len: int
-    tokens: int  # of memory
-    max_batch: int = 64
-    options: dict[str, object] = field(default_factory=dict)
-
-
-def serve(server: Server, arrivals: Sequence[Arrival]) -> Run:
-    """Simulate a run on one A100."""
-    config = EngineConfig(
-        server.policy,
-        chunk=server.chunk,
-        max_batch=server.max_batch,
-        max_len=server.max_len,
-        page_size=PAGE_SIZE,
-        pages=server.tokens // PAGE_SIZE,
-        policy_options=server.options,
-    )
-    return simulate(CostModel.named(MODEL), config, arrivals).run
-
-
-@dataclass(frozen=True)
-class Latencies:
-    """What is printed of a run, in seconds."""
-
-    ttft_p50: float
-    ttft_p99: float
-    tbt_p50: float
-    tbt_mean: float
-    tbt_p99: float
-    tbt_max: float
-    tpot_p99: float
-    tokens_per_s: float
-    preemptions: int
-    recomputed: int
-    running: float
-
-
-def latencies(run: Run) -> Latencies:
-    """The Latencies of a run in which requests have ended."""
-    summary = summarize_run(run.completions, run.iterations, run.seconds)
-    gaps = [gap for completion in run.completions for gap in completion.tbt]
-    tpots = [float(np.mean(c.tbt)) for c in run.completions if c.tbt]
-    return Latencies(
-        ttft_p50=summary.ttft_s.p50 or 0.0,
-        ttft_p99=summary.ttft_s.p99 or 0.0,
-        tbt_p50=summary.tbt_s.p50 or 0.0,
-        tbt_mean=float(np.mean(gaps)),
-        tbt_p99=summary.tbt_s.p99 or 0.0,
-        tbt_max=summary.tbt_s.max or 0.0,
-        tpot_p99=float(np.quantile(tpots, 0.99)),
-        tokens_per_s=summary.tokens_per_s or 0.0,
-        preemptions=summary.preemptions or 0,
-        recomputed=summary.recomputed_tokens or 0,
-        running=summary.running_mean or 0.0,
-    )
-
-
 # ---- 3. One long prompt among short ones ---------------------------------------------------------
 
 LONG_PROMPT = 32_000
@@ -251,7 +180,6 @@ class LongRow:
     long: float
     tbt_p99: float
     tbt_max: float
-    seconds: float
 
 
 def long_among_short_load() -> list[Arrival]:
@@ -284,7 +212,6 @@ def long_among_short() -> Page:
             long=max(c.ttft or 0.0 for a, c in pairs if a.prompt_len == LONG_PROMPT),
             tbt_p99=numbers.tbt_p99,
             tbt_max=numbers.tbt_max,
-            seconds=run.seconds,
         )
     columns: list[Column[LongRow]] = [
         Column("short TTFT P50", lambda row: row.short_p50, ".2f"),

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attention
-from attention import flash
+from attention import fallback
 from attention.plan import SIXTEEN_BITS
 from kv_cache import Span, slot_mapping
 
@@ -172,7 +172,7 @@ def pretend_flash(monkeypatch: Any, operator: Callable[..., Any] = flash_attenti
     """Let attention.flash run on a CPU in float64, by that operator."""
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", operator)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    for module in (attention, flash):
+    for module in (attention, fallback):
         monkeypatch.setattr(module, "SIXTEEN_BITS", (torch.float64,))
 
 
