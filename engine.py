@@ -211,16 +211,17 @@ class Engine:
         priority: str = "normal",
         ttft_slo: float | None = None,
         tbt_slo: float | None = None,
+        user: str = "",
     ) -> int:
         """Queue a prompt (token ids, or text if there is a tokenizer) and return the request's id.
 
-        `arrival` is on the engine's clock (None: now). `request_id` is a number that no other
-        request has (None: the next). See policies/priority.py for the last three. Raises
-        ValueError, with nothing changed, if an argument makes no sense or the request can never
-        run; QueueFull if max_waiting requests wait."""
+        `arrival` is on the engine's clock (None: now), `request_id` a new one (None: the next). The
+        rest is for policies/priority.py and policies/remedies.VTC. Raises ValueError for what makes
+        no sense or can never run, QueueFull if max_waiting requests wait; then nothing changes."""
         params = SamplingParams() if params is None else params
         tokens = self._encode(prompt, params)
         service = check_service_level(priority, ttft_slo, tbt_slo)
+        check_type("user", user, str, "a text")
         arrival = self.clock() if arrival is None else arrival
         arrival = check_number("arrival", arrival, "a finite number of seconds")
         request_id = self._next_id if request_id is None else self._check_new_id(request_id)
@@ -242,6 +243,7 @@ class Engine:
             priority=service.priority,
             ttft_slo=service.ttft_slo,
             tbt_slo=service.tbt_slo,
+            user=user,
         )
         self._next_id = max(self._next_id, request_id + 1)
         self.scheduler.add(request)
@@ -359,8 +361,7 @@ class Engine:
         Raises what `add_request` raises, before anything is computed, and ValueError while other
         requests run. After any exception none of these requests is left."""
         if self.scheduler.requests or self._computed:
-            running = len(self.scheduler.requests)
-            raise ValueError(f"generate: {running} requests are running, step() or abort() them")
+            raise ValueError("generate: other requests are running, step() or abort() them")
         check_type("progress", progress, bool, "True or False")
         prompts = check_list("prompts", prompts, "a list of prompts")
         if params is None or isinstance(params, SamplingParams):
@@ -368,8 +369,7 @@ class Engine:
         params = check_list("params", params, "SamplingParams, or a list of them")
         if len(params) != len(prompts):
             raise ValueError(f"params: {len(params)} given for {len(prompts)} prompts")
-        pairs = list(zip(prompts, params, strict=True))
-        encoded = [self._encode(prompt, p) for prompt, p in pairs]  # all, before any is queued
+        encoded = [self._encode(*pair) for pair in zip(prompts, params, strict=True)]
         first_id = self._next_id
         try:
             ids = [self.add_request(*pair) for pair in zip(encoded, params, strict=True)]

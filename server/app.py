@@ -309,6 +309,7 @@ class Api:
                 priority=body.priority,
                 ttft_slo=body.ttft_slo,
                 tbt_slo=body.tbt_slo,
+                user=body.user,
             )
         except QueueFull as error:
             raise ApiError(429, str(error), None, "queue_full", {"Retry-After": "1"}) from error

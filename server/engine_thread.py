@@ -75,10 +75,17 @@ class EngineThread:
         priority: str,
         ttft_slo: float | None,
         tbt_slo: float | None,
+        user: str,
     ) -> Submitted:
         """Queue a request, as Engine.add_request does, and step until it is done."""
         request_id = self.engine.add_request(
-            prompt, params, arrival, priority=priority, ttft_slo=ttft_slo, tbt_slo=tbt_slo
+            prompt,
+            params,
+            arrival,
+            priority=priority,
+            ttft_slo=ttft_slo,
+            tbt_slo=tbt_slo,
+            user=user,
         )
         events: EventQueue = asyncio.Queue()
         self.queues[request_id] = events

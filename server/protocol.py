@@ -77,8 +77,9 @@ class RequestBody(BaseModel, strict=True, extra="forbid"):
     """The fields that completions and chats have in common.
 
     top_k, ignore_eos (generate all of max_tokens), and the class and targets of
-    policies/priority.py are not OpenAI's. `user` is ignored. The limits of numbers that are not
-    given here are checked by SamplingParams and the engine."""
+    policies/priority.py are not OpenAI's. `user` is for policies that are fair between users, as
+    `vtc`. The limits of numbers that are not given here are checked by SamplingParams and the
+    engine."""
 
     model: str
     max_tokens: PositiveInt | None = None

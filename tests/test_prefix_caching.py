@@ -431,7 +431,7 @@ def test_a_warm_up_that_is_refused_has_spoilt_nothing():
     engine.add_request(SYSTEM, SamplingParams(9))
     for _ in range(5):
         engine.step()
-    with pytest.raises(ValueError, match="generate: 1 requests are running"):
+    with pytest.raises(ValueError, match="generate: other requests are running"):
         engine.warm_up()
     [completion] = finish(engine)
     assert completion.tokens == alone(MODEL, SYSTEM, SamplingParams(9))

@@ -92,7 +92,7 @@ def test_all_tokens_are_counted_and_what_no_client_sees_is_unknown():
     ended = []
     with another() as (url, requests):
         server = RemoteServer(f"{url}/", api_key="sesame")
-        high = Arrival(0.1, 3, 8, "high", 0.5, 0.25)
+        high = Arrival(0.1, 3, 8, "high", 0.5, 0.25, user="ann")
         arrivals = [high, Arrival(0.0, 4, 4), Arrival(0.0, 5, 9)]
         run = server.serve(arrivals, prompts(arrivals, 256, 0), lambda: ended.append(1))
     assert [len(c.token_times) for c in run.completions] == [8, 4, 0] and len(ended) == 3
@@ -101,7 +101,7 @@ def test_all_tokens_are_counted_and_what_no_client_sees_is_unknown():
     assert [c.finish_reason for c in run.completions] == ["length", "length", "abort"]
     assert [c.priority for c in run.completions] == [1, 2, 2] and run.refused == 1
     bodies = {len(body["prompt"]): body for body, _ in requests}
-    promise = {"priority": "high", "ttft_slo": 0.5, "tbt_slo": 0.25}
+    promise = {"priority": "high", "ttft_slo": 0.5, "tbt_slo": 0.25, "user": "ann"}
     assert bodies[3].items() >= promise.items() and bodies[3].keys() == USUAL | promise.keys()
     assert bodies[4].keys() == USUAL and bodies[4]["model"] == "x" == server.model
     expected = dict(max_tokens=4, temperature=0, ignore_eos=True, stream=True)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -451,12 +452,15 @@ def test_the_template_of_a_checkpoint(tmp_path):
 
 def test_a_remote_server_is_measured_as_this_machine_is():
     lengths = [(0.0, 5, 20), (0.02, 9, 1), (0.04, 60, 30)]
-    arrivals = [Arrival(*row, priority="high") for row in lengths]
+    arrivals = [Arrival(*row, priority="high", user="ann") for row in lengths]
     with serving(circle(), byte_tokenizer()) as served:
+        scheduler = served.engine.scheduler
+        scheduler.add = Mock(wraps=scheduler.add)
         remote = RemoteServer(f"{served.url}/v1")
         ended = []
         run_result = remote.serve(arrivals, prompts(arrivals, 256, 0), lambda: ended.append(1))
         assert remote.model == "tiny" and len(ended) == 3
+        assert [call.args[0].user for call in scheduler.add.call_args_list] == ["ann"] * 3
     with serving(circle(), byte_tokenizer(), max_waiting=1) as served:
         served.engine.runner.flatten = slow(served.engine.runner.flatten, 0.2)
         arrivals = [Arrival(0.0, 5, 2)] * 8

@@ -5,10 +5,13 @@ from random import Random
 
 import pytest
 
+from engine import Engine
 from kv_cache import Pages
 from lab.simulator.referee import check_random_loads, rules_of
 from policies import ALL_POLICIES, TODAY, make_scheduler
+from sampling import SamplingParams
 from scheduler import Request
+from tests.helpers import tiny_model
 
 RANDOM_LOADS = 40  # of 2,000 that `bench.py check NAME --random-loads 2000` simulates
 
@@ -440,3 +443,13 @@ def test_vtc_serves_the_user_with_the_fewest_tokens():
     world.add(6, 2, user="a")
     world.add(6, 2, user="c")  # new: lifted to the least of those that wait
     assert served["c"] == served["a"] == 30
+
+
+def test_vtc_is_fair_between_the_users_of_an_engine():
+    engine = Engine(tiny_model(), policy="vtc", max_batch=1, max_len=32)
+    for user in "aaab":
+        engine.add_request([1, 2, 3], SamplingParams(2), user=user)
+    ended = []
+    while engine.has_work:
+        ended += [event.request_id for event in engine.step() if event.finish_reason]
+    assert ended == [0, 3, 1, 2]

@@ -242,6 +242,7 @@ REQUEST = dict(
     priority=one_of(PRIORITIES),
     ttft_slo=optional(positive),
     tbt_slo=optional(positive),
+    user=instance(str),
 )
 GENERATE = dict(prompts=prompts, params=params_of_two, progress=flag)
 ABORT = dict(request_id=lambda value: is_whole(value) and value in (0, 1))

@@ -342,6 +342,7 @@ class EngineServer:
             priority=arrival.priority,
             ttft_slo=arrival.ttft_slo,
             tbt_slo=arrival.tbt_slo,
+            user=arrival.user,
         )
 
 

@@ -176,6 +176,8 @@ class RemoteServer:
             body["ttft_slo"] = arrival.ttft_slo
         if arrival.tbt_slo is not None:
             body["tbt_slo"] = arrival.tbt_slo
+        if arrival.user:
+            body["user"] = arrival.user
         return body
 
 
