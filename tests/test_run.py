@@ -152,12 +152,16 @@ def test_classes_and_targets_come_with_the_arrival(monkeypatch):
 
     def watched(self, *args, **more):
         if "request_id" in more:  # not of the warm-up
-            added.append((more.get("priority"), more.get("ttft_slo"), more.get("tbt_slo")))
+            added.append(
+                tuple(more.get(name) for name in ("priority", "ttft_slo", "tbt_slo", "user"))
+            )
         return add(self, *args, **more)
 
     monkeypatch.setattr(Engine, "add_request", watched)
-    targets = [("low", None, None), ("realtime", 0.5, 0.1)]
-    run = serve_small("priority", arrivals=[Arrival(0.0, 8, 4, *its) for its in targets])
+    targets = [("low", None, None, "ann"), ("realtime", 0.5, 0.1, "bob")]
+    run = serve_small(
+        "priority", arrivals=[Arrival(0.0, 8, 4, *rest, user=user) for *rest, user in targets]
+    )
     assert added == targets and [c.priority for c in run.completions] == [3, 0]
 
 

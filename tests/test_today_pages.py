@@ -67,3 +67,9 @@ def test_a_page_that_does_not_exist_is_refused(capsys):
         with pytest.raises(SystemExit):
             bench.parse_args(["today", *argv])
         assert "must be from engines" in capsys.readouterr().err or argv[0] == "--write"
+
+
+@pytest.mark.parametrize("command", dict.fromkeys(today.CHECKLIST.values()))
+def test_a_command_of_the_checklist_is_one_of_the_bench(command):
+    bench.parse_args(command.split())
+    assert f"`bench.py {command}`" in README

@@ -312,23 +312,25 @@ def memory_to_reserve() -> Page:
 # ---- 5. Chunking shows nothing here: why? --------------------------------------------------------
 
 CHECK_MAX_LEN = 4096
-SIMULATED = "--simulate a100-80gb --preset llama3-8b --max-len 4096"
-PAIR = "--policies vllm,sarathi-serve"
-CHECKLIST = {  # reason -> the options of `bench.py serve` that show it
+SERVE = "serve --simulate a100-80gb --preset llama3-8b --max-len 4096"
+PAIR = f"{SERVE} --policies vllm,sarathi-serve"
+CHECKLIST = {  # reason -> the command of bench.py that shows it
     "**It does show** in P99 TBT and the longest stall": f"{PAIR} --qps 6",
     "**Offline**: all prompts come at once, stalls are few and huge, and the other gaps have no "
-    "chunk in them: P99 is even lower without chunks. Look at the longest": f"{PAIR} --qps 1000",
+    "chunk in them: P99 is even lower without chunks. Look at the "
+    "longest": f"{PAIR} --qps 1000 --requests 128",
     "**Prompts below the budget** are never cut": f"{PAIR} --qps 6 --lengths 100+400",
     "**All slots are full**: a prompt waits for a slot, and overlaps with few "
     "decodes": f"{PAIR} --qps 6 --batch 2",
     "**The mean or P50 is looked at**: most gaps hold no prefill, with chunks or "
-    "without": f"{PAIR} --qps 5",
-    "**TPOT is looked at instead of TBT**, the column at the right: it averages the gaps of a "
-    "request before the percentile is taken; TBT = ITL takes every gap": f"{PAIR} --qps 4",
+    "without; the table above": "today --only checklist",
+    "**TPOT is looked at instead of TBT**, in the same table: it averages the gaps of a "
+    "request before the percentile is taken; TBT = ITL takes every "
+    "gap": "today --only checklist",
     "**A low load**: stalls are rarer than 1 % of the gaps, so P99 does not see them; the longest "
     "gap does": f"{PAIR} --qps 0.1",
     "**The baseline chunks already**: vLLM V1 does by default, see "
-    "above": "--policies vllm-v1,sarathi-serve --qps 6",
+    "above": f"{SERVE} --policies vllm-v1,sarathi-serve --qps 6",
 }
 
 
@@ -383,10 +385,7 @@ def chunking_shows_nothing() -> Page:
             "A100, simulated; seconds. The first load shows the gain, in P99 and in the longest "
             "gap. Each other one hides it.",
             format_table("load: policy", columns, rows),
-            "\n".join(
-                f"- {reason}: `bench.py serve {SIMULATED} {options}`"
-                for reason, options in CHECKLIST.items()
-            ),
+            "\n".join(f"- {reason}: `bench.py {command}`" for reason, command in CHECKLIST.items()),
         ],
     )
 
