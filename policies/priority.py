@@ -214,8 +214,9 @@ class Priority(Dynamic):
     def too_slow(self, decodes: list[Request]) -> bool:
         """Whether these miss the TBT target of a realtime or high one even without any prefill."""
         targets = [r.tbt_slo for r in decodes if r.tbt_slo and r.priority <= HIGH]
-        predicted = self.iteration_time.predict(BatchShape.of_decodes(decodes))
-        return predicted > min(targets, default=math.inf)
+        if not targets:
+            return False
+        return self.iteration_time.predict(BatchShape.of_decodes(decodes)) > min(targets)
 
     def lower_classes(self, requests: list[Request]) -> list[Request]:
         """Those of these requests that are neither realtime nor high."""
