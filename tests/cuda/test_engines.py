@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import bench
-from attention import SDPA
+from attention import SDPA, Flash
 from engine import Engine, Runner
 from lab.measure import timing
 from model import GPT, GPTConfig
@@ -118,6 +118,11 @@ def test_every_head_dim_is_served(gpu, head_dim, page_size):
 @pytest.mark.parametrize("page_size", [256, 64])
 def test_prefix_caching_is_served(gpu, page_size):
     serve(gpu, new_model(), page_size=page_size, prefix_caching=True)
+
+
+def test_pages_are_shared_by_default_as_flash_reads_them(gpu):
+    engine = Engine(new_model(), max_batch=2, max_len=MAX_LEN, prefix_caching=True)
+    assert isinstance(engine.runner.attention, Flash) and engine.runner.attention.paged
 
 
 @pytest.mark.parametrize("policy", ["sarathi", "orca-best"])
