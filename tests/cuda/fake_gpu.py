@@ -99,7 +99,9 @@ class FakeGPU(TorchDispatchMode):
         """Let torch.cuda answer as if there were a driver."""
         real_tensor = torch.tensor
         stream = SimpleNamespace(
-            synchronize=lambda: self.wait("synchronize"), wait_stream=lambda stream: None
+            device=torch.device("cuda", 0),
+            synchronize=lambda: self.wait("synchronize"),
+            wait_stream=lambda stream: None,
         )
 
         def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
