@@ -260,7 +260,10 @@ def load_model(options: ModelOptions, positions: int, *, positions_from: str) ->
         assert isinstance(shard, Shard)
         return Stage(shard)
 
-    return ranks.start(load_stage).model
+    model = ranks.start(load_stage).model
+    if ranks.device.type == "cuda":
+        print("# no CUDA graphs with --tp or --pp: decodes wait for launches", file=sys.stderr)
+    return model
 
 
 def _load_here(
