@@ -163,7 +163,11 @@ def test_memory_of_model_and_cache_is_counted(gpu):
 BATCHES = "batches 6x1@1024 256+5x1@1024 --preset llama-13b --layers 2"  # of 40: it takes long here
 
 
-@pytest.mark.parametrize("command", [BATCHES, "--chunk 256 --preset llama-tiny --seq-len 600"])
+OFFLINE = "--chunk 256 --preset llama-tiny --seq-len 600"
+SERVE = "serve --preset llama-tiny --requests 6 --batch 3 --max-len 600 --policies vllm --qps 9"
+
+
+@pytest.mark.parametrize("command", [BATCHES, OFFLINE, SERVE])
 def test_bench_commands_run_on_an_a100(gpu, command, monkeypatch, tmp_path, capsys):
     """Times mean nothing here, memory does."""
     monkeypatch.setattr(timing.Probe, "take", lambda self, *_: 0.0)
