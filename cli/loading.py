@@ -107,7 +107,9 @@ def add_model_options(parser: OptionParser, default_preset: str) -> None:
     )
     parser.add_option("--seed", help="of weights and prompts", type=whole(minimum=0), default=0)
     parser.add_option(
-        "--compile", help="torch.compile the layers around attention", action="store_true"
+        "--compile",
+        help="torch.compile the layers around attention: fewer kernels, after a minute or so",
+        action="store_true",
     )
     parser.add_option(
         "--threads",
