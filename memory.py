@@ -120,9 +120,9 @@ def pages_that_fit(model: ModelLike, max_len: int, page_size: int) -> int:
 def small_page_size(max_len: int, device: torch.device | str) -> int:
     """The default size of pages that a request takes one by one, as its tokens come.
 
-    64 tokens, or half of max_len if that is less. On CUDA 256, unless max_len is below 512, as
-    FlashAttention reads pages of a multiple of that; Triton's kernels, which read pages of 64, are
-    slower, and no CUDA graph replays them."""
+    64 tokens, on CUDA 256: FlashAttention reads pages of a multiple of that. Pages of 64 go to
+    Triton's kernels there, which are slower, and are in no CUDA graph. Two pages or more must make
+    up max_len."""
     half = -(-max_len // 2)
     on_cuda = str(device).startswith("cuda")
     return FLASH_PAGE if on_cuda and half >= FLASH_PAGE else min(SMALL_PAGE, half)
