@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from errors import INT64_MAX, check_bool, check_sizes, check_type, set_field
 from kv_cache import Pages, kv_bytes_per_token
-from memory import ModelLike, check_memory, pages_that_fit
+from memory import ModelLike, check_memory, pages_that_fit, small_page_size
 from policies import check_options, find_policy, make_scheduler, policy_options
 from scheduler import Scheduler
 
@@ -25,7 +25,7 @@ class EngineConfig:
     chunk: int | str = 256  # C, the chunk size or token budget; "auto": found by auto_budget
     max_batch: int | None = None  # B, the most requests at once; None: as many as fit, at most 256
     max_len: int | None = None  # the longest prompt and output; None: 2,048, or the model's limit
-    page_size: int | None = None  # tokens in a page; None: max_len, or up to 64 if these are shared
+    page_size: int | None = None  # tokens; None: max_len, for prefix_caching small_page_size
     pages: int | None = None  # None: enough for max_batch requests of max_len tokens
     prefix_caching: bool = False  # share the pages of prompts that begin alike
     max_waiting: int | None = None  # the most requests that may wait; None: no limit
@@ -61,7 +61,7 @@ class EngineConfig:
             raise ValueError(f"max_len={max_len}: must be at most {limit}, {reason}")
         page_size = self.page_size
         if page_size is None:
-            page_size = min(64, -(-max_len // 2)) if self.prefix_caching else max_len
+            page_size = small_page_size(max_len, model.device) if self.prefix_caching else max_len
         pages = self.pages
         if pages is None:
             pages = (self.max_batch or MAX_BATCH) * -(-max_len // page_size)

@@ -1,19 +1,20 @@
 """Batches of decodes alone on CUDA, replayed as CUDA graphs.
 
 A decode-only iteration of a large model launches hundreds of small kernels, and the CPU needs about
-as long to launch them as a fast GPU to run them. A CUDA graph is recorded once for each size of
-batch, and then launched as a whole. It reads the tensors that it was recorded with: each batch is
-copied into them first. What differs between two batches of decodes is only
+as long to launch them as a fast GPU to run them. A CUDA graph of all layers is recorded once for
+each size of batch, and then launched as a whole. It reads the tensors that it was recorded with:
+each batch is copied into them first. What differs between two batches of decodes is only
 
     tokens, positions, slot_mapping     of FlatBatch
     seqused_k                           how many keys each decode attends to
     cu_seqlens_k, or block_table        where these keys are
 
-while logit_rows and cu_seqlens_q count 0, 1, 2, ... in all of them.
+while cu_seqlens_q counts 0, 1, 2, ... in all of them. The head is computed after the graph, on the
+rows whose logits are wanted: logits take far more memory than the rows that a graph must keep.
 
 Sizes are padded (attention/decode_sizes.py). The rows that are added hold any token at any place.
 They write their keys and values to the cache's scratch slot, attend to one key, and nobody reads
-their logits.
+them.
 
 Read first: model.py. Read next: engine.py."""
 
@@ -62,13 +63,7 @@ class DecodeGraph(NamedTuple):
 
     batch: FlatBatch  # whose tensors it reads
     plan: FlashPlan  # the batch's
-    recording: Recording  # its output is the logits
-
-
-def all_decode(batch: FlatBatch, plan: FlashPlan) -> bool:
-    """Whether a batch is decodes alone, and all of them want logits, or none does."""
-    longest = max(call.max_q for call in plan.calls)
-    return longest == 1 and len(batch.logit_rows) in (0, len(batch.tokens))
+    recording: Recording  # its output is what the layers compute, (size, n_embd)
 
 
 class DecodeGraphs:
@@ -80,31 +75,27 @@ class DecodeGraphs:
         self.model = model
         self.cache = cache
         self.attention = attention
-        self.is_flash = isinstance(attention, Flash)
-        # recorded when they are first needed: by size, and whether logits are wanted
-        self.graphs: dict[tuple[int, bool], DecodeGraph] = {}
+        self.graphs: dict[int, DecodeGraph] = {}  # by size, recorded when it is first needed
         self.pool: Any = None
         self.stream: Any = None
 
     @torch.inference_mode()
     def forward(self, batch: FlatBatch) -> Tensor:
-        """Logits, as of GPT.forward. Those of a graph are overwritten by the next batch."""
+        """Logits, as of GPT.forward."""
         plan = batch.attend
-        if self.is_flash and isinstance(plan, FlashPlan) and all_decode(batch, plan):
-            num_logits = len(batch.logit_rows)
-            graph = self.graph_of(padded_size(len(batch.tokens)), num_logits > 0)
+        if isinstance(plan, FlashPlan) and all(call.max_q == 1 for call in plan.calls):
+            graph = self.graph_of(padded_size(len(batch.tokens)))
             if graph is not None:
                 self.copy_into(graph, batch, plan)
                 graph.recording.replay()
-                return graph.recording.output[:num_logits]
+                return self.model.logits(graph.recording.output, batch)
         return self.model(batch, self.cache)
 
-    def graph_of(self, size: int, wants_logits: bool) -> DecodeGraph | None:
+    def graph_of(self, size: int) -> DecodeGraph | None:
         """The graph of a size. None if recording fails; then a warning says why, once."""
-        key = size, wants_logits
-        if key not in self.graphs and not self.has_failed:
+        if size not in self.graphs and not self.has_failed:
             try:
-                self.graphs[key] = self.record_size(size, wants_logits)
+                self.graphs[size] = self.record_size(size)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # libraries that cannot be recorded have no type in common
@@ -112,11 +103,11 @@ class DecodeGraphs:
                 cause = error.__context__ or error  # before the end of the recording failed, too
                 reason = f"{type(cause).__name__}: {cause}".partition("\n")[0]
                 warnings.warn(f"decodes run without CUDA graphs, slower: {reason}", stacklevel=4)
-        return self.graphs.get(key)
+        return self.graphs.get(size)
 
-    def record_size(self, size: int, wants_logits: bool) -> DecodeGraph:
+    def record_size(self, size: int) -> DecodeGraph:
         """Record a batch of that many decodes, all of which are padding."""
-        batch = FlatBatch.build(size * [Span([0], 0, [0], wants_logits)], self.attention)
+        batch = FlatBatch.build(size * [Span([0], 0, [0])], self.attention)
         batch.slot_mapping.fill_(self.cache.scratch_slot)
         if self.pool is None and self.cache.data.is_cuda:
             self.pool = torch.cuda.graph_pool_handle()
@@ -124,7 +115,7 @@ class DecodeGraphs:
         assert isinstance(batch.attend, FlashPlan)
 
         def compute() -> Tensor:
-            return self.model(batch, self.cache)
+            return self.model.compute_layers(self.model.embed(batch), batch, self.cache)
 
         recording = record(compute, self.stream, self.pool)
         return DecodeGraph(batch, batch.attend, recording)
@@ -169,4 +160,3 @@ def compile_decodes(runner: DecodeRunner, max_batch: int) -> None:
             bar.set_postfix_str(f"batch of {size}")
             decodes = min(size, max_batch)
             runner.greedy([Span([i % runner.cache.pages], 0, [0]) for i in range(decodes)])
-    runner.greedy([Span([0], 0, [0], wants_logits=False)])  # a prompt whose last token is left

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch  # a simulation runs without
     from torch import Tensor
 
+SMALL_PAGE = 64  # tokens
+FLASH_PAGE = 256  # tokens: attention/flash.py reads pages of a multiple of it
 ROPE_COPIES = 7  # of its result: what model.rope_table takes of the CPU's memory for a while
 
 
@@ -113,6 +115,17 @@ def pages_that_fit(model: ModelLike, max_len: int, page_size: int) -> int:
         takes = f"one request takes {max_len * token_bytes / 1e9:.1f} GB of KV cache"
         raise ValueError(f"max_len={max_len}: {takes}, {room / 1e9:.1f} GB are free")
     return pages
+
+
+def small_page_size(max_len: int, device: torch.device | str) -> int:
+    """The default size of pages that a request takes one by one, as its tokens come.
+
+    64 tokens, on CUDA 256: FlashAttention reads pages of a multiple of that. Pages of 64 go to
+    Triton's kernels there, which are slower, and are in no CUDA graph. Two pages or more must make
+    up max_len."""
+    half = -(-max_len // 2)
+    on_cuda = str(device).startswith("cuda")
+    return FLASH_PAGE if on_cuda and half >= FLASH_PAGE else min(SMALL_PAGE, half)
 
 
 def _free_in_system() -> int:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from attention.fallback import check_gpu, probe
 from kv_cache import KVCache, ModelShape, Span
-
-PAGE_MULTIPLE = 256  # what the kernel demands of the size of pages
+from memory import FLASH_PAGE
 
 
 class Call(NamedTuple):
@@ -91,8 +90,8 @@ class Flash:
         self.max_len = cache.max_len
         self.paged = cache.page_size < cache.max_len
         check_gpu("flash", cache)
-        if self.paged and cache.page_size % PAGE_MULTIPLE:
-            allowed = f"must be max_len or a multiple of {PAGE_MULTIPLE} for attention='flash'"
+        if self.paged and cache.page_size % FLASH_PAGE:
+            allowed = f"must be max_len or a multiple of {FLASH_PAGE} for attention='flash'"
             raise ValueError(f"page_size={cache.page_size}: {allowed}")
         if config.head_dim % 8 or config.head_dim > 256:
             raise ValueError(f"attention='flash': head_dim={config.head_dim} is not supported")
@@ -119,7 +118,7 @@ class Flash:
     def reads_block_tables(self, spans: Sequence[Span]) -> bool:
         """Whether the call of these spans follows block tables."""
         decodes = spans[0].length == 1
-        return self.paged or (decodes and self.page_size % PAGE_MULTIPLE == 0)
+        return self.paged or (decodes and self.page_size % FLASH_PAGE == 0)
 
     def call_numbers(self, spans: Sequence[Span], paged: bool) -> list[list[int]]:
         """The numbers in the four tensors of a Call, in their order."""

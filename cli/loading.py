@@ -107,7 +107,9 @@ def add_model_options(parser: OptionParser, default_preset: str) -> None:
     )
     parser.add_option("--seed", help="of weights and prompts", type=whole(minimum=0), default=0)
     parser.add_option(
-        "--compile", help="torch.compile the layers around attention", action="store_true"
+        "--compile",
+        help="torch.compile the layers around attention: fewer kernels, after a minute or so",
+        action="store_true",
     )
     parser.add_option(
         "--threads",
@@ -260,7 +262,10 @@ def load_model(options: ModelOptions, positions: int, *, positions_from: str) ->
         assert isinstance(shard, Shard)
         return Stage(shard)
 
-    return ranks.start(load_stage).model
+    model = ranks.start(load_stage).model
+    if ranks.device.type == "cuda":
+        print("# no CUDA graphs with --tp or --pp: decodes wait for launches", file=sys.stderr)
+    return model
 
 
 def _load_here(

@@ -52,7 +52,7 @@ class ServerOptions:
 def parse_args(argv: Sequence[str] | None) -> ServerOptions:
     """The options, checked. Exits with a message, like argparse, for one that makes no sense."""
     from cli.loading import add_engine_options, add_model_options, model_options
-    from cli.options import OptionParser, nonempty_text, number, whole
+    from cli.options import SMALL_PAGES, OptionParser, nonempty_text, number, whole
 
     parser = OptionParser(prog="python -m server", description="An OpenAI-compatible server.")
     parser.add_option(
@@ -102,7 +102,7 @@ def parse_args(argv: Sequence[str] | None) -> ServerOptions:
         "--page-size",
         help="tokens in a page of the cache",
         type=whole(minimum=1),
-        default_text="64, or half of --max-len",
+        default_text=SMALL_PAGES,
     )
     parser.add_option(
         "--pages",
@@ -155,17 +155,19 @@ def load(options: ServerOptions) -> GPT:
 
 def make_engine(options: ServerOptions) -> Engine:
     """The engine of these options, warmed up."""
+    from config import MAX_LEN
+    from memory import small_page_size
     from parallel import engine_for
 
     model = load(options)
-    half_of_max_len = -(-(options.max_len or 2048) // 2)
+    max_len = options.max_len or min(MAX_LEN, model.config.max_positions)
     engine = engine_for(model)(
         model,
         policy=options.policy,
         chunk=options.chunk,
         max_batch=options.max_batch,
         max_len=options.max_len,
-        page_size=options.page_size or min(64, half_of_max_len),
+        page_size=options.page_size or small_page_size(max_len, model.device),
         pages=options.pages,
         prefix_caching=options.prefix_caching,
         max_waiting=options.max_waiting,

@@ -125,8 +125,10 @@ def test_a_batch_is_launched_as_it_is_computed_and_not_waited_for(monkeypatch, h
     rows = []
 
     def launch_timings(launches, device):
-        monkeypatch.setattr(runner, "greedy", None)
-        rows.extend(len(launch()) for launch in launches.values())
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "greedy", None)
+            results = {key: launch() for key, launch in launches.items()}
+        rows.extend(len(result) for (_, part), result in results.items() if part == "launch")
         return {name: timing.LaunchTiming(5.0, 3.0) for name in launches}
 
     monkeypatch.setattr(timing, "launch_timings", launch_timings)
@@ -135,6 +137,29 @@ def test_a_batch_is_launched_as_it_is_computed_and_not_waited_for(monkeypatch, h
     assert rows == ([2, 1] if head else [0, 0])  # logits of each batch
     assert [(time.launch_ms, time.device_ms) for time in times.values()] == [(5.0, 3.0)] * 2
     assert times["a"].launch_bound
+
+
+def test_the_parts_of_a_batch_on_a_gpu_are_times_of_the_gpu(monkeypatch):
+    """The whole is what one waits for. A part that waits for launches could be longer than it."""
+    device_ms = {"attention": 20.0, "launch": 70.0}
+    timed_parts = set()
+
+    def launch_timings(launches, device):
+        return {key: timing.LaunchTiming(500.0, device_ms.get(key[1], 8.0)) for key in launches}
+
+    def interleaved(variants, *_, **settings):
+        timed_parts.update(part for _, part in variants)
+        return {key: timing.Timing(100.0, 0.1) for key in variants}
+
+    monkeypatch.setattr(timing, "launch_timings", launch_timings)
+    monkeypatch.setattr(timing, "interleaved", interleaved)
+    monkeypatch.setattr(timing, "steadily", lambda function, *_, **settings: (function(), 0.0))
+    batches = {"a": batch_of((1, 9), (1, 7))}
+    time = time_batches(Runner(tiny_model(), 4, 16), MACHINE, batches, 2)["a"]
+    assert timed_parts == {"total"}
+    assert (time.total_ms, time.attention_ms, time.preproj_ms) == (100.0, 20.0, 8.0)
+    assert time.products_ms == 5 * 8.0 and time.other_ms == 100 - 40 - 20
+    assert (time.launch_ms, time.device_ms) == (500.0, 70.0)
 
 
 def test_on_a_cpu_no_launches_are_timed():

@@ -12,7 +12,7 @@ import torch
 import sampling
 from engine import Completion, Engine, QueueFull, Runner
 from kv_cache import KVCache, Span, kv_bytes_per_token
-from memory import pages_that_fit
+from memory import pages_that_fit, small_page_size
 from model import GPT, GPTConfig
 from policies import POLICIES
 from pretrained.tokenizers import Tokenizer, byte_tokenizer
@@ -588,6 +588,23 @@ def test_pages_that_fit_are_the_formula(monkeypatch):
     with pytest.raises(ValueError, match="max_len=2048: .* takes 1.7 GB of KV cache, 0.0 GB are"):
         monkeypatch.setattr("memory.free_bytes", lambda device: 10)
         pages_that_fit(model, 2048, 16)
+
+
+@pytest.mark.parametrize(
+    "device, max_len, size",
+    [
+        ("cpu", 4096, 64),
+        ("cpu", 41, 21),
+        ("cuda", 4096, 256),
+        ("cuda:1", 512, 256),
+        ("cuda", 510, 64),  # not 255, which flash does not read either
+        ("cuda", 41, 21),
+    ],
+)
+def test_small_pages_are_those_that_attention_reads_fastest(device, max_len, size):
+    assert (
+        small_page_size(max_len, torch.device(device)) == small_page_size(max_len, device) == size
+    )
 
 
 def test_a_runner_is_refused_more_pages_than_fit(model, monkeypatch):

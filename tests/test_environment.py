@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -99,6 +101,18 @@ def test_no_memory_on_a_gpu_is_said_as_such_in_one_line(command, error, monkeypa
     assert line.startswith("error: no memory on the GPU for this model, batch and length: CUDA ")
     assert "\n" not in line and "non-PyTorch" not in line and len(line) < 250
     assert command or "2.00 GiB" in line or error is not OUT_OF_MEMORY[0]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_ranks_on_gpus_say_that_they_use_no_graphs(device, monkeypatch, capsys):
+    stage = SimpleNamespace(model="a shard")
+    ranks = SimpleNamespace(device=torch.device(device), start=lambda load_stage: stage)
+    monkeypatch.setattr("parallel.ranks.Ranks", lambda *_: ranks)
+    monkeypatch.setattr("cli.loading.resolve_model", lambda options: options)
+    tensor_parallel = replace(parse_model(TINY_MODEL), tp=2)
+    assert load_model(tensor_parallel, 16, positions_from="--max-len") == "a shard"
+    on_gpu = device == "cuda"
+    assert ("# no CUDA graphs with --tp or --pp" in capsys.readouterr().err) == on_gpu
 
 
 @pytest.mark.parametrize("option", ["json", "csv", "html", "plot"])

@@ -5,8 +5,10 @@ No GPU is needed: steps are small programs, or the smallest model on a CPU."""
 import json
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import bench
 from lab.commands import gpu
@@ -141,7 +143,14 @@ def test_the_preset_is_the_largest_that_fits(gigabytes, preset):
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 @pytest.mark.parametrize("preset", ["llama-13b", "gpt2-xl"])
-def test_every_step_is_a_command_and_all_claims_are_among_them(preset, device, tmp_path):
+def test_every_step_is_a_command_and_all_claims_are_among_them(
+    preset, device, tmp_path, monkeypatch
+):
+    """Their options are parsed as by the step itself, on an A100 that is pretended."""
+    a100 = SimpleNamespace(total_memory=80 * 10**9)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: a100)
     claims = []
     names = []
     for step in all_steps(preset, device, tmp_path):
@@ -149,18 +158,21 @@ def test_every_step_is_a_command_and_all_claims_are_among_them(preset, device, t
         program, *argv = step.argv
         assert step.limit_s >= LIMIT_S
         if step.name == "tests":
-            assert program == "-m" and "test_equivalence.py" in argv
+            assert program == "-m" and argv == ["pytest", "-q", "-rs", *gpu.TESTS]
             continue
-        assert program == "bench.py" and argv[argv.index("--device") + 1] == device
-        argv[argv.index("--device") + 1] = "cpu"
+        assert program == "bench.py"
         module, options = bench.parse_args(argv)
-        assert (options.model if hasattr(options, "model") else options).preset == preset
+        model = options.model if hasattr(options, "model") else options
+        assert (model.preset, model.device) == (preset, device)
+        assert model.compile == (step.name == "batches-compiled")
         if module.__name__.endswith("paper"):
             claims += options.claims
             assert options.out == str(tmp_path) and options.quick == (device == "cpu")
         else:
             assert options.json == str(tmp_path / f"{step.name}.json")
-    assert names[:6] == ["tests", "chunk-256", "table-2", "serve", "capacity", "batches"]
+    plain_names = [name for name in names if name != "batches-compiled"]
+    assert plain_names[:6] == ["tests", "chunk-256", "table-2", "serve", "capacity", "batches"]
+    assert ("batches-compiled" in names) == (device == "cuda")
     assert claims == CLAIMS
 
 

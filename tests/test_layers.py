@@ -26,7 +26,7 @@ MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
     "config": "errors kv_cache scheduler policies memory",
     "outputs": "scheduler",
     "pretrained": "errors kv_cache memory torch",
-    "attention": "errors kv_cache torch",
+    "attention": "errors kv_cache memory torch",
     "model": "errors kv_cache memory pretrained attention torch",
     "sampling": "errors torch",
     "packed_linear": "model torch",

@@ -90,7 +90,7 @@ def test_decodes_that_ride_for_nothing_are_not_launches_that_do(monkeypatch, cap
         return {key: timing.Timing(40.0, 0.0) for key in variants}
 
     def launch_timings(launches, device):
-        return {name: timing.LaunchTiming(39.0, device_ms[name]) for name in launches}
+        return {(name, part): timing.LaunchTiming(39.0, device_ms[name]) for name, part in launches}
 
     monkeypatch.setattr(timing, "interleaved", interleaved)
     monkeypatch.setattr(timing, "launch_timings", launch_timings)

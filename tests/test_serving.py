@@ -455,9 +455,11 @@ def test_the_default_memory_is_a_third_of_the_batch_in_small_pages(on_gpu, some,
     args = parse("serve", "--device", ("cpu", "cuda")[on_gpu])
     *sizes, max_len, requests = some
     assert [args.chunk, args.batch, args.max_len] == [*sizes, max_len]
-    assert args.page_size == [64] and args.kv_tokens == requests * max_len
+    assert args.page_size == [(64, 256)[on_gpu]] and args.kv_tokens == requests * max_len
     assert args.requests == (500 if on_gpu else 48)
     assert parse("serve", "--max-len", "41").page_size == [21]
+    simulated = ["--simulate", "a100-80gb", "--preset", "llama3-8b"]
+    assert parse("serve", *simulated).page_size == [64]
     sizes = "16,64, max, 512"
     assert parse("serve", "--page-size", sizes, "--max-len", "512").page_size == [16, 64, 512]
 

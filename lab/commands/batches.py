@@ -185,5 +185,6 @@ def launch_note(rows: Mapping[str, BatchTime]) -> str:
     bound = f"bound by launches, not by the device: {', '.join(slow) or 'none'}"
     return (
         "launch: of the CPU, until all kernels are launched; device: of the GPU, when it need not "
-        f"wait for launches\n{bound}\n"
+        "wait for launches,\n"
+        f"as are the parts; total: until the CPU has the tokens, with launches\n{bound}\n"
     )

@@ -240,6 +240,8 @@ def all_steps(preset: str, device: str, out: Path, fresh: bool = False) -> list[
     paper += [] if gpu else ["--quick"]
     paper += ["--fresh"] if fresh else []
     tests = [path for path in TESTS if (ROOT / path).exists()]
+    batches = "batches 1024 1024/256 6x1@1024 '250@1024 + 6x1@1024'"
+    compiled = [bench("batches-compiled", f"{batches} --compile")] if gpu else []
     if gpu:
         batch = f"--batch 32 --max-len {max_len}"
         serve = f"serve --requests 160 {batch}"
@@ -257,7 +259,8 @@ def all_steps(preset: str, device: str, out: Path, fresh: bool = False) -> list[
         ),
         bench("serve", serve, ("json", "plot", "csv")),
         bench("capacity", capacity, ("json", "plot")),
-        bench("batches", "batches 1024 1024/256 6x1@1024 '250@1024 + 6x1@1024'"),
+        bench("batches", batches),
+        *compiled,
         *(
             Step(
                 f"paper-{number}",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from cli.loading import MAX_PROCESSES, ModelOptions, add_model_options, model_options, resolve_model
 from cli.options import (
+    SMALL_PAGES,
     OptionParser,
     PerDevice,
     add_chunk_option,
@@ -24,6 +25,7 @@ from lab.measure.capacity import ROUNDS
 from lab.measure.workload import LENGTHS, TRACE_COLUMNS
 from lab.simulator.devices import DEVICES, GEOMETRIES, LINKS
 from lab.simulator.machine import SimulatedMachineOptions
+from memory import small_page_size
 from policies.priority import PRIORITIES
 from policies.token_budget import MULTIPLES
 from pretrained.presets import PRESETS
@@ -279,7 +281,7 @@ def _add_engine_options(parser: OptionParser) -> None:
         help="tokens in a page, or max for a slot per request; several, with commas: each with "
         "each",
         type=page_sizes,
-        default_text="64, or half of --max-len",
+        default_text=SMALL_PAGES,
     )
     parser.add_option(
         "--kv-tokens",
@@ -346,7 +348,8 @@ def resolve(parser: OptionParser, args: Namespace) -> ServeOptions:
     if is_elsewhere:
         kv_tokens = _simulated_kv_tokens(parser, args, max_len, chunk)
     check_load(parser, args, max_len)
-    sizes = args.page_size or [min(64, -(-max_len // 2))]
+    cache_device = "cpu" if is_elsewhere else args.device  # simulated attention reads any pages
+    sizes = args.page_size or [small_page_size(max_len, cache_device)]
     sizes = list(dict.fromkeys(max_len if size == "max" else size for size in sizes))
     if max(sizes) > max_len:
         parser.error(f"--page-size {max(sizes)}: must be at most --max-len {max_len}")

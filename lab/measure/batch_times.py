@@ -25,6 +25,7 @@ from parallel import runner_for
 from parallel.shard import Shard
 
 PRODUCTS = (*timing.LINEAR, "head")
+PARTS = ("attention", *PRODUCTS)
 BatchName = TypeVar("BatchName")
 
 
@@ -79,7 +80,10 @@ def count_tokens(batches: Sequence[Batch]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchTime:
-    """What a batch takes, in milliseconds: medians. The parts are timed alone."""
+    """What a batch takes, in milliseconds: medians. The parts are timed alone.
+
+    On a GPU they are times of the device, as a CUDA graph, which may compute the whole, saves
+    launches that a part alone would wait for: the parts would seem longer than the whole."""
 
     total_ms: float
     attention_ms: float
@@ -90,7 +94,7 @@ class BatchTime:
     head_ms: float  # 0 if the head is left out, as in the papers
     products_ms: float  # the five before, together
     attention_limit_ms: float  # flops at the rate of the products, or K and V at the bandwidth
-    other_ms: float  # norms, rotation, activation, embedding, and what lies between
+    other_ms: float  # norms, rotation, activation, embedding, on a GPU launches, what lies between
     spread: float  # between the quartiles of the total, as a fraction of it
     busy: bool  # whether the machine was too busy for these numbers to be believed
     launch_ms: float | None = None  # of the CPU, until a GPU has got all work; None on a CPU
@@ -131,10 +135,18 @@ def time_batches(
     shows a progress bar. What the runner's cache holds is lost."""
     device = runner.model.device
     runner.cache.data.normal_()
-    variants: dict[tuple[BatchName, str], Callable[[], object]] = {}
+    totals: dict[tuple[BatchName, str], Callable[[], object]] = {}
+    parts: dict[tuple[BatchName, str], Callable[[], object]] = {}
+    launches: dict[tuple[BatchName, str], Callable[[], object]] = {}
     for name, batch in batches.items():
+        spans = spans_of(batch, wants_logits=head)
+        totals[name, "total"] = partial(runner.greedy, spans)
         for part, function in _parts_of(runner, batch, head).items():
-            variants[name, part] = function
+            parts[name, part] = function
+        if not isinstance(runner.model, Shard):  # whose other ranks launch, too
+            launches[name, "launch"] = _launch_of(runner, spans)
+    on_gpu = timing.launch_timings(parts | launches, device)
+    variants = totals if on_gpu else totals | parts
 
     def time_all() -> dict[tuple[BatchName, str], timing.Timing]:
         return timing.interleaved(variants, device, repeats, title=title, limit_s=limit_s)
@@ -143,24 +155,23 @@ def time_batches(
         return median(timings[name, "total"].spread for name in batches)
 
     timings, drift = timing.steadily(time_all, device, tries=2, spread_of=typical_spread)
-    launches: dict[BatchName, timing.LaunchTiming] = {}
-    if not isinstance(runner.model, Shard):  # whose other ranks launch, too
-        functions = {name: _launch_of(runner, batch, head) for name, batch in batches.items()}
-        launches = timing.launch_timings(functions, device)
     times = {}
     for name, batch in batches.items():
-        parts = {part: timings[name, part] for part in ("total", "attention", *PRODUCTS)}
-        batch_time = _batch_time(runner.model, machine, batch, parts, drift)
-        if name in launches:
-            cpu_ms, device_ms = launches[name]
+        parts_ms = {
+            part: on_gpu[name, part].device_ms if on_gpu else timings[name, part].ms
+            for part in PARTS
+        }
+        total = timings[name, "total"]
+        batch_time = _batch_time(runner.model, machine, batch, total, parts_ms, drift)
+        if (name, "launch") in on_gpu:
+            cpu_ms, device_ms = on_gpu[name, "launch"]
             batch_time = replace(batch_time, launch_ms=cpu_ms, device_ms=device_ms)
         times[name] = batch_time
     return times
 
 
-def _launch_of(runner: Runner, batch: Batch, head: bool) -> Callable[[], object]:
+def _launch_of(runner: Runner, spans: Sequence[Span]) -> Callable[[], object]:
     """A function that launches a batch, and does not wait for its tokens."""
-    spans = spans_of(batch, wants_logits=head)
 
     def launch() -> Tensor:
         return runner.forward(runner.flatten(spans))
@@ -169,13 +180,11 @@ def _launch_of(runner: Runner, batch: Batch, head: bool) -> Callable[[], object]
 
 
 def _parts_of(runner: Runner, batch: Batch, head: bool) -> dict[str, Callable[[], object]]:
-    """Functions that run a batch, and each of its operations alone."""
+    """Functions that run each of the PARTS of a batch alone."""
     model = runner.model
-    spans = spans_of(batch, wants_logits=head)
     head_layers = [model.head] if head and model.head else []
     parts: dict[str, Callable[[], object]] = {
-        "total": partial(runner.greedy, spans),
-        "attention": timing.attention_alone(runner, spans),
+        "attention": timing.attention_alone(runner, spans_of(batch)),
         "head": timing.bare_products(model, len(batch), head_layers),
     }
     for operation in timing.LINEAR:
@@ -188,25 +197,25 @@ def _batch_time(
     model: GPT,
     machine: RealMachineInfo,
     batch: Batch,
-    parts: Mapping[str, timing.Timing],
+    total: timing.Timing,
+    parts_ms: Mapping[str, float],
     drift: float,
 ) -> BatchTime:
-    """The BatchTime of a batch, from the Timing of each of its parts and the machine's drift."""
-    total = parts["total"]
-    products_ms = sum(parts[operation].ms for operation in PRODUCTS)
+    """The BatchTime of a batch, from the times of it and its parts, and the machine's drift."""
+    products_ms = sum(parts_ms[operation] for operation in PRODUCTS)
     flops, moved_bytes = timing.attention_cost(model.config, spans_of(batch), model.dtype)
     limit_s = max(flops / machine.flops_per_s, moved_bytes / machine.bytes_per_s)
     return BatchTime(
         total_ms=total.ms,
-        attention_ms=parts["attention"].ms,
-        preproj_ms=parts["preproj"].ms,
-        postproj_ms=parts["postproj"].ms,
-        ffn_ln1_ms=parts["ffn_ln1"].ms,
-        ffn_ln2_ms=parts["ffn_ln2"].ms,
-        head_ms=parts["head"].ms,
+        attention_ms=parts_ms["attention"],
+        preproj_ms=parts_ms["preproj"],
+        postproj_ms=parts_ms["postproj"],
+        ffn_ln1_ms=parts_ms["ffn_ln1"],
+        ffn_ln2_ms=parts_ms["ffn_ln2"],
+        head_ms=parts_ms["head"],
         products_ms=products_ms,
         attention_limit_ms=1e3 * model.stages * limit_s,
-        other_ms=max(0.0, total.ms - products_ms - parts["attention"].ms),
+        other_ms=max(0.0, total.ms - products_ms - parts_ms["attention"]),
         spread=total.spread,
         busy=max(drift, total.spread) > timing.BUSY,
     )

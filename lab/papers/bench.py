@@ -48,6 +48,7 @@ from lab.measure.offline_load import OfflineLoad, PolicyRun, run_policies
 from lab.measure.run_plan import run_plan
 from lab.measure.workload import Arrival
 from lab.simulator.machine import FittedMachine
+from memory import small_page_size
 from model import GPT
 
 Size = Literal["gpu", "cpu", "quick"]  # each claim has three lists of sizes
@@ -302,7 +303,7 @@ class Bench:
         batch = batch or self.pick(gpu=128, cpu=32, quick=32)
         max_len = max_len or self.pick(gpu=8192, cpu=1024, quick=1024)
         self._check_length(max_len)
-        page_size = min(64, -(-max_len // 2))
+        page_size = small_page_size(max_len, self.model.device)
         pages_of_request = -(-max_len // page_size)
         return ServingLimits(
             chunk=self.pick(gpu=512, cpu=128, quick=128),

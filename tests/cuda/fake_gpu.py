@@ -99,7 +99,9 @@ class FakeGPU(TorchDispatchMode):
         """Let torch.cuda answer as if there were a driver."""
         real_tensor = torch.tensor
         stream = SimpleNamespace(
-            synchronize=lambda: self.wait("synchronize"), wait_stream=lambda stream: None
+            device=torch.device("cuda", 0),
+            synchronize=lambda: self.wait("synchronize"),
+            wait_stream=lambda stream: None,
         )
 
         def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
@@ -137,6 +139,8 @@ class FakeGPU(TorchDispatchMode):
             self.patch(torch.cuda, name, function)
         for name in ("memory_allocated", "memory_reserved"):
             self.patch(torch.cuda, name, lambda device=None: self.allocated_bytes)
+        self.patch(torch.cuda, "Event", FakeEvent)
+        self.patch(torch.cuda, "_sleep", lambda cycles: None)
         self.patch(torch.cuda, "synchronize", lambda device=None: self.wait("synchronize"))
         self.patch(torch, "tensor", tensor)
         self.patch(torch, "Generator", HostGenerator)
@@ -259,6 +263,20 @@ class FakeGraph:
     def replay(self) -> None:
         """Launch all of it."""
         self.gpu.kernels["cuda_graph"] += 1
+
+
+class FakeEvent:
+    """Stands for a torch.cuda.Event. Nothing takes any time on this device, but for 1 ms."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        """Do nothing."""
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        """The milliseconds between two events."""
+        return 1.0
 
 
 class HostGenerator(torch.Generator):

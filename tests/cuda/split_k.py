@@ -101,16 +101,12 @@ class Compiler:
         self.count += sum(len(cache[0]) for cache in function.device_caches.values()) - before
 
 
-def count_compiled(decodes: Decodes, sizes: tuple[int, ...]) -> list[int]:
-    """How many kernels Triton compiles for a GPU for batches of so many decodes, one by one."""
+def pretend_driver(capability: tuple[int, int]) -> None:
+    """Let Triton compile for a GPU of that compute capability, which need not be here."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
 
-    logging.getLogger("xformers").setLevel(logging.ERROR)
-    from xformers.ops.fmha import triton_splitk
-    from xformers.ops.fmha._triton import splitk_kernels
-
-    major, minor = decodes.capability
+    major, minor = capability
     driver.set_active(
         SimpleNamespace(
             get_current_target=lambda: GPUTarget("cuda", 10 * major + minor, 32),
@@ -118,6 +114,15 @@ def count_compiled(decodes: Decodes, sizes: tuple[int, ...]) -> list[int]:
             get_current_stream=lambda device=None: 0,
         )
     )
+
+
+def count_compiled(decodes: Decodes, sizes: tuple[int, ...]) -> list[int]:
+    """How many kernels Triton compiles for a GPU for batches of so many decodes, one by one."""
+    logging.getLogger("xformers").setLevel(logging.ERROR)
+    from xformers.ops.fmha import triton_splitk
+    from xformers.ops.fmha._triton import splitk_kernels
+
+    pretend_driver(decodes.capability)
     config = config_of(decodes.n_head, decodes.n_kv_head, decodes.head_dim)
     (end,) = decodes.ends
     table = list(range(-(-end // decodes.page_size)))
@@ -130,7 +135,7 @@ def count_compiled(decodes: Decodes, sizes: tuple[int, ...]) -> list[int]:
     with (
         mock.patch.object(triton_splitk.FwOp, "get_kernel", get_kernel),
         mock.patch.object(splitk_kernels, "_splitK_reduce", reduce),
-        capability(major, minor),
+        capability(*decodes.capability),
         FlashByDefinition(),
     ):
         backend = BACKENDS[decodes.backend](config, cache)

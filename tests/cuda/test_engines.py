@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import bench
-from attention import SDPA
+from attention import SDPA, Flash
 from engine import Engine, Runner
 from lab.measure import timing
 from model import GPT, GPTConfig
@@ -120,6 +120,11 @@ def test_prefix_caching_is_served(gpu, page_size):
     serve(gpu, new_model(), page_size=page_size, prefix_caching=True)
 
 
+def test_pages_are_shared_by_default_as_flash_reads_them(gpu):
+    engine = Engine(new_model(), max_batch=2, max_len=MAX_LEN, prefix_caching=True)
+    assert isinstance(engine.runner.attention, Flash) and engine.runner.attention.paged
+
+
 @pytest.mark.parametrize("policy", ["sarathi", "orca-best"])
 def test_nothing_is_compiled_after_warm_up(gpu, policy):
     """These policies admit one prompt an iteration: few requests never decode together."""
@@ -158,7 +163,11 @@ def test_memory_of_model_and_cache_is_counted(gpu):
 BATCHES = "batches 6x1@1024 256+5x1@1024 --preset llama-13b --layers 2"  # of 40: it takes long here
 
 
-@pytest.mark.parametrize("command", [BATCHES, "--chunk 256 --preset llama-tiny --seq-len 600"])
+OFFLINE = "--chunk 256 --preset llama-tiny --seq-len 600"
+SERVE = "serve --preset llama-tiny --requests 6 --batch 3 --max-len 600 --policies vllm --qps 9"
+
+
+@pytest.mark.parametrize("command", [BATCHES, OFFLINE, SERVE])
 def test_bench_commands_run_on_an_a100(gpu, command, monkeypatch, tmp_path, capsys):
     """Times mean nothing here, memory does."""
     monkeypatch.setattr(timing.Probe, "take", lambda self, *_: 0.0)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attention import BACKENDS, SDPA, make_attention
+import attention
+from attention import BACKENDS, SDPA, Flash, make_attention
 from tests.cuda.batches import (
     CUDA_BACKENDS,
     capability,
@@ -17,7 +18,7 @@ from tests.cuda.batches import (
     random_queries,
     scattered_spans,
 )
-from tests.cuda.flash import attend_spans, flash_call
+from tests.cuda.flash import FlashByDefinition, attend_spans, flash_call
 
 CONFIG = config_of(4, 2, 64)
 LAYOUTS = [(256, 256), (256, 512), (64, 512)]  # page_size, max_len: flash, or split-K, is tried
@@ -119,6 +120,23 @@ def test_auto_falls_back_on_whatever_is_raised(make_error, page_size, max_len, f
     y = backend.plan(spans)(q, *cache.layer(1))
     expected = attend_spans(q, *cache.layer(1), spans, page_size)
     torch.testing.assert_close(y.double(), expected, rtol=0, atol=3e-3)
+
+
+def test_auto_takes_flash_without_a_word(recwarn, failing):
+    failing(AssertionError("xformers was asked"))
+    cache = new_cache(CONFIG, 4, 256, 512, torch.float16)
+    with FlashByDefinition(), capability(8, 0):
+        assert isinstance(make_attention(CONFIG, on_cuda(cache)), Flash)
+    assert not recwarn.list
+
+
+def test_auto_takes_the_next_backend_and_says_why(monkeypatch, failing):
+    monkeypatch.setitem(attention.ON_CUDA, "xformers", lambda *_: "made by xformers")
+    cache = new_cache(CONFIG, 4, 256, 512, torch.float16)
+    message = "'xformers', which is slower: flash cannot run, TypeError: no kernel here$"
+    no_flash = failing(TypeError("no kernel here"))
+    with no_flash, capability(8, 0), pytest.warns(UserWarning, match=message):
+        assert make_attention(CONFIG, on_cuda(cache)) == "made by xformers"
 
 
 @pytest.mark.parametrize("name", CUDA_BACKENDS)

@@ -1,12 +1,16 @@
-"""Attention computed from exactly what flash's operator is given equals its definition."""
+"""Attention computed from exactly what flash's operator is given equals its definition.
+
+Also: what attention.flash copies to the GPU, and what it refuses."""
 
 import random
 
 import pytest
 import torch
 
-from attention import BACKENDS
+from attention import BACKENDS, Flash
 from kv_cache import slot_mapping
+from model import FlatBatch
+from test_equivalence import a_span
 from tests.cuda.batches import (
     CUDA_BACKENDS,
     capability,
@@ -18,7 +22,9 @@ from tests.cuda.batches import (
     reads_pages,
     scattered_spans,
 )
-from tests.cuda.flash import FlashByDefinition, attend, attend_spans
+from tests.cuda.flash import FlashByDefinition, attend, attend_spans, pretend_flash
+from tests.helpers import poisoned_cache, tiny_model
+from tests.test_xformers import NoWaiting
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # results are rounded to these types
 LAYOUTS = [(300, 300), (64, 313), (256, 505)]  # page_size, max_len
@@ -84,3 +90,53 @@ def test_the_definition_is_that_of_torch():
     attention = torch.nn.functional.scaled_dot_product_attention
     theirs = attention(q, k, v, attn_mask=visible, enable_gqa=True)
     torch.testing.assert_close(ours, theirs.transpose(0, 1))
+
+
+SLOTS = [([4], 20, 1), ([0], 0, 1), ([2], 7, 1), ([1], 5, 9), ([3], 0, 6)], (5, 24, 24)
+PAGES = [([7, 0, 5], 600, 1), ([3], 0, 1), ([2, 9], 250, 9), ([6], 0, 30)], (10, 256, 700)
+
+
+@pytest.mark.parametrize("spans, sizes", [SLOTS, PAGES], ids=["slots", "pages"])
+def test_flash_copies_its_numbers_at_once_and_no_keys(spans, sizes, monkeypatch):
+    transfers, keys_at = [], set()
+    tensor = torch.tensor
+
+    def operator(q, k, v, *arguments, **options):
+        keys_at.add((k.data_ptr(), v.data_ptr()))
+        return (torch.zeros_like(q),)
+
+    pretend_flash(monkeypatch, operator)
+    model = tiny_model(head_dim=16, max_positions=1024)
+    cache = poisoned_cache(model, *sizes, position_major=True)
+    backend = Flash(model.config, cache)
+    monkeypatch.setattr(torch, "tensor", lambda *a, **o: transfers.append(a) or tensor(*a, **o))
+    with NoWaiting():
+        batch = FlatBatch.build([a_span(*span) for span in spans], backend)
+        assert len(transfers) == 2  # the batch's own, and these
+        keys_at.clear()
+        model(batch, cache)
+    assert keys_at == {tuple(x.data_ptr() for x in cache.layer(layer)) for layer in (0, 1)}
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (3, 1), (2, 2)])
+def test_the_probe_reads_nothing_behind_its_page(sizes, monkeypatch):
+    pretend_flash(monkeypatch)
+    model = tiny_model(head_dim=16)
+    Flash(model.config, poisoned_cache(model, *sizes, position_major=True))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(page_size=64, max_len=256), "page_size=64: must be max_len or a multiple of 256"),
+        (dict(page_size=40, head_dim=12), "head_dim=12 is not supported"),
+        (dict(page_size=40, head_dim=264), "head_dim=264 is not supported"),
+    ],
+)
+def test_what_flash_does_not_support_is_refused(changes, message, monkeypatch):
+    pretend_flash(monkeypatch)
+    model = tiny_model(head_dim=changes.get("head_dim", 16))
+    page_size = changes["page_size"]
+    cache = poisoned_cache(model, 8, page_size, changes.get("max_len"), position_major=True)
+    with pytest.raises(ValueError, match=message):
+        Flash(model.config, cache)

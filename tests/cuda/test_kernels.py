@@ -1,6 +1,7 @@
 """How many operators a layer calls: at a few microseconds each they bound a decode iteration.
 
-Most launch one kernel. Flash attention of decodes that share KV heads launches some more."""
+Most launch one kernel. Flash attention of decodes that share KV heads launches some more. These
+are 16 with flash; --compile fuses them to 12 or fewer, see test_compile.py."""
 
 from collections import Counter
 
@@ -14,7 +15,6 @@ from tests.cuda import cpu_time
 from tests.cuda.batches import CUDA_BACKENDS, reads_pages
 from tests.cuda.fake_gpu import NEEDS_CUDA_BUILD
 
-MAX_KERNELS = 18  # of a decode-only layer outside CUDA graphs, by any backend for CUDA
 MAX_LEN = 2048
 CLASSES = {  # of operators, by their names
     "addmm": "product",
@@ -82,7 +82,6 @@ def test_kernels_of_a_decode_only_layer(gpu, attention, page_size):
     if split_k:  # adds up its pieces, and six decodes are padded to eight
         expected |= {"attention": 2, "padding": 1}
     assert kernels == expected
-    assert sum(kernels.values()) <= MAX_KERNELS
 
 
 @NEEDS_CUDA_BUILD
