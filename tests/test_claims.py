@@ -3,6 +3,7 @@
 No timing is asserted here: the functions are given made-up numbers."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,10 +14,12 @@ from lab.measure.decode_maximal import DecodeMaximal, HybridTime
 from lab.measure.metrics import summarize_run
 from lab.measure.offline_load import PolicyRun
 from lab.papers import bench as bench_module
-from lab.papers import measured_loads
+from lab.papers import checks, measured_serving
 from lab.papers.bench import Bench, Capacities, Served
-from lab.papers.finding import Finding, Plot, falls, less, over, rises
+from lab.papers.checks import Condition
+from lab.papers.finding import Finding, Published
 from lab.papers.measured import CLAIMS
+from lab.papers.plot import Plot, over
 from tests.helpers import machine_info, tiny_model
 
 SIZES = ["gpu", "cpu", "quick"]
@@ -35,6 +38,9 @@ def plot_of(**lines):
     return plot
 
 
+rises = partial(checks.rises, because="It must.")
+falls = partial(checks.falls, because="It must.")
+less = partial(checks.less, because="It must.")
 PLOT = plot_of(a=[1.0, 2.0, 4.0], b=[4.0, 2.0, 1.0], even=[1.0, 1.4, 1.1], a_half=[None, 1.0, 9.0])
 A, B, EVEN, A_HALF = PLOT.all_lines()
 CHECKS = [  # and what is wrong with them
@@ -61,12 +67,12 @@ CHECKS = [  # and what is wrong with them
 @pytest.mark.parametrize("check, wrong", CHECKS, ids=lambda value: str(value) or "holds")
 def test_a_check_says_where_it_does_not_hold(check, wrong):
     assert check.holds == (not wrong)
-    assert wrong == ("" if check.holds else str(check))
+    assert str(check) == (f"{wrong}, against the arithmetic: It must" if wrong else "")
 
 
 def test_a_failed_check_names_its_plot():
     plot = replace(plot_of(a=[2.0, 1.0]), title="one layer")
-    assert str(rises(plot.line("a"))) == "one layer: a rises: not so"
+    assert str(rises(plot.line("a"))).startswith("one layer: a rises: not so, ")
 
 
 NOISY = [  # numbers, and whether they rise, but for noise of 10 %
@@ -86,7 +92,7 @@ def test_numbers_rise_and_fall_but_for_noise(numbers, rising):
 
 def test_one_number_neither_rises_nor_falls():
     line = plot_of(a=[1.0, None]).line("a")
-    assert str(falls(line)) == "a falls: not known" == str(rises(line)).replace("rises", "falls")
+    assert falls(line).failure == rises(line).failure == "not known"
 
 
 def test_the_best_of_several_lines_is_the_largest_at_each_x():
@@ -125,18 +131,95 @@ def test_a_plot_is_a_table_with_a_row_for_each_x():
         "| 3,000 |     1.0x |    - |",
         "| 4     |        - | 2.0x |",
     ]
-    assert plot.line("q").text() == "L 1 q -, 2.0x"
     record = plot.to_json()
-    assert list(record) == ["title", "x", "y", "spec", "log", "lines"]
+    assert list(record) == ["title", "x", "y", "spec", "log", "timed", "lines"]
     assert record["lines"]["q"] == {4: 2.0}
 
 
-def test_a_finding_says_what_must_show_once():
-    checks = [less(1, A), less(1, A), rises(B)]
-    finding = Finding(plots=[PLOT], checks=checks, quoted=[A, A.over(B)])
-    assert finding.must_show == "1 < a; b rises"
-    assert finding.failures == ["1 < a: not at 1", "1 < a: not at 1", "b rises: not so"]
-    assert finding.here == "a 1.00, 2.00, 4.00; a / b 0.25, 1.00, 4.00"
+RIDGE = Condition("the ridge is above 256 rows", is_met=False, here="it is at 20")
+
+
+def test_a_relation_that_need_not_show_says_where_it_would():
+    check = less(1, A, where=RIDGE)
+    assert not check.holds and not check.is_expected
+    assert str(check) == (
+        "1 < a: not at 1; expected only where the ridge is above 256 rows, and it is at 20"
+    )
+    assert less(1, A).is_expected
+    assert less(0.5, A, where=RIDGE).holds  # it may show all the same
+
+
+RATIO = replace(PLOT, spec=".2fx").line("a")  # 1, 2, 4
+SIZES_OF_EFFECTS = [  # (paper, ours, within, the same size)
+    (3.0, 2.0, 2.0, True),  # a ratio of 2 is half the effect of one of 3
+    (3.1, 2.0, 2.0, False),
+    (1.5, 2.0, 2.0, True),
+    (1.4, 2.0, 2.0, False),
+    (0.5, 2.0, 2.0, False),  # a loss is no gain
+    (1.4, 2.0, None, True),  # not compared
+    (Bounded(2.5, "at least"), 2.0, 1.5, True),
+    (Bounded(2.6, "at least"), 2.0, 1.5, False),
+    (Bounded(1.1, "at least"), 2.0, 1.5, True),
+    (Bounded(1.7, "below"), 2.0, 1.5, True),
+    (Bounded(1.6, "below"), 2.0, 1.5, False),
+    (Bounded(9.0, "below"), 2.0, 1.5, True),
+]
+
+
+@pytest.mark.parametrize("paper, ours, within, same", SIZES_OF_EFFECTS)
+def test_effects_are_of_one_size_within_a_factor(paper, ours, within, same):
+    number = Published("gain", paper, RATIO, 2, within=within)
+    assert number.here == ours and number.is_same_size == same
+
+
+def test_numbers_that_are_no_ratio_are_compared_from_zero():
+    assert Published("tokens", 3.9, A, 2).is_same_size
+    assert not Published("tokens", 4.1, A, 2).is_same_size
+    assert not Published("tokens", 4.1, A_HALF, 1).is_same_size  # ours is not known
+
+
+def test_a_number_is_printed_with_its_unit_and_place():
+    assert str(Published("P50", 3, A, 2, unit=" s")) == "P50: 3.00 s, here 2.00 s at x 2"
+    chats = Plot("", x="lengths", y="s", spec=".1fx")
+    chats.add("a", "sharegpt4", 1.25)
+    assert Published("gain", 1, chats.line("a"), "sharegpt4").here_text == "1.2x, sharegpt4"
+    assert Published("gain", 1, A_HALF, 1).here_text == "-"
+
+
+COUNTED = replace(PLOT, timed=False).line("a")
+SAME = Published("tokens", 2.0, A, 2)
+SMALL = Published("tokens", 9.0, A, 2)
+VERDICTS = [  # (checks, numbers, busy, verdict)
+    ([less(0, A)], [SAME], False, "as in the paper"),
+    ([less(0, A)], [], False, "as in the paper"),
+    ([less(0, A)], [SAME, SMALL], False, "trend only"),
+    ([less(0, A), less(1, A)], [SAME], False, "not seen here"),
+    ([less(1, A, where=RIDGE)], [SAME], False, "not seen here"),
+    ([less(0, A)], [SAME], True, "too busy to tell"),
+    ([less(1, A)], [SAME], True, "too busy to tell"),
+    ([less(0, COUNTED)], [], True, "as in the paper"),  # nothing in it was timed
+    ([less(1, COUNTED)], [], True, "not seen here"),
+    ([less(0, COUNTED)], [SAME], True, "too busy to tell"),
+    ([less(1, COUNTED.over(A))], [], True, "too busy to tell"),
+]
+
+
+@pytest.mark.parametrize("relations, numbers, busy, verdict", VERDICTS)
+def test_a_verdict_is_of_trend_and_size(relations, numbers, busy, verdict):
+    finding = Finding(plots=[PLOT], checks=relations, published=numbers)
+    assert finding.verdict(busy) == verdict
+    assert bool(finding.why(busy)) == (verdict != "as in the paper")
+
+
+def test_a_verdict_gives_its_reason():
+    def why(*relations):
+        return Finding(plots=[], checks=list(relations), published=[SAME, SMALL]).why(busy=False)
+
+    assert why(less(0, A)) == "tokens: 9.00, here 2.00 at x 2"
+    assert why(less(0, A), less(1, A), rises(B)) == (
+        "1 < a: not at 1, against the arithmetic: It must; "
+        "b rises: not so, against the arithmetic: It must"
+    )
 
 
 class MadeUpBench(Bench):
@@ -214,14 +297,14 @@ class MadeUpBench(Bench):
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch):
     """No claim draws here."""
-    monkeypatch.setattr(measured_loads, "plot_serving", lambda *_: None)
+    monkeypatch.setattr(measured_serving, "plot_serving", lambda *_: None)
 
 
 def test_every_claim_is_there_with_all_that_is_said_of_it():
     ids = [claim_id for claim in CLAIMS for claim_id in claim.ids]
     assert len(ids) == len(set(ids)) and set(ids) == IDS
     for claim in CLAIMS:
-        assert claim.title and claim.paper and claim.function.__doc__
+        assert claim.title and claim.function.__doc__
         assert claim.function.__name__ == claim.id.lower().replace("-", "_")
         assert claim.function.__doc__.startswith(f"{claim.id}: ")
     for quick, minutes in ((True, 6), (False, 45)):  # on two CPU cores, in all
@@ -233,101 +316,22 @@ def test_every_claim_is_there_with_all_that_is_said_of_it():
 def test_each_claim_can_be_measured_at_each_size(claim, size):
     bench = MadeUpBench(size)
     finding = claim.function(bench)
-    assert finding.plots and finding.checks and finding.quoted and finding.here
-    assert finding.must_show and not bench.busy
-    number = claim.headline.number(finding)
-    assert number == "-" or any(
-        number.removesuffix(claim.headline.unit) in line.text() for line in finding.quoted
-    )
+    assert finding.plots and finding.checks and not bench.busy
+    assert finding.published or claim.id == "SS-F7"  # which is drawn
+    texts = [number.text for number in finding.published]
+    assert len(texts) == len(set(texts))
+    for check in finding.checks:  # a sentence
+        assert check.because[0].isupper() and check.because.endswith(".")
 
 
 def test_a_claim_that_is_arithmetic_measures_nothing():
     bench = MadeUpBench("cpu")
     finding = FUNCTIONS["S-F4b"](bench)
     assert not bench.asked and not bench.busy
-    linear = finding.plots[2]
-    assert list(linear.lines) == ["prefill", "decode", "ridge"]
-    assert linear.line("prefill").at(18) is None and linear.line("decode").at(18) > 0
-
-
-def failures(claim_id, size="quick", **numbers):
-    """What does not show if these numbers are measured."""
-    return FUNCTIONS[claim_id](MadeUpBench(size, **numbers)).failures
-
-
-def requests_in(sequence):
-    """How many requests are in the first batch of a sequence."""
-    return len(sequence[0])
-
-
-def test_s_f3_holds_if_decodes_share_the_reading_of_weights():
-    numbers = {
-        "decode__total_ms": lambda sequence: 10.0 + requests_in(sequence),
-        "prefill__total_ms": lambda sequence: 100.0 * requests_in(sequence),
-        "prefill__products_ms": lambda sequence: 80.0 * requests_in(sequence),
-        "decode__products_ms": 9.0,
-        "decode__attention_ms": lambda sequence: 1.0 * requests_in(sequence),
-    }
-    assert failures("S-F3", **numbers) == []
-    alike = failures("S-F3", **numbers | {"decode__total_ms": lambda s: 20.0 * requests_in(s)})
-    assert "decode falls: not so" in alike
-    cheap = failures("S-F3", **numbers | {"prefill__total_ms": lambda s: 1000.0 * requests_in(s)})
-    assert "10 * prefill < decode, at the start: not at 1" in cheap
-    assert "share of the time: 0.5 < prefill: linear: not at 1, 2" in cheap
-
-
-def test_s_f7_holds_if_a_row_alone_costs_more_than_one_among_256():
-    assert failures("S-F7") == []
-    assert failures("S-F7", products_ms=count_tokens) == [
-        "a token of linear layers, alone and among 256: 2 * among < alone: not at tokens"
-    ]
-
-
-def test_s_f8_holds_if_riding_is_cheaper_by_less_in_larger_batches():
-    assert failures("S-F8", speedup={6: 5.0, 18: 2.0}) == []
-    assert failures("S-F8", speedup={6: 2.0, 18: 5.0}) == [
-        "context 256 falls: not so",
-        "context 512 falls: not so",
-    ]
-    assert "1 < context 256: not at 18" in failures("S-F8", speedup={6: 5.0, 18: 0.9})
-    lost = failures("S-F8", speedup={6: None, 18: 2.0})  # in the noise: a gap
-    assert lost == ["context 256 falls: not known", "context 512 falls: not known"]
-
-
-def test_s_f11_holds_if_orca_in_lockstep_gains_nothing():
-    gains = {"orca": 1.0, "orca-best": 1.1, "sarathi": 1.25}
-    assert failures("S-F11", gain=gains) == []
-    lucky = failures("S-F11", gain=gains | {"orca": 1.2})
-    assert lucky == [
-        "0.98 * orca < orca-best: not at 256, 512, 768",
-        "0.96 < orca < 1.04: not at 256, 512, 768",
-    ]
-    assert "1.02 * orca-best < sarathi: not at 256, 512, 768" in failures(
-        "S-F11", gain=gains | {"sarathi": 1.12}
-    )
-
-
-def test_ss_f10_holds_if_the_best_budget_wins_at_the_strict_slo():
-    small = "sarathi-serve:128"
-    large = "sarathi-serve:512"
-    rates = {("vllm", "relaxed"): 3.0, ("orca", "relaxed"): 3.0}
-    rates |= {(small, "strict"): 3.0, (large, "strict"): 0.5}
-    rates |= {(small, "relaxed"): 2.0, (large, "relaxed"): 3.5}
-    assert failures("SS-F10", capacity=rates) == []
-    slow = failures("SS-F10", capacity=rates | {(small, "strict"): 1.01})
-    assert slow == [
-        f"{lengths}, simulated: 1.05 * {other} < sarathi-serve, at the start: not at 0.1"
-        if other != "falls"
-        else f"{lengths}, simulated: sarathi-serve / vllm falls: not so"
-        for lengths in ("sharegpt4", "arxiv")
-        for other in ("vllm", "orca", "falls")
-    ]
+    assert finding.verdict(busy=True) == finding.verdict(busy=False) != "too busy to tell"
 
 
 def test_ss_f12_takes_the_best_batch_size_of_vllm():
-    rates = {("sarathi-serve:128", slo): 4.0 for slo in ("strict", "15x", "50x")}
-    wrong = failures("SS-F12", capacity=rates)
-    assert wrong == ["sharegpt4, simulated: sarathi-serve / vllm falls: not so"]
     bench = MadeUpBench("quick")
     plot = FUNCTIONS["SS-F12"](bench).plots[0]
     assert [name for name in plot.lines if name.startswith("vllm")] == [
@@ -336,13 +340,6 @@ def test_ss_f12_takes_the_best_batch_size_of_vllm():
         "vllm, batch 32",
     ]
     assert all(load["kv_tokens"] == 10240 for *_, load in bench.asked)  # whatever the batch
-
-
-def test_b_2_compares_the_whole_prompt_with_its_last_chunk():
-    assert failures("B-2", prompt__total_ms=5.0, chunk__total_ms=2.0) == []
-    assert failures("B-2", prompt__total_ms=3.0, chunk__total_ms=2.0) == [
-        "2 * with a chunk < with the prompt, at the end: not at 512"
-    ]
 
 
 def test_measurements_that_claims_share_are_made_once(monkeypatch):

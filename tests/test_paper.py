@@ -5,8 +5,8 @@ The claims themselves are tested in test_claims.py."""
 import json
 import re
 import shutil
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
+from functools import partial, update_wrapper
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,8 +19,10 @@ from lab.measure import timing
 from lab.measure.capacity import Bounded
 from lab.papers import report
 from lab.papers.bench import Bench, ServingLimits
-from lab.papers.finding import Check, Finding, Plot
+from lab.papers.checks import less
+from lab.papers.finding import Finding, Published
 from lab.papers.measured import CLAIMS
+from lab.papers.plot import Plot
 from policies import token_budget
 from policies.token_budget import Profiled
 from tests.helpers import machine_info
@@ -36,19 +38,14 @@ LINES = {"vllm": {1: 0.5, 2: None, 3: Bounded(2.5, "at least")}, "dynamic": {1: 
 PLOT = Plot("Time over tokens", x="tokens", y="ms", log="x", spec=".2f", lines=LINES)
 
 
-def finding(here, *failures):
-    """A Finding that quotes `here` and has these failures."""
-    quoted = SimpleNamespace(text=lambda: here)
-    checks = [Check("1.02 < sarathi", holds=not failures, reason="; ".join(failures))]
-    return Finding(plots=[PLOT], checks=checks, quoted=[quoted], because="no tiles here")
-
-
-@dataclass(frozen=True)
-class MadeUpHeadline:
-    """A headline whose number is all that is quoted."""
-
-    def number(self, finding):
-        return finding.here
+def finding(here, shows=True):
+    """A Finding whose number is `here`, of which the paper says 55; and whether its check holds."""
+    measured = Plot("", x="tokens", y="ms", spec=".0f")
+    measured.add("vllm", 8, here)
+    line = measured.line("vllm")
+    check = less(0 if shows else here, line, because="No row is computed twice.")
+    number = Published("time of 8 tokens", 55, line, 8, "A6000", unit=" ms")
+    return Finding(plots=[PLOT], checks=[check], published=[number])
 
 
 class MadeUpClaims:
@@ -61,10 +58,10 @@ class MadeUpClaims:
 
     def measure(self, claim_id, bench):
         self.measured.append((claim_id, bench))
-        result = self.results.get(claim_id, finding("55 ms"))
+        result = self.results.get(claim_id, finding(55))
         if result == "busy":
             bench.busy = True
-            return finding("1", "not so")
+            return finding(1, shows=False)
         if isinstance(result, Finding):
             return result
         raise result
@@ -81,8 +78,8 @@ def claims(monkeypatch):
     made_up = MadeUpClaims()
     replaced = []
     for claim in CLAIMS:
-        function = partial(made_up.measure, claim.id)
-        replaced.append(replace(claim, function=function, headline=MadeUpHeadline()))
+        function = update_wrapper(partial(made_up.measure, claim.id), claim.function)
+        replaced.append(replace(claim, function=function))
     monkeypatch.setattr(paper, "CLAIMS", replaced)
 
     def measure_machine(model, name, rows):
@@ -167,9 +164,10 @@ def test_what_is_done_is_not_measured_again(claims, tmp_path, capsys):
 def test_fresh_measures_again_what_is_asked_for_and_keeps_the_rest(claims, tmp_path):
     records = run(tmp_path, "--only SS-F10,S-F8")
     claims.take()
-    claims.results["SS-F10"] = finding("60 ms", "not at 1")
+    claims.results["SS-F10"] = finding(60)
     fresh = run(tmp_path, "--only SS-F10 --fresh")
-    assert claims.take() == ["SS-F10"] and fresh["SS-F10"]["here"] == "60 ms"
+    assert claims.take() == ["SS-F10"]
+    assert fresh["SS-F10"]["numbers"][0]["here"] == "60 ms at tokens 8"
     assert fresh["S-F8"] == records["S-F8"]
 
 
@@ -217,14 +215,24 @@ def test_what_was_busy_or_failed_is_tried_again(claims, tmp_path, capsys):
     assert records["SS-F10"]["why"] == "--batch 18: takes 40 GB, 20 GB are free"
     assert re.match("no memory on the GPU .*: CUDA out of memory", records["SS-F12"]["why"])
     text = capsys.readouterr().out
-    verdicts = re.findall(r"- verdict: (.*)", text)
-    assert verdicts == ["too busy to tell", "not measured", "not measured", "holds"]
-    assert "- why: --batch 18: takes 40 GB, 20 GB are free\n" in text
+    verdicts = re.findall(r"(?m)^\*\*([^*]*)\*\*", text)
+    assert verdicts == ["too busy to tell", "not measured", "not measured", "as in the paper"]
+    assert "**not measured**: --batch 18: takes 40 GB, 20 GB are free\n" in text
     claims.results.clear()
     records = run(tmp_path, "--only S-F8,SS-F10,SS-F12,B-1")
     assert claims.take() == ["S-F8", "SS-F10", "SS-F12"] and all(
-        r["verdict"] == "holds" for r in records.values()
+        r["verdict"] == "as in the paper" for r in records.values()
     )
+
+
+def test_a_record_of_an_older_version_is_measured_again(claims, tmp_path):
+    kept = run(tmp_path, "--only SS-F10,B-1")
+    claims.take()
+    del kept["B-1"]["numbers"]
+    (tmp_path / "paper.json").write_text(json.dumps({"claims": kept}))
+    again = run(tmp_path, "--only SS-F10,B-1")
+    assert claims.take() == ["B-1"] and again["SS-F10"] == kept["SS-F10"]
+    assert again["B-1"]["numbers"]
 
 
 def test_an_error_of_ours_is_not_hidden(claims, tmp_path):
@@ -258,7 +266,7 @@ def test_the_list_says_what_there_is_and_what_is_done(claims, tmp_path, capsys):
     heads = [line for line in text.splitlines() if line[0] != " "]
     done = [line for line in heads if line.endswith(", done)")]
     assert len(heads) == len(CLAIMS) and done == [f"{title} ({quick} s, done)"]
-    assert all(claim.paper in text for claim in CLAIMS)
+    assert all(claim.sentence in text for claim in CLAIMS)
     bench.main([*TINY, "--out", str(tmp_path / "new"), "--list", "--only", "SS-F10"])
     assert f"{title} ({full} s)\n" in capsys.readouterr().out
     assert claims.take() == [] and not (tmp_path / "new").exists()
@@ -266,28 +274,32 @@ def test_the_list_says_what_there_is_and_what_is_done(claims, tmp_path, capsys):
 
 
 def test_the_report_is_markdown_of_what_is_kept(claims, tmp_path, capsys):
-    claims.results["S-T4"] = finding("50 / 60 ms", "not at 1")
+    claims.results["S-T4"] = finding(50, shows=False)
     kept = run(tmp_path, "--only S-F9,S-T4")
     text = capsys.readouterr().out
     page = (tmp_path / "paper.md").read_text()
-    summary, timed, _ = printed_tables(page)
+    summary, numbers, timed, *_ = printed_tables(page)
     names = [CLAIM[key].name for key in ("S-T4", "S-F9")]
-    found = [("50 / 60 ms", "does not hold"), ("55 ms", "holds")]
-    assert summary[0] == ["claim", "here", "paper", "verdict"]
-    expected = []
-    for key, (here, verdict) in zip(kept, found, strict=True):
-        headline = CLAIM[key].headline
-        link = f"[{key}](#{key.lower()}): {headline.text}"
-        expected.append([link, here, headline.paper, verdict])
+    assert summary == [
+        ["claim", "paper", "here", "verdict"],
+        ["[S-T4](#s-t4): time of 8 tokens", "55 ms", "50 ms at tokens 8", "not seen here"],
+        ["[S-F9](#s-f9): time of 8 tokens", "55 ms", "55 ms at tokens 8", "as in the paper"],
+    ]
+    assert numbers == [
+        ["number", "of", "paper", "here", "same size?"],
+        ["time of 8 tokens", "A6000", "55 ms", "50 ms at tokens 8", "yes, within 2x"],
+    ]
+    for key in kept:
         assert f'<a id="{key.lower()}"></a>\n\n## {key}' in page
-    assert summary[1:] == expected
+        assert f"\n\n{CLAIM[key].sentence}\n\n" in page
     assert [kept[key]["command"] for key in kept] == [f"`paper --only {key}`" for key in kept]
     assert timed[0] == ["tokens", "vllm", "dynamic"]
     assert timed[1:] == [["1", "0.50", "1.00"], ["2", "-", "-"], ["3", "at least 2.50", "-"]]
-    lines = f"- paper: {CLAIM['S-T4'].paper}\n- must show: 1.02 < sarathi\n"
-    lines += "- here: 50 / 60 ms\n- verdict: does not hold\n- why: 1.02 < sarathi: not at 1; "
-    lines += "no tiles here\n\nTime over tokens: ms\n\n| tokens"
-    assert lines in text and lines in page
+    verdict = "**not seen here**: 50 < vllm: not at 8, against the arithmetic: "
+    verdict += "No row is computed twice\n\n| number"
+    assert verdict in text and verdict in page
+    reason = "\n\n- 50 < vllm: No row is computed twice.\n\nTime over tokens: ms\n\n| tokens"
+    assert reason in text and reason in page
     assert re.findall(r"(?m)^## (.*)", page) == names
     assert "A machine, threads: 1, torch " in page and "llama-tiny, 10 parameters" in page
     assert "](paper-S-T4.png)" in page
@@ -323,7 +335,7 @@ def test_the_index_of_results_is_made_and_what_stands_around_it_stays(
     assert begin and report.END in rest
     after = rest.partition(report.END)[2]
     run(results / "one", "--only SS-F10")
-    claims.results["SS-F10"] = finding("none", "not at 1")
+    claims.results["SS-F10"] = finding(9, shows=False)
     run(results / "two", "--only SS-F10,B-1 --quick")
     run(tmp_path / "elsewhere", "--only SS-F12")
     text = readme.read_text()
@@ -331,15 +343,14 @@ def test_the_index_of_results_is_made_and_what_stands_around_it_stays(
     one, two = printed_tables(text.partition(begin)[2])
     heads = ["[one](one/paper.md)", "[two](two/paper.md)"]
     assert re.findall(r"(?m)^### (.*)", text) == heads and one[0] == two[0]
-    assert one[0] == ["claim", "here", "paper", "verdict"]
-    headline = CLAIM["SS-F10"].headline
-    link = f"[SS-F10](one/paper.md#ss-f10): {headline.text}"
-    assert one[1:] == [[link, "55 ms", headline.paper, "holds"]]
+    assert one[0] == ["claim", "paper", "here", "verdict"]
+    link = "[SS-F10](one/paper.md#ss-f10): time of 8 tokens"
+    assert one[1:] == [[link, "55 ms", "55 ms at tokens 8", "as in the paper"]]
     assert [row[0].partition(":")[0] for row in two[1:]] == [
         "[SS-F10](two/paper.md#ss-f10)",
         "[B-1](two/paper.md#b-1)",
     ]
-    assert two[1][1:] == ["none", headline.paper, "does not hold"]
+    assert two[1][1:] == ["55 ms", "9 ms at tokens 8", "not seen here"]
     kept = json.loads((results / "two/paper.json").read_text())["claims"]
     assert [record["command"] for record in kept.values()] == [
         "`paper --only SS-F10 --quick`",
@@ -356,7 +367,7 @@ def test_several_ranks_are_refused(claims, tmp_path):
 
 
 def test_a_claim_that_failed_shows_no_older_picture(claims, tmp_path):
-    claims.results["SS-F10"] = finding("1")
+    claims.results["SS-F10"] = finding(1)
     assert "](paper-SS-F10.png)" in run(tmp_path, "--only SS-F10")["SS-F10"]["text"]
     claims.results["SS-F10"] = ValueError("no memory")
     run(tmp_path, "--only SS-F10 --fresh")

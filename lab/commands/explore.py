@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -19,7 +20,6 @@ from lab.measure import workload
 from lab.measure.capacity import estimated_qps, slo_seconds
 from lab.measure.run_plan import goes_by_chunk, run_plan
 from lab.measure.workload import Arrival
-from lab.papers.measured_loads import TRACE
 from lab.simulator.cost_model import CostModel
 from lab.simulator.machine import VOCABULARY, base_of
 from lab.simulator.referee import broken_rules, mark_broken
@@ -27,6 +27,7 @@ from lab.simulator.simulation import simulate
 from views.page import Costs, Recorder, page
 
 MODEL = "llama3-8b"  # on one A100
+TRACE = Path(__file__).parents[1] / "papers" / "a_to_d.csv"  # A and B, then C and D
 POLICIES = (
     "vllm",
     "sarathi-serve",

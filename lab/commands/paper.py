@@ -166,7 +166,7 @@ def print_list(options: PaperOptions, results: report.Results) -> None:
         record = results.claims.get(claim.id)
         is_done = record is not None and record.verdict not in report.TRIED_AGAIN
         status = ", done" if is_done else ""
-        print(f"{claim.name} ({claim.seconds_of(options.quick)} s{status})\n    {claim.paper}")
+        print(f"{claim.name} ({claim.seconds_of(options.quick)} s{status})\n    {claim.sentence}")
 
 
 def claims_to_measure(

@@ -18,7 +18,6 @@ machine was busy. Read first: finding.py. Read next: measured_batches.py."""
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from tqdm import tqdm
@@ -29,6 +28,7 @@ from lab.measure import timing, workload
 from lab.measure.batch_times import (
     Batch,
     SequenceTime,
+    intensities,
     keep_layers,
     longest,
     time_sequences,
@@ -177,6 +177,10 @@ class Bench:
         """Time one sequence of batches, without others in turn."""
         return self.time_batches({"batch": sequence}, repeats, layers)["batch"]
 
+    def intensities(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """Flops per byte of each operation. This is arithmetic; nothing is timed."""
+        return intensities(self.model, batches)
+
     def decode_maximal(self, *, context: int, batch: int, chunk: int) -> DecodeMaximal:
         """Time batches as SARATHI's Table 2 does: `batch` decodes alone, and all but one beside a
         chunk."""
@@ -243,29 +247,30 @@ class Bench:
         requests: int = 4,
         load: float = 0.5,
         qps: float | None = None,
-        trace: Path | None = None,
+        arrivals: Sequence[Arrival] | None = None,
         batch: int | None = None,
         max_len: int | None = None,
         kv_tokens: int | None = None,
     ) -> Served:
         """Serve requests that arrive while others run, under each policy.
 
-        They arrive at `qps`; None: at `load`, a share of the estimated capacity. A trace has its
-        own requests and times. Other defaults are those of `bench.py serve`. The SLO is the strict
-        one. Policies run one after another, so that claims share the run of a policy."""
+        They arrive at `qps`; None: at `load`, a share of the estimated capacity. `arrivals` are
+        requests with times of their own, which count decode iterations. Other defaults are those of
+        `bench.py serve`. The SLO is the strict one. Policies run one after another, so that claims
+        share the run of a policy."""
         limits = self._limits(batch, max_len, kv_tokens)
         machine = self._real_machine(limits)
         slo_s = slo_seconds("strict", machine.base)
-        if trace:
-            arrivals, _ = workload.read_trace(str(trace), limits.max_len)
+        if arrivals:
+            unit_s = machine.base.seconds
+            timed = [arrival._replace(time=arrival.time * unit_s) for arrival in arrivals]
         else:
             pairs = workload.make_lengths(lengths, requests, limits.max_len, self.options.seed)
-            rate = qps or rate_at(load, machine, self._arrivals(pairs, 1.0))
-            arrivals = self._arrivals(pairs, rate)
+            timed = self._arrivals(pairs, qps or rate_at(load, machine, self._arrivals(pairs, 1.0)))
         records = {}
         for name, config in self._plan(policies, limits, slo_s).items():
-            key = ("serve", name, limits, tuple(arrivals))
-            records[name] = self._once(key, partial(serve_one, machine, name, config, arrivals))
+            key = ("serve", name, limits, tuple(timed))
+            records[name] = self._once(key, partial(serve_one, machine, name, config, timed))
         runs = {name: judge(run, slo_s) for name, run in records.items()}
         served = Served(slo_s, bool(machine.info.base_busy), records, runs)
         self.busy = self.busy or served.slo_busy
@@ -282,13 +287,16 @@ class Bench:
         batch: int,
         max_len: int | None = None,
         kv_tokens: int | None = None,
+        simulated: bool = False,
     ) -> Capacities:
-        """Search the highest rate at which each policy meets an SLO; with --quick simulated."""
+        """Search the highest rate at which each policy meets an SLO. `simulated`: of this machine
+        as it was profiled, as always with --quick."""
         limits = self._limits(batch, max_len, kv_tokens)
+        simulated = simulated or self.size == "quick"
 
         def search_all() -> Capacities:
             real = self._real_machine(limits)
-            machine = self._fitted_machine(limits) if self.size == "quick" else real
+            machine = self._fitted_machine(limits) if simulated else real
             slo_s = slo_seconds(slo, machine.base)
             pairs = workload.make_lengths(lengths, requests, limits.max_len, self.options.seed)
             start = rate_at(0.5, machine, self._arrivals(pairs, 1.0))
@@ -304,7 +312,8 @@ class Bench:
                 results[name] = search_capacity(run_at_rate, start, CAPACITY_RATIO)
             return Capacities(slo_s, bool(real.info.base_busy), results)
 
-        key = ("capacity", tuple(policies), slo, lengths, requests, batch, max_len, kv_tokens)
+        load_key = (lengths, requests, simulated)
+        key = ("capacity", tuple(policies), slo, load_key, batch, max_len, kv_tokens)
         capacities = self._once(key, search_all)
         self.busy = self.busy or capacities.slo_busy
         self._note_busy(capacities.results.values())

@@ -6,7 +6,8 @@ lab/commands/paper.py."""
 
 import json
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from cli import console
 from cli.options import write_text
 from lab.measure.machine_info import RealMachineInfo
 from lab.papers.bench import Bench
-from lab.papers.finding import Finding
+from lab.papers.checks import ANYWHERE, Check
+from lab.papers.finding import Finding, Published
 from lab.papers.measured import CLAIMS, Claim
 from views.panels import plot_panels
 from views.tables import Column, format_table
@@ -23,11 +25,41 @@ RESULTS = Path(__file__).parents[2] / "results"
 BEGIN = "<!-- made by bench.py paper -->"  # of the tables in results/README.md
 END = "<!-- until here -->"
 TITLE = "# What SARATHI (S), Sarathi-Serve (SS) and a post (B) claim, and what shows here"
-HOLDS = "holds"
-FAILS = "does not hold"
-BUSY = "too busy to tell"
 NOT_MEASURED = "not measured"
-TRIED_AGAIN = (BUSY, NOT_MEASURED)  # by the next run
+TRIED_AGAIN = ("too busy to tell", NOT_MEASURED)  # by the next run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Number:
+    """A number of the paper and ours, as texts with their units."""
+
+    text: str  # what is counted
+    device: str  # the paper's model and GPU
+    paper: str
+    here: str
+    same_size: str  # within which factor they count as the same, and whether they are
+
+    @classmethod
+    def of(cls, published: Published) -> "Number":
+        """The texts of a Published number."""
+        same_size = "not compared"
+        if published.within is not None:
+            same_size = f"{'yes' if published.is_same_size else 'no'}, within {published.within:g}x"
+        return cls(
+            text=published.text,
+            device=published.device,
+            paper=published.paper_text,
+            here=published.here_text,
+            same_size=same_size,
+        )
+
+
+NUMBER_COLUMNS: list[Column[Number]] = [
+    Column("of", lambda number: number.device),
+    Column("paper", lambda number: number.paper),
+    Column("here", lambda number: number.here),
+    Column("same size?", lambda number: number.same_size),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +68,17 @@ class Record:
 
     claim: str  # its name
     command: str  # that measures it again
-    paper: str
-    here: str | None  # the numbers of this device, to compare with the paper's
+    numbers: list[dict[str, str]]  # the fields of each Number; the first stands in summaries
     verdict: str
-    why: str  # the reason why it does not hold, or was not measured
+    why: str  # the reason for another verdict than "as in the paper"
     options: dict[str, Any]  # what it was measured with and on, see `conditions_of`
     text: str  # in Markdown
     tables: list[dict[str, Any]]  # the plots, see Plot.to_json
-    number: str = "-"  # of the claim's Headline
+
+    @property
+    def headline(self) -> Number | None:
+        """The number that stands in summaries; None if there is none."""
+        return Number(**self.numbers[0]) if self.numbers else None
 
 
 @dataclass(frozen=True)
@@ -55,8 +90,8 @@ class SummaryRow:
 
 
 SUMMARY_COLUMNS: list[Column[SummaryRow]] = [
-    Column("here", lambda row: row.record.number),
-    Column("paper", lambda row: row.claim.headline.paper),
+    Column("paper", lambda row: row.record.headline and row.record.headline.paper),
+    Column("here", lambda row: row.record.headline and row.record.headline.here),
     Column("verdict", lambda row: row.record.verdict),
 ]
 
@@ -105,66 +140,60 @@ def measure_claim(claim: Claim, bench: Bench, conditions: dict[str, Any]) -> Rec
         finding = claim.function(bench)
         if not finding.has_picture:
             plot_panels(finding.plots, claim.name, bench.picture, bench.machine.to_json())
-        number = claim.headline.number(finding)
-        verdict = verdict_of(finding, bench.busy)
-        why = reasons(finding)
+        verdict = finding.verdict(bench.busy)
+        why = finding.why(bench.busy)
     except (ValueError, RuntimeError, MemoryError) as error:
         message = console.explain(error)
         if not isinstance(message, str):  # an error of ours
             raise
         finding = Finding(plots=[], checks=[])
-        number = "-"
         verdict = NOT_MEASURED
         why = message.removeprefix("error: ")
         picture = ""
-    facts = {
-        "paper": claim.paper,
-        "must show": finding.must_show,
-        "here": finding.here,
-        "verdict": verdict,
-        "why": why,
-    }
-    facts_text = "\n".join(f"- {name}: {text}" for name, text in facts.items() if text)
+    numbers = [Number.of(published) for published in finding.published]
     used = ", ".join(f"{name} {value}" for name, value in conditions.items())
-    took = f"Took {time.time() - start:.0f} s, {time.strftime('%Y-%m-%d %H:%M')}; {used}."
-    tables = [plot.markdown() for plot in finding.plots]
-    parts = [f"## {claim.name}", facts_text, *tables, picture, took]
+    parts = [
+        f"## {claim.name}",
+        claim.text,
+        f"**{verdict}**" + (f": {why}" if why else ""),
+        format_table("number", NUMBER_COLUMNS, {number.text: number for number in numbers}),
+        "\n".join(f"- {reason}" for reason in reasons(finding.checks)),
+        *[plot.markdown() for plot in finding.plots],
+        picture,
+        f"Took {time.time() - start:.0f} s, {time.strftime('%Y-%m-%d %H:%M')}; {used}.",
+    ]
     quick = " --quick" if conditions["quick"] else ""
     return Record(
         claim=claim.name,
         command=f"`paper --only {claim.id}{quick}`",
-        paper=claim.paper,
-        here=finding.here or None,
+        numbers=[asdict(number) for number in numbers],
         verdict=verdict,
         why=why,
         options=conditions,
         text="\n\n".join(part for part in parts if part),
         tables=[plot.to_json() for plot in finding.plots],
-        number=number,
     )
 
 
-def verdict_of(finding: Finding, busy: bool) -> str:
-    """HOLDS if all checks hold, else FAILS; BUSY if the machine was busy."""
-    if busy:
-        return BUSY
-    return FAILS if finding.failures else HOLDS
-
-
-def reasons(finding: Finding) -> str:
-    """The checks that fail, and the reason why they may; "" if all hold."""
-    if not finding.failures:
-        return ""
-    return "; ".join([*finding.failures, finding.because]).removesuffix("; ")
+def reasons(checks: Sequence[Check]) -> list[str]:
+    """What is checked, and why it must show: a sentence for each relation."""
+    texts = []
+    for check in checks:
+        where = "" if check.where is ANYWHERE else f", where {check.where.description}"
+        title = f"{check.title}: " if check.title else ""
+        texts.append(f"{title}{check.description}{where}: {check.because}")
+    return list(dict.fromkeys(texts))
 
 
 def read_results(directory: Path) -> Results:
-    """The records in a directory; none if it has no paper.json."""
+    """The records in a directory; none if it has no paper.json. Records with other fields, of an
+    older version, are left out: their claims are measured again."""
     file = directory / "paper.json"
     if not file.exists():
         return Results()
+    names = {field.name for field in fields(Record)}
     claims = json.loads(file.read_text("utf-8"))["claims"]
-    return Results({claim_id: Record(**record) for claim_id, record in claims.items()})
+    return Results({key: Record(**row) for key, row in claims.items() if row.keys() == names})
 
 
 def save_results(results: Results, machine: RealMachineInfo, directory: Path) -> None:
@@ -180,12 +209,13 @@ def save_results(results: Results, machine: RealMachineInfo, directory: Path) ->
 
 
 def summary(results: Results, page: str) -> str:
-    """A table in Markdown with a line for each claim: its headline, and the verdict. The ids are
-    links to the details in `page`, the address of paper.md; "": in the same page."""
+    """A table in Markdown with a line for each claim: its first number, and the verdict. The ids
+    are links to the details in `page`, the address of paper.md; "": in the same page."""
     rows: dict[str, SummaryRow] = {}
     for row in results.rows():
-        claim = row.claim
-        rows[f"[{claim.id}]({page}#{claim.id.lower()}): {claim.headline.text}"] = row
+        headline = row.record.headline
+        text = headline.text if headline else row.claim.title
+        rows[f"[{row.claim.id}]({page}#{row.claim.id.lower()}): {text}"] = row
     return format_table("claim", SUMMARY_COLUMNS, rows)
 
 

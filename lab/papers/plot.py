@@ -1,0 +1,142 @@
+"""Plots: the numbers of a claim, drawn as lines and printed as a table.
+
+    times = Plot("time of a batch", x="tokens", y="ms", spec=".1f")
+    times.add("prefill", x=512, y=40.0)
+    times.line("prefill").at(512)
+
+A number that is not known, None, is a gap. Read next: checks.py, which compares lines."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Literal
+
+from lab.measure.capacity import Bounded
+from views.tables import markdown, show
+
+X = float | str
+Y = float | None
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a plot, or what is computed from lines: a number at each x of the plot."""
+
+    name: str
+    title: str  # of the plot
+    x_label: str
+    spec: str  # the format of its numbers
+    timed: bool  # whether its numbers depend on times that were measured
+    xs: tuple[X, ...]  # of the whole plot, in order; the line may have gaps
+    values: dict[X, Y]
+
+    def at(self, x: X) -> Y:
+        """The number at x, None in a gap."""
+        return self.values.get(x)
+
+    def times(self, factor: float) -> "Line":
+        """This line, each number multiplied."""
+        values = {x: None if y is None else factor * y for x, y in self.values.items()}
+        return replace(self, name=f"{factor:g} * {self.name}", values=values)
+
+    def over(self, other: "Line | float", spec: str = "") -> "Line":
+        """This line over another one, where both are known, or over a number. The quotient has
+        this line's format, or `spec`."""
+        values = {}
+        for x in self.xs:
+            divisor = other.at(x) if isinstance(other, Line) else other
+            values[x] = over(self.at(x), divisor)
+        return replace(
+            self,
+            name=f"{self.name} / {name_of(other)}",
+            spec=spec or self.spec,
+            timed=self.timed or (isinstance(other, Line) and other.timed),
+            values=values,
+        )
+
+    def x_of_largest(self) -> X:
+        """Where its largest number is; the first x if no number is known."""
+        known = {x: y for x in self.xs if (y := self.at(x)) is not None}
+        return max(known, key=lambda x: known[x], default=self.xs[0])
+
+    def x_of_smallest(self) -> X:
+        """Where its smallest number is; the first x if no number is known."""
+        known = {x: y for x in self.xs if (y := self.at(x)) is not None}
+        return min(known, key=lambda x: known[x], default=self.xs[0])
+
+
+def name_of(term: Line | float) -> str:
+    """The text of a line or a number in the description of a check."""
+    return term.name if isinstance(term, Line) else f"{term:g}"
+
+
+def over(a: Y, b: Y) -> Y:
+    """a / b. None if one is not known, b is 0, or their bounds leave it open."""
+    if isinstance(a, Bounded) and isinstance(b, Bounded):
+        return a.over(b)
+    return a / b if a is not None and b else None
+
+
+@dataclass
+class Plot:
+    """Numbers as a diagram with a line for each name, and as a table with a column for each."""
+
+    title: str
+    x: str  # what is on the axes, with units
+    y: str
+    spec: str  # the format of a number, as of views.tables.show
+    log: Literal["", "x", "y", "xy"] = ""  # the axes that are logarithmic
+    timed: bool = True  # whether the numbers depend on measured times, or are counted or computed
+    lines: dict[str, dict[X, Y]] = field(default_factory=dict)  # {name: {x: number}}
+
+    def add(self, line: str, x: X, y: Y) -> None:
+        """Add a number to a line. None is a gap."""
+        self.lines.setdefault(line, {})[x] = y
+
+    @property
+    def xs(self) -> tuple[X, ...]:
+        """All x of all lines, in the order in which they were first added."""
+        return tuple(dict.fromkeys(x for values in self.lines.values() for x in values))
+
+    def line(self, name: str) -> Line:
+        """The line of that name. Raises KeyError if there is none."""
+        if name not in self.lines:
+            raise KeyError(f"{name}: no line of {self.title!r}, which has {', '.join(self.lines)}")
+        return self._line(name, self.lines[name])
+
+    def all_lines(self) -> list[Line]:
+        """All lines, in order."""
+        return [self.line(name) for name in self.lines]
+
+    def best(self, name: str, variants: Sequence[str]) -> Line:
+        """At each x the largest number of some lines, as a line called `name`."""
+        lines = [self.line(variant) for variant in variants]
+        values: dict[X, Y] = {}
+        for x in self.xs:
+            numbers = [y for line in lines if (y := line.at(x)) is not None]
+            values[x] = max(numbers, default=None)
+        return self._line(name, values)
+
+    def _line(self, name: str, values: dict[X, Y]) -> Line:
+        return Line(
+            name=name,
+            title=self.title,
+            x_label=self.x,
+            spec=self.spec,
+            timed=self.timed,
+            xs=self.xs,
+            values=values,
+        )
+
+    def markdown(self) -> str:
+        """The table, a row for each x, under the title."""
+        rows = []
+        for x in self.xs:
+            numbers = [values.get(x) for values in self.lines.values()]
+            rows.append([show(x, ","), *numbers])
+        heading = f"{self.title}: {self.y}".removeprefix(": ")
+        columns = {self.x: ""} | dict.fromkeys(self.lines, self.spec)
+        return f"{heading}\n\n{markdown(columns, rows)}"
+
+    def to_json(self) -> dict[str, object]:
+        """What paper.json keeps."""
+        return asdict(self)
