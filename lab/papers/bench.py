@@ -34,6 +34,7 @@ from lab.measure.batch_times import (
     time_sequences,
 )
 from lab.measure.capacity import (
+    Bounded,
     JudgedRun,
     SearchResult,
     estimated_qps,
@@ -94,7 +95,7 @@ class TokenBudgets:
     """The largest token budgets that meet some SLOs, and the batches that were timed."""
 
     slos_s: dict[str, float]  # by the name of the SLO
-    budgets: dict[str, int]
+    budgets: dict[str, Bounded]  # "at least" the largest that may be timed
     profile: list[Profiled]
 
     @property
@@ -320,13 +321,20 @@ class Bench:
         return capacities
 
     def token_budgets(
-        self, slos: Sequence[str], *, decodes: int, max_budget: int, tile: int
+        self,
+        slos: Sequence[str],
+        *,
+        decodes: int,
+        max_budget: int,
+        tile: int,
+        max_len: int | None = None,
     ) -> TokenBudgets:
         """Find the largest token budget that meets each SLO, by timing hybrid batches (SS-§4.3).
 
-        The `decodes` are at the context of the iteration that the SLOs are multiples of."""
+        The `decodes` are at the context of the iteration that the SLOs are multiples of. That
+        depends on `max_len`, whose default is that of `bench.py serve`."""
         self._check_length(max_budget)
-        limits = self._limits(None, None, None)
+        limits = self._limits(None, max_len, None)
         machine = self._real_machine(limits)
         context = machine.base.context
         page_size = limits.page_size
@@ -337,17 +345,19 @@ class Bench:
                 self.model, pages, page_size, max_budget, self.options.attention
             )
             slos_s: dict[str, float] = {}
-            budgets: dict[str, int] = {}
+            budgets: dict[str, Bounded] = {}
             profile: list[Profiled] = []
             for slo in slos:
                 slos_s[slo] = slo_seconds(slo, machine.base)
-                budgets[slo], rows = choose_budget(
+                budget, rows = choose_budget(
                     runner, slos_s[slo], decodes, [context], tile, max_budget, time_steadily
                 )
+                is_limited = budget + tile > max_budget
+                budgets[slo] = Bounded(budget, "at least" if is_limited else "")
                 profile += rows
             return TokenBudgets(slos_s, budgets, profile)
 
-        key = ("token budgets", tuple(slos), decodes, max_budget, tile)
+        key = ("token budgets", tuple(slos), decodes, max_budget, tile, limits)
         found = self._once(key, choose_all)
         self.busy = self.busy or bool(machine.info.base_busy)
         self._note_busy([found])
