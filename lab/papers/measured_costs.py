@@ -11,7 +11,7 @@ from lab.measure.batch_times import TimedChunk, decodes
 from lab.measure.capacity import Bounded
 from lab.papers.bench import Bench
 from lab.papers.checks import falls, less, rises
-from lab.papers.conditions import ridge_above, riding_pays
+from lab.papers.conditions import ridge_above, ridge_below, riding_pays
 from lab.papers.finding import Finding, Published
 from lab.papers.measured_batches import request_level_over_sarathi
 from lab.papers.measured_phases import LLAMA_13B
@@ -42,8 +42,9 @@ def s_f10b(bench: Bench) -> Finding:
             less(
                 linear.line("chunks of 512"),
                 linear.line("chunks of 256"),
+                at="start",
                 because=half_ride,
-                where=riding_pays(bench, first, length // 4),
+                where=ridge_below(bench, length // 4),
             ),
             less(1.02, linear.line("chunks of 512"), because=half_ride, where=pays),
             less(0.4, attention, because=same_keys),
