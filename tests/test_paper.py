@@ -18,11 +18,13 @@ from lab.commands import paper
 from lab.measure import timing
 from lab.measure.capacity import Bounded
 from lab.papers import report
-from lab.papers.bench import Bench
+from lab.papers.bench import Bench, ServingLimits
 from lab.papers.checks import less
 from lab.papers.finding import Finding, Published
 from lab.papers.measured import CLAIMS
 from lab.papers.plot import Plot
+from policies import token_budget
+from policies.token_budget import Profiled
 from tests.helpers import machine_info
 from tests.test_simulate import printed_tables
 from views.panels import plot_panels
@@ -30,6 +32,7 @@ from views.panels import plot_panels
 ROOT = Path(__file__).parents[1]
 TINY = ["paper", "--preset", "llama-tiny", "--device", "cpu", "--dtype", "float32"]
 TINY += ["--max-len", "64"]
+SMALL_LIMITS = ServingLimits(chunk=8, batch=4, max_len=64, page_size=16, kv_tokens=64)
 CLAIM = {claim.id: claim for claim in CLAIMS}
 LINES = {"vllm": {1: 0.5, 2: None, 3: Bounded(2.5, "at least")}, "dynamic": {1: 1.0}}
 PLOT = Plot("Time over tokens", x="tokens", y="ms", log="x", spec=".2f", lines=LINES)
@@ -103,7 +106,7 @@ ONLY = {
     "S-F9": ["S-F9"],
     "S-T2": ["S-F8"],  # which covers it
     "SS-F10,SS-F11,SS-F10": ["SS-F10"],
-    "B-*": ["B-1", "B-2", "B-7"],
+    "B-*": ["B-1", "B-1b", "B-2", "B-3", "B-7"],
     "SS-F11, S-F9": ["SS-F10", "S-F9"],
     "S-F?": ["S-F3", "S-F7", "S-F8", "S-F9"],
 }
@@ -420,7 +423,10 @@ def test_serving_claims_share_a_machine_and_print_nothing(monkeypatch, capsys):
         assert found.results.keys() == {"vllm"} and found.slo_s > 0
     assert machines_of(tiny) == ["real machine"]
     served = tiny.serve(["vllm", "sarathi-serve:8"], **load)
-    assert tiny.serve(["vllm", "sarathi-serve:8"], **load) is served
+    again = tiny.serve(["vllm", "orca"], **load)
+    assert again.records["vllm"] is served.records["vllm"]  # policies run one after another
+    busier = tiny.serve(["vllm"], load=1.0, **load)
+    assert busier.records["vllm"] is not served.records["vllm"]
     assert list(served.runs) == ["vllm", "sarathi-serve:8"]
     assert served.runs["vllm"].summary.finished == 6
     rows = tiny.run_policies(
@@ -428,6 +434,25 @@ def test_serving_claims_share_a_machine_and_print_nothing(monkeypatch, capsys):
     )
     assert rows.keys() == {"request-level", "sarathi:2"} and rows["request-level"].gain == 1
     assert capsys.readouterr().out == ""
+
+
+def test_token_budgets_meet_the_slos_that_they_are_for(monkeypatch):
+    _, options = bench.parse_args(TINY)
+    model = paper.load_model(options.model, options.max_len, positions_from="--max-len")
+    tiny = Bench(model, machine_info(), options.model, "cpu")
+
+    def time_by_law(runner, cases, repeats=2):
+        return [Profiled(*case, seconds=1e-3 * (2 + case[0])) for case in cases]
+
+    monkeypatch.setattr(token_budget, "time_iterations", time_by_law)
+    monkeypatch.setattr(timing.Probe, "take", lambda *_: 0.0)
+    monkeypatch.setattr(Bench, "_limits", lambda *_: SMALL_LIMITS)
+    found = tiny.token_budgets(["1x", "2x"], decodes=4, max_budget=64, tile=4)
+    assert found.slos_s["1x"] == pytest.approx(0.034)  # 32 decodes
+    assert found.budgets == {"1x": 32, "2x": 64} and not found.busy
+    assert tiny.token_budgets(["1x", "2x"], decodes=4, max_budget=64, tile=4) is found
+    busy = [row._replace(spread=1.0) for row in found.profile]
+    assert replace(found, profile=busy).busy
 
 
 def test_capacities_of_a_quick_run_are_simulated(monkeypatch):

@@ -21,6 +21,7 @@ from cli.options import (
 )
 from engine import Runner
 from lab.measure import timing
+from lab.measure.capacity import time_steadily
 from lab.measure.machine_info import measure_machine
 from model import GPT
 from parallel import runner_for
@@ -143,20 +144,6 @@ def make_runner(model: GPT, options: BudgetOptions) -> Runner:
     return make(
         model, decode_pages + chunk_pages, page_size, options.max_len, options.model.attention
     )
-
-
-def time_steadily(runner: Runner, cases: Sequence[tuple[int, int, int]]) -> list[Profiled]:
-    """token_budget.time_iterations on a machine that is not busy, whose drift is the spread."""
-
-    def time_cases() -> list[Profiled]:
-        return token_budget.time_iterations(runner, cases)
-
-    def largest_spread(rows: list[Profiled]) -> float:
-        return max(row.spread for row in rows)
-
-    device = runner.model.device
-    rows, drift = timing.steadily(time_cases, device, tries=2, spread_of=largest_spread)
-    return [row._replace(spread=drift) for row in rows]
 
 
 def rows_of(profile: Sequence[Profiled], options: BudgetOptions) -> list[BudgetRow]:

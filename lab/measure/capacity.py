@@ -21,7 +21,7 @@ from model import GPT
 from outputs import Completion
 from parallel import runner_for
 from policies import token_budget
-from policies.token_budget import MAX_DELAY_S, Profiled
+from policies.token_budget import MAX_DELAY_S, Case, Profiled, TimedRunner
 
 MAX_RUNS = 60  # of a search, which takes a dozen
 ROUNDS = 4  # how many times the requests that may run at once must arrive
@@ -51,9 +51,6 @@ def measure_base(
     def time_both() -> list[Profiled]:
         return token_budget.time_iterations(runner, cases, repeats=5)
 
-    def largest_spread(rows: list[Profiled]) -> float:
-        return max(row.spread for row in rows)
-
     (decode, prefill), drift = measure.steadily(time_both, model.device, spread_of=largest_spread)
     base = Base(
         seconds=decode.seconds,
@@ -62,6 +59,22 @@ def measure_base(
         context=context,
     )
     return base, drift
+
+
+def time_steadily(runner: TimedRunner, cases: Sequence[Case]) -> list[Profiled]:
+    """token_budget.time_iterations on a machine that is not busy, whose drift is the spread."""
+
+    def time_cases() -> list[Profiled]:
+        return token_budget.time_iterations(runner, cases)
+
+    device = runner.cache.data.device
+    rows, drift = measure.steadily(time_cases, device, tries=2, spread_of=largest_spread)
+    return [row._replace(spread=drift) for row in rows]
+
+
+def largest_spread(rows: Sequence[Profiled]) -> float:
+    """The largest spread of some times."""
+    return max(row.spread for row in rows)
 
 
 def slo_seconds(target: str | float, base: Base) -> float:

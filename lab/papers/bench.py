@@ -10,6 +10,7 @@ Each method calls a library of lab/measure, with the options of the command line
     run_policies                requests that are all there at the start     offline_load.py
     serve                       requests that arrive while others run        load_run.py
     capacity                    the highest rate that meets an SLO           capacity.py
+    token_budgets               the largest that meet some SLOs              token_budget.py
 
 A Bench keeps all results: claims that need the same measurement share it. It also notes whether the
 machine was busy. Read first: finding.py. Read next: measured_batches.py."""
@@ -23,7 +24,7 @@ from tqdm import tqdm
 
 from cli.loading import ModelOptions
 from config import EngineConfig
-from lab.measure import workload
+from lab.measure import timing, workload
 from lab.measure.batch_times import (
     Batch,
     SequenceTime,
@@ -33,12 +34,14 @@ from lab.measure.batch_times import (
     time_sequences,
 )
 from lab.measure.capacity import (
+    Bounded,
     JudgedRun,
     SearchResult,
     estimated_qps,
     judge,
     search_capacity,
     slo_seconds,
+    time_steadily,
 )
 from lab.measure.decode_maximal import DecodeMaximal, measure_decode_maximal
 from lab.measure.load_run import Run
@@ -50,6 +53,8 @@ from lab.measure.workload import Arrival
 from lab.simulator.machine import FittedMachine
 from memory import small_page_size
 from model import GPT
+from parallel import runner_for
+from policies.token_budget import Profiled, choose_budget
 
 Size = Literal["gpu", "cpu", "quick"]  # each claim has three lists of sizes
 Sized = TypeVar("Sized")
@@ -84,6 +89,20 @@ class Capacities:
     slo_s: float
     slo_busy: bool  # whether the machine was too busy while the base of the SLO was timed
     results: dict[str, SearchResult[JudgedRun]]  # by policy
+
+
+@dataclass(frozen=True)
+class TokenBudgets:
+    """The largest token budgets that meet some SLOs, and the batches that were timed."""
+
+    slos_s: dict[str, float]  # by the name of the SLO
+    budgets: dict[str, Bounded]  # "at least" the largest that may be timed
+    profile: list[Profiled]
+
+    @property
+    def busy(self) -> bool:
+        """Whether the machine was too busy for the times to be believed."""
+        return any(row.spread > timing.BUSY for row in self.profile)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +247,7 @@ class Bench:
         *,
         lengths: str = "sharegpt4",
         requests: int = 4,
+        load: float = 0.5,
         qps: float | None = None,
         arrivals: Sequence[Arrival] | None = None,
         batch: int | None = None,
@@ -236,31 +256,25 @@ class Bench:
     ) -> Served:
         """Serve requests that arrive while others run, under each policy.
 
-        They arrive at `qps`; None: at half of the estimated capacity. `arrivals` are requests with
-        times of their own, which count decode iterations. Other defaults are those of `bench.py
-        serve`. The SLO is the strict one."""
+        They arrive at `qps`; None: at `load`, a share of the estimated capacity. `arrivals` are
+        requests with times of their own, which count decode iterations. Other defaults are those of
+        `bench.py serve`. The SLO is the strict one. Policies run one after another, so that claims
+        share the run of a policy."""
         limits = self._limits(batch, max_len, kv_tokens)
-
-        def serve_all() -> Served:
-            machine = self._real_machine(limits)
-            slo_s = slo_seconds("strict", machine.base)
-            if arrivals:
-                unit_s = machine.base.seconds
-                load = [arrival._replace(time=arrival.time * unit_s) for arrival in arrivals]
-            else:
-                pairs = workload.make_lengths(lengths, requests, limits.max_len, self.options.seed)
-                load = self._arrivals(
-                    pairs, qps or starting_rate(machine, self._arrivals(pairs, 1))
-                )
-            records = {}
-            for name, policy_config in self._plan(policies, limits, slo_s).items():
-                records[name] = serve_one(machine, name, policy_config, load)
-            runs = {name: judge(run, slo_s) for name, run in records.items()}
-            return Served(slo_s, bool(machine.info.base_busy), records, runs)
-
-        load_key = tuple(arrivals) if arrivals else (lengths, requests, qps)
-        key = ("serve", tuple(policies), load_key, batch, max_len, kv_tokens)
-        served = self._once(key, serve_all)
+        machine = self._real_machine(limits)
+        slo_s = slo_seconds("strict", machine.base)
+        if arrivals:
+            unit_s = machine.base.seconds
+            timed = [arrival._replace(time=arrival.time * unit_s) for arrival in arrivals]
+        else:
+            pairs = workload.make_lengths(lengths, requests, limits.max_len, self.options.seed)
+            timed = self._arrivals(pairs, qps or rate_at(load, machine, self._arrivals(pairs, 1.0)))
+        records = {}
+        for name, config in self._plan(policies, limits, slo_s).items():
+            key = ("serve", name, limits, tuple(timed))
+            records[name] = self._once(key, partial(serve_one, machine, name, config, timed))
+        runs = {name: judge(run, slo_s) for name, run in records.items()}
+        served = Served(slo_s, bool(machine.info.base_busy), records, runs)
         self.busy = self.busy or served.slo_busy
         self._note_busy(served.runs.values())
         return served
@@ -287,7 +301,7 @@ class Bench:
             machine = self._fitted_machine(limits) if simulated else real
             slo_s = slo_seconds(slo, machine.base)
             pairs = workload.make_lengths(lengths, requests, limits.max_len, self.options.seed)
-            start = starting_rate(machine, self._arrivals(pairs, 1.0))
+            start = rate_at(0.5, machine, self._arrivals(pairs, 1.0))
             results = {}
             for name, policy_config in self._plan(policies, limits, slo_s).items():
 
@@ -306,6 +320,49 @@ class Bench:
         self.busy = self.busy or capacities.slo_busy
         self._note_busy(capacities.results.values())
         return capacities
+
+    def token_budgets(
+        self,
+        slos: Sequence[str],
+        *,
+        decodes: int,
+        max_budget: int,
+        tile: int,
+        max_len: int | None = None,
+    ) -> TokenBudgets:
+        """Find the largest token budget that meets each SLO, by timing hybrid batches (SS-§4.3).
+
+        The `decodes` are at the context of the iteration that the SLOs are multiples of. That
+        depends on `max_len`, whose default is that of `bench.py serve`."""
+        self._check_length(max_budget)
+        limits = self._limits(None, max_len, None)
+        machine = self._real_machine(limits)
+        context = machine.base.context
+        page_size = limits.page_size
+        pages = decodes * -(-context // page_size) + -(-max_budget // page_size)
+
+        def choose_all() -> TokenBudgets:
+            runner = runner_for(self.model)(
+                self.model, pages, page_size, max_budget, self.options.attention
+            )
+            slos_s: dict[str, float] = {}
+            budgets: dict[str, Bounded] = {}
+            profile: list[Profiled] = []
+            for slo in slos:
+                slos_s[slo] = slo_seconds(slo, machine.base)
+                budget, rows = choose_budget(
+                    runner, slos_s[slo], decodes, [context], tile, max_budget, time_steadily
+                )
+                is_limited = budget + tile > max_budget
+                budgets[slo] = Bounded(budget, "at least" if is_limited else "")
+                profile += rows
+            return TokenBudgets(slos_s, budgets, profile)
+
+        key = ("token budgets", tuple(slos), decodes, max_budget, tile, limits)
+        found = self._once(key, choose_all)
+        self.busy = self.busy or bool(machine.info.base_busy)
+        self._note_busy([found])
+        return found
 
     def _limits(
         self, batch: int | None, max_len: int | None, kv_tokens: int | None
@@ -378,9 +435,9 @@ class Bench:
             raise ValueError(f"{tokens} tokens: this model is limited to {limit}")
 
 
-def starting_rate(machine: Machine, arrivals: Sequence[Arrival]) -> float:
-    """Half of the estimated capacity in requests per second, with two digits."""
-    return float(f"{estimated_qps(machine.base, arrivals) / 2:.2g}")
+def rate_at(load: float, machine: Machine, arrivals: Sequence[Arrival]) -> float:
+    """A share of the estimated capacity, in requests per second, with two digits."""
+    return float(f"{load * estimated_qps(machine.base, arrivals):.2g}")
 
 
 def serve_one(

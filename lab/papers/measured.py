@@ -1,9 +1,11 @@
 """The papers' claims that one device can show: their titles, and the functions that measure them.
 
-S is SARATHI, SS Sarathi-Serve, B a post on schedulers; F is a figure, T a table. `bench.py paper`
-measures the claims in this order. A new claim is a function that takes a Bench and returns a
-Finding, and an entry here. Read first: measured_phases.py, measured_batches.py, measured_offline.py
-and measured_serving.py. Read next: report.py."""
+S is SARATHI, SS Sarathi-Serve, B a post on schedulers, C a Chinese post on SARATHI; F is a figure,
+T a table, a number alone a section. `bench.py paper` measures the claims in this order. A new claim
+is a function that takes a Bench and returns a Finding, and an entry here. Read first:
+measured_phases.py, measured_batches.py, measured_offline.py and measured_serving.py; then
+measured_counts.py, measured_costs.py, measured_gains.py and measured_stalls.py. Read next:
+report.py."""
 
 import inspect
 from collections.abc import Callable
@@ -12,9 +14,13 @@ from dataclasses import dataclass
 from lab.papers.bench import Bench
 from lab.papers.finding import Finding
 from lab.papers.measured_batches import b_2, s_f8, s_f10, s_f13, ss_f9, ss_f14
+from lab.papers.measured_costs import b_3, c_1, s_f10b, ss_f9b
+from lab.papers.measured_counts import b_1b, s_3_1, s_4_4
+from lab.papers.measured_gains import s_f9b, s_f11b, s_f13c
 from lab.papers.measured_offline import b_1, s_f9, s_f11, s_t4
 from lab.papers.measured_phases import s_f3, s_f4a, s_f4b, s_f7
 from lab.papers.measured_serving import b_7, ss_f7, ss_f10, ss_f12, ss_t4
+from lab.papers.measured_stalls import ss_4_3, ss_5_2, ss_f1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +83,12 @@ CLAIMS = [
         function=s_f4b,
     ),
     Claim(
+        id="S-3.1",
+        title="Arithmetic intensity of 1 to 512 decodes, computed for LLaMA-13B on an A6000",
+        seconds=(1, 1),
+        function=s_3_1,
+    ),
+    Claim(
         id="S-F7",
         covers=("SS-F6",),
         title="Time of an iteration, over its tokens: are there steps?",
@@ -103,6 +115,19 @@ CLAIMS = [
         function=s_f9,
     ),
     Claim(
+        id="S-F9b",
+        covers=("S-F9c",),
+        title="Throughput gain below, at and above P:D = C / (B - 1), longer requests",
+        seconds=(30, 95),
+        function=s_f9b,
+    ),
+    Claim(
+        id="S-F11b",
+        title="SARATHI and Orca at its best over P:D: where each peaks",
+        seconds=(1, 1),
+        function=s_f11b,
+    ),
+    Claim(
         id="S-F11",
         title="SARATHI and Orca's best and worst case over request-level",
         seconds=(1, 1),
@@ -115,10 +140,34 @@ CLAIMS = [
         function=s_f10,
     ),
     Claim(
+        id="S-F10b",
+        title="Time by operation with chunks twice as long",
+        seconds=(5, 40),
+        function=s_f10b,
+    ),
+    Claim(
         id="S-F13",
         title="What small chunks cost: attention, and the whole prefill",
         seconds=(10, 70),
         function=s_f13,
+    ),
+    Claim(
+        id="S-F13c",
+        title="Throughput over request-level with chunks of 64 to 512, or a quarter",
+        seconds=(15, 25),
+        function=s_f13c,
+    ),
+    Claim(
+        id="S-4.4",
+        title="P:D from which all decodes ride, counted",
+        seconds=(3, 3),
+        function=s_4_4,
+    ),
+    Claim(
+        id="C-1",
+        title="What riding saves a decode: weights, or keys and values",
+        seconds=(1, 1),
+        function=c_1,
     ),
     Claim(
         id="SS-F7",
@@ -131,6 +180,12 @@ CLAIMS = [
         title="Decodes beside a whole prompt and beside a chunk, against decodes alone",
         seconds=(10, 50),
         function=ss_f9,
+    ),
+    Claim(
+        id="SS-F9b",
+        title="Decodes beside a chunk against decodes alone, over batch and context",
+        seconds=(5, 40),
+        function=ss_f9b,
     ),
     Claim(
         id="SS-F14",
@@ -152,10 +207,29 @@ CLAIMS = [
         function=ss_f12,
     ),
     Claim(
+        id="SS-5.2",
+        title="Capacity of vllm with three batch sizes",
+        seconds=(1, 1),
+        function=ss_5_2,
+    ),
+    Claim(
         id="SS-T4",
         title="Hybrid batches alone, chunks alone, and both: P50 TTFT and P99 TBT",
         seconds=(40, 100),
         function=ss_t4,
+    ),
+    Claim(
+        id="SS-F1",
+        covers=("SS-F2",),
+        title="Stalls over time and under load, and what they are traded for",
+        seconds=(30, 100),
+        function=ss_f1,
+    ),
+    Claim(
+        id="SS-4.3",
+        title="The token budget of the strict and the relaxed SLO, by timing batches",
+        seconds=(15, 60),
+        function=ss_4_3,
     ),
     Claim(
         id="B-1",
@@ -164,10 +238,22 @@ CLAIMS = [
         function=b_1,
     ),
     Claim(
+        id="B-1b",
+        title="Slots over steps under static and continuous batching, counted",
+        seconds=(1, 1),
+        function=b_1b,
+    ),
+    Claim(
         id="B-2",
         title="A prompt beside six decodes, whole and in eight chunks, as it goes on",
         seconds=(10, 40),
         function=b_2,
+    ),
+    Claim(
+        id="B-3",
+        title="An iteration over its prompt tokens: the post's table, its timeline, and here",
+        seconds=(12, 20),
+        function=b_3,
     ),
     Claim(
         id="B-7",

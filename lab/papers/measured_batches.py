@@ -107,15 +107,18 @@ def s_f8(bench: Bench) -> Finding:
     )
 
 
-def s_f10(bench: Bench) -> Finding:
-    """S-F10: the same requests take less time in the linear layers, and no more in attention."""
+def request_level_over_sarathi(bench: Bench, pieces: int) -> Plot:
+    """How many times as long request-level takes as SARATHI in each operation, over the batch.
+
+    Prompts are cut into so many pieces, as many as carry all decodes: P:D = C / (B - 1)."""
+    length = bench.pick(gpu=1024, cpu=1024, quick=256)  # of a request, prompt and output
     repeats = bench.pick(gpu=5, cpu=5, quick=3)
-    sizes = [(6, 1004, 20), (18, 956, 68)]
-    cases = bench.pick(gpu=sizes, cpu=sizes, quick=[(6, 236, 20)])
     ratios = Plot("request-level over sarathi", x="batch", y="times less", spec=".2fx")
-    for batch, prompt, output in cases:
+    for batch in bench.pick(gpu=[6, 18], cpu=[6, 18], quick=[6]):
+        output = pieces * (batch - 1)
+        prompt = length - output
+        chunk = prompt // pieces
         context = prompt + output // 2 + 1  # of a decode in the middle of the output
-        chunk = prompt // 4
         riding = decodes(batch - 1, context)
         request_level = [prompts(1, prompt)] * batch + [decodes(batch, context)] * output
         sarathi = [alone + riding for alone in chunks_of(prompt, chunk)] * batch
@@ -128,7 +131,14 @@ def s_f10(bench: Bench) -> Finding:
         ratios.add("postproj", batch, whole.postproj_ms / chunked.postproj_ms)
         ratios.add("linear", batch, whole.products_ms / chunked.products_ms)
         ratios.add("attention", batch, whole.attention_ms / chunked.attention_ms)
-    batch, prompt, _ = cases[0]
+    return ratios
+
+
+def s_f10(bench: Bench) -> Finding:
+    """S-F10: the same requests take less time in the linear layers, and no more in attention."""
+    ratios = request_level_over_sarathi(bench, pieces=4)
+    batch = int(ratios.xs[0])
+    chunk = bench.pick(gpu=256, cpu=256, quick=64)
     attention = ratios.line("attention")
     ffn = ratios.line("ffn_ln1")
     preproj = ratios.line("preproj")
@@ -139,7 +149,7 @@ def s_f10(bench: Bench) -> Finding:
                 1.02,
                 ratios.line("linear"),
                 because="Riding decodes need no reading of the weights of their own.",
-                where=riding_pays(bench, batch, prompt // 4),
+                where=riding_pays(bench, batch, chunk),
             ),
             less(0.4, attention, because="The same queries meet the same keys, in more pieces."),
             less(attention, 1.2, because="The same queries meet the same keys, in more pieces."),

@@ -91,10 +91,26 @@ def pays_in_all(bench: Bench, cases: list[Lockstep]) -> Condition:
     return next((each for each in conditions if not each.is_met), conditions[0])
 
 
-def s_f9(bench: Bench) -> Finding:
-    """S-F9: SARATHI gains over request-level, larger chunks the more the higher P:D is.
+@dataclass(frozen=True)
+class GainsOverRatios:
+    """The throughput of SARATHI and Orca over that of request-level, for several P:D."""
 
-    The gain is largest at P:D = C / (B - 1), where all decodes ride and each chunk carries some."""
+    batch: int
+    chunk_sizes: list[int]  # half, once and twice a chunk
+    gains: Plot
+
+    @property
+    def names(self) -> list[str]:
+        """The names of SARATHI with each chunk size, which are those of lines."""
+        return [f"sarathi:{size}" for size in self.chunk_sizes]
+
+    def pays(self, bench: Bench) -> Condition:
+        """The Condition under which riding pays, with the chunk in the middle."""
+        return riding_pays(bench, self.batch, self.chunk_sizes[1])
+
+
+def gains_over_ratios(bench: Bench) -> GainsOverRatios:
+    """Serve requests of one length with more and less prompt, as in Figures 9a and 11b."""
     context = bench.pick(gpu=1024, cpu=256, quick=256)
     batch = bench.pick(gpu=18, cpu=6, quick=6)
     chunk = bench.pick(gpu=256, cpu=64, quick=64)
@@ -102,12 +118,11 @@ def s_f9(bench: Bench) -> Finding:
     ratios = bench.pick(
         gpu=[3.75, 7.5, 15, 30, 60], cpu=[3.2, 6.4, 12.8, 25.6, 51.2], quick=[6.4, 12.8, 25.6]
     )
-    chunk_sizes = [chunk // 2, chunk, 2 * chunk]
-    names = [f"sarathi:{size}" for size in chunk_sizes]
     gains = Plot("", x="P:D", y="gain", spec=".2fx", log="x")
+    load = GainsOverRatios(batch, [chunk // 2, chunk, 2 * chunk], gains)
     for ratio in ratios:
         rows = bench.run_policies(
-            ["request-level", "orca-best", *names],
+            ["request-level", "orca-best", *load.names],
             seq_len=context,
             batch=batch,
             chunk=chunk,
@@ -116,16 +131,26 @@ def s_f9(bench: Bench) -> Finding:
         )
         for name, row in rows.items():
             gains.add(name, ratio, row.gain)
-    half, middle, double = [gains.line(name) for name in names]
+    return load
+
+
+def s_f9(bench: Bench) -> Finding:
+    """S-F9: SARATHI gains over request-level, larger chunks the more the higher P:D is.
+
+    The gain is largest at P:D = C / (B - 1), where all decodes ride and each chunk carries some."""
+    load = gains_over_ratios(bench)
+    gains = load.gains
+    half, middle, double = [gains.line(name) for name in load.names]
     peaks = Plot("peak", x="chunk", y="P:D of the largest gain", spec=".3g")
-    for size, line in zip(chunk_sizes, (half, middle, double), strict=True):
+    for size, line in zip(load.chunk_sizes, (half, middle, double), strict=True):
         peaks.add("P:D", size, float(line.x_of_largest()))
     peak = peaks.line("P:D")
-    pays = riding_pays(bench, batch, chunk)
+    pays = load.pays(bench)
+    _, chunk, double_chunk = load.chunk_sizes
     return Finding(
         plots=[gains],
         checks=[
-            less(1.02, gains.best("sarathi", names), because=RIDING, where=pays),
+            less(1.02, gains.best("sarathi", load.names), because=RIDING, where=pays),
             rises(
                 double.over(half),
                 because="A higher P:D has fewer decodes for a chunk to carry.",
@@ -141,7 +166,7 @@ def s_f9(bench: Bench) -> Finding:
             Published("gain, C = 256", 1.27, middle, middle.x_of_largest(), LLAMA_13B),
             Published("gain, C = 512", 1.23, double, double.x_of_largest(), LLAMA_13B),
             Published("P:D of the peak, C = 256", 14, peak, chunk, LLAMA_13B),
-            Published("P:D of the peak, C = 512", 28, peak, 2 * chunk, LLAMA_13B),
+            Published("P:D of the peak, C = 512", 28, peak, double_chunk, LLAMA_13B),
         ],
     )
 

@@ -9,6 +9,8 @@ token budgets: 512 and 2,048 of 8,192 are 128 and 512 of 2,048.
 SS is Sarathi-Serve, B a post on schedulers; F is a figure, T a table. Read first: finding.py,
 conditions.py, bench.py and measured_offline.py. Read next: measured.py."""
 
+from dataclasses import dataclass
+
 from lab.measure.workload import Arrival
 from lab.papers.bench import Bench
 from lab.papers.checks import Check, falls, less
@@ -140,10 +142,17 @@ def ss_f10(bench: Bench) -> Finding:
     return Finding(plots=plots, checks=checks, published=numbers)
 
 
-def ss_f12(bench: Bench) -> Finding:
-    """SS-F12: at a strict SLO the right token budget beats vllm with any batch size.
+@dataclass(frozen=True)
+class CapacitiesOverSLO:
+    """Capacities over the SLO, and the names of the lines that are of vllm and of Sarathi-Serve."""
 
-    The text gives the 3.5x to Mistral-7B, the figure's caption to Yi-34B."""
+    plot: Plot
+    vllm: list[str]  # with three batch sizes
+    sarathi_serve: list[str]  # with two token budgets
+
+
+def capacities_over_slo(bench: Bench) -> CapacitiesOverSLO:
+    """Search capacities as in Figure 12."""
     multiples = bench.pick(
         gpu=["strict", "10x", "15x", "relaxed", "50x"],
         cpu=["strict", "15x", "relaxed"],
@@ -170,7 +179,18 @@ def ss_f12(bench: Bench) -> Finding:
                 plot.add(f"{name}, batch {batch}", round(capacities.slo_s, 3), result.capacity_qps)
     budgets = [f"{name}, batch {large_batch}" for name in BUDGETS]
     batches = [f"vllm, batch {batch}" for batch in (*small_batches, large_batch)]
-    gain = plot.best("sarathi-serve", budgets).over(plot.best("vllm", batches), spec=".2fx")
+    return CapacitiesOverSLO(plot, vllm=batches, sarathi_serve=budgets)
+
+
+def ss_f12(bench: Bench) -> Finding:
+    """SS-F12: at a strict SLO the right token budget beats vllm with any batch size.
+
+    The text gives the 3.5x to Mistral-7B, the figure's caption to Yi-34B."""
+    capacities = capacities_over_slo(bench)
+    plot = capacities.plot
+    best_vllm = plot.best("vllm", capacities.vllm)
+    best_budget = plot.best("sarathi-serve", capacities.sarathi_serve)
+    gain = best_budget.over(best_vllm, spec=".2fx")
     return Finding(
         plots=[plot],
         checks=[
