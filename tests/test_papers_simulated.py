@@ -10,6 +10,7 @@ import pytest
 from lab.measure import metrics
 from lab.measure.capacity import Bounded, values_above_quantile
 from lab.measure.workload import zipf_lengths
+from lab.papers import systems
 from lab.papers.comparison import Table, only_simulated, paper_beside
 from lab.papers.simulated_sarathi import (
     FIGURE_12_VARIANTS,
@@ -35,14 +36,17 @@ from lab.papers.systems import (
     OfflineJob,
     ServingJob,
     Setup,
+    Target,
     decode_speedup,
     find_capacities,
     latencies,
+    most_at_once,
     offline,
     serve,
     throughput,
 )
 from lab.simulator.machine import base_of
+from outputs import Completion
 from policies.token_budget import SLOS
 
 
@@ -73,7 +77,7 @@ def test_a_table_of_capacities_has_the_cpu_time_and_published_gains(experiment, 
     def two_per_second(function, jobs):
         assert function is find_capacities
         assert {job.cost.cpu_s for job in jobs} == {7.5e-3}
-        return [[Bounded(2.0)] * len(job.targets) for job in jobs]
+        return [dict.fromkeys(job.targets, Bounded(2.0)) for job in jobs]
 
     gains_of_paper = []
     for table in experiment(setup_with(two_per_second, cpu_ms=7.5)):
@@ -96,7 +100,10 @@ def test_capacities_are_those_at_the_slos_beside_them():
     def rates(function, jobs):
         scale = {"orca": 1.0, "vllm": 2.0}
         return [
-            [Bounded(scale.get(policy, 4.0) * slo_s) for policy, slo_s in job.targets]
+            {
+                target: Bounded(scale.get(target.policy, 4.0) * target.slo_s)
+                for target in job.targets
+            }
             for job in jobs
         ]
 
@@ -262,12 +269,56 @@ def test_a_small_budget_serves_several_times_the_load_and_a_large_one_less():
     slo_s = SLOS["strict"] * base_of(yi).seconds
 
     def capacity_of(policy):
-        (qps,) = find_capacities(CapacityJob(yi, 128, "sharegpt4", [(policy, slo_s)], 384, 1.1))
-        return qps
+        target = Target(policy, batch=128, slo_s=slo_s, ratio=1.1)
+        return find_capacities(CapacityJob(yi, "sharegpt4", (target,), requests=384))[target]
 
     vllm = capacity_of("vllm")
     assert 2.6 <= capacity_of("sarathi-serve:512") / vllm <= 4.4
     assert 0 < capacity_of("sarathi-serve:2048") < vllm
+
+
+def test_targets_that_share_runs_have_the_capacities_they_have_alone(monkeypatch):
+    """A run whose batch was never full is that of other batch sizes, too."""
+    runs = []
+
+    def count_run(job, tbt_slo_s):
+        runs.append(job)
+        return serve(job, tbt_slo_s)
+
+    monkeypatch.setattr(systems, "serve", count_run)
+
+    def capacities_of(*targets):
+        runs.clear()
+        capacities = find_capacities(CapacityJob(YI_34B.cost(0.0), "sharegpt4", targets, 48))
+        bounds = {target: (float(qps), qps.bound) for target, qps in capacities.items()}
+        return bounds, len(runs)
+
+    targets = [Target("vllm", batch, slo_s, 1.1) for batch in (4, 64, 128) for slo_s in (0.3, 1)]
+    together, count = capacities_of(*targets)
+    alone = [capacities_of(target) for target in targets]
+    assert together == {
+        target: bounds[target] for target, (bounds, _) in zip(targets, alone, strict=True)
+    }
+    assert count < sum(of_target for _, of_target in alone) / 2
+    assert len({qps for qps, _ in together.values()}) > 2  # the smallest batch has less capacity
+
+
+def test_most_requests_at_once():
+    def completion(scheduled, *token_times, reason="length"):
+        return Completion(
+            request_id=0,
+            prompt=[],
+            arrival=0.0,
+            scheduled=scheduled,
+            token_times=list(token_times),
+            finish_reason=reason,
+        )
+
+    one, other, later = completion(0.0, 1.0, 2.0), completion(1.5, 3.0), completion(2.0, 4.0)
+    assert most_at_once([]) == most_at_once([completion(None, reason="abort")]) == 0
+    assert most_at_once([one, later]) == 1  # it begins when the other has ended
+    assert most_at_once([later, other, one]) == 2
+    assert most_at_once([completion(0.0, 1.0, reason="abort"), other, later]) == 3
 
 
 ABLATION = [("sharegpt4", 1.0, (0.14, 0.17)), ("arxiv", 0.5, (0.17, 0.20))]

@@ -5,6 +5,7 @@
 
 Read first: lab/simulator/simulation.py and lab/papers/simulated.py, which makes these tables."""
 
+import gc
 import os
 import pickle
 import signal
@@ -167,8 +168,10 @@ def print_conclusion(tables: Sequence[Table]) -> None:
     )
 
 
-def end_with_parent() -> None:
-    """Let this process end when the one that started it has ended."""
+def prepare_worker() -> None:
+    """Let this process end when the one that started it has ended, and collect garbage seldom."""
+    # simulations make millions of small objects, and no cycles among them
+    gc.set_threshold(200_000, 50, 50)
 
     def wait_for_parent() -> None:
         parent = parent_process()
@@ -204,7 +207,7 @@ def run_all(
 ) -> list[Result]:
     """[function(job) for job in jobs], by some processes, which have ended when this returns. A
     progress bar has the `name`."""
-    pool = ProcessPoolExecutor(processes, initializer=end_with_parent)
+    pool = ProcessPoolExecutor(processes, initializer=prepare_worker)
     # workers start with these signals blocked, and keep them so: this process ends the workers
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:

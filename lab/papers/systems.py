@@ -3,9 +3,11 @@
 S is SARATHI, SS is Sarathi-Serve. Each simulation takes one job, a dataclass, so that processes can
 share a list of them. Read first: lab/simulator/simulation.py. Read next: simulated_sarathi.py."""
 
-from collections.abc import Callable, Sequence
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol, TypeVar
@@ -20,6 +22,7 @@ from lab.measure.workload import LENGTHS, Arrival, poisson, sample_lengths
 from lab.simulator.cost_model import CostModel
 from lab.simulator.machine import base_of
 from lab.simulator.simulation import simulate
+from outputs import Completion
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -340,49 +343,90 @@ def serve(job: ServingJob, tbt_slo_s: float | None = None) -> Run:
 
 
 @dataclass(frozen=True)
+class Target:
+    """A capacity that is searched for: the highest rate at which a server meets an SLO."""
+
+    policy: str  # as run_plan takes it
+    batch: int
+    slo_s: float  # of P99 TBT
+    ratio: float  # how close the search comes
+
+
+@dataclass(frozen=True)
 class CapacityJob:
-    """Searches for capacities of one server on one trace."""
+    """Searches for capacities on one machine and trace. Targets of one policy share runs."""
 
     cost: CostModel
-    batch: int
-    trace: str
-    targets: Sequence[tuple[str, float]]  # (policy, its SLO of P99 TBT in seconds) of each search
+    trace: str  # a name in LENGTHS
+    targets: tuple[Target, ...]
     requests: int
-    ratio: float  # how close a search comes
 
 
-def find_capacities(job: CapacityJob) -> list[Bounded]:
-    """The capacity in requests per second for each target. Runs at one rate are shared."""
+@dataclass(frozen=True)
+class KnownRun:
+    """What a search keeps of a run."""
+
+    batch: int
+    most_running: int  # requests at once
+    summary: LatencySummary | None  # None: it missed even the largest SLO of its policy
+
+    def is_that_of(self, batch: int) -> bool:
+        """Whether the run is the same with this batch size: neither limit was ever reached."""
+        return batch == self.batch or self.most_running < min(batch, self.batch)
+
+
+def find_capacities(job: CapacityJob) -> dict[Target, Bounded]:
+    """The capacity of each target in requests per second."""
     lengths = sample_lengths(job.trace, job.requests, LENGTHS[job.trace].limit, 0)
     possible_qps = estimated_qps(base_of(job.cost), poisson(lengths, 1.0, 0))
     start_qps = float(f"{0.3 * job.cost.pp * possible_qps:.1g}")
 
     largest_slo_s: dict[str, float] = {}  # of each policy
-    for policy, slo_s in job.targets:
-        largest_slo_s[policy] = max(slo_s, largest_slo_s.get(policy, 0.0))
+    for target in job.targets:
+        largest_slo_s[target.policy] = max(target.slo_s, largest_slo_s.get(target.policy, 0.0))
+    known_runs: dict[tuple[str, float], list[KnownRun]] = {}  # (policy, rate) -> runs
 
-    @cache
-    def latencies_at(policy: str, qps: float) -> LatencySummary | None:
-        """None if the run misses even the policy's largest SLO."""
-        serving = ServingJob(
-            job.cost, policy, job.trace, qps=qps, requests=job.requests, batch=job.batch
-        )
+    def run_at(policy: str, batch: int, qps: float) -> KnownRun:
+        """A run that is known already, or a new one."""
+        runs = known_runs.setdefault((policy, qps), [])
+        for known in runs:
+            if known.is_that_of(batch):
+                return known
+        serving = ServingJob(job.cost, policy, job.trace, qps, job.requests, batch=batch)
         run = serve(serving, largest_slo_s[policy])
-        if run.cut_short:
-            return None
-        return metrics.summarize_latencies(run.completions, run.seconds)
+        summary = None
+        if not run.cut_short:
+            summary = metrics.summarize_latencies(run.completions, run.seconds)
+        runs.append(KnownRun(batch, most_at_once(run.completions), summary))
+        return runs[-1]
 
-    def run_at_rate(policy: str, slo_s: float, qps: float) -> Verdict:
-        summary = latencies_at(policy, qps)
+    def verdict(target: Target, qps: float) -> Verdict:
+        """Whether a target's SLO is met at that rate."""
+        summary = run_at(target.policy, target.batch, qps).summary
         if summary is None:
             return Verdict(missed="given up")
-        return Verdict(missed=metrics.missed(summary, slo_s))
+        return Verdict(missed=metrics.missed(summary, target.slo_s))
 
-    capacities = []
-    for policy, slo_s in job.targets:
-        search = search_capacity(partial(run_at_rate, policy, slo_s), start_qps, job.ratio)
-        capacities.append(search.capacity_qps)
+    capacities = {}
+    for target in job.targets:
+        search = search_capacity(partial(verdict, target), start_qps, target.ratio)
+        capacities[target] = search.capacity_qps
     return capacities
+
+
+def most_at_once(completions: Iterable[Completion]) -> int:
+    """The largest number of requests that had been scheduled and had not ended."""
+    starts = []
+    ends = []
+    for completion in completions:
+        if completion.scheduled is not None:
+            starts.append(completion.scheduled)
+            is_aborted = completion.finish_reason == "abort"
+            ends.append(math.inf if is_aborted else completion.token_times[-1])
+    starts.sort()
+    ends.sort()
+    running = [i + 1 - bisect_right(ends, start) for i, start in enumerate(starts)]
+    return max(running, default=0)
 
 
 @dataclass(frozen=True)
