@@ -10,7 +10,7 @@ import pytest
 from lab.measure import metrics
 from lab.measure.capacity import Bounded, values_above_quantile
 from lab.measure.workload import zipf_lengths
-from lab.papers import systems
+from lab.papers import simulated_batches, systems
 from lab.papers.comparison import Table, only_simulated, paper_beside
 from lab.papers.simulated_sarathi import (
     FIGURE_12_VARIANTS,
@@ -37,6 +37,7 @@ from lab.papers.systems import (
     ServingJob,
     Setup,
     Target,
+    chunking_ratio,
     decode_speedup,
     find_capacities,
     latencies,
@@ -226,6 +227,77 @@ def test_assumptions_change_what_they_name():
         for tile in (1, None)
     )
     assert few.makespan_s != many.makespan_s
+
+
+def columns(table):
+    """The numbers in the columns of a table, by their heads."""
+    return {head: [row[head] for row in table.rows] for head in table.columns()}
+
+
+def test_a_layer_saturates_at_256_tokens():
+    """S-F4a: 180 tokens/ms at 512, 157.5 at 256. S-§4.2: GPT-3 peaks at 256."""
+    errors = simulated_batches.throughput_of_a_layer().errors
+    assert len(errors) == 2 and max(errors) < 0.1
+    for _, at_64, at_128, at_256, at_512, _ in (
+        row.values() for row in simulated_batches.saturation_of_a_layer().rows
+    ):
+        assert 1.8 * at_64 < at_128 < at_256
+        assert at_256 == pytest.approx(at_512, rel=0.02)
+
+
+def test_smaller_chunks_cost_more_and_a_partial_tile_too():
+    """S-F13: prefills of chunks of 64 to 512 take 5x, above 2x, at most 1.2x and 1.1x as long."""
+    ratios = {chunk: chunking_ratio(A6000_13B, 1024, chunk) for chunk in (64, 128, 256, 320, 512)}
+    for quantity in ("attention", "all"):
+        of_chunk = {chunk: getattr(ratio, quantity) for chunk, ratio in ratios.items()}
+        assert of_chunk[64] > of_chunk[128] > of_chunk[256] > of_chunk[512] > 1
+        assert of_chunk[320] > of_chunk[256]
+    assert ratios[64].all > 3 and ratios[128].all > 1.6
+    assert ratios[256].all < 1.2 and ratios[512].all < 1.1
+
+
+def test_chunks_of_the_authors_prompts_take_as_long_as_in_their_data():
+    """SS-F14: at most 25 % longer in chunks of 512, almost nothing with 2,048."""
+    table = simulated_batches.chunked_prefills(setup_with())
+    assert len(table.errors) == 16 and max(table.errors) < 0.25
+    assert max(columns(table)["simulated whole, ms"]) == pytest.approx(4535, rel=0.05)
+    overheads = [columns(table)[f"simulated in chunks of {c}"] for c in ("512", "1,024", "2,048")]
+    for small, medium, large in zip(*overheads, strict=True):
+        assert 1.25 > small > medium > large < 1.01
+
+
+def test_a_prompt_leaves_a_bubble_of_a_second():
+    """SS-§3.3: Falcon-180B, 1,150 ms for a prompt of 4K, a bubble of 950. SS-T3: 20 and 40 ms."""
+    rows = simulated_batches.bubble_behind_a_prompt(setup_with()).rows
+    prompt, decodes_of_stage, through_both, bubble = (row["simulated"] for row in rows)
+    assert prompt == pytest.approx(1150, rel=0.1)
+    assert bubble == pytest.approx(prompt - decodes_of_stage)
+    assert through_both == pytest.approx(2 * decodes_of_stage, rel=0.02)
+    mistral, yi, *_ = simulated_batches.decode_iterations(setup_with()).errors
+    assert max(mistral, yi) < 0.05
+    with_cpu = columns(simulated_batches.decode_iterations(setup_with(cpu_ms=10)))
+    without = columns(simulated_batches.decode_iterations(setup_with()))
+    added = [
+        busy - idle for busy, idle in zip(with_cpu["simulated"], without["simulated"], strict=True)
+    ]
+    assert added == pytest.approx([10, 10, 20, 20])  # two stages have it twice
+
+
+def test_products_take_the_same_time_up_to_the_ridge_and_are_linear_from_there():
+    """SS-F6, and SS-F9: a chunk delays decodes less than a prompt, and many less than few."""
+    for row in simulated_batches.linear_layers_over_tokens().rows:
+        assert row["128"] < 1.05 * row["32"]
+        assert row["4,096"] == pytest.approx(4 * row["1,024"], rel=0.03)
+    tps = [row["128"] for row in simulated_batches.linear_layers_over_tokens().rows]
+    assert tps == sorted(tps, reverse=True)
+    prompt, chunk = list(columns(simulated_batches.decodes_beside_a_prompt(setup_with())).values())[
+        1:
+    ]
+    assert all(5 * small < large for small, large in zip(chunk, prompt, strict=True))
+    for of_batches in (prompt, chunk):
+        short, long = of_batches[::2], of_batches[1::2]  # contexts
+        assert short == sorted(short, reverse=True) and long == sorted(long, reverse=True)
+        assert all(far < near for near, far in zip(short, long, strict=True))
 
 
 def test_table_4_of_sarathi():

@@ -1,5 +1,5 @@
-"""Sarathi-Serve's figures and tables on its machines, and a post's, simulated, each beside the
-numbers that they say.
+"""Sarathi-Serve's loads on its machines, and a post's, simulated, each beside the numbers that
+they say.
 
 Each run has `requests` requests, and each iteration `cpu_ms` of CPU in each stage. What the paper
 leaves open (loads, budgets, batch sizes) is that of the scripts that its authors published. Budgets

@@ -1,7 +1,7 @@
 """The papers' systems, models on machines, and what is simulated on them.
 
 S is SARATHI, SS is Sarathi-Serve. Each simulation takes one job, a dataclass, so that processes can
-share a list of them. Read first: lab/simulator/simulation.py. Read next: simulated_sarathi.py."""
+share a list of them. Read first: lab/simulator/simulation.py. Read next: simulated_batches.py."""
 
 import math
 from bisect import bisect_right
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from config import EngineConfig
 from lab.measure import metrics
@@ -28,7 +28,7 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 Lengths = Sequence[tuple[int, int]]  # (prompt_len, output_len) of each request
-Decode = tuple[int, int, int]  # (request, start, 1)
+Piece = tuple[int, int, int]  # (request, start, length) of a chunk; a decode has length 1
 
 # Capacities of shorter runs are biased, and those of one policy more than those of another: with 64
 # requests Mistral-7B's gain over vllm is a fifth larger than with 512.
@@ -94,6 +94,7 @@ A6000_BATCHES = {1024: 18, 2048: 10, 3072: 6}  # length -> 13B's largest batch, 
 
 GPT3_PIPELINE = sarathi_code(CostModel.named("gpt3-175b", tp=8, pp=8))  # S-F12
 GPT3_REPLICA = sarathi_code(CostModel.named("gpt3-175b", tp=8))
+GPT3_LAYER = sarathi_code(CostModel.named("gpt3-175b"))  # on one A100, S-§4.2
 GPT3_MAX_LEN = 4096  # tokens of a request
 
 
@@ -192,9 +193,34 @@ def llama2_70b_on_h100(cpu_s: float) -> CostModel:
     return CostModel.named("llama2-70b", "h100", tp=4, cpu_s=cpu_s)
 
 
-def decodes(count: int, context: int) -> list[Decode]:
+def decodes(count: int, context: int) -> list[Piece]:
     """A batch of so many decodes. Each reads `context` tokens, its own among them."""
     return [(0, context - 1, 1)] * count
+
+
+def prompt_chunks(prompt_len: int, chunk: int) -> list[Piece]:
+    """The batches of one prompt in chunks."""
+    starts = range(0, prompt_len, chunk)
+    return [(0, start, min(chunk, prompt_len - start)) for start in starts]
+
+
+class ChunkingRatio(NamedTuple):
+    """How many times longer a prompt takes in chunks than whole."""
+
+    attention: float
+    all: float
+
+
+def chunking_ratio(cost: CostModel, prompt_len: int, chunk: int) -> ChunkingRatio:
+    """The ChunkingRatio of a prompt in batches of its own."""
+
+    def seconds(chunks: Sequence[Piece]) -> tuple[float, float]:
+        attention_s = [cost.layer_seconds([each]).attention for each in chunks]
+        return sum(attention_s), sum(cost.seconds([each]) for each in chunks)
+
+    attention_s, all_s = seconds(prompt_chunks(prompt_len, chunk))
+    whole_attention_s, whole_s = seconds(prompt_chunks(prompt_len, prompt_len))
+    return ChunkingRatio(attention_s / whole_attention_s, all_s / whole_s)
 
 
 @dataclass(frozen=True)
