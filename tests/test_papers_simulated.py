@@ -11,7 +11,7 @@ from lab.measure import metrics
 from lab.measure.capacity import Bounded, values_above_quantile
 from lab.measure.workload import zipf_lengths
 from lab.papers import simulated_batches, systems
-from lab.papers.comparison import Table, only_simulated, paper_beside
+from lab.papers.comparison import Table, beside_published, only_simulated, paper_beside
 from lab.papers.simulated_sarathi import (
     FIGURE_12_VARIANTS,
     Assumptions,
@@ -152,6 +152,16 @@ def test_a_ratio_that_is_a_bound_is_written_and_counted_as_such():
     table.compare("d", "near 1", 1.0)
     assert [row["error"] for row in table.rows[2:]] == [None, None]
     assert table.errors == [math.inf, pytest.approx(0.05)]
+
+
+def test_a_tables_bars_are_the_quantities_that_a_paper_published():
+    quantities = [beside_published("TBT", ".2f"), only_simulated("rate", ".1f")]
+    table = Table("SS-T4", "", quantities, row_head="policy")
+    table.add("vllm", {"TBT": 1.0, "rate": 3.0}, {"TBT": 1.4})
+    table.add("orca", {"TBT": Bounded(2.0, "below"), "rate": None}, {"TBT": "near 1"})
+    table.draw_bars()
+    assert table.figure.panels == {"TBT": {"vllm": (1.0, 1.4), "orca": (2.0, None)}}
+    assert table.figure.panels["TBT"]["orca"][0].bound == "below"
 
 
 def test_a_row_has_all_quantities_of_its_table_by_name():

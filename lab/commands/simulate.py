@@ -89,7 +89,7 @@ def add_options(parser: OptionParser) -> None:
     )
     parser.add_option(
         "--plot",
-        help="draw batches and bubbles in pipelines: p.png makes p-SS-F8.png and p-S-F12.png",
+        help="draw pipelines, and tables as bars: p.png makes p-SS-F8.png, p-S-T4.png and others",
         type=picture_file,
         metavar="FILE",
     )
@@ -141,7 +141,7 @@ def main(options: SimulateOptions) -> None:
         for table in tables:
             if table.figure is not None:
                 file = plot.with_stem(f"{plot.stem}-{table.claim}")
-                table.figure.draw(table.title, file)
+                table.figure.draw(f"{table.claim}: {table.title}", file)
                 wrote(file)
 
 

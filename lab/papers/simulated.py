@@ -27,13 +27,13 @@ class Experiment:
 
 EXPERIMENTS = {
     "sarathi": Experiment(batches.sarathi_batches, "S-T2, F3, F4a, F7, F8, §4.2, §4.3.1"),
-    "serving": Experiment(batches.serving_batches, "SS-T3, §3.3, F6, F9, F14"),
-    "throughput": Experiment(sarathi.end_to_end, "S-T4, F9, F11, F13"),
+    "serving": Experiment(batches.serving_batches, "SS-T3, §3.3, F6, F9, F14", is_drawn=True),
+    "throughput": Experiment(sarathi.end_to_end, "S-T4, F9, F11, F13", is_drawn=True),
     "bubbles": Experiment(sarathi.bubble_example, "SS-F8", is_drawn=True),
     "pipeline": Experiment(sarathi.figure_12, "S-F12", is_drawn=True),
-    "capacity": Experiment(serving.serving_capacity, "SS-F10, F11"),
+    "capacity": Experiment(serving.serving_capacity, "SS-F10, F11", is_drawn=True),
     "slo": Experiment(serving.capacity_against_slo, "SS-F12"),
     "nodes": Experiment(serving.across_nodes, "SS-F13"),
-    "ablation": Experiment(serving.ablation, "SS-T4"),
-    "post": Experiment(serving.post, "B-7"),
+    "ablation": Experiment(serving.ablation, "SS-T4", is_drawn=True),
+    "post": Experiment(serving.post, "B-7", is_drawn=True),
 }

@@ -328,4 +328,5 @@ def chunked_prefills(setup: Setup) -> Table:
             simulated[names[chunk]] = chunking_ratio(cost, prompt_len, chunk).all
             published[names[chunk]] = times_as_long
         table.add(f"{prompt_len:,} tokens", simulated, published)
+    table.draw_bars()
     return table

@@ -84,6 +84,7 @@ def peak_gains(setup: Setup) -> Table:
                 "throughput gain": simulated_gain,
             },
         )
+    table.draw_bars()
     return table
 
 
@@ -146,6 +147,7 @@ def gains_over_orca(setup: Setup, orca_peak: float) -> Table:
         published={"Orca best case": 1.11},
         simulated={"SARATHI": None, "Orca best case": orca_peak},
     )
+    table.draw_bars()
     return table
 
 
@@ -178,6 +180,7 @@ def chunk_sizes(setup: Setup) -> Table:
         ratio = chunking_ratio(A6000_13B, 1024, chunk)
         simulated = {"attention": ratio.attention, "prefill": ratio.all, "gain": end_to_end_gain}
         table.add(f"chunks of {chunk}", simulated, of_paper)
+    table.draw_bars()
     return table
 
 

@@ -111,12 +111,13 @@ def serving_capacity(setup: Setup) -> Iterator[Table]:
     for claim, note in [("SS-F10", GAINS_NOTE), ("SS-F11", PIPELINES_NOTE)]:
         title = f"simulated capacity, {setup.cpu}, {setup.run_length}"
         multiples = capacity_table(claim, title, CAPACITY_NOTE)
-        title = f"the same at the SLOs of the paper's Table 3, {setup.cpu}"
+        title = f"simulated capacity at the SLOs of the paper's Table 3, {setup.cpu}"
         seconds = capacity_table(claim, title, note)
         for load in LOADS:
             if load.claim == claim:
                 capacities = {name: next(results) for name in load.system.servers}
                 add_capacities(setup, load, capacities, multiples, seconds)
+        seconds.draw_bars()
         yield multiples
         yield seconds
 
@@ -428,6 +429,7 @@ def ablation(setup: Setup) -> Iterator[Table]:
                 "P99 TBT s": median_of(summary.tbt_s.p99 for summary in summaries),
             },
         )
+    table.draw_bars()
     yield table
 
 
@@ -474,6 +476,7 @@ def post(setup: Setup) -> Iterator[Table]:
             "P99 TTFT s": with_arrivals[name].ttft_s.p99,
         }
         table.add(name, simulated[name], published)
+    table.draw_bars()
     yield table
     yield post_order(simulated)
 
