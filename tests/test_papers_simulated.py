@@ -43,9 +43,11 @@ from lab.papers.systems import (
     latencies,
     most_at_once,
     offline,
+    prompt_chunks,
     serve,
     throughput,
 )
+from lab.simulator.cost_model import CostModel
 from lab.simulator.machine import base_of
 from outputs import Completion
 from policies.token_budget import SLOS
@@ -68,7 +70,8 @@ def test_sarathi_has_shorter_bubbles_than_orca_of_every_kind():
 
 # gains over orca and vllm: Mistral (over vllm), Yi, LLaMA2; Mistral and Yi at an SLO
 PUBLISHED_GAINS = {
-    serving_capacity: 2 * [2.6, 4.0, 3.7] + 2 * [6.3, 4.3],  # at SLOs of its own, and the paper's
+    # at SLOs of its own, and the paper's; and as Figure 10 shows them
+    serving_capacity: 2 * [2.6, 4.0, 3.7] + [2.78, 2.15, 1.82, 1.97, 2.44] + 2 * [6.3, 4.3],
     capacity_against_slo: [3.5, 1.65],
 }
 
@@ -109,7 +112,9 @@ def test_capacities_are_those_at_the_slos_beside_them():
         ]
 
     tables = list(serving_capacity(setup_with(rates)))
+    figure_10 = tables.pop(2)
     assert [table.claim for table in tables] == ["SS-F10", "SS-F10", "SS-F11", "SS-F11"]
+    assert columns(figure_10)["simulated"] == [4.0, 2.0, 4.0, 2.0, 2.0]
     published = {"Mistral-7B": (0.1, 0.5), "Yi-34B": (0.2, 1), "LLaMA2-70B": (1, 5)}
     published["Falcon-180B"] = (1, 5)
     systems = {each.name: each for each in (MISTRAL_7B, YI_34B, LLAMA2_70B, FALCON_180B)}
@@ -269,11 +274,27 @@ def test_smaller_chunks_cost_more_and_a_partial_tile_too():
 def test_chunks_of_the_authors_prompts_take_as_long_as_in_their_data():
     """SS-F14: at most 25 % longer in chunks of 512, almost nothing with 2,048."""
     table = simulated_batches.chunked_prefills(setup_with())
-    assert len(table.errors) == 16 and max(table.errors) < 0.25
+    assert len(table.errors) == 16 and max(table.errors) < 0.1
     assert max(columns(table)["simulated whole, ms"]) == pytest.approx(4535, rel=0.05)
     overheads = [columns(table)[f"simulated in chunks of {c}"] for c in ("512", "1,024", "2,048")]
     for small, medium, large in zip(*overheads, strict=True):
-        assert 1.25 > small > medium > large < 1.01
+        assert 1.25 > small > large < 1.01 and 1.25 > medium > large
+
+
+def test_prefills_of_yi_take_as_long_as_the_authors_measured():
+    """SS-F14: 435.7 ms in chunks of 512, 444.2 of 1,024, 377.7 whole; and CPU time on top."""
+    for cpu_s in (0.0, 5e-3):
+        yi = YI_34B.cost(cpu_s)
+        for chunk, measured_ms in ((512, 435.7), (1024, 444.2), (2048, 377.7)):
+            chunks = prompt_chunks(2047, chunk)
+            seconds = sum(yi.seconds([each]) for each in chunks) - len(chunks) * cpu_s
+            assert seconds == pytest.approx(measured_ms / 1e3, rel=1e-3)
+    without = CostModel.named("yi-34b", tp=2, tp_link="nvlink3-pair")
+    (one,), (few,), (many,) = [
+        [YI_34B.cost(0).seconds([(0, 0, n)]) - without.seconds([(0, 0, n)])] for n in (1, 256, 512)
+    ]
+    assert 0 < one < 1e-4 and many == pytest.approx(2 * few)  # from nothing
+    assert not MISTRAL_7B.cost(0).measured_excess
 
 
 def test_a_prompt_leaves_a_bubble_of_a_second():
@@ -413,7 +434,7 @@ def test_p99_tbt_of_the_ablation(trace, qps, published):
     for policy, p99_s in zip(("sarathi-serve", "chunked-only"), published, strict=True):
         jobs = [ServingJob(cost, policy, trace, qps, 128, seed) for seed in range(3)]
         simulated_s = statistics.median(latencies(job).tbt_s.p99 for job in jobs)
-        assert simulated_s == pytest.approx(p99_s, rel=0.2)
+        assert simulated_s == pytest.approx(p99_s, rel=0.12)
 
 
 @pytest.mark.parametrize("policy", ["vllm", "sarathi-serve", "orca"])

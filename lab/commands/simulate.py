@@ -163,8 +163,8 @@ def print_conclusion(tables: Sequence[Table]) -> None:
     print(
         f"Of {len(errors)} published numbers {within_10} came out within 10%, {within_25}\n"
         "within 25%, those among them that constants were fitted to (S-T2, S-F7, the\n"
-        "batches of 27 and 11, what S-F12 assumes). Why others do not come out is in\n"
-        'simulator/README.md, "Where it is off".'
+        "batches of 27 and 11, what S-F12 assumes, SS-F14's prompt of 2,047). Why others do\n"
+        'not come out is in simulator/README.md, "Where it is off".'
     )
 
 

@@ -316,9 +316,9 @@ def chunked_prefills(setup: Setup) -> Table:
         ],
         note="The paper: at most 25 % longer with 512, almost nothing with 2,048. These numbers "
         "are in the\nauthors' data, osdi-experiments/figure-9/chunking-overhead.csv. Chunks save "
-        "the masked half of\nattention, so that long prompts take less time in them. 2,048 tokens "
-        "take the same time here and\nthere, but 512 take 11 ms more there and 1,024 take 33: see "
-        "simulator/README.md.",
+        "the masked half of\nattention, so that long prompts take less time in them. The first row "
+        "is fitted: without it 512\ntokens would take 10 ms less, and 1,024 33. The others are "
+        "predicted.",
     )
     cost = YI_34B.cost(setup.cpu_s)
     for prompt_len, (whole_ms, *times) in FIGURE_14.items():

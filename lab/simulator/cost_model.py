@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from errors import check_number
 from lab.simulator.devices import DEVICES, GEOMETRIES, LINKS, PARALLEL_BLOCKS, Device, Link, find
 from model import Block, GPTConfig
@@ -116,6 +118,9 @@ class CostModel:
     pp_link: Link = LINKS["infiniband"]  # between stages
     cpu_s: float = 0.0  # CPU time of a stage in an iteration, before its GPU has work
     parallel_block: bool = False  # whether attention and MLP share one all-reduce
+    # measured: (tokens, seconds that an iteration takes longer than is computed), the fewest tokens
+    # first. It is interpolated, from nothing for no tokens.
+    measured_excess: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         self.layers = local_config(self.config, self.tp, self.pp).n_layer  # of a stage
@@ -213,6 +218,9 @@ class CostModel:
             step_s = link.step_s + BYTES * tokens * n_embd / self.tp / link.bytes_per_s
             all_reduces = 1 if self.parallel_block else 2
             all_reduce_s = all_reduces * (device.op_s + 2 * (self.tp - 1) * step_s)
+        if self.measured_excess:
+            sizes, excess_s = zip((0, 0.0), *self.measured_excess, strict=True)
+            others_s += float(np.interp(tokens, sizes, excess_s)) / self.layers
         self._token_seconds[tokens] = linear_s, others_s, all_reduce_s
         return linear_s, others_s, all_reduce_s
 
