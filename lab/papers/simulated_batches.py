@@ -325,7 +325,7 @@ def chunked_prefills(setup: Setup) -> Table:
         simulated: dict[str, Cell] = {"whole, ms": 1e3 * cost.seconds([(0, 0, prompt_len)])}
         published: dict[str, Cell] = {"whole, ms": whole_ms}
         for chunk, times_as_long in zip(chunks, times, strict=True):
-            simulated[names[chunk]] = chunking_ratio(cost, prompt_len, chunk).all
+            simulated[names[chunk]] = chunking_ratio(cost, prompt_len, chunk).total
             published[names[chunk]] = times_as_long
         table.add(f"{prompt_len:,} tokens", simulated, published)
     table.draw_bars()

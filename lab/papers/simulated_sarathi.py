@@ -178,7 +178,7 @@ def chunk_sizes(setup: Setup) -> Table:
     end_to_end_gains = setup.run(sarathi_gain, cases)
     for (chunk, of_paper), end_to_end_gain in zip(published.items(), end_to_end_gains, strict=True):
         ratio = chunking_ratio(A6000_13B, 1024, chunk)
-        simulated = {"attention": ratio.attention, "prefill": ratio.all, "gain": end_to_end_gain}
+        simulated = {"attention": ratio.attention, "prefill": ratio.total, "gain": end_to_end_gain}
         table.add(f"chunks of {chunk}", simulated, of_paper)
     table.draw_bars()
     return table

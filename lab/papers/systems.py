@@ -225,19 +225,19 @@ class ChunkingRatio(NamedTuple):
     """How many times longer a prompt takes in chunks than whole."""
 
     attention: float
-    all: float
+    total: float
 
 
 def chunking_ratio(cost: CostModel, prompt_len: int, chunk: int) -> ChunkingRatio:
     """The ChunkingRatio of a prompt in batches of its own."""
-
-    def seconds(chunks: Sequence[Piece]) -> tuple[float, float]:
-        attention_s = [cost.layer_seconds([each]).attention for each in chunks]
-        return sum(attention_s), sum(cost.seconds([each]) for each in chunks)
-
-    attention_s, all_s = seconds(prompt_chunks(prompt_len, chunk))
-    whole_attention_s, whole_s = seconds(prompt_chunks(prompt_len, prompt_len))
-    return ChunkingRatio(attention_s / whole_attention_s, all_s / whole_s)
+    chunks = prompt_chunks(prompt_len, chunk)
+    whole = [(0, 0, prompt_len)]
+    attention_s = sum(cost.layer_seconds([each]).attention for each in chunks)
+    total_s = sum(cost.seconds([each]) for each in chunks)
+    return ChunkingRatio(
+        attention=attention_s / cost.layer_seconds(whole).attention,
+        total=total_s / cost.seconds(whole),
+    )
 
 
 @dataclass(frozen=True)
