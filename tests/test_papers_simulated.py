@@ -314,7 +314,7 @@ def test_a_prompt_leaves_a_bubble_of_a_second():
     assert added == pytest.approx([10, 10, 20, 20])  # two stages have it twice
 
 
-def test_products_take_the_same_time_up_to_the_ridge_and_are_linear_from_there():
+def test_products_take_the_same_time_up_to_the_ridge():
     """SS-F6, and SS-F9: a chunk delays decodes less than a prompt, and many less than few."""
     for row in simulated_batches.linear_layers_over_tokens().rows:
         assert row["128"] < 1.05 * row["32"]
