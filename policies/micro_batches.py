@@ -121,5 +121,6 @@ class MicroBatches:
             self.free[replica, stage] = end
             self.busy[replica, stage] += end - start
             bubbles_s += bubble
-        for chunk in batch:
-            self.bubbles[chunk.request.id] += bubbles_s
+        if bubbles_s:
+            for chunk in batch:
+                self.bubbles[chunk.request.id] += bubbles_s

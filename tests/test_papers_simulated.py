@@ -10,7 +10,8 @@ import pytest
 from lab.measure import metrics
 from lab.measure.capacity import Bounded, values_above_quantile
 from lab.measure.workload import zipf_lengths
-from lab.papers.comparison import Table, only_simulated, paper_beside
+from lab.papers import simulated_batches, systems
+from lab.papers.comparison import Table, beside_published, only_simulated, paper_beside
 from lab.papers.simulated_sarathi import (
     FIGURE_12_VARIANTS,
     Assumptions,
@@ -35,14 +36,20 @@ from lab.papers.systems import (
     OfflineJob,
     ServingJob,
     Setup,
+    Target,
+    chunking_ratio,
     decode_speedup,
     find_capacities,
     latencies,
+    most_at_once,
     offline,
+    prompt_chunks,
     serve,
     throughput,
 )
+from lab.simulator.cost_model import CostModel
 from lab.simulator.machine import base_of
+from outputs import Completion
 from policies.token_budget import SLOS
 
 
@@ -63,7 +70,8 @@ def test_sarathi_has_shorter_bubbles_than_orca_of_every_kind():
 
 # gains over orca and vllm: Mistral (over vllm), Yi, LLaMA2; Mistral and Yi at an SLO
 PUBLISHED_GAINS = {
-    serving_capacity: 2 * [2.6, 4.0, 3.7] + 2 * [6.3, 4.3],  # at SLOs of its own, and the paper's
+    # at SLOs of its own, and the paper's; and as Figure 10 shows them
+    serving_capacity: 2 * [2.6, 4.0, 3.7] + [2.78, 2.15, 1.82, 1.97, 2.44] + 2 * [6.3, 4.3],
     capacity_against_slo: [3.5, 1.65],
 }
 
@@ -73,7 +81,7 @@ def test_a_table_of_capacities_has_the_cpu_time_and_published_gains(experiment, 
     def two_per_second(function, jobs):
         assert function is find_capacities
         assert {job.cost.cpu_s for job in jobs} == {7.5e-3}
-        return [[Bounded(2.0)] * len(job.targets) for job in jobs]
+        return [dict.fromkeys(job.targets, Bounded(2.0)) for job in jobs]
 
     gains_of_paper = []
     for table in experiment(setup_with(two_per_second, cpu_ms=7.5)):
@@ -96,12 +104,17 @@ def test_capacities_are_those_at_the_slos_beside_them():
     def rates(function, jobs):
         scale = {"orca": 1.0, "vllm": 2.0}
         return [
-            [Bounded(scale.get(policy, 4.0) * slo_s) for policy, slo_s in job.targets]
+            {
+                target: Bounded(scale.get(target.policy, 4.0) * target.slo_s)
+                for target in job.targets
+            }
             for job in jobs
         ]
 
     tables = list(serving_capacity(setup_with(rates)))
+    figure_10 = tables.pop(2)
     assert [table.claim for table in tables] == ["SS-F10", "SS-F10", "SS-F11", "SS-F11"]
+    assert columns(figure_10)["simulated"] == [4.0, 2.0, 4.0, 2.0, 2.0]
     published = {"Mistral-7B": (0.1, 0.5), "Yi-34B": (0.2, 1), "LLaMA2-70B": (1, 5)}
     published["Falcon-180B"] = (1, 5)
     systems = {each.name: each for each in (MISTRAL_7B, YI_34B, LLAMA2_70B, FALCON_180B)}
@@ -144,6 +157,16 @@ def test_a_ratio_that_is_a_bound_is_written_and_counted_as_such():
     table.compare("d", "near 1", 1.0)
     assert [row["error"] for row in table.rows[2:]] == [None, None]
     assert table.errors == [math.inf, pytest.approx(0.05)]
+
+
+def test_a_tables_bars_are_the_quantities_that_a_paper_published():
+    quantities = [beside_published("TBT", ".2f"), only_simulated("rate", ".1f")]
+    table = Table("SS-T4", "", quantities, row_head="policy")
+    table.add("vllm", {"TBT": 1.0, "rate": 3.0}, {"TBT": 1.4})
+    table.add("orca", {"TBT": Bounded(2.0, "below"), "rate": None}, {"TBT": "near 1"})
+    table.draw_bars()
+    assert table.figure.panels == {"TBT": {"vllm": (1.0, 1.4), "orca": (2.0, None)}}
+    assert table.figure.panels["TBT"]["orca"][0].bound == "below"
 
 
 def test_a_row_has_all_quantities_of_its_table_by_name():
@@ -221,6 +244,93 @@ def test_assumptions_change_what_they_name():
     assert few.makespan_s != many.makespan_s
 
 
+def columns(table):
+    """The numbers in the columns of a table, by their heads."""
+    return {head: [row[head] for row in table.rows] for head in table.columns()}
+
+
+def test_a_layer_saturates_at_256_tokens():
+    """S-F4a: 180 tokens/ms at 512, 157.5 at 256. S-§4.2: GPT-3 peaks at 256."""
+    errors = simulated_batches.throughput_of_a_layer().errors
+    assert len(errors) == 2 and max(errors) < 0.1
+    for _, at_64, at_128, at_256, at_512, _ in (
+        row.values() for row in simulated_batches.saturation_of_a_layer().rows
+    ):
+        assert 1.8 * at_64 < at_128 < at_256
+        assert at_256 == pytest.approx(at_512, rel=0.02)
+
+
+def test_smaller_chunks_cost_more_and_a_partial_tile_too():
+    """S-F13: prefills of chunks of 64 to 512 take 5x, above 2x, at most 1.2x and 1.1x as long."""
+    ratios = {chunk: chunking_ratio(A6000_13B, 1024, chunk) for chunk in (64, 128, 256, 320, 512)}
+    for quantity in ("attention", "total"):
+        of_chunk = {chunk: getattr(ratio, quantity) for chunk, ratio in ratios.items()}
+        assert of_chunk[64] > of_chunk[128] > of_chunk[256] > of_chunk[512] > 1
+        assert of_chunk[320] > of_chunk[256]
+    assert ratios[64].total > 3 and ratios[128].total > 1.6
+    assert ratios[256].total < 1.2 and ratios[512].total < 1.1
+
+
+def test_chunks_of_the_authors_prompts_take_as_long_as_in_their_data():
+    """SS-F14: at most 25 % longer in chunks of 512, almost nothing with 2,048."""
+    table = simulated_batches.chunked_prefills(setup_with())
+    assert len(table.errors) == 16 and max(table.errors) < 0.1
+    assert max(columns(table)["simulated whole, ms"]) == pytest.approx(4535, rel=0.05)
+    overheads = [columns(table)[f"simulated in chunks of {c}"] for c in ("512", "1,024", "2,048")]
+    for small, medium, large in zip(*overheads, strict=True):
+        assert 1.25 > small > large < 1.01 and 1.25 > medium > large
+
+
+def test_prefills_of_yi_take_as_long_as_the_authors_measured():
+    """SS-F14: 435.7 ms in chunks of 512, 444.2 of 1,024, 377.7 whole; and CPU time on top."""
+    for cpu_s in (0.0, 5e-3):
+        yi = YI_34B.cost(cpu_s)
+        for chunk, measured_ms in ((512, 435.7), (1024, 444.2), (2048, 377.7)):
+            chunks = prompt_chunks(2047, chunk)
+            seconds = sum(yi.seconds([each]) for each in chunks) - len(chunks) * cpu_s
+            assert seconds == pytest.approx(measured_ms / 1e3, rel=1e-3)
+    without = CostModel.named("yi-34b", tp=2, tp_link="nvlink3-pair")
+    (one,), (few,), (many,) = [
+        [YI_34B.cost(0).seconds([(0, 0, n)]) - without.seconds([(0, 0, n)])] for n in (1, 256, 512)
+    ]
+    assert 0 < one < 1e-4 and many == pytest.approx(2 * few)  # from nothing
+    assert not MISTRAL_7B.cost(0).measured_excess
+
+
+def test_a_prompt_leaves_a_bubble_of_a_second():
+    """SS-§3.3: Falcon-180B, 1,150 ms for a prompt of 4K, a bubble of 950. SS-T3: 20 and 40 ms."""
+    rows = simulated_batches.bubble_behind_a_prompt(setup_with()).rows
+    prompt, decodes_of_stage, through_both, bubble = (row["simulated"] for row in rows)
+    assert prompt == pytest.approx(1150, rel=0.1)
+    assert bubble == pytest.approx(prompt - decodes_of_stage)
+    assert through_both == pytest.approx(2 * decodes_of_stage, rel=0.02)
+    mistral, yi, *_ = simulated_batches.decode_iterations(setup_with()).errors
+    assert max(mistral, yi) < 0.05
+    with_cpu = columns(simulated_batches.decode_iterations(setup_with(cpu_ms=10)))
+    without = columns(simulated_batches.decode_iterations(setup_with()))
+    added = [
+        busy - idle for busy, idle in zip(with_cpu["simulated"], without["simulated"], strict=True)
+    ]
+    assert added == pytest.approx([10, 10, 20, 20])  # two stages have it twice
+
+
+def test_products_take_the_same_time_up_to_the_ridge():
+    """SS-F6, and SS-F9: a chunk delays decodes less than a prompt, and many less than few."""
+    for row in simulated_batches.linear_layers_over_tokens().rows:
+        assert row["128"] < 1.05 * row["32"]
+        assert row["4,096"] == pytest.approx(4 * row["1,024"], rel=0.03)
+    tps = [row["128"] for row in simulated_batches.linear_layers_over_tokens().rows]
+    assert tps == sorted(tps, reverse=True)
+    prompt, chunk = list(columns(simulated_batches.decodes_beside_a_prompt(setup_with())).values())[
+        1:
+    ]
+    assert all(5 * small < large for small, large in zip(chunk, prompt, strict=True))
+    for of_batches in (prompt, chunk):
+        short, long = of_batches[::2], of_batches[1::2]  # contexts
+        assert short == sorted(short, reverse=True) and long == sorted(long, reverse=True)
+        assert all(far < near for near, far in zip(short, long, strict=True))
+
+
 def test_table_4_of_sarathi():
     """S-T4, on the A6000: 5.45x / 3.26x / 2.51x for decodes, 1.33x / 1.26x / 1.22x in all."""
     for length, speedup, gain in ((1024, 5.45, 1.33), (2048, 3.26, 1.26), (3072, 2.51, 1.22)):
@@ -262,12 +372,56 @@ def test_a_small_budget_serves_several_times_the_load_and_a_large_one_less():
     slo_s = SLOS["strict"] * base_of(yi).seconds
 
     def capacity_of(policy):
-        (qps,) = find_capacities(CapacityJob(yi, 128, "sharegpt4", [(policy, slo_s)], 384, 1.1))
-        return qps
+        target = Target(policy, batch=128, slo_s=slo_s, ratio=1.1)
+        return find_capacities(CapacityJob(yi, "sharegpt4", (target,), requests=384))[target]
 
     vllm = capacity_of("vllm")
     assert 2.6 <= capacity_of("sarathi-serve:512") / vllm <= 4.4
     assert 0 < capacity_of("sarathi-serve:2048") < vllm
+
+
+def test_targets_that_share_runs_have_the_capacities_they_have_alone(monkeypatch):
+    """A run whose batch was never full is that of other batch sizes, too."""
+    runs = []
+
+    def count_run(job, tbt_slo_s):
+        runs.append(job)
+        return serve(job, tbt_slo_s)
+
+    monkeypatch.setattr(systems, "serve", count_run)
+
+    def capacities_of(*targets):
+        runs.clear()
+        capacities = find_capacities(CapacityJob(YI_34B.cost(0.0), "sharegpt4", targets, 48))
+        bounds = {target: (float(qps), qps.bound) for target, qps in capacities.items()}
+        return bounds, len(runs)
+
+    targets = [Target("vllm", batch, slo_s, 1.1) for batch in (4, 64, 128) for slo_s in (0.3, 1)]
+    together, count = capacities_of(*targets)
+    alone = [capacities_of(target) for target in targets]
+    assert together == {
+        target: bounds[target] for target, (bounds, _) in zip(targets, alone, strict=True)
+    }
+    assert count < sum(of_target for _, of_target in alone) / 2
+    assert len({qps for qps, _ in together.values()}) > 2  # the smallest batch has less capacity
+
+
+def test_most_requests_at_once():
+    def completion(scheduled, *token_times, reason="length"):
+        return Completion(
+            request_id=0,
+            prompt=[],
+            arrival=0.0,
+            scheduled=scheduled,
+            token_times=list(token_times),
+            finish_reason=reason,
+        )
+
+    one, other, later = completion(0.0, 1.0, 2.0), completion(1.5, 3.0), completion(2.0, 4.0)
+    assert most_at_once([]) == most_at_once([completion(None, reason="abort")]) == 0
+    assert most_at_once([one, later]) == 1  # it begins when the other has ended
+    assert most_at_once([later, other, one]) == 2
+    assert most_at_once([completion(0.0, 1.0, reason="abort"), other, later]) == 3
 
 
 ABLATION = [("sharegpt4", 1.0, (0.14, 0.17)), ("arxiv", 0.5, (0.17, 0.20))]
@@ -280,7 +434,7 @@ def test_p99_tbt_of_the_ablation(trace, qps, published):
     for policy, p99_s in zip(("sarathi-serve", "chunked-only"), published, strict=True):
         jobs = [ServingJob(cost, policy, trace, qps, 128, seed) for seed in range(3)]
         simulated_s = statistics.median(latencies(job).tbt_s.p99 for job in jobs)
-        assert simulated_s == pytest.approx(p99_s, rel=0.2)
+        assert simulated_s == pytest.approx(p99_s, rel=0.12)
 
 
 @pytest.mark.parametrize("policy", ["vllm", "sarathi-serve", "orca"])

@@ -11,6 +11,7 @@ from outputs import Completion, Iteration
 from policies import POLICIES
 from tests.test_metrics import a_completion, an_iteration, decode, prefill
 from views import style
+from views.bars import Beside, plot_beside_published
 from views.style import DECODE, HYBRID, OTHER_COLORS, OVER, POLICY_COLORS, PREFILL
 from views.timelines import (
     GapScale,
@@ -294,6 +295,34 @@ def test_capacity_draws_a_bar_and_its_number_and_a_point_for_each_rate(tmp_path)
     titles = [axis.get_title(loc="left").partition(" (")[2] for axis in (tbt, delay)]
     assert titles == ["dashed: SLO 0.3 s)", "dashed: limit 2 s)"]  # where no line is
     assert is_png(tmp_path / "c.png") and figure.get_suptitle().endswith(LINE)
+
+
+def test_published_numbers_are_hollow_markers_beside_bars(tmp_path):
+    gains = {
+        "chats, vllm": Beside(2.0, 2.1),
+        "papers, orca:256": Beside(Bounded(3.5, "at least"), 1.0),
+        "others": Beside(1.0, None),
+        "not run": Beside(None, 2.5),
+    }
+    seconds = {
+        name: Beside(number, None) for name, number in zip(gains, [0.1, 9, 1, 2], strict=True)
+    }
+    figure = plot_beside_published({"gain": gains, "s": seconds}, "T4", tmp_path / "b.png")
+    gain, time = figure.axes
+    assert [gain.get_title(), time.get_title()] == ["gain", "s"]
+    assert [bar.get_width() for bar in gain.patches] == [2.0, 3.5, 1.0, 0]
+    colors = [to_hex(bar.get_facecolor()) for bar in gain.patches]
+    assert colors[:3] == [POLICY_COLORS["vllm"], POLICY_COLORS["orca"], style.OURS]
+    assert [bool(bar.get_hatch()) for bar in gain.patches] == [False, True, False, False]
+    markers = {line.get_ydata()[0]: line for line in gain.lines}  # by row
+    assert {row: line.get_xdata()[0] for row, line in markers.items()} == {0: 2.1, 1: 1.0, 3: 2.5}
+    assert {line.get_markerfacecolor() for line in markers.values()} == {"white"}
+    assert texts(gain) == ["2.00", "at least 3.50", "1.00"]
+    ends = [text.xy[0] for text in gain.texts]
+    assert ends == [2.1, 3.5, 1.0]  # the first marker would cover its number
+    assert [label.get_text() for label in gain.get_yticklabels()] == list(gains)
+    assert (gain.get_xscale(), time.get_xscale()) == ("linear", "log")
+    assert not time.lines and is_png(tmp_path / "b.png")
 
 
 SEARCHES = [([], 1), ([point(1, None, None)], 2), ([point(1, 0.0, 0.0)], 1.5)]

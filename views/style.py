@@ -57,6 +57,7 @@ LINE_COLORS = [  # of lines that are no policies
     "#7a7a7a",
     "#000000",
 ]
+OURS = "#93a4bd"  # bars of numbers that are no policy's, beside those of a paper
 MARKERS = "osD^vPX*"
 
 # ---- Keyword arguments that several pictures give to matplotlib ---------------------------------
@@ -68,6 +69,14 @@ BUBBLE: dict[str, Any] = {  # where a stage waits
     "facecolor": "#e4e4e4",
     "edgecolor": "#777777",
     "hatch": "////",
+}
+PUBLISHED: dict[str, Any] = {  # a paper's number: hollow, beside ours
+    "ls": "none",
+    "marker": "D",
+    "ms": 6,
+    "mfc": "white",
+    "mec": "black",
+    "mew": 1.2,
 }
 PLAIN = "{x:g}"  # ticks: 0.01 and 10 on a log scale, instead of powers
 

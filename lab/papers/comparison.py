@@ -7,6 +7,7 @@
 Read next: simulated.py, whose experiments return these tables."""
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,11 +57,28 @@ def paper_beside(spec: str) -> Quantity:
 
 
 class Figure(Protocol):
-    """A picture of what a table cannot show."""
+    """A picture of a table, or of what it cannot show."""
 
     def draw(self, title: str, file: Path) -> None:
         """Draw it and write it to `file`."""
         ...
+
+
+@dataclass(frozen=True)
+class BarFigure:
+    """Simulated numbers as bars, and published ones on them."""
+
+    panels: dict[str, dict[str, tuple[float | None, float | None]]]  # quantity -> row -> both
+
+    def draw(self, title: str, file: Path) -> None:
+        """Draw it and write it to `file`."""
+        from views.bars import Beside, plot_beside_published  # matplotlib takes a second
+
+        panels = {
+            quantity: {name: Beside(*both) for name, both in rows.items()}
+            for quantity, rows in self.panels.items()
+        }
+        plot_beside_published(panels, "\n".join(textwrap.wrap(title, 100)), file)
 
 
 @dataclass
@@ -115,6 +133,20 @@ class Table:
         self.errors.append(abs(error))
         return error
 
+    def draw_bars(self) -> None:
+        """Let `figure` show, as it is, each quantity that a paper published."""
+        panels = {}
+        for quantity in self.quantities:
+            if quantity.published_head is not None:
+                panels[quantity.name] = {
+                    str(row[self.row_head]): (
+                        _number(row[quantity.simulated_head]),
+                        _number(row[quantity.published_head]),
+                    )
+                    for row in self.rows
+                }
+        self.figure = BarFigure(panels)
+
     def columns(self) -> dict[str, str]:
         """{head: format} of all columns, the names of the rows first."""
         columns = {self.row_head: ""}
@@ -130,6 +162,11 @@ class Table:
         """The claim, the title, the rows as {head: value} with numbers as numbers, and the note."""
         rows = [{head: _plain(cell) for head, cell in row.items()} for row in self.rows]
         return {"claim": self.claim, "title": self.title, "rows": rows, "note": self.note}
+
+
+def _number(cell: Cell) -> float | None:
+    """A cell's number, if it has one."""
+    return None if isinstance(cell, str) else cell
 
 
 def _plain(cell: Cell) -> Cell:

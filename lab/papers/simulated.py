@@ -3,11 +3,13 @@
     for table in EXPERIMENTS["bubbles"].function(setup): print(table.to_markdown())
 
 S is SARATHI, SS is Sarathi-Serve, B a post on schedulers; F is a figure, T a table, § a section.
-Read first: simulated_sarathi.py, simulated_serving.py. Next: lab/commands/simulate.py."""
+Read first: simulated_batches.py, simulated_sarathi.py, simulated_serving.py. Read next:
+lab/commands/simulate.py."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from lab.papers import simulated_batches as batches
 from lab.papers import simulated_sarathi as sarathi
 from lab.papers import simulated_serving as serving
 from lab.papers.comparison import Table
@@ -24,13 +26,14 @@ class Experiment:
 
 
 EXPERIMENTS = {
-    "sarathi": Experiment(sarathi.single_iterations, "S-T2, F3, F7, F8, §4.3.1"),
-    "throughput": Experiment(sarathi.end_to_end, "S-T4, F9, F11"),
+    "sarathi": Experiment(batches.sarathi_batches, "S-T2, F3, F4a, F7, F8, §4.2, §4.3.1"),
+    "serving": Experiment(batches.serving_batches, "SS-T3, §3.3, F6, F9, F14", is_drawn=True),
+    "throughput": Experiment(sarathi.end_to_end, "S-T4, F9, F11, F13", is_drawn=True),
     "bubbles": Experiment(sarathi.bubble_example, "SS-F8", is_drawn=True),
     "pipeline": Experiment(sarathi.figure_12, "S-F12", is_drawn=True),
-    "capacity": Experiment(serving.serving_capacity, "SS-F10, F11"),
+    "capacity": Experiment(serving.serving_capacity, "SS-F10, F11", is_drawn=True),
     "slo": Experiment(serving.capacity_against_slo, "SS-F12"),
     "nodes": Experiment(serving.across_nodes, "SS-F13"),
-    "ablation": Experiment(serving.ablation, "SS-T4"),
-    "post": Experiment(serving.post, "B-7"),
+    "ablation": Experiment(serving.ablation, "SS-T4", is_drawn=True),
+    "post": Experiment(serving.post, "B-7", is_drawn=True),
 }

@@ -1,6 +1,6 @@
-"""SARATHI's figures and tables on its machines, simulated, each beside the numbers that it says.
+"""SARATHI's loads on its machines, simulated, each beside the numbers that the paper says.
 
-There is one function for each figure or table. Read first: systems.py, comparison.py. Read next:
+There is one function for each figure or table. Read first: simulated_batches.py. Read next:
 simulated_serving.py."""
 
 from collections.abc import Iterator
@@ -30,8 +30,8 @@ from lab.papers.systems import (
     OfflineJob,
     OfflineRun,
     Setup,
+    chunking_ratio,
     decode_speedup,
-    decodes,
     gains,
     offline,
     sarathi_gain,
@@ -39,128 +39,16 @@ from lab.papers.systems import (
 from lab.simulator.simulation import bubble_kinds, simulate
 from policies.micro_batches import StageRun
 
-# --- single iterations of LLaMA-13B on an A6000
-
-
-def single_iterations(setup: Setup) -> Iterator[Table]:
-    """S-T2, S-F7, S-F3, S-F8 and S-§4.3.1."""
-    yield time_of_operations()
-    yield tile_quantization()
-    yield cost_of_a_decode()
-    yield decodes_beside_a_chunk()
-    yield batches_that_fit()
-
-
-def time_of_operations() -> Table:
-    """S-T2: linear layers and attention of a prefill, of decodes, and of both."""
-    table = Table(
-        claim="S-T2",
-        title="time of operations, LLaMA-13B on an A6000",
-        row_head="ms",
-        quantities=[paper_beside(".2f")],
-        note="The first two batches are what the constants of the A6000 were set by, the "
-        "attention of the\nthird what three decodes beside a chunk take longer: 1.73 ms each, "
-        "where four alone take 1.42.",
-    )
-    layers = A6000_13B.config.n_layer
-    for name, batch, linear_ms, attention_ms in [
-        ("prefill 1,024", [(0, 0, 1024)], 224.8, 10),
-        ("4 decodes", decodes(4, 1024), 44.28, 5.68),
-        ("1,021 + 3", [(0, 0, 1021), *decodes(3, 1024)], 223.2, 15.2),
-    ]:
-        layer = A6000_13B.layer_seconds(batch)
-        table.compare(f"{name}: linear", linear_ms, 1e3 * (layers * layer.linear))
-        table.compare(f"{name}: attention", attention_ms, 1e3 * (layers * layer.attention))
-    return table
-
-
-def tile_quantization() -> Table:
-    """S-F7: one token more than whole tiles takes as long as one tile more."""
-    table = Table(
-        claim="S-F7",
-        title="tile quantization: one iteration",
-        row_head="ms",
-        quantities=[paper_beside(".2f")],
-        note="4 ms for what is not in the operations of S-T2 are what these three times leave on "
-        "average;\nthe steps are predicted.",
-    )
-    for prompt_len, published_ms in [(128, 55), (256, 69.8), (257, 92.33)]:
-        seconds = A6000_13B.seconds([(0, 0, prompt_len)])
-        table.compare(f"prompt of {prompt_len}", published_ms, 1e3 * seconds)
-    return table
-
-
-def cost_of_a_decode() -> Table:
-    """S-F3: a decode takes as long as many prefill tokens, fewer in a larger batch."""
-    table = Table(
-        claim="S-F3",
-        title="what a decode costs in prefill tokens, at 1,024 tokens",
-        row_head="decode token / prefill token",
-        quantities=[paper_beside(".1f")],
-    )
-    for batch, published in [(1, 200), (2, 100), (18, 16.7)]:
-        decode_s = A6000_13B.seconds(decodes(batch, 1024))
-        prefill_s = A6000_13B.seconds([(0, 0, 1024)] * batch)
-        table.compare(f"batch {batch}", published, 1024 * (decode_s / prefill_s))
-    return table
-
-
-def decodes_beside_a_chunk() -> Table:
-    """S-F8: decodes that ride with a chunk are cheaper than those in a batch of their own."""
-    batches = (2, 4, 6, 10, 18)
-    table = Table(
-        claim="S-F8",
-        title="decodes beside a chunk of 256 (paper: 2.8x to 10x, falling both ways)",
-        row_head="decode speedup",
-        quantities=[only_simulated(f"B = {batch}", ".1fx") for batch in batches],
-        note="B = 2 is one decode beside the chunk; the paper does not say its smallest. Its "
-        "Table 4\n(S-T4) has 2.51x, less than the 2.8x, at 3,072 tokens and B = 6.",
-    )
-    for length, largest_batch in A6000_BATCHES.items():
-        speedups: dict[str, Cell] = {f"B = {batch}": None for batch in batches}
-        for batch in batches:
-            if batch <= largest_batch:
-                speedups[f"B = {batch}"] = decode_speedup(A6000_13B, batch, length)
-        table.add(f"context {length:,}", speedups)
-    return table
-
-
-def batches_that_fit() -> Table:
-    """S-§4.3.1: B = floor((M_G - M_S) / (L * m_kv))."""
-    table = Table(
-        claim="S-§4.3.1",
-        title="the batch that fits in memory, for each micro-batch in flight",
-        row_head="requests that fit",
-        quantities=[paper_beside("d")],
-        note="90 % of what the data sheet calls 80 GB makes 27 and 11. The cards have 80 GiB, "
-        "86 GB: of\nthese it is 84 %, and with 96 % the batches of 33B come out, 10, 5 and 3, so "
-        "that no single\nshare makes both (S-T4 runs the paper's batches all the same). No M_S "
-        "makes 18, 10 and 6: ten\nrequests of 2K take 16.8 GB of KV cache, nineteen of 1K only "
-        "15.9 GB.",
-    )
-    for name, cost, length, published in [
-        ("llama-13b, a6000, TP 1 x PP 1, 1K", A6000_13B, 1024, 18),
-        ("llama-13b, a6000, TP 1 x PP 1, 2K", A6000_13B, 2048, 10),
-        ("llama-13b, a6000, TP 1 x PP 1, 3K", A6000_13B, 3072, 6),
-        ("llama-33b, a100-80gb, TP 1 x PP 1, 1K", A100_33B, 1024, 10),
-        ("llama-33b, a100-80gb, TP 1 x PP 1, 2K", A100_33B, 2048, 5),
-        ("llama-33b, a100-80gb, TP 1 x PP 1, 3K", A100_33B, 3072, 3),
-        ("gpt3-175b, a100-80gb, TP 8 x PP 8, 4K", GPT3_PIPELINE, GPT3_MAX_LEN, 27),
-        ("gpt3-175b, a100-80gb, TP 8 x PP 1, 4K", GPT3_REPLICA, GPT3_MAX_LEN, 11),
-    ]:
-        table.compare(name, published, cost.max_batch(length))
-    return table
-
-
 # --- throughput on one GPU
 
 
 def end_to_end(setup: Setup) -> Iterator[Table]:
-    """S-T4, S-F9 and S-F11."""
+    """S-T4, S-F9, S-F11 and S-F13."""
     yield peak_gains(setup)
     gain_of_ratios, orca_peak = gains_over_pd_ratio(setup)
     yield gain_of_ratios
     yield gains_over_orca(setup, orca_peak)
+    yield chunk_sizes(setup)
 
 
 def peak_gains(setup: Setup) -> Table:
@@ -196,6 +84,7 @@ def peak_gains(setup: Setup) -> Table:
                 "throughput gain": simulated_gain,
             },
         )
+    table.draw_bars()
     return table
 
 
@@ -258,6 +147,40 @@ def gains_over_orca(setup: Setup, orca_peak: float) -> Table:
         published={"Orca best case": 1.11},
         simulated={"SARATHI": None, "Orca best case": orca_peak},
     )
+    table.draw_bars()
+    return table
+
+
+def chunk_sizes(setup: Setup) -> Table:
+    """S-F13: what chunks cost in attention and in all of a prefill, and what they gain with decodes
+    beside them."""
+    table = Table(
+        claim="S-F13",
+        title="chunks of a prompt of 1,024 against the whole prompt, and the gain end to end",
+        row_head="LLaMA-13B on an A6000",
+        quantities=[
+            beside_published("attention", ".2fx", error_head="its error"),
+            beside_published("prefill", ".2fx", error_head="error of prefill"),
+            beside_published("gain", ".2fx", error_head="error of gain"),
+        ],
+        note="Gain: throughput over the baseline's at 1K, B = 18, P:D = C / (B - 1). The paper "
+        "says neither\nlengths nor P:D. A chunk of 64 takes as long here as one tile of 128, and "
+        "longer in the paper. 320\nis no multiple of the tile, so that 256 gains more.",
+    )
+    published: dict[int, dict[str, Cell]] = {
+        64: {"attention": 3.0, "prefill": 5.0, "gain": "almost 1"},
+        128: {"prefill": "above 2", "gain": 1.16},
+        256: {"prefill": "up to 1.20"},
+        320: {"gain": "below 256"},
+        512: {"prefill": "up to 1.10"},
+    }
+    cases = [Case(A6000_13B, 18, 1024, chunk / 17, chunk) for chunk in published]
+    end_to_end_gains = setup.run(sarathi_gain, cases)
+    for (chunk, of_paper), end_to_end_gain in zip(published.items(), end_to_end_gains, strict=True):
+        ratio = chunking_ratio(A6000_13B, 1024, chunk)
+        simulated = {"attention": ratio.attention, "prefill": ratio.total, "gain": end_to_end_gain}
+        table.add(f"chunks of {chunk}", simulated, of_paper)
+    table.draw_bars()
     return table
 
 

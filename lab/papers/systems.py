@@ -1,14 +1,16 @@
 """The papers' systems, models on machines, and what is simulated on them.
 
 S is SARATHI, SS is Sarathi-Serve. Each simulation takes one job, a dataclass, so that processes can
-share a list of them. Read first: lab/simulator/simulation.py. Read next: simulated_sarathi.py."""
+share a list of them. Read first: lab/simulator/simulation.py. Read next: simulated_batches.py."""
 
-from collections.abc import Callable, Sequence
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from config import EngineConfig
 from lab.measure import metrics
@@ -20,12 +22,13 @@ from lab.measure.workload import LENGTHS, Arrival, poisson, sample_lengths
 from lab.simulator.cost_model import CostModel
 from lab.simulator.machine import base_of
 from lab.simulator.simulation import simulate
+from outputs import Completion
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 Lengths = Sequence[tuple[int, int]]  # (prompt_len, output_len) of each request
-Decode = tuple[int, int, int]  # (request, start, 1)
+Piece = tuple[int, int, int]  # (request, start, length) of a chunk; a decode has length 1
 
 # Capacities of shorter runs are biased, and those of one policy more than those of another: with 64
 # requests Mistral-7B's gain over vllm is a fifth larger than with 512.
@@ -91,6 +94,7 @@ A6000_BATCHES = {1024: 18, 2048: 10, 3072: 6}  # length -> 13B's largest batch, 
 
 GPT3_PIPELINE = sarathi_code(CostModel.named("gpt3-175b", tp=8, pp=8))  # S-F12
 GPT3_REPLICA = sarathi_code(CostModel.named("gpt3-175b", tp=8))
+GPT3_LAYER = sarathi_code(CostModel.named("gpt3-175b"))  # on one A100, S-§4.2
 GPT3_MAX_LEN = 4096  # tokens of a request
 
 
@@ -107,6 +111,21 @@ class Server:
         return {"strict": self.strict, "relaxed": self.relaxed}[kind]
 
 
+def prompt_chunks(prompt_len: int, chunk: int) -> list[Piece]:
+    """The batches of one prompt in chunks."""
+    starts = range(0, prompt_len, chunk)
+    return [(0, start, min(chunk, prompt_len - start)) for start in starts]
+
+
+MEASURED_PROMPT = 2047  # tokens of the prompt whose chunks ServingSystem.prefill_s has
+
+
+def chunk_seconds(cost: CostModel, chunk: int) -> float:
+    """The average time of a chunk of MEASURED_PROMPT without CPU time."""
+    chunks = prompt_chunks(MEASURED_PROMPT, chunk)
+    return sum(cost.seconds([each]) - cost.pp * cost.cpu_s for each in chunks) / len(chunks)
+
+
 @dataclass(frozen=True)
 class ServingSystem:
     """One of Sarathi-Serve's systems (SS-T1, SS-§5). GPUs are joined in pairs by NVLink, so that
@@ -121,10 +140,14 @@ class ServingSystem:
         2048  # tokens of sarathi-serve under the relaxed SLO; 512 under the strict
     )
     machine: dict[str, Any] = field(default_factory=dict)  # of CostModel.named
+    prefill_s: dict[int, float] = field(default_factory=dict)  # as measured: chunk -> its time
 
     def cost(self, cpu_s: float) -> CostModel:
-        """The CostModel of this system with so much CPU time in each stage."""
-        return CostModel.named(self.preset, cpu_s=cpu_s, **self.machine)
+        """The CostModel of this system with so much CPU time in each stage, and with prefills that
+        take as long as measured where that is known."""
+        cost = CostModel.named(self.preset, cpu_s=cpu_s, **self.machine)
+        excess = [(chunk, s - chunk_seconds(cost, chunk)) for chunk, s in self.prefill_s.items()]
+        return replace(cost, measured_excess=tuple(excess))
 
     @property
     def slos_s(self) -> dict[str, float]:
@@ -159,6 +182,10 @@ YI_34B = ServingSystem(
     relaxed_s=1,
     orca_batch=16,
     machine={"tp": 2, "tp_link": "nvlink3-pair"},
+    # The authors' data of Figure 14 (microsoft/sarathi-serve, osdi-experiments/figure-9): 435.7 ms
+    # in chunks of 512, 444.2 in chunks of 1,024, 377.7 in one. The cost model alone has 394, 379
+    # and 376. Why an iteration of 512 or 1,024 tokens takes longer there is open.
+    prefill_s={512: 0.4357 / 4, 1024: 0.4442 / 2, 2048: 0.3777},
 )
 LLAMA2_70B = ServingSystem(
     name="LLaMA2-70B",
@@ -189,9 +216,28 @@ def llama2_70b_on_h100(cpu_s: float) -> CostModel:
     return CostModel.named("llama2-70b", "h100", tp=4, cpu_s=cpu_s)
 
 
-def decodes(count: int, context: int) -> list[Decode]:
+def decodes(count: int, context: int) -> list[Piece]:
     """A batch of so many decodes. Each reads `context` tokens, its own among them."""
     return [(0, context - 1, 1)] * count
+
+
+class ChunkingRatio(NamedTuple):
+    """How many times longer a prompt takes in chunks than whole."""
+
+    attention: float
+    total: float
+
+
+def chunking_ratio(cost: CostModel, prompt_len: int, chunk: int) -> ChunkingRatio:
+    """The ChunkingRatio of a prompt in batches of its own."""
+    chunks = prompt_chunks(prompt_len, chunk)
+    whole = [(0, 0, prompt_len)]
+    attention_s = sum(cost.layer_seconds([each]).attention for each in chunks)
+    total_s = sum(cost.seconds([each]) for each in chunks)
+    return ChunkingRatio(
+        attention=attention_s / cost.layer_seconds(whole).attention,
+        total=total_s / cost.seconds(whole),
+    )
 
 
 @dataclass(frozen=True)
@@ -340,49 +386,90 @@ def serve(job: ServingJob, tbt_slo_s: float | None = None) -> Run:
 
 
 @dataclass(frozen=True)
+class Target:
+    """A capacity that is searched for: the highest rate at which a server meets an SLO."""
+
+    policy: str  # as run_plan takes it
+    batch: int
+    slo_s: float  # of P99 TBT
+    ratio: float  # how close the search comes
+
+
+@dataclass(frozen=True)
 class CapacityJob:
-    """Searches for capacities of one server on one trace."""
+    """Searches for capacities on one machine and trace. Targets of one policy share runs."""
 
     cost: CostModel
-    batch: int
-    trace: str
-    targets: Sequence[tuple[str, float]]  # (policy, its SLO of P99 TBT in seconds) of each search
+    trace: str  # a name in LENGTHS
+    targets: tuple[Target, ...]
     requests: int
-    ratio: float  # how close a search comes
 
 
-def find_capacities(job: CapacityJob) -> list[Bounded]:
-    """The capacity in requests per second for each target. Runs at one rate are shared."""
+@dataclass(frozen=True)
+class KnownRun:
+    """What a search keeps of a run."""
+
+    batch: int
+    most_running: int  # requests at once
+    summary: LatencySummary | None  # None: it missed even the largest SLO of its policy
+
+    def is_that_of(self, batch: int) -> bool:
+        """Whether the run is the same with this batch size: neither limit was ever reached."""
+        return batch == self.batch or self.most_running < min(batch, self.batch)
+
+
+def find_capacities(job: CapacityJob) -> dict[Target, Bounded]:
+    """The capacity of each target in requests per second."""
     lengths = sample_lengths(job.trace, job.requests, LENGTHS[job.trace].limit, 0)
     possible_qps = estimated_qps(base_of(job.cost), poisson(lengths, 1.0, 0))
     start_qps = float(f"{0.3 * job.cost.pp * possible_qps:.1g}")
 
     largest_slo_s: dict[str, float] = {}  # of each policy
-    for policy, slo_s in job.targets:
-        largest_slo_s[policy] = max(slo_s, largest_slo_s.get(policy, 0.0))
+    for target in job.targets:
+        largest_slo_s[target.policy] = max(target.slo_s, largest_slo_s.get(target.policy, 0.0))
+    known_runs: dict[tuple[str, float], list[KnownRun]] = {}  # (policy, rate) -> runs
 
-    @cache
-    def latencies_at(policy: str, qps: float) -> LatencySummary | None:
-        """None if the run misses even the policy's largest SLO."""
-        serving = ServingJob(
-            job.cost, policy, job.trace, qps=qps, requests=job.requests, batch=job.batch
-        )
+    def run_at(policy: str, batch: int, qps: float) -> KnownRun:
+        """A run that is known already, or a new one."""
+        runs = known_runs.setdefault((policy, qps), [])
+        for known in runs:
+            if known.is_that_of(batch):
+                return known
+        serving = ServingJob(job.cost, policy, job.trace, qps, job.requests, batch=batch)
         run = serve(serving, largest_slo_s[policy])
-        if run.cut_short:
-            return None
-        return metrics.summarize_latencies(run.completions, run.seconds)
+        summary = None
+        if not run.cut_short:
+            summary = metrics.summarize_latencies(run.completions, run.seconds)
+        runs.append(KnownRun(batch, most_at_once(run.completions), summary))
+        return runs[-1]
 
-    def run_at_rate(policy: str, slo_s: float, qps: float) -> Verdict:
-        summary = latencies_at(policy, qps)
+    def verdict(target: Target, qps: float) -> Verdict:
+        """Whether a target's SLO is met at that rate."""
+        summary = run_at(target.policy, target.batch, qps).summary
         if summary is None:
             return Verdict(missed="given up")
-        return Verdict(missed=metrics.missed(summary, slo_s))
+        return Verdict(missed=metrics.missed(summary, target.slo_s))
 
-    capacities = []
-    for policy, slo_s in job.targets:
-        search = search_capacity(partial(run_at_rate, policy, slo_s), start_qps, job.ratio)
-        capacities.append(search.capacity_qps)
+    capacities = {}
+    for target in job.targets:
+        search = search_capacity(partial(verdict, target), start_qps, target.ratio)
+        capacities[target] = search.capacity_qps
     return capacities
+
+
+def most_at_once(completions: Iterable[Completion]) -> int:
+    """The largest number of requests that had been scheduled and had not ended."""
+    starts = []
+    ends = []
+    for completion in completions:
+        if completion.scheduled is not None:
+            starts.append(completion.scheduled)
+            is_aborted = completion.finish_reason == "abort"
+            ends.append(math.inf if is_aborted else completion.token_times[-1])
+    starts.sort()
+    ends.sort()
+    running = [i + 1 - bisect_right(ends, start) for i, start in enumerate(starts)]
+    return max(running, default=0)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,10 @@ first: devices.py. Read next: simulation.py, which runs the policies on it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from errors import check_number
 from lab.simulator.devices import DEVICES, GEOMETRIES, LINKS, PARALLEL_BLOCKS, Device, Link, find
@@ -22,6 +25,8 @@ BYTES = 2  # of a number: all weights, keys and values are of 16 bits
 USABLE = 0.9  # of a device's memory; SARATHI's batches of 27 and 11 (§5.3) ask for it
 
 Chunks = Sequence[tuple[Any, int, int]]  # (request, start, length) of each; a Batch is one
+START = itemgetter(1)  # of a chunk; these are quick, and simulations ask for millions
+LENGTH = itemgetter(2)
 
 
 class StageTimes(NamedTuple):
@@ -79,6 +84,11 @@ class LayerMatrices(NamedTuple):
     ffn_ln2: Matrix
 
 
+def token_count(batch: Chunks) -> int:
+    """The number of tokens in a batch."""
+    return sum(map(LENGTH, batch))
+
+
 def matrices(config: GPTConfig, tp: int = 1) -> LayerMatrices:
     """The weights of a layer on one of `tp` GPUs, which divide rows or columns (Megatron-LM); fewer
     KV heads than GPUs are repeated. Raises ValueError if `tp` does not divide the model."""
@@ -108,6 +118,9 @@ class CostModel:
     pp_link: Link = LINKS["infiniband"]  # between stages
     cpu_s: float = 0.0  # CPU time of a stage in an iteration, before its GPU has work
     parallel_block: bool = False  # whether attention and MLP share one all-reduce
+    # measured: (tokens, seconds that an iteration takes longer than is computed), the fewest tokens
+    # first. It is interpolated, from nothing for no tokens.
+    measured_excess: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         self.layers = local_config(self.config, self.tp, self.pp).n_layer  # of a stage
@@ -172,10 +185,13 @@ class CostModel:
     def layer_seconds(self, batch: Chunks) -> LayerSeconds:
         """The LayerSeconds of a batch. Attention goes chunk by chunk, and over all chunks of one
         token (decodes) at once."""
-        linear_s, others_s, all_reduce_s = self.token_seconds(sum([n for _, _, n in batch]))
-        attention_s = sum([self.chunk_seconds(start, n) for _, start, n in batch if n > 1])
-        keys = sum([start + 1 for _, start, n in batch if n == 1])  # that decodes read
-        if keys:
+        linear_s, others_s, all_reduce_s = self.token_seconds(token_count(batch))
+        chunks = [(start, n) for _, start, n in batch if n > 1]
+        attention_s = sum([self.chunk_seconds(start, n) for start, n in chunks])
+        decodes = len(batch) - len(chunks)
+        if decodes:
+            # a decode reads the keys before it and its own
+            keys = sum(map(START, batch)) - sum([start for start, _ in chunks]) + decodes
             riding = self.device.riding if attention_s else 1  # SARATHI, Table 2
             attention_s += self.device.op_s + riding * self._key_s * keys
         return LayerSeconds(linear_s, others_s, all_reduce_s, attention_s)
@@ -202,6 +218,9 @@ class CostModel:
             step_s = link.step_s + BYTES * tokens * n_embd / self.tp / link.bytes_per_s
             all_reduces = 1 if self.parallel_block else 2
             all_reduce_s = all_reduces * (device.op_s + 2 * (self.tp - 1) * step_s)
+        if self.measured_excess:
+            sizes, excess_s = zip((0, 0.0), *self.measured_excess, strict=True)
+            others_s += float(np.interp(tokens, sizes, excess_s)) / self.layers
         self._token_seconds[tokens] = linear_s, others_s, all_reduce_s
         return linear_s, others_s, all_reduce_s
 
@@ -215,7 +234,7 @@ class CostModel:
 
     def stages(self, batch: Chunks) -> StageTimes:
         """The StageTimes of a batch. The last stage has the output head, too."""
-        tokens = sum([length for _, _, length in batch])
+        tokens = token_count(batch)
         n_embd = self.config.n_embd
         seconds = [self.cpu_s + self.layers * sum(self.layer_seconds(batch))] * self.pp
         vocabulary = self.config.vocab_size // self.tp

@@ -192,7 +192,7 @@ def summarize(
     return PipelineSummary(
         makespan_s=run.seconds,
         tokens_per_s=tokens / run.seconds,
-        median_bubble_s=median(bubbles.values()),
+        median_bubble_s=median([bubbles.get(done.request_id, 0.0) for done in run.completions]),
         kinds_s=kinds_s,
         stages=stages,
         busy=run.drift > BUSY,
