@@ -280,6 +280,7 @@ def page(
     *,
     live: str | None = None,
     slo_s: float | None = None,
+    slo_source: str = "",
     choices: Mapping[str, Sequence[str]] | None = None,
     costs: Costs | None = None,
     iteration: int | None = None,
@@ -288,7 +289,7 @@ def page(
 
     It shows the runs of `recorders`, by their names. A live page has none; it asks the address
     `live` for records, which EngineThread.records_since of server/ answers. A gap between tokens
-    above `slo_s` seconds is a stall. Where there are many runs, `choices` maps the name of a row of
+    above `slo_s` seconds is a stall; `slo_source` says where that number is from. Where there are many runs, `choices` maps the name of a row of
     buttons to their labels, and a run's name is one label of each, joined by " | ": first its
     policy, and "*" where there is no choice. The tour explains `costs`, if they are given. Without
     choices the page opens with the first run's `iteration`, which counts from 1."""
@@ -302,6 +303,7 @@ def page(
         "title": title,
         "machine": machine,
         "slo_s": slo_s,
+        "slo_source": slo_source,
         "live": live,
         "choices": choices,
         "costs": costs,

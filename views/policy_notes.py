@@ -1,6 +1,6 @@
 """The name of each policy, and what it does, in a few words, for pages. Read next: page.py."""
 
-from policies import POLICIES
+from policies import ALL_POLICIES
 from scheduler import Scheduler
 
 NOTES = {  # as in the README's table of policies
@@ -18,16 +18,17 @@ NOTES = {  # as in the README's table of policies
 
 
 def policy_name(policy: type[Scheduler]) -> str:
-    """The name in POLICIES, or that of the class for a custom policy."""
-    for name, cls in POLICIES.items():
+    """The name in ALL_POLICIES, or that of the class for a custom policy."""
+    for name, cls in ALL_POLICIES.items():
         if cls is policy:
             return name
     return policy.__name__
 
 
 def policy_note(policy: type[Scheduler]) -> str:
-    """What the policy does in an iteration: of a custom one, the first line of its docstring."""
+    """What the policy does in an iteration: of one without a note, the first line of its docstring,
+    without the marks of code."""
     note = NOTES.get(policy_name(policy))
     if note is None:
-        note = (policy.__doc__ or "").strip().partition("\n")[0]
+        note = (policy.__doc__ or "").strip().partition("\n")[0].replace("`", "")
     return note

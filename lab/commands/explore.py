@@ -135,10 +135,10 @@ def main(options: ExploreOptions) -> None:
         f"All runs are simulated: {MODEL} with 16 bits on one {cost.device.name}, two for the load "
         "of pipeline bubbles.\n"
         f"Loads but A to D have {options.requests} requests, most with the lengths of a chat "
-        "dataset.\n"
-        "The SLO is five times a decode iteration of 32 requests.",
+        "dataset.",
         recorders,
         slo_s=slo_s,
+        slo_source="5 decode iterations of 32 requests",
         choices={"policy": list(policies), "chunk": CHUNKS, "load": list(loads)},
         costs=measure_costs(cost),
     )

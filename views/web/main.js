@@ -95,7 +95,8 @@ addEventListener("hashchange", restore);
 async function start() {
   $("title").textContent = data.title;
   $("machine").textContent = data.machine;
-  $("slo").textContent = SLO < Infinity ? format_seconds(SLO) : "an SLO";
+  const source = data.slo_source ? ` (${data.slo_source})` : "";
+  $("slo").textContent = SLO < Infinity ? format_seconds(SLO) + source : "an SLO";
   $("scrub").max = 0;
   $("opening").hidden = !data.choices;
   if (data.live) {
