@@ -14,12 +14,14 @@ import pytest
 
 from bench import main
 from cli.options import write_text
+from config import EngineConfig
 from engine import Engine
 from lab.commands import explore
 from lab.measure.capacity import slo_seconds
 from lab.measure.metrics import find_stalls, percentiles, summarize_run
 from lab.measure.workload import Arrival
 from lab.simulator.cost_model import CostModel
+from lab.simulator.simulation import bubble_kinds, simulate
 from policies import POLICIES
 from sampling import SamplingParams
 from tests.helpers import tiny_model
@@ -519,6 +521,43 @@ def test_a_tap_says_who_waited_and_the_page_fits_a_phone(browser, explored):
         )
         height = tab.evaluate("panes[0].height")
         assert lanes >= 0 and lanes + height < card  # the card hides nothing of the picture
+
+
+def test_stages_of_a_pipeline_have_lanes_with_their_bubbles(browser, tmp_path):
+    cost, arrivals = CostModel.named("llama3-8b", pp=2), a_load(20)
+    config = EngineConfig("orca", 256, max_batch=8, max_len=2048, page_size=64, pages=512)
+    recorder = Recorder()
+    run = simulate(cost, config, arrivals, recorder=recorder)
+    kinds = bubble_kinds(run.stage_runs)
+    recorder.add_stages(run.stage_runs, kinds)
+    assert all(len(record["stages"]) == 2 for record in in_turn(recorder))
+    bubble, kind = max(kinds, key=lambda pair: pair[0].bubble)
+    busy = next(stage_run for stage_run in run.stage_runs if not stage_run.bubble)
+    with opened_runs(browser, tmp_path, {"orca": recorder}) as tab:
+        top = tab.evaluate("panes[0].band('stages')[0]")
+
+        def told(stage_run, time):
+            y = top + 18 * stage_run.stage + 5
+            return tab.evaluate(f"describe(panes[0], {time}, {y})")
+
+        text = told(bubble, bubble.start - bubble.bubble / 2)
+        waits = re.match(rf"Stage {bubble.stage + 1} waits ([\d.]+ m?s) for its next batch", text)
+        assert seconds(waits[1]) == pytest.approx(bubble.bubble, rel=5e-3)
+        assert text.endswith(f" ({kind}).")
+        assert " computes " in told(busy, (busy.start + busy.end) / 2)
+        total = sum(stage_run.bubble for stage_run in run.stage_runs)
+        said = re.search(r"Bubbles: ([\d.]+ m?s) in all", tab.text_content(".run .gap"))
+        assert seconds(said[1]) == pytest.approx(total, rel=5e-3)
+
+        def pixels(stage_run, start, end):
+            tab.evaluate(f"set_view({stage_run.start} - 0.1, {stage_run.start} + 0.1)")
+            tab.wait_for_function("!dirty")
+            left, right = tab.evaluate(f"[panes[0].x({start}) + 2, panes[0].x({end}) - 2]")
+            y = top + 18 * stage_run.stage
+            return tab.evaluate(PIXELS, [left, y + 1, right, y + 14])
+
+        assert len(pixels(busy, busy.start, busy.end)) == 1  # a box of one colour
+        assert len(pixels(bubble, bubble.start - bubble.bubble, bubble.start)) > 2  # hatched
 
 
 def test_a_gap_names_the_preemption_or_else_the_prefill_in_it(browser, tmp_path):

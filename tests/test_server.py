@@ -313,7 +313,10 @@ def test_a_viewer_sees_the_state_and_then_each_iteration():
 def test_the_page_says_who_serves_and_what_is_too_long():
     with serving(policy="dynamic", policy_options=dict(tbt_slo=0.25)) as served:
         text = served.http.get("/").text
-        assert '"slo_s": 0.25, "slo_source": "the option --tbt-slo"' in text and "dynamic, chunk 16, 4 requests of 128 tokens" in text
+        assert (
+            '"slo_s": 0.25, "slo_source": "the option --tbt-slo"' in text
+            and "dynamic, chunk 16, 4 requests of 128 tokens" in text
+        )
     engine = Engine(tiny_model(), max_batch=2, max_len=64)
     engine.warm_up()
     last = engine.last_iteration

@@ -17,9 +17,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from outputs import Iteration
+from policies.micro_batches import StageRun
 from scheduler import Batch, Request, Scheduler
 from views.policy_notes import policy_name, policy_note
 
@@ -30,6 +31,8 @@ SCRIPTS = (  # they become one script, in this order
     "sentences.js",
     "colors.js",
     "lanes.js",
+    "strips.js",
+    "pointing.js",
     "highlight.js",
     "view.js",
     "details.js",
@@ -91,6 +94,8 @@ class Iterated(TypedDict):
     pages: list[list[int]]  # [request, index in its block table, page, page, ...]: the new pages
     queue: list[int]  # the first MAX_QUEUE requests that wait
     why: list[Any] | None  # see why_head_waits
+    # of a pipeline: [start, end, bubble before it in s, its kind or None] on each stage
+    stages: NotRequired[list[list[Any]]]
 
 
 Record = Arrived | Snapshot | Iterated
@@ -217,6 +222,26 @@ class Recorder:
             "why": decision["why"],
         }
         self.records.append(record)
+
+    def add_stages(
+        self, stage_runs: Sequence[StageRun], bubbles: Sequence[tuple[StageRun, str]]
+    ) -> None:
+        """Say when each batch was on the stages of one pipeline, once all iterations are added.
+
+        `bubbles` are those of `stage_runs` with their kinds, as views.pipelines draws them."""
+        num_stages = 1 + max(run.stage for run in stage_runs)
+        kinds = {(run.stage, run.start): kind for run, kind in bubbles}
+        times: dict[int, list[list[Any]]] = {}  # micro-batch -> its runs, in order of time
+        for run in stage_runs:
+            kind = kinds.get((run.stage, run.start))
+            time = [round(run.start, 6), round(run.end, 6), round(run.bubble, 6), kind]
+            times.setdefault(run.micro_batch, []).append(time)
+        for record in self.records:
+            if "micro_batch" in record:
+                micro_batch_times = times[record["micro_batch"]]
+                record["stages"] = micro_batch_times[:num_stages]
+                del micro_batch_times[:num_stages]
+        self.settings["stages"] = num_stages
 
     def snapshot(self) -> Snapshot:
         """The state between two steps, for a page that is opened in the middle of a run."""

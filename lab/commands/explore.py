@@ -23,7 +23,7 @@ from lab.papers.measured_loads import TRACE
 from lab.simulator.cost_model import CostModel
 from lab.simulator.machine import VOCABULARY, base_of
 from lab.simulator.referee import broken_rules, mark_broken
-from lab.simulator.simulation import simulate
+from lab.simulator.simulation import bubble_kinds, simulate
 from views.page import Costs, Recorder, page
 
 MODEL = "llama3-8b"  # on one A100
@@ -226,7 +226,9 @@ def record_run(label: str, load: Load, slo_s: float) -> Recorder:
     )
     config = run_plan([label], [PAGE_SIZE], config, slo_s, [load.prompts is not None])[label]
     cost = CostModel.named(MODEL, pp=load.pp)
-    simulate(cost, config, load.arrivals, load.prompts, recorder=recorder)
+    simulated = simulate(cost, config, load.arrivals, load.prompts, recorder=recorder)
+    if load.pp > 1:
+        recorder.add_stages(simulated.stage_runs, bubble_kinds(simulated.stage_runs))
     if load.letters:
         recorder.settings["letters"] = True
     return recorder
