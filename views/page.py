@@ -94,7 +94,8 @@ class Iterated(TypedDict):
     pages: list[list[int]]  # [request, index in its block table, page, page, ...]: the new pages
     queue: list[int]  # the first MAX_QUEUE requests that wait
     why: list[Any] | None  # see why_head_waits
-    # of a pipeline: [start, end, bubble before it in s, its kind or None] on each stage
+    # of a pipeline, for each stage: [from, to], in s after start, and if a bubble was before it,
+    # its seconds and its kind
     stages: NotRequired[list[list[Any]]]
 
 
@@ -231,16 +232,21 @@ class Recorder:
         `bubbles` are those of `stage_runs` with their kinds, as views.pipelines draws them."""
         num_stages = 1 + max(run.stage for run in stage_runs)
         kinds = {(run.stage, run.start): kind for run, kind in bubbles}
-        times: dict[int, list[list[Any]]] = {}  # micro-batch -> its runs, in order of time
+        runs: dict[int, list[StageRun]] = {}  # of each micro-batch, in order of time
         for run in stage_runs:
-            kind = kinds.get((run.stage, run.start))
-            time = [round(run.start, 6), round(run.end, 6), round(run.bubble, 6), kind]
-            times.setdefault(run.micro_batch, []).append(time)
+            runs.setdefault(run.micro_batch, []).append(run)
         for record in self.records:
-            if "micro_batch" in record:
-                micro_batch_times = times[record["micro_batch"]]
-                record["stages"] = micro_batch_times[:num_stages]
-                del micro_batch_times[:num_stages]
+            if "micro_batch" not in record:
+                continue
+            of_batch = runs[record["micro_batch"]][:num_stages]
+            del runs[record["micro_batch"]][:num_stages]
+            record["stages"] = []
+            for run in of_batch:
+                times = [run.start - record["start"], run.end - record["start"]]
+                if run.bubble:
+                    times.append(run.bubble)
+                kind = [kinds[run.stage, run.start]] if run.bubble else []
+                record["stages"].append([*(round(time, 6) for time in times), *kind])
         self.settings["stages"] = num_stages
 
     def snapshot(self) -> Snapshot:
@@ -314,10 +320,11 @@ def page(
 
     It shows the runs of `recorders`, by their names. A live page has none; it asks the address
     `live` for records, which EngineThread.records_since of server/ answers. A gap between tokens
-    above `slo_s` seconds is a stall; `slo_source` says where that number is from. Where there are many runs, `choices` maps the name of a row of
-    buttons to their labels, and a run's name is one label of each, joined by " | ": first its
-    policy, and "*" where there is no choice. The tour explains `costs`, if they are given. Without
-    choices the page opens with the first run's `iteration`, which counts from 1."""
+    above `slo_s` seconds is a stall; `slo_source` says where that number is from. Where there are
+    many runs, `choices` maps the name of a row of buttons to their labels, and a run's name is one
+    label of each, joined by " | ": first its policy, and "*" where there is no choice. A policy may
+    lack runs for some of the labels. The tour explains `costs`, if they are given. Without choices
+    the page opens with the first run's `iteration`, which counts from 1."""
     runs = []
     for name, recorder in (recorders or {}).items():
         records = json.dumps(recorder.records, separators=(",", ":"))

@@ -24,9 +24,9 @@ class Lanes {
   }
   label() {
     const {run} = this, {note} = run.settings;
-    const summary = [summarize_gap(run), summarize_bubbles(run)].filter(Boolean).join(" ");
+    const summary = summarize_gap(run);
     this.name.textContent = title_of(run);
-    this.note.textContent = note ? sentence(note) : "";
+    this.note.textContent = `${note ? sentence(note) : ""} ${summarize_bubbles(run)}`;
     this.gap_text.textContent = summary;
     this.gap_text.classList.toggle("over", gap_seconds({longest_gap: run.longest_gap()}) > SLO);
     this.canvas.setAttribute("aria-label", `timeline of ${title_of(run)}. ${summary}`);

@@ -81,11 +81,13 @@ function frame(now) {
   show_details();
   save_address();
 }
-document.addEventListener("pointerover", event => {
-  const element = event.target.closest?.("[data-request]");
-  if (element?.dataset.request) light_request(Number(element.dataset.request));
-  else if (event.target.tagName !== "CANVAS") light_request(null);
-});
+for (const kind of ["pointerover", "focusin"]) {
+  document.addEventListener(kind, event => {
+    const element = event.target.closest?.("[data-request]");
+    if (element?.dataset.request) light_request(Number(element.dataset.request));
+    else if (event.target.tagName !== "CANVAS") light_request(null);
+  });
+}
 document.addEventListener("click", event => {
   const id = event.target.closest?.("[data-request]")?.dataset.request;
   if (id) pin_request(Number(id));

@@ -80,7 +80,7 @@ function describe_iteration(run, time) {
 function describe_stage({iterations}, time, stage) {
   const next = search(iterations.length, k => iterations[k].stages[stage][1] > time);
   if (next === iterations.length) return "";
-  const [start, end, bubble, kind] = iterations[next].stages[stage];
+  const [start, end, bubble = 0, kind] = iterations[next].stages[stage];
   if (time >= start) {
     const {decodes, prefill} = iterations[next];
     const batch = [prefill && `${counted(prefill, "token")} of prefill`,

@@ -75,7 +75,7 @@ function summarize_bubbles({iterations, settings: {stages}, begin, end}) {
   if (!stages) return "";
   let bubbles_s = 0;
   for (const {stages: times} of iterations)
-    for (const [, , bubble] of times) bubbles_s += bubble;
+    for (const [, , bubble = 0] of times) bubbles_s += bubble;
   const share = 100 * bubbles_s / (stages * (end - begin));
   return `Bubbles: ${format_seconds(bubbles_s)} in all, ${share.toFixed(1)} % of the stages' time.`;
 }

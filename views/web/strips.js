@@ -15,7 +15,7 @@ function common_scales() {
   }
   // a budget that is far from used up is not shown, or the bars would be too low to see
   return {
-    tokens: Math.max(tokens, Math.min(1.3 * tokens, budget)),
+    tokens: Math.max(tokens, Math.min(Math.ceil(1.3 * tokens), budget)),
     gap_s: SLO < Infinity ? Math.max(gap_s, 1.3 * SLO) : gap_s || 1,
   };
 }
@@ -53,7 +53,7 @@ function draw_stages(lanes, pen) {
     }
     for (const {stages} of iterations) {  // above the batches: zoomed out they would hide
       const [start, , bubble] = stages[stage];
-      if (bubble <= 0) continue;
+      if (!bubble) continue;
       const left = lanes.x(start - bubble), width = Math.max(lanes.x(start) - left, 1);
       pen.fillStyle = palette.back;
       pen.fillRect(left, y, width, height);

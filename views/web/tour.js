@@ -1,4 +1,4 @@
-// The tour: seven stops, each with the iteration that shows it. Read next: live.js.
+// The tour: nine stops, each with the iteration that shows it. Read next: live.js.
 
 /** The iteration in a Gap with the most prefill. */
 function iteration_of_gap({iterations}, {since, until}) {
@@ -15,6 +15,17 @@ function fullest_memory(run) {
   return index_of_largest(run.iterations, ({preempted}) => preempted.length)
     ?? index_of_largest(run.iterations, ({free_pages}) => 1 / (1 + free_pages));
 }
+/** The request with the longest prompt, and of those with a quarter of it at most the one that
+ * waits longest for its first token: {long, short}, ids; null without such. */
+function long_and_short(run) {
+  const ids = [...run.requests.keys()].filter(id => run.ttft_of(id) !== null);
+  const length_of = id => run.requests.get(id).prompt_len;
+  const long = ids[index_of_largest(ids, length_of)];
+  const shorts = ids.filter(id => 4 * length_of(id) <= length_of(long));
+  const slowest = index_of_largest(shorts, id => run.ttft_of(id));
+  return slowest === null ? null : {long, short: shorts[slowest]};
+}
+const seconds_html = seconds => `<b>${format_seconds(seconds)}</b>`;
 const colored = (name, text) => `<b class="${name}">${text}</b>`;
 const DECODES = colored("decode", "decodes");
 
@@ -80,6 +91,42 @@ const TOUR = [
         : "The budget of this batch is used up, and somebody waits for the next one.",
       "The token budget, the line over the bars, bounds an iteration, and so every gap. Small:",
       "even gaps, slow prompts. Large: the other way round. Try another chunk size."],
+  },
+  {
+    name: "A long prompt among short ones",
+    at: {policy: "sarathi-serve", load: "one long", beside: NOBODY}, marks: ["lanes", "#why"],
+    find: run => long_and_short(run) && index_of_largest(run.iterations, ({waiting}) => waiting),
+    seconds: run => run.ttft_of(long_and_short(run).long),
+    text: run => {
+      const both = long_and_short(run);
+      if (!both) return ["No prompt in this run is four times as long as others."];
+      const [long, short] = [both.long, both.short].map(id => run.requests.get(id));
+      return [
+        `Request ${name_of(run, long.id)} has a prompt of ${counted(long.prompt_len, "token")}.`,
+        "Its chunks leave all answers running. But prompts are served in order of arrival, so",
+        `request ${name_of(run, short.id)}, with ${counted(short.prompt_len, "token")}, waits`,
+        `${seconds_html(run.ttft_of(short.id))} for its first one.`];
+    },
+  },
+  {
+    name: "Who may pass?", at: {policy: "shortest-uncached", load: "one long", beside: "sarathi-serve"},
+    marks: ["lanes", "#policies"],
+    find: run => long_and_short(run) && index_of_largest(run.iterations, ({chunks}) =>
+      chunks.length > 1 ? chunks.length : 0),
+    seconds: run => run.ttft_of(long_and_short(run).long),
+    text: run => {
+      const other = panes[1]?.run;
+      if (!other || !long_and_short(run)) return ["Compare two policies at this load."];
+      const compare = key => {
+        const [here, there] = [run, other].map(run => run.ttft_of(long_and_short(run)[key]));
+        return `${seconds_html(here)} instead of ${seconds_html(there)}`;
+      };
+      return [
+        `${title_of(run)}: short prompts pass the long one. The slowest of them waits`,
+        `${compare("short")} for its first token, and the long one pays: ${compare("long")}.`,
+        "Other ways are to share the budget, to cap the long prompt, or deadlines: the table",
+        "compares them at this load."];
+    },
   },
   {
     name: "Memory and preemption", at: {policy: "sarathi-serve", load: "tight", beside: NOBODY},
