@@ -28,9 +28,14 @@ function fill_chips(box, run, chips, limit) {  // chips: [request id, text]
   write_html(box, html.join(""));
 }
 
+let details_shown = null;  // what they were of
 let numbers_written = 0, numbers_timer = 0;  // when that was, and a timer to do so
 function show_details() {
-  const {run} = focused, iteration = run.iterations[cursor], state = run.at(cursor);
+  const {run} = focused, iteration = run.iterations[cursor];
+  const key = [iteration, palette, pinned_request, lit_request, innerWidth, run.iterations.length];
+  if (details_shown?.every((part, i) => part === key[i])) return;  // only the view has moved
+  details_shown = key;
+  const state = run.at(cursor);
   const number = `${format_count(cursor + 1)} of ${format_count(run.iterations.length)}`;
   const seconds = (iteration.start - run.origin).toFixed(3);
   $("position").textContent = `iteration ${number}, at ${seconds} s`;

@@ -5,6 +5,7 @@ const LEFT = 48, RIGHT = 8;  // pixels beside the plot
 const CAPTION_HEIGHT = 18, AXIS_HEIGHT = 22, STAGE_HEIGHT = 18;
 const LANES_HEIGHT = 300, MAX_LANE_HEIGHT = 24;  // of a run alone; two share the height
 const MAX_LANES = 60;  // with a request each
+const MANY_GAPS = 100;  // of a request, too many to be merged in every frame
 const TICK_WIDTH = 3;  // pixels that a gap must have to be drawn by itself
 
 const is_narrow = () => innerWidth < 600;
@@ -90,14 +91,11 @@ class Lanes {
 
   draw(scales) {
     this.scales = scales;
-    const {canvas} = this, scale = devicePixelRatio || 1, width = canvas.clientWidth;
-    for (const layer of [canvas, this.over]) {
-      layer.width = width * scale;
-      layer.height = this.height * scale;
-      layer.style.height = this.height + "px";
-    }
-    const pen = canvas.getContext("2d");
-    pen.scale(scale, scale);
+    const scale = devicePixelRatio || 1;
+    this.resize(scale);
+    const pen = this.canvas.getContext("2d");
+    pen.setTransform(scale, 0, 0, scale, 0, 0);
+    pen.clearRect(0, 0, LEFT + this.width + RIGHT, this.height);
     pen.save();
     pen.beginPath();
     pen.rect(LEFT, 0, this.width, this.height);
@@ -111,6 +109,16 @@ class Lanes {
     draw_captions(this, pen);
     this.draw_time_axis(pen);
   }
+  resize(scale) {  // only if need be: it takes as long as a lane
+    const width = Math.round((LEFT + this.width + RIGHT) * scale);
+    const height = Math.round(this.height * scale);
+    for (const layer of [this.canvas, this.over]) {
+      if (layer.width === width && layer.height === height) continue;
+      layer.width = width;
+      layer.height = height;
+      layer.style.height = this.height + "px";
+    }
+  }
   /** Draw the history of a request. Stalls lie above all else, or zoomed out they would hide. */
   draw_lane(pen, id) {
     const {waits, chunks, gaps} = this.run.lanes.get(id);
@@ -119,11 +127,11 @@ class Lanes {
     for (const [from, to] of this.visible(waits)) this.fill(pen, from, to, y, height);
     const {waits: still_waits, ended, since} = this.run.state.progress.get(id);
     if (still_waits && !ended) this.fill(pen, since, this.run.end, y, height);
-    const seen_gaps = this.visible(gaps);
+    const seen_gaps = this.gaps_in_view(gaps);
     this.draw_gaps(pen, seen_gaps, y, height);
     pen.fillStyle = palette.prefill;
     for (const [from, to] of this.merged(chunks)) this.fill(pen, from, to, y, height, 0.7);
-    const stalls = seen_gaps.filter(([from, to]) => to - from > SLO);
+    const stalls = seen_gaps.filter(([, , longest]) => longest > SLO);
     pen.fillStyle = palette.stall;
     for (const [from, to] of stalls) this.fill_stall(pen, from, to, y, height);
     if (stalls.length) {  // the chunks of a request that was preempted lie in its gap
@@ -132,6 +140,18 @@ class Lanes {
       for (const [from, to] of this.visible(chunks))
         if (from >= first_token) this.fill(pen, from, to, y + height / 2, height / 2);
     }
+  }
+  /** The gaps in view as [from, to, seconds of the longest], several on a pixel as one. Many are
+   * merged once for all zooms within a factor of two, and not in every frame. */
+  gaps_in_view(gaps) {
+    const seen = this.visible(gaps), cell = 2 ** Math.floor(Math.log2(this.seconds_per_pixel));
+    if (seen.length < MANY_GAPS) return merge_gaps(seen, cell);
+    if (gaps.cell !== cell || gaps.merged_length !== gaps.length) {
+      gaps.merged = merge_gaps(gaps, cell);
+      gaps.cell = cell;
+      gaps.merged_length = gaps.length;
+    }
+    return this.visible(gaps.merged);
   }
   /** The spans in view. Ends are in order. */
   visible(spans) {
@@ -161,26 +181,35 @@ class Lanes {
     const width = right - left;
     pen.fillRect(left, y, width > TICK_WIDTH ? width - 1 : Math.max(width, 2), height);
   }
-  /** A tick for each token, at the end of its gap; of gaps that are narrower than TICK_WIDTH the
-   * longest on a pixel is drawn. */
+  /** A tick for each token, at the end of its gap, where a gap has TICK_WIDTH; narrower ones of the
+   * same colour are drawn together. */
   draw_gaps(pen, gaps, y, height) {
-    let start = null, longest = 0;  // of the gaps on one pixel
-    gaps.forEach(([from, to], i) => {
-      const right = this.x(to);
-      start ??= this.x(from);
-      longest = Math.max(longest, to - from);
-      const is_last = i === gaps.length - 1;
-      if (!is_last && right - start < 1) return;
-      const width = right - start;
-      pen.fillStyle = palette.gap(longest);
-      pen.fillRect(start, y, Math.max(width > TICK_WIDTH ? width - 1 : width, 1), height);
+    let left = null;  // of the narrow ones that are to be drawn, up to `drawn_to`
+    let color = null, drawn_to = null;
+    const draw_narrow = () => {
+      if (left === null) return;
+      pen.fillStyle = color;
+      pen.fillRect(left, y, Math.max(drawn_to - left, 1), height);
+      left = null;
+    };
+    for (const [from, to, longest] of gaps) {
+      const start = this.x(from), end = this.x(to), width = end - start;
+      const next_color = palette.gap(longest);
+      if (width > TICK_WIDTH || next_color !== color) draw_narrow();
+      color = next_color;
+      if (width <= TICK_WIDTH) {
+        left ??= start;
+        drawn_to = end;
+        continue;
+      }
+      pen.fillStyle = color;
+      pen.fillRect(start, y, width - 1, height);
       if (width >= 2 * TICK_WIDTH && height > 5) {
         pen.fillStyle = palette.ink;
-        pen.fillRect(Math.round(right) - 1, y, 1, height);
+        pen.fillRect(Math.round(end) - 1, y, 1, height);
       }
-      start = null;
-      longest = 0;
-    });
+    }
+    draw_narrow();
   }
   draw_lane_labels(pen) {
     pen.fillStyle = palette.soft;
@@ -242,4 +271,23 @@ class Lanes {
       pen.strokeRect(left, 1, width, this.base - 1);
     }
   }
+}
+
+/** Gaps as [from, to, seconds of the longest]: those that are shorter than a cell become one, up to
+ * its length. */
+function merge_gaps(gaps, cell) {
+  const merged = [];
+  let last = null;  // may be made longer
+  for (const [from, to] of gaps) {
+    const seconds = to - from;
+    if (last && seconds < cell && to - last[0] <= cell) {
+      last[1] = to;
+      last[2] = Math.max(last[2], seconds);
+      continue;
+    }
+    last = [from, to, seconds];
+    merged.push(last);
+    if (seconds >= cell) last = null;
+  }
+  return merged;
 }
