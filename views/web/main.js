@@ -97,7 +97,7 @@ addEventListener("hashchange", restore);
 async function start() {
   $("title").textContent = data.title;
   $("machine").textContent = data.machine;
-  const source = data.slo_source ? ` (${data.slo_source})` : "";
+  const source = data.slo_source ? ` (the SLO: ${data.slo_source})` : "";
   $("slo").textContent = SLO < Infinity ? format_seconds(SLO) + source : "an SLO";
   $("scrub").max = 0;
   $("opening").hidden = !data.choices;

@@ -64,10 +64,10 @@ const TOUR = [
     find: largest_cut_chunk,
     text: (run, k) => [
       k === null ? "No prompt is cut in this run: each is computed whole."
-        : `sarathi-serve cuts the prompt: here ${run.iterations[k].chunks[0][2]} tokens of it,` +
-          ` a ${colored("prefill", "chunk")}, are computed, and nobody stops.`,
-      "The answer is the same: a chunk only moves on the counter of computed tokens.",
-      panes.length > 1 ? `Below, on the same clock: ${title_of(panes[1].run)}.` : ""],
+        : `sarathi-serve cuts the prompt: here ${explain_chunk(run, k)} are computed beside` +
+          " everybody's next token. Nobody stands still: this is <b>chunked prefill</b>.",
+      compare_longest_gaps(run, panes[1]?.run),
+      "The answer is the same: a chunk only moves on the counter of computed tokens."],
   },
   {
     name: "Why decodes ride along", at: {policy: "sarathi-serve", load: "steady", beside: NOBODY},
@@ -76,7 +76,8 @@ const TOUR = [
       chunks.length && decodes.length),
     text: (run, k) => [
       k === null ? "In this run no decode shares a batch with a prefill."
-        : `Here ${run.iterations[k].decodes.length} ${DECODES} share a batch with a chunk.`,
+        : `Here ${run.iterations[k].decodes.length} ${DECODES}, the next tokens of running answers,` +
+          " share a batch with a chunk.",
       explain_costs(),
       "All weights of the model are read once for the whole batch; for a few rows, reading them",
       "takes longer than computing."],
@@ -89,8 +90,9 @@ const TOUR = [
     text: (run, k) => [
       k === null ? "Nobody waits for budget in this run."
         : "The budget of this batch is used up, and somebody waits for the next one.",
-      "The token budget, the line over the bars, bounds an iteration, and so every gap. Small:",
-      "even gaps, slow prompts. Large: the other way round. Try another chunk size."],
+      "The token budget, or chunk size, is how many tokens an iteration may compute: the line over",
+      "the bars. It bounds every gap. Small: even gaps, but first tokens are late. Large: the other",
+      "way round. Try another chunk size."],
   },
   {
     name: "A long prompt among short ones",
@@ -151,12 +153,26 @@ const TOUR = [
       "Now try your own question: choose a policy, a chunk size and a load; point at any tick."],
   },
 ];
+/** The first chunk of an iteration: "254 of C's 1,000 tokens, a chunk,". */
+function explain_chunk(run, k) {
+  const [id, , length] = run.iterations[k].chunks[0];
+  const prompt = format_count(run.requests.get(id).prompt_len);
+  const tokens = `${format_count(length)} of request ${name_of(run, id)}'s ${prompt} tokens`;
+  return `${tokens}, a ${colored("prefill", "chunk")},`;
+}
+function compare_longest_gaps(run, other) {
+  if (!other) return "";
+  const [here, there] = [run, other].map(run => gap_seconds({longest_gap: run.longest_gap()}));
+  return `The longest gap is ${seconds_html(here)}; below, on the same clock, ` +
+    `${title_of(other)} has ${seconds_html(there)}.`;
+}
 function explain_costs() {
   if (!data.costs) return "";
   const {decodes, chunk, decodes_s, chunk_s, both_s} = data.costs;
   return `On this GPU ${decodes} ${DECODES} alone take <b>${format_seconds(decodes_s)}</b>, ` +
     `${colored("prefill", `a chunk of ${chunk}`)} alone <b>${format_seconds(chunk_s)}</b>, ` +
-    `both together <b>${format_seconds(both_s)}</b>.`;
+    `both together <b>${format_seconds(both_s)}</b>: the decodes ride along for ` +
+    `<b>${format_seconds(both_s - chunk_s)}</b>.`;
 }
 
 let stop_number = -1;  // of the tour; -1: it is closed
