@@ -15,12 +15,12 @@ NOTES = {  # as in the README's table of policies
     "dynamic": "sarathi-serve, with as much prefill as is predicted to meet an SLO",
     "priority": "dynamic with classes and targets; urgent requests first, others are preempted",
     # those of today whose docstrings say it in other terms than the page
-    "threshold-under-contention": "sarathi-serve, with at most a quarter of the budget for a "
+    "threshold-under-contention": "like sarathi-serve, with at most a quarter of the budget for a "
     "prompt while another one waits",
     "interval": "4 batches of decodes after each batch of prefill, never both together",
-    "ppas": "sarathi-serve, with a quarter of the budget while prompts press on decodes",
-    "equal-progress": "sarathi-serve, with up to 4 prompts at once, in equal shares of the budget",
-    "shortest-uncached": "sarathi-serve, but the prompt with the fewest tokens to compute first",
+    "ppas": "like sarathi-serve, with a quarter of the budget while prompts press on decodes",
+    "equal-progress": "like sarathi-serve, with up to 4 prompts in equal shares of the budget",
+    "shortest-uncached": "like sarathi-serve, the prompt with the fewest tokens left first",
 }
 
 

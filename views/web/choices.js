@@ -51,6 +51,7 @@ async function show(entries) {
   panes = runs.map(run => new Lanes(run));
   for (const pane of panes) pane.label();
   $("other").hidden = panes.length < 2;
+  $("below").hidden = panes.length < 2 || !runs[0].settings.letters;
   focus(panes[0]);
   set_view(from, to);
   save_address();

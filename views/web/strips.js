@@ -121,11 +121,12 @@ function draw_captions(lanes, pen) {
   const slo = SLO < Infinity ? `; dashed: the SLO, ${format_seconds(SLO)}` : "";
   const gap = is_narrow() ? "longest gap" : "longest gap that ends in each iteration";
   const kinds = is_narrow() ? "" : " (light: prefill and decodes together)";
+  const left = LEFT + 6;  // beside the outline of a first iteration
   pen.textAlign = "left";
   if (stages)
-    pen.fillText(`batches on each stage${kinds}; hatched: a bubble`, LEFT, stages_top - 5);
-  pen.fillText(gap + slo, LEFT, gaps_top - 5);
-  pen.fillText(budget, LEFT, batches_top - 5);
+    pen.fillText(`batches on each stage${kinds}; hatched: a bubble`, left, stages_top - 5);
+  pen.fillText(gap + slo, left, gaps_top - 5);
+  pen.fillText(budget, left, batches_top - 5);
   const absent = [];
   if (ended) absent.push(`${format_count(ended)} have ended`);
   if (to_come) absent.push(`${format_count(to_come)} not yet arrived`);
