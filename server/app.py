@@ -44,6 +44,7 @@ from server.protocol import (
 from views.page import page
 
 MAX_DIGITS = 100  # of the number of a record
+SLO_DECODES = 5  # decode iterations that a gap between tokens may take, if none is given
 SERVER_ENDS = "the server ends"
 TOO_LONG = "context_length_exceeded"
 Chat = Callable[[list[dict]], str]  # messages -> the prompt
@@ -216,9 +217,11 @@ class Api:
         self.metrics = Metrics(thread.engine.schedulers)
         thread.on_completion = self.metrics.observe
         self.slo_s: float | None = self.engine.config.policy_options.get("tbt_slo")
+        self.slo_source = "the option --tbt-slo"
         last = self.engine.last_iteration
-        if not self.slo_s and last:  # that of the warm-up: a decode iteration
-            self.slo_s = 10 * (last.end - last.start)
+        if not self.slo_s and last:  # that of the warm-up: a decode of one request
+            self.slo_s = SLO_DECODES * (last.end - last.start)
+            self.slo_source = f"{SLO_DECODES} decode iterations of an idle engine"
 
     def app(self) -> Starlette:
         """The ASGI application."""
@@ -242,12 +245,15 @@ class Api:
         )
 
     async def page(self, request: HttpRequest) -> Response:
-        """GET /: the live schedule page. A gap is red above --tbt-slo, or ten decode iterations."""
+        """GET /: the live schedule page. A gap is red above `slo_s`."""
         self.reject_other_names(request)
         config = self.engine.config
         sizes = f"{config.max_batch} requests of {config.max_len} tokens"
         description = f"{config.policy}, chunk {config.chunk}, {sizes}"
-        return HTMLResponse(page(self.name, description, live="/records", slo_s=self.slo_s))
+        text = page(
+            self.name, description, live="/records", slo_s=self.slo_s, slo_source=self.slo_source
+        )
+        return HTMLResponse(text)
 
     async def records(self, request: HttpRequest) -> Response:
         """GET /records/N: the records from number N on, as JSON."""

@@ -10,17 +10,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bench import main
 from cli.options import write_text
+from config import EngineConfig
 from engine import Engine
 from lab.commands import explore
 from lab.measure.capacity import slo_seconds
 from lab.measure.metrics import find_stalls, percentiles, summarize_run
 from lab.measure.workload import Arrival
 from lab.simulator.cost_model import CostModel
-from policies import POLICIES
+from lab.simulator.simulation import bubble_kinds, simulate
+from policies import ALL_POLICIES, POLICIES
 from sampling import SamplingParams
 from tests.helpers import tiny_model
 from tests.pages import LOADS, SLO_S, a_load, in_turn, opened, opened_runs, simulated
@@ -147,19 +150,61 @@ def test_the_keyboard_is_enough(browser, tmp_path):
         assert where(tab) == 2
 
 
-def test_the_tour_has_seven_stops_and_shows_what_it_says(browser, tmp_path):
+def test_tab_reaches_everything_and_all_of_it_has_a_name(browser, tmp_path):
+    with opened_runs(browser, tmp_path, {"vllm": simulated("vllm", pages=48)[1]}) as tab:
+        tab.evaluate("go(focused.run, 200)")
+        tab.wait_for_function("!dirty")
+        controls = "[...document.querySelectorAll('button, select, input, summary')]"
+        expected = tab.evaluate(f"{controls}.filter(c => c.offsetParent && !c.disabled).length")
+        batch, queue = tab.evaluate(
+            "['chips', 'queue'].map(id => $(id).querySelectorAll('button').length)"
+        )
+        assert batch > 1 and queue > 1
+        reached = "document.activeElement.dataset.tabbed = 1"
+        for _ in range(expected):
+            tab.keyboard.press("Tab")
+            tab.evaluate(reached)
+        assert tab.evaluate(f"{controls}.filter(c => c.dataset.tabbed).length") == expected
+        for role in ("button", "combobox", "slider", "img"):
+            assert (
+                tab.get_by_role(role).count() == tab.get_by_role(role, name=re.compile(".")).count()
+            )
+        chip = tab.get_by_role("button", name=re.compile("^request [0-9]+: token")).first
+        chip.focus()
+        request = int(chip.get_attribute("data-request"))
+        tab.keyboard.press("Enter")
+        tab.wait_for_function("!dirty")
+        assert tab.evaluate("[pinned_request, lit_request]") == [request, request]
+        assert chip.get_attribute("aria-pressed") == "true"
+        tab.keyboard.press("ArrowLeft")
+        tab.wait_for_function("!dirty")
+        focused = tab.evaluate(
+            "document.activeElement.dataset.request ?? document.activeElement.id"
+        )
+        assert focused in (str(request), "chips")  # it is not lost when the batch changes
+        lines = tab.text_content("#pinnedline") + tab.text_content("#gapline")
+        assert f"equest {request}" in lines
+
+
+def test_the_tour_has_nine_stops_and_shows_what_it_says(browser, tmp_path):
     run, truth = simulated("sarathi-serve", pages=40)
     with opened_runs(browser, tmp_path, {"sarathi-serve": truth}) as tab:
         tab.keyboard.press("t")
         told = []
-        for n in range(7):
+        for n in range(9):
             tab.wait_for_function(f"document.getElementById('stop').textContent[0] == '{n + 1}'")
             told.append(
                 (tab.text_content("#stoptext"), tab.evaluate("focused.run.iterations[cursor]"))
             )
             tab.keyboard.press("Enter")  # the button "next" has the focus
         assert tab.is_hidden("#tour")
-    _, (stall, _), (_, chunk), (_, ride), (_, budget), (_, memory), (_, load) = told
+    _, (stall, _), (_, chunk), (_, ride), (_, budget), (short, _), _, (_, memory), (_, load) = told
+    most_tokens = max(len(c.prompt) for c in run.completions)
+    slowest = max(c.ttft for c in run.completions if 4 * len(c.prompt) <= most_tokens)
+    assert f"a prompt of {most_tokens:,} tokens" in short
+    assert seconds(re.search(r"waits ([\d.]+ m?s) for", short)[1]) == pytest.approx(
+        slowest, rel=5e-3
+    )
     longest = max(gap for c in run.completions for gap in c.tbt)
     assert f"waited {1e3 * longest:.3g} ms" in stall or f"waited {longest:.3g} s" in stall
     lengths = {
@@ -271,7 +316,15 @@ def test_explore_has_a_run_for_every_button(browser, explored):
         )
         assert len({tuple(name) for *_, name in found}) == len(tab.evaluate("data.runs"))
         for policy, chunk, load, name in found:
+            if policy in explore.REMEDIES:
+                load = explore.LONG_AMONG_SHORT
             assert name in ([policy, chunk, load], [policy, "*", load])
+        tab.evaluate("choose({policy: 'ppas', beside: 'interval'})")  # it chooses the load, too
+        assert tab.get_attribute("[data-label='one long among short']", "aria-pressed") == "true"
+        assert tab.evaluate("panes.length") == 2
+        tab.evaluate("choose({load: 'steady'})")  # of which neither has a run
+        assert tab.evaluate("panes.map(pane => pane.run.name)") == ["ShortestFirst | 1024 | steady"]
+        assert tab.is_hidden("[data-label='ppas']")
         quick = """async () => {
             const click = label => document.querySelector(`[data-label="${label}"]`).click();
             click("1024");
@@ -312,8 +365,8 @@ def test_the_loads_of_explore_are_as_they_are_called():
     longest_queue = {name: max(r["waiting"] for r in in_turn(runs[name])) for name in runs}
     assert longest_queue["overload"] > 2 * longest_queue["steady"]
     assert longest_queue["burst"] >= 14  # a quarter of 60 at once
-    prompts = [arrival.prompt_len for arrival in loads["long among short"].arrivals]
-    assert sorted(set(prompts)) == [60, 1800] and prompts.count(1800) == 6
+    prompts = [arrival.prompt_len for arrival in loads["one long among short"].arrivals]
+    assert len(prompts) == 60 and prompts.count(200) == 59 and prompts[14] == 16_000
     first_starts = {}
     for record in in_turn(runs["shared prefixes"]):
         for request_id, start, _ in record["chunks"]:
@@ -389,13 +442,14 @@ def test_the_table_has_the_numbers_of_the_library(browser, tmp_path):
         used = sum((pages - i.free_pages) * (i.end - i.start) for i in run.iterations)
         expected = {
             "ttft_p50": summary.ttft_s.p50,
+            "ttft_p90": np.quantile([c.ttft for c in run.completions], 0.9),
             "tbt_p99": summary.tbt_s.p99,
             "longest": summary.tbt_s.max,
             "tokens_per_s": summary.tokens_per_s,
             "cache": used / pages / busy,
         }
         assert numbers == pytest.approx(expected, rel=1e-4)
-        for key in ("ttft_p50", "tbt_p99", "longest"):
+        for key in ("ttft_p50", "ttft_p90", "tbt_p99", "longest"):
             assert seconds(row[key]) == pytest.approx(expected[key], rel=5e-3)
         assert row["tokens_per_s"] == f"{expected['tokens_per_s']:,.0f}"
         assert row["cache"] == f"{100 * expected['cache']:.0f} %"
@@ -521,6 +575,43 @@ def test_a_tap_says_who_waited_and_the_page_fits_a_phone(browser, explored):
         assert lanes >= 0 and lanes + height < card  # the card hides nothing of the picture
 
 
+def test_stages_of_a_pipeline_have_lanes_with_their_bubbles(browser, tmp_path):
+    cost, arrivals = CostModel.named("llama3-8b", pp=2), a_load(20)
+    config = EngineConfig("orca", 256, max_batch=8, max_len=2048, page_size=64, pages=512)
+    recorder = Recorder()
+    run = simulate(cost, config, arrivals, recorder=recorder)
+    kinds = bubble_kinds(run.stage_runs)
+    recorder.add_stages(run.stage_runs, kinds)
+    assert all(len(record["stages"]) == 2 for record in in_turn(recorder))
+    bubble, kind = max(kinds, key=lambda pair: pair[0].bubble)
+    busy = next(stage_run for stage_run in run.stage_runs if not stage_run.bubble)
+    with opened_runs(browser, tmp_path, {"orca": recorder}) as tab:
+        top = tab.evaluate("panes[0].band('stages')[0]")
+
+        def told(stage_run, time):
+            y = top + 18 * stage_run.stage + 5
+            return tab.evaluate(f"describe(panes[0], {time}, {y})")
+
+        text = told(bubble, bubble.start - bubble.bubble / 2)
+        waits = re.match(rf"Stage {bubble.stage + 1} waits ([\d.]+ m?s) for its next batch", text)
+        assert seconds(waits[1]) == pytest.approx(bubble.bubble, rel=5e-3)
+        assert text.endswith(f" ({kind}).")
+        assert " computes " in told(busy, (busy.start + busy.end) / 2)
+        total = sum(stage_run.bubble for stage_run in run.stage_runs)
+        said = re.search(r"Bubbles: ([\d.]+ m?s) in all", tab.text_content(".run p.soft"))
+        assert seconds(said[1]) == pytest.approx(total, rel=5e-3)
+
+        def pixels(stage_run, start, end):
+            tab.evaluate(f"set_view({stage_run.start} - 0.1, {stage_run.start} + 0.1)")
+            tab.wait_for_function("!dirty")
+            left, right = tab.evaluate(f"[panes[0].x({start}) + 2, panes[0].x({end}) - 2]")
+            y = top + 18 * stage_run.stage
+            return tab.evaluate(PIXELS, [left, y + 1, right, y + 14])
+
+        assert len(pixels(busy, busy.start, busy.end)) == 1  # a box of one colour
+        assert len(pixels(bubble, bubble.start - bubble.bubble, bubble.start)) > 2  # hatched
+
+
 def test_a_gap_names_the_preemption_or_else_the_prefill_in_it(browser, tmp_path):
     run, truth = simulated("sarathi-serve", pages=40)
     with opened_runs(browser, tmp_path, {"sarathi-serve": truth}) as tab:
@@ -584,8 +675,9 @@ def test_no_request_has_the_red_of_a_stall(browser, tmp_path):
 
 def test_notes_of_policies_are_those_of_the_readme():
     readme = Path("README.md").read_text().partition("## The policies")[2].replace("`", "")
-    assert set(NOTES) == set(POLICIES)
-    for name, note in NOTES.items():
+    assert set(POLICIES) <= set(NOTES) <= set(ALL_POLICIES)
+    for name in POLICIES:
+        note = NOTES[name]
         row = next(line for line in readme.splitlines() if line.startswith("|") and name in line)
         for part in note.replace("one at a time", "or one").split(": "):
             assert part in row, name

@@ -314,7 +314,10 @@ def test_a_viewer_sees_the_state_and_then_each_iteration():
 def test_the_page_says_who_serves_and_what_is_too_long():
     with serving(policy="dynamic", policy_options=dict(tbt_slo=0.25)) as served:
         text = served.http.get("/").text
-        assert '"slo_s": 0.25' in text and "dynamic, chunk 16, 4 requests of 128 tokens" in text
+        assert (
+            '"slo_s": 0.25, "slo_source": "the option --tbt-slo"' in text
+            and "dynamic, chunk 16, 4 requests of 128 tokens" in text
+        )
     engine = Engine(tiny_model(), max_batch=2, max_len=64)
     engine.warm_up()
     last = engine.last_iteration
@@ -322,7 +325,9 @@ def test_the_page_says_who_serves_and_what_is_too_long():
     api = Api(thread, letters, "tiny", load_chat(None))
     thread.executor.shutdown()
     response = asyncio.run(api.page(SimpleNamespace(headers={"host": "localhost"})))
-    assert f'"slo_s": {10 * (last.end - last.start)}' in response.body.decode()
+    text = response.body.decode()
+    assert f'"slo_s": {5 * (last.end - last.start)}' in text
+    assert '"slo_source": "5 decode iterations of an idle engine"' in text
 
 
 def test_records_that_are_too_old_are_a_snapshot(monkeypatch):

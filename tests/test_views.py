@@ -1,14 +1,17 @@
 """Pictures of runs that were worked out by hand, and what is drawn in them."""
 
+from colorsys import rgb_to_hls
+from itertools import combinations
 from typing import NamedTuple
 
+import numpy as np
 import pytest
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
 from lab.measure.capacity import Bounded
 from outputs import Completion, Iteration
-from policies import POLICIES
+from policies import ALL_POLICIES
 from tests.test_metrics import a_completion, an_iteration, decode, prefill
 from views import style
 from views.bars import Beside, plot_beside_published
@@ -77,10 +80,23 @@ def spans_of(axis):
     return [(xy[0, 0], xy[1, 0], round(xy[0:3, 1].mean())) for xy in corners]
 
 
+def lab_of(color):
+    """A colour in CIELAB, where distances are about as large as they look."""
+    rgb = np.array(to_rgb(color))
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    x, y, z = [[0.434, 0.376, 0.190], [0.213, 0.715, 0.072], [0.018, 0.109, 0.873]] @ linear
+    x, y, z = (v ** (1 / 3) if v > 0.00886 else 7.787 * v + 4 / 29 for v in (x, y, z))
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
 def test_every_policy_has_a_colour_of_its_own_whoever_else_is_drawn():
-    assert len(set(style.policy_colors(POLICIES).values())) == len(POLICIES)
+    assert set(POLICY_COLORS) == set(ALL_POLICIES)
     colors = [*POLICY_COLORS.values(), *OTHER_COLORS]
-    assert len(set(colors)) == len(colors)
+    distances = [np.linalg.norm(lab_of(a) - lab_of(b)) for a, b in combinations(colors, 2)]
+    assert min(distances) > 15  # 2.3 can just be told apart
+    for color in colors:
+        hue, _, saturation = rgb_to_hls(*to_rgb(color))
+        assert saturation == 0 or 20 < hue * 360 < 330, color  # red is a stall
     together = style.policy_colors(["mine", "sarathi", "vllm", "yours"])
     assert style.policy_colors(["vllm"]) == {"vllm": together["vllm"]}
     assert together["vllm"] == POLICY_COLORS["vllm"] and len(set(together.values())) == 4

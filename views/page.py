@@ -17,9 +17,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from outputs import Iteration
+from policies.micro_batches import StageRun
 from scheduler import Batch, Request, Scheduler
 from views.policy_notes import policy_name, policy_note
 
@@ -30,6 +31,8 @@ SCRIPTS = (  # they become one script, in this order
     "sentences.js",
     "colors.js",
     "lanes.js",
+    "strips.js",
+    "pointing.js",
     "highlight.js",
     "view.js",
     "details.js",
@@ -91,6 +94,9 @@ class Iterated(TypedDict):
     pages: list[list[int]]  # [request, index in its block table, page, page, ...]: the new pages
     queue: list[int]  # the first MAX_QUEUE requests that wait
     why: list[Any] | None  # see why_head_waits
+    # of a pipeline, for each stage: [from, to], in s after start, and if a bubble was before it,
+    # its seconds and its kind
+    stages: NotRequired[list[list[Any]]]
 
 
 Record = Arrived | Snapshot | Iterated
@@ -218,6 +224,31 @@ class Recorder:
         }
         self.records.append(record)
 
+    def add_stages(
+        self, stage_runs: Sequence[StageRun], bubbles: Sequence[tuple[StageRun, str]]
+    ) -> None:
+        """Say when each batch was on the stages of one pipeline, once all iterations are added.
+
+        `bubbles` are those of `stage_runs` with their kinds, as views.pipelines draws them."""
+        num_stages = 1 + max(run.stage for run in stage_runs)
+        kinds = {(run.stage, run.start): kind for run, kind in bubbles}
+        runs: dict[int, list[StageRun]] = {}  # of each micro-batch, in order of time
+        for run in stage_runs:
+            runs.setdefault(run.micro_batch, []).append(run)
+        for record in self.records:
+            if "micro_batch" not in record:
+                continue
+            of_batch = runs[record["micro_batch"]][:num_stages]
+            del runs[record["micro_batch"]][:num_stages]
+            record["stages"] = []
+            for run in of_batch:
+                times = [run.start - record["start"], run.end - record["start"]]
+                if run.bubble:
+                    times.append(run.bubble)
+                kind = [kinds[run.stage, run.start]] if run.bubble else []
+                record["stages"].append([*(round(time, 6) for time in times), *kind])
+        self.settings["stages"] = num_stages
+
     def snapshot(self) -> Snapshot:
         """The state between two steps, for a page that is opened in the middle of a run."""
         requests = [request for request in self.live.values() if not request.finish_reason]
@@ -280,6 +311,7 @@ def page(
     *,
     live: str | None = None,
     slo_s: float | None = None,
+    slo_source: str = "",
     choices: Mapping[str, Sequence[str]] | None = None,
     costs: Costs | None = None,
     iteration: int | None = None,
@@ -288,10 +320,11 @@ def page(
 
     It shows the runs of `recorders`, by their names. A live page has none; it asks the address
     `live` for records, which EngineThread.records_since of server/ answers. A gap between tokens
-    above `slo_s` seconds is a stall. Where there are many runs, `choices` maps the name of a row of
-    buttons to their labels, and a run's name is one label of each, joined by " | ": first its
-    policy, and "*" where there is no choice. The tour explains `costs`, if they are given. Without
-    choices the page opens with the first run's `iteration`, which counts from 1."""
+    above `slo_s` seconds is a stall; `slo_source` says where that number is from. Where there are
+    many runs, `choices` maps the name of a row of buttons to their labels, and a run's name is one
+    label of each, joined by " | ": first its policy, and "*" where there is no choice. A policy may
+    lack runs for some of the labels. The tour explains `costs`, if they are given. Without choices
+    the page opens with the first run's `iteration`, which counts from 1."""
     runs = []
     for name, recorder in (recorders or {}).items():
         records = json.dumps(recorder.records, separators=(",", ":"))
@@ -302,6 +335,7 @@ def page(
         "title": title,
         "machine": machine,
         "slo_s": slo_s,
+        "slo_source": slo_source,
         "live": live,
         "choices": choices,
         "costs": costs,

@@ -45,8 +45,24 @@ POLICY_COLORS = {
     "hybrid-only": "#009e73",
     "priority": "#a422e6",
     "dynamic": "#000000",
+    "vllm-v1": "#1616f3",
+    "sglang": "#0bcb0b",
+    "sglang-mixed": "#5fdd7f",
+    "no-evict": "#34511f",
+    "fastgen": "#bbcb0b",
+    "tgi": "#51341f",
+    "hf": "#7777f8",
+    "nano-vllm": "#35d4d4",
+    "interval": "#f316a9",
+    "threshold-under-contention": "#40871d",
+    "ppas": "#1d3787",
+    "equal-progress": "#ed77f8",
+    "shortest-uncached": "#9b089b",
+    "peak": "#9b085e",
+    "wait-for-prefix": "#1f3051",
+    "vtc": "#a297d8",
 }
-OTHER_COLORS = ["#b3b36b", "#4c004c", "#000099", "#731300"]  # of policies that are not in there
+OTHER_COLORS = ["#b3b36b", "#4c004c", "#000099", "#066b62"]  # of policies that are not in there
 LINE_COLORS = [  # of lines that are no policies
     "#0072b2",
     "#d55e00",

@@ -23,7 +23,7 @@ from lab.measure.workload import Arrival
 from lab.simulator.cost_model import CostModel
 from lab.simulator.machine import VOCABULARY, base_of
 from lab.simulator.referee import broken_rules, mark_broken
-from lab.simulator.simulation import simulate
+from lab.simulator.simulation import bubble_kinds, simulate
 from views.page import Costs, Recorder, page
 
 MODEL = "llama3-8b"  # on one A100
@@ -38,6 +38,15 @@ POLICIES = (
     "hybrid-only",
     "dynamic",
 )
+REMEDIES = (  # what users of today's engines ask for, shown under the load that they are for
+    "threshold-under-contention",
+    "interval",
+    "ppas",
+    "equal-progress",
+    "shortest-uncached",
+    "priority",
+)
+LONG_AMONG_SHORT = "one long among short"
 CHUNKS = ("128", "256", "512", "1024")
 NO_CHUNK = "*"  # the chunk size of a policy that has none
 STEADY = 0.7  # share of the rate that should be possible
@@ -49,7 +58,10 @@ MAX_BATCH = 32
 MAX_LEN = 2048
 PAGE_SIZE = 64
 BASE_CHUNK = 512  # of the prefill that rates are estimated from
-LONG_EVERY = 10  # among short requests every tenth is long
+LONG_PROMPT = 16_000  # tokens
+LONG_MAX_LEN = 16_384
+SHORT_QPS = 8.0  # requests of SHORT around the long one
+SHORT = (200, 60)  # tokens of prompt and output
 
 
 @dataclass(frozen=True)
@@ -77,6 +89,7 @@ class Load:
 
     arrivals: Sequence[Arrival]
     tokens: int = AMPLE * MAX_LEN  # of the KV cache
+    max_len: int = MAX_LEN
     pp: int = 1  # stages of the pipeline
     prompts: list[list[int]] | None = None  # if they share prefixes, which then are cached
     letters: bool = False  # whether requests are named A, B, C
@@ -126,8 +139,12 @@ def main(options: ExploreOptions) -> None:
         mark_broken(short_name, violations[name].rule if name in violations else None): name
         for short_name, name in short_names([*options.policies, *POLICIES]).items()
     }
+    remedies = {name: name for name in REMEDIES if name not in policies}
     recorders = {}
-    runs = list(product(servers(policies), loads))
+    runs = [
+        *product(servers(policies), loads),
+        *product(servers(remedies), [LONG_AMONG_SHORT]),
+    ]
     for choice, load_name in tqdm(runs, "runs", leave=False, disable=None):
         recorder = record_run(choice.label, loads[load_name], slo_s)
         recorders[" | ".join([choice.policy, choice.chunk, load_name])] = recorder
@@ -136,11 +153,11 @@ def main(options: ExploreOptions) -> None:
         f"All runs are simulated: {MODEL} with 16 bits on one {cost.device.name}, two for the load "
         "of pipeline bubbles.\n"
         f"Loads but A to D have {options.requests} requests, most with the lengths of a chat "
-        "dataset.\n"
-        "The SLO is five times a decode iteration of 32 requests.",
+        "dataset.",
         recorders,
         slo_s=slo_s,
-        choices={"policy": list(policies), "chunk": CHUNKS, "load": list(loads)},
+        slo_source="5 decode iterations of 32 requests",
+        choices={"policy": [*policies, *remedies], "chunk": CHUNKS, "load": list(loads)},
         costs=measure_costs(cost),
     )
     write_text(options.html, text)
@@ -177,10 +194,6 @@ def make_loads(cost: CostModel, requests: int) -> dict[str, Load]:
     lengths = workload.sample_lengths("sharegpt4", requests, MAX_LEN, 0)
     possible_qps = estimated_qps(base, workload.poisson(lengths, 1.0, 0))
     steady = workload.poisson(lengths, STEADY * possible_qps, 0)
-    short_and_long = [
-        (1800, 100) if number % LONG_EVERY == LONG_EVERY - 1 else (60, 200)
-        for number in range(requests)
-    ]
     prefixed = [
         (prompt_len + SHARED, output_len)
         for prompt_len, output_len in workload.sample_lengths(
@@ -194,7 +207,11 @@ def make_loads(cost: CostModel, requests: int) -> dict[str, Load]:
         "steady": Load(steady),
         "overload": Load(workload.poisson(lengths, OVERLOAD * possible_qps, 0)),
         "burst": Load(with_burst(steady)),
-        "long among short": Load(workload.poisson(short_and_long, 2 * possible_qps, 0)),
+        LONG_AMONG_SHORT: Load(
+            one_long_among_short(requests),
+            tokens=8 * LONG_MAX_LEN,
+            max_len=LONG_MAX_LEN,
+        ),
         "tight memory": Load(
             workload.poisson(lengths, OVERLOAD * possible_qps, 0), tokens=TIGHT * MAX_LEN
         ),
@@ -215,19 +232,30 @@ def with_burst(arrivals: Sequence[Arrival]) -> list[Arrival]:
     ]
 
 
+def one_long_among_short(requests: int) -> list[Arrival]:
+    """Short requests, and a long one when a quarter of them has arrived."""
+    arrivals = workload.poisson([SHORT] * (requests - 1), SHORT_QPS, 0)
+    quarter = (requests - 1) // 4
+    time = arrivals[quarter - 1].time if quarter else 0.0
+    arrivals.insert(quarter, Arrival(time, LONG_PROMPT, SHORT[1]))
+    return arrivals
+
+
 def record_run(label: str, load: Load, slo_s: float) -> Recorder:
     """Simulate a load under the policy of this label of run_plan."""
     recorder = Recorder()
     config = EngineConfig(
         chunk=int(CHUNKS[-1]),
         max_batch=MAX_BATCH,
-        max_len=MAX_LEN,
+        max_len=load.max_len,
         page_size=1,
         pages=load.tokens,
     )
     config = run_plan([label], [PAGE_SIZE], config, slo_s, [load.prompts is not None])[label]
     cost = CostModel.named(MODEL, pp=load.pp)
-    simulate(cost, config, load.arrivals, load.prompts, recorder=recorder)
+    simulated = simulate(cost, config, load.arrivals, load.prompts, recorder=recorder)
+    if load.pp > 1:
+        recorder.add_stages(simulated.stage_runs, bubble_kinds(simulated.stage_runs))
     if load.letters:
         recorder.settings["letters"] = True
     return recorder

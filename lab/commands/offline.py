@@ -400,6 +400,13 @@ def draw(
         plot_timelines(runs, machine.to_json(), options.plot, anchor_s)
     if options.html:
         title = f"{options.requests} requests, all there at the start"
-        write_text(options.html, page(title, machine.heading(), recorders, slo_s=anchor_s))
+        text = page(
+            title,
+            machine.heading(),
+            recorders,
+            slo_s=anchor_s,
+            slo_source="10 decode iterations",
+        )
+        write_text(options.html, text)
     wrote(options.plot)
     wrote_page(options.html)

@@ -51,6 +51,7 @@ async function show(entries) {
   panes = runs.map(run => new Lanes(run));
   for (const pane of panes) pane.label();
   $("other").hidden = panes.length < 2;
+  $("below").hidden = panes.length < 2 || !runs[0].settings.letters;
   focus(panes[0]);
   set_view(from, to);
   save_address();
@@ -66,10 +67,23 @@ async function choose(wanted = {}) {
       ?? labels.find(label => wanted[axis] && label.startsWith(wanted[axis]));
     if (label) chosen[axis] = label;
   }
-  const policy = chosen[axes[0][0]];
-  const entries = [entry_of(policy), entry_of(chosen.beside)].filter(Boolean);
+  const [policy_axis, policies] = axes[0];
+  if (!entry_of(chosen[policy_axis])) {  // this policy has no run of this load
+    if (wanted[policy_axis]) choose_parts_of(chosen[policy_axis]);
+    else chosen[policy_axis] = policies.find(entry_of);
+  }
+  if (!entry_of(chosen.beside)) chosen.beside = NOBODY;
+  const entries = [entry_of(chosen[policy_axis]), entry_of(chosen.beside)].filter(Boolean);
   mark_buttons(entries);
   return show([...new Set(entries)]);
+}
+/** Choose what the first run of a policy has, where that differs from what is chosen. */
+function choose_parts_of(policy) {
+  const of_policy = data.runs.map(({name}) => parts_of(name)).filter(([name]) => name === policy);
+  const load = of_policy[0].at(-1), same_load = of_policy.filter(parts => parts.at(-1) === load);
+  const is_chosen = parts => axes.slice(1, -1).every(([axis], i) => chosen[axis] === parts[i + 1]);
+  const parts = same_load.find(is_chosen) ?? same_load[0];
+  axes.forEach(([axis], i) => { if (parts[i] !== NOT_CHOSEN) chosen[axis] = parts[i]; });
 }
 function mark_buttons(entries) {
   for (const button of document.querySelectorAll("#choices button[data-axis]")) {
@@ -77,8 +91,12 @@ function mark_buttons(entries) {
     button.setAttribute("aria-pressed", String(chosen[axis] === label));
     const place = axes.findIndex(([name]) => name === axis);
     button.disabled = place > 0 && entries.every(({name}) => parts_of(name)[place] === NOT_CHOSEN);
+    button.hidden = place === 0 && !entry_of(label);  // without a run of this load
   }
-  if ($("beside")) $("beside").value = chosen.beside;
+  if (!$("beside")) return;
+  $("beside").value = chosen.beside;
+  for (const option of $("beside").options)
+    option.hidden = option.value !== NOBODY && !entry_of(option.value);
 }
 function add_buttons() {
   for (const [axis, labels] of axes) {
@@ -133,12 +151,13 @@ async function show_table() {
   $("policytable").tBodies[0].replaceChildren(...rows);
 }
 function table_row(run, is_shown) {
-  const {ttft_p50, tbt_p99, longest, tokens_per_s, cache} = run.metrics();
+  const {ttft_p50, ttft_p90, tbt_p99, longest, tokens_per_s, cache} = run.metrics();
   const row = document.createElement("tr"), [policy] = parts_of(run.name);
   const over = seconds => seconds > SLO ? ` class="over"` : "";
   row.className = is_shown ? "shown" : "";
   row.innerHTML = `<td><button></button></td>
     <td data-k="ttft_p50">${format_seconds(ttft_p50)}</td>
+    <td data-k="ttft_p90">${format_seconds(ttft_p90)}</td>
     <td data-k="tbt_p99"${over(tbt_p99)}>${format_seconds(tbt_p99)}</td>
     <td data-k="longest"${over(longest)}>${format_seconds(longest)}</td>
     <td data-k="tokens_per_s">${format_count(Math.round(tokens_per_s))}</td>
@@ -146,6 +165,7 @@ function table_row(run, is_shown) {
     <td class="soft note"></td>`;
   const button = row.querySelector("button");
   button.textContent = (is_shown ? "● " : "") + title_of(run);
+  button.setAttribute("aria-current", String(is_shown));
   button.onclick = () => choose({[axes[0][0]]: policy});
   row.lastElementChild.textContent = run.settings.note ?? "";
   return row;

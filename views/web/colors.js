@@ -13,8 +13,8 @@ const color_of = id => `hsl(${hue_of(id)} 55% ${is_dark() ? 62 : 45}%)`;
  * logarithmic scale, and are red above it, as in views/timelines.py. */
 class Palette {
   constructor() {
-    for (const name of ["wait", "prefill", "decode", "stall", "ink", "soft", "line",
-      "accent", "back", "free"]) this[name] = css(`--${name}`);
+    for (const name of ["wait", "prefill", "hybrid", "decode", "stall", "ink", "soft",
+      "line", "accent", "back", "free"]) this[name] = css(`--${name}`);
     const green = [1, 3, 5].map(i => parseInt(this.decode.slice(i, i + 2), 16));
     this.shades = Array.from({length: SHADES}, (_, shade) => {
       const share = shade / (SHADES - 1);

@@ -1,31 +1,50 @@
 // Details: one iteration in numbers. Read next: choices.js.
 
+/** Write HTML into a box, if it is not there yet. If a request's button in it had the focus, it
+ * keeps it, or else the box has it. */
+function write_html(box, html) {
+  if (box.written === html) return;
+  const active = document.activeElement, had_focus = box.contains(active);
+  box.innerHTML = html;
+  box.written = html;
+  if (!had_focus) return;
+  const button = box.querySelector(`button[data-request="${active.dataset.request}"]`);
+  (button ?? box).focus({preventScroll: true});
+}
 function fill_table(table, rows) {  // the first row is the head
   const row_html = (cells, tag) =>
     `<tr>${cells.map(cell => `<${tag}>${cell}</${tag}>`).join("")}</tr>`;
-  table.innerHTML = rows.map((cells, i) => row_html(cells, i ? "td" : "th")).join("");
+  write_html(table, rows.map((cells, i) => row_html(cells, i ? "td" : "th")).join(""));
 }
 const key_html = id => `<span class="key" style="background:${color_of(id)}"></span>`;
 function request_html(run, id, text = "") {
-  return `<span data-request="${id}">${key_html(id)}${name_of(run, id)}${text}</span>`;
+  const name = `<span class="sr">request </span>${name_of(run, id)}`;
+  return `<button class="chip" data-request="${id}">${key_html(id)}${name}${text}</button>`;
 }
 function fill_chips(box, run, chips, limit) {  // chips: [request id, text]
   const html = chips.slice(0, limit).map(([id, text]) => request_html(run, id, `: ${text}`));
   const hidden = chips.length - limit;
   if (hidden > 0) html.push(`<span>and ${format_count(hidden)} more</span>`);
-  box.innerHTML = html.join("");
+  write_html(box, html.join(""));
 }
 
+let details_shown = null;  // what they were of
 let numbers_written = 0, numbers_timer = 0;  // when that was, and a timer to do so
 function show_details() {
-  const {run} = focused, iteration = run.iterations[cursor], state = run.at(cursor);
+  const {run} = focused, iteration = run.iterations[cursor];
+  const key = [iteration, palette, pinned_request, lit_request, innerWidth, run.iterations.length];
+  if (details_shown?.every((part, i) => part === key[i])) return;  // only the view has moved
+  details_shown = key;
+  const state = run.at(cursor);
   const number = `${format_count(cursor + 1)} of ${format_count(run.iterations.length)}`;
   const seconds = (iteration.start - run.origin).toFixed(3);
   $("position").textContent = `iteration ${number}, at ${seconds} s`;
+  $("scrub").setAttribute("aria-valuetext", $("position").textContent);
   const gap = iteration.longest_gap;
   $("policy").textContent = panes.length > 1 ? `${title_of(run)}: ` : "";
   $("decision").textContent = explain(run, cursor);
   $("gapline").textContent = gap ? sentence(`gap: ${explain_gap(run, gap)}`) : "";
+  $("pinnedline").textContent = describe_pinned(run, iteration);
   $("detailsof").textContent = `Iteration ${format_count(cursor + 1)} of ${title_of(run)}`;
   const {start, launch, end} = iteration;
   const parts = launch > start ? `: ${format_seconds(launch - start)} to decide and prepare, ` +
@@ -42,6 +61,12 @@ function show_details() {
   if (performance.now() - numbers_written > 250) show_numbers(run, iteration);
   else numbers_timer = setTimeout(() => show_numbers(run, iteration), 100);
 }
+/** What the request that is kept outlined does in an iteration, or "". */
+function describe_pinned(run, {start, end, longest_gap}) {
+  if (!run.requests.has(pinned_request) || longest_gap?.id === pinned_request) return "";
+  const text = describe_request(run, pinned_request, (start + end) / 2);
+  return text && sentence(text);
+}
 // blocks as wide as they have tokens, up to the budget; computed(id): the tokens of a request
 function show_batch(run, {tokens, budget, decodes, chunks, cache_hits}, computed) {
   const of_budget = budget === null ? ", no budget" : ` of a budget of ${format_count(budget)}`;
@@ -50,11 +75,12 @@ function show_batch(run, {tokens, budget, decodes, chunks, cache_hits}, computed
   const block = (n, kind, text, id) => `<div class="${kind}" title="${text}"
     style="flex:${n / room * 1e4} 0 0" data-request="${id}">${text}</div>`;
   const request = id => `request ${name_of(run, id)}`;
-  $("blocks").innerHTML = [
+  const blocks = [
     ...decodes.map(id => block(1, "decode", room < 40 ? name_of(run, id) : "", id)),
     ...chunks.map(([id, , n]) => block(n, "prefill", `${request(id)}: ${format_count(n)}`, id)),
     left > 0 ? block(left, "left", `${format_count(left)} left`, "") : "",
-  ].join("");
+  ];
+  write_html($("blocks"), blocks.join(""));
   const hits = new Map(cache_hits);
   const describe_chunk = (id, start, n) => {
     const text = `tokens ${format_count(start)} to ${format_count(start + n - 1)}, prefill`;

@@ -14,10 +14,15 @@ function pin_request(id) {
   pinned_request = id === pinned_request ? null : id;
   light_request(id);
   mark_lit();
+  dirty = dirty || "cursor";
 }
 function mark_lit() {
-  for (const element of document.querySelectorAll("[data-request]"))
-    element.classList.toggle("lit", element.dataset.request === String(lit_request));
+  for (const element of document.querySelectorAll("[data-request]")) {
+    const {request} = element.dataset;
+    element.classList.toggle("lit", request === String(lit_request));
+    if (element.matches("button"))
+      element.setAttribute("aria-pressed", String(request === String(pinned_request)));
+  }
 }
 function show_tip(text, x, y) {
   const tip = $("tip");

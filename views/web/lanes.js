@@ -1,10 +1,11 @@
-// Lanes: a canvas for each run. A lane for each request, and two strips on the same clock: the
-// longest gap that ends in each iteration, and the tokens of each batch. Read next: highlight.js.
+// Lanes: a canvas for each run, with a lane for each request. Below them lie bands on the same
+// clock, which strips.js draws. Read next: strips.js.
 
 const LEFT = 48, RIGHT = 8;  // pixels beside the plot
-const CAPTION_HEIGHT = 18, AXIS_HEIGHT = 22;
+const CAPTION_HEIGHT = 18, AXIS_HEIGHT = 22, STAGE_HEIGHT = 18;
 const LANES_HEIGHT = 300, MAX_LANE_HEIGHT = 24;  // of a run alone; two share the height
 const MAX_LANES = 60;  // with a request each
+const MANY_GAPS = 100;  // of a request, too many to be merged in every frame
 const TICK_WIDTH = 3;  // pixels that a gap must have to be drawn by itself
 
 const is_narrow = () => innerWidth < 600;
@@ -15,67 +16,38 @@ class Lanes {
     this.box = document.createElement("section");
     this.box.className = "run";
     this.box.innerHTML = `<h2></h2><p class="gap"></p><p class="soft"></p>
-      <div class="canvases"><canvas class="over"></canvas><canvas role="img"></canvas></div>`;
+      <div class="canvases"><canvas class="over" aria-hidden="true"></canvas>
+      <canvas role="img"></canvas></div>`;
     [this.name, this.gap_text, this.note] = this.box.children;
     [this.over, this.canvas] = this.box.querySelectorAll("canvas");
     $("runs").append(this.box);
-    this.listen();
-  }
-  listen() {
-    const {canvas} = this;
-    let drag = null;  // where it began, and the view there
-    canvas.onpointerdown = event => {
-      drag = {x: event.clientX, moved: false, ...view};
-      canvas.setPointerCapture(event.pointerId);
-    };
-    canvas.onpointermove = event => {
-      if (!drag) return this.point_at(event);
-      const pixels = drag.x - event.clientX;
-      const seconds = pixels / this.width * (drag.to - drag.from);
-      drag.moved ||= Math.abs(pixels) > 4;
-      if (drag.moved) set_view(drag.from + seconds, drag.to + seconds);
-    };
-    canvas.onpointerup = event => {
-      if (drag && !drag.moved) {
-        focus(this);
-        go(this.run, index_at(this.run, this.time_at(event.offsetX)));
-        pin_request(this.request_at(event.offsetY));
-        this.point_at(event);
-      }
-      drag = null;
-    };
-    canvas.onpointercancel = () => { drag = null; };
-    canvas.onpointerleave = event => {
-      if (event.pointerType === "touch") return;  // the tip stays when the finger has gone
-      hide_tip();
-      light_request(null);
-    };
-    canvas.onwheel = event => {
-      if (!event.ctrlKey) return;  // the page scrolls; a pinch has it, too
-      event.preventDefault();
-      zoom(Math.exp(event.deltaY / 300), this.time_at(event.offsetX));
-    };
+    listen(this);
   }
   label() {
     const {run} = this, {note} = run.settings;
+    const summary = summarize_gap(run);
     this.name.textContent = title_of(run);
-    this.note.textContent = note ? sentence(note) : "";
-    this.gap_text.textContent = summarize_gap(run);
+    this.note.textContent = `${note ? sentence(note) : ""} ${summarize_bubbles(run)}`;
+    this.gap_text.textContent = summary;
     this.gap_text.classList.toggle("over", gap_seconds({longest_gap: run.longest_gap()}) > SLO);
-    this.canvas.setAttribute("aria-label", `timeline of ${title_of(run)}. ${summarize_gap(run)}`);
+    this.canvas.setAttribute("aria-label", `timeline of ${title_of(run)}. ${summary}`);
   }
-  get seconds_per_pixel() { return (view.to - view.from) / this.width; }
-  x(t) { return LEFT + (t - view.from) / (view.to - view.from) * this.width; }
-  time_at(x) { return view.from + (x - LEFT) / this.width * (view.to - view.from); }
 
   // ---- Places ----
 
-  /** The part of the height that a band has: "lanes", "gaps" or "batches". [top, bottom] */
+  get seconds_per_pixel() { return (view.to - view.from) / this.width; }
+  x(t) { return LEFT + (t - view.from) / (view.to - view.from) * this.width; }
+  time_at(x) { return view.from + (x - LEFT) / this.width * (view.to - view.from); }
+  /** The part of the height that a band has: "lanes", "stages" of a pipeline (without any, it has
+   * no height), "gaps" or "batches". [top, bottom] */
   band(name) {
-    const gaps_top = this.lanes_height + CAPTION_HEIGHT, strip = is_narrow() ? 34 : 46;
+    const {stages = 0} = this.run.settings, strip = is_narrow() ? 34 : 46;
+    const stages_top = this.lanes_height + (stages ? CAPTION_HEIGHT : 0);
+    const gaps_top = stages_top + stages * STAGE_HEIGHT + CAPTION_HEIGHT;
     const batches_top = gaps_top + strip + CAPTION_HEIGHT;
     return {
       lanes: [0, this.lanes_height],
+      stages: [stages_top, stages_top + stages * STAGE_HEIGHT],
       gaps: [gaps_top, gaps_top + strip],
       batches: [batches_top, batches_top + strip],
     }[name];
@@ -114,37 +86,38 @@ class Lanes {
   }
   lane_y(id) { return this.lane_of.get(id) * this.lane_height; }
   get bar_height() { return this.lane_height > 3 ? this.lane_height - 1 : this.lane_height; }
-  /** The requests of a lane, if y is in one. */
-  requests_at(y) {
-    const lane = Math.floor(y / this.lane_height);
-    return this.ids.filter(id => this.lane_of.get(id) === lane && y < this.lanes_height);
-  }
-  request_at(y) {
-    const ids = this.requests_at(y);
-    return ids.length === 1 ? ids[0] : null;
-  }
 
   // ---- Drawing ----
 
   draw(scales) {
     this.scales = scales;
-    const {canvas} = this, scale = devicePixelRatio || 1, width = canvas.clientWidth;
-    for (const layer of [canvas, this.over]) {
-      layer.width = width * scale;
-      layer.height = this.height * scale;
-      layer.style.height = this.height + "px";
-    }
-    const pen = canvas.getContext("2d");
-    pen.scale(scale, scale);
+    const scale = devicePixelRatio || 1;
+    this.resize(scale);
+    const pen = this.canvas.getContext("2d");
+    pen.setTransform(scale, 0, 0, scale, 0, 0);
+    pen.clearRect(0, 0, LEFT + this.width + RIGHT, this.height);
     pen.save();
     pen.beginPath();
     pen.rect(LEFT, 0, this.width, this.height);
     pen.clip();
     for (const id of this.ids) this.draw_lane(pen, id);
-    this.draw_gap_strip(pen);
-    this.draw_batches(pen);
+    draw_stages(this, pen);
+    draw_gap_strip(this, pen);
+    draw_batches(this, pen);
     pen.restore();
-    this.draw_axes(pen);
+    this.draw_lane_labels(pen);
+    draw_captions(this, pen);
+    this.draw_time_axis(pen);
+  }
+  resize(scale) {  // only if need be: it takes as long as a lane
+    const width = Math.round((LEFT + this.width + RIGHT) * scale);
+    const height = Math.round(this.height * scale);
+    for (const layer of [this.canvas, this.over]) {
+      if (layer.width === width && layer.height === height) continue;
+      layer.width = width;
+      layer.height = height;
+      layer.style.height = this.height + "px";
+    }
   }
   /** Draw the history of a request. Stalls lie above all else, or zoomed out they would hide. */
   draw_lane(pen, id) {
@@ -154,11 +127,11 @@ class Lanes {
     for (const [from, to] of this.visible(waits)) this.fill(pen, from, to, y, height);
     const {waits: still_waits, ended, since} = this.run.state.progress.get(id);
     if (still_waits && !ended) this.fill(pen, since, this.run.end, y, height);
-    const seen_gaps = this.visible(gaps);
+    const seen_gaps = this.gaps_in_view(gaps);
     this.draw_gaps(pen, seen_gaps, y, height);
     pen.fillStyle = palette.prefill;
     for (const [from, to] of this.merged(chunks)) this.fill(pen, from, to, y, height, 0.7);
-    const stalls = seen_gaps.filter(([from, to]) => to - from > SLO);
+    const stalls = seen_gaps.filter(([, , longest]) => longest > SLO);
     pen.fillStyle = palette.stall;
     for (const [from, to] of stalls) this.fill_stall(pen, from, to, y, height);
     if (stalls.length) {  // the chunks of a request that was preempted lie in its gap
@@ -167,6 +140,18 @@ class Lanes {
       for (const [from, to] of this.visible(chunks))
         if (from >= first_token) this.fill(pen, from, to, y + height / 2, height / 2);
     }
+  }
+  /** The gaps in view as [from, to, seconds of the longest], several on a pixel as one. Many are
+   * merged once for all zooms within a factor of two, and not in every frame. */
+  gaps_in_view(gaps) {
+    const seen = this.visible(gaps), cell = 2 ** Math.floor(Math.log2(this.seconds_per_pixel));
+    if (seen.length < MANY_GAPS) return merge_gaps(seen, cell);
+    if (gaps.cell !== cell || gaps.merged_length !== gaps.length) {
+      gaps.merged = merge_gaps(gaps, cell);
+      gaps.cell = cell;
+      gaps.merged_length = gaps.length;
+    }
+    return this.visible(gaps.merged);
   }
   /** The spans in view. Ends are in order. */
   visible(spans) {
@@ -196,110 +181,47 @@ class Lanes {
     const width = right - left;
     pen.fillRect(left, y, width > TICK_WIDTH ? width - 1 : Math.max(width, 2), height);
   }
-  /** A tick for each token, at the end of its gap; of gaps that are narrower than TICK_WIDTH the
-   * longest on a pixel is drawn. */
+  /** A tick for each token, at the end of its gap, where a gap has TICK_WIDTH; narrower ones of the
+   * same colour are drawn together. */
   draw_gaps(pen, gaps, y, height) {
-    let start = null, longest = 0;  // of the gaps on one pixel
-    gaps.forEach(([from, to], i) => {
-      const right = this.x(to);
-      start ??= this.x(from);
-      longest = Math.max(longest, to - from);
-      const is_last = i === gaps.length - 1;
-      if (!is_last && right - start < 1) return;
-      const width = right - start;
-      pen.fillStyle = palette.gap(longest);
-      pen.fillRect(start, y, Math.max(width > TICK_WIDTH ? width - 1 : width, 1), height);
+    let left = null;  // of the narrow ones that are to be drawn, up to `drawn_to`
+    let color = null, drawn_to = null;
+    const draw_narrow = () => {
+      if (left === null) return;
+      pen.fillStyle = color;
+      pen.fillRect(left, y, Math.max(drawn_to - left, 1), height);
+      left = null;
+    };
+    for (const [from, to, longest] of gaps) {
+      const start = this.x(from), end = this.x(to), width = end - start;
+      const next_color = palette.gap(longest);
+      if (width > TICK_WIDTH || next_color !== color) draw_narrow();
+      color = next_color;
+      if (width <= TICK_WIDTH) {
+        left ??= start;
+        drawn_to = end;
+        continue;
+      }
+      pen.fillStyle = color;
+      pen.fillRect(start, y, width - 1, height);
       if (width >= 2 * TICK_WIDTH && height > 5) {
         pen.fillStyle = palette.ink;
-        pen.fillRect(Math.round(right) - 1, y, 1, height);
-      }
-      start = null;
-      longest = 0;
-    });
-  }
-  /** The iterations in view, those on one pixel as one: {from, to, value} with their largest. */
-  *strip(value_of) {
-    const {iterations} = this.run;
-    const last = search(iterations.length, i => iterations[i].start >= view.to);
-    let largest = null, from = null;
-    for (let k = index_at(this.run, view.from); k < last; k++) {
-      const iteration = iterations[k];
-      from ??= iteration.start;
-      if (largest === null || value_of(iteration) > value_of(largest)) largest = iteration;
-      if (iteration.end - from < this.seconds_per_pixel && k < last - 1) continue;
-      yield {from, to: iteration.end, largest};
-      largest = null;
-      from = null;
-    }
-  }
-  draw_gap_strip(pen) {
-    const [top, bottom] = this.band("gaps"), {gap_s} = this.scales;
-    for (const {from, to, largest} of this.strip(gap_seconds)) {
-      const seconds = gap_seconds(largest);
-      if (!seconds) continue;
-      const height = Math.min(1, seconds / gap_s) * (bottom - top);
-      pen.fillStyle = palette.gap(seconds);
-      if (seconds > SLO) this.fill_stall(pen, from, to, bottom - height, height);
-      else this.fill(pen, from, to, bottom - height, height, 0.7);
-    }
-    if (SLO >= Infinity) return;
-    const y = Math.round(bottom - SLO / gap_s * (bottom - top)) + 0.5;
-    pen.strokeStyle = palette.ink;
-    pen.setLineDash([5, 4]);
-    pen.beginPath();
-    pen.moveTo(LEFT, y);
-    pen.lineTo(LEFT + this.width, y);
-    pen.stroke();
-    pen.setLineDash([]);
-  }
-  draw_batches(pen) {
-    const [top, bottom] = this.band("batches"), top_tokens = this.scales.tokens;
-    const y_of = n => bottom - n / top_tokens * (bottom - top);
-    const budget_line = new Path2D();
-    for (const {from, to, largest} of this.strip(({tokens}) => tokens)) {
-      const {tokens, prefill, budget} = largest;
-      pen.fillStyle = palette.prefill;
-      this.fill(pen, from, to, y_of(tokens), y_of(tokens - prefill) - y_of(tokens), 0.7);
-      pen.fillStyle = palette.decode;
-      this.fill(pen, from, to, y_of(tokens - prefill), bottom - y_of(tokens - prefill), 0.7);
-      if (budget !== null && budget <= top_tokens) {
-        budget_line.moveTo(this.x(from), y_of(budget));
-        budget_line.lineTo(this.x(to), y_of(budget));
+        pen.fillRect(Math.round(end) - 1, y, 1, height);
       }
     }
-    pen.strokeStyle = palette.ink;
-    pen.stroke(budget_line);
+    draw_narrow();
   }
-  draw_axes(pen) {
-    const [gaps_top, gaps_bottom] = this.band("gaps");
-    const [batches_top, batches_bottom] = this.band("batches");
-    const budget = is_narrow() ? "tokens in each batch" : "tokens in each batch; line: its budget";
-    const slo = SLO < Infinity ? `; dashed: the SLO, ${format_seconds(SLO)}` : "";
-    const gap = is_narrow() ? "longest gap" : "longest gap that ends in each iteration";
+  draw_lane_labels(pen) {
     pen.fillStyle = palette.soft;
     pen.font = "11px system-ui, sans-serif";
-    pen.textAlign = "left";
-    pen.fillText(gap + slo, LEFT, gaps_top - 5);
-    pen.fillText(budget, LEFT, batches_top - 5);
-    const absent = [];
-    if (this.ended) absent.push(`${format_count(this.ended)} have ended`);
-    if (this.to_come) absent.push(`${format_count(this.to_come)} not yet arrived`);
     pen.textAlign = "right";
-    pen.fillText(is_narrow() ? "" : absent.join(", "), LEFT + this.width, gaps_top - 5);
-    pen.fillText(format_seconds(this.scales.gap_s), LEFT - 4, gaps_top + 9);
-    pen.fillText("0", LEFT - 4, gaps_bottom);
-    pen.fillText(format_count(this.scales.tokens), LEFT - 4, batches_top + 9);
-    pen.fillText("0", LEFT - 4, batches_bottom);
     const label_every = Math.ceil(12 / this.lane_height);
     for (const [id, lane] of this.shared ? [] : this.lane_of) {
       if (lane % label_every) continue;
       const y = Math.max(9, (lane + 0.5) * this.lane_height + 4);
       pen.fillText(name_of(this.run, id), LEFT - 4, y);
     }
-    if (!is_narrow()) this.draw_lane_title(pen);
-    this.draw_time_axis(pen);
-  }
-  draw_lane_title(pen) {
+    if (is_narrow()) return;
     pen.save();
     pen.textAlign = "center";
     pen.translate(11, this.lanes_height / 2);
@@ -337,96 +259,35 @@ class Lanes {
       pen.strokeRect(2, top + 1.5, LEFT + this.width + 2, bottom - top);
     }
   }
+  /** Outline the iteration; a fill would look like a request that waits. */
   draw_cursor(pen, {start, end}) {
     const left = Math.max(LEFT, this.x(start));
     const right = Math.min(this.x(end), LEFT + this.width);
     if (right < LEFT || left > LEFT + this.width) return;
-    pen.globalAlpha = 0.13;
-    pen.fillStyle = palette.ink;
-    pen.fillRect(left, 0, Math.max(right - left, 1), this.base);
-    pen.globalAlpha = 1;
-    pen.fillStyle = palette.accent;
-    pen.fillRect(left, 0, 1.5, this.base);
-    pen.fillRect(right - 1.5, 0, 1.5, this.base);
-  }
-
-  // ---- Pointing ----
-
-  /** Say what is under the pointer, and light its request. */
-  point_at({offsetX, offsetY, clientX, clientY}) {
-    const time = this.time_at(offsetX);
-    const inside = offsetX >= LEFT && offsetX <= LEFT + this.width && offsetY < this.base;
-    light_request(this.request_at(offsetY));
-    const text = inside ? this.describe(time, offsetY) : "";
-    if (text) show_tip(text, clientX, clientY);
-    else hide_tip();
-  }
-  describe(time, y) {
-    if (y >= this.lanes_height) return this.describe_iteration(time);
-    for (const id of this.requests_at(y)) {
-      const text = this.describe_request(id, time);
-      if (text) return sentence(text);
+    const width = Math.max(right - left, 3);  // there are two colours, as it crosses all others
+    for (const [color, line] of [[palette.back, 4], [palette.ink, 1.5]]) {
+      pen.strokeStyle = color;
+      pen.lineWidth = line;
+      pen.strokeRect(left, 1, width, this.base - 1);
     }
-    return "";
-  }
-  describe_iteration(time) {
-    const {run} = this, iteration = run.iterations[index_at(run, time)];
-    if (!iteration || time > iteration.end) return "";
-    const {start, end, tokens, longest_gap} = iteration;
-    const text = `${counted(tokens, "token")} in ${format_seconds(end - start)}`;
-    if (!longest_gap) return `${text}; no gap ends here.`;
-    return `${text}; longest gap that ends here: ${explain_gap(run, longest_gap)}.`;
-  }
-  describe_request(id, time) {
-    const {run} = this, {waits, chunks, gaps, first_token} = run.lanes.get(id);
-    const near = 2 * this.seconds_per_pixel;  // a narrow stall can be hit
-    const span_at = (spans, slack) => {
-      const first = search(spans.length, i => spans[i][1] >= time - slack);
-      return spans[first]?.[0] <= time + slack ? first : -1;
-    };
-    const chunk = span_at(chunks, 0);
-    if (chunk >= 0) return this.describe_chunk(id, run.iterations[chunks[chunk][2]]);
-    let gap = span_at(gaps, near);
-    for (let i = gap; i >= 0 && gaps[i]?.[0] <= time + near; i++)
-      if (gaps[i][1] - gaps[i][0] > gaps[gap][1] - gaps[gap][0]) gap = i;
-    if (gap >= 0) {
-      const [since, until] = gaps[gap];
-      return explain_gap(run, {id, since, until, token: first_token + gap + 1});
-    }
-    const wait = span_at(waits, 0);
-    const {waits: still_waits, ended, since} = run.state.progress.get(id);
-    const is_waiting = still_waits && !ended && time >= since;
-    if (wait < 0 && !is_waiting) return "";
-    const until = wait >= 0 ? waits[wait][1] : run.end;
-    const seconds = format_seconds(until - (wait >= 0 ? waits[wait][0] : since));
-    return `request ${name_of(run, id)} waits ${seconds} to be computed`;
-  }
-  describe_chunk(id, {start, end, chunks, decodes}) {
-    const [, first, n] = chunks.find(([other]) => other === id);
-    const tokens = `tokens ${format_count(first)} to ${format_count(first + n - 1)}`;
-    const prompt = format_count(this.run.requests.get(id).prompt_len);
-    const beside = decodes.length ? `beside ${counted(decodes.length, "decode")}` : "alone";
-    return `request ${name_of(this.run, id)}: ${tokens} of its prompt of ${prompt}, ${beside}, ` +
-      `in ${format_seconds(end - start)}`;
   }
 }
-const gap_seconds = ({longest_gap: gap}) => gap ? gap.until - gap.since : 0;
 
-/** The tops of the strips, the same for all runs that are shown: `gap_s` and `tokens`. */
-function common_scales() {
-  let tokens = 1, budget = 0, gap_s = 0;
-  for (const {run} of panes) {
-    const {iterations} = run;
-    const last = search(iterations.length, i => iterations[i].start >= view.to);
-    for (let k = index_at(run, view.from); k < last; k++) {
-      tokens = Math.max(tokens, iterations[k].tokens);
-      budget = Math.max(budget, iterations[k].budget ?? 0);
-      gap_s = Math.max(gap_s, gap_seconds(iterations[k]));
+/** Gaps as [from, to, seconds of the longest]: those that are shorter than a cell become one, up to
+ * its length. */
+function merge_gaps(gaps, cell) {
+  const merged = [];
+  let last = null;  // may be made longer
+  for (const [from, to] of gaps) {
+    const seconds = to - from;
+    if (last && seconds < cell && to - last[0] <= cell) {
+      last[1] = to;
+      last[2] = Math.max(last[2], seconds);
+      continue;
     }
+    last = [from, to, seconds];
+    merged.push(last);
+    if (seconds >= cell) last = null;
   }
-  // a budget that is far from used up is not shown, or the bars would be too low to see
-  return {
-    tokens: Math.max(tokens, Math.min(1.3 * tokens, budget)),
-    gap_s: SLO < Infinity ? Math.max(gap_s, 1.3 * SLO) : gap_s || 1,
-  };
+  return merged;
 }

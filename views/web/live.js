@@ -9,7 +9,8 @@ async function connect() {  // ask for new records, 4 times a second
     const reply = await fetch_records(place);
     if (!reply) $("decision").textContent = "The server does not answer; trying again.";
     else if (!run?.iterations.length)
-      $("decision").textContent = "Nothing since you opened this page: send a request.";
+      $("decision").textContent = run?.requests.size ? "The first iteration since you opened this " +
+        "page is being computed." : "Nothing since you opened this page: send a request.";
     for (const record of reply?.records ?? []) {
       if (record.live) run = new Run(data.title, {});  // a snapshot begins a new run
       run.apply(record);

@@ -81,11 +81,13 @@ function frame(now) {
   show_details();
   save_address();
 }
-document.addEventListener("pointerover", event => {
-  const element = event.target.closest?.("[data-request]");
-  if (element?.dataset.request) light_request(Number(element.dataset.request));
-  else if (event.target.tagName !== "CANVAS") light_request(null);
-});
+for (const kind of ["pointerover", "focusin"]) {
+  document.addEventListener(kind, event => {
+    const element = event.target.closest?.("[data-request]");
+    if (element?.dataset.request) light_request(Number(element.dataset.request));
+    else if (event.target.tagName !== "CANVAS") light_request(null);
+  });
+}
 document.addEventListener("click", event => {
   const id = event.target.closest?.("[data-request]")?.dataset.request;
   if (id) pin_request(Number(id));
@@ -95,7 +97,8 @@ addEventListener("hashchange", restore);
 async function start() {
   $("title").textContent = data.title;
   $("machine").textContent = data.machine;
-  $("slo").textContent = SLO < Infinity ? format_seconds(SLO) : "an SLO";
+  const source = data.slo_source ? ` (the SLO: ${data.slo_source})` : "";
+  $("slo").textContent = SLO < Infinity ? format_seconds(SLO) + source : "an SLO";
   $("scrub").max = 0;
   $("opening").hidden = !data.choices;
   if (data.live) {

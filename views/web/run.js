@@ -80,6 +80,10 @@ class Run {
     iteration.tokens = iteration.prefill + iteration.decodes.length;
     iteration.preemptions = iteration.preempted.length + (before?.preemptions ?? 0);  // so far
     iteration.longest_gap = null;
+    for (const times of iteration.stages ?? []) {  // on the clock of the run, as all else
+      times[0] += iteration.start;
+      times[1] += iteration.start;
+    }
     this.iterations.push(iteration);
     for (const id of iteration.preempted)
       if (progress.has(id)) progress.get(id).since = iteration.start;
@@ -110,6 +114,11 @@ class Run {
     const k = index_of_largest(this.iterations, ({longest_gap: gap}) =>
       gap ? gap.until - gap.since : 0);
     return k === null ? null : this.iterations[k].longest_gap;
+  }
+  /** Seconds from the arrival of request `id` to its first token, or null. */
+  ttft_of(id) {
+    const {first} = this.state.progress.get(id);
+    return first === undefined ? null : first - this.requests.get(id).arrival;
   }
   /** When request `id` has ended: its last token's or chunk's time; Infinity if it has not. */
   end_of(id) {
@@ -169,6 +178,7 @@ class Run {
     }
     return {
       ttft_p50: quantile(ttft, 0.5),
+      ttft_p90: quantile(ttft, 0.9),
       tbt_p99: quantile(tbt, 0.99),
       longest: quantile(tbt, 1),
       tokens_per_s: tokens / (this.end - this.origin),

@@ -70,6 +70,15 @@ function summarize_gap(run) {
   const usual = times >= 1.5 ? ` ${times.toPrecision(2)} times the usual gap, ${verdict}.` : "";
   return `Longest gap: ${explain_gap(run, gap)}.${usual}`;
 }
+/** How long the stages of a pipeline waited, or "" without any. */
+function summarize_bubbles({iterations, settings: {stages}, begin, end}) {
+  if (!stages) return "";
+  let bubbles_s = 0;
+  for (const {stages: times} of iterations)
+    for (const [, , bubble = 0] of times) bubbles_s += bubble;
+  const share = 100 * bubbles_s / (stages * (end - begin));
+  return `Bubbles: ${format_seconds(bubbles_s)} in all, ${share.toFixed(1)} % of the stages' time.`;
+}
 
 // ---- An iteration -------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-// The tour: seven stops, each with the iteration that shows it. Read next: live.js.
+// The tour: nine stops, each with the iteration that shows it. Read next: live.js.
 
 /** The iteration in a Gap with the most prefill. */
 function iteration_of_gap({iterations}, {since, until}) {
@@ -15,6 +15,17 @@ function fullest_memory(run) {
   return index_of_largest(run.iterations, ({preempted}) => preempted.length)
     ?? index_of_largest(run.iterations, ({free_pages}) => 1 / (1 + free_pages));
 }
+/** The request with the longest prompt, and of those with a quarter of it at most the one that
+ * waits longest for its first token: {long, short}, ids; null without such. */
+function long_and_short(run) {
+  const ids = [...run.requests.keys()].filter(id => run.ttft_of(id) !== null);
+  const length_of = id => run.requests.get(id).prompt_len;
+  const long = ids[index_of_largest(ids, length_of)];
+  const shorts = ids.filter(id => 4 * length_of(id) <= length_of(long));
+  const slowest = index_of_largest(shorts, id => run.ttft_of(id));
+  return slowest === null ? null : {long, short: shorts[slowest]};
+}
+const seconds_html = seconds => `<b>${format_seconds(seconds)}</b>`;
 const colored = (name, text) => `<b class="${name}">${text}</b>`;
 const DECODES = colored("decode", "decodes");
 
@@ -53,10 +64,10 @@ const TOUR = [
     find: largest_cut_chunk,
     text: (run, k) => [
       k === null ? "No prompt is cut in this run: each is computed whole."
-        : `sarathi-serve cuts the prompt: here ${run.iterations[k].chunks[0][2]} tokens of it,` +
-          ` a ${colored("prefill", "chunk")}, are computed, and nobody stops.`,
-      "The answer is the same: a chunk only moves on the counter of computed tokens.",
-      panes.length > 1 ? `Below, on the same clock: ${title_of(panes[1].run)}.` : ""],
+        : `sarathi-serve cuts the prompt: here ${explain_chunk(run, k)} are computed beside` +
+          " everybody's next token. Nobody stands still: this is <b>chunked prefill</b>.",
+      compare_longest_gaps(run, panes[1]?.run),
+      "The answer is the same: a chunk only moves on the counter of computed tokens."],
   },
   {
     name: "Why decodes ride along", at: {policy: "sarathi-serve", load: "steady", beside: NOBODY},
@@ -65,7 +76,8 @@ const TOUR = [
       chunks.length && decodes.length),
     text: (run, k) => [
       k === null ? "In this run no decode shares a batch with a prefill."
-        : `Here ${run.iterations[k].decodes.length} ${DECODES} share a batch with a chunk.`,
+        : `Here ${run.iterations[k].decodes.length} ${DECODES}, the next tokens of running answers,` +
+          " share a batch with a chunk.",
       explain_costs(),
       "All weights of the model are read once for the whole batch; for a few rows, reading them",
       "takes longer than computing."],
@@ -78,8 +90,45 @@ const TOUR = [
     text: (run, k) => [
       k === null ? "Nobody waits for budget in this run."
         : "The budget of this batch is used up, and somebody waits for the next one.",
-      "The token budget, the line over the bars, bounds an iteration, and so every gap. Small:",
-      "even gaps, slow prompts. Large: the other way round. Try another chunk size."],
+      "The token budget, or chunk size, is how many tokens an iteration may compute: the line over",
+      "the bars. It bounds every gap. Small: even gaps, but first tokens are late. Large: the other",
+      "way round. Try another chunk size."],
+  },
+  {
+    name: "A long prompt among short ones",
+    at: {policy: "sarathi-serve", load: "one long", beside: NOBODY}, marks: ["lanes", "#why"],
+    find: run => long_and_short(run) && index_of_largest(run.iterations, ({waiting}) => waiting),
+    seconds: run => run.ttft_of(long_and_short(run).long),
+    text: run => {
+      const both = long_and_short(run);
+      if (!both) return ["No prompt in this run is four times as long as others."];
+      const [long, short] = [both.long, both.short].map(id => run.requests.get(id));
+      return [
+        `Request ${name_of(run, long.id)} has a prompt of ${counted(long.prompt_len, "token")}.`,
+        "Its chunks leave all answers running. But prompts are served in order of arrival, so",
+        `request ${name_of(run, short.id)}, with ${counted(short.prompt_len, "token")}, waits`,
+        `${seconds_html(run.ttft_of(short.id))} for its first one.`];
+    },
+  },
+  {
+    name: "Who may pass?", at: {policy: "shortest-uncached", load: "one long", beside: "sarathi-serve"},
+    marks: ["lanes", "#policies"],
+    find: run => long_and_short(run) && index_of_largest(run.iterations, ({chunks}) =>
+      chunks.length > 1 ? chunks.length : 0),
+    seconds: run => run.ttft_of(long_and_short(run).long),
+    text: run => {
+      const other = panes[1]?.run;
+      if (!other || !long_and_short(run)) return ["Compare two policies at this load."];
+      const compare = key => {
+        const [here, there] = [run, other].map(run => run.ttft_of(long_and_short(run)[key]));
+        return `${seconds_html(here)} instead of ${seconds_html(there)}`;
+      };
+      return [
+        `${title_of(run)}: short prompts pass the long one. The slowest of them waits`,
+        `${compare("short")} for its first token, and the long one pays: ${compare("long")}.`,
+        "Other ways are to share the budget, to cap the long prompt, or deadlines: the table",
+        "compares them at this load."];
+    },
   },
   {
     name: "Memory and preemption", at: {policy: "sarathi-serve", load: "tight", beside: NOBODY},
@@ -104,12 +153,26 @@ const TOUR = [
       "Now try your own question: choose a policy, a chunk size and a load; point at any tick."],
   },
 ];
+/** The first chunk of an iteration: "254 of C's 1,000 tokens, a chunk,". */
+function explain_chunk(run, k) {
+  const [id, , length] = run.iterations[k].chunks[0];
+  const prompt = format_count(run.requests.get(id).prompt_len);
+  const tokens = `${format_count(length)} of request ${name_of(run, id)}'s ${prompt} tokens`;
+  return `${tokens}, a ${colored("prefill", "chunk")},`;
+}
+function compare_longest_gaps(run, other) {
+  if (!other) return "";
+  const [here, there] = [run, other].map(run => gap_seconds({longest_gap: run.longest_gap()}));
+  return `The longest gap is ${seconds_html(here)}; below, on the same clock, ` +
+    `${title_of(other)} has ${seconds_html(there)}.`;
+}
 function explain_costs() {
   if (!data.costs) return "";
   const {decodes, chunk, decodes_s, chunk_s, both_s} = data.costs;
   return `On this GPU ${decodes} ${DECODES} alone take <b>${format_seconds(decodes_s)}</b>, ` +
     `${colored("prefill", `a chunk of ${chunk}`)} alone <b>${format_seconds(chunk_s)}</b>, ` +
-    `both together <b>${format_seconds(both_s)}</b>.`;
+    `both together <b>${format_seconds(both_s)}</b>: the decodes ride along for ` +
+    `<b>${format_seconds(both_s - chunk_s)}</b>.`;
 }
 
 let stop_number = -1;  // of the tour; -1: it is closed
