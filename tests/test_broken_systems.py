@@ -1,1 +1,79 @@
-"""The papers' claims against systems that are broken on purpose: each claim notices some breaks."""
+"""The papers' claims against systems that are broken on purpose, see cost_bench.py.
+
+Each claim has the verdict that it deserves on the GPU of its paper, as the cost model has it, and a
+worse one on each system that is broken in a way which the claim is about."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+
+from lab.papers import measured_serving
+from lab.papers.finding import Finding
+from lab.papers.measured import CLAIMS
+from tests.cost_bench import BREAKS, Break, CostBench, broken_schedulers
+
+FROM_BEST_TO_WORST = ["as in the paper", "trend only", "not seen here"]
+REQUEST_LEVEL, WHOLE_PROMPTS, APART, SLOW_ATTENTION, RESERVED, REREAD = BREAKS
+FUNCTIONS = {claim.id: claim.function for claim in CLAIMS}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a claim says of a system that is not broken, and which breaks it notices."""
+
+    verdict: str
+    notices: tuple[Break, ...]
+
+
+EXPECTED = {
+    "S-F3": Expected("as in the paper", (REREAD,)),
+    "S-F4a": Expected("trend only", (REREAD,)),
+    "S-F4b": Expected("as in the paper", (REREAD,)),
+    "S-F7": Expected("as in the paper", (WHOLE_PROMPTS, REREAD)),
+    "S-F8": Expected("as in the paper", (WHOLE_PROMPTS, APART, SLOW_ATTENTION, REREAD)),
+    "S-T4": Expected("as in the paper", (WHOLE_PROMPTS, APART, SLOW_ATTENTION, REREAD)),
+    "S-F9": Expected("as in the paper", (WHOLE_PROMPTS, APART, SLOW_ATTENTION, REREAD)),
+    "S-F11": Expected("as in the paper", (WHOLE_PROMPTS, APART, SLOW_ATTENTION, REREAD)),
+    "S-F10": Expected("trend only", (WHOLE_PROMPTS, APART, SLOW_ATTENTION, REREAD)),
+    "S-F13": Expected("as in the paper", (WHOLE_PROMPTS, REREAD)),
+    "SS-F7": Expected("as in the paper", (REQUEST_LEVEL, WHOLE_PROMPTS, RESERVED)),
+    "SS-F9": Expected("as in the paper", (WHOLE_PROMPTS, SLOW_ATTENTION, REREAD)),
+    "SS-F14": Expected("trend only", (WHOLE_PROMPTS,)),
+    "SS-F10": Expected("trend only", (WHOLE_PROMPTS, RESERVED)),
+    "SS-F12": Expected("trend only", (WHOLE_PROMPTS,)),
+    "SS-T4": Expected("trend only", (WHOLE_PROMPTS, APART, SLOW_ATTENTION)),
+    "B-1": Expected("as in the paper", (REQUEST_LEVEL,)),
+    "B-2": Expected("trend only", (WHOLE_PROMPTS, SLOW_ATTENTION, REREAD)),
+    "B-7": Expected("trend only", (REQUEST_LEVEL, WHOLE_PROMPTS)),
+}
+NOTICED = [(claim, broken) for claim, row in EXPECTED.items() for broken in row.notices]
+
+
+@cache
+def measure(claim_id: str, broken: Break | None) -> Finding:
+    """What a claim finds on a system: SARATHI's claims on its A6000, others on an A100."""
+    preset, device = "mistral-7b", "a100-80gb"
+    if claim_id.startswith("S-"):
+        preset, device = "llama-13b", "a6000"
+    with broken_schedulers(broken), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measured_serving, "plot_serving", lambda *_: None)
+        return FUNCTIONS[claim_id](CostBench(preset, device, broken))
+
+
+@pytest.mark.parametrize("claim_id", FUNCTIONS)
+def test_a_claim_has_its_verdict_on_the_papers_gpu(claim_id):
+    assert measure(claim_id, None).verdict(busy=False) == EXPECTED[claim_id].verdict
+
+
+@pytest.mark.parametrize("claim_id, broken", NOTICED)
+def test_a_claim_notices_that_the_system_is_broken(claim_id, broken):
+    whole = FROM_BEST_TO_WORST.index(EXPECTED[claim_id].verdict)
+    verdict = measure(claim_id, broken).verdict(busy=False)
+    assert FROM_BEST_TO_WORST.index(verdict) > whole
+
+
+def test_every_claim_notices_some_break_and_every_break_is_noticed():
+    assert EXPECTED.keys() == FUNCTIONS.keys()
+    assert all(expected.notices for expected in EXPECTED.values())
+    assert {broken for _, broken in NOTICED} == set(BREAKS)

@@ -70,12 +70,12 @@ CHECKS = [  # and what is wrong with them
 @pytest.mark.parametrize("check, wrong", CHECKS, ids=lambda value: str(value) or "holds")
 def test_a_check_says_where_it_does_not_hold(check, wrong):
     assert check.holds == (not wrong)
-    assert str(check) == (f"{wrong}, against the arithmetic: It must" if wrong else "")
+    assert str(check) == (f"{wrong}; it should be so: It must" if wrong else "")
 
 
 def test_a_failed_check_names_its_plot():
     plot = replace(plot_of(a=[2.0, 1.0]), title="one layer")
-    assert str(rises(plot.line("a"))).startswith("one layer: a rises: not so, ")
+    assert str(rises(plot.line("a"))).startswith("one layer: a rises: not so; ")
 
 
 NOISY = [  # numbers, and whether they rise, but for noise of 10 %
@@ -220,8 +220,7 @@ def test_a_verdict_gives_its_reason():
 
     assert why(less(0, A)) == "tokens: 9.00, here 2.00 at x 2"
     assert why(less(0, A), less(1, A), rises(B)) == (
-        "1 < a: not at 1, against the arithmetic: It must; "
-        "b rises: not so, against the arithmetic: It must"
+        "1 < a: not at 1; it should be so: It must; b rises: not so; it should be so: It must"
     )
 
 

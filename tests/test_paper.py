@@ -295,7 +295,7 @@ def test_the_report_is_markdown_of_what_is_kept(claims, tmp_path, capsys):
     assert [kept[key]["command"] for key in kept] == [f"`paper --only {key}`" for key in kept]
     assert timed[0] == ["tokens", "vllm", "dynamic"]
     assert timed[1:] == [["1", "0.50", "1.00"], ["2", "-", "-"], ["3", "at least 2.50", "-"]]
-    verdict = "**not seen here**: 50 < vllm: not at 8, against the arithmetic: "
+    verdict = "**not seen here**: 50 < vllm: not at 8; it should be so: "
     verdict += "No row is computed twice\n\n| number"
     assert verdict in text and verdict in page
     reason = "\n\n- 50 < vllm: No row is computed twice.\n\nTime over tokens: ms\n\n| tokens"

@@ -5,6 +5,7 @@
 
 Read first: batch_times.py. Read next: lab/commands/offline.py, which prints the table."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from lab.measure.batch_times import (
@@ -90,20 +91,37 @@ def measure_decode_maximal(
 
     There are `batch` decodes alone and one fewer beside the chunk, where chunk and decodes are
     `chunk` tokens together. All requests end at `context` tokens."""
+    runner = runner_for(model)(model, batch, context, context, attention)
+    times = time_batches(
+        runner,
+        machine,
+        table_2_batches(context, batch, chunk),
+        REPEATS,
+        head=True,
+        title="Table 2",
+        limit_s=LIMIT_S,
+    )
+    return compare_decodes(times, context, batch, chunk)
+
+
+def table_2_batches(context: int, batch: int, chunk: int) -> dict[str, Batch]:
+    """The four batches of the table, by the names of its rows. All requests end at `context`."""
     riding = batch - 1
-    prefill_tokens = chunk - riding
-    chunk_alone: Batch = (TimedChunk(prefill_tokens, context),)
-    batches = {
+    chunk_alone: Batch = (TimedChunk(chunk - riding, context),)
+    return {
         "prompt": prompts(1, context),
         "prefill-only": chunk_alone,
         "decode-only": decodes(batch, context),
         "decode-maximal": chunk_alone + decodes(riding, context),
     }
-    runner = runner_for(model)(model, batch, context, context, attention)
-    times = time_batches(
-        runner, machine, batches, REPEATS, head=True, title="Table 2", limit_s=LIMIT_S
-    )
 
+
+def compare_decodes(
+    times: Mapping[str, BatchTime], context: int, batch: int, chunk: int
+) -> DecodeMaximal:
+    """The table, from the times of its four batches."""
+    riding = batch - 1
+    prefill_tokens = chunk - riding
     prefill_alone_ms = times["prefill-only"].total_ms
     prompt = hybrid_time(times["prompt"], context, 0, times["prompt"].total_ms)
     prefill_only = hybrid_time(times["prefill-only"], prefill_tokens, 0, prefill_alone_ms)

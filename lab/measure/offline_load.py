@@ -40,6 +40,17 @@ class OfflineLoad:
         """How long each prompt is."""
         return self.seq_len - self.output_len
 
+    def config(self, chunk: int, attention: str = "auto") -> EngineConfig:
+        """The EngineConfig of its engines, without a policy: a page for each request at once."""
+        return EngineConfig(
+            chunk=chunk,
+            max_batch=self.batch,
+            max_len=self.seq_len,
+            page_size=self.seq_len,
+            pages=self.batch,
+            attention=attention,
+        )
+
     def arrivals(self) -> list[workload.Arrival]:
         """The requests. The first B want 1/B, 2/B, … of the output, if not in lockstep: from then
         on one ends when another begins, and not all of them at once."""
@@ -96,14 +107,7 @@ def run_policies(
     each of `recorders` sees the run of its policy."""
     arrivals = load.arrivals()
     prompts = workload.prompts(arrivals, model.config.vocab_size, load.seed)
-    config = EngineConfig(
-        chunk=chunk,
-        max_batch=load.batch,
-        max_len=load.seq_len,
-        page_size=load.seq_len,
-        pages=load.batch,  # one for each request at once
-        attention=attention,
-    )
+    config = load.config(chunk, attention)
     names = sorted(policies, key=lambda name: name != "request-level")
     one_at_a_time = model.device.type == "cuda" or model.stages > 1
     groups = [[name] for name in names] if one_at_a_time else [names]

@@ -52,7 +52,7 @@ class Check:
             return ""
         text = f"{self.title}: {self.description}: {self.failure}".removeprefix(": ")
         if self.is_expected:
-            return f"{text}, against the arithmetic: {self.because.removesuffix('.')}"
+            return f"{text}; it should be so: {self.because.removesuffix('.')}"
         return f"{text}; expected only where {self.where.description}, and {self.where.here}"
 
 

@@ -6,7 +6,7 @@ weights. Read first: checks.py. Read next: measured_batches.py."""
 from lab.papers.bench import Bench
 from lab.papers.checks import Condition
 
-CLEAR_GAIN = 1.25  # a gain of the products that attention and small operations do not use up
+CLEAR_GAIN = 1.3  # a gain of the products that attention and small operations do not use up
 
 
 def ridge_above(bench: Bench, rows: float) -> Condition:

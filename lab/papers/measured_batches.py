@@ -66,7 +66,7 @@ def s_f8(bench: Bench) -> Finding:
                 longest,
                 shortest,
                 because="Riding spares no reading of keys, and longer contexts have more.",
-                where=ridge_above(bench, largest),
+                where=ridge_above(bench, 4 * largest),
             ),
             less(
                 1,
@@ -271,14 +271,14 @@ def ss_f9(bench: Bench) -> Finding:
                 28.3,
                 with_prompt,
                 with_prompt.x_of_largest(),
-                "a model on A100",
+                "A100, model not said",
             ),
             Published(
                 "TBT beside a chunk over that of decodes alone, a reader's note",
                 Bounded(3, "below"),
                 with_chunk,
                 with_chunk.x_of_largest(),
-                "a model on A100",
+                "A100, model not said",
             ),
         ],
     )

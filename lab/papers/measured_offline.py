@@ -6,6 +6,7 @@ the paper's numbers against ours. A short one to begin with: b_1.
 S is SARATHI, B a post on schedulers; F is a figure, T a table. Read first: finding.py,
 conditions.py, bench.py and measured_batches.py. Read next: measured_serving.py."""
 
+import math
 from dataclasses import dataclass
 
 from lab.measure.offline_load import PolicyRun
@@ -16,7 +17,7 @@ from lab.papers.finding import Finding, Published
 from lab.papers.measured_phases import LLAMA_13B
 from lab.papers.plot import Plot, over
 
-EVERYTHING_AT_ONCE = 1e9  # requests per second
+EVERYTHING_AT_ONCE = math.inf  # requests per second
 POST_LENGTHS = "1+628,1+114,1+456,1+62"  # the post counts a step for each token, prompts too
 RIDING = "Riding decodes need no reading of the weights of their own."
 

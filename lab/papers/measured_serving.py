@@ -40,8 +40,9 @@ def ss_f7(bench: Bench) -> Finding:
         kv_tokens=8192,
     )
     plot_serving(served.records, bench.machine.to_json(), bench.picture, served.slo_s)
-    stalls = Plot("", x="requests", y="prompt tokens in the longest stall", spec=",.0f")
-    stalls.timed = False
+    stalls = Plot(
+        "", x="requests", y="prompt tokens in the longest stall", spec=",.0f", timed=False
+    )
     first_token = Plot("", x="requests", y="s until D, or C, has its first token", spec=".2f")
     longest_gap = Plot("", x="requests", y="longest TBT in s", spec=".3f")
     for name, run in served.runs.items():
@@ -118,12 +119,6 @@ def ss_f10(bench: Bench) -> Finding:
             less(1.05, over_vllm, at="start", because=STRICT),
             less(1.05, over_orca, at="start", because=STRICT),
             falls(over_vllm, because="A relaxed SLO allows stalls of whole prompts."),
-            less(
-                orca.times(1.05),
-                vllm,
-                at="end",
-                because="A policy that reserves memory page by page runs more requests at once.",
-            ),
         ]
         strict = plot.xs[0]
         paper_orca, paper_vllm = published[lengths]
@@ -131,7 +126,15 @@ def ss_f10(bench: Bench) -> Finding:
             Published(f"over vLLM, {lengths}, strict", paper_vllm, over_vllm, strict, MISTRAL),
             Published(f"over Orca, {lengths}, strict", paper_orca, over_orca, strict, MISTRAL),
         ]
-        if lengths == "sharegpt4":
+        if lengths == "sharegpt4":  # whose requests are far from the longest
+            checks.append(
+                less(
+                    orca.times(1.05),
+                    vllm,
+                    at="end",
+                    because="Who reserves memory page by page runs more requests at once.",
+                )
+            )
             numbers += [
                 Published("over vLLM, as the text says", 3.7, over_vllm, strict, YI, within=None),
                 Published("over Orca, as the text says", 4.0, over_orca, strict, YI, within=None),
@@ -245,7 +248,7 @@ def ss_t4(bench: Bench) -> Finding:
                 because="Between two tokens there are a chunk and an iteration, or one of both.",
                 where=few_decodes,
             ),
-            less(1.5, tbt_of_hybrid, because="Decodes wait for whole prompts, or for chunks."),
+            less(1.2, tbt_of_hybrid, because="Decodes wait for whole prompts, or for chunks."),
         ],
         published=[
             Published("P99 TBT, hybrid-only, chats", 0.68 / 0.14, tbt_of_hybrid, "sharegpt4", YI),
@@ -266,8 +269,8 @@ def b_7(bench: Bench) -> Finding:
     """B-7: large chunks raise throughput, small chunks lower TBT, static batching has no stalls.
 
     The post gives static batching the longest P99 TBT, 850 ms, which contradicts Sarathi-Serve
-    (section 2.5): nobody is let in between two tokens. It gives Orca more tokens/s than chunks; so
-    little is lost here that this is not asked."""
+    (section 2.5): nobody is let in between two tokens. It gives Orca more tokens/s than any chunk
+    size, SARATHI fewer. So neither number is compared."""
     requests = bench.pick(gpu=128, cpu=32, quick=16)
     small_chunk = bench.pick(gpu=128, cpu=32, quick=32)
     small = f"sarathi:{small_chunk}"
@@ -321,7 +324,12 @@ def b_7(bench: Bench) -> Finding:
             Published("P99 TBT, Orca over chunks of 128", 420 / 55, stall, at_once, device),
             Published("tokens/s, Orca over static", 2800 / 1200, orca_gain, at_once, device),
             Published(
-                "tokens/s, chunks of 128 over Orca", 2400 / 2800, chunk_gain, at_once, device
+                "tokens/s, chunks of 128 over Orca: contradicts SARATHI",
+                2400 / 2800,
+                chunk_gain,
+                at_once,
+                device,
+                within=None,
             ),
             Published("P99 TTFT, static over Orca", 3.2 / 1.8, wait, wait.xs[-1], device),
             Published(
