@@ -93,8 +93,8 @@ def test_what_is_counted_is_as_in_the_paper_on_any_machine(claim_id):
 def test_the_posts_four_requests_use_the_slots_as_it_says():
     over_time, means = FUNCTIONS["B-1b"](None).plots
     used = over_time.line("static")
-    assert [used.at(step) for step in (62, 63, 114, 115, 456, 457, 628, 629)] == [
-        1, 0.75, 0.75, 0.5, 0.5, 0.25, 0.25, 1,
+    assert [used.at(step) for step in (1, 62, 63, 114, 115, 456, 457, 628, 629, 690, 691)] == [
+        1, 1, 0.75, 0.75, 0.5, 0.5, 0.25, 0.25, 1, 1, 0.75,
     ]  # fmt: skip
     assert means.line("static").at("a token") == (628 + 114 + 456 + 62) / (4 * 628)
     assert means.line("static").at("an iteration") == (500 + 50 + 200 + 30) / (4 * 500)

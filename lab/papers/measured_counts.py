@@ -18,6 +18,7 @@ from lab.measure.workload import Arrival
 from lab.papers.bench import Bench
 from lab.papers.checks import less, rises
 from lab.papers.finding import Finding, Published
+from lab.papers.measured_phases import LLAMA_13B
 from lab.papers.plot import Plot
 from lab.simulator.cost_model import BYTES, Chunks, StageTimes, matrices
 from lab.simulator.devices import DEVICES, GEOMETRIES
@@ -78,7 +79,7 @@ def s_4_4(bench: Bench) -> Finding:
     ratios = [10, 20, 30, 40, 41, 42, 43, 60, 80, 83, 84, 85, 100]
     shares = Plot("", x="P:D", y="share of the decodes that ride", spec=".1%", timed=False)
     first_ratio = Plot(
-        "P:D from which all decodes ride", x="chunk", y="P:D", spec=".1f", timed=False
+        "P:D from which all decodes ride", x="chunk", y="P:D", spec=".3g", timed=False
     )
     for chunk in (128, 256):
         rides_from = None
@@ -105,8 +106,8 @@ def s_4_4(bench: Bench) -> Finding:
             rises(counted, because=twice),
         ],
         published=[
-            Published("P:D, B = 4, chunks of 128", 42, counted, at=128, within=EXACT),
-            Published("P:D, B = 4, chunks of 256", 84, counted, at=256, within=EXACT),
+            Published("P:D, B = 4, C = 128", 42, counted, at=128, within=EXACT),
+            Published("P:D, B = 4, C = 256", 84, counted, at=256, within=EXACT),
         ],
     )
 
@@ -129,9 +130,12 @@ def b_1b(bench: Bench) -> Finding:
     for name, policy in (("static", "request-level"), ("continuous", "orca")):
         by_tokens = count_iterations(policy, POST_STEPS * rounds, chunk=1, batch=slots)
         by_iterations = count_iterations(policy, POST_LENGTHS * rounds, chunk=1, batch=slots)
-        for end in edges:
-            over_time.add(name, end, by_tokens.iterations[end - 1].running / slots)
-            over_time.add(name, end + 1, by_tokens.iterations[end].running / slots)
+        for begin in (0, edges[-1]):  # of the first two batches under static batching
+            over_time.add(name, begin + 1, by_tokens.iterations[begin].running / slots)
+            for edge in edges:
+                end = begin + edge
+                over_time.add(name, end, by_tokens.iterations[end - 1].running / slots)
+                over_time.add(name, end + 1, by_tokens.iterations[end].running / slots)
         means.add(name, "a token", mean_share(by_tokens, slots))
         means.add(name, "an iteration", mean_share(by_iterations, slots))
     static = over_time.line("static")
@@ -222,10 +226,16 @@ def s_3_1(bench: Bench) -> Finding:
                 Bounded(1.0, "at least"),
                 compared,
                 at=256,
+                device=LLAMA_13B,
                 within=EXACT,
             ),
             Published(
-                "18 decodes, memory-bound", Bounded(1.0, "below"), compared, at=18, within=EXACT
+                "18 decodes, memory-bound",
+                Bounded(1.0, "below"),
+                compared,
+                at=18,
+                device=LLAMA_13B,
+                within=EXACT,
             ),
         ],
     )

@@ -24,7 +24,7 @@ from views.tables import Column, format_table
 RESULTS = Path(__file__).parents[2] / "results"
 BEGIN = "<!-- made by bench.py paper -->"  # of the tables in results/README.md
 END = "<!-- until here -->"
-TITLE = "# What SARATHI (S), Sarathi-Serve (SS) and a post (B) claim, and what shows here"
+TITLE = "# What SARATHI (S), Sarathi-Serve (SS) and two posts (B, C) claim, and what shows here"
 NOT_MEASURED = "not measured"
 TRIED_AGAIN = ("too busy to tell", NOT_MEASURED)  # by the next run
 
