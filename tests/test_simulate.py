@@ -86,7 +86,7 @@ def test_every_claim_is_printed_and_written_alike(tmp_path, capsys):
     compared = list(comparisons(row for table in report["tables"] for row in table["rows"]))
     assert len(compared) == 6 + 3 + 3 + 2 + 8 + 4 + 2 + 16 + 2 * 3 * 2
     assert all(error == pytest.approx(ours / paper - 1) for paper, ours, error in compared)
-    pictures = [tmp_path / "p-SS-F8.png", tmp_path / "p-SS-T4.png"]
+    pictures = [tmp_path / f"p-{claim}.png" for claim in ("SS-F14", "SS-F8", "SS-T4")]
     assert sorted(tmp_path.glob("*.png")) == pictures
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
     assert text.endswith("".join(f"wrote {path}\n" for path in [file, *pictures]))

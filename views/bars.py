@@ -94,9 +94,10 @@ def _draw_beside_published(axis: Axes, numbers: Mapping[str, Beside]) -> None:
         if pair.ours is not None:
             end = pair.ours
             offset = 2
-            if pair.paper is not None and 0 < pair.paper - pair.ours < 0.25 * axis.get_xlim()[1]:
-                end = pair.paper  # behind the marker, which would cover the number
-                offset = 6
+            width = axis.get_xlim()[1]
+            if pair.paper is not None and -0.05 * width < pair.paper - pair.ours < 0.25 * width:
+                end = max(pair.ours, pair.paper)  # the marker would cover the number
+                offset = 7
             axis.annotate(
                 style.three_digits(pair.ours),
                 (end, row),

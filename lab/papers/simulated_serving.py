@@ -116,7 +116,7 @@ def serving_capacity(setup: Setup) -> Iterator[Table]:
     for claim, note in [("SS-F10", GAINS_NOTE), ("SS-F11", PIPELINES_NOTE)]:
         title = f"simulated capacity, {setup.cpu}, {setup.run_length}"
         multiples = capacity_table(claim, title, CAPACITY_NOTE)
-        title = f"simulated capacity at the SLOs of the paper's Table 3, {setup.cpu}"
+        title = f"capacity at the SLOs of the paper's Table 3, gains of sarathi-serve, {setup.cpu}"
         seconds = capacity_table(claim, title, note)
         for load in LOADS:
             if load.claim == claim:
