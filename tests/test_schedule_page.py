@@ -521,6 +521,13 @@ def test_a_stall_is_red_at_every_zoom(browser, tmp_path, width):
                 assert ink > 5 * 20
 
 
+def test_gaps_on_a_pixel_are_drawn_as_their_longest(browser, tmp_path):
+    with opened_runs(browser, tmp_path, {"vllm": a_stall(20, 10)}) as tab:
+        gaps = [[0, 1], [1, 4], [4, 5], [5, 15], [15, 16]]
+        merged = tab.evaluate("gaps => merge_gaps(gaps, 8)", gaps)
+    assert merged == [[0, 5, 3], [5, 15, 10], [15, 16, 1]]
+
+
 def test_the_tip_says_who_waited_for_whom(browser, tmp_path):
     with opened_runs(browser, tmp_path, {"vllm": a_stall()}) as tab:
         box = tab.locator("canvas[role=img]").first.bounding_box()
