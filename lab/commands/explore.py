@@ -2,31 +2,42 @@
 
     python bench.py explore                           writes explore.html, which needs no network
     python bench.py explore my_policy.py:MyPolicy     with your own policy among the others
+    python bench.py explore --site site               the same as a web site, which loads its runs
 
 All runs are simulated. It opens with four requests, two of them with long prompts that arrive while
-the others decode. Read first: policies/template.py, views/page.py."""
+the others decode. Read first: policies/template.py, browser/runs.py."""
 
-from argparse import Namespace
+import shutil
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
 from tqdm import tqdm
 
-from cli.options import OptionParser, output_file, policy_names, whole, write_text, wrote_page
-from config import EngineConfig
+from browser.bundle import PYODIDE, PYODIDE_FILES, bundle, editor
+from browser.runs import CHUNKS, MAX_BATCH, MAX_LEN, MODEL, Load, record_run
+from cli.options import (
+    OptionParser,
+    nonempty_text,
+    output_file,
+    policy_names,
+    whole,
+    write_text,
+    wrote_page,
+)
 from lab.measure import workload
 from lab.measure.capacity import estimated_qps, slo_seconds
-from lab.measure.run_plan import goes_by_chunk, run_plan
+from lab.measure.run_plan import goes_by_chunk
 from lab.measure.workload import Arrival
 from lab.papers.measured_loads import TRACE
 from lab.simulator.cost_model import CostModel
 from lab.simulator.machine import VOCABULARY, base_of
 from lab.simulator.referee import broken_rules, mark_broken
-from lab.simulator.simulation import simulate
-from views.page import Costs, Recorder, page
+from views.page import Costs, Editor, Recorder, packed_inline, page
+from views.site import write_packed, write_runs
 
-MODEL = "llama3-8b"  # on one A100
 POLICIES = (
     "vllm",
     "sarathi-serve",
@@ -37,16 +48,12 @@ POLICIES = (
     "hybrid-only",
     "dynamic",
 )
-CHUNKS = ("128", "256", "512", "1024")
+PAGE = "explore.html"
 NO_CHUNK = "*"  # the chunk size of a policy that has none
 STEADY = 0.7  # share of the rate that should be possible
 OVERLOAD = 1.6
 TIGHT = 5  # requests of the longest that fit into tight memory
-AMPLE = 24
 SHARED = 512  # tokens of a prefix
-MAX_BATCH = 32
-MAX_LEN = 2048
-PAGE_SIZE = 64
 BASE_CHUNK = 512  # of the prefill that rates are estimated from
 LONG_EVERY = 10  # among short requests every tenth is long
 
@@ -58,7 +65,9 @@ class ExploreOptions:
     command: str
     policies: list[str]  # besides POLICIES
     requests: int
-    html: str
+    html: str  # the page
+    site: str | None  # the folder of a web site, with the page in it
+    pyodide: str | None  # the folder of a Pyodide that goes into the site
 
 
 @dataclass(frozen=True)
@@ -66,19 +75,8 @@ class Choice:
     """A policy with a chunk size, as the page's buttons name them."""
 
     policy: str
+    name: str  # of the policy, for find_policy
     chunk: str
-    label: str  # the same as run_plan takes it: "sarathi:128"
-
-
-@dataclass(frozen=True)
-class Load:
-    """The requests of a run, and the machine that serves them."""
-
-    arrivals: Sequence[Arrival]
-    tokens: int = AMPLE * MAX_LEN  # of the KV cache
-    pp: int = 1  # stages of the pipeline
-    prompts: list[list[int]] | None = None  # if they share prefixes, which then are cached
-    letters: bool = False  # whether requests are named A, B, C
 
 
 def add_options(parser: OptionParser) -> None:
@@ -101,18 +99,57 @@ def add_options(parser: OptionParser) -> None:
         help="the page",
         type=output_file,
         metavar="FILE",
-        default="explore.html",
+        default_text=PAGE,
+    )
+    parser.add_option(
+        "--site",
+        help="write a web site into this folder instead: index.html, which loads runs when asked",
+        type=site_folder,
+        metavar="FOLDER",
+    )
+    parser.add_option(
+        "--pyodide",
+        help="with --site, the folder of the npm package pyodide, Python for the page's editor; "
+        "it is copied into the site",
+        type=pyodide_folder,
+        metavar="FOLDER",
+        default_text="loaded by browsers from " + PYODIDE,
     )
 
 
 def resolve(parser: OptionParser, args: Namespace) -> ExploreOptions:
     """The options."""
+    if args.pyodide and not args.site:
+        parser.error("--pyodide: needs --site")
+    if args.html and args.site:
+        parser.error("--html: --site has its own index.html")
+    html = args.html or PAGE
     return ExploreOptions(
         command=args.command,
         policies=args.policies,
         requests=args.requests,
-        html=args.html,
+        html=str(Path(args.site) / "index.html") if args.site else html,
+        site=args.site,
+        pyodide=args.pyodide,
     )
+
+
+def site_folder(text: str) -> str:
+    """The type of a folder in which files can be written; it is made."""
+    try:
+        Path(nonempty_text(text)).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentTypeError(f"{text}: cannot be made: {error.strerror}") from error
+    output_file(str(Path(text) / "index.html"))
+    return text
+
+
+def pyodide_folder(text: str) -> str:
+    """The type of a folder that has PYODIDE_FILES."""
+    missing = [name for name in PYODIDE_FILES if not (Path(text) / name).is_file()]
+    if missing:
+        raise ArgumentTypeError(f"{text}: has no {missing[0]}")
+    return text
 
 
 def main(options: ExploreOptions) -> None:
@@ -125,11 +162,8 @@ def main(options: ExploreOptions) -> None:
         mark_broken(short_name, violations[name].rule if name in violations else None): name
         for short_name, name in short_names([*options.policies, *POLICIES]).items()
     }
-    recorders = {}
-    runs = list(product(servers(policies), loads))
-    for choice, load_name in tqdm(runs, "runs", leave=False, disable=None):
-        recorder = record_run(choice.label, loads[load_name], slo_s)
-        recorders[" | ".join([choice.policy, choice.chunk, load_name])] = recorder
+    recorders = simulate_all(policies, loads, slo_s)
+    files, editor_info = write_beside(options, recorders, loads)
     text = page(
         "How an LLM server schedules its work",
         f"All runs are simulated: {MODEL} with 16 bits on one {cost.device.name}, two for the load "
@@ -137,15 +171,51 @@ def main(options: ExploreOptions) -> None:
         f"Loads but A to D have {options.requests} requests, most with the lengths of a chat "
         "dataset.\n"
         "The SLO is five times a decode iteration of 32 requests.",
-        recorders,
+        {name: recorder for group in recorders.values() for name, recorder in group.items()},
         slo_s=slo_s,
         choices={"policy": list(policies), "chunk": CHUNKS, "load": list(loads)},
         costs=measure_costs(cost),
+        files=files,
+        editor=editor_info,
     )
     write_text(options.html, text)
     for violation in violations.values():
         print(violation.sentence)
     wrote_page(options.html)
+
+
+def simulate_all(
+    policies: dict[str, str], loads: dict[str, Load], slo_s: float
+) -> dict[str, dict[str, Recorder]]:
+    """{load: {run: Recorder}} of all policies, as the page names loads and runs."""
+    recorders: dict[str, dict[str, Recorder]] = {load_name: {} for load_name in loads}
+    runs = list(product(servers(policies), loads.items()))
+    for choice, (load_name, load) in tqdm(runs, "runs", leave=False, disable=None):
+        run_name = " | ".join([choice.policy, choice.chunk, load_name])
+        recorder = record_run(choice.name, choice.chunk, load, slo_s)
+        recorders[load_name][run_name] = recorder
+    return recorders
+
+
+def write_beside(
+    options: ExploreOptions, recorders: dict[str, dict[str, Recorder]], loads: dict[str, Load]
+) -> tuple[dict[str, str], Editor]:
+    """Write what a site loads when it is asked for: all runs but those of the first load, which it
+    opens with, and what its editor needs. Returns {run: file}, and what the editor is told."""
+    content = bundle(loads)
+    if options.site is None:
+        return {}, editor(packed_inline(content))
+    site = Path(options.site)
+    first_load = next(iter(loads))
+    later = {load: group for load, group in recorders.items() if load != first_load}
+    files = write_runs(site, later)
+    packed = write_packed(site, "python.json.gz", content)
+    if options.pyodide is None:
+        return files, editor(packed)
+    (site / "pyodide").mkdir(exist_ok=True)
+    for name in PYODIDE_FILES:
+        shutil.copyfile(Path(options.pyodide) / name, site / "pyodide" / name)
+    return files, editor(packed, pyodide="pyodide/")
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
@@ -164,9 +234,9 @@ def servers(policies: dict[str, str]) -> list[Choice]:
     choices = []
     for short_name, name in policies.items():
         if goes_by_chunk(name):
-            choices += [Choice(short_name, chunk, f"{name}:{chunk}") for chunk in CHUNKS]
+            choices += [Choice(short_name, name, chunk) for chunk in CHUNKS]
         else:
-            choices.append(Choice(short_name, NO_CHUNK, name))
+            choices.append(Choice(short_name, name, NO_CHUNK))
     return choices
 
 
@@ -212,24 +282,6 @@ def with_burst(arrivals: Sequence[Arrival]) -> list[Arrival]:
         arrival._replace(time=arrivals[first].time) if first <= number < end else arrival
         for number, arrival in enumerate(arrivals)
     ]
-
-
-def record_run(label: str, load: Load, slo_s: float) -> Recorder:
-    """Simulate a load under the policy of this label of run_plan."""
-    recorder = Recorder()
-    config = EngineConfig(
-        chunk=int(CHUNKS[-1]),
-        max_batch=MAX_BATCH,
-        max_len=MAX_LEN,
-        page_size=1,
-        pages=load.tokens,
-    )
-    config = run_plan([label], [PAGE_SIZE], config, slo_s, [load.prompts is not None])[label]
-    cost = CostModel.named(MODEL, pp=load.pp)
-    simulate(cost, config, load.arrivals, load.prompts, recorder=recorder)
-    if load.letters:
-        recorder.settings["letters"] = True
-    return recorder
 
 
 def measure_costs(cost: CostModel) -> Costs:

@@ -17,12 +17,23 @@ chosen.beside = NOBODY;
 const loaded = new Map();
 async function load(entry) {
   if (loaded.has(entry)) return loaded.get(entry);
-  const bytes = Uint8Array.from(atob(entry.data), c => c.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const content = entry.records ?? await unpack(entry);
   const run = new Run(entry.name, entry.settings);
-  for (const record of await new Response(stream).json()) run.apply(record);
+  for (const record of entry.file ? content[entry.name] : content) run.apply(record);
   loaded.set(entry, run);
   return run;
+}
+const unpacked = new Map();  // the content of files, by their names
+/** The content of a Packed of page.py: of the page, or of a file beside it. */
+async function unpack({data: base64, file}) {
+  const decompress = stream =>
+    new Response(stream.pipeThrough(new DecompressionStream("gzip"))).json();
+  if (!file) {
+    const bytes = Uint8Array.from(atob(base64), c => c.charCodeAt(0));
+    return decompress(new Blob([bytes]).stream());
+  }
+  if (!unpacked.has(file)) unpacked.set(file, fetch(file).then(answer => decompress(answer.body)));
+  return unpacked.get(file);
 }
 const parts_of = name => data.choices ? name.split(" | ") : [name];
 /** The run of a policy at what is chosen besides, or undefined. */
