@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import TypedDict
 
 from browser.runs import Load, record_run
+from errors import one_line
 from exercises.catalog import EXERCISES
 from exercises.check import check_solution
 from exercises.lockstep import PolicyError, naming_the_line
 from exercises.report import answer_question, describe_details, draw_page, place_of
 from lab.measure.run_plan import goes_by_chunk
-from policies.custom import MissingPolicyError, load_policy
-from policies.referee import BrokenRuleError, Referee
+from policies.custom import MissingPolicyError, load_policy, where_it_failed
+from policies.referee import BrokenRuleError, Referee, Violation
 from scheduler import Scheduler
 from views.page import Record, Recorder
 
@@ -139,11 +140,21 @@ def is_policy(name: str) -> bool:
 
 
 def describe_error(error: PolicyError) -> str:
-    """A PolicyError in one line: place, error, and the broken rule with its iteration."""
+    """Why a policy could not go on, in one line that begins with the place."""
     cause = error.__cause__
-    if isinstance(cause, BrokenRuleError) and cause.violation.error is None:
-        return str(error)
+    if isinstance(cause, BrokenRuleError):
+        return describe_violation(cause.violation)
     return f"{error.place}: {error}" if error.place else str(error)
+
+
+def describe_violation(violation: Violation) -> str:
+    """A violation in one line: the broken rule, or what the policy raised, and in which iteration."""
+    error = violation.error
+    if error is None:
+        return violation.sentence
+    place = where_it_failed(error) or FILE
+    message = one_line(f"{type(error).__name__}: {error}")
+    return f"{place}: {message} (iteration {violation.iteration})"
 
 
 def check_exercise(number: int, file: Path) -> ExerciseAnswer:

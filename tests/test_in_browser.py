@@ -1,4 +1,4 @@
-"""What the schedule page runs inside a browser, here run by CPython. In a browser: test_editor.py."""
+"""What the schedule page runs inside a browser, under CPython. In a browser: test_editor.py."""
 
 import json
 import subprocess
@@ -63,11 +63,11 @@ def test_a_policy_without_chunks_says_so():
         (MINE + "    x = (\n", "my_policy.py line 5: SyntaxError: '(' was never closed"),
         ("x = 1 / 0\nclass A: pass\n", "my_policy.py line 1: ZeroDivisionError: division by zero"),
         ("x = 1\n", "my_policy.py: no policy in it"),
-        (MINE + "    def schedule(self):\n        return self.batch.tokns\n", "my_policy.py line 6"),
+        (MINE + "    def schedule(self):\n        self.x\n", "my_policy.py line 6: Attrib"),
         (MINE + "    def schedule(self):\n        pass\n", "returned None"),
         (MINE + LOST, "the rule 'nothing lost' is broken"),
         (MINE + "    def __init__(self):\n        pass\n", "its __init__ must take"),
-        (MINE + "    def token_budget(self, d, p):\n        return self.chunk / 3\n", "whole number"),
+        (MINE + "    def token_budget(self, d, p):\n        return 0.5\n", "whole number"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(source, problem):
