@@ -348,7 +348,7 @@ def page(
         "choices": choices,
         "costs": costs,
         "iteration": iteration,
-        "editor": editor,
+        "editor": {**editor, "worker": _read("worker.js")} if editor else None,
         "runs": runs,
     }
     text = _read("page.html")

@@ -77,6 +77,7 @@ async function choose(wanted = {}) {
       ?? labels.find(label => wanted[axis] && label.startsWith(wanted[axis]));
     if (label) chosen[axis] = label;
   }
+  await add_missing_runs();
   const policy = chosen[axes[0][0]];
   const entries = [entry_of(policy), entry_of(chosen.beside)].filter(Boolean);
   mark_buttons(entries);
