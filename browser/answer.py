@@ -148,7 +148,7 @@ def describe_error(error: PolicyError) -> str:
 
 
 def describe_violation(violation: Violation) -> str:
-    """A violation in one line: the broken rule, or what the policy raised, and in which iteration."""
+    """A violation in one line: the broken rule, or what the policy raised, and when."""
     error = violation.error
     if error is None:
         return violation.sentence
@@ -164,7 +164,9 @@ def check_exercise(number: int, file: Path) -> ExerciseAnswer:
     if problem is None:
         assert policy is not None
         line = f"Exercise {number}, {exercise.title}: it holds."
-        details = f"{answer_question(exercise, policy)}\n\nNow read {exercise.read_next}."
+        details = (
+            f"The answer: {answer_question(exercise, policy)}\n\nNow read {exercise.read_next}."
+        )
     else:
         line = problem.sentence
         if problem.moment is None:

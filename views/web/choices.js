@@ -24,6 +24,11 @@ async function load(entry) {
   return run;
 }
 const unpacked = new Map();  // the content of files, by their names
+async function fetch_file(file) {
+  const answer = await fetch(file);
+  if (!answer.ok) throw new Error(answer.statusText);
+  return answer.body;
+}
 /** The content of a Packed of page.py: of the page, or of a file beside it. */
 async function unpack({data: base64, file}) {
   const decompress = stream =>
@@ -32,8 +37,15 @@ async function unpack({data: base64, file}) {
     const bytes = Uint8Array.from(atob(base64), c => c.charCodeAt(0));
     return decompress(new Blob([bytes]).stream());
   }
-  if (!unpacked.has(file)) unpacked.set(file, fetch(file).then(answer => decompress(answer.body)));
-  return unpacked.get(file);
+  if (!unpacked.has(file)) unpacked.set(file, fetch_file(file).then(decompress));
+  try {
+    return await unpacked.get(file);
+  } catch {
+    unpacked.delete(file);  // it may be there the next time
+    const hint = location.protocol === "file:" 
+      ? ": this folder must be served, as by python -m http.server" : "";
+    throw new Error(`${file} could not be loaded${hint}`);
+  }
 }
 const parts_of = name => data.choices ? name.split(" | ") : [name];
 /** The run of a policy at what is chosen besides, or undefined. */
@@ -55,7 +67,12 @@ function title_of(run) {
 let show_calls = 0;
 async function show(entries) {
   const call = ++show_calls, runs = [];
-  for (const entry of entries) runs.push(await load(entry));
+  try {
+    for (const entry of entries) runs.push(await load(entry));
+  } catch (error) {
+    $("decision").textContent = error.message;
+    return;
+  }
   if (call !== show_calls) return;  // something else was chosen meanwhile
   const {from, to} = !panes.length || is_all_in_view() ? {from: -Infinity, to: Infinity} : view;
   $("runs").innerHTML = "";

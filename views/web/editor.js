@@ -34,11 +34,16 @@ function next_message(limit_s) {
     };
   });
 }
+/** The script of the worker. A page in a file may not start a module from a blob. */
+function worker_address() {
+  const {worker: script} = data.editor;
+  if (location.protocol === "file:") return `data:text/javascript,${encodeURIComponent(script)}`;
+  return URL.createObjectURL(new Blob([script], {type: "text/javascript"}));
+}
 async function load_python() {
   say_result("Loading Python …");
   bundle ??= await unpack(data.editor.bundle);
-  const script = new Blob([data.editor.worker], {type: "text/javascript"});
-  worker = new Worker(URL.createObjectURL(script), {type: "module"});
+  worker = new Worker(worker_address(), {type: "module"});
   const pyodide = new URL(data.editor.pyodide, location.href).href;
   worker.postMessage({pyodide, files: bundle.files});
   try {
@@ -95,6 +100,9 @@ async function run_source() {
   const policy = await add_own_run($("source").value);
   if (!policy) return;
   await choose(chosen[axes[0][0]] === policy ? {} : {beside: policy});
+  const {ttft_p50, tbt_p99, longest} = (await load(entry_of(policy))).metrics();
+  $("result").append(` At load ${chosen.load}: TTFT P50 ${format_seconds(ttft_p50)}, `
+    + `TBT P99 ${format_seconds(tbt_p99)}, longest gap ${format_seconds(longest)}.`);
   $("seerun").hidden = false;
 }
 
@@ -124,6 +132,7 @@ function show_reply(line, is_problem, {details = "", printed}) {
   say_result(line, is_problem);
   const place = is_problem ? /my_policy\.py line (\d+)/.exec(line) : null;
   draw_line_numbers(place ? Number(place[1]) : null);
+  $("resultdetails").classList.toggle("text", !is_problem);  // without tables
   $("resultdetails").textContent = [details, printed && `printed:\n${printed}`]
     .filter(Boolean).join("\n\n");
 }
@@ -268,7 +277,7 @@ function start_editor() {
   $("source").onscroll = () => { $("linenumbers").scrollTop = $("source").scrollTop; };
   $("runsource").onclick = run_or_check;
   $("stoprun").onclick = () => stop_waiting?.("stopped");
-  $("seerun").onclick = () => $("runs").scrollIntoView({block: "start"});
+  $("seerun").onclick = () => panes[0].box.scrollIntoView({block: "start"});
   open_source(stored_source());
   add_jump();
 }
