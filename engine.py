@@ -23,7 +23,15 @@ from tqdm import tqdm
 from attention import check_backend, make_attention
 from config import MAX_BATCH, EngineConfig
 from cuda_graphs import DecodeGraphs, compile_decodes
-from errors import check_list, check_number, check_prompt, check_type, check_whole, shorten
+from errors import (
+    QueueFull,
+    check_list,
+    check_number,
+    check_prompt,
+    check_type,
+    check_whole,
+    shorten,
+)
 from kv_cache import KVCache, Span, kv_bytes_per_token
 from memory import check_memory
 from model import GPT, FlatBatch
@@ -36,10 +44,6 @@ from sampling import SamplingParams, sample
 from scheduler import Batch, Request, Scheduler
 
 Clock = Callable[[], float]  # returns seconds
-
-
-class QueueFull(ValueError):  # noqa: N818
-    """A request was rejected because max_waiting others wait."""
 
 
 class StepInputs(NamedTuple):

@@ -16,6 +16,10 @@ INT64_MAX = 2**63 - 1
 NO_LISTS = (str, bytes, bytearray, Mapping, Set)  # text is one element, a dict or a set is no list
 
 
+class QueueFull(ValueError):  # noqa: N818
+    """A request was rejected because max_waiting others wait."""
+
+
 @runtime_checkable
 class Array(Protocol):
     """An array of numpy, a tensor of torch."""

@@ -15,8 +15,6 @@ Read first: kv_cache.py and attention/. Read next: sampling.py and engine.py."""
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -25,62 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.plan import AttentionBackend, AttentionPlan
-from errors import check_one_of, check_sizes, check_type, set_field
+from errors import check_type
 from kv_cache import KVCache, Span, slot_mapping
 from memory import check_model_fits, check_placement
 from pretrained import checkpoints
-from pretrained.geometry import DERIVED_SIZES, GIVEN_SIZES, RopeScaling, check_geometry
-from pretrained.presets import PRESETS
+from pretrained.geometry import GPTConfig
 from pretrained.random_weights import init_weight
 from pretrained.sharding import Slices, slices_of
-
-DERIVED: Any = None  # the default of a field that is computed from others
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """The geometry of a model. Raises ValueError, naming the field, where it makes no sense."""
-
-    family: str = "llama"  # RMSNorm, RoPE, SwiGLU; "gpt2": LayerNorm, learned positions, GELU
-    vocab_size: int = 32000
-    n_layer: int = 32
-    n_head: int = 32
-    n_embd: int = 4096
-    n_kv_head: int = DERIVED  # n_head
-    head_dim: int = DERIVED  # n_embd // n_head
-    n_inner: int = DERIVED  # 4 * n_embd
-    max_positions: int = 2048
-    norm_eps: float = 1e-5
-    qkv_bias: bool = False  # GPT-2 has biases everywhere in any case
-    qk_norm: bool = False  # RMSNorm of each head's queries and keys, as Qwen3 has it
-    tie_embeddings: bool = False
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
-
-    def __post_init__(self) -> None:
-        check_sizes(self, GIVEN_SIZES)
-        head_dim = self.n_embd // self.n_head
-        derived = {"n_kv_head": self.n_head, "head_dim": head_dim, "n_inner": 4 * self.n_embd}
-        for field, default in derived.items():
-            if getattr(self, field) is DERIVED:
-                set_field(self, field, default)
-        check_sizes(self, DERIVED_SIZES)
-        check_geometry(self)
-
-    @classmethod
-    def preset(cls, name: str, **changes: Any) -> Self:
-        """A geometry by name (pretrained/presets.py), some fields changed. Raises ValueError."""
-        check_one_of("preset", name, PRESETS)
-        return replace(cls(**PRESETS[name]), **changes)
-
-    @classmethod
-    def from_checkpoint(cls, directory: str | Path) -> Self:
-        """The geometry of a checkpoint, from config.json. Raises as checkpoints.read_config."""
-        fields = checkpoints.read_config(directory)
-        try:
-            return cls(**fields)
-        except ValueError as error:
-            raise ValueError(f"{Path(directory) / checkpoints.CONFIG_FILE}: {error}") from error
 
 
 class FlatBatch(NamedTuple):
@@ -206,7 +155,7 @@ class GPT(nn.Module):
         check_placement(device, dtype)
         directory = checkpoints.find(name)
         # nothing is allocated before all is known to fit
-        model = cls(GPTConfig.from_checkpoint(directory), "meta", dtype, seed=None)
+        model = cls(checkpoints.read_config(directory), "meta", dtype, seed=None)
         checkpoints.load_weights(model, directory, device)
         return model
 

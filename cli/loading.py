@@ -287,7 +287,7 @@ def _load_here(
     directory = None
     if options.model:
         directory = checkpoints.find(options.model)
-        config = GPTConfig.from_checkpoint(directory)
+        config = checkpoints.read_config(directory)
     else:
         config = GPTConfig.preset(options.preset or SMALL_PRESET)
     make_model: Callable[..., GPT] = GPT

@@ -11,22 +11,17 @@ Read first: README.md here, 01_request_level.py."""
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from itertools import islice
-from pathlib import Path
 
 from cli.console import run
 from cli.options import OptionParser, output_file, whole, write_text, wrote_page
 from exercises.catalog import EXERCISES, Exercise
-from exercises.lockstep import PolicyError, naming_the_line
-from exercises.problems import Problem, find_problem
+from exercises.check import check_solution
 from exercises.report import (
     answer_question,
     describe_problem,
     draw_page,
     shorten_path,
 )
-from policies.custom import MissingPolicyError, load_policy
-from scheduler import Scheduler
 
 OVERVIEW_STEP = 3  # the list of all tries one load of so many
 
@@ -77,26 +72,9 @@ def main(args: Namespace) -> int:
     return check_exercise(exercise, args.file or str(exercise.file), args.html)
 
 
-def load_solution(exercise: Exercise, file: str) -> tuple[type[Scheduler] | None, Problem | None]:
-    """The class of a solution; or None, and the problem of its file."""
-    try:
-        with naming_the_line():
-            return load_policy(file, exercise.class_name), None
-    except PolicyError as error:
-        problem = str(error)
-        if isinstance(error.__cause__, MissingPolicyError):
-            problem = "there is no such file"
-            if Path(file).exists():
-                problem = f"no class {exercise.class_name}(Scheduler) in it"
-        return None, Problem("error", problem, place=error.place or file)
-
-
 def check_exercise(exercise: Exercise, file: str, html: str | None) -> int:
     """Check a solution, print what is wrong with it, or the answer to the question."""
-    policy, problem = load_solution(exercise, file)
-    if policy is not None:
-        problem = find_problem(policy, exercise.finder, exercise.loads(), exercise.shrinks)
-        problem = problem or exercise.last_check(policy)
+    policy, problem = check_solution(exercise, file)
     if problem:
         is_elsewhere = file != str(exercise.file)
         command = f"python -m exercises {exercise.number}" + f" --file {file}" * is_elsewhere
@@ -120,11 +98,7 @@ def list_exercises() -> int:
     """Print which exercises are solved, and the next one. Returns 0 if all are."""
     next_one: Exercise | None = None
     for exercise in EXERCISES:
-        policy, problem = load_solution(exercise, str(exercise.file))
-        if policy is not None:
-            loads = islice(exercise.loads(), 0, None, OVERVIEW_STEP)
-            problem = find_problem(policy, exercise.finder, loads, shrinks=False)
-            problem = problem or exercise.last_check(policy)
+        _, problem = check_solution(exercise, str(exercise.file), OVERVIEW_STEP)
         state = "solved"
         if problem:
             state = "not written yet" if problem.sentence == "not written yet" else "not yet"

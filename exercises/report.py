@@ -39,19 +39,26 @@ def describe_problem(
         return f"{place_of(exercise, policy, problem)}: {problem.sentence}"
     see = f"To see it: `{command} --html difference.html`"
     parts = [f"Exercise {exercise.number}, {exercise.title}: not yet."]
-    if moment is None:
-        parts.append(problem.details)
-    else:
-        parts.append(describe_load(moment.load, policy is None or policy.cuts_prompts))
-        if moment.history:
-            parts.append(describe_history(moment.history))
-        parts.append(f"Iteration {moment.iteration}:")
-        parts.append(describe_decisions(moment))
+    parts.append(describe_details(policy, problem))
+    if moment is not None:
         see += f", iteration {moment.iteration}"
     parts.append(problem.sentence)
     hint = f"For a hint: `python -m exercises {exercise.number} --hint`."
     has_page = moment is None or moment.history or moment.yours.chunks
     parts.append(f"{see}.\n{hint}" if has_page else hint)
+    return "\n\n".join(parts)
+
+
+def describe_details(policy: type[Scheduler] | None, problem: Problem) -> str:
+    """The tables of a problem: the load, the iteration, and what was done in it."""
+    moment = problem.moment
+    if moment is None:
+        return problem.details
+    parts = [describe_load(moment.load, policy is None or policy.cuts_prompts)]
+    if moment.history:
+        parts.append(describe_history(moment.history))
+    parts.append(f"Iteration {moment.iteration}:")
+    parts.append(describe_decisions(moment))
     return "\n\n".join(parts)
 
 

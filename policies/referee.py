@@ -159,8 +159,10 @@ def everybody_ends(
 def time_limit(seconds: float) -> Iterator[None]:
     """Raises TimeoutError within the `with` block after so many seconds of CPU time.
 
-    Signals reach only the main thread: in another one there is no limit."""
-    if threading.current_thread() is not threading.main_thread():
+    Signals reach only the main thread: in another one there is no limit, nor where there are no
+    timers, as in a browser."""
+    has_timer = hasattr(signal, "setitimer")
+    if not has_timer or threading.current_thread() is not threading.main_thread():
         yield
         return
 

@@ -5,6 +5,7 @@ model.py, which has the parameters that are filled here; tokenizers.py."""
 
 import re
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, Self
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from errors import check_type, one_line, refusing, shorten
 from memory import check_model_fits
-from pretrained.geometry import RopeScaling
-from pretrained.sharding import Geometry, Slices, views
+from pretrained.geometry import GPTConfig, RopeScaling
+from pretrained.sharding import Slices, views
 
 CONFIG_FILE = "config.json"
 TEXT_FILES = [CONFIG_FILE, "generation_config.json"]  # both may say which tokens end a text
@@ -168,8 +169,17 @@ class ModelFile(GeometryFields):
     quantization_config: None = None
 
 
-def read_config(directory: str | Path) -> dict[str, Any]:
-    """The fields of model.GPTConfig, from config.json as transformers 4 or 5 writes it.
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Put the name of a file in front of the ValueErrors that are raised within."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def read_config(directory: str | Path) -> GPTConfig:
+    """The geometry of a checkpoint, from config.json as transformers 4 or 5 writes it.
 
     A sliding window changes nothing up to its length: `max_positions` ends there. Raises
     FileNotFoundError, or ValueError, naming the option, its value and what is supported."""
@@ -188,16 +198,15 @@ def read_config(directory: str | Path) -> dict[str, Any]:
         high = rope.high_freq_factor
         if rope.factor is None or low is None or high is None:
             raise ValueError(f"{path}: llama3 needs factor, low_freq_factor and high_freq_factor")
-        try:
+        with naming(path):
             fields["rope_scaling"] = RopeScaling(
                 factor=rope.factor,
                 low_freq_factor=low,
                 high_freq_factor=high,
                 original_max_positions=rope.original_max_position_embeddings or file.max_positions,
             )
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
-    return fields
+    with naming(path):
+        return GPTConfig(**fields)
 
 
 class StoredTensor(Protocol):
@@ -212,7 +221,7 @@ class LoadableModel(Protocol):
     """A model.GPT, or a parallel.shard.Shard, which is a part of one."""
 
     @property
-    def config(self) -> Geometry: ...
+    def config(self) -> GPTConfig: ...
     @property
     def device(self) -> torch.device: ...
     def parameters(self) -> Iterator[Tensor]: ...

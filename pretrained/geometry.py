@@ -1,7 +1,9 @@
-"""The numbers of a geometry that model.GPTConfig accepts, and how RoPE is scaled."""
+"""GPTConfig: the geometry of a model, by its numbers or by the name of a preset. Plain Python.
 
-from dataclasses import dataclass
-from typing import Any
+Read next: presets.py; model.py, which is made of one."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from errors import (
     SMALLEST,
@@ -13,6 +15,7 @@ from errors import (
     check_type,
     set_field,
 )
+from pretrained.presets import PRESETS
 
 # The largest sizes: far above those of any model, so that no product of them overflows, and no
 # loop over layers takes minutes. The derived ones have defaults that are made of the others.
@@ -28,6 +31,7 @@ DERIVED_SIZES = {
     "head_dim": 2**16,
     "n_inner": 2**26,
 }
+DERIVED: Any = None  # the default of a field that is computed from others
 
 
 @dataclass(frozen=True)
@@ -52,20 +56,54 @@ class RopeScaling:
         check_sizes(self, {"original_max_positions": GIVEN_SIZES["max_positions"]})
 
 
-def check_geometry(config: Any) -> None:
-    """Check the fields of a model.GPTConfig that are no sizes, in its __post_init__ alone.
+@dataclass(frozen=True)
+class GPTConfig:
+    """The geometry of a model. Raises ValueError, naming the field, where it makes no sense."""
 
-    Raises ValueError, naming the field, where one makes no sense."""
-    check_one_of("family", config.family, ("gpt2", "llama"))
-    for field in ("qkv_bias", "qk_norm", "tie_embeddings"):
-        check_bool(field, getattr(config, field))
-    allowed = "a number above 0 and at most 1"
-    set_field(config, "norm_eps", check_number("norm_eps", config.norm_eps, allowed, SMALLEST, 1))
-    allowed = "a finite number of at least 1"
-    theta = check_number("rope_theta", config.rope_theta, allowed, minimum=1)
-    set_field(config, "rope_theta", theta)
-    check_type("rope_scaling", config.rope_scaling, RopeScaling | None, "a RopeScaling or None")
-    if config.n_head % config.n_kv_head:
-        raise ValueError(f"n_kv_head={config.n_kv_head}: must divide n_head={config.n_head}")
-    if config.family == "llama" and config.head_dim % 2:
-        raise ValueError(f"head_dim={config.head_dim}: must be even, RoPE rotates pairs")
+    family: str = "llama"  # RMSNorm, RoPE, SwiGLU; "gpt2": LayerNorm, learned positions, GELU
+    vocab_size: int = 32000
+    n_layer: int = 32
+    n_head: int = 32
+    n_embd: int = 4096
+    n_kv_head: int = DERIVED  # n_head
+    head_dim: int = DERIVED  # n_embd // n_head
+    n_inner: int = DERIVED  # 4 * n_embd
+    max_positions: int = 2048
+    norm_eps: float = 1e-5
+    qkv_bias: bool = False  # GPT-2 has biases everywhere in any case
+    qk_norm: bool = False  # RMSNorm of each head's queries and keys, as Qwen3 has it
+    tie_embeddings: bool = False
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        check_sizes(self, GIVEN_SIZES)
+        head_dim = self.n_embd // self.n_head
+        derived = {"n_kv_head": self.n_head, "head_dim": head_dim, "n_inner": 4 * self.n_embd}
+        for field, default in derived.items():
+            if getattr(self, field) is DERIVED:
+                set_field(self, field, default)
+        check_sizes(self, DERIVED_SIZES)
+        self._check_others()
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Self:
+        """A geometry by name (pretrained/presets.py), some fields changed. Raises ValueError."""
+        check_one_of("preset", name, PRESETS)
+        return replace(cls(**PRESETS[name]), **changes)
+
+    def _check_others(self) -> None:
+        """Check the fields that are no sizes."""
+        check_one_of("family", self.family, ("gpt2", "llama"))
+        for field in ("qkv_bias", "qk_norm", "tie_embeddings"):
+            check_bool(field, getattr(self, field))
+        allowed = "a number above 0 and at most 1"
+        set_field(self, "norm_eps", check_number("norm_eps", self.norm_eps, allowed, SMALLEST, 1))
+        allowed = "a finite number of at least 1"
+        theta = check_number("rope_theta", self.rope_theta, allowed, minimum=1)
+        set_field(self, "rope_theta", theta)
+        check_type("rope_scaling", self.rope_scaling, RopeScaling | None, "a RopeScaling or None")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_kv_head={self.n_kv_head}: must divide n_head={self.n_head}")
+        if self.family == "llama" and self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim}: must be even, RoPE rotates pairs")

@@ -7,35 +7,20 @@ layers among `pp` stages. Rank r is part r % tp of stage r // tp.
 Read next: checkpoints.py, which loads these slices, and parallel/shard.py, which computes with
 them."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from errors import check_whole
-from kv_cache import ModelShape
+from pretrained.geometry import GPTConfig
+
+if TYPE_CHECKING:  # a simulation divides geometries alone
+    from torch import Tensor
 
 Range = tuple[int, int]  # from a start to an end, which is not in it
-
-
-class Geometry(ModelShape, Protocol):
-    """The fields of model.GPTConfig that decide how its weights are divided."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def family(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def n_inner(self) -> int: ...
-    @property
-    def tie_embeddings(self) -> bool: ...
-
-
-AnyGeometry = TypeVar("AnyGeometry", bound=Geometry)
 
 
 class Slices(NamedTuple):
@@ -46,7 +31,7 @@ class Slices(NamedTuple):
     ranges: list[Range]  # in that dimension of the whole one; in the rank's they follow each other
 
 
-def local_config(config: AnyGeometry, tp: int, pp: int = 1) -> AnyGeometry:
+def local_config(config: GPTConfig, tp: int, pp: int = 1) -> GPTConfig:
     """The geometry of one rank's part. Where KV heads are fewer than ranks, they are repeated.
     Raises ValueError, naming what does not divide."""
     for name, size, field in (("tp", tp, "n_head"), ("tp", tp, "n_inner"), ("pp", pp, "n_layer")):
@@ -67,7 +52,7 @@ def local_config(config: AnyGeometry, tp: int, pp: int = 1) -> AnyGeometry:
 
 
 def slices_of(
-    config: Geometry, tp: int, pp: int, rank: int, name: str, shape: Sequence[int]
+    config: GPTConfig, tp: int, pp: int, rank: int, name: str, shape: Sequence[int]
 ) -> Slices:
     """The slices of a whole model of this geometry that a rank's parameter holds.
 
@@ -98,7 +83,7 @@ def slices_of(
     return Slices(source, 0, [(0, shape[0])])
 
 
-def _name_in_whole_model(config: Geometry, name: str, first_layer: int) -> str:
+def _name_in_whole_model(config: GPTConfig, name: str, first_layer: int) -> str:
     """The name of a rank's parameter in the whole model, where its stage begins at `first_layer`.
     Tied embeddings are one parameter there."""
 
@@ -115,7 +100,7 @@ def _share(size: int, tp: int, part: int, start: int = 0) -> Range:
     return start + size * part // tp, start + size * (part + 1) // tp
 
 
-def _qkv_ranges(config: Geometry, tp: int, part: int) -> list[Range]:
+def _qkv_ranges(config: GPTConfig, tp: int, part: int) -> list[Range]:
     """The rows of queries, keys and values. KV heads are repeated if they are fewer than ranks."""
     q_rows = config.n_head * config.head_dim
     kv_rows = config.n_kv_head * config.head_dim

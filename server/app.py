@@ -25,7 +25,7 @@ from starlette.responses import (
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from engine import QueueFull
+from errors import QueueFull
 from pretrained.tokenizers import TextStream, Tokenizer, Writer
 from sampling import SamplingParams
 from scheduler import Request

@@ -15,7 +15,7 @@ from cli.console import explain
 from config import EngineConfig
 from lab.commands import explore
 from lab.measure import load_run
-from lab.measure.load_run import Run
+from lab.measure.run_loop import Run
 from lab.measure.workload import Arrival, prompts
 from lab.simulator import referee
 from lab.simulator.cost_model import CostModel

@@ -16,8 +16,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from kv_cache import KVCache, Span
-from model import GPT, GPTConfig, RopeScaling
+from model import GPT
 from pretrained import checkpoints
+from pretrained.geometry import GPTConfig, RopeScaling
 from pretrained.presets import PRESETS
 from tests.helpers import run
 
@@ -156,7 +157,7 @@ def test_logits_equal_transformers_float32_and_every_number_is_filled(saved):
     reference, single, sharded = saved
     assert len(list(sharded.glob("*.safetensors"))) > 3
     for directory in (single, sharded):
-        model = GPT(GPTConfig.from_checkpoint(directory))
+        model = GPT(checkpoints.read_config(directory))
         for p in model.parameters():
             p.fill_(float("nan"))
         checkpoints.load_weights(model, directory)
@@ -237,7 +238,7 @@ def test_loading_holds_one_tensor_and_fills_parameters_in_place(save, monkeypatc
         return SimpleNamespace(keys=file.keys, get_slice=partial(Counted, file))
 
     monkeypatch.setattr(checkpoints, "safe_open", counting)
-    model = GPT(GPTConfig.from_checkpoint(directory), seed=None)
+    model = GPT(checkpoints.read_config(directory), seed=None)
     before = {name: p.data_ptr() for name, p in model.named_parameters()}
     checkpoints.load_weights(model, directory)
     assert (
@@ -292,7 +293,7 @@ EXPECTED = {name: GPTConfig.preset(name) for name in PRESETS} | {
 
 def read(path, **config):
     (path / "config.json").write_text(json.dumps(config))
-    return GPTConfig.from_checkpoint(path)
+    return checkpoints.read_config(path)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -316,7 +317,7 @@ def test_missing_options_default_as_in_transformers_but_not_sizes(tmp_path, mode
     config = sized(model_type)
     silent = read(tmp_path, **config)
     transformers.CONFIG_MAPPING[model_type](**config).save_pretrained(tmp_path)
-    assert silent == GPTConfig.from_checkpoint(tmp_path)
+    assert silent == checkpoints.read_config(tmp_path)
     same = dict(reorder_and_upcast=1, partial_rotary_factor=1.0, pretraining_tp=2)
     same |= dict(quantization_config=None, activation_function="gelu_pytorch_tanh")
     assert read(tmp_path, **config | same) == silent
@@ -338,10 +339,10 @@ def test_config_of_transformers_4_and_5_mean_the_same(tmp_path, kind, type_keys)
         config.pop("layer_types", None)
 
     KINDS[kind].save_pretrained(tmp_path)
-    expected = GPTConfig.from_checkpoint(tmp_path)
+    expected = checkpoints.read_config(tmp_path)
     assert (expected.rope_scaling is not None) == (kind == "llama 3")
     edit(tmp_path / "config.json", as_transformers_4)
-    assert GPTConfig.from_checkpoint(tmp_path) == expected
+    assert checkpoints.read_config(tmp_path) == expected
 
 
 # model_type, window, options, positions
@@ -394,10 +395,10 @@ DEEP = '{"model_type": ' + "[" * 10**5
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", "\xff", "NaN", DEEP])
 def test_config_that_is_missing_or_broken_is_named(tmp_path, content):
     with pytest.raises(FileNotFoundError, match="config.json"):
-        GPTConfig.from_checkpoint(tmp_path)
+        checkpoints.read_config(tmp_path)
     (tmp_path / "config.json").write_text(content, "latin-1")
     with pytest.raises(ValueError, match="config.json: (Invalid JSON|must be an object)"):
-        GPTConfig.from_checkpoint(tmp_path)
+        checkpoints.read_config(tmp_path)
 
 
 Q_BIAS, UP = "layers.0.self_attn.q_proj.bias", "layers.2.mlp.up_proj.weight"
@@ -419,7 +420,7 @@ MISFITS = [
 @pytest.mark.parametrize("kind, change, message", MISFITS)
 def test_tensors_that_do_not_fit_are_named_and_nothing_is_copied(save, kind, change, message):
     directory = save(kind)
-    model = GPT(GPTConfig.from_checkpoint(directory))
+    model = GPT(checkpoints.read_config(directory))
     before = copy.deepcopy(model.state_dict())
     edit(directory / "model.safetensors", change)
     with pytest.raises(ValueError, match=message):

@@ -12,11 +12,11 @@ from safetensors import safe_open
 
 from config import EngineConfig
 from lab.simulator.simulation import simulate
-from model import GPTConfig
 from parallel.shard import Shard, local_config
 from parallel.stages import Stage
 from policies import POLICIES
 from pretrained import checkpoints
+from pretrained.geometry import GPTConfig
 from tests import rank_program
 from tests.helpers import GROWING, tiny_model
 from tests.rank_program import ABORTED, STOPPED
@@ -287,7 +287,7 @@ def test_a_rank_reads_no_more_of_a_checkpoint_than_it_keeps(tmp_path, monkeypatc
         return SimpleNamespace(keys=file.keys, get_slice=partial(Counted, file))
 
     monkeypatch.setattr(checkpoints, "safe_open", counting)
-    whole = GPTConfig.from_checkpoint(tmp_path)
+    whole = checkpoints.read_config(tmp_path)
     for rank in range(tp * pp):
         ranks = SimpleNamespace(tp=tp, pp=pp, rank=rank, stage=rank // tp, part=rank % tp)
         shard = Shard(whole, ranks, "meta", torch.float64, seed=None)

@@ -28,7 +28,8 @@ from lab.measure.capacity import (
     slo_seconds,
     summarize_search,
 )
-from lab.measure.load_run import Clock, EngineServer, LoadRun, Run, serve
+from lab.measure.load_run import Clock, EngineServer, serve
+from lab.measure.run_loop import LoadRun, Run
 from lab.measure.run_plan import run_plan
 from lab.measure.workload import Arrival, chats, prompts
 from model import GPT

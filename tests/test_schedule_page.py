@@ -356,7 +356,7 @@ def test_the_loads_of_explore_are_as_they_are_called():
     cost = CostModel.named(explore.MODEL)
     slo_s = slo_seconds("strict", explore.base_of(cost, explore.MAX_LEN, explore.BASE_CHUNK))
     loads = explore.make_loads(cost, 60)
-    runs = {name: explore.record_run("sarathi-serve:256", loads[name], slo_s) for name in loads}
+    runs = {name: explore.record_run("sarathi-serve", "256", loads[name], slo_s) for name in loads}
 
     def preemptions(name):
         return sum(len(record["preempted"]) for record in in_turn(runs[name]))

@@ -9,7 +9,7 @@ import bench
 from lab.commands import serve as serving
 from lab.commands import serve_options
 from lab.commands.serve import RealMachine, conclude, make_workload, print_capacities, search_json
-from lab.measure import capacity, load_run, machine, metrics
+from lab.measure import capacity, load_run, machine, metrics, run_loop
 from lab.measure import timing as measure
 from lab.measure.capacity import Base, Trial, summarize_search
 from lab.measure.machine_info import RealMachineInfo
@@ -289,7 +289,7 @@ def test_an_interrupt_keeps_what_there_is(tmp_path, capsys, monkeypatch, plots):
     json_file = tmp_path / "i.json"
     served = []
     steps = []
-    step = load_run.LoadRun.step
+    step = run_loop.LoadRun.step
 
     def interrupted(load):
         if not load.arrived:
@@ -299,7 +299,7 @@ def test_an_interrupt_keeps_what_there_is(tmp_path, capsys, monkeypatch, plots):
             raise KeyboardInterrupt
         return step(load)
 
-    monkeypatch.setattr(load_run.LoadRun, "step", interrupted)
+    monkeypatch.setattr(run_loop.LoadRun, "step", interrupted)
     files = ["--csv", str(csv_file), "--json", str(json_file), "--plot", str(tmp_path / "i.png")]
     with pytest.raises(KeyboardInterrupt):
         bench.main(["serve", *TINY, *SERVE.split(), "50", *files])

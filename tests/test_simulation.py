@@ -14,7 +14,8 @@ import pytest
 
 from config import EngineConfig
 from engine import Engine
-from lab.measure.load_run import LoadRun, serve
+from lab.measure.load_run import serve
+from lab.measure.run_loop import LoadRun
 from lab.measure.workload import Arrival, chats, prompts
 from lab.simulator.cost_model import CostModel
 from lab.simulator.devices import DEVICES, GEOMETRIES

@@ -21,10 +21,11 @@ from attention import BACKENDS, DEVICES
 from config import EngineConfig
 from engine import Engine
 from kv_cache import Pages
-from model import GPT, GPTConfig, RopeScaling
+from model import GPT
 from policies import POLICIES, make_scheduler
 from policies.iteration_time import BatchShape
 from policies.priority import PRIORITIES
+from pretrained.geometry import GPTConfig, RopeScaling
 from pretrained.tokenizers import Tokenizer, byte_tokenizer
 from sampling import SamplingParams
 from tests.helpers import tiny_model

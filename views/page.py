@@ -40,8 +40,10 @@ SCRIPTS = (  # they become one script, in this order
     "tour.js",
     "live.js",
     "trace.js",
+    "editor.js",
     "main.js",
 )
+STYLES = ("page.css", "editor.css")
 
 
 class RequestInfo(TypedDict):
@@ -110,6 +112,31 @@ class Costs(TypedDict):
     decodes_s: float
     chunk_s: float
     both_s: float
+
+
+class Packed(TypedDict, total=False):
+    """Compressed JSON: in the page, or in a file beside it. See `pack`."""
+
+    data: str  # in base64
+    file: str
+
+
+class ExerciseInfo(TypedDict):
+    """An exercise of the page's editor."""
+
+    number: int
+    title: str
+    file: str  # in the bundle
+    hints: list[str]
+
+
+class Editor(TypedDict):
+    """What the page's editor of policies is told. See browser/bundle.py."""
+
+    bundle: Packed  # {"files": {path: text}, "loads": {name: load}}, see browser/bundle.py
+    pyodide: str  # the address of Python for browsers, which ends in /
+    template: str  # the text to begin with
+    exercises: list[ExerciseInfo]
 
 
 class Decision(TypedDict):
@@ -304,6 +331,17 @@ def why_head_waits(scheduler: Scheduler, batch: Batch) -> list[Any] | None:
     return ["budget", max(0, int(batch.left)), uncached]
 
 
+def pack(content: object) -> bytes:
+    """The content as JSON, compressed."""
+    text = json.dumps(content, separators=(",", ":"))
+    return gzip.compress(text.encode(), 6, mtime=0)
+
+
+def packed_inline(content: object) -> Packed:
+    """The content as it stands in a page."""
+    return {"data": base64.b64encode(pack(content)).decode()}
+
+
 def page(
     title: str,
     machine: str = "",
@@ -315,6 +353,8 @@ def page(
     choices: Mapping[str, Sequence[str]] | None = None,
     costs: Costs | None = None,
     iteration: int | None = None,
+    files: Mapping[str, str] | None = None,
+    editor: Editor | None = None,
 ) -> str:
     """The page as text.
 
@@ -324,13 +364,15 @@ def page(
     many runs, `choices` maps the name of a row of buttons to their labels, and a run's name is one
     label of each, joined by " | ": first its policy, and "*" where there is no choice. A policy may
     lack runs for some of the labels. The tour explains `costs`, if they are given. Without choices
-    the page opens with the first run's `iteration`, which counts from 1."""
+    the page opens with the first run's `iteration`, which counts from 1.
+
+    The records of a run that is in `files` are not in the page, but in the file of that name beside
+    it, which is `pack` of {run: records}. With an `editor` one can write a policy in the page."""
     runs = []
     for name, recorder in (recorders or {}).items():
-        records = json.dumps(recorder.records, separators=(",", ":"))
-        compressed = gzip.compress(records.encode(), 6, mtime=0)
-        data = base64.b64encode(compressed).decode()
-        runs.append({"name": name, "settings": recorder.settings, "data": data})
+        file = (files or {}).get(name)
+        packed = {"file": file} if file else packed_inline(recorder.records)
+        runs.append({"name": name, "settings": recorder.settings, **packed})
     content = {
         "title": title,
         "machine": machine,
@@ -340,10 +382,11 @@ def page(
         "choices": choices,
         "costs": costs,
         "iteration": iteration,
+        "editor": {**editor, "worker": _read("worker.js")} if editor else None,
         "runs": runs,
     }
     text = _read("page.html")
-    text = text.replace("{{css}}", _read("page.css"))
+    text = text.replace("{{css}}", "".join(_read(style) for style in STYLES))
     text = text.replace("{{js}}", "\n".join(_read(script) for script in SCRIPTS))
     # a "<" could end the element that holds the data. The data comes last, as it may hold anything
     return text.replace("{{data}}", json.dumps(content).replace("<", "\\u003c"))

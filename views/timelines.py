@@ -31,7 +31,7 @@ FEW_LANES = 40  # up to here there is room for white between lanes
 
 
 class RecordedRun(Protocol):
-    """The part of a lab.measure.load_run.Run that is drawn."""
+    """The part of a lab.measure.run_loop.Run that is drawn."""
 
     @property
     def completions(self) -> Sequence[Completion]: ...

@@ -2,11 +2,13 @@
 
     python bench.py explore                           writes explore.html, which needs no network
     python bench.py explore my_policy.py:MyPolicy     with your own policy among the others
+    python bench.py explore --site site               the same as a web site, which loads its runs
 
 All runs are simulated. It opens with four requests, two of them with long prompts that arrive while
-the others decode. Read first: policies/template.py, views/page.py."""
+the others decode. Read first: policies/template.py, browser/runs.py."""
 
-from argparse import Namespace
+import shutil
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -14,19 +16,27 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from cli.options import OptionParser, output_file, policy_names, whole, write_text, wrote_page
-from config import EngineConfig
+from browser.bundle import PYODIDE, PYODIDE_FILES, bundle, editor
+from browser.runs import CHUNKS, MAX_BATCH, MAX_LEN, MODEL, Load, record_run
+from cli.options import (
+    OptionParser,
+    nonempty_text,
+    output_file,
+    policy_names,
+    whole,
+    write_text,
+    wrote_page,
+)
 from lab.measure import workload
 from lab.measure.capacity import estimated_qps, slo_seconds
-from lab.measure.run_plan import goes_by_chunk, run_plan
+from lab.measure.run_plan import goes_by_chunk
 from lab.measure.workload import Arrival
 from lab.simulator.cost_model import CostModel
 from lab.simulator.machine import VOCABULARY, base_of
 from lab.simulator.referee import broken_rules, mark_broken
-from lab.simulator.simulation import bubble_kinds, simulate
-from views.page import Costs, Recorder, page
+from views.page import Costs, Editor, Recorder, packed_inline, page
+from views.site import write_packed, write_runs
 
-MODEL = "llama3-8b"  # on one A100
 TRACE = Path(__file__).parents[1] / "papers" / "a_to_d.csv"  # A and B, then C and D
 POLICIES = (
     "vllm",
@@ -47,16 +57,12 @@ REMEDIES = (  # what users of today's engines ask for, shown under the load that
     "priority",
 )
 LONG_AMONG_SHORT = "one long among short"
-CHUNKS = ("128", "256", "512", "1024")
+PAGE = "explore.html"
 NO_CHUNK = "*"  # the chunk size of a policy that has none
 STEADY = 0.7  # share of the rate that should be possible
 OVERLOAD = 1.6
 TIGHT = 5  # requests of the longest that fit into tight memory
-AMPLE = 24
 SHARED = 512  # tokens of a prefix
-MAX_BATCH = 32
-MAX_LEN = 2048
-PAGE_SIZE = 64
 BASE_CHUNK = 512  # of the prefill that rates are estimated from
 LONG_PROMPT = 16_000  # tokens
 LONG_MAX_LEN = 16_384
@@ -71,7 +77,9 @@ class ExploreOptions:
     command: str
     policies: list[str]  # besides POLICIES
     requests: int
-    html: str
+    html: str  # the page
+    site: str | None  # the folder of a web site, with the page in it
+    pyodide: str | None  # the folder of a Pyodide that goes into the site
 
 
 @dataclass(frozen=True)
@@ -79,20 +87,8 @@ class Choice:
     """A policy with a chunk size, as the page's buttons name them."""
 
     policy: str
+    name: str  # of the policy, for find_policy
     chunk: str
-    label: str  # the same as run_plan takes it: "sarathi:128"
-
-
-@dataclass(frozen=True)
-class Load:
-    """The requests of a run, and the machine that serves them."""
-
-    arrivals: Sequence[Arrival]
-    tokens: int = AMPLE * MAX_LEN  # of the KV cache
-    max_len: int = MAX_LEN
-    pp: int = 1  # stages of the pipeline
-    prompts: list[list[int]] | None = None  # if they share prefixes, which then are cached
-    letters: bool = False  # whether requests are named A, B, C
 
 
 def add_options(parser: OptionParser) -> None:
@@ -115,18 +111,57 @@ def add_options(parser: OptionParser) -> None:
         help="the page",
         type=output_file,
         metavar="FILE",
-        default="explore.html",
+        default_text=PAGE,
+    )
+    parser.add_option(
+        "--site",
+        help="write a web site into this folder instead: index.html, which loads runs when asked",
+        type=site_folder,
+        metavar="FOLDER",
+    )
+    parser.add_option(
+        "--pyodide",
+        help="with --site, the folder of the npm package pyodide, Python for the page's editor; "
+        "it is copied into the site",
+        type=pyodide_folder,
+        metavar="FOLDER",
+        default_text="loaded by browsers from " + PYODIDE,
     )
 
 
 def resolve(parser: OptionParser, args: Namespace) -> ExploreOptions:
     """The options."""
+    if args.pyodide and not args.site:
+        parser.error("--pyodide: needs --site")
+    if args.html and args.site:
+        parser.error("--html: --site has its own index.html")
+    html = args.html or PAGE
     return ExploreOptions(
         command=args.command,
         policies=args.policies,
         requests=args.requests,
-        html=args.html,
+        html=str(Path(args.site) / "index.html") if args.site else html,
+        site=args.site,
+        pyodide=args.pyodide,
     )
+
+
+def site_folder(text: str) -> str:
+    """The type of a folder in which files can be written; it is made."""
+    try:
+        Path(nonempty_text(text)).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentTypeError(f"{text}: cannot be made: {error.strerror}") from error
+    output_file(str(Path(text) / "index.html"))
+    return text
+
+
+def pyodide_folder(text: str) -> str:
+    """The type of a folder that has PYODIDE_FILES."""
+    missing = [name for name in PYODIDE_FILES if not (Path(text) / name).is_file()]
+    if missing:
+        raise ArgumentTypeError(f"{text}: has no {missing[0]}")
+    return text
 
 
 def main(options: ExploreOptions) -> None:
@@ -140,30 +175,63 @@ def main(options: ExploreOptions) -> None:
         for short_name, name in short_names([*options.policies, *POLICIES]).items()
     }
     remedies = {name: name for name in REMEDIES if name not in policies}
-    recorders = {}
     runs = [
         *product(servers(policies), loads),
         *product(servers(remedies), [LONG_AMONG_SHORT]),
     ]
-    for choice, load_name in tqdm(runs, "runs", leave=False, disable=None):
-        recorder = record_run(choice.label, loads[load_name], slo_s)
-        recorders[" | ".join([choice.policy, choice.chunk, load_name])] = recorder
+    recorders = simulate_all(runs, loads, slo_s)
+    files, editor_info = write_beside(options, recorders, loads)
     text = page(
         "How an LLM server schedules its work",
         f"All runs are simulated: {MODEL} with 16 bits on one {cost.device.name}, two for the load "
         "of pipeline bubbles.\n"
         f"Loads but A to D have {options.requests} requests, most with the lengths of a chat "
         "dataset.",
-        recorders,
+        {name: recorder for group in recorders.values() for name, recorder in group.items()},
         slo_s=slo_s,
         slo_source="5 decode iterations of 32 requests",
         choices={"policy": [*policies, *remedies], "chunk": CHUNKS, "load": list(loads)},
         costs=measure_costs(cost),
+        files=files,
+        editor=editor_info,
     )
     write_text(options.html, text)
     for violation in violations.values():
         print(violation.sentence)
     wrote_page(options.html)
+
+
+def simulate_all(
+    runs: Sequence[tuple[Choice, str]], loads: dict[str, Load], slo_s: float
+) -> dict[str, dict[str, Recorder]]:
+    """{load: {run: Recorder}} of these policies under these loads, as the page names them."""
+    recorders: dict[str, dict[str, Recorder]] = {load_name: {} for load_name in loads}
+    for choice, load_name in tqdm(runs, "runs", leave=False, disable=None):
+        run_name = " | ".join([choice.policy, choice.chunk, load_name])
+        recorder = record_run(choice.name, choice.chunk, loads[load_name], slo_s)
+        recorders[load_name][run_name] = recorder
+    return recorders
+
+
+def write_beside(
+    options: ExploreOptions, recorders: dict[str, dict[str, Recorder]], loads: dict[str, Load]
+) -> tuple[dict[str, str], Editor]:
+    """Write what a site loads when it is asked for: all runs but those of the first load, which it
+    opens with, and what its editor needs. Returns {run: file}, and what the editor is told."""
+    content = bundle(loads)
+    if options.site is None:
+        return {}, editor(packed_inline(content))
+    site = Path(options.site)
+    first_load = next(iter(loads))
+    later = {load: group for load, group in recorders.items() if load != first_load}
+    files = write_runs(site, later)
+    packed = write_packed(site, "python.json.gz", content)
+    if options.pyodide is None:
+        return files, editor(packed)
+    (site / "pyodide").mkdir(exist_ok=True)
+    for name in PYODIDE_FILES:
+        shutil.copyfile(Path(options.pyodide) / name, site / "pyodide" / name)
+    return files, editor(packed, pyodide="pyodide/")
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
@@ -182,9 +250,9 @@ def servers(policies: dict[str, str]) -> list[Choice]:
     choices = []
     for short_name, name in policies.items():
         if goes_by_chunk(name):
-            choices += [Choice(short_name, chunk, f"{name}:{chunk}") for chunk in CHUNKS]
+            choices += [Choice(short_name, name, chunk) for chunk in CHUNKS]
         else:
-            choices.append(Choice(short_name, NO_CHUNK, name))
+            choices.append(Choice(short_name, name, NO_CHUNK))
     return choices
 
 
@@ -239,26 +307,6 @@ def one_long_among_short(requests: int) -> list[Arrival]:
     time = arrivals[quarter - 1].time if quarter else 0.0
     arrivals.insert(quarter, Arrival(time, LONG_PROMPT, SHORT[1]))
     return arrivals
-
-
-def record_run(label: str, load: Load, slo_s: float) -> Recorder:
-    """Simulate a load under the policy of this label of run_plan."""
-    recorder = Recorder()
-    config = EngineConfig(
-        chunk=int(CHUNKS[-1]),
-        max_batch=MAX_BATCH,
-        max_len=load.max_len,
-        page_size=1,
-        pages=load.tokens,
-    )
-    config = run_plan([label], [PAGE_SIZE], config, slo_s, [load.prompts is not None])[label]
-    cost = CostModel.named(MODEL, pp=load.pp)
-    simulated = simulate(cost, config, load.arrivals, load.prompts, recorder=recorder)
-    if load.pp > 1:
-        recorder.add_stages(simulated.stage_runs, bubble_kinds(simulated.stage_runs))
-    if load.letters:
-        recorder.settings["letters"] = True
-    return recorder
 
 
 def measure_costs(cost: CostModel) -> Costs:

@@ -33,8 +33,8 @@ from lab.commands.serve_options import (
 )
 from lab.measure import capacity, metrics, timing, workload
 from lab.measure.capacity import JudgedRun, SearchResult, Trial
-from lab.measure.load_run import LoadInterrupted, Run
 from lab.measure.machine import Machine, RealMachine
+from lab.measure.run_loop import LoadInterrupted, Run
 from lab.measure.run_plan import run_plan
 from lab.measure.workload import Arrival
 from lab.simulator.machine import FittedMachine, SimulatedMachine, SimulatedMachineOptions

@@ -20,8 +20,8 @@ from lab.commands.serve_options import (
     check_load,
 )
 from lab.measure import workload
-from lab.measure.load_run import Run
 from lab.measure.remote_server import NO_KEY, RemoteServer
+from lab.measure.run_loop import Run
 
 VOCABULARY = 256  # the smallest that a model has: every server knows these tokens
 

@@ -5,7 +5,7 @@
     judged = judge(run, slo_s)                           what a run measured, and if it met the SLO
     result = search_capacity(run_at_rate, start=1.0)     the highest rate that meets it
 
-Read first: load_run.py, metrics.py."""
+Read first: run_loop.py, metrics.py."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar
 
 from lab.measure import metrics
 from lab.measure import timing as measure
-from lab.measure.load_run import Run
 from lab.measure.metrics import RunSummary
+from lab.measure.run_loop import Run
 from lab.measure.workload import Arrival
 from model import GPT
 from outputs import Completion

@@ -1,16 +1,16 @@
 """A machine that serves loads: this one with a model, or another kind with the same interface.
 
-Read first: load_run.py, capacity.py. Other kinds: lab/simulator/machine.py."""
+Read first: run_loop.py, capacity.py. Other kinds: lab/simulator/machine.py."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from config import EngineConfig
-from lab.measure import capacity, load_run, timing, workload
+from lab.measure import capacity, load_run, run_loop, timing, workload
 from lab.measure.capacity import Base
-from lab.measure.load_run import Recorder, Run
 from lab.measure.machine_info import MachineInfo, measure_machine
+from lab.measure.run_loop import Recorder, Run
 from lab.measure.workload import Arrival
 from model import GPT
 
@@ -81,7 +81,7 @@ class RealMachine:
         config: EngineConfig,
         arrivals: Sequence[Arrival],
         *,
-        progress: Callable[[], object] = load_run.no_progress,
+        progress: Callable[[], object] = run_loop.no_progress,
         recorder: Recorder | None = None,
     ) -> Run:
         """Serve a load by an engine of `config`, in real time."""

@@ -6,7 +6,7 @@ those of Sarathi-Serve §2.4, stalls those of §3.2 and Figure 1, the condition 
 §5.1. TTFT, TBT and scheduling delay count for every request that has them, also for one that was
 aborted; the latency counts only for requests that finished.
 
-Read next: load_run.py."""
+Read next: run_loop.py."""
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict

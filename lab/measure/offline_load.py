@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from config import EngineConfig
 from lab.measure import metrics, timing, workload
-from lab.measure.load_run import Clock, EngineServer, LoadRun, Recorder, Run, no_progress
+from lab.measure.load_run import Clock, EngineServer
+from lab.measure.run_loop import LoadRun, Recorder, Run, no_progress
 from lab.measure.run_plan import run_plan
 from model import GPT
 from parallel import engine_for

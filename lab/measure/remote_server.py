@@ -4,7 +4,7 @@
     run = server.serve(arrivals, prompts)
 
 Clients see when each event of an answer comes; of batches and iterations they see nothing. Read
-first: workload.py, load_run.py. Read next: server/README.md.
+first: workload.py, run_loop.py. Read next: server/README.md.
 """
 
 import json
@@ -19,7 +19,7 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from lab.measure.load_run import Run
+from lab.measure.run_loop import Run
 from lab.measure.workload import Arrival
 from outputs import Completion
 from policies.priority import PRIORITIES

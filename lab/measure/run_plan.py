@@ -1,6 +1,6 @@
 """Which engines a command compares: a labelled EngineConfig for each policy and page size.
 
-Read first: config.py. Read next: load_run.py."""
+Read first: config.py. Read next: run_loop.py."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

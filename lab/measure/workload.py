@@ -7,7 +7,7 @@ Poisson process. A workload is a list of `Arrival`, sorted by time:
     arrivals, left_out = read_trace("log.csv", max_len=8192)    the log of a real server
     arrivals = chats(arrivals, turns=3)                         each as a chat
 
-The same arguments and seed give the same workload. Read next: load_run.py, which serves it."""
+The same arguments and seed give the same workload. Read next: run_loop.py, which serves it."""
 
 import csv
 import re
@@ -20,21 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-
-class Arrival(NamedTuple):
-    """One request: when it arrives, its tokens, its class, its SLOs, and who asks.
-
-    A request that `follows` another, which is an index, continues its conversation. It comes `time`
-    seconds after the last token of that one, and `prompt_len` is of the conversation so far."""
-
-    time: float  # in seconds from the start of the run
-    prompt_len: int
-    output_len: int
-    priority: str = "normal"
-    ttft_slo: float | None = None  # in seconds, as tbt_slo
-    tbt_slo: float | None = None
-    follows: int | None = None
-    user: str = ""
+from lab.measure.arrival import Arrival
 
 
 class LengthStatistics(NamedTuple):

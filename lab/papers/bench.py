@@ -8,7 +8,7 @@ Each method calls a library of lab/measure, with the options of the command line
     time_batches, time_batch    single iterations, whole and by operation    batch_times.py
     decode_maximal              decodes alone and beside a chunk             decode_maximal.py
     run_policies                requests that are all there at the start     offline_load.py
-    serve                       requests that arrive while others run        load_run.py
+    serve                       requests that arrive while others run        run_loop.py
     capacity                    the highest rate that meets an SLO           capacity.py
     token_budgets               the largest that meet some SLOs              token_budget.py
 
@@ -44,10 +44,10 @@ from lab.measure.capacity import (
     time_steadily,
 )
 from lab.measure.decode_maximal import DecodeMaximal, measure_decode_maximal
-from lab.measure.load_run import Run
 from lab.measure.machine import Machine, RealMachine
 from lab.measure.machine_info import RealMachineInfo
 from lab.measure.offline_load import OfflineLoad, PolicyRun, run_policies
+from lab.measure.run_loop import Run
 from lab.measure.run_plan import run_plan
 from lab.measure.workload import Arrival
 from lab.simulator.machine import FittedMachine

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from config import EngineConfig
 from lab.measure import metrics
 from lab.measure.capacity import Bounded, Hopeless, Verdict, estimated_qps, search_capacity
-from lab.measure.load_run import Run
 from lab.measure.metrics import LatencySummary
+from lab.measure.run_loop import Run
 from lab.measure.run_plan import run_plan
 from lab.measure.workload import LENGTHS, Arrival, poisson, sample_lengths
 from lab.simulator.cost_model import CostModel

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from config import EngineConfig
-from lab.measure.load_run import Run
 from lab.measure.metrics import summarize_run
+from lab.measure.run_loop import Run
 from lab.measure.workload import Arrival
 from lab.simulator.cost_model import CostModel
 from lab.simulator.simulation import simulate

@@ -17,8 +17,8 @@ import numpy as np
 
 from errors import check_number
 from lab.simulator.devices import DEVICES, GEOMETRIES, LINKS, PARALLEL_BLOCKS, Device, Link, find
-from model import Block, GPTConfig
 from policies.iteration_time import BatchShape, IterationTime
+from pretrained.geometry import GPTConfig
 from pretrained.sharding import local_config
 
 BYTES = 2  # of a number: all weights, keys and values are of 16 bits
@@ -92,9 +92,16 @@ def token_count(batch: Chunks) -> int:
 def matrices(config: GPTConfig, tp: int = 1) -> LayerMatrices:
     """The weights of a layer on one of `tp` GPUs, which divide rows or columns (Megatron-LM); fewer
     KV heads than GPUs are repeated. Raises ValueError if `tp` does not divide the model."""
-    layer = Block(local_config(config, tp), device="meta")
-    products = [getattr(layer, name) for name in LayerMatrices._fields]
-    return LayerMatrices(*[Matrix(each.in_features, each.out_features) for each in products])
+    local = local_config(config, tp)
+    queries = local.n_head * local.head_dim
+    keys = local.n_kv_head * local.head_dim
+    gate_and_up = 2 if local.family == "llama" else 1  # SwiGLU has both, in one matrix
+    return LayerMatrices(
+        preproj=Matrix(local.n_embd, queries + 2 * keys),
+        postproj=Matrix(queries, local.n_embd),
+        ffn_ln1=Matrix(local.n_embd, gate_and_up * local.n_inner),
+        ffn_ln2=Matrix(local.n_inner, local.n_embd),
+    )
 
 
 def product_seconds(device: Device, tokens: int, rows: int, columns: int) -> float:

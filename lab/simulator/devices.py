@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from errors import check_one_of
-from model import GPTConfig
+from pretrained.geometry import GPTConfig
 from pretrained.presets import PRESETS
 
 Entry = TypeVar("Entry")

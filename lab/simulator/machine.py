@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from config import EngineConfig
-from lab.measure import load_run, timing, workload
+from lab.measure import run_loop, timing, workload
 from lab.measure.capacity import Base
-from lab.measure.load_run import Recorder, Run
 from lab.measure.machine import RealMachine
 from lab.measure.machine_info import RealMachineInfo
 from lab.measure.metrics import Percentiles, percentiles
+from lab.measure.run_loop import Recorder, Run
 from lab.measure.workload import Arrival
 from lab.simulator.cost_model import Cost, CostModel, FittedCost
 from lab.simulator.simulation import simulate
@@ -110,7 +110,7 @@ class CountingMachine:
         config: EngineConfig,
         arrivals: Sequence[Arrival],
         *,
-        progress: Callable[[], object] = load_run.no_progress,
+        progress: Callable[[], object] = run_loop.no_progress,
         recorder: Recorder | None = None,
     ) -> Run:
         """Serve a load by simulated engines of `config`."""

@@ -16,7 +16,7 @@ from typing import Any
 from config import EngineConfig
 from engine import Engine, StepInputs
 from lab.measure import load_run
-from lab.measure.load_run import Run
+from lab.measure.run_loop import Run
 from lab.measure.timing import BUSY
 from lab.measure.workload import Arrival
 from lab.simulator.cost_model import FittedCost

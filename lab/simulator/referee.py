@@ -42,7 +42,7 @@ def rules_of(policy: str) -> list[str]:
 
 
 class Referees:
-    """A recorder of load_run.LoadRun that sets a Referee beside each scheduler."""
+    """A recorder of run_loop.LoadRun that sets a Referee beside each scheduler."""
 
     def __init__(self, policy: str) -> None:
         self.policy = policy

@@ -4,7 +4,7 @@
 
 Its pipelines are those of policies/micro_batches.py. No batch overtakes another, so that all times
 of a batch are known when it enters. Read first: scheduler.py, policies/micro_batches.py,
-lab/measure/load_run.py, cost_model.py. Read next: lab/papers/simulated.py."""
+lab/measure/run_loop.py, cost_model.py. Read next: lab/papers/simulated.py."""
 
 import heapq
 import math
@@ -15,11 +15,11 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from config import EngineConfig
-from engine import Completion, Event, Iteration, QueueFull
-from errors import check_whole
-from lab.measure.load_run import LoadRun, Run
-from lab.measure.workload import Arrival
+from errors import QueueFull, check_whole
+from lab.measure.arrival import Arrival
+from lab.measure.run_loop import LoadRun, Run
 from lab.simulator.cost_model import Cost
+from outputs import Completion, Event, Iteration
 from policies.micro_batches import MicroBatches, StageRun, StageTime
 from policies.priority import check_service_level
 from scheduler import Request

@@ -17,12 +17,35 @@ chosen.beside = NOBODY;
 const loaded = new Map();
 async function load(entry) {
   if (loaded.has(entry)) return loaded.get(entry);
-  const bytes = Uint8Array.from(atob(entry.data), c => c.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const content = entry.records ?? await unpack(entry);
   const run = new Run(entry.name, entry.settings);
-  for (const record of await new Response(stream).json()) run.apply(record);
+  for (const record of entry.file ? content[entry.name] : content) run.apply(record);
   loaded.set(entry, run);
   return run;
+}
+const unpacked = new Map();  // the content of files, by their names
+async function fetch_file(file) {
+  const answer = await fetch(file);
+  if (!answer.ok) throw new Error(answer.statusText);
+  return answer.body;
+}
+/** The content of a Packed of page.py: of the page, or of a file beside it. */
+async function unpack({data: base64, file}) {
+  const decompress = stream =>
+    new Response(stream.pipeThrough(new DecompressionStream("gzip"))).json();
+  if (!file) {
+    const bytes = Uint8Array.from(atob(base64), c => c.charCodeAt(0));
+    return decompress(new Blob([bytes]).stream());
+  }
+  if (!unpacked.has(file)) unpacked.set(file, fetch_file(file).then(decompress));
+  try {
+    return await unpacked.get(file);
+  } catch {
+    unpacked.delete(file);  // it may be there the next time
+    const hint = location.protocol === "file:" 
+      ? ": this folder must be served, as by python -m http.server" : "";
+    throw new Error(`${file} could not be loaded${hint}`);
+  }
 }
 const parts_of = name => data.choices ? name.split(" | ") : [name];
 /** The run of a policy at what is chosen besides, or undefined. */
@@ -44,7 +67,12 @@ function title_of(run) {
 let show_calls = 0;
 async function show(entries) {
   const call = ++show_calls, runs = [];
-  for (const entry of entries) runs.push(await load(entry));
+  try {
+    for (const entry of entries) runs.push(await load(entry));
+  } catch (error) {
+    $("decision").textContent = error.message;
+    return;
+  }
   if (call !== show_calls) return;  // something else was chosen meanwhile
   const {from, to} = !panes.length || is_all_in_view() ? {from: -Infinity, to: Infinity} : view;
   $("runs").innerHTML = "";
@@ -68,15 +96,18 @@ async function choose(wanted = {}) {
     if (label) chosen[axis] = label;
   }
   const [policy_axis, policies] = axes[0];
-  if (!entry_of(chosen[policy_axis])) {  // this policy has no run of this load
+  if (!can_run(chosen[policy_axis])) {  // this policy has no run of this load
     if (wanted[policy_axis]) choose_parts_of(chosen[policy_axis]);
     else chosen[policy_axis] = policies.find(entry_of);
   }
+  await add_missing_runs();
   if (!entry_of(chosen.beside)) chosen.beside = NOBODY;
   const entries = [entry_of(chosen[policy_axis]), entry_of(chosen.beside)].filter(Boolean);
   mark_buttons(entries);
   return show([...new Set(entries)]);
 }
+/** Whether a policy has a run of what is chosen besides, or was written here and can have one. */
+const can_run = policy => entry_of(policy) || own_sources.has(policy);
 /** Choose what the first run of a policy has, where that differs from what is chosen. */
 function choose_parts_of(policy) {
   const of_policy = data.runs.map(({name}) => parts_of(name)).filter(([name]) => name === policy);
@@ -91,12 +122,12 @@ function mark_buttons(entries) {
     button.setAttribute("aria-pressed", String(chosen[axis] === label));
     const place = axes.findIndex(([name]) => name === axis);
     button.disabled = place > 0 && entries.every(({name}) => parts_of(name)[place] === NOT_CHOSEN);
-    button.hidden = place === 0 && !entry_of(label);  // without a run of this load
+    button.hidden = place === 0 && !can_run(label);  // without a run of this load
   }
   if (!$("beside")) return;
   $("beside").value = chosen.beside;
   for (const option of $("beside").options)
-    option.hidden = option.value !== NOBODY && !entry_of(option.value);
+    option.hidden = option.value !== NOBODY && !can_run(option.value);
 }
 function add_buttons() {
   for (const [axis, labels] of axes) {

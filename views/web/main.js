@@ -106,6 +106,7 @@ async function start() {
   } else {
     if (data.runs.length > 1) add_buttons();
     await open_first();
+    if (data.editor) start_editor();
   }
   requestAnimationFrame(frame);
 }

@@ -1,0 +1,258 @@
+"""The loop that brings the arrivals of a load to a server, and what was seen of the run.
+
+    run = LoadRun(server, arrivals, prompts).run()
+
+A Server is an engine in real time, or a simulation on a clock of its own. Plain Python, as a
+simulation needs no torch. Read first: workload.py. Read next: load_run.py, which serves in real
+time."""
+
+import heapq
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from errors import QueueFull
+from lab.measure.arrival import Arrival
+from outputs import Completion, Event, Iteration
+from policies.priority import PRIORITIES
+from scheduler import Scheduler
+
+
+class Server(Protocol):
+    """What a load is brought to. All times are in seconds of the run."""
+
+    @property
+    def schedulers(self) -> Sequence[Scheduler]:
+        """The schedulers that make its batches, which a Recorder watches."""
+        ...
+
+    @property
+    def last_iteration(self) -> Iteration | None:
+        """What the last step computed; None if nothing."""
+        ...
+
+    @property
+    def probe_readings(self) -> Sequence[float]:
+        """The readings of a timing.Probe during the run; empty for a simulation."""
+        ...
+
+    def clock(self) -> float:
+        """The time."""
+        ...
+
+    def ready_at(self) -> float:
+        """When its next batch can begin; infinity if there is no work."""
+        ...
+
+    def wait_until(self, time: float) -> None:
+        """Let the time pass."""
+        ...
+
+    def add(self, i: int, arrival: Arrival, prompt: list[int] | None, /) -> object:
+        """Queue request i. Raises QueueFull."""
+        ...
+
+    def step(self) -> list[Event]:
+        """Compute one batch, and return the Events of its tokens."""
+        ...
+
+    def abort(self, i: int, /) -> Completion:
+        """End request i."""
+        ...
+
+
+class Recorder(Protocol):
+    """What sees every decision of a run: views.page.Recorder, or a checker of policies."""
+
+    def watch(self, schedulers: Sequence[Scheduler]) -> Any:
+        """Look at each batch that these schedulers make from here on."""
+        ...
+
+    def add(self, iteration: Iteration) -> Any:
+        """See what an iteration computed."""
+        ...
+
+
+@dataclass(frozen=True)
+class Run:
+    """What was seen of one run. Times are in seconds from its start."""
+
+    completions: list[Completion]  # of request i in arrivals; "abort": rejected or interrupted
+    iterations: list[Iteration]
+    seconds: float  # until the last token
+    own_fraction: float | None  # share of the steps' time outside of forward and token transfer
+    refused: int = 0  # requests that found max_waiting others in the queue
+    cut_short: str | None = None  # "interrupted" or "given up" if the run was
+    drift: float = 0.0  # share of the machine that others used, see timing.steadily
+    offered_per_s: float | None = None  # requests; None: their arrivals do not depend on answers
+
+
+class LoadInterrupted(KeyboardInterrupt):
+    """A KeyboardInterrupt during a run. `run` is what was seen until then."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
+
+
+def no_progress() -> None:
+    """Called in the place of a progress bar."""
+
+
+class LoadRun:
+    """Brings `arrivals` to a server, with the token ids of workload.prompts, or None where lengths
+    are enough. `progress` is called after each request that ended; a `recorder` sees every batch.
+    The run is cut short if `gives_up` says so of a request that ended.
+
+    A turn of a chat is due when the turn before has ended, and continues its prompt and output. A
+    chat ends with a turn that is rejected; the turns after it are counted nowhere."""
+
+    def __init__(
+        self,
+        server: Server,
+        arrivals: Sequence[Arrival],
+        prompts: Sequence[list[int]] | None = None,
+        progress: Callable[[], object] = no_progress,
+        recorder: Recorder | None = None,
+        gives_up: Callable[[Completion], bool] | None = None,
+    ) -> None:
+        self.server = server
+        self.arrivals = arrivals
+        self.prompts = prompts
+        self.progress = progress
+        self.recorder = recorder
+        self.gives_up = gives_up
+        self.completions: dict[int, Completion] = {}  # by request
+        self.iterations: list[Iteration] = []
+        self.arrived: set[int] = set()
+        self.refused = 0
+        self.cut_short: str | None = None
+        self.in_steps_s = 0.0  # time inside of server.step()
+        self.next_turn: dict[int, int] = {}  # request -> the one that continues it
+        self.due: list[tuple[float, int]] = []  # a heap of (time, request)
+        for i, arrival in enumerate(arrivals):
+            if arrival.follows is None:
+                self.due.append((arrival.time, i))
+            else:
+                self.next_turn[arrival.follows] = i
+        self.due.sort()
+        self.offered_per_s = self._offered_per_s()
+        if recorder:
+            recorder.watch(server.schedulers)
+
+    def _offered_per_s(self) -> float | None:
+        """Requests per second if no turn had to wait for an answer; None without such turns."""
+        if not self.next_turn:
+            return None
+        span_s = self.due[-1][0] - self.due[0][0]
+        return (len(self.arrivals) - 1) / span_s if span_s else None
+
+    def step(self) -> bool:
+        """Add the request that is due, or else run one iteration. False if all is done."""
+        ready_at = self.server.ready_at()
+        if self.due and self.due[0][0] <= ready_at:
+            self._add_first_due()
+            return True
+        if ready_at == math.inf:
+            return False
+        began = self.server.clock()
+        events = self.server.step()
+        self.in_steps_s += self.server.clock() - began
+        for event in events:
+            if event.completion:
+                self._complete(event.request_id, event.completion)
+        iteration = self.server.last_iteration
+        if iteration:
+            self.iterations.append(iteration)
+            if self.recorder:
+                self.recorder.add(iteration)
+        return True
+
+    def run(self) -> Run:
+        """Step until all is done. Raises LoadInterrupted for a KeyboardInterrupt."""
+        try:
+            while not self.cut_short and self.step():
+                pass
+        except KeyboardInterrupt as interrupt:
+            self.cut_short = "interrupted"
+            raise LoadInterrupted(self.result()) from interrupt
+        return self.result()
+
+    def result(self) -> Run:
+        """The Run up to here. Aborts what still runs."""
+        self._abort_unfinished()
+        completions = [self.completions[i] for i in sorted(self.completions)]
+        ends = [c.token_times[-1] for c in completions if c.token_times]
+        ends += [iteration.end for iteration in self.iterations]
+        return Run(
+            completions=completions,
+            iterations=self.iterations,
+            seconds=max(ends, default=0.0),
+            own_fraction=self._own_fraction(),
+            refused=self.refused,
+            cut_short=self.cut_short,
+            drift=statistics.fmean(self.server.probe_readings or [0.0]),
+            offered_per_s=self.offered_per_s,
+        )
+
+    def _abort_unfinished(self) -> None:
+        """Abort all requests that arrived and have not ended."""
+        for i in self.arrived - self.completions.keys():
+            if self.cut_short:
+                # the interrupt may have come while it was added, or in the step that ended it
+                with suppress(KeyError, ValueError):
+                    self.completions[i] = self.server.abort(i)
+            else:
+                self.completions[i] = self.server.abort(i)
+
+    def _own_fraction(self) -> float | None:
+        """The share of the steps' time outside of forward; None where batches overlap."""
+        if len(self.server.schedulers) > 1:
+            return None
+        if not self.in_steps_s:
+            return 0.0
+        in_forward_s = sum(i.end - i.launch for i in self.iterations if i.launch is not None)
+        return 1 - in_forward_s / self.in_steps_s
+
+    def _complete(self, i: int, completion: Completion) -> None:
+        """Keep the completion of request i. The turn that continues it becomes due."""
+        self.completions[i] = completion
+        turn = self.next_turn.get(i)
+        if turn is not None:
+            due_at = completion.token_times[-1] + self.arrivals[turn].time
+            heapq.heappush(self.due, (due_at, turn))
+        if self.gives_up and self.gives_up(completion):
+            self.cut_short = "given up"
+        self.progress()
+
+    def _add_first_due(self) -> None:
+        """Bring the request that is due first to the server."""
+        time, i = self.due[0]
+        self.server.wait_until(time)
+        heapq.heappop(self.due)
+        self.arrived.add(i)
+        arrival = self.arrivals[i]._replace(time=time)
+        try:
+            self.server.add(i, arrival, self._prompt_of(i))
+        except QueueFull:
+            self.refused += 1
+            self.completions[i] = Completion(
+                request_id=i,
+                prompt=[0] * arrival.prompt_len,
+                arrival=time,
+                priority=PRIORITIES.index(arrival.priority),
+                finish_reason="abort",
+            )
+
+    def _prompt_of(self, i: int) -> list[int] | None:
+        """The token ids of request i: of a later turn, behind the conversation before it."""
+        if self.prompts is None:
+            return None
+        follows = self.arrivals[i].follows
+        if follows is None:
+            return self.prompts[i]
+        previous = self.completions[follows]
+        return [*previous.prompt, *previous.tokens, *self.prompts[i]]

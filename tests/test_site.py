@@ -1,0 +1,247 @@
+"""The page as a site, in a real browser: what it loads and when, and its editor of policies.
+
+The editor needs Pyodide: `npm install --no-save pyodide@314.0.7`, or its folder as PYODIDE."""
+
+import json
+import os
+import threading
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from bench import main
+from browser.bundle import PYODIDE
+from exercises.catalog import EXERCISES
+from tests.exercise_solutions import SOLUTIONS
+from tests.pages import DRAWN
+
+ROOT = Path(__file__).resolve().parent.parent
+PYODIDE_FOLDER = Path(os.environ.get("PYODIDE", ROOT / "node_modules/pyodide"))
+needs_pyodide = pytest.mark.skipif(
+    not (PYODIDE_FOLDER / "pyodide.mjs").is_file(),
+    reason="the editor needs the npm package pyodide",
+)
+MINE = "from scheduler import SarathiServe\nclass Mine(SarathiServe):\n"
+DONE = "!document.getElementById('runsource').disabled"
+
+
+class Handler(SimpleHTTPRequestHandler):
+    """Serves a folder, to pages from elsewhere, too."""
+
+    def log_message(self, *args):
+        pass
+
+    def end_headers(self):
+        self.send_header("Access-Control-Allow-Origin", "*")
+        super().end_headers()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of a site."""
+    site = tmp_path_factory.mktemp("site")
+    argv = ["explore", "--site", str(site)]
+    if (PYODIDE_FOLDER / "pyodide.mjs").is_file():
+        argv += ["--pyodide", str(PYODIDE_FOLDER)]
+    main(argv)
+    return site
+
+
+@pytest.fixture(scope="module")
+def address(folder):
+    """The address of the site."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+
+
+@contextmanager
+def opened(browser, address, **options):
+    """The page at an address, drawn, and the list of files that it loads."""
+    context = browser.new_context(viewport={"width": 1200, "height": 800}, **options)
+    tab, errors, files = context.new_page(), [], []
+    tab.on("pageerror", lambda error: errors.append(str(error)))
+    tab.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
+    context.on("request", lambda request: files.append(request.url.removeprefix(address)))
+    tab.goto(address)
+    tab.wait_for_function(DRAWN)
+    yield tab, files
+    assert not errors
+    context.close()
+
+
+def run(tab, source=None):
+    """Press the button, wait, and return the line that is said."""
+    if source is not None:
+        tab.fill("#source", source)
+    tab.click("#runsource")
+    tab.wait_for_function(DONE, timeout=120_000)
+    return tab.text_content("#result")
+
+
+def names_of_panes(tab):
+    return tab.evaluate("panes.map(pane => pane.run.name)")
+
+
+def choose(tab, axis, label):
+    tab.click(f"#choices button[data-axis='{axis}'][data-label='{label}']")
+    tab.wait_for_function(f"panes.every(pane => pane.run.name.includes('{label}'))")
+
+
+def test_a_site_is_small(folder):
+    assert (folder / "index.html").stat().st_size <= 400e3
+    presets = list(folder.glob("runs/*.json.gz"))
+    assert len(presets) == 7  # of eight loads, one is in the page
+    assert all(10e3 < file.stat().st_size <= 600e3 for file in presets)
+
+
+def test_a_load_is_fetched_once_when_it_is_chosen(browser, address):
+    with opened(browser, address) as (tab, files):
+        assert [file for file in files if file and not file.startswith("data:")] == []
+        choose(tab, "load", "steady")
+        choose(tab, "load", "A to D")
+        choose(tab, "load", "steady")
+        assert files.count("runs/steady.json.gz") == 1
+        assert tab.evaluate("focused.run.iterations.length") > 300
+        tab.wait_for_function("document.querySelectorAll('#policytable tbody tr').length === 8")
+    assert not [file for file in files if "python" in file or "pyodide" in file]
+
+
+def test_a_load_that_is_not_there_is_one_line(browser, tmp_path, folder):
+    page = tmp_path / "index.html"
+    page.write_text((folder / "index.html").read_text())
+    context = browser.new_context()
+    tab, errors = context.new_page(), []
+    tab.on("pageerror", lambda error: errors.append(str(error)))
+    tab.goto(f"file://{page}")
+    tab.wait_for_function(DRAWN)
+    tab.click("#choices button[data-label='steady']")
+    tab.wait_for_function("document.getElementById('decision').textContent.includes('steady')")
+    assert "must be served" in tab.text_content("#decision")
+    assert names_of_panes(tab)[0].endswith("A to D") and not errors
+    context.close()
+
+
+@needs_pyodide
+def test_the_version_of_python_is_that_of_the_package():
+    version = json.loads((PYODIDE_FOLDER / "package.json").read_text())["version"]
+    assert f"/v{version}/" in PYODIDE
+    assert f"pyodide@{version}" in (ROOT / ".github/workflows/ci.yml").read_text()
+
+
+@needs_pyodide
+def test_a_policy_of_ones_own_is_shown_beside_any_other(browser, address):
+    with opened(browser, address) as (tab, files):
+        assert "no rule is broken" in run(tab)  # the template
+        assert names_of_panes(tab) == ["vllm | * | A to D", "ShortestFirst (yours) | 256 | A to D"]
+        assert "pyodide/pyodide.asm.wasm" in files
+        run(tab, MINE + "    pass\n")
+        tab.click("#choices button[data-label='sarathi-serve']")
+        for load in ("pipeline bubbles", "shared prefixes", "tight memory"):
+            choose(tab, "load", load)  # it is run there, too
+            metrics = tab.evaluate("panes.map(pane => pane.run.metrics())")
+            assert len(metrics) == 2 and metrics[0] == metrics[1]
+        choose(tab, "chunk", "512")
+        assert names_of_panes(tab)[1] == "Mine (yours) | 512 | tight memory"
+        tab.wait_for_function("document.querySelectorAll('#policytable tbody tr').length === 9")
+        run(tab, MINE + "    def token_budget(self, decodes, prefills):\n        return 64\n")
+        assert tab.evaluate("panes[1].run.iterations[5].budget") == 64
+
+
+@needs_pyodide
+def test_what_is_wrong_with_a_policy_is_one_line(browser, address):
+    with opened(browser, address) as (tab, _):
+        line = run(tab, MINE + "    def schedule(self):\n        return self.nothing\n")
+        assert line.startswith("my_policy.py line 4: AttributeError")
+        assert tab.text_content("#linenumbers .marked") == "4"
+        endless = "    def schedule(self):\n        while True:\n            pass\n"
+        assert run(tab, MINE + endless) == "stopped after 10 s: a loop without an end?"
+        assert len(names_of_panes(tab)) == 2  # what was there
+        lost = "    def admit(self):\n        return self.waiting and self.waiting.popleft()\n"
+        line = run(tab, MINE + lost)
+        assert line.startswith("the rule 'nothing lost' is broken") and "\n" not in line
+        assert tab.locator("#linenumbers .marked").count() == 0
+        printing = (
+            "    def schedule(self):\n        print('here')\n        return super().schedule()\n"
+        )
+        assert "no rule is broken" in run(tab, MINE + printing)
+        assert tab.text_content("#resultdetails").startswith("printed:\nhere\nhere")
+
+
+@needs_pyodide
+def test_a_run_can_be_stopped(browser, address):
+    with opened(browser, address) as (tab, _):
+        tab.fill("#source", MINE + "    def schedule(self):\n        while True: pass\n")
+        tab.click("#runsource")
+        tab.wait_for_function("document.getElementById('result').textContent.startsWith('Running')")
+        tab.click("#stoprun")
+        tab.wait_for_function(DONE)
+        assert tab.text_content("#result") == "stopped"
+
+
+@needs_pyodide
+def test_an_exercise_is_solved_in_the_page(browser, address):
+    exercise = EXERCISES[5]
+    with opened(browser, address) as (tab, _):
+        tab.select_option("#startwith", "6")
+        tab.wait_for_function("document.getElementById('source').value.includes('Exercise 6')")
+        assert tab.input_value("#source") == exercise.file.read_text()
+        assert "not written yet" in run(tab)
+        imports = "from scheduler import Batch, SarathiServe, Scheduler\n"
+        wrong = SOLUTIONS[6].replace("batch.add_decodes(", "len(")
+        assert "A running decode never waits" in run(tab, imports + wrong)
+        assert "| reference" in tab.text_content("#resultdetails")
+        frame = tab.frame_locator("#exercisepage")
+        frame.locator("#position").filter(has_text="iteration 1 of").wait_for()
+        line = run(tab, imports + SOLUTIONS[6])
+        assert line == f"Exercise 6, {exercise.title}: it holds."
+        assert "The answer: 2 iterations" in tab.text_content("#resultdetails")
+        assert tab.locator("#hints details").count() == 2
+
+
+@needs_pyodide
+def test_the_keyboard_is_enough_for_the_editor(browser, address):
+    with opened(browser, address) as (tab, _):
+        tab.get_by_role("button", name="write your own").focus()
+        tab.keyboard.press("Enter")
+        tab.keyboard.press("Control+A")
+        tab.keyboard.press("Delete")
+        tab.keyboard.type("from scheduler import VLLM\nclass Mine(VLLM):\npass\n")
+        source = "from scheduler import VLLM\nclass Mine(VLLM):\n    pass\n    "
+        assert tab.input_value("#source") == source
+        tab.keyboard.press("Tab")
+        assert tab.input_value("#source") == source + "    "
+        tab.keyboard.press("Shift+Tab")
+        assert tab.input_value("#source") == source
+        assert tab.evaluate("cursor") == 10 and not tab.evaluate("playing")  # no key reached it
+        tab.keyboard.press("Control+Enter")
+        tab.wait_for_function("panes[1].run.name === 'Mine (yours) | * | A to D'", timeout=120_000)
+        tab.focus("#source")
+        tab.keyboard.press("Escape")
+        tab.keyboard.press("Tab")
+        assert tab.evaluate("document.activeElement.id") != "source"
+
+
+@needs_pyodide
+def test_what_was_written_is_there_the_next_time(browser, address):
+    with opened(browser, address) as (tab, _):
+        tab.fill("#source", "written = 1\n")
+        tab.reload()
+        tab.wait_for_function("document.getElementById('source').value === 'written = 1\\n'")
+        tab.click("#startover")
+        tab.wait_for_function("document.getElementById('source').value.includes('ShortestFirst')")
+
+
+@needs_pyodide
+def test_a_page_in_a_file_loads_python_from_elsewhere(browser, address, folder, tmp_path):
+    text = (folder / "index.html").read_text()
+    for file in ("python.json.gz", "pyodide/"):
+        assert text.count(f': "{file}"') == 1
+        text = text.replace(f': "{file}"', f': "{address}{file}"')
+    (tmp_path / "page.html").write_text(text)
+    with opened(browser, f"file://{tmp_path}/page.html") as (tab, _):
+        assert "no rule is broken" in run(tab)
