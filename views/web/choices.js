@@ -42,7 +42,7 @@ async function unpack({data: base64, file}) {
     return await unpacked.get(file);
   } catch {
     unpacked.delete(file);  // it may be there the next time
-    const hint = location.protocol === "file:" 
+    const hint = location.protocol === "file:"
       ? ": this folder must be served, as by python -m http.server" : "";
     throw new Error(`${file} could not be loaded${hint}`);
   }
