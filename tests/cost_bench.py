@@ -21,14 +21,17 @@ from lab.measure.batch_times import (
     TimedChunk,
     add_up,
 )
+from lab.measure.batch_times import decodes as hand_made_decodes
+from lab.measure.capacity import Bounded, slo_seconds
 from lab.measure.decode_maximal import DecodeMaximal, compare_decodes, table_2_batches
 from lab.measure.offline_load import OfflineLoad, PolicyRun, summarize_policy, with_gains
 from lab.measure.run_plan import run_plan
-from lab.papers.bench import NO_PREFIX, Bench, Capacities, Served, ServingLimits, Size
+from lab.papers.bench import NO_PREFIX, Bench, Capacities, Served, ServingLimits, Size, TokenBudgets
 from lab.simulator.cost_model import Chunks, CostModel, LayerSeconds, product_seconds
 from lab.simulator.machine import CountingMachine, base_of
 from lab.simulator.simulation import simulate
 from model import Block
+from policies.token_budget import Case, Profiled, choose_budget
 from scheduler import VLLM, Request, RequestLevel, SarathiServe
 from scheduler import Batch as ScheduledBatch
 from tests.helpers import machine_info
@@ -241,6 +244,31 @@ class CostBench(Bench):
     def capacity(self, policies: Sequence[str], *, requests: int, **load: Any) -> Capacities:
         """The highest rates, of short runs."""
         return super().capacity(policies, requests=min(requests, SHORT_RUN), **load)
+
+    def token_budgets(
+        self, slos: Sequence[str], *, decodes: int, max_budget: int, tile: int, **limits: Any
+    ) -> TokenBudgets:
+        """The largest budgets, of batches that the cost model times."""
+        base = base_of(self.cost, limits["max_len"])
+        profile: list[Profiled] = []
+        budgets: dict[str, Bounded] = {}
+
+        def timed(_: Any, cases: Sequence[Case]) -> list[Profiled]:
+            rows = []
+            for budget, context, riding in cases:
+                chunk: Batch = (TimedChunk(budget - riding, budget),) if budget > riding else ()
+                batch = (*chunk, *hand_made_decodes(riding, context))
+                rows.append(Profiled(budget, context, riding, self.time_of(batch).total_ms / 1e3))
+            return rows
+
+        slos_s = {slo: slo_seconds(slo, base) for slo in slos}
+        for slo, slo_s in slos_s.items():
+            budget, rows = choose_budget(
+                self.model, slo_s, decodes, [base.context], tile, max_budget, timed
+            )
+            budgets[slo] = Bounded(budget)
+            profile += rows
+        return TokenBudgets(slos_s, budgets, profile)
 
     def _real_machine(self, limits: ServingLimits) -> Any:
         """The GPUs as a server."""

@@ -45,6 +45,19 @@ EXPECTED = {
     "SS-T4": Expected("trend only", (WHOLE_PROMPTS, APART, SLOW_ATTENTION)),
     "B-1": Expected("as in the paper", (REQUEST_LEVEL,)),
     "B-2": Expected("trend only", (WHOLE_PROMPTS, SLOW_ATTENTION, REREAD)),
+    "S-3.1": Expected("as in the paper", (REREAD,)),
+    "S-4.4": Expected("as in the paper", (WHOLE_PROMPTS,)),
+    "S-F9b": Expected("as in the paper", (WHOLE_PROMPTS, APART, SLOW_ATTENTION, REREAD)),
+    "S-F10b": Expected("as in the paper", (WHOLE_PROMPTS, APART, SLOW_ATTENTION, REREAD)),
+    "S-F11b": Expected("as in the paper", (WHOLE_PROMPTS, APART, SLOW_ATTENTION, REREAD)),
+    "S-F13c": Expected("trend only", (WHOLE_PROMPTS, APART, SLOW_ATTENTION, REREAD)),
+    "SS-F1": Expected("as in the paper", (REQUEST_LEVEL, WHOLE_PROMPTS, REREAD)),
+    "SS-4.3": Expected("as in the paper", ()),
+    "SS-5.2": Expected("as in the paper", ()),
+    "SS-F9b": Expected("as in the paper", (SLOW_ATTENTION,)),
+    "B-1b": Expected("as in the paper", (REQUEST_LEVEL,)),
+    "B-3": Expected("trend only", (REREAD,)),
+    "C-1": Expected("as in the paper", (APART, SLOW_ATTENTION, REREAD)),
     "B-7": Expected("trend only", (REQUEST_LEVEL, WHOLE_PROMPTS)),
 }
 NOTICED = [(claim, broken) for claim, row in EXPECTED.items() for broken in row.notices]
@@ -54,7 +67,7 @@ NOTICED = [(claim, broken) for claim, row in EXPECTED.items() for broken in row.
 def measure(claim_id: str, broken: Break | None) -> Finding:
     """What a claim finds on a system: SARATHI's claims on its A6000, others on an A100."""
     preset, device = "mistral-7b", "a100-80gb"
-    if claim_id.startswith("S-"):
+    if claim_id.startswith(("S-", "C-")):
         preset, device = "llama-13b", "a6000"
     with broken_schedulers(broken), pytest.MonkeyPatch.context() as patch:
         patch.setattr(measured_serving, "plot_serving", lambda *_: None)
@@ -75,5 +88,6 @@ def test_a_claim_notices_that_the_system_is_broken(claim_id, broken):
 
 def test_every_claim_notices_some_break_and_every_break_is_noticed():
     assert EXPECTED.keys() == FUNCTIONS.keys()
-    assert all(expected.notices for expected in EXPECTED.values())
+    notice_none = {claim for claim, expected in EXPECTED.items() if not expected.notices}
+    assert notice_none == {"SS-4.3", "SS-5.2"}  # see test_claims_can_fail.py
     assert {broken for _, broken in NOTICED} == set(BREAKS)

@@ -91,7 +91,7 @@ def test_what_is_counted_is_as_in_the_paper_on_any_machine(claim_id):
 
 
 def test_the_posts_four_requests_use_the_slots_as_it_says():
-    over_time, means = FUNCTIONS["B-1b"](None).plots
+    over_time, means = FUNCTIONS["B-1b"](MadeUpBench("quick")).plots
     used = over_time.line("static")
     assert [used.at(step) for step in (1, 62, 63, 114, 115, 456, 457, 628, 629, 690, 691)] == [
         1, 1, 0.75, 0.75, 0.5, 0.5, 0.25, 0.25, 1, 1, 0.75,
@@ -119,7 +119,7 @@ def test_s_3_1_notices_decodes_that_share_no_weights(monkeypatch):
     monkeypatch.setattr(
         measured_counts, "linear_intensity", lambda config, _: shares_none(config, 1)
     )
-    finding = FUNCTIONS["S-3.1"](None)
+    finding = FUNCTIONS["S-3.1"](MadeUpBench("quick"))
     assert failures(finding) == ["linear layers rises"] and is_small(finding)
 
 
@@ -231,7 +231,7 @@ def test_s_f13c_notices_that_the_smallest_chunk_is_best():
     true = measure(c16=0.97, c32=1.16, c64=1.27, c80=1.2, c128=1.23)
     assert true.verdict(busy=False) == "as in the paper"
     assert failures(measure(c16=1.3, c32=1.2, c64=1.1)) == ["1 < 256 over 64"]
-    assert failures(measure(c64=1.1, c80=1.2)) == ["1 < 256 over 320"]
+    assert failures(measure(c64=1.1, c80=1.2)) == ["0.98 < 256 over 320"]
 
 
 def products_ms(sequence):
@@ -281,7 +281,7 @@ def test_b_3_notices_weights_that_are_read_for_each_row():
     shared = measure(products_ms=lambda sequence: 137.0 + count_tokens(sequence))
     assert failures(shared) == []
     for_each = measure(products_ms=lambda sequence: 1.5 * count_tokens(sequence) - 10)
-    assert failures(for_each) == ["here < 5"]
+    assert failures(for_each) == ["here < 4.9"]
     flat = FUNCTIONS["B-3"](MadeUpBench("quick"))
     assert "here rises" in failures(flat) and is_small(flat)
 

@@ -8,10 +8,11 @@ S is SARATHI, B a post on schedulers; a number alone is a section.
 Read first: finding.py and lab/simulator/simulation.py. Read next: measured.py."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from config import EngineConfig
 from lab.measure import metrics
+from lab.measure.batch_times import decodes
 from lab.measure.capacity import Bounded
 from lab.measure.load_run import Run
 from lab.measure.workload import Arrival
@@ -198,26 +199,30 @@ def s_3_1(bench: Bench) -> Finding:
     device = DEVICES["a6000"]
     ridge = device.flops_per_s / device.bytes_per_s
     intensity = Plot(
-        "LLaMA-13B, computed", x="decodes", y="flops per byte", spec=".3g", log="xy", timed=False
+        "of LLaMA-13B", x="decodes", y="flops per byte", spec=".3g", log="xy", timed=False
     )
     over_ridge = Plot(
         "over the ridge of an A6000", x="decodes", y="times", spec=".2f", log="x", timed=False
     )
+    of_this_model = replace(intensity, title="of the model here", lines={})
     for batch in (1, 2, 4, 8, 18, 64, 256, 512):
         linear = linear_intensity(config, batch)
         intensity.add("linear layers", batch, linear)
         intensity.add("attention", batch, decode_attention_intensity(config))
         intensity.add("ridge", batch, ridge)
         over_ridge.add("linear layers", batch, linear / ridge)
+        here = bench.intensities([decodes(batch, 1)])
+        of_this_model.add("linear layers", batch, here["products"])
     linear = intensity.line("linear layers")
     attention = intensity.line("attention")
     compared = over_ridge.line("linear layers")
     shared = "All decodes of a batch share one reading of the weights."
     own = "Each decode reads keys and values of its own, so that a batch shares nothing of them."
     return Finding(
-        plots=[intensity, over_ridge],
+        plots=[intensity, over_ridge, of_this_model],
         checks=[
             rises(linear, because=shared),
+            rises(of_this_model.line("linear layers"), because=shared),
             less(0.99, attention, 1.01, because=own),
         ],
         published=[
