@@ -81,7 +81,7 @@ def test_a_failed_check_names_its_plot():
 NOISY = [  # numbers, and whether they rise, but for noise of 10 %
     ([1.0, 0.95, 2.0], True),
     ([1.0, 0.8, 2.0], False),
-    ([3.0, 2.9, 3.0], False),  # the last must be above the first
+    ([3.0, 2.9, 3.2], False),  # the last must be above the first by more than that
     ([1.0, 3.2, 3.0], True),
     ([1.0, 3.4, 3.0], False),
 ]

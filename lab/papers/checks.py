@@ -14,7 +14,7 @@ from typing import Literal
 from lab.papers.plot import Line, name_of
 from views.tables import show
 
-NOISE = 1.1  # up to this factor a number that should rise may fall
+NOISE = 1.1  # up to this factor two numbers may differ by chance
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class Check:
 
 
 def rises(line: Line, *, because: str, where: Condition = ANYWHERE) -> Check:
-    """The line ends above its start, and between two x it falls by noise of 10 % at most."""
+    """The line ends above its start, by more than noise of 10 %, and falls nowhere by more."""
     values = [y for x in line.xs if (y := line.at(x)) is not None]
     return _goes(line, "rises", values, because, where)
 
 
 def falls(line: Line, *, because: str, where: Condition = ANYWHERE) -> Check:
-    """The line ends below its start, and between two x it rises by noise of 10 % at most."""
+    """The line ends below its start, by more than noise of 10 %, and rises nowhere by more."""
     values = [y for x in line.xs if (y := line.at(x)) is not None]
     return _goes(line, "falls", values[::-1], because, where)
 
@@ -72,10 +72,11 @@ def _goes(
     line: Line, direction: str, values: Sequence[float], because: str, where: Condition
 ) -> Check:
     """The Check that these values rise; `direction` is what the line does then."""
+    goes_back = any(low > NOISE * high for low, high in pairwise(values))
     failure = ""
     if len(values) < 2:
         failure = "not known"
-    elif values[0] >= values[-1] or any(low > NOISE * high for low, high in pairwise(values)):
+    elif goes_back or NOISE * values[0] >= values[-1]:
         failure = "not so"
     return Check(
         description=f"{line.name} {direction}",

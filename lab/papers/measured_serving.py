@@ -51,7 +51,7 @@ def ss_f7(bench: Bench) -> Finding:
         first_token.add(name, "A to D", run.summary.ttft_s.max)
         longest_gap.add(name, "A to D", run.summary.tbt_s.max)
     chunked = stalls.line("sarathi-serve").times(3)
-    gap = longest_gap.line("sarathi-serve").times(1.5)
+    gap = longest_gap.line("sarathi-serve").times(2.5)
     whole = "A and B wait for two whole prompts, or for no more than a chunk of them."
     waits = "C and D wait until A and B have all their output, or for no longer than a prompt."
     return Finding(
