@@ -344,9 +344,8 @@ class Ranks:
                     self._end_all(f"rank {peer} was silent for {SILENCE_LIMIT_S} s: it hangs")
             for call_time in list(self.call_times):
                 if call_time.beat():
-                    self._resign(
-                        f"a call took {call_time.limit_s:.0f} s: it is stuck, or waits for a stuck rank"
-                    )
+                    limit = f"{call_time.limit_s:.0f} s"
+                    self._resign(f"a call took {limit}: it is stuck, or waits for a stuck rank")
 
     def _send(
         self, message: Command | Reply | Failure | Heartbeat | None, peers: Iterable[int]

@@ -153,7 +153,7 @@ class ParallelRunner(Runner):
     def collect(self, command: int) -> list[StageResult]:
         """The results of all stages for a command. Waits for them, and leaves them in
         Ranks.replies."""
-        replies = self.ranks.wait_for_replies(command, self.ranks.pp)
+        replies = self.ranks.wait_for_replies(command, self.ranks.pp * self.ranks.copies)
         return [replies[rank] for rank in sorted(replies)]
 
     def forget(self, command: int) -> None:

@@ -3,7 +3,8 @@
     python -m tests.rank_program           read jobs, run each in a world of processes, say how
     torchrun ... -m tests.rank_program     be one process of a world, whose job is $RANK_JOB
 
-A job is a dict: `program`, the name of a function here, `tp`, `pp`, and what that function takes.
+A job is a dict: `program`, the name of a function here, `tp`, `pp`, and what that function takes;
+with `copies` there are so many whole models, and `kind` is a key of KINDS.
 Worlds that are started here are forked after torch was imported: that takes no time, torchrun does.
 """
 
@@ -36,9 +37,11 @@ from engine import StepInputs
 from kv_cache import Span
 from model import GPT, GPTConfig
 from parallel import engine_for, runner_for
+from parallel.instances import PoolsEngine, ReplicasEngine
 from parallel.ranks import STARTED, Ranks
 from parallel.shard import Shard
 from parallel.stages import Stage
+from parallel.transfer import Instance
 from sampling import SamplingParams
 from tests.helpers import check_integrity, tiny_model
 from tests.test_interrupt import FILES, NEVER, Interrupt
@@ -72,7 +75,7 @@ def shard_of(model, ranks):
     return shard
 
 
-class SpoiltStage(Stage):
+class Spoilt:
     """A stage whose caches hold big numbers until they are written: nobody may read them."""
 
     def make_runner(self, key, *sizes):
@@ -81,7 +84,7 @@ class SpoiltStage(Stage):
         return made
 
 
-class FaultyStage(SpoiltStage):
+class Faulty(Spoilt):
     """A stage that fails as `fault` says: `what` happens on `rank` when it is loaded, in the first
     batch that has prefill, or the first that has none, between two parts of a layer."""
 
@@ -110,6 +113,30 @@ class FaultyStage(SpoiltStage):
         self.model.blocks[-1].project = project
         suffer(fault)
         return project(*rows)
+
+
+class SpoiltStage(Spoilt, Stage):
+    """The part of a model."""
+
+
+class FaultyStage(Faulty, Stage):
+    """The part of a model."""
+
+
+class FaultyInstance(Faulty, Instance):
+    """A whole model. Keys and values take `link_s` seconds, or the fault happens "on the link"."""
+
+    link_s = 0.0
+
+    def _receive(self):
+        received = super()._receive()
+        if self.fault and self.fault["when"] == "on the link":
+            suffer(self.fault)
+        time.sleep(self.link_s)
+        return received
+
+
+KINDS = {"pools": PoolsEngine, "replicas": ReplicasEngine}
 
 
 def suffer(fault):
@@ -144,10 +171,18 @@ def model_of(job, stage=SpoiltStage):
         model = tiny_model(**job["tiny"])
         return model if ranks is None else shard_of(model, ranks)
 
-    if job["tp"] * job["pp"] == 1:
+    if size(job) == 1:
         return make(None)
-    ranks = Ranks(job["tp"], job["pp"])
+    ranks = Ranks(job["tp"], job["pp"], copies=job.get("copies", 1))
+    if ranks.copies > 1:
+        FaultyInstance.link_s = job.get("link_s", 0.0)
+        stage = FaultyInstance
     return ranks.start(lambda: stage(make(ranks))).model
+
+
+def size(job):
+    """The number of processes."""
+    return job["tp"] * job["pp"] * job.get("copies", 1)
 
 
 def load_checkpoint(job):
@@ -172,7 +207,7 @@ def load_checkpoint(job):
 
 def serve(job):
     """The answers to all requests under each of the job's `engines`, with its `fault`, if any."""
-    FaultyStage.fault = job.get("fault")
+    Faulty.fault = job.get("fault")
     model = model_of(job, FaultyStage if "fault" in job else SpoiltStage)
     return [serve_all(engine_of(model, job, settings), job) for settings in job["engines"]]
 
@@ -180,7 +215,8 @@ def serve(job):
 def engine_of(model, job, settings):
     """An engine of these settings, of which `pages` is of each micro-batch."""
     pages = settings["pages"] * job["pp"]
-    return engine_for(model)(model, **settings | dict(pages=pages))
+    engine = KINDS[job["kind"]] if job.get("copies", 1) > 1 else engine_for(model)
+    return engine(model, **settings | dict(pages=pages))
 
 
 def serve_all(engine, job):
@@ -195,7 +231,7 @@ def serve_all(engine, job):
         check_integrity(scheduler.pages, [])
         assert scheduler.pages.num_free == scheduler.pages.total and not scheduler.running
     assert not engine.has_work and engine.step() == []
-    if job["tp"] * job["pp"] > 1:
+    if size(job) > 1:
         assert engine.runner.ranks.replies.keys() <= {STARTED}  # all were collected
     answers = {}
     for way, completions in done.items():
@@ -427,13 +463,13 @@ def sizes(job):
 
 def loads(job):
     """How long rank 0 has waited until all had loaded."""
-    FaultyStage.fault = job["fault"]
+    Faulty.fault = job["fault"]
     return model_of(job, FaultyStage).ranks.waited
 
 
 def waits(job):
     """How long each stage has waited before each of two batches. Rank 0 is late in the first."""
-    FaultyStage.fault = job["fault"]
+    Faulty.fault = job["fault"]
     model = model_of(job, FaultyStage)
     runner = runner_for(model)(model, pages=1, page_size=16, max_len=16)
     waited = []
@@ -474,7 +510,7 @@ def pid_of(job, rank):
 
 def command_broken_off(job):
     """The model raises on rank 0 while it serves, and rank 0 goes on."""
-    FaultyStage.fault = dict(what="raise", when="decode", rank=0)
+    Faulty.fault = dict(what="raise", when="decode", rank=0)
     engine = engine_of(model_of(job, FaultyStage), job, job["engine"])
     engine.add_request([1, 2, 3], SamplingParams(9))
     while engine.has_work:
@@ -508,7 +544,7 @@ def be_a_rank(job):
 
 def fork(job):
     """Start a job's world: [(pid, rank)], or None in its processes, which are to be ranks."""
-    world = job["tp"] * job["pp"]
+    world = size(job)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environ = dict(WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=job.get("port", port))

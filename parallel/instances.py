@@ -1,0 +1,263 @@
+"""Engines on ranks with a whole model each: replicas, or one that prefills and one that decodes.
+
+    torchrun --nproc-per-node 2 bench.py serve --pools 1:1
+
+Rank 0 decides for both and computes its own batches in a thread. So no rank waits for the other
+while it has work. A step handles one reply: a batch is computed, or keys and values have arrived.
+Read first: policies/pools.py, stages.py, transfer.py."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from config import EngineConfig
+from engine import Completion, Computed, Engine, Event, Iteration
+from parallel.stages import ParallelRunner, StageResult
+from parallel.transfer import Arrived, Link
+from policies import find_policy
+from policies.micro_batches import MicroBatches
+from policies.pools import Transfer, TwoPools
+from scheduler import Batch, Scheduler
+
+WAIT_S = 0.001  # a step waits so long for a reply; then a request that arrives can be added
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A batch that an instance computes."""
+
+    command: int
+    restarts: int  # of its scheduler: a batch from before the last one is of no use
+    batch: Batch
+    iteration: Iteration  # but for its end
+
+
+class Sending(NamedTuple):
+    """A transfer on the link."""
+
+    transfer: Transfer
+    start: float  # on Ranks.clock
+
+
+class InstancesEngine(Engine):
+    """An engine whose ranks have a whole model, a cache and a scheduler each."""
+
+    make_runner = ParallelRunner
+    runner: ParallelRunner
+
+    def _start(
+        self, model: Any, config: EngineConfig, tokenizer: Any, clock: Callable[[], float]
+    ) -> None:
+        self.ranks = model.ranks
+        alive = [runner.key for runner in self.ranks.work.alive]
+        self.ranks.command("free_caches_except", alive)
+        pages = min(self.ranks.call("available_pages", config))
+        super()._start(model, replace(config, pages=pages), tokenizer, clock)
+        self.schedulers = self.make_schedulers()
+        self.scheduler = self.schedulers[0]
+        self.flights: dict[int, Flight] = {}  # by rank
+        self.landing: int | None = None  # the rank whose batch is recorded, until that is done
+
+    def make_schedulers(self) -> Sequence[Scheduler]:
+        """That of each rank. All of them have one queue."""
+        raise NotImplementedError
+
+    def pending(self) -> list[int]:
+        """The commands whose replies are to come."""
+        return [flight.command for flight in self.flights.values()]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request has not ended, or any rank works for this engine."""
+        return bool(self.scheduler.requests or self.pending())
+
+    def abort(self, request_id: int) -> Completion:
+        """As of Engine."""
+        for scheduler in self.schedulers:
+            if any(request.id == request_id for request in scheduler.running):
+                self.scheduler = scheduler
+        try:
+            return super().abort(request_id)
+        finally:
+            self.scheduler = self.schedulers[0]
+
+    def step(self) -> list[Event]:
+        """Let all ranks have work, and wait for one reply, but not for long: its Events.
+
+        May end all processes, as Ranks.command does."""
+        self.last_iteration = None
+        if self.landing is None:  # else an interrupt came while a batch was recorded
+            self.launch()
+            pending = self.pending()
+            if not pending:
+                self._check_nothing_to_do()
+                return []
+            command = self.ranks.first_reply(pending, WAIT_S)
+            if command is None:
+                return []
+            self.landing = self.rank_of(command)
+            if self.landing is None:
+                self.on_reply(command)
+                return []
+        return self._land(self.landing)
+
+    def launch(self) -> None:
+        """Let each rank that is free compute the next batch of its scheduler."""
+        for rank, scheduler in enumerate(self.schedulers):
+            if rank in self.flights:
+                continue
+            start = self.clock()
+            batch = self.next_batch(rank, start)
+            if not batch:
+                continue
+            inputs = self._inputs(batch)
+            iteration = Iteration.begin(batch, self.schedulers, start, micro_batch=rank)
+            iteration = iteration._replace(launch=self.clock())
+            command = self.send(rank, inputs)
+            self.flights[rank] = Flight(command, scheduler.restarts, batch, iteration)
+
+    def next_batch(self, rank: int, now: float) -> Batch | None:
+        """The next batch of a rank; empty or None if it has nothing to do."""
+        return self.schedulers[rank].next_batch()
+
+    def send(self, rank: int, inputs: Sequence[Any]) -> int:
+        """Let a rank compute a batch: the number of the command."""
+        return self.ranks.tell(rank, "run", self.runner.key, *inputs)
+
+    def on_reply(self, command: int) -> None:
+        """Handle a reply that is not that of a batch."""
+
+    def rank_of(self, command: int) -> int | None:
+        """The rank that computes a batch by this command, if any."""
+        ranks = [rank for rank, flight in self.flights.items() if flight.command == command]
+        return ranks[0] if ranks else None
+
+    def _check_nothing_to_do(self) -> None:
+        """Raise RuntimeError if there are requests, and no rank does anything about them."""
+        if self.scheduler.requests:
+            ids = sorted(self.scheduler.requests)
+            raise RuntimeError(f"nothing to do, but there are requests {ids}")
+
+    def _land(self, rank: int) -> list[Event]:
+        """The Events of the batch that a rank has computed. What its model raised is raised."""
+        flight = self.flights[rank]
+        result: StageResult | Exception = self.ranks.replies[flight.command][rank]
+        is_of_use = flight.restarts == self.schedulers[rank].restarts
+        if isinstance(result, Exception):
+            self._forget(rank)
+            if is_of_use:
+                raise result
+            return []
+        events: list[Event] = []
+        if self._computed or is_of_use:
+            self.scheduler = self.schedulers[rank]
+            events = self._record(flight, result)
+            self.scheduler = self.schedulers[0]
+        self._forget(rank)
+        return events
+
+    def _record(self, flight: Flight, result: StageResult) -> list[Event]:
+        """Let the requests of a computed batch move on."""
+        if self._computed is None:  # else an interrupt came in `_advance`
+            now = self.clock()
+            tokens = iter(result.sampled)
+            sampled = [next(tokens) if chunk.yields_token else None for chunk in flight.batch]
+            self.scheduler.observe(flight.batch, now - flight.iteration.start)
+            self._computed = Computed(flight.batch, sampled, flight.iteration._replace(end=now))
+        return self._advance(self._computed)
+
+    def _forget(self, rank: int) -> None:
+        """Let a rank be free."""
+        command = self.flights[rank].command
+        flights = {other: flight for other, flight in self.flights.items() if other != rank}
+        self.flights, self._computed, self.landing = flights, None, None  # no interrupt in between
+        self.ranks.replies.pop(command, None)
+
+
+class ReplicasEngine(InstancesEngine):
+    """An engine on replicas: each rank serves whole requests, under the policy of the config."""
+
+    def make_schedulers(self) -> Sequence[Scheduler]:
+        """One of the policy for each rank."""
+        schedulers = self.config.schedulers(self.clock, pp=1, replicas=self.ranks.copies)
+        self.micro_batches = MicroBatches(schedulers, pp=1)
+        return self.micro_batches.schedulers
+
+    def next_batch(self, rank: int, now: float) -> Batch | None:
+        """As of MicroBatches."""
+        return self.micro_batches.next_batch(rank, now)
+
+
+class PoolsEngine(InstancesEngine):
+    """An engine on two pools of one rank each: rank 0 prefills, rank 1 decodes.
+
+    If the policy of the config cuts prompts, they are prefilled in chunks, else whole. `link_s` has
+    the seconds that each transfer took."""
+
+    def make_schedulers(self) -> Sequence[Scheduler]:
+        """The prefill and the decode instance."""
+        config = self.config
+        self.link = Link(self.runner.model.device, target=1)
+        self.sending: dict[int, Sending] = {}  # by number of the transfer
+        self.arrived: dict[int, Arrived] = {}  # to be written before the next batch
+        self.link_s: list[float] = []
+        self.pools = TwoPools(
+            prefill_pages=[config.new_pages()],
+            decode_pages=[replace(config, prefix_caching=False).new_pages()],
+            chunk=self.scheduler.chunk,
+            max_batch=self.scheduler.max_batch,
+            max_len=self.scheduler.max_len,
+            cuts_prompts=find_policy(config.policy).cuts_prompts,
+            clock=self.clock,
+        )
+        return self.pools.schedulers
+
+    def pending(self) -> list[int]:
+        """The commands whose replies are to come, and the transfers."""
+        return [*super().pending(), *self.sending]
+
+    def launch(self) -> None:
+        """Send what there is memory for, and let each rank compute its next batch."""
+        self.pools.start_transfers()
+        on_link = {sending.transfer for sending in self.sending.values()}
+        for transfer in list(self.pools.transfers.values()):
+            if transfer.target is not None and transfer not in on_link:
+                self._send_pages(transfer)
+        super().launch()
+
+    def _send_pages(self, transfer: Transfer) -> None:
+        """Begin a transfer; but end it if it was aborted since an interrupt."""
+        request = transfer.request
+        if request.finish_reason is not None:
+            self.pools.end_transfer(transfer)
+            return
+        number = next(self.ranks.numbers)
+        start = self.ranks.clock()
+        self.link.send(number, self.runner.cache, request.pages, transfer.tokens)
+        self.sending[number] = Sending(transfer, start)
+
+    def send(self, rank: int, inputs: Sequence[Any]) -> int:
+        """Let a rank compute a batch: the number of the command. The decode instance first writes
+        what has arrived."""
+        if rank == 0:
+            return super().send(rank, inputs)
+        arrived = list(self.arrived.values())
+        command = self.ranks.tell(rank, "write_and_run", self.runner.key, arrived, *inputs)
+        self.arrived.clear()
+        return command
+
+    def on_reply(self, command: int) -> None:
+        """End a transfer: its keys and values are on the decode instance. An interrupt may be
+        anywhere; then this is called again."""
+        sending = self.sending[command]
+        request = sending.transfer.request
+        (end,) = self.ranks.replies[command].values()
+        self.arrived[command] = Arrived(command, sending.transfer.target_pages)
+        self.pools.end_transfer(sending.transfer)
+        if request not in self.schedulers[1].running:
+            self.arrived.pop(command)
+            self.ranks.tell(1, "drop", command)
+        self.link_s.append(end - sending.start)
+        self.link.forget(command)
+        self.sending.pop(command)
+        self.ranks.replies.pop(command)
