@@ -21,3 +21,23 @@ def test_pools_give_what_one_process_gives(worlds):
     engines = [FEW | dict(policy="vllm"), CACHED, FEW | dict(policy="sarathi-serve", page_size=1, pages=32)]
     whole, cached, pages = check(worlds, engines=engines, **TWO, kind="pools", **TINY, at_once=2)
     assert whole["preempted"] and cached["preempted"] and cached["cached"]
+
+
+FAULTS = {
+    "killed in prefill": (0, dict(what="SIGKILL", when="prefill")),
+    "killed in decode": (1, dict(what="SIGKILL", when="decode")),
+    "killed on the link": (1, dict(what="SIGKILL", when="on the link")),
+    "raises": (1, dict(what="raise", when="decode")),
+}
+
+
+def test_when_one_of_two_pools_is_lost_both_end_and_one_line_names_it(worlds):
+    jobs = []
+    for rank, fault in FAULTS.values():
+        job = dict(program="serve", engines=[CACHED], kind="pools", fault=fault | dict(rank=rank))
+        jobs.append(job | TWO | TINY)
+    for (name, (rank, _)), ended in zip(FAULTS.items(), worlds.run(*jobs), strict=True):
+        check_all_end(ended)
+        if rank == 1:
+            reason = ["ArithmeticError", "the model fails"] if name == "raises" else ["gone"]
+            check_error(ended.errors, "rank 1", *reason)
