@@ -35,7 +35,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from errors import check_whole, shorten
 from kv_cache import Pages
@@ -84,6 +84,29 @@ class Transfer:
     target: DecodeInstance | None = None
     target_pages: list[int] = field(default_factory=list)  # reserved there
     abandoned_pages: list[int] = field(default_factory=list)  # of the source, after an abort
+
+
+class Sent(NamedTuple):
+    """A transfer that has ended. Times are in seconds. Instances are numbered from 0, those that
+    prefill first, as in TwoPools.schedulers."""
+
+    request_id: int
+    source: int
+    target: int
+    tokens: int
+    prefilled: float  # when the first output token was known
+    start: float  # when memory was reserved; before `prefilled`, if layers are sent one by one
+    end: float
+
+    @property
+    def waited_s(self) -> float:
+        """How long the request waited for memory on the decode side, after its first token."""
+        return max(0.0, self.start - self.prefilled)
+
+    @property
+    def exposed_s(self) -> float:
+        """How long it was sent after its first token, with all before it on the same link."""
+        return self.end - max(self.start, self.prefilled)
 
 
 class Instance(Scheduler):

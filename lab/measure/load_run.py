@@ -24,6 +24,7 @@ from lab.measure.workload import Arrival
 from model import GPT
 from outputs import Completion, Event, Iteration
 from parallel import ParallelEngine, engine_for
+from policies.pools import Sent
 from policies.priority import PRIORITIES
 from sampling import SamplingParams
 from scheduler import Scheduler
@@ -98,6 +99,7 @@ class Run:
     cut_short: str | None = None  # "interrupted" or "given up" if the run was
     drift: float = 0.0  # share of the machine that others used, see timing.steadily
     offered_per_s: float | None = None  # requests; None: their arrivals do not depend on answers
+    transfers: Sequence[Sent] = ()  # between two pools, in the order in which they ended
 
 
 class LoadInterrupted(KeyboardInterrupt):
