@@ -6,6 +6,7 @@ Rank 0 decides for both and computes its own batches in a thread. So no rank wai
 while it has work. A step handles one reply: a batch is computed, or keys and values have arrived.
 Read first: policies/pools.py, stages.py, transfer.py."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -14,9 +15,8 @@ from config import EngineConfig
 from engine import Completion, Computed, Engine, Event, Iteration
 from parallel.stages import ParallelRunner, StageResult
 from parallel.transfer import Arrived, Link
-from policies import find_policy
 from policies.micro_batches import MicroBatches
-from policies.pools import Transfer, TwoPools
+from policies.pools import Sent, Transfer, TwoPools
 from scheduler import Batch, Scheduler
 
 WAIT_S = 0.001  # a step waits so long for a reply; then a request that arrives can be added
@@ -36,11 +36,12 @@ class Sending(NamedTuple):
     """A transfer on the link."""
 
     transfer: Transfer
-    start: float  # on Ranks.clock
+    prefilled: float  # when its last token was known, on the engine's clock
+    start: float
 
 
-class InstancesEngine(Engine):
-    """An engine whose ranks have a whole model, a cache and a scheduler each."""
+class ReplicasEngine(Engine):
+    """An engine whose ranks have a whole model, a cache and a scheduler of the policy each."""
 
     make_runner = ParallelRunner
     runner: ParallelRunner
@@ -53,14 +54,15 @@ class InstancesEngine(Engine):
         self.ranks.command("free_caches_except", alive)
         pages = min(self.ranks.call("available_pages", config))
         super()._start(model, replace(config, pages=pages), tokenizer, clock)
-        self.schedulers = self.make_schedulers()
+        self.micro_batches = MicroBatches(self.make_schedulers(), pp=1)  # one on each rank
+        self.schedulers = self.micro_batches.schedulers
         self.scheduler = self.schedulers[0]
         self.flights: dict[int, Flight] = {}  # by rank
         self.landing: int | None = None  # the rank whose batch is recorded, until that is done
 
     def make_schedulers(self) -> Sequence[Scheduler]:
-        """That of each rank. All of them have one queue."""
-        raise NotImplementedError
+        """That of each rank. All of them take from one queue."""
+        return self.config.schedulers(self.clock, pp=1, replicas=self.ranks.copies)
 
     def pending(self) -> list[int]:
         """The commands whose replies are to come."""
@@ -73,9 +75,7 @@ class InstancesEngine(Engine):
 
     def abort(self, request_id: int) -> Completion:
         """As of Engine."""
-        for scheduler in self.schedulers:
-            if any(request.id == request_id for request in scheduler.running):
-                self.scheduler = scheduler
+        self.scheduler = self.micro_batches.running_in(request_id)
         try:
             return super().abort(request_id)
         finally:
@@ -99,7 +99,11 @@ class InstancesEngine(Engine):
             if self.landing is None:
                 self.on_reply(command)
                 return []
-        return self._land(self.landing)
+        events = self._land(self.landing)
+        flights = self._others(self.landing)
+        self.scheduler = self.schedulers[0]
+        self.flights, self._computed, self.landing = flights, None, None  # no interrupt in between
+        return events
 
     def launch(self) -> None:
         """Let each rank that is free compute the next batch of its scheduler."""
@@ -107,7 +111,7 @@ class InstancesEngine(Engine):
             if rank in self.flights:
                 continue
             start = self.clock()
-            batch = self.next_batch(rank, start)
+            batch = self.micro_batches.next_batch(rank, start)
             if not batch:
                 continue
             inputs = self._inputs(batch)
@@ -115,10 +119,6 @@ class InstancesEngine(Engine):
             iteration = iteration._replace(launch=self.clock())
             command = self.send(rank, inputs)
             self.flights[rank] = Flight(command, scheduler.restarts, batch, iteration)
-
-    def next_batch(self, rank: int, now: float) -> Batch | None:
-        """The next batch of a rank; empty or None if it has nothing to do."""
-        return self.schedulers[rank].next_batch()
 
     def send(self, rank: int, inputs: Sequence[Any]) -> int:
         """Let a rank compute a batch: the number of the command."""
@@ -141,58 +141,36 @@ class InstancesEngine(Engine):
     def _land(self, rank: int) -> list[Event]:
         """The Events of the batch that a rank has computed. What its model raised is raised."""
         flight = self.flights[rank]
-        result: StageResult | Exception = self.ranks.replies[flight.command][rank]
-        is_of_use = flight.restarts == self.schedulers[rank].restarts
-        if isinstance(result, Exception):
-            self._forget(rank)
-            if is_of_use:
+        self.scheduler = self.schedulers[rank]
+        if self._computed is None:  # else an interrupt came while it was recorded
+            if flight.restarts != self.scheduler.restarts:  # its requests have begun anew
+                self.ranks.replies.pop(flight.command, None)
+                return []
+            result: StageResult | Exception = self.ranks.replies[flight.command][rank]
+            if isinstance(result, Exception):
+                self.scheduler = self.schedulers[0]
+                self.flights, self.landing = self._others(rank), None
                 raise result
-            return []
-        events: list[Event] = []
-        if self._computed or is_of_use:
-            self.scheduler = self.schedulers[rank]
-            events = self._record(flight, result)
-            self.scheduler = self.schedulers[0]
-        self._forget(rank)
-        return events
-
-    def _record(self, flight: Flight, result: StageResult) -> list[Event]:
-        """Let the requests of a computed batch move on."""
-        if self._computed is None:  # else an interrupt came in `_advance`
             now = self.clock()
             tokens = iter(result.sampled)
             sampled = [next(tokens) if chunk.yields_token else None for chunk in flight.batch]
             self.scheduler.observe(flight.batch, now - flight.iteration.start)
             self._computed = Computed(flight.batch, sampled, flight.iteration._replace(end=now))
+        self.ranks.replies.pop(flight.command, None)
         return self._advance(self._computed)
 
-    def _forget(self, rank: int) -> None:
-        """Let a rank be free."""
-        command = self.flights[rank].command
-        flights = {other: flight for other, flight in self.flights.items() if other != rank}
-        self.flights, self._computed, self.landing = flights, None, None  # no interrupt in between
-        self.ranks.replies.pop(command, None)
+    def _others(self, rank: int) -> dict[int, Flight]:
+        """The flights of all ranks but one."""
+        return {other: flight for other, flight in self.flights.items() if other != rank}
 
 
-class ReplicasEngine(InstancesEngine):
-    """An engine on replicas: each rank serves whole requests, under the policy of the config."""
-
-    def make_schedulers(self) -> Sequence[Scheduler]:
-        """One of the policy for each rank."""
-        schedulers = self.config.schedulers(self.clock, pp=1, replicas=self.ranks.copies)
-        self.micro_batches = MicroBatches(schedulers, pp=1)
-        return self.micro_batches.schedulers
-
-    def next_batch(self, rank: int, now: float) -> Batch | None:
-        """As of MicroBatches."""
-        return self.micro_batches.next_batch(rank, now)
-
-
-class PoolsEngine(InstancesEngine):
+class PoolsEngine(ReplicasEngine):
     """An engine on two pools of one rank each: rank 0 prefills, rank 1 decodes.
 
-    If the policy of the config cuts prompts, they are prefilled in chunks, else whole. `link_s` has
-    the seconds that each transfer took."""
+    With `cuts_prompts` it prefills in chunks, else whole prompts; the policy of the config does not
+    matter. `sent` has the transfers that have ended, in seconds on the engine's clock."""
+
+    cuts_prompts = False
 
     def make_schedulers(self) -> Sequence[Scheduler]:
         """The prefill and the decode instance."""
@@ -200,17 +178,22 @@ class PoolsEngine(InstancesEngine):
         self.link = Link(self.runner.model.device, target=1)
         self.sending: dict[int, Sending] = {}  # by number of the transfer
         self.arrived: dict[int, Arrived] = {}  # to be written before the next batch
-        self.link_s: list[float] = []
+        self.sent: list[Sent] = []
         self.pools = TwoPools(
             prefill_pages=[config.new_pages()],
             decode_pages=[replace(config, prefix_caching=False).new_pages()],
             chunk=self.scheduler.chunk,
             max_batch=self.scheduler.max_batch,
             max_len=self.scheduler.max_len,
-            cuts_prompts=find_policy(config.policy).cuts_prompts,
+            cuts_prompts=self.cuts_prompts,
             clock=self.clock,
         )
         return self.pools.schedulers
+
+    def warm_up(self) -> None:
+        """As of Engine."""
+        super().warm_up()
+        self.sent.clear()
 
     def pending(self) -> list[int]:
         """The commands whose replies are to come, and the transfers."""
@@ -232,9 +215,9 @@ class PoolsEngine(InstancesEngine):
             self.pools.end_transfer(transfer)
             return
         number = next(self.ranks.numbers)
-        start = self.ranks.clock()
+        start = self.clock()
         self.link.send(number, self.runner.cache, request.pages, transfer.tokens)
-        self.sending[number] = Sending(transfer, start)
+        self.sending[number] = Sending(transfer, request.token_times[-1], start)
 
     def send(self, rank: int, inputs: Sequence[Any]) -> int:
         """Let a rank compute a batch: the number of the command. The decode instance first writes
@@ -249,15 +232,17 @@ class PoolsEngine(InstancesEngine):
     def on_reply(self, command: int) -> None:
         """End a transfer: its keys and values are on the decode instance. An interrupt may be
         anywhere; then this is called again."""
-        sending = self.sending[command]
-        request = sending.transfer.request
-        (end,) = self.ranks.replies[command].values()
-        self.arrived[command] = Arrived(command, sending.transfer.target_pages)
-        self.pools.end_transfer(sending.transfer)
-        if request not in self.schedulers[1].running:
+        transfer, prefilled, start = self.sending[command]
+        end = self.ranks.replies[command][1] + self.clock() - time.perf_counter()
+        self.arrived[command] = Arrived(command, transfer.target_pages)
+        self.pools.end_transfer(transfer)
+        if transfer.request in self.schedulers[1].running:
+            self.sent.append(
+                Sent(transfer.request.id, 0, 1, transfer.tokens, prefilled, start, end)
+            )
+        else:
             self.arrived.pop(command)
             self.ranks.tell(1, "drop", command)
-        self.link_s.append(end - sending.start)
         self.link.forget(command)
         self.sending.pop(command)
         self.ranks.replies.pop(command)

@@ -28,9 +28,11 @@ from random import Random
 import torch
 
 import bench
+import parallel.instances
 import parallel.meeting
 import parallel.ranks
 import parallel.stages
+import policies.pools
 from cli import console
 from cli.loading import ModelOptions, load_model
 from engine import StepInputs
@@ -123,6 +125,12 @@ class FaultyStage(Faulty, Stage):
     """The part of a model."""
 
 
+class ChunkedPools(PoolsEngine):
+    """Prefills in chunks."""
+
+    cuts_prompts = True
+
+
 class FaultyInstance(Faulty, Instance):
     """A whole model. Keys and values take `link_s` seconds, or the fault happens "on the link"."""
 
@@ -136,7 +144,7 @@ class FaultyInstance(Faulty, Instance):
         return received
 
 
-KINDS = {"pools": PoolsEngine, "replicas": ReplicasEngine}
+KINDS = {"pools": PoolsEngine, "pools chunks": ChunkedPools, "replicas": ReplicasEngine}
 
 
 def suffer(fault):
@@ -289,7 +297,8 @@ def interrupted(job):
 
     It is raised wherever rank 0 decides or waits, but not while all ranks are given a command.
     """
-    FILES.add(str(Path(parallel.stages.__file__)))
+    modules = [parallel.stages, parallel.instances, policies.pools]
+    FILES.update(str(Path(module.__file__)) for module in modules)
     model = model_of(job)
     params = [replace(each, logprobs=True) for each in PARAMS]
     expected = engine_of(model, job, job["engine"]).generate(PROMPTS, params, progress=False)
@@ -321,12 +330,12 @@ def serve_interrupted(engine, params, random):
     return [done[request_id] for request_id in sorted(done)], counts
 
 
-def impatient(wait_for, random, counts, condition):
-    """wait_for(condition), or KeyboardInterrupt."""
+def impatient(wait_for, random, counts, *arguments):
+    """wait_for(*arguments), or KeyboardInterrupt."""
     if random.random() < 0.2:
         counts["waiting"] += 1
         raise KeyboardInterrupt
-    return wait_for(condition)
+    return wait_for(*arguments)
 
 
 def counted(function, arguments, random, counts):
@@ -338,12 +347,15 @@ def counted(function, arguments, random, counts):
         counts["interrupts"] += interrupt.raised
 
 
+COMMANDS = (Ranks.command.__code__, Ranks.tell.__code__)
+
+
 class OutsideOfCommands(Interrupt):
     """Interrupts while no command is given."""
 
     def profile(self, frame, event, arg):
         caller = frame
-        while caller and caller.f_code is not Ranks.command.__code__:
+        while caller and caller.f_code not in COMMANDS:
             caller = caller.f_back
         if caller is None:
             super().profile(frame, event, arg)
@@ -373,6 +385,29 @@ def aborts(job):
     for scheduler in engine.schedulers:
         check_integrity(scheduler.pages, [])
         assert not scheduler.running
+    return len(aborted)
+
+
+def aborts_on_the_link(job):
+    """Abort so many requests while their keys and values are sent: how many were aborted."""
+    model = model_of(job)
+    engine = engine_of(model, job, job["engine"])
+    expected = engine.generate(PROMPTS, PARAMS, progress=False)
+    ids = add_all(engine)
+    done = {}
+    aborted = set()
+    while engine.has_work:
+        for event in engine.step():
+            if event.completion:
+                done[event.request_id] = event.completion.tokens
+        on_the_link = {sending.transfer.request.id for sending in engine.sending.values()} - aborted
+        if on_the_link and len(aborted) < job["aborts"]:
+            aborted.add(engine.abort(min(on_the_link)).request_id)
+    expected_tokens = {i: c.tokens for i, c in zip(ids, expected, strict=True)}
+    assert done == {i: tokens for i, tokens in expected_tokens.items() if i not in aborted}
+    for scheduler in engine.schedulers:
+        check_integrity(scheduler.pages, [])
+        assert scheduler.pages.num_free == scheduler.pages.total and not scheduler.running
     return len(aborted)
 
 
