@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from config import EngineConfig
 from engine import Completion, Computed, Engine, Event, Iteration
 from parallel.stages import ParallelRunner, StageResult
-from parallel.transfer import Arrived, Link
+from parallel.transfer import Link
 from policies.micro_batches import MicroBatches
 from policies.pools import Sent, Transfer, TwoPools
 from scheduler import Batch, Scheduler
@@ -117,12 +117,8 @@ class ReplicasEngine(Engine):
             inputs = self._inputs(batch)
             iteration = Iteration.begin(batch, self.schedulers, start, micro_batch=rank)
             iteration = iteration._replace(launch=self.clock())
-            command = self.send(rank, inputs)
+            command = self.ranks.tell(rank, "run", self.runner.key, *inputs)
             self.flights[rank] = Flight(command, scheduler.restarts, batch, iteration)
-
-    def send(self, rank: int, inputs: Sequence[Any]) -> int:
-        """Let a rank compute a batch: the number of the command."""
-        return self.ranks.tell(rank, "run", self.runner.key, *inputs)
 
     def on_reply(self, command: int) -> None:
         """Handle a reply that is not that of a batch."""
@@ -150,6 +146,7 @@ class ReplicasEngine(Engine):
             if isinstance(result, Exception):
                 self.scheduler = self.schedulers[0]
                 self.flights, self.landing = self._others(rank), None
+                self.ranks.replies.pop(flight.command)
                 raise result
             now = self.clock()
             tokens = iter(result.sampled)
@@ -177,7 +174,6 @@ class PoolsEngine(ReplicasEngine):
         config = self.config
         self.link = Link(self.runner.model.device, target=1)
         self.sending: dict[int, Sending] = {}  # by number of the transfer
-        self.arrived: dict[int, Arrived] = {}  # to be written before the next batch
         self.sent: list[Sent] = []
         self.pools = TwoPools(
             prefill_pages=[config.new_pages()],
@@ -219,30 +215,17 @@ class PoolsEngine(ReplicasEngine):
         self.link.send(number, self.runner.cache, request.pages, transfer.tokens)
         self.sending[number] = Sending(transfer, request.token_times[-1], start)
 
-    def send(self, rank: int, inputs: Sequence[Any]) -> int:
-        """Let a rank compute a batch: the number of the command. The decode instance first writes
-        what has arrived."""
-        if rank == 0:
-            return super().send(rank, inputs)
-        arrived = list(self.arrived.values())
-        command = self.ranks.tell(rank, "write_and_run", self.runner.key, arrived, *inputs)
-        self.arrived.clear()
-        return command
-
     def on_reply(self, command: int) -> None:
         """End a transfer: its keys and values are on the decode instance. An interrupt may be
         anywhere; then this is called again."""
         transfer, prefilled, start = self.sending[command]
         end = self.ranks.replies[command][1] + self.clock() - time.perf_counter()
-        self.arrived[command] = Arrived(command, transfer.target_pages)
-        self.pools.end_transfer(transfer)
-        if transfer.request in self.schedulers[1].running:
+        # before they are reserved for others; a request that was aborted does no harm
+        self.ranks.tell(1, "write", self.runner.key, command, transfer.target_pages)
+        if self.pools.end_transfer(transfer):
             self.sent.append(
                 Sent(transfer.request.id, 0, 1, transfer.tokens, prefilled, start, end)
             )
-        else:
-            self.arrived.pop(command)
-            self.ranks.tell(1, "drop", command)
         self.link.forget(command)
         self.sending.pop(command)
         self.ranks.replies.pop(command)

@@ -5,17 +5,16 @@ Read first: kv_cache.py, stages.py. Read next: instances.py."""
 from collections.abc import Sequence
 from contextlib import suppress
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kv_cache import KVCache, Span, slot_mapping
+from kv_cache import KVCache, slot_mapping
 from parallel.ranks import IDLE_LIMIT
 from parallel.shard import Shard
-from parallel.stages import Stage, StageResult
-from sampling import SamplingParams
+from parallel.stages import Stage
 
 
 def export_pages(cache: KVCache, pages: Sequence[int], tokens: int) -> Tensor:
@@ -31,13 +30,6 @@ def import_pages(cache: KVCache, pages: Sequence[int], kv: Tensor) -> None:
 
 def _slots(cache: KVCache, pages: Sequence[int], tokens: int) -> Tensor:
     return torch.tensor(slot_mapping(pages, cache.page_size, 0, tokens), device=cache.data.device)
-
-
-class Arrived(NamedTuple):
-    """Keys and values that a rank has received and not written yet."""
-
-    number: int  # of the transfer
-    pages: list[int]  # where they belong
 
 
 class Link:
@@ -74,24 +66,11 @@ class Instance(Stage):
         if model.ranks.rank > 0:
             Thread(target=self._receive_all, daemon=True).start()
 
-    def write_and_run(
-        self,
-        key: int,
-        arrived: list[Arrived],
-        spans: list[Span],
-        params: list[SamplingParams],
-        positions: list[int],
-    ) -> StageResult | None:
-        """Write keys and values into the pages of the cache that wait for them; then as `run`."""
-        for number, pages in arrived:
-            kv = self.received.pop(number, None)  # after an interrupt rank 0 may name it again
-            if kv is not None:
-                import_pages(self.runners[key].cache, pages, kv)
-        return self.run(key, spans, params, positions)
-
-    def drop(self, number: int) -> None:
-        """Drop what was received for a request that has ended."""
-        self.received.pop(number, None)
+    def write(self, key: int, number: int, pages: list[int]) -> None:
+        """Write the keys and values of a transfer into these pages of the cache of a runner."""
+        kv = self.received.pop(number, None)  # after an interrupt rank 0 may ask for it again
+        if kv is not None:
+            import_pages(self.runners[key].cache, pages, kv)
 
     def _receive_all(self) -> None:
         """Receive keys and values until rank 0 is gone."""
