@@ -123,7 +123,7 @@ def check_order(run, arrivals):
     for sent in run.transfers:
         lands.setdefault(sent.request_id, []).append((sent.prefilled, sent.end))
     for iteration in run.iterations:
-        for request_id, _, length, is_decode in iteration.chunks:
+        for request_id, *_, is_decode in iteration.chunks:
             spans = lands.get(request_id, [])
             if is_decode and iteration.micro_batch >= 2:
                 assert any(end <= iteration.start for _, end in spans)

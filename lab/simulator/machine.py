@@ -117,16 +117,20 @@ class CountingMachine:
         prompts = None  # only their lengths matter
         if config.prefix_caching:
             prompts = workload.prompts(arrivals, VOCABULARY, self.seed, self.shared_prefix)
-        simulated = simulate(
-            self.cost,
-            config,
-            arrivals,
-            prompts,
-            replicas=self.replicas,
-            progress=progress,
-            recorder=recorder,
-        )
-        return replace(simulated.run, drift=self.drift)
+        run = self.simulate(config, arrivals, prompts, progress=progress, recorder=recorder)
+        return replace(run, drift=self.drift)
+
+    def simulate(
+        self,
+        config: EngineConfig,
+        arrivals: Sequence[Arrival],
+        prompts: Sequence[list[int]] | None,
+        **watching: Any,
+    ) -> Run:
+        """The Run of a load; `watching` is as of LoadRun."""
+        return simulate(
+            self.cost, config, arrivals, prompts, replicas=self.replicas, **watching
+        ).run
 
 
 class SimulatedMachine(CountingMachine):
