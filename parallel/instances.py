@@ -64,6 +64,11 @@ class ReplicasEngine(Engine):
         """That of each rank. All of them take from one queue."""
         return self.config.schedulers(self.clock, pp=1, replicas=self.ranks.copies)
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether any rank works for this engine."""
+        return bool(self.pending())
+
     def pending(self) -> list[int]:
         """The commands whose replies are to come."""
         return [flight.command for flight in self.flights.values()]
@@ -71,7 +76,7 @@ class ReplicasEngine(Engine):
     @property
     def has_work(self) -> bool:
         """Whether any request has not ended, or any rank works for this engine."""
-        return bool(self.scheduler.requests or self.pending())
+        return bool(self.scheduler.requests or self.in_flight)
 
     def abort(self, request_id: int) -> Completion:
         """As of Engine."""
@@ -229,3 +234,9 @@ class PoolsEngine(ReplicasEngine):
         self.link.forget(command)
         self.sending.pop(command)
         self.ranks.replies.pop(command)
+
+
+class ChunkedPoolsEngine(PoolsEngine):
+    """As PoolsEngine, with prompts in chunks."""
+
+    cuts_prompts = True

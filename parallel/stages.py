@@ -216,6 +216,11 @@ class ParallelEngine(Engine):
         self.state = PipelineState(ready=tuple(range(ranks.pp)), flights=())
 
     @property
+    def in_flight(self) -> bool:
+        """Whether any batch is on its way."""
+        return bool(self.state.flights)
+
+    @property
     def has_work(self) -> bool:
         """Whether any request has not ended, or any batch is on its way."""
         return bool(self.scheduler.requests or self.state.flights)

@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -34,14 +34,22 @@ from lab.commands.serve_options import (
 )
 from lab.measure import capacity, metrics, timing, workload
 from lab.measure.capacity import JudgedRun, SearchResult, Trial
+from lab.measure.link import measure_link
 from lab.measure.load_run import LoadInterrupted, Run
 from lab.measure.machine import Machine, RealMachine
 from lab.measure.run_plan import run_plan
 from lab.measure.workload import Arrival
-from lab.simulator.devices import LINKS
-from lab.simulator.machine import FittedMachine, SimulatedMachine, SimulatedMachineOptions
+from lab.simulator.devices import LINKS, Link
+from lab.simulator.machine import (
+    CountingMachine,
+    FittedMachine,
+    SimulatedMachine,
+    SimulatedMachineOptions,
+)
 from lab.simulator.pools import KVLink, PooledMachine
 from lab.simulator.referee import broken_rules, mark_broken
+from parallel.instances import ChunkedPoolsEngine, PoolsEngine
+from parallel.shard import Shard
 from policies.token_budget import MAX_DELAY_S, MULTIPLES
 from views.page import Recorder, page
 from views.tables import Column, format_table, show
@@ -225,23 +233,54 @@ def simulated_options(options: ServeOptions) -> SimulatedMachineOptions:
     )
 
 
-def pooled_machines(options: ServeOptions) -> dict[str, PooledMachine]:
-    """{name: machine} of --pools: whole prompts, and prompts in chunks."""
-    if options.pools is None:
-        return {}
-    cost = simulated_options(options).cost()
-    kv_link = KVLink.of(cost, LINKS[options.kv_link], layer_wise=options.kv_send == "layers")
-    return {
-        f"pools {options.pools}{suffix}": PooledMachine(
-            cost,
-            options.pools,
-            kv_link,
-            cuts_prompts=cuts_prompts,
-            seed=options.seed,
-            shared_prefix=options.shared_prefix,
-        )
-        for suffix, cuts_prompts in {"": False, " chunks": True}.items()
-    }
+class PoolsLink(NamedTuple):
+    """What joins two pools."""
+
+    text: str
+    simulated: KVLink | None  # None if nothing is simulated
+
+
+def pools_link(options: ServeOptions, machine: Machine) -> PoolsLink:
+    """The link that the options name; or that between two ranks, which is measured where it is
+    simulated, too."""
+    if isinstance(machine, SimulatedMachine):
+        is_layer_wise = options.kv_send == "layers"
+        link = KVLink.of(machine.gpus, LINKS[options.kv_link], layer_wise=is_layer_wise)
+        return PoolsLink(f"{options.kv_link}, {KV_SENDS[options.kv_send]}", link)
+    text = f"torch.distributed, {KV_SENDS['end']}"
+    if not isinstance(machine, FittedMachine):
+        return PoolsLink(text, None)
+    model = machine.real.model
+    assert isinstance(model, Shard)  # there are two ranks
+    speed = measure_link(model, options.max_len, options.model.attention)
+    text += f": {1e3 * speed.step_s:.2f} ms and {speed.bytes_per_s / 1e9:.3g} GB/s"
+    return PoolsLink(text, KVLink(Link(speed.bytes_per_s, speed.step_s), speed.token_bytes))
+
+
+def pooled_servers(
+    options: ServeOptions, machine: Machine, kv_link: KVLink | None
+) -> dict[str, Callable[..., Run]]:
+    """{name: a function as Machine.serve} of --pools, which prefill whole prompts, or chunks. Real
+    and simulated as in machines_of."""
+    servers: dict[str, Callable[..., Run]] = {}
+    assert options.pools is not None
+    for suffix, server in machines_of(options, machine).items():
+        for kind, cuts_prompts in {"": False, " chunks": True}.items():
+            name = f"pools {options.pools}{kind}{suffix}"
+            if isinstance(server, RealMachine):
+                engine_class = ChunkedPoolsEngine if cuts_prompts else PoolsEngine
+                servers[name] = partial(server.serve, engine_class=engine_class)
+            elif isinstance(server, CountingMachine) and kv_link is not None:
+                pooled = PooledMachine(
+                    server.cost,
+                    options.pools,
+                    kv_link,
+                    cuts_prompts=cuts_prompts,
+                    seed=options.seed,
+                    shared_prefix=options.shared_prefix,
+                )
+                servers[name] = pooled.serve
+    return servers
 
 
 def machines_of(options: ServeOptions, machine: Machine) -> dict[str, Machine]:
@@ -421,11 +460,12 @@ def main(options: ServeOptions) -> dict[str, Any]:
         "unit": "chats/s" if options.turns > 1 else "requests/s",
     }
     print(format_heading(machine, options, report, arrivals))
+    kv_link = None  # that is simulated
     if options.pools:
+        link_text, kv_link = pools_link(options, machine)
         print(
             f"pools: {options.pools.prefill} of {options.replicas} instances prefill, "
-            f"{options.pools.decode} decode; keys and values over {options.kv_link}, "
-            f"{KV_SENDS[options.kv_send]}\n"
+            f"{options.pools.decode} decode; keys and values over {link_text}\n"
         )
     configs = plan(slo_s)
     violations = broken_rules(run_config.policy for run_config in configs.values())
@@ -438,12 +478,13 @@ def main(options: ServeOptions) -> dict[str, Any]:
             servers[name + suffix] = partial(server.serve, run_config)
             if run_config.policy in violations:
                 broken[name + suffix] = violations[run_config.policy].rule
-    for name, pooled in pooled_machines(options).items():
+    if options.pools:
         pooled_plan = run_plan(
             [SIZES], options.page_size, config, slo_s, caching=options.prefix_caching
         )
-        for label, run_config in pooled_plan.items():
-            servers[label.replace(SIZES, name)] = partial(pooled.serve, run_config)
+        for name, serve in pooled_servers(options, machine, kv_link).items():
+            for label, run_config in pooled_plan.items():
+                servers[label.replace(SIZES, name)] = partial(serve, run_config)
     session = Session(options, arrivals_at, report, machine.info.heading(), broken)
     session.run_all(servers, start)
     return report

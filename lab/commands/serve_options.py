@@ -5,7 +5,7 @@ Read next: serve.py."""
 import re
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cli.loading import MAX_PROCESSES, ModelOptions, add_model_options, model_options, resolve_model
 from cli.options import (
@@ -40,7 +40,6 @@ REQUESTS = {"serve": PerDevice(cpu=48, gpu=500), "capacity": PerDevice(cpu=128, 
 KV_SENDS = {"layers": "layer by layer during the prefill", "end": "all layers at its end"}
 ONLY_SIMULATED = (
     "replicas",
-    "pools",
     "kv_link",
     "kv_send",
     "tp_link",
@@ -335,8 +334,9 @@ def _add_simulated_options(parser: OptionParser) -> None:
     )
     parser.add_option(
         "--pools",
-        help="also serve by two pools of simulated instances, so many that prefill and so many "
-        "that decode, beside as many replicas",
+        help="also serve by two pools of instances, so many that prefill and so many that decode, "
+        "beside as many replicas. Without --simulate DEVICE they are 1:1, two processes that "
+        "torchrun starts, see parallel/README.md",
         type=two_pools,
         metavar="PREFILL:DECODE",
     )
@@ -390,6 +390,8 @@ def resolve(parser: OptionParser, args: Namespace) -> ServeOptions:
     batch = args.batch or BATCH.pick(device)
     kv_tokens = args.kv_tokens
     model = model_options(args)
+    if args.pools and not is_elsewhere:
+        model = replace(model, copies=args.replicas)
     if is_elsewhere:
         kv_tokens = _simulated_kv_tokens(parser, args, max_len, chunk)
     check_load(parser, args, max_len)
@@ -469,6 +471,8 @@ def _check_machine(parser: OptionParser, args: Namespace) -> None:
             parser.error(f"--{name.replace('_', '-')}: {goes} with --simulate DEVICE")
     if args.pools and (args.pp > 1 or args.replicas > 1):
         parser.error("--pools: goes without --pp and --replicas: there are as many replicas")
+    if args.pools and is_here and (args.pools != Pools(1, 1) or args.tp > 1):
+        parser.error(f"--pools {args.pools}: must be 1:1 without --tp, or --simulate DEVICE")
     if args.simulate == THIS and args.tp * args.pp > 1:
         parser.error(f"--tp, --pp: do not go with --simulate {THIS}; see bench.py pipeline")
 
