@@ -278,6 +278,7 @@ def pooled_servers(
                     cuts_prompts=cuts_prompts,
                     seed=options.seed,
                     shared_prefix=options.shared_prefix,
+                    drift=server.drift,
                 )
                 servers[name] = pooled.serve
     return servers

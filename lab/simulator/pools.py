@@ -275,8 +275,9 @@ class PooledMachine(CountingMachine):
         cuts_prompts: bool,
         seed: int,
         shared_prefix: tuple[int, int],
+        drift: float = 0.0,
     ) -> None:
-        super().__init__(cost, seed=seed, shared_prefix=shared_prefix)
+        super().__init__(cost, seed=seed, shared_prefix=shared_prefix, drift=drift)
         self.pools = pools
         self.kv_link = kv_link
         self.cuts_prompts = cuts_prompts
