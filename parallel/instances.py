@@ -81,10 +81,9 @@ class ReplicasEngine(Engine):
     def abort(self, request_id: int) -> Completion:
         """As of Engine."""
         self.scheduler = self.micro_batches.running_in(request_id)
-        try:
-            return super().abort(request_id)
-        finally:
-            self.scheduler = self.schedulers[0]
+        completion = super().abort(request_id)
+        self.scheduler = self.schedulers[0]
+        return completion
 
     def step(self) -> list[Event]:
         """Let all ranks have work, and wait for one reply, but not for long: its Events.
@@ -94,16 +93,14 @@ class ReplicasEngine(Engine):
         if self.landing is None:  # else an interrupt came while a batch was recorded
             self.launch()
             pending = self.pending()
-            if not pending:
-                self._check_nothing_to_do()
-                return []
-            command = self.ranks.first_reply(pending, WAIT_S)
+            command = self.ranks.first_reply(pending, WAIT_S) if pending else None
             if command is None:
                 return []
-            self.landing = self.rank_of(command)
-            if self.landing is None:
+            ranks = {flight.command: rank for rank, flight in self.flights.items()}
+            if command not in ranks:
                 self.on_reply(command)
                 return []
+            self.landing = ranks[command]
         events = self._land(self.landing)
         flights = self._others(self.landing)
         self.scheduler = self.schedulers[0]
@@ -127,17 +124,6 @@ class ReplicasEngine(Engine):
 
     def on_reply(self, command: int) -> None:
         """Handle a reply that is not that of a batch."""
-
-    def rank_of(self, command: int) -> int | None:
-        """The rank that computes a batch by this command, if any."""
-        ranks = [rank for rank, flight in self.flights.items() if flight.command == command]
-        return ranks[0] if ranks else None
-
-    def _check_nothing_to_do(self) -> None:
-        """Raise RuntimeError if there are requests, and no rank does anything about them."""
-        if self.scheduler.requests:
-            ids = sorted(self.scheduler.requests)
-            raise RuntimeError(f"nothing to do, but there are requests {ids}")
 
     def _land(self, rank: int) -> list[Event]:
         """The Events of the batch that a rank has computed. What its model raised is raised."""

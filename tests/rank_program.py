@@ -19,7 +19,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -37,9 +37,10 @@ from cli import console
 from cli.loading import ModelOptions, load_model
 from engine import StepInputs
 from kv_cache import Span
+from lab.measure.link import measure_link
 from model import GPT, GPTConfig
 from parallel import engine_for, runner_for
-from parallel.instances import PoolsEngine, ReplicasEngine
+from parallel.instances import ChunkedPoolsEngine, PoolsEngine, ReplicasEngine
 from parallel.ranks import STARTED, Ranks
 from parallel.shard import Shard
 from parallel.stages import Stage
@@ -125,12 +126,6 @@ class FaultyStage(Faulty, Stage):
     """The part of a model."""
 
 
-class ChunkedPools(PoolsEngine):
-    """Prefills in chunks."""
-
-    cuts_prompts = True
-
-
 class FaultyInstance(Faulty, Instance):
     """A whole model. Keys and values take `link_s` seconds, or the fault happens "on the link"."""
 
@@ -144,7 +139,7 @@ class FaultyInstance(Faulty, Instance):
         return received
 
 
-KINDS = {"pools": PoolsEngine, "pools chunks": ChunkedPools, "replicas": ReplicasEngine}
+KINDS = {"pools": PoolsEngine, "pools chunks": ChunkedPoolsEngine, "replicas": ReplicasEngine}
 
 
 def suffer(fault):
@@ -409,6 +404,22 @@ def aborts_on_the_link(job):
         check_integrity(scheduler.pages, [])
         assert scheduler.pages.num_free == scheduler.pages.total and not scheduler.running
     return len(aborted)
+
+
+def link_speed(job):
+    """The speed of the link between two ranks, and how many batches they computed meanwhile."""
+    model = model_of(job)
+    ranks = model.ranks
+    tell = ranks.tell
+    methods = Counter()
+
+    def counted_tell(rank, method, *arguments):
+        methods[method] += 1
+        return tell(rank, method, *arguments)
+
+    ranks.tell = counted_tell
+    speed = measure_link(model, job["max_len"], "auto")
+    return asdict(speed) | dict(batches=methods["run"])
 
 
 def add_all(engine):

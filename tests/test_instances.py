@@ -1,5 +1,6 @@
 """Two ranks with a whole model each give what one gives, and lose nothing that is sent between."""
 
+import json
 import random
 import time
 from collections import Counter, deque
@@ -9,13 +10,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import bench
 from engine import Sampled
 from kv_cache import KVCache, slot_mapping
+from lab.commands import serve
+from lab.measure.machine import RealMachine
+from lab.simulator.devices import LINKS
+from lab.simulator.machine import FittedMachine
+from lab.simulator.pools import KVLink
 from parallel import instances
-from parallel.instances import PoolsEngine
+from parallel.instances import ChunkedPoolsEngine, PoolsEngine
 from parallel.stages import Stage, StageResult
 from parallel.transfer import Instance, export_pages, import_pages
 from policies import POLICIES
+from policies.pools import Pools
 from sampling import SamplingParams
 from tests.helpers import tiny_model
 from tests.test_parallel import FEW, check
@@ -38,6 +46,69 @@ def test_pools_give_what_one_process_gives(worlds):
     for kind in ("pools", "pools chunks"):
         cached, single = check(worlds, engines=[CACHED, SINGLE], kind=kind, at_once=2, **TWO)
         assert cached["preempted"] and cached["cached"] and single["preempted"], kind
+
+
+def test_serve_shows_two_pools_beside_two_replicas(worlds, tmp_path):
+    report = tmp_path / "r.json"
+    words = (
+        "serve --pools 1:1 --preset llama-tiny --dtype float32 --threads 1 --slo 100 "
+        f"--max-len 64 --chunk 16 --batch 3 --requests 9 --qps 50 --policies vllm --json {report}"
+    )
+    worlds.result(program="command", words=words, **TWO)
+    answer = json.loads(report.read_text())
+    assert answer["machine"]["copies"] == 2
+    assert answer["runs"].keys() == {"vllm", "pools 1:1", "pools 1:1 chunks"}
+    for name, run in answer["runs"].items():
+        assert run["finished"] == run["requests"] == 9, name
+        assert ("link" in run) == name.startswith("pools"), name
+        if "link" in run:
+            assert 0 < run["link"]["exposed_s"]["p50"] < 5 and run["hybrid"] == 0
+
+
+def test_with_simulate_this_each_real_server_has_a_simulated_one():
+    machine = object.__new__(FittedMachine)
+    vars(machine).update(real=object.__new__(RealMachine), cost=None, drift=0.25)
+    options = SimpleNamespace(command="serve", pools=Pools(1, 1), seed=0, shared_prefix=(0, 1))
+    servers = serve.pooled_servers(options, machine, KVLink(LINKS["pcie4"], 1.0))
+    assert [*servers] == [
+        "pools 1:1",
+        "pools 1:1 chunks",
+        "pools 1:1, simulated",
+        "pools 1:1 chunks, simulated",
+    ]
+    classes = [servers[name].keywords["engine_class"] for name in [*servers][:2]]
+    assert classes == [PoolsEngine, ChunkedPoolsEngine]
+    for name, cuts_prompts in (("pools 1:1", False), ("pools 1:1 chunks", True)):
+        pooled = servers[f"{name}, simulated"].__self__
+        assert (pooled.cuts_prompts, pooled.drift) == (cuts_prompts, 0.25)
+
+
+def test_the_speed_of_the_link_is_measured_while_both_ranks_compute(worlds):
+    job = dict(program="link_speed", max_len=256, link_s=0.05, **TWO)
+    speed = worlds.result(**job)
+    assert speed["token_bytes"] == 2 * 2 * 2 * 8 * 8  # layers, keys and values, heads, sizes
+    assert speed["step_s"] + 256 * 1024 / speed["bytes_per_s"] >= 0.05
+    assert speed["batches"] == 2 * 2 * 5
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--pools 2:2", "--pools 2:2: must be 1:1 without --tp, or --simulate DEVICE"),
+        ("--pools 1:1 --tp 2", "--pools 1:1: must be 1:1 without --tp, or --simulate DEVICE"),
+        ("--pools 1:1 --pp 2", "--pools: goes without --pp and --replicas"),
+        ("--pools 11", "must be PREFILL:DECODE"),
+    ],
+)
+def test_other_pools_than_those_of_two_ranks_are_refused(words, message, capsys):
+    with pytest.raises(SystemExit):
+        bench.parse_args(["serve", *words.split()])
+    assert message in capsys.readouterr().err
+
+
+def test_two_pools_in_one_process_name_the_command_to_type():
+    with pytest.raises(ValueError, match="2 instances of .* needs 2 processes, not 1: torchrun "):
+        bench.parse_args(["serve", "--pools", "1:1"])
 
 
 def test_an_abort_on_the_link_frees_the_pages_of_both_sides(worlds):
