@@ -34,15 +34,17 @@ from views.tables import Column, format_table
 
 CHUNKS = (256, 512, 1024)  # replicas: the best of these counts
 TARGETS = [Targets(ttft_s, tbt_s) for tbt_s in (0.02, 0.03, 0.05, 0.1) for ttft_s in (0.5, 1, 4)]
+LINK_TARGETS = Targets(ttft_s=4.0, tbt_s=0.1)
 MIDDLE = Targets(ttft_s=1.0, tbt_s=0.03)
 CHAT = "sharegpt4"
-RATIOS = ("2048+64", "1024+256", "512+512", "128+1024")  # P:D from 32 to 1/8
+RATIOS = ("2048+64", "1000+250", "128+512")  # P:D from 32 to 1/4
 LINKS_SWEPT = ("nvlink3", "infiniband", "pcie4", "ethernet", "ethernet-25g")
+LARGE_CACHE = "llama-13b"  # a token's keys and values have 0.8 MB, not the 0.1 MB of llama3-8b
 SIZES = (2, 4, 8)  # GPUs
 MAX_LEN = 8192
 LOW_RATE = 0.5  # requests per second and GPU: nobody waits
 
-FIGURE_1 = Load("512+64", 400, 2048)  # DistServe, Figure 1: a model of 13B parameters on A100
+FIGURE_1 = Load("512+64", 200, 2048)  # DistServe, Figure 1: a model of 13B parameters on A100
 FIGURE_1_TARGETS = Targets(ttft_s=0.4, tbt_s=0.04)
 
 
@@ -100,8 +102,8 @@ def resolve(parser: OptionParser, args: Namespace) -> PoolsOptions:
         device=args.simulate,
         preset=args.preset,
         gpus=args.gpus,
-        requests=300 if args.quick else 1000,
-        steps=10 if args.quick else 24,
+        requests=200 if args.quick else 1000,
+        steps=8 if args.quick else 24,
         processes=args.processes,
         plot=args.plot,
         chrome_trace=args.chrome_trace,
@@ -151,7 +153,7 @@ class LinkRow:
     at_end_s: float  # from the first token to the second, in the median
     layer_wise_s: float
     alone_s: float  # without a link: replicas
-    goodput: float  # layer by layer, per GPU
+    goodput: float | None  # layer by layer, per GPU; None: not measured
 
 
 @dataclass(frozen=True)
@@ -227,7 +229,7 @@ class Sweep:
             rows[f"{gpus} GPUs"] = self.row(self.trials(self.clusters(gpus), load), MIDDLE)
         return rows
 
-    def by_link(self, preset: str) -> dict[str, LinkRow]:
+    def by_link(self, preset: str, with_goodput: bool) -> dict[str, LinkRow]:
         """A LinkRow for each link, for prompts of 1,500 tokens of a model."""
         load = Load("1500+100", self.options.requests // 4, 2048)
         options = self.options
@@ -241,23 +243,26 @@ class Sweep:
         jobs = [Job(cluster, load, LOW_RATE * cluster.instances) for cluster in clusters]
         self.workers.name = f"links, {preset}"
         first, *others = self.workers(run_job, jobs)
-        layered = self.trials(clusters[2::2], load)
+        goodputs: list[float | None] = [None] * len(LINKS_SWEPT)
+        if with_goodput:
+            trials = self.trials(clusters[2::2], load)
+            goodputs = [goodput(each, LINK_TARGETS) for each in trials.values()]
         return {
             link: LinkRow(
                 at_end_s=at_end.second_p50_s,
                 layer_wise_s=layer_wise.second_p50_s,
                 alone_s=first.second_p50_s,
-                goodput=goodput(layered[cluster], Targets(ttft_s=4.0, tbt_s=0.1)),
+                goodput=rate,
             )
-            for link, at_end, layer_wise, cluster in zip(
-                LINKS_SWEPT, others[::2], others[1::2], clusters[2::2], strict=True
+            for link, at_end, layer_wise, rate in zip(
+                LINKS_SWEPT, others[::2], others[1::2], goodputs, strict=True
             )
         }
 
     def figure_1(self) -> dict[str, float]:
         """Goodput per GPU of DistServe's Figure 1: one GPU for both phases, or two that prefill
         and one that decodes."""
-        one = Cluster("llama-13b", "a100-80gb", 1, policy="vllm", chunk=2048)
+        one = Cluster(LARGE_CACHE, "a100-80gb", 1, policy="vllm", chunk=2048)
         clusters = [
             one,
             replace(one, policy="sarathi-serve", chunk=512),
@@ -330,15 +335,16 @@ def main(options: PoolsOptions) -> dict[str, Any]:
     print(f"By the number of GPUs, {describe(MIDDLE)}; of 8 GPUs each second split:\n")
     print(format_rows("cluster", sizes), end="\n\n")
     links = {
-        preset: sweep.by_link(preset) for preset in dict.fromkeys(("llama-13b", options.preset))
+        preset: sweep.by_link(preset, with_goodput=preset == LARGE_CACHE)
+        for preset in dict.fromkeys((LARGE_CACHE, options.preset))
     }
-    for preset, rows in links.items():
+    for preset, link_rows in links.items():
         print(f"From the first token to the second, {preset}, prompts of 1,500 tokens, 1:1:\n")
-        print(format_table("link", LINK_COLUMNS, rows), end="\n\n")
+        print(format_table("link", LINK_COLUMNS, link_rows), end="\n\n")
     figure_1 = sweep.figure_1()
-    findings = check_findings(targets, ratios, sizes, links["llama-13b"], figure_1)
-    rows = {finding.text: finding for finding in findings}
-    print(format_table("finding", FINDING_COLUMNS, rows), end="\n\n")
+    findings = check_findings(targets, ratios, sizes, links[LARGE_CACHE], figure_1)
+    by_text = {finding.text: finding for finding in findings}
+    print(format_table("finding", FINDING_COLUMNS, by_text), end="\n\n")
     print(conclude(targets))
     report = {
         "command": options.command,
@@ -346,8 +352,8 @@ def main(options: PoolsOptions) -> dict[str, Any]:
         "ratios": {name: row.to_json() for name, row in ratios.items()},
         "sizes": {name: row.to_json() for name, row in sizes.items()},
         "links": {
-            preset: {name: asdict(row) for name, row in rows.items()}
-            for preset, rows in links.items()
+            preset: {name: asdict(row) for name, row in link_rows.items()}
+            for preset, link_rows in links.items()
         },
         "figure_1": figure_1,
         "findings": [asdict(finding) for finding in findings],
@@ -361,7 +367,7 @@ def main(options: PoolsOptions) -> dict[str, Any]:
             {name: (row.chunks, row.pools) for name, row in ratios.items()},
             {
                 link: (row.at_end_s, row.layer_wise_s, row.alone_s)
-                for link, row in links["llama-13b"].items()
+                for link, row in links[LARGE_CACHE].items()
             },
             {
                 "model": options.preset,
@@ -391,14 +397,13 @@ def check_findings(
     shares = [_prefill_share(split) for split in splits]
     small, *_, large = sizes.values()
     infiniband = links["infiniband"]
-    at_end = infiniband.at_end_s / infiniband.alone_s - 1
-    layer_wise = infiniband.layer_wise_s / infiniband.alone_s - 1
     slow = links["ethernet-25g"]
     return [
         Finding(
             "DistServe §1, Figure 1: 2 prefill and 1 decode over one GPU, per GPU",
             "2.1x (3.3 / 1.6)",
-            f"{_times(pools, vllm)} ({pools:.2f} / {vllm:.2f} vllm); {_times(pools, chunks)} chunks",
+            f"{_times(pools, vllm)} ({pools:.2f} / {vllm:.2f}) vllm; "
+            f"{_times(pools, chunks)} chunks",
             pools > vllm,
         ),
         Finding(
@@ -416,13 +421,14 @@ def check_findings(
         Finding(
             "Splitwise §VI-A: the second token comes later, sent at the end / layer by layer",
             "+64 % / +16.5 %",
-            f"+{at_end:.0%} / +{layer_wise:.0%}",
-            at_end > layer_wise,
+            f"+{_later(infiniband.at_end_s, infiniband)} / "
+            f"+{_later(infiniband.layer_wise_s, infiniband)}",
+            infiniband.at_end_s > infiniband.layer_wise_s,
         ),
         Finding(
             "DistServe §3.3, §4.2: a slow link needs a placement that avoids it: 25 Gb/s",
-            "- ",
-            f"+{slow.at_end_s / slow.alone_s - 1:.0%} / +{slow.layer_wise_s / slow.alone_s - 1:.0%}",
+            "-",
+            f"+{_later(slow.at_end_s, slow)} / +{_later(slow.layer_wise_s, slow)}",
             slow.layer_wise_s > infiniband.layer_wise_s,
         ),
         Finding(
@@ -460,6 +466,11 @@ def show_gain(row: Row) -> str:
     if row.gain is None:
         return "only pools" if row.best_pools else "neither"
     return f"{row.gain:.2f}x"
+
+
+def _later(second_s: float, row: LinkRow) -> str:
+    """By how much the second token comes later than without a link."""
+    return f"{second_s / row.alone_s - 1:.0%}"
 
 
 def _times(a: float, b: float) -> str:

@@ -28,7 +28,7 @@ from policies.pools import Pools
 MAX_BATCH = 256  # requests at once, of an instance
 PAGE_SIZE = 64
 PREFILL_TOKENS = 2048  # in a batch of whole prompts (Splitwise §IV-B)
-LOWEST = 0.2  # the rates that are tried, as shares of what is estimated to be possible for
+LOWEST = 0.3  # the rates that are tried, as shares of what is estimated to be possible for
 HIGHEST = 2.5  # batches of 32
 
 
