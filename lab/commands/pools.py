@@ -1,7 +1,7 @@
 """Chunks or two pools? Goodput per GPU of both, simulated, and where each wins.
 
     python bench.py pools --quick                   two minutes
-    python bench.py pools --plot pools.png          finer rates, more requests
+    python bench.py pools --plot pools.png          finer rates, longer runs
 
 Sweeps the targets and the split, the P:D ratio, the link and the number of GPUs, then checks what
 DistServe and Splitwise have found. Read first: lab/simulator/goodput.py."""
@@ -44,7 +44,7 @@ SIZES = (2, 4, 8)  # GPUs
 MAX_LEN = 8192
 LOW_RATE = 0.5  # requests per second and GPU: nobody waits
 
-FIGURE_1 = Load("512+64", 200, 2048)  # DistServe, Figure 1: a model of 13B parameters on A100
+FIGURE_1 = "512+64"  # DistServe, Figure 1: a model of 13B parameters on A100
 FIGURE_1_TARGETS = Targets(ttft_s=0.4, tbt_s=0.04)
 
 
@@ -56,7 +56,7 @@ class PoolsOptions:
     device: str
     preset: str
     gpus: int
-    requests: int
+    seconds: float  # that requests arrive
     steps: int  # rates for each cluster
     processes: int
     plot: str | None
@@ -76,7 +76,9 @@ def add_options(parser: OptionParser) -> None:
         type=whole(minimum=2, maximum=16),
         default=4,
     )
-    parser.add_option("--quick", help="fewer requests and rates: two minutes", action="store_true")
+    parser.add_option(
+        "--quick", help="shorter runs at fewer rates: two minutes", action="store_true"
+    )
     parser.add_option(
         "--processes",
         help="simulate so many runs at once",
@@ -102,8 +104,8 @@ def resolve(parser: OptionParser, args: Namespace) -> PoolsOptions:
         device=args.simulate,
         preset=args.preset,
         gpus=args.gpus,
-        requests=200 if args.quick else 1000,
-        steps=8 if args.quick else 24,
+        seconds=30.0 if args.quick else 120.0,
+        steps=10 if args.quick else 24,
         processes=args.processes,
         plot=args.plot,
         chrome_trace=args.chrome_trace,
@@ -172,7 +174,7 @@ class Sweep:
     def __init__(self, options: PoolsOptions) -> None:
         self.options = options
         self.workers = Workers(options.processes)
-        self.chat = Load(CHAT, options.requests, MAX_LEN)
+        self.chat = Load(CHAT, options.seconds, MAX_LEN)
 
     def clusters(self, gpus: int, **changes: Any) -> list[Cluster]:
         """Replicas with each chunk size, and all splits, or five of many."""
@@ -221,17 +223,15 @@ class Sweep:
         return rows
 
     def by_size(self) -> dict[str, Row]:
-        """A Row for each number of GPUs, with as many requests for each GPU."""
+        """A Row for each number of GPUs."""
         rows = {}
         for gpus in SIZES:
-            requests = self.chat.requests * gpus // self.options.gpus
-            load = self.chat._replace(requests=requests)
-            rows[f"{gpus} GPUs"] = self.row(self.trials(self.clusters(gpus), load), MIDDLE)
+            rows[f"{gpus} GPUs"] = self.row(self.trials(self.clusters(gpus), self.chat), MIDDLE)
         return rows
 
     def by_link(self, preset: str, with_goodput: bool) -> dict[str, LinkRow]:
         """A LinkRow for each link, for prompts of 1,500 tokens of a model."""
-        load = Load("1500+100", self.options.requests // 4, 2048)
+        load = Load("1500+100", self.options.seconds, 2048)
         options = self.options
         alone = Cluster(preset, options.device, 2, chunk=MAX_LEN)
         pools = replace(alone, pools=Pools(1, 1))
@@ -270,7 +270,7 @@ class Sweep:
         ]
         values = {}
         for cluster in clusters:
-            load = FIGURE_1._replace(requests=FIGURE_1.requests * cluster.instances)
+            load = Load(FIGURE_1, self.options.seconds, 2048)
             values[cluster.name] = goodput(self.trials([cluster], load)[cluster], FIGURE_1_TARGETS)
         return values
 
@@ -322,7 +322,7 @@ def main(options: PoolsOptions) -> dict[str, Any]:
     sweep = Sweep(options)
     print(
         f"simulated: {options.gpus} x {options.device}, {options.preset}; {CHAT} is the load, "
-        f"{options.requests} requests\ngoodput: requests per second and GPU at which 90 % meet "
+        f"for {options.seconds:g} s\ngoodput: requests per second and GPU at which 90 % meet "
         "both targets (mean TBT), and P99 of all TBT does;\nchunks: sarathi-serve on replicas, the "
         f"best of {', '.join(map(str, CHUNKS))}; 1:3: one GPU prefills, three decode\n"
     )
@@ -360,19 +360,19 @@ def main(options: PoolsOptions) -> dict[str, Any]:
     }
     write_json(options, report)
     if options.plot:
-        from views.pools import plot_pools
+        from views.pools import Goodputs, SecondToken, plot_pools
 
         plot_pools(
-            {name: (row.chunks, row.pools) for name, row in targets.items()},
-            {name: (row.chunks, row.pools) for name, row in ratios.items()},
+            {name: Goodputs(row.chunks, row.pools) for name, row in targets.items()},
+            {name: Goodputs(row.chunks, row.pools) for name, row in ratios.items()},
             {
-                link: (row.at_end_s, row.layer_wise_s, row.alone_s)
+                link: SecondToken(row.at_end_s, row.layer_wise_s, row.alone_s)
                 for link, row in links[LARGE_CACHE].items()
             },
             {
                 "model": options.preset,
                 "dtype": "16 bits",
-                "device": f"{options.gpus} {options.device}",
+                "device": f"simulated: {options.gpus} x {options.device}",
             },
             options.plot,
         )
@@ -490,7 +490,7 @@ def short_trace(options: PoolsOptions) -> str:
     """A trace for Perfetto of some requests in two pools, with a track for each instance's link."""
     pools = Pools(1, options.gpus - 1)
     cluster = Cluster(options.preset, options.device, options.gpus, pools)
-    simulated = cluster.simulate(Load(CHAT, 40, MAX_LEN), qps=2.0 * options.gpus, record=True)
+    simulated = cluster.simulate(Load(CHAT, 5.0, MAX_LEN), qps=2.0 * options.gpus, record=True)
     return json.dumps({"traceEvents": list(pool_events(f"pools {pools}", pools, simulated))})
 
 
