@@ -1,7 +1,7 @@
 """Chunks or two pools? Goodput per GPU of both, simulated, and where each wins.
 
     python bench.py pools --quick                   two minutes
-    python bench.py pools --plot pools.png          finer rates, more requests
+    python bench.py pools --plot pools.png          finer rates, longer runs
 
 Sweeps the targets and the split, the P:D ratio, the link and the number of GPUs, then checks what
 DistServe and Splitwise have found. Read first: lab/simulator/goodput.py."""
@@ -34,15 +34,17 @@ from views.tables import Column, format_table
 
 CHUNKS = (256, 512, 1024)  # replicas: the best of these counts
 TARGETS = [Targets(ttft_s, tbt_s) for tbt_s in (0.02, 0.03, 0.05, 0.1) for ttft_s in (0.5, 1, 4)]
+LINK_TARGETS = Targets(ttft_s=4.0, tbt_s=0.1)
 MIDDLE = Targets(ttft_s=1.0, tbt_s=0.03)
 CHAT = "sharegpt4"
-RATIOS = ("2048+64", "1024+256", "512+512", "128+1024")  # P:D from 32 to 1/8
+RATIOS = ("2048+64", "1000+250", "128+512")  # P:D from 32 to 1/4
 LINKS_SWEPT = ("nvlink3", "infiniband", "pcie4", "ethernet", "ethernet-25g")
+LARGE_CACHE = "llama-13b"  # a token's keys and values have 0.8 MB, not the 0.1 MB of llama3-8b
 SIZES = (2, 4, 8)  # GPUs
 MAX_LEN = 8192
 LOW_RATE = 0.5  # requests per second and GPU: nobody waits
 
-FIGURE_1 = Load("512+64", 400, 2048)  # DistServe, Figure 1: a model of 13B parameters on A100
+FIGURE_1 = "512+64"  # DistServe, Figure 1: a model of 13B parameters on A100
 FIGURE_1_TARGETS = Targets(ttft_s=0.4, tbt_s=0.04)
 
 
@@ -54,7 +56,7 @@ class PoolsOptions:
     device: str
     preset: str
     gpus: int
-    requests: int
+    seconds: float  # that requests arrive
     steps: int  # rates for each cluster
     processes: int
     plot: str | None
@@ -74,7 +76,9 @@ def add_options(parser: OptionParser) -> None:
         type=whole(minimum=2, maximum=16),
         default=4,
     )
-    parser.add_option("--quick", help="fewer requests and rates: two minutes", action="store_true")
+    parser.add_option(
+        "--quick", help="shorter runs at fewer rates: two minutes", action="store_true"
+    )
     parser.add_option(
         "--processes",
         help="simulate so many runs at once",
@@ -100,7 +104,7 @@ def resolve(parser: OptionParser, args: Namespace) -> PoolsOptions:
         device=args.simulate,
         preset=args.preset,
         gpus=args.gpus,
-        requests=300 if args.quick else 1000,
+        seconds=30.0 if args.quick else 120.0,
         steps=10 if args.quick else 24,
         processes=args.processes,
         plot=args.plot,
@@ -151,7 +155,7 @@ class LinkRow:
     at_end_s: float  # from the first token to the second, in the median
     layer_wise_s: float
     alone_s: float  # without a link: replicas
-    goodput: float  # layer by layer, per GPU
+    goodput: float | None  # layer by layer, per GPU; None: not measured
 
 
 @dataclass(frozen=True)
@@ -170,7 +174,7 @@ class Sweep:
     def __init__(self, options: PoolsOptions) -> None:
         self.options = options
         self.workers = Workers(options.processes)
-        self.chat = Load(CHAT, options.requests, MAX_LEN)
+        self.chat = Load(CHAT, options.seconds, MAX_LEN)
 
     def clusters(self, gpus: int, **changes: Any) -> list[Cluster]:
         """Replicas with each chunk size, and all splits, or five of many."""
@@ -219,17 +223,15 @@ class Sweep:
         return rows
 
     def by_size(self) -> dict[str, Row]:
-        """A Row for each number of GPUs, with as many requests for each GPU."""
+        """A Row for each number of GPUs."""
         rows = {}
         for gpus in SIZES:
-            requests = self.chat.requests * gpus // self.options.gpus
-            load = self.chat._replace(requests=requests)
-            rows[f"{gpus} GPUs"] = self.row(self.trials(self.clusters(gpus), load), MIDDLE)
+            rows[f"{gpus} GPUs"] = self.row(self.trials(self.clusters(gpus), self.chat), MIDDLE)
         return rows
 
-    def by_link(self, preset: str) -> dict[str, LinkRow]:
+    def by_link(self, preset: str, with_goodput: bool) -> dict[str, LinkRow]:
         """A LinkRow for each link, for prompts of 1,500 tokens of a model."""
-        load = Load("1500+100", self.options.requests // 4, 2048)
+        load = Load("1500+100", self.options.seconds, 2048)
         options = self.options
         alone = Cluster(preset, options.device, 2, chunk=MAX_LEN)
         pools = replace(alone, pools=Pools(1, 1))
@@ -241,23 +243,26 @@ class Sweep:
         jobs = [Job(cluster, load, LOW_RATE * cluster.instances) for cluster in clusters]
         self.workers.name = f"links, {preset}"
         first, *others = self.workers(run_job, jobs)
-        layered = self.trials(clusters[2::2], load)
+        goodputs: list[float | None] = [None] * len(LINKS_SWEPT)
+        if with_goodput:
+            trials = self.trials(clusters[2::2], load)
+            goodputs = [goodput(each, LINK_TARGETS) for each in trials.values()]
         return {
             link: LinkRow(
                 at_end_s=at_end.second_p50_s,
                 layer_wise_s=layer_wise.second_p50_s,
                 alone_s=first.second_p50_s,
-                goodput=goodput(layered[cluster], Targets(ttft_s=4.0, tbt_s=0.1)),
+                goodput=rate,
             )
-            for link, at_end, layer_wise, cluster in zip(
-                LINKS_SWEPT, others[::2], others[1::2], clusters[2::2], strict=True
+            for link, at_end, layer_wise, rate in zip(
+                LINKS_SWEPT, others[::2], others[1::2], goodputs, strict=True
             )
         }
 
     def figure_1(self) -> dict[str, float]:
         """Goodput per GPU of DistServe's Figure 1: one GPU for both phases, or two that prefill
         and one that decodes."""
-        one = Cluster("llama-13b", "a100-80gb", 1, policy="vllm", chunk=2048)
+        one = Cluster(LARGE_CACHE, "a100-80gb", 1, policy="vllm", chunk=2048)
         clusters = [
             one,
             replace(one, policy="sarathi-serve", chunk=512),
@@ -265,7 +270,7 @@ class Sweep:
         ]
         values = {}
         for cluster in clusters:
-            load = FIGURE_1._replace(requests=FIGURE_1.requests * cluster.instances)
+            load = Load(FIGURE_1, self.options.seconds, 2048)
             values[cluster.name] = goodput(self.trials([cluster], load)[cluster], FIGURE_1_TARGETS)
         return values
 
@@ -317,7 +322,7 @@ def main(options: PoolsOptions) -> dict[str, Any]:
     sweep = Sweep(options)
     print(
         f"simulated: {options.gpus} x {options.device}, {options.preset}; {CHAT} is the load, "
-        f"{options.requests} requests\ngoodput: requests per second and GPU at which 90 % meet "
+        f"for {options.seconds:g} s\ngoodput: requests per second and GPU at which 90 % meet "
         "both targets (mean TBT), and P99 of all TBT does;\nchunks: sarathi-serve on replicas, the "
         f"best of {', '.join(map(str, CHUNKS))}; 1:3: one GPU prefills, three decode\n"
     )
@@ -330,15 +335,16 @@ def main(options: PoolsOptions) -> dict[str, Any]:
     print(f"By the number of GPUs, {describe(MIDDLE)}; of 8 GPUs each second split:\n")
     print(format_rows("cluster", sizes), end="\n\n")
     links = {
-        preset: sweep.by_link(preset) for preset in dict.fromkeys(("llama-13b", options.preset))
+        preset: sweep.by_link(preset, with_goodput=preset == LARGE_CACHE)
+        for preset in dict.fromkeys((LARGE_CACHE, options.preset))
     }
-    for preset, rows in links.items():
+    for preset, link_rows in links.items():
         print(f"From the first token to the second, {preset}, prompts of 1,500 tokens, 1:1:\n")
-        print(format_table("link", LINK_COLUMNS, rows), end="\n\n")
+        print(format_table("link", LINK_COLUMNS, link_rows), end="\n\n")
     figure_1 = sweep.figure_1()
-    findings = check_findings(targets, ratios, sizes, links["llama-13b"], figure_1)
-    rows = {finding.text: finding for finding in findings}
-    print(format_table("finding", FINDING_COLUMNS, rows), end="\n\n")
+    findings = check_findings(targets, ratios, sizes, links[LARGE_CACHE], figure_1)
+    by_text = {finding.text: finding for finding in findings}
+    print(format_table("finding", FINDING_COLUMNS, by_text), end="\n\n")
     print(conclude(targets))
     report = {
         "command": options.command,
@@ -346,27 +352,27 @@ def main(options: PoolsOptions) -> dict[str, Any]:
         "ratios": {name: row.to_json() for name, row in ratios.items()},
         "sizes": {name: row.to_json() for name, row in sizes.items()},
         "links": {
-            preset: {name: asdict(row) for name, row in rows.items()}
-            for preset, rows in links.items()
+            preset: {name: asdict(row) for name, row in link_rows.items()}
+            for preset, link_rows in links.items()
         },
         "figure_1": figure_1,
         "findings": [asdict(finding) for finding in findings],
     }
     write_json(options, report)
     if options.plot:
-        from views.pools import plot_pools
+        from views.pools import Goodputs, SecondToken, plot_pools
 
         plot_pools(
-            {name: (row.chunks, row.pools) for name, row in targets.items()},
-            {name: (row.chunks, row.pools) for name, row in ratios.items()},
+            {name: Goodputs(row.chunks, row.pools) for name, row in targets.items()},
+            {name: Goodputs(row.chunks, row.pools) for name, row in ratios.items()},
             {
-                link: (row.at_end_s, row.layer_wise_s, row.alone_s)
-                for link, row in links["llama-13b"].items()
+                link: SecondToken(row.at_end_s, row.layer_wise_s, row.alone_s)
+                for link, row in links[LARGE_CACHE].items()
             },
             {
                 "model": options.preset,
                 "dtype": "16 bits",
-                "device": f"{options.gpus} {options.device}",
+                "device": f"simulated: {options.gpus} x {options.device}",
             },
             options.plot,
         )
@@ -391,14 +397,13 @@ def check_findings(
     shares = [_prefill_share(split) for split in splits]
     small, *_, large = sizes.values()
     infiniband = links["infiniband"]
-    at_end = infiniband.at_end_s / infiniband.alone_s - 1
-    layer_wise = infiniband.layer_wise_s / infiniband.alone_s - 1
     slow = links["ethernet-25g"]
     return [
         Finding(
             "DistServe §1, Figure 1: 2 prefill and 1 decode over one GPU, per GPU",
             "2.1x (3.3 / 1.6)",
-            f"{_times(pools, vllm)} ({pools:.2f} / {vllm:.2f} vllm); {_times(pools, chunks)} chunks",
+            f"{_times(pools, vllm)} ({pools:.2f} / {vllm:.2f}) vllm; "
+            f"{_times(pools, chunks)} chunks",
             pools > vllm,
         ),
         Finding(
@@ -416,13 +421,14 @@ def check_findings(
         Finding(
             "Splitwise §VI-A: the second token comes later, sent at the end / layer by layer",
             "+64 % / +16.5 %",
-            f"+{at_end:.0%} / +{layer_wise:.0%}",
-            at_end > layer_wise,
+            f"+{_later(infiniband.at_end_s, infiniband)} / "
+            f"+{_later(infiniband.layer_wise_s, infiniband)}",
+            infiniband.at_end_s > infiniband.layer_wise_s,
         ),
         Finding(
             "DistServe §3.3, §4.2: a slow link needs a placement that avoids it: 25 Gb/s",
-            "- ",
-            f"+{slow.at_end_s / slow.alone_s - 1:.0%} / +{slow.layer_wise_s / slow.alone_s - 1:.0%}",
+            "-",
+            f"+{_later(slow.at_end_s, slow)} / +{_later(slow.layer_wise_s, slow)}",
             slow.layer_wise_s > infiniband.layer_wise_s,
         ),
         Finding(
@@ -462,6 +468,11 @@ def show_gain(row: Row) -> str:
     return f"{row.gain:.2f}x"
 
 
+def _later(second_s: float, row: LinkRow) -> str:
+    """By how much the second token comes later than without a link."""
+    return f"{second_s / row.alone_s - 1:.0%}"
+
+
 def _times(a: float, b: float) -> str:
     """The quotient as text."""
     return f"{a / b:.2f}x" if b else "-"
@@ -479,7 +490,7 @@ def short_trace(options: PoolsOptions) -> str:
     """A trace for Perfetto of some requests in two pools, with a track for each instance's link."""
     pools = Pools(1, options.gpus - 1)
     cluster = Cluster(options.preset, options.device, options.gpus, pools)
-    simulated = cluster.simulate(Load(CHAT, 40, MAX_LEN), qps=2.0 * options.gpus, record=True)
+    simulated = cluster.simulate(Load(CHAT, 5.0, MAX_LEN), qps=2.0 * options.gpus, record=True)
     return json.dumps({"traceEvents": list(pool_events(f"pools {pools}", pools, simulated))})
 
 

@@ -142,7 +142,7 @@ def two_pools(text: str) -> Pools:
     try:
         return Pools.parse(text)
     except ValueError as error:
-        raise ArgumentTypeError(str(error)) from None
+        raise ArgumentTypeError(str(error).removeprefix("pools=")) from None
 
 
 def slo_target(text: str) -> str | float:

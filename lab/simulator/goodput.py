@@ -16,7 +16,7 @@ from typing import NamedTuple, Self
 from config import EngineConfig
 from lab.measure import workload
 from lab.measure.capacity import LinkSummary, estimated_qps
-from lab.measure.metrics import SERVED, percentiles, served_rate
+from lab.measure.metrics import FEWEST, SERVED, percentiles, served_rate
 from lab.measure.workload import Arrival
 from lab.simulator.cost_model import CostModel
 from lab.simulator.devices import LINKS
@@ -28,8 +28,8 @@ from policies.pools import Pools
 MAX_BATCH = 256  # requests at once, of an instance
 PAGE_SIZE = 64
 PREFILL_TOKENS = 2048  # in a batch of whole prompts (Splitwise §IV-B)
-LOWEST = 0.2  # the rates that are tried, as shares of what is estimated to be possible for
-HIGHEST = 2.5  # batches of 32
+LOWEST = 0.25  # the rates that are tried, as shares of what is estimated to be possible for
+HIGHEST = 2.0  # batches of 32
 
 
 class Targets(NamedTuple):
@@ -40,15 +40,16 @@ class Targets(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Requests that arrive at random."""
+    """Requests that arrive at random for some time: several times as long as they take."""
 
     lengths: str  # as of --lengths
-    requests: int
+    seconds: float
     max_len: int
 
     def arrivals(self, qps: float) -> list[Arrival]:
         """The requests, so many a second."""
-        lengths = workload.make_lengths(self.lengths, self.requests, self.max_len, seed=0)
+        requests = max(FEWEST, round(self.seconds * qps))
+        lengths = workload.make_lengths(self.lengths, requests, self.max_len, seed=0)
         return workload.poisson(lengths, qps, seed=0)
 
 
@@ -149,7 +150,7 @@ def rates(cluster: Cluster, load: Load, count: int) -> list[float]:
     """`count` rates with equal ratios, around the one that is estimated to be possible. Those per
     GPU are the same for all clusters of a model."""
     base = base_of(cluster.cost, load.max_len)
-    possible_qps = cluster.instances * estimated_qps(base, load.arrivals(1.0))
+    possible_qps = cluster.instances * estimated_qps(base, load.arrivals(10.0))
     ratio = (HIGHEST / LOWEST) ** (1 / (count - 1))
     return [possible_qps * LOWEST * ratio**i for i in range(count)]
 
