@@ -54,7 +54,7 @@ def test_serve_shows_two_pools_beside_two_replicas(worlds, tmp_path):
         "serve --pools 1:1 --preset llama-tiny --dtype float32 --threads 1 --slo 100 "
         f"--max-len 64 --chunk 16 --batch 3 --requests 9 --qps 50 --policies vllm --json {report}"
     )
-    worlds.result(program="command", words=words, **TWO)
+    worlds.result(program="command", words=words, busy=True, **TWO)
     answer = json.loads(report.read_text())
     assert answer["machine"]["copies"] == 2
     assert answer["runs"].keys() == {"vllm", "pools 1:1", "pools 1:1 chunks"}
@@ -288,6 +288,8 @@ def serve_random_load(model, seed, counts):
             request_id = engine.add_request(prompt, SamplingParams(length))
             expected[request_id] = text_of(prompt, length)
         if engine.scheduler.requests and draw.random() < 0.01:
+            if draw.random() < 0.5:
+                engine.pools.start_transfers()  # as if an interrupt came before they are sent
             request_id = draw.choice(list(engine.scheduler.requests))
             counts["aborted on the link"] += request_id in engine.pools.transfers
             counts["aborted"] += 1
