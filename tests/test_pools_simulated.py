@@ -9,6 +9,7 @@ import pytest
 
 from config import EngineConfig
 from lab.measure.load_run import LoadRun
+from lab.measure.metrics import find_stalls
 from lab.measure.workload import Arrival, prompts
 from lab.simulator.cost_model import CostModel, StageTimes
 from lab.simulator.devices import LINKS, Link
@@ -154,3 +155,18 @@ def test_a_request_is_sent_again_after_a_preemption():
     ids = [sent.request_id for sent in run.transfers]
     assert ids == [0, 1, 1] and run.transfers[2].tokens > 50
     check_order(run, arrivals)
+
+
+def test_a_decode_does_not_stall_for_prefills_on_another_instance():
+    arrivals = [Arrival(0.0, 8, 20), Arrival(4.0, 64, 2), Arrival(6.0, 64, 2)]
+    run = serve_pools(arrivals, KVLink(LINK, 1))
+    assert find_stalls(run.completions, run.iterations) == []
+    together = simulate(Law(), CONFIG, arrivals).run
+    assert find_stalls(together.completions, together.iterations) != []
+
+
+def test_a_pipeline_has_no_pools():
+    law = Law()
+    law.pp = 2
+    with pytest.raises(ValueError, match="^pp=2: must be 1"):
+        PoolSimulation(law, CONFIG, ONE_TO_ONE, INFINITE)

@@ -158,3 +158,27 @@ def rates(cluster: Cluster, load: Load, count: int) -> list[float]:
 def goodput(trials: Sequence[Trial], targets: Targets) -> float:
     """The highest rate per GPU that meets the targets, in requests per second; 0: none did."""
     return max((trial.qps_per_gpu for trial in trials if trial.meets(targets)), default=0.0)
+
+
+class Search(NamedTuple):
+    """The goodput of a cluster that is to be found, among so many rates."""
+
+    cluster: Cluster
+    load: Load
+    targets: Targets
+    steps: int
+
+
+def find_goodput(search: Search) -> float:
+    """As `goodput`, with few trials: a rate above one that fails is not tried."""
+    cluster, load, targets, steps = search
+    all_rates = rates(cluster, load, steps)
+    met = -1  # the index of the highest rate that is known to meet the targets
+    failed = steps
+    while failed - met > 1:
+        middle = (met + failed) // 2
+        if Trial.run(cluster, load, all_rates[middle]).meets(targets):
+            met = middle
+        else:
+            failed = middle
+    return all_rates[met] / cluster.instances if met >= 0 else 0.0
