@@ -42,6 +42,8 @@ def test_goodput_is_the_highest_rate_that_meets_both_targets(fault):
     targets = Targets(ttft_s=0.5, tbt_s=0.05)
     assert goodput([trial(1.0), trial(2.0), trial(3.0, **fault)], targets) == 2.0
     assert goodput([trial(3.0, **fault)], targets) == 0.0
+    without_gaps = targets._replace(all_gaps=False)
+    assert goodput([trial(3.0, **fault)], without_gaps) == (3.0 if "tbt_s" in fault else 0.0)
 
 
 def test_a_search_finds_the_goodput_of_all_rates():

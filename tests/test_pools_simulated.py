@@ -93,13 +93,15 @@ def test_the_bytes_on_a_link_are_those_of_the_cache(preset, tp):
     assert KVLink.of(cost, LINKS["ethernet"], layer_wise=False).layers == 1
 
 
+@pytest.mark.parametrize("layers", [1, 32])
 @pytest.mark.parametrize("cuts_prompts", [True, False])
-def test_one_request_and_an_infinite_link_are_one_engine(cuts_prompts):
+def test_one_request_and_an_infinite_link_are_one_engine(cuts_prompts, layers):
     cost = CostModel.named("llama3-8b")
     config = replace(CONFIG, max_len=4096, pages=4096, chunk=512 if cuts_prompts else 4096)
     arrivals = [Arrival(0.5, 2000, 50)]
     (alone,) = simulate(cost, config, arrivals).run.completions
-    run = simulate_pools(cost, config, arrivals, ONE_TO_ONE, INFINITE, cuts_prompts=cuts_prompts)
+    kv_link = INFINITE._replace(layers=layers)
+    run = simulate_pools(cost, config, arrivals, ONE_TO_ONE, kv_link, cuts_prompts=cuts_prompts)
     (pooled,) = run.run.completions
     assert pooled.token_times == pytest.approx(alone.token_times, rel=1e-12)
     assert pooled.scheduled == alone.scheduled == 0.5
