@@ -162,6 +162,106 @@ def test_no_page_and_no_token_is_lost_in_random_loads_with_aborts(first):
     assert preemptions > 20 and aborts > 20  # both were tried
 
 
+def prefill(two, *requests, source=0):
+    """Let an instance prefill these requests."""
+    instance = two.prefills[source]
+    for r in requests:
+        instance.add(r)
+    batch = instance.next_batch()
+    instance.advance(batch, [1] * len(batch), 0.0)
+
+
+def test_the_first_in_line_blocks_the_others():
+    two = two_pools(pages=8, chunk=64)
+    long_one, short_one = request(1, prompt_len=16), request(2, prompt_len=3)
+    prefill(two, request(0, prompt_len=12, output_len=12))
+    (first,) = two.start_transfers()
+    assert first.target_pages and len(first.target_pages) == 4  # 12 tokens, and the next one
+    prefill(two, long_one, short_one)
+    assert two.start_transfers() == []  # the short one would fit beside it
+    two.end_transfer(first)
+    two.decodes[0].finish(first.request, "abort")
+    assert [transfer.request for transfer in two.start_transfers()] == [long_one, short_one]
+
+
+def test_a_transfer_goes_to_the_instance_with_most_free_pages():
+    two = two_pools(Pools(1, 3), chunk=64)
+    prefill(two, *[request(number, prompt_len) for number, prompt_len in enumerate([9, 4, 4, 4])])
+    targets = [transfer.target for transfer in two.start_transfers()]
+    assert targets == [*two.decodes, two.decodes[1]]
+
+
+def test_no_more_requests_decode_than_may_at_once():
+    two = two_pools(max_batch=2, pages=64, chunk=64)
+    for number in range(3):
+        prefill(two, request(number))
+    sent = two.start_transfers()
+    assert [transfer.request.id for transfer in sent] == [0, 1]
+    two.end_transfer(sent[0])
+    assert two.start_transfers() == []
+
+
+def test_memory_on_both_sides_is_kept_until_an_aborted_request_is_sent():
+    two = two_pools()
+    r = request(0)
+    prefill(two, r)
+    (transfer,) = two.start_transfers()
+    two.prefills[0].finish(r, "abort")
+    check_owners(two)
+    assert [len(owned(instance.pages)) for instance in two.schedulers] == [2, 2]
+    assert not two.end_transfer(transfer)
+    assert [owned(instance.pages) for instance in two.schedulers] == [[], []]
+
+
+def test_a_request_that_ends_with_its_first_token_is_not_sent():
+    two = two_pools(chunk=64)
+    one_token, stopped = request(0, output_len=1), request(1)
+    stopped.stop = frozenset([7])
+    for r in (one_token, stopped):
+        two.prefills[0].add(r)
+    instance = two.prefills[0]
+    batch = instance.next_batch()
+    instance.announce(batch)
+    assert [transfer.request for transfer in two.transfers.values()] == [stopped]
+    (transfer,) = two.start_transfers()
+    instance.advance(batch, [7, 7], 0.0)
+    assert stopped.finish_reason == "stop" and not two.end_transfer(transfer)
+    assert [owned(side.pages) for side in two.schedulers] == [[], []]
+
+
+def test_a_preempted_request_is_sent_back_to_the_front_of_the_queue():
+    two = two_pools(pages=6, chunk=64)
+    prefill(two, request(0, prompt_len=11, output_len=10))
+    prefill(two, request(1, prompt_len=7, output_len=10))
+    for transfer in two.start_transfers():
+        two.end_transfer(transfer)
+    newcomer = request(2)
+    two.prefills[0].add(newcomer)
+    (decode,) = two.decodes
+    while not two.queue[0].preemptions:
+        batch = decode.next_batch()
+        decode.advance(batch, [1] * len(batch), 0.0)
+    assert [r.id for r in two.queue] == [1, 2] and [r.id for r in decode.running] == [0]
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_after_an_interrupt_all_are_prefilled_again(side):
+    two = two_pools(pages=64, chunk=64)
+    requests = [request(number) for number in range(3)]
+    prefill(two, requests[0])
+    (landed,) = two.start_transfers()
+    two.end_transfer(landed)
+    prefill(two, requests[1])
+    (under_way,) = two.start_transfers()
+    prefill(two, requests[2])
+    two.schedulers[side].torn = True  # as a Ctrl-C would leave it
+    assert not two.end_transfer(under_way)
+    assert list(two.queue) == requests and not two.transfers
+    check_owners(two)
+    prefill(two)
+    assert len(two.start_transfers()) == 3
+
+
 @pytest.mark.parametrize("text, pools", [("2:2", Pools(2, 2)), ("01:12", Pools(1, 12))])
 def test_two_numbers_name_two_pools(text, pools):
     assert Pools.parse(text) == pools

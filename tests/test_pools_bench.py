@@ -7,7 +7,16 @@ import pytest
 import bench
 from lab.commands import pools as command
 from lab.commands.pools import Row, Sweep
-from lab.simulator.goodput import Cluster, Load, Targets, Trial, goodput, rates
+from lab.simulator.goodput import (
+    Cluster,
+    Load,
+    Search,
+    Targets,
+    Trial,
+    find_goodput,
+    goodput,
+    rates,
+)
 from policies.pools import Pools
 from tests.test_simulate import printed_tables
 
@@ -33,6 +42,18 @@ def test_goodput_is_the_highest_rate_that_meets_both_targets(fault):
     targets = Targets(ttft_s=0.5, tbt_s=0.05)
     assert goodput([trial(1.0), trial(2.0), trial(3.0, **fault)], targets) == 2.0
     assert goodput([trial(3.0, **fault)], targets) == 0.0
+    without_gaps = targets._replace(all_gaps=False)
+    assert goodput([trial(3.0, **fault)], without_gaps) == (3.0 if "tbt_s" in fault else 0.0)
+
+
+def test_a_search_finds_the_goodput_of_all_rates():
+    cluster = Cluster("llama3-8b", "a100-80gb", 2, Pools(1, 1))
+    load = Load("500+20", 4.0, 1024)
+    targets = Targets(ttft_s=0.2, tbt_s=0.05)
+    trials = [Trial.run(cluster, load, qps) for qps in rates(cluster, load, 7)]
+    best = goodput(trials, targets)
+    assert 0 < best < trials[-1].qps_per_gpu
+    assert find_goodput(Search(cluster, load, targets, 7)) == best
 
 
 def test_rates_per_gpu_are_the_same_for_all_clusters():
@@ -105,6 +126,7 @@ def test_the_sweeps_are_printed_drawn_and_written(capsys, tmp_path, monkeypatch)
     )
     monkeypatch.setattr(command, "CHUNKS", (512,))
     monkeypatch.setattr(command, "RATIOS", ("64+8", "8+64"))
+    monkeypatch.setattr(command, "SIZES", (2, 4))
     monkeypatch.setattr(command, "CHAT", "64+16")
     monkeypatch.setattr(command, "FIGURE_1", "64+16")
     monkeypatch.setattr(command, "LINKS_SWEPT", ("infiniband", "ethernet-25g"))

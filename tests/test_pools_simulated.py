@@ -9,6 +9,7 @@ import pytest
 
 from config import EngineConfig
 from lab.measure.load_run import LoadRun
+from lab.measure.metrics import find_stalls
 from lab.measure.workload import Arrival, prompts
 from lab.simulator.cost_model import CostModel, StageTimes
 from lab.simulator.devices import LINKS, Link
@@ -92,13 +93,15 @@ def test_the_bytes_on_a_link_are_those_of_the_cache(preset, tp):
     assert KVLink.of(cost, LINKS["ethernet"], layer_wise=False).layers == 1
 
 
+@pytest.mark.parametrize("layers", [1, 32])
 @pytest.mark.parametrize("cuts_prompts", [True, False])
-def test_one_request_and_an_infinite_link_are_one_engine(cuts_prompts):
+def test_one_request_and_an_infinite_link_are_one_engine(cuts_prompts, layers):
     cost = CostModel.named("llama3-8b")
     config = replace(CONFIG, max_len=4096, pages=4096, chunk=512 if cuts_prompts else 4096)
     arrivals = [Arrival(0.5, 2000, 50)]
     (alone,) = simulate(cost, config, arrivals).run.completions
-    run = simulate_pools(cost, config, arrivals, ONE_TO_ONE, INFINITE, cuts_prompts=cuts_prompts)
+    kv_link = INFINITE._replace(layers=layers)
+    run = simulate_pools(cost, config, arrivals, ONE_TO_ONE, kv_link, cuts_prompts=cuts_prompts)
     (pooled,) = run.run.completions
     assert pooled.token_times == pytest.approx(alone.token_times, rel=1e-12)
     assert pooled.scheduled == alone.scheduled == 0.5
@@ -154,3 +157,18 @@ def test_a_request_is_sent_again_after_a_preemption():
     ids = [sent.request_id for sent in run.transfers]
     assert ids == [0, 1, 1] and run.transfers[2].tokens > 50
     check_order(run, arrivals)
+
+
+def test_a_decode_does_not_stall_for_prefills_on_another_instance():
+    arrivals = [Arrival(0.0, 8, 20), Arrival(4.0, 64, 2), Arrival(6.0, 64, 2)]
+    run = serve_pools(arrivals, KVLink(LINK, 1))
+    assert find_stalls(run.completions, run.iterations) == []
+    together = simulate(Law(), CONFIG, arrivals).run
+    assert find_stalls(together.completions, together.iterations) != []
+
+
+def test_a_pipeline_has_no_pools():
+    law = Law()
+    law.pp = 2
+    with pytest.raises(ValueError, match="^pp=2: must be 1"):
+        PoolSimulation(law, CONFIG, ONE_TO_ONE, INFINITE)

@@ -27,17 +27,28 @@ from cli.options import (
 from lab.commands.pipeline import trace_event
 from lab.commands.simulate import Workers
 from lab.simulator.cost_model import CostModel
-from lab.simulator.goodput import Cluster, Job, Load, Targets, Trial, goodput, rates, run_job
+from lab.simulator.goodput import (
+    Cluster,
+    Job,
+    Load,
+    Search,
+    Targets,
+    Trial,
+    find_goodput,
+    goodput,
+    rates,
+    run_job,
+)
 from lab.simulator.simulation import Simulated
 from policies.pools import Pools
 from views.tables import Column, format_table
 
-CHUNKS = (256, 512, 1024)  # replicas: the best of these counts
+CHUNKS = (128, 256, 512, 1024)  # replicas: the best of these counts
 TARGETS = [Targets(ttft_s, tbt_s) for tbt_s in (0.02, 0.03, 0.05, 0.1) for ttft_s in (0.5, 1, 4)]
 LINK_TARGETS = Targets(ttft_s=4.0, tbt_s=0.1)
 MIDDLE = Targets(ttft_s=1.0, tbt_s=0.03)
 CHAT = "sharegpt4"
-RATIOS = ("2048+64", "1000+250", "128+512")  # P:D from 32 to 1/4
+RATIOS = ("2048+64", CHAT, "128+512")  # P:D of 32, about 4, and 1/4
 LINKS_SWEPT = ("nvlink3", "infiniband", "pcie4", "ethernet", "ethernet-25g")
 LARGE_CACHE = "llama-13b"  # a token's keys and values have 0.8 MB, not the 0.1 MB of llama3-8b
 SIZES = (2, 4, 8)  # GPUs
@@ -45,7 +56,7 @@ MAX_LEN = 8192
 LOW_RATE = 0.5  # requests per second and GPU: nobody waits
 
 FIGURE_1 = "512+64"  # DistServe, Figure 1: a model of 13B parameters on A100
-FIGURE_1_TARGETS = Targets(ttft_s=0.4, tbt_s=0.04)
+FIGURE_1_TARGETS = Targets(ttft_s=0.4, tbt_s=0.04, all_gaps=False)  # as we read its lines
 
 
 @dataclass(frozen=True)
@@ -104,8 +115,8 @@ def resolve(parser: OptionParser, args: Namespace) -> PoolsOptions:
         device=args.simulate,
         preset=args.preset,
         gpus=args.gpus,
-        seconds=30.0 if args.quick else 120.0,
-        steps=10 if args.quick else 24,
+        seconds=20.0 if args.quick else 120.0,
+        steps=9 if args.quick else 24,
         processes=args.processes,
         plot=args.plot,
         chrome_trace=args.chrome_trace,
@@ -198,36 +209,36 @@ class Sweep:
         steps = range(self.options.steps)
         return {cluster: [next(trials) for _ in steps] for cluster in clusters}
 
-    def row(self, trials: Mapping[Cluster, Sequence[Trial]], targets: Targets) -> Row:
-        """The Row of some clusters."""
-        chunks = [goodput(each, targets) for cluster, each in trials.items() if not cluster.pools]
-        pools = {
-            str(cluster.pools): goodput(each, targets)
-            for cluster, each in trials.items()
-            if cluster.pools
-        }
-        return Row(max(chunks), pools)
-
     def by_targets(self) -> dict[str, Row]:
-        """A Row for each pair of targets, of the chat load."""
+        """A Row for each pair of targets, of the chat load. The same trials serve all."""
         trials = self.trials(self.clusters(self.options.gpus), self.chat)
-        return {describe(targets): self.row(trials, targets) for targets in TARGETS}
+        return {
+            describe(targets): row_of(
+                {cluster: goodput(each, targets) for cluster, each in trials.items()}
+            )
+            for targets in TARGETS
+        }
+
+    def goodputs(self, clusters: Sequence[Cluster], load: Load, targets: Targets) -> list[float]:
+        """The goodput of each cluster, found with few trials."""
+        self.workers.name = f"{clusters[0].instances} GPUs, {load.lengths}"
+        steps = self.options.steps
+        searches = [Search(cluster, load, targets, steps) for cluster in clusters]
+        return self.workers(find_goodput, searches)
+
+    def row(self, gpus: int, load: Load) -> Row:
+        """The Row of so many GPUs, for the middle targets."""
+        clusters = self.clusters(gpus)
+        return row_of(dict(zip(clusters, self.goodputs(clusters, load, MIDDLE), strict=True)))
 
     def by_ratio(self) -> dict[str, Row]:
         """A Row for each P:D ratio."""
-        rows = {}
-        for lengths in RATIOS:
-            load = self.chat._replace(lengths=lengths)
-            trials = self.trials(self.clusters(self.options.gpus), load)
-            rows[lengths] = self.row(trials, MIDDLE)
-        return rows
+        loads = [self.chat._replace(lengths=lengths) for lengths in RATIOS]
+        return {load.lengths: self.row(self.options.gpus, load) for load in loads}
 
     def by_size(self) -> dict[str, Row]:
         """A Row for each number of GPUs."""
-        rows = {}
-        for gpus in SIZES:
-            rows[f"{gpus} GPUs"] = self.row(self.trials(self.clusters(gpus), self.chat), MIDDLE)
-        return rows
+        return {f"{gpus} GPUs": self.row(gpus, self.chat) for gpus in SIZES}
 
     def by_link(self, preset: str, with_goodput: bool) -> dict[str, LinkRow]:
         """A LinkRow for each link, for prompts of 1,500 tokens of a model."""
@@ -245,8 +256,7 @@ class Sweep:
         first, *others = self.workers(run_job, jobs)
         goodputs: list[float | None] = [None] * len(LINKS_SWEPT)
         if with_goodput:
-            trials = self.trials(clusters[2::2], load)
-            goodputs = [goodput(each, LINK_TARGETS) for each in trials.values()]
+            goodputs = list(self.goodputs(clusters[2::2], load, LINK_TARGETS))
         return {
             link: LinkRow(
                 at_end_s=at_end.second_p50_s,
@@ -268,11 +278,17 @@ class Sweep:
             replace(one, policy="sarathi-serve", chunk=512),
             replace(one, instances=3, pools=Pools(2, 1)),
         ]
-        values = {}
-        for cluster in clusters:
-            load = Load(FIGURE_1, self.options.seconds, 2048)
-            values[cluster.name] = goodput(self.trials([cluster], load)[cluster], FIGURE_1_TARGETS)
-        return values
+        load = Load(FIGURE_1, self.options.seconds, 2048)
+        values = [self.goodputs([cluster], load, FIGURE_1_TARGETS)[0] for cluster in clusters]
+        return {cluster.name: rate for cluster, rate in zip(clusters, values, strict=True)}
+
+
+def row_of(goodputs: Mapping[Cluster, float]) -> Row:
+    """The Row of some clusters, by their goodput."""
+    return Row(
+        chunks=max(rate for cluster, rate in goodputs.items() if not cluster.pools),
+        pools={str(cluster.pools): rate for cluster, rate in goodputs.items() if cluster.pools},
+    )
 
 
 def describe(targets: Targets) -> str:
@@ -404,7 +420,7 @@ def check_findings(
             "2.1x (3.3 / 1.6)",
             f"{_times(pools, vllm)} ({pools:.2f} / {vllm:.2f}) vllm; "
             f"{_times(pools, chunks)} chunks",
-            pools > vllm,
+            pools > vllm > 0,
         ),
         Finding(
             "DistServe §2.3: chunks trade TTFT for TBT: pools over chunks, TTFT 0.5 s / 4 s",
