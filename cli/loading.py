@@ -54,6 +54,7 @@ class ModelOptions:
     threads: int | None  # None: torch's choice
     tp: int  # processes that share each layer
     pp: int  # stages of a pipeline
+    copies: int = 1  # instances of the whole model, each of tp * pp processes
 
     def __post_init__(self) -> None:
         if self.preset and self.model:
@@ -228,15 +229,18 @@ def resolve_model(
 
 def _check_processes(options: ModelOptions) -> None:
     """Raise ValueError if torchrun has not started as many processes as --tp and --pp need."""
-    needed = options.tp * options.pp
+    needed = options.tp * options.pp * options.copies
     started = find_place().world_size
     if started != needed:
+        name = f"--tp {options.tp} --pp {options.pp}"
+        if options.copies > 1:
+            name = f"{options.copies} instances of {name}"
         raise ValueError(
-            f"--tp {options.tp} --pp {options.pp}: needs {needed} processes, not {started}: "
+            f"{name}: needs {needed} processes, not {started}: "
             f"torchrun --nproc-per-node {needed} {shlex.join(sys.argv)}"
         )
     if needed > 1 and options.compile:
-        raise ValueError("--compile: not with --tp or --pp")
+        raise ValueError("--compile: not with several processes")
 
 
 def load_model(options: ModelOptions, positions: int, *, positions_from: str) -> GPT:
@@ -249,18 +253,19 @@ def load_model(options: ModelOptions, positions: int, *, positions_from: str) ->
     options = resolve_model(options)
     length = f"{positions_from} {positions}"
     device = find_device(options.device)
-    if options.tp * options.pp == 1:
+    if options.tp * options.pp * options.copies == 1:
         return _load_here(options, positions, length, device, None)
     from parallel.ranks import Ranks
     from parallel.shard import Shard
     from parallel.stages import Stage
+    from parallel.transfer import Instance
 
-    ranks = Ranks(options.tp, options.pp, device.type)
+    ranks = Ranks(options.tp, options.pp, device.type, options.copies)
 
     def load_stage() -> Stage:
         shard = _load_here(options, positions, length, ranks.device, ranks)
         assert isinstance(shard, Shard)
-        return Stage(shard)
+        return Instance(shard) if options.copies > 1 else Stage(shard)
 
     model = ranks.start(load_stage).model
     if ranks.device.type == "cuda":

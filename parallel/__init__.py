@@ -1,14 +1,17 @@
-"""Tensor and pipeline parallelism over torch.distributed: see README.md."""
+"""Tensor and pipeline parallelism, replicas and pools over torch.distributed: see README.md."""
 
 from engine import Engine, Runner
 from model import GPT
+from parallel.instances import ReplicasEngine
 from parallel.shard import Shard
 from parallel.stages import ParallelEngine, ParallelRunner
 
 
 def engine_for(model: GPT) -> type[Engine]:
     """The class of engines that serve this model: on all ranks if it is a Shard, else here."""
-    return ParallelEngine if isinstance(model, Shard) else Engine
+    if not isinstance(model, Shard):
+        return Engine
+    return ReplicasEngine if model.ranks.copies > 1 else ParallelEngine
 
 
 def runner_for(model: GPT) -> type[Runner]:

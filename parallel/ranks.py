@@ -25,7 +25,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -78,7 +78,7 @@ class Heartbeat(NamedTuple):
     """A message to say that a rank is alive."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Timer:
     """A limit, and the time that has passed since: but for that in which this process is stopped.
     So all processes can be stopped and continued, as by Ctrl-Z and fg."""
@@ -98,26 +98,30 @@ class Timer:
 
 
 class Ranks:
-    """The tp * pp processes that torchrun has started, as one of them sees them.
+    """The tp * pp processes that torchrun has started, as one of them sees them; or `copies` times
+    as many, which have whole copies of the model.
 
-    Rank r is part r % tp of stage r // tp. Raises ConnectionError if they do not meet; ValueError
-    if torchrun has started another number, its variables make no sense, or GPUs are missing."""
+    Rank r is part r % tp of stage r // tp % pp. Raises ConnectionError if they
+    do not meet; ValueError if torchrun has started another number, its variables make no sense, or
+    GPUs are missing."""
 
-    def __init__(self, tp: int, pp: int, device_type: str = "cpu") -> None:
+    def __init__(self, tp: int, pp: int, device_type: str = "cpu", copies: int = 1) -> None:
         self.tp = tp
         self.pp = pp
-        self.size = tp * pp
+        self.copies = copies
+        self.size = tp * pp * copies
         self.place = find_place()
         self.rank = self.place.rank
-        self.stage, self.part = divmod(self.rank, tp)
+        self.stage, self.part = divmod(self.rank % (tp * pp), tp)
         if self.place.world_size != self.size:
             started = self.place.world_size
-            raise ValueError(f"tp={tp}, pp={pp}: needs {self.size} processes, not {started}")
+            sizes = f"tp={tp}, pp={pp}" + (f", copies={copies}" if copies > 1 else "")
+            raise ValueError(f"{sizes}: needs {self.size} processes, not {started}")
         self.device = device_of(device_type, self.place)
 
         self.work: Any = None  # the object whose methods are called, once `start` has made it
         self.numbers = count()  # of commands, and of other things that all ranks must tell apart
-        self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()  # not on rank 0
+        self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()  # on rank 0 for `tell`
         self.replies: dict[int, dict[int, Any]] = {}  # on rank 0: command -> {rank: result}
         self.reply_arrived = Condition()
         self.in_flight: deque[tuple[list[Any], list[Tensor]]] = deque(maxlen=MOST_IN_FLIGHT)
@@ -128,7 +132,8 @@ class Ranks:
 
         self.peers = range(1, self.size) if self.rank == 0 else range(1)  # they send messages
         self.silence = {peer: Timer(SILENCE_LIMIT_S) for peer in self.peers}
-        self.call_time: Timer | None = None  # of what the main thread calls, if that has a limit
+        self.call_times: list[Timer] = []  # of calls that have a limit
+        self.own_commands: Thread | None = None  # on rank 0: carries out what it tells itself
         self._connect(device_type)
         self.receivers = {
             peer: Thread(target=self._receive_all, args=[peer], daemon=True) for peer in self.peers
@@ -162,7 +167,8 @@ class Ranks:
                 world_size=self.size,
                 timeout=COMPUTE_LIMIT,
             )
-            mesh = init_device_mesh(device_type, (self.pp, self.tp), mesh_dim_names=("pp", "tp"))
+            shape = (self.copies * self.pp, self.tp)
+            mesh = init_device_mesh(device_type, shape, mesh_dim_names=("pp", "tp"))
             self.tp_group = mesh["tp"].get_group()
             # one for each direction: in a common group a call takes twice as long
             commands: Any = dist.new_group(backend="gloo", timeout=COMPUTE_LIMIT)
@@ -199,7 +205,7 @@ class Ranks:
             signal.signal(number, signal.SIG_IGN)  # rank 0 may keep what it has; then all end
         try:
             self.work = self._call_patiently(LOAD_LIMIT, make)
-            self._send(Reply(STARTED, True))
+            self.reply(STARTED, True)
             while True:
                 began = time.perf_counter()
                 command = self.commands.get()
@@ -219,10 +225,50 @@ class Ranks:
             self._end_all("the ranks are out of step, as rank 0 broke a command off")
         self.out_of_step = True
         command = Command(next(self.numbers), method, arguments)
-        self._call_patiently(COMPUTE_LIMIT, self._send, command)
+        self._call_patiently(COMPUTE_LIMIT, self._send, command, self.peers)
         self._carry_out(command)
         self.out_of_step = False
         return command.number
+
+    def tell(self, rank: int, method: str, *arguments: Any) -> int:
+        """Let one rank call a method. Returns the command's number, without waiting.
+
+        Rank 0 calls it in a thread. An exception there is its reply."""
+        if self.out_of_step:
+            self._end_all("the ranks are out of step, as rank 0 broke a command off")
+        command = Command(next(self.numbers), method, arguments)
+        if rank > 0:
+            self.out_of_step = True
+            self._call_patiently(COMPUTE_LIMIT, self._send, command, [rank])
+            self.out_of_step = False
+            return command.number
+        if self.own_commands is None:
+            threads = torch.get_num_threads()
+            self.own_commands = Thread(target=self._obey_itself, args=[threads], daemon=True)
+            self.own_commands.start()
+        self.commands.put(command)
+        return command.number
+
+    def _obey_itself(self, threads: int) -> None:
+        """Carry out the commands that rank 0 gives to itself, on so many CPU threads."""
+        torch.set_num_threads(threads)  # OpenMP's number is of each thread that calls it
+        while True:
+            command = self.commands.get()
+            try:
+                self._carry_out(command)
+            except Exception as error:
+                self.reply(command.number, error)
+
+    def first_reply(self, numbers: Iterable[int], timeout_s: float) -> int | None:
+        """One of these commands that has a reply; None if there is none in so many seconds."""
+        numbers = list(numbers)
+
+        def replied() -> int | None:
+            return next((number for number in numbers if self.replies.get(number)), None)
+
+        with self.reply_arrived:
+            self.reply_arrived.wait_for(lambda: replied() is not None, timeout_s)
+        return replied()
 
     def wait_for_replies(self, number: int, needed: int) -> dict[int, Any]:
         """The replies to a command by rank, once there are so many. They stay in `replies`.
@@ -247,7 +293,7 @@ class Ranks:
         then this process ends with an error, and torchrun kills the other."""
         self.has_ended.set()
         with suppress(RuntimeError):  # of gloo: they have ended
-            self._send(None)
+            self._send(None, self.peers)
         limit = time.monotonic() + SILENCE_LIMIT_S
         for peer, thread in self.receivers.items():  # a rank that has ended closes its connections
             thread.join(max(0.0, limit - time.monotonic()))
@@ -262,18 +308,22 @@ class Ranks:
         result = self._call_patiently(COMPUTE_LIMIT, method, *command.arguments)
         if result is None:
             return
-        reply = Reply(command.number, result)
+        self.reply(command.number, result)
+
+    def reply(self, number: int, result: Any) -> None:
+        """Let rank 0 have the result of a command. Any thread may call this."""
         if self.rank == 0:
-            self._on_reply(0, reply)
+            self._on_reply(0, Reply(number, result))
         else:
-            self._send(reply)
+            self._send(Reply(number, result), self.peers)
 
     def _call_patiently(self, limit: timedelta, function: Callable[..., T], *arguments: Any) -> T:
         """function(*arguments). All ranks end if it takes longer than the limit.
 
         An exception is held back for GRACE_S. If the loss of another rank is its cause, as it may
         be of torch's, all end before. If rank 0 raises the same, it says so before others do."""
-        self.call_time = Timer(limit.total_seconds())
+        call_time = Timer(limit.total_seconds())
+        self.call_times.append(call_time)
         try:
             return function(*arguments)
         except Exception as error:
@@ -281,32 +331,33 @@ class Ranks:
                 time.sleep(GRACE_S)
             raise
         finally:
-            self.call_time = None
+            self.call_times.remove(call_time)
 
     def _watch(self) -> None:
         """Tell the peers every BEAT_S that this rank is alive, and end if a peer is silent or the
         main thread is stuck: a thread of its own."""
         while not self.has_ended.wait(BEAT_S):
             with suppress(RuntimeError):  # of gloo: a peer has ended, which its receiver notices
-                self._send(Heartbeat())
+                self._send(Heartbeat(), self.peers)
             for peer, silence in self.silence.items():
                 if silence.beat():
                     self._end_all(f"rank {peer} was silent for {SILENCE_LIMIT_S} s: it hangs")
-            call_time = self.call_time
-            if call_time and call_time.beat():
-                self._resign(
-                    f"a call took {call_time.limit_s:.0f} s: it is stuck, or waits for a stuck rank"
-                )
+            for call_time in list(self.call_times):
+                if call_time.beat():
+                    limit = f"{call_time.limit_s:.0f} s"
+                    self._resign(f"a call took {limit}: it is stuck, or waits for a stuck rank")
 
-    def _send(self, message: Command | Reply | Failure | Heartbeat | None) -> None:
-        """Send a message from rank 0 to all others, or from another to rank 0, without waiting.
-        None is the end."""
+    def _send(
+        self, message: Command | Reply | Failure | Heartbeat | None, peers: Iterable[int]
+    ) -> None:
+        """Send a message from rank 0 to others, or from another to rank 0, without waiting. None
+        is the end."""
         body = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
         parts = [torch.tensor([len(body)]), body]
         works: list[Any] = []
         self.in_flight.append((works, parts))  # the tensors must live until they are sent
         with self.send_lock:  # the parts of two threads' messages must not mix
-            for peer in self.peers:
+            for peer in peers:
                 for part in parts:
                     works.append(dist.isend(part, dst=peer, group=self.send_group))
 
@@ -356,7 +407,7 @@ class Ranks:
             self._end_all(f"rank 0: {reason}")
         else:
             with suppress(RuntimeError):  # of gloo: rank 0 has ended
-                self._send(Failure(reason))
+                self._send(Failure(reason), self.peers)
             time.sleep(GRACE_S)  # until it has read that
         os._exit(1)
 

@@ -115,7 +115,8 @@ class Shard(GPT):
         """The slices of the whole model that the parameter `name` holds."""
         ranks = self.ranks
         shape = self.get_parameter(name).shape
-        return slices_of(self.whole, ranks.tp, ranks.pp, ranks.rank, name, shape)
+        rank = ranks.stage * ranks.tp + ranks.part  # within its copy
+        return slices_of(self.whole, ranks.tp, ranks.pp, rank, name, shape)
 
     def sum_up(self, x: Tensor) -> Tensor:
         """The sum over all ranks of this stage, in place."""

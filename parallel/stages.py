@@ -153,7 +153,7 @@ class ParallelRunner(Runner):
     def collect(self, command: int) -> list[StageResult]:
         """The results of all stages for a command. Waits for them, and leaves them in
         Ranks.replies."""
-        replies = self.ranks.wait_for_replies(command, self.ranks.pp)
+        replies = self.ranks.wait_for_replies(command, self.ranks.pp * self.ranks.copies)
         return [replies[rank] for rank in sorted(replies)]
 
     def forget(self, command: int) -> None:
@@ -214,6 +214,11 @@ class ParallelEngine(Engine):
         self.schedulers = self.micro_batches.schedulers
         self.scheduler = self.schedulers[0]  # that of the micro-batch whose turn it is
         self.state = PipelineState(ready=tuple(range(ranks.pp)), flights=())
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether any batch is on its way."""
+        return bool(self.state.flights)
 
     @property
     def has_work(self) -> bool:

@@ -3,7 +3,8 @@
     python -m tests.rank_program           read jobs, run each in a world of processes, say how
     torchrun ... -m tests.rank_program     be one process of a world, whose job is $RANK_JOB
 
-A job is a dict: `program`, the name of a function here, `tp`, `pp`, and what that function takes.
+A job is a dict: `program`, the name of a function here, `tp`, `pp`, and what that function takes;
+with `copies` there are so many whole models, and `kind` is a key of KINDS.
 Worlds that are started here are forked after torch was imported: that takes no time, torchrun does.
 """
 
@@ -18,7 +19,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -27,18 +28,24 @@ from random import Random
 import torch
 
 import bench
+import parallel.instances
 import parallel.meeting
 import parallel.ranks
 import parallel.stages
+import policies.pools
 from cli import console
 from cli.loading import ModelOptions, load_model
 from engine import StepInputs
 from kv_cache import Span
+from lab.measure import timing
+from lab.measure.link import measure_link
 from model import GPT, GPTConfig
 from parallel import engine_for, runner_for
+from parallel.instances import ChunkedPoolsEngine, PoolsEngine, ReplicasEngine
 from parallel.ranks import STARTED, Ranks
 from parallel.shard import Shard
 from parallel.stages import Stage
+from parallel.transfer import Instance
 from sampling import SamplingParams
 from tests.helpers import check_integrity, tiny_model
 from tests.test_interrupt import FILES, NEVER, Interrupt
@@ -72,7 +79,7 @@ def shard_of(model, ranks):
     return shard
 
 
-class SpoiltStage(Stage):
+class Spoilt:
     """A stage whose caches hold big numbers until they are written: nobody may read them."""
 
     def make_runner(self, key, *sizes):
@@ -81,7 +88,7 @@ class SpoiltStage(Stage):
         return made
 
 
-class FaultyStage(SpoiltStage):
+class Faulty(Spoilt):
     """A stage that fails as `fault` says: `what` happens on `rank` when it is loaded, in the first
     batch that has prefill, or the first that has none, between two parts of a layer."""
 
@@ -110,6 +117,30 @@ class FaultyStage(SpoiltStage):
         self.model.blocks[-1].project = project
         suffer(fault)
         return project(*rows)
+
+
+class SpoiltStage(Spoilt, Stage):
+    """The part of a model."""
+
+
+class FaultyStage(Faulty, Stage):
+    """The part of a model."""
+
+
+class FaultyInstance(Faulty, Instance):
+    """A whole model. Keys and values take `link_s` seconds, or the fault happens "on the link"."""
+
+    link_s = 0.0
+
+    def _receive(self):
+        received = super()._receive()
+        if self.fault and self.fault["when"] == "on the link":
+            suffer(self.fault)
+        time.sleep(self.link_s)
+        return received
+
+
+KINDS = {"pools": PoolsEngine, "pools chunks": ChunkedPoolsEngine, "replicas": ReplicasEngine}
 
 
 def suffer(fault):
@@ -144,10 +175,18 @@ def model_of(job, stage=SpoiltStage):
         model = tiny_model(**job["tiny"])
         return model if ranks is None else shard_of(model, ranks)
 
-    if job["tp"] * job["pp"] == 1:
+    if size(job) == 1:
         return make(None)
-    ranks = Ranks(job["tp"], job["pp"])
+    ranks = Ranks(job["tp"], job["pp"], copies=job.get("copies", 1))
+    if ranks.copies > 1:
+        FaultyInstance.link_s = job.get("link_s", 0.0)
+        stage = FaultyInstance
     return ranks.start(lambda: stage(make(ranks))).model
+
+
+def size(job):
+    """The number of processes."""
+    return job["tp"] * job["pp"] * job.get("copies", 1)
 
 
 def load_checkpoint(job):
@@ -172,7 +211,7 @@ def load_checkpoint(job):
 
 def serve(job):
     """The answers to all requests under each of the job's `engines`, with its `fault`, if any."""
-    FaultyStage.fault = job.get("fault")
+    Faulty.fault = job.get("fault")
     model = model_of(job, FaultyStage if "fault" in job else SpoiltStage)
     return [serve_all(engine_of(model, job, settings), job) for settings in job["engines"]]
 
@@ -180,7 +219,8 @@ def serve(job):
 def engine_of(model, job, settings):
     """An engine of these settings, of which `pages` is of each micro-batch."""
     pages = settings["pages"] * job["pp"]
-    return engine_for(model)(model, **settings | dict(pages=pages))
+    engine = KINDS[job["kind"]] if job.get("copies", 1) > 1 else engine_for(model)
+    return engine(model, **settings | dict(pages=pages))
 
 
 def serve_all(engine, job):
@@ -195,7 +235,7 @@ def serve_all(engine, job):
         check_integrity(scheduler.pages, [])
         assert scheduler.pages.num_free == scheduler.pages.total and not scheduler.running
     assert not engine.has_work and engine.step() == []
-    if job["tp"] * job["pp"] > 1:
+    if size(job) > 1:
         assert engine.runner.ranks.replies.keys() <= {STARTED}  # all were collected
     answers = {}
     for way, completions in done.items():
@@ -253,7 +293,8 @@ def interrupted(job):
 
     It is raised wherever rank 0 decides or waits, but not while all ranks are given a command.
     """
-    FILES.add(str(Path(parallel.stages.__file__)))
+    modules = [parallel.stages, parallel.instances, policies.pools]
+    FILES.update(str(Path(module.__file__)) for module in modules)
     model = model_of(job)
     params = [replace(each, logprobs=True) for each in PARAMS]
     expected = engine_of(model, job, job["engine"]).generate(PROMPTS, params, progress=False)
@@ -285,12 +326,12 @@ def serve_interrupted(engine, params, random):
     return [done[request_id] for request_id in sorted(done)], counts
 
 
-def impatient(wait_for, random, counts, condition):
-    """wait_for(condition), or KeyboardInterrupt."""
+def impatient(wait_for, random, counts, *arguments):
+    """wait_for(*arguments), or KeyboardInterrupt."""
     if random.random() < 0.2:
         counts["waiting"] += 1
         raise KeyboardInterrupt
-    return wait_for(condition)
+    return wait_for(*arguments)
 
 
 def counted(function, arguments, random, counts):
@@ -302,12 +343,15 @@ def counted(function, arguments, random, counts):
         counts["interrupts"] += interrupt.raised
 
 
+COMMANDS = (Ranks.command.__code__, Ranks.tell.__code__)
+
+
 class OutsideOfCommands(Interrupt):
     """Interrupts while no command is given."""
 
     def profile(self, frame, event, arg):
         caller = frame
-        while caller and caller.f_code is not Ranks.command.__code__:
+        while caller and caller.f_code not in COMMANDS:
             caller = caller.f_back
         if caller is None:
             super().profile(frame, event, arg)
@@ -338,6 +382,45 @@ def aborts(job):
         check_integrity(scheduler.pages, [])
         assert not scheduler.running
     return len(aborted)
+
+
+def aborts_on_the_link(job):
+    """Abort so many requests while their keys and values are sent: how many were aborted."""
+    model = model_of(job)
+    engine = engine_of(model, job, job["engine"])
+    expected = engine.generate(PROMPTS, PARAMS, progress=False)
+    ids = add_all(engine)
+    done = {}
+    aborted = set()
+    while engine.has_work:
+        for event in engine.step():
+            if event.completion:
+                done[event.request_id] = event.completion.tokens
+        on_the_link = {sending.transfer.request.id for sending in engine.sending.values()} - aborted
+        if on_the_link and len(aborted) < job["aborts"]:
+            aborted.add(engine.abort(min(on_the_link)).request_id)
+    expected_tokens = {i: c.tokens for i, c in zip(ids, expected, strict=True)}
+    assert done == {i: tokens for i, tokens in expected_tokens.items() if i not in aborted}
+    for scheduler in engine.schedulers:
+        check_integrity(scheduler.pages, [])
+        assert scheduler.pages.num_free == scheduler.pages.total and not scheduler.running
+    return len(aborted)
+
+
+def link_speed(job):
+    """The speed of the link between two ranks, and how many batches they computed meanwhile."""
+    model = model_of(job)
+    ranks = model.ranks
+    tell = ranks.tell
+    methods = Counter()
+
+    def counted_tell(rank, method, *arguments):
+        methods[method] += 1
+        return tell(rank, method, *arguments)
+
+    ranks.tell = counted_tell
+    speed = measure_link(model, job["max_len"], "auto")
+    return asdict(speed) | dict(batches=methods["run"])
 
 
 def add_all(engine):
@@ -427,13 +510,13 @@ def sizes(job):
 
 def loads(job):
     """How long rank 0 has waited until all had loaded."""
-    FaultyStage.fault = job["fault"]
+    Faulty.fault = job["fault"]
     return model_of(job, FaultyStage).ranks.waited
 
 
 def waits(job):
     """How long each stage has waited before each of two batches. Rank 0 is late in the first."""
-    FaultyStage.fault = job["fault"]
+    Faulty.fault = job["fault"]
     model = model_of(job, FaultyStage)
     runner = runner_for(model)(model, pages=1, page_size=16, max_len=16)
     waited = []
@@ -474,7 +557,7 @@ def pid_of(job, rank):
 
 def command_broken_off(job):
     """The model raises on rank 0 while it serves, and rank 0 goes on."""
-    FaultyStage.fault = dict(what="raise", when="decode", rank=0)
+    Faulty.fault = dict(what="raise", when="decode", rank=0)
     engine = engine_of(model_of(job, FaultyStage), job, job["engine"])
     engine.add_request([1, 2, 3], SamplingParams(9))
     while engine.has_work:
@@ -483,7 +566,9 @@ def command_broken_off(job):
 
 
 def command(job):
-    """bench.py, with the job's `words`."""
+    """bench.py, with the job's `words`. It measures only once, however `busy` the machine is."""
+    if job.get("busy"):
+        timing.steadily = lambda measure, device, **_: (measure(), 0.0)
     bench.main(job["words"].split())
 
 
@@ -508,7 +593,7 @@ def be_a_rank(job):
 
 def fork(job):
     """Start a job's world: [(pid, rank)], or None in its processes, which are to be ranks."""
-    world = job["tp"] * job["pp"]
+    world = size(job)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environ = dict(WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=job.get("port", port))

@@ -37,10 +37,11 @@ def one_process(job):
 def check(worlds, tp, pp, engines, **job):
     """Compare a world with what one process makes of a job. Returns what the world made of it."""
     job = dict(program="serve", engines=engines) | job
-    first = one_process(json.dumps(job | dict(tp=1, pp=1)))
+    alone = dict(tp=1, pp=1, copies=1)
+    first = one_process(json.dumps(job | alone))
     stop = first[0]["as they come"][STOPPED][0][3]  # its fourth token
     job |= dict(tp=tp, pp=pp, stop=stop)
-    expected = one_process(json.dumps(job | dict(tp=1, pp=1)))
+    expected = one_process(json.dumps(job | alone))
     got = worlds.result(**job)
     for settings, one, several in zip(engines, expected, got, strict=True):
         for way in one.keys() - {"preempted", "cached"}:

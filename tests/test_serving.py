@@ -199,6 +199,7 @@ class FakeVerdict:
     summary = summarize_run([], [], 0.0)
     busy = False
     broken_rule = None
+    link = None
 
     def __init__(self, missed=""):
         self.missed = missed

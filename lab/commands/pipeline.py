@@ -11,6 +11,7 @@ import json
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tqdm import tqdm
 
@@ -322,23 +323,29 @@ def conclude(rows: Mapping[str, PipelineRow]) -> str:
 
 def chrome_trace(stage_runs: Mapping[str, Sequence[StageRun]]) -> str:
     """A trace for Perfetto: a process for each name, a track for each stage."""
-    events = []
-    for name, runs in stage_runs.items():
-        for run in runs:
-            chunks = [
+    events = [
+        trace_event(name, f"stage {run.stage + 1}", run)
+        for name, runs in stage_runs.items()
+        for run in runs
+    ]
+    return json.dumps({"traceEvents": events})
+
+
+def trace_event(process: str, track: str, run: StageRun) -> dict[str, Any]:
+    """A batch on a stage, as an event of a trace."""
+    return {
+        "name": f"micro-batch {run.micro_batch}",
+        "pid": process,
+        "tid": track,
+        "ph": "X",  # a complete event
+        "ts": 1e6 * run.start,
+        "dur": 1e6 * (run.end - run.start),
+        "args": {
+            "chunks": [
                 f"{chunk.request_id}: {chunk.length} from {chunk.start}" for chunk in run.chunks
             ]
-            event = {
-                "name": f"micro-batch {run.micro_batch}",
-                "pid": name,
-                "tid": f"stage {run.stage + 1}",
-                "ph": "X",  # a complete event
-                "ts": 1e6 * run.start,
-                "dur": 1e6 * (run.end - run.start),
-                "args": {"chunks": chunks},
-            }
-            events.append(event)
-    return json.dumps({"traceEvents": events})
+        },
+    }
 
 
 def draw_beginnings(

@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -24,6 +24,7 @@ from cli.loading import load_model
 from cli.options import write_json, write_text, wrote, wrote_page
 from config import EngineConfig
 from lab.commands.serve_options import (
+    KV_SENDS,
     THIS,
     CapacityOptions,
     LoadOptions,
@@ -33,18 +34,29 @@ from lab.commands.serve_options import (
 )
 from lab.measure import capacity, metrics, timing, workload
 from lab.measure.capacity import JudgedRun, SearchResult, Trial
+from lab.measure.link import measure_link
 from lab.measure.machine import Machine, RealMachine
 from lab.measure.run_loop import LoadInterrupted, Run
 from lab.measure.run_plan import run_plan
 from lab.measure.workload import Arrival
-from lab.simulator.machine import FittedMachine, SimulatedMachine, SimulatedMachineOptions
+from lab.simulator.devices import LINKS, Link
+from lab.simulator.machine import (
+    CountingMachine,
+    FittedMachine,
+    SimulatedMachine,
+    SimulatedMachineOptions,
+)
+from lab.simulator.pools import KVLink, PooledMachine
 from lab.simulator.referee import broken_rules, mark_broken
+from parallel.instances import ChunkedPoolsEngine, PoolsEngine
+from parallel.shard import Shard
 from policies.token_budget import MAX_DELAY_S, MULTIPLES
 from views.page import Recorder, page
 from views.tables import Column, format_table, show
 
 __all__ = ["add_options", "main", "resolve"]
 
+SIZES = "sarathi-serve"  # the instances of two pools have memory and batches as under this policy
 ArrivalsAt = Callable[[float | None], list[Arrival]]  # a rate, or the trace's own -> a load
 
 
@@ -72,6 +84,12 @@ class CapacityRow:
         best = self.search.best
         return number(best.verdict.summary) if best else None
 
+    def link_s(self) -> float | None:
+        """P99 of the time on the link between two pools, in the run at the capacity."""
+        best = self.search.best
+        link = best.verdict.link if best else None
+        return link.exposed_s.p99 if link else None
+
 
 LATENCY_COLUMNS: list[Column[JudgedRun]] = [
     Column("TTFT P50", lambda run: run.summary.ttft_s.p50, ",.2f"),
@@ -84,6 +102,15 @@ LATENCY_COLUMNS: list[Column[JudgedRun]] = [
     Column("longest", lambda run: _longest(run, "seconds"), ",.3f"),
     Column("caused by", lambda run: _longest(run, "caused_by"), "d"),
 ]
+LINK_COLUMNS: list[Column[JudgedRun]] = [  # only where there are two pools
+    Column("memory P99", lambda run: run.link.waited_s.p99 if run.link else None, ",.3f"),
+    Column("link P50", lambda run: run.link.exposed_s.p50 if run.link else None, ",.4f"),
+    Column("link P99", lambda run: run.link.exposed_s.p99 if run.link else None, ",.4f"),
+]
+LINK_NOTE = (
+    "memory, link: how long a request waits, after its first token, for memory on the decode side, "
+    "then for its keys\nand values on the link"
+)
 BATCH_COLUMNS: list[Column[JudgedRun]] = [
     Column("tokens/s", lambda run: run.summary.tokens_per_s, ",.0f"),
     Column("prefill", lambda run: run.summary.prefill_only, ".0%"),
@@ -204,6 +231,57 @@ def simulated_options(options: ServeOptions) -> SimulatedMachineOptions:
         seed=options.seed,
         shared_prefix=options.shared_prefix,
     )
+
+
+class PoolsLink(NamedTuple):
+    """What joins two pools."""
+
+    text: str
+    simulated: KVLink | None  # None if nothing is simulated
+
+
+def pools_link(options: ServeOptions, machine: Machine) -> PoolsLink:
+    """The link that the options name; or that between two ranks, which is measured where it is
+    simulated, too."""
+    if isinstance(machine, SimulatedMachine):
+        is_layer_wise = options.kv_send == "layers"
+        link = KVLink.of(machine.gpus, LINKS[options.kv_link], layer_wise=is_layer_wise)
+        return PoolsLink(f"{options.kv_link}, {KV_SENDS[options.kv_send]}", link)
+    text = f"torch.distributed, {KV_SENDS['end']}"
+    if not isinstance(machine, FittedMachine):
+        return PoolsLink(text, None)
+    model = machine.real.model
+    assert isinstance(model, Shard)  # there are two ranks
+    speed = measure_link(model, options.max_len, options.model.attention)
+    text += f": {1e3 * speed.step_s:.2f} ms and {speed.bytes_per_s / 1e9:.3g} GB/s"
+    return PoolsLink(text, KVLink(Link(speed.bytes_per_s, speed.step_s), speed.token_bytes))
+
+
+def pooled_servers(
+    options: ServeOptions, machine: Machine, kv_link: KVLink | None
+) -> dict[str, Callable[..., Run]]:
+    """{name: a function as Machine.serve} of --pools, which prefill whole prompts, or chunks. Real
+    and simulated as in machines_of."""
+    servers: dict[str, Callable[..., Run]] = {}
+    assert options.pools is not None
+    for suffix, server in machines_of(options, machine).items():
+        for kind, cuts_prompts in {"": False, " chunks": True}.items():
+            name = f"pools {options.pools}{kind}{suffix}"
+            if isinstance(server, RealMachine):
+                engine_class = ChunkedPoolsEngine if cuts_prompts else PoolsEngine
+                servers[name] = partial(server.serve, engine_class=engine_class)
+            elif isinstance(server, CountingMachine) and kv_link is not None:
+                pooled = PooledMachine(
+                    server.cost,
+                    options.pools,
+                    kv_link,
+                    cuts_prompts=cuts_prompts,
+                    seed=options.seed,
+                    shared_prefix=options.shared_prefix,
+                    drift=server.drift,
+                )
+                servers[name] = pooled.serve
+    return servers
 
 
 def machines_of(options: ServeOptions, machine: Machine) -> dict[str, Machine]:
@@ -383,6 +461,13 @@ def main(options: ServeOptions) -> dict[str, Any]:
         "unit": "chats/s" if options.turns > 1 else "requests/s",
     }
     print(format_heading(machine, options, report, arrivals))
+    kv_link = None  # that is simulated
+    if options.pools:
+        link_text, kv_link = pools_link(options, machine)
+        print(
+            f"pools: {options.pools.prefill} of {options.replicas} instances prefill, "
+            f"{options.pools.decode} decode; keys and values over {link_text}\n"
+        )
     configs = plan(slo_s)
     violations = broken_rules(run_config.policy for run_config in configs.values())
     for violation in violations.values():
@@ -394,6 +479,13 @@ def main(options: ServeOptions) -> dict[str, Any]:
             servers[name + suffix] = partial(server.serve, run_config)
             if run_config.policy in violations:
                 broken[name + suffix] = violations[run_config.policy].rule
+    if options.pools:
+        pooled_plan = run_plan(
+            [SIZES], options.page_size, config, slo_s, caching=options.prefix_caching
+        )
+        for name, serve in pooled_servers(options, machine, kv_link).items():
+            for label, run_config in pooled_plan.items():
+                servers[label.replace(SIZES, name)] = partial(serve, run_config)
     session = Session(options, arrivals_at, report, machine.info.heading(), broken)
     session.run_all(servers, start)
     return report
@@ -472,9 +564,14 @@ def print_runs(runs: Mapping[str, JudgedRun], tbt_slo_s: float) -> None:
     for name, run in runs.items():
         cut = f"{name} (cut short)" if run.cut_short else name
         marked[timing.mark(mark_broken(cut, run.broken_rule), run.busy)] = run
-    print(format_table("seconds", LATENCY_COLUMNS, marked), end="\n\n")
+    columns = list(LATENCY_COLUMNS)
+    note = BATCH_NOTE.format(slo_s=tbt_slo_s).removeprefix("\n")
+    if any(run.link for run in runs.values()):
+        columns += LINK_COLUMNS
+        note += f"\n{LINK_NOTE}"
+    print(format_table("seconds", columns, marked), end="\n\n")
     print(format_table("batches", BATCH_COLUMNS, marked), end="\n\n")
-    print(BATCH_NOTE.format(slo_s=tbt_slo_s).removeprefix("\n"), end="\n\n")
+    print(note, end="\n\n")
 
 
 def print_capacities(searches: Mapping[str, SearchResult[JudgedRun]], unit: str) -> None:
@@ -487,6 +584,8 @@ def print_capacities(searches: Mapping[str, SearchResult[JudgedRun]], unit: str)
         Column("tokens/s", lambda row: row.best(lambda run: run.tokens_per_s), ",.0f"),
         Column("runs", lambda row: len(row.search.trials), "d"),
     ]
+    if any(search.best and search.best.verdict.link for search in searches.values()):
+        columns.append(Column("P99 link s", CapacityRow.link_s, ",.4f"))
     vllm = searches.get("vllm")
     rows = {}
     for name, search in searches.items():

@@ -5,7 +5,7 @@ Read next: serve.py."""
 import re
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cli.loading import MAX_PROCESSES, ModelOptions, add_model_options, model_options, resolve_model
 from cli.options import (
@@ -26,6 +26,7 @@ from lab.measure.workload import LENGTHS, TRACE_COLUMNS
 from lab.simulator.devices import DEVICES, GEOMETRIES, LINKS
 from lab.simulator.machine import SimulatedMachineOptions
 from memory import small_page_size
+from policies.pools import Pools
 from policies.priority import PRIORITIES
 from policies.token_budget import MULTIPLES
 from pretrained.presets import PRESETS
@@ -38,7 +39,15 @@ CHUNK = PerDevice(cpu=128, gpu=512)
 BATCH = PerDevice(cpu=32, gpu=128)
 MAX_LEN = PerDevice(cpu=1024, gpu=8192)
 REQUESTS = {"serve": PerDevice(cpu=48, gpu=500), "capacity": PerDevice(cpu=128, gpu=512)}
-ONLY_SIMULATED = ("replicas", "tp_link", "pp_link", "cpu_ms")  # go with --simulate DEVICE
+KV_SENDS = {"layers": "layer by layer during the prefill", "end": "all layers at its end"}
+ONLY_SIMULATED = (
+    "replicas",
+    "kv_link",
+    "kv_send",
+    "tp_link",
+    "pp_link",
+    "cpu_ms",
+)  # go with --simulate DEVICE
 ONLY_REAL = ("device", "dtype", "attention", "compile", "threads")  # do not
 
 
@@ -79,6 +88,9 @@ class ServeOptions(LoadOptions):
     model: ModelOptions
     simulate: str | None  # a name in DEVICES, or THIS
     replicas: int
+    pools: Pools | None
+    kv_link: str  # between the pools, a name in LINKS
+    kv_send: str  # a name in KV_SENDS
     tp_link: str | None
     pp_link: str | None
     cpu_ms: float
@@ -125,6 +137,14 @@ def page_sizes(text: str) -> list[int | str]:
     parse_size = whole(minimum=1)
     parts = [part.strip() for part in text.split(",")]
     return [part if part == "max" else parse_size(part) for part in parts]
+
+
+def two_pools(text: str) -> Pools:
+    """The type of --pools: PREFILL:DECODE."""
+    try:
+        return Pools.parse(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error).removeprefix("pools=")) from None
 
 
 def slo_target(text: str) -> str | float:
@@ -315,6 +335,15 @@ def _add_simulated_options(parser: OptionParser) -> None:
         default=1,
     )
     parser.add_option(
+        "--pools",
+        help="also serve by two pools of instances, so many that prefill and so many that decode, "
+        "beside as many replicas. Without --simulate DEVICE they are 1:1, two processes that "
+        "torchrun starts, see parallel/README.md",
+        type=two_pools,
+        metavar="PREFILL:DECODE",
+    )
+    add_kv_options(parser)
+    parser.add_option(
         "--tp-link",
         help=f"what joins the GPUs of a stage: {', '.join(LINKS)}",
         type=nonempty_text,
@@ -334,10 +363,28 @@ def _add_simulated_options(parser: OptionParser) -> None:
     )
 
 
+def add_kv_options(parser: OptionParser) -> None:
+    """Add the options of how keys and values go from one pool to the other."""
+    parser.add_option(
+        "--kv-link",
+        help="what joins the two pools",
+        choices=tuple(LINKS),
+        default="infiniband",
+    )
+    parser.add_option(
+        "--kv-send",
+        help="keys and values go layer by layer, or all at the end of the prefill",
+        choices=tuple(KV_SENDS),
+        default="layers",
+    )
+
+
 def resolve(parser: OptionParser, args: Namespace) -> ServeOptions:
     """The options, with those filled in that depend on others. Exits with a message if they make no
     sense together. Raises ValueError as CostModel does."""
     _check_machine(parser, args)
+    if args.pools:
+        args.replicas = args.pools.instances
     is_elsewhere = args.simulate not in (None, THIS)
     device = "cuda" if is_elsewhere else args.device
     max_len = args.max_len or MAX_LEN.pick(device)
@@ -345,6 +392,8 @@ def resolve(parser: OptionParser, args: Namespace) -> ServeOptions:
     batch = args.batch or BATCH.pick(device)
     kv_tokens = args.kv_tokens
     model = model_options(args)
+    if args.pools and not is_elsewhere:
+        model = replace(model, copies=args.replicas)
     if is_elsewhere:
         kv_tokens = _simulated_kv_tokens(parser, args, max_len, chunk)
     check_load(parser, args, max_len)
@@ -397,6 +446,9 @@ def resolve(parser: OptionParser, args: Namespace) -> ServeOptions:
         model=model if is_elsewhere else _resolve_real_model(model),
         simulate=args.simulate,
         replicas=args.replicas,
+        pools=args.pools,
+        kv_link=args.kv_link,
+        kv_send=args.kv_send,
         tp_link=args.tp_link,
         pp_link=args.pp_link,
         cpu_ms=args.cpu_ms,
@@ -420,6 +472,10 @@ def _check_machine(parser: OptionParser, args: Namespace) -> None:
         if getattr(args, name) != parser.get_default(name):
             goes = "goes only" if is_here else "does not go"
             parser.error(f"--{name.replace('_', '-')}: {goes} with --simulate DEVICE")
+    if args.pools and (args.pp > 1 or args.replicas > 1):
+        parser.error("--pools: goes without --pp and --replicas: there are as many replicas")
+    if args.pools and is_here and (args.pools != Pools(1, 1) or args.tp > 1):
+        parser.error(f"--pools {args.pools}: must be 1:1 without --tp, or --simulate DEVICE")
     if args.simulate == THIS and args.tp * args.pp > 1:
         parser.error(f"--tp, --pp: do not go with --simulate {THIS}; see bench.py pipeline")
 

@@ -9,18 +9,19 @@ Read first: run_loop.py, metrics.py."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 
 from lab.measure import metrics
 from lab.measure import timing as measure
-from lab.measure.metrics import RunSummary
+from lab.measure.metrics import Percentiles, RunSummary, percentiles
 from lab.measure.run_loop import Run
 from lab.measure.workload import Arrival
 from model import GPT
 from outputs import Completion
 from parallel import runner_for
 from policies import token_budget
+from policies.pools import Sent
 from policies.token_budget import MAX_DELAY_S, Case, Profiled, TimedRunner
 
 MAX_RUNS = 60  # of a search, which takes a dozen
@@ -115,6 +116,24 @@ class Verdict:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinkSummary:
+    """What requests waited for between two pools, after their first tokens, in seconds."""
+
+    waited_s: Percentiles  # for memory on the decode side
+    exposed_s: Percentiles  # for the link
+
+    @classmethod
+    def of(cls, transfers: Sequence[Sent]) -> "LinkSummary | None":
+        """The LinkSummary of these transfers; None without any."""
+        if not transfers:
+            return None
+        return cls(
+            waited_s=percentiles(sent.waited_s for sent in transfers),
+            exposed_s=percentiles(sent.exposed_s for sent in transfers),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class JudgedRun(Verdict):
     """The numbers of a Run, and whether it met its SLO."""
 
@@ -124,19 +143,25 @@ class JudgedRun(Verdict):
     cut_short: str | None
     drift: float
     broken_rule: str | None = None  # of a policy from a file, see policies/referee.py
+    link: LinkSummary | None = None  # of two pools
 
     def to_json(self) -> dict[str, Any]:
         """One flat dict, with that of the RunSummary in it."""
-        return self.summary.to_json() | {
-            "own_fraction": self.own_fraction,
-            "refused": self.refused,
-            "cut_short": self.cut_short,
-            "drift": self.drift,
-            "broken_rule": self.broken_rule,
-            "met": self.met,
-            "missed": self.missed,
-            "busy": self.busy,
-        }
+        link = {"link": asdict(self.link)} if self.link else {}
+        return (
+            self.summary.to_json()
+            | link
+            | {
+                "own_fraction": self.own_fraction,
+                "refused": self.refused,
+                "cut_short": self.cut_short,
+                "drift": self.drift,
+                "broken_rule": self.broken_rule,
+                "met": self.met,
+                "missed": self.missed,
+                "busy": self.busy,
+            }
+        )
 
 
 def judge(
@@ -149,7 +174,11 @@ def judge(
     summary = metrics.summarize_run(
         run.completions, run.iterations, run.seconds, tbt_slo_s, run.offered_per_s
     )
+    link = LinkSummary.of(run.transfers)
     missed = run.cut_short or metrics.missed(summary, tbt_slo_s, rate_counts=rate_counts)
+    waited_s = link.waited_s.p50 if link else None
+    if waited_s and waited_s > MAX_DELAY_S and not missed:
+        missed = f"median wait of {waited_s:,.2f} s for memory on the decode side"
     if broken_rule:
         missed = f"the rule {broken_rule!r} is broken"
     return JudgedRun(
@@ -159,6 +188,7 @@ def judge(
         cut_short=run.cut_short,
         drift=run.drift,
         broken_rule=broken_rule,
+        link=link,
         missed=missed,
         busy=run.drift > measure.BUSY,
     )

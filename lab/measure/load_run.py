@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from config import EngineConfig
 from engine import Engine
@@ -17,7 +18,8 @@ from lab.measure.arrival import Arrival
 from lab.measure.run_loop import LoadRun, Recorder, Run, no_progress
 from model import GPT
 from outputs import Iteration
-from parallel import ParallelEngine, engine_for
+from parallel import ParallelEngine, ReplicasEngine, engine_for
+from parallel.instances import PoolsEngine
 from sampling import SamplingParams
 
 GLANCE_EVERY_S = 1.0  # how often an engine's run probes the machine
@@ -71,10 +73,11 @@ class EngineServer:
 
     def _glance(self) -> None:
         """Probe the machine if that is due. The clock, which is the engine's, stands still
-        meanwhile, so that the glance lies in no measured time. A pipeline is probed when no batch
-        is in flight: its other stages would go on."""
+        meanwhile, so that the glance lies in no measured time. Several ranks are probed when no
+        batch is in flight: the others would go on."""
         now = self.clock()
-        in_flight = isinstance(self.engine, ParallelEngine) and self.engine.state.flights
+        engine = self.engine
+        in_flight = isinstance(engine, ParallelEngine | ReplicasEngine) and engine.in_flight
         if now >= self.next_glance and not in_flight:
             self.probe_readings.append(self.probe.take(measure.GLANCE_S))
             self.next_glance = now + GLANCE_EVERY_S
@@ -121,17 +124,19 @@ def serve(
     *,
     progress: Callable[[], object] = no_progress,
     recorder: Recorder | None = None,
+    engine_class: type[Engine] | None = None,
     before_start: Callable[[Engine], object] | None = None,
     now: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], object] = time.sleep,
 ) -> Run:
     """Serve `arrivals` with `prompts` by an engine of `config`, in real time.
 
-    `progress` and `recorder`: see LoadRun. `before_start` is called with the engine when it is warm
+    `progress` and `recorder`: see LoadRun. `engine_class` is by default as of engine_for.
+    `before_start` is called with the engine when it is warm
     and the clock has not started. `now` and `sleep` are the time that the run lives in."""
     gc.collect()  # frees the cache of the engine before
     clock = Clock(now)
-    engine = engine_for(model).from_config(model, config, clock=clock)
+    engine = (engine_class or engine_for(model)).from_config(model, config, clock=clock)
     engine.warm_up()
     server = EngineServer(engine, clock, sleep)
     load = LoadRun(server, arrivals, prompts, progress, recorder)
@@ -139,4 +144,5 @@ def serve(
         if before_start:
             before_start(engine)
         clock.set(0.0)
-        return load.run()
+        run = load.run()
+    return replace(run, transfers=engine.sent) if isinstance(engine, PoolsEngine) else run

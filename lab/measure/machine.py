@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from config import EngineConfig
+from engine import Engine
 from lab.measure import capacity, load_run, run_loop, timing, workload
 from lab.measure.capacity import Base
 from lab.measure.machine_info import MachineInfo, measure_machine
@@ -54,9 +55,6 @@ class RealMachine:
     """This machine with a model. Prompts are random, and begin with one of `shared_prefix`'s
     (length, count) prefixes."""
 
-    micro_batches = 1
-    notes = ""
-
     def __init__(
         self,
         model: GPT,
@@ -74,6 +72,10 @@ class RealMachine:
         self.shared_prefix = shared_prefix
         self.base, drift = capacity.measure_base(model, chunk, max_len, attention)
         info = measure_machine(model, name, chunk)
+        self.micro_batches = info.copies or 1
+        self.notes = ""
+        if info.copies:
+            self.notes = f"batch and memory are of each of {info.copies} instances\n"
         self.info = replace(info, base_busy=drift > timing.BUSY)
 
     def serve(
@@ -83,11 +85,18 @@ class RealMachine:
         *,
         progress: Callable[[], object] = run_loop.no_progress,
         recorder: Recorder | None = None,
+        engine_class: type[Engine] | None = None,
     ) -> Run:
-        """Serve a load by an engine of `config`, in real time."""
+        """Serve a load by an engine of `config`, in real time: see load_run.serve."""
         prompts = workload.prompts(
             arrivals, self.model.config.vocab_size, self.seed, self.shared_prefix
         )
         return load_run.serve(
-            self.model, config, arrivals, prompts, progress=progress, recorder=recorder
+            self.model,
+            config,
+            arrivals,
+            prompts,
+            progress=progress,
+            recorder=recorder,
+            engine_class=engine_class,
         )

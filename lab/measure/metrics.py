@@ -72,13 +72,13 @@ def find_stalls(completions: Sequence[Completion], iterations: Sequence[Iteratio
     rides with a chunk of another request waits for it, and counts: the SLO says whether that harms.
     """
     prefills_of: dict[int, list[_Prefill]] = defaultdict(list)  # of each micro-batch
-    micro_batch_of: dict[int, int] = {}  # request id -> the micro-batch that computes it
+    micro_batch_of: dict[int, int] = {}  # request id -> the micro-batch that computed it last
     for iteration in iterations:
         for request_id, _, length, is_decode in iteration.chunks:
+            micro_batch_of[request_id] = iteration.micro_batch
             if not is_decode:
                 prefill = _Prefill(iteration.start, request_id, length)
                 prefills_of[iteration.micro_batch].append(prefill)
-                micro_batch_of[request_id] = iteration.micro_batch
     starts_of = {
         micro_batch: [prefill.start for prefill in prefills]
         for micro_batch, prefills in prefills_of.items()

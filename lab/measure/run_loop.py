@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from errors import QueueFull
 from lab.measure.arrival import Arrival
 from outputs import Completion, Event, Iteration
+from policies.pools import Sent
 from policies.priority import PRIORITIES
 from scheduler import Scheduler
 
@@ -88,6 +89,7 @@ class Run:
     cut_short: str | None = None  # "interrupted" or "given up" if the run was
     drift: float = 0.0  # share of the machine that others used, see timing.steadily
     offered_per_s: float | None = None  # requests; None: their arrivals do not depend on answers
+    transfers: Sequence[Sent] = ()  # between two pools, in the order in which they ended
 
 
 class LoadInterrupted(KeyboardInterrupt):

@@ -57,6 +57,10 @@ LINKS = {
     "pcie4": Link(bytes_per_s=16e9, step_s=5e-6),
     # HDR, 200 Gb/s for each GPU of a DGX A100, at 80 %
     "infiniband": Link(bytes_per_s=20e9, step_s=5e-6),
+    # NDR, 400 Gb/s for each GPU of a DGX H100, at 80 %; Splitwise's H100 have it (§VI-A)
+    "infiniband-ndr": Link(bytes_per_s=40e9, step_s=5e-6),
+    # 25 Gb/s between the nodes of DistServe's testbed (§6.1), at 80 %
+    "ethernet-25g": Link(bytes_per_s=2.5e9, step_s=50e-6, per_gpu=False),
     # 100 Gb/s for a whole node: through TCP NCCL reaches 4 to 6 GB/s where it is tuned
     # (NVIDIA/nccl issue 450)
     "ethernet": Link(bytes_per_s=5e9, step_s=50e-6, per_gpu=False),

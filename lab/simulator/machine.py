@@ -117,16 +117,20 @@ class CountingMachine:
         prompts = None  # only their lengths matter
         if config.prefix_caching:
             prompts = workload.prompts(arrivals, VOCABULARY, self.seed, self.shared_prefix)
-        simulated = simulate(
-            self.cost,
-            config,
-            arrivals,
-            prompts,
-            replicas=self.replicas,
-            progress=progress,
-            recorder=recorder,
-        )
-        return replace(simulated.run, drift=self.drift)
+        run = self.simulate(config, arrivals, prompts, progress=progress, recorder=recorder)
+        return replace(run, drift=self.drift)
+
+    def simulate(
+        self,
+        config: EngineConfig,
+        arrivals: Sequence[Arrival],
+        prompts: Sequence[list[int]] | None,
+        **watching: Any,
+    ) -> Run:
+        """The Run of a load; `watching` is as of LoadRun."""
+        return simulate(
+            self.cost, config, arrivals, prompts, replicas=self.replicas, **watching
+        ).run
 
 
 class SimulatedMachine(CountingMachine):
@@ -135,6 +139,7 @@ class SimulatedMachine(CountingMachine):
     def __init__(self, options: SimulatedMachineOptions) -> None:
         """The machine of these options."""
         cost = options.cost()
+        self.gpus = cost
         super().__init__(
             cost,
             seed=options.seed,
@@ -242,20 +247,25 @@ class FittedMachineInfo:
 class FittedMachine(CountingMachine):
     """A real machine, simulated with laws that are fitted to batches that are timed on it."""
 
-    micro_batches = 1
-
     def __init__(self, real: RealMachine, *, max_len: int, attention: str, is_alone: bool) -> None:
         """Times the batches. `is_alone`: nothing runs on the real machine afterwards, and the
         heading says that all is simulated."""
         self.real = real
         self.base = real.base
+        self.micro_batches = real.micro_batches
         cases = profile_cases(max_len)
         count = len(cases.fitted)
         rows, drift = _time(real, [*cases.fitted, *cases.others], max_len, attention)
         timed = [(row.shape, row.seconds) for row in rows]
         busy = drift > timing.BUSY
         cost = FittedCost([timed[:count]])
-        super().__init__(cost, seed=real.seed, shared_prefix=real.shared_prefix, drift=drift)
+        super().__init__(
+            cost,
+            seed=real.seed,
+            shared_prefix=real.shared_prefix,
+            replicas=real.micro_batches,
+            drift=drift,
+        )
         (law,) = cost.laws
         error = percentiles(abs(law.predict(shape) / s - 1) for shape, s in timed[count:])
         self.info = FittedMachineInfo(

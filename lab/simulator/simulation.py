@@ -22,7 +22,7 @@ from lab.simulator.cost_model import Cost
 from outputs import Completion, Event, Iteration
 from policies.micro_batches import MicroBatches, StageRun, StageTime
 from policies.priority import check_service_level
-from scheduler import Request
+from scheduler import Request, Scheduler
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,18 @@ def simulate(
     if config.prefix_caching and prompts is None:
         raise ValueError("prompts=None: prefix_caching needs their token ids")
     simulation = Simulation(cost, config, replicas=replicas, record=record)
+    return run_simulation(simulation, arrivals, prompts, **watching)
+
+
+def run_simulation(
+    simulation: "Simulation",
+    arrivals: Sequence[Arrival],
+    prompts: Sequence[list[int]] | None = None,
+    **watching: Any,
+) -> Simulated:
+    """Bring a load to a simulation, and return what was seen of it."""
     run = LoadRun(simulation, arrivals, prompts, **watching).run()
+    cost = simulation.cost
     busy_s = sum(simulation.busy.values())
     cpu_s = simulation.batches * cost.pp * cost.cpu_s
     return Simulated(
@@ -95,11 +106,15 @@ class Simulation(MicroBatches):
         self.now = 0.0  # in seconds
         self.batches = 0
         self.last_iteration: Iteration | None = None
-        super().__init__(self.config.schedulers(self.clock, cost.pp, replicas), cost.pp)
+        super().__init__(self.make_schedulers(replicas), cost.pp)
         self.turns = count()
         self.ready: list[Ready] = []  # a heap
         self.idle = deque(range(len(self.schedulers)))  # micro-batches that found no work
         self._wake()
+
+    def make_schedulers(self, replicas: int) -> Sequence[Scheduler]:
+        """One for each micro-batch of all replicas."""
+        return self.config.schedulers(self.clock, self.cost.pp, replicas)
 
     def clock(self) -> float:
         """The time of the simulation, in seconds."""

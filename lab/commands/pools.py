@@ -1,0 +1,533 @@
+"""Chunks or two pools? Goodput per GPU of both, simulated, and where each wins.
+
+    python bench.py pools --quick                   two minutes
+    python bench.py pools --plot pools.png          finer rates, longer runs
+
+Sweeps the targets and the split, the P:D ratio, the link and the number of GPUs, then checks what
+DistServe and Splitwise have found. Read first: lab/simulator/goodput.py."""
+
+import json
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from cli.options import (
+    OptionParser,
+    add_json_option,
+    nonempty_text,
+    output_file,
+    picture_file,
+    whole,
+    write_json,
+    write_text,
+    wrote,
+)
+from lab.commands.pipeline import trace_event
+from lab.commands.simulate import Workers
+from lab.simulator.cost_model import CostModel
+from lab.simulator.goodput import (
+    Cluster,
+    Job,
+    Load,
+    Search,
+    Targets,
+    Trial,
+    find_goodput,
+    goodput,
+    rates,
+    run_job,
+)
+from lab.simulator.simulation import Simulated
+from policies.pools import Pools
+from views.tables import Column, format_table
+
+CHUNKS = (128, 256, 512, 1024)  # replicas: the best of these counts
+TARGETS = [Targets(ttft_s, tbt_s) for tbt_s in (0.02, 0.03, 0.05, 0.1) for ttft_s in (0.5, 1, 4)]
+LINK_TARGETS = Targets(ttft_s=4.0, tbt_s=0.1)
+MIDDLE = Targets(ttft_s=1.0, tbt_s=0.03)
+CHAT = "sharegpt4"
+RATIOS = ("2048+64", CHAT, "128+512")  # P:D of 32, about 4, and 1/4
+LINKS_SWEPT = ("nvlink3", "infiniband", "pcie4", "ethernet", "ethernet-25g")
+LARGE_CACHE = "llama-13b"  # a token's keys and values have 0.8 MB, not the 0.1 MB of llama3-8b
+SIZES = (2, 4, 8)  # GPUs
+MAX_LEN = 8192
+LOW_RATE = 0.5  # requests per second and GPU: nobody waits
+
+FIGURE_1 = "512+64"  # DistServe, Figure 1: a model of 13B parameters on A100
+FIGURE_1_TARGETS = Targets(ttft_s=0.4, tbt_s=0.04, all_gaps=False)  # as we read its lines
+
+
+@dataclass(frozen=True)
+class PoolsOptions:
+    """The options of `bench.py pools`."""
+
+    command: str
+    device: str
+    preset: str
+    gpus: int
+    seconds: float  # that requests arrive
+    steps: int  # rates for each cluster
+    processes: int
+    plot: str | None
+    chrome_trace: str | None
+    json: str | None
+
+
+def add_options(parser: OptionParser) -> None:
+    """Add the options of the command."""
+    parser.add_option(
+        "--simulate", help="the device", type=nonempty_text, default="a100-80gb", metavar="DEVICE"
+    )
+    parser.add_option("--preset", help="the model", type=nonempty_text, default="llama3-8b")
+    parser.add_option(
+        "--gpus",
+        help="where the number is not swept",
+        type=whole(minimum=2, maximum=16),
+        default=4,
+    )
+    parser.add_option(
+        "--quick", help="shorter runs at fewer rates: two minutes", action="store_true"
+    )
+    parser.add_option(
+        "--processes",
+        help="simulate so many runs at once",
+        type=whole(minimum=1, maximum=256),
+        default=os.cpu_count() or 1,
+        default_text="the number of cores",
+    )
+    parser.add_option("--plot", help="draw the sweeps", type=picture_file, metavar="FILE")
+    parser.add_option(
+        "--chrome-trace",
+        help="write what each instance and link did when in a short run, for Perfetto",
+        type=output_file,
+        metavar="FILE",
+    )
+    add_json_option(parser)
+
+
+def resolve(parser: OptionParser, args: Namespace) -> PoolsOptions:
+    """The options. Raises ValueError for unknown names."""
+    CostModel.named(args.preset, args.simulate)
+    return PoolsOptions(
+        command=args.command,
+        device=args.simulate,
+        preset=args.preset,
+        gpus=args.gpus,
+        seconds=20.0 if args.quick else 120.0,
+        steps=9 if args.quick else 24,
+        processes=args.processes,
+        plot=args.plot,
+        chrome_trace=args.chrome_trace,
+        json=args.json,
+    )
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a sweep: goodput per GPU of each way to serve, in requests per second."""
+
+    chunks: float  # of the best chunk size
+    pools: dict[str, float]  # by split
+
+    @property
+    def best_pools(self) -> float:
+        """Of the best split."""
+        return max(self.pools.values())
+
+    @property
+    def best_split(self) -> str | None:
+        """The split with the highest goodput; None if none meets the targets."""
+        split = max(self.pools, key=lambda name: self.pools[name])
+        return split if self.pools[split] else None
+
+    @property
+    def gain(self) -> float | None:
+        """Pools over chunks; None if chunks do not meet the targets at any rate."""
+        return self.best_pools / self.chunks if self.chunks else None
+
+    @property
+    def winner(self) -> str:
+        """Which is better, if it is by more than a step between two rates."""
+        if self.chunks == self.best_pools:
+            return "equal" if self.chunks else "none"
+        return "chunks" if self.chunks > self.best_pools else f"pools {self.best_split}"
+
+    def to_json(self) -> dict[str, Any]:
+        """All numbers."""
+        return {**asdict(self), "gain": self.gain, "winner": self.winner}
+
+
+@dataclass(frozen=True)
+class LinkRow:
+    """What sending over a link costs, at a low rate."""
+
+    at_end_s: float  # from the first token to the second, in the median
+    layer_wise_s: float
+    alone_s: float  # without a link: replicas
+    goodput: float | None  # layer by layer, per GPU; None: not measured
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A finding of a paper, and the numbers that it comes out at here."""
+
+    text: str
+    paper: str
+    here: str
+    holds: bool
+
+
+class Sweep:
+    """Runs clusters on loads at all their rates, each once."""
+
+    def __init__(self, options: PoolsOptions) -> None:
+        self.options = options
+        self.workers = Workers(options.processes)
+        self.chat = Load(CHAT, options.seconds, MAX_LEN)
+
+    def clusters(self, gpus: int, **changes: Any) -> list[Cluster]:
+        """Replicas with each chunk size, and all splits, or five of many."""
+        first = Cluster(self.options.preset, self.options.device, gpus, **changes)
+        step = max(1, gpus // 4)
+        splits = [Pools(p, gpus - p) for p in range(step, gpus, step)]
+        return [
+            *[replace(first, chunk=chunk) for chunk in CHUNKS],
+            *[replace(first, pools=pools) for pools in splits],
+        ]
+
+    def trials(self, clusters: Sequence[Cluster], load: Load) -> dict[Cluster, list[Trial]]:
+        """The Trials of each cluster at all rates."""
+        jobs = [
+            Job(cluster, load, qps)
+            for cluster in clusters
+            for qps in rates(cluster, load, self.options.steps)
+        ]
+        self.workers.name = f"{clusters[0].instances} GPUs, {load.lengths}"
+        trials = iter(self.workers(run_job, jobs))
+        steps = range(self.options.steps)
+        return {cluster: [next(trials) for _ in steps] for cluster in clusters}
+
+    def by_targets(self) -> dict[str, Row]:
+        """A Row for each pair of targets, of the chat load. The same trials serve all."""
+        trials = self.trials(self.clusters(self.options.gpus), self.chat)
+        return {
+            describe(targets): row_of(
+                {cluster: goodput(each, targets) for cluster, each in trials.items()}
+            )
+            for targets in TARGETS
+        }
+
+    def goodputs(self, clusters: Sequence[Cluster], load: Load, targets: Targets) -> list[float]:
+        """The goodput of each cluster, found with few trials."""
+        self.workers.name = f"{clusters[0].instances} GPUs, {load.lengths}"
+        steps = self.options.steps
+        searches = [Search(cluster, load, targets, steps) for cluster in clusters]
+        return self.workers(find_goodput, searches)
+
+    def row(self, gpus: int, load: Load) -> Row:
+        """The Row of so many GPUs, for the middle targets."""
+        clusters = self.clusters(gpus)
+        return row_of(dict(zip(clusters, self.goodputs(clusters, load, MIDDLE), strict=True)))
+
+    def by_ratio(self) -> dict[str, Row]:
+        """A Row for each P:D ratio."""
+        loads = [self.chat._replace(lengths=lengths) for lengths in RATIOS]
+        return {load.lengths: self.row(self.options.gpus, load) for load in loads}
+
+    def by_size(self) -> dict[str, Row]:
+        """A Row for each number of GPUs."""
+        return {f"{gpus} GPUs": self.row(gpus, self.chat) for gpus in SIZES}
+
+    def by_link(self, preset: str, with_goodput: bool) -> dict[str, LinkRow]:
+        """A LinkRow for each link, for prompts of 1,500 tokens of a model."""
+        load = Load("1500+100", self.options.seconds, 2048)
+        options = self.options
+        alone = Cluster(preset, options.device, 2, chunk=MAX_LEN)
+        pools = replace(alone, pools=Pools(1, 1))
+        clusters = [alone]
+        for link in LINKS_SWEPT:
+            clusters += [
+                replace(pools, link=link, layer_wise=layer_wise) for layer_wise in (False, True)
+            ]
+        jobs = [Job(cluster, load, LOW_RATE * cluster.instances) for cluster in clusters]
+        self.workers.name = f"links, {preset}"
+        first, *others = self.workers(run_job, jobs)
+        goodputs: list[float | None] = [None] * len(LINKS_SWEPT)
+        if with_goodput:
+            goodputs = list(self.goodputs(clusters[2::2], load, LINK_TARGETS))
+        return {
+            link: LinkRow(
+                at_end_s=at_end.second_p50_s,
+                layer_wise_s=layer_wise.second_p50_s,
+                alone_s=first.second_p50_s,
+                goodput=rate,
+            )
+            for link, at_end, layer_wise, rate in zip(
+                LINKS_SWEPT, others[::2], others[1::2], goodputs, strict=True
+            )
+        }
+
+    def figure_1(self) -> dict[str, float]:
+        """Goodput per GPU of DistServe's Figure 1: one GPU for both phases, or two that prefill
+        and one that decodes."""
+        one = Cluster(LARGE_CACHE, "a100-80gb", 1, policy="vllm", chunk=2048)
+        clusters = [
+            one,
+            replace(one, policy="sarathi-serve", chunk=512),
+            replace(one, instances=3, pools=Pools(2, 1)),
+        ]
+        load = Load(FIGURE_1, self.options.seconds, 2048)
+        values = [self.goodputs([cluster], load, FIGURE_1_TARGETS)[0] for cluster in clusters]
+        return {cluster.name: rate for cluster, rate in zip(clusters, values, strict=True)}
+
+
+def row_of(goodputs: Mapping[Cluster, float]) -> Row:
+    """The Row of some clusters, by their goodput."""
+    return Row(
+        chunks=max(rate for cluster, rate in goodputs.items() if not cluster.pools),
+        pools={str(cluster.pools): rate for cluster, rate in goodputs.items() if cluster.pools},
+    )
+
+
+def describe(targets: Targets) -> str:
+    """The targets in a few words."""
+    return f"TTFT {targets.ttft_s:g} s, TBT {1e3 * targets.tbt_s:g} ms"
+
+
+def format_rows(head: str, rows: Mapping[str, Row]) -> str:
+    """A table of a sweep. All splits that occur have a column, if they are the same in all rows."""
+    splits = list(dict.fromkeys(split for row in rows.values() for split in row.pools))
+    columns: list[Column[Row]] = [Column("chunks", lambda row: row.chunks, ",.2f")]
+    if all(set(row.pools) == set(splits) for row in rows.values()):
+        columns += [Column(split, _goodput_of(split), ",.2f") for split in splits]
+    else:
+        columns.append(Column("pools", lambda row: row.best_pools, ",.2f"))
+    columns += [
+        Column("pools / chunks", lambda row: row.gain, ".2fx"),
+        Column("best", lambda row: row.winner),
+    ]
+    return format_table(head, columns, rows)
+
+
+def _goodput_of(split: str) -> Callable[[Row], float]:
+    """The goodput of a split, as a function of a Row."""
+
+    def value(row: Row) -> float:
+        return row.pools[split]
+
+    return value
+
+
+LINK_COLUMNS: list[Column[LinkRow]] = [
+    Column("at the end, ms", lambda row: 1e3 * row.at_end_s, ",.1f"),
+    Column("layer by layer, ms", lambda row: 1e3 * row.layer_wise_s, ",.1f"),
+    Column("no link, ms", lambda row: 1e3 * row.alone_s, ",.1f"),
+    Column("goodput per GPU", lambda row: row.goodput, ",.2f"),
+]
+FINDING_COLUMNS: list[Column[Finding]] = [
+    Column("paper", lambda finding: finding.paper),
+    Column("here", lambda finding: finding.here),
+    Column("holds", lambda finding: "yes" if finding.holds else "no"),
+]
+
+
+def main(options: PoolsOptions) -> dict[str, Any]:
+    """The command: its report, which --json writes."""
+    sweep = Sweep(options)
+    print(
+        f"simulated: {options.gpus} x {options.device}, {options.preset}; {CHAT} is the load, "
+        f"for {options.seconds:g} s\ngoodput: requests per second and GPU at which 90 % meet "
+        "both targets (mean TBT), and P99 of all TBT does;\nchunks: sarathi-serve on replicas, the "
+        f"best of {', '.join(map(str, CHUNKS))}; 1:3: one GPU prefills, three decode\n"
+    )
+    targets = sweep.by_targets()
+    print(format_rows("targets", targets), end="\n\n")
+    ratios = sweep.by_ratio()
+    print(f"By prompt and output length, {describe(MIDDLE)}:\n")
+    print(format_rows("prompt+output", ratios), end="\n\n")
+    sizes = sweep.by_size()
+    print(f"By the number of GPUs, {describe(MIDDLE)}; of 8 GPUs each second split:\n")
+    print(format_rows("cluster", sizes), end="\n\n")
+    links = {
+        preset: sweep.by_link(preset, with_goodput=preset == LARGE_CACHE)
+        for preset in dict.fromkeys((LARGE_CACHE, options.preset))
+    }
+    for preset, link_rows in links.items():
+        print(f"From the first token to the second, {preset}, prompts of 1,500 tokens, 1:1:\n")
+        print(format_table("link", LINK_COLUMNS, link_rows), end="\n\n")
+    figure_1 = sweep.figure_1()
+    findings = check_findings(targets, ratios, sizes, links[LARGE_CACHE], figure_1)
+    by_text = {finding.text: finding for finding in findings}
+    print(format_table("finding", FINDING_COLUMNS, by_text), end="\n\n")
+    print(conclude(targets))
+    report = {
+        "command": options.command,
+        "targets": {name: row.to_json() for name, row in targets.items()},
+        "ratios": {name: row.to_json() for name, row in ratios.items()},
+        "sizes": {name: row.to_json() for name, row in sizes.items()},
+        "links": {
+            preset: {name: asdict(row) for name, row in link_rows.items()}
+            for preset, link_rows in links.items()
+        },
+        "figure_1": figure_1,
+        "findings": [asdict(finding) for finding in findings],
+    }
+    write_json(options, report)
+    if options.plot:
+        from views.pools import Goodputs, SecondToken, plot_pools
+
+        plot_pools(
+            {name: Goodputs(row.chunks, row.pools) for name, row in targets.items()},
+            {name: Goodputs(row.chunks, row.pools) for name, row in ratios.items()},
+            {
+                link: SecondToken(row.at_end_s, row.layer_wise_s, row.alone_s)
+                for link, row in links[LARGE_CACHE].items()
+            },
+            {
+                "model": options.preset,
+                "dtype": "16 bits",
+                "device": f"simulated: {options.gpus} x {options.device}",
+            },
+            options.plot,
+        )
+    if options.chrome_trace:
+        write_text(options.chrome_trace, short_trace(options))
+    wrote(options.json, options.plot, options.chrome_trace)
+    return report
+
+
+def check_findings(
+    targets: Mapping[str, Row],
+    ratios: Mapping[str, Row],
+    sizes: Mapping[str, Row],
+    links: Mapping[str, LinkRow],
+    figure_1: Mapping[str, float],
+) -> list[Finding]:
+    """What DistServe and Splitwise found, with the numbers here."""
+    vllm, chunks, pools = figure_1.values()
+    strict, loose = (targets[describe(Targets(ttft_s, 0.03))] for ttft_s in (TARGETS[0].ttft_s, 4))
+    tight, wide = (targets[describe(Targets(1, tbt_s))] for tbt_s in (0.02, 0.1))
+    splits = [row.best_split for row in ratios.values()]
+    shares = [_prefill_share(split) for split in splits]
+    small, *_, large = sizes.values()
+    infiniband = links["infiniband"]
+    slow = links["ethernet-25g"]
+    return [
+        Finding(
+            "DistServe §1, Figure 1: 2 prefill and 1 decode over one GPU, per GPU",
+            "2.1x (3.3 / 1.6)",
+            f"{_times(pools, vllm)} ({pools:.2f} / {vllm:.2f}) vllm; "
+            f"{_times(pools, chunks)} chunks",
+            pools > vllm > 0,
+        ),
+        Finding(
+            "DistServe §2.3: chunks trade TTFT for TBT: pools over chunks, TTFT 0.5 s / 4 s",
+            "more if strict",
+            f"{show_gain(strict)} / {show_gain(loose)}",
+            _gain(strict) > _gain(loose),
+        ),
+        Finding(
+            "DistServe §2.3: chunks do not remove interference: TBT 20 ms / 100 ms",
+            "more if strict",
+            f"{show_gain(tight)} / {show_gain(wide)}",
+            _gain(tight) > _gain(wide),
+        ),
+        Finding(
+            "Splitwise §VI-A: the second token comes later, sent at the end / layer by layer",
+            "+64 % / +16.5 %",
+            f"+{_later(infiniband.at_end_s, infiniband)} / "
+            f"+{_later(infiniband.layer_wise_s, infiniband)}",
+            infiniband.at_end_s > infiniband.layer_wise_s,
+        ),
+        Finding(
+            "DistServe §3.3, §4.2: a slow link needs a placement that avoids it: 25 Gb/s",
+            "-",
+            f"+{_later(slow.at_end_s, slow)} / +{_later(slow.layer_wise_s, slow)}",
+            slow.layer_wise_s > infiniband.layer_wise_s,
+        ),
+        Finding(
+            "DistServe §3, Splitwise §IV-D: longer outputs want more GPUs that decode",
+            "-",
+            ", ".join(f"{name}: {split}" for name, split in zip(ratios, splits, strict=True)),
+            shares == sorted(shares, reverse=True),
+        ),
+        Finding(
+            f"DistServe §7: few GPUs favour chunks: pools over chunks, {', '.join(sizes)}",
+            "-",
+            " / ".join(show_gain(row) for row in sizes.values()),
+            _gain(small) < _gain(large),
+        ),
+    ]
+
+
+def _prefill_share(split: str | None) -> float:
+    """The share of the GPUs that prefill."""
+    if split is None:
+        return 0.0
+    pools = Pools.parse(split)
+    return pools.prefill / pools.instances
+
+
+def _gain(row: Row) -> float:
+    """Pools over chunks, infinite if only pools meet the targets."""
+    if row.gain is not None:
+        return row.gain
+    return float("inf") if row.best_pools else 1.0
+
+
+def show_gain(row: Row) -> str:
+    """Pools over chunks as text."""
+    if row.gain is None:
+        return "only pools" if row.best_pools else "neither"
+    return f"{row.gain:.2f}x"
+
+
+def _later(second_s: float, row: LinkRow) -> str:
+    """By how much the second token comes later than without a link."""
+    return f"{second_s / row.alone_s - 1:.0%}"
+
+
+def _times(a: float, b: float) -> str:
+    """The quotient as text."""
+    return f"{a / b:.2f}x" if b else "-"
+
+
+def conclude(rows: Mapping[str, Row]) -> str:
+    """Which targets favour which, in a few lines."""
+    by_winner: dict[str, list[str]] = {}
+    for name, row in rows.items():
+        by_winner.setdefault(row.winner.partition(" ")[0], []).append(name)
+    return "\n".join(f"{winner}: {'; '.join(names)}" for winner, names in by_winner.items())
+
+
+def short_trace(options: PoolsOptions) -> str:
+    """A trace for Perfetto of some requests in two pools, with a track for each instance's link."""
+    pools = Pools(1, options.gpus - 1)
+    cluster = Cluster(options.preset, options.device, options.gpus, pools)
+    simulated = cluster.simulate(Load(CHAT, 5.0, MAX_LEN), qps=2.0 * options.gpus, record=True)
+    return json.dumps({"traceEvents": list(pool_events(f"pools {pools}", pools, simulated))})
+
+
+def pool_events(name: str, pools: Pools, simulated: Simulated) -> Iterable[dict[str, Any]]:
+    """The events of instances, and of the transfers, each from its start to its end."""
+
+    def track(instance: int) -> str:
+        role = "prefill" if instance < pools.prefill else "decode"
+        return f"{instance}: {role}"
+
+    for run in simulated.stage_runs:
+        yield trace_event(name, track(run.replica), run)
+    for sent in simulated.run.transfers:
+        yield {
+            "name": f"request {sent.request_id} to {sent.target}",
+            "cat": "transfer",
+            "id": f"{sent.request_id} at {sent.end}",
+            "pid": name,
+            "tid": f"{sent.source}: link",
+            "ph": "X",
+            "ts": 1e6 * sent.start,
+            "dur": 1e6 * (sent.end - sent.start),
+            "args": {"tokens": sent.tokens, "exposed_ms": 1e3 * sent.exposed_s},
+        }

@@ -1,0 +1,184 @@
+"""Goodput per GPU: the highest rate at which both latency targets are met, over the GPUs.
+
+    trials = [Trial.run(cluster, load, qps) for qps in rates(cluster, load, 12)]
+    goodput(trials, Targets(ttft_s=0.5, tbt_s=0.05))
+
+The same trials are judged by any targets. DistServe defines goodput (§1): 90 % of the requests meet
+both targets, for TTFT and for the mean TBT of a request. Here P99 of all TBT must meet the second,
+too, as in Sarathi-Serve §5.1. Read first: pools.py. Read next: lab/commands/pools.py."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean
+from typing import NamedTuple, Self
+
+from config import EngineConfig
+from lab.measure import workload
+from lab.measure.capacity import LinkSummary, estimated_qps
+from lab.measure.metrics import FEWEST, SERVED, percentiles, served_rate
+from lab.measure.workload import Arrival
+from lab.simulator.cost_model import CostModel
+from lab.simulator.devices import LINKS
+from lab.simulator.machine import base_of
+from lab.simulator.pools import KVLink, simulate_pools
+from lab.simulator.simulation import Simulated, simulate
+from policies.pools import Pools
+
+MAX_BATCH = 256  # requests at once, of an instance
+PAGE_SIZE = 64
+PREFILL_TOKENS = 2048  # in a batch of whole prompts (Splitwise §IV-B)
+LOWEST = 0.25  # the rates that are tried, as shares of what is estimated to be possible for
+HIGHEST = 2.0  # batches of 32
+
+
+class Targets(NamedTuple):
+    """What a request shall meet, in seconds."""
+
+    ttft_s: float
+    tbt_s: float
+    all_gaps: bool = True  # P99 of all TBT counts; else only the mean TBT of a request
+
+
+class Load(NamedTuple):
+    """Requests that arrive at random for some time: several times as long as they take."""
+
+    lengths: str  # as of --lengths
+    seconds: float
+    max_len: int
+
+    def arrivals(self, qps: float) -> list[Arrival]:
+        """The requests, so many a second."""
+        requests = max(FEWEST, round(self.seconds * qps))
+        lengths = workload.make_lengths(self.lengths, requests, self.max_len, seed=0)
+        return workload.poisson(lengths, qps, seed=0)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Instances of a model, one GPU each: in two pools, or replicas under a policy."""
+
+    preset: str
+    device: str
+    instances: int
+    pools: Pools | None = None  # None: replicas
+    policy: str = "sarathi-serve"  # of replicas
+    chunk: int = 512  # of replicas
+    link: str = "infiniband"
+    layer_wise: bool = True
+
+    @property
+    def name(self) -> str:
+        """The pools, or the policy and its chunk."""
+        if self.pools:
+            return f"pools {self.pools}"
+        return f"chunks of {self.chunk}" if self.policy == "sarathi-serve" else self.policy
+
+    @cached_property
+    def cost(self) -> CostModel:
+        """The cost model of an instance."""
+        return CostModel.named(self.preset, self.device)
+
+    def simulate(self, load: Load, qps: float, record: bool = False) -> Simulated:
+        """Serve a load at this rate."""
+        config = EngineConfig(
+            "sarathi-serve" if self.pools else self.policy,
+            chunk=PREFILL_TOKENS if self.pools else self.chunk,
+            max_batch=MAX_BATCH,
+            max_len=load.max_len,
+            page_size=PAGE_SIZE,
+            pages=self.cost.kv_tokens() // PAGE_SIZE,
+        )
+        arrivals = load.arrivals(qps)
+        if self.pools is None:
+            return simulate(self.cost, config, arrivals, replicas=self.instances, record=record)
+        kv_link = KVLink.of(self.cost, LINKS[self.link], self.layer_wise)
+        return simulate_pools(self.cost, config, arrivals, self.pools, kv_link, record=record)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What was seen of a load at a rate. Times are in seconds."""
+
+    qps_per_gpu: float
+    ttft_p90_s: float
+    second_p50_s: float  # from the first token to the second
+    mean_tbt_p90_s: float  # of a request's mean TBT
+    tbt_p99_s: float
+    keeps_up: bool  # whether requests are served about as fast as they arrive
+    link: LinkSummary | None
+
+    @classmethod
+    def run(cls, cluster: Cluster, load: Load, qps: float) -> Self:
+        """Serve a load at a rate."""
+        run = cluster.simulate(load, qps).run
+        done = run.completions
+        gaps = [completion.tbt for completion in done if len(completion.token_times) > 1]
+        served_per_s = served_rate(done)
+        return cls(
+            qps_per_gpu=qps / cluster.instances,
+            ttft_p90_s=percentiles(completion.ttft for completion in done).p90 or 0.0,
+            second_p50_s=percentiles(tbt[0] for tbt in gaps).p50 or 0.0,
+            mean_tbt_p90_s=percentiles(fmean(tbt) for tbt in gaps).p90 or 0.0,
+            tbt_p99_s=percentiles(gap for tbt in gaps for gap in tbt).p99 or 0.0,
+            keeps_up=served_per_s is None or served_per_s >= SERVED * qps,
+            link=LinkSummary.of(run.transfers),
+        )
+
+    def meets(self, targets: Targets) -> bool:
+        """Whether the rate can be served within these targets."""
+        tbt_s = self.mean_tbt_p90_s
+        if targets.all_gaps:
+            tbt_s = max(tbt_s, self.tbt_p99_s)
+        return self.keeps_up and self.ttft_p90_s <= targets.ttft_s and tbt_s <= targets.tbt_s
+
+
+class Job(NamedTuple):
+    """A Trial that is to be run."""
+
+    cluster: Cluster
+    load: Load
+    qps: float
+
+
+def run_job(job: Job) -> Trial:
+    """The Trial of a job."""
+    return Trial.run(job.cluster, job.load, job.qps)
+
+
+def rates(cluster: Cluster, load: Load, count: int) -> list[float]:
+    """`count` rates with equal ratios, around the one that is estimated to be possible. Those per
+    GPU are the same for all clusters of a model."""
+    base = base_of(cluster.cost, load.max_len)
+    possible_qps = cluster.instances * estimated_qps(base, load.arrivals(10.0))
+    ratio = (HIGHEST / LOWEST) ** (1 / (count - 1))
+    return [possible_qps * LOWEST * ratio**i for i in range(count)]
+
+
+def goodput(trials: Sequence[Trial], targets: Targets) -> float:
+    """The highest rate per GPU that meets the targets, in requests per second; 0: none did."""
+    return max((trial.qps_per_gpu for trial in trials if trial.meets(targets)), default=0.0)
+
+
+class Search(NamedTuple):
+    """The goodput of a cluster that is to be found, among so many rates."""
+
+    cluster: Cluster
+    load: Load
+    targets: Targets
+    steps: int
+
+
+def find_goodput(search: Search) -> float:
+    """As `goodput`, with few trials: a rate above one that fails is not tried."""
+    cluster, load, targets, steps = search
+    all_rates = rates(cluster, load, steps)
+    met = -1  # the index of the highest rate that is known to meet the targets
+    failed = steps
+    while failed - met > 1:
+        middle = (met + failed) // 2
+        if Trial.run(cluster, load, all_rates[middle]).meets(targets):
+            met = middle
+        else:
+            failed = middle
+    return all_rates[met] / cluster.instances if met >= 0 else 0.0

@@ -1,0 +1,101 @@
+"""Keys and values on their way from the cache of rank 0 to that of another rank.
+
+Read first: kv_cache.py, stages.py. Read next: instances.py."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kv_cache import KVCache, slot_mapping
+from parallel.ranks import IDLE_LIMIT
+from parallel.shard import Shard
+from parallel.stages import Stage
+
+
+def export_pages(cache: KVCache, pages: Sequence[int], tokens: int) -> Tensor:
+    """A copy of the keys and values of the first `tokens` tokens of a block table, of shape
+    (n_layer, 2, n_kv_head, tokens, head_dim)."""
+    return cache.data.index_select(3, _slots(cache, pages, tokens)).contiguous()
+
+
+def import_pages(cache: KVCache, pages: Sequence[int], kv: Tensor) -> None:
+    """Write keys and values, as of export_pages, into the first slots of a block table."""
+    cache.data.index_copy_(3, _slots(cache, pages, kv.shape[3]), kv)
+
+
+def _slots(cache: KVCache, pages: Sequence[int], tokens: int) -> Tensor:
+    return torch.tensor(slot_mapping(pages, cache.page_size, 0, tokens), device=cache.data.device)
+
+
+class Link:
+    """Sends keys and values to another rank, without waiting. On CUDA it has its own stream."""
+
+    def __init__(self, device: torch.device, target: int) -> None:
+        self.target = target
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.sending: dict[int, list[Any]] = {}  # tensors must live until they are sent
+
+    def send(self, number: int, cache: KVCache, pages: Sequence[int], tokens: int) -> None:
+        """Send those of the first `tokens` tokens of a block table, as transfer `number`."""
+        with torch.cuda.stream(self.stream):
+            header = torch.tensor([number, tokens])
+            kv = export_pages(cache, pages, tokens)
+            works = [dist.isend(header, self.target), dist.isend(kv, self.target)]
+        self.sending[number] = [header, kv, works]
+
+    def forget(self, number: int) -> None:
+        """Drop the tensors of a transfer that has arrived."""
+        self.sending.pop(number, None)
+
+
+class Instance(Stage):
+    """The methods that rank 0 calls on ranks that have a whole model each.
+
+    Keys and values from rank 0 are received by a thread. It tells rank 0 when they are there: the
+    reply to the number of a transfer is the time, on Ranks.clock. Polling would not do, as gloo
+    knows that it has received something only when somebody waits for it."""
+
+    def __init__(self, model: Shard) -> None:
+        super().__init__(model)
+        self.received: dict[int, Tensor] = {}  # by number of the transfer
+        if model.ranks.rank > 0:
+            Thread(target=self._receive_all, daemon=True).start()
+
+    def write(self, key: int, number: int, pages: list[int]) -> None:
+        """Write the keys and values of a transfer into these pages of the cache of a runner."""
+        kv = self.received.pop(number, None)  # after an interrupt rank 0 may ask for it again
+        if kv is not None:
+            import_pages(self.runners[key].cache, pages, kv)
+
+    def _receive_all(self) -> None:
+        """Receive keys and values until rank 0 is gone."""
+        device = self.model.device
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        with suppress(RuntimeError), torch.cuda.stream(stream):  # of gloo: the connection is closed
+            while True:
+                number, kv = self._receive()
+                if stream is not None:
+                    stream.synchronize()
+                    kv.record_stream(torch.cuda.default_stream(device))  # which will read it
+                self.received[number] = kv
+                self.model.ranks.reply(number, self.model.ranks.clock())
+
+    def _receive(self) -> tuple[int, Tensor]:
+        """The number of the next transfer, and its keys and values."""
+        header = torch.zeros(2, dtype=torch.int64)
+        self._receive_into(header)
+        number, tokens = header.tolist()
+        config = self.model.config
+        shape = (config.n_layer, 2, config.n_kv_head, tokens, config.head_dim)
+        kv = torch.empty(shape, device=self.model.device, dtype=self.model.dtype)
+        self._receive_into(kv)
+        return number, kv
+
+    def _receive_into(self, tensor: Tensor) -> None:
+        work: Any = dist.irecv(tensor, src=0)
+        work.wait(IDLE_LIMIT)

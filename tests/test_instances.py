@@ -1,0 +1,326 @@
+"""Two ranks with a whole model each give what one gives, and lose nothing that is sent between."""
+
+import json
+import random
+import time
+from collections import Counter, deque
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import bench
+from engine import Sampled
+from kv_cache import KVCache, slot_mapping
+from lab.commands import serve
+from lab.measure.machine import RealMachine
+from lab.simulator.devices import LINKS
+from lab.simulator.machine import FittedMachine
+from lab.simulator.pools import KVLink
+from parallel import instances
+from parallel.instances import ChunkedPoolsEngine, PoolsEngine
+from parallel.stages import Stage, StageResult
+from parallel.transfer import Instance, export_pages, import_pages
+from policies import POLICIES
+from policies.pools import Pools
+from sampling import SamplingParams
+from tests.helpers import tiny_model
+from tests.test_parallel import FEW, check
+from tests.test_pools import check_owners
+from tests.test_ranks import check_all_end, check_error
+
+TWO = dict(tp=1, pp=1, copies=2, tiny=dict(n_kv_head=2))
+CACHED = FEW | dict(policy="sarathi-serve", prefix_caching=True)
+SINGLE = FEW | dict(policy="sarathi-serve", page_size=1, pages=32)
+
+
+def test_replicas_give_what_one_process_gives_under_all_policies(worlds):
+    check(
+        worlds, engines=[FEW | dict(policy=policy) for policy in POLICIES], kind="replicas", **TWO
+    )
+
+
+def test_pools_give_what_one_process_gives(worlds):
+    """With pages that are found on the prefill instance, and with preemption."""
+    for kind in ("pools", "pools chunks"):
+        cached, single = check(worlds, engines=[CACHED, SINGLE], kind=kind, at_once=2, **TWO)
+        assert cached["preempted"] and cached["cached"] and single["preempted"], kind
+
+
+def test_serve_shows_two_pools_beside_two_replicas(worlds, tmp_path):
+    report = tmp_path / "r.json"
+    words = (
+        "serve --pools 1:1 --preset llama-tiny --dtype float32 --threads 1 --slo 100 "
+        f"--max-len 64 --chunk 16 --batch 3 --requests 9 --qps 50 --policies vllm --json {report}"
+    )
+    worlds.result(program="command", words=words, busy=True, **TWO)
+    answer = json.loads(report.read_text())
+    assert answer["machine"]["copies"] == 2
+    assert answer["runs"].keys() == {"vllm", "pools 1:1", "pools 1:1 chunks"}
+    for name, run in answer["runs"].items():
+        assert run["finished"] == run["requests"] == 9, name
+        assert ("link" in run) == name.startswith("pools"), name
+        if "link" in run:
+            assert 0 < run["link"]["exposed_s"]["p50"] < 5 and run["hybrid"] == 0
+
+
+def test_with_simulate_this_each_real_server_has_a_simulated_one():
+    machine = object.__new__(FittedMachine)
+    vars(machine).update(real=object.__new__(RealMachine), cost=None, drift=0.25)
+    options = SimpleNamespace(command="serve", pools=Pools(1, 1), seed=0, shared_prefix=(0, 1))
+    servers = serve.pooled_servers(options, machine, KVLink(LINKS["pcie4"], 1.0))
+    assert [*servers] == [
+        "pools 1:1",
+        "pools 1:1 chunks",
+        "pools 1:1, simulated",
+        "pools 1:1 chunks, simulated",
+    ]
+    classes = [servers[name].keywords["engine_class"] for name in [*servers][:2]]
+    assert classes == [PoolsEngine, ChunkedPoolsEngine]
+    for name, cuts_prompts in (("pools 1:1", False), ("pools 1:1 chunks", True)):
+        pooled = servers[f"{name}, simulated"].__self__
+        assert (pooled.cuts_prompts, pooled.drift) == (cuts_prompts, 0.25)
+
+
+def test_the_speed_of_the_link_is_measured_while_both_ranks_compute(worlds):
+    job = dict(program="link_speed", max_len=256, link_s=0.05, **TWO)
+    speed = worlds.result(**job)
+    assert speed["token_bytes"] == 2 * 2 * 2 * 8 * 8  # layers, keys and values, heads, sizes
+    assert speed["step_s"] + 256 * 1024 / speed["bytes_per_s"] >= 0.05
+    assert speed["batches"] == 2 * 2 * 5
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--pools 2:2", "--pools 2:2: must be 1:1 without --tp, or --simulate DEVICE"),
+        ("--pools 1:1 --tp 2", "--pools 1:1: must be 1:1 without --tp, or --simulate DEVICE"),
+        ("--pools 1:1 --pp 2", "--pools: goes without --pp and --replicas"),
+        ("--pools 11", "must be PREFILL:DECODE"),
+    ],
+)
+def test_other_pools_than_those_of_two_ranks_are_refused(words, message, capsys):
+    with pytest.raises(SystemExit):
+        bench.parse_args(["serve", *words.split()])
+    assert message in capsys.readouterr().err
+
+
+def test_two_pools_in_one_process_name_the_command_to_type():
+    with pytest.raises(ValueError, match="2 instances of .* needs 2 processes, not 1: torchrun "):
+        bench.parse_args(["serve", "--pools", "1:1"])
+
+
+def test_an_abort_on_the_link_frees_the_pages_of_both_sides(worlds):
+    job = TWO | dict(program="aborts_on_the_link", kind="pools", engine=CACHED, link_s=0.05)
+    assert worlds.result(**job, aborts=3) == 3
+
+
+def test_an_interrupt_of_two_pools_changes_no_text(worlds):
+    job = TWO | dict(program="interrupted", kind="pools", engine=CACHED, link_s=0.005)
+    counts = worlds.result(**job, seeds=[1, 2, 3])
+    assert counts["interrupts"] >= 20 and counts["waiting"] > 2
+
+
+FAULTS = {
+    "killed in prefill": (0, dict(what="SIGKILL", when="prefill")),
+    "killed in decode": (1, dict(what="SIGKILL", when="decode")),
+    "killed on the link": (1, dict(what="SIGKILL", when="on the link")),
+    "raises": (1, dict(what="raise", when="decode")),
+}
+
+
+def test_when_one_of_two_pools_is_lost_both_end_and_one_line_names_it(worlds):
+    jobs = []
+    for rank, fault in FAULTS.values():
+        fault = fault | dict(rank=rank)
+        jobs.append(TWO | dict(program="serve", engines=[CACHED], kind="pools", fault=fault))
+    for (name, (rank, _)), ended in zip(FAULTS.items(), worlds.run(*jobs), strict=True):
+        check_all_end(ended)
+        if rank == 1:
+            reason = ["ArithmeticError", "the model fails"] if name == "raises" else ["gone"]
+            check_error(ended.errors, "rank 1", *reason)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_keys_and_values_are_the_same_in_other_pages(page_size):
+    model = tiny_model()
+    source, target = (KVCache(model.config, 12, page_size, dtype=model.dtype) for _ in range(2))
+    source.data.copy_(torch.randn_like(source.data))
+    target.data.zero_()
+    kv = export_pages(source, [3, 1, 2, 0], 2 * page_size)
+    import_pages(target, [7, 5, 4], kv)
+    assert kv.shape == (2, 2, 4, 2 * page_size, 8)
+    for page, same in ((3, 7), (1, 5)):
+        sent, got = (
+            cache.data.unflatten(3, (12, page_size))[:, :, :, number]
+            for cache, number in ((source, page), (target, same))
+        )
+        assert torch.equal(sent, got)
+    assert target.data.count_nonzero() == kv.numel()
+
+
+VOCABULARY = 61
+MAX_LEN = 24
+
+
+class Fault(Exception):  # noqa: N818
+    """What a broken model raises."""
+
+
+def next_token(values):
+    """The token after so many: it depends on each of their values."""
+    return int(sum(values)) % VOCABULARY
+
+
+def value(token, position):
+    """What the cache holds of a token."""
+    return (token + 1) * (position + 3)
+
+
+def text_of(prompt, length):
+    """The tokens that follow a prompt."""
+    tokens = list(prompt)
+    for _ in range(length):
+        tokens.append(next_token(value(token, i) for i, token in enumerate(tokens)))
+    return tokens[len(prompt) :]
+
+
+class AddingInstance(Instance):
+    """An instance whose model adds up what is in the cache. Sometimes that of rank 0 raises."""
+
+    def __init__(self, model, rank):
+        Stage.__init__(self, model)
+        self.received = {}
+        self.rank = rank
+
+    def make_runner(self, key, pages, page_size, max_len, attention):
+        cache = KVCache(self.model.config, pages, page_size, dtype=torch.float64)
+        cache.data.fill_(1e4)
+        self.runners[key] = SimpleNamespace(model=self.model, cache=cache, attention=None)
+        return True
+
+    def run(self, key, spans, params, positions):
+        cache = self.runners[key].cache
+        if self.rank == 0 and self.model.ranks.draw.random() < 0.03:
+            raise Fault
+        sampled = []
+        for span in spans:
+            slots = slot_mapping(span.pages, cache.page_size, 0, span.end)
+            values = [value(token, i) for i, token in enumerate(span.tokens, span.start)]
+            cache.data[0, 0, 0, slots[span.start :], 0] = torch.tensor(values, dtype=torch.float64)
+            if span.wants_logits:
+                token = next_token(cache.data[0, 0, 0, slots, 0].tolist())
+                sampled.append(Sampled(token, None))
+        return StageResult(0.0, 0.0, 0.0, sampled)
+
+
+class OneProcess:
+    """Two ranks in this process, and the link between them: each does a thing when it is drawn."""
+
+    tp = pp = 1
+    copies = 2
+
+    def __init__(self, model, draw):
+        self.draw = draw
+        self.numbers = count()
+        self.replies = {}
+        self.tasks = [deque(), deque(), deque()]  # of rank 0, of rank 1, of the link
+        model.ranks = self
+        self.instances = [AddingInstance(model, rank) for rank in (0, 1)]
+        self.work = self.instances[0]
+
+    def call(self, method, *arguments):
+        return [getattr(instance, method)(*arguments) for instance in self.instances]
+
+    command = call
+
+    def tell(self, rank, method, *arguments):
+        number = next(self.numbers)
+        self.tasks[rank].append((number, rank, getattr(self.instances[rank], method), arguments))
+        return number
+
+    def send(self, number, cache, pages, tokens):
+        kv = export_pages(cache, pages, tokens)
+        self.tasks[2].append((number, 1, self.receive, (number, kv)))
+
+    def receive(self, number, kv):
+        self.instances[1].received[number] = kv
+        return time.perf_counter()
+
+    def forget(self, number):
+        """As of Link."""
+
+    def first_reply(self, numbers, timeout_s):
+        turns = [tasks for tasks in self.tasks if tasks]
+        if turns and self.draw.random() < 0.8:
+            number, rank, function, arguments = self.draw.choice(turns).popleft()
+            try:
+                result = function(*arguments)
+            except Fault as fault:
+                result = fault
+            if result is not None:
+                self.replies[number] = {rank: result}
+        return next((number for number in numbers if number in self.replies), None)
+
+
+def serve_random_load(model, seed, counts):
+    """Serve a random load with faults, and check all owners of pages after each step."""
+    draw = random.Random(seed)
+    ranks = OneProcess(model, draw)
+    engine = PoolsEngine(
+        model,
+        chunk=draw.choice([1, 3, 8, 24]),
+        max_batch=draw.choice([1, 2, 6]),
+        max_len=MAX_LEN,
+        page_size=4,
+        pages=draw.choice([6, 7, 9, 24]),
+        prefix_caching=draw.random() < 0.5,
+    )
+    to_come = []
+    for _ in range(draw.randint(1, 10)):
+        prompt = [draw.randint(0, 1)] * draw.randint(1, MAX_LEN - 1)
+        to_come.append((prompt, draw.randint(1, MAX_LEN - len(prompt))))
+    expected = {}
+    while to_come or engine.has_work:
+        if to_come and draw.random() < 0.2:
+            prompt, length = to_come.pop()
+            request_id = engine.add_request(prompt, SamplingParams(length))
+            expected[request_id] = text_of(prompt, length)
+        if engine.scheduler.requests and draw.random() < 0.01:
+            if draw.random() < 0.5:
+                engine.pools.start_transfers()  # as if an interrupt came before they are sent
+            request_id = draw.choice(list(engine.scheduler.requests))
+            counts["aborted on the link"] += request_id in engine.pools.transfers
+            counts["aborted"] += 1
+            tokens = engine.abort(request_id).tokens
+            assert tokens == expected.pop(request_id)[: len(tokens)]
+        if draw.random() < 0.003:
+            counts["begun anew"] += 1
+            engine.start_over()
+        try:
+            events = engine.step()
+        except Fault:
+            counts["faults"] += 1
+            continue
+        for event in events:
+            if event.completion:
+                assert event.completion.tokens == expected.pop(event.request_id)
+                counts["preempted"] += event.completion.preemptions
+                counts["cached"] += event.completion.cached_tokens
+        check_owners(engine.pools)
+    while any(ranks.tasks):
+        ranks.first_reply([], 0.0)
+    assert not (expected or ranks.replies or ranks.instances[1].received or engine.sending)
+    assert all(s.pages.num_free == s.pages.total for s in engine.schedulers)
+
+
+def test_no_page_leaks_on_either_side_over_2000_random_loads_with_faults(monkeypatch):
+    monkeypatch.setattr(instances, "Link", lambda device, target: link_of["model"].ranks)
+    model = tiny_model(n_layer=1, n_head=1, n_kv_head=1, n_embd=2)
+    link_of = {"model": model}
+    counts = Counter()
+    for seed in range(2000):
+        serve_random_load(model, seed, counts)
+    assert all(counts[what] > 100 for what in ("aborted on the link", "begun anew", "faults"))
+    assert counts["preempted"] > 1000 and counts["cached"] > 1000

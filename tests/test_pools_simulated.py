@@ -1,0 +1,174 @@
+"""Two pools on a virtual clock: link times by hand, limits, and the order of what happens.
+
+Times of the Law are sums of binary fractions: no sum is rounded, and == may be asked."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from config import EngineConfig
+from lab.measure.load_run import LoadRun
+from lab.measure.metrics import find_stalls
+from lab.measure.workload import Arrival, prompts
+from lab.simulator.cost_model import CostModel, StageTimes
+from lab.simulator.devices import LINKS, Link
+from lab.simulator.pools import KVLink, PoolSimulation, Ports, simulate_pools
+from lab.simulator.simulation import simulate
+from policies.pools import Pools
+from tests.helpers import owned
+
+LINK = Link(bytes_per_s=1024, step_s=0.25)
+INFINITE = KVLink(Link(bytes_per_s=float("inf"), step_s=0.0), token_bytes=1.0)
+CONFIG = EngineConfig("sarathi-serve", chunk=64, max_batch=8, max_len=128, page_size=4, pages=256)
+ONE_TO_ONE = Pools(1, 1)
+
+
+class Law:
+    """The cost of a batch: a second for each 8 tokens, and at least one second."""
+
+    pp, cpu_s, tile = 1, 0.0, 1
+
+    def stages(self, batch):
+        return StageTimes([max(1.0, sum(n for _, _, n in batch) / 8)], 0.0)
+
+
+def serve_pools(arrivals, kv_link, pools=ONE_TO_ONE, config=CONFIG, **options):
+    """The Run of some requests by two pools with the Law."""
+    return simulate_pools(Law(), config, arrivals, pools, kv_link, **options).run
+
+
+@pytest.mark.parametrize(
+    "layers, token_bytes, end",
+    [
+        # 64 tokens of prefill take 8 s; at the end 64 * 16 bytes take 0.25 + 1 s
+        (1, 16, 9.25),
+        # a layer takes 0.25 + 0.25 s, the first is there at 2 s: only the last one is exposed
+        (4, 16, 8.5),
+        # a layer takes 0.25 + 4 s: the link is slower than the prefill, 2 + 4 * 4.25
+        (4, 256, 19.0),
+    ],
+)
+def test_the_end_of_a_transfer_is_as_computed_by_hand(layers, token_bytes, end):
+    kv_link = KVLink(LINK, token_bytes, layers)
+    run = serve_pools([Arrival(0.0, 64, 3)], kv_link)
+    (sent,) = run.transfers
+    assert (sent.prefilled, sent.end, sent.tokens) == (8.0, end, 64)
+    assert sent.exposed_s == end - 8.0 and sent.waited_s == 0.0
+    (completion,) = run.completions
+    assert completion.token_times == [8.0, end + 1.0, end + 2.0]
+
+
+def test_layers_of_a_batch_are_sent_after_each_other():
+    # two prompts of 32 tokens in a batch of 8 s; a layer of one takes 0.25 + 0.25 s
+    run = serve_pools([Arrival(0.0, 32, 2), Arrival(0.0, 32, 2)], KVLink(LINK, 32, 4))
+    assert [sent.end for sent in run.transfers] == [8.5, 9.0]
+
+
+def test_two_senders_share_the_port_of_a_receiver():
+    arrivals = [Arrival(0.0, 64, 2), Arrival(0.0, 64, 2)]
+    run = serve_pools(arrivals, KVLink(LINK, 16), pools=Pools(2, 1))
+    assert [sent.source for sent in run.transfers] == [0, 1]
+    assert [sent.end for sent in run.transfers] == [9.25, 10.5]
+    run = serve_pools(arrivals, KVLink(LINK, 16), pools=Pools(2, 2))
+    assert [sent.end for sent in run.transfers] == [9.25, 9.25]
+
+
+def test_a_port_is_not_held_while_it_waits_for_the_next_layer():
+    ports = Ports()
+    slow = ports.send(0, 2, first=1.0, last=100.0, layers=100, layer_s=0.25)
+    fast = ports.send(1, 2, first=30.0, last=30.0, layers=1, layer_s=1.0)
+    assert (slow, fast) == (100.25, 31.0)
+    assert ports.busy == {0: 25.0, 1: 1.0, 2: 26.0}
+
+
+@pytest.mark.parametrize("preset, tp", [("llama3-8b", 1), ("llama2-70b", 4)])
+def test_the_bytes_on_a_link_are_those_of_the_cache(preset, tp):
+    cost = CostModel.named(preset, tp=tp)
+    config = cost.config
+    token_bytes = 2 * 2 * config.n_layer * config.n_kv_head * config.head_dim  # K, V; 16 bits
+    assert KVLink.of(cost, LINKS["infiniband"]).token_bytes * tp == token_bytes
+    assert KVLink.of(cost, LINKS["ethernet"]).token_bytes == token_bytes  # shared by the GPUs
+    assert KVLink.of(cost, LINKS["ethernet"]).layers == config.n_layer
+    assert KVLink.of(cost, LINKS["ethernet"], layer_wise=False).layers == 1
+
+
+@pytest.mark.parametrize("layers", [1, 32])
+@pytest.mark.parametrize("cuts_prompts", [True, False])
+def test_one_request_and_an_infinite_link_are_one_engine(cuts_prompts, layers):
+    cost = CostModel.named("llama3-8b")
+    config = replace(CONFIG, max_len=4096, pages=4096, chunk=512 if cuts_prompts else 4096)
+    arrivals = [Arrival(0.5, 2000, 50)]
+    (alone,) = simulate(cost, config, arrivals).run.completions
+    kv_link = INFINITE._replace(layers=layers)
+    run = simulate_pools(cost, config, arrivals, ONE_TO_ONE, kv_link, cuts_prompts=cuts_prompts)
+    (pooled,) = run.run.completions
+    assert pooled.token_times == pytest.approx(alone.token_times, rel=1e-12)
+    assert pooled.scheduled == alone.scheduled == 0.5
+
+
+def random_load(draw):
+    """Requests of up to 128 tokens, some at once."""
+    time = 0.0
+    arrivals = []
+    for _ in range(draw.randint(1, 30)):
+        time += draw.choice([0.0, 0.0, 1.0, 7.0])
+        prompt_len = draw.randint(1, 127)
+        arrivals.append(Arrival(time, prompt_len, draw.randint(1, min(40, 128 - prompt_len))))
+    return arrivals
+
+
+def check_order(run, arrivals):
+    """All tokens came, each after the one before; and between its first token, or that of a later
+    prefill, and the end of the transfer after that no request decodes."""
+    assert [len(c.token_times) for c in run.completions] == [a.output_len for a in arrivals]
+    lands = {}
+    for sent in run.transfers:
+        lands.setdefault(sent.request_id, []).append((sent.prefilled, sent.end))
+    for iteration in run.iterations:
+        for request_id, *_, is_decode in iteration.chunks:
+            spans = lands.get(request_id, [])
+            if is_decode and iteration.micro_batch >= 2:
+                assert any(end <= iteration.start for _, end in spans)
+            assert not any(start < iteration.start < end for start, end in spans)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_request_decodes_before_it_is_sent_and_no_page_is_lost(seed):
+    draw = random.Random(seed)
+    config = replace(CONFIG, pages=draw.choice([32, 40, 256]), prefix_caching=draw.random() < 0.5)
+    kv_link = KVLink(LINK, draw.choice([1, 64]), draw.choice([1, 4]))
+    simulation = PoolSimulation(
+        Law(), config, Pools(2, draw.randint(1, 2)), kv_link, cuts_prompts=draw.random() < 0.5
+    )
+    arrivals = random_load(draw)
+    run = LoadRun(simulation, arrivals, prompts(arrivals, 2, seed)).run()
+    check_order(replace(run, transfers=simulation.sent), arrivals)
+    for scheduler in simulation.schedulers:
+        assert owned(scheduler.pages) == []
+
+
+def test_a_request_is_sent_again_after_a_preemption():
+    config = replace(CONFIG, pages=32, chunk=128)
+    arrivals = [Arrival(0.0, 50, 60), Arrival(0.0, 50, 60)]
+    run = serve_pools(arrivals, KVLink(LINK, 1), config=config)
+    first, second = run.completions
+    assert (first.preemptions, second.preemptions) == (0, 1)  # the newest
+    ids = [sent.request_id for sent in run.transfers]
+    assert ids == [0, 1, 1] and run.transfers[2].tokens > 50
+    check_order(run, arrivals)
+
+
+def test_a_decode_does_not_stall_for_prefills_on_another_instance():
+    arrivals = [Arrival(0.0, 8, 20), Arrival(4.0, 64, 2), Arrival(6.0, 64, 2)]
+    run = serve_pools(arrivals, KVLink(LINK, 1))
+    assert find_stalls(run.completions, run.iterations) == []
+    together = simulate(Law(), CONFIG, arrivals).run
+    assert find_stalls(together.completions, together.iterations) != []
+
+
+def test_a_pipeline_has_no_pools():
+    law = Law()
+    law.pp = 2
+    with pytest.raises(ValueError, match="^pp=2: must be 1"):
+        PoolSimulation(law, CONFIG, ONE_TO_ONE, INFINITE)
