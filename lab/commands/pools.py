@@ -304,11 +304,11 @@ def format_rows(head: str, rows: Mapping[str, Row]) -> str:
         columns += [Column(split, _goodput_of(split), ",.2f") for split in splits]
     else:
         columns.append(Column("pools", lambda row: row.best_pools, ",.2f"))
-    columns += [
+    ends: list[Column[Row]] = [
         Column("pools / chunks", lambda row: row.gain, ".2fx"),
         Column("best", lambda row: row.winner),
     ]
-    return format_table(head, columns, rows)
+    return format_table(head, [*columns, *ends], rows)
 
 
 def _goodput_of(split: str) -> Callable[[Row], float]:
