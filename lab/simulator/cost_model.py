@@ -8,12 +8,11 @@ bandwidth, whichever is longer (Sarathi-Serve §3.1, T = max(T_math, T_mem)), an
 to start and drain. The rows of a matrix product are rounded up to whole tiles (SARATHI §4.4). Read
 first: devices.py. Read next: simulation.py, which runs the policies on it."""
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
-
-import numpy as np
 
 from errors import check_number
 from lab.simulator.devices import DEVICES, GEOMETRIES, LINKS, PARALLEL_BLOCKS, Device, Link, find
@@ -102,6 +101,19 @@ def matrices(config: GPTConfig, tp: int = 1) -> LayerMatrices:
         ffn_ln1=Matrix(local.n_embd, gate_and_up * local.n_inner),
         ffn_ln2=Matrix(local.n_inner, local.n_embd),
     )
+
+
+def interpolate(x: float, points: Sequence[tuple[float, float]]) -> float:
+    """The value at `x` on the line through `points`, (x, y) in increasing order of x. Before the
+    first point and after the last one it stays level. Without numpy, which a browser lacks."""
+    after = bisect_right(points, x, key=itemgetter(0))
+    if after == 0:
+        return points[0][1]
+    x0, y0 = points[after - 1]
+    if after == len(points):
+        return y0
+    x1, y1 = points[after]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
 def product_seconds(device: Device, tokens: int, rows: int, columns: int) -> float:
@@ -226,8 +238,7 @@ class CostModel:
             all_reduces = 1 if self.parallel_block else 2
             all_reduce_s = all_reduces * (device.op_s + 2 * (self.tp - 1) * step_s)
         if self.measured_excess:
-            sizes, excess_s = zip((0, 0.0), *self.measured_excess, strict=True)
-            others_s += float(np.interp(tokens, sizes, excess_s)) / self.layers
+            others_s += interpolate(tokens, [(0, 0.0), *self.measured_excess]) / self.layers
         self._token_seconds[tokens] = linear_s, others_s, all_reduce_s
         return linear_s, others_s, all_reduce_s
 

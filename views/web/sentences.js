@@ -67,9 +67,12 @@ function summarize_gap(run) {
   const seconds = gap.until - gap.since;
   const times = seconds / quantile(run.so_far(Infinity).tbt, 0.5);
   const verdict = seconds > SLO ? "a stall" : "within the SLO";
-  const usual = times >= 1.5 ? ` ${times.toPrecision(2)} times the usual gap, ${verdict}.` : "";
+  const usual = times >= 1.5 ? ` ${format_ratio(times)} times the usual gap, ${verdict}.` : "";
   return `Longest gap: ${explain_gap(run, gap)}.${usual}`;
 }
+/** Two digits of a small ratio, a large one whole: 1.9, 14, 236. */
+const format_ratio = ratio =>
+  ratio < 10 ? ratio.toFixed(1) : format_count(Math.round(ratio));
 /** How long the stages of a pipeline waited, or "" without any. */
 function summarize_bubbles({iterations, settings: {stages}, begin, end}) {
   if (!stages) return "";
