@@ -11,7 +11,13 @@ import torch
 
 from kv_cache import kv_bytes_per_token
 from lab.papers.systems import A100_33B, A6000_13B
-from lab.simulator.cost_model import CostModel, FittedCost, matrices, product_seconds
+from lab.simulator.cost_model import (
+    CostModel,
+    FittedCost,
+    interpolate,
+    matrices,
+    product_seconds,
+)
 from lab.simulator.devices import (
     A100,
     DEVICES,
@@ -411,3 +417,9 @@ def test_a_fitted_cost_predicts_what_its_law_does():
         stages, hop_s = FittedCost([profile, quicker], 0.25).stages(batch)
         assert stages == pytest.approx([seconds, seconds / 2])
         assert hop_s == 0.25
+
+
+def test_interpolation_is_linear_and_level_outside_of_the_points():
+    points = [(0, 0.0), (10, 2.0), (30, 3.0)]
+    values = [interpolate(x, points) for x in (-5, 0, 5, 10, 20, 30, 99)]
+    assert values == [0.0, 0.0, 1.0, 2.0, 2.5, 3.0, 3.0]

@@ -390,6 +390,8 @@ def test_explore_opens_with_four_requests_and_the_longest_gap(browser, explored)
         who = r"request A, token 11: waited \d+ ms for the prompts of requests C and D"
         assert re.search(who, stalled)
         assert "times the usual gap, a stall" in stalled and "stall" not in served
+        ratios = tab.evaluate("[1.94, 14.2, 99.7, 236.4, 2500].map(format_ratio)")
+        assert ratios == ["1.9", "14", "100", "236", "2,500"]
         assert tab.evaluate("panes.map(pane => pane.scales)[0] === panes[1].scales")
     with opened(browser, f"file://{explored}") as tab:  # a policy of one's own comes first
         assert tab.evaluate("panes.map(pane => pane.run.name)") == [
