@@ -287,7 +287,7 @@ def ss_f14(bench: Bench) -> Finding:
     """SS-F14: chunks above the ridge add little to the time of a prefill.
 
     The paper adds: less, the larger they are. No check asks for it, as it is no arithmetic: in the
-    authors' data chunks of 512 make a prompt of 2K 1.152 times as long, and of 1,024 1.175 times."""
+    authors' data chunks of 512 make a prompt of 2K 1.152 times as long, of 1,024 1.175."""
     lengths = bench.pick(gpu=[2048, 4096, 8192], cpu=[512, 1024, 2048], quick=[128, 256])
     small = bench.pick(gpu=512, cpu=128, quick=32)
     chunk_sizes = [small, 2 * small, 4 * small]
