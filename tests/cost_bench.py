@@ -46,6 +46,7 @@ Break = Literal[
     "attention is ten times slower in hybrid batches",
     "pages are never shared out",
     "weights are read again for each row",
+    "a chunk meets no keys but its own",
 ]
 BREAKS: tuple[Break, ...] = (
     "request-level admits while others run",
@@ -54,6 +55,7 @@ BREAKS: tuple[Break, ...] = (
     "attention is ten times slower in hybrid batches",
     "pages are never shared out",
     "weights are read again for each row",
+    "a chunk meets no keys but its own",
 )
 
 
@@ -69,6 +71,9 @@ class BreakableCost(CostModel):
         decodes = [chunk for chunk in batch if chunk[2] == 1]
         if self.broken == "nothing is chunked":
             chunks = [(request, 0, start + length) for request, start, length in chunks]
+            return super().layer_seconds([*chunks, *decodes])
+        if self.broken == "a chunk meets no keys but its own":
+            chunks = [(request, 0, length) for request, _, length in chunks]
             return super().layer_seconds([*chunks, *decodes])
         if not chunks or not decodes:
             return super().layer_seconds(batch)
@@ -150,6 +155,7 @@ class CostBench(Bench):
             config=replace(self.cost.config, max_positions=10**6),
             blocks=[Block(self.cost.config, device="meta")],
             dtype=torch.float16,
+            device=torch.device("cpu"),  # so that pages are small, as vLLM's
         )
         machine = machine_info(
             device=gpu.name,

@@ -14,7 +14,7 @@ from lab.papers.measured import CLAIMS
 from tests.cost_bench import BREAKS, Break, CostBench, broken_schedulers
 
 FROM_BEST_TO_WORST = ["as in the paper", "trend only", "not seen here"]
-REQUEST_LEVEL, WHOLE_PROMPTS, APART, SLOW_ATTENTION, RESERVED, REREAD = BREAKS
+REQUEST_LEVEL, WHOLE_PROMPTS, APART, SLOW_ATTENTION, RESERVED, REREAD, OWN_KEYS = BREAKS
 FUNCTIONS = {claim.id: claim.function for claim in CLAIMS}
 
 
@@ -36,7 +36,7 @@ EXPECTED = {
     "S-F9": Expected("as in the paper", (WHOLE_PROMPTS, APART, SLOW_ATTENTION, REREAD)),
     "S-F11": Expected("as in the paper", (WHOLE_PROMPTS, APART, SLOW_ATTENTION, REREAD)),
     "S-F10": Expected("trend only", (WHOLE_PROMPTS, APART, SLOW_ATTENTION, REREAD)),
-    "S-F13": Expected("as in the paper", (WHOLE_PROMPTS, REREAD)),
+    "S-F13": Expected("as in the paper", (WHOLE_PROMPTS, REREAD, OWN_KEYS)),
     "SS-F7": Expected("as in the paper", (REQUEST_LEVEL, WHOLE_PROMPTS, RESERVED)),
     "SS-F9": Expected("as in the paper", (WHOLE_PROMPTS, SLOW_ATTENTION, REREAD)),
     "SS-F14": Expected("trend only", (WHOLE_PROMPTS,)),
@@ -77,6 +77,25 @@ def measure(claim_id: str, broken: Break | None) -> Finding:
 @pytest.mark.parametrize("claim_id", FUNCTIONS)
 def test_a_claim_has_its_verdict_on_the_papers_gpu(claim_id):
     assert measure(claim_id, None).verdict(busy=False) == EXPECTED[claim_id].verdict
+
+
+CHECKS_THAT_FAIL = [  # (claim, break, check)
+    ("S-F13", OWN_KEYS, "attention falls"),
+    ("S-F13", WHOLE_PROMPTS, "prefill < 1.25, at the end"),
+    ("SS-F14", WHOLE_PROMPTS, "chunks of 512 < 2"),
+    ("SS-F9", WHOLE_PROMPTS, "with a chunk < 3"),
+    ("B-2", WHOLE_PROMPTS, "with a chunk / decodes alone < 3"),
+    ("S-F10", SLOW_ATTENTION, "0.4 < attention"),
+    ("S-F3", REREAD, "decode falls"),
+    ("SS-T4", WHOLE_PROMPTS, "1.5 < hybrid-only / sarathi-serve:128"),
+]
+
+
+@pytest.mark.parametrize("claim_id, broken, check", CHECKS_THAT_FAIL)
+def test_a_check_holds_but_on_the_broken_system(claim_id, broken, check):
+    descriptions = [each.description for each in measure(claim_id, None).checks]
+    assert check in descriptions and measure(claim_id, None).failures() == []
+    assert check in [each.description for each in measure(claim_id, broken).failures()]
 
 
 @pytest.mark.parametrize("claim_id, broken", NOTICED)

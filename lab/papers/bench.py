@@ -54,7 +54,7 @@ from lab.simulator.machine import FittedMachine
 from memory import small_page_size
 from model import GPT
 from parallel import runner_for
-from policies.token_budget import Profiled, choose_budget
+from policies.token_budget import Case, Profiled, TimedRunner, choose_budget
 
 Size = Literal["gpu", "cpu", "quick"]  # each claim has three lists of sizes
 Sized = TypeVar("Sized")
@@ -347,16 +347,23 @@ class Bench:
             )
             slos_s: dict[str, float] = {}
             budgets: dict[str, Bounded] = {}
-            profile: list[Profiled] = []
+            timed: dict[Case, Profiled] = {}  # the searches begin with the same batches
+
+            def time_once(runner: TimedRunner, cases: Sequence[Case]) -> list[Profiled]:
+                new_cases = [case for case in cases if case not in timed]
+                if new_cases:
+                    rows = time_steadily(runner, new_cases)
+                    timed.update(zip(new_cases, rows, strict=True))
+                return [timed[case] for case in cases]
+
             for slo in slos:
                 slos_s[slo] = slo_seconds(slo, machine.base)
-                budget, rows = choose_budget(
-                    runner, slos_s[slo], decodes, [context], tile, max_budget, time_steadily
+                budget, _ = choose_budget(
+                    runner, slos_s[slo], decodes, [context], tile, max_budget, time_once
                 )
                 is_limited = budget + tile > max_budget
                 budgets[slo] = Bounded(budget, "at least" if is_limited else "")
-                profile += rows
-            return TokenBudgets(slos_s, budgets, profile)
+            return TokenBudgets(slos_s, budgets, list(timed.values()))
 
         key = ("token budgets", tuple(slos), decodes, max_budget, tile, limits)
         found = self._once(key, choose_all)

@@ -151,8 +151,7 @@ def s_f10(bench: Bench) -> Finding:
                 because="Riding decodes need no reading of the weights of their own.",
                 where=riding_pays(bench, batch, chunk),
             ),
-            less(0.4, attention, because="The same queries meet the same keys, in more pieces."),
-            less(attention, 1.2, because="The same queries meet the same keys, in more pieces."),
+            less(0.4, attention, because="Four pieces read a prompt's keys 2.5 times at most."),
         ],
         published=[
             Published("ffn, largest", 1.6, ffn, ffn.x_of_largest(), LLAMA_13B),
@@ -189,7 +188,7 @@ def s_f13(bench: Bench) -> Finding:
             ),
             less(
                 prefill,
-                1.5,
+                1.25,  # if the second of two chunks computed the first again, it would be 1.5
                 at="end",
                 because="Above the ridge the rows of a chunk take as long as those of a prompt.",
                 where=ridge_below(bench, chunk_sizes[-1]),
@@ -259,9 +258,9 @@ def ss_f9(bench: Bench) -> Finding:
             ),
             less(
                 with_chunk,
-                4,
-                because="Decodes alone take as long as the reading of the weights, or as the "
-                "ridge has rows; with a chunk there are not many more.",
+                3,
+                because="Decodes alone take as long as the ridge has rows, with a chunk there are "
+                "twice as many at most; half of that again is room for attention.",
                 where=ridge_above(bench, rows / 2),
             ),
         ],
@@ -285,7 +284,10 @@ def ss_f9(bench: Bench) -> Finding:
 
 
 def ss_f14(bench: Bench) -> Finding:
-    """SS-F14: chunks make a prefill longer, by the less the larger they are."""
+    """SS-F14: chunks above the ridge add little to the time of a prefill.
+
+    The paper adds: less, the larger they are. No check asks for it, as it is no arithmetic: in the
+    authors' data chunks of 512 make a prompt of 2K 1.152 times as long, of 1,024 1.175."""
     lengths = bench.pick(gpu=[2048, 4096, 8192], cpu=[512, 1024, 2048], quick=[128, 256])
     small = bench.pick(gpu=512, cpu=128, quick=32)
     chunk_sizes = [small, 2 * small, 4 * small]
@@ -302,13 +304,8 @@ def ss_f14(bench: Bench) -> Finding:
         plots=[plot],
         checks=[
             less(
-                largest.times(0.98),
                 smallest,
-                because="Smaller chunks read the weights and the keys of the prompt more often.",
-            ),
-            less(
-                smallest,
-                2,
+                2,  # if each chunk computed those before it again, four would take 2.5 times
                 because="Above the ridge the rows of a chunk take as long as those of a prompt.",
                 where=ridge_below(bench, small),
             ),
@@ -375,9 +372,9 @@ def b_2(bench: Bench) -> Finding:
             less(
                 with_chunk,
                 3,
-                because="Decodes alone take as long as the reading of the weights, or as the "
-                "ridge has rows; with a chunk there are not many more.",
-                where=ridge_above(bench, chunk / 2),
+                because="Decodes alone take as long as the ridge has rows, with a chunk there are "
+                "twice as many at most; half of that again is room for attention.",
+                where=ridge_above(bench, (chunk + len(riding)) / 2),
             ),
         ],
         published=[

@@ -81,11 +81,6 @@ def s_f3(bench: Bench) -> Finding:
                 because="A decode reads all weights for one row, a prompt for all of its rows.",
                 where=ridge_above(bench, 10),
             ),
-            less(
-                0.5,
-                shares.line("prefill: linear"),
-                because="At 1,024 tokens a row is multiplied by more weights than keys.",
-            ),
             falls(
                 shares.line("decode: linear"),
                 because="Decodes share the reading of weights, but each reads keys of its own.",
@@ -177,10 +172,6 @@ def s_f4a(bench: Bench) -> Finding:
     saturation = Plot("one layer", x="of", y="tokens", spec=",.0f")
     saturation.add("saturates", "prefill", saturation_of(prefill))
     saturation.add("saturates", "decode", saturation_of(decode))
-    many = Plot("one layer", x="tokens", y="times the tokens per ms of prefill", spec=".2fx")
-    for tokens in decode.xs:
-        if float(tokens) >= 64 and decode.at(tokens) is not None:
-            many.add("decode / prefill", tokens, over(decode.at(tokens), prefill.at(tokens)))
     return Finding(
         plots=throughputs,
         checks=[
@@ -190,11 +181,6 @@ def s_f4a(bench: Bench) -> Finding:
                     because="All decodes of a batch share one reading of the weights.",
                 )
                 for throughput in throughputs
-            ),
-            less(
-                many.line("decode / prefill"),
-                1.1,
-                because="So many decodes read the keys of as many requests, a prompt its own.",
             ),
             less(
                 few.line("16 over 512 tokens"),
@@ -281,7 +267,6 @@ def s_f4b(bench: Bench) -> Finding:
     attention_ratio = prefill.line("attention").over(decode.line("attention"), spec=",.0fx")
     n_embd = bench.model.config.n_embd
     is_wide = Condition("rows have 256 numbers or more", n_embd >= 256, f"they have {n_embd}")
-    group = bench.model.config.n_head // bench.model.config.n_kv_head
     return Finding(
         plots=list(by_kind.values()),
         checks=[
@@ -300,11 +285,6 @@ def s_f4b(bench: Bench) -> Finding:
             rises(
                 decode.line("products"),
                 because="All decodes of a batch use each weight that is read.",
-            ),
-            less(
-                decode.line("attention"),
-                2 * group,
-                because="A decode uses each key once for each query head of its group.",
             ),
         ],
         published=[

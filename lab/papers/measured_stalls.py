@@ -130,7 +130,7 @@ def ss_4_3(bench: Bench) -> Finding:
         decodes=decode_count,
         max_budget=bench.pick(gpu=8192, cpu=4096, quick=4096),
         tile=bench.pick(gpu=128, cpu=32, quick=128),
-        max_len=bench.pick(gpu=2048, cpu=None, quick=None),
+        max_len=bench.pick(gpu=2048, cpu=None, quick=1024),
     )
     times = Plot("an iteration with 32 decodes", x="token budget", y="ms", spec=".1f")
     for row in sorted(found.profile):
