@@ -96,7 +96,7 @@ def test_lanes_say_what_is_computed_sent_and_idle(browser, tmp_path, layers):
             idle = 1 - simulated.busy[instance, 0] / (end - begin)
             assert float(share) == pytest.approx(100 * idle, abs=0.1)
         assert end == pytest.approx(max(i.end for i in run.iterations), abs=1e-6)
-        assert f"{len(run.transfers)} transfers" in note
+        assert f"{len(run.transfers)} transfers" in note and note.startswith("Two pools: ")
 
         idle = told(0, (before["end"] + after["start"]) / 2)
         gap = re.match(r"Prefill is idle for ([\d.]+ m?s): ", idle)
@@ -152,7 +152,7 @@ def test_the_preset_has_two_gpus_for_every_policy():
     pools = explore.record_pools(load)
     replicas = explore.record_run("sarathi-serve", "256", load, 0.07)
     assert pools.settings["instances"] == ["prefill", "decode"]
-    assert replicas.settings["instances"] == ["replica 1", "replica 2"]
+    assert replicas.settings["instances"] == ["GPU 1", "GPU 2"]
     for recorder in (pools, replicas):
         assert len({record["micro_batch"] for record in in_turn(recorder)}) == 2
         requests = [record["request"]["id"] for record in recorder.records if "request" in record]

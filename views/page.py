@@ -26,6 +26,7 @@ from scheduler import Batch, Request, Scheduler
 from views.policy_notes import policy_name, policy_note
 
 MAX_QUEUE = 40  # this many waiting requests are recorded, in their order
+POOLS_NOTE = "two pools: prefill on some instances, decodes on others, keys and values sent between"
 WEB = Path(__file__).with_name("web")
 SCRIPTS = (  # they become one script, in this order
     "run.js",
@@ -171,7 +172,7 @@ class Recorder:
     """Keeps the records of a run in `records`.
 
     `settings` are those of the schedulers: policy, chunk, max_batch, max_len, pages, page_size,
-    micro_batches; `note` says in a few words what the policy does. Two pools have `instances`, names,
+    micro_batches; `note` says in a few words what the policy does. Two pools name `instances`,
     of which the first `prefills` prefill. A caller may add the `instances` of replicas, and
     `letters`, to name the requests A, B, C instead of 0, 1, 2."""
 
@@ -200,6 +201,7 @@ class Recorder:
         prefills = sum(isinstance(scheduler, PrefillInstance) for scheduler in schedulers)
         if prefills:
             decodes = len(schedulers) - prefills
+            self.settings["note"] = POOLS_NOTE
             self.settings["prefills"] = prefills
             self.settings["instances"] = [
                 *instance_names("prefill", prefills),

@@ -192,8 +192,8 @@ def main(options: ExploreOptions) -> None:
     files, editor_info = write_beside(options, recorders, loads)
     text = page(
         "How an LLM server schedules its work",
-        f"All runs are simulated: {MODEL} with 16 bits on one {cost.device.name}, two for the loads "
-        "of pipeline bubbles\n"
+        f"All runs are simulated: {MODEL} with 16 bits on one {cost.device.name}, two for "
+        "the loads of pipeline bubbles\n"
         f"and of two pools, which have {KV_LINK} between them.\n"
         f"Loads but A to D have {options.requests} requests, most with the lengths of a chat "
         "dataset.",
