@@ -86,6 +86,19 @@ def test_lanes_say_what_is_computed_sent_and_idle(browser, tmp_path, layers):
         top = tab.evaluate("panes[0].band('stages')[0]")
         assert tab.evaluate("band_rows(focused.run.settings)") == ["prefill", "link", "decode"]
 
+        assert tab.evaluate("[0, 1].map(n => row_of(focused.run.settings, n))") == [0, 2]
+        sent = sorted(run.transfers, key=lambda sent: sent.start)
+        assert any(transfer.start < transfer.prefilled for transfer in sent) == (layers > 1)
+        link_seconds = tab.evaluate("focused.run.transfers.map(link_seconds)")
+        assert link_seconds == pytest.approx([t.exposed_s for t in sent], abs=3e-6)
+        # a long prefill is seen when decodes that began after it have ended
+        middle = max(prefills, key=lambda record: record["end"] - record["start"])["end"] - 1e-4
+        tab.evaluate(f"set_view({middle}, {middle} + 5e-5)")
+        shown = tab.evaluate("iterations_in_view(focused.run).map(({start}) => start)")
+        now = [r["start"] for r in records if r["start"] < middle and r["end"] > middle + 5e-5]
+        assert len(now) == 2 and set(now) <= set(shown)
+        tab.evaluate("set_view(-Infinity, Infinity)")
+
         def told(row, time):
             return tab.evaluate(f"describe(panes[0], {time}, {top + 18 * row + 5})")
 
