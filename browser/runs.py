@@ -11,7 +11,7 @@ from lab.measure.arrival import Arrival
 from lab.measure.run_plan import goes_by_chunk, run_plan
 from lab.simulator.cost_model import CostModel
 from lab.simulator.simulation import bubble_kinds, simulate
-from views.page import Recorder
+from views.page import Recorder, instance_names
 
 MODEL = "llama3-8b"  # on one A100
 CHUNKS = ("128", "256", "512", "1024")
@@ -29,6 +29,7 @@ class Load:
     tokens: int = AMPLE * MAX_LEN  # of the KV cache
     max_len: int = MAX_LEN
     pp: int = 1  # stages of the pipeline
+    replicas: int = 1
     prompts: list[list[int]] | None = None  # if they share prefixes, which then are cached
     letters: bool = False  # whether requests are named A, B, C
 
@@ -39,6 +40,7 @@ class Load:
             "tokens": self.tokens,
             "max_len": self.max_len,
             "pp": self.pp,
+            "replicas": self.replicas,
             "prompts": self.prompts,
             "letters": self.letters,
         }
@@ -67,7 +69,11 @@ def record_run(
     label = f"{policy}:{chunk}" if goes_by_chunk(policy) else policy
     config = run_plan([label], [PAGE_SIZE], config, slo_s, [load.prompts is not None])[label]
     cost = CostModel.named(MODEL, pp=load.pp)
-    simulated = simulate(cost, config, load.arrivals, load.prompts, recorder=recorder)
+    simulated = simulate(
+        cost, config, load.arrivals, load.prompts, replicas=load.replicas, recorder=recorder
+    )
+    if load.replicas > 1:
+        recorder.settings["instances"] = instance_names("GPU", load.replicas)
     if load.pp > 1:
         recorder.add_stages(simulated.stage_runs, bubble_kinds(simulated.stage_runs))
     if load.letters:

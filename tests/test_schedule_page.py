@@ -304,7 +304,7 @@ def explored(tmp_path_factory):
 def test_explore_has_a_run_for_every_button(browser, explored):
     with opened(browser, f"file://{explored}") as tab:
         choices = tab.evaluate("data.choices")
-        assert choices["policy"][0] == "ShortestFirst" and len(choices["load"]) == 8
+        assert choices["policy"][0] == "ShortestFirst" and len(choices["load"]) == 9
         found = tab.evaluate(
             """async () => { const names = [];
                 for (const policy of data.choices.policy)
@@ -318,6 +318,8 @@ def test_explore_has_a_run_for_every_button(browser, explored):
         for policy, chunk, load, name in found:
             if policy in explore.REMEDIES:
                 load = explore.LONG_AMONG_SHORT
+            if policy == explore.POOLS_NAME:
+                load = explore.TWO_GPUS
             assert name in ([policy, chunk, load], [policy, "*", load])
         tab.evaluate("choose({policy: 'ppas', beside: 'interval'})")  # it chooses the load, too
         assert tab.get_attribute("[data-label='one long among short']", "aria-pressed") == "true"

@@ -21,10 +21,12 @@ from typing import Any, NotRequired, TypedDict
 
 from outputs import Iteration
 from policies.micro_batches import StageRun
+from policies.pools import DecodeInstance, PrefillInstance, Sent
 from scheduler import Batch, Request, Scheduler
 from views.policy_notes import policy_name, policy_note
 
 MAX_QUEUE = 40  # this many waiting requests are recorded, in their order
+POOLS_NOTE = "two pools: prefill on some instances, decodes on others, keys and values sent between"
 WEB = Path(__file__).with_name("web")
 SCRIPTS = (  # they become one script, in this order
     "run.js",
@@ -32,6 +34,7 @@ SCRIPTS = (  # they become one script, in this order
     "colors.js",
     "lanes.js",
     "strips.js",
+    "instances.js",
     "pointing.js",
     "highlight.js",
     "view.js",
@@ -101,7 +104,25 @@ class Iterated(TypedDict):
     stages: NotRequired[list[list[Any]]]
 
 
-Record = Arrived | Snapshot | Iterated
+class TransferInfo(TypedDict):
+    """A transfer between two pools: a Sent of policies/pools.py."""
+
+    id: int  # of the request
+    source: int  # the number of an instance, as Iterated.micro_batch
+    target: int
+    tokens: int
+    prefilled: float
+    start: float
+    end: float
+
+
+class Transferred(TypedDict):
+    """The record of a transfer."""
+
+    transfer: TransferInfo
+
+
+Record = Arrived | Snapshot | Iterated | Transferred
 
 
 class Costs(TypedDict):
@@ -151,8 +172,9 @@ class Recorder:
     """Keeps the records of a run in `records`.
 
     `settings` are those of the schedulers: policy, chunk, max_batch, max_len, pages, page_size,
-    micro_batches; `note` says in a few words what the policy does. A caller may add `letters`, to
-    name the requests A, B, C instead of 0, 1, 2."""
+    micro_batches; `note` says in a few words what the policy does. Two pools name `instances`,
+    of which the first `prefills` prefill. A caller may add the `instances` of replicas, and
+    `letters`, to name the requests A, B, C instead of 0, 1, 2."""
 
     def __init__(self) -> None:
         self.records: list[Record] = []
@@ -176,6 +198,15 @@ class Recorder:
             "pages": len(schedulers) * first.pages.total,
             "page_size": first.pages.page_size,
         }
+        prefills = sum(isinstance(scheduler, PrefillInstance) for scheduler in schedulers)
+        if prefills:
+            decodes = len(schedulers) - prefills
+            self.settings["note"] = POOLS_NOTE
+            self.settings["prefills"] = prefills
+            self.settings["instances"] = [
+                *instance_names("prefill", prefills),
+                *instance_names("decode", decodes),
+            ]
         for micro_batch, scheduler in enumerate(schedulers):
             self._watch(micro_batch, scheduler)
 
@@ -276,10 +307,48 @@ class Recorder:
                 record["stages"].append([*(round(time, 6) for time in times), *kind])
         self.settings["stages"] = num_stages
 
+    def add_transfers(self, transfers: Sequence[Sent]) -> None:
+        """Add those between two pools, once all iterations are added.
+
+        Instances begin batches in another order than they end them, in which they were added. The
+        records are put into the order in which they began."""
+        self.records.sort(key=_place_in_time)
+        for sent in sorted(transfers, key=_start_of):
+            transfer: TransferInfo = {
+                "id": sent.request_id,
+                "source": sent.source,
+                "target": sent.target,
+                "tokens": sent.tokens,
+                "prefilled": round(sent.prefilled, 6),
+                "start": round(sent.start, 6),
+                "end": round(sent.end, 6),
+            }
+            self.records.append({"transfer": transfer})
+
     def snapshot(self) -> Snapshot:
         """The state between two steps, for a page that is opened in the middle of a run."""
         requests = [request for request in self.live.values() if not request.finish_reason]
         return {"settings": self.settings, "live": [describe_progress(r) for r in requests]}
+
+
+def instance_names(kind: str, count: int) -> list[str]:
+    """The names of instances of one kind: "decode", or "decode 1", "decode 2" of several."""
+    return [kind] if count == 1 else [f"{kind} {number}" for number in range(1, count + 1)]
+
+
+def _place_in_time(record: Record) -> tuple[float, int]:
+    """Where a record belongs. A request arrives before it is computed, and is preempted before it
+    is computed again, at the same time at the earliest."""
+    if "request" in record:
+        return round(record["request"]["arrival"], 6), 0
+    if "preempted" in record:
+        return record["start"], 1 if record["preempted"] else 2
+    return 0.0, 0  # a page that is opened in the middle begins with a Snapshot
+
+
+def _start_of(sent: Sent) -> float:
+    """When a transfer began."""
+    return sent.start
 
 
 def describe(request: Request) -> RequestInfo:
@@ -307,14 +376,14 @@ def describe_progress(request: Request) -> RequestProgress:
 def why_head_waits(scheduler: Scheduler, batch: Batch) -> list[Any] | None:
     """The reason why the first request of the queue is not in the batch, as facts.
 
-    It is one of these, or None if nobody waits:
+    It is one of these, or None if nobody waits, or where only decodes are computed:
 
     ["batch", how many run]                     max_batch requests run already
     ["pages", needed, free]                     it does not fit into the cache
     ["budget", tokens left, tokens to compute]  the budget is used up
     ["policy"]                                  there would be room, but the policy admits no more
     """
-    if not scheduler.waiting:
+    if not scheduler.waiting or isinstance(scheduler, DecodeInstance):
         return None
     head = scheduler.waiting[0]
     pages = scheduler.pages

@@ -17,7 +17,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from browser.bundle import PYODIDE, PYODIDE_FILES, bundle, editor
-from browser.runs import CHUNKS, MAX_BATCH, MAX_LEN, MODEL, Load, record_run
+from browser.runs import CHUNKS, MAX_BATCH, MAX_LEN, MODEL, PAGE_SIZE, Load, record_run
 from cli.options import (
     OptionParser,
     nonempty_text,
@@ -27,13 +27,17 @@ from cli.options import (
     write_text,
     wrote_page,
 )
+from config import EngineConfig
 from lab.measure import workload
 from lab.measure.capacity import estimated_qps, slo_seconds
 from lab.measure.run_plan import goes_by_chunk
 from lab.measure.workload import Arrival
 from lab.simulator.cost_model import CostModel
+from lab.simulator.devices import LINKS
 from lab.simulator.machine import VOCABULARY, base_of
+from lab.simulator.pools import KVLink, simulate_pools
 from lab.simulator.referee import broken_rules, mark_broken
+from policies.pools import Pools
 from views.page import Costs, Editor, Recorder, packed_inline, page
 from views.site import write_packed, write_runs
 
@@ -57,6 +61,10 @@ REMEDIES = (  # what users of today's engines ask for, shown under the load that
     "priority",
 )
 LONG_AMONG_SHORT = "one long among short"
+TWO_GPUS = "two pools or replicas"
+POOLS = Pools(1, 1)  # of TWO_GPUS, all other policies have two replicas there
+POOLS_NAME = f"pools {POOLS}"
+KV_LINK = "infiniband"
 PAGE = "explore.html"
 NO_CHUNK = "*"  # the chunk size of a policy that has none
 STEADY = 0.7  # share of the rate that should be possible
@@ -178,19 +186,25 @@ def main(options: ExploreOptions) -> None:
     runs = [
         *product(servers(policies), loads),
         *product(servers(remedies), [LONG_AMONG_SHORT]),
+        (Choice(POOLS_NAME, POOLS_NAME, NO_CHUNK), TWO_GPUS),
     ]
     recorders = simulate_all(runs, loads, slo_s)
     files, editor_info = write_beside(options, recorders, loads)
     text = page(
         "How an LLM server schedules its work",
-        f"All runs are simulated: {MODEL} with 16 bits on one {cost.device.name}, two for the load "
-        "of pipeline bubbles.\n"
+        f"All runs are simulated: {MODEL} with 16 bits on one {cost.device.name}, two for "
+        "the loads of pipeline bubbles\n"
+        f"and of two pools, which have {KV_LINK} between them.\n"
         f"Loads but A to D have {options.requests} requests, most with the lengths of a chat "
         "dataset.",
         {name: recorder for group in recorders.values() for name, recorder in group.items()},
         slo_s=slo_s,
         slo_source="5 decode iterations of 32 requests",
-        choices={"policy": [*policies, *remedies], "chunk": CHUNKS, "load": list(loads)},
+        choices={
+            "policy": [*policies, *remedies, POOLS_NAME],
+            "chunk": CHUNKS,
+            "load": list(loads),
+        },
         costs=measure_costs(cost),
         files=files,
         editor=editor_info,
@@ -208,9 +222,29 @@ def simulate_all(
     recorders: dict[str, dict[str, Recorder]] = {load_name: {} for load_name in loads}
     for choice, load_name in tqdm(runs, "runs", leave=False, disable=None):
         run_name = " | ".join([choice.policy, choice.chunk, load_name])
-        recorder = record_run(choice.name, choice.chunk, loads[load_name], slo_s)
+        if choice.name == POOLS_NAME:
+            recorder = record_pools(loads[load_name])
+        else:
+            recorder = record_run(choice.name, choice.chunk, loads[load_name], slo_s)
         recorders[load_name][run_name] = recorder
     return recorders
+
+
+def record_pools(load: Load) -> Recorder:
+    """Simulate a load on two pools, and record it: whole prompts, sent layer by layer."""
+    cost = CostModel.named(MODEL)
+    config = EngineConfig(
+        chunk=int(CHUNKS[-1]),
+        max_batch=MAX_BATCH,
+        max_len=load.max_len,
+        page_size=PAGE_SIZE,
+        pages=load.tokens // PAGE_SIZE,
+    )
+    recorder = Recorder()
+    kv_link = KVLink.of(cost, LINKS[KV_LINK])
+    simulated = simulate_pools(cost, config, load.arrivals, POOLS, kv_link, recorder=recorder)
+    recorder.add_transfers(simulated.run.transfers)
+    return recorder
 
 
 def write_beside(
@@ -287,6 +321,7 @@ def make_loads(cost: CostModel, requests: int) -> dict[str, Load]:
             sharing, prompts=workload.prompts(sharing, VOCABULARY, 0, shared=(SHARED, 2))
         ),
         "pipeline bubbles": Load(steady, pp=2),
+        TWO_GPUS: Load(workload.poisson(lengths, 2 * STEADY * possible_qps, 0), replicas=2),
     }
 
 

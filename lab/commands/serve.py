@@ -359,6 +359,8 @@ class Session:
         recorder = self.recorders.setdefault(name, Recorder()) if self.options.html else None
         with tqdm(total=len(arrivals), desc=name, disable=None, leave=False) as bar:
             run = serve(arrivals, progress=bar.update, recorder=recorder)
+        if recorder and run.transfers:
+            recorder.add_transfers(run.transfers)
         return self.add(name, qps, run)
 
     def add(self, name: str, qps: float | None, run: Run) -> JudgedRun:

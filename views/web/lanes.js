@@ -27,7 +27,8 @@ class Lanes {
     const {run} = this, {note} = run.settings;
     const summary = summarize_gap(run);
     this.name.textContent = title_of(run);
-    this.note.textContent = `${note ? sentence(note) : ""} ${summarize_bubbles(run)}`;
+    this.note.textContent = `${note ? sentence(note) : ""} ` +
+      `${summarize_bubbles(run)}${summarize_instances(run)}`;
     this.gap_text.textContent = summary;
     this.gap_text.classList.toggle("over", gap_seconds({longest_gap: run.longest_gap()}) > SLO);
     this.canvas.setAttribute("aria-label", `timeline of ${title_of(run)}. ${summary}`);
@@ -38,10 +39,10 @@ class Lanes {
   get seconds_per_pixel() { return (view.to - view.from) / this.width; }
   x(t) { return LEFT + (t - view.from) / (view.to - view.from) * this.width; }
   time_at(x) { return view.from + (x - LEFT) / this.width * (view.to - view.from); }
-  /** The part of the height that a band has: "lanes", "stages" of a pipeline (without any, it has
-   * no height), "gaps" or "batches". [top, bottom] */
+  /** The part of the height that a band has: "lanes", "stages" of a pipeline or instances (without
+   * any, it has no height), "gaps" or "batches". [top, bottom] */
   band(name) {
-    const {stages = 0} = this.run.settings, strip = is_narrow() ? 34 : 46;
+    const stages = band_rows(this.run.settings).length, strip = is_narrow() ? 34 : 46;
     const stages_top = this.lanes_height + (stages ? CAPTION_HEIGHT : 0);
     const gaps_top = stages_top + stages * STAGE_HEIGHT + CAPTION_HEIGHT;
     const batches_top = gaps_top + strip + CAPTION_HEIGHT;
@@ -102,6 +103,7 @@ class Lanes {
     pen.clip();
     for (const id of this.ids) this.draw_lane(pen, id);
     draw_stages(this, pen);
+    draw_instances(this, pen);
     draw_gap_strip(this, pen);
     draw_batches(this, pen);
     pen.restore();

@@ -59,8 +59,10 @@ function request_at(lanes, y) {
 function describe(lanes, time, y) {
   const {run} = lanes, [stages_top, stages_bottom] = lanes.band("stages");
   if (y >= stages_bottom) return describe_iteration(run, time);
-  if (y >= stages_top)
-    return describe_stage(run, time, Math.floor((y - stages_top) / STAGE_HEIGHT));
+  if (y >= stages_top) {
+    const row = Math.floor((y - stages_top) / STAGE_HEIGHT);
+    return run.settings.stages ? describe_stage(run, time, row) : describe_row(lanes, time, row);
+  }
   const slack = 2 * lanes.seconds_per_pixel;  // a narrow stall can be hit
   for (const id of requests_at(lanes, y)) {
     const text = describe_request(run, id, time, slack);
@@ -82,14 +84,17 @@ function describe_stage({iterations}, time, stage) {
   if (next === iterations.length) return "";
   const [start, end, bubble = 0, kind] = iterations[next].stages[stage];
   if (time >= start) {
-    const {decodes, prefill} = iterations[next];
-    const batch = [prefill && `${counted(prefill, "token")} of prefill`,
-      decodes.length && counted(decodes.length, "decode")].filter(Boolean).join(" and ");
+    const batch = name_batch(iterations[next]);
     return `Stage ${stage + 1} computes ${batch} in ${format_seconds(end - start)}.`;
   }
   if (time < start - bubble) return "";
   return `Stage ${stage + 1} waits ${format_seconds(bubble)} for its next batch: a bubble, as ` +
     `${BUBBLE_CAUSES[kind]} (${kind}).`;
+}
+/** "512 tokens of prefill and 3 decodes". */
+function name_batch({decodes, prefill}) {
+  return [prefill && `${counted(prefill, "token")} of prefill`,
+    decodes.length && counted(decodes.length, "decode")].filter(Boolean).join(" and ");
 }
 const BUBBLE_CAUSES = {  // SARATHI §3.2
   PB1: "prefills of different length follow each other",

@@ -30,12 +30,13 @@ class Run {
     this.lanes = new Map();  // id -> Lane
     this.ttfts = [];  // [iteration, seconds], in order
     this.tbts = [];  // [iteration, seconds, request id, start of the gap], in order
+    this.transfers = [];  // between two pools: Transfer, in the order in which they began
     this.checkpoints = [];  // the state before each CHECKPOINT_EVERY-th iteration
     this.arrivals = new Map();  // iteration -> the requests that are recorded first before it
     this.state = {k: 0, progress: new Map()};  // before iteration k: request id -> Progress
     this.shown_state = null;
   }
-  get end() { return this.iterations.at(-1)?.end ?? 0; }
+  get end() { return this.iterations.at(-1)?.latest_end ?? 0; }
   get begin() { return this.first_arrival ?? this.iterations[0]?.start ?? 0; }
   get origin() { return data.live ? this.begin : 0; }  // the time that is written as 0 s
 
@@ -43,6 +44,8 @@ class Run {
     if (record.live) {
       Object.assign(this.settings, record.settings);
       for (const request of record.live) this.add_request(request, request);
+    } else if (record.transfer) {
+      add_transfer(this.transfers, record.transfer);
     } else if (record.request) {
       this.add_request(record.request);
     } else {
@@ -70,7 +73,7 @@ class Run {
     this.state.progress.set(request.id, progress);
   }
   /** Add what is counted from a record (Iterated of page.py) to it: tokens, prefill, cache_hits,
-   * preemptions and cached_tokens so far, and the longest_gap that ends in it. */
+   * preemptions, cached_tokens and latest_end so far, and the longest_gap that ends in it. */
   add_iteration(iteration) {
     const k = this.iterations.length, {progress} = this.state;
     const before = this.iterations[k - 1];
@@ -79,6 +82,7 @@ class Run {
     iteration.prefill = iteration.chunks.reduce((sum, [, , length]) => sum + length, 0);
     iteration.tokens = iteration.prefill + iteration.decodes.length;
     iteration.preemptions = iteration.preempted.length + (before?.preemptions ?? 0);  // so far
+    iteration.latest_end = Math.max(iteration.end, before?.latest_end ?? 0);
     iteration.longest_gap = null;
     for (const times of iteration.stages ?? []) {  // on the clock of the run, as all else
       times[0] += iteration.start;

@@ -37,15 +37,17 @@ function explain_gap(run, {id, since, until, token}) {
   const inside = iterations.slice(first, last + 1);
   if (inside.some(({preempted}) => preempted.includes(id)))
     return `${subject}: waited ${seconds}, as it had lost its pages and was computed again`;
-  if (!others.length) return `${subject}: ${seconds} after the token before`;
+  if (!others.length)
+    return `${subject}: ${seconds} after the token before${explain_transfer(run, id, since, until)}`;
   return `${subject}: waited ${seconds} for ${name_prompts(run, others)}`;
 }
 /** The micro-batch of a request: that of the iteration which yields a token of it. */
 function micro_batch_at({iterations}, id, since, until) {
-  const first = search(iterations.length, i => iterations[i].end >= until);
+  const first = search(iterations.length, i => iterations[i].latest_end >= until);
   const yields = ({end, decodes, chunks}) =>
     end === until && (decodes.includes(id) || chunks.some(([other]) => other === id));
-  const iteration = iterations.slice(first, first + 8).find(yields);
+  const begun = search(iterations.length, i => iterations[i].start >= until);
+  const iteration = iterations.slice(first, begun).find(yields);
   return iteration?.micro_batch ?? 0;
 }
 /** "request 44's prompt of 977 tokens". `others`: [[request, tokens computed]]. */
@@ -106,7 +108,10 @@ function explain(run, k) {
   const prefills = left_out.filter(request => !is_decoding(request));
   if (decodes.length) {
     const wait = counted(decodes.length, "running decode waits", "running decodes wait");
-    sentences.push(`${wait}: this batch is of prefill alone`);
+    const leaves = counted(decodes.length, "request is", "requests are");
+    sentences.push(iteration.micro_batch < run.settings.prefills
+      ? `${leaves} on the way to a decode instance`
+      : `${wait}: this batch is of prefill alone`);
   }
   if (prefills.length) {
     const no_budget = iteration.budget !== null && iteration.tokens >= iteration.budget;

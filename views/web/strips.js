@@ -1,5 +1,5 @@
 // The bands below the lanes, on the same clock: the stages of a pipeline and their bubbles, the
-// longest gap that ends in each iteration, and the tokens of each batch. Read next: pointing.js.
+// longest gap that ends in each iteration, and the tokens of each batch. Read next: instances.js.
 
 const gap_seconds = ({longest_gap: gap}) => gap ? gap.until - gap.since : 0;
 
@@ -19,9 +19,10 @@ function common_scales() {
     gap_s: SLO < Infinity ? Math.max(gap_s, 1.3 * SLO) : gap_s || 1,
   };
 }
-/** In a pipeline several are computed at once; they end in the order in which they began. */
+/** Several may be computed at once. Instances may end them in another order than they begin them:
+ * then some have ended before. */
 function iterations_in_view({iterations}) {
-  const first = search(iterations.length, i => iterations[i].end >= view.from);
+  const first = search(iterations.length, i => iterations[i].latest_end >= view.from);
   return iterations.slice(first, search(iterations.length, i => iterations[i].start >= view.to));
 }
 /** The iterations in view, those on one pixel as one: {from, to, largest}. */
@@ -113,7 +114,7 @@ function draw_batches(lanes, pen) {
 }
 /** The titles and scales of the bands. */
 function draw_captions(lanes, pen) {
-  const {ended, to_come, scales, run: {settings: {stages = 0}}} = lanes;
+  const {ended, to_come, scales, run: {settings}} = lanes;
   const [stages_top] = lanes.band("stages");
   const [gaps_top, gaps_bottom] = lanes.band("gaps");
   const [batches_top, batches_bottom] = lanes.band("batches");
@@ -123,8 +124,9 @@ function draw_captions(lanes, pen) {
   const kinds = is_narrow() ? "" : " (light: prefill and decodes together)";
   const left = LEFT + 6;  // beside the outline of a first iteration
   pen.textAlign = "left";
-  if (stages)
+  if (settings.stages)
     pen.fillText(`batches on each stage${kinds}; hatched: a bubble`, left, stages_top - 5);
+  if (settings.instances) pen.fillText(caption_of_instances(settings), left, stages_top - 5);
   pen.fillText(gap + slo, left, gaps_top - 5);
   pen.fillText(budget, left, batches_top - 5);
   const absent = [];
@@ -133,8 +135,8 @@ function draw_captions(lanes, pen) {
   pen.textAlign = "right";
   const right = LEFT + lanes.width;
   pen.fillText(is_narrow() ? "" : absent.join(", "), right, lanes.lanes_height + 13);
-  for (let stage = 0; stage < stages; stage++)
-    pen.fillText(`stage ${stage + 1}`, LEFT - 4, stages_top + (stage + 0.5) * STAGE_HEIGHT + 3);
+  band_rows(settings).forEach((name, row) =>
+    pen.fillText(name, LEFT - 4, stages_top + (row + 0.5) * STAGE_HEIGHT + 3));
   pen.fillText(format_seconds(scales.gap_s), LEFT - 4, gaps_top + 9);
   pen.fillText("0", LEFT - 4, gaps_bottom);
   pen.fillText(format_count(scales.tokens), LEFT - 4, batches_top + 9);

@@ -22,9 +22,9 @@ function labels(pid, process_name, lanes) {  // of a process and its lanes, [lan
   const lane_labels = lanes.flatMap(([lane, name]) => label("thread", name, lane + 1));
   return [...label("process", process_name), ...lane_labels];
 }
-function* trace_batches({name, iterations, settings: {micro_batches}}, pid) {
+function* trace_batches({name, iterations, settings: {micro_batches, instances}}, pid) {
   const lanes = Array.from({length: micro_batches}, (_, n) =>
-    [n, micro_batches > 1 ? `micro-batch ${n}` : "iterations"]);
+    [n, instances?.[n] ?? (micro_batches > 1 ? `micro-batch ${n}` : "iterations")]);
   yield* labels(pid, `${name}: engine`, lanes);
   const last = {};  // curve -> its last values
   for (const iteration of iterations) {
@@ -57,6 +57,11 @@ function* trace_requests(run, pid) {
       yield instant(pid, id, `${counted(tokens, "token")} found in the cache`, start, {tokens});
     for (const [id, , n] of chunks) yield slice(pid, id, `prefill chunk of ${n}`, start, end);
   }
+  for (const {id, tokens, prefilled, start, end} of run.transfers) {  // after the first token
+    if (start > prefilled) yield slice(pid, id, "waiting for memory", prefilled, start);
+    yield slice(pid, id, `${counted(tokens, "token")} on the link`, Math.max(start, prefilled),
+      end, {tokens});
+  }
   for (const [id, {waits: spans}] of run.lanes) {
     for (const [from, to] of spans) yield slice(pid, id, "waiting", from, to);
     const {ended: reason, waits, since} = run.state.progress.get(id);
@@ -68,8 +73,8 @@ function* trace_requests(run, pid) {
 function* trace_gaps(run, pid) {  // stalls, and rows of decodes without one
   const {iterations} = run;
   const micro_batches = new Map();  // request -> its micro-batch
-  for (const {chunks, micro_batch} of iterations)
-    for (const [id] of chunks) micro_batches.set(id, micro_batch);
+  for (const {chunks, decodes, micro_batch} of iterations)
+    for (const id of [...chunks.map(([id]) => id), ...decodes]) micro_batches.set(id, micro_batch);
   const rows = new Map();  // request -> the slice of its last decodes in a row
   for (const [k, , id, since] of run.tbts) {
     const {start, end, chunks, micro_batch} = iterations[k];
