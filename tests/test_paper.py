@@ -22,11 +22,13 @@ from lab.papers.bench import Bench, ServingLimits
 from lab.papers.checks import less
 from lab.papers.finding import Finding, Published
 from lab.papers.measured import CLAIMS
+from lab.papers.picture import draw
 from lab.papers.plot import Plot
 from policies import token_budget
 from policies.token_budget import Profiled
 from tests.helpers import machine_info
 from tests.test_simulate import printed_tables
+from views import style
 from views.panels import plot_panels
 
 ROOT = Path(__file__).parents[1]
@@ -35,6 +37,7 @@ TINY += ["--max-len", "64"]
 SMALL_LIMITS = ServingLimits(chunk=8, batch=4, max_len=64, page_size=16, kv_tokens=64)
 CLAIM = {claim.id: claim for claim in CLAIMS}
 LINES = {"vllm": {1: 0.5, 2: None, 3: Bounded(2.5, "at least")}, "dynamic": {1: 1.0}}
+MACHINE = {"model": "m", "dtype": "float32", "device": "D"}
 PLOT = Plot("Time over tokens", x="tokens", y="ms", log="x", spec=".2f", lines=LINES)
 
 
@@ -390,9 +393,11 @@ def test_the_name_of_a_device():
 
 
 def test_tables_are_drawn_side_by_side(tmp_path):
+    lines = LINES | {"dynamic": {1: 1.0, 4: 2.0}}  # so many x are no categories
+    plot = replace(PLOT, lines=lines)
     more = replace(PLOT, title="Another", lines={"vllm": {1: 4.0}, "own": {1: 2.0, 2: 3.0}})
     machine = {"model": "m", "dtype": "float32", "device": "D", "threads": 2}
-    figure = plot_panels([PLOT, more, PLOT], "SS-F10", tmp_path / "p.png", machine)
+    figure = plot_panels([plot, more, plot], "SS-F10", tmp_path / "p.png", machine)
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     titles = [axis.get_title(loc="left") for axis in figure.axes]
     assert titles == ["Time over tokens", "Another", "Time over tokens"]
@@ -406,6 +411,91 @@ def test_tables_are_drawn_side_by_side(tmp_path):
     assert names == ["vllm", "dynamic", "own"]
     title = figure.get_suptitle()
     assert "SS-F10" in title and "D, 2 threads" in title
+
+
+def bars(axis):
+    """{the middle of a bar: its height}."""
+    return {bar.get_x() + bar.get_width() / 2: bar.get_height() for bar in axis.patches}
+
+
+def hollow(axis):
+    """The places of the paper's numbers."""
+    lines = [line for line in axis.lines if line.get_markerfacecolor() == "white"]
+    return [(line.get_xdata()[0], line.get_ydata()[0]) for line in lines]
+
+
+def test_few_sizes_and_names_are_bars_with_the_papers_numbers_on_them(tmp_path):
+    plot = Plot("", x="context", y="gain", spec=".2fx")
+    for context in (1024, 2048):
+        plot.add("orca", context, 1.0)
+        plot.add("sarathi", context, 1.25)
+    at_least = Bounded(1.5, "at least")
+    plot.add("sarathi", "all", at_least)
+    numbers = [
+        Published("at 2K", 1.33, plot.line("sarathi"), 2048, "A6000"),
+        Published("in another plot", 1.5, plot.line("sarathi").over(2.0), 1024, "A100"),
+        Published("seconds of another machine", 9, plot.line("orca"), 1024, within=None, unit=" s"),
+    ]
+    numbers[2] = replace(numbers[2], line=replace(plot.line("orca"), spec=".2f"))
+    file = tmp_path / "p.png"
+    figure = draw(Finding([plot], [], numbers), "S-T4: gains", file, {**MACHINE, "threads": 2})
+    panel, strip = figure.get_axes()
+    heights = bars(panel)
+    assert sorted(heights.values()) == [1.0, 1.0, 1.25, 1.25, 1.5]
+    (x, y) = hollow(panel)[0]
+    assert y == 1.33 and heights[x] == 1.25 and 0.5 < x < 1.5 and len(hollow(panel)) == 1
+    assert [tick.get_text() for tick in panel.get_xticklabels()] == ["1,024", "2,048", "all"]
+    texts = [text.get_text() for text in panel.texts]
+    assert "1.25x" in texts and "\N{GREATER-THAN OR EQUAL TO} 1.50x" in texts
+    assert [tick.get_text() for tick in strip.get_yticklabels()] == ["in another plot"]
+    assert hollow(strip) == [(1.5, 0)] and strip.patches[0].get_width() == 0.625
+    assert "hollow: published, SARATHI: A6000; A100" in figure.get_suptitle()
+
+
+def test_a_paper_number_far_outside_a_plot_does_not_squeeze_it(tmp_path):
+    plot = Plot("", x="batch", y="times", spec=".0fx")
+    plot.add("sarathi", 1, 5.0)
+    for published, places in ((19.0, 1), (21.0, 0)):
+        number = Published("far", published, plot.line("sarathi"), 1)
+        figure = draw(Finding([plot], [], [number]), "S-F8: x", tmp_path / "p.png", MACHINE)
+        assert len(hollow(figure.get_axes()[0])) == places
+
+
+def test_operations_are_stacked_and_steps_lie_one_after_another(tmp_path):
+    stacked = Plot("times", x="batch", y="ms", spec=".1f", form="stacked")
+    for operation, ms in (("preproj", 2.0), ("attention", 3.0)):
+        stacked.add(operation, 6, ms)
+    steps = Plot("", x="step", y="iterations", spec=".1f", form="steps")
+    for number, length in enumerate((1.0, 10.0, 1.0), 1):
+        steps.add("here", number, length)
+        steps.add("the post's", number, length)
+    figure = plot_panels([stacked, steps], "B-2", tmp_path / "p.png")
+    below, above = figure.axes[0].patches
+    assert above.get_y() == below.get_height() == 2.0 and above.get_height() == 3.0
+    lanes = figure.axes[1].patches
+    assert [bar.get_x() for bar in lanes] == [0, 1, 11, 0, 1, 11]
+    green, red, _, white, *_ = [bar.get_facecolor() for bar in lanes]
+    assert green != red and white == (1, 1, 1, 1)
+
+
+def test_a_plot_ends_at_its_last_tick(tmp_path):
+    plot = Plot("", x="tokens", y="ms", spec=".1f", ticks=(1, 128))
+    for tokens in (1, 64, 127, 128, 129, 1024):
+        plot.add("iteration", tokens, float(tokens))
+    (axis,) = plot_panels([plot], "S-F7", tmp_path / "p.png").axes
+    assert list(axis.lines[0].get_xdata()) == [1, 64, 127, 128]
+
+
+def test_one_colour_has_one_meaning():
+    names = ["sarathi:64", "sarathi:128", "orca", "ffn_ln1", "prefill: ffn_ln1", "context 512", "x"]
+    colors = style.name_colors([*names, "ridge"])
+    assert len(set(colors.values())) == len(names) + 1
+    assert colors["orca"] == style.POLICY_COLORS["orca"]
+    alone = style.name_colors(["sarathi:128", "decode: attention"])
+    assert list(alone.values()) == [
+        style.POLICY_COLORS["sarathi"],
+        style.OPERATION_COLORS["attention"],
+    ]
 
 
 def machines_of(bench_of_claims):

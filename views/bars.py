@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, FigureBase
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
@@ -42,7 +42,25 @@ class Beside(NamedTuple):
     paper: float | None
 
 
-LOG_FROM = 50  # times as large as the smallest number of a panel is the largest
+def height_of(numbers: Mapping[str, Beside]) -> float:
+    """The inches that `draw_beside_published` needs for a panel."""
+    return 0.9 + 0.24 * len(numbers)
+
+
+def draw_beside_published(
+    figure: FigureBase, panels: Mapping[str, Mapping[str, Beside]], ours: str = "here"
+) -> None:
+    """Draw our numbers as bars and a paper's hollow on them, a panel below another for each of
+    `panels`, {its unit: {name: Beside}}. The legend calls ours so."""
+    heights = [height_of(numbers) for numbers in panels.values()]
+    axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axis, (unit, numbers) in zip(axes, panels.items(), strict=True):
+        _draw_beside_published(axis, numbers, room=0.07)
+        axis.invert_yaxis()
+        axis.set_xlabel(unit)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(axis="y", length=0)
+    _add_legend(figure, ours)
 
 
 def plot_beside_published(
@@ -67,18 +85,22 @@ def plot_beside_published(
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(axis="y", length=0)
     axes[0].invert_yaxis()
+    _add_legend(figure, ours)
+    return style.finish(figure, title, file, machine)
+
+
+def _add_legend(figure: FigureBase, ours: str) -> None:
     handles = [
         Patch(color=style.OURS, label=ours),
         Line2D([], [], label="published", **style.PUBLISHED),
     ]
     figure.legend(handles=handles, ncols=2, **style.LEGEND_BELOW)
-    return style.finish(figure, title, file, machine)
 
 
-def _draw_beside_published(axis: Axes, numbers: Mapping[str, Beside]) -> None:
-    """Draw one panel."""
+def _draw_beside_published(axis: Axes, numbers: Mapping[str, Beside], room: float = 0.25) -> None:
+    """Draw one panel. A number beside a bar takes `room`, a share of its width."""
     values = [value for pair in numbers.values() for value in pair if value]
-    if max(values, default=0) > LOG_FROM * min(values, default=1):
+    if max(values, default=0) > style.LOG_FROM * min(values, default=1):
         axis.set_xscale("log")
         axis.set_xlim(min(values) / 2, 3 * max(values))
         axis.xaxis.set_major_formatter(style.PLAIN)
@@ -95,7 +117,7 @@ def _draw_beside_published(axis: Axes, numbers: Mapping[str, Beside]) -> None:
             end = pair.ours
             offset = 2
             width = axis.get_xlim()[1]
-            if pair.paper is not None and -0.05 * width < pair.paper - pair.ours < 0.25 * width:
+            if pair.paper is not None and -0.05 * width < pair.paper - pair.ours < room * width:
                 end = max(pair.ours, pair.paper)  # the marker would cover the number
                 offset = 7
             axis.annotate(
@@ -107,7 +129,7 @@ def _draw_beside_published(axis: Axes, numbers: Mapping[str, Beside]) -> None:
                 fontsize=8,
             )
         if pair.paper is not None:
-            axis.plot([pair.paper], [row], **style.PUBLISHED)
+            axis.plot([pair.paper], [row], **style.published_marker(pair.paper))
     axis.set_yticks(range(len(numbers)), list(numbers))
 
 

@@ -1,14 +1,15 @@
 """What all pictures share: colours, names, axes of plain numbers. Read next: timelines.py."""
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from matplotlib import rcParams
+from matplotlib import colormaps, rcParams
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -73,8 +74,33 @@ LINE_COLORS = [  # of lines that are no policies
     "#7a7a7a",
     "#000000",
 ]
+OPERATION_COLORS = {  # the linear layers are blue and green, attention is orange
+    "preproj": "#2f5d9b",
+    "postproj": "#6f9bd1",
+    "ffn_ln1": "#1b7f5f",
+    "ffn_ln2": "#7cc4a4",
+    "attention": "#e08214",
+    "other": "#9a9a9a",
+    "linear": "#3b4cc0",
+    "linear layers": "#3b4cc0",
+    "products": "#3b4cc0",
+}
+KIND_COLORS = {  # of batches
+    "prefill": PREFILL,
+    "with a prompt": PREFILL,
+    "decode": DECODE,
+    "decode alone": DECODE,
+    "decodes alone": DECODE,
+    "alone": DECODE,
+    "riding": "#c77d0a",
+    "with a chunk": "#c77d0a",
+    "iteration": "#555555",
+    "here": "#56627a",
+    "static": POLICY_COLORS["request-level"],
+    "continuous": POLICY_COLORS["orca"],
+}
+LIMIT_NAMES = ("ridge", "strict SLO", "relaxed SLO")  # lines that others are held against
 OURS = "#93a4bd"  # bars of numbers that are no policy's, beside those of a paper
-MARKERS = "osD^vPX*"
 
 # ---- Keyword arguments that several pictures give to matplotlib ---------------------------------
 
@@ -94,6 +120,12 @@ PUBLISHED: dict[str, Any] = {  # a paper's number: hollow, beside ours
     "mec": "black",
     "mew": 1.2,
 }
+BOUND: dict[str, dict[str, Any]] = {  # a number that is known to be as large, or smaller
+    "at least": {"marker": "^", "ms": 9},
+    "below": {"marker": "v", "ms": 9},
+}
+ARROWS = {"at least": "≥ ", "below": "< "}
+LOG_FROM = 50  # times as large as the smallest number of a panel of bars is the largest
 PLAIN = "{x:g}"  # ticks: 0.01 and 10 on a log scale, instead of powers
 
 
@@ -108,6 +140,71 @@ def policy_colors(names: Iterable[str]) -> dict[str, str]:
     """The colour of each name: that of POLICY_COLORS, or else the next of OTHER_COLORS."""
     spare_colors = cycle(OTHER_COLORS)
     return {name: POLICY_COLORS.get(name) or next(spare_colors) for name in names}
+
+
+def name_colors(names: Sequence[str]) -> dict[str, str]:
+    """The colour of each line of a picture, so that one colour has one meaning.
+
+    A policy, an operation or a kind of batch has its own; several settings of one, such as
+    sarathi:64 and sarathi:128, are shades of it. Other names, such as contexts, are steps of a
+    scale, from dark to light; a paper's numbers and limits are black."""
+    meanings = POLICY_COLORS | OPERATION_COLORS | KIND_COLORS
+    shades: dict[str, list[str]] = {}
+    others: list[str] = []
+    colors: dict[str, str] = {}
+    for name in names:
+        base = _subject(name)
+        if name in LIMIT_NAMES or is_published(name):
+            colors[name] = "#222222"
+        elif base in meanings:
+            shades.setdefault(meanings[base], []).append(name)
+        else:
+            others.append(name)
+    for color, alike in shades.items():
+        for number, name in enumerate(alike):
+            step = number / (len(alike) - 1) if len(alike) > 1 else 0.5
+            colors[name] = _shade(color, step - 0.5)
+    for number, name in enumerate(others):
+        colors[name] = to_hex(colormaps["viridis"](0.85 * number / max(1, len(others) - 1)))
+    return colors
+
+
+def _subject(name: str) -> str:
+    """The policy, the operation or the kind of batch in the name of a line."""
+    kind, separator, operation = name.partition(": ")
+    if separator and kind in ("prefill", "decode"):
+        return operation
+    return re.split(r"[:,]", name)[0]
+
+
+def _shade(color: str, lightness: float) -> str:
+    """A colour that is mixed with so much white, or black if `lightness` is below 0."""
+    target = 1.0 if lightness > 0 else 0.0
+    share = abs(lightness)
+    red, green, blue = [(1 - share) * part + share * target for part in to_rgb(color)]
+    return to_hex((red, green, blue))
+
+
+def is_published(name: str) -> bool:
+    """Whether the line of that name has numbers of a paper or a post."""
+    return name.startswith(("the post", "the paper"))
+
+
+def line_look(name: str) -> dict[str, Any]:
+    """The keyword arguments of matplotlib that say how a line is drawn, but for its colour."""
+    if name in LIMIT_NAMES:
+        return {"ls": "--"}
+    if is_published(name):
+        return {"ls": ":", "marker": PUBLISHED["marker"], "ms": 6, "mfc": "white", "mew": 1.2}
+    if name.startswith("decode: "):
+        return {"ls": "--", "marker": "s", "ms": 4}
+    return {"marker": "o", "ms": 4}
+
+
+def published_marker(number: float, color: str = "black") -> dict[str, Any]:
+    """The keyword arguments of a paper's number: hollow, with an edge of that colour. A bound is an
+    arrow."""
+    return PUBLISHED | BOUND.get(getattr(number, "bound", ""), {}) | {"mec": color}
 
 
 def three_digits(value: float | None) -> str:

@@ -249,11 +249,14 @@ def plot_serving(
     machine: Mapping[str, object],
     file: str | Path,
     slo_s: float,
+    title: str = "Online serving",
+    letters: str = "",
 ) -> Figure:
     """Draw the runs of one load, at least one, and write the picture to `file`.
 
     It shows their latencies, with dots at P50 and P99, and their lanes around the longest gap
-    between tokens. A gap above the SLO of `slo_s` is red."""
+    between tokens. A gap above the SLO of `slo_s` is red. Few requests may have `letters` instead
+    of numbers, "ABCD": then all of their lanes is shown."""
     figure = style.new_figure(4.3 + 1.65 * len(runs))
     heights = [2.9, 1.4 + 1.65 * len(runs)]
     top, bottom = figure.subfigures(2, 1, squeeze=False, height_ratios=heights)[:, 0]
@@ -269,10 +272,13 @@ def plot_serving(
     top.legend(handles, names, ncols=min(5, len(runs)), **style.LEGEND_BELOW)
 
     lanes = bottom.subplots(len(runs), 1, squeeze=False, sharex=True)[:, 0]
-    window = window_of_longest_gap(runs.values())
+    window = None if letters else window_of_longest_gap(runs.values())
     draw_runs(bottom, lanes, lanes, runs, GapScale(slo_s, "the SLO"), window=window)
-    lanes[-1].set_xlabel("time in s, around the longest gap between tokens")
-    return style.finish(figure, "Online serving", file, machine)
+    lanes[-1].set_xlabel("time in s" if letters else "time in s, around the longest gap")
+    if letters:
+        for axis in lanes:
+            axis.set_yticks(range(len(letters)), list(letters))
+    return style.finish(figure, title, file, machine)
 
 
 def draw_latency(axis: Axes, latency: Latency, runs: Mapping[str, RecordedRun]) -> None:

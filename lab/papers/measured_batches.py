@@ -6,6 +6,9 @@ begin with: s_f13 and b_2.
 S is SARATHI, SS Sarathi-Serve, B a post on schedulers; F is a figure, T a table. Read first:
 finding.py, conditions.py, bench.py, measured_phases.py. Read next: measured_offline.py."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from lab.measure.batch_times import Batch, TimedChunk, chunks_of, decodes, prompts
 from lab.measure.capacity import Bounded
 from lab.papers.bench import Bench
@@ -107,14 +110,24 @@ def s_f8(bench: Bench) -> Finding:
     )
 
 
-def request_level_over_sarathi(bench: Bench, pieces: int) -> Plot:
-    """How many times as long request-level takes as SARATHI in each operation, over the batch.
+@dataclass(frozen=True)
+class TimesByOperation:
+    """The same requests under request-level and SARATHI."""
+
+    ratios: Plot  # how many times as long request-level takes, over the batch
+    seconds: Plot  # by policy, with the largest batch
+
+
+def request_level_over_sarathi(bench: Bench, pieces: int) -> TimesByOperation:
+    """Compare request-level with SARATHI, operation by operation.
 
     Prompts are cut into so many pieces, as many as carry all decodes: P:D = C / (B - 1)."""
     length = bench.pick(gpu=1024, cpu=1024, quick=256)  # of a request, prompt and output
     repeats = bench.pick(gpu=5, cpu=5, quick=3)
+    batch_sizes = bench.pick(gpu=[6, 18], cpu=[6, 18], quick=[6])
     ratios = Plot("request-level over sarathi", x="batch", y="times less", spec=".2fx")
-    for batch in bench.pick(gpu=[6, 18], cpu=[6, 18], quick=[6]):
+    seconds = Plot(f"batch {batch_sizes[-1]}", x="", y="s", spec=".3g", form="stacked")
+    for batch in batch_sizes:
         output = pieces * (batch - 1)
         prompt = length - output
         chunk = prompt // pieces
@@ -131,19 +144,28 @@ def request_level_over_sarathi(bench: Bench, pieces: int) -> Plot:
         ratios.add("postproj", batch, whole.postproj_ms / chunked.postproj_ms)
         ratios.add("linear", batch, whole.products_ms / chunked.products_ms)
         ratios.add("attention", batch, whole.attention_ms / chunked.attention_ms)
-    return ratios
+        if batch == batch_sizes[-1]:
+            for policy, time in times.items():
+                seconds.add("preproj", policy, time.preproj_ms / 1e3)
+                seconds.add("attention", policy, time.attention_ms / 1e3)
+                seconds.add("postproj", policy, time.postproj_ms / 1e3)
+                seconds.add("ffn_ln1", policy, time.ffn_ln1_ms / 1e3)
+                seconds.add("ffn_ln2", policy, time.ffn_ln2_ms / 1e3)
+                seconds.add("other", policy, time.other_ms / 1e3)
+    return TimesByOperation(ratios, seconds)
 
 
 def s_f10(bench: Bench) -> Finding:
     """S-F10: the same requests take less time in the linear layers, and no more in attention."""
-    ratios = request_level_over_sarathi(bench, pieces=4)
+    times = request_level_over_sarathi(bench, pieces=4)
+    ratios = times.ratios
     batch = int(ratios.xs[0])
     chunk = bench.pick(gpu=256, cpu=256, quick=64)
     attention = ratios.line("attention")
     ffn = ratios.line("ffn_ln1")
     preproj = ratios.line("preproj")
     return Finding(
-        plots=[ratios],
+        plots=[times.seconds, ratios],
         checks=[
             less(
                 1.02,
@@ -358,9 +380,15 @@ def b_2(bench: Bench) -> Finding:
     alone = plot.line("decodes alone")
     with_chunk = plot.line("with a chunk").over(alone, spec=".2fx")
     with_prompt = plot.line("with the prompt").over(alone, spec=".2fx")
+    steps = Plot("", x="step", y="time, in iterations of decodes alone", spec=".2f", form="steps")
+    in_chunks = [with_chunk.at(end) for end in plot.xs]
+    add_steps(steps, "here, whole", [with_prompt.at(length)])
+    add_steps(steps, "the post's, whole", [300 / 30])
+    add_steps(steps, "here, in chunks", in_chunks)
+    add_steps(steps, "the post's, in chunks", [35 / 30] * len(in_chunks))
     device = "70B"
     return Finding(
-        plots=[plot],
+        plots=[steps],
         checks=[
             less(
                 plot.line("with a chunk").times(3),
@@ -399,3 +427,9 @@ def b_2(bench: Bench) -> Finding:
             ),
         ],
     )
+
+
+def add_steps(steps: Plot, line: str, with_prompt: Sequence[float | None]) -> None:
+    """Add a line of steps: two of decodes alone, those with a part of a prompt, two more alone."""
+    for number, length in enumerate([1, 1, *with_prompt, 1, 1], 1):
+        steps.add(line, number, length)

@@ -23,8 +23,8 @@ def s_f10b(bench: Bench) -> Finding:
 
     The lower half of Figure 10. At P:D = C / (B - 1) a prompt of two chunks has half as many
     decodes as one of four, and only decodes are made cheaper. The 1.6x is of the upper half."""
-    quarters = request_level_over_sarathi(bench, pieces=4)
-    halves = request_level_over_sarathi(bench, pieces=2)
+    quarters = request_level_over_sarathi(bench, pieces=4).ratios
+    halves = request_level_over_sarathi(bench, pieces=2).ratios
     linear = Plot("linear layers", x="batch", y="times less", spec=".2fx")
     for batch in halves.xs:
         linear.add("chunks of 256", batch, quarters.line("linear").at(batch))

@@ -46,7 +46,7 @@ def s_f3(bench: Bench) -> Finding:
     length = bench.pick(gpu=1024, cpu=1024, quick=256)
     repeats = bench.pick(gpu=5, cpu=5, quick=3)
     by_operation = {
-        kind: Plot(f"{kind} at {length:,}", x="batch", y="ms per token", spec=".3f", log="xy")
+        kind: Plot(f"{kind} at {length:,}", "batch", "ms per token", ".3f", form="stacked")
         for kind in ("prefill", "decode")
     }
     per_token = Plot("total", x="batch", y="ms per token", spec=".3g", log="xy")
@@ -326,7 +326,7 @@ def s_f7(bench: Bench) -> Finding:
     repeats = bench.pick(gpu=9, cpu=9, quick=3)
     chunks = {str(tokens): [chunk_behind_a_token(tokens)] for tokens in sizes}
     times = bench.time_batches(chunks, repeats)
-    iteration = Plot("", x="tokens", y="ms", spec=".1f")
+    iteration = Plot("", x="tokens", y="ms", spec=".1f", ticks=(1, 128, 256, 384))
     for tokens in sizes:
         iteration.add("iteration", tokens, times[str(tokens)].total_ms)
         iteration.add("linear layers", tokens, times[str(tokens)].products_ms)

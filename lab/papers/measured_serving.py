@@ -39,7 +39,9 @@ def ss_f7(bench: Bench) -> Finding:
         max_len=2048,
         kv_tokens=8192,
     )
-    plot_serving(served.records, bench.machine.to_json(), bench.picture, served.slo_s)
+    title = "SS-F7: two requests run, A and B, when two others come, C and D"
+    machine = bench.machine.to_json()
+    plot_serving(served.records, machine, bench.picture, served.slo_s, title, "ABCD")
     stalls = Plot(
         "", x="requests", y="prompt tokens in the longest stall", spec=",.0f", timed=False
     )

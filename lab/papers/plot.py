@@ -85,6 +85,8 @@ class Plot:
     y: str
     spec: str  # the format of a number, as of views.tables.show
     log: Literal["", "x", "y", "xy"] = ""  # the axes that are logarithmic
+    form: Literal["", "stacked", "steps"] = ""  # of the picture: lines or bars, stacked bars, lanes
+    ticks: tuple[float, ...] = ()  # of x in the picture, which ends at the last; (): as they come
     timed: bool = True  # whether the numbers depend on measured times, or are counted or computed
     lines: dict[str, dict[X, Y]] = field(default_factory=dict)  # {name: {x: number}}
 

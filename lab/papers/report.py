@@ -18,7 +18,7 @@ from lab.papers.bench import Bench
 from lab.papers.checks import ANYWHERE, Check
 from lab.papers.finding import Finding, Published
 from lab.papers.measured import CLAIMS, Claim
-from views.panels import plot_panels
+from lab.papers.picture import draw
 from views.tables import Column, format_table
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -139,7 +139,7 @@ def measure_claim(claim: Claim, bench: Bench, conditions: dict[str, Any]) -> Rec
     try:
         finding = claim.function(bench)
         if not finding.has_picture:
-            plot_panels(finding.plots, claim.name, bench.picture, bench.machine.to_json())
+            draw(finding, claim.name, bench.picture, bench.machine.to_json())
         verdict = finding.verdict(bench.busy)
         why = finding.why(bench.busy)
     except (ValueError, RuntimeError, MemoryError) as error:

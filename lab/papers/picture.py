@@ -1,0 +1,67 @@
+"""Draws what a claim found: its plots, with the paper's numbers hollow where ours stand.
+
+A number of the paper whose line is in no plot, or that would lie far outside it, stands in a strip
+of bars below. Read first: finding.py, views/panels.py. Read next: report.py."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from lab.papers.finding import Finding, Published
+from lab.papers.plot import Plot
+from views.bars import Beside
+from views.panels import Mark, plot_panels
+
+FAR = 4  # times as large as all others in a plot: such a number would press them together
+PAPERS = {"S": "SARATHI", "SS": "Sarathi-Serve", "B": "the post", "C": "SARATHI"}  # by a claim's id
+
+
+def draw(finding: Finding, title: str, file: str | Path, machine: Mapping[str, object]) -> Figure:
+    """Write the picture of a Finding to `file`. The title begins with the id of the claim."""
+    marks: list[list[Mark]] = [[] for _ in finding.plots]
+    beside: dict[str, dict[str, Beside]] = {}
+    for number in finding.published:
+        place = next((i for i, plot in enumerate(finding.plots) if has_room(plot, number)), None)
+        if place is not None:
+            marks[place].append(Mark(number.line.name, number.at, number.paper))
+        elif is_comparable(number):
+            beside.setdefault(unit_of(number), {})[number.text] = Beside(number.here, number.paper)
+    devices = dict.fromkeys(number.device for number in finding.published if number.device)
+    source = PAPERS[title.partition("-")[0]]
+    if devices:
+        source += f": {'; '.join(devices)}"
+    return plot_panels(
+        finding.plots,
+        title,
+        file,
+        machine,
+        marks=marks,
+        beside=beside,
+        source=source,
+    )
+
+
+def is_comparable(number: Published) -> bool:
+    """Whether it says something about ours: seconds of another machine do not."""
+    return number.within is not None or number.line.spec.endswith("x")
+
+
+def has_room(plot: Plot, number: Published) -> bool:
+    """Whether a plot shows the line of a number, and has room for the paper's."""
+    line = number.line
+    if not is_comparable(number) or plot.form or plot.title != line.title:
+        return False
+    if plot.lines.get(line.name) != line.values or number.here is None:
+        return False
+    known = [y for values in plot.lines.values() for y in values.values() if y]
+    return min(known) / FAR < number.paper < FAR * max(known)
+
+
+def unit_of(number: Published) -> str:
+    """The label of the axis on which a number is drawn, with others like it."""
+    if number.line.spec.endswith("x"):
+        return "times"
+    if number.line.spec.endswith("%"):
+        return "share"
+    return number.unit.strip() or "number"
