@@ -163,7 +163,7 @@ class PoolsEngine(ReplicasEngine):
     def make_schedulers(self) -> Sequence[Scheduler]:
         """The prefill and the decode instance."""
         config = self.config
-        self.link = Link(self.runner.model.device, target=1)
+        self.link = Link(self.ranks, target=1)
         self.sending: dict[int, Sending] = {}  # by number of the transfer
         self.sent: list[Sent] = []
         self.pools = TwoPools(

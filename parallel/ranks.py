@@ -25,8 +25,8 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
@@ -212,35 +212,40 @@ class Ranks:
                 self.waited += time.perf_counter() - began
                 self._carry_out(command)
         except BaseException as error:
-            function = extract_tb(error.__traceback__)[-1].name
-            reason = f"{type(error).__name__} in {function}(): {error}"
-            self._resign(reason.partition("\n")[0])
+            self.resign_after(error)
+
+    def resign_after(self, error: BaseException) -> NoReturn:
+        """End, as nothing has caught this exception. Any thread of a rank may call this."""
+        function = extract_tb(error.__traceback__)[-1].name
+        reason = f"{type(error).__name__} in {function}(): {error}"
+        self._resign(reason.partition("\n")[0])
 
     def command(self, method: str, *arguments: Any) -> int:
-        """Let all ranks call a method. Returns the command's number when rank 0 has called it.
+        """Let all ranks call a method. Returns the command's number when rank 0 has called it."""
+        with self.unbroken():
+            command = Command(next(self.numbers), method, arguments)
+            self._call_patiently(COMPUTE_LIMIT, self._send, command, self.peers)
+            self._carry_out(command)
+        return command.number
 
-        If an earlier command was broken off on rank 0, by an exception, the ranks are out of step:
-        then all of them end."""
+    @contextmanager
+    def unbroken(self) -> Iterator[None]:
+        """On rank 0: what is sent here is sent whole. If an exception breaks it off, the ranks are
+        out of step: then all of them end when it sends again."""
         if self.out_of_step:
             self._end_all("the ranks are out of step, as rank 0 broke a command off")
         self.out_of_step = True
-        command = Command(next(self.numbers), method, arguments)
-        self._call_patiently(COMPUTE_LIMIT, self._send, command, self.peers)
-        self._carry_out(command)
+        yield
         self.out_of_step = False
-        return command.number
 
     def tell(self, rank: int, method: str, *arguments: Any) -> int:
         """Let one rank call a method. Returns the command's number, without waiting.
 
         Rank 0 calls it in a thread. An exception there is its reply."""
-        if self.out_of_step:
-            self._end_all("the ranks are out of step, as rank 0 broke a command off")
         command = Command(next(self.numbers), method, arguments)
         if rank > 0:
-            self.out_of_step = True
-            self._call_patiently(COMPUTE_LIMIT, self._send, command, [rank])
-            self.out_of_step = False
+            with self.unbroken():
+                self._call_patiently(COMPUTE_LIMIT, self._send, command, [rank])
             return command.number
         if self.own_commands is None:
             threads = torch.get_num_threads()

@@ -3,7 +3,6 @@
 Read first: kv_cache.py, stages.py. Read next: instances.py."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from threading import Thread
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kv_cache import KVCache, slot_mapping
-from parallel.ranks import IDLE_LIMIT
+from parallel.ranks import IDLE_LIMIT, Ranks
 from parallel.shard import Shard
 from parallel.stages import Stage
 
@@ -35,9 +34,11 @@ def _slots(cache: KVCache, pages: Sequence[int], tokens: int) -> Tensor:
 class Link:
     """Sends keys and values to another rank, without waiting. On CUDA it has its own stream."""
 
-    def __init__(self, device: torch.device, target: int) -> None:
+    def __init__(self, ranks: Ranks, target: int) -> None:
+        self.ranks = ranks
         self.target = target
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        is_cuda = ranks.device.type == "cuda"
+        self.stream = torch.cuda.Stream(ranks.device) if is_cuda else None
         self.sending: dict[int, list[Any]] = {}  # tensors must live until they are sent
 
     def send(self, number: int, cache: KVCache, pages: Sequence[int], tokens: int) -> None:
@@ -45,7 +46,8 @@ class Link:
         with torch.cuda.stream(self.stream):
             header = torch.tensor([number, tokens])
             kv = export_pages(cache, pages, tokens)
-            works = [dist.isend(header, self.target), dist.isend(kv, self.target)]
+            with self.ranks.unbroken():  # a header without its keys and values would be the end
+                works = [dist.isend(header, self.target), dist.isend(kv, self.target)]
         self.sending[number] = [header, kv, works]
 
     def forget(self, number: int) -> None:
@@ -73,17 +75,22 @@ class Instance(Stage):
             import_pages(self.runners[key].cache, pages, kv)
 
     def _receive_all(self) -> None:
-        """Receive keys and values until rank 0 is gone."""
+        """Receive keys and values until rank 0 is gone. Any other failure ends this rank: rank 0
+        would wait for ever for what does not come."""
         device = self.model.device
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        with suppress(RuntimeError), torch.cuda.stream(stream):  # of gloo: the connection is closed
-            while True:
-                number, kv = self._receive()
-                if stream is not None:
-                    stream.synchronize()
-                    kv.record_stream(torch.cuda.default_stream(device))  # which will read it
-                self.received[number] = kv
-                self.model.ranks.reply(number, self.model.ranks.clock())
+        ranks = self.model.ranks
+        try:
+            with torch.cuda.stream(stream):
+                while True:
+                    number, kv = self._receive()
+                    if stream is not None:
+                        stream.synchronize()
+                        kv.record_stream(torch.cuda.default_stream(device))  # which will read it
+                    self.received[number] = kv
+                    ranks.reply(number, ranks.clock())
+        except Exception as error:  # of gloo, too, when rank 0 is gone: then nobody hears it
+            ranks.resign_after(error)
 
     def _receive(self) -> tuple[int, Tensor]:
         """The number of the next transfer, and its keys and values."""

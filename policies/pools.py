@@ -9,7 +9,8 @@
 DistServe (Zhong et al. 2024, arXiv 2401.09670) and Splitwise (Patel et al. 2024, arXiv 2311.18677)
 decide so, and this module follows them where they agree:
 
-- All requests wait in one queue, first come, first served (DistServe §4.3, Splitwise §IV-B). An
+- Requests are served first come, first served (DistServe §4.3, Splitwise §IV-B). Here all wait in
+  one queue. In both papers each instance has its own, and a request goes to the shortest. An
   instance prefills whole prompts, several together up to `chunk` tokens, which keep a GPU busy:
   L_m in DistServe §4.3; 2,048 in Splitwise §IV-B. Or it cuts them into chunks, `cuts_prompts`.
 - A request leaves the prefill instance with its first output token. Its pages stay there until its

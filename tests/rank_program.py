@@ -26,6 +26,7 @@ from pathlib import Path
 from random import Random
 
 import torch
+import torch.distributed as dist
 
 import bench
 import parallel.instances
@@ -155,6 +156,8 @@ def suffer(fault):
         ctypes.PyDLL(None).sleep(fault["seconds"])  # holds Python's lock
     elif what == "raise":
         raise ArithmeticError("the model fails")
+    elif what == "run out of memory":
+        raise torch.OutOfMemoryError("no memory is left")
     else:
         os.kill(os.getpid(), getattr(signal, what))
 
@@ -562,6 +565,24 @@ def command_broken_off(job):
     engine.add_request([1, 2, 3], SamplingParams(9))
     while engine.has_work:
         with suppress(ArithmeticError):
+            engine.step()
+
+
+def transfer_broken_off(job):
+    """Ctrl-C comes between the two messages of a transfer, and rank 0 goes on."""
+    engine = engine_of(model_of(job), job, job["engine"])
+    engine.add_request([1, 2, 3], SamplingParams(9))
+    isend = dist.isend
+
+    def broken(tensor, *arguments, **options):
+        if tensor.dtype == engine.runner.model.dtype:
+            dist.isend = isend
+            raise KeyboardInterrupt
+        return isend(tensor, *arguments, **options)
+
+    dist.isend = broken
+    while engine.has_work:
+        with suppress(KeyboardInterrupt):
             engine.step()
 
 

@@ -297,12 +297,14 @@ def test_a_missing_policy_is_refused_in_one_line(capsys):
 def explored(tmp_path, monkeypatch, names):
     """The names of the runs on the page of `bench.py explore`, for custom policies alone."""
     monkeypatch.setattr(explore, "POLICIES", ())
+    monkeypatch.setattr(explore, "REMEDIES", ())
     make_loads = explore.make_loads
 
-    def one_load(cost, requests):
-        return {"overload": make_loads(cost, requests)["overload"]}
+    def two_loads(cost, requests):
+        loads = make_loads(cost, requests)
+        return {name: loads[name] for name in ("overload", explore.TWO_GPUS)}
 
-    monkeypatch.setattr(explore, "make_loads", one_load)
+    monkeypatch.setattr(explore, "make_loads", two_loads)
     runs = []
     make_page = explore.page
 
@@ -314,7 +316,7 @@ def explored(tmp_path, monkeypatch, names):
     bench.main(["explore", names, f"--html={tmp_path}/e.html"])
     text = (tmp_path / "e.html").read_text()
     assert all(name in text for name in runs)
-    return runs
+    return [run for run in runs if not run.startswith(explore.POOLS_NAME)]
 
 
 def test_explore_ends_with_the_line_where_a_policy_fails(tmp_path, monkeypatch):

@@ -127,7 +127,10 @@ FAULTS = {
     "killed in decode": (1, dict(what="SIGKILL", when="decode")),
     "killed on the link": (1, dict(what="SIGKILL", when="on the link")),
     "raises": (1, dict(what="raise", when="decode")),
+    "has no memory for what is sent": (1, dict(what="run out of memory", when="on the link")),
 }
+REASONS = {"raises": ["ArithmeticError", "the model fails"]}
+REASONS["has no memory for what is sent"] = ["OutOfMemoryError", "no memory is left"]
 
 
 def test_when_one_of_two_pools_is_lost_both_end_and_one_line_names_it(worlds):
@@ -138,8 +141,13 @@ def test_when_one_of_two_pools_is_lost_both_end_and_one_line_names_it(worlds):
     for (name, (rank, _)), ended in zip(FAULTS.items(), worlds.run(*jobs), strict=True):
         check_all_end(ended)
         if rank == 1:
-            reason = ["ArithmeticError", "the model fails"] if name == "raises" else ["gone"]
-            check_error(ended.errors, "rank 1", *reason)
+            check_error(ended.errors, "rank 1", *REASONS.get(name, ["gone"]))
+
+
+def test_a_transfer_that_is_broken_off_is_the_last(worlds):
+    (ended,) = worlds.run(TWO | dict(program="transfer_broken_off", kind="pools", engine=CACHED))
+    check_all_end(ended)
+    check_error(ended.errors, "the ranks are out of step, as rank 0 broke a command off")
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
@@ -316,9 +324,8 @@ def serve_random_load(model, seed, counts):
 
 
 def test_no_page_leaks_on_either_side_over_2000_random_loads_with_faults(monkeypatch):
-    monkeypatch.setattr(instances, "Link", lambda device, target: link_of["model"].ranks)
+    monkeypatch.setattr(instances, "Link", lambda ranks, target: ranks)
     model = tiny_model(n_layer=1, n_head=1, n_kv_head=1, n_embd=2)
-    link_of = {"model": model}
     counts = Counter()
     for seed in range(2000):
         serve_random_load(model, seed, counts)

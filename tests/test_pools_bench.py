@@ -114,12 +114,6 @@ def test_pools_that_cannot_be_are_refused(arguments, problem, capsys):
     assert problem in capsys.readouterr().err
 
 
-def test_two_pools_need_a_simulated_device(capsys):
-    with pytest.raises(SystemExit):
-        bench.main("serve --pools 1:1".split())
-    assert "--pools: goes only with --simulate DEVICE" in capsys.readouterr().err
-
-
 def test_the_sweeps_are_printed_drawn_and_written(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(
         command, "TARGETS", [Targets(t, s) for s in (0.02, 0.03, 0.1) for t in (0.5, 1, 4)]

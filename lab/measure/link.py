@@ -13,7 +13,6 @@ from parallel.transfer import Link
 from sampling import SamplingParams
 
 REPEATS = 5
-LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ def measure_link(model: Shard, max_len: int, attention: str) -> LinkSpeed:
     """The speed of the link from rank 0 to rank 1, from the medians of a short and a long transfer.
     Each is begun when both ranks begin to prefill max_len tokens."""
     runner = ParallelRunner(model, 2, max_len, max_len, attention)
-    link = Link(model.device, target=1)
+    link = Link(model.ranks, target=1)
     short = max(1, max_len // 16)
     times = {tokens: _median_s(runner, link, tokens, max_len) for tokens in (short, max_len)}
     token_bytes = kv_bytes_per_token(model.config, model.dtype)
@@ -50,7 +49,7 @@ def _median_s(runner: ParallelRunner, link: Link, tokens: int, max_len: int) -> 
         began = time.perf_counter()
         link.send(number, runner.cache, [0], tokens)
         for command in (number, *batches):
-            ranks.first_reply([command], LIMIT_S)
+            ranks.wait_for_replies(command, 1)
         seconds.append(ranks.replies.pop(number)[1] - began)
         ranks.tell(1, "write", runner.key, number, [0])
         link.forget(number)

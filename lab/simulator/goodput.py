@@ -4,8 +4,10 @@
     goodput(trials, Targets(ttft_s=0.5, tbt_s=0.05))
 
 The same trials are judged by any targets. DistServe defines goodput (§1): 90 % of the requests meet
-both targets, for TTFT and for the mean TBT of a request. Here P99 of all TBT must meet the second,
-too, as in Sarathi-Serve §5.1. Read first: pools.py. Read next: lab/commands/pools.py."""
+both targets, for TTFT and for the mean TBT of a request. Here each is judged by itself: P90 of TTFT
+and P90 of the mean TBT must meet theirs, so that fewer than 90 % may meet both. P99 of all TBT must
+meet the second, too, as in Sarathi-Serve §5.1. Read first: pools.py. Read next:
+lab/commands/pools.py."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
