@@ -347,12 +347,13 @@ def test_the_index_of_results_is_made_and_what_stands_around_it_stays(
     heads = ["[one](one/paper.md)", "[two](two/paper.md)"]
     assert re.findall(r"(?m)^### (.*)", text) == heads and one[0] == two[0]
     assert one[0] == ["claim", "paper", "here", "verdict"]
-    link = "[SS-F10](one/paper.md#ss-f10): time of 8 tokens"
-    assert one[1:] == [[link, "55 ms", "55 ms at tokens 8", "as in the paper"]]
+    says = f"SS-F10: {CLAIM['SS-F10'].clause}"
+    assert one[1:] == [[says, "55 ms", "55 ms at tokens 8", "as in the paper"]]
     assert [row[0].partition(":")[0] for row in two[1:]] == [
-        "[SS-F10](two/paper.md#ss-f10)",
-        "[B-1](two/paper.md#b-1)",
+        "SS-F10",
+        "B-1",
     ]
+    assert max(len(line) for line in text.partition(begin)[2].splitlines()) <= 140
     assert two[1][1:] == ["55 ms", "9 ms at tokens 8", "not seen here"]
     kept = json.loads((results / "two/paper.json").read_text())["claims"]
     assert [record["command"] for record in kept.values()] == [
@@ -554,3 +555,27 @@ def test_capacities_of_a_quick_run_are_simulated(monkeypatch):
     (trial, *_) = found.results["vllm"].trials
     assert trial.verdict.summary.finished == 12
     assert machines_of(quick) == ["real machine", "fitted machine"]
+
+
+def test_the_papers_number_stands_beside_ours_in_a_table():
+    number = Published("first", 0.7, PLOT.line("vllm"), 1, unit=" ms")
+    other = Published("of another plot", 0.9, replace(PLOT.line("vllm"), title="else"), 3)
+    texts = report.numbers_in(PLOT, [number, other])
+    assert texts == {("vllm", 1): "0.70 ms"}
+    assert "| 0.50 (paper: 0.70 ms) |" in PLOT.markdown(texts)
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.id)
+def test_a_claim_says_what_it_says_in_a_dozen_words(claim):
+    assert 4 <= len(claim.clause.split()) <= 20 and len(f"{claim.id}: {claim.clause}") <= 90
+
+
+def test_results_of_an_older_format_are_measured_anew(claims, tmp_path):
+    run(tmp_path, "--only SS-F10,B-1")
+    file = tmp_path / "paper.json"
+    kept = json.loads(file.read_text())
+    kept["claims"]["SS-F10"] = {"claim": "SS-F10", "number": 5, "paper": "6"}
+    file.write_text(json.dumps(kept))
+    claims.take()
+    run(tmp_path, "--only SS-F10,B-1")
+    assert claims.take() == ["SS-F10"]

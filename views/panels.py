@@ -9,10 +9,8 @@ from math import nan
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
-from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import PercentFormatter
@@ -28,7 +26,7 @@ WIDEST = 0.3  # bar, where categories are 1 apart
 ROOM_FOR_NUMBERS = 24  # up to so many bars have their numbers on them
 LONG_STEP = 5  # times a decode iteration: the strict SLO of Sarathi-Serve, above it a step is red
 
-Handles = dict[str, Artist | BarContainer]  # what stands for each name in the legend
+Handles = dict[str, Any]  # artists and containers of bars: what stands for each name in the legend
 
 
 class Panel(Protocol):
@@ -158,8 +156,9 @@ def _draw_lines(
             **style.line_look(name),
         )
         for x, y in points.items():
-            if getattr(y, "bound", ""):
-                axis.plot([x], [y], **style.BOUND[getattr(y, "bound", "")], color=colors[name])
+            bound = getattr(y, "bound", "")
+            if y is not None and bound:
+                axis.plot([x], [y], **style.BOUND[bound], color=colors[name])
     for mark in marks:
         axis.plot([mark.x], [mark.y], **style.published_marker(mark.y, colors[mark.line]), zorder=5)
     style.log_scale(panel.log, axis)

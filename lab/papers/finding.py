@@ -56,6 +56,11 @@ class Published:
         is_small_enough = bound == "at least" or share <= self.within
         return is_large_enough and is_small_enough
 
+    def is_in(self, plot: Plot) -> bool:
+        """Whether a plot shows the line that has our number."""
+        line = self.line
+        return plot.title == line.title and plot.lines.get(line.name) == line.values
+
     @property
     def paper_text(self) -> str:
         """The paper's number with its unit: "1.33x"."""

@@ -8,6 +8,7 @@ measured_counts.py, measured_costs.py, measured_gains.py and measured_stalls.py.
 report.py."""
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -47,6 +48,11 @@ class Claim:
     def sentence(self) -> str:
         """The claim in a sentence."""
         return self.text.partition("\n")[0]
+
+    @property
+    def clause(self) -> str:
+        """The claim in a dozen words: the sentence up to its first colon, semicolon or stop."""
+        return re.split(r"[:;.](?= |$)", self.sentence)[0]
 
     @property
     def text(self) -> str:

@@ -245,7 +245,7 @@ def s_f13(bench: Bench) -> Finding:
 
 
 def ss_f9(bench: Bench) -> Finding:
-    """SS-F9: beside a whole prompt decodes take many times as long, beside a chunk a few times.
+    """SS-F9: beside a whole prompt decodes take many times as long, beside a chunk a few.
 
     The paper's text says neither its model nor its batch."""
     context = bench.pick(gpu=1024, cpu=1024, quick=256)
@@ -360,13 +360,13 @@ def ss_f14(bench: Bench) -> Finding:
 
 
 def b_2(bench: Bench) -> Finding:
-    """B-2: a prompt in chunks makes eight short steps of six decodes, whole one long stall."""
+    """B-2: in chunks a prompt makes eight short steps of decodes, whole one stall."""
     chunk = bench.pick(gpu=256, cpu=256, quick=64)
     context = bench.pick(gpu=1024, cpu=1024, quick=256)
     repeats = bench.pick(gpu=5, cpu=5, quick=3)
     length = 8 * chunk
     riding = decodes(6, context)
-    plot = Plot("", x="prompt tokens so far", y="ms", spec=".1f")
+    plot = Plot("", x="tokens so far", y="ms", spec=".1f")
     for end in range(chunk, length + 1, chunk):
         next_chunk: Batch = (TimedChunk(chunk, end),)
         case = {"alone": [riding], "chunk": [next_chunk + riding]}

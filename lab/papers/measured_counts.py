@@ -192,7 +192,7 @@ def decode_attention_intensity(config: GPTConfig) -> float:
 
 
 def s_3_1(bench: Bench) -> Finding:
-    """S-3.1: only some 256 decodes compute as long as they read, 18 decodes a tenth of that.
+    """S-3.1: only some 256 decodes compute as long as they read; 18 decodes a tenth of that.
 
     Computed for LLaMA-13B on an A6000, at the rates that SARATHI's Table 2 implies."""
     config = GEOMETRIES["llama-13b"]

@@ -268,7 +268,7 @@ def ss_t4(bench: Bench) -> Finding:
 
 
 def b_7(bench: Bench) -> Finding:
-    """B-7: large chunks raise throughput, small chunks lower TBT, static batching has no stalls.
+    """B-7: large chunks raise throughput, small chunks lower TBT; static batching has no stalls.
 
     The post gives static batching the longest P99 TBT, 850 ms, which contradicts Sarathi-Serve
     (section 2.5): nobody is let in between two tokens. It gives Orca more tokens/s than any chunk

@@ -41,7 +41,7 @@ def ss_f1(bench: Bench) -> Finding:
     Figure 1 shows a stall and the tail of TBT over load; Figure 2 is a sketch of who trades
     throughput for TBT."""
     loads = bench.pick(gpu=[0.25, 0.5, ALL], cpu=[0.25, 0.5, ALL], quick=[0.5, ALL])
-    load_label = "share of the estimated capacity"
+    load_label = "load"  # a share of the estimated capacity
     stall = Plot("longest stall", x=load_label, y="s", spec=".3f", log="y")
     tbt = Plot("P99 TBT", x=load_label, y="s", spec=".3f", log="y")
     throughput = Plot("throughput", x=load_label, y="tokens/s", spec=",.0f")

@@ -49,10 +49,7 @@ def is_comparable(number: Published) -> bool:
 
 def has_room(plot: Plot, number: Published) -> bool:
     """Whether a plot shows the line of a number, and has room for the paper's."""
-    line = number.line
-    if not is_comparable(number) or plot.form or plot.title != line.title:
-        return False
-    if plot.lines.get(line.name) != line.values or number.here is None:
+    if not is_comparable(number) or plot.form or number.here is None or not number.is_in(plot):
         return False
     known = [y for values in plot.lines.values() for y in values.values() if y]
     return min(known) / FAR < number.paper < FAR * max(known)

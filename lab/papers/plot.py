@@ -6,7 +6,7 @@
 
 A number that is not known, None, is a gap. Read next: checks.py, which compares lines."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
@@ -129,15 +129,19 @@ class Plot:
             values=values,
         )
 
-    def markdown(self) -> str:
-        """The table, a row for each x, under the title."""
+    def markdown(self, published: Mapping[tuple[str, X], str] | None = None) -> str:
+        """The table, a row for each x, under the title. `published` has texts of the paper's
+        numbers, {(line, x): "1.33x"}, which stand beside ours."""
         rows = []
         for x in self.xs:
-            numbers = [values.get(x) for values in self.lines.values()]
-            rows.append([show(x, ","), *numbers])
+            cells = []
+            for name, values in self.lines.items():
+                text = show(values.get(x), self.spec)
+                paper = (published or {}).get((name, x))
+                cells.append(f"{text} (paper: {paper})" if paper else text)
+            rows.append([show(x, ","), *cells])
         heading = f"{self.title}: {self.y}".removeprefix(": ")
-        columns = {self.x: ""} | dict.fromkeys(self.lines, self.spec)
-        return f"{heading}\n\n{markdown(columns, rows)}"
+        return f"{heading}\n\n{markdown(dict.fromkeys([self.x, *self.lines], ''), rows)}"
 
     def to_json(self) -> dict[str, object]:
         """What paper.json keeps."""

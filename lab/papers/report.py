@@ -19,6 +19,7 @@ from lab.papers.checks import ANYWHERE, Check
 from lab.papers.finding import Finding, Published
 from lab.papers.measured import CLAIMS, Claim
 from lab.papers.picture import draw
+from lab.papers.plot import Plot, X
 from views.tables import Column, format_table
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -158,7 +159,7 @@ def measure_claim(claim: Claim, bench: Bench, conditions: dict[str, Any]) -> Rec
         f"**{verdict}**" + (f": {why}" if why else ""),
         format_table("number", NUMBER_COLUMNS, {number.text: number for number in numbers}),
         "\n".join(f"- {reason}" for reason in reasons(finding.checks)),
-        *[plot.markdown() for plot in finding.plots],
+        *[plot.markdown(numbers_in(plot, finding.published)) for plot in finding.plots],
         picture,
         f"Took {time.time() - start:.0f} s, {time.strftime('%Y-%m-%d %H:%M')}; {used}.",
     ]
@@ -173,6 +174,16 @@ def measure_claim(claim: Claim, bench: Bench, conditions: dict[str, Any]) -> Rec
         text="\n\n".join(part for part in parts if part),
         tables=[plot.to_json() for plot in finding.plots],
     )
+
+
+def numbers_in(plot: Plot, published: Sequence[Published]) -> dict[tuple[str, X], str]:
+    """The texts of the paper's numbers whose place is in a plot, {(line, x): text}."""
+    texts: dict[tuple[str, X], str] = {}
+    for number in published:
+        place = (number.line.name, number.at)
+        if number.is_in(plot) and number.paper_text not in texts.get(place, ""):
+            texts[place] = ", ".join(filter(None, [texts.get(place), number.paper_text]))
+    return texts
 
 
 def reasons(checks: Sequence[Check]) -> list[str]:
@@ -200,7 +211,7 @@ def save_results(results: Results, machine: RealMachineInfo, directory: Path) ->
     """Write paper.json and paper.md and, if they lie in results/, the tables of its README."""
     text = json.dumps(results.to_json(machine), indent=1)
     write_text(directory / "paper.json", text)
-    parts = [TITLE, machine.heading().removesuffix("\n"), summary(results, page="")]
+    parts = [TITLE, machine.heading().removesuffix("\n"), summary(results)]
     for row in results.rows():
         parts += [f'<a id="{row.claim.id.lower()}"></a>', row.record.text]
     write_text(directory / "paper.md", "\n\n".join(parts) + "\n")
@@ -208,15 +219,27 @@ def save_results(results: Results, machine: RealMachineInfo, directory: Path) ->
         write_index()
 
 
-def summary(results: Results, page: str) -> str:
+def summary(results: Results) -> str:
     """A table in Markdown with a line for each claim: its first number, and the verdict. The ids
-    are links to the details in `page`, the address of paper.md; "": in the same page."""
+    are links to the details, in the same page."""
     rows: dict[str, SummaryRow] = {}
     for row in results.rows():
         headline = row.record.headline
         text = headline.text if headline else row.claim.title
-        rows[f"[{row.claim.id}]({page}#{row.claim.id.lower()}): {text}"] = row
+        rows[f"[{row.claim.id}](#{row.claim.id.lower()}): {text}"] = row
     return format_table("claim", SUMMARY_COLUMNS, rows)
+
+
+def index_table(results: Results) -> str:
+    """A table in Markdown with a short line for each claim: what it says, the paper's first number,
+    ours and the verdict. Columns are not aligned, so that no line is long."""
+    lines = ["| claim | paper | here | verdict |", "|---|---:|---:|---|"]
+    for row in results.rows():
+        headline = row.record.headline
+        numbers = [headline.paper, headline.here] if headline else ["-", "-"]
+        cells = [f"{row.claim.id}: {row.claim.clause}", *numbers, row.record.verdict]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def write_index() -> None:
@@ -228,5 +251,5 @@ def write_index() -> None:
     for file in sorted(RESULTS.glob("*/paper.json")):
         directory = file.parent
         page = f"{directory.name}/paper.md"
-        parts += [f"### [{directory.name}]({page})", summary(read_results(directory), page)]
+        parts += [f"### [{directory.name}]({page})", index_table(read_results(directory))]
     write_text(readme, "\n\n".join([*parts, END + after]))
