@@ -93,7 +93,7 @@ MODEL_OPTIONS = {
 }
 
 
-WITHOUT_MODEL = ("simulate", "explore", "check", "fit", "overhead", "gpu", "today")
+WITHOUT_MODEL = ("simulate", "explore", "check", "fit", "overhead", "gpu", "today", "pools")
 
 
 @pytest.mark.parametrize("command", bench.COMMANDS)
