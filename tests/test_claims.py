@@ -135,7 +135,8 @@ def test_a_plot_is_a_table_with_a_row_for_each_x():
         "| 4     |        - | 2.0x |",
     ]
     record = plot.to_json()
-    assert list(record) == ["title", "x", "y", "spec", "log", "timed", "lines"]
+    keys = ["title", "x", "y", "spec", "log", "form", "ticks", "timed", "lines"]
+    assert list(record) == keys
     assert record["lines"]["q"] == {4: 2.0}
 
 
