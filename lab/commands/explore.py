@@ -212,7 +212,10 @@ def main(options: ExploreOptions) -> None:
     write_text(options.html, text)
     for violation in violations.values():
         print(violation.sentence)
-    wrote_page(options.html)
+    if options.site is None:
+        wrote_page(options.html)
+    else:
+        print(f"wrote {options.site}; python -m http.server -d {options.site} serves it")
 
 
 def simulate_all(

@@ -99,11 +99,13 @@ async function add_missing_runs() {
 async function run_source() {
   const policy = await add_own_run($("source").value);
   if (!policy) return;
+  const holds = !$("result").classList.contains("problem");
   await choose(chosen[axes[0][0]] === policy ? {} : {beside: policy});
+  $("seerun").hidden = false;
+  if (!holds) return;  // the run ends where it failed
   const {ttft_p50, tbt_p99, longest} = (await load(entry_of(policy))).metrics();
   $("result").append(` At load ${chosen.load}: TTFT P50 ${format_seconds(ttft_p50)}, `
     + `TBT P99 ${format_seconds(tbt_p99)}, longest gap ${format_seconds(longest)}.`);
-  $("seerun").hidden = false;
 }
 
 // ---- Exercises ----------------------------------------------------------------------------------
