@@ -69,6 +69,12 @@ class Computed(NamedTuple):
     iteration: Iteration
 
 
+def sampled_by_chunk(batch: Batch, sampled: Iterable[Sampled]) -> list[Sampled | None]:
+    """The token of each chunk of a batch, None for a chunk that yields none."""
+    tokens = iter(sampled)
+    return [next(tokens) if chunk.yields_token else None for chunk in batch]
+
+
 class Runner:
     """A model, its cache and its attention: launches a batch, and fetches its tokens."""
 
@@ -304,8 +310,7 @@ class Engine:
         flat = self.runner.flatten(spans)
         launch = self.clock()
         logits = self.runner.forward(flat)
-        sampled = iter(self.runner.fetch(logits, params, positions))
-        results = [next(sampled) if span.wants_logits else None for span in spans]
+        results = sampled_by_chunk(batch, self.runner.fetch(logits, params, positions))
         return Computed(batch, results, iteration._replace(end=self.clock(), launch=launch))
 
     def _inputs(self, batch: Batch) -> StepInputs:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from config import EngineConfig
-from engine import Completion, Computed, Engine, Event, Iteration
+from engine import Completion, Computed, Engine, Event, Iteration, sampled_by_chunk
 from parallel.stages import ParallelRunner, StageResult
 from parallel.transfer import Link
 from policies.micro_batches import MicroBatches
@@ -140,8 +140,7 @@ class ReplicasEngine(Engine):
                 self.ranks.replies.pop(flight.command)
                 raise result
             now = self.clock()
-            tokens = iter(result.sampled)
-            sampled = [next(tokens) if chunk.yields_token else None for chunk in flight.batch]
+            sampled = sampled_by_chunk(flight.batch, result.sampled)
             self.scheduler.observe(flight.batch, now - flight.iteration.start)
             self._computed = Computed(flight.batch, sampled, flight.iteration._replace(end=now))
         self.ranks.replies.pop(flight.command, None)

@@ -16,7 +16,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from config import MAX_BATCH, EngineConfig
-from engine import Completion, Computed, Engine, Event, Iteration, Runner, Sampled, StepInputs
+from engine import (
+    Completion,
+    Computed,
+    Engine,
+    Event,
+    Iteration,
+    Runner,
+    Sampled,
+    StepInputs,
+    sampled_by_chunk,
+)
 from kv_cache import Span
 from parallel.shard import Shard
 from policies.micro_batches import MicroBatches, StageTime
@@ -291,8 +301,7 @@ class ParallelEngine(Engine):
             now = self.clock()
             shift = now - time.perf_counter()  # from Ranks.clock to this engine's
             times = [StageTime(r.start + shift, r.end + shift, r.waited) for r in results]
-            tokens = iter(results[-1].sampled)
-            sampled = [next(tokens) if chunk.yields_token else None for chunk in batch]
+            sampled = sampled_by_chunk(batch, results[-1].sampled)
             if self.record:
                 chunks = flight.iteration.chunks
                 self.micro_batches.book(number, times, flight.full_since, batch, chunks)
