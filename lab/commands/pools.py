@@ -1,10 +1,10 @@
 """Chunks or two pools? Goodput per GPU of both, simulated, and where each wins.
 
-    python bench.py pools --quick                   two minutes
+    python bench.py pools --quick                   half a minute
     python bench.py pools --plot pools.png          finer rates, longer runs
 
 Sweeps the targets and the split, the P:D ratio, the link and the number of GPUs, then checks what
-DistServe and Splitwise have found. Read first: lab/simulator/goodput.py."""
+DistServe and Splitwise have found. Read first: lab/simulator/goodput.py, lab/papers/pools.py."""
 
 import json
 import os
@@ -26,6 +26,7 @@ from cli.options import (
 )
 from lab.commands.pipeline import trace_event
 from lab.commands.simulate import Workers
+from lab.papers.pools import Finding, LinkRow, Row, check_findings, describe
 from lab.simulator.cost_model import CostModel
 from lab.simulator.goodput import (
     Cluster,
@@ -88,7 +89,7 @@ def add_options(parser: OptionParser) -> None:
         default=4,
     )
     parser.add_option(
-        "--quick", help="shorter runs at fewer rates: two minutes", action="store_true"
+        "--quick", help="shorter runs at fewer rates: half a minute", action="store_true"
     )
     parser.add_option(
         "--processes",
@@ -122,61 +123,6 @@ def resolve(parser: OptionParser, args: Namespace) -> PoolsOptions:
         chrome_trace=args.chrome_trace,
         json=args.json,
     )
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of a sweep: goodput per GPU of each way to serve, in requests per second."""
-
-    chunks: float  # of the best chunk size
-    pools: dict[str, float]  # by split
-
-    @property
-    def best_pools(self) -> float:
-        """Of the best split."""
-        return max(self.pools.values())
-
-    @property
-    def best_split(self) -> str | None:
-        """The split with the highest goodput; None if none meets the targets."""
-        split = max(self.pools, key=lambda name: self.pools[name])
-        return split if self.pools[split] else None
-
-    @property
-    def gain(self) -> float | None:
-        """Pools over chunks; None if chunks do not meet the targets at any rate."""
-        return self.best_pools / self.chunks if self.chunks else None
-
-    @property
-    def winner(self) -> str:
-        """Which is better, if it is by more than a step between two rates."""
-        if self.chunks == self.best_pools:
-            return "equal" if self.chunks else "none"
-        return "chunks" if self.chunks > self.best_pools else f"pools {self.best_split}"
-
-    def to_json(self) -> dict[str, Any]:
-        """All numbers."""
-        return {**asdict(self), "gain": self.gain, "winner": self.winner}
-
-
-@dataclass(frozen=True)
-class LinkRow:
-    """What sending over a link costs, at a low rate."""
-
-    at_end_s: float  # from the first token to the second, in the median
-    layer_wise_s: float
-    alone_s: float  # without a link: replicas
-    goodput: float | None  # layer by layer, per GPU; None: not measured
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A finding of a paper, and the numbers that it comes out at here."""
-
-    text: str
-    paper: str
-    here: str
-    holds: bool
 
 
 class Sweep:
@@ -291,11 +237,6 @@ def row_of(goodputs: Mapping[Cluster, float]) -> Row:
     )
 
 
-def describe(targets: Targets) -> str:
-    """The targets in a few words."""
-    return f"TTFT {targets.ttft_s:g} s, TBT {1e3 * targets.tbt_s:g} ms"
-
-
 def format_rows(head: str, rows: Mapping[str, Row]) -> str:
     """A table of a sweep. All splits that occur have a column, if they are the same in all rows."""
     splits = list(dict.fromkeys(split for row in rows.values() for split in row.pools))
@@ -359,7 +300,9 @@ def main(options: PoolsOptions) -> dict[str, Any]:
         print(f"From the first token to the second, {preset}, prompts of 1,500 tokens, 1:1:\n")
         print(format_table("link", LINK_COLUMNS, link_rows), end="\n\n")
     figure_1 = sweep.figure_1()
-    findings = check_findings(targets, ratios, sizes, links[LARGE_CACHE], figure_1)
+    findings = check_findings(
+        TARGETS[0].ttft_s, targets, ratios, sizes, links[LARGE_CACHE], figure_1
+    )
     by_text = {finding.text: finding for finding in findings}
     print(format_table("finding", FINDING_COLUMNS, by_text), end="\n\n")
     print(conclude(targets))
@@ -397,102 +340,6 @@ def main(options: PoolsOptions) -> dict[str, Any]:
         write_text(options.chrome_trace, short_trace(options))
     wrote(options.json, options.plot, options.chrome_trace)
     return report
-
-
-def check_findings(
-    targets: Mapping[str, Row],
-    ratios: Mapping[str, Row],
-    sizes: Mapping[str, Row],
-    links: Mapping[str, LinkRow],
-    figure_1: Mapping[str, float],
-) -> list[Finding]:
-    """What DistServe and Splitwise found, with the numbers here."""
-    vllm, chunks, pools = figure_1.values()
-    strict, loose = (targets[describe(Targets(ttft_s, 0.03))] for ttft_s in (TARGETS[0].ttft_s, 4))
-    tight, wide = (targets[describe(Targets(1, tbt_s))] for tbt_s in (0.02, 0.1))
-    splits = [row.best_split for row in ratios.values()]
-    shares = [_prefill_share(split) for split in splits]
-    small, *_, large = sizes.values()
-    infiniband = links["infiniband"]
-    slow = links["ethernet-25g"]
-    return [
-        Finding(
-            "DistServe §1, Figure 1: 2 prefill and 1 decode over one GPU, per GPU",
-            "2.1x (3.3 / 1.6)",
-            f"{_times(pools, vllm)} ({pools:.2f} / {vllm:.2f}) vllm; "
-            f"{_times(pools, chunks)} chunks",
-            pools > vllm > 0,
-        ),
-        Finding(
-            "DistServe §2.3: chunks trade TTFT for TBT: pools over chunks, TTFT 0.5 s / 4 s",
-            "more if strict",
-            f"{show_gain(strict)} / {show_gain(loose)}",
-            _gain(strict) > _gain(loose),
-        ),
-        Finding(
-            "DistServe §2.3: chunks do not remove interference: TBT 20 ms / 100 ms",
-            "more if strict",
-            f"{show_gain(tight)} / {show_gain(wide)}",
-            _gain(tight) > _gain(wide),
-        ),
-        Finding(
-            "Splitwise §VI-A: the second token comes later, sent at the end / layer by layer",
-            "+64 % / +16.5 %",
-            f"+{_later(infiniband.at_end_s, infiniband)} / "
-            f"+{_later(infiniband.layer_wise_s, infiniband)}",
-            infiniband.at_end_s > infiniband.layer_wise_s,
-        ),
-        Finding(
-            "DistServe §3.3, §4.2: a slow link needs a placement that avoids it: 25 Gb/s",
-            "-",
-            f"+{_later(slow.at_end_s, slow)} / +{_later(slow.layer_wise_s, slow)}",
-            slow.layer_wise_s > infiniband.layer_wise_s,
-        ),
-        Finding(
-            "DistServe §3, Splitwise §IV-D: longer outputs want more GPUs that decode",
-            "-",
-            ", ".join(f"{name}: {split}" for name, split in zip(ratios, splits, strict=True)),
-            shares == sorted(shares, reverse=True),
-        ),
-        Finding(
-            f"DistServe §7: few GPUs favour chunks: pools over chunks, {', '.join(sizes)}",
-            "-",
-            " / ".join(show_gain(row) for row in sizes.values()),
-            _gain(small) < _gain(large),
-        ),
-    ]
-
-
-def _prefill_share(split: str | None) -> float:
-    """The share of the GPUs that prefill."""
-    if split is None:
-        return 0.0
-    pools = Pools.parse(split)
-    return pools.prefill / pools.instances
-
-
-def _gain(row: Row) -> float:
-    """Pools over chunks, infinite if only pools meet the targets."""
-    if row.gain is not None:
-        return row.gain
-    return float("inf") if row.best_pools else 1.0
-
-
-def show_gain(row: Row) -> str:
-    """Pools over chunks as text."""
-    if row.gain is None:
-        return "only pools" if row.best_pools else "neither"
-    return f"{row.gain:.2f}x"
-
-
-def _later(second_s: float, row: LinkRow) -> str:
-    """By how much the second token comes later than without a link."""
-    return f"{second_s / row.alone_s - 1:.0%}"
-
-
-def _times(a: float, b: float) -> str:
-    """The quotient as text."""
-    return f"{a / b:.2f}x" if b else "-"
 
 
 def conclude(rows: Mapping[str, Row]) -> str:
