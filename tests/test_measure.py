@@ -60,22 +60,55 @@ def test_medians_and_quartiles_of_runs_in_turn_that_are_warmed_up(monkeypatch):
 
 
 def test_a_probe_tells_what_share_of_the_machine_is_missing(monkeypatch):
-    probe, now, took = measure.Probe(CPU), {"wall": 0.0, "cpu": 0.0}, {}
+    probe = measure.Probe(CPU)
     probe.threads = 2
-    probe.compute = lambda: now.update({name: now[name] + took[name] for name in now})
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: now["wall"])
-    monkeypatch.setattr(measure.time, "process_time", lambda: now["cpu"])
-    for wall_ms, cpu_ms, missing in (
+    wall_s = cpu_s = 0.0
+
+    def takes(wall_ms, cpu_ms):
+        def compute():
+            nonlocal wall_s, cpu_s
+            wall_s += wall_ms / 1e3
+            cpu_s += cpu_ms / 1e3
+
+        return compute
+
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: wall_s)
+    monkeypatch.setattr(measure.time, "process_time", lambda: cpu_s)
+    for product_ms, cpu_ms_of_4, missing in (
         (4, 4, 0.5),  # a load from the beginning: one thread of two waits
         (4, 8, 0.0),
-        (5, 10, 0.2),  # others slow it down without taking processors
+        (5, 8, 0.2),  # others slow it down without taking processors
         (8, 8, 0.5),
-        (10, 5, 0.75),
-        (2, 5, 0.0),  # it was never alone before; and somebody's spinning is no negative load
+        (5, 2, 0.75),
+        (2, 10, 0.0),  # it was never alone before; and somebody's spinning is no negative load
         (4, 8, 0.5),
     ):
-        took.update(wall=wall_ms / 1e3, cpu=cpu_ms / 1e3)
+        probe.product = takes(product_ms, 0)  # however few threads a library takes for it
+        probe.spread = takes(4, cpu_ms_of_4)
         assert probe.take() == pytest.approx(missing)
+
+
+def test_a_probe_does_not_count_how_long_threads_take_to_wake_up(monkeypatch):
+    probe = measure.Probe(torch.device("cpu"))
+    probe.spread = lambda: None
+    now = 0.0
+    calls = 0
+
+    def product():
+        nonlocal now, calls
+        now += 0.006 if calls == 0 else 0.001
+        calls += 1
+
+    def tick():
+        nonlocal now
+        now += 1e-4
+        return now
+
+    monkeypatch.setattr(measure.time, "perf_counter", tick)
+    monkeypatch.setattr(measure.time, "process_time", lambda: probe.threads * now)
+    steady = probe.take()
+    calls = 0  # it rests
+    assert probe.take() == pytest.approx(steady, abs=1e-6)
 
 
 STEADY = [  # readings of the probe, tries; which call counts, how many there were, drift

@@ -35,6 +35,7 @@ BUSY = 0.20  # drift, of a machine, or spread, of times: above it no number is b
 TOO_BUSY = "this machine is too busy to tell"
 PROBE_S = 0.02  # of a probe beside a measurement
 GLANCE_S = 0.01  # of a probe within one, every second
+WAKE_SHARE = 0.25  # of a probe's time, before it counts
 LAUNCH_REPEATS = 5
 PAUSE_HZ = 3e9  # no GPU's clock is much faster: a pause of so many cycles takes a second or longer
 
@@ -135,40 +136,57 @@ def launch_timings(
 
 
 class Probe:
-    """Asks a device how much of itself it gives: the same short computation, over and over.
+    """Asks a device how much of itself it gives: the same short computations, over and over.
 
-    All threads get an equal share of it. Some libraries spread matrix products otherwise."""
+    The speed is that of a matrix product, the work that is measured. Elementwise functions vary
+    more: on a CPU whose cores have two threads each they lose twice as much to a neighbour on the
+    other thread. But the time that threads have had is asked of one, as each thread gets an equal
+    share of it; some libraries spread products otherwise."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.threads = min(torch.get_num_threads(), available_processors())
-        x = torch.ones(2**24 if device.type == "cuda" else self.threads * 2**17, device=device)
-        self.compute: Callable[[], object] = partial(torch.sin, x, out=torch.empty_like(x))
-        self.fastest = math.inf  # seconds of one computation
+        on_cpu = device.type == "cpu"
+        dtype = fastest_cpu_dtype() if on_cpu else fastest_gpu_dtype(device)
+        width = 512 if on_cpu else 4096  # half a millisecond or less
+        x = torch.ones(width // 2, width, device=device, dtype=dtype)
+        weight = torch.ones(width, width, device=device, dtype=dtype)
+        self.product: Callable[[], object] = partial(nn.functional.linear, x, weight)
+        numbers = torch.ones(self.threads * 2**17)
+        self.spread: Callable[[], object] = partial(
+            torch.sin, numbers, out=torch.empty_like(numbers)
+        )
+        self.fastest = math.inf  # seconds of one product
 
     def take(self, at_least_s: float = PROBE_S) -> float:
         """The share of the machine that is missing, from 0 to 1.
 
         It is the larger of two shares. One is of the speed, beside the fastest that this process
         has measured. The other, on a CPU, is of the time that the threads could have had: it tells
-        of a load that never went away."""
-        self.compute()  # wakes threads up
-        synchronize(self.device)
+        of a load that never went away. Takes `at_least_s` for each, and a part of it to wake the
+        threads up."""
+        self._repeat(self.product, at_least_s * WAKE_SHARE)
+        seconds, _ = self._repeat(self.product, at_least_s)
+        self.fastest = min(self.fastest, seconds)
+        speed = self.fastest / seconds
+        if self.device.type != "cpu":
+            return 1 - speed
+        _, cpu_share = self._repeat(self.spread, at_least_s)
+        return 1 - min(1.0, cpu_share, speed)
+
+    def _repeat(self, compute: Callable[[], object], at_least_s: float) -> tuple[float, float]:
+        """Compute for so long: (seconds of one, the share of the time that the threads had)."""
         count = 0
         seconds = 0.0
         start = time.perf_counter()
         cpu_start = time.process_time()
         while seconds < at_least_s or not count:
-            self.compute()
+            compute()
             synchronize(self.device)
             count += 1
             seconds = time.perf_counter() - start
         cpu_s = time.process_time() - cpu_start
-        self.fastest = min(self.fastest, seconds / count)
-        speed = self.fastest * count / seconds
-        if self.device.type != "cpu":
-            return 1 - min(1.0, speed)
-        return 1 - min(cpu_s / seconds / self.threads, speed)
+        return seconds / count, cpu_s / seconds / self.threads
 
 
 def available_processors() -> int:
