@@ -47,6 +47,7 @@ Break = Literal[
     "pages are never shared out",
     "weights are read again for each row",
     "a chunk meets no keys but its own",
+    "all rows but the first cost nothing",
 ]
 BREAKS: tuple[Break, ...] = (
     "request-level admits while others run",
@@ -56,6 +57,7 @@ BREAKS: tuple[Break, ...] = (
     "pages are never shared out",
     "weights are read again for each row",
     "a chunk meets no keys but its own",
+    "all rows but the first cost nothing",
 )
 
 
@@ -90,6 +92,8 @@ class BreakableCost(CostModel):
         if self.broken == "weights are read again for each row" and tokens > 1:
             linear_s, others_s, all_reduce_s = super().token_seconds(1)
             return tokens * linear_s, tokens * others_s, tokens * all_reduce_s
+        if self.broken == "all rows but the first cost nothing":
+            return super().token_seconds(1)
         return super().token_seconds(tokens)
 
     def operation_seconds(self, batch: Chunks) -> dict[str, float]:

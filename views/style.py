@@ -95,11 +95,13 @@ KIND_COLORS = {  # of batches
     "riding": "#c77d0a",
     "with a chunk": "#c77d0a",
     "iteration": "#555555",
+    "token budget": "#555555",
+    "chunk": PREFILL,
     "here": "#56627a",
     "static": POLICY_COLORS["request-level"],
     "continuous": POLICY_COLORS["orca"],
 }
-LIMIT_NAMES = ("ridge", "strict SLO", "relaxed SLO")  # lines that others are held against
+LIMITS = {"ridge": "--", "strict SLO": "--", "relaxed SLO": "-."}  # lines that others are held to
 OURS = "#93a4bd"  # bars of numbers that are no policy's, beside those of a paper
 
 # ---- Keyword arguments that several pictures give to matplotlib ---------------------------------
@@ -154,7 +156,7 @@ def name_colors(names: Sequence[str]) -> dict[str, str]:
     colors: dict[str, str] = {}
     for name in names:
         base = _subject(name)
-        if name in LIMIT_NAMES or is_published(name):
+        if name in LIMITS or is_published(name):
             colors[name] = "#222222"
         elif base in meanings:
             shades.setdefault(meanings[base], []).append(name)
@@ -192,8 +194,8 @@ def is_published(name: str) -> bool:
 
 def line_look(name: str) -> dict[str, Any]:
     """The keyword arguments of matplotlib that say how a line is drawn, but for its colour."""
-    if name in LIMIT_NAMES:
-        return {"ls": "--"}
+    if name in LIMITS:
+        return {"ls": LIMITS[name]}
     if is_published(name):
         return {"ls": ":", "marker": PUBLISHED["marker"], "ms": 6, "mfc": "white", "mew": 1.2}
     if name.startswith("decode: "):
