@@ -8,7 +8,8 @@ import pytest
 import bench
 from lab.commands import serve as serving
 from lab.commands import serve_options
-from lab.commands.serve import RealMachine, conclude, make_workload, print_capacities, search_json
+from lab.commands.serve import RealMachine, make_workload
+from lab.commands.serve_report import conclude, print_capacities, search_json
 from lab.measure import capacity, load_run, machine, metrics, run_loop
 from lab.measure import timing as measure
 from lab.measure.capacity import Base, Trial, summarize_search

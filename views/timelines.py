@@ -317,7 +317,7 @@ def plot_capacity(
     """Draw the searches for a capacity, by policy, and write the picture to `file`.
 
     It shows the capacities, and two latencies against the rate with their limits. Points that did
-    not meet them are hollow. A result is that of lab.commands.serve.search_json."""
+    not meet them are hollow. A result is that of lab.commands.serve_report.search_json."""
     bars_height = 1.1 + 0.3 * len(results)
     curves_height = 3.1
     figure = style.new_figure(bars_height + curves_height)

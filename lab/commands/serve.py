@@ -6,15 +6,11 @@
     python bench.py serve --simulate this               this machine, and its simulation beside it
 
 The SLO is a multiple of the time of a decode iteration, which is measured first (Sarathi-Serve
-§5.1). Read first: lab/measure/capacity.py. Read next: serve_options.py."""
+§5.1). Read first: lab/measure/capacity.py. Read next: serve_options.py, serve_report.py."""
 
-import csv
-import io
 import random
-import statistics
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,7 +28,17 @@ from lab.commands.serve_options import (
     add_options,
     resolve,
 )
-from lab.measure import capacity, metrics, timing, workload
+from lab.commands.serve_report import (
+    ServedRow,
+    conclude,
+    format_heading,
+    format_point,
+    print_capacities,
+    print_runs,
+    requests_csv,
+    search_json,
+)
+from lab.measure import capacity, workload
 from lab.measure.capacity import JudgedRun, SearchResult, Trial
 from lab.measure.link import measure_link
 from lab.measure.machine import Machine, RealMachine
@@ -47,97 +53,16 @@ from lab.simulator.machine import (
     SimulatedMachineOptions,
 )
 from lab.simulator.pools import KVLink, PooledMachine
-from lab.simulator.referee import broken_rules, mark_broken
+from lab.simulator.referee import broken_rules
 from parallel.instances import ChunkedPoolsEngine, PoolsEngine
 from parallel.shard import Shard
-from policies.token_budget import MAX_DELAY_S, MULTIPLES
+from policies.token_budget import MULTIPLES
 from views.page import Recorder, page
-from views.tables import Column, format_table, show
 
 __all__ = ["add_options", "main", "resolve"]
 
 SIZES = "sarathi-serve"  # the instances of two pools have memory and batches as under this policy
 ArrivalsAt = Callable[[float | None], list[Arrival]]  # a rate, or the trace's own -> a load
-
-
-@dataclass(frozen=True)
-class ServedRow:
-    """A row of the tables of serve: a run, and its rate."""
-
-    qps: float | None  # None: the trace's own
-    judged: JudgedRun
-
-    def to_json(self) -> dict[str, Any]:
-        """The rate and the numbers."""
-        return {"qps": self.qps, **self.judged.to_json()}
-
-
-@dataclass(frozen=True)
-class CapacityRow:
-    """A row of the table of capacity: a search, and its capacity relative to vllm's."""
-
-    search: SearchResult[JudgedRun]
-    gain: capacity.Bounded | None
-
-    def best(self, number: Callable[[metrics.RunSummary], float | None]) -> float | None:
-        """A number of the run at the capacity; None if every run failed."""
-        best = self.search.best
-        return number(best.verdict.summary) if best else None
-
-    def link_s(self) -> float | None:
-        """P99 of the time on the link between two pools, in the run at the capacity."""
-        best = self.search.best
-        link = best.verdict.link if best else None
-        return link.exposed_s.p99 if link else None
-
-
-LATENCY_COLUMNS: list[Column[JudgedRun]] = [
-    Column("TTFT P50", lambda run: run.summary.ttft_s.p50, ",.2f"),
-    Column("TTFT P99", lambda run: run.summary.ttft_s.p99, ",.2f"),
-    Column("delay P50", lambda run: run.summary.scheduling_delay_s.p50, ",.2f"),
-    Column("TBT P50", lambda run: run.summary.tbt_s.p50, ",.3f"),
-    Column("TBT P99", lambda run: run.summary.tbt_s.p99, ",.3f"),
-    Column("stalls", lambda run: run.summary.stalls.count, ",d"),
-    Column("over SLO", lambda run: run.summary.stalls.over_slo, ",d"),
-    Column("longest", lambda run: _longest(run, "seconds"), ",.3f"),
-    Column("caused by", lambda run: _longest(run, "caused_by"), "d"),
-]
-LINK_COLUMNS: list[Column[JudgedRun]] = [  # only where there are two pools
-    Column("memory P99", lambda run: run.link.waited_s.p99 if run.link else None, ",.3f"),
-    Column("link P50", lambda run: run.link.exposed_s.p50 if run.link else None, ",.4f"),
-    Column("link P99", lambda run: run.link.exposed_s.p99 if run.link else None, ",.4f"),
-]
-LINK_NOTE = (
-    "memory, link: how long a request waits, after its first token, for memory on the decode side, "
-    "then for its keys\nand values on the link"
-)
-BATCH_COLUMNS: list[Column[JudgedRun]] = [
-    Column("tokens/s", lambda run: run.summary.tokens_per_s, ",.0f"),
-    Column("prefill", lambda run: run.summary.prefill_only, ".0%"),
-    Column("hybrid", lambda run: run.summary.hybrid, ".0%"),
-    Column("decode", lambda run: run.summary.decode_only, ".0%"),
-    Column("at once", lambda run: run.summary.running_mean, ",.1f"),
-    Column("peak", lambda run: run.summary.running_peak, "d"),
-    Column("preempted", lambda run: run.summary.preemptions, ",d"),
-    Column("cached", lambda run: run.summary.cached, ".0%"),
-    Column("refused", lambda run: run.refused, ",d"),
-    Column("own time", lambda run: run.own_fraction, ".1%"),
-]
-BATCH_NOTE = """
-TTFT, delay: from arrival to the first token, to being scheduled; a stall is a TBT with others' prefill in it,
-caused by who had most of that; over SLO: longer than {slo_s:.3f} s; tokens/s: prompt and output; at once: running,
-mean over time and peak; cached: prefill that was found, not computed; own time: all of a step but the
-forward pass and fetching its tokens"""  # noqa: E501
-CAPACITY_NOTE = (
-    "capacity: the highest rate that was met, a step of --ratio (5 % without) below one that was "
-    "not, twice; at least: no rate\nthat was tried was too high; below: none was low enough"
-)
-
-
-def _longest(run: JudgedRun, field: str) -> Any:
-    """A field of a run's longest stall, if it had stalls."""
-    longest = run.summary.stalls.longest
-    return getattr(longest, field) if longest else None
 
 
 def make_workload(options: LoadOptions) -> tuple[ArrivalsAt, str]:
@@ -410,20 +335,6 @@ class Session:
         wrote_page(options.html)
 
 
-def requests_csv(runs: Mapping[str, Run]) -> str:
-    """A row for each request of each run, as the text of a CSV file."""
-    rows = [
-        {"policy": name, **row}
-        for name, run in runs.items()
-        for row in metrics.request_rows(run.completions, run.iterations)
-    ]
-    text = io.StringIO(newline="")
-    writer = csv.writer(text)
-    writer.writerows(rows[:1])  # the keys of the first are the header
-    writer.writerows(row.values() for row in rows)
-    return text.getvalue()
-
-
 def main(options: ServeOptions) -> dict[str, Any]:
     """The command: its report, which --json writes. Raises ValueError for a bad load or SLO."""
     config = EngineConfig(
@@ -503,138 +414,3 @@ def check_enough(arrivals: Sequence[Arrival], options: CapacityOptions) -> None:
         if options.trace:
             given = f"--trace {options.trace} with {requests} requests"
         raise ValueError(f"{given}: {limit} (--batch {options.batch})")
-
-
-def describe_load(options: LoadOptions, load: str, arrivals: Sequence[Arrival]) -> str:
-    """The load of `make_workload`, at its rate, in a line."""
-    prompt_len = statistics.median(arrival.prompt_len for arrival in arrivals)
-    output_len = statistics.median(arrival.output_len for arrival in arrivals)
-    rate = ""
-    span = ""
-    if options.command == "serve":
-        last = max(arrival.time for arrival in arrivals if arrival.follows is None)
-        rate = " at its own rate"
-        span = f"; the last comes after {last:,.0f} s"
-    if options.qps:
-        rate = f" at {options.qps:g} a second"
-    median = f"median prompt {prompt_len:g}, output {output_len:g} tokens"
-    return f"load: {load}{rate}; {median}{span}"
-
-
-def format_heading(
-    machine: Machine, options: ServeOptions, report: Mapping[str, Any], arrivals: Sequence[Arrival]
-) -> str:
-    """All that the numbers depend on."""
-    pages = ", ".join(str(size) for size in options.page_size)
-    shared = "; shared: by prompts that begin alike" if any(options.prefix_caching) else ""
-    longest = options.kv_tokens // options.max_len
-    iteration = timing.mark("a decode iteration", report["slo_busy"])
-    base = machine.base
-    multiple = "as asked for"
-    if options.slo in MULTIPLES:
-        multiple = f"{options.slo}, {MULTIPLES[options.slo]} of these"
-    return (
-        f"{machine.info.heading()}{describe_load(options, report['load'], arrivals)}\n"
-        f"memory: {options.kv_tokens:,} tokens of KV cache, {longest} requests if each reserves "
-        f"{options.max_len:,}; pages of {pages} tokens{shared}\n"
-        f"at most {options.batch} requests at once; chunk {options.chunk}\n"
-        f"{machine.notes}{iteration} takes {base.seconds:.4f} s (batch {base.decodes}, "
-        f"context {base.context:,}, no prefill)\n"
-        f"SLO: P99 TBT at most {report['slo_s']:.3f} s ({multiple}), "
-        f"median delay at most {MAX_DELAY_S:g} s\n"
-    )
-
-
-def format_point(name: str, qps: float | None, judged: JudgedRun, unit: str) -> str:
-    """A run in a line, for when it has ended."""
-    rate = "" if qps is None else f"{qps:.3f} {unit}, "
-    summary = judged.summary
-    times = {
-        "P50 TTFT": summary.ttft_s.p50,
-        "P99 TBT": summary.tbt_s.p99,
-        "longest stall": summary.longest_stall_s,
-        "median delay": summary.scheduling_delay_s.p50,
-    }
-    texts = ", ".join(f"{head} {show(seconds, ',.3f')} s" for head, seconds in times.items())
-    verdict = f"not met: {judged.missed}" if judged.missed else "met"
-    return f"{timing.mark(name, judged.busy)}: {rate}{texts}; SLO {verdict}"
-
-
-def print_runs(runs: Mapping[str, JudgedRun], tbt_slo_s: float) -> None:
-    """Print the tables of `serve`. Runs that were disturbed or cut short are marked."""
-    marked = {}
-    for name, run in runs.items():
-        cut = f"{name} (cut short)" if run.cut_short else name
-        marked[timing.mark(mark_broken(cut, run.broken_rule), run.busy)] = run
-    columns = list(LATENCY_COLUMNS)
-    note = BATCH_NOTE.format(slo_s=tbt_slo_s).removeprefix("\n")
-    if any(run.link for run in runs.values()):
-        columns += LINK_COLUMNS
-        note += f"\n{LINK_NOTE}"
-    print(format_table("seconds", columns, marked), end="\n\n")
-    print(format_table("batches", BATCH_COLUMNS, marked), end="\n\n")
-    print(note, end="\n\n")
-
-
-def print_capacities(searches: Mapping[str, SearchResult[JudgedRun]], unit: str) -> None:
-    """Print the table of `capacity`, rates in `unit`."""
-    columns: list[Column[CapacityRow]] = [
-        Column(f"capacity in {unit}", lambda row: row.search.capacity_qps, ",.2f"),
-        Column("relative to vllm", lambda row: row.gain, ",.2fx"),
-        Column("P50 TTFT s", lambda row: row.best(lambda run: run.ttft_s.p50), ",.2f"),
-        Column("P99 TBT s", lambda row: row.best(lambda run: run.tbt_s.p99), ",.3f"),
-        Column("tokens/s", lambda row: row.best(lambda run: run.tokens_per_s), ",.0f"),
-        Column("runs", lambda row: len(row.search.trials), "d"),
-    ]
-    if any(search.best and search.best.verdict.link for search in searches.values()):
-        columns.append(Column("P99 link s", CapacityRow.link_s, ",.4f"))
-    vllm = searches.get("vllm")
-    rows = {}
-    for name, search in searches.items():
-        gain = None
-        if search is vllm:
-            gain = capacity.Bounded(1.0)
-        elif vllm:
-            gain = search.capacity_qps.over(vllm.capacity_qps)
-        marked = mark_broken(name, search.trials[-1].verdict.broken_rule)
-        rows[timing.mark(marked, search.busy)] = CapacityRow(search, gain)
-    print(format_table("policy", columns, rows), end="\n\n")
-    print(CAPACITY_NOTE, end="\n\n")
-
-
-def search_json(search: SearchResult[JudgedRun]) -> dict[str, Any]:
-    """A search as --json has it: its best run, and all of them."""
-    points = [{"qps": trial.qps, **trial.verdict.to_json()} for trial in search.trials]
-    best: dict[str, Any] = {"qps": 0.0}
-    if search.best:
-        best = {"qps": search.best.qps, **search.best.verdict.to_json()}
-    return best | {
-        "capacity_qps": search.capacity_qps,
-        "bound": search.capacity_qps.bound,
-        "points": points,
-        "missed": search.missed,
-        "busy": search.busy,
-    }
-
-
-def conclude(report: Mapping[str, Any]) -> str:
-    """The result of `serve` or `capacity` in a paragraph: which policies meet the SLO, or at which
-    rates. Runs that were cut short or disturbed do not count, nor does an SLO that is a multiple of
-    a disturbed measurement."""
-    results = report.get("runs") or report["results"]
-    slo_s = f"{report['slo_s']:,.3f} s"
-    complete = {name: row for name, row in results.items() if not row.get("cut_short")}
-    sure = {name: row for name, row in complete.items() if not (row["busy"] or report["slo_busy"])}
-    missed = [f"{name} ({row['missed']})" for name, row in sure.items() if row["missed"]]
-    if not sure:
-        text = f"Conclusion: {timing.TOO_BUSY if complete else 'no run came to its end'}."
-    elif "runs" in report:
-        met = [name for name, row in sure.items() if row["met"]]
-        text = f"SLO of {slo_s}: met by {'; '.join(met) or 'none'}"  # a name may have a comma
-        text += f"; not met by {', '.join(missed)}." if missed else "."
-    else:
-        rates = [f"{row['capacity_qps']:,.2f} under {name}" for name, row in sure.items()]
-        text = f"Capacity in {report['unit']} with P99 TBT up to {slo_s}: {', '.join(rates)}."
-        if missed:
-            text += f" Higher rates fail under {', '.join(missed)}."
-    return textwrap.fill(text, 100, break_on_hyphens=False)

@@ -19,6 +19,7 @@ from lab.commands.serve_options import (
     add_single_load_options,
     check_load,
 )
+from lab.commands.serve_report import describe_load
 from lab.measure import workload
 from lab.measure.remote_server import NO_KEY, RemoteServer
 from lab.measure.run_loop import Run
@@ -104,7 +105,7 @@ def main(options: RemoteOptions) -> None:
         "unit": "requests/s",
     }
     print(
-        f"{server.info.heading()}{serving.describe_load(options, load, arrivals)}\n"
+        f"{server.info.heading()}{describe_load(options, load, arrivals)}\n"
         f"SLO: P99 TBT at most {options.slo:.3f} s (as asked for), median delay not known\n"
     )
     session = serving.Session(options, arrivals_at, report, server.info.heading())
