@@ -7,29 +7,17 @@ while it has work. A step handles one reply: a batch is computed, or keys and va
 Read first: policies/pools.py, stages.py, transfer.py."""
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
-from config import EngineConfig
-from engine import Completion, Computed, Engine, Event, Iteration, sampled_by_chunk
-from parallel.stages import ParallelRunner, StageResult
+from engine import StepInputs
+from parallel.stages import RanksEngine
 from parallel.transfer import Link
-from policies.micro_batches import MicroBatches
 from policies.pools import Sent, Transfer, TwoPools
-from scheduler import Batch, Scheduler
+from scheduler import Scheduler
 
 WAIT_S = 0.001  # a step waits so long for a reply; then a request that arrives can be added
-
-
-@dataclass(frozen=True)
-class Flight:
-    """A batch that an instance computes."""
-
-    command: int
-    restarts: int  # of its scheduler: a batch from before the last one is of no use
-    batch: Batch
-    iteration: Iteration  # but for its end
 
 
 class Sending(NamedTuple):
@@ -40,29 +28,8 @@ class Sending(NamedTuple):
     start: float
 
 
-class ReplicasEngine(Engine):
+class ReplicasEngine(RanksEngine):
     """An engine whose ranks have a whole model, a cache and a scheduler of the policy each."""
-
-    make_runner = ParallelRunner
-    runner: ParallelRunner
-
-    def _start(
-        self, model: Any, config: EngineConfig, tokenizer: Any, clock: Callable[[], float]
-    ) -> None:
-        self.ranks = model.ranks
-        alive = [runner.key for runner in self.ranks.work.alive]
-        self.ranks.command("free_caches_except", alive)
-        pages = min(self.ranks.call("available_pages", config))
-        super()._start(model, replace(config, pages=pages), tokenizer, clock)
-        self.micro_batches = MicroBatches(self.make_schedulers(), pp=1)  # one on each rank
-        self.schedulers = self.micro_batches.schedulers
-        self.scheduler = self.schedulers[0]
-        self.flights: dict[int, Flight] = {}  # by rank
-        self.landing: int | None = None  # the rank whose batch is recorded, until that is done
-
-    def make_schedulers(self) -> Sequence[Scheduler]:
-        """That of each rank. All of them take from one queue."""
-        return self.config.schedulers(self.clock, pp=1, replicas=self.ranks.copies)
 
     @property
     def in_flight(self) -> bool:
@@ -73,82 +40,30 @@ class ReplicasEngine(Engine):
         """The commands whose replies are to come."""
         return [flight.command for flight in self.flights.values()]
 
-    @property
-    def has_work(self) -> bool:
-        """Whether any request has not ended, or any rank works for this engine."""
-        return bool(self.scheduler.requests or self.in_flight)
-
-    def abort(self, request_id: int) -> Completion:
-        """As of Engine."""
-        self.scheduler = self.micro_batches.running_in(request_id)
-        completion = super().abort(request_id)
-        self.scheduler = self.schedulers[0]
-        return completion
-
-    def step(self) -> list[Event]:
-        """Let all ranks have work, and wait for one reply, but not for long: its Events.
-
-        May end all processes, as Ranks.command does."""
-        self.last_iteration = None
-        if self.landing is None:  # else an interrupt came while a batch was recorded
-            self.launch()
-            pending = self.pending()
-            command = self.ranks.first_reply(pending, WAIT_S) if pending else None
-            if command is None:
-                return []
-            ranks = {flight.command: rank for rank, flight in self.flights.items()}
-            if command not in ranks:
-                self.on_reply(command)
-                return []
-            self.landing = ranks[command]
-        events = self._land(self.landing)
-        flights = self._others(self.landing)
-        self.scheduler = self.schedulers[0]
-        self.flights, self._computed, self.landing = flights, None, None  # no interrupt in between
-        return events
+    def wait_for_batch(self) -> int | None:
+        """Let all ranks have work, and wait for one reply, but not for long."""
+        self.launch()
+        pending = self.pending()
+        command = self.ranks.first_reply(pending, WAIT_S) if pending else None
+        if command is None:
+            return None
+        ranks = {flight.command: rank for rank, flight in self.flights.items()}
+        if command not in ranks:
+            self.on_reply(command)
+        return ranks.get(command)
 
     def launch(self) -> None:
         """Let each rank that is free compute the next batch of its scheduler."""
-        for rank, scheduler in enumerate(self.schedulers):
-            if rank in self.flights:
-                continue
-            start = self.clock()
-            batch = self.micro_batches.next_batch(rank, start)
-            if not batch:
-                continue
-            inputs = self._inputs(batch)
-            iteration = Iteration.begin(batch, self.schedulers, start, micro_batch=rank)
-            iteration = iteration._replace(launch=self.clock())
-            command = self.ranks.tell(rank, "run", self.runner.key, *inputs)
-            self.flights[rank] = Flight(command, scheduler.restarts, batch, iteration)
+        for rank in range(len(self.schedulers)):
+            if rank not in self.flights:
+                self._begin_batch(rank)
+
+    def send(self, number: int, inputs: StepInputs) -> int:
+        """Let the rank of a scheduler compute a batch, without waiting."""
+        return self.ranks.tell(number, "run", self.runner.key, *inputs)
 
     def on_reply(self, command: int) -> None:
         """Handle a reply that is not that of a batch."""
-
-    def _land(self, rank: int) -> list[Event]:
-        """The Events of the batch that a rank has computed. What its model raised is raised."""
-        flight = self.flights[rank]
-        self.scheduler = self.schedulers[rank]
-        if self._computed is None:  # else an interrupt came while it was recorded
-            if flight.restarts != self.scheduler.restarts:  # its requests have begun anew
-                self.ranks.replies.pop(flight.command, None)
-                return []
-            result: StageResult | Exception = self.ranks.replies[flight.command][rank]
-            if isinstance(result, Exception):
-                self.scheduler = self.schedulers[0]
-                self.flights, self.landing = self._others(rank), None
-                self.ranks.replies.pop(flight.command)
-                raise result
-            now = self.clock()
-            sampled = sampled_by_chunk(flight.batch, result.sampled)
-            self.scheduler.observe(flight.batch, now - flight.iteration.start)
-            self._computed = Computed(flight.batch, sampled, flight.iteration._replace(end=now))
-        self.ranks.replies.pop(flight.command, None)
-        return self._advance(self._computed)
-
-    def _others(self, rank: int) -> dict[int, Flight]:
-        """The flights of all ranks but one."""
-        return {other: flight for other, flight in self.flights.items() if other != rank}
 
 
 class PoolsEngine(ReplicasEngine):

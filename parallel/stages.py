@@ -28,10 +28,11 @@ from engine import (
     sampled_by_chunk,
 )
 from kv_cache import Span
+from parallel.ranks import Ranks
 from parallel.shard import Shard
 from policies.micro_batches import MicroBatches, StageTime
 from sampling import SamplingParams
-from scheduler import Batch
+from scheduler import Batch, Scheduler
 
 
 class StageResult(NamedTuple):
@@ -181,30 +182,22 @@ class ParallelRunner(Runner):
 
 
 @dataclass(frozen=True)
-class InFlight:
-    """A batch on its way through the stages."""
+class Flight:
+    """A batch that ranks compute."""
 
     command: int
-    generation: int  # MicroBatches.begun: a batch of an earlier one is of no use
+    begun: int  # MicroBatches.begun: a batch of an earlier one is of no use
     batch: Batch
     iteration: Iteration  # but for its end
     full_since: float  # see MicroBatches
 
 
-@dataclass(frozen=True)
-class PipelineState:
-    """What the micro-batches do: each is ready, or in flight. It is replaced as a whole, so that
-    an interrupt leaves the old one or the new one."""
+class RanksEngine(Engine):
+    """An engine that gives batches to ranks and handles one result in a step.
 
-    ready: tuple[int, ...]  # numbers of micro-batches
-    flights: tuple[InFlight, ...]  # the first was sent first
-
-
-class ParallelEngine(Engine):
-    """An engine on all ranks.
-
-    `max_batch` is of each micro-batch. They share the pages, as many as the smallest rank has room
-    for. With `record`, `micro_batches` learns what the stages do."""
+    Each micro-batch has a scheduler, and at most one batch in flight. `self.scheduler` is the first
+    one between steps; while a batch lands it is that of the batch. With `record`, `micro_batches`
+    learns what the stages do."""
 
     make_runner = ParallelRunner
     runner: ParallelRunner
@@ -214,97 +207,142 @@ class ParallelEngine(Engine):
         self, model: Any, config: EngineConfig, tokenizer: Any, clock: Callable[[], float]
     ) -> None:
         ranks = model.ranks
+        self.ranks: Ranks = ranks
         of_all = replace(config, max_batch=config.max_batch and config.max_batch * ranks.pp)
         ranks.command("free_caches_except", [runner.key for runner in ranks.work.alive])
         pages = min(ranks.call("available_pages", of_all))
         max_batch = config.max_batch or min(pages // ranks.pp, MAX_BATCH)
         config = replace(config, pages=pages, max_batch=max_batch)
         super()._start(model, config, tokenizer, clock)
-        self.micro_batches = MicroBatches(self.config.schedulers(clock, ranks.pp), ranks.pp)
+        self.micro_batches = MicroBatches(self.make_schedulers(), ranks.pp)
         self.schedulers = self.micro_batches.schedulers
-        self.scheduler = self.schedulers[0]  # that of the micro-batch whose turn it is
-        self.state = PipelineState(ready=tuple(range(ranks.pp)), flights=())
+        self.scheduler = self.schedulers[0]
+        self.flights: dict[int, Flight] = {}  # by micro-batch, the one that was sent first is first
+
+    def make_schedulers(self) -> Sequence[Scheduler]:
+        """That of each micro-batch. All of them take from one queue."""
+        return self.config.schedulers(self.clock, self.ranks.pp, self.ranks.copies)
 
     @property
     def in_flight(self) -> bool:
-        """Whether any batch is on its way."""
-        return bool(self.state.flights)
+        """Whether any rank works for this engine."""
+        return bool(self.flights)
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not ended, or any batch is on its way."""
-        return bool(self.scheduler.requests or self.state.flights)
+        """Whether any request has not ended, or any rank works for this engine."""
+        return bool(self.scheduler.requests or self.in_flight)
 
     def abort(self, request_id: int) -> Completion:
         """As of Engine."""
         self.scheduler = self.micro_batches.running_in(request_id)
-        return super().abort(request_id)
+        completion = super().abort(request_id)
+        self.scheduler = self.schedulers[0]
+        return completion
 
     def step(self) -> list[Event]:
-        """Send the next batch on its way, or else wait for the first: an Event for each new token.
+        """Let ranks have work, or wait for a result: an Event for each new token.
 
         May end all processes, as Ranks.command does."""
         self.last_iteration = None
-        if self._computed is None:  # else the tokens of a batch are there, and recorded first
-            for number in self.state.ready:
-                if self._send_batch(number):
-                    return []
-        if not self.state.flights:
-            return []
-        return self._land_first()
+        if self._computed is None:
+            number = self.wait_for_batch()
+        else:  # an interrupt came while it was recorded
+            number = self._computed.iteration.micro_batch
+        return [] if number is None else self._land(number)
 
-    def _send_batch(self, number: int) -> bool:
+    def wait_for_batch(self) -> int | None:
+        """Let ranks have work. Returns a micro-batch whose batch is computed, if there is one."""
+        raise NotImplementedError
+
+    def send(self, number: int, inputs: StepInputs) -> int:
+        """Let ranks compute a batch of a micro-batch. Returns the number of the command."""
+        raise NotImplementedError
+
+    def _begin_batch(self, number: int) -> bool:
         """Let the next batch of a micro-batch begin, if it has any."""
-        self.scheduler = self.schedulers[number]
         start = self.clock()
         batch = self.micro_batches.next_batch(number, start)
         if not batch:
             return False
-        ready = tuple(other for other in self.state.ready if other != number)
-        flight = self._launch(number, batch, start)
-        self.state = PipelineState(ready, (*self.state.flights, flight))
+        inputs = self._inputs(batch)
+        iteration = Iteration.begin(batch, self.schedulers, start, micro_batch=number)
+        iteration = iteration._replace(launch=self.clock())
+        flight = Flight(
+            command=self.send(number, inputs),
+            begun=self.micro_batches.begun,
+            batch=batch,
+            iteration=iteration,
+            full_since=self.micro_batches.full_since(number),
+        )
+        self.flights = {**self.flights, number: flight}
         return True
 
-    def _launch(self, number: int, batch: Batch, start: float) -> InFlight:
+    def _land(self, number: int) -> list[Event]:
+        """The Events of a batch that is computed. What its model raised is raised."""
+        flight = self.flights[number]
+        others = {other: self.flights[other] for other in self.flights if other != number}
+        self.scheduler = self.schedulers[number]
+        events: list[Event] = []
+        failure: Exception | None = None
+        if self._computed is None and flight.begun == self.micro_batches.begun:
+            replies = self.ranks.replies[flight.command]
+            results = [replies[rank] for rank in sorted(replies)]
+            if isinstance(results[0], Exception):
+                failure = results[0]
+            else:
+                self._computed = self._computed_of(flight, results)
+        if self._computed is not None:  # else the model failed, or its requests have begun anew
+            events = self._advance(self._computed)
+        self.scheduler = self.schedulers[0]
+        self.flights, self._computed = others, None  # in one statement: no interrupt in between
+        self.ranks.replies.pop(flight.command)
+        if failure:
+            raise failure
+        return events
+
+    def _computed_of(self, flight: Flight, results: Sequence[StageResult]) -> Computed:
+        """What came of a batch, from the results of all its stages."""
+        number = flight.iteration.micro_batch
+        now = self.clock()
+        sampled = sampled_by_chunk(flight.batch, results[-1].sampled)
+        if self.record:
+            shift = now - time.perf_counter()  # from Ranks.clock to this engine's
+            times = [StageTime(r.start + shift, r.end + shift, r.waited) for r in results]
+            chunks = flight.iteration.chunks
+            self.micro_batches.book(number, times, flight.full_since, flight.batch, chunks)
+        self.scheduler.observe(flight.batch, now - flight.iteration.start)
+        return Computed(flight.batch, sampled, flight.iteration._replace(end=now))
+
+
+class ParallelEngine(RanksEngine):
+    """An engine whose model is divided among all ranks.
+
+    `max_batch` is of each micro-batch. They share the pages, as many as the smallest rank has room
+    for."""
+
+    def _start(
+        self, model: Any, config: EngineConfig, tokenizer: Any, clock: Callable[[], float]
+    ) -> None:
+        super()._start(model, config, tokenizer, clock)
+        self.order = list(range(self.ranks.pp))  # of micro-batches: who landed first begins first
+
+    def wait_for_batch(self) -> int | None:
+        """Send the next batch on its way, or else wait for the one that was sent first."""
+        for number in self.order:
+            if number not in self.flights and self._begin_batch(number):
+                return None
+        if not self.flights:
+            return None
+        number, flight = next(iter(self.flights.items()))
+        self.ranks.wait_for_replies(flight.command, self.ranks.pp)
+        self.order = [*(other for other in self.order if other != number), number]
+        return number
+
+    def send(self, number: int, inputs: StepInputs) -> int:
         """Send a batch to all ranks. The cache has the pages of one micro-batch after the other."""
-        inputs = self._inputs(batch)
-        first_page = number * self.scheduler.pages.total
+        first_page = number * self.schedulers[number].pages.total
         spans = [
             span._replace(pages=[first_page + page for page in span.pages]) for span in inputs.spans
         ]
-        iteration = Iteration.begin(batch, self.schedulers, start, micro_batch=number)
-        iteration = iteration._replace(launch=self.clock())
-        generation = self.micro_batches.begun
-        full_since = self.micro_batches.full_since(number)
-        command = self.runner.send(inputs._replace(spans=spans))
-        return InFlight(command, generation, batch, iteration, full_since)
-
-    def _land_first(self) -> list[Event]:
-        """Wait for the batch that was sent first: its Events."""
-        flight, *later_flights = self.state.flights
-        results = self.runner.collect(flight.command)
-        events: list[Event] = []
-        if self._computed or flight.generation == self.micro_batches.begun:
-            events = self._land(flight, results)  # else its requests have begun anew
-        ready = (*self.state.ready, flight.iteration.micro_batch)
-        landed = PipelineState(ready, tuple(later_flights))
-        self.state, self._computed = landed, None  # in one statement: no interrupt in between
-        self.runner.forget(flight.command)
-        return events
-
-    def _land(self, flight: InFlight, results: list[StageResult]) -> list[Event]:
-        """The Events of a batch, from the results of all stages."""
-        batch = flight.batch
-        number = flight.iteration.micro_batch
-        self.scheduler = self.schedulers[number]
-        if self._computed is None:  # else an interrupt came while it was recorded
-            now = self.clock()
-            shift = now - time.perf_counter()  # from Ranks.clock to this engine's
-            times = [StageTime(r.start + shift, r.end + shift, r.waited) for r in results]
-            sampled = sampled_by_chunk(batch, results[-1].sampled)
-            if self.record:
-                chunks = flight.iteration.chunks
-                self.micro_batches.book(number, times, flight.full_since, batch, chunks)
-            self.scheduler.observe(batch, now - flight.iteration.start)
-            self._computed = Computed(batch, sampled, flight.iteration._replace(end=now))
-        return self._advance(self._computed)
+        return self.runner.send(inputs._replace(spans=spans))

@@ -368,7 +368,7 @@ def aborts(job):
     ids = add_all(engine)
 
     def all_run():
-        in_flight = len(engine.state.flights) == job["pp"]
+        in_flight = len(engine.flights) == job["pp"]
         return in_flight and all(scheduler.running for scheduler in engine.schedulers)
 
     while not all_run():

@@ -33,7 +33,7 @@ from lab.measure.run_loop import LoadRun, Run
 from lab.measure.run_plan import run_plan
 from lab.measure.workload import Arrival, chats, prompts
 from model import GPT
-from parallel.stages import ParallelEngine, PipelineState
+from parallel.stages import ParallelEngine
 from policies import POLICIES
 from policies import token_budget as slo
 from policies.token_budget import Profiled, hybrid_spans
@@ -326,7 +326,7 @@ def test_a_pipeline_is_probed_when_no_batch_is_in_flight(monkeypatch):
     engine.scheduler = SimpleNamespace(requests={})
     server = EngineServer(engine, Clock(lambda: 0.0))
     for flights, probes in [(("a batch",), 0), ((), 1), ((), 1)]:
-        engine.state = PipelineState(ready=(), flights=flights)
+        engine.flights = flights
         assert server.ready_at() == (0.0 if flights else np.inf)
         assert len(took) == probes
 

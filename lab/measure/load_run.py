@@ -18,8 +18,9 @@ from lab.measure.arrival import Arrival
 from lab.measure.run_loop import LoadRun, Recorder, Run, no_progress
 from model import GPT
 from outputs import Iteration
-from parallel import ParallelEngine, ReplicasEngine, engine_for
+from parallel import engine_for
 from parallel.instances import PoolsEngine
+from parallel.stages import RanksEngine
 from sampling import SamplingParams
 
 GLANCE_EVERY_S = 1.0  # how often an engine's run probes the machine
@@ -77,7 +78,7 @@ class EngineServer:
         batch is in flight: the others would go on."""
         now = self.clock()
         engine = self.engine
-        in_flight = isinstance(engine, ParallelEngine | ReplicasEngine) and engine.in_flight
+        in_flight = isinstance(engine, RanksEngine) and engine.in_flight
         if now >= self.next_glance and not in_flight:
             self.probe_readings.append(self.probe.take(measure.GLANCE_S))
             self.next_glance = now + GLANCE_EVERY_S
