@@ -70,6 +70,7 @@ def editor(packed: Packed, pyodide: str = PYODIDE) -> Editor:
     return {
         "bundle": packed,
         "pyodide": pyodide,
+        "pyodide_files": list(PYODIDE_FILES),
         "template": (ROOT / TEMPLATE).read_text("utf-8"),
         "exercises": [
             {

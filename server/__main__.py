@@ -203,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         # interrupted, loads the model; then it lets the server finish
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        thread = EngineThread(partial(make_engine, options))
+        thread = EngineThread(partial(make_engine, options), time_decodes=True)
         api = Api(
             thread,
             tokenizer=text_model.tokenizer,

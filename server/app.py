@@ -218,10 +218,9 @@ class Api:
         thread.on_completion = self.metrics.observe
         self.slo_s: float | None = self.engine.config.policy_options.get("tbt_slo")
         self.slo_source = "the option --tbt-slo"
-        last = self.engine.last_iteration
-        if not self.slo_s and last:  # that of the warm-up: a decode of one request
-            self.slo_s = SLO_DECODES * (last.end - last.start)
-            self.slo_source = f"{SLO_DECODES} decode iterations of an idle engine"
+        if self.slo_s is None and thread.idle_decode_s is not None:
+            self.slo_s = SLO_DECODES * thread.idle_decode_s
+            self.slo_source = f"{SLO_DECODES} times the median decode iteration of an idle engine"
 
     def app(self) -> Starlette:
         """The ASGI application."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
+from statistics import median
 from typing import NamedTuple, ParamSpec, TypedDict, TypeVar
 
 from engine import Engine
@@ -19,6 +20,7 @@ from scheduler import Request
 from views.page import Record, Recorder
 
 RECORDS = 1000  # at least this many are kept for the schedule page
+IDLE_DECODES = 9  # decode iterations whose median is that of an idle engine
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -43,11 +45,16 @@ class EngineThread:
     """Steps the `engine` that `make_engine()` returns, and records its iterations.
 
     `call` is for asyncio's thread, `answers` for any, all other methods for this one.
-    `on_completion` is called with each Completion, also in this thread."""
+    `on_completion` is called with each Completion, also in this thread. With `time_decodes` it
+    first measures `idle_decode_s`, which is None otherwise: see idle_decode_seconds."""
 
-    def __init__(self, make_engine: Callable[[], Engine]) -> None:
+    def __init__(self, make_engine: Callable[[], Engine], time_decodes: bool = False) -> None:
         self.executor = ThreadPoolExecutor(1, "engine")
         self.engine = self.executor.submit(make_engine).result()
+        self.idle_decode_s: float | None = None
+        if time_decodes:
+            timing = self.executor.submit(idle_decode_seconds, self.engine)
+            self.idle_decode_s = timing.result()
         self.on_completion: Callable[[Completion], None] = _ignore
         self.queues: dict[int, EventQueue] = {}  # request id -> where its events go
         self.loop: asyncio.AbstractEventLoop | None = None  # asyncio's, known after the first call
@@ -160,6 +167,16 @@ class EngineThread:
         if self.forgotten <= place <= end:
             records = self.recorder.records[place - self.forgotten :]
         return {"records": records, "place": end}
+
+
+def idle_decode_seconds(engine: Engine) -> float | None:
+    """The median of IDLE_DECODES decode iterations with one request, in seconds.
+
+    A single slow one does not move it. None if a request has no room for two output tokens."""
+    num_tokens = min(IDLE_DECODES + 1, engine.scheduler.max_len - 1)
+    (completion,) = engine.generate([[0]], SamplingParams(num_tokens), progress=False)
+    engine.start_over()  # nothing of it is found in the cache later
+    return median(completion.tbt) if completion.tbt else None
 
 
 def _ignore(completion: Completion) -> None:

@@ -318,16 +318,32 @@ def test_the_page_says_who_serves_and_what_is_too_long():
             '"slo_s": 0.25, "slo_source": "the option --tbt-slo"' in text
             and "dynamic, chunk 16, 4 requests of 128 tokens" in text
         )
-    engine = Engine(tiny_model(), max_batch=2, max_len=64)
+
+
+@pytest.mark.parametrize("slow_step", [None, 3, 9])
+def test_one_slow_decode_does_not_move_the_slo_of_an_idle_engine(monkeypatch, slow_step):
+    now, steps = 0.0, 0
+    engine = Engine(tiny_model(), max_batch=2, max_len=64, clock=lambda: now)
     engine.warm_up()
-    last = engine.last_iteration
-    thread = EngineThread(lambda: engine)
+    forward = engine.runner.forward
+
+    def timed_forward(*args):
+        nonlocal now, steps
+        now += 40.0 if steps == slow_step else 0.25
+        steps += 1
+        return forward(*args)
+
+    monkeypatch.setattr(engine.runner, "forward", timed_forward)
+    thread = EngineThread(lambda: engine, time_decodes=True)
+    assert steps == 10  # a prefill and nine decodes
+    assert idle(engine)
     api = Api(thread, letters, "tiny", load_chat(None))
     thread.executor.shutdown()
     response = asyncio.run(api.page(SimpleNamespace(headers={"host": "localhost"})))
     text = response.body.decode()
-    assert f'"slo_s": {5 * (last.end - last.start)}' in text
-    assert '"slo_source": "5 decode iterations of an idle engine"' in text
+    assert '"slo_s": 1.25,' in text
+    assert '"slo_source": "5 times the median decode iteration of an idle engine"' in text
+    assert thread.recorder.records == []
 
 
 def test_records_that_are_too_old_are_a_snapshot(monkeypatch):

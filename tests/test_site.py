@@ -133,6 +133,74 @@ def test_the_version_of_python_is_that_of_the_package():
     assert f"pyodide@{version}" in (ROOT / ".github/workflows/ci.yml").read_text()
 
 
+def answer_404(route):
+    route.fulfill(status=404, body="not here")
+
+
+def answer_with_a_broken_script(route):
+    route.fulfill(content_type="text/javascript", body="throw new Error('out of order')")
+
+
+@pytest.mark.parametrize(
+    ("handle", "reason"),
+    [
+        (answer_404, "file not found: "),
+        (lambda route: route.abort(), "cannot be reached"),
+        (answer_with_a_broken_script, "all files are there, but it does not start"),
+    ],
+    ids=["not found", "unreachable", "broken"],
+)
+def test_why_python_does_not_load_is_one_plain_sentence(browser, address, handle, reason):
+    context = browser.new_context()
+    context.route("**/pyodide/**", answer_with_a_broken_script)
+    context.route("**/pyodide.mjs", handle)
+    tab = context.new_page()
+    tab.goto(address)
+    tab.wait_for_function(DRAWN)
+    line = run(tab)
+    assert line.startswith("Python could not be loaded: ") and reason in line
+    assert line.endswith("Everything else on this page works without it.")
+    assert tab.text_content("#resultdetails") not in line  # what the browser says
+    choose(tab, "load", "steady")
+    context.close()
+
+
+def test_without_a_network_python_is_not_loaded(browser, address):
+    context = browser.new_context()
+    tab = context.new_page()
+    tab.goto(address)
+    tab.wait_for_function(DRAWN)
+    context.set_offline(True)
+    assert "could not be loaded: there is no network. Everything else" in run(tab)
+    context.close()
+
+
+def test_what_an_address_names_and_is_not_there_is_said(browser, address):
+    fragment = "#policy=Mine+(yours)&load=steady&beside=Mine+(yours)"
+    with opened(browser, address + fragment) as (tab, _):
+        assert names_of_panes(tab) == ["vllm | * | steady"]
+        line = "The address names Mine (yours), which is not there yet: run it in the editor below."
+        assert tab.text_content("#notice") == line
+        choose(tab, "load", "A to D")
+        assert tab.text_content("#notice") == ""  # it was said once
+    with opened(browser, address + "#policy=vllm&load=heavy&beside=nobody") as (tab, _):
+        line = "The address names heavy, which this page does not have."
+        assert line in tab.text_content("#notice")
+        assert "names nobody" in tab.text_content("#notice")
+    with opened(browser, address + "#policy=vllm&chunk=256&beside=sarathi-serve") as (tab, _):
+        assert tab.text_content("#notice") == "" and len(names_of_panes(tab)) == 2
+
+
+def test_a_policy_beside_itself_is_one_picture_and_says_so(browser, address):
+    with opened(browser, address + "#policy=vllm&beside=vllm") as (tab, _):
+        assert len(names_of_panes(tab)) == 1
+        line = "vllm is compared with itself: one picture shows both."
+        assert tab.text_content("#notice") == line and tab.is_visible("#notice")
+        tab.select_option("#beside", "sarathi-serve")
+        tab.wait_for_function("panes.length === 2")
+        assert not tab.is_visible("#notice")
+
+
 @needs_pyodide
 def test_a_policy_of_ones_own_is_shown_beside_any_other(browser, address):
     with opened(browser, address) as (tab, files):

@@ -156,6 +156,7 @@ class Editor(TypedDict):
 
     bundle: Packed  # {"files": {path: text}, "loads": {name: load}}, see browser/bundle.py
     pyodide: str  # the address of Python for browsers, which ends in /
+    pyodide_files: list[str]  # what is loaded from there
     template: str  # the text to begin with
     exercises: list[ExerciseInfo]
 

@@ -3,6 +3,7 @@
 
 const NOT_CHOSEN = "*";  // the part of a run's name for which it has no choice
 const NOBODY = "nothing";  // with which a run is compared
+const YOURS = " (yours)";  // with which the name of a policy ends that was written in the page
 
 // What can be chosen: {row of buttons: labels}. The first row is that of policies.
 const axes = Object.entries(data.choices ?? {run: data.runs.map(({name}) => name)});
@@ -102,6 +103,9 @@ async function choose(wanted = {}) {
   }
   await add_missing_runs();
   if (!entry_of(chosen.beside)) chosen.beside = NOBODY;
+  const is_same = chosen.beside === chosen[policy_axis];
+  $("notice").textContent = is_same
+    ? `${chosen.beside} is compared with itself: one picture shows both.` : "";
   const entries = [entry_of(chosen[policy_axis]), entry_of(chosen.beside)].filter(Boolean);
   mark_buttons(entries);
   return show([...new Set(entries)]);
@@ -225,10 +229,22 @@ function address() {
   if (pinned_request !== null) values.set("request", String(pinned_request));
   return values.toString();
 }
+/** A sentence for each label in the address that the page lacks: what is shown is another run. */
+function sentences_of_missing(values) {
+  const has_label = (labels, wanted) => labels.some(label => label.startsWith(wanted));
+  const rows = [...axes, ["beside", [NOBODY, ...axes[0][1]]]];
+  const missing = rows.filter(([axis, labels]) =>
+    values[axis] && !has_label(labels, values[axis]));
+  return [...new Set(missing.map(([axis]) => values[axis]))].map(label =>
+    label.endsWith(YOURS)
+      ? `The address names ${label}, which is not there yet: run it in the editor below.`
+      : `The address names ${label}, which this page does not have.`);
+}
 /** Show what the address says; returns whether it says anything. */
 async function restore() {
   const values = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
   await choose({beside: NOBODY, ...values});
+  $("notice").append(sentences_of_missing(values).join(" "));
   if (values.look && panes[1]) focus(panes[1]);
   const from = Number(values.from), to = Number(values.to);
   set_view(...(to > from ? [from, to] : [-Infinity, Infinity]));

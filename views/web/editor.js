@@ -2,6 +2,7 @@
 // Read first: browser/answer.py, worker.js, choices.js.
 
 const LIMIT_S = 10;  // of one answer: what takes longer is a loop without an end
+const STOPPED = "stopped";
 const NO_EXERCISE = "policy";
 const INDENT = "    ";
 const own_sources = new Map();  // a policy that was written here, as the page names it -> its source
@@ -11,14 +12,15 @@ let stop_waiting = null;  // ends the wait for the worker, with a reason
 
 // ---- Python -------------------------------------------------------------------------------------
 
-/** The next message of the worker. Rejects with one line; after that there is no worker. */
+/** The next message of the worker. Rejects with one line, and as its cause with the whole message if
+ * that is longer; after that there is no worker. */
 function next_message(limit_s) {
   return new Promise((resolve, reject) => {
-    const fail = reason => {
+    const fail = (reason, details = "") => {
       clearTimeout(timer);
       worker?.terminate();
       worker = null;
-      reject(new Error(reason));
+      reject(new Error(reason, {cause: details}));
     };
     const timer = limit_s === undefined ? 0 : setTimeout(
       () => fail(`stopped after ${limit_s} s: a loop without an end?`), 1e3 * limit_s);
@@ -26,7 +28,8 @@ function next_message(limit_s) {
     worker.onerror = event => fail(event.message || "the worker failed");
     worker.onmessage = ({data: message}) => {
       if (message.failed !== undefined) {
-        fail(message.failed.trim().split("\n").at(-1));
+        const details = message.failed.trim();
+        fail(details.split("\n").at(-1), details);
         return;
       }
       clearTimeout(timer);
@@ -42,15 +45,37 @@ function worker_address() {
 }
 async function load_python() {
   say_result("Loading Python …");
-  bundle ??= await unpack(data.editor.bundle);
-  worker = new Worker(worker_address(), {type: "module"});
   const pyodide = new URL(data.editor.pyodide, location.href).href;
-  worker.postMessage({pyodide, files: bundle.files});
   try {
+    bundle ??= await unpack(data.editor.bundle);
+    worker = new Worker(worker_address(), {type: "module"});
+    worker.postMessage({pyodide, files: bundle.files});
     await next_message();
   } catch (error) {
-    throw new Error(`Python could not be loaded from ${pyodide}: ${error.message}`);
+    if (error.message === STOPPED) throw error;
+    const {file} = data.editor.bundle, folder = new URL(".", location.href).href;
+    const addresses = data.editor.pyodide_files.map(name => pyodide + name);
+    const reason = await why_not_loaded([...(file ? [folder + file] : []), ...addresses]);
+    throw new Error(
+      `Python could not be loaded: ${reason}. Everything else on this page works without it.`,
+      {cause: error.cause || error.message});
   }
+}
+/** The reason why one of these files could not be loaded. */
+async function why_not_loaded(addresses) {
+  for (const address of addresses) {
+    const {protocol, host} = new URL(address);
+    if (protocol === "file:") return "a page in a folder may not read files beside it";
+    let answer;
+    try {
+      answer = await fetch(address, {method: "HEAD", cache: "no-store"});
+    } catch {
+      return navigator.onLine ? `${host} cannot be reached` : "there is no network";
+    }
+    if (answer.status === 404) return `file not found: ${address}`;
+    if (!answer.ok) return `${address} is refused with status ${answer.status}`;
+  }
+  return "all files are there, but it does not start in this browser";
 }
 /** What browser/answer.py answers. Throws an Error of one line. */
 async function ask(question) {
@@ -65,14 +90,14 @@ async function ask(question) {
 /** Run a source at the chosen load and chunk size, and add its run to those of the page.
  * @returns the policy's name in the page; null if it made no batch */
 async function add_own_run(source) {
-  bundle ??= await unpack(data.editor.bundle);
+  if (!worker) await load_python();
   const {chunk, load: load_name} = chosen;
   const reply = await ask({
     kind: "run", source, chunk, load: bundle.loads[load_name], slo_s: data.slo_s,
   });
   show_reply(reply.problem || `${reply.policy}: no rule is broken.`, reply.problem, reply);
   if (!reply.records.some(record => record.decodes)) return null;
-  const policy = `${reply.policy} (yours)`;
+  const policy = reply.policy + YOURS;
   const is_other = own_sources.get(policy) !== source;
   const name = [policy, reply.has_chunk ? chunk : NOT_CHOSEN, load_name].join(" | ");
   data.runs = data.runs.filter(entry =>
@@ -145,7 +170,7 @@ async function with_button_disabled(action) {
   try {
     return await action();
   } catch (error) {
-    show_reply(error.message, true, {});
+    show_reply(error.message, true, {details: error.cause});
     return null;
   } finally {
     button.disabled = false;
@@ -266,7 +291,8 @@ function start_editor() {
     new Option("a policy of your own", NO_EXERCISE),
     ...exercises.map(({number, title}) => new Option(`exercise ${number}: ${title}`, number)),
   );
-  $("startwith").oninput = () => open_source(stored_source());
+  const say_error = error => say_result(error.message, true);
+  $("startwith").oninput = () => open_source(stored_source()).catch(say_error);
   $("startover").onclick = async () => {
     await open_source(await original_source());
     store_source();
@@ -278,7 +304,7 @@ function start_editor() {
   };
   $("source").onscroll = () => { $("linenumbers").scrollTop = $("source").scrollTop; };
   $("runsource").onclick = run_or_check;
-  $("stoprun").onclick = () => stop_waiting?.("stopped");
+  $("stoprun").onclick = () => stop_waiting?.(STOPPED);
   $("seerun").onclick = () => panes[0].box.scrollIntoView({block: "start"});
   open_source(stored_source());
   add_jump();
