@@ -102,23 +102,28 @@ class PoolsEngine(ReplicasEngine):
 
     def launch(self) -> None:
         """Send what there is memory for, and let each rank compute its next batch."""
+        self.link.forget_all_but(self.sending)
         self.pools.start_transfers()
-        on_link = {sending.transfer for sending in self.sending.values()}
-        for transfer in list(self.pools.transfers.values()):
-            if transfer.target is not None and transfer not in on_link:
-                self._send_pages(transfer)
+        known = {sending.transfer for sending in self.sending.values()}
+        for transfer in self.pools.transfers.values():
+            if transfer.target is not None and transfer not in known:
+                prefilled = transfer.request.token_times[-1]
+                number = next(self.ranks.numbers)
+                self.sending[number] = Sending(transfer, prefilled, start=self.clock())
+        for number, sending in list(self.sending.items()):
+            if number not in self.link.sending:  # begun above, or before an interrupt
+                self._send_pages(number, sending.transfer)
         super().launch()
 
-    def _send_pages(self, transfer: Transfer) -> None:
-        """Begin a transfer; but end it if it was aborted since an interrupt."""
+    def _send_pages(self, number: int, transfer: Transfer) -> None:
+        """Begin a transfer; but end it if it is of no use since an interrupt."""
         request = transfer.request
-        if request.finish_reason is not None:
+        is_dropped = self.pools.transfers.get(request.id) is not transfer
+        if is_dropped or request.finish_reason is not None:
             self.pools.end_transfer(transfer)
-            return
-        number = next(self.ranks.numbers)
-        start = self.clock()
-        self.link.send(number, self.runner.cache, request.pages, transfer.tokens)
-        self.sending[number] = Sending(transfer, request.token_times[-1], start)
+            self.sending.pop(number)
+        else:
+            self.link.send(number, self.runner.cache, request.pages, transfer.tokens)
 
     def on_reply(self, command: int) -> None:
         """End a transfer: its keys and values are on the decode instance. An interrupt may be
@@ -131,7 +136,6 @@ class PoolsEngine(ReplicasEngine):
             self.sent.append(
                 Sent(transfer.request.id, 0, 1, transfer.tokens, prefilled, start, end)
             )
-        self.link.forget(command)
         self.sending.pop(command)
         self.ranks.replies.pop(command)
 

@@ -18,6 +18,7 @@ line names a rank:
 Read next: shard.py."""
 
 import atexit
+import math
 import os
 import pickle
 import queue
@@ -27,7 +28,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from threading import Condition, Event, Lock, Thread
@@ -85,16 +86,37 @@ class Timer:
 
     limit_s: float
     passed_s: float = 0.0
-    began: float = field(default_factory=time.monotonic)
 
     def beat(self) -> bool:
         """Let another BEAT_S pass: whether the limit is reached."""
         self.passed_s += BEAT_S
         return self.passed_s >= self.limit_s
 
+
+class Pulse:
+    """Knows for how long this process was stopped, from beats that it was to have each BEAT_S."""
+
+    def __init__(self) -> None:
+        self.last_beat = time.monotonic()
+        self.pause_s = 0.0  # of the last long time without a beat
+        self.pause_end = -math.inf
+
+    def beat(self) -> None:
+        """Be called each BEAT_S, while this process is not stopped."""
+        now = time.monotonic()
+        if now - self.last_beat > SILENCE_LIMIT_S / 2:
+            self.pause_s = now - self.last_beat
+            self.pause_end = now
+        self.last_beat = now
+
     def stopped_s(self) -> float:
-        """For how many seconds since its beginning this process was stopped."""
-        return time.monotonic() - self.began - self.passed_s
+        """For how many seconds this process was stopped until just now; 0 if it was not.
+
+        Any thread may call this, and may be the first or the last that goes on."""
+        now = time.monotonic()
+        if now - self.last_beat > SILENCE_LIMIT_S / 2:  # else it is the time between two beats
+            return now - self.last_beat
+        return self.pause_s if now - self.pause_end < GRACE_S else 0.0
 
 
 class Ranks:
@@ -135,6 +157,7 @@ class Ranks:
         self.call_times: list[Timer] = []  # of calls that have a limit
         self.own_commands: Thread | None = None  # on rank 0: carries out what it tells itself
         self._connect(device_type)
+        self.pulse = Pulse()
         self.receivers = {
             peer: Thread(target=self._receive_all, args=[peer], daemon=True) for peer in self.peers
         }
@@ -342,6 +365,7 @@ class Ranks:
         """Tell the peers every BEAT_S that this rank is alive, and end if a peer is silent or the
         main thread is stuck: a thread of its own."""
         while not self.has_ended.wait(BEAT_S):
+            self.pulse.beat()
             with suppress(RuntimeError):  # of gloo: a peer has ended, which its receiver notices
                 self._send(Heartbeat(), self.peers)
             for peer, silence in self.silence.items():
@@ -392,8 +416,8 @@ class Ranks:
                     self._on_reply(peer, message)
         if self.rank > 0:
             os._exit(1)  # rank 0 has said why
-        stopped_s = self.silence[peer].stopped_s()
-        if stopped_s > SILENCE_LIMIT_S / 2:  # else it is the time between two beats
+        stopped_s = self.pulse.stopped_s()
+        if stopped_s:
             self._end_all(f"rank 0 was stopped for {stopped_s:.0f} s: the others have ended")
         self._end_all(f"rank {peer} is gone: killed, or not to be reached")
 

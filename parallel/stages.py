@@ -247,9 +247,20 @@ class RanksEngine(Engine):
         self.last_iteration = None
         if self._computed is None:
             number = self.wait_for_batch()
+            if number is None:
+                return []
+            self._computed = self._result(number)
+            if self._computed is None:
+                return []
         else:  # an interrupt came while it was recorded
             number = self._computed.iteration.micro_batch
-        return [] if number is None else self._land(number)
+        self.scheduler = self.schedulers[number]
+        events = self._advance(self._computed)
+        self.scheduler = self.schedulers[0]
+        self.ranks.replies.pop(self.flights[number].command, None)
+        # in one statement and the last: an interrupt before it keeps the events for the next step
+        self.flights, self._computed = self._other_flights(number), None
+        return events
 
     def wait_for_batch(self) -> int | None:
         """Let ranks have work. Returns a micro-batch whose batch is computed, if there is one."""
@@ -278,28 +289,24 @@ class RanksEngine(Engine):
         self.flights = {**self.flights, number: flight}
         return True
 
-    def _land(self, number: int) -> list[Event]:
-        """The Events of a batch that is computed. What its model raised is raised."""
+    def _result(self, number: int) -> Computed | None:
+        """What came of the batch of a micro-batch; None if its requests have begun anew. What its
+        model raised is raised."""
         flight = self.flights[number]
-        others = {other: self.flights[other] for other in self.flights if other != number}
-        self.scheduler = self.schedulers[number]
-        events: list[Event] = []
-        failure: Exception | None = None
-        if self._computed is None and flight.begun == self.micro_batches.begun:
-            replies = self.ranks.replies[flight.command]
-            results = [replies[rank] for rank in sorted(replies)]
-            if isinstance(results[0], Exception):
-                failure = results[0]
-            else:
-                self._computed = self._computed_of(flight, results)
-        if self._computed is not None:  # else the model failed, or its requests have begun anew
-            events = self._advance(self._computed)
-        self.scheduler = self.schedulers[0]
-        self.flights, self._computed = others, None  # in one statement: no interrupt in between
+        replies = self.ranks.replies[flight.command]
+        results = [replies[rank] for rank in sorted(replies)]
+        is_of_use = flight.begun == self.micro_batches.begun
+        if is_of_use and not isinstance(results[0], Exception):
+            return self._computed_of(flight, results)
+        self.flights = self._other_flights(number)
         self.ranks.replies.pop(flight.command)
-        if failure:
-            raise failure
-        return events
+        if is_of_use:
+            raise results[0]
+        return None
+
+    def _other_flights(self, number: int) -> dict[int, Flight]:
+        """The flights of all micro-batches but one."""
+        return {other: flight for other, flight in self.flights.items() if other != number}
 
     def _computed_of(self, flight: Flight, results: Sequence[StageResult]) -> Computed:
         """What came of a batch, from the results of all its stages."""

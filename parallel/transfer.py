@@ -2,7 +2,7 @@
 
 Read first: kv_cache.py, stages.py. Read next: instances.py."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from threading import Thread
 from typing import Any
 
@@ -48,11 +48,11 @@ class Link:
             kv = export_pages(cache, pages, tokens)
             with self.ranks.unbroken():  # a header without its keys and values would be the end
                 works = [dist.isend(header, self.target), dist.isend(kv, self.target)]
-        self.sending[number] = [header, kv, works]
+                self.sending[number] = [header, kv, works]
 
-    def forget(self, number: int) -> None:
-        """Drop the tensors of a transfer that has arrived."""
-        self.sending.pop(number, None)
+    def forget_all_but(self, numbers: Container[int]) -> None:
+        """Drop the tensors of all transfers but these, as they have arrived."""
+        self.sending = {n: tensors for n, tensors in self.sending.items() if n in numbers}
 
 
 class Instance(Stage):

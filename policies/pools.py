@@ -134,10 +134,9 @@ class Instance(Scheduler):
 
     def mend(self) -> None:
         """As of Scheduler: all requests are prefilled again, and those that are sent, too."""
-        restarts = self.restarts
-        super().mend()
-        if self.restarts > restarts:
+        if any([peer.torn for peer in self.peers]):  # as it is until all of this is done
             self.transfers.clear()
+        super().mend()
 
     def _check_nothing_to_do(self) -> None:
         """An empty batch is no mistake: there may be no memory until a transfer has ended."""

@@ -33,6 +33,7 @@ import parallel.instances
 import parallel.meeting
 import parallel.ranks
 import parallel.stages
+import parallel.transfer
 import policies.pools
 from cli import console
 from cli.loading import ModelOptions, load_model
@@ -46,7 +47,7 @@ from parallel.instances import ChunkedPoolsEngine, PoolsEngine, ReplicasEngine
 from parallel.ranks import STARTED, Ranks
 from parallel.shard import Shard
 from parallel.stages import Stage
-from parallel.transfer import Instance
+from parallel.transfer import Instance, Link
 from sampling import SamplingParams
 from tests.helpers import check_integrity, tiny_model
 from tests.test_interrupt import FILES, NEVER, Interrupt
@@ -139,6 +140,10 @@ class FaultyInstance(Faulty, Instance):
             suffer(self.fault)
         time.sleep(self.link_s)
         return received
+
+    def num_received(self):
+        """How many requests' keys and values have arrived and are in no cache yet."""
+        return len(self.received)
 
 
 KINDS = {"pools": PoolsEngine, "pools chunks": ChunkedPoolsEngine, "replicas": ReplicasEngine}
@@ -291,13 +296,15 @@ def batches(job):
     return all_batches
 
 
+INTERRUPTED = [parallel.stages, parallel.instances, parallel.transfer, policies.pools]
+
+
 def interrupted(job):
     """Serve while KeyboardInterrupt is raised again and again. Returns its counts of the last seed.
 
     It is raised wherever rank 0 decides or waits, but not while all ranks are given a command.
     """
-    modules = [parallel.stages, parallel.instances, policies.pools]
-    FILES.update(str(Path(module.__file__)) for module in modules)
+    FILES.update(str(Path(module.__file__)) for module in INTERRUPTED)
     model = model_of(job)
     params = [replace(each, logprobs=True) for each in PARAMS]
     expected = engine_of(model, job, job["engine"]).generate(PROMPTS, params, progress=False)
@@ -329,6 +336,49 @@ def serve_interrupted(engine, params, random):
     return [done[request_id] for request_id in sorted(done)], counts
 
 
+def interrupted_at_each_place(job):
+    """Serve one request again and again, each time with KeyboardInterrupt at the next place where
+    rank 0 decides. Returns how many there are."""
+    parallel.instances.WAIT_S = 10.0  # a step that waits in vain would be more places
+    FILES.update(str(Path(module.__file__)) for module in INTERRUPTED)
+    engine = engine_of(model_of(job), job, job["engine"])
+    request = ([1, 2, 3], SamplingParams(2, logprobs=True))
+    (expected,) = engine.generate([request[0]], request[1], progress=False)
+    place = 0
+    is_interrupted = True
+    while is_interrupted:
+        place += 1
+        completion, is_interrupted = serve_interrupted_at(engine, place, request)
+        assert completion, f"lost by an interrupt at place {place}"
+        assert completion.tokens == expected.tokens
+        assert len(completion.logprobs) == len(expected.tokens)
+        for scheduler in engine.schedulers:
+            check_integrity(scheduler.pages, [])
+    if engine.ranks.copies > 1:  # nothing was sent twice
+        assert engine.ranks.call("num_received") == [0] * engine.ranks.copies
+    return place - 1
+
+
+def serve_interrupted_at(engine, place, request):
+    """(Completion of one request, whether an interrupt came at this place of what is called)."""
+    completion = None
+    places_left = place
+
+    def interrupted_once(function, *arguments):
+        nonlocal places_left
+        interrupt = OutsideOfCommands(places_left if places_left > 0 else NEVER)
+        value = interrupt(function, *arguments)
+        places_left -= interrupt.events
+        return value
+
+    while not engine.has_work:
+        interrupted_once(engine.add_request, *request)
+    while engine.has_work:
+        for event in interrupted_once(engine.step) or []:
+            completion = event.completion or completion
+    return completion, places_left <= 0
+
+
 def impatient(wait_for, random, counts, *arguments):
     """wait_for(*arguments), or KeyboardInterrupt."""
     if random.random() < 0.2:
@@ -346,7 +396,7 @@ def counted(function, arguments, random, counts):
         counts["interrupts"] += interrupt.raised
 
 
-COMMANDS = (Ranks.command.__code__, Ranks.tell.__code__)
+COMMANDS = (Ranks.command.__code__, Ranks.tell.__code__, Link.send.__code__)
 
 
 class OutsideOfCommands(Interrupt):

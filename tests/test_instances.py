@@ -122,6 +122,12 @@ def test_an_interrupt_of_two_pools_changes_no_text(worlds):
     assert counts["interrupts"] >= 20 and counts["waiting"] > 2
 
 
+@pytest.mark.parametrize("kind", ["replicas", "pools"])
+def test_an_interrupt_at_any_place_loses_no_completion(kind, worlds):
+    job = TWO | dict(program="interrupted_at_each_place", kind=kind, engine=CACHED)
+    assert worlds.result(**job) > 100
+
+
 FAULTS = {
     "killed in prefill": (0, dict(what="SIGKILL", when="prefill")),
     "killed in decode": (1, dict(what="SIGKILL", when="decode")),
@@ -234,6 +240,7 @@ class OneProcess:
         self.numbers = count()
         self.replies = {}
         self.tasks = [deque(), deque(), deque()]  # of rank 0, of rank 1, of the link
+        self.sending = {}  # as of Link
         model.ranks = self
         self.instances = [AddingInstance(model, rank) for rank in (0, 1)]
         self.work = self.instances[0]
@@ -251,13 +258,15 @@ class OneProcess:
     def send(self, number, cache, pages, tokens):
         kv = export_pages(cache, pages, tokens)
         self.tasks[2].append((number, 1, self.receive, (number, kv)))
+        self.sending[number] = kv
 
     def receive(self, number, kv):
         self.instances[1].received[number] = kv
         return time.perf_counter()
 
-    def forget(self, number):
+    def forget_all_but(self, numbers):
         """As of Link."""
+        self.sending = {n: kv for n, kv in self.sending.items() if n in numbers}
 
     def first_reply(self, numbers, timeout_s):
         turns = [tasks for tasks in self.tasks if tasks]

@@ -9,6 +9,7 @@ from kv_cache import Pages
 from policies.pools import Pools, TwoPools
 from scheduler import Request
 from tests.helpers import owned
+from tests.test_interrupt import Interrupt
 
 PAGE_SIZE = 4
 MAX_LEN = 24
@@ -260,6 +261,26 @@ def test_after_an_interrupt_all_are_prefilled_again(side):
     check_owners(two)
     prefill(two)
     assert len(two.start_transfers()) == 3
+
+
+def test_an_interrupt_while_all_begin_anew_is_mended_too():
+    place = 0
+    is_interrupted = True
+    while is_interrupted:
+        place += 1
+        two = two_pools()
+        requests = [request(number) for number in range(2)]
+        for each in requests:
+            prefill(two, each)
+        two.start_transfers()
+        first = two.schedulers[0]
+        first.torn = True  # as a Ctrl-C would leave it
+        interrupt = Interrupt(place)
+        interrupt(first.mend)
+        is_interrupted = interrupt.raised
+        assert two.start_transfers() == [] and not two.transfers
+        assert list(two.queue) == requests
+    assert place > 5
 
 
 @pytest.mark.parametrize("text, pools", [("2:2", Pools(2, 2)), ("01:12", Pools(1, 12))])

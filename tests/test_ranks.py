@@ -139,7 +139,7 @@ for when, limit in (("load", "LOAD_LIMIT"), ("decode", "COMPUTE_LIMIT")):
         STUCK[f"rank {rank} in {when}"] = JOB | dict(tp=1, pp=2, limits={limit: 4}, fault=fault)
 ALONE = {}  # name -> job: one rank of two
 for rank in (0, 1):
-    alone = dict(tp=2, pp=1, limits=dict(MEETING_LIMIT=3), start=[rank])
+    alone = dict(tp=2, pp=1, limits=dict(MEETING_LIMIT=8), start=[rank])
     ALONE[f"only rank {rank}"] = JOB | alone
 TWO_NODES = HANGS["rank 0 at rest"] | dict(node_size=2)
 RESTS = JOB | dict(program="rests", tp=2, pp=1, limits=dict(COMPUTE_LIMIT=4), seconds=9)
@@ -243,7 +243,7 @@ def test_a_rank_that_is_stuck_ends_all(slow_worlds, name):
 def test_who_waits_for_others_in_vain_says_so(slow_worlds):
     first, last = (slow_worlds[name] for name in ALONE)
     check_error(first.errors, "the ranks do not meet at 127.0.0.1:", "1/2 clients joined")
-    check_error(last.errors, "nobody listens at 127.0.0.1:", " in 3 s: ")
+    check_error(last.errors, "nobody listens at 127.0.0.1:", " in 8 s: ")
     assert {*first.statuses.values(), *last.statuses.values()} == {1}
 
 
@@ -258,11 +258,28 @@ def test_a_rank_waits_for_a_port_that_opens_late():
     servers[0].close()
 
 
-def test_a_timer_knows_for_how_long_its_process_was_stopped(monkeypatch):
-    timer = ranks.Timer(limit_s=3 * ranks.BEAT_S, began=100.0)
+def test_a_timer_counts_beats():
+    timer = ranks.Timer(limit_s=3 * ranks.BEAT_S)
     assert [timer.beat() for _ in range(3)] == [False, False, True]
-    monkeypatch.setattr("parallel.ranks.time.monotonic", lambda: 150.0)
-    assert timer.stopped_s() == 50 - 3 * ranks.BEAT_S
+
+
+@pytest.mark.parametrize("beat_comes_first", [True, False])
+def test_a_process_knows_for_how_long_it_was_stopped(monkeypatch, beat_comes_first):
+    now = 100.0
+    monkeypatch.setattr("parallel.ranks.time.monotonic", lambda: now)
+    pulse = ranks.Pulse()
+    for _ in range(9):  # the usual times between two beats
+        now += ranks.BEAT_S
+        pulse.beat()
+        assert pulse.stopped_s() == 0
+    now += 50
+    if beat_comes_first:
+        pulse.beat()
+        now += 0.5
+    assert pulse.stopped_s() == 50
+    pulse.beat()
+    now += ranks.GRACE_S
+    assert pulse.stopped_s() == 0
 
 
 def test_the_rank_that_does_not_come_is_named(monkeypatch):
@@ -401,6 +418,11 @@ def test_an_interrupt_while_rank_0_decides_or_waits_changes_no_text(worlds):
         job = dict(program="interrupted", tp=tp, pp=pp, tiny=dict(n_kv_head=2, n_layer=pp))
         counts = worlds.result(**job, seeds=seeds, engine=ENGINE | dict(page_size=4, pages=8))
         assert counts["interrupts"] >= 20 and counts["waiting"] > 2
+
+
+def test_an_interrupt_at_any_place_loses_no_completion(worlds):
+    job = dict(program="interrupted_at_each_place", tp=1, pp=2, tiny=dict(n_layer=2))
+    assert worlds.result(**job, engine=ENGINE) > 100
 
 
 def test_a_request_on_its_way_is_aborted_in_its_micro_batch(worlds):

@@ -52,7 +52,7 @@ def _median_s(runner: ParallelRunner, link: Link, tokens: int, max_len: int) -> 
             ranks.wait_for_replies(command, 1)
         seconds.append(ranks.replies.pop(number)[1] - began)
         ranks.tell(1, "write", runner.key, number, [0])
-        link.forget(number)
+        link.forget_all_but([])
         for command in batches:
             ranks.replies.pop(command)
     return statistics.median(seconds)
