@@ -25,7 +25,7 @@ from lab.measure.run_plan import goes_by_chunk
 from policies.custom import MissingPolicyError, load_policy, where_it_failed
 from policies.referee import BrokenRuleError, Referee, Violation
 from scheduler import Scheduler
-from views.page import Record, Recorder
+from views.records import Record, Recorder
 
 FILE = "my_policy.py"  # the name of the source in messages
 MAX_PRINTED = 2000  # letters of the output that are kept, the last ones

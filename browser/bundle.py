@@ -51,6 +51,7 @@ FILES = (  # relative to ROOT
     "views/__init__.py",
     "views/page.py",
     "views/policy_notes.py",
+    "views/records.py",
     "views/tables.py",
     "views/web/*",
 )

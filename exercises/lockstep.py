@@ -25,7 +25,7 @@ from policies.referee import (
     time_limit,
 )
 from scheduler import Admission, Batch, ChunkRecord, Request, Scheduler
-from views.page import Recorder
+from views.records import Recorder
 
 CALL_LIMIT_S = 0.5  # of CPU time: a call that takes longer is a loop without an end
 MAX_ITERATIONS = 2000  # of one run
@@ -162,7 +162,7 @@ class State(NamedTuple):
 class Trial:
     """A scheduler that serves a load. Call `arrive`, `decide` and `advance`, until it `has_ended`.
 
-    `recorder` keeps the records of a page, see views/page.py."""
+    `recorder` keeps the records of a page, see views/records.py."""
 
     def __init__(
         self,

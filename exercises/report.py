@@ -22,7 +22,8 @@ from exercises.rules import amount, tokens
 from policies import find_policy
 from policies.custom import MODULE_PREFIX
 from scheduler import Scheduler
-from views.page import Recorder, page
+from views.page import page
+from views.records import Recorder
 from views.tables import align
 
 MAX_HISTORY = 6  # iterations before the one that differs

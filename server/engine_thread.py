@@ -17,7 +17,7 @@ from engine import Engine
 from outputs import Completion, Event
 from sampling import SamplingParams
 from scheduler import Request
-from views.page import Record, Recorder
+from views.records import Record, Recorder
 
 RECORDS = 1000  # at least this many are kept for the schedule page
 IDLE_DECODES = 9  # decode iterations whose median is that of an idle engine

@@ -8,7 +8,8 @@ from config import EngineConfig
 from lab.measure.workload import poisson, sample_lengths
 from lab.simulator.cost_model import CostModel
 from lab.simulator.simulation import simulate
-from views.page import Recorder, page
+from views.page import page
+from views.records import Recorder
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SLO_S = 0.05

@@ -8,7 +8,7 @@ import pytest
 from lab.measure.metrics import find_stalls
 from tests.pages import LOADS, a_load, opened_runs, simulated
 from tests.test_metrics import a_completion, an_iteration, decode, prefill, three_requests
-from views.page import Recorder
+from views.records import Recorder
 
 
 def recorded(completions, iterations):

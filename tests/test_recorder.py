@@ -1,4 +1,4 @@
-"""views/page.py: what a Recorder says of the batches that it watched."""
+"""views/records.py: what a Recorder says of the batches that it watched."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from sampling import SamplingParams
 from scheduler import Request
 from tests.helpers import tiny_model
 from tests.pages import Truth, in_turn
-from views.page import Recorder, why_head_waits
+from views.records import Recorder, why_head_waits
 
 
 def decided(policy, requests, pages=16, page_size=16, max_batch=4, **options):

@@ -27,8 +27,9 @@ from policies import ALL_POLICIES, POLICIES
 from sampling import SamplingParams
 from tests.helpers import tiny_model
 from tests.pages import LOADS, SLO_S, a_load, in_turn, opened, opened_runs, simulated
-from views.page import Recorder, page
+from views.page import page
 from views.policy_notes import NOTES
+from views.records import Recorder
 
 
 @pytest.mark.parametrize("policy", LOADS)

@@ -1,4 +1,4 @@
-"""The name of each policy, and what it does, in a few words, for pages. Read next: page.py."""
+"""The name of each policy, and what it does, in a few words, for pages. Read next: records.py."""
 
 from policies import ALL_POLICIES
 from scheduler import Scheduler

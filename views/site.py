@@ -9,7 +9,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from views.page import Packed, Recorder, pack
+from views.page import Packed, pack
+from views.records import Recorder
 
 
 def write_packed(folder: Path, file: str, content: object) -> Packed:

@@ -38,7 +38,8 @@ from lab.simulator.machine import VOCABULARY, base_of
 from lab.simulator.pools import KVLink, simulate_pools
 from lab.simulator.referee import broken_rules, mark_broken
 from policies.pools import Pools
-from views.page import Costs, Editor, Recorder, packed_inline, page
+from views.page import Costs, Editor, packed_inline, page
+from views.records import Recorder
 from views.site import write_packed, write_runs
 
 TRACE = Path(__file__).parents[1] / "papers" / "a_to_d.csv"  # A and B, then C and D

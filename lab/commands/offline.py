@@ -38,7 +38,8 @@ from lab.measure.run_plan import run_plan
 from lab.simulator.referee import broken_rules, mark_broken
 from model import GPT
 from policies.referee import Violation
-from views.page import Recorder, page
+from views.page import page
+from views.records import Recorder
 from views.tables import Column, format_table, show
 
 DEFAULT_POLICIES = "request-level,orca-best,vllm,sarathi,sarathi-serve"

@@ -57,7 +57,8 @@ from lab.simulator.referee import broken_rules
 from parallel.instances import ChunkedPoolsEngine, PoolsEngine
 from parallel.shard import Shard
 from policies.token_budget import MULTIPLES
-from views.page import Recorder, page
+from views.page import page
+from views.records import Recorder
 
 __all__ = ["add_options", "main", "resolve"]
 

@@ -72,7 +72,7 @@ class Run {
     }
     this.state.progress.set(request.id, progress);
   }
-  /** Add what is counted from a record (Iterated of page.py) to it: tokens, prefill, cache_hits,
+  /** Add what is counted from a record (Iterated of records.py) to it: tokens, prefill, cache_hits,
    * preemptions, cached_tokens and latest_end so far, and the longest_gap that ends in it. */
   add_iteration(iteration) {
     const k = this.iterations.length, {progress} = this.state;

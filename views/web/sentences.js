@@ -154,7 +154,7 @@ function explain_batch(run, iteration, length_of) {
   }
   return parts.join(", ");
 }
-/** The reason of why_head_waits of page.py, with its one or two numbers, in words. */
+/** The reason of why_head_waits of records.py, with its one or two numbers, in words. */
 function explain_waiting(reason, a, b) {
   switch (reason) {
     case "batch":
