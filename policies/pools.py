@@ -21,9 +21,9 @@ decide so, and this module follows them where they agree:
   it is computed (Splitwise §IV-C). Without it that is when its first token is known.
 - A decode instance never prefills. If its memory runs out, it preempts the newest request, which is
   sent back: to the front of the queue, to be prefilled with its output so far, and sent again.
-  Neither paper preempts: DistServe §4.3 leaves it out, and its code swaps to the memory of the CPU.
-  Recomputing on the decode instance, as vLLM does, would stall all others there, which is what two
-  pools are to prevent.
+  DistServe §4.3 leaves preemption out, and its code swaps to the memory of the CPU; Splitwise §IV-B
+  lets requests wait before memory runs out. Recomputing on the decode instance, as vLLM does, would
+  stall all others there, which is what two pools are to prevent.
 
 One request has pages of both instances while it is sent. An abort frees them when the transfer has
 ended, not before: a link still reads the ones and writes the others. Plain Python, for simulated

@@ -1,8 +1,13 @@
-"""The browser of the tests that look at a page, and the servers that several tests ask."""
+"""The browser and the site of the tests that look at a page, and servers that several tests ask."""
+
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tests.pages import CHROMIUM
+from bench import main
+from tests.pages import CHROMIUM, PYODIDE_FOLDER
 
 
 @pytest.fixture(scope="module")
@@ -14,6 +19,38 @@ def browser():
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         browser.close()
+
+
+class SiteHandler(SimpleHTTPRequestHandler):
+    """Serves a folder, to pages from elsewhere, too."""
+
+    def log_message(self, *args):
+        pass
+
+    def end_headers(self):
+        self.send_header("Access-Control-Allow-Origin", "*")
+        super().end_headers()
+
+
+@pytest.fixture(scope="session")
+def site_folder(tmp_path_factory):
+    """The folder of the page as a site, with Pyodide if it is there."""
+    site = tmp_path_factory.mktemp("site")
+    argv = ["explore", "--site", str(site)]
+    if (PYODIDE_FOLDER / "pyodide.mjs").is_file():
+        argv += ["--pyodide", str(PYODIDE_FOLDER)]
+    main(argv)
+    return site
+
+
+@pytest.fixture(scope="session")
+def site_address(site_folder):
+    """The address of the site."""
+    handler = partial(SiteHandler, directory=site_folder)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
 
 
 @pytest.fixture(scope="module")

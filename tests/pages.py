@@ -1,16 +1,23 @@
 """Recorded runs, and their pages in a real browser: what the tests of views/page.py share."""
 
+import os
 import shutil
 from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
 
 from cli.options import write_text
 from config import EngineConfig
+from lab.measure.metrics import summarize_run
 from lab.measure.workload import poisson, sample_lengths
 from lab.simulator.cost_model import CostModel
 from lab.simulator.simulation import simulate
 from views.page import page
 from views.records import Recorder
 
+ROOT = Path(__file__).resolve().parent.parent
+PYODIDE_FOLDER = Path(os.environ.get("PYODIDE", ROOT / "node_modules/pyodide"))
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SLO_S = 0.05
 
@@ -90,8 +97,69 @@ def opened(browser, address, width=1200, scheme="light", until=DRAWN, touch=Fals
     context.close()
 
 
+def write_runs(folder, runs):
+    """Write the page of these {name: Recorder}; its address."""
+    write_text(folder / "page.html", page("A test", "no machine", runs, slo_s=SLO_S))
+    return f"file://{folder}/page.html"
+
+
 @contextmanager
 def opened_runs(browser, folder, runs, **options):
-    write_text(folder / "page.html", page("A test", "no machine", runs, slo_s=SLO_S))
-    with opened(browser, f"file://{folder}/page.html", **options) as tab:
+    with opened(browser, write_runs(folder, runs), **options) as tab:
         yield tab
+
+
+def expected_metrics(run, recorder):
+    """What the page's table is to say of a run, by the library's own measures."""
+    summary = summarize_run(run.completions, run.iterations, run.seconds)
+    pages = recorder.settings["pages"]
+    busy = sum(i.end - i.start for i in run.iterations)
+    used = sum((pages - i.free_pages) * (i.end - i.start) for i in run.iterations)
+    return {
+        "ttft_p50": summary.ttft_s.p50,
+        "ttft_p90": np.quantile([c.ttft for c in run.completions], 0.9),
+        "tbt_p99": summary.tbt_s.p99,
+        "longest": summary.tbt_s.max,
+        "tokens_per_s": summary.tokens_per_s,
+        "cache": used / pages / busy,
+    }
+
+
+def a_stall(tokens=400, at=200):
+    """A Recorder of request 0 with gaps of 0.02 s, one of 0.2 s, in which 1 is prefilled whole."""
+    recorder = Recorder()
+    recorder.settings = dict(chunk=256, max_batch=4, max_len=2048, policy="vllm")
+    recorder.settings |= dict(pages=64, page_size=64, micro_batches=1)
+    like = dict(preempted=[], micro_batch=0, ended=[], free_pages=9, queue=[], waiting=0)
+    like |= dict(budget=None, running=1, why=None)
+    for i, (arrival, prompt) in enumerate(((0.0, 10), (0.5, 900), (900.0, 10))):
+        request = dict(id=i, arrival=arrival, prompt_len=prompt, max_new_tokens=tokens, priority=2)
+        recorder.records.append({"request": request})
+    batches = [dict(chunks=[[0, 0, 10]], decodes=[], pages=[[0, 0, 0]])]
+    batches += [dict(chunks=[], decodes=[0], pages=[]) for _ in range(tokens)]
+    batches.insert(at, dict(chunks=[[1, 0, 900]], decodes=[], pages=[[1, 0, 1]]))
+    time = 0.0
+    for number, batch in enumerate(batches):
+        end = time + (0.18 if number == at else 0.02)
+        recorder.records.append(like | batch | dict(start=time, launch=time, end=round(end, 6)))
+        time = round(end, 6)
+    recorder.records.append(
+        like
+        | dict(
+            chunks=[[2, 0, 10]], decodes=[], pages=[[2, 0, 2]], start=900.0, launch=900.0, end=901.0
+        )
+        | dict(ended=[[0, "length"], [1, "abort"]])
+    )
+    return recorder
+
+
+PIXELS = """([x0, y0, x1, y1]) => {  // how many pixels of a part of the picture have which colour
+    const {canvas} = panes[0], scale = devicePixelRatio, counts = {};
+    const {data} = canvas.getContext("2d").getImageData(
+        x0 * scale, y0 * scale, (x1 - x0) * scale, (y1 - y0) * scale);
+    for (let i = 0; i < data.length; i += 4) {
+        const rgb = data.slice(i, i + 3).join(" ");
+        counts[rgb] = (counts[rgb] ?? 0) + 1;
+    }
+    return counts; }"""
+RED = "201 33 28"

@@ -10,7 +10,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from bench import main
@@ -26,7 +25,19 @@ from lab.simulator.simulation import bubble_kinds, simulate
 from policies import ALL_POLICIES, POLICIES
 from sampling import SamplingParams
 from tests.helpers import tiny_model
-from tests.pages import LOADS, SLO_S, a_load, in_turn, opened, opened_runs, simulated
+from tests.pages import (
+    LOADS,
+    PIXELS,
+    RED,
+    SLO_S,
+    a_load,
+    a_stall,
+    expected_metrics,
+    in_turn,
+    opened,
+    opened_runs,
+    simulated,
+)
 from views.page import page
 from views.policy_notes import NOTES
 from views.records import Recorder
@@ -441,63 +452,12 @@ def test_the_table_has_the_numbers_of_the_library(browser, tmp_path):
         marked = "all => all.map(row => row.className)"
         assert tab.eval_on_selector_all("#policytable tbody tr", marked) == ["shown", "shown"]
     for (run, recorder), row, numbers in zip(runs.values(), rows, exact, strict=True):
-        summary = summarize_run(run.completions, run.iterations, run.seconds)
-        pages = recorder.settings["pages"]
-        busy = sum(i.end - i.start for i in run.iterations)
-        used = sum((pages - i.free_pages) * (i.end - i.start) for i in run.iterations)
-        expected = {
-            "ttft_p50": summary.ttft_s.p50,
-            "ttft_p90": np.quantile([c.ttft for c in run.completions], 0.9),
-            "tbt_p99": summary.tbt_s.p99,
-            "longest": summary.tbt_s.max,
-            "tokens_per_s": summary.tokens_per_s,
-            "cache": used / pages / busy,
-        }
+        expected = expected_metrics(run, recorder)
         assert numbers == pytest.approx(expected, rel=1e-4)
         for key in ("ttft_p50", "ttft_p90", "tbt_p99", "longest"):
             assert seconds(row[key]) == pytest.approx(expected[key], rel=5e-3)
         assert row["tokens_per_s"] == f"{expected['tokens_per_s']:,.0f}"
         assert row["cache"] == f"{100 * expected['cache']:.0f} %"
-
-
-def a_stall(tokens=400, at=200):
-    """A Recorder of request 0 with gaps of 0.02 s, one of 0.2 s, in which 1 is prefilled whole."""
-    recorder = Recorder()
-    recorder.settings = dict(chunk=256, max_batch=4, max_len=2048, policy="vllm")
-    recorder.settings |= dict(pages=64, page_size=64, micro_batches=1)
-    like = dict(preempted=[], micro_batch=0, ended=[], free_pages=9, queue=[], waiting=0)
-    like |= dict(budget=None, running=1, why=None)
-    for i, (arrival, prompt) in enumerate(((0.0, 10), (0.5, 900), (900.0, 10))):
-        request = dict(id=i, arrival=arrival, prompt_len=prompt, max_new_tokens=tokens, priority=2)
-        recorder.records.append({"request": request})
-    batches = [dict(chunks=[[0, 0, 10]], decodes=[], pages=[[0, 0, 0]])]
-    batches += [dict(chunks=[], decodes=[0], pages=[]) for _ in range(tokens)]
-    batches.insert(at, dict(chunks=[[1, 0, 900]], decodes=[], pages=[[1, 0, 1]]))
-    time = 0.0
-    for number, batch in enumerate(batches):
-        end = time + (0.18 if number == at else 0.02)
-        recorder.records.append(like | batch | dict(start=time, launch=time, end=round(end, 6)))
-        time = round(end, 6)
-    recorder.records.append(
-        like
-        | dict(
-            chunks=[[2, 0, 10]], decodes=[], pages=[[2, 0, 2]], start=900.0, launch=900.0, end=901.0
-        )
-        | dict(ended=[[0, "length"], [1, "abort"]])
-    )
-    return recorder
-
-
-PIXELS = """([x0, y0, x1, y1]) => {  // how many pixels of a part of the picture have which colour
-    const {canvas} = panes[0], scale = devicePixelRatio, counts = {};
-    const {data} = canvas.getContext("2d").getImageData(
-        x0 * scale, y0 * scale, (x1 - x0) * scale, (y1 - y0) * scale);
-    for (let i = 0; i < data.length; i += 4) {
-        const rgb = data.slice(i, i + 3).join(" ");
-        counts[rgb] = (counts[rgb] ?? 0) + 1;
-    }
-    return counts; }"""
-RED = "201 33 28"
 
 
 @pytest.mark.parametrize("width", [1200, 375])

@@ -3,60 +3,21 @@
 The editor needs Pyodide: `npm install --no-save pyodide@314.0.7`, or its folder as PYODIDE."""
 
 import json
-import os
-import threading
 from contextlib import contextmanager
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 
-from bench import main
 from browser.bundle import PYODIDE
 from exercises.catalog import EXERCISES
 from tests.exercise_solutions import SOLUTIONS
-from tests.pages import DRAWN
+from tests.pages import DRAWN, PYODIDE_FOLDER, ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
-PYODIDE_FOLDER = Path(os.environ.get("PYODIDE", ROOT / "node_modules/pyodide"))
 needs_pyodide = pytest.mark.skipif(
     not (PYODIDE_FOLDER / "pyodide.mjs").is_file(),
     reason="the editor needs the npm package pyodide",
 )
 MINE = "from scheduler import SarathiServe\nclass Mine(SarathiServe):\n"
 DONE = "!document.getElementById('runsource').disabled"
-
-
-class Handler(SimpleHTTPRequestHandler):
-    """Serves a folder, to pages from elsewhere, too."""
-
-    def log_message(self, *args):
-        pass
-
-    def end_headers(self):
-        self.send_header("Access-Control-Allow-Origin", "*")
-        super().end_headers()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The folder of a site."""
-    site = tmp_path_factory.mktemp("site")
-    argv = ["explore", "--site", str(site)]
-    if (PYODIDE_FOLDER / "pyodide.mjs").is_file():
-        argv += ["--pyodide", str(PYODIDE_FOLDER)]
-    main(argv)
-    return site
-
-
-@pytest.fixture(scope="module")
-def address(folder):
-    """The address of the site."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/"
-    server.shutdown()
 
 
 @contextmanager
@@ -92,15 +53,15 @@ def choose(tab, axis, label):
     tab.wait_for_function(f"panes.every(pane => pane.run.name.includes('{label}'))")
 
 
-def test_a_site_is_small(folder):
-    assert (folder / "index.html").stat().st_size <= 400e3
-    presets = list(folder.glob("runs/*.json.gz"))
+def test_a_site_is_small(site_folder):
+    assert (site_folder / "index.html").stat().st_size <= 400e3
+    presets = list(site_folder.glob("runs/*.json.gz"))
     assert len(presets) == 8  # of nine loads, one is in the page
     assert all(10e3 < file.stat().st_size <= 600e3 for file in presets)
 
 
-def test_a_load_is_fetched_once_when_it_is_chosen(browser, address):
-    with opened(browser, address) as (tab, files):
+def test_a_load_is_fetched_once_when_it_is_chosen(browser, site_address):
+    with opened(browser, site_address) as (tab, files):
         assert [file for file in files if file and not file.startswith("data:")] == []
         choose(tab, "load", "steady")
         choose(tab, "load", "A to D")
@@ -111,9 +72,9 @@ def test_a_load_is_fetched_once_when_it_is_chosen(browser, address):
     assert not [file for file in files if "python" in file or "pyodide" in file]
 
 
-def test_a_load_that_is_not_there_is_one_line(browser, tmp_path, folder):
+def test_a_load_that_is_not_there_is_one_line(browser, tmp_path, site_folder):
     page = tmp_path / "index.html"
-    page.write_text((folder / "index.html").read_text())
+    page.write_text((site_folder / "index.html").read_text())
     context = browser.new_context()
     tab, errors = context.new_page(), []
     tab.on("pageerror", lambda error: errors.append(str(error)))
@@ -150,12 +111,12 @@ def answer_with_a_broken_script(route):
     ],
     ids=["not found", "unreachable", "broken"],
 )
-def test_why_python_does_not_load_is_one_plain_sentence(browser, address, handle, reason):
+def test_why_python_does_not_load_is_one_plain_sentence(browser, site_address, handle, reason):
     context = browser.new_context()
     context.route("**/pyodide/**", answer_with_a_broken_script)
     context.route("**/pyodide.mjs", handle)
     tab = context.new_page()
-    tab.goto(address)
+    tab.goto(site_address)
     tab.wait_for_function(DRAWN)
     line = run(tab)
     assert line.startswith("Python could not be loaded: ") and reason in line
@@ -165,34 +126,34 @@ def test_why_python_does_not_load_is_one_plain_sentence(browser, address, handle
     context.close()
 
 
-def test_without_a_network_python_is_not_loaded(browser, address):
+def test_without_a_network_python_is_not_loaded(browser, site_address):
     context = browser.new_context()
     tab = context.new_page()
-    tab.goto(address)
+    tab.goto(site_address)
     tab.wait_for_function(DRAWN)
     context.set_offline(True)
     assert "could not be loaded: there is no network. Everything else" in run(tab)
     context.close()
 
 
-def test_what_an_address_names_and_is_not_there_is_said(browser, address):
+def test_what_an_address_names_and_is_not_there_is_said(browser, site_address):
     fragment = "#policy=Mine+(yours)&load=steady&beside=Mine+(yours)"
-    with opened(browser, address + fragment) as (tab, _):
+    with opened(browser, site_address + fragment) as (tab, _):
         assert names_of_panes(tab) == ["vllm | * | steady"]
         line = "The address names Mine (yours), which is not there yet: run it in the editor below."
         assert tab.text_content("#notice") == line
         choose(tab, "load", "A to D")
         assert tab.text_content("#notice") == ""  # it was said once
-    with opened(browser, address + "#policy=vllm&load=heavy&beside=nobody") as (tab, _):
+    with opened(browser, site_address + "#policy=vllm&load=heavy&beside=nobody") as (tab, _):
         line = "The address names heavy, which this page does not have."
         assert line in tab.text_content("#notice")
         assert "names nobody" in tab.text_content("#notice")
-    with opened(browser, address + "#policy=vllm&chunk=256&beside=sarathi-serve") as (tab, _):
+    with opened(browser, site_address + "#policy=vllm&chunk=256&beside=sarathi-serve") as (tab, _):
         assert tab.text_content("#notice") == "" and len(names_of_panes(tab)) == 2
 
 
-def test_a_policy_beside_itself_is_one_picture_and_says_so(browser, address):
-    with opened(browser, address + "#policy=vllm&beside=vllm") as (tab, _):
+def test_a_policy_beside_itself_is_one_picture_and_says_so(browser, site_address):
+    with opened(browser, site_address + "#policy=vllm&beside=vllm") as (tab, _):
         assert len(names_of_panes(tab)) == 1
         line = "vllm is compared with itself: one picture shows both."
         assert tab.text_content("#notice") == line and tab.is_visible("#notice")
@@ -202,8 +163,8 @@ def test_a_policy_beside_itself_is_one_picture_and_says_so(browser, address):
 
 
 @needs_pyodide
-def test_a_policy_of_ones_own_is_shown_beside_any_other(browser, address):
-    with opened(browser, address) as (tab, files):
+def test_a_policy_of_ones_own_is_shown_beside_any_other(browser, site_address):
+    with opened(browser, site_address) as (tab, files):
         assert "no rule is broken" in run(tab)  # the template
         assert names_of_panes(tab) == ["vllm | * | A to D", "ShortestFirst (yours) | 256 | A to D"]
         assert "pyodide/pyodide.asm.wasm" in files
@@ -221,8 +182,8 @@ def test_a_policy_of_ones_own_is_shown_beside_any_other(browser, address):
 
 
 @needs_pyodide
-def test_what_is_wrong_with_a_policy_is_one_line(browser, address):
-    with opened(browser, address) as (tab, _):
+def test_what_is_wrong_with_a_policy_is_one_line(browser, site_address):
+    with opened(browser, site_address) as (tab, _):
         line = run(tab, MINE + "    def schedule(self):\n        return self.nothing\n")
         assert line.startswith("my_policy.py line 4: AttributeError")
         assert tab.text_content("#linenumbers .marked") == "4"
@@ -241,8 +202,8 @@ def test_what_is_wrong_with_a_policy_is_one_line(browser, address):
 
 
 @needs_pyodide
-def test_a_run_can_be_stopped(browser, address):
-    with opened(browser, address) as (tab, _):
+def test_a_run_can_be_stopped(browser, site_address):
+    with opened(browser, site_address) as (tab, _):
         tab.fill("#source", MINE + "    def schedule(self):\n        while True: pass\n")
         tab.click("#runsource")
         tab.wait_for_function("document.getElementById('result').textContent.startsWith('Running')")
@@ -252,9 +213,9 @@ def test_a_run_can_be_stopped(browser, address):
 
 
 @needs_pyodide
-def test_an_exercise_is_solved_in_the_page(browser, address):
+def test_an_exercise_is_solved_in_the_page(browser, site_address):
     exercise = EXERCISES[5]
-    with opened(browser, address) as (tab, _):
+    with opened(browser, site_address) as (tab, _):
         tab.select_option("#startwith", "6")
         tab.wait_for_function("document.getElementById('source').value.includes('Exercise 6')")
         assert tab.input_value("#source") == exercise.file.read_text()
@@ -272,8 +233,8 @@ def test_an_exercise_is_solved_in_the_page(browser, address):
 
 
 @needs_pyodide
-def test_the_keyboard_is_enough_for_the_editor(browser, address):
-    with opened(browser, address) as (tab, _):
+def test_the_keyboard_is_enough_for_the_editor(browser, site_address):
+    with opened(browser, site_address) as (tab, _):
         tab.get_by_role("button", name="write your own").focus()
         tab.keyboard.press("Enter")
         tab.keyboard.press("Control+A")
@@ -295,8 +256,8 @@ def test_the_keyboard_is_enough_for_the_editor(browser, address):
 
 
 @needs_pyodide
-def test_what_was_written_is_there_the_next_time(browser, address):
-    with opened(browser, address) as (tab, _):
+def test_what_was_written_is_there_the_next_time(browser, site_address):
+    with opened(browser, site_address) as (tab, _):
         tab.fill("#source", "written = 1\n")
         tab.reload()
         tab.wait_for_function("document.getElementById('source').value === 'written = 1\\n'")
@@ -305,11 +266,11 @@ def test_what_was_written_is_there_the_next_time(browser, address):
 
 
 @needs_pyodide
-def test_a_page_in_a_file_loads_python_from_elsewhere(browser, address, folder, tmp_path):
-    text = (folder / "index.html").read_text()
+def test_a_page_in_a_file_loads_python_from_elsewhere(browser, site_address, site_folder, tmp_path):
+    text = (site_folder / "index.html").read_text()
     for file in ("python.json.gz", "pyodide/"):
         assert text.count(f': "{file}"') == 1
-        text = text.replace(f': "{file}"', f': "{address}{file}"')
+        text = text.replace(f': "{file}"', f': "{site_address}{file}"')
     (tmp_path / "page.html").write_text(text)
     with opened(browser, f"file://{tmp_path}/page.html") as (tab, _):
         assert "no rule is broken" in run(tab)

@@ -279,8 +279,8 @@ def main(options: PoolsOptions) -> dict[str, Any]:
     sweep = Sweep(options)
     print(
         f"simulated: {options.gpus} x {options.device}, {options.preset}; {CHAT} is the load, "
-        f"for {options.seconds:g} s\ngoodput: requests per second and GPU at which P90 of "
-        "TTFT, P90 of a request's mean TBT and P99 of all TBT meet the targets;\n"
+        f"for {options.seconds:g} s\ngoodput: requests per second and GPU at which 90 % of "
+        "them meet both targets, in TTFT and mean TBT, and P99 of all TBT meets the second;\n"
         f"chunks: sarathi-serve on replicas, the best of {', '.join(map(str, CHUNKS))}; "
         "1:3: one GPU prefills, three decode\n"
     )

@@ -267,7 +267,7 @@ CLAIMS = [
             "Static batching, Orca, and Orca with chunks of 512, 256 and 128, or a quarter, at a "
             "load that saturates"
         ),
-        seconds=(65, 120),
+        seconds=(120, 240),
         function=b_7,
     ),
 ]
