@@ -105,26 +105,26 @@ CLAIMS = [
         id="S-F8",
         covers=("S-T2",),
         title="How much cheaper a decode is beside a chunk of 256, over batch and context",
-        seconds=(22, 100),
+        seconds=(50, 100),
         function=s_f8,
     ),
     Claim(
         id="S-T4",
         title="Throughput gains of SARATHI over request-level, three contexts",
-        seconds=(45, 90),
+        seconds=(85, 90),
         function=s_t4,
     ),
     Claim(
         id="S-F9",
         title="Throughput gain over P:D, for chunks of 128, 256 and 512, or a quarter of that",
-        seconds=(55, 140),
+        seconds=(65, 140),
         function=s_f9,
     ),
     Claim(
         id="S-F9b",
         covers=("S-F9c",),
         title="Throughput gain below, at and above P:D = C / (B - 1), longer requests",
-        seconds=(30, 95),
+        seconds=(65, 95),
         function=s_f9b,
     ),
     Claim(
@@ -154,13 +154,13 @@ CLAIMS = [
     Claim(
         id="S-F13",
         title="What small chunks cost: attention, and the whole prefill",
-        seconds=(10, 70),
+        seconds=(15, 70),
         function=s_f13,
     ),
     Claim(
         id="S-F13c",
         title="Throughput over request-level with chunks of 64 to 512, or a quarter",
-        seconds=(15, 25),
+        seconds=(30, 30),
         function=s_f13c,
     ),
     Claim(
@@ -178,7 +178,7 @@ CLAIMS = [
     Claim(
         id="SS-F7",
         title="Requests A to D over time, under four policies",
-        seconds=(15, 25),
+        seconds=(30, 30),
         function=ss_f7,
     ),
     Claim(
@@ -196,14 +196,14 @@ CLAIMS = [
     Claim(
         id="SS-F14",
         title="What chunks of 512, 1,024 and 2,048, or less, add to a prefill, over prompt lengths",
-        seconds=(8, 100),
+        seconds=(15, 100),
         function=ss_f14,
     ),
     Claim(
         id="SS-F10",
         covers=("SS-F11",),
         title="Capacity under the strict and the relaxed SLO, both datasets",
-        seconds=(15, 680),
+        seconds=(60, 680),
         function=ss_f10,
     ),
     Claim(
@@ -221,26 +221,26 @@ CLAIMS = [
     Claim(
         id="SS-T4",
         title="Hybrid batches alone, chunks alone, and both: P50 TTFT and P99 TBT",
-        seconds=(40, 100),
+        seconds=(65, 100),
         function=ss_t4,
     ),
     Claim(
         id="SS-F1",
         covers=("SS-F2",),
         title="Stalls over time and under load, and what they are traded for",
-        seconds=(30, 100),
+        seconds=(45, 100),
         function=ss_f1,
     ),
     Claim(
         id="SS-4.3",
         title="The token budget of the strict and the relaxed SLO, by timing batches",
-        seconds=(20, 60),
+        seconds=(25, 60),
         function=ss_4_3,
     ),
     Claim(
         id="B-1",
         title="Slots used under static batching, as the post counts and in iterations",
-        seconds=(15, 15),
+        seconds=(85, 85),
         function=b_1,
     ),
     Claim(
@@ -252,13 +252,13 @@ CLAIMS = [
     Claim(
         id="B-2",
         title="A prompt beside six decodes, whole and in eight chunks, as it goes on",
-        seconds=(10, 40),
+        seconds=(15, 40),
         function=b_2,
     ),
     Claim(
         id="B-3",
         title="An iteration over its prompt tokens: the post's table, its timeline, and here",
-        seconds=(12, 20),
+        seconds=(20, 20),
         function=b_3,
     ),
     Claim(
