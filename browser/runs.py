@@ -73,7 +73,7 @@ def record_run(
         cost, config, load.arrivals, load.prompts, replicas=load.replicas, recorder=recorder
     )
     if load.replicas > 1:
-        recorder.settings["instances"] = instance_names("GPU", load.replicas)
+        recorder.name_replicas(instance_names("GPU", load.replicas))
     if load.pp > 1:
         recorder.add_stages(simulated.stage_runs, bubble_kinds(simulated.stage_runs))
     if load.letters:

@@ -172,7 +172,7 @@ def test_the_preset_has_two_gpus_for_every_policy():
         assert sorted(requests) == list(range(60))
 
 
-def test_serve_writes_transfers_into_its_page(tmp_path, monkeypatch):
+def test_the_page_of_serve_has_a_lane_for_each_instance(tmp_path, monkeypatch):
     recorders = {}
 
     def spy(title, machine, runs, **options):
@@ -187,3 +187,12 @@ def test_serve_writes_transfers_into_its_page(tmp_path, monkeypatch):
         for name, recorder in recorders.items()
     }
     assert transfers == {"vllm": 0, "pools 1:1": 6, "pools 1:1 chunks": 6}
+    instances = {name: recorder.settings["instances"] for name, recorder in recorders.items()}
+    assert instances == {
+        "vllm": ["replica 1", "replica 2"],
+        "pools 1:1": ["prefill", "decode"],
+        "pools 1:1 chunks": ["prefill", "decode"],
+    }
+    for recorder in recorders.values():
+        starts = [record["start"] for record in in_turn(recorder)]
+        assert starts == sorted(starts)

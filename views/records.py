@@ -113,8 +113,8 @@ class Recorder:
 
     `settings` are those of the schedulers: policy, chunk, max_batch, max_len, pages, page_size,
     micro_batches; `note` says in a few words what the policy does. Two pools name `instances`,
-    of which the first `prefills` prefill. A caller may add the `instances` of replicas, and
-    `letters`, to name the requests A, B, C instead of 0, 1, 2."""
+    of which the first `prefills` prefill. A caller may add `letters`, to name the requests A, B, C
+    instead of 0, 1, 2."""
 
     def __init__(self) -> None:
         self.records: list[Record] = []
@@ -247,12 +247,19 @@ class Recorder:
                 record["stages"].append([*(round(time, 6) for time in times), *kind])
         self.settings["stages"] = num_stages
 
-    def add_transfers(self, transfers: Sequence[Sent]) -> None:
-        """Add those between two pools, once all iterations are added.
+    def name_replicas(self, names: Sequence[str]) -> None:
+        """Say that each scheduler is that of a replica, once all iterations are added."""
+        self.settings["instances"] = list(names)
+        self._sort()
 
-        Instances begin batches in another order than they end them, in which they were added. The
-        records are put into the order in which they began."""
+    def _sort(self) -> None:
+        """Put the records into the order in which they began. Instances begin batches in another
+        order than they end them, in which they were added."""
         self.records.sort(key=_place_in_time)
+
+    def add_transfers(self, transfers: Sequence[Sent]) -> None:
+        """Add those between two pools, once all iterations are added."""
+        self._sort()
         for sent in sorted(transfers, key=_start_of):
             transfer: TransferInfo = {
                 "id": sent.request_id,

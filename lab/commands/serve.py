@@ -58,7 +58,7 @@ from parallel.instances import ChunkedPoolsEngine, PoolsEngine
 from parallel.shard import Shard
 from policies.token_budget import MULTIPLES
 from views.page import page
-from views.records import Recorder
+from views.records import Recorder, instance_names
 
 __all__ = ["add_options", "main", "resolve"]
 
@@ -285,9 +285,21 @@ class Session:
         recorder = self.recorders.setdefault(name, Recorder()) if self.options.html else None
         with tqdm(total=len(arrivals), desc=name, disable=None, leave=False) as bar:
             run = serve(arrivals, progress=bar.update, recorder=recorder)
-        if recorder and run.transfers:
-            recorder.add_transfers(run.transfers)
+        if recorder:
+            self.name_instances(recorder, run)
         return self.add(name, qps, run)
+
+    def name_instances(self, recorder: Recorder, run: Run) -> None:
+        """Let the page have a lane for each instance: of two pools, with what is sent between them,
+        or of replicas."""
+        options = self.options
+        replicas = 1
+        if isinstance(options, ServeOptions) and options.model.pp == 1:
+            replicas = options.replicas
+        if run.transfers:
+            recorder.add_transfers(run.transfers)
+        elif "prefills" not in recorder.settings and replicas > 1:
+            recorder.name_replicas(instance_names("replica", replicas))
 
     def add(self, name: str, qps: float | None, run: Run) -> JudgedRun:
         """Print and write what was measured in a run."""
