@@ -318,7 +318,7 @@ class RanksEngine(Engine):
             times = [StageTime(r.start + shift, r.end + shift, r.waited) for r in results]
             chunks = flight.iteration.chunks
             self.micro_batches.book(number, times, flight.full_since, flight.batch, chunks)
-        self.scheduler.observe(flight.batch, now - flight.iteration.start)
+        self.schedulers[number].observe(flight.batch, now - flight.iteration.start)
         return Computed(flight.batch, sampled, flight.iteration._replace(end=now))
 
 

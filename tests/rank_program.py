@@ -296,6 +296,26 @@ def batches(job):
     return all_batches
 
 
+def observed(job):
+    """(the micro-batches whose schedulers learned how long a batch took, those that had one)."""
+    engine = engine_of(model_of(job), job, job["engine"])
+    learned = []
+    for number, scheduler in enumerate(engine.schedulers):
+        scheduler.observe = partial(note, learned, number)
+    add_all(engine)
+    landed = []
+    while engine.has_work:
+        engine.step()
+        if engine.last_iteration:
+            landed.append(engine.last_iteration.micro_batch)
+    return learned, landed
+
+
+def note(learned, number, batch, seconds):
+    """As Scheduler.observe, of the scheduler with this number."""
+    learned.append(number)
+
+
 INTERRUPTED = [parallel.stages, parallel.instances, parallel.transfer, policies.pools]
 
 

@@ -425,6 +425,13 @@ def test_an_interrupt_at_any_place_loses_no_completion(worlds):
     assert worlds.result(**job, engine=ENGINE) > 100
 
 
+@pytest.mark.parametrize("sizes", [dict(pp=2), dict(pp=1, copies=2, kind="replicas")])
+def test_each_scheduler_learns_how_long_its_own_batches_take(worlds, sizes):
+    job = dict(program="observed", tp=1, tiny=dict(n_layer=2), engine=ENGINE)
+    learned, landed = worlds.result(**job, **sizes)
+    assert learned == landed and {*landed} == {0, 1}
+
+
 def test_a_request_on_its_way_is_aborted_in_its_micro_batch(worlds):
     job = dict(program="aborts", tp=1, pp=2, tiny=dict(n_layer=2), engine=ENGINE)
     assert worlds.result(**job) == 2
