@@ -43,7 +43,11 @@ class Interrupt:
     so many events after that. `ended`: it came as the function returned, which is not undone."""
 
     def __init__(self, at, again=0):
-        self.at, self.again, self.events, self.after, self.ended = at, again, 0, 0, False
+        self.at = at
+        self.again = again
+        self.events = 0  # so far
+        self.after = 0  # events after the first interrupt
+        self.ended = False
 
     def __call__(self, function, *args, **options):
         """Its value, also if it was interrupted as it returned, None if earlier."""
@@ -67,8 +71,9 @@ class Interrupt:
         if frame.f_code.co_filename in FILES and event in ("call", "return", "c_return"):
             self.events += 1
             if self.events == self.at:
-                outermost = frame.f_back.f_code is Interrupt.__call__.__code__
-                self.ended, self.value = outermost and event == "return", arg
+                is_outermost = frame.f_back.f_code is Interrupt.__call__.__code__
+                self.ended = is_outermost and event == "return"
+                self.value = arg
                 self.where = frame.f_code.co_name
                 raise KeyboardInterrupt
 
@@ -88,15 +93,22 @@ class Storm:
 
     def __init__(self, policy, seed, calm=1, pages=9, **more):
         small = dict(chunk=6, max_batch=3, max_len=32, page_size=4, pages=pages)
-        self.engine, self.random = Engine(MODEL, policy=policy, **small, **more), Random(seed)
+        self.engine = Engine(MODEL, policy=policy, **small, **more)
         guard(self.engine)
-        self.asked, self.got, self.ended = {}, defaultdict(list), {}  # by id
-        self.usual, self.seen = Counter(), Counter()  # events in a call; interrupts in it
-        self.peace, self.calm, self.pages = False, calm, pages
+        self.random = Random(seed)
+        self.calm = calm
+        self.pages = pages
+        self.asked = {}  # request id -> the number of its prompt
+        self.got = defaultdict(list)  # request id -> its tokens so far
+        self.ended = {}  # request id -> its Completion, None if an interrupt took it
+        self.usual = Counter()  # function -> how many events it has
+        self.seen = Counter()  # function -> how often it was interrupted
+        self.peace = False
 
     def call(self, function, *args, **options):
         """As Interrupt does, if not in peace."""
-        name, draw = function.__name__, self.random
+        name = function.__name__
+        draw = self.random
         usual = self.usual[name] or 400
         ways = draw.randint(1, usual), draw.randint(1, 40), max(1, usual - draw.randint(0, 15))
         at = NEVER if self.peace else draw.choice([*ways] + [NEVER] * self.calm)
@@ -129,7 +141,9 @@ class Storm:
                 assert completion.tokens == self.got[i] == EXPECTED[self.asked[i]]
 
     def end(self, i, completion, reason):
-        self.ended[i], params, n = completion, PARAMS[self.asked[i]], len(completion.tokens)
+        self.ended[i] = completion
+        params = PARAMS[self.asked[i]]
+        n = len(completion.tokens)
         assert completion.finish_reason == reason and completion.request_id == i
         assert len(completion.token_times) == n and completion.tbt == [*map(abs, completion.tbt)]
         assert len(completion.logprobs or ()) == n * params.logprobs
@@ -159,24 +173,25 @@ class Storm:
                     assert completion.tokens == EXPECTED[self.asked[i]][: len(completion.tokens)]
 
     def generate(self):
-        engine, scheduler = self.engine, self.engine.scheduler
+        engine = self.engine
+        scheduler = engine.scheduler
         done, interrupt = self.call(engine.generate, PROMPTS, PARAMS, progress=False)
         assert not engine.has_work and not scheduler.requests
         assert [c.tokens for c in done or ()] == (EXPECTED if done else [])
         if interrupt.after:
             assert engine.step() == []  # interrupted while it cleaned up
-        assert (
-            scheduler.pages.num_free == self.pages
-            and not scheduler.running
-            and not scheduler.waiting
-        )
+        assert scheduler.pages.num_free == self.pages
+        assert not scheduler.running and not scheduler.waiting
 
     def run(self, interrupts):
         """Until there were so many of them, and then in peace until nothing is left."""
-        requests, draw = self.engine.scheduler.requests, self.random
+        requests = self.engine.scheduler.requests
         while self.seen.total() - self.seen["again"] < interrupts or not self.seen["abort"]:
-            draw.choice([self.step] * 8 + [self.abort] * 2 + [self.add] * 2 * (len(requests) < 6))()
-            if draw.random() < 0.05:
+            calls = [self.step] * 8 + [self.abort] * 2
+            if len(requests) < 6:
+                calls += [self.add] * 2
+            self.random.choice(calls)()
+            if self.random.random() < 0.05:
                 self.drain()
                 self.generate()
         self.drain()

@@ -28,16 +28,22 @@ def batch(prefill=0, decodes=6, context=1000, past=500):
     return shape.with_chunk(past, prefill) if prefill else shape
 
 
-DECODES, HYBRID = batch(), batch(256)
+DECODES = batch()
+HYBRID = batch(256)
 
 
 class Machine:
     """Runs batches at the speed of a law, with seeded noise, and tells the model of each."""
 
     def __init__(self, law, noise=0.05, seed=0, profile=False, mixed=0):
-        self.law, self.noise, self.random, self.slowdown = law, noise, random.Random(seed), 1.0
-        sizes = itertools.product((0, 64, 256, 512, 1024), (1, 4, 8), (300, 1500))
-        shapes = [batch(*size) for size in sizes] * profile
+        self.law = law
+        self.noise = noise
+        self.random = random.Random(seed)
+        self.slowdown = 1.0
+        shapes = []
+        if profile:
+            sizes = itertools.product((0, 64, 256, 512, 1024), (1, 4, 8), (300, 1500))
+            shapes = [batch(*size) for size in sizes]
         self.model = IterationTime([(shape, self.measure(shape)) for shape in shapes])
         self.fits = self.model.prefill_that_fits
         self.run_mixed(mixed)
@@ -51,17 +57,24 @@ class Machine:
 
     def run(self, shape):
         """Returns the error of the prediction that was made before, and the seconds it took."""
-        error, seconds = self.error(shape), self.measure(shape)
+        error = self.error(shape)
+        seconds = self.measure(shape)
         self.model.observe(shape, seconds)
         return error, seconds
 
     def run_mixed(self, count):
         """Chunks of many sizes, a decode-only iteration for every four of them. Their errors."""
-        draw, errors = self.random, []
+        draw = self.random
+        errors = []
         for _ in range(count):
-            prefill = draw.choice([0, 64, 128, 192, 256])
-            decodes = draw.randrange(2, 9), draw.randrange(200, 1500)
-            errors.append(self.run(batch(prefill, *decodes, draw.randrange(1000)))[0])
+            shape = batch(
+                prefill=draw.choice([0, 64, 128, 192, 256]),
+                decodes=draw.randrange(2, 9),
+                context=draw.randrange(200, 1500),
+                past=draw.randrange(1000),
+            )
+            error, _ = self.run(shape)
+            errors.append(error)
         return errors
 
 
@@ -150,14 +163,18 @@ def test_an_outlier_moves_nothing_much(shape, seed):
 @pytest.mark.parametrize("law, slo", [(cpu, 0.2), (gpu, 25e-3)], ids=["cpu", "gpu"])
 @PROFILES
 def test_a_run_under_an_slo_keeps_it_and_uses_it(law, slo, profile, seed):
-    machine, late, used = Machine(law, 0.03, seed, profile), [], []
+    machine = Machine(law, 0.03, seed, profile)
+    late = []  # seconds over the SLO, of batches with prefill
+    used = []
     for i in range(300):
         past = machine.random.choice([0, 256, 512, 1024])
         fits = machine.fits(slo, DECODES, past, 2000, 16) if i // 40 % 3 < 2 else 0
         shape = batch(fits, past=past)
         _, seconds = machine.run(shape)
-        late += [seconds / slo] if fits else []
-        used += [law(shape) / slo] if fits and i >= 40 else []
+        if fits:
+            late.append(seconds / slo)
+        if fits and i >= 40:
+            used.append(law(shape) / slo)
     assert max(late) < 1.4  # while it learns: a chord from the gpu's flat part is too low beyond it
     assert max(late[25:]) < 1.15 and sum(x > 1 for x in late[25:]) <= 0.05 * len(late)
     assert 0.8 < median(used) < 1
@@ -174,7 +191,8 @@ def test_errors_near_the_operating_point_of_a_bent_law_are_small(seed):
 
 
 def test_without_any_knowledge_it_finds_out_in_steps():
-    model, sizes = IterationTime(), []
+    model = IterationTime()
+    sizes = []
     fits = model.prefill_that_fits
     assert model.predict(HYBRID) == 0 and fits(0.1, DECODES, 0, 9999) == 16
     assert fits(0.1, DECODES, 0, 9999, tile=64) == 64 and fits(0.1, DECODES, 0, 5, tile=64) == 5
@@ -195,10 +213,13 @@ def test_without_any_knowledge_it_finds_out_in_steps():
 def test_prefill_that_fits_is_the_most_of_all_sizes(seed):
     machine = Machine(cpu, 0.05, seed, mixed=50)
     machine.model.observe(batch(900), cpu(batch(900)))
-    draw, answers = random.Random(seed), set()
+    draw = random.Random(seed)
+    answers = set()
     margin = 1 + machine.model.caution * machine.model.spread
     for _ in range(200):
-        slo, past, limit = draw.uniform(0.01, 0.8), draw.randrange(2000), draw.randrange(-9, 900)
+        slo = draw.uniform(0.01, 0.8)
+        past = draw.randrange(2000)
+        limit = draw.randrange(-9, 900)
         tile = draw.choice([1, 7, 64])
         shape = batch(draw.choice([0, 0, 33]), draw.randrange(9), draw.randrange(2000))
 
@@ -235,7 +256,8 @@ def told(decodes, errors, prefill=100):
 def test_the_margin_counts_gaps_and_not_iterations():
     wide = told([], []).margin
     assert wide == pytest.approx(0.3)  # 3 times a spread of 0.1, before any error was seen
-    full, few = told([30, 30], [0.0, 1.0]), told([30, 2], [0.0, 1.0])
+    full = told([30, 30], [0.0, 1.0])
+    few = told([30, 2], [0.0, 1.0])
     assert full.caution > 1.5 * few.caution > 3  # two decodes are few gaps beside thirty
     assert full.margin > 1.0  # as wide as what was seen
     assert told([30], [1.0], prefill=0).caution < 3  # no budget makes decodes alone faster
@@ -253,17 +275,21 @@ def test_few_gaps_are_longer_than_the_margin_says_whatever_the_noise(slow, seed)
     machine = Machine(cpu, 0.05, seed, profile=True)
     over = gaps = 0
     for _ in range(1200):
-        decodes, model = machine.random.randrange(10, 30), machine.model
+        model = machine.model
+        decodes = machine.random.randrange(10, 30)
         shape = batch(machine.random.randrange(100, 200), decodes)
         most = model.predict(shape) * (1 + model.margin)
         machine.slowdown = 2.0 if machine.random.random() < slow else 1.0
         _, seconds = machine.run(shape)
-        gaps, over = gaps + decodes, over + decodes * (seconds > most)
+        gaps += decodes
+        if seconds > most:
+            over += decodes
     assert 0 < over < 0.01 * gaps
 
 
 def test_it_is_never_negative_and_never_nan():
-    draw, model = random.Random(3), IterationTime()
+    draw = random.Random(3)
+    model = IterationTime()
     times = [1e-9, 1e-3, 0.1, 1e4, 0.0, -1.0, math.inf, math.nan]
     for _ in range(3000):
         shape = BatchShape(*(draw.choice([0, 0, 1, 10, 10**4, 10**7]) for _ in range(4)))
