@@ -67,7 +67,8 @@ def in_dtype(model, dtype, device="cpu"):
 def prefill(model, tokens, chunk=None, page_size=None, scattered=False, position_major=None):
     """Logits of every prompt token, (len(tokens), vocab_size), `chunk` tokens at a time or all at
     once; without a `page_size` in one page."""
-    n, chunk = len(tokens), chunk or len(tokens)
+    n = len(tokens)
+    chunk = chunk or len(tokens)
     page_size = page_size or n
     [table] = block_tables([-(-n // page_size)], scattered)
     cache = poisoned_cache(model, 2 * len(table), page_size, n, position_major)
@@ -89,7 +90,8 @@ def by_definition(model, tokens):
         qkv = block.preproj(block.attn_norm(x)).unflatten(1, (-1, c.head_dim))
         q, k, v = qkv.split([c.n_head, c.n_kv_head, c.n_kv_head], dim=1)
         if c.qk_norm:
-            q, k = block.q_norm(q), block.k_norm(k)
+            q = block.q_norm(q)
+            k = block.k_norm(k)
         if c.family == "llama":  # RoPE turns pairs of dimensions, read as complex numbers
             turned = [torch.complex(*y.chunk(2, dim=-1)) * turn for y in (q, k)]
             q, k = (torch.cat([y.real, y.imag], dim=-1) for y in turned)

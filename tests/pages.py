@@ -28,7 +28,8 @@ class Truth(Recorder):
 
     def __init__(self):
         super().__init__()
-        self.states, self.waiting = [], []
+        self.states = []
+        self.waiting = []
 
     def _decide(self, number, scheduler, next_batch):
         batch = super()._decide(number, scheduler, next_batch)
@@ -52,7 +53,8 @@ def simulated(policy, chunk=256, pages=96, arrivals=None, pp=1, **more):
     sizes = dict(max_batch=24, max_len=2048, page_size=64, pages=pages)
     config = EngineConfig(policy.partition(",")[0], chunk, **sizes, **more)
     recorder = Truth()
-    cost, arrivals = CostModel.named("llama3-8b", pp=pp), arrivals or a_load()
+    cost = CostModel.named("llama3-8b", pp=pp)
+    arrivals = arrivals or a_load()
     alike = [[i % 3] * arrival.prompt_len for i, arrival in enumerate(arrivals)]
     prompts = alike if config.prefix_caching else None
     return simulate(cost, config, arrivals, prompts, recorder=recorder).run, recorder
@@ -87,7 +89,8 @@ def opened(browser, address, width=1200, scheme="light", until=DRAWN, touch=Fals
         offline="file:" in address,
         has_touch=touch,
     )
-    tab, errors = context.new_page(), []
+    tab = context.new_page()
+    errors = []
     tab.on("pageerror", lambda error: errors.append(str(error)))
     tab.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
     tab.goto(address)

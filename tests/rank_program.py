@@ -64,7 +64,9 @@ PARAMS = [
     SamplingParams(16, logprobs=True),
     SamplingParams(1),
 ]
-STOPPED, ABORTED = 0, 3  # of these requests, when they come one after another
+# of these requests, when they come one after another
+STOPPED = 0
+ABORTED = 3
 
 
 def shard_of(model, ranks):

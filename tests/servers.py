@@ -117,7 +117,8 @@ def complete(served, prompt, **more):
 
 def generate(served, prompt, params=GREEDY):
     """What the engine itself makes of a prompt."""
-    model, config = served.engine.runner.model, served.engine.config
+    model = served.engine.runner.model
+    config = served.engine.config
     engine = Engine.from_config(model, config, tokenizer=served.api.tokenizer)
     return engine.generate([prompt], params)[0]
 

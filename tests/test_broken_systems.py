@@ -66,9 +66,11 @@ NOTICED = [(claim, broken) for claim, row in EXPECTED.items() for broken in row.
 @cache
 def measure(claim_id: str, broken: Break | None) -> Finding:
     """What a claim finds on a system: SARATHI's claims on its A6000, others on an A100."""
-    preset, device = "mistral-7b", "a100-80gb"
+    preset = "mistral-7b"
+    device = "a100-80gb"
     if claim_id.startswith(("S-", "C-")):
-        preset, device = "llama-13b", "a6000"
+        preset = "llama-13b"
+        device = "a6000"
     with broken_schedulers(broken), pytest.MonkeyPatch.context() as patch:
         patch.setattr(measured_serving, "plot_serving", lambda *_: None)
         return FUNCTIONS[claim_id](CostBench(preset, device, broken))

@@ -75,7 +75,8 @@ def make(kind):
 def saved(request, tmp_path_factory):
     """(transformers model, directory with model.safetensors, one with shards) of each kind."""
     model = make(request.param)
-    single, sharded = tmp_path_factory.mktemp("single"), tmp_path_factory.mktemp("sharded")
+    single = tmp_path_factory.mktemp("single")
+    sharded = tmp_path_factory.mktemp("sharded")
     model.save_pretrained(single)
     model.save_pretrained(sharded, max_shard_size="10KB")
     return model, single, sharded
@@ -139,7 +140,8 @@ def in_float64(model):
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child).__name__.endswith("RMSNorm"):
-                size, eps = len(child.weight), child.variance_epsilon
+                size = len(child.weight)
+                eps = child.variance_epsilon
                 norm = torch.nn.RMSNorm(size, eps=eps, dtype=torch.float64)
                 norm.weight = child.weight
                 setattr(module, name, norm)
@@ -171,7 +173,8 @@ def test_logits_equal_transformers_float32_and_every_number_is_filled(saved):
 def test_logits_equal_transformers_float64(saved):
     reference, single, _ = saved
     model = GPT.from_pretrained(single, dtype=torch.float64)
-    reference, tokens = in_float64(reference), prompt(model)
+    reference = in_float64(reference)
+    tokens = prompt(model)
     if model.rope is not None:
         rope = rope_of(reference, len(tokens))
         torch.testing.assert_close(model.rope[: len(tokens)], rope, rtol=0, atol=1e-5)
@@ -204,10 +207,13 @@ def test_old_names_and_buffers_change_nothing(save, kind, change):
 
 @pytest.mark.parametrize("widened", [True, False])
 def test_weights_are_converted_to_the_dtype_of_the_model(save, widened):
-    file, stored, wanted = save() / "model.safetensors", torch.bfloat16, torch.float32
+    file = save() / "model.safetensors"
+    stored = torch.bfloat16
+    wanted = torch.float32
     stored, wanted = (stored, wanted) if widened else (wanted, stored)
     edit(file, lambda tensors: tensors.update({n: t.to(stored) for n, t in tensors.items()}))
-    model, tensors = GPT.from_pretrained(file.parent, dtype=wanted), load_file(file)
+    model = GPT.from_pretrained(file.parent, dtype=wanted)
+    tensors = load_file(file)
     qkv = torch.cat([tensors[f"model.layers.1.self_attn.{x}_proj.weight"] for x in "qkv"])
     loaded = model.blocks[1].preproj.weight
     assert (qkv.dtype, loaded.dtype) == (stored, wanted) and torch.equal(loaded, qkv.to(wanted))
@@ -401,9 +407,12 @@ def test_config_that_is_missing_or_broken_is_named(tmp_path, content):
         checkpoints.read_config(tmp_path)
 
 
-Q_BIAS, UP = "layers.0.self_attn.q_proj.bias", "layers.2.mlp.up_proj.weight"
-K, V = "layers.1.self_attn.k_proj.weight", "layers.0.self_attn.v_proj.weight"
-DOWN, C_FC = "layers.0.mlp.down_proj.weight", "h.0.mlp.c_fc.weight"
+Q_BIAS = "layers.0.self_attn.q_proj.bias"
+UP = "layers.2.mlp.up_proj.weight"
+K = "layers.1.self_attn.k_proj.weight"
+V = "layers.0.self_attn.v_proj.weight"
+DOWN = "layers.0.mlp.down_proj.weight"
+C_FC = "h.0.mlp.c_fc.weight"
 MISFITS = [
     ("llama", add(f"model.{Q_BIAS}", 32), f"1 unknown tensors: {Q_BIAS}"),
     ("llama", add(f"model.{UP}", 48, 32), f"unknown.*{UP}"),

@@ -13,7 +13,8 @@ from views.records import Recorder
 
 def recorded(completions, iterations):
     """A Recorder of a history: of micro-batches 0 and 1 if there is a 1."""
-    recorder, seen = Recorder(), [it.micro_batch for it in iterations]
+    recorder = Recorder()
+    seen = [it.micro_batch for it in iterations]
     sizes = dict(chunk=256, max_batch=8, max_len=64, pages=64, page_size=16)
     recorder.settings = sizes | dict(policy="VLLM", micro_batches=1 + max(seen, default=0))
     for c in completions:
@@ -137,7 +138,8 @@ def test_the_engines_lane_shows_every_iteration_with_its_curves(trace):
     names.append("decode")
     expected = [(name, i.start, i.end) for name, i in zip(names, iterations, strict=True)]
     assert slices["vllm: engine", "iterations"] == expected
-    curves, last = {}, {}
+    curves = {}
+    last = {}
     for it in iterations:
         curves |= {"tokens": {"prefill": it.prefill_tokens, "decode": it.decode_tokens}}
         curves |= {"free pages": {"pages": it.free_pages}}

@@ -136,7 +136,8 @@ def parts(cost, batch):
 def test_parts_of_an_iteration():
     flops = (8 * 8 * 576, 4 * 8 * 12.5 * 4 * 8, 0, 2 * 4 * 8 * 100)
     moved = [4 * 2 * (576 + 7 * 104), 4 * 16 * (15 + 8 + 20), 4 * 2 * 7 * (8 * 8 + 2 * 16 + 2 * 32)]
-    moved, kernels = [*moved, 2 * (800 + 3 * 108)], (16, 8, 20, 1)
+    moved = [*moved, 2 * (800 + 3 * 108)]
+    kernels = (16, 8, 20, 1)
     names = ("linear", "attention", "others", "head")
     start = CostModel(SMALL, START)
     for device, counts, unit in ((MATH, flops, 1e-6), (MOVE, moved, 1e-6), (START, kernels, 1)):
@@ -349,7 +350,8 @@ def test_a_model_that_does_not_fit_says_what_to_do():
         CostModel(SMALL, replace(MATH, memory_bytes=left - 2)).kv_tokens()
 
 
-WHOLE, SECONDS = "a whole number of at least 1", "a finite number of seconds, at least 0"
+WHOLE = "a whole number of at least 1"
+SECONDS = "a finite number of seconds, at least 0"
 BAD = [({"tp": 3}, "tp=3: must divide n_head=4"), ({"pp": 3}, "pp=3: must divide n_layer=4")]
 BAD += [({"tp": 4, "config": replace(SMALL, n_inner=18)}, "tp=4: must divide n_inner=18")]
 BAD += [({"tp": tp}, f"tp={tp!r}: must be {WHOLE}") for tp in (0, -1, 1.5, "2")]

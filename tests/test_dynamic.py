@@ -190,7 +190,8 @@ def test_what_has_passed_since_the_last_token_is_no_more_to_be_had():
         scheduler_with(6, tbt_slo=slo, profile=PROFILE, clock=lambda: now[0])
         for slo in (SLO, SLO, SLO - 0.0625)
     )
-    full, short = full.next_batch().budget, short.next_batch().budget
+    full = full.next_batch().budget
+    short = short.next_batch().budget
     now[0] = 0.0625  # others used the machine between two iterations
     assert late.next_batch().budget == short < full - 20
 

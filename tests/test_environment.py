@@ -134,7 +134,8 @@ def test_a_file_that_cannot_be_written_is_found_before_the_run(option, tmp_path,
 
 
 def test_what_is_written_is_whole_or_not_there(tmp_path, monkeypatch):
-    file, link = tmp_path / "file", tmp_path / "link"
+    file = tmp_path / "file"
+    link = tmp_path / "link"
     link.symlink_to(file)
     options.write_text(link, "one")
     assert file.read_text() == "one" and link.is_symlink()

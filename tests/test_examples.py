@@ -27,7 +27,8 @@ def run_example(name):
 def test_offline_prints_the_tokens_and_times_of_each_request():
     lines = run_example("offline")
     assert len(lines) == 6
-    heads, times = lines[::2], lines[1::2]
+    heads = lines[::2]
+    times = lines[1::2]
     for i, (head, prompt_len) in enumerate(zip(heads, (3, 100, 300), strict=True)):
         start, _, tokens = head.partition(": ")
         assert start == f"request {i}, a prompt of {prompt_len} tokens"

@@ -273,7 +273,9 @@ def test_two_checkouts_decide_the_same(policy, other):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_cases_preempt_share_stop_and_end(policy):
     """Else the comparison would not compare much."""
-    preemptions, stops, shared = 0, 0, 0
+    preemptions = 0
+    stops = 0
+    shared = 0
     for seed in range(60):
         for state in LockstepRun(random_case(policy, seed)).run():
             preemptions += len(state["preempted"])

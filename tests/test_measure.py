@@ -46,7 +46,8 @@ def test_a_slow_machine_is_timed_less_often(limit_s, warmup, calls, monkeypatch)
 def test_medians_and_quartiles_of_runs_in_turn_that_are_warmed_up(monkeypatch):
     assert measure.summarize([1, 2, 3, 4, 100]) == (3, (4 - 2) / 3)
     assert measure.summarize([0.0, 0.0]) == (0.0, 0.0)
-    now, calls = [0.0], []
+    now = [0.0]
+    calls = []
 
     def takes(name, seconds):
         calls.append(name)

@@ -59,7 +59,8 @@ def test_packed_is_as_near_to_the_exact_logits_as_plain(kind, dtype, family):
     def logits(m):
         return run(m, poisoned_cache(m, 1, 40), [Span([0], 0, PROMPT)], all_rows=True)
 
-    expected, plain = logits(exact), logits(model)
+    expected = logits(exact)
+    plain = logits(model)
     fast = logits(pack_as(kind, model))
     assert packed_layers(model.blocks) == linear_layers(model.blocks)
 
@@ -112,7 +113,8 @@ def test_weights_are_held_once(kind, dtype, tied):
 @each_packing
 def test_an_engine_packs_its_model_and_serves_the_same_tokens(kind, dtype, monkeypatch):
     monkeypatch.setattr(packed_linear, "fastest_layer", lambda dtype, threads: kind)
-    prompts, params = [PROMPT, PROMPT[:7]], SamplingParams(6)
+    prompts = [PROMPT, PROMPT[:7]]
+    params = SamplingParams(6)
     model = tiny_model(dtype=dtype)
     engine = Engine(model, policy="sarathi-serve", chunk=16, max_batch=2, max_len=64)
     assert packed_layers(model)

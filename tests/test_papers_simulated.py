@@ -326,7 +326,9 @@ def test_products_take_the_same_time_up_to_the_ridge():
     ]
     assert all(5 * small < large for small, large in zip(chunk, prompt, strict=True))
     for of_batches in (prompt, chunk):
-        short, long = of_batches[::2], of_batches[1::2]  # contexts
+        # contexts
+        short = of_batches[::2]
+        long = of_batches[1::2]
         assert short == sorted(short, reverse=True) and long == sorted(long, reverse=True)
         assert all(far < near for near, far in zip(short, long, strict=True))
 
@@ -417,7 +419,9 @@ def test_most_requests_at_once():
             finish_reason=reason,
         )
 
-    one, other, later = completion(0.0, 1.0, 2.0), completion(1.5, 3.0), completion(2.0, 4.0)
+    one = completion(0.0, 1.0, 2.0)
+    other = completion(1.5, 3.0)
+    later = completion(2.0, 4.0)
     assert most_at_once([]) == most_at_once([completion(None, reason="abort")]) == 0
     assert most_at_once([one, later]) == 1  # it begins when the other has ended
     assert most_at_once([later, other, one]) == 2

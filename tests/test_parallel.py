@@ -132,7 +132,8 @@ def test_a_checkpoint_is_loaded_in_parts(worlds, tmp_path, kind):
     config, sizes = CHECKPOINTS[kind]
     config = config(**sizes)
     config.bos_token_id = config.eos_token_id = None
-    config.num_hidden_layers, config.layer_types = 4, ["full_attention"] * 4
+    config.num_hidden_layers = 4
+    config.layer_types = ["full_attention"] * 4
     save(config, tmp_path)
     check(worlds, 2, 2, [TWO], checkpoint=str(tmp_path))
 

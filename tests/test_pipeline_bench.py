@@ -58,7 +58,8 @@ def test_batches_follow_each_other_from_stage_to_stage(files):
     names = [f"{name}{side}" for name in report["runs"] for side in ("", ", simulated")]
     assert tracks.keys() == {(name, f"stage {n}") for name in names for n in (1, 2)}
     for name in names:
-        first, second = tracks[name, "stage 1"], tracks[name, "stage 2"]
+        first = tracks[name, "stage 1"]
+        second = tracks[name, "stage 2"]
         assert [event["args"] for event in first] == [event["args"] for event in second]
         assert {event["name"] for event in first} == {"micro-batch 0", "micro-batch 1"}
         for before, after in zip(first, second, strict=True):

@@ -53,11 +53,13 @@ def test_a_pipeline_plot_has_a_box_for_each_batch_and_bubble(tmp_path):
     axes, figure = draw(two_stages(), tmp_path, "GPT-3")
     assert figure.get_suptitle().startswith("GPT-3\n")
     for axis, (name, stage_runs) in zip(axes, two_stages().items(), strict=True):
-        expected, hybrid = [], {False: PREFILL, True: DECODE}
+        expected = []
+        hybrid = {False: PREFILL, True: DECODE}
         for run in stage_runs:
             kinds = {is_decode for *_, is_decode in run.chunks}
             color = HYBRID if len(kinds) == 2 else hybrid[kinds.pop()]
-            start, before = near(run.start), near(run.start - run.bubble)
+            start = near(run.start)
+            before = near(run.start - run.bubble)
             expected.append((run.stage, start, near(run.end), color))
             expected += [(run.stage, before, start, BUBBLE["facecolor"])] if run.bubble else []
         assert boxes(axis) == expected and len({box[3] for box in expected}) == 4
@@ -80,7 +82,8 @@ def test_runs_share_a_time_axis_and_label_their_longest_bubbles(tmp_path):
     for kind, side in (("PB1", "right"), ("PB2", "left"), ("PB3", "center")):
         those = [run for run, k in bubble_kinds(runs) if k == kind]
         longest = max(those, key=lambda run: (round(run.bubble, 6), run.start))
-        end, start = longest.start, longest.start - longest.bubble
+        end = longest.start
+        start = longest.start - longest.bubble
         x = {"right": end, "left": start, "center": (start + end) / 2}[side]
         (at, y), seen = places[kind]
         assert (at, seen) == (near(x), side) and longest.stage - 0.5 < y < longest.stage - 0.32

@@ -174,7 +174,8 @@ def prefill(two, *requests, source=0):
 
 def test_the_first_in_line_blocks_the_others():
     two = two_pools(pages=8, chunk=64)
-    long_one, short_one = request(1, prompt_len=16), request(2, prompt_len=3)
+    long_one = request(1, prompt_len=16)
+    short_one = request(2, prompt_len=3)
     prefill(two, request(0, prompt_len=12, output_len=12))
     (first,) = two.start_transfers()
     assert first.target_pages and len(first.target_pages) == 4  # 12 tokens, and the next one
@@ -216,7 +217,8 @@ def test_memory_on_both_sides_is_kept_until_an_aborted_request_is_sent():
 
 def test_a_request_that_ends_with_its_first_token_is_not_sent():
     two = two_pools(chunk=64)
-    one_token, stopped = request(0, output_len=1), request(1)
+    one_token = request(0, output_len=1)
+    stopped = request(1)
     stopped.stop = frozenset([7])
     for r in (one_token, stopped):
         two.prefills[0].add(r)

@@ -24,7 +24,8 @@ SERVE = "--simulate a100-80gb --preset llama3-8b --max-len 1024 --requests 12 --
 
 
 GOOD = [(0.1, 0.01)] * 8  # TTFT and mean TBT of requests, in seconds
-LATE, SLOW = (0.6, 0.01), (0.1, 0.06)
+LATE = (0.6, 0.01)
+SLOW = (0.1, 0.06)
 
 
 def trial(qps, latencies=GOOD, tbt_p99_s=0.01, keeps_up=True):

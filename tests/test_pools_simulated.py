@@ -27,7 +27,9 @@ ONE_TO_ONE = Pools(1, 1)
 class Law:
     """The cost of a batch: a second for each 8 tokens, and at least one second."""
 
-    pp, cpu_s, tile = 1, 0.0, 1
+    pp = 1
+    cpu_s = 0.0
+    tile = 1
 
     def stages(self, batch):
         return StageTimes([max(1.0, sum(n for _, _, n in batch) / 8)], 0.0)

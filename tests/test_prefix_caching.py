@@ -165,7 +165,8 @@ class Line:
 
     def add(self, prompt, output_len):
         """A Request that arrives after all others."""
-        i, prompt = len(self.requests), list(prompt)
+        i = len(self.requests)
+        prompt = list(prompt)
         self.requests.append(Request(i, prompt, len(prompt), output_len, float(i)))
         self.scheduler.add(self.requests[i])
         return self.requests[i]

@@ -60,7 +60,8 @@ action = st.one_of(
     st.tuples(st.just("abort"), st.integers(0, 20)),
     st.tuples(st.just("preempt"), st.integers(0, 3)),
 )
-beginnings, rest = st.lists(requests, min_size=3, max_size=6), st.lists(action, max_size=40)
+beginnings = st.lists(requests, min_size=3, max_size=6)
+rest = st.lists(action, max_size=40)
 actions = st.builds(list.__add__, beginnings, rest)
 sampled = [SamplingParams(8, temperature=1.0, seed=seed) for seed in range(4)]
 long_ones = [("add", (n,) * 8, sampled[n], {}) for n in range(4)]
@@ -76,12 +77,16 @@ class Watched:
 
     def __init__(self, **options):
         self.engine = guard(Engine(MODEL, max_len=MAX_LEN, **options))
-        self.asked, self.got, self.times, self.ended = {}, {}, {}, {}  # by id
-        self.computed, self.preempted, self.forced = Counter(), Counter(), Counter()
-        self.schedule, self.engine.scheduler.schedule = (
-            self.engine.scheduler.schedule,
-            self.poisoned,
-        )
+        # all by request id
+        self.asked = {}
+        self.got = {}
+        self.times = {}
+        self.ended = {}
+        self.computed = Counter()
+        self.preempted = Counter()
+        self.forced = Counter()
+        self.schedule = self.engine.scheduler.schedule
+        self.engine.scheduler.schedule = self.poisoned
 
     def poisoned(self):
         batch = self.schedule()
@@ -95,7 +100,8 @@ class Watched:
 
     def check(self):
         """What must hold between any two actions."""
-        scheduler, config = self.engine.scheduler, self.engine.config
+        scheduler = self.engine.scheduler
+        config = self.engine.config
         # who has max_len keeps it, but `priority` preempts lower classes for targets at risk too
         reserved = config.page_size == MAX_LEN and config.policy != "priority"
         check_integrity(scheduler.pages, [r.pages for r in scheduler.running])
@@ -114,7 +120,8 @@ class Watched:
         self.asked[i], self.got[i], self.times[i] = (prompt, params), [], []
 
     def step(self):
-        engine, previous = self.engine, self.engine.last_iteration
+        engine = self.engine
+        previous = self.engine.last_iteration
         poison(engine)
         events = engine.step()
         if engine.last_iteration is not previous:
@@ -211,7 +218,8 @@ def test_every_request_ends_as_if_alone(
     scheduler = watched.engine.scheduler
     assert set(watched.ended) == set(watched.asked)
     for i, (prompt, params) in watched.asked.items():
-        c, tokens = watched.ended[i], expected(prompt, params)
+        c = watched.ended[i]
+        tokens = expected(prompt, params)
         assert c.tokens == watched.got[i] and c.prompt == list(prompt)
         if c.finish_reason == "abort":
             assert c.tokens == tokens[: len(c.tokens)]

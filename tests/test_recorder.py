@@ -91,7 +91,8 @@ def test_pages_needed_are_fewer_when_shared_and_include_unread_ones():
 
 
 def test_a_failed_step_is_recorded_once_with_all_its_pages(monkeypatch):
-    recorder, model = Truth(), tiny_model()
+    recorder = Truth()
+    model = tiny_model()
     engine = Engine(model, chunk=16, max_batch=2, max_len=128, page_size=16)
     recorder.watch([engine.scheduler])
     engine.add_request([1] * 40)

@@ -39,7 +39,8 @@ def test_a_checkpoint_comes_with_its_tokenizer(tmp_path, capsys):
 
 
 def test_options_are_passed_on(monkeypatch):
-    seen, generate = [], Engine.generate
+    seen = []
+    generate = Engine.generate
 
     def spy(engine, prompts, params):
         scheduler = engine.scheduler

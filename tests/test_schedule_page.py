@@ -254,7 +254,8 @@ def test_a_sentence_says_in_words_why_the_batch_is_as_it_is(browser, tmp_path):
         tab.keyboard.press("End")
         pages = "document.getElementById('pagesname').textContent"
         tab.wait_for_function(f"{pages}.includes('striped')")
-        shared, chips = tab.evaluate(pages), tab.text_content("#chips")
+        shared = tab.evaluate(pages)
+        chips = tab.text_content("#chips")
         stripes = tab.evaluate(
             """() => { const pen = $("pages").getContext("2d");  // page 2 is 18 pixels wide
                 return [2, 14].map(y => pen.getImageData(2 * 18 + 2, y, 1, 1).data.join()); }"""
@@ -426,7 +427,8 @@ def test_the_address_restores_what_was_shown(browser, explored):
         tab.keyboard.press("g")
         tab.wait_for_timeout(400)
         shown = "[panes.map(pane => pane.run.name), cursor, pinned_request, view.from, view.to]"
-        address, before = tab.url, tab.evaluate(shown)
+        address = tab.url
+        before = tab.evaluate(shown)
     assert "policy=vllm&chunk=256&load=burst&beside=sarathi-serve&i=" in address
     with opened(browser, address) as tab:
         names, cursor, request, *window = tab.evaluate(shown)
@@ -548,7 +550,8 @@ def test_a_tap_says_who_waited_and_the_page_fits_a_phone(browser, explored):
 
 
 def test_stages_of_a_pipeline_have_lanes_with_their_bubbles(browser, tmp_path):
-    cost, arrivals = CostModel.named("llama3-8b", pp=2), a_load(20)
+    cost = CostModel.named("llama3-8b", pp=2)
+    arrivals = a_load(20)
     config = EngineConfig("orca", 256, max_batch=8, max_len=2048, page_size=64, pages=512)
     recorder = Recorder()
     run = simulate(cost, config, arrivals, recorder=recorder)
@@ -662,7 +665,8 @@ def test_the_page_imports_no_torch():
 
 @pytest.mark.parametrize("command", ["offline", "serve", "simulated"])
 def test_the_bench_writes_a_page(command, tmp_path, capsys):
-    file, tiny = tmp_path / "page.html", ["--preset", "llama-tiny", "--dtype", "float32"]
+    file = tmp_path / "page.html"
+    tiny = ["--preset", "llama-tiny", "--dtype", "float32"]
     words = {
         "offline": [*tiny, "--chunk", "16", "--seq-len", "40", "--batch", "2"],
         "serve": ["serve", *tiny, "--max-len", "64", "--chunk", "16", "--requests", "3"],
@@ -702,7 +706,8 @@ def test_a_live_page_follows_an_engine(browser):
             if not place:
                 self.wfile.write(page("live", live="/records").encode())
                 return
-            records, end = recorder.records, len(recorder.records)
+            records = recorder.records
+            end = len(recorder.records)
             new = snapshot if int(place) == 10**15 else records[int(place) :]
             said = {"records": new, "place": begun if int(place) == 10**15 else end}
             self.wfile.write(json.dumps(said).encode())
@@ -722,7 +727,8 @@ def test_a_live_page_follows_an_engine(browser):
         engine.add_request(prompt, SamplingParams(max_new_tokens=16))
     step()
     step()
-    snapshot, begun = [recorder.snapshot()], len(recorder.records)
+    snapshot = [recorder.snapshot()]
+    begun = len(recorder.records)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     step()

@@ -145,7 +145,8 @@ def test_nobody_is_admitted_without_room_for_a_token(policy):
 def test_a_batch_keeps_within_its_budget():
     sizes = enumerate([(3, 2), (9, 9), (9, 9)])
     decode, prompt, late = (Request(i, [0] * n, prompt_len, 9) for i, (n, prompt_len) in sizes)
-    decode.num_computed, prompt.num_computed = 2, 4
+    decode.num_computed = 2
+    prompt.num_computed = 4
     batch = Batch(5)
     unlimited = Batch()
     batch.add_decodes([decode])

@@ -322,7 +322,8 @@ def test_the_page_says_who_serves_and_what_is_too_long():
 
 @pytest.mark.parametrize("slow_step", [None, 3, 9])
 def test_one_slow_decode_does_not_move_the_slo_of_an_idle_engine(monkeypatch, slow_step):
-    now, steps = 0.0, 0
+    now = 0.0
+    steps = 0
     engine = Engine(tiny_model(), max_batch=2, max_len=64, clock=lambda: now)
     engine.warm_up()
     forward = engine.runner.forward

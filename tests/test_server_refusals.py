@@ -99,7 +99,8 @@ def test_what_chat_cannot_do_is_refused_by_name(tiny):
 
 
 def test_a_wrong_address_or_body_is_an_error_of_the_same_shape(tiny):
-    post, kind = tiny.http.post, {"content-type": "application/json"}
+    post = tiny.http.post
+    kind = {"content-type": "application/json"}
     cases = [
         (tiny.http.get("/v1/nothing"), 404),
         (tiny.http.get("/v1/completions"), 405),
@@ -176,7 +177,8 @@ def test_an_api_key():
 
 def test_a_step_that_fails_is_a_500_for_its_requests_and_no_others():
     with serving(max_batch=1) as served:
-        flatten, runner = served.engine.runner.flatten, served.engine.runner
+        flatten = served.engine.runner.flatten
+        runner = served.engine.runner
         failing = threading.Event()
 
         def broken(spans):
@@ -223,7 +225,8 @@ FAILING = {  # where a policy of one's own may fail, and how
 
 @pytest.mark.parametrize("method", FAILING)
 def test_a_policy_that_fails_leaves_nobody_waiting(method, tmp_path, caplog):
-    own, name = tmp_path / "own.py", method.strip()
+    own = tmp_path / "own.py"
+    name = method.strip()
     own.write_text(
         "from scheduler import SarathiServe\n\nclass Own(SarathiServe):\n    broken = False\n"
         f"    def {name}(self, *args):\n        if self.broken:\n            {FAILING[method]}\n"

@@ -23,7 +23,8 @@ class SharedPages:
     """Pages of two tokens, and what must be true of them."""
 
     def __init__(self, total):
-        self.pages, self.total = Pages(total, 2, prefix_caching=True), total
+        self.pages = Pages(total, 2, prefix_caching=True)
+        self.total = total
         self.tables = []  # tokens, names and pages, and how many of these are full and kept
         self.content = {}  # all tokens up to the end of a page -> the page that is found
         self.left = []  # the found ones that nobody reads, the one left longest ago first
@@ -38,7 +39,8 @@ class SharedPages:
         found = set(self.content.values())
         blank = set(range(self.total)).difference(found, self.readers)
         needed = max(0, count - len(blank))
-        gone, left = self.left[:needed], self.left[needed:]
+        gone = self.left[:needed]
+        left = self.left[needed:]
         pages = self.pages.allocate(count, **after)
         assert len(set(pages)) == count and blank.union(gone).issuperset(pages)
         self.content = {key: page for key, page in self.content.items() if page not in gone}
@@ -47,7 +49,8 @@ class SharedPages:
 
     def admit(self, tokens):
         """A new block table, if there is memory."""
-        names, found = names_of(self.pages, tokens), []
+        names = names_of(self.pages, tokens)
+        found = []
         assert len(names) == len(tokens) // 2
         for end in range(2, len(tokens), 2):  # at least one token is left
             if tuple(tokens[:end]) not in self.content:
@@ -91,7 +94,8 @@ class SharedPages:
 
     def check(self):
         """What must hold between any two actions."""
-        pages, readers = self.pages, self.readers
+        pages = self.pages
+        readers = self.readers
         check_integrity(pages, [table.pages for table in self.tables])
         assert pages.num_free == self.total - len(readers)
         assert named(pages) == set(self.content.values())
@@ -105,7 +109,8 @@ class SharedPages:
 @settings(deadline=None)
 @given(st.data(), st.integers(4, 9))
 def test_pages_are_found_shared_and_given_away_as_they_promise(data, total):
-    it, few = SharedPages(total), st.integers(0, 1)
+    it = SharedPages(total)
+    few = st.integers(0, 1)
     for _ in range(data.draw(st.integers(0, 40))):
         action = data.draw(
             st.sampled_from(["admit", "admit", "compute", "compute", "grow", "free"])
@@ -139,7 +144,8 @@ def test_a_page_hash_stands_for_all_tokens_up_to_its_end():
 
 def test_the_least_recently_used_page_goes_first_from_the_end():
     pages = Pages(5, 1, prefix_caching=True)
-    old, new = pages.allocate(3), pages.allocate(2)
+    old = pages.allocate(3)
+    new = pages.allocate(2)
     for table, tokens in ((old, [1, 2, 3]), (new, [4, 5])):
         pages.publish(table, names_of(pages, tokens))
         pages.free(table)
@@ -173,7 +179,9 @@ def test_an_interrupt_in_keep_leaves_no_name_of_other_content(again):
         before = pages.allocate(2)
         pages.publish(before, names_of(pages, [1, 2]))
         pages.free(before)
-        table, names, lines = pages.allocate(2), names_of(pages, [3, 4]), []
+        table = pages.allocate(2)
+        names = names_of(pages, [3, 4])
+        lines = []
         sys.settrace(trace)
         try:
             pages.publish(table, names)

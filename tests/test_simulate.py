@@ -128,7 +128,8 @@ def times_called(file):
 
 
 def test_a_job_of_two_experiments_is_simulated_once(tmp_path):
-    one, other = str(tmp_path / "one"), str(tmp_path / "other")
+    one = str(tmp_path / "one")
+    other = str(tmp_path / "other")
     workers = simulate.Workers(1)
     assert workers(times_called, [one, other, one]) == [1, 1, 1]
     assert workers(times_called, [other]) == [1]

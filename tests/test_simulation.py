@@ -26,7 +26,8 @@ from tests.helpers import GROWING, check_integrity, tiny_model
 
 MODEL = tiny_model()
 # pages for each micro-batch: for max_batch requests of max_len, and for hardly more than one
-AMPLE, LITTLE = 32, 10
+AMPLE = 32
+LITTLE = 10
 CONFIG = EngineConfig("vllm", chunk=8, max_batch=4, max_len=32, page_size=4, pages=AMPLE)
 SHAPES = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)]  # stages of a pipeline, and replicas
 in_all_shapes = pytest.mark.parametrize("pp, replicas", SHAPES)
@@ -36,7 +37,8 @@ under_all_policies = pytest.mark.parametrize("policy", POLICIES)
 class Law:
     """The cost of a batch: `seconds` of it on every stage, on odd ones half more if `uneven`."""
 
-    cpu_s, tile = 0.0, 1
+    cpu_s = 0.0
+    tile = 1
 
     def __init__(self, pp=1, hop=0.0, seconds=None, uneven=False):
         self.pp = pp
@@ -554,10 +556,8 @@ def test_a_budget_is_in_whole_tiles_of_the_device_by_default():
         assert Simulation(cost, config).schedulers[0].budget == budget
 
 
-FEW, UNKNOWN = (
-    "pages=7: a request of max_len=32 takes 8 pages",
-    "=1: policy 'vllm' has no such option",
-)
+FEW = "pages=7: a request of max_len=32 takes 8 pages"
+UNKNOWN = "=1: policy 'vllm' has no such option"
 BAD = [(dict(policy="fifo"), "policy='fifo'.*sarathi-serve"), (dict(pages=7), FEW)]
 BAD += [(dict(cost=Law(2), pages=15), FEW)]  # enough for one, but not in each half
 BAD += [(dict(policy="sarathi", policy_options={"tile": 0}), "tile=0")]

@@ -24,7 +24,9 @@ DONE = "!document.getElementById('runsource').disabled"
 def opened(browser, address, **options):
     """The page at an address, drawn, and the list of files that it loads."""
     context = browser.new_context(viewport={"width": 1200, "height": 800}, **options)
-    tab, errors, files = context.new_page(), [], []
+    tab = context.new_page()
+    errors = []
+    files = []
     tab.on("pageerror", lambda error: errors.append(str(error)))
     tab.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
     context.on("request", lambda request: files.append(request.url.removeprefix(address)))
@@ -76,7 +78,8 @@ def test_a_load_that_is_not_there_is_one_line(browser, tmp_path, site_folder):
     page = tmp_path / "index.html"
     page.write_text((site_folder / "index.html").read_text())
     context = browser.new_context()
-    tab, errors = context.new_page(), []
+    tab = context.new_page()
+    errors = []
     tab.on("pageerror", lambda error: errors.append(str(error)))
     tab.goto(f"file://{page}")
     tab.wait_for_function(DRAWN)

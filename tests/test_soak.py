@@ -16,7 +16,9 @@ from model import GPT, GPTConfig
 from sampling import SamplingParams
 from tests.helpers import alone, check_integrity, guard
 
-MAX_LEN, MAX_BATCH, PAGE_SIZE = 32, 32, 4
+MAX_LEN = 32
+MAX_BATCH = 32
+PAGE_SIZE = 4
 PAGES = MAX_BATCH * MAX_LEN // PAGE_SIZE // 10  # memory for a tenth of them
 SIZES = dict(n_layer=1, n_head=2, n_embd=8, n_kv_head=1, n_inner=16, max_positions=32)
 CONFIG = GPTConfig("llama", vocab_size=17, **SIZES)
@@ -32,7 +34,8 @@ def workload():
     model = GPT(CONFIG, dtype=torch.float64, seed=1)
     for p in model.parameters():
         p.mul_(10 if p.ndim > 1 else 1)
-    rng, requests = random.Random(2), []
+    rng = random.Random(2)
+    requests = []
     for seed in range(150):
         prompt = [rng.randrange(17) for _ in range(rng.choice([1, 3, 6, 10, 20]))]
         prompt[:-2] = BEGINNINGS[seed % 3][: max(0, len(prompt) - 2)]
@@ -95,9 +98,13 @@ def test_nothing_is_lost_and_nothing_leaks(policy, total, mean, shares, monkeypa
     options = {"ageing": 0.01} if policy == "priority" else {}
     sizes |= dict(chunk=24, max_waiting=60, prefix_caching=shares)
     engine = guard(Engine(model, policy=policy, **sizes, policy_options=options))
-    scheduler, rng, seen, measured = engine.scheduler, random.Random(3), Counter(), []
+    scheduler = engine.scheduler
+    rng = random.Random(3)
+    seen = Counter()
+    measured = []
     live = {}  # id -> (index of the request, tokens that its events brought)
-    forward, fault = GPT.forward, None
+    forward = GPT.forward
+    fault = None
 
     def flaky(self, batch, cache):
         if fault == "before":

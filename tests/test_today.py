@@ -113,7 +113,8 @@ class ModelOfV1:
     def step(self):
         """({id: tokens}, [preempted ids]) of one step; the sequences move on."""
         budget = self.budget
-        scheduled, preempted = {}, []
+        scheduled = {}
+        preempted = []
         index = 0
         while index < len(self.running) and budget > 0:
             sequence = self.running[index]
@@ -304,7 +305,8 @@ def test_sglang_retracts_the_fewest_outputs_and_adapts_its_ratio():
         world.step()
     assert scheduler.ratio == pytest.approx(0.7 - 4 * (0.7 - 0.098) / 600)
     scheduler.ratio = 0.0  # admits too much
-    longer, young = world.add(5, 10), world.add(4, 12)
+    longer = world.add(5, 10)
+    young = world.add(4, 12)
     world.step()
     while not scheduler.next_batch().preempted:
         world.step()
@@ -316,7 +318,8 @@ def test_sglang_retracts_the_fewest_outputs_and_adapts_its_ratio():
 def test_no_evict_reserves_prompt_and_output_and_never_preempts():
     for policy in ("no-evict", "tgi"):
         world = World(policy, pages=10, max_len=40)
-        first, second = world.add(9, 11), world.add(9, 12)
+        first = world.add(9, 11)
+        second = world.add(9, 12)
         world.step()
         assert len(first.pages) == 5 and second in world.scheduler.waiting  # 5 + 6 pages of 10
         world.run()
@@ -325,7 +328,8 @@ def test_no_evict_reserves_prompt_and_output_and_never_preempts():
 
 def test_fastgen_lets_a_decode_wait_and_flushes_in_a_deadlock():
     world = World("fastgen", page_size=4, pages=5, max_len=20, chunk=16)
-    first, second = world.add(7, 13), world.add(8, 4)
+    first = world.add(7, 13)
+    second = world.add(8, 4)
     assert world.step() == {0: 7, 1: 8}
     assert world.step() == {0: "d", 1: "d"}  # the second takes the fifth page
     assert world.step() == {1: "d"}  # the first waits for one, and keeps its own
@@ -333,7 +337,8 @@ def test_fastgen_lets_a_decode_wait_and_flushes_in_a_deadlock():
     world.run()
     assert second.preemptions == first.preemptions == 0
     world = World("fastgen", page_size=4, pages=5, max_len=20, chunk=16)
-    first, second = world.add(8, 12), world.add(8, 12)
+    first = world.add(8, 12)
+    second = world.add(8, 12)
     world.add(1, 2)
     while not second.preemptions:
         world.step()
@@ -412,7 +417,8 @@ def test_shortest_uncached_counts_what_is_cached_as_computed():
     world = World("shortest-uncached", chunk=4, shares=True)
     world.add([1] * 16, 1)
     world.run()
-    long_but_cached, short = [1] * 16 + [2, 3], [4] * 5
+    long_but_cached = [1] * 16 + [2, 3]
+    short = [4] * 5
     world.add(short, 1)
     world.add(long_but_cached, 1)
     assert world.step() == {2: 2, 1: 2}

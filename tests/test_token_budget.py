@@ -17,7 +17,8 @@ from tests.helpers import alone, poisoned_cache, tiny_model
 @pytest.fixture
 def law(monkeypatch):
     """Replaces the stopwatch by a law; collects the cases it was asked for."""
-    real, asked = slo.time_iterations, []
+    real = slo.time_iterations
+    asked = []
 
     def set_law(seconds):
         def timed(runner, cases, repeats=2):
@@ -43,7 +44,8 @@ CASES = [(8, 20, 3), (3, 20, 3), (40, 20, 3), (64, 64, 1), (1, 1, 1)]
 @pytest.mark.parametrize("budget, context, decodes", CASES)
 def test_a_hybrid_batch_has_the_tokens_it_says(budget, context, decodes, page_size):
     cache = poisoned_cache(tiny_model(), 128 // page_size, page_size, max_len=64)
-    spans, chunk = hybrid_spans(cache, budget, context, decodes), budget - decodes
+    spans = hybrid_spans(cache, budget, context, decodes)
+    chunk = budget - decodes
     assert sum(span.length for span in spans) == budget
     assert len(spans) == decodes + (chunk > 0)
     assert all((span.start, span.length) == (context - 1, 1) for span in spans[:decodes])
@@ -60,7 +62,9 @@ def test_a_hybrid_batch_has_the_tokens_it_says(budget, context, decodes, page_si
 
 
 def test_each_case_is_run_and_gets_the_median_of_its_own_times(monkeypatch):
-    runner, now, sizes = Runner(tiny_model(), 4, 64), [0.0], []
+    runner = Runner(tiny_model(), 4, 64)
+    now = [0.0]
+    sizes = []
     extra = {3: iter([50.0, 1.0, 2.0, 9.0]), 8: iter([70.0, 5.0, 4.0, 4.5])}  # the first: no count
     forward = type(runner.model).forward
 
@@ -87,7 +91,9 @@ def test_auto_is_refused_where_prompts_are_not_cut(policy):
 @pytest.mark.parametrize("most", [100, 257, 1024])
 def test_the_budget_is_the_largest_of_whole_tiles_that_meets_the_slo(law, tile, decodes, most):
     asked = law(linear)
-    contexts, tile = (50, 900), min(tile, most)  # a tile is at most all there may be
+    # a tile is at most all there may be
+    contexts = (50, 900)
+    tile = min(tile, most)
     first = (decodes // tile + 1) * tile
     for target in (0.0101, 0.02, 0.045, 0.08, 0.15, 0.31, 2.0):
         limits = target, decodes, contexts, tile, most

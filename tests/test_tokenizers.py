@@ -86,7 +86,8 @@ def every(tmp_path_factory):
 
 @every_kind
 def test_text_survives_a_round_trip_and_streams_as_it_decodes(every, kind):
-    tokenizer, ids = every[kind], range(700)
+    tokenizer = every[kind]
+    ids = range(700)
     plain = st.text().filter(lambda text: "<" not in text)  # no special token spelt out
     if kind == "sentencepiece":  # bytes that are no text change what is before them, see TextStream
         ids = [i for i in ids if not 3 <= i < 3 + 256]
@@ -108,7 +109,8 @@ def test_a_stream_shows_each_character_as_soon_as_it_is_whole(every, kind):
 
 
 def test_a_stream_goes_on_where_the_prompt_ends(every):
-    hello, inner = 3 + 256 + 9, every["sentencepiece"]
+    hello = 3 + 256 + 9
+    inner = every["sentencepiece"]
     assert TextStream(inner).push(hello) == "hello"
     assert TextStream(inner, [1, hello]).push(hello) == " hello"
     first, second = "é".encode()
@@ -136,7 +138,8 @@ def test_byte_tokens_are_the_bytes_of_utf8_and_no_others_have_text(text):
 
 def test_sentencepiece_keeps_the_space_between_tokens_and_hides_specials(every):
     tokenizer = every["sentencepiece"]
-    space, hello = 3 + 256, 3 + 256 + 9
+    space = 3 + 256
+    hello = 3 + 256 + 9
     assert tokenizer.encode("hello hello") == [1, hello, hello]
     assert streamed(tokenizer, [1, hello, 2, hello]) == ["", "hello", "", " hello", ""]
     assert streamed(tokenizer, [space, 2, hello]) == ["", "", " hello", ""]
@@ -145,7 +148,9 @@ def test_sentencepiece_keeps_the_space_between_tokens_and_hides_specials(every):
 
 
 def test_llama3_merges_words_and_starts_with_bos(every, tmp_path):
-    begin, eot, tokenizer = 259, 259 + 9, every["llama 3"]
+    begin = 259
+    eot = 259 + 9
+    tokenizer = every["llama 3"]
     assert tokenizer.encode("hello") == [begin, 256, 257, ord("o")]
     assert tokenizer.encode("1234 34") == [begin, *b"1234 ", 258]  # digits cut in threes: 123 4
     assert tokenizer.encode("<|eot_id|>") == [begin, eot]

@@ -105,7 +105,8 @@ def test_every_policy_has_a_colour_of_its_own_whoever_else_is_drawn():
 
 
 def test_texts_are_short_and_plain(tmp_path):
-    one, simulated = MACHINE | {"threads": 1}, MACHINE | {"threads": None}
+    one = MACHINE | {"threads": 1}
+    simulated = MACHINE | {"threads": None}
     lines = [LINE, LINE.replace("2 threads", "1 thread"), LINE[: -len(", 2 threads")]]
     for machine, line in zip((MACHINE, one, simulated), lines, strict=True):
         figure = style.finish(style.new_figure(1), "Title", tmp_path / "p.png", machine)
@@ -234,14 +235,17 @@ def test_serving_colours_gaps_by_their_length_and_puts_chunks_above_them(tmp_pat
     )
     lanes = next(axis for axis in figure.axes if axis.get_ylabel() == "request")
     assert [label.get_text() for label in lanes.get_yticklabels()] == ["3", "8"]
-    waits, gaps = [(0, 0.5, 0), (0, 6, 1)], [(1, 2, 0), (2, 6, 0)]
+    waits = [(0, 0.5, 0), (0, 6, 1)]
+    gaps = [(1, 2, 0), (2, 6, 0)]
     assert spans_of(lanes) == [*waits, *gaps, (0.5, 1, 0), (5, 6, 0), (6, 7, 1)]
     colors = colors_of(lanes)
     assert colors == [*[style.WAITING] * 2, colors[2], OVER, *[PREFILL] * 3] and colors[2] != OVER
 
 
-WAITS, ABORTED = a_completion(0, 4, 1.0), a_completion(1, 4, 1.0, "abort")
-CHUNK, NEXT = an_iteration(1.0, 2.0, [prefill(0, 4)]), an_iteration(2.0, 3.0, [decode(0)])
+WAITS = a_completion(0, 4, 1.0)
+ABORTED = a_completion(1, 4, 1.0, "abort")
+CHUNK = an_iteration(1.0, 2.0, [prefill(0, 4)])
+NEXT = an_iteration(2.0, 3.0, [decode(0)])
 ONCE = [an_iteration(1.0, 1.0, [prefill(0, 4)]), an_iteration(1.0, 1.0, [decode(0)])]
 
 

@@ -19,7 +19,8 @@ from lab.measure.workload import (
     zipf_lengths,
 )
 
-HEADER, LINES = "arrived_at,num_prefill_tokens,num_decode_tokens\n", "1,374,44\n3,5,6\n"
+HEADER = "arrived_at,num_prefill_tokens,num_decode_tokens\n"
+LINES = "1,374,44\n3,5,6\n"
 NO_TIME = ("-0.5", "nan", "inf", "1e12")
 NO_LEN = ("", "0", "2.5", "-3", "inf", "nan", "1e10")
 
