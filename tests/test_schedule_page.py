@@ -754,3 +754,4 @@ def test_a_live_page_follows_an_engine(browser):
             assert [e["name"] for e in events if e["ph"] == "i"] == ["finished"] * 2
     finally:
         server.shutdown()
+        server.server_close()

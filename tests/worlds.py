@@ -66,3 +66,4 @@ class Worlds:
         """End the process."""
         self.process.stdin.close()
         self.process.wait(10)
+        self.process.stdout.close()
