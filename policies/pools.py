@@ -134,7 +134,7 @@ class Instance(Scheduler):
 
     def mend(self) -> None:
         """As of Scheduler: all requests are prefilled again, and those that are sent, too."""
-        if any([peer.torn for peer in self.peers]):  # as it is until all of this is done
+        if any([peer.torn for peer in self.peers]):  # which it is until super().mend() has ended
             self.transfers.clear()
         super().mend()
 

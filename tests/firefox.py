@@ -3,7 +3,6 @@
 Playwright drives only a Firefox of its own. Any Firefox can be driven by WebDriver BiDi, JSON
 through a WebSocket: https://w3c.github.io/webdriver-bidi/."""
 
-import base64
 import json
 import re
 import shutil
@@ -14,7 +13,7 @@ from itertools import count
 
 FIREFOX = shutil.which("firefox") or shutil.which("firefox-esr")
 CONTROL = re.compile(r"WebDriver BiDi listening on (ws://\S+)")
-KEYS = {"Enter": "\ue007", "Home": "\ue011", "ArrowLeft": "\ue012", "ArrowRight": "\ue014"}
+KEYS = {"Enter": "\ue007", "ArrowLeft": "\ue012"}
 
 
 @contextmanager
@@ -111,10 +110,6 @@ class Tab:
             }""",
             [selector, text],
         )
-
-    def screenshot(self, path):
-        picture = self.command("browsingContext.captureScreenshot", context=self.id)
-        path.write_bytes(base64.b64decode(picture["data"]))
 
 
 class Keyboard:

@@ -13,10 +13,10 @@ from lab.measure.metrics import summarize_run
 from lab.measure.workload import poisson, sample_lengths
 from lab.simulator.cost_model import CostModel
 from lab.simulator.simulation import simulate
+from tests.worlds import ROOT
 from views.page import page
 from views.records import Recorder
 
-ROOT = Path(__file__).resolve().parent.parent
 PYODIDE_FOLDER = Path(os.environ.get("PYODIDE", ROOT / "node_modules/pyodide"))
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SLO_S = 0.05

@@ -326,7 +326,7 @@ def test_products_take_the_same_time_up_to_the_ridge():
     ]
     assert all(5 * small < large for small, large in zip(chunk, prompt, strict=True))
     for of_batches in (prompt, chunk):
-        # contexts
+        # of the two contexts
         short = of_batches[::2]
         long = of_batches[1::2]
         assert short == sorted(short, reverse=True) and long == sorted(long, reverse=True)

@@ -10,7 +10,8 @@ import pytest
 from browser.bundle import PYODIDE
 from exercises.catalog import EXERCISES
 from tests.exercise_solutions import SOLUTIONS
-from tests.pages import DRAWN, PYODIDE_FOLDER, ROOT
+from tests.pages import DRAWN, PYODIDE_FOLDER
+from tests.worlds import ROOT
 
 needs_pyodide = pytest.mark.skipif(
     not (PYODIDE_FOLDER / "pyodide.mjs").is_file(),
