@@ -131,6 +131,8 @@ def test_a_wrong_id_is_one_line(word, capsys):
 
 SLUGS = {
     ("AMD EPYC", 2): "epyc-2-threads",
+    ("AMD EPYC", 2, "bfloat16"): "epyc-2-threads",
+    ("AMD EPYC", 2, "float32"): "epyc-2-threads-float32",
     ("AMD EPYC 7B13 64-Core Processor", 1): "epyc-7b13-1-thread",
     ("Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz", 8): "xeon-platinum-8481c-8-threads",
     ("AMD Ryzen 9 7950X 16-Core Processor", 16): "ryzen-9-7950x-16-threads",
@@ -152,7 +154,7 @@ def test_results_are_kept_by_machine(claims, tmp_path, monkeypatch):
     (tmp_path / "README.md").write_text(report.BEGIN + report.END)
     monkeypatch.setattr(timing, "device_name", lambda device: "AMD EPYC")
     bench.main([*TINY, "--threads", "2", "--only", "SS-F10"])
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["epyc-2-threads"]
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["epyc-2-threads-float32"]
 
 
 def test_what_is_done_is_not_measured_again(claims, tmp_path, capsys):

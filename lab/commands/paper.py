@@ -113,7 +113,7 @@ def main(options: PaperOptions) -> None:
     """The command. Each claim that is done is printed and kept."""
     device = find_device(options.model.device)
     threads = torch.get_num_threads() if device.type == "cpu" else 0
-    folder = folder_of(timing.device_name(device), threads)
+    folder = folder_of(timing.device_name(device), threads, options.model.dtype)
     directory = Path(options.out) if options.out else report.RESULTS / folder
     results = report.read_results(directory)
     if options.list_only:
@@ -151,13 +151,18 @@ def size_of(device: torch.device, quick: bool) -> Size:
     return "quick" if quick else "cpu"
 
 
-def folder_of(device: str, threads: int) -> str:
-    """The folder of a machine: "epyc-2-threads"; of a GPU, without threads, "h100-80gb-hbm3"."""
+def folder_of(device: str, threads: int, dtype: str | None = None) -> str:
+    """The folder of a machine: "epyc-2-threads"; of a GPU, without threads, "h100-80gb-hbm3".
+
+    Numbers in float32 lie apart, in "epyc-2-threads-float32": CPUs of one name can differ in
+    whether they multiply bfloat16, and claims that read weights depend on it."""
     words = re.findall(r"[a-z0-9]+", re.sub(VENDORS, " ", device.lower()))
-    name = "-".join(words) or "cpu"
-    if not threads:
-        return name
-    return f"{name}-{threads}-thread" if threads == 1 else f"{name}-{threads}-threads"
+    parts = ["-".join(words) or "cpu"]
+    if threads:
+        parts.append(f"{threads}-thread" if threads == 1 else f"{threads}-threads")
+    if dtype == "float32":
+        parts.append(dtype)
+    return "-".join(parts)
 
 
 def print_list(options: PaperOptions, results: report.Results) -> None:

@@ -26,6 +26,7 @@ from parallel.shard import Shard
 
 PRODUCTS = (*timing.LINEAR, "head")
 PARTS = ("attention", *PRODUCTS)
+LED_TOKENS = 512  # a batch of at most so many is computed once more, untimed, before it is timed
 BatchName = TypeVar("BatchName")
 
 
@@ -131,22 +132,29 @@ def time_batches(
 ) -> dict[BatchName, BatchTime]:
     """Time these batches in turn, whole and by operation; with `head` the model's head, too.
 
-    There are fewer repeats where they take longer than `limit_s`, see timing.interleaved. A `title`
-    shows a progress bar. What the runner's cache holds is lost."""
+    The parts of a batch follow the whole, as the speed of a machine may change. A short batch is
+    computed once more before: after a prefill of seconds a first decode takes a tenth longer, and
+    its parts alone would not. There are fewer repeats where all takes longer than `limit_s`, see
+    timing.interleaved. A `title` shows a progress bar. What the runner's cache holds is lost."""
     device = runner.model.device
     runner.cache.data.normal_()
-    totals: dict[tuple[BatchName, str], Callable[[], object]] = {}
     parts: dict[tuple[BatchName, str], Callable[[], object]] = {}
     launches: dict[tuple[BatchName, str], Callable[[], object]] = {}
     for name, batch in batches.items():
-        spans = spans_of(batch, wants_logits=head)
-        totals[name, "total"] = partial(runner.greedy, spans)
         for part, function in _parts_of(runner, batch, head).items():
             parts[name, part] = function
         if not isinstance(runner.model, Shard):  # whose other ranks launch, too
-            launches[name, "launch"] = _launch_of(runner, spans)
+            launches[name, "launch"] = _launch_of(runner, spans_of(batch, wants_logits=head))
     on_gpu = timing.launch_timings(parts | launches, device)
-    variants = totals if on_gpu else totals | parts
+
+    variants: dict[tuple[BatchName, str], Callable[[], object]] = {}
+    for name, batch in batches.items():
+        whole = partial(runner.greedy, spans_of(batch, wants_logits=head))
+        if count_tokens([batch]) <= LED_TOKENS:
+            variants[name, "untimed"] = whole
+        variants[name, "total"] = whole
+        if not on_gpu:
+            variants |= {(name, part): parts[name, part] for part in PARTS}
 
     def time_all() -> dict[tuple[BatchName, str], timing.Timing]:
         return timing.interleaved(variants, device, repeats, title=title, limit_s=limit_s)
