@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from errors import INT64_MAX, check_bool, check_sizes, check_type, set_field
+from hardware.memory import ModelLike, check_memory, pages_that_fit, small_page_size
 from kv_cache import Pages, kv_bytes_per_token
-from memory import ModelLike, check_memory, pages_that_fit, small_page_size
 from policies import check_options, find_policy, make_scheduler, policy_options
 from scheduler import Scheduler
 

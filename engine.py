@@ -22,7 +22,6 @@ from tqdm import tqdm
 
 from attention import check_backend, make_attention
 from config import MAX_BATCH, EngineConfig
-from cuda_graphs import DecodeGraphs, compile_decodes
 from errors import (
     QueueFull,
     check_list,
@@ -32,16 +31,17 @@ from errors import (
     check_whole,
     shorten,
 )
+from hardware.memory import check_memory
 from kv_cache import KVCache, Span, kv_bytes_per_token
-from memory import check_memory
 from model import GPT, FlatBatch
 from outputs import Completion, Event, Iteration
-from packed_linear import pack
 from policies.priority import check_service_level
 from policies.token_budget import auto_budget
 from pretrained.tokenizers import Tokenizer, decode_output
 from sampling import SamplingParams, sample
 from scheduler import Batch, Request, Scheduler
+from speedups.cuda_graphs import DecodeGraphs, compile_decodes
+from speedups.packed_linear import pack
 
 Clock = Callable[[], float]  # returns seconds
 

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from attention.plan import AttentionBackend, AttentionPlan
 from errors import check_type
+from hardware.memory import check_model_fits, check_placement
 from kv_cache import KVCache, Span, slot_mapping
-from memory import check_model_fits, check_placement
 from pretrained import checkpoints
 from pretrained.geometry import GPTConfig
 from pretrained.random_weights import init_weight

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from attention.fallback import check_gpu, probe
+from hardware.memory import FLASH_PAGE
 from kv_cache import KVCache, ModelShape, Span
-from memory import FLASH_PAGE
 
 
 class Call(NamedTuple):

@@ -12,7 +12,7 @@ from io import TextIOWrapper
 from types import FrameType
 from typing import NamedTuple
 
-from torchrun import find_place
+from hardware.torchrun import find_place
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TWICE_S = 0.5  # `timeout` and others send a signal to the process and then to its group

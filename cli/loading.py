@@ -23,8 +23,8 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from cli.options import OptionParser, add_chunk_option, nonempty_text, policy_name, whole
+from hardware.torchrun import find_place
 from policies import ALL_POLICIES
-from torchrun import find_place
 
 if TYPE_CHECKING:
     import torch
@@ -280,12 +280,12 @@ def _load_here(
     `length` is for error messages: the option and its value, as "--max-len 2048"."""
     import torch
 
+    from hardware.memory import check_memory
     from kv_cache import kv_bytes_per_token
-    from memory import check_memory
     from model import GPT, GPTConfig
-    from packed_linear import pack
     from parallel.shard import Shard
     from pretrained import checkpoints
+    from speedups.packed_linear import pack
 
     dtype_name = ranks.gather(options.dtype)[0] if ranks else options.dtype
     dtype: torch.dtype = getattr(torch, str(dtype_name))

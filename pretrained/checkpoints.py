@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from errors import check_type, one_line, refusing, shorten
-from memory import check_model_fits
+from hardware.memory import check_model_fits
 from pretrained.geometry import GPTConfig, RopeScaling
 from pretrained.sharding import Slices, views
 

@@ -156,7 +156,7 @@ def load(options: ServerOptions) -> GPT:
 def make_engine(options: ServerOptions) -> Engine:
     """The engine of these options, warmed up."""
     from config import MAX_LEN
-    from memory import small_page_size
+    from hardware.memory import small_page_size
     from parallel import engine_for
 
     model = load(options)
@@ -183,12 +183,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The command line: load the model, and serve until a signal comes."""
     options = parse_args(argv)
     from cli.loading import find_text_model
+    from hardware.torchrun import find_place
     from lab.simulator.referee import broken_rules
     from pretrained.tokenizers import load_chat
     from server.app import Api
     from server.connections import Server
     from server.engine_thread import EngineThread
-    from torchrun import find_place
 
     text_model = find_text_model(options.model)
     options = replace(options, model=text_model.options)

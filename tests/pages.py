@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from cli.options import write_text
 from config import EngineConfig
@@ -20,6 +21,11 @@ from views.records import Recorder
 PYODIDE_FOLDER = Path(os.environ.get("PYODIDE", ROOT / "node_modules/pyodide"))
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SLO_S = 0.05
+needs_pyodide = pytest.mark.skipif(
+    not (PYODIDE_FOLDER / "pyodide.mjs").is_file(),
+    reason="the editor needs the npm package pyodide",
+)
+MINE = "from scheduler import SarathiServe\nclass Mine(SarathiServe):\n"
 
 
 class Truth(Recorder):
@@ -78,6 +84,7 @@ LOADS = {  # policies, and after a comma what is special
 
 
 DRAWN = "document.getElementById('position').textContent != ''"
+SOURCE_HAS_RUN = "!document.getElementById('runsource').disabled"
 
 
 @contextmanager
@@ -98,6 +105,15 @@ def opened(browser, address, width=1200, scheme="light", until=DRAWN, touch=Fals
     yield tab
     assert not errors
     context.close()
+
+
+def run_source(tab, source=None):
+    """Press the editor's button, with another source, wait, and return the line that is said."""
+    if source is not None:
+        tab.fill("#source", source)
+    tab.click("#runsource")
+    tab.wait_for_function(SOURCE_HAS_RUN, timeout=120_000)
+    return tab.text_content("#result")
 
 
 def write_runs(folder, runs):

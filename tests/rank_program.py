@@ -4,12 +4,12 @@
     torchrun ... -m tests.rank_program     be one process of a world, whose job is $RANK_JOB
 
 A job is a dict: `program`, the name of a function here, `tp`, `pp`, and what that function takes;
-with `copies` there are so many whole models, and `kind` is a key of KINDS.
+with `copies` there are so many whole models, and `kind` is a key of KINDS. Their models are those
+of rank_stages.py.
 Worlds that are started here are forked after torch was imported: that takes no time, torchrun does.
 """
 
 import atexit
-import ctypes
 import json
 import os
 import signal
@@ -36,23 +36,19 @@ import parallel.stages
 import parallel.transfer
 import policies.pools
 from cli import console
-from cli.loading import ModelOptions, load_model
 from engine import StepInputs
 from kv_cache import Span
 from lab.measure import timing
 from lab.measure.link import measure_link
-from model import GPT, GPTConfig
 from parallel import engine_for, runner_for
 from parallel.instances import ChunkedPoolsEngine, PoolsEngine, ReplicasEngine
 from parallel.ranks import STARTED, Ranks
-from parallel.shard import Shard
-from parallel.stages import Stage
-from parallel.transfer import Instance, Link
+from parallel.transfer import Link
 from sampling import SamplingParams
 from tests.helpers import check_integrity, tiny_model
+from tests.rank_stages import LIMIT_S, Faulty, FaultyStage, SpoiltStage, model_of, size
 from tests.test_interrupt import FILES, NEVER, Interrupt
 
-LIMIT_S = 60  # for a job: a world that hangs is a failure
 PI = [3, 1, 4, 1, 5, 9, 2, 6]
 PROMPTS = [[7, 8, 9], [1] * 20, [*PI, *PI, 60], [*PI, *PI, 33], PI, [4], [5, 6]]
 PARAMS = [
@@ -69,154 +65,7 @@ STOPPED = 0
 ABORTED = 3
 
 
-def shard_of(model, ranks):
-    """The part of a GPT that a rank has, as a Shard."""
-    shard = Shard(model.config, ranks, dtype=model.dtype, seed=None)
-    whole = dict(model.named_parameters(remove_duplicate=False))
-    for name, parameter in shard.named_parameters():
-        source, dim, ranges = shard.slices_of(name)
-        parts = [whole[source].narrow(dim, start, end - start) for start, end in ranges]
-        parameter.zero_()
-        if parts:
-            joined = torch.cat(parts, dim)
-            parameter.narrow(dim, 0, joined.shape[dim]).copy_(joined)
-    return shard
-
-
-class Spoilt:
-    """A stage whose caches hold big numbers until they are written: nobody may read them."""
-
-    def make_runner(self, key, *sizes):
-        made = super().make_runner(key, *sizes)
-        self.runners[key].cache.data.fill_(1e4)
-        return made
-
-
-class Faulty(Spoilt):
-    """A stage that fails as `fault` says: `what` happens on `rank` when it is loaded, in the first
-    batch that has prefill, or the first that has none, between two parts of a layer."""
-
-    fault = None
-
-    def __init__(self, model):
-        super().__init__(model)
-        fault = self.fault
-        if fault and fault["when"] == "load" and fault["rank"] == model.ranks.rank:
-            suffer(fault)
-
-    def run(self, key, spans, params, positions):
-        kind = "prefill" if any(span.length > 1 for span in spans) else "decode"
-        rank = self.model.ranks.rank
-        if self.fault and self.fault["rank"] == rank and self.fault["when"] == kind:
-            block = self.model.blocks[-1]
-            self.fault["project"] = block.project
-            block.project = self.strike
-        return super().run(key, spans, params, positions)
-
-    def strike(self, *rows):
-        """Suffer the fault, once."""
-        fault = self.fault
-        self.fault = None
-        project = fault["project"]
-        self.model.blocks[-1].project = project
-        suffer(fault)
-        return project(*rows)
-
-
-class SpoiltStage(Spoilt, Stage):
-    """The part of a model."""
-
-
-class FaultyStage(Faulty, Stage):
-    """The part of a model."""
-
-
-class FaultyInstance(Faulty, Instance):
-    """A whole model. Keys and values take `link_s` seconds, or the fault happens "on the link"."""
-
-    link_s = 0.0
-
-    def _receive(self):
-        received = super()._receive()
-        if self.fault and self.fault["when"] == "on the link":
-            suffer(self.fault)
-        time.sleep(self.link_s)
-        return received
-
-    def num_received(self):
-        """How many requests' keys and values have arrived and are in no cache yet."""
-        return len(self.received)
-
-
 KINDS = {"pools": PoolsEngine, "pools chunks": ChunkedPoolsEngine, "replicas": ReplicasEngine}
-
-
-def suffer(fault):
-    """Get a signal, be late, or raise something."""
-    what = fault["what"]
-    if what == "wait":
-        Path(os.environ["STRUCK"]).touch()
-        time.sleep(LIMIT_S)
-    elif what == "be late":
-        time.sleep(fault["seconds"])
-    elif what == "be late in C":
-        ctypes.PyDLL(None).sleep(fault["seconds"])  # holds Python's lock
-    elif what == "raise":
-        raise ArithmeticError("the model fails")
-    elif what == "run out of memory":
-        raise torch.OutOfMemoryError("no memory is left")
-    else:
-        os.kill(os.getpid(), getattr(signal, what))
-
-
-def model_of(job, stage=SpoiltStage):
-    """The model of a job, that of one process or of several: from `tiny`, arguments of tiny_model;
-    from `random`, a GPTConfig whose weights have a seed; or from a `checkpoint`, which may be one
-    for each rank."""
-    if "checkpoint" in job:
-        return load_checkpoint(job)
-
-    def make(ranks):
-        if "random" in job:
-            config = GPTConfig(**job["random"])
-            if ranks is None:
-                return GPT(config, dtype=torch.float64, seed=7)
-            return Shard(config, ranks, dtype=torch.float64, seed=7)
-        model = tiny_model(**job["tiny"])
-        return model if ranks is None else shard_of(model, ranks)
-
-    if size(job) == 1:
-        return make(None)
-    ranks = Ranks(job["tp"], job["pp"], copies=job.get("copies", 1))
-    if ranks.copies > 1:
-        FaultyInstance.link_s = job.get("link_s", 0.0)
-        stage = FaultyInstance
-    return ranks.start(lambda: stage(make(ranks))).model
-
-
-def size(job):
-    """The number of processes."""
-    return job["tp"] * job["pp"] * job.get("copies", 1)
-
-
-def load_checkpoint(job):
-    """The checkpoint of a job, as the command line loads it."""
-    directory = job["checkpoint"]
-    if isinstance(directory, list):
-        directory = directory[int(os.environ["RANK"])]
-    options = ModelOptions(
-        preset=None,
-        model=directory,
-        device="cpu",
-        dtype="float64",
-        attention="auto",
-        seed=0,
-        compile=False,
-        threads=1,
-        tp=job["tp"],
-        pp=job["pp"],
-    )
-    return load_model(options, 32, positions_from="--max-len")
 
 
 def serve(job):

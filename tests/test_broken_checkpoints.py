@@ -273,7 +273,7 @@ def test_a_long_context_that_does_not_fit_is_refused_before_it_is_made(copy, mon
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 2**24}))
     monkeypatch.setattr("model.rope_table", lambda *_: pytest.fail("made a table"))
-    monkeypatch.setattr("memory._free_in_all", lambda device: 2**30)
+    monkeypatch.setattr("hardware.memory._free_in_all", lambda device: 2**30)
     assert "this model: takes 7.5 GB, 1.1 GB are free" in check(directory)
 
 

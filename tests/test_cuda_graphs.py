@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import attention
-import cuda_graphs
 import engine as engine_module
 from attention.decode_sizes import padded_sizes
-from cuda_graphs import Recording
 from engine import Engine, Runner
 from kv_cache import Span
 from policies import POLICIES
 from sampling import SamplingParams
+from speedups import cuda_graphs
+from speedups.cuda_graphs import Recording
 from test_equivalence import close
 from tests.cuda.flash import flash_attention, pretend_flash
 from tests.helpers import poisoned_cache, tiny_model

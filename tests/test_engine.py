@@ -11,8 +11,8 @@ import torch
 
 import sampling
 from engine import Completion, Engine, QueueFull, Runner
+from hardware.memory import pages_that_fit, small_page_size
 from kv_cache import KVCache, Span, kv_bytes_per_token
-from memory import pages_that_fit, small_page_size
 from model import GPT, GPTConfig
 from policies import POLICIES
 from pretrained.tokenizers import Tokenizer, byte_tokenizer
@@ -581,12 +581,12 @@ def test_kv_bytes_are_known_before_they_are_allocated(model):
 def test_pages_that_fit_are_the_formula(monkeypatch):
     # LLaMA-13B, SARATHI §4.3.1: 40 layers, 5,120 wide, K and V, 2 bytes; 22 GB for them
     model = GPT(GPTConfig.preset("llama-13b"), "meta", torch.float16, seed=None)
-    monkeypatch.setattr("memory.free_bytes", lambda device: 44 * 10**9)  # half is left
+    monkeypatch.setattr("hardware.memory.free_bytes", lambda device: 44 * 10**9)  # half is left
     assert pages_that_fit(model, 1024, 1024) == 26  # 22e9 / (819,200 * 1,024) = 26.2
     assert pages_that_fit(model, 2048, 2048) == 13
     assert pages_that_fit(model, 2048, 16) == 1678
     with pytest.raises(ValueError, match="max_len=2048: .* takes 1.7 GB of KV cache, 0.0 GB are"):
-        monkeypatch.setattr("memory.free_bytes", lambda device: 10)
+        monkeypatch.setattr("hardware.memory.free_bytes", lambda device: 10)
         pages_that_fit(model, 2048, 16)
 
 
@@ -609,7 +609,7 @@ def test_small_pages_are_those_that_attention_reads_fastest(device, max_len, siz
 
 def test_a_runner_is_refused_more_pages_than_fit(model, monkeypatch):
     page_bytes = 8 * kv_bytes_per_token(model.config, model.dtype)
-    monkeypatch.setattr("memory.free_bytes", lambda device: 4 * page_bytes)
+    monkeypatch.setattr("hardware.memory.free_bytes", lambda device: 4 * page_bytes)
     assert Runner(model, 4, 8).cache.pages == 4
     with pytest.raises(ValueError, match="pages=5, page_size=8: takes"):
         Runner(model, 5, 8)
@@ -618,12 +618,12 @@ def test_a_runner_is_refused_more_pages_than_fit(model, monkeypatch):
 def test_without_a_batch_size_memory_decides(model, monkeypatch):
     per_token = 2 * 2 * 2 * 8 * 8
     free = 2 * (7 * 40 * per_token + 99)  # half of it is left to others
-    monkeypatch.setattr("memory.free_bytes", lambda device: free)
+    monkeypatch.setattr("hardware.memory.free_bytes", lambda device: free)
     engine = Engine(model, max_len=40)
     assert engine.scheduler.max_batch == engine.runner.cache.pages == 7
     with pytest.raises(ValueError, match="max_len=400: one request takes"):
         Engine(model, max_len=400)
-    monkeypatch.setattr("memory.free_bytes", lambda device: 10**7)
+    monkeypatch.setattr("hardware.memory.free_bytes", lambda device: 10**7)
     assert Engine(model, max_len=4).scheduler.max_batch == 256  # however much there is
     with pytest.raises(ValueError, match=r"pages=1000, page_size=40: takes 0.0 GB, 0.0 GB"):
         Engine(model, max_len=40, max_batch=1000)

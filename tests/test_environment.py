@@ -18,8 +18,8 @@ import sample
 from cli import console, options
 from cli.loading import load_model
 from engine import Engine
+from hardware.memory import check_memory, free_bytes
 from lab.commands import overhead
-from memory import check_memory, free_bytes
 from policies import find_policy, make_scheduler
 from tests.test_bench import HERE, TINY_MODEL, parse_model
 
@@ -171,7 +171,7 @@ def test_memory_is_asked_for_before_it_is_taken(monkeypatch):
         with pytest.raises(ValueError, match=message):
             load_model(parse_model(TINY_MODEL), length, positions_from="--seq-len")
     container = {"memory.max": "1000000", "memory.stat": "anon 400000\nfile 300000"}
-    monkeypatch.setattr("memory.Path.read_text", lambda path: container[path.name])
+    monkeypatch.setattr("hardware.memory.Path.read_text", lambda path: container[path.name])
     assert free_bytes(cpu) == 600000
     with pytest.raises(ValueError, match="llama-7b and .*with-prompt 101: takes 13.5 GB, 0.0 GB"):
         argv = ["--preset", "llama-7b", "--device", "cpu", "--dtype", "bfloat16", "--prompt", "x"]

@@ -6,15 +6,17 @@ from tests.exercise_solutions import SOLUTIONS
 from tests.firefox import FIREFOX, running
 from tests.pages import (
     DRAWN,
+    MINE,
     PIXELS,
     RED,
     SLO_S,
     a_stall,
     expected_metrics,
+    needs_pyodide,
+    run_source,
     simulated,
     write_runs,
 )
-from tests.test_site import MINE, needs_pyodide, run
 
 SIZES = [(1400, 900), (800, 1200), (390, 844)]
 DARK_RED = "255 90 82"
@@ -104,14 +106,14 @@ def test_the_numbers_are_those_of_the_library(tab, tmp_path):
 @needs_pyodide
 def test_a_policy_of_ones_own_runs_and_what_is_wrong_with_one_is_a_line(tab, site_address):
     open_page(tab, site_address)
-    assert "no rule is broken" in run(tab)  # the template
+    assert "no rule is broken" in run_source(tab)  # the template
     assert tab.evaluate("panes[1].run.name") == "ShortestFirst (yours) | 256 | A to D"
-    line = run(tab, MINE + "    def schedule(self):\n        return self.nothing\n")
+    line = run_source(tab, MINE + "    def schedule(self):\n        return self.nothing\n")
     assert line.startswith("my_policy.py line 4: AttributeError")
     endless = "    def schedule(self):\n        while True:\n            pass\n"
-    assert run(tab, MINE + endless) == "stopped after 10 s: a loop without an end?"
+    assert run_source(tab, MINE + endless) == "stopped after 10 s: a loop without an end?"
     lost = "    def admit(self):\n        return self.waiting and self.waiting.popleft()\n"
-    assert run(tab, MINE + lost).startswith("the rule 'nothing lost' is broken")
+    assert run_source(tab, MINE + lost).startswith("the rule 'nothing lost' is broken")
 
 
 @needs_pyodide
@@ -121,4 +123,4 @@ def test_an_exercise_is_solved_in_the_page(tab, site_address):
     tab.evaluate("$('startwith').dispatchEvent(new Event('input', {bubbles: true}))")
     tab.wait_for_function("document.getElementById('source').value.includes('Exercise 6')")
     source = "from scheduler import Batch, SarathiServe, Scheduler\n" + SOLUTIONS[6]
-    assert run(tab, source).endswith(": it holds.")
+    assert run_source(tab, source).endswith(": it holds.")

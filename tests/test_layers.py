@@ -13,25 +13,23 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-PLANNING = "errors torchrun kv_cache scheduler policies memory config outputs"
-ENGINE = f"{PLANNING} pretrained attention model sampling packed_linear cuda_graphs engine torch"
+PLANNING = "errors kv_cache scheduler policies hardware config outputs"
+ENGINE = f"{PLANNING} pretrained attention model sampling speedups engine torch"
 LIBRARIES = f"{ENGINE} parallel lab.measure lab.simulator views"
 MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
     "errors": "",
-    "torchrun": "errors",
     "kv_cache": "errors",
     "scheduler": "errors kv_cache",
     "policies": "errors kv_cache scheduler",
-    "memory": "torchrun errors kv_cache",
-    "config": "errors kv_cache scheduler policies memory",
+    "hardware": "errors kv_cache",
+    "config": "errors kv_cache scheduler policies hardware",
     "outputs": "scheduler",
-    "pretrained": "errors kv_cache memory torch",
-    "attention": "errors kv_cache memory torch",
-    "model": "errors kv_cache memory pretrained attention torch",
+    "pretrained": "errors kv_cache hardware torch",
+    "attention": "errors kv_cache hardware torch",
+    "model": "errors kv_cache hardware pretrained attention torch",
     "sampling": "errors torch",
-    "packed_linear": "model torch",
-    "cuda_graphs": "kv_cache attention model torch",
-    "engine": f"{PLANNING} pretrained attention model sampling packed_linear cuda_graphs torch",
+    "speedups": "kv_cache attention model torch",
+    "engine": f"{PLANNING} pretrained attention model sampling speedups torch",
     "parallel": ENGINE,
     "lab.measure": f"{ENGINE} parallel",
     "lab.simulator": f"{ENGINE} parallel lab.measure",
@@ -48,7 +46,7 @@ MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
 }
 MAY_IMPORT_LATE = {  # other packages, within functions or for annotations alone
     "kv_cache": "torch",
-    "memory": "torch",
+    "hardware": "torch",
 }
 PATHS = [
     path.relative_to(ROOT) for glob in ("*.py", "*/*.py", "*/*/*.py") for path in ROOT.glob(glob)

@@ -13,7 +13,7 @@ from kv_cache import Span
 from lab.measure import machine_info
 from lab.measure import timing as measure
 from model import GPTConfig
-from packed_linear import OneDNNLinear
+from speedups.packed_linear import OneDNNLinear
 from tests.helpers import tiny_model
 
 CPU = torch.device("cpu")

@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.nn as nn
 
-import packed_linear
 from engine import Engine
 from kv_cache import Span
 from model import GPT
-from packed_linear import (
+from sampling import SamplingParams
+from speedups import packed_linear
+from speedups.packed_linear import (
     MKLLinear,
     OneDNNLinear,
     PackedLinear,
@@ -20,7 +21,6 @@ from packed_linear import (
     pack_as,
     packings_of,
 )
-from sampling import SamplingParams
 from tests.helpers import alone, poisoned_cache, run, tiny_model
 
 PROMPT = [(7 * i) % 50 for i in range(40)]

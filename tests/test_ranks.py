@@ -22,13 +22,13 @@ import transformers
 
 import sample
 from config import EngineConfig
+from hardware.torchrun import Place
 from parallel import meeting, ranks
 from parallel.ranks import Ranks
 from parallel.stages import Stage
 from tests.helpers import tiny_model
 from tests.test_checkpoints import llama_like
 from tests.worlds import ENVIRON, ROOT
-from torchrun import Place
 
 LIMIT_S = 15
 ENGINE = dict(policy="sarathi-serve", chunk=6, max_batch=3, max_len=32, page_size=16, pages=6)

@@ -10,15 +10,15 @@ import pytest
 from browser.bundle import PYODIDE
 from exercises.catalog import EXERCISES
 from tests.exercise_solutions import SOLUTIONS
-from tests.pages import DRAWN, PYODIDE_FOLDER
-from tests.worlds import ROOT
-
-needs_pyodide = pytest.mark.skipif(
-    not (PYODIDE_FOLDER / "pyodide.mjs").is_file(),
-    reason="the editor needs the npm package pyodide",
+from tests.pages import (
+    DRAWN,
+    MINE,
+    PYODIDE_FOLDER,
+    SOURCE_HAS_RUN,
+    needs_pyodide,
+    run_source,
 )
-MINE = "from scheduler import SarathiServe\nclass Mine(SarathiServe):\n"
-DONE = "!document.getElementById('runsource').disabled"
+from tests.worlds import ROOT
 
 
 @contextmanager
@@ -36,15 +36,6 @@ def opened(browser, address, **options):
     yield tab, files
     assert not errors
     context.close()
-
-
-def run(tab, source=None):
-    """Press the button, wait, and return the line that is said."""
-    if source is not None:
-        tab.fill("#source", source)
-    tab.click("#runsource")
-    tab.wait_for_function(DONE, timeout=120_000)
-    return tab.text_content("#result")
 
 
 def names_of_panes(tab):
@@ -122,7 +113,7 @@ def test_why_python_does_not_load_is_one_plain_sentence(browser, site_address, h
     tab = context.new_page()
     tab.goto(site_address)
     tab.wait_for_function(DRAWN)
-    line = run(tab)
+    line = run_source(tab)
     assert line.startswith("Python could not be loaded: ") and reason in line
     assert line.endswith("Everything else on this page works without it.")
     assert tab.text_content("#resultdetails") not in line  # what the browser says
@@ -136,7 +127,7 @@ def test_without_a_network_python_is_not_loaded(browser, site_address):
     tab.goto(site_address)
     tab.wait_for_function(DRAWN)
     context.set_offline(True)
-    assert "could not be loaded: there is no network. Everything else" in run(tab)
+    assert "could not be loaded: there is no network. Everything else" in run_source(tab)
     context.close()
 
 
@@ -169,10 +160,10 @@ def test_a_policy_beside_itself_is_one_picture_and_says_so(browser, site_address
 @needs_pyodide
 def test_a_policy_of_ones_own_is_shown_beside_any_other(browser, site_address):
     with opened(browser, site_address) as (tab, files):
-        assert "no rule is broken" in run(tab)  # the template
+        assert "no rule is broken" in run_source(tab)  # the template
         assert names_of_panes(tab) == ["vllm | * | A to D", "ShortestFirst (yours) | 256 | A to D"]
         assert "pyodide/pyodide.asm.wasm" in files
-        run(tab, MINE + "    pass\n")
+        run_source(tab, MINE + "    pass\n")
         tab.click("#choices button[data-label='sarathi-serve']")
         for load in ("pipeline bubbles", "shared prefixes", "tight memory"):
             choose(tab, "load", load)  # it is run there, too
@@ -181,27 +172,29 @@ def test_a_policy_of_ones_own_is_shown_beside_any_other(browser, site_address):
         choose(tab, "chunk", "512")
         assert names_of_panes(tab)[1] == "Mine (yours) | 512 | tight memory"
         tab.wait_for_function("document.querySelectorAll('#policytable tbody tr').length === 9")
-        run(tab, MINE + "    def token_budget(self, decodes, prefills):\n        return 64\n")
+        run_source(
+            tab, MINE + "    def token_budget(self, decodes, prefills):\n        return 64\n"
+        )
         assert tab.evaluate("panes[1].run.iterations[5].budget") == 64
 
 
 @needs_pyodide
 def test_what_is_wrong_with_a_policy_is_one_line(browser, site_address):
     with opened(browser, site_address) as (tab, _):
-        line = run(tab, MINE + "    def schedule(self):\n        return self.nothing\n")
+        line = run_source(tab, MINE + "    def schedule(self):\n        return self.nothing\n")
         assert line.startswith("my_policy.py line 4: AttributeError")
         assert tab.text_content("#linenumbers .marked") == "4"
         endless = "    def schedule(self):\n        while True:\n            pass\n"
-        assert run(tab, MINE + endless) == "stopped after 10 s: a loop without an end?"
+        assert run_source(tab, MINE + endless) == "stopped after 10 s: a loop without an end?"
         assert len(names_of_panes(tab)) == 2  # what was there
         lost = "    def admit(self):\n        return self.waiting and self.waiting.popleft()\n"
-        line = run(tab, MINE + lost)
+        line = run_source(tab, MINE + lost)
         assert line.startswith("the rule 'nothing lost' is broken") and "\n" not in line
         assert tab.locator("#linenumbers .marked").count() == 0
         printing = (
             "    def schedule(self):\n        print('here')\n        return super().schedule()\n"
         )
-        assert "no rule is broken" in run(tab, MINE + printing)
+        assert "no rule is broken" in run_source(tab, MINE + printing)
         assert tab.text_content("#resultdetails").startswith("printed:\nhere\nhere")
 
 
@@ -212,7 +205,7 @@ def test_a_run_can_be_stopped(browser, site_address):
         tab.click("#runsource")
         tab.wait_for_function("document.getElementById('result').textContent.startsWith('Running')")
         tab.click("#stoprun")
-        tab.wait_for_function(DONE)
+        tab.wait_for_function(SOURCE_HAS_RUN)
         assert tab.text_content("#result") == "stopped"
 
 
@@ -223,14 +216,14 @@ def test_an_exercise_is_solved_in_the_page(browser, site_address):
         tab.select_option("#startwith", "6")
         tab.wait_for_function("document.getElementById('source').value.includes('Exercise 6')")
         assert tab.input_value("#source") == exercise.file.read_text()
-        assert "not written yet" in run(tab)
+        assert "not written yet" in run_source(tab)
         imports = "from scheduler import Batch, SarathiServe, Scheduler\n"
         wrong = SOLUTIONS[6].replace("batch.add_decodes(", "len(")
-        assert "A running decode never waits" in run(tab, imports + wrong)
+        assert "A running decode never waits" in run_source(tab, imports + wrong)
         assert "| reference" in tab.text_content("#resultdetails")
         frame = tab.frame_locator("#exercisepage")
         frame.locator("#position").filter(has_text="iteration 1 of").wait_for()
-        line = run(tab, imports + SOLUTIONS[6])
+        line = run_source(tab, imports + SOLUTIONS[6])
         assert line == f"Exercise 6, {exercise.title}: it holds."
         assert "The answer: 2 iterations" in tab.text_content("#resultdetails")
         assert tab.locator("#hints details").count() == 2
@@ -277,4 +270,4 @@ def test_a_page_in_a_file_loads_python_from_elsewhere(browser, site_address, sit
         text = text.replace(f': "{file}"', f': "{site_address}{file}"')
     (tmp_path / "page.html").write_text(text)
     with opened(browser, f"file://{tmp_path}/page.html") as (tab, _):
-        assert "no rule is broken" in run(tab)
+        assert "no rule is broken" in run_source(tab)

@@ -27,7 +27,7 @@ from lab.measure.batch_times import (
     time_sequences,
 )
 from lab.measure.machine_info import measure_machine
-from packed_linear import count_parameters
+from speedups.packed_linear import count_parameters
 from views.tables import Column, format_table
 
 NUMBER = r"([1-9]\d{0,6})"

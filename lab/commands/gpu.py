@@ -31,8 +31,8 @@ from lab.measure import timing
 from lab.papers import report
 from lab.papers.measured import CLAIMS, Claim
 from model import GPT, GPTConfig
-from packed_linear import count_parameters
 from pretrained.presets import PRESETS
+from speedups.packed_linear import count_parameters
 from views.tables import Column, format_table
 
 ROOT = Path(__file__).parents[2]

@@ -21,11 +21,11 @@ from cli.options import (
     picture_file,
     whole,
 )
+from hardware.memory import small_page_size
 from lab.measure.capacity import ROUNDS
 from lab.measure.workload import LENGTHS, TRACE_COLUMNS
 from lab.simulator.devices import DEVICES, GEOMETRIES, LINKS
 from lab.simulator.machine import SimulatedMachineOptions
-from memory import small_page_size
 from policies.pools import Pools
 from policies.priority import PRIORITIES
 from policies.token_budget import MULTIPLES

@@ -13,8 +13,8 @@ import torch
 
 from lab.measure import timing
 from model import GPT
-from packed_linear import count_parameters
 from parallel.shard import Shard
+from speedups.packed_linear import count_parameters
 
 
 class MachineInfo(Protocol):

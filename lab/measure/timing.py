@@ -24,7 +24,7 @@ from tqdm import tqdm
 from engine import Runner
 from kv_cache import Span, kv_bytes_per_token
 from model import GPT, ROWS_PER_PIECE, GPTConfig
-from packed_linear import steady_rates
+from speedups.packed_linear import steady_rates
 
 Name = TypeVar("Name")
 Result = TypeVar("Result")

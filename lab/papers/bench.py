@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from cli.loading import ModelOptions
 from config import EngineConfig
+from hardware.memory import small_page_size
 from lab.measure import timing, workload
 from lab.measure.batch_times import (
     Batch,
@@ -51,7 +52,6 @@ from lab.measure.run_loop import Run
 from lab.measure.run_plan import run_plan
 from lab.measure.workload import Arrival
 from lab.simulator.machine import FittedMachine
-from memory import small_page_size
 from model import GPT
 from parallel import runner_for
 from policies.token_budget import Case, Profiled, TimedRunner, choose_budget
