@@ -21,7 +21,7 @@ from policies import ALL_POLICIES, find_policy
 from policies.custom import where_it_failed
 
 MAX_WHOLE = 10**15  # torch can count so far
-SMALL_PAGES = "64, or half of --max-len; 256 on CUDA"  # memory.small_page_size in short
+SMALL_PAGES = "64, or half of --max-len; 256 on CUDA"  # hardware.memory.small_page_size in short
 PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
 
 

@@ -1,4 +1,6 @@
-"""Where a model can be: on which devices, and how much memory these can still give."""
+"""Where a model can be: on which devices, and how much memory these can still give.
+
+How many requests fit is SARATHI's §4.3.1, see `pages_that_fit`. Read first: kv_cache.py."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What an engine does to compute a model faster on this device. No result depends on it."""
+"""What makes an engine faster on this device. Results change by rounding at most."""

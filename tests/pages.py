@@ -1,4 +1,4 @@
-"""Recorded runs, and their pages in a real browser: what the tests of views/page.py share."""
+"""Recorded runs, their pages in a real browser, and the editor there: what tests share."""
 
 import os
 import shutil
@@ -25,6 +25,7 @@ needs_pyodide = pytest.mark.skipif(
     not (PYODIDE_FOLDER / "pyodide.mjs").is_file(),
     reason="the editor needs the npm package pyodide",
 )
+# the head of a policy of one's own
 MINE = "from scheduler import SarathiServe\nclass Mine(SarathiServe):\n"
 
 

@@ -4,9 +4,9 @@
     torchrun ... -m tests.rank_program     be one process of a world, whose job is $RANK_JOB
 
 A job is a dict: `program`, the name of a function here, `tp`, `pp`, and what that function takes;
-with `copies` there are so many whole models, and `kind` is a key of KINDS. Their models are those
-of rank_stages.py.
-Worlds that are started here are forked after torch was imported: that takes no time, torchrun does.
+with `copies` there are so many whole models, and `kind` is a key of KINDS. Its model is one of
+rank_stages.py. Worlds that are started here are forked after torch was imported: that takes no
+time, torchrun does.
 """
 
 import atexit
@@ -49,6 +49,7 @@ from tests.helpers import check_integrity, tiny_model
 from tests.rank_stages import LIMIT_S, Faulty, FaultyStage, SpoiltStage, model_of, size
 from tests.test_interrupt import FILES, NEVER, Interrupt
 
+KINDS = {"pools": PoolsEngine, "pools chunks": ChunkedPoolsEngine, "replicas": ReplicasEngine}
 PI = [3, 1, 4, 1, 5, 9, 2, 6]
 PROMPTS = [[7, 8, 9], [1] * 20, [*PI, *PI, 60], [*PI, *PI, 33], PI, [4], [5, 6]]
 PARAMS = [
@@ -63,9 +64,6 @@ PARAMS = [
 # of these requests, when they come one after another
 STOPPED = 0
 ABORTED = 3
-
-
-KINDS = {"pools": PoolsEngine, "pools chunks": ChunkedPoolsEngine, "replicas": ReplicasEngine}
 
 
 def serve(job):

@@ -1,4 +1,4 @@
-"""The models of the ranks in rank_program.py: parts of a tiny GPT that fail as a job says."""
+"""The models and stages of the jobs in rank_program.py, some of which fail as a job says."""
 
 import ctypes
 import os

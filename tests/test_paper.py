@@ -133,6 +133,8 @@ SLUGS = {
     ("AMD EPYC", 2): "epyc-2-threads",
     ("AMD EPYC", 2, "bfloat16"): "epyc-2-threads",
     ("AMD EPYC", 2, "float32"): "epyc-2-threads-float32",
+    ("AMD EPYC", 1, "float16"): "epyc-1-thread-float16",
+    ("Tesla T4", 0, "float16"): "tesla-t4",
     ("AMD EPYC 7B13 64-Core Processor", 1): "epyc-7b13-1-thread",
     ("Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz", 8): "xeon-platinum-8481c-8-threads",
     ("AMD Ryzen 9 7950X 16-Core Processor", 16): "ryzen-9-7950x-16-threads",

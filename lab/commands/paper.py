@@ -3,8 +3,9 @@
     python bench.py paper                      all of them; --list names them, and their times
     python bench.py paper --only S-F9,'SS-*'   some claims, by their ids
 
-What is done is kept in results/<machine>: paper.json, from which paper.md is made, and pictures. A
-run that was interrupted goes on where it was. Read first: lab/papers/measured.py and report.py."""
+What is done is kept in results/<machine>, see `folder_of`: paper.json, from which paper.md is made,
+and pictures. A run that was interrupted goes on where it was. Read first: lab/papers/measured.py
+and report.py."""
 
 import fnmatch
 import re
@@ -68,7 +69,7 @@ def add_options(parser: OptionParser) -> None:
         "--out",
         help="where results are kept",
         type=nonempty_text,
-        default_text="results/<machine>",
+        default_text="results/<machine>, with its dtype if that is not bfloat16",
         metavar="DIRECTORY",
     )
     parser.add_option(
@@ -154,14 +155,14 @@ def size_of(device: torch.device, quick: bool) -> Size:
 def folder_of(device: str, threads: int, dtype: str | None = None) -> str:
     """The folder of a machine: "epyc-2-threads"; of a GPU, without threads, "h100-80gb-hbm3".
 
-    Numbers in float32 lie apart, in "epyc-2-threads-float32": CPUs of one name can differ in
-    whether they multiply bfloat16, and claims that read weights depend on it."""
+    Those of a CPU that are not of bfloat16 lie apart, in "epyc-2-threads-float32": of CPUs with one
+    name some multiply bfloat16, and some do not."""
     words = re.findall(r"[a-z0-9]+", re.sub(VENDORS, " ", device.lower()))
     parts = ["-".join(words) or "cpu"]
     if threads:
         parts.append(f"{threads}-thread" if threads == 1 else f"{threads}-threads")
-    if dtype == "float32":
-        parts.append(dtype)
+        if dtype not in (None, "bfloat16"):
+            parts.append(dtype)
     return "-".join(parts)
 
 

@@ -26,7 +26,6 @@ from parallel.shard import Shard
 
 PRODUCTS = (*timing.LINEAR, "head")
 PARTS = ("attention", *PRODUCTS)
-LED_TOKENS = 512  # a batch of at most so many is computed once more, untimed, before it is timed
 BatchName = TypeVar("BatchName")
 
 
@@ -132,29 +131,26 @@ def time_batches(
 ) -> dict[BatchName, BatchTime]:
     """Time these batches in turn, whole and by operation; with `head` the model's head, too.
 
-    The parts of a batch follow the whole, as the speed of a machine may change. A short batch is
-    computed once more before: after a prefill of seconds a first decode takes a tenth longer, and
-    its parts alone would not. There are fewer repeats where all takes longer than `limit_s`, see
-    timing.interleaved. A `title` shows a progress bar. What the runner's cache holds is lost."""
+    On a CPU the operations of a batch are timed right before the whole. So a change of the
+    machine's speed affects both, and the whole does not follow another batch: the first decode
+    after a prefill of seconds takes 10 to 30 % longer than the next. There are fewer repeats where
+    they take longer than `limit_s`, see timing.interleaved. A `title` shows a progress bar. What
+    the runner's cache holds is lost."""
     device = runner.model.device
     runner.cache.data.normal_()
     parts: dict[tuple[BatchName, str], Callable[[], object]] = {}
     launches: dict[tuple[BatchName, str], Callable[[], object]] = {}
-    for name, batch in batches.items():
-        for part, function in _parts_of(runner, batch, head).items():
-            parts[name, part] = function
-        if not isinstance(runner.model, Shard):  # whose other ranks launch, too
-            launches[name, "launch"] = _launch_of(runner, spans_of(batch, wants_logits=head))
-    on_gpu = timing.launch_timings(parts | launches, device)
-
     variants: dict[tuple[BatchName, str], Callable[[], object]] = {}
     for name, batch in batches.items():
-        whole = partial(runner.greedy, spans_of(batch, wants_logits=head))
-        if count_tokens([batch]) <= LED_TOKENS:
-            variants[name, "untimed"] = whole
-        variants[name, "total"] = whole
-        if not on_gpu:
-            variants |= {(name, part): parts[name, part] for part in PARTS}
+        spans = spans_of(batch, wants_logits=head)
+        for part, function in _parts_of(runner, batch, head).items():
+            parts[name, part] = variants[name, part] = function
+        variants[name, "total"] = partial(runner.greedy, spans)
+        if not isinstance(runner.model, Shard):  # whose other ranks launch, too
+            launches[name, "launch"] = _launch_of(runner, spans)
+    on_gpu = timing.launch_timings(parts | launches, device)
+    if on_gpu:
+        variants = {key: run for key, run in variants.items() if key not in parts}
 
     def time_all() -> dict[tuple[BatchName, str], timing.Timing]:
         return timing.interleaved(variants, device, repeats, title=title, limit_s=limit_s)
