@@ -119,6 +119,11 @@ def test_imports_point_down():
     assert wrong_imports(MODULES) == []
 
 
+def test_where_torchrun_starts_a_process_is_known_before_anything_slow_is_imported():
+    names = {name for name, _ in imports_of(MODULES["hardware.torchrun"], MODULES)}
+    assert names & {*TOPS, "torch"} == {"errors"}
+
+
 def test_no_rooms_and_no_modules_import_each_other_in_a_circle():
     assert circle(MODULES) == []
     assert circle(MODULES, of=str) == []  # within a room, too

@@ -1,6 +1,7 @@
 """The code in the READMEs runs, their commands parse, and what they say of files is so."""
 
 import inspect
+import json
 import re
 import shlex
 import textwrap
@@ -55,6 +56,22 @@ REQUIRED = {  # arguments of a command, where a sentence only names the command
 
 def test_algorithm_3_is_quoted_as_it_stands():
     assert textwrap.dedent(inspect.getsource(SarathiServe.schedule)) == ALGORITHM_3
+
+
+def test_the_simulator_counts_what_is_off_as_its_results_do():
+    results = json.loads((ROOT / "results/simulated/simulated.json").read_text())
+    errors = []
+    for table in results["tables"]:
+        for row in table["rows"]:
+            cells = [row[head] for head in row if "error" in head]
+            errors += [abs(error) for error in cells if error is not None]
+    within_10, within_25 = [sum(error <= limit for error in errors) for limit in (0.1, 0.25)]
+    text = TEXTS["lab/simulator/"]
+    said = f"Of {len(errors)} comparisons {within_10} come out within 10 %, and {within_25} within"
+    assert said in text
+    table = text.partition("| comparison | how many |")[2].partition("\n\n")[0]
+    off = [int(line.split("|")[2]) for line in table.splitlines()[2:]]
+    assert sum(off) == len(errors) - within_25
 
 
 def test_the_usage_runs(capsys):
