@@ -119,7 +119,7 @@ def test_imports_point_down():
     assert wrong_imports(MODULES) == []
 
 
-def test_where_torchrun_starts_a_process_is_known_before_anything_slow_is_imported():
+def test_a_process_learns_its_place_before_slow_imports():
     names = {name for name, _ in imports_of(MODULES["hardware.torchrun"], MODULES)}
     assert names & {*TOPS, "torch"} == {"errors"}
 
