@@ -1,6 +1,7 @@
 """What all tests share: one thread, and the models. The helpers are in tests/helpers.py."""
 
 import gc
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -27,6 +28,22 @@ def no_collection_before_a_run(monkeypatch):
     monkeypatch.setattr("lab.measure.load_run.gc", collector)
 
 
-def pytest_collection_modifyitems(items):
-    """What measures the memory of the process comes first, before others have left holes in it."""
+def pytest_collection_modifyitems(config, items):
+    """What measures the memory of the process comes first, before others have left holes in it.
+    What needs CUDA is no test elsewhere, see tests/README.md."""
     items.sort(key=lambda item: item.path.name != "test_soak.py")
+    missing = set()
+    if torch.version.cuda is None:
+        missing.add("cuda_build")
+    if not torch.cuda.is_available():
+        missing.add("cuda_device")
+    elsewhere = [item for item in items if missing & {mark.name for mark in item.iter_markers()}]
+    config.hook.pytest_deselected(items=elsewhere)
+    items[:] = [item for item in items if item not in elsewhere]
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say what was skipped: only what needs a browser is."""
+    reasons = Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", ()))
+    for reason, count in reasons.items():
+        terminalreporter.write_line(f"{count} skipped: {reason.removeprefix('Skipped: ')}")

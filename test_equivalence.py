@@ -5,7 +5,6 @@ The cache holds NaN wherever nothing was written: one position too many makes a 
 
 import copy
 import random
-import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -118,11 +117,15 @@ def test_every_chunk_size_equals_full_prefill(model, dtype, atol):
 
 @by_layout
 @pytest.mark.parametrize("scattered", [False, True], ids=["consecutive", "scattered"])
+@pytest.mark.parametrize("sizes", ["boundaries", pytest.param("all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("n, page_size", [(33, 1), (33, 16), (33, 33), (130, 64)])
-def test_chunks_in_pages_equal_full_prefill(model, n, page_size, scattered, position_major):
+def test_chunks_in_pages_equal_full_prefill(model, n, page_size, sizes, scattered, position_major):
     tokens = tokens_of(model, n)
     full = prefill(model, tokens)
-    for chunk in range(1, 34) if n == 33 else (9, 63, 64, 65, 128, 129, 130):
+    chunks = {9, page_size - 1, page_size, page_size + 1, 2 * page_size, n - 1, n}
+    if sizes == "all" and n == 33:
+        chunks = set(range(1, n + 1))
+    for chunk in chunks - {0}:
         close(prefill(model, tokens, chunk, page_size, scattered, position_major), full)
 
 
@@ -241,7 +244,7 @@ def test_compile_takes_both_halves_of_every_layer(monkeypatch):
     assert [f.__name__ for f in compiled] == ["project", "finish"] * model.config.n_layer
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.slow  # and needs a C++ compiler
 def test_compiled_model_gives_the_same_logits():
     model = tiny_model(dtype=torch.float32)
     compiled = in_dtype(model, torch.float32)

@@ -4,11 +4,13 @@ Imports next to nothing, so that `run` is in charge before anything slow is impo
 
 import errno
 import os
+import re
 import signal
 import sys
 import time
 from collections.abc import Callable
 from io import TextIOWrapper
+from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
@@ -17,6 +19,7 @@ from hardware.torchrun import find_place
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TWICE_S = 0.5  # `timeout` and others send a signal to the process and then to its group
 BROKEN_PIPE_STATUS = 141  # 128 + SIGPIPE
+REQUIREMENTS = ("requirements.txt", "server/requirements.txt", "requirements-dev.txt")
 USER_ERRORS = (ValueError, ImportError, OSError, MemoryError)  # a user or a machine can cause them
 
 
@@ -32,7 +35,8 @@ def run(main: Callable[[], object]) -> None:
 
     SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt in main(), which may keep its results; then
     the process exits with status 130, 143 or 129. A second signal, or one during an import, ends it
-    at once. Other errors are ours: they have their traceback."""
+    at once. A package that is not installed ends with status 2 and the command that installs it.
+    Other errors are ours: they have their traceback."""
     endings: list[Ending] = []  # at most one
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -115,6 +119,10 @@ def explain(error: BaseException) -> int | str | None:
     place = where_it_failed(error)
     if place:  # in a custom policy
         return f"error: {place}: {name}: {text}"
+    missing = missing_package(error)
+    if missing:
+        print(f"error: {missing}", file=sys.stderr)
+        return 2
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         return f"error: --compile: {text}"
     if isinstance(error, RuntimeError):  # torch's
@@ -125,3 +133,18 @@ def explain(error: BaseException) -> int | str | None:
         if "can't allocate memory" in text:
             return f"error: {text}"
     return f"error: {text}" if isinstance(error, USER_ERRORS) else None
+
+
+def missing_package(error: BaseException) -> str | None:
+    """Which package is not installed, and the command that installs it. None for another error, and
+    for a module that is in none of REQUIREMENTS."""
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return None
+    package = error.name.partition(".")[0]
+    root = Path(__file__).resolve().parents[1]
+    for name in REQUIREMENTS:
+        file = root / name
+        if re.search(rf"(?m)^{re.escape(package)}==", file.read_text()):
+            command = f"{sys.executable} -m pip install -r {os.path.relpath(file)}"
+            return f"{package} is not installed: {command}"
+    return None

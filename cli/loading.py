@@ -55,6 +55,7 @@ class ModelOptions:
     tp: int  # processes that share each layer
     pp: int  # stages of a pipeline
     copies: int = 1  # instances of the whole model, each of tp * pp processes
+    layers: int | None = None  # compute so many, with random weights; None: all
 
     def __post_init__(self) -> None:
         if self.preset and self.model:
@@ -65,6 +66,11 @@ class ModelOptions:
     def name(self) -> str:
         """What the model is called: its checkpoint or its geometry."""
         return self.model or self.preset or SMALL_PRESET
+
+    @property
+    def title(self) -> str:
+        """The name as headings of tables have it: a model of fewer or more layers says so."""
+        return f"{self.name}, cut to --layers {self.layers}" if self.layers else self.name
 
 
 def add_model_options(parser: OptionParser, default_preset: str) -> None:
@@ -129,6 +135,16 @@ def add_model_options(parser: OptionParser, default_preset: str) -> None:
         help="stages of a pipeline of processes, started by torchrun, see parallel/README.md",
         type=whole(minimum=1, maximum=MAX_PROCESSES),
         default=1,
+    )
+
+
+def add_layers_option(parser: OptionParser, default_text: str = "all of the model") -> None:
+    """Add --layers, for commands that time a model: `ModelOptions.layers`."""
+    parser.add_option(
+        "--layers",
+        help="compute so many, with random weights",
+        type=whole(minimum=1, maximum=10_000),
+        default_text=default_text,
     )
 
 
@@ -295,6 +311,9 @@ def _load_here(
         config = checkpoints.read_config(directory)
     else:
         config = GPTConfig.preset(options.preset or SMALL_PRESET)
+    if options.layers:
+        directory = None  # its weights are of another model
+        config = replace(config, n_layer=options.layers)
     make_model: Callable[..., GPT] = GPT
     if ranks:
         weights = checkpoints.fingerprint(directory) if directory else options.seed
@@ -304,7 +323,7 @@ def _load_here(
     empty = make_model(config, device="meta", dtype=dtype, seed=None)
     weight_bytes = sum(p.numel() for p in empty.parameters()) * dtype.itemsize
     cache_bytes = positions * kv_bytes_per_token(empty.config, dtype)
-    check_memory(f"{options.name} and a request of {length}", weight_bytes + cache_bytes, device)
+    check_memory(f"{options.title} and a request of {length}", weight_bytes + cache_bytes, device)
     if not directory and config.family == "llama":  # random weights have learned no positions
         config = replace(config, max_positions=max(config.max_positions, positions))
     if positions > config.max_positions:

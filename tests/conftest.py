@@ -12,7 +12,8 @@ from tests.pages import CHROMIUM, PYODIDE_FOLDER
 
 @pytest.fixture(scope="module")
 def browser():
-    sync_api = pytest.importorskip("playwright.sync_api", reason="the page needs playwright")
+    from playwright import sync_api
+
     if CHROMIUM is None:
         pytest.skip("the page needs a browser: Debian's chromium is not installed")
     with sync_api.sync_playwright() as playwright:

@@ -6,30 +6,23 @@ import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-import pytest
+import httpx2 as httpx
+import openai
 import torch
 
 from engine import Engine
 from model import GPT, GPTConfig
-from pretrained.tokenizers import Tokenizer
+from pretrained.tokenizers import Tokenizer, Writer, load_chat  # noqa: F401
 from sampling import SamplingParams
+
+# what a test wants of server/ it imports from here
+from server import checks, connections, engine_thread, protocol  # noqa: F401
+from server.__main__ import url_of  # noqa: F401
+from server.app import Api, CompletionResponse, encode_prompt  # noqa: F401
+from server.connections import Server
+from server.engine_thread import EngineThread
+from server.protocol import ChatRequest, CompletionRequest  # noqa: F401
 from tests.helpers import tiny_model
-
-needs = "pip install -r server/requirements.txt, and openai"
-openai, httpx, *_ = [
-    pytest.importorskip(name, reason=f"{name} is missing: {needs}")
-    for name in ("openai", "httpx2", "starlette", "uvicorn", "prometheus_client", "jinja2")
-]
-
-from pretrained.tokenizers import Writer, load_chat  # noqa: E402, F401
-
-# what a test wants of server/ it imports from here: all of it is skipped where a package is missing
-from server import checks, connections, engine_thread, protocol  # noqa: E402, F401
-from server.__main__ import url_of  # noqa: E402, F401
-from server.app import Api, CompletionResponse, encode_prompt  # noqa: E402, F401
-from server.connections import Server  # noqa: E402
-from server.engine_thread import EngineThread  # noqa: E402
-from server.protocol import ChatRequest, CompletionRequest  # noqa: E402, F401
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:!?-()"[:61]
 letters = Tokenizer(

@@ -108,7 +108,7 @@ def test_help_explains_every_option_with_its_default(command, capsys):
     if command == "offline":
         files = {"json", "plot", "html"}
         sizes = {"batch", "seq-len", "pd-ratio", "lockstep", "chunk", "policies", "requests"}
-        assert set(options) == MODEL_OPTIONS | sizes | files
+        assert set(options) == MODEL_OPTIONS | sizes | files | {"layers"}
         text = " ".join(text.split())
         assert all(f"(default: {default})" in text for default in ("256", "off", "none"))
     elif command not in WITHOUT_MODEL:

@@ -56,8 +56,8 @@ TENSORS = ["model.norm.weight", "model.layers.0.self_attn.k_proj.weight", "lm_he
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The directory of a small checkpoint with all files that are read."""
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("jinja2")
+    import transformers
+
     directory = tmp_path_factory.mktemp("whole")
     config = llama_like(**LLAMA_3)
     torch.manual_seed(0)
@@ -293,7 +293,8 @@ def test_weights_that_are_no_file_are_refused(copy):
 
 @pytest.mark.parametrize("name", [None, 5, b"x", True, ["x"], "\0", "no/such/model", "a" * 5000])
 def test_a_model_name_of_no_sense_is_refused_in_one_line(name, tmp_path, monkeypatch):
-    constants = pytest.importorskip("huggingface_hub").constants
+    from huggingface_hub import constants
+
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises((ValueError, FileNotFoundError)) as error:

@@ -60,6 +60,7 @@ EXPECTED = {
     "C-1": Expected("as in the paper", (APART, SLOW_ATTENTION, REREAD)),
     "B-7": Expected("trend only", (REQUEST_LEVEL, WHOLE_PROMPTS)),
 }
+TAKE_SECONDS = {"SS-F12", "SS-5.2", "SS-F10", "S-4.4"}
 NOTICED = [(claim, broken) for claim, row in EXPECTED.items() for broken in row.notices]
 
 
@@ -76,7 +77,13 @@ def measure(claim_id: str, broken: Break | None) -> Finding:
         return FUNCTIONS[claim_id](CostBench(preset, device, broken))
 
 
-@pytest.mark.parametrize("claim_id", FUNCTIONS)
+@pytest.mark.parametrize(
+    "claim_id",
+    [
+        pytest.param(claim_id, marks=[pytest.mark.slow] * (claim_id in TAKE_SECONDS))
+        for claim_id in FUNCTIONS
+    ],
+)
 def test_a_claim_has_its_verdict_on_the_papers_gpu(claim_id):
     assert measure(claim_id, None).verdict(busy=False) == EXPECTED[claim_id].verdict
 
@@ -101,6 +108,7 @@ def test_a_check_holds_but_on_the_broken_system(claim_id, broken, check):
     assert check in [each.description for each in measure(claim_id, broken).failures()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("claim_id, broken", NOTICED)
 def test_a_claim_notices_that_the_system_is_broken(claim_id, broken):
     whole = FROM_BEST_TO_WORST.index(EXPECTED[claim_id].verdict)

@@ -236,6 +236,7 @@ def test_a_trace_holds_all_that_happened_in_a_run(name, browser, tmp_path):
     assert len(stalls) > 100
 
 
+@pytest.mark.slow
 def test_a_trace_of_500_requests_is_less_than_20_megabytes(browser, tmp_path):
     _, recorder = simulated("sarathi-serve", pages=512, arrivals=a_load(500))
     with opened_runs(browser, tmp_path, {"sarathi-serve": recorder}) as tab:

@@ -256,6 +256,7 @@ def random_process(rng):
     return [str(ROOT / program), *words]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S + 60)
 @pytest.mark.parametrize("seed", range(PROCESSES))
 def test_a_random_program_ends_well_or_says_why_not_in_a_line(seed, folder):
@@ -270,6 +271,7 @@ def test_a_random_program_ends_well_or_says_why_not_in_a_line(seed, folder):
         assert len(lines) == 1 and "error: " in lines[0], (words, error)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(2 * TIMEOUT_S + 60)
 @pytest.mark.parametrize("program", [*SCRIPTS, *(f"-m {module}" for module in MODULES)])
 def test_a_program_explains_itself_and_knows_its_options(program, tmp_path):

@@ -37,6 +37,7 @@ def serve(seed, law=cpu, noise=0.03, **options):
     return total / simulation.now, percentile(simulation.tbt(), 99), simulation
 
 
+@pytest.mark.slow
 @LAWS
 @pytest.mark.parametrize("noise", [0.03, 0.1])
 def test_it_is_as_fast_as_the_best_static_budget_that_meets_the_same_slo(law, slo, noise):

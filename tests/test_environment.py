@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -221,6 +222,51 @@ def shell(command, **more):
     return done.returncode, done.stdout, done.stderr
 
 
+MISSING = [  # a package, what needs it, the file that lists it
+    ("torch", "import bench; bench.main(['--chunk', '256'])", "requirements.txt"),
+    (
+        "matplotlib",
+        "import bench; bench.main(['simulate', '--only', 'bubbles', '--plot', '/tmp/x.png'])",
+        "requirements.txt",
+    ),
+    ("starlette", "import server.__main__ as main; main.main()", "server/requirements.txt"),
+    (
+        "starlette",
+        "import bench; bench.main(['overhead', 'server'])",
+        "server/requirements.txt",
+    ),
+    (
+        "transformers",
+        "from pretrained.tokenizers import load_chat; load_chat('.')",
+        "server/requirements.txt",
+    ),
+    (
+        "transformers",
+        "from lab.measure.other_engines import save_random; save_random(None, '', 0, None)",
+        "server/requirements.txt",
+    ),
+    ("playwright", "from playwright import sync_api", "requirements-dev.txt"),
+]
+WITHOUT = """
+import sys
+from cli.console import run
+sys.modules[{package!r}] = None  # as if it were not installed
+sys.argv = ["program"]
+run(lambda: exec({statements!r}))
+"""
+
+
+@pytest.mark.parametrize("package, statements, file", MISSING)
+def test_a_missing_package_is_one_line_with_the_command_that_installs_it(package, statements, file):
+    code = WITHOUT.format(package=package, statements=statements)
+    status, out, error = shell(f"$python -c {shlex.quote(code)}")
+    assert (
+        error == f"error: {package} is not installed: {sys.executable} -m pip install -r {file}\n"
+    )
+    assert status == 2 and "Traceback" not in out
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "command, status, message",  # the whole of stderr
@@ -298,6 +344,7 @@ def test_a_program_under_nohup_outlives_a_hangup():
     assert shell(f'trap "" HUP; $python -c "{code}"') == (0, "alive\n", "")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_server_of_overhead_is_found_where_python_looks_nowhere(monkeypatch):
     monkeypatch.setenv("PYTHONSAFEPATH", "1")

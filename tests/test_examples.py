@@ -23,6 +23,7 @@ def run_example(name):
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_offline_prints_the_tokens_and_times_of_each_request():
     lines = run_example("offline")
@@ -37,6 +38,7 @@ def test_offline_prints_the_tokens_and_times_of_each_request():
         assert re.fullmatch(r"  first token after \d+\.\d{3} s, longest gap \d+\.\d{3} s", line)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_online_decodes_beside_the_long_prompt():
     lines = run_example("online")

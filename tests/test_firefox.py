@@ -29,7 +29,6 @@ def scheme(request):
 
 @pytest.fixture(scope="module")
 def tab(scheme, tmp_path_factory):
-    pytest.importorskip("websockets", reason="Firefox needs websockets")
     if FIREFOX is None:
         pytest.skip("needs Firefox: Debian's firefox-esr is not installed")
     with running(tmp_path_factory.mktemp("firefox"), scheme) as tab:
@@ -51,6 +50,7 @@ def open_page(tab, address, size=SIZES[0]):
     tab.wait_for_function(DRAWN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_the_page_fits_and_is_toured(tab, scheme, site_address, size):
     open_page(tab, site_address, size)
@@ -72,6 +72,7 @@ def test_the_page_fits_and_is_toured(tab, scheme, site_address, size):
     assert tab.evaluate("cursor") == before - 1
 
 
+@pytest.mark.slow
 def test_every_load_is_drawn(tab, site_address):
     open_page(tab, site_address)
     loads = "[...document.querySelectorAll(`#choices button[data-axis='load']`)]"
@@ -82,6 +83,7 @@ def test_every_load_is_drawn(tab, site_address):
         tab.wait_for_function(f"panes.every(pane => pane.run.name.includes('{label}')) && !dirty")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1400, 390])
 def test_a_stall_is_red_at_every_zoom(tab, scheme, tmp_path, width):
     address = write_runs(tmp_path, {"vllm": a_stall()})

@@ -176,6 +176,7 @@ def test_every_step_is_a_command_and_all_claims_are_among_them(
     assert claims == CLAIMS
 
 
+@pytest.mark.slow
 def test_the_smallest_model_on_a_cpu_goes_through(tmp_path, capsys):
     bench.main([*CPU, "--out", str(tmp_path), "--only", "batches"])
     lines = capsys.readouterr().out.splitlines()

@@ -122,6 +122,7 @@ def test_an_interrupt_of_two_pools_changes_no_text(worlds):
     assert counts["interrupts"] >= 20 and counts["waiting"] > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["replicas", "pools"])
 def test_an_interrupt_at_any_place_loses_no_completion(kind, worlds):
     job = TWO | dict(program="interrupted_at_each_place", kind=kind, engine=CACHED)
@@ -332,6 +333,7 @@ def serve_random_load(model, seed, counts):
     assert all(s.pages.num_free == s.pages.total for s in engine.schedulers)
 
 
+@pytest.mark.slow
 def test_no_page_leaks_on_either_side_over_2000_random_loads_with_faults(monkeypatch):
     monkeypatch.setattr(instances, "Link", lambda ranks, target: ranks)
     model = tiny_model(n_layer=1, n_head=1, n_kv_head=1, n_embd=2)

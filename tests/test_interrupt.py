@@ -218,6 +218,7 @@ def test_an_interrupt_anywhere_loses_no_page_and_changes_no_text(policy):
     assert min(seen[name] for name in ("step", "add_request", "abort", "again")) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a generator
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_found_after_an_interrupt_is_what_was_computed(policy):

@@ -7,6 +7,7 @@ import ast
 import graphlib
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,12 @@ def room_of(module):
 
 def imports_of(source, modules):
     """[(dotted name, whether it is imported late)] of what a source imports."""
+    return imports_among(source, frozenset(modules))
+
+
+@cache
+def imports_among(source, modules):
+    """imports_of, for modules that do not change: each source is parsed once."""
     imports = []
     late_nodes = set()
     for node in ast.walk(ast.parse(source)):

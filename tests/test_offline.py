@@ -6,6 +6,7 @@ from itertools import count, pairwise
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import bench
 from lab.commands import offline
@@ -132,27 +133,68 @@ def test_no_negative_cost_is_printed(capsys):
 @pytest.mark.parametrize(
     "token_ms, requests",
     [
-        (0.5, 19),  # 3 B + 1 for a fast machine: 36 would take 90 s
-        (1.125, 16),  # 5 policies x 1,000 tokens x 1.125 ms = 5.625 s for each request
-        (9.0, 13),  # 2 B + 1 for a slow one: 2 would take 90 s
+        (0.2, 19),  # 3 B + 1 for a fast machine: 25 would take 25 s
+        (0.3125, 16),  # 5 policies x 1,000 tokens x 0.3125 ms = 1.5625 s for each request
+        (2.5, 13),  # 2 B + 1 for a slow one: 2 would take 25 s
     ],
 )
 def test_a_slow_machine_serves_fewer_requests_but_a_full_round(token_ms, requests):
     hybrid = replace(hybrid_time(), prefill_tokens=7, decodes=3, total_ms=10 * token_ms)
-    options = SimpleNamespace(policies=["vllm"] * 5, seq_len=1000, batch=6, requests=19)
+    options = options_of("--pd-ratio", "1e9")  # 1,000 tokens, the one of the output is not computed
+    assert (options.requests, len(options.policies)) == (19, 5)
     assert offline.affordable_requests(table_2(decode_maximal=hybrid), options) == requests
+
+
+def options_of(*argv):
+    """The OfflineOptions of a command line, on a CPU."""
+    _, options = bench.parse_args(["--device", "cpu", "--dtype", "float32", *argv])
+    return options
+
+
+@pytest.mark.parametrize(
+    "argv, layers",
+    [
+        ([], 2),  # of 6: 5 policies x 13 requests x 1,000 tokens take 65 s for 2, 97 s for 3
+        (["--layers", "6"], 6),
+        (["--preset", "llama-tiny"], None),  # it has two
+        (["--preset", "llama-7b"], 2),
+        (["--model", "gpt2"], None),  # a checkpoint is computed as it is
+    ],
+)
+def test_a_slow_cpu_computes_fewer_layers(argv, layers, monkeypatch, capsys):
+    def time_layer(config, dtype, *, chunk, context, attention):
+        assert (chunk, context, dtype) == (256, 1000, torch.float32)
+        return 0.128  # 0.5 ms for each token
+
+    monkeypatch.setattr(offline, "time_layer", time_layer)
+    options = options_of(*argv)
+    cut = offline.affordable_layers(options, tokens=65_000, limit_s=70.0)
+    assert cut == replace(options.model, layers=layers)
+    was_cut = cut != options.model
+    assert (f"{options.model.name} with {layers} of its" in capsys.readouterr().out) == was_cut
 
 
 @pytest.mark.parametrize("given, served", [([], 7), (["--requests", "8"], 8)])
 def test_fewer_requests_are_served_only_where_none_are_asked_for(
     given, served, monkeypatch, tmp_path, capsys
 ):
-    monkeypatch.setattr(offline, "END_TO_END_S", 0)
+    monkeypatch.setattr(offline, "MORE_REQUESTS_S", 0)
     file = tmp_path / "report.json"
     argv = "--preset llama-tiny --chunk 16 --batch 3 --seq-len 40 --device cpu --policies vllm"
     bench.main([*argv.split(), *given, f"--json={file}"])
-    assert f"\n2. End to end: {served} requests of" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert f"\n2. End to end: {served} requests of" in text
+    assert f"\nserving {served} requests under each policy, " in text
     assert json.loads(file.read_text())["options"]["requests"] == served
+
+
+def test_requests_whose_output_depends_on_the_policy_are_counted():
+    rows = {name: SimpleNamespace(run=run_of([], 1.0)) for name in ("vllm", "sarathi")}
+    line = offline.equal_tokens_line(rows, "float32")
+    assert line == "same output under all 2 policies: 2 of 2 requests, token for token"
+    rows["sarathi"].run.completions[1].tokens[-1] += 1
+    line = offline.equal_tokens_line(rows, "bfloat16")
+    assert line.startswith("same output under all 2 policies: 1 of 2 requests; in bfloat16 a ")
 
 
 def rows_of(policies, load=None):

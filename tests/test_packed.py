@@ -26,15 +26,9 @@ from tests.helpers import alone, poisoned_cache, run, tiny_model
 PROMPT = [(7 * i) % 50 for i in range(40)]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CASES = [
-    pytest.param(
-        kind,
-        dtype,
-        id=f"{kind.__name__}, {name}",
-        marks=pytest.mark.skipif(kind not in packings_of(dtype), reason="no such product here"),
-    )
+    pytest.param(kind, dtype, id=f"{kind.__name__}, {name}")
     for name, dtype in DTYPES.items()
-    for kind in (MKLLinear, OneDNNLinear)
-    if (kind, dtype) != (MKLLinear, torch.bfloat16)
+    for kind in packings_of(dtype)
 ]
 each_packing = pytest.mark.parametrize(("kind", "dtype"), CASES)
 

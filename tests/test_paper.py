@@ -508,6 +508,7 @@ def machines_of(bench_of_claims):
     return [key[0] for key in bench_of_claims.measured if key[0].endswith("machine")]
 
 
+@pytest.mark.slow
 def test_serving_claims_share_a_machine_and_print_nothing(monkeypatch, capsys):
     _, options = bench.parse_args(TINY)
     model = paper.load_model(options.model, options.max_len, positions_from="--max-len")
@@ -550,6 +551,7 @@ def test_token_budgets_meet_the_slos_that_they_are_for(monkeypatch):
     assert replace(found, profile=busy).busy
 
 
+@pytest.mark.slow
 def test_capacities_of_a_quick_run_are_simulated(monkeypatch):
     _, options = bench.parse_args(TINY)
     model = paper.load_model(options.model, options.max_len, positions_from="--max-len")

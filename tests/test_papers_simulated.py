@@ -180,6 +180,7 @@ def test_a_row_has_all_quantities_of_its_table_by_name():
         table.add("b", {"B = 2": 1.0, "B = 4": 1.0}, published={"B = 8": 1.0})
 
 
+@pytest.mark.slow
 def test_a_pipeline_under_sarathi_beats_replicas_and_orca():
     """S-F12: batches of 27 and 11; 1.48x over eight replicas, these 1.28x over Orca's pipeline.
 
@@ -202,6 +203,7 @@ def test_a_pipeline_under_sarathi_beats_replicas_and_orca():
     assert makespan_s("orca-best", equal) / makespan_s("sarathi", equal) < 1.35
 
 
+@pytest.mark.slow
 def test_figure_12_comes_out_under_one_set_of_assumptions():
     """S-F12: 1.91x over Orca's pipeline, 6.29x in median bubbles. Each within 1.6x, with chunks of
     256 beside the decodes and CPU time per layer; not without these."""
@@ -360,6 +362,7 @@ def p50_ttft_s(policy, qps, seed):
     return latencies(ServingJob(cost, policy, "arxiv", qps, 128, seed)).ttft_s.p50
 
 
+@pytest.mark.slow
 def test_table_4_of_sarathi_serve_lies_between_the_loads_shown():
     """SS-T4, papers: P50 TTFT 5.38 s for chunks alone and 3.90 s for both."""
     for policy, published_s in (("chunked-only", 5.38), ("sarathi-serve", 3.90)):
@@ -368,6 +371,7 @@ def test_table_4_of_sarathi_serve_lies_between_the_loads_shown():
         assert slow_s < published_s < fast_s
 
 
+@pytest.mark.slow
 def test_a_small_budget_serves_several_times_the_load_and_a_large_one_less():
     """SS-F10: 3.7x over vllm for Yi-34B on two A100 under the strict SLO."""
     yi = YI_34B.cost(5e-3)
@@ -382,6 +386,7 @@ def test_a_small_budget_serves_several_times_the_load_and_a_large_one_less():
     assert 0 < capacity_of("sarathi-serve:2048") < vllm
 
 
+@pytest.mark.slow
 def test_targets_that_share_runs_have_the_capacities_they_have_alone(monkeypatch):
     """A run whose batch was never full is that of other batch sizes, too."""
     runs = []
@@ -431,6 +436,7 @@ def test_most_requests_at_once():
 ABLATION = [("sharegpt4", 1.0, (0.14, 0.17)), ("arxiv", 0.5, (0.17, 0.20))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trace, qps, published", ABLATION)
 def test_p99_tbt_of_the_ablation(trace, qps, published):
     """SS-T4: decodes beside chunks of 512 wait less than if they alternate."""
@@ -441,6 +447,7 @@ def test_p99_tbt_of_the_ablation(trace, qps, published):
         assert simulated_s == pytest.approx(p99_s, rel=0.12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["vllm", "sarathi-serve", "orca"])
 def test_a_run_is_given_up_only_if_it_misses_the_slo_to_its_end(policy):
     given_up = set()
@@ -477,6 +484,7 @@ def gain(policy, pd_ratio, chunk=256):
     return throughput(policy, case) / throughput("request-level", case)
 
 
+@pytest.mark.slow
 def test_orca_gains_little_and_sarathi_most_at_the_balanced_ratio():
     """S-F11: at 1K, 1.11x for Orca's best case. S-F9: near P:D = C / (B - 1), of those shown."""
     orca = max(gain("orca-best", pd_ratio) for pd_ratio in (7, 14, 28, 56, 112))

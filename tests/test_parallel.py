@@ -69,7 +69,10 @@ def check_same_text(expected, got, where, is_aborted):
         )
 
 
-@pytest.mark.parametrize("tp, pp", [world for world in WORLDS if world != (4, 1)])
+@pytest.mark.parametrize(
+    "tp, pp",
+    [(2, 2), *(pytest.param(*world, marks=pytest.mark.slow) for world in [(1, 2), (2, 1), (1, 4)])],
+)
 def test_ranks_give_what_one_process_gives_under_all_policies(worlds, tp, pp):
     engines = [FEW | dict(policy=policy) for policy in POLICIES]
     got = check(worlds, tp, pp, engines, tiny=dict(n_kv_head=2, n_layer=pp))
@@ -85,6 +88,7 @@ PAGES = [  # of 16 tokens, which are found again, and of max_len
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp, pp", [(2, 1), (1, 2), (2, 2)])
 def test_pages_of_any_size_may_be_shared_and_an_engine_serves_twice(worlds, tp, pp):
     job = dict(tiny=dict(n_kv_head=2, n_layer=pp), at_once=2, warm_up=pp == 2)

@@ -30,6 +30,7 @@ def files(worlds, tmp_path_factory):
     return json.loads(report.read_text()), json.loads(trace.read_text()), picture
 
 
+@pytest.mark.slow
 def test_what_stages_do_is_their_time_and_bubbles_are_of_three_kinds(files):
     report, _, _ = files
     assert report["runs"].keys() == {"orca-best", "sarathi-serve"}

@@ -89,8 +89,17 @@ def ask(engine, index):
     return engine.add_request(PROMPTS[index], SamplingParams(OUTPUTS[index], seed=index))
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "matmul"])
-@pytest.mark.parametrize("page_size, pages", [(1, 70), (4, 18), (16, 6)])
+@pytest.mark.parametrize(
+    "page_size, pages, backend",
+    [
+        (1, 70, "sdpa"),
+        (16, 6, "matmul"),
+        pytest.param(1, 70, "matmul", marks=pytest.mark.slow),
+        pytest.param(4, 18, "sdpa", marks=pytest.mark.slow),
+        pytest.param(4, 18, "matmul", marks=pytest.mark.slow),
+        pytest.param(16, 6, "sdpa", marks=pytest.mark.slow),
+    ],
+)
 @EVERY
 def test_logits_are_those_without_sharing(watched, policy, page_size, pages, backend):
     """Whoever is preempted or given up meanwhile, and the first is one who computed for others."""

@@ -184,9 +184,7 @@ class Watched:
             self.check()
 
 
-@pytest.mark.parametrize("policy", ALL_POLICIES)
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
+CASES = given(
     actions=actions,
     chunk=st.integers(1, 20),
     max_batch=st.sampled_from([4, 3, 2, 1]),
@@ -195,11 +193,9 @@ class Watched:
     spare=st.sampled_from([0, 4, 8, 12, 16, 24, 32, 3 * MAX_LEN]),
     shares=st.booleans(),
 )
-@example(long_ones, 20, 4, 1, 1, 16, False)  # they all begin, and then there is memory for two
-@example(long_ones + faults, 20, 4, 1, 4, 16, False)
-@example(at_risk, 8, 4, 1, MAX_LEN, 24, False)
-@example(alike, 8, 4, 1, 4, 16, True)
-def test_every_request_ends_as_if_alone(
+
+
+def check_every_request_ends_as_if_alone(
     policy, actions, chunk, max_batch, tile, page_size, spare, shares
 ):
     # memory for one request of MAX_LEN, and `spare` tokens more
@@ -238,3 +234,30 @@ def test_every_request_ends_as_if_alone(
         assert sum(c.cached_tokens for c in watched.ended.values()) > 0
     check_integrity(scheduler.pages, [])
     assert scheduler.pages.num_free == scheduler.pages.total
+
+
+@pytest.mark.parametrize("policy", ALL_POLICIES)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@CASES
+@example(long_ones, 20, 4, 1, 1, 16, False)  # they all begin, and then there is memory for two
+@example(long_ones + faults, 20, 4, 1, 4, 16, False)
+@example(at_risk, 8, 4, 1, MAX_LEN, 24, False)
+@example(alike, 8, 4, 1, 4, 16, True)
+def test_every_request_ends_as_if_alone(
+    policy, actions, chunk, max_batch, tile, page_size, spare, shares
+):
+    check_every_request_ends_as_if_alone(
+        policy, actions, chunk, max_batch, tile, page_size, spare, shares
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ALL_POLICIES)
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@CASES
+def test_every_request_ends_as_if_alone_in_many_cases(
+    policy, actions, chunk, max_batch, tile, page_size, spare, shares
+):
+    check_every_request_ends_as_if_alone(
+        policy, actions, chunk, max_batch, tile, page_size, spare, shares
+    )

@@ -165,6 +165,7 @@ def check_hang_ends(ended):
     assert "Traceback" not in ended.errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HANGS)
 def test_when_a_rank_is_stopped_all_end_and_one_line_names_it(slow_worlds, name):
     ended = slow_worlds[name]
@@ -355,6 +356,7 @@ SAMPLE = [
 ]
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_programs_or_is_told_how(capsys):
     worlds = [torchrun("--standalone", *SAMPLE, "--tp", tp, "--pp", "1") for tp in ("2", "4")]
     with pytest.raises(ValueError, match="--tp 2 --pp 1: needs 2 processes, not 1: torchrun "):
@@ -378,6 +380,7 @@ def wait_for_file(file):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["a rank", "all"])
 def test_under_torchrun_nothing_is_left_behind(tmp_path, target):
     """A rank is killed from outside, or a Ctrl-C comes for all: then rank 0 keeps what it has."""
@@ -413,6 +416,7 @@ def test_under_torchrun_nothing_is_left_behind(tmp_path, target):
     socket.create_server(("127.0.0.1", port)).close()
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_rank_0_decides_or_waits_changes_no_text(worlds):
     for tp, pp, seeds in ((2, 1, [1]), (1, 4, [1, 2])):
         job = dict(program="interrupted", tp=tp, pp=pp, tiny=dict(n_kv_head=2, n_layer=pp))
@@ -420,6 +424,7 @@ def test_an_interrupt_while_rank_0_decides_or_waits_changes_no_text(worlds):
         assert counts["interrupts"] >= 20 and counts["waiting"] > 2
 
 
+@pytest.mark.slow
 def test_an_interrupt_at_any_place_loses_no_completion(worlds):
     job = dict(program="interrupted_at_each_place", tp=1, pp=2, tiny=dict(n_layer=2))
     assert worlds.result(**job, engine=ENGINE) > 100
@@ -461,8 +466,8 @@ def test_caches_of_runners_that_are_gone_are_free():
     assert stage.available_pages(EngineConfig(max_batch=2, max_len=32, page_size=16)) == 4
 
 
+@pytest.mark.slow
 def test_a_server_on_two_ranks_says_what_one_process_says(capsys):
-    pytest.importorskip("uvicorn", reason="needs server/requirements.txt")
     sample.main([*SAMPLE[1:-6], "--prompt", "abc", "--max-new-tokens", "9"])
     expected = capsys.readouterr().out.removeprefix("abc").removesuffix("\n")
     with socket.create_server(("127.0.0.1", 0)) as free:

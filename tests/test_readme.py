@@ -145,6 +145,7 @@ def cells(line):
     return [cell.strip() for cell in line.strip("|\n").split("|")]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_headline_is_printed_by_its_command(capsys):
     section = MAIN.partition("## What it gains")[2].partition("\n## ")[0]

@@ -4,6 +4,7 @@ Most runs live in a time of their own, in which looking at the clock takes a tic
 """
 
 import gc
+import math
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -389,6 +390,19 @@ def test_capacity_is_found_to_five_percent_and_one_failure_does_not_decide(limit
     assert min(rate for rate, _ in calls if rate > qps) <= 1.05 * qps  # and not just by luck
     assert max(Counter(rate for rate, met in calls if not met).values()) == 2
     assert unlucky is not None or len(calls) <= 13
+
+
+@pytest.mark.parametrize("limit", [0.05, 0.21, 1.0, 2.0, 7.7, 17.0])
+def test_a_search_finds_the_same_wherever_it_begins(limit):
+    def search(first_step):
+        return search_capacity(lambda rate: verdict(rate <= limit), 1.0, first_step=first_step)
+
+    expected = search(0).capacity_qps
+    for first_step in range(-7, 8):
+        capacity_qps = search(first_step).capacity_qps
+        assert (capacity_qps, capacity_qps.bound) == (expected, expected.bound)
+    nearest = round(math.log(limit, capacity.STEP))
+    assert len(search(nearest).trials) <= len(search(0).trials)
 
 
 def test_capacity_ends_where_every_answer_is_the_same_or_chance():

@@ -22,7 +22,7 @@ def test_one_prompt_streams_and_several_share_batches(capsys):
 
 
 def test_a_checkpoint_comes_with_its_tokenizer(tmp_path, capsys):
-    transformers = pytest.importorskip("transformers")
+    import transformers
     from tokenizers import Tokenizer, decoders, models
 
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate("abcdefgh")}, []))
@@ -63,6 +63,7 @@ def test_options_are_passed_on(monkeypatch):
     assert seen[-1] == ("SarathiServe", 256, 2, 2)  # a page has half of the longest, 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words, message",
     [

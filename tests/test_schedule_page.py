@@ -298,6 +298,7 @@ def long_run():
     return recorder
 
 
+@pytest.mark.slow
 def test_ten_thousand_iterations_are_less_than_five_megabytes(browser, tmp_path):
     recorder = long_run()
     assert len(in_turn(recorder)) > 10_000
@@ -314,6 +315,7 @@ def explored(tmp_path_factory):
     return file
 
 
+@pytest.mark.slow
 def test_explore_has_a_run_for_every_button(browser, explored):
     with opened(browser, f"file://{explored}") as tab:
         choices = tab.evaluate("data.choices")

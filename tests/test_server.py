@@ -400,6 +400,7 @@ def test_after_a_signal_it_finishes_what_runs():
     assert "Traceback" not in process.stderr.read()
 
 
+@pytest.mark.slow
 def test_a_signal_as_soon_as_it_listens_ends_it():
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=HERE)
     with subprocess.Popen([sys.executable, *PROGRAM], **pipes) as process:
@@ -417,6 +418,7 @@ class DropsDecodes(SarathiServe):
 """
 
 
+@pytest.mark.slow
 def test_a_policy_that_breaks_a_rule_is_served_with_a_warning(tmp_path):
     file = tmp_path / "drops.py"
     file.write_text(DROPS_DECODES)
@@ -430,6 +432,7 @@ def test_a_policy_that_breaks_a_rule_is_served_with_a_warning(tmp_path):
     assert "\nwarning: the rule 'no decode dropped' is broken: " in errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["--api-key", ""], ["--port", "x"], ["--policy", "x"]])
 def test_a_command_line_that_makes_no_sense_is_refused(words):
     pipes = dict(cwd=HERE, capture_output=True, text=True)
@@ -451,7 +454,8 @@ def test_pages_are_shared_by_option_and_must_be_shorter_than_max_len():
 
 
 def test_the_template_of_a_checkpoint(tmp_path):
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     sentencepiece_directory(tmp_path)
     chat = load_chat(tmp_path)
     messages = [{"role": "user", "content": "hello"}]

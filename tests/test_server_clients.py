@@ -567,6 +567,7 @@ def stuck(tmp_path):
         process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_second_signal_ends_a_server_whose_step_does_not_end(stuck, last, status):
     process, connection = stuck(drain_s=100)
@@ -580,6 +581,7 @@ def test_a_second_signal_ends_a_server_whose_step_does_not_end(stuck, last, stat
         assert process.wait(20) == status
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_server_whose_step_does_not_end_after_the_drain(stuck):
     process, connection = stuck(drain_s=0.2, step_s=0.5)
     with connection:
@@ -614,6 +616,7 @@ def test_the_url_of_an_address_with_colons_has_brackets():
         assert url_of(SimpleNamespace(family=family, getsockname=lambda: name)) == url  # noqa: B023
 
 
+@pytest.mark.slow
 def test_what_is_loaded_is_left_out_of_the_search_for_garbage():
     code = "import gc, server.__main__ as program, server.connections as connections\n"
     code += "connections.Server.run = lambda self, sockets: print(gc.get_freeze_count())\n"

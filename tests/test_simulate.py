@@ -60,6 +60,7 @@ def comparisons(rows):
                 yield paper, ours, error
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # by several processes
 def test_every_claim_is_printed_and_written_alike(tmp_path, capsys):
     file = tmp_path / "all.json"
@@ -145,6 +146,7 @@ ENDINGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("send, number, times, status", ENDINGS)
 def test_no_signal_leaves_a_traceback_or_a_worker(send, number, times, status):
     argv = ["bench.py", "simulate", "--only", "sarathi,nodes"]

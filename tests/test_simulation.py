@@ -370,6 +370,7 @@ def test_the_engine_makes_the_same_schedule(policy, pages, line, clock, monkeypa
     assert bool(refused) == (line is not None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pages", [AMPLE, LITTLE])
 @under_all_policies
 def test_the_engine_finds_the_same_pages(policy, pages, clock, monkeypatch):

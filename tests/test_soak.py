@@ -82,6 +82,7 @@ def measure():
     return len(gc.get_objects()), sys.getallocatedblocks(), bytes_in_use()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy, total, mean, shares",  # requests in all; in an iteration, as many as can be served
     [

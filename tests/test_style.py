@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,15 @@ def files(suffix):
     return {str(path): (ROOT / path).read_text("utf-8") for path in sorted(paths)}
 
 
-PYTHON = {path: ast.parse(text) for path, text in files(".py").items()}
-TEST_FILES = {path for path in PYTHON if re.search(r"(^|/)(tests/|test_|conftest)", path)}
+@cache
+def python():
+    """All Python files, {path: syntax tree}."""
+    return {path: ast.parse(text) for path, text in files(".py").items()}
+
+
+def paths_of_tests():
+    """The paths of tests."""
+    return {path for path in python() if re.search(r"(^|/)(tests/|test_|conftest)", path)}
 
 
 def functions(tree):
@@ -64,9 +72,11 @@ def is_main_check(node):
 
 
 def test_the_files_are_found():
-    assert {"engine.py", "lab/measure/timing.py", "tests/test_style.py"} <= PYTHON.keys()
-    assert "lab/measure/timing.py" not in TEST_FILES and "tests/helpers.py" in TEST_FILES
-    assert {"conftest.py", "test_equivalence.py"} <= TEST_FILES
+    assert {"engine.py", "lab/measure/timing.py", "tests/test_style.py"} <= python().keys()
+    assert (
+        "lab/measure/timing.py" not in paths_of_tests() and "tests/helpers.py" in paths_of_tests()
+    )
+    assert {"conftest.py", "test_equivalence.py"} <= paths_of_tests()
 
 
 @pytest.mark.parametrize(
@@ -91,8 +101,8 @@ def test_a_missing_annotation_is_seen(source, annotated):
 def test_every_function_outside_of_tests_is_annotated():
     missing = [
         f"{path}:{function.lineno} {function.name}"
-        for path, tree in PYTHON.items()
-        if path not in TEST_FILES
+        for path, tree in python().items()
+        if path not in paths_of_tests()
         for function in functions(tree)
         if not is_annotated(function)
     ]
@@ -102,8 +112,8 @@ def test_every_function_outside_of_tests_is_annotated():
 def test_the_name_of_a_test_is_a_short_sentence():
     too_long = [
         f"{path}:{function.lineno} {function.name}"
-        for path in TEST_FILES
-        for function in functions(PYTHON[path])
+        for path in paths_of_tests()
+        for function in functions(python()[path])
         if function.name.startswith("test_") and len(function.name) > MAX_NAME
     ]
     assert too_long == []
@@ -114,9 +124,9 @@ def test_there_is_no_toml_but_the_projects():
 
 
 def test_the_folder_of_tests_holds_tests_and_their_helpers():
-    here = {path: tree for path, tree in PYTHON.items() if path.startswith("tests/")}
+    here = {path: tree for path, tree in python().items() if path.startswith("tests/")}
     tests = {path for path in here if Path(path).name.startswith("test_")}
-    imported = {name for path in TEST_FILES for name in imported_modules(PYTHON[path])}
+    imported = {name for path in paths_of_tests() for name in imported_modules(python()[path])}
     others = {path for path in here if Path(path).name not in ("__init__.py", "conftest.py")}
     for path in others - tests:
         module = path.removesuffix(".py").replace("/", ".")
@@ -127,8 +137,8 @@ def test_the_folder_of_tests_holds_tests_and_their_helpers():
 
 def test_no_text_counts_the_lines_of_files():
     counts = []
-    for path, tree in PYTHON.items():
-        if path not in TEST_FILES:
+    for path, tree in python().items():
+        if path not in paths_of_tests():
             counts += [(path, text) for text in docstrings(tree) if LINE_COUNT.search(text)]
     counts += [(path, text) for path, text in files("README.md").items() if LINE_COUNT.search(text)]
     assert [(path, LINE_COUNT.search(text)[0]) for path, text in counts] == []

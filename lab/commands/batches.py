@@ -14,7 +14,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from cli.loading import ModelOptions, add_model_options, load_model, model_options, resolve_model
+from cli.loading import (
+    ModelOptions,
+    add_layers_option,
+    add_model_options,
+    load_model,
+    model_options,
+    resolve_model,
+)
 from cli.options import OptionParser, add_json_option, whole, write_json, wrote
 from lab.measure import timing
 from lab.measure.batch_times import (
@@ -22,12 +29,10 @@ from lab.measure.batch_times import (
     BatchTime,
     SequenceTime,
     chunks_of,
-    keep_layers,
     longest,
     time_sequences,
 )
 from lab.measure.machine_info import measure_machine
-from speedups.packed_linear import count_parameters
 from views.tables import Column, format_table
 
 NUMBER = r"([1-9]\d{0,6})"
@@ -91,7 +96,6 @@ class BatchesOptions:
 
     command: str
     batches: list[tuple[str, list[Batch]]]  # names, and the batches that follow each other
-    layers: int | None
     repeats: int
     json: str | None
     batch_length: int  # of the longest request
@@ -106,14 +110,9 @@ def add_options(parser: OptionParser) -> None:
         nargs="+",
         type=named_sequence,
     )
-    parser.add_option(
-        "--layers",
-        help="of so many, with random weights",
-        type=whole(minimum=1),
-        default_text="all of the model",
-    )
     parser.add_option("--repeats", help="how often each is timed", type=whole(minimum=2), default=5)
     add_json_option(parser)
+    add_layers_option(parser)
     add_model_options(parser, "llama-13b on a GPU with 40 GB or more, else llama-160m")
 
 
@@ -125,25 +124,17 @@ def resolve(parser: OptionParser, args: Namespace) -> BatchesOptions:
     return BatchesOptions(
         command=args.command,
         batches=args.batches,
-        layers=args.layers,
         repeats=args.repeats,
         json=args.json,
         batch_length=longest(names),
-        model=resolve_model(model_options(args)),
+        model=resolve_model(replace(model_options(args), layers=args.layers)),
     )
 
 
 def main(options: BatchesOptions) -> None:
     """The command."""
     model = load_model(options.model, options.batch_length, positions_from="batch-length")
-    machine = measure_machine(model, options.model.name, rows=256)
-    if options.layers:
-        model = keep_layers(model, options.layers, options.model.seed)
-        machine = replace(
-            machine,
-            model=f"{machine.model}, cut to --layers {options.layers}",
-            parameters=count_parameters(model),
-        )
+    machine = measure_machine(model, options.model.title, rows=256)
     rows = time_sequences(
         model,
         machine,

@@ -36,6 +36,7 @@ from model import GPTConfig
 from pretrained import checkpoints
 from views.tables import Column, format_table
 
+ALL_LAYERS_S = 200  # fewer layers if all engines would take longer, on a CPU
 COMPARE_COLUMNS: list[Column[EngineResult]] = [
     Column("dtype", lambda result: result.dtype),
     Column("tokens/s", lambda result: result.tokens_per_s, ",.0f"),
@@ -61,8 +62,9 @@ def engines(text: str) -> dict[str, str]:
             raise ArgumentTypeError(f"{engine!r}: must be one of {', '.join(PACKAGES)}")
         pythons[engine] = python or sys.executable
         if not has_package(pythons[engine], engine):
+            command = f"{pythons[engine]} -m pip install {PACKAGES[engine].replace('_', '-')}"
             missing = f"{pythons[engine]} is no Python with {PACKAGES[engine]}"
-            raise ArgumentTypeError(f"{engine}: {missing}")
+            raise ArgumentTypeError(f"{engine}: {missing}: {command}")
     return pythons
 
 
@@ -97,10 +99,14 @@ def main(options: CompareOptions) -> None:
     """Compare, print and write."""
     began = time.perf_counter()
     load = options.load
+    # each engine, with two policies or so, serves a batch to warm up and then all requests in turns
+    served = load.batch + REPEATS * requests_served(load)
+    tokens = (1 + len(options.against)) * len(OUR_POLICIES) * served * load.seq_len
+    cut = offline.affordable_layers(options, tokens, ALL_LAYERS_S)
     with TemporaryDirectory() as folder:
-        model_options = with_checkpoint(options.model, load.seq_len, folder)
+        model_options = with_checkpoint(cut, load.seq_len, folder)
         model = load_model(model_options, load.seq_len, positions_from="--seq-len")
-        machine = measure_machine(model, options.model.name, options.chunk)
+        machine = measure_machine(model, cut.title, options.chunk)
         print(machine.heading())
         results = compare_engines(
             model,
@@ -129,9 +135,13 @@ def with_checkpoint(options: ModelOptions, positions: int, folder: str) -> Model
     if options.model:
         return options
     config = GPTConfig.preset(options.name)
-    config = replace(config, max_positions=max(config.max_positions, positions))
+    config = replace(
+        config,
+        n_layer=options.layers or config.n_layer,
+        max_positions=max(config.max_positions, positions),
+    )
     save_random(config, folder, options.seed, getattr(torch, str(options.dtype)))
-    return replace(options, preset=None, model=folder)
+    return replace(options, preset=None, model=folder, layers=None)
 
 
 def print_results(results: Mapping[str, EngineResult], load: OfflineLoad, chunk: int) -> None:

@@ -45,9 +45,10 @@ def resolve(parser: OptionParser, args: Namespace) -> OfflineOptions:
 def main(options: OfflineOptions) -> None:
     """Measure, explain, print and write."""
     began = time.perf_counter()
+    options = offline.cut_layers(options)
     load = options.load
     model = load_model(options.model, load.seq_len, positions_from="--seq-len")
-    machine = measure_machine(model, options.model.name, options.chunk)
+    machine = measure_machine(model, options.model.title, options.chunk)
     sizes = f"{load.prompt_len} + {load.output_len} tokens, batch {load.batch}"
     print(machine.heading() + f"{load.requests} requests of {sizes}, chunk {options.chunk}\n")
     runs = dict(offline.run_with_progress(model, options, recorders={}))

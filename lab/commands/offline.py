@@ -11,9 +11,17 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from tqdm import tqdm
 
-from cli.loading import ModelOptions, add_model_options, load_model, model_options, resolve_model
+from cli.loading import (
+    ModelOptions,
+    add_layers_option,
+    add_model_options,
+    load_model,
+    model_options,
+    resolve_model,
+)
 from cli.options import (
     OptionParser,
     add_chunk_option,
@@ -31,19 +39,21 @@ from cli.options import (
 from config import EngineConfig
 from lab.commands.batches import launch_columns, launch_note
 from lab.measure import timing
+from lab.measure.batch_times import time_layer
 from lab.measure.decode_maximal import DecodeMaximal, HybridTime, measure_decode_maximal
 from lab.measure.machine_info import RealMachineInfo, measure_machine
 from lab.measure.offline_load import OfflineLoad, PolicyRun, run_policies
 from lab.measure.run_plan import run_plan
 from lab.simulator.referee import broken_rules, mark_broken
-from model import GPT
+from model import GPT, GPTConfig
 from policies.referee import Violation
 from views.page import page
 from views.records import Recorder
 from views.tables import Column, format_table, show
 
 DEFAULT_POLICIES = "request-level,orca-best,vllm,sarathi,sarathi-serve"
-END_TO_END_S = 90  # all policies together take about as long, where --requests is left open
+MORE_REQUESTS_S = 25  # more than 2 B + 1 are served while all policies together take so long
+ALL_LAYERS_S = 55  # with fewer layers if they would take longer, on a CPU
 
 
 def cost(milliseconds: float | None) -> float | None:
@@ -93,6 +103,11 @@ class OfflineOptions:
     model: ModelOptions
 
     @property
+    def fewest_requests(self) -> int:
+        """As many as leave a full round of B to measure, see metrics.steady."""
+        return 2 * self.batch + 1
+
+    @property
     def load(self) -> OfflineLoad:
         """The requests that the policies serve."""
         return OfflineLoad(
@@ -118,14 +133,14 @@ def add_options(parser: OptionParser) -> None:
         metavar="FILE",
     )
     add_json_option(parser)
-    limit = f"while that takes {END_TO_END_S} s for all policies"
+    limit = f"while that takes {MORE_REQUESTS_S} s for all policies"
     add_load_options(parser, f"2 B + 1, and up to 3 B + 1 {limit}")
     add_model_options(parser, "llama-13b on a GPU with 40 GB or more, else llama-160m")
 
 
 def add_load_options(parser: OptionParser, requests_text: str = "3 B + 1") -> None:
-    """Add the options of an OfflineLoad, and the chunk size. The help says `requests_text` of how
-    many requests there are by default."""
+    """Add the options of an OfflineLoad, the chunk size and --layers. The help says `requests_text`
+    of how many requests there are by default."""
     add_chunk_option(parser)
     parser.add_option(
         "--batch", help="B, the most requests at once", type=whole(minimum=2), default=6
@@ -154,6 +169,7 @@ def add_load_options(parser: OptionParser, requests_text: str = "3 B + 1") -> No
         type=whole(minimum=1, maximum=1_000_000),
         default_text=requests_text,
     )
+    add_layers_option(parser, "all; on a CPU that would take minutes, fewer")
 
 
 def resolve(parser: OptionParser, args: Namespace) -> OfflineOptions:
@@ -177,7 +193,7 @@ def resolve(parser: OptionParser, args: Namespace) -> OfflineOptions:
         pd_ratio=load.pd_ratio,
         requests=load.requests,
         requests_given=args.requests is not None,
-        model=resolve_model(model_options(args)),
+        model=resolve_model(replace(model_options(args), layers=args.layers)),
     )
 
 
@@ -200,8 +216,9 @@ def resolve_load(parser: OptionParser, args: Namespace) -> OfflineLoad:
 def main(options: OfflineOptions) -> None:
     """The command. What is done when it is interrupted is printed and written."""
     began = time.perf_counter()
+    options = cut_layers(options)
     model = load_model(options.model, options.seq_len, positions_from="--seq-len")
-    machine = measure_machine(model, options.model.name, options.chunk)
+    machine = measure_machine(model, options.model.title, options.chunk)
     print(machine.heading() + limits_line(machine))
     violations = violations_of(options.policies)
     for violation in violations.values():
@@ -222,6 +239,7 @@ def main(options: OfflineOptions) -> None:
         print_decode_maximal(table, options)
         if not options.requests_given:
             options = replace(options, requests=affordable_requests(table, options))
+        print_duration(table, options)
         try:
             for name, row in run_with_progress(model, options, recorders):
                 rows[name] = row
@@ -243,16 +261,63 @@ def main(options: OfflineOptions) -> None:
     draw(rows, machine, recorders, options, anchor_s)
 
 
-def affordable_requests(table: DecodeMaximal, options: OfflineOptions) -> int:
-    """How many requests all policies together serve in about END_TO_END_S.
+def cut_layers(options: OfflineOptions) -> OfflineOptions:
+    """The options with fewer layers, if all policies would take longer than ALL_LAYERS_S for the
+    fewest requests that make a full round."""
+    tokens = len(options.policies) * options.fewest_requests * options.seq_len
+    return replace(options, model=affordable_layers(options, tokens, ALL_LAYERS_S))
 
-    At least 2 B + 1, or there is no full round of requests to measure, at most the default. A token
-    is taken to cost what it costs in the hybrid batch."""
+
+def affordable_layers(options: OfflineOptions, tokens: int, limit_s: float) -> ModelOptions:
+    """The options of the model, of as many layers as a CPU computes for `tokens` in `limit_s`.
+
+    One layer is timed, in chunks of `options.chunk`. All layers are computed where --layers says
+    how many, and by a checkpoint, a GPU, several processes, and what --compile makes."""
+    model = options.model
+    is_fixed = model.layers or model.model or model.compile or model.tp * model.pp > 1
+    if is_fixed or not model.device.startswith("cpu"):
+        return model
+    config = GPTConfig.preset(model.name)
+    layer_s = time_layer(
+        config,
+        getattr(torch, str(model.dtype)),
+        chunk=options.chunk,
+        context=options.seq_len,
+        attention=model.attention,
+    )
+    all_s = layer_s * config.n_layer * tokens / options.chunk
+    if all_s <= limit_s:
+        return model
+    layers = max(1, int(config.n_layer * limit_s / all_s))
+    print(
+        f"# {model.name} with {layers} of its {config.n_layer} layers: all of them, "
+        f"--layers {config.n_layer}, would take {all_s:,.0f} s and more here"
+    )
+    return replace(model, layers=layers)
+
+
+def all_policies_s(table: DecodeMaximal, options: OfflineOptions, requests: int) -> float:
+    """The seconds that all policies together take to serve so many requests, if a token costs what
+    it costs in the hybrid batch."""
     hybrid = table.decode_maximal
     token_ms = hybrid.total_ms / (hybrid.prefill_tokens + hybrid.decodes)
-    request_s = len(options.policies) * options.seq_len * token_ms / 1e3
-    least = 2 * options.batch + 1
-    return min(max(least, int(END_TO_END_S / request_s)), options.requests)
+    tokens = replace(options, requests=requests).load.tokens
+    return len(options.policies) * tokens * token_ms / 1e3
+
+
+def affordable_requests(table: DecodeMaximal, options: OfflineOptions) -> int:
+    """How many requests all policies together serve in about MORE_REQUESTS_S.
+
+    At least 2 B + 1, or there is no full round of requests to measure, at most the default."""
+    request_s = all_policies_s(table, options, options.requests) / options.requests
+    requests = max(options.fewest_requests, int(MORE_REQUESTS_S / request_s))
+    return min(requests, options.requests)
+
+
+def print_duration(table: DecodeMaximal, options: OfflineOptions) -> None:
+    """Print how long the policies take together, before they begin."""
+    seconds = all_policies_s(table, options, options.requests)
+    print(f"serving {options.requests} requests under each policy, {seconds:.0f} s in all:")
 
 
 def violations_of(labels: Sequence[str]) -> dict[str, Violation]:
@@ -276,8 +341,8 @@ def run_with_progress(
     def print_ended(name: str, seconds: float) -> None:
         tqdm.write(f"{name}: {options.requests} requests in {seconds:.1f} s")
 
-    count = len(options.policies) * options.requests
-    with tqdm(desc="requests", total=count, leave=False, disable=None) as bar:
+    count = len(options.policies) * options.load.tokens
+    with tqdm(desc="tokens", total=count, leave=False, disable=None) as bar:
         yield from run_policies(
             model,
             options.policies,
@@ -351,6 +416,20 @@ def print_end_to_end(
         "with ramp and tail; a stall is\n"
         "a gap between two tokens with others' prefill in it\n"
     )
+    if len(rows) > 1:
+        print(f"{equal_tokens_line(rows, options.model.dtype)}\n")
+
+
+def equal_tokens_line(rows: Mapping[str, PolicyRun], dtype: str | None) -> str:
+    """For how many requests all policies generated the same tokens: chunks change no result."""
+    outputs = [[c.tokens for c in row.run.completions] for row in rows.values()]
+    requests = list(zip(*outputs, strict=True))
+    equal = sum(tokens.count(tokens[0]) == len(tokens) for tokens in requests)
+    line = f"same output under all {len(rows)} policies: {equal} of {len(requests)} requests"
+    if equal == len(requests):
+        return f"{line}, token for token"
+    reason = f"in {dtype} a token's rounding depends on the batch that it is in"
+    return f"{line}; {reason}, see test_equivalence.py"
 
 
 def conclude(

@@ -102,11 +102,13 @@ def print_server_cost(cost: ServerCost) -> None:
 
 def measure_server_cost() -> ServerCost:
     """Serve the same requests by an engine in this process and by a server, in turns."""
+    import server.app  # noqa: F401  a package that is missing is named here, not by the process
+
     command = [sys.executable, "-m", "server", *SERVER_OPTIONS]
     env = os.environ | {"PYTHONSAFEPATH": ""}  # the server is found in ROOT
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env) as server:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env) as process:
         try:
-            port = port_of(server)
+            port = port_of(process)
             engine = make_engine(parse_args(SERVER_OPTIONS))
             prompts = [[i] * PROMPT_LEN for i in range(STREAMS)]
             params = SamplingParams(OUTPUT_LEN)
@@ -124,7 +126,7 @@ def measure_server_cost() -> ServerCost:
                 engine_rates.append(tokens_per_s(generate))
                 server_rates.append(tokens_per_s(stream))
         finally:
-            server.terminate()
+            process.terminate()
     return ServerCost(  # the first round warms up
         engine_tokens_per_s=statistics.median(engine_rates[1:]),
         server_tokens_per_s=statistics.median(server_rates[1:]),

@@ -14,15 +14,17 @@ from functools import partial
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from engine import Runner
 from kv_cache import Span
 from lab.measure import timing
 from lab.measure.machine_info import RealMachineInfo
-from model import GPT
+from model import GPT, GPTConfig
 from parallel import runner_for
 from parallel.shard import Shard
+from speedups.packed_linear import pack
 
 PRODUCTS = (*timing.LINEAR, "head")
 PARTS = ("attention", *PRODUCTS)
@@ -298,6 +300,20 @@ def intensities(model: GPT, batches: Sequence[Batch]) -> dict[str, float]:
         linear_flops += flops
         linear_bytes += moved_bytes
     return intensity | {"products": linear_flops / linear_bytes}
+
+
+def time_layer(
+    config: GPTConfig, dtype: torch.dtype, *, chunk: int, context: int, attention: str
+) -> float:
+    """The seconds that one layer of this geometry takes on this CPU, for the last `chunk` tokens of
+    a prompt of `context`. Embedding and head, which a batch has once, are not left out."""
+    model = pack(GPT(replace(config, n_layer=1), "cpu", dtype))
+    runner = Runner(model, 1, context, context, attention)
+    runner.cache.data.normal_()
+    spans = spans_of((TimedChunk(chunk, context),), wants_logits=True)
+    variants = {"layer": partial(runner.greedy, spans)}
+    timed = timing.interleaved(variants, model.device, repeats=3, warmup=1)
+    return timed["layer"].ms / 1e3
 
 
 def keep_layers(model: GPT, n_layer: int, seed: int) -> GPT:

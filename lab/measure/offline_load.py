@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from config import EngineConfig
 from lab.measure import metrics, timing, workload
 from lab.measure.load_run import Clock, EngineServer
-from lab.measure.run_loop import LoadRun, Recorder, Run, no_progress
+from lab.measure.run_loop import LoadRun, Recorder, Run
 from lab.measure.run_plan import run_plan
 from model import GPT
 from parallel import engine_for
@@ -40,6 +40,11 @@ class OfflineLoad:
     def prompt_len(self) -> int:
         """How long each prompt is."""
         return self.seq_len - self.output_len
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens a policy computes that preempts none. The last of an output is not."""
+        return sum(a.prompt_len + a.output_len - 1 for a in self.arrivals())
 
     def config(self, chunk: int, attention: str = "auto") -> EngineConfig:
         """The EngineConfig of its engines, without a policy: a page for each request at once."""
@@ -85,6 +90,10 @@ class PolicyRun:
         }
 
 
+def nothing_to_show(tokens: int) -> None:
+    """Called in the place of a progress bar."""
+
+
 def nothing_to_say(name: str, seconds: float) -> None:
     """Called in the place of a line about a policy that is done."""
 
@@ -96,7 +105,7 @@ def run_policies(
     *,
     chunk: int,
     attention: str = "auto",
-    progress: Callable[[], object] = no_progress,
+    progress: Callable[[int], object] = nothing_to_show,
     ended: Callable[[str, float], object] = nothing_to_say,
     recorders: Mapping[str, Recorder] | None = None,
 ) -> Iterator[tuple[str, PolicyRun]]:
@@ -104,8 +113,8 @@ def run_policies(
 
     On a CPU the policies take turns, which is steadier. On a GPU there is room for one at a time;
     in a pipeline the batches of one would be on their way when it is another's turn. `progress` is
-    called after each request, `ended` with the name of a policy that is done and its seconds, and
-    each of `recorders` sees the run of its policy."""
+    called with the number of tokens of each iteration, `ended` with the name of a policy that is
+    done and its seconds, and each of `recorders` sees the run of its policy."""
     arrivals = load.arrivals()
     prompts = workload.prompts(arrivals, model.config.vocab_size, load.seed)
     config = load.config(chunk, attention)
@@ -128,7 +137,7 @@ def serve_in_turns(
     configs: Mapping[str, EngineConfig],
     arrivals: Sequence[workload.Arrival],
     prompts: Sequence[list[int]],
-    progress: Callable[[], object],
+    progress: Callable[[int], object],
     ended: Callable[[str, float], object],
     recorders: Mapping[str, Recorder],
 ) -> dict[str, Run]:
@@ -144,14 +153,18 @@ def serve_in_turns(
         engine.warm_up()
         server = EngineServer(engine, clock)
         clocks[name] = clock
-        loads[name] = LoadRun(server, arrivals, prompts, progress, recorders.get(name))
+        loads[name] = LoadRun(server, arrivals, prompts, recorder=recorders.get(name))
 
     used_s = dict.fromkeys(configs, 0.0)  # of the engines that are not done
     while used_s:
         name = min(used_s, key=lambda name: used_s[name])
         clocks[name].set(used_s[name])
-        if loads[name].step():
+        load = loads[name]
+        done = len(load.iterations)
+        if load.step():
             used_s[name] = clocks[name]()
+            for iteration in load.iterations[done:]:
+                progress(iteration.prefill_tokens + iteration.decode_tokens)
         else:
             del used_s[name]
             ended(name, clocks[name]())

@@ -225,8 +225,8 @@ class Bench:
         )
 
         def run_all() -> dict[str, PolicyRun]:
-            count = len(policies) * requests
-            with tqdm(desc="requests", total=count, leave=False, disable=None) as bar:
+            count = len(policies) * load.tokens
+            with tqdm(desc="tokens", total=count, leave=False, disable=None) as bar:
                 rows = run_policies(
                     self.model,
                     policies,

@@ -14,7 +14,14 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from config import EngineConfig
 from lab.measure import metrics
-from lab.measure.capacity import Bounded, Hopeless, Verdict, estimated_qps, search_capacity
+from lab.measure.capacity import (
+    STEP,
+    Bounded,
+    Hopeless,
+    Verdict,
+    estimated_qps,
+    search_capacity,
+)
 from lab.measure.metrics import LatencySummary
 from lab.measure.run_loop import Run
 from lab.measure.run_plan import run_plan
@@ -33,6 +40,7 @@ Piece = tuple[int, int, int]  # (request, start, length) of a chunk; a decode ha
 # Capacities of shorter runs are biased, and those of one policy more than those of another: with 64
 # requests Mistral-7B's gain over vllm is a fifth larger than with 512.
 FEWEST_REQUESTS = 256
+FIRST_STEP = 3  # where searches begin: about the upper bound, as runs that fail are given up soon
 
 
 class Runner(Protocol):
@@ -451,9 +459,11 @@ def find_capacities(job: CapacityJob) -> dict[Target, Bounded]:
         return Verdict(missed=metrics.missed(summary, target.slo_s))
 
     capacities = {}
+    step = FIRST_STEP
     for target in job.targets:
-        search = search_capacity(partial(verdict, target), start_qps, target.ratio)
+        search = search_capacity(partial(verdict, target), start_qps, target.ratio, first_step=step)
         capacities[target] = search.capacity_qps
+        step = round(math.log(search.capacity_qps / start_qps, STEP))  # others are not far away
     return capacities
 
 

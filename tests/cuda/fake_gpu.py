@@ -21,7 +21,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, Self
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -32,10 +31,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tests.cuda.flash import check_flash_call, flash_call
 
 ROOT = Path(__file__).parents[2]
-NEEDS_CUDA_BUILD = pytest.mark.skipif(
-    torch.version.cuda is None,
-    reason="needs the CUDA build of torch (and no GPU), see tests/README.md",
-)
 BLOCK_BYTES = 512  # of torch's allocator on CUDA
 # These give the host a number from the device, or a shape that depends on one.
 DATA_DEPENDENT = {"_local_scalar_dense", "equal", "masked_select", "nonzero"}
@@ -149,7 +144,6 @@ class FakeGPU(TorchDispatchMode):
 
     def patch_xformers(self) -> None:
         """Record the launches of xformers' two Triton kernels."""
-        pytest.importorskip("triton", reason="the CUDA build of torch brings Triton")
         from xformers.ops.fmha import triton_splitk
         from xformers.ops.fmha._triton import splitk_kernels
 

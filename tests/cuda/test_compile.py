@@ -9,7 +9,6 @@ from torch._dynamo.testing import CompileCounter
 from attention import SDPA
 from kv_cache import Span
 from model import FlatBatch
-from tests.cuda.fake_gpu import NEEDS_CUDA_BUILD
 from tests.cuda.inductor import launches_of_a_layer
 from tests.cuda.split_k import Worker
 from tests.helpers import poisoned_cache, tiny_model
@@ -54,7 +53,7 @@ def test_batches_of_any_size_are_compiled_once(family, n_layer, monkeypatch):
     torch._dynamo.reset()
 
 
-@NEEDS_CUDA_BUILD
+@pytest.mark.cuda_build
 @pytest.mark.parametrize("family, n_kv_head", [("llama", 40), ("llama", 8), ("gpt2", 40)])
 def test_kernels_of_a_compiled_layer_on_an_a100(family, n_kv_head):
     """Inductor generates the code for six rows of LLaMA-13B; nothing runs it."""

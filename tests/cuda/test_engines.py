@@ -11,10 +11,9 @@ from model import GPT, GPTConfig
 from policies import POLICIES
 from sampling import SamplingParams
 from tests.cuda.batches import CUDA_BACKENDS, reads_pages
-from tests.cuda.fake_gpu import NEEDS_CUDA_BUILD
 
 pytestmark = [
-    NEEDS_CUDA_BUILD,
+    pytest.mark.cuda_build,
     pytest.mark.filterwarnings("ignore:.*which is slower"),  # auto, where its first choice cannot
     pytest.mark.filterwarnings("error:.*without CUDA graphs"),
 ]

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.cuda.fake_gpu import BLOCK_BYTES, NEEDS_CUDA_BUILD, FakeGPU
+from tests.cuda.fake_gpu import BLOCK_BYTES, FakeGPU
 
-pytestmark = NEEDS_CUDA_BUILD
+pytestmark = pytest.mark.cuda_build
 
 
 def copy_from_pageable_memory():

@@ -7,9 +7,8 @@ from attention.decode_sizes import padded_sizes
 from engine import Runner
 from kv_cache import Span
 from model import GPT, GPTConfig
-from tests.cuda.fake_gpu import NEEDS_CUDA_BUILD
 
-pytestmark = [NEEDS_CUDA_BUILD, pytest.mark.filterwarnings("error:.*without CUDA graphs")]
+pytestmark = [pytest.mark.cuda_build, pytest.mark.filterwarnings("error:.*without CUDA graphs")]
 
 MAX_BATCH = 48
 MAX_LEN = 512

@@ -13,7 +13,6 @@ from kv_cache import Span
 from model import GPT, GPTConfig
 from tests.cuda import cpu_time
 from tests.cuda.batches import CUDA_BACKENDS, reads_pages
-from tests.cuda.fake_gpu import NEEDS_CUDA_BUILD
 
 MAX_LEN = 2048
 CLASSES = {  # of operators, by their names
@@ -70,7 +69,7 @@ def kernels_of_a_layer(gpu, attention, page_size, lengths):
     return dict(layer)
 
 
-@NEEDS_CUDA_BUILD
+@pytest.mark.cuda_build
 @pytest.mark.parametrize("page_size", [MAX_LEN, 256, 64])
 @pytest.mark.parametrize("attention", CUDA_BACKENDS)
 def test_kernels_of_a_decode_only_layer(gpu, attention, page_size):
@@ -84,7 +83,7 @@ def test_kernels_of_a_decode_only_layer(gpu, attention, page_size):
     assert kernels == expected
 
 
-@NEEDS_CUDA_BUILD
+@pytest.mark.cuda_build
 @pytest.mark.parametrize("page_size", [MAX_LEN, 256, 64])
 @pytest.mark.parametrize("attention", CUDA_BACKENDS)
 def test_kernels_of_a_hybrid_layer(gpu, attention, page_size):
@@ -102,7 +101,7 @@ def test_kernels_of_a_hybrid_layer(gpu, attention, page_size):
     assert kernels == expected
 
 
-@NEEDS_CUDA_BUILD
+@pytest.mark.cuda_build
 def test_the_cpu_time_of_a_layer_is_printed_for_each_backend(capsys):
     cpu_time.main(["--layers", "1", "--repeats", "4"])
     heads, *rows = capsys.readouterr().out.splitlines()

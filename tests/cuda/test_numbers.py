@@ -14,7 +14,6 @@ from model import GPT, GPTConfig
 from policies import POLICIES
 from sampling import SamplingParams
 from test_equivalence import in_dtype, prefill
-from tests.cuda.fake_gpu import NEEDS_CUDA_BUILD
 from tests.helpers import tiny_model
 
 MAX_LEN = 720
@@ -115,13 +114,11 @@ def largest_difference(reference, completions):
     return max(differences)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda_device
 @pytest.mark.filterwarnings("error:.*without CUDA graphs")
 @pytest.mark.parametrize("geometry, load, case", CASES)
 def test_cuda_equals_cpu(geometry, load, case):
     attention, dtype_name, page_size = case.split()
-    if attention.startswith("xformers"):
-        pytest.importorskip("xformers")
     dtype = getattr(torch, dtype_name)
     torch.backends.cuda.matmul.allow_tf32 = False
     reference = reference_model(geometry, dtype)
@@ -131,7 +128,7 @@ def test_cuda_equals_cpu(geometry, load, case):
         assert largest_difference(reference, completions) < TOLERANCE[dtype], policy
 
 
-@NEEDS_CUDA_BUILD
+@pytest.mark.cuda_build
 @pytest.mark.filterwarnings("ignore:.*which is slower")
 @pytest.mark.parametrize("geometry, load, case", [c for c in CASES if c[0] not in ("mha", "gqa")])
 def test_the_engines_of_cuda_equals_cpu_run(geometry, load, case, gpu):

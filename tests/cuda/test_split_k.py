@@ -2,10 +2,9 @@
 
 import pytest
 
-from tests.cuda.fake_gpu import NEEDS_CUDA_BUILD
 from tests.cuda.split_k import Decodes, Worker, count_compiled, interpret
 
-pytestmark = NEEDS_CUDA_BUILD
+pytestmark = pytest.mark.cuda_build
 
 TOLERANCE = 3e-3  # of float16, and results of up to about 3
 PAGED = [(64, 512, (1, 63, 64, 65, 129, 300)), (128, 512, (5, 128, 129, 255)), (64, 512, (500,))]
