@@ -29,6 +29,16 @@ RESERVING = [  # max_len tokens at admission
 GROWING = [name for name in POLICIES if name not in RESERVING]  # page by page
 
 
+def with_slow(values, fast):
+    """The values of a parameter. All but `fast` are run with -m slow only."""
+    rows = [value if isinstance(value, tuple) else (value,) for value in values]
+    slow = [pytest.mark.slow]
+    return [
+        pytest.param(*row, marks=[] if value in fast else slow)
+        for value, row in zip(values, rows, strict=True)
+    ]
+
+
 def tiny_model(family="llama", n_kv_head=4, dtype=torch.float64, **changes):
     """A small model whose logits are well apart and whose norms and biases are not the identity."""
     sizes = dict(vocab_size=61, n_layer=2, n_head=4, n_embd=32, n_inner=48, max_positions=512)

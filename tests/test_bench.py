@@ -308,6 +308,7 @@ def test_a_reader_that_goes_away_is_no_error(command):
     assert process.stderr.read() == "" and process.wait() == 141
 
 
+@pytest.mark.slow
 def test_explore_ends_with_the_address_of_its_page(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     bench.main(["explore", "--requests", "1"])

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from lab.measure.metrics import find_stalls
+from tests.helpers import with_slow
 from tests.pages import LOADS, a_load, opened_runs, simulated
 from tests.test_metrics import a_completion, an_iteration, decode, prefill, three_requests
 from views.records import Recorder
@@ -195,7 +196,7 @@ def test_who_looks_late_sees_no_waiting_from_before_the_last_token(browser, tmp_
 RUNS = LOADS | {"sarathi-serve in a pipeline": dict(pages=80, pp=2)}
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", with_slow(RUNS, fast=["vllm", "sarathi-serve in a pipeline"]))
 def test_a_trace_holds_all_that_happened_in_a_run(name, browser, tmp_path):
     late = [arrival._replace(time=arrival.time + 1e4 / 3) for arrival in a_load()]
     run, recorder = simulated(name.split()[0].strip(","), arrivals=late, **RUNS[name])

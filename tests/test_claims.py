@@ -22,7 +22,7 @@ from lab.papers.finding import Finding, Published
 from lab.papers.measured import CLAIMS
 from lab.papers.plot import Plot, over
 from policies.token_budget import Profiled
-from tests.helpers import machine_info, tiny_model
+from tests.helpers import machine_info, tiny_model, with_slow
 
 SIZES = ["gpu", "cpu", "quick"]
 IDS = {"S-F3", "SS-F4", "S-F4a", "SS-F3", "S-F4b", "SS-F5", "S-F7", "SS-F6", "S-F8", "S-T2", "S-T4"}
@@ -324,7 +324,7 @@ def test_every_claim_is_there_with_all_that_is_said_of_it():
         assert sum(claim.seconds_of(quick) for claim in CLAIMS) <= 60 * minutes
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", with_slow(SIZES, fast=["cpu"]))
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.id)
 def test_each_claim_can_be_measured_at_each_size(claim, size):
     bench = MadeUpBench(size)

@@ -101,6 +101,7 @@ def test_the_posts_four_requests_use_the_slots_as_it_says():
     assert means.line("static").at("an iteration") == (500 + 50 + 200 + 30) / (4 * 500)
 
 
+@pytest.mark.slow
 def test_s_4_4_notices_whole_prompts_and_decodes_that_are_kept_apart(monkeypatch):
     for broken in (cuts_nothing, keeps_decodes_apart):
         monkeypatch.setattr(Sarathi, "schedule", broken)

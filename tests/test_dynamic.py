@@ -8,7 +8,7 @@ from kv_cache import Pages
 from policies import make_scheduler
 from policies.iteration_time import BatchShape
 from scheduler import Request
-from tests.helpers import VirtualRun, percentile
+from tests.helpers import VirtualRun, percentile, with_slow
 from tests.test_iteration_time import cpu, gpu
 
 SLO = 0.2
@@ -83,7 +83,7 @@ def test_the_slo_is_kept_when_contexts_double_in_mid_run(law, slo, seed):
 
 @SEEDS
 @LAWS
-@pytest.mark.parametrize("slowdown", [1.4, 0.6])
+@pytest.mark.parametrize("slowdown", with_slow([1.4, 0.6], fast=[1.4]))
 def test_a_machine_that_changes_speed_is_followed(law, slo, slowdown, seed):
     _, _, before = serve(seed, law, tbt_slo=slo, tile=16)
     change = before.now / 2

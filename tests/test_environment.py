@@ -224,11 +224,6 @@ def shell(command, **more):
 
 MISSING = [  # a package, what needs it, the file that lists it
     ("torch", "import bench; bench.main(['--chunk', '256'])", "requirements.txt"),
-    (
-        "matplotlib",
-        "import bench; bench.main(['simulate', '--only', 'bubbles', '--plot', '/tmp/x.png'])",
-        "requirements.txt",
-    ),
     ("starlette", "import server.__main__ as main; main.main()", "server/requirements.txt"),
     (
         "starlette",
@@ -238,11 +233,6 @@ MISSING = [  # a package, what needs it, the file that lists it
     (
         "transformers",
         "from pretrained.tokenizers import load_chat; load_chat('.')",
-        "server/requirements.txt",
-    ),
-    (
-        "transformers",
-        "from lab.measure.other_engines import save_random; save_random(None, '', 0, None)",
         "server/requirements.txt",
     ),
     ("playwright", "from playwright import sync_api", "requirements-dev.txt"),

@@ -248,6 +248,7 @@ def test_the_loads_go_from_tiny_to_tight():
     assert any(it.waiting for trial in trials for it in trial.iterations)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number, old, new", [row[:3] for row in WRONG if row[0] in (4, 6, 9, 10)])
 def test_a_page_can_be_drawn_of_every_difference(number, old, new, tmp_path, capsys):
     page = tmp_path / "difference.html"

@@ -10,10 +10,13 @@ from lab.simulator.cost_model import LayerMatrices, matrices, product_seconds
 from lab.simulator.devices import A100
 from lab.simulator.fit import COLUMNS, fit_products, product_errors, read_products
 from model import GPTConfig
+from tests.helpers import with_slow
 from tests.test_cost_model import MATH, SMALL
 
 
-@pytest.mark.parametrize("seed, tile", [(0, 1), (1, 32), (2, 64), (3, 128)])
+@pytest.mark.parametrize(
+    "seed, tile", with_slow([(0, 1), (1, 32), (2, 64), (3, 128)], fast=[(0, 1)])
+)
 def test_measured_times_give_back_the_device(seed, tile):
     device = replace(A100, flops_per_s=180e12, bytes_per_s=1.2e12, tile=tile, op_s=8e-6)
     config = GPTConfig.preset("llama-7b")

@@ -35,6 +35,7 @@ CACHED = FEW | dict(policy="sarathi-serve", prefix_caching=True)
 SINGLE = FEW | dict(policy="sarathi-serve", page_size=1, pages=32)
 
 
+@pytest.mark.slow
 def test_replicas_give_what_one_process_gives_under_all_policies(worlds):
     check(
         worlds, engines=[FEW | dict(policy=policy) for policy in POLICIES], kind="replicas", **TWO
@@ -48,6 +49,7 @@ def test_pools_give_what_one_process_gives(worlds):
         assert cached["preempted"] and cached["cached"] and single["preempted"], kind
 
 
+@pytest.mark.slow
 def test_serve_shows_two_pools_beside_two_replicas(worlds, tmp_path):
     report = tmp_path / "r.json"
     words = (

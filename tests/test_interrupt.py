@@ -17,7 +17,7 @@ from engine import Engine
 from policies import POLICIES
 from policies.priority import PRIORITIES
 from sampling import SamplingParams
-from tests.helpers import alone, check_integrity, guard, poison, tiny_model
+from tests.helpers import alone, check_integrity, guard, poison, tiny_model, with_slow
 
 HERE = Path(__file__).parents[1]
 CORE = ("scheduler", "kv_cache", "model", "sampling", "engine", "config", "errors")
@@ -212,7 +212,7 @@ class Storm:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a generator
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", with_slow(POLICIES, fast=["vllm", "sarathi-serve", "priority"]))
 def test_an_interrupt_anywhere_loses_no_page_and_changes_no_text(policy):
     seen = Storm(policy, seed=1).run(interrupts=250)
     assert min(seen[name] for name in ("step", "add_request", "abort", "again")) > 0

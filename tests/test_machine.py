@@ -80,6 +80,7 @@ def test_alone_it_takes_what_the_model_says(options, cost, replicas, heading, tm
     assert [float(row["latency_s"]) for row in rows] == pytest.approx([chunks + decodes] * replicas)
 
 
+@pytest.mark.slow
 def test_a_capacity_is_searched_on_a_simulated_machine(tmp_path, capsys):
     file = tmp_path / "capacity.json"
     load = "--requests 40 --batch 10 --policies vllm,sarathi-serve --cpu-ms 5".split()

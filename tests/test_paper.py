@@ -532,6 +532,7 @@ def test_serving_claims_share_a_machine_and_print_nothing(monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.slow
 def test_token_budgets_meet_the_slos_that_they_are_for(monkeypatch):
     _, options = bench.parse_args(TINY)
     model = paper.load_model(options.model, options.max_len, positions_from="--max-len")

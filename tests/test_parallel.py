@@ -157,6 +157,7 @@ def save(config, directory):
 LOAD = [(20, 3), (7, 9), (11, 5), (3, 12), (16, 4), (1, 8), (18, 2), (9, 6), (5, 10), (13, 7)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pp", [2, 4])
 def test_micro_batches_are_those_of_the_simulator(worlds, pp):
     """Of policies that do not look at the clock, if the stages take equal time."""

@@ -8,7 +8,7 @@ import pytest
 from kv_cache import Pages
 from policies.pools import Pools, TwoPools
 from scheduler import Request
-from tests.helpers import owned
+from tests.helpers import owned, with_slow
 from tests.test_interrupt import Interrupt
 
 PAGE_SIZE = 4
@@ -156,7 +156,7 @@ def drive_random_load(seed):
     return sum(r.preemptions for r in requests), len(aborted)
 
 
-@pytest.mark.parametrize("first", range(0, 2000, 250))
+@pytest.mark.parametrize("first", with_slow(range(0, 2000, 250), fast=[0]))
 def test_no_page_and_no_token_is_lost_in_random_loads_with_aborts(first):
     ends = [drive_random_load(seed) for seed in range(first, first + 250)]
     preemptions, aborts = map(sum, zip(*ends, strict=True))

@@ -14,7 +14,7 @@ from engine import Engine
 from model import GPT
 from policies import POLICIES
 from sampling import SamplingParams
-from tests.helpers import alone, check_integrity, poison, tiny_model
+from tests.helpers import alone, check_integrity, poison, tiny_model, with_slow
 
 MODEL = tiny_model(n_kv_head=2, vocab_size=29)
 PROMPTS = [[7, 8, 9], [1] * 11, [5], [3, 1, 4, 1, 5, 9, 2]]
@@ -84,7 +84,7 @@ def test_the_requests_end_in_every_way():
     assert EXPECTED[2] != alone(MODEL, PROMPTS[2], other)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", with_slow(POLICIES, fast=["vllm", "sarathi-serve", "priority"]))
 def test_preemption_at_every_iteration_leaves_no_trace(policy):
     usual, running = undisturbed(policy)
     assert [c.tokens for c in usual] == EXPECTED

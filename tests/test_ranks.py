@@ -181,6 +181,7 @@ def test_when_a_rank_is_stopped_all_end_and_one_line_names_it(slow_worlds, name)
         assert error_lines(ended) == lines
 
 
+@pytest.mark.slow
 def test_each_other_node_says_that_rank_0_hangs(slow_worlds):
     ended = slow_worlds["two nodes"]
     check_hang_ends(ended)

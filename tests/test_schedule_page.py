@@ -24,7 +24,7 @@ from lab.simulator.cost_model import CostModel
 from lab.simulator.simulation import bubble_kinds, simulate
 from policies import ALL_POLICIES, POLICIES
 from sampling import SamplingParams
-from tests.helpers import tiny_model
+from tests.helpers import tiny_model, with_slow
 from tests.pages import (
     LOADS,
     PIXELS,
@@ -43,7 +43,7 @@ from views.policy_notes import NOTES
 from views.records import Recorder
 
 
-@pytest.mark.parametrize("policy", LOADS)
+@pytest.mark.parametrize("policy", with_slow(LOADS, fast=["vllm", "sarathi-serve"]))
 def test_every_iteration_shows_what_really_was(browser, tmp_path, policy):
     run, truth = simulated(policy, **LOADS[policy])
     preempted = sum(c.preemptions for c in run.completions)

@@ -380,6 +380,7 @@ PROGRAM = ["-m", "server", "--preset", "llama-tiny", "--device", "cpu", "--dtype
 PROGRAM += ["--port", "0", "--threads", "1"]
 
 
+@pytest.mark.slow
 def test_after_a_signal_it_finishes_what_runs():
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=HERE)
     process = subprocess.Popen([sys.executable, *PROGRAM, "--max-len", "600"], **pipes)

@@ -16,6 +16,7 @@ import pytest
 
 from outputs import Event
 from pretrained.tokenizers import Tokenizer, load_tokenizer
+from tests.helpers import with_slow
 from tests.servers import (
     ChatRequest,
     CompletionRequest,
@@ -441,7 +442,7 @@ LEAVING = {
 }
 
 
-@pytest.mark.parametrize("leave", [socket.socket.close, reset])
+@pytest.mark.parametrize("leave", with_slow([socket.socket.close, reset], fast=[reset]))
 @pytest.mark.parametrize("moment", LEAVING)
 def test_a_client_that_leaves_leaves_no_traceback(moment, leave, capfd, caplog):
     with serving() as served:

@@ -11,7 +11,7 @@ from lab.simulator.referee import check_random_loads, rules_of
 from policies import ALL_POLICIES, TODAY, make_scheduler
 from sampling import SamplingParams
 from scheduler import Request
-from tests.helpers import tiny_model
+from tests.helpers import tiny_model, with_slow
 
 RANDOM_LOADS = 40  # of 2,000 that `bench.py check NAME --random-loads 2000` simulates
 
@@ -57,7 +57,7 @@ def batches(policy, text, **options):
     )
 
 
-@pytest.mark.parametrize("policy", TODAY)
+@pytest.mark.parametrize("policy", with_slow(TODAY, fast=["vllm-v1", "sglang", "hf", "nano-vllm"]))
 def test_every_policy_keeps_the_rules_on_random_loads(policy):
     verdict = check_random_loads(policy, RANDOM_LOADS)
     assert verdict.violation is None and verdict.iterations > 20 * RANDOM_LOADS
@@ -207,6 +207,7 @@ def differs(seed, seen):
     raise AssertionError(f"load {seed} does not end")
 
 
+@pytest.mark.slow
 def test_vllm_v1_decides_what_a_model_of_its_rule_decides():
     seen = dict.fromkeys(("preemptions", "capped", "hybrid"), 0)
     for seed in range(2000):

@@ -266,7 +266,9 @@ LITTLE = [
 ]
 
 
-@pytest.mark.parametrize("run", LITTLE)
+@pytest.mark.parametrize(
+    "run", [*(pytest.param(run, marks=pytest.mark.slow) for run in LITTLE[:-1]), LITTLE[-1]]
+)
 @no_warnings
 def test_serving_draws_runs_in_which_little_happened(run, tmp_path):
     little = {"vllm": run}
