@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -73,10 +74,8 @@ def is_main_check(node):
 
 def test_the_files_are_found():
     assert {"engine.py", "lab/measure/timing.py", "tests/test_style.py"} <= python().keys()
-    assert (
-        "lab/measure/timing.py" not in paths_of_tests() and "tests/helpers.py" in paths_of_tests()
-    )
-    assert {"conftest.py", "test_equivalence.py"} <= paths_of_tests()
+    assert "lab/measure/timing.py" not in paths_of_tests()
+    assert {"conftest.py", "test_equivalence.py", "tests/helpers.py"} <= paths_of_tests()
 
 
 @pytest.mark.parametrize(
@@ -117,6 +116,45 @@ def test_the_name_of_a_test_is_a_short_sentence():
         if function.name.startswith("test_") and len(function.name) > MAX_NAME
     ]
     assert too_long == []
+
+
+def packages_in(*names):
+    """The packages of files of requirements, as they are imported."""
+    texts = [(ROOT / name).read_text("utf-8") for name in names]
+    return set(re.findall(r"(?m)^([\w-]+)==", "\n".join(texts)))
+
+
+def foreign_imports(paths, *, late):
+    """{(path, package)} of all that is neither ours nor Python's; `late`: in functions, too."""
+    ours = {path.partition("/")[0].removesuffix(".py") for path in python()}
+    found = set()
+    for path in paths:
+        tree = python()[path]
+        nodes = ast.walk(tree) if late else tree.body
+        for node in nodes:
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            found |= {(path, name.partition(".")[0]) for name in names}
+    return {(path, name) for path, name in found if name not in ours | sys.stdlib_module_names}
+
+
+def test_each_package_that_is_imported_is_required():
+    """Also one that another package brings: that may change."""
+    running = packages_in("requirements.txt")
+    serving = running | packages_in("server/requirements.txt")
+    testing = serving | packages_in("requirements-dev.txt")
+    brought = {"pydantic_core", "triton", "httpx2"}  # by pydantic, torch and openai
+    of_others = {"openvino", "openvino_genai", "optimum", "pyodide", "js"}  # engines, the page
+    code = python().keys() - paths_of_tests()
+    server = {path for path in code if path.startswith("server/")}
+    wrong = foreign_imports(code - server, late=False)
+    assert {(path, name) for path, name in wrong if name not in running} == set()
+    for paths, packages in ((code, serving), (python().keys(), testing)):
+        imports = foreign_imports(paths, late=True)
+        assert {name for _, name in imports} - packages <= brought | of_others
 
 
 def test_there_is_no_toml_but_the_projects():
