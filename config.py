@@ -62,18 +62,19 @@ class EngineConfig:
         page_size = self.page_size
         if page_size is None:
             page_size = small_page_size(max_len, model.device) if self.prefix_caching else max_len
+        sized = replace(self, max_len=max_len, page_size=page_size)  # raises if they do not fit
         pages = self.pages
+        description = f"pages={pages}, page_size={page_size}"
         if pages is None:
+            description = f"max_batch={self.max_batch}, max_len={max_len}"
             pages = (self.max_batch or MAX_BATCH) * -(-max_len // page_size)
             if self.max_batch is None:
                 pages = min(pages, pages_that_fit(model, max_len, page_size))
         cache_bytes = pages * page_size * kv_bytes_per_token(model.config, model.dtype)
-        check_memory(f"pages={pages}, page_size={page_size}", cache_bytes, model.device)
+        check_memory(description, cache_bytes, model.device)
         max_batch = self.max_batch or min(pages, MAX_BATCH)
-        tiled = self.with_tile(CUDA_TILE) if model.device.type == "cuda" else self
-        return replace(
-            tiled, max_batch=max_batch, max_len=max_len, page_size=page_size, pages=pages
-        )
+        tiled = sized.with_tile(CUDA_TILE) if model.device.type == "cuda" else sized
+        return replace(tiled, max_batch=max_batch, pages=pages)
 
     def with_tile(self, tile: int) -> Self:
         """The same; a policy with the option `tile` gets this one, unless it has another."""

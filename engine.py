@@ -46,6 +46,15 @@ from speedups.packed_linear import pack
 Clock = Callable[[], float]  # returns seconds
 
 
+def checked_clock(clock: Clock) -> Clock:
+    """The same clock. It raises ValueError instead of returning what is no number of seconds."""
+
+    def seconds() -> float:
+        return check_number("clock()", clock(), "a finite number of seconds")
+
+    return seconds
+
+
 class StepInputs(NamedTuple):
     """What a Runner needs to compute a batch and to sample from it."""
 
@@ -182,8 +191,13 @@ class Engine:
         self, model: GPT, config: EngineConfig, tokenizer: Tokenizer | None, clock: Clock
     ) -> None:
         """Check the config, allocate the cache, and begin with no requests."""
+        if tokenizer is not None:
+            tokenizer.check()
+        if model.device.type == "meta":
+            raise ValueError("model: is on the device 'meta', must be where there is memory")
         config = config.for_model(model)
         config.check_policy(clock)
+        clock = checked_clock(clock)
         pages = config.new_pages()
         self.runner = self.make_runner(
             model, pages.total, pages.page_size, config.max_len, config.attention
@@ -408,7 +422,8 @@ class Engine:
         long_prompt = [0] * max(1, max_output - 1)
         self.generate([long_prompt], SamplingParams(min(2, max_output)), progress=False)
         max_batch = self.scheduler.max_batch
-        count = min(max_batch, self.config.max_waiting or max_batch)
+        pages = self.scheduler.pages.total  # a running request has one or more
+        count = min(max_batch, pages, self.config.max_waiting or max_batch)
         params = [SamplingParams(min(n + 2, max_output)) for n in range(count)]
         self.generate([[0]] * count, params, progress=False)
         self._next_id = 0

@@ -5,7 +5,7 @@ number. Only True and False are bools: 1, "yes" and the bools of numpy and torch
 
 import operator
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from numbers import Integral, Real
 from types import UnionType
@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 SMALLEST, LARGEST = sys.float_info.min, sys.float_info.max
 INT64_MAX = 2**63 - 1
+LONGEST_LIST = 2**24  # elements, as many as a prompt may ever have
 NO_LISTS = (str, bytes, bytearray, Mapping, Set)  # text is one element, a dict or a set is no list
 
 
@@ -31,10 +32,8 @@ def shorten(value: object) -> str:
     """The repr of a value on one line, cut to 60 characters."""
     try:
         text = repr(value)
-    except ValueError:  # whole numbers of more than 4,300 digits have none
-        return "a huge number"
-    except RecursionError:
-        return "a value that is nested too deep"
+    except Exception:  # a number of 4,300 digits has none, nor has a value that is nested deeply
+        return f"a value of type {type(value).__name__} that cannot be shown"
     return one_line(text)[:60]
 
 
@@ -67,20 +66,21 @@ def check_bool(name: str, value: object) -> None:
     check_type(name, value, bool, "True or False")
 
 
-def check_clock(name: str, value: object) -> None:
-    """Raise ValueError unless `value` is a function."""
+def check_function(name: str, value: object, allowed: str) -> None:
+    """Raise ValueError, with the text `allowed`, unless `value` can be called."""
     if not callable(value):
-        raise ValueError(f"{name}={shorten(value)}: must be a function that returns seconds")
+        raise ValueError(f"{name}={shorten(value)}: must be {allowed}")
 
 
 def check_whole(name: str, value: object, minimum: int, maximum: int = INT64_MAX) -> int:
     """`value` as an int. Raises ValueError unless it is a whole number in [minimum, maximum]."""
     limit = ""
     if isinstance(value, Integral) and not isinstance(value, bool):
-        number = int(value)
-        if minimum <= number <= maximum:
-            return number
-        limit = f" and at most {maximum}" if number > maximum else ""
+        with suppress(TypeError):  # timedelta64 of numpy calls itself integral
+            number = operator.index(value)
+            if minimum <= number <= maximum:
+                return number
+            limit = f" and at most {maximum}" if number > maximum else ""
     raise ValueError(
         f"{name}={shorten(value)}: must be a whole number of at least {minimum}{limit}"
     )
@@ -90,9 +90,9 @@ def check_number(
     name: str, value: object, allowed: str, minimum: float = -LARGEST, maximum: float = LARGEST
 ) -> float:
     """`value` as a float. Raises ValueError, with the text `allowed`, if it is out of limits."""
-    with suppress(OverflowError):  # 10**400
+    with suppress(OverflowError, TypeError):  # 10**400; timedelta64 of numpy calls itself integral
         if isinstance(value, Real) and not isinstance(value, bool):
-            number = float(value)
+            number = float(operator.index(value) if isinstance(value, Integral) else value)
             if minimum <= number <= maximum:
                 return number
     raise ValueError(f"{name}={shorten(value)}: must be {allowed}")
@@ -111,16 +111,20 @@ def check_one_of(name: str, value: object, allowed: Collection[str]) -> None:
 
 def check_list(name: str, value: object, allowed: str) -> list[Any]:
     """`value` as a list. Raises ValueError, with the text `allowed`, unless it has elements."""
-    if isinstance(value, Iterable) and not isinstance(value, NO_LISTS):
-        with suppress(TypeError):  # an array without dimensions
-            return list(value.tolist() if isinstance(value, Array) else value)
-    raise ValueError(f"{name}={shorten(value)}: must be {allowed}")
+    limit = ""
+    if isinstance(value, Collection) and not isinstance(value, NO_LISTS):
+        # an array without dimensions, a tensor without values, a range that has no length
+        with suppress(TypeError, RuntimeError, OverflowError):
+            if len(value) <= LONGEST_LIST:
+                return list(value.tolist() if isinstance(value, Array) else value)
+            limit = f" with at most {LONGEST_LIST} elements"
+    raise ValueError(f"{name}={shorten(value)}: must be {allowed}{limit}")
 
 
 def check_whole_list(name: str, value: object, allowed: str) -> list[int]:
     """`value` as a list of ints. Raises ValueError, with the text `allowed`, unless it is one."""
     elements = check_list(name, value, allowed)
-    with suppress(TypeError):  # an element is no whole number
+    with suppress(TypeError, RuntimeError):  # an element is no whole number
         numbers = [operator.index(element) for element in elements]
         if bool not in map(type, elements):
             return numbers

@@ -23,11 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.plan import AttentionBackend, AttentionPlan
-from errors import check_type
+from errors import check_type, check_whole
 from hardware.memory import check_model_fits, check_placement
 from kv_cache import KVCache, Span, slot_mapping
 from pretrained import checkpoints
-from pretrained.geometry import GPTConfig
+from pretrained.geometry import DERIVED_SIZES, GIVEN_SIZES, GPTConfig
 from pretrained.random_weights import init_weight
 from pretrained.sharding import Slices, slices_of
 
@@ -82,6 +82,7 @@ class GPT(nn.Module):
         ValueError, before that, for what cannot be there."""
         check_type("config", config, GPTConfig, "a GPTConfig")
         check_placement(device, dtype)
+        generator = None if seed is None else weight_generator(device, seed)
         super().__init__()
         self.config = config
         self.compiled = False
@@ -92,11 +93,12 @@ class GPT(nn.Module):
         self.blocks: Any = nn.ModuleList(Block(config, **factory) for _ in range(config.n_layer))
         self.final_norm = new_norm(config, **factory)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False, **factory)
-        check_model_fits(f"n_layer={config.n_layer}, n_embd={config.n_embd}", self, device)
+        sizes = {name: getattr(config, name) for name in (*GIVEN_SIZES, *DERIVED_SIZES)}
+        description = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        check_model_fits(description, self, device)
         self.to_empty(device=device)
         self.requires_grad_(False)
-        if seed is not None:
-            generator = torch.Generator(device).manual_seed(seed)
+        if generator is not None:
             for name, parameter in self.named_parameters():
                 init_weight(name, parameter, config.n_layer, generator)
 
@@ -222,6 +224,14 @@ class Block(nn.Module):
     def sum_up(self, x: Tensor) -> Tensor:
         """x itself: all of the layer is here. See parallel/shard.py for where it is not."""
         return x
+
+
+def weight_generator(device: torch.device | str, seed: int) -> torch.Generator:
+    """The random numbers that weights of this seed are made of. Raises ValueError."""
+    seed = check_whole("seed", seed, minimum=-(2**63))
+    if torch.device(device).type == "meta":
+        raise ValueError("device='meta': has no memory for random weights, must have seed=None")
+    return torch.Generator(device).manual_seed(seed)
 
 
 def new_norm(config: GPTConfig, **factory: Any) -> nn.LayerNorm | nn.RMSNorm:

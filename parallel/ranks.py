@@ -6,7 +6,7 @@ All run the same program up to `Ranks.start`. There rank 0 goes on; the others s
 commands: the name of a method of stages.Stage, and its arguments. Activations and sums go through
 NCCL on CUDA, through gloo on a CPU. Commands and replies go through gloo everywhere, and threads
 wait for them. So three faults are noticed whatever the main threads do. Then all ranks end, and one
-line names a rank:
+line names a rank. Who ends kills its peers on the same node, as they may be stopped:
 
 - A rank ends. Its connections close, which the others notice at once.
 - A rank is silent: its process is stopped, or its machine, or the network. Each rank sends
@@ -18,11 +18,11 @@ line names a rank:
 Read next: shard.py."""
 
 import atexit
-import math
 import os
 import pickle
 import queue
 import signal
+import socket
 import sys
 import time
 from collections import deque
@@ -52,6 +52,14 @@ SILENCE_LIMIT_S = 20  # a rank that sends no message for so long is lost
 GRACE_S = 3  # an exception waits so long for the news that the loss of another rank is its cause
 MOST_IN_FLIGHT = 999  # messages that are kept alive while they are sent
 STARTED = -1  # the number of a rank's first reply: it has loaded its part
+
+
+class Process(NamedTuple):
+    """The process of a rank."""
+
+    host: str
+    launcher: int  # the process that has started it: torchrun
+    pid: int
 
 
 class Command(NamedTuple):
@@ -93,32 +101,6 @@ class Timer:
         return self.passed_s >= self.limit_s
 
 
-class Pulse:
-    """Knows for how long this process was stopped, from beats that it was to have each BEAT_S."""
-
-    def __init__(self) -> None:
-        self.last_beat = time.monotonic()
-        self.pause_s = 0.0  # of the last long time without a beat
-        self.pause_end = -math.inf
-
-    def beat(self) -> None:
-        """Be called each BEAT_S, while this process is not stopped."""
-        now = time.monotonic()
-        if now - self.last_beat > SILENCE_LIMIT_S / 2:
-            self.pause_s = now - self.last_beat
-            self.pause_end = now
-        self.last_beat = now
-
-    def stopped_s(self) -> float:
-        """For how many seconds this process was stopped until just now; 0 if it was not.
-
-        Any thread may call this, and may be the first or the last that goes on."""
-        now = time.monotonic()
-        if now - self.last_beat > SILENCE_LIMIT_S / 2:  # else it is the time between two beats
-            return now - self.last_beat
-        return self.pause_s if now - self.pause_end < GRACE_S else 0.0
-
-
 class Ranks:
     """The tp * pp processes that torchrun has started, as one of them sees them; or `copies` times
     as many, which have whole copies of the model.
@@ -157,7 +139,6 @@ class Ranks:
         self.call_times: list[Timer] = []  # of calls that have a limit
         self.own_commands: Thread | None = None  # on rank 0: carries out what it tells itself
         self._connect(device_type)
-        self.pulse = Pulse()
         self.receivers = {
             peer: Thread(target=self._receive_all, args=[peer], daemon=True) for peer in self.peers
         }
@@ -198,6 +179,8 @@ class Ranks:
             replies: Any = dist.new_group(backend="gloo", timeout=COMPUTE_LIMIT)
             self.send_group = commands if self.rank == 0 else replies
             self.receive_group = replies if self.rank == 0 else commands
+            this = Process(socket.gethostname(), os.getppid(), os.getpid())
+            self.processes = self.gather(this)
         except RuntimeError as error:  # of torch
             raise ConnectionError(f"the ranks do not meet at {host}:{port}: {error}") from error
 
@@ -318,7 +301,7 @@ class Ranks:
 
     def end(self) -> None:
         """Let the other ranks end, and wait for it. If one does not in SILENCE_LIMIT_S, it hangs:
-        then this process ends with an error, and torchrun kills the other."""
+        then it is killed, and this process ends with an error."""
         self.has_ended.set()
         with suppress(RuntimeError):  # of gloo: they have ended
             self._send(None, self.peers)
@@ -328,6 +311,7 @@ class Ranks:
             if thread.is_alive():
                 sys.stdout.flush()
                 self._say(f"rank {peer} has not ended in {SILENCE_LIMIT_S} s")
+                self._kill_peers()
                 os._exit(1)
         self.watcher.join(GRACE_S)
 
@@ -365,7 +349,6 @@ class Ranks:
         """Tell the peers every BEAT_S that this rank is alive, and end if a peer is silent or the
         main thread is stuck: a thread of its own."""
         while not self.has_ended.wait(BEAT_S):
-            self.pulse.beat()
             with suppress(RuntimeError):  # of gloo: a peer has ended, which its receiver notices
                 self._send(Heartbeat(), self.peers)
             for peer, silence in self.silence.items():
@@ -416,9 +399,6 @@ class Ranks:
                     self._on_reply(peer, message)
         if self.rank > 0:
             os._exit(1)  # rank 0 has said why
-        stopped_s = self.pulse.stopped_s()
-        if stopped_s:
-            self._end_all(f"rank 0 was stopped for {stopped_s:.0f} s: the others have ended")
         self._end_all(f"rank {peer} is gone: killed, or not to be reached")
 
     def _on_reply(self, rank: int, reply: Reply | Failure) -> None:
@@ -447,7 +427,18 @@ class Ranks:
             if self.has_ended.is_set():
                 return
             self._say(reason)
+            self._kill_peers()
             os._exit(1)
+
+    def _kill_peers(self) -> None:
+        """Kill the peers that the same torchrun has started. One that is stopped cannot end by
+        itself, and torchrun would wait half a minute for that."""
+        for peer, thread in self.receivers.items():
+            host, launcher, pid = self.processes[peer]
+            is_near = (host, launcher) == self.processes[self.rank][:2]
+            if is_near and thread.is_alive():
+                with suppress(ProcessLookupError):  # another rank was faster
+                    os.kill(pid, signal.SIGKILL)
 
     def _say(self, reason: str) -> None:
         """Print why all end: on rank 0; where that hangs on rank 1, and on the first rank of each

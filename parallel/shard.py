@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model import GPT, FlatBatch, GPTConfig
+from model import GPT, FlatBatch, GPTConfig, weight_generator
 from parallel.ranks import Ranks
 from pretrained.random_weights import init_weight
 from pretrained.sharding import Slices, local_config, slices_of, views
@@ -89,7 +89,7 @@ class Shard(GPT):
             block.sum_up = self.sum_up
         self.to_empty(device=device)
         if seed is not None:
-            self.init_weights(torch.Generator(device).manual_seed(seed))
+            self.init_weights(weight_generator(device, seed))
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Fill the parameters with what a whole GPT would have there: all of its weights are made,

@@ -12,7 +12,7 @@ from inspect import getfullargspec, signature
 from typing import Any
 
 import scheduler
-from errors import check_clock, check_type, shorten
+from errors import check_function, check_type, shorten
 from kv_cache import Pages
 from policies.ablations import ChunkedOnly, HybridOnly
 from policies.custom import MissingPolicyError, load_policy
@@ -117,5 +117,6 @@ def make_scheduler(policy: str, pages: Pages, **options: Any) -> Scheduler:
         reason = f"its __init__ must take pages and {list(options)}: {error}"
         raise ValueError(f"policy={policy!r}: cannot be made: {reason}") from error
     check_type("pages", pages, Pages, "the kv_cache.Pages of a cache")
-    check_clock("clock", options.get("clock", time.monotonic))
+    clock = options.get("clock", time.monotonic)
+    check_function("clock", clock, "a function that returns seconds")
     return cls(pages, **options)

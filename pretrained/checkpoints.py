@@ -79,7 +79,7 @@ def find(name: str | Path) -> Path:
     check_type("name", name, str | Path, "a directory or a name on the Hub")
     try:
         directory = Path(name).expanduser()
-        if directory.is_dir():
+        if str(name) and directory.is_dir():  # "" would be the current one
             return directory
         from huggingface_hub import snapshot_download  # a directory needs no Hub
 

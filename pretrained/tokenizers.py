@@ -15,7 +15,15 @@ import tokenizers
 from pydantic import NonNegativeInt
 from tokenizers import models, pre_tokenizers
 
-from errors import check_type, refusing, shorten
+from errors import (
+    check_function,
+    check_token_ids,
+    check_type,
+    check_whole,
+    one_line,
+    refusing,
+    shorten,
+)
 from pretrained.checkpoints import (
     CHAT_FILES,
     TEXT_FILES,
@@ -55,6 +63,14 @@ class Tokenizer(NamedTuple):
     decode: Callable[[Sequence[int]], str]  # special tokens have no text
     stop_token_ids: frozenset[int] = frozenset()  # these end a text
     longest_token: int | None = None  # in characters; None if a token may stand for any number
+
+    def check(self) -> None:
+        """Raise ValueError for a field of another type."""
+        check_function("tokenizer: encode", self.encode, "a function")
+        check_function("tokenizer: decode", self.decode, "a function")
+        check_token_ids("tokenizer: stop_token_ids", self.stop_token_ids)
+        if self.longest_token is not None:
+            check_whole("tokenizer: longest_token", self.longest_token, minimum=1)
 
     def fewest_tokens(self, text: str) -> int:
         """A number of tokens that the text has at least. It is found without encoding the text."""
@@ -176,7 +192,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     paths = [Path(directory, name) for name in TOKENIZER_FILES]
     paths = [path for path in paths if path.is_file()]
     if not paths:
-        raise FileNotFoundError(f"{directory}: has no tokenizer.json. Put the checkpoint's there")
+        name = one_line(str(directory))
+        raise FileNotFoundError(f"{name}: has no tokenizer.json. Put the checkpoint's there")
     path = paths[0]
     if path.suffix == ".model":
         return _load_llama3(path, stop_token_ids)

@@ -328,6 +328,14 @@ def test_warm_up_leaves_no_trace(model, options, monkeypatch):
     assert tokens == [(i, alone(model, PROMPTS[i], params)) for i in (0, 1)]
 
 
+def test_warm_up_serves_no_more_requests_than_have_pages(model, monkeypatch):
+    engine = Engine(model, max_len=32, page_size=8, pages=4, max_batch=300_000)
+    counts = []
+    monkeypatch.setattr(engine, "generate", lambda prompts, *_, **__: counts.append(len(prompts)))
+    engine.warm_up()
+    assert counts == [1, 4]
+
+
 def test_the_runner_picks_the_likeliest_token_of_each_span(model):
     runner = Runner(model, pages=3, page_size=40)
     runner.cache.data.fill_(float("nan"))
@@ -625,7 +633,7 @@ def test_without_a_batch_size_memory_decides(model, monkeypatch):
         Engine(model, max_len=400)
     monkeypatch.setattr("hardware.memory.free_bytes", lambda device: 10**7)
     assert Engine(model, max_len=4).scheduler.max_batch == 256  # however much there is
-    with pytest.raises(ValueError, match=r"pages=1000, page_size=40: takes 0.0 GB, 0.0 GB"):
+    with pytest.raises(ValueError, match="max_batch=1000, max_len=40: takes 0.0 GB, 0.0 GB"):
         Engine(model, max_len=40, max_batch=1000)
     with pytest.raises(ValueError, match="pages=9223372036854775807, page_size=8: takes "):
         Engine(model, max_len=40, page_size=8, pages=2**63 - 1)  # not even to count them

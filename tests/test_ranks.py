@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -11,7 +10,7 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from threading import Timer
+from threading import Thread, Timer, current_thread
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
@@ -159,9 +158,10 @@ def error_lines(ended):
     return [line for line in ended.errors.splitlines() if line.startswith("error: ")]
 
 
-def check_hang_ends(ended):
-    """All ranks end soon, also the one that was stopped, when it goes on."""
-    assert "hangs" not in ended.statuses.values() and max(ended.seconds.values()) < 60, ended
+def check_hang_ends(ended, killed):
+    """All ranks end soon: the one that is stopped is killed."""
+    assert ended.statuses[killed] == -signal.SIGKILL and max(ended.seconds.values()) < 30, ended
+    assert ended.result is None and 0 not in ended.statuses.values()
     assert "Traceback" not in ended.errors
 
 
@@ -169,29 +169,22 @@ def check_hang_ends(ended):
 @pytest.mark.parametrize("name", HANGS)
 def test_when_a_rank_is_stopped_all_end_and_one_line_names_it(slow_worlds, name):
     ended = slow_worlds[name]
-    check_hang_ends(ended)
-    assert ended.result is None and 0 not in ended.statuses.values()
-    rank = name.split()[1]
-    lines = [f"error: rank {rank} was silent for 20 s: it hangs"]
-    if rank == "0":  # which goes on when the others have ended
-        own, *others = error_lines(ended)
-        assert re.fullmatch(r"error: rank 0 was stopped for \d+ s: the others have ended", own)
-        assert others == lines
-    else:
-        assert error_lines(ended) == lines
+    rank = int(name.split()[1])
+    check_hang_ends(ended, killed=rank)
+    assert error_lines(ended) == [f"error: rank {rank} was silent for 20 s: it hangs"]
 
 
 @pytest.mark.slow
 def test_each_other_node_says_that_rank_0_hangs(slow_worlds):
     ended = slow_worlds["two nodes"]
-    check_hang_ends(ended)
-    _, *others = error_lines(ended)
-    assert others == ["error: rank 0 was silent for 20 s: it hangs"] * 2  # of ranks 1 and 2
+    check_hang_ends(ended, killed=0)
+    lines = ["error: rank 0 was silent for 20 s: it hangs"] * 2  # of ranks 1 and 2
+    assert error_lines(ended) == lines
 
 
 def test_a_rank_that_does_not_end_makes_rank_0_fail(slow_worlds):
     ended = slow_worlds["at the end"]
-    check_hang_ends(ended)
+    check_hang_ends(ended, killed=1)
     assert ended.statuses[0] == 1
     assert error_lines(ended) == ["error: rank 1 has not ended in 20 s"]
 
@@ -265,25 +258,6 @@ def test_a_timer_counts_beats():
     assert [timer.beat() for _ in range(3)] == [False, False, True]
 
 
-@pytest.mark.parametrize("beat_comes_first", [True, False])
-def test_a_process_knows_for_how_long_it_was_stopped(monkeypatch, beat_comes_first):
-    now = 100.0
-    monkeypatch.setattr("parallel.ranks.time.monotonic", lambda: now)
-    pulse = ranks.Pulse()
-    for _ in range(9):  # the usual times between two beats
-        now += ranks.BEAT_S
-        pulse.beat()
-        assert pulse.stopped_s() == 0
-    now += 50
-    if beat_comes_first:
-        pulse.beat()
-        now += 0.5
-    assert pulse.stopped_s() == 50
-    pulse.beat()
-    now += ranks.GRACE_S
-    assert pulse.stopped_s() == 0
-
-
 def test_the_rank_that_does_not_come_is_named(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(meeting, "rendezvous", lambda *_, **__: iter([(store, 0, 3)]))
@@ -295,6 +269,20 @@ def test_the_rank_that_does_not_come_is_named(monkeypatch):
     store.set("rank 2", "is here")
     assert meeting.meet(place, "node", 29500, timedelta(hours=1)) is store
     assert store.timeout == timedelta(hours=1)
+
+
+def test_only_ranks_of_the_same_torchrun_are_killed_and_none_that_has_ended(monkeypatch):
+    here, there = ("node", 7), ("other", 7)
+    this = object.__new__(Ranks)
+    this.rank = 0
+    places = [here, here, here, there, ("node", 8)]
+    this.processes = [ranks.Process(*place, pid=100 + i) for i, place in enumerate(places)]
+    alive = current_thread()
+    this.receivers = {1: alive, 2: Thread(), 3: alive, 4: alive}
+    killed = []
+    monkeypatch.setattr("parallel.ranks.os.kill", lambda pid, number: killed.append(pid))
+    this._kill_peers()
+    assert killed == [101]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ Each argument has a rule here, which says independently of the code which values
 values of all kinds are refused if and only if the rule says so: 200 of them, or as many as
 NANOSARATHI_WRONG_VALUES says."""
 
+import itertools
 import math
 import os
 import random
@@ -44,6 +45,13 @@ class Unprintable:
         return "two\nlines\x1b"
 
 
+class NoRepr:
+    """A value that has no repr."""
+
+    def __repr__(self):
+        raise KeyError("no repr")
+
+
 NESTED = []
 for _ in range(10**5):
     NESTED = [NESTED]
@@ -58,6 +66,9 @@ VALUES = [
     *([], [1], [1, 2], [True], [61], [-1], [1.5], ["1"], [None], [[1]], [[1], [2, 3]], [[True]]),
     *([[]], ["x"], (), (1, 2), range(3), {1}, {"x"}, {}, {"x": 1}, {1: 2}, {"chunk": 2}),
     *(torch.tensor([1, 2]), torch.tensor([0.5]), torch.ones(2, 2), NESTED, [NESTED]),
+    *(torch.ones(2, device="meta"), torch.tensor([1, 2]).to_sparse(), [torch.ones(1).to("meta")]),
+    *(range(10**9), range(10**30), itertools.count(), itertools.repeat(1)),
+    *(np.timedelta64(3), np.timedelta64(3, "s"), NoRepr(), [NoRepr()]),
     *(Unprintable(), object(), int, print, len, ValueError("x"), Path("/"), Path("/no/such")),
     *(torch.float32, torch.int64, torch.float16, torch.complex64, torch.device("cpu")),
     *(MODEL, MODEL.config, ONE_TOKEN, [ONE_TOKEN], [ONE_TOKEN] * 2, [0], EngineConfig()),
@@ -72,7 +83,7 @@ VALUES = [
 
 def is_whole(value):
     """Whether it is a whole number."""
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.timedelta64))
 
 
 def whole(minimum, maximum=2**63 - 1):
@@ -86,7 +97,7 @@ def number(is_allowed):
     def is_right(value):
         is_real = isinstance(value, (int, float, Fraction, np.integer, np.floating))
         with suppress(OverflowError):  # 10**400
-            if is_real and not isinstance(value, bool):
+            if is_real and not isinstance(value, (bool, np.timedelta64)):
                 return math.isfinite(value) and is_allowed(float(value))
         return False
 
@@ -122,8 +133,8 @@ def token_ids(value):
     """The rule of a prompt, and of stop tokens if these are no set."""
     if not isinstance(value, (list, tuple, range, np.ndarray, torch.Tensor)):
         return False
-    with suppress(TypeError):
-        return all(is_whole(t) and t >= 0 for t in elements(value))
+    with suppress(TypeError, RuntimeError, OverflowError):  # of tensors without values
+        return len(value) <= 2**24 and all(is_whole(t) and t >= 0 for t in elements(value))
     return False
 
 
@@ -141,6 +152,8 @@ def prompts(value):
     """The rule of a list of prompts."""
     if isinstance(value, (np.ndarray, torch.Tensor)):
         return value.ndim == 2 and value.dtype in (torch.int64, np.int64)
+    if isinstance(value, range):
+        return not value
     return isinstance(value, (list, tuple, range)) and all(prompt(each) for each in value)
 
 
@@ -155,6 +168,15 @@ def stop_tokens(value):
     return token_ids(value) or isinstance(value, set) and token_ids(list(value))
 
 
+def tokenizer(value):
+    """The rule of a tokenizer."""
+    if not isinstance(value, Tokenizer) or not callable(value.encode) or not callable(value.decode):
+        return False
+    stop = value.stop_token_ids
+    is_stop = isinstance(stop, (list, frozenset)) and all(is_whole(t) and t >= 0 for t in stop)
+    return is_stop and optional(whole(1))(value.longest_token)
+
+
 def no_options(value):
     """The rule of the options of a policy that has none."""
     return isinstance(value, dict) and not value
@@ -162,7 +184,9 @@ def no_options(value):
 
 def profile(value):
     """The rule of a profile."""
-    return isinstance(value, (list, tuple, range)) and all(
+    if isinstance(value, range):
+        return not value
+    return isinstance(value, (list, tuple)) and all(
         isinstance(row, tuple) and isinstance(row[0], BatchShape) and row[1] == 0.5 for row in value
     )
 
@@ -218,7 +242,7 @@ CONFIG = dict(
     policy_options=no_options,
 )
 ENGINE = CONFIG | dict(
-    model=instance(GPT),
+    model=lambda value: isinstance(value, GPT) and value.device.type == "cpu",
     policy=POLICY,
     chunk=size,  # and not "auto": the policy is orca
     max_len=whole(8, 64),  # from a page to all pages, so that the model's limit is too much
@@ -226,7 +250,7 @@ ENGINE = CONFIG | dict(
     pages=optional(whole(4, 2**20)),
     attention=one_of({name for name in BACKENDS if DEVICES.get(name) != "cuda"}),
     policy_options=optional(no_options),
-    tokenizer=optional(instance(Tokenizer)),
+    tokenizer=optional(tokenizer),
     clock=callable,
 )
 FROM_CONFIG = dict(
@@ -264,6 +288,7 @@ MODEL_ARGUMENTS = dict(
     config=instance(GPTConfig),
     device=either(one_of(["cpu", "meta"]), instance(torch.device)),
     dtype=lambda value: isinstance(value, torch.dtype) and value.is_floating_point,
+    seed=optional(whole(-(2**63))),
 )
 SMALL = dict(model=MODEL, policy="orca", chunk=8, max_batch=2, max_len=32, page_size=8, pages=8)
 
@@ -327,7 +352,7 @@ TARGETS = {
     "Pages": (PAGES, lambda engine, **changes: Pages(**dict(total=8, page_size=8) | changes)),
     "GPT": (
         MODEL_ARGUMENTS,
-        lambda engine, **changes: GPT(**dict(config=MODEL.config) | changes, seed=None),
+        lambda engine, **changes: GPT(**dict(config=MODEL.config, seed=None) | changes),
     ),
 }
 METHODS = ("from_config", "add_request", "generate", "abort")  # of an engine, or with one
@@ -384,6 +409,18 @@ def test_random_values_are_refused_exactly_where_they_are_wrong(target):
     assert time.monotonic() - began < LIMIT_S + CASES
 
 
+NO_VALUES = torch.tensor(1, device="meta")
+ON_META = GPT(MODEL.config, "meta", seed=None)
+BROKEN_TOKENIZERS = [
+    byte_tokenizer()._replace(**{field: value})
+    for field, values in {
+        "encode": [None],
+        "decode": [5],
+        "stop_token_ids": [None, "ab", [-1], ["1"]],
+        "longest_token": [0, 1.5, "x", True],
+    }.items()
+    for value in values
+]
 REFUSED = [  # (target, argument, values): each would lead to an error far away, or to noise
     ("GPTConfig", "norm_eps", [math.nan, -1, 0, 2.0, True, "1e-5", 10**400]),
     ("GPTConfig", "rope_theta", [True, 0.5, 5e-324, math.inf]),
@@ -393,37 +430,45 @@ REFUSED = [  # (target, argument, values): each would lead to an error far away,
     ("GPTConfig", "n_layer", [True, 10**18, 2.0]),
     ("GPTConfig", "max_positions", [10**18]),
     ("RopeScaling", "factor", [math.nan, 5e-324, True, "8"]),
-    ("SamplingParams", "max_new_tokens", [True, 1.0]),
-    ("SamplingParams", "temperature", [False, math.inf]),
-    ("SamplingParams", "stop_token_ids", [[True], [-1], {5: 6}, b"ab", 0]),
+    ("SamplingParams", "max_new_tokens", [True, 1.0, np.timedelta64(3), np.timedelta64(3, "s")]),
+    ("SamplingParams", "temperature", [False, math.inf, np.timedelta64(3), np.timedelta64(3, "s")]),
+    ("SamplingParams", "stop_token_ids", [[True], [-1], {5: 6}, b"ab", 0, itertools.count()]),
     ("EngineConfig", "chunk", [True, None]),
     ("EngineConfig", "policy", [5, None, "fifo", "\0.py:X", "a" * 5000 + ".py:X"]),
     ("EngineConfig", "policy_options", [0, None, [], {"x": 1}, {1: 2}, {"chunk": 2}]),
     ("EngineConfig", "attention", [5, None]),
     ("EngineConfig", "prefix_caching", [1, np.True_]),
-    ("Engine", "model", [None, "llama-tiny", MODEL.config, GPT]),
-    ("Engine", "tokenizer", ["x", 0, Tokenizer]),
+    ("Engine", "model", [None, "llama-tiny", MODEL.config, GPT, ON_META]),
+    ("Engine", "tokenizer", ["x", 0, Tokenizer, *BROKEN_TOKENIZERS]),
     ("Engine", "clock", [5, None]),
     ("Engine", "policy_options", [0, False, "", {"clock": time.monotonic}]),
     ("from_config", "config", [None, 5, {}]),
     ("add_request", "params", [0, False, "", {}]),
     ("add_request", "prompt", [None, [True], {1: 2}, {1, 2}, b"ab", torch.tensor([True]), NESTED]),
+    ("add_request", "prompt", [NO_VALUES, [NO_VALUES], torch.tensor([1, 2]).to_sparse()]),
+    ("add_request", "prompt", [range(10**9), range(10**30), itertools.repeat(1), NoRepr()]),
     ("add_request", "arrival", [math.nan, True, "now"]),
     ("add_request", "request_id", [True, 0]),
     ("generate", "prompts", [None, 5, "text", {1: 2}, {(1, 2)}, [[1], [61]]]),
-    ("generate", "params", [0, False, [ONE_TOKEN], [ONE_TOKEN, 0], "xy"]),
+    ("generate", "prompts", [NO_VALUES, [NO_VALUES] * 2, range(10**9), itertools.repeat([1])]),
+    (
+        "generate",
+        "params",
+        [NO_VALUES, itertools.count(), 0, False, [ONE_TOKEN], [ONE_TOKEN, 0], "xy"],
+    ),
     ("generate", "progress", [1, "yes"]),
     ("abort", "request_id", ["x", None, True, -1, 7]),
     ("make_scheduler", "pages", [None, 8, Pages(2, 8)]),
     ("make_scheduler", "clock", [5, None]),
     ("make_scheduler", "tile", [True]),
-    ("make_scheduler", "profile", [5, [(1, 2)], [(BatchShape(decodes=1), "1")]]),
+    ("make_scheduler", "profile", [5, [(1, 2)], [(BatchShape(decodes=1), "1")], NO_VALUES]),
     ("Pages", "total", [True, -1, 2.0, None, 2**40]),
     ("Pages", "page_size", [0, "8"]),
     ("Pages", "prefix_caching", [1]),
     ("GPT", "config", [None, "llama-tiny"]),
     ("GPT", "device", ["nonsense", "cuda:99", 5, None]),
     ("GPT", "dtype", ["float32", torch.int64, torch.complex64, None]),
+    ("GPT", "seed", [1.5, "0", True, [], 2**64, -(2**63) - 1]),
 ]
 KNOWN = [(target, argument, v) for target, argument, values in REFUSED for v in values]
 IDS = [f"{target} {argument}" for target, argument, _ in KNOWN]
@@ -466,3 +511,48 @@ def test_numbers_of_numpy_become_floats_in_a_geometry():
     floats = [config.norm_eps, config.rope_theta, scaling.factor, scaling.low_freq_factor]
     assert floats == [0.5, 500.0, 8.0, 1.0]
     assert {type(value) for value in floats} == {float}
+
+
+def test_random_weights_need_memory():
+    with pytest.raises(ValueError, match="^device='meta': .* must have seed=None$"):
+        GPT(MODEL.config, "meta")
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, None, "x", True, 1j, 10**400])
+def test_a_clock_that_returns_no_seconds_is_named(seconds):
+    engine = Engine(**SMALL | dict(clock=lambda: seconds))
+    with pytest.raises(ValueError, match=r"^clock\(\)="):
+        engine.add_request([1], ONE_TOKEN)
+    engine.add_request([1], ONE_TOKEN, arrival=0.0)
+    with pytest.raises(ValueError, match=r"^clock\(\)="):
+        engine.step()
+
+
+@pytest.mark.parametrize(
+    "sizes, cause",
+    [
+        (dict(page_size=2**31), "page_size=2147483648: must be at most max_len=2048"),
+        (dict(max_batch=2**40), "max_batch=1099511627776, max_len=2048: takes"),
+        (dict(pages=2**40), "pages=1099511627776, page_size=2048: takes"),
+        (dict(page_size=16, pages=2**40), "pages=1099511627776, page_size=16: takes"),
+    ],
+)
+def test_the_size_that_was_wrong_is_named(sizes, cause):
+    model = tiny_model(max_positions=4096)
+    with pytest.raises(ValueError, match=f"^{cause}"):
+        Engine(model, **sizes)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(head_dim=2**16, max_positions=2**24),
+        dict(n_inner=2**26, n_layer=1024),
+        dict(vocab_size=2**24, n_embd=2**20),
+    ],
+)
+def test_the_sizes_of_a_model_that_does_not_fit_are_named(sizes):
+    small = dict(n_layer=1, n_head=1, n_kv_head=1, n_embd=8, n_inner=8, vocab_size=8, head_dim=8)
+    with pytest.raises(ValueError, match="takes .* GB are free") as error:
+        GPT(GPTConfig.preset("llama-tiny", **small | sizes))
+    assert all(f"{name}={size}" in str(error.value) for name, size in sizes.items())
