@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import bench
 from kv_cache import Pages
@@ -182,6 +183,7 @@ def runner(monkeypatch):
     monkeypatch.setattr(timing, "attention_alone", attention_alone)
     monkeypatch.setattr(timing.time, "perf_counter", lambda: fake.now)
     monkeypatch.setattr(timing.Probe, "take", lambda self, *_: 0.0)
+    monkeypatch.setattr(timing, "fastest_cpu_dtype", lambda: torch.float32)  # nothing takes time
     return fake
 
 
