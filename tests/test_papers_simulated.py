@@ -403,7 +403,8 @@ def test_targets_that_share_runs_have_the_capacities_they_have_alone(monkeypatch
         bounds = {target: (float(qps), qps.bound) for target, qps in capacities.items()}
         return bounds, len(runs)
 
-    targets = [Target("vllm", batch, slo_s, 1.1) for batch in (4, 64, 128) for slo_s in (0.3, 1)]
+    cases = product((4, 64, 128, 256), (0.3, 1))
+    targets = [Target("vllm", batch, slo_s, 1.1) for batch, slo_s in cases]
     together, count = capacities_of(*targets)
     alone = [capacities_of(target) for target in targets]
     assert together == {
