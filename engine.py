@@ -29,6 +29,7 @@ from errors import (
     check_prompt,
     check_type,
     check_whole,
+    refusing,
     shorten,
 )
 from hardware.memory import check_memory
@@ -350,26 +351,37 @@ class Engine:
                 position = start + length - request.prompt_len
                 request.logprobs[position:] = [result.logprob]
         events = [
-            Event(
-                request_id=request.id,
-                token=token,
-                logprob=request.logprobs[-1] if request.logprobs else None,
-                finish_reason=request.finish_reason,
-                completion=self._complete(request) if request.finish_reason else None,
-            )
+            self._event(request, token)
             for request, token in self.scheduler.advance(batch, tokens, iteration.end)
         ]
         self.last_iteration = iteration
         return events
 
+    def _event(self, request: Request, token: int) -> Event:
+        """The Event of a request's new token, with its Completion if it is the last."""
+        completion = self._complete(request) if request.finish_reason else None
+        return Event(
+            request_id=request.id,
+            token=token,
+            logprob=request.logprobs[-1] if request.logprobs else None,
+            finish_reason=completion.finish_reason if completion else None,
+            completion=completion,
+        )
+
     def _complete(self, request: Request) -> Completion:
-        """The request's Completion; with a tokenizer, the output as text, too."""
+        """The request's Completion; with a tokenizer, the output as text, too.
+
+        If the tokenizer fails, it ends the request with an error, and no others."""
         if self.tokenizer is None:
             return Completion.of(request)
         tokens = request.tokens
         if request.finish_reason == "stop":
             tokens = tokens[:-1]  # the stop token is no part of the text
-        text = decode_output(self.tokenizer, tokens, request.prompt_len)
+        try:
+            with refusing("the tokenizer failed"):
+                text = decode_output(self.tokenizer, tokens, request.prompt_len)
+        except ValueError as error:
+            return replace(Completion.of(request), finish_reason="error", error=str(error))
         return Completion.of(request, text)
 
     def generate(

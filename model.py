@@ -31,6 +31,8 @@ from pretrained.geometry import DERIVED_SIZES, GIVEN_SIZES, GPTConfig
 from pretrained.random_weights import init_weight
 from pretrained.sharding import Slices, slices_of
 
+ROPE_POSITIONS = 4096  # of a new model's table
+
 
 class FlatBatch(NamedTuple):
     """A hybrid batch as one row per token, with all that depends on it but not on the layer."""
@@ -117,7 +119,11 @@ class GPT(nn.Module):
 
     def compute_layers(self, x: Tensor, batch: FlatBatch, cache: KVCache) -> Tensor:
         """The second part, with attention: (num_tokens, n_embd) -> the same."""
-        rope = () if self.rope is None else (self.rope[batch.positions],)
+        rope = ()
+        if self.rope is not None:
+            if len(self.rope) < cache.max_len:
+                self.rope = rope_table(self.config, self.device, self.dtype, cache.max_len)
+            rope = (self.rope[batch.positions],)
         for layer, block in enumerate(self.blocks):
             q, kv = by_rows(block.project, x, *rope)
             cache.write(layer, kv, batch.slot_mapping)
@@ -174,8 +180,10 @@ class GPT(nn.Module):
         super()._apply(fn, recurse)
         if self.config.tie_embeddings:
             self.head.weight = self.token_embedding.weight
-        has_rope = self.config.family == "llama" and self.device.type != "meta"
-        self.rope = rope_table(self.config, self.device, self.dtype) if has_rope else None
+        self.rope = None
+        if self.config.family == "llama" and self.device.type != "meta":
+            positions = min(self.config.max_positions, ROPE_POSITIONS)  # more if a cache needs them
+            self.rope = rope_table(self.config, self.device, self.dtype, positions)
         return self
 
 
@@ -249,8 +257,12 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     x.copy_(torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin))
 
 
-def rope_table(config: GPTConfig, device: torch.device | str, dtype: torch.dtype) -> Tensor:
-    """The factors of `rotate_`, (max_positions, 2, 1, head_dim), at least float32.
+def rope_table(
+    config: GPTConfig, device: torch.device | str, dtype: torch.dtype, positions: int | None = None
+) -> Tensor:
+    """The factors of `rotate_`, (positions, 2, 1, head_dim), at least float32.
+
+    By default these are all positions that the model has.
 
     At every position there are the cosines of all angles, twice, and their sines, first negative.
     LLaMA 3's `rope_scaling` stretches wavelengths longer than the trained context by `factor`,
@@ -263,7 +275,8 @@ def rope_table(config: GPTConfig, device: torch.device | str, dtype: torch.dtype
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         keep = ((turns - low) / (high - low)).clamp(0, 1)
         frequency = frequency * (keep + (1 - keep) / scaling.factor)
-    angle = torch.outer(torch.arange(config.max_positions, dtype=torch.float64), frequency)
+    position = torch.arange(positions or config.max_positions, dtype=torch.float64)
+    angle = torch.outer(position, frequency)
     cos, sin = angle.cos(), angle.sin()
     table = torch.stack([torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)], dim=1).unsqueeze(2)
     return table.to(device=device, dtype=torch.promote_types(dtype, torch.float32))

@@ -15,7 +15,8 @@ class Completion:
     """The result of a request (Sarathi-Serve §2.4). Times are in seconds, on the engine's clock.
 
     `tokens` is the output with its stop token, `text` is the output without it. `finish_reason` is
-    "stop" (a stop token came), "length" (max_new_tokens reached) or "abort"."""
+    "stop" (a stop token came), "length" (max_new_tokens reached), "abort", or "error": the
+    tokenizer failed, there is no text, and `error` says why."""
 
     request_id: int
     prompt: Sequence[int]
@@ -30,6 +31,7 @@ class Completion:
     preemptions: int = 0
     recomputed_tokens: int = 0  # lost with its pages; some are found in the cache again
     cached_tokens: int = 0  # found in the cache and not computed, after preemptions too
+    error: str | None = None
 
     @classmethod
     def of(cls, request: Request, text: str | None = None) -> Self:

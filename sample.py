@@ -3,7 +3,8 @@
     python sample.py --model path/or/hub-name --prompt "Once upon a time"
 
 One prompt streams as it is generated, several (`--prompt` more than once) share batches. Without
-`--model` the weights are random and the text is noise."""
+`--model` the weights are random and the text is noise. What is not told is as in the Python API:
+float32, and the likeliest token."""
 
 from __future__ import annotations
 
@@ -19,6 +20,8 @@ from cli.console import run
 
 if TYPE_CHECKING:
     from cli.loading import ModelOptions
+
+DTYPE = "float32"  # as of GPT and GPT.from_pretrained
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ def parse_args(argv: Sequence[str] | None) -> SampleOptions:
     """The options, checked. Exits with a message, like argparse, for one that makes no sense."""
     from cli.loading import add_engine_options, add_model_options, model_options
     from cli.options import OptionParser, number, whole
+    from sampling import SamplingParams
 
     parser = OptionParser(prog="sample.py", description="Text in, text out.")
     parser.add_option(
@@ -56,22 +60,25 @@ def parse_args(argv: Sequence[str] | None) -> SampleOptions:
         default=100,
     )
     parser.add_option(
-        "--temperature", help="0 takes the likeliest token", type=number(minimum=0), default=0.8
+        "--temperature",
+        help="0 takes the likeliest token",
+        type=number(minimum=0),
+        default=SamplingParams.temperature,
     )
     parser.add_option(
         "--top-k",
         help="sample from the k likeliest tokens; 0: from all",
         type=whole(minimum=0),
-        default=0,
+        default=SamplingParams.top_k,
     )
     parser.add_option(
         "--top-p",
         help="sample from the likeliest that make up this probability",
         type=number(above=0, maximum=1),
-        default=1.0,
+        default=SamplingParams.top_p,
     )
     add_engine_options(parser)
-    add_model_options(parser, "llama-160m")
+    add_model_options(parser, "llama-160m", default_dtype=DTYPE)
     args = parser.parse_args(argv)
     return SampleOptions(
         prompts=args.prompt,
@@ -95,7 +102,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     from pretrained.tokenizers import TextStream, Writer
     from sampling import SamplingParams
 
-    text_model = find_text_model(options.model)
+    where = f"{options.model.dtype} on {options.model.device}"
+    how = f"temperature {options.temperature:g}, top-k {options.top_k}, top-p {options.top_p:g}"
+    text_model = find_text_model(options.model, f"{where}, {how}")
     tokenizer = text_model.tokenizer
     prompts = [tokenizer.encode(prompt) for prompt in options.prompts]
     max_len = max(len(prompt) for prompt in prompts) + options.max_new_tokens
@@ -123,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if len(prompts) > 1:
         completions = engine.generate(prompts, params)
         for prompt, completion in zip(options.prompts, completions, strict=True):
-            print(f"--- {prompt}{completion.text}")
+            print(f"--- {prompt}{completion.error or completion.text}")
         return
 
     writer = Writer(TextStream(tokenizer, prompts[0]), stops=[])

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pretrained.tokenizers import Tokenizer
 
 DTYPES = ("float32", "bfloat16", "float16")
+FAST_DTYPES = "bfloat16; float16 on a GPU before Ampere, float32 on a CPU that is faster with it"
 SMALL_PRESET = "llama-160m"  # the geometry where none is named, and no large GPU is there
 MAX_PROCESSES = 10_000
 
@@ -73,8 +74,11 @@ class ModelOptions:
         return f"{self.name}, cut to --layers {self.layers}" if self.layers else self.name
 
 
-def add_model_options(parser: OptionParser, default_preset: str) -> None:
-    """Add the options of `ModelOptions`. `default_preset` describes the default geometry."""
+def add_model_options(
+    parser: OptionParser, default_preset: str, default_dtype: str | None = None
+) -> None:
+    """Add the options of `ModelOptions`. `default_preset` describes the default geometry; without
+    a `default_dtype` it is what is fast here."""
     import torch
 
     from attention import BACKENDS
@@ -103,8 +107,8 @@ def add_model_options(parser: OptionParser, default_preset: str) -> None:
         "--dtype",
         help="of weights and cache",
         choices=DTYPES,
-        default_text="bfloat16; float16 on a GPU before Ampere, float32 on a CPU that is faster "
-        "with it",
+        default=default_dtype,
+        default_text=default_dtype or FAST_DTYPES,
     )
     parser.add_option(
         "--attention",
@@ -356,21 +360,26 @@ class TextModel(NamedTuple):
     options: ModelOptions  # with the directory of a checkpoint, or the name of a geometry
 
 
-def find_text_model(options: ModelOptions) -> TextModel:
+def find_text_model(options: ModelOptions, computed: str = "") -> TextModel:
     """The name and tokenizer of the model of these options, and what `load_model` needs.
 
-    A checkpoint has its own tokenizer. A geometry has random weights, which is said on stderr, and
-    its tokens are bytes. Raises as checkpoints.find and load_tokenizer."""
+    A checkpoint has its own tokenizer. A geometry has random weights, and its tokens are bytes.
+    That is said on stderr, and how a text is `computed`. Raises as checkpoints.find and
+    load_tokenizer."""
     from pretrained import checkpoints
     from pretrained.tokenizers import byte_tokenizer, load_tokenizer
 
     if options.model:
         directory = checkpoints.find(options.model)
+        tokenizer = load_tokenizer(directory)
+        if computed:
+            print(f"# {options.name}: {computed}", file=sys.stderr)
         return TextModel(
             name=options.model,
-            tokenizer=load_tokenizer(directory),
+            tokenizer=tokenizer,
             options=replace(options, model=str(directory)),
         )
-    print(f"# {options.name} with random weights, the text will be noise", file=sys.stderr)
+    noise = "with random weights, the text will be noise"
+    print(", ".join(filter(None, [f"# {options.name} {noise}", computed])), file=sys.stderr)
     preset_options = replace(options, preset=options.name)
     return TextModel(options.name, byte_tokenizer(), preset_options)

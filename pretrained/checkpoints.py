@@ -21,13 +21,16 @@ from pretrained.geometry import GPTConfig, RopeScaling
 from pretrained.sharding import Slices, views
 
 CONFIG_FILE = "config.json"
-TEXT_FILES = [CONFIG_FILE, "generation_config.json"]  # both may say which tokens end a text
+GENERATION_FILE = "generation_config.json"
+TEXT_FILES = [CONFIG_FILE, GENERATION_FILE]  # both may say which tokens end a text
 TOKENIZER_FILES = ["tokenizer.json", "tokenizer.model", "original/tokenizer.model"]
 WEIGHTS_FILE = "model.safetensors"
 SHARD_FILES = "model-*-of-*.safetensors"
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"  # it may have a chat template
-CHAT_FILES = [TOKENIZER_CONFIG_FILE, "chat_template.jinja"]
-DOWNLOADED = [*TEXT_FILES, *TOKENIZER_FILES, WEIGHTS_FILE, SHARD_FILES, *CHAT_FILES]  # no pickles
+# Each of these may add tokens to those of tokenizer.json. The first may have a chat template.
+ADDED_FILES = ["tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"]
+CHAT_FILES = ["chat_template.jinja", "additional_chat_templates/*.jinja"]
+DOWNLOADED = [*TEXT_FILES, *TOKENIZER_FILES, WEIGHTS_FILE, SHARD_FILES]  # no pickles
+DOWNLOADED += [*ADDED_FILES, *CHAT_FILES]
 
 DTYPES = ["F64", "F32", "F16", "BF16"]  # as stored; integers would have scales
 PREFIX = r"^(transformer|model)\."  # which some files have before each name
@@ -157,7 +160,9 @@ class ModelFile(GeometryFields):
 
     model_type: Literal["gpt2", "llama", "mistral", "qwen2", "qwen3"]
     rope_parameters: Rope | None = None
-    rope: Rope | None = Field(None, alias="rope_scaling")  # the name in transformers 4
+    rope_scaling: Rope | None = None  # its name in transformers 4; what it says goes first
+    original_max_position_embeddings: PositiveInt | None = None  # goes before that of the Rope
+    layer_norm_epsilon: PositiveFloat | None = None
     sliding_window: PositiveInt | None = 4096
     use_sliding_window: bool | None = None
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
@@ -191,9 +196,15 @@ def read_config(directory: str | Path) -> GPTConfig:
     slides = file.use_sliding_window or "sliding_attention" in (file.layer_types or ())
     if file.sliding_window and (slides or file.model_type == "mistral"):
         fields["max_positions"] = min(file.max_positions, file.sliding_window)
-    rope = file.rope or file.rope_parameters or Rope()
+    if file.model_type == "gpt2" and file.layer_norm_epsilon:  # not what LLaMA has for it
+        fields["norm_eps"] = file.layer_norm_epsilon
+    rope = Rope()
+    for given in (file.rope_parameters, file.rope_scaling):
+        if given is not None and given.model_fields_set:  # {} says nothing
+            rope = given
     fields["rope_theta"] = rope.rope_theta or file.rope_theta
-    if "llama3" in (rope.rope_type, rope.type):
+    if (rope.rope_type or rope.type) == "llama3":
+        trained = file.original_max_position_embeddings or rope.original_max_position_embeddings
         low = rope.low_freq_factor
         high = rope.high_freq_factor
         if rope.factor is None or low is None or high is None:
@@ -203,7 +214,7 @@ def read_config(directory: str | Path) -> GPTConfig:
                 factor=rope.factor,
                 low_freq_factor=low,
                 high_freq_factor=high,
-                original_max_positions=rope.original_max_position_embeddings or file.max_positions,
+                original_max_positions=trained or file.max_positions,
             )
     with naming(path):
         return GPTConfig(**fields)

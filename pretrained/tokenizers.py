@@ -1,18 +1,24 @@
 """Text <-> token ids: a checkpoint's own tokenizer, or bytes for a model with random weights.
 
 A single token may have no text: an emoji may take three, and some tokenizers drop the space before
-the first word. So text is streamed by decoding a few tokens together, up to a stop string. Chat
-templates are here, too. Read next: sample.py, which prints the stream."""
+the first word. So text is streamed as the bytes of tokens, each decoded after the one before, up to
+a stop string. Read first: chat.py. Read next: sample.py, which prints the stream."""
+
+from __future__ import annotations
 
 import base64
+import codecs
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, NamedTuple, Protocol
 
 import tiktoken
 import tokenizers
-from pydantic import NonNegativeInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt
 from tokenizers import models, pre_tokenizers
 
 from errors import (
@@ -24,20 +30,31 @@ from errors import (
     refusing,
     shorten,
 )
+from pretrained.chat import Chat, ChatTemplate, Message, check_messages, lines_of_chat
 from pretrained.checkpoints import (
-    CHAT_FILES,
+    ADDED_FILES,
+    GENERATION_FILE,
     TEXT_FILES,
-    TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILES,
     Schema,
 )
 
-CONTEXT = 32  # tokens, of which many are a word
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast  # a model with random weights needs none
+
+LONGEST_CHARACTER = 4  # in bytes, and so in tokens
 BYTES = {bytes([i]) for i in range(256)}
 KEEPING_STEPS = {"ByteLevel", "Digits", "Split"}  # cut a text and drop nothing
 HALF_A_CHARACTER = "\ufffd"  # how bytes that are no text yet are decoded
+BYTE_TOKEN = r"<0x([0-9A-F]{2})>"  # of a rare character, in sentencepiece's vocabularies
 SOME_TEXT = "Tell me 1 story, né?\n"
-Message = dict[str, str]  # {"role": ..., "content": ...}
+MAX_NORMALIZED = 10_000  # characters that a normalizer may make of it
+utf8_decoder = codecs.getincrementaldecoder("utf-8")
+
+# The letters by which byte-level BPE names bytes (GPT-2's encoder.py, bytes_to_unicode).
+UNPRINTABLE = [byte for byte in range(256) if not chr(byte).isprintable() or byte == ord(" ")]
+BYTE_OF_LETTER = {chr(byte): byte for byte in range(256) if byte not in UNPRINTABLE}
+BYTE_OF_LETTER.update((chr(256 + i), byte) for i, byte in enumerate(UNPRINTABLE))
 
 # How LLaMA 3 cuts text into words before merging bytes, as published.
 LLAMA3_WORDS = (
@@ -53,6 +70,10 @@ LLAMA3_SPECIALS = {  # of its 256 special tokens; the others are <|reserved_spec
 }
 
 
+def _no_bytes(token_id: int) -> None:
+    """The `token_bytes` of a tokenizer whose tokens are whole characters."""
+
+
 class Tokenizer(NamedTuple):
     """Text to token ids and back.
 
@@ -63,6 +84,9 @@ class Tokenizer(NamedTuple):
     decode: Callable[[Sequence[int]], str]  # special tokens have no text
     stop_token_ids: frozenset[int] = frozenset()  # these end a text
     longest_token: int | None = None  # in characters; None if a token may stand for any number
+    encode_chat: Callable[[str], list[int]] | None = None  # adds no BOS; None: as `encode`
+    token_bytes: Callable[[int], bytes | None] = _no_bytes  # of one that may end in a character
+    special_tokens: Mapping[str, int] = {}  # how they are written in a prompt
 
     def check(self) -> None:
         """Raise ValueError for a field of another type."""
@@ -78,44 +102,69 @@ class Tokenizer(NamedTuple):
             return 0
         return -(-len(text) // self.longest_token)
 
+    def is_silent(self, token_id: int) -> bool:
+        """Whether a token, special or unknown, has no text. (A space has none at the beginning.)"""
+        return self.decode([token_id, token_id]) == ""
+
 
 def decode_output(tokenizer: Tokenizer, tokens: Sequence[int], prompt_len: int) -> str:
-    """The text of tokens[prompt_len:].
-
-    It is decoded after the prompt: in some tokenizers that decides on the first word's space. A
-    prompt may end within a character that the output completes."""
-    prompt = tokenizer.decode(tokens[:prompt_len]).rstrip(HALF_A_CHARACTER)
-    return tokenizer.decode(tokens)[len(prompt) :]
+    """The text of tokens[prompt_len:], as a TextStream writes it."""
+    stream = TextStream(tokenizer, tokens[:prompt_len])
+    return "".join([stream.push(token) for token in tokens[prompt_len:]]) + stream.flush()
 
 
 class TextStream:
     """Decodes the tokens that follow a prompt, one at a time.
 
-    Its texts, joined, are `decode` of all tokens. (Not quite, where rare characters are spelt in
-    bytes and the bytes are no text.)"""
+    Its texts, joined, are `decode` of all tokens, but for two cases. Bytes that are no text are one
+    replacement character for each that cannot go on, also with a tokenizer that writes one for each
+    byte. And a character that the prompt begins is in the text if the output goes on with it."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
-        self._decode = tokenizer.decode
-        self._context: list[int] = []  # of the last text: they decide on the next one's space
-        self._pending: list[int] = []  # tokens whose text is not out yet
-        for token in prompt[-CONTEXT:]:
+        self.token = b""  # the bytes of the token that was pushed last
+        self._tokenizer = tokenizer
+        self._utf8 = utf8_decoder("replace")
+        self._context: list[int] = []  # the last whole token decides on the next one's space
+        self._begun = b""  # of a character that the prompt ends within
+        with_text = (token for token in reversed(prompt) if not tokenizer.is_silent(token))
+        for token in reversed(list(islice(with_text, LONGEST_CHARACTER))):
             self.push(token)
+        self._begun, _ = self._utf8.getstate()
 
     def push(self, token_id: int) -> str:
         """The text that `token_id` completes; "" if it completes none."""
-        self._pending.append(token_id)
-        return self.flush(whole_characters=True)
+        self.token = self._bytes(token_id)
+        if self._begun and self.token:
+            if not _goes_on(self._begun, self.token[:1]):
+                self._utf8.reset()
+            self._begun = b""
+        return self._utf8.decode(self.token)
 
-    def flush(self, whole_characters: bool = False) -> str:
-        """The text that is left after the last token. With `whole_characters` it is "" if that ends
-        within a character: the next token may complete it."""
-        before = self._decode(self._context)
-        text = self._decode(self._context + self._pending)[len(before) :]
-        if not text or whole_characters and text.endswith(HALF_A_CHARACTER):
-            return ""
-        self._context = self._pending
-        self._pending = []
-        return text
+    def flush(self) -> str:
+        """The text that is left after the last token: that of a character without its end."""
+        return "" if self._begun else self._utf8.decode(b"", final=True)
+
+    def _bytes(self, token_id: int) -> bytes:
+        """The bytes of a token in its place."""
+        decode = self._tokenizer.decode
+        before = decode(self._context)
+        text = decode([*self._context, token_id])[len(before) :]
+        if not text and self._tokenizer.is_silent(token_id):
+            return b""
+        known = self._tokenizer.token_bytes(token_id) if HALF_A_CHARACTER in text else None
+        if known is not None:
+            return known
+        self._context = [token_id]
+        return text.encode()
+
+
+def _goes_on(beginning: bytes, byte: bytes) -> bool:
+    """Whether a character that begins with these bytes may go on with another one."""
+    try:
+        utf8_decoder("strict").decode(beginning + byte)
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 class TokenEvent(Protocol):
@@ -176,13 +225,31 @@ def byte_tokenizer() -> Tokenizer:
         spelled = b"".join(bytes([i]) if i < 256 else box for i in ids)
         return spelled.decode(errors="replace")
 
-    return Tokenizer(encode, decode, longest_token=1)
+    def token_bytes(token_id: int) -> bytes | None:
+        return bytes([token_id]) if token_id < 256 else None
+
+    return Tokenizer(encode, decode, longest_token=1, token_bytes=token_bytes)
 
 
 class TextFile(Schema):
     """The part of config.json and generation_config.json that is about text."""
 
     eos_token_id: NonNegativeInt | list[NonNegativeInt] | None = None
+
+
+class SamplingFile(Schema):
+    """The part of generation_config.json that is about sampling, None where it says nothing."""
+
+    temperature: NonNegativeFloat | None = None
+    top_k: NonNegativeInt | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    repetition_penalty: float | None = None  # which is not computed here
+
+
+def read_sampling(directory: str | Path | None) -> SamplingFile:
+    """What a checkpoint's publisher recommends. Raises ValueError for a broken file."""
+    path = Path(directory or "", GENERATION_FILE)
+    return SamplingFile.read(path) if directory and path.is_file() else SamplingFile()
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
@@ -197,19 +264,60 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     path = paths[0]
     if path.suffix == ".model":
         return _load_llama3(path, stop_token_ids)
-    with refusing(f"{path}: not a tokenizer"):
-        inner = tokenizers.Tokenizer.from_file(str(path))
-        for text in ("", SOME_TEXT):  # some broken files only show here
-            inner.decode(inner.encode(text).ids)
+    fast = _load_fast(path)
+    inner = fast.backend_tokenizer
     inner.no_truncation()  # a prompt is never cut or filled up silently
     inner.no_padding()
+    with refusing(f"{path}: not a tokenizer"):
+        normalizer = inner.normalizer
+        if normalizer and len(normalizer.normalize_str(SOME_TEXT)) > MAX_NORMALIZED:
+            raise ValueError(f"it makes over {MAX_NORMALIZED:,} characters of a short text")
+        for text in ("", SOME_TEXT):  # some broken files only show here
+            inner.decode(inner.encode(text).ids)
+    end_of_text = fast.eos_token_id
+    if not stop_token_ids and isinstance(end_of_text, int):
+        stop_token_ids = [end_of_text]
 
-    def encode(text: str) -> list[int]:
+    def encode(text: str, add_special_tokens: bool = True) -> list[int]:
         with refusing(f"text={shorten(text)}: this tokenizer cannot encode it"):
             # unlike inner.encode() this lets other threads run meanwhile
-            return inner.encode_batch_fast([text])[0].ids
+            return inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
-    return Tokenizer(encode, inner.decode, frozenset(stop_token_ids), _longest_token(inner))
+    def token_bytes(token_id: int) -> bytes | None:
+        return _spelled_bytes(inner.id_to_token(token_id) or "")
+
+    added_tokens = inner.get_added_tokens_decoder().items()
+    return Tokenizer(
+        encode=encode,
+        decode=inner.decode,
+        stop_token_ids=frozenset(stop_token_ids),
+        longest_token=_longest_token(inner),
+        encode_chat=partial(encode, add_special_tokens=False),
+        token_bytes=token_bytes,
+        special_tokens={token.content: i for i, token in added_tokens if token.special},
+    )
+
+
+def _spelled_bytes(token: str) -> bytes | None:
+    """The bytes that a token of a vocabulary spells, if it is no text."""
+    match = re.fullmatch(BYTE_TOKEN, token)
+    if match:
+        return bytes.fromhex(match[1])
+    spelled = [BYTE_OF_LETTER[letter] for letter in token if letter in BYTE_OF_LETTER]
+    return bytes(spelled) if len(spelled) == len(token) else None
+
+
+def _load_fast(path: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of tokenizer.json, with the tokens that the files beside it add.
+
+    Raises ValueError for a broken file."""
+    from transformers import PreTrainedTokenizerFast
+
+    files = [file for file in map(path.with_name, ADDED_FILES) if file.is_file()]
+    for file in files:
+        Schema.read(file)  # it is a JSON object
+    with refusing(f"{path}: no tokenizer can be made of it, with {', '.join(ADDED_FILES)}"):
+        return PreTrainedTokenizerFast.from_pretrained(path.parent)
 
 
 def _longest_token(inner: tokenizers.Tokenizer) -> int | None:
@@ -252,43 +360,36 @@ def _read_stop_tokens(directory: Path) -> list[int]:
     return stop_token_ids
 
 
-def load_chat(directory: str | Path | None) -> Callable[[list[Message]], str]:
+def load_chat(directory: str | Path | None) -> Chat:
     """A function from messages to the prompt that a checkpoint's chat template makes of them.
 
     Without a checkpoint each message is a line. Raises ValueError for broken files. The function
-    raises ValueError if there is no template, and where the template raises anything."""
+    raises ValueError for messages that make no sense, if there is no template, and where the
+    template raises anything."""
     if directory is None:
-        return _lines_of_chat
-    from jinja2 import TemplateSyntaxError
-    from transformers import PreTrainedTokenizerFast
-
-    path = Path(directory, TOKENIZER_CONFIG_FILE)
-    if path.is_file():
-        Schema.read(path)  # it is a JSON object
-    with refusing(f"{directory}: no tokenizer can be made of {' and '.join(CHAT_FILES)}"):
-        inner = PreTrainedTokenizerFast.from_pretrained(directory)
-    template = inner.chat_template
-    if template is not None:
-        check_type(f"{path}: chat_template", template, str | dict, "text")
+        return lines_of_chat
+    path = Path(directory, TOKENIZER_FILES[0])
+    fast = _load_fast(path)
+    problem = f"{directory}: chat template"
+    template: ChatTemplate | None = None
+    if fast.chat_template is not None:
+        check_type(f"{directory}: chat_template", fast.chat_template, str | dict, "text")
+        with refusing(problem):
+            template = ChatTemplate(fast.get_chat_template(), fast.special_tokens_map)
 
     def apply_template(messages: list[Message]) -> str:
-        with refusing(f"{directory}: chat template"):
-            prompt: Any = inner.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-        return prompt
+        messages = check_messages(messages, template.source if template else "")
+        with refusing(problem):
+            if template is None:
+                raise LookupError("chat_template is not set")
+            return template.render(messages)
 
     try:
         apply_template([{"role": "user", "content": SOME_TEXT}])
     except ValueError as error:
-        if isinstance(error.__cause__, TemplateSyntaxError | RecursionError):
+        if isinstance(error.__cause__, OverflowError | TimeoutError | RecursionError):
             raise  # any other error may be about these messages
     return apply_template
-
-
-def _lines_of_chat(messages: list[Message]) -> str:
-    lines = [f"{message['role']}: {message['content']}\n" for message in messages]
-    return "".join(lines) + "assistant:"
 
 
 def _load_llama3(path: Path, stop_token_ids: list[int]) -> Tokenizer:
@@ -308,14 +409,25 @@ def _load_llama3(path: Path, stop_token_ids: list[int]) -> Tokenizer:
     )
 
     def encode(text: str) -> list[int]:
-        return [begin_of_text, *inner.encode(text, allowed_special="all")]
+        return [begin_of_text, *encode_chat(text)]
+
+    def encode_chat(text: str) -> list[int]:
+        return inner.encode(text, allowed_special="all")
 
     def decode(ids: Sequence[int]) -> str:
         return inner.decode([i for i in ids if i < len(ranks)])
 
     if not stop_token_ids:
         stop_token_ids = [specials["<|end_of_text|>"], specials["<|eot_id|>"]]
-    return Tokenizer(encode, decode, frozenset(stop_token_ids), longest_token)
+    return Tokenizer(
+        encode=encode,
+        decode=decode,
+        stop_token_ids=frozenset(stop_token_ids),
+        longest_token=longest_token,
+        encode_chat=encode_chat,
+        token_bytes=inner.decode_single_token_bytes,
+        special_tokens=specials,
+    )
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:

@@ -174,6 +174,8 @@ def make_engine(options: ServerOptions) -> Engine:
         attention=options.model.attention,
         policy_options={"tbt_slo": options.tbt_slo} if options.tbt_slo else {},
     )
+    if options.model.model:
+        print(f"# {model.dtype} on {model.device}", file=sys.stderr, flush=True)
     print("# warming up", file=sys.stderr, flush=True)
     engine.warm_up()
     return engine
@@ -185,8 +187,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     from cli.loading import find_text_model
     from hardware.torchrun import find_place
     from lab.simulator.referee import broken_rules
-    from pretrained.tokenizers import load_chat
-    from server.app import Api
+    from pretrained.tokenizers import load_chat, read_sampling
+    from server.app import OPENAI_SAMPLING, Api
     from server.connections import Server
     from server.engine_thread import EngineThread
 
@@ -197,6 +199,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     for violation in broken_rules([options.policy]).values():
         print(f"warning: {violation.sentence}", file=sys.stderr, flush=True)
     chat = load_chat(options.model.model)
+    recommended = read_sampling(options.model.model)
+    penalty = recommended.repetition_penalty
+    if penalty not in (None, 1):
+        message = f"generation_config.json: repetition_penalty={penalty}: is not computed here"
+        print(f"warning: {message}", file=sys.stderr, flush=True)
+    sampling = recommended.model_dump(exclude_none=True, exclude={"repetition_penalty"})
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     with socket.create_server((options.host, options.port), family=family) as listener:
         # a signal ends the process at once while the engine's thread, which cannot be
@@ -212,6 +220,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             key=options.api_key,
             max_body=options.max_body,
             hosts=[options.host, *options.allowed_hosts],
+            sampling=replace(OPENAI_SAMPLING, **sampling),
         )
         server = Server(api, options.drain)
         server.on_signals()

@@ -7,7 +7,8 @@ import json
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Collection
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -25,7 +26,9 @@ from starlette.responses import (
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from errors import QueueFull
+from errors import QueueFull, one_line, refusing, shorten
+from outputs import Event
+from pretrained.chat import Chat
 from pretrained.tokenizers import TextStream, Tokenizer, Writer
 from sampling import SamplingParams
 from scheduler import Request
@@ -47,7 +50,7 @@ MAX_DIGITS = 100  # of the number of a record
 SLO_DECODES = 5  # decode iterations that a gap between tokens may take, if none is given
 SERVER_ENDS = "the server ends"
 TOO_LONG = "context_length_exceeded"
-Chat = Callable[[list[dict]], str]  # messages -> the prompt
+OPENAI_SAMPLING = SamplingParams(temperature=1.0)
 Progress = Literal["waiting", "begun", "complete"]  # of a response: "begun" sent its status
 
 
@@ -128,22 +131,24 @@ class CompletionResponse(StreamingResponse):
             await send({"type": "http.response.body", "body": event.encode(), "more_body": False})
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """The answer, token by token. Raises ApiError if the engine fails."""
-        tokenizer = self.api.tokenizer
-        writer = Writer(TextStream(tokenizer, self.prompt), self.request_body.stops)
+        """The answer, token by token. Raises ApiError if the engine or the tokenizer fails."""
+        writer: Writer | None = None
         finish_reason = None
         while not finish_reason:
             event = await self.events.get()
             if event is None:
                 raise ApiError(500, "the engine failed, see its log")
             self.output_tokens += 1
-            offset = writer.length
-            text, finish_reason = writer.push(event)
-            tokens = []
-            if event.finish_reason != "stop":  # a stop token is no part of the answer
-                token_text = tokenizer.decode([event.token])
-                tokens = [WrittenToken(token_text, offset, event.logprob)]
-            yield Piece(text, tokens, finish_reason)
+            try:
+                with refusing("the tokenizer failed"):
+                    if writer is None:
+                        stream = TextStream(self.api.tokenizer, self.prompt)
+                        writer = Writer(stream, self.request_body.stops)
+                    piece = write_piece(writer, event)
+            except ValueError as error:
+                raise ApiError(500, str(error)) from error
+            finish_reason = piece.finish_reason
+            yield piece
 
     async def whole(self) -> AsyncIterator[str]:
         """The body of a response at once."""
@@ -188,12 +193,22 @@ class CompletionResponse(StreamingResponse):
         }
 
 
+def write_piece(writer: Writer, event: Event) -> Piece:
+    """The part of an answer that is certain with the token of an event."""
+    offset = writer.length
+    text, finish_reason = writer.push(event)
+    tokens = []
+    if event.finish_reason != "stop":  # a stop token is no part of the answer
+        tokens = [WrittenToken(writer.stream.token, offset, event.logprob)]
+    return Piece(text, tokens, finish_reason)
+
+
 class Api:
     """The HTTP interface to an EngineThread, whose engine has no tokenizer of its own.
 
     `chat` makes a prompt of messages, see load_chat. Clients of /v1 must send `key`, if there is
     one. A body has at most `max_body` bytes. `hosts` are names that clients may call this server
-    by, see checks.check_host."""
+    by, see checks.check_host. `sampling` has the defaults of temperature, top_p and top_k."""
 
     def __init__(
         self,
@@ -204,12 +219,14 @@ class Api:
         key: str | None = None,
         max_body: int = 2**20,
         hosts: Collection[str] = (),
+        sampling: SamplingParams = OPENAI_SAMPLING,
     ) -> None:
         self.thread = thread
         self.engine = thread.engine
         self.tokenizer = tokenizer
         self.name = name
         self.chat = chat
+        self.sampling = sampling
         self.key = key
         self.max_body = max_body
         self.max_len = thread.engine.scheduler.max_len
@@ -295,15 +312,16 @@ class Api:
             encode_prompt, body, self.tokenizer, self.chat, self.max_len
         )
         max_new_tokens = body.limit or max(1, self.max_len - len(prompt))
+        stop_token_ids = self.stop_token_ids(body)
+        given = body.model_dump(include={"temperature", "top_p", "top_k"}, exclude_none=True)
         try:
-            params = SamplingParams(
+            params = replace(
+                self.sampling,
                 max_new_tokens=max_new_tokens,
-                temperature=body.temperature,
-                top_k=body.top_k,
-                top_p=body.top_p,
                 seed=body.seed,
-                stop_token_ids=() if body.ignore_eos else tuple(self.tokenizer.stop_token_ids),
+                stop_token_ids=stop_token_ids,
                 logprobs=body.wants_logprobs,
+                **given,
             )
             self.check_length(body, len(prompt), max_new_tokens)
             submitted = await self.thread.call(
@@ -321,6 +339,24 @@ class Api:
         except ValueError as error:
             raise body.refusal(error) from error
         return CompletionResponse(self, body, prompt, submitted.request, submitted.events)
+
+    def stop_token_ids(self, body: RequestBody) -> tuple[int, ...]:
+        """The tokens that end the text: the tokenizer's, and stop strings that are special tokens.
+
+        Raises ApiError for a special token within a stop string: it is no part of any text."""
+        special_tokens = self.tokenizer.special_tokens
+        token_ids = set() if body.ignore_eos else set(self.tokenizer.stop_token_ids)
+        for stop in body.stops:
+            if stop in special_tokens:
+                token_ids.add(special_tokens[stop])
+                continue
+            inside = [token for token in special_tokens if token and token in stop]
+            if inside:
+                message = (
+                    f"stop={shorten(stop)}: {inside[0]} is a special token, and never in a text"
+                )
+                raise ApiError(400, f"{message}: stop at it alone", "stop")
+        return tuple(token_ids)
 
     def check_client(self, request: HttpRequest) -> None:
         """Raise ApiError unless the request sends the key, or there is none."""
@@ -350,7 +386,7 @@ def encode_prompt(body: RequestBody, tokenizer: Tokenizer, chat: Chat, max_len: 
 
     A text that certainly has `max_len` tokens or more is refused before it is encoded."""
     text = ""
-    tokens_to_drop = 0
+    encode = tokenizer.encode
     if isinstance(body, CompletionRequest):
         if not isinstance(body.prompt, str):
             return body.prompt
@@ -358,15 +394,19 @@ def encode_prompt(body: RequestBody, tokenizer: Tokenizer, chat: Chat, max_len: 
     elif isinstance(body, ChatRequest):
         try:
             text = chat(body.messages)
-        except Exception as error:  # a template may raise anything
-            raise ApiError(400, f"messages: no chat: {error!r}", "messages") from error
-        tokens_to_drop = len(tokenizer.encode(""))  # as BOS, which a template has, too
+        except ValueError as error:
+            message = str(error)  # names a field
+            if error.__cause__ is not None:  # the template raised it: the file is nobody's business
+                cause = error.__cause__
+                message = f"messages: no chat: {one_line(f'{type(cause).__name__}: {cause}')}"
+            raise ApiError(400, message, "messages") from error
+        encode = tokenizer.encode_chat or encode  # a template writes BOS itself
     fewest_tokens = tokenizer.fewest_tokens(text)
     if fewest_tokens >= max_len:
         message = f"{body.prompt_name} of at least {fewest_tokens} tokens: must be below {max_len}"
         raise ApiError(400, message, body.prompt_name, TOO_LONG)
     try:
-        return tokenizer.encode(text)[tokens_to_drop:]
+        return encode(text)
     except ValueError as error:
         message = f"{body.prompt_name}: cannot be encoded: {error}"
         raise ApiError(400, message, body.prompt_name) from error

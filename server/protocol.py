@@ -57,9 +57,14 @@ class ApiError(HTTPException):
 class WrittenToken(NamedTuple):
     """A token of an answer."""
 
-    text: str
+    spelled: bytes  # which may be a part of a character
     offset: int  # the place of its text in the answer, in characters
     logprob: float | None
+
+    @property
+    def text(self) -> str:
+        """Its text, in which a part of a character is a replacement character."""
+        return self.spelled.decode(errors="replace")
 
 
 class Piece(NamedTuple):
@@ -83,9 +88,9 @@ class RequestBody(BaseModel, strict=True, extra="forbid"):
 
     model: str
     max_tokens: PositiveInt | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    temperature: float | None = None  # None: as the server's defaults
+    top_p: float | None = None
+    top_k: int | None = None
     seed: int = Field(default_factory=partial(random.getrandbits, 63))
     stop: StopString | Annotated[list[StopString], Field(max_length=4)] = []
     stream: bool = False
@@ -141,8 +146,8 @@ class RequestBody(BaseModel, strict=True, extra="forbid"):
             return cls.model_validate(_without_neutral_values(fields))
         except ValidationError as validation:
             error = validation.errors(include_url=False, include_input=False)[0]
-        path = [str(part)[:100] for part in error["loc"] if part != "[key]"]
-        field = path[0]
+        path = [part for part in error["loc"] if part != "[key]"]
+        field = str(path[0])[:100]
         if error["type"] == "extra_forbidden":
             reason = "is not supported here"
         elif error["type"] != "missing" and field in FIELDS_OF_TWO_TYPES:
@@ -150,7 +155,7 @@ class RequestBody(BaseModel, strict=True, extra="forbid"):
             reason = f"must be {FIELDS_OF_TWO_TYPES[field]}"
         else:
             reason = error["msg"].removeprefix("Value error, ")
-        raise ApiError(400, f"{'.'.join(path)}: {reason}", field)
+        raise ApiError(400, f"{_place(path)}: {reason}", field)
 
     def refusal(self, error: ValueError) -> ApiError:
         """An error of the engine in the words of the client, with the field that it is about."""
@@ -159,6 +164,12 @@ class RequestBody(BaseModel, strict=True, extra="forbid"):
         first_word = re.match(r"\w*", message)
         field = first_word[0] if first_word else ""
         return ApiError(400, message, field if field in type(self).model_fields else None)
+
+
+def _place(path: Sequence[str | int]) -> str:
+    """The name of a place in a body, as OpenAI writes it: messages[0].content."""
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part[:100]}" for part in path]
+    return "".join(parts).removeprefix(".")
 
 
 def _count_parts(json_bytes: bytes) -> int:
@@ -249,7 +260,8 @@ class CompletionRequest(RequestBody):
 class ChatRequest(RequestBody):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[dict], Field(min_length=1, fail_fast=True)]  # for the chat template
+    # what is in a message is checked by the chat, see pretrained/chat.py
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: PositiveInt | None = None
     logprobs: bool = False
 
@@ -290,16 +302,14 @@ class ChatRequest(RequestBody):
 
 
 def _chat_logprobs(tokens: Sequence[WrittenToken]) -> dict[str, object]:
-    """The log-probabilities of a chat. A token that is only a part of a character has no bytes."""
-    content = []
-    for token in tokens:
-        complete = "\ufffd" not in token.text
-        content.append(
-            {
-                "token": token.text,
-                "logprob": token.logprob,
-                "bytes": list(token.text.encode()) if complete else None,
-                "top_logprobs": [],
-            }
-        )
+    """The log-probabilities of a chat. The bytes of all tokens make up the text."""
+    content = [
+        {
+            "token": token.text,
+            "logprob": token.logprob,
+            "bytes": list(token.spelled),
+            "top_logprobs": [],
+        }
+        for token in tokens
+    ]
     return {"content": content}

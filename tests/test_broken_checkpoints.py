@@ -10,6 +10,7 @@ import re
 import resource
 import shutil
 import struct
+import sys
 import time
 
 import pytest
@@ -275,6 +276,75 @@ def test_a_long_context_that_does_not_fit_is_refused_before_it_is_made(copy, mon
     monkeypatch.setattr("model.rope_table", lambda *_: pytest.fail("made a table"))
     monkeypatch.setattr("hardware.memory._free_in_all", lambda device: 2**30)
     assert "this model: takes 7.5 GB, 1.1 GB are free" in check(directory)
+
+
+ENDLESS = dict(direction="Right", pad_id=0, pad_type_id=0, pad_token="<unk>")
+ENDLESS |= dict(strategy={"Fixed": 10**9}, pad_to_multiple_of=None)
+CUT = dict(direction="Right", max_length=1, strategy="LongestFirst", stride=0)
+LONG_PREFIX = {"type": "Prepend", "prepend": "a" * 100_000}
+
+
+@pytest.mark.parametrize(
+    "edit, message",
+    [
+        (put(padding=ENDLESS), ""),
+        (
+            put(
+                truncation=dict(direction="Right", max_length=1, strategy="LongestFirst", stride=0)
+            ),
+            "",
+        ),
+        (put(normalizer=LONG_PREFIX), "tokenizer.json: not a tokenizer: .*10,000 characters"),
+    ],
+)
+def test_a_tokenizer_fills_up_and_cuts_nothing(copy, edit, message):
+    directory = copy()
+    path = directory / "tokenizer.json"
+    path.write_text(json.dumps(edit(json.loads(path.read_text()))))
+    began = time.monotonic()
+    assert re.search(message, check(directory))
+    assert time.monotonic() - began < 20
+    if not message:
+        assert len(load_tokenizer(directory).encode("hello hello hello")) == 4
+
+
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}"
+BOMBS = {  # templates that would take gigabytes, or hours
+    "{{ 'a' * 10**9 }}": "OverflowError",
+    "{{ 1000000000 * 'a' }}": "OverflowError",
+    "{% set x = 'a' * 1000 %}{{ x * 1000000 }}": "OverflowError",
+    "{{ messages * 1000000 | int }}": "OverflowError",
+    "{{ 10 ** (10 ** 8) }}": "OverflowError",
+    "{{ 'a' | center(1000000000) }}": "OverflowError",
+    "{{ 'a' | indent(width=1000000000) }}": "OverflowError",
+    "{{ 'a'.ljust(1000000000) }}": "OverflowError",
+    LOOPS + "aaaaaaaaaa{% endfor %}{% endfor %}": "OverflowError|TimeoutError",
+    LOOPS + "{% endfor %}{% endfor %}": "TimeoutError",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError",
+}
+
+
+@pytest.mark.parametrize("template", BOMBS)
+def test_a_template_that_takes_too_long_is_refused_in_time(copy, template, monkeypatch):
+    monkeypatch.setattr("pretrained.chat.RENDER_S", 0.5)
+    directory = copy()
+    (directory / "chat_template.jinja").write_text(template)
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=f"^{directory}: chat template: ({BOMBS[template]}):"):
+        load_chat(directory)
+    assert time.monotonic() - began < 10
+
+
+def test_the_limits_of_a_template_are_for_no_one_else(copy):
+    directory = copy()
+    text = "{{ 'ab' * 3 }} {{ 2 ** 10 }} {{ 7 % 4 }} {{ 'a' | center(3) }}"
+    text += "{{ '%d' | format(10**9) }} {{ 'a'.ljust(3) }}{{ (10**9) | tojson }}"
+    (directory / "chat_template.jinja").write_text(text)
+    assert load_chat(directory)(MESSAGES) == "ababab 1024 3  a 1000000000 a  1000000000"
+    transformers = pytest.importorskip("transformers")
+    inner = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    assert inner.apply_chat_template(MESSAGES, tokenize=False) == load_chat(directory)(MESSAGES)
+    assert sys.getprofile() is None
 
 
 def test_an_index_is_not_read_and_cannot_name_other_files(copy):

@@ -14,12 +14,15 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from engine import Engine
 from kv_cache import KVCache, Span
-from model import GPT
+from model import GPT, rope_table
 from pretrained import checkpoints
 from pretrained.geometry import GPTConfig, RopeScaling
 from pretrained.presets import PRESETS
+from sampling import SamplingParams
 from tests.helpers import run
 
 VOCAB = 97
@@ -351,6 +354,67 @@ def test_config_of_transformers_4_and_5_mean_the_same(tmp_path, kind, type_keys)
     assert checkpoints.read_config(tmp_path) == expected
 
 
+def without(key, options=FREQUENCIES, **more):
+    return {name: value for name, value in options.items() if name != key} | more
+
+
+def plain(theta):
+    return dict(rope_type="default", rope_theta=theta)
+
+
+# Where a fact of RoPE may stand, beside what else: config.json has it in several places.
+LENGTH = "original_max_position_embeddings"
+ROPE_PLACES = {
+    "theta beside": dict(rope_theta=5e5),
+    "theta in rope_parameters": dict(rope_parameters=plain(5e5)),
+    "theta in rope_scaling": dict(rope_scaling=plain(5e5)),
+    "theta twice": dict(rope_theta=1e3, rope_parameters=plain(5e5)),
+    "theta beside rope_scaling": dict(rope_theta=5e5, rope_scaling=FREQUENCIES),
+    "an empty rope_scaling": dict(rope_scaling={}, rope_parameters=plain(5e5)),
+    "rope_scaling and rope_parameters": dict(rope_scaling=FREQUENCIES, rope_parameters=plain(5e5)),
+    "type": dict(rope_scaling=without("rope_type", type="llama3")),
+    "another type": dict(rope_scaling=FREQUENCIES | dict(type="default")),
+    "another rope_type": dict(rope_scaling=FREQUENCIES | dict(type="llama3", rope_type="default")),
+    "length inside": dict(rope_scaling=FREQUENCIES | {LENGTH: 64}),
+    "length beside": dict(rope_scaling=FREQUENCIES) | {LENGTH: 64},
+    "length beside rope_parameters": dict(rope_parameters=FREQUENCIES) | {LENGTH: 64},
+    "length twice": dict(rope_scaling=FREQUENCIES | {LENGTH: 512}) | {LENGTH: 64},
+    "length nowhere": dict(rope_scaling=FREQUENCIES),
+}
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("place", ROPE_PLACES)
+def test_rope_is_that_of_transformers_wherever_it_stands(tmp_path, model_type, place):
+    ours = read(tmp_path, **sized(model_type), **ROPE_PLACES[place])
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    frequencies = LlamaRotaryEmbedding(theirs).inv_freq
+    minus_sines = rope_table(ours, "cpu", torch.float64, 2)[1, 1, 0, : len(frequencies)]
+    torch.testing.assert_close(-minus_sines.asin().float(), frequencies, rtol=1e-6, atol=0)
+
+
+SIZES_OF_GPT2 = ["n_embd", "n_layer", "n_head", "n_positions"]
+OTHER_NAMES = ["hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"]
+NAMES = {  # options of GPT-2 beside, or instead of, those that it is published with
+    "its own": {},
+    "LLaMA's": dict(zip(OTHER_NAMES, (96, 2, 4, 64), strict=True)),
+    "eps of both": dict(rms_norm_eps=1e-3),
+    "nulls": dict(n_inner=None, head_dim=None, num_key_value_heads=None),
+}
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_sizes_of_gpt2_are_those_of_transformers_under_each_name(tmp_path, names):
+    published = PUBLISHED["gpt2"]
+    if names == "LLaMA's":
+        published = {key: value for key, value in published.items() if key not in SIZES_OF_GPT2}
+    ours = read(tmp_path, **published | NAMES[names])
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    sizes = [ours.n_embd, ours.n_layer, ours.n_head, ours.max_positions]
+    assert sizes == [getattr(theirs, name) for name in SIZES_OF_GPT2]
+    assert ours.norm_eps == theirs.layer_norm_epsilon
+
+
 # model_type, window, options, positions
 WINDOWS = [("mistral", 100, {}, 100), ("mistral", 9000, {}, 5000), ("mistral", None, {}, 5000)]
 WINDOWS += [("qwen2", 100, {}, 5000), ("qwen2", 100, dict(use_sliding_window=True), 100)]
@@ -477,6 +541,26 @@ def test_weights_that_are_not_finite_in_their_dtype_are_refused(save, value):
         GPT.from_pretrained(file.parent, dtype=torch.float16)
 
 
+def test_a_long_context_costs_nothing_until_a_request_may_be_long(save, monkeypatch):
+    directory = save("llama 3")
+    edit(directory / "config.json", lambda c: c.update(max_position_embeddings=2**24))
+    lengths = []
+
+    def counted(config, device, dtype, positions):
+        lengths.append(positions)
+        return rope_table(config, device, dtype, positions)
+
+    monkeypatch.setattr("model.rope_table", counted)
+    model = GPT.from_pretrained(directory, dtype=torch.float64)
+    tokens = [3] * 70
+    logits = all_logits(model, tokens)
+    assert max(lengths) == 4096
+    long_request = Engine(model, max_len=5000, max_batch=1)
+    long_request.generate([[3] * 4998], SamplingParams(2), progress=False)
+    assert max(lengths) == len(model.rope) == 5000
+    torch.testing.assert_close(all_logits(model, tokens), logits, rtol=0, atol=0)
+
+
 def test_sizes_that_do_not_fit_are_refused_before_allocation(save):
     directory = save()
     edit(directory / "config.json", lambda c: c.update(hidden_size=2**22, intermediate_size=2**22))
@@ -497,7 +581,8 @@ def test_weights_in_no_file_or_one_that_is_not_safetensors(save):
 READ = [
     *("config.json", "generation_config.json", "model.safetensors", SHARD, "tokenizer.json"),
     *("tokenizer.model", "original/tokenizer.model", "tokenizer_config.json"),
-    "chat_template.jinja",
+    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    "additional_chat_templates/rag.jinja",
 ]
 NEVER_READ = [
     *("pytorch_model.bin", "consolidated.safetensors", "original/consolidated.00.pth"),

@@ -287,6 +287,52 @@ def test_text_of_a_prompt_that_ends_within_a_character(monkeypatch):
     assert engine.generate([[0x61]], SamplingParams(1))[0].text == "\ufffd"
 
 
+def good(ids):
+    return " ".join(map(str, ids))
+
+
+def broken(failure):
+    """A tokenizer that cannot decode token 25: `failure` is what it does then."""
+    return Tokenizer(lambda text: [int(text)], lambda ids: failure() if 25 in ids else good(ids))
+
+
+def panic():
+    raise BaseException("a panic")
+
+
+FAILURES = {
+    "raises": lambda: 1 / 0,
+    "panics": panic,
+    "None": lambda: None,
+    "bytes": lambda: b"x",
+    "half a surrogate": lambda: "\ud800",
+    "a list": lambda: ["x"],
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_tokenizer_that_fails_ends_its_request_and_no_other(model, failure):
+    expected = make_engine(model).generate([[1, 2], [3]], SamplingParams(4), progress=False)
+    engine = make_engine(model, tokenizer=broken(FAILURES[failure]))
+    completions = engine.generate([[1, 2], [25], [3]], SamplingParams(4), progress=False)
+    first, bad, last = completions
+    assert [c.tokens for c in (first, last)] == [c.tokens for c in expected]
+    assert [c.finish_reason for c in completions] == ["length", "error", "length"]
+    assert bad.text is None and bad.error.startswith("the tokenizer failed: ")
+    assert len(bad.tokens) == 4 and first.error is None
+    assert first.text == "".join(f" {token}" for token in first.tokens)
+
+
+def test_a_request_whose_tokenizer_fails_can_be_aborted_and_is_told_by_its_event(model):
+    engine = make_engine(model, tokenizer=broken(FAILURES["raises"]))
+    ids = [engine.add_request([25], SamplingParams(n)) for n in (1, 4)]
+    (event,) = [e for e in engine.step() if e.request_id == ids[0]]
+    assert event.finish_reason == event.completion.finish_reason == "error"
+    completion = engine.abort(ids[1])
+    assert (completion.finish_reason, completion.text) == ("abort", None)
+    assert finished(engine) == []
+
+
 def test_a_request_may_bring_its_id(model):
     engine = make_engine(model)
     params = SamplingParams(2)

@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from pretrained.tokenizers import TextStream, byte_tokenizer, load_tokenizer
+from pretrained.tokenizers import (
+    BYTE_OF_LETTER,
+    TextStream,
+    byte_tokenizer,
+    decode_output,
+    load_chat,
+    load_tokenizer,
+)
 
 TEXTS = ["", "hello hello", "  two  spaces ", "naïve café", "日本語", "👩‍👩‍👧 ok 👍🏽"]
 TEXTS += ["tab\tnew\nline\r\n", "1234 it's IT'S"]
@@ -328,3 +335,202 @@ def test_a_file_that_is_broken_or_something_else_is_named(tmp_path, name, conten
     with pytest.raises(ValueError, match=f"{tmp_path / name}: ") as error:
         load_tokenizer(tmp_path)
     assert str(error.value).isprintable()
+
+
+def in_bytes(kind, data):
+    """Tokens that spell these bytes, one for each, whether they are text or not."""
+    if kind == "sentencepiece":
+        return [3 + byte for byte in data]
+    if kind == "byte level":
+        letters = {byte: letter for letter, byte in BYTE_OF_LETTER.items()}
+        vocabulary = byte_level_tokenizer().get_vocab()
+        return [vocabulary[letters[byte]] for byte in data]
+    return list(data)
+
+
+HALF = b"\xf0\x9f"  # of an emoji
+PROMPTS_AND_OUTPUTS = [  # in bytes, and the text of the output
+    (b"abc\xef\xbf\xbd", b"xyz", "xyz"),  # U+FFFD, a whole character
+    (b"abc\xef\xbf\xbd\xef\xbf\xbd", b"xyz", "xyz"),
+    (b"abc" + HALF, b"xyz", "xyz"),
+    (b"abc" + HALF, b"", ""),
+    (b"abc" + HALF, b"\x91\x8d!", "👍!"),
+    (b"abc" + HALF, b"\x91!", "\ufffd!"),  # a part of the output
+    (b"abc" + HALF, b"\x80", "\ufffd"),
+    (b"abc\xef\xbf", b"\xbd!", "\ufffd!"),  # which is the character that the output completes
+    (b"abc\xe9", b"\xff!", "\ufffd!"),  # which does not go on
+    (b"abc" + b"\x80" * 40, b"xyz", "xyz"),
+    (b"abc" + b"\x80" * 40, "👍".encode(), "👍"),
+    (b"abc\x80\xf0", b"\x9f\x91\x8d", "👍"),
+    (b"abc", b"x" + b"\x80" * 40 + "é👍".encode(), "x" + "\ufffd" * 40 + "é👍"),
+    (b"abc", b"x\xef\xbf\xbd", "x\ufffd"),
+    (b"abc", b"x\xef\xbf\xbdy" + HALF, "x\ufffdy\ufffd"),
+    (b"", b"x", "x"),
+]
+
+
+@every_kind
+@pytest.mark.parametrize("prompt, output, text", PROMPTS_AND_OUTPUTS)
+def test_prompt_and_output_are_taken_apart_by_their_tokens(every, kind, prompt, output, text):
+    tokenizer = every[kind]
+    output_bytes = output
+    prompt = in_bytes(kind, prompt)
+    output = in_bytes(kind, output)
+    silent = [] if kind == "bytes" else [100_000]
+    for between in ([], silent * 50):
+        tokens = [*prompt, *between, *output]
+        assert decode_output(tokenizer, tokens, len(prompt)) == text
+        stream = TextStream(tokenizer, prompt)
+        pieces = []
+        spelled = []
+        for token in tokens[len(prompt) :]:
+            pieces.append(stream.push(token))
+            spelled.append(stream.token)
+        assert "".join(pieces) + stream.flush() == text
+        assert b"".join(spelled) == output_bytes  # of half characters, too
+
+
+def test_a_space_is_kept_after_a_prompt_however_many_special_tokens_it_ends_with(every):
+    hello = 3 + 256 + 9
+    stream = TextStream(every["sentencepiece"], [1, hello, *[2] * 100])
+    assert stream.push(hello) + stream.push(2) + stream.push(hello) == " hello hello"
+
+
+@every_kind
+@pytest.mark.parametrize("held", ["half a character", "no text"])
+def test_the_cost_of_a_token_does_not_grow_with_what_is_held_back(every, kind, held):
+    lengths = []
+
+    def decode(ids):
+        lengths.append(len(ids))
+        return every[kind].decode(ids)
+
+    tokenizer = every[kind]._replace(decode=decode)
+    [token] = in_bytes(kind, b"\x80") if held == "half a character" else [100_000]
+    stream = TextStream(tokenizer, [token] * 500)
+    before = len(lengths)
+    for _ in range(500):
+        stream.push(token)
+    assert max(lengths) <= 2 and len(lengths) - before <= 3 * 500
+    assert before <= 1500
+
+
+MESSAGES = [{"role": "user", "content": "hi <b> <s> there"}]
+TURN = "{% for m in messages %}<a>{{ m['content'] }} <b> x{% endfor %}"
+FLAGS = dict(lstrip=False, rstrip=False, normalized=False, single_word=False)
+
+
+def added(**flags):
+    """The tokens <a> and <b>, as tokenizer_config.json has them."""
+    tokens = [{"content": name, "special": True} | FLAGS | flags for name in ("<a>", "<b>")]
+    return {str(300 + i): token for i, token in enumerate(tokens)}
+
+
+FLAGGED = {"__type": "AddedToken", "content": "<b>"} | FLAGS | dict(lstrip=True)
+SETTINGS = "tokenizer_config.json"
+SPECIALS = "special_tokens_map.json"
+ADDED = "added_tokens.json"
+PLACES = {  # files beside a tokenizer.json that does not know <a> and <b>
+    "nowhere": {},
+    "added_tokens_decoder": {SETTINGS: dict(added_tokens_decoder=added())},
+    "that strip": {SETTINGS: dict(added_tokens_decoder=added(lstrip=True, rstrip=True))},
+    "normalized": {SETTINGS: dict(added_tokens_decoder=added(normalized=True))},
+    "single words": {SETTINGS: dict(added_tokens_decoder=added(single_word=True))},
+    "not special": {SETTINGS: dict(added_tokens_decoder=added(special=False))},
+    "eos_token": {SETTINGS: dict(eos_token="<b>", bos_token="<a>")},
+    "an eos_token with flags": {SETTINGS: dict(eos_token=FLAGGED)},
+    "extra_special_tokens": {SETTINGS: dict(extra_special_tokens=["<a>", "<b>"])},
+    "named extra_special_tokens": {SETTINGS: dict(extra_special_tokens={"image_token": "<a>"})},
+    "additional_special_tokens": {SETTINGS: dict(additional_special_tokens=["<a>", "<b>"])},
+    "a token of another name": {SETTINGS: dict(image_token="<a>", audio_token="<b>")},
+    SPECIALS: {SPECIALS: dict(eos_token="<b>", additional_special_tokens=["<a>"])},
+    "special_tokens_map.json with flags": {SPECIALS: dict(eos_token=FLAGS | dict(content="<b>"))},
+    "special_tokens_map.json, not read": {
+        SETTINGS: dict(added_tokens_decoder=added()),
+        SPECIALS: dict(eos_token="<c>"),
+    },
+    ADDED: {ADDED: {"<a>": 300, "<b>": 301}},
+    "added_tokens.json, one special": {
+        ADDED: {"<a>": 300, "<b>": 301},
+        SETTINGS: dict(eos_token="<b>"),
+    },
+    "cut to pieces": {SETTINGS: dict(added_tokens_decoder=added(), split_special_tokens=True)},
+    "add_bos_token": {SETTINGS: dict(bos_token="<a>", eos_token="<b>", add_bos_token=True)},
+}
+TEMPLATES = {  # files with a chat template
+    "a text": {SETTINGS: dict(chat_template=TURN)},
+    "named texts": {
+        SETTINGS: dict(
+            chat_template=[
+                {"name": "default", "template": TURN},
+                {"name": "tool_use", "template": "no"},
+            ]
+        )
+    },
+    "chat_template.jinja": {"chat_template.jinja": TURN},
+    "two places": {"chat_template.jinja": TURN, SETTINGS: dict(chat_template="no")},
+    "additional_chat_templates": {
+        "chat_template.jinja": TURN,
+        "additional_chat_templates/rag.jinja": "no",
+    },
+    "bos in the template": {
+        SETTINGS: dict(bos_token="<s>", chat_template="{{ bos_token }}" + TURN)
+    },
+}
+
+
+def write_files(path, files):
+    (path / "additional_chat_templates").mkdir()
+    for name, content in files.items():
+        if isinstance(content, str):
+            (path / name).write_text(content)
+        else:
+            kind = {"tokenizer_class": "PreTrainedTokenizerFast"} if name == SETTINGS else {}
+            write_json(path / name, kind | content)
+
+
+@pytest.mark.parametrize("make", [byte_level_directory, sentencepiece_directory])
+@pytest.mark.parametrize("place", PLACES)
+def test_added_tokens_are_those_of_transformers_wherever_they_stand(tmp_path, make, place):
+    transformers = pytest.importorskip("transformers")
+    make(tmp_path)
+    write_files(tmp_path, PLACES[place])
+    ours = load_tokenizer(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    theirs.backend_tokenizer.no_truncation()
+    theirs.backend_tokenizer.no_padding()
+    for text in ("x <a> y<b> z", "<a><b>", "a<a>b <s>", "<b>\n"):
+        ids = theirs.backend_tokenizer.encode(text).ids
+        assert ours.encode(text) == ids
+        assert ours.encode_chat(text) == theirs.encode(text, add_special_tokens=False)
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    specials = theirs.added_tokens_decoder.items()
+    assert ours.special_tokens == {str(token): i for i, token in specials if token.special}
+
+
+@pytest.mark.parametrize("appends", [False, True])
+@pytest.mark.parametrize("place", TEMPLATES)
+def test_chats_are_those_of_transformers_wherever_the_template_stands(tmp_path, place, appends):
+    """Also if the tokenizer puts something before and behind each text by itself."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("jinja2")
+    inner = byte_level_tokenizer()
+    inner.add_special_tokens(["<s>", "<a>", "<b>"])
+    if appends:
+        ends = [(name, inner.token_to_id(name)) for name in ("<s>", "<b>")]
+        inner.post_processor = processors.TemplateProcessing("<s> $A <b>", special_tokens=ends)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    write_files(tmp_path, TEMPLATES[place])
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    right = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    ours = load_tokenizer(tmp_path)
+    assert ours.encode_chat(load_chat(tmp_path)(MESSAGES)) == right
+    assert len(ours.encode("")) == 2 * appends
+
+
+def test_the_end_of_a_text_is_the_tokenizers_if_no_file_says_it(tmp_path):
+    byte_level_directory(tmp_path)
+    write_json(tmp_path / "tokenizer_config.json", {"eos_token": "<eos>"})
+    assert load_tokenizer(tmp_path).stop_token_ids == {0}
+    write_json(tmp_path / "config.json", {"eos_token_id": [5, 6]})
+    assert load_tokenizer(tmp_path).stop_token_ids == {5, 6}
