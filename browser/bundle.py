@@ -24,6 +24,7 @@ TEMPLATE = "policies/template.py"
 FILES = (  # relative to ROOT
     "config.py",
     "errors.py",
+    "files.py",
     "kv_cache.py",
     "outputs.py",
     "scheduler.py",

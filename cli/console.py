@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from errors import one_line
 from hardware.torchrun import find_place
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -21,6 +22,18 @@ TWICE_S = 0.5  # `timeout` and others send a signal to the process and then to i
 BROKEN_PIPE_STATUS = 141  # 128 + SIGPIPE
 REQUIREMENTS = ("requirements.txt", "server/requirements.txt", "requirements-dev.txt")
 USER_ERRORS = (ValueError, ImportError, OSError, MemoryError)  # a user or a machine can cause them
+
+
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
+
+
+class Terminal(TextIOWrapper):
+    """A terminal that shows control characters and does not obey them: texts of models and of
+    servers may have any."""
+
+    def write(self, text: str, /) -> int:
+        """As of TextIOWrapper."""
+        return super().write(CONTROLS.sub(lambda match: repr(match.group())[1:-1], text))
 
 
 class Ending(NamedTuple):
@@ -92,6 +105,8 @@ def _prepare_streams() -> None:
         sys.stdout = _null_stream()
     if place.local_rank > 0:
         sys.stderr = _null_stream()
+    if sys.stdout.isatty():
+        sys.stdout = Terminal(sys.stdout.buffer, sys.stdout.encoding)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace", line_buffering=True)
@@ -115,7 +130,7 @@ def explain(error: BaseException) -> int | str | None:
         return BROKEN_PIPE_STATUS
 
     name = type(error).__name__
-    text = str(error).strip().split("\n")[0] or name
+    text = one_line(str(error).strip().split("\n")[0]) or name
     place = where_it_failed(error)
     if place:  # in a custom policy
         return f"error: {place}: {name}: {text}"

@@ -17,6 +17,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from errors import one_line
+from files import new_file
 from policies import ALL_POLICIES, find_policy
 from policies.custom import where_it_failed
 
@@ -66,7 +68,7 @@ class OptionParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with one line: "--chunk 0: must be ...", not argparse's usage and "argument"."""
-        message = re.sub(r"^argument (\S+): ", r"\1 ", message.replace("\n", " "))
+        message = re.sub(r"^argument (\S+): ", r"\1 ", one_line(message))
         self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
 
 
@@ -256,15 +258,9 @@ def write_json(options: Any, report: Mapping[str, object]) -> None:
 
 
 def write_text(file: str | os.PathLike[str], text: str) -> None:
-    """Write the text to a file: all of it, or the file stays as it was; or to a pipe."""
-    path = Path(file)
-    if path.exists() and not path.is_file() or str(file).startswith("/dev/"):
+    """Write the text to a new_file."""
+    with new_file(file) as path:
         path.write_text(text, "utf-8")
-        return
-    path = path.resolve()  # a link stays one
-    part = path.with_name(f"{path.name[:200]}.part")
-    part.write_text(text, "utf-8")
-    part.replace(path)
 
 
 def wrote(*files: str | Path | None) -> None:

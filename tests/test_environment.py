@@ -1,5 +1,7 @@
 """Whatever a user, a machine or a signal does: one clear line, and a status that says so."""
 
+import errno
+import io
 import os
 import re
 import shlex
@@ -8,11 +10,13 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 import bench
 import sample
@@ -23,6 +27,8 @@ from hardware.memory import check_memory, free_bytes
 from lab.commands import overhead
 from policies import find_policy, make_scheduler
 from tests.test_bench import HERE, TINY_MODEL, parse_model
+from views.site import write_packed
+from views.style import finish, new_figure
 
 SERVE = "serve --simulate a100-80gb --preset yi-34b --tp 2 --requests 8 --policies vllm"
 ASCII = "PYTHONCOERCECLOCALE=0 PYTHONUTF8=0"  # or C would not be ASCII
@@ -134,7 +140,7 @@ def test_a_file_that_cannot_be_written_is_found_before_the_run(option, tmp_path,
     assert set(os.listdir(tmp_path)) == left and (tmp_path / "there.png").read_text() == "kept"
 
 
-def test_what_is_written_is_whole_or_not_there(tmp_path, monkeypatch):
+def test_a_link_a_pipe_and_a_device_stay_what_they_are(tmp_path):
     file = tmp_path / "file"
     link = tmp_path / "link"
     link.symlink_to(file)
@@ -150,15 +156,38 @@ def test_what_is_written_is_whole_or_not_there(tmp_path, monkeypatch):
     assert os.read(pipe, 9) == b"two" and (tmp_path / "pipe").is_fifo()
     os.unlink(tmp_path / "pipe")
 
-    def half(path, text, *_, **__):
-        with open(path, "w") as file:
-            file.write(text[:1])
-        raise KeyboardInterrupt
 
-    monkeypatch.setattr(options.Path, "write_text", half)
-    with pytest.raises(KeyboardInterrupt):
-        options.write_text(link, "two")
+WRITERS = {  # what writes it: (the function of a library that it calls, a call)
+    "text": (Path, "write_text", lambda path: options.write_text(path, "two")),
+    "site": (Path, "write_bytes", lambda path: write_packed(path.parent, path.name, "two")),
+    "picture": (Figure, "savefig", lambda path: finish(new_figure(1), "two", path)),
+}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(errno.ENOSPC, "disk full")])
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_file_that_cannot_be_written_stays_as_it_was(kind, error, tmp_path, monkeypatch):
+    library, name, write = WRITERS[kind]
+    file = tmp_path / "file.png"
+    link = tmp_path / "link.png"
+    link.symlink_to(file)
+    file.write_text("one")
+
+    def half(*arguments):
+        path = next(argument for argument in arguments if isinstance(argument, Path))
+        with path.open("w") as opened:
+            opened.write("t")
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(library, name, half)
+        with pytest.raises(type(error) if isinstance(error, OSError) else error):
+            write(link)
     assert file.read_text() == "one" and link.is_symlink()
+    assert {*os.listdir(tmp_path)} == {"file.png", "link.png"}
+    write(link)
+    assert file.read_bytes() != b"one" and link.is_symlink()
+    assert {*os.listdir(tmp_path)} == {"file.png", "link.png"}
 
 
 def test_memory_is_asked_for_before_it_is_taken(monkeypatch):
@@ -197,6 +226,22 @@ def test_what_a_user_can_cause_is_an_exit():
     for kind in (KeyError, RuntimeError, AssertionError):  # an error of ours has its traceback
         with pytest.raises(kind):
             console.run(Mock(side_effect=kind("nothing")))
+
+
+CONTROLS = "a\x1b[2J\x07b\x9b\r"
+
+
+def test_control_characters_of_others_do_not_reach_a_terminal(monkeypatch, capsys):
+    assert exit_code(Mock(side_effect=ValueError(CONTROLS))).isprintable()
+    with pytest.raises(SystemExit):
+        bench.parse_args(["--chunk", CONTROLS])
+    assert capsys.readouterr().err.strip("\n").isprintable()
+    written = io.BytesIO()
+    stream = io.TextIOWrapper(written, "utf-8")
+    monkeypatch.setattr("sys.stdout", stream)
+    monkeypatch.setattr(written, "isatty", lambda: True, raising=False)
+    console.run(lambda: print(f"é\t{CONTROLS}\n😀"))
+    assert written.getvalue().decode() == "é\ta\\x1b[2J\\x07b\\x9b\\r\n😀\n"
 
 
 def test_an_error_in_a_custom_policy_names_its_place(tmp_path, capsys):

@@ -1,6 +1,6 @@
 """`bench.py gpu`: steps that are processes, each with a limit, and a folder that says what is done.
 
-No GPU is needed: steps are small programs, or the smallest model on a CPU."""
+No GPU is needed: one is pretended, and steps are small programs, or the smallest model on a CPU."""
 
 import json
 import sys
@@ -16,7 +16,16 @@ from lab.commands.gpu import DONE, LIMIT_S, Step, all_steps, largest_preset, run
 from lab.papers.measured import CLAIMS
 
 MACHINE = {"device": "a GPU", "preset": "llama-tiny"}
-CPU = ["gpu", "--device", "cpu", "--preset", "llama-tiny"]
+A100 = SimpleNamespace(total_memory=80 * 10**9, major=8, minor=0, multi_processor_count=108)
+
+
+@pytest.fixture
+def a100(monkeypatch):
+    """A GPU that is pretended."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: A100)
 
 
 def program(name, text, limit_s=60.0):
@@ -72,6 +81,7 @@ def test_a_step_that_runs_out_of_time_may_keep_what_it_has(tmp_path):
     assert (tmp_path / "long.part.txt").read_text() == "begun\nkept\n"
 
 
+@pytest.mark.usefixtures("a100")
 def test_an_interrupt_keeps_what_is_done_and_the_next_run_goes_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "all_steps", lambda *_: [Step(name, []) for name in "abc"])
     ran = []
@@ -84,7 +94,7 @@ def test_an_interrupt_keeps_what_is_done_and_the_next_run_goes_on(tmp_path, monk
         return DONE
 
     monkeypatch.setattr(gpu, "run_step", run_until_b)
-    argv = [*CPU, "--out", str(tmp_path)]
+    argv = ["gpu", "--out", str(tmp_path)]
     with pytest.raises(KeyboardInterrupt):
         bench.main(argv)
     assert capsys.readouterr().out.splitlines()[-1].startswith("interrupted: ")
@@ -99,11 +109,12 @@ def test_an_interrupt_keeps_what_is_done_and_the_next_run_goes_on(tmp_path, monk
     assert [step["status"] for step in steps.values()] == [DONE] * 3
 
 
+@pytest.mark.usefixtures("a100")
 def test_a_run_with_a_step_that_failed_ends_with_its_name(tmp_path, monkeypatch, capsys):
     steps = [program("bad", "raise SystemExit(3)"), program("good", "print('a table')")]
     monkeypatch.setattr(gpu, "all_steps", lambda *_: steps)
     with pytest.raises(SystemExit) as end:
-        bench.main([*CPU, "--out", str(tmp_path)])
+        bench.main(["gpu", "--out", str(tmp_path)])
     assert end.value.code == 1
     assert capsys.readouterr().out.splitlines()[-1].endswith("table-2.txt; not done: bad")
 
@@ -111,18 +122,24 @@ def test_a_run_with_a_step_that_failed_ends_with_its_name(tmp_path, monkeypatch,
 @pytest.mark.parametrize(
     "words, message",
     [
-        ([], "--device cuda:99: torch .* sees . CUDA devices"),
-        (["--device", "cpu", "--only", "serve,x"], "--only x: the steps are tests, chunk-256, "),
-        (["--device", "cpu", "--preset", "gpt2"], "is of preset llama-tiny, not gpt2; or --fresh"),
+        (["--device", "cuda:99"], "--device cuda:99: torch .* sees 1 CUDA devices"),
+        (["--only", "serve,x"], "--only x: the steps are tests, chunk-256, "),
+        (["--preset", "gpt2"], "is of preset llama-tiny, not gpt2; or --fresh"),
     ],
 )
+@pytest.mark.usefixtures("a100")
 def test_what_makes_no_sense_is_refused_before_any_step(words, message, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "run_step", None)
-    machine = {"device": gpu.timing.device_name(gpu.torch.device("cpu")), "preset": "llama-tiny"}
-    gpu.write_outcomes(tmp_path, machine, {})
-    device = [] if words else ["--device", "cuda:99"]
+    gpu.write_outcomes(tmp_path, {"device": "A100", "preset": "llama-tiny"}, {})
     with pytest.raises(ValueError, match=message):
-        bench.main(["gpu", "--out", str(tmp_path), *device, *words])
+        bench.main(["gpu", "--out", str(tmp_path), *words])
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta", "x"])
+def test_a_device_that_is_no_gpu_is_refused(device, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["gpu", "--device", device])
+    assert f"--device {device}: must be cuda, cuda:1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -141,19 +158,13 @@ def test_the_preset_is_the_largest_that_fits(gigabytes, preset):
     assert largest_preset(int(gigabytes * 1e9)) == preset
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
 @pytest.mark.parametrize("preset", ["llama-13b", "gpt2-xl"])
-def test_every_step_is_a_command_and_all_claims_are_among_them(
-    preset, device, tmp_path, monkeypatch
-):
-    """Their options are parsed as by the step itself, on an A100 that is pretended."""
-    a100 = SimpleNamespace(total_memory=80 * 10**9)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: a100)
+@pytest.mark.usefixtures("a100")
+def test_every_step_is_a_command_and_all_claims_are_among_them(preset, tmp_path):
+    """Their options are parsed as by the step itself."""
     claims = []
     names = []
-    for step in all_steps(preset, device, tmp_path):
+    for step in all_steps(preset, "cuda", tmp_path):
         names.append(step.name)
         program, *argv = step.argv
         assert step.limit_s >= LIMIT_S
@@ -163,22 +174,24 @@ def test_every_step_is_a_command_and_all_claims_are_among_them(
         assert program == "bench.py"
         module, options = bench.parse_args(argv)
         model = options.model if hasattr(options, "model") else options
-        assert (model.preset, model.device) == (preset, device)
+        assert (model.preset, model.device) == (preset, "cuda")
         assert model.compile == (step.name == "batches-compiled")
         if module.__name__.endswith("paper"):
             claims += options.claims
-            assert options.out == str(tmp_path) and options.quick == (device == "cpu")
+            assert options.out == str(tmp_path) and not options.quick
         else:
             assert options.json == str(tmp_path / f"{step.name}.json")
-    plain_names = [name for name in names if name != "batches-compiled"]
-    assert plain_names[:6] == ["tests", "chunk-256", "table-2", "serve", "capacity", "batches"]
-    assert ("batches-compiled" in names) == (device == "cuda")
+    assert names[:6] == ["tests", "chunk-256", "table-2", "serve", "capacity", "batches"]
+    assert "batches-compiled" in names
     assert claims == CLAIMS
 
 
 @pytest.mark.slow
-def test_the_smallest_model_on_a_cpu_goes_through(tmp_path, capsys):
-    bench.main([*CPU, "--out", str(tmp_path), "--only", "batches"])
+@pytest.mark.usefixtures("a100")
+def test_the_smallest_model_on_a_cpu_goes_through(tmp_path, monkeypatch, capsys):
+    steps = [step for step in all_steps("llama-tiny", "cpu", tmp_path) if step.name == "batches"]
+    monkeypatch.setattr(gpu, "all_steps", lambda *_: steps)
+    bench.main(["gpu", "--preset", "llama-tiny", "--out", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("batches, at most 9 min: done, ")
     assert lines[-1] == f"look at {tmp_path}/README.md, first at chunk-256.txt and table-2.txt"

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 PLANNING = "errors kv_cache scheduler policies hardware config outputs"
 ENGINE = f"{PLANNING} pretrained attention model sampling speedups engine torch"
-LIBRARIES = f"{ENGINE} parallel lab.measure lab.simulator views"
+LIBRARIES = f"{ENGINE} parallel lab.measure lab.simulator files views"
 MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
     "errors": "",
     "kv_cache": "errors",
@@ -34,8 +34,9 @@ MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
     "parallel": ENGINE,
     "lab.measure": f"{ENGINE} parallel",
     "lab.simulator": f"{ENGINE} parallel lab.measure",
-    "views": "scheduler policies outputs lab.measure",
-    "cli": f"{ENGINE} parallel lab.measure",
+    "files": "",
+    "views": "scheduler policies outputs lab.measure files",
+    "cli": f"{ENGINE} parallel lab.measure files",
     "lab.papers": f"{LIBRARIES} cli",
     "server": f"{LIBRARIES} cli",
     "exercises": f"{PLANNING} views cli",

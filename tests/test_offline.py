@@ -392,3 +392,11 @@ def test_the_table_before_an_interrupt_is_kept(monkeypatch, tmp_path, capsys):
     assert text.endswith(f"interrupted: what was measured is above\nwrote {json_file}\n")
     assert report["decode_maximal"] and "conclusion" not in report
     assert not plot_file.exists()
+
+
+@pytest.mark.parametrize("flops, ridge", [(3e9, 2.0), (80e9, 0.4)])
+def test_limits_that_would_be_printed_as_0_are_none(flops, ridge):
+    small = machine_info(flops_per_s=flops, bytes_per_s=20e9, ridge_tokens=ridge)
+    assert offline.limits_line(small).startswith("measured limits: none, ")
+    large = machine_info(flops_per_s=80e9, bytes_per_s=20e9, ridge_tokens=8.0)
+    assert "0.08 TFLOP/s" in offline.limits_line(large)

@@ -1,5 +1,6 @@
 """`bench.py serve --url`: what another server is sent, what is seen of it, and its errors."""
 
+import io
 import json
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import pytest
 
 import bench
 from cli.console import explain
+from lab.commands import serve as serving
+from lab.measure import remote_server
 from lab.measure.capacity import judge
 from lab.measure.remote_server import RemoteServer
 from lab.measure.workload import Arrival, prompts
@@ -145,9 +148,14 @@ def test_serve_prints_and_writes_what_is_seen(tmp_path, capsys):
     assert {row[0] for row in rows[1:]} == {url}
 
 
+def usage_of(count):
+    """The last event of an answer that had so many tokens, as it says."""
+    return b'data: {"choices": [], "usage": {"completion_tokens": %s}}\n' % count.encode()
+
+
 WRONG = [  # where, what is asked for, what the line says
     ("/v1", "--lengths 6+2", "a shard died"),
-    ("/v1", "--lengths 7+2", "the last event was {}"),
+    ("/v1", "--lengths 7+2", "the last event was none"),
     ("/v1", "--model y", '404: \'Not Found\'> {"error": "no, as it is"}'),
     ("", "", "404: 'Not Found'> <html>not here</html>"),
     ("/odd", "", "IndexError"),
@@ -164,6 +172,113 @@ def test_what_goes_wrong_is_one_line(path, more, message):
             bench.main(["serve", *words])
     line = explain(failed.value)
     assert line.startswith(f"error: --url {url}: ") and message in line and "\n" not in line
+
+
+class Forever:
+    """A response that is one line without an end, or the same line again and again."""
+
+    def __init__(self, line):
+        self.line = line
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return False
+
+    def readline(self, limit):
+        return self.line or b"x" * limit
+
+
+TOKEN = b'data: {"choices": [{"text": "x"}]}\n\n'
+LIES = [  # how many tokens there were, as JSON
+    *("10000000", "1000000000000", "9" * 5000, "5", "0", "-1", "true", '"2"', "1.5", "NaN", "[2]"),
+]
+GARBAGE = [  # events
+    *(b"[]", b"5", b"{", b"\xff\xfe", b"[" * 100_000, b'{"choices": {"a": 1}}', b'{"usage": []}'),
+    *(b'{"error": "\x1b[2J"}', b'{"error": "\\u001b[2J' + b"x" * 10**5 + b'"}'),
+]
+ANSWERS = {
+    **{f"says {text:.12} tokens": TOKEN + usage_of(text) for text in LIES},
+    **{f"event {event[:20]}": TOKEN + b"data: " + event + b"\n" for event in GARBAGE},
+    "tokens without end": Forever(TOKEN),
+    "events without end": Forever(b"data: {}\n"),
+    "a line without end": Forever(b""),
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_no_answer_takes_memory_or_time_and_each_is_one_line(name, monkeypatch):
+    answer = ANSWERS[name]
+    response = io.BytesIO(answer) if isinstance(answer, bytes) else answer
+    monkeypatch.setattr(RemoteServer, "_open", lambda *_: response)
+    arrivals = [Arrival(0.0, 3, output_len=4)]
+    began = time.monotonic()
+    with pytest.raises(ConnectionError) as failed:
+        RemoteServer("http://a", model="x").serve(arrivals, [[1, 2, 3]])
+    assert time.monotonic() - began < 5
+    line = str(failed.value)
+    assert line.startswith("--url http://a: ") and line.isprintable() and len(line) < 600
+
+
+MODELS = ["[]", "{", '{"data": {}}', '{"data": [{"id": 5}]}', '{"data": [{}]}', "[" * 100_000]
+
+
+@pytest.mark.parametrize("text", MODELS)
+def test_a_list_of_models_that_is_none_is_one_line(text, monkeypatch):
+    monkeypatch.setattr(RemoteServer, "_open", lambda *_: io.BytesIO(text.encode()))
+    with pytest.raises(ConnectionError, match="^--url http://a: ") as failed:
+        RemoteServer("http://a")
+    assert str(failed.value).isprintable() and len(str(failed.value)) < 600
+
+
+def test_the_list_of_models_is_read_up_to_a_limit(monkeypatch):
+    monkeypatch.setattr(remote_server, "LONGEST_ANSWER", 30)
+    text = '{"data": [{"id": "x"}]}'
+    monkeypatch.setattr(RemoteServer, "_open", lambda *_: io.BytesIO(text.encode()))
+    assert RemoteServer("http://a").model == "x"
+    text += " " * 100 + "x"
+    assert RemoteServer("http://a").model == "x"  # what comes later is not read
+
+
+def test_control_characters_in_a_models_name_are_shown(monkeypatch, capsys):
+    sent = []
+
+    def answer(server, path, body=None):
+        sent.append(body)
+        models = {"data": [{"id": "x\x1b[31m\nbad" + "y" * 10**6}]}
+        return io.BytesIO(json.dumps(models).encode() if body is None else TOKEN + usage_of("1"))
+
+    monkeypatch.setattr(RemoteServer, "_open", answer)
+    bench.main("serve --url http://a --qps 9 --slo 1 --requests 1 --lengths 3+1".split())
+    text = capsys.readouterr().out
+    assert "\x1b" not in text and "x\\x1b[31m bad" in text and len(text) < 10_000
+    assert sent[1]["model"].startswith("x\x1b[31m\nbad")
+
+
+def test_an_interrupt_keeps_the_requests_that_have_ended(tmp_path, monkeypatch):
+    class Bar:
+        def __init__(self, **_):
+            pass
+
+        __enter__ = lambda self: self  # noqa: E731
+        __exit__ = lambda self, *_: None  # noqa: E731
+
+        def update(self):
+            raise KeyboardInterrupt
+
+    def answer(server, path, body):
+        assert len(body["prompt"]) == 3 or time.sleep(9)
+        return io.BytesIO(TOKEN + usage_of("1"))
+
+    monkeypatch.setattr(serving, "tqdm", Bar)
+    monkeypatch.setattr(RemoteServer, "_open", answer)
+    words = "--url http://a --model x --qps 99 --slo 1 --requests 2 --lengths 3+1,8+1"
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(["serve", *words.split(), f"--json={tmp_path / 'r.json'}"])
+    (row,) = json.loads((tmp_path / "r.json").read_text())["runs"].values()
+    assert (row["finished"], row["refused"], row["cut_short"]) == (1, 0, "interrupted")
 
 
 def test_an_absent_server_is_a_connection_error():

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from files import new_file
 from views.page import Packed, pack
 from views.records import Recorder
 
@@ -17,7 +18,8 @@ def write_packed(folder: Path, file: str, content: object) -> Packed:
     """Write the content to a file of the site. Returns where the page finds it."""
     path = folder / file
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(pack(content))
+    with new_file(path) as part:
+        part.write_bytes(pack(content))
     return {"file": file}
 
 

@@ -13,6 +13,8 @@ from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from files import new_file
+
 WIDTH = 8.5  # inches. A README shows them as 830 pixels, so that a letter of 9 pt is 12 high.
 rcParams.update(
     {
@@ -263,5 +265,6 @@ def finish(
         if threads:
             title += f", {threads} thread" if threads == 1 else f", {threads} threads"
     figure.suptitle(title)
-    figure.savefig(file)
+    with new_file(file) as path:
+        figure.savefig(path)
     return figure

@@ -28,6 +28,7 @@ from cli.options import (
     wrote_page,
 )
 from config import EngineConfig
+from files import new_file
 from lab.measure import workload
 from lab.measure.capacity import estimated_qps, slo_seconds
 from lab.measure.run_plan import goes_by_chunk
@@ -268,7 +269,8 @@ def write_beside(
         return files, editor(packed)
     (site / "pyodide").mkdir(exist_ok=True)
     for name in PYODIDE_FILES:
-        shutil.copyfile(Path(options.pyodide) / name, site / "pyodide" / name)
+        with new_file(site / "pyodide" / name) as path:
+            shutil.copyfile(Path(options.pyodide) / name, path)
     return files, editor(packed, pyodide="pyodide/")
 
 

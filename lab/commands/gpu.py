@@ -106,7 +106,9 @@ def step_names(text: str) -> list[str]:
 
 
 def resolve(parser: OptionParser, args: Namespace) -> GpuOptions:
-    """The options."""
+    """The options. Exits with a message for a CPU."""
+    if not args.device.startswith("cuda"):
+        parser.error(f"--device {args.device}: must be cuda, cuda:1, ...")
     return GpuOptions(args.out, args.device, args.preset, args.only, args.fresh)
 
 
@@ -118,7 +120,8 @@ def main(options: GpuOptions) -> None:
     device = find_device(options.device)
     name = timing.device_name(device)
     out = Path(options.out) if options.out else report.RESULTS / folder_of(name, threads=0)
-    preset = options.preset or preset_that_fits(device)
+    memory_bytes = torch.cuda.get_device_properties(device).total_memory
+    preset = options.preset or largest_preset(memory_bytes)
     steps = all_steps(preset, options.device, out, options.fresh)
     if options.only:
         unknown = set(options.only) - {step.name for step in steps}
@@ -225,11 +228,11 @@ def command_of(step: Step) -> str:
 
 def all_steps(preset: str, device: str, out: Path, fresh: bool = False) -> list[Step]:
     """All steps with this preset, in the order of their use: is it right, what do a decode and a
-    chunk cost, what do policies make of a load, and then every claim. On a CPU they are small.
-    `fresh`: claims are measured again."""
-    gpu = device.startswith("cuda")
+    chunk cost, what do policies make of a load, and then every claim. `fresh`: claims are measured
+    again."""
     out = out.resolve()  # steps run in ROOT
-    max_len = min(MAX_LEN, longest_request(preset)) if gpu else 256
+    max_len = min(MAX_LEN, longest_request(preset))
+    sizes = f"--batch 32 --max-len {max_len}"
     model = ["--preset", preset, "--device", device]
 
     def bench(name: str, words: str, files: Sequence[str] = ("json",)) -> Step:
@@ -237,18 +240,10 @@ def all_steps(preset: str, device: str, out: Path, fresh: bool = False) -> list[
         return Step(name, ["bench.py", *shlex.split(words), *model, *kept])
 
     paper = ["bench.py", "paper", *model, "--max-len", str(max_len), "--out", str(out)]
-    paper += [] if gpu else ["--quick"]
     paper += ["--fresh"] if fresh else []
     tests = [path for path in TESTS if (ROOT / path).exists()]
     batches = "batches 1024 1024/256 6x1@1024 '250@1024 + 6x1@1024'"
-    compiled = [bench("batches-compiled", f"{batches} --compile")] if gpu else []
-    if gpu:
-        batch = f"--batch 32 --max-len {max_len}"
-        serve = f"serve --requests 160 {batch}"
-        capacity = f"capacity --requests 128 {batch} --ratio 1.2 --policies vllm,sarathi-serve"
-    else:
-        serve = "serve --requests 16 --batch 4 --max-len 256 --chunk 32"
-        capacity = "capacity --requests 8 --batch 2 --max-len 256 --chunk 32 --policies vllm"
+    capacity = f"capacity --requests 128 {sizes} --ratio 1.2 --policies vllm,sarathi-serve"
     return [
         Step("tests", ["-m", "pytest", "-q", "-rs", *tests]),
         bench("chunk-256", "offline --chunk 256", ("json", "plot")),
@@ -257,27 +252,27 @@ def all_steps(preset: str, device: str, out: Path, fresh: bool = False) -> list[
             "offline --chunk 1024 --batch 4 --seq-len 1024 --requests 9 "
             "--policies request-level,sarathi",
         ),
-        bench("serve", serve, ("json", "plot", "csv")),
+        bench("serve", f"serve --requests 160 {sizes}", ("json", "plot", "csv")),
         bench("capacity", capacity, ("json", "plot")),
         bench("batches", batches),
-        *compiled,
+        bench("batches-compiled", f"{batches} --compile"),
         *(
             Step(
                 f"paper-{number}",
                 [*paper, "--only", ",".join(claim.id for claim in claims)],
-                limit_s=max(LIMIT_S, 2 * sum(claim.seconds_of(not gpu) for claim in claims)),
+                limit_s=max(LIMIT_S, 2 * sum(claim.seconds_of(quick=False) for claim in claims)),
             )
-            for number, claims in enumerate(pieces_of(CLAIMS, quick=not gpu), start=1)
+            for number, claims in enumerate(pieces_of(CLAIMS), start=1)
         ),
     ]
 
 
-def pieces_of(claims: Sequence[Claim], quick: bool) -> list[list[Claim]]:
+def pieces_of(claims: Sequence[Claim]) -> list[list[Claim]]:
     """The claims in pieces that take half of LIMIT_S as they are estimated, or have one claim."""
     pieces: list[list[Claim]] = []
     left_s = 0
     for claim in claims:
-        seconds = claim.seconds_of(quick)
+        seconds = claim.seconds_of(quick=False)
         if seconds > left_s:
             pieces.append([])
             left_s = LIMIT_S // 2
@@ -290,14 +285,6 @@ def longest_request(preset: str) -> int:
     """The longest request of a geometry: GPT-2 has learned positions, a LLaMA takes any length."""
     config = GPTConfig.preset(preset)
     return config.max_positions if config.family == "gpt2" else MAX_LEN
-
-
-def preset_that_fits(device: torch.device) -> str:
-    """LARGEST_PRESET, or the largest geometry below it that fits on this GPU; SMALL_PRESET on a
-    CPU."""
-    if device.type == "cpu":
-        return SMALL_PRESET
-    return largest_preset(torch.cuda.get_device_properties(device).total_memory)
 
 
 def largest_preset(memory_bytes: int) -> str:
@@ -323,23 +310,19 @@ def describe(device: torch.device) -> dict[str, object]:
     for package in ("torch", "triton", "xformers"):
         with suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{package} {importlib.metadata.version(package)}")
-    machine: dict[str, object] = {
+    properties = torch.cuda.get_device_properties(device)
+    return {
         "device": timing.device_name(device),
         "cpu": timing.device_name(torch.device("cpu")),
         "processors": timing.available_processors(),
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         "versions": ", ".join(versions),
+        "memory_gb": round(properties.total_memory / 1e9, 1),
+        "capability": f"sm{properties.major}{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "cuda": torch.version.cuda,
+        "driver": driver_version(),
     }
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        machine |= {
-            "memory_gb": round(properties.total_memory / 1e9, 1),
-            "capability": f"sm{properties.major}{properties.minor}",
-            "multiprocessors": properties.multi_processor_count,
-            "cuda": torch.version.cuda,
-            "driver": driver_version(),
-        }
-    return machine
 
 
 def driver_version() -> str | None:

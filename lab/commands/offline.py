@@ -361,6 +361,8 @@ def limits_line(machine: RealMachineInfo) -> str:
     name = timing.mark("measured limits", machine.busy)
     tera_flops = machine.flops_per_s / 1e12
     giga_bytes = machine.bytes_per_s / 1e9
+    if tera_flops < 0.005 or machine.ridge_tokens < 0.5:  # of llama-tiny, as it would be printed: 0
+        return f"{name}: none, a product of these shapes takes less time than calling it\n"
     return (
         f"{name}: {tera_flops:,.2f} TFLOP/s in matrix products of these shapes, "
         f"{giga_bytes:,.0f} GB/s of memory; ridge: {machine.ridge_tokens:,.0f} tokens\n"

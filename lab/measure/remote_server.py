@@ -19,7 +19,10 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from lab.measure.run_loop import Run
+from pydantic import BaseModel
+
+from errors import check_whole, one_line
+from lab.measure.run_loop import LoadInterrupted, Run
 from lab.measure.workload import Arrival
 from outputs import Completion
 from policies.priority import PRIORITIES
@@ -27,6 +30,34 @@ from policies.priority import PRIORITIES
 TIMEOUT_S = 600
 TOO_MANY_REQUESTS = 429  # the status of an answer to a request that is refused
 NO_KEY = "none"
+LONGEST_LINE = 2**20  # bytes of an event
+LONGEST_ANSWER = 2**24  # bytes of the list of models
+MORE_EVENTS = 100  # than two for each token that was asked for, in one answer
+
+
+class Usage(BaseModel, strict=True):
+    """How many tokens an answer had, as the server says."""
+
+    completion_tokens: int
+
+
+class StreamEvent(BaseModel):
+    """The part of an event that is read."""
+
+    choices: list[Any] | None = None
+    usage: Usage | None = None
+
+
+class Model(BaseModel, strict=True):
+    """A model that a server knows."""
+
+    id: str
+
+
+class ModelList(BaseModel):
+    """All models that a server knows."""
+
+    data: list[Model]
 
 
 @dataclass(frozen=True)
@@ -54,7 +85,7 @@ class RemoteServer:
         self.url = url.rstrip("/")
         self.api_key = api_key
         self.model = model or self._first_model()
-        self.info = RemoteMachineInfo(device=url, model=self.model)
+        self.info = RemoteMachineInfo(device=url, model=one_line(self.model)[:200])
 
     def serve(
         self,
@@ -65,41 +96,51 @@ class RemoteServer:
         """Send each request when it is due: a Run without iterations.
 
         A request that is answered 429 is refused. `progress` is called after each request that
-        ended. Raises ConnectionError at once when one fails.
+        ended. Raises ConnectionError at once when one fails, and LoadInterrupted, with those that
+        have ended, for a KeyboardInterrupt.
         """
-        completions = []
-        ended: SimpleQueue[Exception | None] = SimpleQueue()
+        completions: list[Completion] = []
+        ended: SimpleQueue[Completion | Exception] = SimpleQueue()
         start = time.perf_counter()
-        for i, (arrival, prompt) in enumerate(zip(arrivals, prompts, strict=True)):
-            completion = Completion(
-                request_id=i,
-                prompt=prompt,
-                arrival=arrival.time,
-                priority=PRIORITIES.index(arrival.priority),
+
+        def run(cut_short: str | None = None) -> Run:
+            return Run(
+                completions=sorted(completions, key=lambda completion: completion.request_id),
+                iterations=[],
+                seconds=time.perf_counter() - start,
+                own_fraction=None,
+                refused=sum(not completion.token_times for completion in completions),
+                cut_short=cut_short,
             )
-            completions.append(completion)
-            client = Thread(
-                target=self._complete, args=(completion, arrival, start, ended), daemon=True
-            )
-            client.start()
-        for _ in completions:
-            error = ended.get()
-            if error:
-                raise self._connection_error(error)
-            progress()
-        return Run(
-            completions=completions,
-            iterations=[],
-            seconds=time.perf_counter() - start,
-            own_fraction=None,
-            refused=sum(not completion.token_times for completion in completions),
-        )
+
+        try:
+            for i, (arrival, prompt) in enumerate(zip(arrivals, prompts, strict=True)):
+                completion = Completion(
+                    request_id=i,
+                    prompt=prompt,
+                    arrival=arrival.time,
+                    priority=PRIORITIES.index(arrival.priority),
+                )
+                client = Thread(
+                    target=self._complete, args=(completion, arrival, start, ended), daemon=True
+                )
+                client.start()
+            for _ in arrivals:
+                answer = ended.get()
+                if isinstance(answer, Exception):
+                    raise self._connection_error(answer)
+                completions.append(answer)
+                progress()
+        except KeyboardInterrupt as interrupt:
+            raise LoadInterrupted(run("interrupted")) from interrupt
+        return run()
 
     def _first_model(self) -> str:
         """The first of the models that the server names."""
         try:
             with self._open("/models") as response:
-                return json.load(response)["data"][0]["id"]
+                models = ModelList.model_validate_json(response.read(LONGEST_ANSWER))
+            return models.data[0].id
         except Exception as error:  # any server may be there, and answer anything
             raise self._connection_error(error) from error
 
@@ -115,49 +156,53 @@ class RemoteServer:
         if isinstance(error, HTTPError):
             with suppress(OSError, HTTPException):
                 answer = error.read(300).decode(errors="replace")
-        return ConnectionError(" ".join(f"--url {self.url}: {error!r} {answer}".split()))
+        reason = one_line(f"{error!r} {answer}")
+        return ConnectionError(f"--url {self.url}: {reason[:500]}")
 
     def _complete(
         self,
         completion: Completion,
         arrival: Arrival,
         start: float,
-        ended: SimpleQueue[Exception | None],
+        ended: SimpleQueue[Completion | Exception],
     ) -> None:
         """Send one request when it is due, and fill in the completion; runs in a thread.
 
-        Puts into `ended` what went wrong, or None.
+        Puts into `ended` the completion, or what went wrong.
         """
         time.sleep(max(0.0, start + arrival.time - time.perf_counter()))
-        failure = None
+        answer: Completion | Exception = completion
         try:
             self._stream(completion, arrival, start)
-        except HTTPError as error:
-            completion.finish_reason = "abort"
-            if error.code != TOO_MANY_REQUESTS:
-                failure = error
         except Exception as error:
             completion.finish_reason = "abort"
-            failure = error
-        ended.put(failure)
+            if not isinstance(error, HTTPError) or error.code != TOO_MANY_REQUESTS:
+                answer = error
+        ended.put(answer)
 
     def _stream(self, completion: Completion, arrival: Arrival, start: float) -> None:
         """Stream one completion: its token times and finish reason.
 
         Tokens may share an event, and some events have none: the last one says how many there were.
+        Raises ValueError if these are more than were asked for.
         """
         times = completion.token_times
-        event: dict[str, Any] = {}
+        max_tokens = arrival.output_len
+        text = b"none"
+        event = StreamEvent()
         with self._open("/completions", self._body(completion.prompt, arrival)) as response:
-            for event in events(response):
-                if event.get("choices"):
+            for number, text in enumerate(events(response)):
+                check_whole("events", number, 0, 2 * max_tokens + MORE_EVENTS)
+                event = StreamEvent.model_validate_json(text)
+                if event.choices:
                     times.append(time.perf_counter() - start)
-        if not (event.get("usage") and times):
-            raise ValueError(f"no tokens, or no usage: the last event was {event}")
-        count = event["usage"]["completion_tokens"]
+        if event.usage is None or not times:
+            last = text.decode(errors="replace")
+            raise ValueError(f"no tokens, or no usage: the last event was {last[:200]}")
+        count = check_whole("completion_tokens", event.usage.completion_tokens, 1, max_tokens)
         shared = times[-1:] * (count - len(times))
         completion.token_times = times[:count] + shared
-        completion.finish_reason = "stop" if count < arrival.output_len else "length"
+        completion.finish_reason = "stop" if count < max_tokens else "length"
 
     def _body(self, prompt: Sequence[int], arrival: Arrival) -> dict[str, Any]:
         """The body of a request. Its class and SLOs are sent if it has any."""
@@ -181,8 +226,10 @@ class RemoteServer:
         return body
 
 
-def events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The events of a stream, until its end."""
-    for line in response:
+def events(response: HTTPResponse) -> Iterator[bytes]:
+    """The JSON of the events of a stream, until its end. Raises ValueError for a very long one."""
+    while line := response.readline(LONGEST_LINE + 1):
+        if len(line) > LONGEST_LINE:
+            raise ValueError(f"an event has more than {LONGEST_LINE} bytes")
         if line.startswith(b"data:") and b"[DONE]" not in line[:12]:
-            yield json.loads(line.removeprefix(b"data:"))
+            yield line.removeprefix(b"data:")
