@@ -157,14 +157,25 @@ class Scheduler:
             raise ValueError(f"pages={pages.total}: {takes} of page_size={pages.page_size}")
         self.pages = pages
         self.clock = clock
-        self.waiting: deque[Request] = deque()
+        self.peers: Sequence[Scheduler] = [self]  # all on one queue: a pipeline's
+        self.waiting = deque()
         self.running: list[Request] = []  # in the order of admission
         self.requests: dict[int, Request] = {}  # by id: all that have not ended
         self.batch = Batch()  # the one that is not yet computed, if any
         self.preempted: list[int] = []  # ids, since the last batch was computed
         self.torn = False  # see `mend`
         self.restarts = 0  # how often it has mended
-        self.peers: Sequence[Scheduler] = [self]  # all on one queue: a pipeline's
+
+    @property
+    def waiting(self) -> deque[Request]:
+        """The queue. A policy may replace it, by a list, too: then all peers have the new one."""
+        return self._waiting
+
+    @waiting.setter
+    def waiting(self, requests: deque[Request] | list[Request]) -> None:
+        queue = deque(requests) if isinstance(requests, list) else requests
+        for peer in self.peers:
+            peer._waiting = queue
 
     def schedule(self) -> Batch:
         """The next Batch, admitting waiting requests; empty only if there is nothing to do."""
@@ -389,6 +400,7 @@ class Scheduler:
             peer.running = []
             peer.preempted = []
             peer.restarts += 1
+        self.waiting = self.waiting  # one queue again, if it was being replaced
         self.waiting.clear()
         self.peers[0].preempted = [r.id for r in self.requests.values() if r.num_computed]
         for request in self.requests.values():

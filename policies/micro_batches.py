@@ -11,11 +11,11 @@ nor before the stage's first batch after that.
 Read next: parallel/stages.py, lab/simulator/simulation.py."""
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from scheduler import Batch, ChunkRecord, Scheduler
+from scheduler import Batch, ChunkRecord, Request, Scheduler
 
 
 class StageRun(NamedTuple):
@@ -48,12 +48,11 @@ class MicroBatches:
         self.replicas = len(schedulers) // pp
         self.schedulers = schedulers
         self.reset()
-        self.queue = schedulers[0].waiting
         self.requests = schedulers[0].requests
         for scheduler in schedulers:  # after an interrupt all of them begin anew
-            scheduler.waiting = self.queue
             scheduler.requests = self.requests
             scheduler.peers = schedulers
+        schedulers[0].waiting = schedulers[0].waiting  # of all peers
 
     def reset(self) -> None:
         """Let time begin at 0."""
@@ -64,6 +63,11 @@ class MicroBatches:
         self.stage_runs: list[StageRun] = []  # of the batches that were booked with their chunks
         # of each micro-batch: since when it has had requests; infinity if it has none
         self.since = [0.0] * len(stages)
+
+    @property
+    def queue(self) -> deque[Request]:
+        """The requests that wait for any of the micro-batches."""
+        return self.schedulers[0].waiting
 
     @property
     def begun(self) -> int:

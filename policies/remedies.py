@@ -29,8 +29,10 @@ class ThresholdUnderContention(SarathiServe):
         self, *args: Any, long_prefill_token_threshold: int | None = None, **options: Any
     ) -> None:
         super().__init__(*args, **options)
-        threshold = long_prefill_token_threshold or max(1, self.chunk // 4)
-        self.threshold = check_whole("long_prefill_token_threshold", threshold, minimum=1)
+        self.threshold = max(1, self.chunk // 4)
+        if long_prefill_token_threshold is not None:
+            threshold = long_prefill_token_threshold
+            self.threshold = check_whole("long_prefill_token_threshold", threshold, minimum=1)
 
     def schedule(self) -> Batch:
         batch = Batch(self.chunk)
@@ -58,8 +60,9 @@ class PPAS(VLLMV1):
 
     def __init__(self, *args: Any, pressed_budget: int | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
-        budget = pressed_budget or max(1, self.chunk // 4)
-        self.pressed_budget = check_whole("pressed_budget", budget, minimum=1)
+        self.pressed_budget = max(1, self.chunk // 4)
+        if pressed_budget is not None:
+            self.pressed_budget = check_whole("pressed_budget", pressed_budget, minimum=1)
 
     def token_budget(self) -> int:
         num_prefills = len(self.prefilling())
