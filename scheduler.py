@@ -140,6 +140,7 @@ class Scheduler:
     cuts_prompts = False  # into chunks of at most `chunk` tokens
     drops_decodes = False  # True: a batch may leave out running decodes that it has no room for
     watermark_percent = 0  # of the pages: admission leaves them for running requests to grow into
+    _waiting: deque[Request]
 
     def __init__(
         self,

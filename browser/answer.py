@@ -19,10 +19,15 @@ from browser.runs import Load, record_run
 from errors import one_line
 from exercises.catalog import EXERCISES
 from exercises.check import check_solution
-from exercises.lockstep import PolicyError, naming_the_line
 from exercises.report import answer_question, describe_details, draw_page, place_of
 from lab.measure.run_plan import goes_by_chunk
-from policies.custom import MissingPolicyError, load_policy, where_it_failed
+from policies.custom import (
+    MissingPolicyError,
+    PolicyError,
+    guarded,
+    load_policy,
+    where_it_failed,
+)
 from policies.referee import BrokenRuleError, Referee, Violation
 from scheduler import Scheduler
 from views.records import Record, Recorder
@@ -103,7 +108,7 @@ def run_policy(question: RunQuestion, file: Path) -> RunAnswer:
     reply = RunAnswer(problem="", policy="", has_chunk=False, settings={}, records=[], printed="")
     recorder = RefereedRecorder()
     try:
-        with naming_the_line():
+        with guarded():
             name = last_policy(file)
             reply["policy"] = name.rpartition(":")[2]
             reply["has_chunk"] = goes_by_chunk(name)
@@ -141,9 +146,8 @@ def is_policy(name: str) -> bool:
 
 def describe_error(error: PolicyError) -> str:
     """Why a policy could not go on, in one line that begins with the place."""
-    cause = error.__cause__
-    if isinstance(cause, BrokenRuleError):
-        return describe_violation(cause.violation)
+    if isinstance(error, BrokenRuleError):
+        return describe_violation(error.violation)
     return f"{error.place}: {error}" if error.place else str(error)
 
 

@@ -118,7 +118,7 @@ def _null_stream() -> TextIOWrapper:
 
 def explain(error: BaseException) -> int | str | None:
     """The exit status, or the message, for an error that a user can cause; None for others."""
-    from policies.custom import where_it_failed
+    from policies.custom import PolicyError, where_it_failed
 
     if isinstance(error, KeyboardInterrupt):
         return 130
@@ -129,6 +129,8 @@ def explain(error: BaseException) -> int | str | None:
     if is_broken_pipe:
         return BROKEN_PIPE_STATUS
 
+    if isinstance(error, PolicyError):
+        return f"error: {error.place}: {error}" if error.place else f"error: {error}"
     name = type(error).__name__
     text = one_line(str(error).strip().split("\n")[0]) or name
     place = where_it_failed(error)

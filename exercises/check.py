@@ -6,9 +6,8 @@ from itertools import islice
 from pathlib import Path
 
 from exercises.catalog import Exercise
-from exercises.lockstep import PolicyError, naming_the_line
 from exercises.problems import Problem, find_problem
-from policies.custom import MissingPolicyError, load_policy
+from policies.custom import MissingPolicyError, PolicyError, guarded, load_policy
 from scheduler import Scheduler
 
 
@@ -30,7 +29,7 @@ def check_solution(
 def load_solution(exercise: Exercise, file: str) -> tuple[type[Scheduler] | None, Problem | None]:
     """The class of a solution; or None, and the problem of its file."""
     try:
-        with naming_the_line():
+        with guarded():
             return load_policy(file, exercise.class_name), None
     except PolicyError as error:
         problem = str(error)

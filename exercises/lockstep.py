@@ -6,8 +6,7 @@ Both schedulers get the same requests at the same times, and the same tokens. An
 second. In each one the chunks, the admitted and the preempted requests, and the pages of all that
 run are compared. Read first: loads.py. Read next: rules.py, which names the broken rule."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 from weakref import ref
@@ -15,14 +14,13 @@ from weakref import ref
 from errors import one_line
 from exercises.loads import Load
 from outputs import Iteration
-from policies.custom import MissingPolicyError, where_it_failed
+from policies.custom import PolicyError, check_batch, guarded
 from policies.referee import (
     at_most_max_batch,
     chunks_come_next,
     no_decode_dropped,
     no_page_leaked,
     nothing_lost,
-    time_limit,
 )
 from scheduler import Admission, Batch, ChunkRecord, Request, Scheduler
 from views.records import Recorder
@@ -37,34 +35,6 @@ Seconds = Callable[[Batch], float]  # how long a batch takes
 def one_second(batch: Batch) -> float:
     """Every iteration takes as long."""
     return 1.0
-
-
-class PolicyError(Exception):
-    """A policy cannot go on. `place` is a file and a line, where an error came from one."""
-
-    def __init__(self, problem: str, place: str | None = None) -> None:
-        super().__init__(problem)
-        self.place = place
-
-
-@contextmanager
-def naming_the_line() -> Iterator[None]:
-    """Turn whatever a policy raises into a PolicyError with file and line."""
-    try:
-        yield
-    except (Exception, SystemExit) as error:
-        place = where_it_failed(error)
-        if isinstance(error, NotImplementedError):
-            problem = "not written yet"
-        elif isinstance(error, (MissingPolicyError, PolicyError)):
-            problem = str(error)
-        elif isinstance(error, AttributeError) and error.obj is None and error.name == "tokens":
-            problem = "this request is None: admit() returned None, nobody fits"
-        elif isinstance(error, TimeoutError):
-            problem = f"a loop without an end? {error}"
-        else:
-            problem = one_line(f"{type(error).__name__}: {error}")[:200]
-        raise PolicyError(problem, place) from error
 
 
 def check_what_methods_return(scheduler: Scheduler) -> None:
@@ -178,9 +148,9 @@ class Trial:
         self.coming = self.requests[:]
         self.batch = Batch()
         self.iterations: list[Iteration] = []
-        with naming_the_line():
+        with guarded(CALL_LIMIT_S):
             self.scheduler = load.make_scheduler(policy, self.clock)
-        check_what_methods_return(self.scheduler)
+            check_what_methods_return(self.scheduler)
         if recorder:
             recorder.watch([self.scheduler])
 
@@ -211,15 +181,20 @@ class Trial:
 
     def arrive(self) -> None:
         """Queue the requests that have arrived. If there is nothing to do, wait for the next."""
-        if not self.scheduler.requests and self.coming:
-            self.now = max(self.now, self.coming[0].arrival)
-        while self.coming and self.coming[0].arrival <= self.now:
-            self.scheduler.add(self.coming.pop(0))
+        with guarded(CALL_LIMIT_S):
+            if not self.scheduler.requests and self.coming:
+                self.now = max(self.now, self.coming[0].arrival)
+            while self.coming and self.coming[0].arrival <= self.now:
+                self.scheduler.add(self.coming.pop(0))
 
     def decide(self) -> Decision:
         """The policy's decision. Raises PolicyError if it makes none, or changes what it must not.
 
         An empty batch is a decision, too: nothing is computed."""
+        with guarded(CALL_LIMIT_S):
+            return self._decide()
+
+    def _decide(self) -> Decision:
         before = self.states
         sizes = self._sizes()
         self.batch = self._make_batch()
@@ -253,11 +228,11 @@ class Trial:
         """Compute the batch: its requests move on. Raises PolicyError if they never end."""
         if len(self.iterations) == MAX_ITERATIONS:
             raise PolicyError(f"its requests have not ended after {MAX_ITERATIONS} iterations")
-        iteration = Iteration.begin(self.batch, [self.scheduler], self.now)
-        seconds = self.seconds(self.batch)
-        self.now += seconds
-        tokens = [TOKEN if chunk.yields_token else None for chunk in self.batch]
-        with naming_the_line():
+        with guarded(CALL_LIMIT_S):
+            iteration = Iteration.begin(self.batch, [self.scheduler], self.now)
+            seconds = self.seconds(self.batch)
+            self.now += seconds
+            tokens = [TOKEN if chunk.yields_token else None for chunk in self.batch]
             self.scheduler.observe(self.batch, seconds)
             self.scheduler.advance(self.batch, tokens, self.now)
         iteration = iteration._replace(end=self.now)
@@ -301,17 +276,15 @@ class Trial:
         scheduler = self.scheduler
         previous = scheduler.batch
         try:
-            with naming_the_line(), time_limit(CALL_LIMIT_S):
-                return scheduler.next_batch()
+            with guarded(CALL_LIMIT_S):
+                batch: Any = scheduler.next_batch()
+                check_batch(batch)
+                return batch
         except PolicyError:
-            batch: Any = scheduler.batch
+            batch = scheduler.batch
             if batch is previous:  # schedule() itself has failed
                 raise
-        if batch is None:
-            raise PolicyError("schedule() returned None: did you forget return?")
-        if not isinstance(batch, Batch):
-            kind = type(batch).__name__
-            raise PolicyError(f"schedule() returned a {kind}, and must return a Batch")
+        check_batch(batch)
         scheduler.torn = False  # the batch is empty, which next_batch does not accept
         batch.preempted = scheduler.preempted
         return batch

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from exercises.loads import Load, LoadRequest, make_request, shrink
-from exercises.lockstep import CALL_LIMIT_S, Moment, PolicyError, compare, naming_the_line
+from exercises.lockstep import CALL_LIMIT_S, Moment, compare
 from exercises.rules import Rule, first_broken
-from policies.referee import time_limit
+from policies.custom import PolicyError, guarded
 from scheduler import Batch, Scheduler
 
 SHRINK_S = 0.5  # of CPU time: then a load is small enough
@@ -87,7 +87,7 @@ def adds_below_zero(policy: type[Scheduler]) -> Problem | None:
     batch_class: type[Batch] = getattr(policy, "batch_class", Batch)
     request = make_request(0, LoadRequest(arrival=0, prompt_len=4, output_len=1))
     try:
-        with naming_the_line(), time_limit(CALL_LIMIT_S):
+        with guarded(CALL_LIMIT_S):
             batch = batch_class(1)
             batch.left = -1
             returned = batch.add(request)

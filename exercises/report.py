@@ -3,6 +3,7 @@
 Read first: catalog.py. Read next: __main__.py."""
 
 import inspect
+from contextlib import suppress
 from pathlib import Path
 
 from exercises.catalog import Exercise
@@ -11,7 +12,6 @@ from exercises.lockstep import (
     Decision,
     Difference,
     Moment,
-    PolicyError,
     Seconds,
     State,
     Trial,
@@ -20,7 +20,7 @@ from exercises.lockstep import (
 from exercises.problems import Problem
 from exercises.rules import amount, tokens
 from policies import find_policy
-from policies.custom import MODULE_PREFIX
+from policies.custom import MODULE_PREFIX, PolicyError
 from scheduler import Scheduler
 from views.page import page
 from views.records import Recorder
@@ -222,16 +222,13 @@ def _page_of_question(exercise: Exercise, policy: type[Scheduler]) -> str | None
 def record(policy: type[Scheduler], load: Load, seconds: Seconds) -> Recorder:
     """The records of a run, as far as the policy goes."""
     recorder = Recorder()
-    trial = Trial(policy, load, seconds, recorder)
-    while not trial.has_ended:
-        trial.arrive()
-        try:
-            decision = trial.decide()
-            if not decision.chunks:
+    with suppress(PolicyError):
+        trial = Trial(policy, load, seconds, recorder)
+        while not trial.has_ended:
+            trial.arrive()
+            if not trial.decide().chunks:
                 break
             trial.advance()
-        except PolicyError:
-            break
     return recorder
 
 

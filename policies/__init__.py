@@ -15,7 +15,7 @@ import scheduler
 from errors import check_function, check_type, shorten
 from kv_cache import Pages
 from policies.ablations import ChunkedOnly, HybridOnly
-from policies.custom import MissingPolicyError, load_policy
+from policies.custom import MissingPolicyError, PolicyError, guard, guarded, load_policy
 from policies.dynamic import Dynamic
 from policies.priority import Priority
 from policies.remedies import (
@@ -119,4 +119,10 @@ def make_scheduler(policy: str, pages: Pages, **options: Any) -> Scheduler:
     check_type("pages", pages, Pages, "the kv_cache.Pages of a cache")
     clock = options.get("clock", time.monotonic)
     check_function("clock", clock, "a function that returns seconds")
-    return cls(pages, **options)
+    if guard(cls) is cls:
+        return cls(pages, **options)
+    with guarded():
+        made = guard(cls)(pages, **options)
+        if "requests" not in vars(made):
+            raise PolicyError(f"{cls.__name__}.__init__() must call super().__init__()")
+        return made

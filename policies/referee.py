@@ -5,16 +5,13 @@ Python. Read first: template.py, custom.py. Read next: lab/simulator/referee.py,
 loads under a referee, and exercises/, which does without a simulator.
 """
 
-import signal
-import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
 from typing import NamedTuple
 
-from policies.custom import where_it_failed
+from policies.custom import CALL_LIMIT_S, PolicyError, check_batch, guarded
 from scheduler import Batch, Request, Scheduler
 
 RULES = (
@@ -26,8 +23,6 @@ RULES = (
     "everybody ends",
 )
 
-CALL_LIMIT_S = 10.0  # of CPU time: what takes longer is a loop without an end
-
 
 @dataclass(frozen=True)
 class Violation:
@@ -38,7 +33,7 @@ class Violation:
     rule: str  # one of RULES
     request: str  # id, or ids; empty: no request is concerned
     observation: str
-    error: Exception | None = None  # what the policy raised, if that ended it
+    error: BaseException | None = None  # what the policy raised, if that ended it
 
     @property
     def sentence(self) -> str:
@@ -49,7 +44,7 @@ class Violation:
         return f"the rule {self.rule!r} is broken: {self.observation} ({where})"
 
 
-class BrokenRuleError(ValueError):
+class BrokenRuleError(PolicyError):
     """Ends a run at its first violation."""
 
     def __init__(self, violation: Violation) -> None:
@@ -62,7 +57,7 @@ class Breach(NamedTuple):
 
     request: object  # id, or ids; None: no request is concerned
     observation: str
-    error: Exception | None = None  # what the policy raised, if that is what is wrong
+    error: BaseException | None = None  # what the policy raised, if that is what is wrong
 
 
 def nothing_lost(scheduler: Scheduler, requests: Sequence[Request]) -> Iterator[Breach]:
@@ -155,29 +150,6 @@ def everybody_ends(
         yield Breach(ids, f"{tokens_in_vain} tokens were computed since the last new one")
 
 
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError within the `with` block after so many seconds of CPU time.
-
-    Signals reach only the main thread: in another one there is no limit, nor where there are no
-    timers, as in a browser."""
-    has_timer = hasattr(signal, "setitimer")
-    if not has_timer or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"one call took more than {seconds:g} s")
-
-    handler = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)  # and again: it may be caught
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, handler)
-
-
 class Referee:
     """Watches a scheduler. Raises BrokenRuleError, a ValueError, at the first violation."""
 
@@ -196,26 +168,39 @@ class Referee:
     def next_batch(self) -> Batch:
         """The scheduler's next batch, if it breaks no rule and is made within CALL_LIMIT_S."""
         self.iterations += 1
-        self.requests.update(dict.fromkeys(self.scheduler.requests.values()))
-        try:
-            with time_limit(CALL_LIMIT_S):
-                batch = self._next_batch()
-        except Exception as error:
-            place = where_it_failed(error) or "schedule()"
-            first_request = next(iter(self.scheduler.requests), None)
-            cause = f"{type(error).__name__}: {error}, in {place}"
-            raise self._broken("everybody ends", Breach(first_request, cause, error)) from error
-        self._check_requests()
-        self._check_batch(batch)
+        with self._naming_the_iteration():
+            self.requests.update(dict.fromkeys(self.scheduler.requests.values()))
+            batch = self._next_batch()
+            check_batch(batch)
+            self._check_requests()
+            self._check_batch(batch)
         return batch
 
     def advance(
         self, batch: Batch, tokens: Sequence[int | None], now: float
     ) -> list[tuple[Request, int]]:
         """What the scheduler's `advance` returns; requests that end give their pages back."""
-        moved = self._advance(batch, tokens, now)
-        self._check_requests()
+        with self._naming_the_iteration():
+            moved = self._advance(batch, tokens, now)
+            self._check_requests()
         return moved
+
+    @contextmanager
+    def _naming_the_iteration(self) -> Iterator[None]:
+        """Turn what a policy raises into the violation of a rule, and say in which iteration."""
+        try:
+            with guarded(CALL_LIMIT_S):
+                yield
+        except BrokenRuleError:
+            raise
+        except PolicyError as error:
+            cause = error.__cause__
+            first_request = next(iter(self.requests), None)
+            if cause is None:  # of check_batch
+                raise self._broken("chunks", Breach(first_request, str(error), error)) from error
+            raised = f"{type(cause).__name__}: {cause}, in {error.place or 'schedule()'}"
+            breach = Breach(first_request, raised, cause)
+            raise self._broken("everybody ends", breach) from error
 
     def _broken(self, rule: str, breach: Breach) -> BrokenRuleError:
         """The error for a rule that is broken in this iteration."""

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 import bench
-from cli.console import explain
+from cli.console import explain, run
 from config import EngineConfig
+from engine import Engine
 from lab.commands import explore
 from lab.measure import load_run
 from lab.measure.run_loop import Run
@@ -21,8 +22,10 @@ from lab.simulator import referee
 from lab.simulator.cost_model import CostModel
 from lab.simulator.referee import Referees, broken_rules, check_policy
 from lab.simulator.simulation import simulate
-from policies import ALL_POLICIES
+from policies import ALL_POLICIES, custom, find_policy
 from policies import referee as rules
+from policies.custom import PolicyError
+from sampling import SamplingParams
 from tests.helpers import tiny_model
 
 TEMPLATE = "policies/template.py:ShortestFirst"
@@ -181,6 +184,86 @@ def test_the_command_names_policy_load_and_rule_in_one_line(method, load, rule, 
     assert re.fullmatch(line, capsys.readouterr().out)
 
 
+WRONG = [  # (the method of a policy, part of the sentence about it)
+    (f"{BATCH}batch.append(self.running[0]){RETURN}", "a batch holds chunks: use batch.add"),
+    (
+        f"{BATCH}batch.append(None){RETURN}",
+        "a batch holds chunks: use batch.add(request), not None",
+    ),
+    ("schedule(self): super().schedule()", "returned None: did you forget return?"),
+    (
+        "schedule(self): return tuple(super().schedule())",
+        "returned a tuple, and must return a Batch",
+    ),
+    ("schedule(self): yield", "returned a generator, and must return a Batch"),
+    ("__init__(self, *args, **options): pass", "Own.__init__() must call super().__init__()"),
+    (f"schedule(self): self.waiting = None; {UNCHANGED}", "Error: "),
+    (f"schedule(self): self.running = 7; {UNCHANGED}", "TypeError: 'int' object is not iterable"),
+    ("schedule(self): raise SystemExit(0)", "SystemExit: 0"),
+    ("add(self, request): raise SystemExit(0)", "SystemExit: 0"),
+    ("advance(self, *args): raise GeneratorExit", "GeneratorExit"),
+    ("add(self, request): __import__('time').sleep(99)", "one call took more than"),
+    ("observe(self, *args):\n    while True: pass", "one call took more than"),
+]
+HERE = {"chunk": 8, "max_batch": 2, "max_len": 32, "page_size": 4, "pages": 16}
+
+
+def complaint_of_check(policy):
+    """What `bench.py check` says of a policy."""
+    violation = check_policy(policy).violation
+    raise ValueError(violation.sentence if violation else "nothing")
+
+
+def complaint_of_engine(policy):
+    """What an engine says."""
+    engine = Engine(MODEL, policy=policy, **HERE)
+    engine.generate([[1] * 9, [2] * 9, [3] * 9], SamplingParams(4), progress=False)
+
+
+@pytest.mark.parametrize("complaint", [complaint_of_check, complaint_of_engine])
+@pytest.mark.parametrize("method, message", WRONG)
+def test_whatever_a_policy_does_wrong_is_one_line(
+    method, message, complaint, tmp_path, monkeypatch
+):
+    for module in (rules, custom):
+        monkeypatch.setattr(module, "CALL_LIMIT_S", 0.2)
+    monkeypatch.setattr(custom, "SLEEP_LIMIT_S", 0.2)
+    monkeypatch.setattr(custom.guarded.__wrapped__, "__defaults__", (0.2,))
+    policy = write_policy(tmp_path, method)
+    with pytest.raises(SystemExit) as end:
+        run(lambda: complaint(policy))
+    line = end.value.code
+    assert line.startswith("error: ") and message in line and "\n" not in line
+
+
+def test_a_policy_that_ends_the_process_as_it_is_read_is_one_line(tmp_path):
+    for file, source in (("leaves", "raise SystemExit(0)"), ("base", "from scheduler import *")):
+        (tmp_path / f"{file}.py").write_text(source)
+    with pytest.raises(PolicyError, match="^SystemExit: 0$") as left:
+        find_policy(f"{tmp_path}/leaves.py:Own")
+    assert left.value.place == f"{tmp_path}/leaves.py line 1"
+    with pytest.raises(ValueError, match="base.py names Scheduler itself, which has no schedule"):
+        find_policy(f"{tmp_path}/base.py:Scheduler")
+
+
+@pytest.mark.parametrize(
+    "queue", ["deque(sorted(self.waiting, key={}))", "sorted(self.waiting, key={})"]
+)
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_policy_may_replace_its_queue(queue, pp, tmp_path):
+    """As the most natural way to write "shortest first" does."""
+    queue = queue.format("lambda r: r.prompt_len")
+    method = f"schedule(self):\n    self.waiting = {queue}\n    {UNCHANGED}"
+    policy = write_policy(tmp_path, f"{method}\nfrom collections import deque")
+    cost = CostModel.named("llama3-8b", pp=pp)
+    config = EngineConfig(policy, chunk=8, max_batch=2, max_len=64, page_size=4, pages=16 * pp)
+    arrivals = [Arrival(0.0, length, 4) for length in (40, 30, 20, 10, 5, 35)]
+    completions = simulate(cost, config, arrivals).run.completions
+    assert all(c.finish_reason == "length" for c in completions)
+    first_tokens = [c.token_times[0] for c in sorted(completions, key=lambda c: len(c.prompt))]
+    assert pp > 1 or first_tokens == sorted(first_tokens)
+
+
 def test_a_violation_says_where_which_rule_and_what_was_seen(tmp_path):
     policy = write_policy(tmp_path, LOSES_PREEMPTED)
     verdict = check_policy(policy)
@@ -321,7 +404,7 @@ def explored(tmp_path, monkeypatch, names):
 
 def test_explore_ends_with_the_line_where_a_policy_fails(tmp_path, monkeypatch):
     policy = write_policy(tmp_path, "schedule(self): return {}['none']")
-    with pytest.raises(KeyError) as failed:
+    with pytest.raises(PolicyError) as failed:
         explored(tmp_path, monkeypatch, policy)
     assert explain(failed.value) == f"error: {tmp_path}/own.py line 3: KeyError: 'none'"
 

@@ -97,6 +97,24 @@ BROKEN = [  # (a solution of exercise 6, the line of it that is named, the messa
         4,
         "it changes chunk, max_batch or max_len",
     ),
+    (
+        f"{SCHEDULE}        batch = super().schedule()\n        batch.append(self.running[0])\n"
+        "        return batch",
+        4,
+        "a batch holds chunks: use batch.add(request), not Request(",
+    ),
+    (f"{SCHEDULE}        yield", 4, "returned a generator, and must return a Batch"),
+    (f"{SCHEDULE}        self.running = None\n        return super().schedule()", 6, "TypeError: "),
+    (
+        "class StallFree(SarathiServe):\n    def add(self, request):\n        raise SystemExit(0)",
+        5,
+        "SystemExit: 0",
+    ),
+    (
+        "class StallFree(SarathiServe):\n    def __init__(self, *args, **options):\n        pass",
+        None,
+        "AttributeError: ",
+    ),
     ("class StallFree(SarathiServe:\n    pass", 3, "SyntaxError"),
     ("class StallFree(SarathiServe):\n    def __init__(self): pass", None, "TypeError"),
     (

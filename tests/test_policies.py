@@ -10,7 +10,7 @@ from config import EngineConfig
 from engine import Engine
 from kv_cache import Pages
 from policies import POLICIES, find_policy, make_scheduler, policy_options
-from policies.custom import where_it_failed
+from policies.custom import PolicyError, where_it_failed
 from scheduler import Request, SarathiServe
 from tests.helpers import IN_ORDER, RESERVING, tiny_model
 
@@ -87,16 +87,18 @@ def test_it_is_told_where_a_file_fails_and_the_file_can_be_mended(own, text, lin
 
 def test_it_is_told_where_a_policy_fails_while_it_runs(own):
     scheduler = make_scheduler(NAME, Pages(2, 8), limit=0, **SIZES)
-    for fails, line in ((scheduler.next_batch, 7), (lambda: scheduler.rank(1), 9)):
-        with pytest.raises((ZeroDivisionError, RuntimeError)) as caught:
-            fails()
-        assert where_it_failed(caught.value) == f"{own} line {line}"
+    with pytest.raises(PolicyError, match="^ZeroDivisionError: ") as caught:
+        scheduler.next_batch()
+    assert caught.value.place == f"{own} line 7"
+    with pytest.raises(RuntimeError) as caught:
+        scheduler.rank(1)
+    assert where_it_failed(caught.value) == f"{own} line 9"
     scheduler.limit = 4
     assert scheduler.next_batch() == []
     scheduler.schedule = lambda: None  # what comes of what it returned has no line
-    with pytest.raises(AttributeError) as caught:
+    with pytest.raises(PolicyError, match="^schedule\\(\\) returned None") as caught:
         scheduler.next_batch()
-    assert where_it_failed(caught.value) == str(own)
+    assert caught.value.place == str(own)
     with pytest.raises(RuntimeError) as caught:
         scheduler.pages.free([1])
     assert where_it_failed(caught.value) is None  # no policy's
