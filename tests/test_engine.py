@@ -323,7 +323,7 @@ def test_a_tokenizer_that_fails_ends_its_request_and_no_other(model, failure):
     assert first.text == "".join(f" {token}" for token in first.tokens)
 
 
-def test_a_request_whose_tokenizer_fails_can_be_aborted_and_is_told_by_its_event(model):
+def test_a_request_whose_tokenizer_fails_can_be_aborted(model):
     engine = make_engine(model, tokenizer=broken(FAILURES["raises"]))
     ids = [engine.add_request([25], SamplingParams(n)) for n in (1, 4)]
     (event,) = [e for e in engine.step() if e.request_id == ids[0]]

@@ -1,9 +1,14 @@
 """sample.py: text in, text out."""
 
+import inspect
+
 import pytest
 
 import sample
 from engine import Engine
+from model import GPT, GPTConfig
+from pretrained.tokenizers import byte_tokenizer
+from sampling import SamplingParams
 from tests.test_bench import process
 
 COMMON = ["--preset", "llama-tiny", "--device", "cpu"]
@@ -32,10 +37,31 @@ def test_a_checkpoint_comes_with_its_tokenizer(tmp_path, capsys):
     more = dict(num_attention_heads=2, bos_token_id=None, eos_token_id=None)
     config = transformers.LlamaConfig(**sizes, **more)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    capsys.readouterr()
     words = ["--device", "cpu", "--prompt", "abc", "--max-new-tokens", "9"]
     sample.main(["--model", str(tmp_path), *words])
-    text = capsys.readouterr().out.strip()
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"# {tmp_path}: float32 on cpu, temperature 0, ")
+    text = printed.out.strip()
     assert text.startswith("abc") and len(text) == 12 and set(text) <= set("abcdefgh")
+
+
+def test_what_is_not_told_is_as_in_the_python_api_and_said_first(tmp_path, capsys):
+    options = sample.parse_args(["--prompt", "x"])
+    told = (options.temperature, options.top_k, options.top_p)
+    defaults = SamplingParams()
+    assert told == (defaults.temperature, defaults.top_k, defaults.top_p)
+    for load in (GPT.__init__, GPT.from_pretrained):
+        default = inspect.signature(load).parameters["dtype"].default
+        assert f"torch.{options.model.dtype}" == str(default)
+    sample.main([*COMMON, "--prompt", "x", "--max-new-tokens", "9"])
+    printed = capsys.readouterr()
+    first_line = printed.err.splitlines()[0]
+    assert "float32 on cpu" in first_line and "temperature 0, top-k 0, top-p 1" in first_line
+    model = GPT(GPTConfig.preset("llama-tiny"))
+    engine = Engine(model, tokenizer=byte_tokenizer())
+    completion = engine.generate(["x"], SamplingParams(9), progress=False)[0]
+    assert printed.out == f"x{completion.text}\n"
 
 
 def test_options_are_passed_on(monkeypatch):

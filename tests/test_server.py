@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -21,7 +22,7 @@ from lab.measure.metrics import request_rows
 from lab.measure.remote_server import RemoteServer
 from lab.measure.workload import Arrival, prompts
 from outputs import Event
-from pretrained.tokenizers import byte_tokenizer, load_tokenizer
+from pretrained.tokenizers import byte_tokenizer, load_tokenizer, read_sampling
 from sampling import SamplingParams
 from server.__main__ import make_engine, parse_args
 from tests.helpers import check_integrity, tiny_model
@@ -48,7 +49,7 @@ from tests.servers import (
     wait_for,
 )
 from tests.test_bench import HERE
-from tests.test_tokenizers import sentencepiece_directory
+from tests.test_tokenizers import sentencepiece_directory, write_json
 
 
 @pytest.mark.parametrize("prompt", ["hello", "a", "What is it? " * 5])
@@ -141,6 +142,37 @@ def test_a_stop_token_ends_a_text_and_is_not_in_it():
             assert sum(len(c.logprobs.tokens) for c in choices) == len(expected)
         text, reason, *_ = complete(served, prompt, extra_body={"ignore_eos": True})
         assert (text, reason) == (generate_text(prompt), "length")
+
+
+@pytest.mark.parametrize("stop", ["<|end|>", ["no", "<|end|>"]])
+def test_a_stop_string_that_is_a_special_token_ends_the_text(stop):
+    tokens = letters.encode(generate_text("hello"))
+    special = tokens[5]
+    end = tokens.index(special)
+
+    def decode(ids):
+        return letters.decode([i for i in ids if i != special])
+
+    tokenizer = letters._replace(decode=decode, special_tokens={"<|end|>": special})
+    with serving(tokenizer=tokenizer) as served:
+        for more in ({}, {"ignore_eos": True}):
+            text, reason, usage, _ = complete(served, "hello", stop=stop, extra_body=more)
+            assert (text, reason) == (letters.decode(tokens[:end]), "stop")
+            assert usage.completion_tokens == end + 1
+        assert complete(served, "hello", stop="no")[2].completion_tokens == 20
+        for inside in ("<|end|>x", "\n<|end|>"):
+            with pytest.raises(openai.BadRequestError, match="is a special token") as refused:
+                complete(served, "hello", stop=inside)
+            assert refused.value.param == "stop"
+
+
+def test_logprobs_of_a_chat_have_the_bytes_of_half_characters(turning):
+    asked = dict(model="tiny", messages=[{"role": "user", "content": "!"}], max_tokens=19)
+    done = turning.client.chat.completions.create(**asked, logprobs=True, temperature=0)
+    tokens = done.choices[0].logprobs.content
+    assert all(len(token.bytes) == 1 for token in tokens)
+    spelled = bytes(byte for token in tokens for byte in token.bytes)
+    assert spelled.decode() == done.choices[0].message.content
 
 
 @given(
@@ -475,6 +507,39 @@ def test_the_template_of_a_checkpoint(tmp_path):
     expected = inner.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     chat_request = ChatRequest(model="x", messages=messages)
     assert encode_prompt(chat_request, load_tokenizer(tmp_path), chat, max_len=100) == expected
+
+
+RECOMMENDED = {"temperature": 0, "top_p": 0.5, "top_k": 7, "do_sample": True, "max_length": 9}
+
+
+def test_sampling_is_as_recommended_unless_the_client_says_so(tmp_path):
+    write_json(tmp_path / "generation_config.json", RECOMMENDED)
+    recommended = read_sampling(tmp_path).model_dump(exclude_none=True)
+    assert recommended == {"temperature": 0, "top_p": 0.5, "top_k": 7}
+    assert read_sampling(None) == read_sampling(tmp_path / "nothing")
+    with serving() as served:
+        scheduler = served.engine.scheduler
+        scheduler.add = Mock(wraps=scheduler.add)
+
+        def sampled(**asked):
+            served.http.post("/v1/completions", json=dict(model="tiny", prompt="a") | asked)
+            params = scheduler.add.call_args.args[0].params
+            return params.temperature, params.top_p, params.top_k
+
+        assert sampled() == (1, 1, 0)  # OpenAI's
+        served.api.sampling = replace(served.api.sampling, **recommended)
+        assert sampled() == (0, 0.5, 7)
+        assert sampled(temperature=None, top_p=1) == (0, 1, 7)
+        assert sampled(temperature=0.25, top_p=0.75, top_k=0) == (0.25, 0.75, 0)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -1}, {"top_p": 0}, {"top_k": 1.5}, {"top_p": "x"}]
+)
+def test_a_recommendation_that_makes_no_sense_is_refused(tmp_path, wrong):
+    write_json(tmp_path / "generation_config.json", wrong)
+    with pytest.raises(ValueError, match=f"generation_config.json: {next(iter(wrong))}="):
+        read_sampling(tmp_path)
 
 
 def test_a_remote_server_is_measured_as_this_machine_is():

@@ -181,7 +181,7 @@ def test_text_is_encoded_and_chats_are_made_in_threads_of_their_own():
         complete(served, "hello")
         served.client.chat.completions.create(model="tiny", messages=[{}], max_tokens=1)
         engine_threads = served.api.thread.executor._threads
-    assert len(threads) == 4
+    assert len(threads) == 3
     assert loop_thread not in threads
     assert not engine_threads & set(threads)
 

@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 
 from sampling import SamplingParams
 from tests.helpers import check_integrity
-from tests.servers import complete, generate, generate_text, idle, openai, serving, slow, wait_for
+from tests.servers import (
+    complete,
+    generate,
+    generate_text,
+    idle,
+    letters,
+    openai,
+    serving,
+    slow,
+    wait_for,
+)
 
 
 def test_a_full_queue_is_answered_429():
@@ -207,6 +217,28 @@ def test_a_step_that_fails_is_a_500_for_its_requests_and_no_others():
             assert done.json()["error"]["message"] == "the engine failed, see its log"
         assert complete(served, "hello")[0] == expected[:20]
         wait_for(lambda: idle(served.engine))
+
+
+def test_a_tokenizer_that_fails_is_an_error_of_its_request_alone():
+    ids = letters.encode(generate_text("hello"))
+
+    def decode(tokens):
+        return 1 / 0 if ids[3] in tokens else letters.decode(tokens)
+
+    broken = letters._replace(decode=decode)
+    with serving(tokenizer=broken) as served:
+        asked = dict(model="tiny", prompt="hello", temperature=0)
+        done = served.http.post("/v1/completions", json=asked)
+        assert done.status_code == 500
+        message = "the tokenizer failed: ZeroDivisionError: division by zero"
+        assert done.json()["error"]["message"] == message
+        pieces = []
+        with pytest.raises(openai.APIError, match=message):
+            for piece in served.client.completions.create(**asked, stream=True):
+                pieces.append(piece.choices[0].text)
+        assert "".join(pieces) == letters.decode(ids[:3])
+        wait_for(lambda: idle(served.engine))
+        assert complete(served, "hello", max_tokens=3)[0] == letters.decode(ids[:3])
 
 
 FAILING = {  # where a policy of one's own may fail, and how

@@ -390,7 +390,7 @@ def test_prompt_and_output_are_taken_apart_by_their_tokens(every, kind, prompt, 
         assert b"".join(spelled) == output_bytes  # of half characters, too
 
 
-def test_a_space_is_kept_after_a_prompt_however_many_special_tokens_it_ends_with(every):
+def test_a_space_is_kept_behind_many_special_tokens_of_a_prompt(every):
     hello = 3 + 256 + 9
     stream = TextStream(every["sentencepiece"], [1, hello, *[2] * 100])
     assert stream.push(hello) + stream.push(2) + stream.push(hello) == " hello hello"

@@ -1,0 +1,106 @@
+"""pretrained/chat.py: messages become a prompt, or an error names the place of what is wrong."""
+
+import pytest
+
+from tests.servers import ChatRequest, encode_prompt, letters, load_chat, protocol
+from tests.test_tokenizers import sentencepiece_directory
+
+PARTS = [{"type": "text", "text": "hello "}, {"type": "text", "text": "world"}]
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CHATS = [  # messages, and the prompt of a model without a template
+    ([{"role": "user", "content": PARTS}], "user: hello world\n"),
+    ([{"role": "assistant", "content": None, "tool_calls": [CALL]}], "assistant: \n"),
+    ([{"role": "assistant", "tool_calls": [CALL]}], "assistant: \n"),
+    ([{"role": "tool", "content": "4", "tool_call_id": "1"}], "tool: 4\n"),
+    ([{"role": "developer", "content": "x"}], "developer: x\n"),
+    ([{"role": "user", "content": "x", "name": "ann", "tool_calls": None}], "user: x\n"),
+    ([{"role": "user", "content": ""}], "user: \n"),
+]
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,x"}}
+WRONG_MESSAGES = [  # a message, and the field of it that the error names
+    ({"role": "user"}, "content"),
+    ({"role": "user", "content": None}, "content"),
+    ({"role": "assistant", "content": None}, "content"),
+    ({"role": "assistant", "content": None, "tool_calls": []}, "content"),
+    ({"role": "user", "content": 5}, "content"),
+    ({"role": "user", "content": True}, "content"),
+    ({"role": "user", "content": {"type": "text", "text": "x"}}, "content"),
+    ({"role": "user", "content": []}, "content"),
+    ({"role": "user", "content": ["x"]}, "content"),
+    ({"role": "user", "content": [*PARTS, IMAGE]}, "content"),
+    ({"role": "user", "content": [{"type": "text"}]}, "content"),
+    ({"role": "user", "content": [{"type": "text", "text": 5}]}, "content"),
+    ({"role": "user", "content": [{"text": "x"}]}, "content"),
+    ({"role": "wizard", "content": "x"}, "role"),
+    ({"role": None, "content": "x"}, "role"),
+    ({"role": ["user"], "content": "x"}, "role"),
+    ({"content": "x"}, "role"),
+    ({"role": "user", "content": "x", "name": 5}, "name"),
+    ({"role": "tool", "content": "x", "tool_call_id": 5}, "tool_call_id"),
+    ({"role": "assistant", "tool_calls": 5}, "tool_calls"),
+    ({"role": "assistant", "tool_calls": [5]}, "tool_calls"),
+    ({"role": "assistant", "tool_calls": [{"function": {"name": 5}}]}, "tool_calls"),
+]
+PRINTED = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+
+
+@pytest.fixture(params=["no checkpoint", "a template"])
+def chat(request, tmp_path):
+    """A function from messages to a prompt."""
+    if request.param == "no checkpoint":
+        return load_chat(None)
+    sentencepiece_directory(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(PRINTED)
+    return load_chat(tmp_path)
+
+
+@pytest.mark.parametrize("messages, prompt", CHATS)
+def test_what_a_message_may_hold_becomes_text(chat, messages, prompt):
+    made = chat(messages)
+    role, _, text = prompt.rstrip("\n").partition(": ")
+    assert made in (f"{prompt}assistant:", f"[{role.replace('developer', 'system')}]{text}")
+
+
+@pytest.mark.parametrize("message, field", WRONG_MESSAGES)
+def test_a_message_that_makes_no_sense_is_refused_by_its_place(chat, tiny, message, field):
+    right = {"role": "user", "content": "x"}
+    with pytest.raises(ValueError, match=rf"^messages\[1\]\.{field}=.*: must be ") as refused:
+        chat([right, message])
+    body = dict(model="tiny", messages=[right, message])
+    done = tiny.http.post("/v1/chat/completions", json=body)
+    error = done.json()["error"]
+    assert (done.status_code, error["param"]) == (400, "messages")
+    assert error["message"].startswith(f"messages[1].{field}=") and str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize("messages", [[5], [None], ["x"], [[]]])
+def test_a_message_that_is_no_object_is_refused_by_its_place(tiny, messages):
+    body = dict(model="tiny", messages=messages)
+    error = tiny.http.post("/v1/chat/completions", json=body).json()["error"]
+    assert error["message"].startswith("messages[0]: ") and error["param"] == "messages"
+
+
+DEFAULT_SYSTEM = "{% if messages[0].role != 'system' %}[default]{% endif %}"
+
+
+def test_a_developer_replaces_the_default_system_message_of_a_template(tmp_path):
+    sentencepiece_directory(tmp_path)
+    messages = [{"role": "developer", "content": "x"}, {"role": "user", "content": "y"}]
+    knows = "{# 'developer' #}"
+    for comment, prompt in (("", "[system]x[user]y"), (knows, "[default][developer]x[user]y")):
+        (tmp_path / "chat_template.jinja").write_text(comment + DEFAULT_SYSTEM + PRINTED)
+        assert load_chat(tmp_path)(messages) == prompt
+    assert messages[0]["role"] == "developer"  # the client's own is not changed
+    (tmp_path / "chat_template.jinja").write_text(PRINTED + "{# 'wizard' #}")
+    assert load_chat(tmp_path)([{"role": "wizard", "content": "x"}]) == "[wizard]x"
+
+
+def test_an_error_of_a_template_does_not_tell_where_the_checkpoint_is(tmp_path):
+    sentencepiece_directory(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no\\nchats') }}")
+    body = ChatRequest(model="x", messages=[{"role": "user", "content": "y"}])
+    with pytest.raises(protocol.ApiError) as refused:
+        encode_prompt(body, letters, load_chat(tmp_path), 100)
+    error = refused.value.detail["error"]
+    assert error["message"] == "messages: no chat: TemplateError: no chats"
+    assert (refused.value.status_code, error["param"]) == (400, "messages")
