@@ -57,3 +57,31 @@ def test_it_prints_why_and_writes_everything(decodes, max_len, tmp_path, capsys,
     assert report["budget"] is None
     assert f"\nToken budget: {timing.TOO_BUSY}.\n" in text
     assert text.count(" (busy) ") == len(budgets)
+
+
+@pytest.mark.parametrize("timed", [0, 2])
+def test_an_interrupt_keeps_what_was_timed(timed, tmp_path, capsys, monkeypatch):
+    """And a file of an earlier run if nothing was."""
+    calls = []
+
+    def time_steadily(runner, cases):
+        if len(calls) == timed:
+            raise KeyboardInterrupt
+        calls.append(cases)
+        return [token_budget.Profiled(*case, seconds=0.01) for case in cases]
+
+    monkeypatch.setattr(budget, "time_steadily", time_steadily)
+    monkeypatch.setattr(budget, "measure_machine", lambda *_: MACHINE)
+    file = tmp_path / "b.json"
+    file.write_text('{"profile": "of yesterday"}')
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(["budget", "--slo-tbt=1", *TINY, "--decodes=3", f"--json={file}"])
+    text = capsys.readouterr().out
+    profile = json.loads(file.read_text())["profile"]
+    if not timed:
+        assert profile == "of yesterday" and "wrote" not in text
+        return
+    assert [(row["budget"], row["context"]) for row in profile] == [
+        (budget, context) for cases in calls for budget, context, _ in cases
+    ]
+    assert text.count("\n| ") == 1 + timed and text.endswith(f"wrote {file}\n")

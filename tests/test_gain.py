@@ -2,6 +2,7 @@
 
 import json
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -300,6 +301,15 @@ def test_what_is_explained_is_written(tmp_path, capsys):
     assert steps[-2]["gain"] == pytest.approx(runs["sarathi"]["gain"])
     assert steps[-1]["gain"] == pytest.approx(runs["sarathi"]["whole_run_gain"])
     assert report["options"]["chunk"] == 32 and report["options"]["requests"] == 10
+
+
+def test_an_interrupt_keeps_the_runs_that_are_done(tmp_path, monkeypatch):
+    monkeypatch.setattr(explain, "explain_gain", Mock(side_effect=KeyboardInterrupt))
+    file = tmp_path / "r.json"
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(["explain", *TINY, f"--json={file}"])
+    report = json.loads(file.read_text())
+    assert list(report["end_to_end"]) == list(COMPARED) and "explained" not in report
 
 
 @pytest.mark.parametrize(

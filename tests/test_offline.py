@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from itertools import count, pairwise
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -232,7 +233,7 @@ def test_rows_of_the_policies_summarize_their_runs(monkeypatch):
         served.extend((c.policy, c.chunk, c.max_batch, c.max_len) for c in configs.values())
         lengths = [len(prompt) for prompt in prompts]
         assert lengths == [arrival.prompt_len for arrival in arrivals] == [15] * 7
-        return {name: runs[name] for name in configs}
+        return [(name, runs[name]) for name in configs]
 
     monkeypatch.setattr(offline_load, "serve_in_turns", serve_in_turns)
     runs["request-level"] = run_of(STALLING, 4.0)
@@ -268,6 +269,36 @@ def test_rows_of_the_policies_summarize_their_runs(monkeypatch):
     runs["orca"] = run_of(STALLING + FULL, 4.0)
     rows = rows_of(["orca"])
     assert rows["orca"].gain is rows["orca"].whole_run_gain is None  # request-level was not run
+
+
+def test_policies_that_are_done_are_kept_when_the_others_are_interrupted(monkeypatch):
+    def serve_in_turns(model, configs, *_):
+        yield "vllm", run_of(STALLING + FULL, 2.0)
+        yield "request-level", run_of(STALLING + FULL, 4.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(offline_load, "serve_in_turns", serve_in_turns)
+    rows = {}
+    with pytest.raises(KeyboardInterrupt):
+        for name, row in run_policies(
+            tiny_model(), ["vllm", "request-level", "sarathi"], load_of(), chunk=12
+        ):
+            rows[name] = row
+    assert list(rows) == ["request-level", "vllm"] and rows["vllm"].whole_run_gain == 2
+
+
+def test_a_policy_is_yielded_as_soon_as_it_is_done(monkeypatch):
+    done = []
+
+    def ended(name, seconds):
+        done.append(name)
+        if len(done) == 2:
+            raise KeyboardInterrupt
+
+    rows = []
+    with pytest.raises(KeyboardInterrupt):
+        rows.extend(run_policies(tiny_model(), ["vllm", "orca"], load_of(), chunk=12, ended=ended))
+    assert [name for name, _ in rows] == done[:1]
 
 
 def replace_start(iteration, start):
@@ -389,9 +420,10 @@ def test_the_table_before_an_interrupt_is_kept(monkeypatch, tmp_path, capsys):
     assert "decode speedup: this machine is too busy to tell\n" in text
     assert "measured limits (busy): " in text and "| decode-only (busy) " in text
     assert "| request-level" in text and list(report["end_to_end"]) == ["request-level"]
-    assert text.endswith(f"interrupted: what was measured is above\nwrote {json_file}\n")
+    files = f"wrote {json_file}\nwrote {plot_file}\n"
+    assert text.endswith(f"interrupted: what was measured is above\n{files}")
     assert report["decode_maximal"] and "conclusion" not in report
-    assert not plot_file.exists()
+    assert plot_file.exists()
 
 
 @pytest.mark.parametrize("flops, ridge", [(3e9, 2.0), (80e9, 0.4)])
@@ -400,3 +432,12 @@ def test_limits_that_would_be_printed_as_0_are_none(flops, ridge):
     assert offline.limits_line(small).startswith("measured limits: none, ")
     large = machine_info(flops_per_s=80e9, bytes_per_s=20e9, ridge_tokens=8.0)
     assert "0.08 TFLOP/s" in offline.limits_line(large)
+
+
+def test_an_interrupt_before_anything_is_measured_leaves_the_files(monkeypatch, tmp_path):
+    monkeypatch.setattr(offline, "measure_decode_maximal", Mock(side_effect=KeyboardInterrupt))
+    file = tmp_path / "r.json"
+    file.write_text("of yesterday")
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(["--preset=llama-tiny", "--device=cpu", "--dtype=float32", f"--json={file}"])
+    assert file.read_text() == "of yesterday"

@@ -22,6 +22,7 @@ from lab.measure.offline_load import OfflineLoad
 from lab.measure.other_engine_worker import ENGINES
 from lab.measure.other_engines import (
     PACKAGES,
+    ComparisonInterrupted,
     EngineResult,
     compare_engines,
     no_report,
@@ -176,6 +177,16 @@ def test_the_command_prints_machine_and_table_and_writes_both(fake, tmp_path, mo
     )
     assert report["options"]["chunk"] == 12 and report["seconds"] > 0
 
+    def interrupted(*_, **__):
+        raise ComparisonInterrupted({"ours, orca": result})
+
+    file.unlink()
+    monkeypatch.setattr(compare, "compare_engines", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(["compare", *words.split(), against, f"--json={file}"])
+    assert "| ours, orca " in capsys.readouterr().out
+    assert json.loads(file.read_text())["against"] == {"ours, orca": asdict(result)}
+
 
 def test_rates_gains_and_equal_tokens_are_reported(fake, checkpoint, monkeypatch, capsys):
     """The fake repeats five tokens of each prompt, sarathi-serve three, vllm one."""
@@ -252,6 +263,22 @@ def test_a_line_tells_that_an_engine_is_loaded_warm_and_done(fake, checkpoint, m
     monkeypatch.setattr(timing, "interleaved", interleaved)
     results = compare_with(checkpoint, report=lines.append, openvino=fake.python)
     assert len(lines) == 1 + 2 * len(results) == 9
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_an_interrupt_keeps_what_two_turns_of_each_have_shown(turns, fake, checkpoint, monkeypatch):
+    def interleaved(variants, *_, **__):
+        for serve in turns * [*variants.values()]:
+            serve()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(timing, "interleaved", interleaved)
+    with pytest.raises(KeyboardInterrupt) as interrupt:
+        compare_with(checkpoint, openvino=fake.python)
+    results = getattr(interrupt.value, "results", {})
+    names = ["ours, sarathi-serve", "ours, vllm", "openvino, vllm", "openvino, orca"]
+    assert list(results) == (names if turns == 2 else [])
+    assert all(result.tokens_per_s > 0 for result in results.values())
 
 
 def test_a_process_that_fails_is_told_with_its_last_line(fake, checkpoint, monkeypatch):

@@ -3,6 +3,8 @@
 import json
 from collections import defaultdict
 from itertools import pairwise
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -11,6 +13,8 @@ from lab.commands import pipeline
 from lab.commands.pipeline import PipelineRow
 from lab.measure.workload import zipf_lengths
 from lab.simulator.pipeline import PipelineSummary, StageSummary
+from parallel.shard import Shard
+from tests.helpers import machine_info
 from tests.test_views import is_png
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for processes
@@ -115,3 +119,25 @@ def test_one_stage_is_refused(capsys):
     with pytest.raises(SystemExit):
         bench.parse_args(["pipeline"])
     assert "--pp 1: a pipeline has two stages or more" in capsys.readouterr().err
+
+
+def test_an_interrupt_keeps_the_policies_that_are_done(tmp_path, monkeypatch):
+    model = object.__new__(Shard)
+    model.config = SimpleNamespace(vocab_size=61)
+    done = SimpleNamespace(config=None, summary=row(30, 6).real, stage_runs=["real"])
+    simulated = Mock(stage_runs=["simulated"])
+    monkeypatch.setattr(pipeline, "resolve_model", lambda options: options)
+    monkeypatch.setattr(pipeline, "load_model", lambda *_, **__: model)
+    monkeypatch.setattr(pipeline, "measure_machine", lambda *_: machine_info())
+    monkeypatch.setattr(pipeline, "fit_cost", lambda *_: SimpleNamespace(hop_s=0.0))
+    monkeypatch.setattr(pipeline, "serve_pipeline", Mock(side_effect=[done, KeyboardInterrupt]))
+    monkeypatch.setattr(pipeline, "simulate", lambda *_: simulated)
+    monkeypatch.setattr(pipeline, "summarize", lambda *_: row(30, 6).simulated)
+    monkeypatch.setattr(pipeline, "chrome_trace", lambda stage_runs: " ".join(stage_runs))
+    drawn = []
+    monkeypatch.setattr(pipeline, "draw_beginnings", lambda rows, *_: drawn.extend(rows))
+    files = [f"--json={tmp_path}/r", f"--chrome-trace={tmp_path}/t", f"--plot={tmp_path}/p.png"]
+    with pytest.raises(KeyboardInterrupt):
+        bench.main([*ARGV.split(), "--device=cpu", *files])
+    assert [*json.loads((tmp_path / "r").read_text())["runs"]] == drawn == ["orca-best"]
+    assert (tmp_path / "t").read_text() == "orca-best orca-best, simulated"

@@ -1,6 +1,8 @@
 """What `bench.py pools`, and `--pools` of `serve` and `capacity`, print, write and refuse."""
 
 import json
+from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -132,7 +134,9 @@ def test_pools_that_cannot_be_are_refused(arguments, problem, capsys):
     assert problem in capsys.readouterr().err
 
 
-def test_the_sweeps_are_printed_drawn_and_written(capsys, tmp_path, monkeypatch):
+@pytest.fixture
+def small(monkeypatch):
+    """Sweeps of few and short runs."""
     monkeypatch.setattr(
         command, "TARGETS", [Targets(t, s) for s in (0.02, 0.03, 0.1) for t in (0.5, 1, 4)]
     )
@@ -145,11 +149,24 @@ def test_the_sweeps_are_printed_drawn_and_written(capsys, tmp_path, monkeypatch)
     resolve = command.resolve
 
     def resolve_small(parser, args):
-        from dataclasses import replace
-
         return replace(resolve(parser, args), seconds=0.2, steps=2)
 
     monkeypatch.setattr(command, "resolve", resolve_small)
+
+
+@pytest.mark.parametrize("part, kept", [("by_size", ["targets", "ratios"]), ("by_targets", [])])
+@pytest.mark.usefixtures("small")
+def test_an_interrupt_keeps_the_sweeps_that_are_done(part, kept, tmp_path, monkeypatch):
+    monkeypatch.setattr(Sweep, part, Mock(side_effect=KeyboardInterrupt))
+    file = tmp_path / "pools.json"
+    file.write_text('{"options": {}, "command": "of yesterday"}')
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(["pools", "--quick", "--processes=1", "--gpus=2", f"--json={file}"])
+    assert [*json.loads(file.read_text())] == ["options", "command", *kept]
+
+
+@pytest.mark.usefixtures("small")
+def test_the_sweeps_are_printed_drawn_and_written(capsys, tmp_path):
     files = [tmp_path / name for name in ("pools.json", "pools.png", "trace.json")]
     options = "--json {} --plot {} --chrome-trace {}".format(*files)
     bench.main(f"pools --quick --processes 1 --gpus 2 {options}".split())

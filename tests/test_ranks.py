@@ -271,7 +271,7 @@ def test_the_rank_that_does_not_come_is_named(monkeypatch):
     assert store.timeout == timedelta(hours=1)
 
 
-def test_only_ranks_of_the_same_torchrun_are_killed_and_none_that_has_ended(monkeypatch):
+def test_only_living_ranks_of_the_same_torchrun_are_killed(monkeypatch):
     here, there = ("node", 7), ("other", 7)
     this = object.__new__(Ranks)
     this.rank = 0

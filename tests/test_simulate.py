@@ -10,11 +10,14 @@ import time
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
+from unittest.mock import Mock
 
 import pytest
 
 import bench
 from lab.commands import simulate
+from lab.papers.comparison import Table
+from lab.papers.simulated import Experiment
 from lab.simulator.cost_model import matrices, product_seconds
 from lab.simulator.devices import A100, GEOMETRIES
 from lab.simulator.fit import COLUMNS
@@ -113,10 +116,27 @@ def wait_for(done, seconds=120):
     return done()
 
 
+def test_an_interrupt_keeps_the_tables_that_are_done_and_their_pictures(tmp_path, monkeypatch):
+    class Figure:
+        def draw(self, title, file):
+            file.write_text(title)
+
+    table = Table("S-F1", "a title", quantities=[], figure=Figure(), rows=[{"": "a row"}])
+    done = Experiment(lambda setup: iter([table]), "S-F1", is_drawn=True)
+    interrupted = replace(done, function=Mock(side_effect=KeyboardInterrupt))
+    experiments = {"pipeline": done, "bubbles": interrupted}
+    monkeypatch.setattr(simulate, "EXPERIMENTS", experiments)
+    files = [f"--json={tmp_path}/r.json", f"--plot={tmp_path}/p.png"]
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(["simulate", "--only=pipeline,bubbles", *files])
+    assert json.loads((tmp_path / "r.json").read_text())["tables"] == [table.to_json()]
+    assert (tmp_path / "p-S-F1.png").read_text() == "S-F1: a title"
+
+
 def test_jobs_in_other_processes_keep_their_order_and_their_errors():
-    assert simulate.run_all(1, "", max, [(1, 2), (5, 4, 3), [6]]) == [2, 5, 6]
+    assert [*simulate.results_of(1, "", max, [(1, 2), (5, 4, 3), [6]])] == [2, 5, 6]
     with pytest.raises(IndexError, match="^list index out of range$"):
-        simulate.run_all(1, "", itemgetter(0), [[1], []])
+        list(simulate.results_of(1, "", itemgetter(0), [[1], []]))
     assert wait_for(lambda: not multiprocessing.active_children())
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())  # here all signals come through
 

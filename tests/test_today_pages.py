@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 import bench
+from lab.commands import today as command
 from lab.papers import today
 from lab.papers.today_rules import TinyLoad, conduct_of, smallest_difference, steps_of
 from policies import TODAY
@@ -73,3 +74,16 @@ def test_a_page_that_does_not_exist_is_refused(capsys):
 def test_a_command_of_the_checklist_is_one_of_the_bench(command):
     bench.parse_args(command.split())
     assert f"`bench.py {command}`" in README
+
+
+def test_an_interrupt_keeps_the_pages_that_are_made(tmp_path, capsys, monkeypatch):
+    def results_of(*_):
+        yield today.Page("first", "Is it?", ["It is."], chart={"s": {"vllm": 1.0, "orca": 2.0}})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "results_of", results_of)
+    (tmp_path / "README.md").write_text("whole")
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(["today", "--write", str(tmp_path)])
+    assert "Is it?" in capsys.readouterr().out
+    assert (tmp_path / "README.md").read_text() == "whole" and (tmp_path / "first.png").exists()

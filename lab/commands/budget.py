@@ -14,10 +14,9 @@ from cli.options import (
     OptionParser,
     PerDevice,
     add_json_option,
+    keeping,
     number,
     whole,
-    write_json,
-    wrote,
 )
 from engine import Runner
 from lab.measure import timing
@@ -26,7 +25,7 @@ from lab.measure.machine_info import measure_machine
 from model import GPT
 from parallel import runner_for
 from policies import token_budget
-from policies.token_budget import Profiled
+from policies.token_budget import Case, Profiled
 from views.tables import Column, format_table
 
 DECODES = PerDevice(cpu=16, gpu=64)
@@ -104,35 +103,42 @@ def resolve(parser: OptionParser, args: Namespace) -> BudgetOptions:
 
 
 def main(options: BudgetOptions) -> None:
-    """The command."""
+    """The command. What is timed when it is interrupted is printed and kept."""
     model = load_model(options.model, options.max_len, positions_from="--max-len")
     machine = measure_machine(model, options.model.name, options.tile)
     print(machine.heading())
-    budget, profile = token_budget.choose_budget(
-        make_runner(model, options),
-        options.slo_tbt,
-        options.decodes,
-        options.contexts,
-        options.tile,
-        options.max_len,
-        time_steadily,
-    )
-    print_profile(rows_of(profile, options), options)
-    conclusion = (
-        f"Token budget {budget}: the largest of whole tiles of {options.tile} that meets the SLO."
-    )
-    if max(row.spread for row in profile) > timing.BUSY:
-        budget = None
-        conclusion = f"Token budget: {timing.TOO_BUSY}."
-    print(conclusion)
-    report = {
-        "machine": machine.to_json(),
-        "profile": [row._asdict() for row in profile],
-        "budget": budget,
-        "conclusion": conclusion,
-    }
-    write_json(options, report)
-    wrote(options.json)
+    profile: list[Profiled] = []
+    report: dict[str, object] = {"machine": machine.to_json()}
+
+    def time_and_keep(runner: Runner, cases: Sequence[Case]) -> list[Profiled]:
+        rows = time_steadily(runner, cases)
+        profile.extend(rows)
+        report["profile"] = [row._asdict() for row in profile]
+        return rows
+
+    with keeping(options, report):
+        try:
+            budget, _ = token_budget.choose_budget(
+                make_runner(model, options),
+                options.slo_tbt,
+                options.decodes,
+                options.contexts,
+                options.tile,
+                options.max_len,
+                time_and_keep,
+            )
+        finally:
+            if profile:
+                print_profile(rows_of(profile, options), options)
+        conclusion = (
+            f"Token budget {budget}: the largest of whole tiles of {options.tile} that meets the "
+            "SLO."
+        )
+        if max(row.spread for row in profile) > timing.BUSY:
+            budget = None
+            conclusion = f"Token budget: {timing.TOO_BUSY}."
+        print(conclusion)
+        report |= {"budget": budget, "conclusion": conclusion}
 
 
 def make_runner(model: GPT, options: BudgetOptions) -> Runner:

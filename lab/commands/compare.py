@@ -25,6 +25,7 @@ from lab.measure.other_engines import (
     OUR_POLICIES,
     PACKAGES,
     REPEATS,
+    ComparisonInterrupted,
     EngineResult,
     can_save_random,
     compare_engines,
@@ -96,27 +97,32 @@ def resolve(parser: OptionParser, args: Namespace) -> CompareOptions:
 
 
 def main(options: CompareOptions) -> None:
-    """Compare, print and write."""
+    """Compare, print and write; what there is when it is interrupted, too."""
     began = time.perf_counter()
     load = options.load
     # each engine, with two policies or so, serves a batch to warm up and then all requests in turns
     served = load.batch + REPEATS * requests_served(load)
     tokens = (1 + len(options.against)) * len(OUR_POLICIES) * served * load.seq_len
     cut = offline.affordable_layers(options, tokens, ALL_LAYERS_S)
+    interrupt = None
     with TemporaryDirectory() as folder:
         model_options = with_checkpoint(cut, load.seq_len, folder)
         model = load_model(model_options, load.seq_len, positions_from="--seq-len")
         machine = measure_machine(model, cut.title, options.chunk)
         print(machine.heading())
-        results = compare_engines(
-            model,
-            checkpoints.find(str(model_options.model)),
-            options.against,
-            load,
-            chunk=options.chunk,
-            attention=options.model.attention,
-            report=tqdm.write,
-        )
+        try:
+            results = compare_engines(
+                model,
+                checkpoints.find(str(model_options.model)),
+                options.against,
+                load,
+                chunk=options.chunk,
+                attention=options.model.attention,
+                report=tqdm.write,
+            )
+        except ComparisonInterrupted as error:
+            interrupt = error
+            results = error.results
     print()
     print_results(results, load, options.chunk)
     seconds = time.perf_counter() - began
@@ -128,6 +134,8 @@ def main(options: CompareOptions) -> None:
     }
     write_json(options, report)
     wrote(options.json)
+    if interrupt:
+        raise interrupt
 
 
 def with_checkpoint(options: ModelOptions, positions: int, folder: str) -> ModelOptions:

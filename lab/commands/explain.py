@@ -9,12 +9,13 @@ from argparse import Namespace
 from itertools import pairwise
 
 from cli.loading import add_model_options, load_model
-from cli.options import OptionParser, add_json_option, write_json, wrote
+from cli.options import OptionParser, add_json_option, keeping
 from lab.commands import offline
 from lab.commands.offline import OfflineOptions
 from lab.measure import timing
 from lab.measure.gain import COMPARED, GainExplanation, Step, explain_gain
 from lab.measure.machine_info import measure_machine
+from lab.measure.offline_load import PolicyRun
 from parallel import runner_for
 from views.tables import Column, format_table
 
@@ -43,7 +44,7 @@ def resolve(parser: OptionParser, args: Namespace) -> OfflineOptions:
 
 
 def main(options: OfflineOptions) -> None:
-    """Measure, explain, print and write."""
+    """Measure, explain, print and write. What is done when it is interrupted is kept."""
     began = time.perf_counter()
     options = offline.cut_layers(options)
     load = options.load
@@ -51,21 +52,19 @@ def main(options: OfflineOptions) -> None:
     machine = measure_machine(model, options.model.title, options.chunk)
     sizes = f"{load.prompt_len} + {load.output_len} tokens, batch {load.batch}"
     print(machine.heading() + f"{load.requests} requests of {sizes}, chunk {options.chunk}\n")
-    runs = dict(offline.run_with_progress(model, options, recorders={}))
-    make_runner = runner_for(model)
-    runner = make_runner(model, load.batch, load.seq_len, load.seq_len, options.model.attention)
-    explanation = explain_gain(runner, runs, options.chunk, load.batch)
-    print_explanation(explanation)
-    seconds = time.perf_counter() - began
-    print(f"\ntook {seconds:.0f} s")
-    report = {
-        "machine": machine.to_json(),
-        "end_to_end": {name: run.to_json() for name, run in runs.items()},
-        "explained": explanation.to_json(),
-        "seconds": seconds,
-    }
-    write_json(options, report)
-    wrote(options.json)
+    runs: dict[str, PolicyRun] = {}
+    report: dict[str, object] = {"machine": machine.to_json()}
+    with keeping(options, report):
+        for name, run in offline.run_with_progress(model, options, recorders={}):
+            runs[name] = run
+            report["end_to_end"] = {name: run.to_json() for name, run in runs.items()}
+        make_runner = runner_for(model)
+        runner = make_runner(model, load.batch, load.seq_len, load.seq_len, options.model.attention)
+        explanation = explain_gain(runner, runs, options.chunk, load.batch)
+        print_explanation(explanation)
+        seconds = time.perf_counter() - began
+        print(f"\ntook {seconds:.0f} s")
+        report |= {"explained": explanation.to_json(), "seconds": seconds}
 
 
 def print_explanation(explanation: GainExplanation) -> None:

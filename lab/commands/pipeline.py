@@ -225,10 +225,9 @@ def main(options: PipelineOptions) -> None:
             write_json(options, report)
             if options.chrome_trace:
                 write_text(options.chrome_trace, chrome_trace(stage_runs))
-            wrote(options.json, options.chrome_trace)
-    if options.plot:
-        draw_beginnings(rows, stage_runs, options.plot, machine.to_json())
-        wrote(options.plot)
+            if options.plot:
+                draw_beginnings(rows, stage_runs, options.plot, machine.to_json())
+            wrote(options.json, options.chrome_trace, options.plot)
 
 
 def fit_cost(model: Shard, options: PipelineOptions, page_size: int) -> FittedCost:

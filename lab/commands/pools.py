@@ -16,11 +16,11 @@ from typing import Any
 from cli.options import (
     OptionParser,
     add_json_option,
+    keeping,
     nonempty_text,
     output_file,
     picture_file,
     whole,
-    write_json,
     write_text,
     wrote,
 )
@@ -275,7 +275,7 @@ FINDING_COLUMNS: list[Column[Finding]] = [
 
 
 def main(options: PoolsOptions) -> dict[str, Any]:
-    """The command: its report, which --json writes."""
+    """The command: its report, which --json writes. What is done when it is interrupted is kept."""
     sweep = Sweep(options)
     print(
         f"simulated: {options.gpus} x {options.device}, {options.preset}; {CHAT} is the load, "
@@ -284,62 +284,71 @@ def main(options: PoolsOptions) -> dict[str, Any]:
         f"chunks: sarathi-serve on replicas, the best of {', '.join(map(str, CHUNKS))}; "
         "1:3: one GPU prefills, three decode\n"
     )
-    targets = sweep.by_targets()
-    print(format_rows("targets", targets), end="\n\n")
-    ratios = sweep.by_ratio()
-    print(f"By prompt and output length, {describe(MIDDLE)}:\n")
-    print(format_rows("prompt+output", ratios), end="\n\n")
-    sizes = sweep.by_size()
-    print(f"By the number of GPUs, {describe(MIDDLE)}; of 8 GPUs each second split:\n")
-    print(format_rows("cluster", sizes), end="\n\n")
-    links = {
-        preset: sweep.by_link(preset, with_goodput=preset == LARGE_CACHE)
-        for preset in dict.fromkeys((LARGE_CACHE, options.preset))
-    }
-    for preset, link_rows in links.items():
-        print(f"From the first token to the second, {preset}, prompts of 1,500 tokens, 1:1:\n")
-        print(format_table("link", LINK_COLUMNS, link_rows), end="\n\n")
-    figure_1 = sweep.figure_1()
-    findings = check_findings(
-        TARGETS[0].ttft_s, targets, ratios, sizes, links[LARGE_CACHE], figure_1
-    )
-    by_text = {finding.text: finding for finding in findings}
-    print(format_table("finding", FINDING_COLUMNS, by_text), end="\n\n")
-    print(conclude(targets))
-    report = {
-        "command": options.command,
-        "targets": {name: row.to_json() for name, row in targets.items()},
-        "ratios": {name: row.to_json() for name, row in ratios.items()},
-        "sizes": {name: row.to_json() for name, row in sizes.items()},
-        "links": {
+    report: dict[str, Any] = {"command": options.command}
+    with keeping(options, report):
+        targets = sweep.by_targets()
+        report["targets"] = {name: row.to_json() for name, row in targets.items()}
+        print(format_rows("targets", targets), end="\n\n")
+        ratios = sweep.by_ratio()
+        report["ratios"] = {name: row.to_json() for name, row in ratios.items()}
+        print(f"By prompt and output length, {describe(MIDDLE)}:\n")
+        print(format_rows("prompt+output", ratios), end="\n\n")
+        sizes = sweep.by_size()
+        report["sizes"] = {name: row.to_json() for name, row in sizes.items()}
+        print(f"By the number of GPUs, {describe(MIDDLE)}; of 8 GPUs each second split:\n")
+        print(format_rows("cluster", sizes), end="\n\n")
+        links = {
+            preset: sweep.by_link(preset, with_goodput=preset == LARGE_CACHE)
+            for preset in dict.fromkeys((LARGE_CACHE, options.preset))
+        }
+        report["links"] = {
             preset: {name: asdict(row) for name, row in link_rows.items()}
             for preset, link_rows in links.items()
-        },
-        "figure_1": figure_1,
-        "findings": [asdict(finding) for finding in findings],
-    }
-    write_json(options, report)
-    if options.plot:
-        from views.pools import Goodputs, SecondToken, plot_pools
-
-        plot_pools(
-            {name: Goodputs(row.chunks, row.pools) for name, row in targets.items()},
-            {name: Goodputs(row.chunks, row.pools) for name, row in ratios.items()},
-            {
-                link: SecondToken(row.at_end_s, row.layer_wise_s, row.alone_s)
-                for link, row in links[LARGE_CACHE].items()
-            },
-            {
-                "model": options.preset,
-                "dtype": "16 bits",
-                "device": f"simulated: {options.gpus} x {options.device}",
-            },
-            options.plot,
+        }
+        for preset, link_rows in links.items():
+            print(f"From the first token to the second, {preset}, prompts of 1,500 tokens, 1:1:\n")
+            print(format_table("link", LINK_COLUMNS, link_rows), end="\n\n")
+        draw(options, targets, ratios, links[LARGE_CACHE])
+        figure_1 = sweep.figure_1()
+        report["figure_1"] = figure_1
+        findings = check_findings(
+            TARGETS[0].ttft_s, targets, ratios, sizes, links[LARGE_CACHE], figure_1
         )
+        report["findings"] = [asdict(finding) for finding in findings]
+        by_text = {finding.text: finding for finding in findings}
+        print(format_table("finding", FINDING_COLUMNS, by_text), end="\n\n")
+        print(conclude(targets))
     if options.chrome_trace:
         write_text(options.chrome_trace, short_trace(options))
-    wrote(options.json, options.plot, options.chrome_trace)
+    wrote(options.plot, options.chrome_trace)
     return report
+
+
+def draw(
+    options: PoolsOptions,
+    targets: Mapping[str, Row],
+    ratios: Mapping[str, Row],
+    links: Mapping[str, LinkRow],
+) -> None:
+    """Write the picture of --plot."""
+    if not options.plot:
+        return
+    from views.pools import Goodputs, SecondToken, plot_pools
+
+    plot_pools(
+        {name: Goodputs(row.chunks, row.pools) for name, row in targets.items()},
+        {name: Goodputs(row.chunks, row.pools) for name, row in ratios.items()},
+        {
+            link: SecondToken(row.at_end_s, row.layer_wise_s, row.alone_s)
+            for link, row in links.items()
+        },
+        {
+            "model": options.preset,
+            "dtype": "16 bits",
+            "device": f"simulated: {options.gpus} x {options.device}",
+        },
+        options.plot,
+    )
 
 
 def conclude(rows: Mapping[str, Row]) -> str:

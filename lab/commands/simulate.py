@@ -10,7 +10,7 @@ import os
 import pickle
 import signal
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import active_children, parent_process
@@ -136,13 +136,16 @@ def main(options: SimulateOptions) -> None:
             print_conclusion(tables)
             write_json(options, {"tables": [table.to_json() for table in tables]})
             wrote(options.json)
-    if options.plot:
-        plot = Path(options.plot)
-        for table in tables:
-            if table.figure is not None:
-                file = plot.with_stem(f"{plot.stem}-{table.claim}")
-                table.figure.draw(f"{table.claim}: {table.title}", file)
-                wrote(file)
+            draw_all(tables, options.plot)
+
+
+def draw_all(tables: Sequence[Table], plot: str | None) -> None:
+    """Write a picture of each table that is drawn, if there is --plot."""
+    for table in tables:
+        if plot and table.figure is not None:
+            file = Path(plot).with_stem(f"{Path(plot).stem}-{table.claim}")
+            table.figure.draw(f"{table.claim}: {table.title}", file)
+            wrote(file)
 
 
 def print_table(table: Table) -> None:
@@ -197,15 +200,15 @@ class Workers:
         new_jobs = {
             key: job for key, job in zip(keys, jobs, strict=True) if key not in self.results
         }
-        results = run_all(self.processes, self.name, function, list(new_jobs.values()))
+        results = results_of(self.processes, self.name, function, list(new_jobs.values()))
         self.results.update(zip(new_jobs, results, strict=True))
         return [self.results[key] for key in keys]
 
 
-def run_all(
+def results_of(
     processes: int, name: str, function: Callable[[Job], Result], jobs: Sequence[Job]
-) -> list[Result]:
-    """[function(job) for job in jobs], by some processes, which have ended when this returns. A
+) -> Generator[Result, None, None]:
+    """function(job) for each job, in order, by some processes, which have ended when this has. A
     progress bar has the `name`."""
     pool = ProcessPoolExecutor(processes, initializer=prepare_worker)
     # workers start with these signals blocked, and keep them so: this process ends the workers
@@ -213,7 +216,8 @@ def run_all(
     try:
         futures = [pool.submit(function, job) for job in jobs]
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-        return [future.result() for future in tqdm(futures, name, leave=False, disable=None)]
+        for future in tqdm(futures, name, leave=False, disable=None):
+            yield future.result()
     except BrokenExecutor:
         advice = "a process was killed, maybe for lack of memory: try fewer --processes"
         raise ChildProcessError(advice) from None

@@ -7,11 +7,12 @@
 All is simulated. Read first: policies/today.py. Read next: lab/papers/today.py, the pages."""
 
 from argparse import Namespace
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from cli.options import OptionParser, nonempty_text, write_text, wrote
-from lab.commands.simulate import run_all, split_names
+from lab.commands.simulate import results_of, split_names
 from lab.papers.today import PAGES, Page
 from views.bars import plot_bars
 
@@ -79,21 +80,21 @@ def make_page(name: str) -> Page:
 
 
 def main(options: TodayOptions) -> None:
-    """Make the pages and print them; write them, too, if asked."""
-    pages = run_all(options.processes, "pages", make_page, options.only)
-    text = "\n\n".join(page.to_markdown() for page in pages)
-    print(text)
-    if not options.write:
-        return
-    folder = Path(options.write)
-    sections = [INTRODUCTION]
-    for page in pages:
-        sections.append(page.to_markdown() + "\n")
-        if page.chart is not None:
-            file = folder / f"{page.name}.png"
-            plot_bars(page.chart, page.question, file)
-            wrote(file)
-            sections.append(f"![{page.question}]({file.name})\n")
-    readme = folder / "README.md"
-    write_text(str(readme), "\n".join(sections))
-    wrote(readme)
+    """Make the pages and print them; write them, too, if asked.
+
+    Each is printed, and its picture written, when it is made; README.md when all are."""
+    sections: list[str] = []
+    pages = results_of(options.processes, "pages", make_page, options.only)
+    with closing(pages):
+        for page in pages:
+            print(page.to_markdown(), end="\n\n")
+            sections.append(page.to_markdown() + "\n")
+            if options.write and page.chart is not None:
+                file = Path(options.write) / f"{page.name}.png"
+                plot_bars(page.chart, page.question, file)
+                wrote(file)
+                sections.append(f"![{page.question}]({file.name})\n")
+    if options.write:
+        readme = Path(options.write) / "README.md"
+        write_text(readme, "\n".join([INTRODUCTION, *sections]))
+        wrote(readme)

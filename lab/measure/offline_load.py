@@ -124,12 +124,18 @@ def run_policies(
     base: PolicyRun | None = None
     for group in groups:
         configs = run_plan(group, [load.seq_len], config)
-        runs = serve_in_turns(model, configs, arrivals, prompts, progress, ended, recorders or {})
-        for name, run in runs.items():
-            row = summarize_policy(run, load.batch)
-            if name == "request-level":
-                base = row
-            yield name, with_gains(row, base)
+        runs: dict[str, Run] = {}
+        try:
+            for name, run in serve_in_turns(
+                model, configs, arrivals, prompts, progress, ended, recorders or {}
+            ):
+                runs[name] = run
+        finally:  # those that are done, too, when the others are interrupted
+            for name in [name for name in configs if name in runs]:
+                row = summarize_policy(runs[name], load.batch)
+                if name == "request-level":
+                    base = row
+                yield name, with_gains(row, base)
 
 
 def serve_in_turns(
@@ -140,8 +146,9 @@ def serve_in_turns(
     progress: Callable[[int], object],
     ended: Callable[[str, float], object],
     recorders: Mapping[str, Recorder],
-) -> dict[str, Run]:
-    """Serve the arrivals by an engine of each config, {name: Run}, a step of one after another.
+) -> Iterator[tuple[str, Run]]:
+    """Serve the arrivals by an engine of each config, a step of one after another: (name, Run), as
+    each is done.
 
     The engine that has used the least time is next: when the machine slows down for a while, it
     slows down for all of them. The clock of an engine stands still while it is another's turn."""
@@ -168,7 +175,7 @@ def serve_in_turns(
         else:
             del used_s[name]
             ended(name, clocks[name]())
-    return {name: load.result() for name, load in loads.items()}
+            yield name, loads[name].result()
 
 
 def summarize_policy(run: Run, batch: int) -> PolicyRun:

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -50,6 +49,14 @@ class EngineResult:
     busy: bool  # whether the machine was
 
 
+class ComparisonInterrupted(KeyboardInterrupt):
+    """A KeyboardInterrupt between the turns. `results` are those of the turns before."""
+
+    def __init__(self, results: Mapping[str, EngineResult]) -> None:
+        super().__init__()
+        self.results = results
+
+
 def has_package(python: str, engine: str) -> bool:
     """Whether this Python exists and has the package that the engine needs."""
     executable = shutil.which(python)
@@ -80,7 +87,8 @@ def compare_engines(
     and before it is timed each engine serves one batch to warm up. All decode greedily, with the
     same batch, dtype and number of threads; openvino on the CPU. `report` is called with a line
     when an engine is loaded, when it is warm, and when it has served its last turn. Raises
-    ChildProcessError if an engine fails.
+    ChildProcessError if an engine fails, and ComparisonInterrupted for a KeyboardInterrupt, if
+    each engine has served two turns.
     """
     count = requests_served(load)
     arrivals = [workload.Arrival(0.0, load.prompt_len, load.output_len)] * count
@@ -94,13 +102,28 @@ def compare_engines(
         serve = our_engine(model, replace(config, policy=policy_name), prompts, load)
         policies[f"ours, {policy_name}"] = Policy(serve, dtype)
     tokens: dict[str, Tokens] = {}
-    turns: Counter[str] = Counter()
+    samples_ms: dict[str, list[float]] = {}  # of the turns, as timing.interleaved measures them
 
     def serve_and_keep(name: str) -> None:
+        began = time.perf_counter()
         tokens[name] = policies[name].serve(count)
-        turns[name] += 1
-        if turns[name] == REPEATS:
+        samples_ms.setdefault(name, []).append(1e3 * (time.perf_counter() - began))
+        if len(samples_ms[name]) == REPEATS:
             report(f"{name}: served {count} requests {REPEATS} times")
+
+    def results_of(timings: Mapping[str, timing.Timing], drift: float) -> dict[str, EngineResult]:
+        stall_free, prefill_first = (f"ours, {policy}" for policy in OUR_POLICIES)
+        return {
+            name: EngineResult(
+                dtype=policies[name].dtype,
+                tokens_per_s=len(prompts) * load.seq_len / timed.ms * 1e3,
+                sarathi_serve_gain=timed.ms / timings[stall_free].ms,
+                vllm_gain=timed.ms / timings[prefill_first].ms,
+                equal_tokens=share_of_equal_tokens(tokens[name], tokens[stall_free]),
+                busy=max(drift, timed.spread) > timing.BUSY,
+            )
+            for name, timed in timings.items()
+        }
 
     with ExitStack() as stack:
         for engine, python in pythons.items():
@@ -136,19 +159,14 @@ def compare_engines(
             title="engines",
             warmup=0,
         )
-        timings, drift = timing.steadily(time_all, model.device, tries=1)
-    stall_free, prefill_first = (f"ours, {policy}" for policy in OUR_POLICIES)
-    return {
-        name: EngineResult(
-            dtype=policies[name].dtype,
-            tokens_per_s=len(prompts) * load.seq_len / timed.ms * 1e3,
-            sarathi_serve_gain=timed.ms / timings[stall_free].ms,
-            vllm_gain=timed.ms / timings[prefill_first].ms,
-            equal_tokens=share_of_equal_tokens(tokens[name], tokens[stall_free]),
-            busy=max(drift, timed.spread) > timing.BUSY,
-        )
-        for name, timed in timings.items()
-    }
+        try:
+            return results_of(*timing.steadily(time_all, model.device, tries=1))
+        except KeyboardInterrupt as interrupt:
+            samples = samples_ms.values()
+            if len(samples) < len(policies) or min(map(len, samples)) < 2:
+                raise
+            timings = {name: timing.summarize(values) for name, values in samples_ms.items()}
+            raise ComparisonInterrupted(results_of(timings, drift=0.0)) from interrupt
 
 
 def requests_served(load: OfflineLoad) -> int:
