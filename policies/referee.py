@@ -160,6 +160,8 @@ class Referee:
         self.requests: dict[Request, None] = {}  # all that have not ended, in order of arrival
         self.tokens_in_vain = 0  # computed since the last new token
         self.max_batch = scheduler.max_batch  # before the policy can change it
+        self.running: set[int] = set()  # the ids of those that ran before
+        self.wasteful = ""  # the first time that a request was admitted for nothing, in words
         self._next_batch = scheduler.next_batch
         self._advance = scheduler.advance
         scheduler.next_batch = self.next_batch
@@ -195,7 +197,7 @@ class Referee:
             raise
         except PolicyError as error:
             cause = error.__cause__
-            first_request = next(iter(self.requests), None)
+            first_request = next((request.id for request in self.requests), None)
             if cause is None:  # of check_batch
                 raise self._broken("chunks", Breach(first_request, str(error), error)) from error
             raised = f"{type(cause).__name__}: {cause}, in {error.place or 'schedule()'}"
@@ -238,3 +240,15 @@ class Referee:
             self.tokens_in_vain += sum(chunk.length for chunk in batch)
         breaches = everybody_ends(list(self.requests), batch, self.tokens_in_vain)
         self._expect_none("everybody ends", breaches)
+        self._look_for_waste(batch)
+
+    def _look_for_waste(self, batch: Batch) -> None:
+        """Note who was admitted when the budget was used up. No rule forbids that."""
+        has_chunk = {chunk.request.id for chunk in batch}
+        admitted = {request.id for request in self.scheduler.running} - self.running
+        self.running |= admitted
+        if admitted - has_chunk and batch.left <= 0 and not self.wasteful:
+            self.wasteful = (
+                f"request {min(admitted - has_chunk)} is admitted when the budget is used up, and "
+                f"holds memory for nothing (iteration {self.iterations} of {self.policy})"
+            )

@@ -66,9 +66,12 @@ BROKEN = [  # (the method of a policy, what the violation says)
         DROPS,
         r"'no decode dropped' is broken: .* 1 other decodes \(request 0,",
     ),
-    ("schedule(self): return []", ENDS + "returned .*nothing to do"),
+    (
+        "schedule(self): return []",
+        CHUNKS + r"schedule\(\) returned a list, and must return a Batch",
+    ),
     ("schedule(self): return {}['none']", ENDS + "KeyError: 'none', in .*own.py line 3"),
-    ("schedule(self): pass", ENDS + "Own.* returned None: .*did you forget return"),
+    ("schedule(self): pass", CHUNKS + r"schedule\(\) returned None: did you forget return"),
     ("token_budget(self, *_): return self.chunk / 3", ENDS + "token_budget=2.6.*whole num.*own.py"),
     (
         f"schedule(self): list(map(self.preempt, self.prefilling())); {UNCHANGED}",
@@ -234,6 +237,16 @@ def test_whatever_a_policy_does_wrong_is_one_line(
         run(lambda: complaint(policy))
     line = end.value.code
     assert line.startswith("error: ") and message in line and "\n" not in line
+
+
+def test_who_is_admitted_for_nothing_is_said_in_a_second_line(tmp_path, capsys):
+    wasteful = write_policy(tmp_path, f"{BATCH}self.admit(){RETURN}")
+    bench.main(["check", wasteful])
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{wasteful} keeps all rules: ")
+    assert re.match(r"wasteful: request \d+ is admitted when the budget is used up, ", second)
+    bench.main(["check", f"{TEMPLATE},sarathi-serve,vllm,priority,vllm-v1"])
+    assert "wasteful" not in capsys.readouterr().out
 
 
 def test_a_policy_that_ends_the_process_as_it_is_read_is_one_line(tmp_path):

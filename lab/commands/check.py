@@ -46,6 +46,7 @@ def main(options: CheckOptions) -> None:
     """Check the policies. Raises ValueError, which names the rule, for one that breaks a rule."""
     for policy in options.policies:
         verdict = check_policy(policy)
+        wasteful = verdict.wasteful
         iterations = verdict.iterations
         if verdict.violation is None and options.random_loads:
             verdict = check_random_loads(policy, options.random_loads)
@@ -54,3 +55,5 @@ def main(options: CheckOptions) -> None:
             raise ValueError(verdict.violation.sentence)
         rules = ", ".join(rules_of(policy))
         print(f"{policy} keeps all rules: {rules} ({iterations:,} iterations)")
+        if wasteful:
+            print(f"wasteful: {wasteful}")

@@ -46,11 +46,11 @@ class Referees:
 
     def __init__(self, policy: str) -> None:
         self.policy = policy
+        self.referees: list[Referee] = []
 
     def watch(self, schedulers: Sequence[Scheduler]) -> None:
         """Watch each of these schedulers."""
-        for scheduler in schedulers:
-            Referee(scheduler, self.policy)
+        self.referees = [Referee(scheduler, self.policy) for scheduler in schedulers]
 
     def add(self, iteration: Iteration) -> None:
         """Referees watch the schedulers, not what comes of them."""
@@ -62,6 +62,7 @@ class Verdict:
 
     iterations: int  # that kept all rules
     violation: Violation | None  # the first; None if all rules were kept
+    wasteful: str = ""  # what breaks no rule and helps nobody, in words; "" if there is nothing
 
 
 def check_policy(policy: str) -> Verdict:
@@ -77,6 +78,7 @@ def check_policy(policy: str) -> Verdict:
     arrivals = poisson(lengths, LOAD * possible_qps, seed=0)
     prompts = [[i % 4] * arrival.prompt_len for i, arrival in enumerate(arrivals)]  # share prefixes
     iterations = 0
+    wasteful = ""
     for (memory, longest_that_fit), chunk, sharing in product(
         MEMORY.items(), CHUNKS, (False, True)
     ):
@@ -92,12 +94,14 @@ def check_policy(policy: str) -> Verdict:
         )
         configs = run_plan([policy], [PAGE_SIZE], config, slo_s, caching=[sharing])
         (config,) = configs.values()
+        referees = Referees(load)
         try:
-            simulation = simulate(cost, config, arrivals, prompts, recorder=Referees(load))
+            simulation = simulate(cost, config, arrivals, prompts, recorder=referees)
         except BrokenRuleError as broken:
             return Verdict(iterations, broken.violation)
         iterations += len(simulation.run.iterations)
-    return Verdict(iterations, None)
+        wasteful = wasteful or referees.referees[0].wasteful
+    return Verdict(iterations, None, wasteful)
 
 
 def check_random_loads(policy: str, loads: int, first_seed: int = 0) -> Verdict:
