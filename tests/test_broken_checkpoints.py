@@ -318,6 +318,7 @@ BOMBS = {  # templates that would take gigabytes, or hours
     "{{ 'a' | center(1000000000) }}": "OverflowError",
     "{{ 'a' | indent(width=1000000000) }}": "OverflowError",
     "{{ 'a'.ljust(1000000000) }}": "OverflowError",
+    "{% for i in range(20_000) %}" + 1000 * "a" + "{% endfor %}": "OverflowError: its text",
     LOOPS + "aaaaaaaaaa{% endfor %}{% endfor %}": "OverflowError|TimeoutError",
     LOOPS + "{% endfor %}{% endfor %}": "TimeoutError",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError",
@@ -330,7 +331,7 @@ def test_a_template_that_takes_too_long_is_refused_in_time(copy, template, monke
     directory = copy()
     (directory / "chat_template.jinja").write_text(template)
     began = time.monotonic()
-    with pytest.raises(ValueError, match=f"^{directory}: chat template: ({BOMBS[template]}):"):
+    with pytest.raises(ValueError, match=f"^{directory}: chat template: ({BOMBS[template]})"):
         load_chat(directory)
     assert time.monotonic() - began < 10
 
