@@ -135,6 +135,9 @@ def test_auto_warns_of_times_on_a_busy_machine(law, monkeypatch, tbt_slo, unstea
 def test_the_slowest_context_counts(law):
     law(lambda budget, context, decodes: 1e-3 * budget * (4 if context == 500 else 1))
     assert choose_budget(None, 0.4, 4, (100, 500, 900), 4, 4096)[0] == 100
+    law(lambda budget, context, decodes: 1e-3 * context)
+    with pytest.raises(ValueError, match="4 decodes alone take 0.9 s at a context of 900$"):
+        choose_budget(None, 0.05, 4, (100, 500, 900), 4, 4096)
 
 
 PROMPTS = [[7, 8, 9], [1] * 20, [5], [3, 1, 4, 1, 5, 9, 2, 6] * 4, [60, 0, 60]]
