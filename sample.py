@@ -98,6 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The command line. Prompt i, counted from 0, is continued with the seed --seed + i."""
     options = parse_args(argv)
     from cli.loading import find_text_model, load_model
+    from errors import refusing
     from parallel import engine_for
     from pretrained.tokenizers import TextStream, Writer
     from sampling import SamplingParams
@@ -140,7 +141,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     engine.add_request(prompts[0], params[0])
     while engine.has_work:
         for event in engine.step():
-            text, _ = writer.push(event)
+            with refusing("the tokenizer failed"):
+                text, _ = writer.push(event)
             print(text, end="", flush=True)
     print()
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from cli.loading import ModelOptions
     from engine import Engine
     from model import GPT
+    from sampling import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -181,14 +182,29 @@ def make_engine(options: ServerOptions) -> Engine:
     return engine
 
 
+def default_sampling(model: str | None) -> SamplingParams:
+    """How a text is sampled if the client says nothing: OpenAI's defaults, or a checkpoint's.
+
+    Says on stderr what of a checkpoint's recommendation is not computed."""
+    from pretrained.tokenizers import read_sampling
+    from server.app import OPENAI_SAMPLING
+
+    sampling = read_sampling(model).model_dump(exclude_none=True)
+    penalty = sampling.pop("repetition_penalty", 1)
+    if penalty != 1:
+        message = f"generation_config.json: repetition_penalty={penalty} is not computed here"
+        print(f"warning: {message}", file=sys.stderr, flush=True)
+    return replace(OPENAI_SAMPLING, **sampling)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line: load the model, and serve until a signal comes."""
     options = parse_args(argv)
     from cli.loading import find_text_model
     from hardware.torchrun import find_place
     from lab.simulator.referee import broken_rules
-    from pretrained.tokenizers import load_chat, read_sampling
-    from server.app import OPENAI_SAMPLING, Api
+    from pretrained.tokenizers import load_chat
+    from server.app import Api
     from server.connections import Server
     from server.engine_thread import EngineThread
 
@@ -199,12 +215,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     for violation in broken_rules([options.policy]).values():
         print(f"warning: {violation.sentence}", file=sys.stderr, flush=True)
     chat = load_chat(options.model.model)
-    recommended = read_sampling(options.model.model)
-    penalty = recommended.repetition_penalty
-    if penalty not in (None, 1):
-        message = f"generation_config.json: repetition_penalty={penalty}: is not computed here"
-        print(f"warning: {message}", file=sys.stderr, flush=True)
-    sampling = recommended.model_dump(exclude_none=True, exclude={"repetition_penalty"})
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     with socket.create_server((options.host, options.port), family=family) as listener:
         # a signal ends the process at once while the engine's thread, which cannot be
@@ -220,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             key=options.api_key,
             max_body=options.max_body,
             hosts=[options.host, *options.allowed_hosts],
-            sampling=replace(OPENAI_SAMPLING, **sampling),
+            sampling=default_sampling(options.model.model),
         )
         server = Server(api, options.drain)
         server.on_signals()

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -22,9 +21,9 @@ from lab.measure.metrics import request_rows
 from lab.measure.remote_server import RemoteServer
 from lab.measure.workload import Arrival, prompts
 from outputs import Event
-from pretrained.tokenizers import byte_tokenizer, load_tokenizer, read_sampling
+from pretrained.tokenizers import byte_tokenizer, load_tokenizer
 from sampling import SamplingParams
-from server.__main__ import make_engine, parse_args
+from server.__main__ import default_sampling, make_engine, parse_args
 from tests.helpers import check_integrity, tiny_model
 from tests.servers import (
     LETTERS,
@@ -514,11 +513,14 @@ def test_the_template_of_a_checkpoint(tmp_path):
 RECOMMENDED = {"temperature": 0, "top_p": 0.5, "top_k": 7, "do_sample": True, "max_length": 9}
 
 
-def test_sampling_is_as_recommended_unless_the_client_says_so(tmp_path):
+def test_sampling_is_as_recommended_unless_the_client_says_so(tmp_path, capsys):
     write_json(tmp_path / "generation_config.json", RECOMMENDED)
-    recommended = read_sampling(tmp_path).model_dump(exclude_none=True)
-    assert recommended == {"temperature": 0, "top_p": 0.5, "top_k": 7}
-    assert read_sampling(None) == read_sampling(tmp_path / "nothing")
+    recommended = default_sampling(tmp_path)
+    assert default_sampling(None) == default_sampling(tmp_path / "nothing")
+    assert capsys.readouterr().err == ""
+    write_json(tmp_path / "generation_config.json", RECOMMENDED | {"repetition_penalty": 1.5})
+    assert default_sampling(tmp_path) == recommended
+    assert "repetition_penalty=1.5 is not computed" in capsys.readouterr().err
     with serving() as served:
         scheduler = served.engine.scheduler
         scheduler.add = Mock(wraps=scheduler.add)
@@ -529,7 +531,7 @@ def test_sampling_is_as_recommended_unless_the_client_says_so(tmp_path):
             return params.temperature, params.top_p, params.top_k
 
         assert sampled() == (1, 1, 0)  # OpenAI's
-        served.api.sampling = replace(served.api.sampling, **recommended)
+        served.api.sampling = recommended
         assert sampled() == (0, 0.5, 7)
         assert sampled(temperature=None, top_p=1) == (0, 1, 7)
         assert sampled(temperature=0.25, top_p=0.75, top_k=0) == (0.25, 0.75, 0)
@@ -541,7 +543,7 @@ def test_sampling_is_as_recommended_unless_the_client_says_so(tmp_path):
 def test_a_recommendation_that_makes_no_sense_is_refused(tmp_path, wrong):
     write_json(tmp_path / "generation_config.json", wrong)
     with pytest.raises(ValueError, match=f"generation_config.json: {next(iter(wrong))}="):
-        read_sampling(tmp_path)
+        default_sampling(tmp_path)
 
 
 def test_a_remote_server_is_measured_as_this_machine_is():
