@@ -285,6 +285,29 @@ def test_an_interrupt_while_all_begin_anew_is_mended_too():
     assert place > 5
 
 
+@pytest.mark.parametrize("step", ["start", "end", "finish"])
+def test_an_interrupt_of_a_transfer_loses_no_page(step):
+    place = 0
+    is_interrupted = True
+    while is_interrupted:
+        place += 1
+        two = two_pools(pages=64, chunk=64)
+        prefill(two, request(0))
+        (transfer,) = two.start_transfers()
+        prefill(two, request(1))
+        steps = {
+            "start": (two.start_transfers,),
+            "end": (two.end_transfer, transfer),
+            "finish": (two.prefills[0].finish, transfer.request, "abort"),
+        }
+        interrupt = Interrupt(place)
+        interrupt(*steps[step])
+        is_interrupted = interrupt.raised
+        two.start_transfers()  # which mends
+        check_owners(two)
+    assert place > 5
+
+
 @pytest.mark.parametrize("text, pools", [("2:2", Pools(2, 2)), ("01:12", Pools(1, 12))])
 def test_two_numbers_name_two_pools(text, pools):
     assert Pools.parse(text) == pools
