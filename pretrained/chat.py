@@ -96,9 +96,10 @@ class ChatTemplate:
     limited, and so is its time, as far as Python can: one call of a text's method ends first."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        from transformers.utils.chat_template_utils import _compile_jinja_template
+        # despite its name it makes an environment anew, with all that templates use
+        from transformers.utils.chat_template_utils import _cached_compile_jinja_template
 
-        environment: Any = _compile_jinja_template("").environment  # with all that templates use
+        environment: Any = _cached_compile_jinja_template("").environment
         environment.intercepted_binops = frozenset(["*", "**", "%"])  # or they run while compiling
         environment.binop_table["*"] = _multiply
         environment.binop_table["**"] = _power

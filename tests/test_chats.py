@@ -2,6 +2,7 @@
 
 import pytest
 
+from pretrained.chat import ChatTemplate
 from tests.servers import ChatRequest, encode_prompt, letters, load_chat, protocol
 from tests.test_tokenizers import sentencepiece_directory
 
@@ -104,3 +105,12 @@ def test_an_error_of_a_template_does_not_tell_where_the_checkpoint_is(tmp_path):
     error = refused.value.detail["error"]
     assert error["message"] == "messages: no chat: TemplateError: no chats"
     assert (refused.value.status_code, error["param"]) == (400, "messages")
+
+
+def test_a_template_does_not_grow_with_those_before_it():
+    """All would wrap the functions of one environment, deeper and deeper."""
+    for _ in range(300):
+        template = ChatTemplate("{{ messages[0]['content'].strip() | upper }}", {})
+    assert template.render([{"role": "user", "content": " hi "}]) == "HI"
+    environment = template.template.environment
+    assert not hasattr(environment.filters["center"].__wrapped__, "__wrapped__")

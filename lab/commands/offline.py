@@ -53,7 +53,7 @@ from views.tables import Column, format_table, show
 
 DEFAULT_POLICIES = "request-level,orca-best,vllm,sarathi,sarathi-serve"
 MORE_REQUESTS_S = 25  # more than 2 B + 1 are served while all policies together take so long
-ALL_LAYERS_S = 55  # with fewer layers if they would take longer, on a CPU
+ALL_LAYERS_S = 65  # with fewer layers if they would take longer, on a CPU
 
 
 def cost(milliseconds: float | None) -> float | None:
