@@ -297,6 +297,7 @@ def test_types_of_options_say_what_is_allowed():
         share("2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", ["sample.py --help", "bench.py --help", "bench.py explore --help"]
 )

@@ -26,7 +26,7 @@ from policies import ALL_POLICIES, custom, find_policy
 from policies import referee as rules
 from policies.custom import PolicyError
 from sampling import SamplingParams
-from tests.helpers import tiny_model
+from tests.helpers import tiny_model, with_slow
 
 TEMPLATE = "policies/template.py:ShortestFirst"
 COST = CostModel.named("llama3-8b")
@@ -223,7 +223,9 @@ def complaint_of_engine(policy):
     engine.generate([[1] * 9, [2] * 9, [3] * 9], SamplingParams(4), progress=False)
 
 
-@pytest.mark.parametrize("complaint", [complaint_of_check, complaint_of_engine])
+@pytest.mark.parametrize(
+    "complaint", with_slow([complaint_of_check, complaint_of_engine], fast=[complaint_of_engine])
+)
 @pytest.mark.parametrize("method, message", WRONG)
 def test_whatever_a_policy_does_wrong_is_one_line(
     method, message, complaint, tmp_path, monkeypatch
@@ -422,6 +424,7 @@ def test_explore_ends_with_the_line_where_a_policy_fails(tmp_path, monkeypatch):
     assert explain(failed.value) == f"error: {tmp_path}/own.py line 3: KeyError: 'none'"
 
 
+@pytest.mark.slow
 def test_two_files_with_a_class_of_one_name_are_two_policies(tmp_path, monkeypatch):
     source = Path(TEMPLATE.partition(":")[0]).read_text()
     for file in ("one", "two"):

@@ -63,6 +63,7 @@ def test_the_slo_is_kept_where_some_iterations_take_twice_as_long(seed):
     assert sum(late) > 1 and percentile(simulation.tbt(), 99) <= SLO
 
 
+@pytest.mark.slow
 @SEEDS
 @LAWS
 def test_the_slo_is_kept_when_contexts_double_in_mid_run(law, slo, seed):

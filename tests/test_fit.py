@@ -92,6 +92,7 @@ EXTREME = {  # lines: each number is allowed, and nothing of all this may overfl
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lines", EXTREME.values(), ids=EXTREME)
 @pytest.mark.filterwarnings("error")
 def test_extreme_times_end_in_a_table(tmp_path, capsys, lines):

@@ -33,6 +33,7 @@ def program(name, text, limit_s=60.0):
     return Step(name, ["-c", textwrap.dedent(text)], limit_s)
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_or_hangs_is_named_and_the_next_goes_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "GRACE_S", 0.5)
     deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('x', flush=True)"
@@ -142,6 +143,7 @@ def test_a_device_that_is_no_gpu_is_refused(device, capsys):
     assert f"--device {device}: must be cuda, cuda:1" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "gigabytes, preset",
     [

@@ -42,6 +42,7 @@ def test_replicas_give_what_one_process_gives_under_all_policies(worlds):
     )
 
 
+@pytest.mark.slow
 def test_pools_give_what_one_process_gives(worlds):
     """With pages that are found on the prefill instance, and with preemption."""
     for kind in ("pools", "pools chunks"):

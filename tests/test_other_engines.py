@@ -311,6 +311,7 @@ def test_a_missing_package_is_named_with_the_engine_in_one_line(tmp_path, checkp
         compare_with(checkpoint, transformers=str(bare))
 
 
+@pytest.mark.slow
 def test_an_engine_says_what_ours_says(tmp_path):
     """Random weights in float32, which leaves no doubt; heads of a size and number of their own."""
     small = tiny_model(dtype=torch.float32, n_layer=1, n_kv_head=2, head_dim=16, vocab_size=97)

@@ -181,6 +181,7 @@ def test_fresh_measures_again_what_is_asked_for_and_keeps_the_rest(claims, tmp_p
 CHANGES = ["--dtype bfloat16", "--seed 1", "--attention sdpa", "--preset gpt2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_another_option_is_another_measurement(change, claims, tmp_path):
     run(tmp_path, "--only SS-F10")

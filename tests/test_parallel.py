@@ -109,6 +109,7 @@ ALL = [(*world, "gpt2") for world in WORLDS] + [(2, 2, name) for name in MODELS 
 ALL += [(4, 1, "llama multi-query"), (4, 1, "llama tied")]  # fewer KV heads than ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp, pp, name", ALL)
 def test_all_families_and_heads(worlds, tp, pp, name):
     (key, sizes), *_ = MODELS[name].items()

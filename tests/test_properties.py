@@ -237,7 +237,7 @@ def check_every_request_ends_as_if_alone(
 
 
 @pytest.mark.parametrize("policy", ALL_POLICIES)
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @CASES
 @example(long_ones, 20, 4, 1, 1, 16, False)  # they all begin, and then there is memory for two
 @example(long_ones + faults, 20, 4, 1, 4, 16, False)

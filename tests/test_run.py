@@ -188,6 +188,7 @@ def test_a_full_queue_refuses_and_the_slo_is_not_met():
     assert not judged.met and run.refused == judged.summary.aborted == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turns", [1, 2])
 def test_an_interrupted_run_is_what_was_seen_of_it(turns):
     """Ctrl-C at looks at the clock: between iterations, before and after forward."""

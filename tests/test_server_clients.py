@@ -596,6 +596,7 @@ def test_a_signal_ends_a_server_whose_step_does_not_end_after_the_drain(stuck):
     assert "Traceback" not in "".join(lines)
 
 
+@pytest.mark.slow
 def test_a_server_says_where_it_is_and_that_it_warms_up():
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=HERE)
     with subprocess.Popen([sys.executable, *PROGRAM], **pipes) as process:

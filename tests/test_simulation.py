@@ -293,6 +293,7 @@ def gaps(policy, pp, replicas, seed, mean_gap):
     return found
 
 
+@pytest.mark.slow
 @in_all_shapes
 @under_all_policies
 def test_a_bubble_is_idle_time_of_a_stage_with_work(policy, pp, replicas):

@@ -20,6 +20,8 @@ from tests.pages import (
 )
 from tests.worlds import ROOT
 
+pytestmark = pytest.mark.slow  # the site takes twenty seconds to make
+
 
 @contextmanager
 def opened(browser, address, **options):

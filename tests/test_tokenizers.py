@@ -270,6 +270,7 @@ def test_a_text_that_a_tokenizer_cannot_encode_is_a_value_error(tmp_path):
             encode(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MAKERS)
 def test_other_threads_run_while_a_text_is_encoded(every, kind):
     ticks = 0

@@ -74,6 +74,7 @@ def test_paged_mask_is_figure_6_in_every_block_table(spans):
         assert not expected[:, own_mask.shape[1] :].any()
 
 
+@pytest.mark.slow
 def test_nothing_is_printed_when_xformers_is_imported():
     program = "from attention.xformers import import_xformers; import_xformers()"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

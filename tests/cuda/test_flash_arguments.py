@@ -57,6 +57,7 @@ def split_k_by_definition(monkeypatch):
     monkeypatch.setattr(triton_splitk.FwOp, "apply", classmethod(apply))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, page_size, max_len", CASES)
 def test_what_flash_is_given_yields_attention(name, page_size, max_len, split_k_by_definition):
     """NaN lies in all slots that a span may not read."""

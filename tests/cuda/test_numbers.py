@@ -144,6 +144,7 @@ def test_the_engines_of_cuda_equals_cpu_run(geometry, load, case, gpu):
     assert gpu.kernels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_rounding_stays_far_below_the_tolerances(geometry, dtype):
