@@ -388,7 +388,7 @@ def test_a_directory_that_cannot_be_written_is_one_line(claims, tmp_path):
     for where in (tmp_path / "file", "/proc/nothing"):
         with pytest.raises(OSError):
             run(Path(where), "--only SS-F10")
-    (tmp_path / "full/paper.json.part").mkdir(parents=True)
+    (tmp_path / "full/paper.part.json").mkdir(parents=True)
     with pytest.raises(OSError):
         run(tmp_path / "full", "--only SS-F10")
     assert claims.take() == []
