@@ -45,6 +45,7 @@ from speedups.cuda_graphs import DecodeGraphs, compile_decodes
 from speedups.packed_linear import pack
 
 Clock = Callable[[], float]  # returns seconds
+MAX_USER = 256  # characters: a policy may remember who has asked
 
 
 def checked_clock(clock: Clock) -> Clock:
@@ -247,6 +248,8 @@ class Engine:
         tokens = self._encode(prompt, params)
         service = check_service_level(priority, ttft_slo, tbt_slo)
         check_type("user", user, str, "a text")
+        if len(user) > MAX_USER:
+            raise ValueError(f"user={shorten(user)}: must have at most {MAX_USER} characters")
         arrival = self.clock() if arrival is None else arrival
         arrival = check_number("arrival", arrival, "a finite number of seconds")
         request_id = self._next_id if request_id is None else self._check_new_id(request_id)

@@ -73,6 +73,7 @@ REFUSED = [  # (what is asked, status, param, what the message says)
     (dict(stop="a" * 1001), 400, "stop", "stop: must be one to four texts of 1 to 1,000"),
     (dict(stop=""), 400, "stop", "stop: must be one to four"),
     (dict(priority="urgent"), 400, "priority", "priority='urgent': must be one of realtime"),
+    (dict(user="a" * 257), 400, "user", "must have at most 256 characters"),
     (dict(ttft_slo=-1), 400, "ttft_slo", "ttft_slo=-1.0: must be"),
     (dict(stream_options={"x": True}), 400, "stream_options", "stream_options.x: Input"),
     (dict(whatever=1), 400, "whatever", "whatever: is not supported here"),
