@@ -333,8 +333,6 @@ def serve_random_load(model, seed, counts):
     while any(ranks.tasks):
         ranks.first_reply([], 0.0)
     assert not (expected or ranks.replies or ranks.instances[1].received or engine.sending)
-    for sent in engine.sent:
-        assert (sent.source, sent.target) == (0, 1) and sent.prefilled < sent.start < sent.end
     assert all(s.pages.num_free == s.pages.total for s in engine.schedulers)
 
 
