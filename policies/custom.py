@@ -180,6 +180,10 @@ class Guard(Scheduler):
         with guarded():
             return super().advance(batch, tokens, now)
 
+    def finish(self, request: Request, reason: str) -> None:
+        with guarded():
+            super().finish(request, reason)
+
 
 def guard(policy: type[Scheduler]) -> type[Scheduler]:
     """The policy, guarded if it comes from a file."""

@@ -241,6 +241,15 @@ def test_whatever_a_policy_does_wrong_is_one_line(
     assert line.startswith("error: ") and message in line and "\n" not in line
 
 
+def test_a_policy_that_cannot_give_a_request_up_is_one_line(tmp_path):
+    policy = write_policy(tmp_path, "finish(self, request, reason): raise SystemExit(0)")
+    engine = Engine(MODEL, policy=policy, **HERE)
+    request_id = engine.add_request([1, 2, 3], SamplingParams(4))
+    with pytest.raises(PolicyError, match="^SystemExit: 0$") as failed:
+        engine.abort(request_id)
+    assert failed.value.place == f"{tmp_path}/own.py line 3"
+
+
 def test_who_is_admitted_for_nothing_is_said_in_a_second_line(tmp_path, capsys):
     wasteful = write_policy(tmp_path, f"{BATCH}self.admit(){RETURN}")
     bench.main(["check", wasteful])
