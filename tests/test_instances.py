@@ -337,11 +337,11 @@ def serve_random_load(model, seed, counts):
 
 
 @pytest.mark.slow
-def test_no_page_leaks_on_either_side_over_2000_random_loads_with_faults(monkeypatch):
+def test_no_page_leaks_on_either_side_over_500_random_loads_with_faults(monkeypatch):
     monkeypatch.setattr(instances, "Link", lambda ranks, target: ranks)
     model = tiny_model(n_layer=1, n_head=1, n_kv_head=1, n_embd=2)
     counts = Counter()
-    for seed in range(2000):
+    for seed in range(500):
         serve_random_load(model, seed, counts)
-    assert all(counts[what] > 100 for what in ("aborted on the link", "begun anew", "faults"))
-    assert counts["preempted"] > 1000 and counts["cached"] > 1000
+    assert all(counts[what] > 25 for what in ("aborted on the link", "begun anew", "faults"))
+    assert counts["preempted"] > 250 and counts["cached"] > 250
