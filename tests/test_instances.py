@@ -22,11 +22,10 @@ from parallel import instances
 from parallel.instances import ChunkedPoolsEngine, PoolsEngine
 from parallel.stages import Stage, StageResult
 from parallel.transfer import Instance, export_pages, import_pages
-from policies import POLICIES
 from policies.pools import Pools
 from sampling import SamplingParams
 from tests.helpers import tiny_model
-from tests.test_parallel import FEW, check
+from tests.test_parallel import FEW, OF_EACH_KIND, check
 from tests.test_pools import check_owners
 from tests.test_ranks import check_all_end, check_error
 
@@ -36,10 +35,9 @@ SINGLE = FEW | dict(policy="sarathi-serve", page_size=1, pages=32)
 
 
 @pytest.mark.slow
-def test_replicas_give_what_one_process_gives_under_all_policies(worlds):
-    check(
-        worlds, engines=[FEW | dict(policy=policy) for policy in POLICIES], kind="replicas", **TWO
-    )
+def test_replicas_give_what_one_process_gives_under_each_kind_of_policy(worlds):
+    engines = [FEW | dict(policy=policy) for policy in OF_EACH_KIND]
+    check(worlds, engines=engines, kind="replicas", **TWO)
 
 
 @pytest.mark.slow

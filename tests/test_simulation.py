@@ -351,8 +351,7 @@ OPTIONS |= {"priority": {"ttft_slo": 1.0, "ageing": 2.0}}
 @pytest.mark.parametrize("policy, pages, line", SERVED)
 def test_the_engine_makes_the_same_schedule(policy, pages, line, clock, monkeypatch):
     options = OPTIONS.get(policy, {})
-    if policy in ("priority", "dynamic"):
-        monkeypatch.setattr(Engine, "warm_up", lambda engine: None)  # these would learn from it
+    monkeypatch.setattr(Engine, "warm_up", lambda engine: None)  # some would learn from it
     config = replace(CONFIG, policy=policy, pages=pages, max_waiting=line, policy_options=options)
     preemptions = refused = 0
     for seed in range(3):
