@@ -213,15 +213,14 @@ def test_nodes_whose_clocks_differ_agree_on_the_time(worlds):
     assert max(times) - min(times) < 30
 
 
-def test_a_stage_waits_for_the_stage_before_it(worlds):
-    fault = dict(what="be late", seconds=3, when="prefill", rank=0)
-    (_, first), (_, second) = worlds.result(**JOB | dict(program="waits", tp=1, pp=2, fault=fault))
+def test_a_stage_waits_for_the_stage_before_it_and_rank_0_until_all_have_loaded(worlds):
+    late = dict(what="be late", seconds=3)
+    waits = dict(program="waits", tp=1, pp=2, fault=late | dict(when="prefill", rank=0))
+    loads = dict(program="loads", tp=2, pp=1, fault=late | dict(when="load", rank=1))
+    waited, loaded = worlds.run(JOB | waits, JOB | loads)
+    (_, first), (_, second) = waited.result
     assert second < 2.9 < first < 20
-
-
-def test_rank_0_goes_on_when_all_have_loaded(worlds):
-    fault = dict(what="be late", seconds=3, when="load", rank=1)
-    assert worlds.result(**JOB | dict(program="loads", tp=2, pp=1, fault=fault)) > 2
+    assert loaded.result > 2
 
 
 @pytest.mark.parametrize("name", STUCK)
