@@ -1,11 +1,11 @@
 """The browser and the site of the tests that look at a page, and servers that several tests ask."""
 
+import fcntl
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from filelock import FileLock
 
 from bench import main
 from tests.pages import CHROMIUM, PYODIDE_FOLDER
@@ -42,7 +42,8 @@ def site_folder(tmp_path_factory, worker_id):
     argv = ["explore", "--site", str(site)]
     if (PYODIDE_FOLDER / "pyodide.mjs").is_file():
         argv += ["--pyodide", str(PYODIDE_FOLDER)]
-    with FileLock(f"{site}.lock"):
+    with open(f"{site}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if not site.exists():
             main(argv)
     return site

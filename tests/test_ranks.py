@@ -213,7 +213,7 @@ def test_nodes_whose_clocks_differ_agree_on_the_time(worlds):
     assert max(times) - min(times) < 30
 
 
-def test_a_stage_waits_for_the_stage_before_it_and_rank_0_until_all_have_loaded(worlds):
+def test_a_stage_waits_for_the_one_before_and_rank_0_until_all_have_loaded(worlds):
     late = dict(what="be late", seconds=3)
     waits = dict(program="waits", tp=1, pp=2, fault=late | dict(when="prefill", rank=0))
     loads = dict(program="loads", tp=2, pp=1, fault=late | dict(when="load", rank=1))
