@@ -5,8 +5,10 @@ number. Only True and False are bools: 1, "yes" and the bools of numpy and torch
 
 import operator
 import sys
-from collections.abc import Collection, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
+from inspect import signature
 from numbers import Integral, Real
 from types import UnionType
 from typing import Any, Protocol, runtime_checkable
@@ -151,6 +153,25 @@ def check_token_ids(name: str, value: object) -> tuple[int, ...]:
     if min(token_ids, default=0) < 0:
         raise ValueError(f"{name}={shorten(value)}: must be {allowed}")
     return tuple(token_ids)
+
+
+def check_texts(name: str, value: object) -> tuple[str, ...]:
+    """A text, or a list of them, as a tuple. Raises ValueError for another or an empty one."""
+    allowed = "a text or a list of texts"
+    texts = [value] if isinstance(value, str) else check_list(name, value, allowed)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ValueError(f"{name}={shorten(value)}: must be {allowed}")
+    return tuple(texts)
+
+
+def check_names(function: Callable[..., object], arguments: Iterable[str]) -> None:
+    """Raise TypeError for an argument that a function or a dataclass does not have."""
+    allowed = signature(getattr(function, "__init__", function)).parameters
+    for name in arguments:
+        if name not in allowed:
+            near = get_close_matches(name, allowed, n=1)
+            hint = f"did you mean {near[0]}?" if near else "there is no such argument"
+            raise TypeError(f"{name}: {hint}")
 
 
 def set_field(record: object, name: str, value: object) -> None:

@@ -14,45 +14,14 @@ without. Read next: attention/, which reads the cache."""
 
 from __future__ import annotations
 
-import re
-from array import array
-from collections import OrderedDict
 from collections.abc import Sequence
-from hashlib import sha256
-from itertools import chain, islice
-from typing import TYPE_CHECKING, NamedTuple, Protocol
-
-from errors import check_bool, check_whole
+from typing import TYPE_CHECKING, Protocol, Self
 
 if TYPE_CHECKING:  # a scheduler needs Pages, and no torch
     import torch
     from torch import Tensor
 
-
-MAX_PAGES = 2**28  # they take some gigabytes to count
-
-
-class Span(NamedTuple):
-    """A chunk as model and attention see it: tokens start, start + 1, ... of a request."""
-
-    pages: list[int]  # the request's block table
-    start: int
-    tokens: Sequence[int]
-    wants_logits: bool = True  # those after the last token
-
-    @property
-    def length(self) -> int:
-        """The number of tokens that are computed: the queries of attention."""
-        return len(self.tokens)
-
-    @property
-    def end(self) -> int:
-        """The number of keys that the last of these tokens attends to: 0, ..., end - 1."""
-        return self.start + len(self.tokens)
-
-    def used_pages(self, page_size: int) -> list[int]:
-        """The pages that hold these keys, in order."""
-        return self.pages[: -(-self.end // page_size)]
+    from request import Request
 
 
 def slot_mapping(pages: Sequence[int], page_size: int, start: int, end: int) -> list[int]:
@@ -68,12 +37,10 @@ def slot_mapping(pages: Sequence[int], page_size: int, start: int, end: int) -> 
 
 
 class ModelShape(Protocol):
-    """The fields of a model.GPTConfig that cache and attention read."""
+    """The fields of a model.GPTConfig that a cache depends on."""
 
     @property
     def n_layer(self) -> int: ...
-    @property
-    def n_head(self) -> int: ...
     @property
     def n_kv_head(self) -> int: ...
     @property
@@ -128,119 +95,73 @@ class KVCache:
 
 
 class Pages:
-    """Which pages are free, which are in block tables, and which hold a known prefix.
+    """Which pages are free, and which are in block tables.
 
-    A request gets pages that follow each other wherever possible: then attention on a CPU reads
-    its keys and values in place.
+    policies/pages.py has pages that follow each other, and pages that several requests share."""
 
-    With `prefix_caching`, a full page is identified by a hash: the SHA-256 of its tokens and of the
-    hash of the page before. It stands for all tokens up to the end of the page. A request whose
-    prompt begins with these tokens reuses the page. Pages are reference-counted. An unreferenced
-    page stays cached until its memory is needed. The least recently used page is evicted first."""
+    prefix_caching = False
 
-    def __init__(self, total: int, page_size: int, prefix_caching: bool = False) -> None:
-        self.total = check_whole("total", total, minimum=0, maximum=MAX_PAGES)
-        self.page_size = check_whole("page_size", page_size, minimum=1)
-        check_bool("prefix_caching", prefix_caching)
-        self.prefix_caching = prefix_caching
-        self.num_free = self.total  # pages in no block table, cached or not
-        self.ref_counts = [0] * self.total  # of each page: in how many block tables it is
-        self._occupied = bytearray(self.total)  # 1 for pages in a block table or cached, else 0
-        self._page_of: dict[bytes, int] = {}  # hash -> the page that is cached under it
-        self._hash_of: dict[int, bytes] = {}  # page -> its hash, or the one it had last
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # the least recently used first
+    def __init__(self, total: int, page_size: int) -> None:
+        self.total = total
+        self.page_size = page_size
+        self.num_free = total  # pages in no block table
+        self.ref_counts = [0] * total  # of each page: in how many block tables it is
+        self._taken = bytearray(total)  # 1 for each page that is not free, else 0
+
+    def emptied(self) -> Self:
+        """As many pages of this kind and size, all free."""
+        return type(self)(self.total, self.page_size)
 
     def needed(self, tokens: int) -> int:
         """The number of pages that hold so many tokens."""
         return -(-tokens // self.page_size)
 
-    def allocate(self, count: int, after: int | None = None) -> list[int] | None:
-        """Take `count` pages. Returns None if fewer are free.
+    def count_free(self, pages: Sequence[int]) -> int:
+        """How many of these pages are in no block table."""
+        return sum(not self.ref_counts[page] for page in pages)
 
-        A new request gets them from the longest runs of free pages. `after` is the last page of a
-        request that needs one page more: the next page if that is free, or else any."""
+    def allocate(self, count: int, after: int | None = None) -> list[int] | None:
+        """Take `count` pages, for a request whose last page is `after`. None if fewer are free."""
         if count > self.num_free:
             return None
-        while self.num_free - len(self._evictable) < count:
-            page, _ = self._evictable.popitem(last=False)
-            del self._page_of[self._hash_of[page]]
-            self._occupied[page] = 0
-        pages = self._longest_runs(count) if after is None else [self._page_after(after)]
+        pages = self.choose(count, after)
         for page in pages:
-            self._occupied[page] = 1
+            self._taken[page] = 1
             self.ref_counts[page] = 1
         self.num_free -= count
         return pages
 
     def free(self, pages: Sequence[int]) -> None:
         """Take the pages out of one block table. Raises RuntimeError if one of them is in none."""
-        for page in reversed(pages):  # evict the last first: it needs those before it
+        for page in reversed(pages):
             if not self.ref_counts[page]:
                 raise RuntimeError(f"page {page} was freed but is not owned")
             self.ref_counts[page] -= 1
-            if self.ref_counts[page]:
-                continue
-            self.num_free += 1
-            if self.is_cached(page):
-                self._evictable[page] = None
-            else:
-                self._occupied[page] = 0
+            if not self.ref_counts[page]:
+                self.num_free += 1
+                self.release(page)
 
-    # The rest is for prefix caching.
+    # What policies/pages.py does otherwise.
 
-    def extend_hashes(self, hashes: list[bytes], tokens: Sequence[int]) -> None:
-        """Append the hashes of those full pages of `tokens` that are missing in `hashes`."""
-        if not self.prefix_caching:
-            return
-        size = self.page_size
-        for end in range((len(hashes) + 1) * size, len(tokens) + 1, size):
-            page_tokens = array("q", tokens[end - size : end]).tobytes()
-            previous_hash = hashes[-1] if hashes else b""
-            hashes.append(sha256(previous_hash + page_tokens).digest())
-
-    def publish(self, pages: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Let other requests reuse the pages that have a hash. A hash keeps the page it has."""
-        for page, page_hash in zip(pages, hashes, strict=False):  # a last page may not be full
-            self._hash_of[page] = page_hash  # first, or an interrupt could leave a page for ever
-            self._page_of.setdefault(page_hash, page)
-
-    def is_cached(self, page: int) -> bool:
-        """Whether other requests can reuse this page."""
-        page_hash = self._hash_of.get(page)
-        return page_hash is not None and self._page_of.get(page_hash) == page
-
-    def match_prefix(self, hashes: Sequence[bytes]) -> list[int]:
-        """The cached pages of these hashes, up to the first hash that has none."""
+    def choose(self, count: int, after: int | None) -> list[int]:
+        """The pages that `allocate` takes: here, the first free ones."""
         pages: list[int] = []
-        for page_hash in hashes:
-            page = self._page_of.get(page_hash)
-            if page is None:
-                break
+        page = -1
+        for _ in range(count):
+            page = self._taken.index(0, page + 1)
             pages.append(page)
         return pages
 
-    def count_free(self, pages: Sequence[int]) -> int:
-        """How many of these pages are in no block table."""
-        return sum(not self.ref_counts[page] for page in pages)
+    def release(self, page: int) -> None:
+        """What becomes of a page that is in no block table any more."""
+        self._taken[page] = 0
 
-    def acquire(self, pages: Sequence[int]) -> None:
-        """Put cached pages into one more block table."""
-        for page in pages:
-            if not self.ref_counts[page]:
-                del self._evictable[page]
-                self.num_free -= 1
-            self.ref_counts[page] += 1
+    def find(self, request: Request) -> list[int]:
+        """The pages that hold the first tokens of a waiting request already."""
+        return []
 
-    def _longest_runs(self, count: int) -> list[int]:
-        """`count` unoccupied pages, from the longest runs of such pages."""
-        # finds the runs of zero bytes much faster than a loop would
-        runs = [range(*match.span()) for match in re.finditer(rb"\0+", self._occupied)]
-        runs.sort(key=len, reverse=True)
-        return list(islice(chain.from_iterable(runs), count))
+    def take(self, pages: Sequence[int]) -> None:
+        """Put pages that were found into one more block table."""
 
-    def _page_after(self, page: int) -> int:
-        """The next page if it is unoccupied, else the first page that is."""
-        next_page = page + 1
-        if next_page < self.total and not self._occupied[next_page]:
-            return next_page
-        return self._occupied.index(0)
+    def keep(self, request: Request, start: int) -> None:
+        """Let others find the pages that became full since num_computed was `start`."""

@@ -2,7 +2,7 @@
 
 The model knows tokens, positions and pages. It does not know requests, policies or time.
 
-    batch = FlatBatch.build([Span(pages=[0], start=0, tokens=[...]), ...], attention)
+    batch = FlatBatch.build(chunks, attention)
     logits = model(batch, cache)
 
 `FlatBatch` lays prefill chunks and decodes side by side as the rows of one matrix. Every linear
@@ -11,9 +11,8 @@ ride with it. This is SARATHI's fused linear path (§4.3.1, "we fuse all the lin
 letting the attention computations for the prefill and decodes happen separately"). The linear
 layers are called as in SARATHI's Table 1: preproj, postproj, ffn_ln1, ffn_ln2.
 
-Read first: kv_cache.py and attention/. Read next: sampling.py and engine.py."""
+Read first: kv_cache.py and attention/. Read next: sampling.py."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -22,14 +21,16 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.plan import AttentionBackend, AttentionPlan
-from errors import check_type, check_whole
+from attention.plan import AttentionBackend, AttentionPlan, to_device
+from errors import check_type
 from hardware.memory import check_model_fits, check_placement
-from kv_cache import KVCache, Span, slot_mapping
+from kv_cache import KVCache, slot_mapping
 from pretrained import checkpoints
-from pretrained.geometry import DERIVED_SIZES, GIVEN_SIZES, GPTConfig
-from pretrained.random_weights import init_weight
+from pretrained.geometry import GPTConfig
+from pretrained.random_weights import init_weight, weight_generator
+from pretrained.rope import rope_table
 from pretrained.sharding import Slices, slices_of
+from request import Chunk
 
 ROPE_POSITIONS = 4096  # of a new model's table
 
@@ -40,30 +41,29 @@ class FlatBatch(NamedTuple):
     tokens: Tensor  # (num_tokens,)
     positions: Tensor  # (num_tokens,)
     slot_mapping: Tensor  # (num_tokens,), where keys and values go, see kv_cache.py
-    logit_rows: Tensor  # (num_logits,), in the order in which the spans were given
+    logit_rows: Tensor  # (num_logits,), in the order in which the chunks were given
     attend: AttentionPlan
 
     @classmethod
-    def build(cls, spans: Sequence[Span], attention: AttentionBackend) -> Self:
-        """Flatten `spans`, decodes first, and copy the result to the device at once.
+    def build(cls, chunks: Sequence[Chunk], attention: AttentionBackend) -> Self:
+        """Flatten `chunks`, decodes first, and copy the result to the device at once.
 
         `attention` was made for the cache that the batch will be run on. A page that is written
-        may be in one span alone."""
-        order = sorted(range(len(spans)), key=lambda i: spans[i].length > 1)
+        may be in one chunk alone."""
+        order = sorted(range(len(chunks)), key=lambda i: chunks[i].length > 1)
         tokens, positions, slots = [], [], []
-        last_row = {}  # of each span
+        last_row = {}  # of each chunk
         for i in order:
-            span = spans[i]
-            tokens += span.tokens
-            positions += range(span.start, span.end)
-            slots += slot_mapping(span.pages, attention.page_size, span.start, span.end)
+            request, start, length = chunks[i]
+            end = start + length
+            tokens += request.tokens[start:end]
+            positions += range(start, end)
+            slots += slot_mapping(request.pages, attention.page_size, start, end)
             last_row[i] = len(tokens) - 1
-        logit_rows = [last_row[i] for i, span in enumerate(spans) if span.wants_logits]
-        pinned = attention.device.type == "cuda"  # or the copy might wait for the GPU
-        flat = torch.tensor(tokens + positions + slots + logit_rows, pin_memory=pinned)
-        flat = flat.to(attention.device, non_blocking=True)
+        logit_rows = [last_row[i] for i, chunk in enumerate(chunks) if chunk.yields_token]
+        flat = to_device(tokens + positions + slots + logit_rows, attention.device)
         sizes = [len(tokens), len(tokens), len(tokens), len(logit_rows)]
-        return cls(*flat.split(sizes), attend=attention.plan([spans[i] for i in order]))
+        return cls(*flat.split(sizes), attend=attention.plan([chunks[i] for i in order]))
 
 
 class GPT(nn.Module):
@@ -95,9 +95,7 @@ class GPT(nn.Module):
         self.blocks: Any = nn.ModuleList(Block(config, **factory) for _ in range(config.n_layer))
         self.final_norm = new_norm(config, **factory)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False, **factory)
-        sizes = {name: getattr(config, name) for name in (*GIVEN_SIZES, *DERIVED_SIZES)}
-        description = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        check_model_fits(description, self, device)
+        check_model_fits(config.sizes, self, device)
         self.to_empty(device=device)
         self.requires_grad_(False)
         if generator is not None:
@@ -108,7 +106,7 @@ class GPT(nn.Module):
     def forward(self, batch: FlatBatch, cache: KVCache) -> Tensor:
         """Compute a batch, write its keys and values into `cache`, return logits.
 
-        (num_logits, vocab_size): a row for each span that wants them, in the order of the spans."""
+        (num_logits, vocab_size): a row for each chunk that yields a token, in their order."""
         x = self.compute_layers(self.embed(batch), batch, cache)
         return self.logits(x, batch)
 
@@ -234,14 +232,6 @@ class Block(nn.Module):
         return x
 
 
-def weight_generator(device: torch.device | str, seed: int) -> torch.Generator:
-    """The random numbers that weights of this seed are made of. Raises ValueError."""
-    seed = check_whole("seed", seed, minimum=-(2**63))
-    if torch.device(device).type == "meta":
-        raise ValueError("device='meta': has no memory for random weights, must have seed=None")
-    return torch.Generator(device).manual_seed(seed)
-
-
 def new_norm(config: GPTConfig, **factory: Any) -> nn.LayerNorm | nn.RMSNorm:
     """The family's normalization of x (num_tokens, n_embd)."""
     if config.family == "gpt2":
@@ -255,31 +245,6 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     Dimension i of x (num_tokens, heads, head_dim) is paired with i + head_dim / 2, as in
     checkpoints in the Hugging Face format."""
     x.copy_(torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin))
-
-
-def rope_table(
-    config: GPTConfig, device: torch.device | str, dtype: torch.dtype, positions: int | None = None
-) -> Tensor:
-    """The factors of `rotate_`, (positions, 2, 1, head_dim), at least float32.
-
-    By default these are all positions that the model has.
-
-    At every position there are the cosines of all angles, twice, and their sines, first negative.
-    LLaMA 3's `rope_scaling` stretches wavelengths longer than the trained context by `factor`,
-    keeps those much shorter, and interpolates between."""
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-    frequency = config.rope_theta**-exponent  # (head_dim / 2,), the angle per position
-    scaling = config.rope_scaling
-    if scaling is not None:
-        turns = scaling.original_max_positions * frequency / (2 * math.pi)  # in trained contexts
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        keep = ((turns - low) / (high - low)).clamp(0, 1)
-        frequency = frequency * (keep + (1 - keep) / scaling.factor)
-    position = torch.arange(positions or config.max_positions, dtype=torch.float64)
-    angle = torch.outer(position, frequency)
-    cos, sin = angle.cos(), angle.sin()
-    table = torch.stack([torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)], dim=1).unsqueeze(2)
-    return table.to(device=device, dtype=torch.promote_types(dtype, torch.float32))
 
 
 # Long prefills go through a layer in pieces: a CPU's allocator returns blocks of over 32 MB to the

@@ -2,16 +2,28 @@
 
 Every request has its own stream of random numbers: its n-th output token depends on its logits, its
 `seed` and n. So its text does not depend on who shares its batch, on the policy, or on how often a
-step was repeated, as far as rounding leaves its logits alone. Read next: engine.py."""
+step was repeated, as far as rounding leaves its logits alone. Read next: config.py."""
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from errors import SMALLEST, check_bool, check_number, check_token_ids, check_whole, set_field
+from attention.plan import to_device
+from errors import (
+    SMALLEST,
+    check_bool,
+    check_list,
+    check_names,
+    check_number,
+    check_texts,
+    check_token_ids,
+    check_whole,
+    set_field,
+)
 
 FEW_TOKENS = 1024  # are sorted for a smaller top_k, as a vocabulary may be 100 times as large
 ROWS_AT_ONCE = 32  # are drawn, so that memory is bounded: 33 MB a tensor with llama3-8b
@@ -27,6 +39,7 @@ class SamplingParams:
     top_p            sample from the fewest likeliest tokens that make up top_p; 1 for all
     seed             the random stream
     stop_token_ids   generation ends with any of these, which is then the last token returned
+    stop             generation ends when the text holds any of these, which it then ends before
     logprobs         whether to return those of the chosen tokens, before temperature and top_*"""
 
     max_new_tokens: int = 64
@@ -35,7 +48,12 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    stop: str | Sequence[str] = ()
     logprobs: bool = False
+
+    def __new__(cls, *args: Any, **fields: Any) -> Self:
+        check_names(cls, fields)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, least in (("max_new_tokens", 1), ("top_k", 0), ("seed", -(2**63))):
@@ -46,7 +64,19 @@ class SamplingParams:
         set_field(self, "temperature", temperature)
         set_field(self, "top_p", top_p)
         set_field(self, "stop_token_ids", check_token_ids("stop_token_ids", self.stop_token_ids))
+        set_field(self, "stop", check_texts("stop", self.stop))
         check_bool("logprobs", self.logprobs)
+
+
+def params_of_each(prompts: Any, params: Any) -> list[tuple[Any, SamplingParams]]:
+    """Each prompt with its params: one SamplingParams for all, or a list. Raises ValueError."""
+    prompts = check_list("prompts", prompts, "a list of prompts")
+    if params is None or isinstance(params, SamplingParams):
+        params = [params or SamplingParams()] * len(prompts)
+    params = check_list("params", params, "SamplingParams, or a list of them")
+    if len(params) != len(prompts):
+        raise ValueError(f"params: {len(params)} given for {len(prompts)} prompts")
+    return list(zip(prompts, params, strict=True))
 
 
 def sample(
@@ -104,5 +134,4 @@ def _draw(
 
 def _column(values: Sequence[float], like: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """One number per row, (rows, 1), on the device of `like`."""
-    column = torch.tensor(values, dtype=dtype, pin_memory=like.is_cuda)  # or the copy would wait
-    return column.to(like.device, non_blocking=True)[:, None]
+    return to_device(values, like.device, dtype)[:, None]

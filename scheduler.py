@@ -9,119 +9,22 @@ waiting and running requests to a batch:
     scheduler.advance(batch, tokens, now)   # requests move on, and end
 
 All policies here serve requests in order of arrival and never skip the first in the queue. Decodes
-may exceed the token budget. On a first reading, read Request, Chunk, Batch, and Scheduler down to
-the line "Skip on a first reading"; then the policies at the end of the file, which are short.
+may exceed the token budget. On a first reading, skip what follows the line "Skip on a first
+reading", up to the policies, which are short.
 
-policies/ names them all, and has the ablations and newer ones. Read next: kv_cache.py."""
+policies/ names them all, and has the ablations and newer ones. Read first: request.py. Read next:
+kv_cache.py."""
 
 import math
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from errors import check_whole
+from journal import Journal
 from kv_cache import Pages
-
-
-@dataclass(eq=False, slots=True)
-class Request:
-    """A prompt, and the output that is generated after it.
-
-    Three fields matter to a policy: `tokens`, `num_computed` and `pages`. The rest is bookkeeping.
-    While a request waits it has no pages, and nothing of it is computed."""
-
-    id: int
-    tokens: list[int]  # the prompt, and the output so far
-    num_computed: int = field(default=0, kw_only=True)  # tokens whose keys and values are in pages
-    pages: list[int] = field(default_factory=list, kw_only=True)  # its block table, see kv_cache.py
-
-    # What was asked for. Times are in seconds, on the scheduler's clock.
-    prompt_len: int
-    max_new_tokens: int
-    arrival: float = 0.0
-    stop: frozenset[int] = frozenset()  # tokens that end it
-    params: Any = None  # sampling.SamplingParams: a policy does not look at them
-    priority: int = 2  # this and the targets for TTFT and TBT are for policies/priority.py
-    ttft_slo: float | None = None
-    tbt_slo: float | None = None
-    user: str = ""  # who asks, for policies that are fair between users
-
-    # What has happened to it.
-    scheduled: float | None = None  # when it was first admitted
-    token_times: list[float] = field(default_factory=list)  # when each output token was known
-    logprobs: list[float] = field(default_factory=list)  # of the output tokens, if asked for
-    finish_reason: str | None = None  # "stop", "length" or "abort"
-    preemptions: int = 0  # how often it lost its pages
-    recomputed_tokens: int = 0  # tokens that were in these pages, in all
-    page_hashes: list[bytes] = field(default_factory=list)  # of its full pages, see kv_cache.Pages
-    cached_tokens: int = 0  # tokens whose pages were cached when it was admitted, in all
-
-    @property
-    def is_decoding(self) -> bool:
-        """Whether only its last token is left to compute, and is one that it generated.
-
-            tokens     p p p p o o      prompt_len = 4, 2 output tokens
-            computed   x x x x x .      num_computed = 5: it decodes
-
-        After a preemption num_computed is 0, and the same tokens are prefilled again."""
-        return self.num_computed + 1 == len(self.tokens) > self.prompt_len
-
-
-class Chunk(NamedTuple):
-    """Compute request.tokens[start : start + length]."""
-
-    request: Request
-    start: int
-    length: int
-
-    @property
-    def yields_token(self) -> bool:
-        """Whether it reaches the last known token, so that the next one can be sampled."""
-        return self.start + self.length == len(self.request.tokens)
-
-
-class ChunkRecord(NamedTuple):
-    """A chunk as it is remembered after its request has moved on."""
-
-    request_id: int
-    start: int
-    length: int
-    is_decode: bool
-
-
-class Batch(list[Chunk]):
-    """The chunks of one iteration, at most one for each request.
-
-    `budget` is the whole number of tokens that it may hold, None for any. `left` is the unused part
-    of the budget, below 0 if there are more decodes than the budget allows."""
-
-    def __init__(self, budget: int | None = None) -> None:
-        super().__init__()
-        self.budget = None if budget is None else check_whole("token_budget", budget, minimum=0)
-        self.left = sys.maxsize if self.budget is None else self.budget
-        self.preempted: list[int] = []  # ids of the requests that lost their pages for it
-
-    def add(self, request: Request, limit: int = sys.maxsize) -> int:
-        """Add the next chunk, cut to the budget and to `limit`. Returns its length; 0: none."""
-        length = len(request.tokens) - request.num_computed
-        if length > self.left or length > limit:
-            length = max(0, min(self.left, limit))
-        if length:
-            self.append(Chunk(request, request.num_computed, length))
-            self.left -= length
-        return length
-
-    def add_decodes(self, requests: Sequence[Request]) -> None:
-        """Add a decode of each of these requests, even beyond the budget."""
-        self += [Chunk(request, request.num_computed, 1) for request in requests]
-        self.left -= len(requests)
-
-    def record(self) -> list[ChunkRecord]:
-        """A record of each chunk. Call it before the requests move on."""
-        return [ChunkRecord(r.id, start, length, r.is_decoding) for r, start, length in self]
+from request import Batch, Chunk, Iteration, Request  # noqa: F401
 
 
 class Admission(NamedTuple):
@@ -131,16 +34,28 @@ class Admission(NamedTuple):
     new_pages: int  # so many are allocated
 
 
+class Observer:
+    """Looks on as a scheduler decides: put it into `scheduler.observers`."""
+
+    def added(self, scheduler: "Scheduler", request: Request) -> None:
+        """Called when a request has joined the queue."""
+
+    def decided(self, scheduler: "Scheduler", batch: Batch) -> None:
+        """Called with each batch; with the same again, if computing it has failed."""
+
+    def advanced(self, scheduler: "Scheduler", batch: Batch) -> None:
+        """Called when the requests of a batch have moved on."""
+
+
 class Scheduler:
     """What all policies share. A policy is a subclass that defines `schedule`.
 
     `chunk` is C, the chunk size or token budget. `max_batch` is B, the number of requests that may
     run at once. `max_len` is the length of the longest request, prompt and output."""
 
-    cuts_prompts = False  # into chunks of at most `chunk` tokens
-    drops_decodes = False  # True: a batch may leave out running decodes that it has no room for
+    cuts_prompts = False  # into chunks of at most `chunk` tokens: for tables and pages
+    drops_decodes = False  # for the referee: a batch may leave out decodes it has no room for
     watermark_percent = 0  # of the pages: admission leaves them for running requests to grow into
-    _waiting: deque[Request]
 
     def __init__(
         self,
@@ -150,33 +65,32 @@ class Scheduler:
         max_len: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.chunk = check_whole("chunk", chunk, minimum=1)
-        self.max_batch = check_whole("max_batch", max_batch, minimum=1)
-        self.max_len = check_whole("max_len", max_len, minimum=1)
-        if pages.total < pages.needed(self.max_len):
-            takes = f"a request of max_len={max_len} takes {pages.needed(self.max_len)} pages"
-            raise ValueError(f"pages={pages.total}: {takes} of page_size={pages.page_size}")
         self.pages = pages
+        self.chunk = chunk
+        self.max_batch = max_batch
+        self.max_len = max_len
         self.clock = clock
-        self.peers: Sequence[Scheduler] = [self]  # all on one queue: a pipeline's
-        self.waiting = deque()
         self.running: list[Request] = []  # in the order of admission
-        self.requests: dict[int, Request] = {}  # by id: all that have not ended
         self.batch = Batch()  # the one that is not yet computed, if any
         self.preempted: list[int] = []  # ids, since the last batch was computed
-        self.torn = False  # see `mend`
-        self.restarts = 0  # how often it has mended
+        self.observers: list[Observer] = []
+        self.journal: Journal
+        Journal().join(self)
+
+    @property
+    def requests(self) -> dict[int, Request]:
+        """By id, all that have not ended."""
+        return self.journal.requests
 
     @property
     def waiting(self) -> deque[Request]:
-        """The queue. A policy may replace it, by a list, too: then all peers have the new one."""
-        return self._waiting
+        """The queue. A policy may replace it, by a list, too."""
+        return self.journal.waiting
 
     @waiting.setter
-    def waiting(self, requests: deque[Request] | list[Request]) -> None:
-        queue = deque(requests) if isinstance(requests, list) else requests
-        for peer in self.peers:
-            peer._waiting = queue
+    def waiting(self, requests: Any) -> None:
+        is_queue = hasattr(requests, "appendleft")
+        self.journal.waiting = requests if is_queue else deque(requests)
 
     def schedule(self) -> Batch:
         """The next Batch, admitting waiting requests; empty only if there is nothing to do."""
@@ -184,7 +98,7 @@ class Scheduler:
 
     # What a policy calls, and may override.
 
-    def decoding(self) -> list[Request]:
+    def grow_decodes(self) -> list[Request]:
         """The running requests that decode, each with a page for its next token.
 
         If memory runs out, running requests are preempted, the one of the highest rank first."""
@@ -216,10 +130,10 @@ class Scheduler:
         admission = self.room_for(request)
         if admission is None:
             return None
-        self.pages.acquire(admission.cached_pages)
-        allocated_pages = self.pages.allocate(admission.new_pages)
-        assert allocated_pages is not None  # room_for has counted the free pages
-        request.pages = admission.cached_pages + allocated_pages
+        self.pages.take(admission.cached_pages)
+        new_pages = self.pages.allocate(admission.new_pages)
+        assert new_pages is not None  # room_for has counted the free pages
+        request.pages = admission.cached_pages + new_pages
         request.num_computed = len(admission.cached_pages) * self.pages.page_size
         request.cached_tokens += request.num_computed
         self.running.append(request)
@@ -227,6 +141,17 @@ class Scheduler:
         if request.scheduled is None:
             request.scheduled = self.clock()
         return request
+
+    def room_for(self, request: Request) -> Admission | None:
+        """The Admission of a waiting request. None if too many requests run, or memory is short."""
+        if len(self.running) >= self.max_batch:
+            return None
+        admission = self.plan_admission(request)
+        # cached pages that are in no block table count as free until they are acquired
+        needed_pages = admission.new_pages + self.pages.count_free(admission.cached_pages)
+        if self.running:
+            needed_pages += self.pages.total * self.watermark_percent // 100
+        return admission if needed_pages <= self.pages.num_free else None
 
     # What an engine calls.
 
@@ -238,39 +163,36 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Put a request at the end of the queue."""
-        self.mend()
-        self.pages.extend_hashes(request.page_hashes, request.tokens)
-        self.torn = True
-        self.waiting.append(request)
-        self.requests[request.id] = request
-        self.torn = False
+        with self.journal:
+            self.waiting.append(request)
+            self.requests[request.id] = request
+        for observer in self.observers:
+            observer.added(self, request)
 
     def next_batch(self) -> Batch:
         """The policy's next Batch, the same until `advance`; empty if there is nothing to do."""
-        self.mend()
-        # A request without pages was aborted, or has ended, since the batch was made.
-        self.batch[:] = [chunk for chunk in self.batch if chunk.request.pages]
-        if self.batch:
-            return self.batch
-        self.torn = True
-        self.batch = self.schedule()
-        if not self.batch:
-            self._check_nothing_to_do()
-        self.batch.preempted = self.preempted
-        self.torn = False
+        with self.journal:
+            # A request without pages was aborted, or has ended, since the batch was made.
+            self.batch[:] = [chunk for chunk in self.batch if chunk.request.pages]
+            if not self.batch:
+                self.batch = self.schedule()
+                if not self.batch:
+                    self.check_progress()
+                self.batch.preempted = self.preempted
+        for observer in self.observers:
+            observer.decided(self, self.batch)
         return self.batch
 
-    def _check_nothing_to_do(self) -> None:
+    def check_progress(self) -> None:
         """Raise RuntimeError if schedule() made no batch, but there are requests, or lost ones."""
         schedule = f"{type(self).__name__}.schedule()"
-        kept = {r.id for peer in self.peers for r in (*peer.running, *peer.waiting)}
+        schedulers: list[Scheduler] = self.journal.schedulers
+        kept = {r.id for other in schedulers for r in (*other.running, *other.waiting)}
         lost = sorted(self.requests.keys() - kept)
         if lost:
             raise RuntimeError(f"{schedule} lost requests {lost}: they neither wait nor run")
         if self.running or self.waiting:
-            hint = ", did you forget return?" if self.batch is None else ""
-            reason = f"nothing to do, but there are requests{hint}"
-            raise RuntimeError(f"{schedule} returned {self.batch!r}: {reason}")
+            raise RuntimeError(f"{schedule} returned {self.batch!r}, but there are requests")
 
     def observe(self, batch: Batch, seconds: float) -> None:
         """Called with the time that a batch took, before its requests move on."""
@@ -282,7 +204,7 @@ class Scheduler:
 
         `tokens` holds the token that was sampled after each chunk at time `now`, or None. After an
         interrupt the engine calls this again, so each line checks whether it was done already."""
-        self.mend()
+        self.journal.mend()
         new_tokens: list[tuple[Request, int]] = []
         for (request, start, length), token in zip(batch, tokens, strict=True):
             if request.finish_reason == "abort":
@@ -290,8 +212,7 @@ class Scheduler:
             end = start + length
             if request.pages:  # if not, it has lost them since the batch was made
                 request.num_computed = end
-                if self.pages.prefix_caching:
-                    self._publish_pages(request, start)
+                self.pages.keep(request, start)
             if token is None:
                 continue
             output_index = end - request.prompt_len  # 0 for the first output token
@@ -306,32 +227,50 @@ class Scheduler:
                 self.finish(request, "length")
         self.batch = Batch()
         self.preempted = []
+        for observer in self.observers:
+            observer.advanced(self, batch)
         return new_tokens
+
+    def iteration(
+        self, batch: Batch, start: float, end: float, launch: float | None = None
+    ) -> Iteration:
+        """The record of a batch whose requests have not moved on."""
+        schedulers: list[Scheduler] = self.journal.schedulers
+        return Iteration(
+            start=start,
+            end=end,
+            chunks=batch.record(),
+            launch=launch,
+            waiting=len(self.waiting),
+            running=sum(len(scheduler.running) for scheduler in schedulers),
+            free_pages=sum(scheduler.pages.num_free for scheduler in schedulers),
+            budget=batch.budget,
+            preempted=batch.preempted,
+            micro_batch=schedulers.index(self),
+        )
 
     def finish(self, request: Request, reason: str) -> None:
         """End a waiting or running request and free its pages. The second time does nothing."""
-        self.mend()
-        self.torn = True
-        if request in self.running:
-            self._stop(request)
-        elif request in self.waiting:
-            self.waiting.remove(request)
-        request.finish_reason = reason
-        self.requests.pop(request.id, None)
-        self.torn = False
+        with self.journal:
+            if request in self.running:
+                self._stop(request)
+            elif request in self.waiting:
+                self.waiting.remove(request)
+            request.finish_reason = reason
+            self.requests.pop(request.id, None)
+
+    def forget(self, preempted: list[int]) -> None:
+        """Run nothing, in an empty cache: these requests, by id, begin anew, see journal.py."""
+        self.pages = self.pages.emptied()
+        self.batch = Batch()
+        self.running = []
+        self.preempted = preempted
 
     # Skip on a first reading: memory.
 
     def plan_admission(self, request: Request) -> Admission:
-        """The cached pages that hold the first tokens of a request, and how many more it needs.
-
-        The last token is always computed, because its logits give the next one: with pages of 4
-        tokens, a prompt of 8 uses 1 cached page at most, and a prompt of 9 uses 2. After a
-        preemption with some output, 2 tokens are computed: with 1 it would count as a decode, and
-        the batch that is being made has its decodes already."""
-        to_compute = 1 if len(request.tokens) == request.prompt_len else 2
-        most_pages = (len(request.tokens) - to_compute) // self.pages.page_size
-        cached_pages = self.pages.match_prefix(request.page_hashes[:most_pages])
+        """The cached pages that hold the first tokens of a request, and how many more it needs."""
+        cached_pages = self.pages.find(request)
         reserved_pages = self.pages.needed(self.reserved(request))
         return Admission(cached_pages, reserved_pages - len(cached_pages))
 
@@ -341,21 +280,8 @@ class Scheduler:
             return 0
         return len(self.plan_admission(self.waiting[0]).cached_pages) * self.pages.page_size
 
-    def room_for(self, request: Request) -> Admission | None:
-        """The Admission of a waiting request. None if too many requests run, or memory is short."""
-        if len(self.running) >= self.max_batch:
-            return None
-        admission = self.plan_admission(request)
-        # cached pages that are in no block table count as free until they are acquired
-        needed_pages = admission.new_pages + self.pages.count_free(admission.cached_pages)
-        if self.running:
-            needed_pages += self.pages.total * self.watermark_percent // 100
-        return admission if needed_pages <= self.pages.num_free else None
-
     def preempt(self, request: Request) -> None:
         """Take a running request's pages. It waits at the front, and is computed again."""
-        # A page that it has filled since its last chunk may be found again, too.
-        self.pages.extend_hashes(request.page_hashes, request.tokens)
         request.preemptions += 1
         request.recomputed_tokens += request.num_computed
         request.num_computed = 0
@@ -372,47 +298,10 @@ class Scheduler:
             else:
                 self.preempt(max(self.running, key=self.rank))
 
-    def _publish_pages(self, request: Request, start: int) -> None:
-        """Let others reuse the pages that became full since num_computed was `start`."""
-        first = start // self.pages.page_size
-        end = request.num_computed // self.pages.page_size
-        if first < end:
-            self.pages.extend_hashes(request.page_hashes, request.tokens)
-            self.pages.publish(request.pages[first:end], request.page_hashes[first:end])
-
     def _stop(self, request: Request) -> None:
         self.running.remove(request)
         self.pages.free(request.pages)
         request.pages = []
-
-    # Skip on a first reading: what makes a Ctrl-C harmless.
-
-    def mend(self) -> None:
-        """If a change was interrupted, let all requests wait and be computed again.
-
-        A Ctrl-C may leave queue, block tables and free pages in disagreement: `torn` is True while
-        they change. Then all is made again from `requests`, the journal. Each method that changes
-        anything begins with this."""
-        if not any([peer.torn for peer in self.peers]):  # a list: this is called for each token
-            return
-        for peer in self.peers:
-            peer.pages = Pages(peer.pages.total, peer.pages.page_size, peer.pages.prefix_caching)
-            peer.batch = Batch()
-            peer.running = []
-            peer.preempted = []
-            peer.restarts += 1
-        self.waiting = self.waiting  # one queue again, if it was being replaced
-        self.waiting.clear()
-        self.peers[0].preempted = [r.id for r in self.requests.values() if r.num_computed]
-        for request in self.requests.values():
-            request.preemptions += request.num_computed > 0
-            request.recomputed_tokens += request.num_computed
-            request.num_computed = 0
-            request.pages = []
-            request.finish_reason = None
-            self.waiting.append(request)
-        for peer in self.peers:  # not before all of this is done
-            peer.torn = False
 
 
 class RequestLevel(Scheduler):
@@ -462,7 +351,7 @@ class VLLM(Scheduler):
         while self.head_fits(batch) and (request := self.admit()):
             batch.add(request)
         if not batch:
-            batch.add_decodes(self.decoding())
+            batch.add_decodes(self.grow_decodes())
         return batch
 
     def head_fits(self, batch: Batch) -> bool:
@@ -487,7 +376,7 @@ class Sarathi(Scheduler):
 
     def schedule(self) -> Batch:
         batch = Batch(self.budget)
-        batch.add_decodes(self.decoding())
+        batch.add_decodes(self.grow_decodes())
         if batch.left > 0:
             prefills = self.prefilling()
             request = prefills[0] if prefills else self.admit()
@@ -510,7 +399,7 @@ class SarathiServe(Scheduler):
         return self.chunk
 
     def schedule(self) -> Batch:
-        decodes = self.decoding()
+        decodes = self.grow_decodes()
         prefills = self.prefilling()
         batch = Batch(self.token_budget(decodes, prefills))
         batch.add_decodes(decodes)  # a running decode never waits

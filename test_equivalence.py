@@ -13,14 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attention
-from attention import sdpa
+from attention import paged
 from attention.cpu_matmul import Matmul
-from attention.plan import gather, page_rows, staircase
+from attention.paged import PagedSDPA, gather, page_rows
+from attention.plan import staircase
 from attention.sdpa import SDPA
 from engine import Engine
-from kv_cache import Span, slot_mapping
-from model import GPT, FlatBatch, rope_table
+from kv_cache import slot_mapping
+from model import GPT, FlatBatch
 from policies import POLICIES
+from pretrained.rope import rope_table
+from request import Chunk
 from sampling import SamplingParams
 from tests.helpers import alone, block_tables, poison, poisoned_cache, run, tiny_model
 
@@ -47,8 +50,8 @@ def close(actual, expected, atol=1e-10, **options):
 
 
 def a_span(pages, start, length):
-    """A Span of which only the place matters."""
-    return Span(pages, start, [0] * length)
+    """A Chunk of which only the place matters."""
+    return Chunk.alone(pages, start, [0] * length)
 
 
 def figure_6(start, length):
@@ -71,7 +74,9 @@ def prefill(model, tokens, chunk=None, page_size=None, scattered=False, position
     page_size = page_size or n
     [table] = block_tables([-(-n // page_size)], scattered)
     cache = poisoned_cache(model, 2 * len(table), page_size, n, position_major)
-    spans = [Span(table, start, tokens[start : start + chunk]) for start in range(0, n, chunk)]
+    spans = [
+        Chunk.alone(table, start, tokens[start : start + chunk]) for start in range(0, n, chunk)
+    ]
     return torch.cat([run(model, cache, [span], all_rows=True) for span in spans])
 
 
@@ -132,7 +137,7 @@ def test_chunks_in_pages_equal_full_prefill(model, n, page_size, sizes, scattere
 def test_chunks_longer_than_a_query_block_equal_full_prefill(model, monkeypatch):
     tokens = tokens_of(model, 300)
     with monkeypatch.context() as patch:
-        patch.setattr(sdpa, "QUERY_BLOCK", 512)  # the whole prompt is one block
+        patch.setattr(attention.sdpa, "QUERY_BLOCK", 512)  # the whole prompt is one block
         full = prefill(model, tokens)
     for chunk in (1, 127, 128, 129, 200, 256, 300):
         close(prefill(model, tokens, chunk), full)
@@ -153,7 +158,7 @@ def test_hybrid_batch_in_scattered_pages_equals_its_parts(model, page_size):
     tables = block_tables([-(-n // page_size) for n in lengths], scattered=True)
     tables[1] = sorted(tables[1])  # pages in order, but not side by side
     spans = [
-        Span(table, n, prompt[n:])
+        Chunk.alone(table, n, prompt[n:])
         for prompt, table, n in zip(prompts, tables, num_cached, strict=True)
     ]
     ends = [-(-s.end // page_size) * page_size for s in spans]  # of the last pages
@@ -169,7 +174,7 @@ def test_hybrid_batch_in_scattered_pages_equals_its_parts(model, page_size):
         cache = poisoned_cache(model, 2 * sum(map(len, tables)), page_size, 70, position_major)
         for prompt, table, n in zip(prompts, tables, num_cached, strict=True):
             if n:
-                run(model, cache, [Span(table, 0, prompt[:n])])
+                run(model, cache, [Chunk.alone(table, 0, prompt[:n])])
         before = cache.data.clone()
         parts = copy.deepcopy(cache)
         close(run(model, cache, spans, all_rows=True), torch.cat([expected[i] for i in rows]))
@@ -185,9 +190,9 @@ def test_hybrid_batch_in_scattered_pages_equals_its_parts(model, page_size):
 
 def test_a_flat_batch_has_decodes_first_and_only_the_logits_asked_for():
     backend = SimpleNamespace(device=torch.device("cpu"), page_size=16, plan=lambda spans: spans)
-    first = Span([3], 4, [7, 8])
-    last = Span([0], 0, [1, 2, 3], False)
-    decodes = [Span([1], 9, [5]), Span([2], 6, [4])]
+    first = Chunk.alone([3], 4, [7, 8])
+    last = Chunk.alone([0], 0, [1, 2, 3], False)
+    decodes = [Chunk.alone([1], 9, [5]), Chunk.alone([2], 6, [4])]
     batch = FlatBatch.build([first, decodes[0], last, decodes[1]], backend)
     assert batch.attend == [*decodes, first, last]
     assert batch.tokens.tolist() == [5, 4, 7, 8, 1, 2, 3]
@@ -266,7 +271,7 @@ def test_slots_and_pages_are_the_formula_token_by_token(data, page_size):
     assert slot_mapping(pages, page_size, start, end) == expected
     pages += [99]  # to grow into
     assert slot_mapping(pages, page_size, start, end) == expected
-    span = Span(pages, start, [0] * (end - start))
+    span = Chunk.alone(pages, start, [0] * (end - start))
     assert (span.length, span.end) == (len(expected), end)
     used = [page for i, page in enumerate(pages) if i * page_size < end]
     assert span.used_pages(page_size) == used
@@ -298,14 +303,14 @@ def test_pages_that_follow_each_other_are_read_in_place(monkeypatch):
     def counted(x, rows, size):
         return copied.append(len(rows)) or gather(x, rows, size)
 
-    monkeypatch.setattr(sdpa, "gather", counted)
+    monkeypatch.setattr(paged, "gather", counted)
     in_pieces = [[5, 1, 6], [1, 0], [3, 5], [3, 4, 6], [4, 3, 5]]
     tables = [(table, 0) for table in ([2, 3, 4], [7], [0], [3, 4, 5, 6])]
     for table, copies in [*tables, *((table, 2 * model.config.n_layer) for table in in_pieces)]:
         del copied[:]
-        run(model, cache, [Span(table, 0, [1] * (4 * len(table)))])
+        run(model, cache, [Chunk.alone(table, 0, [1] * (4 * len(table)))])
         assert len(copied) == copies
-        run(model, cache, [Span(table + [0], 4 * len(table) - 1, [1])])  # page 0 is not read
+        run(model, cache, [Chunk.alone(table + [0], 4 * len(table) - 1, [1])])  # page 0 is not read
         assert len(copied) == 2 * copies
 
 
@@ -368,7 +373,7 @@ def test_decodes_that_share_pages_equal_each_alone(
         spans[-1] = a_span(spans[-1].pages, start, ends[-1][1] - start)
         rows = sum(span.length for span in spans)
         q = torch.randn(rows, 4, model.config.head_dim, dtype=torch.float64)
-        expected = SDPA(model.config, cache).plan(spans)(q, k, v)
+        expected = PagedSDPA(model.config, cache).plan(spans)(q, k, v)
         n = len(spans) - 1
         together = Matmul(model.config, cache)
         close(together.plan(spans)(q, k, v), expected)

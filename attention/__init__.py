@@ -8,7 +8,7 @@ There are several backends. Each is made once for a cache, and makes a *plan* on
 masks and index tensors depend on the batch only, so they are not built again for each layer.
 Grouped-query attention: `group = n_head // n_kv_head` consecutive query heads share one KV head.
 
-Read next: plan.py and sdpa.py, then model.py, which calls the plan."""
+Read next: plan.py and sdpa.py, the backend to read; then model.py, which calls the plan."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,26 +18,35 @@ import torch
 from attention.cpu_matmul import Matmul
 from attention.fallback import first_that_runs
 from attention.flash import Flash
+from attention.paged import PagedSDPA
 from attention.plan import SIXTEEN_BITS, AttentionBackend
 from attention.sdpa import SDPA
 from attention.xformers import XFormers
 from errors import check_one_of
-from kv_cache import KVCache, ModelShape
+from kv_cache import KVCache
+from pretrained.geometry import GPTConfig
 
 BY_MATMUL = (torch.bfloat16,)  # on a CPU; the scores of float16 could overflow
-ON_CUDA = {"flash": Flash, "xformers": XFormers, "sdpa": SDPA}  # for 16 bits, the fastest first
 
 
-def fastest_backend(config: ModelShape, cache: KVCache) -> AttentionBackend:
+def torch_attention(config: GPTConfig, cache: KVCache) -> AttentionBackend:
+    """That of torch's own kernel."""
+    return SDPA(config, cache) if cache.page_size >= cache.max_len else PagedSDPA(config, cache)
+
+
+ON_CUDA = {"flash": Flash, "xformers": XFormers, "sdpa": torch_attention}  # the fastest first
+
+
+def fastest_backend(config: GPTConfig, cache: KVCache) -> AttentionBackend:
     """Of ON_CUDA the first that runs; on a CPU matmul for bfloat16; elsewhere sdpa."""
     if cache.data.is_cuda and cache.data.dtype in SIXTEEN_BITS:
         return first_that_runs(ON_CUDA, config, cache)
     if not cache.data.is_cuda and cache.data.dtype in BY_MATMUL:
         return Matmul(config, cache)
-    return SDPA(config, cache)
+    return torch_attention(config, cache)
 
 
-BACKENDS: dict[str, Callable[[ModelShape, KVCache], AttentionBackend]] = {
+BACKENDS: dict[str, Callable[[GPTConfig, KVCache], AttentionBackend]] = {
     "auto": fastest_backend,
     "matmul": Matmul,
     "xformers-split-k": partial(XFormers, split_k=True),
@@ -46,7 +55,7 @@ BACKENDS: dict[str, Callable[[ModelShape, KVCache], AttentionBackend]] = {
 DEVICES = {"matmul": "cpu", "flash": "cuda", "xformers": "cuda", "xformers-split-k": "cuda"}
 
 
-def make_attention(config: ModelShape, cache: KVCache, backend: str = "auto") -> AttentionBackend:
+def make_attention(config: GPTConfig, cache: KVCache, backend: str = "auto") -> AttentionBackend:
     """The backend of that name, for a cache. Raises as check_backend and `XFormers`."""
     check_backend(backend, cache.data.device)
     return BACKENDS[backend](config, cache)

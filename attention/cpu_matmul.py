@@ -24,9 +24,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attention.paged import PagedSDPA
 from attention.plan import AttentionPlan
-from attention.sdpa import SDPA, ChunkPlan
-from kv_cache import KVCache, ModelShape, Span
+from attention.sdpa import ChunkPlan
+from kv_cache import KVCache
+from pretrained.geometry import GPTConfig
+from request import Chunk
 
 KEY_BLOCK = 64  # oneDNN compiles a kernel for each shape: keys are read in whole blocks,
 PAGE_BLOCK = 16  # and pages that are copied, too
@@ -34,50 +37,50 @@ PAGE_BLOCK = 16  # and pages that are copied, too
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
-class Matmul(SDPA):
+class Matmul(PagedSDPA):
     """Chunks one by one; all decodes together, each page once for all of its readers.
 
     Keys are read in whole KEY_BLOCKs, the last ones behind a mask. The masked keys and values must
     be finite numbers, so the first chunk that writes to a page fills the rest of it with zeros."""
 
-    def __init__(self, config: ModelShape, cache: KVCache) -> None:
+    def __init__(self, config: GPTConfig, cache: KVCache) -> None:
         super().__init__(config, cache, past=0, key_block=KEY_BLOCK)
         self.n_kv_head = config.n_kv_head
         self.head_dim = config.head_dim
 
-    def plan(self, spans: Sequence[Span]) -> AttentionPlan:
+    def plan(self, chunks: Sequence[Chunk]) -> AttentionPlan:
         """The plan of a batch, see plan.AttentionBackend."""
-        decodes = list(takewhile(lambda span: span.length == 1, spans))
+        decodes = list(takewhile(lambda chunk: chunk.length == 1, chunks))
         decode_plan = self.plan_decodes(decodes)
         together = len(decodes) if decode_plan else 0
-        chunks = self.plan_chunks(spans[together:])
-        return partial(self.attend_batch, self.unwritten_tails(spans), decode_plan, chunks)
+        others = self.plan_chunks(chunks[together:])
+        return partial(self.attend_batch, self.unwritten_tails(chunks), decode_plan, others)
 
-    def unwritten_tails(self, spans: Sequence[Span]) -> list[tuple[int, int]]:
-        """(first slot, end) of the rest of each page that is begun by one of these spans."""
+    def unwritten_tails(self, chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
+        """(first slot, end) of the rest of each page that is begun by one of these chunks."""
         tails = []
-        for span in spans:
-            page_start = (span.end - 1) // self.page_size * self.page_size  # of the last page
-            if span.start <= page_start:
-                first_slot = span.pages[page_start // self.page_size] * self.page_size
-                tails.append((first_slot + span.end - page_start, first_slot + self.page_size))
+        for chunk in chunks:
+            page_start = (chunk.end - 1) // self.page_size * self.page_size  # of the last page
+            if chunk.start <= page_start:
+                first_slot = chunk.pages[page_start // self.page_size] * self.page_size
+                tails.append((first_slot + chunk.end - page_start, first_slot + self.page_size))
         return tails
 
-    def plan_decodes(self, decodes: Sequence[Span]) -> "DecodePlan | None":
+    def plan_decodes(self, decodes: Sequence[Chunk]) -> "DecodePlan | None":
         """The plan of all decodes together, None if they are better computed one by one."""
         if not decodes:
             return None
-        tables = [span.used_pages(self.page_size) for span in decodes]
+        tables = [chunk.used_pages(self.page_size) for chunk in decodes]
         pages = {page for table in tables for page in table}
         if len(pages) < min(PAGE_BLOCK, self.cache.pages / 2):
             return None
-        longest = max(span.end for span in decodes)
+        longest = max(chunk.end for chunk in decodes)
         if max(KEY_BLOCK, 2 * longest) < self.page_size:  # pages are read whole
             return None
         padded = len(tables) * max(map(len, tables))  # all are filled up to the longest
         if padded > 8 * sum(map(len, tables)):
             return None
-        return DecodePlan(self, [span.end for span in decodes], tables)
+        return DecodePlan(self, [chunk.end for chunk in decodes], tables)
 
     def attend_batch(
         self,

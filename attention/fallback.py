@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 import torch
 
 from attention.plan import SIXTEEN_BITS, AttentionBackend
-from kv_cache import KVCache, ModelShape, Span
+from kv_cache import KVCache
+from pretrained.geometry import GPTConfig
+from request import Chunk
 
 
 def check_gpu(name: str, cache: KVCache) -> None:
@@ -17,18 +19,18 @@ def check_gpu(name: str, cache: KVCache) -> None:
         raise ValueError(f"attention={name!r}: needs 16 bits and a GPU of sm80 or newer")
 
 
-def probe(backend: AttentionBackend, config: ModelShape, cache: KVCache) -> None:
+def probe(backend: AttentionBackend, config: GPTConfig, cache: KVCache) -> None:
     """Compute a decode and a chunk, in the first and the last page: it fails here if at all."""
-    chunk = [0] * min(2, cache.max_len)
-    spans = [Span([0], 0, [0]), Span([cache.pages - 1], 0, chunk)]
-    shape = (1 + len(chunk), config.n_head, config.head_dim)
+    tokens = [0] * min(2, cache.max_len)
+    chunks = [Chunk.alone([0], 0, [0]), Chunk.alone([cache.pages - 1], 0, tokens)]
+    shape = (1 + len(tokens), config.n_head, config.head_dim)
     q = torch.zeros(shape, device=cache.data.device, dtype=cache.data.dtype)
-    backend.plan(spans)(q, *cache.layer(0))
+    backend.plan(chunks)(q, *cache.layer(0))
 
 
 def first_that_runs(
-    backends: Mapping[str, Callable[[ModelShape, KVCache], AttentionBackend]],
-    config: ModelShape,
+    backends: Mapping[str, Callable[[GPTConfig, KVCache], AttentionBackend]],
+    config: GPTConfig,
     cache: KVCache,
 ) -> AttentionBackend:
     """The first of the backends that can be made. The fastest comes first.

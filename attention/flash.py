@@ -12,26 +12,29 @@ import torch
 from torch import Tensor
 
 from attention.fallback import check_gpu, probe
+from attention.plan import to_device
 from hardware.memory import FLASH_PAGE
-from kv_cache import KVCache, ModelShape, Span
+from kv_cache import KVCache
+from pretrained.geometry import GPTConfig
+from request import Chunk
 
 
 class Call(NamedTuple):
-    """One call of the operator, for n spans of one length or of several. Tensors are int32."""
+    """One call of the operator, for n chunks of one length or of several. Tensors are int32."""
 
-    num_tokens: int  # rows of q, of all spans
-    max_q: int  # rows of the longest span
-    cu_seqlens_q: Tensor  # (n + 1,), span i has rows cu_seqlens_q[i], ... before the next one's
-    cu_seqlens_k: Tensor  # (n + 1,), the slot of span i's first key; 0 with block tables; and a 0
-    seqused_k: Tensor  # (n,), the number of keys of span i
+    num_tokens: int  # rows of q, of all chunks
+    max_q: int  # rows of the longest chunk
+    cu_seqlens_q: Tensor  # (n + 1,), chunk i has rows cu_seqlens_q[i], ... before the next one's
+    cu_seqlens_k: Tensor  # (n + 1,), the slot of chunk i's first key; 0 with block tables; and a 0
+    seqused_k: Tensor  # (n,), the number of keys of chunk i
     block_table: Tensor | None  # (n, pages of max_len tokens), padded with 0; None: keys in a row
 
     @classmethod
-    def of(cls, spans: Sequence[Span], tensors: Iterator[Tensor], paged: bool) -> "Call":
-        """The call of these spans. Takes four of the tensors: those of `call_numbers`."""
-        lengths = [span.length for span in spans]
+    def of(cls, chunks: Sequence[Chunk], tensors: Iterator[Tensor], paged: bool) -> "Call":
+        """The call of these chunks. Takes four of the tensors: those of `call_numbers`."""
+        lengths = [chunk.length for chunk in chunks]
         cu_seqlens_q, cu_seqlens_k, seqused_k, table = (next(tensors) for _ in range(4))
-        block_table = table.view(len(spans), -1) if paged else None
+        block_table = table.view(len(chunks), -1) if paged else None
         return cls(sum(lengths), max(lengths), cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
 
 
@@ -65,7 +68,7 @@ class FlashPlan(NamedTuple):
             call.max_q,
             self.max_len,  # only a bound: the same for every batch that a CUDA graph replays
             0.0,  # dropout
-            True,  # causal, aligned at the last query and the last key of each span
+            True,  # causal, aligned at the last query and the last key of each chunk
             False,  # no debug mask
             seqused_k=call.seqused_k,
             block_table=call.block_table,
@@ -83,7 +86,7 @@ class Flash:
     there are too few decodes to fill the GPU. Without shared KV heads it does so only behind block
     tables. So decodes have them wherever the size of pages allows it."""
 
-    def __init__(self, config: ModelShape, cache: KVCache) -> None:
+    def __init__(self, config: GPTConfig, cache: KVCache) -> None:
         """Raises ValueError for what is not supported, and whatever the operator raises."""
         self.device = cache.data.device
         self.page_size = cache.page_size
@@ -97,39 +100,37 @@ class Flash:
             raise ValueError(f"attention='flash': head_dim={config.head_dim} is not supported")
         probe(self, config, cache)
 
-    def plan(self, spans: Sequence[Span]) -> FlashPlan:
+    def plan(self, chunks: Sequence[Chunk]) -> FlashPlan:
         """The plan of a batch, see plan.AttentionBackend."""
-        decodes = list(takewhile(lambda span: span.length == 1, spans))
-        groups = [group for group in (decodes, spans[len(decodes) :]) if group]
+        decodes = list(takewhile(lambda chunk: chunk.length == 1, chunks))
+        groups = [group for group in (decodes, chunks[len(decodes) :]) if group]
         paged = [self.reads_block_tables(group) for group in groups]
         arguments = []
         for group, is_paged in zip(groups, paged, strict=True):
             arguments += self.call_numbers(group, is_paged)
         flat = [number for numbers in arguments for number in numbers]
-        pinned = self.device.type == "cuda"  # or the copy would wait
-        on_device = torch.tensor(flat, dtype=torch.int32, pin_memory=pinned)
-        on_device = on_device.to(self.device, non_blocking=True)  # all in one transfer
+        on_device = to_device(flat, self.device, torch.int32)  # all in one transfer
         tensors = iter(on_device.split([len(numbers) for numbers in arguments]))
         calls = [
             Call.of(group, tensors, is_paged) for group, is_paged in zip(groups, paged, strict=True)
         ]
         return FlashPlan(calls, self.page_size, self.max_len)
 
-    def reads_block_tables(self, spans: Sequence[Span]) -> bool:
-        """Whether the call of these spans follows block tables."""
-        decodes = spans[0].length == 1
+    def reads_block_tables(self, chunks: Sequence[Chunk]) -> bool:
+        """Whether the call of these chunks follows block tables."""
+        decodes = chunks[0].length == 1
         return self.paged or (decodes and self.page_size % FLASH_PAGE == 0)
 
-    def call_numbers(self, spans: Sequence[Span], paged: bool) -> list[list[int]]:
+    def call_numbers(self, chunks: Sequence[Chunk], paged: bool) -> list[list[int]]:
         """The numbers in the four tensors of a Call, in their order."""
         width = -(-self.max_len // self.page_size)
-        starts = [0] * len(spans)
+        starts = [0] * len(chunks)
         tables: list[int] = []
         if paged:
-            for span in spans:
-                pages = span.used_pages(self.page_size)
+            for chunk in chunks:
+                pages = chunk.used_pages(self.page_size)
                 tables += pages + [0] * (width - len(pages))
         else:
-            starts = [span.pages[0] * self.page_size for span in spans]
-        cu_seqlens_q = list(accumulate((span.length for span in spans), initial=0))
-        return [cu_seqlens_q, [*starts, 0], [span.end for span in spans], tables]
+            starts = [chunk.pages[0] * self.page_size for chunk in chunks]
+        cu_seqlens_q = list(accumulate((chunk.length for chunk in chunks), initial=0))
+        return [cu_seqlens_q, [*starts, 0], [chunk.end for chunk in chunks], tables]

@@ -1,4 +1,4 @@
-"""The interface of the attention backends, and what they share: copies of pages, and a mask.
+"""The interface of the attention backends, and the mask that they share.
 
 Read first: the top of attention/__init__.py. Read next: sdpa.py."""
 
@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kv_cache import KVCache, Span
+from request import Chunk
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
@@ -17,7 +17,7 @@ class AttentionPlan(Protocol):
     """Attention for one batch: made once, called in each layer."""
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """q (num_tokens, n_head, head_dim), the rows of all spans one after the other;
+        """q (num_tokens, n_head, head_dim), the rows of all chunks one after the other;
         keys and values (n_kv_head, slots, head_dim), one layer of the cache -> as q."""
         ...
 
@@ -28,32 +28,19 @@ class AttentionBackend(Protocol):
     page_size: int
     device: torch.device
 
-    def plan(self, spans: Sequence[Span]) -> AttentionPlan:
-        """The plan of a batch. Spans of one token come first, in the order of the rows of q."""
+    def plan(self, chunks: Sequence[Chunk]) -> AttentionPlan:
+        """The plan of a batch. Chunks of one token come first, in the order of the rows of q."""
         ...
 
 
-def page_rows(pages: Sequence[int], cache: KVCache) -> Tensor:
-    """The rows that `gather` copies for these pages. The last dimension goes with `pages`."""
-    rows = torch.tensor(pages, pin_memory=cache.data.is_cuda)  # or the copy would wait
-    rows = rows.to(cache.data.device, non_blocking=True)
-    if cache.layer(0)[0].is_contiguous():  # head h keeps page p in row h * cache.pages + p
-        heads = torch.arange(cache.data.shape[2], device=rows.device)
-        rows = heads[:, None] * cache.pages + rows
-    return rows
-
-
-def gather(x: Tensor, rows: Tensor, page_size: int) -> Tensor:
-    """Copy pages of a layer's keys or values side by side, as rows of a matrix: the fastest way.
-
-    x (n_kv_head, slots, head_dim), in either layout of KVCache; `rows` are those of n pages
-    -> (n_kv_head, n * page_size, head_dim)."""
-    heads, _, head_dim = x.shape
-    if x.is_contiguous():
-        x = x.view(-1, page_size * head_dim)
-        return x.index_select(0, rows.flatten()).view(heads, -1, head_dim)
-    x = x.transpose(0, 1).view(-1, page_size * heads * head_dim)
-    return x.index_select(0, rows).view(-1, heads, head_dim).transpose(0, 1)
+def to_device(
+    numbers: Sequence[float] | Sequence[Sequence[float]],
+    device: torch.device,
+    dtype: torch.dtype = torch.int64,
+) -> Tensor:
+    """The numbers as a tensor on the device, without waiting for it."""
+    pinned = device.type == "cuda"  # or the copy would wait
+    return torch.tensor(numbers, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
 
 
 def staircase(

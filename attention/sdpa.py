@@ -1,4 +1,6 @@
-"""Attention by torch's own kernel, one call for each chunk: a backend for any device."""
+"""Attention by torch's own kernel, one call for each chunk: a backend for any device.
+
+Read first: plan.py. Read next: model.py."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -8,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.plan import SIXTEEN_BITS, AttentionPlan, gather, page_rows, staircase
-from kv_cache import KVCache, ModelShape, Span
+from attention.plan import SIXTEEN_BITS, AttentionPlan, staircase
+from kv_cache import KVCache
+from pretrained.geometry import GPTConfig
+from request import Chunk
 
 QUERY_BLOCK = 128  # queries per call on a CPU: a block skips the keys that lie after its last query
 
@@ -26,21 +30,21 @@ class Block(NamedTuple):
 class ChunkPlan(NamedTuple):
     """A chunk, and where its request's keys are."""
 
-    first_slot: int  # of the cache, if the pages follow each other
-    gather_rows: Tensor | None  # else the page_rows to copy
+    first_slot: int  # of the cache
     blocks: list[Block]
+    gather_rows: Tensor | None = None  # see paged.py
 
 
 class SDPA:
     """One `scaled_dot_product_attention` call per chunk, or per block of QUERY_BLOCK queries of it.
 
-    Each call reads exactly the keys it needs. Pages that follow each other are read in place, as a
-    view of the cache. Scattered ones are first copied side by side, one request at a time. The
-    query heads that share a KV head are folded into the query length, (length, n_kv_head, group,
-    head_dim) -> (n_kv_head, length * group, head_dim), so keys are read once per group."""
+    Each call reads exactly the keys it needs, in place, as a view of the cache: a request has one
+    page. paged.py reads several. The query heads that share a KV head are folded into the query
+    length, (length, n_kv_head, group, head_dim) -> (n_kv_head, length * group, head_dim), so keys
+    are read once per group."""
 
     def __init__(
-        self, config: ModelShape, cache: KVCache, past: int | None = None, key_block: int = 1
+        self, config: GPTConfig, cache: KVCache, past: int | None = None, key_block: int = 1
     ) -> None:
         """cpu_matmul.py masks only a chunk's own keys (past=0), and reads keys in whole blocks."""
         self.cache = cache
@@ -60,37 +64,27 @@ class SDPA:
             beyond=key_block - 1,
         )
 
-    def plan(self, spans: Sequence[Span]) -> AttentionPlan:
+    def plan(self, chunks: Sequence[Chunk]) -> AttentionPlan:
         """The plan of a batch, see plan.AttentionBackend."""
-        return partial(self.attend, self.plan_chunks(spans))
+        return partial(self.attend, self.plan_chunks(chunks))
 
-    def plan_chunks(self, spans: Sequence[Span]) -> list[ChunkPlan]:
-        """Where the keys of each span are, and its blocks."""
-        tables = [span.used_pages(self.page_size) for span in spans]
-        scattered = [table != list(range(table[0], table[0] + len(table))) for table in tables]
-        copied_pages = []
-        for table, is_scattered in zip(tables, scattered, strict=True):
-            if is_scattered:
-                copied_pages += table
-        rows = page_rows(copied_pages, self.cache) if copied_pages else None  # all in one transfer
-        chunks = []
-        first_row = copied = 0
-        for span, table, is_scattered in zip(spans, tables, scattered, strict=True):
-            gather_rows = None
-            if rows is not None and is_scattered:
-                gather_rows = rows[..., copied : copied + len(table)].flatten()
-                copied += len(table)
-            blocks = self.plan_blocks(span, first_row, len(table) * self.page_size)
-            chunks.append(ChunkPlan(table[0] * self.page_size, gather_rows, blocks))
-            first_row += span.length
-        return chunks
+    def plan_chunks(self, chunks: Sequence[Chunk]) -> list[ChunkPlan]:
+        """Where the keys of each chunk are, and its blocks."""
+        plans = []
+        first_row = 0
+        for chunk in chunks:
+            max_keys = len(chunk.used_pages(self.page_size)) * self.page_size
+            blocks = self.plan_blocks(chunk, first_row, max_keys)
+            plans.append(ChunkPlan(chunk.pages[0] * self.page_size, blocks))
+            first_row += chunk.length
+        return plans
 
-    def plan_blocks(self, span: Span, first_row: int, max_keys: int) -> list[Block]:
-        """The blocks of a span whose first query is row `first_row` of q."""
-        key_block = self.key_block if span.length > 1 else 1
+    def plan_blocks(self, chunk: Chunk, first_row: int, max_keys: int) -> list[Block]:
+        """The blocks of a chunk whose first query is row `first_row` of q."""
+        key_block = self.key_block if chunk.length > 1 else 1
         blocks = []
-        for start in range(span.start, span.end, QUERY_BLOCK):
-            queries = min(QUERY_BLOCK, span.end - start)
+        for start in range(chunk.start, chunk.end, QUERY_BLOCK):
+            queries = min(QUERY_BLOCK, chunk.end - start)
             keys = -(-(start + queries) // key_block) * key_block  # rounded up to whole blocks
             keys = min(keys, max_keys)
             blocks.append(Block(first_row, queries, keys, self.mask(start, queries, keys)))
@@ -110,7 +104,7 @@ class SDPA:
 
     def attend(
         self,
-        chunks: Sequence[ChunkPlan],
+        plans: Sequence[ChunkPlan],
         q: Tensor,
         keys: Tensor,
         values: Tensor,
@@ -120,13 +114,9 @@ class SDPA:
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         head_dim = q.shape[2]
-        for chunk in chunks:
-            if chunk.gather_rows is None:
-                k, v = keys[:, chunk.first_slot :], values[:, chunk.first_slot :]
-            else:
-                k = gather(keys, chunk.gather_rows, self.page_size)
-                v = gather(values, chunk.gather_rows, self.page_size)
-            for row, n, read, mask in chunk.blocks:
+        for plan in plans:
+            k, v = self.read(plan, keys, values)
+            for row, n, read, mask in plan.blocks:
                 folded = q[row : row + n].view(n, -1, self.group, head_dim).transpose(0, 1)
                 folded = folded.reshape(-1, n * self.group, head_dim)
                 y = self.attend_block(folded, k[:, :read], v[:, :read], mask)
@@ -134,6 +124,10 @@ class SDPA:
                 y = y.unflatten(1, (n, self.group)).transpose(0, 1)
                 out[row : row + n].view(n, -1, self.group, head_dim).copy_(y)
         return out
+
+    def read(self, plan: ChunkPlan, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of a chunk's request: its pages are read in place."""
+        return keys[:, plan.first_slot :], values[:, plan.first_slot :]
 
     def attend_block(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """q (n_kv_head, rows, head_dim), k and v (n_kv_head, keys, head_dim), `mask` as made above

@@ -13,11 +13,14 @@ from torch import Tensor
 
 from attention.decode_sizes import padded_size
 from attention.fallback import check_gpu, probe
-from attention.plan import AttentionPlan, gather, page_rows
-from kv_cache import KVCache, ModelShape, Span
+from attention.paged import gather, page_rows
+from attention.plan import AttentionPlan, to_device
+from kv_cache import KVCache
+from pretrained.geometry import GPTConfig
+from request import Chunk
 
 CPU = torch.device("cpu")
-PADDING = Span([0], 0, [0])  # a decode that attends to one key, the first of page 0
+PADDING = Chunk.alone([0], 0, [0])  # a decode that attends to one key, the first of page 0
 
 
 class Call(NamedTuple):
@@ -44,7 +47,7 @@ class XFormers:
     The kernel for chunks does not know these: the pages of the chunks' requests are copied side by
     side first, little beside what a chunk computes."""
 
-    def __init__(self, config: ModelShape, cache: KVCache, split_k: bool = False) -> None:
+    def __init__(self, config: GPTConfig, cache: KVCache, split_k: bool = False) -> None:
         """Raises ImportError without xformers, ValueError where its operators do not run."""
         self.cache = cache
         self.device = cache.data.device
@@ -69,10 +72,10 @@ class XFormers:
         self.pads_decodes = split_k  # Triton compiles a kernel for each number of decodes
         probe(self, config, cache)
 
-    def plan(self, spans: Sequence[Span]) -> AttentionPlan:
+    def plan(self, chunks: Sequence[Chunk]) -> AttentionPlan:
         """The plan of a batch, see plan.AttentionBackend."""
-        decodes = list(takewhile(lambda span: span.length == 1, spans))
-        chunks = spans[len(decodes) :]
+        decodes = list(takewhile(lambda chunk: chunk.length == 1, chunks))
+        prefills = chunks[len(decodes) :]
         calls = []
         if decodes:
             size = padded_size(len(decodes)) if self.pads_decodes else len(decodes)
@@ -80,27 +83,27 @@ class XFormers:
             mask = self.decode_mask(decodes + padding * [PADDING])
             rows = slice(len(decodes))
             calls.append(Call(rows, mask, self.decode_operator, padding=padding))
-        if chunks:
+        if prefills:
             rows = slice(len(decodes), None)
-            mask, copied_pages = self.chunk_mask(chunks)
+            mask, copied_pages = self.chunk_mask(prefills)
             gather_rows = page_rows(copied_pages, self.cache) if copied_pages else None
             calls.append(Call(rows, mask, self.chunk_operator, gather_rows))
         return partial(self.attend, calls)
 
-    def decode_mask(self, decodes: Sequence[Span]) -> Any:
+    def decode_mask(self, decodes: Sequence[Chunk]) -> Any:
         """xformers' mask of some decodes."""
         if self.paged:
             return paged_bias(decodes, self.page_size, self.cache.max_len, self.device)
         return gappy_bias(decodes, self.cache.pages, self.page_size, self.device)
 
-    def chunk_mask(self, chunks: Sequence[Span]) -> tuple[Any, list[int]]:
+    def chunk_mask(self, chunks: Sequence[Chunk]) -> tuple[Any, list[int]]:
         """xformers' mask of some chunks; and pages to copy, whose copy it then masks."""
         if not self.paged:
             return gappy_bias(chunks, self.cache.pages, self.page_size, self.device), []
         copied_pages = []
         copied_chunks = []
         for chunk in chunks:
-            copied_chunks.append(chunk._replace(pages=[len(copied_pages)]))
+            copied_chunks.append(Chunk.alone([len(copied_pages)], chunk.start, chunk.tokens))
             copied_pages += chunk.used_pages(self.page_size)
         mask = gappy_bias(copied_chunks, len(copied_pages), self.page_size, self.device)
         return mask, copied_pages
@@ -149,17 +152,17 @@ def import_xformers() -> Any:
 
 
 def gappy_bias(
-    spans: Sequence[Span], pages: int, page_size: int, device: torch.device = CPU
+    chunks: Sequence[Chunk], pages: int, page_size: int, device: torch.device = CPU
 ) -> Any:
-    """xformers' mask of some spans over the keys of `pages` pages, (sum of their lengths, slots).
+    """xformers' mask of some chunks over the keys of `pages` pages, (sum of their lengths, slots).
 
-    Each span sees its own keys, from its first page on, causally, aligned at its last query."""
+    Each chunk sees its own keys, from its first page on, causally, aligned at its last query."""
     from xformers.ops.fmha.attn_bias import BlockDiagonalCausalWithOffsetGappyKeysMask
 
     mask = BlockDiagonalCausalWithOffsetGappyKeysMask.from_seqlens(
-        q_seqlen=[span.length for span in spans],
-        kv_seqstarts=[span.pages[0] * page_size for span in spans] + [pages * page_size],
-        kv_seqlen=[span.end for span in spans],
+        q_seqlen=[chunk.length for chunk in chunks],
+        kv_seqstarts=[chunk.pages[0] * page_size for chunk in chunks] + [pages * page_size],
+        kv_seqlen=[chunk.end for chunk in chunks],
         device=device,
     )
     # Only a bound, and Triton split-K compiles a kernel for each value: one, not one per decode.
@@ -168,18 +171,17 @@ def gappy_bias(
 
 
 def paged_bias(
-    decodes: Sequence[Span], page_size: int, max_len: int, device: torch.device = CPU
+    decodes: Sequence[Chunk], page_size: int, max_len: int, device: torch.device = CPU
 ) -> Any:
     """xformers' mask of some decodes over all pages, which it finds through their block tables."""
     from xformers.ops.fmha.attn_bias import PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
 
     width = -(-max_len // page_size)  # the same in every iteration: Triton compiles one for each
-    rows = [(span.used_pages(page_size) + [0] * width)[:width] for span in decodes]
-    tables = torch.tensor(rows, dtype=torch.int32, pin_memory=device.type == "cuda")
+    rows = [(chunk.used_pages(page_size) + [0] * width)[:width] for chunk in decodes]
     return PagedBlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(
         q_seqlen=[1] * len(decodes),
-        kv_seqlen=[span.end for span in decodes],
-        block_tables=tables.to(device, non_blocking=True),
+        kv_seqlen=[chunk.end for chunk in decodes],
+        block_tables=to_device(rows, device, torch.int32),
         page_size=page_size,
         device=device,
     )

@@ -28,7 +28,7 @@ from policies.custom import (
     load_policy,
     where_it_failed,
 )
-from policies.referee import BrokenRuleError, Referee, Violation
+from policies.referee import Referee, Violation
 from scheduler import Scheduler
 from views.records import Record, Recorder
 
@@ -69,13 +69,15 @@ class ExerciseAnswer(TypedDict):
 class RefereedRecorder(Recorder):
     """A Recorder that sets a Referee beside the scheduler."""
 
+    referee: Referee | None = None
+
     def watch(self, schedulers: Sequence[Scheduler]) -> None:
         """See Recorder. The referee comes first, so that a batch with a mistake is not recorded.
 
         Micro-batches share their requests, which would be lost in the eyes of each referee: in a
         pipeline there is none."""
         if len(schedulers) == 1:
-            Referee(schedulers[0], FILE)
+            self.referee = Referee(schedulers[0], FILE)
         super().watch(schedulers)
 
 
@@ -115,7 +117,10 @@ def run_policy(question: RunQuestion, file: Path) -> RunAnswer:
             load = Load.from_json(question["load"])
             record_run(name, question["chunk"], load, question["slo_s"], recorder)
     except PolicyError as error:
-        reply["problem"] = describe_error(error)
+        if recorder.referee is None:
+            reply["problem"] = describe_error(error)
+        else:
+            reply["problem"] = describe_violation(recorder.referee.violation_of(error))
     reply["settings"] = recorder.settings
     reply["records"] = recorder.records
     return reply
@@ -146,8 +151,6 @@ def is_policy(name: str) -> bool:
 
 def describe_error(error: PolicyError) -> str:
     """Why a policy could not go on, in one line that begins with the place."""
-    if isinstance(error, BrokenRuleError):
-        return describe_violation(error.violation)
     return f"{error.place}: {error}" if error.place else str(error)
 
 

@@ -21,7 +21,7 @@ the one before is computed. How many iterations in a row does the decode wait?
     batch.left                  how many tokens still go into it
     batch.add(request)          as in exercise 1, and it takes the tokens off batch.left. If they
                                 do not fit, it cuts them, which this policy must not let happen
-    self.decoding()             the running requests that decode, each with a page for its next
+    self.grow_decodes()             the running requests that decode, each with a page for its next
                                 token. To find pages it may preempt others: call it only if you
                                 decode
     batch.add_decodes(requests) adds one token of each of these

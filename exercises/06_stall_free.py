@@ -14,8 +14,8 @@ decode-maximal batch does not allow.
 After how many iterations are they computed? (A decode-maximal batch needs 3.)
 
 **You may use** what exercise 5 lists: `self.chunk`, which is the token budget here, `Batch`,
-`batch.left`, `self.decoding()`, `self.prefilling()`, `self.admit()`, `batch.add_decodes()` and
-`batch.add()`. Call `self.decoding()` first: to find pages it may preempt a request whose prompt has
+`batch.left`, `self.grow_decodes()`, `self.prefilling()`, `self.admit()`, `batch.add_decodes()` and
+`batch.add()`. Call `self.grow_decodes()` first: to find pages it may preempt one whose prompt has
 begun, and that one waits again.
 """
 

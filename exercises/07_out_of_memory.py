@@ -31,6 +31,6 @@ from scheduler import Request, SarathiServe
 
 
 class OutOfMemory(SarathiServe):
-    def decoding(self) -> list[Request]:
+    def grow_decodes(self) -> list[Request]:
         """The running requests that decode, each with a page for its next token."""
         raise NotImplementedError  # some ten lines

@@ -1,6 +1,6 @@
 """Exercise 8. Shared pages: a prompt that begins like another one reuses its pages.
 
-Source: README.md, "The policies"; kv_cache.py, class Pages.
+Source: lab/README.md, "Shared prefixes"; policies/pages.py.
 
 **Idea.** Many prompts begin alike, with the same instructions. Keys and values depend on a token
 and on those before it, so the pages of the common beginning can be shared. A full page has a hash,
@@ -17,8 +17,8 @@ many tokens are computed?
 
     request.tokens                 the prompt, and the output so far if it was preempted
     request.prompt_len             the length of the prompt
-    request.page_hashes            the hashes of the full pages of request.tokens, in order
     self.pages.page_size
+    self.pages.hashes(request)       the hashes of the full pages of request.tokens, in order
     self.pages.match_prefix(hashes)  the cached pages of these hashes, up to the first that has none
     self.pages.needed(tokens)        how many pages hold so many tokens
 

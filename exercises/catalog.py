@@ -145,7 +145,7 @@ EXERCISES = (
             "Fill the batch with prompts first. Before you admit the first of the queue, ask "
             "whether all of its tokens fit into batch.left. After that, is the batch empty?",
             "While somebody waits, and the first one has at most batch.left tokens, and admit() "
-            "returns it: add it. If the batch is still empty, add the decodes of self.decoding().",
+            "returns it: add it. If the batch is still empty, add self.grow_decodes().",
         ),
         question=questions.THREE_PROMPTS,
         beside="orca",
@@ -179,7 +179,7 @@ EXERCISES = (
         last_check=adds_below_zero,
         question=questions.TWO_PROMPTS,
         beside="orca",
-        read_next="scheduler.py: Batch.add",
+        read_next="request.py: Batch.add",
     ),
     Exercise(
         number=5,
@@ -203,7 +203,7 @@ EXERCISES = (
         hints=(
             "Decodes first, all of them. Then at most one request gets a chunk, and only if "
             "something is left: which one, if a prompt has begun, and which one, if none has?",
-            "Add self.decoding() to Batch(self.chunk). If batch.left is above 0, take the first "
+            "Add self.grow_decodes() to Batch(self.chunk). If batch.left is above 0, take the "
             "of self.prefilling(), or, if there is none, self.admit(), and add it if it is one.",
         ),
         question=questions.SIX_DECODES,
@@ -223,7 +223,7 @@ EXERCISES = (
         hints=(
             "Three groups in this order: those who decode, those whose prompt has begun, those "
             "who wait. The first group ignores the budget, the third needs some to be left.",
-            "Take self.decoding(), then self.prefilling(). Add the decodes to Batch(self.chunk), "
+            "Take self.grow_decodes() and self.prefilling(). Add the decodes to Batch(self.chunk), "
             "then each of the prefills. While batch.left is above 0, add what admit() returns.",
         ),
         question=questions.THREE_SHORT,
@@ -234,7 +234,7 @@ EXERCISES = (
         number=7,
         title="out of memory",
         class_name="OutOfMemory",
-        method="decoding",
+        method="grow_decodes",
         finder=differs_from(
             SarathiServe,
             (page_rules.older_one_pays, page_rules.decode_without_page, *MEMORY),
@@ -250,7 +250,7 @@ EXERCISES = (
         ),
         question=questions.TWO_GROW,
         beside="orca",
-        read_next="scheduler.py: Scheduler.decoding and Scheduler.grow",
+        read_next="scheduler.py: Scheduler.grow_decodes and Scheduler.grow",
     ),
     Exercise(
         number=8,
@@ -270,14 +270,14 @@ EXERCISES = (
         loads=partial(small_loads, 8, prefix_caching=True),
         hints=(
             "How many whole pages can be reused at most, if one token (or two) must be left to "
-            "compute? Look up only so many of request.page_hashes.",
+            "compute? Look up only so many of its hashes.",
             "at_most = (len(request.tokens) - left_to_compute) // page_size, where "
             "left_to_compute is 2 if the request has output already, and else 1. New pages: "
             "those that hold all of its tokens, less the cached ones.",
         ),
         question=questions.SAME_AGAIN,
         beside="sarathi-serve",
-        read_next="scheduler.py: Scheduler.plan_admission, and kv_cache.py: Pages",
+        read_next="policies/pages.py: CachedPages.find",
     ),
     Exercise(
         number=9,

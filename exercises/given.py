@@ -40,7 +40,7 @@ class CutsPrompts(Scheduler):
 
     def schedule(self) -> Batch:
         batch = self.batch_class(self.chunk)
-        batch.add_decodes(self.decoding())
+        batch.add_decodes(self.grow_decodes())
         while self.admit():
             pass
         for request in self.prefilling():

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from random import Random
 
-from kv_cache import Pages
+from policies.pages import make_pages
 from scheduler import Request, Scheduler
 
 MAX_PROMPT = 40
@@ -54,7 +54,7 @@ class Load:
     def make_scheduler(self, policy: type[Scheduler], clock: Callable[[], float]) -> Scheduler:
         """A scheduler of this policy and of these sizes."""
         return policy(
-            Pages(self.pages, self.page_size, self.prefix_caching),
+            make_pages(self.pages, self.page_size, self.prefix_caching),
             chunk=self.chunk,
             max_batch=self.max_batch,
             max_len=self.max_len,

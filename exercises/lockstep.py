@@ -9,11 +9,9 @@ run are compared. Read first: loads.py. Read next: rules.py, which names the bro
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
-from weakref import ref
 
 from errors import one_line
 from exercises.loads import Load
-from outputs import Iteration
 from policies.custom import PolicyError, check_batch, guarded
 from policies.referee import (
     at_most_max_batch,
@@ -22,7 +20,8 @@ from policies.referee import (
     no_page_leaked,
     nothing_lost,
 )
-from scheduler import Admission, Batch, ChunkRecord, Request, Scheduler
+from request import Batch, ChunkRecord, Iteration, Request
+from scheduler import Admission, Scheduler
 from views.records import Recorder
 
 CALL_LIMIT_S = 0.5  # of CPU time: a call that takes longer is a loop without an end
@@ -37,31 +36,38 @@ def one_second(batch: Batch) -> float:
     return 1.0
 
 
-def check_what_methods_return(scheduler: Scheduler) -> None:
-    """From here on a scheduler's methods raise PolicyError where they return something wrong."""
-    checks = {
-        "decoding": check_decodes,
-        "plan_admission": check_admission,
-        "token_budget": check_not_none,
-    }
-    for name, check in checks.items():
-        if hasattr(scheduler, name):
-            setattr(scheduler, name, checked(scheduler, name, check))
+class Checked(Scheduler):
+    """A policy whose methods raise PolicyError where they return something wrong."""
+
+    def grow_decodes(self) -> list[Request]:
+        decodes = super().grow_decodes()
+        check_decodes("grow_decodes", decodes)
+        return decodes
+
+    def plan_admission(self, request: Request) -> Admission:
+        admission = super().plan_admission(request)
+        check_admission("plan_admission", admission)
+        return admission
+
+    def check_progress(self) -> None:
+        """An empty batch is a decision, too."""
 
 
-def checked(
-    scheduler: Scheduler, name: str, check: Callable[[str, object], None]
-) -> Callable[..., object]:
-    """A method of a scheduler that checks what it returns before it does."""
-    method = getattr(type(scheduler), name)
-    weak_scheduler = ref(scheduler)  # a strong one would close a circle, for the collector
+class CheckedBudget(Checked):
+    """The same of a policy that has a token budget."""
 
-    def call(*args: object) -> object:
-        value = method(weak_scheduler(), *args)
-        check(name, value)
-        return value
+    def token_budget(self, *requests: Any) -> int:
+        policy: Any = super()
+        budget: int = policy.token_budget(*requests)
+        check_not_none("token_budget", budget)
+        return budget
 
-    return call
+
+def checked(policy: type[Scheduler]) -> type[Scheduler]:
+    """The policy, checked."""
+    mixin = CheckedBudget if hasattr(policy, "token_budget") else Checked
+    members = {"__module__": policy.__module__, "__doc__": policy.__doc__}
+    return type(policy.__name__, (mixin, policy), members)
 
 
 def check_not_none(name: str, value: object) -> None:
@@ -149,8 +155,7 @@ class Trial:
         self.batch = Batch()
         self.iterations: list[Iteration] = []
         with guarded(CALL_LIMIT_S):
-            self.scheduler = load.make_scheduler(policy, self.clock)
-            check_what_methods_return(self.scheduler)
+            self.scheduler = load.make_scheduler(checked(policy), self.clock)
         if recorder:
             recorder.watch([self.scheduler])
 
@@ -229,13 +234,12 @@ class Trial:
         if len(self.iterations) == MAX_ITERATIONS:
             raise PolicyError(f"its requests have not ended after {MAX_ITERATIONS} iterations")
         with guarded(CALL_LIMIT_S):
-            iteration = Iteration.begin(self.batch, [self.scheduler], self.now)
             seconds = self.seconds(self.batch)
+            iteration = self.scheduler.iteration(self.batch, self.now, self.now + seconds)
             self.now += seconds
             tokens = [TOKEN if chunk.yields_token else None for chunk in self.batch]
             self.scheduler.observe(self.batch, seconds)
             self.scheduler.advance(self.batch, tokens, self.now)
-        iteration = iteration._replace(end=self.now)
         self.iterations.append(iteration)
         if self.recorder:
             self.recorder.add(iteration)
@@ -274,19 +278,13 @@ class Trial:
     def _make_batch(self) -> Batch:
         """The scheduler's next batch, which may be empty."""
         scheduler = self.scheduler
-        previous = scheduler.batch
         try:
             with guarded(CALL_LIMIT_S):
-                batch: Any = scheduler.next_batch()
-                check_batch(batch)
-                return batch
+                batch = scheduler.next_batch()
         except PolicyError:
-            batch = scheduler.batch
-            if batch is previous:  # schedule() itself has failed
-                raise
+            check_batch(scheduler.batch)  # which may be why
+            raise
         check_batch(batch)
-        scheduler.torn = False  # the batch is empty, which next_batch does not accept
-        batch.preempted = scheduler.preempted
         return batch
 
     def _sizes(self) -> tuple[int, int, int]:

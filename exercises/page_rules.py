@@ -9,14 +9,14 @@ from exercises.rules import amount, names, num_decodes, tokens
 
 
 def token_without_page(difference: Difference) -> str | None:
-    """A token is computed only if there is a page for it, which decoding() finds."""
+    """A token is computed only if there is a page for it, which grow_decodes() finds."""
     return _without_page(
-        difference, "Take the decodes from self.decoding(), which finds the pages."
+        difference, "Take the decodes from self.grow_decodes(), which finds the pages."
     )
 
 
 def decode_without_page(difference: Difference) -> str | None:
-    """A token is computed only if there is a page for it, which your decoding() has to find."""
+    """A token is computed only if there is a page for it, which your grow_decodes() has to find."""
     return _without_page(difference, "Allocate one page more.")
 
 
@@ -28,7 +28,7 @@ def _without_page(difference: Difference, remedy: str) -> str | None:
             text = f"No token without a page: request {i} has just been preempted, and your list "
             if difference.states[i].is_decoding:
                 return f"{text}of decodes still has it."
-            return f"{text}of prefills still has it: call self.decoding() before self.prefilling()."
+            return f"{text}of prefills still has it: call self.grow_decodes() before that."
         capacity = difference.yours.capacity.get(i, 0)
         if chunk.start + chunk.length > capacity:
             pages = capacity // page_size
@@ -51,7 +51,7 @@ def takes_pages_in_vain(difference: Difference) -> str | None:
             change = "loses its pages" if i in difference.yours.preempted else "gets a page"
             return (
                 f"Request {i} {change}, and no request decodes in this iteration. "
-                "self.decoding() takes pages: call it only if the batch decodes."
+                "self.grow_decodes() takes pages: call it only if the batch decodes."
             )
     return None
 

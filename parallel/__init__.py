@@ -1,10 +1,11 @@
 """Tensor and pipeline parallelism, replicas and pools over torch.distributed: see README.md."""
 
-from engine import Engine, Runner
+from engine import Engine
 from model import GPT
 from parallel.instances import ReplicasEngine
 from parallel.shard import Shard
 from parallel.stages import ParallelEngine, ParallelRunner
+from speedups.runner import Runner
 
 
 def engine_for(model: GPT) -> type[Engine]:

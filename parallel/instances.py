@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from engine import StepInputs
-from parallel.stages import RanksEngine
+from parallel.stages import RanksEngine, SentChunk
 from parallel.transfer import Link
 from policies.pools import Sent, Transfer, TwoPools
+from request import Batch
 from scheduler import Scheduler
 
 WAIT_S = 0.001  # a step waits so long for a reply; then a request that arrives can be added
@@ -58,9 +58,10 @@ class ReplicasEngine(RanksEngine):
             if rank not in self.flights:
                 self._begin_batch(rank)
 
-    def send(self, number: int, inputs: StepInputs) -> int:
+    def send(self, number: int, batch: Batch) -> int:
         """Let the rank of a scheduler compute a batch, without waiting."""
-        return self.ranks.tell(number, "run", self.runner.key, *inputs)
+        chunks = [SentChunk.of(chunk) for chunk in batch]
+        return self.ranks.tell(number, "run", self.runner.key, chunks)
 
     def on_reply(self, command: int) -> None:
         """Handle a reply that is not that of a batch."""
@@ -81,11 +82,9 @@ class PoolsEngine(ReplicasEngine):
         self.sending: dict[int, Sending] = {}  # by number of the transfer
         self.sent: list[Sent] = []
         self.pools = TwoPools(
-            prefill_pages=[config.new_pages()],
-            decode_pages=[replace(config, prefix_caching=False).new_pages()],
-            chunk=self.scheduler.chunk,
-            max_batch=self.scheduler.max_batch,
-            max_len=self.scheduler.max_len,
+            prefill_pages=[config.pages_of()],
+            decode_pages=[replace(config, prefix_caching=False).pages_of()],
+            **config.limits,
             cuts_prompts=self.cuts_prompts,
             clock=self.clock,
         )

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model import GPT, FlatBatch, GPTConfig, weight_generator
+from model import GPT, FlatBatch, GPTConfig
 from parallel.ranks import Ranks
-from pretrained.random_weights import init_weight
+from pretrained.random_weights import init_weight, weight_generator
 from pretrained.sharding import Slices, local_config, slices_of, views
 
 

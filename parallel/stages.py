@@ -1,14 +1,14 @@
 """An Engine whose model is in several processes: micro-batches in flight through its stages.
 
-Rank 0 schedules. A batch's spans go to all ranks at once, its activations from stage to stage,
+Rank 0 schedules. A batch's chunks go to all ranks at once, its activations from stage to stage,
 without waiting for the next one. The tokens that the last stage has sampled come back to rank 0,
 with the times of all stages. Read first: policies/micro_batches.py, ranks.py and shard.py."""
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 from weakref import WeakSet
 
 import torch
@@ -16,23 +16,43 @@ import torch.distributed as dist
 from torch import Tensor
 
 from config import MAX_BATCH, EngineConfig
-from engine import (
-    Completion,
-    Computed,
-    Engine,
-    Event,
-    Iteration,
-    Runner,
-    Sampled,
-    StepInputs,
-    sampled_by_chunk,
-)
-from kv_cache import Span
+from engine import Computed, Engine, tokens_of
+from model import FlatBatch
 from parallel.ranks import Ranks
 from parallel.shard import Shard
 from policies.micro_batches import MicroBatches, StageTime
+from request import Batch, Chunk, Completion, Event, Iteration
 from sampling import SamplingParams
-from scheduler import Batch, Scheduler
+from scheduler import Scheduler
+from speedups.runner import Runner, Sampled
+
+
+class SentChunk(NamedTuple):
+    """What ranks are told of a chunk: the tokens before it are in their caches."""
+
+    pages: list[int]
+    start: int
+    tokens: list[int]
+    yields_token: bool
+    params: SamplingParams | None
+    position: int  # which output token of its request it decides, if it yields one
+
+    @classmethod
+    def of(cls, chunk: Chunk, first_page: int = 0) -> Self:
+        """The chunk of a request whose pages begin at `first_page` of the cache."""
+        request = chunk.request
+        return cls(
+            pages=[first_page + page for page in request.pages],
+            start=chunk.start,
+            tokens=chunk.tokens,
+            yields_token=chunk.yields_token,
+            params=request.params,
+            position=len(request.tokens) - request.prompt_len,
+        )
+
+    def chunk(self) -> Chunk:
+        """A chunk that a model computes alike."""
+        return Chunk.alone(self.pages, self.start, self.tokens, self.yields_token)
 
 
 class StageResult(NamedTuple):
@@ -87,13 +107,7 @@ class Stage:
         return StageSeconds(ranks.clock(), ranks.waited, self.model.sum_timer.total_s)
 
     @torch.inference_mode()
-    def run(
-        self,
-        key: int,
-        spans: list[Span],
-        params: list[SamplingParams],
-        positions: list[int],
-    ) -> StageResult | None:
+    def run(self, key: int, sent: list[SentChunk]) -> StageResult | None:
         """Compute a batch: receive the activations of the stage before, compute the layers of this
         one, and send the activations on, or sample. Part 0 of each stage returns a result."""
         model = self.model
@@ -101,24 +115,28 @@ class Stage:
         runner = self.runners[key]
         is_last = ranks.stage == ranks.pp - 1
         start = ranks.clock()
-        batch = runner.flatten(spans)
+        batch = FlatBatch.build([chunk.chunk() for chunk in sent], runner.attention)
         if ranks.stage == 0:
             x = model.embed(batch)
         else:
             ready = ranks.clock()
             x = model.final_norm.weight.new_empty(len(batch.tokens), model.config.n_embd)
             dist.recv(x, ranks.rank - ranks.tp)
-            runner.fetch(x, [], [])  # waits for a GPU
+            runner.wait()
             start = ranks.clock()
             ranks.waited += start - ready
         waited = ranks.waited - self.waited_before
         self.waited_before = ranks.waited
 
         x: Tensor = model.compute_layers(x, batch, runner.cache)
+        sampled: list[Sampled] = []
         if is_last:
+            sampling = [chunk for chunk in sent if chunk.yields_token]
+            params = [chunk.params or SamplingParams() for chunk in sampling]
+            positions = [chunk.position for chunk in sampling]
             sampled = runner.fetch(model.logits(x, batch), params, positions)
         else:
-            sampled = runner.fetch(x, [], [])
+            runner.wait()
         end = ranks.clock()
         if not is_last:
             self._send_on(x)
@@ -157,9 +175,9 @@ class ParallelRunner(Runner):
         self.attention = local_runner.attention
         stage.alive.add(self)
 
-    def send(self, inputs: StepInputs) -> int:
+    def send(self, chunks: list[SentChunk]) -> int:
         """Let all stages compute a batch. Returns the number of the command."""
-        return self.ranks.command("run", self.key, *inputs)
+        return self.ranks.command("run", self.key, chunks)
 
     def collect(self, command: int) -> list[StageResult]:
         """The results of all stages for a command. Waits for them, and leaves them in
@@ -171,11 +189,9 @@ class ParallelRunner(Runner):
         """Drop the results that `collect` has left."""
         del self.ranks.replies[command]
 
-    def greedy(self, spans: Sequence[Span]) -> list[int]:
+    def greedy(self, chunks: Sequence[Chunk]) -> list[int]:
         """As Runner.greedy, through all stages."""
-        num_logits = sum(span.wants_logits for span in spans)
-        inputs = StepInputs(list(spans), [SamplingParams()] * num_logits, [0] * num_logits)
-        command = self.send(inputs)
+        command = self.send([SentChunk.of(chunk) for chunk in chunks])
         sampled = self.collect(command)[-1].sampled
         self.forget(command)
         return [token for token, _ in sampled]
@@ -186,7 +202,7 @@ class Flight:
     """A batch that ranks compute."""
 
     command: int
-    begun: int  # MicroBatches.begun: a batch of an earlier one is of no use
+    restarts: int  # of the journal: a batch of before is of no use
     batch: Batch
     iteration: Iteration  # but for its end
     full_since: float  # see MicroBatches
@@ -199,29 +215,33 @@ class RanksEngine(Engine):
     one between steps; while a batch lands it is that of the batch. With `record`, `micro_batches`
     learns what the stages do."""
 
-    make_runner = ParallelRunner
     runner: ParallelRunner
     record = False
 
-    def _start(
-        self, model: Any, config: EngineConfig, tokenizer: Any, clock: Callable[[], float]
-    ) -> None:
+    def fit(self, model: Any, config: EngineConfig) -> EngineConfig:
+        """The config, with as many pages as the smallest rank has room for."""
         ranks = model.ranks
         self.ranks: Ranks = ranks
+        self.flights: dict[int, Flight] = {}  # by micro-batch, the one that was sent first is first
         of_all = replace(config, max_batch=config.max_batch and config.max_batch * ranks.pp)
         ranks.command("free_caches_except", [runner.key for runner in ranks.work.alive])
         pages = min(ranks.call("available_pages", of_all))
         max_batch = config.max_batch or min(pages // ranks.pp, MAX_BATCH)
-        config = replace(config, pages=pages, max_batch=max_batch)
-        super()._start(model, config, tokenizer, clock)
-        self.micro_batches = MicroBatches(self.make_schedulers(), ranks.pp)
-        self.schedulers = self.micro_batches.schedulers
-        self.scheduler = self.schedulers[0]
-        self.flights: dict[int, Flight] = {}  # by micro-batch, the one that was sent first is first
+        return super().fit(model, replace(config, pages=pages, max_batch=max_batch))
+
+    def make_scheduler(self) -> Scheduler:
+        """The first of all micro-batches' schedulers."""
+        self.micro_batches = MicroBatches(self.make_schedulers(), self.ranks.pp)
+        return self.micro_batches.schedulers[0]
 
     def make_schedulers(self) -> Sequence[Scheduler]:
         """That of each micro-batch. All of them take from one queue."""
-        return self.config.schedulers(self.clock, self.ranks.pp, self.ranks.copies)
+        pp = self.ranks.pp
+        return [self.config.scheduler(self.clock, pp) for _ in range(pp * self.ranks.copies)]
+
+    def make_runner(self, model: Any, config: EngineConfig) -> Runner:
+        """The runners of all ranks."""
+        return ParallelRunner(model, *config.cache_sizes, config.attention)
 
     @property
     def in_flight(self) -> bool:
@@ -266,7 +286,7 @@ class RanksEngine(Engine):
         """Let ranks have work. Returns a micro-batch whose batch is computed, if there is one."""
         raise NotImplementedError
 
-    def send(self, number: int, inputs: StepInputs) -> int:
+    def send(self, number: int, batch: Batch) -> int:
         """Let ranks compute a batch of a micro-batch. Returns the number of the command."""
         raise NotImplementedError
 
@@ -276,12 +296,10 @@ class RanksEngine(Engine):
         batch = self.micro_batches.next_batch(number, start)
         if not batch:
             return False
-        inputs = self._inputs(batch)
-        iteration = Iteration.begin(batch, self.schedulers, start, micro_batch=number)
-        iteration = iteration._replace(launch=self.clock())
+        iteration = self.schedulers[number].iteration(batch, start, end=start, launch=self.clock())
         flight = Flight(
-            command=self.send(number, inputs),
-            begun=self.micro_batches.begun,
+            command=self.send(number, batch),
+            restarts=self.scheduler.journal.restarts,
             batch=batch,
             iteration=iteration,
             full_since=self.micro_batches.full_since(number),
@@ -295,7 +313,7 @@ class RanksEngine(Engine):
         flight = self.flights[number]
         replies = self.ranks.replies[flight.command]
         results = [replies[rank] for rank in sorted(replies)]
-        is_of_use = flight.begun == self.micro_batches.begun
+        is_of_use = flight.restarts == self.scheduler.journal.restarts
         if is_of_use and not isinstance(results[0], Exception):
             return self._computed_of(flight, results)
         self.flights = self._other_flights(number)
@@ -312,14 +330,14 @@ class RanksEngine(Engine):
         """What came of a batch, from the results of all its stages."""
         number = flight.iteration.micro_batch
         now = self.clock()
-        sampled = sampled_by_chunk(flight.batch, results[-1].sampled)
+        tokens = tokens_of(flight.batch, results[-1].sampled)
         if self.record:
             shift = now - time.perf_counter()  # from Ranks.clock to this engine's
             times = [StageTime(r.start + shift, r.end + shift, r.waited) for r in results]
             chunks = flight.iteration.chunks
             self.micro_batches.book(number, times, flight.full_since, flight.batch, chunks)
         self.schedulers[number].observe(flight.batch, now - flight.iteration.start)
-        return Computed(flight.batch, sampled, flight.iteration._replace(end=now))
+        return Computed(flight.batch, tokens, flight.iteration._replace(end=now))
 
 
 class ParallelEngine(RanksEngine):
@@ -328,11 +346,10 @@ class ParallelEngine(RanksEngine):
     `max_batch` is of each micro-batch. They share the pages, as many as the smallest rank has room
     for."""
 
-    def _start(
-        self, model: Any, config: EngineConfig, tokenizer: Any, clock: Callable[[], float]
-    ) -> None:
-        super()._start(model, config, tokenizer, clock)
+    def make_schedulers(self) -> Sequence[Scheduler]:
+        """That of each micro-batch. All of them take from one queue."""
         self.order = list(range(self.ranks.pp))  # of micro-batches: who landed first begins first
+        return super().make_schedulers()
 
     def wait_for_batch(self) -> int | None:
         """Send the next batch on its way, or else wait for the one that was sent first."""
@@ -346,10 +363,7 @@ class ParallelEngine(RanksEngine):
         self.order = [*(other for other in self.order if other != number), number]
         return number
 
-    def send(self, number: int, inputs: StepInputs) -> int:
+    def send(self, number: int, batch: Batch) -> int:
         """Send a batch to all ranks. The cache has the pages of one micro-batch after the other."""
         first_page = number * self.schedulers[number].pages.total
-        spans = [
-            span._replace(pages=[first_page + page for page in span.pages]) for span in inputs.spans
-        ]
-        return self.runner.send(inputs._replace(spans=spans))
+        return self.runner.send([SentChunk.of(chunk, first_page) for chunk in batch])

@@ -123,6 +123,6 @@ def make_scheduler(policy: str, pages: Pages, **options: Any) -> Scheduler:
         return cls(pages, **options)
     with guarded():
         made = guard(cls)(pages, **options)
-        if "requests" not in vars(made):
+        if "journal" not in vars(made):
             raise PolicyError(f"{cls.__name__}.__init__() must call super().__init__()")
         return made

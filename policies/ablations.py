@@ -20,7 +20,7 @@ class ChunkedOnly(SarathiServe):
     prefilled_last = False
 
     def schedule(self) -> Batch:
-        decodes = self.decoding()
+        decodes = self.grow_decodes()
         batch = Batch(self.chunk)
         if not (self.prefilled_last and decodes):
             for request in self.prefilling():

@@ -112,11 +112,11 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def guarded(limit_s: float = CALL_LIMIT_S) -> Iterator[None]:
+def guarded(limit_s: float | None = None) -> Iterator[None]:
     """Turn whatever a policy raises, SystemExit too, into a PolicyError with file and line. So is a
-    call that takes too long, see time_limit."""
+    call that takes more than `limit_s`, by default CALL_LIMIT_S, see time_limit."""
     try:
-        with time_limit(limit_s):
+        with time_limit(limit_s or CALL_LIMIT_S):
             yield
     except (KeyboardInterrupt, PolicyError):
         raise

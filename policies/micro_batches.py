@@ -15,7 +15,8 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from scheduler import Batch, ChunkRecord, Request, Scheduler
+from request import Batch, ChunkRecord, Request
+from scheduler import Scheduler
 
 
 class StageRun(NamedTuple):
@@ -48,11 +49,9 @@ class MicroBatches:
         self.replicas = len(schedulers) // pp
         self.schedulers = schedulers
         self.reset()
-        self.requests = schedulers[0].requests
-        for scheduler in schedulers:  # after an interrupt all of them begin anew
-            scheduler.requests = self.requests
-            scheduler.peers = schedulers
-        schedulers[0].waiting = schedulers[0].waiting  # of all peers
+        self.journal = schedulers[0].journal
+        for scheduler in schedulers[1:]:
+            self.journal.join(scheduler)
 
     def reset(self) -> None:
         """Let time begin at 0."""
@@ -65,20 +64,20 @@ class MicroBatches:
         self.since = [0.0] * len(stages)
 
     @property
-    def queue(self) -> deque[Request]:
-        """The requests that wait for any of the micro-batches."""
-        return self.schedulers[0].waiting
+    def requests(self) -> dict[int, Request]:
+        """By id, all that have not ended."""
+        return self.journal.requests
 
     @property
-    def begun(self) -> int:
-        """How often all requests have begun anew. Batches from before that are of no use."""
-        return self.schedulers[0].restarts
+    def queue(self) -> deque[Request]:
+        """The requests that wait for any of the micro-batches."""
+        return self.journal.waiting
 
     def next_batch(self, number: int, now: float) -> Batch | None:
         """The next Batch of a micro-batch; None if it has no requests. Raises RuntimeError if the
         policy has lost some, and nothing else is left to do."""
         scheduler = self.schedulers[number]
-        scheduler.mend()
+        self.journal.mend()
         if not (self.queue or scheduler.running):
             self.since[number] = math.inf
             if self.requests and not any([other.running for other in self.schedulers]):

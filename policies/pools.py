@@ -117,28 +117,24 @@ class Instance(Scheduler):
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request. If it is being sent, its pages are freed when the transfer has ended."""
-        self.mend()
-        transfer = self.transfers.get(request.id)
-        if transfer is not None:
-            self.torn = True
-            if transfer.target is not None:
+        with self.journal:
+            transfer = self.transfers.get(request.id)
+            if transfer is not None and transfer.target is not None:
                 transfer.abandoned_pages = request.pages
                 request.pages = []
-            else:
+            elif transfer is not None:
                 del self.transfers[request.id]
                 if request not in transfer.source.running:
                     transfer.source.pages.free(request.pages)
                     request.pages = []
-            self.torn = False
         super().finish(request, reason)
 
-    def mend(self) -> None:
+    def forget(self, preempted: list[int]) -> None:
         """As of Scheduler: all requests are prefilled again, and those that are sent, too."""
-        if any([peer.torn for peer in self.peers]):  # which it is until super().mend() has ended
-            self.transfers.clear()
-        super().mend()
+        self.transfers.clear()
+        super().forget(preempted)
 
-    def _check_nothing_to_do(self) -> None:
+    def check_progress(self) -> None:
         """An empty batch is no mistake: there may be no memory until a transfer has ended."""
 
 
@@ -178,11 +174,10 @@ class PrefillInstance(Instance):
         for request, _ in new_tokens:
             if request not in self.running:
                 continue
-            self.torn = True
-            transfer = Transfer(request, source=self, tokens=request.num_computed)
-            self.transfers.setdefault(request.id, transfer)
-            self.running.remove(request)
-            self.torn = False
+            with self.journal:
+                transfer = Transfer(request, source=self, tokens=request.num_computed)
+                self.transfers.setdefault(request.id, transfer)
+                self.running.remove(request)
         return new_tokens
 
 
@@ -207,7 +202,7 @@ class DecodeInstance(Instance):
 
     def schedule(self) -> Batch:
         batch = Batch()
-        batch.add_decodes(self.decoding())  # may preempt: to the front of the one queue
+        batch.add_decodes(self.grow_decodes())  # may preempt: to the front of the one queue
         return batch
 
     def reserve(self, tokens: int) -> list[int] | None:
@@ -252,30 +247,35 @@ class TwoPools:
         self.prefills = [kind(pages, **options) for pages in prefill_pages]
         self.decodes = [DecodeInstance(pages, **options) for pages in decode_pages]
         self.schedulers: list[Instance] = [*self.prefills, *self.decodes]
-        self.queue: deque[Request] = deque()
-        self.requests: dict[int, Request] = {}
         self.transfers: dict[int, Transfer] = {}
-        for scheduler in self.schedulers:  # after an interrupt all of them begin anew
-            scheduler.waiting = self.queue
-            scheduler.requests = self.requests
+        self.journal = self.schedulers[0].journal
+        for scheduler in self.schedulers:
             scheduler.transfers = self.transfers
-            scheduler.peers = self.schedulers
+        for scheduler in self.schedulers[1:]:
+            self.journal.join(scheduler)
+
+    @property
+    def requests(self) -> dict[int, Request]:
+        """By id, all that have not ended."""
+        return self.journal.requests
+
+    @property
+    def queue(self) -> deque[Request]:
+        """The requests that wait for an instance that prefills."""
+        return self.journal.waiting
 
     def start_transfers(self) -> list[Transfer]:
         """Reserve memory for the first in line, as long as there is some: these are to be sent.
 
         A real or simulated link sends them, not before their prefill has written them."""
-        first = self.schedulers[0]
-        first.mend()
-        first.torn = True
         started: list[Transfer] = []
-        for transfer in self.transfers.values():
-            if transfer.target is not None:
-                continue
-            if not self._reserve(transfer):
-                break
-            started.append(transfer)
-        first.torn = False
+        with self.journal:
+            for transfer in self.transfers.values():
+                if transfer.target is not None:
+                    continue
+                if not self._reserve(transfer):
+                    break
+                started.append(transfer)
         return started
 
     def _reserve(self, transfer: Transfer) -> bool:
@@ -292,23 +292,20 @@ class TwoPools:
         """Let a request decode whose keys and values are in its target pages.
 
         Returns False if it has ended meanwhile, or began anew: then its pages are free."""
-        source = transfer.source
-        source.mend()
-        request = transfer.request
-        if self.transfers.get(request.id) is not transfer:
-            return False  # an interrupt came, and all has begun anew
-        target = transfer.target
-        assert target is not None  # it was started
-        source.torn = True
-        del self.transfers[request.id]
-        if request.finish_reason is not None:
-            source.pages.free(transfer.abandoned_pages)
-            target.pages.free(transfer.target_pages)
-        else:
-            source.pages.free(request.pages)
-            request.pages = transfer.target_pages
-            target.running.append(request)
-        source.torn = False
+        with self.journal:
+            request = transfer.request
+            if self.transfers.get(request.id) is not transfer:
+                return False  # an interrupt came, and all has begun anew
+            source, target = transfer.source, transfer.target
+            assert target is not None  # it was started
+            del self.transfers[request.id]
+            if request.finish_reason is not None:
+                source.pages.free(transfer.abandoned_pages)
+                target.pages.free(transfer.target_pages)
+            else:
+                source.pages.free(request.pages)
+                request.pages = transfer.target_pages
+                target.running.append(request)
         return request.finish_reason is None
 
 

@@ -6,32 +6,34 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
-from errors import check_one_of, check_positive
+from errors import check_one_of, check_positive, check_type, shorten
 from policies.dynamic import Dynamic
 from policies.iteration_time import BatchShape
-from scheduler import Batch, Request
+from request import Batch, Request, Service
 
-PRIORITIES = ("realtime", "high", "normal", "low")  # Request.priority is the index: 0 is urgent
+PRIORITIES = ("realtime", "high", "normal", "low")  # Service.priority is the index: 0 is urgent
 HIGH = 1
 
 
-class ServiceLevel(NamedTuple):
-    """The fields of a Request that this policy reads."""
-
-    priority: int  # the class: an index of PRIORITIES
-    ttft_slo: float | None  # targets in seconds
-    tbt_slo: float | None
+MAX_USER = 256  # characters: a policy may remember who has asked
 
 
-def check_service_level(
-    priority: str = "normal", ttft_slo: float | None = None, tbt_slo: float | None = None
-) -> ServiceLevel:
-    """The ServiceLevel of these. Raises ValueError if one makes no sense."""
+def make_service(
+    priority: str = "normal",
+    ttft_slo: float | None = None,
+    tbt_slo: float | None = None,
+    user: str = "",
+) -> Service:
+    """The Service of these. Raises ValueError if one makes no sense."""
     check_one_of("priority", priority, PRIORITIES)
-    return ServiceLevel(
+    check_type("user", user, str, "a text")
+    if len(user) > MAX_USER:
+        raise ValueError(f"user={shorten(user)}: must have at most {MAX_USER} characters")
+    return Service(
         priority=PRIORITIES.index(priority),
         ttft_slo=None if ttft_slo is None else check_positive("ttft_slo", ttft_slo),
         tbt_slo=None if tbt_slo is None else check_positive("tbt_slo", tbt_slo),
+        user=user,
     )
 
 
@@ -92,7 +94,8 @@ class ClassQueue:
     def aged_class(self, request: Request) -> int:
         """The class of a request after the time that has passed since its arrival."""
         lifts = max(0.0, (self.clock() - request.arrival) / self.ageing)
-        return request.priority - int(min(lifts, request.priority))  # it may be infinity
+        priority = request.service.priority
+        return priority - int(min(lifts, priority))  # `lifts` may be infinity
 
     def append(self, request: Request) -> None:
         """Let a request join its class."""
@@ -105,7 +108,7 @@ class ClassQueue:
     def _join(self, request: Request, request_class: int, deadline: float) -> None:
         lift_time = math.inf
         if request_class > 0:
-            lifts = request.priority - request_class + 1
+            lifts = request.service.priority - request_class + 1
             lift_time = request.arrival + self.ageing * lifts
         place = Place(request_class, deadline, request.arrival, request.id, request)
         lift = Lift(lift_time, request.id, request)
@@ -154,7 +157,7 @@ class Priority(Dynamic):
     def deadline(self, request: Request) -> float:
         """When its first token is due."""
         whole_prefill = BatchShape().with_chunk(0, len(request.tokens))  # even if it has begun
-        target = request.ttft_slo or self.ttft_slo
+        target = request.service.ttft_slo or self.ttft_slo
         return request.arrival + target + self.iteration_time.predict(whole_prefill)
 
     def urgency(self, request: Request) -> tuple[float, ...]:
@@ -164,7 +167,7 @@ class Priority(Dynamic):
     def tbt_slo_of(self, decodes: list[Request]) -> float | None:
         if not decodes:
             return None
-        targets = [request.tbt_slo for request in decodes if request.tbt_slo]
+        targets = [request.service.tbt_slo for request in decodes if request.service.tbt_slo]
         if self.tbt_slo:
             targets.append(self.tbt_slo)
         return min(targets, default=None)
@@ -182,9 +185,9 @@ class Priority(Dynamic):
             return cached_tokens
         return start
 
-    def decoding(self) -> list[Request]:
+    def grow_decodes(self) -> list[Request]:
         """As in Scheduler, after the preemption of lower classes for requests at risk."""
-        decodes = super().decoding()
+        decodes = super().grow_decodes()
         while lower := self.in_the_way(decodes):
             self.preempt(max(lower, key=self.rank))
             decodes = [request for request in decodes if request.pages]
@@ -197,7 +200,7 @@ class Priority(Dynamic):
         its TTFT target has gone, and there is no room for it, or no budget beside the decodes."""
         prefills = self.prefilling()
         head = self.waiting[0] if self.waiting else None
-        urgent = [r for r in (head, *prefills) if r and r.priority <= HIGH]
+        urgent = [r for r in (head, *prefills) if r and r.service.priority <= HIGH]
         late = [request for request in urgent if self.is_late(request)]
         no_budget = late and self.token_budget(decodes, prefills) <= len(decodes)
         lower: list[Request] = []
@@ -209,11 +212,12 @@ class Priority(Dynamic):
 
     def is_late(self, request: Request) -> bool:
         """Whether half its TTFT target has gone."""
-        return self.clock() - request.arrival >= (request.ttft_slo or self.ttft_slo) / 2
+        return self.clock() - request.arrival >= (request.service.ttft_slo or self.ttft_slo) / 2
 
     def too_slow(self, decodes: list[Request]) -> bool:
         """Whether these miss the TBT target of a realtime or high one even without any prefill."""
-        targets = [r.tbt_slo for r in decodes if r.tbt_slo and r.priority <= HIGH]
+        services = [r.service for r in decodes]
+        targets = [s.tbt_slo for s in services if s.tbt_slo and s.priority <= HIGH]
         if not targets:
             return False
         return self.iteration_time.predict(BatchShape.of_decodes(decodes)) > min(targets)
@@ -231,7 +235,7 @@ class Priority(Dynamic):
         return super().admit()
 
     def schedule(self) -> Batch:
-        decodes = self.decoding()
+        decodes = self.grow_decodes()
         prefills = self.prefilling()
         batch = Batch(self.token_budget(decodes, prefills))
         batch.add_decodes(decodes)

@@ -7,12 +7,13 @@ loads under a referee, and exercises/, which does without a simulator.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from policies.custom import CALL_LIMIT_S, PolicyError, check_batch, guarded
-from scheduler import Batch, Request, Scheduler
+from policies.custom import PolicyError
+from policies.pages import CachedPages
+from request import Batch, Request
+from scheduler import Observer, Scheduler
 
 RULES = (
     "nothing lost",
@@ -120,7 +121,8 @@ def chunks_come_next(scheduler: Scheduler, batch: Batch) -> Iterator[Breach]:
                 observation += ", and it has another"
             yield Breach(request.id, observation)
         for page in request.pages[start // pages.page_size : pages.needed(end)]:
-            if block_tables[page] != 1 or pages.is_cached(page):
+            is_cached = isinstance(pages, CachedPages) and pages.is_cached(page)
+            if block_tables[page] != 1 or is_cached:
                 yield Breach(request.id, f"page {page} is written, and others read it")
         has_chunk.add(request)
 
@@ -150,7 +152,7 @@ def everybody_ends(
         yield Breach(ids, f"{tokens_in_vain} tokens were computed since the last new one")
 
 
-class Referee:
+class Referee(Observer):
     """Watches a scheduler. Raises BrokenRuleError, a ValueError, at the first violation."""
 
     def __init__(self, scheduler: Scheduler, policy: str) -> None:
@@ -162,47 +164,37 @@ class Referee:
         self.max_batch = scheduler.max_batch  # before the policy can change it
         self.running: set[int] = set()  # the ids of those that ran before
         self.wasteful = ""  # the first time that a request was admitted for nothing, in words
-        self._next_batch = scheduler.next_batch
-        self._advance = scheduler.advance
-        scheduler.next_batch = self.next_batch
-        scheduler.advance = self.advance
+        self.has_batch = False  # which was decided, and not advanced
+        scheduler.observers.append(self)
 
-    def next_batch(self) -> Batch:
-        """The scheduler's next batch, if it breaks no rule and is made within CALL_LIMIT_S."""
+    def added(self, scheduler: Scheduler, request: Request) -> None:
+        """Remember a request, whatever becomes of it."""
+        self.requests[request] = None
+
+    def decided(self, scheduler: Scheduler, batch: Batch) -> None:
+        """Apply all rules to the next batch."""
         self.iterations += 1
-        with self._naming_the_iteration():
-            self.requests.update(dict.fromkeys(self.scheduler.requests.values()))
-            batch = self._next_batch()
-            check_batch(batch)
-            self._check_requests()
-            self._check_batch(batch)
-        return batch
+        self.has_batch = True
+        self._check_requests()
+        self._check_batch(batch)
 
-    def advance(
-        self, batch: Batch, tokens: Sequence[int | None], now: float
-    ) -> list[tuple[Request, int]]:
-        """What the scheduler's `advance` returns; requests that end give their pages back."""
-        with self._naming_the_iteration():
-            moved = self._advance(batch, tokens, now)
-            self._check_requests()
-        return moved
+    def advanced(self, scheduler: Scheduler, batch: Batch) -> None:
+        """Apply the rules that hold at any time: requests that end give their pages back."""
+        self.has_batch = False
+        self._check_requests()
 
-    @contextmanager
-    def _naming_the_iteration(self) -> Iterator[None]:
-        """Turn what a policy raises into the violation of a rule, and say in which iteration."""
-        try:
-            with guarded(CALL_LIMIT_S):
-                yield
-        except BrokenRuleError:
-            raise
-        except PolicyError as error:
-            cause = error.__cause__
-            first_request = next((request.id for request in self.requests), None)
-            if cause is None:  # of check_batch
-                raise self._broken("chunks", Breach(first_request, str(error), error)) from error
-            raised = f"{type(cause).__name__}: {cause}, in {error.place or 'schedule()'}"
-            breach = Breach(first_request, raised, cause)
-            raise self._broken("everybody ends", breach) from error
+    def violation_of(self, error: PolicyError) -> Violation:
+        """What ended a run, as the violation of a rule in an iteration."""
+        if isinstance(error, BrokenRuleError):
+            return error.violation
+        if not self.has_batch:
+            self.iterations += 1  # it was to make one
+        cause = error.__cause__
+        first_request = next((request.id for request in self.requests), None)
+        if cause is None:  # of check_batch
+            return self._broken("chunks", Breach(first_request, str(error), error)).violation
+        raised = f"{type(cause).__name__}: {cause}, in {error.place or 'schedule()'}"
+        return self._broken("everybody ends", Breach(first_request, raised, cause)).violation
 
     def _broken(self, rule: str, breach: Breach) -> BrokenRuleError:
         """The error for a rule that is broken in this iteration."""

@@ -10,6 +10,7 @@ from itertools import accumulate, islice
 from typing import Any
 
 from errors import check_whole
+from policies.pages import CachedPages
 from policies.today import VLLMV1
 from scheduler import Admission, Batch, Request, SarathiServe
 
@@ -36,7 +37,7 @@ class ThresholdUnderContention(SarathiServe):
 
     def schedule(self) -> Batch:
         batch = Batch(self.chunk)
-        batch.add_decodes(self.decoding())
+        batch.add_decodes(self.grow_decodes())
         prefills = self.prefilling()
         contended = len(prefills) + len(self.waiting) >= 2
         limit = self.threshold if contended else sys.maxsize
@@ -86,7 +87,7 @@ class EqualProgress(SarathiServe):
 
     def schedule(self) -> Batch:
         batch = Batch(self.chunk)
-        batch.add_decodes(self.decoding())
+        batch.add_decodes(self.grow_decodes())
         prefills = self.prefilling()
         while len(prefills) < min(self.max_prefills, batch.left):
             request = self.admit()
@@ -115,7 +116,7 @@ class ShortestUncached(SarathiServe):
 
     def schedule(self) -> Batch:
         batch = Batch(self.chunk)
-        batch.add_decodes(self.decoding())
+        batch.add_decodes(self.grow_decodes())
         waiting = self.by_uncached() if len(self.running) < self.max_batch else []
         for request in sorted(self.prefilling(), key=uncomputed):
             shorter = [tokens for tokens, _, _ in waiting if tokens < uncomputed(request)]
@@ -184,24 +185,27 @@ class WaitForPrefix(SarathiServe):
     `beneficialToSkip`; SGLang's in-batch prefix caching is alike."""
 
     def admit(self) -> Request | None:
-        computing = self.hashes_being_computed() if self.waiting else set()
+        pages = self.pages
+        if not isinstance(pages, CachedPages) or not self.waiting:
+            return super().admit()
+        computing = self.hashes_being_computed(pages)
         if not computing:
             return super().admit()
         for request in islice(self.waiting, WINDOW):
-            usable_pages = (len(request.tokens) - 1) // self.pages.page_size
-            if computing.isdisjoint(request.page_hashes[:usable_pages]):
+            usable_pages = (len(request.tokens) - 1) // pages.page_size
+            if computing.isdisjoint(pages.hashes(request)[:usable_pages]):
                 self.waiting.remove(request)
                 self.waiting.appendleft(request)
                 return super().admit()
         return None
 
-    def hashes_being_computed(self) -> set[bytes]:
+    def hashes_being_computed(self, pages: CachedPages) -> set[bytes]:
         """Of the pages that prefills which have begun will fill."""
         hashes: set[bytes] = set()
-        if self.pages.prefix_caching and len(self.running) < self.max_batch:
+        if len(self.running) < self.max_batch:
             for request in self.prefilling():
-                computed_pages = request.num_computed // self.pages.page_size
-                hashes.update(request.page_hashes[computed_pages:])
+                computed_pages = request.num_computed // pages.page_size
+                hashes.update(pages.hashes(request)[computed_pages:])
         return hashes
 
 
@@ -223,10 +227,10 @@ class VTC(SarathiServe):
         self.served: defaultdict[str, float] = defaultdict(float)  # the counter of each user
 
     def add(self, request: Request) -> None:
-        others = {waiting.user for waiting in self.waiting}
-        if others and request.user not in others:
+        others = {waiting.service.user for waiting in self.waiting}
+        if others and request.service.user not in others:
             least = min([self.served[user] for user in others])
-            self.served[request.user] = max(self.served[request.user], least)
+            self.served[request.service.user] = max(self.served[request.service.user], least)
         super().add(request)
 
     def admit(self) -> Request | None:
@@ -236,17 +240,17 @@ class VTC(SarathiServe):
             self.waiting.appendleft(first)
         request = super().admit()
         if request and not request.preemptions:
-            self.served[request.user] += self.PROMPT_PRICE * request.prompt_len
+            self.served[request.service.user] += self.PROMPT_PRICE * request.prompt_len
         return request
 
     def tokens_served(self, request: Request) -> float:
         """The counter of its user."""
-        return self.served[request.user]
+        return self.served[request.service.user]
 
     def advance(
         self, batch: Batch, tokens: Sequence[int | None], now: float
     ) -> list[tuple[Request, int]]:
         moved = super().advance(batch, tokens, now)
         for request, _ in moved:
-            self.served[request.user] += self.OUTPUT_PRICE
+            self.served[request.service.user] += self.OUTPUT_PRICE
         return moved

@@ -92,7 +92,7 @@ class Interval(SarathiServe):
     def schedule(self) -> Batch:
         batch = Batch(self.chunk)
         if self.decode_batches < self.every:
-            batch.add_decodes(self.decoding())
+            batch.add_decodes(self.grow_decodes())
         if not batch:
             for request in self.prefilling():
                 batch.add(request)
@@ -100,7 +100,7 @@ class Interval(SarathiServe):
                 batch.add(request)
             self.decode_batches = -1 if batch else self.decode_batches
         if not batch:
-            batch.add_decodes(self.decoding())
+            batch.add_decodes(self.grow_decodes())
         self.decode_batches += 1
         return batch
 
@@ -145,10 +145,10 @@ class SGLang(Interval):
         free_tokens = (self.pages.num_free - taken_pages) * self.pages.page_size
         return admission if expected <= free_tokens else None
 
-    def decoding(self) -> list[Request]:
+    def grow_decodes(self) -> list[Request]:
         """As in Scheduler, and adapts the ratio."""
         preempted_before = len(self.preempted)
-        decodes = super().decoding()
+        decodes = super().grow_decodes()
         if len(self.preempted) == preempted_before:
             decay = (self.INIT_RATIO - self.MIN_RATIO) / self.DECAY_STEPS
             self.ratio = max(self.MIN_RATIO, self.ratio - decay)
@@ -201,7 +201,7 @@ class FastGen(SarathiServe):
     drops_decodes = True
     watermark_percent = 0
 
-    def decoding(self) -> list[Request]:
+    def grow_decodes(self) -> list[Request]:
         decodes: list[Request] = []
         for request in self.running:
             if not request.is_decoding:
@@ -307,5 +307,5 @@ class NanoVLLM(VLLM):
                 break
             batch.add(request)
         if not batch:
-            batch.add_decodes(self.decoding())
+            batch.add_decodes(self.grow_decodes())
         return batch

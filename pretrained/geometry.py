@@ -92,6 +92,12 @@ class GPTConfig:
         check_one_of("preset", name, PRESETS)
         return replace(cls(**PRESETS[name]), **changes)
 
+    @property
+    def sizes(self) -> str:
+        """All sizes with their names, as one text."""
+        names = (*GIVEN_SIZES, *DERIVED_SIZES)
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
+
     def _check_others(self) -> None:
         """Check the fields that are no sizes."""
         check_one_of("family", self.family, ("gpt2", "llama"))

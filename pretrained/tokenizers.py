@@ -10,7 +10,7 @@ import base64
 import codecs
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -38,6 +38,7 @@ from pretrained.checkpoints import (
     TOKENIZER_FILES,
     Schema,
 )
+from request import Completion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast  # a model with random weights needs none
@@ -111,6 +112,46 @@ def decode_output(tokenizer: Tokenizer, tokens: Sequence[int], prompt_len: int) 
     """The text of tokens[prompt_len:], as a TextStream writes it."""
     stream = TextStream(tokenizer, tokens[:prompt_len])
     return "".join([stream.push(token) for token in tokens[prompt_len:]]) + stream.flush()
+
+
+def write_text(
+    completion: Completion,
+    tokenizer: Tokenizer,
+    stop_token_ids: Collection[int],
+    stops: Sequence[str],
+) -> None:
+    """Set the text of a completion: its output, without a stop token, up to the first stop string.
+
+    If the tokenizer fails, it ends this completion with an error, and no others."""
+    output = completion.tokens
+    if completion.finish_reason == "stop" and output[-1] in stop_token_ids:
+        output = output[:-1]
+    prompt = list(completion.prompt)
+    try:
+        with refusing("the tokenizer failed"):
+            text = decode_output(tokenizer, [*prompt, *output], len(prompt))
+    except ValueError as error:
+        completion.finish_reason = "error"
+        completion.error = str(error)
+        return
+    completion.text = text[: min([text.find(stop) for stop in stops if stop in text], default=None)]
+
+
+def has_stop(tokenizer: Tokenizer, output: Sequence[int], stops: Sequence[str]) -> bool:
+    """Whether a stop string is in the text of the last tokens, as many as may hold one.
+
+    True if the tokenizer fails: then `write_text` says why."""
+    longest = max(len(stop) for stop in stops)
+    first = len(output)
+    text = ""
+    try:
+        with refusing("the tokenizer failed"):
+            while first > 0 and len(text) <= longest:
+                first = max(0, first - longest - 1)  # some tokens may have no text
+                text = tokenizer.decode(output[first:])
+    except ValueError:
+        return True
+    return any(stop in text for stop in stops)
 
 
 class TextStream:

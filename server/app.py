@@ -27,9 +27,9 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from errors import QueueFull, one_line, refusing, shorten
-from outputs import Event
 from pretrained.chat import Chat
 from pretrained.tokenizers import TextStream, Tokenizer, Writer
+from request import Event
 from sampling import SamplingParams
 from scheduler import Request
 from server.checks import check_host, check_key, read_body

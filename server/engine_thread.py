@@ -14,7 +14,7 @@ from statistics import median
 from typing import NamedTuple, ParamSpec, TypedDict, TypeVar
 
 from engine import Engine
-from outputs import Completion, Event
+from request import Completion, Event
 from sampling import SamplingParams
 from scheduler import Request
 from views.records import Record, Recorder
@@ -111,7 +111,7 @@ class EngineThread:
             self.on_completion(self.engine.abort(request_id))
         except Exception:  # of a custom policy
             log.exception("a request could not be ended")
-            self.engine.start_over(dropped=[request])
+            self.engine.drop([request])
 
     def step(self) -> None:
         """Compute a batch, and have this called again if there is more work."""
@@ -141,7 +141,7 @@ class EngineThread:
         with suppress(Exception):  # a custom policy may have put anything into the batch
             failed = [chunk.request for chunk in scheduler.batch]
         failed = failed or list(scheduler.requests.values())  # or they might fail for ever
-        self.engine.start_over(dropped=failed)
+        self.engine.drop(failed)
         return failed
 
     def _forget_old_records(self) -> None:
@@ -175,7 +175,7 @@ def idle_decode_seconds(engine: Engine) -> float | None:
     A single slow one does not move it. None if a request has no room for two output tokens."""
     num_tokens = min(IDLE_DECODES + 1, engine.scheduler.max_len - 1)
     (completion,) = engine.generate([[0]], SamplingParams(num_tokens), progress=False)
-    engine.start_over()  # nothing of it is found in the cache later
+    engine.drop([])  # nothing of it is found in the cache later
     return median(completion.tbt) if completion.tbt else None
 
 

@@ -16,7 +16,7 @@ Sizes are padded (attention/decode_sizes.py). The rows that are added hold any t
 They write their keys and values to the cache's scratch slot, attend to one key, and nobody reads
 them.
 
-Read first: model.py. Read next: engine.py."""
+Read first: model.py, runner.py."""
 
 import sys
 import warnings
@@ -31,8 +31,9 @@ from attention.decode_sizes import padded_size, padded_sizes
 from attention.flash import Flash, FlashPlan
 from attention.plan import AttentionBackend
 from attention.xformers import XFormers
-from kv_cache import KVCache, Span
+from kv_cache import KVCache
 from model import GPT, FlatBatch
+from request import Chunk
 
 
 class Recording(NamedTuple):
@@ -108,7 +109,7 @@ class DecodeGraphs:
 
     def record_size(self, size: int) -> DecodeGraph:
         """Record a batch of that many decodes, all of which are padding."""
-        batch = FlatBatch.build(size * [Span([0], 0, [0])], self.attention)
+        batch = FlatBatch.build(size * [Chunk.alone([0], 0, [0])], self.attention)
         batch.slot_mapping.fill_(self.cache.scratch_slot)
         if self.pool is None and self.cache.data.is_cuda:
             self.pool = torch.cuda.graph_pool_handle()
@@ -139,12 +140,12 @@ class DecodeGraphs:
 
 
 class DecodeRunner(Protocol):
-    """What can compute spans, such as an engine.Runner."""
+    """What can compute chunks, such as an runner.Runner."""
 
     cache: KVCache
     attention: AttentionBackend
 
-    def greedy(self, spans: Sequence[Span]) -> list[int]: ...
+    def greedy(self, chunks: Sequence[Chunk]) -> list[int]: ...
 
 
 def compile_decodes(runner: DecodeRunner, max_batch: int) -> None:
@@ -160,4 +161,4 @@ def compile_decodes(runner: DecodeRunner, max_batch: int) -> None:
         for size in bar:
             bar.set_postfix_str(f"batch of {size}")
             decodes = min(size, max_batch)
-            runner.greedy([Span([i % runner.cache.pages], 0, [0]) for i in range(decodes)])
+            runner.greedy([Chunk.alone([i % runner.cache.pages], 0, [0]) for i in range(decodes)])

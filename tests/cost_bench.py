@@ -26,12 +26,12 @@ from lab.measure.capacity import Bounded, slo_seconds
 from lab.measure.decode_maximal import DecodeMaximal, compare_decodes, table_2_batches
 from lab.measure.offline_load import OfflineLoad, PolicyRun, summarize_policy, with_gains
 from lab.measure.run_plan import run_plan
+from lab.measure.token_budget import Case, Profiled, choose_budget
 from lab.papers.bench import NO_PREFIX, Bench, Capacities, Served, ServingLimits, Size, TokenBudgets
 from lab.simulator.cost_model import Chunks, CostModel, LayerSeconds, product_seconds
 from lab.simulator.machine import CountingMachine, base_of
 from lab.simulator.simulation import simulate
 from model import Block
-from policies.token_budget import Case, Profiled, choose_budget
 from scheduler import VLLM, Request, RequestLevel, SarathiServe
 from scheduler import Batch as ScheduledBatch
 from tests.helpers import machine_info

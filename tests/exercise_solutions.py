@@ -40,7 +40,7 @@ class PromptsFirst(Scheduler):
                 break
             batch.add(request)
         if not batch:
-            batch.add_decodes(self.decoding())
+            batch.add_decodes(self.grow_decodes())
         return batch
 """,
     4: """
@@ -63,7 +63,7 @@ class DecodeMaximal(Scheduler):
 
     def schedule(self):
         batch = Batch(self.chunk)
-        batch.add_decodes(self.decoding())
+        batch.add_decodes(self.grow_decodes())
         if batch.left > 0:
             prefills = self.prefilling()
             request = prefills[0] if prefills else self.admit()
@@ -78,7 +78,7 @@ class StallFree(Scheduler):
         return len(request.tokens)
 
     def schedule(self):
-        decodes = self.decoding()
+        decodes = self.grow_decodes()
         prefills = self.prefilling()
         batch = Batch(self.chunk)
         batch.add_decodes(decodes)
@@ -93,7 +93,7 @@ class StallFree(Scheduler):
 """,
     7: """
 class OutOfMemory(SarathiServe):
-    def decoding(self):
+    def grow_decodes(self):
         decodes = [request for request in self.running if request.is_decoding]
         for request in decodes:
             if request.num_computed == len(request.pages) * self.pages.page_size:
@@ -110,7 +110,7 @@ class SharedPages(SarathiServe):
     def plan_admission(self, request):
         left = 2 if len(request.tokens) > request.prompt_len else 1
         most = (len(request.tokens) - left) // self.pages.page_size
-        cached = self.pages.match_prefix(request.page_hashes[:most])
+        cached = self.pages.match_prefix(self.pages.hashes(request)[:most])
         return Admission(cached, self.pages.needed(len(request.tokens)) - len(cached))
 """,
     9: """
@@ -129,7 +129,7 @@ class BudgetForSLO(Predicts):
 class OneLongPrompt(SarathiServe):
     def schedule(self):
         batch = Batch(self.chunk)
-        batch.add_decodes(self.decoding())
+        batch.add_decodes(self.grow_decodes())
         while self.admit():
             pass
         shortest_first = sorted(self.prefilling(), key=lambda r: len(r.tokens) - r.num_computed)
@@ -203,7 +203,7 @@ WRONG = [  # (exercise, part of the solution, what takes its place, the message)
     (
         3,
         "while self.waiting",
-        "while not self.decoding() and self.waiting",
+        "while not self.grow_decodes() and self.waiting",
         "Prompts come first: request 1 can be admitted, and your batch decodes",
     ),
     (
@@ -226,8 +226,8 @@ WRONG = [  # (exercise, part of the solution, what takes its place, the message)
     ),
     (
         3,
-        "self.decoding()",
-        "self.decoding()[:1]",
+        "self.grow_decodes()",
+        "self.grow_decodes()[:1]",
         "A running decode never waits",
     ),
     (
@@ -280,8 +280,8 @@ WRONG = [  # (exercise, part of the solution, what takes its place, the message)
     ),
     (
         5,
-        "batch.add_decodes(self.decoding())",
-        "batch.add_decodes(self.decoding()); batch.left = self.chunk",
+        "batch.add_decodes(self.grow_decodes())",
+        "batch.add_decodes(self.grow_decodes()); batch.left = self.chunk",
         "The load: C = .*, at most(.|\n)*"
         "The budget is spent twice: the decodes have to be taken off",
     ),
@@ -313,8 +313,8 @@ WRONG = [  # (exercise, part of the solution, what takes its place, the message)
     ),
     (
         5,
-        "self.decoding()",
-        "self.decoding()[: self.chunk - 1]",
+        "self.grow_decodes()",
+        "self.grow_decodes()[: self.chunk - 1]",
         "A running decode never waits",
     ),
     (
@@ -376,15 +376,15 @@ WRONG = [  # (exercise, part of the solution, what takes its place, the message)
     ),
     (
         3,
-        "self.decoding()",
+        "self.grow_decodes()",
         "self.running",
-        "is in the batch. Take the decodes from self.decoding.., which finds the pages.",
+        "is in the batch. Take the decodes from self.grow_decodes.., which finds the pages.",
     ),
     (
         3,
         "        batch = Batch(self.max_len)",
-        "        decodes = self.decoding()\n        batch = Batch(self.max_len)",
-        "self.decoding.. takes pages: call it only if the batch decodes.",
+        "        decodes = self.grow_decodes()\n        batch = Batch(self.max_len)",
+        "self.grow_decodes.. takes pages: call it only if the batch decodes.",
     ),
     (
         3,
@@ -420,9 +420,9 @@ WRONG = [  # (exercise, part of the solution, what takes its place, the message)
     ),
     (
         6,
-        "        decodes = self.decoding()\n        prefills = self.prefilling()\n",
-        "        prefills = self.prefilling()\n        decodes = self.decoding()\n",
-        "prefills still has it: call self.decoding.. before self.prefilling..",
+        "        decodes = self.grow_decodes()\n        prefills = self.prefilling()\n",
+        "        prefills = self.prefilling()\n        decodes = self.grow_decodes()\n",
+        "prefills still has it: call self.grow_decodes.. before that.",
     ),
     (
         6,
@@ -441,7 +441,7 @@ WRONG = [  # (exercise, part of the solution, what takes its place, the message)
         7,
         "return [request for request in decodes if request.pages]",
         "pass",
-        r"line 6: decoding.. returned None: did you forget return\?",
+        r"line 6: grow_decodes.. returned None: did you forget return\?",
     ),
     (
         7,
@@ -547,7 +547,7 @@ WRONG = [  # (exercise, part of the solution, what takes its place, the message)
     ),
     (
         8,
-        "request.page_hashes[:most]",
+        "self.pages.hashes(request)[:most]",
         "[]",
         "All pages that can be reused are reused",
     ),
@@ -619,8 +619,8 @@ WRONG = [  # (exercise, part of the solution, what takes its place, the message)
     ),
     (
         10,
-        "batch.add_decodes(self.decoding())",
-        "batch.add_decodes(self.decoding()[:1])",
+        "batch.add_decodes(self.grow_decodes())",
+        "batch.add_decodes(self.grow_decodes()[:1])",
         "rule that a batch has all decodes or none is broken",
     ),
 ]
@@ -629,7 +629,7 @@ WRONG = [  # (exercise, part of the solution, what takes its place, the message)
 OTHERS = {  # other solutions that are right, too
     7: """
 class OutOfMemory(SarathiServe):
-    def decoding(self):
+    def grow_decodes(self):
         size = self.pages.page_size
         for request in reversed([r for r in self.running if r.is_decoding]):  # the newest first
             while request in self.running and request.num_computed == len(request.pages) * size:

@@ -9,17 +9,19 @@ import pytest
 import torch
 
 from attention import make_attention
-from kv_cache import KVCache, Pages, Span, slot_mapping
+from kv_cache import KVCache, slot_mapping
 from lab.measure.machine_info import RealMachineInfo
 from model import GPT, FlatBatch, GPTConfig
 from policies import POLICIES, make_scheduler
 from policies.iteration_time import BatchShape
+from policies.pages import make_pages
+from request import Chunk
 from sampling import SamplingParams, sample
 from scheduler import Scheduler
 
 # first come, first served, and the newest is preempted: what decides on that is scheduler.py's, or
 # dynamic.py's, which at most lets the head of the line wait
-DECIDE = ("admit", "rank", "decoding", "schedule")
+DECIDE = ("admit", "rank", "grow_decodes", "schedule")
 HOMES = {p: {getattr(cls, part).__module__ for part in DECIDE} for p, cls in POLICIES.items()}
 FIRST_COME = {"scheduler", "policies.ablations", "policies.dynamic"}
 IN_ORDER = [policy for policy, homes in HOMES.items() if homes <= FIRST_COME]
@@ -87,6 +89,8 @@ def poison(engine):
 
 def named(pages):
     """The pages that can be found, a set."""
+    if not pages.prefix_caching:
+        return set()
     return {page for page in range(pages.total) if pages.is_cached(page)}
 
 
@@ -104,7 +108,7 @@ def guard(engine):
     def guarded(layer, kv, slots):
         readers = Counter(page for r in engine.scheduler.running for page in r.pages)
         for page in {slot // cache.page_size for slot in slots.tolist()}:
-            if readers[page] != 1 or engine.scheduler.pages.is_cached(page):
+            if readers[page] != 1 or page in named(engine.scheduler.pages):
                 raise RuntimeError(f"page {page} is written, in {readers[page]} block tables")
         write(layer, kv, slots)
 
@@ -140,7 +144,7 @@ def alone(model, prompt, params=GREEDY, stop=()):
     """What a request must yield: no engine, no chunks, all computed again for each token."""
     tokens = list(prompt)
     for n in range(params.max_new_tokens):
-        logits = run(model, poisoned_cache(model, 1, len(tokens)), [Span([0], 0, tokens)])
+        logits = run(model, poisoned_cache(model, 1, len(tokens)), [Chunk.alone([0], 0, tokens)])
         tokens.append(int(sample(logits, [params], [n])[0]))
         if tokens[-1] in {*params.stop_token_ids, *stop}:
             break
@@ -163,7 +167,7 @@ class VirtualRun:
         self.noise = noise
         self.random = random.Random(seed)
         options = dict(chunk=256, max_batch=16, max_len=2048, clock=lambda: self.now) | options
-        self.scheduler = make_scheduler(policy, Pages(pages, page_size, shares), **options)
+        self.scheduler = make_scheduler(policy, make_pages(pages, page_size, shares), **options)
         self.token_times = {}
         self.scheduled = defaultdict(list)
         self.log = []
@@ -238,9 +242,10 @@ def check_integrity(pages, tables=None):
     if not pages.prefix_caching and len(set(read)) != len(read):
         raise RuntimeError(f"pages are shared: {read}")
     cached = named(pages)
-    occupied = {page for page in range(pages.total) if pages._occupied[page]}
-    if cached.difference(read) != set(pages._evictable) or cached.union(read) != occupied:
-        summary = f"{pages._evictable.keys()} can be given away, {occupied} are not blank"
+    evictable = set(pages._evictable) if pages.prefix_caching else set()
+    occupied = {page for page in range(pages.total) if pages._taken[page]}
+    if cached.difference(read) != evictable or cached.union(read) != occupied:
+        summary = f"{evictable} can be given away, {occupied} are not blank"
         raise RuntimeError(f"pages {cached} can be found, {read} are owned, {summary}")
 
 

@@ -36,14 +36,15 @@ import parallel.stages
 import parallel.transfer
 import policies.pools
 from cli import console
-from engine import StepInputs
-from kv_cache import Span
 from lab.measure import timing
 from lab.measure.link import measure_link
+from lab.measure.token_budget import auto_budget
 from parallel import engine_for, runner_for
 from parallel.instances import ChunkedPoolsEngine, PoolsEngine, ReplicasEngine
 from parallel.ranks import STARTED, Ranks
+from parallel.stages import SentChunk
 from parallel.transfer import Link
+from request import Chunk
 from sampling import SamplingParams
 from tests.helpers import check_integrity, tiny_model
 from tests.rank_stages import LIMIT_S, Faulty, FaultyStage, SpoiltStage, model_of, size
@@ -77,7 +78,11 @@ def engine_of(model, job, settings):
     """An engine of these settings, of which `pages` is of each micro-batch."""
     pages = settings["pages"] * job["pp"]
     engine = KINDS[job["kind"]] if job.get("copies", 1) > 1 else engine_for(model)
-    return engine(model, **settings | dict(pages=pages))
+    settings = settings | dict(pages=pages)
+    if settings.get("chunk") != "auto":
+        return engine(model, **settings)
+    del settings["chunk"]
+    return engine(model, auto_budget(engine(model, **settings)))
 
 
 def serve_all(engine, job):
@@ -443,8 +448,8 @@ def waits(job):
     runner = runner_for(model)(model, pages=1, page_size=16, max_len=16)
     waited = []
     for start in (0, 3):
-        span = Span(pages=[0], start=start, tokens=[1, 2, 3])
-        command = runner.send(StepInputs([span], [SamplingParams()], [0]))
+        span = Chunk.alone(pages=[0], start=start, tokens=[1, 2, 3])
+        command = runner.send([SentChunk.of(span)])
         waited.append([result.waited for result in runner.collect(command)])
         runner.forget(command)
     return waited

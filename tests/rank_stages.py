@@ -54,14 +54,14 @@ class Faulty(Spoilt):
         if fault and fault["when"] == "load" and fault["rank"] == model.ranks.rank:
             suffer(fault)
 
-    def run(self, key, spans, params, positions):
-        kind = "prefill" if any(span.length > 1 for span in spans) else "decode"
+    def run(self, key, sent):
+        kind = "prefill" if any(len(chunk.tokens) > 1 for chunk in sent) else "decode"
         rank = self.model.ranks.rank
         if self.fault and self.fault["rank"] == rank and self.fault["when"] == kind:
             block = self.model.blocks[-1]
             self.fault["project"] = block.project
             block.project = self.strike
-        return super().run(key, spans, params, positions)
+        return super().run(key, sent)
 
     def strike(self, *rows):
         """Suffer the fault, once."""

@@ -112,7 +112,7 @@ def generate(served, prompt, params=GREEDY):
     """What the engine itself makes of a prompt."""
     model = served.engine.runner.model
     config = served.engine.config
-    engine = Engine.from_config(model, config, tokenizer=served.api.tokenizer)
+    engine = Engine(model, config, tokenizer=served.api.tokenizer)
     return engine.generate([prompt], params)[0]
 
 

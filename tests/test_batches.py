@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import bench
-from engine import Runner
 from lab.commands import batches as command
 from lab.commands.batches import named_sequence
 from lab.measure import batch_times, timing
@@ -26,6 +25,7 @@ from lab.measure.batch_times import (
     time_sequences,
 )
 from model import GPT, GPTConfig
+from speedups.runner import Runner
 from tests.helpers import machine_info, tiny_model
 
 MACHINE = machine_info(flops_per_s=1e9, bytes_per_s=1e6)
@@ -84,7 +84,7 @@ def test_spans_are_of_requests_with_a_page_each():
     chunk, decode = spans_of(batch_of((4, 10), (1, 7)))
     assert (chunk.start, chunk.length, chunk.end, chunk.pages) == (6, 4, 10, [0])
     assert (decode.start, decode.length, decode.end, decode.pages) == (6, 1, 7, [1])
-    assert not chunk.wants_logits and spans_of(batch_of((1, 7)), True)[0].wants_logits
+    assert not chunk.yields_token and spans_of(batch_of((1, 7)), True)[0].yields_token
 
 
 def times_of(monkeypatch, batches, ms_of, head=False, spread=0.1):

@@ -6,8 +6,7 @@ import pytest
 
 import bench
 from lab.commands import budget
-from lab.measure import timing
-from policies import token_budget
+from lab.measure import timing, token_budget
 from tests.helpers import machine_info
 
 MACHINE = machine_info()

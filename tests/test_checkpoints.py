@@ -17,11 +17,13 @@ from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine import Engine
-from kv_cache import KVCache, Span
-from model import GPT, rope_table
+from kv_cache import KVCache
+from model import GPT
 from pretrained import checkpoints
 from pretrained.geometry import GPTConfig, RopeScaling
 from pretrained.presets import PRESETS
+from pretrained.rope import rope_table
+from request import Chunk
 from sampling import SamplingParams
 from tests.helpers import run
 
@@ -128,7 +130,7 @@ def all_logits(model, tokens, chunk=64):
     """Logits after every token, (len(tokens), vocab_size), computed in chunks of so many tokens."""
     cache = KVCache(model.config, 1, len(tokens), dtype=model.dtype)
     starts = range(0, len(tokens), chunk)
-    spans = [Span([0], start, tokens[start : start + chunk]) for start in starts]
+    spans = [Chunk.alone([0], start, tokens[start : start + chunk]) for start in starts]
     return torch.cat([run(model, cache, [span], all_rows=True) for span in spans])
 
 

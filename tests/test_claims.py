@@ -14,6 +14,7 @@ from lab.measure.capacity import Bounded, JudgedRun, SearchResult
 from lab.measure.decode_maximal import DecodeMaximal, HybridTime
 from lab.measure.metrics import summarize_run
 from lab.measure.offline_load import PolicyRun
+from lab.measure.token_budget import Profiled
 from lab.papers import bench as bench_module
 from lab.papers import checks, measured_serving
 from lab.papers.bench import Bench, Capacities, Served, TokenBudgets
@@ -21,7 +22,6 @@ from lab.papers.checks import Condition
 from lab.papers.finding import Finding, Published
 from lab.papers.measured import CLAIMS
 from lab.papers.plot import Plot, over
-from policies.token_budget import Profiled
 from tests.helpers import machine_info, tiny_model, with_slow
 
 SIZES = ["gpu", "cpu", "quick"]

@@ -63,7 +63,7 @@ def admits_while_some_run(self):
 def cuts_nothing(self):
     """A schedule of decodes and whole prompts."""
     batch = Batch()
-    batch.add_decodes(self.decoding())
+    batch.add_decodes(self.grow_decodes())
     prefills = self.prefilling()
     request = prefills[0] if prefills else self.admit()
     if request:
@@ -79,7 +79,7 @@ def keeps_decodes_apart(self):
     if request:
         batch.add(request)
     else:
-        batch.add_decodes(self.decoding())
+        batch.add_decodes(self.grow_decodes())
     return batch
 
 

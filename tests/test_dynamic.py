@@ -7,6 +7,7 @@ import pytest
 from kv_cache import Pages
 from policies import make_scheduler
 from policies.iteration_time import BatchShape
+from request import Service
 from scheduler import Request
 from tests.helpers import VirtualRun, percentile, with_slow
 from tests.test_iteration_time import cpu, gpu
@@ -181,7 +182,7 @@ def test_the_budget_is_for_the_deepest_prefill():
         for i, past in enumerate(pasts):
             scheduler.add(Request(10 + i, [0] * 4000, 4000, 10))
             scheduler.admit().num_computed = past
-        scheduler.running[4 + pasts.index(3000)].priority = 0
+        scheduler.running[4 + pasts.index(3000)].service = Service(0)
         batch = scheduler.next_batch()
         assert batch[-1].start == 3000 and cpu(BatchShape.of(batch)) <= SLO
 
@@ -291,7 +292,7 @@ def test_a_second_request_with_a_deep_context_waits_for_its_own_budget(policy):
 
 def test_no_request_waits_for_a_budget_without_a_decode_target():
     run = Deep("priority", None, 6)
-    run.come([55] * 8, 3).tbt_slo = 0.5
+    run.come([55] * 8, 3).service = Service(tbt_slo=0.5)
     for _ in range(5):
         run.step()
     late = run.come([*run.LONG, 5, 5], 1)

@@ -10,14 +10,18 @@ import pytest
 import torch
 
 import sampling
-from engine import Completion, Engine, QueueFull, Runner
+from config import EngineConfig
+from engine import Engine
+from errors import QueueFull
 from hardware.memory import pages_that_fit, small_page_size
-from kv_cache import KVCache, Span, kv_bytes_per_token
+from kv_cache import KVCache, kv_bytes_per_token
 from model import GPT, GPTConfig
 from policies import POLICIES
 from pretrained.tokenizers import Tokenizer, byte_tokenizer
+from request import Chunk, Completion
 from sampling import SamplingParams, sample
 from scheduler import Batch, SarathiServe
+from speedups.runner import Runner
 from tests.helpers import alone, poison, poisoned_cache, run, tiny_model
 
 PROMPTS = [[7, 8, 9], [1] * 20, [5], [3, 1, 4, 1, 5, 9, 2, 6] * 2, [60, 0, 60]]
@@ -195,7 +199,9 @@ def test_logprobs_are_those_of_the_model(model):
     assert completions.pop(1).logprobs is None
     for completion in completions:
         tokens = completion.prompt + completion.tokens
-        logits = run(model, poisoned_cache(model, 1, 40), [Span([0], 0, tokens)], all_rows=True)
+        logits = run(
+            model, poisoned_cache(model, 1, 40), [Chunk.alone([0], 0, tokens)], all_rows=True
+        )
         rows = logits[len(completion.prompt) - 1 : -1].log_softmax(-1)
         expected = rows.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0].tolist()
         assert completion.logprobs == pytest.approx(expected, abs=1e-10, rel=0)
@@ -236,7 +242,7 @@ def test_events_are_the_tokens_in_order(model):
     events = finished(engine)
     for i, prompt in zip(ids, PROMPTS, strict=True):
         own_events = [event for event in events if event.request_id == i]
-        *before, (_, _, logprob, reason, completion) = own_events
+        *before, (_, _, logprob, reason, completion, _) = own_events
         assert all(e.finish_reason is None and e.completion is None for e in before)
         assert reason == completion.finish_reason == "length" and completion.prompt == prompt
         assert (
@@ -282,9 +288,69 @@ def test_text_in_text_out():
 
 def test_text_of_a_prompt_that_ends_within_a_character(monkeypatch):
     engine = make_engine(tiny_model(vocab_size=256), tokenizer=byte_tokenizer())
-    monkeypatch.setattr("engine.sample", lambda *_: (torch.tensor([0xA9]), None))
+    monkeypatch.setattr("speedups.runner.sample", lambda *_: (torch.tensor([0xA9]), None))
     assert engine.generate([[0xC3]], SamplingParams(1))[0].text == "é"
     assert engine.generate([[0x61]], SamplingParams(1))[0].text == "\ufffd"
+
+
+TEXTS = ["once", "a", "stop here"]
+LETTERS = Tokenizer(lambda text: [ord(c) % 61 for c in text], lambda ids: "".join(map(chr, ids)))
+
+
+def test_a_stream_has_each_token_with_its_text_as_it_appears(model):
+    params = [SamplingParams(n) for n in (3, 7, 5)]
+    expected = make_engine(model, tokenizer=LETTERS).generate(TEXTS, params)
+    engine = make_engine(model, tokenizer=LETTERS)
+    events = list(engine.stream(TEXTS, params))
+    for i, completion in enumerate(expected):
+        of_request = [event for event in events if event.request_id == i]
+        assert [event.token for event in of_request] == completion.tokens
+        assert "".join(event.text for event in of_request) == completion.text
+        assert [bool(event.completion) for event in of_request].index(True) == len(of_request) - 1
+    assert len({event.request_id for event in events[:3]}) > 1  # side by side
+    assert not any(event.text for event in make_engine(model).stream([[1]], SamplingParams(2)))
+
+
+def test_a_stream_that_is_given_up_leaves_no_request(model):
+    engine = make_engine(model, tokenizer=LETTERS)
+    stream = engine.stream(TEXTS, SamplingParams(9))
+    next(stream)
+    assert engine.has_work
+    stream.close()
+    assert not engine.has_work and engine.scheduler.pages.num_free == engine.config.pages
+    assert [c.request_id for c in engine.generate(TEXTS, SamplingParams(1))] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_a_stop_string_ends_the_text_before_it_and_no_other_request(model, length):
+    engine = make_engine(model, tokenizer=LETTERS)
+    params = SamplingParams(20, temperature=2.0)
+    free, other = engine.generate(TEXTS[:2], params)
+    stop = free.text[7 : 7 + length]
+    end = free.text.index(stop)
+    stopping = [SamplingParams(20, temperature=2.0, stop=["\n" * 9, stop]), params]
+    stopped, same = engine.generate(TEXTS[:2], stopping)
+    assert stopped.text == free.text[:end] and stopped.finish_reason == "stop"
+    assert stopped.tokens == free.tokens[: end + length]
+    assert same.text == other.text and same.finish_reason == "length"
+    streamed = [event.text for event in engine.stream(TEXTS[:1], stopping[:1])]
+    assert "".join(streamed) == stopped.text
+    assert engine.scheduler.pages.num_free == engine.config.pages
+
+
+def test_stop_strings_need_a_tokenizer_and_some_letters(model):
+    with pytest.raises(ValueError, match=r"stop=\('a',\): no tokenizer here"):
+        make_engine(model).generate([[1]], SamplingParams(1, stop="a"))
+    for wrong in (5, [""], [1], b"x", None):
+        with pytest.raises(ValueError, match="^stop=.*: must be a text or a list of texts"):
+            SamplingParams(stop=wrong)
+
+
+def test_an_engine_says_what_it_is(model):
+    engine = make_engine(model)
+    engine.add_request([1], SamplingParams(1))
+    words = f"Engine of a llama model, sarathi-serve, chunk={engine.config.chunk}"
+    assert words in repr(engine) and "1 requests" in repr(engine)
 
 
 def good(ids):
@@ -387,15 +453,15 @@ def test_the_runner_picks_the_likeliest_token_of_each_span(model):
     runner.cache.data.fill_(float("nan"))
 
     def whole(i, **options):
-        return Span([i], 0, PROMPTS[i], **options)
+        return Chunk.alone([i], 0, PROMPTS[i], **options)
 
-    assert runner.greedy([whole(0), whole(1, wants_logits=False), whole(2)]) == [
+    assert runner.greedy([whole(0), whole(1, yields_token=False), whole(2)]) == [
         alone(model, PROMPTS[i], SamplingParams(1))[0] for i in (0, 2)
     ]
     first, second = alone(model, PROMPTS[1], SamplingParams(2))
-    assert runner.greedy([Span([1], 19, PROMPTS[1][19:])]) == [first]
-    assert runner.greedy([Span([1], 20, [first], wants_logits=False)]) == []
-    assert runner.greedy([Span([1], 20, [first])]) == [second]
+    assert runner.greedy([Chunk.alone([1], 19, PROMPTS[1][19:])]) == [first]
+    assert runner.greedy([Chunk.alone([1], 20, [first], yields_token=False)]) == []
+    assert runner.greedy([Chunk.alone([1], 20, [first])]) == [second]
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, torch.OutOfMemoryError])
@@ -546,10 +612,14 @@ def test_nothing_that_is_accepted_makes_a_step_fail(model, policy):
 
 
 def test_an_unknown_argument_or_preset_is_refused():
-    with pytest.raises(TypeError):
-        SamplingParams(temprature=1)
-    with pytest.raises(TypeError):
-        Engine(None, budget=2)
+    with pytest.raises(TypeError, match=r"^max_tokens: did you mean max_new_tokens\?$"):
+        SamplingParams(max_tokens=1)
+    with pytest.raises(TypeError, match=r"^polcy: did you mean policy\?$"):
+        Engine(tiny_model(), polcy="vllm")
+    with pytest.raises(TypeError, match="^no_such: there is no such argument$"):
+        EngineConfig(no_such=2)
+    with pytest.raises(TypeError, match=r"^chunk: give these to the EngineConfig$"):
+        Engine(tiny_model(), EngineConfig(), chunk=2)
     with pytest.raises(ValueError, match="preset='llama-99b'.*llama-13b"):
         GPTConfig.preset("llama-99b")
 
@@ -591,7 +661,7 @@ def test_a_policy_that_returns_nothing_is_an_error_and_not_a_loop(model, monkeyp
         assert engine.step() == []  # there is nothing to do
         engine.add_request(PROMPTS[0], SamplingParams(2))
         for _ in range(2):
-            with pytest.raises(RuntimeError, match=r"SarathiServe.schedule\(\) returned .*nothing"):
+            with pytest.raises(RuntimeError, match=r"SarathiServe.schedule\(\) returned \[\], but"):
                 engine.step()
     expected = alone(model, PROMPTS[0], SamplingParams(2))
     assert [event.token for event in finished(engine)] == expected
@@ -619,7 +689,7 @@ def test_generate_ends_with_the_ids_that_a_policy_lost(model, monkeypatch):
         engine.add_request(PROMPTS[0], SamplingParams(2), request_id=1)
         with pytest.raises(RuntimeError, match=r"lost requests \[1\]"):
             engine.step()
-        engine.start_over()
+        engine.drop([])
     [_, event] = finished(engine)
     assert event.request_id == 1 and event.finish_reason == "length"
 
@@ -681,7 +751,7 @@ def test_without_a_batch_size_memory_decides(model, monkeypatch):
     assert Engine(model, max_len=4).scheduler.max_batch == 256  # however much there is
     with pytest.raises(ValueError, match="max_batch=1000, max_len=40: takes 0.0 GB, 0.0 GB"):
         Engine(model, max_len=40, max_batch=1000)
-    with pytest.raises(ValueError, match="pages=9223372036854775807, page_size=8: takes "):
+    with pytest.raises(ValueError, match="pages=9223372036854775807: must be .* at most 268435456"):
         Engine(model, max_len=40, page_size=8, pages=2**63 - 1)  # not even to count them
 
 
@@ -694,8 +764,7 @@ def test_sarathi_is_aligned_to_the_tile_on_cuda_only(model, monkeypatch):
 
     assert budget() == 300
     monkeypatch.setattr(GPT, "device", torch.device("cuda"))
-    for name in ("engine.KVCache", "engine.make_attention", "engine.check_memory"):
-        monkeypatch.setattr(name, lambda *_: None)
+    monkeypatch.setattr("engine.Runner", lambda *_: None)
     monkeypatch.setattr("config.check_memory", lambda *_: None)
     assert [budget(), budget(tile=64), budget(tile=100)] == [256, 256, 300]
 

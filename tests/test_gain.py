@@ -14,9 +14,8 @@ from lab.measure import gain, timing
 from lab.measure.gain import COMPARED, explain_gain
 from lab.measure.metrics import steady
 from lab.measure.offline_load import OfflineLoad
-from outputs import Completion, Iteration
 from policies import POLICIES, make_scheduler
-from scheduler import ChunkRecord, Request
+from request import ChunkRecord, Completion, Iteration, Request
 from tests.helpers import tiny_model
 
 BATCH = 6
@@ -148,6 +147,8 @@ class FakeRunner:
         """Let time pass."""
         self.now += seconds
 
+    attention = None
+
     def flatten(self, spans):
         """All that is not computed on the device."""
         self.wait(FLATTEN)
@@ -164,7 +165,7 @@ class FakeRunner:
         self.batches.append(spans)
         self.flatten(spans)
         rows = sum(span.length for span in spans)
-        logits = sum(span.wants_logits for span in spans)
+        logits = sum(span.yields_token for span in spans)
         self.wait(products_s(rows, logits) + attention_s(shapes_of(spans)) + SMALL)
         self.fetch(*[range(logits)] * 3)
 
@@ -180,6 +181,9 @@ def runner(monkeypatch):
     def attention_alone(runner, spans):
         return lambda: fake.wait(attention_s(shapes_of(spans)))
 
+    monkeypatch.setattr(
+        gain, "FlatBatch", SimpleNamespace(build=lambda chunks, _: fake.flatten(chunks))
+    )
     monkeypatch.setattr(gain, "products_alone", products_alone)
     monkeypatch.setattr(timing, "attention_alone", attention_alone)
     monkeypatch.setattr(timing.time, "perf_counter", lambda: fake.now)

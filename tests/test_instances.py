@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import bench
-from engine import Sampled
 from kv_cache import KVCache, slot_mapping
 from lab.commands import serve
 from lab.measure.machine import RealMachine
@@ -225,9 +224,9 @@ class AddingInstance(Instance):
             slots = slot_mapping(span.pages, cache.page_size, 0, span.end)
             values = [value(token, i) for i, token in enumerate(span.tokens, span.start)]
             cache.data[0, 0, 0, slots[span.start :], 0] = torch.tensor(values, dtype=torch.float64)
-            if span.wants_logits:
+            if span.yields_token:
                 token = next_token(cache.data[0, 0, 0, slots, 0].tolist())
-                sampled.append(Sampled(token, None))
+                sampled.append((token, None))
         return StageResult(0.0, 0.0, 0.0, sampled)
 
 
@@ -316,7 +315,7 @@ def serve_random_load(model, seed, counts):
             assert tokens == expected.pop(request_id)[: len(tokens)]
         if draw.random() < 0.003:
             counts["begun anew"] += 1
-            engine.start_over()
+            engine.drop([])
         try:
             events = engine.step()
         except Fault:

@@ -20,7 +20,17 @@ from sampling import SamplingParams
 from tests.helpers import alone, check_integrity, guard, poison, tiny_model, with_slow
 
 HERE = Path(__file__).parents[1]
-CORE = ("scheduler", "kv_cache", "model", "sampling", "engine", "config", "errors")
+CORE = (
+    "request",
+    "journal",
+    "scheduler",
+    "kv_cache",
+    "model",
+    "sampling",
+    "engine",
+    "config",
+    "errors",
+)
 FILES = {
     *(str(HERE / f"{name}.py") for name in CORE),
     *map(str, HERE.glob("policies/*.py")),
@@ -125,7 +135,7 @@ class Storm:
     def check(self):
         """What must hold as soon as nothing has to be mended."""
         scheduler = self.engine.scheduler
-        if not scheduler.torn:
+        if not scheduler.journal.broken:
             check_integrity(scheduler.pages, [r.pages for r in scheduler.running])
             everybody = sorted(r.id for r in (*scheduler.running, *scheduler.waiting))
             assert everybody == sorted(scheduler.requests)
@@ -133,7 +143,7 @@ class Storm:
     def step(self):
         if not self.engine._computed:  # its keys and values are written, and not yet counted
             poison(self.engine)
-        for i, token, _, reason, completion in self.call(self.engine.step)[0] or ():
+        for i, token, _, reason, completion, _ in self.call(self.engine.step)[0] or ():
             assert i in self.asked and i not in self.ended
             self.got[i].append(token)
             if completion:

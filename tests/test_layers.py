@@ -14,28 +14,29 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-PLANNING = "errors kv_cache scheduler policies hardware config outputs"
+PLANNING = "errors request journal kv_cache scheduler policies hardware config"
 ENGINE = f"{PLANNING} pretrained attention model sampling speedups engine torch"
 LIBRARIES = f"{ENGINE} parallel lab.measure lab.simulator files views"
 MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
     "errors": "",
-    "kv_cache": "errors",
-    "scheduler": "errors kv_cache",
-    "policies": "errors kv_cache scheduler",
+    "request": "errors",
+    "journal": "request",
+    "kv_cache": "request",
+    "scheduler": "errors request journal kv_cache",
+    "policies": "errors request kv_cache scheduler",
     "hardware": "errors kv_cache",
     "config": "errors kv_cache scheduler policies hardware",
-    "outputs": "scheduler",
-    "pretrained": "errors kv_cache hardware torch",
-    "attention": "errors kv_cache hardware torch",
-    "model": "errors kv_cache hardware pretrained attention torch",
-    "sampling": "errors torch",
-    "speedups": "kv_cache attention model torch",
-    "engine": f"{PLANNING} pretrained attention model sampling speedups torch",
+    "pretrained": "errors request hardware torch",
+    "attention": "errors request kv_cache hardware pretrained torch",
+    "model": "errors request kv_cache hardware pretrained attention torch",
+    "sampling": "errors attention torch",
+    "speedups": "errors request kv_cache hardware config attention model sampling torch",
+    "engine": f"{PLANNING} pretrained model sampling speedups",
     "parallel": ENGINE,
     "lab.measure": f"{ENGINE} parallel",
     "lab.simulator": f"{ENGINE} parallel lab.measure",
     "files": "",
-    "views": "scheduler policies outputs lab.measure files",
+    "views": "request scheduler policies lab.measure files",
     "cli": f"{ENGINE} parallel lab.measure files",
     "lab.papers": f"{LIBRARIES} cli",
     "server": f"{LIBRARIES} cli",
@@ -149,7 +150,7 @@ def test_the_table_has_all_rooms_and_points_up_its_own_lines():
 @pytest.mark.parametrize(
     "module, source, wrong",
     [
-        ("scheduler", "from policies.token_budget import SLOS", "policies.token_budget"),
+        ("scheduler", "from policies.pages import make_pages", "policies.pages"),
         ("scheduler", "import modelling, model", "model"),
         ("scheduler", "def f():\n    import engine", "engine"),  # a late one counts too
         ("scheduler", "if TYPE_CHECKING:\n    import engine", "engine"),
@@ -188,7 +189,7 @@ def test_a_circle_is_seen():
 
 
 def test_planning_needs_no_torch():
-    modules = "scheduler, policies, config, outputs, policies.token_budget, policies.referee"
+    modules = "scheduler, policies, config, policies.pages, policies.referee"
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (run.stdout, run.stderr) == ("False\n", "")

@@ -21,10 +21,10 @@ from random import Random
 
 import pytest
 
-from kv_cache import Pages
 from policies import POLICIES, make_scheduler
 from policies.iteration_time import BatchShape
-from scheduler import Request
+from policies.pages import make_pages
+from request import Request, Service
 
 BASE = os.environ.get("NANOSARATHI_BASE")
 ITERATIONS = int(os.environ.get("NANOSARATHI_ITERATIONS", "5000"))
@@ -45,7 +45,7 @@ class LockstepRun:
         options = dict(case["options"])
         if "profile" in options:
             options["profile"] = [(BatchShape(*shape), s) for shape, s in options["profile"]]
-        pages = Pages(case["pages"], case["page_size"], case["prefix_caching"])
+        pages = make_pages(case["pages"], case["page_size"], case["prefix_caching"])
         self.scheduler = make_scheduler(
             case["policy"],
             pages,
@@ -78,7 +78,7 @@ class LockstepRun:
         if requests and self.random.random() < self.abort_rate:
             self.scheduler.finish(requests[self.random.choice(sorted(requests))], "abort")
         if self.random.random() < self.interrupt_rate:
-            self.scheduler.torn = True  # as if a Ctrl-C had come while it changed
+            self.scheduler.journal.broken = True  # as if a Ctrl-C had come while it changed
 
     def iterate(self):
         """One iteration, and the state after it."""
@@ -133,9 +133,7 @@ def make_request(number, fields):
         max_new_tokens=fields["max_new_tokens"],
         arrival=fields["arrival"],
         stop=frozenset(fields["stop"]),
-        priority=fields["priority"],
-        ttft_slo=fields["ttft_slo"],
-        tbt_slo=fields["tbt_slo"],
+        service=Service(fields["priority"], fields["ttft_slo"], fields["tbt_slo"]),
     )
 
 

@@ -15,11 +15,11 @@ import pytest
 import bench
 from lab.measure import machine as real_machine
 from lab.measure import timing as measure
+from lab.measure.token_budget import Profiled
 from lab.measure.workload import poisson, sample_lengths
 from lab.simulator import machine
 from lab.simulator.cost_model import CostModel
 from lab.simulator.devices import A100, GEOMETRIES, LINKS
-from policies.token_budget import Profiled
 from tests.test_serving import MACHINE
 from tests.test_simulate import A100S, printed_tables
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn as nn
 
-from engine import Runner
-from kv_cache import Span
 from lab.measure import machine_info
 from lab.measure import timing as measure
-from model import GPTConfig
+from model import FlatBatch, GPTConfig
+from request import Chunk
 from speedups.packed_linear import OneDNNLinear
+from speedups.runner import Runner
 from tests.helpers import tiny_model
 
 CPU = torch.device("cpu")
@@ -191,7 +191,7 @@ def test_the_heading_names_the_device_and_the_model():
 
 def test_attention_cost_counts_every_visible_key():
     config = GPTConfig("llama", 16, 3, 8, 64, n_kv_head=2, head_dim=16)
-    spans = [Span([0], 5, [1] * 4), Span([1], 9, [1]), Span([2], 0, [1] * 3)]
+    spans = [Chunk.alone([0], 5, [1] * 4), Chunk.alone([1], 9, [1]), Chunk.alone([2], 0, [1] * 3)]
     visible = sum(span.start + i + 1 for span in spans for i in range(len(span.tokens)))
     keys = 9 + 10 + 3
     # per layer and head: q k and p v, two operations for each of 16 dims; K and V, 2 heads of 16
@@ -214,7 +214,9 @@ def test_bare_products_are_those_of_an_iteration(monkeypatch, model):
         return shapes
 
     runner = Runner(model, 2, 8)
-    batch = runner.flatten([Span([0], 0, [1, 2, 3]), Span([1], 0, [4])])
+    batch = FlatBatch.build(
+        [Chunk.alone([0], 0, [1, 2, 3]), Chunk.alone([1], 0, [4])], runner.attention
+    )
     expected = shapes_of(lambda: model(batch, runner.cache))
     layers = measure.linear_layers(model)
     assert shapes_of(measure.bare_products(model, 4, layers)) == expected[:-1]
@@ -224,24 +226,24 @@ def test_bare_products_are_those_of_an_iteration(monkeypatch, model):
     assert [layer for block in zip(*each, strict=True) for layer in block] == layers
 
 
-def test_attention_alone_attends_once_in_every_layer_and_writes_nothing(model):
+def test_attention_alone_attends_once_in_every_layer_and_writes_nothing(model, monkeypatch):
     runner = Runner(model, 1, 8)
     query_shapes = []
-    runner.greedy([Span([0], 0, [1, 2, 3])])
+    runner.greedy([Chunk.alone([0], 0, [1, 2, 3])])
     before = runner.cache.data.clone()
-    flatten = runner.flatten
+    plan = runner.attention.plan
 
-    def spy(spans):
-        batch = flatten(spans)
+    def spy(chunks):
+        attend_batch = plan(chunks)
 
         def attend(q, k, v):
             query_shapes.append(tuple(q.shape))
-            return batch.attend(q, k, v)
+            return attend_batch(q, k, v)
 
-        return batch._replace(attend=attend)
+        return attend
 
-    runner.flatten = spy
-    measure.attention_alone(runner, [Span([0], 1, [2, 3])])()
+    monkeypatch.setattr(runner.attention, "plan", spy)
+    measure.attention_alone(runner, [Chunk.alone([0], 1, [2, 3])])()
     config = model.config
     assert query_shapes == [(2, config.n_head, config.head_dim)] * config.n_layer
     assert torch.equal(runner.cache.data[:, :, :, :3], before[:, :, :, :3])

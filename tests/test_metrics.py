@@ -11,7 +11,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from engine import Completion, Iteration
 from lab.measure.metrics import (
     Percentiles,
     Stall,
@@ -22,7 +21,7 @@ from lab.measure.metrics import (
     summarize_queue,
     summarize_run,
 )
-from scheduler import ChunkRecord
+from request import ChunkRecord, Completion, Iteration
 
 
 def an_iteration(start, end, chunks, waiting=0, running=0, free_pages=0, **more):

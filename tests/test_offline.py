@@ -15,8 +15,7 @@ from lab.measure import metrics, offline_load, timing, workload
 from lab.measure.decode_maximal import DecodeMaximal, HybridTime, measure_decode_maximal
 from lab.measure.offline_load import OfflineLoad, PolicyRun, run_policies
 from lab.measure.run_loop import LoadRun, Run
-from outputs import Completion, Iteration
-from scheduler import ChunkRecord
+from request import ChunkRecord, Completion, Iteration
 from tests.helpers import machine_info, tiny_model
 
 

@@ -15,8 +15,9 @@ import torch
 
 import bench
 from lab.commands import paper
-from lab.measure import timing
+from lab.measure import timing, token_budget
 from lab.measure.capacity import Bounded
+from lab.measure.token_budget import Profiled
 from lab.papers import report
 from lab.papers.bench import Bench, ServingLimits
 from lab.papers.checks import less
@@ -24,8 +25,6 @@ from lab.papers.finding import Finding, Published
 from lab.papers.measured import CLAIMS
 from lab.papers.picture import draw
 from lab.papers.plot import Plot
-from policies import token_budget
-from policies.token_budget import Profiled
 from tests.helpers import machine_info
 from tests.test_simulate import printed_tables
 from views import style

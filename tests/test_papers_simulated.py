@@ -9,6 +9,7 @@ import pytest
 
 from lab.measure import metrics
 from lab.measure.capacity import Bounded, values_above_quantile
+from lab.measure.token_budget import SLOS
 from lab.measure.workload import zipf_lengths
 from lab.papers import simulated_batches, systems
 from lab.papers.comparison import Table, beside_published, only_simulated, paper_beside
@@ -49,8 +50,7 @@ from lab.papers.systems import (
 )
 from lab.simulator.cost_model import CostModel
 from lab.simulator.machine import base_of
-from outputs import Completion
-from policies.token_budget import SLOS
+from request import Completion
 
 
 def setup_with(run=None, cpu_ms=0.0):

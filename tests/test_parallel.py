@@ -120,7 +120,7 @@ def test_all_families_and_heads(worlds, tp, pp, name):
     check(worlds, tp, pp, [TWO], **{key: sizes | dict(n_layer=max(2, pp))})
 
 
-@pytest.mark.filterwarnings("ignore:chunk='auto' is")  # if the machine is busy
+@pytest.mark.filterwarnings("ignore:chunk is")  # if the machine is busy
 def test_a_budget_found_at_start_up_changes_no_text(worlds):
     auto = BIG | dict(policy="dynamic", chunk="auto", page_size=4, pages=24)
     auto |= dict(policy_options=dict(tbt_slo=10))
@@ -271,10 +271,13 @@ def test_a_stage_reads_the_times_of_sums_when_its_device_is_done(stage_number, m
     monkeypatch.setattr("parallel.stages.dist.isend", note("send"))
     stage = Stage(model)
     batch = SimpleNamespace(tokens=[1])
-    stage.runners[7] = SimpleNamespace(flatten=lambda _: batch, fetch=note("fetch"), cache=None)
-    assert stage.run(7, [], [], []) is None
+    monkeypatch.setattr("parallel.stages.FlatBatch", SimpleNamespace(build=lambda *_: batch))
+    stage.runners[7] = SimpleNamespace(
+        fetch=note("fetch"), wait=note("wait"), cache=None, attention=None
+    )
+    assert stage.run(7, []) is None
     after_sums = [call for call in calls[calls.index("sum") :] if call != "sum"]
-    assert after_sums == (["fetch", "send", "read"] if stage_number == 0 else ["fetch", "read"])
+    assert after_sums == (["wait", "send", "read"] if stage_number == 0 else ["fetch", "read"])
 
 
 @pytest.mark.parametrize("tp, pp", [(4, 1), (2, 2)])

@@ -126,12 +126,12 @@ def test_a_config_is_made_of_fields_and_options_of_the_policy():
     assert EngineConfig().policy == "sarathi-serve" and EngineConfig().policy_options == {}
     with pytest.raises(FrozenInstanceError):
         config.chunk = 8
-    sized = replace(config, max_batch=2, max_len=16)
-    scheduler = sized.scheduler(Pages(2, 16), clock=lambda: 7.0)
+    sized = replace(config, max_batch=2, max_len=16, page_size=16, pages=2)
+    scheduler = sized.scheduler(clock=lambda: 7.0)
     assert (scheduler.chunk, scheduler.max_batch, scheduler.max_len) == (64, 2, 16)
     assert (scheduler.tbt_slo, scheduler.tile, scheduler.clock()) == (0.2, 8, 7.0)
     with pytest.raises(ValueError, match="'orca' has no such option"):
-        replace(sized, policy="orca").scheduler(Pages(2, 16), clock=None)
+        replace(sized, policy="orca")
     assert EngineConfig(max_len=8, page_size=8).page_size == 8
     with pytest.raises(ValueError, match="page_size=9: must be at most max_len=8"):
         EngineConfig(max_len=8, page_size=9)
@@ -150,14 +150,11 @@ def test_config_numbers_must_be_positive_integers(name, value):
 def test_an_engine_takes_the_fields_of_a_config_as_keywords():
     """With the same defaults, or the config itself, and nothing else that decides anything."""
     keywords = signature(Engine.__init__).parameters
-    given = {name: parameter.default for name, parameter in keywords.items()}
-    for name in ("self", "model", "tokenizer", "clock"):
-        del given[name]
-    given["policy_options"] = {}  # None stands for an empty dict, which could be changed
-    assert given == vars(EngineConfig())
+    assert list(keywords) == ["self", "model", "config", "tokenizer", "clock", "fields"]
+    assert all(f"{name}" in Engine.__doc__ for name in vars(EngineConfig()))
     changes = dict(policy="dynamic", chunk=8, max_batch=2, max_len=16, page_size=4, pages=8)
     changes |= dict(prefix_caching=True, max_waiting=5, attention="sdpa")
     config = EngineConfig(**changes, policy_options={"tbt_slo": 0.2})
-    assert Engine.from_config(tiny_model(), config).config == config
+    assert Engine(tiny_model(), config).config == config
     with pytest.raises(TypeError, match="tbt_slo"):
         Engine(tiny_model(), policy="dynamic", tbt_slo=0.2)

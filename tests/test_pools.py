@@ -6,6 +6,7 @@ from itertools import count
 import pytest
 
 from kv_cache import Pages
+from policies.pages import make_pages
 from policies.pools import Pools, TwoPools
 from scheduler import Request
 from tests.helpers import owned, with_slow
@@ -19,7 +20,7 @@ def two_pools(pools=Pools(1, 1), pages=24, caching=False, **options):
     """Instances with so many pages each; `options` are those of TwoPools."""
     options = {"chunk": 8, "max_batch": 4, "max_len": MAX_LEN, "clock": lambda: 0.0} | options
     return TwoPools(
-        [Pages(pages, PAGE_SIZE, caching) for _ in range(pools.prefill)],
+        [make_pages(pages, PAGE_SIZE, caching) for _ in range(pools.prefill)],
         [Pages(pages, PAGE_SIZE) for _ in range(pools.decode)],
         **options,
     )
@@ -257,7 +258,7 @@ def test_after_an_interrupt_all_are_prefilled_again(side):
     prefill(two, requests[1])
     (under_way,) = two.start_transfers()
     prefill(two, requests[2])
-    two.schedulers[side].torn = True  # as a Ctrl-C would leave it
+    two.journal.broken = True  # as a Ctrl-C would leave it
     assert not two.end_transfer(under_way)
     assert list(two.queue) == requests and not two.transfers
     check_owners(two)
@@ -275,10 +276,9 @@ def test_an_interrupt_while_all_begin_anew_is_mended_too():
         for each in requests:
             prefill(two, each)
         two.start_transfers()
-        first = two.schedulers[0]
-        first.torn = True  # as a Ctrl-C would leave it
+        two.journal.broken = True  # as a Ctrl-C would leave it
         interrupt = Interrupt(place)
-        interrupt(first.mend)
+        interrupt(two.journal.mend)
         is_interrupted = interrupt.raised
         assert two.start_transfers() == [] and not two.transfers
         assert list(two.queue) == requests

@@ -12,10 +12,11 @@ import torch
 
 from config import EngineConfig
 from engine import Engine
-from kv_cache import Pages, Span
 from model import GPT
 from policies import POLICIES, make_scheduler
+from policies.pages import make_pages
 from policies.referee import Referee
+from request import Chunk
 from sampling import SamplingParams, sample
 from scheduler import Request, Scheduler
 from tests.helpers import (
@@ -50,7 +51,7 @@ def logits_alone(prompt, tokens):
     logits = run(
         MODEL,
         poisoned_cache(MODEL, 1, len(tokens_so_far)),
-        [Span([0], 0, tokens_so_far)],
+        [Chunk.alone([0], 0, tokens_so_far)],
         all_rows=True,
     )
     return logits[len(prompt) - 1 : -1]
@@ -78,7 +79,7 @@ def watched(monkeypatch):
         sizes = dict(chunk=6, max_batch=3, max_len=MAX_LEN, page_size=4, pages=24)
         engine = guard(Engine(MODEL, policy=policy, **sizes | {"prefix_caching": True} | options))
         monkeypatch.setattr(GPT, "forward", lambda *args: poison(engine) or forward(*args))
-        monkeypatch.setattr("engine.sample", compared)
+        monkeypatch.setattr("speedups.runner.sample", compared)
         return engine
 
     return make
@@ -167,7 +168,7 @@ class Line:
 
     def __init__(self, policy, page_size=4, pages=32, shares=True, **options):
         options = dict(chunk=64, max_batch=9, max_len=64) | options
-        self.scheduler = make_scheduler(policy, Pages(pages, page_size, shares), **options)
+        self.scheduler = make_scheduler(policy, make_pages(pages, page_size, shares), **options)
         self.pages = self.scheduler.pages
         self.requests = []
         Referee(self.scheduler, policy)
@@ -265,7 +266,7 @@ def test_a_preempted_request_finds_its_remaining_pages(policy, gone, found):
     assert queue.step() == {0: (found, 13 - found)}
     queue.run()
     assert (request.cached_tokens, request.recomputed_tokens, request.preemptions) == (found, 12, 1)
-    queue.scheduler.mend()
+    queue.scheduler.journal.mend()
     assert len(request.tokens) == 19
 
 
@@ -379,12 +380,12 @@ def test_prefix_caching_without_a_hit_changes_no_batch_and_no_event(policy):
 
 @EVERY
 def test_without_prefix_caching_no_page_is_hashed_or_found(policy, monkeypatch):
-    monkeypatch.setattr("kv_cache.sha256", None)
+    monkeypatch.setattr("policies.pages.sha256", None)
     queue = Line(policy, shares=False)
     for _ in range(3):
         queue.add(range(20), 9)
     queue.run()
-    assert not any(request.page_hashes or request.cached_tokens for request in queue.requests)
+    assert not any(request.cached_tokens for request in queue.requests)
     assert named(queue.pages) == set()
 
 
@@ -480,7 +481,7 @@ def test_a_dropped_cache_finds_nothing(watched, policy):
     while not any(request.num_computed for request in engine.scheduler.requests.values()):
         engine.step()
     assert named(engine.scheduler.pages)
-    engine.start_over(dropped=[engine.scheduler.requests[1]])
+    engine.drop([engine.scheduler.requests[1]])
     assert named(engine.scheduler.pages) == set()
     ask(engine, 7)
     assert len(finish(engine)) == 2 and engine.scheduler.pages.num_free == 60

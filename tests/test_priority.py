@@ -2,13 +2,15 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.iteration_time import BatchShape
-from policies.priority import PRIORITIES, ClassQueue, ServiceLevel, check_service_level
+from policies.priority import PRIORITIES, ClassQueue, make_service
+from request import Service
 from scheduler import Request
 from tests.helpers import VirtualRun, percentile
 
@@ -39,7 +41,9 @@ def simulation(policy="priority", **options):
 
 
 def request(id, priority=NORMAL, prompt_len=100, output=20, arrival=0.0, **targets):
-    return Request(id, [0] * prompt_len, prompt_len, output, arrival, priority=priority, **targets)
+    return Request(
+        id, [0] * prompt_len, prompt_len, output, arrival, service=Service(priority, **targets)
+    )
 
 
 def ids(requests):
@@ -51,21 +55,21 @@ def step(sim):
 
 
 def test_a_promise_is_checked():
-    assert check_service_level() == (NORMAL, None, None)
-    assert [check_service_level(name).priority for name in PRIORITIES] == [
+    assert make_service() == Service(NORMAL)
+    assert [make_service(name).priority for name in PRIORITIES] == [
         REALTIME,
         HIGH,
         NORMAL,
         LOW,
     ]
     targets = dict(ttft_slo=2, tbt_slo=0.1)
-    assert check_service_level("low", **targets) == ServiceLevel(priority=LOW, **targets)
+    assert make_service("low", **targets) == Service(priority=LOW, **targets)
     for bad in ("urgent", 0, None):
         with pytest.raises(ValueError, match=f"priority={bad!r}: must be one of realtime, high"):
-            check_service_level(bad)
+            make_service(bad)
     for name, value in itertools.product(("ttft_slo", "tbt_slo"), (0, -1.0, "1", float("nan"))):
         with pytest.raises(ValueError, match=f"{name}={value!r}: must be a finite number above 0"):
-            check_service_level(**{name: value})
+            make_service(**{name: value})
 
 
 # the queue
@@ -78,9 +82,15 @@ class NaiveLine(list):
 
     def head(self, now, ageing):
         def key(r):
-            lifts = min(r.priority, max(0, int((now - r.arrival) / ageing)))
+            lifts = min(r.service.priority, max(0, int((now - r.arrival) / ageing)))
             behind = r.id not in self.front
-            return r.priority - lifts, behind, behind and r.ttft_slo, r.arrival, r.id
+            return (
+                r.service.priority - lifts,
+                behind,
+                behind and r.service.ttft_slo,
+                r.arrival,
+                r.id,
+            )
 
         return min(self, key=key)
 
@@ -95,7 +105,7 @@ def test_the_queue_is_sorted_by_rank(actions, ageing):
     now = 0.0
     naive = NaiveLine()
     gone = []
-    queue = ClassQueue(lambda r: r.ttft_slo, ageing, lambda: now)
+    queue = ClassQueue(lambda r: r.service.ttft_slo, ageing, lambda: now)
     actions += [("pop", 0, 0, 0)] * len(actions)  # at last all leave in order
     for number, (name, its_class, a, b) in enumerate(actions):
         if name == "append":
@@ -126,7 +136,7 @@ def test_the_queue_keeps_nothing_of_removed_requests():
     now = 0.0
     draw = random.Random(0)
     waiting = []
-    queue = ClassQueue(lambda r: r.arrival + r.ttft_slo, 10.0, lambda: now)
+    queue = ClassQueue(lambda r: r.arrival + r.service.ttft_slo, 10.0, lambda: now)
     for i in range(3000):
         now += 0.1
         waiting.append(request(i, draw.randrange(4), arrival=now, ttft_slo=draw.choice([1.0, 1e9])))
@@ -254,7 +264,7 @@ def test_an_urgent_request_with_a_cached_prompt_passes_a_begun_prefill(shares, d
     sim.add(begun)
     sim.step()
     assert 0 < begun.num_computed < 1000
-    urgent = Request(3, [*cached, *range(10)], 2010, 1, sim.now, priority=REALTIME)
+    urgent = Request(3, [*cached, *range(10)], 2010, 1, sim.now, service=Service(REALTIME))
     sim.add(urgent)
     while not urgent.token_times:
         sim.step()
@@ -288,7 +298,7 @@ def test_the_budget_is_for_the_latest_start_of_all_that_may_run(
     starts = [prefill.num_computed for prefill in prefills]
     assert min(starts) > 16 and max(starts) < 600
     fresh = [*cached, *range(10)]
-    sim.add(Request(3, fresh, len(fresh), 1, sim.now, priority=priority))
+    sim.add(Request(3, fresh, len(fresh), 1, sim.now, service=Service(priority)))
     assert step(sim) == batch
     is_first = batch[1] == 3
     assert sim.scheduler.max_start == max([*starts, cached_tokens * is_first])
@@ -306,7 +316,7 @@ def test_a_cached_request_without_room_leaves_the_budget_of_others():
     start = begun.num_computed
     taken = sim.scheduler.pages.allocate(sim.scheduler.pages.num_free - 120)
     assert taken and start < 1000
-    sim.add(Request(3, [*cached, *range(10)], 2010, 1, sim.now, priority=REALTIME))
+    sim.add(Request(3, [*cached, *range(10)], 2010, 1, sim.now, service=Service(REALTIME)))
     assert sim.scheduler.cached_tokens_of_head() > start
     sim.scheduler.next_batch()
     assert sim.scheduler.max_start == start
@@ -524,7 +534,7 @@ def test_an_overload_with_little_memory_ends_and_recomputes_little(ageing, seed)
     for i in range(200):
         sizes = draw.randrange(4), draw.randrange(1, 600), draw.randrange(1, 80)
         r = request(i, *sizes, draw.uniform(0, 60), ttft_slo=draw.choice([None, 0.5, 5.0]))
-        r.tbt_slo = draw.choice([None, None, 0.02, 0.1])
+        r.service = replace(r.service, tbt_slo=draw.choice([None, None, 0.02, 0.1]))
         requests.append(r)
     options = dict(pages=130, max_batch=12, tile=8)
     sim = simulation(noise=0.05, seed=seed, ageing=ageing, **options).run(requests)
@@ -532,7 +542,7 @@ def test_an_overload_with_little_memory_ends_and_recomputes_little(ageing, seed)
     assert sim.scheduler.pages.num_free == 130 and not sim.scheduler.requests
     total = sum(r.prompt_len + r.max_new_tokens for r in requests)
     assert sum(r.recomputed_tokens for r in requests) < total
-    waited = [max(sim.ttft(r) for r in requests if r.priority == p) for p in range(4)]
+    waited = [max(sim.ttft(r) for r in requests if r.service.priority == p) for p in range(4)]
     if ageing == NEVER:
         assert max(waited[:NORMAL]) < 0.25 * waited[LOW]
     else:  # in an overload all end up in one class: the longest wait is not the low ones' alone

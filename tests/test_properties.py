@@ -128,7 +128,7 @@ class Watched:
             for i, _, length, _ in engine.last_iteration.chunks:
                 self.computed[i] += length
             self.preempted.update(engine.last_iteration.preempted)
-        for i, token, _, _, completion in events:
+        for i, token, _, _, completion, _ in events:
             assert i not in self.ended
             self.got[i].append(token)
             self.times[i].append(engine.last_iteration.end)

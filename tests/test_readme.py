@@ -1,10 +1,14 @@
 """The code in the READMEs runs, their commands parse, and what they say of files is so."""
 
+import ast
 import inspect
+import io
 import json
 import re
 import shlex
 import textwrap
+import tokenize
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -40,6 +44,12 @@ ALGORITHM_3 = next(block for block in CODE if block.startswith("def schedule("))
 USAGE = next(block for block in CODE if "Engine(" in block)
 POLICIES = "\n".join(block for block in CODE if "(SarathiServe):" in block)
 TEMPLATE = (ROOT / "policies/template.py").read_text("utf-8")
+ORDER = MAIN.partition("## Where to read, in this order")[2].partition("```text\n")[2]
+ORDER = ORDER.partition("```")[0].splitlines()
+LAYOUT = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
+    *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
+}
 PARSERS = {
     "bench.py": bench.parse_args,
     "sample.py": sample.parse_args,
@@ -56,6 +66,65 @@ REQUIRED = {  # arguments of a command, where a sentence only names the command
 
 def test_algorithm_3_is_quoted_as_it_stands():
     assert textwrap.dedent(inspect.getsource(SarathiServe.schedule)) == ALGORITHM_3
+
+
+def reading_list():
+    """The files of the core in README's order, a folder's as its line names them."""
+    paths = []
+    for line in ORDER:
+        _, name, text = line.split(maxsplit=2)
+        names = re.findall(r"\w+\.py", text) if name.endswith("/") else [""]
+        paths += [name + file for file in names]
+    return paths
+
+
+def code_size(source):
+    """(tokens, lines) of code: docstrings, comments and blank lines do not count."""
+    prose = set()  # lines of docstrings
+    for node in ast.walk(ast.parse(source)):
+        documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        if isinstance(node, documented) and ast.get_docstring(node) is not None:
+            prose.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    tokens = 0
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in LAYOUT and token.start[0] not in prose:
+            tokens += 1
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return tokens, len(lines)
+
+
+def test_code_is_counted_without_prose_and_layout():
+    function = "def f(x):\n    '''Doc,\n    string.'''\n\n    # comment\n    return x + 1\n"
+    assert code_size(function) == (10, 2)
+    assert code_size("a = [\n    1,\n]\n") == (6, 3)
+    assert code_size("a = 1; b = 2\n") == (7, 1)  # packed: as many tokens and more in a line
+
+
+def test_the_core_is_as_large_as_the_readme_says():
+    sizes = [code_size((ROOT / path).read_text()) for path in [*reading_list(), "errors.py"]]
+    tokens, lines = map(sum, zip(*sizes, strict=True))
+    counted = f"{tokens:,} tokens of code in {lines:,} lines, {tokens / lines:.1f} a line"
+    pattern = r"has ([\d,]+) tokens of code in ([\d,]+) lines, ([\d.]+) a line"
+    said = re.search(pattern, " ".join(MAIN.split()))
+    numbers = [float(number.replace(",", "")) for number in said.groups()]
+    assert numbers == pytest.approx([tokens, lines, tokens / lines], rel=0.02), counted
+
+
+def test_docstrings_lead_through_the_core_in_the_order_of_the_readme():
+    assert [line.split()[0] for line in ORDER] == [str(i + 1) for i in range(8)]
+    paths = reading_list()
+    assert len(paths) == 10
+    docs = {path: ast.get_docstring(ast.parse((ROOT / path).read_text())) for path in paths}
+    for path, following in pairwise(paths):
+        named = re.search(r"[\w/]*\w(?:\.py|/)", docs[path].partition("Read next:")[2])
+        name = following.removesuffix("__init__.py")
+        assert named and named[0] in (name, Path(name).name), f"{path}: Read next: {name}"
+    for i, path in enumerate(paths):
+        before = docs[path].partition("Read first:")[2].partition("Read next:")[0]
+        before = before.partition("Beside it:")[0]
+        for name in re.findall(r"\w+\.py", before):
+            assert name in {Path(earlier).name for earlier in paths[:i]}, f"{path}: {name}"
 
 
 def test_the_simulator_counts_what_is_off_as_its_results_do():

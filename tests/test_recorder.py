@@ -2,9 +2,10 @@
 
 import pytest
 
-from engine import Engine, Iteration
+from engine import Engine
 from kv_cache import Pages
 from policies import make_scheduler
+from policies.pages import CachedPages
 from sampling import SamplingParams
 from scheduler import Request
 from tests.helpers import tiny_model
@@ -23,7 +24,7 @@ def decided(policy, requests, pages=16, page_size=16, max_batch=4, **options):
     now = 0.0
     while scheduler.requests:
         batch = scheduler.next_batch()
-        iteration = Iteration.begin(batch, [scheduler], start=now)
+        iteration = scheduler.iteration(batch, now, end=now)
         iteration = iteration._replace(end=now + 1, launch=now + 0.25)
         tokens = [0 if chunk.yields_token else None for chunk in batch]
         now += 1
@@ -65,7 +66,7 @@ def test_a_prompt_that_is_not_cut_waits_for_budget_of_its_whole_length():
 
 def test_pages_needed_are_fewer_when_shared_and_include_unread_ones():
     def make():
-        pages = Pages(8, 16, prefix_caching=True)
+        pages = CachedPages(8, 16)
         return make_scheduler("sarathi-serve", pages, chunk=64, max_batch=4, max_len=128)
 
     def step(scheduler):

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from config import EngineConfig
-from engine import Completion, Engine
+from engine import Engine
 from lab.measure import capacity
 from lab.measure import timing as measure
+from lab.measure import token_budget as slo
 from lab.measure.capacity import (
     Base,
     Bounded,
@@ -32,12 +33,12 @@ from lab.measure.capacity import (
 from lab.measure.load_run import Clock, EngineServer, serve
 from lab.measure.run_loop import LoadRun, Run
 from lab.measure.run_plan import run_plan
+from lab.measure.token_budget import Profiled, hybrid_spans
 from lab.measure.workload import Arrival, chats, prompts
 from model import GPT
 from parallel.stages import ParallelEngine
 from policies import POLICIES
-from policies import token_budget as slo
-from policies.token_budget import Profiled, hybrid_spans
+from request import Completion
 from sampling import SamplingParams
 from tests.helpers import alone, tiny_model
 
@@ -97,7 +98,7 @@ def test_the_rate_of_chats_is_that_at_which_they_are_offered():
     """Turns that wait for answers come no quicker than the server is; 4 chats, a second apart."""
     first = [Arrival(float(time), 9, 6) for time in range(4)]
     for turns, offered in ((1, None), (3, 11 / 3)):
-        server = EngineServer(Engine.from_config(Silent(), SMALL), Clock(lambda: 0.0))
+        server = EngineServer(Engine(Silent(), SMALL), Clock(lambda: 0.0))
         run = LoadRun(server, chats(first, turns))
         assert run.result().offered_per_s == offered
     came = [20.0 * min(i, 5) + 10.0 * max(0, i - 5) for i in range(20)]  # and then no quicker
@@ -205,7 +206,7 @@ def test_an_interrupted_run_is_what_was_seen_of_it(turns):
             return time.now()
 
         run_clock = Clock(clock)
-        engine = Engine.from_config(Silent(), replace(SMALL, policy="vllm"), clock=run_clock)
+        engine = Engine(Silent(), replace(SMALL, policy="vllm"), clock=run_clock)
         return LoadRun(EngineServer(engine, run_clock, time.sleep), load, tokens)
 
     full = load_run(10**6).run()
@@ -324,8 +325,7 @@ def test_a_pipeline_is_probed_when_no_batch_is_in_flight(monkeypatch):
     engine = object.__new__(ParallelEngine)
     engine.runner = SimpleNamespace(model=MODEL)
     engine.step = engine.abort = None
-    engine.schedulers = ()
-    engine.scheduler = SimpleNamespace(requests={})
+    engine.scheduler = SimpleNamespace(requests={}, journal=SimpleNamespace(schedulers=()))
     server = EngineServer(engine, Clock(lambda: 0.0))
     for flights, probes in [(("a batch",), 0), ((), 1), ((), 1)]:
         engine.flights = flights

@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from config import EngineConfig
-from kv_cache import Pages
 from policies import POLICIES, make_scheduler
+from policies.custom import Guard, PolicyError
 from policies.micro_batches import MicroBatches
-from scheduler import VLLM, Batch, Request, SarathiServe
+from policies.pages import make_pages
+from request import Service
+from scheduler import Batch, Request, SarathiServe
 from tests.helpers import GROWING, IN_ORDER, RESERVING, check_integrity, owned
 
 EVERY = pytest.mark.parametrize("policy", POLICIES)
@@ -30,7 +32,7 @@ def advance(scheduler, batch, now=0.0, token=0):
 def queue(policy, pages, page_size, *requests, **options):
     """A scheduler and the Requests (prompt_len, max_new_tokens, more fields) in its line."""
     options = dict(chunk=64, max_batch=9, max_len=pages * page_size) | options
-    scheduler = make_scheduler(policy, Pages(pages, page_size), **options)
+    scheduler = make_scheduler(policy, make_pages(pages, page_size), **options)
     requests = [Request(i, [0] * n, n, *fields) for i, (n, *fields) in enumerate(requests)]
     for request in requests:
         scheduler.add(request)
@@ -113,7 +115,7 @@ def test_sarathi_aligns_chunk_and_decodes_to_the_tile(chunk, tile, total):
 
 def decoding(policy, page_size, pages, *requests, **options):
     """A scheduler with running requests (prompt_len, arrival, priority) that all decode next."""
-    fields = [(n, 4, arrival, frozenset(), None, *priority) for n, arrival, *priority in requests]
+    fields = [(n, 4, arrival, frozenset(), None, Service(*p)) for n, arrival, *p in requests]
     options = dict(max_batch=len(requests) + 1, clock=lambda: 10.0) | options
     scheduler, _ = queue(policy, pages, page_size, *fields, **options)
     while request := scheduler.admit():
@@ -252,9 +254,9 @@ def test_an_interrupted_schedule_is_begun_again(monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Batch, "add", interrupted)
         scheduler.next_batch()
-    scheduler.mend()
+    scheduler.journal.mend()
     assert list(scheduler.waiting) == requests and not scheduler.running
-    assert scheduler.restarts == 1 and scheduler.preempted == [0, 1]
+    assert scheduler.journal.restarts == 1 and scheduler.preempted == [0, 1]
     assert [(r.preemptions, r.recomputed_tokens) for r in requests] == [(1, 3), (1, 3), (0, 0)]
     assert scheduler.pages.num_free == 8 and not any(r.pages or r.num_computed for r in requests)
     while batch := scheduler.next_batch():
@@ -262,10 +264,19 @@ def test_an_interrupted_schedule_is_begun_again(monkeypatch):
     assert [len(r.tokens) for r in requests] == [7, 10, 6]
 
 
-def test_a_policy_with_nothing_to_do_though_there_is_work_is_an_error(monkeypatch):
+class Idle(SarathiServe):
+    """Computes nothing."""
+
+    def schedule(self):
+        return Batch()
+
+
+def test_a_policy_with_nothing_to_do_though_there_is_work_is_an_error():
     scheduler, [request] = started((1, 1))
-    monkeypatch.setattr(SarathiServe, "schedule", lambda self: Batch())
-    with pytest.raises(RuntimeError, match=r"SarathiServe.schedule\(\) returned .*nothing to do"):
+    scheduler.__class__ = Idle
+    with pytest.raises(
+        RuntimeError, match=r"Idle.schedule\(\) returned \[\], but there are requests"
+    ):
         scheduler.next_batch()
     scheduler.finish(request, "abort")
     assert scheduler.next_batch() == []
@@ -294,15 +305,17 @@ def test_a_lost_request_is_named_when_nothing_else_is_left_to_do():
     check_integrity(scheduler.pages, [])
 
 
-def test_a_request_that_runs_in_another_micro_batch_is_not_lost(monkeypatch):
+def test_a_request_that_runs_in_another_micro_batch_is_not_lost():
     config = EngineConfig("vllm", chunk=8, max_batch=1, max_len=8, page_size=8, pages=2)
-    schedulers = config.schedulers(clock=lambda: 0.0, pp=2)
+    schedulers = [config.scheduler(float, parts=2) for _ in range(2)]
     micro_batches = MicroBatches(schedulers, pp=2)
     for i in range(2):
         schedulers[0].add(Request(i, [0] * 4, 4, 2))
     assert [chunk.request.id for chunk in micro_batches.next_batch(0, 0.0)] == [0]
-    monkeypatch.setattr(VLLM, "schedule", lambda self: Batch())
-    with pytest.raises(RuntimeError, match=r"VLLM.schedule\(\) returned \[\]: nothing to do"):
+    schedulers[1].__class__ = Idle
+    with pytest.raises(
+        RuntimeError, match=r"Idle.schedule\(\) returned \[\], but there are requests"
+    ):
         micro_batches.next_batch(1, 0.0)
 
 
@@ -348,9 +361,9 @@ def test_integers_of_numpy_are_whole_numbers(monkeypatch):
 
 def test_a_schedule_without_a_return_is_asked_for_it(monkeypatch):
     scheduler, _ = queue("sarathi-serve", 8, 8, (20, 3))
-    monkeypatch.setattr(SarathiServe, "schedule", lambda self: None)
-    forgot = r"^SarathiServe.schedule\(\) returned None: .*, did you forget return\?$"
-    with pytest.raises(RuntimeError, match=forgot):
+    monkeypatch.setattr(Idle, "schedule", lambda self: None)
+    scheduler.__class__ = type("Guarded", (Guard, Idle), {})
+    with pytest.raises(PolicyError, match=r"^schedule\(\) returned None: did you forget return\?$"):
         scheduler.next_batch()
 
 
@@ -457,14 +470,15 @@ def test_memory_must_hold_one_request_of_max_len(policy):
         with pytest.raises(ValueError, match="of 30 tokens .* max_new_tokens=4.*max_len=33"):
             scheduler.check_fits(30, 4)
     for page_size, pages, needed in ((16, 2, 3), (1, 32, 33)):
+        sizes = dict(page_size=page_size, pages=pages, max_batch=9, max_len=33)
         message = f"pages={pages}: a request of max_len=33 takes {needed} pages"
         with pytest.raises(ValueError, match=message):
-            queue(policy, pages, page_size, max_len=33)
+            EngineConfig(policy, **sizes).scheduler(clock=float)
 
 
 @given(st.data(), st.integers(1, 24))
 def test_pages_are_a_set_with_some_taken(data, total):
-    pages = Pages(total, 4)
+    pages = make_pages(total, 4)
     free = set(range(total))
     tables = []
     for _ in range(data.draw(st.integers(0, 30))):
@@ -508,7 +522,7 @@ def test_pages_are_a_set_with_some_taken(data, total):
 
 
 def test_integrity_is_checked():
-    pages = Pages(8, 4)
+    pages = make_pages(8, 4)
     table = pages.allocate(4)
     assert pages.allocate(5) is None
     pages.free([table.pop(0)])
@@ -524,7 +538,7 @@ def test_integrity_is_checked():
 
 
 def test_bad_options_are_refused():
-    zeros = "sarathi chunk max_batch max_len tile, dynamic tile tbt_slo, priority ttft_slo ageing"
+    zeros = "sarathi tile, dynamic tile tbt_slo, priority ttft_slo ageing"
     with pytest.raises(ValueError, match="policy='sarati'.*sarathi-serve"):
         queue("sarati", 2, 16)
     for policy, *options in map(str.split, zeros.split(",")):
@@ -539,7 +553,7 @@ def test_bad_options_are_refused():
 @pytest.mark.parametrize("policy", [*IN_ORDER, "priority"])
 def test_the_work_of_schedule_does_not_grow_with_the_queue(policy):
     def calls_in_schedule(waiting):
-        requests = [(8, 9, 0.0, frozenset(), None, i % 4) for i in range(8 + waiting)]
+        requests = [(8, 9, 0.0, frozenset(), None, Service(i % 4)) for i in range(8 + waiting)]
         options = dict(chunk=16, max_batch=8, max_len=64, clock=lambda: 0.0)
         scheduler, _ = queue(policy, 40, 16, *requests, **options)
         for _ in range(3):  # all that run decode

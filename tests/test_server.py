@@ -18,8 +18,8 @@ from lab.measure.capacity import judge
 from lab.measure.metrics import request_rows
 from lab.measure.remote_server import RemoteServer
 from lab.measure.workload import Arrival, prompts
-from outputs import Event
 from pretrained.tokenizers import byte_tokenizer, load_tokenizer
+from request import Event
 from sampling import SamplingParams
 from server.__main__ import default_sampling, make_engine, parse_args
 from tests import forked
@@ -228,7 +228,7 @@ def test_a_third_of_many_clients_may_leave(tiny):
 def test_a_client_that_leaves_frees_its_pages_even_while_waiting(stream):
     with serving(circle(), byte_tokenizer(), max_batch=1, max_len=512) as served:
         fields = dict(model="tiny", prompt="a", max_tokens=500, stream=stream)
-        served.engine.runner.flatten = slow(served.engine.runner.flatten, 0.02)  # 10 s
+        served.engine.runner.fetch = slow(served.engine.runner.fetch, 0.02)  # 10 s
         before = socket.create_connection(served.http.base_url.netloc.decode().split(":"))
         behind = socket.create_connection(served.http.base_url.netloc.decode().split(":"))
         for connection, waiting in ((before, 0), (behind, 1)):
@@ -397,7 +397,7 @@ def test_records_that_are_too_old_are_a_snapshot(monkeypatch):
 
 def test_what_takes_too_long_is_cut_off_when_the_server_ends(capfd):
     with serving(drain_s=0.3) as served:
-        served.engine.runner.flatten = slow(served.engine.runner.flatten, 0.05)
+        served.engine.runner.fetch = slow(served.engine.runner.fetch, 0.05)
         fields = dict(model="tiny", prompt="a", max_tokens=120, stream=True)
         running = served.client.completions.create(**fields)
         next(iter(running))
@@ -443,8 +443,8 @@ DROPS_DECODES = """
 from scheduler import SarathiServe
 
 class DropsDecodes(SarathiServe):
-    def decoding(self):
-        return super().decoding()[:1]
+    def grow_decodes(self):
+        return super().grow_decodes()[:1]
 """
 
 
@@ -550,9 +550,9 @@ def test_a_remote_server_is_measured_as_this_machine_is():
         ended = []
         run_result = remote.serve(arrivals, prompts(arrivals, 256, 0), lambda: ended.append(1))
         assert remote.model == "tiny" and len(ended) == 3
-        assert [call.args[0].user for call in scheduler.add.call_args_list] == ["ann"] * 3
+        assert [call.args[0].service.user for call in scheduler.add.call_args_list] == ["ann"] * 3
     with serving(circle(), byte_tokenizer(), max_waiting=1) as served:
-        served.engine.runner.flatten = slow(served.engine.runner.flatten, 0.2)
+        served.engine.runner.fetch = slow(served.engine.runner.fetch, 0.2)
         arrivals = [Arrival(0.0, 5, 2)] * 8
         crowd = RemoteServer(f"{served.url}/v1").serve(arrivals, prompts(arrivals, 256, 0))
     assert [(len(c.prompt), len(c.token_times)) for c in run_result.completions] == [

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from outputs import Event
 from pretrained.tokenizers import Tokenizer, load_tokenizer
+from request import Event
 from tests import forked
 from tests.helpers import with_slow
 from tests.servers import (
@@ -389,7 +389,7 @@ def test_a_body_may_be_longer_than_headers():
 
 def test_headers_that_begin_behind_a_long_body_are_not_too_long():
     with serving() as served, connect(served) as connection:
-        served.engine.runner.flatten = slow(served.engine.runner.flatten, 0.01)
+        served.engine.runner.fetch = slow(served.engine.runner.fetch, 0.01)
         long_body = http_post(body_of().ljust(500_000))
         for _ in range(3):
             connection.sendall(long_body + b"GET /health HT")
@@ -406,7 +406,7 @@ def test_headers_that_begin_behind_a_long_body_are_not_too_long():
 def test_a_response_goes_on_while_the_next_headers_wait(monkeypatch):
     monkeypatch.setattr(connections, "HEADERS_S", 0.1)
     with serving() as served, connect(served) as connection:
-        served.engine.runner.flatten = slow(served.engine.runner.flatten, 0.05)
+        served.engine.runner.fetch = slow(served.engine.runner.fetch, 0.05)
         connection.sendall(http_post(body_of(stream=True)) + b"GET / HT")  # a second, at least
         answer = read_all(connection)
         assert answer.count(b"data: {") == 20
@@ -444,7 +444,7 @@ LEAVING = {
 @pytest.mark.parametrize("moment", LEAVING)
 def test_a_client_that_leaves_leaves_no_traceback(moment, leave, capfd, caplog):
     with serving() as served:
-        served.engine.runner.flatten = slow(served.engine.runner.flatten, 0.01)
+        served.engine.runner.fetch = slow(served.engine.runner.fetch, 0.01)
         for wait_s in (0, 0.05, 0.1):
             connection = connect(served)
             connection.sendall(LEAVING[moment])
@@ -458,7 +458,7 @@ def test_a_client_that_leaves_leaves_no_traceback(moment, leave, capfd, caplog):
 
 def test_a_client_that_leaves_ends_all_its_requests():
     with serving(max_len=512) as served:
-        served.engine.runner.flatten = slow(served.engine.runner.flatten, 0.1)  # 50 s for one
+        served.engine.runner.fetch = slow(served.engine.runner.fetch, 0.1)  # 50 s for one
         with connect(served) as connection:
             connection.sendall(http_post(body_of(max_tokens=500)) + http_post(body_of()))
             wait_for(lambda: served.engine.has_work)
@@ -477,7 +477,7 @@ def asked(served, body):
 
 def test_what_the_end_cuts_off_gets_an_error(capfd):
     with serving(max_batch=2, drain_s=0.3) as served, ThreadPoolExecutor() as pool:
-        served.engine.runner.flatten = slow(served.engine.runner.flatten, 0.05)
+        served.engine.runner.fetch = slow(served.engine.runner.fetch, 0.05)
         long = dict(max_tokens=100)
         stream = pool.submit(asked, served, http_post(body_of(stream=True, **long)))
         whole = pool.submit(asked, served, http_post(body_of(**long)))

@@ -26,7 +26,7 @@ from tests.servers import (
 
 def test_a_full_queue_is_answered_429():
     with serving(max_batch=1, max_waiting=1) as served:
-        served.engine.runner.flatten = slow(served.engine.runner.flatten, 0.01)
+        served.engine.runner.fetch = slow(served.engine.runner.fetch, 0.01)
         with ThreadPoolExecutor() as pool:
             asking = []
             for requests in (1, 2):
@@ -188,18 +188,18 @@ def test_an_api_key():
 
 def test_a_step_that_fails_is_a_500_for_its_requests_and_no_others():
     with serving(max_batch=1) as served:
-        flatten = served.engine.runner.flatten
+        fetch = served.engine.runner.fetch
         runner = served.engine.runner
         failing = threading.Event()
 
-        def broken(spans):
+        def broken(*batch):
             time.sleep(0.01)
             if failing.is_set():
                 failing.clear()
                 raise RuntimeError("out of order")
-            return flatten(spans)
+            return fetch(*batch)
 
-        runner.flatten = broken
+        runner.fetch = broken
         asked = dict(model="tiny", max_tokens=50, stream=True, temperature=0)
         first = served.client.completions.create(prompt="a", **asked)
         with ThreadPoolExecutor() as pool:

@@ -8,22 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_cache import Pages
+from policies.pages import CachedPages, make_pages
+from request import Request
 from tests.helpers import check_integrity, named
 
 
 def names_of(pages, tokens):
     """The names of all full pages of these tokens."""
-    names = []
-    pages.extend_hashes(names, tokens)
-    return names
+    return pages.hashes(Request(0, list(tokens), len(tokens), 1))
 
 
 class SharedPages:
     """Pages of two tokens, and what must be true of them."""
 
     def __init__(self, total):
-        self.pages = Pages(total, 2, prefix_caching=True)
+        self.pages = CachedPages(total, 2)
         self.total = total
         self.tables = []  # tokens, names and pages, and how many of these are full and kept
         self.content = {}  # all tokens up to the end of a page -> the page that is found
@@ -61,7 +60,7 @@ class SharedPages:
         unread = set(found).difference(self.readers)
         assert self.pages.count_free(found) == len(unread)
         if more + len(unread) <= self.pages.num_free:
-            self.pages.acquire(found)
+            self.pages.take(found)
             self.left = [page for page in self.left if page not in found]
             table = SimpleNamespace(tokens=tokens, names=names, pages=found, full=len(found))
             self.tables.append(table)
@@ -70,7 +69,7 @@ class SharedPages:
     def compute(self, table, count):
         """Some more of its pages are full."""
         end = min(table.full + count, len(table.tokens) // 2)
-        self.pages.extend_hashes(table.names, table.tokens)
+        table.names = names_of(self.pages, table.tokens)
         self.pages.publish(table.pages[table.full : end], table.names[table.full : end])
         for i in range(table.full, end):
             self.content.setdefault(tuple(table.tokens[: 2 * i + 2]), table.pages[i])
@@ -130,26 +129,27 @@ def test_pages_are_found_shared_and_given_away_as_they_promise(data, total):
 
 
 def test_a_page_hash_stands_for_all_tokens_up_to_its_end():
-    pages = Pages(4, 2, prefix_caching=True)
+    pages = CachedPages(4, 2)
     beginnings = [[1, 2], [2, 1], [1, 258], [0, 1], [256, 1], [1, 0], [1, 2, 1, 2], [3, 4, 1, 2]]
     beginnings += [[1, 2, 1, 2, 1, 2], [0, 0], [0, 0, 0, 0], [2**40, 1], [1, 2**40]]
     last = [names_of(pages, tokens)[-1] for tokens in beginnings]
     assert len(set(last)) == len(beginnings)
     assert names_of(pages, [1, 2, 3, 4, 5])[:1] == names_of(pages, (1, 2)) == last[:1]
-    names = names_of(pages, [1, 2, 3])
-    pages.extend_hashes(names, [1, 2, 3, 4, 5, 6, 7])  # goes on where it was
+    request = Request(0, [1, 2, 3], 3, 9)
+    assert len(pages.hashes(request)) == 1
+    request.tokens += [4, 5, 6, 7]  # goes on where it was
+    names = pages.hashes(request)
     assert names == names_of(pages, [1, 2, 3, 4, 5, 6]) and len(names) == 3
-    assert names_of(Pages(4, 2), [1, 2, 3, 4]) == []
 
 
 def test_the_least_recently_used_page_goes_first_from_the_end():
-    pages = Pages(5, 1, prefix_caching=True)
+    pages = CachedPages(5, 1)
     old = pages.allocate(3)
     new = pages.allocate(2)
     for table, tokens in ((old, [1, 2, 3]), (new, [4, 5])):
         pages.publish(table, names_of(pages, tokens))
         pages.free(table)
-    pages.acquire(old[:1])
+    pages.take(old[:1])
     pages.free(old[:1])  # left later than all others
     went = [pages.allocate(1) for _ in range(5)]
     assert went == [old[2:], old[1:2], new[1:], new[:1], old[:1]]
@@ -157,7 +157,7 @@ def test_the_least_recently_used_page_goes_first_from_the_end():
 
 
 def test_a_request_grows_into_the_next_page_even_if_that_is_the_last():
-    pages = Pages(4, 2)
+    pages = make_pages(4, 2)
     assert pages.allocate(3) == [0, 1, 2]
     pages.free([0])
     assert pages.allocate(1, after=2) == [3]
@@ -175,7 +175,7 @@ def test_an_interrupt_in_keep_leaves_no_name_of_other_content(again):
         return trace
 
     for at in range(1, 30):
-        pages = Pages(2, 1, prefix_caching=True)
+        pages = CachedPages(2, 1)
         before = pages.allocate(2)
         pages.publish(before, names_of(pages, [1, 2]))
         pages.free(before)

@@ -11,7 +11,8 @@ from collections import Counter
 import pytest
 import torch
 
-from engine import Engine, QueueFull
+from engine import Engine
+from errors import QueueFull
 from model import GPT, GPTConfig
 from sampling import SamplingParams
 from tests.helpers import alone, check_integrity, guard

@@ -13,6 +13,7 @@ HIDDEN_OR_FOREIGN = re.compile(r"(^|/)(\.|__pycache__|results/)")
 PROGRAMS_OF_TESTS = {"cpu_time.py", "rank_program.py", "test_lockstep.py"}
 MAX_NAME = 70
 LINE_COUNT = re.compile(r"\b\d[\d,]* lines\b", re.IGNORECASE)
+COUNTED = re.compile(r"has [\d,]+ tokens\s+of\s+code\s+in\s+[\d,]+\s+lines")  # by test_readme.py
 
 
 def files(suffix):
@@ -178,5 +179,7 @@ def test_no_text_counts_the_lines_of_files():
     for path, tree in python().items():
         if path not in paths_of_tests():
             counts += [(path, text) for text in docstrings(tree) if LINE_COUNT.search(text)]
-    counts += [(path, text) for path, text in files("README.md").items() if LINE_COUNT.search(text)]
+    readmes = files("README.md")
+    readmes["README.md"] = COUNTED.sub("", readmes["README.md"])
+    counts += [(path, text) for path, text in readmes.items() if LINE_COUNT.search(text)]
     assert [(path, LINE_COUNT.search(text)[0]) for path, text in counts] == []

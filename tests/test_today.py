@@ -9,6 +9,8 @@ from engine import Engine
 from kv_cache import Pages
 from lab.simulator.referee import check_random_loads, rules_of
 from policies import ALL_POLICIES, TODAY, make_scheduler
+from policies.pages import make_pages
+from request import Service
 from sampling import SamplingParams
 from scheduler import Request
 from tests.helpers import tiny_model, with_slow
@@ -22,14 +24,16 @@ class World:
     def __init__(self, policy, page_size=4, pages=64, max_batch=8, shares=False, **options):
         options = dict(chunk=8, max_len=64) | options
         self.scheduler = make_scheduler(
-            policy, Pages(pages, page_size, shares), max_batch=max_batch, **options
+            policy, make_pages(pages, page_size, shares), max_batch=max_batch, **options
         )
         self.ids = 0
 
     def add(self, prompt, max_new_tokens=4, user=""):
         """Queue a prompt: its length, or its tokens. Returns the Request."""
         tokens = [1000 + self.ids] * prompt if isinstance(prompt, int) else list(prompt)
-        request = Request(self.ids, tokens, len(tokens), max_new_tokens, self.ids, user=user)
+        request = Request(
+            self.ids, tokens, len(tokens), max_new_tokens, self.ids, service=Service(user=user)
+        )
         self.ids += 1
         self.scheduler.add(request)
         return request

@@ -1,4 +1,4 @@
-"""The one-time profile: what it times, what it chooses, what chunk="auto" makes of it.
+"""The one-time profile: what it times, what it chooses, what auto_budget makes of it.
 
 No clock is believed.
 """
@@ -7,10 +7,11 @@ import warnings
 
 import pytest
 
-from engine import Engine, Runner
-from policies import token_budget as slo
-from policies.token_budget import Profiled, choose_budget, hybrid_spans
+from engine import Engine
+from lab.measure import token_budget as slo
+from lab.measure.token_budget import Profiled, auto_budget, choose_budget, hybrid_spans
 from sampling import SamplingParams
+from speedups.runner import Runner
 from tests.helpers import alone, poisoned_cache, tiny_model
 
 
@@ -82,8 +83,8 @@ def test_each_case_is_run_and_gets_the_median_of_its_own_times(monkeypatch):
 
 @pytest.mark.parametrize("policy", ["request-level", "orca", "vllm", "hybrid-only"])
 def test_auto_is_refused_where_prompts_are_not_cut(policy):
-    with pytest.raises(ValueError, match=f"chunk='auto': policy '{policy}' does not cut prompts"):
-        Engine(tiny_model(), policy=policy, chunk="auto", max_batch=2, max_len=32)
+    with pytest.raises(ValueError, match=f"chunk: policy '{policy}' does not cut prompts"):
+        auto(policy, max_batch=2, max_len=32)
 
 
 @pytest.mark.parametrize("tile", [1, 8, 32, 128])
@@ -144,7 +145,8 @@ PROMPTS = [[7, 8, 9], [1] * 20, [5], [3, 1, 4, 1, 5, 9, 2, 6] * 4, [60, 0, 60]]
 
 
 def auto(policy, **settings):
-    return Engine(tiny_model(), policy=policy, chunk="auto", **settings)
+    model = tiny_model()
+    return Engine(model, auto_budget(Engine(model, policy=policy, **settings)))
 
 
 def test_the_base_iteration_reads_distinct_pages_even_if_few_exist(law, monkeypatch):

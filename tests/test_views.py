@@ -10,8 +10,8 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
 from lab.measure.capacity import Bounded
-from outputs import Completion, Iteration
 from policies import ALL_POLICIES
+from request import Completion, Iteration
 from tests.test_metrics import a_completion, an_iteration, decode, prefill
 from views import style
 from views.bars import Beside, plot_beside_published

@@ -231,7 +231,7 @@ SCALING = dict(
 )
 CONFIG = dict(
     policy=POLICY,
-    chunk=either(size, one_of(["auto"])),
+    chunk=size,
     max_batch=optional(size),
     max_len=optional(size),
     page_size=optional(size),
@@ -244,18 +244,16 @@ CONFIG = dict(
 ENGINE = CONFIG | dict(
     model=lambda value: isinstance(value, GPT) and value.device.type == "cpu",
     policy=POLICY,
-    chunk=size,  # and not "auto": the policy is orca
     max_len=whole(8, 64),  # from a page to all pages, so that the model's limit is too much
     page_size=optional(whole(4, 32)),  # from an eighth of max_len to max_len
     pages=optional(whole(4, 2**20)),
     attention=one_of({name for name in BACKENDS if DEVICES.get(name) != "cuda"}),
-    policy_options=optional(no_options),
     tokenizer=optional(tokenizer),
     clock=callable,
 )
 FROM_CONFIG = dict(
     model=instance(GPT),
-    config=instance(EngineConfig),
+    config=optional(instance(EngineConfig)),
     tokenizer=optional(instance(Tokenizer)),
     clock=callable,
 )
@@ -273,17 +271,13 @@ GENERATE = dict(prompts=prompts, params=params_of_two, progress=flag)
 ABORT = dict(request_id=lambda value: is_whole(value) and value in (0, 1))
 SCHEDULER = dict(
     policy=POLICY,
-    pages=lambda value: isinstance(value, Pages) and value.total == 8,
-    chunk=size,
-    max_batch=size,
-    max_len=whole(1, 64),
+    pages=lambda value: isinstance(value, Pages),
     clock=callable,
     tile=size,
     tbt_slo=optional(positive),
     profile=profile,
 )
 PRIORITY = dict(ttft_slo=positive, ageing=positive)
-PAGES = dict(total=whole(0, 2**28), page_size=size, prefix_caching=flag)
 MODEL_ARGUMENTS = dict(
     config=instance(GPTConfig),
     device=either(one_of(["cpu", "meta"]), instance(torch.device)),
@@ -306,7 +300,7 @@ def scaling(engine, **changes):
 
 def from_config(engine, **changes):
     """An engine with the config of another."""
-    return Engine.from_config(**dict(model=MODEL, config=engine.config) | changes)
+    return Engine(**dict(model=MODEL, config=engine.config) | changes)
 
 
 def add_request(engine, **changes):
@@ -349,7 +343,6 @@ TARGETS = {
     "abort": (ABORT, lambda engine, **changes: engine.abort(**changes)),
     "make_scheduler": (SCHEDULER, scheduler),
     "priority": (PRIORITY, priority),
-    "Pages": (PAGES, lambda engine, **changes: Pages(**dict(total=8, page_size=8) | changes)),
     "GPT": (
         MODEL_ARGUMENTS,
         lambda engine, **changes: GPT(**dict(config=MODEL.config, seed=None) | changes),
@@ -367,7 +360,8 @@ def state(engine):
     scheduler = engine.scheduler
     requests = [(r.id, r.num_computed, tuple(r.tokens)) for r in scheduler.requests.values()]
     queues = [[r.id for r in queue] for queue in (scheduler.waiting, scheduler.running)]
-    counts = (scheduler.pages.num_free, scheduler.restarts, scheduler.torn, engine._next_id)
+    journal = scheduler.journal
+    counts = (scheduler.pages.num_free, journal.restarts, journal.broken, engine._next_id)
     return requests, queues, counts, engine.config, engine.has_work
 
 
@@ -442,7 +436,7 @@ REFUSED = [  # (target, argument, values): each would lead to an error far away,
     ("Engine", "tokenizer", ["x", 0, Tokenizer, *BROKEN_TOKENIZERS]),
     ("Engine", "clock", [5, None]),
     ("Engine", "policy_options", [0, False, "", {"clock": time.monotonic}]),
-    ("from_config", "config", [None, 5, {}]),
+    ("from_config", "config", [5, {}]),
     ("add_request", "params", [0, False, "", {}]),
     ("add_request", "prompt", [None, [True], {1: 2}, {1, 2}, b"ab", torch.tensor([True]), NESTED]),
     ("add_request", "prompt", [NO_VALUES, [NO_VALUES], torch.tensor([1, 2]).to_sparse()]),
@@ -458,13 +452,10 @@ REFUSED = [  # (target, argument, values): each would lead to an error far away,
     ),
     ("generate", "progress", [1, "yes"]),
     ("abort", "request_id", ["x", None, True, -1, 7]),
-    ("make_scheduler", "pages", [None, 8, Pages(2, 8)]),
+    ("make_scheduler", "pages", [None, 8]),
     ("make_scheduler", "clock", [5, None]),
     ("make_scheduler", "tile", [True]),
     ("make_scheduler", "profile", [5, [(1, 2)], [(BatchShape(decodes=1), "1")], NO_VALUES]),
-    ("Pages", "total", [True, -1, 2.0, None, 2**40]),
-    ("Pages", "page_size", [0, "8"]),
-    ("Pages", "prefix_caching", [1]),
     ("GPT", "config", [None, "llama-tiny"]),
     ("GPT", "device", ["nonsense", "cuda:99", 5, None]),
     ("GPT", "dtype", ["float32", torch.int64, torch.complex64, None]),
@@ -488,10 +479,11 @@ def test_an_unknown_keyword_is_a_type_error():
 
 def test_small_integers_of_numpy_do_not_overflow():
     sizes = {name: np.uint8(200) for name in ("chunk", "max_batch", "max_len")}
-    made = make_scheduler("sarathi", Pages(np.uint8(100), np.uint8(16)), tile=np.uint8(7), **sizes)
+    sizes |= dict(pages=np.uint8(100), page_size=np.uint8(16))
+    config = EngineConfig("sarathi", policy_options=dict(tile=np.uint8(7)), **sizes)
+    made = config.scheduler(time.monotonic)
     assert (made.chunk, made.max_batch, made.max_len, made.budget) == (200, 200, 200, 196)
     assert {type(made.max_len), type(made.budget), type(made.pages.total)} == {int}
-    assert make_scheduler("sarathi", Pages(9, 64), **sizes | dict(chunk=500), tile=np.uint8(7))
     config = GPTConfig.preset("llama-tiny", n_head=np.uint8(16), n_embd=np.uint8(224))
     assert type(config.n_head) is int and config.n_embd * config.n_head == 3584
     config = EngineConfig(max_batch=np.uint8(200), max_len=np.uint8(200), pages=np.uint8(9))
@@ -533,8 +525,8 @@ def test_a_clock_that_returns_no_seconds_is_named(seconds):
     [
         (dict(page_size=2**31), "page_size=2147483648: must be at most max_len=2048"),
         (dict(max_batch=2**40), "max_batch=1099511627776, max_len=2048: takes"),
-        (dict(pages=2**40), "pages=1099511627776, page_size=2048: takes"),
-        (dict(page_size=16, pages=2**40), "pages=1099511627776, page_size=16: takes"),
+        (dict(pages=2**40), "pages=1099511627776: must be .* at most 268435456"),
+        (dict(page_size=16, pages=2**28), "pages=268435456, page_size=16: takes"),
     ],
 )
 def test_the_size_that_was_wrong_is_named(sizes, cause):

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attention
-from attention import SDPA, fallback, xformers
+from attention import SDPA, PagedSDPA, fallback, xformers
 from attention.decode_sizes import padded_size, padded_sizes
 from attention.xformers import XFormers
 from engine import Engine
@@ -162,7 +162,7 @@ def test_xformers_plan_equals_sdpa(model, case, split_k, on_a_pretended_gpu, mon
     q = torch.randn(
         n + num_chunk_tokens, model.config.n_head, model.config.head_dim, dtype=torch.float64
     )
-    expected = SDPA(model.config, cache).plan(decodes + chunks)(q, *layer)
+    expected = PagedSDPA(model.config, cache).plan(decodes + chunks)(q, *layer)
     close(backend.plan(decodes + chunks)(q, *layer), expected)
     assert calls == [
         (decode_operator, size, pages),

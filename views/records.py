@@ -10,14 +10,14 @@ web/. Plain Python without a model, as it runs in a browser, too. Read first: en
 page.py."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any, NotRequired, TypedDict
 
-from outputs import Iteration
 from policies.micro_batches import StageRun
 from policies.pools import DecodeInstance, PrefillInstance, Sent
-from scheduler import Batch, Request, Scheduler
+from request import Iteration
+from scheduler import Batch, Observer, Request, Scheduler
 from views.policy_notes import policy_name, policy_note
 
 MAX_QUEUE = 40  # this many waiting requests are recorded, in their order
@@ -108,7 +108,7 @@ class Decision(TypedDict):
     why: list[Any] | None
 
 
-class Recorder:
+class Recorder(Observer):
     """Keeps the records of a run in `records`.
 
     `settings` are those of the schedulers: policy, chunk, max_batch, max_len, pages, page_size,
@@ -147,25 +147,14 @@ class Recorder:
                 *instance_names("prefill", prefills),
                 *instance_names("decode", decodes),
             ]
-        for micro_batch, scheduler in enumerate(schedulers):
-            self._watch(micro_batch, scheduler)
+        for scheduler in schedulers:
+            scheduler.observers.append(self)
 
-    def _watch(self, micro_batch: int, scheduler: Scheduler) -> None:
-        """Have each batch of this scheduler made by `_decide`."""
-        next_batch = scheduler.next_batch
-
-        def decide() -> Batch:
-            return self._decide(micro_batch, scheduler, next_batch)
-
-        scheduler.next_batch = decide
-
-    def _decide(
-        self, micro_batch: int, scheduler: Scheduler, next_batch: Callable[[], Batch]
-    ) -> Batch:
-        """Make the next batch, and note what was decided with it."""
-        batch = next_batch()
+    def decided(self, scheduler: Scheduler, batch: Batch) -> None:
+        """Note what was decided with a batch."""
         if not batch:
-            return batch
+            return
+        micro_batch = scheduler.journal.schedulers.index(scheduler)
         # if a step failed, the same batch comes again: its pages have been noted already
         earlier = self._decisions.get(micro_batch)
         self._decisions[micro_batch] = {
@@ -177,7 +166,6 @@ class Recorder:
             if request.id not in self.live:
                 self.live[request.id] = request
                 self.records.append({"request": describe(request)})
-        return batch
 
     def _new_pages(self, running: Sequence[Request]) -> list[list[int]]:
         """The pages that these requests got since the last call, as in Iterated.pages."""
@@ -305,7 +293,7 @@ def describe(request: Request) -> RequestInfo:
         "arrival": request.arrival,
         "prompt_len": request.prompt_len,
         "max_new_tokens": request.max_new_tokens,
-        "priority": request.priority,
+        "priority": request.service.priority,
     }
 
 

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure, FigureBase
 from matplotlib.patches import Patch
 
 from lab.measure.metrics import MAX_DELAY_S
-from outputs import Completion, Iteration
+from request import Completion, Iteration
 from views import style
 from views.style import DECODE, GAPS, HYBRID, PREFILL
 

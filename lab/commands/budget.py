@@ -2,7 +2,7 @@
 
     python bench.py budget --slo-tbt 0.3
 
-Read first: policies/token_budget.py, which times hybrid batches and chooses the budget. This
+Read first: lab/measure/token_budget.py, which times hybrid batches and chooses the budget. This
 command prints the times that the choice rests on."""
 
 from argparse import Namespace
@@ -18,14 +18,13 @@ from cli.options import (
     number,
     whole,
 )
-from engine import Runner
-from lab.measure import timing
+from lab.measure import timing, token_budget
 from lab.measure.capacity import time_steadily
 from lab.measure.machine_info import measure_machine
+from lab.measure.token_budget import Case, Profiled
 from model import GPT
 from parallel import runner_for
-from policies import token_budget
-from policies.token_budget import Case, Profiled
+from speedups.runner import Runner
 from views.tables import Column, format_table
 
 DECODES = PerDevice(cpu=16, gpu=64)

@@ -44,6 +44,7 @@ from lab.measure.link import measure_link
 from lab.measure.machine import Machine, RealMachine
 from lab.measure.run_loop import LoadInterrupted, Run
 from lab.measure.run_plan import run_plan
+from lab.measure.token_budget import MULTIPLES
 from lab.measure.workload import Arrival
 from lab.simulator.devices import LINKS, Link
 from lab.simulator.machine import (
@@ -56,7 +57,6 @@ from lab.simulator.pools import KVLink, PooledMachine
 from lab.simulator.referee import broken_rules
 from parallel.instances import ChunkedPoolsEngine, PoolsEngine
 from parallel.shard import Shard
-from policies.token_budget import MULTIPLES
 from views.page import page
 from views.records import Recorder, instance_names
 

@@ -23,12 +23,12 @@ from cli.options import (
 )
 from hardware.memory import small_page_size
 from lab.measure.capacity import ROUNDS
+from lab.measure.token_budget import MULTIPLES
 from lab.measure.workload import LENGTHS, TRACE_COLUMNS
 from lab.simulator.devices import DEVICES, GEOMETRIES, LINKS
 from lab.simulator.machine import SimulatedMachineOptions
 from policies.pools import Pools
 from policies.priority import PRIORITIES
-from policies.token_budget import MULTIPLES
 from pretrained.presets import PRESETS
 
 DEFAULT_LENGTHS = "sharegpt4"

@@ -15,9 +15,9 @@ from lab.measure import capacity, metrics, timing
 from lab.measure.capacity import JudgedRun, SearchResult
 from lab.measure.machine import Machine
 from lab.measure.run_loop import Run
+from lab.measure.token_budget import MAX_DELAY_S, MULTIPLES
 from lab.measure.workload import Arrival
 from lab.simulator.referee import mark_broken
-from policies.token_budget import MAX_DELAY_S, MULTIPLES
 from views.tables import Column, format_table, show
 
 

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from engine import Runner
-from kv_cache import Span
 from lab.measure import timing
 from lab.measure.machine_info import RealMachineInfo
-from model import GPT, GPTConfig
+from model import GPT, FlatBatch, GPTConfig
 from parallel import runner_for
 from parallel.shard import Shard
+from request import Chunk
 from speedups.packed_linear import pack
+from speedups.runner import Runner
 
 PRODUCTS = (*timing.LINEAR, "head")
 PARTS = ("attention", *PRODUCTS)
@@ -62,14 +62,14 @@ def chunks_of(length: int, chunk: int, context: int | None = None) -> list[Batch
     return [(TimedChunk(min(chunk, end - start), min(start + chunk, end)),) for start in starts]
 
 
-def spans_of(batch: Batch, wants_logits: bool = False) -> list[Span]:
+def spans_of(batch: Batch, yields_token: bool = False) -> list[Chunk]:
     """A batch as the Spans of requests that have one page each."""
     return [
-        Span(
+        Chunk.alone(
             pages=[page],
             start=chunk.end - chunk.tokens,
             tokens=[1] * chunk.tokens,
-            wants_logits=wants_logits,
+            yields_token=yields_token,
         )
         for page, chunk in enumerate(batch)
     ]
@@ -144,7 +144,7 @@ def time_batches(
     launches: dict[tuple[BatchName, str], Callable[[], object]] = {}
     variants: dict[tuple[BatchName, str], Callable[[], object]] = {}
     for name, batch in batches.items():
-        spans = spans_of(batch, wants_logits=head)
+        spans = spans_of(batch, yields_token=head)
         for part, function in _parts_of(runner, batch, head).items():
             parts[name, part] = variants[name, part] = function
         variants[name, "total"] = partial(runner.greedy, spans)
@@ -176,11 +176,11 @@ def time_batches(
     return times
 
 
-def _launch_of(runner: Runner, spans: Sequence[Span]) -> Callable[[], object]:
+def _launch_of(runner: Runner, spans: Sequence[Chunk]) -> Callable[[], object]:
     """A function that launches a batch, and does not wait for its tokens."""
 
     def launch() -> Tensor:
-        return runner.forward(runner.flatten(spans))
+        return runner.forward(FlatBatch.build(spans, runner.attention))
 
     return launch
 
@@ -310,7 +310,7 @@ def time_layer(
     model = pack(GPT(replace(config, n_layer=1), "cpu", dtype))
     runner = Runner(model, 1, context, context, attention)
     runner.cache.data.normal_()
-    spans = spans_of((TimedChunk(chunk, context),), wants_logits=True)
+    spans = spans_of((TimedChunk(chunk, context),), yields_token=True)
     variants = {"layer": partial(runner.greedy, spans)}
     timed = timing.interleaved(variants, model.device, repeats=3, warmup=1)
     return timed["layer"].ms / 1e3

@@ -12,17 +12,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 
-from lab.measure import metrics
+from lab.measure import metrics, token_budget
 from lab.measure import timing as measure
 from lab.measure.metrics import Percentiles, RunSummary, percentiles
 from lab.measure.run_loop import Run
+from lab.measure.token_budget import MAX_DELAY_S, Case, Profiled, TimedRunner
 from lab.measure.workload import Arrival
 from model import GPT
-from outputs import Completion
 from parallel import runner_for
-from policies import token_budget
 from policies.pools import Sent
-from policies.token_budget import MAX_DELAY_S, Case, Profiled, TimedRunner
+from request import Completion
 
 STEP = 1.5  # a factor of the rate, in a search
 MAX_RUNS = 60  # of a search, which takes a dozen

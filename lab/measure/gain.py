@@ -11,14 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from engine import Runner
-from kv_cache import Span
 from lab.measure import timing
 from lab.measure.metrics import SteadyPart, steady
 from lab.measure.offline_load import PolicyRun
-from model import GPT
-from outputs import Iteration
+from model import GPT, FlatBatch
+from request import Chunk, Iteration
 from sampling import SamplingParams
+from speedups.runner import Runner
 
 COMPARED = ("request-level", "sarathi")
 CHUNK_REPEATS = 8  # the products of a full chunk are timed together, as one is too short
@@ -142,27 +141,27 @@ def pieces_of(
     for iteration in iterations:
         spans = spans_of(iteration, prompt_lens)
         rows = sum(span.length for span in spans)
-        logit_rows = sum(span.wants_logits for span in spans)
+        logit_rows = sum(span.yields_token for span in spans)
         logits = runner.cache.data.new_zeros(logit_rows, model.config.vocab_size)
         params = [SamplingParams()] * logit_rows
         positions = [0] * logit_rows
         products = "products" if iteration.decode_tokens else "prompts"
         pieces[products].append(products_alone(model, rows, logit_rows))
         pieces["attention"].append(timing.attention_alone(runner, spans))
-        pieces["flatten"].append(partial(runner.flatten, spans))
+        pieces["flatten"].append(partial(FlatBatch.build, spans, runner.attention))
         pieces["sampling"].append(partial(runner.fetch, logits, params, positions))
         pieces["all"].append(partial(runner.greedy, spans))
     return pieces
 
 
-def spans_of(iteration: Iteration, prompt_lens: Mapping[int, int]) -> list[Span]:
+def spans_of(iteration: Iteration, prompt_lens: Mapping[int, int]) -> list[Chunk]:
     """The chunks of an iteration, each in a page of its own: all pages hold noise."""
     return [
-        Span(
+        Chunk.alone(
             pages=[page],
             start=start,
             tokens=[1] * length,
-            wants_logits=start + length >= prompt_lens[request_id],
+            yields_token=start + length >= prompt_lens[request_id],
         )
         for page, (request_id, start, length, _) in enumerate(iteration.chunks)
     ]

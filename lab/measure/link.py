@@ -6,11 +6,11 @@ import statistics
 import time
 from dataclasses import dataclass
 
-from kv_cache import Span, kv_bytes_per_token
+from kv_cache import kv_bytes_per_token
 from parallel.shard import Shard
-from parallel.stages import ParallelRunner
+from parallel.stages import ParallelRunner, SentChunk
 from parallel.transfer import Link
-from sampling import SamplingParams
+from request import Chunk
 
 REPEATS = 5
 
@@ -41,10 +41,9 @@ def _median_s(runner: ParallelRunner, link: Link, tokens: int, max_len: int) -> 
     """The median of the seconds that the keys and values of so many tokens take."""
     ranks = runner.ranks
     seconds = []
-    span = Span([1], 0, [0] * max_len)
+    chunk = SentChunk.of(Chunk.alone([1], 0, [0] * max_len))
     for _ in range(REPEATS):
-        inputs = ([span], [SamplingParams()], [0])
-        batches = [ranks.tell(rank, "run", runner.key, *inputs) for rank in (0, 1)]
+        batches = [ranks.tell(rank, "run", runner.key, [chunk]) for rank in (0, 1)]
         number = next(ranks.numbers)
         began = time.perf_counter()
         link.send(number, runner.cache, [0], tokens)

@@ -17,10 +17,10 @@ from lab.measure import timing as measure
 from lab.measure.arrival import Arrival
 from lab.measure.run_loop import LoadRun, Recorder, Run, no_progress
 from model import GPT
-from outputs import Iteration
 from parallel import engine_for
 from parallel.instances import PoolsEngine
 from parallel.stages import RanksEngine
+from request import Iteration
 from sampling import SamplingParams
 
 GLANCE_EVERY_S = 1.0  # how often an engine's run probes the machine
@@ -137,7 +137,7 @@ def serve(
     and the clock has not started. `now` and `sleep` are the time that the run lives in."""
     gc.collect()  # frees the cache of the engine before
     clock = Clock(now)
-    engine = (engine_class or engine_for(model)).from_config(model, config, clock=clock)
+    engine = (engine_class or engine_for(model))(model, config, clock=clock)
     engine.warm_up()
     server = EngineServer(engine, clock, sleep)
     load = LoadRun(server, arrivals, prompts, progress, recorder)

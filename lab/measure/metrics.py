@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from outputs import Completion, Iteration
+from lab.measure.token_budget import MAX_DELAY_S
 from policies.priority import PRIORITIES
-from policies.token_budget import MAX_DELAY_S
+from request import Completion, Iteration
 
 FINISHED = ("stop", "length")  # finish reasons of requests that got all of their output
 SERVED = 0.75  # share of the rate of arrivals that must be served meanwhile; few are in the making

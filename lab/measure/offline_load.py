@@ -156,7 +156,7 @@ def serve_in_turns(
     loads: dict[str, LoadRun] = {}
     for name, config in configs.items():
         clock = Clock(time.perf_counter)
-        engine = engine_for(model).from_config(model, config, clock=clock)
+        engine = engine_for(model)(model, config, clock=clock)
         engine.warm_up()
         server = EngineServer(engine, clock)
         clocks[name] = clock

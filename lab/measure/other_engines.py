@@ -176,7 +176,7 @@ def requests_served(load: OfflineLoad) -> int:
 
 def our_engine(model: GPT, config: EngineConfig, prompts: Tokens, load: OfflineLoad) -> Serve:
     """A function that serves the prompts of the load with an engine of this config."""
-    engine = Engine.from_config(model, config)
+    engine = Engine(model, config)
     params = SamplingParams(load.output_len)
 
     def serve(count: int) -> Tokens:

@@ -24,8 +24,8 @@ from pydantic import BaseModel
 from errors import check_whole, one_line
 from lab.measure.run_loop import LoadInterrupted, Run
 from lab.measure.workload import Arrival
-from outputs import Completion
 from policies.priority import PRIORITIES
+from request import Completion
 
 TIMEOUT_S = 600
 TOO_MANY_REQUESTS = 429  # the status of an answer to a request that is refused

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 from errors import QueueFull
 from lab.measure.arrival import Arrival
-from outputs import Completion, Event, Iteration
 from policies.pools import Sent
 from policies.priority import PRIORITIES
+from request import Completion, Event, Iteration
 from scheduler import Scheduler
 
 

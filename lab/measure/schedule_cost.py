@@ -7,8 +7,8 @@ lab/commands/overhead.py, which prints the times.
 import statistics
 import timeit
 
-from kv_cache import Pages
 from policies import ALL_POLICIES, make_scheduler
+from policies.pages import CachedPages
 from scheduler import Request, Scheduler
 
 CALLS = 200
@@ -31,13 +31,13 @@ def schedule_us(running: int = 128, waiting: int = 1000) -> dict[str, float]:
 
 def loaded_scheduler(policy: str, running: int, waiting: int) -> Scheduler:
     """A scheduler under load: `running` requests decode, with shared pages, and `waiting` wait."""
-    pages = Pages(PAGES_EACH * running, PAGE_SIZE, prefix_caching=True)
+    pages = CachedPages(PAGES_EACH * running, PAGE_SIZE)
     scheduler = make_scheduler(policy, pages, chunk=CHUNK, max_batch=running, max_len=MAX_LEN)
     for i in range(running + waiting):
         prompt = [0] * PROMPT_LEN
         scheduler.add(Request(i, prompt, PROMPT_LEN, max_new_tokens=100))
     while request := scheduler.admit():
-        pages.publish(request.pages, request.page_hashes)
-        request.tokens.append(0)
-        request.num_computed = PROMPT_LEN  # it decodes
+        request.num_computed = PROMPT_LEN
+        pages.keep(request, start=0)
+        request.tokens.append(0)  # it decodes
     return scheduler

@@ -21,10 +21,11 @@ import torch.nn as nn
 from torch import Tensor
 from tqdm import tqdm
 
-from engine import Runner
-from kv_cache import Span, kv_bytes_per_token
-from model import GPT, ROWS_PER_PIECE, GPTConfig
+from kv_cache import kv_bytes_per_token
+from model import GPT, ROWS_PER_PIECE, FlatBatch, GPTConfig
+from request import Chunk
 from speedups.packed_linear import steady_rates
+from speedups.runner import Runner
 
 Name = TypeVar("Name")
 Result = TypeVar("Result")
@@ -275,10 +276,10 @@ def bare_products(model: GPT, rows: int, layers: Sequence[nn.Linear]) -> Callabl
     return run
 
 
-def attention_alone(runner: Runner, spans: Sequence[Span]) -> Callable[[], None]:
+def attention_alone(runner: Runner, spans: Sequence[Chunk]) -> Callable[[], None]:
     """A function that runs the attention of one iteration of engine.Runner, nothing else."""
     model = runner.model
-    batch = runner.flatten(spans)
+    batch = FlatBatch.build(spans, runner.attention)
     q = torch.randn(
         len(batch.tokens),
         model.config.n_head,
@@ -297,7 +298,9 @@ def attention_alone(runner: Runner, spans: Sequence[Span]) -> Callable[[], None]
     return run
 
 
-def attention_cost(config: GPTConfig, spans: Sequence[Span], dtype: torch.dtype) -> tuple[int, int]:
+def attention_cost(
+    config: GPTConfig, spans: Sequence[Chunk], dtype: torch.dtype
+) -> tuple[int, int]:
     """(flops, bytes) in all layers: two products per visible key, each key and value read once."""
     visible = sum(s.length * s.start + s.length * (s.length + 1) // 2 for s in spans)
     flops = config.n_layer * 4 * visible * config.n_head * config.head_dim

@@ -50,11 +50,11 @@ from lab.measure.machine_info import RealMachineInfo
 from lab.measure.offline_load import OfflineLoad, PolicyRun, run_policies
 from lab.measure.run_loop import Run
 from lab.measure.run_plan import run_plan
+from lab.measure.token_budget import Case, Profiled, TimedRunner, choose_budget
 from lab.measure.workload import Arrival
 from lab.simulator.machine import FittedMachine
 from model import GPT
 from parallel import runner_for
-from policies.token_budget import Case, Profiled, TimedRunner, choose_budget
 
 Size = Literal["gpu", "cpu", "quick"]  # each claim has three lists of sizes
 Sized = TypeVar("Sized")

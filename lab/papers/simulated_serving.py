@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from lab.measure.capacity import Bounded, slo_seconds
+from lab.measure.token_budget import SLOS
 from lab.measure.workload import LENGTHS
 from lab.papers.comparison import (
     Cell,
@@ -39,7 +40,6 @@ from lab.papers.systems import (
     llama2_70b_on_h100,
 )
 from lab.simulator.machine import base_of
-from policies.token_budget import SLOS
 from views.tables import show
 
 # --- capacity under an SLO

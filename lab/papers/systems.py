@@ -29,7 +29,7 @@ from lab.measure.workload import LENGTHS, Arrival, poisson, sample_lengths
 from lab.simulator.cost_model import CostModel
 from lab.simulator.machine import base_of
 from lab.simulator.simulation import simulate
-from outputs import Completion
+from request import Completion
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")

@@ -199,7 +199,7 @@ def differs(first: str, second: str, load: RandomLoad, ample: bool) -> bool:
         config = replace(config, pages=(config.max_batch or 1) * (config.max_len or 1))
     histories: list[Sequence[Step]] = []
     for policy in (first, second):
-        scheduler = replace(config, policy=policy).scheduler(config.new_pages(), time.monotonic)
+        scheduler = replace(config, policy=policy).scheduler(time.monotonic)
         for number, (arrival, prompt) in enumerate(zip(load.arrivals, load.prompts, strict=True)):
             length = len(prompt)
             scheduler.add(Request(number, list(prompt), length, arrival.output_len, float(number)))

@@ -15,11 +15,11 @@ from lab.measure.machine import RealMachine
 from lab.measure.machine_info import RealMachineInfo
 from lab.measure.metrics import Percentiles, percentiles
 from lab.measure.run_loop import Recorder, Run
+from lab.measure.token_budget import BASE_BATCH, Profiled, base_context, time_iterations
 from lab.measure.workload import Arrival
 from lab.simulator.cost_model import Cost, CostModel, FittedCost
 from lab.simulator.simulation import simulate
 from parallel import runner_for
-from policies.token_budget import BASE_BATCH, Profiled, base_context, time_iterations
 
 VOCABULARY = 256  # of random prompts, which matter only where prefixes are shared
 

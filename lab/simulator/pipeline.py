@@ -14,18 +14,17 @@ from statistics import median
 from typing import Any
 
 from config import EngineConfig
-from engine import Engine, StepInputs
+from engine import Engine
 from lab.measure import load_run
 from lab.measure.run_loop import Run
 from lab.measure.timing import BUSY
+from lab.measure.token_budget import Profiled, hybrid_spans
 from lab.measure.workload import Arrival
 from lab.simulator.cost_model import FittedCost
 from lab.simulator.simulation import bubble_kinds
 from parallel.shard import Shard
-from parallel.stages import ParallelEngine, ParallelRunner, StageResult, StageSeconds
+from parallel.stages import ParallelEngine, ParallelRunner, SentChunk, StageResult, StageSeconds
 from policies.micro_batches import StageRun
-from policies.token_budget import Profiled, hybrid_spans
-from sampling import SamplingParams
 
 FOLLOWING = 4  # batches that follow each other where stages are timed
 
@@ -111,11 +110,10 @@ def time_following_batches(
 ) -> list[list[StageResult]]:
     """The results of all stages, for each of some equal batches that follow each other. The batches
     run twice, and the first time does not count."""
-    spans = hybrid_spans(runner.cache, *case)
-    inputs = StepInputs(spans, [SamplingParams()] * len(spans), [0] * len(spans))
+    chunks = [SentChunk.of(chunk) for chunk in hybrid_spans(runner.cache, *case)]
     results = []
     for _ in range(2):
-        commands = [runner.send(inputs) for _ in range(FOLLOWING)]
+        commands = [runner.send(chunks) for _ in range(FOLLOWING)]
         results = [runner.collect(command) for command in commands]
         for command in commands:
             runner.forget(command)

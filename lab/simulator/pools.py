@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from config import EngineConfig
-from engine import Event, Iteration
 from lab.measure.load_run import Run
 from lab.measure.workload import Arrival
 from lab.simulator.cost_model import Cost, CostModel
@@ -24,6 +23,7 @@ from lab.simulator.machine import CountingMachine
 from lab.simulator.simulation import Simulated, Simulation, event_of, run_simulation
 from policies.micro_batches import StageTime
 from policies.pools import Pools, PrefillInstance, Sent, Transfer, TwoPools
+from request import Event, Iteration
 from scheduler import Batch, Scheduler
 
 
@@ -118,14 +118,11 @@ class PoolSimulation(Simulation):
     def make_schedulers(self, replicas: int) -> Sequence[Scheduler]:
         """Those of both pools."""
         config = self.config
-        assert isinstance(config.chunk, int) and config.max_batch and config.max_len
         caching = replace(config, prefix_caching=False)
         self.two_pools = TwoPools(
-            [config.new_pages() for _ in range(self.pools.prefill)],
-            [caching.new_pages() for _ in range(self.pools.decode)],
-            chunk=config.chunk,
-            max_batch=config.max_batch,
-            max_len=config.max_len,
+            [config.pages_of() for _ in range(self.pools.prefill)],
+            [caching.pages_of() for _ in range(self.pools.decode)],
+            **config.limits,
             cuts_prompts=self.cuts_prompts,
             clock=self.clock,
         )
@@ -160,8 +157,7 @@ class PoolSimulation(Simulation):
         end = self.now + self.cost.stages(batch).seconds[0]
         iteration = None
         if self.record:
-            iteration = Iteration.begin(batch, self.schedulers, self.now, number)
-            iteration = iteration._replace(end=end, launch=self.now + self.cost.cpu_s)
+            iteration = scheduler.iteration(batch, self.now, end, self.now + self.cost.cpu_s)
         times = [StageTime(self.now, end, most_waited=end)]
         chunks = iteration.chunks if iteration else None
         self.book(number, times, self.full_since(number), batch, chunks)

@@ -18,9 +18,10 @@ from lab.simulator.cost_model import CostModel
 from lab.simulator.machine import base_of
 from lab.simulator.random_loads import random_load
 from lab.simulator.simulation import simulate
-from outputs import Iteration
 from policies import ALL_POLICIES, find_policy
-from policies.referee import RULES, BrokenRuleError, Referee, Violation
+from policies.custom import PolicyError
+from policies.referee import RULES, Referee, Violation
+from request import Iteration
 from scheduler import Scheduler
 
 # The loads: llama3-8b on one simulated A100, more requests than it can serve.
@@ -51,6 +52,12 @@ class Referees:
     def watch(self, schedulers: Sequence[Scheduler]) -> None:
         """Watch each of these schedulers."""
         self.referees = [Referee(scheduler, self.policy) for scheduler in schedulers]
+
+    def violation_of(self, error: PolicyError) -> Violation:
+        """What ended the run, as the violation of a rule. Raises the error if nothing had begun."""
+        if not self.referees:
+            raise error
+        return self.referees[0].violation_of(error)
 
     def add(self, iteration: Iteration) -> None:
         """Referees watch the schedulers, not what comes of them."""
@@ -97,8 +104,8 @@ def check_policy(policy: str) -> Verdict:
         referees = Referees(load)
         try:
             simulation = simulate(cost, config, arrivals, prompts, recorder=referees)
-        except BrokenRuleError as broken:
-            return Verdict(iterations, broken.violation)
+        except PolicyError as error:
+            return Verdict(iterations, referees.violation_of(error))
         iterations += len(simulation.run.iterations)
         wasteful = wasteful or referees.referees[0].wasteful
     return Verdict(iterations, None, wasteful)
@@ -113,13 +120,11 @@ def check_random_loads(policy: str, loads: int, first_seed: int = 0) -> Verdict:
     iterations = 0
     for seed in range(first_seed, first_seed + loads):
         load = random_load(policy, seed)
-        name = f"{policy}, random load {seed}"
+        referees = Referees(f"{policy}, random load {seed}")
         try:
-            simulation = simulate(
-                cost, load.config, load.arrivals, load.prompts, recorder=Referees(name)
-            )
-        except BrokenRuleError as broken:
-            return Verdict(iterations, broken.violation)
+            simulation = simulate(cost, load.config, load.arrivals, load.prompts, recorder=referees)
+        except PolicyError as error:
+            return Verdict(iterations, referees.violation_of(error))
         iterations += len(simulation.run.iterations)
     return Verdict(iterations, None)
 

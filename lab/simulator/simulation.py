@@ -19,9 +19,9 @@ from errors import QueueFull, check_whole
 from lab.measure.arrival import Arrival
 from lab.measure.run_loop import LoadRun, Run
 from lab.simulator.cost_model import Cost
-from outputs import Completion, Event, Iteration
 from policies.micro_batches import MicroBatches, StageRun, StageTime
-from policies.priority import check_service_level
+from policies.priority import make_service
+from request import Completion, Event, Iteration
 from scheduler import Request, Scheduler
 
 
@@ -97,9 +97,9 @@ class Simulation(MicroBatches):
     def __init__(
         self, cost: Cost, config: EngineConfig, *, replicas: int = 1, record: bool = True
     ) -> None:
-        sizes = {"replicas": replicas, "page_size": config.page_size, "pages": config.pages}
-        for name, size in sizes.items():  # a scheduler checks the other numbers
-            check_whole(name, size, minimum=1)
+        check_whole("replicas", replicas, minimum=1)
+        for name in ("max_batch", "max_len", "page_size", "pages"):  # which may be None elsewhere
+            check_whole(name, getattr(config, name), minimum=1)
         self.cost = cost
         self.config = config.with_tile(cost.tile)
         self.record = record
@@ -114,7 +114,8 @@ class Simulation(MicroBatches):
 
     def make_schedulers(self, replicas: int) -> Sequence[Scheduler]:
         """One for each micro-batch of all replicas."""
-        return self.config.schedulers(self.clock, self.cost.pp, replicas)
+        pp = self.cost.pp
+        return [self.config.scheduler(self.clock, pp) for _ in range(pp * replicas)]
 
     def clock(self) -> float:
         """The time of the simulation, in seconds."""
@@ -152,17 +153,13 @@ class Simulation(MicroBatches):
         if self.config.max_waiting is not None and len(self.queue) >= self.config.max_waiting:
             raise QueueFull(f"max_waiting={self.config.max_waiting}: as many requests wait")
         tokens: Any = bytearray(arrival.prompt_len) if prompt is None else list(prompt)
-        service = check_service_level(arrival.priority, arrival.ttft_slo, arrival.tbt_slo)
         request = Request(
             id=i,
             tokens=tokens,
             prompt_len=arrival.prompt_len,
             max_new_tokens=arrival.output_len,
             arrival=arrival.time,
-            priority=service.priority,
-            ttft_slo=service.ttft_slo,
-            tbt_slo=service.tbt_slo,
-            user=arrival.user,
+            service=make_service(arrival.priority, arrival.ttft_slo, arrival.tbt_slo, arrival.user),
         )
         self.schedulers[0].add(request)
 
@@ -195,10 +192,9 @@ class Simulation(MicroBatches):
             arrived = end + hop_s
         chunks = None
         if self.record:
-            iteration = Iteration.begin(batch, self.schedulers, self.now, micro_batch)
             launch = self.now + self.cost.cpu_s
-            self.last_iteration = iteration._replace(end=end, launch=launch)
-            chunks = iteration.chunks
+            self.last_iteration = scheduler.iteration(batch, self.now, end, launch)
+            chunks = self.last_iteration.chunks
         self.book(micro_batch, times, self.full_since(micro_batch), batch, chunks)
         self._push(end, micro_batch)
         scheduler.observe(batch, end - self.now)  # a TBT includes waiting for stages, too

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from attention import BACKENDS, DEVICES
-from kv_cache import KVCache, Span, slot_mapping
+from kv_cache import KVCache, slot_mapping
 from model import GPTConfig
+from request import Chunk
 from tests.helpers import poisoned_cache
 
 CUDA_BACKENDS = [name for name in BACKENDS if DEVICES.get(name) == "cuda"]
@@ -38,7 +39,7 @@ def random_ends(rng: random.Random, count: int, max_len: int) -> list[tuple[int,
 
 def scattered_spans(
     rng: random.Random, ends: Sequence[tuple[int, int]], page_size: int
-) -> tuple[list[Span], int]:
+) -> tuple[list[Chunk], int]:
     """Spans of these (end, length), decodes first, in pages that lie anywhere in a cache; and the
     number of pages of that cache, two of which no span has."""
     pages = sum(-(-end // page_size) for end, _ in ends) + 2
@@ -46,7 +47,7 @@ def scattered_spans(
     spans = []
     for end, length in sorted(ends, key=lambda pair: pair[1] > 1):
         table = [free_pages.pop() for _ in range(-(-end // page_size))]
-        spans.append(Span(table, end - length, [0] * length))
+        spans.append(Chunk.alone(table, end - length, [0] * length))
     return spans, pages
 
 
@@ -58,7 +59,7 @@ def new_cache(
     return poisoned_cache(model, pages, page_size, max_len, position_major=True)
 
 
-def fill(cache: KVCache, spans: Sequence[Span]) -> None:
+def fill(cache: KVCache, spans: Sequence[Chunk]) -> None:
     """Put random keys and values where the spans may read, and NaN everywhere else."""
     cache.data.fill_(float("nan"))
     for span in spans:
@@ -67,7 +68,7 @@ def fill(cache: KVCache, spans: Sequence[Span]) -> None:
         cache.data[:, :, :, slots] = torch.randn(written.shape).to(written.dtype)
 
 
-def random_queries(spans: Sequence[Span], config: GPTConfig, dtype: torch.dtype) -> Tensor:
+def random_queries(spans: Sequence[Chunk], config: GPTConfig, dtype: torch.dtype) -> Tensor:
     """q of these spans, (num_tokens, n_head, head_dim), a view of q, k and v as in the model."""
     rows = sum(span.length for span in spans)
     heads = config.n_head + 2 * config.n_kv_head

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from attention import BACKENDS
-from kv_cache import KVCache, Span
+from kv_cache import KVCache
 from model import GPT, FlatBatch, GPTConfig
+from request import Chunk
 from tests.cuda.batches import CUDA_BACKENDS, capability, new_cache, reads_pages
 
 MAX_LEN = 512
@@ -83,13 +84,13 @@ def measure(
     cache = new_cache(config, decodes * width, page_size, MAX_LEN, torch.bfloat16)
     backend = BACKENDS[attention](config, cache)
     tables = [list(range(i * width, (i + 1) * width)) for i in range(decodes)]
-    spans = [Span(table, 300, [1]) for table in tables]
+    spans = [Chunk.alone(table, 300, [1]) for table in tables]
     batch = FlatBatch.build(spans, backend)
     return list(time_parts(model, cache, batch, spans, backend, repeats))
 
 
 def time_parts(
-    model: GPT, cache: KVCache, batch: FlatBatch, spans: Sequence[Span], backend: Any, repeats: int
+    model: GPT, cache: KVCache, batch: FlatBatch, spans: Sequence[Chunk], backend: Any, repeats: int
 ) -> Iterator[float]:
     """The times of the PARTS, in their order."""
     block = model.blocks[0]

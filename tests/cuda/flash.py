@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import attention
 from attention import fallback
 from attention.plan import SIXTEEN_BITS
-from kv_cache import Span, slot_mapping
+from kv_cache import slot_mapping
+from request import Chunk
 
 OPERATORS = (
     "xformers_flash::flash_fwd",
@@ -123,7 +124,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) -
 
 
 def attend_spans(
-    q: Tensor, keys: Tensor, values: Tensor, spans: Sequence[Span], page_size: int
+    q: Tensor, keys: Tensor, values: Tensor, spans: Sequence[Chunk], page_size: int
 ) -> Tensor:
     """What an attention plan must yield for these spans, in float64; shapes as AttentionPlan's."""
     parts = []

@@ -5,11 +5,12 @@ import torch
 
 import bench
 from attention import SDPA, Flash
-from engine import Engine, Runner
+from engine import Engine
 from lab.measure import timing
 from model import GPT, GPTConfig
 from policies import POLICIES
 from sampling import SamplingParams
+from speedups.runner import Runner
 from tests.cuda.batches import CUDA_BACKENDS, reads_pages
 
 pytestmark = [

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from attention.decode_sizes import padded_sizes
-from engine import Runner
-from kv_cache import Span
 from model import GPT, GPTConfig
+from request import Chunk
+from speedups.runner import Runner
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.filterwarnings("error:.*without CUDA graphs")]
 
@@ -30,7 +30,7 @@ def new_runner(n_layer=2, vocab_size=61, page_size=MAX_LEN):
 
 def decodes(count, page_size=MAX_LEN):
     """So many decodes of requests with a page each."""
-    return [Span([i], page_size // 2, [1]) for i in range(count)]
+    return [Chunk.alone([i], page_size // 2, [1]) for i in range(count)]
 
 
 @pytest.mark.parametrize("page_size", [MAX_LEN, 256])

@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 import torch
 
-from engine import Runner
-from kv_cache import Span
-from model import GPT, GPTConfig
+from model import GPT, FlatBatch, GPTConfig
+from request import Chunk
+from speedups.runner import Runner
 from tests.cuda import cpu_time
 from tests.cuda.batches import CUDA_BACKENDS, reads_pages
 
@@ -58,8 +58,10 @@ def kernels_of_a_layer(gpu, attention, page_size, lengths):
         pages = len(lengths) * MAX_LEN // page_size
         runner = Runner(model, pages, page_size, MAX_LEN, attention)
         tables = [table_of(request, page_size) for request in range(len(lengths))]
-        spans = [Span(table, 1000, [1] * n) for table, n in zip(tables, lengths, strict=True)]
-        batch = runner.flatten(spans)
+        spans = [
+            Chunk.alone(table, 1000, [1] * n) for table, n in zip(tables, lengths, strict=True)
+        ]
+        batch = FlatBatch.build(spans, runner.attention)
         gpu.kernels.clear()
         runner.model(batch, runner.cache)
         counts.append(Counter(gpu.kernels))

@@ -1,18 +1,23 @@
 """SLOs of the time between tokens, and the token budget that meets one (Sarathi-Serve §4.3, §5.1).
 
-Hybrid batches are timed, and the largest budget that meets the SLO is taken: by the engine when it
-starts with chunk="auto", and by `python bench.py budget`. Read first: iteration_time.py."""
+Hybrid batches are timed, and the largest budget that meets the SLO is taken: by `auto_budget`, and
+by `python bench.py budget`. Read first: policies/iteration_time.py."""
 
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import cycle, islice
 from typing import Any, NamedTuple, Protocol
 
-from kv_cache import KVCache, Span
+from config import EngineConfig
+from engine import Engine
+from kv_cache import KVCache
 from policies import find_policy, policy_options
 from policies.iteration_time import BatchShape
+from request import Chunk
+from speedups.runner import Runner
 
 BASE_BATCH = 32  # decodes, at base_context, in the decode iteration that SLOs are multiples of
 SLOS = {"strict": 5, "relaxed": 25}  # §5.1: of TBT, as multiples of the time of a decode iteration
@@ -41,46 +46,31 @@ class Profiled(NamedTuple):
 
 
 class TimedRunner(Protocol):
-    """A model with a cache that can compute spans, such as engine.Runner."""
+    """A model with a cache that can compute chunks, such as speedups.runner.Runner."""
 
     cache: KVCache
 
-    def greedy(self, spans: Sequence[Span]) -> list[int]: ...
-
-
-class EngineRunner(TimedRunner, Protocol):
-    """A TimedRunner of which another one with other pages can be made."""
-
-    model: Any
-
-    def __init__(
-        self,
-        model: Any,
-        pages: int,
-        page_size: int,
-        max_len: int | None = None,
-        attention: str = "auto",
-    ) -> None: ...
+    def greedy(self, chunks: Sequence[Chunk]) -> list[int]: ...
 
 
 TimeIterations = Callable[[Any, Sequence[Case]], list[Profiled]]
 
 
-def hybrid_spans(cache: KVCache, budget: int, context: int, decodes: int) -> list[Span]:
-    """Spans of `decodes` requests that decode at `context`, and of a chunk that fills the budget.
+def hybrid_spans(cache: KVCache, budget: int, context: int, decodes: int) -> list[Chunk]:
+    """Chunks of `decodes` requests that decode at `context`, and of a chunk that fills the budget.
 
-    The chunk ends at `context`, or begins at 0 if it is longer. The spans take the cache's pages in
+    The chunk ends at `context`, or begins at 0 if it is longer. They take the cache's pages in
     turn. Where there are too few they share pages, which may take less time."""
     pages = cycle(range(cache.pages))
     chunk = budget - decodes
-    spans = []
+    chunks = []
     for _ in range(decodes):
-        spans.append(Span(_block_table(pages, context, cache.page_size), context - 1, [0]))
+        chunks.append(Chunk.alone(_block_table(pages, context, cache.page_size), context - 1, [0]))
     if chunk > 0:
         start = max(0, context - chunk)
         block_table = _block_table(pages, start + chunk, cache.page_size)
-        spans.append(Span(block_table, start, [0] * chunk))
-    return spans
+        chunks.append(Chunk.alone(block_table, start, [0] * chunk))
+    return chunks
 
 
 def _block_table(pages: Iterator[int], tokens: int, page_size: int) -> list[int]:
@@ -96,9 +86,9 @@ def time_iterations(runner: TimedRunner, cases: Sequence[Case], repeats: int = 2
     _zero_pages(runner.cache, batches)
     samples: list[list[float]] = [[] for _ in cases]
     for repeat in range(repeats + 1):
-        for spans, seconds in zip(batches, samples, strict=True):
+        for chunks, seconds in zip(batches, samples, strict=True):
             start = time.perf_counter()
-            runner.greedy(spans)
+            runner.greedy(chunks)
             if repeat:
                 seconds.append(time.perf_counter() - start)
     profile = []
@@ -109,9 +99,9 @@ def time_iterations(runner: TimedRunner, cases: Sequence[Case], repeats: int = 2
     return profile
 
 
-def _zero_pages(cache: KVCache, batches: Sequence[Sequence[Span]]) -> None:
-    """Fill the pages of these spans: garbage may be slow to compute with."""
-    last_page = max(page for spans in batches for span in spans for page in span.pages)
+def _zero_pages(cache: KVCache, batches: Sequence[Sequence[Chunk]]) -> None:
+    """Fill the pages of these chunks: garbage may be slow to compute with."""
+    last_page = max(page for chunks in batches for chunk in chunks for page in chunk.pages)
     slots = (last_page + 1) * cache.page_size
     cache.data[:, :, :, :slots].zero_()
 
@@ -165,38 +155,40 @@ def choose_budget(
     return good * tile, profile
 
 
-def auto_budget(
-    runner: EngineRunner,
-    policy: str,
-    options: Mapping[str, Any],
-    max_batch: int,
-    attention: str = "auto",
-) -> tuple[int, dict[str, Any]]:
-    """The largest budget that meets the policy's tbt_slo, or the strict SLO; and its options.
+def auto_budget(engine: Engine) -> EngineConfig:
+    """The config of an engine, with the largest chunk that meets the policy's tbt_slo, or else the
+    strict SLO: `Engine(model, auto_budget(Engine(model, ...)))`. Spoils what its cache holds.
 
-    Those are `options`, and the profile for a policy that predicts."""
+    A policy that predicts gets the profile as an option, too. Raises ValueError for a policy that
+    does not cut prompts, and for an SLO that no budget meets."""
+    config = engine.config
+    runner = engine.runner
+    options = dict(config.policy_options)
+    policy = find_policy(config.policy)
+    if not policy.cuts_prompts:
+        raise ValueError(f"chunk: policy {config.policy!r} does not cut prompts")
     cache = runner.cache
     tile = options.get("tile", 128 if cache.data.is_cuda else 32)
     tbt_slo = options.get("tbt_slo")
     timed: list[Profiled] = []
     if tbt_slo is None:
-        base = time_base_iteration(runner, attention)
+        base = time_base_iteration(runner, config.attention)
         tbt_slo = SLOS["strict"] * base.seconds
         timed.append(base)
     context = max(1, cache.max_len // 2)
     requests_that_fit = max(1, cache.pages * cache.page_size // context)
-    decodes = min(BASE_BATCH, max_batch, requests_that_fit)
+    decodes = min(BASE_BATCH, engine.scheduler.max_batch, requests_that_fit)
     chunk, profile = choose_budget(runner, tbt_slo, decodes, [context], tile, cache.max_len)
     spread = max(row.spread for row in timed + profile)
     if spread > UNSTEADY:
-        message = f"chunk='auto' is {chunk}; times spread by {spread:.0%}, is the machine busy?"
-        warnings.warn(message, stacklevel=4)  # the caller of Engine()
-    if "profile" in policy_options(find_policy(policy)):
-        return chunk, {**options, "profile": [(row.shape, row.seconds) for row in profile]}
-    return chunk, dict(options)
+        message = f"chunk is {chunk}; times spread by {spread:.0%}, is the machine busy?"
+        warnings.warn(message, stacklevel=2)
+    if "profile" in policy_options(policy):
+        options["profile"] = [(row.shape, row.seconds) for row in profile]
+    return replace(config, chunk=chunk, policy_options=options)
 
 
-def time_base_iteration(runner: EngineRunner, attention: str = "auto") -> Profiled:
+def time_base_iteration(runner: Runner, attention: str = "auto") -> Profiled:
     """The decode iteration that SLOs are multiples of."""
     cache = runner.cache
     context = base_context(cache.max_len)

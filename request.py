@@ -1,0 +1,254 @@
+"""What flows: a Request becomes Chunks, a Batch, Events and a Completion. Plain Python.
+
+A request is a list of tokens and one counter, and a batch is a list of chunks. A whole prefill is a
+chunk that covers the prompt. A decode is a chunk of length 1. Completion, Event and Iteration are
+what an engine returns: they can wait. Read next: scheduler.py."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple, Self
+
+from errors import check_whole
+
+
+@dataclass(frozen=True)
+class Service:
+    """What a request may expect, for policies that treat requests unlike.
+
+    `priority` is an index of policies.priority.PRIORITIES, the targets are in seconds."""
+
+    priority: int = 2
+    ttft_slo: float | None = None
+    tbt_slo: float | None = None
+    user: str = ""  # who asks
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Request:
+    """A prompt, and the output that is generated after it.
+
+    Three fields matter to a policy: `tokens`, `num_computed` and `pages`. The rest is bookkeeping.
+    While a request waits it has no pages, and nothing of it is computed."""
+
+    id: int
+    tokens: list[int]  # the prompt, and the output so far
+    num_computed: int = field(default=0, kw_only=True)  # tokens whose keys and values are in pages
+    pages: list[int] = field(default_factory=list, kw_only=True)  # its block table, see kv_cache.py
+
+    # What was asked for. Times are in seconds, on the scheduler's clock.
+    prompt_len: int
+    max_new_tokens: int
+    arrival: float = 0.0
+    stop: frozenset[int] = frozenset()  # tokens that end it
+    params: Any = None  # sampling.SamplingParams: a policy does not look at them
+    service: Service = Service()
+
+    # What has happened to it.
+    scheduled: float | None = None  # when it was first admitted
+    token_times: list[float] = field(default_factory=list)  # when each output token was known
+    logprobs: list[float] = field(default_factory=list)  # of the output tokens, if asked for
+    finish_reason: str | None = None  # "stop", "length" or "abort"
+    preemptions: int = 0  # how often it lost its pages
+    recomputed_tokens: int = 0  # tokens that were in these pages, in all
+    cached_tokens: int = 0  # tokens whose pages were cached when it was admitted, in all
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether only its last token is left to compute, and is one that it generated.
+
+            tokens     p p p p o o      prompt_len = 4, 2 output tokens
+            computed   x x x x x .      num_computed = 5: it decodes
+
+        After a preemption num_computed is 0, and the same tokens are prefilled again."""
+        return self.num_computed + 1 == len(self.tokens) > self.prompt_len
+
+
+class Chunk(NamedTuple):
+    """Compute request.tokens[start : start + length]."""
+
+    request: Request
+    start: int
+    length: int
+
+    @classmethod
+    def alone(
+        cls, pages: list[int], start: int, tokens: Sequence[int], yields_token: bool = True
+    ) -> Self:
+        """A chunk of no scheduler's request, to warm up or to measure a model with."""
+        known = [0] * start + list(tokens)
+        if not yields_token:
+            known.append(0)
+        request = Request(0, known, prompt_len=len(known), max_new_tokens=1, pages=pages)
+        return cls(request, start, len(tokens))
+
+    @property
+    def end(self) -> int:
+        """The number of keys that its last token attends to: 0, ..., end - 1."""
+        return self.start + self.length
+
+    @property
+    def pages(self) -> list[int]:
+        """The block table of its request."""
+        return self.request.pages
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens that are computed: the queries of attention."""
+        return self.request.tokens[self.start : self.start + self.length]
+
+    @property
+    def yields_token(self) -> bool:
+        """Whether it reaches the last known token, so that the next one can be sampled."""
+        return self.start + self.length == len(self.request.tokens)
+
+    def used_pages(self, page_size: int) -> list[int]:
+        """The pages that hold its keys, in order."""
+        return self.pages[: -(-self.end // page_size)]
+
+
+class ChunkRecord(NamedTuple):
+    """A chunk as it is remembered after its request has moved on."""
+
+    request_id: int
+    start: int
+    length: int
+    is_decode: bool
+
+
+class Batch(list[Chunk]):
+    """The chunks of one iteration, at most one for each request.
+
+    `budget` is the whole number of tokens that it may hold, None for any. `left` is the unused part
+    of the budget, below 0 if there are more decodes than the budget allows."""
+
+    def __init__(self, budget: int | None = None) -> None:
+        super().__init__()
+        self.budget = None if budget is None else check_whole("token_budget", budget, minimum=0)
+        self.left = sys.maxsize if self.budget is None else self.budget
+        self.preempted: list[int] = []  # ids of the requests that lost their pages for it
+
+    def add(self, request: Request, limit: int = sys.maxsize) -> int:
+        """Add the next chunk, cut to the budget and to `limit`. Returns its length; 0: none."""
+        length = len(request.tokens) - request.num_computed
+        if length > self.left or length > limit:
+            length = max(0, min(self.left, limit))
+        if length:
+            self.append(Chunk(request, request.num_computed, length))
+            self.left -= length
+        return length
+
+    def add_decodes(self, requests: Sequence[Request]) -> None:
+        """Add a decode of each of these requests, even beyond the budget."""
+        self += [Chunk(request, request.num_computed, 1) for request in requests]
+        self.left -= len(requests)
+
+    def record(self) -> list[ChunkRecord]:
+        """A record of each chunk. Call it before the requests move on."""
+        return [ChunkRecord(r.id, start, length, r.is_decoding) for r, start, length in self]
+
+
+@dataclass
+class Completion:
+    """The result of a request (Sarathi-Serve §2.4). Times are in seconds, on the engine's clock.
+
+    `tokens` is the output with its stop token, `text` is the output without it. `finish_reason` is
+    "stop" (a stop token came), "length" (max_new_tokens reached), "abort", or "error": the
+    tokenizer failed, there is no text, and `error` says why."""
+
+    request_id: int
+    prompt: Sequence[int]
+    arrival: float
+    priority: int = 2
+    tokens: list[int] = field(default_factory=list)
+    text: str | None = None
+    logprobs: list[float] | None = None
+    finish_reason: str | None = None
+    scheduled: float | None = None  # when it was first admitted
+    token_times: list[float] = field(default_factory=list)  # when each output token was known
+    preemptions: int = 0
+    recomputed_tokens: int = 0  # lost with its pages; some are found in the cache again
+    cached_tokens: int = 0  # found in the cache and not computed, after preemptions too
+    error: str | None = None
+
+    @classmethod
+    def of(cls, request: Request) -> Self:
+        """The completion of a Request that has ended."""
+        output = request.tokens[request.prompt_len :]
+        params = request.params
+        return cls(
+            request_id=request.id,
+            prompt=request.tokens[: request.prompt_len],
+            arrival=request.arrival,
+            priority=request.service.priority,
+            tokens=output,
+            logprobs=request.logprobs[: len(output)] if params and params.logprobs else None,
+            finish_reason=request.finish_reason,
+            scheduled=request.scheduled,
+            token_times=request.token_times[: len(output)],
+            preemptions=request.preemptions,
+            recomputed_tokens=request.recomputed_tokens,
+            cached_tokens=request.cached_tokens,
+        )
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token: from arrival to the first output token. None if there was none."""
+        return self.token_times[0] - self.arrival if self.token_times else None
+
+    @property
+    def tbt(self) -> list[float]:
+        """Times between tokens: the gaps between consecutive output tokens."""
+        return [later - earlier for earlier, later in pairwise(self.token_times)]
+
+    @property
+    def scheduling_delay(self) -> float | None:
+        """From arrival to first being scheduled. None if it never was."""
+        return None if self.scheduled is None else self.scheduled - self.arrival
+
+    @property
+    def latency(self) -> float | None:
+        """From arrival to the last output token, end to end. None if there was none."""
+        return self.token_times[-1] - self.arrival if self.token_times else None
+
+
+class Event(NamedTuple):
+    """A new token of a request; with the last one, its `finish_reason` and `completion`.
+
+    `text` is what the token completes, in Engine.stream alone."""
+
+    request_id: int
+    token: int
+    logprob: float | None
+    finish_reason: str | None
+    completion: Completion | None
+    text: str = ""
+
+
+class Iteration(NamedTuple):
+    """What one step computed, and when. Times are in seconds, on the engine's clock.
+
+    waiting, running, free_pages   how many there were after the batch was decided
+    budget, preempted              of the Batch: tokens, and request ids"""
+
+    start: float
+    end: float  # when its tokens had arrived
+    chunks: list[ChunkRecord]
+    launch: float | None = None  # when forward was called
+    waiting: int = 0
+    running: int = 0
+    free_pages: int = 0
+    budget: int | None = None
+    preempted: Sequence[int] = ()
+    micro_batch: int = 0  # its number, in a pipeline or with replicas
+
+    @property
+    def prefill_tokens(self) -> int:
+        """How many tokens of prompts were computed."""
+        return sum(chunk.length for chunk in self.chunks if not chunk.is_decode)
+
+    @property
+    def decode_tokens(self) -> int:
+        """How many decodes there were."""
+        return sum(chunk.is_decode for chunk in self.chunks)

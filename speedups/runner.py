@@ -1,0 +1,87 @@
+"""A model with its cache, and all that makes it fast on this device.
+
+    runner = Runner(model, pages=16, page_size=2048)
+    logits = runner.forward(FlatBatch.build(chunks, runner.attention))
+    sampled = runner.fetch(logits, params, positions)
+
+Read first: engine.py, which calls it. Read next: cuda_graphs.py, packed_linear.py."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attention import check_backend, make_attention
+from config import EngineConfig
+from hardware.memory import check_memory
+from kv_cache import KVCache, kv_bytes_per_token
+from model import GPT, FlatBatch
+from request import Chunk
+from sampling import SamplingParams, sample
+from speedups.cuda_graphs import DecodeGraphs, compile_decodes
+from speedups.packed_linear import pack
+
+Sampled = tuple[int, float | None]  # a token; its logprob, if a request in the batch wants it
+
+
+class Runner:
+    """Launches batches, and fetches their tokens. `forward` computes a FlatBatch: its logits."""
+
+    def __init__(
+        self,
+        model: GPT,
+        pages: int,
+        page_size: int,
+        max_len: int | None = None,
+        attention: str = "auto",
+    ) -> None:
+        check_backend(attention, model.device)
+        cache_bytes = pages * page_size * kv_bytes_per_token(model.config, model.dtype)
+        check_memory(f"pages={pages}, page_size={page_size}", cache_bytes, model.device)
+        self.cache = KVCache(model.config, pages, page_size, model.device, model.dtype, max_len)
+        self.attention = make_attention(model.config, self.cache, attention)
+        self.model = pack(model)
+        self.forward = DecodeGraphs(self.model, self.cache, self.attention).forward
+
+    def greedy(self, chunks: Sequence[Chunk]) -> list[int]:
+        """The likeliest next token of each chunk that yields one. Waits for a GPU."""
+        logits = self.forward(FlatBatch.build(chunks, self.attention))
+        if len(logits) == 0:
+            self.wait()
+        return logits.argmax(dim=-1).tolist()
+
+    def fetch(
+        self, logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
+    ) -> list[Sampled]:
+        """Sample on the device and read the tokens from it, in one transfer.
+
+        Row i of logits decides output token positions[i] of a request with params[i]."""
+        if not params:
+            self.wait()
+            return []
+        tokens, logprobs = sample(logits, params, positions)
+        if logprobs is None:
+            return [(token, None) for token in tokens.tolist()]
+        pairs = torch.stack([tokens.double(), logprobs.double()], dim=1).tolist()
+        return [(int(token), logprob) for token, logprob in pairs]
+
+    def wait(self) -> None:
+        """Wait for a GPU, or an iteration would seem to end before it does."""
+        if self.cache.data.is_cuda:
+            torch.cuda.current_stream(self.cache.data.device).synchronize()
+
+    def warm_up(self, max_batch: int) -> None:
+        """Clear the cache, and compile what decodes of up to `max_batch` requests need."""
+        self.cache.data.zero_()
+        compile_decodes(self, max_batch)
+
+
+def warm_up_loads(config: EngineConfig) -> list[tuple[list[list[int]], list[SamplingParams]]]:
+    """Prompts and params to serve: the longest prompt, and then as many requests as may run."""
+    pages, _, max_len = config.cache_sizes
+    max_batch = config.max_batch or 1
+    max_output = max_len - 1
+    long_prompt = [0] * max(1, max_output - 1)
+    count = min(max_batch, pages, config.max_waiting or max_batch)  # each has a page or more
+    params = [SamplingParams(min(n + 2, max_output)) for n in range(count)]
+    return [([long_prompt], [SamplingParams(min(2, max_output))]), ([[0]] * count, params)]
