@@ -93,7 +93,7 @@ MODEL_OPTIONS = {
 }
 
 
-WITHOUT_MODEL = ("simulate", "explore", "check", "fit", "overhead", "gpu", "today", "pools")
+WITHOUT_MODEL = ("simulate", "explore", "check", "fit", "overhead", "today", "pools")
 
 
 @pytest.mark.parametrize("command", bench.COMMANDS)

@@ -190,7 +190,7 @@ def test_every_file_at_the_top_and_every_room_is_named():
 
 def test_every_link_leads_to_a_file():
     folders = {path.parent.relative_to(ROOT) for path in ROOT.glob("[!.]*/**/README.md")}
-    folders = {path for path in folders if path.parent != Path("results")}  # made by bench.py gpu
+    folders = {path for path in folders if path.parent != Path("results")}  # made by .ci/gpu.sh
     assert folders == {Path(room) for room in MIN_COMMANDS if room}
     for room, text in TEXTS.items():
         for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
