@@ -1,13 +1,17 @@
 """Constants of a device, fitted to measured times of a layer's matrix products.
 
+    python -m lab.simulator.fit times.csv
+
 `fit_products` searches the rate, the bandwidth, the launch time and the tile with which
-`cost_model.product_seconds` predicts the measured times best. The A100's constants in devices.py
-come from it. Read first: cost_model.py. Read next: lab/commands/fit.py, which prints the result.
+`cost_model.product_seconds` predicts the measured times best. The program prints them and the
+errors that are left, with and without tiles, beside those of a known device. The A100's constants
+in devices.py come from it. Read first: cost_model.py.
 """
 
 import math
+from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -15,10 +19,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cli.console import run
+from cli.options import OptionParser, nonempty_text, whole
 from lab.measure.workload import TOKENS, FieldType, read_columns
 from lab.simulator.cost_model import BYTES, matrices, product_seconds
-from lab.simulator.devices import Device
+from lab.simulator.devices import DEVICES, GEOMETRIES, Device, find
 from model import GPTConfig
+from views.tables import Column, format_table
 
 # columns of Vidur's profiles, in the order of cost_model.matrices
 COLUMNS = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj")
@@ -142,3 +149,82 @@ def narrowed(low: float, high: float, center: float) -> tuple[float, float]:
     """A third of the range on either side of its best point; a rate stays above 0."""
     third = (high - low) / 3
     return max(center - third, center / 1e6), center + third
+
+
+@dataclass(frozen=True)
+class FitRow:
+    """The constants of a device, and how far off its predictions are."""
+
+    device: Device
+    layer_median: float  # errors of the sum of a layer's four products
+    layer_p90: float
+    product_median: float  # errors of each product alone
+    product_p90: float
+
+
+FIT_COLUMNS: list[Column[FitRow]] = [
+    Column("TFLOP/s", lambda row: row.device.flops_per_s / 1e12, ".0f"),
+    Column("TB/s", lambda row: row.device.bytes_per_s / 1e12, ".2f"),
+    Column("us to start", lambda row: 1e6 * row.device.op_s, ".1f"),
+    Column("tile", lambda row: row.device.tile, "d"),
+    Column("of a layer: median", lambda row: row.layer_median, ".1%"),
+    Column("its P90", lambda row: row.layer_p90, ".1%"),
+    Column("of each: median", lambda row: row.product_median, ".1%"),
+    Column("P90", lambda row: row.product_p90, ".1%"),
+]
+
+
+def parse_args(argv: Sequence[str] | None) -> Namespace:
+    """The options of the command line."""
+    parser = OptionParser(prog="python -m lab.simulator.fit", description="Fit a device.")
+    parser.add_argument(
+        "file",
+        help=f"CSV with num_tokens and, in ms, {', '.join(COLUMNS)}",
+        type=nonempty_text,
+    )
+    parser.add_option(
+        "--preset",
+        metavar="NAME",
+        type=nonempty_text,
+        default="llama-7b",
+        help="the geometry whose layer was measured",
+    )
+    parser.add_option("--tp", default=1, type=whole(minimum=1), help="on one of so many GPUs")
+    parser.add_option(
+        "--simulate",
+        type=nonempty_text,
+        default="a100-80gb",
+        metavar="DEVICE",
+        help="compare with this device's constants",
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Fit the constants and print them. Raises ValueError for unknown names and for a bad file."""
+    options = parse_args(argv)
+    config = find(GEOMETRIES, "preset", options.preset)
+    known = find(DEVICES, "simulate", options.simulate)
+    tokens, seconds = read_products(options.file)
+    devices = {
+        "fitted": fit_products(known, config, tokens, seconds, options.tp),
+        "fitted, without tiles": fit_products(
+            known, config, tokens, seconds, options.tp, tiles=(1,)
+        ),
+        known.name: known,
+        f"{known.name}, without tiles": replace(known, tile=1),
+    }
+    rows = {}
+    for name, device in devices.items():
+        of_layer, of_each = product_errors(device, config, tokens, seconds, options.tp)
+        layer_median, layer_p90 = np.quantile(of_layer, (0.5, 0.9))
+        product_median, product_p90 = np.quantile(of_each, (0.5, 0.9))
+        rows[name] = FitRow(device, layer_median, layer_p90, product_median, product_p90)
+    sizes = f"TP {options.tp}, {len(tokens)} sizes"
+    print(f"{options.file}: matrix products of a layer of {options.preset}, {sizes}\n")
+    print(format_table("constants", FIT_COLUMNS, rows))
+    print("\nerrors, over all sizes: of a layer's four products in sum, and of each of them alone")
+
+
+if __name__ == "__main__":
+    run(main)
