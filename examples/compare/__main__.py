@@ -15,8 +15,8 @@ import torch
 from tqdm import tqdm
 
 from cli.console import run
-from cli.loading import ModelOptions, add_model_options, load_model
-from cli.options import OptionParser, add_json_option, write_json, wrote
+from cli.loading import ModelOptions, add_layers_option, add_model_options, load_model
+from cli.options import OptionParser, option, write_json, wrote
 from examples.compare.engines import (
     OUR_POLICIES,
     PACKAGES,
@@ -48,13 +48,6 @@ COMPARE_COLUMNS: list[Column[EngineResult]] = [
 ]
 
 
-@dataclass(frozen=True)
-class CompareOptions(OfflineOptions):
-    """The options of `compare`: those of `offline`, and the other engines."""
-
-    against: dict[str, str]  # engine -> the Python that has its packages
-
-
 def engines(text: str) -> dict[str, str]:
     """The type of --against: {engine: the Python that has its packages}."""
     pythons = {}
@@ -70,21 +63,26 @@ def engines(text: str) -> dict[str, str]:
     return pythons
 
 
-def parse_args(argv: Sequence[str] | None) -> CompareOptions:
-    """The options, checked: the engines, and the load of `offline`. Exits with a message for random
-    weights that cannot be saved."""
-    parser = OptionParser(prog="python -m examples.compare", description="Other engines, in turns.")
-    parser.add_option(
-        "--against",
-        help=f"engines that serve the requests too, comma-separated, of {', '.join(PACKAGES)} "
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(OfflineOptions):
+    """The options of `compare`: those of `offline`, and the other engines."""
+
+    against: dict[str, str] = option(  # engine -> the Python that has its packages
+        f"engines that serve the requests too, comma-separated, of {', '.join(PACKAGES)} "
         "(packages openvino-genai, optimum-intel), required; openvino=/its/bin/python where "
         "another has them",
         required=True,
         metavar="ENGINES",
         type=engines,
     )
-    offline.add_load_options(parser, requests_text="2 B")
-    add_json_option(parser)
+
+
+def parse_args(argv: Sequence[str] | None) -> CompareOptions:
+    """The options, checked: the engines, and the load of `offline`. Exits with a message for random
+    weights that cannot be saved."""
+    parser = OptionParser(prog="python -m examples.compare", description="Other engines, in turns.")
+    parser.add_fields(CompareOptions, ("policies", "plot", "html"), requests="2 B")
+    add_layers_option(parser, "all; on a CPU that would take minutes, fewer")
     add_model_options(parser, "llama-13b on a GPU with 40 GB or more, else llama-160m")
     parser.set_defaults(command="compare", policies=list(OUR_POLICIES), plot=None, html=None)
     args = parser.parse_args(argv)

@@ -10,7 +10,7 @@ first: lab/measure/batch_times.py."""
 import re
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -22,7 +22,7 @@ from cli.loading import (
     model_options,
     resolve_model,
 )
-from cli.options import OptionParser, add_json_option, whole, write_json, wrote
+from cli.options import OptionParser, from_args, json_option, option, whole, write_json, wrote
 from lab.measure import timing
 from lab.measure.batch_times import (
     Batch,
@@ -90,14 +90,14 @@ def parse_chunks(word: str, text: str) -> list[Batch]:
     raise ArgumentTypeError(f"{text:.60}: {word!r} must be like 6x1@1024 or 2048/256")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BatchesOptions:
     """The options of `bench.py batches`."""
 
     command: str
     batches: list[tuple[str, list[Batch]]]  # names, and the batches that follow each other
-    repeats: int
-    json: str | None
+    repeats: int = option("how often each is timed", type=whole(minimum=2), default=5)
+    json: str | None = json_option()
     batch_length: int  # of the longest request
     model: ModelOptions
 
@@ -110,8 +110,7 @@ def add_options(parser: OptionParser) -> None:
         nargs="+",
         type=named_sequence,
     )
-    parser.add_option("--repeats", help="how often each is timed", type=whole(minimum=2), default=5)
-    add_json_option(parser)
+    parser.add_fields(BatchesOptions)
     add_layers_option(parser)
     add_model_options(parser, "llama-13b on a GPU with 40 GB or more, else llama-160m")
 
@@ -121,14 +120,8 @@ def resolve(parser: OptionParser, args: Namespace) -> BatchesOptions:
     names = dict(args.batches)
     if len(names) < len(args.batches):
         parser.error(f"batches: {len(args.batches)} have {len(names)} names, {', '.join(names)}")
-    return BatchesOptions(
-        command=args.command,
-        batches=args.batches,
-        repeats=args.repeats,
-        json=args.json,
-        batch_length=longest(names),
-        model=resolve_model(replace(model_options(args), layers=args.layers)),
-    )
+    model = resolve_model(model_options(args))
+    return from_args(BatchesOptions, args, batch_length=longest(names), model=model)
 
 
 def main(options: BatchesOptions) -> None:

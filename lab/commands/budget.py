@@ -7,15 +7,17 @@ command prints the times that the choice rests on."""
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cli.loading import ModelOptions, add_model_options, load_model, model_options, resolve_model
 from cli.options import (
     OptionParser,
     PerDevice,
-    add_json_option,
+    from_args,
+    json_option,
     keeping,
     number,
+    option,
     whole,
 )
 from engine import Runner
@@ -28,21 +30,31 @@ from policies import token_budget
 from policies.token_budget import Case, Profiled
 from views.tables import Column, format_table
 
-DECODES = PerDevice(cpu=16, gpu=64)
-MAX_LEN = PerDevice(cpu=1024, gpu=8192)
-TILE = PerDevice(cpu=32, gpu=128)
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BudgetOptions:
     """The options of `bench.py budget`."""
 
     command: str
-    slo_tbt: float  # seconds
-    decodes: int
-    max_len: int
-    tile: int
-    json: str | None
+    slo_tbt: float = option(
+        "the SLO of the time between tokens, in seconds; required",
+        type=number(above=0),
+        required=True,
+    )
+    decodes: int = option(
+        "requests that decode beside the chunk",
+        type=whole(minimum=1),
+        default=PerDevice(cpu=16, gpu=64),
+    )
+    max_len: int = option(
+        "the longest request and largest budget",
+        type=whole(minimum=1),
+        default=PerDevice(cpu=1024, gpu=8192),
+    )
+    tile: int = option(
+        "budgets are multiples of it", type=whole(minimum=1), default=PerDevice(cpu=32, gpu=128)
+    )
+    json: str | None = json_option()
     contexts: list[int]  # of the decodes, and at the end of the chunk: a short and a long one
     model: ModelOptions
 
@@ -61,45 +73,17 @@ class BudgetRow:
 
 def add_options(parser: OptionParser) -> None:
     """Add the options of the command."""
-    parser.add_option(
-        "--slo-tbt",
-        help="the SLO of the time between tokens, in seconds; required",
-        type=number(above=0),
-        required=True,
-    )
-    parser.add_option(
-        "--decodes",
-        help="requests that decode beside the chunk",
-        type=whole(minimum=1),
-        default_text=DECODES,
-    )
-    parser.add_option(
-        "--max-len",
-        help="the longest request and largest budget",
-        type=whole(minimum=1),
-        default_text=MAX_LEN,
-    )
-    parser.add_option(
-        "--tile", help="budgets are multiples of it", type=whole(minimum=1), default_text=TILE
-    )
-    add_json_option(parser)
+    parser.add_fields(BudgetOptions)
     add_model_options(parser, "llama3-8b on a GPU with 75 GB or more, else llama-160m")
 
 
 def resolve(parser: OptionParser, args: Namespace) -> BudgetOptions:
     """The options, with those filled in that depend on the device."""
-    max_len = args.max_len or MAX_LEN.pick(args.device)
     model = resolve_model(model_options(args), gpu_preset="llama3-8b", gpu_bytes=75e9)
-    return BudgetOptions(
-        command=args.command,
-        slo_tbt=args.slo_tbt,
-        decodes=args.decodes or DECODES.pick(args.device),
-        max_len=max_len,
-        tile=min(args.tile or TILE.pick(args.device), max_len),
-        json=args.json,
-        contexts=[max(1, max_len // 8), max(1, max_len // 2)],
-        model=model,
-    )
+    options = from_args(BudgetOptions, args, model=model, contexts=[])
+    max_len = options.max_len
+    contexts = [max(1, max_len // 8), max(1, max_len // 2)]
+    return replace(options, tile=min(options.tile, max_len), contexts=contexts)
 
 
 def main(options: BudgetOptions) -> None:

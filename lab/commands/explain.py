@@ -8,8 +8,8 @@ import time
 from argparse import Namespace
 from itertools import pairwise
 
-from cli.loading import add_model_options, load_model
-from cli.options import OptionParser, add_json_option, keeping
+from cli.loading import load_model
+from cli.options import OptionParser, keeping
 from lab.commands import offline
 from lab.commands.offline import OfflineOptions
 from lab.measure import timing
@@ -28,9 +28,7 @@ EXPLAIN_COLUMNS: list[Column[Step]] = [
 
 def add_options(parser: OptionParser) -> None:
     """Add the options of the command: those of the load of `offline`."""
-    offline.add_load_options(parser)
-    add_json_option(parser)
-    add_model_options(parser, "llama-13b on a GPU with 40 GB or more, else llama-160m")
+    offline.add_load_options(parser, leave_out=("policies", "plot", "html"))
     parser.set_defaults(policies=list(COMPARED), plot=None, html=None)
 
 

@@ -8,7 +8,7 @@ serve.py, where requests arrive while others run: Sarathi-Serve's half."""
 import textwrap
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,12 +24,14 @@ from cli.loading import (
 )
 from cli.options import (
     OptionParser,
-    add_chunk_option,
-    add_json_option,
-    add_policies_option,
+    chunk_option,
+    file_option,
+    from_args,
+    json_option,
     number,
-    output_file,
-    picture_file,
+    option,
+    plot_option,
+    policies_option,
     whole,
     write_json,
     write_text,
@@ -84,21 +86,30 @@ END_TO_END_COLUMNS: list[Column[PolicyRun]] = [
 ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OfflineOptions:
     """The options of `bench.py offline`."""
 
     command: str
-    policies: list[str]
-    plot: str | None
-    html: str | None
-    json: str | None
-    chunk: int
-    batch: int
-    lockstep: bool
-    seq_len: int
-    pd_ratio: float
-    requests: int
+    policies: list[str] = policies_option(DEFAULT_POLICIES)
+    plot: str | None = plot_option("draw each policy's iterations")
+    html: str | None = file_option("write a page to step through the decisions of each policy")
+    json: str | None = json_option()
+    chunk: int = chunk_option()
+    batch: int = option("B, the most requests at once", type=whole(minimum=2), default=6)
+    lockstep: bool = option(
+        "requests that begin and end together, where the policy lets them: the worst case of Orca",
+        action="store_true",
+    )
+    seq_len: int = option(
+        "prompt and output tokens of a request, together", type=whole(minimum=3), default=1000
+    )
+    pd_ratio: float = option(
+        "prompt tokens per output token",
+        type=number(above=0),
+        default_text="C / (B - 1), which is balanced",
+    )
+    requests: int = option("requests to serve", type=whole(minimum=1, maximum=1_000_000))
     requests_given: bool  # or fewer may be served, see affordable_requests
     model: ModelOptions
 
@@ -122,54 +133,18 @@ class OfflineOptions:
 
 def add_options(parser: OptionParser) -> None:
     """Add the options of the command."""
-    add_policies_option(parser, DEFAULT_POLICIES)
-    parser.add_option(
-        "--plot", help="draw each policy's iterations", type=picture_file, metavar="FILE"
-    )
-    parser.add_option(
-        "--html",
-        help="write a page to step through the decisions of each policy",
-        type=output_file,
-        metavar="FILE",
-    )
-    add_json_option(parser)
     limit = f"while that takes {MORE_REQUESTS_S} s for all policies"
     add_load_options(parser, f"2 B + 1, and up to 3 B + 1 {limit}")
-    add_model_options(parser, "llama-13b on a GPU with 40 GB or more, else llama-160m")
 
 
-def add_load_options(parser: OptionParser, requests_text: str = "3 B + 1") -> None:
-    """Add the options of an OfflineLoad, the chunk size and --layers. The help says `requests_text`
-    of how many requests there are by default."""
-    add_chunk_option(parser)
-    parser.add_option(
-        "--batch", help="B, the most requests at once", type=whole(minimum=2), default=6
-    )
-    parser.add_option(
-        "--lockstep",
-        help="requests that begin and end together, where the policy lets them: the worst case of "
-        "Orca",
-        action="store_true",
-    )
-    parser.add_option(
-        "--seq-len",
-        help="prompt and output tokens of a request, together",
-        type=whole(minimum=3),
-        default=1000,
-    )
-    parser.add_option(
-        "--pd-ratio",
-        help="prompt tokens per output token",
-        type=number(above=0),
-        default_text="C / (B - 1), which is balanced",
-    )
-    parser.add_option(
-        "--requests",
-        help="requests to serve",
-        type=whole(minimum=1, maximum=1_000_000),
-        default_text=requests_text,
-    )
+def add_load_options(
+    parser: OptionParser, requests_text: str = "3 B + 1", leave_out: Collection[str] = ()
+) -> None:
+    """Add the options of OfflineOptions and of the model, but for those to `leave_out`. The help
+    says `requests_text` of how many requests there are by default."""
+    parser.add_fields(OfflineOptions, leave_out, requests=requests_text)
     add_layers_option(parser, "all; on a CPU that would take minutes, fewer")
+    add_model_options(parser, "llama-13b on a GPU with 40 GB or more, else llama-160m")
 
 
 def resolve(parser: OptionParser, args: Namespace) -> OfflineOptions:
@@ -180,20 +155,13 @@ def resolve(parser: OptionParser, args: Namespace) -> OfflineOptions:
         parser.error("--policies dynamic: follows an SLO, see bench.py serve and capacity")
     # raises ValueError for a chunk size of a policy that has none
     run_plan(args.policies, [1], EngineConfig(page_size=1, pages=1))
-    return OfflineOptions(
-        command=args.command,
-        policies=args.policies,
-        plot=args.plot,
-        html=args.html,
-        json=args.json,
-        chunk=args.chunk,
-        batch=args.batch,
-        lockstep=args.lockstep,
-        seq_len=args.seq_len,
+    return from_args(
+        OfflineOptions,
+        args,
         pd_ratio=load.pd_ratio,
         requests=load.requests,
         requests_given=args.requests is not None,
-        model=resolve_model(replace(model_options(args), layers=args.layers)),
+        model=resolve_model(model_options(args)),
     )
 
 

@@ -7,7 +7,6 @@ Sweeps the targets and the split, the P:D ratio, the link and the number of GPUs
 DistServe and Splitwise have found. Read first: lab/simulator/goodput.py, lab/papers/pools.py."""
 
 import json
-import os
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,17 +14,19 @@ from typing import Any
 
 from cli.options import (
     OptionParser,
-    add_json_option,
+    file_option,
+    from_args,
+    json_option,
     keeping,
     nonempty_text,
-    output_file,
-    picture_file,
+    option,
+    plot_option,
     whole,
     write_text,
     wrote,
 )
 from lab.commands.pipeline import trace_event
-from lab.commands.simulate import Workers
+from lab.commands.simulate import Workers, processes_option
 from lab.papers.pools import Finding, LinkRow, Row, check_findings, describe
 from lab.simulator.cost_model import CostModel
 from lab.simulator.goodput import (
@@ -60,69 +61,39 @@ FIGURE_1 = "512+64"  # DistServe, Figure 1: a model of 13B parameters on A100
 FIGURE_1_TARGETS = Targets(ttft_s=0.4, tbt_s=0.04, all_gaps=False)  # as we read its lines
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PoolsOptions:
     """The options of `bench.py pools`."""
 
     command: str
-    device: str
-    preset: str
-    gpus: int
+    device: str = option(
+        "the device", name="--simulate", type=nonempty_text, default="a100-80gb", metavar="DEVICE"
+    )
+    preset: str = option("the model", type=nonempty_text, default="llama3-8b")
+    gpus: int = option(
+        "where the number is not swept", type=whole(minimum=2, maximum=16), default=4
+    )
+    quick: bool = option("shorter runs at fewer rates: half a minute", action="store_true")
+    processes: int = processes_option("simulate so many runs at once")
+    plot: str | None = plot_option("draw the sweeps")
+    chrome_trace: str | None = file_option(
+        "write what each instance and link did when in a short run, for Perfetto"
+    )
+    json: str | None = json_option()
     seconds: float  # that requests arrive
     steps: int  # rates for each cluster
-    processes: int
-    plot: str | None
-    chrome_trace: str | None
-    json: str | None
 
 
 def add_options(parser: OptionParser) -> None:
     """Add the options of the command."""
-    parser.add_option(
-        "--simulate", help="the device", type=nonempty_text, default="a100-80gb", metavar="DEVICE"
-    )
-    parser.add_option("--preset", help="the model", type=nonempty_text, default="llama3-8b")
-    parser.add_option(
-        "--gpus",
-        help="where the number is not swept",
-        type=whole(minimum=2, maximum=16),
-        default=4,
-    )
-    parser.add_option(
-        "--quick", help="shorter runs at fewer rates: half a minute", action="store_true"
-    )
-    parser.add_option(
-        "--processes",
-        help="simulate so many runs at once",
-        type=whole(minimum=1, maximum=256),
-        default=os.cpu_count() or 1,
-        default_text="the number of cores",
-    )
-    parser.add_option("--plot", help="draw the sweeps", type=picture_file, metavar="FILE")
-    parser.add_option(
-        "--chrome-trace",
-        help="write what each instance and link did when in a short run, for Perfetto",
-        type=output_file,
-        metavar="FILE",
-    )
-    add_json_option(parser)
+    parser.add_fields(PoolsOptions)
 
 
 def resolve(parser: OptionParser, args: Namespace) -> PoolsOptions:
     """The options. Raises ValueError for unknown names."""
-    CostModel.named(args.preset, args.simulate)
-    return PoolsOptions(
-        command=args.command,
-        device=args.simulate,
-        preset=args.preset,
-        gpus=args.gpus,
-        seconds=20.0 if args.quick else 120.0,
-        steps=9 if args.quick else 24,
-        processes=args.processes,
-        plot=args.plot,
-        chrome_trace=args.chrome_trace,
-        json=args.json,
-    )
+    CostModel.named(args.preset, args.device)
+    seconds = 20.0 if args.quick else 120.0
+    return from_args(PoolsOptions, args, seconds=seconds, steps=9 if args.quick else 24)
 
 
 class Sweep:

@@ -9,7 +9,6 @@ in devices.py come from it. Read first: cost_model.py.
 """
 
 import math
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -20,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cli.console import run
-from cli.options import OptionParser, nonempty_text, whole
+from cli.options import OptionParser, from_args, nonempty_text, option, whole
 from lab.measure.workload import TOKENS, FieldType, read_columns
 from lab.simulator.cost_model import BYTES, matrices, product_seconds
 from lab.simulator.devices import DEVICES, GEOMETRIES, Device, find
@@ -174,7 +173,27 @@ FIT_COLUMNS: list[Column[FitRow]] = [
 ]
 
 
-def parse_args(argv: Sequence[str] | None) -> Namespace:
+@dataclass(frozen=True, kw_only=True)
+class FitOptions:
+    """The options of the program."""
+
+    file: str
+    preset: str = option(
+        "the geometry whose layer was measured",
+        metavar="NAME",
+        type=nonempty_text,
+        default="llama-7b",
+    )
+    tp: int = option("on one of so many GPUs", default=1, type=whole(minimum=1))
+    simulate: str = option(
+        "compare with this device's constants",
+        type=nonempty_text,
+        default="a100-80gb",
+        metavar="DEVICE",
+    )
+
+
+def parse_args(argv: Sequence[str] | None) -> FitOptions:
     """The options of the command line."""
     parser = OptionParser(prog="python -m lab.simulator.fit", description="Fit a device.")
     parser.add_argument(
@@ -182,22 +201,8 @@ def parse_args(argv: Sequence[str] | None) -> Namespace:
         help=f"CSV with num_tokens and, in ms, {', '.join(COLUMNS)}",
         type=nonempty_text,
     )
-    parser.add_option(
-        "--preset",
-        metavar="NAME",
-        type=nonempty_text,
-        default="llama-7b",
-        help="the geometry whose layer was measured",
-    )
-    parser.add_option("--tp", default=1, type=whole(minimum=1), help="on one of so many GPUs")
-    parser.add_option(
-        "--simulate",
-        type=nonempty_text,
-        default="a100-80gb",
-        metavar="DEVICE",
-        help="compare with this device's constants",
-    )
-    return parser.parse_args(argv)
+    parser.add_fields(FitOptions)
+    return from_args(FitOptions, parser.parse_args(argv))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
