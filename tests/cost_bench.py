@@ -173,7 +173,10 @@ class CostBench(Bench):
         super().__init__(model, machine, options, size, picture="picture.png")
 
     def time_batches(
-        self, sequences: Mapping[str, Sequence[Batch]], repeats: int, layers: int | None = None
+        self,
+        sequences: Mapping[str, Sequence[Batch]],
+        layers: int | None = None,
+        repeats: int = 5,
     ) -> dict[str, SequenceTime]:
         """The times of sequences of batches; those of one layer are a share of those of all."""
         return {

@@ -1,7 +1,7 @@
 """A Bench measures claims with a model on this machine.
 
     def s_f3(bench: Bench) -> Finding:
-        times = bench.time_batches({"decode": [decodes(6, context=1024)]}, repeats=5)
+        times = bench.time_batches({"decode": [decodes(6, context=1024)]})
 
 Each method calls a library of lab/measure, with the options of the command line:
 
@@ -147,15 +147,21 @@ class Bench:
         """The size of these three that the claim is measured at."""
         return {"gpu": gpu, "cpu": cpu, "quick": quick}[self.size]
 
+    def scaled(self, tokens: int) -> int:
+        """So many tokens, or a quarter of them with --quick."""
+        return self.pick(gpu=tokens, cpu=tokens, quick=tokens // 4)
+
     def time_batches(
         self,
         sequences: Mapping[str, Sequence[Batch]],
-        repeats: int,
         layers: int | None = None,
+        repeats: int = 5,
     ) -> dict[str, SequenceTime]:
         """Time sequences of batches, by their names: whole, and each operation alone.
 
-        `layers`: with a model of so many layers; None: with all of them."""
+        `layers`: with a model of so many layers; None: with all of them. There are three repeats
+        with --quick."""
+        repeats = self.pick(gpu=repeats, cpu=repeats, quick=3)
         self._check_length(longest(sequences))
 
         def time_all() -> dict[str, SequenceTime]:
@@ -173,11 +179,9 @@ class Bench:
         self._note_busy(times.values())
         return times
 
-    def time_batch(
-        self, sequence: Sequence[Batch], repeats: int, layers: int | None = None
-    ) -> SequenceTime:
+    def time_batch(self, sequence: Sequence[Batch], layers: int | None = None) -> SequenceTime:
         """Time one sequence of batches, without others in turn."""
-        return self.time_batches({"batch": sequence}, repeats, layers)["batch"]
+        return self.time_batches({"batch": sequence}, layers)["batch"]
 
     def intensities(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Flops per byte of each operation. This is arithmetic; nothing is timed."""

@@ -2,7 +2,7 @@
 
     times = Plot("time of a batch", x="tokens", y="ms", spec=".1f")
     times.add("prefill", x=512, y=40.0)
-    times.line("prefill").at(512)
+    times["prefill"].at(512)
 
 A number that is not known, None, is a gap. Read next: checks.py, which compares lines."""
 
@@ -94,12 +94,17 @@ class Plot:
         """Add a number to a line. None is a gap."""
         self.lines.setdefault(line, {})[x] = y
 
+    def add_row(self, x: X, numbers: Mapping[str, Y]) -> None:
+        """Add a number at x to each of these lines."""
+        for line, y in numbers.items():
+            self.add(line, x, y)
+
     @property
     def xs(self) -> tuple[X, ...]:
         """All x of all lines, in the order in which they were first added."""
         return tuple(dict.fromkeys(x for values in self.lines.values() for x in values))
 
-    def line(self, name: str) -> Line:
+    def __getitem__(self, name: str) -> Line:
         """The line of that name. Raises KeyError if there is none."""
         if name not in self.lines:
             raise KeyError(f"{name}: no line of {self.title!r}, which has {', '.join(self.lines)}")
@@ -107,11 +112,11 @@ class Plot:
 
     def all_lines(self) -> list[Line]:
         """All lines, in order."""
-        return [self.line(name) for name in self.lines]
+        return [self[name] for name in self.lines]
 
     def best(self, name: str, variants: Sequence[str]) -> Line:
         """At each x the largest number of some lines, as a line called `name`."""
-        lines = [self.line(variant) for variant in variants]
+        lines = [self[variant] for variant in variants]
         values: dict[X, Y] = {}
         for x in self.xs:
             numbers = [y for line in lines if (y := line.at(x)) is not None]
