@@ -36,16 +36,9 @@ from lab.measure.machine_info import measure_machine
 from lab.measure.offline_load import OfflineLoad
 from model import GPTConfig
 from pretrained import checkpoints
-from views.tables import Column, format_table
+from views.tables import format_table
 
 ALL_LAYERS_S = 200  # fewer layers if all engines would take longer, on a CPU
-COMPARE_COLUMNS: list[Column[EngineResult]] = [
-    Column("dtype", lambda result: result.dtype),
-    Column("tokens/s", lambda result: result.tokens_per_s, ",.0f"),
-    Column("ours, sarathi-serve", lambda result: result.sarathi_serve_gain, ".2fx"),
-    Column("ours, vllm", lambda result: result.vllm_gain, ".2fx"),
-    Column("equal tokens", lambda result: result.equal_tokens, ".0%"),
-]
 
 
 def engines(text: str) -> dict[str, str]:
@@ -158,8 +151,17 @@ def print_results(results: Mapping[str, EngineResult], load: OfflineLoad, chunk:
         f"+ {load.output_len} tokens, in batches\nof {load.batch}, chunk {chunk}; medians of "
         f"{REPEATS}\n"
     )
-    rows = {timing.mark(name, result.busy): result for name, result in results.items()}
-    print(format_table("engine, policy", COMPARE_COLUMNS, rows))
+    rows = {
+        timing.mark(name, result.busy): [
+            ("dtype", result.dtype, ""),
+            ("tokens/s", result.tokens_per_s, ",.0f"),
+            ("ours, sarathi-serve", result.sarathi_serve_gain, ".2fx"),
+            ("ours, vllm", result.vllm_gain, ".2fx"),
+            ("equal tokens", result.equal_tokens, ".0%"),
+        ]
+        for name, result in results.items()
+    }
+    print(format_table("engine, policy", rows))
     print("\nours: over the tokens/s of that engine; equal to sarathi-serve's, but for rounding")
 
 

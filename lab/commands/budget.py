@@ -28,7 +28,7 @@ from model import GPT
 from parallel import runner_for
 from policies import token_budget
 from policies.token_budget import Case, Profiled
-from views.tables import Column, format_table
+from views.tables import format_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,18 +57,6 @@ class BudgetOptions:
     json: str | None = json_option()
     contexts: list[int]  # of the decodes, and at the end of the chunk: a short and a long one
     model: ModelOptions
-
-
-@dataclass(frozen=True)
-class BudgetRow:
-    """A token budget with its times at both contexts, in seconds."""
-
-    budget: int
-    decodes: int
-    short_s: float
-    long_s: float
-    meets_slo: bool
-    busy: bool
 
 
 def add_options(parser: OptionParser) -> None:
@@ -113,7 +101,7 @@ def main(options: BudgetOptions) -> None:
             )
         finally:
             if profile:
-                print_profile(rows_of(profile, options), options)
+                print_profile(profile, options)
         conclusion = (
             f"Token budget {budget}: the largest of whole tiles of {options.tile} that meets the "
             "SLO."
@@ -136,32 +124,20 @@ def make_runner(model: GPT, options: BudgetOptions) -> Runner:
     )
 
 
-def rows_of(profile: Sequence[Profiled], options: BudgetOptions) -> list[BudgetRow]:
-    """A row for each budget that was timed, from the smallest to the largest."""
+def print_profile(profile: Sequence[Profiled], options: BudgetOptions) -> None:
+    """Print the table of what was timed: each budget with its times at both contexts, from the
+    smallest to the largest."""
+    short_context, long_context = options.contexts
     ordered = sorted(profile)  # by budget, then by context
-    return [
-        BudgetRow(
-            budget=short.budget,
-            decodes=options.decodes,
-            short_s=short.seconds,
-            long_s=long.seconds,
-            meets_slo=max(short.seconds, long.seconds) <= options.slo_tbt,
-            busy=max(short.spread, long.spread) > timing.BUSY,
-        )
-        for short, long in zip(ordered[::2], ordered[1::2], strict=True)
-    ]
-
-
-def print_profile(rows: Sequence[BudgetRow], options: BudgetOptions) -> None:
-    """Print the table of what was timed."""
-    short, long = options.contexts
-    columns: list[Column[BudgetRow]] = [
-        Column("prefill + decodes", lambda row: f"{row.budget - row.decodes} + {row.decodes}"),
-        Column(f"ms at {short}", lambda row: 1e3 * row.short_s, ".1f"),
-        Column(f"at {long}", lambda row: 1e3 * row.long_s, ".1f"),
-        Column(
-            f"meets {1e3 * options.slo_tbt:.0f} ms", lambda row: "yes" if row.meets_slo else "no"
-        ),
-    ]
-    marked = {timing.mark(str(row.budget), row.busy): row for row in rows}
-    print(format_table("token budget", columns, marked) + "\n")
+    rows = {}
+    for short, long in zip(ordered[::2], ordered[1::2], strict=True):
+        busy = max(short.spread, long.spread) > timing.BUSY
+        meets_slo = max(short.seconds, long.seconds) <= options.slo_tbt
+        sizes = f"{short.budget - options.decodes} + {options.decodes}"
+        rows[timing.mark(str(short.budget), busy)] = [
+            ("prefill + decodes", sizes, ""),
+            (f"ms at {short_context}", 1e3 * short.seconds, ".1f"),
+            (f"at {long_context}", 1e3 * long.seconds, ".1f"),
+            (f"meets {1e3 * options.slo_tbt:.0f} ms", "yes" if meets_slo else "no", ""),
+        ]
+    print(format_table("token budget", rows) + "\n")

@@ -39,7 +39,7 @@ from cli.options import (
     wrote_page,
 )
 from config import EngineConfig
-from lab.commands.batches import launch_columns, launch_note
+from lab.commands.batches import launch_cells, launch_note
 from lab.measure import timing
 from lab.measure.batch_times import time_layer
 from lab.measure.decode_maximal import DecodeMaximal, HybridTime, measure_decode_maximal
@@ -51,7 +51,7 @@ from model import GPT, GPTConfig
 from policies.referee import Violation
 from views.page import page
 from views.records import Recorder
-from views.tables import Column, format_table, show
+from views.tables import Cell, format_table, show
 
 DEFAULT_POLICIES = "request-level,orca-best,vllm,sarathi,sarathi-serve"
 MORE_REQUESTS_S = 25  # more than 2 B + 1 are served while all policies together take so long
@@ -63,27 +63,33 @@ def cost(milliseconds: float | None) -> float | None:
     return None if milliseconds is None or milliseconds < 0 else milliseconds
 
 
-DECODE_MAXIMAL_COLUMNS: list[Column[HybridTime]] = [
-    Column("prefill + decodes", lambda row: f"{row.prefill_tokens} + {row.decodes}"),
-    Column("products", lambda row: row.products_ms, ".1f"),
-    Column("attention", lambda row: row.attention_ms, ".1f"),
-    Column("limit", lambda row: row.attention_limit_ms, ".1f"),
-    Column("other", lambda row: row.other_ms, ".1f"),
-    Column("total", lambda row: row.total_ms, ".1f"),
-    Column("spread", lambda row: row.spread, ".0%"),
-    Column("per prefill token", lambda row: cost(row.prefill_token_ms), ".3f"),
-    Column("per decode token", lambda row: cost(row.decode_token_ms), ".3f"),
-]
-END_TO_END_COLUMNS: list[Column[PolicyRun]] = [
-    Column("tokens/s", lambda row: row.tokens_per_s, ",.0f"),
-    Column("gain", lambda row: row.gain, ".2fx"),
-    Column("whole run", lambda row: row.whole_run_gain, ".2fx"),
-    Column("P50 TTFT s", lambda row: row.summary.ttft_s.p50, ".2f"),
-    Column("P99 TBT s", lambda row: row.summary.tbt_s.p99, ".3f"),
-    Column("longest stall s", lambda row: row.summary.longest_stall_s, ".3f"),
-    Column("iterations", lambda row: row.summary.iterations),
-    Column("tokens/iteration", lambda row: row.summary.tokens_per_iteration, ".0f"),
-]
+def decode_maximal_cells(row: HybridTime) -> list[Cell]:
+    """A row of Table 2."""
+    return [
+        ("prefill + decodes", f"{row.prefill_tokens} + {row.decodes}", ""),
+        ("products", row.products_ms, ".1f"),
+        ("attention", row.attention_ms, ".1f"),
+        ("limit", row.attention_limit_ms, ".1f"),
+        ("other", row.other_ms, ".1f"),
+        ("total", row.total_ms, ".1f"),
+        ("spread", row.spread, ".0%"),
+        ("per prefill token", cost(row.prefill_token_ms), ".3f"),
+        ("per decode token", cost(row.decode_token_ms), ".3f"),
+    ]
+
+
+def end_to_end_cells(row: PolicyRun) -> list[Cell]:
+    """The row of a policy."""
+    return [
+        ("tokens/s", row.tokens_per_s, ",.0f"),
+        ("gain", row.gain, ".2fx"),
+        ("whole run", row.whole_run_gain, ".2fx"),
+        ("P50 TTFT s", row.summary.ttft_s.p50, ".2f"),
+        ("P99 TBT s", row.summary.tbt_s.p99, ".3f"),
+        ("longest stall s", row.summary.longest_stall_s, ".3f"),
+        ("iterations", row.summary.iterations, ""),
+        ("tokens/iteration", row.summary.tokens_per_iteration, ".0f"),
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,12 +353,14 @@ def print_decode_maximal(table: DecodeMaximal, options: OfflineOptions) -> None:
     )
     if table.decode_only.device_ms is not None:
         speedup += f"; of the time of the device {show_speedup(table.device_speedup)}"
-    rows = {timing.mark(name, row.busy): row for name, row in table.rows.items()}
-    columns = [*DECODE_MAXIMAL_COLUMNS, *launch_columns(table.rows)]
+    rows = {
+        timing.mark(name, row.busy): [*decode_maximal_cells(row), *launch_cells(row)]
+        for name, row in table.rows.items()
+    }
     print(
         f"1. What a decode costs (SARATHI, Table 2): chunk {options.chunk}, batch {options.batch}, "
         f"context {options.seq_len}, times in ms\n\n"
-        f"{format_table('batch', columns, rows)}\n\n"
+        f"{format_table('batch', rows)}\n\n"
         f"decode speedup: {timing.TOO_BUSY if table.busy else speedup}\n"
         "products, operation by operation, and attention are timed alone; limit of attention: "
         "flops at the rate of the\n"
@@ -377,12 +385,12 @@ def print_end_to_end(
     marked = {}
     for name, row in rows.items():
         rule = violations[name].rule if name in violations else None
-        marked[timing.mark(mark_broken(name, rule), row.busy)] = row
+        marked[timing.mark(mark_broken(name, rule), row.busy)] = end_to_end_cells(row)
     print(
         f"2. End to end: {options.requests} requests of {lengths} tokens "
         f"(P:D {ratio:.0f}; the first {batch} want 1/{batch}, 2/{batch}, ...\n"
         f"   of the output), batch {batch}, chunk {options.chunk}, all there at time 0\n\n"
-        f"{format_table('policy', END_TO_END_COLUMNS, marked)}\n\n"
+        f"{format_table('policy', marked)}\n\n"
         "tokens/s (prompt and output) and gain over request-level are those of a full pipeline: "
         "whole rounds\n"
         f"of {batch} requests, after the first (-: fewer than {2 * batch + 1}); whole run: gain "

@@ -50,7 +50,7 @@ from lab.simulator.simulation import bubble_kinds, simulate
 from parallel.shard import Shard
 from parallel.stages import ParallelRunner
 from policies.micro_batches import StageRun
-from views.tables import Column, format_table
+from views.tables import Cell, format_table
 
 POLICIES = (
     "request-level,orca-best,vllm,sarathi,sarathi-serve:128,sarathi-serve:256"  # comma-separated
@@ -115,26 +115,32 @@ class PipelineRow:
         return [self.real.to_json(), self.simulated.to_json()]
 
 
-RUN_COLUMNS: list[Column[PipelineRow]] = [
-    Column("tokens/s", lambda row: row.real.tokens_per_s, ",.0f"),
-    Column("makespan", lambda row: row.real.makespan_s, ".2f"),
-    Column("simulated", lambda row: row.simulated.makespan_s, ".2f"),
-    Column("off", lambda row: row.makespan_off, "+.0%"),
-    Column("bubbles", lambda row: row.real.bubbles_s, ".2f"),
-    Column("simulated", lambda row: row.simulated.bubbles_s, ".2f"),
-    Column("off", lambda row: row.bubbles_off, "+.0%"),
-    Column("PB1", lambda row: row.real.kinds_s["PB1"], ".2f"),
-    Column("PB2", lambda row: row.real.kinds_s["PB2"], ".2f"),
-    Column("PB3", lambda row: row.real.kinds_s["PB3"], ".2f"),
-    Column("median", lambda row: row.real.median_bubble_s, ".2f"),
-]
-STAGE_COLUMNS: list[Column[StageSummary]] = [
-    Column("busy s", lambda stage: stage.busy_s, ".2f"),
-    Column("bubble s", lambda stage: stage.bubble_s, ".2f"),
-    Column("idle s", lambda stage: stage.idle_s, ".2f"),
-    Column("own", lambda stage: stage.own, ".1%"),
-    Column("sums", lambda stage: stage.sums, ".1%"),
-]
+def run_cells(row: PipelineRow) -> list[Cell]:
+    """The row of a policy."""
+    return [
+        ("tokens/s", row.real.tokens_per_s, ",.0f"),
+        ("makespan", row.real.makespan_s, ".2f"),
+        ("simulated", row.simulated.makespan_s, ".2f"),
+        ("off", row.makespan_off, "+.0%"),
+        ("bubbles", row.real.bubbles_s, ".2f"),
+        ("simulated", row.simulated.bubbles_s, ".2f"),
+        ("off", row.bubbles_off, "+.0%"),
+        ("PB1", row.real.kinds_s["PB1"], ".2f"),
+        ("PB2", row.real.kinds_s["PB2"], ".2f"),
+        ("PB3", row.real.kinds_s["PB3"], ".2f"),
+        ("median", row.real.median_bubble_s, ".2f"),
+    ]
+
+
+def stage_cells(stage: StageSummary) -> list[Cell]:
+    """The row of a stage."""
+    return [
+        ("busy s", stage.busy_s, ".2f"),
+        ("bubble s", stage.bubble_s, ".2f"),
+        ("idle s", stage.idle_s, ".2f"),
+        ("own", stage.own, ".1%"),
+        ("sums", stage.sums, ".1%"),
+    ]
 
 
 def add_options(parser: OptionParser) -> None:
@@ -244,15 +250,15 @@ def print_rows(rows: Mapping[str, PipelineRow]) -> None:
     stages = {}
     for policy, row in rows.items():
         name = mark(policy, row.real.busy)
-        policies[name] = row
+        policies[name] = run_cells(row)
         for number_of_stage, stage in enumerate(row.real.stages, start=1):
-            stages[f"{name}, {number_of_stage}"] = stage
-    print(format_table("seconds", RUN_COLUMNS, policies))
+            stages[f"{name}, {number_of_stage}"] = stage_cells(stage)
+    print(format_table("seconds", policies))
     print(
         "\nbubbles: of all stages, by what is before and after: PB1, prefills of different length;"
         "\nPB2, a prefill and decodes; PB3, decodes of different context; median: of a request\n"
     )
-    print(format_table("policy, stage", STAGE_COLUMNS, stages))
+    print(format_table("policy, stage", stages))
     print(
         "\nidle: all else, at the start, at the end, between batches; own: scheduling, messages,"
         "\nPython, and sums: all-reduces with their waiting, as shares of busy\n"

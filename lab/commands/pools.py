@@ -8,7 +8,7 @@ DistServe and Splitwise have found. Read first: lab/simulator/goodput.py, lab/pa
 
 import json
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from cli.options import (
 )
 from lab.commands.pipeline import trace_event
 from lab.commands.simulate import Workers, processes_option
-from lab.papers.pools import Finding, LinkRow, Row, check_findings, describe
+from lab.papers.pools import LinkRow, Row, check_findings, describe
 from lab.simulator.cost_model import CostModel
 from lab.simulator.goodput import (
     Cluster,
@@ -43,7 +43,7 @@ from lab.simulator.goodput import (
 )
 from lab.simulator.simulation import Simulated
 from policies.pools import Pools
-from views.tables import Column, format_table
+from views.tables import Cell, format_table
 
 CHUNKS = (128, 256, 512, 1024)  # replicas: the best of these counts
 TARGETS = [Targets(ttft_s, tbt_s) for tbt_s in (0.02, 0.03, 0.05, 0.1) for ttft_s in (0.5, 1, 4)]
@@ -211,38 +211,29 @@ def row_of(goodputs: Mapping[Cluster, float]) -> Row:
 def format_rows(head: str, rows: Mapping[str, Row]) -> str:
     """A table of a sweep. All splits that occur have a column, if they are the same in all rows."""
     splits = list(dict.fromkeys(split for row in rows.values() for split in row.pools))
-    columns: list[Column[Row]] = [Column("chunks", lambda row: row.chunks, ",.2f")]
-    if all(set(row.pools) == set(splits) for row in rows.values()):
-        columns += [Column(split, _goodput_of(split), ",.2f") for split in splits]
-    else:
-        columns.append(Column("pools", lambda row: row.best_pools, ",.2f"))
-    ends: list[Column[Row]] = [
-        Column("pools / chunks", lambda row: row.gain, ".2fx"),
-        Column("best", lambda row: row.winner),
+    has_columns = all(set(row.pools) == set(splits) for row in rows.values())
+    cells: dict[str, list[Cell]] = {}
+    for name, row in rows.items():
+        pools: list[Cell] = [("pools", row.best_pools, ",.2f")]
+        if has_columns:
+            pools = [(split, row.pools[split], ",.2f") for split in splits]
+        cells[name] = [
+            ("chunks", row.chunks, ",.2f"),
+            *pools,
+            ("pools / chunks", row.gain, ".2fx"),
+            ("best", row.winner, ""),
+        ]
+    return format_table(head, cells)
+
+
+def link_cells(row: LinkRow) -> list[Cell]:
+    """The row of a link."""
+    return [
+        ("at the end, ms", 1e3 * row.at_end_s, ",.1f"),
+        ("layer by layer, ms", 1e3 * row.layer_wise_s, ",.1f"),
+        ("no link, ms", 1e3 * row.alone_s, ",.1f"),
+        ("goodput per GPU", row.goodput, ",.2f"),
     ]
-    return format_table(head, [*columns, *ends], rows)
-
-
-def _goodput_of(split: str) -> Callable[[Row], float]:
-    """The goodput of a split, as a function of a Row."""
-
-    def value(row: Row) -> float:
-        return row.pools[split]
-
-    return value
-
-
-LINK_COLUMNS: list[Column[LinkRow]] = [
-    Column("at the end, ms", lambda row: 1e3 * row.at_end_s, ",.1f"),
-    Column("layer by layer, ms", lambda row: 1e3 * row.layer_wise_s, ",.1f"),
-    Column("no link, ms", lambda row: 1e3 * row.alone_s, ",.1f"),
-    Column("goodput per GPU", lambda row: row.goodput, ",.2f"),
-]
-FINDING_COLUMNS: list[Column[Finding]] = [
-    Column("paper", lambda finding: finding.paper),
-    Column("here", lambda finding: finding.here),
-    Column("holds", lambda finding: "yes" if finding.holds else "no"),
-]
 
 
 def main(options: PoolsOptions) -> dict[str, Any]:
@@ -278,7 +269,8 @@ def main(options: PoolsOptions) -> dict[str, Any]:
         }
         for preset, link_rows in links.items():
             print(f"From the first token to the second, {preset}, prompts of 1,500 tokens, 1:1:\n")
-            print(format_table("link", LINK_COLUMNS, link_rows), end="\n\n")
+            cells = {link: link_cells(row) for link, row in link_rows.items()}
+            print(format_table("link", cells), end="\n\n")
         draw(options, targets, ratios, links[LARGE_CACHE])
         figure_1 = sweep.figure_1()
         report["figure_1"] = figure_1
@@ -286,8 +278,15 @@ def main(options: PoolsOptions) -> dict[str, Any]:
             TARGETS[0].ttft_s, targets, ratios, sizes, links[LARGE_CACHE], figure_1
         )
         report["findings"] = [asdict(finding) for finding in findings]
-        by_text = {finding.text: finding for finding in findings}
-        print(format_table("finding", FINDING_COLUMNS, by_text), end="\n\n")
+        rows: dict[str, list[Cell]] = {
+            finding.text: [
+                ("paper", finding.paper, ""),
+                ("here", finding.here, ""),
+                ("holds", "yes" if finding.holds else "no", ""),
+            ]
+            for finding in findings
+        }
+        print(format_table("finding", rows), end="\n\n")
         print(conclude(targets))
     if options.chrome_trace:
         write_text(options.chrome_trace, short_trace(options))

@@ -29,7 +29,6 @@ from lab.commands.serve_options import (
     resolve,
 )
 from lab.commands.serve_report import (
-    ServedRow,
     conclude,
     format_heading,
     format_point,
@@ -238,7 +237,7 @@ class Session:
         self.heading = heading  # of the machine
         self.slo_s: float = report["slo_s"]
         self.unit: str = report["unit"]
-        self.rows: dict[str, ServedRow] = {}  # of serve
+        self.judged: dict[str, JudgedRun] = {}  # of serve
         self.runs: dict[str, Run] = {}
         self.recorders: dict[str, Recorder] = {}
         self.trials: dict[str, list[Trial[JudgedRun]]] = {}  # of capacity
@@ -308,8 +307,8 @@ class Session:
         )
         if self.is_serving:
             self.runs[name] = run
-            self.rows[name] = ServedRow(qps, judged)
-            self.results[name] = self.rows[name].to_json()
+            self.judged[name] = judged
+            self.results[name] = {"qps": qps, **judged.to_json()}
         else:
             assert qps is not None and isinstance(self.options, CapacityOptions)
             trials = self.trials.setdefault(name, [])
@@ -329,7 +328,7 @@ class Session:
         options = self.options
         print()
         if self.is_serving:
-            print_runs({name: row.judged for name, row in self.rows.items()}, self.slo_s)
+            print_runs(self.judged, self.slo_s)
         else:
             print_capacities(self.searches, self.unit)
         print(self.report["conclusion"])

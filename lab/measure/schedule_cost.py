@@ -11,7 +11,7 @@ from cli.console import run
 from kv_cache import Pages
 from policies import ALL_POLICIES, make_scheduler
 from scheduler import Request, Scheduler
-from views.tables import Column, format_table
+from views.tables import format_table
 
 CALLS = 200
 RUNNING = 128
@@ -51,9 +51,9 @@ def main() -> None:
     """Print the table of `schedule_us`."""
     ArgumentParser(description=__doc__).parse_args()  # --help prints the text above
     medians = schedule_us()
-    columns: list[Column[float]] = [Column("median us", lambda median: median, ".0f")]
+    rows = {policy: [("median us", us, ".0f")] for policy, us in medians.items()}
     print(f"schedule() with {RUNNING} requests running and {WAITING:,} waiting\n")
-    print(format_table("policy", columns, medians))
+    print(format_table("policy", rows))
     slowest = max(medians, key=lambda policy: medians[policy])
     print(f"\nslowest: {slowest}, {medians[slowest]:.0f} us")
 

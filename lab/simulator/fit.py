@@ -24,7 +24,7 @@ from lab.measure.workload import TOKENS, FieldType, read_columns
 from lab.simulator.cost_model import BYTES, matrices, product_seconds
 from lab.simulator.devices import DEVICES, GEOMETRIES, Device, find
 from model import GPTConfig
-from views.tables import Column, format_table
+from views.tables import format_table
 
 # columns of Vidur's profiles, in the order of cost_model.matrices
 COLUMNS = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj")
@@ -150,29 +150,6 @@ def narrowed(low: float, high: float, center: float) -> tuple[float, float]:
     return max(center - third, center / 1e6), center + third
 
 
-@dataclass(frozen=True)
-class FitRow:
-    """The constants of a device, and how far off its predictions are."""
-
-    device: Device
-    layer_median: float  # errors of the sum of a layer's four products
-    layer_p90: float
-    product_median: float  # errors of each product alone
-    product_p90: float
-
-
-FIT_COLUMNS: list[Column[FitRow]] = [
-    Column("TFLOP/s", lambda row: row.device.flops_per_s / 1e12, ".0f"),
-    Column("TB/s", lambda row: row.device.bytes_per_s / 1e12, ".2f"),
-    Column("us to start", lambda row: 1e6 * row.device.op_s, ".1f"),
-    Column("tile", lambda row: row.device.tile, "d"),
-    Column("of a layer: median", lambda row: row.layer_median, ".1%"),
-    Column("its P90", lambda row: row.layer_p90, ".1%"),
-    Column("of each: median", lambda row: row.product_median, ".1%"),
-    Column("P90", lambda row: row.product_p90, ".1%"),
-]
-
-
 @dataclass(frozen=True, kw_only=True)
 class FitOptions:
     """The options of the program."""
@@ -224,10 +201,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         of_layer, of_each = product_errors(device, config, tokens, seconds, options.tp)
         layer_median, layer_p90 = np.quantile(of_layer, (0.5, 0.9))
         product_median, product_p90 = np.quantile(of_each, (0.5, 0.9))
-        rows[name] = FitRow(device, layer_median, layer_p90, product_median, product_p90)
+        rows[name] = [
+            ("TFLOP/s", device.flops_per_s / 1e12, ".0f"),
+            ("TB/s", device.bytes_per_s / 1e12, ".2f"),
+            ("us to start", 1e6 * device.op_s, ".1f"),
+            ("tile", device.tile, "d"),
+            ("of a layer: median", layer_median, ".1%"),
+            ("its P90", layer_p90, ".1%"),
+            ("of each: median", product_median, ".1%"),
+            ("P90", product_p90, ".1%"),
+        ]
     sizes = f"TP {options.tp}, {len(tokens)} sizes"
     print(f"{options.file}: matrix products of a layer of {options.preset}, {sizes}\n")
-    print(format_table("constants", FIT_COLUMNS, rows))
+    print(format_table("constants", rows))
     print("\nerrors, over all sizes: of a layer's four products in sum, and of each of them alone")
 
 
