@@ -129,12 +129,6 @@ def from_args(options: type[Options], args: Namespace, **given: object) -> Optio
     return options(**values)
 
 
-def default_of(options: type, name: str, device: str) -> int:
-    """The default of an option that has a PerDevice, on this device."""
-    (default,) = (each.metadata["default"] for each in fields(options) if each.name == name)
-    return default.pick(device)
-
-
 def number(
     *, above: float = -math.inf, minimum: float = -math.inf, maximum: float = math.inf
 ) -> Callable[[str], float]:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -285,7 +286,9 @@ class CostBench(Bench):
 
     def _real_machine(self, limits: ServingLimits) -> Any:
         """The GPUs as a server."""
-        machine: Any = CountingMachine(self.cost, seed=0, shared_prefix=NO_PREFIX)
+        machine: Any = CountingMachine(
+            partial(simulate, self.cost), seed=0, shared_prefix=NO_PREFIX
+        )
         machine.base = base_of(self.cost, limits.max_len, limits.chunk)
         machine.info = self.machine
         return machine

@@ -4,6 +4,7 @@ No timing is asserted here: policies run on a clock that counts, or are given ma
 
 import math
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from lab.papers.measured import CLAIMS
 from lab.simulator.cost_model import CostModel
 from lab.simulator.devices import GEOMETRIES
 from lab.simulator.machine import CountingMachine, base_of
+from lab.simulator.simulation import simulate
 from scheduler import Batch, RequestLevel, Sarathi, SarathiServe
 from tests.helpers import machine_info, tiny_model
 from tests.test_claims import MadeUpBench
@@ -34,7 +36,7 @@ class SimulatedBench(Bench):
 
     def _real_machine(self, limits):
         cost = CostModel.named("llama3-8b")
-        machine = CountingMachine(cost, seed=0, shared_prefix=(0, 1))
+        machine = CountingMachine(partial(simulate, cost), seed=0, shared_prefix=(0, 1))
         machine.base = base_of(cost, limits.max_len, limits.chunk)
         machine.info = SimpleNamespace(base_busy=False)
         return machine

@@ -12,7 +12,6 @@ from cli.options import (
     OptionParser,
     PerDevice,
     chunk_option,
-    default_of,
     file_option,
     from_args,
     json_option,
@@ -26,8 +25,8 @@ from cli.options import (
 from hardware.memory import small_page_size
 from lab.measure.capacity import ROUNDS
 from lab.measure.workload import LENGTHS, TRACE_COLUMNS
+from lab.simulator.cost_model import CostModel
 from lab.simulator.devices import DEVICES, GEOMETRIES, LINKS
-from lab.simulator.machine import SimulatedMachineOptions
 from policies.pools import Pools
 from policies.priority import PRIORITIES
 from policies.token_budget import MULTIPLES
@@ -226,6 +225,20 @@ class ServeOptions(LoadOptions):
         """Whether another machine is simulated."""
         return self.simulate not in (None, THIS)
 
+    def cost(self) -> CostModel:
+        """The cost model of the simulated GPUs. Raises ValueError for unknown names, and sizes that
+        do not divide the model."""
+        model = self.model
+        return CostModel.named(
+            str(model.preset),
+            str(self.simulate),
+            tp=model.tp,
+            pp=model.pp,
+            tp_link=self.tp_link,
+            pp_link=self.pp_link,
+            cpu_s=self.cpu_ms / 1e3,
+        )
+
     @property
     def fewest_requests(self) -> int:
         """Fewer would all run at once at any rate, and no rate would be too high for them."""
@@ -267,54 +280,46 @@ def resolve(parser: OptionParser, args: Namespace) -> ServeOptions:
     _check_machine(parser, args)
     if args.pools:
         args.replicas = args.pools.instances
-    is_elsewhere = args.simulate not in (None, THIS)
-    device = "cuda" if is_elsewhere else args.device
-    max_len = args.max_len or default_of(ServeOptions, "max_len", device)
-    chunk = args.chunk or default_of(ServeOptions, "chunk", device)
-    batch = args.batch or default_of(ServeOptions, "batch", device)
-    kv_tokens = args.kv_tokens
     model = model_options(args)
-    if args.pools and not is_elsewhere:
+    cache_device = args.device
+    if args.simulate not in (None, THIS):
+        cache_device = "cpu"  # simulated attention reads any pages
+        args.device = "cuda"  # whose defaults hold
+    elif args.pools:
         model = replace(model, copies=args.replicas)
-    if is_elsewhere:
-        kv_tokens = _simulated_kv_tokens(parser, args, max_len, chunk)
-    check_load(parser, args, max_len)
-    cache_device = "cpu" if is_elsewhere else args.device  # simulated attention reads any pages
+    kind = CapacityOptions if args.command == "capacity" else ServeOptions
+    options = from_args(kind, args, model=model)
+    max_len = options.max_len
+    kv_tokens = args.kv_tokens
+    if options.is_elsewhere:
+        kv_tokens = _simulated_kv_tokens(parser, options)
+    check_load(parser, options)
     sizes = args.page_size or [small_page_size(max_len, cache_device)]
     sizes = list(dict.fromkeys(max_len if size == "max" else size for size in sizes))
     if max(sizes) > max_len:
         parser.error(f"--page-size {max(sizes)}: must be at most --max-len {max_len}")
-    shares = args.shared_prefix[0] > 0 or args.turns > 1
+    shares = options.shared_prefix[0] > 0 or options.turns > 1
     caching = CACHING[args.prefix_caching or ("both" if shares else "off")]
     if True in caching and max(sizes) == max_len:
         parser.error(f"--page-size {max_len}: must be below --max-len, or --prefix-caching off")
     request_tokens = max(-(-max_len // size) * size for size in sizes)
-    kv_tokens = kv_tokens or max(args.pp, batch // 3) * request_tokens
+    kv_tokens = kv_tokens or max(args.pp, options.batch // 3) * request_tokens
     if kv_tokens < request_tokens:
         needed = f"must be at least {request_tokens}, for one request"
         parser.error(f"--kv-tokens {kv_tokens}: {needed}")
-    default_requests = REQUESTS[args.command].pick(device)
-    options: type[ServeOptions] = ServeOptions
-    if args.command == "capacity":
-        default_requests = max(default_requests, ROUNDS * batch * args.pp * args.replicas)
-        options = CapacityOptions
-    return from_args(
+    requests = args.requests or REQUESTS[args.command].pick(args.device)
+    if args.command == "capacity" and not args.requests:
+        requests = max(requests, options.fewest_requests)
+    if not options.is_elsewhere:
+        model = resolve_model(model, gpu_preset="llama3-8b", gpu_bytes=75e9)
+    return replace(
         options,
-        args,
-        requests=args.requests or default_requests,
+        requests=requests,
         prefix_caching=caching,
-        chunk=chunk,
-        batch=batch,
-        max_len=max_len,
         page_size=sizes,
         kv_tokens=kv_tokens,
-        model=model if is_elsewhere else _resolve_real_model(model),
+        model=model,
     )
-
-
-def _resolve_real_model(model: ModelOptions) -> ModelOptions:
-    """The model on this machine, with what was left open filled in."""
-    return resolve_model(model, gpu_preset="llama3-8b", gpu_bytes=75e9)
 
 
 def _check_machine(parser: OptionParser, args: Namespace) -> None:
@@ -336,46 +341,35 @@ def _check_machine(parser: OptionParser, args: Namespace) -> None:
         parser.error(f"--tp, --pp: do not go with --simulate {THIS}; see bench.py pipeline")
 
 
-def _simulated_kv_tokens(parser: OptionParser, args: Namespace, max_len: int, chunk: int) -> int:
+def _simulated_kv_tokens(parser: OptionParser, options: ServeOptions) -> int:
     """The memory of a simulated machine in tokens: --kv-tokens, or all that fits."""
-    cost = SimulatedMachineOptions(
-        device=args.simulate,
-        preset=args.preset,
-        tp=args.tp,
-        pp=args.pp,
-        replicas=args.replicas,
-        tp_link=args.tp_link,
-        pp_link=args.pp_link,
-        cpu_ms=args.cpu_ms,
-        max_len=max_len,
-        chunk=chunk,
-        seed=args.seed,
-        shared_prefix=args.shared_prefix,
-    ).cost()
+    cost = options.cost()
+    max_len = options.max_len
     largest = cost.kv_tokens()
     if cost.config.family != "llama" and max_len > cost.config.max_positions:
         limit = f"this model is limited to {cost.config.max_positions}"
         parser.error(f"--max-len {max_len}: {limit}")
-    kv_tokens = args.kv_tokens or largest
-    smallest = args.pp * max_len
+    kv_tokens = options.kv_tokens or largest
+    smallest = cost.pp * max_len
     if not smallest <= kv_tokens <= largest:
         limits = f"at least {smallest}, --max-len per micro-batch, and at most {largest}, what fits"
         parser.error(f"--kv-tokens {kv_tokens}: must be {limits} beside the weights")
     return kv_tokens
 
 
-def check_load(parser: OptionParser, args: Namespace, max_len: int) -> None:
+def check_load(parser: OptionParser, options: LoadOptions) -> None:
     """Exit with a message if the options of a load make no sense together."""
-    prefix = args.shared_prefix[0]
+    prefix = options.shared_prefix[0]
+    max_len = options.max_len
     if prefix > max_len - 2:
         parser.error(f"--shared-prefix {prefix}: must leave 2 of --max-len {max_len} tokens")
     longest = max_len - prefix
-    if args.long_prompt and args.turns > 1:
+    if options.long_prompt and options.turns > 1:
         parser.error("--long-prompt: does not go with --turns")
-    if args.long_prompt and args.long_prompt >= longest:
+    if options.long_prompt and options.long_prompt >= longest:
         limit = f"below {longest}, --max-len less --shared-prefix"
-        parser.error(f"--long-prompt {args.long_prompt}: must be {limit}")
-    if args.trace and (args.lengths != DEFAULT_LENGTHS or args.long_prompt or prefix):
+        parser.error(f"--long-prompt {options.long_prompt}: must be {limit}")
+    if options.trace and (options.lengths != DEFAULT_LENGTHS or options.long_prompt or prefix):
         parser.error("--trace: has its own lengths, no --lengths, --long-prompt, --shared-prefix")
-    if args.trace_scale != 1 and not args.trace:
+    if options.trace_scale != 1 and not options.trace:
         parser.error("--trace-scale: goes with --trace")

@@ -68,8 +68,9 @@ def resolve(parser: OptionParser, args: Namespace) -> RemoteOptions:
     """The options, checked. Exits with a message if they make no sense together."""
     if not (args.qps or args.trace):
         parser.error("the following arguments are required: --qps, or --trace")
-    check_load(parser, args, args.max_len)
-    return from_args(RemoteOptions, args)
+    options = from_args(RemoteOptions, args)
+    check_load(parser, options)
+    return options
 
 
 def main(options: RemoteOptions) -> None:
