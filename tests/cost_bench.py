@@ -260,10 +260,10 @@ class CostBench(Bench):
         return super().capacity(policies, requests=min(requests, SHORT_RUN), **load)
 
     def token_budgets(
-        self, slos: Sequence[str], *, decodes: int, max_budget: int, tile: int, **limits: Any
+        self, slos: Sequence[str], *, decodes: int, max_budget: int, tile: int
     ) -> TokenBudgets:
         """The largest budgets, of batches that the cost model times."""
-        base = base_of(self.cost, limits["max_len"])
+        base = base_of(self.cost, self._limits(None, None, None).max_len)
         profile: list[Profiled] = []
         budgets: dict[str, Bounded] = {}
 

@@ -389,9 +389,11 @@ class Bench:
         self, batch: int | None, max_len: int | None, kv_tokens: int | None
     ) -> ServingLimits:
         """The limits of a server. None: the default of `bench.py serve`, where the cache has room
-        for a third of the requests if each has `max_len` tokens."""
+        for a third of the requests if each has `max_len` tokens; on a GPU requests of 2,048 tokens,
+        20 of which fit."""
         batch = batch or self.pick(gpu=128, cpu=32, quick=32)
-        max_len = max_len or self.pick(gpu=8192, cpu=1024, quick=1024)
+        max_len = max_len or self.pick(gpu=2048, cpu=1024, quick=1024)
+        kv_tokens = kv_tokens or self.pick(gpu=40960, cpu=None, quick=None)
         self._check_length(max_len)
         page_size = small_page_size(max_len, self.model.device)
         pages_of_request = -(-max_len // page_size)

@@ -134,7 +134,7 @@ def request_level_over_sarathi(bench: Bench, pieces: int) -> TimesByOperation:
     Prompts are cut into so many pieces, as many as carry all decodes: P:D = C / (B - 1)."""
     length = bench.scaled(1024)  # of a request, prompt and output
     batch_sizes = bench.pick(gpu=[6, 18], cpu=[6, 18], quick=[6])
-    ratios = Plot("request-level over sarathi", x="batch", y="times less", spec=".2fx")
+    ratios = Plot("request-level over sarathi", x="batch", y="times less")
     seconds = Plot(f"batch {batch_sizes[-1]}", x="", y="s", spec=".3g", form="stacked")
     for batch in batch_sizes:
         output = pieces * (batch - 1)
@@ -147,30 +147,13 @@ def request_level_over_sarathi(bench: Bench, pieces: int) -> TimesByOperation:
         times = bench.time_batches({"request-level": request_level, "sarathi": sarathi})
         whole = times["request-level"]
         chunked = times["sarathi"]
-        ratios.add_row(
-            batch,
-            {
-                "ffn_ln1": whole.ffn_ln1_ms / chunked.ffn_ln1_ms,
-                "ffn_ln2": whole.ffn_ln2_ms / chunked.ffn_ln2_ms,
-                "preproj": whole.preproj_ms / chunked.preproj_ms,
-                "postproj": whole.postproj_ms / chunked.postproj_ms,
-                "linear": whole.products_ms / chunked.products_ms,
-                "attention": whole.attention_ms / chunked.attention_ms,
-            },
-        )
+        for name in ("ffn_ln1", "ffn_ln2", "preproj", "postproj"):
+            ratios.add(name, batch, whole.parts_ms[name] / chunked.parts_ms[name])
+        ratios.add("linear", batch, whole.products_ms / chunked.products_ms)
+        ratios.add("attention", batch, whole.attention_ms / chunked.attention_ms)
         if batch == batch_sizes[-1]:
             for policy, time in times.items():
-                seconds.add_row(
-                    policy,
-                    {
-                        "preproj": time.preproj_ms / 1e3,
-                        "attention": time.attention_ms / 1e3,
-                        "postproj": time.postproj_ms / 1e3,
-                        "ffn_ln1": time.ffn_ln1_ms / 1e3,
-                        "ffn_ln2": time.ffn_ln2_ms / 1e3,
-                        "other": time.other_ms / 1e3,
-                    },
-                )
+                seconds.add_row(policy, {name: ms / 1e3 for name, ms in time.parts_ms.items()})
     return TimesByOperation(ratios, seconds)
 
 
@@ -206,7 +189,7 @@ def s_f13(bench: Bench) -> Finding:
     """S-F13: the smaller the chunks of a prompt, the longer its attention and its prefill take."""
     length = bench.scaled(1024)
     chunk_sizes = bench.pick(gpu=[64, 128, 256, 512], cpu=[64, 128, 256, 512], quick=[32, 64, 128])
-    plot = Plot("", x="chunk", y="times that of the whole prompt", spec=".2fx", log="x")
+    plot = Plot("", x="chunk", y="times that of the whole prompt", log="x")
     for chunk in chunk_sizes:
         case = {"chunks": chunks_of(length, chunk), "whole": [prompts(1, length)]}
         times = bench.time_batches(case)
@@ -340,7 +323,7 @@ def ss_f14(bench: Bench) -> Finding:
     lengths = bench.pick(gpu=[2048, 4096, 8192], cpu=[512, 1024, 2048], quick=[128, 256])
     small = bench.pick(gpu=512, cpu=128, quick=32)
     chunk_sizes = [small, 2 * small, 4 * small]
-    plot = Plot("", x="prompt", y="times that of the whole prompt", spec=".2fx", log="x")
+    plot = Plot("", x="prompt", y="times that of the whole prompt", log="x")
     for length in lengths:
         sequences = {f"chunks of {chunk:,}": chunks_of(length, chunk) for chunk in chunk_sizes}
         times = bench.time_batches({"whole": [prompts(1, length)]} | sequences)

@@ -25,7 +25,7 @@ def s_f10b(bench: Bench) -> Finding:
     decodes as one of four, and only decodes are made cheaper. The 1.6x is of the upper half."""
     quarters = request_level_over_sarathi(bench, pieces=4).ratios
     halves = request_level_over_sarathi(bench, pieces=2).ratios
-    linear = Plot("linear layers", x="batch", y="times less", spec=".2fx")
+    linear = Plot("linear layers", x="batch", y="times less")
     for batch in halves.xs:
         linear.add_row(
             batch,
@@ -73,7 +73,6 @@ def ss_f9b(bench: Bench) -> Finding:
         "a batch with a chunk over the decodes alone",
         x="decodes",
         y="times as long",
-        spec=".2fx",
         log="x",
     )
     for context in contexts:
@@ -123,8 +122,8 @@ def b_3(bench: Bench) -> Finding:
     context = bench.scaled(512)
     riding = decodes(32, context)
     ms = Plot("an iteration with 32 decodes", x="prompt tokens", y="ms", spec=".1f")
-    times_as_long = Plot("over 32 decodes alone", x="prompt tokens", y="times", spec=".2fx")
-    products = Plot("products of 160 rows over those of 32", x="", y="times", spec=".2fx")
+    times_as_long = Plot("over 32 decodes alone", x="prompt tokens", y="times")
+    products = Plot("products of 160 rows over those of 32", x="", y="times")
     cases = {"0": [riding]}
     for tokens in BUDGET_TABLE_MS:
         if tokens:

@@ -65,7 +65,7 @@ def s_f9b(bench: Bench) -> Finding:
     published: list[Published] = []
     for case in cases:
         middle = f"sarathi:{case.chunk}"
-        gains = Plot(f"{case.length:,} tokens", x="P:D", y="gain", spec=".2fx")
+        gains = Plot(f"{case.length:,} tokens", x="P:D", y="gain")
         for place, multiple in PLACES.items():
             rows = bench.run_policies(
                 [
@@ -168,7 +168,7 @@ def s_f13c(bench: Bench) -> Finding:
         requests=bench.pick(gpu=73, cpu=25, quick=13),
         pd_ratio=4 * unit / (batch - 1),
     )
-    gains = Plot("", x="chunk", y="gain", spec=".2fx", log="x")
+    gains = Plot("", x="chunk", y="gain", log="x")
     for chunk in chunk_sizes:
         gains.add("sarathi", chunk, rows[f"sarathi:{chunk}"].gain)
     gain = gains["sarathi"]

@@ -57,8 +57,8 @@ def s_t4(bench: Bench) -> Finding:
         cpu=CPU_CASES,
         quick=QUICK_CASES,
     )
-    gains = Plot("", x="context", y="gain", spec=".2fx")
-    expected = Plot("", x="context", y="times", spec=".2fx")
+    gains = Plot("", x="context", y="gain")
+    expected = Plot("", x="context", y="times")
     for case in cases:
         table = bench.decode_maximal(context=case.context, batch=case.batch, chunk=case.chunk)
         for name, row in in_lockstep(bench, case).items():
@@ -123,7 +123,7 @@ def gains_over_ratios(bench: Bench) -> GainsOverRatios:
     ratios = bench.pick(
         gpu=[3.75, 7.5, 15, 30, 60], cpu=[3.2, 6.4, 12.8, 25.6, 51.2], quick=[6.4, 12.8, 25.6]
     )
-    gains = Plot("", x="P:D", y="gain", spec=".2fx", log="x")
+    gains = Plot("", x="P:D", y="gain", log="x")
     load = GainsOverRatios(batch, [chunk // 2, chunk, 2 * chunk], gains)
     for ratio in ratios:
         rows = bench.run_policies(
@@ -183,7 +183,7 @@ def s_f11(bench: Bench) -> Finding:
         cpu=CPU_CASES,
         quick=QUICK_CASES,
     )
-    gains = Plot("", x="context", y="gain", spec=".2fx")
+    gains = Plot("", x="context", y="gain")
     for case in cases:
         for name, row in in_lockstep(bench, case).items():
             gains.add(name, case.context, row.gain)

@@ -54,18 +54,8 @@ def s_f3(bench: Bench) -> Finding:
     for size, case in prefill_and_decodes(bench).items():
         times = bench.time_batches(case)
         for kind, time in times.items():
-            plot = by_operation[kind]
-            plot.add_row(
-                size,
-                {
-                    "preproj": time.preproj_ms / time.tokens,
-                    "attention": time.attention_ms / time.tokens,
-                    "postproj": time.postproj_ms / time.tokens,
-                    "ffn_ln1": time.ffn_ln1_ms / time.tokens,
-                    "ffn_ln2": time.ffn_ln2_ms / time.tokens,
-                    "other": time.other_ms / time.tokens,
-                },
-            )
+            per_token_ms = {name: ms / time.tokens for name, ms in time.parts_ms.items()}
+            by_operation[kind].add_row(size, per_token_ms)
             per_token.add(kind, size, time.total_ms / time.tokens)
             linear.add(kind, size, time.products_ms / time.tokens)
             shares.add_row(
@@ -79,6 +69,7 @@ def s_f3(bench: Bench) -> Finding:
     decode = per_token["decode"]
     costs = in_prompt_tokens(per_token)
     linear_costs = in_prompt_tokens(linear)
+    own_keys = "Decodes share the reading of weights, but each reads keys of its own."
     return Finding(
         plots=[*by_operation.values(), per_token, shares],
         checks=[
@@ -90,14 +81,8 @@ def s_f3(bench: Bench) -> Finding:
                 because="A decode reads all weights for one row, a prompt for all of its rows.",
                 where=ridge_above(bench, 10),
             ),
-            falls(
-                shares["decode: linear"],
-                because="Decodes share the reading of weights, but each reads keys of its own.",
-            ),
-            rises(
-                shares["decode: attention"],
-                because="Decodes share the reading of weights, but each reads keys of its own.",
-            ),
+            falls(shares["decode: linear"], because=own_keys),
+            rises(shares["decode: attention"], because=own_keys),
         ],
         published=[
             Published("prefill tokens that cost a decode, B = 1", 200, costs, 1, LLAMA_13B),
@@ -172,10 +157,10 @@ def s_f4a(bench: Bench) -> Finding:
         throughputs.append(throughput)
     prefill = throughputs[0]["prefill"]
     decode = throughputs[0]["decode"]
-    share = Plot("one layer", x="tokens", y="of the throughput of 512", spec=".2fx")
+    share = Plot("one layer", x="tokens", y="of the throughput of 512")
     for tokens in prefill.xs:
         share.add("prefill", tokens, over(prefill.at(tokens), prefill.at(512)))
-    few = Plot("one layer", x="of", y="share of the throughput", spec=".2fx")
+    few = Plot("one layer", x="of", y="share of the throughput")
     few.add("16 over 512 tokens", "prefill", over(prefill.at(16), prefill.at(512)))
     saturation = Plot("one layer", x="of", y="tokens", spec=",.0f")
     saturation.add("saturates", "prefill", saturation_of(prefill))
@@ -344,10 +329,10 @@ def s_f7(bench: Bench) -> Finding:
         )
     total = iteration["iteration"]
     products = iteration["linear layers"]
-    steps = Plot("one token more", x="tokens", y="times as long", spec=".2fx")
+    steps = Plot("one token more", x="tokens", y="times as long")
     for tokens in (256, 257):
         steps.add("iteration", tokens, over(total.at(tokens), total.at(tokens - 1)))
-    doubling = Plot("twice the tokens", x="tokens", y="times as long", spec=".2fx")
+    doubling = Plot("twice the tokens", x="tokens", y="times as long")
     for tokens in (128, 256, 512):
         half = tokens // 2
         doubling.add_row(
@@ -357,7 +342,7 @@ def s_f7(bench: Bench) -> Finding:
                 "linear layers": over(products.at(tokens), products.at(half)),
             },
         )
-    few = Plot("16 tokens over one", x="tokens", y="times as long", spec=".2fx")
+    few = Plot("16 tokens over one", x="tokens", y="times as long")
     few.add("linear layers", 16, over(products.at(16), products.at(1)))
     return Finding(
         plots=[iteration],

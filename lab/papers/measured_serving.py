@@ -105,8 +105,6 @@ def ss_f10(bench: Bench) -> Finding:
                 lengths=lengths,
                 requests=count,
                 batch=bench.pick(gpu=128, cpu=32, quick=32),
-                max_len=bench.pick(gpu=2048, cpu=None, quick=None),
-                kv_tokens=bench.pick(gpu=40960, cpu=None, quick=None),
                 simulated=lengths in simulated,
             )
             for name, result in capacities.results.items():
@@ -174,7 +172,6 @@ def capacities_over_slo(bench: Bench) -> CapacitiesOverSLO:
                 lengths="sharegpt4",
                 requests=bench.pick(gpu=100, cpu=20, quick=60),
                 batch=batch,
-                max_len=bench.pick(gpu=2048, cpu=None, quick=None),
                 kv_tokens=bench.pick(gpu=40960, cpu=10240, quick=10240),  # whatever the batch
             )
             for name, result in capacities.results.items():
@@ -222,8 +219,6 @@ def ss_t4(bench: Bench) -> Finding:
             [hybrid, chunked, both],
             lengths=lengths,
             requests=requests,
-            max_len=bench.pick(gpu=2048, cpu=None, quick=None),
-            kv_tokens=bench.pick(gpu=40960, cpu=None, quick=None),
         )
         for name, run in served.runs.items():
             ttft.add(name, lengths, run.summary.ttft_s.p50)

@@ -30,8 +30,6 @@ def chats_at(bench: Bench, load: float) -> Served:
         policies,
         requests=bench.pick(gpu=128, cpu=32, quick=12),
         load=load,
-        max_len=bench.pick(gpu=2048, cpu=None, quick=None),
-        kv_tokens=bench.pick(gpu=40960, cpu=None, quick=None),
     )
 
 
@@ -130,7 +128,6 @@ def ss_4_3(bench: Bench) -> Finding:
         decodes=decode_count,
         max_budget=bench.pick(gpu=8192, cpu=4096, quick=4096),
         tile=bench.pick(gpu=128, cpu=32, quick=128),
-        max_len=bench.pick(gpu=2048, cpu=None, quick=1024),
     )
     times = Plot("an iteration with 32 decodes", x="token budget", y="ms", spec=".1f")
     for row in sorted(found.profile):

@@ -83,7 +83,7 @@ class Plot:
     title: str
     x: str  # what is on the axes, with units
     y: str
-    spec: str  # the format of a number, as of views.tables.show
+    spec: str = ".2fx"  # the format of a number, as of views.tables.show
     log: Literal["", "x", "y", "xy"] = ""  # the axes that are logarithmic
     form: Literal["", "stacked", "steps"] = ""  # of the picture: lines or bars, stacked bars, lanes
     ticks: tuple[float, ...] = ()  # of x in the picture, which ends at the last; (): as they come
