@@ -224,8 +224,8 @@ def powers_of_two(last: int) -> list[int]:
 
 def saturation_of(throughput: Line) -> float:
     """The fewest tokens with 87.5 % of the largest throughput: the paper calls that marginal."""
-    known = {float(x): y for x in throughput.xs if (y := throughput.at(x)) is not None}
-    return min(x for x, y in known.items() if y >= 0.875 * max(known.values()))
+    known = throughput.known
+    return min(float(x) for x, y in known.items() if y >= 0.875 * max(known.values()))
 
 
 def s_f4b(bench: Bench) -> Finding:

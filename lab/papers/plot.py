@@ -33,6 +33,11 @@ class Line:
         """The number at x, None in a gap."""
         return self.values.get(x)
 
+    @property
+    def known(self) -> dict[X, float]:
+        """Its numbers but for gaps, in order."""
+        return {x: y for x in self.xs if (y := self.at(x)) is not None}
+
     def times(self, factor: float) -> "Line":
         """This line, each number multiplied."""
         values = {x: None if y is None else factor * y for x, y in self.values.items()}
@@ -55,12 +60,12 @@ class Line:
 
     def x_of_largest(self) -> X:
         """Where its largest number is; the first x if no number is known."""
-        known = {x: y for x in self.xs if (y := self.at(x)) is not None}
+        known = self.known
         return max(known, key=lambda x: known[x], default=self.xs[0])
 
     def x_of_smallest(self) -> X:
         """Where its smallest number is; the first x if no number is known."""
-        known = {x: y for x in self.xs if (y := self.at(x)) is not None}
+        known = self.known
         return min(known, key=lambda x: known[x], default=self.xs[0])
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lab.measure.capacity import estimated_qps
+from lab.measure.capacity import possible_qps
 from lab.measure.workload import Arrival, poisson, sample_lengths
 from lab.papers.today_loads import MODEL, Server, latencies, serve
 from lab.papers.today_rules import Step, conduct_of, differs, smallest_difference
@@ -259,7 +259,7 @@ def memory_to_reserve() -> Page:
     """Reservations side by side on tight memory."""
     lengths = sample_lengths("sharegpt4", 200, MEMORY_MAX_LEN, seed=0)
     base = base_of(CostModel.named(MODEL), MEMORY_MAX_LEN, 512)
-    qps = 2.0 * estimated_qps(base, poisson(lengths, 1.0, seed=0))
+    qps = 2.0 * possible_qps(base, lengths)
     arrivals = poisson(lengths, qps, seed=0)
     rows = {
         f"{reserved} (`{policy}`)": latencies(
@@ -341,7 +341,7 @@ def checklist_settings() -> list[Setting]:
     """The load that shows the gain, and those that hide it."""
     lengths = sample_lengths("sharegpt4", 150, CHECK_MAX_LEN, seed=0)
     base = base_of(CostModel.named(MODEL), CHECK_MAX_LEN, 512)
-    qps = 0.75 * estimated_qps(base, poisson(lengths, 1.0, seed=0))
+    qps = 0.75 * possible_qps(base, lengths)
     chat = poisson(lengths, qps, seed=0)
     short = [(min(prompt, 100), output) for prompt, output in lengths]
     pair = ("vllm", "sarathi-serve")
