@@ -28,6 +28,7 @@ from cli.options import (
 from lab.commands.pipeline import trace_event
 from lab.commands.simulate import Workers, processes_option
 from lab.papers.pools import LinkRow, Row, check_findings, describe
+from lab.papers.systems import run_all
 from lab.simulator.cost_model import CostModel
 from lab.simulator.goodput import (
     Cluster,
@@ -114,21 +115,18 @@ class Sweep:
             *[replace(first, pools=pools) for pools in splits],
         ]
 
-    def trials(self, clusters: Sequence[Cluster], load: Load) -> dict[Cluster, list[Trial]]:
-        """The Trials of each cluster at all rates."""
-        jobs = [
-            Job(cluster, load, qps)
-            for cluster in clusters
-            for qps in rates(cluster, load, self.options.steps)
-        ]
-        self.workers.name = f"{clusters[0].instances} GPUs, {load.lengths}"
-        trials = iter(self.workers(run_job, jobs))
-        steps = range(self.options.steps)
-        return {cluster: [next(trials) for _ in steps] for cluster in clusters}
-
     def by_targets(self) -> dict[str, Row]:
         """A Row for each pair of targets, of the chat load. The same trials serve all."""
-        trials = self.trials(self.clusters(self.options.gpus), self.chat)
+        clusters = self.clusters(self.options.gpus)
+        self.workers.name = f"{self.options.gpus} GPUs, {CHAT}"
+        jobs = {
+            (cluster, qps): Job(cluster, self.chat, qps)
+            for cluster in clusters
+            for qps in rates(cluster, self.chat, self.options.steps)
+        }
+        trials: dict[Cluster, list[Trial]] = {cluster: [] for cluster in clusters}
+        for (cluster, _), trial in run_all(self.workers, run_job, jobs).items():
+            trials[cluster].append(trial)
         return {
             describe(targets): row_of(
                 {cluster: goodput(each, targets) for cluster, each in trials.items()}
@@ -136,17 +134,18 @@ class Sweep:
             for targets in TARGETS
         }
 
-    def goodputs(self, clusters: Sequence[Cluster], load: Load, targets: Targets) -> list[float]:
+    def goodputs(
+        self, clusters: Sequence[Cluster], load: Load, targets: Targets
+    ) -> dict[Cluster, float]:
         """The goodput of each cluster, found with few trials."""
         self.workers.name = f"{clusters[0].instances} GPUs, {load.lengths}"
         steps = self.options.steps
-        searches = [Search(cluster, load, targets, steps) for cluster in clusters]
-        return self.workers(find_goodput, searches)
+        searches = {cluster: Search(cluster, load, targets, steps) for cluster in clusters}
+        return run_all(self.workers, find_goodput, searches)
 
     def row(self, gpus: int, load: Load) -> Row:
         """The Row of so many GPUs, for the middle targets."""
-        clusters = self.clusters(gpus)
-        return row_of(dict(zip(clusters, self.goodputs(clusters, load, MIDDLE), strict=True)))
+        return row_of(self.goodputs(self.clusters(gpus), load, MIDDLE))
 
     def by_ratio(self) -> dict[str, Row]:
         """A Row for each P:D ratio."""
@@ -160,30 +159,24 @@ class Sweep:
     def by_link(self, preset: str, with_goodput: bool) -> dict[str, LinkRow]:
         """A LinkRow for each link, for prompts of 1,500 tokens of a model."""
         load = Load("1500+100", self.options.seconds, 2048)
-        options = self.options
-        alone = Cluster(preset, options.device, 2, chunk=MAX_LEN)
-        pools = replace(alone, pools=Pools(1, 1))
-        clusters = [alone]
-        for link in LINKS_SWEPT:
-            clusters += [
-                replace(pools, link=link, layer_wise=layer_wise) for layer_wise in (False, True)
-            ]
-        jobs = [Job(cluster, load, LOW_RATE * cluster.instances) for cluster in clusters]
+        alone = Cluster(preset, self.options.device, 2, chunk=MAX_LEN)
+        pools = {link: replace(alone, pools=Pools(1, 1), link=link) for link in LINKS_SWEPT}
+        at_end = {link: replace(pools[link], layer_wise=False) for link in LINKS_SWEPT}
+        clusters = [alone, *at_end.values(), *pools.values()]
         self.workers.name = f"links, {preset}"
-        first, *others = self.workers(run_job, jobs)
-        goodputs: list[float | None] = [None] * len(LINKS_SWEPT)
+        jobs = {cluster: Job(cluster, load, LOW_RATE * cluster.instances) for cluster in clusters}
+        trials = run_all(self.workers, run_job, jobs)
+        goodputs: Mapping[Cluster, float] = {}
         if with_goodput:
-            goodputs = list(self.goodputs(clusters[2::2], load, LINK_TARGETS))
+            goodputs = self.goodputs(list(pools.values()), load, LINK_TARGETS)
         return {
             link: LinkRow(
-                at_end_s=at_end.second_p50_s,
-                layer_wise_s=layer_wise.second_p50_s,
-                alone_s=first.second_p50_s,
-                goodput=rate,
+                at_end_s=trials[at_end[link]].second_p50_s,
+                layer_wise_s=trials[pools[link]].second_p50_s,
+                alone_s=trials[alone].second_p50_s,
+                goodput=goodputs.get(pools[link]),
             )
-            for link, at_end, layer_wise, rate in zip(
-                LINKS_SWEPT, others[::2], others[1::2], goodputs, strict=True
-            )
+            for link in LINKS_SWEPT
         }
 
     def figure_1(self) -> dict[str, float]:
@@ -196,8 +189,8 @@ class Sweep:
             replace(one, instances=3, pools=Pools(2, 1)),
         ]
         load = Load(FIGURE_1, self.options.seconds, 2048)
-        values = [self.goodputs([cluster], load, FIGURE_1_TARGETS)[0] for cluster in clusters]
-        return {cluster.name: rate for cluster, rate in zip(clusters, values, strict=True)}
+        goodputs = self.goodputs(clusters, load, FIGURE_1_TARGETS)
+        return {cluster.name: rate for cluster, rate in goodputs.items()}
 
 
 def row_of(goodputs: Mapping[Cluster, float]) -> Row:

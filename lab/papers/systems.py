@@ -50,6 +50,13 @@ class Runner(Protocol):
     def __call__(self, function: Callable[[Job], Result], jobs: Sequence[Job]) -> list[Result]: ...
 
 
+def run_all(
+    run: Runner, function: Callable[[Job], Result], jobs: Mapping[Name, Job]
+) -> dict[Name, Result]:
+    """{name: function(job)} of some jobs, maybe in parallel."""
+    return dict(zip(jobs, run(function, list(jobs.values())), strict=True))
+
+
 @dataclass(frozen=True)
 class Setup:
     """What the command tells each experiment."""
@@ -61,8 +68,8 @@ class Setup:
     def run_all(
         self, function: Callable[[Job], Result], jobs: Mapping[Name, Job]
     ) -> dict[Name, Result]:
-        """{name: function(job)} of some jobs, maybe in parallel."""
-        return dict(zip(jobs, self.run(function, list(jobs.values())), strict=True))
+        """As `run_all`."""
+        return run_all(self.run, function, jobs)
 
     @property
     def cpu_s(self) -> float:
