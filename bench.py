@@ -50,11 +50,7 @@ COMMANDS = {  # name -> (its module, what it does)
         "what today's engines decide, and the questions their users ask, simulated",
     ),
     "check": ("lab.commands.check", "the first rule that a policy of your own breaks"),
-    "fit": ("lab.commands.fit", "a device's constants, from times of its matrix products"),
     "explain": ("lab.commands.explain", "where the gain goes that the matrix products promise"),
-    "compare": ("lab.commands.compare", "other engines on the same requests, beside this one"),
-    "gpu": ("lab.commands.gpu", "all that a GPU can show, in one folder, step by step"),
-    "overhead": ("lab.commands.overhead", "what scheduling and the HTTP server cost"),
 }
 SERVE_REMOTE = "lab.commands.serve_remote"  # serve with --url: a server elsewhere
 FIRST = "each has a --help; without one, bench.py --chunk 256 is bench.py offline --chunk 256"

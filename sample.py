@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,79 +18,14 @@ sys.path.insert(0, str(Path(__file__).parent))  # where python -P does not look
 from cli.console import run
 
 if TYPE_CHECKING:
-    from cli.loading import ModelOptions
-
-DTYPE = "float32"  # as of GPT and GPT.from_pretrained
-
-
-@dataclass(frozen=True)
-class SampleOptions:
-    """All that the command line says."""
-
-    prompts: list[str]
-    max_new_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    policy: str
-    chunk: int
-    max_batch: int
-    prefix_caching: bool
-    model: ModelOptions
+    from cli.sample_options import SampleOptions
 
 
 def parse_args(argv: Sequence[str] | None) -> SampleOptions:
     """The options, checked. Exits with a message, like argparse, for one that makes no sense."""
-    from cli.loading import add_engine_options, add_model_options, model_options
-    from cli.options import OptionParser, number, whole
-    from sampling import SamplingParams
+    from cli import sample_options
 
-    parser = OptionParser(prog="sample.py", description="Text in, text out.")
-    parser.add_option(
-        "--prompt",
-        help="text to continue; may be repeated",
-        action="append",
-        required=True,
-    )
-    parser.add_option(
-        "--max-new-tokens",
-        help="the most tokens to generate for each prompt",
-        type=whole(minimum=1),
-        default=100,
-    )
-    parser.add_option(
-        "--temperature",
-        help="0 takes the likeliest token",
-        type=number(minimum=0),
-        default=SamplingParams.temperature,
-    )
-    parser.add_option(
-        "--top-k",
-        help="sample from the k likeliest tokens; 0: from all",
-        type=whole(minimum=0),
-        default=SamplingParams.top_k,
-    )
-    parser.add_option(
-        "--top-p",
-        help="sample from the likeliest that make up this probability",
-        type=number(above=0, maximum=1),
-        default=SamplingParams.top_p,
-    )
-    add_engine_options(parser)
-    add_model_options(parser, "llama-160m", default_dtype=DTYPE)
-    args = parser.parse_args(argv)
-    return SampleOptions(
-        prompts=args.prompt,
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        policy=args.policy,
-        chunk=args.chunk,
-        max_batch=args.max_batch,
-        prefix_caching=args.prefix_caching,
-        model=model_options(args),
-    )
+    return sample_options.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

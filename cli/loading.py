@@ -7,7 +7,6 @@ A command adds the options, makes `ModelOptions` of what was parsed, fills in wh
     options = resolve_model(model_options(parser.parse_args()))
     model = load_model(options, positions=2048, positions_from="--max-len")
 
-torch is imported in functions only, so that bench.py --help answers at once.
 Read next: console.py."""
 
 from __future__ import annotations
@@ -22,13 +21,23 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from cli.options import OptionParser, add_chunk_option, nonempty_text, policy_name, whole
+import torch
+
+from attention import BACKENDS, check_backend
+from cli.options import (
+    OptionParser,
+    chunk_option,
+    from_args,
+    nonempty_text,
+    option,
+    policy_name,
+    whole,
+)
 from hardware.torchrun import find_place
 from policies import ALL_POLICIES
+from pretrained.presets import PRESETS
 
 if TYPE_CHECKING:
-    import torch
-
     from model import GPT, GPTConfig
     from parallel.ranks import Ranks
     from pretrained.tokenizers import Tokenizer
@@ -39,22 +48,61 @@ SMALL_PRESET = "llama-160m"  # the geometry where none is named, and no large GP
 MAX_PROCESSES = 10_000
 
 
-@dataclass(frozen=True)
+def default_device() -> str:
+    """A GPU, if there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def checkpoint_name(text: str) -> str:
+    """The type of --model: a directory, or a name on the Hub.
+
+    A preset of that name is meant by mistake, but for those of GPT-2: the Hub has them, too."""
+    nonempty_text(text)
+    is_preset = text in PRESETS and not text.startswith("gpt2")
+    if is_preset and not os.path.isdir(text):
+        raise ArgumentTypeError(f"{text}: is a preset, write --preset {text}")
+    return text
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """Which model computes, and how. None is what `resolve_model` fills in.
 
     Raises ValueError for a preset and a model."""
 
-    preset: str | None  # a geometry with random weights, a name in PRESETS
-    model: str | None  # or a checkpoint: a directory, or a name on the Hub
-    device: str
-    dtype: str | None  # of weights and cache
-    attention: str  # a name in attention.BACKENDS
-    seed: int  # of random weights, and of prompts
-    compile: bool
-    threads: int | None  # None: torch's choice
-    tp: int  # processes that share each layer
-    pp: int  # stages of a pipeline
+    preset: str | None = option(
+        f"a geometry with random weights: {', '.join(PRESETS)}", type=nonempty_text, metavar="NAME"
+    )
+    model: str | None = option(
+        "a checkpoint instead: a local directory or a name on the Hub",
+        type=checkpoint_name,
+        metavar="MODEL",
+    )
+    device: str = option("where to run: cpu, cuda, cuda:1, ...", type=nonempty_text)
+    dtype: str | None = option("of weights and cache", choices=DTYPES)
+    attention: str = option(
+        "the backend; auto is flash for 16 bits on CUDA, matmul for bfloat16 on a CPU",
+        choices=tuple(BACKENDS),
+        default="auto",
+    )
+    seed: int = option("of weights and prompts", type=whole(minimum=0), default=0)
+    compile: bool = option(
+        "torch.compile the layers around attention: fewer kernels, after a minute or so",
+        action="store_true",
+    )
+    threads: int | None = option(
+        "CPU threads", type=whole(minimum=1, maximum=10_000), default_text="torch's choice"
+    )
+    tp: int = option(
+        "processes that share each layer, started by torchrun, see parallel/README.md",
+        type=whole(minimum=1, maximum=MAX_PROCESSES),
+        default=1,
+    )
+    pp: int = option(
+        "stages of a pipeline of processes, started by torchrun, see parallel/README.md",
+        type=whole(minimum=1, maximum=MAX_PROCESSES),
+        default=1,
+    )
     copies: int = 1  # instances of the whole model, each of tp * pp processes
     layers: int | None = None  # compute so many, with random weights; None: all
 
@@ -79,134 +127,44 @@ def add_model_options(
 ) -> None:
     """Add the options of `ModelOptions`. `default_preset` describes the default geometry; without
     a `default_dtype` it is what is fast here."""
-    import torch
-
-    from attention import BACKENDS
-    from pretrained.presets import PRESETS
-
-    parser.add_option(
-        "--preset",
-        metavar="NAME",
-        type=nonempty_text,
-        help=f"a geometry with random weights: {', '.join(PRESETS)}",
-        default_text=default_preset,
-    )
-    parser.add_option(
-        "--model",
-        metavar="MODEL",
-        help="a checkpoint instead: a local directory or a name on the Hub",
-        type=checkpoint_name,
-    )
-    parser.add_option(
-        "--device",
-        help="where to run: cpu, cuda, cuda:1, ...",
-        type=nonempty_text,
-        default="cuda" if torch.cuda.is_available() else "cpu",
-    )
-    parser.add_option(
-        "--dtype",
-        help="of weights and cache",
-        choices=DTYPES,
-        default=default_dtype,
-        default_text=default_dtype or FAST_DTYPES,
-    )
-    parser.add_option(
-        "--attention",
-        help="the backend; auto is flash for 16 bits on CUDA, matmul for bfloat16 on a CPU",
-        choices=tuple(BACKENDS),
-        default="auto",
-    )
-    parser.add_option("--seed", help="of weights and prompts", type=whole(minimum=0), default=0)
-    parser.add_option(
-        "--compile",
-        help="torch.compile the layers around attention: fewer kernels, after a minute or so",
-        action="store_true",
-    )
-    parser.add_option(
-        "--threads",
-        help="CPU threads",
-        type=whole(minimum=1, maximum=10_000),
-        default_text="torch's choice",
-    )
-    parser.add_option(
-        "--tp",
-        help="processes that share each layer, started by torchrun, see parallel/README.md",
-        type=whole(minimum=1, maximum=MAX_PROCESSES),
-        default=1,
-    )
-    parser.add_option(
-        "--pp",
-        help="stages of a pipeline of processes, started by torchrun, see parallel/README.md",
-        type=whole(minimum=1, maximum=MAX_PROCESSES),
-        default=1,
-    )
+    device = default_device()
+    dtype = default_dtype or FAST_DTYPES
+    parser.add_fields(ModelOptions, preset=default_preset, device=device, dtype=dtype)
+    parser.set_defaults(device=device, dtype=default_dtype)
 
 
 def add_layers_option(parser: OptionParser, default_text: str = "all of the model") -> None:
     """Add --layers, for commands that time a model: `ModelOptions.layers`."""
-    parser.add_option(
+    parser.add_argument(
         "--layers",
-        help="compute so many, with random weights",
+        help=f"compute so many, with random weights (default: {default_text})",
         type=whole(minimum=1, maximum=10_000),
-        default_text=default_text,
     )
-
-
-def checkpoint_name(text: str) -> str:
-    """The type of --model: a directory, or a name on the Hub.
-
-    A preset of that name is meant by mistake, but for those of GPT-2: the Hub has them, too."""
-    from pretrained.presets import PRESETS
-
-    nonempty_text(text)
-    is_preset = text in PRESETS and not text.startswith("gpt2")
-    if is_preset and not os.path.isdir(text):
-        raise ArgumentTypeError(f"{text}: is a preset, write --preset {text}")
-    return text
 
 
 def model_options(args: Namespace) -> ModelOptions:
     """The ModelOptions among what was parsed."""
-    return ModelOptions(
-        preset=args.preset,
-        model=args.model,
-        device=args.device,
-        dtype=args.dtype,
-        attention=args.attention,
-        seed=args.seed,
-        compile=args.compile,
-        threads=args.threads,
-        tp=args.tp,
-        pp=args.pp,
-    )
+    return from_args(ModelOptions, args)
 
 
-def add_engine_options(parser: OptionParser) -> None:
-    """Add the options of an engine that writes text: of sample.py and of the server."""
-    parser.add_option(
-        "--policy",
-        help=f"the scheduling policy: {', '.join(ALL_POLICIES)}, or FILE.py:Class",
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """An engine that writes text: of sample.py and of the server."""
+
+    policy: str = option(
+        f"the scheduling policy: {', '.join(ALL_POLICIES)}, or FILE.py:Class",
         type=policy_name,
         default="sarathi-serve",
     )
-    add_chunk_option(parser)
-    parser.add_option(
-        "--max-batch",
-        help="the most requests that run at once",
-        type=whole(minimum=1),
-        default=16,
-    )
-    parser.add_option(
-        "--prefix-caching",
-        help="share the pages of prompts that begin alike",
-        action="store_true",
+    chunk: int = chunk_option()
+    max_batch: int = option("the most requests that run at once", type=whole(minimum=1), default=16)
+    prefix_caching: bool = option(
+        "share the pages of prompts that begin alike", action="store_true"
     )
 
 
 def find_device(name: str) -> torch.device:
     """The torch.device of that name, a CPU or a CUDA device. Raises ValueError if there is none."""
-    import torch
-
     if not re.fullmatch(r"cpu|cuda(:(\d|[1-9]\d))?", name):
         raise ValueError(f"--device {name}: must be cpu, cuda, cuda:1, ...")
     device = torch.device(name)
@@ -224,9 +182,6 @@ def resolve_model(
     The default preset is `gpu_preset` on a GPU with more than `gpu_bytes` of memory, else
     SMALL_PRESET. The default dtype on a CPU is the faster of two, which takes a third of a second
     to measure. Raises ValueError for what this machine cannot do."""
-    import torch
-
-    from attention import check_backend
     from lab.measure.timing import fastest_cpu_dtype, fastest_gpu_dtype
 
     device = find_device(options.device)
@@ -298,8 +253,6 @@ def _load_here(
 ) -> GPT:
     """load_model in this process, maybe as one of several ranks. All of these take rank 0's dtype.
     `length` is for error messages: the option and its value, as "--max-len 2048"."""
-    import torch
-
     from hardware.memory import check_memory
     from kv_cache import kv_bytes_per_token
     from model import GPT, GPTConfig

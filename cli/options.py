@@ -1,7 +1,14 @@
 """Options that the command lines share: a parser, types of values, and the files they write.
 
+An option is a field of a dataclass:
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        max_len: int = option("the longest request", type=whole(minimum=1), default=256)
+
     parser = OptionParser(prog="bench.py", description="...")
-    parser.add_option("--chunk", help="C, in tokens", type=whole(minimum=1), default=256)
+    parser.add_fields(Options)
+    from_args(Options, parser.parse_args()).max_len     # of --max-len
 
 Read next: loading.py, the options of a model."""
 
@@ -11,12 +18,12 @@ import math
 import os
 import re
 import sys
-from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from errors import one_line
 from files import new_file
@@ -26,35 +33,36 @@ from policies.custom import where_it_failed
 MAX_WHOLE = 10**15  # torch can count so far
 SMALL_PAGES = "64, or half of --max-len; 256 on CUDA"  # hardware.memory.small_page_size in short
 PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
+Options = TypeVar("Options")
 
 
 class OptionParser(argparse.ArgumentParser):
     """An ArgumentParser whose help ends with the default and whose errors begin with the option."""
 
-    def add_option(
-        self,
-        name: str,
-        *,
-        help: str,
-        default: object = None,
-        default_text: object = None,
-        **settings: Any,
+    def add_fields(
+        self, options: type, leave_out: Collection[str] = (), **default_texts: object
     ) -> None:
-        """Add an option, as `add_argument` does, whose help ends with "(default: ...)".
-
-        `default_text` stands there instead of `default`: for one that is computed later, say.
-        With action="store_true" the default is False."""
-        if settings.get("action") == "store_true":
-            default = False
-        if default_text is None:
-            default_text = default
-        if default_text is None:
-            default_text = "none"
-        elif default_text is False:
-            default_text = "off"
-        self.add_argument(
-            name, help=f"{help} (default: {default_text})", default=default, **settings
-        )
+        """Add an option for each field of a dataclass that `option` made, but for those to
+        `leave_out`. Its help ends with "(default: ...)"; `default_texts` has what stands there, by
+        the name of the field, for a default that is another than the field says."""
+        for each in fields(options):
+            settings = dict(each.metadata)
+            if not settings or each.name in leave_out:
+                continue
+            name = settings.pop("name")
+            is_flag = settings.get("action") == "store_true"
+            if name and not is_flag:
+                settings.setdefault("metavar", name[2:].replace("-", "_").upper())
+            name = name or "--" + each.name.replace("_", "-")
+            default = settings["default"]
+            text = default_texts.get(each.name, settings.pop("default_text") or default)
+            if isinstance(default, PerDevice):
+                settings["default"] = None
+            if is_flag:
+                settings["default"] = False
+                text = "off"
+            settings["help"] += f" (default: {'none' if text is None else text})"
+            self.add_argument(name, dest=each.name, **settings)
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -75,11 +83,9 @@ class OptionParser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class PerDevice:
-    """A default that depends on the device: the help shows both, `resolve` picks one.
+    """A default that depends on the device: the help shows both, `from_args` picks one.
 
-    BATCH = PerDevice(cpu=32, gpu=128)
-    parser.add_option("--batch", help="...", type=whole(minimum=1), default_text=BATCH)
-    batch = args.batch or BATCH.pick(args.device)"""
+    batch: int = option("...", type=whole(minimum=1), default=PerDevice(cpu=32, gpu=128))"""
 
     cpu: int
     gpu: int
@@ -90,6 +96,37 @@ class PerDevice:
     def pick(self, device: str) -> int:
         """The default on this device: "cpu", "cuda" or "cuda:1"."""
         return self.gpu if device.startswith("cuda") else self.cpu
+
+
+def option(
+    help: str,
+    *,
+    name: str = "",
+    default: object = None,
+    default_text: object = None,
+    **settings: Any,
+) -> Any:
+    """A field of a dataclass that is an option of a command line, see OptionParser.add_fields.
+
+    It is called as the field is, or `name`. `default_text` stands in its help instead of `default`:
+    for one that is computed later, say. `settings` are as of `add_argument`."""
+    named = {"help": help, "name": name, "default": default, "default_text": default_text}
+    return field(metadata=named | settings)
+
+
+def from_args(options: type[Options], args: Namespace, **given: object) -> Options:
+    """The dataclass, with what was parsed in the fields of its options, but for what is `given`."""
+    values: dict[str, object] = {}
+    for each in fields(options):  # pyright: ignore[reportArgumentType]
+        default = each.metadata.get("default")
+        if each.name in given:
+            values[each.name] = given[each.name]
+        elif hasattr(args, each.name):
+            value = getattr(args, each.name)
+            if value is None and isinstance(default, PerDevice):
+                value = default.pick(args.device)
+            values[each.name] = value
+    return options(**values)
 
 
 def number(
@@ -204,11 +241,10 @@ def picture_file(text: str) -> str:
     return output_file(text, PICTURE_SUFFIXES)
 
 
-def add_policies_option(parser: OptionParser, default: str) -> None:
-    """Add --policies, several that are compared."""
-    parser.add_option(
-        "--policies",
-        help=f"comma-separated, from {', '.join(ALL_POLICIES)}, or my_policy.py:ClassName; "
+def policies_option(default: str) -> Any:
+    """The option --policies, several that are compared."""
+    return option(
+        f"comma-separated, from {', '.join(ALL_POLICIES)}, or my_policy.py:ClassName; "
         "sarathi-serve:64 has a chunk of its own, orca-best lets one prompt into a batch, vllm is "
         "its scheduler of 2023",
         type=policies_with_chunks,
@@ -216,38 +252,36 @@ def add_policies_option(parser: OptionParser, default: str) -> None:
     )
 
 
-def add_chunk_option(
-    parser: OptionParser, default: int | None = 256, default_text: object = None
-) -> None:
-    """Add --chunk. `default_text` describes a default that is not known yet, None."""
-    parser.add_option(
-        "--chunk",
-        help="C, the chunk size and token budget, in tokens",
-        type=whole(minimum=1),
-        default=default,
-        default_text=default_text,
-    )
+def chunk_option(default: object = 256) -> Any:
+    """The option --chunk."""
+    text = "C, the chunk size and token budget, in tokens"
+    return option(text, type=whole(minimum=1), default=default)
 
 
-def add_json_option(parser: OptionParser) -> None:
-    """Add --json, the file that `write_json` writes."""
-    parser.add_option(
-        "--json",
-        help="write all that is printed, with these options",
-        type=output_file,
-        metavar="FILE",
-    )
+def plot_option(help: str) -> Any:
+    """The option --plot, a picture."""
+    return option(help, type=picture_file, metavar="FILE")
+
+
+def file_option(help: str, **settings: Any) -> Any:
+    """An option that names a file to be written."""
+    return option(help, type=output_file, metavar="FILE", **settings)
+
+
+def json_option() -> Any:
+    """The option --json, the file that `write_json` writes."""
+    return file_option("write all that is printed, with these options")
 
 
 def options_json(options: Any) -> dict[str, object]:
     """The options of a command as one flat dict: a dataclass within the dataclass is spread out."""
     record: dict[str, object] = {}
-    for field in fields(options):
-        value = getattr(options, field.name)
+    for each in fields(options):
+        value = getattr(options, each.name)
         if is_dataclass(value):
             record.update(options_json(value))
         else:
-            record[field.name] = value
+            record[each.name] = value
     return record
 
 

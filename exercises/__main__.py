@@ -51,8 +51,8 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
         type=output_file,
         metavar="FILE",
     )
-    parser.add_option(
-        "--file", help="your solution", default_text="the file in exercises/", metavar="FILE"
+    parser.add_argument(
+        "--file", help="your solution (default: the file in exercises/)", metavar="FILE"
     )
     args = parser.parse_args(argv)
     given = [name for name in ("hint", "html", "file") if getattr(args, name)]

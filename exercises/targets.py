@@ -14,7 +14,7 @@ from exercises.problems import Problem
 from exercises.rules import amount
 from policies.iteration_time import BatchShape
 from scheduler import Request, SarathiServe, Scheduler
-from views.tables import Column, format_table
+from views.tables import format_table
 
 ROUNDING = 1e-9
 
@@ -179,13 +179,6 @@ class Target:
     cause: str  # why it may be missed
 
 
-TARGET_COLUMNS: list[Column[Target]] = [
-    Column("yours", lambda target: target.yours, ".3f"),
-    Column("exercise 6", lambda target: target.algorithm_3, ".3f"),
-    Column("allowed", lambda target: target.allowed, ".3f"),
-]
-
-
 def misses_the_targets(policy: type[Scheduler], load: Load) -> Problem | None:
     """A target of exercise 10 that is missed, or a rule that is broken on the way."""
     reference = serve(SarathiServe, load)
@@ -226,7 +219,15 @@ def misses_the_targets(policy: type[Scheduler], load: Load) -> Problem | None:
         return None
     first = missed[0]
     sentence = f"The {first.name} is above its target. {first.cause}"
-    table = format_table("seconds", TARGET_COLUMNS, {target.name: target for target in targets})
+    rows = {
+        target.name: [
+            ("yours", target.yours, ".3f"),
+            ("exercise 6", target.algorithm_3, ".3f"),
+            ("allowed", target.allowed, ".3f"),
+        ]
+        for target in targets
+    }
+    table = format_table("seconds", rows)
     return Problem(first.name, sentence, details=table)
 
 

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,129 +22,17 @@ from cli.console import run  # other modules are imported once it is in charge o
 STEP_S = 10.0  # after the last request a step has this time to end
 
 if TYPE_CHECKING:
-    from cli.loading import ModelOptions
     from engine import Engine
     from model import GPT
     from sampling import SamplingParams
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """All that the command line says."""
-
-    host: str
-    port: int
-    allowed_hosts: list[str]
-    api_key: str | None
-    max_body: int  # bytes
-    drain: float  # seconds
-    policy: str
-    chunk: int
-    max_batch: int
-    prefix_caching: bool
-    max_len: int | None
-    page_size: int | None
-    pages: int | None
-    max_waiting: int
-    tbt_slo: float | None  # seconds
-    model: ModelOptions
+    from server.options import ServerOptions
 
 
 def parse_args(argv: Sequence[str] | None) -> ServerOptions:
     """The options, checked. Exits with a message, like argparse, for one that makes no sense."""
-    from cli.loading import add_engine_options, add_model_options, model_options
-    from cli.options import SMALL_PAGES, OptionParser, nonempty_text, number, whole
+    from server import options
 
-    parser = OptionParser(prog="python -m server", description="An OpenAI-compatible server.")
-    parser.add_option(
-        "--host",
-        help="the address to listen at; 0.0.0.0 lets in all who reach this machine",
-        type=nonempty_text,
-        default="127.0.0.1",
-    )
-    parser.add_option(
-        "--allowed-host",
-        help="a name that clients without a key may call this server by; may be repeated",
-        type=nonempty_text,
-        action="append",
-        default_text="--host, localhost and all IP addresses",
-    )
-    parser.add_option(
-        "--port",
-        help="the port to listen at; 0 takes any that is free",
-        type=whole(minimum=0, maximum=65535),
-        default=8000,
-    )
-    parser.add_option(
-        "--api-key",
-        help="the key that clients of /v1 must send",
-        default=os.environ.get("NANOSARATHI_API_KEY"),
-        default_text="NANOSARATHI_API_KEY, or none",
-    )
-    parser.add_option(
-        "--max-body",
-        help="the longest body of a request, in bytes",
-        type=whole(minimum=1),
-        default=1_048_576,
-    )
-    parser.add_option(
-        "--drain",
-        help="seconds that requests have to finish after a signal",
-        type=number(minimum=0),
-        default=10.0,
-    )
-    parser.add_option(
-        "--max-len",
-        help="the longest prompt and output, in tokens",
-        type=whole(minimum=1),
-        default_text="2048 or less",
-    )
-    parser.add_option(
-        "--page-size",
-        help="tokens in a page of the cache",
-        type=whole(minimum=1),
-        default_text=SMALL_PAGES,
-    )
-    parser.add_option(
-        "--pages",
-        help="pages in the cache",
-        type=whole(minimum=1),
-        default_text="enough for --max-batch of --max-len",
-    )
-    parser.add_option(
-        "--max-waiting",
-        help="the most requests that may wait; others are answered 429",
-        type=whole(minimum=1),
-        default=256,
-    )
-    parser.add_option(
-        "--tbt-slo",
-        help="seconds between tokens, for the policies dynamic and priority",
-        type=number(above=0),
-    )
-    add_engine_options(parser)
-    add_model_options(parser, "llama-160m")
-    args = parser.parse_args(argv)
-    if args.api_key is not None and not args.api_key.strip():
-        parser.error("--api-key, NANOSARATHI_API_KEY: must not be empty")
-    return ServerOptions(
-        host=args.host,
-        port=args.port,
-        allowed_hosts=args.allowed_host or [],
-        api_key=args.api_key,
-        max_body=args.max_body,
-        drain=args.drain,
-        policy=args.policy,
-        chunk=args.chunk,
-        max_batch=args.max_batch,
-        prefix_caching=args.prefix_caching,
-        max_len=args.max_len,
-        page_size=args.page_size,
-        pages=args.pages,
-        max_waiting=args.max_waiting,
-        tbt_slo=args.tbt_slo,
-        model=model_options(args),
-    )
+    return options.parse_args(argv)
 
 
 def load(options: ServerOptions) -> GPT:

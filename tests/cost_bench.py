@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -173,7 +174,10 @@ class CostBench(Bench):
         super().__init__(model, machine, options, size, picture="picture.png")
 
     def time_batches(
-        self, sequences: Mapping[str, Sequence[Batch]], repeats: int, layers: int | None = None
+        self,
+        sequences: Mapping[str, Sequence[Batch]],
+        layers: int | None = None,
+        repeats: int = 5,
     ) -> dict[str, SequenceTime]:
         """The times of sequences of batches; those of one layer are a share of those of all."""
         return {
@@ -256,10 +260,10 @@ class CostBench(Bench):
         return super().capacity(policies, requests=min(requests, SHORT_RUN), **load)
 
     def token_budgets(
-        self, slos: Sequence[str], *, decodes: int, max_budget: int, tile: int, **limits: Any
+        self, slos: Sequence[str], *, decodes: int, max_budget: int, tile: int
     ) -> TokenBudgets:
         """The largest budgets, of batches that the cost model times."""
-        base = base_of(self.cost, limits["max_len"])
+        base = base_of(self.cost, self._limits(None, None, None).max_len)
         profile: list[Profiled] = []
         budgets: dict[str, Bounded] = {}
 
@@ -282,7 +286,9 @@ class CostBench(Bench):
 
     def _real_machine(self, limits: ServingLimits) -> Any:
         """The GPUs as a server."""
-        machine: Any = CountingMachine(self.cost, seed=0, shared_prefix=NO_PREFIX)
+        machine: Any = CountingMachine(
+            partial(simulate, self.cost), seed=0, shared_prefix=NO_PREFIX
+        )
         machine.base = base_of(self.cost, limits.max_len, limits.chunk)
         machine.info = self.machine
         return machine

@@ -93,7 +93,7 @@ MODEL_OPTIONS = {
 }
 
 
-WITHOUT_MODEL = ("simulate", "explore", "check", "fit", "overhead", "gpu", "today", "pools")
+WITHOUT_MODEL = ("simulate", "explore", "check", "today", "pools")
 
 
 @pytest.mark.parametrize("command", bench.COMMANDS)
@@ -133,8 +133,6 @@ NEEDED = {
     "pipeline": "--pp 2",
     "batches": "64",
     "check": "vllm",
-    "compare": "--against openvino",
-    "fit": "times.csv",
 }
 WORDS = [*ALIASES.items(), *((f"{name} {NEEDED.get(name, '')}", name) for name in bench.COMMANDS)]
 
@@ -142,7 +140,6 @@ WORDS = [*ALIASES.items(), *((f"{name} {NEEDED.get(name, '')}", name) for name i
 @pytest.mark.parametrize("words, command", WORDS)
 def test_the_first_word_is_a_command(words, command, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2" if command == "pipeline" else "1")
-    monkeypatch.setattr("lab.commands.compare.has_package", lambda python, engine: True)
     module, options = bench.parse_args(words.split())
     assert module.__name__ == bench.COMMANDS[command][0]
     if hasattr(options, "json"):  # where it says which command it was

@@ -75,7 +75,7 @@ def test_a_check_says_where_it_does_not_hold(check, wrong):
 
 def test_a_failed_check_names_its_plot():
     plot = replace(plot_of(a=[2.0, 1.0]), title="one layer")
-    assert str(rises(plot.line("a"))).startswith("one layer: a rises: not so; ")
+    assert str(rises(plot["a"])).startswith("one layer: a rises: not so; ")
 
 
 NOISY = [  # numbers, and whether they rise, but for noise of 10 %
@@ -89,12 +89,12 @@ NOISY = [  # numbers, and whether they rise, but for noise of 10 %
 
 @pytest.mark.parametrize("numbers, rising", NOISY)
 def test_numbers_rise_and_fall_but_for_noise(numbers, rising):
-    assert rises(plot_of(a=numbers).line("a")).holds == rising
-    assert falls(plot_of(a=numbers[::-1]).line("a")).holds == rising
+    assert rises(plot_of(a=numbers)["a"]).holds == rising
+    assert falls(plot_of(a=numbers[::-1])["a"]).holds == rising
 
 
 def test_one_number_neither_rises_nor_falls():
-    line = plot_of(a=[1.0, None]).line("a")
+    line = plot_of(a=[1.0, None])["a"]
     assert falls(line).failure == rises(line).failure == "not known"
 
 
@@ -102,12 +102,12 @@ def test_the_best_of_several_lines_is_the_largest_at_each_x():
     plot = plot_of(small=[2.0, 5.0], large=[3.0, None], vllm=[1.0, 2.0])
     best = plot.best("sarathi", ["small", "large"])
     assert (best.name, best.values) == ("sarathi", {1: 3.0, 2: 5.0})
-    assert best.over(plot.line("vllm")).values == {1: 3.0, 2: 2.5}
+    assert best.over(plot["vllm"]).values == {1: 3.0, 2: 2.5}
 
 
 def test_a_typo_in_the_name_of_a_line_is_an_error():
     with pytest.raises(KeyError, match="orka: no line of '', which has a, b"):
-        PLOT.line("orka")
+        PLOT["orka"]
     with pytest.raises(KeyError, match="sarathi-serv"):
         plot_of(**{"sarathi-serve:64": [1.0]}).best("sarathi-serve", ["sarathi-serv"])
 
@@ -153,7 +153,7 @@ def test_a_relation_that_need_not_show_says_where_it_would():
     assert less(0.5, A, where=RIDGE).holds  # it may show all the same
 
 
-RATIO = replace(PLOT, spec=".2fx").line("a")  # 1, 2, 4
+RATIO = replace(PLOT, spec=".2fx")["a"]  # 1, 2, 4
 SIZES_OF_EFFECTS = [  # (paper, ours, within, the same size)
     (3.0, 2.0, 2.0, True),  # a ratio of 2 is half the effect of one of 3
     (3.1, 2.0, 2.0, False),
@@ -186,11 +186,11 @@ def test_a_number_is_printed_with_its_unit_and_place():
     assert str(Published("P50", 3, A, 2, unit=" s")) == "P50: 3.00 s, here 2.00 s at x 2"
     chats = Plot("", x="lengths", y="s", spec=".1fx")
     chats.add("a", "sharegpt4", 1.25)
-    assert Published("gain", 1, chats.line("a"), "sharegpt4").here_text == "1.2x, sharegpt4"
+    assert Published("gain", 1, chats["a"], "sharegpt4").here_text == "1.2x, sharegpt4"
     assert Published("gain", 1, A_HALF, 1).here_text == "-"
 
 
-COUNTED = replace(PLOT, timed=False).line("a")
+COUNTED = replace(PLOT, timed=False)["a"]
 SAME = Published("tokens", 2.0, A, 2)
 SMALL = Published("tokens", 9.0, A, 2)
 VERDICTS = [  # (checks, numbers, busy, verdict)
@@ -236,7 +236,7 @@ class MadeUpBench(Bench):
         self.numbers = numbers
         self.asked = []  # what was asked to be measured
 
-    def time_batches(self, sequences, repeats, layers=None):
+    def time_batches(self, sequences, layers=None, repeats=5):
         self.asked.append(("batches", sequences))
         return {name: self.time_of(name, sequence) for name, sequence in sequences.items()}
 

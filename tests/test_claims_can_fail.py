@@ -4,6 +4,7 @@ No timing is asserted here: policies run on a clock that counts, or are given ma
 
 import math
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from lab.papers.measured import CLAIMS
 from lab.simulator.cost_model import CostModel
 from lab.simulator.devices import GEOMETRIES
 from lab.simulator.machine import CountingMachine, base_of
+from lab.simulator.simulation import simulate
 from scheduler import Batch, RequestLevel, Sarathi, SarathiServe
 from tests.helpers import machine_info, tiny_model
 from tests.test_claims import MadeUpBench
@@ -34,7 +36,7 @@ class SimulatedBench(Bench):
 
     def _real_machine(self, limits):
         cost = CostModel.named("llama3-8b")
-        machine = CountingMachine(cost, seed=0, shared_prefix=(0, 1))
+        machine = CountingMachine(partial(simulate, cost), seed=0, shared_prefix=(0, 1))
         machine.base = base_of(cost, limits.max_len, limits.chunk)
         machine.info = SimpleNamespace(base_busy=False)
         return machine
@@ -93,12 +95,12 @@ def test_what_is_counted_is_as_in_the_paper_on_any_machine(claim_id):
 
 def test_the_posts_four_requests_use_the_slots_as_it_says():
     over_time, means = FUNCTIONS["B-1b"](MadeUpBench("quick")).plots
-    used = over_time.line("static")
+    used = over_time["static"]
     assert [used.at(step) for step in (1, 62, 63, 114, 115, 456, 457, 628, 629, 690, 691)] == [
         1, 1, 0.75, 0.75, 0.5, 0.5, 0.25, 0.25, 1, 1, 0.75,
     ]  # fmt: skip
-    assert means.line("static").at("a token") == (628 + 114 + 456 + 62) / (4 * 628)
-    assert means.line("static").at("an iteration") == (500 + 50 + 200 + 30) / (4 * 500)
+    assert means["static"].at("a token") == (628 + 114 + 456 + 62) / (4 * 628)
+    assert means["static"].at("an iteration") == (500 + 50 + 200 + 30) / (4 * 500)
 
 
 @pytest.mark.slow
@@ -139,7 +141,7 @@ def test_ss_f1_shows_with_the_true_policies():
     over_time = finding.plots[0]
     stalled = list(over_time.lines["vllm"].values())
     assert stalled == sorted(stalled) and stalled[0] == 0  # tokens so far
-    assert over_time.line("vllm").at(over_time.xs[-1]) == stalled[-1] > 1
+    assert over_time["vllm"].at(over_time.xs[-1]) == stalled[-1] > 1
 
 
 SERVING_BREAKS = [  # (policy, its schedule, what does not show)

@@ -15,6 +15,8 @@ import pytest
 import torch
 
 import bench
+import examples.compare.__main__
+import lab.simulator.fit
 import sample
 import server.__main__
 from cli.console import explain
@@ -29,16 +31,19 @@ MODULES = (
     "exercises",
     "examples.offline",
     "examples.online",
-    "lab.measure.other_engine_worker",
+    "examples.compare",
+    "examples.compare.worker",
+    "examples.server_overhead",
+    "lab.measure.schedule_cost",
+    "lab.simulator.fit",
 )
-SCRIPTS = ("bench.py", "sample.py", "lab/measure/other_engine_worker.py")
+SCRIPTS = ("bench.py", "sample.py", "examples/compare/worker.py")
 POSITIONALS = {  # arguments of each command, each list one choice
     "batches": [["8"], ["6x1@1024"], ["2 * 2048/256 + 6x1@512", "b=512"], ["0"], ["a=8", "a=9"]],
     "check": [["vllm"], ["own.py:Own"], ["x.py:Mine"], ["binary:X"], [""]],
     "compare": [["--against", "openvino"], ["--against", ""]],
     "fit": [["times.csv"], ["."], ["binary"], ["empty"], ["trace.csv"], [""]],
     "explore": [[], ["vllm"], ["x"]],
-    "overhead": [["schedule"], ["all"]],
     "budget": [["--slo-tbt", "0.3"]],
     "serve": [[], ["--url", "http://127.0.0.1:9/v1", "--qps", "2", "--slo", "1"]],
     "sample": [["--prompt", "x"], ["--prompt", ""]],
@@ -95,13 +100,19 @@ RUN = {  # command lines that end soon, to which options are added
     "paper": f"bench.py paper --list {TINY}",
     "pipeline": f"bench.py pipeline --pp 2 {TINY}",
     "check": "bench.py check vllm",
-    "fit": "bench.py fit trace.csv",
+    "fit": "-m lab.simulator.fit trace.csv",
     "trace": f"bench.py serve {SIMULATED} --trace trace.csv",
     "custom": f"bench.py serve {SIMULATED} --policies own.py:Own",
     "remote": "bench.py serve --url http://127.0.0.1:9/v1 --qps 5 --slo 1 --requests 2",
     "sample": f"sample.py --prompt x --max-new-tokens 4 {TINY}",
     "offline example": "-m examples.offline",
-    "worker": "-m lab.measure.other_engine_worker",
+    "worker": "-m examples.compare.worker",
+}
+PROGRAMS = {
+    "sample": sample.parse_args,
+    "server": server.__main__.parse_args,
+    "compare": examples.compare.__main__.parse_args,
+    "fit": lab.simulator.fit.parse_args,
 }
 TAKES_LONG = {"--compile", "--preset", "--qps", "--repeats"}  # with some values
 
@@ -115,12 +126,10 @@ def help_of(command):
 
 
 def parse(words):
-    """The options of a command line of bench.py, or of "sample" or "server" and its options."""
+    """The options of a command line of bench.py, or of one of PROGRAMS and its options."""
     program, *argv = words
-    if program == "sample":
-        return sample.parse_args(argv)
-    if program == "server":
-        return server.__main__.parse_args(argv)
+    if program in PROGRAMS:
+        return PROGRAMS[program](argv)
     return bench.parse_args(words)
 
 
@@ -130,7 +139,7 @@ def options_of(command):
     return {"--help": False} | {name: bool(value) for name, value in lines}
 
 
-COMMANDS = {(name,): options_of([name]) for name in [*bench.COMMANDS, "sample", "server"]}
+COMMANDS = {(name,): options_of([name]) for name in [*bench.COMMANDS, *PROGRAMS]}
 URL = ("serve", "--url", "http://127.0.0.1:9/v1")
 COMMANDS[URL] = options_of(URL)
 
@@ -193,7 +202,7 @@ def quick(folder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr("lab.measure.timing.fastest_cpu_dtype", lambda: torch.float32)
-    monkeypatch.setattr("lab.commands.compare.has_package", lambda python, engine: True)
+    monkeypatch.setattr("examples.compare.__main__.has_package", lambda python, engine: True)
 
 
 @pytest.mark.parametrize("seed", range(-(-COUNT // BATCH)))
@@ -278,6 +287,10 @@ def test_all_modules_that_are_programs_are_tried():
             programs["file"].add(name)
         if "python -m examples" in text.partition("import")[0]:
             programs["-m"].add(name)
-    assert programs["file"] == {*SCRIPTS, "server/__main__.py", "exercises/__main__.py"}
-    examples = {"examples/offline.py", "examples/online.py"}
-    assert programs["-m"] - {"examples/__init__.py"} == examples
+    modules = {name.replace(".", "/") for name in MODULES}
+    known = {*SCRIPTS, *(f"{name}.py" for name in modules)}
+    known |= {f"{name}/__main__.py" for name in modules}
+    assert programs["file"] <= known
+    assert {name for name in programs["-m"] if not name.endswith("__init__.py")} <= known
+    assert {"server/__main__.py", "lab/simulator/fit.py"} <= programs["file"]
+    assert {"examples/offline.py", "examples/online.py"} <= programs["-m"]

@@ -23,8 +23,8 @@ import sample
 from cli import console, options
 from cli.loading import load_model
 from engine import Engine
+from examples import server_overhead
 from hardware.memory import check_memory, free_bytes
-from lab.commands import overhead
 from policies import find_policy, make_scheduler
 from tests.test_bench import HERE, TINY_MODEL, parse_model
 from views.site import write_packed
@@ -272,7 +272,7 @@ MISSING = [  # a package, what needs it, the file that lists it
     ("starlette", "import server.__main__ as main; main.main()", "server/requirements.txt"),
     (
         "starlette",
-        "import bench; bench.main(['overhead', 'server'])",
+        "from examples import server_overhead as e; e.measure_server_cost()",
         "server/requirements.txt",
     ),
     (
@@ -383,7 +383,7 @@ def test_a_program_under_nohup_outlives_a_hangup():
 def test_the_server_of_overhead_is_found_where_python_looks_nowhere(monkeypatch):
     monkeypatch.setenv("PYTHONSAFEPATH", "1")
     tiny = ("--preset", "llama-tiny", "--device", "cpu", "--max-len", "64", "--port", "0")
-    monkeypatch.setattr(overhead, "SERVER_OPTIONS", tiny)
-    monkeypatch.setattr(overhead, "tokens_per_s", lambda serve: 1.0)
-    cost = overhead.measure_server_cost()
+    monkeypatch.setattr(server_overhead, "SERVER_OPTIONS", tiny)
+    monkeypatch.setattr(server_overhead, "tokens_per_s", lambda serve: 1.0)
+    cost = server_overhead.measure_server_cost()
     assert (cost.engine_tokens_per_s, cost.server_tokens_per_s) == (1.0, 1.0)

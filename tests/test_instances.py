@@ -80,7 +80,7 @@ def test_with_simulate_this_each_real_server_has_a_simulated_one():
     assert classes == [PoolsEngine, ChunkedPoolsEngine]
     for name, cuts_prompts in (("pools 1:1", False), ("pools 1:1 chunks", True)):
         pooled = servers[f"{name}, simulated"].__self__
-        assert (pooled.cuts_prompts, pooled.drift) == (cuts_prompts, 0.25)
+        assert (pooled.run.keywords["cuts_prompts"], pooled.drift) == (cuts_prompts, 0.25)
 
 
 def test_the_speed_of_the_link_is_measured_while_both_ranks_compute(worlds):

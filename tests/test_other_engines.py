@@ -12,15 +12,10 @@ import pytest
 import torch
 from tqdm import tqdm
 
-import bench
 from engine import Engine
-from lab.commands import compare
-from lab.commands.compare import engines
-from lab.measure import timing
-from lab.measure.machine_info import RealMachineInfo
-from lab.measure.offline_load import OfflineLoad
-from lab.measure.other_engine_worker import ENGINES
-from lab.measure.other_engines import (
+from examples.compare import __main__ as compare
+from examples.compare.__main__ import engines
+from examples.compare.engines import (
     PACKAGES,
     ComparisonInterrupted,
     EngineResult,
@@ -28,6 +23,10 @@ from lab.measure.other_engines import (
     no_report,
     save_random,
 )
+from examples.compare.worker import ENGINES
+from lab.measure import timing
+from lab.measure.machine_info import RealMachineInfo
+from lab.measure.offline_load import OfflineLoad
 from lab.measure.workload import Arrival, prompts
 from model import GPT
 from pretrained.presets import PRESETS
@@ -100,30 +99,30 @@ def test_an_engine_that_is_not_there_is_refused_at_once(text, message):
 @pytest.mark.parametrize("model, refused", [("gpt2", True), ("qwen", False), ("llama-7b", False)])
 def test_random_weights_that_cannot_be_saved_are_refused(model, refused, fake, tmp_path, capsys):
     which = ["--preset", model] if model in PRESETS else ["--model", str(tmp_path)]
-    argv = ["compare", "--against", f"openvino={fake.python}", *which]
+    argv = ["--against", f"openvino={fake.python}", *which]
     if not refused:
-        _, options = bench.parse_args(argv)
+        options = compare.parse_args(argv)
         assert options.against == {"openvino": fake.python}
         return
     with pytest.raises(SystemExit):
-        bench.parse_args(argv)
+        compare.parse_args(argv)
     assert "--against: random weights like those of gpt2 cannot be saved" in capsys.readouterr().err
 
 
 def test_options_that_make_no_sense_are_refused_in_one_line(fake, capsys):
-    argv = ["compare", "--against", f"openvino={fake.python}"]
+    argv = ["--against", f"openvino={fake.python}"]
     wrong = {"--chunk 5": "--chunk 5: must be at least --batch 6", "--batch 1": "--batch 1: must"}
     for words, message in wrong.items():
         with pytest.raises(SystemExit):
-            bench.parse_args([*argv, *words.split()])
+            compare.parse_args([*argv, *words.split()])
         error = capsys.readouterr().err
         assert f"compare: error: {message}" in error and error.count("\n") == 1
     with pytest.raises(SystemExit):
-        bench.parse_args(["compare"])
+        compare.parse_args([])
     assert "--against" in capsys.readouterr().err
-    _, options = bench.parse_args([*argv, "--chunk", "100"])
+    options = compare.parse_args([*argv, "--chunk", "100"])
     assert (options.requests, options.pd_ratio, options.seq_len) == (12, 20, 1000)
-    _, options = bench.parse_args([*argv, "--batch", "4", "--requests", "9"])
+    options = compare.parse_args([*argv, "--batch", "4", "--requests", "9"])
     assert (options.requests, options.batch) == (9, 4)
 
 
@@ -164,7 +163,7 @@ def test_the_command_prints_machine_and_table_and_writes_both(fake, tmp_path, mo
     file = tmp_path / "report.json"
     words = "--preset llama-tiny --dtype float32 --device cpu --chunk 12 --batch 3 --seq-len 21"
     against = f"--against=openvino={fake.python}"
-    bench.main(["compare", *words.split(), against, f"--json={file}"])
+    compare.main([*words.split(), against, f"--json={file}"])
     text = capsys.readouterr().out
     report = json.loads(file.read_text())
     assert text.startswith("here, threads: 2, torch 2\n")
@@ -183,7 +182,7 @@ def test_the_command_prints_machine_and_table_and_writes_both(fake, tmp_path, mo
     file.unlink()
     monkeypatch.setattr(compare, "compare_engines", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        bench.main(["compare", *words.split(), against, f"--json={file}"])
+        compare.main([*words.split(), against, f"--json={file}"])
     assert "| ours, orca " in capsys.readouterr().out
     assert json.loads(file.read_text())["against"] == {"ours, orca": asdict(result)}
 

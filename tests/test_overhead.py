@@ -6,9 +6,8 @@ import threading
 
 import pytest
 
-import bench
-from lab.commands import overhead
-from lab.commands.overhead import ServerCost
+from examples import server_overhead
+from examples.server_overhead import ServerCost
 from lab.measure import schedule_cost
 from policies import ALL_POLICIES, make_scheduler
 
@@ -44,7 +43,7 @@ def test_every_policy_is_timed_under_load(known_us):
 
 
 def test_the_table_names_the_slowest_policy(known_us, capsys):
-    bench.main(["overhead", "schedule"])
+    schedule_cost.main()
     text = capsys.readouterr().out
     rows = [line.strip("| ").split("|") for line in text.splitlines() if line.startswith("| ")]
     assert {name.strip(): cost.strip() for name, cost in rows[1:]} == {
@@ -54,8 +53,8 @@ def test_the_table_names_the_slowest_policy(known_us, capsys):
 
 
 def test_the_servers_rate_is_printed_beside_the_engines(monkeypatch, capsys):
-    monkeypatch.setattr(overhead, "measure_server_cost", lambda: ServerCost(2000.0, 1500.0))
-    bench.main(["overhead", "server"])
+    monkeypatch.setattr(server_overhead, "measure_server_cost", lambda: ServerCost(2000.0, 1500.0))
+    server_overhead.main()
     expected = "engine.generate: 2,000 tokens/s\nserver: 1,500 tokens/s\n25.0% less\n"
     assert capsys.readouterr().out == expected
 
@@ -75,7 +74,7 @@ def test_all_events_of_all_streams_are_counted():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=answer, args=[listener], daemon=True)
         thread.start()
-        events = overhead.stream_all(listener.getsockname()[1], bodies)
+        events = server_overhead.stream_all(listener.getsockname()[1], bodies)
         thread.join()
     assert events == 6 and [body for _, body in requests] == bodies
     assert all(head.startswith(b"POST /v1/completions HTTP/1.1\r\n") for head, _ in requests)

@@ -44,7 +44,7 @@ def finding(here, shows=True):
     """A Finding whose number is `here`, of which the paper says 55; and whether its check holds."""
     measured = Plot("", x="tokens", y="ms", spec=".0f")
     measured.add("vllm", 8, here)
-    line = measured.line("vllm")
+    line = measured["vllm"]
     check = less(0 if shows else here, line, because="No row is computed twice.")
     number = Published("time of 8 tokens", 55, line, 8, "A6000", unit=" ms")
     return Finding(plots=[PLOT], checks=[check], published=[number])
@@ -437,11 +437,11 @@ def test_few_sizes_and_names_are_bars_with_the_papers_numbers_on_them(tmp_path):
     at_least = Bounded(1.5, "at least")
     plot.add("sarathi", "all", at_least)
     numbers = [
-        Published("at 2K", 1.33, plot.line("sarathi"), 2048, "A6000"),
-        Published("in another plot", 1.5, plot.line("sarathi").over(2.0), 1024, "A100"),
-        Published("seconds of another machine", 9, plot.line("orca"), 1024, within=None, unit=" s"),
+        Published("at 2K", 1.33, plot["sarathi"], 2048, "A6000"),
+        Published("in another plot", 1.5, plot["sarathi"].over(2.0), 1024, "A100"),
+        Published("seconds of another machine", 9, plot["orca"], 1024, within=None, unit=" s"),
     ]
-    numbers[2] = replace(numbers[2], line=replace(plot.line("orca"), spec=".2f"))
+    numbers[2] = replace(numbers[2], line=replace(plot["orca"], spec=".2f"))
     file = tmp_path / "p.png"
     figure = draw(Finding([plot], [], numbers), "S-T4: gains", file, {**MACHINE, "threads": 2})
     panel, strip = figure.get_axes()
@@ -461,7 +461,7 @@ def test_a_paper_number_far_outside_a_plot_does_not_squeeze_it(tmp_path):
     plot = Plot("", x="batch", y="times", spec=".0fx")
     plot.add("sarathi", 1, 5.0)
     for published, places in ((19.0, 1), (21.0, 0)):
-        number = Published("far", published, plot.line("sarathi"), 1)
+        number = Published("far", published, plot["sarathi"], 1)
         figure = draw(Finding([plot], [], [number]), "S-F8: x", tmp_path / "p.png", MACHINE)
         assert len(hollow(figure.get_axes()[0])) == places
 
@@ -565,8 +565,8 @@ def test_capacities_of_a_quick_run_are_simulated(monkeypatch):
 
 
 def test_the_papers_number_stands_beside_ours_in_a_table():
-    number = Published("first", 0.7, PLOT.line("vllm"), 1, unit=" ms")
-    other = Published("of another plot", 0.9, replace(PLOT.line("vllm"), title="else"), 3)
+    number = Published("first", 0.7, PLOT["vllm"], 1, unit=" ms")
+    other = Published("of another plot", 0.9, replace(PLOT["vllm"], title="else"), 3)
     texts = report.numbers_in(PLOT, [number, other])
     assert texts == {("vllm", 1): "0.70 ms"}
     assert "| 0.50 (paper: 0.70 ms) |" in PLOT.markdown(texts)

@@ -209,8 +209,8 @@ def test_figure_12_comes_out_under_one_set_of_assumptions():
     256 beside the decodes and CPU time per layer; not without these."""
     for name, holds in (("the last two", True), ("1,000 of them", False)):
         jobs = figure_12_jobs(FIGURE_12_VARIANTS[name])
-        orca = offline(jobs.orca)
-        sarathi = offline(jobs.sarathi)
+        orca = offline(jobs["orca"])
+        sarathi = offline(jobs["sarathi"])
         gain = orca.makespan_s / sarathi.makespan_s / 1.91
         shorter = orca.median_bubble_s / sarathi.median_bubble_s / 6.29
         assert all(1 / 1.6 <= ratio <= 1.6 for ratio in (gain, shorter)) == holds
@@ -218,7 +218,7 @@ def test_figure_12_comes_out_under_one_set_of_assumptions():
 
 def test_assumptions_change_what_they_name():
     batch = [(0, 0, 256), (0, 99, 1)]
-    orca, replicas, sarathi = figure_12_jobs(Assumptions())
+    orca, replicas, sarathi = figure_12_jobs(Assumptions()).values()
     for job, cost, copies in ((orca, GPT3_PIPELINE, 1), (replicas, GPT3_REPLICA, 8)):
         assert job.cost.stages(batch) == cost.stages(batch) and job.policy == "orca-best"
         assert job.replicas == copies
@@ -230,13 +230,13 @@ def test_assumptions_change_what_they_name():
     )
     totals = [prompt_len + output_len for prompt_len, output_len in orca.lengths]
     assert len(totals) == 1000 and 1024 <= min(totals) < max(totals) <= 4096
-    assert figure_12_jobs(Assumptions(replica_policy="sarathi")).replicas.policy == "sarathi"
+    assert figure_12_jobs(Assumptions(replica_policy="sarathi"))["replicas"].policy == "sarathi"
     # milliseconds of all stages, and of 7 hops; 12 layers in a stage, 96 in a replica
     for name, pipeline_ms, replica_ms in (("stage_ms", 8, 1), ("layer_ms", 7 * 12, 96)):
         slow = figure_12_jobs(Assumptions(**{name: 1}))
-        added_s = slow.orca.cost.seconds(batch) - GPT3_PIPELINE.seconds(batch)
+        added_s = slow["orca"].cost.seconds(batch) - GPT3_PIPELINE.seconds(batch)
         assert added_s == pytest.approx(pipeline_ms * 1e-3)
-        added_s = slow.replicas.cost.seconds(batch) - GPT3_REPLICA.seconds(batch)
+        added_s = slow["replicas"].cost.seconds(batch) - GPT3_REPLICA.seconds(batch)
         assert added_s == pytest.approx(replica_ms * 1e-3)
     lengths = [(1000, 100)] * 400  # on top of the decodes a chunk is longer, so that fewer do
     few, many = (

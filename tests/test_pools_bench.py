@@ -188,6 +188,7 @@ def test_pools_draw_on_no_more_than_five_splits():
         device="a100-80gb",
         preset="llama3-8b",
         gpus=8,
+        quick=True,
         seconds=1.0,
         steps=2,
         processes=1,

@@ -18,7 +18,8 @@ import exercises.__main__
 import sample
 import server.__main__
 from engine import Engine
-from lab.commands import compare
+from examples.compare import __main__ as compare
+from lab.simulator import fit
 from lab.simulator.cost_model import CostModel
 from sampling import SamplingParams
 from scheduler import SarathiServe
@@ -36,6 +37,7 @@ MIN_COMMANDS = {  # in the README of each room
     "parallel/": 5,
     "tests/": 0,
     "policies/": 8,
+    "examples/compare/": 1,
 }
 TEXTS = {room: (ROOT / f"{room}README.md").read_text("utf-8") for room in MIN_COMMANDS}
 MAIN = TEXTS[""]
@@ -55,12 +57,13 @@ PARSERS = {
     "sample.py": sample.parse_args,
     "server": server.__main__.parse_args,
     "exercises": exercises.__main__.parse_args,
+    "examples.compare": compare.parse_args,
+    "lab.simulator.fit": fit.parse_args,
 }
 REQUIRED = {  # arguments of a command, where a sentence only names the command
     "batches": ["64"],
     "budget": ["--slo-tbt", "1"],
     "check": ["policies/template.py:ShortestFirst"],
-    "fit": ["times.csv"],
 }
 
 
@@ -179,7 +182,7 @@ def commands(text):
     blocks = re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)
     lines = [line for block in blocks for line in re.split(r"&&|(?<!\\)\n", block)]
     prose = re.sub("```.*?```|<!--.*?-->", "", text, flags=re.DOTALL)
-    programs = r"(?:bench\.py|sample\.py|-m server|-m exercises)"
+    programs = r"(?:bench\.py|sample\.py|-m server|-m exercises|-m lab\.simulator\.fit)"
     lines += re.findall(rf"`([^`]*{programs} [^`…]+)`", prose)
     for table in re.findall(r"(?m)^\| claim +\| +command \|.*\n.*\n((?:\|.*\n)*)", prose):
         lines += ["bench.py " + row.split(" | ")[1].strip(" `") for row in table.splitlines()]
@@ -259,7 +262,7 @@ def test_every_file_at_the_top_and_every_room_is_named():
 
 def test_every_link_leads_to_a_file():
     folders = {path.parent.relative_to(ROOT) for path in ROOT.glob("[!.]*/**/README.md")}
-    folders = {path for path in folders if path.parent != Path("results")}  # made by bench.py gpu
+    folders = {path for path in folders if path.parent != Path("results")}  # made by .ci/gpu.sh
     assert folders == {Path(room) for room in MIN_COMMANDS if room}
     for room, text in TEXTS.items():
         for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):

@@ -18,6 +18,7 @@ import bench
 from lab.commands import simulate
 from lab.papers.comparison import Table
 from lab.papers.simulated import Experiment
+from lab.simulator import fit
 from lab.simulator.cost_model import matrices, product_seconds
 from lab.simulator.devices import A100, GEOMETRIES
 from lab.simulator.fit import COLUMNS
@@ -205,8 +206,8 @@ def test_fit_prints_the_constants_that_times_were_made_from(tmp_path, capsys):
         lines.append([n, *(1e3 * product_seconds(device, n, *shape) for shape in shapes)])
     file = tmp_path / "times.csv"
     file.write_text("\n".join(",".join(map(str, line)) for line in lines))
-    fit = [str(file), "--preset", "llama-13b", "--tp"]
-    bench.main(["fit", *fit, "2"])
+    words = [str(file), "--preset", "llama-13b", "--tp"]
+    fit.main([*words, "2"])
     text = capsys.readouterr().out
     ((head, *rows),) = printed_tables(text)
     assert f"{file}: matrix products of a layer of llama-13b, TP 2, {len(sizes)} sizes" in text
@@ -222,10 +223,10 @@ def test_fit_prints_the_constants_that_times_were_made_from(tmp_path, capsys):
         assert found["fitted"][error] < 0.01 < found["fitted, without tiles"][error]
     assert found["A100-80GB"]["TFLOP/s"] == pytest.approx(A100.flops_per_s / 1e12, abs=0.5)
     with pytest.raises(ValueError, match="tp=3: must divide n_head=40"):
-        bench.main(["fit", *fit, "3"])
+        fit.main([*words, "3"])
     for option, one in {"preset": "llama", "simulate": "a1"}.items():
         with pytest.raises(ValueError, match=f"{option}='{one}': must be one of "):
-            bench.main(["fit", "times.csv", f"--{option}", one])
+            fit.main(["times.csv", f"--{option}", one])
 
 
 WHOLE = "must be a whole number of at least"

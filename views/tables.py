@@ -1,26 +1,14 @@
 """Tables in Markdown, and the text of their cells.
 
-A command says beside its print what its table shows:
+A row is a list of cells, each with the head of its column and the format of its value:
 
-    COLUMNS = [Column("tokens/s", lambda run: run.tokens_per_s, ",.0f"), ...]
-    print(format_table("policy", COLUMNS, {"vllm": run}))
+    print(format_table("policy", {"vllm": [("tokens/s", run.tokens_per_s, ",.0f")]}))
 
 Read next: timelines.py, which draws."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
 
-Row = TypeVar("Row")
-
-
-@dataclass(frozen=True)
-class Column(Generic[Row]):
-    """A column of a table: its head, what it shows of a row, and the format of that, see `show`."""
-
-    head: str
-    value: Callable[[Row], object]
-    format: str = ""
+Cell = tuple[str, object, str]  # the head of its column, its value, and the format as of `show`
 
 
 def show(value: object, spec: str = "") -> str:
@@ -35,13 +23,15 @@ def show(value: object, spec: str = "") -> str:
     return format(value, spec)
 
 
-def format_table(row_head: str, columns: Sequence[Column[Row]], rows: Mapping[str, Row]) -> str:
-    """A table in Markdown with a line for each of `rows`, {its name: row}. The names stand in the
-    first column, under `row_head`."""
-    lines = [[row_head, *(column.head for column in columns)]]
+def format_table(row_head: str, rows: Mapping[str, Sequence[Cell]]) -> str:
+    """A table in Markdown with a line for each of `rows`, {its name: its cells}, all of which have
+    the same heads; "" without rows. The names stand in the first column, under `row_head`."""
+    lines: list[list[str]] = []
     for name, row in rows.items():
-        lines.append([name, *(show(column.value(row), column.format) for column in columns)])
-    return align(lines)
+        if not lines:
+            lines.append([row_head, *(head for head, _, _ in row)])
+        lines.append([name, *(show(value, spec) for _, value, spec in row)])
+    return align(lines) if lines else ""
 
 
 def markdown(columns: Mapping[str, str], rows: Iterable[Iterable[object]]) -> str:

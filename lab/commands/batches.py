@@ -10,9 +10,8 @@ first: lab/measure/batch_times.py."""
 import re
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 from cli.loading import (
     ModelOptions,
@@ -22,7 +21,7 @@ from cli.loading import (
     model_options,
     resolve_model,
 )
-from cli.options import OptionParser, add_json_option, whole, write_json, wrote
+from cli.options import OptionParser, from_args, json_option, option, whole, write_json, wrote
 from lab.measure import timing
 from lab.measure.batch_times import (
     Batch,
@@ -33,7 +32,7 @@ from lab.measure.batch_times import (
     time_sequences,
 )
 from lab.measure.machine_info import measure_machine
-from views.tables import Column, format_table
+from views.tables import Cell, format_table
 
 NUMBER = r"([1-9]\d{0,6})"
 CHUNKS = re.compile(
@@ -41,19 +40,24 @@ CHUNKS = re.compile(
 )  # "6x1@1024", "2048/256"
 TIMES = re.compile(rf"(?:{NUMBER} *\*)?(.*)", re.DOTALL)  # "2 * 2048/256"
 
-COLUMNS: list[Column[SequenceTime]] = [
-    Column("tokens", lambda row: row.tokens, ",d"),
-    Column("preproj", lambda row: row.preproj_ms, ",.2f"),
-    Column("postproj", lambda row: row.postproj_ms, ",.2f"),
-    Column("ffn_ln1", lambda row: row.ffn_ln1_ms, ",.2f"),
-    Column("ffn_ln2", lambda row: row.ffn_ln2_ms, ",.2f"),
-    Column("attention", lambda row: row.attention_ms, ",.2f"),
-    Column("limit", lambda row: row.attention_limit_ms, ",.2f"),
-    Column("other", lambda row: row.other_ms, ",.2f"),
-    Column("total", lambda row: row.total_ms, ",.2f"),
-    Column("spread", lambda row: row.spread, ".0%"),
-    Column("tokens/ms", lambda row: row.tokens_per_ms, ".3g"),
-]
+
+def cells_of(row: SequenceTime) -> list[Cell]:
+    """The row of a table."""
+    return [
+        ("tokens", row.tokens, ",d"),
+        ("preproj", row.preproj_ms, ",.2f"),
+        ("postproj", row.postproj_ms, ",.2f"),
+        ("ffn_ln1", row.ffn_ln1_ms, ",.2f"),
+        ("ffn_ln2", row.ffn_ln2_ms, ",.2f"),
+        ("attention", row.attention_ms, ",.2f"),
+        ("limit", row.attention_limit_ms, ",.2f"),
+        ("other", row.other_ms, ",.2f"),
+        ("total", row.total_ms, ",.2f"),
+        ("spread", row.spread, ".0%"),
+        ("tokens/ms", row.tokens_per_ms, ".3g"),
+    ]
+
+
 NOTE = (
     "the parts are timed alone; limit of attention: flops at the rate of the products, or K and V "
     "at the bandwidth,\n"
@@ -90,14 +94,14 @@ def parse_chunks(word: str, text: str) -> list[Batch]:
     raise ArgumentTypeError(f"{text:.60}: {word!r} must be like 6x1@1024 or 2048/256")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BatchesOptions:
     """The options of `bench.py batches`."""
 
     command: str
     batches: list[tuple[str, list[Batch]]]  # names, and the batches that follow each other
-    repeats: int
-    json: str | None
+    repeats: int = option("how often each is timed", type=whole(minimum=2), default=5)
+    json: str | None = json_option()
     batch_length: int  # of the longest request
     model: ModelOptions
 
@@ -110,8 +114,7 @@ def add_options(parser: OptionParser) -> None:
         nargs="+",
         type=named_sequence,
     )
-    parser.add_option("--repeats", help="how often each is timed", type=whole(minimum=2), default=5)
-    add_json_option(parser)
+    parser.add_fields(BatchesOptions)
     add_layers_option(parser)
     add_model_options(parser, "llama-13b on a GPU with 40 GB or more, else llama-160m")
 
@@ -121,14 +124,8 @@ def resolve(parser: OptionParser, args: Namespace) -> BatchesOptions:
     names = dict(args.batches)
     if len(names) < len(args.batches):
         parser.error(f"batches: {len(args.batches)} have {len(names)} names, {', '.join(names)}")
-    return BatchesOptions(
-        command=args.command,
-        batches=args.batches,
-        repeats=args.repeats,
-        json=args.json,
-        batch_length=longest(names),
-        model=resolve_model(replace(model_options(args), layers=args.layers)),
-    )
+    model = resolve_model(model_options(args))
+    return from_args(BatchesOptions, args, batch_length=longest(names), model=model)
 
 
 def main(options: BatchesOptions) -> None:
@@ -152,25 +149,24 @@ def main(options: BatchesOptions) -> None:
 
 def print_batches(rows: Mapping[str, SequenceTime]) -> None:
     """Print the table of what was timed."""
-    marked = {timing.mark(name, row.busy): row for name, row in rows.items()}
-    columns = [*COLUMNS, *launch_columns(rows)]
-    print(f"{format_table('ms', columns, marked)}\n\n{NOTE}{launch_note(rows)}")
+    marked = {
+        timing.mark(name, row.busy): [*cells_of(row), *launch_cells(row)]
+        for name, row in rows.items()
+    }
+    print(f"{format_table('ms', marked)}\n\n{NOTE}{launch_note(rows)}")
 
 
-def launch_columns(rows: Mapping[str, BatchTime]) -> list[Column[Any]]:
-    """The columns of a GPU's table: the CPU's time to launch a batch, and the GPU's to compute it.
-    [] on a CPU, which computes what it launches."""
-    if all(row.device_ms is None for row in rows.values()):
+def launch_cells(row: BatchTime) -> list[Cell]:
+    """The CPU's time to launch a batch, and the GPU's to compute it. [] on a CPU, which computes
+    what it launches."""
+    if row.device_ms is None:
         return []
-    return [
-        Column("launch", lambda row: row.launch_ms, ",.2f"),
-        Column("device", lambda row: row.device_ms, ",.2f"),
-    ]
+    return [("launch", row.launch_ms, ",.2f"), ("device", row.device_ms, ",.2f")]
 
 
 def launch_note(rows: Mapping[str, BatchTime]) -> str:
     """What these columns are, and which rows say more of the CPU than of the GPU."""
-    if not launch_columns(rows):
+    if all(row.device_ms is None for row in rows.values()):
         return ""
     slow = [name for name, row in rows.items() if row.launch_bound]
     bound = f"bound by launches, not by the device: {', '.join(slow) or 'none'}"

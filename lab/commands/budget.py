@@ -7,15 +7,17 @@ command prints the times that the choice rests on."""
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cli.loading import ModelOptions, add_model_options, load_model, model_options, resolve_model
 from cli.options import (
     OptionParser,
     PerDevice,
-    add_json_option,
+    from_args,
+    json_option,
     keeping,
     number,
+    option,
     whole,
 )
 from lab.measure import timing, token_budget
@@ -25,80 +27,50 @@ from lab.measure.token_budget import Case, Profiled
 from model import GPT
 from parallel import runner_for
 from speedups.runner import Runner
-from views.tables import Column, format_table
-
-DECODES = PerDevice(cpu=16, gpu=64)
-MAX_LEN = PerDevice(cpu=1024, gpu=8192)
-TILE = PerDevice(cpu=32, gpu=128)
+from views.tables import format_table
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BudgetOptions:
     """The options of `bench.py budget`."""
 
     command: str
-    slo_tbt: float  # seconds
-    decodes: int
-    max_len: int
-    tile: int
-    json: str | None
+    slo_tbt: float = option(
+        "the SLO of the time between tokens, in seconds; required",
+        type=number(above=0),
+        required=True,
+    )
+    decodes: int = option(
+        "requests that decode beside the chunk",
+        type=whole(minimum=1),
+        default=PerDevice(cpu=16, gpu=64),
+    )
+    max_len: int = option(
+        "the longest request and largest budget",
+        type=whole(minimum=1),
+        default=PerDevice(cpu=1024, gpu=8192),
+    )
+    tile: int = option(
+        "budgets are multiples of it", type=whole(minimum=1), default=PerDevice(cpu=32, gpu=128)
+    )
+    json: str | None = json_option()
     contexts: list[int]  # of the decodes, and at the end of the chunk: a short and a long one
     model: ModelOptions
 
 
-@dataclass(frozen=True)
-class BudgetRow:
-    """A token budget with its times at both contexts, in seconds."""
-
-    budget: int
-    decodes: int
-    short_s: float
-    long_s: float
-    meets_slo: bool
-    busy: bool
-
-
 def add_options(parser: OptionParser) -> None:
     """Add the options of the command."""
-    parser.add_option(
-        "--slo-tbt",
-        help="the SLO of the time between tokens, in seconds; required",
-        type=number(above=0),
-        required=True,
-    )
-    parser.add_option(
-        "--decodes",
-        help="requests that decode beside the chunk",
-        type=whole(minimum=1),
-        default_text=DECODES,
-    )
-    parser.add_option(
-        "--max-len",
-        help="the longest request and largest budget",
-        type=whole(minimum=1),
-        default_text=MAX_LEN,
-    )
-    parser.add_option(
-        "--tile", help="budgets are multiples of it", type=whole(minimum=1), default_text=TILE
-    )
-    add_json_option(parser)
+    parser.add_fields(BudgetOptions)
     add_model_options(parser, "llama3-8b on a GPU with 75 GB or more, else llama-160m")
 
 
 def resolve(parser: OptionParser, args: Namespace) -> BudgetOptions:
     """The options, with those filled in that depend on the device."""
-    max_len = args.max_len or MAX_LEN.pick(args.device)
     model = resolve_model(model_options(args), gpu_preset="llama3-8b", gpu_bytes=75e9)
-    return BudgetOptions(
-        command=args.command,
-        slo_tbt=args.slo_tbt,
-        decodes=args.decodes or DECODES.pick(args.device),
-        max_len=max_len,
-        tile=min(args.tile or TILE.pick(args.device), max_len),
-        json=args.json,
-        contexts=[max(1, max_len // 8), max(1, max_len // 2)],
-        model=model,
-    )
+    options = from_args(BudgetOptions, args, model=model, contexts=[])
+    max_len = options.max_len
+    contexts = [max(1, max_len // 8), max(1, max_len // 2)]
+    return replace(options, tile=min(options.tile, max_len), contexts=contexts)
 
 
 def main(options: BudgetOptions) -> None:
@@ -128,7 +100,7 @@ def main(options: BudgetOptions) -> None:
             )
         finally:
             if profile:
-                print_profile(rows_of(profile, options), options)
+                print_profile(profile, options)
         conclusion = (
             f"Token budget {budget}: the largest of whole tiles of {options.tile} that meets the "
             "SLO."
@@ -151,32 +123,20 @@ def make_runner(model: GPT, options: BudgetOptions) -> Runner:
     )
 
 
-def rows_of(profile: Sequence[Profiled], options: BudgetOptions) -> list[BudgetRow]:
-    """A row for each budget that was timed, from the smallest to the largest."""
+def print_profile(profile: Sequence[Profiled], options: BudgetOptions) -> None:
+    """Print the table of what was timed: each budget with its times at both contexts, from the
+    smallest to the largest."""
+    short_context, long_context = options.contexts
     ordered = sorted(profile)  # by budget, then by context
-    return [
-        BudgetRow(
-            budget=short.budget,
-            decodes=options.decodes,
-            short_s=short.seconds,
-            long_s=long.seconds,
-            meets_slo=max(short.seconds, long.seconds) <= options.slo_tbt,
-            busy=max(short.spread, long.spread) > timing.BUSY,
-        )
-        for short, long in zip(ordered[::2], ordered[1::2], strict=True)
-    ]
-
-
-def print_profile(rows: Sequence[BudgetRow], options: BudgetOptions) -> None:
-    """Print the table of what was timed."""
-    short, long = options.contexts
-    columns: list[Column[BudgetRow]] = [
-        Column("prefill + decodes", lambda row: f"{row.budget - row.decodes} + {row.decodes}"),
-        Column(f"ms at {short}", lambda row: 1e3 * row.short_s, ".1f"),
-        Column(f"at {long}", lambda row: 1e3 * row.long_s, ".1f"),
-        Column(
-            f"meets {1e3 * options.slo_tbt:.0f} ms", lambda row: "yes" if row.meets_slo else "no"
-        ),
-    ]
-    marked = {timing.mark(str(row.budget), row.busy): row for row in rows}
-    print(format_table("token budget", columns, marked) + "\n")
+    rows = {}
+    for short, long in zip(ordered[::2], ordered[1::2], strict=True):
+        busy = max(short.spread, long.spread) > timing.BUSY
+        meets_slo = max(short.seconds, long.seconds) <= options.slo_tbt
+        sizes = f"{short.budget - options.decodes} + {options.decodes}"
+        rows[timing.mark(str(short.budget), busy)] = [
+            ("prefill + decodes", sizes, ""),
+            (f"ms at {short_context}", 1e3 * short.seconds, ".1f"),
+            (f"at {long_context}", 1e3 * long.seconds, ".1f"),
+            (f"meets {1e3 * options.slo_tbt:.0f} ms", "yes" if meets_slo else "no", ""),
+        ]
+    print(format_table("token budget", rows) + "\n")

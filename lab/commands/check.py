@@ -10,16 +10,20 @@ loads.
 import argparse
 from dataclasses import dataclass
 
-from cli.options import OptionParser, policy_names, whole
+from cli.options import OptionParser, from_args, option, policy_names, whole
 from lab.simulator.referee import check_policy, check_random_loads, rules_of
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CheckOptions:
     """The options of `check`."""
 
     policies: list[str]
-    random_loads: int
+    random_loads: int = option(
+        "simulate so many small random loads, too",
+        type=whole(minimum=0, maximum=1_000_000),
+        default=0,
+    )
 
 
 def add_options(parser: OptionParser) -> None:
@@ -29,17 +33,12 @@ def add_options(parser: OptionParser) -> None:
         type=policy_names,
         help="such as my_policy.py:Eager, several with commas",
     )
-    parser.add_option(
-        "--random-loads",
-        help="simulate so many small random loads, too",
-        type=whole(minimum=0, maximum=1_000_000),
-        default=0,
-    )
+    parser.add_fields(CheckOptions)
 
 
 def resolve(parser: OptionParser, args: argparse.Namespace) -> CheckOptions:
     """The options of the command line."""
-    return CheckOptions(policies=args.policies, random_loads=args.random_loads)
+    return from_args(CheckOptions, args)
 
 
 def main(options: CheckOptions) -> None:

@@ -8,8 +8,8 @@ import time
 from argparse import Namespace
 from itertools import pairwise
 
-from cli.loading import add_model_options, load_model
-from cli.options import OptionParser, add_json_option, keeping
+from cli.loading import load_model
+from cli.options import OptionParser, keeping
 from lab.commands import offline
 from lab.commands.offline import OfflineOptions
 from lab.measure import timing
@@ -17,20 +17,12 @@ from lab.measure.gain import COMPARED, GainExplanation, Step, explain_gain
 from lab.measure.machine_info import measure_machine
 from lab.measure.offline_load import PolicyRun
 from parallel import runner_for
-from views.tables import Column, format_table
-
-EXPLAIN_COLUMNS: list[Column[Step]] = [
-    Column("request-level", lambda step: step.request_level_ms, ".4f"),
-    Column("sarathi", lambda step: step.sarathi_ms, ".4f"),
-    Column("gain", lambda step: step.gain, ".3fx"),
-]
+from views.tables import format_table
 
 
 def add_options(parser: OptionParser) -> None:
     """Add the options of the command: those of the load of `offline`."""
-    offline.add_load_options(parser)
-    add_json_option(parser)
-    add_model_options(parser, "llama-13b on a GPU with 40 GB or more, else llama-160m")
+    offline.add_load_options(parser, leave_out=("policies", "plot", "html"))
     parser.set_defaults(policies=list(COMPARED), plot=None, html=None)
 
 
@@ -71,8 +63,15 @@ def print_explanation(explanation: GainExplanation) -> None:
     """Print the table of the steps, and which of them loses most."""
     title = timing.mark("Where the gain goes", explanation.busy)
     print(f"{title}: the batches of both once more\n")
-    rows = {step.step: step for step in explanation.steps}
-    print(format_table("ms per token", EXPLAIN_COLUMNS, rows))
+    rows = {
+        step.step: [
+            ("request-level", step.request_level_ms, ".4f"),
+            ("sarathi", step.sarathi_ms, ".4f"),
+            ("gain", step.gain, ".3fx"),
+        ]
+        for step in explanation.steps
+    }
+    print(format_table("ms per token", rows))
     print(
         f"\n{largest_loss(explanation)}; "
         f"the parts add up to the run's gain {explanation.difference:+.1%}"

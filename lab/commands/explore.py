@@ -20,7 +20,10 @@ from browser.bundle import PYODIDE, PYODIDE_FILES, bundle, editor
 from browser.runs import CHUNKS, MAX_BATCH, MAX_LEN, MODEL, PAGE_SIZE, Load, record_run
 from cli.options import (
     OptionParser,
+    file_option,
+    from_args,
     nonempty_text,
+    option,
     output_file,
     policy_names,
     whole,
@@ -81,79 +84,12 @@ SHORT = (200, 60)  # tokens of prompt and output
 
 
 @dataclass(frozen=True)
-class ExploreOptions:
-    """The options of `bench.py explore`."""
-
-    command: str
-    policies: list[str]  # besides POLICIES
-    requests: int
-    html: str  # the page
-    site: str | None  # the folder of a web site, with the page in it
-    pyodide: str | None  # the folder of a Pyodide that goes into the site
-
-
-@dataclass(frozen=True)
 class Choice:
     """A policy with a chunk size, as the page's buttons name them."""
 
     policy: str
     name: str  # of the policy, for find_policy
     chunk: str
-
-
-def add_options(parser: OptionParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument(
-        "policies",
-        help="your own with commas, such as my_policy.py:ShortestFirst, beside the others",
-        type=policy_names,
-        nargs="?",
-        default=[],
-    )
-    parser.add_option(
-        "--requests",
-        help="how many arrive in each run",
-        type=whole(minimum=1, maximum=1000),
-        default=60,
-    )
-    parser.add_option(
-        "--html",
-        help="the page",
-        type=output_file,
-        metavar="FILE",
-        default_text=PAGE,
-    )
-    parser.add_option(
-        "--site",
-        help="write a web site into this folder instead: index.html, which loads runs when asked",
-        type=site_folder,
-        metavar="FOLDER",
-    )
-    parser.add_option(
-        "--pyodide",
-        help="with --site, the folder of the npm package pyodide, Python for the page's editor; "
-        "it is copied into the site",
-        type=pyodide_folder,
-        metavar="FOLDER",
-        default_text="loaded by browsers from " + PYODIDE,
-    )
-
-
-def resolve(parser: OptionParser, args: Namespace) -> ExploreOptions:
-    """The options."""
-    if args.pyodide and not args.site:
-        parser.error("--pyodide: needs --site")
-    if args.html and args.site:
-        parser.error("--html: --site has its own index.html")
-    html = args.html or PAGE
-    return ExploreOptions(
-        command=args.command,
-        policies=args.policies,
-        requests=args.requests,
-        html=str(Path(args.site) / "index.html") if args.site else html,
-        site=args.site,
-        pyodide=args.pyodide,
-    )
 
 
 def site_folder(text: str) -> str:
@@ -172,6 +108,54 @@ def pyodide_folder(text: str) -> str:
     if missing:
         raise ArgumentTypeError(f"{text}: has no {missing[0]}")
     return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExploreOptions:
+    """The options of `bench.py explore`."""
+
+    command: str
+    policies: list[str]  # besides POLICIES
+    requests: int = option(
+        "how many arrive in each run", type=whole(minimum=1, maximum=1000), default=60
+    )
+    html: str = file_option("the page", default_text=PAGE)
+    site: str | None = option(
+        "write a web site into this folder instead: index.html, which loads runs when asked",
+        type=site_folder,
+        metavar="FOLDER",
+    )
+    pyodide: str | None = option(
+        "with --site, the folder of the npm package pyodide, Python for the page's editor; "
+        "it is copied into the site",
+        type=pyodide_folder,
+        metavar="FOLDER",
+        default_text="loaded by browsers from " + PYODIDE,
+    )
+
+
+def add_options(parser: OptionParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument(
+        "policies",
+        help="your own with commas, such as my_policy.py:ShortestFirst, beside the others",
+        type=policy_names,
+        nargs="?",
+        default=[],
+    )
+    parser.add_fields(ExploreOptions)
+
+
+def resolve(parser: OptionParser, args: Namespace) -> ExploreOptions:
+    """The options."""
+    if args.pyodide and not args.site:
+        parser.error("--pyodide: needs --site")
+    if args.html and args.site:
+        parser.error("--html: --site has its own index.html")
+    html = args.html or PAGE
+    if args.site:
+        html = str(Path(args.site) / "index.html")
+    return from_args(ExploreOptions, args, html=html)
 
 
 def main(options: ExploreOptions) -> None:

@@ -8,7 +8,7 @@ serve.py, where requests arrive while others run: Sarathi-Serve's half."""
 import textwrap
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,12 +24,14 @@ from cli.loading import (
 )
 from cli.options import (
     OptionParser,
-    add_chunk_option,
-    add_json_option,
-    add_policies_option,
+    chunk_option,
+    file_option,
+    from_args,
+    json_option,
     number,
-    output_file,
-    picture_file,
+    option,
+    plot_option,
+    policies_option,
     whole,
     write_json,
     write_text,
@@ -37,7 +39,7 @@ from cli.options import (
     wrote_page,
 )
 from config import EngineConfig
-from lab.commands.batches import launch_columns, launch_note
+from lab.commands.batches import launch_cells, launch_note
 from lab.measure import timing
 from lab.measure.batch_times import time_layer
 from lab.measure.decode_maximal import DecodeMaximal, HybridTime, measure_decode_maximal
@@ -49,7 +51,7 @@ from model import GPT, GPTConfig
 from policies.referee import Violation
 from views.page import page
 from views.records import Recorder
-from views.tables import Column, format_table, show
+from views.tables import Cell, format_table, show
 
 DEFAULT_POLICIES = "request-level,orca-best,vllm,sarathi,sarathi-serve"
 MORE_REQUESTS_S = 25  # more than 2 B + 1 are served while all policies together take so long
@@ -61,44 +63,59 @@ def cost(milliseconds: float | None) -> float | None:
     return None if milliseconds is None or milliseconds < 0 else milliseconds
 
 
-DECODE_MAXIMAL_COLUMNS: list[Column[HybridTime]] = [
-    Column("prefill + decodes", lambda row: f"{row.prefill_tokens} + {row.decodes}"),
-    Column("products", lambda row: row.products_ms, ".1f"),
-    Column("attention", lambda row: row.attention_ms, ".1f"),
-    Column("limit", lambda row: row.attention_limit_ms, ".1f"),
-    Column("other", lambda row: row.other_ms, ".1f"),
-    Column("total", lambda row: row.total_ms, ".1f"),
-    Column("spread", lambda row: row.spread, ".0%"),
-    Column("per prefill token", lambda row: cost(row.prefill_token_ms), ".3f"),
-    Column("per decode token", lambda row: cost(row.decode_token_ms), ".3f"),
-]
-END_TO_END_COLUMNS: list[Column[PolicyRun]] = [
-    Column("tokens/s", lambda row: row.tokens_per_s, ",.0f"),
-    Column("gain", lambda row: row.gain, ".2fx"),
-    Column("whole run", lambda row: row.whole_run_gain, ".2fx"),
-    Column("P50 TTFT s", lambda row: row.summary.ttft_s.p50, ".2f"),
-    Column("P99 TBT s", lambda row: row.summary.tbt_s.p99, ".3f"),
-    Column("longest stall s", lambda row: row.summary.longest_stall_s, ".3f"),
-    Column("iterations", lambda row: row.summary.iterations),
-    Column("tokens/iteration", lambda row: row.summary.tokens_per_iteration, ".0f"),
-]
+def decode_maximal_cells(row: HybridTime) -> list[Cell]:
+    """A row of Table 2."""
+    return [
+        ("prefill + decodes", f"{row.prefill_tokens} + {row.decodes}", ""),
+        ("products", row.products_ms, ".1f"),
+        ("attention", row.attention_ms, ".1f"),
+        ("limit", row.attention_limit_ms, ".1f"),
+        ("other", row.other_ms, ".1f"),
+        ("total", row.total_ms, ".1f"),
+        ("spread", row.spread, ".0%"),
+        ("per prefill token", cost(row.prefill_token_ms), ".3f"),
+        ("per decode token", cost(row.decode_token_ms), ".3f"),
+    ]
 
 
-@dataclass(frozen=True)
+def end_to_end_cells(row: PolicyRun) -> list[Cell]:
+    """The row of a policy."""
+    return [
+        ("tokens/s", row.tokens_per_s, ",.0f"),
+        ("gain", row.gain, ".2fx"),
+        ("whole run", row.whole_run_gain, ".2fx"),
+        ("P50 TTFT s", row.summary.ttft_s.p50, ".2f"),
+        ("P99 TBT s", row.summary.tbt_s.p99, ".3f"),
+        ("longest stall s", row.summary.longest_stall_s, ".3f"),
+        ("iterations", row.summary.iterations, ""),
+        ("tokens/iteration", row.summary.tokens_per_iteration, ".0f"),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
 class OfflineOptions:
     """The options of `bench.py offline`."""
 
     command: str
-    policies: list[str]
-    plot: str | None
-    html: str | None
-    json: str | None
-    chunk: int
-    batch: int
-    lockstep: bool
-    seq_len: int
-    pd_ratio: float
-    requests: int
+    policies: list[str] = policies_option(DEFAULT_POLICIES)
+    plot: str | None = plot_option("draw each policy's iterations")
+    html: str | None = file_option("write a page to step through the decisions of each policy")
+    json: str | None = json_option()
+    chunk: int = chunk_option()
+    batch: int = option("B, the most requests at once", type=whole(minimum=2), default=6)
+    lockstep: bool = option(
+        "requests that begin and end together, where the policy lets them: the worst case of Orca",
+        action="store_true",
+    )
+    seq_len: int = option(
+        "prompt and output tokens of a request, together", type=whole(minimum=3), default=1000
+    )
+    pd_ratio: float = option(
+        "prompt tokens per output token",
+        type=number(above=0),
+        default_text="C / (B - 1), which is balanced",
+    )
+    requests: int = option("requests to serve", type=whole(minimum=1, maximum=1_000_000))
     requests_given: bool  # or fewer may be served, see affordable_requests
     model: ModelOptions
 
@@ -122,54 +139,18 @@ class OfflineOptions:
 
 def add_options(parser: OptionParser) -> None:
     """Add the options of the command."""
-    add_policies_option(parser, DEFAULT_POLICIES)
-    parser.add_option(
-        "--plot", help="draw each policy's iterations", type=picture_file, metavar="FILE"
-    )
-    parser.add_option(
-        "--html",
-        help="write a page to step through the decisions of each policy",
-        type=output_file,
-        metavar="FILE",
-    )
-    add_json_option(parser)
     limit = f"while that takes {MORE_REQUESTS_S} s for all policies"
     add_load_options(parser, f"2 B + 1, and up to 3 B + 1 {limit}")
-    add_model_options(parser, "llama-13b on a GPU with 40 GB or more, else llama-160m")
 
 
-def add_load_options(parser: OptionParser, requests_text: str = "3 B + 1") -> None:
-    """Add the options of an OfflineLoad, the chunk size and --layers. The help says `requests_text`
-    of how many requests there are by default."""
-    add_chunk_option(parser)
-    parser.add_option(
-        "--batch", help="B, the most requests at once", type=whole(minimum=2), default=6
-    )
-    parser.add_option(
-        "--lockstep",
-        help="requests that begin and end together, where the policy lets them: the worst case of "
-        "Orca",
-        action="store_true",
-    )
-    parser.add_option(
-        "--seq-len",
-        help="prompt and output tokens of a request, together",
-        type=whole(minimum=3),
-        default=1000,
-    )
-    parser.add_option(
-        "--pd-ratio",
-        help="prompt tokens per output token",
-        type=number(above=0),
-        default_text="C / (B - 1), which is balanced",
-    )
-    parser.add_option(
-        "--requests",
-        help="requests to serve",
-        type=whole(minimum=1, maximum=1_000_000),
-        default_text=requests_text,
-    )
+def add_load_options(
+    parser: OptionParser, requests_text: str = "3 B + 1", leave_out: Collection[str] = ()
+) -> None:
+    """Add the options of OfflineOptions and of the model, but for those to `leave_out`. The help
+    says `requests_text` of how many requests there are by default."""
+    parser.add_fields(OfflineOptions, leave_out, requests=requests_text)
     add_layers_option(parser, "all; on a CPU that would take minutes, fewer")
+    add_model_options(parser, "llama-13b on a GPU with 40 GB or more, else llama-160m")
 
 
 def resolve(parser: OptionParser, args: Namespace) -> OfflineOptions:
@@ -180,20 +161,13 @@ def resolve(parser: OptionParser, args: Namespace) -> OfflineOptions:
         parser.error("--policies dynamic: follows an SLO, see bench.py serve and capacity")
     # raises ValueError for a chunk size of a policy that has none
     run_plan(args.policies, [1], EngineConfig(page_size=1, pages=1))
-    return OfflineOptions(
-        command=args.command,
-        policies=args.policies,
-        plot=args.plot,
-        html=args.html,
-        json=args.json,
-        chunk=args.chunk,
-        batch=args.batch,
-        lockstep=args.lockstep,
-        seq_len=args.seq_len,
+    return from_args(
+        OfflineOptions,
+        args,
         pd_ratio=load.pd_ratio,
         requests=load.requests,
         requests_given=args.requests is not None,
-        model=resolve_model(replace(model_options(args), layers=args.layers)),
+        model=resolve_model(model_options(args)),
     )
 
 
@@ -379,12 +353,14 @@ def print_decode_maximal(table: DecodeMaximal, options: OfflineOptions) -> None:
     )
     if table.decode_only.device_ms is not None:
         speedup += f"; of the time of the device {show_speedup(table.device_speedup)}"
-    rows = {timing.mark(name, row.busy): row for name, row in table.rows.items()}
-    columns = [*DECODE_MAXIMAL_COLUMNS, *launch_columns(table.rows)]
+    rows = {
+        timing.mark(name, row.busy): [*decode_maximal_cells(row), *launch_cells(row)]
+        for name, row in table.rows.items()
+    }
     print(
         f"1. What a decode costs (SARATHI, Table 2): chunk {options.chunk}, batch {options.batch}, "
         f"context {options.seq_len}, times in ms\n\n"
-        f"{format_table('batch', columns, rows)}\n\n"
+        f"{format_table('batch', rows)}\n\n"
         f"decode speedup: {timing.TOO_BUSY if table.busy else speedup}\n"
         "products, operation by operation, and attention are timed alone; limit of attention: "
         "flops at the rate of the\n"
@@ -409,12 +385,12 @@ def print_end_to_end(
     marked = {}
     for name, row in rows.items():
         rule = violations[name].rule if name in violations else None
-        marked[timing.mark(mark_broken(name, rule), row.busy)] = row
+        marked[timing.mark(mark_broken(name, rule), row.busy)] = end_to_end_cells(row)
     print(
         f"2. End to end: {options.requests} requests of {lengths} tokens "
         f"(P:D {ratio:.0f}; the first {batch} want 1/{batch}, 2/{batch}, ...\n"
         f"   of the output), batch {batch}, chunk {options.chunk}, all there at time 0\n\n"
-        f"{format_table('policy', END_TO_END_COLUMNS, marked)}\n\n"
+        f"{format_table('policy', marked)}\n\n"
         "tokens/s (prompt and output) and gain over request-level are those of a full pipeline: "
         "whole rounds\n"
         f"of {batch} requests, after the first (-: fewer than {2 * batch + 1}); whole run: gain "

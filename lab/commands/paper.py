@@ -26,7 +26,7 @@ from cli.loading import (
     model_options,
     resolve_model,
 )
-from cli.options import OptionParser, PerDevice, nonempty_text, whole, wrote
+from cli.options import OptionParser, PerDevice, from_args, nonempty_text, option, whole, wrote
 from lab.measure import timing
 from lab.measure.machine_info import measure_machine
 from lab.papers import report
@@ -34,51 +34,7 @@ from lab.papers.bench import Bench, Size
 from lab.papers.measured import CLAIMS, Claim
 
 VENDORS = r"\((r|tm)\)|\b(amd|intel|nvidia|cpu|processor|\d+-core)\b|@.*"
-MAX_LEN = PerDevice(cpu=4096, gpu=8192)
 BAR_FORMAT = "{desc} |{bar}| {elapsed}, {remaining} left"
-
-
-@dataclass(frozen=True)
-class PaperOptions:
-    """The options of `bench.py paper`."""
-
-    claims: list[Claim]
-    quick: bool
-    list_only: bool
-    fresh: bool
-    out: str | None
-    max_len: int
-    model: ModelOptions
-
-
-def add_options(parser: OptionParser) -> None:
-    """Add the options of the command."""
-    parser.add_option("--only", help="such as S-F9,SS-F12", type=some_claims, default_text="all")
-    parser.add_option(
-        "--quick",
-        help="on a CPU: fewer sizes, shorter runs, capacities by a fitted law",
-        action="store_true",
-    )
-    parser.add_option(
-        "--list",
-        help="say what there is and what is done already, and measure nothing",
-        action="store_true",
-    )
-    parser.add_option("--fresh", help="measure again what is done already", action="store_true")
-    parser.add_option(
-        "--out",
-        help="where results are kept",
-        type=nonempty_text,
-        default_text="results/<machine>, with its dtype if that is not bfloat16",
-        metavar="DIRECTORY",
-    )
-    parser.add_option(
-        "--max-len",
-        help="the longest request on the device",
-        type=whole(minimum=64),
-        default_text=MAX_LEN,
-    )
-    add_model_options(parser, "llama-13b on a GPU with 40 GB or more, else llama-160m")
 
 
 def some_claims(text: str) -> list[Claim]:
@@ -93,21 +49,53 @@ def some_claims(text: str) -> list[Claim]:
     return list(claims.values())
 
 
+@dataclass(frozen=True, kw_only=True)
+class PaperOptions:
+    """The options of `bench.py paper`."""
+
+    claims: list[Claim] = option(
+        "such as S-F9,SS-F12",
+        name="--only",
+        type=some_claims,
+        default=CLAIMS,
+        default_text="all",
+    )
+    quick: bool = option(
+        "on a CPU: fewer sizes, shorter runs, capacities by a fitted law", action="store_true"
+    )
+    list_only: bool = option(
+        "say what there is and what is done already, and measure nothing",
+        name="--list",
+        action="store_true",
+    )
+    fresh: bool = option("measure again what is done already", action="store_true")
+    out: str | None = option(
+        "where results are kept",
+        type=nonempty_text,
+        default_text="results/<machine>, with its dtype if that is not bfloat16",
+        metavar="DIRECTORY",
+    )
+    max_len: int = option(
+        "the longest request on the device",
+        type=whole(minimum=64),
+        default=PerDevice(cpu=4096, gpu=8192),
+    )
+    model: ModelOptions
+
+
+def add_options(parser: OptionParser) -> None:
+    """Add the options of the command."""
+    parser.add_fields(PaperOptions)
+    add_model_options(parser, "llama-13b on a GPU with 40 GB or more, else llama-160m")
+
+
 def resolve(parser: OptionParser, args: Namespace) -> PaperOptions:
     """The options, with those filled in that were left open.
 
     Raises ValueError for several ranks: a claim is about one device."""
     if args.tp * args.pp > 1:
         raise ValueError("--tp, --pp: claims are of one device, see bench.py pipeline")
-    return PaperOptions(
-        claims=args.only or CLAIMS,
-        quick=args.quick,
-        list_only=args.list,
-        fresh=args.fresh,
-        out=args.out,
-        max_len=args.max_len or MAX_LEN.pick(args.device),
-        model=resolve_model(model_options(args)),
-    )
+    return from_args(PaperOptions, args, model=resolve_model(model_options(args)))
 
 
 def main(options: PaperOptions) -> None:

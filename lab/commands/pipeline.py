@@ -19,12 +19,14 @@ from cli.loading import ModelOptions, add_model_options, load_model, model_optio
 from cli.options import (
     OptionParser,
     PerDevice,
-    add_chunk_option,
-    add_json_option,
-    add_policies_option,
+    chunk_option,
+    file_option,
+    from_args,
+    json_option,
     number,
-    output_file,
-    picture_file,
+    option,
+    plot_option,
+    policies_option,
     whole,
     write_json,
     write_text,
@@ -48,11 +50,8 @@ from lab.simulator.simulation import bubble_kinds, simulate
 from parallel.shard import Shard
 from parallel.stages import ParallelRunner
 from policies.micro_batches import StageRun
-from views.tables import Column, format_table
+from views.tables import Cell, format_table
 
-BATCH = PerDevice(cpu=27, gpu=6)
-MAX_LEN = PerDevice(cpu=1024, gpu=4096)
-REQUESTS = PerDevice(cpu=80, gpu=500)
 POLICIES = (
     "request-level,orca-best,vllm,sarathi,sarathi-serve:128,sarathi-serve:256"  # comma-separated
 )
@@ -61,20 +60,34 @@ PROFILE_SLOTS = 18  # requests of max_len whose memory the timed batches have
 DRAWN = 40  # batches on any stage
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
     """The options of `bench.py pipeline`."""
 
     command: str
-    policies: list[str]
-    chunk: int
-    batch: int
-    max_len: int
-    requests: int
-    pd_ratio: float
-    plot: str | None
-    chrome_trace: str | None
-    json: str | None
+    policies: list[str] = policies_option(POLICIES)
+    chunk: int = chunk_option()
+    batch: int = option(
+        "B, the most requests at once in each micro-batch",
+        type=whole(minimum=1),
+        default=PerDevice(cpu=27, gpu=6),
+    )
+    max_len: int = option(
+        "L: requests have L/4 to L tokens",
+        type=whole(minimum=16),
+        default=PerDevice(cpu=1024, gpu=4096),
+    )
+    requests: int = option(
+        "how many there are",
+        type=whole(minimum=1, maximum=1_000_000),
+        default=PerDevice(cpu=80, gpu=500),
+    )
+    pd_ratio: float = option("prompt tokens per output token", type=number(above=0), default=10.0)
+    plot: str | None = plot_option("draw some of the batches, real and simulated")
+    chrome_trace: str | None = file_option(
+        "write what each stage did when, for Perfetto or chrome://tracing"
+    )
+    json: str | None = json_option()
     model: ModelOptions
 
 
@@ -102,69 +115,37 @@ class PipelineRow:
         return [self.real.to_json(), self.simulated.to_json()]
 
 
-RUN_COLUMNS: list[Column[PipelineRow]] = [
-    Column("tokens/s", lambda row: row.real.tokens_per_s, ",.0f"),
-    Column("makespan", lambda row: row.real.makespan_s, ".2f"),
-    Column("simulated", lambda row: row.simulated.makespan_s, ".2f"),
-    Column("off", lambda row: row.makespan_off, "+.0%"),
-    Column("bubbles", lambda row: row.real.bubbles_s, ".2f"),
-    Column("simulated", lambda row: row.simulated.bubbles_s, ".2f"),
-    Column("off", lambda row: row.bubbles_off, "+.0%"),
-    Column("PB1", lambda row: row.real.kinds_s["PB1"], ".2f"),
-    Column("PB2", lambda row: row.real.kinds_s["PB2"], ".2f"),
-    Column("PB3", lambda row: row.real.kinds_s["PB3"], ".2f"),
-    Column("median", lambda row: row.real.median_bubble_s, ".2f"),
-]
-STAGE_COLUMNS: list[Column[StageSummary]] = [
-    Column("busy s", lambda stage: stage.busy_s, ".2f"),
-    Column("bubble s", lambda stage: stage.bubble_s, ".2f"),
-    Column("idle s", lambda stage: stage.idle_s, ".2f"),
-    Column("own", lambda stage: stage.own, ".1%"),
-    Column("sums", lambda stage: stage.sums, ".1%"),
-]
+def run_cells(row: PipelineRow) -> list[Cell]:
+    """The row of a policy."""
+    return [
+        ("tokens/s", row.real.tokens_per_s, ",.0f"),
+        ("makespan", row.real.makespan_s, ".2f"),
+        ("simulated", row.simulated.makespan_s, ".2f"),
+        ("off", row.makespan_off, "+.0%"),
+        ("bubbles", row.real.bubbles_s, ".2f"),
+        ("simulated", row.simulated.bubbles_s, ".2f"),
+        ("off", row.bubbles_off, "+.0%"),
+        ("PB1", row.real.kinds_s["PB1"], ".2f"),
+        ("PB2", row.real.kinds_s["PB2"], ".2f"),
+        ("PB3", row.real.kinds_s["PB3"], ".2f"),
+        ("median", row.real.median_bubble_s, ".2f"),
+    ]
+
+
+def stage_cells(stage: StageSummary) -> list[Cell]:
+    """The row of a stage."""
+    return [
+        ("busy s", stage.busy_s, ".2f"),
+        ("bubble s", stage.bubble_s, ".2f"),
+        ("idle s", stage.idle_s, ".2f"),
+        ("own", stage.own, ".1%"),
+        ("sums", stage.sums, ".1%"),
+    ]
 
 
 def add_options(parser: OptionParser) -> None:
     """Add the options of the command."""
-    add_policies_option(parser, POLICIES)
-    add_chunk_option(parser)
-    parser.add_option(
-        "--batch",
-        help="B, the most requests at once in each micro-batch",
-        type=whole(minimum=1),
-        default_text=BATCH,
-    )
-    parser.add_option(
-        "--max-len",
-        help="L: requests have L/4 to L tokens",
-        type=whole(minimum=16),
-        default_text=MAX_LEN,
-    )
-    parser.add_option(
-        "--requests",
-        help="how many there are",
-        type=whole(minimum=1, maximum=1_000_000),
-        default_text=REQUESTS,
-    )
-    parser.add_option(
-        "--pd-ratio",
-        help="prompt tokens per output token",
-        type=number(above=0),
-        default=10.0,
-    )
-    parser.add_option(
-        "--plot",
-        help="draw some of the batches, real and simulated",
-        type=picture_file,
-        metavar="FILE",
-    )
-    parser.add_option(
-        "--chrome-trace",
-        help="write what each stage did when, for Perfetto or chrome://tracing",
-        type=output_file,
-        metavar="FILE",
-    )
-    add_json_option(parser)
+    parser.add_fields(PipelineOptions)
     add_model_options(parser, "llama-13b on a GPU with 40 GB or more, else llama-160m")
 
 
@@ -173,19 +154,7 @@ def resolve(parser: OptionParser, args: Namespace) -> PipelineOptions:
     no pipeline."""
     if args.pp * args.tp < 2:
         parser.error("--pp 1: a pipeline has two stages or more (--tp 2 shows what sums cost)")
-    return PipelineOptions(
-        command=args.command,
-        policies=args.policies,
-        chunk=args.chunk,
-        batch=args.batch or BATCH.pick(args.device),
-        max_len=args.max_len or MAX_LEN.pick(args.device),
-        requests=args.requests or REQUESTS.pick(args.device),
-        pd_ratio=args.pd_ratio,
-        plot=args.plot,
-        chrome_trace=args.chrome_trace,
-        json=args.json,
-        model=model_options(args),
-    )
+    return from_args(PipelineOptions, args, model=model_options(args))
 
 
 def main(options: PipelineOptions) -> None:
@@ -281,15 +250,15 @@ def print_rows(rows: Mapping[str, PipelineRow]) -> None:
     stages = {}
     for policy, row in rows.items():
         name = mark(policy, row.real.busy)
-        policies[name] = row
+        policies[name] = run_cells(row)
         for number_of_stage, stage in enumerate(row.real.stages, start=1):
-            stages[f"{name}, {number_of_stage}"] = stage
-    print(format_table("seconds", RUN_COLUMNS, policies))
+            stages[f"{name}, {number_of_stage}"] = stage_cells(stage)
+    print(format_table("seconds", policies))
     print(
         "\nbubbles: of all stages, by what is before and after: PB1, prefills of different length;"
         "\nPB2, a prefill and decodes; PB3, decodes of different context; median: of a request\n"
     )
-    print(format_table("policy, stage", STAGE_COLUMNS, stages))
+    print(format_table("policy, stage", stages))
     print(
         "\nidle: all else, at the start, at the end, between batches; own: scheduling, messages,"
         "\nPython, and sums: all-reduces with their waiting, as shares of busy\n"

@@ -7,26 +7,28 @@ Sweeps the targets and the split, the P:D ratio, the link and the number of GPUs
 DistServe and Splitwise have found. Read first: lab/simulator/goodput.py, lab/papers/pools.py."""
 
 import json
-import os
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cli.options import (
     OptionParser,
-    add_json_option,
+    file_option,
+    from_args,
+    json_option,
     keeping,
     nonempty_text,
-    output_file,
-    picture_file,
+    option,
+    plot_option,
     whole,
     write_text,
     wrote,
 )
 from lab.commands.pipeline import trace_event
-from lab.commands.simulate import Workers
-from lab.papers.pools import Finding, LinkRow, Row, check_findings, describe
+from lab.commands.simulate import Workers, processes_option
+from lab.papers.pools import LinkRow, Row, check_findings, describe
+from lab.papers.systems import run_all
 from lab.simulator.cost_model import CostModel
 from lab.simulator.goodput import (
     Cluster,
@@ -42,7 +44,7 @@ from lab.simulator.goodput import (
 )
 from lab.simulator.simulation import Simulated
 from policies.pools import Pools
-from views.tables import Column, format_table
+from views.tables import Cell, format_table
 
 CHUNKS = (128, 256, 512, 1024)  # replicas: the best of these counts
 TARGETS = [Targets(ttft_s, tbt_s) for tbt_s in (0.02, 0.03, 0.05, 0.1) for ttft_s in (0.5, 1, 4)]
@@ -60,69 +62,39 @@ FIGURE_1 = "512+64"  # DistServe, Figure 1: a model of 13B parameters on A100
 FIGURE_1_TARGETS = Targets(ttft_s=0.4, tbt_s=0.04, all_gaps=False)  # as we read its lines
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PoolsOptions:
     """The options of `bench.py pools`."""
 
     command: str
-    device: str
-    preset: str
-    gpus: int
+    device: str = option(
+        "the device", name="--simulate", type=nonempty_text, default="a100-80gb", metavar="DEVICE"
+    )
+    preset: str = option("the model", type=nonempty_text, default="llama3-8b")
+    gpus: int = option(
+        "where the number is not swept", type=whole(minimum=2, maximum=16), default=4
+    )
+    quick: bool = option("shorter runs at fewer rates: half a minute", action="store_true")
+    processes: int = processes_option("simulate so many runs at once")
+    plot: str | None = plot_option("draw the sweeps")
+    chrome_trace: str | None = file_option(
+        "write what each instance and link did when in a short run, for Perfetto"
+    )
+    json: str | None = json_option()
     seconds: float  # that requests arrive
     steps: int  # rates for each cluster
-    processes: int
-    plot: str | None
-    chrome_trace: str | None
-    json: str | None
 
 
 def add_options(parser: OptionParser) -> None:
     """Add the options of the command."""
-    parser.add_option(
-        "--simulate", help="the device", type=nonempty_text, default="a100-80gb", metavar="DEVICE"
-    )
-    parser.add_option("--preset", help="the model", type=nonempty_text, default="llama3-8b")
-    parser.add_option(
-        "--gpus",
-        help="where the number is not swept",
-        type=whole(minimum=2, maximum=16),
-        default=4,
-    )
-    parser.add_option(
-        "--quick", help="shorter runs at fewer rates: half a minute", action="store_true"
-    )
-    parser.add_option(
-        "--processes",
-        help="simulate so many runs at once",
-        type=whole(minimum=1, maximum=256),
-        default=os.cpu_count() or 1,
-        default_text="the number of cores",
-    )
-    parser.add_option("--plot", help="draw the sweeps", type=picture_file, metavar="FILE")
-    parser.add_option(
-        "--chrome-trace",
-        help="write what each instance and link did when in a short run, for Perfetto",
-        type=output_file,
-        metavar="FILE",
-    )
-    add_json_option(parser)
+    parser.add_fields(PoolsOptions)
 
 
 def resolve(parser: OptionParser, args: Namespace) -> PoolsOptions:
     """The options. Raises ValueError for unknown names."""
-    CostModel.named(args.preset, args.simulate)
-    return PoolsOptions(
-        command=args.command,
-        device=args.simulate,
-        preset=args.preset,
-        gpus=args.gpus,
-        seconds=20.0 if args.quick else 120.0,
-        steps=9 if args.quick else 24,
-        processes=args.processes,
-        plot=args.plot,
-        chrome_trace=args.chrome_trace,
-        json=args.json,
-    )
+    CostModel.named(args.preset, args.device)
+    seconds = 20.0 if args.quick else 120.0
+    return from_args(PoolsOptions, args, seconds=seconds, steps=9 if args.quick else 24)
 
 
 class Sweep:
@@ -143,21 +115,18 @@ class Sweep:
             *[replace(first, pools=pools) for pools in splits],
         ]
 
-    def trials(self, clusters: Sequence[Cluster], load: Load) -> dict[Cluster, list[Trial]]:
-        """The Trials of each cluster at all rates."""
-        jobs = [
-            Job(cluster, load, qps)
-            for cluster in clusters
-            for qps in rates(cluster, load, self.options.steps)
-        ]
-        self.workers.name = f"{clusters[0].instances} GPUs, {load.lengths}"
-        trials = iter(self.workers(run_job, jobs))
-        steps = range(self.options.steps)
-        return {cluster: [next(trials) for _ in steps] for cluster in clusters}
-
     def by_targets(self) -> dict[str, Row]:
         """A Row for each pair of targets, of the chat load. The same trials serve all."""
-        trials = self.trials(self.clusters(self.options.gpus), self.chat)
+        clusters = self.clusters(self.options.gpus)
+        self.workers.name = f"{self.options.gpus} GPUs, {CHAT}"
+        jobs = {
+            (cluster, qps): Job(cluster, self.chat, qps)
+            for cluster in clusters
+            for qps in rates(cluster, self.chat, self.options.steps)
+        }
+        trials: dict[Cluster, list[Trial]] = {cluster: [] for cluster in clusters}
+        for (cluster, _), trial in run_all(self.workers, run_job, jobs).items():
+            trials[cluster].append(trial)
         return {
             describe(targets): row_of(
                 {cluster: goodput(each, targets) for cluster, each in trials.items()}
@@ -165,17 +134,18 @@ class Sweep:
             for targets in TARGETS
         }
 
-    def goodputs(self, clusters: Sequence[Cluster], load: Load, targets: Targets) -> list[float]:
+    def goodputs(
+        self, clusters: Sequence[Cluster], load: Load, targets: Targets
+    ) -> dict[Cluster, float]:
         """The goodput of each cluster, found with few trials."""
         self.workers.name = f"{clusters[0].instances} GPUs, {load.lengths}"
         steps = self.options.steps
-        searches = [Search(cluster, load, targets, steps) for cluster in clusters]
-        return self.workers(find_goodput, searches)
+        searches = {cluster: Search(cluster, load, targets, steps) for cluster in clusters}
+        return run_all(self.workers, find_goodput, searches)
 
     def row(self, gpus: int, load: Load) -> Row:
         """The Row of so many GPUs, for the middle targets."""
-        clusters = self.clusters(gpus)
-        return row_of(dict(zip(clusters, self.goodputs(clusters, load, MIDDLE), strict=True)))
+        return row_of(self.goodputs(self.clusters(gpus), load, MIDDLE))
 
     def by_ratio(self) -> dict[str, Row]:
         """A Row for each P:D ratio."""
@@ -189,30 +159,24 @@ class Sweep:
     def by_link(self, preset: str, with_goodput: bool) -> dict[str, LinkRow]:
         """A LinkRow for each link, for prompts of 1,500 tokens of a model."""
         load = Load("1500+100", self.options.seconds, 2048)
-        options = self.options
-        alone = Cluster(preset, options.device, 2, chunk=MAX_LEN)
-        pools = replace(alone, pools=Pools(1, 1))
-        clusters = [alone]
-        for link in LINKS_SWEPT:
-            clusters += [
-                replace(pools, link=link, layer_wise=layer_wise) for layer_wise in (False, True)
-            ]
-        jobs = [Job(cluster, load, LOW_RATE * cluster.instances) for cluster in clusters]
+        alone = Cluster(preset, self.options.device, 2, chunk=MAX_LEN)
+        pools = {link: replace(alone, pools=Pools(1, 1), link=link) for link in LINKS_SWEPT}
+        at_end = {link: replace(pools[link], layer_wise=False) for link in LINKS_SWEPT}
+        clusters = [alone, *at_end.values(), *pools.values()]
         self.workers.name = f"links, {preset}"
-        first, *others = self.workers(run_job, jobs)
-        goodputs: list[float | None] = [None] * len(LINKS_SWEPT)
+        jobs = {cluster: Job(cluster, load, LOW_RATE * cluster.instances) for cluster in clusters}
+        trials = run_all(self.workers, run_job, jobs)
+        goodputs: Mapping[Cluster, float] = {}
         if with_goodput:
-            goodputs = list(self.goodputs(clusters[2::2], load, LINK_TARGETS))
+            goodputs = self.goodputs(list(pools.values()), load, LINK_TARGETS)
         return {
             link: LinkRow(
-                at_end_s=at_end.second_p50_s,
-                layer_wise_s=layer_wise.second_p50_s,
-                alone_s=first.second_p50_s,
-                goodput=rate,
+                at_end_s=trials[at_end[link]].second_p50_s,
+                layer_wise_s=trials[pools[link]].second_p50_s,
+                alone_s=trials[alone].second_p50_s,
+                goodput=goodputs.get(pools[link]),
             )
-            for link, at_end, layer_wise, rate in zip(
-                LINKS_SWEPT, others[::2], others[1::2], goodputs, strict=True
-            )
+            for link in LINKS_SWEPT
         }
 
     def figure_1(self) -> dict[str, float]:
@@ -225,8 +189,8 @@ class Sweep:
             replace(one, instances=3, pools=Pools(2, 1)),
         ]
         load = Load(FIGURE_1, self.options.seconds, 2048)
-        values = [self.goodputs([cluster], load, FIGURE_1_TARGETS)[0] for cluster in clusters]
-        return {cluster.name: rate for cluster, rate in zip(clusters, values, strict=True)}
+        goodputs = self.goodputs(clusters, load, FIGURE_1_TARGETS)
+        return {cluster.name: rate for cluster, rate in goodputs.items()}
 
 
 def row_of(goodputs: Mapping[Cluster, float]) -> Row:
@@ -240,38 +204,29 @@ def row_of(goodputs: Mapping[Cluster, float]) -> Row:
 def format_rows(head: str, rows: Mapping[str, Row]) -> str:
     """A table of a sweep. All splits that occur have a column, if they are the same in all rows."""
     splits = list(dict.fromkeys(split for row in rows.values() for split in row.pools))
-    columns: list[Column[Row]] = [Column("chunks", lambda row: row.chunks, ",.2f")]
-    if all(set(row.pools) == set(splits) for row in rows.values()):
-        columns += [Column(split, _goodput_of(split), ",.2f") for split in splits]
-    else:
-        columns.append(Column("pools", lambda row: row.best_pools, ",.2f"))
-    ends: list[Column[Row]] = [
-        Column("pools / chunks", lambda row: row.gain, ".2fx"),
-        Column("best", lambda row: row.winner),
+    has_columns = all(set(row.pools) == set(splits) for row in rows.values())
+    cells: dict[str, list[Cell]] = {}
+    for name, row in rows.items():
+        pools: list[Cell] = [("pools", row.best_pools, ",.2f")]
+        if has_columns:
+            pools = [(split, row.pools[split], ",.2f") for split in splits]
+        cells[name] = [
+            ("chunks", row.chunks, ",.2f"),
+            *pools,
+            ("pools / chunks", row.gain, ".2fx"),
+            ("best", row.winner, ""),
+        ]
+    return format_table(head, cells)
+
+
+def link_cells(row: LinkRow) -> list[Cell]:
+    """The row of a link."""
+    return [
+        ("at the end, ms", 1e3 * row.at_end_s, ",.1f"),
+        ("layer by layer, ms", 1e3 * row.layer_wise_s, ",.1f"),
+        ("no link, ms", 1e3 * row.alone_s, ",.1f"),
+        ("goodput per GPU", row.goodput, ",.2f"),
     ]
-    return format_table(head, [*columns, *ends], rows)
-
-
-def _goodput_of(split: str) -> Callable[[Row], float]:
-    """The goodput of a split, as a function of a Row."""
-
-    def value(row: Row) -> float:
-        return row.pools[split]
-
-    return value
-
-
-LINK_COLUMNS: list[Column[LinkRow]] = [
-    Column("at the end, ms", lambda row: 1e3 * row.at_end_s, ",.1f"),
-    Column("layer by layer, ms", lambda row: 1e3 * row.layer_wise_s, ",.1f"),
-    Column("no link, ms", lambda row: 1e3 * row.alone_s, ",.1f"),
-    Column("goodput per GPU", lambda row: row.goodput, ",.2f"),
-]
-FINDING_COLUMNS: list[Column[Finding]] = [
-    Column("paper", lambda finding: finding.paper),
-    Column("here", lambda finding: finding.here),
-    Column("holds", lambda finding: "yes" if finding.holds else "no"),
-]
 
 
 def main(options: PoolsOptions) -> dict[str, Any]:
@@ -307,7 +262,8 @@ def main(options: PoolsOptions) -> dict[str, Any]:
         }
         for preset, link_rows in links.items():
             print(f"From the first token to the second, {preset}, prompts of 1,500 tokens, 1:1:\n")
-            print(format_table("link", LINK_COLUMNS, link_rows), end="\n\n")
+            cells = {link: link_cells(row) for link, row in link_rows.items()}
+            print(format_table("link", cells), end="\n\n")
         draw(options, targets, ratios, links[LARGE_CACHE])
         figure_1 = sweep.figure_1()
         report["figure_1"] = figure_1
@@ -315,8 +271,15 @@ def main(options: PoolsOptions) -> dict[str, Any]:
             TARGETS[0].ttft_s, targets, ratios, sizes, links[LARGE_CACHE], figure_1
         )
         report["findings"] = [asdict(finding) for finding in findings]
-        by_text = {finding.text: finding for finding in findings}
-        print(format_table("finding", FINDING_COLUMNS, by_text), end="\n\n")
+        rows: dict[str, list[Cell]] = {
+            finding.text: [
+                ("paper", finding.paper, ""),
+                ("here", finding.here, ""),
+                ("holds", "yes" if finding.holds else "no", ""),
+            ]
+            for finding in findings
+        }
+        print(format_table("finding", rows), end="\n\n")
         print(conclude(targets))
     if options.chrome_trace:
         write_text(options.chrome_trace, short_trace(options))

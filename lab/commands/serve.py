@@ -29,7 +29,6 @@ from lab.commands.serve_options import (
     resolve,
 )
 from lab.commands.serve_report import (
-    ServedRow,
     conclude,
     format_heading,
     format_point,
@@ -51,9 +50,8 @@ from lab.simulator.machine import (
     CountingMachine,
     FittedMachine,
     SimulatedMachine,
-    SimulatedMachineOptions,
 )
-from lab.simulator.pools import KVLink, PooledMachine
+from lab.simulator.pools import KVLink, simulate_pools
 from lab.simulator.referee import broken_rules
 from parallel.instances import ChunkedPoolsEngine, PoolsEngine
 from parallel.shard import Shard
@@ -122,7 +120,15 @@ def make_machine(options: ServeOptions) -> Machine:
     """The machine of --simulate, or this one. Raises ValueError for options that make no sense
     together."""
     if options.is_elsewhere:
-        return SimulatedMachine(simulated_options(options))
+        return SimulatedMachine(
+            options.cost(),
+            options.model.name,
+            replicas=options.replicas,
+            max_len=options.max_len,
+            chunk=options.chunk,
+            seed=options.seed,
+            shared_prefix=options.shared_prefix,
+        )
     model = load_model(options.model, options.max_len, positions_from="--max-len")
     attention = options.model.attention
     real = RealMachine(
@@ -140,25 +146,6 @@ def make_machine(options: ServeOptions) -> Machine:
     return FittedMachine(real, max_len=options.max_len, attention=attention, is_alone=is_alone)
 
 
-def simulated_options(options: ServeOptions) -> SimulatedMachineOptions:
-    """The simulated machine that the options name."""
-    assert options.simulate is not None and options.model.preset is not None
-    return SimulatedMachineOptions(
-        device=options.simulate,
-        preset=options.model.preset,
-        tp=options.model.tp,
-        pp=options.model.pp,
-        replicas=options.replicas,
-        tp_link=options.tp_link,
-        pp_link=options.pp_link,
-        cpu_ms=options.cpu_ms,
-        max_len=options.max_len,
-        chunk=options.chunk,
-        seed=options.seed,
-        shared_prefix=options.shared_prefix,
-    )
-
-
 class PoolsLink(NamedTuple):
     """What joins two pools."""
 
@@ -171,7 +158,7 @@ def pools_link(options: ServeOptions, machine: Machine) -> PoolsLink:
     simulated, too."""
     if isinstance(machine, SimulatedMachine):
         is_layer_wise = options.kv_send == "layers"
-        link = KVLink.of(machine.gpus, LINKS[options.kv_link], layer_wise=is_layer_wise)
+        link = KVLink.of(machine.cost, LINKS[options.kv_link], layer_wise=is_layer_wise)
         return PoolsLink(f"{options.kv_link}, {KV_SENDS[options.kv_send]}", link)
     text = f"torch.distributed, {KV_SENDS['end']}"
     if not isinstance(machine, FittedMachine):
@@ -196,12 +183,16 @@ def pooled_servers(
             if isinstance(server, RealMachine):
                 engine_class = ChunkedPoolsEngine if cuts_prompts else PoolsEngine
                 servers[name] = partial(server.serve, engine_class=engine_class)
-            elif isinstance(server, CountingMachine) and kv_link is not None:
-                pooled = PooledMachine(
+            elif isinstance(server, SimulatedMachine | FittedMachine) and kv_link is not None:
+                run = partial(
+                    simulate_pools,
                     server.cost,
-                    options.pools,
-                    kv_link,
+                    pools=options.pools,
+                    kv_link=kv_link,
                     cuts_prompts=cuts_prompts,
+                )
+                pooled = CountingMachine(
+                    run,
                     seed=options.seed,
                     shared_prefix=options.shared_prefix,
                     drift=server.drift,
@@ -238,7 +229,7 @@ class Session:
         self.heading = heading  # of the machine
         self.slo_s: float = report["slo_s"]
         self.unit: str = report["unit"]
-        self.rows: dict[str, ServedRow] = {}  # of serve
+        self.judged: dict[str, JudgedRun] = {}  # of serve
         self.runs: dict[str, Run] = {}
         self.recorders: dict[str, Recorder] = {}
         self.trials: dict[str, list[Trial[JudgedRun]]] = {}  # of capacity
@@ -308,8 +299,8 @@ class Session:
         )
         if self.is_serving:
             self.runs[name] = run
-            self.rows[name] = ServedRow(qps, judged)
-            self.results[name] = self.rows[name].to_json()
+            self.judged[name] = judged
+            self.results[name] = {"qps": qps, **judged.to_json()}
         else:
             assert qps is not None and isinstance(self.options, CapacityOptions)
             trials = self.trials.setdefault(name, [])
@@ -329,7 +320,7 @@ class Session:
         options = self.options
         print()
         if self.is_serving:
-            print_runs({name: row.judged for name, row in self.rows.items()}, self.slo_s)
+            print_runs(self.judged, self.slo_s)
         else:
             print_capacities(self.searches, self.unit)
         print(self.report["conclusion"])

@@ -4,7 +4,6 @@ Read next: serve.py."""
 
 import re
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from cli.loading import MAX_PROCESSES, ModelOptions, add_model_options, model_options, resolve_model
@@ -12,21 +11,23 @@ from cli.options import (
     SMALL_PAGES,
     OptionParser,
     PerDevice,
-    add_chunk_option,
-    add_json_option,
-    add_policies_option,
+    chunk_option,
+    file_option,
+    from_args,
+    json_option,
     nonempty_text,
     number,
-    output_file,
-    picture_file,
+    option,
+    plot_option,
+    policies_option,
     whole,
 )
 from hardware.memory import small_page_size
 from lab.measure.capacity import ROUNDS
 from lab.measure.token_budget import MULTIPLES
 from lab.measure.workload import LENGTHS, TRACE_COLUMNS
+from lab.simulator.cost_model import CostModel
 from lab.simulator.devices import DEVICES, GEOMETRIES, LINKS
-from lab.simulator.machine import SimulatedMachineOptions
 from policies.pools import Pools
 from policies.priority import PRIORITIES
 from pretrained.presets import PRESETS
@@ -35,9 +36,6 @@ DEFAULT_LENGTHS = "sharegpt4"
 DEFAULT_POLICIES = "vllm,orca,sarathi-serve,dynamic"
 THIS = "this"  # --simulate this: the machine that is here
 CACHING = {"off": [False], "on": [True], "both": [False, True]}  # --prefix-caching
-CHUNK = PerDevice(cpu=128, gpu=512)
-BATCH = PerDevice(cpu=32, gpu=128)
-MAX_LEN = PerDevice(cpu=1024, gpu=8192)
 REQUESTS = {"serve": PerDevice(cpu=48, gpu=500), "capacity": PerDevice(cpu=128, gpu=512)}
 KV_SENDS = {"layers": "layer by layer during the prefill", "end": "all layers at its end"}
 ONLY_SIMULATED = (
@@ -49,69 +47,6 @@ ONLY_SIMULATED = (
     "cpu_ms",
 )  # go with --simulate DEVICE
 ONLY_REAL = ("device", "dtype", "attention", "compile", "threads")  # do not
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadOptions:
-    """The options of a load and of its report, which serve, capacity and `serve --url` share."""
-
-    command: str
-    qps: float | None  # requests per second; None: estimated, or the trace's own
-    requests: int
-    lengths: str
-    trace: str | None
-    trace_scale: float
-    shared_prefix: tuple[int, int]  # (length, count)
-    turns: int
-    long_prompt: int | None
-    classes: dict[str, float]  # class -> its share of the requests
-    max_len: int
-    seed: int  # of lengths, arrivals and prompts
-    plot: str | None
-    csv: str | None
-    html: str | None
-    json: str | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeOptions(LoadOptions):
-    """The options of `bench.py serve`. Those of `capacity` are the same, and CapacityOptions."""
-
-    prefix_caching: list[bool]  # one run each
-    policies: list[str]
-    chunk: int
-    batch: int
-    page_size: list[int]  # one run each
-    kv_tokens: int
-    max_waiting: int | None
-    slo: str | float  # a name in MULTIPLES, or seconds
-    model: ModelOptions
-    simulate: str | None  # a name in DEVICES, or THIS
-    replicas: int
-    pools: Pools | None
-    kv_link: str  # between the pools, a name in LINKS
-    kv_send: str  # a name in KV_SENDS
-    tp_link: str | None
-    pp_link: str | None
-    cpu_ms: float
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether another machine is simulated."""
-        return self.simulate not in (None, THIS)
-
-    @property
-    def fewest_requests(self) -> int:
-        """Fewer would all run at once at any rate, and no rate would be too high for them."""
-        return ROUNDS * self.batch * self.model.pp * self.replicas
-
-
-@dataclass(frozen=True, kw_only=True)
-class CapacityOptions(ServeOptions):
-    """The options of `bench.py capacity`. `qps`, `long_prompt`, `csv` and `html` are None, and all
-    requests are of one class."""
-
-    ratio: float
 
 
 def shared_prefix(text: str) -> tuple[int, int]:
@@ -152,231 +87,191 @@ def slo_target(text: str) -> str | float:
     return text if text in MULTIPLES else number(above=0)(text)
 
 
-def add_options(parser: OptionParser) -> None:
-    """Add the options of the parser's command, "serve" or "capacity"."""
-    command = parser.get_default("command")
-    if command == "serve":
-        _add_serve_options(parser)
-    else:
-        _add_capacity_options(parser)
-    requests_text = str(REQUESTS[command])
-    if command == "capacity":
-        requests_text += f", and at least {ROUNDS} times what may run at once"
-    parser.add_option(
-        "--requests",
-        help="how many requests arrive",
-        type=whole(minimum=1, maximum=1_000_000),
-        default_text=requests_text,
-    )
-    add_load_options(parser)
-    parser.add_option(
-        "--turns",
-        help="each request is a chat of up to so many; --requests and --qps count chats",
-        type=whole(minimum=1, maximum=10_000),
-        default=1,
-    )
-    _add_engine_options(parser)
-    parser.add_option(
-        "--slo",
-        help="of P99 TBT: strict or relaxed, which are 5x or 25x a decode iteration, another such "
-        "multiple, or seconds",
-        type=slo_target,
-        default="strict",
-    )
-    add_json_option(parser)
-    add_model_options(parser, "llama3-8b on a GPU with 75 GB or more, else llama-160m")
-    _add_simulated_options(parser)
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """The options of a load and of its report, which serve, capacity and `serve --url` share."""
 
-
-def _add_serve_options(parser: OptionParser) -> None:
-    """Add the options that only serve has."""
-    parser.add_option(
-        "--qps",
-        help="requests per second on average",
+    command: str
+    qps: float | None = option(
+        "requests per second on average",
         type=number(minimum=1e-4),
         default_text="half of what is estimated to be possible, or the trace's own",
     )
-    add_single_load_options(parser)
-    parser.add_option(
-        "--plot", help="draw latencies and timelines", type=picture_file, metavar="FILE"
+    long_prompt: int | None = option(
+        "one more request, the first, has so many prompt tokens", type=whole(minimum=1)
     )
-    parser.add_option(
-        "--csv",
-        help="write a row for each request and policy",
-        type=output_file,
-        metavar="FILE",
-    )
-    parser.add_option(
-        "--html",
-        help="write a page to step through what was decided, and why",
-        type=output_file,
-        metavar="FILE",
-    )
-
-
-def _add_capacity_options(parser: OptionParser) -> None:
-    """Add the options that only capacity has, and defaults for those that it lacks."""
-    parser.add_option(
-        "--plot",
-        help="draw capacities, and latency against rate",
-        type=picture_file,
-        metavar="FILE",
-    )
-    parser.add_option(
-        "--ratio",
-        help="the steps of the search: a rate above the capacity by so much fails",
-        type=number(above=1, maximum=2),
-        default=1.05,
-    )
-    parser.set_defaults(qps=None, long_prompt=None, classes={"normal": 1}, csv=None, html=None)
-
-
-def add_single_load_options(parser: OptionParser) -> None:
-    """Add the options of what arrives where one load is served, not one for each rate."""
-    parser.add_option(
-        "--long-prompt",
-        help="one more request, the first, has so many prompt tokens",
-        type=whole(minimum=1),
-    )
-    parser.add_option(
-        "--classes",
-        help="shares of the classes of `priority`, as in realtime=1,normal=4,low=5; see --csv",
+    classes: dict[str, float] = option(  # class -> its share of the requests
+        "shares of the classes of `priority`, as in realtime=1,normal=4,low=5; see --csv",
         type=class_shares,
         default="normal=1",
     )
-
-
-def add_load_options(parser: OptionParser) -> None:
-    """Add the options of what arrives, but for the rate."""
-    parser.add_option(
-        "--lengths",
-        help=f"of requests: {', '.join(LENGTHS)}, scaled to --max-len, or PROMPT+OUTPUT tokens; "
+    requests: int = option("how many requests arrive", type=whole(minimum=1, maximum=1_000_000))
+    lengths: str = option(
+        f"of requests: {', '.join(LENGTHS)}, scaled to --max-len, or PROMPT+OUTPUT tokens; "
         "several, with commas, follow each other",
         type=nonempty_text,
         default=DEFAULT_LENGTHS,
     )
-    parser.add_option(
-        "--trace",
-        help=f"lengths and arrivals from a log with columns {', '.join(TRACE_COLUMNS)}",
+    trace: str | None = option(
+        f"lengths and arrivals from a log with columns {', '.join(TRACE_COLUMNS)}",
         type=nonempty_text,
         metavar="FILE.csv",
     )
-    parser.add_option(
-        "--trace-scale",
-        help="multiplies the lengths in it",
-        type=number(above=0, maximum=1),
-        default=1.0,
+    trace_scale: float = option(
+        "multiplies the lengths in it", type=number(above=0, maximum=1), default=1.0
     )
-    parser.add_option(
-        "--shared-prefix",
-        help="each prompt begins with one of COUNT prefixes of LENGTH tokens, before its own",
+    shared_prefix: tuple[int, int] = option(  # (length, count)
+        "each prompt begins with one of COUNT prefixes of LENGTH tokens, before its own",
         type=shared_prefix,
         metavar="LENGTH:COUNT",
         default=(0, 1),
         default_text="none",
     )
+    turns: int = option(
+        "each request is a chat of up to so many; --requests and --qps count chats",
+        type=whole(minimum=1, maximum=10_000),
+        default=1,
+    )
+    max_len: int = option(
+        "the longest prompt and output",
+        type=whole(minimum=3),
+        default=PerDevice(cpu=1024, gpu=8192),
+    )
+    seed: int  # of lengths, arrivals and prompts
+    plot: str | None = plot_option("draw latencies and timelines")
+    csv: str | None = file_option("write a row for each request and policy")
+    html: str | None = file_option("write a page to step through what was decided, and why")
+    json: str | None = json_option()
 
 
-def _add_engine_options(parser: OptionParser) -> None:
-    """Add the options of what serves it."""
-    parser.add_option(
-        "--prefix-caching",
-        help="share pages of prompts that begin alike; both is side by side with not doing so",
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(LoadOptions):
+    """The options of `bench.py serve`. Those of `capacity` are the same, and CapacityOptions."""
+
+    prefix_caching: list[bool] = option(  # one run each
+        "share pages of prompts that begin alike; both is side by side with not doing so",
         choices=tuple(CACHING),
         default_text="both if a prefix is shared, else off",
     )
-    add_policies_option(parser, DEFAULT_POLICIES)
-    add_chunk_option(parser, default=None, default_text=CHUNK)
-    parser.add_option(
-        "--batch", help="B, the most requests at once", type=whole(minimum=1), default_text=BATCH
+    policies: list[str] = policies_option(DEFAULT_POLICIES)
+    chunk: int = chunk_option(PerDevice(cpu=128, gpu=512))
+    batch: int = option(
+        "B, the most requests at once", type=whole(minimum=1), default=PerDevice(cpu=32, gpu=128)
     )
-    parser.add_option(
-        "--max-len",
-        help="the longest prompt and output",
-        type=whole(minimum=3),
-        default_text=MAX_LEN,
-    )
-    parser.add_option(
-        "--page-size",
-        help="tokens in a page, or max for a slot per request; several, with commas: each with "
-        "each",
+    page_size: list[int] = option(  # one run each
+        "tokens in a page, or max for a slot per request; several, with commas: each with each",
         type=page_sizes,
         default_text=SMALL_PAGES,
     )
-    parser.add_option(
-        "--kv-tokens",
-        help="tokens in the cache, for every policy and page size",
+    kv_tokens: int = option(
+        "tokens in the cache, for every policy and page size",
         type=whole(minimum=1),
         default_text="a third of --batch requests of --max-len",
     )
-    parser.add_option(
-        "--max-waiting",
-        help="reject a request that finds so many in the queue",
+    max_waiting: int | None = option(
+        "reject a request that finds so many in the queue",
         type=whole(minimum=1),
         default_text="no limit",
     )
-
-
-def _add_simulated_options(parser: OptionParser) -> None:
-    """Add the options that put a simulated machine in the place of this one."""
-    geometries = ", ".join(name for name in GEOMETRIES if name not in PRESETS)
-    parser.add_option(
-        "--simulate",
-        help=f"count time as a device would take it: {', '.join(DEVICES)}; or {THIS}, fitted to a "
+    slo: str | float = option(  # a name in MULTIPLES, or seconds
+        "of P99 TBT: strict or relaxed, which are 5x or 25x a decode iteration, another such "
+        "multiple, or seconds",
+        type=slo_target,
+        default="strict",
+    )
+    model: ModelOptions
+    simulate: str | None = option(  # a name in DEVICES, or THIS
+        f"count time as a device would take it: {', '.join(DEVICES)}; or {THIS}, fitted to a "
         "profile of this machine, and in serve beside it. With a DEVICE --preset is required, may "
-        f"also be {geometries}, and --kv-tokens all that fits",
+        f"also be {', '.join(name for name in GEOMETRIES if name not in PRESETS)}, and --kv-tokens "
+        "all that fits",
         type=nonempty_text,
         metavar="DEVICE",
     )
-    parser.add_option(
-        "--replicas",
-        help="simulated copies of the GPUs of --tp and --pp, which share one queue",
+    replicas: int = option(
+        "simulated copies of the GPUs of --tp and --pp, which share one queue",
         type=whole(minimum=1, maximum=MAX_PROCESSES),
         default=1,
     )
-    parser.add_option(
-        "--pools",
-        help="also serve by two pools of instances, so many that prefill and so many that decode, "
+    pools: Pools | None = option(
+        "also serve by two pools of instances, so many that prefill and so many that decode, "
         "beside as many replicas. Without --simulate DEVICE they are 1:1, two processes that "
         "torchrun starts, see parallel/README.md",
         type=two_pools,
         metavar="PREFILL:DECODE",
     )
-    add_kv_options(parser)
-    parser.add_option(
-        "--tp-link",
-        help=f"what joins the GPUs of a stage: {', '.join(LINKS)}",
+    kv_link: str = option("what joins the two pools", choices=tuple(LINKS), default="infiniband")
+    kv_send: str = option(
+        "keys and values go layer by layer, or all at the end of the prefill",
+        choices=tuple(KV_SENDS),
+        default="layers",
+    )
+    tp_link: str | None = option(
+        f"what joins the GPUs of a stage: {', '.join(LINKS)}",
         type=nonempty_text,
         default_text="the device's own",
     )
-    parser.add_option(
-        "--pp-link",
-        help="what joins the stages",
-        type=nonempty_text,
-        default_text="infiniband",
+    pp_link: str | None = option(
+        "what joins the stages", type=nonempty_text, default_text="infiniband"
     )
-    parser.add_option(
-        "--cpu-ms",
-        help="simulated milliseconds that an iteration costs each stage on the CPU",
+    cpu_ms: float = option(
+        "simulated milliseconds that an iteration costs each stage on the CPU",
         type=number(minimum=0, maximum=1e6),
         default=0.0,
     )
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another machine is simulated."""
+        return self.simulate not in (None, THIS)
 
-def add_kv_options(parser: OptionParser) -> None:
-    """Add the options of how keys and values go from one pool to the other."""
-    parser.add_option(
-        "--kv-link",
-        help="what joins the two pools",
-        choices=tuple(LINKS),
-        default="infiniband",
+    def cost(self) -> CostModel:
+        """The cost model of the simulated GPUs. Raises ValueError for unknown names, and sizes that
+        do not divide the model."""
+        model = self.model
+        return CostModel.named(
+            str(model.preset),
+            str(self.simulate),
+            tp=model.tp,
+            pp=model.pp,
+            tp_link=self.tp_link,
+            pp_link=self.pp_link,
+            cpu_s=self.cpu_ms / 1e3,
+        )
+
+    @property
+    def fewest_requests(self) -> int:
+        """Fewer would all run at once at any rate, and no rate would be too high for them."""
+        return ROUNDS * self.batch * self.model.pp * self.replicas
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapacityOptions(ServeOptions):
+    """The options of `bench.py capacity`. `qps`, `long_prompt`, `csv` and `html` are None, and all
+    requests are of one class."""
+
+    plot: str | None = plot_option("draw capacities, and latency against rate")
+    ratio: float = option(
+        "the steps of the search: a rate above the capacity by so much fails",
+        type=number(above=1, maximum=2),
+        default=1.05,
     )
-    parser.add_option(
-        "--kv-send",
-        help="keys and values go layer by layer, or all at the end of the prefill",
-        choices=tuple(KV_SENDS),
-        default="layers",
-    )
+
+
+ONLY_SERVE = {"qps": None, "long_prompt": None, "classes": {"normal": 1}, "csv": None, "html": None}
+
+
+def add_options(parser: OptionParser) -> None:
+    """Add the options of the parser's command, "serve" or "capacity"."""
+    command = parser.get_default("command")
+    requests_text = str(REQUESTS[command])
+    if command == "serve":
+        parser.add_fields(ServeOptions, requests=requests_text)
+    else:
+        requests_text += f", and at least {ROUNDS} times what may run at once"
+        parser.add_fields(CapacityOptions, ONLY_SERVE, requests=requests_text)
+        parser.set_defaults(**ONLY_SERVE)
+    add_model_options(parser, "llama3-8b on a GPU with 75 GB or more, else llama-160m")
 
 
 def resolve(parser: OptionParser, args: Namespace) -> ServeOptions:
@@ -385,80 +280,46 @@ def resolve(parser: OptionParser, args: Namespace) -> ServeOptions:
     _check_machine(parser, args)
     if args.pools:
         args.replicas = args.pools.instances
-    is_elsewhere = args.simulate not in (None, THIS)
-    device = "cuda" if is_elsewhere else args.device
-    max_len = args.max_len or MAX_LEN.pick(device)
-    chunk = args.chunk or CHUNK.pick(device)
-    batch = args.batch or BATCH.pick(device)
-    kv_tokens = args.kv_tokens
     model = model_options(args)
-    if args.pools and not is_elsewhere:
+    cache_device = args.device
+    if args.simulate not in (None, THIS):
+        cache_device = "cpu"  # simulated attention reads any pages
+        args.device = "cuda"  # whose defaults hold
+    elif args.pools:
         model = replace(model, copies=args.replicas)
-    if is_elsewhere:
-        kv_tokens = _simulated_kv_tokens(parser, args, max_len, chunk)
-    check_load(parser, args, max_len)
-    cache_device = "cpu" if is_elsewhere else args.device  # simulated attention reads any pages
+    kind = CapacityOptions if args.command == "capacity" else ServeOptions
+    options = from_args(kind, args, model=model)
+    max_len = options.max_len
+    kv_tokens = args.kv_tokens
+    if options.is_elsewhere:
+        kv_tokens = _simulated_kv_tokens(parser, options)
+    check_load(parser, options)
     sizes = args.page_size or [small_page_size(max_len, cache_device)]
     sizes = list(dict.fromkeys(max_len if size == "max" else size for size in sizes))
     if max(sizes) > max_len:
         parser.error(f"--page-size {max(sizes)}: must be at most --max-len {max_len}")
-    shares = args.shared_prefix[0] > 0 or args.turns > 1
+    shares = options.shared_prefix[0] > 0 or options.turns > 1
     caching = CACHING[args.prefix_caching or ("both" if shares else "off")]
     if True in caching and max(sizes) == max_len:
         parser.error(f"--page-size {max_len}: must be below --max-len, or --prefix-caching off")
     request_tokens = max(-(-max_len // size) * size for size in sizes)
-    kv_tokens = kv_tokens or max(args.pp, batch // 3) * request_tokens
+    kv_tokens = kv_tokens or max(args.pp, options.batch // 3) * request_tokens
     if kv_tokens < request_tokens:
         needed = f"must be at least {request_tokens}, for one request"
         parser.error(f"--kv-tokens {kv_tokens}: {needed}")
-    make: Callable[..., ServeOptions] = ServeOptions
-    only_capacity = {}
-    default_requests = REQUESTS[args.command].pick(device)
-    if args.command == "capacity":
-        default_requests = max(default_requests, ROUNDS * batch * args.pp * args.replicas)
-        make = CapacityOptions
-        only_capacity = {"ratio": args.ratio}
-    return make(
-        command=args.command,
-        qps=args.qps,
-        long_prompt=args.long_prompt,
-        classes=args.classes,
-        requests=args.requests or default_requests,
-        plot=args.plot,
-        csv=args.csv,
-        html=args.html,
-        lengths=args.lengths,
-        trace=args.trace,
-        trace_scale=args.trace_scale,
-        shared_prefix=args.shared_prefix,
-        turns=args.turns,
+    requests = args.requests or REQUESTS[args.command].pick(args.device)
+    if args.command == "capacity" and not args.requests:
+        requests = max(requests, options.fewest_requests)
+    if not options.is_elsewhere:
+        model = resolve_model(model, gpu_preset="llama3-8b", gpu_bytes=75e9)
+    return replace(
+        options,
+        requests=requests,
         prefix_caching=caching,
-        policies=args.policies,
-        chunk=chunk,
-        batch=batch,
-        max_len=max_len,
-        seed=args.seed,
         page_size=sizes,
         kv_tokens=kv_tokens,
-        max_waiting=args.max_waiting,
-        slo=args.slo,
-        json=args.json,
-        model=model if is_elsewhere else _resolve_real_model(model),
-        simulate=args.simulate,
-        replicas=args.replicas,
-        pools=args.pools,
-        kv_link=args.kv_link,
-        kv_send=args.kv_send,
-        tp_link=args.tp_link,
-        pp_link=args.pp_link,
-        cpu_ms=args.cpu_ms,
-        **only_capacity,
+        model=model,
     )
-
-
-def _resolve_real_model(model: ModelOptions) -> ModelOptions:
-    """The model on this machine, with what was left open filled in."""
-    return resolve_model(model, gpu_preset="llama3-8b", gpu_bytes=75e9)
 
 
 def _check_machine(parser: OptionParser, args: Namespace) -> None:
@@ -480,46 +341,35 @@ def _check_machine(parser: OptionParser, args: Namespace) -> None:
         parser.error(f"--tp, --pp: do not go with --simulate {THIS}; see bench.py pipeline")
 
 
-def _simulated_kv_tokens(parser: OptionParser, args: Namespace, max_len: int, chunk: int) -> int:
+def _simulated_kv_tokens(parser: OptionParser, options: ServeOptions) -> int:
     """The memory of a simulated machine in tokens: --kv-tokens, or all that fits."""
-    cost = SimulatedMachineOptions(
-        device=args.simulate,
-        preset=args.preset,
-        tp=args.tp,
-        pp=args.pp,
-        replicas=args.replicas,
-        tp_link=args.tp_link,
-        pp_link=args.pp_link,
-        cpu_ms=args.cpu_ms,
-        max_len=max_len,
-        chunk=chunk,
-        seed=args.seed,
-        shared_prefix=args.shared_prefix,
-    ).cost()
+    cost = options.cost()
+    max_len = options.max_len
     largest = cost.kv_tokens()
     if cost.config.family != "llama" and max_len > cost.config.max_positions:
         limit = f"this model is limited to {cost.config.max_positions}"
         parser.error(f"--max-len {max_len}: {limit}")
-    kv_tokens = args.kv_tokens or largest
-    smallest = args.pp * max_len
+    kv_tokens = options.kv_tokens or largest
+    smallest = cost.pp * max_len
     if not smallest <= kv_tokens <= largest:
         limits = f"at least {smallest}, --max-len per micro-batch, and at most {largest}, what fits"
         parser.error(f"--kv-tokens {kv_tokens}: must be {limits} beside the weights")
     return kv_tokens
 
 
-def check_load(parser: OptionParser, args: Namespace, max_len: int) -> None:
+def check_load(parser: OptionParser, options: LoadOptions) -> None:
     """Exit with a message if the options of a load make no sense together."""
-    prefix = args.shared_prefix[0]
+    prefix = options.shared_prefix[0]
+    max_len = options.max_len
     if prefix > max_len - 2:
         parser.error(f"--shared-prefix {prefix}: must leave 2 of --max-len {max_len} tokens")
     longest = max_len - prefix
-    if args.long_prompt and args.turns > 1:
+    if options.long_prompt and options.turns > 1:
         parser.error("--long-prompt: does not go with --turns")
-    if args.long_prompt and args.long_prompt >= longest:
+    if options.long_prompt and options.long_prompt >= longest:
         limit = f"below {longest}, --max-len less --shared-prefix"
-        parser.error(f"--long-prompt {args.long_prompt}: must be {limit}")
-    if args.trace and (args.lengths != DEFAULT_LENGTHS or args.long_prompt or prefix):
+        parser.error(f"--long-prompt {options.long_prompt}: must be {limit}")
+    if options.trace and (options.lengths != DEFAULT_LENGTHS or options.long_prompt or prefix):
         parser.error("--trace: has its own lengths, no --lengths, --long-prompt, --shared-prefix")
-    if args.trace_scale != 1 and not args.trace:
+    if options.trace_scale != 1 and not options.trace:
         parser.error("--trace-scale: goes with --trace")

@@ -11,19 +11,24 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cli.options import OptionParser, add_json_option, nonempty_text, number, output_file, whole
-from lab.commands import serve as serving
-from lab.commands.serve_options import (
-    LoadOptions,
-    add_load_options,
-    add_single_load_options,
-    check_load,
+from cli.options import (
+    OptionParser,
+    file_option,
+    from_args,
+    nonempty_text,
+    number,
+    option,
+    whole,
 )
+from lab.commands import serve as serving
+from lab.commands.serve_options import LoadOptions, check_load
 from lab.commands.serve_report import describe_load
 from lab.measure import workload
 from lab.measure.remote_server import NO_KEY, RemoteServer
 from lab.measure.run_loop import Run
 
+REQUESTS = 48
+MAX_LEN = 1024
 VOCABULARY = 256  # the smallest that a model has: every server knows these tokens
 
 
@@ -31,63 +36,41 @@ VOCABULARY = 256  # the smallest that a model has: every server knows these toke
 class RemoteOptions(LoadOptions):
     """The options of `serve --url`. `turns` is 1, `plot` and `html` are None."""
 
-    url: str
-    model: str | None  # None: the first that the server names
-    slo: float  # seconds
-
-
-def add_options(parser: OptionParser) -> None:
-    """Add the options of the command."""
-    parser.add_option(
-        "--url",
-        help="a server that speaks OpenAI's HTTP, as http://127.0.0.1:8000/v1, required; its key "
+    url: str = option(
+        "a server that speaks OpenAI's HTTP, as http://127.0.0.1:8000/v1, required; its key "
         "is read from OPENAI_API_KEY",
         type=nonempty_text,
         required=True,
     )
-    parser.add_option(
-        "--model",
-        help="one that the server knows",
-        type=nonempty_text,
-        default_text="its first",
+    model: str | None = option(
+        "one that the server knows", type=nonempty_text, default_text="its first"
     )
-    parser.add_option(
-        "--qps",
-        help="requests per second on average",
-        type=number(minimum=1e-4),
-        default_text="the trace's own; without a trace required",
+    slo: float = option(
+        "the SLO of P99 TBT, in seconds, required", required=True, type=number(above=0)
     )
-    parser.add_option(
-        "--slo",
-        help="the SLO of P99 TBT, in seconds, required",
-        required=True,
-        type=number(above=0),
+    seed: int = option("of lengths and prompts", type=whole(minimum=0), default=0)
+    csv: str | None = file_option("write a row for each request")
+
+
+def add_options(parser: OptionParser) -> None:
+    """Add the options of the command."""
+    parser.add_fields(
+        RemoteOptions,
+        ("turns", "plot", "html"),
+        qps="the trace's own; without a trace required",
+        requests=REQUESTS,
+        max_len=MAX_LEN,
     )
-    parser.add_option(
-        "--requests",
-        help="how many requests arrive",
-        type=whole(minimum=1, maximum=1_000_000),
-        default=48,
-    )
-    add_load_options(parser)
-    add_single_load_options(parser)
-    parser.add_option(
-        "--max-len", help="the longest prompt and output", type=whole(minimum=3), default=1024
-    )
-    parser.add_option("--seed", help="of lengths and prompts", type=whole(minimum=0), default=0)
-    add_json_option(parser)
-    parser.add_option(
-        "--csv", help="write a row for each request", type=output_file, metavar="FILE"
-    )
-    parser.set_defaults(turns=1, plot=None, html=None)
+    parser.set_defaults(requests=REQUESTS, max_len=MAX_LEN, turns=1, plot=None, html=None)
 
 
 def resolve(parser: OptionParser, args: Namespace) -> RemoteOptions:
     """The options, checked. Exits with a message if they make no sense together."""
     if not (args.qps or args.trace):
         parser.error("the following arguments are required: --qps, or --trace")
-    check_load(parser, args, args.max_len)
-    return RemoteOptions(**vars(args))
+    options = from_args(RemoteOptions, args)
+    check_load(parser, options)
+    return options
 
 
 def main(options: RemoteOptions) -> None:

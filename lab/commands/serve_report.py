@@ -6,84 +6,69 @@ import csv
 import io
 import statistics
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lab.commands.serve_options import LoadOptions, ServeOptions
 from lab.measure import capacity, metrics, timing
-from lab.measure.capacity import JudgedRun, SearchResult
+from lab.measure.capacity import JudgedRun, LinkSummary, SearchResult
 from lab.measure.machine import Machine
 from lab.measure.run_loop import Run
 from lab.measure.token_budget import MAX_DELAY_S, MULTIPLES
 from lab.measure.workload import Arrival
 from lab.simulator.referee import mark_broken
-from views.tables import Column, format_table, show
+from views.tables import Cell, format_table, show
 
 
-@dataclass(frozen=True)
-class ServedRow:
-    """A row of the tables of serve: a run, and its rate."""
-
-    qps: float | None  # None: the trace's own
-    judged: JudgedRun
-
-    def to_json(self) -> dict[str, Any]:
-        """The rate and the numbers."""
-        return {"qps": self.qps, **self.judged.to_json()}
-
-
-@dataclass(frozen=True)
-class CapacityRow:
-    """A row of the table of capacity: a search, and its capacity relative to vllm's."""
-
-    search: SearchResult[JudgedRun]
-    gain: capacity.Bounded | None
-
-    def best(self, number: Callable[[metrics.RunSummary], float | None]) -> float | None:
-        """A number of the run at the capacity; None if every run failed."""
-        best = self.search.best
-        return number(best.verdict.summary) if best else None
-
-    def link_s(self) -> float | None:
-        """P99 of the time on the link between two pools, in the run at the capacity."""
-        best = self.search.best
-        link = best.verdict.link if best else None
-        return link.exposed_s.p99 if link else None
+def latency_cells(run: JudgedRun) -> list[Cell]:
+    """What clients saw of a run."""
+    summary = run.summary
+    stalls = summary.stalls
+    longest = stalls.longest
+    cells: list[Cell] = [
+        ("TTFT P50", summary.ttft_s.p50, ",.2f"),
+        ("TTFT P99", summary.ttft_s.p99, ",.2f"),
+        ("delay P50", summary.scheduling_delay_s.p50, ",.2f"),
+        ("TBT P50", summary.tbt_s.p50, ",.3f"),
+        ("TBT P99", summary.tbt_s.p99, ",.3f"),
+        ("stalls", stalls.count, ",d"),
+        ("over SLO", stalls.over_slo, ",d"),
+        ("longest", longest.seconds if longest else None, ",.3f"),
+        ("caused by", longest.caused_by if longest else None, "d"),
+    ]
+    return cells
 
 
-LATENCY_COLUMNS: list[Column[JudgedRun]] = [
-    Column("TTFT P50", lambda run: run.summary.ttft_s.p50, ",.2f"),
-    Column("TTFT P99", lambda run: run.summary.ttft_s.p99, ",.2f"),
-    Column("delay P50", lambda run: run.summary.scheduling_delay_s.p50, ",.2f"),
-    Column("TBT P50", lambda run: run.summary.tbt_s.p50, ",.3f"),
-    Column("TBT P99", lambda run: run.summary.tbt_s.p99, ",.3f"),
-    Column("stalls", lambda run: run.summary.stalls.count, ",d"),
-    Column("over SLO", lambda run: run.summary.stalls.over_slo, ",d"),
-    Column("longest", lambda run: _longest(run, "seconds"), ",.3f"),
-    Column("caused by", lambda run: _longest(run, "caused_by"), "d"),
-]
-LINK_COLUMNS: list[Column[JudgedRun]] = [  # only where there are two pools
-    Column("memory P99", lambda run: run.link.waited_s.p99 if run.link else None, ",.3f"),
-    Column("link P50", lambda run: run.link.exposed_s.p50 if run.link else None, ",.4f"),
-    Column("link P99", lambda run: run.link.exposed_s.p99 if run.link else None, ",.4f"),
-]
+def link_cells(link: LinkSummary | None) -> list[Cell]:
+    """What requests waited for between two pools."""
+    return [
+        ("memory P99", link.waited_s.p99 if link else None, ",.3f"),
+        ("link P50", link.exposed_s.p50 if link else None, ",.4f"),
+        ("link P99", link.exposed_s.p99 if link else None, ",.4f"),
+    ]
+
+
+def batch_cells(run: JudgedRun) -> list[Cell]:
+    """What the batches of a run were made of."""
+    summary = run.summary
+    return [
+        ("tokens/s", summary.tokens_per_s, ",.0f"),
+        ("prefill", summary.prefill_only, ".0%"),
+        ("hybrid", summary.hybrid, ".0%"),
+        ("decode", summary.decode_only, ".0%"),
+        ("at once", summary.running_mean, ",.1f"),
+        ("peak", summary.running_peak, "d"),
+        ("preempted", summary.preemptions, ",d"),
+        ("cached", summary.cached, ".0%"),
+        ("refused", run.refused, ",d"),
+        ("own time", run.own_fraction, ".1%"),
+    ]
+
+
 LINK_NOTE = (
     "memory, link: how long a request waits, after its first token, for memory on the decode side, "
     "then for its keys\nand values on the link"
 )
-BATCH_COLUMNS: list[Column[JudgedRun]] = [
-    Column("tokens/s", lambda run: run.summary.tokens_per_s, ",.0f"),
-    Column("prefill", lambda run: run.summary.prefill_only, ".0%"),
-    Column("hybrid", lambda run: run.summary.hybrid, ".0%"),
-    Column("decode", lambda run: run.summary.decode_only, ".0%"),
-    Column("at once", lambda run: run.summary.running_mean, ",.1f"),
-    Column("peak", lambda run: run.summary.running_peak, "d"),
-    Column("preempted", lambda run: run.summary.preemptions, ",d"),
-    Column("cached", lambda run: run.summary.cached, ".0%"),
-    Column("refused", lambda run: run.refused, ",d"),
-    Column("own time", lambda run: run.own_fraction, ".1%"),
-]
 BATCH_NOTE = """
 TTFT, delay: from arrival to the first token, to being scheduled; a stall is a TBT with others' prefill in it,
 caused by who had most of that; over SLO: longer than {slo_s:.3f} s; tokens/s: prompt and output; at once: running,
@@ -93,12 +78,6 @@ CAPACITY_NOTE = (
     "capacity: the highest rate that was met, a step of --ratio (5 % without) below one that was "
     "not, twice; at least: no rate\nthat was tried was too high; below: none was low enough"
 )
-
-
-def _longest(run: JudgedRun, field: str) -> Any:
-    """A field of a run's longest stall, if it had stalls."""
-    longest = run.summary.stalls.longest
-    return getattr(longest, field) if longest else None
 
 
 def describe_load(options: LoadOptions, load: str, arrivals: Sequence[Arrival]) -> str:
@@ -162,39 +141,44 @@ def print_runs(runs: Mapping[str, JudgedRun], tbt_slo_s: float) -> None:
     for name, run in runs.items():
         cut = f"{name} (cut short)" if run.cut_short else name
         marked[timing.mark(mark_broken(cut, run.broken_rule), run.busy)] = run
-    columns = list(LATENCY_COLUMNS)
     note = BATCH_NOTE.format(slo_s=tbt_slo_s).removeprefix("\n")
+    latencies = {name: latency_cells(run) for name, run in marked.items()}
     if any(run.link for run in runs.values()):
-        columns += LINK_COLUMNS
+        for name, run in marked.items():
+            latencies[name] += link_cells(run.link)
         note += f"\n{LINK_NOTE}"
-    print(format_table("seconds", columns, marked), end="\n\n")
-    print(format_table("batches", BATCH_COLUMNS, marked), end="\n\n")
+    print(format_table("seconds", latencies), end="\n\n")
+    batches = {name: batch_cells(run) for name, run in marked.items()}
+    print(format_table("batches", batches), end="\n\n")
     print(note, end="\n\n")
 
 
 def print_capacities(searches: Mapping[str, SearchResult[JudgedRun]], unit: str) -> None:
     """Print the table of `capacity`, rates in `unit`."""
-    columns: list[Column[CapacityRow]] = [
-        Column(f"capacity in {unit}", lambda row: row.search.capacity_qps, ",.2f"),
-        Column("relative to vllm", lambda row: row.gain, ",.2fx"),
-        Column("P50 TTFT s", lambda row: row.best(lambda run: run.ttft_s.p50), ",.2f"),
-        Column("P99 TBT s", lambda row: row.best(lambda run: run.tbt_s.p99), ",.3f"),
-        Column("tokens/s", lambda row: row.best(lambda run: run.tokens_per_s), ",.0f"),
-        Column("runs", lambda row: len(row.search.trials), "d"),
-    ]
-    if any(search.best and search.best.verdict.link for search in searches.values()):
-        columns.append(Column("P99 link s", CapacityRow.link_s, ",.4f"))
+    has_link = any(search.best and search.best.verdict.link for search in searches.values())
     vllm = searches.get("vllm")
-    rows = {}
+    rows: dict[str, list[Cell]] = {}
     for name, search in searches.items():
         gain = None
         if search is vllm:
             gain = capacity.Bounded(1.0)
         elif vllm:
             gain = search.capacity_qps.over(vllm.capacity_qps)
+        best = search.best.verdict if search.best else None  # the run at the capacity
+        link = best.link if best else None
+        row: list[Cell] = [
+            (f"capacity in {unit}", search.capacity_qps, ",.2f"),
+            ("relative to vllm", gain, ",.2fx"),
+            ("P50 TTFT s", best and best.summary.ttft_s.p50, ",.2f"),
+            ("P99 TBT s", best and best.summary.tbt_s.p99, ",.3f"),
+            ("tokens/s", best and best.summary.tokens_per_s, ",.0f"),
+            ("runs", len(search.trials), "d"),
+        ]
+        if has_link:
+            row.append(("P99 link s", link and link.exposed_s.p99, ",.4f"))
         marked = mark_broken(name, search.trials[-1].verdict.broken_rule)
-        rows[timing.mark(marked, search.busy)] = CapacityRow(search, gain)
-    print(format_table("policy", columns, rows), end="\n\n")
+        rows[timing.mark(marked, search.busy)] = row
+    print(format_table("policy", rows), end="\n\n")
     print(CAPACITY_NOTE, end="\n\n")
 
 

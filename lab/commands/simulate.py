@@ -10,7 +10,7 @@ import os
 import pickle
 import signal
 from argparse import Namespace
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import active_children, parent_process
@@ -23,9 +23,11 @@ from tqdm import tqdm
 from cli.console import SIGNALS
 from cli.options import (
     OptionParser,
-    add_json_option,
+    from_args,
+    json_option,
     number,
-    picture_file,
+    option,
+    plot_option,
     whole,
     write_json,
     wrote,
@@ -45,78 +47,67 @@ S is SARATHI, SS is Sarathi-Serve, B a post on schedulers; F a figure, T a table
 """
 
 
-@dataclass(frozen=True)
-class SimulateOptions:
-    """The options of `bench.py simulate`."""
-
-    command: str
-    only: list[str]  # names of EXPERIMENTS
-    requests: int
-    cpu_ms: float
-    processes: int
-    plot: str | None
-    json: str | None
-
-
-def add_options(parser: OptionParser) -> None:
-    """Add the options of the command."""
-    names = [f"{name} ({experiment.claims})" for name, experiment in EXPERIMENTS.items()]
-    parser.add_option(
-        "--only",
-        help=f"from {', '.join(names)}",
-        type=split_names,
-        default=list(EXPERIMENTS),
-        default_text="all",
-    )
-    parser.add_option(
-        "--requests",
-        help="in each run of the serving experiments",
-        type=whole(minimum=8, maximum=1_000_000),
-        default=512,
-    )
-    parser.add_option(
-        "--cpu-ms",
-        help="CPU time of an iteration on each stage, in the experiments of Sarathi-Serve, in ms",
-        type=number(minimum=0, maximum=1e6),
-        default=0.0,
-    )
-    parser.add_option(
-        "--processes",
-        help="simulate so many at once",
-        type=whole(minimum=1, maximum=256),
-        default=os.cpu_count() or 1,
-        default_text="the number of cores",
-    )
-    parser.add_option(
-        "--plot",
-        help="draw pipelines, and tables as bars: p.png makes p-SS-F8.png, p-S-T4.png and others",
-        type=picture_file,
-        metavar="FILE",
-    )
-    add_json_option(parser)
-
-
 def split_names(text: str) -> list[str]:
     """The names in a text with commas."""
     return [name.strip() for name in text.split(",")]
 
 
+def processes_option(help: str) -> Any:
+    """The option --processes."""
+    return option(
+        help,
+        type=whole(minimum=1, maximum=256),
+        default=os.cpu_count() or 1,
+        default_text="the number of cores",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions:
+    """The options of `bench.py simulate`."""
+
+    command: str
+    only: list[str] = option(
+        "from " + ", ".join(f"{name} ({each.claims})" for name, each in EXPERIMENTS.items()),
+        type=split_names,
+        default=list(EXPERIMENTS),
+        default_text="all",
+    )
+    requests: int = option(
+        "in each run of the serving experiments",
+        type=whole(minimum=8, maximum=1_000_000),
+        default=512,
+    )
+    cpu_ms: float = option(
+        "CPU time of an iteration on each stage, in the experiments of Sarathi-Serve, in ms",
+        type=number(minimum=0, maximum=1e6),
+        default=0.0,
+    )
+    processes: int = processes_option("simulate so many at once")
+    plot: str | None = plot_option(
+        "draw pipelines, and tables as bars: p.png makes p-SS-F8.png, p-S-T4.png and others"
+    )
+    json: str | None = json_option()
+
+
+def add_options(parser: OptionParser) -> None:
+    """Add the options of the command."""
+    parser.add_fields(SimulateOptions)
+
+
 def resolve(parser: OptionParser, args: Namespace) -> SimulateOptions:
     """The options. Exits with a message if there is no such experiment, or nothing to draw."""
-    unknown = [name for name in args.only if name not in EXPERIMENTS]
-    if unknown:
-        parser.error(f"--only {unknown[0]}: must be from {', '.join(EXPERIMENTS)}")
+    check_names(parser, args.only, EXPERIMENTS)
     if args.plot and not set(DRAWN) & set(args.only):
         parser.error(f"--plot: --only leaves out all that is drawn: {', '.join(DRAWN)}")
-    return SimulateOptions(
-        command=args.command,
-        only=args.only,
-        requests=args.requests,
-        cpu_ms=args.cpu_ms,
-        processes=args.processes,
-        plot=args.plot,
-        json=args.json,
-    )
+    return from_args(SimulateOptions, args)
+
+
+def check_names(parser: OptionParser, names: Sequence[str], known: Collection[str]) -> None:
+    """Exit with a message for a name in --only that is not known."""
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        parser.error(f"--only {unknown[0]}: must be from {', '.join(known)}")
 
 
 def main(options: SimulateOptions) -> None:

@@ -11,8 +11,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli.options import OptionParser, nonempty_text, write_text, wrote
-from lab.commands.simulate import results_of, split_names
+from cli.options import OptionParser, from_args, nonempty_text, option, write_text, wrote
+from lab.commands.simulate import check_names, results_of, split_names
 from lab.papers.today import PAGES, Page
 from views.bars import plot_bars
 
@@ -28,50 +28,31 @@ written here by `bench.py today --write policies`.
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TodayOptions:
     """The options of `bench.py today`."""
 
     command: str
-    only: list[str]  # names of PAGES
-    processes: int
-    write: str | None
+    only: list[str] = option(
+        f"from {', '.join(PAGES)}", type=split_names, default=list(PAGES), default_text="all"
+    )
+    processes: int = option("make so many pages at once", type=int, choices=range(1, 6), default=2)
+    write: str | None = option(
+        "write README.md and the pictures there", type=nonempty_text, metavar="FOLDER"
+    )
 
 
 def add_options(parser: OptionParser) -> None:
     """Add the options of the command."""
-    parser.add_option(
-        "--only",
-        help=f"from {', '.join(PAGES)}",
-        type=split_names,
-        default=list(PAGES),
-        default_text="all",
-    )
-    parser.add_option(
-        "--processes",
-        help="make so many pages at once",
-        type=int,
-        choices=range(1, 6),
-        default=2,
-    )
-    parser.add_option(
-        "--write",
-        help="write README.md and the pictures there",
-        type=nonempty_text,
-        metavar="FOLDER",
-    )
+    parser.add_fields(TodayOptions)
 
 
 def resolve(parser: OptionParser, args: Namespace) -> TodayOptions:
     """The options. Exits with a message if there is no such page or folder."""
-    unknown = [name for name in args.only if name not in PAGES]
-    if unknown:
-        parser.error(f"--only {unknown[0]}: must be from {', '.join(PAGES)}")
+    check_names(parser, args.only, PAGES)
     if args.write and not Path(args.write).is_dir():
         parser.error(f"--write {args.write}: is no folder")
-    return TodayOptions(
-        command=args.command, only=args.only, processes=args.processes, write=args.write
-    )
+    return from_args(TodayOptions, args)
 
 
 def make_page(name: str) -> Page:

@@ -103,6 +103,18 @@ class BatchTime:
     device_ms: float | None = None  # of the GPU, without waiting for launches; None on a CPU
 
     @property
+    def parts_ms(self) -> dict[str, float]:
+        """The time of each operation, and of all else but the head, in the order of a batch."""
+        return {
+            "preproj": self.preproj_ms,
+            "attention": self.attention_ms,
+            "postproj": self.postproj_ms,
+            "ffn_ln1": self.ffn_ln1_ms,
+            "ffn_ln2": self.ffn_ln2_ms,
+            "other": self.other_ms,
+        }
+
+    @property
     def launch_bound(self) -> bool:
         """Whether the CPU takes longer to launch the batch than the GPU to compute it."""
         return (self.launch_ms or 0.0) > (self.device_ms or 0.0)

@@ -102,6 +102,11 @@ def estimated_qps(base: Base, arrivals: Iterable[Arrival]) -> float:
     return chats / (prefill_s + decode_s)
 
 
+def possible_qps(base: Base, lengths: Sequence[tuple[int, int]]) -> float:
+    """The estimate for requests of these lengths, prompt and output."""
+    return estimated_qps(base, [Arrival(0.0, *pair) for pair in lengths])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     """Whether a run met its SLO."""

@@ -17,6 +17,11 @@ from parallel.shard import Shard
 from speedups.packed_linear import count_parameters
 
 
+def known_fields(info: Any) -> dict[str, Any]:
+    """All fields of a dataclass but those that are None."""
+    return {name: value for name, value in asdict(info).items() if value is not None}
+
+
 class MachineInfo(Protocol):
     """What is known of a machine, measured or simulated."""
 
@@ -42,6 +47,24 @@ class MachineInfo(Protocol):
     def to_json(self) -> dict[str, Any]:
         """What a report has as its "machine"."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistantMachineInfo:
+    """A model on a machine that is simulated, or only known by its address."""
+
+    device: str
+    model: str
+    dtype: str
+    constants: dict[str, Any] | None = None  # of a simulated device
+
+    def heading(self) -> str:
+        """The device, and the model that runs on it."""
+        return f"{self.device}\n{self.model}, {self.dtype}\n"
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields but those that are None."""
+        return known_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +106,7 @@ class RealMachineInfo:
 
     def to_json(self) -> dict[str, Any]:
         """All fields but those that are None."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        return known_fields(self)
 
 
 def measure_machine(model: GPT, name: str, rows: int) -> RealMachineInfo:

@@ -11,7 +11,6 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from http.client import HTTPException, HTTPResponse
 from queue import SimpleQueue
 from threading import Thread
@@ -22,6 +21,7 @@ from urllib.request import Request, urlopen
 from pydantic import BaseModel
 
 from errors import check_whole, one_line
+from lab.measure.machine_info import DistantMachineInfo
 from lab.measure.run_loop import LoadInterrupted, Run
 from lab.measure.workload import Arrival
 from policies.priority import PRIORITIES
@@ -60,23 +60,6 @@ class ModelList(BaseModel):
     data: list[Model]
 
 
-@dataclass(frozen=True)
-class RemoteMachineInfo:
-    """A machine that is only known by its address."""
-
-    device: str  # the URL
-    model: str
-    dtype: str = "as it was started"
-
-    def heading(self) -> str:
-        """The lines that stand above all tables."""
-        return f"{self.device}\n{self.model}, {self.dtype}\n"
-
-    def to_json(self) -> dict[str, Any]:
-        """What a report has as its "machine"."""
-        return asdict(self)
-
-
 class RemoteServer:
     """A server at a URL. Whatever goes wrong is a ConnectionError of one line."""
 
@@ -85,7 +68,8 @@ class RemoteServer:
         self.url = url.rstrip("/")
         self.api_key = api_key
         self.model = model or self._first_model()
-        self.info = RemoteMachineInfo(device=url, model=one_line(self.model)[:200])
+        name = one_line(self.model)[:200]
+        self.info = DistantMachineInfo(device=url, model=name, dtype="as it was started")
 
     def serve(
         self,

@@ -1,17 +1,21 @@
-"""What one call of a policy's `schedule()` costs.
+"""What one call of a policy's `schedule()` costs: `python -m lab.measure.schedule_cost`.
 
-Many requests decode and share pages, and many more wait. Read first: scheduler.py. Read next:
-lab/commands/overhead.py, which prints the times.
+Many requests decode and share pages, and many more wait. Read first: scheduler.py.
 """
 
 import statistics
 import timeit
+from argparse import ArgumentParser
 
+from cli.console import run
 from policies import ALL_POLICIES, make_scheduler
 from policies.pages import CachedPages
 from scheduler import Request, Scheduler
+from views.tables import format_table
 
 CALLS = 200
+RUNNING = 128
+WAITING = 1000
 PROMPT_LEN = 1000
 PAGE_SIZE = 64
 PAGES_EACH = 32  # for each running request: enough for max_len
@@ -19,7 +23,7 @@ MAX_LEN = PAGE_SIZE * PAGES_EACH
 CHUNK = 512
 
 
-def schedule_us(running: int = 128, waiting: int = 1000) -> dict[str, float]:
+def schedule_us(running: int = RUNNING, waiting: int = WAITING) -> dict[str, float]:
     """The median microseconds of one `schedule()` of each policy, with so many requests."""
     medians = {}
     for policy in ALL_POLICIES:
@@ -41,3 +45,18 @@ def loaded_scheduler(policy: str, running: int, waiting: int) -> Scheduler:
         pages.keep(request, start=0)
         request.tokens.append(0)  # it decodes
     return scheduler
+
+
+def main() -> None:
+    """Print the table of `schedule_us`."""
+    ArgumentParser(description=__doc__).parse_args()  # --help prints the text above
+    medians = schedule_us()
+    rows = {policy: [("median us", us, ".0f")] for policy, us in medians.items()}
+    print(f"schedule() with {RUNNING} requests running and {WAITING:,} waiting\n")
+    print(format_table("policy", rows))
+    slowest = max(medians, key=lambda policy: medians[policy])
+    print(f"\nslowest: {slowest}, {medians[slowest]:.0f} us")
+
+
+if __name__ == "__main__":
+    run(main)

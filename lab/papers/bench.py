@@ -1,7 +1,7 @@
 """A Bench measures claims with a model on this machine.
 
     def s_f3(bench: Bench) -> Finding:
-        times = bench.time_batches({"decode": [decodes(6, context=1024)]}, repeats=5)
+        times = bench.time_batches({"decode": [decodes(6, context=1024)]})
 
 Each method calls a library of lab/measure, with the options of the command line:
 
@@ -15,10 +15,10 @@ Each method calls a library of lab/measure, with the options of the command line
 A Bench keeps all results: claims that need the same measurement share it. It also notes whether the
 machine was busy. Read first: finding.py. Read next: measured_batches.py."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Literal, Protocol, TypeVar
+from functools import wraps
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from tqdm import tqdm
 
@@ -59,10 +59,12 @@ from parallel import runner_for
 Size = Literal["gpu", "cpu", "quick"]  # each claim has three lists of sizes
 Sized = TypeVar("Sized")
 Result = TypeVar("Result")
+Params = ParamSpec("Params")
 NO_PREFIX = (0, 1)  # one prefix of no tokens: prompts share nothing
 CAPACITY_RATIO = 1.25  # a search ends when a rate that is so many times higher fails
 
 
+@runtime_checkable
 class Measured(Protocol):
     """A result that says whether the machine was busy."""
 
@@ -81,6 +83,11 @@ class Served:
     records: dict[str, Run]  # by policy: every iteration and every request
     runs: dict[str, JudgedRun]  # by policy: the numbers, and whether the SLO was met
 
+    @property
+    def busy(self) -> bool:
+        """Whether the machine was too busy for the base of the SLO, or for one of the runs."""
+        return self.slo_busy or any(run.busy for run in self.runs.values())
+
 
 @dataclass(frozen=True)
 class Capacities:
@@ -90,6 +97,11 @@ class Capacities:
     slo_busy: bool  # whether the machine was too busy while the base of the SLO was timed
     results: dict[str, SearchResult[JudgedRun]]  # by policy
 
+    @property
+    def busy(self) -> bool:
+        """Whether the machine was too busy for the base of the SLO, or for one of the searches."""
+        return self.slo_busy or any(result.busy for result in self.results.values())
+
 
 @dataclass(frozen=True)
 class TokenBudgets:
@@ -98,11 +110,12 @@ class TokenBudgets:
     slos_s: dict[str, float]  # by the name of the SLO
     budgets: dict[str, Bounded]  # "at least" the largest that may be timed
     profile: list[Profiled]
+    slo_busy: bool = False  # whether the machine was too busy while the base was timed
 
     @property
     def busy(self) -> bool:
         """Whether the machine was too busy for the times to be believed."""
-        return any(row.spread > timing.BUSY for row in self.profile)
+        return self.slo_busy or any(row.spread > timing.BUSY for row in self.profile)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +140,22 @@ class ServingLimits:
         )
 
 
+def once(measure: Callable[Concatenate["Bench", Params], Result]) -> Callable[..., Result]:
+    """A method of Bench that measures each of its arguments once, for all claims. It notes whether
+    the machine was busy."""
+
+    @wraps(measure)
+    def measure_once(bench: "Bench", *args: Params.args, **kwargs: Params.kwargs) -> Result:
+        key = repr((measure.__name__, args, kwargs))
+        if key not in bench.measured:
+            bench.measured[key] = measure(bench, *args, **kwargs)
+        result = bench.measured[key]
+        bench.note_busy(result)
+        return result
+
+    return measure_once
+
+
 @dataclass
 class Bench:
     """Measures one claim with a model on this machine. It shares its results with other claims."""
@@ -137,7 +166,7 @@ class Bench:
     size: Size
     picture: str = ""  # the file in which the claim is drawn
     busy: bool = False  # whether the machine was too busy during a measurement of this claim
-    measured: dict[Hashable, Any] = field(default_factory=dict)  # results, by their arguments
+    measured: dict[str, Any] = field(default_factory=dict)  # results, by their arguments
 
     def for_claim(self, picture: str) -> "Bench":
         """A Bench for the next claim, with all results of the claims before it."""
@@ -147,48 +176,49 @@ class Bench:
         """The size of these three that the claim is measured at."""
         return {"gpu": gpu, "cpu": cpu, "quick": quick}[self.size]
 
+    def scaled(self, tokens: int) -> int:
+        """So many tokens, or a quarter of them with --quick."""
+        return self.pick(gpu=tokens, cpu=tokens, quick=tokens // 4)
+
+    def note_busy(self, result: Any) -> None:
+        """Set `busy` if the machine was too busy for a result, or for one of a dict of results."""
+        results = result.values() if isinstance(result, dict) else [result]
+        self.busy = self.busy or any(isinstance(each, Measured) and each.busy for each in results)
+
+    @once
     def time_batches(
         self,
         sequences: Mapping[str, Sequence[Batch]],
-        repeats: int,
         layers: int | None = None,
+        repeats: int = 5,
     ) -> dict[str, SequenceTime]:
         """Time sequences of batches, by their names: whole, and each operation alone.
 
-        `layers`: with a model of so many layers; None: with all of them."""
+        `layers`: with a model of so many layers; None: with all of them. There are three repeats
+        with --quick."""
         self._check_length(longest(sequences))
+        return time_sequences(
+            keep_layers(self.model, layers, self.options.seed) if layers else self.model,
+            self.machine,
+            sequences,
+            repeats=self.pick(gpu=repeats, cpu=repeats, quick=3),
+            attention=self.options.attention,
+        )
 
-        def time_all() -> dict[str, SequenceTime]:
-            model = keep_layers(self.model, layers, self.options.seed) if layers else self.model
-            return time_sequences(
-                model,
-                self.machine,
-                sequences,
-                repeats=repeats,
-                attention=self.options.attention,
-            )
-
-        cases = tuple((name, tuple(batches)) for name, batches in sequences.items())
-        times = self._once(("batches", cases, repeats, layers), time_all)
-        self._note_busy(times.values())
-        return times
-
-    def time_batch(
-        self, sequence: Sequence[Batch], repeats: int, layers: int | None = None
-    ) -> SequenceTime:
+    def time_batch(self, sequence: Sequence[Batch], layers: int | None = None) -> SequenceTime:
         """Time one sequence of batches, without others in turn."""
-        return self.time_batches({"batch": sequence}, repeats, layers)["batch"]
+        return self.time_batches({"batch": sequence}, layers)["batch"]
 
     def intensities(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Flops per byte of each operation. This is arithmetic; nothing is timed."""
         return intensities(self.model, batches)
 
+    @once
     def decode_maximal(self, *, context: int, batch: int, chunk: int) -> DecodeMaximal:
         """Time batches as SARATHI's Table 2 does: `batch` decodes alone, and all but one beside a
         chunk."""
         self._check_length(context)
-        measure = partial(
-            measure_decode_maximal,
+        return measure_decode_maximal(
             self.model,
             self.machine,
             context=context,
@@ -196,10 +226,8 @@ class Bench:
             chunk=chunk,
             attention=self.options.attention,
         )
-        table = self._once(("decode_maximal", context, batch, chunk), measure)
-        self._note_busy([table])
-        return table
 
+    @once
     def run_policies(
         self,
         policies: Sequence[str],
@@ -223,23 +251,17 @@ class Bench:
             lockstep=True,
             seed=self.options.seed,
         )
-
-        def run_all() -> dict[str, PolicyRun]:
-            count = len(policies) * load.tokens
-            with tqdm(desc="tokens", total=count, leave=False, disable=None) as bar:
-                rows = run_policies(
-                    self.model,
-                    policies,
-                    load,
-                    chunk=chunk,
-                    attention=self.options.attention,
-                    progress=bar.update,
-                )
-                return dict(rows)
-
-        rows = self._once(("policies", tuple(policies), load, chunk), run_all)
-        self._note_busy(rows.values())
-        return rows
+        count = len(policies) * load.tokens
+        with tqdm(desc="tokens", total=count, leave=False, disable=None) as bar:
+            rows = run_policies(
+                self.model,
+                policies,
+                load,
+                chunk=chunk,
+                attention=self.options.attention,
+                progress=bar.update,
+            )
+            return dict(rows)
 
     def serve(
         self,
@@ -269,16 +291,23 @@ class Bench:
         else:
             pairs = workload.make_lengths(lengths, requests, limits.max_len, self.options.seed)
             timed = self._arrivals(pairs, qps or rate_at(load, machine, self._arrivals(pairs, 1.0)))
-        records = {}
-        for name, config in self._plan(policies, limits, slo_s).items():
-            key = ("serve", name, limits, tuple(timed))
-            records[name] = self._once(key, partial(serve_one, machine, name, config, timed))
+        records = {
+            name: self._serve_one(name, config, timed, limits)
+            for name, config in self._plan(policies, limits, slo_s).items()
+        }
         runs = {name: judge(run, slo_s) for name, run in records.items()}
         served = Served(slo_s, bool(machine.info.base_busy), records, runs)
-        self.busy = self.busy or served.slo_busy
-        self._note_busy(served.runs.values())
+        self.note_busy(served)
         return served
 
+    @once
+    def _serve_one(
+        self, name: str, config: EngineConfig, arrivals: Sequence[Arrival], limits: ServingLimits
+    ) -> Run:
+        """The run of one policy, which claims share."""
+        return serve_one(self._real_machine(limits), name, config, arrivals)
+
+    @once
     def capacity(
         self,
         policies: Sequence[str],
@@ -294,33 +323,25 @@ class Bench:
         """Search the highest rate at which each policy meets an SLO. `simulated`: of this machine
         as it was profiled, as always with --quick."""
         limits = self._limits(batch, max_len, kv_tokens)
-        simulated = simulated or self.size == "quick"
+        real = self._real_machine(limits)
+        is_fitted = simulated or self.size == "quick"
+        machine = self._fitted_machine(limits) if is_fitted else real
+        slo_s = slo_seconds(slo, machine.base)
+        pairs = workload.make_lengths(lengths, requests, limits.max_len, self.options.seed)
+        start = rate_at(0.5, machine, self._arrivals(pairs, 1.0))
+        results = {}
+        for name, policy_config in self._plan(policies, limits, slo_s).items():
 
-        def search_all() -> Capacities:
-            real = self._real_machine(limits)
-            machine = self._fitted_machine(limits) if simulated else real
-            slo_s = slo_seconds(slo, machine.base)
-            pairs = workload.make_lengths(lengths, requests, limits.max_len, self.options.seed)
-            start = rate_at(0.5, machine, self._arrivals(pairs, 1.0))
-            results = {}
-            for name, policy_config in self._plan(policies, limits, slo_s).items():
+            def run_at_rate(
+                qps: float, name: str = name, policy_config: EngineConfig = policy_config
+            ) -> JudgedRun:
+                arrivals = self._arrivals(pairs, qps)
+                return judge(serve_one(machine, name, policy_config, arrivals), slo_s)
 
-                def run_at_rate(
-                    qps: float, name: str = name, policy_config: EngineConfig = policy_config
-                ) -> JudgedRun:
-                    arrivals = self._arrivals(pairs, qps)
-                    return judge(serve_one(machine, name, policy_config, arrivals), slo_s)
+            results[name] = search_capacity(run_at_rate, start, CAPACITY_RATIO)
+        return Capacities(slo_s, bool(real.info.base_busy), results)
 
-                results[name] = search_capacity(run_at_rate, start, CAPACITY_RATIO)
-            return Capacities(slo_s, bool(real.info.base_busy), results)
-
-        load_key = (lengths, requests, simulated)
-        key = ("capacity", tuple(policies), slo, load_key, batch, max_len, kv_tokens)
-        capacities = self._once(key, search_all)
-        self.busy = self.busy or capacities.slo_busy
-        self._note_busy(capacities.results.values())
-        return capacities
-
+    @once
     def token_budgets(
         self,
         slos: Sequence[str],
@@ -340,44 +361,39 @@ class Bench:
         context = machine.base.context
         page_size = limits.page_size
         pages = decodes * -(-context // page_size) + -(-max_budget // page_size)
+        runner = runner_for(self.model)(
+            self.model, pages, page_size, max_budget, self.options.attention
+        )
+        slos_s: dict[str, float] = {}
+        budgets: dict[str, Bounded] = {}
+        timed: dict[Case, Profiled] = {}  # the searches begin with the same batches
 
-        def choose_all() -> TokenBudgets:
-            runner = runner_for(self.model)(
-                self.model, pages, page_size, max_budget, self.options.attention
+        def time_once(runner: TimedRunner, cases: Sequence[Case]) -> list[Profiled]:
+            new_cases = [case for case in cases if case not in timed]
+            if new_cases:
+                rows = time_steadily(runner, new_cases)
+                timed.update(zip(new_cases, rows, strict=True))
+            return [timed[case] for case in cases]
+
+        for slo in slos:
+            slos_s[slo] = slo_seconds(slo, machine.base)
+            budget, _ = choose_budget(
+                runner, slos_s[slo], decodes, [context], tile, max_budget, time_once
             )
-            slos_s: dict[str, float] = {}
-            budgets: dict[str, Bounded] = {}
-            timed: dict[Case, Profiled] = {}  # the searches begin with the same batches
-
-            def time_once(runner: TimedRunner, cases: Sequence[Case]) -> list[Profiled]:
-                new_cases = [case for case in cases if case not in timed]
-                if new_cases:
-                    rows = time_steadily(runner, new_cases)
-                    timed.update(zip(new_cases, rows, strict=True))
-                return [timed[case] for case in cases]
-
-            for slo in slos:
-                slos_s[slo] = slo_seconds(slo, machine.base)
-                budget, _ = choose_budget(
-                    runner, slos_s[slo], decodes, [context], tile, max_budget, time_once
-                )
-                is_limited = budget + tile > max_budget
-                budgets[slo] = Bounded(budget, "at least" if is_limited else "")
-            return TokenBudgets(slos_s, budgets, list(timed.values()))
-
-        key = ("token budgets", tuple(slos), decodes, max_budget, tile, limits)
-        found = self._once(key, choose_all)
-        self.busy = self.busy or bool(machine.info.base_busy)
-        self._note_busy([found])
-        return found
+            is_limited = budget + tile > max_budget
+            budgets[slo] = Bounded(budget, "at least" if is_limited else "")
+        profile = list(timed.values())
+        return TokenBudgets(slos_s, budgets, profile, bool(machine.info.base_busy))
 
     def _limits(
         self, batch: int | None, max_len: int | None, kv_tokens: int | None
     ) -> ServingLimits:
         """The limits of a server. None: the default of `bench.py serve`, where the cache has room
-        for a third of the requests if each has `max_len` tokens."""
+        for a third of the requests if each has `max_len` tokens; on a GPU requests of 2,048 tokens,
+        20 of which fit."""
         batch = batch or self.pick(gpu=128, cpu=32, quick=32)
-        max_len = max_len or self.pick(gpu=8192, cpu=1024, quick=1024)
+        max_len = max_len or self.pick(gpu=2048, cpu=1024, quick=1024)
+        kv_tokens = kv_tokens or self.pick(gpu=40960, cpu=None, quick=None)
         self._check_length(max_len)
         page_size = small_page_size(max_len, self.model.device)
         pages_of_request = -(-max_len // page_size)
@@ -402,38 +418,32 @@ class Bench:
 
     def _real_machine(self, limits: ServingLimits) -> RealMachine:
         """This machine as a server. The base of its SLOs is timed once for all claims."""
-        make_machine = partial(
-            RealMachine,
+        return self._real(limits.max_len, limits.chunk)
+
+    @once
+    def _real(self, max_len: int, chunk: int) -> RealMachine:
+        return RealMachine(
             self.model,
             self.machine.model,
-            chunk=limits.chunk,
-            max_len=limits.max_len,
+            chunk=chunk,
+            max_len=max_len,
             attention=self.options.attention,
             seed=self.options.seed,
             shared_prefix=NO_PREFIX,
         )
-        return self._once(("real machine", limits.max_len, limits.chunk), make_machine)
 
     def _fitted_machine(self, limits: ServingLimits) -> FittedMachine:
         """A simulation of this machine. The batches that it is fitted to are timed once."""
-        make_machine = partial(
-            FittedMachine,
-            self._real_machine(limits),
-            max_len=limits.max_len,
+        return self._fitted(limits.max_len, limits.chunk)
+
+    @once
+    def _fitted(self, max_len: int, chunk: int) -> FittedMachine:
+        return FittedMachine(
+            self._real(max_len, chunk),
+            max_len=max_len,
             attention=self.options.attention,
             is_alone=True,
         )
-        return self._once(("fitted machine", limits.max_len, limits.chunk), make_machine)
-
-    def _once(self, key: Hashable, measure: Callable[[], Result]) -> Result:
-        """The result of `measure()`, which is called only if `key` is new."""
-        if key not in self.measured:
-            self.measured[key] = measure()
-        return self.measured[key]
-
-    def _note_busy(self, results: Iterable[Measured]) -> None:
-        """Set `busy` if the machine was too busy for one of these results."""
-        self.busy = self.busy or any(result.busy for result in results)
 
     def _check_length(self, tokens: int) -> None:
         """Raise ValueError for a request that is too long for the model."""

@@ -58,14 +58,12 @@ class Check:
 
 def rises(line: Line, *, because: str, where: Condition = ANYWHERE) -> Check:
     """The line ends above its start, by more than noise of 10 %, and falls nowhere by more."""
-    values = [y for x in line.xs if (y := line.at(x)) is not None]
-    return _goes(line, "rises", values, because, where)
+    return _goes(line, "rises", [*line.known.values()], because, where)
 
 
 def falls(line: Line, *, because: str, where: Condition = ANYWHERE) -> Check:
     """The line ends below its start, by more than noise of 10 %, and rises nowhere by more."""
-    values = [y for x in line.xs if (y := line.at(x)) is not None]
-    return _goes(line, "falls", values[::-1], because, where)
+    return _goes(line, "falls", [*line.known.values()][::-1], because, where)
 
 
 def _goes(

@@ -24,15 +24,20 @@ from lab.papers.measured_serving import b_7, ss_f7, ss_f10, ss_f12, ss_t4
 from lab.papers.measured_stalls import ss_4_3, ss_5_2, ss_f1
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Claim:
-    """A figure or table of a paper, and the function that measures it here."""
+    """A figure or table of a paper: the function that measures it here, whose docstring begins with
+    its id."""
 
-    id: str
-    covers: tuple[str, ...] = ()  # other claims that are measured with it
+    function: Callable[[Bench], Finding]
     title: str
     seconds: tuple[int, int]  # how long it takes, about, with --quick and without, on two CPU cores
-    function: Callable[[Bench], Finding]
+    covers: tuple[str, ...] = ()  # other claims that are measured with it
+
+    @property
+    def id(self) -> str:
+        """Its paper, and the figure, table or section."""
+        return (inspect.getdoc(self.function) or "").partition(":")[0]
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -68,206 +73,172 @@ class Claim:
 
 CLAIMS = [
     Claim(
-        id="S-F3",
-        covers=("SS-F4",),
-        title="Time per token of prefill and decode, by operation",
+        s_f3,
+        "Time per token of prefill and decode, by operation",
         seconds=(10, 95),
-        function=s_f3,
+        covers=("SS-F4",),
     ),
     Claim(
-        id="S-F4a",
-        covers=("SS-F3",),
-        title="Throughput of prefill and decode over their tokens, in one layer and in all",
+        s_f4a,
+        "Throughput of prefill and decode over their tokens, in one layer and in all",
         seconds=(5, 80),
-        function=s_f4a,
+        covers=("SS-F3",),
     ),
     Claim(
-        id="S-F4b",
-        covers=("SS-F5",),
-        title="Arithmetic intensity by operation, computed, beside the ridge of this device",
+        s_f4b,
+        "Arithmetic intensity by operation, computed, beside the ridge of this device",
         seconds=(5, 10),
-        function=s_f4b,
+        covers=("SS-F5",),
     ),
     Claim(
-        id="S-3.1",
-        title="Arithmetic intensity of 1 to 512 decodes, computed for LLaMA-13B on an A6000",
+        s_3_1,
+        "Arithmetic intensity of 1 to 512 decodes, computed for LLaMA-13B on an A6000",
         seconds=(1, 1),
-        function=s_3_1,
     ),
     Claim(
-        id="S-F7",
-        covers=("SS-F6",),
-        title="Time of an iteration, over its tokens: are there steps?",
+        s_f7,
+        "Time of an iteration, over its tokens: are there steps?",
         seconds=(15, 75),
-        function=s_f7,
+        covers=("SS-F6",),
     ),
     Claim(
-        id="S-F8",
-        covers=("S-T2",),
-        title="How much cheaper a decode is beside a chunk of 256, over batch and context",
+        s_f8,
+        "How much cheaper a decode is beside a chunk of 256, over batch and context",
         seconds=(50, 155),
-        function=s_f8,
+        covers=("S-T2",),
     ),
     Claim(
-        id="S-T4",
-        title="Throughput gains of SARATHI over request-level, three contexts",
+        s_t4,
+        "Throughput gains of SARATHI over request-level, three contexts",
         seconds=(85, 130),
-        function=s_t4,
     ),
     Claim(
-        id="S-F9",
-        title="Throughput gain over P:D, for chunks of 128, 256 and 512, or a quarter of that",
+        s_f9,
+        "Throughput gain over P:D, for chunks of 128, 256 and 512, or a quarter of that",
         seconds=(65, 210),
-        function=s_f9,
     ),
     Claim(
-        id="S-F9b",
-        covers=("S-F9c",),
-        title="Throughput gain below, at and above P:D = C / (B - 1), longer requests",
+        s_f9b,
+        "Throughput gain below, at and above P:D = C / (B - 1), longer requests",
         seconds=(65, 235),
-        function=s_f9b,
+        covers=("S-F9c",),
     ),
     Claim(
-        id="S-F11b",
-        title="SARATHI and Orca at its best over P:D: where each peaks",
+        s_f11b,
+        "SARATHI and Orca at its best over P:D: where each peaks",
         seconds=(1, 1),
-        function=s_f11b,
     ),
     Claim(
-        id="S-F11",
-        title="SARATHI and Orca's best and worst case over request-level",
+        s_f11,
+        "SARATHI and Orca's best and worst case over request-level",
         seconds=(1, 1),
-        function=s_f11,
     ),
     Claim(
-        id="S-F10",
-        title="Time by operation for the same requests, request-level against SARATHI",
+        s_f10,
+        "Time by operation for the same requests, request-level against SARATHI",
         seconds=(5, 55),
-        function=s_f10,
     ),
     Claim(
-        id="S-F10b",
-        title="Time by operation with chunks twice as long",
+        s_f10b,
+        "Time by operation with chunks twice as long",
         seconds=(5, 55),
-        function=s_f10b,
     ),
     Claim(
-        id="S-F13",
-        title="What small chunks cost: attention, and the whole prefill",
+        s_f13,
+        "What small chunks cost: attention, and the whole prefill",
         seconds=(15, 105),
-        function=s_f13,
     ),
     Claim(
-        id="S-F13c",
-        title="Throughput over request-level with chunks of 64 to 512, or a quarter",
+        s_f13c,
+        "Throughput over request-level with chunks of 64 to 512, or a quarter",
         seconds=(30, 55),
-        function=s_f13c,
     ),
     Claim(
-        id="S-4.4",
-        title="P:D from which all decodes ride, counted",
+        s_4_4,
+        "P:D from which all decodes ride, counted",
         seconds=(3, 3),
-        function=s_4_4,
     ),
     Claim(
-        id="C-1",
-        title="What riding saves a decode: weights, or keys and values",
+        c_1,
+        "What riding saves a decode: weights, or keys and values",
         seconds=(1, 1),
-        function=c_1,
     ),
     Claim(
-        id="SS-F7",
-        title="Requests A to D over time, under four policies",
+        ss_f7,
+        "Requests A to D over time, under four policies",
         seconds=(30, 35),
-        function=ss_f7,
     ),
     Claim(
-        id="SS-F9",
-        title="Decodes beside a whole prompt and beside a chunk, against decodes alone",
+        ss_f9,
+        "Decodes beside a whole prompt and beside a chunk, against decodes alone",
         seconds=(10, 60),
-        function=ss_f9,
     ),
     Claim(
-        id="SS-F9b",
-        title="Decodes beside a chunk against decodes alone, over batch and context",
+        ss_f9b,
+        "Decodes beside a chunk against decodes alone, over batch and context",
         seconds=(5, 25),
-        function=ss_f9b,
     ),
     Claim(
-        id="SS-F14",
-        title="What chunks of 512, 1,024 and 2,048, or less, add to a prefill, over prompt lengths",
+        ss_f14,
+        "What chunks of 512, 1,024 and 2,048, or less, add to a prefill, over prompt lengths",
         seconds=(15, 235),
-        function=ss_f14,
     ),
     Claim(
-        id="SS-F10",
-        covers=("SS-F11",),
-        title="Capacity under the strict and the relaxed SLO, both datasets",
+        ss_f10,
+        "Capacity under the strict and the relaxed SLO, both datasets",
         seconds=(60, 550),
-        function=ss_f10,
+        covers=("SS-F11",),
     ),
     Claim(
-        id="SS-F12",
-        title="Capacity over the SLO: vllm with three batch sizes, two token budgets",
+        ss_f12,
+        "Capacity over the SLO: vllm with three batch sizes, two token budgets",
         seconds=(3, 1150),
-        function=ss_f12,
     ),
     Claim(
-        id="SS-5.2",
-        title="Capacity of vllm with three batch sizes",
+        ss_5_2,
+        "Capacity of vllm with three batch sizes",
         seconds=(1, 1),
-        function=ss_5_2,
     ),
     Claim(
-        id="SS-T4",
-        title="Hybrid batches alone, chunks alone, and both: P50 TTFT and P99 TBT",
+        ss_t4,
+        "Hybrid batches alone, chunks alone, and both: P50 TTFT and P99 TBT",
         seconds=(65, 100),
-        function=ss_t4,
     ),
     Claim(
-        id="SS-F1",
-        covers=("SS-F2",),
-        title="Stalls over time and under load, and what they are traded for",
+        ss_f1,
+        "Stalls over time and under load, and what they are traded for",
         seconds=(45, 100),
-        function=ss_f1,
+        covers=("SS-F2",),
     ),
     Claim(
-        id="SS-4.3",
-        title="The token budget of the strict and the relaxed SLO, by timing batches",
+        ss_4_3,
+        "The token budget of the strict and the relaxed SLO, by timing batches",
         seconds=(25, 60),
-        function=ss_4_3,
     ),
     Claim(
-        id="B-1",
-        title="Slots used under static batching, as the post counts and in iterations",
+        b_1,
+        "Slots used under static batching, as the post counts and in iterations",
         seconds=(85, 85),
-        function=b_1,
     ),
     Claim(
-        id="B-1b",
-        title="Slots over steps under static and continuous batching, counted",
+        b_1b,
+        "Slots over steps under static and continuous batching, counted",
         seconds=(1, 1),
-        function=b_1b,
     ),
     Claim(
-        id="B-2",
-        title="A prompt beside six decodes, whole and in eight chunks, as it goes on",
+        b_2,
+        "A prompt beside six decodes, whole and in eight chunks, as it goes on",
         seconds=(15, 40),
-        function=b_2,
     ),
     Claim(
-        id="B-3",
-        title="An iteration over its prompt tokens: the post's table, its timeline, and here",
+        b_3,
+        "An iteration over its prompt tokens: the post's table, its timeline, and here",
         seconds=(20, 20),
-        function=b_3,
     ),
     Claim(
-        id="B-7",
-        title=(
-            "Static batching, Orca, and Orca with chunks of 512, 256 and 128, or a quarter, at a "
-            "load that saturates"
-        ),
+        b_7,
+        "Static batching, Orca, and Orca with chunks of 512, 256 and 128, or a quarter, at a "
+        "load that saturates",
         seconds=(120, 240),
-        function=b_7,
     ),
 ]

@@ -23,7 +23,7 @@ def s_f8(bench: Bench) -> Finding:
     """S-F8: a decode costs less beside a chunk of 256 than in a batch of its own.
 
     Table 2 has a chunk of 1,021 and three decodes, at 1,024 tokens."""
-    chunk = bench.pick(gpu=256, cpu=256, quick=64)
+    chunk = bench.scaled(256)
     batch_sizes = bench.pick(  # {context: those that fit}
         gpu={1024: [4, 6, 12, 18], 2048: [4, 6, 10], 3072: [4, 6]},
         cpu={512: [6, 18], 1024: [6, 18], 2048: [6, 18]},
@@ -36,16 +36,26 @@ def s_f8(bench: Bench) -> Finding:
         for size in sizes:
             table = bench.decode_maximal(context=context, batch=size, chunk=chunk)
             speedups.add(f"context {context:,}", size, table.speedup)
-            cost.add("decode alone", size, table.decode_only.decode_token_ms)
-            cost.add("riding", size, table.decode_maximal.decode_token_ms)
-            cost.add("prefill", size, table.prefill_only.prefill_token_ms)
+            cost.add_row(
+                size,
+                {
+                    "decode alone": table.decode_only.decode_token_ms,
+                    "riding": table.decode_maximal.decode_token_ms,
+                    "prefill": table.prefill_only.prefill_token_ms,
+                },
+            )
         costs.append(cost)
 
-    whole_prompt = bench.pick(gpu=1024, cpu=1024, quick=256)
+    whole_prompt = bench.scaled(1024)
     table = bench.decode_maximal(context=whole_prompt, batch=4, chunk=whole_prompt)
     table_2 = Plot("Table 2", x="context", y="ms per decode", spec=".2f")
-    table_2.add("alone", whole_prompt, table.decode_only.decode_token_ms)
-    table_2.add("riding", whole_prompt, table.decode_maximal.decode_token_ms)
+    table_2.add_row(
+        whole_prompt,
+        {
+            "alone": table.decode_only.decode_token_ms,
+            "riding": table.decode_maximal.decode_token_ms,
+        },
+    )
     table_2_speedup = Plot("Table 2", x="context", y="decode speedup", spec=".1fx")
     table_2_speedup.add("decode speedup", whole_prompt, table.speedup)
 
@@ -73,7 +83,7 @@ def s_f8(bench: Bench) -> Finding:
             ),
             less(
                 1,
-                table_2_speedup.line("decode speedup"),
+                table_2_speedup["decode speedup"],
                 because=shares_reading,
                 where=ridge_above(bench, 4),
             ),
@@ -82,7 +92,7 @@ def s_f8(bench: Bench) -> Finding:
             Published(
                 "decode speedup, 1,021 + 3 tokens, Table 2",
                 12.49 / 1.2,
-                table_2_speedup.line("decode speedup"),
+                table_2_speedup["decode speedup"],
                 whole_prompt,
                 LLAMA_13B,
             ),
@@ -91,7 +101,7 @@ def s_f8(bench: Bench) -> Finding:
             Published(
                 "a decode alone, Table 2",
                 12.49,
-                table_2.line("alone"),
+                table_2["alone"],
                 whole_prompt,
                 LLAMA_13B,
                 within=None,
@@ -100,7 +110,7 @@ def s_f8(bench: Bench) -> Finding:
             Published(
                 "a decode riding, Table 2",
                 1.2,
-                table_2.line("riding"),
+                table_2["riding"],
                 whole_prompt,
                 LLAMA_13B,
                 within=None,
@@ -122,10 +132,9 @@ def request_level_over_sarathi(bench: Bench, pieces: int) -> TimesByOperation:
     """Compare request-level with SARATHI, operation by operation.
 
     Prompts are cut into so many pieces, as many as carry all decodes: P:D = C / (B - 1)."""
-    length = bench.pick(gpu=1024, cpu=1024, quick=256)  # of a request, prompt and output
-    repeats = bench.pick(gpu=5, cpu=5, quick=3)
+    length = bench.scaled(1024)  # of a request, prompt and output
     batch_sizes = bench.pick(gpu=[6, 18], cpu=[6, 18], quick=[6])
-    ratios = Plot("request-level over sarathi", x="batch", y="times less", spec=".2fx")
+    ratios = Plot("request-level over sarathi", x="batch", y="times less")
     seconds = Plot(f"batch {batch_sizes[-1]}", x="", y="s", spec=".3g", form="stacked")
     for batch in batch_sizes:
         output = pieces * (batch - 1)
@@ -135,23 +144,16 @@ def request_level_over_sarathi(bench: Bench, pieces: int) -> TimesByOperation:
         riding = decodes(batch - 1, context)
         request_level = [prompts(1, prompt)] * batch + [decodes(batch, context)] * output
         sarathi = [alone + riding for alone in chunks_of(prompt, chunk)] * batch
-        times = bench.time_batches({"request-level": request_level, "sarathi": sarathi}, repeats)
+        times = bench.time_batches({"request-level": request_level, "sarathi": sarathi})
         whole = times["request-level"]
         chunked = times["sarathi"]
-        ratios.add("ffn_ln1", batch, whole.ffn_ln1_ms / chunked.ffn_ln1_ms)
-        ratios.add("ffn_ln2", batch, whole.ffn_ln2_ms / chunked.ffn_ln2_ms)
-        ratios.add("preproj", batch, whole.preproj_ms / chunked.preproj_ms)
-        ratios.add("postproj", batch, whole.postproj_ms / chunked.postproj_ms)
+        for name in ("ffn_ln1", "ffn_ln2", "preproj", "postproj"):
+            ratios.add(name, batch, whole.parts_ms[name] / chunked.parts_ms[name])
         ratios.add("linear", batch, whole.products_ms / chunked.products_ms)
         ratios.add("attention", batch, whole.attention_ms / chunked.attention_ms)
         if batch == batch_sizes[-1]:
             for policy, time in times.items():
-                seconds.add("preproj", policy, time.preproj_ms / 1e3)
-                seconds.add("attention", policy, time.attention_ms / 1e3)
-                seconds.add("postproj", policy, time.postproj_ms / 1e3)
-                seconds.add("ffn_ln1", policy, time.ffn_ln1_ms / 1e3)
-                seconds.add("ffn_ln2", policy, time.ffn_ln2_ms / 1e3)
-                seconds.add("other", policy, time.other_ms / 1e3)
+                seconds.add_row(policy, {name: ms / 1e3 for name, ms in time.parts_ms.items()})
     return TimesByOperation(ratios, seconds)
 
 
@@ -160,16 +162,16 @@ def s_f10(bench: Bench) -> Finding:
     times = request_level_over_sarathi(bench, pieces=4)
     ratios = times.ratios
     batch = int(ratios.xs[0])
-    chunk = bench.pick(gpu=256, cpu=256, quick=64)
-    attention = ratios.line("attention")
-    ffn = ratios.line("ffn_ln1")
-    preproj = ratios.line("preproj")
+    chunk = bench.scaled(256)
+    attention = ratios["attention"]
+    ffn = ratios["ffn_ln1"]
+    preproj = ratios["preproj"]
     return Finding(
         plots=[times.seconds, ratios],
         checks=[
             less(
                 1.02,
-                ratios.line("linear"),
+                ratios["linear"],
                 because="Riding decodes need no reading of the weights of their own.",
                 where=riding_pays(bench, batch, chunk),
             ),
@@ -185,19 +187,23 @@ def s_f10(bench: Bench) -> Finding:
 
 def s_f13(bench: Bench) -> Finding:
     """S-F13: the smaller the chunks of a prompt, the longer its attention and its prefill take."""
-    length = bench.pick(gpu=1024, cpu=1024, quick=256)
+    length = bench.scaled(1024)
     chunk_sizes = bench.pick(gpu=[64, 128, 256, 512], cpu=[64, 128, 256, 512], quick=[32, 64, 128])
-    repeats = bench.pick(gpu=5, cpu=5, quick=3)
-    plot = Plot("", x="chunk", y="times that of the whole prompt", spec=".2fx", log="x")
+    plot = Plot("", x="chunk", y="times that of the whole prompt", log="x")
     for chunk in chunk_sizes:
         case = {"chunks": chunks_of(length, chunk), "whole": [prompts(1, length)]}
-        times = bench.time_batches(case, repeats)
+        times = bench.time_batches(case)
         chunks = times["chunks"]
         whole = times["whole"]
-        plot.add("attention", chunk, chunks.attention_ms / whole.attention_ms)
-        plot.add("prefill", chunk, chunks.total_ms / whole.total_ms)
-    attention = plot.line("attention")
-    prefill = plot.line("prefill")
+        plot.add_row(
+            chunk,
+            {
+                "attention": chunks.attention_ms / whole.attention_ms,
+                "prefill": chunks.total_ms / whole.total_ms,
+            },
+        )
+    attention = plot["attention"]
+    prefill = plot["prefill"]
     smallest = chunk_sizes[0]
     return Finding(
         plots=[plot],
@@ -248,10 +254,9 @@ def ss_f9(bench: Bench) -> Finding:
     """SS-F9: beside a whole prompt decodes take many times as long, beside a chunk a few.
 
     The paper's text says neither its model nor its batch."""
-    context = bench.pick(gpu=1024, cpu=1024, quick=256)
+    context = bench.scaled(1024)
     chunk = bench.pick(gpu=250, cpu=250, quick=58)
     lengths = bench.pick(gpu=[512, 1024, 2048, 4096], cpu=[512, 1024, 2048], quick=[128, 512])
-    repeats = bench.pick(gpu=5, cpu=5, quick=3)
     riding = decodes(6, context)
     plot = Plot("", x="prompt", y="times the decodes alone", spec=".1fx", log="xy")
     for length in lengths:
@@ -261,12 +266,17 @@ def ss_f9(bench: Bench) -> Finding:
             "prompt": [prompts(1, length) + riding],
             "chunk": [last_chunk + riding],
         }
-        times = bench.time_batches(case, repeats)
+        times = bench.time_batches(case)
         alone_ms = times["alone"].total_ms
-        plot.add("with a prompt", length, times["prompt"].total_ms / alone_ms)
-        plot.add("with a chunk", length, times["chunk"].total_ms / alone_ms)
-    with_prompt = plot.line("with a prompt")
-    with_chunk = plot.line("with a chunk")
+        plot.add_row(
+            length,
+            {
+                "with a prompt": times["prompt"].total_ms / alone_ms,
+                "with a chunk": times["chunk"].total_ms / alone_ms,
+            },
+        )
+    with_prompt = plot["with a prompt"]
+    with_chunk = plot["with a chunk"]
     rows = chunk + len(riding)
     return Finding(
         plots=[plot],
@@ -313,11 +323,10 @@ def ss_f14(bench: Bench) -> Finding:
     lengths = bench.pick(gpu=[2048, 4096, 8192], cpu=[512, 1024, 2048], quick=[128, 256])
     small = bench.pick(gpu=512, cpu=128, quick=32)
     chunk_sizes = [small, 2 * small, 4 * small]
-    repeats = bench.pick(gpu=5, cpu=5, quick=3)
-    plot = Plot("", x="prompt", y="times that of the whole prompt", spec=".2fx", log="x")
+    plot = Plot("", x="prompt", y="times that of the whole prompt", log="x")
     for length in lengths:
         sequences = {f"chunks of {chunk:,}": chunks_of(length, chunk) for chunk in chunk_sizes}
-        times = bench.time_batches({"whole": [prompts(1, length)]} | sequences, repeats)
+        times = bench.time_batches({"whole": [prompts(1, length)]} | sequences)
         for name in sequences:
             plot.add(name, length, times[name].total_ms / times["whole"].total_ms)
     smallest, _, largest = plot.all_lines()
@@ -361,9 +370,8 @@ def ss_f14(bench: Bench) -> Finding:
 
 def b_2(bench: Bench) -> Finding:
     """B-2: in chunks a prompt makes eight short steps of decodes, whole one stall."""
-    chunk = bench.pick(gpu=256, cpu=256, quick=64)
-    context = bench.pick(gpu=1024, cpu=1024, quick=256)
-    repeats = bench.pick(gpu=5, cpu=5, quick=3)
+    chunk = bench.scaled(256)
+    context = bench.scaled(1024)
     length = 8 * chunk
     riding = decodes(6, context)
     plot = Plot("", x="tokens so far", y="ms", spec=".1f")
@@ -372,14 +380,19 @@ def b_2(bench: Bench) -> Finding:
         case = {"alone": [riding], "chunk": [next_chunk + riding]}
         if end == length:
             case["prompt"] = [prompts(1, length) + riding]
-        times = bench.time_batches(case, repeats)
+        times = bench.time_batches(case)
         whole_ms = times["prompt"].total_ms if "prompt" in times else None
-        plot.add("decodes alone", end, times["alone"].total_ms)
-        plot.add("with a chunk", end, times["chunk"].total_ms)
-        plot.add("with the prompt", end, whole_ms)
-    alone = plot.line("decodes alone")
-    with_chunk = plot.line("with a chunk").over(alone, spec=".2fx")
-    with_prompt = plot.line("with the prompt").over(alone, spec=".2fx")
+        plot.add_row(
+            end,
+            {
+                "decodes alone": times["alone"].total_ms,
+                "with a chunk": times["chunk"].total_ms,
+                "with the prompt": whole_ms,
+            },
+        )
+    alone = plot["decodes alone"]
+    with_chunk = plot["with a chunk"].over(alone, spec=".2fx")
+    with_prompt = plot["with the prompt"].over(alone, spec=".2fx")
     steps = Plot("", x="step", y="time, in iterations of decodes alone", spec=".2f", form="steps")
     in_chunks = [with_chunk.at(end) for end in plot.xs]
     add_steps(steps, "here, whole", [with_prompt.at(length)])
@@ -391,8 +404,8 @@ def b_2(bench: Bench) -> Finding:
         plots=[steps],
         checks=[
             less(
-                plot.line("with a chunk").times(3),
-                plot.line("with the prompt"),
+                plot["with a chunk"].times(3),
+                plot["with the prompt"],
                 at="end",
                 because="The prompt has eight times the rows of a chunk, and all are computed.",
                 where=ridge_below(bench, 2 * chunk),
@@ -419,7 +432,7 @@ def b_2(bench: Bench) -> Finding:
             Published(
                 "a step with the prompt",
                 300,
-                plot.line("with the prompt"),
+                plot["with the prompt"],
                 length,
                 device,
                 within=None,

@@ -25,14 +25,19 @@ def s_f10b(bench: Bench) -> Finding:
     decodes as one of four, and only decodes are made cheaper. The 1.6x is of the upper half."""
     quarters = request_level_over_sarathi(bench, pieces=4).ratios
     halves = request_level_over_sarathi(bench, pieces=2).ratios
-    linear = Plot("linear layers", x="batch", y="times less", spec=".2fx")
+    linear = Plot("linear layers", x="batch", y="times less")
     for batch in halves.xs:
-        linear.add("chunks of 256", batch, quarters.line("linear").at(batch))
-        linear.add("chunks of 512", batch, halves.line("linear").at(batch))
-    attention = halves.line("attention")
-    ffn = halves.line("ffn_ln1")
+        linear.add_row(
+            batch,
+            {
+                "chunks of 256": quarters["linear"].at(batch),
+                "chunks of 512": halves["linear"].at(batch),
+            },
+        )
+    attention = halves["attention"]
+    ffn = halves["ffn_ln1"]
     first = int(halves.xs[0])
-    length = bench.pick(gpu=1024, cpu=1024, quick=256)
+    length = bench.scaled(1024)
     pays = riding_pays(bench, first, length // 2)
     half_ride = "Half as many decodes are spared a reading of the weights."
     same_keys = "Even four pieces would read the keys of a prompt 2.5 times at most."
@@ -40,19 +45,17 @@ def s_f10b(bench: Bench) -> Finding:
         plots=[halves, linear],
         checks=[
             less(
-                linear.line("chunks of 512"),
-                linear.line("chunks of 256"),
+                linear["chunks of 512"],
+                linear["chunks of 256"],
                 at="start",
                 because=half_ride,
                 where=ridge_below(bench, length // 4),
             ),
-            less(1.02, linear.line("chunks of 512"), because=half_ride, where=pays),
+            less(1.02, linear["chunks of 512"], because=half_ride, where=pays),
             less(0.4, attention, because=same_keys),
         ],
         published=[
-            Published(
-                "ffn in chunks of 256, up to", 1.6, quarters.line("ffn_ln1"), first, LLAMA_13B
-            ),
+            Published("ffn in chunks of 256, up to", 1.6, quarters["ffn_ln1"], first, LLAMA_13B),
             Published("ffn in chunks of 512", Bounded(1.6, "below"), ffn, first, LLAMA_13B),
         ],
     )
@@ -62,23 +65,21 @@ def ss_f9b(bench: Bench) -> Finding:
     """SS-F9b: a chunk makes decodes wait for less, relative to their time, the more they read.
 
     The caption of Figure 9: the relative impact of a chunk falls with batch size and context."""
-    short = bench.pick(gpu=512, cpu=512, quick=128)
+    short = bench.scaled(512)
     contexts = [short, 4 * short]
     batch_sizes = bench.pick(gpu=[2, 6, 18], cpu=[2, 8, 32], quick=[2, 16])
-    budget = bench.pick(gpu=256, cpu=256, quick=64)
-    repeats = bench.pick(gpu=5, cpu=5, quick=3)
+    budget = bench.scaled(256)
     plot = Plot(
         "a batch with a chunk over the decodes alone",
         x="decodes",
         y="times as long",
-        spec=".2fx",
         log="x",
     )
     for context in contexts:
         for size in batch_sizes:
             riding = decodes(size, context)
             chunk = TimedChunk(budget - size, short)
-            times = bench.time_batches({"alone": [riding], "chunk": [(chunk, *riding)]}, repeats)
+            times = bench.time_batches({"alone": [riding], "chunk": [(chunk, *riding)]})
             ratio = times["chunk"].total_ms / times["alone"].total_ms
             plot.add(f"context {context:,}", size, ratio)
     at_short, at_long = plot.all_lines()
@@ -118,33 +119,37 @@ def b_3(bench: Bench) -> Finding:
     5 ms to 30 in its timeline (B-2). The table counts 1.7B parameters a layer, 136B of a 70B model,
     and no reading of weights: 10.9 ms for the products of 32 rows, a fifth of those of 160, where
     140 GB take 42 ms at an H100's 3.35 TB/s."""
-    context = bench.pick(gpu=512, cpu=512, quick=128)
-    repeats = bench.pick(gpu=5, cpu=5, quick=3)
+    context = bench.scaled(512)
     riding = decodes(32, context)
     ms = Plot("an iteration with 32 decodes", x="prompt tokens", y="ms", spec=".1f")
-    times_as_long = Plot("over 32 decodes alone", x="prompt tokens", y="times", spec=".2fx")
-    products = Plot("products of 160 rows over those of 32", x="", y="times", spec=".2fx")
+    times_as_long = Plot("over 32 decodes alone", x="prompt tokens", y="times")
+    products = Plot("products of 160 rows over those of 32", x="", y="times")
     cases = {"0": [riding]}
     for tokens in BUDGET_TABLE_MS:
         if tokens:
             chunk = TimedChunk(tokens, tokens)
             cases[str(tokens)] = [(chunk, *riding)]
-    times = bench.time_batches(cases, repeats)
+    times = bench.time_batches(cases)
     for tokens, table_ms in BUDGET_TABLE_MS.items():
         time = times[str(tokens)]
         ms.add("here", tokens, time.total_ms)
-        times_as_long.add("here", tokens, over(time.total_ms, times["0"].total_ms))
-        times_as_long.add("the post's table", tokens, table_ms / BUDGET_TABLE_MS[0])
+        times_as_long.add_row(
+            tokens,
+            {
+                "here": over(time.total_ms, times["0"].total_ms),
+                "the post's table": table_ms / BUDGET_TABLE_MS[0],
+            },
+        )
         timeline_ms = TIMELINE_MS.get(tokens)
         times_as_long.add("the post's timeline", tokens, over(timeline_ms, TIMELINE_MS[0]))
     products.add("here", "rows", over(times["128"].products_ms, times["0"].products_ms))
-    here = times_as_long.line("here")
+    here = times_as_long["here"]
     return Finding(
         plots=[times_as_long, ms, products],
         checks=[
             rises(here, because="Each token is a row more for all products."),
             less(
-                products.line("here"),
+                products["here"],
                 4.9,
                 because="The weights are read once, for 32 rows or for five times as many.",
                 where=ridge_above(bench, 32),
@@ -161,9 +166,7 @@ def b_3(bench: Bench) -> Finding:
                 within=None,
             ),
             Published("1,024 tokens, its table", 460 / 21, here, 1024, "70B, H100"),
-            Published(
-                "32 decodes alone", 21, ms.line("here"), 0, "70B, H100", within=None, unit=" ms"
-            ),
+            Published("32 decodes alone", 21, ms["here"], 0, "70B, H100", within=None, unit=" ms"),
         ],
     )
 
@@ -175,7 +178,7 @@ def c_1(bench: Bench) -> Finding:
     the load of their own is spread over chunks. SARATHI says neither (section 4.3.1): attention
     costs as before, 1.73 ms a decode riding and 1.42 alone in its Table 2; linear layers cost a
     decode 11.07 ms alone and nothing that can be measured riding."""
-    chunk = bench.pick(gpu=256, cpu=256, quick=64)
+    chunk = bench.scaled(256)
     batches = bench.pick(  # {context: the largest batch of S-F8}
         gpu={1024: 18, 2048: 10, 3072: 6},
         cpu={512: 18, 1024: 18, 2048: 18},
@@ -190,10 +193,15 @@ def c_1(bench: Bench) -> Finding:
         riding = batch - 1
         attention_ms = (hybrid.attention_ms - prefill.attention_ms) / riding
         products_ms = (hybrid.products_ms - prefill.products_ms) / riding
-        riding_over_alone.add("attention", context, over(attention_ms, alone.attention_ms / batch))
-        riding_over_alone.add("linear", context, over(products_ms, alone.products_ms / batch))
-    attention = riding_over_alone.line("attention")
-    linear = riding_over_alone.line("linear")
+        riding_over_alone.add_row(
+            context,
+            {
+                "attention": over(attention_ms, alone.attention_ms / batch),
+                "linear": over(products_ms, alone.products_ms / batch),
+            },
+        )
+    attention = riding_over_alone["attention"]
+    linear = riding_over_alone["linear"]
     longest = max(batches)
     own_keys = "A decode reads its own keys and values, whoever shares its batch."
     return Finding(

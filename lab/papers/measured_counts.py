@@ -92,10 +92,15 @@ def s_4_4(bench: Bench) -> Finding:
             shares.add(f"chunk {chunk}", ratio, share)
             if share == 1.0 and rides_from is None:
                 rides_from = float(ratio)
-        first_ratio.add("counted", chunk, rides_from)
-        first_ratio.add("(C - (B - 1)) / (B - 1)", chunk, (chunk - (batch - 1)) / (batch - 1))
-    counted = first_ratio.line("counted")
-    formula = first_ratio.line("(C - (B - 1)) / (B - 1)")
+        first_ratio.add_row(
+            chunk,
+            {
+                "counted": rides_from,
+                "(C - (B - 1)) / (B - 1)": (chunk - (batch - 1)) / (batch - 1),
+            },
+        )
+    counted = first_ratio["counted"]
+    formula = first_ratio["(C - (B - 1)) / (B - 1)"]
     more_chunks = "The longer a prompt is, the more chunks there are for its decodes to ride with."
     each_chunk = "Each chunk carries B - 1 decodes, and takes C - (B - 1) tokens of a prompt."
     twice = "A chunk of twice the size takes half as many batches, which carry half the decodes."
@@ -139,10 +144,10 @@ def b_1b(bench: Bench) -> Finding:
                 over_time.add(name, end + 1, by_tokens.iterations[end].running / slots)
         means.add(name, "a token", mean_share(by_tokens, slots))
         means.add(name, "an iteration", mean_share(by_iterations, slots))
-    static = over_time.line("static")
-    continuous = over_time.line("continuous")
-    mean_static = means.line("static")
-    mean_continuous = means.line("continuous")
+    static = over_time["static"]
+    continuous = over_time["continuous"]
+    mean_static = means["static"]
+    mean_continuous = means["continuous"]
     waits = "A slot stays empty until the longest request of its batch has ended."
     refills = "While requests wait, one of them takes each slot that another has left."
     return Finding(
@@ -207,22 +212,27 @@ def s_3_1(bench: Bench) -> Finding:
     of_this_model = replace(intensity, title="of the model here", lines={})
     for batch in (1, 2, 4, 8, 18, 64, 256, 512):
         linear = linear_intensity(config, batch)
-        intensity.add("linear layers", batch, linear)
-        intensity.add("attention", batch, decode_attention_intensity(config))
-        intensity.add("ridge", batch, ridge)
+        intensity.add_row(
+            batch,
+            {
+                "linear layers": linear,
+                "attention": decode_attention_intensity(config),
+                "ridge": ridge,
+            },
+        )
         over_ridge.add("linear layers", batch, linear / ridge)
         here = bench.intensities([decodes(batch, 1)])
         of_this_model.add("linear layers", batch, here["products"])
-    linear = intensity.line("linear layers")
-    attention = intensity.line("attention")
-    compared = over_ridge.line("linear layers")
+    linear = intensity["linear layers"]
+    attention = intensity["attention"]
+    compared = over_ridge["linear layers"]
     shared = "All decodes of a batch share one reading of the weights."
     own = "Each decode reads keys and values of its own, so that a batch shares nothing of them."
     return Finding(
         plots=[intensity, over_ridge, of_this_model],
         checks=[
             rises(linear, because=shared),
-            rises(of_this_model.line("linear layers"), because=shared),
+            rises(of_this_model["linear layers"], because=shared),
             less(0.99, attention, 1.01, because=own),
         ],
         published=[

@@ -65,7 +65,7 @@ def s_f9b(bench: Bench) -> Finding:
     published: list[Published] = []
     for case in cases:
         middle = f"sarathi:{case.chunk}"
-        gains = Plot(f"{case.length:,} tokens", x="P:D", y="gain", spec=".2fx")
+        gains = Plot(f"{case.length:,} tokens", x="P:D", y="gain")
         for place, multiple in PLACES.items():
             rows = bench.run_policies(
                 [
@@ -82,7 +82,7 @@ def s_f9b(bench: Bench) -> Finding:
             )
             for name, row in rows.items():
                 gains.add(name, place, row.gain)
-        line = gains.line(middle)
+        line = gains[middle]
         peak = Plot(f"{case.length:,} tokens", x="P:D", y="gain at the peak over it", spec=".3fx")
         for place in PLACES:
             if place != BALANCED:
@@ -93,7 +93,7 @@ def s_f9b(bench: Bench) -> Finding:
             less(0.98, line, because=RIDING, where=pays),
             less(
                 1,
-                peak.line(middle),
+                peak[middle],
                 because="With less prompt decodes are left without a chunk, with more prompt "
                 "chunks without decodes.",
                 where=pays,
@@ -118,8 +118,8 @@ def s_f11b(bench: Bench) -> Finding:
     The runs are those of S-F9."""
     load = gains_over_ratios(bench)
     gains = load.gains
-    orca = gains.line("orca-best")
-    half, middle, double = [gains.line(name) for name in load.names]
+    orca = gains["orca-best"]
+    half, middle, double = [gains[name] for name in load.names]
     best = gains.best("sarathi", load.names)
     peaks = Plot("peak", x="", y="P:D of the largest gain", spec=".3g")
     for line in (half, middle, double, orca):
@@ -135,8 +135,8 @@ def s_f11b(bench: Bench) -> Finding:
                 where=pays,
             ),
             less(
-                peaks.line(half.name),
-                peaks.line("orca-best"),
+                peaks[half.name],
+                peaks["orca-best"],
                 because="A chunk of C = L tokens carries all decodes from P:D = L / (B - 1) on.",
                 where=pays,
             ),
@@ -168,26 +168,31 @@ def s_f13c(bench: Bench) -> Finding:
         requests=bench.pick(gpu=73, cpu=25, quick=13),
         pd_ratio=4 * unit / (batch - 1),
     )
-    gains = Plot("", x="chunk", y="gain", spec=".2fx", log="x")
+    gains = Plot("", x="chunk", y="gain", log="x")
     for chunk in chunk_sizes:
         gains.add("sarathi", chunk, rows[f"sarathi:{chunk}"].gain)
-    gain = gains.line("sarathi")
+    gain = gains["sarathi"]
     smallest, second, middle, *_ = chunk_sizes
     ratios = Plot("of chunks", x="", y="gain over gain", spec=".3fx")
-    ratios.add("256 over the baseline", "gain", gain.at(middle))
-    ratios.add("256 over 64", "gain", over(gain.at(middle), gain.at(smallest)))
+    ratios.add_row(
+        "gain",
+        {
+            "256 over the baseline": gain.at(middle),
+            "256 over 64": over(gain.at(middle), gain.at(smallest)),
+        },
+    )
     return Finding(
         plots=[gains, ratios],
         checks=[
             less(
                 1.02,
-                ratios.line("256 over the baseline"),
+                ratios["256 over the baseline"],
                 because=RIDING,
                 where=riding_pays(bench, batch, middle),
             ),
             less(
                 1,
-                ratios.line("256 over 64"),
+                ratios["256 over 64"],
                 because="Four small chunks read the weights four times, where one does once.",
                 where=ridge_above(bench, smallest),
             ),

@@ -57,16 +57,21 @@ def s_t4(bench: Bench) -> Finding:
         cpu=CPU_CASES,
         quick=QUICK_CASES,
     )
-    gains = Plot("", x="context", y="gain", spec=".2fx")
-    expected = Plot("", x="context", y="times", spec=".2fx")
+    gains = Plot("", x="context", y="gain")
+    expected = Plot("", x="context", y="times")
     for case in cases:
         table = bench.decode_maximal(context=case.context, batch=case.batch, chunk=case.chunk)
         for name, row in in_lockstep(bench, case).items():
             gains.add(name, case.context, row.gain)
-        expected.add("decode speedup", case.context, table.speedup)
-        expected.add("gain that bare products promise", case.context, table.promised_gain)
-    sarathi = gains.line("sarathi")
-    speedup = expected.line("decode speedup")
+        expected.add_row(
+            case.context,
+            {
+                "decode speedup": table.speedup,
+                "gain that bare products promise": table.promised_gain,
+            },
+        )
+    sarathi = gains["sarathi"]
+    speedup = expected["decode speedup"]
     first, second, third = [case.context for case in cases]
     return Finding(
         plots=[gains, expected],
@@ -118,7 +123,7 @@ def gains_over_ratios(bench: Bench) -> GainsOverRatios:
     ratios = bench.pick(
         gpu=[3.75, 7.5, 15, 30, 60], cpu=[3.2, 6.4, 12.8, 25.6, 51.2], quick=[6.4, 12.8, 25.6]
     )
-    gains = Plot("", x="P:D", y="gain", spec=".2fx", log="x")
+    gains = Plot("", x="P:D", y="gain", log="x")
     load = GainsOverRatios(batch, [chunk // 2, chunk, 2 * chunk], gains)
     for ratio in ratios:
         rows = bench.run_policies(
@@ -140,11 +145,11 @@ def s_f9(bench: Bench) -> Finding:
     The gain is largest at P:D = C / (B - 1), where all decodes ride and each chunk carries some."""
     load = gains_over_ratios(bench)
     gains = load.gains
-    half, middle, double = [gains.line(name) for name in load.names]
+    half, middle, double = [gains[name] for name in load.names]
     peaks = Plot("peak", x="chunk", y="P:D of the largest gain", spec=".3g")
     for size, line in zip(load.chunk_sizes, (half, middle, double), strict=True):
         peaks.add("P:D", size, float(line.x_of_largest()))
-    peak = peaks.line("P:D")
+    peak = peaks["P:D"]
     pays = load.pays(bench)
     _, chunk, double_chunk = load.chunk_sizes
     return Finding(
@@ -178,12 +183,12 @@ def s_f11(bench: Bench) -> Finding:
         cpu=CPU_CASES,
         quick=QUICK_CASES,
     )
-    gains = Plot("", x="context", y="gain", spec=".2fx")
+    gains = Plot("", x="context", y="gain")
     for case in cases:
         for name, row in in_lockstep(bench, case).items():
             gains.add(name, case.context, row.gain)
-    sarathi = gains.line("sarathi")
-    orca_best = gains.line("orca-best")
+    sarathi = gains["sarathi"]
+    orca_best = gains["orca-best"]
     pays = pays_in_all(bench, cases)
     first, second, third = [case.context for case in cases]
     return Finding(
@@ -224,8 +229,8 @@ def b_1(bench: Bench) -> Finding:
         )
         for name, run in served.runs.items():
             slots.add(name, requests, over(run.summary.tokens_per_iteration, 4))
-    static = slots.line("request-level")
-    continuous = slots.line("orca")
+    static = slots["request-level"]
+    continuous = slots["orca"]
     return Finding(
         plots=[slots],
         checks=[

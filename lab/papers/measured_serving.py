@@ -52,24 +52,24 @@ def ss_f7(bench: Bench) -> Finding:
         stalls.add(name, "A to D", longest.prefill_tokens if longest else 0)
         first_token.add(name, "A to D", run.summary.ttft_s.max)
         longest_gap.add(name, "A to D", run.summary.tbt_s.max)
-    chunked = stalls.line("sarathi-serve").times(3)
-    gap = longest_gap.line("sarathi-serve").times(2.5)
+    chunked = stalls["sarathi-serve"].times(3)
+    gap = longest_gap["sarathi-serve"].times(2.5)
     whole = "A and B wait for two whole prompts, or for no more than a chunk of them."
     waits = "C and D wait until A and B have all their output, or for no longer than a prompt."
     return Finding(
         plots=[stalls, first_token, longest_gap],
         checks=[
-            less(chunked, stalls.line("vllm"), because=whole),
-            less(chunked, stalls.line("orca"), because=whole),
+            less(chunked, stalls["vllm"], because=whole),
+            less(chunked, stalls["orca"], because=whole),
             less(
-                stalls.line("request-level"),
+                stalls["request-level"],
                 1,
                 because="Nobody is let in before A and B have all their output.",
             ),
-            less(first_token.line("vllm"), first_token.line("request-level"), because=waits),
-            less(first_token.line("orca"), first_token.line("request-level"), because=waits),
-            less(gap, longest_gap.line("vllm"), because=whole),
-            less(gap, longest_gap.line("orca"), because=whole),
+            less(first_token["vllm"], first_token["request-level"], because=waits),
+            less(first_token["orca"], first_token["request-level"], because=waits),
+            less(gap, longest_gap["vllm"], because=whole),
+            less(gap, longest_gap["orca"], because=whole),
         ],
         has_picture=True,
     )
@@ -105,16 +105,14 @@ def ss_f10(bench: Bench) -> Finding:
                 lengths=lengths,
                 requests=count,
                 batch=bench.pick(gpu=128, cpu=32, quick=32),
-                max_len=bench.pick(gpu=2048, cpu=None, quick=None),
-                kv_tokens=bench.pick(gpu=40960, cpu=None, quick=None),
                 simulated=lengths in simulated,
             )
             for name, result in capacities.results.items():
                 plot.add(name, round(capacities.slo_s, 3), result.capacity_qps)
         plots.append(plot)
         sarathi_serve = plot.best("sarathi-serve", BUDGETS)
-        vllm = plot.line("vllm")
-        orca = plot.line("orca")
+        vllm = plot["vllm"]
+        orca = plot["orca"]
         over_orca = sarathi_serve.over(orca, spec=".2fx")
         over_vllm = sarathi_serve.over(vllm, spec=".2fx")
         checks += [
@@ -174,7 +172,6 @@ def capacities_over_slo(bench: Bench) -> CapacitiesOverSLO:
                 lengths="sharegpt4",
                 requests=bench.pick(gpu=100, cpu=20, quick=60),
                 batch=batch,
-                max_len=bench.pick(gpu=2048, cpu=None, quick=None),
                 kv_tokens=bench.pick(gpu=40960, cpu=10240, quick=10240),  # whatever the batch
             )
             for name, result in capacities.results.items():
@@ -222,16 +219,14 @@ def ss_t4(bench: Bench) -> Finding:
             [hybrid, chunked, both],
             lengths=lengths,
             requests=requests,
-            max_len=bench.pick(gpu=2048, cpu=None, quick=None),
-            kv_tokens=bench.pick(gpu=40960, cpu=None, quick=None),
         )
         for name, run in served.runs.items():
             ttft.add(name, lengths, run.summary.ttft_s.p50)
             tbt.add(name, lengths, run.summary.tbt_s.p99)
-    tbt_of_hybrid = tbt.line(hybrid).over(tbt.line(both), spec=".2fx")
-    tbt_of_chunked = tbt.line(chunked).over(tbt.line(both), spec=".2fx")
-    ttft_of_hybrid = ttft.line(hybrid).over(ttft.line(both), spec=".2fx")
-    ttft_of_chunked = ttft.line(chunked).over(ttft.line(both), spec=".2fx")
+    tbt_of_hybrid = tbt[hybrid].over(tbt[both], spec=".2fx")
+    tbt_of_chunked = tbt[chunked].over(tbt[both], spec=".2fx")
+    ttft_of_hybrid = ttft[hybrid].over(ttft[both], spec=".2fx")
+    ttft_of_chunked = ttft[chunked].over(ttft[both], spec=".2fx")
     few_decodes = ridge_above(bench, 32)
     return Finding(
         plots=[ttft, tbt],
@@ -302,12 +297,12 @@ def b_7(bench: Bench) -> Finding:
             throughput.add(name, when, run.summary.tokens_per_s)
             tbt.add(name, when, run.summary.tbt_s.p99)
             ttft.add(name, when, run.summary.ttft_s.p99)
-    tbt_lines = [tbt.line(name) for name in ("request-level", small, medium, large, "orca")]
-    orca_gain = throughput.line("orca").over(throughput.line("request-level"), spec=".2fx")
-    chunk_gain = throughput.line(small).over(throughput.line("orca"), spec=".2fx")
-    stall = tbt.line("orca").over(tbt.line(small), spec=".2fx")
-    static_stall = tbt.line("request-level").over(tbt.line(small), spec=".2fx")
-    wait = ttft.line("request-level").over(ttft.line("orca"), spec=".2fx")
+    tbt_lines = [tbt[name] for name in ("request-level", small, medium, large, "orca")]
+    orca_gain = throughput["orca"].over(throughput["request-level"], spec=".2fx")
+    chunk_gain = throughput[small].over(throughput["orca"], spec=".2fx")
+    stall = tbt["orca"].over(tbt[small], spec=".2fx")
+    static_stall = tbt["request-level"].over(tbt[small], spec=".2fx")
+    wait = ttft["request-level"].over(ttft["orca"], spec=".2fx")
     at_once = "all at once"
     device = "70B, 128 users"
     return Finding(

@@ -30,8 +30,6 @@ def chats_at(bench: Bench, load: float) -> Served:
         policies,
         requests=bench.pick(gpu=128, cpu=32, quick=12),
         load=load,
-        max_len=bench.pick(gpu=2048, cpu=None, quick=None),
-        kv_tokens=bench.pick(gpu=40960, cpu=None, quick=None),
     )
 
 
@@ -61,8 +59,8 @@ def ss_f1(bench: Bench) -> Finding:
     none_loses_pages = Condition(
         "no request is preempted", preempted == 0, f"{preempted} preemptions were counted"
     )
-    vllm_tbt = tbt.line("vllm")
-    our_tbt = tbt.line(SARATHI_SERVE)
+    vllm_tbt = tbt["vllm"]
+    our_tbt = tbt[SARATHI_SERVE]
     whole_prompts = "A prompt is computed whole, and until it is done no decode gets a token."
     one_chunk = "Between two tokens of a request lies one iteration, of no more than the budget."
     nobody_enters = "No prompt comes between two tokens of a batch that runs to its end."
@@ -72,18 +70,18 @@ def ss_f1(bench: Bench) -> Finding:
         plots=[*tokens_over_time(chats_at(bench, ALL)), stall, tbt, throughput, prefill],
         checks=[
             less(
-                prefill.line(SARATHI_SERVE).times(2),
-                prefill.line("vllm"),
+                prefill[SARATHI_SERVE].times(2),
+                prefill["vllm"],
                 at="end",
                 because=whole_prompts,
             ),
-            less(prefill.line(SARATHI_SERVE), BUDGET, because=one_chunk, where=none_loses_pages),
+            less(prefill[SARATHI_SERVE], BUDGET, because=one_chunk, where=none_loses_pages),
             rises(vllm_tbt, because=many_prompts),
             less(our_tbt.times(1.1), vllm_tbt, at="end", because=whole_prompts),
-            less(tbt.line("request-level"), our_tbt.times(1.1), because=nobody_enters),
+            less(tbt["request-level"], our_tbt.times(1.1), because=nobody_enters),
             less(
-                throughput.line("request-level").times(1.1),
-                throughput.line(SARATHI_SERVE),
+                throughput["request-level"].times(1.1),
+                throughput[SARATHI_SERVE],
                 because=empty_slots,
             ),
         ],
@@ -91,7 +89,7 @@ def ss_f1(bench: Bench) -> Finding:
             Published(
                 "the longest stall of vLLM, several seconds",
                 Bounded(2.0, "at least"),
-                stall.line("vllm"),
+                stall["vllm"],
                 at=ALL,
                 within=None,
                 unit=" s",
@@ -130,7 +128,6 @@ def ss_4_3(bench: Bench) -> Finding:
         decodes=decode_count,
         max_budget=bench.pick(gpu=8192, cpu=4096, quick=4096),
         tile=bench.pick(gpu=128, cpu=32, quick=128),
-        max_len=bench.pick(gpu=2048, cpu=None, quick=1024),
     )
     times = Plot("an iteration with 32 decodes", x="token budget", y="ms", spec=".1f")
     for row in sorted(found.profile):
@@ -139,22 +136,32 @@ def ss_4_3(bench: Bench) -> Finding:
             times.add(f"{slo} SLO", row.budget, 1e3 * seconds)
     budgets = Plot("the largest within an SLO", x="SLO", y="tokens", spec=",.0f")
     for slo, budget in found.budgets.items():
-        budgets.add("token budget", slo, budget)
-        budgets.add("chunk", slo, Bounded(budget - decode_count, budget.bound))
+        budgets.add_row(
+            slo,
+            {
+                "token budget": budget,
+                "chunk": Bounded(budget - decode_count, budget.bound),
+            },
+        )
     compared = Plot("of an SLO", x="", y="tokens", spec=",.0f")
     for slo in found.budgets:
-        compared.add(f"{slo} budget", "tokens", budgets.line("token budget").at(slo))
-        compared.add(f"{slo} chunk", "tokens", budgets.line("chunk").at(slo))
-    ratio = compared.line("relaxed budget").over(compared.line("strict budget"), ".1fx")
+        compared.add_row(
+            "tokens",
+            {
+                f"{slo} budget": budgets["token budget"].at(slo),
+                f"{slo} chunk": budgets["chunk"].at(slo),
+            },
+        )
+    ratio = compared["relaxed budget"].over(compared["strict budget"], ".1fx")
     more_tokens = "A batch of more tokens multiplies the same weights by more rows."
     five_times = "Of 5 and 25 decode iterations a chunk has 4 and 24: six times as long."
     return Finding(
         plots=[times, budgets],
         checks=[
-            rises(times.line("iteration"), because=more_tokens),
+            rises(times["iteration"], because=more_tokens),
             less(
-                compared.line("strict chunk").times(2),
-                compared.line("relaxed chunk"),
+                compared["strict chunk"].times(2),
+                compared["relaxed chunk"],
                 because=five_times,
             ),
         ],
@@ -162,7 +169,7 @@ def ss_4_3(bench: Bench) -> Finding:
             Published(
                 "token budget, strict SLO",
                 512,
-                budgets.line("token budget"),
+                budgets["token budget"],
                 at="strict",
                 device="all models",
                 within=None,
@@ -170,7 +177,7 @@ def ss_4_3(bench: Bench) -> Finding:
             Published(
                 "token budget, relaxed SLO",
                 2048,
-                budgets.line("token budget"),
+                budgets["token budget"],
                 at="relaxed",
                 device="all models but LLaMA2-70B",
                 within=None,
@@ -189,9 +196,9 @@ def ss_5_2(bench: Bench) -> Finding:
     largest = plot.best("largest", capacities.vllm)
     spread = Plot("vllm", x=plot.x, y="largest over smallest", spec=".2f")
     for slo_s in plot.xs:
-        known = [y for name in capacities.vllm if (y := plot.line(name).at(slo_s)) is not None]
+        known = [y for name in capacities.vllm if (y := plot[name].at(slo_s)) is not None]
         spread.add("three batch sizes", slo_s, over(largest.at(slo_s), min(known, default=None)))
-    alike = spread.line("three batch sizes")
+    alike = spread["three batch sizes"]
     strict = plot.xs[0]
     return Finding(
         plots=[plot, spread],

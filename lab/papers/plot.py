@@ -2,7 +2,7 @@
 
     times = Plot("time of a batch", x="tokens", y="ms", spec=".1f")
     times.add("prefill", x=512, y=40.0)
-    times.line("prefill").at(512)
+    times["prefill"].at(512)
 
 A number that is not known, None, is a gap. Read next: checks.py, which compares lines."""
 
@@ -33,6 +33,11 @@ class Line:
         """The number at x, None in a gap."""
         return self.values.get(x)
 
+    @property
+    def known(self) -> dict[X, float]:
+        """Its numbers but for gaps, in order."""
+        return {x: y for x in self.xs if (y := self.at(x)) is not None}
+
     def times(self, factor: float) -> "Line":
         """This line, each number multiplied."""
         values = {x: None if y is None else factor * y for x, y in self.values.items()}
@@ -55,12 +60,12 @@ class Line:
 
     def x_of_largest(self) -> X:
         """Where its largest number is; the first x if no number is known."""
-        known = {x: y for x in self.xs if (y := self.at(x)) is not None}
+        known = self.known
         return max(known, key=lambda x: known[x], default=self.xs[0])
 
     def x_of_smallest(self) -> X:
         """Where its smallest number is; the first x if no number is known."""
-        known = {x: y for x in self.xs if (y := self.at(x)) is not None}
+        known = self.known
         return min(known, key=lambda x: known[x], default=self.xs[0])
 
 
@@ -83,7 +88,7 @@ class Plot:
     title: str
     x: str  # what is on the axes, with units
     y: str
-    spec: str  # the format of a number, as of views.tables.show
+    spec: str = ".2fx"  # the format of a number, as of views.tables.show
     log: Literal["", "x", "y", "xy"] = ""  # the axes that are logarithmic
     form: Literal["", "stacked", "steps"] = ""  # of the picture: lines or bars, stacked bars, lanes
     ticks: tuple[float, ...] = ()  # of x in the picture, which ends at the last; (): as they come
@@ -94,12 +99,17 @@ class Plot:
         """Add a number to a line. None is a gap."""
         self.lines.setdefault(line, {})[x] = y
 
+    def add_row(self, x: X, numbers: Mapping[str, Y]) -> None:
+        """Add a number at x to each of these lines."""
+        for line, y in numbers.items():
+            self.add(line, x, y)
+
     @property
     def xs(self) -> tuple[X, ...]:
         """All x of all lines, in the order in which they were first added."""
         return tuple(dict.fromkeys(x for values in self.lines.values() for x in values))
 
-    def line(self, name: str) -> Line:
+    def __getitem__(self, name: str) -> Line:
         """The line of that name. Raises KeyError if there is none."""
         if name not in self.lines:
             raise KeyError(f"{name}: no line of {self.title!r}, which has {', '.join(self.lines)}")
@@ -107,11 +117,11 @@ class Plot:
 
     def all_lines(self) -> list[Line]:
         """All lines, in order."""
-        return [self.line(name) for name in self.lines]
+        return [self[name] for name in self.lines]
 
     def best(self, name: str, variants: Sequence[str]) -> Line:
         """At each x the largest number of some lines, as a line called `name`."""
-        lines = [self.line(variant) for variant in variants]
+        lines = [self[variant] for variant in variants]
         values: dict[X, Y] = {}
         for x in self.xs:
             numbers = [y for line in lines if (y := line.at(x)) is not None]

@@ -20,7 +20,7 @@ from lab.papers.finding import Finding, Published
 from lab.papers.measured import CLAIMS, Claim
 from lab.papers.picture import draw
 from lab.papers.plot import Plot, X
-from views.tables import Column, format_table
+from views.tables import Cell, format_table
 
 RESULTS = Path(__file__).parents[2] / "results"
 BEGIN = "<!-- made by bench.py paper -->"  # of the tables in results/README.md
@@ -54,13 +54,14 @@ class Number:
             same_size=same_size,
         )
 
-
-NUMBER_COLUMNS: list[Column[Number]] = [
-    Column("of", lambda number: number.device),
-    Column("paper", lambda number: number.paper),
-    Column("here", lambda number: number.here),
-    Column("same size?", lambda number: number.same_size),
-]
+    def cells(self) -> list[Cell]:
+        """Its row in a table."""
+        return [
+            ("of", self.device, ""),
+            ("paper", self.paper, ""),
+            ("here", self.here, ""),
+            ("same size?", self.same_size, ""),
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,13 +89,6 @@ class SummaryRow:
 
     claim: Claim
     record: Record
-
-
-SUMMARY_COLUMNS: list[Column[SummaryRow]] = [
-    Column("paper", lambda row: row.record.headline and row.record.headline.paper),
-    Column("here", lambda row: row.record.headline and row.record.headline.here),
-    Column("verdict", lambda row: row.record.verdict),
-]
 
 
 @dataclass
@@ -157,7 +151,7 @@ def measure_claim(claim: Claim, bench: Bench, conditions: dict[str, Any]) -> Rec
         f"## {claim.name}",
         claim.text,
         f"**{verdict}**" + (f": {why}" if why else ""),
-        format_table("number", NUMBER_COLUMNS, {number.text: number for number in numbers}),
+        format_table("number", {number.text: number.cells() for number in numbers}),
         "\n".join(f"- {reason}" for reason in reasons(finding.checks)),
         *[plot.markdown(numbers_in(plot, finding.published)) for plot in finding.plots],
         picture,
@@ -222,12 +216,16 @@ def save_results(results: Results, machine: RealMachineInfo, directory: Path) ->
 def summary(results: Results) -> str:
     """A table in Markdown with a line for each claim: its first number, and the verdict. The ids
     are links to the details, in the same page."""
-    rows: dict[str, SummaryRow] = {}
+    rows: dict[str, list[Cell]] = {}
     for row in results.rows():
         headline = row.record.headline
         text = headline.text if headline else row.claim.title
-        rows[f"[{row.claim.id}](#{row.claim.id.lower()}): {text}"] = row
-    return format_table("claim", SUMMARY_COLUMNS, rows)
+        rows[f"[{row.claim.id}](#{row.claim.id.lower()}): {text}"] = [
+            ("paper", headline and headline.paper, ""),
+            ("here", headline and headline.here, ""),
+            ("verdict", row.record.verdict, ""),
+        ]
+    return format_table("claim", rows)
 
 
 def index_table(results: Results) -> str:

@@ -72,16 +72,15 @@ def peak_gains(setup: Setup) -> Table:
         "llama-33b, 2K, B 5, P:D 63": (Case(A100_33B, 5, 2048, 63), 4.25, 1.22),
         "llama-33b, 3K, B 3, P:D 127": (Case(A100_33B, 3, 3072, 127), 3.51, 1.14),
     }
-    simulated_gains = setup.run(sarathi_gain, [case for case, _, _ in published.values()])
-    for (name, (case, speedup, gain)), simulated_gain in zip(
-        published.items(), simulated_gains, strict=True
-    ):
+    cases = {name: case for name, (case, _, _) in published.items()}
+    simulated = setup.run_all(sarathi_gain, cases)
+    for name, (case, speedup, gain) in published.items():
         table.add(
             name,
             published={"decode speedup": speedup, "throughput gain": gain},
             simulated={
                 "decode speedup": decode_speedup(case.cost, case.batch, case.length),
-                "throughput gain": simulated_gain,
+                "throughput gain": simulated[name],
             },
         )
     table.draw_bars()
@@ -101,9 +100,11 @@ def gains_over_pd_ratio(setup: Setup) -> tuple[Table, float]:
         quantities=[only_simulated(f"P:D {ratio}", ".2fx") for ratio in ratios],
         note="The peak should be at P:D = C / (B - 1): 7.5, 15 and 30.",
     )
-    keys = list(product(chunks, ratios))
-    cases = [Case(A6000_13B, 18, 1024, ratio, chunk) for chunk, ratio in keys]
-    simulated = dict(zip(keys, setup.run(gains, cases), strict=True))
+    cases = {
+        (chunk, ratio): Case(A6000_13B, 18, 1024, ratio, chunk)
+        for chunk, ratio in product(chunks, ratios)
+    }
+    simulated = setup.run_all(gains, cases)
     for chunk in chunks:
         row = {f"P:D {ratio}": simulated[chunk, ratio].sarathi for ratio in ratios}
         table.add(f"chunk {chunk}", row)
@@ -128,11 +129,11 @@ def gains_over_orca(setup: Setup, orca_peak: float) -> Table:
         ("2K, B 10", 2048, 1.25, "near 1"),
         ("3K, B 6", 3072, 1.23, "near 1"),
     ]
-    cases = [
-        Case(A6000_13B, batch, length, pd_ratio=256 / (batch - 1))
+    cases = {
+        length: Case(A6000_13B, batch, length, pd_ratio=256 / (batch - 1))
         for length, batch in A6000_BATCHES.items()
-    ]
-    simulated = dict(zip(A6000_BATCHES, setup.run(gains, cases), strict=True))
+    }
+    simulated = setup.run_all(gains, cases)
     for name, length, sarathi, orca_best in published:
         table.add(
             name,
@@ -174,11 +175,11 @@ def chunk_sizes(setup: Setup) -> Table:
         320: {"gain": "below 256"},
         512: {"prefill": "up to 1.10"},
     }
-    cases = [Case(A6000_13B, 18, 1024, chunk / 17, chunk) for chunk in published]
-    end_to_end_gains = setup.run(sarathi_gain, cases)
-    for (chunk, of_paper), end_to_end_gain in zip(published.items(), end_to_end_gains, strict=True):
+    cases = {chunk: Case(A6000_13B, 18, 1024, chunk / 17, chunk) for chunk in published}
+    gain_of = setup.run_all(sarathi_gain, cases)
+    for chunk, of_paper in published.items():
         ratio = chunking_ratio(A6000_13B, 1024, chunk)
-        simulated = {"attention": ratio.attention, "prefill": ratio.total, "gain": end_to_end_gain}
+        simulated = {"attention": ratio.attention, "prefill": ratio.total, "gain": gain_of[chunk]}
         table.add(f"chunks of {chunk}", simulated, of_paper)
     table.draw_bars()
     return table
@@ -225,20 +226,12 @@ FIGURE_12_GAINS = {  # published
 }
 
 
-class Figure12Jobs(NamedTuple):
-    """The three systems of S-F12."""
-
-    orca: OfflineJob  # a pipeline of eight stages
-    replicas: OfflineJob  # eight, without a pipeline
-    sarathi: OfflineJob  # a pipeline of eight stages
-
-
 class Figure12Runs(NamedTuple):
-    """What was seen of these three."""
+    """What was seen of the three systems of S-F12."""
 
-    orca: OfflineRun
-    replicas: OfflineRun
-    sarathi: OfflineRun
+    orca: OfflineRun  # a pipeline of eight stages
+    replicas: OfflineRun  # eight, without a pipeline
+    sarathi: OfflineRun  # a pipeline of eight stages
 
     def gains(self) -> dict[str, float | None]:
         """The gains in makespan, and the ratio of median bubbles, by the names of
@@ -254,9 +247,9 @@ class Figure12Runs(NamedTuple):
         }
 
 
-def figure_12_jobs(assumed: Assumptions) -> Figure12Jobs:
-    """The jobs of S-F12 under these assumptions. CPU time of a pipeline's layers is in the hops, so
-    that its last stage has none."""
+def figure_12_jobs(assumed: Assumptions) -> dict[str, OfflineJob]:
+    """The jobs of S-F12 under these assumptions, by the fields of Figure12Runs. CPU time of a
+    pipeline's layers is in the hops, so that its last stage has none."""
     lengths = zipf_lengths(assumed.shortest, assumed.longest, 0.4, 10, 10_000, 0)
     lengths = lengths[: assumed.requests]
     stage_s = assumed.stage_ms / 1e3
@@ -265,25 +258,29 @@ def figure_12_jobs(assumed: Assumptions) -> Figure12Jobs:
     hop = hop._replace(step_s=hop.step_s + GPT3_PIPELINE.layers * layer_s)
     pipeline = replace(GPT3_PIPELINE, cpu_s=stage_s, pp_link=hop)
     replica = replace(GPT3_REPLICA, cpu_s=stage_s + GPT3_REPLICA.layers * layer_s)
-    return Figure12Jobs(
-        orca=OfflineJob(pipeline, "orca-best", lengths),
-        replicas=OfflineJob(replica, assumed.replica_policy, lengths, replicas=8),
-        sarathi=OfflineJob(
+    return {
+        "orca": OfflineJob(pipeline, "orca-best", lengths),
+        "replicas": OfflineJob(replica, assumed.replica_policy, lengths, replicas=8),
+        "sarathi": OfflineJob(
             pipeline,
             "sarathi",
             lengths,
             chunk=assumed.chunk,
             tile=assumed.tile,
         ),
-    )
+    }
 
 
 def figure_12(setup: Setup) -> Iterator[Table]:
     """S-F12: a pipeline under Orca and SARATHI, and replicas without one."""
-    jobs = [job for assumed in FIGURE_12_VARIANTS.values() for job in figure_12_jobs(assumed)]
-    results = iter(setup.run(offline, jobs))
+    jobs = {
+        (name, system): job
+        for name, assumed in FIGURE_12_VARIANTS.items()
+        for system, job in figure_12_jobs(assumed).items()
+    }
+    results = setup.run_all(offline, jobs)
     runs = {
-        name: Figure12Runs(orca=next(results), replicas=next(results), sarathi=next(results))
+        name: Figure12Runs(**{system: results[name, system] for system in Figure12Runs._fields})
         for name in FIGURE_12_VARIANTS
     }
     yield figure_12_systems(runs["10,000 requests"])

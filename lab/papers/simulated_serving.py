@@ -87,6 +87,11 @@ class Load:
     trace: str
     ratio: float  # how close a search comes
 
+    @property
+    def name(self) -> str:
+        """The system and the trace."""
+        return f"{self.system.name}, {self.trace}"
+
 
 LOADS = [
     Load(claim, system, trace, ratio)
@@ -111,8 +116,12 @@ class Limit(NamedTuple):
 def serving_capacity(setup: Setup) -> Iterator[Table]:
     """SS-F10 and SS-F11: capacity of four models on both traces under both SLOs. They are multiples
     of the cost model's decode iteration, and those of the paper's Table 3."""
-    jobs = [capacity_job(setup, load, name) for load in LOADS for name in load.system.servers]
-    results = iter(setup.run(find_capacities, jobs))
+    jobs = {
+        (load.name, name): capacity_job(setup, load, name)
+        for load in LOADS
+        for name in load.system.servers
+    }
+    results = setup.run_all(find_capacities, jobs)
     for claim, note in [("SS-F10", GAINS_NOTE), ("SS-F11", PIPELINES_NOTE)]:
         title = f"simulated capacity, {setup.cpu}, {setup.run_length}"
         multiples = capacity_table(claim, title, CAPACITY_NOTE)
@@ -120,7 +129,7 @@ def serving_capacity(setup: Setup) -> Iterator[Table]:
         seconds = capacity_table(claim, title, note)
         for load in LOADS:
             if load.claim == claim:
-                capacities = {name: next(results) for name in load.system.servers}
+                capacities = {name: results[load.name, name] for name in load.system.servers}
                 add_capacities(setup, load, capacities, multiples, seconds)
         seconds.draw_bars()
         yield multiples
@@ -194,7 +203,7 @@ def add_capacities(
             for name, of_server in capacities.items()
         }
         sarathi = rates["sarathi-serve"]
-        name = f"{load.system.name}, {load.trace}, {limit.kind}"
+        name = f"{load.name}, {limit.kind}"
         table = seconds if limit.is_published else multiples
         table.add(
             name,
@@ -254,11 +263,15 @@ def capacity_against_slo(setup: Setup) -> Iterator[Table]:
     loads = [
         load for load in LOADS if load.trace == "sharegpt4" and load.system.name in FIGURE_12_SLOS_S
     ]
-    jobs = [capacity_job(setup, load, name) for load in loads for name in ("vllm", "sarathi-serve")]
-    results = iter(setup.run(find_capacities, jobs))
+    jobs = {
+        (load.name, name): capacity_job(setup, load, name)
+        for load in loads
+        for name in ("vllm", "sarathi-serve")
+    }
+    results = setup.run_all(find_capacities, jobs)
     gains: dict[str, dict[float, Bounded | None]] = {}  # name of the system -> {SLO: gain}
     for load in loads:
-        capacities = {**next(results), **next(results)}
+        capacities = {**results[load.name, "vllm"], **results[load.name, "sarathi-serve"]}
         gains[load.system.name] = {
             slo_s: gain_of_best_budget(capacities, slo_s)
             for slo_s in FIGURE_12_SLOS_S[load.system.name]
@@ -376,8 +389,7 @@ def capacity_across_nodes(setup: Setup) -> Iterator[Table]:
         quantities=[only_simulated(head, ".3f") for head in heads.values()],
     )
     capacities: dict[str, dict[str, Bounded]] = {}  # system -> {kind of SLO: its capacity}
-    results = setup.run(find_capacities, list(jobs.values()))
-    for name, of_server in zip(jobs, results, strict=True):
+    for name, of_server in setup.run_all(find_capacities, jobs).items():
         server_name = name.split(",")[0]
         capacities[name] = {
             limit.kind: of_server[server_target(load, server_name, limit)] for limit in limits
@@ -439,14 +451,14 @@ def ablation(setup: Setup) -> Iterator[Table]:
         ("arxiv", 0.5, "sarathi-serve:1024", None, None),
     ]
     yi = YI_34B.cost(setup.cpu_s)
-    jobs = [
-        ServingJob(yi, policy, trace, qps=qps, requests=128, seed=seed)
+    jobs = {
+        (trace, qps, policy, seed): ServingJob(yi, policy, trace, qps, requests=128, seed=seed)
         for trace, qps, policy, _, _ in rows
         for seed in range(5)
-    ]
-    results = iter(setup.run(latencies, jobs))
+    }
+    results = setup.run_all(latencies, jobs)
     for trace, qps, policy, ttft_s, tbt_s in rows:
-        summaries = [next(results) for _ in range(5)]
+        summaries = [results[trace, qps, policy, seed] for seed in range(5)]
         table.add(
             f"{trace}, {qps}, {policy}",
             published={"P50 TTFT s": ttft_s, "P99 TBT s": tbt_s},
@@ -489,17 +501,18 @@ def post(setup: Setup) -> Iterator[Table]:
         "1.5\nrequests/s. The post does not say load and lengths: only the order can be compared.",
     )
     cost = llama2_70b_on_h100(setup.cpu_s)
-    full_load = [ServingJob(cost, name, "sharegpt4", math.inf, setup.requests) for name in POST]
-    arrivals = [ServingJob(cost, name, "sharegpt4", 1.5, setup.requests) for name in POST]
-    results = iter(setup.run(latencies, full_load + arrivals))
-    at_full_load = {name: next(results) for name in POST}
-    with_arrivals = {name: next(results) for name in POST}
+    jobs = {
+        (name, qps): ServingJob(cost, name, "sharegpt4", qps, setup.requests)
+        for qps in (math.inf, 1.5)
+        for name in POST
+    }
+    results = setup.run_all(latencies, jobs)
     simulated: dict[str, dict[str, Any]] = {}
     for name, published in POST.items():
         simulated[name] = {
-            "tokens/s": at_full_load[name].tokens_per_s,
-            "P99 TBT s": at_full_load[name].tbt_s.p99,
-            "P99 TTFT s": with_arrivals[name].ttft_s.p99,
+            "tokens/s": results[name, math.inf].tokens_per_s,
+            "P99 TBT s": results[name, math.inf].tbt_s.p99,
+            "P99 TTFT s": results[name, 1.5].ttft_s.p99,
         }
         table.add(name, simulated[name], published)
     table.draw_bars()

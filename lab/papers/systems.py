@@ -5,7 +5,7 @@ share a list of them. Read first: lab/simulator/simulation.py. Read next: simula
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from lab.measure.capacity import (
     Bounded,
     Hopeless,
     Verdict,
-    estimated_qps,
+    possible_qps,
     search_capacity,
 )
 from lab.measure.metrics import LatencySummary
@@ -33,6 +33,7 @@ from request import Completion
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
+Name = TypeVar("Name", bound=Hashable)
 
 Lengths = Sequence[tuple[int, int]]  # (prompt_len, output_len) of each request
 Piece = tuple[int, int, int]  # (request, start, length) of a chunk; a decode has length 1
@@ -49,6 +50,13 @@ class Runner(Protocol):
     def __call__(self, function: Callable[[Job], Result], jobs: Sequence[Job]) -> list[Result]: ...
 
 
+def run_all(
+    run: Runner, function: Callable[[Job], Result], jobs: Mapping[Name, Job]
+) -> dict[Name, Result]:
+    """{name: function(job)} of some jobs, maybe in parallel."""
+    return dict(zip(jobs, run(function, list(jobs.values())), strict=True))
+
+
 @dataclass(frozen=True)
 class Setup:
     """What the command tells each experiment."""
@@ -56,6 +64,12 @@ class Setup:
     run: Runner
     requests: int  # in each run of the serving experiments
     cpu_ms: float  # CPU time of each stage in an iteration, in Sarathi-Serve's experiments
+
+    def run_all(
+        self, function: Callable[[Job], Result], jobs: Mapping[Name, Job]
+    ) -> dict[Name, Result]:
+        """As `run_all`."""
+        return run_all(self.run, function, jobs)
 
     @property
     def cpu_s(self) -> float:
@@ -429,8 +443,8 @@ class KnownRun:
 def find_capacities(job: CapacityJob) -> dict[Target, Bounded]:
     """The capacity of each target in requests per second."""
     lengths = sample_lengths(job.trace, job.requests, LENGTHS[job.trace].limit, 0)
-    possible_qps = estimated_qps(base_of(job.cost), poisson(lengths, 1.0, 0))
-    start_qps = float(f"{0.3 * job.cost.pp * possible_qps:.1g}")
+    start_qps = 0.3 * job.cost.pp * possible_qps(base_of(job.cost), lengths)
+    start_qps = float(f"{start_qps:.1g}")
 
     largest_slo_s: dict[str, float] = {}  # of each policy
     for target in job.targets:

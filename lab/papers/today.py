@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lab.measure.capacity import estimated_qps
+from lab.measure.capacity import possible_qps
 from lab.measure.workload import Arrival, poisson, sample_lengths
-from lab.papers.today_loads import MODEL, Latencies, Server, latencies, serve
+from lab.papers.today_loads import MODEL, Server, latencies, serve
 from lab.papers.today_rules import Step, conduct_of, differs, smallest_difference
 from lab.simulator.cost_model import CostModel
 from lab.simulator.machine import base_of
 from lab.simulator.random_loads import random_load
 from policies import TODAY
-from views.tables import Column, format_table
+from views.tables import format_table
 
 RANDOM_LOADS = 200  # in lock step
 
@@ -53,30 +53,18 @@ ENGINES = {  # policy -> whose rule it is
 REMEDIES = [name for name in TODAY if name not in ENGINES]
 
 
-@dataclass(frozen=True)
-class EngineRow:
-    """A row of the table of engines."""
-
-    engine: str
-    batch: str
-    long_prompt: str
-    pages_for_two: int
-    out_of_memory: str
-
-
 def who_does_what() -> Page:
     """One table, engine by engine, found out by trying the policies."""
     rows = {}
     for policy in [*ENGINES, *REMEDIES]:
         conduct = conduct_of(policy)
-        rows[policy] = EngineRow(ENGINES.get(policy, "proposed"), **vars(conduct))
-    columns: list[Column[EngineRow]] = [
-        Column("whose", lambda row: row.engine),
-        Column("a batch is", lambda row: row.batch),
-        Column("a long prompt in front", lambda row: row.long_prompt),
-        Column("memory for two", lambda row: row.pages_for_two),
-        Column("out of memory pays", lambda row: row.out_of_memory),
-    ]
+        rows[policy] = [
+            ("whose", ENGINES.get(policy, "proposed"), ""),
+            ("a batch is", conduct.batch, ""),
+            ("a long prompt in front", conduct.long_prompt, ""),
+            ("memory for two", conduct.pages_for_two, ""),
+            ("out of memory pays", conduct.out_of_memory, ""),
+        ]
     return Page(
         "engines",
         "Who does what today?",
@@ -87,7 +75,7 @@ def who_does_what() -> Page:
             "with which they do (30 must fit in any case, for the longer one; 52 is prompt and "
             "output of both; 44 is the most that they ever hold together); two requests decode, "
             "and the older one, with fewer outputs, finds no page.",
-            format_table("policy", columns, rows),
+            format_table("policy", rows),
             "Nearly everywhere a long prompt blocks those behind it: that is why it is the "
             "question asked most, and answered below.",
         ],
@@ -134,14 +122,14 @@ def is_vllm_sarathi_serve() -> Page:
 
 def _side_by_side(names: tuple[str, str], steps: tuple[list[Step], list[Step]]) -> str:
     """Both schedules as a table."""
-    rows = {}
-    for i in range(max(map(len, steps))):
-        rows[str(i)] = [_show(run[i]) if i < len(run) else "" for run in steps]
-    columns: list[Column[list[str]]] = [
-        Column(names[0], lambda cells: cells[0]),
-        Column(names[1], lambda cells: cells[1]),
-    ]
-    return format_table("iteration", columns, rows)
+    rows = {
+        str(i): [
+            (name, _show(run[i]) if i < len(run) else "", "")
+            for name, run in zip(names, steps, strict=True)
+        ]
+        for i in range(max(map(len, steps)))
+    }
+    return format_table("iteration", rows)
 
 
 def _show(step: Step) -> str:
@@ -213,13 +201,16 @@ def long_among_short() -> Page:
             tbt_p99=numbers.tbt_p99,
             tbt_max=numbers.tbt_max,
         )
-    columns: list[Column[LongRow]] = [
-        Column("short TTFT P50", lambda row: row.short_p50, ".2f"),
-        Column("worst", lambda row: row.short_max, ".2f"),
-        Column("long TTFT", lambda row: row.long, ".2f"),
-        Column("TBT P99", lambda row: row.tbt_p99, ".3f"),
-        Column("longest gap", lambda row: row.tbt_max, ".3f"),
-    ]
+    cells = {
+        label: [
+            ("short TTFT P50", row.short_p50, ".2f"),
+            ("worst", row.short_max, ".2f"),
+            ("long TTFT", row.long, ".2f"),
+            ("TBT P99", row.tbt_p99, ".3f"),
+            ("longest gap", row.tbt_max, ".3f"),
+        ]
+        for label, row in rows.items()
+    }
     return Page(
         "long-prompt",
         "One long prompt among short ones",
@@ -227,7 +218,7 @@ def long_among_short() -> Page:
             f"Four requests of 200 + 100 tokens a second, and twice a prompt of {LONG_PROMPT:,}. "
             f"Budget {LONG_CHUNK:,}; {MODEL} on one A100, simulated. *short* are the requests that "
             "arrive within 5 s of a long one. All in seconds.",
-            format_table("policy", columns, rows),
+            format_table("policy", cells),
             "First come, first served makes every short prompt wait for the rest of the long one. "
             "Whoever lets them pass, by shares, by length or by deadline, serves them within one "
             "iteration or two, and the long one pays with the time that they take. A threshold "
@@ -268,7 +259,7 @@ def memory_to_reserve() -> Page:
     """Reservations side by side on tight memory."""
     lengths = sample_lengths("sharegpt4", 200, MEMORY_MAX_LEN, seed=0)
     base = base_of(CostModel.named(MODEL), MEMORY_MAX_LEN, 512)
-    qps = 2.0 * estimated_qps(base, poisson(lengths, 1.0, seed=0))
+    qps = 2.0 * possible_qps(base, lengths)
     arrivals = poisson(lengths, qps, seed=0)
     rows = {
         f"{reserved} (`{policy}`)": latencies(
@@ -276,15 +267,18 @@ def memory_to_reserve() -> Page:
         )
         for reserved, policy in MEMORY_POLICIES.items()
     }
-    columns: list[Column[Latencies]] = [
-        Column("tokens/s", lambda row: row.tokens_per_s, ",.0f"),
-        Column("run at once", lambda row: row.running, ".1f"),
-        Column("preemptions", lambda row: row.preemptions, ",d"),
-        Column("computed again", lambda row: row.recomputed, ",d"),
-        Column("TTFT P50", lambda row: row.ttft_p50, ".1f"),
-        Column("TBT P99", lambda row: row.tbt_p99, ".3f"),
-        Column("longest gap", lambda row: row.tbt_max, ".2f"),
-    ]
+    cells = {
+        name: [
+            ("tokens/s", row.tokens_per_s, ",.0f"),
+            ("run at once", row.running, ".1f"),
+            ("preemptions", row.preemptions, ",d"),
+            ("computed again", row.recomputed, ",d"),
+            ("TTFT P50", row.ttft_p50, ".1f"),
+            ("TBT P99", row.tbt_p99, ".3f"),
+            ("longest gap", row.tbt_max, ".2f"),
+        ]
+        for name, row in rows.items()
+    }
     return Page(
         "memory",
         "How much memory to reserve?",
@@ -293,7 +287,7 @@ def memory_to_reserve() -> Page:
             f"six requests of max_len = {MEMORY_MAX_LEN:,}. Budget 512, {MODEL} on one A100, "
             "simulated; seconds. Outputs are as long as max_new_tokens says, which real ones "
             "seldom are: that favours whoever reserves them.",
-            format_table("reserved", columns, rows),
+            format_table("reserved", cells),
             "max_len wastes half of the memory or more. Reserving little runs more at once, "
             "preempts, and computes again; an answer that is preempted stands still until then, "
             "which P99 TBT does not show and the longest gap does. Letting decodes wait computes "
@@ -347,7 +341,7 @@ def checklist_settings() -> list[Setting]:
     """The load that shows the gain, and those that hide it."""
     lengths = sample_lengths("sharegpt4", 150, CHECK_MAX_LEN, seed=0)
     base = base_of(CostModel.named(MODEL), CHECK_MAX_LEN, 512)
-    qps = 0.75 * estimated_qps(base, poisson(lengths, 1.0, seed=0))
+    qps = 0.75 * possible_qps(base, lengths)
     chat = poisson(lengths, qps, seed=0)
     short = [(min(prompt, 100), output) for prompt, output in lengths]
     pair = ("vllm", "sarathi-serve")
@@ -367,16 +361,16 @@ def chunking_shows_nothing() -> Page:
     for setting in checklist_settings():
         for policy in setting.policies:
             server = Server(policy, 512, CHECK_MAX_LEN, 64 * CHECK_MAX_LEN, setting.max_batch)
-            rows[f"{setting.description}: {policy}"] = latencies(serve(server, setting.arrivals))
-    columns: list[Column[Latencies]] = [
-        Column("TTFT P50", lambda row: row.ttft_p50, ".3f"),
-        Column("TBT = ITL P50", lambda row: row.tbt_p50, ".3f"),
-        Column("mean", lambda row: row.tbt_mean, ".3f"),
-        Column("P99", lambda row: row.tbt_p99, ".3f"),
-        Column("longest", lambda row: row.tbt_max, ".3f"),
-        Column("TPOT P99", lambda row: row.tpot_p99, ".3f"),
-        Column("tokens/s", lambda row: row.tokens_per_s, ",.0f"),
-    ]
+            row = latencies(serve(server, setting.arrivals))
+            rows[f"{setting.description}: {policy}"] = [
+                ("TTFT P50", row.ttft_p50, ".3f"),
+                ("TBT = ITL P50", row.tbt_p50, ".3f"),
+                ("mean", row.tbt_mean, ".3f"),
+                ("P99", row.tbt_p99, ".3f"),
+                ("longest", row.tbt_max, ".3f"),
+                ("TPOT P99", row.tpot_p99, ".3f"),
+                ("tokens/s", row.tokens_per_s, ",.0f"),
+            ]
     return Page(
         "checklist",
         "Chunking shows nothing here: why?",
@@ -384,7 +378,7 @@ def chunking_shows_nothing() -> Page:
             f"`vllm` computes whole prompts alone, `sarathi-serve` chunks of 512; {MODEL} on one "
             "A100, simulated; seconds. The first load shows the gain, in P99 and in the longest "
             "gap. Each other one hides it.",
-            format_table("load: policy", columns, rows),
+            format_table("load: policy", rows),
             "\n".join(f"- {reason}: `bench.py {command}`" for reason, command in CHECKLIST.items()),
         ],
     )

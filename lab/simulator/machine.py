@@ -6,19 +6,20 @@ Read first: simulation.py, lab/measure/machine.py. Read next: lab/commands/serve
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from config import EngineConfig
 from lab.measure import run_loop, timing, workload
 from lab.measure.capacity import Base
 from lab.measure.machine import RealMachine
-from lab.measure.machine_info import RealMachineInfo
+from lab.measure.machine_info import DistantMachineInfo, RealMachineInfo
 from lab.measure.metrics import Percentiles, percentiles
 from lab.measure.run_loop import Recorder, Run
 from lab.measure.token_budget import BASE_BATCH, Profiled, base_context, time_iterations
 from lab.measure.workload import Arrival
-from lab.simulator.cost_model import Cost, CostModel, FittedCost
-from lab.simulator.simulation import simulate
+from lab.simulator.cost_model import CostModel, FittedCost
+from lab.simulator.simulation import Simulated, simulate
 from parallel import runner_for
 
 VOCABULARY = 256  # of random prompts, which matter only where prefixes are shared
@@ -36,73 +37,23 @@ def base_of(cost: CostModel, max_len: int = 8192, chunk: int = 2048) -> Base:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SimulatedMachineOptions:
-    """The GPUs of a SimulatedMachine, and the load that it is for."""
-
-    device: str  # a name in DEVICES
-    preset: str  # a name in GEOMETRIES
-    tp: int
-    pp: int
-    replicas: int
-    tp_link: str | None  # a name in LINKS; None: the device's own
-    pp_link: str | None  # None: InfiniBand
-    cpu_ms: float  # on the CPU, of each iteration and stage
-    max_len: int
-    chunk: int
-    seed: int
-    shared_prefix: tuple[int, int]
-
-    def cost(self) -> CostModel:
-        """The cost model of these GPUs. Raises ValueError for unknown names, and sizes that do not
-        divide the model."""
-        return CostModel.named(
-            self.preset,
-            self.device,
-            tp=self.tp,
-            pp=self.pp,
-            tp_link=self.tp_link,
-            pp_link=self.pp_link,
-            cpu_s=self.cpu_ms / 1e3,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimulatedMachineInfo:
-    """What is known of simulated GPUs."""
-
-    device: str
-    model: str
-    dtype: str
-    constants: dict[str, Any]  # of the device
-
-    def heading(self) -> str:
-        """The GPUs and the model."""
-        return f"{self.device}\n{self.model}, {self.dtype}\n"
-
-    def to_json(self) -> dict[str, Any]:
-        """All fields."""
-        return asdict(self)
-
-
 class CountingMachine:
     """A machine that serves by the times of a cost model, not by those of a clock."""
 
     def __init__(
         self,
-        cost: Cost,
+        run: Callable[..., Simulated],
         *,
         seed: int,
         shared_prefix: tuple[int, int],
-        replicas: int = 1,
         drift: float = 0.0,
     ) -> None:
-        """`seed` and `shared_prefix` are those of the prompts; `drift` is that of the cost model:
-        how far the real machine changed while it was fitted."""
-        self.cost = cost
+        """`run` is simulation.simulate, or simulate_pools, with a cost model. `seed` and
+        `shared_prefix` are those of the prompts; `drift` is how far the real machine changed while
+        the cost model was fitted to it."""
+        self.run = run
         self.seed = seed
         self.shared_prefix = shared_prefix
-        self.replicas = replicas
         self.drift = drift
 
     def serve(
@@ -117,46 +68,38 @@ class CountingMachine:
         prompts = None  # only their lengths matter
         if config.prefix_caching:
             prompts = workload.prompts(arrivals, VOCABULARY, self.seed, self.shared_prefix)
-        run = self.simulate(config, arrivals, prompts, progress=progress, recorder=recorder)
+        run = self.run(config, arrivals, prompts=prompts, progress=progress, recorder=recorder).run
         return replace(run, drift=self.drift)
-
-    def simulate(
-        self,
-        config: EngineConfig,
-        arrivals: Sequence[Arrival],
-        prompts: Sequence[list[int]] | None,
-        **watching: Any,
-    ) -> Run:
-        """The Run of a load; `watching` is as of LoadRun."""
-        return simulate(
-            self.cost, config, arrivals, prompts, replicas=self.replicas, **watching
-        ).run
 
 
 class SimulatedMachine(CountingMachine):
-    """GPUs of a cost model. Raises ValueError as SimulatedMachineOptions.cost."""
+    """GPUs of a cost model. `model` is the name of the model, `max_len` and `chunk` are of the load
+    that the machine is for."""
 
-    def __init__(self, options: SimulatedMachineOptions) -> None:
-        """The machine of these options."""
-        cost = options.cost()
-        self.gpus = cost
-        super().__init__(
-            cost,
-            seed=options.seed,
-            shared_prefix=options.shared_prefix,
-            replicas=options.replicas,
-        )
-        self.base = base_of(cost, options.max_len, options.chunk)
-        self.micro_batches = options.pp * options.replicas
+    def __init__(
+        self,
+        cost: CostModel,
+        model: str,
+        *,
+        replicas: int,
+        max_len: int,
+        chunk: int,
+        seed: int,
+        shared_prefix: tuple[int, int],
+    ) -> None:
+        run = partial(simulate, cost, replicas=replicas)
+        super().__init__(run, seed=seed, shared_prefix=shared_prefix)
+        self.cost = cost
+        self.base = base_of(cost, max_len, chunk)
+        self.micro_batches = cost.pp * replicas
         device = cost.device
-        gpus = options.tp * self.micro_batches
-        replicas = f", {options.replicas} replicas" if options.replicas > 1 else ""
-        self.info = SimulatedMachineInfo(
+        copies = f", {replicas} replicas" if replicas > 1 else ""
+        self.info = DistantMachineInfo(
             device=(
-                f"simulated: {gpus} x {device.name}, TP {options.tp} x PP {options.pp}{replicas}, "
-                f"{options.cpu_ms:g} ms of CPU per iteration and stage"
+                f"simulated: {cost.tp * self.micro_batches} x {device.name}, TP {cost.tp} x "
+                f"PP {cost.pp}{copies}, {1e3 * cost.cpu_s:g} ms of CPU per iteration and stage"
             ),
-            model=options.preset,
+            model=model,
             dtype="16 bits",
             constants=asdict(device),
         )
@@ -164,7 +107,7 @@ class SimulatedMachine(CountingMachine):
         if self.micro_batches > 1:
             self.notes += (
                 f"the batch of each of {self.micro_batches} micro-batches, "
-                f"the memory of each of {options.replicas} replicas\n"
+                f"the memory of each of {replicas} replicas\n"
             )
 
 
@@ -259,13 +202,9 @@ class FittedMachine(CountingMachine):
         timed = [(row.shape, row.seconds) for row in rows]
         busy = drift > timing.BUSY
         cost = FittedCost([timed[:count]])
-        super().__init__(
-            cost,
-            seed=real.seed,
-            shared_prefix=real.shared_prefix,
-            replicas=real.micro_batches,
-            drift=drift,
-        )
+        run = partial(simulate, cost, replicas=real.micro_batches)
+        super().__init__(run, seed=real.seed, shared_prefix=real.shared_prefix, drift=drift)
+        self.cost = cost
         (law,) = cost.laws
         error = percentiles(abs(law.predict(shape) / s - 1) for shape, s in timed[count:])
         self.info = FittedMachineInfo(

@@ -15,11 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from config import EngineConfig
-from lab.measure.load_run import Run
 from lab.measure.workload import Arrival
 from lab.simulator.cost_model import Cost, CostModel
 from lab.simulator.devices import Link
-from lab.simulator.machine import CountingMachine
 from lab.simulator.simulation import Simulated, Simulation, event_of, run_simulation
 from policies.micro_batches import StageTime
 from policies.pools import Pools, PrefillInstance, Sent, Transfer, TwoPools
@@ -257,42 +255,3 @@ def simulate_pools(
     )
     simulated = run_simulation(simulation, arrivals, prompts, **watching)
     return replace(simulated, run=replace(simulated.run, transfers=simulation.sent))
-
-
-class PooledMachine(CountingMachine):
-    """Simulated GPUs in two pools, which serve as a Machine does."""
-
-    def __init__(
-        self,
-        cost: Cost,
-        pools: Pools,
-        kv_link: KVLink,
-        *,
-        cuts_prompts: bool,
-        seed: int,
-        shared_prefix: tuple[int, int],
-        drift: float = 0.0,
-    ) -> None:
-        super().__init__(cost, seed=seed, shared_prefix=shared_prefix, drift=drift)
-        self.pools = pools
-        self.kv_link = kv_link
-        self.cuts_prompts = cuts_prompts
-
-    def simulate(
-        self,
-        config: EngineConfig,
-        arrivals: Sequence[Arrival],
-        prompts: Sequence[list[int]] | None,
-        **watching: Any,
-    ) -> Run:
-        """The Run of a load, with its transfers."""
-        return simulate_pools(
-            self.cost,
-            config,
-            arrivals,
-            self.pools,
-            self.kv_link,
-            prompts,
-            cuts_prompts=self.cuts_prompts,
-            **watching,
-        ).run

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from config import EngineConfig
-from lab.measure.capacity import estimated_qps, slo_seconds
+from lab.measure.capacity import possible_qps, slo_seconds
 from lab.measure.run_plan import run_plan
 from lab.measure.workload import poisson, sample_lengths
 from lab.simulator.cost_model import CostModel
@@ -81,8 +81,7 @@ def check_policy(policy: str) -> Verdict:
     base = base_of(cost, MAX_LEN, BASE_CHUNK)
     slo_s = slo_seconds("strict", base)
     lengths = sample_lengths("sharegpt4", REQUESTS, MAX_LEN, seed=0)
-    possible_qps = estimated_qps(base, poisson(lengths, 1.0, seed=0))
-    arrivals = poisson(lengths, LOAD * possible_qps, seed=0)
+    arrivals = poisson(lengths, LOAD * possible_qps(base, lengths), seed=0)
     prompts = [[i % 4] * arrival.prompt_len for i, arrival in enumerate(arrivals)]  # share prefixes
     iterations = 0
     wasteful = ""

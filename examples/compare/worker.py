@@ -1,4 +1,4 @@
-"""Another engine, in a process of its own: the program that other_engines.py starts.
+"""Another engine, in a process of its own: the program that engines.py starts.
 
 It runs under any Python that has the engine's packages, and imports nothing of this repository.
 Lines of JSON come and go. The first is a Job; the answer maps the engine's policies to the types

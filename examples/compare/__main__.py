@@ -1,27 +1,23 @@
-"""Other engines on the same requests: `bench.py compare --against transformers,openvino`.
+"""Other engines on the same requests: `python -m examples.compare --against transformers,openvino`.
 
 Prints the tokens per second of each engine, in turns with ours. Random weights, of llama-160m or of
---preset, are saved first, for all to load. Read next: lab/measure/other_engines.py.
+--preset, are saved first, for all to load. Read first: README.md. Read next: engines.py.
 """
 
 import sys
 import time
-from argparse import ArgumentTypeError, Namespace
-from collections.abc import Mapping
+from argparse import ArgumentTypeError
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from tempfile import TemporaryDirectory
 
 import torch
 from tqdm import tqdm
 
-from cli.loading import ModelOptions, add_model_options, load_model
-from cli.options import OptionParser, add_json_option, write_json, wrote
-from lab.commands import offline
-from lab.commands.offline import OfflineOptions
-from lab.measure import timing
-from lab.measure.machine_info import measure_machine
-from lab.measure.offline_load import OfflineLoad
-from lab.measure.other_engines import (
+from cli.console import run
+from cli.loading import ModelOptions, add_layers_option, add_model_options, load_model
+from cli.options import OptionParser, option, write_json, wrote
+from examples.compare.engines import (
     OUR_POLICIES,
     PACKAGES,
     REPEATS,
@@ -33,25 +29,16 @@ from lab.measure.other_engines import (
     requests_served,
     save_random,
 )
+from lab.commands import offline
+from lab.commands.offline import OfflineOptions
+from lab.measure import timing
+from lab.measure.machine_info import measure_machine
+from lab.measure.offline_load import OfflineLoad
 from model import GPTConfig
 from pretrained import checkpoints
-from views.tables import Column, format_table
+from views.tables import format_table
 
 ALL_LAYERS_S = 200  # fewer layers if all engines would take longer, on a CPU
-COMPARE_COLUMNS: list[Column[EngineResult]] = [
-    Column("dtype", lambda result: result.dtype),
-    Column("tokens/s", lambda result: result.tokens_per_s, ",.0f"),
-    Column("ours, sarathi-serve", lambda result: result.sarathi_serve_gain, ".2fx"),
-    Column("ours, vllm", lambda result: result.vllm_gain, ".2fx"),
-    Column("equal tokens", lambda result: result.equal_tokens, ".0%"),
-]
-
-
-@dataclass(frozen=True)
-class CompareOptions(OfflineOptions):
-    """The options of `compare`: those of `offline`, and the other engines."""
-
-    against: dict[str, str]  # engine -> the Python that has its packages
 
 
 def engines(text: str) -> dict[str, str]:
@@ -69,25 +56,29 @@ def engines(text: str) -> dict[str, str]:
     return pythons
 
 
-def add_options(parser: OptionParser) -> None:
-    """Add the options of the command: the engines, and the load of `offline`."""
-    parser.add_option(
-        "--against",
-        help=f"engines that serve the requests too, comma-separated, of {', '.join(PACKAGES)} "
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(OfflineOptions):
+    """The options of `compare`: those of `offline`, and the other engines."""
+
+    against: dict[str, str] = option(  # engine -> the Python that has its packages
+        f"engines that serve the requests too, comma-separated, of {', '.join(PACKAGES)} "
         "(packages openvino-genai, optimum-intel), required; openvino=/its/bin/python where "
         "another has them",
         required=True,
         metavar="ENGINES",
         type=engines,
     )
-    offline.add_load_options(parser, requests_text="2 B")
-    add_json_option(parser)
+
+
+def parse_args(argv: Sequence[str] | None) -> CompareOptions:
+    """The options, checked: the engines, and the load of `offline`. Exits with a message for random
+    weights that cannot be saved."""
+    parser = OptionParser(prog="python -m examples.compare", description="Other engines, in turns.")
+    parser.add_fields(CompareOptions, ("policies", "plot", "html"), requests="2 B")
+    add_layers_option(parser, "all; on a CPU that would take minutes, fewer")
     add_model_options(parser, "llama-13b on a GPU with 40 GB or more, else llama-160m")
-    parser.set_defaults(policies=list(OUR_POLICIES), plot=None, html=None)
-
-
-def resolve(parser: OptionParser, args: Namespace) -> CompareOptions:
-    """The options, checked. Exits with a message for random weights that cannot be saved."""
+    parser.set_defaults(command="compare", policies=list(OUR_POLICIES), plot=None, html=None)
+    args = parser.parse_args(argv)
     args.requests = args.requests or 2 * args.batch
     options = CompareOptions(**vars(offline.resolve(parser, args)), against=args.against)
     model = options.model
@@ -96,8 +87,9 @@ def resolve(parser: OptionParser, args: Namespace) -> CompareOptions:
     return options
 
 
-def main(options: CompareOptions) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Compare, print and write; what there is when it is interrupted, too."""
+    options = parse_args(argv)
     began = time.perf_counter()
     load = options.load
     # each engine, with two policies or so, serves a batch to warm up and then all requests in turns
@@ -159,6 +151,19 @@ def print_results(results: Mapping[str, EngineResult], load: OfflineLoad, chunk:
         f"+ {load.output_len} tokens, in batches\nof {load.batch}, chunk {chunk}; medians of "
         f"{REPEATS}\n"
     )
-    rows = {timing.mark(name, result.busy): result for name, result in results.items()}
-    print(format_table("engine, policy", COMPARE_COLUMNS, rows))
+    rows = {
+        timing.mark(name, result.busy): [
+            ("dtype", result.dtype, ""),
+            ("tokens/s", result.tokens_per_s, ",.0f"),
+            ("ours, sarathi-serve", result.sarathi_serve_gain, ".2fx"),
+            ("ours, vllm", result.vllm_gain, ".2fx"),
+            ("equal tokens", result.equal_tokens, ".0%"),
+        ]
+        for name, result in results.items()
+    }
+    print(format_table("engine, policy", rows))
     print("\nours: over the tokens/s of that engine; equal to sarathi-serve's, but for rounding")
+
+
+if __name__ == "__main__":
+    run(main)

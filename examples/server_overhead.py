@@ -1,14 +1,10 @@
-"""What scheduling and serving over HTTP cost beside the model's work: `bench.py overhead`.
+"""What serving over HTTP costs beside the model's work: `python -m examples.server_overhead`.
 
-    python bench.py overhead schedule     microseconds of one schedule(), policy by policy
-    python bench.py overhead server       tokens/s of the server, and of engine.generate
-
-The server streams to sixteen clients that only count events. It takes turns with the same requests
-to an engine in this process; each has all threads while the other waits. The clients' time is in
-the server's. Read first: lab/measure/schedule_cost.py. Read next: server/README.md.
+Prints tokens/s of the server, and of engine.generate. The server streams to sixteen clients that
+only count events. It takes turns with the same requests to an engine in this process; each has all
+threads while the other waits. The clients' time is in the server's. Read next: server/README.md.
 """
 
-import argparse
 import json
 import os
 import re
@@ -18,32 +14,21 @@ import statistics
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli.options import OptionParser
-from lab.measure.schedule_cost import schedule_us
+from cli.console import run
 from sampling import SamplingParams
 from server.__main__ import make_engine, parse_args
-from views.tables import Column, format_table
 
-ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("schedule", "server")
-RUNNING = 128
-WAITING = 1000
+ROOT = Path(__file__).resolve().parents[1]
 STREAMS = 16
 PROMPT_LEN = 128
 OUTPUT_LEN = 128
 ROUNDS = 7
 SERVER_OPTIONS = ("--preset", "llama-160m", "--max-len", "256", "--port", "0")
-
-
-@dataclass(frozen=True)
-class OverheadOptions:
-    """The options of `overhead`."""
-
-    parts: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -59,38 +44,10 @@ class ServerCost:
         return 1 - self.server_tokens_per_s / self.engine_tokens_per_s
 
 
-def add_options(parser: OptionParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument(
-        "part",
-        nargs="?",
-        choices=PARTS,
-        help=f"{' or '.join(PARTS)} (default: both)",
-    )
-
-
-def resolve(parser: OptionParser, args: argparse.Namespace) -> OverheadOptions:
-    """The options of the command line."""
-    return OverheadOptions(parts=(args.part,) if args.part else PARTS)
-
-
-def main(options: OverheadOptions) -> None:
-    """Measure the parts and print what they cost."""
-    if "schedule" in options.parts:
-        print_schedule_cost(schedule_us(RUNNING, WAITING))
-    if options.parts == PARTS:
-        print()
-    if "server" in options.parts:
-        print_server_cost(measure_server_cost())
-
-
-def print_schedule_cost(medians: dict[str, float]) -> None:
-    """Print the table of `schedule_us`."""
-    columns: list[Column[float]] = [Column("median us", lambda median: median, ".0f")]
-    print(f"schedule() with {RUNNING} requests running and {WAITING:,} waiting\n")
-    print(format_table("policy", columns, medians))
-    slowest = max(medians, key=lambda policy: medians[policy])
-    print(f"\nslowest: {slowest}, {medians[slowest]:.0f} us")
+def main() -> None:
+    """Measure the cost and print it."""
+    ArgumentParser(description=__doc__).parse_args()  # --help prints the text above
+    print_server_cost(measure_server_cost())
 
 
 def print_server_cost(cost: ServerCost) -> None:
@@ -191,3 +148,7 @@ def http_request(body: str) -> bytes:
         body,
     ]
     return "\r\n".join(lines).encode()
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,8 +1,8 @@
 """Other engines and ours, with the same weights and the same requests, in turns.
 
 Each other engine runs in a process of its own, under a Python that has its packages. Engines that
-are servers are compared by remote_server.py. Read first: timing.py. Read next:
-other_engine_worker.py, the program of these processes; lab/commands/compare.py.
+are servers are compared by `bench.py serve --url`. Read first: lab/measure/timing.py. Read next:
+worker.py, the program of these processes.
 """
 
 import json
@@ -23,9 +23,9 @@ import torch
 
 from config import EngineConfig
 from engine import Engine
+from examples.compare.worker import Job, Policy, Serve, Tokens
 from lab.measure import timing, workload
 from lab.measure.offline_load import OfflineLoad
-from lab.measure.other_engine_worker import Job, Policy, Serve, Tokens
 from model import GPT, GPTConfig
 from pretrained import checkpoints
 from sampling import SamplingParams
@@ -33,7 +33,7 @@ from sampling import SamplingParams
 PACKAGES = {"transformers": "transformers", "openvino": "openvino_genai"}  # of each engine
 OUR_POLICIES = ("sarathi-serve", "vllm")
 REPEATS = 3  # turns of each engine that count
-WORKER = Path(__file__).with_name("other_engine_worker.py")
+WORKER = Path(__file__).with_name("worker.py")
 FIND_PACKAGE = "import sys, importlib.util as util; sys.exit(not util.find_spec(sys.argv[1]))"
 
 
@@ -196,7 +196,7 @@ def share_of_equal_tokens(outputs: Tokens, reference: Tokens) -> float:
 
 
 class OtherEngine:
-    """A process of other_engine_worker.py."""
+    """A process of worker.py."""
 
     def __init__(self, process: subprocess.Popen[str], engine: str, log: Path) -> None:
         self.process = process

@@ -1,0 +1,1 @@
+"""Other engines beside this one: `python -m examples.compare --against transformers,openvino`."""
