@@ -35,7 +35,7 @@ from pretrained.tokenizers import TextStream, Tokenizer, Writer, has_stop, write
 from request import Batch, Completion, Event, Iteration, Request
 from sampling import SamplingParams, params_of_each
 from scheduler import Scheduler
-from speedups.runner import Runner, Sampled, warm_up_loads
+from speedups.runner import Runner, warm_up_loads
 
 Prompt = str | Sequence[int]  # text, if there is a tokenizer, or token ids
 
@@ -209,11 +209,7 @@ class Engine:
         """Forward and sample. `start` is when the step began."""
         flat = FlatBatch.build(batch, self.runner.attention)
         launch = self.clock()
-        logits = self.runner.forward(flat)
-        requests = [chunk.request for chunk in batch if chunk.yields_token]
-        params = [request.params for request in requests]
-        positions = [len(request.tokens) - request.prompt_len for request in requests]
-        tokens = tokens_of(batch, self.runner.fetch(logits, params, positions))
+        tokens = self.runner.sample(self.runner.forward(flat), batch)
         return Computed(batch, tokens, self.scheduler.iteration(batch, start, self.clock(), launch))
 
     def _advance(self, computed: Computed) -> list[Event]:
@@ -339,19 +335,3 @@ class Engine:
             request.finish_reason = "abort"
             self.scheduler.requests.pop(request.id, None)
         self.scheduler.journal.begin_anew()
-
-
-def tokens_of(batch: Batch, sampled: Sequence[Sampled]) -> list[int | None]:
-    """The token of each chunk, None for a chunk that yields none. Requests learn their logprobs."""
-    results = iter(sampled)
-    tokens: list[int | None] = []
-    for chunk in batch:
-        if not chunk.yields_token:
-            tokens.append(None)
-            continue
-        token, logprob = next(results)
-        tokens.append(token)
-        request = chunk.request
-        if logprob is not None and request.params.logprobs:
-            request.logprobs[chunk.end - request.prompt_len :] = [logprob]
-    return tokens

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from config import MAX_BATCH, EngineConfig
-from engine import Computed, Engine, tokens_of
+from engine import Computed, Engine
 from model import FlatBatch
 from parallel.ranks import Ranks
 from parallel.shard import Shard
@@ -24,7 +24,7 @@ from policies.micro_batches import MicroBatches, StageTime
 from request import Batch, Chunk, Completion, Event, Iteration
 from sampling import SamplingParams
 from scheduler import Scheduler
-from speedups.runner import Runner, Sampled
+from speedups.runner import Runner, Sampled, tokens_of
 
 
 class SentChunk(NamedTuple):

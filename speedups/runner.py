@@ -2,7 +2,7 @@
 
     runner = Runner(model, pages=16, page_size=2048)
     logits = runner.forward(FlatBatch.build(chunks, runner.attention))
-    sampled = runner.fetch(logits, params, positions)
+    tokens = runner.sample(logits, chunks)
 
 Read first: engine.py, which calls it. Read next: cuda_graphs.py, packed_linear.py."""
 
@@ -50,6 +50,13 @@ class Runner:
             self.wait()
         return logits.argmax(dim=-1).tolist()
 
+    def sample(self, logits: Tensor, batch: Sequence[Chunk]) -> list[int | None]:
+        """The token after each chunk, None for one that yields none, see tokens_of."""
+        requests = [chunk.request for chunk in batch if chunk.yields_token]
+        params = [request.params for request in requests]
+        positions = [len(request.tokens) - request.prompt_len for request in requests]
+        return tokens_of(batch, self.fetch(logits, params, positions))
+
     def fetch(
         self, logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
     ) -> list[Sampled]:
@@ -74,6 +81,22 @@ class Runner:
         """Clear the cache, and compile what decodes of up to `max_batch` requests need."""
         self.cache.data.zero_()
         compile_decodes(self, max_batch)
+
+
+def tokens_of(batch: Sequence[Chunk], sampled: Sequence[Sampled]) -> list[int | None]:
+    """The token of each chunk, None for a chunk that yields none. Requests learn their logprobs."""
+    results = iter(sampled)
+    tokens: list[int | None] = []
+    for chunk in batch:
+        if not chunk.yields_token:
+            tokens.append(None)
+            continue
+        token, logprob = next(results)
+        tokens.append(token)
+        request = chunk.request
+        if logprob is not None and request.params.logprobs:
+            request.logprobs[chunk.end - request.prompt_len :] = [logprob]
+    return tokens
 
 
 def warm_up_loads(config: EngineConfig) -> list[tuple[list[list[int]], list[SamplingParams]]]:
