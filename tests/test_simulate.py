@@ -118,11 +118,10 @@ def wait_for(done, seconds=120):
 
 
 def test_an_interrupt_keeps_the_tables_that_are_done_and_their_pictures(tmp_path, monkeypatch):
-    class Figure:
-        def draw(self, title, file):
-            file.write_text(title)
+    def draw(title, file):
+        file.write_text(title)
 
-    table = Table("S-F1", "a title", quantities=[], figure=Figure(), rows=[{"": "a row"}])
+    table = Table("S-F1", "a title", quantities=[], figure=draw, rows=[{"": "a row"}])
     done = Experiment(lambda setup: iter([table]), "S-F1", is_drawn=True)
     interrupted = replace(done, function=Mock(side_effect=KeyboardInterrupt))
     experiments = {"pipeline": done, "bubbles": interrupted}
