@@ -16,7 +16,7 @@ import torch
 
 import bench
 import examples.compare.__main__
-import lab.simulator.fit
+import examples.fit_device
 import sample
 import server.__main__
 from cli.console import explain
@@ -34,8 +34,8 @@ MODULES = (
     "examples.compare",
     "examples.compare.worker",
     "examples.server_overhead",
-    "lab.measure.schedule_cost",
-    "lab.simulator.fit",
+    "examples.schedule_cost",
+    "examples.fit_device",
 )
 SCRIPTS = ("bench.py", "sample.py", "examples/compare/worker.py")
 POSITIONALS = {  # arguments of each command, each list one choice
@@ -100,7 +100,7 @@ RUN = {  # command lines that end soon, to which options are added
     "paper": f"bench.py paper --list {TINY}",
     "pipeline": f"bench.py pipeline --pp 2 {TINY}",
     "check": "bench.py check vllm",
-    "fit": "-m lab.simulator.fit trace.csv",
+    "fit": "-m examples.fit_device trace.csv",
     "trace": f"bench.py serve {SIMULATED} --trace trace.csv",
     "custom": f"bench.py serve {SIMULATED} --policies own.py:Own",
     "remote": "bench.py serve --url http://127.0.0.1:9/v1 --qps 5 --slo 1 --requests 2",
@@ -112,7 +112,7 @@ PROGRAMS = {
     "sample": sample.parse_args,
     "server": server.__main__.parse_args,
     "compare": examples.compare.__main__.parse_args,
-    "fit": lab.simulator.fit.parse_args,
+    "fit": examples.fit_device.parse_args,
 }
 TAKES_LONG = {"--compile", "--preset", "--qps", "--repeats"}  # with some values
 
@@ -292,5 +292,5 @@ def test_all_modules_that_are_programs_are_tried():
     known |= {f"{name}/__main__.py" for name in modules}
     assert programs["file"] <= known
     assert {name for name in programs["-m"] if not name.endswith("__init__.py")} <= known
-    assert {"server/__main__.py", "lab/simulator/fit.py"} <= programs["file"]
+    assert {"server/__main__.py", "examples/fit_device.py"} <= programs["file"]
     assert {"examples/offline.py", "examples/online.py"} <= programs["-m"]

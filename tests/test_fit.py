@@ -5,9 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from examples import fit_device
 from lab.simulator.cost_model import LayerMatrices, matrices, product_seconds
 from lab.simulator.devices import A100
-from lab.simulator.fit import COLUMNS, fit_products, main, product_errors, read_products
+from lab.simulator.fit import COLUMNS, fit_products, product_errors, read_products
 from model import GPTConfig
 from tests.helpers import with_slow
 from tests.test_cost_model import MATH, SMALL
@@ -97,6 +98,6 @@ EXTREME = {  # lines: each number is allowed, and nothing of all this may overfl
 def test_extreme_times_end_in_a_table(tmp_path, capsys, lines):
     file = tmp_path / "profile.csv"
     file.write_text("\n".join([HEADER, *lines]))
-    main([str(file)])
+    fit_device.main([str(file)])
     text = capsys.readouterr().out
     assert text.count("\n| ") == 5 and "nan" not in text and "inf" not in text

@@ -45,7 +45,7 @@ MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
     "lab.commands": f"{LIBRARIES} cli lab.papers server browser",
     "bench": f"{LIBRARIES} cli lab.commands",
     "sample": f"{ENGINE} parallel cli",
-    "examples": ENGINE,
+    "examples": f"{LIBRARIES} cli lab.commands server",
 }
 MAY_IMPORT_LATE = {  # other packages, within functions or for annotations alone
     "kv_cache": "torch",

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+import examples.schedule_cost
 from examples import server_overhead
 from examples.server_overhead import ServerCost
 from lab.measure import schedule_cost
@@ -43,7 +44,7 @@ def test_every_policy_is_timed_under_load(known_us):
 
 
 def test_the_table_names_the_slowest_policy(known_us, capsys):
-    schedule_cost.main()
+    examples.schedule_cost.main()
     text = capsys.readouterr().out
     rows = [line.strip("| ").split("|") for line in text.splitlines() if line.startswith("| ")]
     assert {name.strip(): cost.strip() for name, cost in rows[1:]} == {

@@ -18,8 +18,8 @@ import exercises.__main__
 import sample
 import server.__main__
 from engine import Engine
+from examples import fit_device
 from examples.compare import __main__ as compare
-from lab.simulator import fit
 from lab.simulator.cost_model import CostModel
 from sampling import SamplingParams
 from scheduler import SarathiServe
@@ -58,7 +58,7 @@ PARSERS = {
     "server": server.__main__.parse_args,
     "exercises": exercises.__main__.parse_args,
     "examples.compare": compare.parse_args,
-    "lab.simulator.fit": fit.parse_args,
+    "examples.fit_device": fit_device.parse_args,
 }
 REQUIRED = {  # arguments of a command, where a sentence only names the command
     "batches": ["64"],
@@ -182,7 +182,7 @@ def commands(text):
     blocks = re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)
     lines = [line for block in blocks for line in re.split(r"&&|(?<!\\)\n", block)]
     prose = re.sub("```.*?```|<!--.*?-->", "", text, flags=re.DOTALL)
-    programs = r"(?:bench\.py|sample\.py|-m server|-m exercises|-m lab\.simulator\.fit)"
+    programs = r"(?:bench\.py|sample\.py|-m server|-m exercises|-m examples\.fit_device)"
     lines += re.findall(rf"`([^`]*{programs} [^`…]+)`", prose)
     for table in re.findall(r"(?m)^\| claim +\| +command \|.*\n.*\n((?:\|.*\n)*)", prose):
         lines += ["bench.py " + row.split(" | ")[1].strip(" `") for row in table.splitlines()]

@@ -15,10 +15,10 @@ from unittest.mock import Mock
 import pytest
 
 import bench
+from examples import fit_device
 from lab.commands import simulate
 from lab.papers.comparison import Table
 from lab.papers.simulated import Experiment
-from lab.simulator import fit
 from lab.simulator.cost_model import matrices, product_seconds
 from lab.simulator.devices import A100, GEOMETRIES
 from lab.simulator.fit import COLUMNS
@@ -118,11 +118,10 @@ def wait_for(done, seconds=120):
 
 
 def test_an_interrupt_keeps_the_tables_that_are_done_and_their_pictures(tmp_path, monkeypatch):
-    class Figure:
-        def draw(self, title, file):
-            file.write_text(title)
+    def draw(title, file):
+        file.write_text(title)
 
-    table = Table("S-F1", "a title", quantities=[], figure=Figure(), rows=[{"": "a row"}])
+    table = Table("S-F1", "a title", quantities=[], figure=draw, rows=[{"": "a row"}])
     done = Experiment(lambda setup: iter([table]), "S-F1", is_drawn=True)
     interrupted = replace(done, function=Mock(side_effect=KeyboardInterrupt))
     experiments = {"pipeline": done, "bubbles": interrupted}
@@ -207,7 +206,7 @@ def test_fit_prints_the_constants_that_times_were_made_from(tmp_path, capsys):
     file = tmp_path / "times.csv"
     file.write_text("\n".join(",".join(map(str, line)) for line in lines))
     words = [str(file), "--preset", "llama-13b", "--tp"]
-    fit.main([*words, "2"])
+    fit_device.main([*words, "2"])
     text = capsys.readouterr().out
     ((head, *rows),) = printed_tables(text)
     assert f"{file}: matrix products of a layer of llama-13b, TP 2, {len(sizes)} sizes" in text
@@ -223,10 +222,10 @@ def test_fit_prints_the_constants_that_times_were_made_from(tmp_path, capsys):
         assert found["fitted"][error] < 0.01 < found["fitted, without tiles"][error]
     assert found["A100-80GB"]["TFLOP/s"] == pytest.approx(A100.flops_per_s / 1e12, abs=0.5)
     with pytest.raises(ValueError, match="tp=3: must divide n_head=40"):
-        fit.main([*words, "3"])
+        fit_device.main([*words, "3"])
     for option, one in {"preset": "llama", "simulate": "a1"}.items():
         with pytest.raises(ValueError, match=f"{option}='{one}': must be one of "):
-            fit.main(["times.csv", f"--{option}", one])
+            fit_device.main(["times.csv", f"--{option}", one])
 
 
 WHOLE = "must be a whole number of at least"

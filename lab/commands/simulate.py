@@ -135,7 +135,7 @@ def draw_all(tables: Sequence[Table], plot: str | None) -> None:
     for table in tables:
         if plot and table.figure is not None:
             file = Path(plot).with_stem(f"{Path(plot).stem}-{table.claim}")
-            table.figure.draw(f"{table.claim}: {table.title}", file)
+            table.figure(f"{table.claim}: {table.title}", file)
             wrote(file)
 
 

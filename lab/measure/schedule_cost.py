@@ -1,17 +1,14 @@
-"""What one call of a policy's `schedule()` costs: `python -m lab.measure.schedule_cost`.
+"""What one call of a policy's `schedule()` costs.
 
-Many requests decode and share pages, and many more wait. Read first: scheduler.py.
-"""
+Many requests decode and share pages, and many more wait. Read first: scheduler.py. Read next:
+examples/schedule_cost.py, which prints the times."""
 
 import statistics
 import timeit
-from argparse import ArgumentParser
 
-from cli.console import run
 from policies import ALL_POLICIES, make_scheduler
 from policies.pages import CachedPages
 from scheduler import Request, Scheduler
-from views.tables import format_table
 
 CALLS = 200
 RUNNING = 128
@@ -45,18 +42,3 @@ def loaded_scheduler(policy: str, running: int, waiting: int) -> Scheduler:
         pages.keep(request, start=0)
         request.tokens.append(0)  # it decodes
     return scheduler
-
-
-def main() -> None:
-    """Print the table of `schedule_us`."""
-    ArgumentParser(description=__doc__).parse_args()  # --help prints the text above
-    medians = schedule_us()
-    rows = {policy: [("median us", us, ".0f")] for policy, us in medians.items()}
-    print(f"schedule() with {RUNNING} requests running and {WAITING:,} waiting\n")
-    print(format_table("policy", rows))
-    slowest = max(medians, key=lambda policy: medians[policy])
-    print(f"\nslowest: {slowest}, {medians[slowest]:.0f} us")
-
-
-if __name__ == "__main__":
-    run(main)

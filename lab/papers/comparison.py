@@ -8,10 +8,10 @@ Read next: simulated.py, whose experiments return these tables."""
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from lab.measure.capacity import Bounded
 from views.tables import markdown
@@ -56,29 +56,18 @@ def paper_beside(spec: str) -> Quantity:
     return Quantity("simulated", spec, "simulated", "paper", "error")
 
 
-class Figure(Protocol):
-    """A picture of a table, or of what it cannot show."""
-
-    def draw(self, title: str, file: Path) -> None:
-        """Draw it and write it to `file`."""
-        ...
+Panels = dict[str, dict[str, tuple[float | None, float | None]]]  # quantity -> row -> both numbers
 
 
-@dataclass(frozen=True)
-class BarFigure:
-    """Simulated numbers as bars, and published ones on them."""
+def draw_beside(panels: Panels, title: str, file: Path) -> None:
+    """Draw simulated numbers as bars, and published ones on them, and write them to `file`."""
+    from views.bars import Beside, plot_beside_published  # matplotlib takes a second
 
-    panels: dict[str, dict[str, tuple[float | None, float | None]]]  # quantity -> row -> both
-
-    def draw(self, title: str, file: Path) -> None:
-        """Draw it and write it to `file`."""
-        from views.bars import Beside, plot_beside_published  # matplotlib takes a second
-
-        panels = {
-            quantity: {name: Beside(*both) for name, both in rows.items()}
-            for quantity, rows in self.panels.items()
-        }
-        plot_beside_published(panels, "\n".join(textwrap.wrap(title, 100)), file)
+    bars = {
+        quantity: {name: Beside(*both) for name, both in rows.items()}
+        for quantity, rows in panels.items()
+    }
+    plot_beside_published(bars, "\n".join(textwrap.wrap(title, 100)), file)
 
 
 @dataclass
@@ -91,7 +80,7 @@ class Table:
     quantities: Sequence[Quantity]
     row_head: str = ""
     note: str = ""
-    figure: Figure | None = None
+    figure: Callable[[str, Path], None] | None = None  # draws it with a title to a file
     rows: list[dict[str, Cell]] = field(default_factory=list)  # {head of a column: its cell}
     errors: list[float] = field(default_factory=list)
 
@@ -135,7 +124,7 @@ class Table:
 
     def draw_bars(self) -> None:
         """Let `figure` show, as it is, each quantity that a paper published."""
-        panels = {}
+        panels: Panels = {}
         for quantity in self.quantities:
             if quantity.published_head is not None:
                 panels[quantity.name] = {
@@ -145,7 +134,7 @@ class Table:
                     )
                     for row in self.rows
                 }
-        self.figure = BarFigure(panels)
+        self.figure = partial(draw_beside, panels)
 
     def columns(self) -> dict[str, str]:
         """{head: format} of all columns, the names of the rows first."""

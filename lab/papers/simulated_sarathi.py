@@ -5,6 +5,7 @@ simulated_serving.py."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -25,13 +26,13 @@ from lab.papers.systems import (
     GPT3_MAX_LEN,
     GPT3_PIPELINE,
     GPT3_REPLICA,
-    BubbleFigure,
     Case,
     OfflineJob,
     OfflineRun,
     Setup,
     chunking_ratio,
     decode_speedup,
+    draw_bubbles,
     gains,
     offline,
     sarathi_gain,
@@ -312,7 +313,7 @@ def figure_12_systems(runs: Figure12Runs) -> Table:
             only_simulated("median bubble of a request s", ".2f"),
         ],
         note="Paper: batches of 27 (each of 8 micro-batches in flight) and 11.",
-        figure=BubbleFigure(systems),
+        figure=partial(draw_bubbles, systems),
     )
     for name, run in systems.items():
         simulated = {
@@ -367,18 +368,13 @@ def figure_12_variants(runs: dict[str, Figure12Runs]) -> Table:
 # --- bubbles of four requests
 
 
-@dataclass(frozen=True)
-class PipelineFigure:
-    """When the stages of a pipeline worked and when they waited (S-F1, S-F5, SS-F8)."""
+def draw_stages(stage_runs: dict[str, list[StageRun]], title: str, file: Path) -> None:
+    """Draw when the stages of a pipeline worked and when they waited under each policy (S-F1, S-F5,
+    SS-F8)."""
+    from views.pipelines import plot_pipeline  # matplotlib takes a second
 
-    stage_runs: dict[str, list[StageRun]]  # of each policy
-    kinds: dict[str, list[tuple[StageRun, str]]]  # the bubble_kinds of these
-
-    def draw(self, title: str, file: Path) -> None:
-        """Draw it and write it to `file`."""
-        from views.pipelines import plot_pipeline  # matplotlib takes a second
-
-        plot_pipeline(self.stage_runs, self.kinds, title, file)
+    kinds = {policy: bubble_kinds(runs) for policy, runs in stage_runs.items()}
+    plot_pipeline(stage_runs, kinds, title, file)
 
 
 def bubble_example(setup: Setup) -> Iterator[Table]:
@@ -395,8 +391,7 @@ def bubble_example(setup: Setup) -> Iterator[Table]:
     )
     cost = replace(GPT3_PIPELINE, pp=2)
     arrivals = [Arrival(0.0, prompt_len, 20) for prompt_len in (2048, 1024, 2040, 1020)]
-    stage_runs = {}
-    kinds = {}
+    stage_runs: dict[str, list[StageRun]] = {}
     for policy in ("orca-best", "sarathi-serve"):
         config = EngineConfig(
             policy=policy,
@@ -408,12 +403,11 @@ def bubble_example(setup: Setup) -> Iterator[Table]:
         )
         simulated = simulate(cost, config, arrivals)
         stage_runs[policy] = simulated.stage_runs
-        kinds[policy] = bubble_kinds(simulated.stage_runs)
         milliseconds = {"PB1": 0.0, "PB2": 0.0, "PB3": 0.0}
-        for stage_run, kind in kinds[policy]:
+        for stage_run, kind in bubble_kinds(simulated.stage_runs):
             milliseconds[kind] += 1e3 * stage_run.bubble
         all_bubbles = sum(milliseconds.values())
         makespan = 1e3 * simulated.run.seconds
         table.add(policy, milliseconds | {"all bubbles": all_bubbles, "makespan": makespan})
-    table.figure = PipelineFigure(stage_runs, kinds)
+    table.figure = partial(draw_stages, stage_runs)
     yield table

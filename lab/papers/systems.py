@@ -496,14 +496,9 @@ def most_at_once(completions: Iterable[Completion]) -> int:
     return max(running, default=0)
 
 
-@dataclass(frozen=True)
-class BubbleFigure:
-    """How long bubbles held up requests, and when these were done (S-F12)."""
+def draw_bubbles(systems: dict[str, OfflineRun], title: str, file: Path) -> None:
+    """Draw how long bubbles held up requests, and when these were done (S-F12). The name of a
+    system begins with that of a policy and a comma."""
+    from views.pipelines import plot_bubbles  # matplotlib takes a second
 
-    systems: dict[str, OfflineRun]  # a name begins with that of a policy and a comma
-
-    def draw(self, title: str, file: Path) -> None:
-        """Draw it and write it to `file`."""
-        from views.pipelines import plot_bubbles  # matplotlib takes a second
-
-        plot_bubbles(self.systems, title, file)
+    plot_bubbles(systems, title, file)

@@ -4,7 +4,7 @@
 
 Read first: policies/today.py, policies/remedies.py. Read next: lab/commands/today.py."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,6 +35,18 @@ class Page:
     def to_markdown(self) -> str:
         """The page as text."""
         return "\n\n".join([f"## {self.question}", *self.parts])
+
+
+def chart_of(
+    rows: Mapping[str, Sequence[tuple[str, float, str]]], quantities: Mapping[str, str]
+) -> dict[str, dict[str, float]]:
+    """The chart of some columns of a table: {head of the column: name of the quantity}."""
+    chart: dict[str, dict[str, float]] = {}
+    for name, row in rows.items():
+        for head, number, _ in row:
+            if head in quantities:
+                chart.setdefault(quantities[head], {})[name.replace("`", "")] = number
+    return {quantity: chart[quantity] for quantity in quantities.values()}
 
 
 # ---- 1. Who does what today ----------------------------------------------------------------------
@@ -159,17 +171,6 @@ LONG_POLICIES: dict[str, tuple[str, dict[str, object]]] = {  # label -> policy, 
 }
 
 
-@dataclass(frozen=True)
-class LongRow:
-    """A row of the table about the long prompt."""
-
-    short_p50: float
-    short_max: float
-    long: float
-    tbt_p99: float
-    tbt_max: float
-
-
 def long_among_short_load() -> list[Arrival]:
     """Four short requests a second for 30 s; one long prompt after 5 s and one after 15 s."""
     short = poisson([(200, 100)] * 120, 4.0, seed=0)
@@ -194,23 +195,17 @@ def long_among_short() -> Page:
             and 0 <= (a.time - first_long) % 10 < 5
             and first_long <= a.time < first_long + 15
         ]
-        rows[label] = LongRow(
-            short_p50=float(np.median(behind)),
-            short_max=max(behind),
-            long=max(c.ttft or 0.0 for a, c in pairs if a.prompt_len == LONG_PROMPT),
-            tbt_p99=numbers.tbt_p99,
-            tbt_max=numbers.tbt_max,
-        )
-    cells = {
-        label: [
-            ("short TTFT P50", row.short_p50, ".2f"),
-            ("worst", row.short_max, ".2f"),
-            ("long TTFT", row.long, ".2f"),
-            ("TBT P99", row.tbt_p99, ".3f"),
-            ("longest gap", row.tbt_max, ".3f"),
+        rows[label] = [
+            ("short TTFT P50", float(np.median(behind)), ".2f"),
+            ("worst", max(behind), ".2f"),
+            (
+                "long TTFT",
+                max(c.ttft or 0.0 for a, c in pairs if a.prompt_len == LONG_PROMPT),
+                ".2f",
+            ),
+            ("TBT P99", numbers.tbt_p99, ".3f"),
+            ("longest gap", numbers.tbt_max, ".3f"),
         ]
-        for label, row in rows.items()
-    }
     return Page(
         "long-prompt",
         "One long prompt among short ones",
@@ -218,7 +213,7 @@ def long_among_short() -> Page:
             f"Four requests of 200 + 100 tokens a second, and twice a prompt of {LONG_PROMPT:,}. "
             f"Budget {LONG_CHUNK:,}; {MODEL} on one A100, simulated. *short* are the requests that "
             "arrive within 5 s of a long one. All in seconds.",
-            format_table("policy", cells),
+            format_table("policy", rows),
             "First come, first served makes every short prompt wait for the rest of the long one. "
             "Whoever lets them pass, by shares, by length or by deadline, serves them within one "
             "iteration or two, and the long one pays with the time that they take. A threshold "
@@ -230,12 +225,15 @@ def long_among_short() -> Page:
             "all answers stand still meanwhile, which P99 TBT does not show; an interval cures "
             "that, and both prompts wait longer.",
         ],
-        {
-            "worst short TTFT, s": {label: row.short_max for label, row in rows.items()},
-            "long TTFT, s": {label: row.long for label, row in rows.items()},
-            "P99 TBT, s": {label: row.tbt_p99 for label, row in rows.items()},
-            "longest gap, s": {label: row.tbt_max for label, row in rows.items()},
-        },
+        chart_of(
+            rows,
+            {
+                "worst": "worst short TTFT, s",
+                "long TTFT": "long TTFT, s",
+                "TBT P99": "P99 TBT, s",
+                "longest gap": "longest gap, s",
+            },
+        ),
     )
 
 
@@ -261,14 +259,10 @@ def memory_to_reserve() -> Page:
     base = base_of(CostModel.named(MODEL), MEMORY_MAX_LEN, 512)
     qps = 2.0 * possible_qps(base, lengths)
     arrivals = poisson(lengths, qps, seed=0)
-    rows = {
-        f"{reserved} (`{policy}`)": latencies(
-            serve(Server(policy, 512, MEMORY_MAX_LEN, MEMORY_TOKENS), arrivals)
-        )
-        for reserved, policy in MEMORY_POLICIES.items()
-    }
-    cells = {
-        name: [
+    rows = {}
+    for reserved, policy in MEMORY_POLICIES.items():
+        row = latencies(serve(Server(policy, 512, MEMORY_MAX_LEN, MEMORY_TOKENS), arrivals))
+        rows[f"{reserved} (`{policy}`)"] = [
             ("tokens/s", row.tokens_per_s, ",.0f"),
             ("run at once", row.running, ".1f"),
             ("preemptions", row.preemptions, ",d"),
@@ -277,8 +271,6 @@ def memory_to_reserve() -> Page:
             ("TBT P99", row.tbt_p99, ".3f"),
             ("longest gap", row.tbt_max, ".2f"),
         ]
-        for name, row in rows.items()
-    }
     return Page(
         "memory",
         "How much memory to reserve?",
@@ -287,19 +279,22 @@ def memory_to_reserve() -> Page:
             f"six requests of max_len = {MEMORY_MAX_LEN:,}. Budget 512, {MODEL} on one A100, "
             "simulated; seconds. Outputs are as long as max_new_tokens says, which real ones "
             "seldom are: that favours whoever reserves them.",
-            format_table("reserved", cells),
+            format_table("reserved", rows),
             "max_len wastes half of the memory or more. Reserving little runs more at once, "
             "preempts, and computes again; an answer that is preempted stands still until then, "
             "which P99 TBT does not show and the longest gap does. Letting decodes wait computes "
             "least again; how long an answer then stands still depends on when others end. The "
             "peak admits nearly as many as the prompt alone, and preempts nobody here.",
         ],
-        {
-            "tokens/s": {name.replace("`", ""): row.tokens_per_s for name, row in rows.items()},
-            "preemptions": {name.replace("`", ""): row.preemptions for name, row in rows.items()},
-            "TTFT P50, s": {name.replace("`", ""): row.ttft_p50 for name, row in rows.items()},
-            "longest gap, s": {name.replace("`", ""): row.tbt_max for name, row in rows.items()},
-        },
+        chart_of(
+            rows,
+            {
+                "tokens/s": "tokens/s",
+                "preemptions": "preemptions",
+                "TTFT P50": "TTFT P50, s",
+                "longest gap": "longest gap, s",
+            },
+        ),
     )
 
 

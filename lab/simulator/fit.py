@@ -1,16 +1,13 @@
 """Constants of a device, fitted to measured times of a layer's matrix products.
 
-    python -m lab.simulator.fit times.csv
-
 `fit_products` searches the rate, the bandwidth, the launch time and the tile with which
-`cost_model.product_seconds` predicts the measured times best. The program prints them and the
-errors that are left, with and without tiles, beside those of a known device. The A100's constants
-in devices.py come from it. Read first: cost_model.py.
+`cost_model.product_seconds` predicts the measured times best. The A100's constants in devices.py
+come from it. Read first: cost_model.py. Read next: examples/fit_device.py, which prints the result.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -18,13 +15,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cli.console import run
-from cli.options import OptionParser, from_args, nonempty_text, option, whole
 from lab.measure.workload import TOKENS, FieldType, read_columns
 from lab.simulator.cost_model import BYTES, matrices, product_seconds
-from lab.simulator.devices import DEVICES, GEOMETRIES, Device, find
+from lab.simulator.devices import Device
 from model import GPTConfig
-from views.tables import format_table
 
 # columns of Vidur's profiles, in the order of cost_model.matrices
 COLUMNS = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj")
@@ -148,74 +142,3 @@ def narrowed(low: float, high: float, center: float) -> tuple[float, float]:
     """A third of the range on either side of its best point; a rate stays above 0."""
     third = (high - low) / 3
     return max(center - third, center / 1e6), center + third
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitOptions:
-    """The options of the program."""
-
-    file: str
-    preset: str = option(
-        "the geometry whose layer was measured",
-        metavar="NAME",
-        type=nonempty_text,
-        default="llama-7b",
-    )
-    tp: int = option("on one of so many GPUs", default=1, type=whole(minimum=1))
-    simulate: str = option(
-        "compare with this device's constants",
-        type=nonempty_text,
-        default="a100-80gb",
-        metavar="DEVICE",
-    )
-
-
-def parse_args(argv: Sequence[str] | None) -> FitOptions:
-    """The options of the command line."""
-    parser = OptionParser(prog="python -m lab.simulator.fit", description="Fit a device.")
-    parser.add_argument(
-        "file",
-        help=f"CSV with num_tokens and, in ms, {', '.join(COLUMNS)}",
-        type=nonempty_text,
-    )
-    parser.add_fields(FitOptions)
-    return from_args(FitOptions, parser.parse_args(argv))
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Fit the constants and print them. Raises ValueError for unknown names and for a bad file."""
-    options = parse_args(argv)
-    config = find(GEOMETRIES, "preset", options.preset)
-    known = find(DEVICES, "simulate", options.simulate)
-    tokens, seconds = read_products(options.file)
-    devices = {
-        "fitted": fit_products(known, config, tokens, seconds, options.tp),
-        "fitted, without tiles": fit_products(
-            known, config, tokens, seconds, options.tp, tiles=(1,)
-        ),
-        known.name: known,
-        f"{known.name}, without tiles": replace(known, tile=1),
-    }
-    rows = {}
-    for name, device in devices.items():
-        of_layer, of_each = product_errors(device, config, tokens, seconds, options.tp)
-        layer_median, layer_p90 = np.quantile(of_layer, (0.5, 0.9))
-        product_median, product_p90 = np.quantile(of_each, (0.5, 0.9))
-        rows[name] = [
-            ("TFLOP/s", device.flops_per_s / 1e12, ".0f"),
-            ("TB/s", device.bytes_per_s / 1e12, ".2f"),
-            ("us to start", 1e6 * device.op_s, ".1f"),
-            ("tile", device.tile, "d"),
-            ("of a layer: median", layer_median, ".1%"),
-            ("its P90", layer_p90, ".1%"),
-            ("of each: median", product_median, ".1%"),
-            ("P90", product_p90, ".1%"),
-        ]
-    sizes = f"TP {options.tp}, {len(tokens)} sizes"
-    print(f"{options.file}: matrix products of a layer of {options.preset}, {sizes}\n")
-    print(format_table("constants", rows))
-    print("\nerrors, over all sizes: of a layer's four products in sum, and of each of them alone")
-
-
-if __name__ == "__main__":
-    run(main)
