@@ -215,12 +215,12 @@ class AddingInstance(Instance):
         self.runners[key] = SimpleNamespace(model=self.model, cache=cache, attention=None)
         return True
 
-    def run(self, key, spans, params, positions):
+    def run(self, key, sent):
         cache = self.runners[key].cache
         if self.rank == 0 and self.model.ranks.draw.random() < 0.03:
             raise Fault
         sampled = []
-        for span in spans:
+        for span in [chunk.chunk() for chunk in sent]:
             slots = slot_mapping(span.pages, cache.page_size, 0, span.end)
             values = [value(token, i) for i, token in enumerate(span.tokens, span.start)]
             cache.data[0, 0, 0, slots[span.start :], 0] = torch.tensor(values, dtype=torch.float64)
