@@ -23,6 +23,14 @@ class QueueFull(ValueError):  # noqa: N818
     """A request was rejected because max_waiting others wait."""
 
 
+class ArgumentError(ValueError):
+    """An argument makes no sense: `argument` is its name."""
+
+    def __init__(self, message: str, argument: str = "") -> None:
+        super().__init__(message)
+        self.argument = argument
+
+
 @runtime_checkable
 class Array(Protocol):
     """An array of numpy, a tensor of torch."""
@@ -45,6 +53,11 @@ def one_line(text: str) -> str:
     return line if line.isprintable() else repr(line)
 
 
+def wrong(name: str, value: object, allowed: str) -> ArgumentError:
+    """The error for an argument of this name and value, where others are allowed."""
+    return ArgumentError(f"{name}={shorten(value)}: must be {allowed}", name)
+
+
 @contextmanager
 def refusing(problem: str) -> Iterator[None]:
     """Turn whatever a library raises into a ValueError of one line: `problem`, and the reason."""
@@ -60,7 +73,7 @@ def refusing(problem: str) -> Iterator[None]:
 def check_type(name: str, value: object, kind: type | UnionType, allowed: str) -> None:
     """Raise ValueError, with the text `allowed`, unless `value` is of this type."""
     if not isinstance(value, kind):
-        raise ValueError(f"{name}={shorten(value)}: must be {allowed}")
+        raise wrong(name, value, allowed)
 
 
 def check_bool(name: str, value: object) -> None:
@@ -71,7 +84,7 @@ def check_bool(name: str, value: object) -> None:
 def check_function(name: str, value: object, allowed: str) -> None:
     """Raise ValueError, with the text `allowed`, unless `value` can be called."""
     if not callable(value):
-        raise ValueError(f"{name}={shorten(value)}: must be {allowed}")
+        raise wrong(name, value, allowed)
 
 
 def check_whole(name: str, value: object, minimum: int, maximum: int = INT64_MAX) -> int:
@@ -83,9 +96,7 @@ def check_whole(name: str, value: object, minimum: int, maximum: int = INT64_MAX
             if minimum <= number <= maximum:
                 return number
             limit = f" and at most {maximum}" if number > maximum else ""
-    raise ValueError(
-        f"{name}={shorten(value)}: must be a whole number of at least {minimum}{limit}"
-    )
+    raise wrong(name, value, f"a whole number of at least {minimum}{limit}")
 
 
 def check_number(
@@ -97,7 +108,7 @@ def check_number(
             number = float(operator.index(value) if isinstance(value, Integral) else value)
             if minimum <= number <= maximum:
                 return number
-    raise ValueError(f"{name}={shorten(value)}: must be {allowed}")
+    raise wrong(name, value, allowed)
 
 
 def check_positive(name: str, value: object) -> float:
@@ -108,7 +119,7 @@ def check_positive(name: str, value: object) -> float:
 def check_one_of(name: str, value: object, allowed: Collection[str]) -> None:
     """Raise ValueError unless `value` is one of the names in `allowed`."""
     if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name}={shorten(value)}: must be one of {', '.join(allowed)}")
+        raise wrong(name, value, f"one of {', '.join(allowed)}")
 
 
 def check_list(name: str, value: object, allowed: str) -> list[Any]:
@@ -120,7 +131,7 @@ def check_list(name: str, value: object, allowed: str) -> list[Any]:
             if len(value) <= LONGEST_LIST:
                 return list(value.tolist() if isinstance(value, Array) else value)
             limit = f" with at most {LONGEST_LIST} elements"
-    raise ValueError(f"{name}={shorten(value)}: must be {allowed}{limit}")
+    raise wrong(name, value, f"{allowed}{limit}")
 
 
 def check_whole_list(name: str, value: object, allowed: str) -> list[int]:
@@ -130,18 +141,19 @@ def check_whole_list(name: str, value: object, allowed: str) -> list[int]:
         numbers = [operator.index(element) for element in elements]
         if bool not in map(type, elements):
             return numbers
-    raise ValueError(f"{name}={shorten(value)}: must be {allowed}")
+    raise wrong(name, value, allowed)
 
 
 def check_prompt(prompt: object, vocab_size: int) -> list[int]:
     """The token ids of a prompt. Raises ValueError if there are none, or one is out of range."""
     tokens = check_whole_list("prompt", prompt, "text or a list of token ids")
     if not tokens:
-        raise ValueError("prompt: must hold at least 1 token")
+        raise ArgumentError("prompt: must hold at least 1 token", "prompt")
     for token in tokens:
         if not 0 <= token < vocab_size:
             limit = f"the vocabulary is 0 … {vocab_size - 1}"
-            raise ValueError(f"prompt: token {shorten(token)} is out of range, {limit}")
+            message = f"prompt: token {shorten(token)} is out of range, {limit}"
+            raise ArgumentError(message, "prompt")
     return tokens
 
 
@@ -151,7 +163,7 @@ def check_token_ids(name: str, value: object) -> tuple[int, ...]:
     elements = list(value) if isinstance(value, Set) else value
     token_ids = check_whole_list(name, elements, allowed)
     if min(token_ids, default=0) < 0:
-        raise ValueError(f"{name}={shorten(value)}: must be {allowed}")
+        raise wrong(name, value, allowed)
     return tuple(token_ids)
 
 
@@ -160,7 +172,7 @@ def check_texts(name: str, value: object) -> tuple[str, ...]:
     allowed = "a text or a list of texts"
     texts = [value] if isinstance(value, str) else check_list(name, value, allowed)
     if not all(isinstance(text, str) and text for text in texts):
-        raise ValueError(f"{name}={shorten(value)}: must be {allowed}")
+        raise wrong(name, value, allowed)
     return tuple(texts)
 
 

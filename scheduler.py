@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from errors import check_whole
+from errors import ArgumentError, check_whole
 from journal import Journal
 from kv_cache import Pages
 from request import Batch, Chunk, Iteration, Request  # noqa: F401
@@ -159,7 +159,7 @@ class Scheduler:
         """Raise ValueError if such a request could never fit: it would be queued for ever."""
         if prompt_len + max_new_tokens > self.max_len:
             total = f"prompt of {prompt_len} tokens + max_new_tokens={max_new_tokens}"
-            raise ValueError(f"{total}: must not exceed max_len={self.max_len}")
+            raise ArgumentError(f"{total}: must not exceed max_len={self.max_len}", "prompt")
 
     def add(self, request: Request) -> None:
         """Put a request at the end of the queue."""

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
-from errors import check_one_of, check_positive, check_type, shorten
+from errors import ArgumentError, check_one_of, check_positive, check_type, shorten
 from policies.dynamic import Dynamic
 from policies.iteration_time import BatchShape
 from request import Batch, Request, Service
@@ -28,7 +28,8 @@ def make_service(
     check_one_of("priority", priority, PRIORITIES)
     check_type("user", user, str, "a text")
     if len(user) > MAX_USER:
-        raise ValueError(f"user={shorten(user)}: must have at most {MAX_USER} characters")
+        message = f"user={shorten(user)}: must have at most {MAX_USER} characters"
+        raise ArgumentError(message, "user")
     return Service(
         priority=PRIORITIES.index(priority),
         ttft_slo=None if ttft_slo is None else check_positive("ttft_slo", ttft_slo),

@@ -5,7 +5,6 @@ field that asks for nothing, such as n=1, is accepted. Read next: app.py."""
 
 import json
 import random
-import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
@@ -13,6 +12,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 from pydantic import BaseModel, Field, PositiveInt, ValidationError, ValidationInfo, field_validator
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
+
+from errors import ArgumentError
 
 MAX_FIELDS = 100  # of a body, also those that are not known
 MAX_ITEMS = 10_000  # keys and items in a field: each costs time, in which all streams wait
@@ -160,9 +161,11 @@ class RequestBody(BaseModel, strict=True, extra="forbid"):
     def refusal(self, error: ValueError) -> ApiError:
         """An error of the engine in the words of the client, with the field that it is about."""
         message = str(error).replace("max_new_tokens", self.limit_name)
-        message = re.sub(r"^prompt\b", self.prompt_name, message)
-        first_word = re.match(r"\w*", message)
-        field = first_word[0] if first_word else ""
+        names = {"max_new_tokens": self.limit_name, "prompt": self.prompt_name}
+        field = error.argument if isinstance(error, ArgumentError) else ""
+        field = names.get(field, field)
+        if message.startswith("prompt"):
+            message = self.prompt_name + message.removeprefix("prompt")
         return ApiError(400, message, field if field in type(self).model_fields else None)
 
 

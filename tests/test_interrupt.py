@@ -177,7 +177,11 @@ class Storm:
                 completion, interrupt = self.call(self.engine.abort, i)
                 if i not in self.engine.scheduler.requests:
                     self.ended[i] = completion
-                    assert completion or interrupt.where in ("finish", "_change", "__exit__") or interrupt.after
+                    assert (
+                        completion
+                        or interrupt.where in ("finish", "_change", "__exit__")
+                        or interrupt.after
+                    )
                 if completion:
                     self.end(i, completion, "abort")
                     assert completion.tokens == EXPECTED[self.asked[i]][: len(completion.tokens)]

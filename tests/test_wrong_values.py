@@ -7,6 +7,7 @@ NANOSARATHI_WRONG_VALUES says."""
 import itertools
 import math
 import os
+import pickle
 import random
 import re
 import time
@@ -389,6 +390,7 @@ def check(target, argument, value):
         names = NAMES.get(argument, argument)
         assert re.search(rf"\b({names})[=:]|{names} \S+ has no such option", message), message
         assert message.isprintable() and len(message) < 400
+        assert re.match(rf"({names})\b", getattr(error, "argument", "") or argument)
     is_right = bool(rules[argument](value))
     assert is_right == (not message), f"{argument}: {message or 'accepted'}"
 
@@ -469,6 +471,13 @@ IDS = [f"{target} {argument}" for target, argument, _ in KNOWN]
 def test_a_wrong_value_is_refused_in_one_line(target, argument, value):
     check(target, argument, value)
     assert not TARGETS[target][0][argument](value)
+
+
+def test_an_error_knows_its_argument_and_a_rank_can_send_it():
+    with pytest.raises(ValueError) as refused:
+        EngineConfig(chunk=0)
+    sent = pickle.loads(pickle.dumps(refused.value))
+    assert (str(sent), sent.argument) == (str(refused.value), "chunk")
 
 
 def test_an_unknown_keyword_is_a_type_error():
