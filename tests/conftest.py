@@ -1,5 +1,6 @@
 """The browser and the site of the tests that look at a page, and servers that several tests ask."""
 
+import fcntl
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -34,13 +35,17 @@ class SiteHandler(SimpleHTTPRequestHandler):
 
 
 @pytest.fixture(scope="session")
-def site_folder(tmp_path_factory):
-    """The folder of the page as a site, with Pyodide if it is there."""
-    site = tmp_path_factory.mktemp("site")
+def site_folder(tmp_path_factory, worker_id):
+    """The folder of the page as a site, with Pyodide if it is there: made once for all workers."""
+    base = tmp_path_factory.getbasetemp()
+    site = base / "site" if worker_id == "master" else base.parent / "site"
     argv = ["explore", "--site", str(site)]
     if (PYODIDE_FOLDER / "pyodide.mjs").is_file():
         argv += ["--pyodide", str(PYODIDE_FOLDER)]
-    main(argv)
+    with open(f"{site}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not site.exists():
+            main(argv)
     return site
 
 

@@ -64,6 +64,9 @@ TAKE_SECONDS = {"SS-F12", "SS-5.2", "SS-F10", "S-4.4"}
 NOTICED = [(claim, broken) for claim, row in EXPECTED.items() for broken in row.notices]
 
 
+bench_of = cache(CostBench)  # claims share runs, as those of `bench.py paper`
+
+
 @cache
 def measure(claim_id: str, broken: Break | None) -> Finding:
     """What a claim finds on a system: SARATHI's claims on its A6000, others on an A100."""
@@ -74,7 +77,7 @@ def measure(claim_id: str, broken: Break | None) -> Finding:
         device = "a6000"
     with broken_schedulers(broken), pytest.MonkeyPatch.context() as patch:
         patch.setattr(measured_serving, "plot_serving", lambda *_: None)
-        return FUNCTIONS[claim_id](CostBench(preset, device, broken))
+        return FUNCTIONS[claim_id](bench_of(preset, device, broken))
 
 
 @pytest.mark.parametrize(

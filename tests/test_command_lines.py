@@ -9,8 +9,6 @@ import os
 import random
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,12 +20,12 @@ import examples.fit_device
 import sample
 import server.__main__
 from cli.console import explain
+from tests import forked
 
 ROOT = Path(__file__).parents[1]
 COUNT = int(os.environ.get("NANOSARATHI_COMMAND_LINES", "300"))
 BATCH = 20  # command lines of one test
 PROCESSES = COUNT // 25
-TIMEOUT_S = 240  # of a process: far more than it takes, on a machine that has more to do
 MODULES = (
     "server",
     "exercises",
@@ -228,23 +226,9 @@ def test_no_option_takes_a_text_that_is_empty(command, quick, capsys):
             assert f"error: {option} " in error, (option, value)
 
 
-def run_process(words, folder, **environment):
+def run_process(words, folder):
     """The status, stdout and stderr of a program that runs in a folder and has no input."""
-    env = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        **environment,
-    }
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=folder,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    done = forked.run(*words, cwd=folder)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -266,7 +250,6 @@ def random_process(rng):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(TIMEOUT_S + 60)
 @pytest.mark.parametrize("seed", range(PROCESSES))
 def test_a_random_program_ends_well_or_says_why_not_in_a_line(seed, folder):
     words = random_process(random.Random(seed))
@@ -281,7 +264,6 @@ def test_a_random_program_ends_well_or_says_why_not_in_a_line(seed, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2 * TIMEOUT_S + 60)
 @pytest.mark.parametrize("program", [*SCRIPTS, *(f"-m {module}" for module in MODULES)])
 def test_a_program_explains_itself_and_knows_its_options(program, tmp_path):
     words = program.split()

@@ -2,14 +2,13 @@
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import bench
 from examples import my_policy
+from tests import forked
 
 ROOT = Path(__file__).parents[1]
 POLICY = "examples/my_policy.py:Eager"
@@ -17,14 +16,12 @@ POLICY = "examples/my_policy.py:Eager"
 
 def run_example(name):
     """The lines that an example prints, run as a newcomer would."""
-    command = [sys.executable, "-m", f"examples.{name}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = forked.run("-m", f"examples.{name}")
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.splitlines()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_offline_prints_the_tokens_and_times_of_each_request():
     lines = run_example("offline")
     assert len(lines) == 6
@@ -39,7 +36,6 @@ def test_offline_prints_the_tokens_and_times_of_each_request():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_online_decodes_beside_the_long_prompt():
     lines = run_example("online")
     requests = [

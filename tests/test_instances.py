@@ -22,11 +22,10 @@ from parallel import instances
 from parallel.instances import ChunkedPoolsEngine, PoolsEngine
 from parallel.stages import Stage, StageResult
 from parallel.transfer import Instance, export_pages, import_pages
-from policies import POLICIES
 from policies.pools import Pools
 from sampling import SamplingParams
 from tests.helpers import tiny_model
-from tests.test_parallel import FEW, check
+from tests.test_parallel import FEW, OF_EACH_KIND, check
 from tests.test_pools import check_owners
 from tests.test_ranks import check_all_end, check_error
 
@@ -36,10 +35,9 @@ SINGLE = FEW | dict(policy="sarathi-serve", page_size=1, pages=32)
 
 
 @pytest.mark.slow
-def test_replicas_give_what_one_process_gives_under_all_policies(worlds):
-    check(
-        worlds, engines=[FEW | dict(policy=policy) for policy in POLICIES], kind="replicas", **TWO
-    )
+def test_replicas_give_what_one_process_gives_under_each_kind_of_policy(worlds):
+    engines = [FEW | dict(policy=policy) for policy in OF_EACH_KIND]
+    check(worlds, engines=engines, kind="replicas", **TWO)
 
 
 @pytest.mark.slow
@@ -337,11 +335,11 @@ def serve_random_load(model, seed, counts):
 
 
 @pytest.mark.slow
-def test_no_page_leaks_on_either_side_over_2000_random_loads_with_faults(monkeypatch):
+def test_no_page_leaks_on_either_side_over_500_random_loads_with_faults(monkeypatch):
     monkeypatch.setattr(instances, "Link", lambda ranks, target: ranks)
     model = tiny_model(n_layer=1, n_head=1, n_kv_head=1, n_embd=2)
     counts = Counter()
-    for seed in range(2000):
+    for seed in range(500):
         serve_random_load(model, seed, counts)
-    assert all(counts[what] > 100 for what in ("aborted on the link", "begun anew", "faults"))
-    assert counts["preempted"] > 1000 and counts["cached"] > 1000
+    assert all(counts[what] > 25 for what in ("aborted on the link", "begun anew", "faults"))
+    assert counts["preempted"] > 250 and counts["cached"] > 250

@@ -223,7 +223,7 @@ def test_an_interrupt_anywhere_loses_no_page_and_changes_no_text(policy):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_found_after_an_interrupt_is_what_was_computed(policy):
     storm = Storm(policy, seed=1, calm=12, pages=20, prefix_caching=True)
-    seen = storm.run(interrupts=100)
+    seen = storm.run(interrupts=60)
     assert min(seen[name] for name in ("step", "add_request", "abort", "again")) > 0
     found = [completion.cached_tokens for completion in storm.ended.values() if completion]
     assert sum(found) > 0  # or this test would not test it

@@ -453,7 +453,7 @@ def test_p99_tbt_of_the_ablation(trace, qps, published):
 @pytest.mark.parametrize("policy", ["vllm", "sarathi-serve", "orca"])
 def test_a_run_is_given_up_only_if_it_misses_the_slo_to_its_end(policy):
     given_up = set()
-    for qps, slo_s in product((0.2, 0.8, 1.5, 4.0), (0.05, 0.2, 1.0)):
+    for qps, slo_s in product((0.2, 0.8, 4.0), (0.05, 0.2, 1.0)):
         job = ServingJob(YI_34B.cost(0.0), policy, "sharegpt4", qps, requests=64, batch=16)
         run = serve(job, slo_s)
         missed = metrics.missed(latencies(job), slo_s)

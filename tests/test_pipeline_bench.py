@@ -30,11 +30,10 @@ def files(worlds, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pipeline")
     report, trace, picture = (folder / name for name in ("r.json", "t.json", "p.png"))
     argv = f"{ARGV} --json {report} --chrome-trace {trace} --plot {picture}"
-    worlds.result(program="command", tp=1, pp=2, words=argv)
+    worlds.result(program="command", tp=1, pp=2, words=argv, busy=True)
     return json.loads(report.read_text()), json.loads(trace.read_text()), picture
 
 
-@pytest.mark.slow
 def test_what_stages_do_is_their_time_and_bubbles_are_of_three_kinds(files):
     report, _, _ = files
     assert report["runs"].keys() == {"orca-best", "sarathi-serve"}

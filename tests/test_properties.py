@@ -253,7 +253,7 @@ def test_every_request_ends_as_if_alone(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ALL_POLICIES)
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @CASES
 def test_every_request_ends_as_if_alone_in_many_cases(
     policy, actions, chunk, max_batch, tile, page_size, spare, shares

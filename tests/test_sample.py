@@ -9,7 +9,7 @@ from engine import Engine
 from model import GPT, GPTConfig
 from pretrained.tokenizers import byte_tokenizer
 from sampling import SamplingParams
-from tests.test_bench import process
+from tests import forked
 
 COMMON = ["--preset", "llama-tiny", "--device", "cpu"]
 
@@ -104,5 +104,5 @@ def test_options_are_passed_on(monkeypatch):
     ],
 )
 def test_what_is_wrong_is_said_without_a_traceback(words, message):
-    done = process("sample.py", *words)
+    done = forked.run("sample.py", *words)
     assert done.returncode != 0 and message in done.stderr and "Traceback" not in done.stderr

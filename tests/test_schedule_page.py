@@ -315,7 +315,6 @@ def explored(tmp_path_factory):
     return file
 
 
-@pytest.mark.slow
 def test_explore_has_a_run_for_every_button(browser, explored):
     with opened(browser, f"file://{explored}") as tab:
         choices = tab.evaluate("data.choices")

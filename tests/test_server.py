@@ -5,8 +5,6 @@ import json
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -24,6 +22,7 @@ from outputs import Event
 from pretrained.tokenizers import byte_tokenizer, load_tokenizer
 from sampling import SamplingParams
 from server.__main__ import default_sampling, make_engine, parse_args
+from tests import forked
 from tests.helpers import check_integrity, tiny_model
 from tests.servers import (
     LETTERS,
@@ -48,7 +47,6 @@ from tests.servers import (
     slow,
     wait_for,
 )
-from tests.test_bench import HERE
 from tests.test_tokenizers import sentencepiece_directory, write_json
 
 
@@ -415,8 +413,7 @@ PROGRAM += ["--port", "0", "--threads", "1"]
 
 @pytest.mark.slow
 def test_after_a_signal_it_finishes_what_runs():
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=HERE)
-    process = subprocess.Popen([sys.executable, *PROGRAM, "--max-len", "600"], **pipes)
+    process = forked.Program(*PROGRAM, "--max-len", "600")
     try:
         url = re.search(r"http://\S+", process.stdout.readline()).group()
         client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
@@ -436,8 +433,7 @@ def test_after_a_signal_it_finishes_what_runs():
 
 @pytest.mark.slow
 def test_a_signal_as_soon_as_it_listens_ends_it():
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=HERE)
-    with subprocess.Popen([sys.executable, *PROGRAM], **pipes) as process:
+    with forked.Program(*PROGRAM) as process:
         process.stdout.readline()
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0 and "Traceback" not in process.stderr.read()
@@ -456,9 +452,8 @@ class DropsDecodes(SarathiServe):
 def test_a_policy_that_breaks_a_rule_is_served_with_a_warning(tmp_path):
     file = tmp_path / "drops.py"
     file.write_text(DROPS_DECODES)
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=HERE)
     words = ["--max-len", "64", "--policy", f"{file}:DropsDecodes"]
-    with subprocess.Popen([sys.executable, *PROGRAM, *words], **pipes) as process:
+    with forked.Program(*PROGRAM, *words) as process:
         ready = process.stdout.readline()
         process.send_signal(signal.SIGTERM)
         errors = process.stderr.read()
@@ -469,8 +464,7 @@ def test_a_policy_that_breaks_a_rule_is_served_with_a_warning(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [["--api-key", ""], ["--port", "x"], ["--policy", "x"]])
 def test_a_command_line_that_makes_no_sense_is_refused(words):
-    pipes = dict(cwd=HERE, capture_output=True, text=True)
-    process = subprocess.run([sys.executable, *PROGRAM, *words], **pipes)
+    process = forked.run(*PROGRAM, *words)
     assert process.returncode and words[0].strip("-") in process.stderr
     assert "Traceback" not in process.stderr and len(process.stderr.splitlines()) <= 2
 

@@ -5,8 +5,6 @@ import json
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +14,7 @@ import pytest
 
 from outputs import Event
 from pretrained.tokenizers import Tokenizer, load_tokenizer
+from tests import forked
 from tests.helpers import with_slow
 from tests.servers import (
     ChatRequest,
@@ -35,7 +34,6 @@ from tests.servers import (
     url_of,
     wait_for,
 )
-from tests.test_bench import HERE
 from tests.test_server import PROGRAM
 from tests.test_tokenizers import llama3_directory
 
@@ -553,8 +551,7 @@ def stuck(tmp_path):
     def start(drain_s, step_s=10):
         code = f"import server.__main__ as program; program.STEP_S = {step_s}; program.main()"
         options = [*PROGRAM[2:], "--policy", f"{policy}:Stuck", "--drain", str(drain_s)]
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=HERE)
-        process = subprocess.Popen([sys.executable, "-c", code, *options], **pipes)
+        process = forked.Program("-c", code, *options)
         processes.append(process)
         port = int(process.stdout.readline().split(":")[-1].split("/")[0])
         connection = socket.create_connection(("127.0.0.1", port), timeout=60)
@@ -565,7 +562,6 @@ def stuck(tmp_path):
     yield start
     for process in processes:
         process.kill()
-        process.communicate()
 
 
 @pytest.mark.slow
@@ -598,16 +594,15 @@ def test_a_signal_ends_a_server_whose_step_does_not_end_after_the_drain(stuck):
 
 @pytest.mark.slow
 def test_a_server_says_where_it_is_and_that_it_warms_up():
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=HERE)
-    with subprocess.Popen([sys.executable, *PROGRAM], **pipes) as process:
+    with forked.Program(*PROGRAM) as process:
         first = process.stdout.readline()
         port = first.split(":")[-1].split("/")[0]
         assert first == f"llama-tiny at http://127.0.0.1:{port}/v1\n"
         assert process.stdout.readline() == f"schedule page at http://127.0.0.1:{port}/\n"
         process.send_signal(signal.SIGTERM)
-        log = process.communicate(timeout=20)[1].splitlines()
+        log = process.stderr.read().splitlines()
+        assert process.wait(20) == 0
     assert log == ["# llama-tiny with random weights, the text will be noise", "# warming up"]
-    assert process.returncode == 0
 
 
 def test_the_url_of_an_address_with_colons_has_brackets():
@@ -623,8 +618,7 @@ def test_what_is_loaded_is_left_out_of_the_search_for_garbage():
     code = "import gc, server.__main__ as program, server.connections as connections\n"
     code += "connections.Server.run = lambda self, sockets: print(gc.get_freeze_count())\n"
     code += "program.main()"
-    command = [sys.executable, "-c", code, *PROGRAM[2:]]
-    process = subprocess.run(command, capture_output=True, text=True, cwd=HERE, timeout=120)
+    process = forked.run("-c", code, *PROGRAM[2:])
     assert int(process.stdout.splitlines()[-1]) > 10_000
 
 
