@@ -505,7 +505,8 @@ def test_one_colour_has_one_meaning():
 
 def machines_of(bench_of_claims):
     """The kinds of the machines that were made for claims."""
-    return [key[0] for key in bench_of_claims.measured if key[0].endswith("machine")]
+    kinds = [type(result).__name__ for result in bench_of_claims.measured.values()]
+    return [kind for kind in kinds if kind.endswith("Machine")]
 
 
 @pytest.mark.slow
@@ -517,7 +518,7 @@ def test_serving_claims_share_a_machine_and_print_nothing(monkeypatch, capsys):
     for multiple in ("50x", "100x"):
         found = tiny.capacity(["vllm"], slo=multiple, **load)
         assert found.results.keys() == {"vllm"} and found.slo_s > 0
-    assert machines_of(tiny) == ["real machine"]
+    assert machines_of(tiny) == ["RealMachine"]
     served = tiny.serve(["vllm", "sarathi-serve:8"], **load)
     again = tiny.serve(["vllm", "orca"], **load)
     assert again.records["vllm"] is served.records["vllm"]  # policies run one after another
@@ -561,7 +562,7 @@ def test_capacities_of_a_quick_run_are_simulated(monkeypatch):
     found = quick.capacity(["vllm"], slo="50x", **load)
     (trial, *_) = found.results["vllm"].trials
     assert trial.verdict.summary.finished == 12
-    assert machines_of(quick) == ["real machine", "fitted machine"]
+    assert machines_of(quick) == ["RealMachine", "FittedMachine"]
 
 
 def test_the_papers_number_stands_beside_ours_in_a_table():
