@@ -1,10 +1,11 @@
 """Text in, text out.
 
     python sample.py --model path/or/hub-name --prompt "Once upon a time"
+    python sample.py --model smollm2 --chat "Why is the sky blue?"
 
-One prompt streams as it is generated, several (`--prompt` more than once) share batches. Without
-`--model` the weights are random and the text is noise. What is not told is as in the Python API:
-float32, and the likeliest token."""
+One text streams as it is generated. Several (`--prompt` or `--chat` more than once) share batches,
+and stream side by side in a terminal. Without `--model` the weights are random and the text is
+noise. What is not told is as in the Python API: float32, and the likeliest token."""
 
 from __future__ import annotations
 
@@ -31,10 +32,11 @@ def parse_args(argv: Sequence[str] | None) -> SampleOptions:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line. Prompt i, counted from 0, is continued with the seed --seed + i."""
     options = parse_args(argv)
+    from cli.columns import Columns
     from cli.loading import find_text_model, load_model
     from errors import refusing
     from parallel import engine_for
-    from pretrained.tokenizers import TextStream, Writer
+    from pretrained.tokenizers import TextStream, Writer, load_chat
     from sampling import SamplingParams
 
     where = f"{options.model.dtype} on {options.model.device}"
@@ -42,6 +44,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     text_model = find_text_model(options.model, f"{where}, {how}")
     tokenizer = text_model.tokenizer
     prompts = [tokenizer.encode(prompt) for prompt in options.prompts]
+    if options.chats:
+        apply_template = load_chat(text_model.options.model)
+        encode_chat = tokenizer.encode_chat or tokenizer.encode  # a template writes BOS itself
+        for chat in options.chats:
+            prompts.append(encode_chat(apply_template([{"role": "user", "content": chat}])))
+    titles = [*options.prompts, *options.chats]
+    texts = [*options.prompts, *("" for _ in options.chats)]
     max_len = max(len(prompt) for prompt in prompts) + options.max_new_tokens
     model = load_model(text_model.options, max_len, positions_from="max-new-tokens-with-prompt")
     engine = engine_for(model)(
@@ -65,13 +74,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         for i in range(len(prompts))
     ]
     if len(prompts) > 1:
-        completions = engine.generate(prompts, params)
-        for prompt, completion in zip(options.prompts, completions, strict=True):
-            print(f"--- {prompt}{completion.error or completion.text}")
+        columns = Columns(titles)
+        for event in engine.stream(prompts, params):
+            error = event.completion.error if event.completion else None
+            texts[event.request_id] += event.text or error or ""
+            columns.draw(texts)
+        if not columns.are_shown:
+            heads = [*("" for _ in options.prompts), *(f"{chat}\n" for chat in options.chats)]
+            for head, text in zip(heads, texts, strict=True):
+                print(f"--- {head}{text}")
         return
 
     writer = Writer(TextStream(tokenizer, prompts[0]), stops=[])
-    print(options.prompts[0], end="", flush=True)
+    print(texts[0], end="", flush=True)
     engine.add_request(prompts[0], params[0])
     while engine.has_work:
         for event in engine.step():

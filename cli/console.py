@@ -35,6 +35,11 @@ class Terminal(TextIOWrapper):
         """As of TextIOWrapper."""
         return super().write(CONTROLS.sub(lambda match: repr(match.group())[1:-1], text))
 
+    def rewind(self, lines: int) -> None:
+        """Go up so many lines, and clear all from there on."""
+        if lines:
+            super().write(f"\x1b[{lines}A\x1b[J")
+
 
 class Ending(NamedTuple):
     """The exit status of this process, and when that was decided."""

@@ -15,7 +15,15 @@ class SampleOptions(EngineOptions):
     """All that the command line says."""
 
     prompts: list[str] = option(
-        "text to continue; may be repeated", name="--prompt", action="append", required=True
+        "text to continue; may be repeated",
+        name="--prompt",
+        action="append",
+        default_text="none, if there is a --chat",
+    )
+    chats: list[str] = option(
+        "what to say to a chat model, in its template; may be repeated",
+        name="--chat",
+        action="append",
     )
     max_new_tokens: int = option(
         "the most tokens to generate for each prompt", type=whole(minimum=1), default=100
@@ -44,4 +52,7 @@ def parse_args(argv: Sequence[str] | None) -> SampleOptions:
     parser.add_fields(SampleOptions)
     add_model_options(parser, "llama-160m", default_dtype=DTYPE)
     args = parser.parse_args(argv)
-    return from_args(SampleOptions, args, model=model_options(args))
+    if not args.prompts and not args.chats:
+        parser.error("one of these is required: --prompt, --chat")
+    lists = {"prompts": args.prompts or [], "chats": args.chats or []}
+    return from_args(SampleOptions, args, model=model_options(args), **lists)

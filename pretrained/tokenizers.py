@@ -36,8 +36,10 @@ from pretrained.checkpoints import (
     GENERATION_FILE,
     TEXT_FILES,
     TOKENIZER_FILES,
-    Schema,
 )
+from pretrained.gguf_files import is_gguf, read_gguf
+from pretrained.gguf_tokenizer import read_text
+from pretrained.schema import Schema
 from request import Completion
 
 if TYPE_CHECKING:
@@ -296,6 +298,9 @@ def read_sampling(directory: str | Path | None) -> SamplingFile:
 def load_tokenizer(directory: str | Path) -> Tokenizer:
     """The tokenizer of a checkpoint. Raises FileNotFoundError, or ValueError for a broken file."""
     check_type("directory", directory, str | Path, "that of a checkpoint")
+    if is_gguf(directory):
+        text = read_text(read_gguf(directory))
+        return _tokenizer_of(text.tokenizer, text.stop_token_ids, Path(directory))
     stop_token_ids = _read_stop_tokens(Path(directory))
     paths = [Path(directory, name) for name in TOKENIZER_FILES]
     paths = [path for path in paths if path.is_file()]
@@ -306,7 +311,16 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     if path.suffix == ".model":
         return _load_llama3(path, stop_token_ids)
     fast = _load_fast(path)
-    inner = fast.backend_tokenizer
+    end_of_text = fast.eos_token_id
+    if not stop_token_ids and isinstance(end_of_text, int):
+        stop_token_ids = [end_of_text]
+    return _tokenizer_of(fast.backend_tokenizer, stop_token_ids, path)
+
+
+def _tokenizer_of(
+    inner: tokenizers.Tokenizer, stop_token_ids: Sequence[int], path: Path
+) -> Tokenizer:
+    """The Tokenizer of what the library has read. Raises ValueError if it does not work."""
     inner.no_truncation()  # a prompt is never cut or filled up silently
     inner.no_padding()
     with refusing(f"{path}: not a tokenizer"):
@@ -315,9 +329,6 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
             raise ValueError(f"it makes over {MAX_NORMALIZED:,} characters of a short text")
         for text in ("", SOME_TEXT):  # some broken files only show here
             inner.decode(inner.encode(text).ids)
-    end_of_text = fast.eos_token_id
-    if not stop_token_ids and isinstance(end_of_text, int):
-        stop_token_ids = [end_of_text]
 
     def encode(text: str, add_special_tokens: bool = True) -> list[int]:
         with refusing(f"text={shorten(text)}: this tokenizer cannot encode it"):
@@ -409,14 +420,19 @@ def load_chat(directory: str | Path | None) -> Chat:
     template raises anything."""
     if directory is None:
         return lines_of_chat
-    path = Path(directory, TOKENIZER_FILES[0])
-    fast = _load_fast(path)
     problem = f"{directory}: chat template"
     template: ChatTemplate | None = None
-    if fast.chat_template is not None:
-        check_type(f"{directory}: chat_template", fast.chat_template, str | dict, "text")
-        with refusing(problem):
-            template = ChatTemplate(fast.get_chat_template(), fast.special_tokens_map)
+    if is_gguf(directory):
+        text = read_text(read_gguf(directory))
+        if text.chat_template is not None:
+            with refusing(problem):
+                template = ChatTemplate(text.chat_template, text.special_tokens)
+    else:
+        fast = _load_fast(Path(directory, TOKENIZER_FILES[0]))
+        if fast.chat_template is not None:
+            check_type(f"{directory}: chat_template", fast.chat_template, str | dict, "text")
+            with refusing(problem):
+                template = ChatTemplate(fast.get_chat_template(), fast.special_tokens_map)
 
     def apply_template(messages: list[Message]) -> str:
         messages = check_messages(messages, template.source if template else "")

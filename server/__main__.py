@@ -102,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         load(options)  # this process follows rank 0, and never returns from here
     for violation in broken_rules([options.policy]).values():
         print(f"warning: {violation.sentence}", file=sys.stderr, flush=True)
+    name = options.served_model_name or text_model.name
     chat = load_chat(options.model.model)
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     with socket.create_server((options.host, options.port), family=family) as listener:
@@ -113,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         api = Api(
             thread,
             tokenizer=text_model.tokenizer,
-            name=text_model.name,
+            name=name,
             chat=chat,
             key=options.api_key,
             max_body=options.max_body,
@@ -123,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         server = Server(api, options.drain)
         server.on_signals()
         url = url_of(listener)
-        print(f"{text_model.name} at {url}/v1", flush=True)
+        print(f"{name} at {url}/v1", flush=True)
         print(f"schedule page at {url}/", flush=True)
         gc.collect()
         gc.freeze()  # a search for garbage takes a moment: it leaves out what is loaded

@@ -248,6 +248,7 @@ class Api:
                 Route("/v1/completions", complete, methods=["POST"]),
                 Route("/v1/chat/completions", chat, methods=["POST"]),
                 Route("/v1/models", self.models),
+                Route("/v1/models/{name:path}", self.model),
                 Route("/health", self.health),
                 Route("/metrics", self.metrics_text),
                 Route("/records/{place}", self.records),
@@ -290,8 +291,23 @@ class Api:
     async def models(self, request: HttpRequest) -> Response:
         """GET /v1/models."""
         self.check_client(request)
-        model = {"id": self.name, "object": "model", "created": 0, "owned_by": "nanosarathi"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [self.model_object()]})
+
+    async def model(self, request: HttpRequest) -> Response:
+        """GET /v1/models/NAME."""
+        self.check_client(request)
+        self.check_name(request.path_params["name"])
+        return JSONResponse(self.model_object())
+
+    def model_object(self) -> dict[str, object]:
+        """The model as OpenAI describes one."""
+        return {"id": self.name, "object": "model", "created": 0, "owned_by": "nanosarathi"}
+
+    def check_name(self, name: str) -> None:
+        """Raise ApiError if this is no name of the model."""
+        if name != self.name:
+            message = f"model: there is only {self.name}"
+            raise ApiError(404, message, "model", "model_not_found")
 
     async def create(self, kind: type[RequestBody], request: HttpRequest) -> Response:
         """POST /v1/completions or /v1/chat/completions: queue a request. Raises ApiError."""
@@ -304,9 +320,8 @@ class Api:
         arrival = self.engine.clock()
         self.check_client(request)
         body = kind.read(await read_body(request, self.max_body))
-        if body.model != self.name:
-            message = f"model: there is only {self.name}"
-            raise ApiError(404, message, "model", "model_not_found")
+        if body.model is not None:
+            self.check_name(body.model)
         # in another thread, because it may take long
         prompt = await asyncio.to_thread(
             encode_prompt, body, self.tokenizer, self.chat, self.max_len

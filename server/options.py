@@ -29,6 +29,9 @@ class ServerOptions(EngineOptions):
         type=whole(minimum=0, maximum=65535),
         default=8000,
     )
+    served_model_name: str | None = option(
+        "the name that clients call the model by", type=nonempty_text, default_text="as --model"
+    )
     api_key: str | None = option(
         "the key that clients of /v1 must send", default_text="NANOSARATHI_API_KEY, or none"
     )

@@ -30,6 +30,9 @@ NEUTRAL_VALUES: dict[str, object] = {  # fields that are accepted with this valu
     "logit_bias": {},
     "tools": [],
     "top_logprobs": 0,
+    "response_format": {"type": "text"},
+    "tool_choice": "none",
+    "store": False,
 }
 FIELDS_OF_TWO_TYPES = {  # and what they must be
     "prompt": "a text or a list of token ids",
@@ -87,7 +90,7 @@ class RequestBody(BaseModel, strict=True, extra="forbid"):
     `vtc`. The limits of numbers that are not given here are checked by SamplingParams and the
     engine."""
 
-    model: str
+    model: str | None = None  # None: the one that is served
     max_tokens: PositiveInt | None = None
     temperature: float | None = None  # None: as the server's defaults
     top_p: float | None = None

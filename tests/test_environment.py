@@ -280,6 +280,11 @@ MISSING = [  # a package, what needs it, the file that lists it
         "from pretrained.tokenizers import load_chat; load_chat('.')",
         "server/requirements.txt",
     ),
+    (
+        "gguf",
+        "from pretrained.gguf_files import *; map_tensor(b'', Entry('x', [1], 0, 0), 0)",
+        "server/requirements.txt",
+    ),
     ("playwright", "from playwright import sync_api", "requirements-dev.txt"),
 ]
 WITHOUT = """

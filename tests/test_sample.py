@@ -66,16 +66,16 @@ def test_what_is_not_told_is_as_in_the_python_api_and_said_first(tmp_path, capsy
 
 def test_options_are_passed_on(monkeypatch):
     seen = []
-    generate = Engine.generate
+    stream = Engine.stream
 
     def spy(engine, prompts, params):
         scheduler = engine.scheduler
         made = type(scheduler).__name__, scheduler.chunk, scheduler.max_batch
         shares = scheduler.pages.prefix_caching
         seen.extend([params, made + (scheduler.pages.page_size,) * shares])
-        return generate(engine, prompts, params)
+        return stream(engine, prompts, params)
 
-    monkeypatch.setattr(Engine, "generate", spy)
+    monkeypatch.setattr(Engine, "stream", spy)
     argv = [
         *(*COMMON, "--prompt", "a", "--prompt", "b", "--max-new-tokens", "3"),
         *("--temperature", "0.5", "--top-k", "4", "--top-p", "0.6"),
@@ -93,7 +93,7 @@ def test_options_are_passed_on(monkeypatch):
 @pytest.mark.parametrize(
     "words, message",
     [
-        ([], "required: --prompt"),
+        ([], "required: --prompt, --chat"),
         ([*COMMON, "--prompt", "x", "--temperature", "-1"], "--temperature -1: must"),
         ([*COMMON, "--prompt", ""], "prompt"),
         (["--model", "/no/such/directory", "--prompt", "x"], "config.json"),

@@ -413,11 +413,12 @@ PROGRAM += ["--port", "0", "--threads", "1"]
 
 @pytest.mark.slow
 def test_after_a_signal_it_finishes_what_runs():
-    process = forked.Program(*PROGRAM, "--max-len", "600")
+    process = forked.Program(*PROGRAM, "--max-len", "600", "--served-model-name", "a/name")
     try:
         url = re.search(r"http://\S+", process.stdout.readline()).group()
         client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
-        fields = dict(model="llama-tiny", prompt="a", max_tokens=500)
+        assert client.models.retrieve("a/name").id == "a/name"
+        fields = dict(model="a/name", prompt="a", max_tokens=500)
         stream = client.completions.create(**fields, stream=True)
         next(stream)
         process.send_signal(signal.SIGTERM)

@@ -274,7 +274,7 @@ def test_a_body_with_as_many_keys_as_may_be_is_read():
     assert body.prompt == prompt
     with pytest.raises(protocol.ApiError) as refused:
         CompletionRequest.read(json.dumps(many_keys(100)).encode())
-    assert "model: Field required" in str(refused.value.detail)
+    assert "prompt: Field required" in str(refused.value.detail)
 
 
 def test_the_json_of_a_body_is_parsed_once(monkeypatch):

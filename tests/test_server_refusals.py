@@ -48,6 +48,9 @@ REFUSED = [  # (what is asked, status, param, what the message says)
     (dict(prompt="a" * 120), 400, "max_tokens", "prompt of 120 tokens + max_tokens=20: must not"),
     (dict(prompt="a" * 128), 400, "prompt", "prompt of 128 tokens + max_tokens=20: must not"),
     (dict(model="gpt-4"), 404, "model", "there is only tiny"),
+    (dict(model=""), 404, "model", "there is only tiny"),
+    (dict(response_format={"type": "json_object"}), 400, "response_format", 'must be {"type": "t'),
+    (dict(tool_choice="auto"), 400, "tool_choice", 'must be "none"'),
     (dict(n=2), 400, "n", "n: must be 1"),
     (dict(n=True), 400, "n", "n: must be 1"),
     (dict(best_of=2), 400, "best_of", "best_of: must be 1"),
@@ -83,7 +86,8 @@ REFUSED = [  # (what is asked, status, param, what the message says)
 
 @pytest.mark.parametrize("asked, status, param, message", REFUSED)
 def test_what_cannot_be_done_is_refused_by_name(tiny, asked, status, param, message):
-    neutral = dict(n=1, best_of=1, echo=False, suffix="", logit_bias=None, presence_penalty=0)
+    neutral = dict(response_format={"type": "text"}, tool_choice="none", store=False)
+    neutral |= dict(n=1, best_of=1, echo=False, suffix="", logit_bias=None, presence_penalty=0)
     body = dict(model="tiny", prompt="a", max_tokens=20) | neutral
     assert tiny.http.post("/v1/completions", json=body).status_code == 200
     for stream in (False, True):
@@ -91,6 +95,15 @@ def test_what_cannot_be_done_is_refused_by_name(tiny, asked, status, param, mess
         error = done.json()["error"]
         assert (done.status_code, error["param"]) == (status, param) and message in error["message"]
         assert error.keys() == {"message", "type", "param", "code"}
+
+
+def test_the_model_has_one_name_and_need_not_be_named(tiny):
+    assert tiny.client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="there is only tiny"):
+        tiny.client.models.retrieve("some/other")
+    for name in ({}, {"model": None}, {"model": "tiny"}):
+        done = tiny.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2, **name})
+        assert (done.status_code, done.json()["model"]) == (200, "tiny")
 
 
 def test_what_chat_cannot_do_is_refused_by_name(tiny):

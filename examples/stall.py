@@ -1,0 +1,60 @@
+"""The stall, in words: `python -m examples.stall`, in the top folder.
+
+Three answers are being written when a prompt of 1,000 tokens arrives, README.md. Under "vllm" they
+freeze until it is computed, under "sarathi-serve" they go on."""
+
+from argparse import ArgumentParser
+from pathlib import Path
+
+from cli.columns import Columns
+from cli.console import run
+from engine import Engine
+from model import GPT
+from pretrained.checkpoints import find
+from pretrained.tokenizers import Tokenizer, load_chat, load_tokenizer
+from request import Completion
+from sampling import SamplingParams
+
+QUESTIONS = ["Why is the sky blue?", "How do bicycles stay upright?", "What is a black hole?"]
+README = Path(__file__).parents[1] / "README.md"
+PARAMS = SamplingParams(max_new_tokens=400, temperature=0.0)
+
+
+def write(engine: Engine, prompts: list[list[int]], tokenizer: Tokenizer) -> list[Completion]:
+    """Write all answers until the last, whose prompt arrives late, has 8 tokens."""
+    columns = Columns([*QUESTIONS, "(README.md goes on)"])
+    ids = [engine.add_request(prompt, PARAMS) for prompt in prompts[:-1]]
+    outputs: list[list[int]] = [[] for _ in prompts]
+    while len(outputs[-1]) < 8:
+        if len(ids) < len(prompts) and len(outputs[0]) > 12:  # all run
+            ids.append(engine.add_request(prompts[-1], PARAMS))
+        for event in engine.step():
+            outputs[ids.index(event.request_id)].append(event.token)
+        columns.draw([tokenizer.decode(output) for output in outputs])
+    columns.finish([tokenizer.decode(output) for output in outputs])
+    return [engine.abort(request_id) for request_id in ids]
+
+
+def main() -> None:
+    """The same under both policies."""
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--chunk", type=int, default=32)
+    args = parser.parse_args()
+    path = find(args.model)
+    model = GPT.from_pretrained(str(path))
+    tokenizer = load_tokenizer(path)
+    chat = load_chat(path)
+    texts = [chat([{"role": "user", "content": question}]) for question in QUESTIONS]
+    prompts = [(tokenizer.encode_chat or tokenizer.encode)(text) for text in texts]
+    prompts.append(tokenizer.encode(README.read_text("utf-8"))[:1000])
+    for policy in ("vllm", "sarathi-serve"):
+        engine = Engine(model, policy=policy, chunk=args.chunk, max_batch=4, max_len=2048)
+        engine.warm_up()
+        *answers, late = write(engine, prompts, tokenizer)
+        freeze = max(max(answer.tbt) for answer in answers)
+        print(f"{policy}: longest freeze {freeze:.2f} s, the long prompt's TTFT {late.ttft:.2f} s")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,55 @@
+"""Objects of a file in exact types: what is missing or of another type is named in one line.
+
+Read next: checkpoints.py and gguf_files.py, which read their geometry so."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ValidationError
+
+from errors import shorten
+
+MAX_JSON_BYTES = 2**24  # of a file that is read at once
+
+
+class Schema(BaseModel, strict=True, validate_by_name=True, allow_inf_nan=False):
+    """The part of a JSON object that is read, in exact types. Its other keys are ignored."""
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Raises FileNotFoundError, OSError if the file cannot be read, or ValueError, naming the
+        file, the first wrong key and what it must be.
+
+        A key of several types has an error for each type; the types are not named."""
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: there is no such file")
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise ValueError(f"{path}: has {size:,} bytes, must have at most {MAX_JSON_BYTES:,}")
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            problem = _first_problem(error)
+        raise ValueError(f"{path}: {problem}")
+
+    @classmethod
+    def of(cls, place: str, values: Mapping[str, Any]) -> Self:
+        """The same of values that are read already. Raises ValueError that begins with `place`."""
+        try:
+            return cls.model_validate(dict(values), by_name=False)
+        except ValidationError as error:
+            problem = _first_problem(error)
+        raise ValueError(f"{place}{problem}")
+
+
+def _first_problem(error: ValidationError) -> str:
+    """The first wrong key, its value, and what it must be."""
+    details = error.errors()[0]
+    problem = re.sub(r"^\w+ should", "must", details["msg"])
+    keys = [key for key in details["loc"] if str(key).replace(".", "").isidentifier()]
+    if not keys:  # only indexes and types
+        return problem
+    value = "" if details["type"] == "missing" else f"={shorten(details['input'])}"
+    return f"{keys[-1]}{value}: {problem}"

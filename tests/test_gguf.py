@@ -1,0 +1,295 @@
+"""GGUF files give the model, the tokens and the prompts that they say; others are refused by name.
+
+The files are written by the package gguf from random models of transformers, permuted as llama.cpp
+permutes them. A real file is read in test_real_model.py."""
+
+import struct
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model import GPT
+from pretrained import checkpoints
+from pretrained.gguf_files import MAX_ITEMS, read_gguf
+from pretrained.tokenizers import BYTE_OF_LETTER, load_chat, load_tokenizer
+from tests.test_checkpoints import all_logits, make, prompt, reference_logits
+
+KINDS = {"llama": "llama", "llama tied": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+OURS = {  # names of llama.cpp -> transformers'
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+THEIRS = {theirs: ours for ours, theirs in OURS.items()}
+LETTERS = sorted(BYTE_OF_LETTER, key=BYTE_OF_LETTER.get)
+TOKENS = ["<s>", "<|end|>", "<tool>", *LETTERS[32:124], "he", "ll"]  # 97, of the bytes ASCII
+TYPES = [3, 3, 4, *[1] * 94]
+TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}"
+
+
+def permuted(weight, heads):
+    """As llama.cpp's converter writes the rows of queries and keys of a LLaMA."""
+    parts = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return parts.swapaxes(1, 2).reshape(weight.shape)
+
+
+def metadata_of(config, architecture):
+    """The metadata that llama.cpp's converter writes, {key: value}."""
+    theta = config.rope_parameters["rope_theta"]
+    head_dim = config.hidden_size // config.num_attention_heads
+    if architecture == "qwen3":
+        head_dim = config.head_dim
+    return {
+        "general.architecture": architecture,
+        f"{architecture}.block_count": config.num_hidden_layers,
+        f"{architecture}.context_length": config.max_position_embeddings,
+        f"{architecture}.embedding_length": config.hidden_size,
+        f"{architecture}.feed_forward_length": config.intermediate_size,
+        f"{architecture}.attention.head_count": config.num_attention_heads,
+        f"{architecture}.attention.head_count_kv": config.num_key_value_heads,
+        f"{architecture}.attention.key_length": head_dim,
+        f"{architecture}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        f"{architecture}.rope.freq_base": float(theta),
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": TOKENS,
+        "tokenizer.ggml.token_type": TYPES,
+        "tokenizer.ggml.merges": ["h e", "l l"],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.chat_template": TEMPLATE,
+    }
+
+
+def tensors_of(model, architecture):
+    """The tensors of transformers' model as llama.cpp's converter writes them, {name: array}."""
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        module, kind = name.rsplit(".", 1)
+        layer = []
+        if name.startswith("model.layers."):
+            _, _, number, module = module.split(".", 3)
+            layer = ["blk", number]
+        if module == "lm_head" and model.config.tie_word_embeddings:
+            continue
+        ours = THEIRS[module]
+        array = tensor.numpy()
+        heads = {"attn_q": model.config.num_attention_heads}
+        heads["attn_k"] = model.config.num_key_value_heads
+        if architecture == "llama" and ours in heads:
+            array = permuted(array, heads[ours])
+        tensors[".".join([*layer, ours, kind])] = array
+    return tensors
+
+
+def write(path, metadata, tensors, quantisation=None):
+    """A GGUF file, by the package's writer. Matrices are quantised."""
+    writer = gguf.GGUFWriter(path, metadata.get("general.architecture", "llama"))
+    for key, value in metadata.items():
+        if key == "general.architecture":
+            continue
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        else:
+            writer.add_string(key, value)
+    for name, array in tensors.items():
+        if quantisation is not None and array.ndim == 2 and array.shape[1] % 32 == 0:
+            blocks = gguf.quants.quantize(array, quantisation)
+            writer.add_tensor(name, blocks, raw_dtype=quantisation)
+        else:
+            writer.add_tensor(name, np.ascontiguousarray(array))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def save(tmp_path):
+    """save(kind, quantisation, **metadata) -> a file; a key whose value is None is left out."""
+
+    def save(kind="llama", quantisation=None, changed=None, tensors=None):
+        model = make(kind)
+        architecture = KINDS[kind]
+        metadata = metadata_of(model.config, architecture) | (changed or {})
+        metadata = {key: value for key, value in metadata.items() if value is not None}
+        stored = tensors_of(model, architecture) | (tensors or {})
+        stored = {name: array for name, array in stored.items() if array is not None}
+        return write(tmp_path / "model.gguf", metadata, stored, quantisation)
+
+    return save
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_equal_transformers(save, kind):
+    reference = make(kind)
+    model = GPT.from_pretrained(save(kind))
+    tokens = prompt(model)
+    expected = reference_logits(reference, tokens)
+    torch.testing.assert_close(all_logits(model, tokens), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_a_quantised_matrix_is_what_the_package_makes_of_it(save, name):
+    quantisation = gguf.GGMLQuantizationType[name]
+    file = save("qwen3", quantisation)
+    embedding = make("qwen3").state_dict()["model.embed_tokens.weight"].numpy()
+    expected = gguf.quants.dequantize(gguf.quants.quantize(embedding, quantisation), quantisation)
+    weight = GPT.from_pretrained(file).token_embedding.weight
+    assert torch.equal(weight, torch.from_numpy(expected.copy()))
+    assert not np.array_equal(expected, embedding)  # something was quantised
+
+
+def test_the_tokenizer_and_the_template_are_those_of_the_metadata(save):
+    tokenizer = load_tokenizer(save())
+    he, ll = TOKENS.index("he"), TOKENS.index("ll")
+    letter = {token: i for i, token in enumerate(TOKENS)}
+    assert tokenizer.encode("hell 12") == [he, ll, letter["Ġ"], letter["1"], letter["2"]]
+    assert tokenizer.encode("<s>he<|end|><tool>") == [0, he, 1, 2]
+    assert tokenizer.decode([0, he, 2, 1]) == "he<tool>"  # a control token has no text
+    assert tokenizer.stop_token_ids == {1}
+    assert dict(tokenizer.special_tokens) == {"<s>": 0, "<|end|>": 1}
+    assert load_chat(save())([{"role": "user", "content": "he"}]) == "<s>[he]"
+    with_bos = load_tokenizer(save(changed={"tokenizer.ggml.add_bos_token": True}))
+    assert with_bos.encode("he") == [0, he] and with_bos.encode_chat("he") == [he]
+    llama3 = load_tokenizer(save(changed={"tokenizer.ggml.pre": "llama-bpe"}))
+    assert llama3.encode("he") == [0, he]  # llama.cpp's default there
+
+
+REFUSED = [  # metadata, tensors, what the line says
+    ({"general.architecture": "mamba"}, {}, "general.architecture='mamba': must be one of llama,"),
+    ({"llama.block_count": None}, {}, "llama.block_count: Field required"),
+    ({"llama.block_count": "two"}, {}, "llama.block_count='two': .* valid integer"),
+    ({"llama.block_count": True}, {}, "llama.block_count=True: .* valid integer"),
+    ({"llama.block_count": 3}, {}, "9 missing tensors: blk.2.attn_k.weight"),
+    ({"llama.block_count": 10**9}, {}, "n_layer=1000000000: must be"),
+    ({"llama.attention.head_count": [4, 4]}, {}, "llama.attention.head_count=.* integer"),
+    ({"llama.attention.head_count": 3}, {}, "n_kv_head=2: must divide n_head=3"),
+    ({"llama.rope.freq_base": float("nan")}, {}, "llama.rope.freq_base=nan"),
+    ({"llama.rope.scaling.type": "yarn"}, {}, "llama.rope.scaling.type='yarn'"),
+    ({"llama.rope.dimension_count": 4}, {}, "llama.rope.dimension_count=4: must be .* 8"),
+    ({"llama.expert_count": 8}, {}, "llama.expert_count=8"),
+    ({"llama.vocab_size": 98}, {}, "tensors that do not fit: .*token_embd.weight"),
+    ({}, {"blk.1.ffn_up.weight": None}, "1 missing tensors: blk.1.ffn_up.weight"),
+    ({}, {"blk.1.ffn_up.weight": np.ones((9, 32), "f")}, "do not fit: blk.1.ffn_up.weight"),
+    ({}, {"blk.1.attn_q.weight": np.ones((9, 32), "f")}, "do not fit: blk.1.attn_q.weight"),
+    ({}, {"rope_freqs.weight": np.ones(4, "f")}, "1 unknown tensors: rope_freqs.weight"),
+    ({}, {"output_norm.weight": np.ones(32, "i")}, "output_norm.weight is of type I32, must be"),
+    ({}, {"output_norm.weight": np.full(32, np.nan, "f")}, "output_norm.weight holds NaN"),
+]
+
+
+@pytest.mark.parametrize("metadata, tensors, message", REFUSED)
+def test_a_model_that_is_not_known_is_refused_by_name(save, metadata, tensors, message):
+    file = save(changed=metadata, tensors=tensors)
+    with pytest.raises(ValueError, match=f"^{file}: .*{message}") as caught:
+        GPT.from_pretrained(file)
+    assert "\n" not in str(caught.value)
+
+
+REFUSED_TEXT = [
+    ({"tokenizer.ggml.model": "llama"}, "model='llama': must be one of gpt2"),
+    ({"tokenizer.ggml.pre": "tekken"}, "pre='tekken': must be one of gpt-2, smollm"),
+    ({"tokenizer.ggml.pre": None}, "pre=None: must be one of"),
+    ({"tokenizer.ggml.tokens": None}, "tokens: Field required"),
+    ({"tokenizer.ggml.tokens": [1, 2]}, "tokens=1: .* valid string"),
+    ({"tokenizer.ggml.tokens": ["a", "a"]}, "tokens: must not hold a token twice"),
+    ({"tokenizer.ggml.token_type": [1]}, "token_type: has 1 items, must have 97"),
+    ({"tokenizer.ggml.merges": ["he"]}, "merges: 'he' must be two tokens and a space"),
+    ({"tokenizer.ggml.merges": ["q zz"]}, "no tokenizer can be made of it"),
+    ({"tokenizer.ggml.eos_token_id": 97}, "eos_token_id=97: must be below 97"),
+    ({"tokenizer.ggml.add_eos_token": True}, "add_eos_token=True"),
+    ({"tokenizer.chat_template": 3}, "chat_template: must be a text"),
+]
+
+
+@pytest.mark.parametrize("metadata, message", REFUSED_TEXT)
+def test_a_tokenizer_that_is_not_known_is_refused_by_name(save, metadata, message):
+    file = save(changed=metadata)
+    with pytest.raises(ValueError, match=f"^{file}: .*{message}") as caught:
+        load_tokenizer(file)
+    assert "\n" not in str(caught.value)
+
+
+HUGE = 10**12
+LIES = {  # what stands in a header, in its place
+    "foreign": (b"PK\3\4", 0, "does not begin with GGUF"),
+    "version 1": (struct.pack("<I", 1), 4, "version 1, must be"),
+    "tensors": (struct.pack("<Q", HUGE), 8, "1,000,000,000,000 tensors, must be at most"),
+    "keys": (struct.pack("<Q", HUGE), 16, "1,000,000,000,000 keys, must be at most"),
+    "the length of a key": (struct.pack("<Q", HUGE), 24, "1,000,000,000,000 bytes in a text"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_header_that_lies_is_refused_before_memory_is_taken(save, lie):
+    file = save()
+    written, place, message = LIES[lie]
+    content = bytearray(file.read_bytes())
+    content[place : place + len(written)] = written
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=f"^{file}: .*{message}"):
+        read_gguf(file)
+
+
+def test_arrays_and_tensors_of_a_length_that_lies_are_refused(save):
+    file = save()
+    content = file.read_bytes()
+    place = content.index(b"tokenizer.ggml.tokens") + len("tokenizer.ggml.tokens") + 8
+    for count, message in [(HUGE, "texts in an array"), (MAX_ITEMS, "bytes|codec|value of type")]:
+        file.write_bytes(content[:place] + struct.pack("<Q", count) + content[place + 8 :])
+        with pytest.raises(ValueError, match=f"^{file}: not a whole GGUF file: .*({message})"):
+            read_gguf(file)
+    name = b"token_embd.weight"
+    place = content.index(name) + len(name) + 4  # of its shape
+    for rows in (2**40, 2**63):
+        file.write_bytes(content[: place + 8] + struct.pack("<Q", rows) + content[place + 16 :])
+        with pytest.raises(ValueError, match=f"^{file}: .* bytes, with token_embd.weight at least"):
+            read_gguf(file)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_file_that_is_cut_off_or_damaged_is_refused_in_one_line(tmp_path_factory, data):
+    folder = tmp_path_factory.getbasetemp()
+    file = folder / "whole.gguf"
+    if not file.exists():
+        config = make("llama")
+        write(file, metadata_of(config.config, "llama"), tensors_of(config, "llama"))
+    content = bytearray(file.read_bytes())
+    damaged = folder / "damaged.gguf"
+    cut = data.draw(st.integers(0, len(content) - 1))
+    damaged.write_bytes(content[:cut])
+    problem = f"not a whole GGUF file: has {cut:,} bytes, " if cut >= 4 else "not a GGUF file: "
+    with pytest.raises(ValueError, match=f"^{damaged}: {problem}"):
+        read_gguf(damaged)
+    header = content.index(b"blk.0.")
+    content[data.draw(st.integers(0, header))] = data.draw(st.integers(0, 255))
+    damaged.write_bytes(content)
+    try:
+        checkpoints.read_config(damaged)
+        load_tokenizer(damaged)
+    except ValueError as error:
+        assert str(error).startswith(f"{damaged}: ") and "\n" not in str(error)
