@@ -89,8 +89,7 @@ class Scheduler:
 
     @waiting.setter
     def waiting(self, requests: Any) -> None:
-        is_queue = hasattr(requests, "appendleft")
-        self.journal.waiting = requests if is_queue else deque(requests)
+        self.journal.waiting = requests if hasattr(requests, "appendleft") else deque(requests)
 
     def schedule(self) -> Batch:
         """The next Batch, admitting waiting requests; empty only if there is nothing to do."""

@@ -50,6 +50,12 @@ BROKEN = [  # (the method of a policy, what the violation says)
     (f"schedule(self): self.waiting.pop(); {UNCHANGED}", LOST + "not ended.*runs 0 times"),
     (f"schedule(self): self.waiting += self.running; {UNCHANGED}", LOST + "runs 2 times"),
     (LOSES_PREEMPTED, LOST + "runs 0 times"),
+    (  # after the last batch
+        "finish(self, r, reason):\n"
+        "    if len(self.requests) == 1: self.pages.allocate(1)\n"
+        "    super().finish(r, reason)",
+        LEAKS + "no running request has it",
+    ),
     (f"{BATCH}self.finish(batch[0][0], 'length'){RETURN}", LOST + "length, lacks 12 tokens"),
     (f"schedule(self): self.max_batch += 1; {UNCHANGED}", "'at most max_batch' is broken.* of 4"),
     (
@@ -308,6 +314,7 @@ def test_a_schedule_that_never_returns_is_stopped_and_named(tmp_path, monkeypatc
     violation = check_policy(policy).violation
     cause = r"TimeoutError: one call took more than 0.2 s, in .*own.py line 4"
     assert re.fullmatch(cause, violation.observation) and violation.rule == "everybody ends"
+    assert violation.iteration == 1
     assert signal.getsignal(signal.SIGVTALRM) is handler
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
     with pytest.raises(TimeoutError):  # nothing is measured under such a policy

@@ -264,6 +264,14 @@ def test_an_interrupted_schedule_is_begun_again(monkeypatch):
     assert [len(r.tokens) for r in requests] == [7, 10, 6]
 
 
+def test_a_request_that_ended_leaves_the_batch_that_failed():
+    scheduler, requests = started((3, 4), (6, 4))
+    batch = scheduler.next_batch()  # and computing it fails
+    assert [chunk.request for chunk in batch] == requests
+    scheduler.finish(requests[0], "abort")
+    assert [chunk.request for chunk in scheduler.next_batch()] == requests[1:]
+
+
 class Idle(SarathiServe):
     """Computes nothing."""
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from errors import ArgumentError
 from pretrained.tokenizers import Tokenizer, load_tokenizer
 from request import Event
 from tests import forked
@@ -144,14 +145,20 @@ def test_errors_of_the_engine_are_told_in_the_words_of_the_client():
     chat = ChatRequest(model="x", messages=[{}])
     limited = ChatRequest(model="x", messages=[{}], max_completion_tokens=5)
     for body, error, message, param in [
-        (completion, "prompt: is empty", "prompt: is empty", "prompt"),
-        (chat, "prompt: is empty", "messages: is empty", "messages"),
-        (chat, "prompts=3: no", "prompts=3: no", None),
-        (chat, "max_new_tokens=0: no", "max_tokens=0: no", "max_tokens"),
-        (limited, "max_new_tokens=0: no", "max_completion_tokens=0: no", "max_completion_tokens"),
-        (chat, "tbt_slo=-1: no", "tbt_slo=-1: no", "tbt_slo"),
+        (completion, ("prompt: is empty", "prompt"), "prompt: is empty", "prompt"),
+        (chat, ("prompt: is empty", "prompt"), "messages: is empty", "messages"),
+        (chat, ("pages=3: no", "pages"), "pages=3: no", None),
+        (chat, ("no memory is left",), "no memory is left", None),
+        (chat, ("max_new_tokens=0: no", "max_new_tokens"), "max_tokens=0: no", "max_tokens"),
+        (
+            limited,
+            ("max_new_tokens=0: no", "max_new_tokens"),
+            "max_completion_tokens=0: no",
+            "max_completion_tokens",
+        ),
+        (chat, ("tbt_slo=-1: no", "tbt_slo"), "tbt_slo=-1: no", "tbt_slo"),
     ]:
-        refused = body.refusal(ValueError(error)).detail["error"]
+        refused = body.refusal(ArgumentError(*error)).detail["error"]
         assert (refused["message"], refused["param"]) == (message, param)
 
 
