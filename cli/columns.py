@@ -5,6 +5,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from itertools import zip_longest
+from unicodedata import east_asian_width
 
 from cli.console import Terminal
 
@@ -47,15 +48,27 @@ class Columns:
     def lines(self, texts: Sequence[str], columns: int, height: int) -> list[str]:
         """The lines to draw in so many columns of characters, at most `height`."""
         width = max(MIN_WIDTH, (columns + GAP) // len(texts) - GAP)
-        wrapped = [_wrap(text, width)[-(height - 1) :] for text in texts]
-        titles = [title[:width] for title in self.titles]
+        wrapped = [_wrap(text, width)[1 - height :] for text in texts]
+        titles = [_wrap(title, width)[0] for title in self.titles]
         rows = [titles, *zip_longest(*wrapped, fillvalue="")]
-        return [(" " * GAP).join(cell.ljust(width) for cell in row).rstrip() for row in rows]
+        return [(" " * GAP).join(_pad(cell, width) for cell in row).rstrip() for row in rows]
+
+
+def _cells(text: str) -> int:
+    """How many columns of a terminal a text takes: Chinese and emoji take two each."""
+    return sum(2 if east_asian_width(character) in "WF" else 1 for character in text)
+
+
+def _pad(text: str, width: int) -> str:
+    """The text with spaces up to this width."""
+    return text + " " * (width - _cells(text))
 
 
 def _wrap(text: str, width: int) -> list[str]:
-    """The lines of a text, at most `width` characters each."""
+    """The lines of a text, at least one, each in this width. Control characters are left out."""
     lines: list[str] = []
-    for paragraph in text.strip().splitlines():
-        lines += textwrap.wrap(paragraph, width) or [""]
-    return lines
+    for paragraph in text.strip().expandtabs().splitlines():
+        shown = "".join(character for character in paragraph if character.isprintable())
+        limit = width if _cells(shown) == len(shown) else width // 2
+        lines += textwrap.wrap(shown, limit) or [""]
+    return lines or [""]

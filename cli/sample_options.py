@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cli.loading import EngineOptions, ModelOptions, add_model_options, model_options
-from cli.options import OptionParser, from_args, number, option, whole
+from cli.options import OptionParser, from_args, nonempty_text, number, option, whole
 from sampling import SamplingParams
 
 DTYPE = "float32"  # as of GPT and GPT.from_pretrained
@@ -23,6 +23,7 @@ class SampleOptions(EngineOptions):
     chats: list[str] = option(
         "what to say to a chat model, in its template; may be repeated",
         name="--chat",
+        type=nonempty_text,
         action="append",
     )
     max_new_tokens: int = option(

@@ -31,6 +31,7 @@ MODULES = (
     "exercises",
     "examples.offline",
     "examples.online",
+    "examples.stall",
     "examples.compare",
     "examples.compare.worker",
     "examples.server_overhead",

@@ -293,3 +293,17 @@ def test_a_file_that_is_cut_off_or_damaged_is_refused_in_one_line(tmp_path_facto
         load_tokenizer(damaged)
     except ValueError as error:
         assert str(error).startswith(f"{damaged}: ") and "\n" not in str(error)
+
+
+def test_a_file_on_the_hub_is_named_with_its_repository(monkeypatch, tmp_path):
+    fetched = []
+
+    def hf_hub_download(repository, filename):
+        fetched.append((repository, filename))
+        return str(tmp_path / filename)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", hf_hub_download)
+    for name in ("org/repo/x.gguf", "org/repo/folder/x.gguf"):
+        path = checkpoints.find(name)
+        assert path == tmp_path / name.removeprefix("org/repo/")
+    assert fetched == [("org/repo", "x.gguf"), ("org/repo", "folder/x.gguf")]
