@@ -15,7 +15,7 @@ from engine import Engine
 from errors import QueueFull
 from hardware.memory import pages_that_fit, small_page_size
 from kv_cache import KVCache, kv_bytes_per_token
-from model import GPT, GPTConfig
+from model import GPT, FlatBatch, GPTConfig
 from policies import POLICIES
 from pretrained.tokenizers import Tokenizer, byte_tokenizer
 from request import Chunk, Completion
@@ -291,6 +291,16 @@ def test_text_of_a_prompt_that_ends_within_a_character(monkeypatch):
     monkeypatch.setattr("speedups.runner.sample", lambda *_: (torch.tensor([0xA9]), None))
     assert engine.generate([[0xC3]], SamplingParams(1))[0].text == "é"
     assert engine.generate([[0x61]], SamplingParams(1))[0].text == "\ufffd"
+
+
+def test_a_logprob_is_noted_once_however_often_its_batch_is_computed(model):
+    engine = make_engine(model)
+    engine.add_request([1, 2], SamplingParams(3, logprobs=True))
+    batch = engine.scheduler.next_batch()
+    flat = FlatBatch.build(batch, engine.runner.attention)
+    for _ in range(2):  # as after an interrupt
+        engine.runner.sample(engine.runner.forward(flat), batch)
+    assert len(batch[0].request.logprobs) == 1
 
 
 TEXTS = ["once", "a", "stop here"]
