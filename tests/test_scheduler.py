@@ -272,7 +272,7 @@ def test_a_request_that_ended_leaves_the_batch_that_failed():
     assert [chunk.request for chunk in scheduler.next_batch()] == requests[1:]
 
 
-def test_requests_that_began_anew_keep_the_token_of_a_batch_and_compute_all_again():
+def test_requests_that_began_anew_keep_the_token_of_their_batch():
     scheduler, [request] = started((3, 4))
     batch = scheduler.next_batch()
     scheduler.journal.broken = True  # as a Ctrl-C would leave it

@@ -252,7 +252,7 @@ ENGINE = CONFIG | dict(
     tokenizer=optional(tokenizer),
     clock=callable,
 )
-FROM_CONFIG = dict(
+WITH_CONFIG = dict(
     model=instance(GPT),
     config=optional(instance(EngineConfig)),
     tokenizer=optional(instance(Tokenizer)),
@@ -299,7 +299,7 @@ def scaling(engine, **changes):
     return RopeScaling(**sizes | changes)
 
 
-def from_config(engine, **changes):
+def with_config(engine, **changes):
     """An engine with the config of another."""
     return Engine(**dict(model=MODEL, config=engine.config) | changes)
 
@@ -338,7 +338,7 @@ TARGETS = {
     "RopeScaling": (SCALING, scaling),
     "EngineConfig": (CONFIG, lambda engine, **changes: EngineConfig(**changes)),
     "Engine": (ENGINE, lambda engine, **changes: Engine(**SMALL | changes)),
-    "from_config": (FROM_CONFIG, from_config),
+    "with_config": (WITH_CONFIG, with_config),
     "add_request": (REQUEST, add_request),
     "generate": (GENERATE, generate),
     "abort": (ABORT, lambda engine, **changes: engine.abort(**changes)),
@@ -349,7 +349,7 @@ TARGETS = {
         lambda engine, **changes: GPT(**dict(config=MODEL.config, seed=None) | changes),
     ),
 }
-METHODS = ("from_config", "add_request", "generate", "abort")  # of an engine, or with one
+METHODS = ("with_config", "add_request", "generate", "abort")  # of an engine, or with one
 NAMES = {  # what errors may call an argument
     "prompts": "prompts?",  # one of several
     "policy_options": "policy_options|policy",
@@ -438,7 +438,7 @@ REFUSED = [  # (target, argument, values): each would lead to an error far away,
     ("Engine", "tokenizer", ["x", 0, Tokenizer, *BROKEN_TOKENIZERS]),
     ("Engine", "clock", [5, None]),
     ("Engine", "policy_options", [0, False, "", {"clock": time.monotonic}]),
-    ("from_config", "config", [5, {}]),
+    ("with_config", "config", [5, {}]),
     ("add_request", "params", [0, False, "", {}]),
     ("add_request", "prompt", [None, [True], {1: 2}, {1, 2}, b"ab", torch.tensor([True]), NESTED]),
     ("add_request", "prompt", [NO_VALUES, [NO_VALUES], torch.tensor([1, 2]).to_sparse()]),

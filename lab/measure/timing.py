@@ -277,7 +277,7 @@ def bare_products(model: GPT, rows: int, layers: Sequence[nn.Linear]) -> Callabl
 
 
 def attention_alone(runner: Runner, spans: Sequence[Chunk]) -> Callable[[], None]:
-    """A function that runs the attention of one iteration of engine.Runner, nothing else."""
+    """A function that runs the attention of one iteration of a Runner, nothing else."""
     model = runner.model
     batch = FlatBatch.build(spans, runner.attention)
     q = torch.randn(

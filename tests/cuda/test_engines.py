@@ -75,7 +75,7 @@ def serve(gpu, model, policy="sarathi-serve", attention="auto", page_size=MAX_LE
         completions += [event.completion for event in events if event.completion]
         (wait,) = gpu.waits
         assert wait.reason == ("tolist" if events else "synchronize")
-        assert wait.place.startswith("engine.py:")
+        assert wait.place.startswith("runner.py:")
     assert sorted(len(completion.tokens) for completion in completions) == [3] * 5
     assert gpu.compiled == compiled
     return engine
