@@ -20,11 +20,12 @@ class Journal:
         self.broken = False  # True: a change is being made, or was broken off
         self.restarts = 0  # how often all requests have begun anew
 
-    def join(self, scheduler: Any) -> None:
-        """Let one more scheduler take its requests from here."""
-        if scheduler not in self.schedulers:
-            scheduler.journal = self
-            self.schedulers.append(scheduler)
+    def join(self, *schedulers: Any) -> None:
+        """Let these schedulers take their requests from here, too; some may do so already."""
+        for scheduler in schedulers:
+            if scheduler not in self.schedulers:
+                scheduler.journal = self
+                self.schedulers.append(scheduler)
 
     def __enter__(self) -> None:
         self.mend()

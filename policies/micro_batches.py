@@ -42,7 +42,7 @@ class StageTime(NamedTuple):
 class MicroBatches:
     """The micro-batches of one pipeline of `pp` stages, or of several, its replicas.
 
-    Each has one of the `schedulers`; EngineConfig.schedulers makes them. Times are in seconds."""
+    Each has one of the `schedulers`, which share a journal from here on. Times are in seconds."""
 
     def __init__(self, schedulers: Sequence[Scheduler], pp: int) -> None:
         self.pp = pp
@@ -50,8 +50,7 @@ class MicroBatches:
         self.schedulers = schedulers
         self.reset()
         self.journal = schedulers[0].journal
-        for scheduler in schedulers[1:]:
-            self.journal.join(scheduler)
+        self.journal.join(*schedulers)
 
     def reset(self) -> None:
         """Let time begin at 0."""

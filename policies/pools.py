@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -249,20 +248,9 @@ class TwoPools:
         self.schedulers: list[Instance] = [*self.prefills, *self.decodes]
         self.transfers: dict[int, Transfer] = {}
         self.journal = self.schedulers[0].journal
+        self.journal.join(*self.schedulers)
         for scheduler in self.schedulers:
             scheduler.transfers = self.transfers
-        for scheduler in self.schedulers[1:]:
-            self.journal.join(scheduler)
-
-    @property
-    def requests(self) -> dict[int, Request]:
-        """By id, all that have not ended."""
-        return self.journal.requests
-
-    @property
-    def queue(self) -> deque[Request]:
-        """The requests that wait for an instance that prefills."""
-        return self.journal.waiting
 
     def start_transfers(self) -> list[Transfer]:
         """Reserve memory for the first in line, as long as there is some: these are to be sent.

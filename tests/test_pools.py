@@ -139,19 +139,19 @@ def drive_random_load(seed):
         assert turn < 20_000, "it does not end"
         if to_come and draw.random() < 0.2:
             two.prefills[0].add(to_come.pop(0))
-        if two.requests and draw.random() < 0.01:
-            victim = draw.choice(list(two.requests.values()))
+        if two.journal.requests and draw.random() < 0.01:
+            victim = draw.choice(list(two.journal.requests.values()))
             scheduler = next((s for s in two.schedulers if victim in s.running), two.schedulers[0])
             scheduler.finish(victim, "abort")
             aborted.add(victim)
         drive.step()
-        if not (to_come or two.requests or drive.flights or drive.links):
+        if not (to_come or two.journal.requests or drive.flights or drive.links):
             break
     for r in requests:
         if r not in aborted:
             assert r.finish_reason == "length"
             assert drive.tokens[r.id] == len(r.token_times) == r.max_new_tokens
-    assert not (two.queue or two.transfers)
+    assert not (two.journal.waiting or two.transfers)
     for instance in two.schedulers:
         assert instance.pages.num_free == instance.pages.total and not instance.running
     return sum(r.preemptions for r in requests), len(aborted)
@@ -242,10 +242,10 @@ def test_a_preempted_request_is_sent_back_to_the_front_of_the_queue():
     newcomer = request(2)
     two.prefills[0].add(newcomer)
     (decode,) = two.decodes
-    while not two.queue[0].preemptions:
+    while not two.journal.waiting[0].preemptions:
         batch = decode.next_batch()
         decode.advance(batch, [1] * len(batch), 0.0)
-    assert [r.id for r in two.queue] == [1, 2] and [r.id for r in decode.running] == [0]
+    assert [r.id for r in two.journal.waiting] == [1, 2] and [r.id for r in decode.running] == [0]
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -260,7 +260,7 @@ def test_after_an_interrupt_all_are_prefilled_again(side):
     prefill(two, requests[2])
     two.journal.broken = True  # as a Ctrl-C would leave it
     assert not two.end_transfer(under_way)
-    assert list(two.queue) == requests and not two.transfers
+    assert list(two.journal.waiting) == requests and not two.transfers
     check_owners(two)
     prefill(two)
     assert len(two.start_transfers()) == 3
@@ -281,7 +281,7 @@ def test_an_interrupt_while_all_begin_anew_is_mended_too():
         interrupt(two.journal.mend)
         is_interrupted = interrupt.raised
         assert two.start_transfers() == [] and not two.transfers
-        assert list(two.queue) == requests
+        assert list(two.journal.waiting) == requests
     assert place > 5
 
 
