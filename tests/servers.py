@@ -18,7 +18,7 @@ from sampling import SamplingParams
 # what a test wants of server/ it imports from here
 from server import checks, connections, engine_thread, protocol  # noqa: F401
 from server.__main__ import url_of  # noqa: F401
-from server.app import Api, CompletionResponse, encode_prompt  # noqa: F401
+from server.app import Api, CompletionResponse, encode_prompts  # noqa: F401
 from server.connections import Server
 from server.engine_thread import EngineThread
 from server.protocol import ChatRequest, CompletionRequest  # noqa: F401
@@ -47,13 +47,20 @@ def circle(text=TEXT):
 
 @contextmanager
 def serving(
-    model=None, tokenizer=letters, key=None, max_body=2**20, hosts=(), drain_s=1.0, **settings
+    model=None,
+    tokenizer=letters,
+    key=None,
+    max_body=2**20,
+    hosts=(),
+    cors=(),
+    drain_s=1.0,
+    **settings,
 ):
     """A server in a thread, at a port of its own."""
     sizes = dict(max_batch=4, max_len=128, page_size=16, chunk=16) | settings
     engine = Engine(model or tiny_model(), **sizes)
     steps = EngineThread(lambda: engine)
-    api = Api(steps, tokenizer, "tiny", load_chat(None), key, max_body, hosts)
+    api = Api(steps, tokenizer, "tiny", load_chat(None), key, max_body, hosts, cors=cors)
     server = Server(api, drain_s)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))

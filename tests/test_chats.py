@@ -3,7 +3,7 @@
 import pytest
 
 from pretrained.chat import ChatTemplate
-from tests.servers import ChatRequest, encode_prompt, letters, load_chat, protocol
+from tests.servers import ChatRequest, encode_prompts, letters, load_chat, protocol
 from tests.test_tokenizers import sentencepiece_directory
 
 PARTS = [{"type": "text", "text": "hello "}, {"type": "text", "text": "world"}]
@@ -101,7 +101,7 @@ def test_an_error_of_a_template_does_not_tell_where_the_checkpoint_is(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no\\nchats') }}")
     body = ChatRequest(model="x", messages=[{"role": "user", "content": "y"}])
     with pytest.raises(protocol.ApiError) as refused:
-        encode_prompt(body, letters, load_chat(tmp_path), 100)
+        encode_prompts(body, letters, load_chat(tmp_path), 100)
     error = refused.value.detail["error"]
     assert error["message"] == "messages: no chat: TemplateError: no chats"
     assert (refused.value.status_code, error["param"]) == (400, "messages")

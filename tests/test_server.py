@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -34,7 +35,7 @@ from tests.servers import (
     Writer,
     circle,
     complete,
-    encode_prompt,
+    encode_prompts,
     engine_thread,
     generate,
     generate_text,
@@ -89,6 +90,106 @@ def test_chat(tiny):
     assert "".join(delta.content for delta in deltas) == expected.text
     long = chat(messages=messages, **asked)  # without a limit: as much as fits
     assert long.usage.total_tokens == 128 and long.choices[0].finish_reason == "length"
+
+
+def choices_of(created, stream):
+    """[(text, finish_reason)] of each choice, and the usage, streamed or whole."""
+    if not stream:
+        assert [choice.index for choice in created.choices] == list(range(len(created.choices)))
+        return [(choice.text, choice.finish_reason) for choice in created.choices], created.usage
+    texts = {}
+    reasons = {}
+    *parts, last = created
+    for part in parts:
+        (choice,) = part.choices
+        assert choice.index not in reasons
+        texts[choice.index] = texts.get(choice.index, "") + choice.text
+        if choice.finish_reason:
+            reasons[choice.index] = choice.finish_reason
+    return [(texts[i], reasons[i]) for i in sorted(texts)], last.usage
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompts", [["hello", "a"], [letters.encode("hello"), [0]], ["hello"]])
+def test_each_of_several_prompts_has_n_choices_with_seeds_of_their_own(tiny, prompts, stream):
+    fields = dict(model="tiny", max_tokens=20, temperature=0.9, seed=5, n=2, stream=stream)
+    if stream:
+        fields["stream_options"] = {"include_usage": True}
+    choices, usage = choices_of(tiny.client.completions.create(prompt=prompts, **fields), stream)
+    expected = []
+    for prompt in ("hello", "a")[: len(prompts)]:
+        for seed in (5, 6):
+            params = SamplingParams(20, temperature=0.9, seed=seed)
+            expected.append((generate(tiny, prompt, params).text, "length"))
+    assert choices == expected
+    prompt_tokens = 6 if len(prompts) == 2 else 5  # each prompt once
+    assert (usage.prompt_tokens, usage.completion_tokens) == (prompt_tokens, 40 * len(prompts))
+
+
+def test_a_chat_has_n_choices_whose_first_events_have_the_role(tiny):
+    messages = [{"role": "user", "content": "hi"}]
+    fields = dict(model="tiny", messages=messages, max_tokens=5, temperature=0.9, seed=5, n=2)
+    whole = tiny.client.chat.completions.create(**fields)
+    roles = {}
+    texts = {}
+    for part in tiny.client.chat.completions.create(**fields, stream=True):
+        (choice,) = part.choices
+        roles.setdefault(choice.index, []).append(choice.delta.role)
+        texts[choice.index] = texts.get(choice.index, "") + choice.delta.content
+    assert roles == dict.fromkeys((0, 1), ["assistant", None, None, None, None])
+    assert texts == {choice.index: choice.message.content for choice in whole.choices}
+    assert texts[0] != texts[1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_choice_that_ends_ends_no_other_and_leaves_the_engine(stream):
+    with serving(circle(), byte_tokenizer()) as served, ThreadPoolExecutor() as pool:
+        requests = served.engine.scheduler.requests
+        served.engine.runner.fetch = slow(served.engine.runner.fetch, 0.03)
+        fields = dict(model="tiny", prompt=["!", "_", "日"], max_tokens=12, temperature=0)
+        fields |= dict(stop="abc", stream=stream, stream_options={"include_usage": True})
+        if not stream:
+            del fields["stream_options"]
+        created = pool.submit(lambda: served.client.completions.create(**fields))
+        for running in (3, 2, 1):  # until it is told that it stopped
+            wait_for(lambda: len(requests) == running)  # noqa: B023
+        choices, usage = choices_of(created.result(), stream)
+        assert choices == [("", "stop"), ("xyz!", "stop"), ("👍_xyz!", "stop")]
+        assert (usage.prompt_tokens, usage.completion_tokens) == (5, 3 + 7 + 12)
+        wait_for(lambda: idle(served.engine))
+
+
+def test_of_several_prompts_all_are_taken_or_none():
+    with serving(max_batch=1, max_waiting=2) as served:
+        for prompt, error in [
+            (["a"] * 3, openai.RateLimitError),
+            ([[1], [61]], openai.BadRequestError),
+            (["a", "a" * 128], openai.BadRequestError),
+        ]:
+            with pytest.raises(error):
+                complete(served, prompt)
+            assert idle(served.engine) and not served.api.thread.queues
+        assert "prompt_tokens_total 0.0" in served.http.get("/metrics").text
+        assert len(complete(served, ["a"] * 2)[3]) == 2
+
+
+def test_web_pages_from_elsewhere_may_call_it_by_option():
+    ours, foreign = "http://a.example:3000", "http://b.example"
+    allowed = "access-control-allow-origin"
+    preflight = {"access-control-request-method": "POST"}
+    preflight["access-control-request-headers"] = "authorization,content-type"
+    with serving(key="k", cors=[ours]) as served:
+        for origin, status in ((ours, 200), (foreign, 400)):
+            headers = {"origin": origin}
+            asked = served.http.options("/v1/completions", headers=headers | preflight)
+            assert asked.status_code == status
+            refused = served.http.get("/v1/models", headers=headers)
+            assert refused.status_code == 401
+            for answer in (asked, refused):
+                assert answer.headers.get(allowed) == (ours if origin == ours else None)
+    with serving() as served:
+        asked = served.http.options("/v1/completions", headers={"origin": ours} | preflight)
+        assert asked.status_code == 405 and allowed not in asked.headers
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -263,8 +364,8 @@ def test_usage_counts_cached_tokens_but_not_those_of_a_preempted_self(stream):
         wait_for(lambda: "cached_tokens_total 80.0" in served.http.get("/metrics").text)
     chat_request = ChatRequest(model="tiny", messages=[{}], stream=stream)
     for preemptions, cached_tokens in ((0, 32), (1, 0)):
-        request = SimpleNamespace(id=0, cached_tokens=32, preemptions=preemptions)
-        usage = CompletionResponse(served.api, chat_request, [1] * 60, request, None).usage()
+        request = SimpleNamespace(id=0, prompt_len=60, cached_tokens=32, preemptions=preemptions)
+        usage = CompletionResponse(served.api, chat_request, [request], None).usage()
         assert usage["prompt_tokens_details"] == {"cached_tokens": cached_tokens}
 
 
@@ -273,7 +374,7 @@ def test_metrics_count():
         complete(served, "hello")
         complete(served, "you", stream=True)
         with pytest.raises(openai.BadRequestError):
-            complete(served, "you", n=2)
+            complete(served, "you", n=0)
         rows = (line.split() for line in served.http.get("/metrics").text.splitlines())
         values = {
             row[0].removeprefix("nanosarathi_"): float(row[1]) for row in rows if row[0] != "#"
@@ -502,7 +603,7 @@ def test_the_template_of_a_checkpoint(tmp_path):
     inner = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     expected = inner.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     chat_request = ChatRequest(model="x", messages=messages)
-    assert encode_prompt(chat_request, load_tokenizer(tmp_path), chat, max_len=100) == expected
+    assert encode_prompts(chat_request, load_tokenizer(tmp_path), chat, max_len=100) == [expected]
 
 
 RECOMMENDED = {"temperature": 0, "top_p": 0.5, "top_k": 7, "do_sample": True, "max_length": 9}

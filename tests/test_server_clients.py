@@ -24,7 +24,7 @@ from tests.servers import (
     checks,
     complete,
     connections,
-    encode_prompt,
+    encode_prompts,
     generate_text,
     idle,
     letters,
@@ -206,7 +206,7 @@ def test_a_text_that_the_tokenizer_cannot_encode_is_an_error_400(tmp_path):
         ChatRequest(model="x", messages=[{}]),
     ):
         with pytest.raises(protocol.ApiError) as refused:
-            encode_prompt(body, tokenizer, lambda messages: spaces, max_len=10**6)
+            encode_prompts(body, tokenizer, lambda messages: spaces, max_len=10**6)
         error = refused.value.detail["error"]
         assert refused.value.status_code == 400
         assert error["param"] == body.prompt_name
@@ -262,11 +262,11 @@ def test_a_body_of_too_many_lists_is_refused_before_it_is_parsed(part, monkeypat
 @pytest.mark.parametrize("prompt", ["[" * 20_001, '{"\\' * 20_001, '\\" [' * 20_001, [1] * 20_001])
 def test_brackets_in_a_text_are_no_lists(prompt):
     body = CompletionRequest.read(json.dumps(dict(model="tiny", prompt=prompt)).encode())
-    assert body.prompt == prompt
+    assert body.prompt == [prompt]
 
 
 def test_a_body_of_as_many_lists_as_may_be_is_parsed():
-    for lists, message in ((19_998, "prompt: must be a text or"), (19_999, "20,000 lists")):
+    for lists, message in ((19_998, "prompt: must be a text, a list"), (19_999, "20,000 lists")):
         with pytest.raises(protocol.ApiError) as refused:
             CompletionRequest.read(json.dumps(dict(model="a", prompt=[[]] * lists)).encode())
         assert message in refused.value.detail["error"]["message"]
@@ -278,7 +278,7 @@ def test_a_body_with_as_many_keys_as_may_be_is_read():
     assert body.messages == messages
     prompt = [1] * 300_000  # token ids are read fast
     body = CompletionRequest.read(json.dumps(dict(model="tiny", prompt=prompt)).encode())
-    assert body.prompt == prompt
+    assert body.prompt == [prompt]
     with pytest.raises(protocol.ApiError) as refused:
         CompletionRequest.read(json.dumps(many_keys(100)).encode())
     assert "prompt: Field required" in str(refused.value.detail)
@@ -295,7 +295,7 @@ def test_the_json_of_a_body_is_parsed_once(monkeypatch):
     monkeypatch.setattr(protocol, "from_json", counted)
     monkeypatch.setattr(protocol.RequestBody, "model_validate_json", no_encoding)
     json_bytes = b'{"model": "tiny", "prompt": "a"}'
-    assert CompletionRequest.read(json_bytes).prompt == "a"
+    assert CompletionRequest.read(json_bytes).prompt == ["a"]
     assert parsed == [json_bytes]
 
 
@@ -517,9 +517,9 @@ def test_a_response_that_is_complete_is_not_cut_off():
         executor = SimpleNamespace(submit=lambda *args: None)
         thread = SimpleNamespace(executor=executor, end=None)
         api = SimpleNamespace(tokenizer=letters, name="tiny", thread=thread)
-        request = SimpleNamespace(id=0, cached_tokens=0, preemptions=0)
+        request = SimpleNamespace(id=0, tokens=[0], prompt_len=1, cached_tokens=0, preemptions=0)
         body = CompletionRequest(model="tiny", prompt="a", stream=stream)
-        response = CompletionResponse(api, body, [0], request, events)
+        response = CompletionResponse(api, body, [request], events)
         messages = []
 
         async def send(message):
@@ -644,9 +644,15 @@ def test_an_option_that_is_empty_is_refused(option, text, capsys):
     assert option in lines[0] and "must not be empty" in lines[0]
 
 
-def test_the_names_that_a_server_may_be_called_by_are_options():
+def test_names_and_origins_that_may_be_several_are_options(capsys):
     from server.__main__ import parse_args
 
-    assert parse_args([]).allowed_hosts == []
+    assert parse_args([]).allowed_hosts == parse_args([]).cors == []
     options = parse_args(["--allowed-host", "a", "--allowed-host", "b.example"])
     assert options.allowed_hosts == ["a", "b.example"]
+    origins = ["*", "http://localhost:3000", "https://a.example"]
+    assert parse_args([f"--cors={origin}" for origin in origins]).cors == origins
+    for origin in ("a.example", "http://", "http://a.example/", "null", "http://a b"):
+        with pytest.raises(SystemExit):
+            parse_args(["--cors", origin])
+        assert "must be * or like http://localhost:3000" in capsys.readouterr().err
