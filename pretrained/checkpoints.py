@@ -31,7 +31,8 @@ WEIGHTS_FILE = "model.safetensors"
 SHARD_FILES = "model-*-of-*.safetensors"
 # Each of these may add tokens to those of tokenizer.json. The first may have a chat template.
 ADDED_FILES = ["tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"]
-CHAT_FILES = ["chat_template.jinja", "additional_chat_templates/*.jinja"]
+TEMPLATE_FILE = "chat_template.json"
+CHAT_FILES = [TEMPLATE_FILE, "chat_template.jinja", "additional_chat_templates/*.jinja"]
 DOWNLOADED = [*TEXT_FILES, *TOKENIZER_FILES, WEIGHTS_FILE, SHARD_FILES]  # no pickles
 DOWNLOADED += [*ADDED_FILES, *CHAT_FILES]
 
@@ -141,7 +142,7 @@ def _download(name: str) -> Path:
     from huggingface_hub import hf_hub_download, snapshot_download  # what is here needs no Hub
 
     repository, _, file = name.rpartition("/")
-    if is_gguf(name) and "/" in repository:
+    if is_gguf(name):
         owner, repository_name, *folders = repository.split("/")
         filename = "/".join([*folders, file])
         return Path(hf_hub_download(f"{owner}/{repository_name}", filename))
@@ -199,6 +200,7 @@ class ModelFile(GeometryFields):
     scale_attn_weights: Literal[True] = True
     scale_attn_by_inverse_layer_idx: Literal[False] = False
     quantization_config: None = None
+    text_config: None = None  # the model within another one, that sees or hears
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from pretrained.chat import Chat, ChatTemplate, Message, check_messages, lines_o
 from pretrained.checkpoints import (
     ADDED_FILES,
     GENERATION_FILE,
+    TEMPLATE_FILE,
     TEXT_FILES,
     TOKENIZER_FILES,
 )
@@ -412,6 +413,28 @@ def _read_stop_tokens(directory: Path) -> list[int]:
     return stop_token_ids
 
 
+class TemplateFile(Schema):
+    """chat_template.json, where processors of old have their template."""
+
+    chat_template: str
+
+
+def _read_template(directory: str | Path) -> tuple[str | None, Mapping[str, str]]:
+    """(chat template of a checkpoint, the special tokens that it may write), None without one."""
+    if is_gguf(directory):
+        text = read_text(read_gguf(directory))
+        return text.chat_template, text.special_tokens
+    fast = _load_fast(Path(directory, TOKENIZER_FILES[0]))
+    template = fast.chat_template
+    file = Path(directory, TEMPLATE_FILE)
+    if template is not None:
+        check_type(f"{directory}: chat_template", template, str | dict, "text")
+        template = fast.get_chat_template()  # of several, the default
+    elif file.is_file():
+        template = TemplateFile.read(file).chat_template
+    return template, fast.special_tokens_map
+
+
 def load_chat(directory: str | Path | None) -> Chat:
     """A function from messages to the prompt that a checkpoint's chat template makes of them.
 
@@ -421,21 +444,14 @@ def load_chat(directory: str | Path | None) -> Chat:
     if directory is None:
         return lines_of_chat
     problem = f"{directory}: chat template"
+    source, special_tokens = _read_template(directory)
     template: ChatTemplate | None = None
-    if is_gguf(directory):
-        text = read_text(read_gguf(directory))
-        if text.chat_template is not None:
-            with refusing(problem):
-                template = ChatTemplate(text.chat_template, text.special_tokens)
-    else:
-        fast = _load_fast(Path(directory, TOKENIZER_FILES[0]))
-        if fast.chat_template is not None:
-            check_type(f"{directory}: chat_template", fast.chat_template, str | dict, "text")
-            with refusing(problem):
-                template = ChatTemplate(fast.get_chat_template(), fast.special_tokens_map)
+    if source is not None:
+        with refusing(problem):
+            template = ChatTemplate(source, special_tokens)
 
     def apply_template(messages: list[Message]) -> str:
-        messages = check_messages(messages, template.source if template else "")
+        messages = check_messages(messages, source or "")
         with refusing(problem):
             if template is None:
                 raise LookupError("chat_template is not set")

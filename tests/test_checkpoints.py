@@ -115,6 +115,11 @@ def add(name, *shape):
     return lambda tensors: tensors.update({name: torch.ones(shape)})
 
 
+def as_integers(name):
+    """A change to a dict of tensors: one of them has whole numbers."""
+    return lambda tensors: tensors.update({name: tensors[name].int()})
+
+
 def drop(part):
     """A change to a dict of tensors: all with `part` in their names are gone."""
     return lambda tensors: [tensors.pop(name) for name in list(tensors) if part in name]
@@ -383,6 +388,24 @@ ROPE_PLACES = {
     "length twice": dict(rope_scaling=FREQUENCIES | {LENGTH: 512}) | {LENGTH: 64},
     "length nowhere": dict(rope_scaling=FREQUENCIES),
 }
+# A model within another one: transformers makes no language model of these, and so do we.
+NESTED = {
+    "all inside": dict(model_type="llama", text_config=dict(hidden_size=32)),
+    "a fact inside": dict(text_config=dict(rope_theta=5e5)),
+    "in a model that sees": dict(model_type="llava", text_config=dict(model_type="llama")),
+    "nothing inside": dict(text_config={}),
+}
+
+
+@pytest.mark.parametrize("place", NESTED)
+def test_a_config_within_another_one_is_refused(tmp_path, place):
+    options = sized("llama") | NESTED[place]
+    with pytest.raises(ValueError, match="config.json: (text_config|model_type)=.*: .*must be "):
+        read(tmp_path, **options)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    with pytest.raises((AttributeError, ValueError)):
+        transformers.AutoModelForCausalLM.from_config(config)
+    assert read(tmp_path, **options | dict(model_type="llama", text_config=None))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
@@ -487,6 +510,11 @@ MISFITS = [
     ("llama", drop("layers.1"), "9 missing tensors: (layers.1[^,]+, ){5}…"),
     ("llama", add("norm.weight", 32), ": norm.weight is there twice"),
     ("llama", add(f"model.{V}", 32, 32), rf"{V} \[32, 32\].*expected \[16, 32\]"),
+    (
+        "llama",
+        as_integers("model.norm.weight"),
+        r"norm.weight \[32\] I32 \(expected \[32\], one of",
+    ),
     ("llama", add(f"model.{DOWN}", 48, 32), rf"{DOWN} \[48, 32\].*expected \[32, 48\]"),
     ("gpt2", add(f"transformer.{C_FC}", 128, 32), rf"{C_FC} \[128, 32\].*expected \[32, 128\]"),
 ]
@@ -583,7 +611,8 @@ def test_weights_in_no_file_or_one_that_is_not_safetensors(save):
 READ = [
     *("config.json", "generation_config.json", "model.safetensors", SHARD, "tokenizer.json"),
     *("tokenizer.model", "original/tokenizer.model", "tokenizer_config.json"),
-    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.json", "chat_template.jinja"),
     "additional_chat_templates/rag.jinja",
 ]
 NEVER_READ = [

@@ -10,6 +10,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from transformers.processing_utils import ProcessorMixin
 
 from pretrained.tokenizers import (
     BYTE_OF_LETTER,
@@ -469,6 +470,11 @@ TEMPLATES = {  # files with a chat template
         )
     },
     "chat_template.jinja": {"chat_template.jinja": TURN},
+    "chat_template.json": {"chat_template.json": dict(chat_template=TURN)},
+    "chat_template.json, not read": {
+        "chat_template.json": dict(chat_template="no"),
+        SETTINGS: dict(chat_template=TURN),
+    },
     "two places": {"chat_template.jinja": TURN, SETTINGS: dict(chat_template="no")},
     "additional_chat_templates": {
         "chat_template.jinja": TURN,
@@ -523,6 +529,8 @@ def test_chats_are_those_of_transformers_wherever_the_template_stands(tmp_path, 
     inner.save(str(tmp_path / "tokenizer.json"))
     write_files(tmp_path, TEMPLATES[place])
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    if theirs.chat_template is None:  # it stands where only their processors look
+        theirs.chat_template = ProcessorMixin.get_processor_dict(tmp_path)[0]["chat_template"]
     right = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
     ours = load_tokenizer(tmp_path)
     assert ours.encode_chat(load_chat(tmp_path)(MESSAGES)) == right
