@@ -320,7 +320,7 @@ def map_tensor(data: mmap.mmap, entry: Entry, first: int) -> GGUFTensor:
         raise ValueError(f"{name} is of type {named}, must be one of {', '.join(QUANTISATIONS)}")
     quantisation = kinds[entry.kind]
     block_size, block_bytes = GGML_QUANT_SIZES[quantisation]
-    if not entry.shape or 0 in entry.shape or entry.shape[-1] % block_size:
+    if not entry.shape or entry.shape[-1] % block_size:
         raise ValueError(f"{name} {entry.shape}: rows must be whole blocks of {block_size}")
     row_bytes = entry.shape[-1] // block_size * block_bytes
     size = prod(entry.shape[:-1]) * row_bytes

@@ -429,7 +429,8 @@ def _read_template(directory: str | Path) -> tuple[str | None, Mapping[str, str]
     file = Path(directory, TEMPLATE_FILE)
     if template is not None:
         check_type(f"{directory}: chat_template", template, str | dict, "text")
-        template = fast.get_chat_template()  # of several, the default
+        with refusing(f"{directory}: chat template"):
+            template = fast.get_chat_template()  # of several, the default
     elif file.is_file():
         template = TemplateFile.read(file).chat_template
     return template, fast.special_tokens_map
