@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import tiktoken
 import tokenizers
@@ -39,9 +39,9 @@ from pretrained.checkpoints import (
     TOKENIZER_FILES,
 )
 from pretrained.gguf_files import is_gguf, read_gguf
-from pretrained.gguf_tokenizer import read_text
+from pretrained.gguf_tokenizer import LLAMA3_WORDS, read_text
 from pretrained.schema import Schema
-from request import Completion
+from request import Completion, Event
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast  # a model with random weights needs none
@@ -60,11 +60,6 @@ UNPRINTABLE = [byte for byte in range(256) if not chr(byte).isprintable() or byt
 BYTE_OF_LETTER = {chr(byte): byte for byte in range(256) if byte not in UNPRINTABLE}
 BYTE_OF_LETTER.update((chr(256 + i), byte) for i, byte in enumerate(UNPRINTABLE))
 
-# How LLaMA 3 cuts text into words before merging bytes, as published.
-LLAMA3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 LLAMA3_SPECIALS = {  # of its 256 special tokens; the others are <|reserved_special_token_0|>, ...
     0: "begin_of_text",
     1: "end_of_text",
@@ -211,15 +206,6 @@ def _goes_on(beginning: bytes, byte: bytes) -> bool:
     return True
 
 
-class TokenEvent(Protocol):
-    """The part of an engine.Event that a Writer reads."""
-
-    @property
-    def token(self) -> int: ...
-    @property
-    def finish_reason(self) -> str | None: ...
-
-
 class Writer:
     """Writes the text of a request, up to the first of the strings `stops`.
 
@@ -231,7 +217,7 @@ class Writer:
         self.held = ""  # text that is not certain
         self.length = 0  # in characters, with `held`
 
-    def push(self, event: TokenEvent) -> tuple[str, str | None]:
+    def push(self, event: Event) -> tuple[str, str | None]:
         """(text, finish_reason) of an event: the text that is certain with it, and "stop" for a
         stop string, too. A stop token is no part of the text."""
         reason = event.finish_reason
@@ -400,17 +386,11 @@ def _longest_token(inner: tokenizers.Tokenizer) -> int | None:
 
 def _read_stop_tokens(directory: Path) -> list[int]:
     """The ids that end a text. generation_config.json goes before config.json."""
-    stop_token_ids: list[int] = []
-    for name in TEXT_FILES:
-        path = directory / name
-        if not path.is_file():
-            continue
-        ids = TextFile.read(path).eos_token_id
-        if isinstance(ids, int):
-            stop_token_ids = [ids]
-        elif ids is not None:
-            stop_token_ids = ids
-    return stop_token_ids
+    ids: int | list[int] = []
+    for path in (directory / name for name in TEXT_FILES):
+        said = TextFile.read(path).eos_token_id if path.is_file() else None
+        ids = ids if said is None else said
+    return [ids] if isinstance(ids, int) else ids
 
 
 class TemplateFile(Schema):
@@ -479,7 +459,7 @@ def _load_llama3(path: Path, stop_token_ids: list[int]) -> Tokenizer:
     begin_of_text = specials["<|begin_of_text|>"]
     longest_token = max(map(len, [*ranks, *specials]))
     inner = tiktoken.Encoding(
-        "llama3", pat_str=LLAMA3_WORDS, mergeable_ranks=ranks, special_tokens=specials
+        "llama3", pat_str=LLAMA3_WORDS.patterns[0], mergeable_ranks=ranks, special_tokens=specials
     )
 
     def encode(text: str) -> list[int]:

@@ -279,6 +279,13 @@ def test_json_that_is_something_else_is_named(copy, name, content):
     assert check(directory).startswith(f"{path}: ")
 
 
+def test_a_json_file_that_is_too_long_is_refused_before_it_is_read(copy, monkeypatch):
+    monkeypatch.setattr("pretrained.schema.MAX_JSON_BYTES", 100)
+    directory = copy()
+    path = directory / "config.json"
+    assert check(directory) == f"{path}: has {path.stat().st_size} bytes, must have at most 100"
+
+
 def test_a_long_context_that_does_not_fit_is_refused_before_it_is_made(copy, monkeypatch):
     directory = copy()
     path = directory / "config.json"

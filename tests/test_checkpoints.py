@@ -456,7 +456,10 @@ REFUSED = [
         for v in values
     ),
     (dict(model_type="phi3"), "must be 'gpt2', 'llama', 'mistral', 'qwen2' or 'qwen3'"),
-    (dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "needs.* low_freq_factor"),
+    (
+        dict(rope_scaling=dict(rope_type="llama3", factor=8.0)),
+        "low_freq_factor=None: must be a finite",
+    ),
     (
         dict(rope_scaling=ROPE | dict(low_freq_factor=4.0)),
         "low_freq_factor=4.0: must be below high_freq_factor=4.0",
