@@ -8,7 +8,7 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -57,13 +57,12 @@ Progress = Literal["waiting", "begun", "complete"]  # of a response: "begun" sen
 
 async def error_response(request: HttpRequest, error: Exception) -> Response:
     """The response to an ApiError, to the router's 404 and 405, or to an error of ours."""
-    if isinstance(error, ApiError):
-        return JSONResponse(error.detail, error.status_code, error.headers)
-    if isinstance(error, HTTPException):
-        ours = ApiError(error.status_code, error.detail)
-        return JSONResponse(ours.detail, ours.status_code, error.headers)
     ours = ApiError(500, "internal")
-    return JSONResponse(ours.detail, ours.status_code)
+    if isinstance(error, ApiError):
+        ours = error
+    elif isinstance(error, HTTPException):
+        ours = ApiError(error.status_code, error.detail, headers=error.headers)
+    return JSONResponse(ours.detail, ours.status_code, ours.headers)
 
 
 class CompletionResponse(StreamingResponse):
@@ -215,6 +214,7 @@ def write_piece(writer: Writer, event: Event) -> Piece:
     return Piece(text, tokens, finish_reason)
 
 
+@dataclass(eq=False)
 class Api:
     """The HTTP interface to an EngineThread, whose engine has no tokenizer of its own.
 
@@ -223,48 +223,38 @@ class Api:
     by, see checks.check_host. `sampling` has the defaults of temperature, top_p and top_k. Web
     pages from `cors`, their origins, may call it."""
 
-    def __init__(
-        self,
-        thread: EngineThread,
-        tokenizer: Tokenizer,
-        name: str,
-        chat: Chat,
-        key: str | None = None,
-        max_body: int = 2**20,
-        hosts: Collection[str] = (),
-        sampling: SamplingParams = OPENAI_SAMPLING,
-        cors: Sequence[str] = (),
-    ) -> None:
-        self.thread = thread
-        self.engine = thread.engine
-        self.tokenizer = tokenizer
-        self.name = name
-        self.chat = chat
-        self.sampling = sampling
-        self.key = key
-        self.max_body = max_body
-        self.max_len = thread.engine.scheduler.max_len
-        self.cors = cors
-        self.hosts = {"localhost", *(host.lower() for host in hosts)}
-        self.metrics = Metrics(thread.engine.schedulers)
-        thread.on_completion = self.metrics.observe
+    thread: EngineThread
+    tokenizer: Tokenizer
+    name: str
+    chat: Chat
+    key: str | None = None
+    max_body: int = 2**20
+    hosts: Collection[str] = ()
+    sampling: SamplingParams = OPENAI_SAMPLING
+    cors: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        self.engine = self.thread.engine
+        self.max_len = self.engine.scheduler.max_len
+        self.hosts = {"localhost", *(host.lower() for host in self.hosts)}
+        self.metrics = Metrics(self.engine.schedulers)
+        self.thread.on_completion = self.metrics.observe
         self.slo_s: float | None = self.engine.config.policy_options.get("tbt_slo")
         self.slo_source = "the option --tbt-slo"
-        if self.slo_s is None and thread.idle_decode_s is not None:
-            self.slo_s = SLO_DECODES * thread.idle_decode_s
+        if self.slo_s is None and self.thread.idle_decode_s is not None:
+            self.slo_s = SLO_DECODES * self.thread.idle_decode_s
             self.slo_source = f"{SLO_DECODES} times the median decode iteration of an idle engine"
 
     def app(self) -> Starlette:
         """The ASGI application."""
-        complete = partial(self.create, CompletionRequest)
-        chat = partial(self.create, ChatRequest)
         cors = Middleware(
             CORSMiddleware, allow_origins=self.cors, allow_methods=["*"], allow_headers=["*"]
         )
+        post = ["POST"]
         return Starlette(
             routes=[
-                Route("/v1/completions", complete, methods=["POST"]),
-                Route("/v1/chat/completions", chat, methods=["POST"]),
+                Route("/v1/completions", partial(self.create, CompletionRequest), methods=post),
+                Route("/v1/chat/completions", partial(self.create, ChatRequest), methods=post),
                 Route("/v1/models", self.models),
                 Route("/v1/models/{name:path}", self.model),
                 Route("/health", self.health),
@@ -273,11 +263,9 @@ class Api:
                 Route("/", self.page),
             ],
             middleware=[cors] if self.cors else [],
-            exception_handlers={
-                HTTPException: error_response,
-                ClientDisconnect: error_response,
-                Exception: error_response,
-            },
+            exception_handlers=dict.fromkeys(
+                (HTTPException, ClientDisconnect, Exception), error_response
+            ),
         )
 
     async def page(self, request: HttpRequest) -> Response:
