@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 import bench
 import sample
 from cli import console, options
-from cli.loading import load_model
+from cli.loading import load_model, resolve_model
 from engine import Engine
 from examples import server_overhead
 from hardware.memory import check_memory, free_bytes
@@ -118,8 +118,43 @@ def test_ranks_on_gpus_say_that_they_use_no_graphs(device, monkeypatch, capsys):
     monkeypatch.setattr("cli.loading.resolve_model", lambda options: options)
     tensor_parallel = replace(parse_model(TINY_MODEL), tp=2)
     assert load_model(tensor_parallel, 16, positions_from="--max-len") == "a shard"
-    on_gpu = device == "cuda"
-    assert ("# no CUDA graphs with --tp or --pp" in capsys.readouterr().err) == on_gpu
+    has_said_so = "# no CUDA graphs with --tp or --pp" in capsys.readouterr().err
+    assert has_said_so == (device == "cuda")
+
+
+@pytest.mark.parametrize("kind", ["tp", "pp"])
+def test_several_processes_do_not_compile_and_must_have_been_started(kind, monkeypatch):
+    options = replace(parse_model(TINY_MODEL), compile=True, **{kind: 2})
+    with pytest.raises(ValueError, match=f"--{kind} 2.*needs 2 processes, not 1: torchrun"):
+        resolve_model(options)
+    monkeypatch.setattr("cli.loading.find_place", lambda: SimpleNamespace(world_size=2))
+    with pytest.raises(ValueError, match="--compile: not with several processes"):
+        resolve_model(options)
+
+
+@pytest.mark.parametrize(
+    "gpu_bytes, preset", [(None, "llama-160m"), (40e9, "llama-160m"), (41e9, "llama-13b")]
+)
+def test_the_geometry_that_nobody_named_depends_on_the_memory_of_a_gpu(
+    gpu_bytes, preset, monkeypatch
+):
+    device = "cpu" if gpu_bytes is None else "cuda"
+    properties = SimpleNamespace(total_memory=gpu_bytes)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr("cli.loading.check_backend", lambda *_: None)
+    options = replace(parse_model(TINY_MODEL), preset=None, device=device)
+    assert resolve_model(options).preset == preset
+
+
+@pytest.mark.parametrize("positions, fits", [(1024, True), (1025, False)])
+def test_a_model_with_learned_positions_ends_where_they_do(positions, fits):
+    options = replace(parse_model(TINY_MODEL), preset="gpt2", layers=1)
+    if fits:
+        assert load_model(options, positions, positions_from="--max-len").config.n_layer == 1
+    else:
+        with pytest.raises(ValueError, match="--max-len 1025: this model is limited to 1024"):
+            load_model(options, positions, positions_from="--max-len")
 
 
 @pytest.mark.parametrize("option", ["json", "csv", "html", "plot"])
