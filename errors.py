@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from inspect import signature
 from numbers import Integral, Real
-from types import UnionType
 from typing import Any, Protocol, runtime_checkable
 
 SMALLEST, LARGEST = sys.float_info.min, sys.float_info.max
@@ -70,7 +69,7 @@ def refusing(problem: str) -> Iterator[None]:
         raise ValueError(f"{problem}: {reason[:200]}") from error
 
 
-def check_type(name: str, value: object, kind: type | UnionType, allowed: str) -> None:
+def check_type(name: str, value: object, kind: Any, allowed: str) -> None:
     """Raise ValueError, with the text `allowed`, unless `value` is of this type."""
     if not isinstance(value, kind):
         raise wrong(name, value, allowed)
@@ -79,12 +78,6 @@ def check_type(name: str, value: object, kind: type | UnionType, allowed: str) -
 def check_bool(name: str, value: object) -> None:
     """Raise ValueError unless `value` is True or False."""
     check_type(name, value, bool, "True or False")
-
-
-def check_function(name: str, value: object, allowed: str) -> None:
-    """Raise ValueError, with the text `allowed`, unless `value` can be called."""
-    if not callable(value):
-        raise wrong(name, value, allowed)
 
 
 def check_whole(name: str, value: object, minimum: int, maximum: int = INT64_MAX) -> int:

@@ -21,7 +21,8 @@ from model import FlatBatch
 from parallel.ranks import Ranks
 from parallel.shard import Shard
 from policies.micro_batches import MicroBatches, StageTime
-from request import Batch, Chunk, Completion, Event, Iteration
+from policies.observers import Iteration
+from request import Batch, Chunk, Completion, Event
 from sampling import SamplingParams
 from scheduler import Scheduler
 from speedups.runner import Runner, Sampled, tokens_of
@@ -296,7 +297,8 @@ class RanksEngine(Engine):
         batch = self.micro_batches.next_batch(number, start)
         if not batch:
             return False
-        iteration = self.schedulers[number].iteration(batch, start, end=start, launch=self.clock())
+        scheduler = self.schedulers[number]
+        iteration = Iteration.of(scheduler, batch, start, end=start, launch=self.clock())
         flight = Flight(
             command=self.send(number, batch),
             restarts=self.scheduler.journal.restarts,

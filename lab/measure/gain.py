@@ -15,7 +15,8 @@ from lab.measure import timing
 from lab.measure.metrics import SteadyPart, steady
 from lab.measure.offline_load import PolicyRun
 from model import GPT, FlatBatch
-from request import Chunk, Iteration
+from policies.observers import Iteration
+from request import Chunk
 from sampling import SamplingParams
 from speedups.runner import Runner
 

@@ -20,8 +20,9 @@ from lab.measure.arrival import Arrival
 from lab.measure.run_loop import LoadRun, Run
 from lab.simulator.cost_model import Cost
 from policies.micro_batches import MicroBatches, StageRun, StageTime
+from policies.observers import Iteration
 from policies.priority import make_service
-from request import Completion, Event, Iteration
+from request import Completion, Event
 from scheduler import Request, Scheduler
 
 
@@ -193,7 +194,7 @@ class Simulation(MicroBatches):
         chunks = None
         if self.record:
             launch = self.now + self.cost.cpu_s
-            self.last_iteration = scheduler.iteration(batch, self.now, end, launch)
+            self.last_iteration = Iteration.of(scheduler, batch, self.now, end, launch)
             chunks = self.last_iteration.chunks
         self.book(micro_batch, times, self.full_since(micro_batch), batch, chunks)
         self._push(end, micro_batch)
@@ -209,9 +210,7 @@ class Simulation(MicroBatches):
 
 def event_of(request: Request, token: int) -> Event:
     """The Event of a new token of a request."""
-    reason = request.finish_reason
-    completion = Completion.of(request) if reason else None
-    return Event(request.id, token, None, reason, completion)
+    return Event.of(request, token, Completion.of(request) if request.finish_reason else None)
 
 
 def bubble_kinds(stage_runs: Sequence[StageRun]) -> list[tuple[StageRun, str]]:
