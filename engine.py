@@ -20,15 +20,15 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from config import EngineConfig
-from errors import QueueFull, check_number, check_prompt, check_type, check_whole
+from errors import check_number, check_type, check_whole
 from model import GPT, FlatBatch
 from policies.observers import Iteration
 from policies.priority import make_service
-from pretrained.text import Prompt, Text, Tokenizer
+from pretrained.text import Prompt, Text, Tokenizer, params_of_each
 from request import Batch, Completion, Event, Request
-from sampling import SamplingParams, params_of_each
+from sampling import SamplingParams
 from scheduler import Scheduler
-from speedups.runner import Runner, warm_up_loads
+from speedups.runner import Runner, warm_up
 
 
 class Computed(NamedTuple):
@@ -143,9 +143,7 @@ class Engine:
         if request.id in {*self.scheduler.requests, *(chunk.request.id for chunk in computed)}:
             raise ValueError(f"request_id={request.id}: is the id of another request")
         self.scheduler.journal.mend()
-        max_waiting = self.config.max_waiting
-        if max_waiting is not None and len(self.scheduler.waiting) >= max_waiting:
-            raise QueueFull(f"max_waiting={max_waiting}: as many requests wait")
+        self.config.check_queue(len(self.scheduler.waiting))
         self._next_id = max(self._next_id, request.id + 1)
         self.scheduler.add(request)
         return request.id
@@ -153,8 +151,7 @@ class Engine:
     def _encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """The prompt as a checked list of token ids."""
         check_type("params", params, SamplingParams, "SamplingParams")
-        encoded = self.text.encode(prompt, params.stop)
-        tokens = check_prompt(encoded, self.runner.model.config.vocab_size)
+        tokens = self.text.encode(prompt, params.stop, self.runner.model.config.vocab_size)
         self.scheduler.check_fits(len(tokens), params.max_new_tokens)
         return tokens
 
@@ -268,12 +265,8 @@ class Engine:
 
     def warm_up(self) -> None:
         """Serve a few requests and forget them, so that page faults and compilations are over."""
-        self.drop([])  # what the cache holds is lost
-        self.runner.warm_up(self.scheduler.max_batch)
-        for prompts, params in warm_up_loads(self.config):
-            self.generate(prompts, params, progress=False)
+        warm_up(self)
         self._next_id = 0
-        self.drop([])  # none of this is found later
 
     def drop(self, requests: Iterable[Request]) -> None:
         """End these requests at once; all others begin anew, in an empty cache.

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from inspect import signature
 from numbers import Integral, Real
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 SMALLEST, LARGEST = sys.float_info.min, sys.float_info.max
 INT64_MAX = 2**63 - 1
@@ -28,13 +28,6 @@ class ArgumentError(ValueError):
     def __init__(self, message: str, argument: str = "") -> None:
         super().__init__(message)
         self.argument = argument
-
-
-@runtime_checkable
-class Array(Protocol):
-    """An array of numpy, a tensor of torch."""
-
-    def tolist(self) -> Any: ...
 
 
 def shorten(value: object) -> str:
@@ -122,7 +115,8 @@ def check_list(name: str, value: object, allowed: str) -> list[Any]:
         # an array without dimensions, a tensor without values, a range that has no length
         with suppress(TypeError, RuntimeError, OverflowError):
             if len(value) <= LONGEST_LIST:
-                return list(value.tolist() if isinstance(value, Array) else value)
+                elements: Any = value  # an array of numpy, a tensor of torch, or another
+                return elements.tolist() if hasattr(elements, "tolist") else list(elements)
             limit = f" with at most {LONGEST_LIST} elements"
     raise wrong(name, value, f"{allowed}{limit}")
 
@@ -135,19 +129,6 @@ def check_whole_list(name: str, value: object, allowed: str) -> list[int]:
         if bool not in map(type, elements):
             return numbers
     raise wrong(name, value, allowed)
-
-
-def check_prompt(prompt: object, vocab_size: int) -> list[int]:
-    """The token ids of a prompt. Raises ValueError if there are none, or one is out of range."""
-    tokens = check_whole_list("prompt", prompt, "text or a list of token ids")
-    if not tokens:
-        raise ArgumentError("prompt: must hold at least 1 token", "prompt")
-    for token in tokens:
-        if not 0 <= token < vocab_size:
-            limit = f"the vocabulary is 0 … {vocab_size - 1}"
-            message = f"prompt: token {shorten(token)} is out of range, {limit}"
-            raise ArgumentError(message, "prompt")
-    return tokens
 
 
 def check_token_ids(name: str, value: object) -> tuple[int, ...]:

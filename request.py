@@ -72,17 +72,6 @@ class Chunk(NamedTuple):
     start: int
     length: int
 
-    @classmethod
-    def alone(
-        cls, pages: list[int], start: int, tokens: Sequence[int], yields_token: bool = True
-    ) -> Self:
-        """A chunk of no scheduler's request, to warm up or to measure a model with."""
-        known = [0] * start + list(tokens)
-        if not yields_token:
-            known.append(0)
-        request = Request(0, known, prompt_len=len(known), max_new_tokens=1, pages=pages)
-        return cls(request, start, len(tokens))
-
     @property
     def end(self) -> int:
         """The number of keys that its last token attends to: 0, ..., end - 1."""

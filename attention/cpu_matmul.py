@@ -43,8 +43,11 @@ class Matmul(PagedSDPA):
     Keys are read in whole KEY_BLOCKs, the last ones behind a mask. The masked keys and values must
     be finite numbers, so the first chunk that writes to a page fills the rest of it with zeros."""
 
+    masks_past = False
+    key_block = KEY_BLOCK
+
     def __init__(self, config: GPTConfig, cache: KVCache) -> None:
-        super().__init__(config, cache, past=0, key_block=KEY_BLOCK)
+        super().__init__(config, cache)
         self.n_kv_head = config.n_kv_head
         self.head_dim = config.head_dim
 

@@ -8,9 +8,9 @@ import torch.nn as nn
 
 from engine import Engine
 from model import GPT
-from request import Chunk
 from sampling import SamplingParams
 from speedups import packed_linear
+from speedups.lone_chunk import lone_chunk
 from speedups.packed_linear import (
     MKLLinear,
     OneDNNLinear,
@@ -51,7 +51,7 @@ def test_packed_is_as_near_to_the_exact_logits_as_plain(kind, dtype, family):
     exact.load_state_dict(model.state_dict())
 
     def logits(m):
-        return run(m, poisoned_cache(m, 1, 40), [Chunk.alone([0], 0, PROMPT)], all_rows=True)
+        return run(m, poisoned_cache(m, 1, 40), [lone_chunk([0], 0, PROMPT)], all_rows=True)
 
     expected = logits(exact)
     plain = logits(model)

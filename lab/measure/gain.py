@@ -18,6 +18,7 @@ from model import GPT, FlatBatch
 from policies.observers import Iteration
 from request import Chunk
 from sampling import SamplingParams
+from speedups.lone_chunk import lone_chunk
 from speedups.runner import Runner
 
 COMPARED = ("request-level", "sarathi")
@@ -158,7 +159,7 @@ def pieces_of(
 def spans_of(iteration: Iteration, prompt_lens: Mapping[int, int]) -> list[Chunk]:
     """The chunks of an iteration, each in a page of its own: all pages hold noise."""
     return [
-        Chunk.alone(
+        lone_chunk(
             pages=[page],
             start=start,
             tokens=[1] * length,

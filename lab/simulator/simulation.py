@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from config import EngineConfig
-from errors import QueueFull, check_whole
+from errors import check_whole
 from lab.measure.arrival import Arrival
 from lab.measure.run_loop import LoadRun, Run
 from lab.simulator.cost_model import Cost
@@ -151,8 +151,7 @@ class Simulation(MicroBatches):
         self.schedulers[0].check_fits(arrival.prompt_len, arrival.output_len)
         self.bubbles[i] = 0.0
         self._wake()
-        if self.config.max_waiting is not None and len(self.queue) >= self.config.max_waiting:
-            raise QueueFull(f"max_waiting={self.config.max_waiting}: as many requests wait")
+        self.config.check_queue(len(self.queue))
         tokens: Any = bytearray(arrival.prompt_len) if prompt is None else list(prompt)
         request = Request(
             id=i,
