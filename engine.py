@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from config import EngineConfig
-from errors import check_number, check_type, check_whole
+from errors import check_bool, check_number, check_type, check_whole
 from model import GPT, FlatBatch
 from policies.observers import Iteration
 from policies.priority import make_service
@@ -174,36 +174,31 @@ class Engine:
             batch = self.scheduler.next_batch()
             if not batch:
                 return []
-            self._computed = self._compute(batch, start)
-            self.scheduler.observe(batch, self._computed.iteration.end - start)
+            flat = FlatBatch.build(batch, self.runner.attention)
+            launch = self.clock()
+            logits = self.runner.forward(flat)
+            tokens = self.runner.sample(logits, batch)
+            end = self.clock()
+            iteration = Iteration.of(self.scheduler, batch, start, end, launch)
+            self._computed = Computed(batch, tokens, iteration)
+            self.scheduler.observe(batch, end - start)
         events = self._advance(self._computed)
         self._computed = None
         return events
 
-    def _compute(self, batch: Batch, start: float) -> Computed:
-        """Forward and sample. `start` is when the step began."""
-        flat = FlatBatch.build(batch, self.runner.attention)
-        launch = self.clock()
-        tokens = self.runner.sample(self.runner.forward(flat), batch)
-        iteration = Iteration.of(self.scheduler, batch, start, self.clock(), launch)
-        return Computed(batch, tokens, iteration)
-
     def _advance(self, computed: Computed) -> list[Event]:
-        """Move the requests on. A second call changes nothing more, see Scheduler.advance."""
+        """Move the requests on: an Event for each new token, with its Completion if it is the last.
+
+        A second call changes nothing more, see Scheduler.advance."""
         batch, tokens, iteration = computed
-        events = [
-            self._event(request, token)
-            for request, token in self.scheduler.advance(batch, tokens, iteration.end)
-        ]
+        events = []
+        for request, token in self.scheduler.advance(batch, tokens, iteration.end):
+            if not request.finish_reason and self.text.has_stop(request):
+                self.scheduler.finish(request, "stop")
+            completion = self.text.complete(request) if request.finish_reason else None
+            events.append(Event.of(request, token, completion))
         self.last_iteration = iteration
         return events
-
-    def _event(self, request: Request, token: int) -> Event:
-        """The Event of a request's new token, with its Completion if it is the last."""
-        if not request.finish_reason and self.text.has_stop(request):
-            self.scheduler.finish(request, "stop")
-        completion = self.text.complete(request) if request.finish_reason else None
-        return Event.of(request, token, completion)
 
     def generate(
         self,
@@ -216,7 +211,7 @@ class Engine:
         `params` is one SamplingParams, or one for each. `progress` shows a bar on a terminal.
         Raises what `add_request` raises, before anything is computed, and ValueError while other
         requests run. After any exception none of these requests is left."""
-        check_type("progress", progress, bool, "True or False")
+        check_bool("progress", progress)
         completions: list[Completion] = []
         requests = self._encode_all(prompts, params)
         hide_bar = None if progress and sys.stderr else True  # None: unless on a terminal
@@ -244,7 +239,7 @@ class Engine:
         if self.has_work:
             raise ValueError("generate: other requests are running, step() or abort() them")
         pairs = params_of_each(prompts, params)
-        return [(self._encode(prompt, params), params) for prompt, params in pairs]
+        return [(self._encode(prompt, each), each) for prompt, each in pairs]
 
     def _serve(self, requests: Iterable[tuple[list[int], SamplingParams]]) -> Iterator[Event]:
         """Serve these requests alone. An exception drops them, a Ctrl-C, too."""
