@@ -12,7 +12,8 @@ from inspect import signature
 from numbers import Integral, Real
 from typing import Any
 
-SMALLEST, LARGEST = sys.float_info.min, sys.float_info.max
+SMALLEST = sys.float_info.min
+LARGEST = sys.float_info.max
 INT64_MAX = 2**63 - 1
 LONGEST_LIST = 2**24  # elements, as many as a prompt may ever have
 NO_LISTS = (str, bytes, bytearray, Mapping, Set)  # text is one element, a dict or a set is no list

@@ -52,7 +52,9 @@ class FlatBatch(NamedTuple):
         `attention` was made for the cache that the batch will be run on. A page that is written
         may be in one chunk alone."""
         order = sorted(range(len(chunks)), key=lambda i: chunks[i].length > 1)
-        tokens, positions, slots = [], [], []
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
         last_row = {}  # of each chunk
         for i in order:
             request, start, length = chunks[i]

@@ -51,8 +51,8 @@ class SamplingParams:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name, least in (("max_new_tokens", 1), ("top_k", 0), ("seed", -(2**63))):
-            set_field(self, name, check_whole(name, getattr(self, name), least))
+        for name, minimum in (("max_new_tokens", 1), ("top_k", 0), ("seed", -(2**63))):
+            set_field(self, name, check_whole(name, getattr(self, name), minimum))
         greedy_or = "0 (greedy) or a positive number"
         temperature = check_number("temperature", self.temperature, greedy_or, minimum=0)
         top_p = check_number("top_p", self.top_p, "in (0, 1]", SMALLEST, maximum=1)

@@ -56,8 +56,8 @@ class Matmul(PagedSDPA):
         decodes = list(takewhile(lambda chunk: chunk.length == 1, chunks))
         decode_plan = self.plan_decodes(decodes)
         together = len(decodes) if decode_plan else 0
-        others = self.plan_chunks(chunks[together:])
-        return partial(self.attend_batch, self.unwritten_tails(chunks), decode_plan, others)
+        chunk_plans = self.plan_chunks(chunks[together:])
+        return partial(self.attend_batch, self.unwritten_tails(chunks), decode_plan, chunk_plans)
 
     def unwritten_tails(self, chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
         """(first slot, end) of the rest of each page that is begun by one of these chunks."""
@@ -182,8 +182,10 @@ class DecodePlan:
         """`ends` says how many keys each decode sees, `tables` which pages hold them."""
         self.decodes = len(tables)
         self.scores = backend.scores
-        self.group, self.n_kv_head = backend.group, backend.n_kv_head
-        self.page_size, self.head_dim = backend.page_size, backend.head_dim
+        self.group = backend.group
+        self.n_kv_head = backend.n_kv_head
+        self.page_size = backend.page_size
+        self.head_dim = backend.head_dim
         self.pages_per_decode = max(map(len, tables))
         cache_pages = backend.cache.pages
         groups = group_pages(tables, cache_pages)

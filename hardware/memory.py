@@ -118,8 +118,8 @@ def check_memory(description: str, wanted_bytes: int, device: torch.device) -> N
 
 def _check_free(description: str, wanted_bytes: int, free: int) -> None:
     if wanted_bytes > free:
-        wanted = min(wanted_bytes, 10**30) / 1e9  # a larger number is no float
-        raise ValueError(f"{description}: takes {wanted:,.1f} GB, {free / 1e9:,.1f} GB are free")
+        gigabytes = min(wanted_bytes, 10**30) / 1e9  # a larger number is no float
+        raise ValueError(f"{description}: takes {gigabytes:,.1f} GB, {free / 1e9:,.1f} GB are free")
 
 
 def free_bytes(device: torch.device) -> int:

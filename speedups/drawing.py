@@ -56,13 +56,13 @@ def _draw(
         kept = kept * (before < _column([p.top_p for p in params], probs))
     cumulated = kept.cumsum(dim=-1)
     cumulated = cumulated / cumulated[:, -1:]
-    drawn = torch.searchsorted(cumulated, _column(uniforms, probs), right=True)
-    drawn = drawn.clamp_(max=kept.shape[1] - 1)  # beyond it only if the logits hold NaN
-    if count:  # `drawn` is a rank: of equal tokens the first ones have the smaller ids
-        prob = likeliest.gather(1, drawn)
-        rank = drawn - (likeliest > prob).sum(dim=-1, keepdim=True)  # among the equal ones
-        drawn = torch.searchsorted((probs == prob).cumsum(dim=-1), rank + 1)
-    return drawn.clamp_(max=probs.shape[1] - 1)[:, 0]
+    index = torch.searchsorted(cumulated, _column(uniforms, probs), right=True)
+    index = index.clamp_(max=kept.shape[1] - 1)  # beyond it only if the logits hold NaN
+    if count:  # `index` is a rank: of equal tokens the first ones have the smaller ids
+        prob = likeliest.gather(1, index)
+        rank = index - (likeliest > prob).sum(dim=-1, keepdim=True)  # among the equal ones
+        index = torch.searchsorted((probs == prob).cumsum(dim=-1), rank + 1)
+    return index.clamp_(max=probs.shape[1] - 1)[:, 0]
 
 
 def _column(values: Sequence[float], like: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:

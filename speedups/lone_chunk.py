@@ -9,8 +9,8 @@ def lone_chunk(
     pages: list[int], start: int, tokens: Sequence[int], yields_token: bool = True
 ) -> Chunk:
     """Tokens of a request that lies in these pages. What comes before `start` is computed."""
-    known = [0] * start + list(tokens)
+    all_tokens = [0] * start + list(tokens)
     if not yields_token:
-        known.append(0)
-    request = Request(0, known, prompt_len=len(known), max_new_tokens=1, pages=pages)
+        all_tokens.append(0)
+    request = Request(0, all_tokens, prompt_len=len(all_tokens), max_new_tokens=1, pages=pages)
     return Chunk(request, start, len(tokens))
