@@ -28,6 +28,7 @@ MAX_ITEMS = 10_000  # keys and items in a field: each costs time, in which all s
 MAX_PARTS = 20_000  # lists and objects in a body
 MAX_STOP = 1000  # characters of a stop string
 MAX_CHOICES = 128  # of a request
+Prompt = str | Annotated[list[int], Field(fail_fast=True)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
 NEUTRAL_VALUES: dict[str, object] = {  # fields that are accepted with this value and no other
     "best_of": 1,
@@ -253,11 +254,8 @@ def _without_neutral_values(fields: dict[str, object]) -> dict[str, object]:
     return asking
 
 
-Prompt = str | Annotated[list[int], Field(fail_fast=True)]
-
-
 def _as_list(prompt: object) -> object:
-    """A list of prompts, of which there may be one alone in a body."""
+    """A list of prompts, also of the one that a body has alone."""
     are_several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
     return prompt if are_several else [prompt]
 
@@ -265,7 +263,7 @@ def _as_list(prompt: object) -> object:
 class CompletionRequest(RequestBody):
     """The body of POST /v1/completions. `logprobs` are those of the chosen tokens."""
 
-    prompt: Annotated[list[Prompt], Field(fail_fast=True), BeforeValidator(_as_list)]  # or one
+    prompt: Annotated[list[Prompt], Field(fail_fast=True), BeforeValidator(_as_list)]
     max_tokens: PositiveInt = 16  # pyright: ignore[reportIncompatibleVariableOverride]
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
 

@@ -266,7 +266,7 @@ def test_other_threads_run_while_a_text_is_encoded(every, kind):
 @pytest.mark.parametrize(
     "make, own", [(byte_level_directory, set()), (llama3_directory, {260, 268})]
 )
-def test_stop_tokens_are_those_of_generation_config_then_config_then_its_own(tmp_path, make, own):
+def test_stop_tokens_are_those_of_generation_config_then_config(tmp_path, make, own):
     def stops(**files):
         for name, content in files.items():
             write_json(tmp_path / f"{name}.json", content)
