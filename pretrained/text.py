@@ -5,7 +5,7 @@ Without a tokenizer there is no text, and all of this does nothing. Read first: 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from errors import ArgumentError, check_list, check_type, check_whole_list, shorten
+from errors import ArgumentError, check_list, check_type, check_whole_list, refusing, shorten
 from pretrained.tokenizers import TextStream, Tokenizer, Writer, has_stop, write_text
 from request import Completion, Event, Request
 from sampling import SamplingParams
@@ -75,14 +75,16 @@ class Text:
         if self.tokenizer is None:
             yield from events
             return
-        writers = {
-            request_id: Writer(TextStream(self.tokenizer, prompt), params.stop)
-            for request_id, (prompt, params) in requests.items()
-        }
+        with refusing("the tokenizer failed"):
+            writers = {
+                request_id: Writer(TextStream(self.tokenizer, prompt), params.stop)
+                for request_id, (prompt, params) in requests.items()
+            }
         lengths = dict.fromkeys(requests, 0)  # of the texts so far
         for event in events:
             if event.completion is None:
-                text, _ = writers[event.request_id].push(event)
+                with refusing("the tokenizer failed"):
+                    text, _ = writers[event.request_id].push(event)
             else:
                 text = (event.completion.text or "")[lengths[event.request_id] :]
             lengths[event.request_id] += len(text)
