@@ -21,9 +21,10 @@ from request import Event
 from sampling import SamplingParams
 from server import engine_thread
 from server.__main__ import default_sampling, make_engine, parse_args
-from server.app import Api, CompletionResponse
+from server.app import Api
 from server.engine_thread import EngineThread
 from server.protocol import ChatRequest
+from server.responses import CompletionResponse
 from tests import forked
 from tests.helpers import check_integrity, tiny_model
 from tests.servers import (

@@ -17,8 +17,9 @@ from pretrained.tokenizers import Tokenizer, load_tokenizer
 from request import Event
 from server import checks, connections, protocol
 from server.__main__ import parse_args, url_of
-from server.app import CompletionResponse, encode_prompts
+from server.app import encode_prompts
 from server.protocol import ApiError, ChatRequest, CompletionRequest
+from server.responses import CompletionResponse
 from tests import forked
 from tests.helpers import with_slow
 from tests.servers import (
