@@ -113,6 +113,7 @@ def test_a_chat_has_n_choices_with_their_role_first(tiny, stream):
         ("日", "abc né", 10),  # three bytes, three tokens
         (["zz", "👍_x"], "abc né日", 16),
         (["yz!", "xyz"], "abc né日👍_", 18),  # what begins first, not what is complete first
+        (["c", "bc"], "a", 3),  # both are complete
         ("bd", "abc né日👍_xyz!abc", 22),  # begins, and comes to nothing
         (["a"], "", 1),
     ],
