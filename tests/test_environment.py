@@ -2,6 +2,7 @@
 
 import errno
 import io
+import json
 import os
 import re
 import shlex
@@ -223,6 +224,19 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(kind, error, tmp_path, mo
     write(link)
     assert file.read_bytes() != b"one" and link.is_symlink()
     assert {*os.listdir(tmp_path)} == {"file.png", "link.png"}
+
+
+def test_a_report_is_kept_when_a_run_is_broken_off_if_there_is_any(tmp_path, capsys):
+    choice = SimpleNamespace(json=str(tmp_path / "report.json"), chunk=8)
+    report = {"machine": "this"}
+    for results, files in ((0, []), (1, ["report.json"])):
+        with pytest.raises(KeyboardInterrupt), options.keeping(choice, report):
+            report |= {str(i): i for i in range(results)}
+            raise KeyboardInterrupt
+        assert os.listdir(tmp_path) == files
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert written == {"options": vars(choice), "machine": "this", "0": 0}
+    assert capsys.readouterr().out == f"wrote {choice.json}\n"
 
 
 def test_memory_is_asked_for_before_it_is_taken(monkeypatch):

@@ -137,7 +137,7 @@ def save(tmp_path):
     return save
 
 
-@pytest.mark.parametrize("kind, alignment", [*((kind, None) for kind in KINDS), ("llama", 16)])
+@pytest.mark.parametrize("kind, alignment", [*((kind, None) for kind in KINDS), ("llama", 256)])
 def test_logits_equal_transformers(save, kind, alignment):
     reference = make(kind)
     model = GPT.from_pretrained(save(kind, changed={"general.alignment": alignment}))
@@ -285,6 +285,12 @@ def test_names_that_stand_twice_and_lengths_that_lie_are_refused(save):
             read_gguf(file)
     name = b"token_embd.weight"
     place = content.index(name) + len(name) + 4  # of its shape
+    quantised = save(quantisation=gguf.GGMLQuantizationType.Q8_0).read_bytes()
+    file.write_bytes(quantised[:place] + struct.pack("<Q", 31) + quantised[place + 8 :])
+    with pytest.raises(
+        ValueError, match=r"token_embd.weight \[97, 31\]: rows must be whole blocks"
+    ):
+        read_gguf(file)
     for rows in (2**40, 2**63):
         file.write_bytes(content[: place + 8] + struct.pack("<Q", rows) + content[place + 16 :])
         with pytest.raises(ValueError, match=f"^{file}: .* bytes, with token_embd.weight at least"):
