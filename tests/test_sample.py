@@ -77,20 +77,35 @@ def test_what_is_not_told_is_as_in_the_python_api_and_said_first(capsys):
     assert out == f"x{completion.text}\n"
 
 
-def test_options_are_passed_on(monkeypatch, capsys):
+def calls_of_stream(monkeypatch):
+    """[(config, prompts, params)] of all calls of Engine.stream from here on."""
     calls = []
     stream = Engine.stream
 
     def spy(engine, prompts, params):
-        calls.append((engine.config, params))
+        calls.append((engine.config, prompts, params))
         return stream(engine, prompts, params)
 
     monkeypatch.setattr(Engine, "stream", spy)
+    return calls
+
+
+def test_a_chat_is_encoded_without_what_begins_a_text(monkeypatch, capsys):
+    ours = byte_tokenizer()
+    tokenizer = ours._replace(encode=lambda text: [1, *text.encode()], encode_chat=ours.encode)
+    monkeypatch.setattr("pretrained.tokenizers.byte_tokenizer", lambda: tokenizer)
+    calls = calls_of_stream(monkeypatch)
+    printed_by(capsys, "--chat", "hi", "--prompt", "a")
+    assert calls[0][1] == [[1, ord("a")], list(b"user: hi\nassistant:")]
+
+
+def test_options_are_passed_on(monkeypatch, capsys):
+    calls = calls_of_stream(monkeypatch)
     words = ["--prompt", "a", "--prompt", "b", "--temperature", "0.5", "--top-k", "4"]
     words += ["--top-p", "0.6", "--seed", "7"]
     printed_by(capsys, *words, "--policy", "vllm", "--chunk", "5")
     printed_by(capsys, *words, "--prefix-caching")
-    (config, params), (caching, _) = calls
+    (config, _, params), (caching, *_) = calls
     expected = dict(max_new_tokens=9, temperature=0.5, top_k=4, top_p=0.6)
     assert params == [SamplingParams(**expected, seed=seed) for seed in (7, 8)]
     assert (config.policy, config.chunk, config.max_batch) == ("vllm", 5, 2)
