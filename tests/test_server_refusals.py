@@ -57,6 +57,7 @@ TOO_LONG = "prompt of {} tokens + max_tokens=20: must not exceed 128"
 PROMPT = "prompt: must be a text, a list of token ids, or several of these for 128 answers at most"
 STOP = "stop: must be one to four texts of 1 to 1,000 characters"
 UNKNOWN = "{}: is not supported here"
+NO_BOOLS = ("n", "max_tokens", "temperature", "top_k", "logprobs", "seed")
 REFUSED = [  # the fields of a completion, param, how the message begins
     (dict(prompt=[1, 61]), "prompt", "prompt: token 61 is out of range"),
     (dict(prompt=[]), "prompt", "prompt: must hold at least 1 token"),
@@ -71,14 +72,13 @@ REFUSED = [  # the fields of a completion, param, how the message begins
     (dict(logprobs=5), "logprobs", "logprobs: "),
     (dict(max_tokens=0), "max_tokens", "max_tokens: "),
     (dict(max_tokens=10**30), "max_tokens", "max_tokens=1000000"),
-    *((dict([(name, True)]), name, f"{name}: ") for name in ("n", "max_tokens", "temperature")),
-    *((dict([(name, True)]), name, f"{name}: ") for name in ("top_k", "logprobs", "seed")),
+    *(({name: True}, name, f"{name}: ") for name in NO_BOOLS),
     (dict(temperature=-1), "temperature", "temperature=-1.0: must be"),
     (dict(top_p=0), "top_p", "top_p=0.0: must be"),
     (dict(seed=2**70), "seed", "seed=11805"),
     *((dict(stop=stop), "stop", STOP) for stop in (["a"] * 5, "a" * 1001, "", [""])),
     (dict(priority="urgent"), "priority", "priority='urgent': must be one of realtime"),
-    (dict(user="a" * 257), "user", "user="),
+    (dict(user="a" * 257), "user", f"user='{'a' * 59}: must have at most 256 characters"),
     (dict(ttft_slo=-1), "ttft_slo", "ttft_slo=-1.0: must be"),
     (dict(stream_options={"x": True}), "stream_options", "stream_options.x: Input"),
     *(({name: 1}, name, UNKNOWN.format(name)) for name in ("whatever", "messages", "audio")),
