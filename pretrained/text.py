@@ -1,12 +1,13 @@
 """What an engine does with text: prompts in, output and stop strings out.
 
-Without a tokenizer there is no text, and all of this does nothing. Read first: tokenizers.py."""
+Without a tokenizer there is no text, and all of this does nothing. Read first: streams.py."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from errors import ArgumentError, check_list, check_type, check_whole_list, refusing, shorten
-from pretrained.tokenizers import TextStream, Tokenizer, Writer, has_stop, write_text
+from pretrained.streams import TextStream, Writer, has_stop, write_text
+from pretrained.tokenizers import Tokenizer
 from request import Completion, Event, Request
 from sampling import SamplingParams
 

@@ -1,6 +1,6 @@
 """The response to a completion or a chat: whole, streamed, cut off.
 
-Read first: protocol.py, engine_thread.py, pretrained/tokenizers.py. Read next: app.py."""
+Read first: protocol.py, engine_thread.py, pretrained/streams.py. Read next: app.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from errors import refusing
-from pretrained.tokenizers import TextStream, Writer
+from pretrained.streams import TextStream, Writer
 from request import Event
 from scheduler import Request
 from server.engine_thread import EventQueue

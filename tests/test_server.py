@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from engine import Engine
 from lab.measure.remote_server import RemoteServer
 from lab.measure.workload import Arrival, prompts
-from pretrained.tokenizers import Writer, byte_tokenizer, load_chat
+from pretrained.streams import Writer
+from pretrained.tokenizers import byte_tokenizer, load_chat
 from request import Event
 from sampling import SamplingParams
 from server import engine_thread

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers.processing_utils import ProcessorMixin
 
+from pretrained.streams import TextStream, decode_output
 from pretrained.tokenizers import (
     BYTE_OF_LETTER,
-    TextStream,
     byte_tokenizer,
-    decode_output,
     load_chat,
     load_tokenizer,
 )
