@@ -18,7 +18,7 @@ from lab.measure.remote_server import RemoteServer
 from lab.measure.workload import Arrival, prompts
 from pretrained.streams import Writer
 from pretrained.tokenizers import byte_tokenizer, load_chat
-from request import Event
+from request import Event, Service
 from sampling import SamplingParams
 from server import engine_thread
 from server.__main__ import default_sampling, make_engine, parse_args
@@ -238,31 +238,23 @@ def test_long_stop_strings_hold_nobody_up():
 
 
 def test_a_third_of_many_clients_may_leave(tiny):
-    asked = ["".join(LETTERS[(7 * i + j * j) % 61] for j in range(1 + i)) for i in range(64)]
-    expected = [generate(tiny, prompt).text for prompt in asked]
-    client = openai.AsyncOpenAI(base_url=f"{tiny.url}/v1", api_key="none", timeout=60)
+    asked = ["".join(LETTERS[(7 * i + j * j) % 61] for j in range(1 + i)) for i in range(48)]
 
-    async def one(i):
-        fields = dict(model="tiny", prompt=asked[i], max_tokens=20, temperature=0)
-        if i % 3 == 1:
-            return (await client.completions.create(**fields)).choices[0].text
-        text = ""
-        async with await client.completions.create(**fields, stream=True) as stream:
-            async for part in stream:
-                text += part.choices[0].text
-                if i % 3 == 2 and len(text) > i % 5:
-                    return None
-        return text
+    def answer_to(i):
+        if i % 3 < 2:
+            return complete(tiny, asked[i], stream=i % 3 == 1).text
+        with tiny.connect() as connection:
+            connection.sendall(http_post(prompt=asked[i], stream=True))
+            connection.recv(1 + 50 * i)
+        return None
 
-    async def everybody():
-        async with client:
-            return await asyncio.gather(*map(one, range(64)))
-
-    texts = asyncio.run(everybody())
-    assert [text for text in texts if text] == [e for i, e in enumerate(expected) if i % 3 != 2]
+    with ThreadPoolExecutor(16) as pool:
+        texts = list(pool.map(answer_to, range(48)))
+    for i, text in enumerate(texts):
+        assert text is None if i % 3 == 2 else text == generate(tiny, asked[i]).text
     wait_for(lambda: idle(tiny.engine))
     check_integrity(tiny.scheduler.pages, [])
-    assert not tiny.api.thread.queues
+    wait_for(lambda: not tiny.api.thread.queues)
 
 
 @streamed
@@ -500,19 +492,20 @@ def test_a_recommendation_that_makes_no_sense_is_refused(tmp_path, name, value):
         default_sampling(tmp_path)
 
 
-def test_a_load_reaches_it_as_it_is_and_what_is_too_much_is_refused():
-    lengths = [(0.0, 5, 20), (0.02, 9, 1), (0.04, 60, 30)]
-    arrivals = [Arrival(*row, priority="high", user="ann") for row in lengths]
-    with serving(circle(), byte_tokenizer()) as served:
+def test_what_a_request_may_expect_reaches_the_scheduler():
+    fields = dict(priority="high", ttft_slo=1.0, tbt_slo=0.5, user="ann")
+    with serving() as served:
         served.scheduler.add = Mock(wraps=served.scheduler.add)
-        remote = RemoteServer(f"{served.url}/v1")
-        result = remote.serve(arrivals, prompts(arrivals, 256, 0))
-        requests = [call.args[0] for call in served.scheduler.add.call_args_list]
-    assert remote.model == "tiny" and {r.service.user for r in requests} == {"ann"}
-    assert {r.service.priority for r in requests} == {1}
-    measured = [(len(c.prompt), len(c.token_times)) for c in result.completions]
-    assert measured == [row[1:] for row in lengths]
+        complete(served, ["a", "b"], extra_body=fields)
+        for call in served.scheduler.add.call_args_list:
+            assert call.args[0].service == Service(1, 1.0, 0.5, "ann")
+
+
+def test_a_load_of_the_bench_is_served_and_what_is_too_much_is_refused():
     arrivals = [Arrival(0.0, 5, 2)] * 8
     with serving(circle(), byte_tokenizer(), max_waiting=1, step_s=0.2) as served:
-        crowd = RemoteServer(f"{served.url}/v1").serve(arrivals, prompts(arrivals, 256, 0))
-    assert crowd.refused == sum(not c.token_times for c in crowd.completions) > 0
+        remote = RemoteServer(f"{served.url}/v1")
+        result = remote.serve(arrivals, prompts(arrivals, 256, 0))
+    assert remote.model == "tiny"
+    counts = [len(completion.token_times) for completion in result.completions]
+    assert result.refused == counts.count(0) > 0 and set(counts) == {0, 2}
