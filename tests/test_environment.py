@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import ArgumentTypeError
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -174,6 +175,29 @@ def test_a_file_that_cannot_be_written_is_found_before_the_run(option, tmp_path,
         parse("serve", f"--{option}={tmp_path}/{name}")
     left = {"loop.png", "folder.png", "there.png", "link.png"}  # nothing was made or changed
     assert set(os.listdir(tmp_path)) == left and (tmp_path / "there.png").read_text() == "kept"
+
+
+def test_a_pipe_is_not_opened_before_the_run(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "pipe")  # whose reader would see its end
+    monkeypatch.setattr(Path, "open", lambda *_: pytest.fail("opened"))
+    assert options.output_file(f"{tmp_path}/pipe") == f"{tmp_path}/pipe"
+
+
+def test_a_limit_of_a_number_is_allowed_unless_it_must_be_above():
+    assert options.number(minimum=0, maximum=1)("0") == 0
+    assert options.number(above=0, maximum=1)("1") == 1
+    assert options.whole(minimum=2, maximum=3)("3") == 3
+    for kind, text, allowed in [
+        (options.number(above=0), "0", "a finite number above 0"),
+        (
+            options.number(minimum=0, maximum=1),
+            "1.1",
+            "a finite number of at least 0 and at most 1",
+        ),
+        (options.whole(minimum=2, maximum=3), "2.0", "a whole number of at least 2 and at most 3"),
+    ]:
+        with pytest.raises(ArgumentTypeError, match=f"^{text}: must be {allowed}$"):
+            kind(text)
 
 
 def test_a_link_a_pipe_and_a_device_stay_what_they_are(tmp_path):
