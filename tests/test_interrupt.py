@@ -20,29 +20,23 @@ from sampling import SamplingParams
 from tests.helpers import alone, check_integrity, guard, poison, tiny_model, with_slow
 
 HERE = Path(__file__).parents[1]
-CORE = (
-    "request",
-    "journal",
-    "scheduler",
-    "kv_cache",
-    "model",
-    "sampling",
-    "engine",
-    "config",
-    "errors",
-)
+PROGRAMS = ("bench", "sample", "conftest", "test_equivalence")
 FILES = {
-    *(str(HERE / f"{name}.py") for name in CORE),
-    *map(str, HERE.glob("policies/*.py")),
-    *map(str, HERE.glob("attention/*.py")),
+    str(path)
+    for glob in ("*.py", "policies/*.py", "attention/*.py")
+    for path in HERE.glob(glob)
+    if path.stem not in PROGRAMS
 }
 MODEL = tiny_model(n_kv_head=2, n_layer=1)
 PI = [3, 1, 4, 1, 5, 9, 2, 6]
 PROMPTS = [[7, 8, 9], [1] * 20, [1] * 9, PI * 2, [*PI, 60], [4]]
 PARAMS = [
-    *(SamplingParams(6, logprobs=True), SamplingParams(7, temperature=1.5, seed=3)),
-    *(SamplingParams(1), SamplingParams(9, temperature=0.9, top_p=0.9, seed=4)),
-    *(SamplingParams(5, temperature=1.0, top_k=9, logprobs=True), SamplingParams(25)),
+    SamplingParams(6, logprobs=True),
+    SamplingParams(7, temperature=1.5, seed=3),
+    SamplingParams(1),
+    SamplingParams(9, temperature=0.9, top_p=0.9, seed=4),
+    SamplingParams(5, temperature=1.0, top_k=9, logprobs=True),
+    SamplingParams(25),
 ]
 EXPECTED = [alone(MODEL, *request) for request in zip(PROMPTS, PARAMS, strict=True)]
 NEVER = 10**9
@@ -57,6 +51,7 @@ class Interrupt:
         self.again = again
         self.events = 0  # so far
         self.after = 0  # events after the first interrupt
+        self.where = ""  # the function of the first
         self.ended = False
 
     def __call__(self, function, *args, **options):
@@ -103,8 +98,7 @@ class Storm:
 
     def __init__(self, policy, seed, calm=1, pages=9, **more):
         small = dict(chunk=6, max_batch=3, max_len=32, page_size=4, pages=pages)
-        self.engine = Engine(MODEL, policy=policy, **small, **more)
-        guard(self.engine)
+        self.engine = guard(Engine(MODEL, policy=policy, **small, **more))
         self.random = Random(seed)
         self.calm = calm
         self.pages = pages
@@ -120,9 +114,12 @@ class Storm:
         name = function.__name__
         draw = self.random
         usual = self.usual[name] or 400
-        ways = draw.randint(1, usual), draw.randint(1, 40), max(1, usual - draw.randint(0, 15))
-        at = NEVER if self.peace else draw.choice([*ways] + [NEVER] * self.calm)
-        interrupt = Interrupt(at, draw.choice([0, 0, draw.randint(1, 6), draw.randint(1, 60)]))
+        early = draw.randint(1, 40)
+        late = max(1, usual - draw.randint(0, 15))
+        places = [draw.randint(1, usual), early, late] + [NEVER] * self.calm
+        at = NEVER if self.peace else draw.choice(places)
+        again = draw.choice([0, 0, draw.randint(1, 6), draw.randint(1, 60)])
+        interrupt = Interrupt(at, again)
         value = interrupt(function, *args, **options)
         if interrupt.raised:
             self.seen[name] += 1
@@ -143,12 +140,14 @@ class Storm:
     def step(self):
         if not self.engine._computed:  # its keys and values are written, and not yet counted
             poison(self.engine)
-        for i, token, _, reason, completion, _ in self.call(self.engine.step)[0] or ():
+        events, _ = self.call(self.engine.step)
+        for event in events or []:
+            i = event.request_id
             assert i in self.asked and i not in self.ended
-            self.got[i].append(token)
-            if completion:
-                self.end(i, completion, reason)
-                assert completion.tokens == self.got[i] == EXPECTED[self.asked[i]]
+            self.got[i].append(event.token)
+            if event.completion:
+                self.end(i, event.completion, event.finish_reason)
+                assert event.completion.tokens == self.got[i] == EXPECTED[self.asked[i]]
 
     def end(self, i, completion, reason):
         self.ended[i] = completion
@@ -161,30 +160,32 @@ class Storm:
     def add(self):
         case = self.random.randrange(len(PROMPTS))
         before = set(self.engine.scheduler.requests)
-        service = dict(
-            priority=self.random.choice(PRIORITIES), tbt_slo=self.random.choice([None, 1])
+        i, _ = self.call(
+            self.engine.add_request,
+            PROMPTS[case],
+            PARAMS[case],
+            priority=self.random.choice(PRIORITIES),
+            tbt_slo=self.random.choice([None, 1]),
         )
-        i, _ = self.call(self.engine.add_request, PROMPTS[case], PARAMS[case], **service)
         new = self.engine.scheduler.requests.keys() - before
         assert new == {i} if i is not None else len(new) < 2  # it is in, or nothing of it is
         self.asked |= dict.fromkeys(new, case)
 
     def abort(self):
         """Once, or until it is done: who is interrupted may try again."""
-        i = self.random.choice([*self.engine.scheduler.requests, -1])
+        requests = self.engine.scheduler.requests
+        i = self.random.choice([*requests, -1])
         for _ in range(self.random.choice([1, 50])):
-            if i in self.engine.scheduler.requests:
-                completion, interrupt = self.call(self.engine.abort, i)
-                if i not in self.engine.scheduler.requests:
-                    self.ended[i] = completion
-                    assert (
-                        completion
-                        or interrupt.where in ("finish", "_change", "__exit__")
-                        or interrupt.after
-                    )
-                if completion:
-                    self.end(i, completion, "abort")
-                    assert completion.tokens == EXPECTED[self.asked[i]][: len(completion.tokens)]
+            if i not in requests:
+                return
+            completion, interrupt = self.call(self.engine.abort, i)
+            if i not in requests:
+                self.ended[i] = completion
+                was_on_its_way = interrupt.where in ("finish", "__exit__") or interrupt.after
+                assert completion or was_on_its_way
+            if completion:
+                self.end(i, completion, "abort")
+                assert completion.tokens == EXPECTED[self.asked[i]][: len(completion.tokens)]
 
     def generate(self):
         engine = self.engine
@@ -201,9 +202,9 @@ class Storm:
         """Until there were so many of them, and then in peace until nothing is left."""
         requests = self.engine.scheduler.requests
         while self.seen.total() - self.seen["again"] < interrupts or not self.seen["abort"]:
-            calls = [self.step] * 8 + [self.abort] * 2
+            calls = [self.step] * 4 + [self.abort]
             if len(requests) < 6:
-                calls += [self.add] * 2
+                calls.append(self.add)
             self.random.choice(calls)()
             if self.random.random() < 0.05:
                 self.drain()
@@ -229,7 +230,7 @@ class Storm:
 @pytest.mark.parametrize("policy", with_slow(POLICIES, fast=["vllm", "sarathi-serve", "priority"]))
 def test_an_interrupt_anywhere_loses_no_page_and_changes_no_text(policy):
     seen = Storm(policy, seed=1).run(interrupts=250)
-    assert min(seen[name] for name in ("step", "add_request", "abort", "again")) > 0
+    assert seen.keys() >= {"step", "add_request", "abort", "again"}
 
 
 @pytest.mark.slow
@@ -238,6 +239,6 @@ def test_an_interrupt_anywhere_loses_no_page_and_changes_no_text(policy):
 def test_what_is_found_after_an_interrupt_is_what_was_computed(policy):
     storm = Storm(policy, seed=1, calm=12, pages=20, prefix_caching=True)
     seen = storm.run(interrupts=60)
-    assert min(seen[name] for name in ("step", "add_request", "abort", "again")) > 0
+    assert seen.keys() >= {"step", "add_request", "abort", "again"}
     found = [completion.cached_tokens for completion in storm.ended.values() if completion]
     assert sum(found) > 0  # or this test would not test it

@@ -2,7 +2,8 @@
 shared."""
 
 import functools
-from collections import Counter
+from collections import Counter, defaultdict
+from dataclasses import dataclass
 from random import Random
 
 import pytest
@@ -30,12 +31,23 @@ class ModelError(Exception):
     """What a broken forward raises."""
 
 
-prompts = (
-    st.builds(  # not a list of tokens: hypothesis likes these short, and short ones always fit
-        lambda n, seed: tuple(Random(seed).choices(range(17), k=n)),
-        st.sampled_from([4, 8, 1, 3, 5, 7, 12, 16]),
-        st.integers(0, 5),
-    )
+@dataclass(frozen=True)
+class Case:
+    """An engine, and what is done with it: (method of Watched, its arguments) of each action."""
+
+    actions: list
+    chunk: int
+    max_batch: int
+    page_size: int
+    spare: int  # tokens, beside the memory for one request of MAX_LEN
+    prefix_caching: bool
+    tile: int = 1
+
+
+prompts = st.builds(  # not a list of tokens: hypothesis likes these short, and these always fit
+    lambda n, seed: tuple(Random(seed).choices(range(17), k=n)),
+    st.sampled_from([4, 8, 1, 3, 5, 7, 12, 16]),
+    st.integers(0, 5),
 )
 params = st.builds(
     SamplingParams,
@@ -46,30 +58,40 @@ params = st.builds(
     seed=st.integers(0, 3),
     stop_token_ids=st.sampled_from([(), (), (3, 4)]),
 )
-promises = st.fixed_dictionaries(
+services = st.fixed_dictionaries(
     dict(
         priority=st.sampled_from(PRIORITIES),
         ttft_slo=st.sampled_from([None, 1e-6, 1.0]),
         tbt_slo=st.sampled_from([None, 1e-6, 1e-2, 1.0]),
     )
 )
-requests = st.tuples(st.just("add"), prompts, params, promises)
-action = st.one_of(
+requests = st.tuples(st.just("add"), prompts, params, services)
+STEP = ("step",)
+actions = st.one_of(
     requests,
-    *[st.just(it) for it in (("step",), ("step",), ("fail", False), ("fail", True))],
+    st.sampled_from([STEP, ("fail", False), STEP, ("fail", True)]),
     st.tuples(st.just("abort"), st.integers(0, 20)),
     st.tuples(st.just("preempt"), st.integers(0, 3)),
 )
 beginnings = st.lists(requests, min_size=3, max_size=6)
-rest = st.lists(action, max_size=40)
-actions = st.builds(list.__add__, beginnings, rest)
-sampled = [SamplingParams(8, temperature=1.0, seed=seed) for seed in range(4)]
-long_ones = [("add", (n,) * 8, sampled[n], {}) for n in range(4)]
-urgent = dict(priority="realtime", tbt_slo=1e-6)
-at_risk = [("add", (n,) * 4, sampled[n], {} if n else urgent) for n in range(3)]
-alike = [(("add", (1,) * n, sampled[n % 4], {}), ("step",)) for n in (16, 12, 9, 16, 13)]
-alike = [action for both in alike for action in both]
-faults = [("step",)] * 9 + [("fail", False), ("step",), ("fail", True)] * 8
+cases = st.builds(
+    Case,
+    actions=st.builds(list.__add__, beginnings, st.lists(actions, max_size=40)),
+    chunk=st.integers(1, 20),
+    max_batch=st.sampled_from([4, 3, 2, 1]),
+    page_size=st.sampled_from([4, 1, 4, 1, MAX_LEN]),
+    spare=st.sampled_from([0, 4, 8, 12, 16, 24, 32, 3 * MAX_LEN]),
+    prefix_caching=st.booleans(),
+    tile=st.sampled_from([1, 4]),
+)
+SAMPLED = [SamplingParams(8, temperature=1.0, seed=seed) for seed in range(4)]
+LONG_ONES = [("add", (n,) * 8, SAMPLED[n], {}) for n in range(4)]
+URGENT = dict(priority="realtime", tbt_slo=1e-6)
+AT_RISK = [("add", (n,) * 4, SAMPLED[n], {} if n else URGENT) for n in range(3)]
+ALIKE = []
+for n in (16, 12, 9, 16, 13):
+    ALIKE += [("add", (1,) * n, SAMPLED[n % 4], {}), STEP]
+FAULTS = [STEP] * 9 + [("fail", False), STEP, ("fail", True)] * 8
 
 
 class Watched:
@@ -79,8 +101,8 @@ class Watched:
         self.engine = guard(Engine(MODEL, max_len=MAX_LEN, **options))
         # all by request id
         self.asked = {}
-        self.got = {}
-        self.times = {}
+        self.got = defaultdict(list)
+        self.times = defaultdict(list)
         self.ended = {}
         self.computed = Counter()
         self.preempted = Counter()
@@ -106,7 +128,7 @@ class Watched:
         reserved = config.page_size == MAX_LEN and config.policy != "priority"
         check_integrity(scheduler.pages, [r.pages for r in scheduler.running])
         assert not any(r.pages or r.num_computed for r in scheduler.waiting)
-        assert {r.id for r in self.live} == set(self.asked) - set(self.ended)
+        assert {r.id for r in self.live} == self.asked.keys() - self.ended.keys()
         assert {r.id: r for r in self.live} == scheduler.requests
         for r in self.live:
             assert r.tokens[r.prompt_len :] == self.got[r.id]
@@ -115,25 +137,25 @@ class Watched:
             assert r.cached_tokens == 0 or config.prefix_caching
             assert not reserved or r.preemptions == self.forced[r.id]
 
-    def add(self, prompt, params, promised):
-        i = self.engine.add_request(prompt, params, **promised)
-        self.asked[i], self.got[i], self.times[i] = (prompt, params), [], []
+    def add(self, prompt, params, service):
+        self.asked[self.engine.add_request(prompt, params, **service)] = prompt, params
 
     def step(self):
         engine = self.engine
-        previous = self.engine.last_iteration
+        previous = engine.last_iteration
         poison(engine)
         events = engine.step()
         if engine.last_iteration is not previous:
             for i, _, length, _ in engine.last_iteration.chunks:
                 self.computed[i] += length
             self.preempted.update(engine.last_iteration.preempted)
-        for i, token, _, _, completion, _ in events:
+        for event in events:
+            i = event.request_id
             assert i not in self.ended
-            self.got[i].append(token)
+            self.got[i].append(event.token)
             self.times[i].append(engine.last_iteration.end)
-            if completion:
-                self.ended[i] = completion
+            if event.completion:
+                self.ended[i] = event.completion
         self.check()
 
     def fail(self, after):
@@ -145,9 +167,9 @@ class Watched:
                 forward(batch, cache)
             raise ModelError
 
-        before = {
-            r.id: (r.num_computed, r.cached_tokens, r.preemptions, r.tokens[:]) for r in self.live
-        }
+        before = {}
+        for r in self.live:
+            before[r.id] = r.num_computed, r.cached_tokens, r.preemptions, list(r.tokens)
         MODEL.forward = broken
         try:
             if self.engine.has_work:
@@ -157,12 +179,12 @@ class Watched:
         finally:
             del MODEL.forward
         for r in self.live:
-            num_computed, cached, preemptions, tokens = before.pop(r.id)
+            num_computed, cached_tokens, preemptions, tokens = before.pop(r.id)
             assert r.tokens == tokens
             # nobody has advanced, but a victim may have lost its pages to the batch that is kept,
             # and who was admitted to it may have found some
             allowed = (num_computed, preemptions), (0, preemptions + 1)
-            found = r.cached_tokens - cached
+            found = r.cached_tokens - cached_tokens
             assert (r.num_computed - found, r.preemptions) in allowed
         assert not before
         self.check()
@@ -170,9 +192,8 @@ class Watched:
     def abort(self, i):
         if i in self.asked and i not in self.ended:
             r = self.engine.scheduler.requests[i]
-            self.ended[i] = self.engine.abort(i)
-            done = self.ended[i]
-            assert self.computed[i] == r.num_computed + done.recomputed_tokens - done.cached_tokens
+            c = self.ended[i] = self.engine.abort(i)
+            assert self.computed[i] == r.num_computed + c.recomputed_tokens - c.cached_tokens
             self.check()
 
     def preempt(self, n):
@@ -183,81 +204,73 @@ class Watched:
             self.engine.scheduler.preempt(running[n])
             self.check()
 
-
-CASES = given(
-    actions=actions,
-    chunk=st.integers(1, 20),
-    max_batch=st.sampled_from([4, 3, 2, 1]),
-    tile=st.sampled_from([1, 4]),
-    page_size=st.sampled_from([4, 1, 4, 1, MAX_LEN]),
-    spare=st.sampled_from([0, 4, 8, 12, 16, 24, 32, 3 * MAX_LEN]),
-    shares=st.booleans(),
-)
-
-
-def check_every_request_ends_as_if_alone(
-    policy, actions, chunk, max_batch, tile, page_size, spare, shares
-):
-    # memory for one request of MAX_LEN, and `spare` tokens more
-    sizes = dict(chunk=chunk, max_batch=max_batch, page_size=page_size)
-    sizes |= dict(prefix_caching=shares and page_size < MAX_LEN)
-    sizes |= dict(pages=-(-MAX_LEN // page_size) + spare // page_size)
-    options = {"tile": tile} if policy == "sarathi" else {}
-    watched = Watched(policy=policy, **sizes, policy_options=options)
-    for action in actions:
-        getattr(watched, action[0])(*action[1:])
-    for _ in range(1000):
-        if not watched.engine.has_work:
-            break
-        watched.step()
-
-    scheduler = watched.engine.scheduler
-    assert set(watched.ended) == set(watched.asked)
-    for i, (prompt, params) in watched.asked.items():
-        c = watched.ended[i]
+    def check_end(self, i, prompt, params):
+        """A request ended as if it had been alone."""
+        c = self.ended[i]
         tokens = expected(prompt, params)
-        assert c.tokens == watched.got[i] and c.prompt == list(prompt)
+        assert c.tokens == self.got[i]
+        assert c.prompt == list(prompt)
+        assert c.token_times == self.times[i] == sorted(self.times[i])
+        scheduler = self.engine.scheduler
+        assert self.preempted[i] + scheduler.preempted.count(i) == c.preemptions
         if c.finish_reason == "abort":
             assert c.tokens == tokens[: len(c.tokens)]
-        else:
-            assert c.tokens == tokens
-            assert c.finish_reason == ("stop" if tokens[-1] in params.stop_token_ids else "length")
-            # each token once, but the last, and once more what a preemption threw away, but for
-            # what was found
-            once = len(prompt) + len(tokens) - 1
-            assert watched.computed[i] == once + c.recomputed_tokens - c.cached_tokens
-        assert c.token_times == watched.times[i] == sorted(watched.times[i])
-        assert watched.preempted[i] + scheduler.preempted.count(i) == c.preemptions
-    if actions[:4] == long_ones and policy not in NEVER_PREEMPT:
+            return
+        assert c.tokens == tokens
+        assert c.finish_reason == ("stop" if tokens[-1] in params.stop_token_ids else "length")
+        # each token once, but the last, and once more what a preemption threw away, but for what
+        # was found
+        once = len(prompt) + len(tokens) - 1
+        assert self.computed[i] == once + c.recomputed_tokens - c.cached_tokens
+
+
+def check_every_request_ends_as_if_alone(policy, case):
+    watched = Watched(
+        policy=policy,
+        chunk=case.chunk,
+        max_batch=case.max_batch,
+        page_size=case.page_size,
+        pages=-(-MAX_LEN // case.page_size) + case.spare // case.page_size,
+        prefix_caching=case.prefix_caching and case.page_size < MAX_LEN,
+        policy_options={"tile": case.tile} if policy == "sarathi" else {},
+    )
+    for method, *arguments in case.actions:
+        getattr(watched, method)(*arguments)
+    for _ in range(1000):
+        if watched.engine.has_work:
+            watched.step()
+    assert watched.ended.keys() == watched.asked.keys()
+    for i, request in watched.asked.items():
+        watched.check_end(i, *request)
+    if case.actions[:4] == LONG_ONES and policy not in NEVER_PREEMPT:
         assert watched.preempted  # or this test would not test it
-    if actions == alike:
+    if case.actions == ALIKE:
         assert sum(c.cached_tokens for c in watched.ended.values()) > 0
-    check_integrity(scheduler.pages, [])
-    assert scheduler.pages.num_free == scheduler.pages.total
+    pages = watched.engine.scheduler.pages
+    check_integrity(pages, [])
+    assert pages.num_free == pages.total
+
+
+def in_cases(max_examples):
+    """The settings of a test of so many random cases."""
+    checks = [HealthCheck.too_slow]
+    return settings(max_examples=max_examples, deadline=None, suppress_health_check=checks)
 
 
 @pytest.mark.parametrize("policy", ALL_POLICIES)
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@CASES
-@example(long_ones, 20, 4, 1, 1, 16, False)  # they all begin, and then there is memory for two
-@example(long_ones + faults, 20, 4, 1, 4, 16, False)
-@example(at_risk, 8, 4, 1, MAX_LEN, 24, False)
-@example(alike, 8, 4, 1, 4, 16, True)
-def test_every_request_ends_as_if_alone(
-    policy, actions, chunk, max_batch, tile, page_size, spare, shares
-):
-    check_every_request_ends_as_if_alone(
-        policy, actions, chunk, max_batch, tile, page_size, spare, shares
-    )
+@in_cases(6)
+@given(case=cases)
+@example(Case(LONG_ONES, 20, 4, 1, 16, False))  # they all begin, and then there is memory for two
+@example(Case(LONG_ONES + FAULTS, 20, 4, 4, 16, False))
+@example(Case(AT_RISK, 8, 4, MAX_LEN, 24, False))
+@example(Case(ALIKE, 8, 4, 4, 16, True))
+def test_every_request_ends_as_if_alone(policy, case):
+    check_every_request_ends_as_if_alone(policy, case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ALL_POLICIES)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@CASES
-def test_every_request_ends_as_if_alone_in_many_cases(
-    policy, actions, chunk, max_batch, tile, page_size, spare, shares
-):
-    check_every_request_ends_as_if_alone(
-        policy, actions, chunk, max_batch, tile, page_size, spare, shares
-    )
+@in_cases(25)
+@given(case=cases)
+def test_every_request_ends_as_if_alone_in_many_cases(policy, case):
+    check_every_request_ends_as_if_alone(policy, case)
