@@ -64,6 +64,8 @@ def test_latencies():
     # the clock is read at a step's start, when one is admitted, before forward, and at the end
     clock = map(float, itertools.count(1)).__next__
     engine = make_engine("sarathi", max_batch=1, clock=clock)
+    learned = []
+    engine.scheduler.observe = lambda batch, seconds: learned.append(seconds)
     engine.add_request([1] * 14, SamplingParams(3), arrival=0.0)  # 14 = 6 + 6 + 2
     engine.add_request([2], SamplingParams(1), 0.5)
     a, b = (event.completion for event in finish(engine) if event.completion)
@@ -71,6 +73,7 @@ def test_latencies():
     assert a.token_times == [10.0, 13.0, 16.0]
     assert a.latency == 16.0
     assert (b.scheduling_delay, b.ttft, b.tbt) == (17.5, 19.5, [])
+    assert learned == [3.0, 2.0, 2.0, 2.0, 2.0, 3.0]
     last = engine.last_iteration
     assert last.chunks == [(1, 0, 1, False)]
     assert (last.start, last.launch, last.end) == (17, 19, 20)
