@@ -90,7 +90,7 @@ class Instance(Stage):
                     self.received[number] = kv
                     ranks.reply(number, ranks.clock())
         except Exception as error:  # of gloo, too, when rank 0 is gone: then nobody hears it
-            ranks.resign_after(error)
+            ranks.watch.resign_after(error)
 
     def _receive(self) -> tuple[int, Tensor]:
         """The number of the next transfer, and its keys and values."""

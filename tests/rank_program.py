@@ -26,6 +26,7 @@ import parallel.meeting
 import parallel.ranks
 import parallel.stages
 import parallel.transfer
+import parallel.watch
 import policies.pools
 from cli import console
 from lab.measure import timing
@@ -397,7 +398,7 @@ def suspended(job):
     for pid in reversed(pids):  # this one is the last
         os.kill(pid, signal.SIGSTOP)
     wakes.wait()
-    time.sleep(3 * parallel.ranks.BEAT_S)
+    time.sleep(3 * parallel.watch.BEAT_S)
     after = serve_as_they_come(engine)
     return [c.tokens for c in before] == [c.tokens for c in after]
 
@@ -489,9 +490,9 @@ def command(job):
 def be_a_rank(job):
     """Run a job's program, and on rank 0 write what it returns."""
     torch.set_num_threads(1)
-    parallel.ranks.BEAT_S /= 5  # what the tests wait for
-    parallel.ranks.SILENCE_LIMIT_S //= 5
-    parallel.ranks.GRACE_S /= 3
+    parallel.watch.BEAT_S /= 5  # what the tests wait for
+    parallel.watch.SILENCE_LIMIT_S //= 5
+    parallel.watch.GRACE_S /= 3
     for name, seconds in job.get("limits", {}).items():
         module = parallel.meeting if name == "MEETING_LIMIT" else parallel.ranks
         setattr(module, name, timedelta(seconds=seconds))

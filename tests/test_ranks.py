@@ -9,7 +9,7 @@ import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
-from threading import Thread, Timer, current_thread
+from threading import Timer
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
@@ -21,7 +21,7 @@ import transformers
 import sample
 from config import EngineConfig
 from hardware.torchrun import Place
-from parallel import meeting, ranks
+from parallel import meeting, watch
 from parallel.ranks import Ranks
 from parallel.stages import Stage
 from tests import forked
@@ -266,15 +266,21 @@ def test_the_rank_that_does_not_come_is_named(monkeypatch):
 
 
 def test_only_living_ranks_of_the_same_torchrun_are_killed(monkeypatch):
-    this = object.__new__(Ranks)
-    this.rank = 0
     places = [("node", 7), ("node", 7), ("node", 7), ("other", 7), ("node", 8)]
-    this.processes = [ranks.Process(*place, pid=100 + i) for i, place in enumerate(places)]
-    this.receivers = dict.fromkeys(range(1, 5), current_thread()) | {2: Thread()}
+    processes = [watch.Process(*place, pid=100 + i) for i, place in enumerate(places)]
+    watching = new_watch(rank=0, processes=processes)
+    watching.has_ended.set()
+    watching.lost(2)
     killed = []
-    monkeypatch.setattr("parallel.ranks.os.kill", lambda pid, number: killed.append(pid))
-    this._kill_peers()
+    monkeypatch.setattr("parallel.watch.os.kill", lambda pid, number: killed.append(pid))
+    watching._kill_peers()
     assert killed == [101]
+
+
+def new_watch(rank, processes=()):
+    """What watches on a rank of five, in this process."""
+    place = Place(rank=rank, world_size=5, local_rank=0, local_world_size=5)
+    return watch.Watch(place, processes, peers=range(1, 5), send=lambda message: None)
 
 
 @pytest.mark.parametrize(
@@ -284,19 +290,14 @@ def test_only_living_ranks_of_the_same_torchrun_are_killed(monkeypatch):
 def test_an_error_is_held_back_if_others_may_know_better(monkeypatch, rank, error, is_held_back):
     """Those of torch on rank 0, whose cause may be a lost rank; all on others, which it may have,
     too."""
-    this = object.__new__(Ranks)
-    this.rank = rank
-    this.call_times = []
+    watching = new_watch(rank)
+    watching.has_ended.set()
     sleeps = []
-    monkeypatch.setattr("parallel.ranks.time.sleep", sleeps.append)
-
-    def fail():
+    monkeypatch.setattr("parallel.watch.time.sleep", sleeps.append)
+    with pytest.raises(error), watching.limit(timedelta(minutes=1)):
         raise error
-
-    with pytest.raises(error):
-        this._call_patiently(timedelta(minutes=1), fail)
     assert bool(sleeps) == is_held_back
-    assert this.call_times == []
+    assert watching.timers == list(watching.silence.values())
 
 
 def test_another_number_of_processes_is_an_error(monkeypatch):
