@@ -11,9 +11,10 @@ from engine import Engine
 from errors import QueueFull
 from model import GPT, FlatBatch
 from pretrained.tokenizers import Tokenizer, byte_tokenizer
-from request import Chunk, Completion
+from request import Completion
 from sampling import SamplingParams
 from scheduler import SarathiServe
+from speedups.lone_chunk import lone_chunk
 from speedups.runner import Runner
 from tests.helpers import alone, finish, poison, poisoned_cache, run, tiny_model
 
@@ -40,7 +41,7 @@ def test_logprobs_are_those_of_the_model_and_of_the_events():
     assert other.logprobs is None
     for c in completions:
         tokens = c.prompt + c.tokens
-        whole = Chunk.alone([0], 0, tokens)
+        whole = lone_chunk([0], 0, tokens)
         logits = run(MODEL, poisoned_cache(MODEL, 1, 40), [whole], all_rows=True)
         rows = logits[len(c.prompt) - 1 : -1].log_softmax(-1)
         expected = rows.gather(1, torch.tensor(c.tokens)[:, None])[:, 0].tolist()
@@ -342,13 +343,13 @@ def test_warm_up_serves_no_more_requests_than_have_pages(monkeypatch):
 def test_the_runner_picks_the_likeliest_token_of_each_span():
     runner = Runner(MODEL, pages=3, page_size=40)
     runner.cache.data.fill_(float("nan"))
-    spans = [Chunk.alone([i], 0, PROMPTS[i], yields_token=i != 1) for i in range(3)]
+    spans = [lone_chunk([i], 0, PROMPTS[i], yields_token=i != 1) for i in range(3)]
     expected = [alone(MODEL, PROMPTS[i], SamplingParams(1))[0] for i in (0, 2)]
     assert runner.greedy(spans) == expected
     first, second = alone(MODEL, PROMPTS[1], SamplingParams(2))
-    assert runner.greedy([Chunk.alone([1], 19, PROMPTS[1][19:])]) == [first]
-    assert runner.greedy([Chunk.alone([1], 20, [first], yields_token=False)]) == []
-    assert runner.greedy([Chunk.alone([1], 20, [first])]) == [second]
+    assert runner.greedy([lone_chunk([1], 19, PROMPTS[1][19:])]) == [first]
+    assert runner.greedy([lone_chunk([1], 20, [first], yields_token=False)]) == []
+    assert runner.greedy([lone_chunk([1], 20, [first])]) == [second]
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, torch.OutOfMemoryError])

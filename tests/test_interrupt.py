@@ -114,9 +114,10 @@ class Storm:
         name = function.__name__
         draw = self.random
         usual = self.usual[name] or 400
+        anywhere = draw.randint(1, usual)
         early = draw.randint(1, 40)
         late = max(1, usual - draw.randint(0, 15))
-        places = [draw.randint(1, usual), early, late] + [NEVER] * self.calm
+        places = [anywhere, early, late] + [NEVER] * self.calm
         at = NEVER if self.peace else draw.choice(places)
         again = draw.choice([0, 0, draw.randint(1, 6), draw.randint(1, 60)])
         interrupt = Interrupt(at, again)
@@ -202,9 +203,9 @@ class Storm:
         """Until there were so many of them, and then in peace until nothing is left."""
         requests = self.engine.scheduler.requests
         while self.seen.total() - self.seen["again"] < interrupts or not self.seen["abort"]:
-            calls = [self.step] * 4 + [self.abort]
+            calls = [self.step] * 8 + [self.abort] * 2
             if len(requests) < 6:
-                calls.append(self.add)
+                calls += [self.add] * 2
             self.random.choice(calls)()
             if self.random.random() < 0.05:
                 self.drain()

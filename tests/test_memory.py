@@ -88,7 +88,7 @@ def test_sarathi_is_aligned_to_the_tile_on_cuda_only(monkeypatch):
     assert budget() == 300
     monkeypatch.setattr(GPT, "device", torch.device("cuda"))
     monkeypatch.setattr("engine.Runner", lambda *_: None)
-    monkeypatch.setattr("config.check_memory", lambda *_: None)
+    monkeypatch.setattr("hardware.memory.check_memory", lambda *_: None)
     assert [budget(), budget(tile=64), budget(tile=100)] == [256, 256, 300]
 
 

@@ -6,8 +6,8 @@ from itertools import accumulate
 import pytest
 import torch
 
-import sampling
 from sampling import SamplingParams, sample
+from speedups import drawing
 
 
 def first_above(uniform, probs):
@@ -39,7 +39,7 @@ def drawn_by_definition(logits, params, position):
 def test_each_token_is_the_one_that_the_definition_draws(kind, vocab_size, monkeypatch):
     """Also where only some tokens are sorted, where these end within a tie, and where rows are
     drawn in several blocks: none of it depends on the other rows."""
-    monkeypatch.setattr(sampling, "FEW_TOKENS", 32)
+    monkeypatch.setattr(drawing, "FEW_TOKENS", 32)
     draw = random.Random(vocab_size)
     generator = torch.Generator().manual_seed(vocab_size)
     logits = torch.randn(400, vocab_size, generator=generator)

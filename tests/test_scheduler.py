@@ -12,6 +12,7 @@ import pytest
 from config import EngineConfig
 from policies import POLICIES, make_scheduler
 from policies.micro_batches import MicroBatches
+from policies.observers import chunk_records
 from policies.pages import make_pages
 from request import Batch, Request, Service
 from scheduler import SarathiServe
@@ -129,7 +130,7 @@ def test_a_batch_keeps_within_its_budget_but_for_decodes():
     assert [batch.add(prompt), batch.add(late), batch.left] == [4, 0, 0]
     assert batch == [(decode, 2, 1), (prompt, 4, 4)]
     assert [chunk.yields_token for chunk in batch] == [True, False]  # 8 of 9
-    assert batch.record() == [(0, 2, 1, True), (1, 4, 4, False)]
+    assert chunk_records(batch) == [(0, 2, 1, True), (1, 4, 4, False)]
     crowded = Batch(2)
     crowded.add_decodes([decode] * 3)
     assert (crowded.add(late), crowded.left, len(crowded)) == (0, -1, 3)
@@ -263,6 +264,24 @@ def test_an_interrupted_schedule_is_begun_again(monkeypatch):
     check_integrity(scheduler.pages, [])
     run_to_the_end(scheduler)
     assert [len(r.tokens) for r in requests] == [7, 10, 6]
+
+
+def test_an_interrupted_end_is_undone():
+    class Interrupted(dict):
+        def pop(self, *_):
+            raise KeyboardInterrupt
+
+    kept = request(0, 3)
+    scheduler = started(kept)
+    advance(scheduler, scheduler.next_batch())
+    requests = scheduler.journal.requests
+    scheduler.journal.requests = Interrupted(requests)
+    with pytest.raises(KeyboardInterrupt):
+        scheduler.finish(kept, "abort")
+    scheduler.journal.requests = requests
+    run_to_the_end(scheduler)
+    assert kept.finish_reason == "length"
+    assert len(kept.tokens) == 7
 
 
 def run_to_the_end(scheduler):
