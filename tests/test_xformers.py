@@ -147,8 +147,6 @@ SMALL_PAGES = [  # request 3 has a page to grow into
 ]
 LAYOUTS = [ONE_PAGE_EACH, SMALL_PAGES]
 in_both_layouts = pytest.mark.parametrize("case", LAYOUTS, ids=["one page each", "small"])
-    "case", [ONE_PAGE_EACH, SMALL_PAGES], ids=["one", "small"]
-)
 OF_THIS_MACHINE = ("device=", "dtype=", "requires", "operator wasn't built", "triton is not")
 
 
