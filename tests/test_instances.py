@@ -23,7 +23,7 @@ from parallel.stages import Stage, StageResult
 from parallel.transfer import Instance, export_pages, import_pages
 from policies.pools import Pools
 from sampling import SamplingParams
-from tests.helpers import completions_of, tiny_model
+from tests.helpers import Ledger, tiny_model
 from tests.test_parallel import FEW, check
 from tests.test_pools import check_owners
 from tests.test_ranks import check_all_end, check_error, struck
@@ -183,10 +183,10 @@ def next_token(values):
     return int(sum(values)) % 61
 
 
-def text_of(prompt, length):
+def text_of(prompt, params):
     """The tokens that follow a prompt."""
     tokens = list(prompt)
-    for _ in range(length):
+    for _ in range(params.max_new_tokens):
         tokens.append(next_token(value(token, i) for i, token in enumerate(tokens)))
     return tokens[len(prompt) :]
 
@@ -272,14 +272,14 @@ class OneProcess:
         return next((number for number in numbers if number in self.replies), None)
 
 
-class RandomLoad:
+class RandomLoad(Ledger):
     """A random load for two pools, which checks all owners of pages after each step."""
 
     def __init__(self, model, seed, counts):
         self.draw = random.Random(seed)
         self.counts = counts
         self.ranks = OneProcess(model, self.draw)
-        self.engine = PoolsEngine(
+        engine = PoolsEngine(
             model,
             chunk=self.draw.choice([1, 3, 8, 24]),
             max_batch=self.draw.choice([1, 2, 6]),
@@ -288,21 +288,20 @@ class RandomLoad:
             pages=self.draw.choice([6, 7, 9, 24]),
             prefix_caching=self.draw.random() < 0.5,
         )
+        super().__init__(engine, text_of)
         self.coming = []
         for _ in range(self.draw.randint(1, 10)):
             prompt = [self.draw.randint(0, 1)] * self.draw.randint(1, MAX_LEN - 1)
-            self.coming.append((prompt, self.draw.randint(1, MAX_LEN - len(prompt))))
-        self.expected = {}
+            params = SamplingParams(self.draw.randint(1, MAX_LEN - len(prompt)))
+            self.coming.append((prompt, params))
 
     def run(self):
         engine = self.engine
         while self.coming or engine.has_work:
             if self.coming and self.draw.random() < 0.2:
-                prompt, length = self.coming.pop()
-                request_id = engine.add_request(prompt, SamplingParams(length))
-                self.expected[request_id] = text_of(prompt, length)
+                self.add(*self.coming.pop())
             if engine.scheduler.requests and self.draw.random() < 0.01:
-                self.abort()
+                self.abort_one()
             if self.draw.random() < 0.003:
                 self.counts["begun anew"] += 1
                 engine.drop([])
@@ -310,29 +309,28 @@ class RandomLoad:
         while any(self.ranks.tasks):
             self.ranks.first_reply([], 0.0)
         received = self.ranks.instances[1].received
-        assert not (self.expected or self.ranks.replies or received or engine.sending)
+        assert not (self.asked or self.ranks.replies or received or engine.sending)
         assert all(s.pages.num_free == s.pages.total for s in engine.schedulers)
 
-    def abort(self):
+    def abort_one(self):
         engine = self.engine
         if self.draw.random() < 0.5:
             engine.pools.start_transfers()  # as if an interrupt came before they are sent
         request_id = self.draw.choice(list(engine.scheduler.requests))
         self.counts["aborted on the link"] += request_id in engine.pools.transfers
-        tokens = engine.abort(request_id).tokens
-        assert tokens == self.expected.pop(request_id)[: len(tokens)]
+        self.abort(request_id)
 
     def step(self):
         try:
-            events = self.engine.step()
+            self.take(self.engine.step())
         except Fault:
             self.counts["faults"] += 1
-            return
-        for request_id, completion in completions_of(events).items():
-            assert completion.tokens == self.expected.pop(request_id)
-            self.counts["preempted"] += completion.preemptions
-            self.counts["cached"] += completion.cached_tokens
         check_owners(self.engine.pools)
+
+    def end(self, completion):
+        super().end(completion)
+        self.counts["preempted"] += completion.preemptions
+        self.counts["cached"] += completion.cached_tokens
 
 
 @pytest.mark.slow

@@ -5,8 +5,9 @@ and of policies/ begin and return, and as what they call in C returns; and somet
 the first one is on its way out.
 """
 
+import functools
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from itertools import takewhile
 from pathlib import Path
 from random import Random
@@ -17,7 +18,7 @@ from engine import Engine
 from policies import POLICIES
 from policies.priority import PRIORITIES
 from sampling import SamplingParams
-from tests.helpers import alone, check_integrity, guard, poison, tiny_model, with_slow
+from tests.helpers import Ledger, alone, finish, guard, poison, tiny_model, with_slow
 
 HERE = Path(__file__).parents[1]
 PROGRAMS = ("bench", "sample", "conftest", "test_equivalence")
@@ -38,8 +39,14 @@ PARAMS = [
     SamplingParams(5, temperature=1.0, top_k=9, logprobs=True),
     SamplingParams(25),
 ]
-EXPECTED = [alone(MODEL, *request) for request in zip(PROMPTS, PARAMS, strict=True)]
+REQUESTS = list(zip(map(tuple, PROMPTS), PARAMS, strict=True))
 NEVER = 10**9
+
+
+@functools.cache
+def expected(prompt, params):
+    """The tokens of a request alone."""
+    return alone(MODEL, prompt, params)
 
 
 class Interrupt:
@@ -92,19 +99,16 @@ class Interrupt:
         return self.trace
 
 
-class Storm:
-    """An engine that is interrupted again and again, and what its requests must get. With `calm`
-    more calls are left alone, so that something can be found in its cache."""
+class Storm(Ledger):
+    """An engine that is interrupted again and again. With `calm` more calls are left alone, so that
+    something can be found in its cache."""
 
     def __init__(self, policy, seed, calm=1, pages=9, **more):
         small = dict(chunk=6, max_batch=3, max_len=32, page_size=4, pages=pages)
-        self.engine = guard(Engine(MODEL, policy=policy, **small, **more))
+        super().__init__(guard(Engine(MODEL, policy=policy, **small, **more)), expected)
         self.random = Random(seed)
         self.calm = calm
-        self.pages = pages
-        self.asked = {}  # request id -> the number of its prompt
-        self.got = defaultdict(list)  # request id -> its tokens so far
-        self.ended = {}  # request id -> its Completion, None if an interrupt took it
+        self.cached_tokens = 0
         self.usual = Counter()  # function -> how many events it has
         self.seen = Counter()  # function -> how often it was interrupted
         self.peace = False
@@ -132,47 +136,33 @@ class Storm:
 
     def check(self):
         """What must hold as soon as nothing has to be mended."""
-        scheduler = self.engine.scheduler
-        if not scheduler.journal.broken:
-            check_integrity(scheduler.pages, [r.pages for r in scheduler.running])
-            everybody = sorted(r.id for r in (*scheduler.running, *scheduler.waiting))
-            assert everybody == sorted(scheduler.requests)
+        if not self.engine.scheduler.journal.broken:
+            super().check()
 
     def step(self):
         if not self.engine._computed:  # its keys and values are written, and not yet counted
             poison(self.engine)
         events, _ = self.call(self.engine.step)
-        for event in events or []:
-            i = event.request_id
-            assert i in self.asked and i not in self.ended
-            self.got[i].append(event.token)
-            if event.completion:
-                self.end(i, event.completion, event.finish_reason)
-                assert event.completion.tokens == self.got[i] == EXPECTED[self.asked[i]]
+        self.take(events or [])
 
-    def end(self, i, completion, reason):
-        self.ended[i] = completion
-        params = PARAMS[self.asked[i]]
-        n = len(completion.tokens)
-        assert completion.finish_reason == reason and completion.request_id == i
-        assert len(completion.token_times) == n and completion.tbt == [*map(abs, completion.tbt)]
-        assert len(completion.logprobs or ()) == n * params.logprobs
+    def end(self, completion):
+        super().end(completion)
+        self.cached_tokens += completion.cached_tokens
 
-    def add(self):
-        case = self.random.randrange(len(PROMPTS))
+    def add_one(self):
+        request = REQUESTS[self.random.randrange(len(REQUESTS))]
         before = set(self.engine.scheduler.requests)
         i, _ = self.call(
             self.engine.add_request,
-            PROMPTS[case],
-            PARAMS[case],
+            *request,
             priority=self.random.choice(PRIORITIES),
             tbt_slo=self.random.choice([None, 1]),
         )
         new = self.engine.scheduler.requests.keys() - before
         assert new == {i} if i is not None else len(new) < 2  # it is in, or nothing of it is
-        self.asked |= dict.fromkeys(new, case)
+        self.asked |= dict.fromkeys(new, request)
 
-    def abort(self):
+    def abort_one(self):
         """Once, or until it is done: who is interrupted may try again."""
         requests = self.engine.scheduler.requests
         i = self.random.choice([*requests, -1])
@@ -180,32 +170,30 @@ class Storm:
             if i not in requests:
                 return
             completion, interrupt = self.call(self.engine.abort, i)
-            if i not in requests:
-                self.ended[i] = completion
-                was_on_its_way = interrupt.where in ("finish", "__exit__") or interrupt.after
-                assert completion or was_on_its_way
             if completion:
-                self.end(i, completion, "abort")
-                assert completion.tokens == EXPECTED[self.asked[i]][: len(completion.tokens)]
+                self.end(completion)
+            elif i not in requests:  # an interrupt took it
+                assert interrupt.where in ("finish", "__exit__") or interrupt.after
+                del self.asked[i]
 
     def generate(self):
         engine = self.engine
         scheduler = engine.scheduler
         done, interrupt = self.call(engine.generate, PROMPTS, PARAMS, progress=False)
         assert not engine.has_work and not scheduler.requests
-        assert [c.tokens for c in done or ()] == (EXPECTED if done else [])
+        for completion, request in zip(done or (), REQUESTS, strict=done is not None):
+            assert completion.tokens == expected(*request)
         if interrupt.after:
             assert engine.step() == []  # interrupted while it cleaned up
-        assert scheduler.pages.num_free == self.pages
-        assert not scheduler.running and not scheduler.waiting
+        assert finish(engine) == []
 
     def run(self, interrupts):
         """Until there were so many of them, and then in peace until nothing is left."""
         requests = self.engine.scheduler.requests
         while self.seen.total() - self.seen["again"] < interrupts or not self.seen["abort"]:
-            calls = [self.step] * 8 + [self.abort] * 2
+            calls = [self.step] * 8 + [self.abort_one] * 2
             if len(requests) < 6:
-                calls += [self.add] * 2
+                calls += [self.add_one] * 2
             self.random.choice(calls)()
             if self.random.random() < 0.05:
                 self.drain()
@@ -221,10 +209,7 @@ class Storm:
         for _ in takewhile(lambda _: self.engine.has_work, range(300)):
             self.step()
         self.peace = False
-        assert self.engine.step() == []
-        assert not self.engine.has_work and self.asked.keys() == self.ended.keys()
-        check_integrity(self.engine.scheduler.pages, [])
-        assert self.engine.scheduler.pages.num_free == self.pages
+        self.check_end()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a generator
@@ -241,5 +226,4 @@ def test_what_is_found_after_an_interrupt_is_what_was_computed(policy):
     storm = Storm(policy, seed=1, calm=12, pages=20, prefix_caching=True)
     seen = storm.run(interrupts=60)
     assert seen.keys() >= {"step", "add_request", "abort", "again"}
-    found = [completion.cached_tokens for completion in storm.ended.values() if completion]
-    assert sum(found) > 0  # or this test would not test it
+    assert storm.cached_tokens > 0  # or this test would not test it

@@ -14,7 +14,7 @@ from engine import Engine
 from policies import ALL_POLICIES
 from policies.priority import PRIORITIES
 from sampling import SamplingParams
-from tests.helpers import RESERVING, alone, check_integrity, guard, poison, tiny_model
+from tests.helpers import RESERVING, Ledger, alone, guard, poison, tiny_model
 
 MAX_LEN = 24
 MODEL = tiny_model(n_kv_head=2, vocab_size=17)
@@ -94,16 +94,14 @@ for n in (16, 12, 9, 16, 13):
 FAULTS = [STEP] * 9 + [("fail", False), STEP, ("fail", True)] * 8
 
 
-class Watched:
-    """An engine of which every action is checked, and what its requests should have got."""
+class Watched(Ledger):
+    """An engine of which every action is checked."""
 
     def __init__(self, **options):
-        self.engine = guard(Engine(MODEL, max_len=MAX_LEN, **options))
+        super().__init__(guard(Engine(MODEL, max_len=MAX_LEN, **options)), expected)
+        self.cached_tokens = 0
         # all by request id
-        self.asked = {}
-        self.got = defaultdict(list)
         self.times = defaultdict(list)
-        self.ended = {}
         self.computed = Counter()
         self.preempted = Counter()
         self.forced = Counter()
@@ -115,47 +113,34 @@ class Watched:
         poison(self.engine)  # whoever was preempted for this batch has lost what was computed
         return batch
 
-    @property
-    def live(self):
-        """All requests that run or wait."""
-        return [*self.engine.scheduler.running, *self.engine.scheduler.waiting]
-
     def check(self):
         """What must hold between any two actions."""
+        super().check()
         scheduler = self.engine.scheduler
         config = self.engine.config
+        assert scheduler.requests.keys() == self.asked.keys()
         # who has max_len keeps it, but `priority` preempts lower classes for targets at risk too
-        reserved = config.page_size == MAX_LEN and config.policy != "priority"
-        check_integrity(scheduler.pages, [r.pages for r in scheduler.running])
-        assert not any(r.pages or r.num_computed for r in scheduler.waiting)
-        assert {r.id for r in self.live} == self.asked.keys() - self.ended.keys()
-        assert {r.id: r for r in self.live} == scheduler.requests
-        for r in self.live:
+        is_reserved = config.page_size == MAX_LEN and config.policy != "priority"
+        for r in scheduler.requests.values():
             assert r.tokens[r.prompt_len :] == self.got[r.id]
             assert 0 <= r.num_computed < len(r.tokens)
             assert self.computed[r.id] == r.num_computed + r.recomputed_tokens - r.cached_tokens
             assert r.cached_tokens == 0 or config.prefix_caching
-            assert not reserved or r.preemptions == self.forced[r.id]
-
-    def add(self, prompt, params, service):
-        self.asked[self.engine.add_request(prompt, params, **service)] = prompt, params
+            assert not is_reserved or r.preemptions == self.forced[r.id]
 
     def step(self):
         engine = self.engine
         previous = engine.last_iteration
         poison(engine)
         events = engine.step()
-        if engine.last_iteration is not previous:
-            for i, _, length, _ in engine.last_iteration.chunks:
+        iteration = engine.last_iteration
+        if iteration is not previous:
+            for i, _, length, _ in iteration.chunks:
                 self.computed[i] += length
-            self.preempted.update(engine.last_iteration.preempted)
+            self.preempted.update(iteration.preempted)
         for event in events:
-            i = event.request_id
-            assert i not in self.ended
-            self.got[i].append(event.token)
-            self.times[i].append(engine.last_iteration.end)
-            if event.completion:
-                self.ended[i] = event.completion
+            self.times[event.request_id].append(iteration.end)
+        self.take(events)
         self.check()
 
     def fail(self, after):
@@ -167,9 +152,10 @@ class Watched:
                 forward(batch, cache)
             raise ModelError
 
+        requests = self.engine.scheduler.requests
         before = {}
-        for r in self.live:
-            before[r.id] = r.num_computed, r.cached_tokens, r.preemptions, list(r.tokens)
+        for r in requests.values():
+            before[r.id] = r.num_computed, r.cached_tokens, r.preemptions
         MODEL.forward = broken
         try:
             if self.engine.has_work:
@@ -178,22 +164,20 @@ class Watched:
                     self.engine.step()
         finally:
             del MODEL.forward
-        for r in self.live:
-            num_computed, cached_tokens, preemptions, tokens = before.pop(r.id)
-            assert r.tokens == tokens
+        for i, (num_computed, cached_tokens, preemptions) in before.items():
             # nobody has advanced, but a victim may have lost its pages to the batch that is kept,
             # and who was admitted to it may have found some
             allowed = (num_computed, preemptions), (0, preemptions + 1)
-            found = r.cached_tokens - cached_tokens
-            assert (r.num_computed - found, r.preemptions) in allowed
-        assert not before
+            found = requests[i].cached_tokens - cached_tokens
+            assert (requests[i].num_computed - found, requests[i].preemptions) in allowed
         self.check()
 
     def abort(self, i):
-        if i in self.asked and i not in self.ended:
-            r = self.engine.scheduler.requests[i]
-            c = self.ended[i] = self.engine.abort(i)
-            assert self.computed[i] == r.num_computed + c.recomputed_tokens - c.cached_tokens
+        request = self.engine.scheduler.requests.get(i)
+        if request is not None:
+            once = request.num_computed
+            super().abort(i)
+            assert self.computed[i] == once + request.recomputed_tokens - request.cached_tokens
             self.check()
 
     def preempt(self, n):
@@ -204,24 +188,19 @@ class Watched:
             self.engine.scheduler.preempt(running[n])
             self.check()
 
-    def check_end(self, i, prompt, params):
-        """A request ended as if it had been alone."""
-        c = self.ended[i]
-        tokens = expected(prompt, params)
-        assert c.tokens == self.got[i]
-        assert c.prompt == list(prompt)
-        assert c.token_times == self.times[i] == sorted(self.times[i])
-        scheduler = self.engine.scheduler
-        assert self.preempted[i] + scheduler.preempted.count(i) == c.preemptions
-        if c.finish_reason == "abort":
-            assert c.tokens == tokens[: len(c.tokens)]
-            return
-        assert c.tokens == tokens
-        assert c.finish_reason == ("stop" if tokens[-1] in params.stop_token_ids else "length")
-        # each token once, but the last, and once more what a preemption threw away, but for what
-        # was found
-        once = len(prompt) + len(tokens) - 1
-        assert self.computed[i] == once + c.recomputed_tokens - c.cached_tokens
+    def end(self, completion):
+        super().end(completion)
+        i = completion.request_id
+        pending = self.engine.scheduler.preempted.count(i)
+        assert self.preempted[i] + pending == completion.preemptions
+        assert completion.token_times == self.times[i]
+        self.cached_tokens += completion.cached_tokens
+        if completion.finish_reason != "abort":
+            # each token once, but the last, and once more what a preemption threw away, but for
+            # what was found
+            once = len(completion.prompt) + len(completion.tokens) - 1
+            again = completion.recomputed_tokens - completion.cached_tokens
+            assert self.computed[i] == once + again
 
 
 def check_every_request_ends_as_if_alone(policy, case):
@@ -235,20 +214,19 @@ def check_every_request_ends_as_if_alone(policy, case):
         policy_options={"tile": case.tile} if policy == "sarathi" else {},
     )
     for method, *arguments in case.actions:
-        getattr(watched, method)(*arguments)
+        if method == "add":
+            prompt, params, service = arguments
+            watched.add(prompt, params, **service)
+        else:
+            getattr(watched, method)(*arguments)
     for _ in range(1000):
         if watched.engine.has_work:
             watched.step()
-    assert watched.ended.keys() == watched.asked.keys()
-    for i, request in watched.asked.items():
-        watched.check_end(i, *request)
+    watched.check_end()
     if case.actions[:4] == LONG_ONES and policy not in NEVER_PREEMPT:
         assert watched.preempted  # or this test would not test it
     if case.actions == ALIKE:
-        assert sum(c.cached_tokens for c in watched.ended.values()) > 0
-    pages = watched.engine.scheduler.pages
-    check_integrity(pages, [])
-    assert pages.num_free == pages.total
+        assert watched.cached_tokens > 0
 
 
 def in_cases(max_examples):

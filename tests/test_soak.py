@@ -15,7 +15,7 @@ from engine import Engine
 from errors import QueueFull
 from model import GPT, GPTConfig
 from sampling import SamplingParams
-from tests.helpers import alone, check_integrity, guard
+from tests.helpers import Ledger, alone, guard
 
 MAX_LEN = 32
 MAX_BATCH = 32
@@ -27,7 +27,7 @@ BEGINNINGS = [[begins] * 8 + [*range(10)] for begins in (5, 6, 7)]  # of all pro
 
 @functools.cache
 def workload():
-    """The model, and 150 different requests with the tokens that each has alone."""
+    """The model, and the tokens of 150 different requests, of each alone."""
     config = GPTConfig(
         "llama",
         vocab_size=17,
@@ -43,7 +43,7 @@ def workload():
     for p in model.parameters():
         p.mul_(10 if p.ndim > 1 else 1)
     draw = random.Random(2)
-    requests = []
+    tokens = {}
     for seed in range(150):
         prompt = [draw.randrange(17) for _ in range(draw.choice([1, 3, 6, 10, 20]))]
         prompt[:-2] = BEGINNINGS[seed % 3][: max(0, len(prompt) - 2)]
@@ -53,8 +53,8 @@ def workload():
             seed=seed,
             stop_token_ids=() if seed % 3 else (3, 4),
         )
-        requests.append((prompt, params, alone(model, prompt, params)))
-    return model, requests
+        tokens[tuple(prompt), params] = alone(model, prompt, params)
+    return model, tokens
 
 
 class Fault(Exception):  # noqa: N818
@@ -93,18 +93,16 @@ def measure():
     return len(gc.get_objects()), sys.getallocatedblocks(), bytes_in_use()
 
 
-class Soak:
+class Soak(Ledger):
     """`total` requests that come in bursts; in an iteration `mean` of them, on average."""
 
     def __init__(self, engine, total, mean):
-        self.engine = engine
-        self.scheduler = engine.scheduler
-        self.requests = workload()[1]
+        super().__init__(engine, lambda *request: workload()[1][request])
+        self.requests = list(workload()[1])
         self.total = total
         self.mean = mean
         self.draw = random.Random(3)
         self.seen = Counter()
-        self.live = {}  # id -> (index of the request, tokens that its events brought)
         self.measured = []
         self.fault = None
         self.burst = 0  # so many iterations are left that bring ten times as many
@@ -116,19 +114,18 @@ class Soak:
             assert iteration < 100 * self.total
             for _ in range(self.arrivals()):
                 if self.seen["accepted"] < self.total:
-                    self.add()
+                    self.add_one()
             self.step()
-            if self.live and self.draw.random() < 0.03:
-                self.end(self.engine.abort(self.draw.choice(list(self.live))))
-            assert self.live.keys() == self.scheduler.requests.keys()
+            if self.asked and self.draw.random() < 0.03:
+                self.abort(self.draw.choice(list(self.asked)))
+            assert self.asked.keys() == self.engine.scheduler.requests.keys()
             if iteration % 10 == 0:
-                running = self.scheduler.running
-                check_integrity(self.scheduler.pages, [request.pages for request in running])
-                assert {r.id for r in (*running, *self.scheduler.waiting)} == self.live.keys()
+                self.check()
             # measured at the beginning and at the end, with about as many requests inside
             moments = (self.total // 5, self.total, 2 * self.total)
             if self.seen["accepted"] >= moments[len(self.measured)]:
                 self.measured.append(measure())
+        self.check_end()
 
     def arrivals(self):
         """How many requests come."""
@@ -140,42 +137,26 @@ class Soak:
             factor *= 10
         return int(factor * self.mean + self.draw.random())
 
-    def add(self):
-        index = self.draw.randrange(len(self.requests))
-        prompt, params, _ = self.requests[index]
-        priority = self.draw.choice(["high", "low"])
+    def add_one(self):
+        waiting = self.engine.scheduler.waiting
+        request = self.draw.choice(self.requests)
         try:
-            self.live[self.engine.add_request(prompt, params, priority=priority)] = index, []
+            self.add(*request, priority=self.draw.choice(["high", "low"]))
             self.seen["accepted"] += 1
-            assert len(self.scheduler.waiting) <= MAX_WAITING
+            assert len(waiting) <= MAX_WAITING
         except QueueFull:
             self.seen["refused"] += 1
-            assert len(self.scheduler.waiting) >= MAX_WAITING
+            assert len(waiting) >= MAX_WAITING
 
     def step(self):
         self.fault = self.draw.choices([None, "before", "after"], [96, 2, 2])[0]
         try:
-            for event in self.engine.step():
-                self.live[event.request_id][1].append(event.token)
-                if event.completion:
-                    self.end(event.completion)
+            self.take(self.engine.step())
         except Fault:
             self.seen["faults"] += 1
 
     def end(self, completion):
-        """Compare with what the request has alone, and forget it."""
-        index, tokens = self.live.pop(completion.request_id)
-        prompt, params, expected = self.requests[index]
-        assert completion.tokens == tokens
-        assert completion.prompt == prompt
-        assert len(completion.token_times) == len(tokens)
-        if completion.finish_reason == "abort":
-            assert tokens == expected[: len(tokens)]
-            assert len(tokens) < len(expected)
-        else:
-            assert tokens == expected
-            reason = "stop" if tokens[-1] in params.stop_token_ids else "length"
-            assert completion.finish_reason == reason
+        super().end(completion)
         self.seen[completion.finish_reason] += 1
         self.seen["preemptions"] += completion.preemptions
         self.seen["cached"] += completion.cached_tokens
@@ -229,9 +210,6 @@ def test_nothing_is_lost_and_nothing_leaks(policy, total, mean, shares, monkeypa
     soak.run()
     seen = soak.seen
     assert seen["accepted"] == seen["stop"] + seen["length"] + seen["abort"] == total
-    assert not (soak.live or engine.scheduler.running or engine.scheduler.waiting)
-    check_integrity(engine.scheduler.pages, [])
-    assert engine.scheduler.pages.num_free == PAGES
     for name in ("faults", "abort", "stop", "refused"):  # or this test would not test it
         assert seen[name] > total / 500, name
     assert seen["cached"] > total if shares else not seen["cached"]
