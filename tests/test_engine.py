@@ -13,7 +13,6 @@ from model import GPT, FlatBatch
 from pretrained.tokenizers import Tokenizer, byte_tokenizer
 from request import Completion
 from sampling import SamplingParams
-from scheduler import SarathiServe
 from speedups.lone_chunk import lone_chunk
 from speedups.runner import Runner
 from tests.helpers import alone, finish, poison, poisoned_cache, run, tiny_model
@@ -353,63 +352,18 @@ def test_the_runner_picks_the_likeliest_token_of_each_span():
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, torch.OutOfMemoryError])
-def test_a_failed_step_is_computed_again(error, monkeypatch):
+def test_generate_raises_what_the_model_raises_and_leaves_no_request(error, monkeypatch):
     engine = make_engine()
-    params = SamplingParams(5)
-    for prompt in PROMPTS:
-        engine.add_request(prompt, params)
-    forward = GPT.forward
-    batches = []
 
-    def flaky(self, batch, cache):
-        tensors = (batch.tokens, batch.positions, batch.slot_mapping)
-        batches.append([tensor.tolist() for tensor in tensors])
-        logits = forward(self, batch, cache)  # the cache is written before it fails
-        if len(batches) % 2:
-            raise error
-        return logits
+    def broken(*_):
+        raise error
 
-    def state():
-        return [(r.num_computed, len(r.tokens)) for r in engine.scheduler.requests.values()]
-
-    completions = {}
-    with monkeypatch.context() as patch:
-        patch.setattr(GPT, "forward", flaky)
-        while engine.has_work:
-            before = state()
-            with pytest.raises(error):
-                engine.step()
-            assert state() == before
-            completions |= {e.request_id: e.completion for e in engine.step() if e.completion}
-            assert batches[-1] == batches[-2]
-    tokens = [completions[i].tokens for i in range(len(PROMPTS))]
-    assert tokens == [alone(MODEL, prompt, params) for prompt in PROMPTS]
-
-
-def test_generate_ends_with_the_ids_that_a_policy_lost(monkeypatch):
-    engine = make_engine()
-    admit = SarathiServe.admit
-    params = SamplingParams(3)
-
-    def lose_one(scheduler):
-        if scheduler.waiting and scheduler.waiting[0].id == 1:
-            scheduler.waiting.popleft()
-        return admit(scheduler)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SarathiServe, "admit", lose_one)
-        with pytest.raises(RuntimeError, match=r"lost requests \[1\]: they neither wait nor run"):
-            engine.generate(PROMPTS, params)
-        assert not engine.has_work
-        for prompt in PROMPTS:
-            engine.add_request(prompt, params)
-        while list(engine.scheduler.requests) != [1]:
-            engine.step()
-        assert engine.abort(1).finish_reason == "abort"
-        assert finish(engine) == []
-        kept = engine.add_request(PROMPTS[0], params, request_id=1)
-        with pytest.raises(RuntimeError, match=r"lost requests \[1\]"):
-            engine.step()
-        engine.drop([])
-    events = finish(engine)
-    assert [event.request_id for event in events] == [kept] * 3
+    with monkeypatch.context() as patch, pytest.raises(error):
+        patch.setattr(GPT, "forward", broken)
+        engine.generate(PROMPTS, SamplingParams(3))
+    assert finish(engine) == []
+    completions = engine.generate(PROMPTS[:2], SamplingParams(3))
+    assert [c.request_id for c in completions] == [0, 1]
+    assert [c.tokens for c in completions] == [
+        alone(MODEL, p, SamplingParams(3)) for p in PROMPTS[:2]
+    ]

@@ -209,18 +209,6 @@ def test_two_equal_prompts_at_once_are_computed_twice_and_cached_once():
     assert len(named(line.pages)) == 5
 
 
-def test_cached_tokens_are_those_that_were_found_after_a_preemption_too():
-    engine = new_engine()
-    engine.generate([SYSTEM], PARAMS)
-    request_id = engine.add_request([*SYSTEM, *[3] * 9], PARAMS)
-    engine.step()  # 16 of 28 tokens are found, 6 are computed: one page more
-    ((_, start, *_),) = engine.last_iteration.chunks
-    engine.scheduler.preempt(engine.scheduler.running[0])
-    completion = completions_of(finish(engine))[request_id]
-    assert start == 16
-    assert (completion.cached_tokens, completion.recomputed_tokens) == (16 + 20, 22)
-
-
 # on and off
 
 

@@ -199,28 +199,6 @@ def test_advance_skips_an_aborted_request():
     check_integrity(scheduler.pages, [stays.pages])
 
 
-@pytest.mark.parametrize("chunk, again", [(6, [(0, 6), (6, 1), (7, 1)]), (16, [(0, 7), (7, 1)])])
-def test_a_preempted_request_keeps_its_tokens_and_their_times(chunk, again):
-    clock = iter(range(100, 200)).__next__
-    victim = request(0, 4, 5)
-    scheduler = started(victim, clock=clock, chunk=chunk)
-    for now in (1.0, 2.0, 3.0):
-        advance(scheduler, scheduler.next_batch(), now, token=7)
-    scheduler.preempt(victim)
-    assert victim.tokens == [0] * 4 + [7] * 3
-    assert (victim.num_computed, victim.pages) == (0, [])
-    chunks = []
-    for now in range(len(again)):
-        batch = scheduler.next_batch()
-        assert batch.preempted == ([] if now else [0])
-        chunks += [(start, length) for _, start, length in batch]
-        advance(scheduler, batch, now, token=8)
-    assert chunks == again  # prompt and output again, then one token more
-    assert victim.tokens == [0] * 4 + [7] * 3 + [8] * 2
-    assert victim.token_times == [1.0, 2.0, 3.0, now - 1, now]  # the TTFT is the first time's
-    assert (victim.scheduled, victim.preemptions, victim.recomputed_tokens) == (100, 1, 6)
-
-
 def test_a_preempted_request_waits_in_front():
     victim, other = requests_of((3, 4), (3, 4))
     scheduler = started(victim, max_batch=1)
