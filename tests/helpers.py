@@ -251,7 +251,12 @@ class VirtualRun:
         self.law = law
         self.noise = noise
         self.random = random.Random(seed)
-        sizes = dict(chunk=256, max_batch=16, max_len=2048, clock=lambda: self.now)
+        sizes = dict(
+            chunk=256,
+            max_batch=16,
+            max_len=2048,
+            clock=lambda: self.now,
+        )
         cache = make_pages(pages, page_size, shares)
         self.scheduler = make_scheduler(policy, cache, **sizes | options)
         self.token_times = {}

@@ -31,7 +31,13 @@ def make_engine(policy="sarathi-serve", model=MODEL, **options):
 
 def test_logprobs_are_those_of_the_model_and_of_the_events():
     engine = make_engine()
-    params = SamplingParams(6, temperature=1.3, top_k=7, seed=3, logprobs=True)
+    params = SamplingParams(
+        6,
+        temperature=1.3,
+        top_k=7,
+        seed=3,
+        logprobs=True,
+    )
     for prompt in PROMPTS:
         engine.add_request(prompt, params)
     engine.add_request([1], SamplingParams(6))
@@ -332,7 +338,13 @@ def test_warm_up_leaves_no_trace(options, monkeypatch):
 
 
 def test_warm_up_serves_no_more_requests_than_have_pages(monkeypatch):
-    engine = Engine(MODEL, max_len=32, page_size=8, pages=4, max_batch=300_000)
+    engine = Engine(
+        MODEL,
+        max_len=32,
+        page_size=8,
+        pages=4,
+        max_batch=300_000,
+    )
     counts = []
     monkeypatch.setattr(engine, "generate", lambda prompts, *_, **__: counts.append(len(prompts)))
     engine.warm_up()

@@ -29,7 +29,12 @@ from tests.test_pools import check_owners
 from tests.test_ranks import check_all_end, check_error, struck
 
 CACHED = FEW | dict(prefix_caching=True)
-TWO = dict(tp=1, pp=1, copies=2, tiny=dict(n_kv_head=2))
+TWO = dict(
+    tp=1,
+    pp=1,
+    copies=2,
+    tiny=dict(n_kv_head=2),
+)
 POOLS = TWO | dict(kind="pools", engine=CACHED, engines=[CACHED])
 
 
@@ -45,7 +50,9 @@ def test_pools_give_what_one_process_gives(worlds, kind):
     """With pages that are found on the prefill instance, and with preemption."""
     engines = [CACHED, FEW | dict(page_size=1, pages=32)]
     cached, single = check(worlds, engines=engines, kind=kind, at_once=2, **TWO)
-    assert cached["preempted"] and cached["cached"] and single["preempted"]
+    assert cached["preempted"]
+    assert cached["cached"]
+    assert single["preempted"]
 
 
 @pytest.mark.slow
@@ -70,7 +77,12 @@ def test_serve_shows_two_pools_beside_two_replicas(worlds, tmp_path):
 def test_with_simulate_this_each_real_server_has_a_simulated_one():
     machine = object.__new__(FittedMachine)
     vars(machine).update(real=object.__new__(RealMachine), cost=None, drift=0.25)
-    options = SimpleNamespace(command="serve", pools=Pools(1, 1), seed=0, shared_prefix=(0, 1))
+    options = SimpleNamespace(
+        command="serve",
+        pools=Pools(1, 1),
+        seed=0,
+        shared_prefix=(0, 1),
+    )
     servers = serve.pooled_servers(options, machine, KVLink(LINKS["pcie4"], 1.0))
     real = {"pools 1:1": PoolsEngine, "pools 1:1 chunks": ChunkedPoolsEngine}
     assert [*servers] == [*real, *(f"{name}, simulated" for name in real)]
@@ -336,7 +348,12 @@ class RandomLoad(Ledger):
 @pytest.mark.slow
 def test_no_page_leaks_on_either_side_over_500_random_loads_with_faults(monkeypatch):
     monkeypatch.setattr(instances, "Link", lambda ranks, target: ranks)
-    model = tiny_model(n_layer=1, n_head=1, n_kv_head=1, n_embd=2)
+    model = tiny_model(
+        n_layer=1,
+        n_head=1,
+        n_kv_head=1,
+        n_embd=2,
+    )
     counts = Counter()
     for seed in range(500):
         RandomLoad(model, seed, counts).run()

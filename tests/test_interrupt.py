@@ -104,7 +104,13 @@ class Storm(Ledger):
     something can be found in its cache."""
 
     def __init__(self, policy, seed, calm=1, pages=9, **more):
-        small = dict(chunk=6, max_batch=3, max_len=32, page_size=4, pages=pages)
+        small = dict(
+            chunk=6,
+            max_batch=3,
+            max_len=32,
+            page_size=4,
+            pages=pages,
+        )
         super().__init__(guard(Engine(MODEL, policy=policy, **small, **more)), expected)
         self.random = Random(seed)
         self.calm = calm
@@ -180,7 +186,8 @@ class Storm(Ledger):
         engine = self.engine
         scheduler = engine.scheduler
         done, interrupt = self.call(engine.generate, PROMPTS, PARAMS, progress=False)
-        assert not engine.has_work and not scheduler.requests
+        assert not engine.has_work
+        assert not scheduler.requests
         for completion, request in zip(done or (), REQUESTS, strict=done is not None):
             assert completion.tokens == expected(*request)
         if interrupt.after:
@@ -223,7 +230,13 @@ def test_an_interrupt_anywhere_loses_no_page_and_changes_no_text(policy):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a generator
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_found_after_an_interrupt_is_what_was_computed(policy):
-    storm = Storm(policy, seed=1, calm=12, pages=20, prefix_caching=True)
+    storm = Storm(
+        policy,
+        seed=1,
+        calm=12,
+        pages=20,
+        prefix_caching=True,
+    )
     seen = storm.run(interrupts=60)
     assert seen.keys() >= {"step", "add_request", "abort", "again"}
     assert storm.cached_tokens > 0  # or this test would not test it

@@ -275,7 +275,9 @@ def test_the_cases_preempt_share_stop_and_end(policy):
             stops += sum(reason == "stop" for _, reason in state["ended"])
             tables = state["block_tables"]
             shared += len(set().union(*tables)) < sum(map(len, tables))
-    assert preemptions and stops and shared
+    assert preemptions
+    assert stops
+    assert shared
 
 
 if __name__ == "__main__":

@@ -24,7 +24,14 @@ from tests.rank_program import ABORTED, STOPPED
 from tests.test_checkpoints import gpt2, llama_like
 
 WORLDS = [(2, 1), (1, 2), (4, 1), (1, 4), (2, 2)]
-BIG = dict(policy="sarathi-serve", chunk=6, max_batch=3, max_len=32, page_size=16, pages=6)
+BIG = dict(
+    policy="sarathi-serve",
+    chunk=6,
+    max_batch=3,
+    max_len=32,
+    page_size=16,
+    pages=6,
+)
 FEW = BIG | dict(page_size=4, pages=8)  # of each micro-batch: too few for three requests
 
 
@@ -88,11 +95,24 @@ def test_pages_of_any_size_may_be_shared_and_an_engine_serves_twice(worlds, tp, 
     assert [bool(answers["cached"]) for answers in got] == [True, False]
 
 
-SIZES = dict(vocab_size=61, n_head=4, n_embd=32, n_inner=48, max_positions=64)
+SIZES = dict(
+    vocab_size=61,
+    n_head=4,
+    n_embd=32,
+    n_inner=48,
+    max_positions=64,
+)
 MODELS = {
     "gpt2": dict(tiny=dict(family="gpt2")),
     "llama multi-query": dict(tiny=dict(n_kv_head=1)),
-    "llama tied": dict(tiny=dict(n_kv_head=2, tie_embeddings=True, qkv_bias=True, qk_norm=True)),
+    "llama tied": dict(
+        tiny=dict(
+            n_kv_head=2,
+            tie_embeddings=True,
+            qkv_bias=True,
+            qk_norm=True,
+        )
+    ),
     "of a seed": dict(random=dict(family="gpt2", tie_embeddings=True, **SIZES)),
 }
 WORLDS_OF_MODELS = [(*world, "gpt2") for world in WORLDS]
@@ -150,7 +170,13 @@ def shards_of(whole, tp, pp, **options):
     """The parts of a model, of all ranks."""
     for rank in range(tp * pp):
         stage, part = divmod(rank, tp)
-        ranks = SimpleNamespace(tp=tp, pp=pp, rank=rank, stage=stage, part=part)
+        ranks = SimpleNamespace(
+            tp=tp,
+            pp=pp,
+            rank=rank,
+            stage=stage,
+            part=part,
+        )
         yield Shard(whole, ranks, seed=None, **options)
 
 
@@ -222,7 +248,15 @@ def copies(config, tp, pp, parameter):
     ],
 )
 def test_what_cannot_be_divided_is_named(tp, pp, message):
-    config = GPTConfig("llama", 61, n_layer=4, n_head=12, n_kv_head=6, n_embd=48, n_inner=36)
+    config = GPTConfig(
+        "llama",
+        61,
+        n_layer=4,
+        n_head=12,
+        n_kv_head=6,
+        n_embd=48,
+        n_inner=36,
+    )
     with pytest.raises(ValueError, match=message):
         local_config(config, tp, pp)
 
@@ -238,7 +272,12 @@ def test_micro_batches_are_those_of_the_simulator(worlds, pp):
     engines = [FEW | dict(policy=policy, pages=10) for policy in policies]
     job = dict(tiny=dict(n_layer=pp), engines=engines, arrivals=LENGTHS)
     got = worlds.result(program="batches", tp=1, pp=pp, **job)
-    law = SimpleNamespace(pp=pp, cpu_s=0.0, tile=1, stages=lambda batch: ([1.0] * pp, 0.0))
+    law = SimpleNamespace(
+        pp=pp,
+        cpu_s=0.0,
+        tile=1,
+        stages=lambda batch: ([1.0] * pp, 0.0),
+    )
     arrivals = [Arrival(0.0, *lengths) for lengths in LENGTHS]
     for settings, batches in zip(engines, got, strict=True):
         config = EngineConfig(**settings | dict(pages=10 * pp))
@@ -253,7 +292,14 @@ def test_micro_batches_are_those_of_the_simulator(worlds, pp):
 @pytest.fixture
 def two_parts():
     """One of two ranks that share each layer."""
-    ranks = SimpleNamespace(tp=2, pp=1, rank=0, stage=0, part=0, tp_group="these two")
+    ranks = SimpleNamespace(
+        tp=2,
+        pp=1,
+        rank=0,
+        stage=0,
+        part=0,
+        tp_group="these two",
+    )
     return Shard(tiny_model(n_kv_head=2).config, ranks, seed=None)
 
 
@@ -318,7 +364,13 @@ def test_a_stage_reads_the_times_of_sums_when_its_device_is_done(
             fields[name] = lambda *_, name=name: calls.append(name) or [1.0]
         return SimpleNamespace(**fields)
 
-    place = dict(stage=stage, pp=2, tp=2, rank=0, part=1)
+    place = dict(
+        stage=stage,
+        pp=2,
+        tp=2,
+        rank=0,
+        part=1,
+    )
     model = noting(
         "embed",
         "compute_layers",

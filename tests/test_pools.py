@@ -150,7 +150,8 @@ def drive_random_load(seed):
             assert drive.tokens[r.id] == len(r.token_times) == r.max_new_tokens
     assert not (two.journal.waiting or two.transfers)
     for instance in two.schedulers:
-        assert instance.pages.num_free == instance.pages.total and not instance.running
+        assert instance.pages.num_free == instance.pages.total
+        assert not instance.running
     return sum(r.preemptions for r in requests), len(aborted)
 
 
@@ -225,7 +226,8 @@ def test_a_request_that_ends_with_its_first_token_is_not_sent():
     assert [transfer.request for transfer in two.transfers.values()] == [stopped]
     (transfer,) = two.start_transfers()
     advance(instance, batch, token=7)
-    assert stopped.finish_reason == "stop" and not two.end_transfer(transfer)
+    assert stopped.finish_reason == "stop"
+    assert not two.end_transfer(transfer)
     assert [owned(side.pages) for side in two.schedulers] == [[], []]
 
 
@@ -240,7 +242,8 @@ def test_a_preempted_request_is_sent_back_to_the_front_of_the_queue():
     (decode,) = two.decodes
     while not two.journal.waiting[0].preemptions:
         advance(decode, decode.next_batch(), token=1)
-    assert [r.id for r in two.journal.waiting] == [1, 2] and [r.id for r in decode.running] == [0]
+    assert [r.id for r in two.journal.waiting] == [1, 2]
+    assert [r.id for r in decode.running] == [0]
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -255,7 +258,8 @@ def test_after_an_interrupt_all_are_prefilled_again(side):
     prefill(two, requests[2])
     two.journal.broken = True  # as a Ctrl-C would leave it
     assert not two.end_transfer(under_way)
-    assert list(two.journal.waiting) == requests and not two.transfers
+    assert list(two.journal.waiting) == requests
+    assert not two.transfers
     check_owners(two)
     prefill(two)
     assert len(two.start_transfers()) == 3

@@ -18,7 +18,12 @@ PARAMS = SamplingParams(6, temperature=1.5, seed=3, logprobs=True)
 
 
 def new_engine(policy, pages=36, **sizes):
-    small = dict(chunk=6, max_batch=3, max_len=20, page_size=4)
+    small = dict(
+        chunk=6,
+        max_batch=3,
+        max_len=20,
+        page_size=4,
+    )
     return Engine(MODEL, policy=policy, pages=pages, **small | sizes)
 
 

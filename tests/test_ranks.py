@@ -31,8 +31,20 @@ from tests.test_checkpoints import llama_like
 
 LIMIT_S = 15
 WORLDS = [dict(tp=2, pp=1), dict(tp=1, pp=2), dict(tp=2, pp=2)]
-ENGINE = dict(policy="sarathi-serve", chunk=6, max_batch=3, max_len=32, page_size=16, pages=6)
-JOB = dict(program="serve", engine=ENGINE, engines=[ENGINE], tiny=dict(n_kv_head=2, n_layer=2))
+ENGINE = dict(
+    policy="sarathi-serve",
+    chunk=6,
+    max_batch=3,
+    max_len=32,
+    page_size=16,
+    pages=6,
+)
+JOB = dict(
+    program="serve",
+    engine=ENGINE,
+    engines=[ENGINE],
+    tiny=dict(n_kv_head=2, n_layer=2),
+)
 TWO_STAGES = JOB | dict(tp=1, pp=2)
 TWO_PARTS = JOB | dict(tp=2, pp=1)
 IDLE = JOB | dict(program="idle", tp=2, pp=2)
@@ -110,7 +122,12 @@ def test_ranks_that_cannot_work_together_say_so(worlds, tmp_path):
     for seed in (0, 1):
         torch.manual_seed(seed)
         transformers.LlamaForCausalLM(llama_like()).save_pretrained(tmp_path / str(seed))
-    unequal = dict(program="serve", engines=[ENGINE], tp=2, pp=1)
+    unequal = dict(
+        program="serve",
+        engines=[ENGINE],
+        tp=2,
+        pp=1,
+    )
     unequal["checkpoint"] = [f"{tmp_path}/{seed}" for seed in (0, 1)]
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
@@ -256,7 +273,12 @@ def test_the_rank_that_does_not_come_is_named(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(meeting, "rendezvous", lambda *_, **__: iter([(store, 0, 3)]))
     monkeypatch.setattr(meeting, "MEETING_LIMIT", timedelta(seconds=1))
-    place = Place(rank=0, world_size=3, local_rank=0, local_world_size=3)
+    place = Place(
+        rank=0,
+        world_size=3,
+        local_rank=0,
+        local_world_size=3,
+    )
     store.set("rank 1", "is here")
     with pytest.raises(ConnectionError, match="^rank 2 has not come to node:29500 in 1 s$"):
         meeting.meet(place, "node", 29500, timedelta(hours=1))
@@ -279,7 +301,12 @@ def test_only_living_ranks_of_the_same_torchrun_are_killed(monkeypatch):
 
 def new_watch(rank, processes=()):
     """What watches on a rank of five, in this process."""
-    place = Place(rank=rank, world_size=5, local_rank=0, local_world_size=5)
+    place = Place(
+        rank=rank,
+        world_size=5,
+        local_rank=0,
+        local_world_size=5,
+    )
     return watch.Watch(place, processes, peers=range(1, 5), send=lambda message: None)
 
 
@@ -311,7 +338,12 @@ def test_each_process_of_a_node_has_a_gpu_of_its_own(monkeypatch):
     chosen = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    place = Place(rank=5, world_size=6, local_rank=1, local_world_size=2)
+    place = Place(
+        rank=5,
+        world_size=6,
+        local_rank=1,
+        local_world_size=2,
+    )
     assert meeting.device_of("cuda", place) == torch.device("cuda:1")
     assert chosen == [torch.device("cuda:1")]
     assert meeting.device_of("cpu", place) == torch.device("cpu")
@@ -333,7 +365,12 @@ def test_caches_of_runners_that_are_gone_are_free():
 @pytest.mark.slow
 @pytest.mark.parametrize("tp, pp, seeds", [(2, 1, [1]), (1, 4, [1, 2])])
 def test_an_interrupt_while_rank_0_decides_or_waits_changes_no_text(worlds, tp, pp, seeds):
-    job = dict(program="interrupted", tp=tp, pp=pp, tiny=dict(n_kv_head=2, n_layer=pp))
+    job = dict(
+        program="interrupted",
+        tp=tp,
+        pp=pp,
+        tiny=dict(n_kv_head=2, n_layer=pp),
+    )
     counts = worlds.result(**job, seeds=seeds, engine=ENGINE | dict(page_size=4, pages=8))
     assert counts["interrupts"] >= 20
     assert counts["waiting"] > 2
@@ -395,7 +432,12 @@ def test_torchrun_starts_the_programs_or_is_told_how(capsys):
     assert text == capsys.readouterr().out
     errors = ""
     for rank in ("0", "1"):  # as torchrun starts them
-        place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+        place = dict(
+            RANK=rank,
+            LOCAL_RANK=rank,
+            WORLD_SIZE="2",
+            LOCAL_WORLD_SIZE="2",
+        )
         ended = forked.run("sample.py", *SAMPLE, "--tp", "4", "--pp", "1", **place)
         assert (ended.returncode, ended.stdout) == (1, "")
         errors += ended.stderr
@@ -455,7 +497,12 @@ def test_a_server_on_two_ranks_says_what_one_process_says(capsys):
     server = ["-m", "server", *MODEL, "--max-len", "32", "--pp", "2", f"--port={port}"]
     world = torchrun("--standalone", *server)
     url = f"http://127.0.0.1:{port}/v1/completions"
-    body = dict(model="llama-tiny", prompt="abc", max_tokens=9, temperature=0)
+    body = dict(
+        model="llama-tiny",
+        prompt="abc",
+        max_tokens=9,
+        temperature=0,
+    )
     headers = {"content-type": "application/json"}
     request = Request(url, json.dumps(body).encode(), headers)
     try:

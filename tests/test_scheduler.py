@@ -94,7 +94,14 @@ def test_a_policy_does_what_its_paper_says(row):
     [(256, 128, 256), (300, 128, 256), (128, 128, 128), (100, 128, 100), (100, 1, 100)],
 )
 def test_sarathi_aligns_chunk_and_decodes_to_the_tile(chunk, tile, total):
-    sizes = dict(max_batch=6, page_size=1000, pages=6, max_len=1000, chunk=chunk, tile=tile)
+    sizes = dict(
+        max_batch=6,
+        page_size=1000,
+        pages=6,
+        max_len=1000,
+        chunk=chunk,
+        tile=tile,
+    )
     history, _ = simulate("sarathi", [(1, 60)] * 5 + [(700, 1)], **sizes)
     hybrid = [batch for batch in history if 5 in batch and "d" in batch.values()]
     *whole, _ = hybrid  # the last chunk is a rest
@@ -328,7 +335,14 @@ def test_a_lost_request_is_named_when_nothing_else_is_left_to_do(is_mended):
 
 
 def test_a_request_that_runs_in_another_micro_batch_is_not_lost():
-    config = EngineConfig("vllm", chunk=8, max_batch=1, max_len=8, page_size=8, pages=2)
+    config = EngineConfig(
+        "vllm",
+        chunk=8,
+        max_batch=1,
+        max_len=8,
+        page_size=8,
+        pages=2,
+    )
     schedulers = [config.scheduler(float, parts=2) for _ in range(2)]
     micro_batches = MicroBatches(schedulers, pp=2)
     for each in requests_of((4, 2), (4, 2)):
@@ -435,7 +449,12 @@ def test_admission_keeps_the_watermark_free_unless_nothing_runs(policy):
 def test_the_work_of_schedule_does_not_grow_with_the_queue(policy):
     def calls_in_schedule(waiting):
         requests = [request(i, 8, 9, service=Service(i % 4)) for i in range(8 + waiting)]
-        sizes = dict(chunk=16, max_batch=8, max_len=64, clock=lambda: 0.0)
+        sizes = dict(
+            chunk=16,
+            max_batch=8,
+            max_len=64,
+            clock=lambda: 0.0,
+        )
         scheduler = queue(policy, 40, 16, requests, **sizes)
         for _ in range(3):  # all that run decode
             advance(scheduler, scheduler.next_batch())

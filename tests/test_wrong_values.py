@@ -225,7 +225,15 @@ MODEL_ARGUMENTS = dict(
     dtype=Kind([torch.float16], [*STRANGE, None, "float32", torch.int64, torch.complex64]),
     seed=optional(whole(-(2**63))),
 )
-SMALL = dict(model=MODEL, policy="orca", chunk=8, max_batch=2, max_len=32, page_size=8, pages=8)
+SMALL = dict(
+    model=MODEL,
+    policy="orca",
+    chunk=8,
+    max_batch=2,
+    max_len=32,
+    page_size=8,
+    pages=8,
+)
 
 
 def small_engine(**changes):
@@ -235,7 +243,13 @@ def small_engine(**changes):
 
 def busy_engine():
     """An engine with two requests, of which one runs."""
-    engine = small_engine(policy="sarathi-serve", chunk=4, max_batch=1, max_len=128, pages=16)
+    engine = small_engine(
+        policy="sarathi-serve",
+        chunk=4,
+        max_batch=1,
+        max_len=128,
+        pages=16,
+    )
     for _ in range(2):
         engine.add_request([1, 2, 3], SamplingParams(4))
     engine.step()
@@ -273,13 +287,24 @@ def preset(**changes):
 
 def scaling(**changes):
     """A RopeScaling with changes."""
-    sizes = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=64)
+    sizes = dict(
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_positions=64,
+    )
     return RopeScaling(**sizes | changes)
 
 
 def scheduler(**changes):
     """A scheduler with options."""
-    sizes = dict(policy="dynamic", pages=Pages(8, 8), chunk=8, max_batch=2, max_len=32)
+    sizes = dict(
+        policy="dynamic",
+        pages=Pages(8, 8),
+        chunk=8,
+        max_batch=2,
+        max_len=32,
+    )
     return make_scheduler(**sizes | changes)
 
 
@@ -309,7 +334,12 @@ CALLS = {
     generate: GENERATE,
     BUSY.abort: dict(request_id=Kind([], [*NO_NUMBERS, -1, 7])),
     scheduler: SCHEDULER,
-    priority: dict(ttft_slo=POSITIVE, tbt_slo=optional(POSITIVE), ageing=POSITIVE, tile=SIZE),
+    priority: dict(
+        ttft_slo=POSITIVE,
+        tbt_slo=optional(POSITIVE),
+        ageing=POSITIVE,
+        tile=SIZE,
+    ),
     model: MODEL_ARGUMENTS,
 }
 NAMES = {  # what errors may call an argument
@@ -329,7 +359,8 @@ def test_wrong_values_are_refused_in_one_line_and_right_ones_are_not(call, argum
             call(**{argument: value})
         message = str(refused.value)
         assert re.search(rf"\b({name})[=:]", message), message
-        assert message.isprintable() and len(message) < 400
+        assert message.isprintable()
+        assert len(message) < 400
         assert re.match(rf"({name})\b", getattr(refused.value, "argument", "") or argument)
         assert (state(BUSY), state(IDLE)) == before
     for value in kind.right:
@@ -378,7 +409,12 @@ MESSAGES = [  # a call, its arguments, and what it says
     ),
     (
         small_engine,
-        dict(prefix_caching=True, max_len=512, page_size=512, pages=2),
+        dict(
+            prefix_caching=True,
+            max_len=512,
+            page_size=512,
+            pages=2,
+        ),
         "page_size=512: must be below max_len=512",
     ),
     (
@@ -465,7 +501,12 @@ def test_a_clock_that_returns_no_seconds_is_named(seconds):
 )
 def test_the_sizes_of_a_model_that_does_not_fit_are_named(sizes):
     names = ("n_layer", "n_head", "n_kv_head")
-    small = dict.fromkeys(names, 1) | dict(n_embd=8, n_inner=8, vocab_size=8, head_dim=8)
+    small = dict.fromkeys(names, 1) | dict(
+        n_embd=8,
+        n_inner=8,
+        vocab_size=8,
+        head_dim=8,
+    )
     with pytest.raises(ValueError, match="takes .* GB are free") as error:
         GPT(preset(**small | sizes))
     assert all(f"{name}={size}" in str(error.value) for name, size in sizes.items())
