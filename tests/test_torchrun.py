@@ -8,8 +8,8 @@ import torch
 
 from hardware.memory import check_memory, check_model_fits, free_bytes
 from hardware.torchrun import Place, find_meeting, find_place
+from tests.forked import ENVIRON, ROOT
 from tests.helpers import tiny_model
-from tests.worlds import ENVIRON, ROOT
 
 NAMES = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
 
