@@ -68,7 +68,13 @@ class Ranks:
     do not meet; ValueError if torchrun has started another number, its variables make no sense, or
     GPUs are missing."""
 
-    def __init__(self, tp: int, pp: int, device_type: str = "cpu", copies: int = 1) -> None:
+    def __init__(
+        self,
+        tp: int,
+        pp: int,
+        device_type: str = "cpu",
+        copies: int = 1,
+    ) -> None:
         self.tp = tp
         self.pp = pp
         self.copies = copies
