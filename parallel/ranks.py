@@ -101,6 +101,7 @@ class Ranks:
 
         self.peers = range(1, self.size) if self.rank == 0 else range(1)  # they send messages
         processes = self._connect(device_type)
+        self._clock_offset_s = processes[self.rank].clock_began - processes[0].clock_began
         self.watch = Watch(self.place, processes, self.peers, self._send)
         self.receivers: dict[int, Thread] = {}
         for peer in self.peers:
@@ -108,12 +109,6 @@ class Ranks:
             self.receivers[peer].start()
         if self.rank == 0:
             atexit.register(self.end)
-
-        # the nodes' monotonic clocks begin at different times
-        offset = max(time.time() - time.perf_counter() for _ in range(99))
-        with self.watch.limit(COMPUTE_LIMIT):
-            offsets = self.gather(offset)
-        self._clock_offset_s = offsets[self.rank] - offsets[0]
 
     def _connect(self, device_type: str) -> list[Process]:
         """Meet the other ranks, and make the groups through which tensors are sent."""
@@ -140,7 +135,13 @@ class Ranks:
             replies: Any = dist.new_group(backend="gloo", timeout=COMPUTE_LIMIT)
             groups = (commands, replies) if self.rank == 0 else (replies, commands)
             self.send_group, self.receive_group = groups
-            return self.gather(Process(socket.gethostname(), os.getppid(), os.getpid()))
+            this = Process(
+                host=socket.gethostname(),
+                launcher=os.getppid(),
+                pid=os.getpid(),
+                clock_began=max(time.time() - time.perf_counter() for _ in range(99)),
+            )
+            return self.gather(this)
         except RuntimeError as error:  # of torch
             raise ConnectionError(f"the ranks do not meet at {host}:{port}: {error}") from error
 
@@ -244,13 +245,9 @@ class Ranks:
     def first_reply(self, numbers: Iterable[int], timeout_s: float) -> int | None:
         """One of these commands that has a reply; None if there is none in so many seconds."""
         numbers = list(numbers)
-
-        def replied() -> int | None:
-            return next((number for number in numbers if self.replies.get(number)), None)
-
         with self.reply_arrived:
-            self.reply_arrived.wait_for(lambda: replied() is not None, timeout_s)
-        return replied()
+            self.reply_arrived.wait_for(lambda: any(map(self.replies.get, numbers)), timeout_s)
+        return next(filter(self.replies.get, numbers), None)
 
     def wait_for_replies(self, number: int, needed: int) -> dict[int, Any]:
         """The replies to a command by rank, once there are so many. They stay in `replies`.

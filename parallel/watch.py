@@ -37,6 +37,7 @@ class Process(NamedTuple):
     host: str
     launcher: int  # the process that has started it: torchrun
     pid: int
+    clock_began: float  # in seconds of the epoch: monotonic clocks of nodes differ
 
 
 class Heartbeat(NamedTuple):
@@ -178,7 +179,7 @@ class Watch:
         itself, and torchrun would wait half a minute for that."""
         this = self.processes[self.place.rank]
         for peer in self.connected:
-            host, launcher, pid = self.processes[peer]
-            if (host, launcher) == (this.host, this.launcher):
+            process = self.processes[peer]
+            if (process.host, process.launcher) == (this.host, this.launcher):
                 with suppress(ProcessLookupError):  # another rank was faster
-                    os.kill(pid, signal.SIGKILL)
+                    os.kill(process.pid, signal.SIGKILL)

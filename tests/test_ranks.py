@@ -289,7 +289,7 @@ def test_the_rank_that_does_not_come_is_named(monkeypatch):
 
 def test_only_living_ranks_of_the_same_torchrun_are_killed(monkeypatch):
     places = [("node", 7), ("node", 7), ("node", 7), ("other", 7), ("node", 8)]
-    processes = [watch.Process(*place, pid=100 + i) for i, place in enumerate(places)]
+    processes = [watch.Process(*place, 100 + i, 0.0) for i, place in enumerate(places)]
     watching = new_watch(rank=0, processes=processes)
     watching.has_ended.set()
     watching.lost(2)
