@@ -148,8 +148,9 @@ def run(model, cache, spans, all_rows=False):
 def finish(engine):
     """The events of all steps until nothing is left to do."""
     events = []
-    while engine.has_work:
-        events += engine.step()
+    for _ in range(1000):
+        if engine.has_work:
+            events += engine.step()
     scheduler = engine.scheduler
     assert engine.step() == []
     assert not (scheduler.requests or scheduler.running or scheduler.waiting)
