@@ -27,6 +27,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from errors import QueueFull, one_line, refusing, shorten
+from page.html import page
 from pretrained.chat import Chat
 from pretrained.tokenizers import TextStream, Tokenizer, Writer
 from request import Event
@@ -44,7 +45,6 @@ from server.protocol import (
     RequestBody,
     WrittenToken,
 )
-from views.page import page
 
 MAX_DIGITS = 100  # of the number of a record
 SLO_DECODES = 5  # decode iterations that a gap between tokens may take, if none is given

@@ -14,10 +14,10 @@ from statistics import median
 from typing import NamedTuple, ParamSpec, TypedDict, TypeVar
 
 from engine import Engine
+from page.records import Record, Recorder
 from request import Completion, Event
 from sampling import SamplingParams
 from scheduler import Request
-from views.records import Record, Recorder
 
 RECORDS = 1000  # at least this many are kept for the schedule page
 IDLE_DECODES = 9  # decode iterations whose median is that of an idle engine

@@ -14,9 +14,9 @@ from lab.measure.metrics import summarize_run
 from lab.measure.workload import poisson, sample_lengths
 from lab.simulator.cost_model import CostModel
 from lab.simulator.simulation import simulate
+from page.html import page
+from page.records import Recorder
 from tests.worlds import ROOT
-from views.page import page
-from views.records import Recorder
 
 PYODIDE_FOLDER = Path(os.environ.get("PYODIDE", ROOT / "node_modules/pyodide"))
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

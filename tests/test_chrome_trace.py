@@ -6,10 +6,10 @@ import json
 import pytest
 
 from lab.measure.metrics import find_stalls
+from page.records import Recorder
 from tests.helpers import with_slow
 from tests.pages import LOADS, a_load, opened_runs, simulated
 from tests.test_metrics import a_completion, an_iteration, decode, prefill, three_requests
-from views.records import Recorder
 
 
 def recorded(completions, iterations):

@@ -22,6 +22,9 @@ from lab.measure.metrics import find_stalls, percentiles, summarize_run
 from lab.measure.workload import Arrival
 from lab.simulator.cost_model import CostModel
 from lab.simulator.simulation import bubble_kinds, simulate
+from page.html import page
+from page.policy_notes import NOTES
+from page.records import Recorder
 from policies import ALL_POLICIES, POLICIES
 from sampling import SamplingParams
 from tests.helpers import tiny_model, with_slow
@@ -38,9 +41,6 @@ from tests.pages import (
     opened_runs,
     simulated,
 )
-from views.page import page
-from views.policy_notes import NOTES
-from views.records import Recorder
 
 
 @pytest.mark.parametrize("policy", with_slow(LOADS, fast=["vllm", "sarathi-serve"]))
@@ -660,7 +660,7 @@ def test_notes_of_policies_are_those_of_the_readme():
 
 
 def test_the_page_imports_no_torch():
-    code = "import sys, views.page; assert 'torch' not in sys.modules, 'torch was imported'"
+    code = "import sys, page.html; assert 'torch' not in sys.modules, 'torch was imported'"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

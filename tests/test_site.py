@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from browser.bundle import PYODIDE
 from exercises.catalog import EXERCISES
+from lab.explore.bundle import PYODIDE
 from tests.exercise_solutions import SOLUTIONS
 from tests.pages import (
     DRAWN,

@@ -10,13 +10,10 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
 from lab.measure.capacity import Bounded
-from policies import ALL_POLICIES
-from request import Completion, Iteration
-from tests.test_metrics import a_completion, an_iteration, decode, prefill
-from views import style
-from views.bars import Beside, plot_beside_published
-from views.style import DECODE, HYBRID, OTHER_COLORS, OVER, POLICY_COLORS, PREFILL
-from views.timelines import (
+from lab.pictures import style
+from lab.pictures.bars import Beside, plot_beside_published
+from lab.pictures.style import DECODE, HYBRID, OTHER_COLORS, OVER, POLICY_COLORS, PREFILL
+from lab.pictures.timelines import (
     GapScale,
     draw_lanes,
     lane_bars,
@@ -24,6 +21,9 @@ from views.timelines import (
     plot_serving,
     plot_timelines,
 )
+from policies import ALL_POLICIES
+from request import Completion, Iteration
+from tests.test_metrics import a_completion, an_iteration, decode, prefill
 
 MACHINE = {"model": "llama-tiny", "dtype": "float32", "device": "a CPU", "threads": 2}
 LINE = "llama-tiny, float32, a CPU, 2 threads"

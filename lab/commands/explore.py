@@ -5,7 +5,7 @@
     python bench.py explore --site site               the same as a web site, which loads its runs
 
 All runs are simulated. It opens with four requests, two of them with long prompts that arrive while
-the others decode. Read first: policies/template.py, browser/runs.py."""
+the others decode. Read first: policies/template.py, lab/explore/runs.py."""
 
 import shutil
 from argparse import ArgumentTypeError, Namespace
@@ -16,8 +16,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from browser.bundle import PYODIDE, PYODIDE_FILES, bundle, editor
-from browser.runs import CHUNKS, MAX_BATCH, MAX_LEN, MODEL, PAGE_SIZE, Load, record_run
 from cli.options import (
     OptionParser,
     file_option,
@@ -32,6 +30,8 @@ from cli.options import (
 )
 from config import EngineConfig
 from files import new_file
+from lab.explore.bundle import PYODIDE, PYODIDE_FILES, bundle, editor
+from lab.explore.runs import CHUNKS, MAX_BATCH, MAX_LEN, MODEL, PAGE_SIZE, Load, record_run
 from lab.measure import workload
 from lab.measure.capacity import estimated_qps, slo_seconds
 from lab.measure.run_plan import goes_by_chunk
@@ -41,10 +41,10 @@ from lab.simulator.devices import LINKS
 from lab.simulator.machine import VOCABULARY, base_of
 from lab.simulator.pools import KVLink, simulate_pools
 from lab.simulator.referee import broken_rules, mark_broken
+from page.html import Costs, Editor, packed_inline, page
+from page.records import Recorder
+from page.site import write_packed, write_runs
 from policies.pools import Pools
-from views.page import Costs, Editor, packed_inline, page
-from views.records import Recorder
-from views.site import write_packed, write_runs
 
 TRACE = Path(__file__).parents[1] / "papers" / "a_to_d.csv"  # A and B, then C and D
 POLICIES = (

@@ -38,6 +38,7 @@ from cli.options import (
     wrote,
     wrote_page,
 )
+from cli.tables import Cell, format_table, show
 from config import EngineConfig
 from lab.commands.batches import launch_cells, launch_note
 from lab.measure import timing
@@ -48,10 +49,9 @@ from lab.measure.offline_load import OfflineLoad, PolicyRun, run_policies
 from lab.measure.run_plan import run_plan
 from lab.simulator.referee import broken_rules, mark_broken
 from model import GPT, GPTConfig
+from page.html import page
+from page.records import Recorder
 from policies.referee import Violation
-from views.page import page
-from views.records import Recorder
-from views.tables import Cell, format_table, show
 
 DEFAULT_POLICIES = "request-level,orca-best,vllm,sarathi,sarathi-serve"
 MORE_REQUESTS_S = 25  # more than 2 B + 1 are served while all policies together take so long
@@ -455,7 +455,7 @@ def draw(
 ) -> None:
     """Write the files of --plot and --html. Gaps between tokens above `anchor_s` are red."""
     if options.plot:
-        from views.timelines import plot_timelines
+        from lab.pictures.timelines import plot_timelines
 
         runs = {name: row.run for name, row in rows.items()}
         plot_timelines(runs, machine.to_json(), options.plot, anchor_s)

@@ -1,6 +1,6 @@
 """What `bench.py serve` and `capacity` print and write: lines, tables, and the conclusion.
 
-Read first: lab/measure/metrics.py, views/tables.py. Read next: serve.py."""
+Read first: lab/measure/metrics.py, cli/tables.py. Read next: serve.py."""
 
 import csv
 import io
@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cli.tables import Cell, format_table, show
 from lab.commands.serve_options import LoadOptions, ServeOptions
 from lab.measure import capacity, metrics, timing
 from lab.measure.capacity import JudgedRun, LinkSummary, SearchResult
@@ -17,7 +18,6 @@ from lab.measure.run_loop import Run
 from lab.measure.token_budget import MAX_DELAY_S, MULTIPLES
 from lab.measure.workload import Arrival
 from lab.simulator.referee import mark_broken
-from views.tables import Cell, format_table, show
 
 
 def latency_cells(run: JudgedRun) -> list[Cell]:

@@ -1,4 +1,4 @@
-"""Pictures and the schedule page, drawn from what the engine recorded."""
+"""Draws pictures of what was measured, with matplotlib. Read first: style.py."""
 
 import os
 

@@ -30,7 +30,7 @@ async function fetch_file(file) {
   if (!answer.ok) throw new Error(answer.statusText);
   return answer.body;
 }
-/** The content of a Packed of page.py: of the page, or of a file beside it. */
+/** The content of a Packed of html.py: of the page, or of a file beside it. */
 async function unpack({data: base64, file}) {
   const decompress = stream =>
     new Response(stream.pipeThrough(new DecompressionStream("gzip"))).json();

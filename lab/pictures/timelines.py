@@ -21,9 +21,9 @@ from matplotlib.figure import Figure, FigureBase
 from matplotlib.patches import Patch
 
 from lab.measure.metrics import MAX_DELAY_S
+from lab.pictures import style
+from lab.pictures.style import DECODE, GAPS, HYBRID, PREFILL
 from request import Completion, Iteration
-from views import style
-from views.style import DECODE, GAPS, HYBRID, PREFILL
 
 LANE_COLORS = {"prefill": PREFILL, "waiting": style.WAITING}
 BATCH_COLORS = {"hybrid batch": HYBRID, "decodes only": DECODE}  # a prefill's is in LANE_COLORS

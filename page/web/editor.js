@@ -1,12 +1,12 @@
 // Writing a policy in the page, or the solution of an exercise: Python runs in a worker.
-// Read first: browser/answer.py, worker.js, choices.js.
+// Read first: lab/explore/answer.py, worker.js, choices.js.
 
 const LIMIT_S = 10;  // of one answer: what takes longer is a loop without an end
 const STOPPED = "stopped";
 const NO_EXERCISE = "policy";
 const INDENT = "    ";
 const own_sources = new Map();  // a policy that was written here, as the page names it -> its source
-let bundle = null;  // see browser/bundle.py, once it is loaded
+let bundle = null;  // see lab/explore/bundle.py, once it is loaded
 let worker = null;  // in which Python runs, once it is loaded
 let stop_waiting = null;  // ends the wait for the worker, with a reason
 
@@ -77,7 +77,7 @@ async function why_not_loaded(addresses) {
   }
   return "all files are there, but it does not start in this browser";
 }
-/** What browser/answer.py answers. Throws an Error of one line. */
+/** What lab/explore/answer.py answers. Throws an Error of one line. */
 async function ask(question) {
   if (!worker) await load_python();
   say_result("Running …");

@@ -7,18 +7,18 @@
 A record of an iteration has the decisions of the policy, the reason why the first request of the
 queue waits, and the times. Everything that can be counted from these is counted in the scripts of
 web/. Plain Python without a model, as it runs in a browser, too. Read first: engine.py. Read next:
-page.py."""
+html.py."""
 
 import math
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any, NotRequired, TypedDict
 
+from page.policy_notes import policy_name, policy_note
 from policies.micro_batches import StageRun
 from policies.pools import DecodeInstance, PrefillInstance, Sent
 from request import Iteration
 from scheduler import Batch, Observer, Request, Scheduler
-from views.policy_notes import policy_name, policy_note
 
 MAX_QUEUE = 40  # this many waiting requests are recorded, in their order
 POOLS_NOTE = "two pools: prefill on some instances, decodes on others, keys and values sent between"
@@ -215,7 +215,7 @@ class Recorder(Observer):
     ) -> None:
         """Say when each batch was on the stages of one pipeline, once all iterations are added.
 
-        `bubbles` are those of `stage_runs` with their kinds, as views.pipelines draws them."""
+        `bubbles` are those of `stage_runs` with their kinds, from `bubble_kinds`."""
         num_stages = 1 + max(run.stage for run in stage_runs)
         kinds = {(run.stage, run.start): kind for run, kind in bubbles}
         runs: dict[int, list[StageRun]] = {}  # of each micro-batch, in order of time

@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 
+from lab.pictures import style
+from lab.pictures.style import DECODE, HYBRID, PREFILL, duration
 from policies.micro_batches import StageRun
-from views import style
-from views.style import DECODE, HYBRID, PREFILL, duration
 
 LEGEND = {PREFILL: "prefill only", HYBRID: "hybrid: prefill and decodes", DECODE: "decodes only"}
 BOX_HEIGHT = 0.64  # as a share of the lane's

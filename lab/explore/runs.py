@@ -11,7 +11,7 @@ from lab.measure.arrival import Arrival
 from lab.measure.run_plan import goes_by_chunk, run_plan
 from lab.simulator.cost_model import CostModel
 from lab.simulator.simulation import bubble_kinds, simulate
-from views.records import Recorder, instance_names
+from page.records import Recorder, instance_names
 
 MODEL = "llama3-8b"  # on one A100
 CHUNKS = ("128", "256", "512", "1024")

@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import PercentFormatter
 
-from views import style
-from views.bars import Beside, draw_beside_published, height_of
-from views.tables import show
+from cli.tables import show
+from lab.pictures import style
+from lab.pictures.bars import Beside, draw_beside_published, height_of
 
 COLUMNS = 2  # panels in a row
 LEGEND_LETTERS = 110  # in a row of the legend

@@ -1,17 +1,17 @@
 """The schedule page as a site: index.html, and beside it what is loaded when it is asked for.
 
-    files = write_runs(folder, {"steady": recorders})    {run: file}, for `files` of page.page
+    files = write_runs(folder, {"steady": recorders})    {run: file}, for `files` of html.page
     write_text(folder / "index.html", page(..., files=files))
 
-Read first: page.py."""
+Read first: html.py."""
 
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from files import new_file
-from views.page import Packed, pack
-from views.records import Recorder
+from page.html import Packed, pack
+from page.records import Recorder
 
 
 def write_packed(folder: Path, file: str, content: object) -> Packed:

@@ -1,15 +1,15 @@
 """The files that Python needs in a browser, and what the editor of the schedule page is told.
 
-They are those that answer.py imports, the exercises, and the web files of views/, as they stand.
-Read first: answer.py. Read next: views/web/editor.js, which asks for them."""
+They are those that answer.py imports, the exercises, and the web files of page/, as they stand.
+Read first: answer.py. Read next: page/web/editor.js, which asks for them."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from browser.runs import Load
 from exercises.catalog import EXERCISES
-from views.page import Editor, Packed
+from lab.explore.runs import Load
+from page.html import Editor, Packed
 
 PYODIDE = "https://cdn.jsdelivr.net/pyodide/v314.0.7/full/"  # where a page finds Python
 PYODIDE_FILES = (  # of the npm package `pyodide`, which a site may have beside it
@@ -19,7 +19,7 @@ PYODIDE_FILES = (  # of the npm package `pyodide`, which a site may have beside 
     "pyodide-lock.json",
     "python_stdlib.zip",
 )
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = "policies/template.py"
 FILES = (  # relative to ROOT
     "config.py",
@@ -28,14 +28,15 @@ FILES = (  # relative to ROOT
     "kv_cache.py",
     "request.py",
     "scheduler.py",
-    "browser/*.py",
     "cli/__init__.py",
     "cli/console.py",
     "cli/options.py",
+    "cli/tables.py",
     "exercises/*.py",
     "hardware/*.py",
     "journal.py",
     "lab/__init__.py",
+    "lab/explore/*.py",
     "lab/measure/__init__.py",
     "lab/measure/arrival.py",
     "lab/measure/run_loop.py",
@@ -49,12 +50,8 @@ FILES = (  # relative to ROOT
     "pretrained/geometry.py",
     "pretrained/presets.py",
     "pretrained/sharding.py",
-    "views/__init__.py",
-    "views/page.py",
-    "views/policy_notes.py",
-    "views/records.py",
-    "views/tables.py",
-    "views/web/*",
+    "page/*.py",
+    "page/web/*",
 )
 
 

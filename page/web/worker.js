@@ -1,9 +1,9 @@
-// Python in a web worker. It is sent {pyodide, files} once, then questions of browser/answer.py; it
+// Python in a web worker. It is sent {pyodide, files} once, then questions of lab/explore/answer.py; it
 // sends back {ready}, {answer} or {failed}.
 "use strict";
 
 const FOLDER = "/nanosarathi";
-let answer = null;  // the function of browser/answer.py
+let answer = null;  // the function of lab/explore/answer.py
 
 async function start({pyodide, files}) {
   const {loadPyodide} = await import(pyodide + "pyodide.mjs");
@@ -14,7 +14,7 @@ async function start({pyodide, files}) {
     python.FS.writeFile(file, text);
   }
   python.runPython(`import sys; sys.path.insert(0, "${FOLDER}")`);
-  ({answer} = python.pyimport("browser.answer"));
+  ({answer} = python.pyimport("lab.explore.answer"));
 }
 addEventListener("message", async ({data}) => {
   try {

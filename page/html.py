@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
 
-from views.records import Recorder
+from page.records import Recorder
 
 WEB = Path(__file__).with_name("web")
 SCRIPTS = (  # they become one script, in this order
@@ -63,9 +63,9 @@ class ExerciseInfo(TypedDict):
 
 
 class Editor(TypedDict):
-    """What the page's editor of policies is told. See browser/bundle.py."""
+    """What the page's editor of policies is told. See lab/explore/bundle.py."""
 
-    bundle: Packed  # {"files": {path: text}, "loads": {name: load}}, see browser/bundle.py
+    bundle: Packed  # {"files": {path: text}, "loads": {name: load}}, see lab/explore/bundle.py
     pyodide: str  # the address of Python for browsers, which ends in /
     pyodide_files: list[str]  # what is loaded from there
     template: str  # the text to begin with

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure, FigureBase
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from views import style
+from lab.pictures import style
 
 
 def plot_bars(panels: Mapping[str, Mapping[str, float]], title: str, file: str | Path) -> Figure:

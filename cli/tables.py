@@ -3,8 +3,7 @@
 A row is a list of cells, each with the head of its column and the format of its value:
 
     print(format_table("policy", {"vllm": [("tokens/s", run.tokens_per_s, ",.0f")]}))
-
-Read next: timelines.py, which draws."""
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from views import style
+from lab.pictures import style
 
 
 class Goodputs(NamedTuple):

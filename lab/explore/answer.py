@@ -4,7 +4,7 @@
     answer('{"kind": "exercise", "number": 6, "source": "class StallFree(Scheduler): ..."}')
 
 Question and answer are JSON, as a web worker sends them. The same runs under CPython, in the tests.
-Read first: runs.py. Read next: views/web/worker.js, which calls this; bundle.py."""
+Read first: runs.py. Read next: page/web/worker.js, which calls this; bundle.py."""
 
 import ast
 import json
@@ -15,12 +15,13 @@ from io import StringIO
 from pathlib import Path
 from typing import TypedDict
 
-from browser.runs import Load, record_run
 from errors import one_line
 from exercises.catalog import EXERCISES
 from exercises.check import check_solution
 from exercises.report import answer_question, describe_details, draw_page, place_of
+from lab.explore.runs import Load, record_run
 from lab.measure.run_plan import goes_by_chunk
+from page.records import Record, Recorder
 from policies.custom import (
     MissingPolicyError,
     PolicyError,
@@ -30,7 +31,6 @@ from policies.custom import (
 )
 from policies.referee import Referee, Violation
 from scheduler import Scheduler
-from views.records import Record, Recorder
 
 FILE = "my_policy.py"  # the name of the source in messages
 MAX_PRINTED = 2000  # letters of the output that are kept, the last ones

@@ -10,7 +10,7 @@ const hue_of = id => 30 + (id * 173.05) % 280;  // neighbours differ: the golden
 const color_of = id => `hsl(${hue_of(id)} 55% ${is_dark() ? 62 : 45}%)`;
 
 /** The colours of a theme. Gaps are green up to a tenth of the SLO, then turn yellow on a
- * logarithmic scale, and are red above it, as in views/timelines.py. */
+ * logarithmic scale, and are red above it, as in lab/pictures/timelines.py. */
 class Palette {
   constructor() {
     for (const name of ["wait", "prefill", "hybrid", "decode", "stall", "ink", "soft",
