@@ -227,6 +227,8 @@ def main(options: OfflineOptions) -> None:
         seconds = time.perf_counter() - began
         report |= {"conclusion": conclusion, "seconds": seconds}
         print(f"{conclusion}\n\ntook {seconds:.0f} s")
+        if len(rows) > 1:
+            print(equal_tokens_line(rows, options.model.dtype))
     except KeyboardInterrupt:
         print("\ninterrupted: what was measured is above")
         raise
@@ -397,8 +399,6 @@ def print_end_to_end(
         "with ramp and tail; a stall is\n"
         "a gap between two tokens with others' prefill in it\n"
     )
-    if len(rows) > 1:
-        print(f"{equal_tokens_line(rows, options.model.dtype)}\n")
 
 
 def equal_tokens_line(rows: Mapping[str, PolicyRun], dtype: str | None) -> str:
@@ -406,7 +406,7 @@ def equal_tokens_line(rows: Mapping[str, PolicyRun], dtype: str | None) -> str:
     outputs = [[c.tokens for c in row.run.completions] for row in rows.values()]
     requests = list(zip(*outputs, strict=True))
     equal = sum(tokens.count(tokens[0]) == len(tokens) for tokens in requests)
-    line = f"same output under all {len(rows)} policies: {equal} of {len(requests)} requests"
+    line = f"same text under all {len(rows)} policies: {equal} of {len(requests)} requests"
     if equal == len(requests):
         return f"{line}, token for token"
     reason = f"in {dtype} a token's rounding depends on the batch that it is in"
