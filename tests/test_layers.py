@@ -46,7 +46,7 @@ MAY_IMPORT = {  # from the bottom up: a room names only rooms above its own line
     "lab.commands": f"{LIBRARIES} cli lab.pictures lab.papers server lab.explore",
     "bench": f"{LIBRARIES} cli lab.commands",
     "sample": f"{ENGINE} parallel cli",
-    "examples": f"{LIBRARIES} cli lab.commands server",
+    "examples": f"{LIBRARIES} cli lab.pictures lab.commands server",
 }
 MAY_IMPORT_LATE = {  # other packages, within functions or for annotations alone
     "kv_cache": "torch",
