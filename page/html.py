@@ -27,6 +27,7 @@ SCRIPTS = (  # they become one script, in this order
     "view.js",
     "details.js",
     "choices.js",
+    "opening.js",
     "tour.js",
     "live.js",
     "trace.js",

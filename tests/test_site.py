@@ -11,10 +11,10 @@ from exercises.catalog import EXERCISES
 from lab.explore.bundle import PYODIDE
 from tests.exercise_solutions import SOLUTIONS
 from tests.pages import (
-    DRAWN,
     MINE,
     PYODIDE_FOLDER,
     SOURCE_HAS_RUN,
+    enter,
     needs_pyodide,
     run_source,
 )
@@ -34,7 +34,7 @@ def opened(browser, address, **options):
     tab.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
     context.on("request", lambda request: files.append(request.url.removeprefix(address)))
     tab.goto(address)
-    tab.wait_for_function(DRAWN)
+    enter(tab)
     yield tab, files
     assert not errors
     context.close()
@@ -76,7 +76,7 @@ def test_a_load_that_is_not_there_is_one_line(browser, tmp_path, site_folder):
     errors = []
     tab.on("pageerror", lambda error: errors.append(str(error)))
     tab.goto(f"file://{page}")
-    tab.wait_for_function(DRAWN)
+    enter(tab)
     tab.click("#choices button[data-label='steady']")
     tab.wait_for_function("document.getElementById('decision').textContent.includes('steady')")
     assert "must be served" in tab.text_content("#decision")
@@ -114,7 +114,7 @@ def test_why_python_does_not_load_is_one_plain_sentence(browser, site_address, h
     context.route("**/pyodide.mjs", handle)
     tab = context.new_page()
     tab.goto(site_address)
-    tab.wait_for_function(DRAWN)
+    enter(tab)
     line = run_source(tab)
     assert line.startswith("Python could not be loaded: ") and reason in line
     assert line.endswith("Everything else on this page works without it.")
@@ -127,7 +127,7 @@ def test_without_a_network_python_is_not_loaded(browser, site_address):
     context = browser.new_context()
     tab = context.new_page()
     tab.goto(site_address)
-    tab.wait_for_function(DRAWN)
+    enter(tab)
     context.set_offline(True)
     assert "could not be loaded: there is no network. Everything else" in run_source(tab)
     context.close()

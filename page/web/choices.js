@@ -186,7 +186,7 @@ async function show_table() {
   $("policytable").tBodies[0].replaceChildren(...rows);
 }
 function table_row(run, is_shown) {
-  const {ttft_p50, ttft_p90, tbt_p99, longest, tokens_per_s, cache} = run.metrics();
+  const {ttft_p50, ttft_p90, tbt_p99, longest, stalls, tokens_per_s, cache} = run.metrics();
   const row = document.createElement("tr"), [policy] = parts_of(run.name);
   const over = seconds => seconds > SLO ? ` class="over"` : "";
   row.className = is_shown ? "shown" : "";
@@ -195,6 +195,7 @@ function table_row(run, is_shown) {
     <td data-k="ttft_p90">${format_seconds(ttft_p90)}</td>
     <td data-k="tbt_p99"${over(tbt_p99)}>${format_seconds(tbt_p99)}</td>
     <td data-k="longest"${over(longest)}>${format_seconds(longest)}</td>
+    <td data-k="stalls"${stalls ? ` class="over"` : ""}>${format_count(stalls)}</td>
     <td data-k="tokens_per_s">${format_count(Math.round(tokens_per_s))}</td>
     <td data-k="cache">${(100 * cache).toFixed(0)} %</td>
     <td class="soft note"></td>`;
@@ -211,8 +212,8 @@ function table_row(run, is_shown) {
 let address_timer = 0;
 /** Write what is shown behind the # of the address, after a while without changes. */
 function save_address() {
-  if (data.live) return;
   clearTimeout(address_timer);
+  if (data.live || is_opening()) return;
   address_timer = setTimeout(() => history.replaceState(null, "", "#" + address()), 200);
 }
 function address() {
@@ -242,6 +243,8 @@ function sentences_of_missing(values) {
 }
 /** Show what the address says; returns whether it says anything. */
 async function restore() {
+  if (!location.hash) return false;
+  leave_opening();
   const values = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
   await choose({beside: NOBODY, ...values});
   $("notice").append(sentences_of_missing(values).join(" "));
@@ -251,16 +254,20 @@ async function restore() {
   if (Number(values.i) >= 1) go(focused.run, Number(values.i) - 1);
   pinned_request = focused.run.requests.has(Number(values.request)) ? Number(values.request) : null;
   light_request(null);
-  return Object.keys(values).length > 0;
+  return true;
 }
-/** The first thing that is seen: two runs on one clock, and the longest gap of the first. */
+/** The first thing that is seen: two runs on one clock, which play once if there are choices. */
 async function open_first() {
   if (await restore()) return;
-  const labels = axes[0][1], [first] = labels;
-  const second = data.choices ? ["sarathi-serve", "vllm"].find(name =>
-    name !== first && labels.includes(name)) : labels[1];
-  await choose({beside: second ?? NOBODY});
-  const gap = data.choices ? focused.run.longest_gap() : null;
+  if (data.choices) return open_opening();
+  await choose({beside: axes[0][1][1] ?? NOBODY});
+  if (data.iteration) go(focused.run, data.iteration - 1);
+}
+/** The first policy and another one, and the longest gap of the first. */
+async function show_first() {
+  const labels = axes[0][1], [policy] = labels;
+  const beside = ["sarathi-serve", "vllm"].find(name => name !== policy && labels.includes(name));
+  await choose({policy, beside: beside ?? NOBODY});
+  const gap = focused.run.longest_gap();
   if (gap) go(focused.run, iteration_of_gap(focused.run, gap));
-  else if (data.iteration) go(focused.run, data.iteration - 1);
 }

@@ -35,7 +35,7 @@ function show_details() {
   const key = [iteration, palette, pinned_request, lit_request, innerWidth, run.iterations.length];
   if (details_shown?.every((part, i) => part === key[i])) return;  // only the view has moved
   details_shown = key;
-  const state = run.at(cursor);
+  const state = run.at(cursor), after = run.after(cursor);
   const number = `${format_count(cursor + 1)} of ${format_count(run.iterations.length)}`;
   const seconds = (iteration.start - run.origin).toFixed(3);
   $("position").textContent = `iteration ${number}, at ${seconds} s`;
@@ -45,21 +45,22 @@ function show_details() {
   $("decision").textContent = explain(run, cursor);
   $("gapline").textContent = gap ? sentence(`gap: ${explain_gap(run, gap)}`) : "";
   $("pinnedline").textContent = describe_pinned(run, iteration);
-  $("detailsof").textContent = `Iteration ${format_count(cursor + 1)} of ${title_of(run)}`;
+  $("detailsof").textContent =
+    `Iteration ${format_count(cursor + 1)} of ${title_of(run)}, and how all is after it`;
   const {start, launch, end} = iteration;
   const parts = launch > start ? `: ${format_seconds(launch - start)} to decide and prepare, ` +
     `${format_seconds(end - launch)} to compute and fetch the tokens` : "";
   $("time").textContent = `took ${format_seconds(end - start)}${parts}`;
   show_batch(run, iteration, id => state.progress.get(id).computed);
-  show_queue(run, state, iteration);
-  const running = [...state.progress.values()].filter(({pages}) => pages.length);
+  show_queue(run, after, iteration);
+  const running = [...after.progress.values()].filter(({pages}) => pages.length);
   running.sort((a, b) => a.id - b.id);
   show_running(run, running);
   show_pages(running, run.settings);
   mark_lit();
   clearTimeout(numbers_timer);  // to sort all gaps takes as long as a frame
-  if (performance.now() - numbers_written > 250) show_numbers(run, iteration);
-  else numbers_timer = setTimeout(() => show_numbers(run, iteration), 100);
+  if (performance.now() - numbers_written > 250) show_numbers(run, after, iteration);
+  else numbers_timer = setTimeout(() => show_numbers(run, after, iteration), 100);
 }
 /** What the request that is kept outlined does in an iteration, or "". */
 function describe_pinned(run, {start, end, longest_gap}) {
@@ -92,19 +93,19 @@ function show_batch(run, {tokens, budget, decodes, chunks, cache_hits}, computed
   ], 60);
 }
 function show_queue(run, state, iteration) {
-  const queue = run.waiting(state, iteration);
+  const queue = run.waiting(state, iteration, iteration.end);
   const count = counted(queue.length, "request waits", "requests wait");
-  $("queuename").textContent = `The queue: ${count}`;
+  $("queuename").textContent = `The queue after it: ${count}`;
   fill_chips($("queue"), run, queue.map(({id}) => {
     const {prompt_len, arrival} = run.requests.get(id);
-    const waited = format_seconds(iteration.start - arrival);
+    const waited = format_seconds(iteration.end - arrival);
     return [id, `${counted(prompt_len, "token")}, for ${waited}`];
   }), 30);
 }
 function show_running(run, running) {
   const {max_batch, micro_batches} = run.settings;
   $("runningname").textContent =
-    `Running: ${running.length} of at most ${max_batch * micro_batches}`;
+    `Running after it: ${running.length} of at most ${max_batch * micro_batches}`;
   const rows = running.slice(0, 32).map(({id, computed, cached, output, pages}) => {
     const {prompt_len} = run.requests.get(id), of_prompt = Math.min(computed, prompt_len);
     const percent = n => 100 * n / prompt_len;
@@ -119,9 +120,11 @@ function show_running(run, running) {
   const head = ["request", bar_head, "prompt computed", "output", "pages"];
   fill_table($("running"), [head, ...rows]);
 }
-function show_numbers(run, {preemptions, cached_tokens}) {
+/** All latencies up to this iteration; waits that go on count as long as they are by then. */
+function show_numbers(run, after, {end, preemptions, cached_tokens}) {
   numbers_written = performance.now();
-  const latencies = run.so_far(cursor), {ttft, tbt} = latencies;
+  const {ttft, tbt} = run.so_far(cursor), waits = run.waits_in(after, end);
+  const latencies = {ttft, tbt: Float64Array.of(...tbt, ...waits.map(([wait]) => wait)).sort()};
   const row = (name, key) => [name, ...[0.5, 0.99, 1].map(q => {
     const text = format_seconds(quantile(latencies[key], q));
     return `<span data-k="${key}-${q}">${text}</span>`;
@@ -132,8 +135,10 @@ function show_numbers(run, {preemptions, cached_tokens}) {
     row("TBT, token to token", "tbt"),
   ];
   if (SLO < Infinity) {
-    const stalls = tbt.length - search(tbt.length, i => tbt[i] > SLO);
-    rows.push([`gaps longer than ${format_seconds(SLO)}`, "", "", format_count(stalls)]);
+    const stalls = search(run.stalls.length, i => run.stalls[i].k > cursor);
+    const going_on = waits.filter(([, is_stall]) => is_stall).length;
+    rows.push([`stalls, longer than ${format_seconds(SLO)}`, "",
+      going_on ? `${format_count(going_on)} go on` : "", format_count(stalls + going_on)]);
   }
   rows.push(["requests with a first token", "", "", format_count(ttft.length)]);
   rows.push(["preemptions", "", "", format_count(preemptions)]);
@@ -181,6 +186,6 @@ function show_pages(running, {pages, page_size, micro_batches}) {
   const striped = shared ? `, ${format_count(shared)} by several requests, striped` : "";
   const taken = `${format_count(readers.size)} of ${counted(pages, "page")} taken${striped}`;
   $("pagesname").textContent =
-    `The KV cache: ${taken}, of ${counted(page_size, "token")} each; pale: not yet written`;
+    `The KV cache after it: ${taken}, of ${counted(page_size, "token")} each; pale: not yet written`;
 }
 

@@ -5,6 +5,8 @@ const LIMIT_S = 10;  // of one answer: what takes longer is a loop without an en
 const STOPPED = "stopped";
 const NO_EXERCISE = "policy";
 const INDENT = "    ";
+const BASE = "sarathi-serve";  // a policy that was written here is compared with it
+const LOADS_THAT_TELL = ["one long among short", "tight memory"];  // of most ideas
 const own_sources = new Map();  // a policy that was written here, as the page names it -> its source
 let bundle = null;  // see lab/explore/bundle.py, once it is loaded
 let worker = null;  // in which Python runs, once it is loaded
@@ -128,9 +130,26 @@ async function run_source() {
   await choose(chosen[axes[0][0]] === policy ? {} : {beside: policy});
   $("seerun").hidden = false;
   if (!holds) return;  // the run ends where it failed
-  const {ttft_p50, tbt_p99, longest} = (await load(entry_of(policy))).metrics();
-  $("result").append(` At load ${chosen.load}: TTFT P50 ${format_seconds(ttft_p50)}, `
-    + `TBT P99 ${format_seconds(tbt_p99)}, longest gap ${format_seconds(longest)}.`);
+  const base = entry_of(BASE);
+  if (base) $("result").append(` ${compare_with_base(await load(entry_of(policy)), await load(base))}`);
+}
+/** What changed against BASE at this load, in a sentence. */
+function compare_with_base(run, base) {
+  const at_load = `At load ${chosen.load}, against ${title_of(base)}:`;
+  const earlier = [...run.requests.keys()].map(id => (base.ttft_of(id) ?? 0) - (run.ttft_of(id) ?? 0));
+  const most = index_of_largest(earlier, Math.abs);
+  const [stalls, base_stalls] = [run, base].map(({stalls}) => stalls.length);
+  const [gap, base_gap] = [run, base].map(run => run.metrics().longest);
+  if (most === null && stalls === base_stalls && gap === base_gap)
+    return `${at_load} it changes nothing. Try ${LOADS_THAT_TELL.join(" or ")}.`;
+  const direction = earlier[most] > 0 ? "earlier" : "later";
+  const parts = [
+    most === null ? "no first token comes at another time" : `request ${name_of(run, most)} has ` +
+      `its first token ${format_seconds(Math.abs(earlier[most]))} ${direction}`,
+    `the longest gap is ${format_seconds(gap)} (${format_seconds(base_gap)})`,
+    stalls ? `${counted(stalls, "stall")} (${base_stalls})` : "nobody stalls",
+  ];
+  return `${at_load} ${parts.join("; ")}.`;
 }
 
 // ---- Exercises ----------------------------------------------------------------------------------
@@ -277,11 +296,12 @@ function indent_lines(area, line_start, less) {
 function add_jump() {
   const button = document.createElement("button");
   button.textContent = "write your own";
-  button.onclick = () => {
-    $("editor").scrollIntoView({block: "start"});
-    $("source").focus({preventScroll: true});
-  };
+  button.onclick = jump_to_editor;
   $("choices").firstElementChild.append(button);
+}
+function jump_to_editor() {
+  $("editor").scrollIntoView({block: "start"});
+  $("source").focus({preventScroll: true});
 }
 function start_editor() {
   const {exercises, pyodide} = data.editor;

@@ -4,6 +4,7 @@
 const LEFT = 48, RIGHT = 8;  // pixels beside the plot
 const CAPTION_HEIGHT = 18, AXIS_HEIGHT = 22, STAGE_HEIGHT = 18;
 const LANES_HEIGHT = 300, MAX_LANE_HEIGHT = 24;  // of a run alone; two share the height
+const OPENING_LANE_HEIGHT = 54, NARROW_OPENING_LANE_HEIGHT = 30;
 const MAX_LANES = 60;  // with a request each
 const MANY_GAPS = 100;  // of a request, too many to be merged in every frame
 const TICK_WIDTH = 3;  // pixels that a gap must have to be drawn by itself
@@ -30,7 +31,7 @@ class Lanes {
     this.note.textContent = `${note ? sentence(note) : ""} ` +
       `${summarize_bubbles(run)}${summarize_instances(run)}`;
     this.gap_text.textContent = summary;
-    this.gap_text.classList.toggle("over", gap_seconds({longest_gap: run.longest_gap()}) > SLO);
+    this.gap_text.classList.toggle("over", run.stalls.length > 0);
     this.canvas.setAttribute("aria-label", `timeline of ${title_of(run)}. ${summary}`);
   }
 
@@ -53,7 +54,7 @@ class Lanes {
       batches: [batches_top, batches_top + strip],
     }[name];
   }
-  get base() { return this.band("batches")[1]; }
+  get base() { return is_opening() ? this.lanes_height : this.band("batches")[1]; }
   get height() { return this.base + AXIS_HEIGHT; }
 
   /** A lane for each request that is there in these seconds; where there are many, one for several
@@ -80,10 +81,15 @@ class Lanes {
       lane_ends[lane] = run.end_of(id);
       this.lane_of.set(id, lane);
     }
-    const limit = LANES_HEIGHT / (panes.length > 1 ? 1.5 : 1) * (is_narrow() ? 0.6 : 1);
-    this.lanes_height = Math.min(limit, MAX_LANE_HEIGHT * Math.max(4, run.requests.size));
+    let limit = LANES_HEIGHT / (panes.length > 1 ? 1.5 : 1) * (is_narrow() ? 0.6 : 1);
+    let highest = MAX_LANE_HEIGHT;
+    if (is_opening()) {
+      limit = LANES_HEIGHT;
+      highest = is_narrow() ? NARROW_OPENING_LANE_HEIGHT : OPENING_LANE_HEIGHT;
+    }
+    this.lanes_height = Math.min(limit, highest * Math.max(4, run.requests.size));
     const fitting = this.lanes_height / Math.max(1, lane_ends.length);
-    this.lane_height = Math.min(MAX_LANE_HEIGHT, fitting < 3 ? fitting : Math.floor(fitting));
+    this.lane_height = Math.min(highest, fitting < 3 ? fitting : Math.floor(fitting));
   }
   lane_y(id) { return this.lane_of.get(id) * this.lane_height; }
   get bar_height() { return this.lane_height > 3 ? this.lane_height - 1 : this.lane_height; }
@@ -102,13 +108,10 @@ class Lanes {
     pen.rect(LEFT, 0, this.width, this.height);
     pen.clip();
     for (const id of this.ids) this.draw_lane(pen, id);
-    draw_stages(this, pen);
-    draw_instances(this, pen);
-    draw_gap_strip(this, pen);
-    draw_batches(this, pen);
+    if (!is_opening()) draw_strips(this, pen);
     pen.restore();
     this.draw_lane_labels(pen);
-    draw_captions(this, pen);
+    if (!is_opening()) draw_captions(this, pen);
     this.draw_time_axis(pen);
   }
   resize(scale) {  // only if need be: it takes as long as a lane
@@ -155,11 +158,13 @@ class Lanes {
     }
     return this.visible(gaps.merged);
   }
-  /** The spans in view. Ends are in order. */
+  /** The spans in view, as far as they are revealed. Ends are in order. */
   visible(spans) {
     const first = search(spans.length, i => spans[i][1] >= view.from);
-    const last = search(spans.length, i => spans[i][0] > view.to);
-    return spans.slice(first, last);
+    const last = search(spans.length, i => spans[i][0] > Math.min(view.to, revealed));
+    const seen = spans.slice(first, last);
+    if (revealed === Infinity) return seen;
+    return seen.map(([from, to, ...rest]) => [from, Math.min(to, revealed), ...rest]);
   }
   /** The spans in view without those that end on the pixel of the one before. */
   *merged(spans) {
@@ -249,7 +254,8 @@ class Lanes {
     const pen = this.over.getContext("2d"), scale = devicePixelRatio || 1;
     pen.setTransform(scale, 0, 0, scale, 0, 0);
     pen.clearRect(0, 0, this.over.width, this.over.height);
-    if (iteration) this.draw_cursor(pen, iteration);
+    if (is_opening()) draw_opening(this, pen);
+    else if (iteration) this.draw_cursor(pen, iteration);
     pen.strokeStyle = palette.accent;
     if (this.lane_of.has(lit_request)) {
       pen.lineWidth = 2;
@@ -266,11 +272,15 @@ class Lanes {
     const left = Math.max(LEFT, this.x(start));
     const right = Math.min(this.x(end), LEFT + this.width);
     if (right < LEFT || left > LEFT + this.width) return;
-    const width = Math.max(right - left, 3);  // there are two colours, as it crosses all others
-    for (const [color, line] of [[palette.back, 4], [palette.ink, 1.5]]) {
-      pen.strokeStyle = color;
-      pen.lineWidth = line;
-      pen.strokeRect(left, 1, width, this.base - 1);
+    const width = Math.max(right - left, 3);
+    for (const name of ["lanes", "stages", "gaps", "batches"]) {  // captions stay free
+      const [top, bottom] = this.band(name);
+      if (bottom === top) continue;
+      for (const [color, line] of [[palette.back, 4], [palette.ink, 1.5]]) {  // seen on any colour
+        pen.strokeStyle = color;
+        pen.lineWidth = line;
+        pen.strokeRect(left, top + 1, width, bottom - top - 1);
+      }
     }
   }
 }

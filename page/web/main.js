@@ -33,7 +33,7 @@ document.addEventListener("keydown", event => {
   const used_by_target = target.matches("select") || is_button && key === " "
     || target.matches("input") && /^(Arrow|Home|End)/.test(key);
   if (used_by_target || event.ctrlKey || event.metaKey || event.altKey) return;
-  if (!focused || !(key in KEYS) || key === "Escape" && stop_number < 0) return;
+  if (!focused || !(key in KEYS) || is_opening() && key !== "d" || key === "Escape" && stop_number < 0) return;
   event.preventDefault();
   if (event.shiftKey && key in STEPS_WITH_SHIFT) step(STEPS_WITH_SHIFT[key]);
   else actions[KEYS[key]]();
@@ -65,6 +65,7 @@ function play_on(now) {
 function frame(now) {
   requestAnimationFrame(frame);  // first: if anything goes wrong below, there is a next one
   if (playing) play_on(now);
+  if (is_opening()) play_opening(now);
   last_frame = now;
   if (!dirty || !focused?.run.iterations.length) return;
   if (dirty === true) {
@@ -77,6 +78,7 @@ function frame(now) {
     pane.draw_over(pane.run.iterations[k]);
   }
   dirty = false;
+  if (is_opening()) return;
   $("scrub").value = cursor;
   show_details();
   save_address();
@@ -100,7 +102,7 @@ async function start() {
   const source = data.slo_source ? ` (the SLO: ${data.slo_source})` : "";
   $("slo").textContent = SLO < Infinity ? format_seconds(SLO) + source : "an SLO";
   $("scrub").max = 0;
-  $("opening").hidden = !data.choices;
+  $("intro").hidden = !data.choices;
   if (data.live) {
     connect();
   } else {

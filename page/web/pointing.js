@@ -73,10 +73,20 @@ function describe(lanes, time, y) {
 function describe_iteration(run, time) {
   const iteration = run.iterations[index_at(run, time)];
   if (!iteration || time > iteration.end) return "";
-  const {start, end, tokens, longest_gap} = iteration;
+  const {start, end, tokens} = iteration, gap = longest_gap_at(run, time);
   const text = `${counted(tokens, "token")} in ${format_seconds(end - start)}`;
-  if (!longest_gap) return `${text}; no gap ends here.`;
-  return `${text}; longest gap that ends here: ${explain_gap(run, longest_gap)}.`;
+  if (!gap) return `${text}; nobody is between two tokens.`;
+  return `${text}; the longest gap here: ${explain_gap(run, gap)}.`;
+}
+/** The longest gap that lasts at a time, or null. @returns {?Gap} */
+function longest_gap_at(run, time) {
+  let longest = null;
+  for (const [id, {gaps, first_token}] of run.lanes) {
+    const i = search(gaps.length, i => gaps[i][1] >= time), [since, until] = gaps[i] ?? [Infinity];
+    if (since > time || longest && until - since <= longest.until - longest.since) continue;
+    longest = {id, since, until, token: first_token + i + 1};
+  }
+  return longest;
 }
 /** The batch on a stage of a pipeline, or the bubble before it. */
 function describe_stage({iterations}, time, stage) {

@@ -18,7 +18,7 @@
 /** @param {string} id */
 const $ = id => document.getElementById(id);
 const data = JSON.parse($("data").textContent);
-const SLO = data.slo_s ?? Infinity;  // seconds: a longer gap is a stall
+const SLO = data.slo_s ?? Infinity;  // seconds: a longer gap is a stall, if others' prefill is in it
 const CHECKPOINT_EVERY = 256;  // iterations
 
 class Run {
@@ -30,6 +30,7 @@ class Run {
     this.lanes = new Map();  // id -> Lane
     this.ttfts = [];  // [iteration, seconds], in order
     this.tbts = [];  // [iteration, seconds, request id, start of the gap], in order
+    this.stalls = [];  // {k, id, since}: gaps above the SLO with others' prefill, by iteration
     this.transfers = [];  // between two pools: Transfer, in the order in which they began
     this.checkpoints = [];  // the state before each CHECKPOINT_EVERY-th iteration
     this.arrivals = new Map();  // iteration -> the requests that are recorded first before it
@@ -109,9 +110,17 @@ class Run {
     const iteration = this.iterations[k], {gaps, first_token} = this.lanes.get(id);
     this.tbts.push([k, until - since, id, since]);
     gaps.push([since, until, k]);
+    if (this.is_stall(id, since, until)) this.stalls.push({k, id, since});
     const longest = iteration.longest_gap;
     if (!longest || longest.until - longest.since < until - since)
       iteration.longest_gap = {id, since, until, token: first_token + gaps.length};
+  }
+  /** Whether a wait of request `id` is a generation stall, as find_stalls of lab/measure/metrics.py
+   * counts it: longer than the SLO, and others' prefill was computed in it. */
+  is_stall(id, since, until) {
+    if (until - since <= SLO) return false;
+    const {micro_batch = 0} = this.state.progress.get(id);
+    return prefill_of_others(this.iterations, since, until, id, micro_batch).length > 0;
   }
   /** The longest gap between tokens of the run, or null. @returns {?Gap} */
   longest_gap() {
@@ -152,10 +161,24 @@ class Run {
       finish_iteration(state, iteration, this.requests);
     }
   }
-  /** The progress of requests that wait as an iteration starts, in the order of the queue. */
-  waiting(state, iteration) {
+  /** The state after iteration k, with the requests that arrived while it was computed. */
+  after(k) {
+    const state = copy_state(this.at(k)), iteration = this.iterations[k];
+    finish_iteration(state, iteration, this.requests);
+    for (const request of this.arrivals.get(k + 1) ?? [])
+      if (!state.progress.has(request.id)) state.progress.set(request.id, new_progress(request));
+    return state;
+  }
+  /** The waits for a next token that go on at a time, [seconds, whether it is a stall]. */
+  waits_in(state, time) {
+    return [...state.progress.values()]
+      .filter(({last, ended}) => last !== undefined && !ended && last < time)
+      .map(({id, last}) => [time - last, this.is_stall(id, last, time)]);
+  }
+  /** The progress of requests that wait at a time, in the order of the queue of an iteration. */
+  waiting(state, iteration, time = iteration.start) {
     const waiting = [...state.progress.values()].filter(({id, waits, ended}) =>
-      waits && !ended && this.requests.get(id).arrival <= iteration.start);
+      waits && !ended && this.requests.get(id).arrival <= time);
     const places = new Map(iteration.queue.map((id, i) => [id, i]));
     const place_of = ({id}) => places.get(id) ?? 1e9;
     return waiting.sort((a, b) => place_of(a) - place_of(b) || a.id - b.id);
@@ -185,6 +208,7 @@ class Run {
       ttft_p90: quantile(ttft, 0.9),
       tbt_p99: quantile(tbt, 0.99),
       longest: quantile(tbt, 1),
+      stalls: this.stalls.length,
       tokens_per_s: tokens / (this.end - this.origin),
       cache: page_s / (this.settings.pages * busy_s),
     };

@@ -20,7 +20,7 @@ function format_seconds(s) {
   return s < 0.9995 ? `${(1e3 * s).toPrecision(3)} ms` : `${s.toPrecision(3)} s`;
 }
 function sentence(text) {
-  return text[0].toUpperCase() + text.slice(1) + ".";
+  return text[0].toUpperCase() + text.slice(1) + (text.endsWith(".") ? "" : ".");
 }
 
 // ---- A gap --------------------------------------------------------------------------------------
@@ -68,7 +68,8 @@ function summarize_gap(run) {
   if (!gap) return "No request has two tokens yet.";
   const seconds = gap.until - gap.since;
   const times = seconds / quantile(run.so_far(Infinity).tbt, 0.5);
-  const verdict = seconds > SLO ? "a stall" : "within the SLO";
+  let verdict = seconds > SLO ? "longer than the SLO" : "within the SLO";
+  if (run.stalls.some(stall => stall.id === gap.id && stall.since === gap.since)) verdict = "a stall";
   const usual = times >= 1.5 ? ` ${format_ratio(times)} times the usual gap, ${verdict}.` : "";
   return `Longest gap: ${explain_gap(run, gap)}.${usual}`;
 }

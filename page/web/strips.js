@@ -39,6 +39,13 @@ function* columns(lanes, value_of) {
   }
 }
 
+/** All bands below the lanes. */
+function draw_strips(lanes, pen) {
+  draw_stages(lanes, pen);
+  draw_instances(lanes, pen);
+  draw_gap_strip(lanes, pen);
+  draw_batches(lanes, pen);
+}
 /** A lane for each stage: its batches, coloured by what is in them, and hatched bubbles. */
 function draw_stages(lanes, pen) {
   const [top, bottom] = lanes.band("stages");
@@ -74,16 +81,23 @@ function hatched(pen) {  // stripes of 45 degrees
   tile_pen.stroke();
   return pen.createPattern(tile, "repeat");
 }
+/** At each pixel the longest gap that lasts then, of all requests. */
 function draw_gap_strip(lanes, pen) {
   const [top, bottom] = lanes.band("gaps"), {gap_s} = lanes.scales;
-  for (const {from, to, largest} of columns(lanes, gap_seconds)) {
-    const seconds = gap_seconds(largest);
-    if (!seconds) continue;
+  const longest = new Float64Array(Math.ceil(lanes.width) + 2);  // of each pixel, in seconds
+  for (const id of lanes.ids) {
+    for (const [from, to, seconds] of lanes.gaps_in_view(lanes.run.lanes.get(id).gaps)) {
+      const left = Math.max(0, Math.floor(lanes.x(from) - LEFT));
+      const right = Math.max(left + (seconds > SLO ? 2 : 1), Math.floor(lanes.x(to) - LEFT));
+      for (let x = left; x < Math.min(right, longest.length); x++)
+        longest[x] = Math.max(longest[x], seconds);
+    }
+  }
+  longest.forEach((seconds, x) => {
     const height = Math.min(1, seconds / gap_s) * (bottom - top);
     pen.fillStyle = palette.gap(seconds);
-    if (seconds > SLO) lanes.fill_stall(pen, from, to, bottom - height, height);
-    else lanes.fill(pen, from, to, bottom - height, height, 0.7);
-  }
+    if (seconds) pen.fillRect(LEFT + x, bottom - height, 1, height);
+  });
   if (SLO >= Infinity) return;
   const y = Math.round(bottom - SLO / gap_s * (bottom - top)) + 0.5;
   pen.strokeStyle = palette.ink;
@@ -120,7 +134,7 @@ function draw_captions(lanes, pen) {
   const [batches_top, batches_bottom] = lanes.band("batches");
   const budget = is_narrow() ? "tokens in each batch" : "tokens in each batch; line: its budget";
   const slo = SLO < Infinity ? `; dashed: the SLO, ${format_seconds(SLO)}` : "";
-  const gap = is_narrow() ? "longest gap" : "longest gap that ends in each iteration";
+  const gap = is_narrow() ? "longest gap" : "the longest gap, while it lasts";
   const kinds = is_narrow() ? "" : " (light: prefill and decodes together)";
   const left = LEFT + 6;  // beside the outline of a first iteration
   pen.textAlign = "left";

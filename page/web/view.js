@@ -6,6 +6,7 @@ let focused = null;  // the one whose iterations are stepped
 let cursor = 0;  // the iteration that is looked at
 let moment = 0;  // the time that was chosen
 let playing = false, follow = Boolean(data.live);
+let revealed = Infinity;  // what happens after this time is not drawn: the opening moves it
 let dirty = true;  // what is to be drawn: true, "cursor" or false
 
 function range() {  // of all runs, in seconds
@@ -44,15 +45,13 @@ function step(count) {
 }
 /** Go to the next iteration in which a stall ends; from the last one to the first. */
 function next_stall() {
-  const {run} = focused, {iterations} = run;
-  const is_stall = iteration => gap_seconds(iteration) > SLO;
-  const after = iterations.findIndex((iteration, k) => k > cursor && is_stall(iteration));
-  const k = after >= 0 ? after : iterations.findIndex(is_stall);
-  if (k < 0) return;
+  const {run} = focused;
+  const stall = run.stalls.find(({k}) => k > cursor) ?? run.stalls[0];
+  if (!stall) return;
   pause();
   follow = false;
-  go(run, k);
-  const {since, until, id} = iterations[k].longest_gap, margin = until - since;
+  go(run, stall.k);
+  const {id, since} = stall, until = run.iterations[stall.k].end, margin = until - since;
   if (since < view.from || view.to - view.from > 40 * margin)
     set_view(since - 3 * margin, until + 3 * margin);
   pinned_request = id;
