@@ -31,8 +31,8 @@ def latency_cells(run: JudgedRun) -> list[Cell]:
         ("delay P50", summary.scheduling_delay_s.p50, ",.2f"),
         ("TBT P50", summary.tbt_s.p50, ",.3f"),
         ("TBT P99", summary.tbt_s.p99, ",.3f"),
-        ("stalls", stalls.count, ",d"),
-        ("over SLO", stalls.over_slo, ",d"),
+        ("beside prefill", stalls.count, ",d"),
+        ("stalls", stalls.over_slo, ",d"),
         ("longest", longest.seconds if longest else None, ",.3f"),
         ("caused by", longest.caused_by if longest else None, "d"),
     ]
@@ -70,9 +70,9 @@ LINK_NOTE = (
     "then for its keys\nand values on the link"
 )
 BATCH_NOTE = """
-TTFT, delay: from arrival to the first token, to being scheduled; a stall is a TBT with others' prefill in it,
-caused by who had most of that; over SLO: longer than {slo_s:.3f} s; tokens/s: prompt and output; at once: running,
-mean over time and peak; cached: prefill that was found, not computed; own time: all of a step but the
+TTFT, delay: from arrival to the first token, to being scheduled; beside prefill: TBTs with others' prefill in them,
+the longest caused by who had most of that; stalls: those above {slo_s:.3f} s; tokens/s: prompt and output; at once:
+running, mean over time and peak; cached: prefill that was found, not computed; own time: all of a step but the
 forward pass and fetching its tokens"""  # noqa: E501
 CAPACITY_NOTE = (
     "capacity: the highest rate that was met, a step of --ratio (5 % without) below one that was "
