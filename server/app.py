@@ -8,6 +8,7 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Collection
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -273,12 +274,17 @@ class Api:
         return HTMLResponse(text)
 
     async def records(self, request: HttpRequest) -> Response:
-        """GET /records/N: the records from number N on, as JSON."""
+        """GET /records/N: the records from number N on, and the ends of the last texts, as JSON."""
         self.reject_other_names(request)
         digits: str = request.path_params["place"]
         if not re.fullmatch(f"[0-9]{{1,{MAX_DIGITS}}}", digits):
             raise ApiError(404, f"/records/N: N must have 1 to {MAX_DIGITS} digits")
-        return JSONResponse(await self.thread.call(self.thread.records_since, int(digits)))
+        reply = await self.thread.call(self.thread.records_since, int(digits))
+        texts: dict[int, str] = {}
+        for request_id, tokens in reply["outputs"].items():
+            with suppress(Exception):  # of a tokenizer: the client is told
+                texts[request_id] = self.tokenizer.decode(tokens)
+        return JSONResponse({"records": reply["records"], "place": reply["place"], "texts": texts})
 
     async def health(self, request: HttpRequest) -> Response:
         """GET /health."""

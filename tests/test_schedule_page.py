@@ -709,6 +709,7 @@ def test_a_live_page_follows_an_engine(browser):
             end = len(recorder.records)
             new = snapshot if int(place) == 10**15 else records[int(place) :]
             said = {"records": new, "place": begun if int(place) == 10**15 else end}
+            said["texts"] = {"0": "the <b>first</b> text", "1": "the second"}
             self.wfile.write(json.dumps(said).encode())
 
         def log_message(self, *_):
@@ -743,6 +744,16 @@ def test_a_live_page_follows_an_engine(browser):
             assert state == [[16, "length"], [16, "length"]]
             assert tab.text_content(".run h2") == "sarathi-serve"
             assert tab.text_content(".run .gap").startswith("The last minute: ")
+            texts = tab.eval_on_selector_all("#texts p", "all => all.map(p => p.innerText)")
+            assert [re.split(r"\s+", text, maxsplit=1) for text in texts] == [
+                ["1", "the second"],
+                ["0", "the <b>first</b> text"],
+            ]
+            tab.hover("#texts p")
+            assert tab.evaluate("lit_request") == 1
+            assert "It writes: … the second" in tab.evaluate(
+                "describe(panes[0], focused.run.end, 1.5 * panes[0].lane_height)"
+            )
             tab.keyboard.press("Home")
             tab.wait_for_function("cursor == 0")
             start = tab.evaluate("focused.run.iterations[0].start - focused.run.begin")

@@ -1,6 +1,8 @@
-// Live: a page that asks its server for new records. Read next: trace.js.
+// Live: a page that asks its server for new records, and for the texts that are being written.
+// Read next: trace.js.
 
 const MAX_LIVE_ITERATIONS = 20000;  // then a live page starts again from a snapshot
+const MAX_TEXTS = 12;  // that are shown
 const NO_PLACE = 1e15;  // a place that no record has: the server answers with a snapshot
 
 async function connect() {  // ask for new records, 4 times a second
@@ -16,6 +18,8 @@ async function connect() {  // ask for new records, 4 times a second
       run.apply(record);
     }
     if (reply?.records.length) show_live(run);
+    $("try").hidden = Boolean(run?.iterations.length);
+    if (run) show_texts(run, reply?.texts ?? {});
     place = run?.iterations.length > MAX_LIVE_ITERATIONS ? NO_PLACE : reply?.place ?? place;
   }
 }
@@ -26,6 +30,30 @@ async function fetch_records(place) {  // null if the server does not answer
   } catch {
     return null;
   }
+}
+/** The end of each text, newest request first: a line under the lanes lights its lane, and in the
+ * tip a lane has its text. */
+function show_texts(run, texts) {
+  run.texts = texts;
+  const ids = Object.keys(texts).map(Number).filter(id => run.requests.has(id));
+  const lines = ids.sort((a, b) => b - a).slice(0, MAX_TEXTS).map(id => {
+    const line = document.createElement("p"), name = document.createElement("b");
+    line.dataset.request = id;
+    name.textContent = name_of(run, id);
+    const text = document.createElement("bdi");
+    text.textContent = texts[id];
+    line.append(name, text);
+    return line;
+  });
+  $("texts").hidden = !lines.length;
+  $("texts").replaceChildren(...lines);
+  mark_lit();
+}
+/** What can be sent to a server that is idle. */
+function write_example() {
+  const body = {model: data.title, prompt: "Once upon a time", max_tokens: 100, stream: true};
+  $("try").textContent = `curl -N ${location.origin}/v1/completions ` +
+    `-H 'Content-Type: application/json' -d '${JSON.stringify(body)}'`;
 }
 function show_live(run) {
   if (panes[0]?.run !== run) {

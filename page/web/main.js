@@ -97,13 +97,14 @@ document.addEventListener("click", event => {
 addEventListener("scroll", hide_tip, {passive: true});
 addEventListener("hashchange", restore);
 async function start() {
-  $("title").textContent = data.title;
+  $("title").textContent = data.live ? `${data.title}: ${data.machine}` : data.title;
   $("machine").textContent = data.machine;
   const source = data.slo_source ? ` (the SLO: ${data.slo_source})` : "";
   $("slo").textContent = SLO < Infinity ? format_seconds(SLO) + source : "an SLO";
   $("scrub").max = 0;
   $("intro").hidden = !data.choices;
   if (data.live) {
+    write_example();
     connect();
   } else {
     if (data.runs.length > 1) add_buttons();

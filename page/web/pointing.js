@@ -66,7 +66,7 @@ function describe(lanes, time, y) {
   const slack = 2 * lanes.seconds_per_pixel;  // a narrow stall can be hit
   for (const id of requests_at(lanes, y)) {
     const text = describe_request(run, id, time, slack);
-    if (text) return sentence(text);
+    if (text) return sentence(text) + (run.texts?.[id] ? ` It writes: … ${run.texts[id]}` : "");
   }
   return "";
 }
