@@ -4,6 +4,7 @@ Three answers are being written when a prompt of 1,000 tokens arrives, README.md
 freeze until it is computed, under "sarathi-serve" they go on. `--svg stall.svg` draws both."""
 
 from argparse import ArgumentParser
+from collections.abc import Sequence
 from pathlib import Path
 
 from cli.columns import Columns
@@ -51,13 +52,13 @@ def terminal(completions: list[Completion], tokenizer: Tokenizer) -> Terminal:
     return Terminal(answers, LatePrompt(name, late.arrival - start, late.token_times[0] - start))
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """The same under both policies."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--chunk", type=int, default=32)
     parser.add_argument("--svg", help="draw both runs, as a moving picture, into this file")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     path = find(args.model)
     model = GPT.from_pretrained(str(path))
     tokenizer = load_tokenizer(path)
