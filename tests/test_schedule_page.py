@@ -800,7 +800,7 @@ def test_the_page_opens_with_one_picture_that_plays_once(browser, explored, size
         assert tab.is_visible("#choices") and not tab.is_visible("#opening")
 
 
-def test_the_opening_counts_the_seconds_of_a_stall_and_follows_the_chunk_size(browser, explored):
+def test_the_opening_counts_a_stall_and_follows_the_chunk_size(browser, explored):
     with opened(browser, f"file://{explored}", skip_opening=False) as tab:
         tab.evaluate("end_opening()")
         written = """moment => {
