@@ -175,6 +175,12 @@ def test_tab_reaches_everything_and_all_of_it_has_a_name(browser, tmp_path):
             tab.keyboard.press("Tab")
             tab.evaluate(reached)
         assert tab.evaluate(f"{controls}.filter(c => c.dataset.tabbed).length") == expected
+        lanes = tab.eval_on_selector_all(".run .sr li", "all => all.map(li => li.innerText)")
+        assert len(lanes) == 40 and re.match(
+            r"Request 0: a prompt of [\d,]+ tokens, first token after .*, longest gap .*, \d+ stall",
+            lanes[0],
+        )
+        assert tab.locator("main").count() == 1
         for role in ("button", "combobox", "slider", "img"):
             assert (
                 tab.get_by_role(role).count() == tab.get_by_role(role, name=re.compile(".")).count()
@@ -279,6 +285,26 @@ def test_a_sentence_says_in_words_why_the_batch_is_as_it_is(browser, tmp_path):
     assert (
         "6 of 64 pages taken, 1 by several requests, striped" in shared and len(set(stripes)) == 2
     )
+
+
+CONTRAST = """([front, back]) => {  // of two colours of the theme, as WCAG defines it
+    const luminance = color => {
+        const parts = [1, 3, 5].map(i => parseInt(css(color).slice(i, i + 2), 16) / 255);
+        const [r, g, b] = parts.map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+    const [low, high] = [front, back].map(luminance).sort((a, b) => a - b);
+    return (high + 0.05) / (low + 0.05); }"""
+TEXTS = (
+    "ink back, ink panel, soft back, soft panel, stall back, accent back, back prefill, back stall"
+)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_have_the_contrast_of_wcag_aa(browser, tmp_path, scheme):
+    with opened_runs(browser, tmp_path, {"vllm": a_stall(20, 10)}, scheme=scheme) as tab:
+        for pair in TEXTS.split(", "):
+            names = [f"--{name}" for name in pair.split()]
+            assert tab.evaluate(CONTRAST, names) >= 4.5, pair
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -18,8 +18,9 @@ class Lanes {
     this.box.className = "run";
     this.box.innerHTML = `<h2></h2><p class="gap"></p><p class="soft"></p>
       <div class="canvases"><canvas class="over" aria-hidden="true"></canvas>
-      <canvas role="img"></canvas></div>`;
+      <canvas role="img"></canvas></div><ul class="sr"></ul>`;
     [this.name, this.gap_text, this.note] = this.box.children;
+    this.texts = this.box.lastElementChild;
     [this.over, this.canvas] = this.box.querySelectorAll("canvas");
     $("runs").append(this.box);
     listen(this);
@@ -32,6 +33,8 @@ class Lanes {
       `${summarize_bubbles(run)}${summarize_instances(run)}`;
     this.gap_text.textContent = summary;
     this.gap_text.classList.toggle("over", run.stalls.length > 0);
+    const ids = [...run.requests.keys()].slice(0, MAX_LANES);
+    this.texts.innerHTML = ids.map(id => `<li>${summarize_request(run, id)}</li>`).join("");
     this.canvas.setAttribute("aria-label", `timeline of ${title_of(run)}. ${summary}`);
   }
 

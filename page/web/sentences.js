@@ -73,6 +73,16 @@ function summarize_gap(run) {
   const usual = times >= 1.5 ? ` ${format_ratio(times)} times the usual gap, ${verdict}.` : "";
   return `Longest gap: ${explain_gap(run, gap)}.${usual}`;
 }
+/** A lane in words. */
+function summarize_request(run, id) {
+  const {prompt_len} = run.requests.get(id), {gaps} = run.lanes.get(id);
+  const longest = Math.max(0, ...gaps.map(([since, until]) => until - since));
+  const stalls = run.stalls.filter(stall => stall.id === id).length;
+  const parts = [`a prompt of ${counted(prompt_len, "token")}`,
+    `first token after ${format_seconds(run.ttft_of(id))}`,
+    `longest gap ${format_seconds(longest)}`, counted(stalls, "stall")];
+  return sentence(`request ${name_of(run, id)}: ${parts.join(", ")}`);
+}
 /** Two digits of a small ratio, a large one whole: 1.9, 14, 236. */
 const format_ratio = ratio =>
   ratio < 10 ? ratio.toFixed(1) : format_count(Math.round(ratio));
