@@ -105,7 +105,7 @@ def opened(
     tab.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
     tab.goto(address)
     tab.wait_for_function(until)
-    if skip_opening:
+    if skip_opening and tab.evaluate("is_opening()"):
         enter(tab)
     yield tab
     assert not errors

@@ -70,7 +70,7 @@ function* trace_requests(run, pid) {
     else if (waits && since < run.end) yield slice(pid, id, "waiting", since, run.end);
   }
 }
-function* trace_gaps(run, pid) {  // stalls, and rows of decodes without one
+function* trace_gaps(run, pid) {  // gaps with others' prefill, and rows of decodes without one
   const {iterations} = run;
   const micro_batches = new Map();  // request -> its micro-batch
   for (const {chunks, decodes, micro_batch} of iterations)
@@ -84,7 +84,8 @@ function* trace_gaps(run, pid) {  // stalls, and rows of decodes without one
     const row = rows.get(id);
     if (prefill_tokens) {
       const [cause] = others[index_of_largest(others, ([, tokens]) => tokens)];
-      yield slice(pid, id, `stall, caused by ${cause}`, since, end, {prefill_tokens});
+      const kind = end - since > SLO ? "stall" : "gap";
+      yield slice(pid, id, `${kind}, caused by ${cause}`, since, end, {prefill_tokens});
       rows.delete(id);
     } else if (chunks.some(([other]) => other === id)) {
       rows.delete(id);
