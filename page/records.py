@@ -16,9 +16,9 @@ from typing import Any, NotRequired, TypedDict
 
 from page.policy_notes import policy_name, policy_note
 from policies.micro_batches import StageRun
+from policies.observers import Iteration, Observer
 from policies.pools import DecodeInstance, PrefillInstance, Sent
-from request import Iteration
-from scheduler import Batch, Observer, Request, Scheduler
+from scheduler import Batch, Request, Scheduler
 
 MAX_QUEUE = 40  # this many waiting requests are recorded, in their order
 POOLS_NOTE = "two pools: prefill on some instances, decodes on others, keys and values sent between"

@@ -14,7 +14,8 @@ from lab.pictures.bars import Beside, plot_beside_published
 from lab.pictures.style import DECODE, HYBRID, OVER, POLICY_COLORS, PREFILL, WAITING
 from lab.pictures.timelines import lane_bars, plot_capacity, plot_serving, plot_timelines
 from policies import ALL_POLICIES
-from request import Completion, Iteration
+from policies.observers import Iteration
+from request import Completion
 from tests.test_metrics import a_completion, an_iteration, decode, prefill
 
 MACHINE = {"model": "llama-tiny", "dtype": "float32", "device": "a CPU", "threads": 2}

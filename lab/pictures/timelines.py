@@ -23,7 +23,8 @@ from matplotlib.patches import Patch
 from lab.measure.metrics import MAX_DELAY_S
 from lab.pictures import style
 from lab.pictures.style import DECODE, GAPS, HYBRID, PREFILL
-from request import Completion, Iteration
+from policies.observers import Iteration
+from request import Completion
 
 LANE_COLORS = {"prefill": PREFILL, "waiting": style.WAITING}
 BATCH_COLORS = {"hybrid batch": HYBRID, "decodes only": DECODE}  # a prefill's is in LANE_COLORS
