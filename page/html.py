@@ -30,11 +30,21 @@ SCRIPTS = (  # they become one script, in this order
     "opening.js",
     "tour.js",
     "live.js",
+    "cost.js",
     "trace.js",
     "editor.js",
     "main.js",
 )
 STYLES = ("page.css", "editor.css")
+
+
+class RowCosts(TypedDict):
+    """The matrix products of a machine's model, by the rows of a batch. Times are in seconds."""
+
+    name: str
+    read_s: float  # all weights, once
+    row_s: float  # to compute a row
+    tile: int  # rows are computed in whole tiles
 
 
 class Costs(TypedDict):
@@ -45,6 +55,7 @@ class Costs(TypedDict):
     decodes_s: float
     chunk_s: float
     both_s: float
+    machines: list[RowCosts]
 
 
 class Packed(TypedDict, total=False):
@@ -105,8 +116,8 @@ def page(
     above `slo_s` seconds is a stall; `slo_source` says where that number is from. Where there are
     many runs, `choices` maps the name of a row of buttons to their labels, and a run's name is one
     label of each, joined by " | ": first its policy, and "*" where there is no choice. A policy may
-    lack runs for some of the labels. The tour explains `costs`, if they are given. Without choices
-    the page opens with the first run's `iteration`, which counts from 1.
+    lack runs for some of the labels. The tour and a box explain `costs`, if they are given. Without
+    choices the page opens with the first run's `iteration`, which counts from 1.
 
     The records of a run that is in `files` are not in the page, but in the file of that name beside
     it, which is `pack` of {run: records}. With an `editor` one can write a policy in the page."""

@@ -874,3 +874,24 @@ def test_all_boxes_show_the_state_after_an_iteration(browser, explored):
         running = tab.eval_on_selector_all("#running tr", "all => all.map(tr => tr.innerText)")
         assert ["1,000 of 1,000" in row for row in running] == [False, False, False, True, True]
         assert "The queue after it: 0" in tab.text_content("#queuename")
+
+
+@pytest.mark.parametrize("decodes, chunk", [(1, 0), (32, 0), (0, 225), (31, 225)])
+def test_the_box_of_costs_says_what_the_cost_model_says(browser, explored, decodes, chunk):
+    cost = CostModel.named(explore.MODEL)
+
+    def ms(rows):
+        linear_s = cost.layers * cost.layer_seconds([(0, 0, rows)]).linear
+        return f"{1e3 * linear_s:#.3g} ms"
+
+    with opened(browser, f"file://{explored}#policy=vllm") as tab:
+        for field, value in ("costdecodes", decodes), ("costchunk", chunk):
+            tab.evaluate(f"$('{field}').value = {value}; draw_costs()")
+        line = tab.text_content("#costline")
+        counts = tab.eval_on_selector_all(".counts b", "all => all.map(b => b.textContent)")
+    if not chunk:
+        assert counts == [ms(1)]  # reading, as long as for one row
+        assert f": {counts[0]}, as one. Up to 128 rows reading takes longer" in line
+    else:
+        assert counts == [ms(256)]  # whole tiles
+        assert (f"add nothing to its {ms(256)}; alone they take {ms(1)}" in line) == (decodes > 0)

@@ -7,6 +7,7 @@
 All runs are simulated. It opens with four requests, two of them with long prompts that arrive while
 the others decode. Read first: policies/template.py, lab/explore/runs.py."""
 
+import json
 import shutil
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
@@ -41,12 +42,13 @@ from lab.simulator.devices import LINKS
 from lab.simulator.machine import VOCABULARY, base_of
 from lab.simulator.pools import KVLink, simulate_pools
 from lab.simulator.referee import broken_rules, mark_broken
-from page.html import Costs, Editor, packed_inline, page
+from page.html import Costs, Editor, RowCosts, packed_inline, page
 from page.records import Recorder
 from page.site import write_packed, write_runs
 from policies.pools import Pools
 
 TRACE = Path(__file__).parents[1] / "papers" / "a_to_d.csv"  # A and B, then C and D
+CPU_RESULT = Path(__file__).parents[2] / "results/epyc-2-threads/chunk-256.json"
 POLICIES = (
     "vllm",
     "sarathi-serve",
@@ -347,4 +349,32 @@ def measure_costs(cost: CostModel) -> Costs:
         "decodes_s": cost.seconds(decode_spans),
         "chunk_s": cost.seconds([chunk_span]),
         "both_s": cost.seconds([*decode_spans, chunk_span]),
+        "machines": [gpu_rows(cost), cpu_rows()],
+    }
+
+
+def gpu_rows(cost: CostModel) -> RowCosts:
+    """What rows cost on the machine of `cost`, by its matrix products alone."""
+
+    def linear_s(tokens: int) -> float:
+        return cost.layers * cost.layer_seconds([(0, 0, tokens)]).linear
+
+    rows = 2 * cost.tile  # the fewest whole tiles whose computing takes longer than reading
+    return {
+        "name": f"{MODEL} on one {cost.device.name}, simulated",
+        "read_s": linear_s(1),
+        "row_s": linear_s(rows) / rows,
+        "tile": cost.tile,
+    }
+
+
+def cpu_rows() -> RowCosts:
+    """What rows cost on the CPU of results/, as it was measured there."""
+    machine = json.loads(CPU_RESULT.read_text("utf-8"))["machine"]
+    operations = 2 * machine["parameters"]  # of a row; and as many bytes, in bfloat16
+    return {
+        "name": f"{machine['model']} on {machine['threads']} cores of an {machine['device']}",
+        "read_s": operations / machine["bytes_per_s"],
+        "row_s": operations / machine["flops_per_s"],
+        "tile": 1,
     }

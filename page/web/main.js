@@ -109,6 +109,7 @@ async function start() {
   } else {
     if (data.runs.length > 1) add_buttons();
     await open_first();
+    if (data.costs) start_costs();
     if (data.editor) start_editor();
   }
   requestAnimationFrame(frame);
