@@ -50,6 +50,14 @@ def site_folder(tmp_path_factory, worker_id):
 
 
 @pytest.fixture(scope="session")
+def explored(tmp_path_factory):
+    """The page of `bench.py explore` with few requests and a policy of a file."""
+    file = tmp_path_factory.mktemp("explore") / "explore.html"
+    main(["explore", "policies/template.py:ShortestFirst", "--requests", "12", "--html", str(file)])
+    return file
+
+
+@pytest.fixture(scope="session")
 def site_address(site_folder):
     """The address of the site."""
     handler = partial(SiteHandler, directory=site_folder)

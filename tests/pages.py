@@ -128,6 +128,12 @@ def run_source(tab, source=None):
     return tab.text_content("#result")
 
 
+def seconds(text):
+    """What the page writes as "81.2 ms" or "1.23 s"."""
+    number, unit = text.split()
+    return float(number) * {"ms": 1e-3, "s": 1.0}[unit]
+
+
 def write_runs(folder, runs):
     """Write the page of these {name: Recorder}; its address."""
     write_text(folder / "page.html", page("A test", "no machine", runs, slo_s=SLO_S))

@@ -18,7 +18,7 @@ from config import EngineConfig
 from engine import Engine
 from lab.commands import explore
 from lab.measure.capacity import slo_seconds
-from lab.measure.metrics import find_stalls, percentiles, summarize_run
+from lab.measure.metrics import find_stalls, summarize_run
 from lab.measure.workload import Arrival
 from lab.simulator.cost_model import CostModel
 from lab.simulator.simulation import bubble_kinds, simulate
@@ -38,6 +38,7 @@ from tests.pages import (
     in_turn,
     opened,
     opened_runs,
+    seconds,
     simulated,
 )
 
@@ -72,92 +73,80 @@ def test_every_iteration_shows_what_really_was(browser, tmp_path, policy):
             assert queue == truth.waiting[k]
 
 
-def seconds(text):
-    """What the page writes as "81.2 ms" or "1.23 s"."""
-    number, unit = text.split()
-    return float(number) * {"ms": 1e-3, "s": 1.0}[unit]
-
-
-def test_the_numbers_are_those_of_metrics(browser, tmp_path):
+def test_numbers_and_table_are_those_of_the_library(browser, tmp_path):
     run, truth = simulated("vllm", pages=48)
-    summary = summarize_run(run.completions, run.iterations, run.seconds)
-    with opened_runs(browser, tmp_path, {"vllm": truth}) as tab:
-        exact = tab.evaluate(
-            """() => { const {ttft, tbt} = focused.run.so_far(Infinity);
-                return [ttft, tbt].map(of => [0.5, 0.99, 1].map(q => quantile(of, q))); }"""
-        )
+    other, other_truth = simulated("sarathi-serve")
+    expected = expected_metrics(run, truth)
+    with opened_runs(browser, tmp_path, {"vllm": truth, "sarathi-serve": other_truth}) as tab:
         tab.keyboard.press("End")
+        tab.wait_for_function("document.querySelectorAll('#policytable tbody tr').length == 2")
         tab.wait_for_timeout(400)
-        for key, found in zip(("ttft", "tbt"), exact, strict=True):
-            expected = [
-                getattr(getattr(summary, f"{key}_s"), name) for name in ("p50", "p99", "max")
-            ]
-            assert found == pytest.approx(expected, abs=3e-6)  # times are written in microseconds
-            cells = [tab.text_content(f"[data-k='{key}-{q}']") for q in (0.5, 0.99, 1)]
-            assert list(map(seconds, cells)) == pytest.approx(expected, rel=5e-3)
-        rows = dict(
-            re.findall(r"<tr><td>([^<]*)</td>.*?>([^<]*)</td></tr>", tab.inner_html("#numbers"))
+        cells = "row => Object.fromEntries(row.map(td => [td.dataset.k, td.innerText]))"
+        shown, *table = [
+            tab.eval_on_selector_all(f"{rows} [data-k]", cells)
+            for rows in ("#numbers", "tbody tr:nth-child(1)", "tbody tr:nth-child(2)")
+        ]
+        exact = tab.evaluate("panes.map(pane => pane.run.metrics())")
+        last_rows = tab.eval_on_selector_all(
+            "#numbers tr", "all => all.map(tr => [tr.cells[0].innerText, tr.cells[3].innerText])"
         )
-        stalls = expected_metrics(run, truth)["stalls"]
-        assert stalls > 10 and rows["stalls, longer than 50.0 ms"] == f"{stalls:,}"
-        assert rows["preemptions"] == f"{summary.preemptions}" != "0"
-        assert tab.evaluate("focused.run.requests.size") == len(run.completions)
         half = tab.evaluate("[...focused.run.so_far(200).tbt]")
-    end = in_turn(truth)[200]["end"]
+    assert exact == [
+        pytest.approx(expected, rel=1e-4),
+        pytest.approx(expected_metrics(other, other_truth), rel=1e-4),
+    ]
+    for row, numbers in zip(table, exact, strict=True):
+        for key in ("ttft_p50", "ttft_p90", "tbt_p99", "longest"):
+            assert seconds(row[key]) == pytest.approx(numbers[key], rel=5e-3)
+        assert row["tokens_per_s"] == f"{numbers['tokens_per_s']:,.0f}"
+        assert row["cache"] == f"{100 * numbers['cache']:.0f} %"
+        assert row["stalls"] == f"{numbers['stalls']:,}"
+    summary = summarize_run(run.completions, run.iterations, run.seconds)
+    for key, latency in ("ttft", summary.ttft_s), ("tbt", summary.tbt_s):
+        for q, value in (0.5, latency.p50), (0.99, latency.p99), (1, latency.max):
+            assert seconds(shown[f"{key}-{q}"]) == pytest.approx(value, rel=5e-3)
+    assert dict(last_rows)["preemptions"] == f"{summary.preemptions}" != "0"
+    assert dict(last_rows)["stalls, longer than 50.0 ms"] == f"{expected['stalls']}" != "0"
+    end = in_turn(truth)[200]["end"] + 1e-6
     times = [pair for c in run.completions for pair in pairwise(c.token_times)]
-    expected = percentiles(b - a for a, b in times if b < end + 1e-6)
-    assert len(half) == sum(b < end + 1e-6 for _, b in times)
-    assert half[-1] == pytest.approx(expected.max, abs=3e-6)
+    gaps = [b - a for a, b in times if b < end]
+    assert half == pytest.approx(sorted(gaps), abs=3e-6)  # times are written in microseconds
 
 
 def test_the_keyboard_is_enough(browser, tmp_path):
     runs = {name: simulated(name)[1] for name in ("vllm", "sarathi-serve")}
-
-    def where(tab):
-        return int(re.search(r"[\d,]+", tab.text_content("#position"))[0].replace(",", ""))
-
+    last = len(in_turn(runs["vllm"])) - 1
     with opened_runs(browser, tmp_path, runs) as tab:
 
-        def press(*keys):
-            for key in keys:
-                tab.keyboard.press(key)
-                tab.wait_for_timeout(60)
+        def after(keys, expression="cursor"):
+            for key in keys.split():
+                tab.keyboard.press(key.replace("Space", " "))
+            tab.wait_for_function("!dirty")
+            return tab.evaluate(expression)
 
-        assert where(tab) == 1
-        press("ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft")
-        assert where(tab) == 3
-        press("Shift+ArrowRight")
-        assert where(tab) == 13
-        press("End")
-        assert where(tab) == len(in_turn(runs["vllm"]))
-        press("Home")
-        assert where(tab) == 1
-
-        def span():
-            return tab.evaluate("view.to - view.from")
-
-        whole = span()
-        press("+")
-        assert span() == pytest.approx(0.6 * whole)
-        press("0")
-        assert span() == pytest.approx(whole)
+        assert tab.text_content("#position").startswith("iteration 1 of ")
+        for keys, cursor in {
+            "ArrowRight ArrowRight ArrowRight ArrowLeft": 2,
+            "Shift+ArrowRight": 12,
+            "End": last,
+            "Home": 0,
+        }.items():
+            assert after(keys) == cursor
+        whole, near, again = [after(key, "view.to - view.from") for key in "0+0"]
+        assert (near, again) == (pytest.approx(0.6 * whole), pytest.approx(whole))
         tab.select_option("#speed", "100")
         tab.evaluate("document.activeElement.blur()")
-        press(" ")
+        after("Space")
         tab.wait_for_function("cursor > 20")
-        press(" ")
-        stopped = where(tab)
+        stopped = after("Space")
         tab.wait_for_timeout(200)
-        assert where(tab) == stopped > 20
-        press("d")
-        assert tab.evaluate("document.documentElement.dataset.theme") == "dark"
-        press("o")
-        assert tab.evaluate("focused === panes[1]")
+        assert tab.evaluate("cursor") == stopped
+        assert after("d", "document.documentElement.dataset.theme") == "dark"
+        assert after("o", "focused === panes[1]")
         with tab.expect_download():
-            press("s")
+            after("s")
         tab.focus("#scrub")
-        press("Home", "ArrowRight")
-        assert where(tab) == 2
+        assert after("Home ArrowRight") == 1
 
 
 def test_tab_reaches_everything_and_all_of_it_has_a_name(browser, tmp_path):
@@ -331,14 +320,6 @@ def test_ten_thousand_iterations_are_less_than_five_megabytes(browser, tmp_path)
     assert (tmp_path / "page.html").stat().st_size < 5e6
 
 
-@pytest.fixture(scope="module")
-def explored(tmp_path_factory):
-    """The page of `bench.py explore` with few requests and a policy of a file."""
-    file = tmp_path_factory.mktemp("explore") / "explore.html"
-    main(["explore", "policies/template.py:ShortestFirst", "--requests", "12", "--html", str(file)])
-    return file
-
-
 def test_explore_has_a_run_for_every_button(browser, explored):
     with opened(browser, f"file://{explored}") as tab:
         choices = tab.evaluate("data.choices")
@@ -462,29 +443,6 @@ def test_the_address_restores_what_was_shown(browser, explored):
         tab.evaluate("location.hash = '#policy=orca&load=steady&i=7'")
         tab.wait_for_function("panes.length == 1 && panes[0].run.name == 'orca | * | steady'")
         tab.wait_for_function("cursor == 6")
-
-
-def test_the_table_has_the_numbers_of_the_library(browser, tmp_path):
-    runs = {name: simulated(name) for name in ("vllm", "sarathi-serve")}
-    recorders = {name: recorder for name, (_, recorder) in runs.items()}
-    with opened_runs(browser, tmp_path, recorders) as tab:
-        tab.wait_for_function("document.querySelectorAll('#policytable tbody tr').length == 2")
-        rows = tab.evaluate(
-            """() => [...$("policytable").tBodies[0].rows].map(row => Object.fromEntries(
-                [...row.querySelectorAll("[data-k]")].map(td => [td.dataset.k, td.textContent])))"""
-        )
-        exact = tab.evaluate(
-            "Promise.all(data.runs.map(load)).then(runs => runs.map(run => run.metrics()))"
-        )
-        marked = "all => all.map(row => row.className)"
-        assert tab.eval_on_selector_all("#policytable tbody tr", marked) == ["shown", "shown"]
-    for (run, recorder), row, numbers in zip(runs.values(), rows, exact, strict=True):
-        expected = expected_metrics(run, recorder)
-        assert numbers == pytest.approx(expected, rel=1e-4)
-        for key in ("ttft_p50", "ttft_p90", "tbt_p99", "longest"):
-            assert seconds(row[key]) == pytest.approx(expected[key], rel=5e-3)
-        assert row["tokens_per_s"] == f"{expected['tokens_per_s']:,.0f}"
-        assert row["cache"] == f"{100 * expected['cache']:.0f} %"
 
 
 @pytest.mark.parametrize("width", [1200, 375])
@@ -791,107 +749,3 @@ def test_a_live_page_follows_an_engine(browser):
     finally:
         server.shutdown()
         server.server_close()
-
-
-OPENING = """() => [...document.querySelectorAll("body *")].filter(element =>
-    element.checkVisibility({visibilityProperty: true})
-    && element.matches("button, input, select, p, h1, h2, canvas"))
-    .map(element => element.id || element.tagName)"""
-
-
-@pytest.mark.parametrize("size", [(1400, 900), (390, 844)])
-def test_the_page_opens_with_one_picture_that_plays_once(browser, explored, size):
-    width, height = size
-    address = f"file://{explored}"
-    with opened(browser, address, width=width, skip_opening=False) as tab:
-        tab.set_viewport_size({"width": width, "height": height})
-        runs = ["vllm | * | A to D", "sarathi-serve | 256 | A to D"]
-        assert tab.evaluate("panes.map(pane => pane.run.name)") == runs
-        assert 0 < tab.evaluate("revealed") < tab.evaluate("range()[1]")
-        while_playing = ["title", "H2", "CANVAS", "CANVAS", "H2", "CANVAS", "CANVAS", "story"]
-        assert tab.evaluate(OPENING) == while_playing
-        tab.evaluate("opening.began -= 1e6")
-        tab.wait_for_function("revealed === Infinity && !dirty")
-        buttons = ["dragchunk", "again", "everything", "ownpolicy"]
-        assert tab.evaluate(OPENING) == [*while_playing, *buttons]
-        whole = "[document.documentElement.scrollWidth, document.documentElement.scrollHeight]"
-        assert tab.evaluate(whole) == [width, height]  # nothing is below the first screen
-        assert "stand still for" in tab.text_content("#story")
-        tab.click("#again")
-        tab.wait_for_function("revealed < Infinity")
-        assert tab.url == address  # or it would not open like this again
-        tab.evaluate("end_opening()")
-        tab.click("#everything")
-        tab.wait_for_function("$('position').textContent && !dirty")
-        assert tab.is_visible("#choices") and not tab.is_visible("#opening")
-
-
-def test_the_opening_counts_a_stall_and_follows_the_chunk_size(browser, explored):
-    with opened(browser, f"file://{explored}", skip_opening=False) as tab:
-        tab.evaluate("end_opening()")
-        written = """moment => {
-            const texts = [], pen = {fillText: text => texts.push(text), fillRect() {}};
-            pen.measureText = () => ({width: 0});
-            revealed = moment;
-            draw_opening(panes[0], pen);
-            revealed = Infinity;
-            return texts.filter(text => text.includes("ms")); }"""
-        gap = tab.evaluate("panes[0].run.longest_gap()")
-        since = gap["since"]
-        assert tab.evaluate(written, since + 0.05) == []  # it is no stall yet
-        assert tab.evaluate(written, since + 0.1) == ["100 ms"] * 2  # of A and B
-        longest = f"{1e3 * (gap['until'] - since):.0f} ms"
-        assert tab.evaluate(written, since + 1) == [longest] * 2
-        assert f"for {longest}, a generation stall" in tab.text_content("#story")
-        tab.click("#dragchunk")
-        tab.keyboard.press("Home")
-        tab.wait_for_function("panes[1].run.name === 'sarathi-serve | 128 | A to D'")
-        shorter = tab.evaluate("panes[1].run.longest_gap()")
-        tab.wait_for_function("$('story').textContent.includes('chunk 128')")
-        shorter_ms = 1e3 * (shorter["until"] - shorter["since"])
-        assert tab.text_content("#story").endswith(f"waits longer than {shorter_ms:.1f} ms.")
-
-
-def test_who_wants_no_motion_sees_the_last_frame(browser, explored):
-    context = browser.new_context(reduced_motion="reduce")
-    tab = context.new_page()
-    tab.goto(f"file://{explored}")
-    tab.wait_for_function("opening.is_open && dirty === false")
-    assert tab.evaluate("[revealed === Infinity, opening.began]") == [True, None]
-    assert tab.is_visible("#again")
-    context.close()
-
-
-def test_all_boxes_show_the_state_after_an_iteration(browser, explored):
-    with opened(browser, f"file://{explored}#policy=vllm&i=11") as tab:
-        tab.wait_for_timeout(400)
-        rows = re.findall(r"<tr><td>(.*?)</tr>", tab.inner_html("#numbers"))
-        (stalls,) = [row for row in rows if row.startswith("stalls")]
-        assert "2 go on" in stalls and stalls.endswith("2</td>")
-        gap = tab.evaluate("focused.run.longest_gap()")
-        wait = tab.evaluate("focused.run.iterations[10].end") - gap["since"]
-        assert seconds(tab.text_content("[data-k='tbt-1']")) == pytest.approx(wait, rel=5e-3)
-        running = tab.eval_on_selector_all("#running tr", "all => all.map(tr => tr.innerText)")
-        assert ["1,000 of 1,000" in row for row in running] == [False, False, False, True, True]
-        assert "The queue after it: 0" in tab.text_content("#queuename")
-
-
-@pytest.mark.parametrize("decodes, chunk", [(1, 0), (32, 0), (0, 225), (31, 225)])
-def test_the_box_of_costs_says_what_the_cost_model_says(browser, explored, decodes, chunk):
-    cost = CostModel.named(explore.MODEL)
-
-    def ms(rows):
-        linear_s = cost.layers * cost.layer_seconds([(0, 0, rows)]).linear
-        return f"{1e3 * linear_s:#.3g} ms"
-
-    with opened(browser, f"file://{explored}#policy=vllm") as tab:
-        for field, value in ("costdecodes", decodes), ("costchunk", chunk):
-            tab.evaluate(f"$('{field}').value = {value}; draw_costs()")
-        line = tab.text_content("#costline")
-        counts = tab.eval_on_selector_all(".counts b", "all => all.map(b => b.textContent)")
-    if not chunk:
-        assert counts == [ms(1)]  # reading, as long as for one row
-        assert f": {counts[0]}, as one. Up to 128 rows reading takes longer" in line
-    else:
-        assert counts == [ms(256)]  # whole tiles
-        assert (f"add nothing to its {ms(256)}; alone they take {ms(1)}" in line) == (decodes > 0)
