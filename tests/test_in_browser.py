@@ -1,4 +1,4 @@
-"""What the schedule page runs inside a browser, under CPython. In a browser: test_editor.py."""
+"""What the schedule page runs inside a browser, under CPython. In a browser: test_site.py."""
 
 import json
 import subprocess

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -749,3 +750,24 @@ def test_a_live_page_follows_an_engine(browser):
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_an_idle_live_page_says_what_to_send(browser):
+    def answer(route):
+        if "/records/" in route.request.url:
+            nothing = {"records": [{"live": [], "settings": {}}], "place": 0, "texts": {}}
+            route.fulfill(json=nothing)
+        else:
+            text = page("mine", "vllm, chunk 16", live="/records")
+            route.fulfill(body=text, content_type="text/html")
+
+    context = browser.new_context()
+    context.route("http://idle/**", answer)
+    tab = context.new_page()
+    tab.goto("http://idle/")
+    tab.wait_for_selector("#try:visible")
+    command = shlex.split(tab.text_content("#try"))
+    assert command[:3] == ["curl", "-N", "http://idle/v1/completions"]
+    assert json.loads(command[-1])["model"] == "mine"
+    assert tab.text_content("h1") == "mine: vllm, chunk 16"
+    context.close()

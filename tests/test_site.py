@@ -3,6 +3,7 @@
 The editor needs Pyodide: `npm install --no-save pyodide@314.0.7`, or its folder as PYODIDE."""
 
 import json
+import re
 from contextlib import contextmanager
 
 import pytest
@@ -165,6 +166,13 @@ def test_a_policy_of_ones_own_is_shown_beside_any_other(browser, site_address):
         assert "no rule is broken" in run_source(tab)  # the template
         assert names_of_panes(tab) == ["vllm | * | A to D", "ShortestFirst (yours) | 256 | A to D"]
         assert "pyodide/pyodide.asm.wasm" in files
+        at_load = "At load A to D, against sarathi-serve, chunk 256:"
+        line = run_source(tab, MINE + "    pass\n")
+        assert f"{at_load} it changes nothing. Try one long among short or tight memory." in line
+        halved = "    def token_budget(self, decodes, prefills):\n        return 128\n"
+        line = run_source(tab, MINE + halved)
+        later = r"request C has its first token [\d.]+ ms later; the longest gap is 12.4 ms"
+        assert re.search(f"{at_load} {later} \\(20.5 ms\\); nobody stalls.", line)
         run_source(tab, MINE + "    pass\n")
         tab.click("#choices button[data-label='sarathi-serve']")
         for load in ("pipeline bubbles", "shared prefixes", "tight memory"):
