@@ -59,11 +59,11 @@ def explored(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def site_address(site_folder):
-    """The address of the site."""
-    handler = partial(SiteHandler, directory=site_folder)
+    """The address of the site, below a path, as a repository's Pages are."""
+    handler = partial(SiteHandler, directory=site_folder.parent)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/"
+        yield f"http://127.0.0.1:{server.server_port}/{site_folder.name}/"
         server.shutdown()
 
 

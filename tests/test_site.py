@@ -171,7 +171,7 @@ def test_a_policy_of_ones_own_is_shown_beside_any_other(browser, site_address):
         assert f"{at_load} it changes nothing. Try one long among short or tight memory." in line
         halved = "    def token_budget(self, decodes, prefills):\n        return 128\n"
         line = run_source(tab, MINE + halved)
-        later = r"request C has its first token [\d.]+ ms later; the longest gap is 12.4 ms"
+        later = r"request D has its first token [\d.]+ ms later; the longest gap is 12.4 ms"
         assert re.search(f"{at_load} {later} \\(20.5 ms\\); nobody stalls.", line)
         run_source(tab, MINE + "    pass\n")
         tab.click("#choices button[data-label='sarathi-serve']")
