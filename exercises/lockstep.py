@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 
 from errors import one_line
 from exercises.loads import Load
+from page.records import Recorder
 from policies.custom import PolicyError, check_batch, guarded
 from policies.observers import ChunkRecord, Iteration, chunk_records
 from policies.referee import (
@@ -23,7 +24,6 @@ from policies.referee import (
 )
 from request import Batch, Request
 from scheduler import Admission, Scheduler
-from views.records import Recorder
 
 CALL_LIMIT_S = 0.5  # of CPU time: a call that takes longer is a loop without an end
 MAX_ITERATIONS = 2000  # of one run
@@ -139,7 +139,7 @@ class State(NamedTuple):
 class Trial:
     """A scheduler that serves a load. Call `arrive`, `decide` and `advance`, until it `has_ended`.
 
-    `recorder` keeps the records of a page, see views/records.py."""
+    `recorder` keeps the records of a page, see page/records.py."""
 
     def __init__(
         self,

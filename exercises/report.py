@@ -6,6 +6,7 @@ import inspect
 from contextlib import suppress
 from pathlib import Path
 
+from cli.tables import align
 from exercises.catalog import Exercise
 from exercises.loads import MAX_PAGES, Load
 from exercises.lockstep import (
@@ -19,12 +20,11 @@ from exercises.lockstep import (
 )
 from exercises.problems import Problem
 from exercises.rules import amount, tokens
+from page.html import page
+from page.records import Recorder
 from policies import find_policy
 from policies.custom import MODULE_PREFIX, PolicyError
 from scheduler import Scheduler
-from views.page import page
-from views.records import Recorder
-from views.tables import align
 
 MAX_HISTORY = 6  # iterations before the one that differs
 

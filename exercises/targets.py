@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median, quantiles
 
+from cli.tables import format_table
 from exercises.given import TBT_SLO_S, batch_seconds, predict, seconds_without_attention
 from exercises.loads import Load
 from exercises.lockstep import Moment, Trial
@@ -14,7 +15,6 @@ from exercises.problems import Problem
 from exercises.rules import amount
 from policies.iteration_time import BatchShape
 from scheduler import Request, SarathiServe, Scheduler
-from views.tables import format_table
 
 ROUNDING = 1e-9
 

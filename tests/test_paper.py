@@ -25,10 +25,10 @@ from lab.papers.finding import Finding, Published
 from lab.papers.measured import CLAIMS
 from lab.papers.picture import draw
 from lab.papers.plot import Plot
+from lab.pictures import style
+from lab.pictures.panels import plot_panels
 from tests.helpers import machine_info
 from tests.test_simulate import printed_tables
-from views import style
-from views.panels import plot_panels
 
 ROOT = Path(__file__).parents[1]
 TINY = ["paper", "--preset", "llama-tiny", "--device", "cpu", "--dtype", "float32"]

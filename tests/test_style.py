@@ -147,7 +147,12 @@ def test_each_package_that_is_imported_is_required():
     running = packages_in("requirements.txt")
     serving = running | packages_in("server/requirements.txt")
     testing = serving | packages_in("requirements-dev.txt")
-    brought = {"pydantic_core", "triton", "httpx2"}  # by pydantic, torch and openai
+    brought = {
+        "pydantic_core",
+        "triton",
+        "httpx2",
+        "nbformat",
+    }  # by pydantic, torch, openai, nbclient
     of_others = {"openvino", "openvino_genai", "optimum", "pyodide", "js"}  # engines, the page
     code = python().keys() - paths_of_tests()
     server = {path for path in code if path.startswith("server/")}

@@ -14,7 +14,7 @@ from pathlib import Path
 from cli.options import OptionParser, from_args, nonempty_text, option, write_text, wrote
 from lab.commands.simulate import check_names, results_of, split_names
 from lab.papers.today import PAGES, Page
-from views.bars import plot_bars
+from lab.pictures.bars import plot_bars
 
 INTRODUCTION = """\
 # What engines decide today

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
+from cli.tables import show
 from lab.papers.plot import Line, name_of
-from views.tables import show
 
 NOISE = 1.1  # up to this factor two numbers may differ by chance
 

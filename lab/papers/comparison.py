@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from cli.tables import markdown
 from lab.measure.capacity import Bounded
-from views.tables import markdown
 
 Cell = float | str | None  # None: not published, or not known
 UNKNOWN: Mapping[str, Cell] = {}
@@ -25,7 +25,7 @@ class Quantity:
     """A number in each row of a table, and the heads of its columns."""
 
     name: str
-    format: str  # as views.tables.show takes it
+    format: str  # as cli.tables.show takes it
     simulated_head: str
     published_head: str | None = None  # None: no paper published it
     error_head: str | None = None  # None: only the order of the numbers can be compared
@@ -61,7 +61,7 @@ Panels = dict[str, dict[str, tuple[float | None, float | None]]]  # quantity -> 
 
 def draw_beside(panels: Panels, title: str, file: Path) -> None:
     """Draw simulated numbers as bars, and published ones on them, and write them to `file`."""
-    from views.bars import Beside, plot_beside_published  # matplotlib takes a second
+    from lab.pictures.bars import Beside, plot_beside_published  # matplotlib takes a second
 
     bars = {
         quantity: {name: Beside(*both) for name, both in rows.items()}

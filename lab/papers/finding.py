@@ -13,10 +13,10 @@ Read first: plot.py, checks.py. Read next: measured_batches.py."""
 from dataclasses import dataclass, field
 from typing import Literal
 
+from cli.tables import show
 from lab.measure.capacity import Bounded
 from lab.papers.checks import Check
 from lab.papers.plot import Line, Plot, X, Y
-from views.tables import show
 
 Verdict = Literal["as in the paper", "trend only", "not seen here", "too busy to tell"]
 SAME_SIZE = 2.0  # the factor within which an effect counts as one of the paper's size

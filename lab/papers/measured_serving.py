@@ -18,7 +18,7 @@ from lab.papers.conditions import ridge_above
 from lab.papers.finding import Finding, Published
 from lab.papers.measured_offline import EVERYTHING_AT_ONCE
 from lab.papers.plot import Plot
-from views.timelines import plot_serving
+from lab.pictures.timelines import plot_serving
 
 MISTRAL = "Mistral-7B, A100"
 YI = "Yi-34B, two A100"

@@ -1,7 +1,7 @@
 """Draws what a claim found: its plots, with the paper's numbers hollow where ours stand.
 
 A number of the paper whose line is in no plot, or that would lie far outside it, stands in a strip
-of bars below. Read first: finding.py, views/panels.py. Read next: report.py."""
+of bars below. Read first: finding.py, lab/pictures/panels.py. Read next: report.py."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 
 from lab.papers.finding import Finding, Published
 from lab.papers.plot import Plot
-from views.bars import Beside
-from views.panels import Mark, plot_panels
+from lab.pictures.bars import Beside
+from lab.pictures.panels import Mark, plot_panels
 
 FAR = 4  # times as large as all others in a plot: such a number would press them together
 PAPERS = {"S": "SARATHI", "SS": "Sarathi-Serve", "B": "the post", "C": "SARATHI"}  # by a claim's id

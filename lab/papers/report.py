@@ -13,6 +13,7 @@ from typing import Any
 
 from cli import console
 from cli.options import write_text
+from cli.tables import Cell, format_table
 from lab.measure.machine_info import RealMachineInfo
 from lab.papers.bench import Bench
 from lab.papers.checks import ANYWHERE, Check
@@ -20,7 +21,6 @@ from lab.papers.finding import Finding, Published
 from lab.papers.measured import CLAIMS, Claim
 from lab.papers.picture import draw
 from lab.papers.plot import Plot, X
-from views.tables import Cell, format_table
 
 RESULTS = Path(__file__).parents[2] / "results"
 BEGIN = "<!-- made by bench.py paper -->"  # of the tables in results/README.md

@@ -371,7 +371,7 @@ def figure_12_variants(runs: dict[str, Figure12Runs]) -> Table:
 def draw_stages(stage_runs: dict[str, list[StageRun]], title: str, file: Path) -> None:
     """Draw when the stages of a pipeline worked and when they waited under each policy (S-F1, S-F5,
     SS-F8)."""
-    from views.pipelines import plot_pipeline  # matplotlib takes a second
+    from lab.pictures.pipelines import plot_pipeline  # matplotlib takes a second
 
     kinds = {policy: bubble_kinds(runs) for policy, runs in stage_runs.items()}
     plot_pipeline(stage_runs, kinds, title, file)

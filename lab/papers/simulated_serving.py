@@ -13,6 +13,7 @@ from itertools import combinations, product
 from statistics import median
 from typing import Any, NamedTuple
 
+from cli.tables import show
 from lab.measure.capacity import Bounded, slo_seconds
 from lab.measure.token_budget import SLOS
 from lab.measure.workload import LENGTHS
@@ -40,7 +41,6 @@ from lab.papers.systems import (
     llama2_70b_on_h100,
 )
 from lab.simulator.machine import base_of
-from views.tables import show
 
 # --- capacity under an SLO
 

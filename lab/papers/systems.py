@@ -499,6 +499,6 @@ def most_at_once(completions: Iterable[Completion]) -> int:
 def draw_bubbles(systems: dict[str, OfflineRun], title: str, file: Path) -> None:
     """Draw how long bubbles held up requests, and when these were done (S-F12). The name of a
     system begins with that of a policy and a comma."""
-    from views.pipelines import plot_bubbles  # matplotlib takes a second
+    from lab.pictures.pipelines import plot_bubbles  # matplotlib takes a second
 
     plot_bubbles(systems, title, file)

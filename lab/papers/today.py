@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cli.tables import format_table
 from lab.measure.capacity import possible_qps
 from lab.measure.workload import Arrival, poisson, sample_lengths
 from lab.papers.today_loads import MODEL, Server, latencies, serve
@@ -18,7 +19,6 @@ from lab.simulator.cost_model import CostModel
 from lab.simulator.machine import base_of
 from lab.simulator.random_loads import random_load
 from policies import TODAY
-from views.tables import format_table
 
 RANDOM_LOADS = 200  # in lock step
 
