@@ -2,18 +2,15 @@
 
 Read first: scheduler.py."""
 
+from policies.cards import card
 from scheduler import Batch, Request, SarathiServe
 
 
-class HybridOnly(SarathiServe):
-    """Hybrid batches alone: with a budget of max_len, only prompts that share a batch are cut."""
-
-    cuts_prompts = False
-
-    def token_budget(self, decodes: list[Request], prefills: list[Request]) -> int:
-        return self.max_len
-
-
+@card(
+    "chunked-only",
+    "#cc79a7",
+    note="ablation: chunks, in turn with decodes and never beside them",
+)
 class ChunkedOnly(SarathiServe):
     """Chunks alone: prefill and decode batches alternate."""
 
@@ -31,3 +28,17 @@ class ChunkedOnly(SarathiServe):
         if not batch:
             batch.add_decodes(decodes)
         return batch
+
+
+@card(
+    "hybrid-only",
+    "#009e73",
+    note="ablation: sarathi-serve with a budget of max_len: prompts stay nearly whole",
+)
+class HybridOnly(SarathiServe):
+    """Hybrid batches alone: with a budget of max_len, only prompts that share a batch are cut."""
+
+    cuts_prompts = False
+
+    def token_budget(self, decodes: list[Request], prefills: list[Request]) -> int:
+        return self.max_len

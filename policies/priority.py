@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 from errors import ArgumentError, check_one_of, check_positive, check_type, shorten
+from policies.cards import card
 from policies.dynamic import Dynamic
 from policies.iteration_time import BatchShape
 from request import Batch, Request, Service
@@ -130,6 +131,11 @@ class ClassQueue:
         self._entries.clear()
 
 
+@card(
+    "priority",
+    "#a422e6",
+    note="dynamic with classes and targets; urgent requests first, others are preempted",
+)
 class Priority(Dynamic):
     """Stall-free batching in which prefills are ordered by class, then by deadline.
 

@@ -17,7 +17,7 @@ from lab.papers.today_rules import Step, conduct_of, differs, smallest_differenc
 from lab.simulator.cost_model import CostModel
 from lab.simulator.machine import base_of
 from lab.simulator.random_loads import random_load
-from policies import TODAY
+from policies.cards import CARDS
 from views.tables import format_table
 
 RANDOM_LOADS = 200  # in lock step
@@ -51,27 +51,22 @@ def chart_of(
 
 # ---- 1. Who does what today ----------------------------------------------------------------------
 
-ENGINES = {  # policy -> whose rule it is
-    "vllm-v1": "vLLM V1",
-    "sglang": "SGLang",
-    "sglang-mixed": "SGLang, mixed chunks",
-    "no-evict": "TensorRT-LLM; mini-sglang's admission",
-    "fastgen": "DeepSpeed-FastGen",
-    "tgi": "Text Generation Inference, whole prompts",
-    "hf": "Hugging Face transformers",
-    "nano-vllm": "nano-vLLM",
-    "sarathi-serve": "Sarathi-Serve, Algorithm 3",
-}
-REMEDIES = [name for name in TODAY if name not in ENGINES]
-
 
 def who_does_what() -> Page:
     """One table, engine by engine, found out by trying the policies."""
+    cards = [card for card in CARDS.values() if card.engine]
+    cards = [
+        *(card for card in cards if card.engine != "proposed"),
+        CARDS["sarathi-serve"],
+        *(card for card in cards if card.engine == "proposed"),
+    ]
     rows = {}
-    for policy in [*ENGINES, *REMEDIES]:
-        conduct = conduct_of(policy)
-        rows[policy] = [
-            ("whose", ENGINES.get(policy, "proposed"), ""),
+    for card in cards:
+        conduct = conduct_of(card.name)
+        rows[card.name] = [
+            ("whose", card.engine or "Sarathi-Serve, Algorithm 3", ""),
+            ("version, or where", card.version, ""),
+            ("equal loads", card.equal, ""),
             ("a batch is", conduct.batch, ""),
             ("a long prompt in front", conduct.long_prompt, ""),
             ("memory for two", conduct.pages_for_two, ""),
@@ -85,9 +80,13 @@ def who_does_what() -> Page:
             "request decodes; a short prompt comes behind a long one; two requests of 10 + 20 and "
             "10 + 12 tokens want to run at once, and *memory for two* is the least, in tokens, "
             "with which they do (30 must fit in any case, for the longer one; 52 is prompt and "
-            "output of both; 44 is the most that they ever hold together); two requests decode, "
-            "and the older one, with fewer outputs, finds no page.",
+            "output of both; 44 is the most that they ever hold together, and `peak` wants more); "
+            "two requests decode, and the older one, with fewer outputs, finds no page.",
             format_table("policy", rows),
+            "*Equal loads*: so many random loads had the same batches, from the first to the last, "
+            "as the engine's own scheduler and cache made of them. `python -m tests.beside NAME` "
+            "prints it, where the engine is installed. The other rules were read. Each class says "
+            "in what it differs from its engine.",
             "Nearly everywhere a long prompt blocks those behind it: that is why it is the "
             "question asked most, and answered below.",
         ],
@@ -101,8 +100,11 @@ def is_vllm_sarathi_serve() -> Page:
     """vllm-v1 and sarathi-serve in lock step."""
     pair = ("vllm-v1", "sarathi-serve")
     loads = [random_load(pair[0], seed) for seed in range(RANDOM_LOADS)]
-    ample = sum(differs(*pair, load, ample=True) for load in loads)
-    tight = sum(differs(*pair, load, ample=False) for load in loads)
+    plain = [load for load in loads if not load.config.prefix_caching]
+    cached = [load for load in loads if load.config.prefix_caching]
+    ample = sum(differs(*pair, load, ample=True) for load in plain)
+    tight = sum(differs(*pair, load, ample=False) for load in plain)
+    shared = sum(differs(*pair, load, ample=True) for load in cached)
     difference = smallest_difference(*pair)
     assert difference is not None
     load = difference.load
@@ -111,10 +113,12 @@ def is_vllm_sarathi_serve() -> Page:
         "vllm-v1",
         "Is vLLM's default Sarathi-Serve?",
         [
-            f"In lock step on {RANDOM_LOADS} random loads, with enough memory for all: {ample} "
+            f"In lock step on {len(plain)} random loads, with enough memory for all: {ample} "
             f"differ. With memory from tight to ample: {tight} differ. So yes, batch for batch, as "
-            "long as memory suffices. vLLM V1 has no phases and does not put decodes first; but a "
-            "request is admitted only into what those before it leave, and they never take more "
+            "long as memory suffices. With prefix caching, which vLLM has by default, "
+            f"{shared} of {len(cached)} differ: a prompt finds pages that the same batch computes "
+            "for the one before it, here only what was computed before. vLLM V1 has no phases and "
+            "does not put decodes first; but a request is admitted only into what those before it leave, and they never take more "
             "later. So no decode is ever beyond the budget.",
             "They differ in memory. `sarathi-serve` gives a prompt all its pages at once and keeps "
             "1 % free; vLLM V1 looks whether the prompt fits, and takes the pages chunk by chunk. "
