@@ -96,7 +96,7 @@ def test_a_policy_decides_what_its_engine_decides_where_that_is_installed(policy
     assert max(map(len, different)) <= 22  # of nano-vllm's with shared beginnings in tight memory
 
 
-def test_each_figure_of_equal_loads_belongs_to_an_engine_that_can_be_held_beside():
+def test_each_figure_of_equal_loads_has_its_command():
     assert {name for name, card in CARDS.items() if card.equal} == set(ENGINES)
     for card in CARDS.values():
         assert bool(card.engine) == bool(card.version), card.name

@@ -118,8 +118,8 @@ def is_vllm_sarathi_serve() -> Page:
             "long as memory suffices. With prefix caching, which vLLM has by default, "
             f"{shared} of {len(cached)} differ: a prompt finds pages that the same batch computes "
             "for the one before it, here only what was computed before. vLLM V1 has no phases and "
-            "does not put decodes first; but a request is admitted only into what those before it leave, and they never take more "
-            "later. So no decode is ever beyond the budget.",
+            "does not put decodes first; but a request is admitted only into what those before it "
+            "leave, and they never take more later. So no decode is ever beyond the budget.",
             "They differ in memory. `sarathi-serve` gives a prompt all its pages at once and keeps "
             "1 % free; vLLM V1 looks whether the prompt fits, and takes the pages chunk by chunk. "
             f"The smallest load that shows it: prompt + output {requests}, budget {load.chunk}, "
