@@ -354,12 +354,17 @@ class Difference(Moment):
     broken_rule: str | None  # a sentence
 
 
-def compare(load: Load, policy: type[Scheduler], reference: type[Scheduler]) -> Difference | None:
+def compare(
+    load: Load,
+    policy: type[Scheduler],
+    reference: type[Scheduler],
+    seconds: Seconds = one_second,
+) -> Difference | None:
     """The first difference between two policies on this load. None if they always agree.
 
     Raises PolicyError if `policy` fails."""
-    trial = Trial(policy, load)
-    expected = Trial(reference, load)
+    trial = Trial(policy, load, seconds)
+    expected = Trial(reference, load, seconds)
     history: list[Decision] = []
     while not expected.has_ended:
         trial.arrive()

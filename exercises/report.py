@@ -44,6 +44,8 @@ def describe_problem(
     if moment is not None:
         see += f", iteration {moment.iteration}"
     parts.append(problem.sentence)
+    if exercise.complaint:
+        parts.append(f"Where does it first go wrong? `{command} --iteration N`.")
     hint = f"For a hint: `python -m exercises {exercise.number} --hint`."
     has_page = moment is None or moment.history or moment.yours.chunks
     parts.append(f"{see}.\n{hint}" if has_page else hint)
