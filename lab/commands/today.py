@@ -1,4 +1,4 @@
-"""What today's engines decide, and what their users ask: five pages of tables and pictures.
+"""What today's engines decide, and what their users ask: six pages of tables and pictures.
 
     python bench.py today                       print them all; half a minute
     python bench.py today --only long-prompt    one of them

@@ -1,4 +1,4 @@
-"""What today's engines decide, and the questions their users ask: five pages, all simulated.
+"""What today's engines decide, and the questions their users ask: six pages, all simulated.
 
     for page in PAGES: print(page.function().to_markdown())
 
@@ -18,6 +18,7 @@ from lab.simulator.cost_model import CostModel
 from lab.simulator.machine import base_of
 from lab.simulator.random_loads import random_load
 from policies.cards import CARDS
+from policies.priority import PRIORITIES
 from views.tables import format_table
 
 RANDOM_LOADS = 200  # in lock step
@@ -383,10 +384,57 @@ def chunking_shows_nothing() -> Page:
     )
 
 
+# ---- 6. More than can be served ------------------------------------------------------------------
+
+OVERLOAD = 2.0  # times what is possible
+AGEING_S = 5.0
+AGEINGS: dict[str, dict[str, object]] = {  # label -> options of `priority`
+    "never": {"ageing": 1e30},
+    "up to normal": {"ageing": AGEING_S, "ageing_to": "normal"},
+    "up to realtime": {"ageing": AGEING_S},
+}
+
+
+def overload_by_class() -> Page:
+    """How long each class waits under `priority` when twice as many come as can be served."""
+    lengths = sample_lengths("sharegpt4", 1000, CHECK_MAX_LEN, seed=0)
+    qps = OVERLOAD * possible_qps(base_of(CostModel.named(MODEL), CHECK_MAX_LEN, 512), lengths)
+    arrivals = [
+        arrival._replace(priority=PRIORITIES[i % len(PRIORITIES)])
+        for i, arrival in enumerate(poisson(lengths, qps, seed=0))
+    ]
+    rows = {}
+    for label, options in AGEINGS.items():
+        server = Server("priority", 512, CHECK_MAX_LEN, 64 * CHECK_MAX_LEN, options=options)
+        completions = serve(server, arrivals).completions
+        rows[label] = [
+            (name, max(c.ttft or 0.0 for c in completions if c.priority == number), ".1f")
+            for number, name in enumerate(PRIORITIES)
+        ]
+    return Page(
+        "overload",
+        "More than can be served: who waits?",
+        [
+            f"Twice as many requests as can be served, a quarter of each class, under `priority`. "
+            f"The longest TTFT by class, in seconds; {MODEL} on one A100, simulated. *Ageing* lifts "
+            f"a waiting request by one class every {AGEING_S:g} s (30 by default).",
+            format_table("ageing", rows),
+            "In lasting overload ageing makes the classes that it reaches equal: up to realtime, a "
+            "realtime request waits as long as a low one, and the classes are worth nothing. "
+            "Without ageing the low ones wait for the end of the overload. Between the two, "
+            '`ageing_to="normal"` lets the low ones wait as the normal ones do, and keeps realtime '
+            "and high ones out of it. None of them makes the queue shorter: turn away the lowest, "
+            "which a server does with its `--max-waiting`.",
+        ],
+        chart_of(rows, {name: f"{name}: longest TTFT, s" for name in PRIORITIES}),
+    )
+
+
 PAGES: dict[str, Callable[[], Page]] = {
     "engines": who_does_what,
     "vllm-v1": is_vllm_sarathi_serve,
     "long-prompt": long_among_short,
     "memory": memory_to_reserve,
+    "overload": overload_by_class,
     "checklist": chunking_shows_nothing,
 }
