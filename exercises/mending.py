@@ -13,7 +13,7 @@ from statistics import mean
 
 from exercises.given import batch_seconds
 from exercises.loads import Load, LoadRequest, ample, random_load
-from exercises.lockstep import Difference, Trial, compare
+from exercises.lockstep import Difference, Trial, compare, serve
 from exercises.problems import Problem
 from exercises.rules import amount
 from policies.custom import PolicyError
@@ -97,7 +97,7 @@ class Complaint:
             sentence = f'A user: "{self.words}" The server: "{error}".'
             return Problem("complaint", sentence, details=timeline(trial))
         yours = Figures.of(trial)
-        reference = served(self.reference, load)
+        reference = Figures.of(serve(self.reference, load, batch_seconds))
         if load is self.load and getattr(yours, self.figure) > self.allowed + ROUNDING:
             tables = [figures_table(yours, reference, {self.figure: self.allowed}), timeline(trial)]
             return Problem("complaint", f'A user: "{self.words}"', details="\n\n".join(tables))
@@ -122,13 +122,6 @@ class Complaint:
     def first_wrong(self, policy: type[Scheduler]) -> Difference | None:
         """Where a policy first decides otherwise than the reference on the complaint's load."""
         return compare(self.load, policy, self.reference, batch_seconds)
-
-
-def served(policy: type[Scheduler], load: Load) -> Figures:
-    """The figures of a policy on a load."""
-    trial = Trial(policy, load, batch_seconds)
-    trial.run()
-    return Figures.of(trial)
 
 
 def figures_table(yours: Figures, reference: Figures, allowed: dict[str, float]) -> str:

@@ -3,6 +3,7 @@
 Read first: catalog.py. Read next: __main__.py."""
 
 import inspect
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from exercises.lockstep import (
     State,
     Trial,
     one_second,
+    serve,
 )
 from exercises.problems import Problem
 from exercises.rules import amount, tokens
@@ -115,7 +117,7 @@ def describe_load(load: Load, cuts_prompts: bool) -> str:
     return f"{head}\n\n{align([columns, *rows])}"
 
 
-def describe_history(history: tuple[Decision, ...]) -> str:
+def describe_history(history: Sequence[Decision]) -> str:
     """A line for each of the last decisions before the one that differs."""
     lines = []
     skipped = max(0, len(history) - MAX_HISTORY)
@@ -226,16 +228,12 @@ def record(policy: type[Scheduler], load: Load, seconds: Seconds) -> Recorder:
     recorder = Recorder()
     with suppress(PolicyError):
         trial = Trial(policy, load, seconds, recorder)
-        while not trial.has_ended:
-            trial.arrive()
-            if not trial.decide().chunks:
+        for moment in trial.play():
+            if not moment.yours.chunks:
                 break
-            trial.advance()
     return recorder
 
 
 def answer_question(exercise: Exercise, policy: type[Scheduler]) -> str:
     """The answer to the question of the docstring, from a run of a solution."""
-    trial = Trial(policy, exercise.question.load, exercise.seconds)
-    trial.run()
-    return exercise.question.answer(trial)
+    return exercise.question.answer(serve(policy, exercise.question.load, exercise.seconds))
