@@ -165,6 +165,7 @@ EXERCISES = (
                 rules.prompt_is_cut,
                 page_rules.takes_pages_in_vain,
                 rules.decodes_come_first,
+                rules.overtakes,
                 rules.room_for_another_prompt,
                 rules.admitted_and_left_out,
                 *MEMORY,
@@ -234,7 +235,7 @@ EXERCISES = (
             "Decodes first, all of them. Then at most one request gets a chunk, and only if "
             "something is left: which one, if a prompt has begun, and which one, if none has?",
             "Add self.grow_decodes() to Batch(self.chunk). If batch.left is above 0, take the "
-            "of self.prefilling(), or, if there is none, self.admit(), and add it if it is one.",
+            "first of self.prefilling(), or what self.admit() returns if there is none. Add it.",
         ),
         question=questions.SIX_DECODES,
         beside="orca",

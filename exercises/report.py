@@ -39,7 +39,10 @@ def describe_problem(
     `command` is the one that was run, without --html."""
     moment = problem.moment
     if moment is None and not problem.details:
-        return f"{place_of(exercise, policy, problem)}: {problem.sentence}"
+        line = f"{place_of(exercise, policy, problem)}: {problem.sentence}"
+        is_written = problem.place is not None and problem.sentence != "not written yet"
+        hint = f". For a hint: `python -m exercises {exercise.number} --hint`"
+        return line + hint if is_written and " line " in line else line
     see = f"To see it: `{command} --html difference.html`"
     parts = [f"Exercise {exercise.number}, {exercise.title}: not yet."]
     parts.append(describe_details(policy, problem))

@@ -137,6 +137,29 @@ def test_a_solution_that_cannot_go_on_gets_one_line(source, line, message, tmp_p
     assert text.startswith(f"{file} line {line}: " if line else str(file))
 
 
+MISTAKES = {  # of exercises: what takes the place of a part of the solution, and the message
+    3: (
+        "        while self.waiting and len(self.waiting[0].tokens) <= batch.left:\n",
+        "        for first in sorted(self.waiting, key=lambda r: -r.id):\n"
+        "            self.waiting.remove(first)\n"
+        "            self.waiting.appendleft(first)\n"
+        "            if len(first.tokens) > batch.left:\n"
+        "                break\n",
+        r"request \d overtakes request \d, which arrived before it and waits",
+    ),
+    4: ("return length", "return", "returned None, and the batch got .*: did you forget return?"),
+}
+
+
+@pytest.mark.parametrize("number", MISTAKES)
+def test_a_mistake_has_a_name_and_an_error_a_hint(number, tmp_path, capsys):
+    old, new, message = MISTAKES[number]
+    assert old in SOLUTIONS[number]
+    status, text = check(number, SOLUTIONS[number].replace(old, new), tmp_path, capsys)
+    assert status == 1 and re.search(message, text), text
+    assert f"For a hint: `python -m exercises {number} --hint`" in text
+
+
 def test_no_page_is_written_where_no_batch_was_made(tmp_path, capsys):
     page = tmp_path / "blank.html"
     stub = f"{SCHEDULE}        raise NotImplementedError\n"
