@@ -415,9 +415,9 @@ def overload_by_class() -> Page:
         "overload",
         "More than can be served: who waits?",
         [
-            f"Twice as many requests as can be served, a quarter of each class, under `priority`. "
-            f"The longest TTFT by class, in seconds; {MODEL} on one A100, simulated. *Ageing* lifts "
-            f"a waiting request by one class every {AGEING_S:g} s (30 by default).",
+            "Twice as many requests as can be served, a quarter of each class, under `priority`. "
+            f"The longest TTFT by class, in seconds; {MODEL} on one A100, simulated. *Ageing* "
+            f"lifts a waiting request by one class every {AGEING_S:g} s (30 by default).",
             format_table("ageing", rows),
             "In lasting overload ageing makes the classes that it reaches equal: up to realtime, a "
             "realtime request waits as long as a low one, and the classes are worth nothing. "
