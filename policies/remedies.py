@@ -89,6 +89,39 @@ class PPAS(VLLMV1):
 
 
 @card(
+    "small-chunks-wait",
+    "#3cfde6",
+    note="like sarathi-serve, but a chunk of a few tokens waits until more of the budget is left",
+    engine="proposed",
+    version="vLLM #54145",
+)
+class SmallChunksWait(SarathiServe):
+    """Algorithm 3 in which a small chunk waits until it is worth its iteration.
+
+    If the decodes leave fewer than `least_chunk` tokens of the budget, a quarter of it by default,
+    there is no prefill, but at most `max_delay` times in a row. A chunk of a few tokens reads all
+    that came before it in its prompt, and makes all answers wait for that.
+    Source: vllm-project/vllm PR #54145."""
+
+    def __init__(
+        self, *args: Any, least_chunk: int | None = None, max_delay: int = 8, **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
+        self.least_chunk = max(1, self.chunk // 4)
+        if least_chunk is not None:
+            self.least_chunk = check_whole("least_chunk", least_chunk, minimum=1)
+        self.max_delay = check_whole("max_delay", max_delay, minimum=0)
+        self.delay = 0
+
+    def token_budget(self, decodes: list[Request], prefills: list[Request]) -> int:
+        too_small = self.chunk - len(decodes) < self.least_chunk
+        has_prefill = bool(prefills or self.waiting)
+        waits = bool(decodes) and has_prefill and too_small and self.delay < self.max_delay
+        self.delay = self.delay + 1 if waits else 0
+        return len(decodes) if waits else self.chunk
+
+
+@card(
     "equal-progress",
     "#ed77f8",
     note="like sarathi-serve, with up to 4 prompts in equal shares of the budget",

@@ -9,6 +9,7 @@ beside the engine itself. Read first: scheduler.py. Read next: remedies.py, what
 propose; README.md beside this file, the tables and pictures."""
 
 import sys
+from itertools import accumulate
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -296,6 +297,70 @@ class SGLang(Interval):
     def rank(self, request: Request) -> tuple[float, ...]:
         outputs = len(request.tokens) - request.prompt_len
         return -outputs, request.prompt_len, request.arrival, request.id
+
+
+@card("free-slots", "#442082", engine="SGLang, --min-free-slots", version="0.5.23")
+class FreeSlots(SGLang):
+    """SGLang that admits nobody while fewer than `min_free_slots` slots of max_batch are free.
+
+    So prompts begin together, and running answers are interrupted once instead of often; who comes
+    first waits for the others' places.
+    Source: python/sglang/srt/managers/min_free_slots_delayer.py of sglang 0.5.23, `should_delay`.
+    It is off there by default, but for one family of models."""
+
+    def __init__(self, *args: Any, min_free_slots: int = 4, **options: Any) -> None:
+        super().__init__(*args, **options)
+        least = check_whole("min_free_slots", min_free_slots, minimum=1)
+        self.min_free_slots = min(least, self.max_batch)
+        self.delays = False
+
+    def schedule(self) -> Batch:
+        free_slots = self.max_batch - len(self.running)
+        self.delays = bool(self.running) and free_slots < self.min_free_slots
+        return super().schedule()
+
+    def admit(self) -> Request | None:
+        return None if self.delays else super().admit()
+
+
+@card("lmdeploy", "#f1c26b", engine="LMDeploy, PyTorch engine", version="053945e0")
+class LMDeploy(SarathiServe):
+    """LMDeploy: prefill and decode in turn, and a prefill only if it pays.
+
+    It pays if the queue holds a budget of tokens, if fewer than half of max_batch run, or after
+    `prefill_interval` decode batches. So prompts collect to full batches, and few answers are
+    interrupted; a single short prompt waits for 16 tokens of the others.
+    Source: InternLM/lmdeploy lmdeploy/pytorch/engine/inputs_maker.py @053945e0,
+    `do_prefill_default`. Differs from theirs: short prompts do not take turns with a long one."""
+
+    watermark_percent = 0
+
+    def __init__(self, *args: Any, prefill_interval: int = 16, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.interval = check_whole("prefill_interval", prefill_interval, minimum=1)
+        self.decode_batches = 0  # since the last prefill batch, or since somebody waits
+
+    def prefill_pays(self) -> bool:
+        """Whether the next batch is one of prefill, if anybody decodes."""
+        if self.prefilling() or self.decode_batches >= self.interval:
+            return True
+        if 2 * len(self.running) < self.max_batch:
+            return True
+        tokens = accumulate(len(request.tokens) for request in self.waiting)
+        return any(total >= self.chunk for total in tokens)
+
+    def schedule(self) -> Batch:
+        batch = Batch(self.chunk)
+        decodes = self.grow_decodes()
+        if not decodes or self.prefill_pays():
+            for request in self.prefilling():
+                batch.add(request)
+            while batch.left > 0 and (request := self.admit()):
+                batch.add(request)
+        self.decode_batches = 0 if batch or not self.waiting else self.decode_batches + 1
+        if not batch:
+            batch.add_decodes(decodes)
+        return batch
 
 
 @card("sglang-mixed", "#5fdd7f", engine="SGLang, mixed chunks", version="0.5.23")
