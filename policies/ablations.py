@@ -3,7 +3,15 @@
 Read first: scheduler.py."""
 
 from policies.cards import card
-from scheduler import Batch, Request, SarathiServe
+from scheduler import Batch, Request, SarathiServe, Scheduler
+
+
+def add_prefills(scheduler: Scheduler, batch: Batch) -> None:
+    """Fill a batch with prefills: those that have begun, then new ones."""
+    for request in scheduler.prefilling():
+        batch.add(request)
+    while batch.left > 0 and (request := scheduler.admit()):
+        batch.add(request)
 
 
 @card(
@@ -20,10 +28,7 @@ class ChunkedOnly(SarathiServe):
         decodes = self.grow_decodes()
         batch = Batch(self.chunk)
         if not (self.prefilled_last and decodes):
-            for request in self.prefilling():
-                batch.add(request)
-            while batch.left > 0 and (request := self.admit()):
-                batch.add(request)
+            add_prefills(self, batch)
         self.prefilled_last = bool(batch)
         if not batch:
             batch.add_decodes(decodes)

@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from errors import check_bool, check_number, check_whole
+from policies.ablations import add_prefills
 from policies.cards import card
 from policies.pages import CachedPages
 from scheduler import VLLM, Admission, Batch, Chunk, Request, SarathiServe, Scheduler
@@ -227,10 +228,7 @@ class Interval(SarathiServe):
         if self.decode_batches < self.every:
             batch.add_decodes(self.grow_decodes())
         if not batch:
-            for request in self.prefilling():
-                batch.add(request)
-            while batch.left > 0 and (request := self.admit()):
-                batch.add(request)
+            add_prefills(self, batch)
             self.decode_batches = -1 if batch else self.decode_batches
         if not batch:
             batch.add_decodes(self.grow_decodes())
@@ -353,10 +351,7 @@ class LMDeploy(SarathiServe):
         batch = Batch(self.chunk)
         decodes = self.grow_decodes()
         if not decodes or self.prefill_pays():
-            for request in self.prefilling():
-                batch.add(request)
-            while batch.left > 0 and (request := self.admit()):
-                batch.add(request)
+            add_prefills(self, batch)
         self.decode_batches = 0 if batch or not self.waiting else self.decode_batches + 1
         if not batch:
             batch.add_decodes(decodes)
