@@ -40,6 +40,13 @@ def test_a_cure_that_is_none_is_told_why(number, source, message, tmp_path, caps
     assert status == 1 and message in text, text
 
 
+def test_an_error_in_a_cure_gets_one_line(tmp_path, capsys):
+    source = "class StarvedDecodes(SarathiServe):\n    def schedule(self):\n        return 1 / 0\n"
+    status, text = check(11, source, tmp_path, capsys)
+    assert status == 1 and text.count("\n") == 1
+    assert re.search(r"line \d+: ZeroDivisionError: .*--hint`$", text.strip()), text
+
+
 @pytest.mark.parametrize("exercise", MENDS, ids=lambda exercise: exercise.title)
 def test_a_fault_is_a_complaint_with_figures_and_a_timeline(exercise, capsys):
     assert main(parse_args([str(exercise.number)])) == 1

@@ -11,6 +11,7 @@ from lab.simulator.referee import check_random_loads, rules_of
 from policies import ALL_POLICIES, TODAY, make_scheduler
 from policies.cards import CARDS
 from policies.pages import make_pages
+from policies.referee import chunks_come_next
 from request import Service
 from sampling import SamplingParams
 from scheduler import Request
@@ -100,6 +101,7 @@ def test_each_figure_of_equal_loads_has_its_command():
     assert {name for name, card in CARDS.items() if card.equal} == set(ENGINES)
     for card in CARDS.values():
         assert bool(card.engine) == bool(card.version), card.name
+        assert card.note and "`" not in card.note, card.name
 
 
 @dataclass
@@ -310,6 +312,16 @@ def test_vllm_v1_finds_the_pages_that_the_same_batch_computes():
     for ours, expected in zip(shared, alone, strict=True):
         assert ours.tokens == expected.tokens
         assert ours.logprobs == pytest.approx(expected.logprobs, abs=1e-10)
+
+
+def test_only_those_admitted_for_a_batch_may_read_what_it_computes():
+    world = World("vllm-v1", chunk=64, shares=True)
+    writer, reader = (world.add([*SYSTEM_PROMPT, tail]) for tail in (2, 3))
+    batch = world.scheduler.next_batch()
+    assert list(chunks_come_next(world.scheduler, batch, {writer.id, reader.id})) == []
+    breaches = list(chunks_come_next(world.scheduler, batch, {writer.id}))  # one has run before
+    assert [breach.request for breach in breaches] == [writer.id] * 4
+    assert "is written, and others read it" in breaches[0].observation
 
 
 def test_pages_that_an_aborted_request_would_have_filled_are_not_read(monkeypatch):
