@@ -224,7 +224,7 @@ lmdeploy max_batch=2 chunk=4 prefill_interval=1, 2+4 2+2 2+1 = 0:2 1:2 | 0:d 1:d
 lmdeploy max_batch=4 chunk=4, 2+3 2+3 2+1 = 0:2 1:2 | 0:d 1:d | 0:d 1:d | 2:2
 lmdeploy max_batch=2 chunk=4, 2+4 2+2 4+1 = 0:2 1:2 | 0:d 1:d | 2:4 | 0:d | 0:d  # a budget waits
 small-chunks-wait chunk=4 least_chunk=3, 2+3 2+2 6+1 = 0:2 1:2 | 0:d 1:d | 0:d 2:3 | 2:3
-small-chunks-wait chunk=4 least_chunk=3 max_delay=0, 2+3 2+2 6+1 = 0:2 1:2 | 0:d 1:d 2:2 | 0:d 2:3 | 2:1
+small-chunks-wait chunk=4 least_chunk=3 max_delay=0, 2+2 2+2 6+1 = 0:2 1:2 | 0:d 1:d 2:2 | 2:4
 sglang-mixed chunk=4, 3+3 6+2 = 0:3 1:1 | 0:d 1:3 | 0:d 1:2 | 1:d  # decodes ride along
 nano-vllm chunk=4, 6+2 3+2 1+2 = 0:4 | 0:2 | 1:3 2:1 | 0:d 1:d 2:d  # only the first is cut
 nano-vllm chunk=4, 2+2 3+2 2+2 = 0:2 | 1:3 | 2:2 | 0:d 1:d 2:d  # others go whole, in order
