@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from files import new_file
+from policies.cards import CARDS
 
 WIDTH = 8.5  # inches. A README shows them as 830 pixels, so that a letter of 9 pt is 12 high.
 rcParams.update(
@@ -37,34 +38,7 @@ WAITING = "#d0d0d0"
 # gaps between tokens: from short to the limit, and above it
 GAPS = LinearSegmentedColormap.from_list("gaps", [DECODE, "#f2d53c"]).with_extremes(over=OVER)
 
-POLICY_COLORS = {
-    "request-level": "#7a7a7a",
-    "orca": "#e69f00",
-    "orca-best": "#8c5109",
-    "vllm": "#d55e00",
-    "sarathi": "#56b4e9",
-    "sarathi-serve": "#0072b2",
-    "chunked-only": "#cc79a7",
-    "hybrid-only": "#009e73",
-    "priority": "#a422e6",
-    "dynamic": "#000000",
-    "vllm-v1": "#1616f3",
-    "sglang": "#0bcb0b",
-    "sglang-mixed": "#5fdd7f",
-    "no-evict": "#34511f",
-    "fastgen": "#bbcb0b",
-    "tgi": "#51341f",
-    "hf": "#7777f8",
-    "nano-vllm": "#35d4d4",
-    "interval": "#f316a9",
-    "threshold-under-contention": "#40871d",
-    "ppas": "#1d3787",
-    "equal-progress": "#ed77f8",
-    "shortest-uncached": "#9b089b",
-    "peak": "#9b085e",
-    "wait-for-prefix": "#1f3051",
-    "vtc": "#a297d8",
-}
+POLICY_COLORS = {name: card.color for name, card in CARDS.items()}
 OTHER_COLORS = ["#b3b36b", "#4c004c", "#000099", "#066b62"]  # of policies that are not in there
 LINE_COLORS = [  # of lines that are no policies
     "#0072b2",
