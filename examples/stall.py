@@ -13,7 +13,8 @@ from engine import Engine
 from lab.pictures.terminals import Answer, LatePrompt, Terminal, Word, animate
 from model import GPT
 from pretrained.checkpoints import find
-from pretrained.tokenizers import TextStream, Tokenizer, load_chat, load_tokenizer
+from pretrained.streams import TextStream
+from pretrained.tokenizers import Tokenizer, load_chat, load_tokenizer
 from request import Completion
 from sampling import SamplingParams
 

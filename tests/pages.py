@@ -16,7 +16,7 @@ from lab.simulator.cost_model import CostModel
 from lab.simulator.simulation import simulate
 from page.html import page
 from page.records import Recorder
-from tests.worlds import ROOT
+from tests.forked import ROOT
 
 PYODIDE_FOLDER = Path(os.environ.get("PYODIDE", ROOT / "node_modules/pyodide"))
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -11,6 +11,7 @@ import pytest
 from exercises.catalog import EXERCISES
 from lab.explore.bundle import PYODIDE
 from tests.exercise_solutions import SOLUTIONS
+from tests.forked import ROOT
 from tests.pages import (
     MINE,
     PYODIDE_FOLDER,
@@ -19,7 +20,6 @@ from tests.pages import (
     needs_pyodide,
     run_source,
 )
-from tests.worlds import ROOT
 
 pytestmark = pytest.mark.slow  # the site takes twenty seconds to make
 
