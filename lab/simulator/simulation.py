@@ -201,17 +201,18 @@ class Simulation(MicroBatches):
         self.batches += 1
         # chunk.yields_token, written out: there are many chunks
         tokens = [0 if start + n == len(request.tokens) else None for request, start, n in batch]
-        new_tokens = scheduler.advance(batch, tokens, end)
-        if not self.record:  # nobody looks at the others
-            new_tokens = [new for new in new_tokens if new[0].finish_reason]
-        return [event_of(request, token) for request, token in new_tokens]
+        return self.events_of(scheduler.advance(batch, tokens, end))
 
-
-def event_of(request: Request, token: int) -> Event:
-    """The Event of a new token of a request."""
-    reason = request.finish_reason
-    completion = Completion.of(request) if reason else None
-    return Event(request.id, token, None, reason, completion)
+    def events_of(self, new_tokens: list[tuple[Request, int]]) -> list[Event]:
+        """The Events of new tokens; without a record of those that end a request, as nobody looks
+        at the others."""
+        events = []
+        for request, token in new_tokens:
+            reason = request.finish_reason
+            if self.record or reason:
+                completion = Completion.of(request) if reason else None
+                events.append(Event(request.id, token, None, reason, completion))
+        return events
 
 
 def bubble_kinds(stage_runs: Sequence[StageRun]) -> list[tuple[StageRun, str]]:
