@@ -25,7 +25,7 @@ from lab.simulator.cost_model import BYTES, Chunks, StageTimes, matrices
 from lab.simulator.devices import DEVICES, GEOMETRIES
 from lab.simulator.simulation import simulate
 from model import GPTConfig
-from request import Iteration
+from policies.observers import Iteration
 
 EXACT = 1.0  # the factor within which a number that is counted is the paper's
 

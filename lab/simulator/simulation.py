@@ -15,13 +15,14 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from config import EngineConfig
-from errors import QueueFull, check_whole
+from errors import check_whole
 from lab.measure.arrival import Arrival
 from lab.measure.run_loop import LoadRun, Run
 from lab.simulator.cost_model import Cost
 from policies.micro_batches import MicroBatches, StageRun, StageTime
+from policies.observers import Iteration
 from policies.priority import make_service
-from request import Completion, Event, Iteration
+from request import Completion, Event
 from scheduler import Request, Scheduler
 
 
@@ -150,8 +151,7 @@ class Simulation(MicroBatches):
         self.schedulers[0].check_fits(arrival.prompt_len, arrival.output_len)
         self.bubbles[i] = 0.0
         self._wake()
-        if self.config.max_waiting is not None and len(self.queue) >= self.config.max_waiting:
-            raise QueueFull(f"max_waiting={self.config.max_waiting}: as many requests wait")
+        self.config.check_queue(len(self.queue))
         tokens: Any = bytearray(arrival.prompt_len) if prompt is None else list(prompt)
         request = Request(
             id=i,
@@ -193,7 +193,7 @@ class Simulation(MicroBatches):
         chunks = None
         if self.record:
             launch = self.now + self.cost.cpu_s
-            self.last_iteration = scheduler.iteration(batch, self.now, end, launch)
+            self.last_iteration = Iteration.of(scheduler, batch, self.now, end, launch)
             chunks = self.last_iteration.chunks
         self.book(micro_batch, times, self.full_since(micro_batch), batch, chunks)
         self._push(end, micro_batch)
@@ -206,13 +206,11 @@ class Simulation(MicroBatches):
     def events_of(self, new_tokens: list[tuple[Request, int]]) -> list[Event]:
         """The Events of new tokens; without a record of those that end a request, as nobody looks
         at the others."""
-        events = []
-        for request, token in new_tokens:
-            reason = request.finish_reason
-            if self.record or reason:
-                completion = Completion.of(request) if reason else None
-                events.append(Event(request.id, token, None, reason, completion))
-        return events
+        return [
+            Event.of(request, token, Completion.of(request) if request.finish_reason else None)
+            for request, token in new_tokens
+            if self.record or request.finish_reason
+        ]
 
 
 def bubble_kinds(stage_runs: Sequence[StageRun]) -> list[tuple[StageRun, str]]:
