@@ -46,8 +46,8 @@ LINKS = {
     "nvlink3": Link(bytes_per_s=165e9, step_s=2e-6),
     # that of nvlink3, times 900 / 600 GB/s
     "nvlink4": Link(bytes_per_s=247e9, step_s=2e-6),
-    # two A100 of a virtual machine (a100_pairwise_nvlink), up to 530 MB: 2 % in the median, over 8 %
-    # at 26 % of the sizes, 32 % of 4 to 8 MB; small ones take 55 us. In another profile
+    # two A100 of a virtual machine (a100_pairwise_nvlink), up to 530 MB: 2 % in the median, over
+    # 8 % at 26 % of the sizes, 32 % of 4 to 8 MB; small ones take 55 us. In another profile
     # (a100_pair_nvlink) these take 6 to 11 us, and 3 MB 39.
     "nvlink3-pair": Link(bytes_per_s=200e9, step_s=25e-6),
     # four A100 in two such pairs, up to 121 MB: 10 % at most
@@ -67,8 +67,8 @@ LINKS = {
     "ethernet": Link(bytes_per_s=5e9, step_s=50e-6, per_gpu=False),
 }
 
-# The rates are rounded from what examples/fit_device.py finds in measured times of a LLaMA-2-7B layer
-# on one A100-80GB (Vidur's profile). Its attention over chunks of 544 to 3,584 tokens after 0 to
+# The rates are rounded from what examples/fit_device.py finds in measured times of a layer of
+# LLaMA-2-7B on one A100-80GB (Vidur's profile). Its attention over chunks of 544 to 3,584 tokens after 0 to
 # 3,456 takes as long as all pairs of queries and keys at 116 Tflop/s, masked or not: 7 % off in the
 # median. Without the masked pairs, half of a chunk's own, no rate comes closer than 24 %. The cache
 # of decodes is read as fast as weights.
