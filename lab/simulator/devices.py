@@ -68,10 +68,10 @@ LINKS = {
 }
 
 # The rates are rounded from what examples/fit_device.py finds in measured times of a layer of
-# LLaMA-2-7B on one A100-80GB (Vidur's profile). Its attention over chunks of 544 to 3,584 tokens after 0 to
-# 3,456 takes as long as all pairs of queries and keys at 116 Tflop/s, masked or not: 7 % off in the
-# median. Without the masked pairs, half of a chunk's own, no rate comes closer than 24 %. The cache
-# of decodes is read as fast as weights.
+# LLaMA-2-7B on one A100-80GB (Vidur's profile). Its attention over chunks of 544 to 3,584 tokens
+# after 0 to 3,456 takes as long as all pairs of queries and keys at 116 Tflop/s, masked or not: 7 %
+# off in the median. Without the masked pairs, half of a chunk's own, no rate comes closer than
+# 24 %. The cache of decodes is read as fast as weights.
 A100 = Device(
     name="A100-80GB",
     flops_per_s=227e12,
