@@ -19,7 +19,7 @@ from lab.measure.run_loop import LoadRun
 from lab.measure.workload import Arrival, chats, prompts
 from lab.simulator.cost_model import CostModel
 from lab.simulator.devices import DEVICES, GEOMETRIES
-from lab.simulator.simulation import Simulation, bubble_kinds, simulate
+from lab.simulator.simulation import STEADY_POLICIES, Simulation, bubble_kinds, simulate
 from policies import POLICIES
 from scheduler import SarathiServe
 from speedups.runner import Runner
@@ -236,6 +236,28 @@ def test_a_batch_starts_when_stage_requests_and_micro_batch_are_ready(policy, pp
         assert max(busy.values()) <= result.run.seconds == max(left.values())
         share = sum(busy.values()) / pp / replicas / result.run.seconds
         assert result.utilisation == pytest.approx(share)
+
+
+@pytest.mark.parametrize("pp, replicas", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("pages", [AMPLE, LITTLE])
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "dynamic"])
+def test_a_simulation_without_a_record_computes_the_same(policy, pages, pp, replicas, monkeypatch):
+    """Though it repeats batches of decodes without asking the policy."""
+    repeats = []
+    repeat = Simulation._repeat
+    monkeypatch.setattr(Simulation, "_repeat", lambda *args: repeats.append(args) or repeat(*args))
+    cost = CostModel(GEOMETRIES["llama-7b"], DEVICES["a100-80gb"], pp=pp, cpu_s=1e-3)
+    config = replace(CONFIG, policy=policy, pages=pp * pages)
+    for mean_gap in (0.0, 0.02, 0.25):
+        arrivals = random_arrivals(0, 16 * pp, mean_gap)
+        recorded, other = (
+            simulate(cost, config, arrivals, replicas=replicas, record=record)
+            for record in (True, False)
+        )
+        assert other.run.completions == recorded.run.completions
+        assert (other.busy, other.bubbles) == (recorded.busy, recorded.bubbles)
+        assert (other.batches, other.run.seconds) == (recorded.batches, recorded.run.seconds)
+    assert bool(repeats) == (POLICIES[policy] in STEADY_POLICIES)
 
 
 def gaps(policy, pp, replicas, seed, mean_gap):
