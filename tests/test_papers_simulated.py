@@ -7,24 +7,20 @@ from itertools import product
 import numpy as np
 import pytest
 
-from lab.measure import metrics
-from lab.measure.capacity import Bounded, values_above_quantile
-from lab.measure.token_budget import SLOS
-from lab.measure.workload import zipf_lengths
-from lab.papers import simulated_batches, systems
-from lab.papers.comparison import Table, beside_published, only_simulated, paper_beside
-from lab.papers.simulated_sarathi import (
+from lab.claims import simulated_batches, systems
+from lab.claims.comparison import Table, beside_published, only_simulated, paper_beside
+from lab.claims.simulated_sarathi import (
     FIGURE_12_VARIANTS,
     Assumptions,
     bubble_example,
     figure_12_jobs,
 )
-from lab.papers.simulated_serving import (
+from lab.claims.simulated_serving import (
     across_nodes,
     capacity_against_slo,
     serving_capacity,
 )
-from lab.papers.systems import (
+from lab.claims.systems import (
     A6000_13B,
     FALCON_180B,
     GPT3_PIPELINE,
@@ -48,6 +44,10 @@ from lab.papers.systems import (
     serve,
     throughput,
 )
+from lab.measure import metrics
+from lab.measure.capacity import Bounded, values_above_quantile
+from lab.measure.token_budget import SLOS
+from lab.measure.workload import zipf_lengths
 from lab.simulator.cost_model import CostModel
 from lab.simulator.machine import base_of
 from request import Completion

@@ -16,9 +16,9 @@ import pytest
 
 import bench
 from examples import fit_device
+from lab.claims.comparison import Table
+from lab.claims.simulated import Experiment
 from lab.commands import simulate
-from lab.papers.comparison import Table
-from lab.papers.simulated import Experiment
 from lab.simulator.cost_model import matrices, product_seconds
 from lab.simulator.devices import A100, GEOMETRIES
 from lab.simulator.fit import COLUMNS

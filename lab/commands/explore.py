@@ -46,7 +46,7 @@ from views.page import Costs, Editor, packed_inline, page
 from views.records import Recorder
 from views.site import write_packed, write_runs
 
-TRACE = Path(__file__).parents[1] / "papers" / "a_to_d.csv"  # A and B, then C and D
+TRACE = Path(__file__).parents[1] / "claims" / "a_to_d.csv"  # A and B, then C and D
 POLICIES = (
     "vllm",
     "sarathi-serve",

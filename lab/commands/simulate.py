@@ -3,7 +3,7 @@
     python bench.py simulate                      the claims that need the papers' GPUs
     python bench.py simulate --only pipeline      one of them
 
-Read first: lab/simulator/simulation.py and lab/papers/simulated.py, which makes these tables."""
+Read first: lab/simulator/simulation.py and lab/claims/simulated.py, which makes these tables."""
 
 import gc
 import os
@@ -32,9 +32,9 @@ from cli.options import (
     write_json,
     wrote,
 )
-from lab.papers.comparison import Table
-from lab.papers.simulated import EXPERIMENTS
-from lab.papers.systems import Setup
+from lab.claims.comparison import Table
+from lab.claims.simulated import EXPERIMENTS
+from lab.claims.systems import Setup
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")

@@ -13,17 +13,14 @@ from itertools import combinations, product
 from statistics import median
 from typing import Any, NamedTuple
 
-from lab.measure.capacity import Bounded, slo_seconds
-from lab.measure.token_budget import SLOS
-from lab.measure.workload import LENGTHS
-from lab.papers.comparison import (
+from lab.claims.comparison import (
     Cell,
     Table,
     beside_published,
     only_simulated,
     paper_beside,
 )
-from lab.papers.systems import (
+from lab.claims.systems import (
     FALCON_180B,
     LLAMA2_70B,
     MISTRAL_7B,
@@ -39,6 +36,9 @@ from lab.papers.systems import (
     latencies,
     llama2_70b_on_h100,
 )
+from lab.measure.capacity import Bounded, slo_seconds
+from lab.measure.token_budget import SLOS
+from lab.measure.workload import LENGTHS
 from lab.simulator.machine import base_of
 from views.tables import show
 

@@ -9,11 +9,11 @@ lab/commands/simulate.py."""
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from lab.papers import simulated_batches as batches
-from lab.papers import simulated_sarathi as sarathi
-from lab.papers import simulated_serving as serving
-from lab.papers.comparison import Table
-from lab.papers.systems import Setup
+from lab.claims import simulated_batches as batches
+from lab.claims import simulated_sarathi as sarathi
+from lab.claims import simulated_serving as serving
+from lab.claims.comparison import Table
+from lab.claims.systems import Setup
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@ simulated_sarathi.py, simulated_serving.py."""
 from collections.abc import Iterator
 from itertools import product
 
-from lab.papers.comparison import (
+from lab.claims.comparison import (
     Cell,
     Table,
     beside_published,
     only_simulated,
     paper_beside,
 )
-from lab.papers.systems import (
+from lab.claims.systems import (
     A100_33B,
     A6000_13B,
     A6000_BATCHES,

@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from config import EngineConfig
-from lab.measure.workload import Arrival, zipf_lengths
-from lab.papers.comparison import (
+from lab.claims.comparison import (
     Cell,
     Table,
     beside_published,
     only_simulated,
     paper_beside,
 )
-from lab.papers.systems import (
+from lab.claims.systems import (
     A100_33B,
     A6000_13B,
     A6000_BATCHES,
@@ -37,6 +36,7 @@ from lab.papers.systems import (
     offline,
     sarathi_gain,
 )
+from lab.measure.workload import Arrival, zipf_lengths
 from lab.simulator.simulation import bubble_kinds, simulate
 from policies.micro_batches import StageRun
 
