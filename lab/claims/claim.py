@@ -15,13 +15,13 @@ which they count as the same. Both together are the verdict. Read first: table.p
 labs.py. Read next: phases.py."""
 
 import inspect
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from lab.claims.checks import ANYWHERE, Check, Condition
-from lab.claims.labs import Lab
 from lab.claims.table import Line, Table, X, Y
 from lab.measure.capacity import Bounded
 from views.tables import show
@@ -66,6 +66,16 @@ class Published:
         is_large_enough = bound == "below" or share >= 1 / self.within
         is_small_enough = bound == "at least" or share <= self.within
         return is_large_enough and is_small_enough
+
+    @property
+    def error(self) -> float | None:
+        """How far ours is off, as a share of the paper's: infinity if ours is only known to be
+        above or below; None if it is not known, or the paper's is a bound."""
+        if self.here is None or isinstance(self.paper, Bounded):
+            return None
+        if isinstance(self.here, Bounded) and self.here.bound:
+            return math.inf
+        return self.here / self.paper - 1
 
     def is_in(self, table: Table) -> bool:
         """Whether a table shows the line that has our number."""
@@ -134,6 +144,12 @@ class Finding:
         self.published.append(number)
 
     @property
+    def compared(self) -> list[Published]:
+        """The numbers of the paper that are of this device, and no bounds."""
+        of_device = [number for number in self.published if number.device == self.device]
+        return [number for number in of_device if number.error is not None]
+
+    @property
     def is_timed(self) -> bool:
         """Whether the verdict depends on measured times, not only on what is counted."""
         compared = [number.line for number in self.published if number.within is not None]
@@ -168,7 +184,7 @@ class Claim:
     """A figure or table of a paper: the function that asks a lab, whose docstring begins with its
     id."""
 
-    function: Callable[[Lab], Finding]
+    function: Callable[[Any], Finding]  # of a Lab, or of a CostLab
     title: str
     seconds: tuple[int, int]  # how long it takes, about, with --quick and without, on two CPU cores
     covers: tuple[str, ...]  # other claims that are measured with it
@@ -212,10 +228,10 @@ class Claim:
 
 def claim(
     title: str, *, seconds: tuple[int, int] = (0, 0), covers: tuple[str, ...] = ()
-) -> Callable[[Callable[[Lab], Finding]], Claim]:
+) -> Callable[[Callable[[Any], Finding]], Claim]:
     """Make the function below a Claim."""
 
-    def make(function: Callable[[Lab], Finding]) -> Claim:
+    def make(function: Callable[[Any], Finding]) -> Claim:
         return Claim(function, title, seconds, covers)
 
     return make

@@ -4,18 +4,17 @@
     lab.time({"prompt": [prompts(1, 1024)]})["prompt"].total_ms
 
 The schedulers are the real ones, on a clock that counts. Read first: labs.py,
-lab/simulator/cost_model.py. Read next: systems.py."""
+jobs.py. Read next: clusters.py."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
-from config import EngineConfig
-from lab.claims.labs import NO_PREFIX, Lab, Lockstep, ServerAndBase, Size, TimeCases
+from lab.claims.jobs import OfflineJob, Setup, offline
+from lab.claims.labs import NO_PREFIX, Lab, Lockstep, Size, TimeCases
 from lab.measure.batch_times import (
     Batch,
     BatchTime,
@@ -27,20 +26,21 @@ from lab.measure.batch_times import (
     decodes as decode_batch,
 )
 from lab.measure.decode_maximal import DecodeMaximal, compare_decodes, table_2_batches
-from lab.measure.offline_load import summarize_policy, with_gains
 from lab.measure.run_plan import run_plan
 from lab.measure.token_budget import Case, Profiled
 from lab.simulator.cost_model import CostModel, product_seconds
-from lab.simulator.machine import CountingMachine, base_of
-from lab.simulator.simulation import simulate
+from lab.simulator.machine import SimulatedMachine
 from model import Block
 
 
 class CostLab(Lab):
     """A Lab that computes, on the GPUs of a cost model."""
 
-    def __init__(self, cost: CostModel, size: Size = "gpu") -> None:
+    rounds = 40  # of a load that is all there at the start: so many times its batch
+
+    def __init__(self, cost: CostModel, size: Size = "gpu", setup: Setup | None = None) -> None:
         self.cost = cost
+        self.setup = setup or Setup()
         model: Any = SimpleNamespace(
             config=replace(cost.config, max_positions=10**6),
             blocks=[Block(cost.config, device="meta")],
@@ -49,7 +49,12 @@ class CostLab(Lab):
         )
         device = cost.device
         ridge = device.flops_per_s / device.bytes_per_s
-        super().__init__(model, size, ridge=ridge, machine=asdict(device))
+        machine = {"device": f"simulated: {device.name}", "model": "", "dtype": "16 bits"}
+        super().__init__(model, size, ridge=ridge, machine=machine)
+
+    def on(self, cost: CostModel) -> Self:
+        """The same with another machine."""
+        return type(self)(cost, self.size, self.setup)
 
     def time(
         self,
@@ -64,38 +69,39 @@ class CostLab(Lab):
         }
 
     def time_of(self, batch: Batch, layers: int | None = None, head: bool = False) -> BatchTime:
-        """The BatchTime of a batch."""
-        share = 1e3 * (layers or self.cost.layers) / self.cost.layers
+        """The BatchTime of a batch. With all layers the total has all that an iteration takes, with
+        head and CPU time; `head`: the products have the head, too."""
+        share = 1e3 * (layers or self.cost.layers)
         chunks = [(None, chunk.end - chunk.tokens, chunk.tokens) for chunk in batch]
         times = self.cost.layer_seconds(chunks)
         operations = self._operation_seconds(sum(chunk.tokens for chunk in batch), times.linear)
+        total_ms = share * sum(times) if layers else 1e3 * self.cost.seconds(chunks)
         head_ms = 0.0
         if head:
             config = self.cost.config
             rows_s = product_seconds(self.cost.device, len(batch), config.n_embd, config.vocab_size)
             head_ms = 1e3 * rows_s
-        products_ms = share * sum(operations.values()) + head_ms
-        attention_ms = share * self.cost.layers * times.attention
-        other_ms = share * self.cost.layers * times.others
+        products_ms = share * times.linear + head_ms
+        attention_ms = share * times.attention
         return BatchTime(
-            total_ms=products_ms + attention_ms + other_ms,
+            total_ms=total_ms,
             attention_ms=attention_ms,
             **{f"{name}_ms": share * seconds for name, seconds in operations.items()},
             head_ms=head_ms,
             products_ms=products_ms,
             attention_limit_ms=attention_ms,
-            other_ms=other_ms,
+            other_ms=total_ms - products_ms - attention_ms,
             spread=0.0,
             busy=False,
         )
 
     def _operation_seconds(self, tokens: int, linear_s: float) -> dict[str, float]:
-        """Seconds of each product in all layers, which together take `linear_s` in one."""
+        """Seconds of each product in a layer, which together take `linear_s`."""
         seconds = {
             name: product_seconds(self.cost.device, tokens, *matrix)
             for name, matrix in self.cost.matrices._asdict().items()
         }
-        scale = self.cost.layers * linear_s / sum(seconds.values())
+        scale = linear_s / sum(seconds.values())
         return {name: scale * s for name, s in seconds.items()}
 
     def decode_maximal(self, *, context: int, batch: int, chunk: int) -> DecodeMaximal:
@@ -108,14 +114,13 @@ class CostLab(Lab):
         self, policies: Sequence[str], load: Lockstep, pd_ratio: float
     ) -> dict[str, float | None]:
         """As Lab.gains."""
-        # the fewest requests that fill a pipeline
-        offline = load.offline(pd_ratio, min(load.requests, 2 * load.batch + 1))
-        rows = {}
-        for name, config in run_plan(policies, [load.length], offline.config(load.chunk)).items():
-            run = simulate(self.cost, config, offline.arrivals()).run
-            rows[name] = summarize_policy(run, load.batch)
-        base = rows["request-level"]
-        return {name: with_gains(row, base).gain for name, row in rows.items()}
+        offline_load = load.offline(pd_ratio, self.rounds * load.batch)
+        arrivals = offline_load.arrivals()
+        configs = run_plan(policies, [load.length], offline_load.config(load.chunk))
+        jobs = {name: OfflineJob(self.cost, each, arrivals) for name, each in configs.items()}
+        runs = self.setup.run_all(offline, jobs)
+        base_s = runs["request-level"].makespan_s
+        return {name: base_s / run.makespan_s for name, run in runs.items()}
 
     def case_timer(self, decodes: int, context: int, max_budget: int) -> TimeCases:
         """As Lab.case_timer."""
@@ -130,8 +135,14 @@ class CostLab(Lab):
 
         return time_cases
 
-    def server(self, config: EngineConfig) -> ServerAndBase:
+    def server(self, max_len: int) -> SimulatedMachine:
         """The GPUs as a server."""
-        machine = CountingMachine(partial(simulate, self.cost), seed=0, shared_prefix=NO_PREFIX)
-        base = base_of(self.cost, config.max_len or 0, self.chunk)
-        return ServerAndBase(machine, base, busy=False)
+        return SimulatedMachine(
+            self.cost,
+            model="",
+            replicas=1,
+            max_len=max_len,
+            chunk=self.chunk,
+            seed=0,
+            shared_prefix=NO_PREFIX,
+        )

@@ -22,7 +22,6 @@ from typing import (
     Any,
     Concatenate,
     Literal,
-    NamedTuple,
     ParamSpec,
     Protocol,
     Self,
@@ -56,10 +55,10 @@ from lab.measure.capacity import (
     time_steadily,
 )
 from lab.measure.decode_maximal import DecodeMaximal, measure_decode_maximal
-from lab.measure.machine import RealMachine
+from lab.measure.machine import Machine, RealMachine
 from lab.measure.machine_info import RealMachineInfo
 from lab.measure.offline_load import OfflineLoad, PolicyRun, run_policies
-from lab.measure.run_loop import Recorder, Run
+from lab.measure.run_loop import Run
 from lab.measure.run_plan import run_plan
 from lab.measure.token_budget import Case, Profiled, choose_budget
 from lab.measure.workload import Arrival
@@ -79,21 +78,6 @@ CAPACITY_RATIO = 1.25  # a search ends when a rate that is so many times higher 
 CLEAR_GAIN = 1.3
 
 
-class Server(Protocol):
-    """A machine that serves loads, real or simulated."""
-
-    def serve(
-        self,
-        config: EngineConfig,
-        arrivals: Sequence[Arrival],
-        *,
-        progress: Callable[[], object],
-        recorder: Recorder | None,
-    ) -> Run:
-        """Serve a load by an engine of `config`."""
-        ...
-
-
 @runtime_checkable
 class Timed(Protocol):
     """A result that says whether the machine was busy."""
@@ -104,20 +88,11 @@ class Timed(Protocol):
         ...
 
 
-class ServerAndBase(NamedTuple):
-    """A server, and how fast it is: what SLOs are multiples of."""
-
-    server: Server
-    base: Base
-    busy: bool  # whether the machine was too busy while the base was timed
-
-
 @dataclass(frozen=True)
 class Served:
     """Runs of several policies on one load, and their SLO."""
 
     slo_s: float
-    busy: bool  # whether the machine was too busy for the base of the SLO, or for one of the runs
     records: dict[str, Run]  # by policy: every iteration and every request
     runs: dict[str, JudgedRun]  # by policy: the numbers, and whether the SLO was met
 
@@ -308,8 +283,9 @@ class Lab:
 
         The `decodes` are at the context of the iteration that the SLOs are multiples of."""
         self.check_length(max_budget)
-        machine = self.server(self._config())
-        context = machine.base.context
+        max_len = self._config().max_len or 0
+        base = self.server(max_len).base
+        context = base.context
         time_cases = self.case_timer(decodes, context, max_budget)
         timed: dict[Case, Profiled] = {}  # the searches begin with the same batches
 
@@ -321,7 +297,7 @@ class Lab:
                 timed.update(zip(new_cases, time_cases(new_cases), strict=True))
             return [timed[case] for case in cases]
 
-        slos_s = {slo: slo_seconds(slo, machine.base) for slo in slos}
+        slos_s = {slo: slo_seconds(slo, base) for slo in slos}
         budgets: dict[str, Bounded] = {}
         for slo, slo_s in slos_s.items():
             budget, _ = choose_budget(
@@ -330,20 +306,24 @@ class Lab:
             is_limited = budget + tile > max_budget
             budgets[slo] = Bounded(budget, "at least" if is_limited else "")
         profile = list(timed.values())
-        busy = machine.busy or any(row.spread > timing.BUSY for row in profile)
+        busy = self.base_busy(max_len) or any(row.spread > timing.BUSY for row in profile)
         return TokenBudgets(slos_s, budgets, profile, busy)
 
     def case_timer(self, decodes: int, context: int, max_budget: int) -> TimeCases:
         """What times batches of up to `max_budget` tokens, so many of them decodes at a context."""
         raise NotImplementedError
 
-    def server(self, config: EngineConfig) -> ServerAndBase:
-        """This machine as a server of requests as long as those of `config`."""
+    def server(self, max_len: int) -> Machine:
+        """The machine as a server of requests of up to `max_len` tokens."""
         raise NotImplementedError
 
-    def fitted_server(self, config: EngineConfig) -> ServerAndBase:
-        """A simulation of this machine as such a server."""
-        return self.server(config)
+    def fitted_server(self, max_len: int) -> Machine:
+        """A simulation of the machine as such a server."""
+        return self.server(max_len)
+
+    def base_busy(self, max_len: int) -> bool:
+        """Whether the machine was too busy while the base of its SLOs was timed."""
+        return False
 
     def serve(
         self,
@@ -365,27 +345,26 @@ class Lab:
         `bench.py serve`. The SLO is the strict one. Policies run one after another, so that claims
         share the run of a policy."""
         config = self._config(batch, max_len, kv_tokens)
-        machine = self.server(config)
-        slo_s = slo_seconds("strict", machine.base)
+        longest_request = config.max_len or 0
+        base = self.server(longest_request).base
+        slo_s = slo_seconds("strict", base)
         if arrivals:
-            unit_s = machine.base.seconds
-            timed = [arrival._replace(time=arrival.time * unit_s) for arrival in arrivals]
+            timed = [arrival._replace(time=arrival.time * base.seconds) for arrival in arrivals]
         else:
-            pairs = workload.make_lengths(lengths, requests, config.max_len or 0, self.seed)
-            timed = self._arrivals(pairs, qps or self._rate(load, machine.base, pairs))
+            pairs = workload.make_lengths(lengths, requests, longest_request, self.seed)
+            timed = self._arrivals(pairs, qps or self._rate(load, base, pairs))
         records = {
             name: self._run(name, policy_config, timed)
             for name, policy_config in self._plan(policies, config, slo_s).items()
         }
         runs = {name: judge(run, slo_s) for name, run in records.items()}
-        busy = machine.busy or any(run.busy for run in runs.values())
-        self.busy = self.busy or busy
-        return Served(slo_s, busy, records, runs)
+        self.busy = self.busy or self.base_busy(longest_request) or is_busy(runs)
+        return Served(slo_s, records, runs)
 
     @once
     def _run(self, name: str, config: EngineConfig, arrivals: Sequence[Arrival]) -> Run:
         """The run of one policy, which claims share."""
-        return serve_one(self.server(config).server, name, config, arrivals)
+        return serve_one(self.server(config.max_len or 0), name, config, arrivals)
 
     @once
     def capacity(
@@ -402,22 +381,22 @@ class Lab:
         """Search the highest rate at which each policy meets an SLO. `simulated`: of this machine
         as it was profiled, as always with --quick."""
         config = self._config(batch, None, kv_tokens)
-        real = self.server(config)
-        machine = real
+        max_len = config.max_len or 0
+        machine = self.server(max_len)
         if simulated or self.size == "quick":
-            machine = self.fitted_server(config)
+            machine = self.fitted_server(max_len)
         slo_s = slo_seconds(slo, machine.base)
-        pairs = workload.make_lengths(lengths, requests, config.max_len or 0, self.seed)
+        pairs = workload.make_lengths(lengths, requests, max_len, self.seed)
         start = self._rate(0.5, machine.base, pairs)
         qps = {}
-        busy = real.busy
+        busy = self.base_busy(max_len)
         for name, policy_config in self._plan(policies, config, slo_s).items():
 
             def run_at_rate(
                 rate: float, name: str = name, policy_config: EngineConfig = policy_config
             ) -> JudgedRun:
                 arrivals = self._arrivals(pairs, rate)
-                return judge(serve_one(machine.server, name, policy_config, arrivals), slo_s)
+                return judge(serve_one(machine, name, policy_config, arrivals), slo_s)
 
             search = search_capacity(run_at_rate, start, CAPACITY_RATIO)
             qps[name] = search.capacity_qps
@@ -464,15 +443,21 @@ class Lab:
 
     def check_length(self, tokens: int) -> None:
         """Raise ValueError for a request that is too long for the model."""
-        limit = self.model.config.max_positions
-        if tokens > limit:
+        if not self.fits(tokens):
+            limit = self.model.config.max_positions
             raise ValueError(f"{tokens} tokens: this model is limited to {limit}")
 
+    def fits(self, tokens: int) -> bool:
+        """Whether a request is not too long for the model."""
+        return tokens <= self.model.config.max_positions
 
-def serve_one(server: Server, name: str, config: EngineConfig, arrivals: Sequence[Arrival]) -> Run:
+
+def serve_one(
+    machine: Machine, name: str, config: EngineConfig, arrivals: Sequence[Arrival]
+) -> Run:
     """Serve the arrivals under one policy, with a progress bar of that name."""
     with tqdm(total=len(arrivals), desc=name, disable=None, leave=False) as bar:
-        return server.serve(config, arrivals, progress=bar.update, recorder=None)
+        return machine.serve(config, arrivals, progress=bar.update, recorder=None)
 
 
 class RealLab(Lab):
@@ -557,18 +542,13 @@ class RealLab(Lab):
         runner = runner_for(self.model)(self.model, pages, page_size, max_budget, self.attention)
         return partial(time_steadily, runner)
 
-    def server(self, config: EngineConfig) -> ServerAndBase:
-        """This machine. The base of its SLOs is timed once for all claims."""
-        machine = self._machine(config.max_len or 0)
-        return ServerAndBase(machine, machine.base, bool(machine.info.base_busy))
-
-    def fitted_server(self, config: EngineConfig) -> ServerAndBase:
-        """A simulation of this machine. The batches that it is fitted to are timed once."""
-        machine = self._fitted_machine(config.max_len or 0)
-        return ServerAndBase(machine, machine.base, False)
+    def base_busy(self, max_len: int) -> bool:
+        """As Lab.base_busy."""
+        return bool(self.server(max_len).info.base_busy)
 
     @once
-    def _machine(self, max_len: int) -> RealMachine:
+    def server(self, max_len: int) -> RealMachine:
+        """This machine. The base of its SLOs is timed once for all claims."""
         return RealMachine(
             self.model,
             self.info.model,
@@ -580,9 +560,10 @@ class RealLab(Lab):
         )
 
     @once
-    def _fitted_machine(self, max_len: int) -> FittedMachine:
+    def fitted_server(self, max_len: int) -> FittedMachine:
+        """A simulation of this machine. The batches that it is fitted to are timed once."""
         return FittedMachine(
-            self._machine(max_len),
+            self.server(max_len),
             max_len=max_len,
             attention=self.attention,
             is_alone=True,

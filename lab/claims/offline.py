@@ -37,35 +37,48 @@ ORCA_AND_SARATHI = ["request-level", "orca", "orca-best", "sarathi"]
 def s_t4(lab: Lab) -> Finding:
     """S-T4: SARATHI serves more tokens per second than request-level, at each context.
 
-    LLaMA-33B on an A100 gains 1.25x, 1.22x and 1.14x."""
+    The cost model has 4 ms for what is not in the operations of S-T2, and decodes that take 1.22
+    times as long in attention beside a chunk as alone."""
     gpu_cases = [Lockstep(context, 6, 256, 25) for context in (1024, 2048, 3072)]
     cases = lab.pick(gpu=gpu_cases, cpu=CPU_CASES, quick=QUICK_CASES)
-    found = Finding(LLAMA_13B)
+    ratios = lab.pick(gpu=[50.0] * 3, cpu=[case.pd_ratio for case in cases])
+    published = {"1K, B = 6": (1.33, 5.45), "2K, B = 6": (1.26, 3.26), "3K, B = 6": (1.22, 2.51)}
+    return gains_at_contexts(lab, LLAMA_13B, dict(zip(cases, ratios, strict=True)), published)
+
+
+def gains_at_contexts(
+    lab: Lab,
+    device: str,
+    cases: dict[Lockstep, float],
+    published: dict[str, tuple[float, float]],
+) -> Finding:
+    """Gains and decode speedups of some loads at their P:D, beside published pairs of them."""
+    found = Finding(device)
     gains = found.table(x="context", y="gain")
     expected = found.table(x="context", y="times")
-    for case in cases:
+    for case, ratio in cases.items():
         hybrid = lab.decode_maximal(context=case.length, batch=case.batch, chunk=case.chunk)
-        gains.add(case.length, lab.gains(ORCA_AND_SARATHI, case, case.pd_ratio))
-        expected.add(
-            case.length,
-            {
-                "decode speedup": hybrid.speedup,
-                "gain that bare products promise": hybrid.promised_gain,
-            },
-        )
+        gains.add(case.length, lab.gains(ORCA_AND_SARATHI, case, ratio))
+        promised = {"gain that bare products promise": hybrid.promised_gain}
+        expected.add(case.length, {"decode speedup": hybrid.speedup} | promised)
+    sarathi = gains["sarathi"]
     speedup = expected["decode speedup"]
-    found.expect(less(1.02, gains["sarathi"]), RIDING, lab.riding_pays_for(cases))
-    found.expect(less(1, speedup), RIDING, lab.ridge_above(cases[0].batch))
-    for case, paper in zip(cases, {"1K": 1.33, "2K": 1.26, "3K": 1.22}.items(), strict=True):
-        found.publish(f"gain at {paper[0]}, B = 6", paper[1], gains["sarathi"], case.length)
-    for case, paper in zip(cases, {"1K": 5.45, "2K": 3.26, "3K": 2.51}.items(), strict=True):
-        found.publish(f"decode speedup at {paper[0]}, B = 6", paper[1], speedup, case.length)
+    least_batch = min(case.batch for case in cases)
+    found.expect(less(1.02, sarathi), RIDING, lab.riding_pays_for(list(cases)))
+    found.expect(less(1, speedup), RIDING, lab.ridge_above(least_batch))
+    for case, (text, (paper_gain, _)) in zip(cases, published.items(), strict=True):
+        found.publish(f"gain at {text}", paper_gain, sarathi, case.length)
+    for case, (text, (_, paper_speedup)) in zip(cases, published.items(), strict=True):
+        found.publish(f"decode speedup at {text}", paper_speedup, speedup, case.length)
     return found
 
 
 @claim("SARATHI and Orca's best and worst case over request-level", seconds=(1, 1))
 def s_f11(lab: Lab) -> Finding:
-    """S-F11: SARATHI beats Orca at its best. Orca in lockstep makes request-level's batches."""
+    """S-F11: SARATHI beats Orca at its best. Orca in lockstep makes request-level's batches.
+
+    Orca at its best gains 1.11x at 1K, and near 1 at 2K and 3K. In the cost model prompts of 960
+    lose to tiles one by one, but not 18 at once."""
     cases = lab.pick(
         gpu=[Lockstep(1024, 18, 256, 73), Lockstep(2048, 10, 256, 41), Lockstep(3072, 6, 256, 25)],
         cpu=CPU_CASES,
@@ -105,7 +118,7 @@ def gains_over_ratios(lab: Lab) -> GainsOverRatios:
         quick=Lockstep(256, 6, 64, 13),
     )
     ratios = lab.pick(
-        gpu=[3.75, 7.5, 15, 30, 60], cpu=[3.2, 6.4, 12.8, 25.6, 51.2], quick=[6.4, 12.8, 25.6]
+        gpu=[4, 7, 14, 28, 56, 112], cpu=[3.2, 6.4, 12.8, 25.6, 51.2], quick=[6.4, 12.8, 25.6]
     )
     chunk_sizes = [case.chunk // 2, case.chunk, 2 * case.chunk]
     names = [f"sarathi:{size}" for size in chunk_sizes]
@@ -122,7 +135,8 @@ def gains_over_ratios(lab: Lab) -> GainsOverRatios:
 def s_f9(lab: Lab) -> Finding:
     """S-F9: SARATHI gains over request-level, larger chunks the more the higher P:D is.
 
-    The gain is largest at P:D = C / (B - 1), where all decodes ride and each chunk carries some."""
+    The gain is largest at P:D = C / (B - 1), where all decodes ride and each chunk carries some:
+    7.5, 15 and 30 for the paper's chunks."""
     load = gains_over_ratios(lab)
     half, middle, double = [load.gains[name] for name in load.names]
     peaks = Table("peak", x="chunk", y="P:D of the largest gain", spec=".3g")
@@ -147,21 +161,19 @@ def s_f9(lab: Lab) -> Finding:
 def s_f11b(lab: Lab) -> Finding:
     """S-F11b: Orca at its best is SARATHI with a chunk as long as a request: it peaks later, lower.
 
-    The runs are those of S-F9."""
+    The runs are those of S-F9, where SARATHI's own gains are compared."""
     load = gains_over_ratios(lab)
-    half, middle, double = [load.gains[name] for name in load.names]
+    half = load.gains[load.names[0]]
     orca = load.gains["orca-best"]
     found = Finding(LLAMA_13B, tables=[load.gains])
     peaks = found.table("peak", x="", y="P:D of the largest gain", spec=".3g")
-    for line in (half, middle, double, orca):
+    for line in [load.gains[name] for name in (*load.names, "orca-best")]:
         peaks.add("P:D", {line.name: float(line.x_of_largest())})
     best = load.gains.best("sarathi", load.names)
     late = "A chunk of C = L tokens carries all decodes from P:D = L / (B - 1) on."
     found.expect(less(orca, best.times(1.02)), WHOLE_PROMPT, load.pays)
     found.expect(less(peaks[half.name], peaks["orca-best"]), late, load.pays)
     found.publish("peak gain of Orca at its best", 1.11, orca, orca.x_of_largest())
-    found.publish("peak gain, C = 256", 1.27, middle, middle.x_of_largest())
-    found.publish("peak gain, C = 512", 1.23, double, double.x_of_largest())
     return found
 
 
@@ -220,7 +232,8 @@ def s_f13c(lab: Lab) -> Finding:
     Chunks of 64 almost match the baseline, though their prefill takes five times as long, and of
     128 gain up to 1.16x, with a prefill that takes more than twice as long. There 256 beats 320, as
     products compute whole tiles of 128 rows. This cannot be seen here: our scheduler rounds a batch
-    down to whole tiles, so that chunks of 320 are of 256 on a GPU."""
+    down to whole tiles, so that chunks of 320 are of 256 on a GPU. The paper says neither lengths
+    nor P:D."""
     case = lab.pick(
         gpu=Lockstep(1024, 18, 256, 73),
         cpu=Lockstep(256, 6, 64, 25),

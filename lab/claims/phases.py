@@ -79,12 +79,12 @@ def s_f3(lab: Lab) -> Finding:
 
 
 def in_prompt_tokens(per_token: Table) -> Line:
-    """What a decode costs, in tokens of a prefill of one prompt.
-
-    The tokens of several prompts cost as much, and take long to measure."""
+    """What a decode costs, in tokens of a prefill of as many prompts, or of one where these take
+    too long to measure: the tokens of several prompts cost as much."""
     table = Table(per_token.title, x="B =", y="prefill tokens", spec=".3g")
-    prefill_ms = per_token["prefill"].at(1)
+    prefill = per_token["prefill"]
     for size, decode_ms in per_token["decode"].values.items():
+        prefill_ms = prefill.at(size) or prefill.at(1)
         table.add(size, {"decode / prefill": over(decode_ms, prefill_ms)})
     return table["decode / prefill"]
 
@@ -98,7 +98,11 @@ def s_f4a(lab: Lab) -> Finding:
     """S-F4a: a few hundred tokens of prefill use the device fully; it takes as many decodes.
 
     Sarathi-Serve's Figure 3 shows, for prompts of 1,024, that the throughput of decodes grows about
-    as the batch does, and that of prefill hardly."""
+    as the batch does, and that of prefill hardly.
+
+    The paper: about 180 tokens/ms from 512 on, and 12.5 % less at 256. In Table 2 40 layers take
+    234.8 ms for 1,024 tokens, which are 174 for one. In the cost model 256 tokens are whole tiles,
+    at full rate."""
     context = lab.scaled(1024)
     quick_sizes = [1, 16, 64, 256, 512]
     chunk_sizes = lab.pick(gpu=powers_of_two(4096), cpu=powers_of_two(2048), quick=quick_sizes)
@@ -133,14 +137,9 @@ def s_f4a(lab: Lab) -> Finding:
     found.publish(at_256, 0.875, share["prefill"], 256)
     found.publish("tokens at which prefill saturates", 512, saturates, "prefill")
     found.publish("batch at which decode saturates, contexts of 1,024", 256, saturates, "decode")
-    found.publish(
-        "throughput of 512 tokens of prefill",
-        180,
-        found.tables[-1]["prefill"],
-        at=512,
-        within=None,
-        unit=" tokens/ms",
-    )
+    for tokens, paper in {256: 180 * (1 - 0.125), 512: 180}.items():
+        text = f"throughput of {tokens} tokens of prefill in one layer"
+        found.publish(text, paper, prefill, tokens, within=None, unit=" tokens/ms")
     return found
 
 
@@ -273,7 +272,10 @@ def s_f7(lab: Lab) -> Finding:
     """S-F7: a chunk that is not a multiple of the tile costs as much as the next one that is.
 
     Sarathi-Serve's Figure 6: the linear layers of LLaMA2-70B take as long for few tokens as for
-    one, and from the ridge on twice as long for twice the tokens."""
+    one, and from the ridge on twice as long for twice the tokens.
+
+    The cost model has 4 ms for what is not in the operations of S-T2: these three times leave that
+    on average. The steps are predicted."""
     sizes = [1, 4, 16, 32, 64, 96, 127, 128, 129, 130, 192, 255, 256, 257, 258, 384, 512, 1024]
     sizes = lab.pick(gpu=sizes, quick=[1, 16, 64, 127, 128, 129, 255, 256, 257, 512])
     chunks = {str(tokens): [first_chunk(lab, tokens)] for tokens in sizes}
@@ -307,5 +309,7 @@ def s_f7(lab: Lab) -> Finding:
     total = iteration["iteration"]
     found.publish("257 tokens over 256", 1.32, step, 257)
     found.publish("256 tokens over 128", 1.27, doubling["iteration"], 256)
-    found.publish("iteration of 257 tokens", 92.33, total, 257, within=None, unit=" ms")
+    for tokens, paper_ms in {128: 55, 256: 69.8, 257: 92.33}.items():
+        text = f"iteration of {tokens} tokens"
+        found.publish(text, paper_ms, total, tokens, within=None, unit=" ms")
     return found

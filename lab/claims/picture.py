@@ -3,6 +3,7 @@
 A number of the paper whose line is in no table, or that would lie far outside it, stands in a strip
 of bars below. Read first: found.py, views/panels.py. Read next: report.py."""
 
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,15 +11,21 @@ from matplotlib.figure import Figure
 
 from lab.claims.claim import Finding, Published
 from lab.claims.table import Table
-from views.bars import Beside
+from views.bars import Beside, plot_beside_published
 from views.panels import Mark, plot_panels
 
+MANY = 6  # so many texts do not fit below a diagram: they stand at the left of bars
 FAR = 4  # times as large as all others in a table: such a number would press them together
 PAPERS = {"S": "SARATHI", "SS": "Sarathi-Serve", "B": "the post", "C": "SARATHI"}  # by a claim's id
 
 
-def draw(found: Finding, title: str, file: str | Path, machine: Mapping[str, object]) -> Figure:
-    """Write the picture of a Finding to `file`. The title begins with the id of the claim."""
+def draw(
+    found: Finding, title: str, file: str | Path, machine: Mapping[str, object] | None
+) -> Figure:
+    """Write the picture of a Finding to `file`. The title begins with the id of the claim. The
+    machine is None where it was simulated."""
+    if any(len(table.xs) > MANY and isinstance(table.xs[0], str) for table in found.tables):
+        return plot_beside_published(rows_of(found), title, file, machine)
     marks: list[list[Mark]] = [[] for _ in found.tables]
     beside: dict[str, dict[str, Beside]] = {}
     for number in found.published:
@@ -40,6 +47,23 @@ def draw(found: Finding, title: str, file: str | Path, machine: Mapping[str, obj
         beside=beside,
         source=source,
     )
+
+
+def rows_of(found: Finding) -> dict[str, dict[str, Beside]]:
+    """Our numbers beside the paper's, by line and x: the lines that a paper published, or all."""
+    rows: dict[str, dict[str, Beside]] = {}
+    for table in found.tables:
+        for name, values in table.lines.items():
+            paper = {
+                number.at: number.paper
+                for number in found.published
+                if number.is_in(table) and number.line.name == name
+            }
+            if paper or not found.published:
+                head = f"{table.title}: {name}".removeprefix(": ")
+                pairs = {str(x): Beside(y, paper.get(x)) for x, y in values.items()}
+                rows[textwrap.fill(head, 28)] = pairs
+    return rows
 
 
 def is_comparable(number: Published) -> bool:

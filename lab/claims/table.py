@@ -8,7 +8,7 @@ A number that is not known, None, is a gap. Read next: claim.py, which compares 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from lab.measure.capacity import Bounded
 from views.tables import markdown, show
@@ -61,6 +61,13 @@ class Line:
         """Where its smallest number is; the first x if no number is known."""
         known = self.known
         return min(known, key=lambda x: known[x], default=self.table.xs[0])
+
+
+def plain(y: Y) -> float | str | None:
+    """A number for JSON. One that is a bound is a text, such as "at least 6"."""
+    if isinstance(y, Bounded) and y.bound:
+        return f"{y:.4g}"
+    return y
 
 
 def over(a: Y, b: Y) -> Y:
@@ -127,6 +134,9 @@ class Table:
         heading = f"{self.title}: {self.y}".removeprefix(": ")
         return f"{heading}\n\n{markdown(dict.fromkeys([self.x, *self.lines], ''), rows)}"
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         """All fields."""
-        return asdict(self)
+        lines = {
+            name: {x: plain(y) for x, y in values.items()} for name, values in self.lines.items()
+        }
+        return asdict(self) | {"lines": lines}

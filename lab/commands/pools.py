@@ -25,8 +25,8 @@ from cli.options import (
     write_text,
     wrote,
 )
+from lab.claims.jobs import run_all
 from lab.claims.pools import LinkRow, Row, check_findings, describe
-from lab.claims.systems import run_all
 from lab.commands.pipeline import trace_event
 from lab.commands.simulate import Workers, processes_option
 from lab.simulator.cost_model import CostModel
