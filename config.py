@@ -6,17 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from errors import INT64_MAX, check_bool, check_names, check_sizes, check_type, set_field
-from hardware.memory import ModelLike, check_memory, pages_that_fit, small_page_size
-from kv_cache import Pages, kv_bytes_per_token
+from errors import INT64_MAX, QueueFull, check_bool, check_names, check_sizes, check_type, set_field
+from hardware.memory import ModelLike, fill_in
+from kv_cache import Pages
 from policies import check_options, find_policy, make_scheduler, policy_options
 from policies.pages import make_pages
 from scheduler import Scheduler
 
-MAX_BATCH = 256  # the largest default of max_batch, however much memory there is
-MAX_LEN = 2048  # the largest default of max_len
 MAX_PAGES = 2**28  # they take some gigabytes to count
-CUDA_TILE = 128  # tokens in a tile of matrix products on a GPU (SARATHI §4.4)
 
 
 @dataclass(frozen=True)
@@ -59,29 +56,12 @@ class EngineConfig:
 
     def for_model(self, model: ModelLike) -> Self:
         """The same with all numbers filled in. Raises ValueError if model or memory forbid it."""
-        if model.device.type == "meta":
-            raise ValueError("model: is on the device 'meta', must be where there is memory")
-        limit = model.config.max_positions
-        max_len = self.max_len or min(MAX_LEN, limit)
-        if max_len > limit:
-            reason = "this model's limit (max_positions, or its sliding window)"
-            raise ValueError(f"max_len={max_len}: must be at most {limit}, {reason}")
-        page_size = self.page_size
-        if page_size is None:
-            page_size = small_page_size(max_len, model.device) if self.prefix_caching else max_len
-        sized = replace(self, max_len=max_len, page_size=page_size)  # raises if they do not fit
-        pages = self.pages
-        description = f"pages={pages}, page_size={page_size}"
-        if pages is None:
-            description = f"max_batch={self.max_batch}, max_len={max_len}"
-            pages = (self.max_batch or MAX_BATCH) * -(-max_len // page_size)
-            if self.max_batch is None:
-                pages = min(pages, pages_that_fit(model, max_len, page_size))
-        cache_bytes = pages * page_size * kv_bytes_per_token(model.config, model.dtype)
-        check_memory(description, cache_bytes, model.device)
-        max_batch = self.max_batch or min(pages, MAX_BATCH)
-        tiled = sized.with_tile(CUDA_TILE) if model.device.type == "cuda" else sized
-        return replace(tiled, max_batch=max_batch, pages=pages)
+        return fill_in(self, model)
+
+    def check_queue(self, waiting: int) -> None:
+        """Raise QueueFull if so many requests wait that no other may."""
+        if self.max_waiting is not None and waiting >= self.max_waiting:
+            raise QueueFull(f"max_waiting={self.max_waiting}: as many requests wait")
 
     def with_tile(self, tile: int) -> Self:
         """The same; a policy with the option `tile` gets this one, unless it has another."""

@@ -33,12 +33,14 @@ def pytest_collection_modifyitems(config, items):
     then what takes long. What needs CUDA is no test elsewhere, see tests/README.md."""
     first = ["test_broken_systems.py", "test_instances.py", "test_ranks.py", "test_soak.py"]
     items.sort(key=lambda item: item.path.name in first and -first.index(item.path.name) - 1)
-    missing = set()
+    unavailable = set()
     if torch.version.cuda is None:
-        missing.add("cuda_build")
+        unavailable.add("cuda_build")
     if not torch.cuda.is_available():
-        missing.add("cuda_device")
-    elsewhere = [item for item in items if missing & {mark.name for mark in item.iter_markers()}]
+        unavailable.add("cuda_device")
+    elsewhere = [
+        item for item in items if unavailable & {mark.name for mark in item.iter_markers()}
+    ]
     config.hook.pytest_deselected(items=elsewhere)
     items[:] = [item for item in items if item not in elsewhere]
 

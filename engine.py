@@ -20,24 +20,15 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from config import EngineConfig
-from errors import (
-    QueueFull,
-    check_function,
-    check_number,
-    check_prompt,
-    check_type,
-    check_whole,
-    shorten,
-)
+from errors import check_bool, check_number, check_type, check_whole
 from model import GPT, FlatBatch
+from policies.observers import Iteration
 from policies.priority import make_service
-from pretrained.tokenizers import TextStream, Tokenizer, Writer, has_stop, write_text
-from request import Batch, Completion, Event, Iteration, Request
-from sampling import SamplingParams, params_of_each
+from pretrained.text import Prompt, Text, Tokenizer, params_of_each
+from request import Batch, Completion, Event, Request
+from sampling import SamplingParams
 from scheduler import Scheduler
-from speedups.runner import Runner, warm_up_loads
-
-Prompt = str | Sequence[int]  # text, if there is a tokenizer, or token ids
+from speedups.runner import Runner, warm_up
 
 
 class Computed(NamedTuple):
@@ -75,18 +66,15 @@ class Engine:
         **fields: Any,
     ) -> None:
         check_type("model", model, GPT, "a model.GPT")
-        check_type("tokenizer", tokenizer, Tokenizer | None, "a Tokenizer, as of load_tokenizer")
         check_type("config", config, EngineConfig | None, "an EngineConfig")
-        if tokenizer is not None:
-            tokenizer.check()
+        check_type("clock", clock, Callable, "a function that returns seconds")
+        self.text = Text(tokenizer)
+        self.tokenizer = tokenizer
         if config is None:
             config = EngineConfig(**fields)
         elif fields:
             raise TypeError(f"{', '.join(fields)}: give these to the EngineConfig")
         self.config = config = self.fit(model, config)
-        self.tokenizer = tokenizer
-        self._stop_token_ids = tokenizer.stop_token_ids if tokenizer else frozenset[int]()
-        check_function("clock", clock, "a function that returns seconds")
         self.clock = lambda: check_number("clock()", clock(), "a finite number of seconds")
         self.scheduler = self.make_scheduler()
         self.runner = self.make_runner(model, config)
@@ -139,21 +127,23 @@ class Engine:
         no sense or can never run, QueueFull if max_waiting requests wait; then nothing changes."""
         params = SamplingParams() if params is None else params
         tokens = self._encode(prompt, params)
+        request_id = self._next_id if request_id is None else request_id
         arrival = self.clock() if arrival is None else arrival
         request = Request(
-            id=self._new_id(request_id),
+            id=check_whole("request_id", request_id, minimum=0),
             tokens=tokens,
             prompt_len=len(tokens),
             max_new_tokens=params.max_new_tokens,
             arrival=check_number("arrival", arrival, "a finite number of seconds"),
-            stop=self._stop_token_ids.union(params.stop_token_ids),
+            stop=self.text.stop_token_ids.union(params.stop_token_ids),
             params=params,
             service=make_service(**service),
         )
+        computed = self._computed.batch if self._computed else []  # some of these have ended
+        if request.id in {*self.scheduler.requests, *(chunk.request.id for chunk in computed)}:
+            raise ValueError(f"request_id={request.id}: is the id of another request")
         self.scheduler.journal.mend()
-        max_waiting = self.config.max_waiting
-        if max_waiting is not None and len(self.scheduler.waiting) >= max_waiting:
-            raise QueueFull(f"max_waiting={max_waiting}: as many requests wait")
+        self.config.check_queue(len(self.scheduler.waiting))
         self._next_id = max(self._next_id, request.id + 1)
         self.scheduler.add(request)
         return request.id
@@ -161,31 +151,16 @@ class Engine:
     def _encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """The prompt as a checked list of token ids."""
         check_type("params", params, SamplingParams, "SamplingParams")
-        if self.tokenizer is None and (params.stop or isinstance(prompt, str)):
-            text = f"stop={params.stop}" if params.stop else f"prompt={shorten(prompt)}"
-            raise ValueError(f"{text}: no tokenizer here, give token ids")
-        if self.tokenizer is not None and isinstance(prompt, str):
-            prompt = self.tokenizer.encode(prompt)
-        tokens = check_prompt(prompt, self.runner.model.config.vocab_size)
+        tokens = self.text.encode(prompt, params.stop, self.runner.model.config.vocab_size)
         self.scheduler.check_fits(len(tokens), params.max_new_tokens)
         return tokens
-
-    def _new_id(self, request_id: int | None) -> int:
-        """The id, if no request has it whose last event was not returned yet."""
-        if request_id is None:
-            return self._next_id
-        request_id = check_whole("request_id", request_id, minimum=0)
-        batch = self._computed.batch if self._computed else []  # some of these have ended
-        if request_id in self.scheduler.requests or any(c.request.id == request_id for c in batch):
-            raise ValueError(f"request_id={request_id}: is the id of another request")
-        return request_id
 
     def abort(self, request_id: int) -> Completion:
         """End a request at once, return its Completion. Raises ValueError if there is none."""
         request = self.scheduler.requests.get(check_whole("request_id", request_id, 0, 2**64))
         if request is None:
             raise ValueError(f"request_id={request_id}: no such request, or it has ended")
-        completion = self._complete(request)
+        completion = self.text.complete(request)
         completion.finish_reason = "abort"
         self.scheduler.finish(request, "abort")
         return completion
@@ -199,53 +174,31 @@ class Engine:
             batch = self.scheduler.next_batch()
             if not batch:
                 return []
-            self._computed = self._compute(batch, start)
-            self.scheduler.observe(batch, self._computed.iteration.end - start)
+            flat = FlatBatch.build(batch, self.runner.attention)
+            launch = self.clock()
+            logits = self.runner.forward(flat)
+            tokens = self.runner.sample(logits, batch)
+            end = self.clock()
+            iteration = Iteration.of(self.scheduler, batch, start, end, launch)
+            self._computed = Computed(batch, tokens, iteration)
+            self.scheduler.observe(batch, end - start)
         events = self._advance(self._computed)
         self._computed = None
         return events
 
-    def _compute(self, batch: Batch, start: float) -> Computed:
-        """Forward and sample. `start` is when the step began."""
-        flat = FlatBatch.build(batch, self.runner.attention)
-        launch = self.clock()
-        tokens = self.runner.sample(self.runner.forward(flat), batch)
-        return Computed(batch, tokens, self.scheduler.iteration(batch, start, self.clock(), launch))
-
     def _advance(self, computed: Computed) -> list[Event]:
-        """Move the requests on. A second call changes nothing more, see Scheduler.advance."""
+        """Move the requests on: an Event for each new token, with its Completion if it is the last.
+
+        A second call changes nothing more, see Scheduler.advance."""
         batch, tokens, iteration = computed
-        events = [
-            self._event(request, token)
-            for request, token in self.scheduler.advance(batch, tokens, iteration.end)
-        ]
+        events = []
+        for request, token in self.scheduler.advance(batch, tokens, iteration.end):
+            if not request.finish_reason and self.text.has_stop(request):
+                self.scheduler.finish(request, "stop")
+            completion = self.text.complete(request) if request.finish_reason else None
+            events.append(Event.of(request, token, completion))
         self.last_iteration = iteration
         return events
-
-    def _event(self, request: Request, token: int) -> Event:
-        """The Event of a request's new token, with its Completion if it is the last."""
-        stops = request.params.stop
-        if stops and not request.finish_reason:
-            assert self.tokenizer is not None  # see _encode
-            if has_stop(self.tokenizer, request.tokens[request.prompt_len :], stops):
-                self.scheduler.finish(request, "stop")
-        completion = self._complete(request) if request.finish_reason else None
-        return Event(
-            request_id=request.id,
-            token=token,
-            logprob=request.logprobs[-1] if request.logprobs else None,
-            finish_reason=completion.finish_reason if completion else None,
-            completion=completion,
-        )
-
-    def _complete(self, request: Request) -> Completion:
-        """The request's Completion; with a tokenizer, the output as text, too.
-
-        If the tokenizer fails, it ends the request with an error, and no others."""
-        completion = Completion.of(request)
-        if self.tokenizer is not None:
-            write_text(completion, self.tokenizer, request.stop, request.params.stop)
-        return completion
 
     def generate(
         self,
@@ -258,7 +211,7 @@ class Engine:
         `params` is one SamplingParams, or one for each. `progress` shows a bar on a terminal.
         Raises what `add_request` raises, before anything is computed, and ValueError while other
         requests run. After any exception none of these requests is left."""
-        check_type("progress", progress, bool, "True or False")
+        check_bool("progress", progress)
         completions: list[Completion] = []
         requests = self._encode_all(prompts, params)
         hide_bar = None if progress and sys.stderr else True  # None: unless on a terminal
@@ -278,27 +231,15 @@ class Engine:
 
         If the iterator is given up before its end, no request is left behind."""
         requests = self._encode_all(prompts, params)
-        if self.tokenizer is None:
-            yield from self._serve(requests)
-            return
-        writers = [Writer(TextStream(self.tokenizer, p), sampling.stop) for p, sampling in requests]
-        lengths = [0] * len(requests)  # of the texts so far
-        first_id = self._next_id
-        for event in self._serve(requests):
-            number = event.request_id - first_id
-            if event.completion is None:
-                text, _ = writers[number].push(event)
-            else:
-                text = (event.completion.text or "")[lengths[number] :]
-            lengths[number] += len(text)
-            yield event._replace(text=text)
+        by_id = dict(enumerate(requests, self._next_id))
+        yield from self.text.add_to(self._serve(requests), by_id)
 
     def _encode_all(self, prompts: Any, params: Any) -> list[tuple[list[int], SamplingParams]]:
         """The checked prompts with their params. Raises ValueError while other requests run."""
         if self.has_work:
             raise ValueError("generate: other requests are running, step() or abort() them")
         pairs = params_of_each(prompts, params)
-        return [(self._encode(prompt, params), params) for prompt, params in pairs]
+        return [(self._encode(prompt, each), each) for prompt, each in pairs]
 
     def _serve(self, requests: Iterable[tuple[list[int], SamplingParams]]) -> Iterator[Event]:
         """Serve these requests alone. An exception drops them, a Ctrl-C, too."""
@@ -319,12 +260,8 @@ class Engine:
 
     def warm_up(self) -> None:
         """Serve a few requests and forget them, so that page faults and compilations are over."""
-        self.drop([])  # what the cache holds is lost
-        self.runner.warm_up(self.scheduler.max_batch)
-        for prompts, params in warm_up_loads(self.config):
-            self.generate(prompts, params, progress=False)
+        warm_up(self)
         self._next_id = 0
-        self.drop([])  # none of this is found later
 
     def drop(self, requests: Iterable[Request]) -> None:
         """End these requests at once; all others begin anew, in an empty cache.

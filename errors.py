@@ -10,10 +10,10 @@ from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from inspect import signature
 from numbers import Integral, Real
-from types import UnionType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-SMALLEST, LARGEST = sys.float_info.min, sys.float_info.max
+SMALLEST = sys.float_info.min
+LARGEST = sys.float_info.max
 INT64_MAX = 2**63 - 1
 LONGEST_LIST = 2**24  # elements, as many as a prompt may ever have
 NO_LISTS = (str, bytes, bytearray, Mapping, Set)  # text is one element, a dict or a set is no list
@@ -29,13 +29,6 @@ class ArgumentError(ValueError):
     def __init__(self, message: str, argument: str = "") -> None:
         super().__init__(message)
         self.argument = argument
-
-
-@runtime_checkable
-class Array(Protocol):
-    """An array of numpy, a tensor of torch."""
-
-    def tolist(self) -> Any: ...
 
 
 def shorten(value: object) -> str:
@@ -70,7 +63,7 @@ def refusing(problem: str) -> Iterator[None]:
         raise ValueError(f"{problem}: {reason[:200]}") from error
 
 
-def check_type(name: str, value: object, kind: type | UnionType, allowed: str) -> None:
+def check_type(name: str, value: object, kind: Any, allowed: str) -> None:
     """Raise ValueError, with the text `allowed`, unless `value` is of this type."""
     if not isinstance(value, kind):
         raise wrong(name, value, allowed)
@@ -79,12 +72,6 @@ def check_type(name: str, value: object, kind: type | UnionType, allowed: str) -
 def check_bool(name: str, value: object) -> None:
     """Raise ValueError unless `value` is True or False."""
     check_type(name, value, bool, "True or False")
-
-
-def check_function(name: str, value: object, allowed: str) -> None:
-    """Raise ValueError, with the text `allowed`, unless `value` can be called."""
-    if not callable(value):
-        raise wrong(name, value, allowed)
 
 
 def check_whole(name: str, value: object, minimum: int, maximum: int = INT64_MAX) -> int:
@@ -129,7 +116,8 @@ def check_list(name: str, value: object, allowed: str) -> list[Any]:
         # an array without dimensions, a tensor without values, a range that has no length
         with suppress(TypeError, RuntimeError, OverflowError):
             if len(value) <= LONGEST_LIST:
-                return list(value.tolist() if isinstance(value, Array) else value)
+                elements: Any = value  # an array of numpy, a tensor of torch, or another
+                return elements.tolist() if hasattr(elements, "tolist") else list(elements)
             limit = f" with at most {LONGEST_LIST} elements"
     raise wrong(name, value, f"{allowed}{limit}")
 
@@ -142,19 +130,6 @@ def check_whole_list(name: str, value: object, allowed: str) -> list[int]:
         if bool not in map(type, elements):
             return numbers
     raise wrong(name, value, allowed)
-
-
-def check_prompt(prompt: object, vocab_size: int) -> list[int]:
-    """The token ids of a prompt. Raises ValueError if there are none, or one is out of range."""
-    tokens = check_whole_list("prompt", prompt, "text or a list of token ids")
-    if not tokens:
-        raise ArgumentError("prompt: must hold at least 1 token", "prompt")
-    for token in tokens:
-        if not 0 <= token < vocab_size:
-            limit = f"the vocabulary is 0 … {vocab_size - 1}"
-            message = f"prompt: token {shorten(token)} is out of range, {limit}"
-            raise ArgumentError(message, "prompt")
-    return tokens
 
 
 def check_token_ids(name: str, value: object) -> tuple[int, ...]:

@@ -31,6 +31,7 @@ from pretrained.random_weights import init_weight, weight_generator
 from pretrained.rope import rope_table
 from pretrained.sharding import Slices, slices_of
 from request import Chunk
+from speedups.pieces import by_rows
 
 ROPE_POSITIONS = 4096  # of a new model's table
 
@@ -51,7 +52,9 @@ class FlatBatch(NamedTuple):
         `attention` was made for the cache that the batch will be run on. A page that is written
         may be in one chunk alone."""
         order = sorted(range(len(chunks)), key=lambda i: chunks[i].length > 1)
-        tokens, positions, slots = [], [], []
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
         last_row = {}  # of each chunk
         for i in order:
             request, start, length = chunks[i]
@@ -245,20 +248,3 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     Dimension i of x (num_tokens, heads, head_dim) is paired with i + head_dim / 2, as in
     checkpoints in the Hugging Face format."""
     x.copy_(torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin))
-
-
-# Long prefills go through a layer in pieces: a CPU's allocator returns blocks of over 32 MB to the
-# system, and new ones mean page faults. On CUDA it only bounds the memory of activations.
-ROWS_PER_PIECE = {"cpu": 1024, "cuda": 8192}
-
-
-def by_rows(function: Callable[..., Any], *tensors: Tensor) -> Any:
-    """function(*tensors), a tensor or a tuple, in pieces. It must treat rows independently."""
-    piece = ROWS_PER_PIECE.get(tensors[0].device.type, 8192)
-    if len(tensors[0]) <= piece:
-        return function(*tensors)
-    pieces = zip(*(tensor.split(piece) for tensor in tensors), strict=True)
-    results = [function(*rows) for rows in pieces]
-    if isinstance(results[0], tuple):
-        return tuple(torch.cat(columns) for columns in zip(*results, strict=True))
-    return torch.cat(results)

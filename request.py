@@ -1,8 +1,8 @@
 """What flows: a Request becomes Chunks, a Batch, Events and a Completion. Plain Python.
 
 A request is a list of tokens and one counter, and a batch is a list of chunks. A whole prefill is a
-chunk that covers the prompt. A decode is a chunk of length 1. Completion, Event and Iteration are
-what an engine returns: they can wait. Read next: scheduler.py."""
+chunk that covers the prompt. A decode is a chunk of length 1. Completion and Event are what an
+engine returns: they can wait. Read next: scheduler.py."""
 
 import sys
 from collections.abc import Sequence
@@ -72,17 +72,6 @@ class Chunk(NamedTuple):
     start: int
     length: int
 
-    @classmethod
-    def alone(
-        cls, pages: list[int], start: int, tokens: Sequence[int], yields_token: bool = True
-    ) -> Self:
-        """A chunk of no scheduler's request, to warm up or to measure a model with."""
-        known = [0] * start + list(tokens)
-        if not yields_token:
-            known.append(0)
-        request = Request(0, known, prompt_len=len(known), max_new_tokens=1, pages=pages)
-        return cls(request, start, len(tokens))
-
     @property
     def end(self) -> int:
         """The number of keys that its last token attends to: 0, ..., end - 1."""
@@ -106,15 +95,6 @@ class Chunk(NamedTuple):
     def used_pages(self, page_size: int) -> list[int]:
         """The pages that hold its keys, in order."""
         return self.pages[: -(-self.end // page_size)]
-
-
-class ChunkRecord(NamedTuple):
-    """A chunk as it is remembered after its request has moved on."""
-
-    request_id: int
-    start: int
-    length: int
-    is_decode: bool
 
 
 class Batch(list[Chunk]):
@@ -143,10 +123,6 @@ class Batch(list[Chunk]):
         """Add a decode of each of these requests, even beyond the budget."""
         self += [Chunk(request, request.num_computed, 1) for request in requests]
         self.left -= len(requests)
-
-    def record(self) -> list[ChunkRecord]:
-        """A record of each chunk. Call it before the requests move on."""
-        return [ChunkRecord(r.id, start, length, r.is_decoding) for r, start, length in self]
 
 
 @dataclass
@@ -225,30 +201,9 @@ class Event(NamedTuple):
     completion: Completion | None
     text: str = ""
 
-
-class Iteration(NamedTuple):
-    """What one step computed, and when. Times are in seconds, on the engine's clock.
-
-    waiting, running, free_pages   how many there were after the batch was decided
-    budget, preempted              of the Batch: tokens, and request ids"""
-
-    start: float
-    end: float  # when its tokens had arrived
-    chunks: list[ChunkRecord]
-    launch: float | None = None  # when forward was called
-    waiting: int = 0
-    running: int = 0
-    free_pages: int = 0
-    budget: int | None = None
-    preempted: Sequence[int] = ()
-    micro_batch: int = 0  # its number, in a pipeline or with replicas
-
-    @property
-    def prefill_tokens(self) -> int:
-        """How many tokens of prompts were computed."""
-        return sum(chunk.length for chunk in self.chunks if not chunk.is_decode)
-
-    @property
-    def decode_tokens(self) -> int:
-        """How many decodes there were."""
-        return sum(chunk.is_decode for chunk in self.chunks)
+    @classmethod
+    def of(cls, request: Request, token: int, completion: Completion | None) -> Self:
+        """The event of a request's new token."""
+        logprob = request.logprobs[-1] if request.logprobs else None
+        reason = completion.finish_reason if completion else None
+        return cls(request.id, token, logprob, reason, completion)

@@ -19,12 +19,15 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from errors import ArgumentError, check_whole
 from journal import Journal
 from kv_cache import Pages
-from request import Batch, Chunk, Iteration, Request  # noqa: F401
+from request import Batch, Chunk, Request  # noqa: F401
+
+if TYPE_CHECKING:
+    from policies.observers import Observer
 
 
 class Admission(NamedTuple):
@@ -32,19 +35,6 @@ class Admission(NamedTuple):
 
     cached_pages: list[int]  # these hold its first tokens already
     new_pages: int  # so many are allocated
-
-
-class Observer:
-    """Looks on as a scheduler decides: put it into `scheduler.observers`."""
-
-    def added(self, scheduler: "Scheduler", request: Request) -> None:
-        """Called when a request has joined the queue."""
-
-    def decided(self, scheduler: "Scheduler", batch: Batch) -> None:
-        """Called with each batch; with the same again, if computing it has failed."""
-
-    def advanced(self, scheduler: "Scheduler", batch: Batch) -> None:
-        """Called when the requests of a batch have moved on."""
 
 
 class Scheduler:
@@ -229,24 +219,6 @@ class Scheduler:
         for observer in self.observers:
             observer.advanced(self, batch)
         return new_tokens
-
-    def iteration(
-        self, batch: Batch, start: float, end: float, launch: float | None = None
-    ) -> Iteration:
-        """The record of a batch whose requests have not moved on."""
-        schedulers: list[Scheduler] = self.journal.schedulers
-        return Iteration(
-            start=start,
-            end=end,
-            chunks=batch.record(),
-            launch=launch,
-            waiting=len(self.waiting),
-            running=sum(len(scheduler.running) for scheduler in schedulers),
-            free_pages=sum(scheduler.pages.num_free for scheduler in schedulers),
-            budget=batch.budget,
-            preempted=batch.preempted,
-            micro_batch=schedulers.index(self),
-        )
 
     def finish(self, request: Request, reason: str) -> None:
         """End a waiting or running request and free its pages. The second time does nothing."""

@@ -23,8 +23,8 @@ from kv_cache import slot_mapping
 from model import GPT, FlatBatch
 from policies import POLICIES
 from pretrained.rope import rope_table
-from request import Chunk
 from sampling import SamplingParams
+from speedups.lone_chunk import lone_chunk
 from tests.helpers import alone, block_tables, poison, poisoned_cache, run, tiny_model
 
 by_layout = pytest.mark.parametrize("position_major", [False, True], ids=["heads", "slots"])
@@ -51,7 +51,7 @@ def close(actual, expected, atol=1e-10, **options):
 
 def a_span(pages, start, length):
     """A Chunk of which only the place matters."""
-    return Chunk.alone(pages, start, [0] * length)
+    return lone_chunk(pages, start, [0] * length)
 
 
 def figure_6(start, length):
@@ -75,7 +75,7 @@ def prefill(model, tokens, chunk=None, page_size=None, scattered=False, position
     [table] = block_tables([-(-n // page_size)], scattered)
     cache = poisoned_cache(model, 2 * len(table), page_size, n, position_major)
     spans = [
-        Chunk.alone(table, start, tokens[start : start + chunk]) for start in range(0, n, chunk)
+        lone_chunk(table, start, tokens[start : start + chunk]) for start in range(0, n, chunk)
     ]
     return torch.cat([run(model, cache, [span], all_rows=True) for span in spans])
 
@@ -158,7 +158,7 @@ def test_hybrid_batch_in_scattered_pages_equals_its_parts(model, page_size):
     tables = block_tables([-(-n // page_size) for n in lengths], scattered=True)
     tables[1] = sorted(tables[1])  # pages in order, but not side by side
     spans = [
-        Chunk.alone(table, n, prompt[n:])
+        lone_chunk(table, n, prompt[n:])
         for prompt, table, n in zip(prompts, tables, num_cached, strict=True)
     ]
     ends = [-(-s.end // page_size) * page_size for s in spans]  # of the last pages
@@ -174,7 +174,7 @@ def test_hybrid_batch_in_scattered_pages_equals_its_parts(model, page_size):
         cache = poisoned_cache(model, 2 * sum(map(len, tables)), page_size, 70, position_major)
         for prompt, table, n in zip(prompts, tables, num_cached, strict=True):
             if n:
-                run(model, cache, [Chunk.alone(table, 0, prompt[:n])])
+                run(model, cache, [lone_chunk(table, 0, prompt[:n])])
         before = cache.data.clone()
         parts = copy.deepcopy(cache)
         close(run(model, cache, spans, all_rows=True), torch.cat([expected[i] for i in rows]))
@@ -190,9 +190,9 @@ def test_hybrid_batch_in_scattered_pages_equals_its_parts(model, page_size):
 
 def test_a_flat_batch_has_decodes_first_and_only_the_logits_asked_for():
     backend = SimpleNamespace(device=torch.device("cpu"), page_size=16, plan=lambda spans: spans)
-    first = Chunk.alone([3], 4, [7, 8])
-    last = Chunk.alone([0], 0, [1, 2, 3], False)
-    decodes = [Chunk.alone([1], 9, [5]), Chunk.alone([2], 6, [4])]
+    first = lone_chunk([3], 4, [7, 8])
+    last = lone_chunk([0], 0, [1, 2, 3], False)
+    decodes = [lone_chunk([1], 9, [5]), lone_chunk([2], 6, [4])]
     batch = FlatBatch.build([first, decodes[0], last, decodes[1]], backend)
     assert batch.attend == [*decodes, first, last]
     assert batch.tokens.tolist() == [5, 4, 7, 8, 1, 2, 3]
@@ -271,7 +271,7 @@ def test_slots_and_pages_are_the_formula_token_by_token(data, page_size):
     assert slot_mapping(pages, page_size, start, end) == expected
     pages += [99]  # to grow into
     assert slot_mapping(pages, page_size, start, end) == expected
-    span = Chunk.alone(pages, start, [0] * (end - start))
+    span = lone_chunk(pages, start, [0] * (end - start))
     assert (span.length, span.end) == (len(expected), end)
     used = [page for i, page in enumerate(pages) if i * page_size < end]
     assert span.used_pages(page_size) == used
@@ -308,9 +308,9 @@ def test_pages_that_follow_each_other_are_read_in_place(monkeypatch):
     tables = [(table, 0) for table in ([2, 3, 4], [7], [0], [3, 4, 5, 6])]
     for table, copies in [*tables, *((table, 2 * model.config.n_layer) for table in in_pieces)]:
         del copied[:]
-        run(model, cache, [Chunk.alone(table, 0, [1] * (4 * len(table)))])
+        run(model, cache, [lone_chunk(table, 0, [1] * (4 * len(table)))])
         assert len(copied) == copies
-        run(model, cache, [Chunk.alone(table + [0], 4 * len(table) - 1, [1])])  # page 0 is not read
+        run(model, cache, [lone_chunk(table + [0], 4 * len(table) - 1, [1])])  # page 0 is not read
         assert len(copied) == 2 * copies
 
 

@@ -43,8 +43,11 @@ class Matmul(PagedSDPA):
     Keys are read in whole KEY_BLOCKs, the last ones behind a mask. The masked keys and values must
     be finite numbers, so the first chunk that writes to a page fills the rest of it with zeros."""
 
+    masks_past = False
+    key_block = KEY_BLOCK
+
     def __init__(self, config: GPTConfig, cache: KVCache) -> None:
-        super().__init__(config, cache, past=0, key_block=KEY_BLOCK)
+        super().__init__(config, cache)
         self.n_kv_head = config.n_kv_head
         self.head_dim = config.head_dim
 
@@ -53,8 +56,8 @@ class Matmul(PagedSDPA):
         decodes = list(takewhile(lambda chunk: chunk.length == 1, chunks))
         decode_plan = self.plan_decodes(decodes)
         together = len(decodes) if decode_plan else 0
-        others = self.plan_chunks(chunks[together:])
-        return partial(self.attend_batch, self.unwritten_tails(chunks), decode_plan, others)
+        chunk_plans = self.plan_chunks(chunks[together:])
+        return partial(self.attend_batch, self.unwritten_tails(chunks), decode_plan, chunk_plans)
 
     def unwritten_tails(self, chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
         """(first slot, end) of the rest of each page that is begun by one of these chunks."""
@@ -179,8 +182,10 @@ class DecodePlan:
         """`ends` says how many keys each decode sees, `tables` which pages hold them."""
         self.decodes = len(tables)
         self.scores = backend.scores
-        self.group, self.n_kv_head = backend.group, backend.n_kv_head
-        self.page_size, self.head_dim = backend.page_size, backend.head_dim
+        self.group = backend.group
+        self.n_kv_head = backend.n_kv_head
+        self.page_size = backend.page_size
+        self.head_dim = backend.head_dim
         self.pages_per_decode = max(map(len, tables))
         cache_pages = backend.cache.pages
         groups = group_pages(tables, cache_pages)

@@ -8,7 +8,7 @@ import torch
 from attention.plan import SIXTEEN_BITS, AttentionBackend
 from kv_cache import KVCache
 from pretrained.geometry import GPTConfig
-from request import Chunk
+from speedups.lone_chunk import lone_chunk
 
 
 def check_gpu(name: str, cache: KVCache) -> None:
@@ -22,7 +22,7 @@ def check_gpu(name: str, cache: KVCache) -> None:
 def probe(backend: AttentionBackend, config: GPTConfig, cache: KVCache) -> None:
     """Compute a decode and a chunk, in the first and the last page: it fails here if at all."""
     tokens = [0] * min(2, cache.max_len)
-    chunks = [Chunk.alone([0], 0, [0]), Chunk.alone([cache.pages - 1], 0, tokens)]
+    chunks = [lone_chunk([0], 0, [0]), lone_chunk([cache.pages - 1], 0, tokens)]
     shape = (1 + len(tokens), config.n_head, config.head_dim)
     q = torch.zeros(shape, device=cache.data.device, dtype=cache.data.dtype)
     backend.plan(chunks)(q, *cache.layer(0))

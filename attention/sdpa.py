@@ -43,16 +43,15 @@ class SDPA:
     length, (length, n_kv_head, group, head_dim) -> (n_kv_head, length * group, head_dim), so keys
     are read once per group."""
 
-    def __init__(
-        self, config: GPTConfig, cache: KVCache, past: int | None = None, key_block: int = 1
-    ) -> None:
-        """cpu_matmul.py masks only a chunk's own keys (past=0), and reads keys in whole blocks."""
+    masks_past = True  # or only a chunk's own keys
+    key_block = 1  # of a chunk, keys are read in whole blocks
+
+    def __init__(self, config: GPTConfig, cache: KVCache) -> None:
         self.cache = cache
         self.page_size = cache.page_size
         self.device = cache.data.device
         self.group = config.n_head // config.n_kv_head
-        self.key_block = key_block
-        self.past = cache.max_len if past is None else past
+        self.past = cache.max_len if self.masks_past else 0
         if self.device.type == "cuda":  # cuDNN plans for each new number of keys: for each decode
             torch.backends.cuda.enable_cudnn_sdp(False)
         self.bias = staircase(
@@ -61,7 +60,7 @@ class SDPA:
             group=self.group,
             dtype=cache.data.dtype,
             device=self.device,
-            beyond=key_block - 1,
+            beyond=self.key_block - 1,
         )
 
     def plan(self, chunks: Sequence[Chunk]) -> AttentionPlan:

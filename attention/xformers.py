@@ -18,9 +18,10 @@ from attention.plan import AttentionPlan, to_device
 from kv_cache import KVCache
 from pretrained.geometry import GPTConfig
 from request import Chunk
+from speedups.lone_chunk import lone_chunk
 
 CPU = torch.device("cpu")
-PADDING = Chunk.alone([0], 0, [0])  # a decode that attends to one key, the first of page 0
+PADDING = lone_chunk([0], 0, [0])  # a decode that attends to one key, the first of page 0
 
 
 class Call(NamedTuple):
@@ -103,7 +104,7 @@ class XFormers:
         copied_pages = []
         copied_chunks = []
         for chunk in chunks:
-            copied_chunks.append(Chunk.alone([len(copied_pages)], chunk.start, chunk.tokens))
+            copied_chunks.append(lone_chunk([len(copied_pages)], chunk.start, chunk.tokens))
             copied_pages += chunk.used_pages(self.page_size)
         mask = gappy_bias(copied_chunks, len(copied_pages), self.page_size, self.device)
         return mask, copied_pages

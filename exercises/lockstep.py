@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 from errors import one_line
 from exercises.loads import Load
 from policies.custom import PolicyError, check_batch, guarded
+from policies.observers import ChunkRecord, Iteration, chunk_records
 from policies.referee import (
     at_most_max_batch,
     chunks_come_next,
@@ -20,7 +21,7 @@ from policies.referee import (
     no_page_leaked,
     nothing_lost,
 )
-from request import Batch, ChunkRecord, Iteration, Request
+from request import Batch, Request
 from scheduler import Admission, Scheduler
 from views.records import Recorder
 
@@ -213,7 +214,7 @@ class Trial:
         for i, state in after.items():
             self._check_unchanged(before[i], state, i, has_moved=i in admitted | preempted)
         self._check_pages()
-        records = self.batch.record()
+        records = chunk_records(self.batch)
         chunks = {chunk.request_id: chunk for chunk in records}
         if len(chunks) < len(records):
             twice = next(chunk for chunk in records if chunks[chunk.request_id] is not chunk)
@@ -235,7 +236,7 @@ class Trial:
             raise PolicyError(f"its requests have not ended after {MAX_ITERATIONS} iterations")
         with guarded(CALL_LIMIT_S):
             seconds = self.seconds(self.batch)
-            iteration = self.scheduler.iteration(self.batch, self.now, self.now + seconds)
+            iteration = Iteration.of(self.scheduler, self.batch, self.now, self.now + seconds)
             self.now += seconds
             tokens = [TOKEN if chunk.yields_token else None for chunk in self.batch]
             self.scheduler.observe(self.batch, seconds)

@@ -7,7 +7,7 @@ A sentence names the requests and the mistake. Read first: lockstep.py. Read nex
 from collections.abc import Callable, Sequence
 
 from exercises.lockstep import Difference
-from request import ChunkRecord
+from policies.observers import ChunkRecord
 
 Rule = Callable[[Difference], str | None]
 

@@ -1,4 +1,4 @@
-"""Where a model can be: on which devices, and how much memory these can still give.
+"""Where a model can be, how much memory there is, and the sizes of an engine that fits into it.
 
 How many requests fit is SARATHI's §4.3.1, see `pages_that_fit`. Read first: kv_cache.py."""
 
@@ -8,27 +8,36 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from errors import check_type, refusing, shorten
 from hardware.torchrun import find_place
-from kv_cache import ModelShape, kv_bytes_per_token
+from kv_cache import kv_bytes_per_token
 
 if TYPE_CHECKING:
     import torch  # a simulation runs without
     from torch import Tensor
 
+    from config import EngineConfig
+    from pretrained.geometry import GPTConfig
+
+MAX_BATCH = 256  # the largest default of max_batch, however much memory there is
+MAX_LEN = 2048  # the largest default of max_len
+CUDA_TILE = 128  # tokens in a tile of matrix products on a GPU (SARATHI §4.4)
 SMALL_PAGE = 64  # tokens
 FLASH_PAGE = 256  # tokens: attention/flash.py reads pages of a multiple of it
 ROPE_COPIES = 7  # of its result: what model.rope_table takes of the CPU's memory for a while
+
+Config = TypeVar("Config", bound="EngineConfig")
 
 
 class ModelLike(Protocol):
     """The parts of a model.GPT that decide on sizes."""
 
     @property
-    def config(self) -> ModelShape: ...
+    def config(self) -> GPTConfig: ...
     @property
     def device(self) -> torch.device: ...
     @property
@@ -39,8 +48,37 @@ class ModelWithWeights(Protocol):
     """The parts of a model.GPT that decide on its own size."""
 
     @property
-    def config(self) -> ModelShape: ...
+    def config(self) -> GPTConfig: ...
     def parameters(self) -> Iterator[Tensor]: ...
+
+
+def fill_in(config: Config, model: ModelLike) -> Config:
+    """The config of an engine with all numbers filled in, as many requests as fit.
+
+    Raises ValueError if model or memory forbid it."""
+    if model.device.type == "meta":
+        raise ValueError("model: is on the device 'meta', must be where there is memory")
+    limit = model.config.max_positions
+    max_len = config.max_len or min(MAX_LEN, limit)
+    if max_len > limit:
+        reason = "this model's limit (max_positions, or its sliding window)"
+        raise ValueError(f"max_len={max_len}: must be at most {limit}, {reason}")
+    page_size = config.page_size
+    if page_size is None:
+        page_size = small_page_size(max_len, model.device) if config.prefix_caching else max_len
+    sized = replace(config, max_len=max_len, page_size=page_size)  # raises if they do not fit
+    pages = config.pages
+    description = f"pages={pages}, page_size={page_size}"
+    if pages is None:
+        description = f"max_batch={config.max_batch}, max_len={max_len}"
+        pages = (config.max_batch or MAX_BATCH) * -(-max_len // page_size)
+        if config.max_batch is None:
+            pages = min(pages, pages_that_fit(model, max_len, page_size))
+    cache_bytes = pages * page_size * kv_bytes_per_token(model.config, model.dtype)
+    check_memory(description, cache_bytes, model.device)
+    max_batch = config.max_batch or min(pages, MAX_BATCH)
+    tiled = sized.with_tile(CUDA_TILE) if model.device.type == "cuda" else sized
+    return replace(tiled, max_batch=max_batch, pages=pages)
 
 
 def check_placement(device: torch.device | str, dtype: torch.dtype) -> None:
@@ -80,8 +118,8 @@ def check_memory(description: str, wanted_bytes: int, device: torch.device) -> N
 
 def _check_free(description: str, wanted_bytes: int, free: int) -> None:
     if wanted_bytes > free:
-        wanted = min(wanted_bytes, 10**30) / 1e9  # a larger number is no float
-        raise ValueError(f"{description}: takes {wanted:,.1f} GB, {free / 1e9:,.1f} GB are free")
+        gigabytes = min(wanted_bytes, 10**30) / 1e9  # a larger number is no float
+        raise ValueError(f"{description}: takes {gigabytes:,.1f} GB, {free / 1e9:,.1f} GB are free")
 
 
 def free_bytes(device: torch.device) -> int:

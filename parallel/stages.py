@@ -15,15 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from config import MAX_BATCH, EngineConfig
+from config import EngineConfig
 from engine import Computed, Engine
+from hardware.memory import MAX_BATCH
 from model import FlatBatch
 from parallel.ranks import Ranks
 from parallel.shard import Shard
 from policies.micro_batches import MicroBatches, StageTime
-from request import Batch, Chunk, Completion, Event, Iteration
+from policies.observers import Iteration
+from request import Batch, Chunk, Completion, Event
 from sampling import SamplingParams
 from scheduler import Scheduler
+from speedups.lone_chunk import lone_chunk
 from speedups.runner import Runner, Sampled, tokens_of
 
 
@@ -52,7 +55,7 @@ class SentChunk(NamedTuple):
 
     def chunk(self) -> Chunk:
         """A chunk that a model computes alike."""
-        return Chunk.alone(self.pages, self.start, self.tokens, self.yields_token)
+        return lone_chunk(self.pages, self.start, self.tokens, self.yields_token)
 
 
 class StageResult(NamedTuple):
@@ -296,7 +299,8 @@ class RanksEngine(Engine):
         batch = self.micro_batches.next_batch(number, start)
         if not batch:
             return False
-        iteration = self.schedulers[number].iteration(batch, start, end=start, launch=self.clock())
+        scheduler = self.schedulers[number]
+        iteration = Iteration.of(scheduler, batch, start, end=start, launch=self.clock())
         flight = Flight(
             command=self.send(number, batch),
             restarts=self.scheduler.journal.restarts,

@@ -7,12 +7,12 @@ Plain Python, like scheduler.py. Read next: dynamic.py, priority.py; today.py, w
 decide."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from inspect import getfullargspec, signature
 from typing import Any
 
 import scheduler
-from errors import check_function, check_type, shorten
+from errors import check_type, shorten
 from kv_cache import Pages
 from policies.ablations import ChunkedOnly, HybridOnly
 from policies.custom import MissingPolicyError, PolicyError, guard, guarded, load_policy
@@ -118,7 +118,7 @@ def make_scheduler(policy: str, pages: Pages, **options: Any) -> Scheduler:
         raise ValueError(f"policy={policy!r}: cannot be made: {reason}") from error
     check_type("pages", pages, Pages, "the kv_cache.Pages of a cache")
     clock = options.get("clock", time.monotonic)
-    check_function("clock", clock, "a function that returns seconds")
+    check_type("clock", clock, Callable, "a function that returns seconds")
     if guard(cls) is cls:
         return cls(pages, **options)
     with guarded():

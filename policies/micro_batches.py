@@ -15,7 +15,8 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from request import Batch, ChunkRecord, Request
+from policies.observers import ChunkRecord
+from request import Batch, Request
 from scheduler import Scheduler
 
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from policies.custom import PolicyError
+from policies.observers import Observer
 from policies.pages import CachedPages
 from request import Batch, Request
-from scheduler import Observer, Scheduler
+from scheduler import Scheduler
 
 RULES = (
     "nothing lost",

@@ -22,7 +22,6 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt
 from tokenizers import models, pre_tokenizers
 
 from errors import (
-    check_function,
     check_token_ids,
     check_type,
     check_whole,
@@ -93,8 +92,8 @@ class Tokenizer(NamedTuple):
 
     def check(self) -> None:
         """Raise ValueError for a field of another type."""
-        check_function("tokenizer: encode", self.encode, "a function")
-        check_function("tokenizer: decode", self.decode, "a function")
+        check_type("tokenizer: encode", self.encode, Callable, "a function")
+        check_type("tokenizer: decode", self.decode, Callable, "a function")
         check_token_ids("tokenizer: stop_token_ids", self.stop_token_ids)
         if self.longest_token is not None:
             check_whole("tokenizer: longest_token", self.longest_token, minimum=1)

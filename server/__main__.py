@@ -44,8 +44,7 @@ def load(options: ServerOptions) -> GPT:
 
 def make_engine(options: ServerOptions) -> Engine:
     """The engine of these options, warmed up."""
-    from config import MAX_LEN
-    from hardware.memory import small_page_size
+    from hardware.memory import MAX_LEN, small_page_size
     from parallel import engine_for
 
     model = load(options)

@@ -34,6 +34,7 @@ from attention.xformers import XFormers
 from kv_cache import KVCache
 from model import GPT, FlatBatch
 from request import Chunk
+from speedups.lone_chunk import lone_chunk
 
 
 class Recording(NamedTuple):
@@ -109,7 +110,7 @@ class DecodeGraphs:
 
     def record_size(self, size: int) -> DecodeGraph:
         """Record a batch of that many decodes, all of which are padding."""
-        batch = FlatBatch.build(size * [Chunk.alone([0], 0, [0])], self.attention)
+        batch = FlatBatch.build(size * [lone_chunk([0], 0, [0])], self.attention)
         batch.slot_mapping.fill_(self.cache.scratch_slot)
         if self.pool is None and self.cache.data.is_cuda:
             self.pool = torch.cuda.graph_pool_handle()
@@ -161,4 +162,4 @@ def compile_decodes(runner: DecodeRunner, max_batch: int) -> None:
         for size in bar:
             bar.set_postfix_str(f"batch of {size}")
             decodes = min(size, max_batch)
-            runner.greedy([Chunk.alone([i % runner.cache.pages], 0, [0]) for i in range(decodes)])
+            runner.greedy([lone_chunk([i % runner.cache.pages], 0, [0]) for i in range(decodes)])

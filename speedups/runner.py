@@ -6,13 +6,15 @@
 
 Read first: engine.py, which calls it. Read next: cuda_graphs.py, packed_linear.py."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from attention import check_backend, make_attention
-from config import EngineConfig
 from hardware.memory import check_memory
 from kv_cache import KVCache, kv_bytes_per_token
 from model import GPT, FlatBatch
@@ -20,6 +22,9 @@ from request import Chunk
 from sampling import SamplingParams, sample
 from speedups.cuda_graphs import DecodeGraphs, compile_decodes
 from speedups.packed_linear import pack
+
+if TYPE_CHECKING:
+    from engine import Engine
 
 Sampled = tuple[int, float | None]  # a token; its logprob, if a request in the batch wants it
 
@@ -99,12 +104,17 @@ def tokens_of(batch: Sequence[Chunk], sampled: Sequence[Sampled]) -> list[int | 
     return tokens
 
 
-def warm_up_loads(config: EngineConfig) -> list[tuple[list[list[int]], list[SamplingParams]]]:
-    """Prompts and params to serve: the longest prompt, and then as many requests as may run."""
+def warm_up(engine: Engine) -> None:
+    """Serve the longest prompt, and then as many requests as may run, and forget them."""
+    engine.drop([])  # what the cache holds is lost
+    engine.runner.warm_up(engine.scheduler.max_batch)
+    config = engine.config
     pages, _, max_len = config.cache_sizes
     max_batch = config.max_batch or 1
     max_output = max_len - 1
     long_prompt = [0] * max(1, max_output - 1)
+    engine.generate([long_prompt], SamplingParams(min(2, max_output)), progress=False)
     count = min(max_batch, pages, config.max_waiting or max_batch)  # each has a page or more
     params = [SamplingParams(min(n + 2, max_output)) for n in range(count)]
-    return [([long_prompt], [SamplingParams(min(2, max_output))]), ([[0]] * count, params)]
+    engine.generate([[0]] * count, params, progress=False)
+    engine.drop([])  # none of this is found later

@@ -15,9 +15,9 @@ from model import GPT, FlatBatch, GPTConfig
 from policies import POLICIES, make_scheduler
 from policies.iteration_time import BatchShape
 from policies.pages import make_pages
-from request import Chunk
 from sampling import SamplingParams, sample
 from scheduler import Scheduler
+from speedups.lone_chunk import lone_chunk
 
 # first come, first served, and the newest is preempted: what decides on that is scheduler.py's, or
 # dynamic.py's, which at most lets the head of the line wait
@@ -144,7 +144,7 @@ def alone(model, prompt, params=GREEDY, stop=()):
     """What a request must yield: no engine, no chunks, all computed again for each token."""
     tokens = list(prompt)
     for n in range(params.max_new_tokens):
-        logits = run(model, poisoned_cache(model, 1, len(tokens)), [Chunk.alone([0], 0, tokens)])
+        logits = run(model, poisoned_cache(model, 1, len(tokens)), [lone_chunk([0], 0, tokens)])
         tokens.append(int(sample(logits, [params], [n])[0]))
         if tokens[-1] in {*params.stop_token_ids, *stop}:
             break

@@ -44,8 +44,8 @@ from parallel.instances import ChunkedPoolsEngine, PoolsEngine, ReplicasEngine
 from parallel.ranks import STARTED, Ranks
 from parallel.stages import SentChunk
 from parallel.transfer import Link
-from request import Chunk
 from sampling import SamplingParams
+from speedups.lone_chunk import lone_chunk
 from tests.helpers import check_integrity, tiny_model
 from tests.rank_stages import LIMIT_S, Faulty, FaultyStage, SpoiltStage, model_of, size
 from tests.test_interrupt import FILES, NEVER, Interrupt
@@ -448,7 +448,7 @@ def waits(job):
     runner = runner_for(model)(model, pages=1, page_size=16, max_len=16)
     waited = []
     for start in (0, 3):
-        span = Chunk.alone(pages=[0], start=start, tokens=[1, 2, 3])
+        span = lone_chunk(pages=[0], start=start, tokens=[1, 2, 3])
         command = runner.send([SentChunk.of(span)])
         waited.append([result.waited for result in runner.collect(command)])
         runner.forget(command)

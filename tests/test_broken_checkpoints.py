@@ -21,7 +21,7 @@ from kv_cache import KVCache
 from model import GPT, GPTConfig
 from pretrained import checkpoints
 from pretrained.tokenizers import load_chat, load_tokenizer
-from request import Chunk
+from speedups.lone_chunk import lone_chunk
 from tests.helpers import run
 from tests.test_checkpoints import LLAMA_3, llama_like
 from tests.test_tokenizers import sentencepiece_directory
@@ -81,7 +81,7 @@ def load_all(directory):
     """Load all of a checkpoint, and use it: its logits are numbers, its text is text."""
     model = GPT.from_pretrained(directory)
     cache = KVCache(model.config, pages=1, page_size=1)
-    assert run(model, cache, [Chunk.alone([0], 0, [0])]).isfinite().all()
+    assert run(model, cache, [lone_chunk([0], 0, [0])]).isfinite().all()
     tokenizer = load_tokenizer(directory)
     assert isinstance(tokenizer.decode(tokenizer.encode("hello")), str)
     assert isinstance(load_chat(directory)(MESSAGES), str)

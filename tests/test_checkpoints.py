@@ -23,8 +23,8 @@ from pretrained import checkpoints
 from pretrained.geometry import GPTConfig, RopeScaling
 from pretrained.presets import PRESETS
 from pretrained.rope import rope_table
-from request import Chunk
 from sampling import SamplingParams
+from speedups.lone_chunk import lone_chunk
 from tests.helpers import run
 
 VOCAB = 97
@@ -130,7 +130,7 @@ def all_logits(model, tokens, chunk=64):
     """Logits after every token, (len(tokens), vocab_size), computed in chunks of so many tokens."""
     cache = KVCache(model.config, 1, len(tokens), dtype=model.dtype)
     starts = range(0, len(tokens), chunk)
-    spans = [Chunk.alone([0], start, tokens[start : start + chunk]) for start in starts]
+    spans = [lone_chunk([0], start, tokens[start : start + chunk]) for start in starts]
     return torch.cat([run(model, cache, [span], all_rows=True) for span in spans])
 
 

@@ -13,10 +13,10 @@ import speedups.runner
 from attention.decode_sizes import padded_sizes
 from engine import Engine
 from policies import POLICIES
-from request import Chunk
 from sampling import SamplingParams
 from speedups import cuda_graphs
 from speedups.cuda_graphs import Recording
+from speedups.lone_chunk import lone_chunk
 from speedups.runner import Runner
 from test_equivalence import close
 from tests.cuda.flash import flash_attention, pretend_flash
@@ -85,9 +85,9 @@ def test_graphs_give_the_same_tokens_and_the_same_cache(policy, layout, replays)
 @pytest.mark.parametrize("layout", SIZES)
 def test_only_batches_of_decodes_are_replayed(layout, replays):
     runner = Runner(MODEL, 8, SIZES[layout]["page_size"], 330, "flash")
-    decodes = [Chunk.alone([i], 0, [5 + i]) for i in range(5)]
-    chunk = Chunk.alone([7], 0, [1, 2, 3])
-    no_logits = Chunk.alone([6], 0, [1], yields_token=False)
+    decodes = [lone_chunk([i], 0, [5 + i]) for i in range(5)]
+    chunk = lone_chunk([7], 0, [1, 2, 3])
+    no_logits = lone_chunk([6], 0, [1], yields_token=False)
     tokens = runner.greedy(decodes)
     assert replays == [8]
     assert runner.greedy([*decodes, chunk])[:5] == tokens
@@ -99,7 +99,7 @@ def test_only_batches_of_decodes_are_replayed(layout, replays):
     assert (
         runner.greedy(
             [
-                Chunk.alone(chunk.pages, chunk.start, chunk.tokens, yields_token=False)
+                lone_chunk(chunk.pages, chunk.start, chunk.tokens, yields_token=False)
                 for chunk in decodes
             ]
         )
@@ -112,10 +112,10 @@ def test_only_batches_of_decodes_are_replayed(layout, replays):
 def test_padding_writes_to_the_scratch_slot_alone(replays):
     runner = Runner(MODEL, 8, 330, 330, "flash")
     whole = runner.cache._data
-    runner.greedy([Chunk.alone([i], 3, [9]) for i in range(8)])  # fills all rows of a graph
+    runner.greedy([lone_chunk([i], 3, [9]) for i in range(8)])  # fills all rows of a graph
     whole.fill_(float("nan"))
     runner.cache.data[:, :, :, ::330] = 1.0
-    runner.greedy([Chunk.alone([i], 0, [9]) for i in range(5)])
+    runner.greedy([lone_chunk([i], 0, [9]) for i in range(5)])
     written = ~whole.isnan().any(dim=(0, 1, 2, 4))
     expected = [*range(0, 8 * 330, 330), runner.cache.scratch_slot]
     assert written.nonzero()[:, 0].tolist() == expected
@@ -131,9 +131,9 @@ def test_padding_attends_to_one_key(replays, monkeypatch):
 
     runner = Runner(MODEL, 8, 330, 330, "flash")
     runner.cache.data.fill_(1)
-    runner.greedy([Chunk.alone([i], 10 + i, [9]) for i in range(8)])
+    runner.greedy([lone_chunk([i], 10 + i, [9]) for i in range(8)])
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", operator)
-    runner.greedy([Chunk.alone([i], 20 + i, [9]) for i in range(5)])
+    runner.greedy([lone_chunk([i], 20 + i, [9]) for i in range(5)])
     assert key_counts == [[21, 22, 23, 24, 25, 1, 1, 1]] * MODEL.config.n_layer
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-import sampling
 from config import EngineConfig
 from engine import Engine
 from errors import QueueFull
@@ -18,9 +17,11 @@ from kv_cache import KVCache, kv_bytes_per_token
 from model import GPT, FlatBatch, GPTConfig
 from policies import POLICIES
 from pretrained.tokenizers import Tokenizer, byte_tokenizer
-from request import Chunk, Completion
+from request import Completion
 from sampling import SamplingParams, sample
 from scheduler import Batch, SarathiServe
+from speedups import drawing
+from speedups.lone_chunk import lone_chunk
 from speedups.runner import Runner
 from tests.helpers import alone, poison, poisoned_cache, run, tiny_model
 
@@ -150,7 +151,7 @@ def drawn_by_definition(logits, p, position):
 def test_each_token_is_the_one_that_the_definition_draws(kind, vocab_size, monkeypatch):
     """Also where only some tokens are sorted, where these end within a tie, and where rows are
     drawn in several blocks: none of it depends on the other rows."""
-    monkeypatch.setattr(sampling, "FEW_TOKENS", 32)
+    monkeypatch.setattr(drawing, "FEW_TOKENS", 32)
     rng = random.Random(vocab_size)
     logits = torch.randn(400, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
     if kind == "ties":
@@ -200,7 +201,7 @@ def test_logprobs_are_those_of_the_model(model):
     for completion in completions:
         tokens = completion.prompt + completion.tokens
         logits = run(
-            model, poisoned_cache(model, 1, 40), [Chunk.alone([0], 0, tokens)], all_rows=True
+            model, poisoned_cache(model, 1, 40), [lone_chunk([0], 0, tokens)], all_rows=True
         )
         rows = logits[len(completion.prompt) - 1 : -1].log_softmax(-1)
         expected = rows.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0].tolist()
@@ -463,15 +464,15 @@ def test_the_runner_picks_the_likeliest_token_of_each_span(model):
     runner.cache.data.fill_(float("nan"))
 
     def whole(i, **options):
-        return Chunk.alone([i], 0, PROMPTS[i], **options)
+        return lone_chunk([i], 0, PROMPTS[i], **options)
 
     assert runner.greedy([whole(0), whole(1, yields_token=False), whole(2)]) == [
         alone(model, PROMPTS[i], SamplingParams(1))[0] for i in (0, 2)
     ]
     first, second = alone(model, PROMPTS[1], SamplingParams(2))
-    assert runner.greedy([Chunk.alone([1], 19, PROMPTS[1][19:])]) == [first]
-    assert runner.greedy([Chunk.alone([1], 20, [first], yields_token=False)]) == []
-    assert runner.greedy([Chunk.alone([1], 20, [first])]) == [second]
+    assert runner.greedy([lone_chunk([1], 19, PROMPTS[1][19:])]) == [first]
+    assert runner.greedy([lone_chunk([1], 20, [first], yields_token=False)]) == []
+    assert runner.greedy([lone_chunk([1], 20, [first])]) == [second]
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, torch.OutOfMemoryError])
@@ -775,7 +776,7 @@ def test_sarathi_is_aligned_to_the_tile_on_cuda_only(model, monkeypatch):
     assert budget() == 300
     monkeypatch.setattr(GPT, "device", torch.device("cuda"))
     monkeypatch.setattr("engine.Runner", lambda *_: None)
-    monkeypatch.setattr("config.check_memory", lambda *_: None)
+    monkeypatch.setattr("hardware.memory.check_memory", lambda *_: None)
     assert [budget(), budget(tile=64), budget(tile=100)] == [256, 256, 300]
 
 

@@ -15,7 +15,8 @@ from lab.measure.gain import COMPARED, explain_gain
 from lab.measure.metrics import steady
 from lab.measure.offline_load import OfflineLoad
 from policies import POLICIES, make_scheduler
-from request import ChunkRecord, Completion, Iteration, Request
+from policies.observers import ChunkRecord, Iteration, chunk_records
+from request import Completion, Request
 from tests.helpers import tiny_model
 
 BATCH = 6
@@ -50,10 +51,10 @@ def simulate(policy, load, chunk=CHUNK, cost=None):
         requests.append(request)
         scheduler.add(request)
     while batch := scheduler.next_batch():
-        before, during, after = cost(batch.record()) if cost else (0.0, 1.0, 0.0)
+        before, during, after = cost(chunk_records(batch)) if cost else (0.0, 1.0, 0.0)
         launch = now + before
         end = launch + during
-        iterations.append(Iteration(now, end, batch.record(), launch))
+        iterations.append(Iteration(now, end, chunk_records(batch), launch))
         now = end + after
         tokens = [0 if chunk.yields_token else None for chunk in batch]
         scheduler.advance(batch, tokens, now - after)

@@ -11,7 +11,7 @@ import torch.nn as nn
 from lab.measure import machine_info
 from lab.measure import timing as measure
 from model import FlatBatch, GPTConfig
-from request import Chunk
+from speedups.lone_chunk import lone_chunk
 from speedups.packed_linear import OneDNNLinear
 from speedups.runner import Runner
 from tests.helpers import tiny_model
@@ -191,7 +191,7 @@ def test_the_heading_names_the_device_and_the_model():
 
 def test_attention_cost_counts_every_visible_key():
     config = GPTConfig("llama", 16, 3, 8, 64, n_kv_head=2, head_dim=16)
-    spans = [Chunk.alone([0], 5, [1] * 4), Chunk.alone([1], 9, [1]), Chunk.alone([2], 0, [1] * 3)]
+    spans = [lone_chunk([0], 5, [1] * 4), lone_chunk([1], 9, [1]), lone_chunk([2], 0, [1] * 3)]
     visible = sum(span.start + i + 1 for span in spans for i in range(len(span.tokens)))
     keys = 9 + 10 + 3
     # per layer and head: q k and p v, two operations for each of 16 dims; K and V, 2 heads of 16
@@ -215,7 +215,7 @@ def test_bare_products_are_those_of_an_iteration(monkeypatch, model):
 
     runner = Runner(model, 2, 8)
     batch = FlatBatch.build(
-        [Chunk.alone([0], 0, [1, 2, 3]), Chunk.alone([1], 0, [4])], runner.attention
+        [lone_chunk([0], 0, [1, 2, 3]), lone_chunk([1], 0, [4])], runner.attention
     )
     expected = shapes_of(lambda: model(batch, runner.cache))
     layers = measure.linear_layers(model)
@@ -229,7 +229,7 @@ def test_bare_products_are_those_of_an_iteration(monkeypatch, model):
 def test_attention_alone_attends_once_in_every_layer_and_writes_nothing(model, monkeypatch):
     runner = Runner(model, 1, 8)
     query_shapes = []
-    runner.greedy([Chunk.alone([0], 0, [1, 2, 3])])
+    runner.greedy([lone_chunk([0], 0, [1, 2, 3])])
     before = runner.cache.data.clone()
     plan = runner.attention.plan
 
@@ -243,7 +243,7 @@ def test_attention_alone_attends_once_in_every_layer_and_writes_nothing(model, m
         return attend
 
     monkeypatch.setattr(runner.attention, "plan", spy)
-    measure.attention_alone(runner, [Chunk.alone([0], 1, [2, 3])])()
+    measure.attention_alone(runner, [lone_chunk([0], 1, [2, 3])])()
     config = model.config
     assert query_shapes == [(2, config.n_head, config.head_dim)] * config.n_layer
     assert torch.equal(runner.cache.data[:, :, :, :3], before[:, :, :, :3])

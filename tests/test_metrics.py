@@ -21,7 +21,8 @@ from lab.measure.metrics import (
     summarize_queue,
     summarize_run,
 )
-from request import ChunkRecord, Completion, Iteration
+from policies.observers import ChunkRecord, Iteration
+from request import Completion
 
 
 def an_iteration(start, end, chunks, waiting=0, running=0, free_pages=0, **more):

@@ -15,7 +15,8 @@ from lab.measure import metrics, offline_load, timing, workload
 from lab.measure.decode_maximal import DecodeMaximal, HybridTime, measure_decode_maximal
 from lab.measure.offline_load import OfflineLoad, PolicyRun, run_policies
 from lab.measure.run_loop import LoadRun, Run
-from request import ChunkRecord, Completion, Iteration
+from policies.observers import ChunkRecord, Iteration
+from request import Completion
 from tests.helpers import machine_info, tiny_model
 
 

@@ -16,9 +16,9 @@ from model import GPT
 from policies import POLICIES, make_scheduler
 from policies.pages import make_pages
 from policies.referee import Referee
-from request import Chunk
 from sampling import SamplingParams, sample
 from scheduler import Request, Scheduler
+from speedups.lone_chunk import lone_chunk
 from tests.helpers import (
     alone,
     check_integrity,
@@ -51,7 +51,7 @@ def logits_alone(prompt, tokens):
     logits = run(
         MODEL,
         poisoned_cache(MODEL, 1, len(tokens_so_far)),
-        [Chunk.alone([0], 0, tokens_so_far)],
+        [lone_chunk([0], 0, tokens_so_far)],
         all_rows=True,
     )
     return logits[len(prompt) - 1 : -1]

@@ -5,6 +5,7 @@ import pytest
 from engine import Engine
 from kv_cache import Pages
 from policies import make_scheduler
+from policies.observers import Iteration
 from policies.pages import CachedPages
 from sampling import SamplingParams
 from scheduler import Request
@@ -24,7 +25,7 @@ def decided(policy, requests, pages=16, page_size=16, max_batch=4, **options):
     now = 0.0
     while scheduler.requests:
         batch = scheduler.next_batch()
-        iteration = scheduler.iteration(batch, now, end=now)
+        iteration = Iteration.of(scheduler, batch, now, end=now)
         iteration = iteration._replace(end=now + 1, launch=now + 0.25)
         tokens = [0 if chunk.yields_token else None for chunk in batch]
         now += 1

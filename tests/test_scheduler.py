@@ -15,6 +15,7 @@ from config import EngineConfig
 from policies import POLICIES, make_scheduler
 from policies.custom import Guard, PolicyError
 from policies.micro_batches import MicroBatches
+from policies.observers import chunk_records
 from policies.pages import make_pages
 from request import Service
 from scheduler import Batch, Request, SarathiServe
@@ -155,7 +156,7 @@ def test_a_batch_keeps_within_its_budget():
     assert [batch.add(prompt), batch.add(late), batch.left] == [4, 0, 0] and batch.budget == 5
     assert batch == [(decode, 2, 1), (prompt, 4, 4)]
     assert [chunk.yields_token for chunk in batch] == [True, False]  # 8 of 9
-    assert batch.record() == [(0, 2, 1, True), (1, 4, 4, False)]
+    assert chunk_records(batch) == [(0, 2, 1, True), (1, 4, 4, False)]
     assert unlimited.add(late) == 9 and unlimited.left > 1e9 and unlimited.budget is None
     assert unlimited[0].yields_token
 

@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 
 from lab.measure.capacity import Bounded
 from policies import ALL_POLICIES
-from request import Completion, Iteration
+from policies.observers import Iteration
+from request import Completion
 from tests.test_metrics import a_completion, an_iteration, decode, prefill
 from views import style
 from views.bars import Beside, plot_beside_published

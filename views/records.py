@@ -15,9 +15,9 @@ from itertools import islice
 from typing import Any, NotRequired, TypedDict
 
 from policies.micro_batches import StageRun
+from policies.observers import Iteration, Observer
 from policies.pools import DecodeInstance, PrefillInstance, Sent
-from request import Iteration
-from scheduler import Batch, Observer, Request, Scheduler
+from scheduler import Batch, Request, Scheduler
 from views.policy_notes import policy_name, policy_note
 
 MAX_QUEUE = 40  # this many waiting requests are recorded, in their order

@@ -21,7 +21,8 @@ from matplotlib.figure import Figure, FigureBase
 from matplotlib.patches import Patch
 
 from lab.measure.metrics import MAX_DELAY_S
-from request import Completion, Iteration
+from policies.observers import Iteration
+from request import Completion
 from views import style
 from views.style import DECODE, GAPS, HYBRID, PREFILL
 

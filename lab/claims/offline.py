@@ -21,7 +21,7 @@ from lab.measure.run_loop import Run
 from lab.measure.workload import Arrival
 from lab.simulator.cost_model import Chunks, StageTimes
 from lab.simulator.simulation import simulate
-from request import Iteration
+from policies.observers import Iteration
 
 EVERYTHING_AT_ONCE = math.inf  # requests per second
 RIDING = "Riding decodes need no reading of the weights of their own."

@@ -23,6 +23,7 @@ from model import GPT, FlatBatch, GPTConfig
 from parallel import runner_for
 from parallel.shard import Shard
 from request import Chunk
+from speedups.lone_chunk import lone_chunk
 from speedups.packed_linear import pack
 from speedups.runner import Runner
 
@@ -65,7 +66,7 @@ def chunks_of(length: int, chunk: int, context: int | None = None) -> list[Batch
 def spans_of(batch: Batch, yields_token: bool = False) -> list[Chunk]:
     """A batch as the Spans of requests that have one page each."""
     return [
-        Chunk.alone(
+        lone_chunk(
             pages=[page],
             start=chunk.end - chunk.tokens,
             tokens=[1] * chunk.tokens,

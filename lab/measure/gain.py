@@ -15,8 +15,10 @@ from lab.measure import timing
 from lab.measure.metrics import SteadyPart, steady
 from lab.measure.offline_load import PolicyRun
 from model import GPT, FlatBatch
-from request import Chunk, Iteration
+from policies.observers import Iteration
+from request import Chunk
 from sampling import SamplingParams
+from speedups.lone_chunk import lone_chunk
 from speedups.runner import Runner
 
 COMPARED = ("request-level", "sarathi")
@@ -157,7 +159,7 @@ def pieces_of(
 def spans_of(iteration: Iteration, prompt_lens: Mapping[int, int]) -> list[Chunk]:
     """The chunks of an iteration, each in a page of its own: all pages hold noise."""
     return [
-        Chunk.alone(
+        lone_chunk(
             pages=[page],
             start=start,
             tokens=[1] * length,

@@ -20,7 +20,7 @@ from model import GPT
 from parallel import engine_for
 from parallel.instances import PoolsEngine
 from parallel.stages import RanksEngine
-from request import Iteration
+from policies.observers import Iteration
 from sampling import SamplingParams
 
 GLANCE_EVERY_S = 1.0  # how often an engine's run probes the machine

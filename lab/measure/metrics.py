@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lab.measure.token_budget import MAX_DELAY_S
+from policies.observers import Iteration
 from policies.priority import PRIORITIES
-from request import Completion, Iteration
+from request import Completion
 
 FINISHED = ("stop", "length")  # finish reasons of requests that got all of their output
 SERVED = 0.75  # share of the rate of arrivals that must be served meanwhile; few are in the making

@@ -16,9 +16,10 @@ from typing import Any, Protocol
 
 from errors import QueueFull
 from lab.measure.arrival import Arrival
+from policies.observers import Iteration
 from policies.pools import Sent
 from policies.priority import PRIORITIES
-from request import Completion, Event, Iteration
+from request import Completion, Event
 from scheduler import Scheduler
 
 

@@ -22,9 +22,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kv_cache import kv_bytes_per_token
-from model import GPT, ROWS_PER_PIECE, FlatBatch, GPTConfig
+from model import GPT, FlatBatch, GPTConfig
 from request import Chunk
 from speedups.packed_linear import steady_rates
+from speedups.pieces import ROWS_PER_PIECE
 from speedups.runner import Runner
 
 Name = TypeVar("Name")

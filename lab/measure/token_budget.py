@@ -17,6 +17,7 @@ from kv_cache import KVCache
 from policies import find_policy, policy_options
 from policies.iteration_time import BatchShape
 from request import Chunk
+from speedups.lone_chunk import lone_chunk
 from speedups.runner import Runner
 
 BASE_BATCH = 32  # decodes, at base_context, in the decode iteration that SLOs are multiples of
@@ -65,11 +66,11 @@ def hybrid_spans(cache: KVCache, budget: int, context: int, decodes: int) -> lis
     chunk = budget - decodes
     chunks = []
     for _ in range(decodes):
-        chunks.append(Chunk.alone(_block_table(pages, context, cache.page_size), context - 1, [0]))
+        chunks.append(lone_chunk(_block_table(pages, context, cache.page_size), context - 1, [0]))
     if chunk > 0:
         start = max(0, context - chunk)
         block_table = _block_table(pages, start + chunk, cache.page_size)
-        chunks.append(Chunk.alone(block_table, start, [0] * chunk))
+        chunks.append(lone_chunk(block_table, start, [0] * chunk))
     return chunks
 
 

@@ -20,8 +20,9 @@ from lab.simulator.cost_model import Cost, CostModel
 from lab.simulator.devices import Link
 from lab.simulator.simulation import Simulated, Simulation, event_of, run_simulation
 from policies.micro_batches import StageTime
+from policies.observers import Iteration
 from policies.pools import Pools, PrefillInstance, Sent, Transfer, TwoPools
-from request import Event, Iteration
+from request import Event
 from scheduler import Batch, Scheduler
 
 
@@ -155,7 +156,7 @@ class PoolSimulation(Simulation):
         end = self.now + self.cost.stages(batch).seconds[0]
         iteration = None
         if self.record:
-            iteration = scheduler.iteration(batch, self.now, end, self.now + self.cost.cpu_s)
+            iteration = Iteration.of(scheduler, batch, self.now, end, self.now + self.cost.cpu_s)
         times = [StageTime(self.now, end, most_waited=end)]
         chunks = iteration.chunks if iteration else None
         self.book(number, times, self.full_since(number), batch, chunks)

@@ -20,8 +20,8 @@ from lab.simulator.random_loads import random_load
 from lab.simulator.simulation import simulate
 from policies import ALL_POLICIES, find_policy
 from policies.custom import PolicyError
+from policies.observers import Iteration
 from policies.referee import RULES, Referee, Violation
-from request import Iteration
 from scheduler import Scheduler
 
 # The loads: llama3-8b on one simulated A100, more requests than it can serve.

@@ -15,13 +15,14 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from config import EngineConfig
-from errors import QueueFull, check_whole
+from errors import check_whole
 from lab.measure.arrival import Arrival
 from lab.measure.run_loop import LoadRun, Run
 from lab.simulator.cost_model import Cost
 from policies.micro_batches import MicroBatches, StageRun, StageTime
+from policies.observers import Iteration
 from policies.priority import make_service
-from request import Completion, Event, Iteration
+from request import Completion, Event
 from scheduler import Request, Scheduler
 
 
@@ -150,8 +151,7 @@ class Simulation(MicroBatches):
         self.schedulers[0].check_fits(arrival.prompt_len, arrival.output_len)
         self.bubbles[i] = 0.0
         self._wake()
-        if self.config.max_waiting is not None and len(self.queue) >= self.config.max_waiting:
-            raise QueueFull(f"max_waiting={self.config.max_waiting}: as many requests wait")
+        self.config.check_queue(len(self.queue))
         tokens: Any = bytearray(arrival.prompt_len) if prompt is None else list(prompt)
         request = Request(
             id=i,
@@ -193,7 +193,7 @@ class Simulation(MicroBatches):
         chunks = None
         if self.record:
             launch = self.now + self.cost.cpu_s
-            self.last_iteration = scheduler.iteration(batch, self.now, end, launch)
+            self.last_iteration = Iteration.of(scheduler, batch, self.now, end, launch)
             chunks = self.last_iteration.chunks
         self.book(micro_batch, times, self.full_since(micro_batch), batch, chunks)
         self._push(end, micro_batch)
@@ -209,9 +209,7 @@ class Simulation(MicroBatches):
 
 def event_of(request: Request, token: int) -> Event:
     """The Event of a new token of a request."""
-    reason = request.finish_reason
-    completion = Completion.of(request) if reason else None
-    return Event(request.id, token, None, reason, completion)
+    return Event.of(request, token, Completion.of(request) if request.finish_reason else None)
 
 
 def bubble_kinds(stage_runs: Sequence[StageRun]) -> list[tuple[StageRun, str]]:

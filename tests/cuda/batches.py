@@ -13,6 +13,7 @@ from attention import BACKENDS, DEVICES
 from kv_cache import KVCache, slot_mapping
 from model import GPTConfig
 from request import Chunk
+from speedups.lone_chunk import lone_chunk
 from tests.helpers import poisoned_cache
 
 CUDA_BACKENDS = [name for name in BACKENDS if DEVICES.get(name) == "cuda"]
@@ -47,7 +48,7 @@ def scattered_spans(
     spans = []
     for end, length in sorted(ends, key=lambda pair: pair[1] > 1):
         table = [free_pages.pop() for _ in range(-(-end // page_size))]
-        spans.append(Chunk.alone(table, end - length, [0] * length))
+        spans.append(lone_chunk(table, end - length, [0] * length))
     return spans, pages
 
 

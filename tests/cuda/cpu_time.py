@@ -20,6 +20,7 @@ from attention import BACKENDS
 from kv_cache import KVCache
 from model import GPT, FlatBatch, GPTConfig
 from request import Chunk
+from speedups.lone_chunk import lone_chunk
 from tests.cuda.batches import CUDA_BACKENDS, capability, new_cache, reads_pages
 
 MAX_LEN = 512
@@ -84,7 +85,7 @@ def measure(
     cache = new_cache(config, decodes * width, page_size, MAX_LEN, torch.bfloat16)
     backend = BACKENDS[attention](config, cache)
     tables = [list(range(i * width, (i + 1) * width)) for i in range(decodes)]
-    spans = [Chunk.alone(table, 300, [1]) for table in tables]
+    spans = [lone_chunk(table, 300, [1]) for table in tables]
     batch = FlatBatch.build(spans, backend)
     return list(time_parts(model, cache, batch, spans, backend, repeats))
 

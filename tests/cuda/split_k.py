@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from attention import BACKENDS
-from request import Chunk
+from speedups.lone_chunk import lone_chunk
 from tests.cuda.batches import (
     capability,
     config_of,
@@ -141,7 +141,7 @@ def count_compiled(decodes: Decodes, sizes: tuple[int, ...]) -> list[int]:
         backend = BACKENDS[decodes.backend](config, cache)
         for size in sizes:
             before = split_k.count + reduce.count
-            spans = [Chunk.alone(table, end - 1, [0]) for _ in range(size)]
+            spans = [lone_chunk(table, end - 1, [0]) for _ in range(size)]
             q = random_queries(spans, config, torch.bfloat16)
             backend.plan(spans)(q, *cache.layer(1))
             counts.append(split_k.count + reduce.count - before)

@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounter
 
 from attention import SDPA
 from model import FlatBatch
-from request import Chunk
+from speedups.lone_chunk import lone_chunk
 from tests.cuda.inductor import launches_of_a_layer
 from tests.cuda.split_k import Worker
 from tests.helpers import poisoned_cache, tiny_model
@@ -47,7 +47,7 @@ def test_batches_of_any_size_are_compiled_once(family, n_layer, monkeypatch):
     cache = poisoned_cache(model, 4, 64)
     backend = SDPA(model.config, cache)
     for rows in SIZES:
-        batch = FlatBatch.build([Chunk.alone([0], 0, [1] * rows)], backend)
+        batch = FlatBatch.build([lone_chunk([0], 0, [1] * rows)], backend)
         assert not model(batch, cache).isnan().any()
     assert counter.frame_count == HALVES
     torch._dynamo.reset()

@@ -5,7 +5,7 @@ import torch
 
 from attention.decode_sizes import padded_sizes
 from model import GPT, GPTConfig
-from request import Chunk
+from speedups.lone_chunk import lone_chunk
 from speedups.runner import Runner
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.filterwarnings("error:.*without CUDA graphs")]
@@ -30,7 +30,7 @@ def new_runner(n_layer=2, vocab_size=61, page_size=MAX_LEN):
 
 def decodes(count, page_size=MAX_LEN):
     """So many decodes of requests with a page each."""
-    return [Chunk.alone([i], page_size // 2, [1]) for i in range(count)]
+    return [lone_chunk([i], page_size // 2, [1]) for i in range(count)]
 
 
 @pytest.mark.parametrize("page_size", [MAX_LEN, 256])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from model import GPT, FlatBatch, GPTConfig
-from request import Chunk
+from speedups.lone_chunk import lone_chunk
 from speedups.runner import Runner
 from tests.cuda import cpu_time
 from tests.cuda.batches import CUDA_BACKENDS, reads_pages
@@ -58,9 +58,7 @@ def kernels_of_a_layer(gpu, attention, page_size, lengths):
         pages = len(lengths) * MAX_LEN // page_size
         runner = Runner(model, pages, page_size, MAX_LEN, attention)
         tables = [table_of(request, page_size) for request in range(len(lengths))]
-        spans = [
-            Chunk.alone(table, 1000, [1] * n) for table, n in zip(tables, lengths, strict=True)
-        ]
+        spans = [lone_chunk(table, 1000, [1] * n) for table, n in zip(tables, lengths, strict=True)]
         batch = FlatBatch.build(spans, runner.attention)
         gpu.kernels.clear()
         runner.model(batch, runner.cache)

@@ -1,0 +1,70 @@
+"""Random draws of many requests at once: temperature, top-k and top-p. Read first: sampling.py."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from attention.plan import to_device
+
+if TYPE_CHECKING:
+    from sampling import SamplingParams
+
+FEW_TOKENS = 1024  # are sorted for a smaller top_k, as a vocabulary may be 100 times as large
+ROWS_AT_ONCE = 32  # are drawn, so that memory is bounded: 33 MB a tensor with llama3-8b
+
+
+def draw(
+    tokens: Tensor, logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
+) -> None:
+    """Set the tokens of those rows whose temperature is above 0; arguments as of sampling.sample.
+
+    The n-th output token of a request takes the number n of its own random stream."""
+    vocab_size = logits.shape[1]
+    # Rows are drawn with those that sort as many tokens. The order decides what is drawn, so how
+    # many that are depends on the row's own parameters only; 0 if all tokens can be drawn.
+    groups: dict[tuple[int, int], list[int]] = {}
+    for row, p in enumerate(params):
+        count = FEW_TOKENS if 0 < p.top_k <= FEW_TOKENS else vocab_size
+        count = min(count, vocab_size) if p.top_k or p.top_p < 1 else 0
+        if p.temperature > 0:
+            groups.setdefault((count, row // ROWS_AT_ONCE), []).append(row)
+    for (count, _), rows in groups.items():
+        index = _column(rows, logits, torch.int64)[:, 0]
+        uniforms = [random.Random(f"{params[row].seed}/{positions[row]}").random() for row in rows]
+        tokens[index] = _draw(logits[index].double(), [params[i] for i in rows], uniforms, count)
+
+
+def _draw(
+    logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float], count: int
+) -> Tensor:
+    """Inverse transform sampling: the first token at which the cumulated probability passes the
+    row's uniform. `count` > 0: over so many of the likeliest tokens, from the likeliest down."""
+    logits = logits - logits.amax(dim=-1, keepdim=True)  # a tiny temperature cannot overflow
+    probs = (logits / _column([p.temperature for p in params], logits)).softmax(dim=-1)
+    likeliest = probs.topk(count).values if count else probs
+    kept = likeliest
+    if count:
+        rank = torch.arange(count, device=probs.device)
+        kept = kept * (rank < _column([p.top_k or count for p in params], probs))
+        kept = kept / kept.sum(dim=-1, keepdim=True)
+        before = kept.cumsum(dim=-1) - kept  # a token stays while those before do not reach top_p
+        kept = kept * (before < _column([p.top_p for p in params], probs))
+    cumulated = kept.cumsum(dim=-1)
+    cumulated = cumulated / cumulated[:, -1:]
+    index = torch.searchsorted(cumulated, _column(uniforms, probs), right=True)
+    index = index.clamp_(max=kept.shape[1] - 1)  # beyond it only if the logits hold NaN
+    if count:  # `index` is a rank: of equal tokens the first ones have the smaller ids
+        prob = likeliest.gather(1, index)
+        rank = index - (likeliest > prob).sum(dim=-1, keepdim=True)  # among the equal ones
+        index = torch.searchsorted((probs == prob).cumsum(dim=-1), rank + 1)
+    return index.clamp_(max=probs.shape[1] - 1)[:, 0]
+
+
+def _column(values: Sequence[float], like: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """One number per row, (rows, 1), on the device of `like`."""
+    return to_device(values, like.device, dtype)[:, None]
