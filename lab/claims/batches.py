@@ -14,6 +14,7 @@ from lab.claims.table import Table, over
 from lab.measure.batch_times import TimedChunk, chunks_of, decodes, prompts
 from lab.measure.capacity import Bounded
 
+SHARES_READING = "Alone B decodes share one reading of the weights; riding they need none."
 OWN_KEYS = "A decode reads its own keys and values, whoever shares its batch."
 ROWS_ABOVE_RIDGE = "Above the ridge the rows of a chunk take as long as those of a prompt."
 TWICE_THE_ROWS = (
@@ -44,10 +45,10 @@ def s_f8(lab: Lab) -> Finding:
         cpu={512: [6, 18], 1024: [6, 18], 2048: [6, 18]},
         quick={256: [6, 18], 512: [6, 18]},
     )
-    found = Finding(LLAMA_13B)
-    speedups = found.table(x="batch", y="decode speedup, by context", spec=".1fx")
+    finding = Finding(LLAMA_13B)
+    speedups = finding.table(x="batch", y="decode speedup, by context", spec=".1fx")
     for context, sizes in batch_sizes.items():
-        cost = found.table(f"{context:,} tokens", x="batch", y="ms per token", spec=".2f")
+        cost = finding.table(f"{context:,} tokens", x="batch", y="ms per token", spec=".2f")
         for size in sizes:
             hybrid = lab.decode_maximal(context=context, batch=size, chunk=chunk)
             speedups.add(size, {f"context {context:,}": hybrid.speedup})
@@ -59,31 +60,40 @@ def s_f8(lab: Lab) -> Finding:
                     "prefill": hybrid.prefill_only.prefill_token_ms,
                 },
             )
+    largest = max(size for sizes in batch_sizes.values() for size in sizes)
+    lines = speedups.all_lines()
+    for line in lines:
+        finding.expect(less(1, line), SHARES_READING, lab.ridge_above(largest))
+        finding.expect(falls(line), SHARES_READING, lab.ridge_above(largest))
+    shortest = lines[0]
+    longest = lines[-1]
+    finding.expect(
+        less(longest, shortest),
+        "Riding spares no reading of keys, and longer contexts have more.",
+        lab.ridge_above(4 * largest),
+    )
+    publish_table_2(lab, finding)
+    finding.publish("decode speedup, largest", 10, shortest, shortest.x_of_largest())
+    finding.publish("decode speedup, smallest", 2.8, longest, longest.x_of_smallest())
+    return finding
+
+
+def publish_table_2(lab: Lab, finding: Finding) -> None:
+    """Add Table 2: a prompt, four decodes, and three of them beside a chunk."""
     whole = lab.scaled(1024)
     hybrid = lab.decode_maximal(context=whole, batch=4, chunk=whole)
     speedup = Table("Table 2", x="context", spec=".1fx")
     speedup.add(whole, {"decode speedup": hybrid.speedup})
-    table_2 = found.table("Table 2", x="batch", y="ms", spec=".2f")
+    table_2 = finding.table("Table 2", x="batch", y="ms", spec=".2f")
     batches = {"prefill": hybrid.prompt, "decodes": hybrid.decode_only}
     for name, row in (batches | {"both": hybrid.decode_maximal}).items():
         linear_ms = row.products_ms - row.head_ms
         table_2.add(name, {"linear": linear_ms, "attention": row.attention_ms})
         table_2.add(name, {"a decode": row.decode_token_ms})
-
-    largest = max(size for sizes in batch_sizes.values() for size in sizes)
-    shares_reading = "Alone B decodes share one reading of the weights; riding they need none."
-    more_keys = "Riding spares no reading of keys, and longer contexts have more."
-    lines = speedups.all_lines()
-    for line in lines:
-        found.expect(less(1, line), shares_reading, lab.ridge_above(largest))
-        found.expect(falls(line), shares_reading, lab.ridge_above(largest))
-    shortest, longest = lines[0], lines[-1]
-    found.expect(less(longest, shortest), more_keys, lab.ridge_above(4 * largest))
-    found.expect(less(1, speedup["decode speedup"]), shares_reading, lab.ridge_above(4))
-    text = "decode speedup, 1,021 + 3 tokens, Table 2"
-    found.publish(text, 12.49 / 1.2, speedup["decode speedup"], whole)
-    found.publish("decode speedup, largest", 10, shortest, shortest.x_of_largest())
-    found.publish("decode speedup, smallest", 2.8, longest, longest.x_of_smallest())
+    finding.expect(less(1, speedup["decode speedup"]), SHARES_READING, lab.ridge_above(4))
+    finding.publish(
+        "decode speedup, 1,021 + 3 tokens, Table 2", 12.49 / 1.2, speedup["decode speedup"], whole
+    )
     published = {
         "prefill": {"linear": 224.8, "attention": 10},
         "decodes": {"linear": 44.28, "attention": 5.68, "a decode": 12.49},
@@ -91,9 +101,14 @@ def s_f8(lab: Lab) -> Finding:
     }
     for batch, row in published.items():
         for part, paper_ms in row.items():
-            text = f"{part}, {batch} of Table 2"
-            found.publish(text, paper_ms, table_2[part], batch, within=None, unit=" ms")
-    return found
+            finding.publish(
+                f"{part}, {batch} of Table 2",
+                paper_ms,
+                table_2[part],
+                batch,
+                within=None,
+                unit=" ms",
+            )
 
 
 @claim("What riding saves a decode: weights, or keys and values", seconds=(1, 1))
@@ -109,11 +124,13 @@ def c_1(lab: Lab) -> Finding:
         cpu={512: 18, 1024: 18, 2048: 18},
         quick={256: 18, 512: 18},
     )
-    found = Finding(LLAMA_13B)
-    table = found.table("a decode riding over alone", x="context", y="times", spec=".2f")
+    finding = Finding(LLAMA_13B)
+    table = finding.table("a decode riding over alone", x="context", y="times", spec=".2f")
     for context, batch in batches.items():
         times = lab.decode_maximal(context=context, batch=batch, chunk=lab.scaled(256))
-        alone, hybrid, prefill = times.decode_only, times.decode_maximal, times.prefill_only
+        alone = times.decode_only
+        hybrid = times.decode_maximal
+        prefill = times.prefill_only
         attention_ms = (hybrid.attention_ms - prefill.attention_ms) / (batch - 1)
         products_ms = (hybrid.products_ms - prefill.products_ms) / (batch - 1)
         table.add(
@@ -124,12 +141,19 @@ def c_1(lab: Lab) -> Finding:
             },
         )
     attention = table["attention"]
-    rows = "Riding decodes are rows beside a chunk that reads the weights anyway."
-    found.expect(less(0.5, attention, 2, at="end"), OWN_KEYS)
-    found.expect(less(table["linear"], 0.8), rows, lab.ridge_above(max(batches.values())))
-    text = "attention of a decode, riding over alone, Table 2"
-    found.publish(text, (15.2 - 10) / 3 / (5.68 / 4), attention, max(batches))
-    return found
+    finding.expect(less(0.5, attention, 2, at="end"), OWN_KEYS)
+    finding.expect(
+        less(table["linear"], 0.8),
+        "Riding decodes are rows beside a chunk that reads the weights anyway.",
+        lab.ridge_above(max(batches.values())),
+    )
+    finding.publish(
+        "attention of a decode, riding over alone, Table 2",
+        (15.2 - 10) / 3 / (5.68 / 4),
+        attention,
+        max(batches),
+    )
+    return finding
 
 
 def request_level_over_sarathi(lab: Lab, pieces: int) -> Finding:
@@ -139,9 +163,9 @@ def request_level_over_sarathi(lab: Lab, pieces: int) -> Finding:
     Prompts are cut into so many pieces, as many as carry all decodes: P:D = C / (B - 1)."""
     length = lab.scaled(1024)  # of a request, prompt and output
     batch_sizes = lab.pick(gpu=[6, 18], quick=[6])
-    found = Finding(LLAMA_13B)
-    seconds = found.table(f"batch {batch_sizes[-1]}", x="", y="s", spec=".3g", form="stacked")
-    ratios = found.table("request-level over sarathi", x="batch", y="times less")
+    finding = Finding(LLAMA_13B)
+    seconds = finding.table(f"batch {batch_sizes[-1]}", x="", y="s", spec=".3g", form="stacked")
+    ratios = finding.table("request-level over sarathi", x="batch", y="times less")
     for batch in batch_sizes:
         output = pieces * (batch - 1)
         prompt = length - output
@@ -150,7 +174,8 @@ def request_level_over_sarathi(lab: Lab, pieces: int) -> Finding:
         riding = decodes(batch - 1, context)
         sarathi = [alone + riding for alone in chunks_of(prompt, prompt // pieces)] * batch
         times = lab.time({"request-level": request_level, "sarathi": sarathi})
-        whole, chunked = times["request-level"], times["sarathi"]
+        whole = times["request-level"]
+        chunked = times["sarathi"]
         names = ("ffn_ln1", "ffn_ln2", "preproj", "postproj")
         ratios.add(batch, {name: whole.parts_ms[name] / chunked.parts_ms[name] for name in names})
         ratios.add(batch, {"linear": whole.products_ms / chunked.products_ms})
@@ -158,24 +183,29 @@ def request_level_over_sarathi(lab: Lab, pieces: int) -> Finding:
         if batch == batch_sizes[-1]:
             for policy, time in times.items():
                 seconds.add(policy, {name: ms / 1e3 for name, ms in time.parts_ms.items()})
-    return found
+    return finding
 
 
 @claim("Time by operation for the same requests, request-level against SARATHI", seconds=(5, 55))
 def s_f10(lab: Lab) -> Finding:
     """S-F10: the same requests take less time in the linear layers, and no more in attention."""
-    found = request_level_over_sarathi(lab, pieces=4)
-    ratios = found.tables[1]
+    finding = request_level_over_sarathi(lab, pieces=4)
+    ratios = finding.tables[1]
     pays = lab.riding_pays(int(ratios.xs[0]), lab.scaled(256))
-    riding = "Riding decodes need no reading of the weights of their own."
-    four_pieces = "Four pieces read a prompt's keys 2.5 times at most."
-    found.expect(less(1.02, ratios["linear"]), riding, pays)
-    found.expect(less(0.4, ratios["attention"]), four_pieces)
-    ffn, preproj = ratios["ffn_ln1"], ratios["preproj"]
-    found.publish("ffn, largest", 1.6, ffn, ffn.x_of_largest())
-    found.publish("ffn, smallest", 1.3, ffn, ffn.x_of_smallest())
-    found.publish("preproj, largest", 1.38, preproj, preproj.x_of_largest())
-    return found
+    finding.expect(
+        less(1.02, ratios["linear"]),
+        "Riding decodes need no reading of the weights of their own.",
+        pays,
+    )
+    finding.expect(
+        less(0.4, ratios["attention"]), "Four pieces read a prompt's keys 2.5 times at most."
+    )
+    ffn = ratios["ffn_ln1"]
+    preproj = ratios["preproj"]
+    finding.publish("ffn, largest", 1.6, ffn, ffn.x_of_largest())
+    finding.publish("ffn, smallest", 1.3, ffn, ffn.x_of_smallest())
+    finding.publish("preproj, largest", 1.38, preproj, preproj.x_of_largest())
+    return finding
 
 
 @claim("Time by operation with chunks twice as long", seconds=(5, 55))
@@ -186,22 +216,25 @@ def s_f10b(lab: Lab) -> Finding:
     decodes as one of four, and only decodes are made cheaper. The 1.6x is of the upper half."""
     quarters = request_level_over_sarathi(lab, pieces=4).tables[1]
     halves = request_level_over_sarathi(lab, pieces=2).tables[1]
-    found = Finding(LLAMA_13B, tables=[halves])
-    linear = found.table("linear layers", x="batch", y="times less")
+    finding = Finding(LLAMA_13B, tables=[halves])
+    linear = finding.table("linear layers", x="batch", y="times less")
     for batch in halves.xs:
         linear.add(batch, {"chunks of 256": quarters["linear"].at(batch)})
         linear.add(batch, {"chunks of 512": halves["linear"].at(batch)})
-    of_256, of_512 = linear["chunks of 256"], linear["chunks of 512"]
+    of_256 = linear["chunks of 256"]
+    of_512 = linear["chunks of 512"]
     first = int(halves.xs[0])
     length = lab.scaled(1024)
     half_ride = "Half as many decodes are spared a reading of the weights."
-    same_keys = "Even four pieces would read the keys of a prompt 2.5 times at most."
-    found.expect(less(of_512, of_256, at="start"), half_ride, lab.ridge_below(length // 4))
-    found.expect(less(1.02, of_512), half_ride, lab.riding_pays(first, length // 2))
-    found.expect(less(0.4, halves["attention"]), same_keys)
-    found.publish("ffn in chunks of 256, up to", 1.6, quarters["ffn_ln1"], first)
-    found.publish("ffn in chunks of 512", Bounded(1.6, "below"), halves["ffn_ln1"], first)
-    return found
+    finding.expect(less(of_512, of_256, at="start"), half_ride, lab.ridge_below(length // 4))
+    finding.expect(less(1.02, of_512), half_ride, lab.riding_pays(first, length // 2))
+    finding.expect(
+        less(0.4, halves["attention"]),
+        "Even four pieces would read the keys of a prompt 2.5 times at most.",
+    )
+    finding.publish("ffn in chunks of 256, up to", 1.6, quarters["ffn_ln1"], first)
+    finding.publish("ffn in chunks of 512", Bounded(1.6, "below"), halves["ffn_ln1"], first)
+    return finding
 
 
 @claim("What small chunks cost: attention, and the whole prefill", seconds=(15, 105))
@@ -211,27 +244,31 @@ def s_f13(lab: Lab) -> Finding:
     In the cost model a chunk of 64 takes as long as one tile of 128, and longer in the paper."""
     length = lab.scaled(1024)
     sizes = lab.pick(gpu=[64, 128, 256, 512], quick=[32, 64, 128])
-    found = Finding(LLAMA_13B)
-    table = found.table(x="chunk", y="times that of the whole prompt", log="x")
+    finding = Finding(LLAMA_13B)
+    table = finding.table(x="chunk", y="times that of the whole prompt", log="x")
     for chunk in sizes:
         times = lab.time({"chunks": chunks_of(length, chunk), "whole": [prompts(1, length)]})
-        chunks, whole = times["chunks"], times["whole"]
+        chunks = times["chunks"]
+        whole = times["whole"]
         table.add(chunk, {"attention": chunks.attention_ms / whole.attention_ms})
         table.add(chunk, {"prefill": chunks.total_ms / whole.total_ms})
-    attention, prefill = table["attention"], table["prefill"]
-    reads_again = "Each chunk reads the keys of all chunks before it again."
-    reads_weights = "Below the ridge a chunk takes as long as the reading of the weights."
+    attention = table["attention"]
+    prefill = table["prefill"]
     # if the second of two chunks computed the first again, the last would be 1.5
     last = less(prefill, 1.25, at="end")
-    found.expect(falls(attention), reads_again)
-    found.expect(falls(prefill), reads_weights, lab.ridge_above(sizes[0]))
-    found.expect(last, ROWS_ABOVE_RIDGE, lab.ridge_below(sizes[-1]))
-    found.publish("prefill in chunks of 64", 5, prefill, sizes[0])
-    found.publish("attention in chunks of 64", 3, attention, sizes[0])
-    found.publish("prefill in chunks of 128", Bounded(2, "at least"), prefill, sizes[1])
-    found.publish("prefill in chunks of 256", Bounded(1.2, "below"), prefill, sizes[2])
-    found.publish("prefill in chunks of 512", Bounded(1.1, "below"), prefill, sizes[-1])
-    return found
+    finding.expect(falls(attention), "Each chunk reads the keys of all chunks before it again.")
+    finding.expect(
+        falls(prefill),
+        "Below the ridge a chunk takes as long as the reading of the weights.",
+        lab.ridge_above(sizes[0]),
+    )
+    finding.expect(last, ROWS_ABOVE_RIDGE, lab.ridge_below(sizes[-1]))
+    finding.publish("prefill in chunks of 64", 5, prefill, sizes[0])
+    finding.publish("attention in chunks of 64", 3, attention, sizes[0])
+    finding.publish("prefill in chunks of 128", Bounded(2, "at least"), prefill, sizes[1])
+    finding.publish("prefill in chunks of 256", Bounded(1.2, "below"), prefill, sizes[2])
+    finding.publish("prefill in chunks of 512", Bounded(1.1, "below"), prefill, sizes[-1])
+    return finding
 
 
 @claim("Decodes beside a whole prompt and beside a chunk, against decodes alone", seconds=(10, 60))
@@ -242,8 +279,8 @@ def ss_f9(lab: Lab) -> Finding:
     chunk = lab.pick(gpu=250, quick=58)
     lengths = lab.pick(gpu=[512, 1024, 2048, 4096], cpu=[512, 1024, 2048], quick=[128, 512])
     riding = decodes(6, lab.scaled(1024))
-    found = Finding("A100, model not said")
-    table = found.table(x="prompt", y="times the decodes alone", spec=".1fx", log="xy")
+    finding = Finding("A100, model not said")
+    table = finding.table(x="prompt", y="times the decodes alone", spec=".1fx", log="xy")
     for length in lengths:
         case = {
             "alone": [riding],
@@ -254,17 +291,29 @@ def ss_f9(lab: Lab) -> Finding:
         alone_ms = times["alone"].total_ms
         table.add(length, {"with a prompt": times["prompt"].total_ms / alone_ms})
         table.add(length, {"with a chunk": times["chunk"].total_ms / alone_ms})
-    prompt, with_chunk = table["with a prompt"], table["with a chunk"]
-    many_rows = "The prompt has many times the rows of a chunk, and all must be computed."
+    prompt = table["with a prompt"]
+    with_chunk = table["with a chunk"]
     twice = less(with_chunk.times(2), prompt, at="end")
-    found.expect(twice, many_rows, lab.ridge_below(lengths[-1] / 2))
+    finding.expect(
+        twice,
+        "The prompt has many times the rows of a chunk, and all must be computed.",
+        lab.ridge_below(lengths[-1] / 2),
+    )
     half_the_rows = (chunk + len(riding)) / 2
-    found.expect(less(with_chunk, 3), TWICE_THE_ROWS, lab.ridge_above(half_the_rows))
-    text = "TBT beside a whole prompt over that of decodes alone, at most"
-    found.publish(text, 28.3, prompt, prompt.x_of_largest())
-    text = "TBT beside a chunk over that of decodes alone, a reader's note"
-    found.publish(text, Bounded(3, "below"), with_chunk, with_chunk.x_of_largest())
-    return found
+    finding.expect(less(with_chunk, 3), TWICE_THE_ROWS, lab.ridge_above(half_the_rows))
+    finding.publish(
+        "TBT beside a whole prompt over that of decodes alone, at most",
+        28.3,
+        prompt,
+        prompt.x_of_largest(),
+    )
+    finding.publish(
+        "TBT beside a chunk over that of decodes alone, a reader's note",
+        Bounded(3, "below"),
+        with_chunk,
+        with_chunk.x_of_largest(),
+    )
+    return finding
 
 
 @claim("Decodes beside a chunk against decodes alone, over batch and context", seconds=(5, 25))
@@ -274,9 +323,10 @@ def ss_f9b(lab: Lab) -> Finding:
     The caption of Figure 9: the relative impact of a chunk falls with batch size and context."""
     short = lab.scaled(512)
     batch_sizes = lab.pick(gpu=[2, 6, 18], cpu=[2, 8, 32], quick=[2, 16])
-    found = Finding()
-    title = "a batch with a chunk over the decodes alone"
-    table = found.table(title, x="decodes", y="times as long", log="x")
+    finding = Finding()
+    table = finding.table(
+        "a batch with a chunk over the decodes alone", x="decodes", y="times as long", log="x"
+    )
     for context in (short, 4 * short):
         for size in batch_sizes:
             riding = decodes(size, context)
@@ -285,13 +335,19 @@ def ss_f9b(lab: Lab) -> Finding:
             ratio = times["chunk"].total_ms / times["alone"].total_ms
             table.add(size, {f"context {context:,}": ratio})
     at_short, at_long = table.all_lines()
-    fewer_tokens = "More decodes take longer, and leave the chunk fewer tokens."
-    more_keys = "Decodes at a longer context read more keys; the chunk does not."
-    found.expect(falls(at_long), fewer_tokens)
-    found.expect(less(at_long, at_short.times(1.05), at="end"), more_keys)
-    text = "with a chunk over decodes alone, at most: a reader's note to Figure 9"
-    found.publish(text, 3, at_short, batch_sizes[0], within=None)
-    return found
+    finding.expect(falls(at_long), "More decodes take longer, and leave the chunk fewer tokens.")
+    finding.expect(
+        less(at_long, at_short.times(1.05), at="end"),
+        "Decodes at a longer context read more keys; the chunk does not.",
+    )
+    finding.publish(
+        "with a chunk over decodes alone, at most: a reader's note to Figure 9",
+        3,
+        at_short,
+        batch_sizes[0],
+        within=None,
+    )
+    return finding
 
 
 FIGURE_14 = {  # prompt -> ms of it whole, and times as long in chunks of 512, 1,024, 2,048
@@ -320,9 +376,9 @@ def ss_f14(lab: Lab) -> Finding:
         quick=[128, 256],
     )
     chunk_sizes = lab.pick(gpu=[512, 1024, 2048], cpu=[128, 256, 512], quick=[32, 64, 128])
-    found = Finding(YI_34B)
-    table = found.table(x="prompt", y="times that of the whole prompt", log="x")
-    seconds = found.table("whole prompts", x="prompt", y="ms", spec=",.0f", log="xy")
+    finding = Finding(YI_34B)
+    table = finding.table(x="prompt", y="times that of the whole prompt", log="x")
+    seconds = finding.table("whole prompts", x="prompt", y="ms", spec=",.0f", log="xy")
     for length in lengths:
         sequences = {f"chunks of {chunk:,}": chunks_of(length, chunk) for chunk in chunk_sizes}
         times = lab.time({"whole": [prompts(1, length)]} | sequences)
@@ -331,19 +387,23 @@ def ss_f14(lab: Lab) -> Finding:
         seconds.add(length, {"whole": whole_ms})
     smallest, _, largest = table.all_lines()
     # if each chunk computed those before it again, four would take 2.5 times
-    found.expect(less(smallest, 2), ROWS_ABOVE_RIDGE, lab.ridge_below(chunk_sizes[0]))
+    finding.expect(less(smallest, 2), ROWS_ABOVE_RIDGE, lab.ridge_below(chunk_sizes[0]))
     quarter = Bounded(1.25, "below")
-    found.publish("prefill in chunks of 512, at most", quarter, smallest, smallest.x_of_largest())
-    text = "prefill in chunks of 2,048: negligible, here a twentieth"
-    found.publish(text, Bounded(1.05, "below"), largest, largest.x_of_largest())
+    finding.publish("prefill in chunks of 512, at most", quarter, smallest, smallest.x_of_largest())
+    finding.publish(
+        "prefill in chunks of 2,048: negligible, here a twentieth",
+        Bounded(1.05, "below"),
+        largest,
+        largest.x_of_largest(),
+    )
     for length, prompt in zip(lengths, FIGURE_14, strict=False):
         whole_ms, *ratios = FIGURE_14[prompt]
         text = f"{prompt:,} tokens, the authors' data"
-        found.publish(text, whole_ms, seconds["whole"], length, within=None, unit=" ms")
+        finding.publish(text, whole_ms, seconds["whole"], length, within=None, unit=" ms")
         for line, ratio in zip(table.all_lines(), ratios, strict=True):
             within = 3 if line == smallest and length == lengths[0] else None
-            found.publish(f"{text}, {line.name}", ratio, line, length, within=within)
-    return found
+            finding.publish(f"{text}, {line.name}", ratio, line, length, within=within)
+    return finding
 
 
 @claim("A prompt beside six decodes, whole and in eight chunks, as it goes on", seconds=(15, 40))
@@ -367,24 +427,27 @@ def b_2(lab: Lab) -> Finding:
         "here, in chunks": in_chunks,
         "the post's, in chunks": [35 / 30] * len(in_chunks),
     }
-    found = Finding("70B")
+    finding = Finding("70B")
     unit = "time, in iterations of decodes alone"
-    steps = found.table(x="step", y=unit, spec=".2f", form="steps")
+    steps = finding.table(x="step", y=unit, spec=".2f", form="steps")
     for lane, with_a_part in lanes.items():  # two of decodes alone before and after
         for number, duration in enumerate([1, 1, *with_a_part, 1, 1], 1):
             steps.add(number, {lane: duration})
-    eight_times = "The prompt has eight times the rows of a chunk, and all are computed."
     three_times = less(table["with a chunk"].times(3), table["with the prompt"], at="end")
-    found.expect(three_times, eight_times, lab.ridge_below(2 * chunk))
+    finding.expect(
+        three_times,
+        "The prompt has eight times the rows of a chunk, and all are computed.",
+        lab.ridge_below(2 * chunk),
+    )
     half_the_rows = (chunk + len(riding)) / 2
-    found.expect(less(with_chunk, 3), TWICE_THE_ROWS, lab.ridge_above(half_the_rows))
-    text = "a step with the prompt over one of decodes alone"
-    found.publish(text, 300 / 30, with_prompt, length)
-    text = "a step with a chunk over one of decodes alone"
-    found.publish(text, 35 / 30, with_chunk, length)
+    finding.expect(less(with_chunk, 3), TWICE_THE_ROWS, lab.ridge_above(half_the_rows))
+    finding.publish(
+        "a step with the prompt over one of decodes alone", 300 / 30, with_prompt, length
+    )
+    finding.publish("a step with a chunk over one of decodes alone", 35 / 30, with_chunk, length)
     prompt_ms = table["with the prompt"]
-    found.publish("a step with the prompt", 300, prompt_ms, length, within=None, unit=" ms")
-    return found
+    finding.publish("a step with the prompt", 300, prompt_ms, length, within=None, unit=" ms")
+    return finding
 
 
 # The post's table of token budgets: prompt tokens beside 32 decodes -> ms of an iteration of a 70B
@@ -410,10 +473,10 @@ def b_3(lab: Lab) -> Finding:
         chunk = [TimedChunk(tokens, tokens)] if tokens else []
         cases[str(tokens)] = [(*chunk, *riding)]
     times = lab.time(cases)
-    found = Finding("70B, H100")
-    longer = found.table("over 32 decodes alone", x="prompt tokens", y="times")
-    ms = found.table("an iteration with 32 decodes", x="prompt tokens", y="ms", spec=".1f")
-    products = found.table("products of 160 rows over those of 32", x="", y="times")
+    finding = Finding("70B, H100")
+    longer = finding.table("over 32 decodes alone", x="prompt tokens", y="times")
+    ms = finding.table("an iteration with 32 decodes", x="prompt tokens", y="ms", spec=".1f")
+    products = finding.table("products of 160 rows over those of 32", x="", y="times")
     for tokens, table_ms in BUDGET_TABLE_MS.items():
         total_ms = times[str(tokens)].total_ms
         ms.add(tokens, {"here": total_ms})
@@ -427,12 +490,16 @@ def b_3(lab: Lab) -> Finding:
         )
     products.add("rows", {"here": over(times["128"].products_ms, times["0"].products_ms)})
     here = longer["here"]
-    read_once = "The weights are read once, for 32 rows or for five times as many."
-    found.expect(rises(here), "Each token is a row more for all products.")
-    found.expect(less(products["here"], 4.9), read_once, lab.ridge_above(32))
-    found.publish("256 tokens beside 32 decodes, its table", 126 / 21, here, 256)
-    text = "256 tokens beside 32 decodes, its timeline"
-    found.publish(text, 35 / 30, here, 256, device="70B", within=None)
-    found.publish("1,024 tokens, its table", 460 / 21, here, 1024)
-    found.publish("32 decodes alone", 21, ms["here"], 0, within=None, unit=" ms")
-    return found
+    finding.expect(rises(here), "Each token is a row more for all products.")
+    finding.expect(
+        less(products["here"], 4.9),
+        "The weights are read once, for 32 rows or for five times as many.",
+        lab.ridge_above(32),
+    )
+    finding.publish("256 tokens beside 32 decodes, its table", 126 / 21, here, 256)
+    finding.publish(
+        "256 tokens beside 32 decodes, its timeline", 35 / 30, here, 256, device="70B", within=None
+    )
+    finding.publish("1,024 tokens, its table", 460 / 21, here, 1024)
+    finding.publish("32 decodes alone", 21, ms["here"], 0, within=None, unit=" ms")
+    return finding

@@ -104,7 +104,7 @@ def figure_12_target(server: str, slo_s: float) -> Target:
 
 
 def capacities_of(
-    setup: Setup, found: Finding, systems: Iterable[ServingSystem], ratio: float
+    setup: Setup, finding: Finding, systems: Iterable[ServingSystem], ratio: float
 ) -> dict[str, Table]:
     """Add tables of capacities, and return those of the gains of sarathi-serve over each other
     server, by the SLOs: multiples of the cost model's decode iteration, and those of the paper.
@@ -117,9 +117,8 @@ def capacities_of(
     results = setup.run_all(find_capacities, jobs)
     gains_of = {}
     for slos, is_published in ((ITERATIONS, False), (TABLE_3, True)):
-        title = f"capacity {slos}"
-        capacities = found.table(title, x="load", y="requests/s", spec=".3f")
-        gains = found.table(f"gains of sarathi-serve {slos}", x="load", y="gain")
+        capacities = finding.table(f"capacity {slos}", x="load", y="requests/s", spec=".3f")
+        gains = finding.table(f"gains of sarathi-serve {slos}", x="load", y="gain")
         gains_of[slos] = gains
         for load in loads:
             for limit in load.limits(setup):
@@ -146,13 +145,13 @@ def ss_f10b(lab: CostLab) -> Finding:
     particular, and 3.5x at 0.1 s (SS-F12); for Yi-34B 4.0x and 3.7x (section 5.1). The others are
     as a summary of the paper reads them off Figure 10. Iterations of Yi-34B with 512 to 2,048
     tokens take as long as in the authors' data of Figure 14."""
-    found = Finding()
-    gains = capacities_of(lab.setup, found, (MISTRAL_7B, YI_34B), ratio=1.05)
+    finding = Finding()
+    gains = capacities_of(lab.setup, finding, (MISTRAL_7B, YI_34B), ratio=1.05)
     mistral = "Mistral-7B, sharegpt4, strict"
     papers = "Mistral-7B, arxiv, strict"
     yi = "Yi-34B, sharegpt4, strict"
     of_the_text = [(mistral, "vllm", 2.6), (yi, "orca", 4.0), (yi, "vllm", 3.7)]
-    publish_gains(found, gains, of_the_text)
+    publish_gains(finding, gains, of_the_text)
     for load, other, paper in [
         (mistral, "orca", 2.78),
         (mistral, "vllm", 2.15),
@@ -161,16 +160,16 @@ def ss_f10b(lab: CostLab) -> Finding:
         (yi, "vllm", 2.44),
     ]:
         line = gains[TABLE_3][f"over {other}"]
-        found.publish(f"{load}, over {other}: Figure 10", paper, line, load)
-    return found
+        finding.publish(f"{load}, over {other}: Figure 10", paper, line, load)
+    return finding
 
 
 def publish_gains(
-    found: Finding, gains: Mapping[str, Table], published: Iterable[tuple[str, str, float]]
+    finding: Finding, gains: Mapping[str, Table], published: Iterable[tuple[str, str, float]]
 ) -> None:
     """Hold gains of the text, (load, over which server, gain), against those at both SLOs."""
     for (slos, table), (load, other, paper) in product(gains.items(), published):
-        found.publish(f"{load}, over {other}: {slos}", paper, table[f"over {other}"], load)
+        finding.publish(f"{load}, over {other}: {slos}", paper, table[f"over {other}"], load)
 
 
 @claim("Capacity of LLaMA2-70B and Falcon-180B in pipelines, on both traces, under both SLOs")
@@ -181,11 +180,11 @@ def ss_f11(lab: CostLab) -> Finding:
     paper says five. The links are measured ones (devices.py), so that these are not it. As CPU time
     the rest, 50 and 64 ms a stage, makes the gains larger still. Falcon-180B: the paper's gains are
     up to 5.6x, and 3.6x (strict) and 1.48x (relaxed) over vllm with a pipeline."""
-    found = Finding()
-    gains = capacities_of(lab.setup, found, (LLAMA2_70B, FALCON_180B), ratio=1.1)
+    finding = Finding()
+    gains = capacities_of(lab.setup, finding, (LLAMA2_70B, FALCON_180B), ratio=1.1)
     load = "LLaMA2-70B, sharegpt4, strict"
-    publish_gains(found, gains, [(load, "orca", 6.3), (load, "vllm", 4.3)])
-    return found
+    publish_gains(finding, gains, [(load, "orca", 6.3), (load, "vllm", 4.3)])
+    return finding
 
 
 @claim("Capacity against the SLO of P99 TBT, sharegpt4: three batch sizes and two token budgets")
@@ -195,7 +194,7 @@ def ss_f12b(lab: CostLab) -> Finding:
     Section 5.2: vllm is "largely identical for all the three batch size settings". 3.5x is
     Mistral-7B's at 0.1 s in the text; the caption of Figure 12 says Yi-34B."""
     setup = lab.setup
-    found = Finding()
+    finding = Finding()
     lines: dict[str, Table] = {}
     for system in (MISTRAL_7B, YI_34B):
         load = Load(system, "sharegpt4", 1.05)
@@ -203,8 +202,10 @@ def ss_f12b(lab: CostLab) -> Finding:
         results: dict[Target, Bounded] = {}
         for of_server in setup.run_all(find_capacities, jobs).values():
             results |= of_server
-        table = found.table(system.name, x="SLO s", y="requests/s", spec=".2f")
-        gains = found.table(f"{system.name}: best budget over vllm, batch 128", x="SLO s", y="gain")
+        table = finding.table(system.name, x="SLO s", y="requests/s", spec=".2f")
+        gains = finding.table(
+            f"{system.name}: best budget over vllm, batch 128", x="SLO s", y="gain"
+        )
         for slo_s in FIGURE_12_SLOS_S[system.name]:
             for server in FIGURE_12_SERVERS:
                 table.add(slo_s, {server: results[figure_12_target(server, slo_s)]})
@@ -212,9 +213,9 @@ def ss_f12b(lab: CostLab) -> Finding:
             best = max(each for each in (small, large) if each is not None)
             gains.add(slo_s, {"gain": over(best, vllm)})
         lines[system.name] = gains
-    found.publish("Mistral-7B at 0.1 s", 3.5, lines["Mistral-7B"]["gain"], 0.1)
-    found.publish("Yi-34B at 1 s", 1.65, lines["Yi-34B"]["gain"], 1)
-    return found
+    finding.publish("Mistral-7B at 0.1 s", 3.5, lines["Mistral-7B"]["gain"], 0.1)
+    finding.publish("Yi-34B at 1 s", 1.65, lines["Yi-34B"]["gain"], 1)
+    return finding
 
 
 # --- across nodes
@@ -228,8 +229,8 @@ def ss_f13(lab: CostLab) -> Finding:
     it is not tuned; 10 are 80 % of the wire. The paper does not say its batch. The CPU's time is in
     an iteration once: a stage prepares its part while the one before computes; in the SLOs and
     capacities each stage has its own."""
-    found = Finding()
-    decodes_across_nodes(lab.setup, found)
+    finding = Finding()
+    decodes_across_nodes(lab.setup, finding)
     load = Load(FALCON_180B, "sharegpt4", 1.1)
     limits = [limit for limit in load.limits(lab.setup) if not limit.is_published]
     pipeline_job = load.job(lab.setup, "vllm")
@@ -246,8 +247,8 @@ def ss_f13(lab: CostLab) -> Finding:
         ours: load.job(lab.setup, "sarathi-serve"),
     }
     results = lab.setup.run_all(find_capacities, jobs)
-    capacities = found.table("capacity", x="SLO", y="requests/s", spec=".3f")
-    gains = found.table("gains of sarathi-serve with TP 4 x PP 2", x="SLO", y="gain")
+    capacities = finding.table("capacity", x="SLO", y="requests/s", spec=".3f")
+    gains = finding.table("gains of sarathi-serve with TP 4 x PP 2", x="SLO", y="gain")
     for limit in limits:
         rates = {
             name: of_server[load.target(name.split(",")[0], limit)]
@@ -261,15 +262,15 @@ def ss_f13(lab: CostLab) -> Finding:
         (pipeline, "strict", 3.6),
         (pipeline, "relaxed", 1.48),
     ]:
-        found.publish(f"over {other}, {slo}", paper, gains[f"over {other}"], slo)
-    return found
+        finding.publish(f"over {other}, {slo}", paper, gains[f"over {other}"], slo)
+    return finding
 
 
-def decodes_across_nodes(setup: Setup, found: Finding) -> None:
+def decodes_across_nodes(setup: Setup, finding: Finding) -> None:
     """Add how much longer a decode at 2,048 tokens of context takes without a pipeline."""
     title = "a decode-only iteration at 2,048 tokens"
-    times = found.table(title, x="batch, link", y="ms", spec=".0f")
-    ratios = found.table(f"{title} (paper: about 2x)", x="batch, link", y="times as long")
+    times = finding.table(title, x="batch, link", y="ms", spec=".0f")
+    ratios = finding.table(f"{title} (paper: about 2x)", x="batch, link", y="times as long")
     pipeline = FALCON_180B.cost(setup.cpu_s)
     tensor = falcon_180b_without_pipeline(setup.cpu_s)
     for batch, gb_per_s in product((8, 32, 128), (10, 5, 2.5)):
@@ -325,9 +326,9 @@ def ss_t4b(lab: CostLab) -> Finding:
         for seed in range(5)
     }
     results = lab.setup.run_all(latencies, jobs)
-    found = Finding()
-    ttft = found.table("P50 TTFT", x="trace, requests/s, policy", y="s", spec=".2f")
-    tbt = found.table("P99 TBT", x="trace, requests/s, policy", y="s", spec=".3f")
+    finding = Finding()
+    ttft = finding.table("P50 TTFT", x="trace, requests/s, policy", y="s", spec=".2f")
+    tbt = finding.table("P99 TBT", x="trace, requests/s, policy", y="s", spec=".3f")
     for case in cases:
         name = ", ".join(map(str, case))
         summaries = [results[case, seed] for seed in range(5)]
@@ -335,9 +336,9 @@ def ss_t4b(lab: CostLab) -> Finding:
         tbt.add(name, {"P99 TBT": median_of(each.tbt_s.p99 for each in summaries)})
         if case in published:
             ttft_s, tbt_s = published[case]
-            found.publish(f"P50 TTFT, {name}", ttft_s, ttft["P50 TTFT"], name, unit=" s")
-            found.publish(f"P99 TBT, {name}", tbt_s, tbt["P99 TBT"], name, unit=" s")
-    return found
+            finding.publish(f"P50 TTFT, {name}", ttft_s, ttft["P50 TTFT"], name, unit=" s")
+            finding.publish(f"P99 TBT, {name}", tbt_s, tbt["P99 TBT"], name, unit=" s")
+    return finding
 
 
 POST: dict[str, dict[str, float]] = {  # what it says of each policy
@@ -361,10 +362,10 @@ def b_7b(lab: CostLab) -> Finding:
         for name, qps in product(POST, (math.inf, 1.5))
     }
     results = lab.setup.run_all(latencies, jobs)
-    found = Finding()
+    finding = Finding()
     specs = {"tokens/s": ",.0f", "P99 TBT": ".3f", "P99 TTFT": ".1f"}
     tables = {
-        number: found.table(number, x="policy", y="" if number == "tokens/s" else "s", spec=spec)
+        number: finding.table(number, x="policy", y="" if number == "tokens/s" else "s", spec=spec)
         for number, spec in specs.items()
     }
     for name, numbers in POST.items():
@@ -376,7 +377,7 @@ def b_7b(lab: CostLab) -> Finding:
         }
         for number, table in tables.items():
             table.add(name, {"simulated": simulated[number], "the post": numbers[number]})
-    order = found.table(
+    order = finding.table(
         "of the ten pairs of schedulers, those in the post's order", x="by", spec=",.0f"
     )
     for number, table in tables.items():
@@ -384,4 +385,4 @@ def b_7b(lab: CostLab) -> Finding:
         pairs = combinations(POST, 2)
         alike = [(ours[a] < ours[b]) == (POST[a][number] < POST[b][number]) for a, b in pairs]
         order.add(number, {"pairs": sum(alike)})
-    return found
+    return finding

@@ -2,12 +2,12 @@
 
     @claim("What small chunks cost", seconds=(15, 105))
     def s_f13(lab: Lab) -> Finding:
-        found = Finding(LLAMA_13B)
-        table = found.table(x="chunk", y="times that of the whole prompt")
+        finding = Finding(LLAMA_13B)
+        table = finding.table(x="chunk", y="times that of the whole prompt")
         ...
-        found.expect(falls(table["attention"]), "Each chunk reads the keys before it again.")
-        found.publish("attention in chunks of 64", 3, table["attention"], at=64)
-        return found
+        finding.expect(falls(table["attention"]), "Each chunk reads the keys before it again.")
+        finding.publish("attention in chunks of 64", 3, table["attention"], at=64)
+        return finding
 
 The relations say whether the paper's trend shows here, why it follows from the arithmetic, and on
 which devices. The published numbers say whether ours are of their size: each states a factor within

@@ -41,13 +41,13 @@ def s_4_2(lab: CostLab) -> Finding:
     """S-4.2: a wider layer needs fewer tokens: GPT-3 peaks at 256 on an A100.
 
     Here it has all but reached its peak there."""
-    found = Finding()
-    table = found.table(x="tokens", y="tokens/ms", spec=".1f")
+    finding = Finding()
+    table = finding.table(x="tokens", y="tokens/ms", spec=".1f")
     systems = {"LLaMA-13B on an A6000": A6000_13B, "GPT-3 on an A100": GPT3_LAYER}
     for tokens, (name, cost) in product((64, 128, 256, 512, 1024), systems.items()):
         time = lab.on(cost).time({"prompt": [prompts(1, tokens)]}, layers=1)["prompt"]
         table.add(tokens, {name: time.tokens_per_ms})
-    return found
+    return finding
 
 
 @claim("The batch that fits in memory, for each micro-batch in flight")
@@ -58,8 +58,8 @@ def s_4_3_1(lab: CostLab) -> Finding:
     it is 84 %, and with 96 % the batches of 33B come out, 10, 5 and 3, so that no single share
     makes both (S-T4 runs the paper's batches all the same). No M_S makes 18, 10 and 6: ten requests
     of 2K take 16.8 GB of KV cache, nineteen of 1K only 15.9 GB."""
-    found = Finding()
-    table = found.table(x="system", y="requests that fit", spec=",.0f")
+    finding = Finding()
+    table = finding.table(x="system", y="requests that fit", spec=",.0f")
     for name, cost, length, published in [
         ("llama-13b, a6000, TP 1 x PP 1, 1K", A6000_13B, 1024, 18),
         ("llama-13b, a6000, TP 1 x PP 1, 2K", A6000_13B, 2048, 10),
@@ -71,8 +71,8 @@ def s_4_3_1(lab: CostLab) -> Finding:
         ("gpt3-175b, a100-80gb, TP 8 x PP 1, 4K", GPT3_REPLICA, GPT3_MAX_LEN, 11),
     ]:
         table.add(name, {"batch": cost.max_batch(length)})
-        found.publish(name, published, table["batch"], name)
-    return found
+        finding.publish(name, published, table["batch"], name)
+    return finding
 
 
 @claim("A decode iteration of 32 requests at 4,096 tokens")
@@ -82,14 +82,14 @@ def ss_t3(lab: CostLab) -> Finding:
     The paper: a fifth of the strict SLO, which is 0.1, 0.2, 1 and 1 s, rounded. In the authors'
     data, osdi-experiments/figure-2, one decode takes 47 ms and 32 take 88, of a model whose
     prefills are as long as Yi-34B's."""
-    found = Finding()
-    table = found.table(x="system", y="ms", spec=".1f")
+    finding = Finding()
+    table = finding.table(x="system", y="ms", spec=".1f")
     for system in (MISTRAL_7B, YI_34B, LLAMA2_70B, FALCON_180B):
         seconds = system.cost(lab.setup.cpu_s).seconds([(0, 4095, 1)] * 32)
         table.add(system.name, {"iteration": 1e3 * seconds})
         paper_ms = 1e3 * system.slos_s["strict"] / 5
-        found.publish(system.name, paper_ms, table["iteration"], system.name, unit=" ms")
-    return found
+        finding.publish(system.name, paper_ms, table["iteration"], system.name, unit=" ms")
+    return finding
 
 
 @claim("A bubble behind a prompt, Falcon-180B in two stages")
@@ -109,14 +109,14 @@ def ss_3_3(lab: CostLab) -> Finding:
         "32 decodes through both": 1e3 * cost.seconds(decode_batch),
         "the bubble, their difference": 1e3 * (prompt_s - decode_s),
     }
-    found = Finding()
-    table = found.table(x="what", y="ms", spec=",.0f")
+    finding = Finding()
+    table = finding.table(x="what", y="ms", spec=",.0f")
     for name, ms in milliseconds.items():
         table.add(name, {"ms": ms})
     prompt, *_, bubble = milliseconds
-    found.publish(prompt, 1150, table["ms"], prompt, unit=" ms")
-    found.publish(bubble, 950, table["ms"], bubble, unit=" ms")
-    return found
+    finding.publish(prompt, 1150, table["ms"], prompt, unit=" ms")
+    finding.publish(bubble, 950, table["ms"], bubble, unit=" ms")
+    return finding
 
 
 @claim("Matrix products of an iteration over its tokens, LLaMA2-70B on A100")
@@ -126,9 +126,9 @@ def ss_f6(lab: CostLab) -> Finding:
     The paper: largely stagnant from 128 to 512 tokens, more so at a high TP, and then linear. It is
     stagnant to 128 here, and linear from there. A published profile (Vidur's, TP 8) is not flat
     either: 512 tokens take 2.8 times as long as 128."""
-    found = Finding()
-    table = found.table(x="tokens", y="ms", spec=",.1f", log="xy")
-    ratios = found.table("512 tokens over 128", x="GPUs", y="times as long", spec=".1fx")
+    finding = Finding()
+    table = finding.table(x="tokens", y="ms", spec=",.1f", log="xy")
+    ratios = finding.table("512 tokens over 128", x="GPUs", y="times as long", spec=".1fx")
     for tp in (1, 2, 4, 8):
         cost = CostModel.named("llama2-70b", tp=tp)
         name = f"TP {tp}"
@@ -136,7 +136,7 @@ def ss_f6(lab: CostLab) -> Finding:
             table.add(tokens, {name: 1e3 * cost.layers * cost.token_seconds(tokens)[0]})
         line = table[name]
         ratios.add(name, {"512 / 128": over(line.at(512), line.at(128))})
-    return found
+    return finding
 
 
 @claim("Decodes with a prefill in their batch over decodes alone, Mistral-7B")
@@ -147,8 +147,8 @@ def ss_f9c(lab: CostLab) -> Finding:
     decodes or longer contexts. It does not say for which batch, context and prompt. The prompt has
     4,096 tokens here; with the chunk there are 512 in all."""
     mistral = lab.on(MISTRAL_7B.cost(lab.setup.cpu_s))
-    found = Finding()
-    table = found.table(x="decodes", y="times as long as alone", spec=".1fx")
+    finding = Finding()
+    table = finding.table(x="decodes", y="times as long as alone", spec=".1fx")
     for batch, context in product((8, 32, 64), (1024, 4096)):
         alone = decodes(batch, context)
         case = {
@@ -160,7 +160,7 @@ def ss_f9c(lab: CostLab) -> Finding:
         alone_ms = times.pop("alone").total_ms
         ratios = {name: time.total_ms / alone_ms for name, time in times.items()}
         table.add(f"{batch} at {context:,}", ratios)
-    return found
+    return finding
 
 
 # --- loads that are all there at the start
@@ -289,29 +289,29 @@ def s_f12(lab: CostLab) -> Finding:
     runs: dict[str, dict[str, OfflineRun]] = {}
     for (variant, system), run in results.items():
         runs.setdefault(variant, {})[system] = run
-    found = Finding(has_picture=True)
-    batches = found.table("batch", x="system", y="requests", spec=",.0f")
-    seconds = found.table("seconds", x="system", y="s", spec=",.2f")
-    busy = found.table("stages busy", x="system", y="share of the time", spec=".0%")
+    finding = Finding(has_picture=True)
+    batches = finding.table("batch", x="system", y="requests", spec=",.0f")
+    seconds = finding.table("seconds", x="system", y="s", spec=",.2f")
+    busy = finding.table("stages busy", x="system", y="share of the time", spec=".0%")
     all_requests = runs["10,000 requests"]
     for system, run in all_requests.items():
         batches.add(system, {"batch": run.batch})
         medians = {"makespan": run.makespan_s, "median bubble of a request": run.median_bubble_s}
         seconds.add(system, medians)
         busy.add(system, {"stages busy": run.utilisation})
-    gains = found.table("gains in makespan", x="variant", y="gain")
-    medians = found.table("median bubble of a request", x="variant", y="s", spec=".2f")
+    gains = finding.table("gains in makespan", x="variant", y="gain")
+    medians = finding.table("median bubble of a request", x="variant", y="s", spec=".2f")
     for variant, of_variant in runs.items():
         gains.add(variant, figure_12_gains(of_variant))
         medians.add(variant, {name: run.median_bubble_s for name, run in of_variant.items()})
     for variant in ("10,000 requests", "the last two, 10,000 requests"):
         for name, published in FIGURE_12_GAINS.items():
-            found.publish(f"{name}, {variant}", published, gains[name], variant)
+            finding.publish(f"{name}, {variant}", published, gains[name], variant)
     if lab.picture:
         from views.pipelines import plot_bubbles  # matplotlib takes a second
 
         plot_bubbles(all_requests, "S-F12: GPT-3 on 64 A100, 10,000 requests", lab.picture)
-    return found
+    return finding
 
 
 @claim("Bubbles of four requests in two stages, GPT-3, TP 8 x PP 2")
@@ -323,8 +323,8 @@ def ss_f8(lab: CostLab) -> Finding:
     contexts, and what the output head adds to the last stage. Chunk 256."""
     cost = replace(GPT3_PIPELINE, pp=2)
     arrivals = [Arrival(0.0, prompt_len, 20) for prompt_len in (2048, 1024, 2040, 1020)]
-    found = Finding(has_picture=True)
-    table = found.table(x="policy", y="ms", spec=",.1f")
+    finding = Finding(has_picture=True)
+    table = finding.table(x="policy", y="ms", spec=",.1f")
     stage_runs: dict[str, list[StageRun]] = {}
     for policy in ("orca-best", "sarathi-serve"):
         config = EngineConfig(
@@ -348,4 +348,4 @@ def ss_f8(lab: CostLab) -> Finding:
 
         kinds = {policy: bubble_kinds(runs) for policy, runs in stage_runs.items()}
         plot_pipeline(stage_runs, kinds, "SS-F8: bubbles in two stages", lab.picture)
-    return found
+    return finding

@@ -53,9 +53,9 @@ def gains_at_contexts(
     published: dict[str, tuple[float, float]],
 ) -> Finding:
     """Gains and decode speedups of some loads at their P:D, beside published pairs of them."""
-    found = Finding(device)
-    gains = found.table(x="context", y="gain")
-    expected = found.table(x="context", y="times")
+    finding = Finding(device)
+    gains = finding.table(x="context", y="gain")
+    expected = finding.table(x="context", y="times")
     for case, ratio in cases.items():
         hybrid = lab.decode_maximal(context=case.length, batch=case.batch, chunk=case.chunk)
         gains.add(case.length, lab.gains(ORCA_AND_SARATHI, case, ratio))
@@ -63,14 +63,13 @@ def gains_at_contexts(
         expected.add(case.length, {"decode speedup": hybrid.speedup} | promised)
     sarathi = gains["sarathi"]
     speedup = expected["decode speedup"]
-    least_batch = min(case.batch for case in cases)
-    found.expect(less(1.02, sarathi), RIDING, lab.riding_pays_for(list(cases)))
-    found.expect(less(1, speedup), RIDING, lab.ridge_above(least_batch))
+    finding.expect(less(1.02, sarathi), RIDING, lab.riding_pays_for(list(cases)))
+    finding.expect(less(1, speedup), RIDING, lab.ridge_above(next(iter(cases)).batch))
     for case, (text, (paper_gain, _)) in zip(cases, published.items(), strict=True):
-        found.publish(f"gain at {text}", paper_gain, sarathi, case.length)
+        finding.publish(f"gain at {text}", paper_gain, sarathi, case.length)
     for case, (text, (_, paper_speedup)) in zip(cases, published.items(), strict=True):
-        found.publish(f"decode speedup at {text}", paper_speedup, speedup, case.length)
-    return found
+        finding.publish(f"decode speedup at {text}", paper_speedup, speedup, case.length)
+    return finding
 
 
 @claim("SARATHI and Orca's best and worst case over request-level", seconds=(1, 1))
@@ -84,20 +83,20 @@ def s_f11(lab: Lab) -> Finding:
         cpu=CPU_CASES,
         quick=QUICK_CASES,
     )
-    found = Finding(LLAMA_13B)
-    gains = found.table(x="context", y="gain")
+    finding = Finding(LLAMA_13B)
+    gains = finding.table(x="context", y="gain")
     for case in cases:
         gains.add(case.length, lab.gains(ORCA_AND_SARATHI, case, case.pd_ratio))
     sarathi = gains["sarathi"]
     orca_best = gains["orca-best"]
     pays = lab.riding_pays_for(cases)
-    found.expect(less(1.02, sarathi), RIDING, pays)
-    found.expect(less(orca_best.times(1.02), sarathi), WHOLE_PROMPT, pays)
+    finding.expect(less(1.02, sarathi), RIDING, pays)
+    finding.expect(less(orca_best.times(1.02), sarathi), WHOLE_PROMPT, pays)
     papers = {"1K, B = 18": 1.27, "2K, B = 10": 1.25, "3K, B = 6": 1.23}
     for case, paper in zip(cases, papers.items(), strict=True):
-        found.publish(f"gain of SARATHI at {paper[0]}", paper[1], sarathi, case.length)
-    found.publish("gain of Orca at its best, 1K", 1.11, orca_best, cases[0].length)
-    return found
+        finding.publish(f"gain of SARATHI at {paper[0]}", paper[1], sarathi, case.length)
+    finding.publish("gain of Orca at its best, 1K", 1.11, orca_best, cases[0].length)
+    return finding
 
 
 @dataclass(frozen=True)
@@ -144,17 +143,19 @@ def s_f9(lab: Lab) -> Finding:
         peaks.add(size, {"P:D": float(line.x_of_largest())})
     peak = peaks["P:D"]
     _, chunk, double_chunk = load.chunk_sizes
-    found = Finding(LLAMA_13B, tables=[load.gains])
-    fewer_decodes = "A higher P:D has fewer decodes for a chunk to carry."
-    together = "Prompts and outputs run out together at P:D = C / (B - 1)."
-    found.expect(less(1.02, load.gains.best("sarathi", load.names)), RIDING, load.pays)
-    found.expect(rises(double.over(half)), fewer_decodes, load.pays)
-    found.expect(rises(peak), together, load.pays)
-    found.publish("gain, C = 256", 1.27, middle, middle.x_of_largest())
-    found.publish("gain, C = 512", 1.23, double, double.x_of_largest())
-    found.publish("P:D of the peak, C = 256", 14, peak, chunk)
-    found.publish("P:D of the peak, C = 512", 28, peak, double_chunk)
-    return found
+    finding = Finding(LLAMA_13B, tables=[load.gains])
+    finding.expect(less(1.02, load.gains.best("sarathi", load.names)), RIDING, load.pays)
+    finding.expect(
+        rises(double.over(half)), "A higher P:D has fewer decodes for a chunk to carry.", load.pays
+    )
+    finding.expect(
+        rises(peak), "Prompts and outputs run out together at P:D = C / (B - 1).", load.pays
+    )
+    finding.publish("gain, C = 256", 1.27, middle, middle.x_of_largest())
+    finding.publish("gain, C = 512", 1.23, double, double.x_of_largest())
+    finding.publish("P:D of the peak, C = 256", 14, peak, chunk)
+    finding.publish("P:D of the peak, C = 512", 28, peak, double_chunk)
+    return finding
 
 
 @claim("SARATHI and Orca at its best over P:D: where each peaks", seconds=(1, 1))
@@ -165,16 +166,19 @@ def s_f11b(lab: Lab) -> Finding:
     load = gains_over_ratios(lab)
     half = load.gains[load.names[0]]
     orca = load.gains["orca-best"]
-    found = Finding(LLAMA_13B, tables=[load.gains])
-    peaks = found.table("peak", x="", y="P:D of the largest gain", spec=".3g")
+    finding = Finding(LLAMA_13B, tables=[load.gains])
+    peaks = finding.table("peak", x="", y="P:D of the largest gain", spec=".3g")
     for line in [load.gains[name] for name in (*load.names, "orca-best")]:
         peaks.add("P:D", {line.name: float(line.x_of_largest())})
     best = load.gains.best("sarathi", load.names)
-    late = "A chunk of C = L tokens carries all decodes from P:D = L / (B - 1) on."
-    found.expect(less(orca, best.times(1.02)), WHOLE_PROMPT, load.pays)
-    found.expect(less(peaks[half.name], peaks["orca-best"]), late, load.pays)
-    found.publish("peak gain of Orca at its best", 1.11, orca, orca.x_of_largest())
-    return found
+    finding.expect(less(orca, best.times(1.02)), WHOLE_PROMPT, load.pays)
+    finding.expect(
+        less(peaks[half.name], peaks["orca-best"]),
+        "A chunk of C = L tokens carries all decodes from P:D = L / (B - 1) on.",
+        load.pays,
+    )
+    finding.publish("peak gain of Orca at its best", 1.11, orca, orca.x_of_largest())
+    return finding
 
 
 BALANCED = "C / (B - 1)"
@@ -196,30 +200,32 @@ def s_f9b(lab: Lab) -> Finding:
         cpu=[Lockstep(512, 3, 64, 13), Lockstep(768, 2, 64, 9)],
         quick=[Lockstep(256, 3, 64, 7), Lockstep(384, 2, 64, 5)],
     )
-    found = Finding(LLAMA_13B)
-    less_gain = (
-        "With less prompt decodes are left without a chunk, with more prompt chunks without "
-        "decodes."
-    )
+    finding = Finding(LLAMA_13B)
     for case, paper in zip(cases, {"2K, B = 10": 1.25, "3K, B = 6": 1.23}.items(), strict=True):
         requests, paper_gain = paper
-        gains = found.table(f"{case.length:,} tokens", x="P:D", y="gain")
+        gains = finding.table(f"{case.length:,} tokens", x="P:D", y="gain")
         names = [f"sarathi:{size}" for size in (case.chunk // 2, case.chunk, 2 * case.chunk)]
         for place, multiple in PLACES.items():
             gains.add(place, lab.gains(["request-level", *names], case, multiple * case.pd_ratio))
         line = gains[names[1]]
-        peak = found.table(
+        peak = finding.table(
             f"{case.length:,} tokens", x="P:D", y="gain at the peak over it", spec=".3fx"
         )
         for place in PLACES:
             if place != BALANCED:
                 peak.add(place, {line.name: over(line.at(BALANCED), line.at(place))})
-        found.expect(less(0.98, line), RIDING, lab.riding_pays_for([case]))
-        found.expect(less(1, peak[line.name]), less_gain, lab.riding_pays_for([case]))
-        found.publish(f"peak gain at {requests}", paper_gain, line, BALANCED)
-        text = f"gain off the peak at {requests}: around 10 %"
-        found.publish(text, 1.10, line, "four times it")
-    return found
+        finding.expect(less(0.98, line), RIDING, lab.riding_pays_for([case]))
+        finding.expect(
+            less(1, peak[line.name]),
+            "With less prompt decodes are left without a chunk, with more prompt chunks without "
+            "decodes.",
+            lab.riding_pays_for([case]),
+        )
+        finding.publish(f"peak gain at {requests}", paper_gain, line, BALANCED)
+        finding.publish(
+            f"gain off the peak at {requests}: around 10 %", 1.10, line, "four times it"
+        )
+    return finding
 
 
 @claim(
@@ -243,22 +249,25 @@ def s_f13c(lab: Lab) -> Finding:
     chunk_sizes = [unit, 2 * unit, 4 * unit, 5 * unit, 8 * unit]
     policies = ["request-level", *(f"sarathi:{chunk}" for chunk in chunk_sizes)]
     gain_of = lab.gains(policies, case, case.pd_ratio)
-    found = Finding(LLAMA_13B)
-    gains = found.table(x="chunk", y="gain", log="x")
+    finding = Finding(LLAMA_13B)
+    gains = finding.table(x="chunk", y="gain", log="x")
     for chunk in chunk_sizes:
         gains.add(chunk, {"sarathi": gain_of[f"sarathi:{chunk}"]})
     gain = gains["sarathi"]
     smallest, second, middle, *_ = chunk_sizes
-    ratios = found.table("of chunks", x="", y="gain over gain", spec=".3fx")
+    ratios = finding.table("of chunks", x="", y="gain over gain", spec=".3fx")
     ratios.add("gain", {"256 over the baseline": gain.at(middle)})
     ratios.add("gain", {"256 over 64": over(gain.at(middle), gain.at(smallest))})
-    four_readings = "Four small chunks read the weights four times, where one does once."
-    found.expect(less(1.02, ratios["256 over the baseline"]), RIDING, lab.riding_pays_for([case]))
-    found.expect(less(1, ratios["256 over 64"]), four_readings, lab.ridge_above(smallest))
-    found.publish("gain with chunks of 128, up to", 1.16, gain, second)
-    found.publish("gain with chunks of 256", 1.27, gain, middle)
-    found.publish("chunks of 64 almost match", 1.0, gain, smallest, within=None)
-    return found
+    finding.expect(less(1.02, ratios["256 over the baseline"]), RIDING, lab.riding_pays_for([case]))
+    finding.expect(
+        less(1, ratios["256 over 64"]),
+        "Four small chunks read the weights four times, where one does once.",
+        lab.ridge_above(smallest),
+    )
+    finding.publish("gain with chunks of 128, up to", 1.16, gain, second)
+    finding.publish("gain with chunks of 256", 1.27, gain, middle)
+    finding.publish("chunks of 64 almost match", 1.0, gain, smallest, within=None)
+    return finding
 
 
 # --- claims that are counted
@@ -310,10 +319,11 @@ def s_4_4(lab: Lab) -> Finding:
     A batch of C tokens has B - 1 decodes, so that the chunk beside them has C - (B - 1)."""
     batch = 4
     output_len = 301  # many, so that parts of a chunk do not matter; the prefill yields the first
-    found = Finding()
-    shares = found.table(x="P:D", y="share of the decodes that ride", spec=".1%", timed=False)
-    title = "P:D from which all decodes ride"
-    first_ratio = found.table(title, x="chunk", y="P:D", spec=".3g", timed=False)
+    finding = Finding()
+    shares = finding.table(x="P:D", y="share of the decodes that ride", spec=".1%", timed=False)
+    first_ratio = finding.table(
+        "P:D from which all decodes ride", x="chunk", y="P:D", spec=".3g", timed=False
+    )
     for chunk in (128, 256):
         name = f"chunk {chunk}"
         for ratio in (10, 20, 30, 40, 41, 42, 43, 60, 80, 83, 84, 85, 100):
@@ -327,16 +337,22 @@ def s_4_4(lab: Lab) -> Finding:
         first_ratio.add(chunk, {"counted": rides_from, "(C - (B - 1)) / (B - 1)": formula})
     counted = first_ratio["counted"]
     ratio = counted.over(first_ratio["(C - (B - 1)) / (B - 1)"], ".2f")
-    more_chunks = "The longer a prompt is, the more chunks there are for its decodes to ride with."
-    each_chunk = "Each chunk carries B - 1 decodes, and takes C - (B - 1) tokens of a prompt."
-    twice = "A chunk of twice the size takes half as many batches, which carry half the decodes."
     for line in shares.all_lines():
-        found.expect(rises(line), more_chunks)
-    found.expect(less(0.98, ratio, 1.02), each_chunk)
-    found.expect(rises(counted), twice)
-    found.publish("P:D, B = 4, C = 128", 42, counted, 128, within=1)
-    found.publish("P:D, B = 4, C = 256", 84, counted, 256, within=1)
-    return found
+        finding.expect(
+            rises(line),
+            "The longer a prompt is, the more chunks there are for its decodes to ride with.",
+        )
+    finding.expect(
+        less(0.98, ratio, 1.02),
+        "Each chunk carries B - 1 decodes, and takes C - (B - 1) tokens of a prompt.",
+    )
+    finding.expect(
+        rises(counted),
+        "A chunk of twice the size takes half as many batches, which carry half the decodes.",
+    )
+    finding.publish("P:D, B = 4, C = 128", 42, counted, 128, within=1)
+    finding.publish("P:D, B = 4, C = 256", 84, counted, 256, within=1)
+    return finding
 
 
 POST_LENGTHS = [(128, 500), (64, 50), (256, 200), (32, 30)]  # requests A to D of the post
@@ -352,8 +368,8 @@ def b_1(lab: Lab) -> Finding:
 
     The post counts 628 steps of its four requests; (628 + 114 + 456 + 62) / 4 of 628 are 50.2 %.
     Its formula is missing. Continuous batching fills the slots, if more requests wait."""
-    found = Finding()
-    slots = found.table(x="requests", y="share of 4 slots", spec=".1%", timed=False)
+    finding = Finding()
+    slots = finding.table(x="requests", y="share of 4 slots", spec=".1%", timed=False)
     for requests, policies in ((4, ["request-level"]), (16, ["request-level", "orca"])):
         steps = [f"{prompt}+{output}" for prompt, output in POST_STEPS * (requests // 4)]
         served = lab.serve(
@@ -369,15 +385,20 @@ def b_1(lab: Lab) -> Finding:
             slots.add(requests, {name: over(run.summary.tokens_per_iteration, 4)})
     static = slots["request-level"]
     continuous = slots["orca"]
-    next_request = "Orca gives a slot to the next request as soon as one ends."
-    longest = "In 628 iterations, as many as the longest has, 1,260 tokens are computed."
-    found.expect(less(static.times(1.3), continuous, at="end"), next_request)
-    found.expect(less(0.501, static, 0.503, at="start"), longest)
-    found.publish("slots used by the post's four", 1260 / 2512, static, 4, within=1.01)
-    found.publish("slots used by static batching, 60 to 75 %", 0.675, static, 16, within=1.5)
-    text = "slots used by continuous batching, 90 to 98 %"
-    found.publish(text, 0.94, continuous, 16, within=1.1)
-    return found
+    finding.expect(
+        less(static.times(1.3), continuous, at="end"),
+        "Orca gives a slot to the next request as soon as one ends.",
+    )
+    finding.expect(
+        less(0.501, static, 0.503, at="start"),
+        "In 628 iterations, as many as the longest has, 1,260 tokens are computed.",
+    )
+    finding.publish("slots used by the post's four", 1260 / 2512, static, 4, within=1.01)
+    finding.publish("slots used by static batching, 60 to 75 %", 0.675, static, 16, within=1.5)
+    finding.publish(
+        "slots used by continuous batching, 90 to 98 %", 0.94, continuous, 16, within=1.1
+    )
+    return finding
 
 
 @claim("Slots over steps under static and continuous batching, counted", seconds=(1, 1))
@@ -387,9 +408,9 @@ def b_1b(lab: Lab) -> Finding:
     Sixty-four requests with the lengths of the post's A to D share four slots."""
     slots = 4
     edges = sorted(output for _, output in POST_STEPS)  # the steps that end A to D
-    found = Finding()
-    over_time = found.table("slots used", x="step", y="share of 4 slots", spec=".0%", timed=False)
-    means = found.table(
+    finding = Finding()
+    over_time = finding.table("slots used", x="step", y="share of 4 slots", spec=".0%", timed=False)
+    means = finding.table(
         "slots used, on average", x="a step is", y="share of 4 slots", spec=".1%", timed=False
     )
     for name, policy in (("static", "request-level"), ("continuous", "orca")):
@@ -406,16 +427,21 @@ def b_1b(lab: Lab) -> Finding:
             running = sum(iteration.running for iteration in run.iterations)
             means.add(unit, {name: running / (slots * len(run.iterations))})
     static = over_time["static"]
-    waits = "A slot stays empty until the longest request of its batch has ended."
-    refills = "While requests wait, one of them takes each slot that another has left."
-    found.expect(less(means["static"].times(1.3), means["continuous"]), waits)
-    found.expect(less(0.99, over_time["continuous"]), refills)
-    half = "slots of static batching, a half"
-    found.publish(half, 0.5, means["static"], "a token", within=1.01)
+    finding.expect(
+        less(means["static"].times(1.3), means["continuous"]),
+        "A slot stays empty until the longest request of its batch has ended.",
+    )
+    finding.expect(
+        less(0.99, over_time["continuous"]),
+        "While requests wait, one of them takes each slot that another has left.",
+    )
+    finding.publish(
+        "slots of static batching, a half", 0.5, means["static"], "a token", within=1.01
+    )
     texts = ["A to D run", "D has ended", "B has ended", "C has ended"]
     for text, share, edge in zip(texts, (1.00, 0.75, 0.50, 0.25), edges, strict=True):
-        found.publish(text, share, static, edge, within=1)
+        finding.publish(text, share, static, edge, within=1)
     text = "slots of continuous batching"
-    found.publish(text, 0.95, means["continuous"], "a token", within=1.05)
-    found.publish("static, 40 to 50 %", 0.45, means["static"], "an iteration", within=1.2)
-    return found
+    finding.publish(text, 0.95, means["continuous"], "a token", within=1.05)
+    finding.publish("static, 40 to 50 %", 0.45, means["static"], "an iteration", within=1.2)
+    return finding

@@ -26,17 +26,57 @@ def s_f3(lab: Lab) -> Finding:
     """S-F3: a decode token costs many times what a prefill token does, in the linear layers.
 
     Sarathi-Serve's Figure 4 says so, too, for Mistral-7B."""
+    finding = Finding(LLAMA_13B)
+    per_token, linear, shares = times_per_token(lab, finding)
+    costs = in_prompt_tokens(per_token)
+    own_keys = "Decodes share the reading of weights, but each reads keys of its own."
+    finding.expect(falls(per_token["decode"]), SHARED)
+    finding.expect(
+        less(10, costs, at="start"),
+        "A decode reads all weights for one row, a prompt for all of its rows.",
+        lab.ridge_above(10),
+    )
+    finding.expect(falls(shares["decode: linear"]), own_keys)
+    finding.expect(rises(shares["decode: attention"]), own_keys)
+    for size, paper in {1: 200, 2: 100, 18: 16.7}.items():
+        finding.publish(f"prefill tokens that cost a decode, B = {size}", paper, costs, size)
+    finding.publish(
+        "share of the other operations in a prefill",
+        Bounded(0.05, "below"),
+        shares["prefill: other"],
+        at=1,
+    )
+    finding.publish(
+        "share of the linear layers in a prefill",
+        Bounded(0.8, "at least"),
+        shares["prefill: linear"],
+        at=1,
+        device=MISTRAL_7B,
+        within=1.1,
+    )
+    finding.publish(
+        "prefill tokens whose linear layers cost a decode's",
+        128,
+        in_prompt_tokens(linear),
+        at=1,
+        device=MISTRAL_7B,
+    )
+    return finding
+
+
+def times_per_token(lab: Lab, finding: Finding) -> tuple[Table, Table, Table]:
+    """Time prompts and as many decodes, over their number. Returns what a token takes in all and in
+    the linear layers, and the shares of the operations."""
     length = lab.scaled(1024)
     max_prompts = lab.pick(gpu=18, cpu=4, quick=2)  # more take long
-    found = Finding(LLAMA_13B)
     by_operation = {
-        kind: found.table(
+        kind: finding.table(
             f"{kind} at {length:,}", x="batch", y="ms per token", spec=".3f", form="stacked"
         )
         for kind in ("prefill", "decode")
     }
-    per_token = found.table("total", x="batch", y="ms per token", spec=".3g", log="xy")
-    shares = found.table("share of the time", x="batch", y="share", spec=".0%", log="x")
+    per_token = finding.table("total", x="batch", y="ms per token", spec=".3g", log="xy")
+    shares = finding.table("share of the time", x="batch", y="share", spec=".0%", log="x")
     linear = Table("linear layers", x="batch")
     for size in BATCH_SIZES:
         case = {"prefill": [prompts(size, length)]} if size <= max_prompts else {}
@@ -49,33 +89,7 @@ def s_f3(lab: Lab) -> Finding:
             parts = {"linear": time.products_ms, "attention": time.attention_ms}
             parts["other"] = time.other_ms
             shares.add(size, {f"{kind}: {part}": ms / time.total_ms for part, ms in parts.items()})
-    costs = in_prompt_tokens(per_token)
-    decode_reads_all = "A decode reads all weights for one row, a prompt for all of its rows."
-    own_keys = "Decodes share the reading of weights, but each reads keys of its own."
-    found.expect(falls(per_token["decode"]), SHARED)
-    found.expect(less(10, costs, at="start"), decode_reads_all, lab.ridge_above(10))
-    found.expect(falls(shares["decode: linear"]), own_keys)
-    found.expect(rises(shares["decode: attention"]), own_keys)
-    for size, paper in {1: 200, 2: 100, 18: 16.7}.items():
-        found.publish(f"prefill tokens that cost a decode, B = {size}", paper, costs, size)
-    others = Bounded(0.05, "below")
-    found.publish("share of the other operations in a prefill", others, shares["prefill: other"], 1)
-    found.publish(
-        "share of the linear layers in a prefill",
-        Bounded(0.8, "at least"),
-        shares["prefill: linear"],
-        at=1,
-        device=MISTRAL_7B,
-        within=1.1,
-    )
-    found.publish(
-        "prefill tokens whose linear layers cost a decode's",
-        128,
-        in_prompt_tokens(linear),
-        at=1,
-        device=MISTRAL_7B,
-    )
-    return found
+    return per_token, linear, shares
 
 
 def in_prompt_tokens(per_token: Table) -> Line:
@@ -108,18 +122,18 @@ def s_f4a(lab: Lab) -> Finding:
     chunk_sizes = lab.pick(gpu=powers_of_two(4096), cpu=powers_of_two(2048), quick=quick_sizes)
     one_layer = lab.pick(gpu=powers_of_two(512), quick=[1, 16, 64, 256])  # leaves memory for more
     all_layers = lab.pick(gpu=powers_of_two(16), cpu=powers_of_two(64), quick=[])
-    found = Finding(LLAMA_13B)
+    finding = Finding(LLAMA_13B)
     for name, layers, counts in (("one layer", 1, one_layer), ("all layers", None, all_layers)):
         if not counts:
             continue
-        table = found.table(name, x="tokens", y="tokens per ms", spec=".3g", log="xy")
+        table = finding.table(name, x="tokens", y="tokens per ms", spec=".3g", log="xy")
         chunks = {str(tokens): [first_chunk(lab, tokens)] for tokens in chunk_sizes}
         for tokens, time in lab.time(chunks, layers).items():
             table.add(int(tokens), {"prefill": time.tokens_per_ms})
         for count in counts:
             times = lab.time({"batch": [decodes(count, context)]}, layers)
             table.add(count, {"decode": times["batch"].tokens_per_ms})
-    prefill = found.tables[0]["prefill"]
+    prefill = finding.tables[0]["prefill"]
     share = Table("one layer", x="tokens")
     for tokens in prefill.table.xs:
         share.add(tokens, {"prefill": over(prefill.at(tokens), prefill.at(512))})
@@ -127,20 +141,30 @@ def s_f4a(lab: Lab) -> Finding:
     few.add("prefill", {"16 over 512 tokens": share["prefill"].at(16)})
     saturation = Table("one layer", x="of", y="tokens", spec=",.0f")
     for kind in ("prefill", "decode"):
-        saturation.add(kind, {"saturates": saturation_of(found.tables[0][kind])})
+        saturation.add(kind, {"saturates": saturation_of(finding.tables[0][kind])})
     saturates = saturation["saturates"]
-    for table in found.tables:
-        found.expect(rises(table["decode"]), SHARED)
-    reads_all = "A chunk of 16 rows reads all weights, as one of a thousand does."
-    found.expect(less(few["16 over 512 tokens"], 0.5), reads_all, lab.ridge_above(32))
-    at_256 = "throughput of 256 tokens of prefill over that of 512"
-    found.publish(at_256, 0.875, share["prefill"], 256)
-    found.publish("tokens at which prefill saturates", 512, saturates, "prefill")
-    found.publish("batch at which decode saturates, contexts of 1,024", 256, saturates, "decode")
+    for table in finding.tables:
+        finding.expect(rises(table["decode"]), SHARED)
+    finding.expect(
+        less(few["16 over 512 tokens"], 0.5),
+        "A chunk of 16 rows reads all weights, as one of a thousand does.",
+        lab.ridge_above(32),
+    )
+    finding.publish(
+        "throughput of 256 tokens of prefill over that of 512", 0.875, share["prefill"], 256
+    )
+    finding.publish("tokens at which prefill saturates", 512, saturates, "prefill")
+    finding.publish("batch at which decode saturates, contexts of 1,024", 256, saturates, "decode")
     for tokens, paper in {256: 180 * (1 - 0.125), 512: 180}.items():
-        text = f"throughput of {tokens} tokens of prefill in one layer"
-        found.publish(text, paper, prefill, tokens, within=None, unit=" tokens/ms")
-    return found
+        finding.publish(
+            f"throughput of {tokens} tokens of prefill in one layer",
+            paper,
+            prefill,
+            tokens,
+            within=None,
+            unit=" tokens/ms",
+        )
+    return finding
 
 
 def first_chunk(lab: Lab, tokens: int) -> Batch:
@@ -173,9 +197,9 @@ def s_f4b(lab: Lab) -> Finding:
     length = lab.scaled(1024)
     operations = ("preproj", "attention", "postproj", "ffn_ln1", "ffn_ln2", "products")
     ridge = lab.ridge * 2 / lab.model.dtype.itemsize  # in flops per byte
-    found = Finding(LLAMA_13B)
+    finding = Finding(LLAMA_13B)
     for kind, batch_of in (("prefill", prompts), ("decode", decodes)):
-        table = found.table(
+        table = finding.table(
             f"{kind} at {length:,}",
             x="batch",
             y="flops per byte",
@@ -186,21 +210,28 @@ def s_f4b(lab: Lab) -> Finding:
         for size in (*BATCH_SIZES, 64, 256, 512):
             intensity = lab.intensities([batch_of(size, length)])
             table.add(size, {name: intensity[name] for name in operations} | {"ridge": ridge})
-    prefill, decode = found.tables
+    prefill, decode = finding.tables
     products = prefill["products"].over(decode["products"], spec=",.0fx")
     attention = prefill["attention"].over(decode["attention"], spec=",.0fx")
     n_embd = lab.model.config.n_embd
     is_wide = Condition("rows have 256 numbers or more", n_embd >= 256, f"they have {n_embd}")
-    uses_weights = "A prompt uses each weight for all its rows, a decode for one."
-    uses_keys = "A prompt uses each key for all queries behind it, a decode for one."
-    found.expect(less(100, products, at="start"), uses_weights, is_wide)
-    found.expect(less(10, attention), uses_keys)
-    found.expect(rises(decode["products"]), "All decodes of a batch use each weight that is read.")
+    finding.expect(
+        less(100, products, at="start"),
+        "A prompt uses each weight for all its rows, a decode for one.",
+        is_wide,
+    )
+    finding.expect(
+        less(10, attention), "A prompt uses each key for all queries behind it, a decode for one."
+    )
+    finding.expect(
+        rises(decode["products"]), "All decodes of a batch use each weight that is read."
+    )
     hundred = Bounded(100, "at least")
-    linear_text = "intensity of the linear layers, prefill over decode, B = 1"
-    found.publish(linear_text, hundred, products, 1)
-    found.publish("intensity of attention, prefill over decode, B = 1", hundred, attention, 1)
-    found.publish(
+    finding.publish(
+        "intensity of the linear layers, prefill over decode, B = 1", hundred, products, 1
+    )
+    finding.publish("intensity of attention, prefill over decode, B = 1", hundred, attention, 1)
+    finding.publish(
         "ridge of an A6000 without tensor cores",
         53,
         decode["ridge"],
@@ -208,7 +239,7 @@ def s_f4b(lab: Lab) -> Finding:
         within=None,
         unit=" flops per byte",
     )
-    return found
+    return finding
 
 
 @claim(
@@ -221,13 +252,13 @@ def s_3_1(lab: Lab) -> Finding:
     config = GEOMETRIES["llama-13b"]
     device = DEVICES["a6000"]
     ridge = device.flops_per_s / device.bytes_per_s
-    found = Finding(LLAMA_13B)
+    finding = Finding(LLAMA_13B)
     unit = {"x": "decodes", "y": "flops per byte", "spec": ".3g", "log": "xy", "timed": False}
-    intensity = found.table("of LLaMA-13B", **unit)
-    over_ridge = found.table(
+    intensity = finding.table("of LLaMA-13B", **unit)
+    over_ridge = finding.table(
         "over the ridge of an A6000", x="decodes", y="times", spec=".2f", log="x", timed=False
     )
-    of_this_model = found.table("of the model here", **unit)
+    of_this_model = finding.table("of the model here", **unit)
     for batch in (1, 2, 4, 8, 18, 64, 256, 512):
         linear = linear_intensity(config, batch)
         attention = decode_attention_intensity(config)
@@ -236,14 +267,21 @@ def s_3_1(lab: Lab) -> Finding:
         products = lab.intensities([decodes(batch, 1)])["products"]
         of_this_model.add(batch, {"linear layers": products})
     compared = over_ridge["linear layers"]
-    own = "Each decode reads keys and values of its own, so that a batch shares nothing of them."
-    found.expect(rises(intensity["linear layers"]), SHARED)
-    found.expect(rises(of_this_model["linear layers"]), SHARED)
-    found.expect(less(0.99, intensity["attention"], 1.01), own)
-    start = "256 decodes, where they start to be compute-intensive"
-    found.publish(start, Bounded(1.0, "at least"), compared, 256, within=1)
-    found.publish("18 decodes, memory-bound", Bounded(1.0, "below"), compared, 18, within=1)
-    return found
+    finding.expect(rises(intensity["linear layers"]), SHARED)
+    finding.expect(rises(of_this_model["linear layers"]), SHARED)
+    finding.expect(
+        less(0.99, intensity["attention"], 1.01),
+        "Each decode reads keys and values of its own, so that a batch shares nothing of them.",
+    )
+    finding.publish(
+        "256 decodes, where they start to be compute-intensive",
+        Bounded(1.0, "at least"),
+        compared,
+        256,
+        within=1,
+    )
+    finding.publish("18 decodes, memory-bound", Bounded(1.0, "below"), compared, 18, within=1)
+    return finding
 
 
 def linear_intensity(config: GPTConfig, tokens: int) -> float:
@@ -280,8 +318,8 @@ def s_f7(lab: Lab) -> Finding:
     sizes = lab.pick(gpu=sizes, quick=[1, 16, 64, 127, 128, 129, 255, 256, 257, 512])
     chunks = {str(tokens): [first_chunk(lab, tokens)] for tokens in sizes}
     times = lab.time(chunks, repeats=9)
-    found = Finding(LLAMA_13B)
-    iteration = found.table(x="tokens", y="ms", spec=".1f", ticks=(1, 128, 256, 384))
+    finding = Finding(LLAMA_13B)
+    iteration = finding.table(x="tokens", y="ms", spec=".1f", ticks=(1, 128, 256, 384))
     for tokens in sizes:
         time = times[str(tokens)]
         iteration.add(tokens, {"iteration": time.total_ms, "linear layers": time.products_ms})
@@ -297,19 +335,28 @@ def s_f7(lab: Lab) -> Finding:
     step = over_fewer("one token more", {256: 255, 257: 256})["iteration"]
     doubling = over_fewer("twice the tokens", {128: 64, 256: 128, 512: 256})
     few = over_fewer("16 tokens over one", {16: 1})["linear layers"]
-    third_tile = "The 257th row begins a third tile, which is computed whole."
-    second_tile = "The 256th row fills a tile that is computed whole anyway."
-    below = "Below the ridge the linear layers take as long as their weights to read."
-    above = "Above the ridge each row is computed, and takes its time."
     twice = less(1.5, doubling["linear layers"], at="end")
-    found.expect(less(1.1, step, at="end"), third_tile, lab.has_tiles())
-    found.expect(less(step, 1.1, at="start"), second_tile)
-    found.expect(less(few, 2), below, lab.ridge_above(16))
-    found.expect(twice, above, lab.ridge_below(256))
+    finding.expect(
+        less(1.1, step, at="end"),
+        "The 257th row begins a third tile, which is computed whole.",
+        lab.has_tiles(),
+    )
+    finding.expect(
+        less(step, 1.1, at="start"), "The 256th row fills a tile that is computed whole anyway."
+    )
+    finding.expect(
+        less(few, 2),
+        "Below the ridge the linear layers take as long as their weights to read.",
+        lab.ridge_above(16),
+    )
+    finding.expect(
+        twice, "Above the ridge each row is computed, and takes its time.", lab.ridge_below(256)
+    )
     total = iteration["iteration"]
-    found.publish("257 tokens over 256", 1.32, step, 257)
-    found.publish("256 tokens over 128", 1.27, doubling["iteration"], 256)
+    finding.publish("257 tokens over 256", 1.32, step, 257)
+    finding.publish("256 tokens over 128", 1.27, doubling["iteration"], 256)
     for tokens, paper_ms in {128: 55, 256: 69.8, 257: 92.33}.items():
-        text = f"iteration of {tokens} tokens"
-        found.publish(text, paper_ms, total, tokens, within=None, unit=" ms")
-    return found
+        finding.publish(
+            f"iteration of {tokens} tokens", paper_ms, total, tokens, within=None, unit=" ms"
+        )
+    return finding

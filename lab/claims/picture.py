@@ -1,7 +1,7 @@
 """Draws what a claim found: its tables, with the paper's numbers hollow where ours stand.
 
 A number of the paper whose line is in no table, or that would lie far outside it, stands in a strip
-of bars below. Read first: found.py, views/panels.py. Read next: report.py."""
+of bars below. Read first: claim.py, views/panels.py. Read next: report.py."""
 
 import textwrap
 from collections.abc import Mapping
@@ -20,26 +20,26 @@ PAPERS = {"S": "SARATHI", "SS": "Sarathi-Serve", "B": "the post", "C": "SARATHI"
 
 
 def draw(
-    found: Finding, title: str, file: str | Path, machine: Mapping[str, object] | None
+    finding: Finding, title: str, file: str | Path, machine: Mapping[str, object] | None
 ) -> Figure:
     """Write the picture of a Finding to `file`. The title begins with the id of the claim. The
     machine is None where it was simulated."""
-    if any(len(table.xs) > MANY and isinstance(table.xs[0], str) for table in found.tables):
-        return plot_beside_published(rows_of(found), title, file, machine)
-    marks: list[list[Mark]] = [[] for _ in found.tables]
+    if any(len(table.xs) > MANY and isinstance(table.xs[0], str) for table in finding.tables):
+        return plot_beside_published(rows_of(finding), title, file, machine)
+    marks: list[list[Mark]] = [[] for _ in finding.tables]
     beside: dict[str, dict[str, Beside]] = {}
-    for number in found.published:
-        place = next((i for i, plot in enumerate(found.tables) if has_room(plot, number)), None)
+    for number in finding.published:
+        place = next((i for i, plot in enumerate(finding.tables) if has_room(plot, number)), None)
         if place is not None:
             marks[place].append(Mark(number.line.name, number.at, number.paper))
         elif is_comparable(number):
             beside.setdefault(unit_of(number), {})[number.text] = Beside(number.here, number.paper)
-    devices = dict.fromkeys(number.device for number in found.published if number.device)
+    devices = dict.fromkeys(number.device for number in finding.published if number.device)
     source = PAPERS[title.partition("-")[0]]
     if devices:
         source += f": {'; '.join(devices)}"
     return plot_panels(
-        found.tables,
+        finding.tables,
         title,
         file,
         machine,
@@ -49,17 +49,17 @@ def draw(
     )
 
 
-def rows_of(found: Finding) -> dict[str, dict[str, Beside]]:
+def rows_of(finding: Finding) -> dict[str, dict[str, Beside]]:
     """Our numbers beside the paper's, by line and x: the lines that a paper published, or all."""
     rows: dict[str, dict[str, Beside]] = {}
-    for table in found.tables:
+    for table in finding.tables:
         for name, values in table.lines.items():
             paper = {
                 number.at: number.paper
-                for number in found.published
+                for number in finding.published
                 if number.is_in(table) and number.line.name == name
             }
-            if paper or not found.published:
+            if paper or not finding.published:
                 head = f"{table.title}: {name}".removeprefix(": ")
                 pairs = {str(x): Beside(y, paper.get(x)) for x, y in values.items()}
                 rows[textwrap.fill(head, 28)] = pairs

@@ -75,16 +75,16 @@ def measure_claim(claim: Claim, lab: Lab, options: dict[str, Any]) -> Record:
     start = time.time()
     picture = f"![{claim.name}]({Path(lab.picture).name})"
     try:
-        found = claim.function(lab)
-        if not found.has_picture:
-            draw(found, claim.name, lab.picture, lab.machine)
-        verdict: str = found.verdict(lab.busy)
-        why = found.why(lab.busy)
+        finding = claim.function(lab)
+        if not finding.has_picture:
+            draw(finding, claim.name, lab.picture, lab.machine)
+        verdict: str = finding.verdict(lab.busy)
+        why = finding.why(lab.busy)
     except (ValueError, RuntimeError, MemoryError) as error:
         message = console.explain(error)
         if not isinstance(message, str):  # an error of ours
             raise
-        found = Finding()
+        finding = Finding()
         verdict = NOT_MEASURED
         why = message.removeprefix("error: ")
         picture = ""
@@ -94,34 +94,34 @@ def measure_claim(claim: Claim, lab: Lab, options: dict[str, Any]) -> Record:
         f"## {claim.name}",
         claim.text,
         f"**{verdict}**" + (f": {why}" if why else ""),
-        *markdown_of(found),
+        *markdown_of(finding),
         picture,
         f"Took {time.time() - start:.0f} s, {time.strftime('%Y-%m-%d %H:%M')}; {used}.",
     ]
     return Record(
         claim=claim.name,
         command=f"`paper --only {claim.id}{quick}`",
-        numbers=[number_texts(number) for number in found.published],
+        numbers=[number_texts(number) for number in finding.published],
         verdict=verdict,
         why=why,
         options=options,
         text="\n\n".join(part for part in parts if part),
-        tables=[table.to_json() for table in found.tables],
+        tables=[table.to_json() for table in finding.tables],
     )
 
 
-def markdown_of(found: Finding) -> list[str]:
+def markdown_of(finding: Finding) -> list[str]:
     """The paper's numbers beside ours, the reasons of the checks, and the tables."""
     rows: dict[str, list[Cell]] = {}
-    for number in map(number_texts, found.published):
+    for number in map(number_texts, finding.published):
         rows[number["text"]] = [
             ("of", number["device"], ""),
             ("paper", number["paper"], ""),
             ("here", number["here"], ""),
             ("same size?", number["same_size"], ""),
         ]
-    reasons = dict.fromkeys(f"- {check.reason}" for check in found.checks)
-    tables = [table.markdown(numbers_in(table, found.published)) for table in found.tables]
+    reasons = dict.fromkeys(f"- {check.reason}" for check in finding.checks)
+    tables = [table.markdown(numbers_in(table, finding.published)) for table in finding.tables]
     return [format_table("number", rows), "\n".join(reasons), *tables]
 
 

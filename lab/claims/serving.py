@@ -47,25 +47,28 @@ def ss_f7(lab: Lab) -> Finding:
     )
     title = "SS-F7: two requests run, A and B, when two others come, C and D"
     plot_serving(served.records, lab.machine, lab.picture, served.slo_s, title, "ABCD")
-    found = Finding(has_picture=True)
+    finding = Finding(has_picture=True)
     in_stall = "prompt tokens in the longest stall"
-    stalls = found.table(x="requests", y=in_stall, spec=",.0f", timed=False)
-    ttft = found.table(x="requests", y="s until D, or C, has its first token", spec=".2f")
-    tbt = found.table(x="requests", y="longest TBT in s", spec=".3f")
+    stalls = finding.table(x="requests", y=in_stall, spec=",.0f", timed=False)
+    ttft = finding.table(x="requests", y="s until D, or C, has its first token", spec=".2f")
+    tbt = finding.table(x="requests", y="longest TBT in s", spec=".3f")
     for name, run in served.runs.items():
         longest = run.summary.stalls.longest
         stalls.add("A to D", {name: longest.prefill_tokens if longest else 0})
         ttft.add("A to D", {name: run.summary.ttft_s.max})
         tbt.add("A to D", {name: run.summary.tbt_s.max})
     whole = "A and B wait for two whole prompts, or for no more than a chunk of them."
-    waits = "C and D wait until A and B have all their output, or for no longer than a prompt."
-    nobody = "Nobody is let in before A and B have all their output."
-    found.expect(less(stalls["request-level"], 1), nobody)
+    finding.expect(
+        less(stalls["request-level"], 1), "Nobody is let in before A and B have all their output."
+    )
     for policy in ("vllm", "orca"):
-        found.expect(less(stalls["sarathi-serve"].times(3), stalls[policy]), whole)
-        found.expect(less(ttft[policy], ttft["request-level"]), waits)
-        found.expect(less(tbt["sarathi-serve"].times(2.5), tbt[policy]), whole)
-    return found
+        finding.expect(less(stalls["sarathi-serve"].times(3), stalls[policy]), whole)
+        finding.expect(
+            less(ttft[policy], ttft["request-level"]),
+            "C and D wait until A and B have all their output, or for no longer than a prompt.",
+        )
+        finding.expect(less(tbt["sarathi-serve"].times(2.5), tbt[policy]), whole)
+    return finding
 
 
 @claim(
@@ -89,10 +92,10 @@ def ss_f10(lab: Lab) -> Finding:
         "sharegpt4": (2.15, 2.78),
         "arxiv": (1.97, 1.82),
     }
-    found = Finding(MISTRAL_7B)
+    finding = Finding(MISTRAL_7B)
     for lengths, count in requests.items():
         title = lengths + (", simulated" if lengths in simulated else "")
-        table = found.table(title, x="SLO s", y="requests/s", spec=".2f", log="x")
+        table = finding.table(title, x="SLO s", y="requests/s", spec=".2f", log="x")
         for slo in ("strict", "relaxed"):
             capacities = lab.capacity(
                 ["orca", "vllm", *BUDGETS],
@@ -106,20 +109,28 @@ def ss_f10(lab: Lab) -> Finding:
         sarathi_serve = table.best("sarathi-serve", BUDGETS)
         over_vllm = sarathi_serve.over(table["vllm"], spec=".2fx")
         over_orca = sarathi_serve.over(table["orca"], spec=".2fx")
-        found.expect(less(1.05, over_vllm, at="start"), STRICT)
-        found.expect(less(1.05, over_orca, at="start"), STRICT)
-        found.expect(falls(over_vllm), RELAXED)
+        finding.expect(less(1.05, over_vllm, at="start"), STRICT)
+        finding.expect(less(1.05, over_orca, at="start"), STRICT)
+        finding.expect(falls(over_vllm), RELAXED)
         strict = table.xs[0]
         paper_vllm, paper_orca = published[lengths]
-        found.publish(f"over vLLM, {lengths}, strict", paper_vllm, over_vllm, strict)
-        found.publish(f"over Orca, {lengths}, strict", paper_orca, over_orca, strict)
+        finding.publish(f"over vLLM, {lengths}, strict", paper_vllm, over_vllm, strict)
+        finding.publish(f"over Orca, {lengths}, strict", paper_orca, over_orca, strict)
         if lengths == "sharegpt4":  # whose requests are far from the longest
-            pages = "Who reserves memory page by page runs more requests at once."
-            found.expect(less(table["orca"].times(1.05), table["vllm"], at="end"), pages)
+            finding.expect(
+                less(table["orca"].times(1.05), table["vllm"], at="end"),
+                "Who reserves memory page by page runs more requests at once.",
+            )
             for system, paper, line in (("vLLM", 3.7, over_vllm), ("Orca", 4.0, over_orca)):
-                text = f"over {system}, as the text says"
-                found.publish(text, paper, line, strict, device=YI_34B, within=None)
-    return found
+                finding.publish(
+                    f"over {system}, as the text says",
+                    paper,
+                    line,
+                    strict,
+                    device=YI_34B,
+                    within=None,
+                )
+    return finding
 
 
 @dataclass(frozen=True)
@@ -173,12 +184,12 @@ def ss_f12(lab: Lab) -> Finding:
     best_vllm = table.best("vllm", capacities.vllm)
     best_budget = table.best("sarathi-serve", capacities.sarathi_serve)
     gain = best_budget.over(best_vllm, spec=".2fx")
-    found = Finding(MISTRAL_7B, tables=[table])
-    found.expect(less(1.05, gain, at="start"), STRICT)
-    found.expect(falls(gain), RELAXED)
-    found.publish("over vLLM, 100 ms", 3.5, gain, table.xs[0])
-    found.publish("over vLLM, 1 s", 1.65, gain, table.xs[-1], device=YI_34B)
-    return found
+    finding = Finding(MISTRAL_7B, tables=[table])
+    finding.expect(less(1.05, gain, at="start"), STRICT)
+    finding.expect(falls(gain), RELAXED)
+    finding.publish("over vLLM, 100 ms", 3.5, gain, table.xs[0])
+    finding.publish("over vLLM, 1 s", 1.65, gain, table.xs[-1], device=YI_34B)
+    return finding
 
 
 @claim("Capacity of vllm with three batch sizes", seconds=(1, 1))
@@ -188,19 +199,26 @@ def ss_5_2(lab: Lab) -> Finding:
     The searches are those of SS-F12. Two rates of a search differ by a quarter at the least."""
     capacities = capacities_over_slo(lab)
     table = capacities.table
-    found = Finding(MISTRAL_7B, tables=[table])
-    spread = found.table("vllm", x=table.x, y="largest over smallest", spec=".2f")
+    finding = Finding(MISTRAL_7B, tables=[table])
+    spread = finding.table("vllm", x=table.x, y="largest over smallest", spec=".2f")
     lines = [table[name] for name in capacities.vllm]
     for slo_s in table.xs:
         rates = [rate for line in lines if (rate := line.at(slo_s)) is not None]
         ratio = over(max(rates, default=None), min(rates, default=None))
         spread.add(slo_s, {"three batch sizes": ratio})
     alike = spread["three batch sizes"]
-    stall = "A strict SLO is missed by the stall of a prompt, whatever the batch."
-    found.expect(less(alike, 1.6, at="start"), stall)
-    text = "largest over smallest capacity of three batch sizes: largely identical"
-    found.publish(text, 1.0, alike, table.xs[0], within=1.3)
-    return found
+    finding.expect(
+        less(alike, 1.6, at="start"),
+        "A strict SLO is missed by the stall of a prompt, whatever the batch.",
+    )
+    finding.publish(
+        "largest over smallest capacity of three batch sizes: largely identical",
+        1.0,
+        alike,
+        table.xs[0],
+        within=1.3,
+    )
+    return finding
 
 
 @claim("Hybrid batches alone, chunks alone, and both: P50 TTFT and P99 TBT", seconds=(65, 100))
@@ -212,9 +230,9 @@ def ss_t4(lab: Lab) -> Finding:
     hybrid = "hybrid-only"
     chunked = f"chunked-only:{BUDGET}"
     policies = [hybrid, chunked, SARATHI_SERVE]
-    found = Finding(YI_34B)
-    ttft = found.table("P50 TTFT", x="lengths", y="s", spec=".3f", log="y")
-    tbt = found.table("P99 TBT", x="lengths", y="s", spec=".3f", log="y")
+    finding = Finding(YI_34B)
+    ttft = finding.table("P50 TTFT", x="lengths", y="s", spec=".3f", log="y")
+    tbt = finding.table("P99 TBT", x="lengths", y="s", spec=".3f", log="y")
     for lengths in ("sharegpt4", "arxiv"):
         requests = lab.pick(gpu=128, cpu=32, quick=12)
         served = lab.serve(policies, lengths=lengths, requests=requests)
@@ -225,18 +243,24 @@ def ss_t4(lab: Lab) -> Finding:
         for quantity, table in (("P50 TTFT", ttft), ("P99 TBT", tbt))
         for policy in (hybrid, chunked)
     }
-    one_iteration = "A prompt that is not cut is done in one iteration."
-    own_iteration = (
-        "Between two chunks there is an iteration of decodes, which reads all weights; in a hybrid "
-        "batch decodes take their own number from the chunk."
-    )
-    one_of_both = "Between two tokens there are a chunk and an iteration, or one of both."
-    whole_prompts = "Decodes wait for whole prompts, or for chunks."
     few_decodes = lab.ridge_above(32)
-    found.expect(less(ratios["P50 TTFT", hybrid], 1), one_iteration)
-    found.expect(less(1, ratios["P50 TTFT", chunked]), own_iteration, few_decodes)
-    found.expect(less(1, ratios["P99 TBT", chunked]), one_of_both, few_decodes)
-    found.expect(less(1.5, ratios["P99 TBT", hybrid]), whole_prompts)
+    finding.expect(
+        less(ratios["P50 TTFT", hybrid], 1), "A prompt that is not cut is done in one iteration."
+    )
+    finding.expect(
+        less(1, ratios["P50 TTFT", chunked]),
+        "Between two chunks there is an iteration of decodes, which reads all weights; in a hybrid "
+        "batch decodes take their own number from the chunk.",
+        few_decodes,
+    )
+    finding.expect(
+        less(1, ratios["P99 TBT", chunked]),
+        "Between two tokens there are a chunk and an iteration, or one of both.",
+        few_decodes,
+    )
+    finding.expect(
+        less(1.5, ratios["P99 TBT", hybrid]), "Decodes wait for whole prompts, or for chunks."
+    )
     published = {  # of the policy over both, in seconds: chats, arxiv
         ("P99 TBT", hybrid): (0.68 / 0.14, 1.38 / 0.17),
         ("P99 TBT", chunked): (0.17 / 0.14, 0.20 / 0.17),
@@ -246,9 +270,9 @@ def ss_t4(lab: Lab) -> Finding:
     for (quantity, policy), (chats, papers) in published.items():
         text = f"{quantity}, {policy.partition(':')[0]}"
         line = ratios[quantity, policy]
-        found.publish(f"{text}, chats", chats, line, "sharegpt4")
-        found.publish(f"{text}, arxiv", papers, line, "arxiv")
-    return found
+        finding.publish(f"{text}, chats", chats, line, "sharegpt4")
+        finding.publish(f"{text}, arxiv", papers, line, "arxiv")
+    return finding
 
 
 @claim(
@@ -267,12 +291,13 @@ def ss_f1(lab: Lab) -> Finding:
         others = ["request-level", "orca"] if load == ALL else []
         policies = [*others, "vllm", SARATHI_SERVE]
         served[load] = lab.serve(policies, requests=requests, load=load)
-    found = Finding(tables=tokens_over_time(served[ALL]))
-    stall = found.table("longest stall", x="load", y="s", spec=".3f", log="y")
-    tbt = found.table("P99 TBT", x="load", y="s", spec=".3f", log="y")
-    throughput = found.table("throughput", x="load", y="tokens/s", spec=",.0f")
-    in_stall = "prompt tokens in the longest stall"
-    prefill = found.table(in_stall, x="load", y="tokens", spec=",.0f", timed=False)
+    finding = Finding(tables=tokens_over_time(served[ALL]))
+    stall = finding.table("longest stall", x="load", y="s", spec=".3f", log="y")
+    tbt = finding.table("P99 TBT", x="load", y="s", spec=".3f", log="y")
+    throughput = finding.table("throughput", x="load", y="tokens/s", spec=",.0f")
+    prefill = finding.table(
+        "prompt tokens in the longest stall", x="load", y="tokens", spec=",.0f", timed=False
+    )
     preempted = 0
     for load, at_load in served.items():
         for name, run in at_load.runs.items():
@@ -288,21 +313,36 @@ def ss_f1(lab: Lab) -> Finding:
     our_prefill = prefill[SARATHI_SERVE]
     our_tbt = tbt[SARATHI_SERVE]
     whole_prompts = "A prompt is computed whole, and until it is done no decode gets a token."
-    one_chunk = "Between two tokens of a request lies one iteration, of no more than the budget."
-    nobody_enters = "No prompt comes between two tokens of a batch that runs to its end."
-    empty_slots = "Slots stay empty until the longest request of the batch has ended."
-    many_prompts = "The more requests arrive, the more prompts are computed one after another."
     static = throughput["request-level"].times(1.1)
-    found.expect(less(our_prefill.times(2), prefill["vllm"], at="end"), whole_prompts)
-    found.expect(less(our_prefill, BUDGET), one_chunk, none_loses_pages)
-    found.expect(rises(tbt["vllm"]), many_prompts)
-    found.expect(less(our_tbt.times(1.1), tbt["vllm"], at="end"), whole_prompts)
-    found.expect(less(tbt["request-level"], our_tbt.times(1.1)), nobody_enters)
-    found.expect(less(static, throughput[SARATHI_SERVE]), empty_slots)
+    finding.expect(less(our_prefill.times(2), prefill["vllm"], at="end"), whole_prompts)
+    finding.expect(
+        less(our_prefill, BUDGET),
+        "Between two tokens of a request lies one iteration, of no more than the budget.",
+        none_loses_pages,
+    )
+    finding.expect(
+        rises(tbt["vllm"]),
+        "The more requests arrive, the more prompts are computed one after another.",
+    )
+    finding.expect(less(our_tbt.times(1.1), tbt["vllm"], at="end"), whole_prompts)
+    finding.expect(
+        less(tbt["request-level"], our_tbt.times(1.1)),
+        "No prompt comes between two tokens of a batch that runs to its end.",
+    )
+    finding.expect(
+        less(static, throughput[SARATHI_SERVE]),
+        "Slots stay empty until the longest request of the batch has ended.",
+    )
     seconds = Bounded(2.0, "at least")
-    text = "the longest stall of vLLM, several seconds"
-    found.publish(text, seconds, stall["vllm"], ALL, within=None, unit=" s")
-    return found
+    finding.publish(
+        "the longest stall of vLLM, several seconds",
+        seconds,
+        stall["vllm"],
+        ALL,
+        within=None,
+        unit=" s",
+    )
+    return finding
 
 
 def tokens_over_time(served: Served) -> list[Table]:
@@ -338,13 +378,13 @@ def ss_4_3(lab: Lab) -> Finding:
         max_budget=lab.pick(gpu=8192, cpu=4096),
         tile=lab.pick(gpu=128, cpu=32, quick=128),
     )
-    found = Finding()
-    times = found.table("an iteration with 32 decodes", x="token budget", y="ms", spec=".1f")
+    finding = Finding()
+    times = finding.table("an iteration with 32 decodes", x="token budget", y="ms", spec=".1f")
     for row in sorted(budgeted.profile):
         times.add(row.budget, {"iteration": 1e3 * row.seconds})
         slos_ms = {f"{slo} SLO": 1e3 * seconds for slo, seconds in budgeted.slos_s.items()}
         times.add(row.budget, slos_ms)
-    budgets = found.table("the largest within an SLO", x="SLO", y="tokens", spec=",.0f")
+    budgets = finding.table("the largest within an SLO", x="SLO", y="tokens", spec=",.0f")
     compared = Table("of an SLO", y="tokens", spec=",.0f")
     for slo, budget in budgeted.budgets.items():
         chunk = Bounded(budget - decode_count, budget.bound)
@@ -352,18 +392,25 @@ def ss_4_3(lab: Lab) -> Finding:
         compared.add("tokens", {f"{slo} budget": budget, f"{slo} chunk": chunk})
     ratio = compared["relaxed budget"].over(compared["strict budget"], ".1fx")
     twice = less(compared["strict chunk"].times(2), compared["relaxed chunk"])
-    more_tokens = "A batch of more tokens multiplies the same weights by more rows."
-    five_times = "Of 5 and 25 decode iterations a chunk has 4 and 24: six times as long."
-    found.expect(rises(times["iteration"]), more_tokens)
-    found.expect(twice, five_times)
+    finding.expect(
+        rises(times["iteration"]),
+        "A batch of more tokens multiplies the same weights by more rows.",
+    )
+    finding.expect(twice, "Of 5 and 25 decode iterations a chunk has 4 and 24: six times as long.")
     for slo, paper, device in (
         ("strict", 512, "all models"),
         ("relaxed", 2048, "all models but LLaMA2-70B"),
     ):
-        text = f"token budget, {slo} SLO"
-        found.publish(text, paper, budgets["token budget"], slo, device=device, within=None)
-    found.publish("relaxed over strict", 4, ratio, "tokens")
-    return found
+        finding.publish(
+            f"token budget, {slo} SLO",
+            paper,
+            budgets["token budget"],
+            slo,
+            device=device,
+            within=None,
+        )
+    finding.publish("relaxed over strict", 4, ratio, "tokens")
+    return finding
 
 
 @claim(
@@ -383,10 +430,10 @@ def b_7(lab: Lab) -> Finding:
     small_chunk = lab.pick(gpu=128, cpu=32)
     small, medium, large = [f"sarathi:{factor * small_chunk}" for factor in (1, 2, 4)]
     static = "request-level"
-    found = Finding("70B, 128 users")
-    throughput = found.table("throughput", x="when", y="tokens/s", spec=",.0f")
-    tbt = found.table("P99 TBT", x="when", y="s", spec=".3f")
-    ttft = found.table("P99 TTFT", x="when", y="s", spec=".2f")
+    finding = Finding("70B, 128 users")
+    throughput = finding.table("throughput", x="when", y="tokens/s", spec=",.0f")
+    tbt = finding.table("P99 TBT", x="when", y="s", spec=".3f")
+    ttft = finding.table("P99 TTFT", x="when", y="s", spec=".2f")
     at_once = "all at once"
     in_turn = "one after another"
     for when, qps, policies in (
@@ -412,16 +459,30 @@ def b_7(lab: Lab) -> Finding:
     static_stall = tbt[static].over(tbt[small], spec=".2fx")
     wait = ttft[static].over(ttft["orca"], spec=".2fx")
     tbt_lines = [tbt[name] for name in (static, small, medium, large, "orca")]
-    between = "Between two tokens there is nobody's prompt, a chunk, or a whole prompt."
-    batch_ends = "Static batching lets prompts wait until the whole batch has ended."
-    found.expect(less(*tbt_lines, at="start"), between)
-    found.expect(less(1.05, orca_gain, at="start"), NEXT_REQUEST)
-    found.expect(less(1.05, wait, at="end"), batch_ends)
-    found.publish("P99 TBT, Orca over chunks of 128", 420 / 55, stall, at_once)
-    found.publish("tokens/s, Orca over static", 2800 / 1200, orca_gain, at_once)
-    text = "tokens/s, chunks of 128 over Orca: contradicts SARATHI"
-    found.publish(text, 2400 / 2800, chunk_gain, at_once, within=None)
-    found.publish("P99 TTFT, static over Orca", 3.2 / 1.8, wait, in_turn)
-    text = "P99 TBT, static over chunks of 128: contradicts Sarathi-Serve"
-    found.publish(text, 850 / 55, static_stall, at_once, within=None)
-    return found
+    finding.expect(
+        less(*tbt_lines, at="start"),
+        "Between two tokens there is nobody's prompt, a chunk, or a whole prompt.",
+    )
+    finding.expect(less(1.05, orca_gain, at="start"), NEXT_REQUEST)
+    finding.expect(
+        less(1.05, wait, at="end"),
+        "Static batching lets prompts wait until the whole batch has ended.",
+    )
+    finding.publish("P99 TBT, Orca over chunks of 128", 420 / 55, stall, at_once)
+    finding.publish("tokens/s, Orca over static", 2800 / 1200, orca_gain, at_once)
+    finding.publish(
+        "tokens/s, chunks of 128 over Orca: contradicts SARATHI",
+        2400 / 2800,
+        chunk_gain,
+        at_once,
+        within=None,
+    )
+    finding.publish("P99 TTFT, static over Orca", 3.2 / 1.8, wait, in_turn)
+    finding.publish(
+        "P99 TBT, static over chunks of 128: contradicts Sarathi-Serve",
+        850 / 55,
+        static_stall,
+        at_once,
+        within=None,
+    )
+    return finding

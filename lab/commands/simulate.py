@@ -115,30 +115,30 @@ class Simulated:
     """A claim, and what was found of it."""
 
     claim: Claim
-    found: Finding
+    finding: Finding
 
     def rows(self) -> dict[str, list[Cell]]:
         """The paper's numbers and ours, by what they are of: the cells of a table."""
-        errors = {id(number): number.error for number in self.found.compared}
+        errors = {id(number): number.error for number in self.finding.compared}
         return {
             number.text: [
                 ("paper", number.paper_text, ""),
                 ("simulated", number.here_text, ""),
                 ("error", errors.get(id(number)), "+.0%"),
             ]
-            for number in self.found.published
+            for number in self.finding.published
         }
 
     def markdown(self) -> str:
         """What is printed: the claim, its numbers and its tables."""
         parts = [self.claim.name, self.claim.text, format_table("number", self.rows())]
-        for table in self.found.tables:
-            parts.append(table.markdown(numbers_in(table, self.found.published)))
+        for table in self.finding.tables:
+            parts.append(table.markdown(numbers_in(table, self.finding.published)))
         return "\n\n".join(part for part in parts if part)
 
     def to_json(self) -> dict[str, Any]:
         """All numbers, those of the paper with ours and its error."""
-        compared = [id(number) for number in self.found.compared]
+        compared = [id(number) for number in self.finding.compared]
         numbers = [
             {
                 "text": number.text,
@@ -146,9 +146,9 @@ class Simulated:
                 "simulated": plain(number.here),
                 "error": number.error if id(number) in compared else None,
             }
-            for number in self.found.published
+            for number in self.finding.published
         ]
-        tables = [table.to_json() for table in self.found.tables]
+        tables = [table.to_json() for table in self.finding.tables]
         name = {"claim": self.claim.id, "title": self.claim.title, "text": self.claim.text}
         return name | {"numbers": numbers, "tables": tables}
 
@@ -168,8 +168,8 @@ def main(options: SimulateOptions) -> None:
             for claim in experiment.claims:
                 lab.picture = picture_of(claim, options.plot)
                 simulated = Simulated(claim, claim.function(lab))
-                if lab.picture and not simulated.found.has_picture:
-                    draw(simulated.found, f"{claim.name}, simulated", lab.picture, None)
+                if lab.picture and not simulated.finding.has_picture:
+                    draw(simulated.finding, f"{claim.name}, simulated", lab.picture, None)
                 print(f"{simulated.markdown()}\n")
                 done.append(simulated)
                 pictures += [lab.picture] if lab.picture else []
@@ -187,7 +187,7 @@ def picture_of(claim: Claim, plot: str | None) -> str:
 
 def print_conclusion(done: Sequence[Simulated]) -> None:
     """Print how many of the published numbers came out, if any were compared."""
-    errors = [abs(number.error or 0.0) for each in done for number in each.found.compared]
+    errors = [abs(number.error or 0.0) for each in done for number in each.finding.compared]
     if not errors:
         return
     within_10 = sum(error <= 0.1 for error in errors)
