@@ -45,6 +45,7 @@ class Published:
     line: Line  # which has our number
     at: X
     device: str  # the paper's model and GPU: "LLaMA-13B, A6000"
+    is_of_another_device: bool  # than the other numbers of the claim
     within: float | None  # None: depends on the machine, and is shown only
     unit: str  # stands after both numbers, with its space
 
@@ -70,8 +71,9 @@ class Published:
     @property
     def error(self) -> float | None:
         """How far ours is off, as a share of the paper's: infinity if ours is only known to be
-        above or below; None if it is not known, or the paper's is a bound."""
-        if self.here is None or isinstance(self.paper, Bounded):
+        above or below; None if it is not known, or if the paper's is a bound, or of another
+        device."""
+        if self.here is None or isinstance(self.paper, Bounded) or self.is_of_another_device:
             return None
         if isinstance(self.here, Bounded) and self.here.bound:
             return math.inf
@@ -138,16 +140,11 @@ class Finding:
             line=line,
             at=at,
             device=self.device if device is None else device,
+            is_of_another_device=device is not None,
             within=within,
             unit=unit,
         )
         self.published.append(number)
-
-    @property
-    def compared(self) -> list[Published]:
-        """The numbers of the paper that are of this device, and no bounds."""
-        of_device = [number for number in self.published if number.device == self.device]
-        return [number for number in of_device if number.error is not None]
 
     @property
     def is_timed(self) -> bool:

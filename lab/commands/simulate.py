@@ -6,6 +6,7 @@
 Read first: lab/simulator/simulation.py and lab/claims/claims.py."""
 
 import gc
+import math
 import os
 import pickle
 import signal
@@ -117,40 +118,38 @@ class Simulated:
     claim: Claim
     finding: Finding
 
-    def rows(self) -> dict[str, list[Cell]]:
-        """The paper's numbers and ours, by what they are of: the cells of a table."""
-        errors = {id(number): number.error for number in self.finding.compared}
-        return {
-            number.text: [
-                ("paper", number.paper_text, ""),
-                ("simulated", number.here_text, ""),
-                ("error", errors.get(id(number)), "+.0%"),
-            ]
-            for number in self.finding.published
-        }
-
     def markdown(self) -> str:
-        """What is printed: the claim, its numbers and its tables."""
-        parts = [self.claim.name, self.claim.text, format_table("number", self.rows())]
+        """What is printed: the claim, the paper's numbers with ours, and the tables."""
+        rows: dict[str, list[Cell]] = {}
+        for each in self.finding.published:
+            rows[each.text] = [
+                ("paper", each.paper_text, ""),
+                ("simulated", each.here_text, ""),
+                ("error", each.error, "+.0%"),
+            ]
+        parts = [self.claim.name, self.claim.text, format_table("number", rows)]
         for table in self.finding.tables:
             parts.append(table.markdown(numbers_in(table, self.finding.published)))
         return "\n\n".join(part for part in parts if part)
 
     def to_json(self) -> dict[str, Any]:
         """All numbers, those of the paper with ours and its error."""
-        compared = [id(number) for number in self.finding.compared]
         numbers = [
             {
-                "text": number.text,
-                "paper": number.paper,
-                "simulated": plain(number.here),
-                "error": number.error if id(number) in compared else None,
+                "text": each.text,
+                "paper": each.paper,
+                "simulated": plain(each.here),
+                "error": None if each.error == math.inf else each.error,
             }
-            for number in self.finding.published
+            for each in self.finding.published
         ]
-        tables = [table.to_json() for table in self.finding.tables]
-        name = {"claim": self.claim.id, "title": self.claim.title, "text": self.claim.text}
-        return name | {"numbers": numbers, "tables": tables}
+        return {
+            "claim": self.claim.id,
+            "title": self.claim.title,
+            "text": self.claim.text,
+            "numbers": numbers,
+            "tables": [table.to_json() for table in self.finding.tables],
+        }
 
 
 def main(options: SimulateOptions) -> None:
@@ -187,7 +186,8 @@ def picture_of(claim: Claim, plot: str | None) -> str:
 
 def print_conclusion(done: Sequence[Simulated]) -> None:
     """Print how many of the published numbers came out, if any were compared."""
-    errors = [abs(number.error or 0.0) for each in done for number in each.finding.compared]
+    published = [each for simulated in done for each in simulated.finding.published]
+    errors = [abs(each.error) for each in published if each.error is not None]
     if not errors:
         return
     within_10 = sum(error <= 0.1 for error in errors)
