@@ -34,9 +34,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse_args(argv)
     from cli.columns import Columns
     from cli.loading import find_text_model, load_model
-    from errors import refusing
     from parallel import engine_for
-    from pretrained.tokenizers import TextStream, Writer, load_chat
+    from pretrained.tokenizers import load_chat
     from sampling import SamplingParams
 
     where = f"{options.model.dtype} on {options.model.device}"
@@ -73,27 +72,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         for i in range(len(prompts))
     ]
-    if len(prompts) > 1:
-        columns = Columns(titles)
-        for event in engine.stream(prompts, params):
-            error = event.completion.error if event.completion else None
+    are_several = len(prompts) > 1
+    columns = Columns(titles)
+    if not are_several:
+        print(texts[0], end="", flush=True)
+    for event in engine.stream(prompts, params):
+        error = event.completion.error if event.completion else None
+        if are_several:
             texts[event.request_id] += event.text or error or ""
             columns.draw(texts)
-        if not columns.are_shown:
-            heads = [*("" for _ in options.prompts), *(f"{chat}\n" for chat in options.chats)]
-            for head, text in zip(heads, texts, strict=True):
-                print(f"--- {head}{text}")
-        return
-
-    writer = Writer(TextStream(tokenizer, prompts[0]), stops=[])
-    print(texts[0], end="", flush=True)
-    engine.add_request(prompts[0], params[0])
-    while engine.has_work:
-        for event in engine.step():
-            with refusing("the tokenizer failed"):
-                text, _ = writer.push(event)
-            print(text, end="", flush=True)
-    print()
+        elif error:
+            raise ValueError(error)
+        else:
+            print(event.text, end="", flush=True)
+    if not are_several:
+        print()
+    elif not columns.are_shown:
+        heads = [*("" for _ in options.prompts), *(f"{chat}\n" for chat in options.chats)]
+        for head, text in zip(heads, texts, strict=True):
+            print(f"--- {head}{text}")
 
 
 if __name__ == "__main__":

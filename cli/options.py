@@ -20,7 +20,7 @@ import re
 import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -34,6 +34,7 @@ MAX_WHOLE = 10**15  # torch can count so far
 SMALL_PAGES = "64, or half of --max-len; 256 on CUDA"  # hardware.memory.small_page_size in short
 PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
 Options = TypeVar("Options")
+Number = TypeVar("Number", int, float)
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -130,49 +131,34 @@ def from_args(options: type[Options], args: Namespace, **given: object) -> Optio
 
 
 def number(
-    *, above: float = -math.inf, minimum: float = -math.inf, maximum: float = math.inf
-) -> Callable[[str], float]:
+    *,
+    above: float = -math.inf,
+    minimum: float = -math.inf,
+    maximum: float = math.inf,
+    kind: type[Number] = float,
+) -> Callable[[str], Number]:
     """The type of a finite number above `above`, at least `minimum` and at most `maximum`."""
 
-    def parse_number(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if above < value < math.inf and minimum <= value <= maximum:
-            return value
-        raise _out_of_limits(text, "a finite", above, minimum, maximum)
+    def parse_number(text: str) -> Number:
+        with suppress(ValueError):
+            value = kind(text)
+            if above < value < math.inf and minimum <= value <= maximum:
+                return value
+        limits = ["a whole number" if kind is int else "a finite number"]
+        if math.isfinite(above):
+            limits.append(f"above {above:g}")
+        if math.isfinite(minimum):
+            limits.append(f"of at least {minimum:g}")
+        if math.isfinite(maximum):
+            limits.append(f"and at most {maximum:g}")
+        raise ArgumentTypeError(f"{text:.60}: must be {' '.join(limits)}")
 
     return parse_number
 
 
 def whole(*, minimum: int, maximum: int = MAX_WHOLE) -> Callable[[str], int]:
     """The type of a whole number of at least `minimum` and at most `maximum`."""
-
-    def parse_whole(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = minimum - 1
-        if minimum <= value <= maximum:
-            return value
-        raise _out_of_limits(text, "a whole", -math.inf, minimum, maximum)
-
-    return parse_whole
-
-
-def _out_of_limits(
-    text: str, kind: str, above: float, minimum: float, maximum: float
-) -> ArgumentTypeError:
-    """The error for a text that is no such number: "0: must be a whole number of at least 1"."""
-    limits = [f"{kind} number"]
-    if math.isfinite(above):
-        limits.append(f"above {above:g}")
-    if math.isfinite(minimum):
-        limits.append(f"of at least {minimum:g}")
-    if math.isfinite(maximum):
-        limits.append(f"and at most {maximum:g}")
-    return ArgumentTypeError(f"{text:.60}: must be {' '.join(limits)}")
+    return number(minimum=minimum, maximum=maximum, kind=int)
 
 
 def nonempty_text(text: str) -> str:
@@ -182,19 +168,24 @@ def nonempty_text(text: str) -> str:
     return text
 
 
-def policy_name(text: str) -> str:
-    """The type of a policy: a name that `find_policy` takes."""
-    return _check_policy(text, text)
+def policy_name(text: str, name: str = "") -> str:
+    """The type of a policy: a name that `find_policy` takes. `name` is the text without a size."""
+    try:
+        find_policy(name or text)
+    except (TypeError, ValueError) as error:
+        where = where_it_failed(error)  # if the file was found, but not good
+        raise ArgumentTypeError(f"{where}: {error}" if where else str(error)) from error
+    return text
 
 
 def policy_names(text: str) -> list[str]:
-    """The type of several policies, with commas."""
-    return [_check_policy(name, name) for name in _split_names(text)]
+    """The type of several policies, with commas: each once, in order."""
+    return [policy_name(name) for name in _split_names(text)]
 
 
 def policies_with_chunks(text: str) -> list[str]:
     """The type of several policies, of which some have a chunk size: "vllm,sarathi:128"."""
-    return [_check_policy(name, re.sub(r":\d+$", "", name)) for name in _split_names(text)]
+    return [policy_name(name, re.sub(r":\d+$", "", name)) for name in _split_names(text)]
 
 
 def _split_names(text: str) -> list[str]:
@@ -204,16 +195,6 @@ def _split_names(text: str) -> list[str]:
     if not names:
         raise ArgumentTypeError(f"{text!r}: give at least one")
     return names
-
-
-def _check_policy(text: str, name: str) -> str:
-    """Returns the text if there is a policy of this name, else raises ArgumentTypeError."""
-    try:
-        find_policy(name)
-    except (TypeError, ValueError) as error:
-        where = where_it_failed(error)  # if the file was found, but not good
-        raise ArgumentTypeError(f"{where}: {error}" if where else str(error)) from error
-    return text
 
 
 def output_file(text: str, suffixes: Sequence[str] = ()) -> str:
@@ -276,12 +257,8 @@ def json_option() -> Any:
 def options_json(options: Any) -> dict[str, object]:
     """The options of a command as one flat dict: a dataclass within the dataclass is spread out."""
     record: dict[str, object] = {}
-    for each in fields(options):
-        value = getattr(options, each.name)
-        if is_dataclass(value):
-            record.update(options_json(value))
-        else:
-            record[each.name] = value
+    for name, value in vars(options).items():
+        record.update(options_json(value) if is_dataclass(value) else {name: value})
     return record
 
 
@@ -320,7 +297,6 @@ def wrote(*files: str | Path | None) -> None:
 
 def wrote_page(file: str | None) -> None:
     """Say where a page was written, if it was, and at which address a browser opens it."""
-    if file and Path(file).is_file():
-        print(f"wrote {file}, open {Path(file).resolve().as_uri()}")
-    elif file:  # a pipe, or nowhere
-        print(f"wrote {file}")
+    if file:
+        is_file = Path(file).is_file()  # not a pipe, nor nowhere
+        print(f"wrote {file}, open {Path(file).resolve().as_uri()}" if is_file else f"wrote {file}")

@@ -40,8 +40,9 @@ class SumTimer:
             self.total_s += time.perf_counter() - began
             return
         if not self.free:
-            pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            self.free.append(pair)
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            self.free.append((start, end))
         start, end = self.free.pop()
         start.record()
         yield
@@ -104,7 +105,8 @@ class Shard(GPT):
             if name not in local:
                 continue
             parameter, slices = local[name]
-            for view, (start, end) in zip(views(parameter, slices), slices.ranges, strict=True):
+            parts = zip(views(parameter, slices), slices.ranges, strict=True)
+            for view, (start, end) in parts:
                 view.copy_(weights.narrow(slices.dim, start, end - start))
 
     def whole_model(self) -> GPT:

@@ -96,7 +96,12 @@ class Stage:
         return pages
 
     def make_runner(
-        self, key: int, pages: int, page_size: int, max_len: int | None, attention: str
+        self,
+        key: int,
+        pages: int,
+        page_size: int,
+        max_len: int | None,
+        attention: str,
     ) -> bool:
         """Make the Runner of this key. Returns True, so that rank 0 can wait for it."""
         runner = Runner(self.model, pages, page_size, max_len, attention)

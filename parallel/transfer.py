@@ -19,16 +19,19 @@ from parallel.stages import Stage
 def export_pages(cache: KVCache, pages: Sequence[int], tokens: int) -> Tensor:
     """A copy of the keys and values of the first `tokens` tokens of a block table, of shape
     (n_layer, 2, n_kv_head, tokens, head_dim)."""
-    return cache.data.index_select(3, _slots(cache, pages, tokens)).contiguous()
+    slots = _slots(cache, pages, tokens)
+    return cache.data.index_select(3, slots).contiguous()
 
 
 def import_pages(cache: KVCache, pages: Sequence[int], kv: Tensor) -> None:
     """Write keys and values, as of export_pages, into the first slots of a block table."""
-    cache.data.index_copy_(3, _slots(cache, pages, kv.shape[3]), kv)
+    slots = _slots(cache, pages, tokens=kv.shape[3])
+    cache.data.index_copy_(3, slots, kv)
 
 
 def _slots(cache: KVCache, pages: Sequence[int], tokens: int) -> Tensor:
-    return torch.tensor(slot_mapping(pages, cache.page_size, 0, tokens), device=cache.data.device)
+    slots = slot_mapping(pages, cache.page_size, 0, tokens)
+    return torch.tensor(slots, device=cache.data.device)
 
 
 class Link:
@@ -41,13 +44,19 @@ class Link:
         self.stream = torch.cuda.Stream(ranks.device) if is_cuda else None
         self.sending: dict[int, list[Any]] = {}  # tensors must live until they are sent
 
-    def send(self, number: int, cache: KVCache, pages: Sequence[int], tokens: int) -> None:
+    def send(
+        self,
+        number: int,
+        cache: KVCache,
+        pages: Sequence[int],
+        tokens: int,
+    ) -> None:
         """Send those of the first `tokens` tokens of a block table, as transfer `number`."""
         with torch.cuda.stream(self.stream):
             header = torch.tensor([number, tokens])
             kv = export_pages(cache, pages, tokens)
             with self.ranks.unbroken():  # a header without its keys and values would be the end
-                works = [dist.isend(header, self.target), dist.isend(kv, self.target)]
+                works = [dist.isend(tensor, self.target) for tensor in (header, kv)]
                 self.sending[number] = [header, kv, works]
 
     def forget_all_but(self, numbers: Container[int]) -> None:
@@ -90,7 +99,7 @@ class Instance(Stage):
                     self.received[number] = kv
                     ranks.reply(number, ranks.clock())
         except Exception as error:  # of gloo, too, when rank 0 is gone: then nobody hears it
-            ranks.resign_after(error)
+            ranks.watch.resign_after(error)
 
     def _receive(self) -> tuple[int, Tensor]:
         """The number of the next transfer, and its keys and values."""

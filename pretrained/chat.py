@@ -113,7 +113,6 @@ class ChatTemplate:
             return call(context, function, *args, **kwargs)
 
         environment.call = limited_call
-        self.source = source
         self.special_tokens = special_tokens
         with time_limit(RENDER_S):
             self.template = environment.from_string(source)

@@ -3,12 +3,13 @@
 An option that the model cannot compute exactly raises an error. Read first: sharding.py,
 gguf_files.py. Read next: model.py, which has the parameters that are filled here; tokenizers.py."""
 
+from __future__ import annotations
+
 import re
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 from pydantic import AliasChoices, Field, PositiveFloat, PositiveInt
@@ -17,11 +18,14 @@ from torch import Tensor
 
 from errors import check_type, one_line, refusing, shorten
 from hardware.memory import check_model_fits
-from pretrained.geometry import GPTConfig, RopeScaling
+from pretrained.geometry import ARCHITECTURES, GPTConfig, RopeScaling
 from pretrained.gguf_files import is_gguf, read_gguf
-from pretrained.schema import Schema
-from pretrained.sharding import Slices, views
+from pretrained.schema import Schema, naming
+from pretrained.sharding import views
 from pretrained.short_names import SHORT_NAMES
+
+if TYPE_CHECKING:
+    from model import GPT  # or a parallel.shard.Shard, which is a part of one
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -31,7 +35,8 @@ WEIGHTS_FILE = "model.safetensors"
 SHARD_FILES = "model-*-of-*.safetensors"
 # Each of these may add tokens to those of tokenizer.json. The first may have a chat template.
 ADDED_FILES = ["tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"]
-CHAT_FILES = ["chat_template.jinja", "additional_chat_templates/*.jinja"]
+TEMPLATE_FILE = "chat_template.json"
+CHAT_FILES = [TEMPLATE_FILE, "chat_template.jinja", "additional_chat_templates/*.jinja"]
 DOWNLOADED = [*TEXT_FILES, *TOKENIZER_FILES, WEIGHTS_FILE, SHARD_FILES]  # no pickles
 DOWNLOADED += [*ADDED_FILES, *CHAT_FILES]
 
@@ -39,26 +44,12 @@ DTYPES = ["F64", "F32", "F16", "BF16"]  # as stored; integers would have scales
 PREFIX = r"^(transformer|model)\."  # which some files have before each name
 NO_WEIGHTS = r"h\.\d+\.attn\.(masked_)?bias|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 
-# Fields of GPTConfig by `model_type`, where they are not as its defaults say.
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "gpt2": {"family": "gpt2", "tie_embeddings": True},
-    "llama": {},
-    "mistral": {},
-    "qwen2": {"qkv_bias": True},
-    "qwen3": {"qk_norm": True},
-}
-
 
 class Names(NamedTuple):
     """What a checkpoint calls our modules. Where there are several, each fills some rows."""
 
     blocks: str
     modules: dict[str, list[str]]
-
-    @property
-    def head(self) -> str:
-        """The tensor of the output head."""
-        return f"{self.modules['head'][0]}.weight"
 
 
 GPT2_BLOCKS = "h"
@@ -141,7 +132,7 @@ def _download(name: str) -> Path:
     from huggingface_hub import hf_hub_download, snapshot_download  # what is here needs no Hub
 
     repository, _, file = name.rpartition("/")
-    if is_gguf(name) and "/" in repository:
+    if is_gguf(name):
         owner, repository_name, *folders = repository.split("/")
         filename = "/".join([*folders, file])
         return Path(hf_hub_download(f"{owner}/{repository_name}", filename))
@@ -199,15 +190,7 @@ class ModelFile(GeometryFields):
     scale_attn_weights: Literal[True] = True
     scale_attn_by_inverse_layer_idx: Literal[False] = False
     quantization_config: None = None
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Put the name of a file in front of the ValueErrors that are raised within."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    text_config: None = None  # the model within another one, that sees or hears
 
 
 def read_config(directory: str | Path) -> GPTConfig:
@@ -232,20 +215,14 @@ def read_config(directory: str | Path) -> GPTConfig:
         if given is not None and given.model_fields_set:  # {} says nothing
             rope = given
     fields["rope_theta"] = rope.rope_theta or file.rope_theta
-    if (rope.rope_type or rope.type) == "llama3":
-        trained = file.original_max_position_embeddings or rope.original_max_position_embeddings
-        low = rope.low_freq_factor
-        high = rope.high_freq_factor
-        if rope.factor is None or low is None or high is None:
-            raise ValueError(f"{path}: llama3 needs factor, low_freq_factor and high_freq_factor")
-        with naming(path):
+    with naming(path):
+        if (rope.rope_type or rope.type) == "llama3":
+            trained = file.original_max_position_embeddings or rope.original_max_position_embeddings
+            factors = {"factor", "low_freq_factor", "high_freq_factor"}
             fields["rope_scaling"] = RopeScaling(
-                factor=rope.factor,
-                low_freq_factor=low,
-                high_freq_factor=high,
+                **rope.model_dump(include=factors),
                 original_max_positions=trained or file.max_positions,
             )
-    with naming(path):
         return GPTConfig(**fields)
 
 
@@ -255,26 +232,6 @@ class StoredTensor(Protocol):
     def get_shape(self) -> list[int]: ...
     def get_dtype(self) -> str: ...
     def __getitem__(self, slices: Any) -> Tensor: ...
-
-
-class LoadableModel(Protocol):
-    """A model.GPT, or a parallel.shard.Shard, which is a part of one."""
-
-    @property
-    def config(self) -> GPTConfig: ...
-    @property
-    def device(self) -> torch.device: ...
-    def parameters(self) -> Iterator[Tensor]: ...
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]: ...
-    def to_empty(self, *, device: Any) -> Any: ...
-
-    def whole_model(self) -> "LoadableModel":
-        """Itself, or the model that it is a part of, without memory."""
-        ...
-
-    def slices_of(self, name: str) -> Slices:
-        """The slices of the whole model that its parameter `name` holds."""
-        ...
 
 
 class Source(NamedTuple):
@@ -292,7 +249,7 @@ class Source(NamedTuple):
 
 @torch.no_grad()
 def load_weights(
-    model: LoadableModel, directory: str | Path, device: torch.device | str | None = None
+    model: GPT, directory: str | Path, device: torch.device | str | None = None
 ) -> None:
     """Fill the model's parameters from a checkpoint, one by one, after all are known to fit.
 
@@ -304,7 +261,7 @@ def load_weights(
     names = _names(directory, whole_model.config)
     sources = _sources(whole_model, names)
     tensors = _stored_tensors(directory)
-    tied_head = names.head if whole_model.config.tie_embeddings else None
+    tied_head = f"{names.modules['head'][0]}.weight" if whole_model.config.tie_embeddings else None
     _check_tensors(directory, sources, tensors, tied_head)
     if model.device.type == "meta":
         device = torch.device(device or "cpu")
@@ -374,7 +331,7 @@ def _names(directory: Path, config: GPTConfig) -> Names:
     return GPT2_NAMES if config.family == "gpt2" else LLAMA_NAMES
 
 
-def _sources(whole_model: LoadableModel, names: Names) -> dict[str, list[Source]]:
+def _sources(whole_model: GPT, names: Names) -> dict[str, list[Source]]:
     """The tensors of a checkpoint that fill each parameter of a whole model: one for all rows, or
     one for each range of its slices."""
     sources: dict[str, list[Source]] = {}

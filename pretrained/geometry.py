@@ -31,6 +31,14 @@ DERIVED_SIZES = {
     "head_dim": 2**16,
     "n_inner": 2**26,
 }
+# Fields of GPTConfig by `model_type`, where they are not as its defaults say.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "gpt2": {"family": "gpt2", "tie_embeddings": True},
+    "llama": {},
+    "mistral": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+}
 DERIVED: Any = None  # the default of a field that is computed from others
 
 

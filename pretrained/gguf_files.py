@@ -9,12 +9,12 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +22,8 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from errors import one_line, shorten
-from pretrained.geometry import GPTConfig
-from pretrained.schema import Schema
+from pretrained.geometry import ARCHITECTURES, GPTConfig
+from pretrained.schema import Schema, naming
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -49,11 +49,7 @@ QUANTISATIONS = (
 )
 OUTPUT = "output.weight"  # not there if the embeddings are tied
 PERMUTED = r"blk\.\d+\.attn_(q|k)\.weight"  # by llama.cpp, of the architecture llama
-ARCHITECTURES: dict[str, dict[str, Any]] = {  # fields of GPTConfig
-    "llama": {},
-    "qwen2": {"qkv_bias": True},
-    "qwen3": {"qk_norm": True},
-}
+OF_LLAMA_CPP = ("llama", "qwen2", "qwen3")  # of ARCHITECTURES
 
 
 class GeometryKeys(Schema):
@@ -103,14 +99,11 @@ class GGUFTensor:
         from gguf import quants
 
         rows, *columns = slices if isinstance(slices, tuple) else (slices,)
+        blocks = self.stored
         if len(self.shape) == 1:
-            blocks = self.stored
             columns = [rows]
-        elif self.row_order is None:
-            blocks = self.stored[rows]
-            columns = [slice(None), *columns]
         else:
-            blocks = self.stored[self.row_order[rows]]
+            blocks = blocks[rows if self.row_order is None else self.row_order[rows]]
             columns = [slice(None), *columns]
         numbers = quants.dequantize(blocks, self.quantisation)
         return torch.from_numpy(np.require(numbers, requirements="W"))[tuple(columns)]
@@ -126,33 +119,27 @@ class GGUFFile:
 
     def config(self) -> GPTConfig:
         """The geometry. Raises ValueError for what is missing, and what is not computed here."""
-        architecture = self.text("general.architecture", ARCHITECTURES)
+        architecture = self.text("general.architecture", OF_LLAMA_CPP)
         prefix = f"{architecture}."
-        values = {
-            key.removeprefix(prefix): value
-            for key, value in self.metadata.items()
-            if key.startswith(prefix)
-        }
-        geometry = GeometryKeys.of(f"{self.path}: {prefix}", values)
-        other = OtherKeys.of(f"{self.path}: {prefix}", values)
-        tokens = self.metadata.get("tokenizer.ggml.tokens", ())
+        geometry = GeometryKeys.of(self.path, prefix, self.metadata)
+        other = OtherKeys.of(self.path, prefix, self.metadata)
         fields = ARCHITECTURES[architecture] | geometry.model_dump(exclude_none=True)
+        tokens = self.metadata.get("tokenizer.ggml.tokens", ())
         fields["vocab_size"] = other.vocab_size or len(tokens)
         fields["tie_embeddings"] = OUTPUT not in self.tensors
         if other.sliding_window:  # it changes nothing up to its length
             fields["max_positions"] = min(geometry.max_positions, other.sliding_window)
-        try:
+        with naming(self.path):
             config = GPTConfig(**fields)
-        except ValueError as error:
-            raise ValueError(f"{self.path}: {error}") from error
-        for key in ("attention.value_length", "rope.dimension_count"):
-            if values.get(key, config.head_dim) != config.head_dim:
-                allowed = f"must be that of keys, {config.head_dim}"
-                raise ValueError(f"{self.path}: {prefix}{key}={values[key]}: {allowed}")
+            for key in ("attention.value_length", "rope.dimension_count"):
+                size = self.metadata.get(prefix + key, config.head_dim)
+                if size != config.head_dim:
+                    allowed = f"must be that of keys, {config.head_dim}"
+                    raise ValueError(f"{prefix}{key}={size}: {allowed}")
         return config
 
-    def text(self, key: str, allowed: Mapping[str, object]) -> str:
-        """The text of this key. Raises ValueError unless it is one of the keys of `allowed`."""
+    def text(self, key: str, allowed: Collection[str]) -> str:
+        """The text of this key. Raises ValueError unless it is one of `allowed`."""
         value = self.metadata.get(key)
         if not isinstance(value, str) or value not in allowed:
             names = ", ".join(allowed)
@@ -163,19 +150,17 @@ class GGUFFile:
         """The tensors. Rows that llama.cpp permuted for its rotation are read in their own order.
 
         The permutation puts row `half * d + i` of a head of 2 * d rows at `2 * i + half`."""
+        weights = dict(self.tensors)
         if self.metadata.get("general.architecture") != "llama":
-            return dict(self.tensors)
+            return weights
         config = self.config()
         heads_of = {"q": config.n_head, "k": config.n_kv_head}
-        weights: dict[str, GGUFTensor] = {}
         for name, tensor in self.tensors.items():
             match = re.fullmatch(PERMUTED, name)
             n_rows = tensor.shape[0]
             if match and n_rows % (2 * heads_of[match[1]]) == 0:  # else it fits no parameter
                 places = np.arange(n_rows).reshape(heads_of[match[1]], -1, 2)
-                order = places.swapaxes(1, 2).reshape(-1)
-                tensor = GGUFTensor(tensor.stored, tensor.shape, tensor.quantisation, order)
-            weights[name] = tensor
+                weights[name] = replace(tensor, row_order=places.swapaxes(1, 2).reshape(-1))
         return weights
 
 
@@ -280,7 +265,7 @@ def _read_header(path: Path, data: mmap.mmap) -> GGUFFile:
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:
         raise ValueError(f"general.alignment={shorten(alignment)}: must be a positive number")
-    entries = [_read_entry(cursor) for _ in range(n_tensors)]
+    entries = [Entry.read(cursor) for _ in range(n_tensors)]
     first = -(-cursor.place // alignment) * alignment
     tensors: dict[str, GGUFTensor] = {}
     for entry in entries:
@@ -290,8 +275,7 @@ def _read_header(path: Path, data: mmap.mmap) -> GGUFFile:
     return GGUFFile(path, metadata, tensors)
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """What the header says of a tensor."""
 
     name: str
@@ -299,13 +283,14 @@ class Entry:
     kind: int  # the number of its quantisation
     offset: int  # from the first tensor
 
-
-def _read_entry(cursor: Cursor) -> Entry:
-    name = cursor.text()
-    n_dimensions = cursor.number("I")
-    _check_count("dimensions of a tensor", n_dimensions, MAX_DIMENSIONS)
-    shape = cursor.numbers("Q", n_dimensions)
-    return Entry(name, shape[::-1], kind=cursor.number("I"), offset=cursor.number("Q"))
+    @classmethod
+    def read(cls, cursor: Cursor) -> Entry:
+        """The next entry."""
+        name = cursor.text()
+        n_dimensions = cursor.number("I")
+        _check_count("dimensions of a tensor", n_dimensions, MAX_DIMENSIONS)
+        shape = cursor.numbers("Q", n_dimensions)
+        return cls(name, shape[::-1], kind=cursor.number("I"), offset=cursor.number("Q"))
 
 
 def map_tensor(data: mmap.mmap, entry: Entry, first: int) -> GGUFTensor:
@@ -320,7 +305,7 @@ def map_tensor(data: mmap.mmap, entry: Entry, first: int) -> GGUFTensor:
         raise ValueError(f"{name} is of type {named}, must be one of {', '.join(QUANTISATIONS)}")
     quantisation = kinds[entry.kind]
     block_size, block_bytes = GGML_QUANT_SIZES[quantisation]
-    if not entry.shape or 0 in entry.shape or entry.shape[-1] % block_size:
+    if not entry.shape or entry.shape[-1] % block_size:
         raise ValueError(f"{name} {entry.shape}: rows must be whole blocks of {block_size}")
     row_bytes = entry.shape[-1] // block_size * block_bytes
     size = prod(entry.shape[:-1]) * row_bytes

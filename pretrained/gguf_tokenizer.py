@@ -85,14 +85,8 @@ def read_text(file: GGUFFile) -> GGUFText:
     that is missing, wrong or unknown."""
     file.text(f"{PREFIX}model", MODELS)
     words = PRE_TOKENIZERS[file.text(f"{PREFIX}pre", PRE_TOKENIZERS)]
-    values = {
-        key.removeprefix(PREFIX): value
-        for key, value in file.metadata.items()
-        if key.startswith(PREFIX)
-    }
-    place = f"{file.path}: {PREFIX}"
-    keys = TokenizerKeys.of(place, values)
-    _check(place, keys)
+    keys = TokenizerKeys.of(file.path, PREFIX, file.metadata)
+    _check(f"{file.path}: {PREFIX}", keys)
     template = file.metadata.get("tokenizer.chat_template")
     if not isinstance(template, str | None):
         raise ValueError(f"{file.path}: tokenizer.chat_template: must be a text")
@@ -136,11 +130,10 @@ def _make(keys: TokenizerKeys, words: Words) -> Tokenizer:
     bytes_step = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, bytes_step])
     tokenizer.decoder = decoders.ByteLevel()
-    types = list(zip(keys.tokens, keys.token_type, strict=False))  # none: all are normal
-    special = [AddedToken(token, normalized=False) for token, kind in types if kind == CONTROL]
-    whole = [AddedToken(token, normalized=False) for token, kind in types if kind == USER_DEFINED]
-    tokenizer.add_special_tokens(special)
-    tokenizer.add_tokens(whole)
+    for token, kind in zip(keys.tokens, keys.token_type, strict=False):  # none: all are normal
+        if kind in (CONTROL, USER_DEFINED):
+            added = AddedToken(token, normalized=False, special=kind == CONTROL)
+            tokenizer.add_tokens([added])
     add_bos = words.add_bos if keys.add_bos_token is None else keys.add_bos_token
     if add_bos and keys.bos_token_id is not None:
         bos = keys.tokens[keys.bos_token_id]

@@ -3,7 +3,8 @@
 Read next: checkpoints.py and gguf_files.py, which read their geometry so."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,6 +13,15 @@ from pydantic import BaseModel, ValidationError
 from errors import shorten
 
 MAX_JSON_BYTES = 2**24  # of a file that is read at once
+
+
+@contextmanager
+def naming(place: object) -> Iterator[None]:
+    """Put the name of a file in front of the ValueErrors that are raised within."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
 
 
 class Schema(BaseModel, strict=True, validate_by_name=True, allow_inf_nan=False):
@@ -35,13 +45,15 @@ class Schema(BaseModel, strict=True, validate_by_name=True, allow_inf_nan=False)
         raise ValueError(f"{path}: {problem}")
 
     @classmethod
-    def of(cls, place: str, values: Mapping[str, Any]) -> Self:
-        """The same of values that are read already. Raises ValueError that begins with `place`."""
+    def of(cls, place: Path, prefix: str, values: Mapping[str, Any]) -> Self:
+        """The same of values that are read already, whose keys begin with `prefix`."""
+        keys = [key for key in values if key.startswith(prefix)]
         try:
-            return cls.model_validate(dict(values), by_name=False)
+            named = {key.removeprefix(prefix): values[key] for key in keys}
+            return cls.model_validate(named, by_name=False)
         except ValidationError as error:
             problem = _first_problem(error)
-        raise ValueError(f"{place}{problem}")
+        raise ValueError(f"{place}: {prefix}{problem}")
 
 
 def _first_problem(error: ValidationError) -> str:

@@ -1,12 +1,13 @@
 """What an engine does with text: prompts in, output and stop strings out.
 
-Without a tokenizer there is no text, and all of this does nothing. Read first: tokenizers.py."""
+Without a tokenizer there is no text, and all of this does nothing. Read first: streams.py."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from errors import ArgumentError, check_list, check_type, check_whole_list, shorten
-from pretrained.tokenizers import TextStream, Tokenizer, Writer, has_stop, write_text
+from errors import ArgumentError, check_list, check_type, check_whole_list, refusing, shorten
+from pretrained.streams import TextStream, Writer, has_stop, write_text
+from pretrained.tokenizers import Tokenizer
 from request import Completion, Event, Request
 from sampling import SamplingParams
 
@@ -75,14 +76,16 @@ class Text:
         if self.tokenizer is None:
             yield from events
             return
-        writers = {
-            request_id: Writer(TextStream(self.tokenizer, prompt), params.stop)
-            for request_id, (prompt, params) in requests.items()
-        }
+        with refusing("the tokenizer failed"):
+            writers = {
+                request_id: Writer(TextStream(self.tokenizer, prompt), params.stop)
+                for request_id, (prompt, params) in requests.items()
+            }
         lengths = dict.fromkeys(requests, 0)  # of the texts so far
         for event in events:
             if event.completion is None:
-                text, _ = writers[event.request_id].push(event)
+                with refusing("the tokenizer failed"):
+                    text, _ = writers[event.request_id].push(event)
             else:
                 text = (event.completion.text or "")[lengths[event.request_id] :]
             lengths[event.request_id] += len(text)

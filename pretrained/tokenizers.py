@@ -1,20 +1,16 @@
 """Text <-> token ids: a checkpoint's own tokenizer, or bytes for a model with random weights.
 
-A single token may have no text: an emoji may take three, and some tokenizers drop the space before
-the first word. So text is streamed as the bytes of tokens, each decoded after the one before, up to
-a stop string. Read first: chat.py. Read next: sample.py, which prints the stream."""
+Read first: chat.py. Read next: streams.py."""
 
 from __future__ import annotations
 
 import base64
-import codecs
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import tiktoken
 import tokenizers
@@ -33,36 +29,28 @@ from pretrained.chat import Chat, ChatTemplate, Message, check_messages, lines_o
 from pretrained.checkpoints import (
     ADDED_FILES,
     GENERATION_FILE,
+    TEMPLATE_FILE,
     TEXT_FILES,
     TOKENIZER_FILES,
 )
 from pretrained.gguf_files import is_gguf, read_gguf
-from pretrained.gguf_tokenizer import read_text
+from pretrained.gguf_tokenizer import LLAMA3_WORDS, read_text
 from pretrained.schema import Schema
-from request import Completion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast  # a model with random weights needs none
 
-LONGEST_CHARACTER = 4  # in bytes, and so in tokens
 BYTES = {bytes([i]) for i in range(256)}
 KEEPING_STEPS = {"ByteLevel", "Digits", "Split"}  # cut a text and drop nothing
-HALF_A_CHARACTER = "\ufffd"  # how bytes that are no text yet are decoded
 BYTE_TOKEN = r"<0x([0-9A-F]{2})>"  # of a rare character, in sentencepiece's vocabularies
 SOME_TEXT = "Tell me 1 story, né?\n"
 MAX_NORMALIZED = 10_000  # characters that a normalizer may make of it
-utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 # The letters by which byte-level BPE names bytes (GPT-2's encoder.py, bytes_to_unicode).
 UNPRINTABLE = [byte for byte in range(256) if not chr(byte).isprintable() or byte == ord(" ")]
 BYTE_OF_LETTER = {chr(byte): byte for byte in range(256) if byte not in UNPRINTABLE}
 BYTE_OF_LETTER.update((chr(256 + i), byte) for i, byte in enumerate(UNPRINTABLE))
 
-# How LLaMA 3 cuts text into words before merging bytes, as published.
-LLAMA3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 LLAMA3_SPECIALS = {  # of its 256 special tokens; the others are <|reserved_special_token_0|>, ...
     0: "begin_of_text",
     1: "end_of_text",
@@ -107,151 +95,6 @@ class Tokenizer(NamedTuple):
     def is_silent(self, token_id: int) -> bool:
         """Whether a token, special or unknown, has no text. (A space has none at the beginning.)"""
         return self.decode([token_id, token_id]) == ""
-
-
-def decode_output(tokenizer: Tokenizer, tokens: Sequence[int], prompt_len: int) -> str:
-    """The text of tokens[prompt_len:], as a TextStream writes it."""
-    stream = TextStream(tokenizer, tokens[:prompt_len])
-    return "".join([stream.push(token) for token in tokens[prompt_len:]]) + stream.flush()
-
-
-def write_text(
-    completion: Completion,
-    tokenizer: Tokenizer,
-    stop_token_ids: Collection[int],
-    stops: Sequence[str],
-) -> None:
-    """Set the text of a completion: its output, without a stop token, up to the first stop string.
-
-    If the tokenizer fails, it ends this completion with an error, and no others."""
-    output = completion.tokens
-    if completion.finish_reason == "stop" and output[-1] in stop_token_ids:
-        output = output[:-1]
-    prompt = list(completion.prompt)
-    try:
-        with refusing("the tokenizer failed"):
-            text = decode_output(tokenizer, [*prompt, *output], len(prompt))
-    except ValueError as error:
-        completion.finish_reason = "error"
-        completion.error = str(error)
-        return
-    completion.text = text[: min([text.find(stop) for stop in stops if stop in text], default=None)]
-
-
-def has_stop(tokenizer: Tokenizer, output: Sequence[int], stops: Sequence[str]) -> bool:
-    """Whether a stop string is in the text of the last tokens, as many as may hold one.
-
-    True if the tokenizer fails: then `write_text` says why."""
-    longest = max(len(stop) for stop in stops)
-    first = len(output)
-    text = ""
-    try:
-        with refusing("the tokenizer failed"):
-            while first > 0 and len(text) <= longest:
-                first = max(0, first - longest - 1)  # some tokens may have no text
-                text = tokenizer.decode(output[first:])
-    except ValueError:
-        return True
-    return any(stop in text for stop in stops)
-
-
-class TextStream:
-    """Decodes the tokens that follow a prompt, one at a time.
-
-    Its texts, joined, are `decode` of all tokens, but for two cases. Bytes that are no text are one
-    replacement character for each that cannot go on, also with a tokenizer that writes one for each
-    byte. And a character that the prompt begins is in the text if the output goes on with it."""
-
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
-        self.token = b""  # the bytes of the token that was pushed last
-        self._tokenizer = tokenizer
-        self._utf8 = utf8_decoder("replace")
-        self._context: list[int] = []  # the last whole token decides on the next one's space
-        self._begun = b""  # of a character that the prompt ends within
-        with_text = (token for token in reversed(prompt) if not tokenizer.is_silent(token))
-        for token in reversed(list(islice(with_text, LONGEST_CHARACTER))):
-            self.push(token)
-        self._begun, _ = self._utf8.getstate()
-
-    def push(self, token_id: int) -> str:
-        """The text that `token_id` completes; "" if it completes none."""
-        self.token = self._bytes(token_id)
-        if self._begun and self.token:
-            if not _goes_on(self._begun, self.token[:1]):
-                self._utf8.reset()
-            self._begun = b""
-        return self._utf8.decode(self.token)
-
-    def flush(self) -> str:
-        """The text that is left after the last token: that of a character without its end."""
-        return "" if self._begun else self._utf8.decode(b"", final=True)
-
-    def _bytes(self, token_id: int) -> bytes:
-        """The bytes of a token in its place."""
-        decode = self._tokenizer.decode
-        before = decode(self._context)
-        text = decode([*self._context, token_id])[len(before) :]
-        if not text and self._tokenizer.is_silent(token_id):
-            return b""
-        known = self._tokenizer.token_bytes(token_id) if HALF_A_CHARACTER in text else None
-        if known is not None:
-            return known
-        self._context = [token_id]
-        return text.encode()
-
-
-def _goes_on(beginning: bytes, byte: bytes) -> bool:
-    """Whether a character that begins with these bytes may go on with another one."""
-    try:
-        utf8_decoder("strict").decode(beginning + byte)
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-class TokenEvent(Protocol):
-    """The part of an engine.Event that a Writer reads."""
-
-    @property
-    def token(self) -> int: ...
-    @property
-    def finish_reason(self) -> str | None: ...
-
-
-class Writer:
-    """Writes the text of a request, up to the first of the strings `stops`.
-
-    Text that may be the beginning of a stop string is held back until that is certain."""
-
-    def __init__(self, stream: TextStream, stops: Sequence[str]) -> None:
-        self.stream = stream
-        self.stops = stops
-        self.held = ""  # text that is not certain
-        self.length = 0  # in characters, with `held`
-
-    def push(self, event: TokenEvent) -> tuple[str, str | None]:
-        """(text, finish_reason) of an event: the text that is certain with it, and "stop" for a
-        stop string, too. A stop token is no part of the text."""
-        reason = event.finish_reason
-        text = "" if reason == "stop" else self.stream.push(event.token)
-        if reason:
-            text += self.stream.flush()
-        self.held += text
-        self.length += len(text)
-        stop_at = [self.held.find(stop) for stop in self.stops if stop in self.held]
-        if stop_at:
-            return self.held[: min(stop_at)], "stop"
-        certain = len(self.held) if reason else self._certain_length()
-        text = self.held[:certain]
-        self.held = self.held[certain:]
-        return text, reason
-
-    def _certain_length(self) -> int:
-        """How many characters of `held` come before what may be the beginning of a stop string."""
-        for i in range(len(self.held)):
-            if any(stop.startswith(self.held[i:]) for stop in self.stops):
-                return i
-        return len(self.held)
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -398,17 +241,34 @@ def _longest_token(inner: tokenizers.Tokenizer) -> int | None:
 
 def _read_stop_tokens(directory: Path) -> list[int]:
     """The ids that end a text. generation_config.json goes before config.json."""
-    stop_token_ids: list[int] = []
-    for name in TEXT_FILES:
-        path = directory / name
-        if not path.is_file():
-            continue
-        ids = TextFile.read(path).eos_token_id
-        if isinstance(ids, int):
-            stop_token_ids = [ids]
-        elif ids is not None:
-            stop_token_ids = ids
-    return stop_token_ids
+    ids: int | list[int] = []
+    for path in (directory / name for name in TEXT_FILES):
+        said = TextFile.read(path).eos_token_id if path.is_file() else None
+        ids = ids if said is None else said
+    return [ids] if isinstance(ids, int) else ids
+
+
+class TemplateFile(Schema):
+    """chat_template.json, where processors of old have their template."""
+
+    chat_template: str
+
+
+def _read_template(directory: str | Path) -> tuple[str | None, Mapping[str, str]]:
+    """(chat template of a checkpoint, the special tokens that it may write), None without one."""
+    if is_gguf(directory):
+        text = read_text(read_gguf(directory))
+        return text.chat_template, text.special_tokens
+    fast = _load_fast(Path(directory, TOKENIZER_FILES[0]))
+    template = fast.chat_template
+    file = Path(directory, TEMPLATE_FILE)
+    if template is not None:
+        check_type(f"{directory}: chat_template", template, str | dict, "text")
+        with refusing(f"{directory}: chat template"):
+            template = fast.get_chat_template()  # of several, the default
+    elif file.is_file():
+        template = TemplateFile.read(file).chat_template
+    return template, fast.special_tokens_map
 
 
 def load_chat(directory: str | Path | None) -> Chat:
@@ -420,21 +280,14 @@ def load_chat(directory: str | Path | None) -> Chat:
     if directory is None:
         return lines_of_chat
     problem = f"{directory}: chat template"
+    source, special_tokens = _read_template(directory)
     template: ChatTemplate | None = None
-    if is_gguf(directory):
-        text = read_text(read_gguf(directory))
-        if text.chat_template is not None:
-            with refusing(problem):
-                template = ChatTemplate(text.chat_template, text.special_tokens)
-    else:
-        fast = _load_fast(Path(directory, TOKENIZER_FILES[0]))
-        if fast.chat_template is not None:
-            check_type(f"{directory}: chat_template", fast.chat_template, str | dict, "text")
-            with refusing(problem):
-                template = ChatTemplate(fast.get_chat_template(), fast.special_tokens_map)
+    if source is not None:
+        with refusing(problem):
+            template = ChatTemplate(source, special_tokens)
 
     def apply_template(messages: list[Message]) -> str:
-        messages = check_messages(messages, template.source if template else "")
+        messages = check_messages(messages, source or "")
         with refusing(problem):
             if template is None:
                 raise LookupError("chat_template is not set")
@@ -461,7 +314,7 @@ def _load_llama3(path: Path, stop_token_ids: list[int]) -> Tokenizer:
     begin_of_text = specials["<|begin_of_text|>"]
     longest_token = max(map(len, [*ranks, *specials]))
     inner = tiktoken.Encoding(
-        "llama3", pat_str=LLAMA3_WORDS, mergeable_ranks=ranks, special_tokens=specials
+        "llama3", pat_str=LLAMA3_WORDS.patterns[0], mergeable_ranks=ranks, special_tokens=specials
     )
 
     def encode(text: str) -> list[int]:

@@ -119,6 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             max_body=options.max_body,
             hosts=[options.host, *options.allowed_hosts],
             sampling=default_sampling(options.model.model),
+            cors=options.cors,
         )
         server = Server(api, options.drain)
         server.on_signals()

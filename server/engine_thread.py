@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from statistics import median
-from typing import NamedTuple, ParamSpec, TypedDict, TypeVar
+from typing import Any, ParamSpec, TypedDict, TypeVar
 
 from engine import Engine
 from request import Completion, Event
@@ -27,11 +27,7 @@ T = TypeVar("T")
 EventQueue = asyncio.Queue[Event | None]
 
 
-class Submitted(NamedTuple):
-    """A request that was added. Its queue gets each Event, or None if a step of it failed."""
-
-    request: Request
-    events: EventQueue
+Choice = tuple[list[int], SamplingParams]  # a prompt, and how one answer to it is sampled
 
 
 class RecordPage(TypedDict):
@@ -74,44 +70,45 @@ class EngineThread:
         return bool(wait([nothing], within_s).done)
 
     def add(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        arrival: float,
-        *,
-        priority: str,
-        ttft_slo: float | None,
-        tbt_slo: float | None,
-        user: str,
-    ) -> Submitted:
-        """Queue a request, as Engine.add_request does, and step until it is done."""
-        request_id = self.engine.add_request(
-            prompt,
-            params,
-            arrival,
-            priority=priority,
-            ttft_slo=ttft_slo,
-            tbt_slo=tbt_slo,
-            user=user,
-        )
+        self, choices: Iterable[Choice], arrival: float, **service: Any
+    ) -> tuple[list[Request], EventQueue]:
+        """Queue requests, all or none, as Engine.add_request does, and step until they are done.
+
+        Their queue gets each Event, or None if a step of one failed."""
+        requests: list[Request] = []
         events: EventQueue = asyncio.Queue()
-        self.queues[request_id] = events
+        try:
+            for prompt, params in choices:
+                request_id = self.engine.add_request(prompt, params, arrival, **service)
+                requests.append(self.engine.scheduler.requests[request_id])
+        except Exception:
+            for request in requests:
+                self._abort(request.id)
+            raise
+        self.queues.update((request.id, events) for request in requests)
         if not self.stepping:
             self.stepping = True
             self.executor.submit(self.step)
-        return Submitted(self.engine.scheduler.requests[request_id], events)
+        return requests, events
 
     def end(self, request_id: int) -> None:
         """End a request, if it has not ended, and free its pages."""
-        del self.queues[request_id]
+        self.queues.pop(request_id, None)
+        completion = self._abort(request_id)
+        if completion:
+            self.on_completion(completion)
+
+    def _abort(self, request_id: int) -> Completion | None:
+        """Engine.abort, whatever a policy does; None if the request has ended."""
         request = self.engine.scheduler.requests.get(request_id)
         if request is None:
-            return
+            return None
         try:
-            self.on_completion(self.engine.abort(request_id))
+            return self.engine.abort(request_id)
         except Exception:  # of a custom policy
             log.exception("a request could not be ended")
             self.engine.drop([request])
+            return None
 
     def step(self) -> None:
         """Compute a batch, and have this called again if there is more work."""

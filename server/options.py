@@ -1,11 +1,20 @@
 """The options of the server. Read first: cli/options.py, cli/loading.py."""
 
 import os
+import re
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cli.loading import EngineOptions, ModelOptions, add_model_options, model_options
 from cli.options import SMALL_PAGES, OptionParser, from_args, nonempty_text, number, option, whole
+
+
+def origin(text: str) -> str:
+    """The type of an origin of web pages, as a browser sends it."""
+    if not re.fullmatch(r"\*|https?://[^\s/]+", text):
+        raise ArgumentTypeError(f"{text:.60}: must be * or like http://localhost:3000")
+    return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +32,12 @@ class ServerOptions(EngineOptions):
         type=nonempty_text,
         action="append",
         default_text="--host, localhost and all IP addresses",
+    )
+    cors: list[str] = option(
+        "an origin whose web pages may call this server, * for all; may be repeated",
+        type=origin,
+        action="append",
+        metavar="ORIGIN",
     )
     port: int = option(
         "the port to listen at; 0 takes any that is free",
@@ -75,4 +90,4 @@ def parse_args(argv: Sequence[str] | None) -> ServerOptions:
     if args.api_key is not None and not args.api_key.strip():
         parser.error("--api-key, NANOSARATHI_API_KEY: must not be empty")
     options = from_args(ServerOptions, args, model=model_options(args))
-    return replace(options, allowed_hosts=options.allowed_hosts or [])
+    return replace(options, allowed_hosts=options.allowed_hosts or [], cors=options.cors or [])

@@ -9,7 +9,15 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, Field, PositiveInt, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    PositiveInt,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 
@@ -19,9 +27,10 @@ MAX_FIELDS = 100  # of a body, also those that are not known
 MAX_ITEMS = 10_000  # keys and items in a field: each costs time, in which all streams wait
 MAX_PARTS = 20_000  # lists and objects in a body
 MAX_STOP = 1000  # characters of a stop string
+MAX_CHOICES = 128  # of a request
+Prompt = str | Annotated[list[int], Field(fail_fast=True)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
 NEUTRAL_VALUES: dict[str, object] = {  # fields that are accepted with this value and no other
-    "n": 1,
     "best_of": 1,
     "echo": False,
     "suffix": "",
@@ -32,10 +41,17 @@ NEUTRAL_VALUES: dict[str, object] = {  # fields that are accepted with this valu
     "top_logprobs": 0,
     "response_format": {"type": "text"},
     "tool_choice": "none",
+    "parallel_tool_calls": True,
+    "modalities": ["text"],
+    "service_tier": "auto",
     "store": False,
+    "min_p": 0,  # from here on vLLM's
+    "min_tokens": 0,
+    "repetition_penalty": 1,
+    "skip_special_tokens": True,
 }
 FIELDS_OF_TWO_TYPES = {  # and what they must be
-    "prompt": "a text or a list of token ids",
+    "prompt": f"a text, a list of token ids, or several of these for {MAX_CHOICES} answers at most",
     "stop": f"one to four texts of 1 to {MAX_STOP:,} characters",
 }
 
@@ -78,6 +94,13 @@ class Piece(NamedTuple):
     tokens: list[WrittenToken]
     finish_reason: str | None
 
+    @classmethod
+    def joined(cls, pieces: Sequence["Piece"]) -> "Piece":
+        """The whole of these pieces."""
+        text = "".join(piece.text for piece in pieces)
+        tokens = [token for piece in pieces for token in piece.tokens]
+        return cls(text, tokens, pieces[-1].finish_reason)
+
 
 Place = Literal["whole", "first", "next"]  # of a piece in the answer
 
@@ -96,6 +119,7 @@ class RequestBody(BaseModel, strict=True, extra="forbid"):
     top_p: float | None = None
     top_k: int | None = None
     seed: int = Field(default_factory=partial(random.getrandbits, 63))
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1  # answers to each prompt
     stop: StopString | Annotated[list[StopString], Field(max_length=4)] = []
     stream: bool = False
     stream_options: dict[Literal["include_usage"], bool] = {}
@@ -130,8 +154,8 @@ class RequestBody(BaseModel, strict=True, extra="forbid"):
         """Whether the log-probabilities of the chosen tokens are part of the answer."""
         raise NotImplementedError
 
-    def choice(self, piece: Piece, place: Place) -> dict[str, object]:
-        """A piece of the answer as OpenAI's "choice"."""
+    def choice(self, index: int, piece: Piece, place: Place) -> dict[str, object]:
+        """A piece of the answer of this number as OpenAI's "choice"."""
         raise NotImplementedError
 
     @classmethod
@@ -230,10 +254,16 @@ def _without_neutral_values(fields: dict[str, object]) -> dict[str, object]:
     return asking
 
 
+def _as_list(prompt: object) -> object:
+    """A list of prompts, also of the one that a body has alone."""
+    are_several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
+    return prompt if are_several else [prompt]
+
+
 class CompletionRequest(RequestBody):
     """The body of POST /v1/completions. `logprobs` are those of the chosen tokens."""
 
-    prompt: str | Annotated[list[int], Field(fail_fast=True)]
+    prompt: Annotated[list[Prompt], Field(fail_fast=True), BeforeValidator(_as_list)]
     max_tokens: PositiveInt = 16  # pyright: ignore[reportIncompatibleVariableOverride]
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
 
@@ -242,11 +272,18 @@ class CompletionRequest(RequestBody):
     object_name = "text_completion"
     chunk_object_name = "text_completion"
 
+    @field_validator("prompt")
+    @classmethod
+    def _not_too_many(cls, prompts: list[Prompt], info: ValidationInfo) -> list[Prompt]:
+        if len(prompts) * info.data.get("n", 1) > MAX_CHOICES:
+            raise ValueError("too many answers")
+        return prompts
+
     @property
     def wants_logprobs(self) -> bool:
         return self.logprobs is not None
 
-    def choice(self, piece: Piece, place: Place) -> dict[str, object]:
+    def choice(self, index: int, piece: Piece, place: Place) -> dict[str, object]:
         logprobs = None
         if self.wants_logprobs:
             logprobs = {
@@ -256,7 +293,7 @@ class CompletionRequest(RequestBody):
                 "top_logprobs": None,
             }
         return {
-            "index": 0,
+            "index": index,
             "text": piece.text,
             "logprobs": logprobs,
             "finish_reason": piece.finish_reason,
@@ -295,12 +332,12 @@ class ChatRequest(RequestBody):
             raise ValueError("must not be there beside max_tokens")
         return value
 
-    def choice(self, piece: Piece, place: Place) -> dict[str, object]:
+    def choice(self, index: int, piece: Piece, place: Place) -> dict[str, object]:
         message = {"content": piece.text}
         if place != "next":
             message = {"role": "assistant", "content": piece.text}
         return {
-            "index": 0,
+            "index": index,
             "message" if place == "whole" else "delta": message,
             "logprobs": _chat_logprobs(piece.tokens) if self.logprobs else None,
             "finish_reason": piece.finish_reason,

@@ -81,8 +81,6 @@ def turning():
 @pytest.fixture(scope="session")
 def worlds(tmp_path_factory):
     """Who starts worlds of ranks."""
-    from tests.worlds import Worlds
+    from tests.forked import Worlds
 
-    worlds = Worlds(tmp_path_factory.mktemp("worlds"))
-    yield worlds
-    worlds.close()
+    return Worlds(tmp_path_factory.mktemp("worlds"))

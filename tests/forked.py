@@ -1,17 +1,29 @@
-"""Programs that are forked from a process which has imported torch: that takes no time."""
+"""Programs that are forked from a process which has imported torch: that takes no time.
 
+A *world* is the ranks of one job of rank_program.py."""
+
+import atexit
+import json
 import multiprocessing
 import os
 import runpy
+import signal
+import socket
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing.reduction import DupFd
+from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
+from typing import Any, NamedTuple
 
-from tests.worlds import ENVIRON, ROOT
-
+ROOT = Path(__file__).resolve().parent.parent
+ENVIRON = os.environ | {"OMP_NUM_THREADS": "1"}
+WORLD_LIMIT_S = 60  # a world that hangs is a failure
 forks = multiprocessing.get_context("forkserver")
-forks.set_forkserver_preload(["torch._dynamo", "tokenizers", "tiktoken", "pydantic", "uvicorn"])
+PACKAGES = ["torch._dynamo", "tokenizers", "tiktoken", "pydantic", "uvicorn"]
+forks.set_forkserver_preload([*PACKAGES, "tests.rank_program"])
 
 
 class Program:
@@ -73,11 +85,111 @@ def become(words, cwd, environ, streams):
     sys.stdout = sys.__stdout__ = os.fdopen(1, "w")
     sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1)
     sys.argv = [*words]
-    if words[0] == "-m":
-        sys.argv = [*words[1:]]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    elif words[0] == "-c":
-        sys.argv = ["-c", *words[2:]]
-        exec(words[1], {"__name__": "__main__"})
-    else:
-        runpy.run_path(words[0], run_name="__main__")
+    try:
+        if words[0] == "-m":
+            sys.argv = [*words[1:]]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        elif words[0] == "-c":
+            sys.argv = ["-c", *words[2:]]
+            exec(words[1], {"__name__": "__main__"})
+        else:
+            runpy.run_path(words[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # which multiprocessing does not do
+
+
+class Ended(NamedTuple):
+    """How a world ended."""
+
+    result: Any  # what rank 0 made of its job; None if nothing
+    statuses: dict[int, int | str]  # rank -> its exit status, or "hangs"
+    seconds: dict[int, float]  # rank -> when it ended, after the fault or after the first
+    errors: str  # what all ranks wrote to stderr
+
+
+class World:
+    """The ranks of a job that run, and how they end. `out` is a path for what they write."""
+
+    def __init__(self, job, out):
+        self.out = out
+        self.statuses = {}
+        self.times = {}
+        size = job["tp"] * job["pp"] * job.get("copies", 1)
+        node_size = job.get("node_size", size)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.programs = {}
+        for rank in job.get("start", range(size)):
+            place = dict(
+                WORLD_SIZE=size,
+                RANK=rank,
+                LOCAL_RANK=rank % node_size,
+                LOCAL_WORLD_SIZE=node_size,
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=job.get("port", port),
+                RANK_OUT=out,
+            )
+            environ = {name: str(value) for name, value in place.items()}
+            program = "from tests import rank_program; rank_program.main()"
+            self.programs[rank] = Program("-c", program, RANK_JOB=json.dumps(job), **environ)
+
+    @property
+    def running(self):
+        """{rank: Program} of those that have not ended."""
+        return {rank: p for rank, p in self.programs.items() if rank not in self.statuses}
+
+    def look(self, is_late):
+        """See who has ended. A rank that is stopped goes on when all others have ended; one that
+        hangs is killed."""
+        for rank, program in self.running.items():
+            if program.poll() is not None:
+                self.statuses[rank] = program.returncode
+            elif is_late:
+                program.kill()
+                self.statuses[rank] = "hangs"
+            else:
+                continue
+            self.times[rank] = time.time()
+        if len(self.running) == 1:
+            (last,) = self.running.values()
+            with suppress(ProcessLookupError):
+                last.send_signal(signal.SIGCONT)
+
+    def ended(self):
+        """How all ranks ended."""
+        struck = Path(f"{self.out}.struck")
+        began = struck.stat().st_mtime if struck.exists() else min(self.times.values())
+        result = Path(self.out)
+        return Ended(
+            result=json.loads(result.read_text()) if result.exists() else None,
+            statuses=self.statuses,
+            seconds={rank: end - began for rank, end in self.times.items()},
+            errors="".join(program.stderr.read() for program in self.programs.values()),
+        )
+
+
+class Worlds:
+    """Runs worlds. `folder` is for their files."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.count = 0
+
+    def run(self, *jobs):
+        """How the worlds of some jobs ended that ran at the same time."""
+        worlds = []
+        for job in jobs:
+            self.count += 1
+            worlds.append(World(job, str(self.folder / f"{self.count}.json")))
+        end = time.monotonic() + WORLD_LIMIT_S
+        while any(world.running for world in worlds):
+            for world in worlds:
+                world.look(is_late=time.monotonic() > end)
+            time.sleep(0.01)
+        return [world.ended() for world in worlds]
+
+    def result(self, **job):
+        """What rank 0 made of a job in which all goes well."""
+        (ended,) = self.run(job)
+        assert set(ended.statuses.values()) == {0}, ended.errors
+        return ended.result

@@ -3,6 +3,7 @@
 import math
 import random
 from collections import Counter, defaultdict, deque
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -33,17 +34,24 @@ GROWING = [name for name in POLICIES if name not in RESERVING]  # page by page
 
 def with_slow(values, fast):
     """The values of a parameter. All but `fast` are run with -m slow only."""
-    rows = [value if isinstance(value, tuple) else (value,) for value in values]
-    slow = [pytest.mark.slow]
-    return [
-        pytest.param(*row, marks=[] if value in fast else slow)
-        for value, row in zip(values, rows, strict=True)
-    ]
+    params = []
+    for value in values:
+        row = value if isinstance(value, tuple) else (value,)
+        marks = [] if value in fast else [pytest.mark.slow]
+        params.append(pytest.param(*row, marks=marks))
+    return params
 
 
 def tiny_model(family="llama", n_kv_head=4, dtype=torch.float64, **changes):
     """A small model whose logits are well apart and whose norms and biases are not the identity."""
-    sizes = dict(vocab_size=61, n_layer=2, n_head=4, n_embd=32, n_inner=48, max_positions=512)
+    sizes = dict(
+        vocab_size=61,
+        n_layer=2,
+        n_head=4,
+        n_embd=32,
+        n_inner=48,
+        max_positions=512,
+    )
     config = GPTConfig(family, n_kv_head=n_kv_head, **sizes | changes)
     model = GPT(config, dtype=torch.float64, seed=1)
     generator = torch.Generator().manual_seed(2)
@@ -77,7 +85,7 @@ def poison(engine):
     read what it hides, big numbers behind num_computed. What running requests have computed may be
     read, and pages that can be found."""
     cache = engine.runner.cache
-    size = engine.runner.cache.page_size
+    size = cache.page_size
     unused = torch.ones(cache.data.shape[3], dtype=torch.bool)
     unused.view(-1, size)[list(named(engine.scheduler.pages))] = False
     for r in engine.scheduler.running:
@@ -96,7 +104,7 @@ def named(pages):
 
 def owned(pages):
     """The pages in block tables, a list in order, each as often as it is in one."""
-    return [page for page, readers in enumerate(pages.ref_counts) for _ in range(readers)]
+    return list(Counter(dict(enumerate(pages.ref_counts))).elements())
 
 
 def guard(engine):
@@ -137,6 +145,24 @@ def run(model, cache, spans, all_rows=False):
     return model(batch, cache)
 
 
+def finish(engine):
+    """The events of all steps until nothing is left to do."""
+    events = []
+    for _ in range(1000):
+        if engine.has_work:
+            events += engine.step()
+    scheduler = engine.scheduler
+    assert engine.step() == []
+    assert not (scheduler.requests or scheduler.running or scheduler.waiting)
+    assert scheduler.pages.num_free == scheduler.pages.total
+    return events
+
+
+def completions_of(events):
+    """{request id: Completion} of the requests that ended with these events."""
+    return {event.request_id: event.completion for event in events if event.completion}
+
+
 GREEDY = SamplingParams()
 
 
@@ -151,13 +177,73 @@ def alone(model, prompt, params=GREEDY, stop=()):
     return tokens[len(prompt) :]
 
 
+class Ledger:
+    """The requests of an engine, and what they get: it must be what each has alone.
+
+    `expected` is a function of a prompt and its params: the tokens."""
+
+    def __init__(self, engine, expected):
+        self.engine = engine
+        self.expected = expected
+        self.asked = {}  # request id -> (prompt, params), of those that have not ended
+        self.got = defaultdict(list)  # request id -> the tokens of its events
+
+    def add(self, prompt, params, **service):
+        """Add a request."""
+        request_id = self.engine.add_request(prompt, params, **service)
+        self.asked[request_id] = prompt, params
+
+    def abort(self, request_id):
+        """Abort a request."""
+        self.end(self.engine.abort(request_id))
+
+    def take(self, events):
+        """Note the events of a step."""
+        for event in events:
+            assert event.request_id in self.asked
+            self.got[event.request_id].append(event.token)
+            if event.completion:
+                self.end(event.completion)
+
+    def end(self, completion):
+        """A request has ended."""
+        prompt, params = self.asked.pop(completion.request_id)
+        got = self.got.pop(completion.request_id, [])
+        tokens = completion.tokens
+        expected = self.expected(prompt, params)
+        assert completion.prompt == list(prompt)
+        assert completion.token_times == sorted(completion.token_times)
+        assert len(completion.token_times) == len(tokens)
+        assert len(completion.logprobs or ()) == len(tokens) * params.logprobs
+        if completion.finish_reason == "abort":
+            assert tokens == expected[: len(tokens)]
+            assert got == tokens[: len(got)]
+        else:
+            assert tokens == got == expected
+            is_stopped = tokens[-1] in params.stop_token_ids
+            assert completion.finish_reason == ("stop" if is_stopped else "length")
+
+    def check(self):
+        """Nothing is lost, and no page leaks or is owned by who waits."""
+        scheduler = self.engine.scheduler
+        check_integrity(scheduler.pages, [r.pages for r in scheduler.running])
+        assert not any(r.pages or r.num_computed for r in scheduler.waiting)
+        queued = (*scheduler.running, *scheduler.waiting)
+        assert {r.id: r for r in queued} == scheduler.requests
+
+    def check_end(self):
+        """Nothing is left."""
+        assert finish(self.engine) == []
+        assert not self.asked
+        check_integrity(self.engine.scheduler.pages, [])
+
+
 class VirtualRun:
     """A scheduler on a virtual clock: a batch takes law(BatchShape) * seeded noise * slowdown.
 
     `token_times` holds the times of each request's tokens, `scheduled` those of its chunks, `log`
     (time, seconds, shape, [(request id, length)]) for each iteration, which asserts what any policy
-    must keep.
-    """
+    must keep."""
 
     def __init__(
         self, policy, law, noise=0.0, seed=0, pages=4096, page_size=16, shares=False, **options
@@ -166,8 +252,14 @@ class VirtualRun:
         self.law = law
         self.noise = noise
         self.random = random.Random(seed)
-        options = dict(chunk=256, max_batch=16, max_len=2048, clock=lambda: self.now) | options
-        self.scheduler = make_scheduler(policy, make_pages(pages, page_size, shares), **options)
+        sizes = dict(
+            chunk=256,
+            max_batch=16,
+            max_len=2048,
+            clock=lambda: self.now,
+        )
+        cache = make_pages(pages, page_size, shares)
+        self.scheduler = make_scheduler(policy, cache, **sizes | options)
         self.token_times = {}
         self.scheduled = defaultdict(list)
         self.log = []
@@ -181,26 +273,19 @@ class VirtualRun:
         """One iteration. Returns its batch, which is empty only if there is nothing to do."""
         scheduler = self.scheduler
         batch = scheduler.next_batch()
-        running = scheduler.running
+        check_batch(scheduler, batch)
         requests = [chunk.request for chunk in batch]
-        assert batch or not (running or scheduler.waiting)
-        check_integrity(scheduler.pages, [request.pages for request in running])
-        assert len({r.id for r in requests}) == len(batch) and len(running) <= scheduler.max_batch
-        decodes = [request for request in running if request.is_decoding]
-        assert sum(chunk.length for chunk in batch) <= max(len(decodes), batch.budget or math.inf)
-        assert all(request in requests for request in decodes)  # a running decode never waits
-        assert not set(running) & set(scheduler.waiting)
-        for r, start, length in batch:
-            assert start == r.num_computed
-            assert start + length <= len(r.pages) * scheduler.pages.page_size
-            self.scheduled[r.id].append(self.now)
+        assert all(r in requests for r in scheduler.running if r.is_decoding)  # none ever waits
+        for chunk in batch:
+            self.scheduled[chunk.request.id].append(self.now)
         shape = BatchShape.of(batch)
         seconds = self.law(shape) * slowdown * self.random.lognormvariate(0, self.noise)
         if batch:
             scheduler.observe(batch, seconds)
-            self.log.append((self.now, seconds, shape, [(c.request.id, c.length) for c in batch]))
+            lengths = [(chunk.request.id, chunk.length) for chunk in batch]
+            self.log.append((self.now, seconds, shape, lengths))
             self.now += seconds
-        scheduler.advance(batch, [0 if chunk.yields_token else None for chunk in batch], self.now)
+        advance(scheduler, batch, self.now)
         return batch
 
     def run(self, requests, until=math.inf, slowdown=lambda now: 1.0):
@@ -221,8 +306,32 @@ class VirtualRun:
 
     def tbt(self, requests=None):
         """All times between tokens, of these requests or of all, sorted."""
-        times = self.token_times.values() if requests is None else [r.token_times for r in requests]
-        return sorted(later - earlier for t in times for earlier, later in pairwise(t))
+        ids = self.token_times if requests is None else [request.id for request in requests]
+        pairs = [pair for i in ids for pair in pairwise(self.token_times[i])]
+        return sorted(later - earlier for earlier, later in pairs)
+
+
+def advance(scheduler, batch, now=0.0, token=0):
+    """Let `token` be what was sampled for each chunk that yields one."""
+    tokens = [token if chunk.yields_token else None for chunk in batch]
+    return scheduler.advance(batch, tokens, now)
+
+
+def check_batch(scheduler, batch):
+    """Assert what any policy of this repository must keep."""
+    running = scheduler.running
+    requests = [chunk.request for chunk in batch]
+    assert batch or not (running or scheduler.waiting)
+    check_integrity(scheduler.pages, [request.pages for request in running])
+    assert len(set(requests)) == len(batch)  # a request has one chunk
+    assert len(running) <= scheduler.max_batch
+    decodes = [request for request in running if request.is_decoding]
+    assert sum(chunk.length for chunk in batch) <= max(len(decodes), batch.budget or math.inf)
+    assert not set(running) & set(scheduler.waiting)
+    assert not any(request.pages or request.num_computed for request in scheduler.waiting)
+    for chunk in batch:
+        assert chunk.start == chunk.request.num_computed
+        assert chunk.end <= len(chunk.pages) * scheduler.pages.page_size
 
 
 def percentile(values, p):
@@ -251,7 +360,17 @@ def check_integrity(pages, tables=None):
 
 def machine_info(**changes):
     """A RealMachineInfo that was never measured."""
-    numbers = {"flops_per_s": 1.0, "bytes_per_s": 1.0, "ridge_tokens": 1.0, "parameters": 1}
-    names = {"device": "-", "torch": "-", "model": "-", "dtype": "-"}
-    states = {"threads": 1, "compiled": False, "busy": False}
-    return RealMachineInfo(**numbers | names | states | changes)
+    info = RealMachineInfo(
+        device="-",
+        torch="-",
+        model="-",
+        dtype="-",
+        threads=1,
+        parameters=1,
+        flops_per_s=1.0,
+        bytes_per_s=1.0,
+        ridge_tokens=1.0,
+        compiled=False,
+        busy=False,
+    )
+    return replace(info, **changes)

@@ -14,7 +14,7 @@ from lab.measure.metrics import summarize_run
 from lab.measure.workload import poisson, sample_lengths
 from lab.simulator.cost_model import CostModel
 from lab.simulator.simulation import simulate
-from tests.worlds import ROOT
+from tests.forked import ROOT
 from views.page import page
 from views.records import Recorder
 

@@ -16,7 +16,7 @@ from parallel.stages import Stage
 from parallel.transfer import Instance
 from tests.helpers import tiny_model
 
-LIMIT_S = 60  # for a job: a world that hangs is a failure
+LONG_S = 60  # longer than any world may take
 
 
 def shard_of(model, ranks):
@@ -98,12 +98,23 @@ class FaultyInstance(Faulty, Instance):
         return len(self.received)
 
 
+def out(kind):
+    """A file of this job's world: "json" is its result."""
+    return Path(f"{os.environ['RANK_OUT']}.{kind}")
+
+
+def send_signal(name, pid):
+    """Send a signal to a rank, and note when."""
+    out("struck").touch()
+    os.kill(pid, getattr(signal, name))
+
+
 def suffer(fault):
     """Get a signal, be late, or raise something."""
     what = fault["what"]
     if what == "wait":
-        Path(os.environ["STRUCK"]).touch()
-        time.sleep(LIMIT_S)
+        out("struck").touch()
+        time.sleep(LONG_S)
     elif what == "be late":
         time.sleep(fault["seconds"])
     elif what == "be late in C":
@@ -113,7 +124,7 @@ def suffer(fault):
     elif what == "run out of memory":
         raise torch.OutOfMemoryError("no memory is left")
     else:
-        os.kill(os.getpid(), getattr(signal, what))
+        send_signal(what, os.getpid())
 
 
 def model_of(job, stage=SpoiltStage):

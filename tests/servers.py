@@ -1,10 +1,12 @@
 """A server of a small model at a port of its own, for the tests of server/, and its clients."""
 
+import json
 import socket
 import threading
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import httpx2 as httpx
 import openai
@@ -12,16 +14,11 @@ import torch
 
 from engine import Engine
 from model import GPT, GPTConfig
-from pretrained.tokenizers import Tokenizer, Writer, load_chat  # noqa: F401
+from pretrained.tokenizers import Tokenizer, load_chat
 from sampling import SamplingParams
-
-# what a test wants of server/ it imports from here
-from server import checks, connections, engine_thread, protocol  # noqa: F401
-from server.__main__ import url_of  # noqa: F401
-from server.app import Api, CompletionResponse, encode_prompt  # noqa: F401
+from server.app import Api
 from server.connections import Server
 from server.engine_thread import EngineThread
-from server.protocol import ChatRequest, CompletionRequest  # noqa: F401
 from tests.helpers import tiny_model
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:!?-()"[:61]
@@ -30,6 +27,8 @@ letters = Tokenizer(
 )
 GREEDY = SamplingParams(20, logprobs=True)
 TEXT = "abc né日👍_xyz!"  # no byte twice
+PROGRAM = ["-m", "server", "--preset", "llama-tiny", "--device", "cpu", "--dtype", "float32"]
+PROGRAM += ["--port", "0", "--threads", "1"]
 
 
 def circle(text=TEXT):
@@ -46,32 +45,35 @@ def circle(text=TEXT):
 
 
 @contextmanager
-def serving(
-    model=None, tokenizer=letters, key=None, max_body=2**20, hosts=(), drain_s=1.0, **settings
-):
-    """A server in a thread, at a port of its own."""
+def serving(model=None, tokenizer=letters, drain_s=1.0, step_s=0.0, api=None, **settings):
+    """A server in a thread, at a port of its own. A step takes `step_s` longer than it must."""
     sizes = dict(max_batch=4, max_len=128, page_size=16, chunk=16) | settings
     engine = Engine(model or tiny_model(), **sizes)
-    steps = EngineThread(lambda: engine)
-    api = Api(steps, tokenizer, "tiny", load_chat(None), key, max_body, hosts)
+    if step_s:
+        engine.runner.fetch = slow(engine.runner.fetch, step_s)
+    api = Api(EngineThread(lambda: engine), tokenizer, "tiny", load_chat(None), **(api or {}))
     server = Server(api, drain_s)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    url = "http://{}:{}".format(*listener.getsockname())
+    address = listener.getsockname()
+    url = "http://{}:{}".format(*address)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     wait_for(lambda: server.started)
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key=key or "none", max_retries=0, timeout=30)
+    key = api.key or "none"
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=30)
     try:
         with httpx.Client(base_url=url, timeout=30) as http, client:
             yield SimpleNamespace(
                 engine=engine,
+                scheduler=engine.scheduler,
                 api=api,
                 server=server,
                 thread=thread,
                 client=client,
                 http=http,
                 url=url,
+                connect=lambda: socket.create_connection(address, timeout=60),
             )
     finally:
         server.should_exit = True
@@ -80,10 +82,10 @@ def serving(
     api.thread.executor.shutdown()
 
 
-def wait_for(what, seconds=20):
-    """Until what() is true."""
+def wait_for(happens, seconds=20):
+    """Until happens() is true."""
     end = time.monotonic() + seconds
-    while not what():
+    while not happens():
         assert time.monotonic() < end, "it never came"
         time.sleep(0.005)
 
@@ -94,25 +96,50 @@ def idle(engine):
     return not engine.has_work and pages.num_free == pages.total
 
 
-def complete(served, prompt, **more):
-    """(text, finish_reason, the usage, the choices) of a completion, greedy if not told."""
-    asked = dict(model="tiny", prompt=prompt, max_tokens=20, temperature=0) | more
-    if not asked.get("stream"):
-        done = served.client.completions.create(**asked)
-        return done.choices[0].text, done.choices[0].finish_reason, done.usage, done.choices
-    asked["stream_options"] = {"include_usage": True}
-    *parts, last = served.client.completions.create(**asked)
-    assert last.choices == [] and all(part.usage is None for part in parts)
-    choices = [part.choices[0] for part in parts]
-    assert [c.finish_reason for c in choices[:-1]] == [None] * (len(choices) - 1)
-    return "".join(c.text for c in choices), choices[-1].finish_reason, last.usage, choices
+class Answer(NamedTuple):
+    """What a client has read."""
+
+    choices: list[tuple[str, str]]  # text and finish_reason of each
+    usage: Any
+    parts: list[Any]  # the choices of all events
+
+    @property
+    def text(self):
+        return self.choices[0][0]
+
+
+def complete(served, prompt, chat=False, **fields):
+    """The Answer to a completion or a chat, greedy if not told. A whole one has one event."""
+    fields = dict(model="tiny", max_tokens=20, temperature=0) | fields
+    streams = fields.get("stream")
+    if streams:
+        fields["stream_options"] = {"include_usage": True}
+    if chat:
+        created = served.client.chat.completions.create(messages=prompt, **fields)
+    else:
+        created = served.client.completions.create(prompt=prompt, **fields)
+    *events, last = created if streams else [created, created]
+    texts = {}
+    reasons = {}
+    parts = [choice for event in events for choice in event.choices]
+    for part in parts:
+        assert part.index not in reasons
+        holder = part
+        if chat:
+            holder = part.delta if streams else part.message
+        text = holder.content if chat else holder.text
+        texts[part.index] = texts.get(part.index, "") + text
+        if part.finish_reason:
+            reasons[part.index] = part.finish_reason
+    if streams:
+        assert last.choices == [] and all(event.usage is None for event in events)
+    return Answer([(texts[i], reasons[i]) for i in range(len(texts))], last.usage, parts)
 
 
 def generate(served, prompt, params=GREEDY):
     """What the engine itself makes of a prompt."""
-    model = served.engine.runner.model
     config = served.engine.config
-    engine = Engine(model, config, tokenizer=served.api.tokenizer)
+    engine = Engine(served.engine.runner.model, config, tokenizer=served.api.tokenizer)
     return engine.generate([prompt], params)[0]
 
 
@@ -124,3 +151,25 @@ def generate_text(prompt):
 def slow(function, seconds):
     """The same, later."""
     return lambda *args: time.sleep(seconds) or function(*args)
+
+
+def http_post(body=b"", length=None, **fields):
+    """The bytes of a completion request, of a body or its fields; `length` is in its header."""
+    if not body:
+        fields = dict(model="tiny", prompt="a", max_tokens=20, temperature=0) | fields
+        body = json.dumps(fields).encode()
+    lines = [
+        b"POST /v1/completions HTTP/1.1",
+        b"host: localhost",
+        b"content-type: application/json",
+        b"content-length: %d" % (len(body) if length is None else length),
+    ]
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+def read_all(connection):
+    """All bytes until the server closes the connection."""
+    parts = []
+    while part := connection.recv(65_536):
+        parts.append(part)
+    return b"".join(parts)

@@ -15,6 +15,7 @@ import time
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from kv_cache import KVCache
@@ -36,30 +37,23 @@ INDEX = "model.safetensors.index.json"
 JSON_FILES = ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"]
 FILES = [*JSON_FILES, INDEX, WEIGHTS, "chat_template.jinja"]
 DEEP = "[" * 90_000
-CONTENTS = ["", "null", "[]", "{}", "5", '"x"', "{", "\xff", "\x00", "NaN", DEEP, '{"a": ' + DEEP]
-CONTENTS += ["9" * 5000, '{"chat_template": "{% if %}"}', "{{ 1 / 0 }}", "{% for %}", "{{ x.y.z }}"]
-VALUES = [None, True, False, 0, 1, -1, 2, 7, 10**9, 10**18, 10**30, 10**400, 0.5, 1e-320, 1e308]
-VALUES += [
-    math.nan,
-    math.inf,
-    "",
-    "x",
-    "é\n",
-    "{% if %}",
-    "{{ [] + 1 }}",
-    "llama",
-    "gpt2",
-    "a" * 999,
+CONTENTS = [
+    *("", "null", "[]", "{}", "5", '"x"', "{", "\xff", "\x00", "NaN", DEEP, '{"a": ' + DEEP),
+    *("9" * 5000, '{"chat_template": "{% if %}"}', "{{ 1 / 0 }}", "{% for %}", "{{ x.y.z }}"),
 ]
-VALUES += [[], [[]], [None], ["x"], [10**18], {}, {"x": 1}, {"content": 5}, {"rope_type": "yarn"}]
+VALUES = [
+    *(None, True, False, 0, 1, -1, 2, 7, 10**9, 10**18, 10**30, 10**400),
+    *(0.5, 1e-320, 1e308, math.nan, math.inf),
+    *("", "x", "é\n", "{% if %}", "{{ [] + 1 }}", "llama", "gpt2", "a" * 999),
+    *([], [[]], [None], ["x"], [10**18]),
+    *({}, {"x": 1}, {"content": 5}, {"rope_type": "yarn"}),
+]
 TENSORS = ["model.norm.weight", "model.layers.0.self_attn.k_proj.weight", "lm_head.weight", "a\nb"]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The directory of a small checkpoint with all files that are read."""
-    import transformers
-
     directory = tmp_path_factory.mktemp("whole")
     config = llama_like(**LLAMA_3)
     torch.manual_seed(0)
@@ -242,6 +236,7 @@ HUGE_SIZES = [
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
     *("intermediate_size", "max_position_embeddings", "num_key_value_heads"),
 ]
+NO_DEFAULT = [{"name": "tool_use", "template": "x"}]
 EDITS = [("config.json", put(**{name: 10**18}), "at most") for name in HUGE_SIZES]
 EDITS += [
     ("config.json", put(max_position_embeddings=2**24, head_dim=2**14), "do not fit"),
@@ -249,6 +244,11 @@ EDITS += [
     ("tokenizer_config.json", put(bos_token=5), "bos_token"),
     ("tokenizer_config.json", put(eos_token=["</s>"]), "eos_token"),
     ("tokenizer_config.json", put(chat_template=5), "chat_template=5: must be text"),
+    (
+        "tokenizer_config.json",
+        put(chat_template=NO_DEFAULT),
+        "chat template: ValueError: .*default",
+    ),
     ("tokenizer_config.json", put(chat_template="{% if %}"), "chat template: TemplateSyntaxError"),
     ("tokenizer_config.json", put(chat_template="{{ [] + 1 }}"), "chat template: TypeError"),
 ]
@@ -262,12 +262,28 @@ def test_a_value_that_makes_no_sense_is_named_with_its_file(copy, name, edit, me
     assert re.search(message, check(directory))
 
 
-@pytest.mark.parametrize("content", ["null", "[]", DEEP, '{"chat_template": ' + DEEP, "5", ""])
+@pytest.mark.parametrize(
+    "content", ["null", "[]", DEEP, '{"chat_template": ' + DEEP, "5", "", "{", "\xff", "NaN", None]
+)
 @pytest.mark.parametrize("name", JSON_FILES)
 def test_json_that_is_something_else_is_named(copy, name, content):
     directory = copy()
-    (directory / name).write_text(content)
-    assert check(directory).startswith(f"{directory / name}: ")
+    path = directory / name
+    if content is None:
+        path.unlink()
+        needed = name in ("config.json", "tokenizer.json")
+        problem = check(directory)
+        assert (name in problem) == needed
+        return
+    path.write_text(content, "latin-1")
+    assert check(directory).startswith(f"{path}: ")
+
+
+def test_a_json_file_that_is_too_long_is_refused_before_it_is_read(copy, monkeypatch):
+    monkeypatch.setattr("pretrained.schema.MAX_JSON_BYTES", 100)
+    directory = copy()
+    path = directory / "config.json"
+    assert check(directory) == f"{path}: has {path.stat().st_size} bytes, must have at most 100"
 
 
 def test_a_long_context_that_does_not_fit_is_refused_before_it_is_made(copy, monkeypatch):
@@ -289,12 +305,7 @@ LONG_PREFIX = {"type": "Prepend", "prepend": "a" * 100_000}
     "edit, message",
     [
         (put(padding=ENDLESS), ""),
-        (
-            put(
-                truncation=dict(direction="Right", max_length=1, strategy="LongestFirst", stride=0)
-            ),
-            "",
-        ),
+        (put(truncation=CUT), ""),
         (put(normalizer=LONG_PREFIX), "tokenizer.json: not a tokenizer: .*10,000 characters"),
     ],
 )
@@ -343,7 +354,6 @@ def test_the_limits_of_a_template_are_for_no_one_else(copy):
     text += "{{ '%d' | format(10**9) }} {{ 'a'.ljust(3) }}{{ (10**9) | tojson }}"
     (directory / "chat_template.jinja").write_text(text)
     assert load_chat(directory)(MESSAGES) == "ababab 1024 3  a 1000000000 a  1000000000"
-    transformers = pytest.importorskip("transformers")
     inner = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
     assert inner.apply_chat_template(MESSAGES, tokenize=False) == load_chat(directory)(MESSAGES)
     assert sys.getprofile() is None

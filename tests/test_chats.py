@@ -3,7 +3,10 @@
 import pytest
 
 from pretrained.chat import ChatTemplate
-from tests.servers import ChatRequest, encode_prompt, letters, load_chat, protocol
+from pretrained.tokenizers import load_chat
+from server.app import encode_prompts
+from server.protocol import ApiError, ChatRequest
+from tests.servers import letters
 from tests.test_tokenizers import sentencepiece_directory
 
 PARTS = [{"type": "text", "text": "hello "}, {"type": "text", "text": "world"}]
@@ -18,23 +21,15 @@ CHATS = [  # messages, and the prompt of a model without a template
     ([{"role": "user", "content": ""}], "user: \n"),
 ]
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,x"}}
+WRONG_CONTENTS = [
+    *(None, 5, True, {"type": "text", "text": "x"}, [], ["x"], [*PARTS, IMAGE]),
+    *([{"type": "text"}], [{"type": "text", "text": 5}], [{"text": "x"}]),
+]
 WRONG_MESSAGES = [  # a message, and the field of it that the error names
+    *(({"role": "user", "content": content}, "content") for content in WRONG_CONTENTS),
     ({"role": "user"}, "content"),
-    ({"role": "user", "content": None}, "content"),
-    ({"role": "assistant", "content": None}, "content"),
     ({"role": "assistant", "content": None, "tool_calls": []}, "content"),
-    ({"role": "user", "content": 5}, "content"),
-    ({"role": "user", "content": True}, "content"),
-    ({"role": "user", "content": {"type": "text", "text": "x"}}, "content"),
-    ({"role": "user", "content": []}, "content"),
-    ({"role": "user", "content": ["x"]}, "content"),
-    ({"role": "user", "content": [*PARTS, IMAGE]}, "content"),
-    ({"role": "user", "content": [{"type": "text"}]}, "content"),
-    ({"role": "user", "content": [{"type": "text", "text": 5}]}, "content"),
-    ({"role": "user", "content": [{"text": "x"}]}, "content"),
-    ({"role": "wizard", "content": "x"}, "role"),
-    ({"role": None, "content": "x"}, "role"),
-    ({"role": ["user"], "content": "x"}, "role"),
+    *(({"role": role, "content": "x"}, "role") for role in ("wizard", None, ["user"])),
     ({"content": "x"}, "role"),
     ({"role": "user", "content": "x", "name": 5}, "name"),
     ({"role": "tool", "content": "x", "tool_call_id": 5}, "tool_call_id"),
@@ -63,22 +58,22 @@ def test_what_a_message_may_hold_becomes_text(chat, messages, prompt):
 
 
 @pytest.mark.parametrize("message, field", WRONG_MESSAGES)
-def test_a_message_that_makes_no_sense_is_refused_by_its_place(chat, tiny, message, field):
+def test_a_message_that_makes_no_sense_is_refused_by_its_place(chat, message, field):
     right = {"role": "user", "content": "x"}
     with pytest.raises(ValueError, match=rf"^messages\[1\]\.{field}=.*: must be ") as refused:
         chat([right, message])
-    body = dict(model="tiny", messages=[right, message])
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "message, place", [(5, ""), (None, ""), ("x", ""), ([], ""), ({"role": "user"}, ".content=")]
+)
+def test_a_client_is_told_the_place_of_a_wrong_message(tiny, message, place):
+    body = {"messages": [{"role": "user", "content": "x"}, message]}
     done = tiny.http.post("/v1/chat/completions", json=body)
     error = done.json()["error"]
     assert (done.status_code, error["param"]) == (400, "messages")
-    assert error["message"].startswith(f"messages[1].{field}=") and str(refused.value).isprintable()
-
-
-@pytest.mark.parametrize("messages", [[5], [None], ["x"], [[]]])
-def test_a_message_that_is_no_object_is_refused_by_its_place(tiny, messages):
-    body = dict(model="tiny", messages=messages)
-    error = tiny.http.post("/v1/chat/completions", json=body).json()["error"]
-    assert error["message"].startswith("messages[0]: ") and error["param"] == "messages"
+    assert error["message"].startswith(f"messages[1]{place or ': '}")
 
 
 DEFAULT_SYSTEM = "{% if messages[0].role != 'system' %}[default]{% endif %}"
@@ -96,12 +91,26 @@ def test_a_developer_replaces_the_default_system_message_of_a_template(tmp_path)
     assert load_chat(tmp_path)([{"role": "wizard", "content": "x"}]) == "[wizard]x"
 
 
+def test_a_template_is_asked_to_begin_an_answer_and_may_refuse(tmp_path):
+    sentencepiece_directory(tmp_path)
+    messages = [{"role": "user", "content": "y"}]
+    with pytest.raises(ValueError, match="chat_template is not set"):
+        load_chat(tmp_path)(messages)
+    template = "{% if messages | length > 1 %}{{ raise_exception('too long') }}{% endif %}"
+    template += "{% if add_generation_prompt %}go{% endif %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    chat = load_chat(tmp_path)
+    assert chat(messages) == "go"
+    with pytest.raises(ValueError, match="chat template: TemplateError: too long"):
+        chat(messages * 2)
+
+
 def test_an_error_of_a_template_does_not_tell_where_the_checkpoint_is(tmp_path):
     sentencepiece_directory(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no\\nchats') }}")
     body = ChatRequest(model="x", messages=[{"role": "user", "content": "y"}])
-    with pytest.raises(protocol.ApiError) as refused:
-        encode_prompt(body, letters, load_chat(tmp_path), 100)
+    with pytest.raises(ApiError) as refused:
+        encode_prompts(body, letters, load_chat(tmp_path), 100)
     error = refused.value.detail["error"]
     assert error["message"] == "messages: no chat: TemplateError: no chats"
     assert (refused.value.status_code, error["param"]) == (400, "messages")

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import json
 import os
 import re
 import shlex
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import ArgumentTypeError
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +23,7 @@ from matplotlib.figure import Figure
 import bench
 import sample
 from cli import console, options
-from cli.loading import load_model
+from cli.loading import load_model, resolve_model
 from engine import Engine
 from examples import server_overhead
 from hardware.memory import check_memory, free_bytes
@@ -118,8 +120,43 @@ def test_ranks_on_gpus_say_that_they_use_no_graphs(device, monkeypatch, capsys):
     monkeypatch.setattr("cli.loading.resolve_model", lambda options: options)
     tensor_parallel = replace(parse_model(TINY_MODEL), tp=2)
     assert load_model(tensor_parallel, 16, positions_from="--max-len") == "a shard"
-    on_gpu = device == "cuda"
-    assert ("# no CUDA graphs with --tp or --pp" in capsys.readouterr().err) == on_gpu
+    has_said_so = "# no CUDA graphs with --tp or --pp" in capsys.readouterr().err
+    assert has_said_so == (device == "cuda")
+
+
+@pytest.mark.parametrize("kind", ["tp", "pp"])
+def test_several_processes_do_not_compile_and_must_have_been_started(kind, monkeypatch):
+    options = replace(parse_model(TINY_MODEL), compile=True, **{kind: 2})
+    with pytest.raises(ValueError, match=f"--{kind} 2.*needs 2 processes, not 1: torchrun"):
+        resolve_model(options)
+    monkeypatch.setattr("cli.loading.find_place", lambda: SimpleNamespace(world_size=2))
+    with pytest.raises(ValueError, match="--compile: not with several processes"):
+        resolve_model(options)
+
+
+@pytest.mark.parametrize(
+    "gpu_bytes, preset", [(None, "llama-160m"), (40e9, "llama-160m"), (41e9, "llama-13b")]
+)
+def test_the_geometry_that_nobody_named_depends_on_the_memory_of_a_gpu(
+    gpu_bytes, preset, monkeypatch
+):
+    device = "cpu" if gpu_bytes is None else "cuda"
+    properties = SimpleNamespace(total_memory=gpu_bytes)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr("cli.loading.check_backend", lambda *_: None)
+    options = replace(parse_model(TINY_MODEL), preset=None, device=device)
+    assert resolve_model(options).preset == preset
+
+
+@pytest.mark.parametrize("positions, fits", [(1024, True), (1025, False)])
+def test_a_model_with_learned_positions_ends_where_they_do(positions, fits):
+    options = replace(parse_model(TINY_MODEL), preset="gpt2", layers=1)
+    if fits:
+        assert load_model(options, positions, positions_from="--max-len").config.n_layer == 1
+    else:
+        with pytest.raises(ValueError, match="--max-len 1025: this model is limited to 1024"):
+            load_model(options, positions, positions_from="--max-len")
 
 
 @pytest.mark.parametrize("option", ["json", "csv", "html", "plot"])
@@ -138,6 +175,29 @@ def test_a_file_that_cannot_be_written_is_found_before_the_run(option, tmp_path,
         parse("serve", f"--{option}={tmp_path}/{name}")
     left = {"loop.png", "folder.png", "there.png", "link.png"}  # nothing was made or changed
     assert set(os.listdir(tmp_path)) == left and (tmp_path / "there.png").read_text() == "kept"
+
+
+def test_a_pipe_is_not_opened_before_the_run(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "pipe")  # whose reader would see its end
+    monkeypatch.setattr(Path, "open", lambda *_: pytest.fail("opened"))
+    assert options.output_file(f"{tmp_path}/pipe") == f"{tmp_path}/pipe"
+
+
+def test_a_limit_of_a_number_is_allowed_unless_it_must_be_above():
+    assert options.number(minimum=0, maximum=1)("0") == 0
+    assert options.number(above=0, maximum=1)("1") == 1
+    assert options.whole(minimum=2, maximum=3)("3") == 3
+    for kind, text, allowed in [
+        (options.number(above=0), "0", "a finite number above 0"),
+        (
+            options.number(minimum=0, maximum=1),
+            "1.1",
+            "a finite number of at least 0 and at most 1",
+        ),
+        (options.whole(minimum=2, maximum=3), "2.0", "a whole number of at least 2 and at most 3"),
+    ]:
+        with pytest.raises(ArgumentTypeError, match=f"^{text}: must be {allowed}$"):
+            kind(text)
 
 
 def test_a_link_a_pipe_and_a_device_stay_what_they_are(tmp_path):
@@ -188,6 +248,19 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(kind, error, tmp_path, mo
     write(link)
     assert file.read_bytes() != b"one" and link.is_symlink()
     assert {*os.listdir(tmp_path)} == {"file.png", "link.png"}
+
+
+def test_a_report_is_kept_when_a_run_is_broken_off_if_there_is_any(tmp_path, capsys):
+    choice = SimpleNamespace(json=str(tmp_path / "report.json"), chunk=8)
+    report = {"machine": "this"}
+    for results, files in ((0, []), (1, ["report.json"])):
+        with pytest.raises(KeyboardInterrupt), options.keeping(choice, report):
+            report |= {str(i): i for i in range(results)}
+            raise KeyboardInterrupt
+        assert os.listdir(tmp_path) == files
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert written == {"options": vars(choice), "machine": "this", "0": 0}
+    assert capsys.readouterr().out == f"wrote {choice.json}\n"
 
 
 def test_memory_is_asked_for_before_it_is_taken(monkeypatch):

@@ -50,21 +50,23 @@ def permuted(weight, heads):
 
 def metadata_of(config, architecture):
     """The metadata that llama.cpp's converter writes, {key: value}."""
-    theta = config.rope_parameters["rope_theta"]
     head_dim = config.hidden_size // config.num_attention_heads
     if architecture == "qwen3":
         head_dim = config.head_dim
+    sizes = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+    }
     return {
         "general.architecture": architecture,
-        f"{architecture}.block_count": config.num_hidden_layers,
-        f"{architecture}.context_length": config.max_position_embeddings,
-        f"{architecture}.embedding_length": config.hidden_size,
-        f"{architecture}.feed_forward_length": config.intermediate_size,
-        f"{architecture}.attention.head_count": config.num_attention_heads,
-        f"{architecture}.attention.head_count_kv": config.num_key_value_heads,
-        f"{architecture}.attention.key_length": head_dim,
-        f"{architecture}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        f"{architecture}.rope.freq_base": float(theta),
+        **{f"{architecture}.{key}": value for key, value in sizes.items()},
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",
         "tokenizer.ggml.tokens": TOKENS,
@@ -100,19 +102,12 @@ def tensors_of(model, architecture):
 def write(path, metadata, tensors, quantisation=None):
     """A GGUF file, by the package's writer. Matrices are quantised."""
     writer = gguf.GGUFWriter(path, metadata.get("general.architecture", "llama"))
+    adders = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
     for key, value in metadata.items():
-        if key == "general.architecture":
-            continue
-        if isinstance(value, list):
-            writer.add_array(key, value)
-        elif isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        else:
-            writer.add_string(key, value)
+        if key == "general.alignment" and value:
+            writer.add_custom_alignment(value)
+        elif key != "general.architecture":
+            getattr(writer, f"add_{adders[type(value)]}")(key, value)
     for name, array in tensors.items():
         if quantisation is not None and array.ndim == 2 and array.shape[1] % 32 == 0:
             blocks = gguf.quants.quantize(array, quantisation)
@@ -142,10 +137,10 @@ def save(tmp_path):
     return save
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_logits_equal_transformers(save, kind):
+@pytest.mark.parametrize("kind, alignment", [*((kind, None) for kind in KINDS), ("llama", 256)])
+def test_logits_equal_transformers(save, kind, alignment):
     reference = make(kind)
-    model = GPT.from_pretrained(save(kind))
+    model = GPT.from_pretrained(save(kind, changed={"general.alignment": alignment}))
     tokens = prompt(model)
     expected = reference_logits(reference, tokens)
     torch.testing.assert_close(all_logits(model, tokens), expected, rtol=1e-4, atol=1e-4)
@@ -162,20 +157,38 @@ def test_a_quantised_matrix_is_what_the_package_makes_of_it(save, name):
     assert not np.array_equal(expected, embedding)  # something was quantised
 
 
-def test_the_tokenizer_and_the_template_are_those_of_the_metadata(save):
+HE, LL, SPACE, ONE, TWO = [TOKENS.index(token) for token in ("he", "ll", "Ġ", "1", "2")]
+H, E = TOKENS.index("h"), TOKENS.index("e")
+WHOLE = {"tokenizer.ggml.tokens": [*TOKENS, "eh"], "tokenizer.ggml.token_type": [*TYPES, 1]}
+LLAMA_3 = {"tokenizer.ggml.pre": "llama-bpe"}
+BOS = "tokenizer.ggml.add_bos_token"
+ENCODED = [  # metadata, a text, its tokens
+    ({}, "hell 12", [HE, LL, SPACE, ONE, TWO]),
+    ({}, "<s>he<|end|><tool>", [0, HE, 1, 2]),
+    ({BOS: True}, "he", [0, HE]),
+    (LLAMA_3, "he", [0, HE]),  # llama.cpp's default there
+    (LLAMA_3 | {BOS: False}, "he", [HE]),
+    (LLAMA_3 | WHOLE, "eh", [0, 97]),  # a word that is a token is not merged
+    (WHOLE, "eh", [E, H]),
+]
+
+
+@pytest.mark.parametrize("metadata, text, tokens", ENCODED)
+def test_texts_are_encoded_as_the_metadata_says(save, metadata, text, tokens):
+    tokenizer = load_tokenizer(save(changed=metadata))
+    assert tokenizer.encode(text) == tokens
+    assert tokenizer.encode_chat("he") == [HE]
+
+
+def test_the_tokens_and_the_template_are_those_of_the_metadata(save):
     tokenizer = load_tokenizer(save())
-    he, ll = TOKENS.index("he"), TOKENS.index("ll")
-    letter = {token: i for i, token in enumerate(TOKENS)}
-    assert tokenizer.encode("hell 12") == [he, ll, letter["Ġ"], letter["1"], letter["2"]]
-    assert tokenizer.encode("<s>he<|end|><tool>") == [0, he, 1, 2]
-    assert tokenizer.decode([0, he, 2, 1]) == "he<tool>"  # a control token has no text
+    assert tokenizer.decode([0, HE, 2, 1]) == "he<tool>"  # a control token has no text
     assert tokenizer.stop_token_ids == {1}
     assert dict(tokenizer.special_tokens) == {"<s>": 0, "<|end|>": 1}
     assert load_chat(save())([{"role": "user", "content": "he"}]) == "<s>[he]"
-    with_bos = load_tokenizer(save(changed={"tokenizer.ggml.add_bos_token": True}))
-    assert with_bos.encode("he") == [0, he] and with_bos.encode_chat("he") == [he]
-    llama3 = load_tokenizer(save(changed={"tokenizer.ggml.pre": "llama-bpe"}))
-    assert llama3.encode("he") == [0, he]  # llama.cpp's default there
+    file = save(changed={"tokenizer.ggml.eot_token_id": 2, "llama.attention.sliding_window": 24})
+    assert load_tokenizer(file).stop_token_ids == {1, 2}
+    assert checkpoints.read_config(file).max_positions == 24
 
 
 REFUSED = [  # metadata, tensors, what the line says
@@ -189,6 +202,9 @@ REFUSED = [  # metadata, tensors, what the line says
     ({"llama.attention.head_count": 3}, {}, "n_kv_head=2: must divide n_head=3"),
     ({"llama.rope.freq_base": float("nan")}, {}, "llama.rope.freq_base=nan"),
     ({"llama.rope.scaling.type": "yarn"}, {}, "llama.rope.scaling.type='yarn'"),
+    ({"llama.rope.scale_linear": 2.0}, {}, "llama.rope.scale_linear=2.0"),
+    ({"llama.attention.value_length": 4}, {}, "llama.attention.value_length=4: must be .* 8"),
+    ({"general.alignment": 0}, {}, "general.alignment=0: must be a positive number"),
     ({"llama.rope.dimension_count": 4}, {}, "llama.rope.dimension_count=4: must be .* 8"),
     ({"llama.expert_count": 8}, {}, "llama.expert_count=8"),
     ({"llama.vocab_size": 98}, {}, "tensors that do not fit: .*token_embd.weight"),
@@ -219,6 +235,7 @@ REFUSED_TEXT = [
     ({"tokenizer.ggml.token_type": [1]}, "token_type: has 1 items, must have 97"),
     ({"tokenizer.ggml.merges": ["he"]}, "merges: 'he' must be two tokens and a space"),
     ({"tokenizer.ggml.merges": ["q zz"]}, "no tokenizer can be made of it"),
+    ({BOS: True, "tokenizer.ggml.bos_token_id": None}, "add_bos_token=True: needs a bos_token_id"),
     ({"tokenizer.ggml.eos_token_id": 97}, "eos_token_id=97: must be below 97"),
     ({"tokenizer.ggml.add_eos_token": True}, "add_eos_token=True"),
     ({"tokenizer.chat_template": 3}, "chat_template: must be a text"),
@@ -254,7 +271,7 @@ def test_a_header_that_lies_is_refused_before_memory_is_taken(save, lie):
         read_gguf(file)
 
 
-def test_arrays_and_tensors_of_a_length_that_lies_are_refused(save):
+def test_names_that_stand_twice_and_lengths_that_lie_are_refused(save):
     file = save()
     content = file.read_bytes()
     place = content.index(b"tokenizer.ggml.tokens") + len("tokenizer.ggml.tokens") + 8
@@ -262,8 +279,18 @@ def test_arrays_and_tensors_of_a_length_that_lies_are_refused(save):
         file.write_bytes(content[:place] + struct.pack("<Q", count) + content[place + 8 :])
         with pytest.raises(ValueError, match=f"^{file}: not a whole GGUF file: .*({message})"):
             read_gguf(file)
+    for left, right in ((b"ggml.bos_", b"ggml.eos_"), (b"blk.0.ffn_up", b"blk.1.ffn_up")):
+        file.write_bytes(content.replace(left, right))
+        with pytest.raises(ValueError, match=f"^{file}: .*{right.decode()}.* is there twice"):
+            read_gguf(file)
     name = b"token_embd.weight"
     place = content.index(name) + len(name) + 4  # of its shape
+    quantised = save(quantisation=gguf.GGMLQuantizationType.Q8_0).read_bytes()
+    file.write_bytes(quantised[:place] + struct.pack("<Q", 31) + quantised[place + 8 :])
+    with pytest.raises(
+        ValueError, match=r"token_embd.weight \[97, 31\]: rows must be whole blocks"
+    ):
+        read_gguf(file)
     for rows in (2**40, 2**63):
         file.write_bytes(content[: place + 8] + struct.pack("<Q", rows) + content[place + 16 :])
         with pytest.raises(ValueError, match=f"^{file}: .* bytes, with token_embd.weight at least"):

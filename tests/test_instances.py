@@ -23,28 +23,36 @@ from parallel.stages import Stage, StageResult
 from parallel.transfer import Instance, export_pages, import_pages
 from policies.pools import Pools
 from sampling import SamplingParams
-from tests.helpers import tiny_model
-from tests.test_parallel import FEW, OF_EACH_KIND, check
+from tests.helpers import Ledger, tiny_model
+from tests.test_parallel import FEW, check
 from tests.test_pools import check_owners
-from tests.test_ranks import check_all_end, check_error
+from tests.test_ranks import check_all_end, check_error, struck
 
-TWO = dict(tp=1, pp=1, copies=2, tiny=dict(n_kv_head=2))
-CACHED = FEW | dict(policy="sarathi-serve", prefix_caching=True)
-SINGLE = FEW | dict(policy="sarathi-serve", page_size=1, pages=32)
+CACHED = FEW | dict(prefix_caching=True)
+TWO = dict(
+    tp=1,
+    pp=1,
+    copies=2,
+    tiny=dict(n_kv_head=2),
+)
+POOLS = TWO | dict(kind="pools", engine=CACHED, engines=[CACHED])
 
 
 @pytest.mark.slow
 def test_replicas_give_what_one_process_gives_under_each_kind_of_policy(worlds):
-    engines = [FEW | dict(policy=policy) for policy in OF_EACH_KIND]
+    engines = [FEW | dict(policy=policy) for policy in ("orca", "sarathi-serve", "priority")]
     check(worlds, engines=engines, kind="replicas", **TWO)
 
 
 @pytest.mark.slow
-def test_pools_give_what_one_process_gives(worlds):
+@pytest.mark.parametrize("kind", ["pools", "pools chunks"])
+def test_pools_give_what_one_process_gives(worlds, kind):
     """With pages that are found on the prefill instance, and with preemption."""
-    for kind in ("pools", "pools chunks"):
-        cached, single = check(worlds, engines=[CACHED, SINGLE], kind=kind, at_once=2, **TWO)
-        assert cached["preempted"] and cached["cached"] and single["preempted"], kind
+    engines = [CACHED, FEW | dict(page_size=1, pages=32)]
+    cached, single = check(worlds, engines=engines, kind=kind, at_once=2, **TWO)
+    assert cached["preempted"]
+    assert cached["cached"]
+    assert single["preempted"]
 
 
 @pytest.mark.slow
@@ -62,30 +70,31 @@ def test_serve_shows_two_pools_beside_two_replicas(worlds, tmp_path):
         assert run["finished"] == run["requests"] == 9, name
         assert ("link" in run) == name.startswith("pools"), name
         if "link" in run:
-            assert 0 < run["link"]["exposed_s"]["p50"] < 5 and run["hybrid"] == 0
+            assert 0 < run["link"]["exposed_s"]["p50"] < 5
+            assert run["hybrid"] == 0
 
 
 def test_with_simulate_this_each_real_server_has_a_simulated_one():
     machine = object.__new__(FittedMachine)
     vars(machine).update(real=object.__new__(RealMachine), cost=None, drift=0.25)
-    options = SimpleNamespace(command="serve", pools=Pools(1, 1), seed=0, shared_prefix=(0, 1))
+    options = SimpleNamespace(
+        command="serve",
+        pools=Pools(1, 1),
+        seed=0,
+        shared_prefix=(0, 1),
+    )
     servers = serve.pooled_servers(options, machine, KVLink(LINKS["pcie4"], 1.0))
-    assert [*servers] == [
-        "pools 1:1",
-        "pools 1:1 chunks",
-        "pools 1:1, simulated",
-        "pools 1:1 chunks, simulated",
-    ]
-    classes = [servers[name].keywords["engine_class"] for name in [*servers][:2]]
-    assert classes == [PoolsEngine, ChunkedPoolsEngine]
-    for name, cuts_prompts in (("pools 1:1", False), ("pools 1:1 chunks", True)):
-        pooled = servers[f"{name}, simulated"].__self__
-        assert (pooled.run.keywords["cuts_prompts"], pooled.drift) == (cuts_prompts, 0.25)
+    real = {"pools 1:1": PoolsEngine, "pools 1:1 chunks": ChunkedPoolsEngine}
+    assert [*servers] == [*real, *(f"{name}, simulated" for name in real)]
+    for name, engine_class in real.items():
+        assert servers[name].keywords["engine_class"] is engine_class
+        simulated = servers[f"{name}, simulated"].__self__
+        assert simulated.run.keywords["cuts_prompts"] is engine_class.cuts_prompts
+        assert simulated.drift == 0.25
 
 
 def test_the_speed_of_the_link_is_measured_while_both_ranks_compute(worlds):
-    job = dict(program="link_speed", max_len=256, link_s=0.05, **TWO)
-    speed = worlds.result(**job)
+    speed = worlds.result(program="link_speed", max_len=256, link_s=0.05, **TWO)
     assert speed["token_bytes"] == 2 * 2 * 2 * 8 * 8  # layers, keys and values, heads, sizes
     assert speed["step_s"] + 256 * 1024 / speed["bytes_per_s"] >= 0.05
     assert speed["batches"] == 2 * 2 * 5
@@ -112,47 +121,42 @@ def test_two_pools_in_one_process_name_the_command_to_type():
 
 
 def test_an_abort_on_the_link_frees_the_pages_of_both_sides(worlds):
-    job = TWO | dict(program="aborts_on_the_link", kind="pools", engine=CACHED, link_s=0.05)
-    assert worlds.result(**job, aborts=3) == 3
+    assert worlds.result(program="aborts", aborts=3, link_s=0.05, **POOLS) == 3
 
 
 def test_an_interrupt_of_two_pools_changes_no_text(worlds):
-    job = TWO | dict(program="interrupted", kind="pools", engine=CACHED, link_s=0.005)
-    counts = worlds.result(**job, seeds=[1, 2, 3])
-    assert counts["interrupts"] >= 20 and counts["waiting"] > 2
+    counts = worlds.result(program="interrupted", seeds=[1, 2, 3], link_s=0.005, **POOLS)
+    assert counts["interrupts"] >= 20
+    assert counts["waiting"] > 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["replicas", "pools"])
 def test_an_interrupt_at_any_place_loses_no_completion(kind, worlds):
-    job = TWO | dict(program="interrupted_at_each_place", kind=kind, engine=CACHED)
+    job = POOLS | dict(program="interrupted_at_each_place", kind=kind)
     assert worlds.result(**job) > 100
 
 
-FAULTS = {
-    "killed in prefill": (0, dict(what="SIGKILL", when="prefill")),
-    "killed in decode": (1, dict(what="SIGKILL", when="decode")),
-    "killed on the link": (1, dict(what="SIGKILL", when="on the link")),
-    "raises": (1, dict(what="raise", when="decode")),
-    "has no memory for what is sent": (1, dict(what="run out of memory", when="on the link")),
-}
-REASONS = {"raises": ["ArithmeticError", "the model fails"]}
-REASONS["has no memory for what is sent"] = ["OutOfMemoryError", "no memory is left"]
+FAULTS = [  # what, when, on which rank; and what the line says, but where rank 0 is lost
+    ("SIGKILL", "prefill", 0, None),
+    ("SIGKILL", "decode", 1, "rank 1 is gone"),
+    ("SIGKILL", "on the link", 1, "rank 1 is gone"),
+    ("raise", "decode", 1, "rank 1: ArithmeticError"),
+    ("run out of memory", "on the link", 1, "rank 1: OutOfMemoryError"),
+]
 
 
 def test_when_one_of_two_pools_is_lost_both_end_and_one_line_names_it(worlds):
-    jobs = []
-    for rank, fault in FAULTS.values():
-        fault = fault | dict(rank=rank)
-        jobs.append(TWO | dict(program="serve", engines=[CACHED], kind="pools", fault=fault))
-    for (name, (rank, _)), ended in zip(FAULTS.items(), worlds.run(*jobs), strict=True):
+    job = POOLS | dict(program="serve")
+    jobs = [struck(job, *fault) for *fault, _ in FAULTS]
+    for (*_, line), ended in zip(FAULTS, worlds.run(*jobs), strict=True):
         check_all_end(ended)
-        if rank == 1:
-            check_error(ended.errors, "rank 1", *REASONS.get(name, ["gone"]))
+        if line:
+            check_error(ended.errors, line)
 
 
 def test_a_transfer_that_is_broken_off_is_the_last(worlds):
-    (ended,) = worlds.run(TWO | dict(program="transfer_broken_off", kind="pools", engine=CACHED))
+    (ended,) = worlds.run(POOLS | dict(program="transfer_broken_off"))
     check_all_end(ended)
     check_error(ended.errors, "the ranks are out of step, as rank 0 broke a command off")
 
@@ -166,16 +170,14 @@ def test_keys_and_values_are_the_same_in_other_pages(page_size):
     kv = export_pages(source, [3, 1, 2, 0], 2 * page_size)
     import_pages(target, [7, 5, 4], kv)
     assert kv.shape == (2, 2, 4, 2 * page_size, 8)
-    for page, same in ((3, 7), (1, 5)):
-        sent, got = (
-            cache.data.unflatten(3, (12, page_size))[:, :, :, number]
-            for cache, number in ((source, page), (target, same))
-        )
-        assert torch.equal(sent, got)
+    sent, got = (cache.data.unflatten(3, (12, page_size)) for cache in (source, target))
+    assert torch.equal(sent[:, :, :, [3, 1]], got[:, :, :, [7, 5]])
     assert target.data.count_nonzero() == kv.numel()
 
 
-VOCABULARY = 61
+# both ranks in this process: random loads with faults
+
+
 MAX_LEN = 24
 
 
@@ -183,20 +185,20 @@ class Fault(Exception):  # noqa: N818
     """What a broken model raises."""
 
 
-def next_token(values):
-    """The token after so many: it depends on each of their values."""
-    return int(sum(values)) % VOCABULARY
-
-
 def value(token, position):
     """What the cache holds of a token."""
     return (token + 1) * (position + 3)
 
 
-def text_of(prompt, length):
+def next_token(values):
+    """The token after so many: it depends on each of their values."""
+    return int(sum(values)) % 61
+
+
+def text_of(prompt, params):
     """The tokens that follow a prompt."""
     tokens = list(prompt)
-    for _ in range(length):
+    for _ in range(params.max_new_tokens):
         tokens.append(next_token(value(token, i) for i, token in enumerate(tokens)))
     return tokens[len(prompt) :]
 
@@ -204,10 +206,10 @@ def text_of(prompt, length):
 class AddingInstance(Instance):
     """An instance whose model adds up what is in the cache. Sometimes that of rank 0 raises."""
 
-    def __init__(self, model, rank):
+    def __init__(self, model, fails):
         Stage.__init__(self, model)
         self.received = {}
-        self.rank = rank
+        self.fails = fails
 
     def make_runner(self, key, pages, page_size, max_len, attention):
         cache = KVCache(self.model.config, pages, page_size, dtype=torch.float64)
@@ -217,16 +219,16 @@ class AddingInstance(Instance):
 
     def run(self, key, sent):
         cache = self.runners[key].cache
-        if self.rank == 0 and self.model.ranks.draw.random() < 0.03:
+        if self.fails():
             raise Fault
         sampled = []
         for span in [chunk.chunk() for chunk in sent]:
             slots = slot_mapping(span.pages, cache.page_size, 0, span.end)
             values = [value(token, i) for i, token in enumerate(span.tokens, span.start)]
-            cache.data[0, 0, 0, slots[span.start :], 0] = torch.tensor(values, dtype=torch.float64)
+            row = cache.data[0, 0, 0, :, 0]
+            row[slots[span.start :]] = torch.tensor(values, dtype=torch.float64)
             if span.yields_token:
-                token = next_token(cache.data[0, 0, 0, slots, 0].tolist())
-                sampled.append((token, None))
+                sampled.append((next_token(row[slots].tolist()), None))
         return StageResult(0.0, 0.0, 0.0, sampled)
 
 
@@ -243,8 +245,8 @@ class OneProcess:
         self.tasks = [deque(), deque(), deque()]  # of rank 0, of rank 1, of the link
         self.sending = {}  # as of Link
         model.ranks = self
-        self.instances = [AddingInstance(model, rank) for rank in (0, 1)]
-        self.work = self.instances[0]
+        self.work = AddingInstance(model, fails=lambda: draw.random() < 0.03)
+        self.instances = [self.work, AddingInstance(model, fails=lambda: False)]
 
     def call(self, method, *arguments):
         return [getattr(instance, method)(*arguments) for instance in self.instances]
@@ -282,63 +284,79 @@ class OneProcess:
         return next((number for number in numbers if number in self.replies), None)
 
 
-def serve_random_load(model, seed, counts):
-    """Serve a random load with faults, and check all owners of pages after each step."""
-    draw = random.Random(seed)
-    ranks = OneProcess(model, draw)
-    engine = PoolsEngine(
-        model,
-        chunk=draw.choice([1, 3, 8, 24]),
-        max_batch=draw.choice([1, 2, 6]),
-        max_len=MAX_LEN,
-        page_size=4,
-        pages=draw.choice([6, 7, 9, 24]),
-        prefix_caching=draw.random() < 0.5,
-    )
-    to_come = []
-    for _ in range(draw.randint(1, 10)):
-        prompt = [draw.randint(0, 1)] * draw.randint(1, MAX_LEN - 1)
-        to_come.append((prompt, draw.randint(1, MAX_LEN - len(prompt))))
-    expected = {}
-    while to_come or engine.has_work:
-        if to_come and draw.random() < 0.2:
-            prompt, length = to_come.pop()
-            request_id = engine.add_request(prompt, SamplingParams(length))
-            expected[request_id] = text_of(prompt, length)
-        if engine.scheduler.requests and draw.random() < 0.01:
-            if draw.random() < 0.5:
-                engine.pools.start_transfers()  # as if an interrupt came before they are sent
-            request_id = draw.choice(list(engine.scheduler.requests))
-            counts["aborted on the link"] += request_id in engine.pools.transfers
-            counts["aborted"] += 1
-            tokens = engine.abort(request_id).tokens
-            assert tokens == expected.pop(request_id)[: len(tokens)]
-        if draw.random() < 0.003:
-            counts["begun anew"] += 1
-            engine.drop([])
+class RandomLoad(Ledger):
+    """A random load for two pools, which checks all owners of pages after each step."""
+
+    def __init__(self, model, seed, counts):
+        self.draw = random.Random(seed)
+        self.counts = counts
+        self.ranks = OneProcess(model, self.draw)
+        engine = PoolsEngine(
+            model,
+            chunk=self.draw.choice([1, 3, 8, 24]),
+            max_batch=self.draw.choice([1, 2, 6]),
+            max_len=MAX_LEN,
+            page_size=4,
+            pages=self.draw.choice([6, 7, 9, 24]),
+            prefix_caching=self.draw.random() < 0.5,
+        )
+        super().__init__(engine, text_of)
+        self.coming = []
+        for _ in range(self.draw.randint(1, 10)):
+            prompt = [self.draw.randint(0, 1)] * self.draw.randint(1, MAX_LEN - 1)
+            params = SamplingParams(self.draw.randint(1, MAX_LEN - len(prompt)))
+            self.coming.append((prompt, params))
+
+    def run(self):
+        engine = self.engine
+        while self.coming or engine.has_work:
+            if self.coming and self.draw.random() < 0.2:
+                self.add(*self.coming.pop())
+            if engine.scheduler.requests and self.draw.random() < 0.01:
+                self.abort_one()
+            if self.draw.random() < 0.003:
+                self.counts["begun anew"] += 1
+                engine.drop([])
+            self.step()
+        while any(self.ranks.tasks):
+            self.ranks.first_reply([], 0.0)
+        received = self.ranks.instances[1].received
+        assert not (self.asked or self.ranks.replies or received or engine.sending)
+        assert all(s.pages.num_free == s.pages.total for s in engine.schedulers)
+
+    def abort_one(self):
+        engine = self.engine
+        if self.draw.random() < 0.5:
+            engine.pools.start_transfers()  # as if an interrupt came before they are sent
+        request_id = self.draw.choice(list(engine.scheduler.requests))
+        self.counts["aborted on the link"] += request_id in engine.pools.transfers
+        self.abort(request_id)
+
+    def step(self):
         try:
-            events = engine.step()
+            self.take(self.engine.step())
         except Fault:
-            counts["faults"] += 1
-            continue
-        for event in events:
-            if event.completion:
-                assert event.completion.tokens == expected.pop(event.request_id)
-                counts["preempted"] += event.completion.preemptions
-                counts["cached"] += event.completion.cached_tokens
-        check_owners(engine.pools)
-    while any(ranks.tasks):
-        ranks.first_reply([], 0.0)
-    assert not (expected or ranks.replies or ranks.instances[1].received or engine.sending)
-    assert all(s.pages.num_free == s.pages.total for s in engine.schedulers)
+            self.counts["faults"] += 1
+        check_owners(self.engine.pools)
+
+    def end(self, completion):
+        super().end(completion)
+        self.counts["preempted"] += completion.preemptions
+        self.counts["cached"] += completion.cached_tokens
 
 
 @pytest.mark.slow
 def test_no_page_leaks_on_either_side_over_500_random_loads_with_faults(monkeypatch):
     monkeypatch.setattr(instances, "Link", lambda ranks, target: ranks)
-    model = tiny_model(n_layer=1, n_head=1, n_kv_head=1, n_embd=2)
+    model = tiny_model(
+        n_layer=1,
+        n_head=1,
+        n_kv_head=1,
+        n_embd=2,
+    )
     counts = Counter()
     for seed in range(500):
-        serve_random_load(model, seed, counts)
-    assert all(counts[what] > 25 for what in ("aborted on the link", "begun anew", "faults"))
-    assert counts["preempted"] > 250 and counts["cached"] > 250
+        RandomLoad(model, seed, counts).run()
+    assert all(counts[name] > 25 for name in ("aborted on the link", "begun anew", "faults"))
+    assert counts["preempted"] > 250
+    assert counts["cached"] > 250

@@ -42,19 +42,11 @@ class LockstepRun:
         self.random = Random(case["seed"])
         self.abort_rate = case["abort_rate"]
         self.interrupt_rate = case["interrupt_rate"]
-        options = dict(case["options"])
+        options = case["sizes"] | case["options"]
         if "profile" in options:
             options["profile"] = [(BatchShape(*shape), s) for shape, s in options["profile"]]
-        pages = make_pages(case["pages"], case["page_size"], case["prefix_caching"])
-        self.scheduler = make_scheduler(
-            case["policy"],
-            pages,
-            chunk=case["chunk"],
-            max_batch=case["max_batch"],
-            max_len=case["max_len"],
-            clock=lambda: self.now,
-            **options,
-        )
+        pages = make_pages(*case["pages"])
+        self.scheduler = make_scheduler(case["policy"], pages, clock=lambda: self.now, **options)
         self.coming = [make_request(i, fields) for i, fields in enumerate(case["requests"])]
 
     def run(self):
@@ -92,10 +84,10 @@ class LockstepRun:
         seconds = self.seconds(batch)
         self.now += seconds
         scheduler.observe(batch, seconds)
-        tokens = [
-            self.random.randrange(VOCABULARY) if start + length == len(request.tokens) else None
-            for request, start, length in batch
-        ]
+        tokens = [None] * len(batch)
+        for i, chunk in enumerate(batch):
+            if chunk.yields_token:
+                tokens[i] = self.random.randrange(VOCABULARY)
         moved = scheduler.advance(batch, tokens, self.now)
         return {
             "chunks": chunks,
@@ -166,12 +158,16 @@ def random_case(policy, seed):
     return {
         "policy": policy,
         "seed": seed,
-        "chunk": draw.choice([1, 2, 5, 8, 16, 32, 64]),
-        "max_batch": max_batch,
-        "max_len": max_len,
-        "page_size": page_size,
-        "pages": draw.choice([few_pages, few_pages, ample_pages, 2 * ample_pages]),
-        "prefix_caching": draw.random() < 0.5,
+        "sizes": {
+            "chunk": draw.choice([1, 2, 5, 8, 16, 32, 64]),
+            "max_batch": max_batch,
+            "max_len": max_len,
+        },
+        "pages": [
+            draw.choice([few_pages, few_pages, ample_pages, 2 * ample_pages]),
+            page_size,
+            draw.random() < 0.5,  # prefix caching
+        ],
         "options": random_options(draw, policy),
         "requests": requests,
         "abort_rate": draw.choice([0.0, 0.0, 0.05]),
@@ -279,7 +275,9 @@ def test_the_cases_preempt_share_stop_and_end(policy):
             stops += sum(reason == "stop" for _, reason in state["ended"])
             tables = state["block_tables"]
             shared += len(set().union(*tables)) < sum(map(len, tables))
-    assert preemptions and stops and shared
+    assert preemptions
+    assert stops
+    assert shared
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Two pools: no page is lost, no token either, and nobody decodes what has not been sent."""
 
 import random
+from collections import Counter
 from itertools import count
 
 import pytest
@@ -9,7 +10,7 @@ from kv_cache import Pages
 from policies.pages import make_pages
 from policies.pools import Pools, TwoPools
 from scheduler import Request
-from tests.helpers import owned, with_slow
+from tests.helpers import advance, check_integrity, owned, with_slow
 from tests.test_interrupt import Interrupt
 
 PAGE_SIZE = 4
@@ -28,9 +29,7 @@ def two_pools(pools=Pools(1, 1), pages=24, caching=False, **options):
 
 def request(number, prompt_len=5, output_len=4, fill=0):
     """A request that arrives at the time of its number; its prompt is all `fill`."""
-    tokens = [fill] * prompt_len
-    arrival = float(number)
-    return Request(number, tokens, prompt_len, output_len, arrival)
+    return Request(number, [fill] * prompt_len, prompt_len, output_len, arrival=number)
 
 
 def check_owners(two):
@@ -45,9 +44,9 @@ def check_owners(two):
                     tables.append(transfer.request.pages)
             if transfer.target is instance:
                 tables.append(transfer.target_pages)
-        assert sorted(page for table in tables for page in table) == owned(instance.pages)
-    running = [r for instance in two.schedulers for r in instance.running]
-    assert len(running) == len(set(running))
+        check_integrity(instance.pages, tables)
+    running = Counter(r for instance in two.schedulers for r in instance.running)
+    assert set(running.values()) <= {1}
 
 
 def sending(request):
@@ -67,7 +66,7 @@ class Drive:
         self.flights = {}  # instance -> its batch
         self.links = []  # transfers under way
         self.landed = set()
-        self.tokens = {}  # request -> how many tokens it got
+        self.tokens = Counter()  # that each request got
 
     def turns(self):
         """What could happen next."""
@@ -94,9 +93,7 @@ class Drive:
 
     def end_batch(self, instance):
         batch = self.flights.pop(instance)
-        sampled = [1 if chunk.yields_token else None for chunk in batch]
-        for r, _ in instance.advance(batch, sampled, 0.0):
-            self.tokens[r.id] = self.tokens.get(r.id, 0) + 1
+        self.tokens.update(r.id for r, _ in advance(instance, batch, token=1))
 
     def land(self, transfer):
         self.links.remove(transfer)
@@ -153,7 +150,8 @@ def drive_random_load(seed):
             assert drive.tokens[r.id] == len(r.token_times) == r.max_new_tokens
     assert not (two.journal.waiting or two.transfers)
     for instance in two.schedulers:
-        assert instance.pages.num_free == instance.pages.total and not instance.running
+        assert instance.pages.num_free == instance.pages.total
+        assert not instance.running
     return sum(r.preemptions for r in requests), len(aborted)
 
 
@@ -169,8 +167,7 @@ def prefill(two, *requests, source=0):
     instance = two.prefills[source]
     for r in requests:
         instance.add(r)
-    batch = instance.next_batch()
-    instance.advance(batch, [1] * len(batch), 0.0)
+    advance(instance, instance.next_batch(), token=1)
 
 
 def test_the_first_in_line_blocks_the_others():
@@ -218,18 +215,19 @@ def test_memory_on_both_sides_is_kept_until_an_aborted_request_is_sent():
 
 def test_a_request_that_ends_with_its_first_token_is_not_sent():
     two = two_pools(chunk=64)
+    instance = two.prefills[0]
     one_token = request(0, output_len=1)
     stopped = request(1)
     stopped.stop = frozenset([7])
-    for r in (one_token, stopped):
-        two.prefills[0].add(r)
-    instance = two.prefills[0]
+    for each in (one_token, stopped):
+        instance.add(each)
     batch = instance.next_batch()
     instance.announce(batch)
     assert [transfer.request for transfer in two.transfers.values()] == [stopped]
     (transfer,) = two.start_transfers()
-    instance.advance(batch, [7, 7], 0.0)
-    assert stopped.finish_reason == "stop" and not two.end_transfer(transfer)
+    advance(instance, batch, token=7)
+    assert stopped.finish_reason == "stop"
+    assert not two.end_transfer(transfer)
     assert [owned(side.pages) for side in two.schedulers] == [[], []]
 
 
@@ -243,9 +241,9 @@ def test_a_preempted_request_is_sent_back_to_the_front_of_the_queue():
     two.prefills[0].add(newcomer)
     (decode,) = two.decodes
     while not two.journal.waiting[0].preemptions:
-        batch = decode.next_batch()
-        decode.advance(batch, [1] * len(batch), 0.0)
-    assert [r.id for r in two.journal.waiting] == [1, 2] and [r.id for r in decode.running] == [0]
+        advance(decode, decode.next_batch(), token=1)
+    assert [r.id for r in two.journal.waiting] == [1, 2]
+    assert [r.id for r in decode.running] == [0]
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -260,33 +258,15 @@ def test_after_an_interrupt_all_are_prefilled_again(side):
     prefill(two, requests[2])
     two.journal.broken = True  # as a Ctrl-C would leave it
     assert not two.end_transfer(under_way)
-    assert list(two.journal.waiting) == requests and not two.transfers
+    assert list(two.journal.waiting) == requests
+    assert not two.transfers
     check_owners(two)
     prefill(two)
     assert len(two.start_transfers()) == 3
 
 
-def test_an_interrupt_while_all_begin_anew_is_mended_too():
-    place = 0
-    is_interrupted = True
-    while is_interrupted:
-        place += 1
-        two = two_pools()
-        requests = [request(number) for number in range(2)]
-        for each in requests:
-            prefill(two, each)
-        two.start_transfers()
-        two.journal.broken = True  # as a Ctrl-C would leave it
-        interrupt = Interrupt(place)
-        interrupt(two.journal.mend)
-        is_interrupted = interrupt.raised
-        assert two.start_transfers() == [] and not two.transfers
-        assert list(two.journal.waiting) == requests
-    assert place > 5
-
-
-@pytest.mark.parametrize("step", ["start", "end", "finish"])
-def test_an_interrupt_of_a_transfer_loses_no_page(step):
+@pytest.mark.parametrize("step", ["start", "end", "finish", "mend"])
+def test_an_interrupt_at_any_place_loses_no_page(step):
     place = 0
     is_interrupted = True
     while is_interrupted:
@@ -295,16 +275,21 @@ def test_an_interrupt_of_a_transfer_loses_no_page(step):
         prefill(two, request(0))
         (transfer,) = two.start_transfers()
         prefill(two, request(1))
+        two.journal.broken = step == "mend"  # as a Ctrl-C would leave it
         steps = {
             "start": (two.start_transfers,),
             "end": (two.end_transfer, transfer),
             "finish": (two.prefills[0].finish, transfer.request, "abort"),
+            "mend": (two.journal.mend,),
         }
         interrupt = Interrupt(place)
         interrupt(*steps[step])
         is_interrupted = interrupt.raised
         two.start_transfers()  # which mends
         check_owners(two)
+        if step == "mend":
+            assert [r.id for r in two.journal.waiting] == [0, 1]
+            assert not two.transfers
     assert place > 5
 
 

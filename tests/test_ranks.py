@@ -9,8 +9,7 @@ import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
-from threading import Thread, Timer, current_thread
+from threading import Timer
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
@@ -22,78 +21,100 @@ import transformers
 import sample
 from config import EngineConfig
 from hardware.torchrun import Place
-from parallel import meeting, ranks
+from parallel import meeting, watch
 from parallel.ranks import Ranks
 from parallel.stages import Stage
 from tests import forked
+from tests.forked import ENVIRON, ROOT
 from tests.helpers import tiny_model
 from tests.test_checkpoints import llama_like
-from tests.worlds import ENVIRON, ROOT
 
 LIMIT_S = 15
-ENGINE = dict(policy="sarathi-serve", chunk=6, max_batch=3, max_len=32, page_size=16, pages=6)
-JOB = dict(program="serve", engines=[ENGINE], tiny=dict(n_kv_head=2, n_layer=2))
-IDLE = JOB | dict(program="idle", what="SIGKILL")
-FAULTS = {  # of a rank, in a batch with prefill or one without
-    "killed in load": dict(what="SIGKILL", when="load"),
-    "killed in prefill": dict(what="SIGKILL", when="prefill"),
-    "killed in decode": dict(what="SIGKILL", when="decode"),
-    "raises": dict(what="raise", when="decode"),
-}
+WORLDS = [dict(tp=2, pp=1), dict(tp=1, pp=2), dict(tp=2, pp=2)]
+ENGINE = dict(
+    policy="sarathi-serve",
+    chunk=6,
+    max_batch=3,
+    max_len=32,
+    page_size=16,
+    pages=6,
+)
+JOB = dict(
+    program="serve",
+    engine=ENGINE,
+    engines=[ENGINE],
+    tiny=dict(n_kv_head=2, n_layer=2),
+)
+TWO_STAGES = JOB | dict(tp=1, pp=2)
+TWO_PARTS = JOB | dict(tp=2, pp=1)
+IDLE = JOB | dict(program="idle", tp=2, pp=2)
+
+
+def struck(job, what, when, rank, **fault):
+    """A job in which something happens to a rank: at load, in a batch with prefill or without."""
+    return job | dict(fault=dict(what=what, when=when, rank=rank, **fault))
+
+
+def error_lines(errors):
+    """The lines that say why ranks end."""
+    return [line for line in errors.splitlines() if line.startswith("error: ")]
 
 
 def check_error(errors, *parts):
     """One line begins with "error: ", and all `parts` are in it."""
-    (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
+    (line,) = error_lines(errors)
     assert all(part in line for part in parts), line
     assert "Traceback" not in errors
 
 
-def test_when_a_rank_is_lost_all_end_and_one_line_names_it(worlds):
-    jobs = {}
-    for name, fault in FAULTS.items():
-        for tp, pp in ((2, 1), (1, 2), (2, 2)):
-            rank = tp * pp - 1
-            jobs[name, rank, tp, pp] = JOB | dict(tp=tp, pp=pp, fault=fault | dict(rank=rank))
-    worlds_ended = worlds.run(*jobs.values())
-    for (name, rank, *_), ended in zip(jobs, worlds_ended, strict=True):
+def check_all_end(ended, limit_s=LIMIT_S):
+    """All ranks end soon, and not as if all had gone well."""
+    assert ended.result is None
+    assert {0, "hangs"}.isdisjoint(ended.statuses.values()), ended
+    assert max(ended.seconds.values()) < limit_s, ended
+
+
+def check_all_is_well(ended):
+    """All ranks end as they should, and rank 0 has a result."""
+    assert set(ended.statuses.values()) == {0}, ended
+    assert ended.result
+    assert error_lines(ended.errors) == []
+
+
+@pytest.mark.parametrize("is_rank_0", [False, True])
+def test_when_a_rank_is_killed_all_end_and_one_line_names_it(worlds, is_rank_0):
+    ranks = []
+    jobs = []
+    for world in WORLDS:
+        rank = 0 if is_rank_0 else world["tp"] * world["pp"] - 1
+        for when in ("load", "prefill", "decode"):
+            ranks.append(rank)
+            jobs.append(struck(JOB | world, "SIGKILL", when, rank))
+    ranks.append(rank)
+    jobs.append(IDLE | dict(what="SIGKILL", victim=rank))
+    for rank, ended in zip(ranks, worlds.run(*jobs), strict=True):
         check_all_end(ended)
-        reason = ["ArithmeticError", "the model fails"] if name == "raises" else ["gone"]
-        check_error(ended.errors, f"rank {rank}", *reason)
+        if not is_rank_0:
+            check_error(ended.errors, f"rank {rank} is gone")
+
+
+def test_when_a_rank_raises_all_end_and_one_line_names_it(worlds):
+    last = [world["tp"] * world["pp"] - 1 for world in WORLDS]
+    rows = zip(WORLDS, last, strict=True)
+    jobs = [struck(JOB | world, "raise", "decode", rank) for world, rank in rows]
+    for rank, ended in zip(last, worlds.run(*jobs), strict=True):
+        check_all_end(ended)
+        check_error(ended.errors, f"rank {rank}: ArithmeticError", "the model fails")
 
 
 def test_signals_are_for_rank_0(worlds):
     """Others end with it: it may have something to print."""
-    job = JOB | dict(tp=1, pp=2)
-    jobs = [job]
-    for signal_name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        jobs.append(job | dict(fault=dict(what=signal_name, when="decode", rank=1)))
-    undisturbed, *others = worlds.run(*jobs)
+    names = ("SIGINT", "SIGTERM", "SIGHUP")
+    jobs = [struck(TWO_STAGES, name, "decode", rank=1) for name in names]
+    undisturbed, *others = worlds.run(TWO_STAGES, *jobs)
     for ended in others:
-        assert ended.result == undisturbed.result and set(ended.statuses.values()) == {0}
-
-
-def test_a_rank_is_missed_while_nobody_has_anything_to_do(worlds):
-    (ended,) = worlds.run(IDLE | dict(tp=2, pp=2, victim=3))
-    check_all_end(ended)
-    check_error(ended.errors, "rank 3 is gone")
-
-
-def check_all_end(ended):
-    """All ranks end soon, and not as if all had gone well."""
-    assert ended.result is None and 0 not in ended.statuses.values(), ended
-    assert "hangs" not in ended.statuses.values() and max(ended.seconds.values()) < LIMIT_S, ended
-
-
-def test_when_rank_0_is_lost_all_end(worlds):
-    jobs = []
-    for when in ("load", "prefill", "decode"):
-        for tp, pp in ((2, 1), (1, 2), (2, 2)):
-            fault = dict(what="SIGKILL", when=when, rank=0)
-            jobs.append(JOB | dict(tp=tp, pp=pp, fault=fault))
-    jobs.append(IDLE | dict(tp=2, pp=1, victim=0))
-    for ended in worlds.run(*jobs):
-        check_all_end(ended)
+        check_all_is_well(ended)
+        assert ended.result == undisturbed.result
 
 
 def test_ranks_that_cannot_work_together_say_so(worlds, tmp_path):
@@ -101,136 +122,106 @@ def test_ranks_that_cannot_work_together_say_so(worlds, tmp_path):
     for seed in (0, 1):
         torch.manual_seed(seed)
         transformers.LlamaForCausalLM(llama_like()).save_pretrained(tmp_path / str(seed))
-    both = dict(program="serve", engines=[ENGINE], checkpoint=[f"{tmp_path}/{n}" for n in (0, 1)])
+    unequal = dict(
+        program="serve",
+        engines=[ENGINE],
+        tp=2,
+        pp=1,
+    )
+    unequal["checkpoint"] = [f"{tmp_path}/{seed}" for seed in (0, 1)]
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
-        alone = JOB | dict(tp=2, pp=1, port=port, start=[0])
-        jobs = both | dict(tp=2, pp=1), JOB | dict(tp=1, pp=3), alone
-        others, divided, in_use = worlds.run(*jobs)
-    for ended in (others, in_use, divided):
-        assert ended.statuses[0] not in (0, "hangs") and max(ended.seconds.values()) < LIMIT_S
+        blocked = TWO_PARTS | dict(port=port, start=[0])
+        others, divided, in_use = worlds.run(unequal, JOB | dict(tp=1, pp=3), blocked)
+    for ended in (others, divided, in_use):
+        assert ended.statuses[0] not in (0, "hangs")
+        assert max(ended.seconds.values()) < LIMIT_S
     check_error(others.errors, "rank 1 has another model, or other weights, than rank 0")
     check_error(in_use.errors, str(port), "in use")
-    assert error_lines(divided) == ["error: pp=3: must divide n_layer=2"]
+    assert error_lines(divided.errors) == ["error: pp=3: must divide n_layer=2"]
 
 
-HANGS = {}  # name -> job: rank 0 and the last rank are stopped
-for when, tp, pp in (("load", 2, 2), ("prefill", 2, 1), ("decode", 1, 2)):
-    for rank in (0, tp * pp - 1):
-        fault = dict(what="SIGSTOP", when=when, rank=rank)
-        HANGS[f"rank {rank} in {when}"] = JOB | dict(tp=tp, pp=pp, fault=fault)
-for rank in (0, 3):
-    at_rest = IDLE | dict(what="SIGSTOP", tp=2, pp=2, victim=rank)
-    HANGS[f"rank {rank} at rest"] = at_rest
+# ranks that hang, are late, or rest: each world takes some seconds, and all run at the same time
+
+
 PAUSE_S = 5  # longer than a silence may be
-LATE = {}  # name -> job
+HANGS = {}  # name -> job: rank 0 and the last rank are stopped
+for world, when in zip(reversed(WORLDS), ("load", "decode", "prefill"), strict=True):
+    for rank in (0, world["tp"] * world["pp"] - 1):
+        HANGS[f"rank {rank} in {when}"] = struck(JOB | world, "SIGSTOP", when, rank)
+for rank in (0, 3):
+    HANGS[f"rank {rank} at rest"] = IDLE | dict(what="SIGSTOP", victim=rank)
+LATE = {}
 for when in ("load", "decode"):
     for what, seconds in (("be late", PAUSE_S), ("be late in C", 2)):
-        fault = dict(what=what, seconds=seconds, when=when, rank=1)
-        LATE[f"{what} in {when}"] = JOB | dict(tp=1, pp=2, fault=fault)
-AT_THE_END = JOB | dict(program="stopped_at_the_end", tp=2, pp=1, victim=1)
-SUSPENDED = JOB | dict(program="suspended", tp=2, pp=1, seconds=PAUSE_S)
-
-
-STUCK = {}  # name -> job: only threads go on, and nobody waits for the rank in a sum
+        LATE[f"{what} in {when}"] = struck(TWO_STAGES, what, when, rank=1, seconds=seconds)
+STUCK = {}  # only threads go on, and nobody waits for the rank in a sum
 for when, limit in (("load", "LOAD_LIMIT"), ("decode", "COMPUTE_LIMIT")):
     for rank in (0, 1):
-        fault = dict(what="be late", seconds=60, when=when, rank=rank)
-        STUCK[f"rank {rank} in {when}"] = JOB | dict(tp=1, pp=2, limits={limit: 4}, fault=fault)
-ALONE = {}  # name -> job: one rank of two
-for rank in (0, 1):
-    alone = dict(tp=2, pp=1, limits=dict(MEETING_LIMIT=4), start=[rank])
-    ALONE[f"only rank {rank}"] = JOB | alone
-TWO_NODES = HANGS["rank 0 at rest"] | dict(node_size=2)
-RESTS = JOB | dict(program="rests", tp=2, pp=1, limits=dict(COMPUTE_LIMIT=4), seconds=6)
+        job = struck(TWO_STAGES, "be late", when, rank, seconds=60)
+        STUCK[f"rank {rank} stuck in {when}"] = job | dict(limits={limit: 4})
+ALONE = {
+    f"only rank {rank}": TWO_PARTS | dict(limits=dict(MEETING_LIMIT=4), start=[rank])
+    for rank in (0, 1)
+}
+OTHERS = {
+    "at the end": TWO_PARTS | dict(program="stopped_at_the_end", victim=1),
+    "suspended": TWO_PARTS | dict(program="suspended", seconds=PAUSE_S),
+    "two nodes": HANGS["rank 0 at rest"] | dict(node_size=2),
+    "rests": TWO_PARTS | dict(program="rests", limits=dict(COMPUTE_LIMIT=4), seconds=6),
+}
 
 
 @pytest.fixture(scope="module")
 def slow_worlds(worlds):
-    """{name: Ended} of all worlds that take long, which they do at the same time."""
-    jobs = HANGS | LATE | ALONE | {"at the end": AT_THE_END, "suspended": SUSPENDED}
-    jobs |= {"two nodes": TWO_NODES, "rests": RESTS}
-    jobs |= {f"stuck {name}": job for name, job in STUCK.items()}
+    """{name: Ended} of all worlds that take long."""
+    jobs = HANGS | LATE | STUCK | ALONE | OTHERS
     return dict(zip(jobs, worlds.run(*jobs.values()), strict=True))
 
 
-def error_lines(ended):
-    """The lines of all ranks that say why they end."""
-    return [line for line in ended.errors.splitlines() if line.startswith("error: ")]
-
-
-def check_hang_ends(ended, killed):
-    """All ranks end soon: the one that is stopped is killed."""
-    assert ended.statuses[killed] == -signal.SIGKILL and max(ended.seconds.values()) < 30, ended
-    assert ended.result is None and 0 not in ended.statuses.values()
+def check_hang_ends(ended, killed, *lines):
+    """All ranks end soon: the one that is stopped is killed, and these lines say why."""
+    check_all_end(ended, limit_s=30)
+    assert ended.statuses[killed] == -signal.SIGKILL
+    assert error_lines(ended.errors) == [f"error: {line}" for line in lines]
     assert "Traceback" not in ended.errors
 
 
 @pytest.mark.parametrize("name", HANGS)
 def test_when_a_rank_is_stopped_all_end_and_one_line_names_it(slow_worlds, name):
-    ended = slow_worlds[name]
     rank = int(name.split()[1])
-    check_hang_ends(ended, killed=rank)
-    assert error_lines(ended) == [f"error: rank {rank} was silent for 4 s: it hangs"]
+    check_hang_ends(slow_worlds[name], rank, f"rank {rank} was silent for 4 s: it hangs")
 
 
 def test_each_other_node_says_that_rank_0_hangs(slow_worlds):
-    ended = slow_worlds["two nodes"]
-    check_hang_ends(ended, killed=0)
-    lines = ["error: rank 0 was silent for 4 s: it hangs"] * 2  # of ranks 1 and 2
-    assert error_lines(ended) == lines
+    line = "rank 0 was silent for 4 s: it hangs"
+    check_hang_ends(slow_worlds["two nodes"], 0, line, line)  # of ranks 1 and 2
 
 
 def test_a_rank_that_does_not_end_makes_rank_0_fail(slow_worlds):
-    ended = slow_worlds["at the end"]
-    check_hang_ends(ended, killed=1)
-    assert ended.statuses[0] == 1
-    assert error_lines(ended) == ["error: rank 1 has not ended in 4 s"]
+    check_hang_ends(slow_worlds["at the end"], 1, "rank 1 has not ended in 4 s")
+    assert slow_worlds["at the end"].statuses[0] == 1
 
 
-@pytest.mark.parametrize("name", LATE)
-def test_who_loads_or_computes_for_long_does_not_hang(slow_worlds, name):
-    ended = slow_worlds[name]
-    assert set(ended.statuses.values()) == {0} and ended.result, ended
-    assert error_lines(ended) == []
-
-
-def test_ranks_that_are_stopped_together_go_on_together(slow_worlds):
-    ended = slow_worlds["suspended"]
-    assert ended.result is True and set(ended.statuses.values()) == {0}, ended
+@pytest.mark.parametrize("name", [*LATE, "suspended"])
+def test_who_computes_for_long_or_is_stopped_with_all_others_does_not_hang(slow_worlds, name):
+    check_all_is_well(slow_worlds[name])
 
 
 def test_ranks_may_rest_for_longer_than_a_command_may_take(slow_worlds):
-    ended = slow_worlds["rests"]
-    assert set(ended.statuses.values()) == {0}, ended
-    of_rank_0, of_rank_1 = ended.result
+    check_all_is_well(slow_worlds["rests"])
+    of_rank_0, of_rank_1 = slow_worlds["rests"].result
     assert of_rank_0 < 6 <= of_rank_1 + 0.1  # for commands, but for the way of the last
-
-
-def test_nodes_whose_clocks_differ_agree_on_the_time(worlds):
-    job = dict(program="clocks", tp=2, pp=1, tiny=dict(n_kv_head=2, n_layer=2))
-    times = worlds.result(**job)
-    assert max(times) - min(times) < 30
-
-
-def test_a_stage_waits_for_the_one_before_and_rank_0_until_all_have_loaded(worlds):
-    late = dict(what="be late", seconds=3)
-    waits = dict(program="waits", tp=1, pp=2, fault=late | dict(when="prefill", rank=0))
-    loads = dict(program="loads", tp=2, pp=1, fault=late | dict(when="load", rank=1))
-    waited, loaded = worlds.run(JOB | waits, JOB | loads)
-    (_, first), (_, second) = waited.result
-    assert second < 2.9 < first < 20
-    assert loaded.result > 2
 
 
 @pytest.mark.parametrize("name", STUCK)
 def test_a_rank_that_is_stuck_ends_all(slow_worlds, name):
-    ended = slow_worlds[f"stuck {name}"]
+    ended = slow_worlds[name]
     check_all_end(ended)
-    (line,) = error_lines(ended)
-    why = "a call took 4 s: it is stuck, or waits for a stuck rank"
-    assert line == f"error: {name[:6]}: {why}" or name == "rank 0 in decode"  # rank 1 waits for it
-    assert line.endswith(why)
+    reason = "a call took 4 s: it is stuck, or waits for a stuck rank"
+    check_error(ended.errors, reason)
+    if name != "rank 0 stuck in decode":  # rank 1 waits for it, and may be named
+        check_error(ended.errors, f"error: {name[:6]}: ")
 
 
 def test_who_waits_for_others_in_vain_says_so(slow_worlds):
@@ -240,27 +231,54 @@ def test_who_waits_for_others_in_vain_says_so(slow_worlds):
     assert {*first.statuses.values(), *last.statuses.values()} == {1}
 
 
+# time
+
+
+def test_nodes_whose_clocks_differ_agree_on_the_time(worlds):
+    times = worlds.result(**TWO_PARTS | dict(program="clocks"))
+    assert max(times) - min(times) < 30
+
+
+def test_a_stage_waits_for_the_one_before_and_rank_0_until_all_have_loaded(worlds):
+    waits = struck(TWO_STAGES, "be late", "prefill", rank=0, seconds=3) | dict(program="waits")
+    loads = struck(TWO_PARTS, "be late", "load", rank=1, seconds=3) | dict(program="loads")
+    waited, loaded = worlds.run(waits, loads)
+    (_, first), (_, second) = waited.result
+    assert second < 2.9 < first < 20
+    assert loaded.result > 2
+
+
+@pytest.mark.parametrize("sizes", [dict(pp=2), dict(pp=1, copies=2, kind="replicas")])
+def test_each_scheduler_learns_how_long_its_own_batches_take(worlds, sizes):
+    learned, landed = worlds.result(**JOB | dict(program="observed", tp=1) | sizes)
+    assert learned == landed
+    assert {*landed} == {0, 1}
+
+
+# the parts of it, in this process
+
+
 def test_a_rank_waits_for_a_port_that_opens_late():
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+        address = free.getsockname()
     servers = []
-    opens = Timer(0.5, lambda: servers.append(socket.create_server(("127.0.0.1", port))))
+    opens = Timer(0.5, lambda: servers.append(socket.create_server(address)))
     opens.start()
-    meeting.wait_for_port("127.0.0.1", port)
+    meeting.wait_for_port(*address)
     opens.join()
     servers[0].close()
-
-
-def test_a_timer_counts_beats():
-    timer = ranks.Timer(limit_s=3 * ranks.BEAT_S)
-    assert [timer.beat() for _ in range(3)] == [False, False, True]
 
 
 def test_the_rank_that_does_not_come_is_named(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(meeting, "rendezvous", lambda *_, **__: iter([(store, 0, 3)]))
     monkeypatch.setattr(meeting, "MEETING_LIMIT", timedelta(seconds=1))
-    place = Place(rank=0, world_size=3, local_rank=0, local_world_size=3)
+    place = Place(
+        rank=0,
+        world_size=3,
+        local_rank=0,
+        local_world_size=3,
+    )
     store.set("rank 1", "is here")
     with pytest.raises(ConnectionError, match="^rank 2 has not come to node:29500 in 1 s$"):
         meeting.meet(place, "node", 29500, timedelta(hours=1))
@@ -270,17 +288,26 @@ def test_the_rank_that_does_not_come_is_named(monkeypatch):
 
 
 def test_only_living_ranks_of_the_same_torchrun_are_killed(monkeypatch):
-    here, there = ("node", 7), ("other", 7)
-    this = object.__new__(Ranks)
-    this.rank = 0
-    places = [here, here, here, there, ("node", 8)]
-    this.processes = [ranks.Process(*place, pid=100 + i) for i, place in enumerate(places)]
-    alive = current_thread()
-    this.receivers = {1: alive, 2: Thread(), 3: alive, 4: alive}
+    places = [("node", 7), ("node", 7), ("node", 7), ("other", 7), ("node", 8)]
+    processes = [watch.Process(*place, 100 + i, 0.0) for i, place in enumerate(places)]
+    watching = new_watch(rank=0, processes=processes)
+    watching.has_ended.set()
+    watching.lost(2)
     killed = []
-    monkeypatch.setattr("parallel.ranks.os.kill", lambda pid, number: killed.append(pid))
-    this._kill_peers()
+    monkeypatch.setattr("parallel.watch.os.kill", lambda pid, number: killed.append(pid))
+    watching._kill_peers()
     assert killed == [101]
+
+
+def new_watch(rank, processes=()):
+    """What watches on a rank of five, in this process."""
+    place = Place(
+        rank=rank,
+        world_size=5,
+        local_rank=0,
+        local_world_size=5,
+    )
+    return watch.Watch(place, processes, peers=range(1, 5), send=lambda message: None)
 
 
 @pytest.mark.parametrize(
@@ -290,19 +317,14 @@ def test_only_living_ranks_of_the_same_torchrun_are_killed(monkeypatch):
 def test_an_error_is_held_back_if_others_may_know_better(monkeypatch, rank, error, is_held_back):
     """Those of torch on rank 0, whose cause may be a lost rank; all on others, which it may have,
     too."""
-    this = object.__new__(Ranks)
-    this.rank = rank
-    this.call_times = []
+    watching = new_watch(rank)
+    watching.has_ended.set()
     sleeps = []
-    monkeypatch.setattr("parallel.ranks.time.sleep", sleeps.append)
-
-    def fail():
-        assert this.call_times[0].limit_s == 60
+    monkeypatch.setattr("parallel.watch.time.sleep", sleeps.append)
+    with pytest.raises(error), watching.limit(timedelta(minutes=1)):
         raise error
-
-    with pytest.raises(error):
-        this._call_patiently(timedelta(minutes=1), fail)
-    assert bool(sleeps) == is_held_back and this.call_times == []
+    assert bool(sleeps) == is_held_back
+    assert watching.timers == list(watching.silence.values())
 
 
 def test_another_number_of_processes_is_an_error(monkeypatch):
@@ -316,12 +338,68 @@ def test_each_process_of_a_node_has_a_gpu_of_its_own(monkeypatch):
     chosen = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    place = Place(rank=5, world_size=6, local_rank=1, local_world_size=2)
+    place = Place(
+        rank=5,
+        world_size=6,
+        local_rank=1,
+        local_world_size=2,
+    )
     assert meeting.device_of("cuda", place) == torch.device("cuda:1")
     assert chosen == [torch.device("cuda:1")]
     assert meeting.device_of("cpu", place) == torch.device("cpu")
     with pytest.raises(ValueError, match="^LOCAL_WORLD_SIZE=3: must be at most 2, as many GPUs$"):
         meeting.device_of("cuda", place._replace(local_world_size=3))
+
+
+def test_caches_of_runners_that_are_gone_are_free():
+    stage = Stage(tiny_model())
+    stage.runners = dict.fromkeys((1, 2, 3))
+    stage.free_caches_except([2])
+    assert [*stage.runners] == [2]
+    assert stage.available_pages(EngineConfig(max_batch=2, max_len=32, page_size=16)) == 4
+
+
+# steps are atomic
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp, pp, seeds", [(2, 1, [1]), (1, 4, [1, 2])])
+def test_an_interrupt_while_rank_0_decides_or_waits_changes_no_text(worlds, tp, pp, seeds):
+    job = dict(
+        program="interrupted",
+        tp=tp,
+        pp=pp,
+        tiny=dict(n_kv_head=2, n_layer=pp),
+    )
+    counts = worlds.result(**job, seeds=seeds, engine=ENGINE | dict(page_size=4, pages=8))
+    assert counts["interrupts"] >= 20
+    assert counts["waiting"] > 2
+
+
+@pytest.mark.slow
+def test_an_interrupt_at_any_place_loses_no_completion(worlds):
+    assert worlds.result(**TWO_STAGES | dict(program="interrupted_at_each_place")) > 100
+
+
+def test_a_request_on_its_way_is_aborted_in_its_micro_batch(worlds):
+    assert worlds.result(**TWO_STAGES | dict(program="aborts", aborts=2)) == 2
+
+
+def test_a_policy_may_raise_but_a_command_broken_off_is_the_last(worlds):
+    assert worlds.result(**TWO_STAGES | dict(program="policy_raises")) == "my policy"
+    (ended,) = worlds.run(TWO_STAGES | dict(program="command_broken_off"))
+    check_all_end(ended)
+    check_error(ended.errors, "the ranks are out of step, as rank 0 broke a command off")
+
+
+def test_the_smallest_rank_decides_how_many_pages_there_are(worlds):
+    """Micro-batches share them, and by default each takes as many requests as it has pages."""
+    sizes = dict(sizes=dict(max_len=16, page_size=16), max_batches=[None, 3])
+    decided = worlds.result(**TWO_STAGES | dict(program="sizes") | sizes)
+    assert decided == [[24, 12, None], [24, 3, 6]]
+
+
+# programs
 
 
 def torchrun(*argv, world=2, **environ):
@@ -337,38 +415,34 @@ def torchrun(*argv, world=2, **environ):
     )
 
 
-SAMPLE = [
-    *("sample.py", "--preset", "llama-tiny", "--device", "cpu", "--dtype", "float32"),
-    *("--temperature", "0", "--prompt", "abc", "--prompt", "d", "--max-new-tokens", "9"),
-]
+MODEL = ["--preset", "llama-tiny", "--device", "cpu", "--dtype", "float32"]
+GREEDY = ["--temperature", "0", "--max-new-tokens", "9"]
+SAMPLE = [*MODEL, *GREEDY, "--prompt", "abc", "--prompt", "d"]
 
 
 @pytest.mark.slow
 def test_torchrun_starts_the_programs_or_is_told_how(capsys):
-    world = torchrun("--standalone", *SAMPLE, "--tp", "2", "--pp", "1")
+    world = torchrun("--standalone", "sample.py", *SAMPLE, "--tp", "2", "--pp", "1")
     with pytest.raises(ValueError, match="--tp 2 --pp 1: needs 2 processes, not 1: torchrun "):
-        sample.main([*SAMPLE[1:], "--tp", "2"])
+        sample.main([*SAMPLE, "--tp", "2"])
     capsys.readouterr()
-    sample.main(SAMPLE[1:])
+    sample.main(SAMPLE)
     text, errors = world.communicate(timeout=60)
-    assert world.returncode == 0 and text == capsys.readouterr().out, errors
-    wrong = ""
+    assert world.returncode == 0, errors
+    assert text == capsys.readouterr().out
+    errors = ""
     for rank in ("0", "1"):  # as torchrun starts them
-        place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-        ended = forked.run(*SAMPLE, "--tp", "4", "--pp", "1", **place)
-        assert ended.returncode == 1 and not ended.stdout
-        wrong += ended.stderr
+        place = dict(
+            RANK=rank,
+            LOCAL_RANK=rank,
+            WORLD_SIZE="2",
+            LOCAL_WORLD_SIZE="2",
+        )
+        ended = forked.run("sample.py", *SAMPLE, "--tp", "4", "--pp", "1", **place)
+        assert (ended.returncode, ended.stdout) == (1, "")
+        errors += ended.stderr
     command = "torchrun --nproc-per-node 4 sample.py --preset llama-tiny"
-    assert wrong.count("error: ") == 1
-    assert f"--tp 4 --pp 1: needs 4 processes, not 2: {command}" in wrong
-
-
-def wait_for_file(file):
-    """Wait until a rank has been struck, which makes this file."""
-    end = time.monotonic() + 60
-    while not file.exists():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    check_error(errors, f"--tp 4 --pp 1: needs 4 processes, not 2: {command}")
 
 
 @pytest.mark.slow
@@ -377,14 +451,12 @@ def test_under_torchrun_nothing_is_left_behind(tmp_path, target):
     """A rank is killed from outside, or a Ctrl-C comes for all: then rank 0 keeps what it has."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    out = tmp_path / "out"
-    mark = tmp_path / "struck"
-    job = JOB | dict(tp=2, pp=1, out=str(out), fault=dict(what="wait", when="decode", rank=0))
-    environ = dict(RANK_JOB=json.dumps(job), STRUCK=str(mark))
+    job = struck(TWO_PARTS, "wait", "decode", rank=0)
+    environ = dict(RANK_JOB=json.dumps(job), RANK_OUT=str(tmp_path / "out"))
     world = torchrun(f"--master-port={port}", "-m", "tests.rank_program", **environ)
     pids = []
     try:
-        wait_for_file(mark)
+        wait_for_file(tmp_path / "out.struck")
         pids = [int((tmp_path / f"out.{rank}.pid").read_text()) for rank in (0, 1)]
         began = time.monotonic()
         if target == "a rank":
@@ -399,83 +471,49 @@ def test_under_torchrun_nothing_is_left_behind(tmp_path, target):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
                 pytest.fail(f"process {pid} is left behind")
-    assert world.returncode != 0 and not out.exists()
-    assert Path(f"{out}.kept").exists() == (target == "all")
+    assert world.returncode != 0
+    assert not (tmp_path / "out").exists()
+    assert (tmp_path / "out.kept").exists() == (target == "all")
     if target == "a rank":
-        (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
+        (line,) = error_lines(errors)
         assert "rank 1 is gone" in line
     socket.create_server(("127.0.0.1", port)).close()
 
 
-@pytest.mark.slow
-def test_an_interrupt_while_rank_0_decides_or_waits_changes_no_text(worlds):
-    for tp, pp, seeds in ((2, 1, [1]), (1, 4, [1, 2])):
-        job = dict(program="interrupted", tp=tp, pp=pp, tiny=dict(n_kv_head=2, n_layer=pp))
-        counts = worlds.result(**job, seeds=seeds, engine=ENGINE | dict(page_size=4, pages=8))
-        assert counts["interrupts"] >= 20 and counts["waiting"] > 2
-
-
-@pytest.mark.slow
-def test_an_interrupt_at_any_place_loses_no_completion(worlds):
-    job = dict(program="interrupted_at_each_place", tp=1, pp=2, tiny=dict(n_layer=2))
-    assert worlds.result(**job, engine=ENGINE) > 100
-
-
-@pytest.mark.parametrize("sizes", [dict(pp=2), dict(pp=1, copies=2, kind="replicas")])
-def test_each_scheduler_learns_how_long_its_own_batches_take(worlds, sizes):
-    job = dict(program="observed", tp=1, tiny=dict(n_layer=2), engine=ENGINE)
-    learned, landed = worlds.result(**job, **sizes)
-    assert learned == landed and {*landed} == {0, 1}
-
-
-def test_a_request_on_its_way_is_aborted_in_its_micro_batch(worlds):
-    job = dict(program="aborts", tp=1, pp=2, tiny=dict(n_layer=2), engine=ENGINE)
-    assert worlds.result(**job) == 2
-
-
-def test_a_policy_may_raise_but_a_command_broken_off_is_the_last(worlds):
-    job = dict(tp=1, pp=2, tiny=dict(n_layer=2), engine=ENGINE)
-    assert worlds.result(program="policy_raises", **job) == "my policy"
-    (ended,) = worlds.run(dict(program="command_broken_off") | job)
-    check_all_end(ended)
-    check_error(ended.errors, "the ranks are out of step, as rank 0 broke a command off")
-
-
-def test_the_smallest_rank_decides_how_many_pages_there_are(worlds):
-    """Micro-batches share them, and by default each takes as many requests as it has pages."""
-    job = JOB | dict(program="sizes", tp=1, pp=2, sizes=dict(max_len=16, page_size=16))
-    by_default, given = worlds.result(**job, max_batches=[None, 3])
-    assert by_default == dict(pages=24, max_batch=12, asked=None)
-    assert given == dict(pages=24, max_batch=3, asked=6)
-
-
-def test_caches_of_runners_that_are_gone_are_free():
-    stage = Stage(tiny_model())
-    stage.runners = dict.fromkeys((1, 2, 3))
-    stage.free_caches_except([2])
-    assert [*stage.runners] == [2]
-    assert stage.available_pages(EngineConfig(max_batch=2, max_len=32, page_size=16)) == 4
+def wait_for_file(file):
+    """Wait until a rank has been struck, which makes this file."""
+    end = time.monotonic() + 60
+    while not file.exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 @pytest.mark.slow
 def test_a_server_on_two_ranks_says_what_one_process_says(capsys):
-    sample.main([*SAMPLE[1:-6], "--prompt", "abc", "--max-new-tokens", "9"])
+    sample.main([*MODEL, *GREEDY, "--prompt", "abc"])
     expected = capsys.readouterr().out.removeprefix("abc").removesuffix("\n")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = "-m server --preset llama-tiny --device cpu --dtype float32 --max-len 32 --pp 2"
-    world = torchrun("--standalone", *command.split(), f"--port={port}")
-    body = json.dumps(dict(model="llama-tiny", prompt="abc", max_tokens=9, temperature=0))
+    server = ["-m", "server", *MODEL, "--max-len", "32", "--pp", "2", f"--port={port}"]
+    world = torchrun("--standalone", *server)
     url = f"http://127.0.0.1:{port}/v1/completions"
+    body = dict(
+        model="llama-tiny",
+        prompt="abc",
+        max_tokens=9,
+        temperature=0,
+    )
     headers = {"content-type": "application/json"}
+    request = Request(url, json.dumps(body).encode(), headers)
     try:
-        for left in range(300, -1, -1):
+        answer = None
+        end = time.monotonic() + 60
+        while answer is None:
             try:
-                request = Request(url, body.encode(), headers)
                 answer = json.load(urlopen(request, timeout=30))
-                break
             except URLError:  # not yet
-                assert left and world.poll() is None
+                assert time.monotonic() < end
+                assert world.poll() is None
                 time.sleep(0.1)
     finally:
         world.send_signal(signal.SIGTERM)

@@ -3,6 +3,8 @@
 import inspect
 
 import pytest
+import transformers
+from tokenizers import Tokenizer, decoders, models
 
 import sample
 from engine import Engine
@@ -14,22 +16,24 @@ from tests import forked
 COMMON = ["--preset", "llama-tiny", "--device", "cpu"]
 
 
+def printed_by(capsys, *words):
+    """(stdout, stderr) of sample.py with the smallest model, 9 tokens each."""
+    sample.main([*COMMON, "--max-new-tokens", "9", *words])
+    return capsys.readouterr()
+
+
 def test_one_prompt_streams_and_several_share_batches(capsys):
-    common = [*COMMON, "--max-new-tokens", "12", "--temperature", "0", "--chunk", "4"]
     alone = {}
     for prompt in ("one", "two three", "ü!"):
-        sample.main([*common, "--prompt", prompt])
-        alone[prompt] = capsys.readouterr().out.removesuffix("\n")
-        assert alone[prompt].startswith(prompt) and len(alone[prompt]) > len(prompt)
-    sample.main([*common, *(word for prompt in alone for word in ("--prompt", prompt))])
-    printed = capsys.readouterr().out.split("--- ")[1:]
-    assert printed == [text + "\n" for text in alone.values()]
+        out, _ = printed_by(capsys, "--chunk", "4", "--prompt", prompt)
+        alone[prompt] = out
+        assert out.startswith(prompt) and len(out) > len(prompt) + 1
+    words = [word for prompt in alone for word in ("--prompt", prompt)]
+    out, _ = printed_by(capsys, "--chunk", "4", *words)
+    assert out.split("--- ")[1:] == list(alone.values())
 
 
 def test_a_checkpoint_comes_with_its_tokenizer(tmp_path, capsys):
-    import transformers
-    from tokenizers import Tokenizer, decoders, models
-
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate("abcdefgh")}, []))
     tokenizer.decoder = decoders.Fuse()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -40,53 +44,73 @@ def test_a_checkpoint_comes_with_its_tokenizer(tmp_path, capsys):
     capsys.readouterr()
     words = ["--device", "cpu", "--prompt", "abc", "--max-new-tokens", "9"]
     sample.main(["--model", str(tmp_path), *words])
-    printed = capsys.readouterr()
-    assert printed.err.startswith(f"# {tmp_path}: float32 on cpu, temperature 0, ")
-    text = printed.out.strip()
+    out, err = capsys.readouterr()
+    assert err.startswith(f"# {tmp_path}: float32 on cpu, temperature 0, ")
+    text = out.strip()
     assert text.startswith("abc") and len(text) == 12 and set(text) <= set("abcdefgh")
 
 
-def test_what_is_not_told_is_as_in_the_python_api_and_said_first(tmp_path, capsys):
+@pytest.mark.parametrize("words", [["--prompt", "a"], ["--prompt", "a", "--prompt", "b"]])
+def test_a_tokenizer_that_fails_is_one_line(words, monkeypatch, capsys):
+    def decode(ids):
+        return 1 / 0 if ids else ""
+
+    broken = byte_tokenizer()._replace(decode=decode)
+    monkeypatch.setattr("pretrained.tokenizers.byte_tokenizer", lambda: broken)
+    with pytest.raises(ValueError, match="^the tokenizer failed: ZeroDivisionError: "):
+        printed_by(capsys, *words)
+
+
+def test_what_is_not_told_is_as_in_the_python_api_and_said_first(capsys):
     options = sample.parse_args(["--prompt", "x"])
-    told = (options.temperature, options.top_k, options.top_p)
     defaults = SamplingParams()
-    assert told == (defaults.temperature, defaults.top_k, defaults.top_p)
+    for name in ("temperature", "top_k", "top_p"):
+        assert getattr(options, name) == getattr(defaults, name)
     for load in (GPT.__init__, GPT.from_pretrained):
         default = inspect.signature(load).parameters["dtype"].default
         assert f"torch.{options.model.dtype}" == str(default)
-    sample.main([*COMMON, "--prompt", "x", "--max-new-tokens", "9"])
-    printed = capsys.readouterr()
-    first_line = printed.err.splitlines()[0]
+    out, err = printed_by(capsys, "--prompt", "x")
+    first_line = err.splitlines()[0]
     assert "float32 on cpu" in first_line and "temperature 0, top-k 0, top-p 1" in first_line
-    model = GPT(GPTConfig.preset("llama-tiny"))
-    engine = Engine(model, tokenizer=byte_tokenizer())
+    engine = Engine(GPT(GPTConfig.preset("llama-tiny")), tokenizer=byte_tokenizer())
     completion = engine.generate(["x"], SamplingParams(9), progress=False)[0]
-    assert printed.out == f"x{completion.text}\n"
+    assert out == f"x{completion.text}\n"
 
 
-def test_options_are_passed_on(monkeypatch):
-    seen = []
+def calls_of_stream(monkeypatch):
+    """[(config, prompts, params)] of all calls of Engine.stream from here on."""
+    calls = []
     stream = Engine.stream
 
     def spy(engine, prompts, params):
-        scheduler = engine.scheduler
-        made = type(scheduler).__name__, scheduler.chunk, scheduler.max_batch
-        shares = scheduler.pages.prefix_caching
-        seen.extend([params, made + (scheduler.pages.page_size,) * shares])
+        calls.append((engine.config, prompts, params))
         return stream(engine, prompts, params)
 
     monkeypatch.setattr(Engine, "stream", spy)
-    argv = [
-        *(*COMMON, "--prompt", "a", "--prompt", "b", "--max-new-tokens", "3"),
-        *("--temperature", "0.5", "--top-k", "4", "--top-p", "0.6"),
-    ]
-    sample.main([*argv, "--seed", "7", "--policy", "vllm", "--chunk", "9"])
-    params, made = seen
-    params = [(p.max_new_tokens, p.temperature, p.top_k, p.top_p, p.seed) for p in params]
-    assert params == [(3, 0.5, 4, 0.6, 7), (3, 0.5, 4, 0.6, 8)]
-    assert made == ("VLLM", 9, 2)
-    sample.main([*argv, "--prefix-caching"])
-    assert seen[-1] == ("SarathiServe", 256, 2, 2)  # a page has half of the longest, 4
+    return calls
+
+
+def test_a_chat_is_encoded_without_what_begins_a_text(monkeypatch, capsys):
+    ours = byte_tokenizer()
+    tokenizer = ours._replace(encode=lambda text: [1, *text.encode()], encode_chat=ours.encode)
+    monkeypatch.setattr("pretrained.tokenizers.byte_tokenizer", lambda: tokenizer)
+    calls = calls_of_stream(monkeypatch)
+    printed_by(capsys, "--chat", "hi", "--prompt", "a")
+    assert calls[0][1] == [[1, ord("a")], list(b"user: hi\nassistant:")]
+
+
+def test_options_are_passed_on(monkeypatch, capsys):
+    calls = calls_of_stream(monkeypatch)
+    words = ["--prompt", "a", "--prompt", "b", "--temperature", "0.5", "--top-k", "4"]
+    words += ["--top-p", "0.6", "--seed", "7"]
+    printed_by(capsys, *words, "--policy", "vllm", "--chunk", "5")
+    printed_by(capsys, *words, "--prefix-caching")
+    (config, _, params), (caching, *_) = calls
+    expected = dict(max_new_tokens=9, temperature=0.5, top_k=4, top_p=0.6)
+    assert params == [SamplingParams(**expected, seed=seed) for seed in (7, 8)]
+    assert (config.policy, config.chunk, config.max_batch) == ("vllm", 5, 2)
+    assert not config.prefix_caching and caching.prefix_caching
+    assert (caching.policy, caching.page_size) == ("sarathi-serve", 5)  # half of the longest, 10
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,134 +18,184 @@ from tests.servers import (
     generate_text,
     idle,
     letters,
-    openai,
     serving,
-    slow,
     wait_for,
 )
 
+JSON = {"content-type": "application/json"}
+
 
 def test_a_full_queue_is_answered_429():
-    with serving(max_batch=1, max_waiting=1) as served:
-        served.engine.runner.fetch = slow(served.engine.runner.fetch, 0.01)
-        with ThreadPoolExecutor() as pool:
-            asking = []
-            for requests in (1, 2):
-                asking.append(pool.submit(complete, served, "a", max_tokens=60, stream=True))
-                wait_for(lambda: len(served.engine.scheduler.requests) == requests)  # noqa: B023
-                wait_for(lambda: len(served.engine.scheduler.running) == 1)
-            with pytest.raises(openai.RateLimitError, match="max_waiting=1") as refused:
-                complete(served, "b")
-            assert refused.value.response.headers["retry-after"] == "1"
-            assert refused.value.code == "queue_full"
-            assert [len(text) for text, *_ in (done.result() for done in asking)] == [60, 60]
+    with serving(max_batch=1, max_waiting=1, step_s=0.01) as served, ThreadPoolExecutor() as pool:
+        answers = []
+        for requests in (1, 2):
+            answers.append(pool.submit(complete, served, "a", max_tokens=60, stream=True))
+            wait_for(lambda: len(served.scheduler.requests) == requests)  # noqa: B023
+            wait_for(lambda: len(served.scheduler.running) == 1)
+        with pytest.raises(openai.RateLimitError, match="max_waiting=1") as refused:
+            complete(served, "b")
+        assert refused.value.response.headers["retry-after"] == "1"
+        assert refused.value.code == "queue_full"
+        assert [len(answer.result().text) for answer in answers] == [60, 60]
 
 
-REFUSED = [  # (what is asked, status, param, what the message says)
-    (dict(prompt=[1, 61]), 400, "prompt", "prompt: token 61 is out of range"),
-    (dict(prompt=[]), 400, "prompt", "prompt: must hold at least 1 token"),
-    (dict(prompt=["a", "b"]), 400, "prompt", "prompt: must be a text or a list of token ids"),
-    (dict(prompt=[1.5]), 400, "prompt", "prompt: must be a text or"),
-    (dict(prompt="a" * 120), 400, "max_tokens", "prompt of 120 tokens + max_tokens=20: must not"),
-    (dict(prompt="a" * 128), 400, "prompt", "prompt of 128 tokens + max_tokens=20: must not"),
-    (dict(model="gpt-4"), 404, "model", "there is only tiny"),
-    (dict(model=""), 404, "model", "there is only tiny"),
-    (dict(response_format={"type": "json_object"}), 400, "response_format", 'must be {"type": "t'),
-    (dict(tool_choice="auto"), 400, "tool_choice", 'must be "none"'),
-    (dict(n=2), 400, "n", "n: must be 1"),
-    (dict(n=True), 400, "n", "n: must be 1"),
-    (dict(best_of=2), 400, "best_of", "best_of: must be 1"),
-    (dict(echo=True), 400, "echo", "echo: must be false"),
-    (dict(echo=0), 400, "echo", "echo: must be false"),
-    (dict(suffix="x"), 400, "suffix", 'suffix: must be ""'),
-    (dict(logit_bias={"5": 1}), 400, "logit_bias", "logit_bias: must be {}"),
-    (dict(presence_penalty=0.5), 400, "presence_penalty", "presence_penalty: must be 0"),
-    (dict(frequency_penalty=False), 400, "frequency_penalty", "frequency_penalty: must be 0"),
-    (dict(logprobs=5), 400, "logprobs", "logprobs"),
-    (dict(max_tokens=0), 400, "max_tokens", "max_tokens"),
-    (dict(max_tokens=True), 400, "max_tokens", "max_tokens"),
-    (dict(max_tokens=10**30), 400, "max_tokens", "must be a whole number"),
-    (dict(max_completion_tokens=2), 400, "max_completion_tokens", "is not supported here"),
-    (dict(temperature=True), 400, "temperature", "temperature: "),
-    (dict(top_k=True), 400, "top_k", "top_k: "),
-    (dict(logprobs=True), 400, "logprobs", "logprobs: "),
-    (dict(seed=True), 400, "seed", "seed: "),
-    (dict(temperature=-1), 400, "temperature", "temperature=-1.0: must be"),
-    (dict(top_p=0), 400, "top_p", "top_p=0.0: must be"),
-    (dict(seed=2**70), 400, "seed", "seed=11805"),
-    (dict(stop=["a"] * 5), 400, "stop", "stop: must be one to four texts of 1 to 1,000 characters"),
-    (dict(stop="a" * 1001), 400, "stop", "stop: must be one to four texts of 1 to 1,000"),
-    (dict(stop=""), 400, "stop", "stop: must be one to four"),
-    (dict(priority="urgent"), 400, "priority", "priority='urgent': must be one of realtime"),
-    (dict(user="a" * 257), 400, "user", "must have at most 256 characters"),
-    (dict(ttft_slo=-1), 400, "ttft_slo", "ttft_slo=-1.0: must be"),
-    (dict(stream_options={"x": True}), 400, "stream_options", "stream_options.x: Input"),
-    (dict(whatever=1), 400, "whatever", "whatever: is not supported here"),
-    (dict(messages=[]), 400, "messages", "messages: is not supported here"),
+def test_of_several_prompts_all_are_taken_or_none():
+    with serving(max_batch=1, max_waiting=2) as served:
+        for prompt, error in [
+            (["a"] * 3, openai.RateLimitError),
+            ([[1], [61]], openai.BadRequestError),
+            (["a", "a" * 128], openai.BadRequestError),
+        ]:
+            with pytest.raises(error):
+                complete(served, prompt)
+            assert idle(served.engine) and not served.api.thread.queues
+        assert "prompt_tokens_total 0.0" in served.http.get("/metrics").text
+        assert len(complete(served, ["a"] * 2).choices) == 2
+
+
+TOO_LONG = "prompt of {} tokens + max_tokens=20: must not exceed 128"
+PROMPT = "prompt: must be a text, a list of token ids, or several of these for 128 answers at most"
+STOP = "stop: must be one to four texts of 1 to 1,000 characters"
+UNKNOWN = "{}: is not supported here"
+NO_BOOLS = ("n", "max_tokens", "temperature", "top_k", "logprobs", "seed")
+REFUSED = [  # the fields of a completion, param, how the message begins
+    (dict(prompt=[1, 61]), "prompt", "prompt: token 61 is out of range"),
+    (dict(prompt=[]), "prompt", "prompt: must hold at least 1 token"),
+    (dict(prompt=["a", []]), "prompt", "prompt: must hold at least 1 token"),
+    *((dict(prompt=prompt), "prompt", PROMPT) for prompt in ([1.5], ["a", 1], 5, ["a"] * 129)),
+    (dict(prompt=["a"] * 65, n=2), "prompt", PROMPT),
+    (dict(prompt="a" * 120), "max_tokens", TOO_LONG.format(120)),
+    (dict(prompt="a" * 109), "max_tokens", TOO_LONG.format(109)),
+    (dict(prompt="a" * 128), "prompt", TOO_LONG.format(128)),
+    (dict(n=0), "n", "n: Input should be greater than or equal to 1"),
+    (dict(n=129), "n", "n: Input should be less than or equal to 128"),
+    (dict(logprobs=5), "logprobs", "logprobs: "),
+    (dict(max_tokens=0), "max_tokens", "max_tokens: "),
+    (dict(max_tokens=10**30), "max_tokens", "max_tokens=1000000"),
+    *(({name: True}, name, f"{name}: ") for name in NO_BOOLS),
+    (dict(temperature=-1), "temperature", "temperature=-1.0: must be"),
+    (dict(top_p=0), "top_p", "top_p=0.0: must be"),
+    (dict(seed=2**70), "seed", "seed=11805"),
+    *((dict(stop=stop), "stop", STOP) for stop in (["a"] * 5, "a" * 1001, "", [""])),
+    (dict(priority="urgent"), "priority", "priority='urgent': must be one of realtime"),
+    (dict(user="a" * 257), "user", f"user='{'a' * 59}: must have at most 256 characters"),
+    (dict(ttft_slo=-1), "ttft_slo", "ttft_slo=-1.0: must be"),
+    (dict(stream_options={"x": True}), "stream_options", "stream_options.x: Input"),
+    *(({name: 1}, name, UNKNOWN.format(name)) for name in ("whatever", "messages", "audio")),
+    (dict(max_completion_tokens=2), "max_completion_tokens", "max_completion_tokens: is not"),
 ]
+NEUTRAL = [  # fields that ask for nothing, and values that would ask for something
+    ("best_of", 1, [2]),
+    ("echo", False, [True, 0]),
+    ("suffix", "", ["x"]),
+    ("logit_bias", {}, [{"5": 1}]),
+    ("presence_penalty", 0, [0.5, False]),
+    ("frequency_penalty", 0.0, [1]),
+    ("response_format", {"type": "text"}, [{"type": "json_object"}]),
+    ("tools", [], [[{"type": "function"}]]),
+    ("tool_choice", "none", ["auto"]),
+    ("top_logprobs", 0, [2]),
+    ("parallel_tool_calls", True, [False, 1]),
+    ("modalities", ["text"], [["audio"]]),
+    ("service_tier", "auto", ["flex"]),
+    ("store", False, [True]),
+    ("min_p", 0, [0.1]),
+    ("min_tokens", 0, [1]),
+    ("repetition_penalty", 1.0, [1.5]),
+    ("skip_special_tokens", True, [False]),
+    ("user", "me", []),
+]
+HI = [{"role": "user", "content": "a"}]
 
 
-@pytest.mark.parametrize("asked, status, param, message", REFUSED)
-def test_what_cannot_be_done_is_refused_by_name(tiny, asked, status, param, message):
-    neutral = dict(response_format={"type": "text"}, tool_choice="none", store=False)
-    neutral |= dict(n=1, best_of=1, echo=False, suffix="", logit_bias=None, presence_penalty=0)
-    body = dict(model="tiny", prompt="a", max_tokens=20) | neutral
-    assert tiny.http.post("/v1/completions", json=body).status_code == 200
-    for stream in (False, True):
-        done = tiny.http.post("/v1/completions", json=body | asked | {"stream": stream})
-        error = done.json()["error"]
-        assert (done.status_code, error["param"]) == (status, param) and message in error["message"]
-        assert error.keys() == {"message", "type", "param", "code"}
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fields, param, message", REFUSED)
+def test_what_cannot_be_done_is_refused_by_name(tiny, fields, param, message, stream):
+    body = dict(prompt="a", max_tokens=20, stream=stream) | fields
+    done = tiny.http.post("/v1/completions", json=body)
+    error = done.json()["error"]
+    assert (done.status_code, error["param"]) == (400, param)
+    assert error["message"].startswith(message)
+    assert error.keys() == {"message", "type", "param", "code"}
+
+
+def test_fields_that_ask_for_nothing_are_accepted_with_that_value_alone(tiny):
+    for address, prompt in (
+        ("completions", {"prompt": "a"}),
+        ("chat/completions", {"messages": HI}),
+    ):
+        body = dict(max_tokens=2, **prompt)
+
+        def post(more, body=body, address=address):
+            return tiny.http.post(f"/v1/{address}", json=body | more)
+
+        assert post({name: value for name, value, _ in NEUTRAL}).status_code == 200
+        assert post({name: None for name, *_ in NEUTRAL}).status_code == 200
+        for name, neutral, wrong in NEUTRAL:
+            for value in wrong:
+                done = post({name: value})
+                error = done.json()["error"]
+                assert (done.status_code, error["param"]) == (400, name)
+                allowed = json.dumps(neutral).removesuffix(".0")
+                assert error["message"] == f"{name}: must be {allowed}"
 
 
 def test_the_model_has_one_name_and_need_not_be_named(tiny):
     assert tiny.client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError, match="there is only tiny"):
         tiny.client.models.retrieve("some/other")
-    for name in ({}, {"model": None}, {"model": "tiny"}):
-        done = tiny.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2, **name})
-        assert (done.status_code, done.json()["model"]) == (200, "tiny")
-
-
-def test_what_chat_cannot_do_is_refused_by_name(tiny):
-    said = dict(model="tiny", messages=[{"role": "user", "content": "a"}], max_tokens=2)
-    for wrong, param in [
-        (dict(tools=[{"type": "function"}]), "tools"),
-        (dict(messages=["a"]), "messages"),
-        (dict(messages=[]), "messages"),
-        (dict(messages=[{"role": "user"}]), "messages"),
-        (dict(top_logprobs=2), "top_logprobs"),
-        (dict(prompt="a"), "prompt"),
+    for fields, status in [
+        ({}, 200),
+        ({"model": None}, 200),
+        ({"model": "tiny"}, 200),
+        ({"model": "gpt-4"}, 404),
+        ({"model": ""}, 404),
     ]:
-        done = tiny.http.post("/v1/chat/completions", json=said | wrong)
-        assert (done.status_code, done.json()["error"]["param"]) == (400, param)
-    neutral = dict(tools=[], n=1, user="me", stop=None, stream_options=None)
-    assert tiny.http.post("/v1/chat/completions", json=said | neutral).status_code == 200
+        done = tiny.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2} | fields)
+        assert done.status_code == status
+        if status == 200:
+            assert done.json()["model"] == "tiny"
+        else:
+            assert done.json()["error"]["message"] == "model: there is only tiny"
+
+
+WRONG_CHATS = [
+    (dict(messages=["a"]), "messages"),
+    (dict(messages=[]), "messages"),
+    (dict(messages=[{"role": "user"}]), "messages"),
+    (dict(prompt="a"), "prompt"),
+]
+
+
+@pytest.mark.parametrize("wrong, param", WRONG_CHATS)
+def test_what_chat_cannot_do_is_refused_by_name(tiny, wrong, param):
+    done = tiny.http.post("/v1/chat/completions", json=dict(messages=HI) | wrong)
+    assert (done.status_code, done.json()["error"]["param"]) == (400, param)
+
+
+SPACES = b" " * (2**20 - 2)
+WRONG_BODIES = [  # a body, its type, the status
+    (b"{}", "Application/JSON ;x", 400),
+    (b"{}", "text/plain", 415),
+    (b"{" + SPACES + b" }", JSON["content-type"], 413),
+    (b"{" + SPACES + b"}", JSON["content-type"], 400),
+    *((body, JSON["content-type"], 400) for body in (b"", b"\xff", b"[" * 10**5, b"[]")),
+    ([b"{", b"}"], JSON["content-type"], 411),
+]
 
 
 def test_a_wrong_address_or_body_is_an_error_of_the_same_shape(tiny):
-    post = tiny.http.post
-    kind = {"content-type": "application/json"}
-    cases = [
-        (tiny.http.get("/v1/nothing"), 404),
-        (tiny.http.get("/v1/completions"), 405),
-        (tiny.http.get("/records/x"), 404),
-        (
-            post("/v1/completions", content=b"{}", headers={"content-type": "Application/JSON ;x"}),
-            400,
-        ),
-        (post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"}), 415),
-        (post("/v1/completions", content=b"{" + b" " * (2**20 - 1) + b"}", headers=kind), 413),
-        (post("/v1/completions", content=b"{" + b" " * (2**20 - 2) + b"}", headers=kind), 400),
-        (post("/v1/completions", content=b"", headers=kind), 400),
-        (post("/v1/completions", content=b"\xff", headers=kind), 400),
-        (post("/v1/completions", content=b"[" * 10**5, headers=kind), 400),
-        (post("/v1/completions", content=iter([b"{", b"}"]), headers=kind), 411),
-    ]
+    cases = [(tiny.http.get("/v1/completions"), 405)]
+    assert cases[0][0].headers["allow"] == "POST"
+    cases += [(tiny.http.get(address), 404) for address in ("/v1/nothing", "/records/x")]
+    for body, kind, status in WRONG_BODIES:
+        content = body if isinstance(body, bytes) else iter(body)
+        headers = {"content-type": kind}
+        done = tiny.http.post("/v1/completions", content=content, headers=headers)
+        cases.append((done, status))
     for done, status in cases:
         assert done.status_code == status
         assert done.json()["error"].keys() == {"message", "type", "param", "code"}
-    assert cases[1][0].headers["allow"] == "POST"
 
 
 NAMES = "model prompt messages max_tokens temperature top_p top_k seed stop stream logprobs n user "
@@ -172,20 +223,19 @@ objects = st.dictionaries(st.sampled_from(NAMES.split()), values, max_size=5)
     st.sampled_from(["completions", "chat/completions"]),
 )
 def test_no_body_breaks_it(tiny, body, address):
-    kind = {"content-type": "application/json"}
-    done = tiny.http.post(f"/v1/{address}", content=body, headers=kind)
+    done = tiny.http.post(f"/v1/{address}", content=body, headers=JSON)
     assert done.status_code in (200, 400, 404)
     if done.headers["content-type"] == "application/json":
         assert ("error" in done.json()) == (done.status_code != 200)
 
 
 def test_it_serves_on_after_all_that(tiny):
-    assert complete(tiny, "hello")[0] == generate(tiny, "hello").text
+    assert complete(tiny, "hello").text == generate(tiny, "hello").text
     wait_for(lambda: idle(tiny.engine))
 
 
 def test_an_api_key():
-    with serving(key="sésame") as served:
+    with serving(api={"key": "sésame"}) as served:
 
         def ask(key):
             return served.http.get("/v1/models", headers={"authorization": key})
@@ -200,36 +250,34 @@ def test_an_api_key():
 
 
 def test_a_step_that_fails_is_a_500_for_its_requests_and_no_others():
-    with serving(max_batch=1) as served:
-        fetch = served.engine.runner.fetch
+    with serving(max_batch=1, step_s=0.01) as served:
         runner = served.engine.runner
+        fetch = runner.fetch
         failing = threading.Event()
 
         def broken(*batch):
-            time.sleep(0.01)
             if failing.is_set():
                 failing.clear()
                 raise RuntimeError("out of order")
             return fetch(*batch)
 
         runner.fetch = broken
-        asked = dict(model="tiny", max_tokens=50, stream=True, temperature=0)
-        first = served.client.completions.create(prompt="a", **asked)
+        fields = dict(model="tiny", max_tokens=50, stream=True, temperature=0)
+        first = served.client.completions.create(prompt="a", **fields)
         with ThreadPoolExecutor() as pool:
             second = pool.submit(complete, served, "hello", max_tokens=50)  # waits meanwhile
-            wait_for(lambda: len(served.engine.scheduler.requests) == 2)
+            wait_for(lambda: len(served.scheduler.requests) == 2)
             failing.set()
             with pytest.raises(openai.APIError, match="the engine failed"):
                 list(first)
             expected = generate(served, "hello", SamplingParams(50)).text
-            assert second.result()[0] == expected
-        for stream in (False, True):
+            assert second.result().text == expected
+        for body in (dict(stream=False), dict(stream=True), dict(n=3)):
             failing.set()
-            body = dict(model="tiny", prompt="a", stream=stream)
-            done = served.http.post("/v1/completions", json=body)
+            done = served.http.post("/v1/completions", json=dict(prompt="a") | body)
             assert done.status_code == 500
             assert done.json()["error"]["message"] == "the engine failed, see its log"
-        assert complete(served, "hello")[0] == expected[:20]
+        assert complete(served, "hello").text == expected[:20]
         wait_for(lambda: idle(served.engine))
 
 
@@ -239,20 +287,18 @@ def test_a_tokenizer_that_fails_is_an_error_of_its_request_alone():
     def decode(tokens):
         return 1 / 0 if ids[3] in tokens else letters.decode(tokens)
 
-    broken = letters._replace(decode=decode)
-    with serving(tokenizer=broken) as served:
-        asked = dict(model="tiny", prompt="hello", temperature=0)
-        done = served.http.post("/v1/completions", json=asked)
-        assert done.status_code == 500
+    with serving(tokenizer=letters._replace(decode=decode)) as served:
         message = "the tokenizer failed: ZeroDivisionError: division by zero"
-        assert done.json()["error"]["message"] == message
+        with pytest.raises(openai.InternalServerError, match=message):
+            complete(served, "hello")
         pieces = []
+        fields = dict(model="tiny", prompt="hello", temperature=0, stream=True)
         with pytest.raises(openai.APIError, match=message):
-            for piece in served.client.completions.create(**asked, stream=True):
+            for piece in served.client.completions.create(**fields):
                 pieces.append(piece.choices[0].text)
         assert "".join(pieces) == letters.decode(ids[:3])
         wait_for(lambda: idle(served.engine))
-        assert complete(served, "hello", max_tokens=3)[0] == letters.decode(ids[:3])
+        assert complete(served, "hello", max_tokens=3).text == letters.decode(ids[:3])
 
 
 FAILING = {  # where a policy of one's own may fail, and how
@@ -279,7 +325,7 @@ def test_a_policy_that_fails_leaves_nobody_waiting(method, tmp_path, caplog):
         f"        return super().{name}(*args)\n"
     )
     with serving(policy=f"{own}:Own") as served:
-        served.engine.scheduler.broken = True
+        served.scheduler.broken = True
         for stream in (False, True):
             with pytest.raises(openai.APIError):
                 complete(served, "a", stream=stream)
@@ -288,10 +334,10 @@ def test_a_policy_that_fails_leaves_nobody_waiting(method, tmp_path, caplog):
             next(stream)
             stream.close()
         wait_for(lambda: idle(served.engine))
-        check_integrity(served.engine.scheduler.pages, [])
+        check_integrity(served.scheduler.pages, [])
         count = len(caplog.records)
         time.sleep(0.1)
         assert len(caplog.records) == count <= 4  # it does not try for ever
-        served.engine.scheduler.broken = False
-        assert complete(served, "hello")[0] == generate_text("hello")
+        served.scheduler.broken = False
+        assert complete(served, "hello").text == generate_text("hello")
         wait_for(lambda: idle(served.engine))

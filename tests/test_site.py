@@ -10,6 +10,7 @@ import pytest
 from browser.bundle import PYODIDE
 from exercises.catalog import EXERCISES
 from tests.exercise_solutions import SOLUTIONS
+from tests.forked import ROOT
 from tests.pages import (
     DRAWN,
     MINE,
@@ -18,7 +19,6 @@ from tests.pages import (
     needs_pyodide,
     run_source,
 )
-from tests.worlds import ROOT
 
 pytestmark = pytest.mark.slow  # the site takes twenty seconds to make
 

@@ -8,8 +8,8 @@ import torch
 
 from hardware.memory import check_memory, check_model_fits, free_bytes
 from hardware.torchrun import Place, find_meeting, find_place
+from tests.forked import ENVIRON, ROOT
 from tests.helpers import tiny_model
-from tests.worlds import ENVIRON, ROOT
 
 NAMES = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
 
@@ -97,7 +97,8 @@ def test_a_meeting_of_no_sense_is_one_line(monkeypatch, environ, message):
     set_all(monkeypatch, environ)
     with pytest.raises(ValueError) as error:
         find_meeting()
-    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
 
 
 def test_processes_of_a_node_share_its_memory(monkeypatch):
@@ -159,7 +160,13 @@ def test_every_program_says_it_in_one_line(program, environ, message):
 
 def test_a_process_that_finds_no_other_says_so():
     """Also one that writes no errors of its own where rank 0 does."""
-    place = dict(RANK="1", WORLD_SIZE="2", MASTER_ADDR="no.such.machine.invalid", MASTER_PORT="1")
+    place = dict(
+        RANK="1",
+        WORLD_SIZE="2",
+        MASTER_ADDR="no.such.machine.invalid",
+        MASTER_PORT="1",
+    )
     status, output, errors = run([*PROGRAMS["sample.py"], "--tp", "2"], place)
-    assert (status, output) == (1, "") and errors.count("\n") == 1
+    assert (status, output) == (1, "")
+    assert errors.count("\n") == 1
     assert errors.startswith("error: MASTER_ADDR='no.such.machine.invalid': must be the name or ")

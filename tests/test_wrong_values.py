@@ -1,42 +1,36 @@
 """Whatever is passed to the Python API: it is right, or one line says what is wrong.
 
-Each argument has a rule here, which says independently of the code which values are right. Random
-values of all kinds are refused if and only if the rule says so: 200 of them, or as many as
-NANOSARATHI_WRONG_VALUES says."""
+Each argument has a kind: values that it takes, and values that it refuses, the strangest of them
+too. All are tried, one at a time; whatever is refused leaves everything as it was."""
 
 import itertools
 import math
-import os
 import pickle
-import random
 import re
 import time
-from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
-from attention import BACKENDS, DEVICES
 from config import EngineConfig
 from engine import Engine
 from kv_cache import Pages
 from model import GPT
-from policies import POLICIES, make_scheduler
+from policies import make_scheduler
 from policies.iteration_time import BatchShape
-from policies.priority import PRIORITIES
 from pretrained.geometry import GPTConfig, RopeScaling
-from pretrained.tokenizers import Tokenizer, byte_tokenizer
+from pretrained.tokenizers import byte_tokenizer
 from sampling import SamplingParams
 from tests.helpers import tiny_model
 
-CASES = int(os.environ.get("NANOSARATHI_WRONG_VALUES", "200"))
 MODEL = tiny_model()
-VOCAB_SIZE = MODEL.config.vocab_size
+ON_META = GPT(MODEL.config, "meta", seed=None)
 ONE_TOKEN = SamplingParams(1)
-LIMIT_S = 60  # for all calls on one target; a second more for each
+LETTERS = byte_tokenizer()
 
 
 class Unprintable:
@@ -56,304 +50,214 @@ class NoRepr:
 NESTED = []
 for _ in range(10**5):
     NESTED = [NESTED]
-VALUES = [
-    *(None, True, False, np.True_, torch.tensor(True), torch.tensor([True])),
-    *(0, 1, 2, 3, 4, 8, 60, 61, -1, 2**40, 2**63 - 1, 2**63, -(2**63) - 1, 10**400, 10**5000),
-    *(np.int64(2), np.uint8(4), np.int32(-1), torch.tensor(2), np.array([1, 2])),
-    *(0.0, -0.0, 0.5, 1.0, 2.5, -1.0, math.nan, math.inf, -math.inf, 5e-324, 1e-300, 1e308),
-    *(np.float32(0.5), np.float64("nan"), Fraction(1, 2), Fraction(1, 10**400), 1j),
-    *("", "auto", "x", "2", "vllm", "low", "sdpa", "llama", "gpt2", "no.py:X", "\0.py:X", "é\n"),
-    *("a" * 5000 + ".py:X", "cpu", "meta", "cuda:99", b"", b"ab", bytearray(b"ab")),
-    *([], [1], [1, 2], [True], [61], [-1], [1.5], ["1"], [None], [[1]], [[1], [2, 3]], [[True]]),
-    *([[]], ["x"], (), (1, 2), range(3), {1}, {"x"}, {}, {"x": 1}, {1: 2}, {"chunk": 2}),
-    *(torch.tensor([1, 2]), torch.tensor([0.5]), torch.ones(2, 2), NESTED, [NESTED]),
-    *(torch.ones(2, device="meta"), torch.tensor([1, 2]).to_sparse(), [torch.ones(1).to("meta")]),
-    *(range(10**9), range(10**30), itertools.count(), itertools.repeat(1)),
-    *(np.timedelta64(3), np.timedelta64(3, "s"), NoRepr(), [NoRepr()]),
-    *(Unprintable(), object(), int, print, len, ValueError("x"), Path("/"), Path("/no/such")),
-    *(torch.float32, torch.int64, torch.float16, torch.complex64, torch.device("cpu")),
-    *(MODEL, MODEL.config, ONE_TOKEN, [ONE_TOKEN], [ONE_TOKEN] * 2, [0], EngineConfig()),
-    *(Pages(8, 8), Pages(2, 8), byte_tokenizer(), Tokenizer, time.monotonic, GPT),
-    *([(BatchShape(decodes=1), 0.5)], [(BatchShape(decodes=1), "1")], [(1, 2)]),
-    RopeScaling(8.0, 1.0, 4.0, 64),
+NO_VALUES = torch.tensor(1, device="meta")
+STRANGE = [  # refused everywhere
+    1j,
+    b"ab",
+    bytearray(b"ab"),
+    {1: 2},
+    {"x"},
+    [NESTED],
+    [NoRepr()],
+    NoRepr(),
+    Unprintable(),
+    ValueError("x"),
+    Path("/no/such"),
+    itertools.count(),
+    itertools.repeat(1),
+    range(10**9),
+    range(10**30),
+    torch.ones(2, 2),
+    torch.tensor([0.5]),
+    torch.tensor([1, 2]).to_sparse(),
+    NO_VALUES,
+    [NO_VALUES],
 ]
+NO_NUMBERS = [*STRANGE, True, np.True_, "1", "", "é\n", [1], torch.tensor(2), 10**400, 10**5000]
+NO_NUMBERS += [np.timedelta64(3), np.timedelta64(3, "s"), math.nan, math.inf, -math.inf, None]
 
 
-# The rules: whether a value is right.
+class Kind(NamedTuple):
+    """The values that an argument takes, some of them, and some that it refuses."""
 
-
-def is_whole(value):
-    """Whether it is a whole number."""
-    return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.timedelta64))
+    right: list
+    wrong: list
 
 
 def whole(minimum, maximum=2**63 - 1):
-    """The rule of a whole number in limits."""
-    return lambda value: is_whole(value) and minimum <= value <= maximum
+    """A whole number in limits."""
+    right = [minimum, np.int64(maximum), maximum]
+    return Kind(right, [*NO_NUMBERS, minimum - 1, maximum + 1, float(maximum), minimum + 0.5])
 
 
-def number(is_allowed):
-    """The rule of a finite number for which `is_allowed` is true as a float."""
-
-    def is_right(value):
-        is_real = isinstance(value, (int, float, Fraction, np.integer, np.floating))
-        with suppress(OverflowError):  # 10**400
-            if is_real and not isinstance(value, (bool, np.timedelta64)):
-                return math.isfinite(value) and is_allowed(float(value))
-        return False
-
-    return is_right
+def number(right, wrong):
+    """A finite number, in limits that lie between these."""
+    return Kind([*right, np.float32(right[0])], [*NO_NUMBERS, *wrong])
 
 
-def flag(value):
-    """The rule of a bool."""
-    return value is True or value is False
+def instance(*right):
+    """Objects of a type."""
+    return Kind([*right], [*STRANGE, None, 5, "x", "llama-tiny", *map(type, right)])
 
 
-def one_of(names):
-    """The rule of a name."""
-    return lambda value: isinstance(value, str) and value in names
+def one_of(*names):
+    """One of some names."""
+    wrong = [None, True, 5, "", "x", "é\n", "\ud800", "a" * 5000 + ".py:X", "\0.py:X", [names[0]]]
+    return Kind([*names], [*STRANGE, *wrong])
 
 
-def instance(kind):
-    """The rule of an object."""
-    return lambda value: isinstance(value, kind)
+def optional(kind):
+    """A kind, or None."""
+    return Kind([None, *kind.right], [value for value in kind.wrong if value is not None])
 
 
-def optional(rule):
-    """The rule of an argument that may be None."""
-    return lambda value: value is None or rule(value)
+def besides(kind, *wrong):
+    """A kind that refuses more."""
+    return kind._replace(wrong=[*kind.wrong, *wrong])
 
 
-def either(*rules):
-    """The rule of an argument of several kinds."""
-    return lambda value: any(rule(value) for rule in rules)
-
-
-def token_ids(value):
-    """The rule of a prompt, and of stop tokens if these are no set."""
-    if not isinstance(value, (list, tuple, range, np.ndarray, torch.Tensor)):
-        return False
-    with suppress(TypeError, RuntimeError, OverflowError):  # of tensors without values
-        return len(value) <= 2**24 and all(is_whole(t) and t >= 0 for t in elements(value))
-    return False
-
-
-def elements(value):
-    """The elements of a sequence, those of a tensor as numbers."""
-    return value.tolist() if isinstance(value, (np.ndarray, torch.Tensor)) else list(value)
-
-
-def prompt(value):
-    """The rule of a prompt."""
-    return token_ids(value) and len(value) > 0 and all(t < VOCAB_SIZE for t in elements(value))
-
-
-def prompts(value):
-    """The rule of a list of prompts."""
-    if isinstance(value, (np.ndarray, torch.Tensor)):
-        return value.ndim == 2 and value.dtype in (torch.int64, np.int64)
-    if isinstance(value, range):
-        return not value
-    return isinstance(value, (list, tuple, range)) and all(prompt(each) for each in value)
-
-
-def params_of_two(value):
-    """The rule of the params of two prompts."""
-    is_list = isinstance(value, list) and value == [ONE_TOKEN] * 2
-    return value is None or isinstance(value, SamplingParams) or is_list
-
-
-def stop_tokens(value):
-    """The rule of stop tokens."""
-    return token_ids(value) or isinstance(value, set) and token_ids(list(value))
-
-
-def tokenizer(value):
-    """The rule of a tokenizer."""
-    if not isinstance(value, Tokenizer) or not callable(value.encode) or not callable(value.decode):
-        return False
-    stop = value.stop_token_ids
-    is_stop = isinstance(stop, (list, frozenset)) and all(is_whole(t) and t >= 0 for t in stop)
-    return is_stop and optional(whole(1))(value.longest_token)
-
-
-def no_options(value):
-    """The rule of the options of a policy that has none."""
-    return isinstance(value, dict) and not value
-
-
-def profile(value):
-    """The rule of a profile."""
-    if isinstance(value, range):
-        return not value
-    return isinstance(value, (list, tuple)) and all(
-        isinstance(row, tuple) and isinstance(row[0], BatchShape) and row[1] == 0.5 for row in value
-    )
-
-
-positive = number(lambda value: value > 1e-307)
-size = whole(1)
-POLICY = one_of(POLICIES)
-
-# What is called, with one argument changed; and the rule of each argument.
+SIZE = whole(1)
+FLAG = Kind([True, False], [*STRANGE, None, 0, 1, "yes", "no", np.True_, torch.tensor(True)])
+NO_TOKEN_IDS = [[True], [-1], [1.5], ["1"], [None], [[1]], torch.tensor([True]), True, 5, None]
+TOKEN_IDS = [[1], (1, 2), range(3), np.array([1, 2]), torch.tensor([1, 2])]
+PROMPT = Kind(TOKEN_IDS, [*STRANGE, *NO_TOKEN_IDS, [], [61], {1, 2}, "text", [1, 10**5000]])
+STOP_TOKENS = Kind([*TOKEN_IDS, [], {1, 2}], [*STRANGE, *NO_TOKEN_IDS, "7"])
+TEXTS = Kind(["a", ["a", "b"], ()], [*STRANGE, None, 5, [""], [1]])
+PARAMS = besides(optional(instance(ONE_TOKEN)), 0, False, "", {}, dict(max_new_tokens=3))
+POSITIVE = number([0.5, 3e-308, 1e308, Fraction(1, 9)], [0, -1, 5e-324])
+CLOCK = Kind([time.monotonic, int], [*STRANGE, 5, None])
+POLICY = one_of("orca", "sarathi-serve")
+NO_OPTIONS = Kind([{}], [*STRANGE, None, 0, False, "", [], dict(x=1), dict(chunk=2), dict(tile=1)])
+PROFILE = Kind(
+    right=[[], ((BatchShape(decodes=1), 0.5),)],
+    wrong=[*STRANGE, 5, None, [(1, 2)], [(BatchShape(decodes=1), "1")]],
+)
+BROKEN_TOKENIZERS = [
+    LETTERS._replace(encode=None),
+    LETTERS._replace(decode=5),
+    *[LETTERS._replace(stop_token_ids=ids) for ids in (None, "ab", [-1], ["1"])],
+    *[LETTERS._replace(longest_token=length) for length in (0, 1.5, "x", True)],
+]
 
 SAMPLING = dict(
-    max_new_tokens=size,
-    temperature=number(lambda value: value >= 0),
+    max_new_tokens=SIZE,
+    temperature=number([0, 1e308, Fraction(1, 10**400)], [-0.1]),
     top_k=whole(0),
-    top_p=number(lambda value: 1e-307 < value <= 1),
+    top_p=number([0.5, 1], [0, 1.1, 5e-324, Fraction(1, 10**400)]),
     seed=whole(-(2**63)),
-    stop_token_ids=stop_tokens,
-    logprobs=flag,
+    stop_token_ids=STOP_TOKENS,
+    stop=TEXTS,
+    logprobs=FLAG,
 )
 GEOMETRY = dict(
-    family=one_of(["gpt2", "llama"]),
+    family=one_of("gpt2", "llama"),
     vocab_size=whole(1, 2**24),
     n_layer=whole(1, 2**10),
-    n_head=lambda value: whole(1, 2**16)(value) and value % 2 == 0,
+    n_head=Kind([2, 4], [*NO_NUMBERS, 0, 3, 2.0]),
     n_embd=whole(1, 2**24),
-    n_kv_head=lambda value: value is None or is_whole(value) and value in (1, 2, 4),
-    head_dim=lambda value: value is None or whole(1, 2**16)(value) and value % 2 == 0,
+    n_kv_head=optional(Kind([1, 2, np.uint8(4)], [*NO_NUMBERS, 0, 3, 2.0])),
+    head_dim=optional(Kind([2, 2**16], [*NO_NUMBERS, 0, 7, 2**17])),
     n_inner=optional(whole(1, 2**26)),
     max_positions=whole(1, 2**24),
-    norm_eps=number(lambda value: 1e-307 < value <= 1),
-    qkv_bias=flag,
-    qk_norm=flag,
-    tie_embeddings=flag,
-    rope_theta=number(lambda value: value >= 1),
-    rope_scaling=optional(instance(RopeScaling)),
+    norm_eps=number([1e-5, 1], [0, -1, 2.0, 5e-324]),
+    qkv_bias=FLAG,
+    qk_norm=FLAG,
+    tie_embeddings=FLAG,
+    rope_theta=number([1, 1e6], [0.5, -1]),
+    rope_scaling=optional(instance(RopeScaling(8.0, 1.0, 4.0, 64))),
 )
 SCALING = dict(
-    factor=number(lambda value: value >= 1),
-    low_freq_factor=number(lambda value: 1e-307 < value < 4),
-    high_freq_factor=number(lambda value: value > 1),
+    factor=number([1, 8.0], [0.5, 5e-324]),
+    low_freq_factor=number([0.5, 3.9], [0, 4.0]),
+    high_freq_factor=number([1.5, 1e6], [1.0, -1]),
     original_max_positions=whole(1, 2**24),
 )
 CONFIG = dict(
     policy=POLICY,
-    chunk=size,
-    max_batch=optional(size),
-    max_len=optional(size),
-    page_size=optional(size),
-    pages=optional(size),
-    prefix_caching=flag,
-    max_waiting=optional(size),
-    attention=instance(str),
-    policy_options=no_options,
+    chunk=SIZE,
+    max_batch=optional(SIZE),
+    max_len=optional(SIZE),
+    page_size=optional(SIZE),
+    pages=optional(whole(1, 2**28)),
+    prefix_caching=FLAG,
+    max_waiting=optional(SIZE),
+    attention=Kind(["auto", "sdpa"], [*STRANGE, None, 5]),
+    policy_options=NO_OPTIONS,
 )
 ENGINE = CONFIG | dict(
-    model=lambda value: isinstance(value, GPT) and value.device.type == "cpu",
-    policy=POLICY,
+    model=besides(instance(MODEL), MODEL.config, ON_META),
     max_len=whole(8, 64),  # from a page to all pages, so that the model's limit is too much
     page_size=optional(whole(4, 32)),  # from an eighth of max_len to max_len
-    pages=optional(whole(4, 2**20)),
-    attention=one_of({name for name in BACKENDS if DEVICES.get(name) != "cuda"}),
-    tokenizer=optional(tokenizer),
-    clock=callable,
-)
-WITH_CONFIG = dict(
-    model=instance(GPT),
-    config=optional(instance(EngineConfig)),
-    tokenizer=optional(instance(Tokenizer)),
-    clock=callable,
+    pages=optional(Kind([4, np.uint8(9)], [*NO_NUMBERS, 0, 3, 2**40])),
+    attention=besides(CONFIG["attention"], "cudnn", "flash", "xformers"),
+    tokenizer=besides(optional(instance(LETTERS)), 0, *BROKEN_TOKENIZERS),
+    clock=CLOCK,
+    policy_options=besides(NO_OPTIONS, dict(clock=time.monotonic)),
 )
 REQUEST = dict(
-    prompt=lambda value: prompt(value) and len(value) < 32,
-    params=optional(instance(SamplingParams)),
-    arrival=optional(number(lambda value: True)),
-    request_id=optional(whole(2)),  # 0 and 1 are there
-    priority=one_of(PRIORITIES),
-    ttft_slo=optional(positive),
-    tbt_slo=optional(positive),
-    user=instance(str),
+    prompt=PROMPT,
+    params=PARAMS,
+    arrival=optional(number([0.5, -1e308], [])),
+    request_id=optional(Kind([2, np.int64(9)], [*whole(0).wrong, 0, 1])),  # which are there
+    priority=one_of("low", "realtime"),
+    ttft_slo=optional(POSITIVE),
+    tbt_slo=optional(POSITIVE),
+    user=Kind(["", "me"], [*STRANGE, None, 5, "a" * 5000]),
 )
-GENERATE = dict(prompts=prompts, params=params_of_two, progress=flag)
-ABORT = dict(request_id=lambda value: is_whole(value) and value in (0, 1))
+GENERATE = dict(
+    prompts=Kind([[], [[1], [2]], torch.tensor([[1], [2]])], [*STRANGE, None, 5, "text", [[61]]]),
+    params=Kind(
+        [None, ONE_TOKEN, [ONE_TOKEN] * 2], [*STRANGE, 0, "xy", [ONE_TOKEN], [ONE_TOKEN, 0]]
+    ),
+    progress=FLAG,
+)
 SCHEDULER = dict(
-    policy=POLICY,
-    pages=lambda value: isinstance(value, Pages),
-    clock=callable,
-    tile=size,
-    tbt_slo=optional(positive),
-    profile=profile,
+    policy=one_of("dynamic", "priority"),
+    pages=instance(Pages(8, 8)),
+    clock=CLOCK,
+    tile=SIZE,
+    tbt_slo=optional(POSITIVE),
+    profile=PROFILE,
 )
-PRIORITY = dict(ttft_slo=positive, ageing=positive)
 MODEL_ARGUMENTS = dict(
-    config=instance(GPTConfig),
-    device=either(one_of(["cpu", "meta"]), instance(torch.device)),
-    dtype=lambda value: isinstance(value, torch.dtype) and value.is_floating_point,
+    config=besides(instance(MODEL.config), MODEL),
+    device=Kind(["cpu", "meta", torch.device("cpu")], [*STRANGE, None, 5, "nonsense", "cuda:99"]),
+    dtype=Kind([torch.float16], [*STRANGE, None, "float32", torch.int64, torch.complex64]),
     seed=optional(whole(-(2**63))),
 )
-SMALL = dict(model=MODEL, policy="orca", chunk=8, max_batch=2, max_len=32, page_size=8, pages=8)
+SMALL = dict(
+    model=MODEL,
+    policy="orca",
+    chunk=8,
+    max_batch=2,
+    max_len=32,
+    page_size=8,
+    pages=8,
+)
 
 
-def preset(engine, **changes):
-    """A small geometry with changes."""
-    return GPTConfig.preset("llama-tiny", **changes)
+def small_engine(**changes):
+    """A small engine."""
+    return Engine(**SMALL | changes)
 
 
-def scaling(engine, **changes):
-    """A RopeScaling with changes."""
-    sizes = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=64)
-    return RopeScaling(**sizes | changes)
+def busy_engine():
+    """An engine with two requests, of which one runs."""
+    engine = small_engine(
+        policy="sarathi-serve",
+        chunk=4,
+        max_batch=1,
+        max_len=128,
+        pages=16,
+    )
+    for _ in range(2):
+        engine.add_request([1, 2, 3], SamplingParams(4))
+    engine.step()
+    return engine
 
 
-def with_config(engine, **changes):
-    """An engine with the config of another."""
-    return Engine(**dict(model=MODEL, config=engine.config) | changes)
-
-
-def add_request(engine, **changes):
-    """A third request."""
-    return engine.add_request(**dict(prompt=[1, 2], params=ONE_TOKEN) | changes)
-
-
-def generate(engine, **changes):
-    """The completions of two prompts, or of others."""
-    for request_id in list(engine.scheduler.requests):
-        engine.abort(request_id)
-    before = state(engine)
-    try:
-        return engine.generate(**dict(prompts=[[1], [2]], params=ONE_TOKEN) | changes)
-    except (ValueError, TypeError):
-        assert state(engine) == before
-        raise
-
-
-def scheduler(engine, **changes):
-    """A scheduler with options."""
-    sizes = dict(policy="dynamic", pages=Pages(8, 8), chunk=8, max_batch=2, max_len=32)
-    return make_scheduler(**sizes | changes)
-
-
-def priority(engine, **options):
-    """A scheduler of the policy `priority`, made by an engine."""
-    return Engine(**SMALL | dict(policy="priority", policy_options=options))
-
-
-TARGETS = {
-    "SamplingParams": (SAMPLING, lambda engine, **changes: SamplingParams(**changes)),
-    "GPTConfig": (GEOMETRY, preset),
-    "RopeScaling": (SCALING, scaling),
-    "EngineConfig": (CONFIG, lambda engine, **changes: EngineConfig(**changes)),
-    "Engine": (ENGINE, lambda engine, **changes: Engine(**SMALL | changes)),
-    "with_config": (WITH_CONFIG, with_config),
-    "add_request": (REQUEST, add_request),
-    "generate": (GENERATE, generate),
-    "abort": (ABORT, lambda engine, **changes: engine.abort(**changes)),
-    "make_scheduler": (SCHEDULER, scheduler),
-    "priority": (PRIORITY, priority),
-    "GPT": (
-        MODEL_ARGUMENTS,
-        lambda engine, **changes: GPT(**dict(config=MODEL.config, seed=None) | changes),
-    ),
-}
-METHODS = ("with_config", "add_request", "generate", "abort")  # of an engine, or with one
-NAMES = {  # what errors may call an argument
-    "prompts": "prompts?",  # one of several
-    "policy_options": "policy_options|policy",
-}
+BUSY = busy_engine()
+IDLE = small_engine(max_len=128, pages=16)
 
 
 def state(engine):
@@ -361,116 +265,191 @@ def state(engine):
     scheduler = engine.scheduler
     requests = [(r.id, r.num_computed, tuple(r.tokens)) for r in scheduler.requests.values()]
     queues = [[r.id for r in queue] for queue in (scheduler.waiting, scheduler.running)]
-    journal = scheduler.journal
-    counts = (scheduler.pages.num_free, journal.restarts, journal.broken, engine._next_id)
-    return requests, queues, counts, engine.config, engine.has_work
+    restarts = scheduler.journal.restarts
+    return requests, queues, restarts, scheduler.pages.num_free, engine.config, engine.has_work
 
 
-def busy_engine():
-    """An engine with two requests, of which one runs."""
-    sizes = dict(chunk=4, max_batch=1, max_len=128, pages=16)
-    engine = Engine(**SMALL | sizes | dict(policy="sarathi-serve"))
-    for _ in range(2):
-        engine.add_request([1, 2, 3], SamplingParams(4))
-    engine.step()
-    return engine
+def add_request(**changes):
+    """Add a third request, and drop it."""
+    arguments = dict(prompt=[1, 2], params=ONE_TOKEN) | changes
+    BUSY.abort(BUSY.add_request(**arguments))
 
 
-def check(target, argument, value):
-    """Assert that the value is refused in one line if and only if it is wrong."""
-    rules, call = TARGETS[target]
-    engine = busy_engine() if target in METHODS else None
-    before = engine and state(engine)
-    message = ""
-    try:
-        call(engine, **{argument: value})
-    except ValueError as error:
-        message = str(error)
-        assert engine is None or target == "generate" or state(engine) == before
-        names = NAMES.get(argument, argument)
-        assert re.search(rf"\b({names})[=:]|{names} \S+ has no such option", message), message
-        assert message.isprintable() and len(message) < 400
-        assert re.match(rf"({names})\b", getattr(error, "argument", "") or argument)
-    is_right = bool(rules[argument](value))
-    assert is_right == (not message), f"{argument}: {message or 'accepted'}"
+def generate(**changes):
+    """The completions of two prompts, or of others."""
+    return IDLE.generate(**dict(prompts=[[1], [2]], params=ONE_TOKEN) | changes)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_random_values_are_refused_exactly_where_they_are_wrong(target):
-    rng = random.Random(target)
-    rules = TARGETS[target][0]
-    began = time.monotonic()
-    for _ in range(-(-CASES // len(TARGETS))):
-        check(target, rng.choice(list(rules)), rng.choice(VALUES))
-    assert time.monotonic() - began < LIMIT_S + CASES
+def preset(**changes):
+    """A small geometry with changes."""
+    return GPTConfig.preset("llama-tiny", **changes)
 
 
-NO_VALUES = torch.tensor(1, device="meta")
-ON_META = GPT(MODEL.config, "meta", seed=None)
-BROKEN_TOKENIZERS = [
-    byte_tokenizer()._replace(**{field: value})
-    for field, values in {
-        "encode": [None],
-        "decode": [5],
-        "stop_token_ids": [None, "ab", [-1], ["1"]],
-        "longest_token": [0, 1.5, "x", True],
-    }.items()
-    for value in values
-]
-REFUSED = [  # (target, argument, values): each would lead to an error far away, or to noise
-    ("GPTConfig", "norm_eps", [math.nan, -1, 0, 2.0, True, "1e-5", 10**400]),
-    ("GPTConfig", "rope_theta", [True, 0.5, 5e-324, math.inf]),
-    ("GPTConfig", "rope_scaling", [{"factor": 8.0}, "llama3", True]),
-    ("GPTConfig", "qkv_bias", ["yes", 1, None]),
-    ("GPTConfig", "tie_embeddings", ["no", 0]),
-    ("GPTConfig", "n_layer", [True, 10**18, 2.0]),
-    ("GPTConfig", "max_positions", [10**18]),
-    ("RopeScaling", "factor", [math.nan, 5e-324, True, "8"]),
-    ("SamplingParams", "max_new_tokens", [True, 1.0, np.timedelta64(3), np.timedelta64(3, "s")]),
-    ("SamplingParams", "temperature", [False, math.inf, np.timedelta64(3), np.timedelta64(3, "s")]),
-    ("SamplingParams", "stop_token_ids", [[True], [-1], {5: 6}, b"ab", 0, itertools.count()]),
-    ("EngineConfig", "chunk", [True, None]),
-    ("EngineConfig", "policy", [5, None, "fifo", "\0.py:X", "a" * 5000 + ".py:X"]),
-    ("EngineConfig", "policy_options", [0, None, [], {"x": 1}, {1: 2}, {"chunk": 2}]),
-    ("EngineConfig", "attention", [5, None]),
-    ("EngineConfig", "prefix_caching", [1, np.True_]),
-    ("Engine", "model", [None, "llama-tiny", MODEL.config, GPT, ON_META]),
-    ("Engine", "tokenizer", ["x", 0, Tokenizer, *BROKEN_TOKENIZERS]),
-    ("Engine", "clock", [5, None]),
-    ("Engine", "policy_options", [0, False, "", {"clock": time.monotonic}]),
-    ("with_config", "config", [5, {}]),
-    ("add_request", "params", [0, False, "", {}]),
-    ("add_request", "prompt", [None, [True], {1: 2}, {1, 2}, b"ab", torch.tensor([True]), NESTED]),
-    ("add_request", "prompt", [NO_VALUES, [NO_VALUES], torch.tensor([1, 2]).to_sparse()]),
-    ("add_request", "prompt", [range(10**9), range(10**30), itertools.repeat(1), NoRepr()]),
-    ("add_request", "arrival", [math.nan, True, "now"]),
-    ("add_request", "request_id", [True, 0]),
-    ("generate", "prompts", [None, 5, "text", {1: 2}, {(1, 2)}, [[1], [61]]]),
-    ("generate", "prompts", [NO_VALUES, [NO_VALUES] * 2, range(10**9), itertools.repeat([1])]),
-    (
-        "generate",
-        "params",
-        [NO_VALUES, itertools.count(), 0, False, [ONE_TOKEN], [ONE_TOKEN, 0], "xy"],
+def scaling(**changes):
+    """A RopeScaling with changes."""
+    sizes = dict(
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_positions=64,
+    )
+    return RopeScaling(**sizes | changes)
+
+
+def scheduler(**changes):
+    """A scheduler with options."""
+    sizes = dict(
+        policy="dynamic",
+        pages=Pages(8, 8),
+        chunk=8,
+        max_batch=2,
+        max_len=32,
+    )
+    return make_scheduler(**sizes | changes)
+
+
+def with_config(**changes):
+    """An engine with the config of another."""
+    return Engine(**dict(model=MODEL, config=IDLE.config) | changes)
+
+
+def priority(**options):
+    """An engine of the policy `priority` with these options."""
+    return small_engine(policy="priority", policy_options=options)
+
+
+def model(**changes):
+    """A model without weights."""
+    return GPT(**dict(config=MODEL.config, seed=None) | changes)
+
+
+CALLS = {
+    SamplingParams: SAMPLING,
+    preset: GEOMETRY,
+    scaling: SCALING,
+    EngineConfig: CONFIG,
+    small_engine: ENGINE,
+    with_config: dict(config=besides(optional(instance(IDLE.config)), {})),
+    add_request: REQUEST,
+    generate: GENERATE,
+    BUSY.abort: dict(request_id=Kind([], [*NO_NUMBERS, -1, 7])),
+    scheduler: SCHEDULER,
+    priority: dict(
+        ttft_slo=POSITIVE,
+        tbt_slo=optional(POSITIVE),
+        ageing=POSITIVE,
+        tile=SIZE,
     ),
-    ("generate", "progress", [1, "yes"]),
-    ("abort", "request_id", ["x", None, True, -1, 7]),
-    ("make_scheduler", "pages", [None, 8]),
-    ("make_scheduler", "clock", [5, None]),
-    ("make_scheduler", "tile", [True]),
-    ("make_scheduler", "profile", [5, [(1, 2)], [(BatchShape(decodes=1), "1")], NO_VALUES]),
-    ("GPT", "config", [None, "llama-tiny"]),
-    ("GPT", "device", ["nonsense", "cuda:99", 5, None]),
-    ("GPT", "dtype", ["float32", torch.int64, torch.complex64, None]),
-    ("GPT", "seed", [1.5, "0", True, [], 2**64, -(2**63) - 1]),
+    model: MODEL_ARGUMENTS,
+}
+NAMES = {  # what errors may call an argument
+    "prompts": "prompts?",  # one of several
+    "policy_options": r"policy_options|\w+",
+}
+ROWS = [(call, argument) for call, kinds in CALLS.items() for argument in kinds]
+
+
+@pytest.mark.parametrize("call, argument", ROWS, ids=lambda part: getattr(part, "__name__", part))
+def test_wrong_values_are_refused_in_one_line_and_right_ones_are_not(call, argument):
+    kind = CALLS[call][argument]
+    name = NAMES.get(argument, argument)
+    before = state(BUSY), state(IDLE)
+    for value in kind.wrong:
+        with pytest.raises(ValueError) as refused:
+            call(**{argument: value})
+        message = str(refused.value)
+        assert re.search(rf"\b({name})[=:]", message), message
+        assert message.isprintable()
+        assert len(message) < 400
+        assert re.match(rf"({name})\b", getattr(refused.value, "argument", "") or argument)
+        assert (state(BUSY), state(IDLE)) == before
+    for value in kind.right:
+        call(**{argument: value})
+
+
+WHOLE = "must be a whole number of at least"
+MESSAGES = [  # a call, its arguments, and what it says
+    (add_request, dict(prompt=[]), "prompt: must hold at least 1 token"),
+    (
+        add_request,
+        dict(prompt=[1, 61]),
+        "prompt: token 61 is out of range, the vocabulary is 0 … 60",
+    ),
+    (add_request, dict(prompt="text"), "prompt='text': no tokenizer here, give token ids"),
+    (
+        add_request,
+        dict(prompt=[1] * 30, params=SamplingParams(99)),
+        "prompt of 30 tokens + max_new_tokens=99: must not exceed max_len=128",
+    ),
+    (
+        add_request,
+        dict(params=SamplingParams(1, stop="a")),
+        "stop=('a',): no tokenizer here, give token ids",
+    ),
+    (generate, dict(prompts="abc"), "prompts='abc': must be a list of prompts"),
+    (generate, dict(params=[ONE_TOKEN]), "params: 1 given for 2 prompts"),
+    (SamplingParams, dict(stop=[1]), "stop=[1]: must be a text or a list of texts"),
+    (SamplingParams, dict(seed=2**63), f"seed={2**63}: {WHOLE} {-(2**63)} and at most {2**63 - 1}"),
+    (EngineConfig, dict(prefix_caching=1), "prefix_caching=1: must be True or False"),
+    (
+        EngineConfig,
+        dict(page_size=16, max_len=16, prefix_caching=True),
+        "page_size=16: must be below max_len=16, for prefix_caching",
+    ),
+    (small_engine, dict(policy="fifo"), "policy='fifo': must be one of request-level"),
+    (small_engine, dict(max_len=513), "max_len=513: must be at most 512"),
+    (small_engine, dict(page_size=41), "page_size=41: must be at most max_len=32"),
+    (small_engine, dict(pages=3), "pages=3: a request of max_len=32 takes 4 pages"),
+    (small_engine, dict(pages=2**28 + 1), f"pages={2**28 + 1}: {WHOLE} 1 and at most {2**28}"),
+    (small_engine, dict(pages=2**28), "pages=268435456, page_size=8: takes"),
+    (
+        small_engine,
+        dict(pages=None, max_batch=2**40),
+        "max_batch=1099511627776, max_len=32: takes",
+    ),
+    (
+        small_engine,
+        dict(
+            prefix_caching=True,
+            max_len=512,
+            page_size=512,
+            pages=2,
+        ),
+        "page_size=512: must be below max_len=512",
+    ),
+    (
+        small_engine,
+        dict(policy_options=dict(tile=2)),
+        "tile=2: policy 'orca' has no such option, only []",
+    ),
+    (scheduler, dict(policy="sarati"), "policy='sarati': must be one of"),
+    (scheduler, dict(tbt_slo=0), "tbt_slo=0: must be a finite number above 0"),
+    (priority, dict(ttft_slo=math.nan), "ttft_slo=nan: must be a finite number above 0"),
+    (GPTConfig.preset, dict(name="llama-99b"), "preset='llama-99b': must be one of"),
+    (GPT, dict(config=MODEL.config, device="meta"), "device='meta': "),
 ]
-KNOWN = [(target, argument, v) for target, argument, values in REFUSED for v in values]
-IDS = [f"{target} {argument}" for target, argument, _ in KNOWN]
 
 
-@pytest.mark.parametrize("target, argument, value", KNOWN, ids=IDS)
-def test_a_wrong_value_is_refused_in_one_line(target, argument, value):
-    check(target, argument, value)
-    assert not TARGETS[target][0][argument](value)
+@pytest.mark.parametrize("call, arguments, message", MESSAGES)
+def test_an_error_says_what_is_allowed(call, arguments, message):
+    with pytest.raises(ValueError) as refused:
+        call(**arguments)
+    assert str(refused.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "call, arguments, message",
+    [
+        (SamplingParams, dict(max_tokens=1), "max_tokens: did you mean max_new_tokens?"),
+        (small_engine, dict(polcy="vllm"), "polcy: did you mean policy?"),
+        (EngineConfig, dict(no_such=2), "no_such: there is no such argument"),
+        (with_config, dict(chunk=2), "chunk: give these to the EngineConfig"),
+    ],
+)
+def test_an_unknown_argument_is_a_type_error(call, arguments, message):
+    with pytest.raises(TypeError) as refused:
+        call(**arguments)
+    assert str(refused.value) == message
 
 
 def test_an_error_knows_its_argument_and_a_rank_can_send_it():
@@ -480,68 +459,36 @@ def test_an_error_knows_its_argument_and_a_rank_can_send_it():
     assert (str(sent), sent.argument) == (str(refused.value), "chunk")
 
 
-def test_an_unknown_keyword_is_a_type_error():
-    for _, call in TARGETS.values():
-        with pytest.raises((TypeError, ValueError), match="nonsense"):
-            call(busy_engine(), nonsense=1)
-
-
-def test_small_integers_of_numpy_do_not_overflow():
-    sizes = {name: np.uint8(200) for name in ("chunk", "max_batch", "max_len")}
-    sizes |= dict(pages=np.uint8(100), page_size=np.uint8(16))
+def test_numbers_of_numpy_become_ints_and_floats():
+    names = ("chunk", "max_batch", "max_len")
+    sizes = dict.fromkeys(names, np.uint8(200)) | dict(pages=np.uint8(100), page_size=np.uint8(16))
     config = EngineConfig("sarathi", policy_options=dict(tile=np.uint8(7)), **sizes)
     made = config.scheduler(time.monotonic)
     assert (made.chunk, made.max_batch, made.max_len, made.budget) == (200, 200, 200, 196)
     assert {type(made.max_len), type(made.budget), type(made.pages.total)} == {int}
-    config = GPTConfig.preset("llama-tiny", n_head=np.uint8(16), n_embd=np.uint8(224))
-    assert type(config.n_head) is int and config.n_embd * config.n_head == 3584
-    config = EngineConfig(max_batch=np.uint8(200), max_len=np.uint8(200), pages=np.uint8(9))
-    assert type(config.max_batch * config.max_len * config.pages) is int
+    geometry = preset(n_head=np.uint8(16), n_embd=np.uint8(224), rope_theta=np.int64(500))
+    assert {type(geometry.n_head), type(geometry.n_embd)} == {int}
+    factors = scaling(factor=np.float32(8), low_freq_factor=np.float32(1))
+    numbers = [geometry.rope_theta, factors.factor, factors.low_freq_factor]
+    assert numbers == [500.0, 8.0, 1.0]
+    assert {type(value) for value in numbers} == {float}
 
 
 @pytest.mark.parametrize("processes", ["0", "", "two", "-1", "1.5"])
 def test_a_number_of_processes_that_makes_no_sense_is_named(processes, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
     with pytest.raises(ValueError, match=f"^LOCAL_WORLD_SIZE='?{processes}'?: must be a whole"):
-        Engine(**SMALL)
-
-
-def test_numbers_of_numpy_become_floats_in_a_geometry():
-    scaling = RopeScaling(np.float32(8), np.float32(1), np.float32(4), np.int64(64))
-    config = GPTConfig(norm_eps=np.float32(0.5), rope_theta=np.int64(500), rope_scaling=scaling)
-    floats = [config.norm_eps, config.rope_theta, scaling.factor, scaling.low_freq_factor]
-    assert floats == [0.5, 500.0, 8.0, 1.0]
-    assert {type(value) for value in floats} == {float}
-
-
-def test_random_weights_need_memory():
-    with pytest.raises(ValueError, match="^device='meta': .* must have seed=None$"):
-        GPT(MODEL.config, "meta")
+        small_engine()
 
 
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, None, "x", True, 1j, 10**400])
 def test_a_clock_that_returns_no_seconds_is_named(seconds):
-    engine = Engine(**SMALL | dict(clock=lambda: seconds))
+    engine = small_engine(clock=lambda: seconds)
     with pytest.raises(ValueError, match=r"^clock\(\)="):
         engine.add_request([1], ONE_TOKEN)
     engine.add_request([1], ONE_TOKEN, arrival=0.0)
     with pytest.raises(ValueError, match=r"^clock\(\)="):
         engine.step()
-
-
-@pytest.mark.parametrize(
-    "sizes, cause",
-    [
-        (dict(page_size=2**31), "page_size=2147483648: must be at most max_len=2048"),
-        (dict(max_batch=2**40), "max_batch=1099511627776, max_len=2048: takes"),
-        (dict(pages=2**40), "pages=1099511627776: must be .* at most 268435456"),
-        (dict(page_size=16, pages=2**28), "pages=268435456, page_size=16: takes"),
-    ],
-)
-def test_the_size_that_was_wrong_is_named(sizes, cause):
-    model = tiny_model(max_positions=4096)
-    with pytest.raises(ValueError, match=f"^{cause}"):
-        Engine(model, **sizes)
 
 
 @pytest.mark.parametrize(
@@ -553,7 +500,13 @@ def test_the_size_that_was_wrong_is_named(sizes, cause):
     ],
 )
 def test_the_sizes_of_a_model_that_does_not_fit_are_named(sizes):
-    small = dict(n_layer=1, n_head=1, n_kv_head=1, n_embd=8, n_inner=8, vocab_size=8, head_dim=8)
+    names = ("n_layer", "n_head", "n_kv_head")
+    small = dict.fromkeys(names, 1) | dict(
+        n_embd=8,
+        n_inner=8,
+        vocab_size=8,
+        head_dim=8,
+    )
     with pytest.raises(ValueError, match="takes .* GB are free") as error:
-        GPT(GPTConfig.preset("llama-tiny", **small | sizes))
+        GPT(preset(**small | sizes))
     assert all(f"{name}={size}" in str(error.value) for name, size in sizes.items())

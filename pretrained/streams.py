@@ -1,0 +1,153 @@
+"""Tokens as text while they come: streams of characters, up to a stop string.
+
+A single token may have no text: an emoji may take three, and some tokenizers drop the space before
+the first word. So text is streamed as the bytes of tokens, each decoded after the one before. Read
+first: tokenizers.py. Read next: text.py."""
+
+import codecs
+from collections.abc import Collection, Sequence
+from itertools import islice
+
+from errors import refusing
+from pretrained.tokenizers import Tokenizer
+from request import Completion, Event
+
+LONGEST_CHARACTER = 4  # in bytes, and so in tokens
+HALF_A_CHARACTER = "\ufffd"  # how bytes that are no text yet are decoded
+utf8_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+def decode_output(tokenizer: Tokenizer, tokens: Sequence[int], prompt_len: int) -> str:
+    """The text of tokens[prompt_len:], as a TextStream writes it."""
+    stream = TextStream(tokenizer, tokens[:prompt_len])
+    return "".join([stream.push(token) for token in tokens[prompt_len:]]) + stream.flush()
+
+
+def write_text(
+    completion: Completion,
+    tokenizer: Tokenizer,
+    stop_token_ids: Collection[int],
+    stops: Sequence[str],
+) -> None:
+    """Set the text of a completion: its output, without a stop token, up to the first stop string.
+
+    If the tokenizer fails, it ends this completion with an error, and no others."""
+    output = completion.tokens
+    if completion.finish_reason == "stop" and output[-1] in stop_token_ids:
+        output = output[:-1]
+    prompt = list(completion.prompt)
+    try:
+        with refusing("the tokenizer failed"):
+            text = decode_output(tokenizer, [*prompt, *output], len(prompt))
+    except ValueError as error:
+        completion.finish_reason = "error"
+        completion.error = str(error)
+        return
+    completion.text = text[: min([text.find(stop) for stop in stops if stop in text], default=None)]
+
+
+def has_stop(tokenizer: Tokenizer, output: Sequence[int], stops: Sequence[str]) -> bool:
+    """Whether a stop string is in the text of the last tokens, as many as may hold one.
+
+    True if the tokenizer fails: then `write_text` says why."""
+    longest = max(len(stop) for stop in stops)
+    first = len(output)
+    text = ""
+    try:
+        with refusing("the tokenizer failed"):
+            while first > 0 and len(text) <= longest:
+                first = max(0, first - longest - 1)  # some tokens may have no text
+                text = tokenizer.decode(output[first:])
+    except ValueError:
+        return True
+    return any(stop in text for stop in stops)
+
+
+class TextStream:
+    """Decodes the tokens that follow a prompt, one at a time.
+
+    Its texts, joined, are `decode` of all tokens, but for two cases. Bytes that are no text are one
+    replacement character for each that cannot go on, also with a tokenizer that writes one for each
+    byte. And a character that the prompt begins is in the text if the output goes on with it."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+        self.token = b""  # the bytes of the token that was pushed last
+        self._tokenizer = tokenizer
+        self._utf8 = utf8_decoder("replace")
+        self._context: list[int] = []  # the last whole token decides on the next one's space
+        self._begun = b""  # of a character that the prompt ends within
+        with_text = (token for token in reversed(prompt) if not tokenizer.is_silent(token))
+        for token in reversed(list(islice(with_text, LONGEST_CHARACTER))):
+            self.push(token)
+        self._begun, _ = self._utf8.getstate()
+
+    def push(self, token_id: int) -> str:
+        """The text that `token_id` completes; "" if it completes none."""
+        self.token = self._bytes(token_id)
+        if self._begun and self.token:
+            if not _goes_on(self._begun, self.token[:1]):
+                self._utf8.reset()
+            self._begun = b""
+        return self._utf8.decode(self.token)
+
+    def flush(self) -> str:
+        """The text that is left after the last token: that of a character without its end."""
+        return "" if self._begun else self._utf8.decode(b"", final=True)
+
+    def _bytes(self, token_id: int) -> bytes:
+        """The bytes of a token in its place."""
+        decode = self._tokenizer.decode
+        before = decode(self._context)
+        text = decode([*self._context, token_id])[len(before) :]
+        if not text and self._tokenizer.is_silent(token_id):
+            return b""
+        known = self._tokenizer.token_bytes(token_id) if HALF_A_CHARACTER in text else None
+        if known is not None:
+            return known
+        self._context = [token_id]
+        return text.encode()
+
+
+def _goes_on(beginning: bytes, byte: bytes) -> bool:
+    """Whether a character that begins with these bytes may go on with another one."""
+    try:
+        utf8_decoder("strict").decode(beginning + byte)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+class Writer:
+    """Writes the text of a request, up to the first of the strings `stops`.
+
+    Text that may be the beginning of a stop string is held back until that is certain."""
+
+    def __init__(self, stream: TextStream, stops: Sequence[str]) -> None:
+        self.stream = stream
+        self.stops = stops
+        self.held = ""  # text that is not certain
+        self.length = 0  # in characters, with `held`
+
+    def push(self, event: Event) -> tuple[str, str | None]:
+        """(text, finish_reason) of an event: the text that is certain with it, and "stop" for a
+        stop string, too. A stop token is no part of the text."""
+        reason = event.finish_reason
+        text = "" if reason == "stop" else self.stream.push(event.token)
+        if reason:
+            text += self.stream.flush()
+        self.held += text
+        self.length += len(text)
+        stop_at = [self.held.find(stop) for stop in self.stops if stop in self.held]
+        if stop_at:
+            return self.held[: min(stop_at)], "stop"
+        certain = len(self.held) if reason else self._certain_length()
+        text = self.held[:certain]
+        self.held = self.held[certain:]
+        return text, reason
+
+    def _certain_length(self) -> int:
+        """How many characters of `held` come before what may be the beginning of a stop string."""
+        for i in range(len(self.held)):
+            if any(stop.startswith(self.held[i:]) for stop in self.stops):
+                return i
+        return len(self.held)

@@ -1,0 +1,138 @@
+"""How much memory there is decides how many pages there are, and how a model is laid out."""
+
+import pytest
+import torch
+
+from engine import Engine
+from hardware.memory import pages_that_fit, small_page_size
+from kv_cache import KVCache, kv_bytes_per_token
+from model import GPT, GPTConfig
+from speedups.runner import Runner
+from tests.helpers import tiny_model
+
+MODEL = tiny_model(n_kv_head=2)
+
+
+@pytest.fixture
+def let_be_free(monkeypatch):
+    """Sets the memory that is free."""
+
+    def let(free):
+        monkeypatch.setattr("hardware.memory.free_bytes", lambda device: free)
+
+    return let
+
+
+def test_kv_bytes_are_known_before_they_are_allocated():
+    for pages, page_size, dtype in [(1, 7, torch.float64), (5, 40, torch.bfloat16)]:
+        data = KVCache(MODEL.config, pages, page_size, dtype=dtype).data
+        assert pages * page_size * kv_bytes_per_token(MODEL.config, dtype) == data.nbytes
+    thirteen_b = GPTConfig.preset("llama-13b")  # 40 layers * 2 * 5,120 * 2 bytes
+    assert kv_bytes_per_token(thirteen_b, torch.float16) == 819_200
+
+
+def test_pages_that_fit_are_the_formula(let_be_free):
+    # LLaMA-13B, SARATHI §4.3.1: 40 layers, 5,120 wide, K and V, 2 bytes; 22 GB for them
+    model = GPT(GPTConfig.preset("llama-13b"), "meta", torch.float16, seed=None)
+    let_be_free(44 * 10**9)  # half is left
+    assert pages_that_fit(model, 1024, 1024) == 26  # 22e9 / (819,200 * 1,024) = 26.2
+    assert pages_that_fit(model, 2048, 2048) == 13
+    assert pages_that_fit(model, 2048, 16) == 1678
+    let_be_free(10)
+    with pytest.raises(ValueError, match="max_len=2048: .* takes 1.7 GB of KV cache, 0.0 GB are"):
+        pages_that_fit(model, 2048, 16)
+
+
+@pytest.mark.parametrize(
+    "device, max_len, size",
+    [
+        ("cpu", 4096, 64),
+        ("cpu", 41, 21),
+        ("cuda", 4096, 256),
+        ("cuda:1", 512, 256),
+        ("cuda", 510, 64),  # not 255, which flash does not read either
+        ("cuda", 41, 21),
+    ],
+)
+def test_small_pages_are_those_that_attention_reads_fastest(device, max_len, size):
+    assert small_page_size(max_len, torch.device(device)) == size
+    assert small_page_size(max_len, device) == size
+
+
+def test_a_runner_is_refused_more_pages_than_fit(let_be_free):
+    let_be_free(4 * 8 * kv_bytes_per_token(MODEL.config, MODEL.dtype))
+    assert Runner(MODEL, 4, 8).cache.pages == 4
+    with pytest.raises(ValueError, match="pages=5, page_size=8: takes"):
+        Runner(MODEL, 5, 8)
+
+
+def test_without_a_batch_size_memory_decides(let_be_free):
+    per_token = 2 * 2 * 2 * 8 * 8
+    let_be_free(2 * (7 * 40 * per_token + 99))  # half of it is left to others
+    engine = Engine(MODEL, max_len=40)
+    assert engine.scheduler.max_batch == engine.runner.cache.pages == 7
+    with pytest.raises(ValueError, match="max_len=400: one request takes"):
+        Engine(MODEL, max_len=400)
+    let_be_free(10**7)
+    assert Engine(MODEL, max_len=4).scheduler.max_batch == 256  # however much there is
+    with pytest.raises(ValueError, match="max_batch=1000, max_len=40: takes 0.0 GB, 0.0 GB"):
+        Engine(MODEL, max_len=40, max_batch=1000)
+
+
+def test_sarathi_is_aligned_to_the_tile_on_cuda_only(monkeypatch):
+    def budget(**options):
+        sizes = dict(chunk=300, max_batch=3, max_len=400)
+        engine = Engine(MODEL, policy="sarathi", policy_options=options, **sizes)
+        return engine.scheduler.budget
+
+    assert budget() == 300
+    monkeypatch.setattr(GPT, "device", torch.device("cuda"))
+    monkeypatch.setattr("engine.Runner", lambda *_: None)
+    monkeypatch.setattr("hardware.memory.check_memory", lambda *_: None)
+    assert [budget(), budget(tile=64), budget(tile=100)] == [256, 256, 300]
+
+
+def test_a_model_that_could_not_be_moved_is_as_it_was():
+    model = tiny_model(tie_embeddings=True)
+    with pytest.raises(ZeroDivisionError):
+        model._apply(lambda tensor: 1 / 0)
+    assert model.head.weight is model.token_embedding.weight
+    assert model.device.type == "cpu"
+
+
+def test_random_weights_follow_gpt2():
+    config = GPTConfig("gpt2", 512, 8, 4, 128)
+    for name, p in GPT(config).named_parameters():
+        if p.ndim == 1:
+            assert (p == ("norm.weight" in name)).all()
+        else:
+            is_residual = name.endswith(("postproj.weight", "ffn_ln2.weight"))
+            std = 0.02 / 4 if is_residual else 0.02  # 4 = sqrt(2 * 8 layers)
+            assert p.std().item() == pytest.approx(std, rel=0.1)
+    first, again, other = (GPT(config, seed=seed).head.weight for seed in (5, 5, 6))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+PUBLISHED_SIZES = {
+    "gpt2": 124e6,
+    "gpt2-medium": 355e6,
+    "gpt2-large": 774e6,
+    "gpt2-xl": 1558e6,
+    "llama-7b": 6.74e9,
+    "llama-13b": 13.02e9,
+    "llama-33b": 32.5e9,
+    "llama-65b": 65.3e9,
+    "llama2-70b": 69.0e9,
+    "llama3-8b": 8.03e9,
+    "mistral-7b": 7.24e9,
+    "yi-34b": 34.4e9,
+    "llama-160m": pytest.approx(190e6, rel=0.16),
+}
+
+
+@pytest.mark.parametrize("name, size", PUBLISHED_SIZES.items())
+def test_presets_have_their_published_size(name, size):
+    model = GPT(GPTConfig.preset(name), "meta", seed=None)
+    count = sum(p.numel() for p in model.parameters())
+    assert count == size or count == pytest.approx(size, rel=0.01)

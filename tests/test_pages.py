@@ -1,0 +1,225 @@
+"""Pages: who owns them, which are found again, and who is evicted first."""
+
+import sys
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.pages import CachedPages, make_pages
+from request import Request
+from tests.helpers import check_integrity, named
+
+
+def hashes_of(pages, tokens):
+    """The hashes of all full pages of these tokens."""
+    return pages.hashes(Request(0, list(tokens), len(tokens), 1))
+
+
+@dataclass(eq=False)
+class Table:
+    """A block table."""
+
+    tokens: list
+    pages: list
+    full: int  # how many of its pages are full and published
+
+
+class Model:
+    """Pages of two tokens, and what must be true of them."""
+
+    def __init__(self, total):
+        self.pages = CachedPages(total, 2)
+        self.total = total
+        self.tables = []
+        self.content = {}  # all tokens up to the end of a page -> the page that is found
+        self.left = []  # the found ones that nobody reads, the one left longest ago first
+
+    @property
+    def readers(self):
+        """page -> in how many block tables it is."""
+        return Counter(page for table in self.tables for page in table.pages)
+
+    def allocate(self, count, after=None):
+        """Blank pages, and where these are not enough those left longest ago; side by side where
+        that is possible."""
+        blank = set(range(self.total)).difference(self.content.values(), self.readers)
+        evicted = self.left[: max(0, count - len(blank))]
+        allowed = blank.union(evicted)
+        runs = "".join(".x"[page in allowed] for page in range(self.total)).split(".")
+        pages = self.pages.allocate(count, after)
+        assert len(set(pages)) == count
+        assert allowed.issuperset(pages)
+        if after is not None:
+            assert pages == [after + 1] or after + 1 not in allowed
+        else:
+            in_a_row = list(range(pages[0], pages[0] + count))
+            assert pages == in_a_row or count > max(map(len, runs))
+        self.content = {key: page for key, page in self.content.items() if page not in evicted}
+        self.left = self.left[len(evicted) :]
+        return pages
+
+    def admit(self, tokens):
+        """A new block table, if there is memory."""
+        found = []
+        for end in range(2, len(tokens), 2):  # at least one token is left
+            if tuple(tokens[:end]) not in self.content:
+                break
+            found.append(self.content[tuple(tokens[:end])])
+        hashes = hashes_of(self.pages, tokens)
+        assert len(hashes) == len(tokens) // 2
+        assert self.pages.match_prefix(hashes[: (len(tokens) - 1) // 2]) == found
+        count = self.pages.needed(len(tokens)) - len(found)
+        unread = set(found).difference(self.readers)
+        assert self.pages.count_free(found) == len(unread)
+        if count + len(unread) > self.pages.num_free:
+            assert self.pages.allocate(self.pages.num_free + 1) is None
+            return
+        self.pages.take(found)
+        self.left = [page for page in self.left if page not in found]
+        table = Table(tokens, found, full=len(found))
+        self.tables.append(table)
+        table.pages = found + self.allocate(count)
+
+    def compute(self, table, count):
+        """Some more of its pages are full."""
+        end = min(table.full + count, len(table.tokens) // 2)
+        hashes = hashes_of(self.pages, table.tokens)
+        self.pages.publish(table.pages[table.full : end], hashes[table.full : end])
+        for i in range(table.full, end):
+            self.content.setdefault(tuple(table.tokens[: 2 * i + 2]), table.pages[i])
+        table.full = end
+
+    def grow(self, table, token):
+        """One token more, and a page for it where there is none."""
+        if len(table.tokens) == 2 * len(table.pages):
+            if not self.pages.num_free:
+                assert self.pages.allocate(1, after=table.pages[-1]) is None
+                return
+            table.pages += self.allocate(1, after=table.pages[-1])
+        table.tokens = [*table.tokens, token]
+
+    def free(self, table):
+        """A block table is given back."""
+        self.pages.free(table.pages)
+        self.tables.remove(table)
+        found = set(self.content.values()).difference(self.readers)
+        self.left += [page for page in reversed(table.pages) if page in found]
+
+    def check(self):
+        """What must hold between any two actions."""
+        pages = self.pages
+        check_integrity(pages, [table.pages for table in self.tables])
+        assert pages.num_free == self.total - len(self.readers)
+        assert named(pages) == set(self.content.values())
+        for tokens, page in self.content.items():  # whoever began so, and ended or not
+            assert pages.match_prefix(hashes_of(pages, tokens)[-1:]) == [page]
+        for page in set(range(self.total)).difference(self.readers):
+            with pytest.raises(RuntimeError, match=f"page {page} was freed but is not owned"):
+                pages.free([page])
+
+
+@settings(deadline=None)
+@given(st.data(), st.integers(4, 12))
+def test_pages_are_found_shared_and_given_away_as_they_promise(data, total):
+    model = Model(total)
+    token = st.integers(0, 1)
+    actions = [model.admit, model.compute, model.admit, model.compute, model.grow, model.free]
+    for _ in range(data.draw(st.integers(0, 40))):
+        action = data.draw(st.sampled_from(actions))
+        if action == model.admit or not model.tables:
+            model.admit(data.draw(st.lists(token, min_size=1, max_size=8)))
+        else:
+            table = data.draw(st.sampled_from(model.tables))
+            arguments = {model.compute: [st.integers(1, 4)], model.grow: [token], model.free: []}
+            action(table, *map(data.draw, arguments[action]))
+        model.check()
+    for table in list(model.tables):
+        model.free(table)
+    model.check()
+    assert model.allocate(total) == list(range(total))  # all runs have joined
+    assert named(model.pages) == set()
+
+
+def test_a_page_hash_stands_for_all_tokens_up_to_its_end():
+    pages = CachedPages(4, 2)
+    beginnings = [[1, 2], [2, 1], [1, 258], [0, 1], [256, 1], [1, 0], [1, 2, 1, 2], [3, 4, 1, 2]]
+    beginnings += [[1, 2, 1, 2, 1, 2], [0, 0], [0, 0, 0, 0], [2**40, 1], [1, 2**40]]
+    last = {hashes_of(pages, tokens)[-1] for tokens in beginnings}
+    assert len(last) == len(beginnings)
+    growing = Request(0, [1, 2, 3], 3, 9)
+    assert pages.hashes(growing) == hashes_of(pages, [1, 2])
+    growing.tokens += [4, 5, 6, 7]  # goes on where it was
+    assert pages.hashes(growing) == hashes_of(pages, (1, 2, 3, 4, 5, 6))
+
+
+def test_the_least_recently_used_page_goes_first_from_the_end():
+    pages = CachedPages(5, 1)
+    old = pages.allocate(3)
+    new = pages.allocate(2)
+    for table, tokens in ((old, [1, 2, 3]), (new, [4, 5])):
+        pages.publish(table, hashes_of(pages, tokens))
+        pages.free(table)
+    pages.take(old[:1])
+    pages.free(old[:1])  # left later than all others
+    evicted = [pages.allocate(1) for _ in range(5)]
+    assert evicted == [old[2:], old[1:2], new[1:], new[:1], old[:1]]
+
+
+def test_a_request_grows_into_the_next_page_even_if_that_is_the_last():
+    pages = make_pages(4, 2)
+    assert pages.allocate(3) == [0, 1, 2]
+    pages.free([0])
+    assert pages.allocate(1, after=2) == [3]
+    assert pages.allocate(1, after=3) == [0]
+
+
+def interrupted_at_line(place, function, *arguments):
+    """Call a function, with KeyboardInterrupt at a line of it. Returns whether it had so many."""
+    lines = 0
+
+    def trace(frame, event, arg):
+        nonlocal lines
+        lines += event == "line"
+        if lines == place:
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        function(*arguments)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_an_interrupt_in_publish_leaves_no_hash_of_other_content(again):
+    """At each line of it, of two pages that had other hashes; and then it is done again, or not."""
+    place = 0
+    was_interrupted = True
+    while was_interrupted:
+        place += 1
+        pages = CachedPages(2, 1)
+        before, hashes, after = (hashes_of(pages, pair) for pair in ([1, 2], [3, 4], [5, 6]))
+        old_table = pages.allocate(2)
+        pages.publish(old_table, before)
+        pages.free(old_table)
+        table = pages.allocate(2)
+        was_interrupted = interrupted_at_line(place, pages.publish, table, hashes)
+        if again:
+            pages.publish(table, hashes)
+            assert pages.match_prefix(hashes) == table
+        check_integrity(pages, [table])
+        pages.free(table)
+        check_integrity(pages, [])
+        table = pages.allocate(2)
+        assert named(pages) == set()
+        pages.publish(table, after)
+        assert not any(pages.match_prefix([each]) for each in (*before, *hashes))
+        check_integrity(pages, [table])
+    assert place > 5
