@@ -2,6 +2,7 @@
 
 The claims themselves are tested in test_claims.py."""
 
+import ast
 import json
 import re
 import shutil
@@ -15,7 +16,7 @@ import torch
 
 import bench
 from config import EngineConfig
-from lab.claims import report
+from lab.claims import provenance, report
 from lab.claims.checks import less
 from lab.claims.claim import Finding
 from lab.claims.claims import CLAIMS
@@ -280,6 +281,30 @@ def test_the_list_says_what_there_is_and_what_is_done(claims, tmp_path, capsys):
     assert f"{title} ({full} s)\n" in capsys.readouterr().out
     assert claims.take() == [] and not (tmp_path / "new").exists()
     assert (tmp_path / "paper.json").stat().st_mtime_ns == before
+
+
+def test_a_result_says_how_old_it_is_if_the_code_has_changed(claims, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(provenance, "git", lambda *words: "47")
+    records = run(tmp_path, "--only SS-F10")
+    kept = records["SS-F10"]["provenance"]
+    assert kept["code"] == provenance.code_hash() and kept["commit"] == "47"
+    assert provenance.age(kept) == provenance.age({}) == ""
+    records["SS-F10"]["provenance"] = kept | {"code": "another"}
+    (tmp_path / "paper.json").write_text(json.dumps({"claims": records}))
+    capsys.readouterr()
+    bench.main([*TINY, "--out", str(tmp_path), "--list", "--only", "SS-F10"])
+    assert ", done, measured 47 commits ago)\n" in capsys.readouterr().out
+
+
+def test_the_hash_of_code_knows_no_words_but_all_imports():
+    one = 'def f(x):\n    """Words."""\n    return x  # more\n'
+    other = "def f(x):\n\n    return x\n"
+    dumps = [ast.dump(provenance.tree_of(source)) for source in (one, other, one + "f(1)\n")]
+    assert dumps[0] == dumps[1] != dumps[2]
+    source = "import lab.claims\ndef f():\n    from lab.claims import labs\n    import json\n"
+    files = provenance.imported_by(provenance.tree_of(source))
+    names = {str(file.relative_to(ROOT)) for file in files}
+    assert names == {"lab/claims/__init__.py", "lab/claims/labs.py"}
 
 
 def test_the_report_is_markdown_of_what_is_kept(claims, tmp_path, capsys):

@@ -6,7 +6,7 @@ end of results/README.md. Read first: claim.py and claims.py. Read next: lab/com
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from lab.claims.claim import Claim, Finding, Published
 from lab.claims.claims import CLAIMS
 from lab.claims.labs import Lab
 from lab.claims.picture import draw
+from lab.claims.provenance import provenance
 from lab.claims.table import Table, X
 from lab.measure.machine_info import RealMachineInfo
 from views.tables import Cell, format_table
@@ -40,6 +41,7 @@ class Record:
     options: dict[str, Any]  # what it was measured with and on
     text: str  # in Markdown
     tables: list[dict[str, Any]]  # see Table.to_json
+    provenance: dict[str, str] = field(default_factory=dict)  # {}: of an older version
 
     def headline(self, title: str) -> dict[str, str]:
         """The number that stands in summaries; if there is none, the title without numbers."""
@@ -107,6 +109,7 @@ def measure_claim(claim: Claim, lab: Lab, options: dict[str, Any]) -> Record:
         options=options,
         text="\n\n".join(part for part in parts if part),
         tables=[table.to_json() for table in finding.tables],
+        provenance=provenance(),
     )
 
 
@@ -143,7 +146,9 @@ def read_results(directory: Path) -> dict[str, Record]:
         return {}
     names = {field.name for field in fields(Record)}
     claims = json.loads(file.read_text("utf-8"))["claims"]
-    return {key: Record(**row) for key, row in claims.items() if row.keys() == names}
+    return {
+        key: Record(**row) for key, row in claims.items() if row.keys() | {"provenance"} == names
+    }
 
 
 def save_results(results: Results, machine: RealMachineInfo, directory: Path) -> None:

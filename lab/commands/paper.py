@@ -31,6 +31,7 @@ from lab.claims import report
 from lab.claims.claim import Claim
 from lab.claims.claims import CLAIMS
 from lab.claims.labs import RealLab, Size
+from lab.claims.provenance import age
 from lab.measure import timing
 from lab.measure.machine_info import RealMachineInfo, measure_machine
 
@@ -175,7 +176,9 @@ def print_list(options: PaperOptions, results: report.Results) -> None:
     for claim in options.claims:
         record = results.get(claim.id)
         is_done = record is not None and record.verdict not in report.TRIED_AGAIN
-        status = ", done" if is_done else ""
+        status = ""
+        if record is not None and is_done:
+            status = ", ".join(["", "done", *filter(None, [age(record.provenance)])])
         print(f"{claim.name} ({claim.seconds_of(options.quick)} s{status})\n    {claim.sentence}")
 
 

@@ -37,6 +37,7 @@ from lab.claims.claim import Claim, Finding
 from lab.claims.claims import EXPERIMENTS
 from lab.claims.jobs import Setup
 from lab.claims.picture import draw
+from lab.claims.provenance import provenance
 from lab.claims.report import numbers_in
 from lab.claims.table import plain
 from views.tables import Cell, format_table
@@ -175,7 +176,8 @@ def main(options: SimulateOptions) -> None:
     finally:
         if done:  # also if this was interrupted
             print_conclusion(done)
-            write_json(options, {"claims": [simulated.to_json() for simulated in done]})
+            claims = [simulated.to_json() for simulated in done]
+            write_json(options, {"provenance": provenance(), "claims": claims})
             wrote(options.json, *pictures)
 
 
